@@ -1,0 +1,317 @@
+"""Configuration: typed dataclasses, filled from a YAML file and dotted overrides, checked before anything heavy starts.
+
+Leaf names are TRL's where TRL has one, verl's otherwise. Every mistake ends in a `ConfigError` of one line that names the key.
+"""
+
+import dataclasses
+import difflib
+import os
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+
+class ConfigError(ValueError):
+    """A mistake of the user's in the configuration: one line that names the key."""
+
+
+@dataclass
+class ModelConfig:
+    path: str = MISSING
+    """Hugging Face folder or hub name of the policy (a causal language model)."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Precision of the weights; bfloat16 keeps float32 master weights in the optimizer."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run; auto takes a GPU when there is one."""
+    attention: Literal["auto", "sdpa", "varlen", "flash_attn"] = "auto"
+    """Attention kernel; auto takes the fastest that is importable on the device (sdpa on CPU)."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+    trust_remote_code: bool = False
+    """Allow model and tokenizer folders to run their own code."""
+
+
+@dataclass
+class TaskConfig:
+    name: str = MISSING
+    """A reasoning-gym task."""
+    weight: float = 1.0
+    """Share of this task in the mixture (relative to the other weights)."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """The task's own parameters."""
+
+
+@dataclass
+class DataConfig:
+    path: str | None = None
+    """A JSON/JSONL/CSV/Parquet file, a folder or glob of them, or a hub dataset; needs a `prompt` column."""
+    name: str | None = None
+    """Subset of a hub dataset."""
+    split: str = "train"
+    """Split of a hub dataset."""
+    tasks: list[TaskConfig] = field(default_factory=list)
+    """Mixture of reasoning-gym tasks (instead of `path`)."""
+    size: int = 10_000
+    """Number of problems made from `tasks`."""
+    seed: int = 1
+    """Seed of the problems made from `tasks`; held-out problems come from another one."""
+    eval_path: str | None = None
+    """Held-out file, folder, glob or hub dataset (default: the split below, or rows held out of `path`)."""
+    eval_split: str | None = None
+    """Held-out split of a hub dataset."""
+    as_chat: bool = False
+    """Wrap string prompts as a user message and apply the tokenizer's chat template."""
+    system_prompt: str | None = None
+    """System message in front of chat prompts that have none."""
+
+
+@dataclass
+class RewardConfig:
+    functions: list[str] = field(default_factory=lambda: ["bubblespec.rewards.exact_match"])
+    """Dotted paths of reward functions with TRL's signature."""
+    weights: list[float] | None = None
+    """One weight per function (default: all 1)."""
+
+
+@dataclass
+class RolloutConfig:
+    num_prompts_per_step: int = 16
+    """Prompts in a step's batch, over all ranks."""
+    num_generations: int = 8
+    """Responses per prompt (the group of GRPO)."""
+    max_prompt_length: int = 512
+    """Longest prompt in tokens; longer ones are dropped with a count."""
+    max_completion_length: int = 512
+    """Longest response in tokens."""
+    min_completion_length: int = 0
+    """Stop tokens are barred before this many response tokens."""
+    temperature: float = 1.0
+    """Sampling temperature; 0 is greedy."""
+    top_p: float = 1.0
+    """Nucleus of the sampled distribution; 1 keeps all."""
+    top_k: int = 0
+    """Keep the k best tokens; 0 keeps all."""
+    stop_token_ids: list[int] | None = None
+    """Tokens that end a response (default: those of the model's generation config and tokenizer)."""
+    num_slots: int = 64
+    """Rows that one rank decodes at the same time; more rows wait in a queue."""
+    max_batch_tokens: int = 2048
+    """Most tokens in one forward; prompts are prefilled in chunks under it."""
+
+
+@dataclass
+class EvalConfig:
+    num_prompts: int = 0
+    """Held-out prompts per evaluation; 0 evaluates nothing."""
+    num_generations: int = 4
+    """Responses per held-out prompt; pass@k is reported for k = 1, 2, 4, ... up to it."""
+    temperature: float | None = None
+    """Sampling temperature of evaluation (default: the rollout's)."""
+
+
+@dataclass
+class LossConfig:
+    loss_type: Literal["grpo", "dr_grpo", "dapo"] = "dapo"
+    """How tokens are averaged: per sequence (grpo), by a constant (dr_grpo), over all tokens of the batch (dapo)."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """Which standard deviation divides the advantages."""
+    epsilon_low: float = 0.2
+    """Lower clip of the probability ratio: 1 - epsilon_low."""
+    epsilon_high: float = 0.2
+    """Upper clip of the probability ratio: 1 + epsilon_high."""
+    kl_coef: float = 0.0
+    """Weight of the KL to the initial policy; above 0 a reference copy is kept."""
+    num_iterations: int = 1
+    """Updates per batch; 1 is strictly on-policy."""
+    mask_truncated_completions: bool = False
+    """Leave responses cut off by max_completion_length out of the loss."""
+
+
+@dataclass
+class OptimConfig:
+    learning_rate: float = 1e-6
+    """Peak learning rate of AdamW."""
+    lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after the warm-up; linear and cosine end at 0 at max_steps."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay of matrices (biases and norms are not decayed)."""
+    adam_beta1: float = 0.9
+    """First moment's decay."""
+    adam_beta2: float = 0.999
+    """Second moment's decay."""
+    adam_epsilon: float = 1e-8
+    """Term that keeps the division finite."""
+    max_grad_norm: float = 1.0
+    """Global gradient norm limit; 0 does not clip."""
+    max_tokens_per_microbatch: int = 8192
+    """Most tokens (prompts and responses) in one forward and backward."""
+    max_logits_per_chunk: int = 1 << 26
+    """Most logits (tokens x vocabulary) of a micro-batch that exist at once."""
+
+
+@dataclass
+class RunConfig:
+    output_dir: str = MISSING
+    """Folder of checkpoints, metrics and TensorBoard files."""
+    seed: int = 0
+    """Seed of batches and sampling noise."""
+    max_steps: int = 100
+    """Training steps."""
+    eval_steps: int = 0
+    """Evaluate every so many steps, and before the first and after the last; 0 never."""
+    save_steps: int = 0
+    """Save a checkpoint every so many steps and after the last; 0 only after the last."""
+    logging_steps: int = 10
+    """Write sample completions to TensorBoard every so many steps; metrics are written every step."""
+    keep_last: int = 2
+    """Checkpoints kept; older ones are deleted."""
+    resume_from_checkpoint: str = "auto"
+    """auto continues from the newest checkpoint in output_dir, none starts anew, else a checkpoint folder."""
+    timeout_s: float = 1800.0
+    """Seconds a collective may wait for the slowest rank before the job ends."""
+
+
+@dataclass
+class Config:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+
+def load_config(path: str, overrides: list[str] = ()) -> Config:
+    """YAML file, then `section.key=value` overrides, into a checked `Config`. Raises ConfigError."""
+    if not os.path.isfile(path):
+        raise ConfigError(f"--config: no file at {path}")
+    try:
+        from_file = OmegaConf.load(path)
+    except Exception as error:  # PyYAML and OmegaConf raise many kinds; all mean a file that is not valid YAML
+        raise ConfigError(f"{path}: not valid YAML: {_one_line(error)}") from error
+    for override in overrides:
+        if "=" not in override:
+            raise ConfigError(f"override '{override}' is not of the form section.key=value")
+    merged = OmegaConf.structured(Config)
+    for layer in [from_file, *(OmegaConf.from_dotlist([o]) for o in overrides)]:
+        plain = OmegaConf.to_container(layer)
+        if not isinstance(plain, dict):
+            raise ConfigError(f"{path}: expected sections (model, data, ...), found {type(plain).__name__}")
+        _check_keys(plain, Config)
+        try:
+            merged = OmegaConf.merge(merged, layer)
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{error.full_key}: {_one_line(error)}") from error
+        except TypeError as error:  # an index into a list, such as data.tasks.0.weight=1
+            raise ConfigError(f"{next(iter(plain))}: {_one_line(error)}; give a list as a whole, as in key=[1,2]") from error
+    missing = sorted(OmegaConf.missing_keys(merged))
+    if missing:
+        raise ConfigError(f"{missing[0]}: has no default, so it must be given")
+    config = OmegaConf.to_object(merged)
+    check_values(config)
+    return config
+
+
+def config_to_yaml(config: Config) -> str:
+    """The resolved configuration as YAML."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """`{"section.key": value}` of a resolved configuration."""
+    return {f"{s}.{k}": v for s, fields in dataclasses.asdict(config).items() for k, v in fields.items()}
+
+
+def check_values(config: Config) -> None:
+    """Ranges and combinations that types cannot express. Raises ConfigError naming the key and the nearest valid value."""
+    positive = (
+        "rollout.num_prompts_per_step rollout.num_generations rollout.max_prompt_length rollout.max_completion_length "
+        "rollout.num_slots eval.num_generations optim.max_logits_per_chunk loss.num_iterations run.max_steps "
+        "run.keep_last run.logging_steps data.size"
+    )
+    flat = flatten(config)
+    for key in positive.split():
+        _require(flat[key] >= 1, key, flat[key], "at least 1")
+    not_negative = (
+        "rollout.min_completion_length rollout.temperature rollout.top_k eval.num_prompts loss.epsilon_low "
+        "loss.epsilon_high loss.kl_coef optim.learning_rate optim.warmup_steps optim.weight_decay optim.max_grad_norm "
+        "run.seed run.eval_steps run.save_steps data.seed"
+    )
+    for key in not_negative.split():
+        _require(flat[key] >= 0, key, flat[key], "at least 0")
+    _require(0 < config.rollout.top_p <= 1, "rollout.top_p", config.rollout.top_p, "above 0 and at most 1")
+    _require(config.run.timeout_s > 0, "run.timeout_s", config.run.timeout_s, "above 0")
+    for key, limit in {"rollout.num_generations": 1 << 12, "eval.num_generations": 1 << 12, "run.max_steps": 1 << 31}.items():
+        _require(flat[key] <= limit, key, flat[key], f"at most {limit} (the noise counter's field)")
+    rollout, optim = config.rollout, config.optim
+    longest = rollout.max_prompt_length + rollout.max_completion_length
+    _require(longest <= 1 << 20, "rollout.max_completion_length", rollout.max_completion_length, f"below {1 << 20} with the prompt")
+    _require(
+        rollout.min_completion_length <= rollout.max_completion_length,
+        "rollout.min_completion_length",
+        rollout.min_completion_length,
+        f"at most rollout.max_completion_length = {rollout.max_completion_length}",
+    )
+    _require(
+        rollout.max_batch_tokens >= rollout.num_slots,
+        "rollout.max_batch_tokens",
+        rollout.max_batch_tokens,
+        f"at least rollout.num_slots = {rollout.num_slots}, so that every row can decode in one forward",
+    )
+    _require(
+        optim.max_tokens_per_microbatch >= longest,
+        "optim.max_tokens_per_microbatch",
+        optim.max_tokens_per_microbatch,
+        f"at least {longest} = rollout.max_prompt_length + rollout.max_completion_length, so that every response fits",
+    )
+    if rollout.temperature == 0:
+        raise ConfigError("rollout.temperature: 0 gives equal responses, so no policy gradient; training needs it above 0")
+    if (config.data.path is None) == (not config.data.tasks):
+        raise ConfigError("data.path, data.tasks: give exactly one of them")
+    for number, task in enumerate(config.data.tasks):
+        _require(task.weight > 0, f"data.tasks[{number}].weight", task.weight, "above 0")
+    weights = config.reward.weights
+    if not config.reward.functions:
+        raise ConfigError("reward.functions: give at least one reward function")
+    if weights is not None and len(weights) != len(config.reward.functions):
+        raise ConfigError(
+            f"reward.weights: {len(weights)} weights for {len(config.reward.functions)} reward.functions; give one each"
+        )
+    if config.run.eval_steps and not config.eval.num_prompts:
+        raise ConfigError("eval.num_prompts: 0, but run.eval_steps asks for evaluations; give at least 1")
+
+
+def _require(holds: bool, key: str, value: Any, what: str) -> None:
+    if not holds:
+        raise ConfigError(f"{key}: {value} must be {what}")
+
+
+def _check_keys(given: dict, schema: type, prefix: str = "") -> None:
+    """Unknown keys, with the nearest valid one: OmegaConf would report them without it."""
+    fields = {f.name: f.type for f in dataclasses.fields(schema)}
+    for key, value in given.items():
+        if key not in fields:
+            valid = {f"{s.name}.{f.name}" for s in dataclasses.fields(Config) for f in dataclasses.fields(s.type)}
+            near = _nearest(f"{prefix}{key}", set(fields) if prefix == "" else set(), valid)
+            raise ConfigError(f"{prefix}{key}: unknown key{near}")
+        if dataclasses.is_dataclass(fields[key]):
+            if not isinstance(value, dict):
+                raise ConfigError(f"{prefix}{key}: is a section, not a value")
+            _check_keys(value, fields[key], f"{prefix}{key}.")
+
+
+def _nearest(key: str, sections: set[str], valid: set[str]) -> str:
+    leaf = key.rsplit(".", 1)[-1]
+    same_leaf = [v for v in valid if v.rsplit(".", 1)[-1] == leaf]  # the right name in the wrong section
+    matches = same_leaf or difflib.get_close_matches(key, sorted(valid | sections), n=1, cutoff=0.5)
+    return f"; did you mean {matches[0]}?" if matches else f"; valid are {', '.join(sorted(sections or valid))}"
+
+
+def _one_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]

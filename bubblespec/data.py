@@ -1,0 +1,155 @@
+"""Prompts: where they come from, and which of them make up the batch of a step.
+
+Everything ends in a `PromptSet`: tokenised prompts, each with a stable uid and the columns that rewards read. The batch of
+step t is a pure function of (seed, t), so any rank can compute the batch of any later step, which is what drafting ahead needs.
+"""
+
+import glob
+import hashlib
+import json
+import os
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+FILE_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt: `uid` (63 bits, stable across runs), `text` (a string or chat messages), its token ids, and its columns."""
+
+    uid: int
+    text: str | list[dict]
+    token_ids: tuple[int, ...]
+    columns: dict
+
+
+class PromptSet:
+    """Prompts short enough to train on. `num_dropped` counts those over `max_prompt_length` tokens."""
+
+    def __init__(self, prompts: list[Prompt], num_dropped: int):
+        self.prompts = prompts
+        self.num_dropped = num_dropped
+        self._order: tuple[tuple[int, int], np.ndarray] | None = None
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def batch(self, seed: int, step: int, num_prompts: int) -> list[Prompt]:
+        """The prompts of `step`: epochs are shuffled by (seed, epoch), and a remainder too small for a batch is left out of
+        its epoch, so no prompt occurs twice in one batch (its noise keys would collide)."""
+        steps_per_epoch = len(self.prompts) // num_prompts
+        if steps_per_epoch == 0:
+            raise ValueError(
+                f"data: {len(self.prompts)} usable prompts are fewer than rollout.num_prompts_per_step = {num_prompts}"
+            )
+        epoch, index = divmod(step, steps_per_epoch)
+        if self._order is None or self._order[0] != (seed, epoch):
+            order = np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(len(self.prompts))
+            self._order = ((seed, epoch), order)
+        order = self._order[1]
+        return [self.prompts[i] for i in order[index * num_prompts : (index + 1) * num_prompts]]
+
+
+def build_prompt_set(
+    rows: Sequence[dict],
+    tokenize: Callable[[str | list[dict]], list[int]],
+    max_prompt_length: int,
+    system_prompt: str | None = None,
+    as_chat: bool = False,
+) -> PromptSet:
+    """Tokenise rows with a `prompt` column; prompts longer than `max_prompt_length` tokens are left out and counted.
+
+    `as_chat` wraps string prompts as a user message; `system_prompt` goes in front of chat prompts without one.
+    """
+    prompts, num_dropped = [], 0
+    occurrences: dict[str, int] = {}
+    for number, row in enumerate(rows):
+        text = row["prompt"]
+        if as_chat and isinstance(text, str):
+            text = [{"role": "user", "content": text}]
+        if system_prompt and not isinstance(text, str) and text[0]["role"] != "system":
+            text = [{"role": "system", "content": system_prompt}, *text]
+        if not text:
+            raise ValueError(f"data: row {number} has an empty prompt")
+        token_ids = tokenize(text)
+        uid = _stable_uid(text, occurrences)
+        if len(token_ids) > max_prompt_length:
+            num_dropped += 1
+            continue
+        columns = {name: value for name, value in row.items() if name != "prompt"}
+        prompts.append(Prompt(uid, text, tuple(token_ids), columns))
+    return PromptSet(prompts, num_dropped)
+
+
+def make_tokenize(tokenizer) -> Callable[[str | list[dict]], list[int]]:
+    """Strings are tokenised as the tokenizer does by default; chat messages go through its chat template."""
+
+    def tokenize(text: str | list[dict]) -> list[int]:
+        if isinstance(text, str):
+            return tokenizer(text)["input_ids"]
+        if tokenizer.chat_template is None:
+            raise ValueError("model.path: its tokenizer has no chat template, but data has chat prompts")
+        rendered = tokenizer.apply_chat_template(text, add_generation_prompt=True, tokenize=False)
+        return tokenizer(rendered, add_special_tokens=False)["input_ids"]
+
+    return tokenize
+
+
+def load_rows(path: str, name: str | None, split: str, trust_remote_code: bool = False) -> Sequence[dict]:
+    """Rows of local JSON/JSONL/CSV/Parquet files (a file, a folder or a glob) or of a hub dataset, through `datasets`."""
+    import datasets
+
+    files = sorted(glob.glob(os.path.join(path, "*") if os.path.isdir(path) else path))
+    files = [f for f in files if os.path.splitext(f)[1] in FILE_FORMATS]
+    looks_local = os.path.splitext(path)[1] in FILE_FORMATS or path.startswith((".", "/"))
+    if files:
+        formats = {FILE_FORMATS[os.path.splitext(f)[1]] for f in files}
+        if len(formats) > 1:
+            raise ValueError(f"data: {path} mixes the formats {sorted(formats)}; give files of one format")
+        dataset = datasets.load_dataset(formats.pop(), data_files=files, split="train")
+    elif looks_local:
+        raise ValueError(f"data: no JSON, JSONL, CSV or Parquet file at {path}")
+    else:
+        dataset = datasets.load_dataset(path, name, split=split)
+    if "prompt" not in dataset.column_names:
+        raise ValueError(f"data: {path} has no 'prompt' column; it has {dataset.column_names}")
+    if len(dataset) == 0:
+        raise ValueError(f"data: {path} has no rows")
+    return dataset
+
+
+def reasoning_gym_rows(tasks: Sequence, size: int, seed: int) -> list[dict]:
+    """`size` procedural problems from a weighted mixture of reasoning-gym tasks.
+
+    tasks: mappings with `name` (a reasoning-gym task), `weight` and `config` (the task's own parameters).
+    Row i is a pure function of (tasks, seed, i): columns `prompt`, `answer`, `task` and `entry` (reasoning-gym's item).
+    """
+    import reasoning_gym
+
+    sources = []
+    for number, task in enumerate(tasks):
+        try:
+            task_seed = seed * 1_000_003 + number * 10_000_019
+            sources.append(reasoning_gym.create_dataset(task["name"], size=size, seed=task_seed, **task["config"]))
+        except (ValueError, TypeError, AssertionError) as error:
+            raise ValueError(f"data.tasks[{number}] ({task['name']}): {error}") from error
+    weights = [task["weight"] for task in tasks]
+    rows = []
+    for i in range(size):
+        which = random.Random(f"{seed}-{i}").choices(range(len(tasks)), weights=weights)[0]
+        entry = sources[which][i]
+        rows.append({"prompt": entry["question"], "answer": entry["answer"], "task": tasks[which]["name"], "entry": entry})
+    return rows
+
+
+def _stable_uid(text: str | list[dict], occurrences: dict[str, int]) -> int:
+    """63 bits from the prompt's content; a repeated prompt gets its occurrence number mixed in, so uids stay distinct."""
+    content = json.dumps(text, sort_keys=True, ensure_ascii=False)
+    occurrence = occurrences.get(content, 0)
+    occurrences[content] = occurrence + 1
+    digest = hashlib.sha256(f"{occurrence}:{content}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

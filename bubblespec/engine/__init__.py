@@ -1,0 +1,1 @@
+"""The generation engine: one packed ragged forward, a slot K/V cache and counter-based sampling noise."""

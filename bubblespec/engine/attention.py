@@ -1,0 +1,194 @@
+"""The attention seam: one function registered with transformers, which any model that uses its attention interface calls.
+
+`bubblespec_attention` receives the packing as an extra keyword of the model's forward. SDPA is the reference on every device;
+`varlen` (torch) and `flash_attn` (the package) are CUDA kernels for the same contract, each held to it by a parity test.
+
+Shape legend: N packed tokens, R rows, Q padded new tokens of a row, L attended positions, H query heads, K key/value heads,
+G = H / K, D head dimension.
+"""
+
+import importlib.util
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from bubblespec.engine.packing import AttentionGroup, CachePacking, SequencePacking
+
+NAME = "bubblespec"  # a name with "flash" in it would make transformers look for that package
+_IGNORED = {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "is_causal", "dropout"}
+
+
+def choose_kernel(requested: str, device: torch.device) -> str:
+    """`auto` resolved: SDPA on CPU, else flash_attn where importable, else torch's variable-length kernel."""
+    if requested == "auto":
+        if device.type != "cuda":
+            return "sdpa"
+        return "flash_attn" if importlib.util.find_spec("flash_attn") else "varlen"
+    if requested != "sdpa" and device.type != "cuda":
+        raise ValueError(f"model.attention: {requested} runs on CUDA only; on {device.type} use sdpa")
+    if requested == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
+        raise ValueError("model.attention: flash_attn is not installed (see requirements-flash.txt); use varlen or sdpa")
+    return requested
+
+
+def bubblespec_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    packing: CachePacking | SequencePacking | None = None,
+    kernel: str = "sdpa",
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """query: [1, H, N, D]; key, value: [1, K, N, D]. Returns [1, N, H, D]."""
+    unknown = {name for name, given in kwargs.items() if given is not None and name not in _IGNORED}
+    if unknown or attention_mask is not None or packing is None:
+        what = f"the attention arguments {sorted(unknown)}" if unknown else "an attention mask of its own"
+        raise ValueError(f"this model passes {what}, which the generation engine does not support")
+    query, key, value = (t[0].transpose(0, 1) for t in (query, key, value))
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    if isinstance(packing, SequencePacking):
+        attend = {"sdpa": _sequences_sdpa, "varlen": _sequences_varlen, "flash_attn": _sequences_flash}[kernel]
+        out = attend(packing, query, key, value, scaling, sliding_window)
+    else:
+        packing.cache.write(module.layer_idx, packing.slot, packing.position, key, value)
+        cached_key, cached_value = packing.cache.keys[module.layer_idx], packing.cache.values[module.layer_idx]
+        attend = {"sdpa": _cached_sdpa, "varlen": _cached_varlen, "flash_attn": _cached_flash}[kernel]
+        out = attend(packing, query, cached_key, cached_value, scaling, sliding_window)
+    return out[None], None
+
+
+AttentionInterface.register(NAME, bubblespec_attention)
+
+
+def _cached_sdpa(packing: CachePacking, query, cached_key, cached_value, scaling, window) -> torch.Tensor:
+    out = None
+    for group in packing.groups:
+        attended = _attend_group(group, query, cached_key, cached_value, scaling, window)
+        if group.tokens is None:
+            return attended
+        if out is None:
+            out = attended.new_empty(query.shape[0], *attended.shape[1:])
+        out[group.tokens] = attended[group.padded]
+    return out
+
+
+def _attend_group(group: AttentionGroup, query, cached_key, cached_value, scaling, window) -> torch.Tensor:
+    """Query heads of one key/value head are folded into the query axis, so keys and values are never repeated."""
+    rows, queries = group.num_rows, group.num_queries
+    num_heads, head_dim = query.shape[1:]
+    kv_heads = cached_key.shape[2]
+    fold = num_heads // kv_heads
+    if group.tokens is not None:
+        padded = query.new_zeros(rows * queries, num_heads, head_dim)
+        padded[group.padded] = query[group.tokens]
+        query = padded
+    query = query.reshape(rows, queries, kv_heads, fold, head_dim).permute(0, 2, 3, 1, 4)
+    query = query.reshape(rows, kv_heads, fold * queries, head_dim)
+    slots = slice(group.first_slot, group.first_slot + rows)
+    key, value = (t[slots, : group.length].transpose(1, 2) for t in (cached_key, cached_value))
+    mask = group.mask(fold, window, query.dtype)
+    out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    out = out.reshape(rows, kv_heads, fold, queries, -1).permute(0, 3, 1, 2, 4)
+    return out.reshape(rows * queries, num_heads, -1)
+
+
+def _sequences_sdpa(packing: SequencePacking, query, key, value, scaling, window) -> torch.Tensor:
+    fold = query.shape[1] // key.shape[1]
+    groups, packed_order = packing.groups
+    attended = []
+    for num_sequences, length, gather, keep in groups:
+        q, k, v = (t.index_select(0, gather).unflatten(0, (num_sequences, length)) for t in (query, key, value))
+        if fold > 1:
+            k, v = k.repeat_interleave(fold, dim=2), v.repeat_interleave(fold, dim=2)
+        mask = None
+        if window is not None and window < length:
+            position = torch.arange(length, device=q.device)
+            distance = position[:, None] - position
+            mask = (distance >= 0) & (distance < window)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling)
+        attended.append(out.transpose(1, 2).flatten(0, 1).index_select(0, keep))
+    return torch.cat(attended).index_select(0, packed_order)
+
+
+def _cached_varlen(packing: CachePacking, query, cached_key, cached_value, scaling, window) -> torch.Tensor:
+    cu_q, cu_k, used, max_q, max_k = packing.varlen
+    rows = len(packing.count)
+    key, value = (t[:rows].flatten(0, 1) for t in (cached_key, cached_value))
+    return _varlen(query, key, value, cu_q, cu_k, max_q, max_k, scaling, window, used)
+
+
+def _sequences_varlen(packing: SequencePacking, query, key, value, scaling, window) -> torch.Tensor:
+    cumulative, longest = packing.varlen
+    return _varlen(query, key, value, cumulative, cumulative, longest, longest, scaling, window, None)
+
+
+def _varlen(query, key, value, cu_q, cu_k, max_q, max_k, scaling, window, used) -> torch.Tensor:
+    """torch's variable-length kernel; one split, so that a row's result does not depend on the other rows."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    left = -1 if window is None else window - 1
+    return varlen_attn(
+        query.contiguous(),
+        key.contiguous(),
+        value.contiguous(),
+        cu_q,
+        cu_k,
+        max_q,
+        max_k,
+        scale=scaling,
+        window_size=(left, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+        seqused_k=used,
+        num_splits=1 if used is not None else None,
+    )
+
+
+def _cached_flash(packing: CachePacking, query, cached_key, cached_value, scaling, window) -> torch.Tensor:
+    """The flash_attn package has no `seqused_k`; its paged form with one page a slot says the same thing."""
+    from flash_attn import flash_attn_varlen_func
+
+    cu_q, _, used, max_q, max_k = packing.varlen
+    rows = len(packing.count)
+    cu_k = torch.nn.functional.pad(used.cumsum(0, dtype=torch.int32), (1, 0))
+    page = 256  # the kernel's page size must be a multiple of it; the cache's slot length is
+    pages_per_slot = packing.cache.slot_length // page
+    table = torch.arange(rows * pages_per_slot, dtype=torch.int32, device=query.device).view(rows, pages_per_slot)
+    key, value = (t[:rows].view(rows * pages_per_slot, page, *t.shape[2:]) for t in (cached_key, cached_value))
+    return flash_attn_varlen_func(
+        query.contiguous(),
+        key,
+        value,
+        cu_q,
+        cu_k,
+        max_q,
+        max_k,
+        softmax_scale=scaling,
+        causal=True,
+        window_size=(-1 if window is None else window - 1, 0),
+        block_table=table,
+    )
+
+
+def _sequences_flash(packing: SequencePacking, query, key, value, scaling, window) -> torch.Tensor:
+    from flash_attn import flash_attn_varlen_func
+
+    cumulative, longest = packing.varlen
+    return flash_attn_varlen_func(
+        query,
+        key,
+        value,
+        cumulative,
+        cumulative,
+        longest,
+        longest,
+        softmax_scale=scaling,
+        causal=True,
+        window_size=(-1 if window is None else window - 1, 0),
+    )

@@ -1,0 +1,32 @@
+"""Keys and values of all rows, one contiguous slot a row; rolling a row back is lowering its length, which the caller keeps."""
+
+import torch
+
+
+class KVCache:
+    """`keys[layer]` and `values[layer]`: [slots, slot_length, key/value heads, head dimension].
+
+    A layer's tensors are made at its first write, in the shape and type of what it writes: configurations name those in too
+    many ways. They start as zeros, since masked positions are read and multiplied by zero, which needs finite numbers.
+    """
+
+    def __init__(self, num_slots: int, slot_length: int):
+        self.num_slots, self.slot_length = num_slots, slot_length
+        self.keys: dict[int, torch.Tensor] = {}
+        self.values: dict[int, torch.Tensor] = {}
+
+    def write(self, layer: int, slot: torch.Tensor, position: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store N new entries. slot, position: int64 [N]; key, value: [N, heads, dimension]."""
+        if layer not in self.keys:
+            self.keys[layer] = key.new_zeros(self.num_slots, self.slot_length, *key.shape[1:])
+            self.values[layer] = value.new_zeros(self.num_slots, self.slot_length, *value.shape[1:])
+        self.keys[layer][slot, position] = key
+        self.values[layer][slot, position] = value
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` positions of slot `source` to slot `target`."""
+        for tensor in (*self.keys.values(), *self.values.values()):
+            tensor[target, :length] = tensor[source, :length]
+
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (*self.keys.values(), *self.values.values()))

@@ -1,0 +1,78 @@
+"""Counter-based Gumbel noise: the same numbers on every device, for any batch, rank or schedule.
+
+Two layers. Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") turns the 128-bit counter
+(prompt uid, step, sample, position) into a 128-bit stream key. Philox is a bijection of its counter, so two different
+counters never share a stream. Then a 32-bit integer mixer, keyed by those four words, turns each token id into 31 random
+bits. Philox for every vocabulary entry would cost 3.5 times as many operations.
+
+Shape legend: N streams, V vocabulary.
+"""
+
+import numpy as np
+import torch
+
+MAX_POSITIONS = 1 << 20
+MAX_SAMPLES = 1 << 12
+EVALUATION = 1 << 31  # added to a step so that evaluation never shares a stream with training
+
+# Wellons' triple32 mixer: xorshift-multiply rounds with bias near that of a random function.
+_MIXER = ((17, 0xED5AD4BB), (11, 0xAC4C1B51), (15, 0x31848BAB))
+_LAST_SHIFT = 14
+
+
+def philox4x32(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
+    """Ten rounds of Philox4x32. counter: uint32 [N, 4]; key: two 32-bit words. Returns uint32 [N, 4]."""
+    low_bits, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
+    c0, c1, c2, c3 = (counter[:, i].astype(np.uint64) for i in range(4))
+    k0, k1 = key
+    for _ in range(10):
+        product0, product1 = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+        c0, c1 = (product1 >> shift) ^ c1 ^ np.uint64(k0), product1 & low_bits
+        c2, c3 = (product0 >> shift) ^ c3 ^ np.uint64(k1), product0 & low_bits
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return np.stack((c0, c1, c2, c3), axis=1).astype(np.uint32)
+
+
+def stream_keys(seed: int, uid: np.ndarray, step: np.ndarray, sample: np.ndarray, position: np.ndarray) -> np.ndarray:
+    """128-bit keys of N noise streams, int32 [N, 4].
+
+    uid: int64 [N], prompts. step, sample, position: int64 [N]; position counts response tokens from 0. The counter's
+    fields are disjoint bits (uid 64, step 32, sample 12, position 20), so no two streams of a run share a key.
+    """
+    counter = np.empty((len(uid), 4), dtype=np.uint32)
+    uid = uid.astype(np.uint64)
+    counter[:, 0] = (sample << 20) | position
+    counter[:, 1] = step
+    counter[:, 2] = uid & np.uint64(0xFFFFFFFF)
+    counter[:, 3] = uid >> np.uint64(32)
+    return philox4x32(counter, (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)).view(np.int32)
+
+
+def random_bits(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """31 random bits per stream and token. keys: int32 [N, 4]. Returns int32 [N, V], each in [0, 2**31).
+
+    Integer arithmetic modulo 2**32 only: bit-identical on every device.
+    """
+    x = torch.arange(vocab_size, dtype=torch.int32, device=keys.device) + keys[:, :1]
+    for i, (shift, multiplier) in enumerate(_MIXER):
+        _xorshift_(x, shift).mul_(_as_int32(multiplier)).add_(keys[:, i + 1, None])
+    return _xorshift_(x, _LAST_SHIFT).bitwise_and_(0x7FFFFFFF)
+
+
+def gumbel(keys: torch.Tensor, vocab_size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Standard Gumbel noise, dtype [N, V], for int32 keys [N, 4].
+
+    -log(-log1p(-u)) keeps full relative precision for small u, which is where the winners come from.
+    """
+    u = random_bits(keys, vocab_size).to(dtype).add_(0.5).mul_(2.0**-31)
+    u.clamp_(max=1.0 - 2.0**-24)
+    return u.neg_().log1p_().neg_().log_().neg_()
+
+
+def _xorshift_(x: torch.Tensor, shift: int) -> torch.Tensor:
+    """x ^= x >> shift with a logical shift; torch's shift of a signed integer is arithmetic, hence the mask."""
+    return x.bitwise_xor_((x >> shift).bitwise_and_((1 << (32 - shift)) - 1))
+
+
+def _as_int32(value: int) -> int:
+    return value - (1 << 32) if value >= 1 << 31 else value

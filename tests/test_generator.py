@@ -1,0 +1,168 @@
+"""The engine against `model.generate` and against itself under every change of schedule."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import VOCAB
+from transformers import GenerationConfig
+
+from bubblespec.engine.generator import Generator, Row
+from bubblespec.engine.model import prepare_model
+from bubblespec.engine.sampling import SamplingParams
+
+ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "mistral-window", "phi3", "olmo2", "gpt_neox", "gpt2"]
+STOP = (5, 11)
+
+
+def make_prompts(count: int, longest: int = 40) -> list[tuple[int, ...]]:
+    rng = np.random.default_rng(0)
+    return [tuple(rng.integers(1, VOCAB, rng.integers(1, longest)).tolist()) for _ in range(count)]
+
+
+def make_rows(prompts, num_generations: int, max_new_tokens: int = 30) -> list[Row]:
+    return [Row(100 + u, 3, j, p, max_new_tokens) for u, p in enumerate(prompts) for j in range(num_generations)]
+
+
+def as_dict(rows: list[Row]) -> dict:
+    return {(row.uid, row.sample): (row.tokens.tolist(), row.finish) for row in rows}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_greedy_equals_generate(make_model, name):
+    reference, model = make_model(name), make_model(name)
+    prompts = make_prompts(6)
+    config = GenerationConfig(max_new_tokens=25, do_sample=False, eos_token_id=list(STOP), pad_token_id=0)
+    wanted = [reference.generate(torch.tensor([p]), generation_config=config)[0, len(p) :].tolist() for p in prompts]
+    assert len({tuple(w) for w in wanted}) > 3, "the oracle must not be one constant continuation"
+    prepare_model(model, 100)
+    engine = Generator(model, num_slots=4, max_length=100, seed=0, max_batch_tokens=16)
+    engine.params = SamplingParams(temperature=0.0, stop_token_ids=STOP)
+    rows = engine.run(make_rows(prompts, 1, 25))
+    assert [row.tokens.tolist() for row in rows] == wanted
+
+
+@pytest.fixture(scope="module")
+def baseline():
+    """Sampled rows of one schedule, which every other schedule must reproduce."""
+    import transformers
+    from conftest import small_config
+
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(small_config("llama")).to(torch.float64).eval()
+    prepare_model(model, 100)
+    prompts = make_prompts(7)
+    params = SamplingParams(temperature=0.9, top_p=0.97, stop_token_ids=STOP, min_length=2)
+    engine = Generator(model, num_slots=64, max_length=100, seed=5)
+    engine.params = params
+    return model, prompts, params, as_dict(engine.run(make_rows(prompts, 4)))
+
+
+@pytest.mark.parametrize(
+    "num_slots, max_batch_tokens, order",
+    [(1, 1, "given"), (3, 7, "given"), (5, 64, "reversed"), (8, 2048, "shuffled"), (64, 64, "shuffled"), (2, 2, "reversed")],
+)
+def test_schedule_leaves_tokens_unchanged(baseline, num_slots, max_batch_tokens, order):
+    model, prompts, params, wanted = baseline
+    rows = make_rows(prompts, 4)
+    if order == "reversed":
+        rows.reverse()
+    if order == "shuffled":
+        np.random.default_rng(1).shuffle(rows)
+    engine = Generator(model, num_slots, max_length=100, seed=5, max_batch_tokens=max_batch_tokens)
+    engine.params = params
+    assert as_dict(engine.run(rows)) == wanted
+    assert {len(tokens) for tokens, _ in wanted.values()} != {30} and engine.is_idle
+
+
+def test_rows_dropped_and_added_between_forwards(baseline):
+    model, prompts, params, wanted = baseline
+    rng = np.random.default_rng(2)
+    engine = Generator(model, 6, max_length=100, seed=5, max_batch_tokens=32)
+    engine.params = params
+    engine.add(make_rows(prompts, 4))
+    finished, dropped = [], 0
+    while not engine.is_idle:
+        finished += engine.step()
+        candidates = [*engine.rows, *engine.queue]
+        if candidates and dropped < 25 and rng.random() < 0.4:
+            row = candidates[rng.integers(len(candidates))]
+            engine.drop(row)
+            partial = row.tokens.tolist()
+            assert partial == wanted[row.uid, row.sample][0][: len(partial)]
+            engine.add([Row(row.uid, row.step, row.sample, row.prompt, row.max_new_tokens)])
+            dropped += 1
+    assert dropped == 25 and as_dict(finished) == wanted
+
+
+def test_prompt_is_prefilled_once_per_group(make_model):
+    model = make_model()
+    prepare_model(model, 100)
+    prompt = tuple(range(1, 41))
+    engine = Generator(model, num_slots=8, max_length=100, seed=0)
+    engine.run(make_rows([prompt], 8, 10))
+    # 39 prompt positions once, then each row feeds the prompt's last token and 9 of its 10 tokens.
+    assert engine.num_fed_tokens == 39 + 8 * 10
+    assert engine.num_forwards <= 11
+
+
+def test_reset_forgets_the_cache_when_weights_change(make_model):
+    model = make_model()
+    prepare_model(model, 100)
+    engine = Generator(model, num_slots=2, max_length=100, seed=0)
+    before = as_dict(engine.run(make_rows(make_prompts(2), 2)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    engine.reset()
+    after = as_dict(engine.run(make_rows(make_prompts(2), 2)))
+    fresh = as_dict(Generator(model, num_slots=2, max_length=100, seed=0).run(make_rows(make_prompts(2), 2)))
+    assert after == fresh != before
+
+
+def test_rows_that_do_not_fit_are_refused(make_model):
+    model = make_model()
+    prepare_model(model, 100)
+    engine = Generator(model, num_slots=2, max_length=20, seed=0)
+    with pytest.raises(ValueError, match="do not fit max_length = 20"):
+        engine.add(make_rows([tuple(range(10))], 1, 11))
+
+
+def test_recorded_logprobs_are_those_of_the_model(make_model):
+    """Oracle: the model's own full forward in float64, softmaxed and truncated by transformers' own warpers."""
+    from transformers import TopKLogitsWarper, TopPLogitsWarper
+
+    reference, model = make_model(), make_model()
+    prepare_model(model, 100)
+    engine = Generator(model, num_slots=3, max_length=100, seed=0)
+    engine.params = SamplingParams(temperature=0.8, top_p=0.9, top_k=20)
+    for row in engine.run(make_rows(make_prompts(3), 2)):
+        sequence = torch.tensor([[*row.prompt, *row.tokens]])
+        with torch.no_grad():
+            logits = reference(sequence).logits[0, len(row.prompt) - 1 : -1] / 0.8
+        chosen = torch.from_numpy(row.tokens)[:, None]
+        full = logits.log_softmax(-1).gather(1, chosen)[:, 0]
+        kept = TopPLogitsWarper(0.9)(None, TopKLogitsWarper(20)(None, logits))
+        truncated = kept.log_softmax(-1).gather(1, chosen)[:, 0]
+        np.testing.assert_allclose(row.full_logprob, full, atol=1e-5)
+        np.testing.assert_allclose(row.logprob, truncated, atol=1e-5)
+
+
+def test_float32_first_differences_are_near_ties(make_model):
+    """In float32 another batch shape may round differently; a row may then only leave the other at a near tie."""
+    from bubblespec.engine.noise import gumbel, stream_keys
+
+    model, exact = make_model(dtype=torch.float32), make_model()
+    prepare_model(model, 100)
+    results = []
+    for num_slots, budget in ((64, 2048), (3, 5)):
+        engine = Generator(model, num_slots, max_length=100, seed=1, max_batch_tokens=budget)
+        results.append(engine.run(make_rows(make_prompts(12), 8)))
+    for a, b in zip(*results, strict=True):
+        differs = np.flatnonzero(a.tokens[: len(b.tokens)] != b.tokens[: len(a.tokens)])
+        if len(differs):
+            position = int(differs[0])
+            with torch.no_grad():
+                logits = exact(torch.tensor([[*a.prompt, *a.tokens[:position]]])).logits[0, -1]
+            key = stream_keys(1, *(np.array([v]) for v in (a.uid, a.step, a.sample, position)))
+            best = (logits + gumbel(torch.from_numpy(key), VOCAB, torch.float64)[0]).topk(2).values
+            assert best[0] - best[1] < 1e-3
