@@ -1,6 +1,6 @@
 """Configuration: typed dataclasses, filled from a YAML file and dotted overrides, checked before anything heavy starts.
 
-Leaf names are TRL's where TRL has one, verl's otherwise. Every mistake ends in a `ConfigError` of one line that names the key.
+Leaf names are TRL's where TRL has one, verl's otherwise. Every mistake ends in a `InputError` of one line that names the key.
 """
 
 import dataclasses
@@ -12,9 +12,7 @@ from typing import Any, Literal
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-
-class ConfigError(ValueError):
-    """A mistake of the user's in the configuration: one line that names the key."""
+from bubblespec.errors import InputError
 
 
 @dataclass
@@ -188,31 +186,31 @@ class Config:
 
 
 def load_config(path: str, overrides: list[str] = ()) -> Config:
-    """YAML file, then `section.key=value` overrides, into a checked `Config`. Raises ConfigError."""
+    """YAML file, then `section.key=value` overrides, into a checked `Config`. Raises InputError."""
     if not os.path.isfile(path):
-        raise ConfigError(f"--config: no file at {path}")
+        raise InputError(f"--config: no file at {path}")
     try:
         from_file = OmegaConf.load(path)
     except Exception as error:  # PyYAML and OmegaConf raise many kinds; all mean a file that is not valid YAML
-        raise ConfigError(f"{path}: not valid YAML: {_one_line(error)}") from error
+        raise InputError(f"{path}: not valid YAML: {_one_line(error)}") from error
     for override in overrides:
         if "=" not in override:
-            raise ConfigError(f"override '{override}' is not of the form section.key=value")
+            raise InputError(f"override '{override}' is not of the form section.key=value")
     merged = OmegaConf.structured(Config)
     for layer in [from_file, *(OmegaConf.from_dotlist([o]) for o in overrides)]:
         plain = OmegaConf.to_container(layer)
         if not isinstance(plain, dict):
-            raise ConfigError(f"{path}: expected sections (model, data, ...), found {type(plain).__name__}")
+            raise InputError(f"{path}: expected sections (model, data, ...), found {type(plain).__name__}")
         _check_keys(plain, Config)
         try:
             merged = OmegaConf.merge(merged, layer)
         except OmegaConfBaseException as error:
-            raise ConfigError(f"{error.full_key}: {_one_line(error)}") from error
+            raise InputError(f"{error.full_key}: {_one_line(error)}") from error
         except TypeError as error:  # an index into a list, such as data.tasks.0.weight=1
-            raise ConfigError(f"{next(iter(plain))}: {_one_line(error)}; give a list as a whole, as in key=[1,2]") from error
+            raise InputError(f"{next(iter(plain))}: {_one_line(error)}; give a list as a whole, as in key=[1,2]") from error
     missing = sorted(OmegaConf.missing_keys(merged))
     if missing:
-        raise ConfigError(f"{missing[0]}: has no default, so it must be given")
+        raise InputError(f"{missing[0]}: has no default, so it must be given")
     config = OmegaConf.to_object(merged)
     check_values(config)
     return config
@@ -229,7 +227,7 @@ def flatten(config: Config) -> dict[str, Any]:
 
 
 def check_values(config: Config) -> None:
-    """Ranges and combinations that types cannot express. Raises ConfigError naming the key and the nearest valid value."""
+    """Ranges and combinations that types cannot express. Raises InputError naming the key and the nearest valid value."""
     positive = (
         "rollout.num_prompts_per_step rollout.num_generations rollout.max_prompt_length rollout.max_completion_length "
         "rollout.num_slots eval.num_generations optim.max_logits_per_chunk loss.num_iterations run.max_steps "
@@ -251,7 +249,9 @@ def check_values(config: Config) -> None:
         _require(flat[key] <= limit, key, flat[key], f"at most {limit} (the noise counter's field)")
     rollout, optim = config.rollout, config.optim
     longest = rollout.max_prompt_length + rollout.max_completion_length
-    _require(longest <= 1 << 20, "rollout.max_completion_length", rollout.max_completion_length, f"below {1 << 20} with the prompt")
+    _require(
+        longest <= 1 << 20, "rollout.max_completion_length", rollout.max_completion_length, f"below {1 << 20} with the prompt"
+    )
     _require(
         rollout.min_completion_length <= rollout.max_completion_length,
         "rollout.min_completion_length",
@@ -271,25 +271,25 @@ def check_values(config: Config) -> None:
         f"at least {longest} = rollout.max_prompt_length + rollout.max_completion_length, so that every response fits",
     )
     if rollout.temperature == 0:
-        raise ConfigError("rollout.temperature: 0 gives equal responses, so no policy gradient; training needs it above 0")
+        raise InputError("rollout.temperature: 0 gives equal responses, so no policy gradient; training needs it above 0")
     if (config.data.path is None) == (not config.data.tasks):
-        raise ConfigError("data.path, data.tasks: give exactly one of them")
+        raise InputError("data.path, data.tasks: give exactly one of them")
     for number, task in enumerate(config.data.tasks):
         _require(task.weight > 0, f"data.tasks[{number}].weight", task.weight, "above 0")
     weights = config.reward.weights
     if not config.reward.functions:
-        raise ConfigError("reward.functions: give at least one reward function")
+        raise InputError("reward.functions: give at least one reward function")
     if weights is not None and len(weights) != len(config.reward.functions):
-        raise ConfigError(
+        raise InputError(
             f"reward.weights: {len(weights)} weights for {len(config.reward.functions)} reward.functions; give one each"
         )
     if config.run.eval_steps and not config.eval.num_prompts:
-        raise ConfigError("eval.num_prompts: 0, but run.eval_steps asks for evaluations; give at least 1")
+        raise InputError("eval.num_prompts: 0, but run.eval_steps asks for evaluations; give at least 1")
 
 
 def _require(holds: bool, key: str, value: Any, what: str) -> None:
     if not holds:
-        raise ConfigError(f"{key}: {value} must be {what}")
+        raise InputError(f"{key}: {value} must be {what}")
 
 
 def _check_keys(given: dict, schema: type, prefix: str = "") -> None:
@@ -299,10 +299,10 @@ def _check_keys(given: dict, schema: type, prefix: str = "") -> None:
         if key not in fields:
             valid = {f"{s.name}.{f.name}" for s in dataclasses.fields(Config) for f in dataclasses.fields(s.type)}
             near = _nearest(f"{prefix}{key}", set(fields) if prefix == "" else set(), valid)
-            raise ConfigError(f"{prefix}{key}: unknown key{near}")
+            raise InputError(f"{prefix}{key}: unknown key{near}")
         if dataclasses.is_dataclass(fields[key]):
             if not isinstance(value, dict):
-                raise ConfigError(f"{prefix}{key}: is a section, not a value")
+                raise InputError(f"{prefix}{key}: is a section, not a value")
             _check_keys(value, fields[key], f"{prefix}{key}.")
 
 

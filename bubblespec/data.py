@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from bubblespec.errors import InputError
+
 FILE_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
@@ -43,7 +45,7 @@ class PromptSet:
         its epoch, so no prompt occurs twice in one batch (its noise keys would collide)."""
         steps_per_epoch = len(self.prompts) // num_prompts
         if steps_per_epoch == 0:
-            raise ValueError(
+            raise InputError(
                 f"data: {len(self.prompts)} usable prompts are fewer than rollout.num_prompts_per_step = {num_prompts}"
             )
         epoch, index = divmod(step, steps_per_epoch)
@@ -74,7 +76,7 @@ def build_prompt_set(
         if system_prompt and not isinstance(text, str) and text[0]["role"] != "system":
             text = [{"role": "system", "content": system_prompt}, *text]
         if not text:
-            raise ValueError(f"data: row {number} has an empty prompt")
+            raise InputError(f"data: row {number} has an empty prompt")
         token_ids = tokenize(text)
         uid = _stable_uid(text, occurrences)
         if len(token_ids) > max_prompt_length:
@@ -92,7 +94,7 @@ def make_tokenize(tokenizer) -> Callable[[str | list[dict]], list[int]]:
         if isinstance(text, str):
             return tokenizer(text)["input_ids"]
         if tokenizer.chat_template is None:
-            raise ValueError("model.path: its tokenizer has no chat template, but data has chat prompts")
+            raise InputError("model.path: its tokenizer has no chat template, but data has chat prompts")
         rendered = tokenizer.apply_chat_template(text, add_generation_prompt=True, tokenize=False)
         return tokenizer(rendered, add_special_tokens=False)["input_ids"]
 
@@ -109,16 +111,16 @@ def load_rows(path: str, name: str | None, split: str, trust_remote_code: bool =
     if files:
         formats = {FILE_FORMATS[os.path.splitext(f)[1]] for f in files}
         if len(formats) > 1:
-            raise ValueError(f"data: {path} mixes the formats {sorted(formats)}; give files of one format")
+            raise InputError(f"data: {path} mixes the formats {sorted(formats)}; give files of one format")
         dataset = datasets.load_dataset(formats.pop(), data_files=files, split="train")
     elif looks_local:
-        raise ValueError(f"data: no JSON, JSONL, CSV or Parquet file at {path}")
+        raise InputError(f"data: no JSON, JSONL, CSV or Parquet file at {path}")
     else:
         dataset = datasets.load_dataset(path, name, split=split)
     if "prompt" not in dataset.column_names:
-        raise ValueError(f"data: {path} has no 'prompt' column; it has {dataset.column_names}")
+        raise InputError(f"data: {path} has no 'prompt' column; it has {dataset.column_names}")
     if len(dataset) == 0:
-        raise ValueError(f"data: {path} has no rows")
+        raise InputError(f"data: {path} has no rows")
     return dataset
 
 
@@ -136,7 +138,7 @@ def reasoning_gym_rows(tasks: Sequence, size: int, seed: int) -> list[dict]:
             task_seed = seed * 1_000_003 + number * 10_000_019
             sources.append(reasoning_gym.create_dataset(task["name"], size=size, seed=task_seed, **task["config"]))
         except (ValueError, TypeError, AssertionError) as error:
-            raise ValueError(f"data.tasks[{number}] ({task['name']}): {error}") from error
+            raise InputError(f"data.tasks[{number}] ({task['name']}): {error}") from error
     weights = [task["weight"] for task in tasks]
     rows = []
     for i in range(size):

@@ -13,18 +13,18 @@ torch.set_num_threads(1)
 transformers.utils.logging.set_verbosity_error()
 
 VOCAB = 97
-SMALL = dict(
-    vocab_size=VOCAB,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    max_position_embeddings=512,
-    bos_token_id=None,
-    eos_token_id=None,
-    pad_token_id=0,
-    initializer_range=0.2,  # wide enough that greedy continuations are not constant
-)
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "initializer_range": 0.2,  # wide enough that greedy continuations are not constant
+}
 GQA = {**SMALL, "num_key_value_heads": 2}
 
 

@@ -91,9 +91,7 @@ class CachePacking:
                 padded = torch.from_numpy(np.flatnonzero(real)).to(device)
                 tokens = torch.from_numpy((first[low:high, None] + offset)[real]).to(device)
             groups.append(
-                AttentionGroup(
-                    int(low), int(high - low), queries, length, torch.from_numpy(position).to(device), tokens, padded
-                )
+                AttentionGroup(int(low), int(high - low), queries, length, torch.from_numpy(position).to(device), tokens, padded)
             )
         return groups
 

@@ -1,0 +1,30 @@
+# Two commands do all the set-up: `make train` and `make test`.
+PYTHON ?= python3
+BIN := .venv/bin
+# One thread a rank: two ranks share two cores.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: train test lint smollm2 clean
+
+train: .venv/installed
+	$(BIN)/torchrun --nproc_per_node=2 train.py --config configs/tiny_cpu.yaml
+
+test: .venv/installed lint
+	$(BIN)/python -m pytest -q --durations=10
+
+lint: .venv/installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+smollm2: .venv/installed
+	$(BIN)/pip install -q gguf==0.19.0
+	$(BIN)/python -m bubblespec.workloads.smollm2 --output models/smollm2-135m-instruct
+
+.venv/installed: requirements.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q -r requirements.txt
+	touch $@
+
+clean:
+	rm -rf .venv

@@ -1,0 +1,117 @@
+"""Checkpoints: written aside, flushed to disk, renamed. A folder named checkpoint-N is therefore always whole.
+
+Noise and batches are functions of the step, so weights, optimizer state and the step number are all there is to save.
+"""
+
+import json
+import os
+import re
+import shutil
+
+import torch
+from transformers import PreTrainedModel
+
+from bubblespec.config import Config, flatten
+from bubblespec.errors import InputError
+from bubblespec.optimizer import Optimizer
+
+STATE_FILE = "trainer_state.json"
+# Keys that may differ between a run and its continuation: they change neither tokens nor updates.
+HARMLESS = {
+    "run.output_dir",
+    "run.eval_steps",
+    "run.save_steps",
+    "run.logging_steps",
+    "run.keep_last",
+    "run.resume_from_checkpoint",
+    "run.timeout_s",
+    "model.trust_remote_code",
+    "eval.num_prompts",
+    "eval.num_generations",
+    "eval.temperature",
+    "data.eval_path",
+    "data.eval_split",
+}
+
+
+def save_checkpoint(config: Config, step: int, model: PreTrainedModel, tokenizer, optimizer: Optimizer) -> str:
+    """Save after `step` updates (rank 0 only). Returns the folder, which `from_pretrained` loads."""
+    final = os.path.join(config.run.output_dir, f"checkpoint-{step}")
+    temporary = os.path.join(config.run.output_dir, f"tmp-checkpoint-{step}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    os.makedirs(temporary)
+    model.save_pretrained(temporary)
+    tokenizer.save_pretrained(temporary)
+    torch.save(optimizer.state_dict(), os.path.join(temporary, "optimizer.pt"))
+    with open(os.path.join(temporary, STATE_FILE), "w", encoding="utf-8") as file:
+        json.dump({"step": step, "config": exactness_keys(config)}, file, indent=1)
+    for name in os.listdir(temporary):
+        _flush(os.path.join(temporary, name))
+    _flush(temporary)
+    shutil.rmtree(final, ignore_errors=True)
+    os.rename(temporary, final)
+    _flush(config.run.output_dir)
+    for old in list_checkpoints(config.run.output_dir)[: -config.run.keep_last]:
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def list_checkpoints(output_dir: str) -> list[str]:
+    """Checkpoint folders, oldest first."""
+    names = os.listdir(output_dir) if os.path.isdir(output_dir) else []
+    numbered = [(int(m.group(1)), n) for n in names if (m := re.fullmatch(r"checkpoint-(\d+)", n))]
+    return [os.path.join(output_dir, name) for _, name in sorted(numbered)]
+
+
+def find_checkpoint(config: Config) -> str | None:
+    """The folder to continue from, or None for a fresh start. Raises InputError where continuing would not be exact."""
+    wanted = config.run.resume_from_checkpoint
+    existing = list_checkpoints(config.run.output_dir)
+    if wanted == "none":
+        if existing:
+            raise InputError(
+                f"run.output_dir: {config.run.output_dir} holds checkpoints; give another folder, or "
+                "run.resume_from_checkpoint=auto to continue"
+            )
+        return None
+    folder = wanted if wanted != "auto" else (existing[-1] if existing else None)
+    if folder is None:
+        return None
+    if not os.path.isfile(os.path.join(folder, STATE_FILE)):
+        raise InputError(f"run.resume_from_checkpoint: {folder} is not a checkpoint (it has no {STATE_FILE})")
+    saved, current = _read_state(folder)["config"], exactness_keys(config)
+    for key in sorted(saved.keys() | current.keys()):
+        if saved.get(key) != current.get(key):
+            raise InputError(
+                f"{key}: {current.get(key)} here, but {saved.get(key)} in {folder}; continuing would not be the same run"
+            )
+    return folder
+
+
+def load_optimizer(folder: str, optimizer: Optimizer, device: torch.device) -> int:
+    """Restore the optimizer; returns the number of updates that the checkpoint holds."""
+    optimizer.load_state_dict(torch.load(os.path.join(folder, "optimizer.pt"), map_location=device, weights_only=True))
+    return _read_state(folder)["step"]
+
+
+def exactness_keys(config: Config) -> dict:
+    """The configuration without the keys that change nothing about tokens and updates."""
+    return {key: value for key, value in flatten(config).items() if key not in HARMLESS and not _is_course_free(config, key)}
+
+
+def _is_course_free(config: Config, key: str) -> bool:
+    """max_steps may grow in a continuation unless the learning rate's course depends on it."""
+    return key == "run.max_steps" and config.optim.lr_scheduler == "constant"
+
+
+def _read_state(folder: str) -> dict:
+    with open(os.path.join(folder, STATE_FILE), encoding="utf-8") as file:
+        return json.load(file)
+
+
+def _flush(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,80 @@
+"""Ranks: start and end of the process group, and the few collectives that the trainer uses. A single process works too."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from bubblespec.errors import InputError
+
+
+# torch 2.13 renames the collective; 2.11 has the old name only.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Ranks:
+    """This process among all: `rank`, `world_size`, `device`. With one process every collective is the identity."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.is_main = self.rank == 0
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def gather(self, array: np.ndarray) -> np.ndarray:
+        """Stack equally shaped numeric arrays of all ranks: [world_size, ...]."""
+        if self.world_size == 1:
+            return array[None].copy()
+        own = torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+        everyone = own.new_empty(self.world_size * own.numel())
+        _all_gather(everyone, own.reshape(-1))
+        return everyone.cpu().numpy().reshape(self.world_size, *array.shape)
+
+    def gather_ragged(self, array: np.ndarray) -> list[np.ndarray]:
+        """One-dimensional arrays of any lengths from all ranks, as a list by rank (padded on the way, nothing pickled)."""
+        sizes = self.gather(np.array([len(array)]))[:, 0]
+        padded = np.zeros(max(int(sizes.max()), 1), array.dtype)
+        padded[: len(array)] = array
+        return [row[:size] for row, size in zip(self.gather(padded), sizes, strict=True)]
+
+
+@contextlib.contextmanager
+def ranks_from_environment(device: str, timeout_s: float) -> Iterator[Ranks]:
+    """Join the process group that torchrun describes in the environment; NCCL on GPUs, gloo on CPU.
+
+    Raises InputError if `device` asks for a GPU that is not there.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InputError("model.device: cuda, but torch sees no GPU; use cpu or auto")
+    use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    if use_cuda and local_rank >= torch.cuda.device_count():
+        raise InputError(f"--nproc_per_node: rank {local_rank} has no GPU of its own; there are {torch.cuda.device_count()}")
+    target = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        torch.cuda.set_device(target)
+    if "RANK" in os.environ:
+        dist.init_process_group("nccl" if use_cuda else "gloo", timeout=timedelta(seconds=timeout_s))
+    try:
+        yield Ranks(target)
+    finally:
+        if dist.is_initialized():
+            # After an error the other ranks may hang in a collective; the launcher ends them when this process exits.
+            if sys.exc_info()[0] is None:
+                dist.barrier()
+            dist.destroy_process_group()

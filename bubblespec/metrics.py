@@ -1,0 +1,113 @@
+"""What a run reports: metrics.jsonl and TensorBoard with the same keys, a progress bar, and one table at the end. Rank 0 only."""
+
+import json
+import os
+import sys
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from bubblespec.rollout import Samples
+
+
+class MetricsLogger:
+    """Does nothing on ranks other than 0. `first_step` > 0 continues a run: later lines of the file are cut off first."""
+
+    def __init__(self, output_dir: str, is_main: bool, first_step: int, max_steps: int):
+        self.is_main = is_main
+        if not is_main:
+            return
+        from torch.utils.tensorboard import SummaryWriter
+
+        path = os.path.join(output_dir, "metrics.jsonl")
+        _keep_steps_before(path, first_step)
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (kept open for the run)
+        self._tensorboard = SummaryWriter(os.path.join(output_dir, "tensorboard"), purge_step=first_step)
+        self._bar = tqdm(total=max_steps, initial=first_step, unit="step", dynamic_ncols=True, file=sys.stderr)
+        self.evaluations: list[tuple[int, dict[str, float]]] = []
+        self.history: list[dict[str, Any]] = []
+
+    def log(self, step: int, metrics: dict[str, Any]) -> None:
+        """One line of metrics.jsonl and one point of each curve; `step` counts finished steps from 0."""
+        if not self.is_main:
+            return
+        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        self._file.flush()
+        for key, value in metrics.items():
+            if isinstance(value, (int, float)):
+                self._tensorboard.add_scalar(key, value, step)
+        self.history.append(metrics)
+        self._bar.set_postfix_str(
+            f"reward {metrics['reward']:.3f}, {metrics['perf/throughput']:.0f} tokens/s, {metrics['timing_s/step']:.2f} s/step"
+        )
+        self._bar.update()
+
+    def log_evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        """Evaluations are lines of their own: {"step": ..., "eval/...": ...}; `step` is the number of updates so far."""
+        if not self.is_main:
+            return
+        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        self._file.flush()
+        for key, value in metrics.items():
+            self._tensorboard.add_scalar(key, value, step)
+        self.evaluations.append((step, metrics))
+        self._bar.write(f"step {step}: held-out reward {metrics['eval/reward']:.3f}", file=sys.stderr)
+
+    def log_samples(self, step: int, samples: Samples, rewards: np.ndarray, tokenizer, count: int = 4) -> None:
+        """Length histogram and a few completions with their rewards. rewards: float64 [S], combined."""
+        if not self.is_main:
+            return
+        self._tensorboard.add_histogram("completions/length", samples.lengths, step)
+        chosen = np.linspace(0, len(samples) - 1, min(count, len(samples))).astype(int)
+        for number, i in enumerate(chosen):
+            prompt, reply = samples.prompt_of(i).text, tokenizer.decode(samples.tokens[i].tolist())
+            text = f"reward {rewards[i]:.3f}\n\nprompt: {prompt}\n\ncompletion:\n{reply}"
+            self._tensorboard.add_text(f"sample_{number}", "    " + text.replace("\n", "\n    "), step)
+
+    def close(self) -> None:
+        """End the bar and print the run's table."""
+        if not self.is_main:
+            return
+        self._bar.close()
+        self._file.close()
+        self._tensorboard.close()
+        if self.history:
+            print(_table(self.history, self.evaluations), file=sys.stderr)
+
+
+def _keep_steps_before(path: str, first_step: int) -> None:
+    """Drop what an interrupted run wrote after its last checkpoint: those steps are about to be written again."""
+    if not os.path.exists(path):
+        return
+    kept = []
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                break  # a line torn by a kill
+            # An evaluation at `first_step` was made before the step of that number, by the run that saved the checkpoint.
+            is_evaluation = "eval/reward" in record
+            if record["step"] < first_step or (is_evaluation and record["step"] == first_step > 0):
+                kept.append(line)
+    temporary = path + ".tmp"
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.writelines(kept)
+    os.replace(temporary, path)
+
+
+def _table(history: list[dict], evaluations: list[tuple[int, dict]]) -> str:
+    """First tenth of the steps against the last tenth, and the evaluations."""
+    share = max(1, len(history) // 10)
+    keys = ["reward", "frac_reward_zero_std", "completions/mean_length", "completions/max_length", "entropy"]
+    keys += ["timing_s/gen", "timing_s/bubble", "timing_s/train", "timing_s/step", "perf/throughput", "bubble/ratio"]
+    lines = [f"{'':28}{'first ' + str(share):>12}{'last ' + str(share):>12}"]
+    for key in keys:
+        values = [h.get(key, float("nan")) for h in history]
+        lines.append(f"{key:28}{np.mean(values[:share]):12.3f}{np.mean(values[-share:]):12.3f}")
+    if evaluations:
+        lines += ["", f"{'':28}" + "".join(f"{'step ' + str(step):>12}" for step, _ in evaluations)]
+        for key in evaluations[0][1]:
+            lines.append(f"{key:28}" + "".join(f"{metrics[key]:12.3f}" for _, metrics in evaluations))
+    return "\n".join(lines)

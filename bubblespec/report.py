@@ -1,0 +1,51 @@
+"""The numbers of one step, under the field's names (TRL's and verl's)."""
+
+import numpy as np
+
+from bubblespec.distributed import Ranks
+from bubblespec.rollout import Samples, digest
+
+
+def rollout_metrics(samples: Samples, rewards: np.ndarray, functions: list[str], frac_zero_std: float) -> dict:
+    """What was generated and how it scored. rewards: float64 [prompts, generations], combined."""
+    lengths = samples.lengths
+    metrics = {
+        "reward": float(rewards.mean()),
+        "reward_std": float(rewards.std(axis=1).mean()),
+        "frac_reward_zero_std": frac_zero_std,
+        "completions/mean_length": float(lengths.mean()),
+        "completions/median_length": float(np.median(lengths)),
+        "completions/p99_length": float(np.percentile(lengths, 99)),
+        "completions/max_length": int(lengths.max()),
+        "completions/clipped_ratio": float(samples.is_truncated.mean()),
+        "rollout/digest": digest(samples),
+    }
+    for number, path in enumerate(functions):
+        values = samples.rewards[:, number]
+        if not np.isnan(values).all():
+            metrics[f"rewards/{path.rsplit('.', 1)[-1]}/mean"] = float(np.nanmean(values))
+    return metrics
+
+
+def timing_metrics(ranks: Ranks, seconds: np.ndarray, sync_s: float, samples: Samples) -> dict:
+    """Where the step's time went, on the mean rank and by rank.
+
+    seconds: this rank's [generation, waiting for the slowest rank, reward and exchange, training with its reductions].
+    `bubble/ratio` is the share of all ranks' rollout time that was spent waiting.
+    """
+    own = np.array([*seconds[:3], seconds[3] - sync_s, sync_s])
+    by_rank = ranks.gather(own)  # [ranks, 5]
+    step_s = float(seconds.sum())
+    metrics = {}
+    for i, name in enumerate(("gen", "bubble", "reward", "train", "sync")):
+        metrics[f"timing_s/{name}"] = float(by_rank[:, i].mean())
+        if ranks.world_size > 1:
+            metrics |= {f"timing_s/{name}/rank_{rank}": float(value) for rank, value in enumerate(by_rank[:, i])}
+    prompt_tokens = sum(len(p.token_ids) for p in samples.prompts) * samples.num_generations
+    return metrics | {
+        "timing_s/step": step_s,
+        "bubble/ratio": float(by_rank[:, 1].sum() / by_rank[:, :2].sum()),
+        "bubble/slowest_rank": int(by_rank[:, 0].argmax()),
+        "perf/throughput": float((samples.lengths.sum() + prompt_tokens) / step_s / ranks.world_size),
+        "perf/total_num_tokens": int(samples.lengths.sum() + prompt_tokens),
+    }

@@ -1,0 +1,135 @@
+"""Reward functions and how they are called.
+
+A reward function has TRL's signature `f(prompts, completions, completion_ids, **columns) -> list[float | None]`: prompts and
+completions are strings, or lists of chat messages if the prompt is a chat; every further column of the data arrives as
+a keyword with one value a sample. None means that the function does not apply to that sample.
+"""
+
+import importlib
+import math
+import re
+from collections.abc import Callable
+
+import numpy as np
+
+from bubblespec.errors import InputError
+
+RewardFunction = Callable[..., list[float | None]]
+
+
+def load_reward(path: str) -> RewardFunction:
+    """Import `package.module.function`. Raises InputError naming the path."""
+    module_name, _, name = path.rpartition(".")
+    if not module_name:
+        raise InputError(f"reward.functions: '{path}' is not a dotted path such as my_module.my_reward")
+    try:
+        function = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise InputError(f"reward.functions: cannot import '{path}': {error}") from error
+    if not callable(function):
+        raise InputError(f"reward.functions: '{path}' is not a function")
+    return function
+
+
+def score(
+    functions: dict[str, RewardFunction],
+    prompts: list,
+    completions: list[str],
+    completion_ids: list[list[int]],
+    columns: list[dict],
+) -> np.ndarray:
+    """Rewards float64 [samples, functions], NaN where a function does not apply.
+
+    A list of the wrong length or a value that is not a finite number is an InputError that names the function: both would
+    otherwise broadcast or spread silently.
+    """
+    as_messages = [
+        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+        for prompt, text in zip(prompts, completions, strict=True)
+    ]
+    names = sorted({name for row in columns for name in row})
+    by_name = {name: [row.get(name) for row in columns] for name in names}
+    rewards = np.full((len(prompts), len(functions)), np.nan)
+    for number, (path, function) in enumerate(functions.items()):
+        values = function(prompts=prompts, completions=as_messages, completion_ids=completion_ids, **by_name)
+        try:
+            length = len(values)
+        except TypeError:
+            raise InputError(f"reward {path}: returned {type(values).__name__}, not a list with one value a sample") from None
+        if length != len(prompts):
+            raise InputError(f"reward {path}: returned {length} values for {len(prompts)} samples")
+        for i, value in enumerate(values):
+            if value is None:
+                continue
+            try:
+                rewards[i, number] = float(value)
+            except (TypeError, ValueError):
+                raise InputError(f"reward {path}: value {value!r} for sample {i} is not a number or None") from None
+            if not math.isfinite(rewards[i, number]):
+                raise InputError(f"reward {path}: value {value} for sample {i} is not finite")
+    return rewards
+
+
+def combine(rewards: np.ndarray, weights: list[float]) -> np.ndarray:
+    """Weighted sum over the functions that apply: [samples, functions] -> [samples].
+
+    Raises InputError where none applies: training such a sample on 0 would be a silent mistake.
+    """
+    nothing = np.flatnonzero(np.isnan(rewards).all(axis=1))
+    if len(nothing):
+        raise InputError(
+            f"reward.functions: all of them returned None for {len(nothing)} samples; each needs at least one reward"
+        )
+    return np.nansum(rewards * np.asarray(weights), axis=1)
+
+
+def exact_match(prompts, completions, completion_ids, answer, **columns) -> list[float]:
+    """1 if the final answer, or the whole completion if nothing is tagged as one, equals the column `answer` as text, else 0."""
+    texts = [text_of(c) for c in completions]
+    found = [text.strip() if final_answer(text) is None else final_answer(text) for text in texts]
+    return [float(f == str(a).strip()) for f, a in zip(found, answer, strict=True)]
+
+
+def reasoning_gym_score(prompts, completions, completion_ids, task, entry, **columns) -> list[float]:
+    """The score that reasoning-gym's own scorer of the sample's task gives to the final answer; 0 to 1."""
+    import reasoning_gym
+
+    scores = []
+    for completion, name, item in zip(completions, task, entry, strict=True):
+        scores.append(reasoning_gym.get_score_answer_fn(name)(answer=final_answer(text_of(completion)), entry=item))
+    return scores
+
+
+def answer_format(prompts, completions, completion_ids, **columns) -> list[float]:
+    """1 if the completion ends with exactly one `<answer>...</answer>`, else 0."""
+    pattern = re.compile(r"(?:(?!</?answer>).)*<answer>(?:(?!</?answer>).)+</answer>\s*", re.DOTALL)
+    return [float(pattern.fullmatch(text_of(c)) is not None) for c in completions]
+
+
+def math_equivalence(prompts, completions, completion_ids, answer, **columns) -> list[float | None]:
+    """1 if the completion's answer equals the column `answer` as mathematics (the math-verify library), else 0; None if the
+    reference itself cannot be parsed."""
+    from math_verify import parse, verify
+
+    scores: list[float | None] = []
+    for completion, reference in zip(completions, answer, strict=True):
+        # math-verify's own time-outs use signals, which only work in the main thread; the regular expressions are quick.
+        gold = parse(f"${reference}$", parsing_timeout=None)
+        if not gold:
+            scores.append(None)
+            continue
+        text = text_of(completion)
+        tagged = final_answer(text)
+        found = parse(text if tagged is None else f"${tagged}$", parsing_timeout=None)
+        scores.append(float(verify(gold, found, timeout_seconds=None)))
+    return scores
+
+
+def text_of(completion: str | list[dict]) -> str:
+    return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
+def final_answer(text: str) -> str | None:
+    """What stands in the last `<answer>` tags, or None without any."""
+    found = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+    return found[-1].strip() if found else None

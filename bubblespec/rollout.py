@@ -1,0 +1,116 @@
+"""The rollout of a step: every rank generates its share of the prompts, scores it, and all ranks get all samples.
+
+A step's samples are in canonical order on every rank: by prompt in the batch, then by generation. Nothing after this point
+depends on which rank generated what, or when.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from bubblespec.data import Prompt
+from bubblespec.distributed import Ranks
+from bubblespec.engine.generator import Generator, Row
+from bubblespec.rewards import RewardFunction, score
+
+
+@dataclass
+class Samples:
+    """S = prompts x generations responses in canonical order.
+
+    tokens, logprob, full_logprob: one array a sample (see `Row`); is_truncated: bool [S], cut off by the length limit;
+    rewards: float64 [S, functions], NaN where a function does not apply.
+    """
+
+    prompts: list[Prompt]
+    num_generations: int
+    tokens: list[np.ndarray]
+    logprob: list[np.ndarray]
+    full_logprob: list[np.ndarray]
+    is_truncated: np.ndarray
+    rewards: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def prompt_of(self, index: int) -> Prompt:
+        return self.prompts[index // self.num_generations]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.array([len(t) for t in self.tokens])
+
+
+def assign_prompts(num_prompts: int, world_size: int) -> list[list[int]]:
+    """Which prompts of the batch each rank generates."""
+    return [list(range(rank, num_prompts, world_size)) for rank in range(world_size)]
+
+
+def make_rows(prompts: list[Prompt], step: int, num_generations: int, max_new_tokens: int) -> list[Row]:
+    return [Row(p.uid, step, j, p.token_ids, max_new_tokens) for p in prompts for j in range(num_generations)]
+
+
+def generate(engine: Generator, rows: list[Row], on_step=None) -> None:
+    """Run this rank's rows to their end on the weights as they are now. `on_step` is called after every forward."""
+    engine.reset()
+    engine.add(rows)
+    while not engine.is_idle:
+        engine.step()
+        if on_step is not None:
+            on_step()
+
+
+def score_rows(functions: dict[str, RewardFunction], prompts: list[Prompt], rows: list[Row], tokenizer) -> np.ndarray:
+    """Rewards [rows, functions] of this rank's rows, which are its prompts' generations in order."""
+    if not rows:
+        return np.zeros((0, len(functions)))
+    num_generations = len(rows) // len(prompts)
+    of_row = [prompt for prompt in prompts for _ in range(num_generations)]
+    ids = [row.tokens.tolist() for row in rows]
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    return score(functions, [p.text for p in of_row], texts, ids, [p.columns for p in of_row])
+
+
+def gather_samples(prompts: list[Prompt], num_generations: int, rows: list[Row], rewards: np.ndarray, ranks: Ranks) -> Samples:
+    """All ranks' rows in canonical order, on every rank. `prompts` is the whole batch, `rows` this rank's."""
+    by_rank = assign_prompts(len(prompts), ranks.world_size)
+    lengths = ranks.gather_ragged(np.array([len(row.tokens) for row in rows], np.int64))
+    truncated = ranks.gather_ragged(np.array([row.finish == "length" for row in rows], np.uint8))
+    tokens = ranks.gather_ragged(_concatenate([row.tokens.astype(np.int32) for row in rows], np.int32))
+    logprob = ranks.gather_ragged(_concatenate([row.logprob for row in rows], np.float32))
+    full_logprob = ranks.gather_ragged(_concatenate([row.full_logprob for row in rows], np.float32))
+    all_rewards = ranks.gather_ragged(rewards.ravel())
+    total = len(prompts) * num_generations
+    samples = Samples(
+        prompts,
+        num_generations,
+        [None] * total,
+        [None] * total,
+        [None] * total,
+        np.zeros(total, bool),
+        np.zeros((total, rewards.shape[1])),
+    )
+    for rank, prompt_numbers in enumerate(by_rank):
+        where = [n * num_generations + j for n in prompt_numbers for j in range(num_generations)]
+        cuts = np.cumsum(lengths[rank])[:-1]
+        for flat, target in ((tokens, samples.tokens), (logprob, samples.logprob), (full_logprob, samples.full_logprob)):
+            for index, part in zip(where, np.split(flat[rank], cuts), strict=False):
+                target[index] = part
+        samples.is_truncated[where] = truncated[rank].astype(bool)
+        samples.rewards[where] = all_rewards[rank].reshape(len(where), -1)
+    return samples
+
+
+def digest(samples: Samples) -> str:
+    """SHA-256 over all (prompt uid, sample index, token ids), ordered by uid and sample: equal digests are equal tokens."""
+    sha = hashlib.sha256()
+    keyed = [(samples.prompt_of(i).uid, i % samples.num_generations, i) for i in range(len(samples))]
+    for uid, sample, i in sorted(keyed):
+        sha.update(np.array([uid, sample, len(samples.tokens[i])], "<i8").tobytes())
+        sha.update(samples.tokens[i].astype("<i4").tobytes())
+    return sha.hexdigest()
+
+
+def _concatenate(arrays: list[np.ndarray], dtype) -> np.ndarray:
+    return np.concatenate(arrays) if arrays else np.empty(0, dtype)

@@ -1,0 +1,1 @@
+"""Ready-made workloads: scripts that prepare a policy and a task mixture for the trainer."""

@@ -1,0 +1,108 @@
+"""The noise generator: published test vectors, independence of streams, and the law of its output."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from bubblespec.engine.noise import EVALUATION, MAX_POSITIONS, MAX_SAMPLES, gumbel, philox4x32, random_bits, stream_keys
+
+
+def keys_for(seed=0, uid=0, step=0, sample=0, position=0) -> torch.Tensor:
+    arrays = np.broadcast_arrays(*(np.asarray(v, np.int64) for v in (uid, step, sample, position)))
+    return torch.from_numpy(stream_keys(seed, *(np.atleast_1d(a).ravel() for a in arrays)))
+
+
+@pytest.mark.parametrize(
+    "counter, key, wanted",
+    [  # Random123's known answers for philox4x32, 10 rounds
+        ([0] * 4, (0, 0), "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ([0xFFFFFFFF] * 4, (0xFFFFFFFF, 0xFFFFFFFF), "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            (0xA4093822, 0x299F31D0),
+            "d16cfe09 94fdcceb 5001e420 24126ea1",
+        ),
+    ],
+)
+def test_philox_known_answers(counter, key, wanted):
+    got = philox4x32(np.array([counter], np.uint32), key)[0]
+    assert " ".join(f"{word:08x}" for word in got) == wanted
+
+
+def test_no_two_positions_share_a_stream():
+    """Exhaustively over a grid, with the extremes of every field."""
+    uids = [0, 1, 2, 1 << 31, 1 << 32, (1 << 32) + 1, (1 << 63) - 1]
+    steps = [0, 1, 2, 1000, EVALUATION, EVALUATION + 1, (1 << 32) - 1]
+    samples = [0, 1, 2, 3, MAX_SAMPLES - 1]
+    positions = [*range(400), MAX_POSITIONS - 1]
+    grid = np.array(list(itertools.product(uids, steps, samples, positions)), np.int64).T
+    keys = stream_keys(7, *grid)
+    assert len(np.unique(keys, axis=0)) == grid.shape[1] > 90_000
+
+
+def test_streams_are_a_pure_function_of_their_key():
+    """In any batch, alone, and for another vocabulary size, token v of a stream has the same bits."""
+    keys = keys_for(uid=[3, 4, 5], position=[0, 1, 2])
+    bits = random_bits(keys, 1000)
+    assert torch.equal(bits[1:2], random_bits(keys[1:2], 1000))
+    assert torch.equal(bits[:, :300], random_bits(keys, 300))
+    assert torch.equal(bits.flip(0), random_bits(keys.flip(0), 1000))
+    assert not torch.equal(bits, random_bits(keys_for(seed=1, uid=[3, 4, 5], position=[0, 1, 2]), 1000))
+
+
+def reference_bits(key: np.ndarray, token: int) -> int:
+    """The mixer in Python's unbounded integers."""
+    words = [int(word) & 0xFFFFFFFF for word in key]
+    x = (token + words[0]) & 0xFFFFFFFF
+    for shift, multiplier, word in zip((17, 11, 15), (0xED5AD4BB, 0xAC4C1B51, 0x31848BAB), words[1:], strict=True):
+        x = ((x ^ (x >> shift)) * multiplier + word) & 0xFFFFFFFF
+    return (x ^ (x >> 14)) & 0x7FFFFFFF
+
+
+def test_bits_equal_integer_arithmetic():
+    keys = keys_for(seed=(1 << 63) + 5, uid=(1 << 63) - 1, step=EVALUATION + 3, sample=9, position=[0, 77])
+    bits = random_bits(keys, 500)
+    assert [[reference_bits(key, v) for v in range(500)] for key in keys.numpy()] == bits.tolist()
+
+
+def test_bits_are_uniform_and_independent_of_neighbouring_streams():
+    positions = np.arange(200)
+    bits = random_bits(keys_for(uid=1, position=positions), 5000)
+    counts = np.bincount((bits >> 23).ravel().numpy(), minlength=256)
+    assert stats.chisquare(counts).pvalue > 1e-4
+    each_bit = torch.stack([(bits >> i) & 1 for i in range(31)]).double().mean(dim=(1, 2))
+    assert (each_bit - 0.5).abs().max() < 5 * 0.5 / bits.numel() ** 0.5
+    # Neighbouring positions, samples, steps and tokens: the product moments of independent uniforms.
+    u = bits.double() / 2**31 - 0.5
+    others = [random_bits(keys_for(uid=1, position=positions, **c), 5000).double() / 2**31 - 0.5 for c in ({"sample": 1}, {"step": 1})]
+    for a, b in ((u[1:], u[:-1]), (u[:, 1:], u[:, :-1]), (u, others[0]), (u, others[1]), (u[:, 2:], u[:, :-2])):
+        correlation = (a * b).mean() * 12
+        assert abs(correlation) < 5 / a.numel() ** 0.5
+
+
+def test_gumbel_law():
+    """Kolmogorov-Smirnov against the Gumbel distribution, and the far tail, where low-resolution noise would end."""
+    noise = gumbel(keys_for(uid=2, position=np.arange(100)), 5000, torch.float64).flatten().numpy()
+    assert stats.kstest(noise, "gumbel_r").pvalue > 1e-4
+    beyond_ten = (noise > 10).sum()
+    assert abs(beyond_ten - noise.size * stats.gumbel_r.sf(10)) < 5 * (noise.size * stats.gumbel_r.sf(10)) ** 0.5
+    assert gumbel(keys_for(), 10).isfinite().all()
+
+
+def test_float32_and_float64_noise_agree():
+    """To rounding where a token can win; the very negative end, which cannot, is allowed to be coarse."""
+    keys = keys_for(uid=2, position=np.arange(20))
+    exact = gumbel(keys, 5000, torch.float64)
+    difference = (gumbel(keys, 5000).double() - exact).abs()
+    assert difference[exact > -1].max() < 2e-6
+    assert difference.max() < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_bits_are_identical_on_the_gpu():
+    keys = keys_for(uid=(1 << 63) - 1, step=EVALUATION, position=np.arange(64))
+    assert torch.equal(random_bits(keys.cuda(), 152_000).cpu(), random_bits(keys, 152_000))

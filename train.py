@@ -1,0 +1,82 @@
+"""Train a language model with synchronous RL: torchrun --nproc_per_node=8 train.py --config FILE [section.key=value ...]"""
+
+import argparse
+import logging
+import os
+import sys
+import time
+
+import numpy as np
+
+from bubblespec.advantages import frac_zero_std, group_advantages
+from bubblespec.checkpoint import save_checkpoint
+from bubblespec.config import Config, load_config
+from bubblespec.distributed import Ranks, ranks_from_environment
+from bubblespec.errors import InputError
+from bubblespec.metrics import MetricsLogger
+from bubblespec.report import rollout_metrics, timing_metrics
+from bubblespec.rollout import gather_samples, generate, make_rows, score_rows
+from bubblespec.trainer import evaluate, set_up
+from bubblespec.update import train_on_samples
+
+
+def train(config: Config, ranks: Ranks) -> None:
+    trainer = set_up(config, ranks)
+    run, rollout = config.run, config.rollout
+    logger = MetricsLogger(run.output_dir, ranks.is_main, trainer.first_step, run.max_steps)
+    if run.eval_steps and trainer.first_step == 0:
+        logger.log_evaluation(0, evaluate(trainer))
+    for step in range(trainer.first_step, run.max_steps):
+        clock = [time.perf_counter()]
+        prompts = trainer.batch(step)
+        own = trainer.own_share(prompts)
+        rows = make_rows(own, step, rollout.num_generations, rollout.max_completion_length)
+        generate(trainer.engine, rows)
+        clock.append(time.perf_counter())
+        ranks.barrier()  # the bubble: waiting for the slowest rank
+        clock.append(time.perf_counter())
+        scores = score_rows(trainer.rewards, own, rows, trainer.tokenizer)
+        samples = gather_samples(prompts, rollout.num_generations, rows, scores, ranks)
+        clock.append(time.perf_counter())
+        rewards = trainer.combined(samples).reshape(len(prompts), rollout.num_generations)
+        advantages = group_advantages(rewards, config.loss.scale_rewards).ravel()
+        metrics = train_on_samples(
+            trainer.model, trainer.reference, trainer.optimizer, samples, advantages, config, ranks, step, trainer.kernel
+        )
+        clock.append(time.perf_counter())
+        metrics |= rollout_metrics(samples, rewards, list(trainer.rewards), frac_zero_std(rewards))
+        metrics |= timing_metrics(ranks, np.diff(clock), metrics.pop("timing_s/sync"), samples)
+        logger.log(step, metrics)
+        if step % run.logging_steps == 0:
+            logger.log_samples(step, samples, rewards.ravel(), trainer.tokenizer)
+        done = step + 1
+        if run.eval_steps and (done % run.eval_steps == 0 or done == run.max_steps):
+            logger.log_evaluation(done, evaluate(trainer))
+        if done == run.max_steps or (run.save_steps and done % run.save_steps == 0):
+            if ranks.is_main:
+                save_checkpoint(config, done, trainer.model, trainer.tokenizer, trainer.optimizer)
+            ranks.barrier()
+    logger.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Synchronous RL for language models")
+    parser.add_argument("--config", required=True, help="YAML file, see configs/")
+    parser.add_argument("overrides", nargs="*", help="section.key=value")
+    arguments = parser.parse_intermixed_args()
+    is_main = os.environ.get("RANK", "0") == "0"
+    if not is_main:
+        logging.disable(logging.WARNING)
+    try:
+        config = load_config(arguments.config, arguments.overrides)
+        with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
+            train(config, ranks)
+    except InputError as error:  # one line; anything else keeps its traceback
+        if is_main:
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
