@@ -7,6 +7,7 @@ import sys
 import time
 
 import numpy as np
+import transformers
 
 from bubblespec.advantages import frac_zero_std, group_advantages
 from bubblespec.checkpoint import save_checkpoint
@@ -65,6 +66,7 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     arguments = parser.parse_intermixed_args()
     is_main = os.environ.get("RANK", "0") == "0"
+    transformers.utils.logging.disable_progress_bar()
     if not is_main:
         logging.disable(logging.WARNING)
     try:

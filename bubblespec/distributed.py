@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from bubblespec.errors import InputError
 
-
 # torch 2.13 renames the collective; 2.11 has the old name only.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 

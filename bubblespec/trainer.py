@@ -15,7 +15,7 @@ from bubblespec.data import Prompt, PromptSet, build_prompt_set, load_rows, make
 from bubblespec.distributed import Ranks
 from bubblespec.engine.attention import choose_kernel
 from bubblespec.engine.generator import Generator
-from bubblespec.engine.model import prepare_model
+from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
@@ -75,7 +75,7 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
         prepare_model(reference, max_length)
         reference.requires_grad_(False)
     if config.model.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        enable_gradient_checkpointing(model)
     train_prompts, eval_prompts = load_prompts(config, tokenizer)
     if train_prompts.num_dropped and ranks.is_main:
         longest = config.rollout.max_prompt_length

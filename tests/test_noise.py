@@ -77,7 +77,9 @@ def test_bits_are_uniform_and_independent_of_neighbouring_streams():
     assert (each_bit - 0.5).abs().max() < 5 * 0.5 / bits.numel() ** 0.5
     # Neighbouring positions, samples, steps and tokens: the product moments of independent uniforms.
     u = bits.double() / 2**31 - 0.5
-    others = [random_bits(keys_for(uid=1, position=positions, **c), 5000).double() / 2**31 - 0.5 for c in ({"sample": 1}, {"step": 1})]
+    others = [
+        random_bits(keys_for(uid=1, position=positions, **c), 5000).double() / 2**31 - 0.5 for c in ({"sample": 1}, {"step": 1})
+    ]
     for a, b in ((u[1:], u[:-1]), (u[:, 1:], u[:, :-1]), (u, others[0]), (u, others[1]), (u[:, 2:], u[:, :-2])):
         correlation = (a * b).mean() * 12
         assert abs(correlation) < 5 / a.numel() ** 0.5

@@ -7,7 +7,7 @@ from scipy import stats
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from bubblespec.engine.noise import stream_keys
-from bubblespec.engine.sampling import SamplingParams, restrict, sample
+from bubblespec.engine.sampling import MAX_LOGITS_AT_ONCE, SamplingParams, restrict, sample
 
 V = 40
 
@@ -90,5 +90,5 @@ def test_chunks_do_not_change_samples(monkeypatch):
     keys = torch.from_numpy(stream_keys(0, zero, zero, zero, np.arange(100)))
     arguments = (logits, keys, torch.zeros(100, dtype=torch.int64), SamplingParams(top_p=0.9))
     whole = sample(*arguments)
-    monkeypatch.setattr("bubblespec.engine.sampling.MAX_LOGITS_AT_ONCE", 3 * V)
+    monkeypatch.setitem(MAX_LOGITS_AT_ONCE, "cpu", 3 * V)
     assert all(torch.equal(a, b) for a, b in zip(whole, sample(*arguments), strict=True))

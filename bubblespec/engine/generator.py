@@ -55,7 +55,7 @@ class Generator:
         max_batch_tokens: int = 2048,
         kernel: str = "sdpa",
     ):
-        """max_length: longest prompt plus response in tokens. max_batch_tokens: most tokens in one forward, at least num_slots."""
+        """max_length: longest prompt plus response in tokens; max_batch_tokens: most tokens in a forward, at least num_slots."""
         if max_batch_tokens < num_slots:
             raise ValueError(f"max_batch_tokens = {max_batch_tokens} is below num_slots = {num_slots}")
         self.model, self.head, self.kernel = model, output_head(model), kernel

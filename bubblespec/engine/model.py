@@ -54,6 +54,12 @@ def prepare_model(model: PreTrainedModel, max_length: int) -> None:
             raise UnsupportedModel(f"{type(model).__name__}: {error}") from error
 
 
+def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
+    """Recompute each layer in the backward pass; takes effect in training mode."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
 def _check_configuration(model: PreTrainedModel, max_length: int) -> None:
     name, config = type(model).__name__, model.config
     if getattr(config, "is_encoder_decoder", False):
