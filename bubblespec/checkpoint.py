@@ -3,19 +3,22 @@
 Noise and batches are functions of the step, so weights, optimizer state and the step number are all there is to save.
 """
 
+import fcntl
 import json
 import os
 import re
 import shutil
+from typing import IO
 
 import torch
 from transformers import PreTrainedModel
 
-from bubblespec.config import Config, flatten
+from bubblespec.config import Config, flatten, load_config
 from bubblespec.errors import InputError
 from bubblespec.optimizer import Optimizer
 
 STATE_FILE = "trainer_state.json"
+CONFIG_FILE = "config.yaml"
 # Keys that may differ between a run and its continuation: they change neither tokens nor updates.
 HARMLESS = {
     "run.output_dir",
@@ -56,6 +59,17 @@ def save_checkpoint(config: Config, step: int, model: PreTrainedModel, tokenizer
     return final
 
 
+def lock_output_dir(output_dir: str) -> IO:
+    """Make the folder ours until the returned file is closed or this process ends. Raises InputError if another run has it."""
+    os.makedirs(output_dir, exist_ok=True)
+    file = open(os.path.join(output_dir, ".lock"), "w")  # noqa: SIM115 (open as long as the run)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise InputError(f"run.output_dir: {output_dir} is in use by another run") from error
+    return file
+
+
 def list_checkpoints(output_dir: str) -> list[str]:
     """Checkpoint folders, oldest first."""
     names = os.listdir(output_dir) if os.path.isdir(output_dir) else []
@@ -64,13 +78,17 @@ def list_checkpoints(output_dir: str) -> list[str]:
 
 
 def find_checkpoint(config: Config) -> str | None:
-    """The folder to continue from, or None for a fresh start. Raises InputError where continuing would not be exact."""
-    wanted = config.run.resume_from_checkpoint
-    existing = list_checkpoints(config.run.output_dir)
+    """The folder to continue from, or None for a fresh start. Raises InputError where continuing would not be exact, or where
+    output_dir holds a run of another configuration, whose files would be overwritten."""
+    wanted, output_dir = config.run.resume_from_checkpoint, config.run.output_dir
+    existing = list_checkpoints(output_dir)
+    resolved = os.path.join(output_dir, CONFIG_FILE)
+    if os.path.isfile(resolved):
+        _check_same_run(config, exactness_keys(load_config(resolved)), output_dir)
     if wanted == "none":
         if existing:
             raise InputError(
-                f"run.output_dir: {config.run.output_dir} holds checkpoints; give another folder, or "
+                f"run.output_dir: {output_dir} holds checkpoints; give another folder, or "
                 "run.resume_from_checkpoint=auto to continue"
             )
         return None
@@ -79,13 +97,18 @@ def find_checkpoint(config: Config) -> str | None:
         return None
     if not os.path.isfile(os.path.join(folder, STATE_FILE)):
         raise InputError(f"run.resume_from_checkpoint: {folder} is not a checkpoint (it has no {STATE_FILE})")
-    saved, current = _read_state(folder)["config"], exactness_keys(config)
+    _check_same_run(config, _read_state(folder)["config"], folder)
+    return folder
+
+
+def _check_same_run(config: Config, saved: dict, where: str) -> None:
+    current = exactness_keys(config)
     for key in sorted(saved.keys() | current.keys()):
         if saved.get(key) != current.get(key):
             raise InputError(
-                f"{key}: {current.get(key)} here, but {saved.get(key)} in {folder}; continuing would not be the same run"
+                f"{key}: {current.get(key)} here, but {saved.get(key)} in {where}; "
+                "continuing would not be the same run (give another run.output_dir for a new one)"
             )
-    return folder
 
 
 def load_optimizer(folder: str, optimizer: Optimizer, device: torch.device) -> int:

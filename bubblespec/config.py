@@ -1,11 +1,14 @@
 """Configuration: typed dataclasses, filled from a YAML file and dotted overrides, checked before anything heavy starts.
 
-Leaf names are TRL's where TRL has one, verl's otherwise. Every mistake ends in a `InputError` of one line that names the key.
+Leaf names are TRL's where TRL has one, verl's otherwise. Every mistake ends in an `InputError` of one line that names the key.
 """
 
 import dataclasses
 import difflib
+import math
 import os
+import re
+import typing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -190,35 +193,37 @@ def load_config(path: str, overrides: list[str] = ()) -> Config:
     if not os.path.isfile(path):
         raise InputError(f"--config: no file at {path}")
     try:
-        from_file = OmegaConf.load(path)
+        layers = [OmegaConf.load(path)]
     except Exception as error:  # PyYAML and OmegaConf raise many kinds; all mean a file that is not valid YAML
-        raise InputError(f"{path}: not valid YAML: {_one_line(error)}") from error
+        raise InputError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
     for override in overrides:
-        if "=" not in override:
+        if not override.partition("=")[0].strip(". ") or "=" not in override:
             raise InputError(f"override '{override}' is not of the form section.key=value")
+        try:
+            layers.append(OmegaConf.from_dotlist([override]))
+        except Exception as error:
+            raise InputError(f"override '{override}': not valid YAML: {' '.join(str(error).split())}") from error
     merged = OmegaConf.structured(Config)
-    for layer in [from_file, *(OmegaConf.from_dotlist([o]) for o in overrides)]:
+    for layer in layers:
         plain = OmegaConf.to_container(layer)
         if not isinstance(plain, dict):
             raise InputError(f"{path}: expected sections (model, data, ...), found {type(plain).__name__}")
         _check_keys(plain, Config)
-        try:
-            merged = OmegaConf.merge(merged, layer)
-        except OmegaConfBaseException as error:
-            raise InputError(f"{error.full_key}: {_one_line(error)}") from error
-        except TypeError as error:  # an index into a list, such as data.tasks.0.weight=1
-            raise InputError(f"{next(iter(plain))}: {_one_line(error)}; give a list as a whole, as in key=[1,2]") from error
-    missing = sorted(OmegaConf.missing_keys(merged))
+        merged = _merge(merged, layer)
+    try:
+        missing = sorted(OmegaConf.missing_keys(merged))
+        config = OmegaConf.to_object(merged) if not missing else None
+    except OmegaConfBaseException as error:  # a reference ${...} to what does not exist
+        raise InputError(f"{error.full_key}: {_first_line(error)}") from error
     if missing:
         raise InputError(f"{missing[0]}: has no default, so it must be given")
-    config = OmegaConf.to_object(merged)
     check_values(config)
     return config
 
 
 def config_to_yaml(config: Config) -> str:
-    """The resolved configuration as YAML."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    """The resolved configuration as YAML, which `load_config` reads back."""
+    return OmegaConf.to_yaml(OmegaConf.create(_escape(dataclasses.asdict(config))))
 
 
 def flatten(config: Config) -> dict[str, Any]:
@@ -236,15 +241,22 @@ def check_values(config: Config) -> None:
     flat = flatten(config)
     for key in positive.split():
         _require(flat[key] >= 1, key, flat[key], "at least 1")
+    for key, value in flat.items():
+        _require(not isinstance(value, float) or math.isfinite(value), key, value, "finite")
     not_negative = (
         "rollout.min_completion_length rollout.temperature rollout.top_k eval.num_prompts loss.epsilon_low "
         "loss.epsilon_high loss.kl_coef optim.learning_rate optim.warmup_steps optim.weight_decay optim.max_grad_norm "
-        "run.seed run.eval_steps run.save_steps data.seed"
+        "optim.adam_epsilon run.seed run.eval_steps run.save_steps data.seed eval.temperature"
     )
     for key in not_negative.split():
-        _require(flat[key] >= 0, key, flat[key], "at least 0")
+        _require(flat[key] is None or flat[key] >= 0, key, flat[key], "at least 0")
     _require(0 < config.rollout.top_p <= 1, "rollout.top_p", config.rollout.top_p, "above 0 and at most 1")
     _require(config.run.timeout_s > 0, "run.timeout_s", config.run.timeout_s, "above 0")
+    _require(config.run.seed < 1 << 63, "run.seed", config.run.seed, f"below {1 << 63}")
+    for key in ("optim.adam_beta1", "optim.adam_beta2"):
+        _require(0 <= flat[key] < 1, key, flat[key], "at least 0 and below 1")
+    for number, token in enumerate(config.rollout.stop_token_ids or []):
+        _require(token >= 0, f"rollout.stop_token_ids[{number}]", token, "at least 0")
     for key, limit in {"rollout.num_generations": 1 << 12, "eval.num_generations": 1 << 12, "run.max_steps": 1 << 31}.items():
         _require(flat[key] <= limit, key, flat[key], f"at most {limit} (the noise counter's field)")
     rollout, optim = config.rollout, config.optim
@@ -272,13 +284,23 @@ def check_values(config: Config) -> None:
     )
     if rollout.temperature == 0:
         raise InputError("rollout.temperature: 0 gives equal responses, so no policy gradient; training needs it above 0")
-    if (config.data.path is None) == (not config.data.tasks):
+    if bool(config.data.path) == bool(config.data.tasks):
         raise InputError("data.path, data.tasks: give exactly one of them")
+    for key in ("data.name", "data.eval_path", "data.eval_split"):
+        if config.data.tasks and flat[key] is not None:
+            raise InputError(
+                f"{key}: has no meaning with data.tasks, whose held-out problems come from another seed; leave it out"
+            )
     for number, task in enumerate(config.data.tasks):
-        _require(task.weight > 0, f"data.tasks[{number}].weight", task.weight, "above 0")
+        _require(0 < task.weight < math.inf, f"data.tasks[{number}].weight", task.weight, "above 0 and finite")
     weights = config.reward.weights
     if not config.reward.functions:
         raise InputError("reward.functions: give at least one reward function")
+    for path in config.reward.functions:
+        if config.reward.functions.count(path) > 1:
+            raise InputError(f"reward.functions: '{path}' is given more than once; give it once with a larger weight")
+    for number, weight in enumerate(weights or []):
+        _require(math.isfinite(weight), f"reward.weights[{number}]", weight, "finite")
     if weights is not None and len(weights) != len(config.reward.functions):
         raise InputError(
             f"reward.weights: {len(weights)} weights for {len(config.reward.functions)} reward.functions; give one each"
@@ -292,26 +314,65 @@ def _require(holds: bool, key: str, value: Any, what: str) -> None:
         raise InputError(f"{key}: {value} must be {what}")
 
 
+def _merge(base: Any, layer: Any, prefix: str = "") -> Any:
+    """OmegaConf's merge, which checks the types; `prefix` is the key of `base` itself."""
+    try:
+        return OmegaConf.merge(base, layer)
+    except OmegaConfBaseException as error:
+        raise InputError(f"{prefix}{error.full_key}: {_first_line(error)}") from error
+
+
 def _check_keys(given: dict, schema: type, prefix: str = "") -> None:
-    """Unknown keys, with the nearest valid one: OmegaConf would report them without it."""
-    fields = {f.name: f.type for f in dataclasses.fields(schema)}
-    for key, value in given.items():
-        if key not in fields:
-            valid = {f"{s.name}.{f.name}" for s in dataclasses.fields(Config) for f in dataclasses.fields(s.type)}
-            near = _nearest(f"{prefix}{key}", set(fields) if prefix == "" else set(), valid)
-            raise InputError(f"{prefix}{key}: unknown key{near}")
-        if dataclasses.is_dataclass(fields[key]):
+    """Unknown keys, with the nearest valid one, and lists and sections that are something else.
+
+    OmegaConf would report the former without the section and the latter in terms of its own classes.
+    """
+    types = typing.get_type_hints(schema)
+    for name, value in given.items():
+        key = f"{prefix}{name}"
+        if name not in types:
+            raise InputError(f"{key}: unknown key{_nearest(str(name), list(types), prefix)}")
+        if dataclasses.is_dataclass(types[name]):
             if not isinstance(value, dict):
-                raise InputError(f"{prefix}{key}: is a section, not a value")
-            _check_keys(value, fields[key], f"{prefix}{key}.")
+                raise InputError(f"{key}: is a section, not a value")
+            _check_keys(value, types[name], f"{key}.")
+        element = _list_element(types[name])
+        if element is None or value is None or str(value).startswith("${"):  # OmegaConf checks None and references
+            continue
+        if not isinstance(value, list):
+            raise InputError(f"{key}: is a list; give it as a whole, as in {key}=[...]")
+        for number, item in enumerate(value if dataclasses.is_dataclass(element) else []):
+            if not isinstance(item, dict):
+                raise InputError(f"{key}[{number}]: is a section, not a value")
+            _check_keys(item, element, f"{key}[{number}].")
+            _merge(OmegaConf.structured(element), item, f"{key}[{number}].")
 
 
-def _nearest(key: str, sections: set[str], valid: set[str]) -> str:
-    leaf = key.rsplit(".", 1)[-1]
-    same_leaf = [v for v in valid if v.rsplit(".", 1)[-1] == leaf]  # the right name in the wrong section
-    matches = same_leaf or difflib.get_close_matches(key, sorted(valid | sections), n=1, cutoff=0.5)
-    return f"; did you mean {matches[0]}?" if matches else f"; valid are {', '.join(sorted(sections or valid))}"
+def _list_element(hint: Any) -> type | None:
+    """The X of `list[X]` and `list[X] | None`."""
+    for part in (hint, *typing.get_args(hint)):
+        if typing.get_origin(part) is list:
+            return typing.get_args(part)[0]
+    return None
 
 
-def _one_line(error: Exception) -> str:
+def _nearest(name: str, siblings: list[str], prefix: str) -> str:
+    """The right name in the wrong section, else the key of the same section that is spelled most alike."""
+    sections = {s.name: s.type for s in dataclasses.fields(Config)}
+    elsewhere = [f"{s}.{name}" for s, schema in sections.items() if name in {f.name for f in dataclasses.fields(schema)}]
+    alike = [f"{prefix}{m}" for m in difflib.get_close_matches(name, siblings, n=1)]
+    matches = elsewhere or alike
+    return f"; did you mean {' or '.join(matches)}?" if matches else f"; valid are {', '.join(sorted(siblings))}"
+
+
+def _escape(value: Any) -> Any:
+    """`${` is written so that it is read as text, not as a reference; a backslash in front of it counts as an escape."""
+    if isinstance(value, dict):
+        return {k: _escape(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_escape(v) for v in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+
+
+def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0]

@@ -4,6 +4,7 @@ Everything ends in a `PromptSet`: tokenised prompts, each with a stable uid and 
 step t is a pure function of (seed, t), so any rank can compute the batch of any later step, which is what drafting ahead needs.
 """
 
+import difflib
 import glob
 import hashlib
 import json
@@ -71,12 +72,11 @@ def build_prompt_set(
     occurrences: dict[str, int] = {}
     for number, row in enumerate(rows):
         text = row["prompt"]
+        _check_prompt(text, number)
         if as_chat and isinstance(text, str):
             text = [{"role": "user", "content": text}]
         if system_prompt and not isinstance(text, str) and text[0]["role"] != "system":
             text = [{"role": "system", "content": system_prompt}, *text]
-        if not text:
-            raise InputError(f"data: row {number} has an empty prompt")
         token_ids = tokenize(text)
         uid = _stable_uid(text, occurrences)
         if len(token_ids) > max_prompt_length:
@@ -105,18 +105,30 @@ def load_rows(path: str, name: str | None, split: str, trust_remote_code: bool =
     """Rows of local JSON/JSONL/CSV/Parquet files (a file, a folder or a glob) or of a hub dataset, through `datasets`."""
     import datasets
 
-    files = sorted(glob.glob(os.path.join(path, "*") if os.path.isdir(path) else path))
+    if os.path.isfile(path):
+        files = [path]
+    else:
+        files = sorted(glob.glob(os.path.join(glob.escape(path), "*") if os.path.isdir(path) else path))
     files = [f for f in files if os.path.splitext(f)[1] in FILE_FORMATS]
     looks_local = os.path.splitext(path)[1] in FILE_FORMATS or path.startswith((".", "/"))
-    if files:
-        formats = {FILE_FORMATS[os.path.splitext(f)[1]] for f in files}
-        if len(formats) > 1:
-            raise InputError(f"data: {path} mixes the formats {sorted(formats)}; give files of one format")
-        dataset = datasets.load_dataset(formats.pop(), data_files=files, split="train")
-    elif looks_local:
+    if not files and looks_local:
         raise InputError(f"data: no JSON, JSONL, CSV or Parquet file at {path}")
-    else:
-        dataset = datasets.load_dataset(path, name, split=split)
+    formats = {FILE_FORMATS[os.path.splitext(f)[1]] for f in files}
+    if len(formats) > 1:
+        raise InputError(f"data: {path} mixes the formats {sorted(formats)}; give files of one format")
+    for file in files:
+        if os.path.getsize(file) == 0:
+            raise InputError(f"data: {file} is empty")
+    try:
+        if files:
+            as_patterns = [glob.escape(file) for file in files]
+            dataset = datasets.load_dataset(formats.pop(), data_files=as_patterns, split="train")
+        else:
+            dataset = datasets.load_dataset(path, name, split=split)
+    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+        cause = error.__cause__ or error  # DatasetGenerationError says nothing itself
+        reason = _first_bad_line(files) or f"cannot load {path}: {' '.join(str(cause).split())}"
+        raise InputError(f"data: {reason}") from error
     if "prompt" not in dataset.column_names:
         raise InputError(f"data: {path} has no 'prompt' column; it has {dataset.column_names}")
     if len(dataset) == 0:
@@ -138,12 +150,17 @@ def reasoning_gym_rows(tasks: Sequence, size: int, seed: int) -> list[dict]:
             task_seed = seed * 1_000_003 + number * 10_000_019
             sources.append(reasoning_gym.create_dataset(task["name"], size=size, seed=task_seed, **task["config"]))
         except (ValueError, TypeError, AssertionError) as error:
-            raise InputError(f"data.tasks[{number}] ({task['name']}): {error}") from error
+            known = difflib.get_close_matches(task["name"], reasoning_gym.factory.DATASETS, n=1)
+            near = f"; did you mean {known[0]}?" if known and known[0] != task["name"] else ""
+            raise InputError(f"data.tasks[{number}] ({task['name']}): {error}{near}") from error
     weights = [task["weight"] for task in tasks]
     rows = []
     for i in range(size):
         which = random.Random(f"{seed}-{i}").choices(range(len(tasks)), weights=weights)[0]
-        entry = sources[which][i]
+        try:
+            entry = sources[which][i]
+        except Exception as error:  # parameters that the task itself did not check
+            raise InputError(f"data.tasks[{which}] ({tasks[which]['name']}): cannot make problem {i}: {error}") from error
         rows.append({"prompt": entry["question"], "answer": entry["answer"], "task": tasks[which]["name"], "entry": entry})
     return rows
 
@@ -155,3 +172,27 @@ def _stable_uid(text: str | list[dict], occurrences: dict[str, int]) -> int:
     occurrences[content] = occurrence + 1
     digest = hashlib.sha256(f"{occurrence}:{content}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
+
+
+def _check_prompt(text, row_number: int) -> None:
+    if not isinstance(text, (str, list)):
+        raise InputError(f"data: the prompt of row {row_number} is {text!r}, neither a string nor a list of chat messages")
+    if not text:
+        raise InputError(f"data: row {row_number} has an empty prompt")
+    for message in text if isinstance(text, list) else []:
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise InputError(f"data: the prompt of row {row_number} has {message!r}, not a message with 'role' and 'content'")
+
+
+def _first_bad_line(files: list[str]) -> str | None:
+    """Where a JSONL file is not JSON: `datasets` names neither the file nor a line that counts from the file's start."""
+    for path in files:
+        if not path.endswith(".jsonl"):
+            continue
+        with open(path, encoding="utf-8", errors="replace") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    json.loads(line if line.strip() else "{}")
+                except json.JSONDecodeError as error:
+                    return f"{path}, line {number} is not JSON: {error.msg}"
+    return None

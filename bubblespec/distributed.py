@@ -1,7 +1,9 @@
 """Ranks: start and end of the process group, and the few collectives that the trainer uses. A single process works too."""
 
 import contextlib
+import ctypes
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
@@ -68,6 +70,7 @@ def ranks_from_environment(device: str, timeout_s: float) -> Iterator[Ranks]:
     if use_cuda:
         torch.cuda.set_device(target)
     if "RANK" in os.environ:
+        _die_with_launcher()
         dist.init_process_group("nccl" if use_cuda else "gloo", timeout=timedelta(seconds=timeout_s))
     try:
         yield Ranks(target)
@@ -77,3 +80,10 @@ def ranks_from_environment(device: str, timeout_s: float) -> Iterator[Ranks]:
             if sys.exc_info()[0] is None:
                 dist.barrier()
             dist.destroy_process_group()
+
+
+def _die_with_launcher() -> None:
+    """Ask Linux to end this rank when torchrun dies: orphans would go on and write beside the run that is started next."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

@@ -1,6 +1,7 @@
 """What a run reports: metrics.jsonl and TensorBoard with the same keys, a progress bar, and one table at the end. Rank 0 only."""
 
 import json
+import math
 import os
 import sys
 from typing import Any
@@ -21,22 +22,21 @@ class MetricsLogger:
         from torch.utils.tensorboard import SummaryWriter
 
         path = os.path.join(output_dir, "metrics.jsonl")
-        _keep_steps_before(path, first_step)
+        kept = _keep_steps_before(path, first_step)
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (kept open for the run)
         self._tensorboard = SummaryWriter(os.path.join(output_dir, "tensorboard"), purge_step=first_step)
         self._bar = tqdm(total=max_steps, initial=first_step, unit="step", dynamic_ncols=True, file=sys.stderr)
         self.evaluations: list[tuple[int, dict[str, float]]] = []
         self.history: list[dict[str, Any]] = []
+        for record in kept:
+            if record["step"] == first_step:  # purge_step has just hidden this evaluation's points
+                self._write_scalars(record.pop("step"), record)
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
         """One line of metrics.jsonl and one point of each curve; `step` counts finished steps from 0."""
         if not self.is_main:
             return
-        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
-        self._file.flush()
-        for key, value in metrics.items():
-            if isinstance(value, (int, float)):
-                self._tensorboard.add_scalar(key, value, step)
+        self._write(step, metrics)
         self.history.append(metrics)
         self._bar.set_postfix_str(
             f"reward {metrics['reward']:.3f}, {metrics['perf/throughput']:.0f} tokens/s, {metrics['timing_s/step']:.2f} s/step"
@@ -47,10 +47,7 @@ class MetricsLogger:
         """Evaluations are lines of their own: {"step": ..., "eval/...": ...}; `step` is the number of updates so far."""
         if not self.is_main:
             return
-        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
-        self._file.flush()
-        for key, value in metrics.items():
-            self._tensorboard.add_scalar(key, value, step)
+        self._write(step, metrics)
         self.evaluations.append((step, metrics))
         self._bar.write(f"step {step}: held-out reward {metrics['eval/reward']:.3f}", file=sys.stderr)
 
@@ -75,13 +72,29 @@ class MetricsLogger:
         if self.history:
             print(_table(self.history, self.evaluations), file=sys.stderr)
 
+    def _write(self, step: int, metrics: dict[str, Any]) -> None:
+        """JSON has no NaN and no infinity: such a value is null in the file."""
+        plain = {key: value.item() if isinstance(value, np.generic) else value for key, value in metrics.items()}
+        line = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in plain.items()}
+        self._file.write(json.dumps({"step": step, **line}, allow_nan=False) + "\n")
+        self._file.flush()
+        self._write_scalars(step, plain)
 
-def _keep_steps_before(path: str, first_step: int) -> None:
-    """Drop what an interrupted run wrote after its last checkpoint: those steps are about to be written again."""
+    def _write_scalars(self, step: int, metrics: dict[str, Any]) -> None:
+        for key, value in metrics.items():
+            if isinstance(value, (int, float)):
+                self._tensorboard.add_scalar(key, value, step)
+
+
+def _keep_steps_before(path: str, first_step: int) -> list[dict]:
+    """Drop what an interrupted run wrote after its last checkpoint: those steps are about to be written again.
+
+    Returns the lines that stay.
+    """
     if not os.path.exists(path):
-        return
+        return []
     kept = []
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
                 record = json.loads(line)
@@ -90,11 +103,12 @@ def _keep_steps_before(path: str, first_step: int) -> None:
             # An evaluation at `first_step` was made before the step of that number, by the run that saved the checkpoint.
             is_evaluation = "eval/reward" in record
             if record["step"] < first_step or (is_evaluation and record["step"] == first_step > 0):
-                kept.append(line)
+                kept.append(record)
     temporary = path + ".tmp"
     with open(temporary, "w", encoding="utf-8") as file:
-        file.writelines(kept)
+        file.writelines(json.dumps(record) + "\n" for record in kept)  # the last line may have lost its end
     os.replace(temporary, path)
+    return kept
 
 
 def _table(history: list[dict], evaluations: list[tuple[int, dict]]) -> str:

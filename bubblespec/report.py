@@ -20,10 +20,12 @@ def rollout_metrics(samples: Samples, rewards: np.ndarray, functions: list[str],
         "completions/clipped_ratio": float(samples.is_truncated.mean()),
         "rollout/digest": digest(samples),
     }
+    short = [path.rsplit(".", 1)[-1] for path in functions]
     for number, path in enumerate(functions):
         values = samples.rewards[:, number]
+        name = short[number] if short.count(short[number]) == 1 else path  # two modules may use one name
         if not np.isnan(values).all():
-            metrics[f"rewards/{path.rsplit('.', 1)[-1]}/mean"] = float(np.nanmean(values))
+            metrics[f"rewards/{name}/mean"] = float(np.nanmean(values))
     return metrics
 
 

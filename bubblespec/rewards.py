@@ -8,6 +8,8 @@ a keyword with one value a sample. None means that the function does not apply t
 import importlib
 import math
 import re
+import threading
+import traceback
 from collections.abc import Callable
 
 import numpy as np
@@ -15,6 +17,9 @@ import numpy as np
 from bubblespec.errors import InputError
 
 RewardFunction = Callable[..., list[float | None]]
+
+# Seconds for one comparison by math-verify, which would work out a completion such as 9^{9^9} for ever.
+MATH_LIMIT_S = 5
 
 
 def load_reward(path: str) -> RewardFunction:
@@ -24,8 +29,10 @@ def load_reward(path: str) -> RewardFunction:
         raise InputError(f"reward.functions: '{path}' is not a dotted path such as my_module.my_reward")
     try:
         function = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        raise InputError(f"reward.functions: cannot import '{path}': {error}") from error
+    except Exception as error:  # the module's own code runs here
+        raise InputError(
+            f"reward.functions: cannot import '{path}': {type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error
     if not callable(function):
         raise InputError(f"reward.functions: '{path}' is not a function")
     return function
@@ -41,7 +48,7 @@ def score(
     """Rewards float64 [samples, functions], NaN where a function does not apply.
 
     A list of the wrong length or a value that is not a finite number is an InputError that names the function: both would
-    otherwise broadcast or spread silently.
+    otherwise broadcast or spread silently. So is an exception in a function, which stays the error's cause.
     """
     as_messages = [
         text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
@@ -51,19 +58,26 @@ def score(
     by_name = {name: [row.get(name) for row in columns] for name in names}
     rewards = np.full((len(prompts), len(functions)), np.nan)
     for number, (path, function) in enumerate(functions.items()):
-        values = function(prompts=prompts, completions=as_messages, completion_ids=completion_ids, **by_name)
         try:
-            length = len(values)
+            values = function(prompts=prompts, completions=as_messages, completion_ids=completion_ids, **by_name)
+        except Exception as error:
+            raise InputError(f"reward {path}: raised {_describe(error)}") from error
+        try:
+            length = None if isinstance(values, (str, bytes, dict, set)) else len(values)
         except TypeError:
-            raise InputError(f"reward {path}: returned {type(values).__name__}, not a list with one value a sample") from None
+            length = None
+        if length is None:
+            raise InputError(f"reward {path}: returned {type(values).__name__}, not a list with one value a sample")
         if length != len(prompts):
             raise InputError(f"reward {path}: returned {length} values for {len(prompts)} samples")
         for i, value in enumerate(values):
             if value is None:
                 continue
             try:
+                if isinstance(value, (str, bytes)):
+                    raise TypeError("text that float() would read")
                 rewards[i, number] = float(value)
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):
                 raise InputError(f"reward {path}: value {value!r} for sample {i} is not a number or None") from None
             if not math.isfinite(rewards[i, number]):
                 raise InputError(f"reward {path}: value {value} for sample {i} is not finite")
@@ -111,17 +125,18 @@ def math_equivalence(prompts, completions, completion_ids, answer, **columns) ->
     reference itself cannot be parsed."""
     from math_verify import parse, verify
 
+    # The library's time-outs are signals, which only the main thread may set.
+    limit_s = MATH_LIMIT_S if threading.current_thread() is threading.main_thread() else None
     scores: list[float | None] = []
     for completion, reference in zip(completions, answer, strict=True):
-        # math-verify's own time-outs use signals, which only work in the main thread; the regular expressions are quick.
-        gold = parse(f"${reference}$", parsing_timeout=None)
+        gold = [] if reference is None else parse(f"${reference}$", parsing_timeout=limit_s)
         if not gold:
             scores.append(None)
             continue
         text = text_of(completion)
         tagged = final_answer(text)
-        found = parse(text if tagged is None else f"${tagged}$", parsing_timeout=None)
-        scores.append(float(verify(gold, found, timeout_seconds=None)))
+        found = parse(text if tagged is None else f"${tagged}$", parsing_timeout=limit_s)
+        scores.append(float(verify(gold, found, timeout_seconds=limit_s)))
     return scores
 
 
@@ -133,3 +148,9 @@ def final_answer(text: str) -> str | None:
     """What stands in the last `<answer>` tags, or None without any."""
     found = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
     return found[-1].strip() if found else None
+
+
+def _describe(error: Exception) -> str:
+    """Kind, place and text of an exception in one line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__name__} at {frames[-1].filename}:{frames[-1].lineno}: {' '.join(str(error).split())}"

@@ -4,12 +4,13 @@ import copy
 import os
 import sys
 from dataclasses import dataclass
+from typing import IO
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from bubblespec.checkpoint import find_checkpoint, load_optimizer
+from bubblespec.checkpoint import CONFIG_FILE, find_checkpoint, load_optimizer, lock_output_dir
 from bubblespec.config import Config, config_to_yaml
 from bubblespec.data import Prompt, PromptSet, build_prompt_set, load_rows, make_tokenize, reasoning_gym_rows
 from bubblespec.distributed import Ranks
@@ -42,6 +43,7 @@ class Trainer:
     rewards: dict[str, RewardFunction]
     reward_weights: list[float]
     first_step: int
+    lock: IO | None  # keeps output_dir ours; on rank 0
 
     def batch(self, step: int) -> list[Prompt]:
         """The global batch of `step`, the same on every rank."""
@@ -95,9 +97,10 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
     engine.params = sampling
     optimizer = Optimizer(model, config.optim, config.run.max_steps)
     first_step = load_optimizer(checkpoint, optimizer, ranks.device) if checkpoint else 0
+    lock = None
     if ranks.is_main:
-        os.makedirs(config.run.output_dir, exist_ok=True)
-        with open(os.path.join(config.run.output_dir, "config.yaml"), "w", encoding="utf-8") as file:
+        lock = lock_output_dir(config.run.output_dir)
+        with open(os.path.join(config.run.output_dir, CONFIG_FILE), "w", encoding="utf-8") as file:
             file.write(config_to_yaml(config))
     return Trainer(
         config=config,
@@ -114,6 +117,7 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
         rewards=functions,
         reward_weights=config.reward.weights or [1.0] * len(functions),
         first_step=first_step,
+        lock=lock,
     )
 
 

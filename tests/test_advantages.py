@@ -1,0 +1,82 @@
+"""Advantages against plain Python and the statistics module."""
+
+import statistics
+
+import numpy as np
+import pytest
+
+from bubblespec.advantages import frac_zero_std, group_advantages
+
+REWARDS = np.random.default_rng(0).normal(size=(5, 6)) * np.array([[1], [10], [0.1], [1], [3]]) + np.arange(5)[:, None]
+
+
+def plain_advantages(rewards: list[list[float]], scale: str) -> list[list[float]]:
+    of_batch = statistics.stdev([r for group in rewards for r in group])
+    found = []
+    for group in rewards:
+        divisor = {"group": statistics.stdev(group) + 1e-4, "batch": of_batch + 1e-4, "none": 1.0}[scale]
+        found.append([(r - statistics.fmean(group)) / divisor for r in group])
+    return found
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_advantages_equal_plain_python(scale):
+    found = group_advantages(REWARDS, scale)
+    assert found.dtype == np.float64
+    np.testing.assert_allclose(found, plain_advantages(REWARDS.tolist(), scale), rtol=1e-12, atol=1e-13)
+    np.testing.assert_allclose(found.sum(axis=1), 0, atol=1e-11)
+
+
+def test_hand_worked_example():
+    rewards = np.array([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 0.0]])
+    # Deviations 1/2 in group 0: sample variance 4 (1/4) / 3. Group 1: 3 (1/16) + 9/16 = 3/4, over 3.
+    first, second = (1 / 3) ** 0.5 + 1e-4, (1 / 4) ** 0.5 + 1e-4
+    wanted = [[0.5 / first, -0.5 / first, -0.5 / first, 0.5 / first], [0.25 / second] * 3 + [-0.75 / second]]
+    np.testing.assert_allclose(group_advantages(rewards, "group"), wanted, rtol=1e-14)
+    # All eight: five ones, mean 5/8, squares 5 (9/64) + 3 (25/64) = 120/64, over 7.
+    whole = (120 / 64 / 7) ** 0.5 + 1e-4
+    wanted = [[0.5 / whole, -0.5 / whole, -0.5 / whole, 0.5 / whole], [0.25 / whole] * 3 + [-0.75 / whole]]
+    np.testing.assert_allclose(group_advantages(rewards, "batch"), wanted, rtol=1e-14)
+    np.testing.assert_array_equal(group_advantages(rewards, "none"), [[0.5, -0.5, -0.5, 0.5], [0.25, 0.25, 0.25, -0.75]])
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_single_generation_has_advantage_zero(scale):
+    np.testing.assert_array_equal(group_advantages(np.array([[1.0], [3.0], [-2.0]]), scale), np.zeros((3, 1)))
+    np.testing.assert_array_equal(group_advantages(np.array([[7.0]]), scale), [[0.0]])
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_groups_without_variance_have_advantage_zero(scale):
+    rewards = np.array([[0.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0.0, 1.0, 0.0]])
+    found = group_advantages(rewards, scale)
+    np.testing.assert_array_equal(found[:2], np.zeros((2, 3)))
+    assert found[2, 1] > 0 > found[2, 0]
+    np.testing.assert_array_equal(group_advantages(rewards[:1], scale), np.zeros((1, 3)))
+
+
+def test_equal_rewards_that_float_sums_do_not_reproduce_stay_near_zero():
+    rewards = np.full((1, 7), 0.1)
+    # The mean may be off by an ulp or two of 0.1 (1.4e-17 each), which 1e-4 cannot blow up beyond 1e-12.
+    assert abs(group_advantages(rewards, "group")).max() < 1e-12
+
+
+def test_rewards_are_left_as_they_are():
+    rewards = REWARDS.copy()
+    for scale in ("group", "batch", "none"):
+        group_advantages(rewards, scale)
+    np.testing.assert_array_equal(rewards, REWARDS)
+
+
+@pytest.mark.parametrize(
+    "rewards, share",
+    [
+        ([[1, 1], [0, 1], [0, 0], [2, 2]], 0.75),
+        ([[0, 1], [1, 0]], 0.0),
+        ([[0.1, 0.1, 0.1]], 1.0),
+        ([[1e-6, 0.0]], 0.0),
+        ([[1], [2]], 1.0),
+    ],
+)
+def test_share_of_groups_without_variance(rewards, share):
+    assert frac_zero_std(np.array(rewards, float)) == share

@@ -1,0 +1,268 @@
+"""Configuration files: what loads, what is refused, and that every refusal is one line with the key in it."""
+
+import ast
+import dataclasses
+import inspect
+
+import pytest
+
+from bubblespec import config as module
+from bubblespec.config import Config, LossConfig, OptimConfig, RolloutConfig, config_to_yaml, load_config
+from bubblespec.errors import InputError
+
+MINIMAL = "model: {path: some/model}\ndata: {path: train.jsonl}\nrun: {output_dir: out}\n"
+TASKS = MINIMAL.replace("path: train.jsonl", "tasks: [{name: chain_sum, weight: 2, config: {min_terms: 2}}]")
+
+
+@pytest.fixture
+def load(tmp_path):
+    """load(text, *overrides) -> the Config of a file with that text."""
+
+    def write_and_load(text: str = MINIMAL, *overrides: str) -> Config:
+        path = tmp_path / "config.yaml"
+        path.write_text(text, encoding="utf-8")
+        return load_config(str(path), list(overrides))
+
+    return write_and_load
+
+
+def refusal(load, *arguments: str) -> str:
+    with pytest.raises(InputError) as caught:
+        load(*arguments)
+    message = str(caught.value)
+    assert "\n" not in message and message
+    return message
+
+
+def test_defaults_are_those_of_the_dataclasses(load):
+    config = load()
+    assert (config.model.path, config.data.path, config.run.output_dir) == ("some/model", "train.jsonl", "out")
+    assert config.loss == LossConfig() and config.optim == OptimConfig() and config.rollout == RolloutConfig()
+
+
+def test_overrides_win_over_the_file_and_the_last_one_wins(load):
+    text = MINIMAL + "optim: {learning_rate: 0.5, weight_decay: 0.25}\n"
+    config = load(text, "optim.learning_rate=1e-6", "run.seed=3", "run.seed=4")
+    assert config.optim.learning_rate == 1e-6 and isinstance(config.optim.learning_rate, float)
+    assert (config.optim.weight_decay, config.run.seed) == (0.25, 4)
+
+
+def test_exponents_without_a_dot_are_numbers_in_the_file(load):
+    assert load(MINIMAL + "optim: {learning_rate: 1e-6}\n").optim.learning_rate == 1e-6
+
+
+@pytest.mark.parametrize(
+    "override, key, wanted",
+    [
+        ("reward.functions=[a.b]", "reward.functions", ["a.b"]),
+        ("reward.functions=[a.b, c.d]", "reward.functions", ["a.b", "c.d"]),
+        ("rollout.stop_token_ids=[1,2]", "rollout.stop_token_ids", [1, 2]),
+        ("eval.temperature=0", "eval.temperature", 0.0),
+        ("data.system_prompt=a=b", "data.system_prompt", "a=b"),
+        ("run.output_dir=${model.path}", "run.output_dir", "some/model"),
+        ("model.path=3", "model.path", "3"),
+    ],
+)
+def test_overrides_of_every_kind(load, override, key, wanted):
+    section, name = key.split(".")
+    assert getattr(getattr(load(MINIMAL, override), section), name) == wanted
+
+
+def test_override_replaces_a_list_of_tasks(load):
+    tasks = load(TASKS, "data.tasks=[{name: countdown, config: {a: {b: [1]}}}]").data.tasks
+    assert [(t.name, t.weight, t.config) for t in tasks] == [("countdown", 1.0, {"a": {"b": [1]}})]
+
+
+@pytest.mark.parametrize(
+    "override, key, hint",
+    [
+        ("modl.path=x", "modl", "did you mean model?"),
+        ("model.pth=x", "model.pth", "did you mean model.path?"),
+        ("optim.learnin_rate=1", "optim.learnin_rate", "did you mean optim.learning_rate?"),
+        ("rollout.learning_rate=1", "rollout.learning_rate", "did you mean optim.learning_rate?"),
+        ("max_steps=1", "max_steps", "did you mean run.max_steps?"),
+        ("model.seed=1", "model.seed", "did you mean data.seed or run.seed?"),
+        ("zzzz=1", "zzzz", "valid are data, eval, loss, model"),
+        ("reward.zzzz=1", "reward.zzzz", "valid are functions, weights"),
+        ("data.tasks=[{name: a}, {name: a, wieght: 2}]", "data.tasks[1].wieght", "did you mean data.tasks[1].weight?"),
+    ],
+)
+def test_unknown_key_is_named_with_the_nearest_valid_one(load, override, key, hint):
+    message = refusal(load, MINIMAL, override)
+    assert message.startswith(f"{key}: unknown key") and hint in message
+
+
+def test_unknown_keys_of_the_file_are_named_as_well(load):
+    assert refusal(load, MINIMAL + "optim: {learnin_rate: 1}\n").startswith(
+        "optim.learnin_rate: unknown key; did you mean optim.l"
+    )
+    assert refusal(load, TASKS.replace("weight", "wieght")).startswith("data.tasks[0].wieght: unknown key; did you mean")
+    assert refusal(load, "hello").startswith("hello: unknown key")
+
+
+@pytest.mark.parametrize(
+    "override, key",
+    [
+        ("run.seed=abc", "run.seed"),
+        ("run.seed=1.5", "run.seed"),
+        ("run.seed=true", "run.seed"),
+        ("run.seed=null", "run.seed"),
+        ("run.seed=[1]", "run.seed"),
+        ("rollout.temperature=hot", "rollout.temperature"),
+        ("data.as_chat=maybe", "data.as_chat"),
+        ("model.path.x=3", "model.path"),
+        ("model.path=", "model.path"),
+        ("model=3", "model"),
+        ("model=null", "model"),
+        ("reward.functions=a.b", "reward.functions"),
+        ("reward.functions.0=a.b", "reward.functions"),
+        ("reward.functions=null", "reward.functions"),
+        ("reward.weights=[a]", "reward.weights[0]"),
+        ("data.tasks=3", "data.tasks"),
+        ("data.tasks.0.weight=1", "data.tasks"),
+        ("data.tasks[0].weight=1", "data.tasks"),
+        ("data.tasks=[3]", "data.tasks[0]"),
+        ("data.tasks=[{name: a, weight: x}]", "data.tasks[0].weight"),
+        ("data.tasks=[{name: a}, {name: a, config: 3}]", "data.tasks[1].config"),
+        ("run.output_dir=${nothing.here}", "run.output_dir"),
+        ("data.tasks=[{name: a, config: {x: '${nothing}'}}]", "data.tasks[0].config.x"),
+    ],
+)
+def test_wrong_type_names_the_key(load, override, key):
+    assert refusal(load, MINIMAL, override).startswith(f"{key}: ")
+
+
+@pytest.mark.parametrize(
+    "override, valid", [("loss.loss_type=gpro", "'grpo', 'dr_grpo', 'dapo'"), ("model.dtype=fp16", "'bfloat16'")]
+)
+def test_wrong_choice_lists_the_valid_ones(load, override, valid):
+    message = refusal(load, MINIMAL, override)
+    assert message.startswith(override.split("=")[0]) and valid in message
+
+
+@pytest.mark.parametrize(
+    "overrides, key, nearest",
+    [
+        (["rollout.num_generations=0"], "rollout.num_generations", "at least 1"),
+        (["rollout.num_generations=4097"], "rollout.num_generations", "at most 4096"),
+        (["run.max_steps=2147483649"], "run.max_steps", "at most 2147483648"),
+        (["run.seed=-1"], "run.seed", "at least 0"),
+        (["run.seed=9223372036854775808"], "run.seed", "below 9223372036854775808"),
+        (["rollout.top_p=0"], "rollout.top_p", "above 0"),
+        (["rollout.top_p=1.5"], "rollout.top_p", "at most 1"),
+        (["rollout.temperature=0"], "rollout.temperature", "above 0"),
+        (["eval.temperature=-1"], "eval.temperature", "at least 0"),
+        (["optim.learning_rate=nan"], "optim.learning_rate", "finite"),
+        (["optim.learning_rate=inf"], "optim.learning_rate", "finite"),
+        (["optim.adam_beta1=1"], "optim.adam_beta1", "below 1"),
+        (["optim.adam_epsilon=-1"], "optim.adam_epsilon", "at least 0"),
+        (["run.timeout_s=0"], "run.timeout_s", "above 0"),
+        (["run.timeout_s=inf"], "run.timeout_s", "finite"),
+        (["rollout.stop_token_ids=[3,-1]"], "rollout.stop_token_ids[1]", "at least 0"),
+        (["rollout.min_completion_length=513"], "rollout.min_completion_length", "at most rollout.max_completion_length = 512"),
+        (["rollout.num_slots=4096"], "rollout.max_batch_tokens", "at least rollout.num_slots = 4096"),
+        (["optim.max_tokens_per_microbatch=1023"], "optim.max_tokens_per_microbatch", "at least 1024"),
+        (["rollout.max_completion_length=1048576"], "rollout.max_completion_length", "below 1048576"),
+        (["run.eval_steps=5"], "eval.num_prompts", "at least 1"),
+        (["reward.functions=[]"], "reward.functions", "at least one"),
+        (["reward.functions=[a.b,a.b]"], "reward.functions", "'a.b' is given more than once"),
+        (["reward.weights=[1,2]"], "reward.weights", "2 weights for 1 reward.functions"),
+        (["reward.weights=[nan]"], "reward.weights[0]", "finite"),
+        (["data.path=null"], "data.path, data.tasks", "exactly one"),
+        (["data.path=''"], "data.path, data.tasks", "exactly one"),
+        (["data.tasks=[{name: a}]"], "data.path, data.tasks", "exactly one"),
+        (["data.path=null", "data.tasks=[{name: a}, {name: a, weight: 0}]"], "data.tasks[1].weight", "above 0"),
+        (["data.path=null", "data.tasks=[{name: a, weight: inf}]"], "data.tasks[0].weight", "finite"),
+        (["data.path=null", "data.tasks=[{name: a}]", "data.eval_path=b.jsonl"], "data.eval_path", "leave it out"),
+    ],
+)
+def test_impossible_values_name_the_key_and_what_is_possible(load, overrides, key, nearest):
+    message = refusal(load, MINIMAL, *overrides)
+    assert message.startswith(f"{key}: ") and nearest in message
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["rollout.num_generations=4096"],
+        ["rollout.num_generations=1"],
+        ["run.max_steps=2147483648"],
+        ["run.seed=9223372036854775807"],
+        ["rollout.top_p=1"],
+        ["optim.max_tokens_per_microbatch=1024"],
+        ["rollout.num_slots=2048"],
+        ["rollout.min_completion_length=512"],
+        ["run.eval_steps=5", "eval.num_prompts=1"],
+    ],
+)
+def test_values_at_the_limit_load(load, overrides):
+    load(MINIMAL, *overrides)
+
+
+@pytest.mark.parametrize("section, key", [("model", "model.path"), ("run", "run.output_dir")])
+def test_key_without_a_default_must_be_given(load, section, key):
+    kept = [line for line in MINIMAL.splitlines() if not line.startswith(section)]
+    assert refusal(load, "\n".join(kept)).startswith(f"{key}: has no default")
+
+
+def test_task_without_a_name_is_refused(load):
+    assert refusal(load, TASKS.replace("name: chain_sum, ", "")).startswith("data.tasks[0].name: has no default")
+
+
+@pytest.mark.parametrize(
+    "text, part",
+    [
+        ("", "model.path: has no default"),
+        ("# nothing but a comment\n", "model.path: has no default"),
+        ("- a\n- b\n", "expected sections (model, data, ...), found list"),
+        ("a: {b", "not valid YAML"),
+        ("model:\n\tpath: x\n", "line 2"),
+        ("model: {path: a, path: b}", "found duplicate key path"),
+        ("3", "not valid YAML"),
+        ("a: 1\n---\nb: 2\n", "not valid YAML"),
+        ("a: !!python/object:os.system x", "not valid YAML"),
+    ],
+)
+def test_broken_file_is_one_line(load, text, part):
+    assert part in refusal(load, text)
+
+
+def test_missing_file_and_folder_are_named(tmp_path):
+    for path in [str(tmp_path / "none.yaml"), str(tmp_path)]:
+        with pytest.raises(InputError, match=rf"^--config: no file at {path}$"):
+            load_config(path)
+
+
+@pytest.mark.parametrize("override", ["run.seed", "=3", ".=3", "run.seed={", "run.seed=[1", "run.output_dir=${a"])
+def test_malformed_override_is_quoted(load, override):
+    assert refusal(load, MINIMAL, override).startswith(f"override '{override}'")
+
+
+TEXTS = ["plain", "${model.path}", "\\${x}", "$\\boxed{${a${b}}}$", "null", "1e-6", "two\nlines: é", "end\\", ""]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_resolved_configuration_round_trips(load, text):
+    config = load(
+        TASKS, "optim.learning_rate=1e-6", "optim.adam_epsilon=1e-17", "rollout.stop_token_ids=[3]", "reward.weights=[0.1]"
+    )
+    config.data.system_prompt = text
+    config.data.tasks[0].config = {"text": text, "nested": {"list": [1, 2.5, None, True, text]}}
+    written = config_to_yaml(config)
+    assert load(written) == config
+    assert config_to_yaml(load(written)) == written
+
+
+def test_every_field_has_a_docstring_line_below_it():
+    undocumented = []
+    for node in ast.parse(inspect.getsource(module)).body:
+        if not isinstance(node, ast.ClassDef) or node.name == "Config":
+            continue
+        for number, statement in enumerate(node.body):
+            if isinstance(statement, ast.AnnAssign):
+                below = node.body[number + 1] if number + 1 < len(node.body) else None
+                is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+                if not is_text or not str(below.value.value).strip() or below.lineno != statement.end_lineno + 1:
+                    undocumented.append(f"{node.name}.{statement.target.id}")
+    assert undocumented == []
+    assert len({s.type for s in dataclasses.fields(Config)}) == 8, "a new section must be looked at here as well"

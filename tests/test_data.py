@@ -1,0 +1,389 @@
+"""Files into rows, rows into prompts with stable uids, prompts into the batch of any step."""
+
+import collections
+import json
+import os
+import random
+import subprocess
+import sys
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from bubblespec.data import Prompt, PromptSet, build_prompt_set, load_rows, make_tokenize, reasoning_gym_rows
+from bubblespec.errors import InputError
+
+ROWS = [{"prompt": "one plus one", "answer": "2", "level": 1}, {"prompt": "two, doubled", "answer": "4", "level": 3}]
+CHATS = [
+    {"prompt": [{"role": "user", "content": "hi"}], "answer": "a"},
+    {"prompt": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}], "answer": "b"},
+]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """Everything that `datasets` keeps goes here instead of the user's cache."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+def as_jsonl(rows: list) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def write(path, rows: list) -> str:
+    """Rows in the format that the suffix of `path` asks for."""
+    path.parent.mkdir(exist_ok=True)
+    if path.suffix == ".jsonl":
+        path.write_text(as_jsonl(rows))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows, indent=1))
+    elif path.suffix == ".csv":
+        lines = [
+            ",".join(rows[0]),
+            *(",".join(f'"{value}"' if "," in str(value) else str(value) for value in r.values()) for r in rows),
+        ]
+        path.write_text("\n".join(lines) + "\n")
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return str(path)
+
+
+def load(path: str) -> list[dict]:
+    return list(load_rows(str(path), None, "train"))
+
+
+def refusal(function, *arguments) -> str:
+    with pytest.raises(InputError) as caught:
+        function(*arguments)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def words(text) -> list[int]:
+    """One token a word; chat messages count the words of their contents."""
+    text = text if isinstance(text, str) else " ".join(message["content"] for message in text)
+    return [len(word) for word in text.split()]
+
+
+def build(prompts: list, longest: int = 100, **options) -> PromptSet:
+    return build_prompt_set([{"prompt": prompt} for prompt in prompts], words, longest, **options)
+
+
+# Loading files
+
+
+@pytest.mark.parametrize("suffix", ["json", "jsonl", "parquet"])
+def test_rows_of_a_file_arrive_with_all_columns(tmp_path, suffix):
+    assert load(write(tmp_path / f"rows.{suffix}", ROWS)) == ROWS
+    assert load(write(tmp_path / f"chats.{suffix}", CHATS)) == CHATS
+
+
+def test_csv_rows_arrive_with_numbers_as_numbers(tmp_path):
+    assert load(write(tmp_path / "rows.csv", ROWS)) == [{**row, "answer": int(row["answer"])} for row in ROWS]
+
+
+def test_folder_and_glob_take_the_files_in_name_order(tmp_path):
+    write(tmp_path / "folder" / "b.jsonl", ROWS[1:])
+    write(tmp_path / "folder" / "a.jsonl", ROWS[:1])
+    (tmp_path / "folder" / "README.md").write_text("not data")
+    assert load(tmp_path / "folder") == ROWS
+    assert load(tmp_path / "folder" / "*.jsonl") == ROWS
+    assert load(tmp_path / "folder" / "[b].jsonl") == ROWS[1:]
+
+
+def test_names_with_glob_characters_are_taken_as_they_are(tmp_path):
+    assert load(write(tmp_path / "part[1].jsonl", ROWS)) == ROWS
+    write(tmp_path / "set[1]" / "rows.jsonl", ROWS)
+    assert load(tmp_path / "set[1]") == ROWS
+
+
+def test_column_that_only_some_rows_have_is_none_elsewhere(tmp_path):
+    rows = [{"prompt": "x", "a": 1}, {"prompt": "y", "b": 2}]
+    assert load(write(tmp_path / "rows.jsonl", rows)) == [{"prompt": "x", "a": 1, "b": None}, {"prompt": "y", "a": None, "b": 2}]
+
+
+def test_changed_file_is_read_again_and_only_the_cache_is_written(tmp_path, cache):
+    path = write(tmp_path / "data" / "rows.jsonl", ROWS[:1])
+    assert load(path) == ROWS[:1]
+    write(tmp_path / "data" / "rows.jsonl", ROWS[1:])
+    assert load(path) == ROWS[1:]
+    assert sorted(os.listdir(tmp_path)) == ["cache", "data"] and os.listdir(tmp_path / "data") == ["rows.jsonl"]
+    assert any(cache.rglob("*.arrow"))
+
+
+@pytest.mark.parametrize(
+    "name, content, part",
+    [
+        ("bad.jsonl", '{"prompt": "x"}\n{"prompt": "y"\n{"prompt": "z"}\n', "bad.jsonl, line 2 is not JSON"),
+        ("torn.jsonl", '{"prompt": "x"}\n\n{"prompt": "y"', "torn.jsonl, line 3 is not JSON"),
+        ("text.jsonl", "hello\n", "text.jsonl, line 1 is not JSON"),
+        ("bad.json", '[{"prompt": "x"},', "bad.json: "),
+        ("open.csv", 'prompt,answer\n"x,1\ny,2\n', "open.csv: Error tokenizing"),
+        ("ragged.csv", "prompt,answer\nx,1\ny,2,3,4\n", "ragged.csv: Error tokenizing"),
+        ("not.parquet", "hello", "not.parquet: "),
+        ("header.csv", "prompt,answer\n", "header.csv: "),
+        ("list.json", "[]", "list.json: "),
+        ("empty.jsonl", "", "empty.jsonl is empty"),
+        ("empty.json", "", "empty.json is empty"),
+        ("empty.csv", "", "empty.csv is empty"),
+        ("empty.parquet", "", "empty.parquet is empty"),
+        (
+            "question.jsonl",
+            '{"question": "x", "answer": 1}\n',
+            "question.jsonl has no 'prompt' column; it has ['question', 'answer']",
+        ),
+    ],
+)
+def test_broken_file_is_one_line_that_names_it(tmp_path, name, content, part):
+    path = tmp_path / name
+    path.write_text(content)
+    message = refusal(load, path)
+    assert message.startswith("data: ") and str(tmp_path) in message and part in message
+
+
+def test_broken_file_of_a_folder_is_named(tmp_path):
+    write(tmp_path / "folder" / "a.jsonl", ROWS)
+    (tmp_path / "folder" / "b.jsonl").write_text(as_jsonl(ROWS) + "{\n")
+    assert f"{tmp_path / 'folder' / 'b.jsonl'}, line 3" in refusal(load, tmp_path / "folder")
+    (tmp_path / "folder" / "b.jsonl").write_text("")
+    assert f"{tmp_path / 'folder' / 'b.jsonl'} is empty" in refusal(load, tmp_path / "folder")
+
+
+def test_parquet_without_rows_is_refused(tmp_path):
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), tmp_path / "none.parquet")
+    assert "none.parquet" in refusal(load, tmp_path / "none.parquet")
+
+
+def test_mixed_formats_are_refused(tmp_path):
+    write(tmp_path / "folder" / "a.jsonl", ROWS)
+    write(tmp_path / "folder" / "b.csv", ROWS)
+    assert "mixes the formats ['csv', 'json']" in refusal(load, tmp_path / "folder")
+
+
+@pytest.mark.parametrize("name", ["none.jsonl", "no_folder", "*.parquet", "text.txt"])
+def test_path_without_data_files_is_named(tmp_path, name):
+    (tmp_path / "text.txt").write_text("x")
+    assert refusal(load, tmp_path / name) == f"data: no JSON, JSONL, CSV or Parquet file at {tmp_path / name}"
+
+
+def test_unreachable_hub_dataset_is_one_line():
+    assert refusal(load, "no-such-owner/no-such-dataset").startswith("data: cannot load no-such-owner/no-such-dataset: ")
+
+
+# Rows into prompts
+
+
+def test_prompts_carry_text_tokens_and_the_other_columns(tmp_path):
+    rows = load_rows(write(tmp_path / "rows.jsonl", ROWS), None, "train")
+    first, second = build_prompt_set(rows, words, 10).prompts
+    assert (first.text, first.token_ids, first.columns) == ("one plus one", (3, 4, 3), {"answer": "2", "level": 1})
+    assert (second.text, second.columns) == ("two, doubled", {"answer": "4", "level": 3})
+
+
+def test_prompts_over_the_limit_are_dropped_and_counted():
+    prompts = build(["a b c", "a b", "a b c d", "a"], longest=2)
+    assert [p.text for p in prompts.prompts] == ["a b", "a"] and prompts.num_dropped == 2 and len(prompts) == 2
+    assert build(["a b c"], longest=3).num_dropped == 0
+
+
+USER, SYSTEM = {"role": "user", "content": "hi"}, {"role": "system", "content": "own"}
+
+
+@pytest.mark.parametrize(
+    "prompt, as_chat, system_prompt, wanted",
+    [
+        ("hi", False, None, "hi"),
+        ("hi", False, "be brief", "hi"),
+        ("hi", True, None, [USER]),
+        ("hi", True, "be brief", [{"role": "system", "content": "be brief"}, USER]),
+        ([USER], False, "be brief", [{"role": "system", "content": "be brief"}, USER]),
+        ([SYSTEM, USER], True, "be brief", [SYSTEM, USER]),
+        ([USER], True, None, [USER]),
+    ],
+)
+def test_chat_and_system_prompt(prompt, as_chat, system_prompt, wanted):
+    assert build([prompt], as_chat=as_chat, system_prompt=system_prompt).prompts[0].text == wanted
+
+
+@pytest.mark.parametrize("system_prompt", [None, "be brief"])
+@pytest.mark.parametrize("as_chat", [False, True])
+@pytest.mark.parametrize(
+    "prompt, part",
+    [
+        (None, "row 1 is None"),
+        (3, "row 1 is 3"),
+        ({"role": "user", "content": "x"}, "neither a string nor a list"),
+        ("", "row 1 has an empty prompt"),
+        ([], "row 1 has an empty prompt"),
+        (["x"], "row 1 has 'x', not a message"),
+        ([{"role": "user"}], "not a message with 'role' and 'content'"),
+    ],
+)
+def test_prompt_of_another_kind_names_the_row(prompt, part, as_chat, system_prompt):
+    assert part in refusal(lambda: build(["fine", prompt], as_chat=as_chat, system_prompt=system_prompt))
+
+
+def test_uids_are_63_bit_and_distinct_even_for_equal_prompts():
+    prompts = build(["a"] * 50 + [f"word {i}" for i in range(500)] + [[USER], [SYSTEM], [USER]]).prompts
+    uids = {p.uid for p in prompts}
+    assert len(uids) == len(prompts) and all(0 <= uid < 1 << 63 for uid in uids)
+    assert max(uids) > 1 << 60, "553 uniform 63-bit numbers that all stay below 2**60 have probability (1/8)**553"
+
+
+def test_uids_are_the_same_in_every_process_and_version():
+    # sha256sum of 0:"a" begins with 093395b438bcc297; read little-endian and shifted right by one.
+    assert build(["a"]).prompts[0].uid == int("97c2bc38b4953309", 16) >> 1
+
+
+def test_uids_follow_their_prompts_when_rows_are_reordered():
+    texts = [f"problem number {i}" for i in range(40)] + ["twice", "twice"]
+    shuffled = random.Random(0).sample(texts, len(texts))
+    of = lambda prompts: sorted((p.text, p.uid) for p in prompts.prompts)  # noqa: E731
+    assert shuffled != texts and of(build(shuffled)) == of(build(texts))
+    assert of(build(texts[5:])) == [pair for pair in of(build(texts)) if pair[0] not in texts[:5]]
+
+
+def test_uids_do_not_depend_on_max_prompt_length():
+    texts = ["a b c", "a", "a b c", "a b", "a"]
+    everything = {(p.text, p.uid) for p in build(texts, longest=3).prompts}
+    assert len(everything) == 5
+    for longest in (1, 2):
+        kept = {(p.text, p.uid) for p in build(texts, longest=longest).prompts}
+        assert kept == {(text, uid) for text, uid in everything if len(text.split()) <= longest}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    vocabulary = {"<s>": 0, "user": 1, "assistant": 2, "hi": 3, "there": 4, "?": 5}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    core.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>")
+
+
+def test_strings_get_the_tokenizers_special_tokens(tokenizer):
+    assert make_tokenize(tokenizer)("hi there") == [0, 3, 4]
+
+
+def test_chats_get_the_special_tokens_of_their_template_only(tokenizer, monkeypatch):
+    with pytest.raises(InputError, match=r"model\.path: its tokenizer has no chat template"):
+        make_tokenize(tokenizer)([USER])
+    template = (
+        "<s> {% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
+    )
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    assert make_tokenize(tokenizer)([USER]) == [0, 1, 3, 2]
+
+
+# Batches
+
+
+def numbered(count: int) -> PromptSet:
+    return PromptSet([Prompt(i, f"prompt {i}", (i,), {}) for i in range(count)], 0)
+
+
+def uids(prompts: PromptSet, seed: int, step: int, size: int) -> list[int]:
+    return [p.uid for p in prompts.batch(seed, step, size)]
+
+
+def test_batch_is_the_same_in_any_order_of_calls():
+    wanted = {(seed, step): uids(numbered(23), seed, step, 5) for seed in (0, 1) for step in range(20)}
+    order = list(wanted) * 2
+    random.Random(0).shuffle(order)
+    one = numbered(23)
+    assert all(uids(one, seed, step, 5) == wanted[seed, step] for seed, step in order)
+
+
+def test_batch_is_the_same_in_a_fresh_process():
+    code = (
+        "from bubblespec.data import Prompt, PromptSet\n"
+        "prompts = PromptSet([Prompt(i, '', (), {}) for i in range(23)], 0)\n"
+        "print([[p.uid for p in prompts.batch(7, step, 5)] for step in (11, 3, 1000003)])"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": "77"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert json.loads(done.stdout) == [uids(numbered(23), 7, step, 5) for step in (11, 3, 1000003)]
+
+
+@pytest.mark.parametrize("count, size", [(23, 5), (20, 5), (5, 5), (9, 1)])
+def test_every_epoch_covers_distinct_prompts(count, size):
+    prompts, per_epoch = numbered(count), count // size
+    for epoch in range(4):
+        seen = [uid for index in range(per_epoch) for uid in uids(prompts, 3, epoch * per_epoch + index, size)]
+        assert len(seen) == per_epoch * size == len(set(seen)), "no prompt twice, only the remainder is left out"
+
+
+def test_remainder_differs_between_epochs_so_every_prompt_is_trained_on():
+    prompts = numbered(23)
+    assert {uid for step in range(40) for uid in uids(prompts, 0, step, 5)} == set(range(23))
+
+
+def test_seeds_and_epochs_shuffle_differently():
+    prompts = numbered(40)
+    batches = {(seed, step): tuple(uids(prompts, seed, step, 40)) for seed in range(4) for step in range(4)}
+    assert len(set(batches.values())) == 16
+    assert all(batch != tuple(range(40)) for batch in batches.values())
+
+
+def test_too_few_prompts_for_a_batch_are_refused():
+    assert "4 usable prompts are fewer than rollout.num_prompts_per_step = 5" in refusal(numbered(4).batch, 0, 0, 5)
+
+
+# Procedural problems
+
+SUMS = {"name": "chain_sum", "weight": 3.0, "config": {"min_terms": 2, "max_terms": 2}}
+LONG = {"name": "chain_sum", "weight": 1.0, "config": {"min_terms": 6, "max_terms": 6}}
+GCD = {"name": "gcd", "weight": 1.0, "config": {}}
+
+
+def test_rows_of_tasks_have_prompt_answer_task_and_entry():
+    for row in reasoning_gym_rows([SUMS, GCD], 20, 1):
+        assert row["prompt"] == row["entry"]["question"] and row["answer"] == row["entry"]["answer"]
+        assert row["task"] in ("chain_sum", "gcd") and row["entry"]["metadata"]["source_dataset"] == row["task"]
+
+
+def test_row_depends_on_tasks_seed_and_number_only():
+    tasks = [SUMS, LONG, GCD]
+    rows = reasoning_gym_rows(tasks, 40, 1)
+    assert reasoning_gym_rows(tasks, 40, 1) == rows
+    assert reasoning_gym_rows(tasks, 15, 1) == rows[:15]
+    assert [r["prompt"] for r in reasoning_gym_rows(tasks, 40, 2)] != [r["prompt"] for r in rows]
+
+
+def test_seeds_of_training_and_held_out_problems_share_none():
+    first, second = ({r["prompt"] for r in reasoning_gym_rows([LONG], 300, seed)} for seed in (1, 501))
+    assert len(first) == 300 and not first & second
+
+
+def test_mixture_follows_the_weights():
+    count = 1200
+    found = collections.Counter(
+        r["entry"]["metadata"]["difficulty"]["num_terms"][0] for r in reasoning_gym_rows([SUMS, LONG], count, 1)
+    )
+    # Binomial(1200, 3/4): standard deviation 15, so 60 is four of them; equal weights would be 300 away.
+    assert abs(found[2] - 900) < 60 and found[2] + found[6] == count
+
+
+@pytest.mark.filterwarnings("ignore:non-integer arg", "ignore:randrange")
+@pytest.mark.parametrize(
+    "task, part",
+    [
+        (
+            {"name": "chain_sums", "weight": 1, "config": {}},
+            "(chain_sums): Dataset 'chain_sums' not registered; did you mean chain_sum?",
+        ),
+        ({"name": "chain_sum", "weight": 1, "config": {"terms": 1}}, "'terms'"),
+        ({"name": "chain_sum", "weight": 1, "config": {"min_terms": 0}}, "min_terms must be positive"),
+        ({"name": "chain_sum", "weight": 1, "config": {"min_terms": "a"}}, "'str' and 'int'"),
+        ({"name": "chain_sum", "weight": 1, "config": {"size": 5}}, "'size'"),
+        ({"name": "chain_sum", "weight": 1e9, "config": {"min_terms": 2.5}}, "cannot make problem 0"),
+    ],
+)
+def test_wrong_task_or_parameter_names_the_task(task, part):
+    message = refusal(reasoning_gym_rows, [SUMS, task], 5, 1)
+    assert message.startswith(f"data.tasks[1] ({task['name']}): ") and part in message

@@ -1,0 +1,330 @@
+"""Shipped reward functions on hand-worked examples, and what happens to functions that misbehave."""
+
+import math
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import reasoning_gym
+import torch
+
+from bubblespec import rewards as module
+from bubblespec.data import reasoning_gym_rows
+from bubblespec.errors import InputError
+from bubblespec.rewards import (
+    answer_format,
+    combine,
+    exact_match,
+    final_answer,
+    load_reward,
+    math_equivalence,
+    reasoning_gym_score,
+    score,
+)
+
+PROMPTS = ["p", "q", "r"]
+
+
+def as_chat(text: str) -> list[dict]:
+    return [{"role": "assistant", "content": text}]
+
+
+def call(function, texts: list[str], chat: bool, **columns) -> list:
+    """A reward function of string or of chat completions."""
+    return function(
+        prompts=["p"] * len(texts),
+        completions=[as_chat(t) for t in texts] if chat else texts,
+        completion_ids=[[1]] * len(texts),
+        **columns,
+    )
+
+
+def score_values(values) -> np.ndarray:
+    """`score` of three samples with one function, `my.reward`, that returns `values`."""
+    return score({"my.reward": lambda **kwargs: values}, PROMPTS, ["a", "b", "c"], [[1], [2], [3]], [{}] * 3)
+
+
+def refusal(function, *arguments) -> str:
+    with pytest.raises(InputError) as caught:
+        function(*arguments)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+both = pytest.mark.parametrize("chat", [False, True], ids=["string", "chat"])
+
+
+@pytest.mark.parametrize(
+    "text, wanted",
+    [
+        ("<answer>4</answer>", "4"),
+        ("2+2 = <answer> 4\n</answer> done", "4"),
+        ("<answer>3</answer> no, <answer>4</answer>", "4"),
+        ("<answer>two\nlines</answer>", "two\nlines"),
+        ("<answer></answer>", ""),
+        ("<answer>4", None),
+        ("4", None),
+        ("", None),
+    ],
+)
+def test_final_answer_is_what_the_last_tags_hold(text, wanted):
+    assert final_answer(text) == wanted
+
+
+@both
+@pytest.mark.parametrize(
+    "text, answer, wanted",
+    [
+        ("4", "4", 1.0),
+        (" 4\n", "4 ", 1.0),
+        ("so <answer>4</answer>", "4", 1.0),
+        ("so <answer>4</answer>", 4, 1.0),
+        ("so 4", "4", 0.0),
+        ("<answer>04</answer>", "4", 0.0),
+        ("4 <answer>5</answer>", "4", 0.0),
+        ("<answer></answer>", "4", 0.0),
+        ("", "4", 0.0),
+        ("Paris", "paris", 0.0),
+    ],
+)
+def test_exact_match(text, answer, wanted, chat):
+    assert call(exact_match, [text], chat, answer=[answer], other=["column"]) == [wanted]
+
+
+@both
+@pytest.mark.parametrize(
+    "text, wanted",
+    [
+        ("<answer>4</answer>", 1.0),
+        ("thoughts\nand more <answer>4\n5</answer>\n", 1.0),
+        ("<answer>4</answer> and more", 0.0),
+        ("<answer>3</answer><answer>4</answer>", 0.0),
+        ("<answer>3<answer>4</answer>", 0.0),
+        ("</answer><answer>4</answer>", 0.0),
+        ("<answer></answer>", 0.0),
+        ("<answer>4", 0.0),
+        ("4</answer>", 0.0),
+        ("4", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_answer_format(text, wanted, chat):
+    assert call(answer_format, [text], chat) == [wanted]
+
+
+def test_answer_format_takes_linear_time():
+    started = time.perf_counter()
+    assert call(answer_format, ["<answer" * 20_000, "<answer>" + "x" * 100_000], False) == [0.0, 0.0]
+    assert time.perf_counter() - started < 5
+
+
+@both
+@pytest.mark.parametrize(
+    "reference, text, wanted",
+    [
+        ("1/2", "<answer>0.5</answer>", 1.0),
+        ("1/2", "<answer>\\frac{1}{2}</answer>", 1.0),
+        ("1/2", "0.5", 1.0),
+        ("\\frac{1}{2}", "<answer>2/4</answer>", 1.0),
+        ("$\\frac12$", "so it is \\boxed{0.5}.", 1.0),
+        ("0.5", "so it is $\\frac12$.", 1.0),
+        (0.5, "<answer>1/2</answer>", 1.0),
+        (3, "<answer>3</answer>", 1.0),
+        ("1/2", "<answer>2/3</answer>", 0.0),
+        ("1/3", "<answer>0.33</answer>", 0.0),
+        ("4", "<answer>-4</answer>", 0.0),
+        ("1000", "<answer>1,000</answer>", 1.0),
+        ("\\sqrt{8}", "<answer>2\\sqrt{2}</answer>", 1.0),
+        ("x^2-1", "<answer>(x-1)(x+1)</answer>", 1.0),
+        ("\\{1,2\\}", "<answer>\\{2,1\\}</answer>", 1.0),
+        ("\\{1,2\\}", "<answer>\\{1,3\\}</answer>", 0.0),
+        ("(1,2)", "<answer>(2,1)</answer>", 0.0),
+        ("[0,1)", "<answer>[0,1)</answer>", 1.0),
+        ("[0,1)", "<answer>(0,1]</answer>", 0.0),
+        ("5", "4, no: 5; so <answer>4</answer>", 0.0),
+        ("5", "no idea", 0.0),
+        ("5", "<answer></answer>", 0.0),
+        ("5", "", 0.0),
+        ("", "<answer>5</answer>", None),
+        (None, "<answer>None</answer>", None),
+    ],
+)
+def test_math_equivalence(reference, text, wanted, chat):
+    assert call(math_equivalence, [text], chat, answer=[reference]) == [wanted]
+
+
+def test_math_equivalence_works_outside_the_main_thread():
+    found = []
+
+    def target():
+        found.extend(call(math_equivalence, ["<answer>0.5</answer>", "<answer>1</answer>"], False, answer=["1/2", "1/2"]))
+
+    thread = threading.Thread(target=target)
+    thread.start()
+    thread.join(timeout=60)
+    assert found == [1.0, 0.0]
+
+
+def test_math_equivalence_gives_up_on_numbers_too_large_to_work_out(monkeypatch):
+    monkeypatch.setattr(module, "MATH_LIMIT_S", 1)
+    started = time.perf_counter()
+    assert call(math_equivalence, ["<answer>9^{9^{9}}</answer>", "<answer>5</answer>"], False, answer=["5", "5"]) == [0.0, 1.0]
+    assert time.perf_counter() - started < 30, "without the limit this takes hours"
+
+
+@both
+def test_reasoning_gym_score_is_the_scorers_own(chat):
+    tasks = [{"name": name, "weight": 1.0, "config": {}} for name in ("chain_sum", "countdown", "basic_arithmetic")]
+    rows = reasoning_gym_rows(tasks, 24, 1)
+    texts = [
+        [f"<answer>{row['answer']}</answer>", f"it is <answer>{row['answer']} or so</answer>", "none"][i % 3]
+        for i, row in enumerate(rows)
+    ]
+    columns = {name: [row[name] for row in rows] for name in ("task", "entry", "answer")}
+    found = call(reasoning_gym_score, texts, chat, **columns)
+    scorers = {task["name"]: reasoning_gym.create_dataset(task["name"], size=1, seed=9) for task in tasks}
+    answers = [[row["answer"], f"{row['answer']} or so", None][i % 3] for i, row in enumerate(rows)]
+    assert found == [scorers[r["task"]].score_answer(a, entry=r["entry"]) for r, a in zip(rows, answers, strict=True)]
+    assert {r["task"] for r in rows} == set(scorers) and found[0::3] == [1.0] * 8 and found[2::3] == [0.0] * 8
+
+
+# How functions are called
+
+
+def test_functions_get_trls_arguments():
+    calls = []
+
+    def record(prompts, completions, completion_ids, **columns):
+        calls.append((prompts, completions, completion_ids, columns))
+        return [0.0] * len(prompts)
+
+    chat = [{"role": "user", "content": "hi"}]
+    score({"a.record": record}, ["text", chat], ["x", "y"], [[1], [2, 3]], [{"answer": 1}, {"level": "low"}])
+    assert calls == [(["text", chat], ["x", as_chat("y")], [[1], [2, 3]], {"answer": [1, None], "level": [None, "low"]})]
+
+
+def test_every_function_has_its_column_in_the_given_order():
+    functions = {"a.one": lambda **k: [1, 2, 3], "a.two": lambda **k: [None, 0.5, None]}
+    found = score(functions, PROMPTS, ["a", "b", "c"], [[]] * 3, [{}] * 3)
+    np.testing.assert_array_equal(found, [[1, np.nan], [2, 0.5], [3, np.nan]])
+    assert found.dtype == np.float64
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1, 0.5, True],
+        (1.0, 0.5, 1),
+        np.array([1, 0.5, 1], np.float32),
+        torch.tensor([1, 0.5, 1]),
+        [np.float64(1), torch.tensor(0.5), np.bool_(True)],
+    ],
+    ids=["list", "tuple", "array", "tensor", "scalars"],
+)
+def test_numbers_of_any_kind_are_taken(values):
+    np.testing.assert_array_equal(score_values(values)[:, 0], [1, 0.5, 1])
+
+
+@pytest.mark.parametrize(
+    "values, part",
+    [
+        ([1.0, 2.0], "returned 2 values for 3 samples"),
+        ([1.0] * 4, "returned 4 values for 3 samples"),
+        ([], "returned 0 values for 3 samples"),
+        (1.0, "returned float, not a list"),
+        (None, "returned NoneType, not a list"),
+        (np.float64(1), "returned float64, not a list"),
+        (np.array(1.0), "returned ndarray, not a list"),
+        (torch.tensor(1.0), "returned Tensor, not a list"),
+        ("101", "returned str, not a list"),
+        ({0: 1.0, 1: 1.0, 2: 1.0}, "returned dict, not a list"),
+        ((x for x in [1.0, 2.0, 3.0]), "returned generator, not a list"),
+        ([1.0, math.nan, 1.0], "value nan for sample 1 is not finite"),
+        ([1.0, 1.0, math.inf], "value inf for sample 2 is not finite"),
+        ([-math.inf, 1.0, 1.0], "value -inf for sample 0 is not finite"),
+        ([1.0, "1.0", 1.0], "value '1.0' for sample 1 is not a number"),
+        ([1.0, "good", 1.0], "value 'good' for sample 1 is not a number"),
+        ([1.0, 1j, 1.0], "value 1j for sample 1 is not a number"),
+        ([1.0, [1.0], 1.0], "value [1.0] for sample 1 is not a number"),
+        ([1.0, 10**400, 1.0], "for sample 1 is not a number"),
+        (np.ones((3, 2)), "for sample 0 is not a number"),
+    ],
+)
+def test_wrong_values_name_the_function(values, part):
+    message = refusal(score_values, values)
+    assert message.startswith("reward my.reward: ") and part in message
+
+
+def raising(prompts, completions, completion_ids, **columns):
+    raise ZeroDivisionError("first line\nsecond line")
+
+
+def test_exception_of_a_function_names_it_and_stays_the_cause():
+    with pytest.raises(InputError) as caught:
+        score({"my.raising": raising}, ["p"], ["c"], [[1]], [{}])
+    line = raising.__code__.co_firstlineno + 1
+    assert str(caught.value) == f"reward my.raising: raised ZeroDivisionError at {__file__}:{line}: first line second line"
+    cause = caught.value.__cause__
+    assert isinstance(cause, ZeroDivisionError)
+    frames = []
+    trace = cause.__traceback__
+    while trace:
+        frames.append(trace.tb_frame.f_code.co_name)
+        trace = trace.tb_next
+    assert frames[-1] == "raising"
+
+
+def test_function_that_does_not_take_the_columns_is_named():
+    def narrow(prompts, completions, completion_ids):
+        return [0.0]
+
+    message = refusal(score, {"my.narrow": narrow}, ["p"], ["c"], [[1]], [{"answer": 1}])
+    assert message.startswith("reward my.narrow: raised TypeError") and "'answer'" in message
+
+
+def test_combine_weights_the_functions_that_apply():
+    rewards = np.array([[1.0, 2.0], [np.nan, 2.0], [-1.0, np.nan], [0.0, 0.0]])
+    np.testing.assert_array_equal(combine(rewards, [0.5, 3.0]), [6.5, 6.0, -0.5, 0.0])
+    np.testing.assert_array_equal(combine(rewards, [1.0, 0.0]), [1.0, 0.0, -1.0, 0.0])
+
+
+def test_combine_refuses_samples_without_any_reward():
+    rewards = np.array([[1.0, np.nan], [np.nan, np.nan], [np.nan, np.nan]])
+    assert "returned None for 2 samples" in refusal(combine, rewards, [1.0, 1.0])
+
+
+# Loading functions
+
+
+def test_load_reward_imports_the_function():
+    assert load_reward("bubblespec.rewards.exact_match") is exact_match
+
+
+@pytest.mark.parametrize(
+    "path, part",
+    [
+        ("exact_match", "'exact_match' is not a dotted path"),
+        ("", "'' is not a dotted path"),
+        (".exact_match", "'.exact_match' is not a dotted path"),
+        ("..rewards.exact_match", "cannot import '..rewards.exact_match'"),
+        ("no_such_module.reward", "cannot import 'no_such_module.reward': ModuleNotFoundError: No module named 'no_such_module'"),
+        ("bubblespec.rewards.exact_mach", "cannot import 'bubblespec.rewards.exact_mach': AttributeError"),
+        ("bubblespec.rewards.MATH_LIMIT_S", "'bubblespec.rewards.MATH_LIMIT_S' is not a function"),
+    ],
+)
+def test_load_reward_names_the_path(path, part):
+    message = refusal(load_reward, path)
+    assert message.startswith("reward.functions: ") and part in message
+
+
+@pytest.mark.parametrize(
+    "code, part", [("def f(:\n", "SyntaxError"), ("1 / 0\n", "ZeroDivisionError"), ("import nothing_at_all\n", "nothing_at_all")]
+)
+def test_load_reward_names_a_module_that_fails(tmp_path, monkeypatch, code, part):
+    (tmp_path / "broken_rewards.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken_rewards", raising=False)
+    message = refusal(load_reward, "broken_rewards.f")
+    assert "cannot import 'broken_rewards.f'" in message and part in message
