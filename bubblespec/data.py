@@ -147,7 +147,8 @@ def reasoning_gym_rows(tasks: Sequence, size: int, seed: int) -> list[dict]:
     sources = []
     for number, task in enumerate(tasks):
         try:
-            task_seed = seed * 1_000_003 + number * 10_000_019
+            # Item i of a reasoning-gym task draws from seed + i: seeds far apart keep mixtures and held-out sets disjoint.
+            task_seed = random.Random(f"{seed}/{number}").getrandbits(48)
             sources.append(reasoning_gym.create_dataset(task["name"], size=size, seed=task_seed, **task["config"]))
         except (ValueError, TypeError, AssertionError) as error:
             known = difflib.get_close_matches(task["name"], reasoning_gym.factory.DATASETS, n=1)

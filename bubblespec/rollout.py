@@ -98,7 +98,7 @@ def gather_samples(prompts: list[Prompt], num_generations: int, rows: list[Row],
             for index, part in zip(where, np.split(flat[rank], cuts), strict=False):
                 target[index] = part
         samples.is_truncated[where] = truncated[rank].astype(bool)
-        samples.rewards[where] = all_rewards[rank].reshape(len(where), -1)
+        samples.rewards[where] = all_rewards[rank].reshape(len(where), rewards.shape[1])
     return samples
 
 

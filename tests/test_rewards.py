@@ -187,7 +187,8 @@ def test_reasoning_gym_score_is_the_scorers_own(chat):
     scorers = {task["name"]: reasoning_gym.create_dataset(task["name"], size=1, seed=9) for task in tasks}
     answers = [[row["answer"], f"{row['answer']} or so", None][i % 3] for i, row in enumerate(rows)]
     assert found == [scorers[r["task"]].score_answer(a, entry=r["entry"]) for r, a in zip(rows, answers, strict=True)]
-    assert {r["task"] for r in rows} == set(scorers) and found[0::3] == [1.0] * 8 and found[2::3] == [0.0] * 8
+    assert {r["task"] for r in rows} == set(scorers) and found[0::3] == [1.0] * 8
+    assert max(found[2::3]) <= 0.01, "no answer: some scorers still give a hundredth"
 
 
 # How functions are called

@@ -1,0 +1,153 @@
+"""metrics.jsonl and TensorBoard: valid JSON, the same curves in both, nothing double after a resume."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from bubblespec.data import Prompt
+from bubblespec.metrics import MetricsLogger
+from bubblespec.rollout import Samples
+
+BASE = {"reward": 0.5, "perf/throughput": 100.0, "timing_s/step": 2.0}
+
+
+def not_json(token: str):
+    raise AssertionError(f"{token} is not JSON")
+
+
+def read(folder) -> list[dict]:
+    text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
+    assert text == "" or text.endswith("\n")
+    return [json.loads(line, parse_constant=not_json) for line in text.splitlines()]
+
+
+def curves(folder) -> dict[str, list[tuple[int, float]]]:
+    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def curves_of_lines(lines: list[dict]) -> dict[str, list[tuple[int, float]]]:
+    """What the curves must be: every number of metrics.jsonl, in float32 as TensorBoard stores it."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for line in lines:
+        for key, value in line.items():
+            if key != "step" and isinstance(value, (int, float)):
+                found.setdefault(key, []).append((line["step"], float(np.float32(value))))
+    return found
+
+
+def run(folder, steps: range, evaluate_at: tuple[int, ...] = (), close: bool = True, **more) -> MetricsLogger:
+    """The trainer's order: a step's line, then the evaluation after it."""
+    logger = MetricsLogger(str(folder), True, steps.start, 100)
+    if steps.start == 0 and 0 in evaluate_at:
+        logger.log_evaluation(0, {"eval/reward": 0.0})
+    for step in steps:
+        logger.log(step, {**BASE, "reward": step / 4, **more})
+        if step + 1 in evaluate_at:
+            logger.log_evaluation(step + 1, {"eval/reward": (step + 1) / 8})
+    if close:
+        logger.close()
+    return logger
+
+
+def test_every_step_and_evaluation_is_one_line_and_one_point_of_each_curve(tmp_path):
+    run(tmp_path, range(3), (0, 2), **{"completions/max_length": 7, "rollout/digest": "abc"})
+    lines = read(tmp_path)
+    step = {**BASE, "completions/max_length": 7, "rollout/digest": "abc"}
+    assert lines == [
+        {"step": 0, "eval/reward": 0.0},
+        {"step": 0, **step, "reward": 0.0},
+        {"step": 1, **step, "reward": 0.25},
+        {"step": 2, "eval/reward": 0.25},
+        {"step": 2, **step, "reward": 0.5},
+    ]
+    assert curves(tmp_path) == curves_of_lines(lines)
+    assert set(curves(tmp_path)) == {*BASE, "completions/max_length", "eval/reward"}
+
+
+def test_lines_are_on_disk_before_the_run_ends(tmp_path):
+    logger = run(tmp_path, range(2), close=False)
+    assert [line["step"] for line in read(tmp_path)] == [0, 1]
+    logger.close()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, np.float64("nan"), np.float32("inf")])
+def test_numbers_that_json_lacks_are_null(tmp_path, value):
+    run(tmp_path, range(1), grad_norm=value)
+    assert read(tmp_path) == [{"step": 0, **BASE, "reward": 0.0, "grad_norm": None}]
+    (point,) = curves(tmp_path)["grad_norm"]
+    assert point[0] == 0 and (math.isnan(point[1]) if math.isnan(value) else point[1] == value)
+
+
+@pytest.mark.parametrize("value, wanted", [(np.float32(0.5), 0.5), (np.int64(3), 3), (np.float64(0.25), 0.25)])
+def test_numpy_numbers_are_numbers_in_both(tmp_path, value, wanted):
+    run(tmp_path, range(1), entropy=value)
+    assert read(tmp_path)[0]["entropy"] == wanted and curves(tmp_path)["entropy"] == [(0, wanted)]
+
+
+@pytest.mark.parametrize("lost", [0, 1, 5, 40])
+def test_resumed_run_writes_each_step_once(tmp_path, lost):
+    """A run is killed in step 6, perhaps in the middle of its last line, and continues from the checkpoint after step 4."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for folder in (whole, killed):
+        folder.mkdir()
+    run(whole, range(8), (0, 2, 4, 6, 8))
+    run(killed, range(7), (0, 2, 4, 6))
+    path = killed / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size - lost])
+    run(killed, range(4, 8), (0, 2, 4, 6, 8))
+    assert read(killed) == read(whole)
+    assert curves(killed) == curves_of_lines(read(whole)) == curves(whole)
+
+
+def test_step_whose_line_lost_only_its_end_is_kept_whole(tmp_path):
+    run(tmp_path, range(2))
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes().removesuffix(b"\n"))
+    run(tmp_path, range(2, 3))
+    assert [line["step"] for line in read(tmp_path)] == [0, 1, 2]
+
+
+def test_fresh_start_drops_what_a_run_without_checkpoint_left(tmp_path):
+    run(tmp_path, range(3), (0, 2))
+    run(tmp_path, range(2), (0,))
+    assert [(line["step"], "eval/reward" in line) for line in read(tmp_path)] == [(0, True), (0, False), (1, False)]
+    assert curves(tmp_path) == curves_of_lines(read(tmp_path))
+
+
+def test_other_ranks_write_nothing(tmp_path, capsys):
+    logger = MetricsLogger(str(tmp_path), False, 0, 10)
+    logger.log(0, BASE)
+    logger.log_evaluation(0, {"eval/reward": 1.0})
+    logger.log_samples(0, None, np.zeros(0), None)
+    logger.close()
+    assert list(tmp_path.iterdir()) == [] and capsys.readouterr() == ("", "")
+
+
+def test_samples_go_to_tensorboard_with_prompt_reply_and_reward(tmp_path):
+    class Letters:
+        def decode(self, ids: list[int]) -> str:
+            return "".join(chr(97 + i) for i in ids)
+
+    prompts = [Prompt(u, f"question {u}", (1,), {}) for u in range(2)]
+    tokens = [np.array(ids, np.int32) for ids in ([0], [1, 2], [3, 4, 5], [6])]
+    samples = Samples(prompts, 2, tokens, tokens, tokens, np.zeros(4, bool), np.zeros((4, 1)))
+    logger = MetricsLogger(str(tmp_path), True, 0, 10)
+    logger.log_samples(3, samples, np.array([0.0, 0.25, 0.5, 1.0]), Letters(), count=2)
+    logger.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert events.Histograms("completions/length")[0].histogram_value.num == 4
+    texts = [events.Tensors(f"sample_{i}/text_summary")[0].tensor_proto.string_val[0].decode() for i in range(2)]
+    assert "reward 0.000" in texts[0] and "question 0" in texts[0] and texts[0].endswith("    a")
+    assert "reward 1.000" in texts[1] and "question 1" in texts[1] and texts[1].endswith("    g")
+
+
+def test_table_compares_first_and_last_tenth(tmp_path, capsys):
+    run(tmp_path, range(20), (0, 20))
+    table = [line.split() for line in capsys.readouterr().err.splitlines()]
+    assert ["first", "2", "last", "2"] in table
+    assert ["reward", "0.125", "4.625"] in table, "means of steps 0, 1 and of steps 18, 19, over 4"
+    assert ["eval/reward", "0.000", "2.500"] in table

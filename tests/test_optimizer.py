@@ -1,0 +1,267 @@
+"""The flat-buffer optimizer against torch's own AdamW and clipping, with float32 master weights, and across a save."""
+
+import copy
+import io
+import math
+
+import pytest
+import torch
+
+from bubblespec.config import OptimConfig
+from bubblespec.distributed import Ranks
+from bubblespec.optimizer import Optimizer, learning_rate_factor
+
+STEPS = 8
+
+
+class Small(torch.nn.Module):
+    """Matrices, vectors and a frozen parameter."""
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.LayerNorm(7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
+        self.frozen = torch.nn.Parameter(torch.ones(4), requires_grad=False)
+        self.to(dtype)
+
+    def loss(self, step: int, micro_batch: int = 0) -> torch.Tensor:
+        """Differs between steps in scale, so that some gradients are clipped and some are not."""
+        generator = torch.Generator().manual_seed(100 * step + micro_batch)
+        x, y = torch.randn(6, 5, generator=generator), torch.randn(6, 3, generator=generator)
+        dtype = self.frozen.dtype
+        return (self.layers(x.to(dtype)) - y.to(dtype)).square().sum() * 10.0 ** (step % 3 - 1)
+
+
+def backward(model: Small, step: int) -> None:
+    for micro_batch in range(2):
+        model.loss(step, micro_batch).backward()
+
+
+def values(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+CONFIG = OptimConfig(
+    learning_rate=0.05,
+    lr_scheduler="cosine",
+    warmup_steps=2,
+    weight_decay=0.1,
+    adam_beta1=0.8,
+    adam_beta2=0.95,
+    adam_epsilon=0.5,  # wide, so that an update depends on the size of its gradient and clipping shows
+    max_grad_norm=20.0,
+)
+
+
+def oracle(model: Small, config: OptimConfig, rates: list[float]) -> tuple[list[torch.Tensor], list[float]]:
+    """torch's AdamW and clip_grad_norm_. Returns final weights and the norms before clipping."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in params if p.ndim == 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in params if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(groups, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_epsilon)
+    norms = []
+    for step, rate in enumerate(rates):
+        backward(model, step)
+        norms.append(torch.nn.utils.clip_grad_norm_(params, config.max_grad_norm or math.inf).item())
+        for group in adamw.param_groups:
+            group["lr"] = rate
+        adamw.step()
+        adamw.zero_grad()
+    return values(model), norms
+
+
+@pytest.mark.parametrize("limit", [20.0, 0.0])
+def test_steps_equal_torchs_adamw_and_clipping(limit):
+    config = copy.copy(CONFIG)
+    config.max_grad_norm = limit
+    model, reference = Small(torch.float64), Small(torch.float64)
+    optimizer = Optimizer(model, config, STEPS)
+    norms, rates = [], []
+    for step in range(STEPS):
+        backward(model, step)
+        norm, rate = optimizer.step(step)
+        norms.append(norm)
+        rates.append(rate)
+    # Warm-up 1/2, 1; then half a cosine over the 6 steps that are left.
+    assert rates == pytest.approx([0.025, 0.05] + [0.025 * (1 + math.cos(math.pi * k / 6)) for k in range(6)], rel=1e-12)
+    wanted, wanted_norms = oracle(reference, config, rates)
+    assert min(wanted_norms) < 20 < max(wanted_norms), "some steps are clipped and some are not"
+    torch.testing.assert_close(torch.tensor(norms), torch.tensor(wanted_norms), rtol=1e-6, atol=0)
+    # torch divides by norm + 1e-6; that is 1e-6 / 20 of a clipped gradient. Without clipping there is no such difference.
+    tolerance = 1e-7 if limit else 1e-12
+    torch.testing.assert_close(values(model), wanted, rtol=tolerance, atol=tolerance)
+    unclipped, _ = oracle(Small(torch.float64), OptimConfig(**{**vars(config), "max_grad_norm": 20.0 - limit}), rates)
+    assert any((a - b).abs().max() > 1e-3 for a, b in zip(unclipped, wanted, strict=True)), "clipping must show"
+
+
+def test_clipped_gradient_has_the_norm_of_the_limit():
+    model = Small(torch.float64)
+    optimizer = Optimizer(model, CONFIG, STEPS)
+    backward(model, 2)
+    gradients = [p.grad.clone() for p in model.parameters() if p.requires_grad]
+    norm = math.sqrt(sum(g.square().sum().item() for g in gradients))
+    assert optimizer.step(0)[0] == pytest.approx(norm, rel=1e-12) and norm > 100
+    for param, gradient in zip(optimizer.params, gradients, strict=True):
+        first_moment = optimizer.adamw.state[param]["exp_avg"]
+        torch.testing.assert_close(first_moment, 0.2 * gradient * (20.0 / norm), rtol=1e-12, atol=0)
+
+
+def test_gradients_are_cleared_and_frozen_parameters_stay():
+    model = Small(torch.float64)
+    optimizer = Optimizer(model, CONFIG, STEPS)
+    backward(model, 0)
+    assert optimizer.flat_grad.abs().max() > 0
+    optimizer.step(0)
+    assert optimizer.flat_grad.abs().max() == 0
+    backward(model, 1)
+    again = optimizer.flat_grad.clone()
+    fresh = copy.deepcopy(model)
+    for param in fresh.parameters():
+        param.grad = None
+    backward(fresh, 1)
+    wanted = torch.cat([p.grad.flatten() for p in fresh.parameters() if p.requires_grad])
+    torch.testing.assert_close(again, wanted, rtol=0, atol=0)
+    assert torch.equal(model.frozen, torch.ones(4, dtype=torch.float64)) and model.frozen.grad is None
+
+
+def test_weight_decay_is_for_matrices_only():
+    model = Small(torch.float64)
+    before = values(model)
+    optimizer = Optimizer(model, OptimConfig(learning_rate=0.5, weight_decay=0.25), STEPS)
+    optimizer.step(0)  # gradients of zero: only the decay moves weights
+    for old, new in zip(before, values(model), strict=True):
+        torch.testing.assert_close(new, old * (0.875 if old.ndim == 2 else 1.0), rtol=1e-15, atol=0)
+
+
+def test_reduce_of_one_rank_is_the_identity():
+    model = Small(torch.float32)
+    optimizer = Optimizer(model, CONFIG, STEPS)
+    backward(model, 0)
+    before = optimizer.flat_grad.clone()
+    optimizer.reduce(Ranks(torch.device("cpu")))
+    assert torch.equal(optimizer.flat_grad, before) and before.abs().max() > 0
+
+
+# bfloat16 weights with float32 masters
+
+
+class Vector(torch.nn.Module):
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3, dtype=dtype))
+
+
+def test_bfloat16_gradients_accumulate_in_float32():
+    model = Vector(torch.bfloat16)
+    optimizer = Optimizer(model, CONFIG, STEPS)
+    for scale in (256.0, 1.0, 1.0):
+        (scale * model.weight).sum().backward()
+    # bfloat16 has 8 significant bits, so there 256 + 1 would be 256.
+    assert optimizer.flat_grad.dtype == torch.float32 and optimizer.flat_grad.tolist() == [258.0] * 3
+    assert model.weight.grad is None
+
+
+def test_updates_below_bfloat16_resolution_add_up():
+    config = OptimConfig(learning_rate=1e-4, max_grad_norm=0.0)
+    model, wanted, naive = Vector(torch.bfloat16), Vector(torch.float32), Vector(torch.bfloat16)
+    optimizer = Optimizer(model, config, 100)
+    plain = [torch.optim.AdamW(m.parameters(), lr=1e-4, weight_decay=0.0) for m in (wanted, naive)]
+    for step in range(60):
+        model.weight.sum().backward()
+        optimizer.step(step)
+        for module, adamw in zip((wanted, naive), plain, strict=True):
+            adamw.zero_grad()
+            module.weight.sum().backward()
+            adamw.step()
+    assert torch.equal(naive.weight, torch.ones(3, dtype=torch.bfloat16)), "what the masters are there to prevent"
+    assert torch.equal(optimizer.masters[0], wanted.weight.detach())
+    assert model.weight.dtype == torch.bfloat16 and torch.equal(model.weight.detach(), wanted.weight.detach().bfloat16())
+    assert model.weight.max() < 1
+
+
+def test_bfloat16_steps_equal_adamw_on_float32_masters():
+    model = Small(torch.bfloat16)
+    masters = [p.detach().float() for p in model.parameters() if p.requires_grad]
+    adamw = torch.optim.AdamW(
+        [
+            {"params": [m for m in masters if m.ndim == 2], "weight_decay": 0.1},
+            {"params": [m for m in masters if m.ndim == 1], "weight_decay": 0.0},
+        ],
+        betas=(0.8, 0.95),
+        eps=0.5,
+    )
+    optimizer = Optimizer(model, CONFIG, STEPS)
+    for step in range(STEPS):
+        gradients = [torch.zeros_like(m) for m in masters]
+        for micro_batch in range(2):
+            params = [p for p in model.parameters() if p.requires_grad]
+            parts = torch.autograd.grad(model.loss(step, micro_batch), params)
+            gradients = [total + part.float() for total, part in zip(gradients, parts, strict=True)]
+        backward(model, step)
+        norm, rate = optimizer.step(step)
+        for master, gradient in zip(masters, gradients, strict=True):
+            master.grad = gradient
+        wanted_norm = torch.nn.utils.clip_grad_norm_(masters, 20.0).item()
+        adamw.param_groups[0]["lr"] = adamw.param_groups[1]["lr"] = rate
+        adamw.step()
+        assert norm == pytest.approx(wanted_norm, rel=1e-6)
+        # Clipping rounds differently in float32, so values agree to its precision; the model is the rounded masters exactly.
+        torch.testing.assert_close(optimizer.masters, masters, rtol=1e-5, atol=1e-6)
+        with torch.no_grad():
+            for own, master in zip(optimizer.masters, masters, strict=True):
+                master.copy_(own)
+        assert all(torch.equal(p.detach(), m.bfloat16()) for p, m in zip(optimizer.params, optimizer.masters, strict=True))
+
+
+# Saving
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_saved_and_loaded_optimizer_continues_bit_for_bit(dtype):
+    config = copy.copy(CONFIG)
+    config.learning_rate = 1e-3  # small beside bfloat16's resolution, so masters and weights drift apart
+    model = Small(dtype)
+    optimizer = Optimizer(model, config, STEPS)
+    for step in range(STEPS):
+        if step == 4:
+            file = io.BytesIO()
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+            saved_weights = values(model)
+        backward(model, step)
+        optimizer.step(step)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    other = Small(dtype)
+    other.load_state_dict(state["model"])
+    continued = Optimizer(other, config, STEPS)
+    continued.load_state_dict(state["optimizer"])
+    assert all(torch.equal(a, b) for a, b in zip(values(other), saved_weights, strict=True))
+    for step in range(4, STEPS):
+        backward(other, step)
+        continued.step(step)
+    assert all(torch.equal(a, b) for a, b in zip(values(other), values(model), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(continued.masters, optimizer.masters, strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(values(other), saved_weights, strict=True))
+
+
+# Learning rate
+
+
+@pytest.mark.parametrize(
+    "scheduler, warmup, wanted",
+    [
+        ("constant", 0, {0: 1, 5: 1, 11: 1, 12: 1, 1000: 1}),
+        ("constant", 4, {0: 0.25, 1: 0.5, 2: 0.75, 3: 1, 4: 1, 11: 1}),
+        ("linear", 0, {0: 1, 3: 0.75, 6: 0.5, 11: 1 / 12, 12: 0}),
+        ("linear", 4, {0: 0.25, 3: 1, 4: 1, 6: 0.75, 8: 0.5, 11: 0.125, 12: 0}),
+        ("cosine", 0, {0: 1, 4: 0.75, 6: 0.5, 8: 0.25, 12: 0}),
+        ("cosine", 4, {0: 0.25, 3: 1, 4: 1, 6: (2 + 2**0.5) / 4, 8: 0.5, 10: (2 - 2**0.5) / 4, 12: 0}),
+        ("linear", 12, {0: 1 / 12, 11: 1}),
+        ("cosine", 20, {0: 0.05, 11: 0.6}),
+    ],
+)
+def test_learning_rate_factor(scheduler, warmup, wanted):
+    config = OptimConfig(lr_scheduler=scheduler, warmup_steps=warmup)
+    assert {step: learning_rate_factor(config, step, 12) for step in wanted} == pytest.approx(wanted, abs=1e-15)

@@ -1,0 +1,147 @@
+"""The tiny workload: its problems, its tokenizer, its training and the shipped policy."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import reasoning_gym
+import torch
+from reasoning_gym.utils import extract_answer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from bubblespec.data import reasoning_gym_rows
+from bubblespec.workloads import tiny
+
+SHIPPED = Path(__file__).parent.parent / "configs" / "tiny_policy"
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict]:
+    return reasoning_gym_rows(tiny.MIXTURE, 2000, seed=3)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def scored(row: dict, solution: str) -> float:
+    return reasoning_gym.get_score_answer_fn(row["task"])(extract_answer(solution), row["entry"])
+
+
+def test_worked_solutions_are_right(rows):
+    for row in rows:
+        assert scored(row, tiny.worked_solution(row["entry"])) == 1.0
+
+
+def test_slips_make_the_stated_share_wrong_at_every_length(rows):
+    slips = random.Random(0)
+    for few, many in ((2, 5), (6, 54)):
+        chosen = [row for row in rows if few <= row["entry"]["metadata"]["num_terms"] <= many]
+        wrong = [scored(row, tiny.worked_solution(row["entry"], slips)) < 1.0 for row in chosen]
+        assert abs(sum(wrong) / len(wrong) - tiny.SLIP_RATE) < 0.08
+
+
+def test_tokenizer_round_trips_and_adds_nothing(rows):
+    tokenizer = tiny.build_tokenizer()
+    assert len(tokenizer) <= 512
+    assert tokenizer("")["input_ids"] == []
+    for row in rows:
+        for text in (row["prompt"], tiny.worked_solution(row["entry"])):
+            assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    other = "Straße 日本 🙂\n\t<answer> x </answer>"
+    assert tokenizer.decode(tokenizer(other)["input_ids"]) == other
+
+
+def test_tokens_are_single_digits_and_whole_tags():
+    tokenizer = tiny.build_tokenizer()
+    pieces = tokenizer.tokenize("4 - 1 = +03<answer>-12</answer>" + tiny.EOS)
+    assert pieces[7:] == ["<answer>", "-", "1", "2", "</answer>", tiny.EOS]
+    assert pieces[4:7] == ["+", "0", "3"]
+    ids = tokenizer("<answer>7</answer>" + tiny.EOS)["input_ids"]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "<answer>7</answer>"
+
+
+def test_solution_lengths_have_a_heavy_tail(rows):
+    tokenizer = tiny.build_tokenizer()
+    solutions = [tiny.worked_solution(row["entry"]) + tiny.EOS for row in rows]
+    lengths = torch.tensor([float(len(ids)) for ids in tokenizer(solutions)["input_ids"]])
+    assert 20 <= lengths.median() <= 30
+    assert lengths.quantile(0.99) >= 6 * lengths.median()
+    assert lengths.max() <= 350
+
+
+def test_labels_cover_exactly_the_solution_and_eos():
+    tokenizer = tiny.build_tokenizer()
+    ids, mask, labels = next(tiny.supervised_batches(tokenizer, seed=1))
+    for row_ids, row_mask, row_labels in zip(ids, mask, labels, strict=True):
+        solution = tokenizer.decode(row_ids[row_labels != tiny.IGNORED])
+        assert solution.endswith("</answer>" + tiny.EOS)
+        prompt = tokenizer.decode(row_ids[(row_labels == tiny.IGNORED) & (row_mask == 1)])
+        assert prompt.startswith("State the final answer") and prompt.endswith(" =")
+        assert row_mask.sum() + (row_ids == tokenizer.pad_token_id).sum() == len(row_ids)
+
+
+def test_a_short_run_learns_and_can_be_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(tiny, "BATCH_TOKENS", 1000)  # small steps and short samples keep the test quick
+    monkeypatch.setattr(tiny, "MAX_RESPONSE_TOKENS", 40)
+    arguments = ["--output", str(tmp_path), "--max-steps", "50", "--seconds", "60", "--problems", "2"]
+    tiny.main(arguments)
+    quality = json.loads((tmp_path / "quality.json").read_text())
+    (stage,) = quality["stages"]
+    assert stage["steps"] == 50
+    assert stage["last_loss"] < 0.6 * stage["first_loss"]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert tokenizer.eos_token == tiny.EOS and tokenizer.pad_token == tiny.PAD
+    # The solution's fixed form is predictable by now: the equals sign after the first copied term.
+    prompt = "State the final answer to the following arithmetic problem: 4 - 1 - 7 ="
+    ids = tokenizer(prompt)["input_ids"] + tokenizer("4 - 1")["input_ids"]
+    logits = model(torch.tensor([ids])).logits[0, -1]
+    assert logits.argmax().item() == tokenizer(" = ")["input_ids"][0]
+
+
+def test_the_same_seed_gives_the_same_data_and_weights():
+    tokenizer = tiny.build_tokenizer()
+    first, second = (next(tiny.supervised_batches(tokenizer, seed=5)) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    weights = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        weights.append(tiny.build_model(tokenizer).lm_head.weight)
+    assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        ["--seconds", "0"],
+        ["--max-steps", "0"],
+        ["--stop-accuracy", "1.5"],
+        ["--seed", "-1"],
+        ["--problems", "1"],
+    ],
+)
+def test_bad_arguments_end_with_one_line(tmp_path, bad):
+    with pytest.raises(SystemExit) as caught:
+        tiny.main(["--output", str(tmp_path / "policy"), *bad])
+    assert str(caught.value.code).startswith("error: ") and "\n" not in caught.value.code
+    assert not (tmp_path / "policy").exists()
+
+
+def test_shipped_policy_is_small_and_half_good():
+    assert sum(file.stat().st_size for file in SHIPPED.iterdir()) < 5_000_000
+    model = AutoModelForCausalLM.from_pretrained(SHIPPED)
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
+    assert model.dtype == torch.float32
+    assert 0.4e6 <= sum(weight.numel() for weight in model.parameters()) <= 1e6
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+    quality = json.loads((SHIPPED / "quality.json").read_text())
+    assert 0.3 <= quality["accuracy_temperature_1"] <= 0.5
+    torch.manual_seed(0)
+    rows = reasoning_gym_rows(tiny.MIXTURE[:1], 96, seed=tiny.HELD_OUT_SEED)
+    assert 0.25 <= tiny.accuracy(model, tokenizer, rows) <= 0.65
