@@ -11,8 +11,8 @@ import transformers
 
 from bubblespec.advantages import frac_zero_std, group_advantages
 from bubblespec.checkpoint import save_checkpoint
-from bubblespec.config import Config, load_config
-from bubblespec.distributed import Ranks, ranks_from_environment
+from bubblespec.config import load_config
+from bubblespec.distributed import ranks_from_environment
 from bubblespec.errors import InputError
 from bubblespec.metrics import MetricsLogger
 from bubblespec.report import rollout_metrics, timing_metrics
@@ -21,8 +21,8 @@ from bubblespec.trainer import evaluate, set_up
 from bubblespec.update import train_on_samples
 
 
-def train(config: Config, ranks: Ranks) -> None:
-    trainer = set_up(config, ranks)
+def train(trainer: Trainer) -> None:
+    config, ranks = trainer.config, trainer.ranks
     run, rollout = config.run, config.rollout
     logger = MetricsLogger(run.output_dir, ranks.is_main, trainer.first_step, run.max_steps)
     if run.eval_steps and trainer.first_step == 0:
@@ -65,17 +65,21 @@ def main() -> int:
     parser.add_argument("--config", required=True, help="YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     arguments = parser.parse_intermixed_args()
-    is_main = os.environ.get("RANK", "0") == "0"
+    rank = int(os.environ.get("RANK", "0"))
+    is_main = speaks = rank == 0
+    sys.path.append(os.getcwd())  # where the user's own reward functions are
     transformers.utils.logging.disable_progress_bar()
     if not is_main:
         logging.disable(logging.WARNING)
     try:
         config = load_config(arguments.config, arguments.overrides)
         with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
-            train(config, ranks)
+            trainer = set_up(config, ranks)
+            speaks = True  # what goes wrong up to here goes wrong on all ranks alike; from here on it may be one rank's own
+            train(trainer)
     except InputError as error:  # one line; anything else keeps its traceback
-        if is_main:
-            print(f"error: {error}", file=sys.stderr)
+        if speaks:
+            print(f"error: {error}" if is_main else f"error on rank {rank}: {error}", file=sys.stderr)
         return 2
     return 0
 

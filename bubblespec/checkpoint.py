@@ -29,11 +29,8 @@ HARMLESS = {
     "run.resume_from_checkpoint",
     "run.timeout_s",
     "model.trust_remote_code",
-    "eval.num_prompts",
     "eval.num_generations",
     "eval.temperature",
-    "data.eval_path",
-    "data.eval_split",
 }
 
 

@@ -11,7 +11,7 @@ def rollout_metrics(samples: Samples, rewards: np.ndarray, functions: list[str],
     lengths = samples.lengths
     metrics = {
         "reward": float(rewards.mean()),
-        "reward_std": float(rewards.std(axis=1).mean()),
+        "reward_std": float(rewards.std(axis=1, ddof=1).mean()) if rewards.shape[1] > 1 else 0.0,
         "frac_reward_zero_std": frac_zero_std,
         "completions/mean_length": float(lengths.mean()),
         "completions/median_length": float(np.median(lengths)),

@@ -8,8 +8,8 @@ a keyword with one value a sample. None means that the function does not apply t
 import importlib
 import math
 import re
-import threading
 import traceback
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -61,6 +61,7 @@ def score(
         try:
             values = function(prompts=prompts, completions=as_messages, completion_ids=completion_ids, **by_name)
         except Exception as error:
+            traceback.print_exc()  # the user's own code: one line is not enough to find the mistake
             raise InputError(f"reward {path}: raised {_describe(error)}") from error
         try:
             length = None if isinstance(values, (str, bytes, dict, set)) else len(values)

@@ -122,13 +122,14 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
 
 
 def load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[PromptSet, list[Prompt]]:
-    """Training prompts and held-out prompts. A training prompt that is also held out is left out of training."""
+    """Training prompts and held-out prompts. A training prompt that is also held out is left out of training, whether or not
+    this run evaluates: the batches do not depend on that."""
     data, tokenize = config.data, make_tokenize(tokenizer)
 
     def build(rows) -> PromptSet:
         return build_prompt_set(rows, tokenize, config.rollout.max_prompt_length, data.system_prompt, data.as_chat)
 
-    count = config.eval.num_prompts if config.run.eval_steps else 0
+    count = config.eval.num_prompts
     held_out = []
     if data.tasks:
         tasks = [{"name": t.name, "weight": t.weight, "config": t.config} for t in data.tasks]
@@ -141,7 +142,11 @@ def load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Pr
             rows = load_rows(data.eval_path or data.path, data.name, data.eval_split or data.split)
             held_out = build(rows).prompts[:count]
         elif count:
+            if len(train) < 2:
+                raise InputError(f"data.path: {len(train)} usable prompts cannot be split into training and held-out ones")
             held_out = train.batch(0, 0, min(count, len(train) // 2))
+    if count and not held_out:
+        raise InputError(f"rollout.max_prompt_length: no held-out prompt has at most {config.rollout.max_prompt_length} tokens")
     texts = {str(prompt.text) for prompt in held_out}
     kept = [prompt for prompt in train.prompts if str(prompt.text) not in texts]
     return PromptSet(kept, train.num_dropped), held_out

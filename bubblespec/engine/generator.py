@@ -4,14 +4,19 @@ Active rows always occupy slots 0..R-1, so attention reads the cache through a s
 finished row is refilled from the queue at once, or else the last active row moves into it. Rows with the same prompt share
 one prefill: the first of them computes the prompt's keys and values, the others copy them and feed only its last token.
 
-What a row's tokens are depends on the weights, the prompt and the row's noise key alone: not on the other rows, the order
-of admission, the chunk size or the number of slots.
+A forward feeds "n new tokens of row r", whether they are a prompt, one sampled token, or that token and a draft after it.
+Draft tokens come from a `speculator`, which the engine knows nothing else about: `verify` accepts those that the row would
+have sampled anyway, and rolling back the others is lowering the row's length.
 
-Shape legend: R active rows, N tokens in a forward, M rows that sample in it.
+What a row's tokens are depends on the weights, the prompt and the row's noise key alone: not on the other rows, the order
+of admission, the chunk size, the number of slots or the drafts.
+
+Shape legend: R active rows, N tokens in a forward, M rows that sample in it, T positions sampled, T = M + draft tokens.
 """
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,7 +26,8 @@ from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import forward_hidden, output_head
 from bubblespec.engine.noise import stream_keys
 from bubblespec.engine.packing import pack_rows
-from bubblespec.engine.sampling import SamplingParams, sample
+from bubblespec.engine.sampling import SamplingParams
+from bubblespec.engine.verify import num_gained, verify
 
 
 @dataclass(eq=False)
@@ -30,6 +36,7 @@ class Row:
 
     uid, step and sample are the noise key (uid 63 bits, step below 2**32, sample below 4096). tokens: int64 response, with its
     stop token; logprob, full_logprob: float32, see `sample`. finish: "stop", "length", or None while it is not finished.
+    A row added with tokens goes on after them.
     """
 
     uid: int
@@ -43,6 +50,17 @@ class Row:
     finish: str | None = None
 
 
+class Speculator(Protocol):
+    """Where draft tokens come from."""
+
+    def propose(self, rows: list[Row], lengths: np.ndarray, room: np.ndarray, budget: int) -> list[np.ndarray | None]:
+        """Draft tokens int64 [n] for each of the rows about to decode, or None. lengths: int64 [rows], response tokens so
+        far; room: int64 [rows], most draft tokens of each; budget: most draft tokens together (what exceeds either is cut)."""
+
+    def observe(self, row: Row, tokens: np.ndarray, num_draft: int, num_accepted: int) -> None:
+        """A row has gained `tokens`, of which its draft of `num_draft` tokens gave the first `num_accepted`."""
+
+
 class Generator:
     """Slots, queue and the packed forward. The model is used as it is at each step: train it between rollouts."""
 
@@ -54,6 +72,8 @@ class Generator:
         seed: int,
         max_batch_tokens: int = 2048,
         kernel: str = "sdpa",
+        speculator: Speculator | None = None,
+        rule: str = "coupled",
     ):
         """max_length: longest prompt plus response in tokens; max_batch_tokens: most tokens in a forward, at least num_slots."""
         if max_batch_tokens < num_slots:
@@ -62,6 +82,7 @@ class Generator:
         self.device = model.device
         self.seed, self.max_batch_tokens = seed, max_batch_tokens
         self.params = SamplingParams()
+        self.speculator, self.rule = speculator, rule
         slot_length = -(-max_length // 256) * 256 if kernel == "flash_attn" else max_length
         self.cache = KVCache(num_slots, slot_length)  # tensors are made at the first forward
         self.queue: deque[Row] = deque()
@@ -87,15 +108,17 @@ class Generator:
     def add(self, rows: list[Row]) -> None:
         """Queue rows; those with the same prompt should be adjacent, so that they share its prefill."""
         for row in rows:
-            if not 1 <= len(row.prompt) < len(row.prompt) + row.max_new_tokens <= self.tokens.shape[1]:
+            if not (row.prompt and row.max_new_tokens > 0 and len(row.prompt) + row.max_new_tokens <= self.tokens.shape[1]):
                 raise ValueError(
                     f"a prompt of {len(row.prompt)} and up to {row.max_new_tokens} new tokens do not fit max_length = "
                     f"{self.tokens.shape[1]}"
                 )
+            if len(row.tokens) >= row.max_new_tokens:
+                raise ValueError(f"a row with {len(row.tokens)} of at most {row.max_new_tokens} tokens has none left to generate")
         self.queue.extend(rows)
 
     def drop(self, row: Row) -> None:
-        """Take a row out before it has finished; it keeps the tokens sampled so far and can be added again from the start."""
+        """Take a row out before it has finished; it keeps the tokens sampled so far, and goes on after them if it is added again."""
         if row in self.queue:
             self.queue.remove(row)
         else:
@@ -133,29 +156,50 @@ class Generator:
         self.num_forwards += 1
         self.num_fed_tokens += len(fed)
         self.cached[:active] += count
-        slots = np.flatnonzero(self.cached[:active] == self.length[:active])
+        slots = np.flatnonzero(self.cached[:active] >= self.length[:active])
         if len(slots) == 0:
             return []
-        last = np.cumsum(count)[slots] - 1
-        self._sample(slots, hidden[torch.from_numpy(last).to(self.device)])
+        num_draft = self.cached[slots] - self.length[slots]
+        self._sample(slots, num_draft, hidden[torch.from_numpy(_last_of_each(count, slots, num_draft + 1)).to(self.device)])
         return self._finish(slots)
 
     def _plan(self) -> np.ndarray:
-        """New tokens of each active row in this forward, int64 [R]: decoding rows first, then prompts under the token budget."""
+        """New tokens of each active row in this forward, int64 [R]: decoding rows first, then prompts under the token budget,
+        then drafts, which are written behind the known tokens of their rows."""
         active = len(self.rows)
         self._share_prefills()
         wanted = self.length[:active] - self.cached[:active]
-        prefilling = self.cached[:active] < self.prompt_length[:active] - 1
+        prefilling = wanted > 1
         count = np.where(prefilling, 0, wanted)
-        budget = self.max_batch_tokens - count.sum()
+        budget = int(self.max_batch_tokens - count.sum())
         leaders = set()
         for slot in np.flatnonzero(prefilling):
-            if self.prompt_id[slot] in leaders:
-                continue  # another row is computing this prompt
-            leaders.add(self.prompt_id[slot])
+            if self.cached[slot] < self.prompt_length[slot] - 1:
+                if self.prompt_id[slot] in leaders:
+                    continue  # another row is computing this prompt
+                leaders.add(self.prompt_id[slot])
             count[slot] = min(wanted[slot], budget)
-            budget -= count[slot]
+            budget -= int(count[slot])
+        decoding = np.flatnonzero(~prefilling)
+        if self.speculator is not None and budget > 0 and len(decoding):
+            count[decoding] += self._write_drafts(decoding, budget)
         return count
+
+    def _write_drafts(self, slots: np.ndarray, budget: int) -> np.ndarray:
+        """Ask for drafts and put them behind the rows' known tokens; returns their lengths, int64 [slots]."""
+        generated = self.length[slots] - self.prompt_length[slots]
+        room = self.limit[slots] - generated - 1  # the sampled token after the draft needs a place too
+        drafts = self.speculator.propose([self.rows[s] for s in slots], generated, room, budget)
+        lengths = np.zeros(len(slots), np.int64)
+        for i, draft in enumerate(drafts):
+            if draft is None:
+                continue
+            kept = min(len(draft), int(room[i]), budget)
+            begin = self.length[slots[i]]
+            self.tokens[slots[i], begin : begin + kept] = draft[:kept]
+            lengths[i] = kept
+            budget -= kept
+        return lengths
 
     def _share_prefills(self) -> None:
         """Rows that still need a prompt which another slot holds whole copy its keys and values."""
@@ -170,18 +214,35 @@ class Generator:
                 self.cached[slot] = self.prompt_length[slot] - 1
                 self.cache.copy(int(sources[0]), int(slot), int(self.cached[slot]))
 
-    def _sample(self, slots: np.ndarray, hidden: torch.Tensor) -> None:
-        """Append one token to each row in `slots`. hidden: [M, hidden size]."""
-        position = self.length[slots] - self.prompt_length[slots]
-        uid, step, index = self.noise_key[slots].T
+    def _sample(self, slots: np.ndarray, num_draft: np.ndarray, hidden: torch.Tensor) -> None:
+        """Verify the drafts of the rows in `slots` and append what they gain. num_draft: int64 [M]; hidden: [T, hidden size]."""
+        first = np.cumsum(num_draft + 1) - (num_draft + 1)
+        row, offset = _ragged(num_draft + 1)
+        generated = self.length[slots] - self.prompt_length[slots]
+        position = generated[row] + offset
+        uid, step, index = self.noise_key[slots[row]].T
         keys = torch.from_numpy(stream_keys(self.seed, uid, step, index, position)).to(self.device)
-        num_generated = torch.from_numpy(position).to(self.device)
-        token, logprob, full_logprob = sample(self.head(hidden), keys, num_generated, self.params)
+        draft_row, draft_offset = _ragged(num_draft)
+        draft = torch.from_numpy(self.tokens[slots[draft_row], self.length[slots[draft_row]] + draft_offset]).to(self.device)
+        verified = verify(
+            self.head(hidden), draft, num_draft, keys, torch.from_numpy(position).to(self.device), self.params, self.rule
+        )
         # One copy to the host: token ids are exact in float64.
-        result = torch.stack((token.double(), logprob.double(), full_logprob.double())).cpu().numpy()
-        self.tokens[slots, self.length[slots]] = result[0].astype(np.int64)
-        self.logprobs[slots, position] = result[1:].T
-        self.length[slots] += 1
+        result = torch.cat([part.double() for part in verified]).cpu().numpy()
+        accepted, result = result[: len(slots)].astype(np.int64), result[len(slots) :].reshape(3, -1)
+        token = result[0].astype(np.int64)
+        gained = num_gained(token, accepted, num_draft, self.params.stop_token_ids, self.limit[slots] - generated)
+        row, offset = _ragged(gained)
+        source = first[row] + offset
+        self.tokens[slots[row], self.length[slots[row]] + offset] = token[source]
+        self.logprobs[slots[row], generated[row] + offset] = result[1:, source].T
+        self.length[slots] += gained
+        # Keys and values are those of the accepted tokens; whatever lies behind them is overwritten before it is read.
+        self.cached[slots] = self.length[slots] - 1
+        if self.speculator is not None:
+            for i, slot in enumerate(slots):
+                tokens = token[first[i] : first[i] + gained[i]]
+                self.speculator.observe(self.rows[slot], tokens, int(num_draft[i]), int(min(accepted[i], gained[i])))
 
     def _finish(self, slots: np.ndarray) -> list[Row]:
         """Take out the rows in `slots` whose last token ends them."""
@@ -199,10 +260,12 @@ class Generator:
     def _place(self, slot: int, row: Row) -> None:
         """Put a row at its beginning into a slot, keeping the slot's keys and values if they are those of its prompt."""
         prompt_id = self._prompt_ids.setdefault(row.prompt, len(self._prompt_ids))
-        length = len(row.prompt)
+        length, known = len(row.prompt), len(row.tokens)
         held = min(self.cached[slot], length - 1) if self.prompt_id[slot] == prompt_id else 0
         self.tokens[slot, :length] = row.prompt
-        self.length[slot] = self.prompt_length[slot] = length
+        self.tokens[slot, length : length + known] = row.tokens
+        self.logprobs[slot, :known] = np.stack((row.logprob, row.full_logprob), axis=1) if len(row.logprob) else 0.0
+        self.prompt_length[slot], self.length[slot] = length, length + known
         self.cached[slot] = held
         self.limit[slot] = row.max_new_tokens
         self.noise_key[slot] = row.uid, row.step, row.sample
@@ -231,3 +294,15 @@ class Generator:
         for array in (*per_slot, self.prompt_id):
             array[slot] = array[last]
         self.prompt_id[last] = -1
+
+
+def _ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For rows of the given lengths one after the other: each element's row and its offset in it, int64 [sum] each."""
+    row = np.repeat(np.arange(len(counts)), counts)
+    return row, np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def _last_of_each(count: np.ndarray, slots: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Packed indices of the last `wanted` tokens of each row in `slots`, where all rows feed `count` tokens."""
+    row, offset = _ragged(wanted)
+    return (np.cumsum(count)[slots] - wanted)[row] + offset
