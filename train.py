@@ -16,8 +16,9 @@ from bubblespec.distributed import ranks_from_environment
 from bubblespec.errors import InputError
 from bubblespec.metrics import MetricsLogger
 from bubblespec.report import rollout_metrics, timing_metrics
-from bubblespec.rollout import gather_samples, generate, make_rows, score_rows
-from bubblespec.trainer import evaluate, set_up
+from bubblespec.rollout import gather_samples, make_rows, score_rows
+from bubblespec.schedule.speculation import speculation_metrics
+from bubblespec.trainer import Trainer, evaluate, generate_step, set_up
 from bubblespec.update import train_on_samples
 
 
@@ -32,13 +33,16 @@ def train(trainer: Trainer) -> None:
         prompts = trainer.batch(step)
         own = trainer.own_share(prompts)
         rows = make_rows(own, step, rollout.num_generations, rollout.max_completion_length)
-        generate(trainer.engine, rows)
+        stats, drafts = generate_step(trainer, rows, step)
         clock.append(time.perf_counter())
         ranks.barrier()  # the bubble: waiting for the slowest rank
         clock.append(time.perf_counter())
         scores = score_rows(trainer.rewards, own, rows, trainer.tokenizer)
         samples = gather_samples(prompts, rollout.num_generations, rows, scores, ranks)
         clock.append(time.perf_counter())
+        if trainer.speculation is not None:
+            trainer.speculation.exchange(drafts)
+        exchange_s = time.perf_counter() - clock[-1]
         rewards = trainer.combined(samples).reshape(len(prompts), rollout.num_generations)
         advantages = group_advantages(rewards, config.loss.scale_rewards).ravel()
         metrics = train_on_samples(
@@ -46,6 +50,10 @@ def train(trainer: Trainer) -> None:
         )
         clock.append(time.perf_counter())
         metrics |= rollout_metrics(samples, rewards, list(trainer.rewards), frac_zero_std(rewards))
+        if trainer.speculation is not None:
+            trainer.speculation.learn(step, prompts, samples.tokens, rewards.ravel())
+            metrics |= speculation_metrics(ranks, stats, trainer.speculation, int(samples.lengths.sum()))
+            metrics["timing_s/exchange"] = exchange_s
         metrics |= timing_metrics(ranks, np.diff(clock), metrics.pop("timing_s/sync"), samples)
         logger.log(step, metrics)
         if step % run.logging_steps == 0:
@@ -55,7 +63,8 @@ def train(trainer: Trainer) -> None:
             logger.log_evaluation(done, evaluate(trainer))
         if done == run.max_steps or (run.save_steps and done % run.save_steps == 0):
             if ranks.is_main:
-                save_checkpoint(config, done, trainer.model, trainer.tokenizer, trainer.optimizer)
+                state = trainer.speculation.state_dict() if trainer.speculation else None
+                save_checkpoint(config, done, trainer.model, trainer.tokenizer, trainer.optimizer, state)
             ranks.barrier()
     logger.close()
 

@@ -38,68 +38,101 @@ def edit(rng: np.random.Generator, text: np.ndarray, rates: tuple[float, float, 
     return np.insert(text[keep], place, rng.integers(alphabet, size=len(place)))
 
 
-def decode(index: GroupIndex, responses: list[np.ndarray], limit: int = WINDOW) -> dict[str, float]:
-    """Play a group's responses through its index: counts of rows' passes, tokens, proposed and accepted tokens, and seconds."""
-    count = dict.fromkeys(("passes", "tokens", "proposed", "accepted", "propose_s", "extend_s"), 0.0)
-    count |= dict.fromkeys(SOURCE_NAMES, 0.0)
+def play(index: GroupIndex, responses: list[np.ndarray], limit: int) -> dict[str, float]:
+    """Decode a group's known responses in lockstep. Counts over its rows' passes; nanoseconds of propose and of extend."""
+    names = ("passes", "tokens", "proposed", "accepted", "propose_ns", "extend_ns", *SOURCE_NAMES)
+    count = dict.fromkeys(names, 0)
     done = [0] * len(responses)
-    while any(done[j] < len(response) for j, response in enumerate(responses)):
-        for j, response in enumerate(responses):
-            if done[j] == len(response):
-                continue
-            started = time.perf_counter()
-            draft, _, source = index.propose(j, limit)
-            proposed_at = time.perf_counter()
-            following = response[done[j] : done[j] + len(draft)]
-            wrong = np.flatnonzero(draft[: len(following)] != following)
-            accepted = int(wrong[0]) if len(wrong) else len(following)
-            new = response[done[j] : done[j] + accepted + 1]
-            extending_at = time.perf_counter()
-            index.extend(j, new)
-            count["extend_s"] += time.perf_counter() - extending_at
-            count["propose_s"] += proposed_at - started
-            done[j] += len(new)
-            count["passes"] += 1
-            count["tokens"] += len(new)
+    active = list(range(len(responses)))
+    while active:
+        started = time.perf_counter_ns()
+        proposals = [index.propose(j, limit) for j in active]
+        count["propose_ns"] += time.perf_counter_ns() - started
+        accepted_tokens = []
+        for j, (draft, _, source) in zip(active, proposals, strict=True):
+            rest = responses[j][done[j] : done[j] + limit + 1]
+            n = min(len(draft), len(rest))
+            accepted = int(np.argmin(np.append(draft[:n] == rest[:n], False)))
+            accepted_tokens.append(rest[: accepted + 1])
+            done[j] += len(accepted_tokens[-1])
+            count["tokens"] += len(accepted_tokens[-1])
             count["proposed"] += len(draft)
             count["accepted"] += accepted
             count[SOURCE_NAMES[source]] += accepted
+        started = time.perf_counter_ns()
+        for j, tokens in zip(active, accepted_tokens, strict=True):
+            index.extend(j, tokens)
+        count["extend_ns"] += time.perf_counter_ns() - started
+        count["passes"] += len(active)
+        active = [j for j in active if done[j] < len(responses[j])]
     return count
 
 
-def measure(length: int, alphabet: int, rates: tuple, drafts: bool = True, history: bool = True, groups: int = GROUPS) -> dict:
-    """All groups of one workload, one after the other."""
+def measure(length: int, alphabet: int, rates: tuple[float, float, float], drafts: bool = True) -> dict:
+    """One workload. Costs are those of the cheapest group, since other processes only ever add to them."""
     rng = np.random.default_rng(0)
     successors = rng.integers(alphabet, size=(alphabet, 4))
-    total: dict[str, float] = {}
-    for _ in range(groups):
+    counts = []
+    for _ in range(GROUPS):
         reference = markov_text(rng, successors, length)
         responses = [edit(rng, reference, SIBLING_RATES, alphabet) for _ in range(SAMPLES)]
+        history = [(edit(rng, reference, SIBLING_RATES, alphabet), float(i % 2)) for i in range(SAMPLES)]
         drafted = [edit(rng, response, rates, alphabet) for response in responses]
-        old = [(edit(rng, reference, SIBLING_RATES, alphabet), float(i % 2)) for i in range(SAMPLES)]
-        started = time.perf_counter()
-        index = GroupIndex(old if history else ())
-        for j, tokens in enumerate(drafted):
-            if drafts:
-                index.add_draft(j, tokens)
-        count = decode(index, responses) | {"build_s": time.perf_counter() - started}
-        count["build_s"] = 0.0
-        total = {key: total.get(key, 0.0) + value for key, value in count.items()}
+        index = GroupIndex(history)
+        started = time.perf_counter_ns()
+        index.propose(-1, 1)  # of a row that does not exist: indexes the history
+        history_ns = time.perf_counter_ns() - started
+        started = time.perf_counter_ns()
+        for j, tokens in enumerate(drafted if drafts else ()):
+            index.add_draft(j, tokens)
+        draft_ns = time.perf_counter_ns() - started
+        count = play(index, responses, WINDOW)
+        count["draft_us"] = draft_ns / sum(map(len, drafted)) / 1000
+        count["history_us"] = history_ns / sum(len(tokens) for tokens, _ in history) / 1000
+        counts.append(count)
+    total = {key: sum(count[key] for count in counts) for key in counts[0]}
     return {
         "length": length,
         "alphabet": alphabet,
-        "rates": list(rates),
-        "propose_us": total["propose_s"] / total["passes"] * 1e6,
-        "extend_us_per_token": total["extend_s"] / total["tokens"] * 1e6,
+        "rates": list(rates) if drafts else None,
+        "propose_us": min(c["propose_ns"] / c["passes"] for c in counts) / 1000,
+        "extend_us": min(c["extend_ns"] / c["tokens"] for c in counts) / 1000,
+        "draft_us": min(c["draft_us"] for c in counts),
+        "history_us": min(c["history_us"] for c in counts),
         "tokens_per_pass": total["tokens"] / total["passes"],
-        "accepted_share": total["accepted"] / max(total["proposed"], 1),
-        "sources": {name: total[name] / max(total["accepted"], 1) for name in SOURCE_NAMES},
+        "accepted_share": total["accepted"] / total["proposed"],
+        "sources": {name: total[name] / total["accepted"] for name in SOURCE_NAMES},
     }
 
 
-if __name__ == "__main__":
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json", help="write the figures there")
+    arguments = parser.parse_args()
+    print(
+        f"{GROUPS * SAMPLES} rows in groups of {SAMPLES}, up to {WINDOW} proposed tokens; microseconds a proposal, and a token of"
+    )
+    print("live rows, drafts and history; accepted: of the proposed tokens; by source: of the accepted tokens, in percent")
+    print(
+        f"{'length':>6} {'alphabet':>8} {'repl/ins/del %':>15} {'propose':>8} {'extend':>7} {'draft':>6} {'history':>7} "
+        f"{'tokens/pass':>11} {'accepted':>8}  {'/'.join(SOURCE_NAMES)}"
+    )
+    rows = []
     for length, alphabet in SIZES:
-        for rates in DRAFT_RATES:
-            for d, h in ((1, 1), (1, 0), (0, 1), (0, 0)):
-                r = measure(length, alphabet, rates, d, h, groups=1 if length > 1000 else 4)
-                print(length, alphabet, rates, d, h, {k: round(v, 2) if not isinstance(v, dict) else {a: round(b, 2) for a, b in v.items()} for k, v in r.items() if k not in ("length", "alphabet", "rates")}, flush=True)
+        for rates in (*DRAFT_RATES, None):
+            r = measure(length, alphabet, rates or SIBLING_RATES, drafts=rates is not None)
+            label = "/".join(f"{100 * rate:g}" for rate in rates) if rates else "no drafts"
+            shares = "/".join(f"{100 * share:.0f}" for share in r["sources"].values())
+            print(
+                f"{length:6} {alphabet:8} {label:>15} {r['propose_us']:8.2f} {r['extend_us']:7.2f} {r['draft_us']:6.2f} "
+                f"{r['history_us']:7.2f} {r['tokens_per_pass']:11.2f} {r['accepted_share']:8.2f}  {shares}",
+                flush=True,
+            )
+            rows.append(r)
+    if arguments.json:
+        with open(arguments.json, "w", encoding="utf-8") as file:
+            json.dump(rows, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,7 @@
 """Checkpoints: written aside, flushed to disk, renamed. A folder named checkpoint-N is therefore always whole.
 
-Noise and batches are functions of the step, so weights, optimizer state and the step number are all there is to save.
+Noise and batches are functions of the step, so weights, optimizer state and the step number are all that exactness needs;
+drafts and histories are saved too, for speed.
 """
 
 import fcntl
@@ -10,6 +11,7 @@ import re
 import shutil
 from typing import IO
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -19,6 +21,7 @@ from bubblespec.optimizer import Optimizer
 
 STATE_FILE = "trainer_state.json"
 CONFIG_FILE = "config.yaml"
+SPECULATION_FILE = "speculation.npz"
 # Keys that may differ between a run and its continuation: they change neither tokens nor updates.
 HARMLESS = {
     "run.output_dir",
@@ -31,10 +34,20 @@ HARMLESS = {
     "model.trust_remote_code",
     "eval.num_generations",
     "eval.temperature",
+    "speculative.method",
+    "speculative.fixed_window",
+    "speculative.max_history_tokens",
 }
 
 
-def save_checkpoint(config: Config, step: int, model: PreTrainedModel, tokenizer, optimizer: Optimizer) -> str:
+def save_checkpoint(
+    config: Config,
+    step: int,
+    model: PreTrainedModel,
+    tokenizer,
+    optimizer: Optimizer,
+    speculation: dict[str, np.ndarray] | None,
+) -> str:
     """Save after `step` updates (rank 0 only). Returns the folder, which `from_pretrained` loads."""
     final = os.path.join(config.run.output_dir, f"checkpoint-{step}")
     temporary = os.path.join(config.run.output_dir, f"tmp-checkpoint-{step}")
@@ -43,6 +56,8 @@ def save_checkpoint(config: Config, step: int, model: PreTrainedModel, tokenizer
     model.save_pretrained(temporary)
     tokenizer.save_pretrained(temporary)
     torch.save(optimizer.state_dict(), os.path.join(temporary, "optimizer.pt"))
+    if speculation is not None:
+        np.savez(os.path.join(temporary, SPECULATION_FILE), **speculation)
     with open(os.path.join(temporary, STATE_FILE), "w", encoding="utf-8") as file:
         json.dump({"step": step, "config": exactness_keys(config)}, file, indent=1)
     for name in os.listdir(temporary):
@@ -114,14 +129,25 @@ def load_optimizer(folder: str, optimizer: Optimizer, device: torch.device) -> i
     return _read_state(folder)["step"]
 
 
+def load_speculation(folder: str) -> dict[str, np.ndarray] | None:
+    """The saved drafts and histories, if the run had any."""
+    path = os.path.join(folder, SPECULATION_FILE)
+    if not os.path.isfile(path):
+        return None
+    with np.load(path) as arrays:
+        return dict(arrays)
+
+
 def exactness_keys(config: Config) -> dict:
     """The configuration without the keys that change nothing about tokens and updates."""
-    return {key: value for key, value in flatten(config).items() if key not in HARMLESS and not _is_course_free(config, key)}
+    return {key: value for key, value in flatten(config).items() if not _is_harmless(config, key)}
 
 
-def _is_course_free(config: Config, key: str) -> bool:
-    """max_steps may grow in a continuation unless the learning rate's course depends on it."""
-    return key == "run.max_steps" and config.optim.lr_scheduler == "constant"
+def _is_harmless(config: Config, key: str) -> bool:
+    """max_steps may grow in a continuation unless the learning rate's course depends on it; bubbles change time alone."""
+    if key == "run.max_steps":
+        return config.optim.lr_scheduler == "constant"
+    return key in HARMLESS or key.startswith("bubble.")
 
 
 def _read_state(folder: str) -> dict:

@@ -155,6 +155,36 @@ class OptimConfig:
 
 
 @dataclass
+class SpeculativeConfig:
+    method: Literal["none", "bubble", "suffix", "bubble+suffix"] = "bubble+suffix"
+    """Where drafts come from: idle time (bubble), matches in earlier text (suffix), both, or none (the plain trainer)."""
+    rule: Literal["coupled", "point_mass"] = "coupled"
+    """When a draft token is accepted; coupled shares its noise with the draft, point_mass does not (for ablation)."""
+    fixed_window: int | None = None
+    """Propose this many draft tokens always, instead of planning windows by their cost (for ablation)."""
+    max_history_tokens: int = 4_000_000
+    """Tokens of earlier epochs' responses kept for suffix matching; the oldest are dropped first."""
+
+
+@dataclass
+class BubbleConfig:
+    lookahead: int | str = "auto"
+    """Steps to draft ahead; 0 drafts nothing; auto goes as deep as max_draft_tokens and the measured drift make worth while."""
+    max_draft_tokens: int = 2_000_000
+    """Tokens of run-ahead drafts kept (4 bytes each)."""
+    uses_soft_bubbles: bool = True
+    """Let drafts join the forwards of a rank that still decodes, not only fill the time after it has finished."""
+    max_slowdown: float = 0.25
+    """How much slower drafts may make the forwards of a rank that still decodes."""
+    order: Literal["global", "own"] = "global"
+    """Which items a rank drafts first: the next of all, or its own."""
+    progress_backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """Collectives of the progress ticks; auto takes the job's own."""
+    progress_timeout_s: float = 600.0
+    """Seconds without a tick after which the job ends, naming the rank that did not answer."""
+
+
+@dataclass
 class RunConfig:
     output_dir: str = MISSING
     """Folder of checkpoints, metrics and TensorBoard files."""
@@ -185,6 +215,8 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+    bubble: BubbleConfig = field(default_factory=BubbleConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
 

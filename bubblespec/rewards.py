@@ -8,8 +8,8 @@ a keyword with one value a sample. None means that the function does not apply t
 import importlib
 import math
 import re
-import traceback
 import threading
+import traceback
 from collections.abc import Callable
 
 import numpy as np

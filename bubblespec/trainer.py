@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from bubblespec.checkpoint import CONFIG_FILE, find_checkpoint, load_optimizer, lock_output_dir
+from bubblespec.checkpoint import CONFIG_FILE, find_checkpoint, load_optimizer, load_speculation, lock_output_dir
 from bubblespec.config import Config, config_to_yaml
 from bubblespec.data import Prompt, PromptSet, build_prompt_set, load_rows, make_tokenize, reasoning_gym_rows
 from bubblespec.distributed import Ranks
 from bubblespec.engine.attention import choose_kernel
-from bubblespec.engine.generator import Generator
+from bubblespec.engine.generator import Generator, Row
 from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.sampling import SamplingParams
@@ -23,6 +23,8 @@ from bubblespec.errors import InputError
 from bubblespec.optimizer import Optimizer
 from bubblespec.rewards import RewardFunction, combine, load_reward
 from bubblespec.rollout import Samples, assign_prompts, gather_samples, generate, make_rows, score_rows
+from bubblespec.schedule.run_ahead import RolloutStats
+from bubblespec.schedule.speculation import Speculation, make_speculation
 
 
 @dataclass
@@ -44,6 +46,7 @@ class Trainer:
     reward_weights: list[float]
     first_step: int
     lock: IO | None  # keeps output_dir ours; on rank 0
+    speculation: Speculation | None = None
 
     def batch(self, step: int) -> list[Prompt]:
         """The global batch of `step`, the same on every rank."""
@@ -52,6 +55,11 @@ class Trainer:
     def own_share(self, prompts: list[Prompt]) -> list[Prompt]:
         """This rank's prompts of a batch."""
         return [prompts[i] for i in assign_prompts(len(prompts), self.ranks.world_size)[self.ranks.rank]]
+
+    def owners(self, prompts: list[Prompt]) -> list[int]:
+        """The rank that generates each prompt of a batch."""
+        rank_of = {n: rank for rank, share in enumerate(assign_prompts(len(prompts), self.ranks.world_size)) for n in share}
+        return [rank_of[n] for n in range(len(prompts))]
 
     def combined(self, samples: Samples) -> np.ndarray:
         """Weighted reward of each sample, float64 [S]."""
@@ -95,8 +103,12 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
     num_slots = min(rollout.num_slots, -(-rollout.num_prompts_per_step // ranks.world_size) * rollout.num_generations)
     engine = Generator(model, num_slots, max_length, config.run.seed, rollout.max_batch_tokens, kernel)
     engine.params = sampling
+    engine.rule = config.speculative.rule
+    speculation = make_speculation(config, ranks, engine)
     optimizer = Optimizer(model, config.optim, config.run.max_steps)
     first_step = load_optimizer(checkpoint, optimizer, ranks.device) if checkpoint else 0
+    if checkpoint and speculation is not None and (saved := load_speculation(checkpoint)) is not None:
+        speculation.load_state_dict(saved)
     lock = None
     if ranks.is_main:
         lock = lock_output_dir(config.run.output_dir)
@@ -118,6 +130,7 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
         reward_weights=config.reward.weights or [1.0] * len(functions),
         first_step=first_step,
         lock=lock,
+        speculation=speculation,
     )
 
 
@@ -150,6 +163,18 @@ def load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Pr
     texts = {str(prompt.text) for prompt in held_out}
     kept = [prompt for prompt in train.prompts if str(prompt.text) not in texts]
     return PromptSet(kept, train.num_dropped), held_out
+
+
+def generate_step(trainer: Trainer, rows: list[Row], step: int) -> tuple[RolloutStats | None, dict]:
+    """Generate this rank's rows of a step, drafting ahead where that is on. Returns its counts and its drafts."""
+    if trainer.speculation is None:
+        generate(trainer.engine, rows)
+        return None, {}
+    trainer.engine.speculator = trainer.speculation.speculator
+    try:
+        return trainer.speculation.rollout(trainer.engine, rows, step, trainer.batch, trainer.owners)
+    finally:
+        trainer.engine.speculator = None
 
 
 def evaluate(trainer: Trainer) -> dict[str, float]:

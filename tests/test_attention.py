@@ -10,7 +10,9 @@ from conftest import VOCAB
 from bubblespec.engine.attention import choose_kernel
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import forward_hidden, prepare_model
-from bubblespec.engine.packing import MAX_PADDED_QUERIES, pack_rows, pack_sequences
+from bubblespec.engine.packing import QUERY_CUTS, pack_rows, pack_sequences
+
+LONG = int(QUERY_CUTS[-1])  # a row that feeds more attends on its own
 
 
 def feed(model, cache, sequences, start, count, kernel="sdpa", device="cpu"):
@@ -22,9 +24,10 @@ def feed(model, cache, sequences, start, count, kernel="sdpa", device="cpu"):
 
 COUNTS = [
     [1, 1, 1, 1, 1],
-    [MAX_PADDED_QUERIES + 9, 1, 1, 0, 1],
+    [LONG + 9, 1, 1, 0, 1],
     [0, 5, 0, 2, 0],
-    [3, MAX_PADDED_QUERIES + 1, 7, MAX_PADDED_QUERIES, 30],
+    [3, LONG + 1, 7, LONG, 30],
+    [2, 6, 3, 1, 2],
     [0, 0, 0, 0, 1],
 ]
 
@@ -33,10 +36,10 @@ COUNTS = [
 def test_ragged_forwards_equal_each_sequence_alone(make_model, name):
     """Five rows advance by different counts in each forward; oracle: the model's own forward of each whole sequence."""
     reference, model = make_model(name), make_model(name)
-    prepare_model(model, 200)
+    prepare_model(model, 300)
     rng = np.random.default_rng(0)
-    sequences = [rng.integers(1, VOCAB, 200) for _ in range(5)]
-    cache = KVCache(5, 200)
+    sequences = [rng.integers(1, VOCAB, 300) for _ in range(5)]
+    cache = KVCache(5, 300)
     start = np.zeros(5, np.int64)
     got = [[] for _ in sequences]
     with torch.no_grad():

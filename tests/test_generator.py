@@ -94,6 +94,76 @@ def test_rows_dropped_and_added_between_forwards(baseline):
     assert dropped == 25 and as_dict(finished) == wanted
 
 
+class Drafter:
+    """Proposes `made` of the true continuation, each token replaced at random with probability `corrupted`."""
+
+    def __init__(self, wanted: dict, corrupted: float):
+        self.wanted, self.corrupted, self.rng = wanted, corrupted, np.random.default_rng(3)
+        self.num_draft = self.num_accepted = self.num_gained = 0
+
+    def propose(self, rows, lengths, room, budget):
+        drafts = []
+        for row, length in zip(rows, lengths, strict=True):
+            truth = np.array(self.wanted[row.uid, row.sample][0])[length:]
+            draft = np.concatenate((truth, self.rng.integers(1, VOCAB, 3)))[: self.rng.integers(0, 9)]
+            wrong = self.rng.random(len(draft)) < self.corrupted
+            draft[wrong] = self.rng.integers(1, VOCAB, wrong.sum())
+            drafts.append(draft if self.rng.random() < 0.8 else None)
+        return drafts
+
+    def observe(self, rows, tokens, num_draft, num_accepted):
+        self.num_draft += num_draft.sum()
+        self.num_accepted += num_accepted.sum()
+        self.num_gained += sum(len(t) for t in tokens)
+
+
+@pytest.mark.parametrize("corrupted", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("num_slots, max_batch_tokens", [(64, 2048), (5, 12), (1, 1)])
+def test_drafts_leave_tokens_unchanged(baseline, corrupted, num_slots, max_batch_tokens):
+    model, prompts, params, wanted = baseline
+    drafter = Drafter(wanted, corrupted)
+    engine = Generator(model, num_slots, max_length=100, seed=5, max_batch_tokens=max_batch_tokens, speculator=drafter)
+    engine.params = params
+    rows = make_rows(prompts, 4)
+    assert as_dict(engine.run(rows)) == wanted
+    assert drafter.num_gained == sum(len(tokens) for tokens, _ in wanted.values())
+    if max_batch_tokens > 1:
+        assert drafter.num_draft > 50
+        share = drafter.num_accepted / drafter.num_draft
+        assert share < 0.1 if corrupted == 1.0 else share > 0.3
+    if num_slots == 64 and corrupted == 0.0:
+        plain = Generator(model, num_slots, max_length=100, seed=5)
+        plain.params = params
+        again = plain.run(make_rows(prompts, 4))
+        assert engine.num_forwards < 0.6 * plain.num_forwards
+        for a, b in zip(rows, again, strict=True):
+            np.testing.assert_allclose(a.logprob, b.logprob, atol=1e-6)
+            np.testing.assert_allclose(a.full_logprob, b.full_logprob, atol=1e-6)
+
+
+def test_dropped_rows_go_on_after_their_tokens(baseline):
+    """A row taken out and added again, by the same object, is not generated from the start, and ends the same."""
+    model, prompts, params, wanted = baseline
+    engine = Generator(model, 4, max_length=100, seed=5, max_batch_tokens=8)
+    engine.params = params
+    rows = make_rows(prompts, 4)
+    engine.add(rows)
+    for _ in range(12):
+        engine.step()
+    half = [row for row in engine.rows if row.finish is None]
+    for row in half:
+        engine.drop(row)
+    engine.reset()
+    assert any(len(row.tokens) for row in half)
+    rest = [row for row in rows if row.finish is None]
+    assert as_dict(engine.run(rest)) == {key: value for key, value in wanted.items() if key in as_dict(rest)}
+    assert as_dict(rows) == wanted
+    plain = Generator(model, 64, max_length=100, seed=5)
+    plain.params = params
+    for again, row in zip(plain.run(make_rows(prompts, 4)), rows, strict=True):
+        np.testing.assert_allclose(row.logprob, again.logprob, atol=1e-6)
+
+
 def test_prompt_is_prefilled_once_per_group(make_model):
     model = make_model()
     prepare_model(model, 100)

@@ -57,8 +57,8 @@ class Speculator(Protocol):
         """Draft tokens int64 [n] for each of the rows about to decode, or None. lengths: int64 [rows], response tokens so
         far; room: int64 [rows], most draft tokens of each; budget: most draft tokens together (what exceeds either is cut)."""
 
-    def observe(self, row: Row, tokens: np.ndarray, num_draft: int, num_accepted: int) -> None:
-        """A row has gained `tokens`, of which its draft of `num_draft` tokens gave the first `num_accepted`."""
+    def observe(self, rows: list[Row], tokens: list[np.ndarray], num_draft: np.ndarray, num_accepted: np.ndarray) -> None:
+        """Rows have gained `tokens`, of which a draft of `num_draft` tokens gave the first `num_accepted`, int64 [rows]."""
 
 
 class Generator:
@@ -81,6 +81,7 @@ class Generator:
         self.model, self.head, self.kernel = model, output_head(model), kernel
         self.device = model.device
         self.seed, self.max_batch_tokens = seed, max_batch_tokens
+        self.max_prefill_tokens = max_batch_tokens  # most prompt tokens in one forward; the caller may change it at any time
         self.params = SamplingParams()
         self.speculator, self.rule = speculator, rule
         slot_length = -(-max_length // 256) * 256 if kernel == "flash_attn" else max_length
@@ -118,13 +119,20 @@ class Generator:
         self.queue.extend(rows)
 
     def drop(self, row: Row) -> None:
-        """Take a row out before it has finished; it keeps the tokens sampled so far, and goes on after them if it is added again."""
+        """Take a row out before it has finished; it keeps its tokens so far, and goes on after them if it is added again."""
         if row in self.queue:
             self.queue.remove(row)
         else:
             slot = self.rows.index(row)
             self._take_results(slot)
             self._free(slot)
+
+    def drop_all(self) -> list[Row]:
+        """Take all rows out, those in the queue too; see `drop`."""
+        dropped = [self._take_results(slot) for slot in range(len(self.rows))] + list(self.queue)
+        self.rows.clear()
+        self.queue.clear()
+        return dropped
 
     def reset(self) -> None:
         """Forget all rows and all cached keys and values. Needed whenever the weights have changed."""
@@ -172,14 +180,17 @@ class Generator:
         prefilling = wanted > 1
         count = np.where(prefilling, 0, wanted)
         budget = int(self.max_batch_tokens - count.sum())
+        # Prompts alone must get on, whatever the caller's limit is.
+        prefill_budget = max(self.max_prefill_tokens, 1)
         leaders = set()
         for slot in np.flatnonzero(prefilling):
             if self.cached[slot] < self.prompt_length[slot] - 1:
                 if self.prompt_id[slot] in leaders:
                     continue  # another row is computing this prompt
                 leaders.add(self.prompt_id[slot])
-            count[slot] = min(wanted[slot], budget)
+            count[slot] = min(wanted[slot], budget, prefill_budget)
             budget -= int(count[slot])
+            prefill_budget -= int(count[slot])
         decoding = np.flatnonzero(~prefilling)
         if self.speculator is not None and budget > 0 and len(decoding):
             count[decoding] += self._write_drafts(decoding, budget)
@@ -240,9 +251,9 @@ class Generator:
         # Keys and values are those of the accepted tokens; whatever lies behind them is overwritten before it is read.
         self.cached[slots] = self.length[slots] - 1
         if self.speculator is not None:
-            for i, slot in enumerate(slots):
-                tokens = token[first[i] : first[i] + gained[i]]
-                self.speculator.observe(self.rows[slot], tokens, int(num_draft[i]), int(min(accepted[i], gained[i])))
+            ends = first + gained
+            tokens = [token[begin:end] for begin, end in zip(first, ends, strict=True)]
+            self.speculator.observe([self.rows[slot] for slot in slots], tokens, num_draft, np.minimum(accepted, gained))
 
     def _finish(self, slots: np.ndarray) -> list[Row]:
         """Take out the rows in `slots` whose last token ends them."""

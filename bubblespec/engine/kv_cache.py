@@ -23,6 +23,7 @@ class KVCache:
         self.keys[layer][slot, position] = key
         self.values[layer][slot, position] = value
 
+    @torch.inference_mode()  # the tensors are made in inference mode, and may only be written in it
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of slot `source` to slot `target`."""
         for tensor in (*self.keys.values(), *self.values.values()):

@@ -1,0 +1,187 @@
+"""The accept rules side by side, on real drafts: python benchmarks/accept_rules.py [--model FOLDER] [--json OUT]
+
+Responses are generated under the weights theta0. One AdamW step on a policy gradient with random advantages of +1 and -1 then
+moves the weights, and the responses are verified as drafts, by each rule, with the noise they were made with. Learning rate 0
+shows what rounding alone does, since generation and verification are forwards of different shapes.
+
+acceptance   mean over all draft positions of the rule's chance to accept the draft token there: for coupled whether the keyed
+             sample is the draft token (0 or 1), for rejection min(1, p(x) / q(x)), for point_mass p(x)
+run          mean number of tokens accepted before the first mismatch; a draft without one counts with its length
+whole        share of drafts without a mismatch
+"""
+
+import argparse
+import copy
+import json
+import os
+import sys
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from bubblespec.data import Prompt, build_prompt_set, make_tokenize, reasoning_gym_rows
+from bubblespec.engine.generator import Generator, Row
+from bubblespec.engine.model import forward_hidden, output_head, prepare_model
+from bubblespec.engine.noise import stream_keys
+from bubblespec.engine.packing import pack_sequences
+from bubblespec.engine.sampling import SamplingParams
+from bubblespec.engine.verify import RULES, verify
+from bubblespec.losses import token_logprobs
+
+TASKS = [{"name": "chain_sum", "weight": 1.0, "config": {"min_terms": 2, "max_terms": 8, "min_digits": 1, "max_digits": 1}}]
+MAX_LOGITS = 1 << 26
+
+
+def load_prompts(tokenizer, path: str | None, count: int, seed: int) -> list[Prompt]:
+    """The first `count` lines of a text file, or as many chain sums; as chat messages where the tokenizer has a template."""
+    if path is None:
+        rows = reasoning_gym_rows(TASKS, count, seed)
+    else:
+        with open(path, encoding="utf-8") as file:
+            rows = [{"prompt": line.strip()} for line in file if line.strip()][:count]
+    return build_prompt_set(rows, make_tokenize(tokenizer), 1 << 16, as_chat=tokenizer.chat_template is not None).prompts
+
+
+def generate(model: PreTrainedModel, prompts: list[Prompt], arguments, params: SamplingParams) -> list[Row]:
+    """`arguments.sequences` responses, shared out over the prompts."""
+    rows = [
+        Row(p.uid, 0, j, p.token_ids, arguments.max_new_tokens)
+        for i, p in enumerate(prompts)
+        for j in range(len(range(i, arguments.sequences, len(prompts))))
+    ]
+    longest = max(len(row.prompt) for row in rows) + arguments.max_new_tokens
+    engine = Generator(model, min(16, len(rows)), longest, arguments.seed)
+    engine.params = params
+    return engine.run(rows)
+
+
+def hidden_states(model: PreTrainedModel, row: Row) -> torch.Tensor:
+    """Last hidden states [n + 1, hidden] that predict the n tokens of a response and the one after them."""
+    fed = torch.tensor([*row.prompt, *row.tokens.tolist()], device=model.device)
+    return forward_hidden(model, fed, pack_sequences([len(fed)], model.device))[len(row.prompt) - 1 :]
+
+
+def policy_gradient(model: PreTrainedModel, rows: list[Row], temperature: float, seed: int) -> list[torch.Tensor]:
+    """Gradient of the mean token loss -A log p with A = +1 or -1 for each response, clipped to norm 1."""
+    advantages = np.random.default_rng(seed).choice((-1.0, 1.0), len(rows))
+    total = sum(len(row.tokens) for row in rows)
+    for row, advantage in zip(rows, advantages, strict=True):
+        target = torch.from_numpy(row.tokens).to(model.device)
+        logprob, _ = token_logprobs(hidden_states(model, row)[:-1], output_head(model), target, temperature or 1.0, MAX_LOGITS)
+        (-advantage * logprob.sum() / total).backward()
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    gradient = [p.grad.clone() if p.grad is not None else None for p in model.parameters()]
+    model.zero_grad()
+    return gradient
+
+
+def one_step(model: PreTrainedModel, start: PreTrainedModel, gradient: list, learning_rate: float) -> None:
+    """Set `model` to the weights of `start` after one AdamW step along `gradient`."""
+    with torch.no_grad():
+        for p, p0, g in zip(model.parameters(), start.parameters(), gradient, strict=True):
+            p.copy_(p0)
+            p.grad = None if g is None else g.clone()
+    torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0).step()
+    model.zero_grad()
+
+
+def log_probabilities(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    return (logits.float() / temperature).log_softmax(-1)
+
+
+@torch.no_grad()
+def compare(model: PreTrainedModel, start: PreTrainedModel, rows: list[Row], arguments, params: SamplingParams) -> dict:
+    """Every response of `start` verified under the weights of `model`, one row at a time."""
+    positions: dict[str, list[torch.Tensor]] = {name: [] for name in ("tv", "entropy", *RULES)}
+    runs: dict[str, list[int]] = {rule: [] for rule in RULES}
+    for row in rows:
+        n = len(row.tokens)
+        old, new = (output_head(m)(hidden_states(m, row)).float() for m in (start, model))
+        log_q, log_p = (log_probabilities(logits, params.temperature)[:n] for logits in (old, new))
+        draft = torch.from_numpy(row.tokens).to(model.device)
+        uid, step, sample, place = np.broadcast_arrays(row.uid, row.step, row.sample, np.arange(n + 1))
+        keys = torch.from_numpy(stream_keys(arguments.seed, uid, step, sample, place)).to(model.device)
+        num_generated = torch.arange(n + 1, device=model.device)
+        for rule in RULES:
+            got = verify(new, draft, np.array([n]), keys, num_generated, params, rule, log_q if rule == "rejection" else None)
+            runs[rule].append(int(got.accepted))
+            if rule == "coupled":
+                positions[rule].append((got.token[:n] == draft).float())
+        p, q = (log.gather(1, draft[:, None])[:, 0] for log in (log_p, log_q))
+        positions["rejection"].append((p - q).exp().clamp(max=1.0))
+        positions["point_mass"].append(p.exp())
+        positions["tv"].append((log_p.exp() - log_q.exp()).abs().sum(-1) / 2)
+        positions["entropy"].append(-(log_q.exp() * log_q).sum(-1))
+    means = {name: torch.cat(values).double().mean().item() for name, values in positions.items()}
+    lengths = np.array([len(row.tokens) for row in rows])
+    return {
+        "tv": means["tv"],
+        "entropy": means["entropy"],
+        "rules": {
+            rule: {
+                "acceptance": means[rule],
+                "run": float(np.mean(runs[rule])),
+                "whole": float(np.mean(np.array(runs[rule]) == lengths)),
+            }
+            for rule in RULES
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="configs/tiny_policy", help="Hugging Face folder of a causal language model")
+    parser.add_argument("--prompts", help="text file, one prompt a line (default: chain sums)")
+    parser.add_argument("--num-prompts", type=int, default=8)
+    parser.add_argument("--sequences", type=int, default=24)
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--learning-rate", type=float, nargs="+", default=[0.0, 1e-6, 1e-5])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", help="write the figures there")
+    arguments = parser.parse_args()
+    if not arguments.temperature > 0:
+        parser.error("--temperature must be above 0: the rules differ in how they sample")
+    torch.set_num_threads(1)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).to(device).eval()
+    prompts = load_prompts(tokenizer, arguments.prompts, min(arguments.num_prompts, arguments.sequences), arguments.seed)
+    prepare_model(model, max(len(p.token_ids) for p in prompts) + arguments.max_new_tokens)
+    eos = model.generation_config.eos_token_id
+    stop = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
+    params = SamplingParams(temperature=arguments.temperature, stop_token_ids=tuple(sorted(stop)))
+    start = copy.deepcopy(model)
+    rows = generate(start, prompts, arguments, params)
+    gradient = policy_gradient(model, rows, arguments.temperature, arguments.seed)
+
+    lengths = [len(row.tokens) for row in rows]
+    print(f"{arguments.model}, {device}, torch {torch.__version__}, temperature {arguments.temperature}")
+    print(f"{len(rows)} drafts of {np.mean(lengths):.1f} tokens on average, {sum(lengths)} in all")
+    print(f"{'lr':>8} {'mean TV':>9} {'entropy':>8} {'rule':>11} {'acceptance':>11} {'run':>7} {'whole':>7}")
+    results = []
+    for learning_rate in arguments.learning_rate:
+        one_step(model, start, gradient, learning_rate)
+        result = compare(model, start, rows, arguments, params)
+        results.append({"learning_rate": learning_rate, **result})
+        for rule, figures in result["rules"].items():
+            print(
+                f"{learning_rate:8.0e} {result['tv']:9.5f} {result['entropy']:8.3f} {rule:>11} {figures['acceptance']:11.5f} "
+                f"{figures['run']:7.1f} {figures['whole']:7.3f}"
+            )
+    if arguments.json:
+        with open(arguments.json, "w", encoding="utf-8") as file:
+            json.dump(
+                {**vars(arguments), "device": str(device), "torch": torch.__version__, "draft_tokens": lengths, "steps": results},
+                file,
+                indent=1,
+            )
+
+
+if __name__ == "__main__":
+    main()

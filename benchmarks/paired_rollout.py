@@ -1,0 +1,136 @@
+"""Speculation against none, paired: torchrun --nproc_per_node=2 benchmarks/paired_rollout.py --config F [--json OUT] [overrides]
+
+For each training step the *same batch* is rolled out with the *same weights* twice, without and with speculation, in
+alternating order; the tokens are compared; then the policy is trained on them and the next step follows. Wall time is from
+one barrier to the next, so it is the slowest rank's, with the exchange of drafts in it.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+
+import numpy as np
+import torch
+import transformers
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from bubblespec.advantages import group_advantages
+from bubblespec.config import load_config
+from bubblespec.distributed import ranks_from_environment
+from bubblespec.errors import InputError
+from bubblespec.rollout import gather_samples, generate, make_rows, score_rows
+from bubblespec.schedule.speculation import speculation_metrics
+from bubblespec.trainer import Trainer, generate_step, set_up
+from bubblespec.update import train_on_samples
+
+PAPER = "paper (arXiv 2605.08862, its own hardware): decoding steps -50%, rollout throughput up to 1.8x"
+
+
+def timed(trainer: Trainer, action) -> tuple[float, int]:
+    """Seconds on the slowest rank, and its forwards (the most of any rank while it had rows of its own)."""
+    trainer.ranks.barrier()
+    started, before = time.perf_counter(), trainer.engine.num_forwards
+    stats = action()
+    trainer.ranks.barrier()
+    elapsed = time.perf_counter() - started
+    forwards = stats.own_forwards if stats is not None else trainer.engine.num_forwards - before
+    return elapsed, int(trainer.ranks.gather(np.array([forwards])).max())
+
+
+def paired_step(trainer: Trainer, step: int) -> dict:
+    config, ranks = trainer.config, trainer.ranks
+    prompts = trainer.batch(step)
+    own = trainer.own_share(prompts)
+    rollout = config.rollout
+    rows = {arm: make_rows(own, step, rollout.num_generations, rollout.max_completion_length) for arm in ("none", "speculation")}
+    kept = {}
+
+    def plain():
+        generate(trainer.engine, rows["none"])
+
+    def speculative():
+        kept["stats"], drafts = generate_step(trainer, rows["speculation"], step)
+        started = time.perf_counter()
+        trainer.speculation.exchange(drafts)
+        kept["exchange_s"] = time.perf_counter() - started
+        return kept["stats"]
+
+    arms = [("none", plain), ("speculation", speculative)]
+    result = {"step": step}
+    for arm, action in arms if step % 2 == 0 else reversed(arms):
+        result[f"{arm}_s"], result[f"{arm}_forwards"] = timed(trainer, action)
+    differing = sum(not np.array_equal(a.tokens, b.tokens) for a, b in zip(rows["none"], rows["speculation"], strict=True))
+    result["differing_rows"] = int(ranks.sum_(torch.tensor(differing)).item())
+    scores = score_rows(trainer.rewards, own, rows["none"], trainer.tokenizer)
+    samples = gather_samples(prompts, rollout.num_generations, rows["none"], scores, ranks)
+    rewards = trainer.combined(samples).reshape(len(prompts), -1)
+    advantages = group_advantages(rewards, config.loss.scale_rewards).ravel()
+    train_on_samples(
+        trainer.model, trainer.reference, trainer.optimizer, samples, advantages, config, ranks, step, trainer.kernel
+    )
+    trainer.speculation.learn(step, prompts, samples.tokens, rewards.ravel())
+    result |= speculation_metrics(ranks, kept["stats"], trainer.speculation, int(samples.lengths.sum()))
+    result |= {"rows": len(samples), "tokens": int(samples.lengths.sum()), "longest": int(samples.lengths.max())}
+    return result | {"exchange_s": kept["exchange_s"], "reward": float(rewards.mean())}
+
+
+def summarise(steps: list[dict]) -> dict:
+    total = {key: sum(s[key] for s in steps) for key in ("none_s", "speculation_s", "none_forwards", "speculation_forwards")}
+    ratios = [s["none_s"] / s["speculation_s"] for s in steps]
+    return {
+        "speedup": total["none_s"] / total["speculation_s"],
+        "speedup_median_step": float(np.median(ratios)),
+        "forward_reduction": 1 - total["speculation_forwards"] / total["none_forwards"],
+        "differing_rows": sum(s["differing_rows"] for s in steps),
+        "rows": sum(s["rows"] for s in steps),
+        **total,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--json")
+    parser.add_argument("overrides", nargs="*")
+    arguments = parser.parse_intermixed_args()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        config = load_config(arguments.config, arguments.overrides)
+        with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
+            trainer = set_up(config, ranks)
+            if trainer.speculation is None:
+                raise InputError("speculative.method: none; give the method to compare with it")
+            steps = []
+            header = f"{'step':>4} {'none s':>8} {'spec s':>8} {'ratio':>6} {'forwards':>10} {'longest':>7} {'accepted/forward':>16} {'drafted':>8}"
+            if ranks.is_main:
+                print(header)
+            for step in range(config.run.max_steps):
+                s = paired_step(trainer, step)
+                steps.append(s)
+                if ranks.is_main:
+                    forwards = f"{s['none_forwards']}>{s['speculation_forwards']}"
+                    print(
+                        f"{step:4} {s['none_s']:8.2f} {s['speculation_s']:8.2f} {s['none_s'] / s['speculation_s']:6.2f} {forwards:>10} "
+                        f"{s['longest']:7} {s['rollout/spec_accept_length']:16.2f} {s['bubble/drafted_tokens']:8}",
+                        flush=True,
+                    )
+            if ranks.is_main:
+                summary = summarise(steps)
+                print(
+                    f"total: {summary['speedup']:.2f}x wall time, {-100 * summary['forward_reduction']:.0f}% forwards on the slowest "
+                    f"rank, {summary['differing_rows']} of {summary['rows']} rows differ\n{PAPER}"
+                )
+                if arguments.json:
+                    with open(arguments.json, "w", encoding="utf-8") as file:
+                        json.dump({**summary, "config": arguments.config, "overrides": arguments.overrides, "steps": steps}, file)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Who does what, and when: ranks tell each other how far they are while a rollout runs."""

@@ -1,0 +1,221 @@
+"""The progress board: during a rollout the ranks tell each other how far they are, and no rank ever stands still for it.
+
+A tick is one asynchronous all-gather of a small state. A rank posts its state, goes on decoding, looks between two forwards
+whether the tick is complete, and then posts the next one; so the slowest rank sets the pace. All ranks read the same states of
+the same ticks: a decision that is a pure function of a tick is taken alike everywhere without further agreement. The tick in
+which every rank is done is the last, and all ranks leave the rollout by it.
+
+Beside the collective each rank writes the number of every tick that it posts into the job's key-value store, which the others
+can read without its help. That is how they name a rank that hangs or has died.
+"""
+
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, fields
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from bubblespec.distributed import Ranks, _all_gather
+
+# A tick takes about 0.5 ms once all have posted. A rank that is done can spare that time and a little more, once a tick:
+# without it, it would start another draft although the last tick is about to complete, and keep everyone waiting.
+LINGER_S = 2e-3
+NAP_S = 2e-4
+# How long a rank that has run into the time-out lets others run into it as well, if no rank has missed a tick.
+GRACE_S = 1.0
+
+
+class RankTimeout(RuntimeError):
+    """A rank hangs or has died; the message is one line that names it. All other ranks raise the same."""
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What a rank tells the others in a tick.
+
+    active_rows: rows it decodes now; tokens_left: expected tokens until its last row ends, counted along that row;
+    drafted_tokens: tokens drafted in this rollout; step_s: seconds a forward takes, lately; wanted_items: items of work that
+    it could take over; is_done: none of its rows of this rollout is left.
+    """
+
+    active_rows: int
+    tokens_left: float
+    drafted_tokens: int
+    step_s: float
+    wanted_items: int
+    is_done: bool
+
+    @property
+    def remaining_s(self) -> float:
+        """Expected seconds until this rank is done."""
+        return 0.0 if self.is_done else self.tokens_left * self.step_s
+
+    @classmethod
+    def from_numbers(cls, n: list[float]) -> "RankState":
+        return cls(int(n[0]), n[1], int(n[2]), n[3], int(n[4]), bool(n[5]))
+
+
+NUM_NUMBERS = len(fields(RankState))
+
+
+class ProgressBoard:
+    """Ticks of one job, rollout after rollout. Made by all ranks at the same time, as it makes a process group of its own.
+
+    num_ticks: ticks of this rollout that this rank has read; last_states: the states of the last of them, by rank, or None;
+    is_over: the last tick has been read. With one process a tick is complete as soon as it is posted.
+
+    timeout_s: seconds without a completed tick after which the job is ended. backend: gloo or nccl for the ticks; None is
+    that of `ranks.device`. With nccl the ticks run on a CUDA stream of their own.
+    """
+
+    def __init__(self, ranks: Ranks, timeout_s: float, backend: str | None = None):
+        self.ranks = ranks
+        self.timeout_s = timeout_s
+        self._work = None
+        self._stream = None
+        self._num_posted = 0  # over all rollouts, so that it never repeats
+        self._in_flight = False
+        backend = backend or ("nccl" if ranks.device.type == "cuda" else "gloo")
+        device = ranks.device if backend == "nccl" else torch.device("cpu")
+        self._own = torch.zeros(NUM_NUMBERS, dtype=torch.float64, device=device)
+        self._everyone = torch.zeros(ranks.world_size * NUM_NUMBERS, dtype=torch.float64, device=device)
+        if ranks.world_size > 1:
+            # Gloo's time-out frees the thread that waits in the collective, for a clean exit. NCCL's would end the process
+            # before this board has said why.
+            limit_s = 60
+            self._group = dist.new_group(backend=backend, timeout=timedelta(seconds=limit_s))
+            self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+            job_store = dist.distributed_c10d._get_default_store()
+            self._store = dist.PrefixStore(f"progress/{self._group.group_name}", job_store)
+            self._store.set(f"posted/{ranks.rank}", "0")
+            # Connects the ranks (NCCL does so at its first collective), and after it every rank's key is there.
+            _all_gather(self._everyone, self._own, group=self._group)
+        self.begin()
+
+    def begin(self) -> None:
+        """A new rollout: ticks count from 0. Raises RuntimeError while a tick of the last one is in flight."""
+        if self._in_flight:
+            raise RuntimeError("progress: a rollout must run to its last tick before the next one begins")
+        self.num_ticks = 0
+        self.last_states: list[RankState] | None = None
+        self.is_over = False
+        self._deadline = time.monotonic() + self.timeout_s
+
+    @property
+    def slowest_rank(self) -> int | None:
+        """The rank with the longest expected time left as of the last tick; None before the first."""
+        if self.last_states is None:
+            return None
+        return max(range(self.ranks.world_size), key=lambda rank: self.last_states[rank].remaining_s)
+
+    @property
+    def expected_remaining_s(self) -> float:
+        """Expected seconds until all ranks are done, as of the last tick; infinite before the first."""
+        return math.inf if self.last_states is None else self.last_states[self.slowest_rank].remaining_s
+
+    @property
+    def are_others_done(self) -> bool:
+        """As of the last tick they all wait for this rank: once done, it should wait for the end and not start on a draft."""
+        if self.last_states is None:
+            return False
+        return all(state.is_done for rank, state in enumerate(self.last_states) if rank != self.ranks.rank)
+
+    def poll(self, state: Callable[[], RankState]) -> list[RankState] | None:
+        """The states of all ranks in the tick that has just completed, once a tick; otherwise None. Does not block.
+
+        Call it between forwards until it returns None: `while (states := board.poll(state)) is not None: act(states)`.
+        If no tick is in flight it posts one with `state()`, which so knows what was done about the tick before. After the
+        last tick it posts nothing and returns None. Raises RankTimeout.
+        """
+        if self.is_over:
+            return None
+        own = None if self._in_flight else state()
+        try:
+            if own is not None:
+                self._post(own)
+                if not own.is_done:
+                    return None  # it has work to do, and no tick completes as fast as that
+                self._linger()
+            if self._is_complete():
+                return self._take()
+        except RuntimeError as error:  # from the collective or the store: a rank has left
+            self._fail(str(error).splitlines()[0].rsplit("] ")[-1].split(". ")[0])  # without its place in the sources
+        if time.monotonic() > self._deadline:
+            self._fail(f"no answer for {self.timeout_s:g} s")
+        return None
+
+    def wait(self, state: Callable[[], RankState]) -> list[RankState] | None:
+        """Poll, asleep in between, until a tick completes: for a rank that has nothing to do. None after the last tick."""
+        while not self.is_over:
+            if (states := self.poll(state)) is not None:
+                return states
+            time.sleep(NAP_S)
+        return None
+
+    def _post(self, state: RankState) -> None:
+        self._in_flight = True
+        self._num_posted += 1
+        with torch.cuda.stream(self._stream):
+            self._own.copy_(torch.tensor(astuple(state), dtype=torch.float64))
+            if self.ranks.world_size == 1:
+                self._everyone.copy_(self._own)
+                return
+            self._store.set(f"posted/{self.ranks.rank}", str(self._num_posted))  # does not await an answer: microseconds
+            self._work = _all_gather(self._everyone, self._own, group=self._group, async_op=True)
+
+    def _is_complete(self) -> bool:
+        return self._work is None or self._work.is_completed()
+
+    def _linger(self) -> None:
+        end = time.monotonic() + LINGER_S
+        while not self._is_complete() and time.monotonic() < end:
+            time.sleep(NAP_S)
+
+    def _take(self) -> list[RankState]:
+        with torch.cuda.stream(self._stream):
+            if self._work is not None:
+                self._work.wait()  # complete: raises if it failed, and orders the stream behind the collective
+            numbers = self._everyone.view(-1, NUM_NUMBERS).tolist()
+        self._work, self._in_flight = None, False
+        self.last_states = [RankState.from_numbers(row) for row in numbers]
+        self.num_ticks += 1
+        self.is_over = all(state.is_done for state in self.last_states)
+        self._deadline = time.monotonic() + self.timeout_s
+        return self.last_states
+
+    def _fail(self, reason: str) -> NoReturn:
+        """End the job: the first rank to come to a verdict prints it, and all ranks raise it."""
+        try:
+            missing = self._missing_ranks()
+            names = " and ".join(f"rank {rank}" for rank in missing) or "no rank"
+            last = "; ".join(str(self.last_states[rank]) for rank in missing) if self.last_states else "none in this rollout"
+            line = f"{names} missing in tick {self.num_ticks} of the rollout ({reason}); last state: {last}"
+            line = self._store.compare_set("verdict", "", line).decode()
+            is_first = self._store.add("num_ended", 1) == 1
+        except RuntimeError:
+            line, is_first = f"the job's key-value store has ended, with its launcher or rank 0 ({reason})", True
+        if is_first:
+            print(f"error: {line}", file=sys.stderr, flush=True)
+        raise RankTimeout(line)
+
+    def _missing_ranks(self) -> list[int]:
+        """At a time-out: the ranks that have not posted the tick in flight.
+
+        A broken connection is seen at once, when others may still be in a forward: wait until all ranks but one have seen it,
+        or the time is up. Returns early once there is a verdict, as whoever has spoken it may be gone already.
+        """
+        me, everyone = self.ranks.rank, range(self.ranks.world_size)
+        self._store.set(f"ended/{me}", "1")
+        while True:
+            silent = [rank for rank in everyone if rank != me and not self._store.check([f"ended/{rank}"])]
+            behind = [rank for rank in silent if int(self._store.get(f"posted/{rank}")) < self._num_posted]
+            late_s = time.monotonic() - self._deadline
+            is_clear = len(silent) <= 1 or (behind and late_s > 0) or late_s > GRACE_S
+            if is_clear or self._store.check(["verdict"]):
+                return behind or silent
+            time.sleep(0.02)

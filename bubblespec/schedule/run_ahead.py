@@ -1,0 +1,221 @@
+"""The rollout with run-ahead: a rank whose rows are done, or few, drafts rows of coming steps until the slowest rank ends.
+
+Hard bubbles: a rank has finished its rows and waits; its slots fill with drafts. Soft bubbles: a rank still decodes, but few
+rows, and drafts join its forwards as long as they slow them by at most `max_slowdown`. Drafts come from the *global* coming
+batches, whoever will own the prompt. Which rank drafts which item is settled by the ticks of the progress board: a rank asks for
+items in its state, and every rank grants all requests of a tick in the same order, so no item is drafted twice and no one
+has to agree on anything further. All ranks leave at the same tick; drafts stop where they are, and are continued later.
+"""
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from bubblespec.data import Prompt
+from bubblespec.drafts.bubble import Draft, DraftStore, Key
+from bubblespec.engine.generator import Generator, Row
+from bubblespec.schedule.progress import ProgressBoard, RankState
+from bubblespec.schedule.speculator import RowSpeculator
+
+
+@dataclass(frozen=True)
+class Item:
+    """One response to draft."""
+
+    step: int
+    prompt: Prompt
+    sample: int
+    owner: int  # rank that will generate it
+
+    @property
+    def key(self) -> Key:
+        return (self.step, self.prompt.uid, self.sample)
+
+
+@dataclass
+class RunAhead:
+    """What a rank needs to draft ahead in one rollout. items: the same on every rank; own_first: grant a rank's own first."""
+
+    items: deque[Item]
+    store: DraftStore
+    version: int
+    max_new_tokens: int
+    max_slowdown: float
+    uses_soft_bubbles: bool = True
+    own_first: bool = False
+
+    def grant(self, states: list[RankState]) -> list[list[Item]]:
+        """The items that each rank gets for its request in a tick: a pure function of the tick, the same on all ranks."""
+        return [[self._next(rank) for _ in range(min(s.wanted_items, len(self.items)))] for rank, s in enumerate(states)]
+
+    def _next(self, rank: int) -> Item:
+        if self.own_first:
+            for position, item in enumerate(self.items):
+                if item.owner == rank:
+                    del self.items[position]
+                    return item
+        return self.items.popleft()
+
+
+@dataclass
+class RolloutStats:
+    """One rollout on one rank. Seconds of wall time; forwards while own rows were left, and after."""
+
+    own_forwards: int = 0
+    hard_forwards: int = 0
+    own_s: float = 0.0  # until this rank's rows were done
+    draft_s: float = 0.0  # drafting after that
+    wait_s: float = 0.0  # with nothing to do
+    ended: float = 0.0  # time.perf_counter when this rank left
+    drafted_tokens: int = 0
+    num_ticks: int = 0
+    events: list[tuple[str, float, float]] = field(default_factory=list)  # (kind, begin, end), time.perf_counter
+
+
+def plan_items(batches: list[tuple[int, list[Prompt], list[int]]], num_generations: int, store: DraftStore) -> deque[Item]:
+    """What is left to draft, nearest step first, the samples of a prompt side by side (they share its prefill).
+
+    batches: (step, prompts, owner rank of each prompt) of the coming steps.
+    """
+    items = deque()
+    for step, prompts, owners in batches:
+        for prompt, owner in zip(prompts, owners, strict=True):
+            for sample in range(num_generations):
+                draft = store.get((step, prompt.uid, sample))
+                if draft is None or not draft.is_finished:
+                    items.append(Item(step, prompt, sample, owner))
+    return items
+
+
+def rollout(
+    engine: Generator,
+    rows: list[Row],
+    board: ProgressBoard,
+    speculator: RowSpeculator,
+    ahead: RunAhead | None,
+    expected_longest: float,
+) -> tuple[RolloutStats, dict[Key, Draft]]:
+    """Generate this rank's rows to their end, and draft ahead until all ranks have. Returns counts and this rank's drafts.
+
+    With `ahead` None nothing is drafted. Rows must be known to the speculator (`track`). expected_longest: tokens of a rank's
+    longest row, for the estimate of the time left that goes into the ticks.
+    """
+    stats, drafts = RolloutStats(), {}
+    engine.reset()
+    engine.add(rows)
+    board.begin()
+    own = {id(row) for row in rows}
+    granted: deque[Item] = deque()  # items to draft, not yet in the engine
+    requested = 0
+    started = time.perf_counter()
+
+    def state() -> RankState:
+        nonlocal requested
+        active = len(own)
+        requested = 0
+        if ahead is not None and ahead.items and not engine.queue:
+            free = _free_rows(engine, own, ahead, speculator)
+            requested = max(0, 2 * free - len(granted))
+        left = max((max(expected_longest - n, 1.0) for n in _own_lengths(engine, own)), default=0.0)
+        step_s = float(speculator.cost.seconds(max(active, 1), max(active, 1)))
+        return RankState(active, left, stats.drafted_tokens, step_s, requested, active == 0)
+
+    def act(states: list[RankState]) -> None:
+        if ahead is not None:
+            granted.extend(ahead.grant(states)[board.ranks.rank])
+
+    while True:
+        while (states := board.poll(state)) is not None:
+            act(states)
+        if board.is_over:
+            break
+        if ahead is not None and granted and not engine.queue:
+            _admit(engine, own, granted, ahead, speculator)
+        begin = time.perf_counter()
+        if engine.is_idle:
+            if (states := board.wait(state)) is not None:
+                act(states)
+            stats.wait_s += time.perf_counter() - begin
+            _note(stats.events, "wait", begin, time.perf_counter())
+            if board.is_over:
+                break
+            continue
+        fed, rows_before, own_before = engine.num_fed_tokens, len(engine.rows), len(own)
+        has_drafts = rows_before > own_before
+        finished = engine.step()
+        end = time.perf_counter()
+        speculator.cost.observe(max(rows_before, len(engine.rows)), engine.num_fed_tokens - fed, end - begin)
+        for row in finished:
+            if id(row) in own:
+                own.discard(id(row))
+            else:
+                _keep(drafts, row, ahead, stats)
+        if own_before:
+            stats.own_forwards += 1
+            if not own:
+                stats.own_s = end - started
+        else:
+            stats.hard_forwards += 1
+            stats.draft_s += end - begin
+        kind = "draft hard" if not own_before else "draft soft" if has_drafts else "decode"
+        _note(stats.events, kind, begin, end)
+    for row in engine.drop_all():
+        _keep(drafts, row, ahead, stats)
+    stats.num_ticks, stats.ended = board.num_ticks, time.perf_counter()
+    return stats, drafts
+
+
+def _own_lengths(engine: Generator, own: set[int]) -> list[int]:
+    active = len(engine.rows)
+    generated = engine.length[:active] - engine.prompt_length[:active]
+    lengths = [int(n) for row, n in zip(engine.rows, generated, strict=True) if id(row) in own]
+    return lengths + [0] * (len(own) - len(lengths))
+
+
+def _free_rows(engine: Generator, own: set[int], ahead: RunAhead, speculator: RowSpeculator) -> int:
+    """How many more draft rows may join the next forwards."""
+    free = engine.cache.num_slots - len(engine.rows) - len(engine.queue)
+    if not own:
+        return free
+    if not ahead.uses_soft_bubbles:
+        return 0
+    _, per_row, per_token, _ = speculator.cost.coefficients
+    own_s = speculator.cost.seconds(len(own), len(own))
+    affordable = int(ahead.max_slowdown * own_s / (per_row + per_token))
+    return max(0, min(free, affordable - (len(engine.rows) - len(own))))
+
+
+def _admit(engine: Generator, own: set[int], granted: deque[Item], ahead: RunAhead, speculator: RowSpeculator) -> None:
+    """Put granted items into free rows. In a soft bubble their prompts are fed a little at a time."""
+    free = _free_rows(engine, own, ahead, speculator)
+    if own:
+        per_token = speculator.cost.coefficients[2]
+        engine.max_prefill_tokens = int(ahead.max_slowdown * speculator.cost.seconds(len(own), len(own)) / per_token)
+    else:
+        engine.max_prefill_tokens = engine.max_batch_tokens
+    for _ in range(min(free, len(granted))):
+        item = granted.popleft()
+        draft = ahead.store.get(item.key)
+        row = Row(item.prompt.uid, item.step, item.sample, item.prompt.token_ids, ahead.max_new_tokens)
+        if draft is not None:
+            row.tokens = draft.tokens.astype(np.int64)
+        speculator.track(row, None, ahead.version)
+        engine.add([row])
+
+
+def _keep(drafts: dict[Key, Draft], row: Row, ahead: RunAhead, stats: RolloutStats) -> None:
+    old = ahead.store.get((row.step, row.uid, row.sample))
+    grown = len(row.tokens) - (len(old.tokens) if old else 0)
+    if grown > 0:
+        stats.drafted_tokens += grown
+        drafts[row.step, row.uid, row.sample] = Draft(row.tokens.astype(np.int32), row.finish is not None, ahead.version)
+
+
+def _note(events: list[tuple[str, float, float]], kind: str, begin: float, end: float) -> None:
+    """Record a stretch of time, joined to the one before if it is of the same kind."""
+    if events and events[-1][0] == kind:
+        events[-1] = (kind, events[-1][1], end)
+    else:
+        events.append((kind, begin, end))

@@ -1,0 +1,189 @@
+"""Speculation over a run: the drafts, histories and estimates that live from step to step, and one step's rollout with them."""
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from bubblespec.config import Config
+from bubblespec.data import Prompt
+from bubblespec.distributed import Ranks
+from bubblespec.drafts.bubble import DraftStore, exchange
+from bubblespec.drafts.suffix import History
+from bubblespec.engine.generator import Generator, Row
+from bubblespec.schedule.progress import ProgressBoard
+from bubblespec.schedule.run_ahead import RolloutStats, RunAhead, plan_items, rollout
+from bubblespec.schedule.speculator import ALIGNED, RowSpeculator
+from bubblespec.schedule.windows import CostModel
+
+MAX_AUTO_LOOKAHEAD = 8
+MIN_AGE_SHARE = 0.2  # drafts so old that less of them is accepted are not worth making
+
+
+@dataclass
+class Speculation:
+    """Made once a run, by all ranks together. batch_of(step) gives the global batch of a coming step."""
+
+    config: Config
+    ranks: Ranks
+    board: ProgressBoard
+    speculator: RowSpeculator
+    store: DraftStore
+    history: History
+    tokens_per_step: float = 0.0  # exponentially weighted, over all ranks
+    longest: float = 0.0
+    accepted_by_age: dict[int, float] = field(default_factory=dict)  # share of aligned draft tokens, exponentially weighted
+
+    def lookahead(self, step: int) -> int:
+        """How many steps to draft ahead of `step`."""
+        bubble = self.config.bubble
+        if "bubble" not in self.config.speculative.method:
+            return 0
+        left = self.config.run.max_steps - step - 1
+        if bubble.lookahead != "auto":
+            return min(int(bubble.lookahead), left)
+        affordable = int(bubble.max_draft_tokens // max(self.tokens_per_step, 1.0))
+        too_old = [age for age, share in self.accepted_by_age.items() if share < MIN_AGE_SHARE]
+        return max(0, min(MAX_AUTO_LOOKAHEAD, affordable, left, *(age - 1 for age in too_old if age > 1)))
+
+    def rollout(self, engine: Generator, rows: list[Row], step: int, batch_of, owners_of) -> tuple[RolloutStats, dict]:
+        """Generate this rank's rows of `step`, and draft ahead. Returns counts, and the drafts that this rank made.
+
+        owners_of(prompts): the rank that generates each prompt of a batch. The weights have had `step` updates.
+        """
+        self.speculator.begin(step)
+        for row in rows:
+            self.speculator.track(row, self.store.get((row.step, row.uid, row.sample)), version=step)
+        depth = self.lookahead(step)
+        ahead = None
+        if depth:
+            coming = [(s, batch_of(s)) for s in range(step + 1, step + 1 + depth)]
+            batches = [(s, prompts, owners_of(prompts)) for s, prompts in coming]
+            ahead = RunAhead(
+                plan_items(batches, self.config.rollout.num_generations, self.store),
+                self.store,
+                version=step,
+                max_new_tokens=self.config.rollout.max_completion_length,
+                max_slowdown=self.config.bubble.max_slowdown,
+                uses_soft_bubbles=self.config.bubble.uses_soft_bubbles,
+                own_first=self.config.bubble.order == "own",
+            )
+        stats, drafts = rollout(engine, rows, self.board, self.speculator, ahead, self.longest)
+        self.store.drop_until(step)
+        return stats, drafts
+
+    def learn(self, step: int, prompts: list[Prompt], tokens: list[np.ndarray], rewards: np.ndarray) -> None:
+        """Take in the step's samples, the same on every rank: lengths, and histories for the prompts' next epoch."""
+        lengths = np.array([len(t) for t in tokens], np.float64)
+        keep = 0.7 if self.tokens_per_step else 0.0
+        self.tokens_per_step = keep * self.tokens_per_step + (1 - keep) * float(lengths.sum())
+        self.longest = keep * self.longest + (1 - keep) * float(lengths.max())
+        num_generations = len(tokens) // len(prompts)
+        if "suffix" in self.config.speculative.method:
+            for i, sample in enumerate(tokens):
+                self.history.add(prompts[i // num_generations].uid, sample, float(rewards[i]), step)
+
+    def exchange(self, drafts: dict) -> int:
+        """All ranks' drafts into all ranks' stores, and the acceptance by age, so that all choose the same look-ahead."""
+        ages = np.zeros((MAX_AUTO_LOOKAHEAD + 1, 2))
+        for age, counts in self.speculator.stats.by_age.items():
+            ages[min(age, MAX_AUTO_LOOKAHEAD)] += counts
+        for age, (drafted, accepted) in enumerate(self.ranks.gather(ages).sum(axis=0)):
+            if drafted >= 50:
+                old = self.accepted_by_age.get(age, accepted / drafted)
+                self.accepted_by_age[age] = 0.7 * old + 0.3 * accepted / drafted
+        return exchange(self.store, drafts, self.ranks)
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Drafts, history and estimates as arrays; the same on every rank. They change no token, only how soon it is there."""
+        ages = np.array([[age, share] for age, share in self.accepted_by_age.items()], np.float64).reshape(-1, 2)
+        parts = {"drafts": self.store.state_dict(), "history": self.history.state_dict()}
+        flat = {f"{name}.{key}": array for name, part in parts.items() for key, array in part.items()}
+        return flat | {"lengths": np.array([self.tokens_per_step, self.longest]), "accepted_by_age": ages}
+
+    def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
+        for name, part in (("drafts", self.store), ("history", self.history)):
+            part.load_state_dict({key.split(".", 1)[1]: array for key, array in state.items() if key.startswith(f"{name}.")})
+        self.tokens_per_step, self.longest = map(float, state["lengths"])
+        self.accepted_by_age = {int(age): float(share) for age, share in state["accepted_by_age"]}
+
+
+class _FixedDrafts:
+    """Proposes meaningless drafts of one length: for timing forwards."""
+
+    def __init__(self, length: int):
+        self.length = length
+
+    def propose(self, rows, lengths, room, budget):
+        return [np.ones(self.length, np.int64)] * len(rows) if self.length else [None] * len(rows)
+
+    def observe(self, rows, tokens, num_draft, num_accepted):
+        pass
+
+
+def profile(engine: Generator, cost: CostModel, num_forwards: int = 3) -> None:
+    """Time forwards of few and many rows with short and long drafts. Each is run once before it counts."""
+    capacity, length = engine.cache.num_slots, engine.tokens.shape[1]
+    prompt = (1,) * min(8, length - 1)
+    for count in sorted({1, max(1, capacity // 4), capacity}):
+        for window in (0, 3, 15):
+            if count * (window + 1) > engine.max_batch_tokens or len(prompt) + window + num_forwards + 2 > length:
+                continue
+            engine.reset()
+            engine.speculator = _FixedDrafts(window)
+            engine.add([Row(0, 0, sample, prompt, length - len(prompt)) for sample in range(count)])
+            while engine.queue or (engine.cached[: len(engine.rows)] < len(prompt)).any():
+                engine.step()
+            for _ in range(num_forwards):
+                rows, fed, started = len(engine.rows), engine.num_fed_tokens, time.perf_counter()
+                engine.step()
+                if rows:
+                    cost.anchor(rows, engine.num_fed_tokens - fed, time.perf_counter() - started)
+            engine.drop_all()
+    engine.reset()
+    engine.speculator = None
+
+
+def make_speculation(config: Config, ranks: Ranks, engine: Generator) -> Speculation | None:
+    """None for method none. Makes a process group and times forwards: all ranks must call it together."""
+    if config.speculative.method == "none":
+        return None
+    backend = None if config.bubble.progress_backend == "auto" else config.bubble.progress_backend
+    speculator = RowSpeculator(config.speculative.method, CostModel(), config.speculative.fixed_window)
+    profile(engine, speculator.cost)
+    speculator.history = History(config.speculative.max_history_tokens)
+    board = ProgressBoard(ranks, config.bubble.progress_timeout_s, backend)
+    store = DraftStore(config.bubble.max_draft_tokens)
+    return Speculation(config, ranks, board, speculator, store, speculator.history)
+
+
+def speculation_metrics(ranks: Ranks, stats: RolloutStats, speculation: Speculation, num_response_tokens: int) -> dict:
+    """The step's speculation, summed over ranks; forwards are those of the slowest rank."""
+    s = speculation.speculator.stats
+    latest_own = ranks.gather(np.array([stats.own_s, stats.own_forwards, stats.hard_forwards, stats.draft_s, stats.wait_s]))
+    sums = ranks.gather(
+        np.array([s.num_row_forwards, s.num_gained, s.num_draft, s.num_accepted, stats.drafted_tokens], np.float64)
+    ).sum(axis=0)
+    slowest = int(latest_own[:, 0].argmax())
+    rollout_s = latest_own[slowest, 0]
+    metrics = {
+        "rollout/forwards": int(latest_own[slowest, 1]),
+        "rollout/spec_accept_length": float(sums[1] / max(sums[0], 1)),
+        "rollout/spec_accept_rate": float(sums[3] / max(sums[2], 1)),
+        "rollout/spec_coverage": float(min(sums[2] / max(num_response_tokens, 1), 1.0)),
+        "bubble/drafted_tokens": int(sums[4]),
+        "bubble/wasted_tokens": int(sums[2] - sums[3]),
+        "bubble/store_tokens": speculation.store.num_tokens,
+        "bubble/ratio_before_drafting": float(np.mean(1 - latest_own[:, 0] / max(rollout_s, 1e-9))),
+        "bubble/hard_forwards": int(latest_own[:, 2].sum()),
+        "progress/ticks": stats.num_ticks,
+    }
+    sources = (ALIGNED, "own", "sibling", "self", "history")
+    table = ranks.gather(np.array([s.by_source.get(name, [0, 0]) for name in sources], np.int64)).sum(axis=0)
+    for name, (drafted, accepted) in zip(sources, table, strict=True):
+        if drafted:
+            metrics[f"drafts/{name}/accept_rate"] = float(accepted / drafted)
+            metrics[f"drafts/{name}/tokens"] = int(drafted)
+    for age, share in sorted(speculation.accepted_by_age.items()):
+        metrics[f"drafts/accept_rate/age_{age}"] = share
+    return metrics

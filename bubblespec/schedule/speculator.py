@@ -1,0 +1,161 @@
+"""What each row proposes in a forward: its run-ahead draft, or a suffix match, in a window that pays.
+
+Implements the engine's `Speculator`. It decides about time only: the engine accepts just what a row would have sampled.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from bubblespec.drafts.bubble import Draft
+from bubblespec.drafts.suffix import NOTHING, SOURCE_NAMES, GroupIndex, History
+from bubblespec.engine.generator import Row
+from bubblespec.schedule.windows import WINDOWS, CostModel, Survival, choose_windows, match_bucket
+
+ALIGNED = "aligned"  # the row has followed its run-ahead draft from the start
+PRIORS = {ALIGNED: 0.95, "own": 0.8, "sibling": 0.6, "self": 0.5, "history": 0.5}
+MAX_BACKOFF = 16
+
+
+@dataclass
+class _RowState:
+    row: Row
+    draft: Draft | None
+    age: int = 0
+    is_aligned: bool = False
+    num_gained: int = 0
+    not_indexed: list[np.ndarray] = field(default_factory=list)  # tokens that the group index does not have yet
+    has_indexed_draft: bool = False
+    kind: tuple | None = None  # of the proposal under verification
+
+
+@dataclass
+class SpeculationStats:
+    """Counts of one rollout on one rank. by_source: {source: [drafted, accepted]}; by_age: {age: [drafted, accepted]}."""
+
+    num_row_forwards: int = 0
+    num_gained: int = 0
+    num_draft: int = 0
+    num_accepted: int = 0
+    by_source: dict[str, list[int]] = field(default_factory=dict)
+    by_age: dict[int, list[int]] = field(default_factory=dict)
+    accepted_lengths: np.ndarray = field(default_factory=lambda: np.zeros(len(WINDOWS), np.int64))
+
+
+class RowSpeculator:
+    """Proposals for the rows it knows (`track`). method: bubble (the draft, up to its first mismatch), suffix, or both."""
+
+    def __init__(self, method: str, cost: CostModel, fixed_window: int | None = None):
+        """fixed_window: propose this many tokens always, instead of planning (for ablation)."""
+        self.uses_bubble, self.uses_suffix = "bubble" in method, "suffix" in method
+        self.cost, self.fixed_window = cost, fixed_window
+        self.survival = Survival()
+        self.history: History | None = None
+        self.stats = SpeculationStats()
+        self._step = 0
+        self._pause = self._backoff = 0  # forwards to go without looking for proposals
+        self._rows: dict[int, _RowState] = {}
+        self._members: dict[tuple[int, int], list[_RowState]] = {}  # by (step, uid)
+        self._groups: dict[tuple[int, int], GroupIndex] = {}  # built when one of their rows first needs them
+
+    def begin(self, step: int) -> None:
+        """A new rollout: forget rows and groups, keep estimates. The statistics count rows of `step`, not run-ahead rows."""
+        self._step = step
+        self._rows.clear()
+        self._members.clear()
+        self._groups.clear()
+        self.stats = SpeculationStats()
+        self.survival.forget(0.05)
+
+    def track(self, row: Row, draft: Draft | None, version: int) -> None:
+        """Propose for a row from now on. version: updates of the current weights."""
+        state = _RowState(row, draft if self.uses_bubble else None)
+        if state.draft is not None:
+            state.age = version - draft.version
+            state.is_aligned = len(row.tokens) == 0
+        if len(row.tokens):
+            state.not_indexed.append(row.tokens)
+        self._rows[id(row)] = state
+        self._members.setdefault((row.step, row.uid), []).append(state)
+
+    def propose(self, rows: list[Row], lengths: np.ndarray, room: np.ndarray, budget: int) -> list[np.ndarray | None]:
+        drafts: list[np.ndarray | None] = [None] * len(rows)
+        if self._pause:
+            self._pause -= 1
+            return drafts
+        longest = min(int(WINDOWS[-1]), budget) if self.fixed_window is None else self.fixed_window
+        survival, available = np.zeros(len(rows)), np.zeros(len(rows), np.int64)
+        for i, (row, length, fits) in enumerate(zip(rows, lengths.tolist(), room.tolist(), strict=True)):
+            state = self._rows.get(id(row))
+            if state is None or fits <= 0:
+                continue
+            tokens, state.kind = self._candidate(row, state, length, min(longest, fits))
+            if len(tokens):
+                drafts[i], available[i] = tokens, len(tokens)
+                survival[i] = self.survival.estimate(state.kind, PRIORS[state.kind[0]])
+        if self.fixed_window is not None:
+            return drafts
+        windows = choose_windows(survival, available, self.cost, len(rows), budget)
+        if windows.any():
+            self._backoff = 0
+        else:  # nothing pays now: look again after a while, less and less often
+            self._backoff = min(2 * self._backoff + 1, MAX_BACKOFF)
+            self._pause = self._backoff
+        return [draft[:n] if n else None for draft, n in zip(drafts, windows.tolist(), strict=True)]
+
+    def observe(self, rows: list[Row], tokens: list[np.ndarray], num_draft: np.ndarray, num_accepted: np.ndarray) -> None:
+        stats = self.stats
+        for row, gained, drafted, accepted in zip(rows, tokens, num_draft.tolist(), num_accepted.tolist(), strict=True):
+            state = self._rows.get(id(row))
+            if state is None:
+                continue
+            is_counted = row.step == self._step
+            if is_counted:
+                stats.num_row_forwards += 1
+                stats.num_gained += len(gained)
+            if drafted:
+                self.survival.observe(state.kind, drafted, accepted)
+                if is_counted:
+                    stats.num_draft += drafted
+                    stats.num_accepted += accepted
+                    stats.accepted_lengths[np.searchsorted(WINDOWS, accepted)] += 1
+                    _count(stats.by_source, state.kind[0], drafted, accepted)
+                    if state.kind[0] == ALIGNED:
+                        _count(stats.by_age, state.age, drafted, accepted)
+            if state.is_aligned:
+                expected = state.draft.tokens[state.num_gained : state.num_gained + len(gained)]
+                state.is_aligned = len(expected) == len(gained) and bool((expected == gained).all())
+            state.num_gained += len(gained)
+            if self.uses_suffix:
+                state.not_indexed.append(gained)
+
+    def _candidate(self, row: Row, state: _RowState, length: int, longest: int) -> tuple[np.ndarray, tuple | None]:
+        """Tokens that may come next, and their kind for the survival estimate."""
+        if state.is_aligned and length < len(state.draft.tokens):
+            return state.draft.tokens[length : length + longest], (ALIGNED, min(state.age, 8))
+        if not self.uses_suffix:
+            return NOTHING, None
+        tokens, match, source = self._group(row).propose(row.sample, longest)
+        return tokens, (SOURCE_NAMES[source], match_bucket(match))
+
+    def _group(self, row: Row) -> GroupIndex:
+        """The row's group index with all tokens of all its rows in it."""
+        key = (row.step, row.uid)
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = GroupIndex(self.history.get(row.uid) if self.history is not None else ())
+        for state in self._members[key]:
+            if state.draft is not None and not state.has_indexed_draft:
+                group.add_draft(state.row.sample, state.draft.tokens)
+                state.has_indexed_draft = True
+            if state.not_indexed:
+                pending = state.not_indexed
+                group.extend(state.row.sample, pending[0] if len(pending) == 1 else np.concatenate(pending))
+                pending.clear()
+        return group
+
+
+def _count(table: dict, key, num_draft: int, num_accepted: int) -> None:
+    entry = table.setdefault(key, [0, 0])
+    entry[0] += num_draft
+    entry[1] += num_accepted

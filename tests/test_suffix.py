@@ -1,0 +1,445 @@
+"""Suffix drafts: proposals against a brute-force search, resynchronisation, preferences, and the bounded history."""
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bubblespec.drafts.suffix import (
+    HISTORY,
+    LIVE_LAG,
+    OWN,
+    OWN_BONUS,
+    OWN_RADIUS,
+    SELF,
+    SIBLING,
+    GroupIndex,
+    History,
+    find_nearest,
+)
+
+ALL_ORDERS = tuple(range(8, 1, -1))
+PAD = [-1] * 8
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+def random_events(
+    rng: np.random.Generator, alphabet: int, samples: int = 3, count: int = 40
+) -> list[tuple[str, int, np.ndarray]]:
+    """What happens to a group: drafts first (not for every sample), then rows that grow by a few tokens at a time."""
+    drafted = [j for j in range(samples) if rng.random() < 0.7]
+    events = [("draft", j, rng.integers(alphabet, size=rng.integers(0, 40))) for j in drafted]
+    for _ in range(count):
+        events.append(("extend", int(rng.integers(samples)), rng.integers(alphabet, size=rng.integers(0, 5))))
+    return events
+
+
+def build(events, history=(), **options) -> GroupIndex:
+    index = GroupIndex(history, **options)
+    for kind, sample, tokens in events:
+        (index.add_draft if kind == "draft" else index.extend)(sample, tokens)
+    return index
+
+
+def common_suffix(a: list[int], b: list[int], most: int = 8) -> int:
+    length = 0
+    while length < min(most, len(a), len(b)) and a[-1 - length] == b[-1 - length]:
+        length += 1
+    return length
+
+
+def brute_force(events, history, sample: int, limit: int, orders: tuple[int, ...]) -> tuple[list[int], int, int]:
+    """What a row that was proposed nothing before has to get, by plain search through everything."""
+    texts, live, draft, row = [], {}, None, list(PAD)
+    places = []  # (text number, end), in the order in which they became searchable
+    for kind, j, tokens in events:
+        if kind == "draft":
+            text = PAD + tokens.tolist()
+            texts.append((text, j, OWN))
+            places += [(len(texts) - 1, end) for end in range(len(PAD), len(text))]
+            draft = text if j == sample else draft
+            continue
+        if j not in live:
+            live[j] = len(texts)
+            texts.append((list(PAD), j, SELF))
+        text = texts[live[j]][0]
+        before = len(text)
+        text += tokens.tolist()
+        places += [(live[j], end) for end in range(max(8, before - LIVE_LAG + 1), len(text) - LIVE_LAG + 1)]
+        row = text if j == sample else row
+
+    candidates = []  # (score, length, text, end, source), most trusted first
+    if draft is not None:
+        at = len(row) if len(row) < len(draft) else None
+        for n, distance in OWN_RADIUS:
+            near = [e for e in range(8, len(draft)) if abs(e - len(row)) <= distance and draft[e - n : e] == row[-n:]]
+            if near:
+                at = min(near, key=lambda e: (abs(e - len(row)), -e))
+                break
+        if at is not None:
+            length = common_suffix(draft[:at], row)
+            candidates.append((length + OWN_BONUS, length, draft, at, OWN))
+    for n in orders:
+        shared = [place for place in reversed(places) if texts[place[0]][0][place[1] - n : place[1]] == row[-n:]]
+        if shared:
+            other = [place for place in shared if texts[place[0]][1] != texts[shared[0][0]][1]]
+            for number, end in shared[:1] + other[:1]:
+                text, owner, kind = texts[number]
+                length = common_suffix(text[:end], row)
+                candidates.append((length, length, text, end, kind if owner == sample else SIBLING))
+            break
+    ranked = sorted(enumerate(history), key=lambda item: (-item[1][1], item[0]))
+    for n in orders:
+        shared = [
+            (PAD + tokens.tolist(), end)
+            for _, (tokens, _) in ranked
+            for end in range(len(tokens) + 7, 7, -1)
+            if (PAD + tokens.tolist())[end - n : end] == row[-n:]
+        ]
+        if shared:
+            length = common_suffix(shared[0][0][: shared[0][1]], row)
+            candidates.append((length, length, *shared[0], HISTORY))
+            break
+    if not candidates:
+        return [], 0, OWN
+    _, length, text, end, source = max(candidates, key=lambda candidate: candidate[0])  # of equals the first
+    return text[end : end + limit], length, source
+
+
+def decode(index: GroupIndex, responses: list[np.ndarray], limit: int = 16) -> list[tuple[list[int], int, int]]:
+    """Play responses through an index in lockstep; returns every proposal."""
+    done, proposals = [0] * len(responses), []
+    while any(n < len(response) for n, response in zip(done, responses, strict=True)):
+        for j, response in enumerate(responses):
+            if done[j] == len(response):
+                continue
+            tokens, length, source = index.propose(j, limit)
+            proposals.append((tokens.tolist(), length, source))
+            rest = response[done[j] :]
+            n = min(len(tokens), len(rest))
+            accepted = int(np.argmin(np.append(tokens[:n] == rest[:n], False)))
+            index.extend(j, rest[: accepted + 1])
+            done[j] += len(rest[: accepted + 1])
+    return proposals
+
+
+def edited(rng: np.random.Generator, text: np.ndarray, rate: float, alphabet: int) -> np.ndarray:
+    """A copy in which each token is replaced, deleted or followed by another at `rate` each."""
+    out = []
+    for token in text.tolist():
+        u = rng.random()
+        if u < rate:
+            out.append(int(rng.integers(alphabet)))
+        elif u < 2 * rate:
+            continue
+        else:
+            out += [token, int(rng.integers(alphabet))] if u < 3 * rate else [token]
+    return np.array(out, np.int64)
+
+
+@pytest.mark.parametrize("orders", [ALL_ORDERS, (6, 2)])
+@pytest.mark.parametrize("alphabet", [2, 4, 12])
+def test_equals_brute_force(orders, alphabet):
+    rng = np.random.default_rng(alphabet)
+    sources = set()
+    for _ in range(60):
+        events = random_events(rng, alphabet, count=int(rng.integers(40)))
+        history = [(rng.integers(alphabet, size=rng.integers(1, 40)), float(rng.integers(2))) for _ in range(rng.integers(4))]
+        index = build(events, history, orders=orders)
+        for sample in range(3):
+            limit = int(rng.integers(1, 9))
+            tokens, length, source = index.propose(sample, limit)
+            assert tokens.dtype == np.int32
+            assert (tokens.tolist(), length, source) == brute_force(events, history, sample, limit, orders)
+            sources.add(source)
+    assert sources == {OWN, SIBLING, SELF, HISTORY}
+
+
+@pytest.mark.parametrize("alphabet", [2, 5])
+def test_with_all_orders_no_match_is_longer(alphabet):
+    """The property that `orders` trades away, stated without the index's rules: over a whole decode, nothing longer exists."""
+    rng = np.random.default_rng(1)
+    responses = [rng.integers(alphabet, size=60) for _ in range(3)]
+    history = [(rng.integers(alphabet, size=50), 0.0) for _ in range(2)]
+    index = GroupIndex(history, orders=ALL_ORDERS)
+    done = [0, 0, 0]
+    for t in range(60 * 3):
+        j = t % 3
+        tokens, length, _ = index.propose(j, 4)
+        texts = [PAD + text.tolist() for text, _ in history] + [
+            PAD + r[:n].tolist() for r, n in zip(responses, done, strict=True)
+        ]
+        row = texts[2 + j]
+        lag = [1, 1, LIVE_LAG, LIVE_LAG, LIVE_LAG]
+        longest = max(common_suffix(x[:e], row) for x, d in zip(texts, lag, strict=True) for e in range(8, len(x) - d + 1))
+        following = [x[e : e + 4] for x in texts for e in range(8, len(x)) if common_suffix(x[:e], row) == length]
+        assert length >= (longest if longest >= 2 else 0)  # a continued match may lie where the index does not reach yet
+        assert tokens.tolist() in following or (longest < 2 and len(tokens) == 0)
+        index.extend(j, responses[j][done[j] : done[j] + 1])
+        done[j] += 1
+
+
+def test_growing_equals_building_at_once():
+    rng = np.random.default_rng(2)
+    first, second = rng.integers(3, size=50), rng.integers(3, size=70)
+    at_once = build([("extend", 0, first), ("extend", 1, second)])
+    growing = GroupIndex()
+    for sample, tokens in ((0, first), (1, second)):
+        while len(tokens):
+            growing.propose(sample, 4)
+            n = int(rng.integers(0, 4))
+            growing.extend(sample, tokens[:n])
+            tokens = tokens[n:]
+    assert growing.latest == at_once.latest and growing.second == at_once.second
+    assert at_once.second and max(at_once.latest.values()) >> 32 == 1
+
+
+def test_continued_match_equals_a_new_search(monkeypatch):
+    """In a text without repetitions there is one right place, whether it is carried on or searched for."""
+    rng = np.random.default_rng(3)
+    draft = rng.permutation(100_000)[:300]
+    response = edited(rng, draft, 0.03, 100_000)
+    searched = []
+    search = GroupIndex._search_group
+    monkeypatch.setattr(GroupIndex, "_search_group", lambda self, context: searched.append(self) or search(self, context))
+    index = build([("draft", 1, draft)])
+    done = compared = carried_on = 0
+    while done < len(response):
+        searched.clear()
+        tokens, length, source = index.propose(0, 16)
+        carried_on += not searched
+        new = build([("draft", 1, draft), ("extend", 0, response[:done])])
+        if length >= 2:
+            again = new.propose(0, 16)
+            assert (tokens.tolist(), length, source) == (again[0].tolist(), *again[1:])
+            compared += 1
+        count = min(int(rng.integers(1, 6)), len(response) - done)
+        index.extend(0, response[done : done + count])
+        done += count
+    assert compared > 50 and carried_on > 30
+
+
+@pytest.mark.parametrize(
+    ("response", "lengths"),
+    [
+        ([10, 11, 12, 99, 14, 15, 16, 17], [8, 0]),  # one token replaced: the draft just goes on
+        ([10, 11, 12, 14, 15, 16, 17, 18], [8, 1]),  # one deleted: seen at once
+        ([10, 11, 12, 99, 13, 14, 15, 16], [8, 0, 1]),  # one inserted: seen when the next token is known
+        ([10, 11, 12, 16, 17, 18, 19], [8, 0, 2]),  # three deleted: two tokens are needed
+    ],
+)
+def test_resynchronises_with_the_own_draft(response, lengths):
+    index = build([("draft", 5, np.arange(10, 20))])
+    proposals = []
+    done = 0
+    while done < len(response):
+        tokens, length, source = index.propose(5, 16)
+        assert source == OWN
+        proposals.append(length)
+        accepted = common_suffix(response[done : done + len(tokens)][::-1], tokens[: len(response) - done].tolist()[::-1], 99)
+        index.extend(5, np.array(response[done : done + accepted + 1]))
+        done += accepted + 1
+    assert proposals == lengths
+
+
+def test_expected_place_follows_the_shift():
+    draft = np.arange(100, 200)
+    index = build([("draft", 0, draft), ("extend", 0, ints(100, 101, 1, 2, 3, 102, 103))])
+    assert index.propose(0, 2)[0].tolist() == [104, 105]
+    index.extend(0, ints(104, 7))  # replaced after the insertion: the draft goes on three places before the row
+    assert index.propose(0, 2)[0].tolist() == [106, 107]
+
+
+def test_a_draft_that_keeps_failing_gives_way():
+    index = build([("draft", 0, np.arange(100, 160)), ("draft", 1, np.arange(200, 300)), ("extend", 0, ints(100, 201, 202))])
+    sources = []
+    for token in range(203, 210):  # the row goes the sibling's way
+        sources.append(index.propose(0, 8)[2])
+        assert index.propose(0, 8)[2] == sources[-1]  # asking again is no failure
+        index.extend(0, ints(token))
+    # Matches of 2, 3, 4, 5 tokens against an advance of 6, 5, 4, 3.
+    assert sources == [OWN] * 3 + [SIBLING] * 4
+
+
+def test_position_zero_prefers_own_then_sibling_then_history():
+    history = [(ints(7, 8, 9), 1.0)]
+    assert GroupIndex().propose(0, 4)[0].tolist() == []
+    tokens, length, source = GroupIndex(history).propose(0, 4)
+    assert (tokens.tolist(), length, source) == ([7, 8, 9], 8, HISTORY)
+    index = build([("draft", 1, ints(4, 5, 6))], history)
+    assert index.propose(0, 2)[0].tolist() == [4, 5] and index.propose(0, 2)[2] == SIBLING
+    index.add_draft(0, ints(1, 2, 3))
+    assert index.propose(0, 4)[0].tolist() == [1, 2, 3] and index.propose(0, 4)[2] == OWN
+
+
+def test_longer_match_beats_trust_and_equal_match_does_not():
+    row = ints(50, 1, 2, 3)
+    sibling, longer, equal = ints(60, 2, 3, 70), ints(61, 1, 2, 3, 71), ints(62, 2, 3, 72)
+    assert build([("draft", 1, sibling), ("extend", 0, row)], [(longer, 0.0)]).propose(0, 1)[0].tolist() == [71]
+    assert build([("draft", 1, sibling), ("extend", 0, row)], [(equal, 0.0)]).propose(0, 1)[0].tolist() == [70]
+
+
+def test_a_continued_match_stays_in_a_tie():
+    index = build([("draft", 1, ints(60, 1, 2, 3, 4)), ("extend", 0, ints(50, 1, 2))])
+    assert index.propose(0, 1)[0].tolist() == [3]
+    index.add_draft(2, ints(61, 1, 2, 3, 70))  # more recent, as long a match
+    index.extend(0, ints(3))
+    assert index.propose(0, 1)[0].tolist() == [4]
+    index.add_draft(3, ints(50, 1, 2, 3, 80))  # longer
+    assert index.propose(0, 1)[0].tolist() == [80]
+
+
+def test_history_prefers_reward_then_recency():
+    texts = [ints(9, 1, 2, 30), ints(9, 1, 2, 31), ints(9, 1, 2, 32)]
+    for rewards, wanted in (((0, 1, 0), 31), ((0, 0, 1), 32), ((1, 1, 1), 30), ((0, 1, 1), 31)):
+        index = build([("extend", 0, ints(5, 1, 2))], list(zip(texts, map(float, rewards), strict=True)))
+        assert index.propose(0, 3)[0].tolist() == [wanted]
+
+
+def test_live_tokens_serve_siblings_and_their_own_row():
+    index = build([("extend", 0, np.arange(30)), ("extend", 1, ints(90, 10, 11))])
+    tokens, length, source = index.propose(1, 50)
+    assert (tokens.tolist(), length, source) == (list(range(12, 30)), 2, SIBLING)
+    index.extend(0, np.arange(30, 34))  # a continuation grows with its source, and the proposal above stays as it was
+    assert index.propose(1, 50)[0].tolist() == list(range(12, 34)) and len(tokens) == 18
+    index.extend(0, ints(3, 4))
+    tokens, length, source = index.propose(0, 3)
+    assert (tokens.tolist(), length, source) == ([5, 6, 7], 2, SELF)
+
+
+def test_the_asking_row_does_not_hide_its_siblings():
+    """The most recent place of an n-gram is in the row itself, the longer match in a sibling."""
+    sibling = ints(1, 2, 3, 4, 5, 6, 7)
+    row = np.concatenate([ints(80, 4, 5), np.arange(100, 100 + LIVE_LAG), ints(2, 3, 4, 5)])
+    index = build([("draft", 1, sibling), ("extend", 0, row)], orders=(2,))
+    assert (index.propose(0, 9)[0].tolist(), *index.propose(0, 9)[1:]) == ([6, 7], 4, SIBLING)
+
+
+def test_edges():
+    index = build([("draft", 0, ints()), ("extend", 0, ints())])
+    assert index.propose(0, 4)[0].tolist() == []
+    index = build([("draft", 0, ints(1, 2, 3))])
+    assert index.propose(0, 0)[0].tolist() == []
+    index.extend(0, ints(1, 2, 3))  # the draft is used up
+    assert index.propose(0, 4)[0].tolist() == []
+    index.add_draft(0, ints(1, 2, 3, 0, 4))  # token 0, as a stop token may be, is a token like any other
+    assert index.propose(0, 4)[0].tolist() == [0, 4]
+    one = build([("draft", 1, ints(8, 9)), ("extend", 0, ints(5, 8))], min_match=1)
+    assert one.propose(0, 4)[0].tolist() == [9]
+    assert build([("draft", 1, ints(8, 9)), ("extend", 0, ints(5, 8))]).propose(0, 4)[0].tolist() == []
+
+
+@pytest.mark.parametrize(
+    "options", [{"min_match": 0}, {"min_match": 9}, {"orders": (2, 4)}, {"orders": (9, 2)}, {"orders": (4, 1)}]
+)
+def test_refuses_impossible_sizes(options):
+    with pytest.raises(ValueError, match=r"min_match|orders"):
+        GroupIndex(**options)
+
+
+def test_find_nearest_equals_brute_force():
+    """Tokens whose bytes also occur across token borders."""
+    rng = np.random.default_rng(4)
+    found = 0
+    for _ in range(2000):
+        text = rng.choice([0, 1, 256, 65536, 1 << 24], size=rng.integers(3, 30), p=(0.6, 0.1, 0.1, 0.1, 0.1)).astype(np.int32)
+        n, centre, radius = int(rng.integers(1, 3)), int(rng.integers(3, 35)), int(rng.integers(1, 8))
+        ngram = text[:n] if rng.random() < 0.5 else rng.permutation(text)[:n]
+        ends = [e for e in range(3, len(text)) if abs(e - centre) <= radius and (text[e - n : e] == ngram).all()]
+        wanted = min(ends, key=lambda e: (abs(e - centre), -e), default=-1)
+        assert find_nearest(text.tobytes(), ngram.tobytes(), centre, radius, 3) == wanted
+        found += wanted >= 0
+    assert found > 500
+
+
+def test_drafts_pay_after_the_first_mismatch():
+    rng = np.random.default_rng(5)
+    responses = [rng.integers(200, size=300) for _ in range(4)]
+    index = GroupIndex()
+    for j, response in enumerate(responses):
+        index.add_draft(j, edited(rng, response, 0.02, 200))
+    tokens_per_pass = sum(map(len, responses)) / len(decode(index, responses))
+    assert tokens_per_pass > 7  # 16 edits apart on average; a draft that ends at its first mismatch gives 1.1
+
+
+def test_proposals_do_not_depend_on_the_process():
+    """Python salts the hash of `bytes`; no proposal may show it."""
+    code = """
+import hashlib, sys
+import numpy as np
+sys.path.insert(0, "tests")
+from test_suffix import GroupIndex, decode, edited
+rng = np.random.default_rng(6)
+text = rng.integers(4, size=200)
+index = GroupIndex([(edited(rng, text, 0.1, 4), float(i % 2)) for i in range(3)])
+index.add_draft(1, edited(rng, text, 0.1, 4))
+print(hashlib.sha256(repr(decode(index, [edited(rng, text, 0.1, 4) for _ in range(3)])).encode()).hexdigest())
+"""
+    environments = [dict(os.environ, PYTHONHASHSEED=salt, PYTHONPATH=".") for salt in ("1", "2")]
+    root = Path(__file__).parents[1]
+    outputs = [
+        subprocess.run([sys.executable, "-c", code], env=env, cwd=root, capture_output=True, check=True) for env in environments
+    ]
+    assert outputs[0].stdout == outputs[1].stdout and len(outputs[0].stdout) == 65
+
+
+def test_history_drops_the_oldest_first():
+    history = History(max_tokens=10)
+    history.add(1, ints(1, 1, 1, 1), 1.0, step=0)
+    history.add(2, ints(2, 2, 2), 0.5, step=1)
+    history.add(1, ints(3, 3, 3), 0.0, step=2)
+    assert history.num_tokens == 10 and len(history.get(1)) == 2
+    history.add(3, ints(4), 0.0, step=3)
+    assert [tokens.tolist() for tokens, _ in history.get(1)] == [[3, 3, 3]] and history.num_tokens == 7
+    history.add(4, np.zeros(11, np.int64), 0.0, step=4)  # would empty the store and still not fit
+    history.add(4, ints(), 0.0, step=4)
+    assert history.get(4) == [] and history.num_tokens == 7
+    history.add(5, np.zeros(10, np.int64), 0.0, step=5)
+    assert set(history.entries) == {5} and list(history.order) == [5]
+
+
+def test_history_gives_latest_step_then_best_reward():
+    history = History(max_tokens=100)
+    for step, reward, token in ((0, 1.0, 1), (4, 0.0, 2), (4, 1.0, 3), (4, 1.0, 4), (2, 5.0, 5)):
+        history.add(7, ints(token), reward, step)
+    assert [(int(tokens[0]), reward) for tokens, reward in history.get(7)] == [(3, 1.0), (4, 1.0), (2, 0.0), (5, 5.0), (1, 1.0)]
+    assert history.get(8) == []
+
+
+def test_history_keeps_a_copy():
+    history, tokens = History(max_tokens=10), np.array([1, 2], np.int32)
+    history.add(1, tokens, 0.0, step=0)
+    tokens[0] = 9
+    assert history.get(1)[0][0].tolist() == [1, 2]
+
+
+def test_history_state_round_trip():
+    rng = np.random.default_rng(7)
+    history = History(max_tokens=400)
+    for step in range(60):
+        history.add(int(rng.integers(4)) + (1 << 62), rng.integers(1000, size=rng.integers(1, 20)), float(rng.normal()), step)
+    file = io.BytesIO()
+    np.savez(file, **history.state_dict())
+    file.seek(0)
+    state = dict(np.load(file))
+    same, smaller = History(max_tokens=400), History(max_tokens=150)
+    same.add(3, ints(1, 2, 3), 0.0, step=0)  # replaced by the state
+    same.load_state_dict(state)
+    smaller.load_state_dict(state)
+    for store in (history, same):  # both go on alike
+        store.add(1, np.arange(50), 1.0, step=99)
+    for key, value in history.state_dict().items():
+        np.testing.assert_array_equal(same.state_dict()[key], value)
+        assert same.state_dict()[key].dtype == value.dtype
+    assert same.num_tokens == history.num_tokens <= 400 and 130 < smaller.num_tokens <= 150
+    assert smaller.state_dict()["step"].tolist() == state["step"][-len(smaller.order) :].tolist()
+    empty = History(max_tokens=9)
+    empty.load_state_dict(History(max_tokens=9).state_dict())
+    assert empty.state_dict()["tokens"].dtype == np.int32 and len(empty.order) == 0

@@ -1,0 +1,414 @@
+"""Verification of drafts: its output law against exact enumeration, token identity, acceptance rates, and the selection trap.
+
+The policy is a Markov chain: a table of logits [V, V], by previous token. `decode` generates from it speculatively, many rows
+at once, and asks `verify` for every token. Its law is known exactly.
+"""
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from transformers import TopKLogitsWarper, TopPLogitsWarper
+
+from bubblespec.engine.noise import random_bits, stream_keys
+from bubblespec.engine.sampling import MAX_LOGITS_AT_ONCE, SamplingParams, restrict, sample
+from bubblespec.engine.verify import ACCEPT, FRESH, RULES, num_gained, verify
+
+V, STOP, START = 6, 0, 1
+LIMIT, LONGEST_DRAFT = 6, 8  # drafts may run past the limit, and go on after a stop token
+ROWS = 12_000
+PARAMS = {
+    "plain": SamplingParams(stop_token_ids=(STOP,)),
+    "cold": SamplingParams(temperature=0.6, stop_token_ids=(STOP,)),
+    "truncated": SamplingParams(temperature=1.2, top_p=0.85, top_k=4, stop_token_ids=(STOP,)),
+    "long": SamplingParams(top_p=0.9, stop_token_ids=(STOP,), min_length=2),
+    "greedy": SamplingParams(temperature=0.0, stop_token_ids=(STOP,)),
+}
+
+
+def random_table(seed: int, size: int = V) -> torch.Tensor:
+    return torch.randn(size, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+POLICY = random_table(9)
+OLDER = POLICY + 0.7 * random_table(10)
+
+
+def keys_of(rows: int, positions: int, seed: int = 0) -> torch.Tensor:
+    """[rows, positions, 4]"""
+    uid, position = (a.ravel() for a in np.indices((rows, positions)))
+    zero = np.zeros_like(uid)
+    return torch.from_numpy(stream_keys(seed, uid, zero, zero, position)).view(rows, positions, 4)
+
+
+KEYS = keys_of(ROWS, LIMIT + LONGEST_DRAFT)
+
+
+# Drafters: (previous token, keys, response tokens so far, params), each [rows, ...], to the next draft token and log q [rows, V].
+
+
+def sampled_from(table):
+    def drafter(previous, keys, num_generated, params):
+        logits = table[previous]
+        token = sample(logits, keys, num_generated, params)[0]
+        if params.temperature == 0.0:
+            return token, certain(token)
+        return token, restrict(logits / params.temperature, num_generated, params).log_softmax(-1)
+
+    return drafter
+
+
+def certain(token: torch.Tensor) -> torch.Tensor:
+    return torch.full((len(token), V), float("-inf"), dtype=torch.float64).scatter_(1, token[:, None], 0.0)
+
+
+def least_likely(previous, keys, num_generated, params):
+    token = POLICY[previous].argmin(-1)
+    return token, certain(token)
+
+
+def uniform(previous, keys, num_generated, params):
+    log_q = torch.zeros(len(previous), V, dtype=torch.float64).log_softmax(-1)
+    return sample(log_q, keys, num_generated, SamplingParams())[0], log_q
+
+
+DRAFTERS = {"same weights": sampled_from(POLICY), "older weights": sampled_from(OLDER), "least likely": least_likely}
+DRAFTERS["random"] = uniform
+
+
+def by_clock(draft, num_passes):
+    """Lengths that have nothing to do with what the drafts are, none at all among them."""
+    return np.random.Generator(np.random.Philox(key=num_passes)).integers(0, LONGEST_DRAFT + 1, len(draft))
+
+
+def decode(rule, params, drafter, cut=by_clock, limit=LIMIT, keys=KEYS, draft_keys=None, selected_by_content=False):
+    """Generate from POLICY speculatively. keys: [rows, at least limit + LONGEST_DRAFT, 4].
+
+    Returns tokens int64 [rows, limit], -1 after the end, and as many logprob, full_logprob, and the share of drafts accepted.
+    """
+    draft_keys = keys if draft_keys is None else draft_keys
+    tokens = np.full((len(keys), limit), -1)
+    logprobs = np.zeros((2, len(keys), limit))
+    length = np.zeros(len(keys), np.int64)
+    rows, num_passes, num_accepted, num_drafted = np.arange(len(keys)), 0, 0, 0
+    while len(rows):
+        last = tokens[rows, length[rows] - 1]
+        chain = [torch.from_numpy(np.where(length[rows] == 0, START, last))]
+        position = torch.from_numpy(length[rows])[:, None] + torch.arange(LONGEST_DRAFT + 1)
+        log_q = []
+        for i in range(LONGEST_DRAFT):
+            token, row_of_q = drafter(chain[-1], draft_keys[torch.from_numpy(rows), position[:, i]], position[:, i], params)
+            chain.append(token)
+            log_q.append(row_of_q)
+        chain, log_q = torch.stack(chain, 1), torch.stack(log_q, 1)
+        counts = cut(chain[:, 1:].numpy(), num_passes)
+        is_fed = torch.arange(LONGEST_DRAFT + 1) <= torch.from_numpy(counts)[:, None]
+        result = verify(
+            POLICY[chain[is_fed]],
+            chain[:, 1:][is_fed[:, 1:]],
+            counts,
+            keys[torch.from_numpy(rows)[:, None], position][is_fed],
+            position[is_fed],
+            params,
+            rule,
+            log_q[is_fed[:, 1:]] if rule == "rejection" else None,
+            selected_by_content,
+        )
+        accepted, token, *both = (t.numpy() for t in result)
+        gained = num_gained(token, accepted, counts, params.stop_token_ids, limit - length[rows])
+        first = np.cumsum(counts + 1) - (counts + 1)
+        offset = np.arange(gained.sum()) - np.repeat(np.cumsum(gained) - gained, gained)
+        source = np.repeat(first, gained) + offset
+        target = np.repeat(rows, gained), np.repeat(length[rows], gained) + offset
+        tokens[target] = token[source]
+        logprobs[(slice(None), *target)] = np.stack(both)[:, source]
+        length[rows] += gained
+        num_passes, num_accepted, num_drafted = num_passes + 1, num_accepted + accepted.sum(), num_drafted + counts.sum()
+        rows = rows[(tokens[rows, length[rows] - 1] != STOP) & (length[rows] < limit)]
+    return tokens, *logprobs, num_accepted / max(num_drafted, 1)
+
+
+def transition(params: SamplingParams, step: int) -> np.ndarray:
+    """Oracle: probabilities [V, V] of token `step`, by previous token, from transformers' warpers."""
+    logits = POLICY.clone()
+    if step < params.min_length:
+        logits[:, STOP] = float("-inf")
+    if params.temperature == 0.0:
+        return np.eye(V)[logits.argmax(-1)]
+    logits = logits / params.temperature
+    if params.top_k:
+        logits = TopKLogitsWarper(params.top_k)(None, logits)
+    if params.top_p < 1:
+        logits = TopPLogitsWarper(params.top_p)(None, logits)
+    return logits.softmax(-1).numpy()
+
+
+def length_law(params: SamplingParams, limit: int) -> np.ndarray:
+    """Probability of lengths 1..limit."""
+    alive, law = np.eye(V)[START], np.zeros(limit)
+    for step in range(limit):
+        alive = alive @ transition(params, step)
+        law[step], alive[STOP] = alive[STOP], 0.0
+    law[-1] += alive.sum()
+    return law
+
+
+def three_token_law(params: SamplingParams) -> np.ndarray:
+    """Joint probability [V + 1] * 3 of the first three tokens, V standing for none."""
+    first, second, third = (transition(params, step) for step in range(3))
+    law = np.zeros((V + 1,) * 3)
+    for a in range(V):
+        for b in range(V):
+            law[a, b, :V] = first[START, a] * second[a, b] * third[b]
+        law[a, STOP] = 0.0
+        law[a, STOP, V] = first[START, a] * second[a, STOP]
+    law[STOP] = 0.0
+    law[STOP, V, V] = first[START, STOP]
+    return law
+
+
+def assert_law(counts: np.ndarray, law: np.ndarray) -> None:
+    """Chi-square, with rare cells pooled; impossible cells must be empty."""
+    counts, law = counts.ravel(), law.ravel()
+    assert not counts[law == 0].any()
+    expected = law * counts.sum()
+    is_rare = expected < 5
+    counts, expected = (np.append(a[~is_rare], a[is_rare].sum()) for a in (counts, expected))
+    counts, expected = counts[expected > 0], expected[expected > 0]
+    if len(counts) > 1:
+        assert stats.chisquare(counts, expected).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    "setting, drafter", [*(("plain", d) for d in DRAFTERS), *((s, "older weights") for s in PARAMS if s != "plain")]
+)
+def test_output_law(rule, setting, drafter):
+    params = PARAMS[setting]
+    tokens, logprob, full_logprob, _ = decode(rule, params, DRAFTERS[drafter])
+    joint = np.zeros((V + 1,) * 3)
+    np.add.at(joint, tuple(np.where(tokens[:, :3] < 0, V, tokens[:, :3]).T), 1)
+    assert_law(joint, three_token_law(params))
+    length = (tokens >= 0).sum(1)
+    assert_law(np.bincount(length, minlength=LIMIT + 1)[1:], length_law(params, LIMIT))
+    # What is recorded is the distribution each token was drawn from, and the untruncated one.
+    previous = np.concatenate((np.full((len(tokens), 1), START), tokens[:, :-1]), axis=1)
+    untruncated = (POLICY / (params.temperature or 1.0)).log_softmax(-1).numpy()
+    for step in range(LIMIT):
+        rows = np.flatnonzero(tokens[:, step] >= 0)
+        pair = previous[rows, step], tokens[rows, step]
+        np.testing.assert_allclose(logprob[rows, step], np.log(transition(params, step)[pair]), atol=1e-10)
+        np.testing.assert_allclose(full_logprob[rows, step], untruncated[pair], atol=1e-10)
+
+
+@pytest.mark.parametrize("setting", PARAMS)
+def test_coupled_tokens_are_those_of_plain_sampling(setting):
+    """One by one, whatever the drafts; and drafts by the same weights and noise are never refused."""
+    params = PARAMS[setting]
+    rows = 3000
+    keys, wanted = KEYS[:rows], np.full((rows, LIMIT), -1)
+    previous, is_alive = torch.full((rows,), START), np.ones(rows, bool)
+    for step in range(LIMIT):
+        previous = sample(POLICY[previous], keys[:, step], torch.full((rows,), step), params)[0]
+        wanted[is_alive, step] = previous.numpy()[is_alive]
+        is_alive &= previous.numpy() != STOP
+    for name, drafter in DRAFTERS.items():
+        tokens, _, _, share = decode("coupled", params, drafter, keys=keys)
+        assert np.array_equal(tokens, wanted), name
+        assert share == 1.0 if name == "same weights" else share < 1.0
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_without_drafts_it_is_plain_sampling(rule):
+    logits, keys = random_table(5, 50), keys_of(1, 50)[0]
+    num_generated, empty = torch.arange(50), torch.empty(0, dtype=torch.int64)
+    params = SamplingParams(temperature=0.9, top_p=0.9, stop_token_ids=(3,), min_length=10)
+    got = verify(logits, empty, np.zeros(50, np.int64), keys, num_generated, params, rule, torch.empty(0, 50))
+    if rule == "point_mass":
+        assert not torch.equal(got.token, sample(logits, keys, num_generated, params)[0])
+        keys = keys + torch.tensor([FRESH, 0, 0, 0], dtype=torch.int32)
+    assert not got.accepted.any() and got.accepted.shape == (50,)
+    assert all(torch.equal(a, b) for a, b in zip(got[1:], sample(logits, keys, num_generated, params), strict=True))
+    nothing = verify(logits[:0], empty, np.zeros(0, np.int64), keys[:0], num_generated[:0], params, rule, torch.empty(0, 50))
+    assert [len(t) for t in nothing] == [0] * 4
+
+
+def test_tokens_gained():
+    """Rows: plain; stop token accepted, draft going on; stop after the refusal; stop comes next; limit; both; an empty draft."""
+    rows = [  # tokens at the n + 1 positions, accepted, limit, tokens gained
+        ([4, 5, 6, 7], 3, 10, 4),
+        ([4, 9, 6, 7], 3, 10, 2),
+        ([4, 5, 9, 7], 1, 10, 2),
+        ([4, 5, 9, 7], 2, 10, 3),
+        ([4, 5, 6, 7], 3, 2, 2),
+        ([4, 8, 6, 7], 3, 1, 1),
+        ([4, 8, 9, 7], 3, 3, 2),
+        ([9], 0, 5, 1),
+        ([3], 0, 1, 1),
+        ([8, 8, 8], 2, 1, 1),
+    ]
+    token = np.concatenate([r[0] for r in rows])
+    counts = np.array([len(r[0]) - 1 for r in rows])
+    accepted, limit, wanted = (np.array([r[i] for r in rows]) for i in (1, 2, 3))
+    assert num_gained(token, accepted, counts, (8, 9), limit).tolist() == wanted.tolist()
+    assert num_gained(token, accepted, counts, (), limit).tolist() == np.minimum(accepted + 1, limit).tolist()
+    assert num_gained(*(np.zeros(0, np.int64),) * 3, (9,), np.zeros(0, np.int64)).tolist() == []
+
+
+def finished_only(draft, num_passes):
+    """The trap: of the first drafts, those that reach a stop token, up to it; later none."""
+    is_stop = draft == STOP
+    return np.where(is_stop.any(1) & (num_passes == 0), is_stop.argmax(1) + 1, 0)
+
+
+def test_selection_trap():
+    """Drafts kept because they finished make the responses of rejection sampling too short, and those of no other rule.
+
+    The drafts are by the policy itself: every one of them is accepted whole.
+    """
+    limit, rows, params, drafter = 30, 4000, PARAMS["plain"], DRAFTERS["same weights"]
+    keys, other_keys = (keys_of(rows, limit + LONGEST_DRAFT, seed) for seed in (1, 2))
+    law, lengths = length_law(params, limit), np.arange(1, limit + 1)
+    true_mean = law @ lengths
+    error = (law @ lengths**2 - true_mean**2) ** 0.5 / rows**0.5
+
+    def count_lengths(rule, draft_keys, cut=finished_only):
+        tokens = decode(rule, params, drafter, cut, limit, keys, draft_keys)[0]
+        return np.bincount((tokens >= 0).sum(1), minlength=limit + 1)[1:]
+
+    biased_mean = count_lengths("rejection", other_keys) @ lengths / rows  # nobody told `verify` of the selection
+    assert biased_mean < true_mean - 10 * error, (biased_mean, true_mean, error)
+    assert_law(count_lengths("rejection", other_keys, by_clock), law)
+    for rule in ("coupled", "point_mass"):
+        for draft_keys in (keys, other_keys):
+            assert_law(count_lengths(rule, draft_keys), law)
+    with pytest.raises(ValueError, match="selected by their content"):
+        decode("rejection", params, drafter, finished_only, limit, keys, other_keys, selected_by_content=True)
+
+
+@pytest.mark.parametrize("distance", [0.05, 0.5, 2.0])
+@pytest.mark.parametrize("rule", RULES)
+def test_acceptance_rates(rule, distance):
+    """Against exact values. Gumbel-max picks token i for p and q at once with chance 1 / sum_j max(p_j / p_i, q_j / q_i):
+    i wins the race of exponential clocks of rates p and of rates q."""
+    count = 10_000
+    keys = keys_of(count, 2, seed=3)
+    for seed in range(3):
+        log_p = (random_table(seed + 10, 10)[0] * 1.5).log_softmax(-1)
+        log_q = (log_p + distance * random_table(seed + 20, 10)[0]).log_softmax(-1)
+        p, q = log_p.exp().numpy(), log_q.exp().numpy()
+        distance_tv = np.abs(p - q).sum() / 2
+        together = 1 / np.maximum(p / p[:, None], q / q[:, None]).sum(1)
+        exact = {"coupled": together.sum(), "rejection": 1 - distance_tv, "point_mass": (p * q).sum()}[rule]
+        assert together.sum() >= (1 - distance_tv) / (1 + distance_tv)
+        zero = torch.zeros(count, dtype=torch.int64)
+        draft = sample(log_q.expand(count, 10), keys[:, 0], zero, SamplingParams())[0]
+        got = verify(
+            log_p.expand(2 * count, 10),
+            draft,
+            np.ones(count, np.int64),
+            keys.view(-1, 4),
+            torch.arange(2).repeat(count),
+            SamplingParams(),
+            rule,
+            log_q.expand(count, 10),
+        )
+        assert stats.binomtest(int(got.accepted.sum()), count, exact).pvalue > 1e-4
+        # Accepted or refused, the token has p's law, and so has the one after it.
+        for token in got.token.view(-1, 2).T:
+            assert_law(np.bincount(token.numpy(), minlength=10), p)
+
+
+def random_ragged(rows: int, vocab: int, dtype=torch.float64):
+    """Arguments of `verify`: 1 in 4 rows without a draft, the others with up to 6 tokens, drafted by nearby logits."""
+    generator = np.random.Generator(np.random.Philox(key=9))
+    counts = generator.integers(0, 7, rows) * (generator.random(rows) < 0.75)
+    total = counts.sum() + rows
+    logits = torch.from_numpy(generator.normal(size=(total, vocab))).to(dtype) * 1.5
+    keys = keys_of(1, total, seed=4)[0]
+    num_generated = torch.from_numpy(generator.integers(0, 9, total))
+    drafted = torch.from_numpy(np.delete(np.arange(total), np.cumsum(counts + 1) - 1))
+    older = logits[drafted] + 0.3 * torch.from_numpy(generator.normal(size=(len(drafted), vocab))).to(dtype)
+    params = SamplingParams(top_p=0.95, stop_token_ids=(2,), min_length=4)
+    draft = sample(older, keys[drafted], num_generated[drafted], params)[0]
+    log_q = restrict(older, num_generated[drafted], params).log_softmax(-1)
+    return logits, draft, counts, keys, num_generated, params, log_q
+
+
+def assert_same(got, wanted) -> None:
+    assert torch.equal(got[0], wanted[0]) and torch.equal(got[1], wanted[1])
+    torch.testing.assert_close(got[2:], wanted[2:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_ragged_batch_is_its_rows_one_by_one(rule, dtype):
+    logits, draft, counts, keys, num_generated, params, log_q = random_ragged(60, 20, dtype)
+    batch = verify(logits, draft, counts, keys, num_generated, params, rule, log_q)
+    assert set(np.unique(batch.accepted.numpy())) >= {0, 1, 2} and (batch.accepted.numpy() <= counts).all()
+    assert batch.logprob.dtype == dtype
+    singles, at, drafted = [], 0, 0
+    for n in counts:
+        whole, own = slice(at, at + n + 1), slice(drafted, drafted + n)
+        row = verify(logits[whole], draft[own], np.array([n]), keys[whole], num_generated[whole], params, rule, log_q[own])
+        accepted = int(row.accepted)
+        assert row.token[:accepted].tolist() == draft[own][:accepted].tolist()
+        assert accepted == n or row.token[accepted] != draft[own][accepted]
+        singles.append(row)
+        at, drafted = at + n + 1, drafted + n
+    assert_same(batch, tuple(torch.cat(column) for column in zip(*singles, strict=True)))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_chunks_do_not_change_the_result(rule, monkeypatch):
+    *arguments, log_q = random_ragged(60, 20)
+    whole = verify(*arguments, rule, log_q)
+    monkeypatch.setitem(MAX_LOGITS_AT_ONCE, "cpu", 3 * 20)
+    assert_same(verify(*arguments, rule, log_q), whole)
+
+
+def test_rejection_when_nothing_is_left_to_resample():
+    """q above p everywhere by rounding: a refusal, however rare, still gives a token that p allows."""
+    log_p = torch.tensor([float("-inf"), 0.5, 0.3, 0.2], dtype=torch.float64).log_softmax(-1)
+    count = 200
+    log_q = (log_p + 1.0).expand(count, 4)  # far too much, so that refusals are not rare
+    got = verify(
+        log_p.expand(2 * count, 4),
+        torch.ones(count, dtype=torch.int64),
+        np.ones(count, np.int64),
+        keys_of(1, 2 * count)[0],
+        torch.zeros(2 * count, dtype=torch.int64),
+        SamplingParams(),
+        "rejection",
+        log_q,
+    )
+    assert 0 < got.accepted.sum() < count
+    assert (got.token > 0).all() and got.logprob.isfinite().all()
+
+
+def test_parts_of_a_stream_are_independent():
+    """The plain noise, the fresh noise and the acceptance test's: product moments of independent uniforms."""
+    keys = keys_of(1, 20_000)[0]
+    parts = [random_bits(keys + torch.tensor([at, 0, 0, 0], dtype=torch.int32), 20) for at in (0, FRESH, ACCEPT)]
+    u = [part.double() / 2**31 - 0.5 for part in parts]
+    for a, b in ((u[0], u[1]), (u[0], u[2][:, :1]), (u[1], u[2][:, :1])):
+        moment = (a * b).mean() * 12
+        assert abs(moment) < 5 / a.numel() ** 0.5
+    assert stats.kstest((u[2][:, 0] + 0.5).numpy(), "uniform").pvalue > 1e-4
+
+
+def test_arguments_that_cannot_be_verified():
+    logits, draft, counts, keys, num_generated, params, log_q = random_ragged(5, 20)
+    arguments = logits, draft, counts, keys, num_generated, params
+    with pytest.raises(ValueError, match="needs draft_logprobs"):
+        verify(*arguments, "rejection")
+    with pytest.raises(ValueError, match="biased"):
+        verify(*arguments, "rejection", log_q, selected_by_content=True)
+    for rule in ("coupled", "point_mass"):
+        verify(*arguments, rule, selected_by_content=True)
+    with pytest.raises(ValueError, match="'typical' is none of"):
+        verify(*arguments, "typical")
+    with pytest.raises(ValueError, match="do not fit"):
+        verify(logits, draft[:-1], counts, keys, num_generated, params)
+    with pytest.raises(ValueError, match="do not fit"):
+        verify(logits[:-1], draft, counts, keys[:-1], num_generated[:-1], params)
