@@ -1,8 +1,9 @@
 """The accept rules side by side, on real drafts: python benchmarks/accept_rules.py [--model FOLDER] [--json OUT]
 
-Responses are generated under the weights theta0. One AdamW step on a policy gradient with random advantages of +1 and -1 then
-moves the weights, and the responses are verified as drafts, by each rule, with the noise they were made with. Learning rate 0
-shows what rounding alone does, since generation and verification are forwards of different shapes.
+Under the same weights, responses to train on and drafts for the next step are generated, to different prompts. One AdamW step on
+a policy gradient with random advantages of +1 and -1 moves the weights, and the drafts are verified by each rule, with the noise
+they were made with. (Responses that were trained on would not do: the step moves just their probabilities.) Learning rate 0 shows
+what rounding alone does, since generation and verification are forwards of different shapes.
 
 acceptance   mean over all draft positions of the rule's chance to accept the draft token there: for coupled whether the keyed
              sample is the draft token (0 or 1), for rejection min(1, p(x) / q(x)), for point_mass p(x)
@@ -18,6 +19,7 @@ import sys
 
 import numpy as np
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -45,10 +47,10 @@ def load_prompts(tokenizer, path: str | None, count: int, seed: int) -> list[Pro
     return build_prompt_set(rows, make_tokenize(tokenizer), 1 << 16, as_chat=tokenizer.chat_template is not None).prompts
 
 
-def generate(model: PreTrainedModel, prompts: list[Prompt], arguments, params: SamplingParams) -> list[Row]:
+def generate(model: PreTrainedModel, prompts: list[Prompt], step: int, arguments, params: SamplingParams) -> list[Row]:
     """`arguments.sequences` responses, shared out over the prompts."""
     rows = [
-        Row(p.uid, 0, j, p.token_ids, arguments.max_new_tokens)
+        Row(p.uid, step, j, p.token_ids, arguments.max_new_tokens)
         for i, p in enumerate(prompts)
         for j in range(len(range(i, arguments.sequences, len(prompts))))
     ]
@@ -95,7 +97,7 @@ def log_probabilities(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 
 @torch.no_grad()
 def compare(model: PreTrainedModel, start: PreTrainedModel, rows: list[Row], arguments, params: SamplingParams) -> dict:
-    """Every response of `start` verified under the weights of `model`, one row at a time."""
+    """Every draft of `start` verified under the weights of `model`, one row at a time."""
     positions: dict[str, list[torch.Tensor]] = {name: [] for name in ("tv", "entropy", *RULES)}
     runs: dict[str, list[int]] = {rule: [] for rule in RULES}
     for row in rows:
@@ -136,8 +138,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="configs/tiny_policy", help="Hugging Face folder of a causal language model")
     parser.add_argument("--prompts", help="text file, one prompt a line (default: chain sums)")
-    parser.add_argument("--num-prompts", type=int, default=8)
-    parser.add_argument("--sequences", type=int, default=24)
+    parser.add_argument("--num-prompts", type=int, default=16, help="half of them to train on, half to draft for")
+    parser.add_argument("--sequences", type=int, default=24, help="responses to train on, and as many drafts")
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--learning-rate", type=float, nargs="+", default=[0.0, 1e-6, 1e-5])
@@ -147,18 +149,22 @@ def main() -> None:
     if not arguments.temperature > 0:
         parser.error("--temperature must be above 0: the rules differ in how they sample")
     torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).to(device).eval()
-    prompts = load_prompts(tokenizer, arguments.prompts, min(arguments.num_prompts, arguments.sequences), arguments.seed)
+    prompts = load_prompts(tokenizer, arguments.prompts, arguments.num_prompts, arguments.seed)
+    if len(prompts) < 2:
+        parser.error("at least 2 prompts are needed, to train on and to draft for")
     prepare_model(model, max(len(p.token_ids) for p in prompts) + arguments.max_new_tokens)
     eos = model.generation_config.eos_token_id
     stop = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
     params = SamplingParams(temperature=arguments.temperature, stop_token_ids=tuple(sorted(stop)))
     start = copy.deepcopy(model)
-    rows = generate(start, prompts, arguments, params)
-    gradient = policy_gradient(model, rows, arguments.temperature, arguments.seed)
+    trained_on = generate(start, prompts[::2], 0, arguments, params)
+    rows = generate(start, prompts[1::2], 1, arguments, params)
+    gradient = policy_gradient(model, trained_on, arguments.temperature, arguments.seed)
 
     lengths = [len(row.tokens) for row in rows]
     print(f"{arguments.model}, {device}, torch {torch.__version__}, temperature {arguments.temperature}")

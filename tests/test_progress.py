@@ -73,7 +73,7 @@ class Player:
 
     def state(self) -> RankState:
         """`wanted_items` counts the ticks that were acted on before this one was posted."""
-        return RankState(3, float(self.steps), self.drafted, self.step_s, len(self.ticks), self.steps == 0)
+        return RankState(3, self.steps + 1.0, self.drafted, self.step_s, len(self.ticks), self.steps == 0)
 
     def act(self, states: list[RankState]) -> None:
         self.ticks.append([astuple(state) for state in states])
@@ -158,6 +158,8 @@ def with_missing(ranks: Ranks, fate: str, missing: int, timeout_s: float) -> dic
                     player.state = lambda: os.kill(os.getpid(), signal.SIGKILL)
                 else:
                     os.kill(os.getpid(), signal.SIGKILL)  # after a poll there is always a tick in flight
+            elif fate != "hangs" and number == 5 and ranks.rank == (missing + 1) % ranks.world_size:
+                time.sleep(0.5)  # in a forward, without a tick posted, while others see the connection break
             if fate == "hangs" and ranks.rank == 2 and number == 30:
                 time.sleep(1.5 * timeout_s)  # slow, but it has posted the tick that the others wait for
             player.turn()
@@ -220,7 +222,7 @@ def test_the_end_of_the_store_is_an_error_too(tmp_path, capfd):
 
 def test_one_process_needs_no_group():
     assert not dist.is_initialized()
-    board = ProgressBoard(Ranks(torch.device("cpu")), timeout_s=1)
+    board = ProgressBoard(Ranks(torch.device("cpu")), timeout_s=100, interval_s=0)
     assert board.slowest_rank is None and board.expected_remaining_s == np.inf
     for num_steps in (3, 0):
         player = Player(board, num_steps, 0.001, 0.0)
@@ -229,6 +231,14 @@ def test_one_process_needs_no_group():
             with pytest.raises(RuntimeError, match="last tick"):
                 board.begin()
         player.play()
-        assert [states[0][1] for states in player.ticks] == list(range(num_steps, -1, -1))
+        assert [states[0][1] for states in player.ticks] == list(range(num_steps + 1, 0, -1))
         assert board.is_over and board.slowest_rank == 0 and board.expected_remaining_s == 0
         assert board.poll(player.state) is None
+
+
+def test_a_busy_rank_ticks_at_intervals_and_tells_its_end_at_once():
+    board = ProgressBoard(Ranks(torch.device("cpu")), timeout_s=100, interval_s=60)
+    player = Player(board, 5, 0.0, 0.0)
+    player.poll()
+    player.play()
+    assert [(states[0][1], states[0][5]) for states in player.ticks] == [(6.0, False), (1.0, True)]

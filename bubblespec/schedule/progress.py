@@ -9,6 +9,7 @@ Beside the collective each rank writes the number of every tick that it posts in
 can read without its help. That is how they name a rank that hangs or has died.
 """
 
+import contextlib
 import math
 import sys
 import time
@@ -17,6 +18,7 @@ from dataclasses import astuple, dataclass, fields
 from datetime import timedelta
 from typing import NoReturn
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -26,6 +28,8 @@ from bubblespec.distributed import Ranks, _all_gather
 # without it, it would start another draft although the last tick is about to complete, and keep everyone waiting.
 LINGER_S = 2e-3
 NAP_S = 2e-4
+# A tick costs a rank about 0.3 ms, and the slowest rank pays for it with everyone's time: with short forwards, not after each.
+INTERVAL_S = 1e-2
 # How long a rank that has run into the time-out lets others run into it as well, if no rank has missed a tick.
 GRACE_S = 1.0
 
@@ -70,24 +74,27 @@ class ProgressBoard:
     is_over: the last tick has been read. With one process a tick is complete as soon as it is posted.
 
     timeout_s: seconds without a completed tick after which the job is ended. backend: gloo or nccl for the ticks; None is
-    that of `ranks.device`. With nccl the ticks run on a CUDA stream of their own.
+    that of `ranks.device`. With nccl the ticks run on a CUDA stream of their own. interval_s: a rank that is not done lets so
+    many seconds pass between two ticks; the end of its own work it tells at once.
     """
 
-    def __init__(self, ranks: Ranks, timeout_s: float, backend: str | None = None):
+    def __init__(self, ranks: Ranks, timeout_s: float, backend: str | None = None, interval_s: float = INTERVAL_S):
         self.ranks = ranks
         self.timeout_s = timeout_s
+        self.interval_s = interval_s
         self._work = None
         self._stream = None
         self._num_posted = 0  # over all rollouts, so that it never repeats
         self._in_flight = False
         backend = backend or ("nccl" if ranks.device.type == "cuda" else "gloo")
-        device = ranks.device if backend == "nccl" else torch.device("cpu")
-        self._own = torch.zeros(NUM_NUMBERS, dtype=torch.float64, device=device)
+        device = ranks.device if backend == "nccl" and ranks.world_size > 1 else torch.device("cpu")
+        self._numbers = np.zeros(NUM_NUMBERS)
+        self._own = torch.from_numpy(self._numbers).to(device)  # on CPU the same memory
         self._everyone = torch.zeros(ranks.world_size * NUM_NUMBERS, dtype=torch.float64, device=device)
         if ranks.world_size > 1:
             # Gloo's time-out frees the thread that waits in the collective, for a clean exit. NCCL's would end the process
             # before this board has said why.
-            limit_s = 60
+            limit_s = timeout_s if backend == "gloo" else 2 * timeout_s
             self._group = dist.new_group(backend=backend, timeout=timedelta(seconds=limit_s))
             self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
             job_store = dist.distributed_c10d._get_default_store()
@@ -104,6 +111,7 @@ class ProgressBoard:
         self.num_ticks = 0
         self.last_states: list[RankState] | None = None
         self.is_over = False
+        self._not_before = 0.0
         self._deadline = time.monotonic() + self.timeout_s
 
     @property
@@ -129,12 +137,14 @@ class ProgressBoard:
         """The states of all ranks in the tick that has just completed, once a tick; otherwise None. Does not block.
 
         Call it between forwards until it returns None: `while (states := board.poll(state)) is not None: act(states)`.
-        If no tick is in flight it posts one with `state()`, which so knows what was done about the tick before. After the
-        last tick it posts nothing and returns None. Raises RankTimeout.
+        If no tick is in flight it posts one with `state()`, which so knows what was done about the tick before; if it is too
+        soon for that, `state()` is asked again at the next call. After the last tick it posts nothing. Raises RankTimeout.
         """
         if self.is_over:
             return None
         own = None if self._in_flight else state()
+        if own is not None and not own.is_done and time.monotonic() < self._not_before:
+            return None
         try:
             if own is not None:
                 self._post(own)
@@ -160,13 +170,18 @@ class ProgressBoard:
     def _post(self, state: RankState) -> None:
         self._in_flight = True
         self._num_posted += 1
-        with torch.cuda.stream(self._stream):
-            self._own.copy_(torch.tensor(astuple(state), dtype=torch.float64))
+        self._numbers[:] = astuple(state)
+        with self._on_stream():
+            if self._stream is not None:
+                self._own.copy_(torch.from_numpy(self._numbers))
             if self.ranks.world_size == 1:
                 self._everyone.copy_(self._own)
                 return
             self._store.set(f"posted/{self.ranks.rank}", str(self._num_posted))  # does not await an answer: microseconds
             self._work = _all_gather(self._everyone, self._own, group=self._group, async_op=True)
+
+    def _on_stream(self) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _is_complete(self) -> bool:
         return self._work is None or self._work.is_completed()
@@ -177,15 +192,16 @@ class ProgressBoard:
             time.sleep(NAP_S)
 
     def _take(self) -> list[RankState]:
-        with torch.cuda.stream(self._stream):
+        with self._on_stream():
             if self._work is not None:
                 self._work.wait()  # complete: raises if it failed, and orders the stream behind the collective
-            numbers = self._everyone.view(-1, NUM_NUMBERS).tolist()
+            numbers = self._everyone.cpu().numpy().reshape(-1, NUM_NUMBERS).tolist()
         self._work, self._in_flight = None, False
         self.last_states = [RankState.from_numbers(row) for row in numbers]
         self.num_ticks += 1
         self.is_over = all(state.is_done for state in self.last_states)
-        self._deadline = time.monotonic() + self.timeout_s
+        now = time.monotonic()
+        self._not_before, self._deadline = now + self.interval_s, now + self.timeout_s
         return self.last_states
 
     def _fail(self, reason: str) -> NoReturn:
