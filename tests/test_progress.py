@@ -146,7 +146,7 @@ def with_quanta(ranks: Ranks, draft_s: float, num_rollouts: int) -> list:
 
 def with_missing(ranks: Ranks, fate: str, missing: int, timeout_s: float) -> dict:
     """Rank `missing` hangs or dies after its fifth step, before or after it has posted the next tick: what the others raise."""
-    board = ProgressBoard(ranks, timeout_s)
+    board = ProgressBoard(ranks, timeout_s, interval_s=0)
     player = Player(board, 1000, 0.01, 0.0)
     player.poll()
     try:
@@ -159,7 +159,7 @@ def with_missing(ranks: Ranks, fate: str, missing: int, timeout_s: float) -> dic
                 else:
                     os.kill(os.getpid(), signal.SIGKILL)  # after a poll there is always a tick in flight
             elif fate != "hangs" and number == 5 and ranks.rank == (missing + 1) % ranks.world_size:
-                time.sleep(0.5)  # in a forward, without a tick posted, while others see the connection break
+                time.sleep(0.5)  # in a forward while the third rank sees the connection break
             if fate == "hangs" and ranks.rank == 2 and number == 30:
                 time.sleep(1.5 * timeout_s)  # slow, but it has posted the tick that the others wait for
             player.turn()
@@ -170,13 +170,13 @@ def with_missing(ranks: Ranks, fate: str, missing: int, timeout_s: float) -> dic
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_all_ranks_read_the_same_ticks_and_end_by_the_same(tmp_path, world_size):
-    results = run_ranks(tmp_path, healthy, world_size, 8)
+    results = run_ranks(tmp_path, healthy, world_size, 6)
     for number, same_rollout in enumerate(zip(*(result["rollouts"] for result in results), strict=True)):
         ticks = same_rollout[0]["ticks"]
         assert all(rollout["ticks"] == ticks and rollout["calls"] == 0 for rollout in same_rollout)
         is_done = np.array(ticks)[:, :, 5] == 1
         assert is_done[-1].all() and not is_done[:-1].all(axis=1).any(), "the first tick with all ranks done is the last"
-        assert len(ticks) >= 4, "the slowest rank has at least 4 steps, and posts after each"
+        assert len(ticks) >= 3, "the slowest rank has at least 4 steps, and posts at the latest at every second one"
         for tick, states in enumerate(ticks):
             assert len(states) == world_size and all(state[0] == 3 for state in states)
             assert all(state[4] == tick for state in states), "a tick is posted after the one before was acted on"
