@@ -17,6 +17,7 @@ from bubblespec.errors import InputError
 from bubblespec.metrics import MetricsLogger
 from bubblespec.report import rollout_metrics, timing_metrics
 from bubblespec.rollout import gather_samples, make_rows, score_rows
+from bubblespec.schedule.progress import RankTimeout
 from bubblespec.schedule.speculation import speculation_metrics
 from bubblespec.trainer import Trainer, evaluate, generate_step, set_up
 from bubblespec.update import train_on_samples
@@ -90,6 +91,8 @@ def main() -> int:
         if speaks:
             print(f"error: {error}" if is_main else f"error on rank {rank}: {error}", file=sys.stderr)
         return 2
+    except RankTimeout:  # the progress board has said which rank
+        return 3
     return 0
 
 

@@ -104,24 +104,24 @@ def main() -> int:
             if trainer.speculation is None:
                 raise InputError("speculative.method: none; give the method to compare with it")
             steps = []
-            header = f"{'step':>4} {'none s':>8} {'spec s':>8} {'ratio':>6} {'forwards':>10} {'longest':>7} {'accepted/forward':>16} {'drafted':>8}"
             if ranks.is_main:
-                print(header)
+                print("step   none s   spec s  ratio   forwards longest accepted/forward  drafted")
             for step in range(config.run.max_steps):
                 s = paired_step(trainer, step)
                 steps.append(s)
                 if ranks.is_main:
                     forwards = f"{s['none_forwards']}>{s['speculation_forwards']}"
+                    seconds = f"{s['none_s']:8.2f} {s['speculation_s']:8.2f} {s['none_s'] / s['speculation_s']:6.2f}"
                     print(
-                        f"{step:4} {s['none_s']:8.2f} {s['speculation_s']:8.2f} {s['none_s'] / s['speculation_s']:6.2f} {forwards:>10} "
-                        f"{s['longest']:7} {s['rollout/spec_accept_length']:16.2f} {s['bubble/drafted_tokens']:8}",
+                        f"{step:4} {seconds} {forwards:>10} {s['longest']:7} "
+                        f"{s['rollout/spec_accept_length']:16.2f} {s['bubble/drafted_tokens']:8}",
                         flush=True,
                     )
             if ranks.is_main:
                 summary = summarise(steps)
                 print(
-                    f"total: {summary['speedup']:.2f}x wall time, {-100 * summary['forward_reduction']:.0f}% forwards on the slowest "
-                    f"rank, {summary['differing_rows']} of {summary['rows']} rows differ\n{PAPER}"
+                    f"total: {summary['speedup']:.2f}x wall time, {-100 * summary['forward_reduction']:.0f}% forwards on the "
+                    f"slowest rank, {summary['differing_rows']} of {summary['rows']} rows differ\n{PAPER}"
                 )
                 if arguments.json:
                     with open(arguments.json, "w", encoding="utf-8") as file:

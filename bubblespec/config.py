@@ -156,7 +156,7 @@ class OptimConfig:
 
 @dataclass
 class SpeculativeConfig:
-    method: Literal["none", "bubble", "suffix", "bubble+suffix"] = "bubble+suffix"
+    method: Literal["none", "bubble", "suffix", "bubble+suffix"] = "none"
     """Where drafts come from: idle time (bubble), matches in earlier text (suffix), both, or none (the plain trainer)."""
     rule: Literal["coupled", "point_mass"] = "coupled"
     """When a draft token is accepted; coupled shares its noise with the draft, point_mass does not (for ablation)."""
@@ -174,12 +174,12 @@ class BubbleConfig:
     """Tokens of run-ahead drafts kept (4 bytes each)."""
     uses_soft_bubbles: bool = True
     """Let drafts join the forwards of a rank that still decodes, not only fill the time after it has finished."""
-    max_slowdown: float = 0.25
+    max_slowdown: float = 1.0
     """How much slower drafts may make the forwards of a rank that still decodes."""
     order: Literal["global", "own"] = "global"
     """Which items a rank drafts first: the next of all, or its own."""
-    progress_backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Collectives of the progress ticks; auto takes the job's own."""
+    progress_backend: Literal["gloo", "nccl"] = "gloo"
+    """Collectives of the progress ticks; a gloo side group leaves the GPU alone, nccl runs on a stream of its own."""
     progress_timeout_s: float = 600.0
     """Seconds without a tick after which the job ends, naming the rank that did not answer."""
 
@@ -282,6 +282,18 @@ def check_values(config: Config) -> None:
     )
     for key in not_negative.split():
         _require(flat[key] is None or flat[key] >= 0, key, flat[key], "at least 0")
+    lookahead = config.bubble.lookahead
+    _require(
+        lookahead == "auto" or (isinstance(lookahead, int) and lookahead >= 0),
+        "bubble.lookahead",
+        lookahead,
+        "auto, or at least 0",
+    )
+    window = config.speculative.fixed_window
+    _require(window is None or window >= 0, "speculative.fixed_window", window, "null, or at least 0")
+    for key in ("bubble.max_draft_tokens", "bubble.max_slowdown", "speculative.max_history_tokens"):
+        _require(flat[key] >= 0, key, flat[key], "at least 0")
+    _require(config.bubble.progress_timeout_s > 0, "bubble.progress_timeout_s", config.bubble.progress_timeout_s, "above 0")
     _require(0 < config.rollout.top_p <= 1, "rollout.top_p", config.rollout.top_p, "above 0 and at most 1")
     _require(config.run.timeout_s > 0, "run.timeout_s", config.run.timeout_s, "above 0")
     _require(config.run.seed < 1 << 63, "run.seed", config.run.seed, f"below {1 << 63}")

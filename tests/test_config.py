@@ -1,7 +1,6 @@
 """Configuration files: what loads, what is refused, and that every refusal is one line with the key in it."""
 
 import ast
-import dataclasses
 import inspect
 
 import pytest

@@ -110,10 +110,33 @@ def test_schedule_leaves_digests_and_weights_unchanged(two_ranks, tmp_path):
     assert same_weights(weights(tmp_path), weights(two_ranks))
 
 
-def test_kill_and_resume_continues_exactly(two_ranks, tmp_path):
+@pytest.mark.parametrize(
+    "ranks, overrides",
+    [
+        (2, ["speculative.method=bubble+suffix"]),
+        (4, ["speculative.method=bubble+suffix", "bubble.lookahead=2", "bubble.order=own", "rollout.num_slots=5"]),
+        (0, ["speculative.method=bubble", "bubble.max_slowdown=5.0"]),
+        (2, ["speculative.method=suffix", "speculative.fixed_window=4"]),
+    ],
+)
+def test_speculation_leaves_digests_and_weights_unchanged(two_ranks, tmp_path, ranks, overrides):
+    """Drafts made ahead by any rank, matched or not, in windows planned or fixed: the same tokens, in fewer forwards."""
+    run(tmp_path, ranks, *overrides)
+    assert digests(tmp_path) == digests(two_ranks)
+    if ranks == 2:
+        assert same_weights(weights(tmp_path), weights(two_ranks))
+    lines = read(tmp_path)
+    assert sum(line["rollout/spec_accept_length"] for line in lines) > len(lines)
+    if "speculative.method=suffix" not in overrides:
+        assert sum(line["bubble/drafted_tokens"] for line in lines) > 0
+        assert any(line.get("drafts/aligned/accept_rate", 0) > 0.5 for line in lines)
+
+
+@pytest.mark.parametrize("method", ["none", "bubble+suffix"])
+def test_kill_and_resume_continues_exactly(two_ranks, tmp_path, method):
     """SIGKILL to the whole process group in the middle, after a checkpoint and a step beyond it."""
     process = subprocess.Popen(
-        command(tmp_path, 2),
+        command(tmp_path, 2, f"speculative.method={method}"),
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stderr=subprocess.DEVNULL,
@@ -128,7 +151,7 @@ def test_kill_and_resume_continues_exactly(two_ranks, tmp_path):
     process.wait()
     with open(metrics, "a", encoding="utf-8") as file:
         file.write('{"step": 3, "rew')  # a torn line, as a kill may leave
-    run(tmp_path, 2)
+    run(tmp_path, 2, f"speculative.method={method}")
     assert digests(tmp_path) == digests(two_ranks)
     assert same_weights(weights(tmp_path), weights(two_ranks))
 

@@ -134,7 +134,7 @@ def rollout(
         if ahead is not None and granted and not engine.queue:
             _admit(engine, own, granted, ahead, speculator)
         begin = time.perf_counter()
-        if engine.is_idle:
+        if engine.is_idle or (not own and board.are_others_done):  # the last tick is about to complete: start no forward
             if (states := board.wait(state)) is not None:
                 act(states)
             stats.wait_s += time.perf_counter() - begin

@@ -16,7 +16,7 @@ from bubblespec.schedule.run_ahead import RolloutStats, RunAhead, plan_items, ro
 from bubblespec.schedule.speculator import ALIGNED, RowSpeculator
 from bubblespec.schedule.windows import CostModel
 
-MAX_AUTO_LOOKAHEAD = 8
+MAX_AUTO_LOOKAHEAD = 16
 MIN_AGE_SHARE = 0.2  # drafts so old that less of them is accepted are not worth making
 
 
@@ -148,11 +148,10 @@ def make_speculation(config: Config, ranks: Ranks, engine: Generator) -> Specula
     """None for method none. Makes a process group and times forwards: all ranks must call it together."""
     if config.speculative.method == "none":
         return None
-    backend = None if config.bubble.progress_backend == "auto" else config.bubble.progress_backend
     speculator = RowSpeculator(config.speculative.method, CostModel(), config.speculative.fixed_window)
     profile(engine, speculator.cost)
     speculator.history = History(config.speculative.max_history_tokens)
-    board = ProgressBoard(ranks, config.bubble.progress_timeout_s, backend)
+    board = ProgressBoard(ranks, config.bubble.progress_timeout_s, config.bubble.progress_backend)
     store = DraftStore(config.bubble.max_draft_tokens)
     return Speculation(config, ranks, board, speculator, store, speculator.history)
 
