@@ -40,10 +40,10 @@ def train(trainer: Trainer) -> None:
         clock.append(time.perf_counter())
         scores = score_rows(trainer.rewards, own, rows, trainer.tokenizer)
         samples = gather_samples(prompts, rollout.num_generations, rows, scores, ranks)
-        clock.append(time.perf_counter())
+        exchange_started = time.perf_counter()
         if trainer.speculation is not None:
             trainer.speculation.exchange(drafts)
-        exchange_s = time.perf_counter() - clock[-1]
+        clock.append(time.perf_counter())
         rewards = trainer.combined(samples).reshape(len(prompts), rollout.num_generations)
         advantages = group_advantages(rewards, config.loss.scale_rewards).ravel()
         metrics = train_on_samples(
@@ -54,7 +54,7 @@ def train(trainer: Trainer) -> None:
         if trainer.speculation is not None:
             trainer.speculation.learn(step, prompts, samples.tokens, rewards.ravel())
             metrics |= speculation_metrics(ranks, stats, trainer.speculation, int(samples.lengths.sum()))
-            metrics["timing_s/exchange"] = exchange_s
+            metrics["timing_s/exchange"] = clock[3] - exchange_started
         metrics |= timing_metrics(ranks, np.diff(clock), metrics.pop("timing_s/sync"), samples)
         logger.log(step, metrics)
         if step % run.logging_steps == 0:
