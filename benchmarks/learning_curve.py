@@ -35,9 +35,10 @@ def main() -> None:
             lengths.set_title(f"response tokens, {name}", fontsize=10)
     rewards.set_title("reward: training (thin), held-out (dots)", fontsize=10)
     rewards.set_ylim(0, 1.02)
+    lengths.set_ylim(0, lengths.get_ylim()[1] * 1.2)  # room for the legend
     for axes in (rewards, lengths):
         axes.set_xlabel("step")
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend(frameon=False, fontsize=8, ncols=3, loc="lower right" if axes is rewards else "upper right")
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(arguments.output, dpi=110)
 
