@@ -8,6 +8,7 @@ G = H / K, D head dimension.
 """
 
 import importlib.util
+import inspect
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -20,16 +21,29 @@ _IGNORED = {"position_ids", "cache_position", "use_cache", "output_attentions", 
 
 
 def choose_kernel(requested: str, device: torch.device) -> str:
-    """`auto` resolved: SDPA on CPU, else flash_attn where importable, else torch's variable-length kernel."""
+    """`auto` resolved: SDPA on CPU, else flash_attn where importable, else torch's kernel where torch is new enough for it."""
     if requested == "auto":
         if device.type != "cuda":
             return "sdpa"
-        return "flash_attn" if importlib.util.find_spec("flash_attn") else "varlen"
+        if importlib.util.find_spec("flash_attn"):
+            return "flash_attn"
+        return "varlen" if _has_varlen() else "sdpa"
     if requested != "sdpa" and device.type != "cuda":
         raise ValueError(f"model.attention: {requested} runs on CUDA only; on {device.type} use sdpa")
     if requested == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
         raise ValueError("model.attention: flash_attn is not installed (see requirements-flash.txt); use varlen or sdpa")
+    if requested == "varlen" and not _has_varlen():
+        raise ValueError(f"model.attention: varlen needs torch 2.12 or newer, this is {torch.__version__}; use sdpa")
     return requested
+
+
+def _has_varlen() -> bool:
+    """Whether torch's kernel can read a cache of which only a part is used."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return False
+    return "seqused_k" in inspect.signature(varlen_attn).parameters
 
 
 def bubblespec_attention(
