@@ -51,14 +51,10 @@ def make_rows(prompts: list[Prompt], step: int, num_generations: int, max_new_to
     return [Row(p.uid, step, j, p.token_ids, max_new_tokens) for p in prompts for j in range(num_generations)]
 
 
-def generate(engine: Generator, rows: list[Row], on_step=None) -> None:
-    """Run this rank's rows to their end on the weights as they are now. `on_step` is called after every forward."""
+def generate(engine: Generator, rows: list[Row]) -> None:
+    """Run this rank's rows to their end on the weights as they are now."""
     engine.reset()
-    engine.add(rows)
-    while not engine.is_idle:
-        engine.step()
-        if on_step is not None:
-            on_step()
+    engine.run(rows)
 
 
 def score_rows(functions: dict[str, RewardFunction], prompts: list[Prompt], rows: list[Row], tokenizer) -> np.ndarray:

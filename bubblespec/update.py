@@ -161,7 +161,7 @@ def train_on_samples(
             metrics |= {"grad_norm": grad_norm, "learning_rate": learning_rate}
         elif iteration == loss.num_iterations - 1:
             last = _training_metrics(everyone, False)
-            metrics |= {key: last[key] for key in ("clip_ratio/region_mean",) if key in last}
+            metrics["clip_ratio/region_mean"] = last.get("clip_ratio/region_mean", 0.0)
     model.eval()
     return metrics | {"timing_s/sync": sync_s}
 

@@ -189,6 +189,23 @@ def test_reset_forgets_the_cache_when_weights_change(make_model):
     assert after == fresh != before
 
 
+def test_a_limit_on_prefills_slows_prompts_only_until_reset(make_model):
+    """The caller's limit changes the number of forwards, not the tokens, and does not outlive the rollout."""
+    model = make_model()
+    prepare_model(model, 100)
+    engine = Generator(model, num_slots=2, max_length=100, seed=0)
+    results, forwards = [], []
+    for limit in (None, 4, None):
+        engine.reset()
+        if limit is not None:
+            engine.max_prefill_tokens = limit
+        before = engine.num_forwards
+        results.append(as_dict(engine.run(make_rows([tuple(range(1, 41))], 2, 10))))
+        forwards.append(engine.num_forwards - before)
+    assert results[0] == results[1] == results[2]
+    assert forwards[1] >= forwards[0] + 8 and forwards[2] == forwards[0]
+
+
 def test_rows_that_do_not_fit_are_refused(make_model):
     model = make_model()
     prepare_model(model, 100)

@@ -135,9 +135,10 @@ class Generator:
         return dropped
 
     def reset(self) -> None:
-        """Forget all rows and all cached keys and values. Needed whenever the weights have changed."""
+        """Forget all rows, all cached keys and values and the limit on prefills. Needed whenever the weights have changed."""
         self.queue.clear()
         self.rows.clear()
+        self.max_prefill_tokens = self.max_batch_tokens
         self.prompt_id.fill(-1)
         self._prompt_ids.clear()
 

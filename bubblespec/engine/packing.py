@@ -15,7 +15,7 @@ import torch
 from bubblespec.engine.kv_cache import KVCache
 
 # Rows that feed few tokens are padded to the most of any of them and attended together; the others attend one by one. An
-# attention call of its own costs about as much as this many padded queries (measured on a CPU, 3 heads of 24, 200 positions).
+# attention call of its own costs about as much as this many padded queries (measured on a CPU, 4 heads of 24, 200 positions).
 CALL_IN_QUERIES = 9
 QUERY_CUTS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32])
 

@@ -68,7 +68,6 @@ class RolloutStats:
     own_s: float = 0.0  # until this rank's rows were done
     draft_s: float = 0.0  # drafting after that
     wait_s: float = 0.0  # with nothing to do
-    ended: float = 0.0  # time.perf_counter when this rank left
     drafted_tokens: int = 0
     num_ticks: int = 0
     events: list[tuple[str, float, float]] = field(default_factory=list)  # (kind, begin, end), time.perf_counter
@@ -163,7 +162,7 @@ def rollout(
         _note(stats.events, kind, begin, end)
     for row in engine.drop_all():
         _keep(drafts, row, ahead, stats)
-    stats.num_ticks, stats.ended = board.num_ticks, time.perf_counter()
+    stats.num_ticks = board.num_ticks
     return stats, drafts
 
 
