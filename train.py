@@ -42,7 +42,7 @@ def train(trainer: Trainer) -> None:
         samples = gather_samples(prompts, rollout.num_generations, rows, scores, ranks)
         exchange_started = time.perf_counter()
         if trainer.speculation is not None:
-            trainer.speculation.exchange(drafts)
+            trainer.speculation.exchange(drafts, stats)
         clock.append(time.perf_counter())
         rewards = trainer.combined(samples).reshape(len(prompts), rollout.num_generations)
         advantages = group_advantages(rewards, config.loss.scale_rewards).ravel()

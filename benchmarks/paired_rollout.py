@@ -54,7 +54,7 @@ def paired_step(trainer: Trainer, step: int) -> dict:
     def speculative():
         kept["stats"], drafts = generate_step(trainer, rows["speculation"], step)
         started = time.perf_counter()
-        trainer.speculation.exchange(drafts)
+        trainer.speculation.exchange(drafts, kept["stats"])
         kept["exchange_s"] = time.perf_counter() - started
         return kept["stats"]
 

@@ -100,7 +100,7 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
     sampling = SamplingParams(
         rollout.temperature, rollout.top_p, rollout.top_k, stop_tokens(config, model, tokenizer), rollout.min_completion_length
     )
-    num_slots = min(rollout.num_slots, -(-rollout.num_prompts_per_step // ranks.world_size) * rollout.num_generations)
+    num_slots = rollout.num_slots
     engine = Generator(model, num_slots, max_length, config.run.seed, rollout.max_batch_tokens, kernel)
     engine.params = sampling
     engine.rule = config.speculative.rule

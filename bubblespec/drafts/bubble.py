@@ -11,16 +11,18 @@ import numpy as np
 from bubblespec.distributed import Ranks
 
 Key = tuple[int, int, int]  # (step, prompt uid, sample)
-HEADER = 6  # step, uid, sample, number of tokens, finished, version
+HEADER = 7  # step, uid, sample, number of tokens, finished, version, holder
 
 
 @dataclass
 class Draft:
-    """tokens: int32; is_finished: ends as a response does; version: updates of the weights that last extended it."""
+    """tokens: int32; is_finished: ends as a response does; version: updates of the weights that last extended it; holder: the
+    rank whose engine still has it, to go on with it in the next rollout, or -1."""
 
     tokens: np.ndarray
     is_finished: bool
     version: int
+    holder: int = -1
 
 
 class DraftStore:
@@ -56,8 +58,10 @@ class DraftStore:
         return dict(zip(("header", "tokens"), _pack(self._drafts), strict=True))
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
+        """Take over a saved state; no engine holds any of its drafts."""
         self._drafts, self.num_tokens = {}, 0
         for key, draft in _unpack(state["header"], state["tokens"]):
+            draft.holder = -1
             self.put(key, draft)
 
 
@@ -73,7 +77,7 @@ def exchange(store: DraftStore, own: dict[Key, Draft], ranks: Ranks) -> int:
 
 def _pack(drafts: dict[Key, Draft]) -> tuple[np.ndarray, np.ndarray]:
     """Headers int64 [drafts * HEADER] and tokens int32, one draft after the other."""
-    header = [(*key, len(d.tokens), int(d.is_finished), d.version) for key, d in drafts.items()]
+    header = [(*key, len(d.tokens), int(d.is_finished), d.version, d.holder) for key, d in drafts.items()]
     tokens = [d.tokens for d in drafts.values()]
     return np.array(header, np.int64).ravel(), np.concatenate([np.empty(0, np.int32), *tokens])
 
@@ -82,6 +86,6 @@ def _unpack(header: np.ndarray, tokens: np.ndarray) -> list[tuple[Key, Draft]]:
     fields = header.reshape(-1, HEADER)
     parts = np.split(tokens, np.cumsum(fields[:, 3])[:-1]) if len(fields) else []
     return [
-        ((int(step), int(uid), int(sample)), Draft(part, bool(finished), int(version)))
-        for (step, uid, sample, _, finished, version), part in zip(fields, parts, strict=True)
+        ((int(step), int(uid), int(sample)), Draft(part, bool(finished), int(version), int(holder)))
+        for (step, uid, sample, _, finished, version, holder), part in zip(fields, parts, strict=True)
     ]

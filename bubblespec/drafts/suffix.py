@@ -290,6 +290,10 @@ class History:
         entries = sorted(self.entries.get(uid, ()), key=lambda entry: (-entry[2], -entry[1]))
         return [(tokens, reward) for tokens, reward, _ in entries]
 
+    def lengths(self, uid: int) -> list[int]:
+        """Of the responses kept of a prompt."""
+        return [len(tokens) for tokens, _, _ in self.entries.get(uid, ())]
+
     def state_dict(self) -> dict[str, np.ndarray]:
         """N responses of T tokens in all, oldest first: uid, step, length int64 [N], reward float64 [N], tokens int32 [T]."""
         parts = {uid: iter(entries) for uid, entries in self.entries.items()}

@@ -81,15 +81,8 @@ AttentionInterface.register(NAME, bubblespec_attention)
 
 
 def _cached_sdpa(packing: CachePacking, query, cached_key, cached_value, scaling, window) -> torch.Tensor:
-    out = None
-    for group in packing.groups:
-        attended = _attend_group(group, query, cached_key, cached_value, scaling, window)
-        if group.tokens is None:
-            return attended
-        if out is None:
-            out = attended.new_empty(query.shape[0], *attended.shape[1:])
-        out[group.tokens] = attended[group.padded]
-    return out
+    attended = [_attend_group(group, query, cached_key, cached_value, scaling, window) for group in packing.groups]
+    return attended[0] if len(attended) == 1 else torch.cat(attended)
 
 
 def _attend_group(group: AttentionGroup, query, cached_key, cached_value, scaling, window) -> torch.Tensor:
@@ -98,18 +91,17 @@ def _attend_group(group: AttentionGroup, query, cached_key, cached_value, scalin
     num_heads, head_dim = query.shape[1:]
     kv_heads = cached_key.shape[2]
     fold = num_heads // kv_heads
-    if group.tokens is not None:
-        padded = query.new_zeros(rows * queries, num_heads, head_dim)
-        padded[group.padded] = query[group.tokens]
-        query = padded
+    query = query[group.first_token : group.first_token + group.num_tokens]
+    if group.padded is not None:
+        query = query.index_select(0, group.padded)
     query = query.reshape(rows, queries, kv_heads, fold, head_dim).permute(0, 2, 3, 1, 4)
     query = query.reshape(rows, kv_heads, fold * queries, head_dim)
     slots = slice(group.first_slot, group.first_slot + rows)
     key, value = (t[slots, : group.length].transpose(1, 2) for t in (cached_key, cached_value))
     mask = group.mask(fold, window, query.dtype)
     out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
-    out = out.reshape(rows, kv_heads, fold, queries, -1).permute(0, 3, 1, 2, 4)
-    return out.reshape(rows * queries, num_heads, -1)
+    out = out.reshape(rows, kv_heads, fold, queries, -1).permute(0, 3, 1, 2, 4).reshape(rows * queries, num_heads, -1)
+    return out if group.real is None else out.index_select(0, group.real)
 
 
 def _sequences_sdpa(packing: SequencePacking, query, key, value, scaling, window) -> torch.Tensor:

@@ -15,6 +15,7 @@ Shape legend: R active rows, N tokens in a forward, M rows that sample in it, T 
 """
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -127,19 +128,27 @@ class Generator:
             self._take_results(slot)
             self._free(slot)
 
-    def drop_all(self) -> list[Row]:
-        """Take all rows out, those in the queue too; see `drop`."""
-        dropped = [self._take_results(slot) for slot in range(len(self.rows))] + list(self.queue)
-        self.rows.clear()
-        self.queue.clear()
-        return dropped
+    def collect(self) -> list[Row]:
+        """The rows in slots, with their tokens so far in them, and those in the queue as they are. All stay where they are."""
+        return [self._take_results(slot) for slot in range(len(self.rows))] + list(self.queue)
 
-    def reset(self) -> None:
-        """Forget all rows, all cached keys and values and the limit on prefills. Needed whenever the weights have changed."""
+    def is_decoding(self, row: Row) -> bool:
+        """Whether a row's prompt and all of its tokens but the last are in the cache."""
+        slot = self.rows.index(row) if row in self.rows else -1
+        return slot >= 0 and bool(self.cached[slot] == self.length[slot] - 1)
+
+    def reset(self, kept: Collection[Row] = ()) -> None:
+        """Forget all rows, all cached keys and values and the limit on prefills. Needed whenever the weights have changed.
+
+        Rows to be `kept` must be decoding. They go on over keys and values that older weights have computed: what they then
+        generate is a sample of no policy, and good for nothing but drafts.
+        """
         self.queue.clear()
-        self.rows.clear()
+        for slot in reversed(range(len(self.rows))):
+            if self.rows[slot] not in kept:
+                self._free(slot)
         self.max_prefill_tokens = self.max_batch_tokens
-        self.prompt_id.fill(-1)
+        self.prompt_id.fill(-1)  # so that nobody shares the prompt of a kept row
         self._prompt_ids.clear()
 
     def run(self, rows: list[Row]) -> list[Row]:

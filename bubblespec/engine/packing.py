@@ -14,27 +14,30 @@ import torch
 
 from bubblespec.engine.kv_cache import KVCache
 
-# Rows that feed few tokens are padded to the most of any of them and attended together; the others attend one by one. An
-# attention call of its own costs about as much as this many padded queries (measured on a CPU, 4 heads of 24, 200 positions).
-CALL_IN_QUERIES = 9
-QUERY_CUTS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32])
+# Rows of adjacent slots are padded to the longest of them and attended in one call, as long as that costs less than another
+# call. The cost of a call over R rows, in microseconds: CALL + R * (ROW + QUERY * Q + KEY * L + PAIR * Q * L), fitted to 100
+# shapes on one CPU thread with 4 heads of 24 (SDPA alone has CALL = 18, the rest of it is slicing). Only the ratios count.
+CALL, ROW, QUERY, KEY, PAIR = 40.0, 1.1, 0.42, 0.057, 0.0053
 
 
 @dataclass
 class AttentionGroup:
-    """Rows of adjacent slots whose new tokens are padded to Q and attended in one call.
+    """Rows of adjacent slots, attended in one call with their new tokens padded to Q and their positions to L.
 
-    tokens: int64 [M], packed indices of the group's real tokens; None when they are all N in order with Q = 1.
-    padded: int64 [M], where each of them lies in the padded [R * Q] layout.
+    first_token, num_tokens: where the group's tokens are in the packed input. padded: int64 [R * Q], the packed token at each
+    place of the padded layout, counted from first_token; real: int64 [num_tokens], the places of the real tokens. Both are
+    None where every row has Q tokens. query_position: int64 [R, Q].
     """
 
     first_slot: int
     num_rows: int
     num_queries: int
     length: int
+    first_token: int
+    num_tokens: int
     query_position: torch.Tensor
-    tokens: torch.Tensor | None
     padded: torch.Tensor | None
+    real: torch.Tensor | None
     _masks: dict = field(default_factory=dict)
 
     def mask(self, heads_per_kv: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
@@ -46,7 +49,7 @@ class AttentionGroup:
             if window is not None:
                 hidden |= key_position <= self.query_position[..., None] - window
             mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
-            self._masks[wanted] = mask.repeat(1, heads_per_kv, 1)[:, None]
+            self._masks[wanted] = (mask.repeat(1, heads_per_kv, 1) if heads_per_kv > 1 else mask)[:, None]
         return self._masks[wanted]
 
 
@@ -67,36 +70,30 @@ class CachePacking:
 
     @cached_property
     def groups(self) -> list[AttentionGroup]:
-        """One padded group for all rows with few new tokens, one group for each other row."""
-        start, count, device = self.start, self.count, self.slot.device
-        first = np.cumsum(count) - count
-        is_short = count <= _query_cut(count)
-        groups = []
-        for row in np.flatnonzero(~is_short):
-            tokens = torch.arange(first[row], first[row] + count[row], device=device)
-            position = torch.arange(start[row], start[row] + count[row], device=device)[None]
-            length = int(start[row] + count[row])
-            groups.append(
-                AttentionGroup(int(row), 1, int(count[row]), length, position, tokens, torch.arange(len(tokens), device=device))
-            )
-        used = np.flatnonzero(is_short & (count > 0))
-        if len(used):
-            low, high, queries = used[0], used[-1] + 1, int(count[used].max())
-            all_decode = len(used) == len(count) and queries == 1
-            position = start[low:high, None] + np.arange(queries)
-            position[~is_short[low:high]] = 0  # rows of other groups ride along as padding: they see position 0 only
-            length = int((start + count)[used].max())
-            position = np.minimum(position, length - 1)
-            tokens = padded = None
-            if not all_decode:
-                offset = np.arange(queries)
-                real = (offset < count[low:high, None]) & is_short[low:high, None]
-                padded = torch.from_numpy(np.flatnonzero(real)).to(device)
-                tokens = torch.from_numpy((first[low:high, None] + offset)[real]).to(device)
-            groups.append(
-                AttentionGroup(int(low), int(high - low), queries, length, torch.from_numpy(position).to(device), tokens, padded)
-            )
-        return groups
+        """All rows that feed something, in slot order."""
+        ends = self.start + self.count
+        first = np.cumsum(self.count) - self.count
+        return [
+            self._group(low, high, ends, int(first[low]))
+            for low, high in _cheapest_cuts(self.count, ends)
+            if self.count[low:high].any()
+        ]
+
+    def _group(self, low: int, high: int, ends: np.ndarray, first_token: int) -> AttentionGroup:
+        device, count = self.slot.device, self.count[low:high]
+        queries, length = int(count.max()), int(ends[low:high].max())
+        offset = np.arange(queries)
+        # Padding repeats the row's last token; a row without any sees its position 0 only.
+        position = np.minimum(self.start[low:high, None] + offset, np.maximum(ends[low:high, None] - 1, 0))
+        padded = real = None
+        if (count < queries).any():
+            begin = np.cumsum(count) - count
+            last = np.maximum(count - 1, 0)[:, None]
+            padded = np.minimum(begin[:, None] + np.minimum(offset, last), count.sum() - 1)
+            real = torch.from_numpy(np.flatnonzero(offset < count[:, None])).to(device)
+            padded = torch.from_numpy(padded.ravel()).to(device)
+        position = torch.from_numpy(position).to(device)
+        return AttentionGroup(low, high - low, queries, length, first_token, int(count.sum()), position, padded, real)
 
     @cached_property
     def varlen(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
@@ -110,13 +107,35 @@ class CachePacking:
         return (*to_device, int(self.count.max()), int(used.max()))
 
 
-def _query_cut(count: np.ndarray) -> int:
-    """Most new tokens of a row that is padded with the others, so that the padding costs no more than it saves in calls."""
-    if count.max() == 1:
-        return 1
-    alone = count[:, None] > QUERY_CUTS
-    padded = len(count) * np.minimum(QUERY_CUTS, count.max())  # rows that attend alone ride along as padding
-    return int(QUERY_CUTS[(padded + ((CALL_IN_QUERIES + count[:, None]) * alone).sum(axis=0)).argmin()])
+def _cheapest_cuts(count: np.ndarray, length: np.ndarray) -> list[tuple[int, int]]:
+    """[begin, end) of the groups that rows are attended in: cut at the best place, and each half again, while that pays.
+
+    count, length: int64 [R], new tokens and attended positions of each row.
+    """
+    alone = ROW + QUERY * count + KEY * length + PAIR * count * length
+    cuts, open_groups = [], [(0, len(count))]
+    while open_groups:
+        low, high = open_groups.pop()
+        q, n, size = count[low:high], length[low:high], high - low
+        whole = size * _row_cost(q.max(), n.max())
+        # No cutting saves more than all that padding costs.
+        if whole - alone[low:high].sum() <= CALL:
+            cuts.append((low, high))
+            continue
+        rows = np.arange(1, size)
+        left = rows * _row_cost(np.maximum.accumulate(q)[:-1], np.maximum.accumulate(n)[:-1])
+        right = rows * _row_cost(np.maximum.accumulate(q[::-1])[:-1], np.maximum.accumulate(n[::-1])[:-1])
+        both = left + right[::-1]
+        best = int(both.argmin())
+        if both[best] + CALL >= whole:
+            cuts.append((low, high))
+        else:
+            open_groups += [(low + best + 1, high), (low, low + best + 1)]
+    return cuts
+
+
+def _row_cost(queries, length):
+    return ROW + QUERY * queries + (KEY + PAIR * queries) * length
 
 
 def pack_rows(cache: KVCache, start: np.ndarray, count: np.ndarray, device: torch.device) -> CachePacking:

@@ -13,32 +13,24 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from bubblespec.data import Prompt
 from bubblespec.drafts.bubble import Draft, DraftStore, Key
 from bubblespec.engine.generator import Generator, Row
+from bubblespec.schedule.priority import Item
 from bubblespec.schedule.progress import ProgressBoard, RankState
 from bubblespec.schedule.speculator import RowSpeculator
 
 
-@dataclass(frozen=True)
-class Item:
-    """One response to draft."""
-
-    step: int
-    prompt: Prompt
-    sample: int
-    owner: int  # rank that will generate it
-
-    @property
-    def key(self) -> Key:
-        return (self.step, self.prompt.uid, self.sample)
-
-
 @dataclass
 class RunAhead:
-    """What a rank needs to draft ahead in one rollout. items: the same on every rank; own_first: grant a rank's own first."""
+    """What a rank needs to draft ahead in one rollout.
+
+    items, idle_items: to draft, most urgent first, the same on every rank; the second only by ranks without rows of their own.
+    held: items that this rank alone goes on with, from the rollout before. own_first: grant a rank's own items first.
+    """
 
     items: deque[Item]
+    idle_items: deque[Item]
+    held: list[Item]
     store: DraftStore
     version: int
     max_new_tokens: int
@@ -46,17 +38,25 @@ class RunAhead:
     uses_soft_bubbles: bool = True
     own_first: bool = False
 
+    def has_items(self, takes_all: bool) -> bool:
+        return bool(self.items or (takes_all and self.idle_items))
+
     def grant(self, states: list[RankState]) -> list[list[Item]]:
         """The items that each rank gets for its request in a tick: a pure function of the tick, the same on all ranks."""
-        return [[self._next(rank) for _ in range(min(s.wanted_items, len(self.items)))] for rank, s in enumerate(states)]
+        granted = []
+        for rank, state in enumerate(states):
+            granted.append([])
+            while len(granted[rank]) < state.wanted_items and self.has_items(state.is_done):
+                granted[rank].append(self._take(rank, self.items or self.idle_items))
+        return granted
 
-    def _next(self, rank: int) -> Item:
+    def _take(self, rank: int, items: deque[Item]) -> Item:
         if self.own_first:
-            for position, item in enumerate(self.items):
+            for position, item in enumerate(items):
                 if item.owner == rank:
-                    del self.items[position]
+                    del items[position]
                     return item
-        return self.items.popleft()
+        return items.popleft()
 
 
 @dataclass
@@ -73,21 +73,6 @@ class RolloutStats:
     events: list[tuple[str, float, float]] = field(default_factory=list)  # (kind, begin, end), time.perf_counter
 
 
-def plan_items(batches: list[tuple[int, list[Prompt], list[int]]], num_generations: int, store: DraftStore) -> deque[Item]:
-    """What is left to draft, nearest step first, the samples of a prompt side by side (they share its prefill).
-
-    batches: (step, prompts, owner rank of each prompt) of the coming steps.
-    """
-    items = deque()
-    for step, prompts, owners in batches:
-        for prompt, owner in zip(prompts, owners, strict=True):
-            for sample in range(num_generations):
-                draft = store.get((step, prompt.uid, sample))
-                if draft is None or not draft.is_finished:
-                    items.append(Item(step, prompt, sample, owner))
-    return items
-
-
 def rollout(
     engine: Generator,
     rows: list[Row],
@@ -99,27 +84,31 @@ def rollout(
     """Generate this rank's rows to their end, and draft ahead until all ranks have. Returns counts and this rank's drafts.
 
     With `ahead` None nothing is drafted. Rows must be known to the speculator (`track`). expected_longest: tokens of a rank's
-    longest row, for the estimate of the time left that goes into the ticks.
+    longest row, for the estimate of the time left that goes into the ticks. Drafts that are not finished stay in the engine
+    where they can, and go on in the next rollout over the keys and values they have.
     """
     stats, drafts = RolloutStats(), {}
-    engine.reset()
-    engine.add(rows)
-    board.begin()
     own = {id(row) for row in rows}
     granted: deque[Item] = deque()  # items to draft, not yet in the engine
-    requested = 0
+    held = {item.key: item for item in ahead.held} if ahead is not None else {}
+    kept = [row for row in engine.rows if (row.step, row.uid, row.sample) in held]
+    engine.reset(kept)
+    for row in kept:
+        speculator.track(row, None, ahead.version)
+        del held[row.step, row.uid, row.sample]
+    granted.extend(held.values())  # the engine has been used for something else in between
+    engine.add(rows)
+    board.begin()
     started = time.perf_counter()
 
     def state() -> RankState:
-        nonlocal requested
         active = len(own)
-        requested = 0
-        if ahead is not None and ahead.items and not engine.queue:
-            free = _free_rows(engine, own, ahead, speculator)
-            requested = max(0, 2 * free - len(granted))
+        wanted = 0
+        if ahead is not None and ahead.has_items(not own) and not engine.queue:
+            wanted = max(0, 2 * _free_rows(engine, own, ahead, speculator) - len(granted))
         left = max((max(expected_longest - n, 1.0) for n in _own_lengths(engine, own)), default=0.0)
         step_s = float(speculator.cost.seconds(max(active, 1), max(active, 1)))
-        return RankState(active, left, stats.drafted_tokens, step_s, requested, active == 0)
+        return RankState(active, left, stats.drafted_tokens, step_s, wanted, active == 0)
 
     def act(states: list[RankState]) -> None:
         if ahead is not None:
@@ -160,8 +149,12 @@ def rollout(
             stats.draft_s += end - begin
         kind = "draft hard" if not own_before else "draft soft" if has_drafts else "decode"
         _note(stats.events, kind, begin, end)
-    for row in engine.drop_all():
-        _keep(drafts, row, ahead, stats)
+    unfinished = sorted(engine.collect(), key=lambda row: len(row.tokens), reverse=True)
+    # Rows of the next step are about to be verified, by whoever owns them; the next step's own rows need slots.
+    may_stay = [row for row in unfinished if row.step > ahead.version + 1 and engine.is_decoding(row)] if ahead else []
+    staying = may_stay[: engine.cache.num_slots - len(rows)] if len(rows) < engine.cache.num_slots else []
+    for row in unfinished:
+        _keep(drafts, row, ahead, stats, board.ranks.rank if row in staying else -1)
     stats.num_ticks = board.num_ticks
     return stats, drafts
 
@@ -204,12 +197,13 @@ def _admit(engine: Generator, own: set[int], granted: deque[Item], ahead: RunAhe
         engine.add([row])
 
 
-def _keep(drafts: dict[Key, Draft], row: Row, ahead: RunAhead, stats: RolloutStats) -> None:
-    old = ahead.store.get((row.step, row.uid, row.sample))
+def _keep(drafts: dict[Key, Draft], row: Row, ahead: RunAhead, stats: RolloutStats, holder: int = -1) -> None:
+    key = (row.step, row.uid, row.sample)
+    old = ahead.store.get(key)
     grown = len(row.tokens) - (len(old.tokens) if old else 0)
-    if grown > 0:
-        stats.drafted_tokens += grown
-        drafts[row.step, row.uid, row.sample] = Draft(row.tokens.astype(np.int32), row.finish is not None, ahead.version)
+    stats.drafted_tokens += grown
+    if grown > 0 or holder != (old.holder if old else -1):
+        drafts[key] = Draft(row.tokens.astype(np.int32), row.finish is not None, ahead.version, holder)
 
 
 def _note(events: list[tuple[str, float, float]], kind: str, begin: float, end: float) -> None:

@@ -1,6 +1,7 @@
 """Speculation over a run: the drafts, histories and estimates that live from step to step, and one step's rollout with them."""
 
 import time
+from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,12 +12,15 @@ from bubblespec.distributed import Ranks
 from bubblespec.drafts.bubble import DraftStore, exchange
 from bubblespec.drafts.suffix import History
 from bubblespec.engine.generator import Generator, Row
+from bubblespec.schedule.priority import Outlook, plan_items
 from bubblespec.schedule.progress import ProgressBoard
-from bubblespec.schedule.run_ahead import RolloutStats, RunAhead, plan_items, rollout
+from bubblespec.schedule.run_ahead import RolloutStats, RunAhead, rollout
 from bubblespec.schedule.speculator import ALIGNED, RowSpeculator
 from bubblespec.schedule.windows import CostModel
 
 MAX_AUTO_LOOKAHEAD = 16
+# What a draft token costs beside the forwards it saves, in tokens fed: its verification, and windows that are refused in part.
+DRAFT_COST = 2.0
 MIN_AGE_SHARE = 0.2  # drafts so old that less of them is accepted are not worth making
 
 
@@ -32,7 +36,10 @@ class Speculation:
     history: History
     tokens_per_step: float = 0.0  # exponentially weighted, over all ranks
     longest: float = 0.0
+    forwards: float = 0.0  # of the slowest rank in a rollout, exponentially weighted
     accepted_by_age: dict[int, float] = field(default_factory=dict)  # share of aligned draft tokens, exponentially weighted
+    outlook: Outlook = field(default_factory=Outlook)
+    shared_cost: np.ndarray | None = None  # coefficients of the ranks' cost models, their mean
 
     def lookahead(self, step: int) -> int:
         """How many steps to draft ahead of `step`."""
@@ -59,39 +66,58 @@ class Speculation:
         if depth:
             coming = [(s, batch_of(s)) for s in range(step + 1, step + 1 + depth)]
             batches = [(s, prompts, owners_of(prompts)) for s, prompts in coming]
-            ahead = RunAhead(
-                plan_items(batches, self.config.rollout.num_generations, self.store),
-                self.store,
-                version=step,
-                max_new_tokens=self.config.rollout.max_completion_length,
-                max_slowdown=self.config.bubble.max_slowdown,
-                uses_soft_bubbles=self.config.bubble.uses_soft_bubbles,
-                own_first=self.config.bubble.order == "own",
-            )
+            rows_a_rank = -(-len(coming[0][1]) * self.config.rollout.num_generations // self.ranks.world_size)
+            ahead = self._plan(batches, step, rows_a_rank, engine.cache.num_slots)
         stats, drafts = rollout(engine, rows, self.board, self.speculator, ahead, self.longest)
         self.store.drop_until(step)
         return stats, drafts
 
+    def _plan(self, batches: list, step: int, num_rows: int, num_slots: int) -> RunAhead:
+        config = self.config.bubble
+        worth = None
+        if self.shared_cost is not None:
+            fixed, _, per_token, _ = self.shared_cost
+            worth = self.outlook.worth(num_rows, num_slots, fixed, DRAFT_COST * per_token)
+        num_generations = self.config.rollout.num_generations
+        planned = plan_items(batches, num_generations, self.store, self.history, self.outlook, self.forwards, worth)
+        free = [item for item in planned if item.holder < 0]
+        return RunAhead(
+            deque(item for item in free if item.pays),
+            deque(item for item in free if not item.pays),
+            [item for item in planned if item.holder == self.ranks.rank],
+            self.store,
+            version=step,
+            max_new_tokens=self.config.rollout.max_completion_length,
+            max_slowdown=config.max_slowdown,
+            uses_soft_bubbles=config.uses_soft_bubbles,
+            own_first=config.order == "own",
+        )
+
     def learn(self, step: int, prompts: list[Prompt], tokens: list[np.ndarray], rewards: np.ndarray) -> None:
         """Take in the step's samples, the same on every rank: lengths, and histories for the prompts' next epoch."""
-        lengths = np.array([len(t) for t in tokens], np.float64)
-        keep = 0.7 if self.tokens_per_step else 0.0
-        self.tokens_per_step = keep * self.tokens_per_step + (1 - keep) * float(lengths.sum())
-        self.longest = keep * self.longest + (1 - keep) * float(lengths.max())
+        lengths = np.array([len(t) for t in tokens], np.int64)
+        self.tokens_per_step = _average(self.tokens_per_step or None, float(lengths.sum()))
+        self.longest = _average(self.longest or None, float(lengths.max()))
+        self.outlook.learn(lengths)
         num_generations = len(tokens) // len(prompts)
         if "suffix" in self.config.speculative.method:
             for i, sample in enumerate(tokens):
                 self.history.add(prompts[i // num_generations].uid, sample, float(rewards[i]), step)
 
-    def exchange(self, drafts: dict) -> int:
-        """All ranks' drafts into all ranks' stores, and the acceptance by age, so that all choose the same look-ahead."""
+    def exchange(self, drafts: dict, stats: RolloutStats) -> int:
+        """All ranks' drafts into all ranks' stores, and what the ranks measured, so that all of them plan alike.
+
+        Returns the number of tokens that all ranks offered.
+        """
         ages = np.zeros((MAX_AUTO_LOOKAHEAD + 1, 2))
         for age, counts in self.speculator.stats.by_age.items():
             ages[min(age, MAX_AUTO_LOOKAHEAD)] += counts
-        for age, (drafted, accepted) in enumerate(self.ranks.gather(ages).sum(axis=0)):
+        measured = self.ranks.gather(np.concatenate((ages.ravel(), [stats.own_forwards], self.speculator.cost.coefficients)))
+        for age, (drafted, accepted) in enumerate(measured[:, : ages.size].sum(axis=0).reshape(ages.shape)):
             if drafted >= 50:
-                old = self.accepted_by_age.get(age, accepted / drafted)
-                self.accepted_by_age[age] = 0.7 * old + 0.3 * accepted / drafted
+                self.accepted_by_age[age] = _average(self.accepted_by_age.get(age), accepted / drafted)
+        self.forwards = _average(self.forwards or None, float(measured[:, ages.size].max()))
+        self.shared_cost = measured[:, ages.size + 1 :].mean(axis=0)
         return exchange(self.store, drafts, self.ranks)
 
     def state_dict(self) -> dict[str, np.ndarray]:
@@ -99,13 +125,19 @@ class Speculation:
         ages = np.array([[age, share] for age, share in self.accepted_by_age.items()], np.float64).reshape(-1, 2)
         parts = {"drafts": self.store.state_dict(), "history": self.history.state_dict()}
         flat = {f"{name}.{key}": array for name, part in parts.items() for key, array in part.items()}
-        return flat | {"lengths": np.array([self.tokens_per_step, self.longest]), "accepted_by_age": ages}
+        averages = np.array([self.tokens_per_step, self.longest, self.forwards])
+        return flat | {"lengths": self.outlook.lengths, "averages": averages, "accepted_by_age": ages}
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
         for name, part in (("drafts", self.store), ("history", self.history)):
             part.load_state_dict({key.split(".", 1)[1]: array for key, array in state.items() if key.startswith(f"{name}.")})
-        self.tokens_per_step, self.longest = map(float, state["lengths"])
+        self.outlook.lengths = state["lengths"]
+        self.tokens_per_step, self.longest, self.forwards = map(float, state["averages"])
         self.accepted_by_age = {int(age): float(share) for age, share in state["accepted_by_age"]}
+
+
+def _average(old: float | None, new: float) -> float:
+    return new if old is None else 0.7 * old + 0.3 * new
 
 
 class _FixedDrafts:
@@ -139,7 +171,7 @@ def profile(engine: Generator, cost: CostModel, num_forwards: int = 3) -> None:
                 engine.step()
                 if rows:
                     cost.anchor(rows, engine.num_fed_tokens - fed, time.perf_counter() - started)
-            engine.drop_all()
+            engine.reset()
     engine.reset()
     engine.speculator = None
 

@@ -1,0 +1,112 @@
+"""Which responses to draft first, and which are worth slowing down a rank's own rows for.
+
+First come those with the least slack: the forwards that the rollouts until their step will have, minus the tokens they are
+expected to need. So a long response is begun many steps before its own, and of equally long ones the nearest comes first.
+How long a response gets is guessed from its own draft so far, its siblings' drafts, and its prompt's responses in earlier
+epochs. Where nothing is known of a prompt, one of its samples goes first as a probe.
+
+A draft pays where it shortens its own step by more than making and verifying it costs. The first tokens of a response share
+their forwards with the whole batch, and little is saved by not decoding them; the last tokens of a long response have a
+forward to themselves.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from bubblespec.data import Prompt
+from bubblespec.drafts.bubble import Draft, DraftStore, Key
+from bubblespec.drafts.suffix import History
+
+PROBE_QUANTILE = 0.9  # a prompt of which nothing is known is taken to be this long, until one of its samples has shown
+
+
+@dataclass(frozen=True)
+class Item:
+    """One response to draft. pays: worth it also where it slows down a rank's own rows; holder: see `Draft`."""
+
+    step: int
+    prompt: Prompt
+    sample: int
+    owner: int  # rank that will generate it
+    pays: bool = True
+    holder: int = -1
+
+    @property
+    def key(self) -> Key:
+        return (self.step, self.prompt.uid, self.sample)
+
+
+class Outlook:
+    """Lengths of recent responses, and what they say about those to come. The same on every rank."""
+
+    def __init__(self, num_kept: int = 4096):
+        self.num_kept = num_kept
+        self.lengths = np.empty(0, np.int64)  # latest last
+
+    def learn(self, lengths: np.ndarray) -> None:
+        self.lengths = np.concatenate((self.lengths, lengths))[-self.num_kept :]
+
+    @property
+    def mean(self) -> float:
+        return float(self.lengths.mean()) if len(self.lengths) else 1.0
+
+    def quantile(self, share: float) -> float:
+        return float(np.quantile(self.lengths, share)) if len(self.lengths) else 1.0
+
+    def total(self, so_far: int) -> float:
+        """Expected length of a response that has `so_far` tokens and goes on; twice that if none has been so long."""
+        longer = self.lengths[self.lengths > so_far]
+        return float(longer.mean()) if len(longer) else 2.0 * so_far
+
+    def worth(self, num_rows: int, num_slots: int, forward_s: float, token_s: float) -> np.ndarray:
+        """Seconds won by a draft of 0, 1, ... tokens, float64 [longest + 1], in a batch of `num_rows` rows a rank.
+
+        forward_s: what a forward costs beside its tokens, shared by the rows that have got so far; token_s: cost of drafting and
+        verifying a token, less what not decoding it saves.
+        """
+        longest = int(self.lengths.max(initial=1))
+        alive = 1.0 - np.searchsorted(np.sort(self.lengths), np.arange(longest), side="right") / max(len(self.lengths), 1)
+        sharing = np.clip(num_rows * alive, 1.0, min(num_slots, num_rows))
+        return np.concatenate(([0.0], np.cumsum(forward_s / sharing - token_s)))
+
+
+def plan_items(
+    batches: list[tuple[int, list[Prompt], list[int]]],
+    num_generations: int,
+    store: DraftStore,
+    history: History,
+    outlook: Outlook,
+    forwards_per_step: float,
+    worth: np.ndarray | None = None,
+) -> list[Item]:
+    """What is left to draft, least slack first. The samples of a prompt keep together where they can.
+
+    batches: (step, prompts, owner rank of each prompt) of the coming steps, nearest first; worth: see `Outlook.worth`, None
+    if everything pays.
+    """
+    planned = []
+    for ahead, (step, prompts, owners) in enumerate(batches):
+        for prompt, owner in zip(prompts, owners, strict=True):
+            drafts = [store.get((step, prompt.uid, sample)) for sample in range(num_generations)]
+            if all(draft is not None and draft.is_finished for draft in drafts):
+                continue
+            known = [_length(draft, outlook) for draft in drafts if draft is not None] or history.lengths(prompt.uid)
+            guess = float(np.mean(known)) if known else outlook.mean
+            for sample, draft in enumerate(drafts):
+                if draft is not None and draft.is_finished:
+                    continue
+                so_far, holder = (len(draft.tokens), draft.holder) if draft is not None else (0, -1)
+                is_probe = not known and sample == 0
+                total = outlook.quantile(PROBE_QUANTILE) if is_probe else guess
+                if so_far:
+                    total = max(total, _length(draft, outlook))
+                pays = worth is None or is_probe or worth[min(int(total), len(worth) - 1)] > 0
+                slack = ahead * forwards_per_step - (total - so_far)
+                planned.append((slack, Item(step, prompt, sample, owner, bool(pays), holder)))
+    return [item for _, item in sorted(planned, key=lambda entry: entry[0])]
+
+
+def _length(draft: Draft, outlook: Outlook) -> float:
+    """Of a finished draft its length, of another the expected one."""
+    return float(len(draft.tokens)) if draft.is_finished else outlook.total(len(draft.tokens))
