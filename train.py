@@ -10,7 +10,6 @@ import numpy as np
 import transformers
 
 from bubblespec.advantages import frac_zero_std, group_advantages
-from bubblespec.checkpoint import save_checkpoint
 from bubblespec.config import load_config
 from bubblespec.distributed import ranks_from_environment
 from bubblespec.errors import InputError
@@ -19,8 +18,8 @@ from bubblespec.report import rollout_metrics, timing_metrics
 from bubblespec.rollout import gather_samples, make_rows, score_rows
 from bubblespec.schedule.progress import RankTimeout
 from bubblespec.schedule.speculation import speculation_metrics
-from bubblespec.trainer import Trainer, evaluate, generate_step, set_up
-from bubblespec.update import train_on_samples
+from bubblespec.timeline import gather_lanes
+from bubblespec.trainer import Trainer, evaluate, generate_step, save, set_up, train_step
 
 
 def train(trainer: Trainer) -> None:
@@ -30,6 +29,8 @@ def train(trainer: Trainer) -> None:
     if run.eval_steps and trainer.first_step == 0:
         logger.log_evaluation(0, evaluate(trainer))
     for step in range(trainer.first_step, run.max_steps):
+        if step in run.timeline_steps or step - 1 in run.timeline_steps:
+            ranks.barrier()  # lanes begin together, and what drawing took is not counted as waiting in the step after it
         clock = [time.perf_counter()]
         prompts = trainer.batch(step)
         own = trainer.own_share(prompts)
@@ -43,12 +44,11 @@ def train(trainer: Trainer) -> None:
         exchange_started = time.perf_counter()
         if trainer.speculation is not None:
             trainer.speculation.exchange(drafts, stats)
+            stats.events.append(("exchange", exchange_started, time.perf_counter()))
         clock.append(time.perf_counter())
         rewards = trainer.combined(samples).reshape(len(prompts), rollout.num_generations)
         advantages = group_advantages(rewards, config.loss.scale_rewards).ravel()
-        metrics = train_on_samples(
-            trainer.model, trainer.reference, trainer.optimizer, samples, advantages, config, ranks, step, trainer.kernel
-        )
+        metrics = train_step(trainer, samples, advantages, step, stats.events)
         clock.append(time.perf_counter())
         metrics |= rollout_metrics(samples, rewards, list(trainer.rewards), frac_zero_std(rewards))
         if trainer.speculation is not None:
@@ -59,14 +59,13 @@ def train(trainer: Trainer) -> None:
         logger.log(step, metrics)
         if step % run.logging_steps == 0:
             logger.log_samples(step, samples, rewards.ravel(), trainer.tokenizer)
+        if step in run.timeline_steps:
+            logger.log_timeline(step, gather_lanes(ranks, stats.events, clock), config.speculative.method)
         done = step + 1
         if run.eval_steps and (done % run.eval_steps == 0 or done == run.max_steps):
             logger.log_evaluation(done, evaluate(trainer))
         if done == run.max_steps or (run.save_steps and done % run.save_steps == 0):
-            if ranks.is_main:
-                state = trainer.speculation.state_dict() if trainer.speculation else None
-                save_checkpoint(config, done, trainer.model, trainer.tokenizer, trainer.optimizer, state)
-            ranks.barrier()
+            save(trainer, done)
     logger.close()
 
 

@@ -28,6 +28,7 @@ HARMLESS = {
     "run.eval_steps",
     "run.save_steps",
     "run.logging_steps",
+    "run.timeline_steps",
     "run.keep_last",
     "run.resume_from_checkpoint",
     "run.timeout_s",

@@ -198,6 +198,8 @@ class RunConfig:
     """Save a checkpoint every so many steps and after the last; 0 only after the last."""
     logging_steps: int = 10
     """Write sample completions to TensorBoard every so many steps; metrics are written every step."""
+    timeline_steps: list[int] = field(default_factory=list)
+    """Steps (from 0) of which a timeline of all ranks is written: a trace and a picture in output_dir/timeline."""
     keep_last: int = 2
     """Checkpoints kept; older ones are deleted."""
     resume_from_checkpoint: str = "auto"
@@ -299,8 +301,9 @@ def check_values(config: Config) -> None:
     _require(config.run.seed < 1 << 63, "run.seed", config.run.seed, f"below {1 << 63}")
     for key in ("optim.adam_beta1", "optim.adam_beta2"):
         _require(0 <= flat[key] < 1, key, flat[key], "at least 0 and below 1")
-    for number, token in enumerate(config.rollout.stop_token_ids or []):
-        _require(token >= 0, f"rollout.stop_token_ids[{number}]", token, "at least 0")
+    for key in ("rollout.stop_token_ids", "run.timeline_steps"):
+        for number, value in enumerate(flat[key] or []):
+            _require(value >= 0, f"{key}[{number}]", value, "at least 0")
     for key, limit in {"rollout.num_generations": 1 << 12, "eval.num_generations": 1 << 12, "run.max_steps": 1 << 31}.items():
         _require(flat[key] <= limit, key, flat[key], f"at most {limit} (the noise counter's field)")
     rollout, optim = config.rollout, config.optim

@@ -10,6 +10,7 @@ import numpy as np
 from tqdm import tqdm
 
 from bubblespec.rollout import Samples
+from bubblespec.timeline import save_timeline
 
 
 class MetricsLogger:
@@ -21,6 +22,7 @@ class MetricsLogger:
             return
         from torch.utils.tensorboard import SummaryWriter
 
+        self.output_dir = output_dir
         path = os.path.join(output_dir, "metrics.jsonl")
         kept = _keep_steps_before(path, first_step)
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (kept open for the run)
@@ -61,6 +63,13 @@ class MetricsLogger:
             prompt, reply = samples.prompt_of(i).text, tokenizer.decode(samples.tokens[i].tolist())
             text = f"reward {rewards[i]:.3f}\n\nprompt: {prompt}\n\ncompletion:\n{reply}"
             self._tensorboard.add_text(f"sample_{number}", "    " + text.replace("\n", "\n    "), step)
+
+    def log_timeline(self, step: int, lanes: list[np.ndarray], method: str) -> None:
+        """A trace and a picture of one step; see `gather_lanes` for the lanes."""
+        if not self.is_main:
+            return
+        picture = save_timeline(self.output_dir, step, lanes, method)
+        self._tensorboard.add_image("timeline", picture, step, dataformats="HWC")
 
     def close(self) -> None:
         """End the bar and print the run's table."""

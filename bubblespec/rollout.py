@@ -5,6 +5,7 @@ depends on which rank generated what, or when.
 """
 
 import hashlib
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,7 @@ from bubblespec.data import Prompt
 from bubblespec.distributed import Ranks
 from bubblespec.engine.generator import Generator, Row
 from bubblespec.rewards import RewardFunction, score
+from bubblespec.timeline import Event, feeds_prompts, forward_kind, note
 
 
 @dataclass
@@ -51,10 +53,17 @@ def make_rows(prompts: list[Prompt], step: int, num_generations: int, max_new_to
     return [Row(p.uid, step, j, p.token_ids, max_new_tokens) for p in prompts for j in range(num_generations)]
 
 
-def generate(engine: Generator, rows: list[Row]) -> None:
-    """Run this rank's rows to their end on the weights as they are now."""
+def generate(engine: Generator, rows: list[Row], events: list[Event] | None = None) -> None:
+    """Run this rank's rows to their end on the weights as they are now. The forwards are noted in `events`, if given."""
     engine.reset()
-    engine.run(rows)
+    if events is None:
+        engine.run(rows)
+        return
+    engine.add(rows)
+    while not engine.is_idle:
+        num_own, has_prompts, begin = len(engine.rows) + len(engine.queue), feeds_prompts(engine), time.perf_counter()
+        engine.step()
+        note(events, forward_kind(num_own, 0, has_prompts, False), begin, time.perf_counter())
 
 
 def score_rows(functions: dict[str, RewardFunction], prompts: list[Prompt], rows: list[Row], tokenizer) -> np.ndarray:

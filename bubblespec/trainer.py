@@ -10,7 +10,14 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from bubblespec.checkpoint import CONFIG_FILE, find_checkpoint, load_optimizer, load_speculation, lock_output_dir
+from bubblespec.checkpoint import (
+    CONFIG_FILE,
+    find_checkpoint,
+    load_optimizer,
+    load_speculation,
+    lock_output_dir,
+    save_checkpoint,
+)
 from bubblespec.config import Config, config_to_yaml
 from bubblespec.data import Prompt, PromptSet, build_prompt_set, load_rows, make_tokenize, reasoning_gym_rows
 from bubblespec.distributed import Ranks
@@ -25,6 +32,8 @@ from bubblespec.rewards import RewardFunction, combine, load_reward
 from bubblespec.rollout import Samples, assign_prompts, gather_samples, generate, make_rows, score_rows
 from bubblespec.schedule.run_ahead import RolloutStats
 from bubblespec.schedule.speculation import Speculation, make_speculation
+from bubblespec.timeline import Event
+from bubblespec.update import train_on_samples
 
 
 @dataclass
@@ -165,16 +174,44 @@ def load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Pr
     return PromptSet(kept, train.num_dropped), held_out
 
 
-def generate_step(trainer: Trainer, rows: list[Row], step: int) -> tuple[RolloutStats | None, dict]:
-    """Generate this rank's rows of a step, drafting ahead where that is on. Returns its counts and its drafts."""
+def generate_step(trainer: Trainer, rows: list[Row], step: int) -> tuple[RolloutStats, dict]:
+    """Generate this rank's rows of a step, drafting ahead where that is on. Returns its counts and its drafts.
+
+    Without speculation nothing is counted, and forwards are noted only in the steps of run.timeline_steps.
+    """
     if trainer.speculation is None:
-        generate(trainer.engine, rows)
-        return None, {}
+        stats = RolloutStats()
+        generate(trainer.engine, rows, stats.events if step in trainer.config.run.timeline_steps else None)
+        return stats, {}
     trainer.engine.speculator = trainer.speculation.speculator
     try:
         return trainer.speculation.rollout(trainer.engine, rows, step, trainer.batch, trainer.owners)
     finally:
         trainer.engine.speculator = None
+
+
+def train_step(trainer: Trainer, samples: Samples, advantages: np.ndarray, step: int, events: list[Event]) -> dict[str, float]:
+    """All updates of a step; see `train_on_samples`."""
+    return train_on_samples(
+        trainer.model,
+        trainer.reference,
+        trainer.optimizer,
+        samples,
+        advantages,
+        trainer.config,
+        trainer.ranks,
+        step,
+        trainer.kernel,
+        events,
+    )
+
+
+def save(trainer: Trainer, done: int) -> None:
+    """Save a checkpoint after `done` updates. Called by all ranks: they go on together once it is on disk."""
+    if trainer.ranks.is_main:
+        state = trainer.speculation.state_dict() if trainer.speculation else None
+        save_checkpoint(trainer.config, done, trainer.model, trainer.tokenizer, trainer.optimizer, state)
+    trainer.ranks.barrier()
 
 
 def evaluate(trainer: Trainer) -> dict[str, float]:

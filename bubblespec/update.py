@@ -18,6 +18,7 @@ from bubblespec.engine.packing import pack_sequences
 from bubblespec.losses import kl_k3, policy_loss, token_logprobs, token_weights
 from bubblespec.optimizer import Optimizer
 from bubblespec.rollout import Samples
+from bubblespec.timeline import Event
 
 
 @dataclass
@@ -104,9 +105,10 @@ def train_on_samples(
     ranks: Ranks,
     step: int,
     kernel: str,
+    events: list[Event] | None = None,
 ) -> dict[str, float]:
     """All updates of one step. advantages: float64 [S]. Returns the step's training metrics, equal on all ranks, but for
-    `timing_s/sync`, this rank's seconds in gradient reductions."""
+    `timing_s/sync`, this rank's seconds in gradient reductions, which are noted in `events` too, if given."""
     loss = config.loss
     is_used = ~samples.is_truncated if loss.mask_truncated_completions else np.ones(len(samples), bool)
     weights = token_weights(loss.loss_type, samples.lengths, is_used, config.rollout.max_completion_length)
@@ -153,7 +155,10 @@ def train_on_samples(
             largest_mismatch = max(largest_mismatch, mismatch.max().item())
         started = time.perf_counter()
         optimizer.reduce(ranks)
-        sync_s += time.perf_counter() - started
+        ended = time.perf_counter()
+        sync_s += ended - started
+        if events is not None:
+            events.append(("sync", started, ended))
         everyone = ranks.gather(np.append(sums.cpu().numpy(), largest_mismatch))
         grad_norm, learning_rate = optimizer.step(step)
         if iteration == 0:

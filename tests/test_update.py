@@ -195,3 +195,15 @@ def test_plan_is_balanced_complete_and_within_its_budget():
     assert max(loads) < 1.01 * min(loads)
     fullest = sum(lengths) / sum(len(rank) for rank in plan)
     assert fullest > 850, "micro-batches should be nearly full"
+
+
+def test_every_reduction_is_an_event_of_its_own(make_model):
+    """Two updates train between their reductions: joined, the events would cover that time too."""
+    model, events = make_model(), []
+    prepare_model(model, 100)
+    config, ranks = make_config(num_iterations=2), Ranks(torch.device("cpu"))
+    optimizer = Optimizer(model, config.optim, 10)
+    metrics = train_on_samples(model, None, optimizer, make_samples(), ADVANTAGES, config, ranks, 0, "sdpa", events)
+    (first, second) = events
+    assert first[0] == second[0] == "sync" and first[1] <= first[2] < second[1] <= second[2]
+    assert metrics["timing_s/sync"] == pytest.approx(sum(end - begin for _, begin, end in events))

@@ -18,6 +18,7 @@ from bubblespec.engine.generator import Generator, Row
 from bubblespec.schedule.priority import Item
 from bubblespec.schedule.progress import ProgressBoard, RankState
 from bubblespec.schedule.speculator import RowSpeculator
+from bubblespec.timeline import Event, feeds_prompts, forward_kind, note
 
 
 @dataclass
@@ -70,7 +71,7 @@ class RolloutStats:
     wait_s: float = 0.0  # with nothing to do
     drafted_tokens: int = 0
     num_ticks: int = 0
-    events: list[tuple[str, float, float]] = field(default_factory=list)  # (kind, begin, end), time.perf_counter
+    events: list[Event] = field(default_factory=list)
 
 
 def rollout(
@@ -126,12 +127,13 @@ def rollout(
             if (states := board.wait(state)) is not None:
                 act(states)
             stats.wait_s += time.perf_counter() - begin
-            _note(stats.events, "wait", begin, time.perf_counter())
+            note(stats.events, "wait", begin, time.perf_counter())
             if board.is_over:
                 break
             continue
         fed, rows_before, own_before = engine.num_fed_tokens, len(engine.rows), len(own)
-        has_drafts = rows_before > own_before
+        num_ahead = rows_before + len(engine.queue) - own_before
+        has_prompts, verified_before = not num_ahead and feeds_prompts(engine), speculator.stats.num_draft
         finished = engine.step()
         end = time.perf_counter()
         speculator.cost.observe(max(rows_before, len(engine.rows)), engine.num_fed_tokens - fed, end - begin)
@@ -147,8 +149,8 @@ def rollout(
         else:
             stats.hard_forwards += 1
             stats.draft_s += end - begin
-        kind = "draft hard" if not own_before else "draft soft" if has_drafts else "decode"
-        _note(stats.events, kind, begin, end)
+        kind = forward_kind(own_before, num_ahead, has_prompts, speculator.stats.num_draft > verified_before)
+        note(stats.events, kind, begin, end)
     unfinished = sorted(engine.collect(), key=lambda row: len(row.tokens), reverse=True)
     # Rows of the next step are about to be verified, by whoever owns them; the next step's own rows need slots.
     may_stay = [row for row in unfinished if row.step > ahead.version + 1 and engine.is_decoding(row)] if ahead else []
@@ -204,11 +206,3 @@ def _keep(drafts: dict[Key, Draft], row: Row, ahead: RunAhead, stats: RolloutSta
     stats.drafted_tokens += grown
     if grown > 0 or holder != (old.holder if old else -1):
         drafts[key] = Draft(row.tokens.astype(np.int32), row.finish is not None, ahead.version, holder)
-
-
-def _note(events: list[tuple[str, float, float]], kind: str, begin: float, end: float) -> None:
-    """Record a stretch of time, joined to the one before if it is of the same kind."""
-    if events and events[-1][0] == kind:
-        events[-1] = (kind, events[-1][1], end)
-    else:
-        events.append((kind, begin, end))

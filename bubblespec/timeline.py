@@ -1,0 +1,151 @@
+"""What each rank did when, in chosen steps: a trace for Perfetto or chrome://tracing, and the same as a picture.
+
+A rank notes stretches of time as (kind, begin, end) by its own clock. Clocks of different machines have different zeros;
+barriers, which all ranks leave at about the same time, say how far they are apart.
+"""
+
+import json
+import os
+import time
+
+import numpy as np
+
+from bubblespec.distributed import Ranks
+from bubblespec.engine.generator import Generator
+
+Event = tuple[str, float, float]  # kind, begin and end in seconds of time.perf_counter
+
+# In the order of the legend. Useful work is in strong colours; waiting is pale, and what no event covers is white.
+COLOURS = {
+    "prefill": "#08519c",
+    "decode": "#5aa5e0",
+    "verify": "#1b9e77",
+    "draft soft": "#f2c230",
+    "draft hard": "#e3701a",
+    "wait": "#e4e4e4",
+    "reward": "#e78ac3",
+    "exchange": "#8c510a",
+    "train": "#7b52ab",
+    "sync": "#1a1a1a",
+}
+KINDS = list(COLOURS)
+DPI = 120
+NUM_BARRIERS = 11
+
+
+def note(events: list[Event], kind: str, begin: float, end: float) -> None:
+    """Record a stretch of time, joined to the one before if it is of the same kind."""
+    if events and events[-1][0] == kind:
+        events[-1] = (kind, events[-1][1], end)
+    else:
+        events.append((kind, begin, end))
+
+
+def feeds_prompts(engine: Generator) -> bool:
+    """Whether the engine's next forward computes prompt tokens. For an engine without run-ahead rows."""
+    active = len(engine.rows)
+    if engine.queue and active < engine.cache.num_slots:
+        return True  # rows enter free slots
+    needy = engine.cached[:active] < engine.prompt_length[:active] - 1
+    if not needy.any():
+        return False
+    held = engine.prompt_id[engine.cached >= engine.prompt_length - 1]  # these are copied from another slot, not computed
+    return not np.isin(engine.prompt_id[:active][needy], held).all()
+
+
+def forward_kind(num_own: int, num_ahead: int, has_prompts: bool, has_verified: bool) -> str:
+    """The kind of a forward. num_own, num_ahead: rows of this step and of coming steps that were unfinished before it."""
+    if num_ahead:
+        return "draft soft" if num_own else "draft hard"
+    return "prefill" if has_prompts else "verify" if has_verified else "decode"
+
+
+def step_events(events: list[Event], clock: list[float]) -> list[Event]:
+    """A whole step in order of time: what `events` leave free of waiting, reward and training gets that stage's kind.
+
+    clock: [step begins, rollout ends, waiting ends, reward and exchange end, training ends]. In the rollout what is between the
+    events, the work on the host between two forwards, stays free.
+    """
+    stages = []
+    for kind, begin, end in zip(("wait", "reward", "train"), clock[1:-1], clock[2:], strict=True):
+        for _, inner_begin, inner_end in [event for event in events if begin <= event[1] < end]:
+            stages.append((kind, begin, inner_begin))
+            begin = inner_end
+        stages.append((kind, begin, end))
+    return sorted([*events, *(stage for stage in stages if stage[2] > stage[1])], key=lambda event: event[1])
+
+
+def clock_offsets(ranks: Ranks) -> np.ndarray:
+    """How far each rank's clock is ahead of rank 0's, float64 [ranks], in seconds. To be called by all ranks together."""
+    left = []
+    for _ in range(NUM_BARRIERS):
+        ranks.barrier()
+        left.append(time.perf_counter())
+    by_rank = ranks.gather(np.array(left))
+    return np.median(by_rank - by_rank[0], axis=1)  # on a busy machine a rank is late to leave some of them
+
+
+def gather_lanes(ranks: Ranks, events: list[Event], clock: list[float]) -> list[np.ndarray]:
+    """All ranks' steps, on every rank: a list by rank of float64 [events, 3] with the kind's place in KINDS, begin and end in
+    seconds since the first rank began the step. To be called by all ranks together; see `step_events` for the arguments."""
+    offsets = clock_offsets(ranks)
+    zero = offsets[ranks.rank] + (ranks.gather(np.array(clock[0])) - offsets).min()
+    own = np.array([(KINDS.index(kind), begin - zero, end - zero) for kind, begin, end in step_events(events, clock)])
+    return [lane.reshape(-1, 3) for lane in ranks.gather_ragged(own.ravel())]
+
+
+def save_timeline(output_dir: str, step: int, lanes: list[np.ndarray], method: str) -> np.ndarray:
+    """Write output_dir/timeline/step_00012.json and .png. Returns the picture, uint8 [height, width, 4]."""
+    from matplotlib.image import imsave
+
+    folder = os.path.join(output_dir, "timeline")
+    os.makedirs(folder, exist_ok=True)
+    title = f"step {step}, {'1 rank' if len(lanes) == 1 else f'{len(lanes)} ranks'}, speculative.method = {method}"
+    path = os.path.join(folder, f"step_{step:05d}")
+    with open(f"{path}.json", "w", encoding="utf-8") as file:
+        json.dump(trace(lanes, title), file)
+    picture = draw(lanes, title)
+    imsave(f"{path}.png", picture, dpi=DPI)
+    return picture
+
+
+def trace(lanes: list[np.ndarray], title: str) -> dict:
+    """The step in Chrome's trace event format: one process, one thread a rank, one complete ("X") event a stretch of time.
+
+    Times are in microseconds, as the format has it.
+    """
+    found = [{"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "args": {"name": title}}]
+    for rank, lane in enumerate(lanes):
+        found.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}})
+        found.append({"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": rank, "args": {"sort_index": rank}})
+        begin, end = np.rint(lane[:, 1:].T * 1e9).astype(np.int64)  # whole nanoseconds: rounding makes no overlaps
+        for kind, ts, dur in zip(lane[:, 0].astype(int), begin / 1000, (end - begin) / 1000, strict=True):
+            found.append({"ph": "X", "name": KINDS[kind], "pid": 0, "tid": rank, "ts": float(ts), "dur": float(dur)})
+    return {"traceEvents": found, "displayTimeUnit": "ms"}
+
+
+def draw(lanes: list[np.ndarray], title: str) -> np.ndarray:
+    """One lane a rank over seconds, coloured by kind. Returns uint8 [height, width, 4]."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # half a second that only a step with a picture pays
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    figure = Figure(figsize=(12, 1.5 + 0.4 * len(lanes)), dpi=DPI, layout="constrained")
+    axes = figure.add_subplot()
+    for rank, lane in enumerate(lanes):
+        for number in np.unique(lane[:, 0]).astype(int):  # one collection a kind and lane, however many forwards
+            begin, end = lane[lane[:, 0] == number, 1:].T
+            stretches = np.stack((begin, end - begin), axis=1)
+            axes.broken_barh(stretches, (rank - 0.4, 0.8), facecolors=COLOURS[KINDS[number]], linewidth=0)
+    present = sorted({int(number) for lane in lanes for number in lane[:, 0]})
+    handles = [Patch(facecolor=COLOURS[KINDS[number]], label=KINDS[number]) for number in present]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
+    axes.set_title(title, fontsize=10)
+    axes.set_xlabel("seconds")
+    axes.set_xlim(0, max(lane[:, 2].max() for lane in lanes))
+    axes.set_yticks(range(len(lanes)), [f"rank {rank}" for rank in range(len(lanes))])
+    axes.set_ylim(len(lanes) - 0.5, -0.5)  # rank 0 on top
+    axes.spines[["top", "right"]].set_visible(False)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())

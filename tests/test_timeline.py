@@ -1,0 +1,209 @@
+"""Timelines: forwards named after what the engine really fed, stages around finer events, trace, picture, a run of two ranks."""
+
+import itertools
+import json
+
+import matplotlib.colors
+import matplotlib.image
+import numpy as np
+import pytest
+import torch
+from conftest import VOCAB
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_train import read, run
+
+from bubblespec.distributed import Ranks
+from bubblespec.engine.generator import Generator, Row
+from bubblespec.engine.model import prepare_model
+from bubblespec.engine.sampling import SamplingParams
+from bubblespec.rollout import generate
+from bubblespec.timeline import COLOURS, KINDS, draw, feeds_prompts, forward_kind, gather_lanes, note, step_events, trace
+
+EVENTS = [("prefill", 10.5, 11.0), ("decode", 11.0, 13.0), ("exchange", 15.5, 15.75), ("sync", 17.0, 17.5), ("sync", 18.5, 19.0)]
+CLOCK = [10.0, 13.25, 15.0, 16.0, 19.0]
+WHOLE = [
+    ("prefill", 10.5, 11.0),
+    ("decode", 11.0, 13.0),
+    ("wait", 13.25, 15.0),
+    ("reward", 15.0, 15.5),
+    ("exchange", 15.5, 15.75),
+    ("reward", 15.75, 16.0),
+    ("train", 16.0, 17.0),
+    ("sync", 17.0, 17.5),
+    ("train", 17.5, 18.5),
+    ("sync", 18.5, 19.0),
+]
+
+
+def lane(*events: tuple[str, float, float]) -> np.ndarray:
+    return np.array([(KINDS.index(kind), begin, end) for kind, begin, end in events])
+
+
+def complete_events(found: dict) -> list[dict]:
+    return [event for event in found["traceEvents"] if event["ph"] == "X"]
+
+
+def share_of_colour(picture: np.ndarray, kind: str) -> float:
+    """Share of a picture's pixels that have exactly the kind's colour. picture: uint8 [height, width, 4]."""
+    colour = np.rint(255 * np.array(matplotlib.colors.to_rgba(COLOURS[kind]))).astype(np.uint8)
+    return float((picture == colour).all(axis=2).mean())
+
+
+def test_neighbours_of_one_kind_are_joined():
+    events = []
+    for event in [("decode", 0.0, 1.0), ("decode", 1.25, 2.0), ("wait", 2.0, 3.0), ("decode", 3.0, 4.0)]:
+        note(events, *event)
+    assert events == [("decode", 0.0, 2.0), ("wait", 2.0, 3.0), ("decode", 3.0, 4.0)]
+
+
+@pytest.mark.parametrize(
+    "num_own, num_ahead, has_prompts, has_verified, kind",
+    [
+        (4, 0, True, True, "prefill"),
+        (4, 0, False, True, "verify"),
+        (4, 0, False, False, "decode"),
+        (1, 7, False, True, "draft soft"),
+        (0, 7, False, False, "draft hard"),
+    ],
+)
+def test_forwards_have_the_kind_of_what_they_are_for(num_own, num_ahead, has_prompts, has_verified, kind):
+    assert forward_kind(num_own, num_ahead, has_prompts, has_verified) == kind
+
+
+def make_engine(make_model, num_slots: int, max_batch_tokens: int) -> Generator:
+    model = make_model()
+    prepare_model(model, 100)
+    engine = Generator(model, num_slots, max_length=100, seed=5, max_batch_tokens=max_batch_tokens)
+    engine.params = SamplingParams(stop_token_ids=(5, 11))
+    return engine
+
+
+def make_rows() -> list[Row]:
+    rng = np.random.default_rng(0)
+    prompts = [tuple(rng.integers(1, VOCAB, length).tolist()) for length in (2, 40, 9, 17, 30)]
+    return [Row(u, 0, j, prompt, 12) for u, prompt in enumerate(prompts) for j in range(4)]
+
+
+@pytest.mark.parametrize("num_slots, max_batch_tokens", [(64, 2048), (64, 64), (6, 8), (3, 3), (1, 1)])
+def test_prefill_is_said_of_the_forwards_that_compute_prompt_tokens_and_no_others(make_model, num_slots, max_batch_tokens):
+    """Against what the engine plans: prompt tokens before the last one, whose forward already samples. Slots are refilled, and
+    prompts are fed in parts, copied from other slots, or still held by the slot."""
+    engine = make_engine(make_model, num_slots, max_batch_tokens)
+    plan, planned = engine._plan, []
+
+    def recording_plan() -> np.ndarray:
+        count = plan()  # copies shared prompts before it counts, so `cached` below is what the forward starts from
+        active = len(engine.rows)
+        planned.append(bool((count[engine.cached[:active] < engine.prompt_length[:active] - 1] > 0).any()))
+        return count
+
+    engine._plan = recording_plan
+    engine.add(make_rows())
+    said = []
+    while not engine.is_idle:
+        said.append(feeds_prompts(engine))
+        engine.step()
+    assert said == planned and True in said and False in said
+
+
+def test_plain_rollout_with_events_generates_the_same_rows(make_model):
+    engine, plain, events = make_engine(make_model, 6, 64), make_rows(), []
+    generate(engine, plain)
+    noted = make_rows()
+    generate(engine, noted, events)
+    assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(plain, noted, strict=True))
+    assert {kind for kind, _, _ in events} == {"prefill", "decode"} and events[0][0] == "prefill"
+    assert all(begin < end for _, begin, end in events)
+    assert all(a[2] <= b[1] and a[0] != b[0] for a, b in itertools.pairwise(events))
+
+
+def test_stages_fill_what_finer_events_leave():
+    assert step_events(EVENTS, CLOCK) == WHOLE
+
+
+def test_lanes_count_from_the_start_of_the_step():
+    (found,) = gather_lanes(Ranks(torch.device("cpu")), EVENTS, CLOCK)
+    assert np.array_equal(found, lane(*((kind, begin - 10, end - 10) for kind, begin, end in WHOLE)))
+
+
+class TwoMachines:
+    """Rank 1, whose clock is 1000 s ahead of rank 0's. Rank 0 began the step 0.25 s before it, and left some barriers late."""
+
+    rank = 1
+
+    def barrier(self) -> None:
+        pass
+
+    def gather(self, array: np.ndarray) -> np.ndarray:
+        if array.ndim:
+            return np.stack([array - 1000.0 + np.where(np.arange(len(array)) % 3 == 1, 0.5, 0.0), array])
+        return np.stack([array - 1000.25, array])
+
+    def gather_ragged(self, array: np.ndarray) -> list[np.ndarray]:
+        return [np.zeros(0), array]
+
+
+def test_lanes_of_ranks_with_different_clocks_are_aligned():
+    _, found = gather_lanes(TwoMachines(), EVENTS, CLOCK)
+    assert np.allclose(found, lane(*((kind, begin - 9.75, end - 9.75) for kind, begin, end in WHOLE)), rtol=0, atol=1e-9)
+
+
+def test_trace_is_in_microseconds_with_a_named_thread_a_rank():
+    lanes = [lane(("decode", 0.0, 0.1), ("wait", 0.1, 0.3)), lane(("draft hard", 1e-9, 0.3))]
+    found = json.loads(json.dumps(trace(lanes, "step 3")))
+    names = {e["tid"]: e["args"]["name"] for e in found["traceEvents"] if e["name"] == "thread_name"}
+    assert names == {0: "rank 0", 1: "rank 1"}
+    assert [(e["tid"], e["name"], e["ts"], e["dur"]) for e in complete_events(found)] == [
+        (0, "decode", 0.0, 100_000.0),
+        (0, "wait", 100_000.0, 200_000.0),
+        (1, "draft hard", 0.001, 299_999.999),
+    ]
+
+
+def test_picture_has_each_kind_in_its_colour_in_proportion_to_its_time():
+    lanes = [lane(("decode", 0.0, 3.0), ("wait", 3.0, 4.0)), lane(("verify", 0.0, 1.0), ("draft hard", 2.0, 4.0))]
+    picture = draw(lanes, "title")
+    area = {kind: share_of_colour(picture, kind) for kind in KINDS}
+    assert {kind for kind in KINDS if area[kind] > 0.005} == {"decode", "wait", "verify", "draft hard"}, "text is less"
+    for kind, seconds in (("wait", 1), ("verify", 1), ("draft hard", 2)):
+        assert area[kind] / area["decode"] == pytest.approx(seconds / 3, rel=0.1), kind
+
+
+def test_picture_of_very_many_short_stretches_keeps_their_colours():
+    """Far more forwards than pixels: prefill and decode in turn, as when slots are refilled one at a time."""
+    edges = np.linspace(0, 8, 20_001)
+    turns = [(("prefill", "decode")[i % 2], edges[i], edges[i + 1]) for i in range(20_000)]
+    picture = draw([lane(*turns)], "title")
+    strip = picture[picture.shape[0] // 3, 100:1400, :3].astype(float)
+    assert strip.mean() < 150, "not blended with the background"
+
+
+def test_two_ranks_leave_a_trace_and_a_picture_of_the_chosen_steps_only(tmp_path):
+    run(tmp_path, 2, "speculative.method=bubble+suffix", "run.timeline_steps=[1,3,9]", "run.save_steps=0")
+    names = ["step_00001.json", "step_00001.png", "step_00003.json", "step_00003.png"]
+    assert sorted(path.name for path in (tmp_path / "timeline").iterdir()) == names
+    kinds, lines, zeros = set(), read(tmp_path), []
+    for step in (1, 3):
+        found = json.loads((tmp_path / "timeline" / f"step_{step:05d}.json").read_text(encoding="utf-8"))
+        for rank in range(2):
+            events = [event for event in complete_events(found) if event["tid"] == rank]
+            kinds |= {event["name"] for event in events}
+            begin = np.array([event["ts"] for event in events])
+            end = begin + [event["dur"] for event in events]
+            assert (begin >= 0).all() and (end >= begin).all() and (begin[1:] >= end[:-1] - 1e-4).all(), "in order, no overlaps"
+            seconds = {kind: sum(e["dur"] for e in events if e["name"] == kind) / 1e6 for kind in KINDS}
+            timing = {key: lines[step][f"timing_s/{key}/rank_{rank}"] for key in ("gen", "bubble", "reward", "train", "sync")}
+            zeros.append(end[-1] / 1e6 - sum(timing.values()))  # when this rank began the step, which ends with its training
+            assert begin[0] / 1e6 >= zeros[-1] - 1e-5
+            assert seconds["sync"] == pytest.approx(timing["sync"], abs=1e-5)
+            assert seconds["train"] == pytest.approx(timing["train"], abs=1e-5)
+            assert seconds["reward"] + seconds["exchange"] == pytest.approx(timing["reward"], abs=1e-5)
+            assert seconds["wait"] >= timing["bubble"] - 1e-5
+        picture = matplotlib.image.imread(tmp_path / "timeline" / f"step_{step:05d}.png")
+        assert share_of_colour(np.rint(255 * picture).astype(np.uint8), "train") > 0.01
+    for step_zeros in (zeros[:2], zeros[2:]):
+        assert min(step_zeros) == pytest.approx(0, abs=1e-5), "time counts from the first rank's start"
+    assert {"prefill", "verify", "wait", "reward", "exchange", "train", "sync"} <= kinds <= set(KINDS)
+    assert kinds & {"draft hard", "draft soft"}
+    images = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Images("timeline")
+    assert [image.step for image in images] == [1, 3]
