@@ -14,7 +14,7 @@ from bubblespec.data import Prompt
 from bubblespec.distributed import Ranks
 from bubblespec.engine.generator import Generator, Row
 from bubblespec.rewards import RewardFunction, score
-from bubblespec.timeline import Event, feeds_prompts, forward_kind, note
+from bubblespec.timeline import Event, forward_kind, note
 
 
 @dataclass
@@ -61,9 +61,9 @@ def generate(engine: Generator, rows: list[Row], events: list[Event] | None = No
         return
     engine.add(rows)
     while not engine.is_idle:
-        num_own, has_prompts, begin = len(engine.rows) + len(engine.queue), feeds_prompts(engine), time.perf_counter()
+        begin = time.perf_counter()
         engine.step()
-        note(events, forward_kind(num_own, 0, has_prompts, False), begin, time.perf_counter())
+        note(events, forward_kind(len(rows), 0, engine.load), begin, time.perf_counter())
 
 
 def score_rows(functions: dict[str, RewardFunction], prompts: list[Prompt], rows: list[Row], tokenizer) -> np.ndarray:

@@ -11,7 +11,7 @@ import time
 import numpy as np
 
 from bubblespec.distributed import Ranks
-from bubblespec.engine.generator import Generator
+from bubblespec.engine.generator import Load
 
 Event = tuple[str, float, float]  # kind, begin and end in seconds of time.perf_counter
 
@@ -41,23 +41,11 @@ def note(events: list[Event], kind: str, begin: float, end: float) -> None:
         events.append((kind, begin, end))
 
 
-def feeds_prompts(engine: Generator) -> bool:
-    """Whether the engine's next forward computes prompt tokens. For an engine without run-ahead rows."""
-    active = len(engine.rows)
-    if engine.queue and active < engine.cache.num_slots:
-        return True  # rows enter free slots
-    needy = engine.cached[:active] < engine.prompt_length[:active] - 1
-    if not needy.any():
-        return False
-    held = engine.prompt_id[engine.cached >= engine.prompt_length - 1]  # these are copied from another slot, not computed
-    return not np.isin(engine.prompt_id[:active][needy], held).all()
-
-
-def forward_kind(num_own: int, num_ahead: int, has_prompts: bool, has_verified: bool) -> str:
+def forward_kind(num_own: int, num_ahead: int, load: Load) -> str:
     """The kind of a forward. num_own, num_ahead: rows of this step and of coming steps that were unfinished before it."""
     if num_ahead:
         return "draft soft" if num_own else "draft hard"
-    return "prefill" if has_prompts else "verify" if has_verified else "decode"
+    return "prefill" if load.prompt_tokens else "verify" if load.draft_tokens else "decode"
 
 
 def step_events(events: list[Event], clock: list[float]) -> list[Event]:

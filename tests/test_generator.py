@@ -169,9 +169,13 @@ def test_prompt_is_prefilled_once_per_group(make_model):
     prepare_model(model, 100)
     prompt = tuple(range(1, 41))
     engine = Generator(model, num_slots=8, max_length=100, seed=0)
-    engine.run(make_rows([prompt], 8, 10))
+    engine.add(make_rows([prompt], 8, 10))
+    num_fed = 0
+    while not engine.is_idle:
+        engine.step()
+        num_fed += engine.load.tokens
     # 39 prompt positions once, then each row feeds the prompt's last token and 9 of its 10 tokens.
-    assert engine.num_fed_tokens == 39 + 8 * 10
+    assert num_fed == 39 + 8 * 10
     assert engine.num_forwards <= 11
 
 

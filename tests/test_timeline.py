@@ -13,11 +13,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from test_train import read, run
 
 from bubblespec.distributed import Ranks
-from bubblespec.engine.generator import Generator, Row
+from bubblespec.engine.generator import Generator, Load, Row
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.rollout import generate
-from bubblespec.timeline import COLOURS, KINDS, draw, feeds_prompts, forward_kind, gather_lanes, note, step_events, trace
+from bubblespec.timeline import COLOURS, KINDS, draw, forward_kind, gather_lanes, note, step_events, trace
 
 EVENTS = [("prefill", 10.5, 11.0), ("decode", 11.0, 13.0), ("exchange", 15.5, 15.75), ("sync", 17.0, 17.5), ("sync", 18.5, 19.0)]
 CLOCK = [10.0, 13.25, 15.0, 16.0, 19.0]
@@ -57,17 +57,17 @@ def test_neighbours_of_one_kind_are_joined():
 
 
 @pytest.mark.parametrize(
-    "num_own, num_ahead, has_prompts, has_verified, kind",
+    "num_own, num_ahead, prompt_tokens, draft_tokens, kind",
     [
-        (4, 0, True, True, "prefill"),
-        (4, 0, False, True, "verify"),
-        (4, 0, False, False, "decode"),
-        (1, 7, False, True, "draft soft"),
-        (0, 7, False, False, "draft hard"),
+        (4, 0, 7, 3, "prefill"),
+        (4, 0, 0, 3, "verify"),
+        (4, 0, 0, 0, "decode"),
+        (1, 7, 0, 3, "draft soft"),
+        (0, 7, 9, 0, "draft hard"),
     ],
 )
-def test_forwards_have_the_kind_of_what_they_are_for(num_own, num_ahead, has_prompts, has_verified, kind):
-    assert forward_kind(num_own, num_ahead, has_prompts, has_verified) == kind
+def test_forwards_have_the_kind_of_what_they_are_for(num_own, num_ahead, prompt_tokens, draft_tokens, kind):
+    assert forward_kind(num_own, num_ahead, Load(4, 20, 2, 100, prompt_tokens, draft_tokens)) == kind
 
 
 def make_engine(make_model, num_slots: int, max_batch_tokens: int) -> Generator:
@@ -85,7 +85,7 @@ def make_rows() -> list[Row]:
 
 
 @pytest.mark.parametrize("num_slots, max_batch_tokens", [(64, 2048), (64, 64), (6, 8), (3, 3), (1, 1)])
-def test_prefill_is_said_of_the_forwards_that_compute_prompt_tokens_and_no_others(make_model, num_slots, max_batch_tokens):
+def test_prompt_tokens_are_said_of_the_forwards_that_compute_them_and_no_others(make_model, num_slots, max_batch_tokens):
     """Against what the engine plans: prompt tokens before the last one, whose forward already samples. Slots are refilled, and
     prompts are fed in parts, copied from other slots, or still held by the slot."""
     engine = make_engine(make_model, num_slots, max_batch_tokens)
@@ -101,8 +101,8 @@ def test_prefill_is_said_of_the_forwards_that_compute_prompt_tokens_and_no_other
     engine.add(make_rows())
     said = []
     while not engine.is_idle:
-        said.append(feeds_prompts(engine))
         engine.step()
+        said.append(engine.load.prompt_tokens > 0)
     assert said == planned and True in said and False in said
 
 

@@ -8,10 +8,16 @@ import pytest
 from bubblespec.schedule.windows import WINDOWS, CostModel, Survival, choose_windows, match_bucket
 
 
-def known_cost(a=3e-3, b=5e-5, c=8e-5, d=4e-4) -> CostModel:
+def known_cost(a=3e-3, b=5e-5, c=8e-5, d=6e-5, e=5e-7) -> CostModel:
     cost = CostModel()
-    cost.coefficients = np.array([a, b, c, d])
+    cost.coefficients = np.array([a, b, c, d, e])
     return cost
+
+
+def some_load(rng) -> tuple[int, int, int, int]:
+    rows = int(rng.integers(1, 65))
+    wide = int(rng.integers(0, rows + 1)) * int(rng.integers(0, 2))
+    return rows, rows + wide * int(rng.integers(1, 8)), wide, rows * int(rng.integers(10, 400))
 
 
 def test_cost_fit_recovers_known_costs_through_noise():
@@ -19,25 +25,24 @@ def test_cost_fit_recovers_known_costs_through_noise():
     rng = np.random.default_rng(0)
     for rows, window in itertools.product((1, 8, 64), (0, 3, 15)):
         for _ in range(3):
-            cost.anchor(rows, rows * (1 + window), truth.seconds(rows, rows * (1 + window)) * rng.uniform(0.9, 1.1))
+            load = (rows, rows * (1 + window), rows * (window > 0), rows * 60)
+            cost.anchor(*load, truth.seconds(*load) * rng.uniform(0.9, 1.1))
     for _ in range(300):
-        rows = int(rng.integers(1, 65))
-        tokens = rows + int(rng.integers(0, 100)) * int(rng.integers(0, 2))
-        cost.observe(rows, tokens, truth.seconds(rows, tokens) * rng.uniform(0.9, 1.1))
-    for rows, tokens in ((1, 1), (1, 32), (8, 8), (32, 128), (64, 64)):
-        assert cost.seconds(rows, tokens) == pytest.approx(truth.seconds(rows, tokens), rel=0.08)
+        load = some_load(rng)
+        cost.observe(*load, truth.seconds(*load) * rng.uniform(0.9, 1.1))
+    for load in ((1, 1, 0, 50), (1, 32, 1, 90), (8, 8, 0, 2000), (32, 128, 20, 4000), (64, 64, 0, 9000)):
+        assert cost.seconds(*load) == pytest.approx(truth.seconds(*load), rel=0.08)
 
 
 def test_cost_fit_follows_a_change_and_leaves_interruptions_out():
-    before, after, cost = known_cost(), known_cost(a=6e-3, b=1e-4, c=1.6e-4, d=8e-4), CostModel()
+    before, after, cost = known_cost(), known_cost(6e-3, 1e-4, 1.6e-4, 1.2e-4, 1e-6), CostModel()
     rng = np.random.default_rng(0)
     for truth in (before, after):
         for _ in range(800):
-            rows = int(rng.integers(1, 65))
-            tokens = rows + int(rng.integers(0, 100)) * int(rng.integers(0, 2))
-            seconds = truth.seconds(rows, tokens)
-            cost.observe(rows, tokens, seconds if rng.random() < 0.98 else 50 * seconds)
-        assert cost.seconds(16, 60) == pytest.approx(truth.seconds(16, 60), rel=0.1)
+            load = some_load(rng)
+            seconds = truth.seconds(*load)
+            cost.observe(*load, seconds if rng.random() < 0.98 else 50 * seconds)
+        assert cost.seconds(16, 60, 10, 2000) == pytest.approx(truth.seconds(16, 60, 10, 2000), rel=0.1)
     assert (cost.coefficients >= 0).all()
 
 
@@ -55,38 +60,57 @@ def test_survival_converges_to_the_chance(chance):
     assert survival.estimate(("own", 2), prior=0.5) == pytest.approx(0.5, abs=0.01)
 
 
-def rate(windows, survival, cost, rows):
+def rate(windows, survival, cost):
     gained = sum(sum(s**i for i in range(1, w + 1)) for w, s in zip(windows, survival, strict=True))
-    return (rows + gained) / cost.seconds(rows, rows + sum(windows))
+    rows = len(windows)
+    return (rows + gained) / cost.seconds(rows, rows + sum(windows), sum(w > 0 for w in windows), 100)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_windows_are_the_best_of_all(seed):
+def test_windows_are_the_best_of_all_without_a_price_of_wide_rows(seed):
     """Against every combination, for three rows and short windows."""
     rng = np.random.default_rng(seed)
     survival, available = rng.uniform(0.05, 0.99, 3), rng.integers(0, 7, 3)
-    cost = known_cost(a=rng.uniform(1e-4, 3e-3), d=rng.uniform(0, 1e-3))
-    chosen = choose_windows(survival, available, cost, 3, budget=100)
-    ladder = [sorted({min(int(w), int(n)) for w in WINDOWS}) for n in available]
-    best = max(rate(windows, survival, cost, 3) for windows in itertools.product(*ladder))
-    assert rate(chosen, survival, cost, 3) == pytest.approx(best, rel=1e-9)
+    cost = known_cost(a=rng.uniform(1e-4, 3e-3), d=0.0)
+    chosen, _ = choose_windows(survival, available, cost, 100, budget=100)
+    best = max(rate(windows, survival, cost) for windows in ladders(available))
+    assert rate(chosen, survival, cost) == pytest.approx(best, rel=1e-9)
     assert (chosen <= available).all()
 
 
+def ladders(available):
+    return itertools.product(*[sorted({min(int(w), int(n)) for w in WINDOWS}) for n in available])
+
+
+def test_windows_are_nearly_the_best_with_a_price_of_wide_rows():
+    """Greedy is no longer optimal then: it must come within 3% of the best of all combinations, and 0.5% on average."""
+    lost = []
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        survival, available = rng.uniform(0.05, 0.99, 3), rng.integers(0, 9, 3)
+        cost = known_cost(a=rng.uniform(1e-4, 1e-3), d=rng.uniform(0, 4e-4))
+        chosen, _ = choose_windows(survival, available, cost, 100, budget=100)
+        lost.append(1 - rate(chosen, survival, cost) / max(rate(w, survival, cost) for w in ladders(available)))
+    assert max(lost) < 0.03 and np.mean(lost) < 0.005
+
+
 def test_windows_turn_off_where_they_do_not_pay():
-    """Poor drafts, and a large batch at which every token costs what it brings."""
+    """Poor drafts, a large batch at which every token costs what it brings, and proposals that take longer than they save."""
     good, poor = np.full(64, 0.9), np.full(64, 0.02)
     plenty = np.full(64, 32)
-    assert not choose_windows(poor, plenty, known_cost(), 64, 4096).any()
+    assert not choose_windows(poor, plenty, known_cost(), 0, 4096)[0].any()
     saturated = known_cost(a=1e-6, b=0.0, c=1e-3, d=0.0)
-    assert not choose_windows(good, plenty, saturated, 64, 4096).any()
-    assert (choose_windows(good, plenty, known_cost(c=1e-6), 64, 4096) > 3).all()
+    windows, is_worth_it = choose_windows(good, plenty, saturated, 0, 4096)
+    assert not windows.any() and not is_worth_it
+    windows, is_worth_it = choose_windows(good, plenty, known_cost(c=1e-6), 0, 4096)
+    assert (windows > 3).all() and is_worth_it
+    assert not choose_windows(good, plenty, known_cost(c=1e-6), 0, 4096, overhead_s=0.1)[1]
 
 
 def test_windows_respect_the_budget_and_prefer_the_better_row():
-    windows = choose_windows(np.array([0.99, 0.6]), np.array([64, 64]), known_cost(c=1e-6), 2, budget=20)
+    windows, _ = choose_windows(np.array([0.99, 0.6]), np.array([64, 64]), known_cost(c=1e-6), 0, budget=20)
     assert windows.sum() <= 20 and windows[0] > windows[1]
-    assert not choose_windows(np.array([0.9]), np.array([0]), known_cost(), 1, 100).any()
+    assert not choose_windows(np.array([0.9]), np.array([0]), known_cost(), 0, 100)[0].any()
 
 
 def test_match_buckets_grow_with_the_match():

@@ -17,7 +17,7 @@ Shape legend: R active rows, N tokens in a forward, M rows that sample in it, T 
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from bubblespec.engine.model import forward_hidden, output_head
 from bubblespec.engine.noise import stream_keys
 from bubblespec.engine.packing import pack_rows
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.engine.verify import num_gained, verify
+from bubblespec.engine.verify import is_stop, num_gained, verify
 
 
 @dataclass(eq=False)
@@ -49,6 +49,18 @@ class Row:
     logprob: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
     full_logprob: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
     finish: str | None = None
+
+
+class Load(NamedTuple):
+    """What a forward had to do: active rows, tokens fed, rows that fed more than one, positions attended to by all rows
+    together; and how many of the tokens were of prompts, and how many drafts."""
+
+    rows: int
+    tokens: int
+    wide_rows: int
+    positions: int
+    prompt_tokens: int
+    draft_tokens: int
 
 
 class Speculator(Protocol):
@@ -90,7 +102,7 @@ class Generator:
         self.queue: deque[Row] = deque()
         self.rows: list[Row] = []  # the row in each of slots 0..R-1
         self.num_forwards = 0
-        self.num_fed_tokens = 0
+        self.load: Load | None = None  # of the last forward
         # Per slot. A row's known tokens are tokens[: length], of which the first `cached` have keys and values.
         self.tokens = np.zeros((num_slots, max_length), np.int64)
         self.length = np.zeros(num_slots, np.int64)
@@ -172,12 +184,14 @@ class Generator:
         fed = self.tokens[packing.index[0], packing.index[1]]
         hidden = forward_hidden(self.model, torch.from_numpy(fed).to(self.device), packing, self.kernel)
         self.num_forwards += 1
-        self.num_fed_tokens += len(fed)
+        num_prompt = np.clip(self.prompt_length[:active] - 1 - self.cached[:active], 0, count)
         self.cached[:active] += count
         slots = np.flatnonzero(self.cached[:active] >= self.length[:active])
+        num_draft = self.cached[slots] - self.length[slots]
+        positions = int(self.cached[:active].sum())
+        self.load = Load(active, len(fed), int((count > 1).sum()), positions, int(num_prompt.sum()), int(num_draft.sum()))
         if len(slots) == 0:
             return []
-        num_draft = self.cached[slots] - self.length[slots]
         self._sample(slots, num_draft, hidden[torch.from_numpy(_last_of_each(count, slots, num_draft + 1)).to(self.device)])
         return self._finish(slots)
 
@@ -267,7 +281,7 @@ class Generator:
 
     def _finish(self, slots: np.ndarray) -> list[Row]:
         """Take out the rows in `slots` whose last token ends them."""
-        stopped = np.isin(self.tokens[slots, self.length[slots] - 1], self.params.stop_token_ids)
+        stopped = is_stop(self.tokens[slots, self.length[slots] - 1], self.params.stop_token_ids)
         full = self.length[slots] - self.prompt_length[slots] >= self.limit[slots]
         finished = []
         for slot, by_stop in zip(slots[stopped | full][::-1], stopped[stopped | full][::-1], strict=True):

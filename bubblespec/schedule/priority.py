@@ -2,8 +2,8 @@
 
 First come those with the least slack: the forwards that the rollouts until their step will have, minus the tokens they are
 expected to need. So a long response is begun many steps before its own, and of equally long ones the nearest comes first.
-How long a response gets is guessed from its own draft so far, its siblings' drafts, and its prompt's responses in earlier
-epochs. Where nothing is known of a prompt, one of its samples goes first as a probe.
+How long a response gets is guessed from its own draft so far, its siblings' drafts, its prompt's responses in earlier epochs,
+and else from the length of the prompt; in the last case one of the samples goes first, as a probe.
 
 A draft pays where it shortens its own step by more than making and verifying it costs. The first tokens of a response share
 their forwards with the whole batch, and little is saved by not decoding them; the last tokens of a long response have a
@@ -17,8 +17,13 @@ import numpy as np
 from bubblespec.data import Prompt
 from bubblespec.drafts.bubble import Draft, DraftStore, Key
 from bubblespec.drafts.suffix import History
+from bubblespec.engine.generator import Row
 
-PROBE_QUANTILE = 0.9  # a prompt of which nothing is known is taken to be this long, until one of its samples has shown
+PROBE_QUANTILE = 0.9  # the first sample of a prompt of which nothing is known is taken to be this long
+
+
+# What has more slack than so many rollouts can wait: fresher weights draft it better.
+PATIENCE = 1.0
 
 
 @dataclass(frozen=True)
@@ -42,17 +47,24 @@ class Outlook:
 
     def __init__(self, num_kept: int = 4096):
         self.num_kept = num_kept
-        self.lengths = np.empty(0, np.int64)  # latest last
+        self.seen = np.empty((0, 2), np.int64)  # tokens of the prompt and of the response, latest last
 
-    def learn(self, lengths: np.ndarray) -> None:
-        self.lengths = np.concatenate((self.lengths, lengths))[-self.num_kept :]
+    def learn(self, prompt_lengths: np.ndarray, lengths: np.ndarray) -> None:
+        self.seen = np.concatenate((self.seen, np.stack((prompt_lengths, lengths), axis=1)))[-self.num_kept :]
 
     @property
-    def mean(self) -> float:
-        return float(self.lengths.mean()) if len(self.lengths) else 1.0
+    def lengths(self) -> np.ndarray:
+        return self.seen[:, 1]
 
-    def quantile(self, share: float) -> float:
-        return float(np.quantile(self.lengths, share)) if len(self.lengths) else 1.0
+    def guess(self, prompt_lengths: np.ndarray) -> tuple[np.ndarray, float]:
+        """Expected length of a response to prompts of these lengths, by a straight line through what was seen, float64
+        [prompts]; and how much longer than that it easily gets (the share PROBE_QUANTILE does not)."""
+        if len(self.seen) == 0:
+            return np.ones(len(prompt_lengths)), 0.0
+        x, y = self.seen.T.astype(np.float64)
+        slope = ((x - x.mean()) * (y - y.mean())).mean() / max(x.var(), 1e-9)
+        line = np.maximum(y.mean() + slope * (prompt_lengths - x.mean()), 1.0)
+        return line, max(float(np.quantile(y - y.mean() - slope * (x - x.mean()), PROBE_QUANTILE)), 0.0)
 
     def total(self, so_far: int) -> float:
         """Expected length of a response that has `so_far` tokens and goes on; twice that if none has been so long."""
@@ -83,28 +95,39 @@ def plan_items(
     """What is left to draft, least slack first. The samples of a prompt keep together where they can.
 
     batches: (step, prompts, owner rank of each prompt) of the coming steps, nearest first; worth: see `Outlook.worth`, None
-    if everything pays.
+    where nothing is known yet.
     """
     planned = []
     for ahead, (step, prompts, owners) in enumerate(batches):
-        for prompt, owner in zip(prompts, owners, strict=True):
+        guesses, margin = outlook.guess(np.array([len(prompt.token_ids) for prompt in prompts]))
+        for prompt, owner, guess in zip(prompts, owners, guesses, strict=True):
             drafts = [store.get((step, prompt.uid, sample)) for sample in range(num_generations)]
             if all(draft is not None and draft.is_finished for draft in drafts):
                 continue
             known = [_length(draft, outlook) for draft in drafts if draft is not None] or history.lengths(prompt.uid)
-            guess = float(np.mean(known)) if known else outlook.mean
+            expected = float(np.mean(known)) if known else float(guess)
             for sample, draft in enumerate(drafts):
                 if draft is not None and draft.is_finished:
                     continue
                 so_far, holder = (len(draft.tokens), draft.holder) if draft is not None else (0, -1)
                 is_probe = not known and sample == 0
-                total = outlook.quantile(PROBE_QUANTILE) if is_probe else guess
+                total = expected + margin if is_probe else expected
                 if so_far:
                     total = max(total, _length(draft, outlook))
-                pays = worth is None or is_probe or worth[min(int(total), len(worth) - 1)] > 0
                 slack = ahead * forwards_per_step - (total - so_far)
+                pays = worth is not None and worth[min(int(total), len(worth) - 1)] > 0 and slack < PATIENCE * forwards_per_step
                 planned.append((slack, Item(step, prompt, sample, owner, bool(pays), holder)))
     return [item for _, item in sorted(planned, key=lambda entry: entry[0])]
+
+
+def undrafted(rows: list[Row], drafts: list[Draft | None], outlook: Outlook) -> np.ndarray:
+    """Expected tokens of each row that no draft has, float64 [rows]."""
+    guesses, _ = outlook.guess(np.array([len(row.prompt) for row in rows]))
+    known = [
+        guess if draft is None else _length(draft, outlook) - len(draft.tokens)
+        for guess, draft in zip(guesses, drafts, strict=True)
+    ]
+    return np.array(known, np.float64)
 
 
 def _length(draft: Draft, outlook: Outlook) -> float:

@@ -7,6 +7,7 @@ items in its state, and every rank grants all requests of a tick in the same ord
 has to agree on anything further. All ranks leave at the same tick; drafts stop where they are, and are continued later.
 """
 
+import math
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -18,7 +19,8 @@ from bubblespec.engine.generator import Generator, Row
 from bubblespec.schedule.priority import Item
 from bubblespec.schedule.progress import ProgressBoard, RankState
 from bubblespec.schedule.speculator import RowSpeculator
-from bubblespec.timeline import Event, feeds_prompts, forward_kind, note
+from bubblespec.schedule.windows import CostModel
+from bubblespec.timeline import Event, forward_kind, note
 
 
 @dataclass
@@ -106,7 +108,7 @@ def rollout(
         active = len(own)
         wanted = 0
         if ahead is not None and ahead.has_items(not own) and not engine.queue:
-            wanted = max(0, 2 * _free_rows(engine, own, ahead, speculator) - len(granted))
+            wanted = max(0, 2 * _free_rows(engine, own, ahead, speculator.cost) - len(granted))
         left = max((max(expected_longest - n, 1.0) for n in _own_lengths(engine, own)), default=0.0)
         step_s = float(speculator.cost.seconds(max(active, 1), max(active, 1)))
         return RankState(active, left, stats.drafted_tokens, step_s, wanted, active == 0)
@@ -131,12 +133,12 @@ def rollout(
             if board.is_over:
                 break
             continue
-        fed, rows_before, own_before = engine.num_fed_tokens, len(engine.rows), len(own)
-        num_ahead = rows_before + len(engine.queue) - own_before
-        has_prompts, verified_before = not num_ahead and feeds_prompts(engine), speculator.stats.num_draft
+        own_before, aside_before = len(own), speculator.stats.seconds
+        num_ahead = len(engine.rows) + len(engine.queue) - own_before
         finished = engine.step()
         end = time.perf_counter()
-        speculator.cost.observe(max(rows_before, len(engine.rows)), engine.num_fed_tokens - fed, end - begin)
+        aside_s = speculator.stats.seconds - aside_before
+        speculator.cost.observe(*engine.load[:4], end - begin - aside_s)
         for row in finished:
             if id(row) in own:
                 own.discard(id(row))
@@ -149,8 +151,7 @@ def rollout(
         else:
             stats.hard_forwards += 1
             stats.draft_s += end - begin
-        kind = forward_kind(own_before, num_ahead, has_prompts, speculator.stats.num_draft > verified_before)
-        note(stats.events, kind, begin, end)
+        note(stats.events, forward_kind(own_before, num_ahead, engine.load), begin, end)
     unfinished = sorted(engine.collect(), key=lambda row: len(row.tokens), reverse=True)
     # Rows of the next step are about to be verified, by whoever owns them; the next step's own rows need slots.
     may_stay = [row for row in unfinished if row.step > ahead.version + 1 and engine.is_decoding(row)] if ahead else []
@@ -168,27 +169,31 @@ def _own_lengths(engine: Generator, own: set[int]) -> list[int]:
     return lengths + [0] * (len(own) - len(lengths))
 
 
-def _free_rows(engine: Generator, own: set[int], ahead: RunAhead, speculator: RowSpeculator) -> int:
-    """How many more draft rows may join the next forwards."""
-    free = engine.cache.num_slots - len(engine.rows) - len(engine.queue)
+def _spare_s(engine: Generator, own: set[int], ahead: RunAhead, cost: CostModel) -> float:
+    """Seconds that drafts may add to a forward."""
     if not own:
+        return math.inf
+    active = len(engine.rows)
+    positions = sum(n for row, n in zip(engine.rows, engine.length[:active].tolist(), strict=True) if id(row) in own)
+    return ahead.max_slowdown * float(cost.seconds(len(own), len(own), 0, positions)) if ahead.uses_soft_bubbles else 0.0
+
+
+def _free_rows(engine: Generator, own: set[int], ahead: RunAhead, cost: CostModel) -> int:
+    """How many more draft rows may join the next forwards."""
+    active = len(engine.rows)
+    free = engine.cache.num_slots - active - len(engine.queue)
+    if not own or free <= 0:
         return free
-    if not ahead.uses_soft_bubbles:
-        return 0
-    _, per_row, per_token, _ = speculator.cost.coefficients
-    own_s = speculator.cost.seconds(len(own), len(own))
-    affordable = int(ahead.max_slowdown * own_s / (per_row + per_token))
-    return max(0, min(free, affordable - (len(engine.rows) - len(own))))
+    positions = float(engine.length[:active].mean()) if active else 0.0
+    affordable = int(_spare_s(engine, own, ahead, cost) / (cost.seconds(1, 1, 0, positions) - cost.coefficients[0]))
+    return max(0, min(free, affordable - (active - len(own))))
 
 
 def _admit(engine: Generator, own: set[int], granted: deque[Item], ahead: RunAhead, speculator: RowSpeculator) -> None:
     """Put granted items into free rows. In a soft bubble their prompts are fed a little at a time."""
-    free = _free_rows(engine, own, ahead, speculator)
-    if own:
-        per_token = speculator.cost.coefficients[2]
-        engine.max_prefill_tokens = int(ahead.max_slowdown * speculator.cost.seconds(len(own), len(own)) / per_token)
-    else:
-        engine.max_prefill_tokens = engine.max_batch_tokens
+    free = _free_rows(engine, own, ahead, speculator.cost)
+    prefill = min(_spare_s(engine, own, ahead, speculator.cost) / speculator.cost.coefficients[2], engine.max_batch_tokens)
+    engine.max_prefill_tokens = int(prefill)
     for _ in range(min(free, len(granted))):
         item = granted.popleft()
         draft = ahead.store.get(item.key)

@@ -1,5 +1,6 @@
 """Speculation over a run: the drafts, histories and estimates that live from step to step, and one step's rollout with them."""
 
+import itertools
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from bubblespec.distributed import Ranks
 from bubblespec.drafts.bubble import DraftStore, exchange
 from bubblespec.drafts.suffix import History
 from bubblespec.engine.generator import Generator, Row
-from bubblespec.schedule.priority import Outlook, plan_items
+from bubblespec.schedule.priority import Outlook, plan_items, undrafted
 from bubblespec.schedule.progress import ProgressBoard
 from bubblespec.schedule.run_ahead import RolloutStats, RunAhead, rollout
 from bubblespec.schedule.speculator import ALIGNED, RowSpeculator
@@ -20,7 +21,7 @@ from bubblespec.schedule.windows import CostModel
 
 MAX_AUTO_LOOKAHEAD = 16
 # What a draft token costs beside the forwards it saves, in tokens fed: its verification, and windows that are refused in part.
-DRAFT_COST = 2.0
+DRAFT_COST = 4.0
 MIN_AGE_SHARE = 0.2  # drafts so old that less of them is accepted are not worth making
 
 
@@ -59,8 +60,12 @@ class Speculation:
         owners_of(prompts): the rank that generates each prompt of a batch. The weights have had `step` updates.
         """
         self.speculator.begin(step)
-        for row in rows:
-            self.speculator.track(row, self.store.get((row.step, row.uid, row.sample)), version=step)
+        drafts = [self.store.get((row.step, row.uid, row.sample)) for row in rows]
+        for row, draft in zip(rows, drafts, strict=True):
+            self.speculator.track(row, draft, version=step)
+        # Where rows wait for slots, those with the most to decode must not wait.
+        missing = undrafted(rows, drafts, self.outlook)
+        rows = [rows[i] for i in np.argsort(-missing, kind="stable")]
         depth = self.lookahead(step)
         ahead = None
         if depth:
@@ -76,8 +81,7 @@ class Speculation:
         config = self.config.bubble
         worth = None
         if self.shared_cost is not None:
-            fixed, _, per_token, _ = self.shared_cost
-            worth = self.outlook.worth(num_rows, num_slots, fixed, DRAFT_COST * per_token)
+            worth = self.outlook.worth(num_rows, num_slots, self.shared_cost[0], DRAFT_COST * self.shared_cost[2])
         num_generations = self.config.rollout.num_generations
         planned = plan_items(batches, num_generations, self.store, self.history, self.outlook, self.forwards, worth)
         free = [item for item in planned if item.holder < 0]
@@ -98,8 +102,8 @@ class Speculation:
         lengths = np.array([len(t) for t in tokens], np.int64)
         self.tokens_per_step = _average(self.tokens_per_step or None, float(lengths.sum()))
         self.longest = _average(self.longest or None, float(lengths.max()))
-        self.outlook.learn(lengths)
         num_generations = len(tokens) // len(prompts)
+        self.outlook.learn(np.repeat([len(prompt.token_ids) for prompt in prompts], num_generations), lengths)
         if "suffix" in self.config.speculative.method:
             for i, sample in enumerate(tokens):
                 self.history.add(prompts[i // num_generations].uid, sample, float(rewards[i]), step)
@@ -126,12 +130,12 @@ class Speculation:
         parts = {"drafts": self.store.state_dict(), "history": self.history.state_dict()}
         flat = {f"{name}.{key}": array for name, part in parts.items() for key, array in part.items()}
         averages = np.array([self.tokens_per_step, self.longest, self.forwards])
-        return flat | {"lengths": self.outlook.lengths, "averages": averages, "accepted_by_age": ages}
+        return flat | {"lengths": self.outlook.seen, "averages": averages, "accepted_by_age": ages}
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
         for name, part in (("drafts", self.store), ("history", self.history)):
             part.load_state_dict({key.split(".", 1)[1]: array for key, array in state.items() if key.startswith(f"{name}.")})
-        self.outlook.lengths = state["lengths"]
+        self.outlook.seen = state["lengths"]
         self.tokens_per_step, self.longest, self.forwards = map(float, state["averages"])
         self.accepted_by_age = {int(age): float(share) for age, share in state["accepted_by_age"]}
 
@@ -154,24 +158,23 @@ class _FixedDrafts:
 
 
 def profile(engine: Generator, cost: CostModel, num_forwards: int = 3) -> None:
-    """Time forwards of few and many rows with short and long drafts. Each is run once before it counts."""
+    """Time forwards of few and many rows, short and long ones, with short and long drafts. Each is run once before it counts."""
     capacity, length = engine.cache.num_slots, engine.tokens.shape[1]
-    prompt = (1,) * min(8, length - 1)
-    for count in sorted({1, max(1, capacity // 4), capacity}):
-        for window in (0, 3, 15):
-            if count * (window + 1) > engine.max_batch_tokens or len(prompt) + window + num_forwards + 2 > length:
-                continue
-            engine.reset()
-            engine.speculator = _FixedDrafts(window)
-            engine.add([Row(0, 0, sample, prompt, length - len(prompt)) for sample in range(count)])
-            while engine.queue or (engine.cached[: len(engine.rows)] < len(prompt)).any():
+    for count, size, window in itertools.product(
+        sorted({1, max(1, capacity // 4), capacity}), sorted({min(8, length - 1), min(512, length // 2)}), (0, 3, 15)
+    ):
+        if count * (window + 1) > engine.max_batch_tokens or size + window + num_forwards + 2 > length:
+            continue
+        engine.reset()
+        engine.speculator = _FixedDrafts(window)
+        engine.add([Row(0, 0, sample, (1,) * size, length - size) for sample in range(count)])
+        while engine.queue or (engine.cached[: len(engine.rows)] < size).any():
+            engine.step()
+        for _ in range(num_forwards):
+            started = time.perf_counter()
+            if engine.rows:
                 engine.step()
-            for _ in range(num_forwards):
-                rows, fed, started = len(engine.rows), engine.num_fed_tokens, time.perf_counter()
-                engine.step()
-                if rows:
-                    cost.anchor(rows, engine.num_fed_tokens - fed, time.perf_counter() - started)
-            engine.reset()
+                cost.anchor(*engine.load[:4], time.perf_counter() - started)
     engine.reset()
     engine.speculator = None
 

@@ -3,6 +3,7 @@
 Implements the engine's `Speculator`. It decides about time only: the engine accepts just what a row would have sampled.
 """
 
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,8 +25,6 @@ class _RowState:
     age: int = 0
     is_aligned: bool = False
     num_gained: int = 0
-    not_indexed: list[np.ndarray] = field(default_factory=list)  # tokens that the group index does not have yet
-    has_indexed_draft: bool = False
     kind: tuple | None = None  # of the proposal under verification
 
 
@@ -40,6 +39,7 @@ class SpeculationStats:
     by_source: dict[str, list[int]] = field(default_factory=dict)
     by_age: dict[int, list[int]] = field(default_factory=dict)
     accepted_lengths: np.ndarray = field(default_factory=lambda: np.zeros(len(WINDOWS), np.int64))
+    seconds: float = 0.0  # spent on proposing and on observing what came of it
 
 
 class RowSpeculator:
@@ -54,9 +54,11 @@ class RowSpeculator:
         self.stats = SpeculationStats()
         self._step = 0
         self._pause = self._backoff = 0  # forwards to go without looking for proposals
+        self._overhead_s = 0.0  # of looking for them, exponentially weighted
         self._rows: dict[int, _RowState] = {}
         self._members: dict[tuple[int, int], list[_RowState]] = {}  # by (step, uid)
         self._groups: dict[tuple[int, int], GroupIndex] = {}  # built when one of their rows first needs them
+        self._not_indexed: dict[tuple[int, int], list[tuple[_RowState, np.ndarray]]] = {}  # tokens that a group does not have yet
 
     def begin(self, step: int) -> None:
         """A new rollout: forget rows and groups, keep estimates. The statistics count rows of `step`, not run-ahead rows."""
@@ -64,6 +66,7 @@ class RowSpeculator:
         self._rows.clear()
         self._members.clear()
         self._groups.clear()
+        self._not_indexed.clear()
         self.stats = SpeculationStats()
         self.survival.forget(0.05)
 
@@ -73,16 +76,20 @@ class RowSpeculator:
         if state.draft is not None:
             state.age = version - draft.version
             state.is_aligned = len(row.tokens) == 0
-        if len(row.tokens):
-            state.not_indexed.append(row.tokens)
         self._rows[id(row)] = state
-        self._members.setdefault((row.step, row.uid), []).append(state)
+        key = (row.step, row.uid)
+        self._members.setdefault(key, []).append(state)
+        if state.draft is not None and key in self._groups:
+            self._groups[key].add_draft(row.sample, state.draft.tokens)
+        if self.uses_suffix and len(row.tokens):
+            self._not_indexed.setdefault(key, []).append((state, row.tokens))
 
     def propose(self, rows: list[Row], lengths: np.ndarray, room: np.ndarray, budget: int) -> list[np.ndarray | None]:
         drafts: list[np.ndarray | None] = [None] * len(rows)
         if self._pause:
             self._pause -= 1
             return drafts
+        started = time.perf_counter()
         longest = min(int(WINDOWS[-1]), budget) if self.fixed_window is None else self.fixed_window
         survival, available = np.zeros(len(rows)), np.zeros(len(rows), np.int64)
         for i, (row, length, fits) in enumerate(zip(rows, lengths.tolist(), room.tolist(), strict=True)):
@@ -94,17 +101,23 @@ class RowSpeculator:
                 drafts[i], available[i] = tokens, len(tokens)
                 survival[i] = self.survival.estimate(state.kind, PRIORS[state.kind[0]])
         if self.fixed_window is not None:
+            self.stats.seconds += time.perf_counter() - started
             return drafts
-        windows = choose_windows(survival, available, self.cost, len(rows), budget)
-        if windows.any():
+        positions = int(lengths.sum()) + sum(len(row.prompt) for row in rows)
+        windows, is_worth_it = choose_windows(survival, available, self.cost, positions, budget, self._overhead_s)
+        if is_worth_it:
             self._backoff = 0
-        else:  # nothing pays now: look again after a while, less and less often
+        else:  # look again after a while, less and less often
             self._backoff = min(2 * self._backoff + 1, MAX_BACKOFF)
             self._pause = self._backoff
-        return [draft[:n] if n else None for draft, n in zip(drafts, windows.tolist(), strict=True)]
+        drafts = [draft[:n] if n else None for draft, n in zip(drafts, windows.tolist(), strict=True)]
+        seconds = time.perf_counter() - started
+        self.stats.seconds += seconds
+        self._overhead_s += 0.1 * (seconds - self._overhead_s)
+        return drafts
 
     def observe(self, rows: list[Row], tokens: list[np.ndarray], num_draft: np.ndarray, num_accepted: np.ndarray) -> None:
-        stats = self.stats
+        stats, started = self.stats, time.perf_counter()
         for row, gained, drafted, accepted in zip(rows, tokens, num_draft.tolist(), num_accepted.tolist(), strict=True):
             state = self._rows.get(id(row))
             if state is None:
@@ -127,7 +140,8 @@ class RowSpeculator:
                 state.is_aligned = len(expected) == len(gained) and bool((expected == gained).all())
             state.num_gained += len(gained)
             if self.uses_suffix:
-                state.not_indexed.append(gained)
+                self._not_indexed.setdefault((row.step, row.uid), []).append((state, gained))
+        stats.seconds += time.perf_counter() - started
 
     def _candidate(self, row: Row, state: _RowState, length: int, longest: int) -> tuple[np.ndarray, tuple | None]:
         """Tokens that may come next, and their kind for the survival estimate."""
@@ -144,14 +158,11 @@ class RowSpeculator:
         group = self._groups.get(key)
         if group is None:
             group = self._groups[key] = GroupIndex(self.history.get(row.uid) if self.history is not None else ())
-        for state in self._members[key]:
-            if state.draft is not None and not state.has_indexed_draft:
-                group.add_draft(state.row.sample, state.draft.tokens)
-                state.has_indexed_draft = True
-            if state.not_indexed:
-                pending = state.not_indexed
-                group.extend(state.row.sample, pending[0] if len(pending) == 1 else np.concatenate(pending))
-                pending.clear()
+            for state in self._members[key]:
+                if state.draft is not None:
+                    group.add_draft(state.row.sample, state.draft.tokens)
+        for state, tokens in self._not_indexed.pop(key, ()):
+            group.extend(state.row.sample, tokens)
         return group
 
 
