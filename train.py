@@ -55,7 +55,7 @@ def train(trainer: Trainer) -> None:
             trainer.speculation.learn(step, prompts, samples.tokens, rewards.ravel())
             metrics |= speculation_metrics(ranks, stats, trainer.speculation, int(samples.lengths.sum()))
             metrics["timing_s/exchange"] = clock[3] - exchange_started
-        metrics |= timing_metrics(ranks, np.diff(clock), metrics.pop("timing_s/sync"), samples)
+        metrics |= timing_metrics(ranks, np.diff(clock), stats.wait_s, metrics.pop("timing_s/sync"), samples)
         logger.log(step, metrics)
         if step % run.logging_steps == 0:
             logger.log_samples(step, samples, rewards.ravel(), trainer.tokenizer)

@@ -10,6 +10,7 @@ import numpy as np
 from tqdm import tqdm
 
 from bubblespec.rollout import Samples
+from bubblespec.schedule.windows import WINDOWS
 from bubblespec.timeline import save_timeline
 
 
@@ -39,6 +40,9 @@ class MetricsLogger:
         if not self.is_main:
             return
         self._write(step, metrics)
+        counts = metrics.get("rollout/spec_accepted_lengths")
+        if counts and sum(counts):
+            self._tensorboard.add_histogram("rollout/spec_accepted_lengths", np.repeat(WINDOWS, counts), step)
         self.history.append(metrics)
         self._bar.set_postfix_str(
             f"reward {metrics['reward']:.3f}, {metrics['perf/throughput']:.0f} tokens/s, {metrics['timing_s/step']:.2f} s/step"

@@ -29,13 +29,13 @@ def rollout_metrics(samples: Samples, rewards: np.ndarray, functions: list[str],
     return metrics
 
 
-def timing_metrics(ranks: Ranks, seconds: np.ndarray, sync_s: float, samples: Samples) -> dict:
+def timing_metrics(ranks: Ranks, seconds: np.ndarray, wait_s: float, sync_s: float, samples: Samples) -> dict:
     """Where the step's time went, on the mean rank and by rank.
 
-    seconds: this rank's [generation, waiting for the slowest rank, reward and exchange, training with its reductions].
-    `bubble/ratio` is the share of all ranks' rollout time that was spent waiting.
+    seconds: this rank's [generation, waiting for the slowest rank, reward and exchange, training with its reductions]; wait_s:
+    waiting within the first of these. `bubble/ratio` is the share of all ranks' rollout time that was spent waiting.
     """
-    own = np.array([*seconds[:3], seconds[3] - sync_s, sync_s])
+    own = np.array([seconds[0] - wait_s, seconds[1] + wait_s, seconds[2], seconds[3] - sync_s, sync_s])
     by_rank = ranks.gather(own)  # [ranks, 5]
     step_s = float(seconds.sum())
     metrics = {}

@@ -64,7 +64,7 @@ def test_functions_of_one_name_are_told_apart():
 
 def test_timing_of_one_rank():
     samples = make_samples([[0.0]] * 4)
-    found = timing_metrics(Ranks(torch.device("cpu")), np.array([4.0, 1.0, 0.5, 2.5]), 0.25, samples)
+    found = timing_metrics(Ranks(torch.device("cpu")), np.array([4.0, 1.0, 0.5, 2.5]), 0.0, 0.25, samples)
     assert found == {
         "timing_s/gen": 4.0,
         "timing_s/bubble": 1.0,
@@ -81,7 +81,7 @@ def test_timing_of_one_rank():
 
 def test_timing_of_two_ranks():
     samples = make_samples([[0.0]] * 4)
-    found = timing_metrics(TwoRanks([6.0, 0.0, 0.5, 1.0, 0.5]), np.array([2.0, 4.0, 0.5, 1.5]), 0.5, samples)
+    found = timing_metrics(TwoRanks([6.0, 0.0, 0.5, 1.0, 0.5]), np.array([3.0, 3.0, 0.5, 1.5]), 1.0, 0.5, samples)
     assert (found["timing_s/gen"], found["timing_s/gen/rank_0"], found["timing_s/gen/rank_1"]) == (4.0, 2.0, 6.0)
     assert (found["timing_s/bubble/rank_0"], found["timing_s/bubble/rank_1"]) == (4.0, 0.0)
     assert found["bubble/ratio"] == pytest.approx(4 / 12) and found["bubble/slowest_rank"] == 1

@@ -71,6 +71,7 @@ class RolloutStats:
     own_s: float = 0.0  # until this rank's rows were done
     draft_s: float = 0.0  # drafting after that
     wait_s: float = 0.0  # with nothing to do
+    total_s: float = 0.0
     drafted_tokens: int = 0
     num_ticks: int = 0
     events: list[Event] = field(default_factory=list)
@@ -158,7 +159,7 @@ def rollout(
     staying = may_stay[: engine.cache.num_slots - len(rows)] if len(rows) < engine.cache.num_slots else []
     for row in unfinished:
         _keep(drafts, row, ahead, stats, board.ranks.rank if row in staying else -1)
-    stats.num_ticks = board.num_ticks
+    stats.num_ticks, stats.total_s = board.num_ticks, time.perf_counter() - started
     return stats, drafts
 
 

@@ -11,7 +11,7 @@ from bubblespec.config import Config
 from bubblespec.data import Prompt
 from bubblespec.distributed import Ranks
 from bubblespec.drafts.bubble import DraftStore, exchange
-from bubblespec.drafts.suffix import History
+from bubblespec.drafts.suffix import SOURCE_NAMES, History
 from bubblespec.engine.generator import Generator, Row
 from bubblespec.schedule.priority import Outlook, plan_items, undrafted
 from bubblespec.schedule.progress import ProgressBoard
@@ -194,30 +194,33 @@ def make_speculation(config: Config, ranks: Ranks, engine: Generator) -> Specula
 def speculation_metrics(ranks: Ranks, stats: RolloutStats, speculation: Speculation, num_response_tokens: int) -> dict:
     """The step's speculation, summed over ranks; forwards are those of the slowest rank."""
     s = speculation.speculator.stats
-    latest_own = ranks.gather(np.array([stats.own_s, stats.own_forwards, stats.hard_forwards, stats.draft_s, stats.wait_s]))
-    sums = ranks.gather(
-        np.array([s.num_row_forwards, s.num_gained, s.num_draft, s.num_accepted, stats.drafted_tokens], np.float64)
-    ).sum(axis=0)
-    slowest = int(latest_own[:, 0].argmax())
-    rollout_s = latest_own[slowest, 0]
+    times = ranks.gather(np.array([stats.own_s, stats.total_s, stats.wait_s, stats.own_forwards, s.seconds]))
+    slowest = int(times[:, 0].argmax())
+    rollout_s = times[slowest, 0]
+    counts = [s.num_row_forwards, s.num_gained, s.num_draft, s.num_accepted, s.num_covered, stats.drafted_tokens]
+    sums = ranks.gather(np.array([*counts, stats.hard_forwards, *s.accepted_lengths], np.int64)).sum(axis=0)
+    row_forwards, gained, drafted, accepted, covered, run_ahead_tokens, hard_forwards = sums[:7].tolist()
     metrics = {
-        "rollout/forwards": int(latest_own[slowest, 1]),
-        "rollout/spec_accept_length": float(sums[1] / max(sums[0], 1)),
-        "rollout/spec_accept_rate": float(sums[3] / max(sums[2], 1)),
-        "rollout/spec_coverage": float(min(sums[2] / max(num_response_tokens, 1), 1.0)),
-        "bubble/drafted_tokens": int(sums[4]),
-        "bubble/wasted_tokens": int(sums[2] - sums[3]),
+        "rollout/forwards": int(times[slowest, 3]),
+        "rollout/spec_accept_length": gained / max(row_forwards, 1),
+        "rollout/spec_accept_rate": accepted / max(drafted, 1),
+        "rollout/spec_coverage": covered / max(num_response_tokens, 1),
+        "rollout/spec_wasted_tokens": drafted - accepted,
+        "rollout/spec_accepted_lengths": sums[7:].tolist(),
+        "bubble/drafted_tokens": run_ahead_tokens,
         "bubble/store_tokens": speculation.store.num_tokens,
-        "bubble/ratio_before_drafting": float(np.mean(1 - latest_own[:, 0] / max(rollout_s, 1e-9))),
-        "bubble/hard_forwards": int(latest_own[:, 2].sum()),
+        "bubble/ratio_before_drafting": float(np.mean(1 - times[:, 0] / max(rollout_s, 1e-9))),
+        "bubble/overrun_s": max(float(times[:, 1].max() - rollout_s), 0.0),
+        "bubble/hard_forwards": hard_forwards,
         "progress/ticks": stats.num_ticks,
+        "timing_s/propose": float(times[:, 4].mean()),
     }
-    sources = (ALIGNED, "own", "sibling", "self", "history")
+    sources = (ALIGNED, *SOURCE_NAMES)
     table = ranks.gather(np.array([s.by_source.get(name, [0, 0]) for name in sources], np.int64)).sum(axis=0)
-    for name, (drafted, accepted) in zip(sources, table, strict=True):
+    for name, (drafted, accepted) in zip(sources, table.tolist(), strict=True):
         if drafted:
-            metrics[f"drafts/{name}/accept_rate"] = float(accepted / drafted)
-            metrics[f"drafts/{name}/tokens"] = int(drafted)
+            metrics[f"drafts/{name}/accept_rate"] = accepted / drafted
+            metrics[f"drafts/{name}/tokens"] = drafted
     for age, share in sorted(speculation.accepted_by_age.items()):
         metrics[f"drafts/accept_rate/age_{age}"] = share
     return metrics

@@ -30,12 +30,17 @@ class _RowState:
 
 @dataclass
 class SpeculationStats:
-    """Counts of one rollout on one rank. by_source: {source: [drafted, accepted]}; by_age: {age: [drafted, accepted]}."""
+    """Counts of one rollout on one rank.
+
+    num_covered: tokens for which there was a proposal, right or wrong; by_source, by_age: [drafted, accepted]; accepted_lengths:
+    verifications by accepted tokens, binned by WINDOWS.
+    """
 
     num_row_forwards: int = 0
     num_gained: int = 0
     num_draft: int = 0
     num_accepted: int = 0
+    num_covered: int = 0
     by_source: dict[str, list[int]] = field(default_factory=dict)
     by_age: dict[int, list[int]] = field(default_factory=dict)
     accepted_lengths: np.ndarray = field(default_factory=lambda: np.zeros(len(WINDOWS), np.int64))
@@ -131,7 +136,8 @@ class RowSpeculator:
                 if is_counted:
                     stats.num_draft += drafted
                     stats.num_accepted += accepted
-                    stats.accepted_lengths[np.searchsorted(WINDOWS, accepted)] += 1
+                    stats.num_covered += min(accepted + 1, drafted)
+                    stats.accepted_lengths[np.searchsorted(WINDOWS, accepted, side="right") - 1] += 1
                     _count(stats.by_source, state.kind[0], drafted, accepted)
                     if state.kind[0] == ALIGNED:
                         _count(stats.by_age, state.age, drafted, accepted)
