@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 import time
 
 import numpy as np
@@ -18,8 +19,9 @@ import transformers
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from bubblespec.advantages import group_advantages
-from bubblespec.config import load_config
+from bubblespec.config import Config, load_config
 from bubblespec.distributed import ranks_from_environment
+from bubblespec.engine.generator import Generator
 from bubblespec.errors import InputError
 from bubblespec.rollout import gather_samples, generate, make_rows, score_rows
 from bubblespec.schedule.speculation import speculation_metrics
@@ -32,15 +34,23 @@ PAPER = "paper (arXiv 2605.08862, its own hardware): decoding steps -50%, rollou
 def timed(trainer: Trainer, action) -> tuple[float, int]:
     """Seconds on the slowest rank, and its forwards (the most of any rank while it had rows of its own)."""
     trainer.ranks.barrier()
-    started, before = time.perf_counter(), trainer.engine.num_forwards
-    stats = action()
+    started = time.perf_counter()
+    forwards = action()
     trainer.ranks.barrier()
     elapsed = time.perf_counter() - started
-    forwards = stats.own_forwards if stats is not None else trainer.engine.num_forwards - before
     return elapsed, int(trainer.ranks.gather(np.array([forwards])).max())
 
 
-def paired_step(trainer: Trainer, step: int) -> dict:
+def plain_engine(trainer: Trainer) -> Generator:
+    """An engine of its own for the rollouts without speculation: the other one holds drafts from step to step."""
+    engine = trainer.engine
+    length, tokens = engine.tokens.shape[1], engine.max_batch_tokens
+    plain = Generator(trainer.model, engine.cache.num_slots, length, engine.seed, tokens, trainer.kernel)
+    plain.params = trainer.sampling
+    return plain
+
+
+def paired_step(trainer: Trainer, plain: Generator, step: int) -> dict:
     config, ranks = trainer.config, trainer.ranks
     prompts = trainer.batch(step)
     own = trainer.own_share(prompts)
@@ -48,17 +58,19 @@ def paired_step(trainer: Trainer, step: int) -> dict:
     rows = {arm: make_rows(own, step, rollout.num_generations, rollout.max_completion_length) for arm in ("none", "speculation")}
     kept = {}
 
-    def plain():
-        generate(trainer.engine, rows["none"])
+    def without():
+        before = plain.num_forwards
+        generate(plain, rows["none"])
+        return plain.num_forwards - before
 
     def speculative():
         kept["stats"], drafts = generate_step(trainer, rows["speculation"], step)
         started = time.perf_counter()
         trainer.speculation.exchange(drafts, kept["stats"])
         kept["exchange_s"] = time.perf_counter() - started
-        return kept["stats"]
+        return kept["stats"].own_forwards
 
-    arms = [("none", plain), ("speculation", speculative)]
+    arms = [("none", without), ("speculation", speculative)]
     result = {"step": step}
     for arm, action in arms if step % 2 == 0 else reversed(arms):
         result[f"{arm}_s"], result[f"{arm}_forwards"] = timed(trainer, action)
@@ -90,6 +102,38 @@ def summarise(steps: list[dict]) -> dict:
     }
 
 
+def run(config: Config, arguments: argparse.Namespace) -> None:
+    with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
+        trainer = set_up(config, ranks)
+        if trainer.speculation is None:
+            raise InputError("speculative.method: none; give the method to compare with it")
+        plain = plain_engine(trainer)
+        steps = []
+        if ranks.is_main:
+            print("step   none s   spec s  ratio   forwards longest accepted/forward  drafted")
+        for step in range(config.run.max_steps):
+            s = paired_step(trainer, plain, step)
+            steps.append(s)
+            if ranks.is_main:
+                forwards = f"{s['none_forwards']}>{s['speculation_forwards']}"
+                seconds = f"{s['none_s']:8.2f} {s['speculation_s']:8.2f} {s['none_s'] / s['speculation_s']:6.2f}"
+                print(
+                    f"{step:4} {seconds} {forwards:>10} {s['longest']:7} "
+                    f"{s['rollout/spec_accept_length']:16.2f} {s['bubble/drafted_tokens']:8}",
+                    flush=True,
+                )
+        if ranks.is_main:
+            summary = summarise(steps)
+            print(
+                f"total: {summary['speedup']:.2f}x wall time (median step {summary['speedup_median_step']:.2f}x), "
+                f"{-100 * summary['forward_reduction']:.0f}% forwards on the slowest rank, "
+                f"{summary['differing_rows']} of {summary['rows']} rows differ\n{PAPER}"
+            )
+            if arguments.json:
+                with open(arguments.json, "w", encoding="utf-8") as file:
+                    json.dump({**summary, "config": arguments.config, "overrides": arguments.overrides, "steps": steps}, file)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", required=True)
@@ -98,34 +142,8 @@ def main() -> int:
     arguments = parser.parse_intermixed_args()
     transformers.utils.logging.disable_progress_bar()
     try:
-        config = load_config(arguments.config, arguments.overrides)
-        with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
-            trainer = set_up(config, ranks)
-            if trainer.speculation is None:
-                raise InputError("speculative.method: none; give the method to compare with it")
-            steps = []
-            if ranks.is_main:
-                print("step   none s   spec s  ratio   forwards longest accepted/forward  drafted")
-            for step in range(config.run.max_steps):
-                s = paired_step(trainer, step)
-                steps.append(s)
-                if ranks.is_main:
-                    forwards = f"{s['none_forwards']}>{s['speculation_forwards']}"
-                    seconds = f"{s['none_s']:8.2f} {s['speculation_s']:8.2f} {s['none_s'] / s['speculation_s']:6.2f}"
-                    print(
-                        f"{step:4} {seconds} {forwards:>10} {s['longest']:7} "
-                        f"{s['rollout/spec_accept_length']:16.2f} {s['bubble/drafted_tokens']:8}",
-                        flush=True,
-                    )
-            if ranks.is_main:
-                summary = summarise(steps)
-                print(
-                    f"total: {summary['speedup']:.2f}x wall time, {-100 * summary['forward_reduction']:.0f}% forwards on the "
-                    f"slowest rank, {summary['differing_rows']} of {summary['rows']} rows differ\n{PAPER}"
-                )
-                if arguments.json:
-                    with open(arguments.json, "w", encoding="utf-8") as file:
-                        json.dump({**summary, "config": arguments.config, "overrides": arguments.overrides, "steps": steps}, file)
+        with tempfile.TemporaryDirectory() as folder:  # nothing is kept of the run
+            run(load_config(arguments.config, [*arguments.overrides, f"run.output_dir={folder}"]), arguments)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
