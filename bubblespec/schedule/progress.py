@@ -133,14 +133,15 @@ class ProgressBoard:
             return False
         return all(state.is_done for rank, state in enumerate(self.last_states) if rank != self.ranks.rank)
 
-    def poll(self, state: Callable[[], RankState]) -> list[RankState] | None:
+    def poll(self, state: Callable[[], RankState], is_urgent: bool = True) -> list[RankState] | None:
         """The states of all ranks in the tick that has just completed, once a tick; otherwise None. Does not block.
 
         Call it between forwards until it returns None: `while (states := board.poll(state)) is not None: act(states)`.
-        If no tick is in flight it posts one with `state()`, which so knows what was done about the tick before; if it is too
-        soon for that, `state()` is asked again at the next call. After the last tick it posts nothing. Raises RankTimeout.
+        If no tick is in flight it posts one with `state()`, which so knows what was done about the tick before; if that is not
+        urgent, not too soon after it. A rank that is done is always in a hurry. After the last tick it posts nothing. Raises
+        RankTimeout.
         """
-        if self.is_over:
+        if self.is_over or (not self._in_flight and not is_urgent and time.monotonic() < self._not_before):
             return None
         own = None if self._in_flight else state()
         if own is not None and not own.is_done and time.monotonic() < self._not_before:

@@ -69,7 +69,6 @@ class RolloutStats:
     own_forwards: int = 0
     hard_forwards: int = 0
     own_s: float = 0.0  # until this rank's rows were done
-    draft_s: float = 0.0  # drafting after that
     wait_s: float = 0.0  # with nothing to do
     total_s: float = 0.0
     drafted_tokens: int = 0
@@ -102,44 +101,23 @@ def rollout(
         del held[row.step, row.uid, row.sample]
     granted.extend(held.values())  # the engine has been used for something else in between
     engine.add(rows)
-    board.begin()
     started = time.perf_counter()
 
     def state() -> RankState:
         active = len(own)
         wanted = 0
-        if ahead is not None and ahead.has_items(not own) and not engine.queue:
+        if ahead.has_items(not own) and not engine.queue:
             wanted = max(0, 2 * _free_rows(engine, own, ahead, speculator.cost) - len(granted))
         left = max((max(expected_longest - n, 1.0) for n in _own_lengths(engine, own)), default=0.0)
         step_s = float(speculator.cost.seconds(max(active, 1), max(active, 1)))
         return RankState(active, left, stats.drafted_tokens, step_s, wanted, active == 0)
 
-    def act(states: list[RankState]) -> None:
-        if ahead is not None:
-            granted.extend(ahead.grant(states)[board.ranks.rank])
-
-    while True:
-        while (states := board.poll(state)) is not None:
-            act(states)
-        if board.is_over:
-            break
-        if ahead is not None and granted and not engine.queue:
-            _admit(engine, own, granted, ahead, speculator)
-        begin = time.perf_counter()
-        if engine.is_idle or (not own and board.are_others_done):  # the last tick is about to complete: start no forward
-            if (states := board.wait(state)) is not None:
-                act(states)
-            stats.wait_s += time.perf_counter() - begin
-            note(stats.events, "wait", begin, time.perf_counter())
-            if board.is_over:
-                break
-            continue
-        own_before, aside_before = len(own), speculator.stats.seconds
+    def forward() -> None:
+        begin, own_before, aside_before = time.perf_counter(), len(own), speculator.stats.seconds
         num_ahead = len(engine.rows) + len(engine.queue) - own_before
         finished = engine.step()
         end = time.perf_counter()
-        aside_s = speculator.stats.seconds - aside_before
-        speculator.cost.observe(*engine.load[:4], end - begin - aside_s)
+        speculator.cost.observe(*engine.load[:4], end - begin - (speculator.stats.seconds - aside_before))
         for row in finished:
             if id(row) in own:
                 own.discard(id(row))
@@ -151,11 +129,32 @@ def rollout(
                 stats.own_s = end - started
         else:
             stats.hard_forwards += 1
-            stats.draft_s += end - begin
         note(stats.events, forward_kind(own_before, num_ahead, engine.load), begin, end)
+
+    if ahead is None:  # nobody needs to know how far anyone is
+        while own:
+            forward()
+        stats.total_s = time.perf_counter() - started
+        return stats, drafts
+    board.begin()
+    while True:
+        while (states := board.poll(state, is_urgent=not own)) is not None:
+            granted.extend(ahead.grant(states)[board.ranks.rank])
+        if board.is_over:
+            break
+        if granted and not engine.queue:
+            _admit(engine, own, granted, ahead, speculator)
+        if engine.is_idle or (not own and board.are_others_done):  # the last tick is about to complete: start no forward
+            begin = time.perf_counter()
+            if (states := board.wait(state)) is not None:
+                granted.extend(ahead.grant(states)[board.ranks.rank])
+            stats.wait_s += time.perf_counter() - begin
+            note(stats.events, "wait", begin, time.perf_counter())
+        else:
+            forward()
     unfinished = sorted(engine.collect(), key=lambda row: len(row.tokens), reverse=True)
     # Rows of the next step are about to be verified, by whoever owns them; the next step's own rows need slots.
-    may_stay = [row for row in unfinished if row.step > ahead.version + 1 and engine.is_decoding(row)] if ahead else []
+    may_stay = [row for row in unfinished if row.step > ahead.version + 1 and engine.is_decoding(row)]
     staying = may_stay[: engine.cache.num_slots - len(rows)] if len(rows) < engine.cache.num_slots else []
     for row in unfinished:
         _keep(drafts, row, ahead, stats, board.ranks.rank if row in staying else -1)

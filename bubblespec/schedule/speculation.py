@@ -205,6 +205,7 @@ def speculation_metrics(ranks: Ranks, stats: RolloutStats, speculation: Speculat
         "rollout/spec_accept_length": gained / max(row_forwards, 1),
         "rollout/spec_accept_rate": accepted / max(drafted, 1),
         "rollout/spec_coverage": covered / max(num_response_tokens, 1),
+        "rollout/spec_accepted_tokens": accepted,
         "rollout/spec_wasted_tokens": drafted - accepted,
         "rollout/spec_accepted_lengths": sums[7:].tolist(),
         "bubble/drafted_tokens": run_ahead_tokens,
