@@ -14,7 +14,7 @@ from bubblespec.config import load_config
 from bubblespec.distributed import ranks_from_environment
 from bubblespec.errors import InputError
 from bubblespec.metrics import MetricsLogger
-from bubblespec.report import rollout_metrics, timing_metrics
+from bubblespec.report import peak_memory_gb, rollout_metrics, timing_metrics
 from bubblespec.rollout import gather_samples, make_rows, score_rows
 from bubblespec.schedule.progress import RankTimeout
 from bubblespec.schedule.speculation import speculation_metrics
@@ -56,7 +56,7 @@ def train(trainer: Trainer) -> None:
             metrics |= speculation_metrics(ranks, stats, trainer.speculation, int(samples.lengths.sum()))
             metrics["timing_s/exchange"] = clock[3] - exchange_started
         metrics |= timing_metrics(ranks, np.diff(clock), stats.wait_s, metrics.pop("timing_s/sync"), samples)
-        logger.log(step, metrics)
+        logger.log(step, metrics | {"perf/max_memory_gb": peak_memory_gb(ranks)})
         if step % run.logging_steps == 0:
             logger.log_samples(step, samples, rewards.ravel(), trainer.tokenizer)
         if step in run.timeline_steps:

@@ -1,6 +1,10 @@
 """The numbers of one step, under the field's names (TRL's and verl's)."""
 
+import resource
+import sys
+
 import numpy as np
+import torch
 
 from bubblespec.distributed import Ranks
 from bubblespec.rollout import Samples, digest
@@ -27,6 +31,15 @@ def rollout_metrics(samples: Samples, rewards: np.ndarray, functions: list[str],
         if not np.isnan(values).all():
             metrics[f"rewards/{name}/mean"] = float(np.nanmean(values))
     return metrics
+
+
+def peak_memory_gb(ranks: Ranks) -> float:
+    """Most memory that any rank has needed so far: of the device on CUDA, else of the process."""
+    if ranks.device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(ranks.device)
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return float(ranks.gather(np.array([peak])).max() / 1e9)
 
 
 def timing_metrics(ranks: Ranks, seconds: np.ndarray, wait_s: float, sync_s: float, samples: Samples) -> dict:

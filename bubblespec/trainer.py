@@ -110,6 +110,8 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
         rollout.temperature, rollout.top_p, rollout.top_k, stop_tokens(config, model, tokenizer), rollout.min_completion_length
     )
     num_slots = rollout.num_slots
+    if "bubble" not in config.speculative.method:  # slots beyond the rank's own rows are for drafts
+        num_slots = min(num_slots, -(-rollout.num_prompts_per_step // ranks.world_size) * rollout.num_generations)
     engine = Generator(model, num_slots, max_length, config.run.seed, rollout.max_batch_tokens, kernel)
     engine.params = sampling
     engine.rule = config.speculative.rule

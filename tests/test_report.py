@@ -6,7 +6,7 @@ import torch
 
 from bubblespec.data import Prompt
 from bubblespec.distributed import Ranks
-from bubblespec.report import rollout_metrics, timing_metrics
+from bubblespec.report import peak_memory_gb, rollout_metrics, timing_metrics
 from bubblespec.rollout import Samples, digest
 
 LENGTHS = [1, 2, 4, 9]
@@ -86,3 +86,10 @@ def test_timing_of_two_ranks():
     assert (found["timing_s/bubble/rank_0"], found["timing_s/bubble/rank_1"]) == (4.0, 0.0)
     assert found["bubble/ratio"] == pytest.approx(4 / 12) and found["bubble/slowest_rank"] == 1
     assert found["timing_s/train"] == 1.0 and found["perf/throughput"] == 24 / 8 / 2
+
+
+def test_peak_memory_sees_an_allocation():
+    ranks = Ranks(torch.device("cpu"))
+    before = peak_memory_gb(ranks)
+    large = np.ones(int((before + 0.2) * 1e9) // 8)
+    assert 0.01 < before < peak_memory_gb(ranks) and len(large)
