@@ -193,6 +193,111 @@ def test_reset_forgets_the_cache_when_weights_change(make_model):
     assert after == fresh != before
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_kept_rows_go_on_after_a_reset(baseline, seed):
+    """Any of the rows in slots, wherever they are, end as they would have; all others are forgotten, and so is the queue."""
+    model, prompts, params, wanted = baseline
+    engine = Generator(model, 9, max_length=100, seed=5)
+    engine.params = params
+    engine.add(make_rows(prompts, 4))
+    engine.max_prefill_tokens = 3
+    for _ in range(30):
+        engine.step()
+    rng = np.random.default_rng(seed)
+    kept = [row for row in engine.collect() if engine.is_decoding(row) and rng.random() < 0.5]
+    assert 0 < len(kept) < len(engine.rows) and engine.queue
+    others = [row for row in engine.rows if row not in kept]
+    engine.reset(kept)
+    assert engine.max_prefill_tokens == engine.max_batch_tokens and not engine.queue
+    assert sorted(map(id, engine.rows)) == sorted(map(id, kept))
+    assert all(engine.is_decoding(row) for row in kept) and not any(engine.is_decoding(row) for row in others)
+    again = make_rows(prompts, 4)  # beside them, and in the slots that are free now
+    assert as_dict(engine.run(again)) == wanted
+    assert as_dict(kept) == {key: wanted[key] for key in as_dict(kept)} and engine.is_idle
+
+
+def test_nobody_shares_the_prompt_of_a_row_kept_while_weights_changed(make_model):
+    """Neither from the kept row, nor from a slot whose row was left, nor from one that the kept row frees later on."""
+    model = make_model()
+    prepare_model(model, 100)
+    prompts = make_prompts(2)
+    engine = Generator(model, num_slots=4, max_length=100, seed=0)
+    short, long = make_rows(prompts, 2, 12), make_rows(prompts, 2, 40)
+    engine.add([short[0], long[1], long[2], short[3]])
+    for _ in range(6):
+        engine.step()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    engine.reset([short[0], long[2]])
+    after = as_dict(engine.run(make_rows(prompts, 4)))
+    assert after == as_dict(Generator(model, num_slots=4, max_length=100, seed=0).run(make_rows(prompts, 4)))
+    assert len(long[2].tokens) == 40 and len(short[0].tokens) == 12, "the kept rows have ended among them"
+
+
+def test_collect_reads_rows_and_leaves_them(baseline):
+    """After any number of forwards it gives what was generated so far; generation goes on as if nobody had looked."""
+    model, prompts, params, wanted = baseline
+    engine = Generator(model, 6, max_length=100, seed=5, max_batch_tokens=16)
+    engine.params = params
+    rows = make_rows(prompts, 4)
+    engine.add(rows)
+    finished, seen = 0, set()
+    while not engine.is_idle:
+        finished += len(engine.step())
+        unfinished = engine.collect()
+        assert len(unfinished) == len(rows) - finished and all(row.finish is None for row in unfinished)
+        for row in unfinished:
+            tokens = row.tokens.tolist()
+            assert tokens == wanted[row.uid, row.sample][0][: len(tokens)] and len(row.logprob) == len(tokens)
+            seen.add(len(tokens))
+    assert as_dict(rows) == wanted and len(seen) > 20
+
+
+def test_a_row_decodes_once_all_but_its_last_token_are_cached(make_model):
+    """A prompt of 30 tokens, or 20 and 10 of the response, takes 4 forwards of 8 tokens; from then on each gives a token."""
+    model = make_model()
+    prepare_model(model, 100)
+    for known in (0, 10):
+        row = Row(1, 1, 0, tuple(range(1, 31 - known)), 20 + known, np.arange(1, known + 1))
+        waiting = Row(2, 1, 0, (1, 2), 5)
+        engine = Generator(model, num_slots=1, max_length=100, seed=0, max_batch_tokens=8)
+        engine.add([row, waiting])
+        states = [engine.is_decoding(row)]
+        while row.finish is None:
+            engine.step()
+            states.append(engine.is_decoding(row))
+            assert not engine.is_decoding(waiting) or row.finish is not None
+        # The fourth forward samples already; of the 20 tokens the last ends the row.
+        assert states == [False] * 4 + [True] * 19 + [False]
+
+
+def test_the_load_of_a_forward(make_model):
+    """Counted by hand: two rows of one prompt and one of another, then plain decoding, then drafts of 3 tokens."""
+    model = make_model()
+    prepare_model(model, 100)
+    engine = Generator(model, num_slots=4, max_length=100, seed=0)
+    engine.add([*make_rows([(1, 2, 3, 4, 5)], 2), Row(7, 3, 0, (6, 7, 8), 30)])
+    loads = []
+    for _ in range(2):
+        engine.step()
+        loads.append(tuple(engine.load))
+    # The second row of the first prompt waits for the first, copies 4 positions, and feeds the last token.
+    assert loads == [(3, 5 + 0 + 3, 2, 5 + 0 + 3, 4 + 2, 0), (3, 3, 0, 6 + 5 + 4, 0, 0)]
+    before = engine.length[:3] - 1
+
+    class Three:
+        def propose(self, rows, lengths, room, budget):
+            return [np.array([1, 2, 3]), None, np.array([4, 5, 6])]
+
+        def observe(self, rows, tokens, num_draft, num_accepted):
+            pass
+
+    engine.speculator = Three()
+    engine.step()
+    assert tuple(engine.load) == (3, 3 + 6, 2, int(before.sum()) + 3 + 6, 0, 6)
+
+
 def test_a_limit_on_prefills_slows_prompts_only_until_reset(make_model):
     """The caller's limit changes the number of forwards, not the tokens, and does not outlive the rollout."""
     model = make_model()

@@ -1,0 +1,230 @@
+"""What to draft first: the plan against a transcription in plain Python, the outlook against numpy's own fit and double loops."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from bubblespec.data import Prompt
+from bubblespec.drafts.bubble import Draft, DraftStore
+from bubblespec.drafts.suffix import History
+from bubblespec.engine.generator import Row
+from bubblespec.schedule.priority import PATIENCE, PROBE_QUANTILE, Item, Outlook, plan_items, undrafted
+
+SAMPLES = 3
+
+
+def prompt(uid: int, length: int) -> Prompt:
+    return Prompt(uid, "", tuple(range(1, length + 1)), {})
+
+
+def draft(length: int, finished: bool = False, holder: int = -1) -> Draft:
+    return Draft(np.arange(1, length + 1, dtype=np.int32), finished, 0, holder)
+
+
+def outlook(seed: int = 0, count: int = 50) -> Outlook:
+    rng, outlook = np.random.default_rng(seed), Outlook()
+    prompt_lengths = rng.integers(3, 40, count)
+    outlook.learn(prompt_lengths, rng.integers(1, 60, count) + 2 * prompt_lengths)
+    return outlook
+
+
+def keys(items: list[Item]) -> list[tuple]:
+    return [item.key for item in items]
+
+
+def random_case(seed: int):
+    """Batches of three steps, and drafts and histories of some of their prompts."""
+    rng = np.random.default_rng(seed)
+    store, history = DraftStore(10**6), History(10**6)
+    batches = []
+    for step in (11, 12, 13):
+        prompts = [prompt(int(uid), int(rng.integers(3, 40))) for uid in rng.choice(1000, 5, replace=False)]
+        batches.append((step, prompts, rng.integers(0, 4, 5).tolist()))
+        for p in prompts:
+            for _ in range(int(rng.choice([0, 0, 2]))):
+                history.add(p.uid, np.arange(int(rng.integers(1, 200))), 0.0, 3)
+            for sample in range(SAMPLES):
+                kind = rng.integers(6)
+                if kind == 0:
+                    store.put((step, p.uid, sample), draft(int(rng.integers(1, 150)), True))
+                elif kind == 1:
+                    store.put((step, p.uid, sample), draft(int(rng.integers(0, 150)), False, int(rng.integers(-1, 4))))
+    return batches, store, history
+
+
+def brute_force(batches, store, history, outlook, forwards, worth) -> list[tuple[float, Item]]:
+    """(slack, item) of all that is to be drafted, in the order of steps, prompts and samples."""
+    lengths = [int(n) for n in outlook.seen[:, 1]]
+    slope, intercept = np.polyfit(outlook.seen[:, 0], outlook.seen[:, 1], 1)
+    rest = [y - slope * x - intercept for x, y in outlook.seen.tolist()]
+    margin = max(float(np.quantile(rest, PROBE_QUANTILE)), 0.0)
+
+    def expected_total(so_far: int) -> float:
+        longer = [n for n in lengths if n > so_far]
+        return sum(longer) / len(longer) if longer else 2.0 * so_far
+
+    def length_of(d: Draft) -> float:
+        return len(d.tokens) if d.is_finished else expected_total(len(d.tokens))
+
+    entries = []
+    for number, (step, prompts, owners) in enumerate(batches):
+        for p, owner in zip(prompts, owners, strict=True):
+            siblings = [store.get((step, p.uid, sample)) for sample in range(SAMPLES)]
+            known = [length_of(d) for d in siblings if d is not None]
+            if not known:
+                known = history.lengths(p.uid)
+            expected = sum(known) / len(known) if known else max(intercept + slope * len(p.token_ids), 1.0)
+            for sample, d in enumerate(siblings):
+                if d is not None and d.is_finished:
+                    continue
+                total = expected
+                if not known and sample == 0:
+                    total += margin
+                if d is not None and len(d.tokens):
+                    total = max(total, length_of(d))
+                slack = number * forwards - (total - (len(d.tokens) if d is not None else 0))
+                pays = worth is not None and slack < PATIENCE * forwards and worth[min(int(total), len(worth) - 1)] > 0
+                entries.append((slack, Item(step, p, sample, owner, bool(pays), d.holder if d is not None else -1)))
+    return entries
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_plan_is_least_slack_first(seed):
+    """All unfinished items with their owners, holders and worth, in the order of slack; equally urgent ones keep theirs."""
+    batches, store, history = random_case(seed)
+    known, worth = outlook(seed), np.random.default_rng(seed).uniform(-1, 1, 100)
+    planned = plan_items(batches, SAMPLES, store, history, known, 70.0, worth)
+    entries = brute_force(batches, store, history, known, 70.0, worth)
+    slack = {item.key: s for s, item in entries}
+    assert {item.key: item for item in planned} == {item.key: item for _, item in entries} and len(planned) == len(entries)
+    assert all(slack[a.key] <= slack[b.key] + 1e-6 for a, b in itertools.pairwise(planned))
+    place = {item.key: n for n, (_, item) in enumerate(entries)}
+    assert all(place[a.key] < place[b.key] for a, b in itertools.pairwise(planned) if slack[a.key] == slack[b.key])
+    assert {item.pays for item in planned} == {True, False} and {item.holder for item in planned} > {-1}
+    assert all(item.pays is False for item in plan_items(batches, SAMPLES, store, history, known, 70.0, None))
+
+
+def test_unknown_prompts_have_one_probe():
+    """Of a prompt that nothing is known of, the first sample alone is taken to be long, and so comes before all others."""
+    known = outlook()
+    prompts = [prompt(n, 20) for n in range(4)]
+    planned = plan_items([(1, prompts, [0] * 4)], SAMPLES, DraftStore(10), History(10), known, 50.0)
+    assert keys(planned)[:4] == [(1, n, 0) for n in range(4)]
+    assert keys(planned)[4:] == [(1, n, sample) for n in range(4) for sample in (1, 2)]
+    history = History(100)
+    history.add(2, np.arange(5), 0.0, 0)
+    planned = plan_items([(1, prompts, [0] * 4)], SAMPLES, DraftStore(10), history, known, 50.0)
+    assert keys(planned)[:3] == [(1, n, 0) for n in (0, 1, 3)] and keys(planned)[-3:] == [(1, 2, n) for n in range(3)]
+
+
+def test_long_responses_of_far_steps_come_before_short_ones_of_near_steps():
+    near, far = prompt(1, 5), prompt(2, 5)
+    history = History(10**4)
+    history.add(1, np.arange(10), 0.0, 0)
+    history.add(2, np.arange(200), 0.0, 0)
+    batches = [(1, [near], [0]), (2, [far], [0])]
+    arguments = (2, DraftStore(10), history, Outlook())
+    assert keys(plan_items(batches, *arguments, 100.0))[0] == (2, 2, 0)
+    assert keys(plan_items(batches, *arguments, 300.0))[0] == (1, 1, 0)
+
+
+def test_the_plan_does_not_depend_on_the_order_of_what_is_known():
+    """Ranks put drafts and histories into their tables in whatever order they come in."""
+    batches, store, history = random_case(3)
+    worth = np.linspace(-1, 1, 100)
+    wanted = plan_items(batches, SAMPLES, store, history, outlook(), 70.0, worth)
+    mixed_store, mixed_history = DraftStore(10**6), History(10**6)
+    all_keys = [(step, p.uid, s) for step, prompts, _ in batches for p in prompts for s in range(SAMPLES)]
+    random.Random(1).shuffle(all_keys)
+    for key in all_keys:
+        if (found := store.get(key)) is not None:
+            mixed_store.put(key, found)
+    for uid in reversed(list(history.entries)):
+        for tokens, reward, step in history.entries[uid]:
+            mixed_history.add(uid, tokens, reward, step)
+    assert plan_items(batches, SAMPLES, mixed_store, mixed_history, outlook(), 70.0, worth) == wanted
+
+
+@pytest.mark.parametrize("num_rows, num_slots", [(16, 64), (64, 16), (1, 1)])
+def test_worth_is_that_of_a_double_loop(num_rows, num_slots):
+    """A token saves its share of a forward, which is shared by the rows that get so far, and costs its verification."""
+    known = Outlook()
+    lengths = [3, 3, 5, 9, 14]
+    known.learn(np.ones(5, np.int64), np.array(lengths))
+    wanted, total = [0.0], 0.0
+    for position in range(max(lengths)):
+        alive = 0
+        for length in lengths:
+            alive += length > position
+        sharing = num_rows * alive / len(lengths)
+        total += 0.02 / max(min(sharing, num_slots, num_rows), 1.0) - 0.004
+        wanted.append(total)
+    np.testing.assert_allclose(known.worth(num_rows, num_slots, 0.02, 0.004), wanted, atol=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_guess_is_the_line_of_numpy(seed):
+    known = outlook(seed)
+    x, y = known.seen.T
+    slope, intercept = np.polyfit(x, y, 1)
+    asked = np.array([1, 10, 39, 100])
+    line, margin = known.guess(asked)
+    np.testing.assert_allclose(line, np.maximum(intercept + slope * asked, 1.0), rtol=1e-9)
+    assert margin == pytest.approx(np.quantile(y - slope * x - intercept, PROBE_QUANTILE)) and margin > 0
+
+
+def test_guess_is_never_below_one_token():
+    known = Outlook()
+    known.learn(np.array([1, 2, 3, 4]), np.array([40, 30, 20, 10]))
+    assert known.guess(np.array([2, 50]))[0].tolist() == pytest.approx([30, 1])
+
+
+def test_total_is_the_mean_of_those_that_got_further():
+    known = Outlook()
+    known.learn(np.ones(4, np.int64), np.array([2, 4, 6, 9]))
+    assert [known.total(n) for n in (0, 2, 4, 8)] == [pytest.approx(v) for v in (21 / 4, 19 / 3, 15 / 2, 9.0)]
+    assert known.total(9) == 18.0 and known.total(50) == 100.0
+
+
+def test_the_outlook_keeps_the_latest():
+    known = Outlook(num_kept=3)
+    for n in range(5):
+        known.learn(np.array([n]), np.array([10 * n + 1]))
+    assert known.lengths.tolist() == [21, 31, 41]
+
+
+def test_nothing_seen_yet():
+    """The first rollout plans too: all items, in the order of steps, and none of them pays."""
+    known = Outlook()
+    batches = [(step, [prompt(1, 5), prompt(2, 9)], [0, 1]) for step in (1, 2)]
+    planned = plan_items(batches, 2, DraftStore(10), History(10), known, 0.0, known.worth(8, 4, 1e-3, 2e-3))
+    assert keys(planned) == [(step, uid, sample) for step in (1, 2) for uid in (1, 2) for sample in (0, 1)]
+    assert not any(item.pays for item in planned)
+    line, margin = known.guess(np.array([3, 4]))
+    assert line.tolist() == [1, 1] and margin == 0
+    assert known.total(0) == 0 and known.total(7) == 14
+    assert len(known.worth(8, 4, 1e-3, 1e-4)) == 2 and np.isfinite(known.worth(8, 4, 1e-3, 1e-4)).all()
+    assert plan_items([], 2, DraftStore(10), History(10), known, 10.0) == []
+
+
+def test_prompts_of_one_length_and_responses_of_one_length():
+    """A line has no slope to fit then, and a response none that got further."""
+    known = Outlook()
+    known.learn(np.full(6, 7), np.array([1, 2, 3, 4, 5, 9]))
+    line, margin = known.guess(np.array([7, 70]))
+    assert line.tolist() == pytest.approx([4, 4]) and margin == pytest.approx(np.quantile([1, 2, 3, 4, 5, 9], 0.9) - 4)
+    same = Outlook()
+    same.learn(np.array([3, 5, 8]), np.full(3, 12))
+    line, margin = same.guess(np.array([4, 100]))
+    assert line.tolist() == pytest.approx([12, 12]) and margin == pytest.approx(0, abs=1e-9)
+    assert same.total(11) == 12 and same.total(12) == 24
+    np.testing.assert_allclose(same.worth(4, 8, 0.02, 0.001), 0.004 * np.arange(13))
+
+
+def test_undrafted_counts_what_no_draft_has():
+    known = Outlook()
+    known.learn(np.array([2, 4, 6]), np.array([10, 20, 30]))
+    rows = [Row(n, 1, 0, (1,) * length, 50) for n, length in enumerate((4, 6, 4, 4))]
+    assert undrafted(rows, [None, None, draft(7, True), draft(15)], known).tolist() == pytest.approx([20, 30, 0, 10])

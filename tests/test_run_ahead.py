@@ -1,0 +1,446 @@
+"""The rollout with run-ahead: own rows against plain generation, drafts against what their own step would generate.
+
+Plain generation (`Generator.run` in a fresh engine without a speculator) is the oracle throughout. The other rank is played by
+`BoardWithSlowRank`, so that a bubble is as long as a test wants it; at the end two real processes run against each other.
+"""
+
+import copy
+from collections import deque
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from conftest import VOCAB, small_config
+from test_progress import run_ranks
+
+from bubblespec.data import Prompt
+from bubblespec.distributed import Ranks
+from bubblespec.drafts.bubble import Draft, DraftStore, exchange
+from bubblespec.drafts.suffix import History
+from bubblespec.engine.generator import Generator, Row
+from bubblespec.engine.model import prepare_model
+from bubblespec.engine.sampling import SamplingParams
+from bubblespec.rollout import make_rows
+from bubblespec.schedule.priority import Item, Outlook, plan_items
+from bubblespec.schedule.progress import ProgressBoard, RankState
+from bubblespec.schedule.run_ahead import RunAhead, rollout
+from bubblespec.schedule.speculator import RowSpeculator
+from bubblespec.schedule.windows import CostModel
+
+SEED = 5
+PARAMS = SamplingParams(temperature=0.9, stop_token_ids=(5, 11, 20, 33))
+LIMIT = 40
+MAX_LENGTH = 100
+# The same prompts in every step: whatever is left in the engine of an earlier step is a temptation to share it.
+PROMPTS = [Prompt(900 + n, "", tuple(range(1 + n, 4 + 5 * n)), {}) for n in range(3)]
+
+
+def new_model() -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    config = small_config("llama")
+    config.num_hidden_layers, config.layer_types = 1, None
+    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.float64).eval()
+    prepare_model(model, MAX_LENGTH)
+    return model
+
+
+def update(model, number: int) -> None:
+    """Other weights, so near that some drafts stay right for a while."""
+    generator = torch.Generator().manual_seed(number)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + 0.05 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+
+
+def fixed_cost(a: float = 1.0, b: float = 1e-4, c: float = 1e-4) -> CostModel:
+    """Costs that no measurement changes. By default draft rows and draft tokens are next to free."""
+    cost = CostModel(refresh=1 << 60)
+    cost.coefficients = np.array([a, b, c, 0.0, 0.0])
+    return cost
+
+
+def key_of(row: Row) -> tuple:
+    return (row.step, row.uid, row.sample)
+
+
+def as_dict(rows: list[Row]) -> dict:
+    return {key_of(row): (row.tokens.tolist(), row.finish) for row in rows}
+
+
+def plain(model, step: int, prompts=PROMPTS, num_generations: int = 2, limit: int = LIMIT) -> tuple[dict, int]:
+    """What plain generation gives for a step under the weights as they are, and in how many forwards."""
+    engine = Generator(model, 64, MAX_LENGTH, SEED)
+    engine.params = PARAMS
+    return as_dict(engine.run(make_rows(prompts, step, num_generations, limit))), engine.num_forwards
+
+
+def one_rank() -> ProgressBoard:
+    return ProgressBoard(Ranks(torch.device("cpu")), timeout_s=100, interval_s=0)
+
+
+class BoardWithSlowRank:
+    """The board as rank 0 of two sees it, with a tick between any two forwards; rank 1 is done after `num_ticks` ticks."""
+
+    def __init__(self, num_ticks: int):
+        self.ranks = SimpleNamespace(rank=0, world_size=2)
+        self.last_tick = num_ticks
+
+    def begin(self) -> None:
+        self.num_ticks, self.is_over, self.are_others_done, self.has_ticked = 0, False, False, False
+
+    def poll(self, state, is_urgent: bool = True) -> list[RankState] | None:
+        self.has_ticked = not self.has_ticked
+        return self.wait(state) if self.has_ticked else None
+
+    def wait(self, state) -> list[RankState] | None:
+        if self.is_over:
+            return None
+        own = state()
+        self.num_ticks += 1
+        self.are_others_done = self.num_ticks >= self.last_tick
+        self.is_over = own.is_done and self.are_others_done
+        return [own, RankState(1, 1.0, 0, 1e-3, 0, self.are_others_done)]
+
+
+class World:
+    """One rank from step to step. `forwards` has, of the last rollout, own rows left and draft rows in the engine by forward."""
+
+    def __init__(self, model, num_slots: int, board, method="bubble+suffix", cost=None, max_tokens=10**6, max_batch_tokens=256):
+        self.model, self.board = model, board
+        self.speculator = RowSpeculator(method, cost or fixed_cost())
+        self.engine = Generator(model, num_slots, MAX_LENGTH, SEED, max_batch_tokens, speculator=self.speculator)
+        self.engine.params = PARAMS
+        self.store = DraftStore(max_tokens)
+        self.forwards = []
+
+    def items(self, coming, prompts=PROMPTS, num_generations: int = 2) -> list[Item]:
+        """All that is left to draft for some steps, in order."""
+        items = []
+        for step in coming:
+            for prompt in prompts:
+                for sample in range(num_generations):
+                    draft = self.store.get((step, prompt.uid, sample))
+                    if draft is None or not draft.is_finished:
+                        items.append(Item(step, prompt, sample, 0, True, draft.holder if draft else -1))
+        return items
+
+    def rollout(self, step, rows, items, drafts=None, limit=LIMIT, max_slowdown=1.0, is_soft=True, idle_items=()):
+        self.speculator.begin(step)
+        for row in rows:
+            draft = drafts[key_of(row)] if drafts and key_of(row) in drafts else self.store.get(key_of(row))
+            self.speculator.track(row, draft, step)
+        ahead = None
+        if items is not None:
+            ahead = RunAhead(
+                deque(item for item in items if item.holder < 0),
+                deque(idle_items),
+                [item for item in items if item.holder == self.board.ranks.rank],
+                self.store,
+                step,
+                limit,
+                max_slowdown,
+                is_soft,
+            )
+        own, step_engine, self.forwards = {id(row) for row in rows}, self.engine.step, []
+
+        def noted_step() -> list[Row]:
+            num_ahead = sum(id(row) not in own for row in [*self.engine.rows, *self.engine.queue])
+            num_own = len(self.engine.rows) + len(self.engine.queue) - num_ahead
+            finished = step_engine()
+            self.forwards.append((num_own, num_ahead))
+            return finished
+
+        self.engine.step = noted_step
+        stats, made = rollout(self.engine, rows, self.board, self.speculator, ahead, 20.0)
+        del self.engine.step
+        exchange(self.store, made, Ranks(torch.device("cpu")))
+        self.store.drop_until(step)
+        return stats, made
+
+
+def made_up(wanted: dict, seed: int) -> dict:
+    """Drafts right, wrong, cut, overlong and empty, and rows without one, by turns."""
+    rng, drafts = np.random.default_rng(seed), {}
+    for number, (key, (tokens, _)) in enumerate(wanted.items()):
+        noise = rng.integers(1, VOCAB, 60).tolist()
+        kinds = [tokens, noise, tokens[: len(tokens) // 2], tokens + noise, [], None]
+        kind = kinds[(number + seed) % len(kinds)]
+        drafts[key] = None if kind is None else Draft(np.array(kind, np.int32), number % 2 == 0, 0)
+    return drafts
+
+
+@pytest.mark.parametrize("num_slots", [2, 5, 24])
+@pytest.mark.parametrize("bubbles", ["none", "soft", "hard", "both"])
+def test_own_rows_are_those_of_plain_generation(bubbles, num_slots):
+    """Whatever is drafted beside them, from whatever drafts they start, with weights that change in each step."""
+    model = new_model()
+    world = World(
+        model, num_slots, BoardWithSlowRank(120 if num_slots == 2 else 45) if bubbles in ("hard", "both") else one_rank()
+    )
+    accepted = drafted = 0
+    for step in range(3):
+        update(model, step)
+        wanted, _ = plain(model, step)
+        drafts = made_up(wanted, step)
+        if step:  # every other row goes by what was drafted under the weights before
+            drafts = {key: draft for key, draft in drafts.items() if key[2]}
+        rows = make_rows(PROMPTS, step, 2, LIMIT)
+        items = None if bubbles == "none" else world.items((step + 1, step + 2))
+        stats, _ = world.rollout(step, rows, items, drafts, is_soft=bubbles != "hard")
+        assert as_dict(rows) == wanted
+        accepted += world.speculator.stats.num_accepted
+        drafted += stats.drafted_tokens
+        assert stats.own_forwards + stats.hard_forwards == len(world.forwards)
+        assert stats.own_forwards == sum(num_own > 0 for num_own, _ in world.forwards)
+    assert accepted > 20
+    assert (drafted > 20) == (bubbles != "none")
+
+
+def test_drafts_are_what_their_step_generates():
+    """Under the same weights: token for token, so all of them are accepted, in far fewer forwards."""
+    model = new_model()
+    world = World(model, 24, BoardWithSlowRank(90), method="bubble")
+    world.rollout(0, make_rows(PROMPTS, 0, 2, LIMIT), world.items((1,)))
+    wanted, num_forwards = plain(model, 1)
+    assert len({len(tokens) for tokens, _ in wanted.values()}) > 2
+    for key, (tokens, _) in wanted.items():
+        assert world.store.get(key).tokens.tolist() == tokens and world.store.get(key).is_finished
+    rows = make_rows(PROMPTS, 1, 2, LIMIT)
+    stats, _ = world.rollout(1, rows, None)
+    assert as_dict(rows) == wanted
+    counts = world.speculator.stats
+    assert counts.num_draft == counts.num_accepted > 0.8 * counts.num_gained
+    assert set(counts.by_source) == {"aligned"} and set(counts.by_age) == {1}
+    assert stats.own_forwards < 0.3 * num_forwards
+
+
+@pytest.mark.parametrize("between", ["nothing", "an evaluation", "a full store"])
+def test_drafts_go_on_over_several_rollouts(between):
+    """Preempted and continued, in the engine or from their tokens: still what plain generation gives, each token made once."""
+    model, bound = new_model(), 50 if between == "a full store" else 10**6
+    world = World(model, 8, one_rank(), max_tokens=bound)
+    wanted, _ = plain(model, 9, limit=60)
+    total, stayed, finished_in = 0, 0, []
+    for step in range(8):
+        rows, items = make_rows(PROMPTS[:1], step, 2, 12), world.items((9,))
+        before = {key_of(row): row for row in world.engine.rows}
+        stats, made = world.rollout(step, rows, items, limit=60, max_slowdown=100.0)
+        assert as_dict(rows) == plain(model, step, PROMPTS[:1], limit=12)[0]
+        total += stats.drafted_tokens
+        for key, draft in made.items():
+            tokens, _ = wanted[key]
+            assert draft.tokens.tolist() == tokens[: len(draft.tokens)] and draft.version == step
+            assert draft.is_finished == (len(draft.tokens) == len(tokens))
+            if draft.is_finished:
+                finished_in.append(step)
+            if draft.holder == 0:
+                row = next(row for row in world.engine.rows if key_of(row) == key)
+                assert world.engine.is_decoding(row) and row.tokens.tolist() == draft.tokens.tolist()
+                stayed += before.get(key) is row
+        assert sum(draft.holder == 0 for draft in made.values()) <= 8 - len(rows)
+        if between == "an evaluation":
+            world.engine.speculator = None
+            world.engine.reset()
+            world.engine.run(make_rows(PROMPTS, 99, 3, 7))
+            world.engine.speculator = world.speculator
+    assert world.store.num_tokens <= bound
+    if between == "a full store":
+        return
+    assert {key: world.store.get(key).tokens.tolist() for key in wanted} == {key: tokens for key, (tokens, _) in wanted.items()}
+    assert total == sum(len(tokens) for tokens, _ in wanted.values())
+    assert len(set(finished_in)) > 1 and max(finished_in) > 3, "several rollouts must have had their part in it"
+    assert (stayed > 0) == (between == "nothing"), "the same row goes on where the engine was left alone"
+
+
+def test_own_rows_are_exact_beside_rows_over_old_keys_and_values():
+    """A draft that stays in the engine while weights change has its prompt in common with own rows, but must not share it."""
+    model = new_model()
+    world = World(model, 10, one_rank())
+    held = 0
+    for step in range(5):
+        update(model, step)
+        wanted, _ = plain(model, step, limit=8)
+        rows = make_rows(PROMPTS, step, 2, 8)
+        _, made = world.rollout(step, rows, world.items((7,)), limit=60, max_slowdown=100.0)
+        assert as_dict(rows) == wanted
+        held += sum(draft.holder == 0 for draft in made.values())
+    assert held > 3
+
+
+def test_rows_where_nothing_is_drafted_ahead():
+    """With `ahead` None the rank decodes its rows and leaves, without a tick."""
+    model = new_model()
+    world = World(model, 24, BoardWithSlowRank(60))
+    rows = make_rows(PROMPTS, 0, 2, LIMIT)
+    stats, made = world.rollout(0, rows, None)
+    assert as_dict(rows) == plain(model, 0)[0]
+    assert not made and stats.drafted_tokens == stats.hard_forwards == stats.num_ticks == 0 and stats.own_forwards > 10
+
+
+def test_a_rank_without_rows_only_drafts():
+    model = new_model()
+    world = World(model, 4, BoardWithSlowRank(200))
+    stats, made = world.rollout(0, [], world.items((1,)))
+    wanted, _ = plain(model, 1)
+    assert {key: draft.tokens.tolist() for key, draft in made.items()} == {key: tokens for key, (tokens, _) in wanted.items()}
+    assert stats.own_forwards == 0 and stats.own_s == 0 and stats.drafted_tokens == sum(len(t) for t, _ in wanted.values())
+
+
+def test_no_forward_begins_once_all_are_done():
+    """A rank whose rows end after those of all others leaves at once, and drafts nothing that all would wait for."""
+    model = new_model()
+    world = World(model, 24, BoardWithSlowRank(1))
+    stats, _ = world.rollout(0, make_rows(PROMPTS, 0, 2, LIMIT), world.items((1, 2)), is_soft=False)
+    assert stats.hard_forwards == 0 and stats.drafted_tokens == 0
+
+
+def test_items_that_do_not_pay_wait_for_the_end_of_own_rows():
+    model = new_model()
+    for idle_only in (True, False):
+        world = World(model, 24, BoardWithSlowRank(60))
+        items = world.items((1,))
+        arguments = ([], items) if idle_only else (items, [])
+        world.rollout(0, make_rows(PROMPTS, 0, 2, LIMIT), arguments[0], idle_items=arguments[1], max_slowdown=100.0)
+        beside_own = sum(num_ahead for num_own, num_ahead in world.forwards if num_own)
+        assert (beside_own == 0) == idle_only and world.store.num_tokens > 0
+
+
+def test_no_draft_joins_own_rows_without_soft_bubbles():
+    """Neither new drafts nor those that are still in the engine from the rollout before."""
+    model = new_model()
+    world = World(model, 24, BoardWithSlowRank(50))
+    for step in range(3):
+        stats, _ = world.rollout(step, make_rows(PROMPTS, step, 2, 12), world.items((4, 5)), limit=80, is_soft=False)
+        assert stats.drafted_tokens > 0
+        assert all(num_ahead == 0 for num_own, num_ahead in world.forwards if num_own)
+
+
+@pytest.mark.parametrize("max_slowdown", [0.0, 0.3, 0.7])
+def test_drafts_slow_own_rows_within_bounds(max_slowdown):
+    """Rows cost 1 ms and a forward 1 ms: 6 own rows take 7 ms, of which `max_slowdown` may be added, from the first forward."""
+    model = new_model()
+    world = World(model, 24, BoardWithSlowRank(50), cost=fixed_cost(1e-3, 5e-4, 5e-4))
+    bound = int(max_slowdown * 7)
+    most = 0
+    for step in range(3):
+        items = world.items((4, 5))
+        world.rollout(step, make_rows(PROMPTS, step, 2, 12), items, limit=80, max_slowdown=max_slowdown)
+        most = max(most, *(num_ahead for num_own, num_ahead in world.forwards if num_own))
+        assert step or any(num_ahead > bound for num_own, num_ahead in world.forwards if not num_own)
+    assert most == bound
+
+
+def test_own_prompts_are_not_slowed_by_drafts():
+    """Prompts that take several forwards: the limit on prompt tokens beside own rows is one for the prompts of drafts."""
+    model = new_model()
+    prompts = [Prompt(50 + n, "", tuple(range(1 + n, 50 + n)), {}) for n in range(4)]
+    _, num_forwards = plain(model, 0, prompts, 1, limit=10)
+    engine = Generator(model, 24, MAX_LENGTH, SEED, 30)
+    engine.params = PARAMS
+    engine.run(make_rows(prompts, 0, 1, 10))
+    assert engine.num_forwards > num_forwards + 4
+    world = World(model, 24, one_rank(), method="bubble", cost=fixed_cost(1e-3, 1e-5, 1e-3), max_batch_tokens=30)
+    stats, _ = world.rollout(0, make_rows(prompts, 0, 1, 10), world.items((1,)))
+    assert stats.own_forwards <= engine.num_forwards
+
+
+def random_items(rng, count: int, world_size: int) -> tuple[list[Item], list[Item]]:
+    items = [Item(n, PROMPTS[0], 0, int(rng.integers(world_size)), bool(rng.integers(2))) for n in range(count)]
+    return [item for item in items if item.pays], [item for item in items if not item.pays]
+
+
+@pytest.mark.parametrize("own_first", [False, True])
+def test_grants_follow_from_the_ticks_alone(own_first):
+    """On every rank the same, each item once, in order, to ranks that still decode only what pays, and as many as wanted."""
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        world_size = int(rng.integers(1, 5))
+        items, idle = random_items(rng, int(rng.integers(0, 40)), world_size)
+        ahead = RunAhead(deque(items), deque(idle), [], DraftStore(10), 0, 10, 1.0, own_first=own_first)
+        elsewhere = copy.deepcopy(ahead)
+        left, idle_left, order, idle_order = list(items), list(idle), [], []
+        for _ in range(int(rng.integers(1, 12))):
+            states = [
+                RankState(1, 1.0, 0, 1e-3, int(rng.integers(0, 6)) * int(rng.integers(2)), bool(rng.integers(2)))
+                for _ in range(world_size)
+            ]
+            granted = ahead.grant(states)
+            assert granted == elsewhere.grant(states) and len(granted) == world_size
+            for rank, (state, got) in enumerate(zip(states, granted, strict=True)):
+                for item in got:
+                    pool = left if item.pays else idle_left
+                    assert item.pays or (state.is_done and not left)
+                    if own_first and item.owner != rank:
+                        assert all(other.owner != rank for other in pool)
+                    pool.remove(item)  # raises for what was granted before
+                    (order if item.pays else idle_order).append(item)
+                available = len(left) + (len(idle_left) if state.is_done else 0)
+                assert len(got) == state.wanted_items or (len(got) < state.wanted_items and not available)
+            assert ahead.has_items(False) == bool(left) and ahead.has_items(True) == bool(left or idle_left)
+        if not own_first:
+            assert order == items[: len(order)] and idle_order == idle[: len(idle_order)]
+
+
+def play_two_ranks(ranks: Ranks, num_rollouts: int) -> list[dict]:
+    """Rank 0 has one of four prompts and rank 1 three; both draft two steps ahead by the same plan."""
+    prompts = [*PROMPTS, Prompt(7, "", (9, 8, 7), {})]
+    owners = [0, 1, 1, 1]
+    world = World(new_model(), 10, ProgressBoard(ranks, 30, interval_s=0))
+    outlook, history, results = Outlook(), History(1000), []
+    for step in range(num_rollouts):
+        outlook.learn(np.array([3, 7, 13, 20]), np.array([10, 14, 20, 35]) + step)
+        coming = [(s, prompts, owners) for s in (step + 1, step + 2)]
+        planned = plan_items(coming, 2, world.store, history, outlook, 30.0, np.ones(50))
+        own = [prompt for prompt, owner in zip(prompts, owners, strict=True) if owner == ranks.rank]
+        rows = make_rows(own, step, 2, LIMIT)
+        world.speculator.begin(step)
+        for row in rows:
+            world.speculator.track(row, world.store.get(key_of(row)), step)
+        free = [item for item in planned if item.holder < 0]
+        held = [item for item in planned if item.holder == ranks.rank]
+        halves = deque(free[: len(free) // 2]), deque(free[len(free) // 2 :])
+        ahead = RunAhead(*halves, held, world.store, step, LIMIT, 1.0)
+        stats, made = rollout(world.engine, rows, world.board, world.speculator, ahead, 20.0)
+        exchange(world.store, made, ranks)
+        world.store.drop_until(step)
+        keys = [(s, prompt.uid, sample) for s in (step + 1, step + 2) for prompt in prompts for sample in range(2)]
+        drafts = {key: world.store.get(key) for key in keys}
+        results.append(
+            {
+                "rows": [[*key_of(row), row.tokens.tolist()] for row in rows],
+                "made": [[*key, draft.tokens.tolist()] for key, draft in made.items()],
+                "store": [[*key, d.tokens.tolist(), d.is_finished, d.version, d.holder] for key, d in drafts.items() if d],
+                "in_engine": [list(key_of(row)) for row in world.engine.rows],
+                "planned": [[item.step, item.prompt.uid, item.sample] for item in planned],
+                "ticks": stats.num_ticks,
+            }
+        )
+    return results
+
+
+def test_two_ranks_share_the_work(tmp_path):
+    """No draft is made twice, stores and plans are the same, one rank alone holds what stays, and own rows are exact."""
+    everyone = run_ranks(tmp_path, play_two_ranks, 2, 3)
+    model = new_model()
+    wanted = {}
+    for step in range(5):
+        wanted |= plain(model, step, [*PROMPTS, Prompt(7, "", (9, 8, 7), {})])[0]
+    made, held = 0, 0
+    for step, both in enumerate(zip(*everyone, strict=True)):
+        assert both[0]["store"] == both[1]["store"] and both[0]["ticks"] == both[1]["ticks"]
+        assert both[0]["planned"] == both[1]["planned"]
+        keys = [tuple(entry[:3]) for result in both for entry in result["made"]]
+        assert len(keys) == len(set(keys))
+        for result in both:
+            for *key, tokens in result["rows"]:
+                assert key[0] == step and tokens == wanted[tuple(key)][0]
+            for *key, tokens in result["made"]:
+                assert tokens == wanted[tuple(key)][0][: len(tokens)]
+            made += len(result["made"])
+        for *key, _, is_finished, _, holder in both[0]["store"]:
+            if holder >= 0:
+                held += 1
+                assert key in both[holder]["in_engine"] and key not in both[1 - holder]["in_engine"] and not is_finished
+    assert made > 8 and held > 0

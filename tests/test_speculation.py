@@ -1,0 +1,229 @@
+"""Speculation over a run: how deep it looks ahead, what it learns, saves and restores, and exact steps from end to end."""
+
+import json
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from test_run_ahead import (
+    LIMIT,
+    MAX_LENGTH,
+    PARAMS,
+    PROMPTS,
+    SEED,
+    BoardWithSlowRank,
+    as_dict,
+    fixed_cost,
+    new_model,
+    plain,
+    update,
+)
+
+from bubblespec.config import Config
+from bubblespec.data import Prompt
+from bubblespec.distributed import Ranks
+from bubblespec.drafts.bubble import Draft, DraftStore
+from bubblespec.drafts.suffix import History
+from bubblespec.engine.generator import Generator
+from bubblespec.rollout import make_rows
+from bubblespec.schedule.run_ahead import RolloutStats
+from bubblespec.schedule.speculation import MAX_AUTO_LOOKAHEAD, Speculation, make_speculation, profile, speculation_metrics
+from bubblespec.schedule.speculator import RowSpeculator
+from bubblespec.schedule.windows import CostModel
+
+RANKS = Ranks(torch.device("cpu"))
+
+
+def make_config(method: str = "bubble+suffix", lookahead: int | str = "auto", max_draft_tokens: int = 10**6) -> Config:
+    config = Config()
+    config.speculative.method = method
+    config.bubble.lookahead, config.bubble.max_draft_tokens = lookahead, max_draft_tokens
+    config.rollout.num_generations, config.rollout.max_completion_length = 2, LIMIT
+    config.rollout.num_slots, config.run.max_steps = 24, 100
+    return config
+
+
+def make(config: Config, board=None) -> Speculation:
+    history = History(config.speculative.max_history_tokens)
+    speculator = RowSpeculator(config.speculative.method, fixed_cost())
+    speculator.history = history
+    return Speculation(config, RANKS, board, speculator, DraftStore(config.bubble.max_draft_tokens), history)
+
+
+@pytest.mark.parametrize(
+    "method, lookahead, step, tokens_per_step, ages, wanted",
+    [
+        ("suffix", 5, 0, 1000, {}, 0),
+        ("bubble", 0, 0, 1000, {}, 0),
+        ("bubble", 5, 0, 1000, {}, 5),
+        ("bubble+suffix", 5, 96, 1000, {}, 3),  # step 99 is the last
+        ("bubble", 5, 99, 1000, {}, 0),
+        ("bubble", 5, 0, 10**9, {2: 0.0}, 5),  # a number that the user gave is not second-guessed
+        ("bubble", "auto", 0, 0, {}, MAX_AUTO_LOOKAHEAD),
+        ("bubble", "auto", 0, 1000, {}, MAX_AUTO_LOOKAHEAD),
+        ("bubble", "auto", 96, 1000, {}, 3),
+        ("bubble", "auto", 99, 1000, {}, 0),
+        ("suffix", "auto", 0, 1000, {}, 0),
+        ("bubble", "auto", 0, 10**5, {}, 10),
+        ("bubble", "auto", 0, 10**6 - 1, {}, 1),
+        ("bubble", "auto", 0, 10**6 + 1, {}, 0),
+        ("bubble", "auto", 0, 1000, {1: 0.9, 2: 0.5, 3: 0.21}, MAX_AUTO_LOOKAHEAD),
+        ("bubble", "auto", 0, 1000, {1: 0.9, 4: 0.19, 6: 0.1}, 3),
+        ("bubble", "auto", 0, 10**6 // 2, {1: 0.9, 4: 0.19}, 2),
+        ("bubble", "auto", 0, 1000, {1: 0.1, 2: 0.1}, 1),  # drafts of the next step are made anyway: they may get better
+    ],
+)
+def test_lookahead(method, lookahead, step, tokens_per_step, ages, wanted):
+    speculation = make(make_config(method, lookahead))
+    speculation.tokens_per_step, speculation.accepted_by_age = tokens_per_step, ages
+    assert speculation.lookahead(step) == wanted
+
+
+def test_learning_from_several_prompts():
+    """Samples are in canonical order, prompt after prompt: lengths and histories must go to the prompt they belong to."""
+    speculation = make(make_config())
+    prompts = [Prompt(n, "", (1,) * (n + 2), {}) for n in (5, 3, 8)]
+    lengths = [4, 6, 1, 2, 30, 20]
+    tokens = [np.full(length, number, np.int32) for number, length in enumerate(lengths)]
+    speculation.learn(7, prompts, tokens, np.arange(6) / 4)
+    assert speculation.outlook.seen.tolist() == [[7, 4], [7, 6], [5, 1], [5, 2], [10, 30], [10, 20]]
+    assert (speculation.tokens_per_step, speculation.longest) == (63, 30)
+    for n, prompt in enumerate(prompts):
+        found = [(set(t.tolist()), len(t), reward) for t, reward in speculation.history.get(prompt.uid)]
+        assert found == [({i}, lengths[i], i / 4) for i in (2 * n + 1, 2 * n)]
+    speculation.learn(8, prompts[:1], [np.zeros(3), np.zeros(10)], np.zeros(2))
+    assert speculation.tokens_per_step == pytest.approx(0.7 * 63 + 0.3 * 13)
+    assert speculation.longest == pytest.approx(0.7 * 30 + 0.3 * 10)
+    assert len(speculation.outlook.seen) == 8
+    bubble = make(make_config("bubble"))
+    bubble.learn(7, prompts, tokens, np.zeros(6))
+    assert bubble.history.num_tokens == 0 and bubble.tokens_per_step == 63
+
+
+def test_exchange_averages_what_ranks_measured():
+    """Shares by age over 50 tokens at least, forwards and costs: all exponentially weighted or of all ranks."""
+    speculation = make(make_config())
+    stats = speculation.speculator.stats
+    stats.by_age = {1: [100, 80], 2: [49, 0], MAX_AUTO_LOOKAHEAD: [30, 10], MAX_AUTO_LOOKAHEAD + 3: [30, 20]}
+    speculation.exchange({(3, 1, 0): Draft(np.arange(4, dtype=np.int32), True, 0)}, RolloutStats(own_forwards=40))
+    assert speculation.accepted_by_age == {1: pytest.approx(0.8), MAX_AUTO_LOOKAHEAD: pytest.approx(0.5)}
+    assert speculation.forwards == 40 and len(speculation.store) == 1
+    np.testing.assert_allclose(speculation.shared_cost, speculation.speculator.cost.coefficients)
+    stats.by_age = {1: [100, 20]}
+    assert speculation.exchange({}, RolloutStats(own_forwards=20)) == 0
+    assert speculation.accepted_by_age[1] == pytest.approx(0.7 * 0.8 + 0.3 * 0.2)
+    assert speculation.forwards == pytest.approx(0.7 * 40 + 0.3 * 20)
+
+
+def grown(step: int) -> Speculation:
+    """After a few steps with drafts, some of them held by this rank, and with histories of some prompts."""
+    speculation, rng = make(make_config()), np.random.default_rng(0)
+    for s in range(3):
+        tokens = [rng.integers(1, 50, int(rng.integers(1, 30))) for _ in range(6)]
+        speculation.learn(s, [replace(p, uid=p.uid + 1) if s % 2 else p for p in PROMPTS], tokens, rng.normal(size=6))
+        speculation.speculator.stats.by_age = {1: [100, 90 - s], 6: [100, 10]}
+        made = {}
+        for ahead in range(1, 4):
+            for prompt in PROMPTS[:2]:
+                draft = rng.integers(1, 50, int(rng.integers(1, 25))).astype(np.int32)
+                made[step + ahead, prompt.uid, s % 2] = Draft(draft, bool(rng.integers(2)), s, 0 if ahead == 3 else -1)
+        speculation.exchange(made, RolloutStats(own_forwards=25))
+    return speculation
+
+
+def plan(speculation: Speculation, step: int) -> list:
+    depth = speculation.lookahead(step)
+    batches = [(s, PROMPTS, [0] * len(PROMPTS)) for s in range(step + 1, step + 1 + depth)]
+    ahead = speculation._plan(batches, step, 6, 24)
+    return [depth, *([(item.key, item.pays, item.holder) for item in items] for items in (ahead.items, ahead.idle_items))]
+
+
+def test_a_restored_run_plans_as_the_saved_one():
+    """What planning depends on comes back, through a file too; that an engine held a draft is forgotten."""
+    saved = grown(10)
+    assert len(saved._plan([(13, PROMPTS, [0] * 3)], 10, 6, 24).held) > 0
+    state = saved.state_dict()
+    fresh = make(make_config())
+    assert plan(fresh, 10) != plan(saved, 10)
+    fresh.load_state_dict(state)
+    for draft in saved.store._drafts.values():
+        draft.holder = -1
+    depth, pays, idle = plan(saved, 10)
+    assert depth == 5 and pays and idle
+    assert plan(fresh, 10) == [depth, pays, idle]
+    assert fresh.longest == saved.longest and fresh.tokens_per_step == saved.tokens_per_step
+    assert fresh.history.get(PROMPTS[0].uid)[0][0].tolist() == saved.history.get(PROMPTS[0].uid)[0][0].tolist()
+    assert all(np.array_equal(fresh.state_dict()[key], state[key]) for key in state if key != "drafts.header")
+
+
+def test_a_run_that_has_measured_nothing_can_be_saved(tmp_path):
+    state = make(make_config()).state_dict()
+    np.savez(tmp_path / "state.npz", **state)
+    again = make(make_config())
+    with np.load(tmp_path / "state.npz") as arrays:
+        again.load_state_dict(dict(arrays))
+    assert plan(again, 0) == plan(make(make_config()), 0)
+
+
+def test_a_profile_predicts_forwards_and_leaves_nothing_behind():
+    """Forwards between the profiled ones, within a factor of 3, and an engine as good as new."""
+    model = new_model()
+    engine = Generator(model, 16, MAX_LENGTH, SEED)
+    engine.params = PARAMS
+    cost = CostModel()
+    profile(engine, cost)
+    assert engine.is_idle and engine.speculator is None
+    assert as_dict(engine.run(make_rows(PROMPTS, 0, 2, LIMIT))) == plain(model, 0)[0]
+    for count, window in ((2, 0), (8, 0), (8, 4), (16, 8)):
+        engine.reset()
+        drafts = [np.ones(window, np.int64)] * count if window else [None] * count
+        engine.speculator = SimpleNamespace(propose=lambda *_, d=drafts: d, observe=lambda *_: None)
+        engine.params = replace(PARAMS, stop_token_ids=())
+        engine.add(make_rows(PROMPTS[:1], 0, count, 60))
+        engine.step()
+        measured, predicted = [], []
+        for _ in range(9):
+            started = time.perf_counter()
+            engine.step()
+            measured.append(time.perf_counter() - started)
+            predicted.append(cost.seconds(*engine.load[:4]))
+        assert np.median(measured) / 3 < np.median(predicted) < 3 * np.median(measured)
+
+
+def test_nothing_is_made_without_speculation():
+    assert make_speculation(make_config("none"), RANKS, None) is None
+
+
+@pytest.mark.parametrize("lookahead", [2, "auto"])
+@pytest.mark.parametrize("method", ["bubble", "suffix", "bubble+suffix"])
+def test_steps_of_a_run_are_exact(method, lookahead):
+    """Five steps with changing weights: tokens of plain generation, drafts of no step beyond the last or behind the present."""
+    model, config = new_model(), make_config(method, lookahead)
+    config.run.max_steps = 5
+    engine = Generator(model, 24, MAX_LENGTH, SEED)
+    engine.params = PARAMS
+    speculation = make(config, BoardWithSlowRank(30))
+    engine.speculator = speculation.speculator
+    drafted = accepted = 0
+    for step in range(5):
+        if step % 2:
+            update(model, step)
+        rows = make_rows(PROMPTS, step, 2, LIMIT)
+        stats, drafts = speculation.rollout(engine, list(rows), step, lambda s: PROMPTS, lambda prompts: [0, 1, 0])
+        assert as_dict(rows) == plain(model, step)[0]
+        assert all(step < key[0] <= min(step + speculation.lookahead(step), 4) for key in drafts)
+        speculation.exchange(drafts, stats)
+        assert all(key[0] > step for key in speculation.store._drafts)
+        speculation.learn(step, PROMPTS, [row.tokens for row in rows], np.zeros(6))
+        drafted += stats.drafted_tokens
+        accepted += speculation.speculator.stats.num_accepted
+        num_tokens = sum(len(row.tokens) for row in rows)
+        metrics = speculation_metrics(RANKS, stats, speculation, num_tokens)
+        assert json.dumps(metrics) and speculation.speculator.stats.num_gained == num_tokens
+        assert 0 <= metrics["rollout/spec_coverage"] <= 1 and metrics["rollout/forwards"] == stats.own_forwards
+    assert (drafted > 100) == ("bubble" in method)
+    assert accepted > 20 or method == "suffix"
+    assert len(speculation.store) == 0
