@@ -73,6 +73,7 @@ class RowSpeculator:
         self._groups.clear()
         self._not_indexed.clear()
         self.stats = SpeculationStats()
+        self._pause = self._backoff = 0  # the last rollout's end, beyond its drafts, says nothing about this one's beginning
         self.survival.forget(0.05)
 
     def track(self, row: Row, draft: Draft | None, version: int) -> None:
