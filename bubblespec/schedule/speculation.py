@@ -130,7 +130,8 @@ class Speculation:
         parts = {"drafts": self.store.state_dict(), "history": self.history.state_dict()}
         flat = {f"{name}.{key}": array for name, part in parts.items() for key, array in part.items()}
         averages = np.array([self.tokens_per_step, self.longest, self.forwards])
-        return flat | {"lengths": self.outlook.seen, "averages": averages, "accepted_by_age": ages}
+        cost = np.empty(0) if self.shared_cost is None else self.shared_cost
+        return flat | {"lengths": self.outlook.seen, "averages": averages, "accepted_by_age": ages, "shared_cost": cost}
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
         for name, part in (("drafts", self.store), ("history", self.history)):
@@ -138,6 +139,8 @@ class Speculation:
         self.outlook.seen = state["lengths"]
         self.tokens_per_step, self.longest, self.forwards = map(float, state["averages"])
         self.accepted_by_age = {int(age): float(share) for age, share in state["accepted_by_age"]}
+        cost = state.get("shared_cost", ())  # older checkpoints have none
+        self.shared_cost = cost if len(cost) else None
 
 
 def _average(old: float | None, new: float) -> float:
