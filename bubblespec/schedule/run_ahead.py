@@ -142,7 +142,7 @@ def rollout(
             granted.extend(ahead.grant(states)[board.ranks.rank])
         if board.is_over:
             break
-        if granted and not engine.queue:
+        if granted and not engine.queue and not _is_prefilling(engine, own):
             _admit(engine, own, granted, ahead, speculator)
         if engine.is_idle or (not own and board.are_others_done):  # the last tick is about to complete: start no forward
             begin = time.perf_counter()
@@ -160,6 +160,12 @@ def rollout(
         _keep(drafts, row, ahead, stats, board.ranks.rank if row in staying else -1)
     stats.num_ticks, stats.total_s = board.num_ticks, time.perf_counter() - started
     return stats, drafts
+
+
+def _is_prefilling(engine: Generator, own: set[int]) -> bool:
+    """Whether own prompts are still being fed: the limit on prompts that comes with drafts would hold for them too."""
+    waiting = engine.cached[: len(engine.rows)] < engine.prompt_length[: len(engine.rows)] - 1
+    return any(id(engine.rows[slot]) in own for slot in np.flatnonzero(waiting))
 
 
 def _own_lengths(engine: Generator, own: set[int]) -> list[int]:
