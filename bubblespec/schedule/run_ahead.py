@@ -95,6 +95,9 @@ def rollout(
     granted: deque[Item] = deque()  # items to draft, not yet in the engine
     held = {item.key: item for item in ahead.held} if ahead is not None else {}
     kept = [row for row in engine.rows if (row.step, row.uid, row.sample) in held]
+    if rows and kept:
+        num_kept = _affordable_beside(rows, kept, ahead, speculator.cost)
+        kept = sorted(kept, key=lambda row: len(row.tokens), reverse=True)[:num_kept]
     engine.reset(kept)
     for row in kept:
         speculator.track(row, None, ahead.version)
@@ -182,6 +185,15 @@ def _spare_s(engine: Generator, own: set[int], ahead: RunAhead, cost: CostModel)
     active = len(engine.rows)
     positions = sum(n for row, n in zip(engine.rows, engine.length[:active].tolist(), strict=True) if id(row) in own)
     return ahead.max_slowdown * float(cost.seconds(len(own), len(own), 0, positions)) if ahead.uses_soft_bubbles else 0.0
+
+
+def _affordable_beside(rows: list[Row], kept: list[Row], ahead: RunAhead, cost: CostModel) -> int:
+    """How many drafts of the rollout before may go on beside own rows from their first forward on."""
+    if not ahead.uses_soft_bubbles:
+        return 0
+    own_s = cost.seconds(len(rows), len(rows), 0, sum(len(row.prompt) for row in rows))
+    positions = float(np.mean([len(row.prompt) + len(row.tokens) for row in kept]))
+    return int(ahead.max_slowdown * own_s / (cost.seconds(1, 1, 0, positions) - cost.coefficients[0]))
 
 
 def _free_rows(engine: Generator, own: set[int], ahead: RunAhead, cost: CostModel) -> int:
