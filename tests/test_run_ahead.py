@@ -81,18 +81,19 @@ def one_rank() -> ProgressBoard:
 
 
 class BoardWithSlowRank:
-    """The board as rank 0 of two sees it, with a tick between any two forwards; rank 1 is done after `num_ticks` ticks."""
+    """The board as rank 0 of two sees it; rank 1 is done after `num_ticks` ticks. A tick is complete between any two forwards,
+    or, with a `lag`, only so many polls later."""
 
-    def __init__(self, num_ticks: int):
+    def __init__(self, num_ticks: int, lag: int = 0):
         self.ranks = SimpleNamespace(rank=0, world_size=2)
-        self.last_tick = num_ticks
+        self.last_tick, self.lag = num_ticks, lag
 
     def begin(self) -> None:
-        self.num_ticks, self.is_over, self.are_others_done, self.has_ticked = 0, False, False, False
+        self.num_ticks, self.num_polls, self.is_over, self.are_others_done = 0, 0, False, False
 
     def poll(self, state, is_urgent: bool = True) -> list[RankState] | None:
-        self.has_ticked = not self.has_ticked
-        return self.wait(state) if self.has_ticked else None
+        self.num_polls += 1
+        return None if self.num_polls % (self.lag + 2) else self.wait(state)
 
     def wait(self, state) -> list[RankState] | None:
         if self.is_over:
@@ -288,12 +289,37 @@ def test_a_rank_without_rows_only_drafts():
     assert stats.own_forwards == 0 and stats.own_s == 0 and stats.drafted_tokens == sum(len(t) for t, _ in wanted.values())
 
 
-def test_no_forward_begins_once_all_are_done():
+@pytest.mark.parametrize("is_soft", [False, True])
+def test_no_forward_begins_once_all_are_done(is_soft):
     """A rank whose rows end after those of all others leaves at once, and drafts nothing that all would wait for."""
     model = new_model()
-    world = World(model, 24, BoardWithSlowRank(1))
-    stats, _ = world.rollout(0, make_rows(PROMPTS, 0, 2, LIMIT), world.items((1, 2)), is_soft=False)
-    assert stats.hard_forwards == 0 and stats.drafted_tokens == 0
+    for lag in range(5):
+        world = World(model, 24, BoardWithSlowRank(1, lag))
+        stats, _ = world.rollout(0, make_rows(PROMPTS, 0, 2, 6), world.items((1, 2)), is_soft=is_soft)
+        assert stats.hard_forwards == 0 and (stats.drafted_tokens > 0) == is_soft
+
+
+def test_which_drafts_stay_in_the_engine():
+    """The longest of those beyond the next step, whose own rows need the other slots; none that is still fed its prompt."""
+    model = new_model()
+    world = World(model, 8, BoardWithSlowRank(22))
+    _, made = world.rollout(0, make_rows(PROMPTS, 0, 2, 12), world.items((4,)) + world.items((1,)), limit=80)
+    unfinished = {key: draft for key, draft in made.items() if not draft.is_finished}
+    held = {key: draft for key, draft in unfinished.items() if draft.holder == 0}
+    assert len(held) == 8 - 6 and any(key[0] == 1 for key in unfinished)
+    shortest = min(len(draft.tokens) for draft in held.values())
+    assert all(key in held or len(draft.tokens) <= shortest for key, draft in unfinished.items() if key[0] == 4)
+    assert all(key[0] == 4 for key in held)
+    # 20 tokens of a prompt of 60 fit in a forward: the third draft begins last, and has no more than a part of its prompt.
+    prompts = [Prompt(50 + n, "", tuple(range(1 + n, 61 + n)), {}) for n in range(3)]
+    world = World(model, 8, one_rank(), max_batch_tokens=20)
+    rows = make_rows(PROMPTS[:1], 0, 1, 10)
+    world.rollout(0, rows, world.items((4,), prompts, 1), max_slowdown=100.0)
+    states = {key_of(row): world.engine.is_decoding(row) for row in world.engine.rows}
+    assert set(states.values()) == {True, False}
+    for prompt in prompts:
+        draft = world.store.get((4, prompt.uid, 0))
+        assert (draft is not None and draft.holder == 0) == states[4, prompt.uid, 0]
 
 
 def test_items_that_do_not_pay_wait_for_the_end_of_own_rows():

@@ -118,6 +118,16 @@ def test_exchange_averages_what_ranks_measured():
     assert speculation.forwards == pytest.approx(0.7 * 40 + 0.3 * 20)
 
 
+def test_exchange_plans_by_the_slowest_rank_and_the_mean_cost():
+    """Two ranks, of which the second has measured twice of everything."""
+    speculation = make(make_config())
+    speculation.ranks = SimpleNamespace(gather=lambda a: np.stack((a, 2 * a)), gather_ragged=lambda a: [a, a[:0]])
+    speculation.speculator.stats.by_age = {1: [20, 15]}
+    speculation.exchange({}, RolloutStats(own_forwards=40))
+    assert speculation.forwards == 80 and speculation.accepted_by_age == {1: pytest.approx(0.75)}
+    np.testing.assert_allclose(speculation.shared_cost, 1.5 * speculation.speculator.cost.coefficients)
+
+
 def grown(step: int) -> Speculation:
     """After a few steps with drafts, some of them held by this rank, and with histories of some prompts."""
     speculation, rng = make(make_config()), np.random.default_rng(0)
