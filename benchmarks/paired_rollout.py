@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from bubblespec.advantages import group_advantages
 from bubblespec.config import load_config
 from bubblespec.distributed import ranks_from_environment
+from bubblespec.engine.generator import Row
 from bubblespec.errors import InputError
 from bubblespec.rollout import gather_samples, generate, make_rows, score_rows
 from bubblespec.schedule.speculation import speculation_metrics
@@ -40,7 +42,8 @@ def timed(trainer: Trainer, action) -> tuple[float, int]:
     return elapsed, int(trainer.ranks.gather(np.array([forwards])).max())
 
 
-def paired_step(trainer: Trainer, step: int) -> dict:
+def paired_step(trainer: Trainer, step: int, inspect: Callable[[list[Row], list[Row]], None] | None = None) -> dict:
+    """Roll out a step twice, then learn from it. inspect(rows of none, rows of speculation): before the weights change."""
     config, ranks = trainer.config, trainer.ranks
     prompts = trainer.batch(step)
     own = trainer.own_share(prompts)
@@ -64,6 +67,8 @@ def paired_step(trainer: Trainer, step: int) -> dict:
         result[f"{arm}_s"], result[f"{arm}_forwards"] = timed(trainer, action)
     differing = sum(not np.array_equal(a.tokens, b.tokens) for a, b in zip(rows["none"], rows["speculation"], strict=True))
     result["differing_rows"] = int(ranks.sum_(torch.tensor(differing)).item())
+    if inspect is not None:
+        inspect(rows["none"], rows["speculation"])
     scores = score_rows(trainer.rewards, own, rows["none"], trainer.tokenizer)
     samples = gather_samples(prompts, rollout.num_generations, rows["none"], scores, ranks)
     rewards = trainer.combined(samples).reshape(len(prompts), -1)
