@@ -83,6 +83,7 @@ class Disturbance:
         trainer.engine.step = self.step
         if trainer.speculation is not None:
             speculation = trainer.speculation
+            speculation.outlook.worth = lambda *_: np.ones(1)  # every draft pays, so that there are many to disturb
             self._exchange, self._propose = speculation.exchange, speculation.speculator.propose
             speculation.exchange, speculation.speculator.propose = self.exchange, self.propose
 

@@ -26,7 +26,7 @@ from bubblespec.engine.sampling import SamplingParams
 from bubblespec.trainer import set_up
 from train import train
 
-STEPS = 3
+STEPS = 4
 
 
 def run(folder, sampling: str, *overrides: str, preempt: float = 0.0, corrupt: float = 0.0) -> Disturbance:
