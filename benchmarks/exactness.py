@@ -166,7 +166,7 @@ def run_arm(arm: Arm, ranks: int, folder: str, steps: int, options: list[str]) -
     run(command)
     lines = read_metrics(folder)
     fed = sum(value for line in lines for key, value in line.items() if key.startswith("drafts/") and key.endswith("/tokens"))
-    result |= {"verified": fed, "accepted": fed - sum(line.get("bubble/wasted_tokens", 0) for line in lines)}
+    result |= {"verified": fed, "accepted": sum(line.get("rollout/spec_accepted_tokens", 0) for line in lines)}
     result["drafted"] = sum(line.get("bubble/drafted_tokens", 0) for line in lines)
     counts = os.path.join(folder, COUNTS_FILE)
     if os.path.isfile(counts):
