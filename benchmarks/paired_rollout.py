@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from bubblespec.advantages import group_advantages
 from bubblespec.config import Config, load_config
 from bubblespec.distributed import ranks_from_environment
-from bubblespec.engine.generator import Generator
+from bubblespec.engine.generator import Generator, Row
 from bubblespec.errors import InputError
 from bubblespec.rollout import gather_samples, generate, make_rows, score_rows
 from bubblespec.schedule.speculation import speculation_metrics
@@ -50,7 +51,10 @@ def plain_engine(trainer: Trainer) -> Generator:
     return plain
 
 
-def paired_step(trainer: Trainer, plain: Generator, step: int) -> dict:
+def paired_step(
+    trainer: Trainer, plain: Generator, step: int, inspect: Callable[[list[Row], list[Row]], None] | None = None
+) -> dict:
+    """Roll out a step twice, then learn from it. inspect(rows of none, rows of speculation): before the weights change."""
     config, ranks = trainer.config, trainer.ranks
     prompts = trainer.batch(step)
     own = trainer.own_share(prompts)
@@ -76,6 +80,8 @@ def paired_step(trainer: Trainer, plain: Generator, step: int) -> dict:
         result[f"{arm}_s"], result[f"{arm}_forwards"] = timed(trainer, action)
     differing = sum(not np.array_equal(a.tokens, b.tokens) for a, b in zip(rows["none"], rows["speculation"], strict=True))
     result["differing_rows"] = int(ranks.sum_(torch.tensor(differing)).item())
+    if inspect is not None:
+        inspect(rows["none"], rows["speculation"])
     scores = score_rows(trainer.rewards, own, rows["none"], trainer.tokenizer)
     samples = gather_samples(prompts, rollout.num_generations, rows["none"], scores, ranks)
     rewards = trainer.combined(samples).reshape(len(prompts), -1)

@@ -156,7 +156,7 @@ class OptimConfig:
 
 @dataclass
 class SpeculativeConfig:
-    method: Literal["none", "bubble", "suffix", "bubble+suffix"] = "none"
+    method: Literal["none", "bubble", "suffix", "bubble+suffix"] = "bubble+suffix"
     """Where drafts come from: idle time (bubble), matches in earlier text (suffix), both, or none (the plain trainer)."""
     rule: Literal["coupled", "point_mass"] = "coupled"
     """When a draft token is accepted; coupled shares its noise with the draft, point_mass does not (for ablation)."""

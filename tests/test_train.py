@@ -64,7 +64,7 @@ def same_weights(a, b) -> bool:
 def two_ranks(tmp_path_factory):
     """An uninterrupted run on two ranks, which the other runs are compared with."""
     folder = tmp_path_factory.mktemp("two_ranks")
-    run(folder, 2)
+    run(folder, 2, "speculative.method=none")
     return folder
 
 
@@ -105,7 +105,7 @@ def test_rank_count_leaves_digests_unchanged(two_ranks, tmp_path, ranks):
 
 def test_schedule_leaves_digests_and_weights_unchanged(two_ranks, tmp_path):
     """Few slots and a small token budget: another order of admission, other batches, the same bits."""
-    run(tmp_path, 2, "rollout.num_slots=3", "rollout.max_batch_tokens=5")
+    run(tmp_path, 2, "speculative.method=none", "rollout.num_slots=3", "rollout.max_batch_tokens=5")
     assert digests(tmp_path) == digests(two_ranks)
     assert same_weights(weights(tmp_path), weights(two_ranks))
 

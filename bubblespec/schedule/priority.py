@@ -20,8 +20,6 @@ from bubblespec.drafts.suffix import History
 from bubblespec.engine.generator import Row
 
 PROBE_QUANTILE = 0.9  # the first sample of a prompt of which nothing is known is taken to be this long
-
-
 # What has more slack than so many rollouts can wait: fresher weights draft it better.
 PATIENCE = 1.0
 
@@ -104,7 +102,7 @@ def plan_items(
             drafts = [store.get((step, prompt.uid, sample)) for sample in range(num_generations)]
             if all(draft is not None and draft.is_finished for draft in drafts):
                 continue
-            known = [_length(draft, outlook) for draft in drafts if draft is not None] or history.lengths(prompt.uid)
+            known = [_length(d, guess, outlook) for d in drafts if d is not None] or history.lengths(prompt.uid)
             expected = float(np.mean(known)) if known else float(guess)
             for sample, draft in enumerate(drafts):
                 if draft is not None and draft.is_finished:
@@ -113,7 +111,7 @@ def plan_items(
                 is_probe = not known and sample == 0
                 total = expected + margin if is_probe else expected
                 if so_far:
-                    total = max(total, _length(draft, outlook))
+                    total = max(total, _length(draft, expected, outlook))
                 slack = ahead * forwards_per_step - (total - so_far)
                 pays = worth is not None and worth[min(int(total), len(worth) - 1)] > 0 and slack < PATIENCE * forwards_per_step
                 planned.append((slack, Item(step, prompt, sample, owner, bool(pays), holder)))
@@ -123,13 +121,11 @@ def plan_items(
 def undrafted(rows: list[Row], drafts: list[Draft | None], outlook: Outlook) -> np.ndarray:
     """Expected tokens of each row that no draft has, float64 [rows]."""
     guesses, _ = outlook.guess(np.array([len(row.prompt) for row in rows]))
-    known = [
-        guess if draft is None else _length(draft, outlook) - len(draft.tokens)
-        for guess, draft in zip(guesses, drafts, strict=True)
-    ]
-    return np.array(known, np.float64)
+    pairs = zip(guesses, drafts, strict=True)
+    return np.array([guess if d is None else _length(d, guess, outlook) - len(d.tokens) for guess, d in pairs], np.float64)
 
 
-def _length(draft: Draft, outlook: Outlook) -> float:
-    """Of a finished draft its length, of another the expected one."""
-    return float(len(draft.tokens)) if draft.is_finished else outlook.total(len(draft.tokens))
+def _length(draft: Draft, guess: float, outlook: Outlook) -> float:
+    """Of a finished draft its length; of another the guess, as long as it has not outgrown it."""
+    so_far = len(draft.tokens)
+    return float(so_far) if draft.is_finished else guess if guess > so_far else outlook.total(so_far)
