@@ -65,17 +65,20 @@ def brute_force(batches, store, history, outlook, forwards, worth) -> list[tuple
         longer = [n for n in lengths if n > so_far]
         return sum(longer) / len(longer) if longer else 2.0 * so_far
 
-    def length_of(d: Draft) -> float:
-        return len(d.tokens) if d.is_finished else expected_total(len(d.tokens))
+    def length_of(d: Draft, guess: float) -> float:
+        if d.is_finished:
+            return len(d.tokens)
+        return expected_total(len(d.tokens)) if len(d.tokens) >= guess else guess
 
     entries = []
     for number, (step, prompts, owners) in enumerate(batches):
         for p, owner in zip(prompts, owners, strict=True):
             siblings = [store.get((step, p.uid, sample)) for sample in range(SAMPLES)]
-            known = [length_of(d) for d in siblings if d is not None]
+            guess = max(intercept + slope * len(p.token_ids), 1.0)
+            known = [length_of(d, guess) for d in siblings if d is not None]
             if not known:
                 known = history.lengths(p.uid)
-            expected = sum(known) / len(known) if known else max(intercept + slope * len(p.token_ids), 1.0)
+            expected = sum(known) / len(known) if known else guess
             for sample, d in enumerate(siblings):
                 if d is not None and d.is_finished:
                     continue
@@ -83,7 +86,7 @@ def brute_force(batches, store, history, outlook, forwards, worth) -> list[tuple
                 if not known and sample == 0:
                     total += margin
                 if d is not None and len(d.tokens):
-                    total = max(total, length_of(d))
+                    total = max(total, length_of(d, expected))
                 slack = number * forwards - (total - (len(d.tokens) if d is not None else 0))
                 pays = worth is not None and slack < PATIENCE * forwards and worth[min(int(total), len(worth) - 1)] > 0
                 entries.append((slack, Item(step, p, sample, owner, bool(pays), d.holder if d is not None else -1)))
@@ -226,5 +229,7 @@ def test_prompts_of_one_length_and_responses_of_one_length():
 def test_undrafted_counts_what_no_draft_has():
     known = Outlook()
     known.learn(np.array([2, 4, 6]), np.array([10, 20, 30]))
-    rows = [Row(n, 1, 0, (1,) * length, 50) for n, length in enumerate((4, 6, 4, 4))]
-    assert undrafted(rows, [None, None, draft(7, True), draft(15)], known).tolist() == pytest.approx([20, 30, 0, 10])
+    rows = [Row(n, 1, 0, (1,) * length, 50) for n, length in enumerate((4, 6, 4, 4, 4))]
+    assert undrafted(rows, [None, None, draft(7, True), draft(15), draft(20)], known).tolist() == pytest.approx(
+        [20, 30, 0, 5, 10]
+    )

@@ -303,7 +303,7 @@ def test_which_drafts_stay_in_the_engine():
     """The longest of those beyond the next step, whose own rows need the other slots; none that is still fed its prompt."""
     model = new_model()
     world = World(model, 8, BoardWithSlowRank(22))
-    _, made = world.rollout(0, make_rows(PROMPTS, 0, 2, 12), world.items((4,)) + world.items((1,)), limit=80)
+    _, made = world.rollout(0, make_rows(PROMPTS, 0, 2, 12), world.items((1,)) + world.items((4,)), limit=80)
     unfinished = {key: draft for key, draft in made.items() if not draft.is_finished}
     held = {key: draft for key, draft in unfinished.items() if draft.holder == 0}
     assert len(held) == 8 - 6 and any(key[0] == 1 for key in unfinished)
