@@ -97,7 +97,7 @@ class RolloutConfig:
     stop_token_ids: list[int] | None = None
     """Tokens that end a response (default: those of the model's generation config and tokenizer)."""
     num_slots: int = 64
-    """Rows that one rank decodes at the same time; more rows wait in a queue."""
+    """Rows that one rank decodes at the same time, run-ahead drafts among them; more rows wait in a queue."""
     max_batch_tokens: int = 2048
     """Most tokens in one forward; prompts are prefilled in chunks under it."""
 

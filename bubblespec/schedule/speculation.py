@@ -22,6 +22,7 @@ from bubblespec.schedule.windows import CostModel
 MAX_AUTO_LOOKAHEAD = 16
 # What a draft token costs beside the forwards it saves, in tokens fed: its verification, and windows that are refused in part.
 DRAFT_COST = 4.0
+RETRY_STEPS = 8  # where even the freshest drafts are refused, one step in so many drafts all the same: they may have got better
 MIN_AGE_SHARE = 0.2  # drafts so old that less of them is accepted are not worth making
 
 
@@ -52,7 +53,8 @@ class Speculation:
             return min(int(bubble.lookahead), left)
         affordable = int(bubble.max_draft_tokens // max(self.tokens_per_step, 1.0))
         too_old = [age for age, share in self.accepted_by_age.items() if share < MIN_AGE_SHARE]
-        return max(0, min(MAX_AUTO_LOOKAHEAD, affordable, left, *(age - 1 for age in too_old if age > 1)))
+        depth = min(MAX_AUTO_LOOKAHEAD, affordable, left, *(age - 1 for age in too_old if age > 0))
+        return max(depth, 1 if left and affordable and step % RETRY_STEPS == 0 else 0)
 
     def rollout(self, engine: Generator, rows: list[Row], step: int, batch_of, owners_of) -> tuple[RolloutStats, dict]:
         """Generate this rank's rows of `step`, and draft ahead. Returns counts, and the drafts that this rank made.
@@ -118,7 +120,7 @@ class Speculation:
             ages[min(age, MAX_AUTO_LOOKAHEAD)] += counts
         measured = self.ranks.gather(np.concatenate((ages.ravel(), [stats.own_forwards], self.speculator.cost.coefficients)))
         for age, (drafted, accepted) in enumerate(measured[:, : ages.size].sum(axis=0).reshape(ages.shape)):
-            if drafted >= 50:
+            if drafted >= 20:
                 self.accepted_by_age[age] = _average(self.accepted_by_age.get(age), accepted / drafted)
         self.forwards = _average(self.forwards or None, float(measured[:, ages.size].max()))
         self.shared_cost = measured[:, ages.size + 1 :].mean(axis=0)
