@@ -30,6 +30,7 @@ VARIANTS = {
     "fixed windows of 4": ["speculative.fixed_window=4"],
     "fixed windows of 16": ["speculative.fixed_window=16"],
     "point mass rule": ["speculative.rule=point_mass"],
+    "useless drafts": ["--useless-drafts"],
 }
 
 

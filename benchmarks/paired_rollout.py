@@ -2,10 +2,12 @@
 
 For each training step the *same batch* is rolled out with the *same weights* twice, without and with speculation, in
 alternating order; the tokens are compared; then the policy is trained on them and the next step follows. Wall time is from
-one barrier to the next, so it is the slowest rank's, with the exchange of drafts in it.
+one barrier to the next, so it is the slowest rank's, with the exchange of drafts in it. With --useless-drafts all run-ahead
+drafts are replaced by random tokens: what speculation costs at worst.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
@@ -49,6 +51,17 @@ def plain_engine(trainer: Trainer) -> Generator:
     plain = Generator(trainer.model, engine.cache.num_slots, length, engine.seed, tokens, trainer.kernel)
     plain.params = trainer.sampling
     return plain
+
+
+def make_drafts_useless(trainer: Trainer) -> None:
+    exchange, rng = trainer.speculation.exchange, np.random.default_rng(trainer.ranks.rank)
+    vocab_size = trainer.model.get_input_embeddings().num_embeddings
+
+    def exchange_useless(drafts, stats):
+        random = {key: rng.integers(0, vocab_size, len(draft.tokens)).astype(np.int32) for key, draft in drafts.items()}
+        return exchange({key: dataclasses.replace(draft, tokens=random[key]) for key, draft in drafts.items()}, stats)
+
+    trainer.speculation.exchange = exchange_useless
 
 
 def paired_step(
@@ -113,6 +126,8 @@ def run(config: Config, arguments: argparse.Namespace) -> None:
         trainer = set_up(config, ranks)
         if trainer.speculation is None:
             raise InputError("speculative.method: none; give the method to compare with it")
+        if arguments.useless_drafts:
+            make_drafts_useless(trainer)
         plain = plain_engine(trainer)
         steps = []
         if ranks.is_main:
@@ -144,6 +159,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", required=True)
     parser.add_argument("--json")
+    parser.add_argument("--useless-drafts", action="store_true")
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_intermixed_args()
     transformers.utils.logging.disable_progress_bar()

@@ -112,7 +112,7 @@ def _cheapest_cuts(count: np.ndarray, length: np.ndarray) -> list[tuple[int, int
 
     count, length: int64 [R], new tokens and attended positions of each row.
     """
-    alone = ROW + QUERY * count + KEY * length + PAIR * count * length
+    alone = _row_cost(count, length)
     cuts, open_groups = [], [(0, len(count))]
     while open_groups:
         low, high = open_groups.pop()
