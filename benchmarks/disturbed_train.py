@@ -84,6 +84,7 @@ class Disturbance:
         if trainer.speculation is not None:
             speculation = trainer.speculation
             speculation.outlook.worth = lambda *_: np.ones(1)  # every draft pays, so that there are many to disturb
+            speculation.board.interval_s = 0.0  # a tick at every forward: otherwise the clock chooses them
             self._exchange, self._propose = speculation.exchange, speculation.speculator.propose
             speculation.exchange, speculation.speculator.propose = self.exchange, self.propose
 

@@ -53,7 +53,7 @@ def reference(request, tmp_path_factory):
     "preempt, corrupt, overrides",
     [
         (0.2, 0.0, ("speculative.method=none", *FEW_SLOTS)),
-        (0.5, 0.0, ("speculative.method=bubble+suffix", *ALWAYS_PROPOSE, "rollout.num_slots=12", "rollout.max_batch_tokens=48")),
+        (0.3, 0.0, ("speculative.method=bubble+suffix", *ALWAYS_PROPOSE, "rollout.num_slots=20", "rollout.max_batch_tokens=80")),
         (0.0, 0.5, ("speculative.method=bubble+suffix", *ALWAYS_PROPOSE)),
     ],
 )
