@@ -6,61 +6,46 @@ import os
 import sys
 import time
 
-import numpy as np
 import transformers
 
-from bubblespec.advantages import frac_zero_std, group_advantages
+from bubblespec.advantages import group_advantages
+from bubblespec.collect import collect
 from bubblespec.config import load_config
 from bubblespec.distributed import ranks_from_environment
 from bubblespec.errors import InputError
 from bubblespec.metrics import MetricsLogger
 from bubblespec.report import peak_memory_gb, rollout_metrics, timing_metrics
-from bubblespec.rollout import gather_samples, make_rows, score_rows
 from bubblespec.schedule.progress import RankTimeout
 from bubblespec.schedule.speculation import speculation_metrics
 from bubblespec.timeline import gather_lanes
-from bubblespec.trainer import Trainer, evaluate, generate_step, save, set_up, train_step
+from bubblespec.trainer import Trainer, evaluate, save, set_up, train_step
 
 
 def train(trainer: Trainer) -> None:
     config, ranks = trainer.config, trainer.ranks
-    run, rollout = config.run, config.rollout
+    run = config.run
     logger = MetricsLogger(run.output_dir, ranks.is_main, trainer.first_step, run.max_steps)
     if run.eval_steps and trainer.first_step == 0:
         logger.log_evaluation(0, evaluate(trainer))
     for step in range(trainer.first_step, run.max_steps):
         if step in run.timeline_steps or step - 1 in run.timeline_steps:
             ranks.barrier()  # lanes begin together, and what drawing took is not counted as waiting in the step after it
-        clock = [time.perf_counter()]
-        prompts = trainer.batch(step)
-        own = trainer.own_share(prompts)
-        rows = make_rows(own, step, rollout.num_generations, rollout.max_completion_length)
-        stats, drafts = generate_step(trainer, rows, step)
-        clock.append(time.perf_counter())
-        ranks.barrier()  # the bubble: waiting for the slowest rank
-        clock.append(time.perf_counter())
-        scores = score_rows(trainer.rewards, own, rows, trainer.tokenizer)
-        samples = gather_samples(prompts, rollout.num_generations, rows, scores, ranks)
-        exchange_started = time.perf_counter()
-        if trainer.speculation is not None:
-            trainer.speculation.exchange(drafts, stats)
-            stats.events.append(("exchange", exchange_started, time.perf_counter()))
-        clock.append(time.perf_counter())
-        rewards = trainer.combined(samples).reshape(len(prompts), rollout.num_generations)
+        collected = collect(trainer, step)
+        samples, rewards, stats, stages = collected.samples, collected.rewards, collected.stats, collected.stages
         advantages = group_advantages(rewards, config.loss.scale_rewards).ravel()
         metrics = train_step(trainer, samples, advantages, step, stats.events)
-        clock.append(time.perf_counter())
-        metrics |= rollout_metrics(samples, rewards, list(trainer.rewards), frac_zero_std(rewards))
+        stages.append(("train", stages[-1][2], time.perf_counter()))
+        metrics |= rollout_metrics(collected, list(trainer.rewards))
         if trainer.speculation is not None:
-            trainer.speculation.learn(step, prompts, samples.tokens, rewards.ravel())
-            metrics |= speculation_metrics(ranks, stats, trainer.speculation, int(samples.lengths.sum()))
-            metrics["timing_s/exchange"] = clock[3] - exchange_started
-        metrics |= timing_metrics(ranks, np.diff(clock), stats.wait_s, metrics.pop("timing_s/sync"), samples)
+            generated, all_rewards = collected.generated, collected.all_rewards.ravel()
+            trainer.speculation.learn(step, generated.prompts, generated.tokens, all_rewards)
+            metrics |= speculation_metrics(ranks, stats, trainer.speculation, int(generated.lengths.sum()))
+        metrics |= timing_metrics(ranks, stages, stats.wait_s, metrics.pop("timing_s/sync"), collected.generated)
         logger.log(step, metrics | {"perf/max_memory_gb": peak_memory_gb(ranks)})
         if step % run.logging_steps == 0:
             logger.log_samples(step, samples, rewards.ravel(), trainer.tokenizer)
         if step in run.timeline_steps:
-            logger.log_timeline(step, gather_lanes(ranks, stats.events, clock), config.speculative.method)
+            logger.log_timeline(step, gather_lanes(ranks, stats.events, stages), config.speculative.method)
         done = step + 1
         if run.eval_steps and (done % run.eval_steps == 0 or done == run.max_steps):
             logger.log_evaluation(done, evaluate(trainer))

@@ -18,6 +18,6 @@ def group_advantages(rewards: np.ndarray, scale_rewards: str) -> np.ndarray:
     return centered / (rewards.std(axis=1, ddof=1, keepdims=True) + 1e-4)
 
 
-def frac_zero_std(rewards: np.ndarray) -> float:
-    """Share of prompts whose generations all got the same reward: they give no gradient. rewards: [prompts, generations]."""
-    return float((np.ptp(rewards, axis=1) < 1e-8).mean())
+def has_zero_std(rewards: np.ndarray) -> np.ndarray:
+    """Whether the generations of a prompt all got the same reward, bool [prompts]. rewards: [prompts, generations]."""
+    return np.ptp(rewards, axis=1) < 1e-8

@@ -94,6 +94,10 @@ class RolloutConfig:
     """Nucleus of the sampled distribution; 1 keeps all."""
     top_k: int = 0
     """Keep the k best tokens; 0 keeps all."""
+    dynamic_sampling: bool = False
+    """Replace groups whose responses all got the same reward, which teach nothing, by groups of further prompts (DAPO)."""
+    dynamic_sampling_max_batches: int = 4
+    """Most batches generated in a step, the first among them; groups that they cannot replace stay in."""
     stop_token_ids: list[int] | None = None
     """Tokens that end a response (default: those of the model's generation config and tokenizer)."""
     num_slots: int = 64
@@ -269,8 +273,8 @@ def check_values(config: Config) -> None:
     """Ranges and combinations that types cannot express. Raises InputError naming the key and the nearest valid value."""
     positive = (
         "rollout.num_prompts_per_step rollout.num_generations rollout.max_prompt_length rollout.max_completion_length "
-        "rollout.num_slots eval.num_generations optim.max_logits_per_chunk loss.num_iterations run.max_steps "
-        "run.keep_last run.logging_steps data.size"
+        "rollout.num_slots rollout.dynamic_sampling_max_batches eval.num_generations optim.max_logits_per_chunk "
+        "loss.num_iterations run.max_steps run.keep_last run.logging_steps data.size"
     )
     flat = flatten(config)
     for key in positive.split():
@@ -329,6 +333,8 @@ def check_values(config: Config) -> None:
         optim.max_tokens_per_microbatch,
         f"at least {longest} = rollout.max_prompt_length + rollout.max_completion_length, so that every response fits",
     )
+    if rollout.dynamic_sampling and rollout.num_generations == 1:
+        raise InputError("rollout.dynamic_sampling: needs rollout.num_generations of at least 2, as one response never differs")
     if rollout.temperature == 0:
         raise InputError("rollout.temperature: 0 gives equal responses, so no policy gradient; training needs it above 0")
     if bool(config.data.path) == bool(config.data.tasks):

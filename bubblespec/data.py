@@ -7,6 +7,7 @@ step t is a pure function of (seed, t), so any rank can compute the batch of any
 import difflib
 import glob
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -17,6 +18,7 @@ import numpy as np
 
 from bubblespec.errors import InputError
 
+_EXTRA = 1 << 40  # beyond any epoch: extra prompts are drawn in orders of their own
 FILE_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
@@ -55,6 +57,12 @@ class PromptSet:
             self._order = ((seed, epoch), order)
         order = self._order[1]
         return [self.prompts[i] for i in order[index * num_prompts : (index + 1) * num_prompts]]
+
+    def extra(self, seed: int, step: int, num_prompts: int, used: set[int]) -> list[Prompt]:
+        """Further prompts for `step`, none of those with a uid in `used`: its noise keys would be used again. A pure function of
+        the arguments; fewer than `num_prompts` if there are no more."""
+        order = np.random.Generator(np.random.Philox(key=[seed, _EXTRA + step])).permutation(len(self.prompts))
+        return list(itertools.islice((p for p in map(self.prompts.__getitem__, order) if p.uid not in used), num_prompts))
 
 
 def build_prompt_set(

@@ -6,17 +6,21 @@ import sys
 import numpy as np
 import torch
 
+from bubblespec.advantages import has_zero_std
+from bubblespec.collect import Collected
 from bubblespec.distributed import Ranks
 from bubblespec.rollout import Samples, digest
+from bubblespec.timeline import Event, total_s
 
 
-def rollout_metrics(samples: Samples, rewards: np.ndarray, functions: list[str], frac_zero_std: float) -> dict:
-    """What was generated and how it scored. rewards: float64 [prompts, generations], combined."""
+def rollout_metrics(collected: Collected, functions: list[str]) -> dict:
+    """What was generated and how it scored, groups that dynamic sampling has replaced included."""
+    samples, rewards = collected.generated, collected.all_rewards
     lengths = samples.lengths
     metrics = {
         "reward": float(rewards.mean()),
         "reward_std": float(rewards.std(axis=1, ddof=1).mean()) if rewards.shape[1] > 1 else 0.0,
-        "frac_reward_zero_std": frac_zero_std,
+        "frac_reward_zero_std": float(has_zero_std(rewards).mean()),
         "completions/mean_length": float(lengths.mean()),
         "completions/median_length": float(np.median(lengths)),
         "completions/p99_length": float(np.percentile(lengths, 99)),
@@ -24,6 +28,9 @@ def rollout_metrics(samples: Samples, rewards: np.ndarray, functions: list[str],
         "completions/clipped_ratio": float(samples.is_truncated.mean()),
         "rollout/digest": digest(samples),
     }
+    if collected.samples is not samples:  # dynamic sampling has chosen
+        metrics["dynamic_sampling/num_batches"] = collected.num_batches
+        metrics["dynamic_sampling/num_replaced"] = len(samples.prompts) - len(collected.samples.prompts)
     short = [path.rsplit(".", 1)[-1] for path in functions]
     for number, path in enumerate(functions):
         values = samples.rewards[:, number]
@@ -42,15 +49,16 @@ def peak_memory_gb(ranks: Ranks) -> float:
     return float(ranks.gather(np.array([peak])).max() / 1e9)
 
 
-def timing_metrics(ranks: Ranks, seconds: np.ndarray, wait_s: float, sync_s: float, samples: Samples) -> dict:
+def timing_metrics(ranks: Ranks, stages: list[Event], wait_s: float, sync_s: float, samples: Samples) -> dict:
     """Where the step's time went, on the mean rank and by rank.
 
-    seconds: this rank's [generation, waiting for the slowest rank, reward and exchange, training with its reductions]; wait_s:
-    waiting within the first of these. `bubble/ratio` is the share of all ranks' rollout time that was spent waiting.
+    stages: this rank's (gen, wait, reward, train), repeated as often as it generates; wait_s: waiting within gen; sync_s:
+    reductions within train. `bubble/ratio` is the share of all ranks' rollout time that was spent waiting.
     """
-    own = np.array([seconds[0] - wait_s, seconds[1] + wait_s, seconds[2], seconds[3] - sync_s, sync_s])
+    gen, wait, reward, train = (total_s(stages, kind) for kind in ("gen", "wait", "reward", "train"))
+    own = np.array([gen - wait_s, wait + wait_s, reward, train - sync_s, sync_s])
     by_rank = ranks.gather(own)  # [ranks, 5]
-    step_s = float(seconds.sum())
+    step_s = stages[-1][2] - stages[0][1]
     metrics = {}
     for i, name in enumerate(("gen", "bubble", "reward", "train", "sync")):
         metrics[f"timing_s/{name}"] = float(by_rank[:, i].mean())

@@ -43,6 +43,29 @@ class Samples:
     def lengths(self) -> np.ndarray:
         return np.array([len(t) for t in self.tokens])
 
+    def of_prompts(self, numbers: list[int]) -> "Samples":
+        """The groups of some of the prompts, in the order given."""
+        rows = [n * self.num_generations + j for n in numbers for j in range(self.num_generations)]
+        return Samples(
+            [self.prompts[n] for n in numbers],
+            self.num_generations,
+            *([values[i] for i in rows] for values in (self.tokens, self.logprob, self.full_logprob)),
+            self.is_truncated[rows],
+            self.rewards[rows],
+        )
+
+    def __add__(self, other: "Samples") -> "Samples":
+        """The other's prompts after these."""
+        return Samples(
+            self.prompts + other.prompts,
+            self.num_generations,
+            self.tokens + other.tokens,
+            self.logprob + other.logprob,
+            self.full_logprob + other.full_logprob,
+            np.concatenate((self.is_truncated, other.is_truncated)),
+            np.concatenate((self.rewards, other.rewards)),
+        )
+
 
 def assign_prompts(num_prompts: int, world_size: int) -> list[list[int]]:
     """Which prompts of the batch each rank generates."""

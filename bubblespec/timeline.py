@@ -41,6 +41,10 @@ def note(events: list[Event], kind: str, begin: float, end: float) -> None:
         events.append((kind, begin, end))
 
 
+def total_s(events: list[Event], kind: str) -> float:
+    return sum(end - begin for name, begin, end in events if name == kind)
+
+
 def forward_kind(num_own: int, num_ahead: int, load: Load) -> str:
     """The kind of a forward. num_own, num_ahead: rows of this step and of coming steps that were unfinished before it."""
     if num_ahead:
@@ -48,19 +52,21 @@ def forward_kind(num_own: int, num_ahead: int, load: Load) -> str:
     return "prefill" if load.prompt_tokens else "verify" if load.draft_tokens else "decode"
 
 
-def step_events(events: list[Event], clock: list[float]) -> list[Event]:
+def step_events(events: list[Event], stages: list[Event]) -> list[Event]:
     """A whole step in order of time: what `events` leave free of waiting, reward and training gets that stage's kind.
 
-    clock: [step begins, rollout ends, waiting ends, reward and exchange end, training ends]. In the rollout what is between the
-    events, the work on the host between two forwards, stays free.
+    stages: the step's (gen, wait, reward, train, ...), one after the other. In gen what is between the events, the work on the
+    host between two forwards, stays free.
     """
-    stages = []
-    for kind, begin, end in zip(("wait", "reward", "train"), clock[1:-1], clock[2:], strict=True):
+    filled = []
+    for kind, begin, end in stages:
+        if kind == "gen":
+            continue
         for _, inner_begin, inner_end in [event for event in events if begin <= event[1] < end]:
-            stages.append((kind, begin, inner_begin))
+            filled.append((kind, begin, inner_begin))
             begin = inner_end
-        stages.append((kind, begin, end))
-    return sorted([*events, *(stage for stage in stages if stage[2] > stage[1])], key=lambda event: event[1])
+        filled.append((kind, begin, end))
+    return sorted([*events, *(stage for stage in filled if stage[2] > stage[1])], key=lambda event: event[1])
 
 
 def clock_offsets(ranks: Ranks) -> np.ndarray:
@@ -73,12 +79,12 @@ def clock_offsets(ranks: Ranks) -> np.ndarray:
     return np.median(by_rank - by_rank[0], axis=1)  # on a busy machine a rank is late to leave some of them
 
 
-def gather_lanes(ranks: Ranks, events: list[Event], clock: list[float]) -> list[np.ndarray]:
+def gather_lanes(ranks: Ranks, events: list[Event], stages: list[Event]) -> list[np.ndarray]:
     """All ranks' steps, on every rank: a list by rank of float64 [events, 3] with the kind's place in KINDS, begin and end in
     seconds since the first rank began the step. To be called by all ranks together; see `step_events` for the arguments."""
     offsets = clock_offsets(ranks)
-    zero = offsets[ranks.rank] + (ranks.gather(np.array(clock[0])) - offsets).min()
-    own = np.array([(KINDS.index(kind), begin - zero, end - zero) for kind, begin, end in step_events(events, clock)])
+    zero = offsets[ranks.rank] + (ranks.gather(np.array(stages[0][1])) - offsets).min()
+    own = np.array([(KINDS.index(kind), begin - zero, end - zero) for kind, begin, end in step_events(events, stages)])
     return [lane.reshape(-1, 3) for lane in ranks.gather_ragged(own.ravel())]
 
 

@@ -5,7 +5,7 @@ import statistics
 import numpy as np
 import pytest
 
-from bubblespec.advantages import frac_zero_std, group_advantages
+from bubblespec.advantages import group_advantages, has_zero_std
 
 REWARDS = np.random.default_rng(0).normal(size=(5, 6)) * np.array([[1], [10], [0.1], [1], [3]]) + np.arange(5)[:, None]
 
@@ -69,14 +69,14 @@ def test_rewards_are_left_as_they_are():
 
 
 @pytest.mark.parametrize(
-    "rewards, share",
+    "rewards, zero",
     [
-        ([[1, 1], [0, 1], [0, 0], [2, 2]], 0.75),
-        ([[0, 1], [1, 0]], 0.0),
-        ([[0.1, 0.1, 0.1]], 1.0),
-        ([[1e-6, 0.0]], 0.0),
-        ([[1], [2]], 1.0),
+        ([[1, 1], [0, 1], [0, 0], [2, 2]], [True, False, True, True]),
+        ([[0, 1], [1, 0]], [False, False]),
+        ([[0.1, 0.1, 0.1]], [True]),
+        ([[1e-6, 0.0]], [False]),
+        ([[1], [2]], [True, True]),
     ],
 )
-def test_share_of_groups_without_variance(rewards, share):
-    assert frac_zero_std(np.array(rewards, float)) == share
+def test_groups_without_variance(rewards, zero):
+    assert has_zero_std(np.array(rewards, float)).tolist() == zero

@@ -387,3 +387,15 @@ def test_mixture_follows_the_weights():
 def test_wrong_task_or_parameter_names_the_task(task, part):
     message = refusal(reasoning_gym_rows, [SUMS, task], 5, 1)
     assert message.startswith(f"data.tasks[1] ({task['name']}): ") and part in message
+
+
+def test_extra_prompts_are_others_and_a_function_of_the_step():
+    prompts = PromptSet([Prompt(uid, str(uid), (1,), {}) for uid in range(30)], 0)
+    used = {p.uid for p in prompts.batch(0, 5, 8)}
+    first = [p.uid for p in prompts.extra(0, 5, 6, used)]
+    assert len(set(first)) == 6 and not used & set(first)
+    assert first == [p.uid for p in prompts.extra(0, 5, 6, used)]
+    assert [p.uid for p in prompts.extra(0, 5, 3, used)] == first[:3]
+    assert first != [p.uid for p in prompts.extra(0, 6, 6, used)] and first != [p.uid for p in prompts.extra(1, 5, 6, used)]
+    following = [p.uid for p in prompts.extra(0, 5, 30, used | set(first))]
+    assert sorted([*used, *first, *following]) == list(range(30)), "what is left, and no more"

@@ -20,7 +20,7 @@ from bubblespec.rollout import generate
 from bubblespec.timeline import COLOURS, KINDS, draw, forward_kind, gather_lanes, note, step_events, trace
 
 EVENTS = [("prefill", 10.5, 11.0), ("decode", 11.0, 13.0), ("exchange", 15.5, 15.75), ("sync", 17.0, 17.5), ("sync", 18.5, 19.0)]
-CLOCK = [10.0, 13.25, 15.0, 16.0, 19.0]
+STAGES = [("gen", 10.0, 13.25), ("wait", 13.25, 15.0), ("reward", 15.0, 16.0), ("train", 16.0, 19.0)]
 WHOLE = [
     ("prefill", 10.5, 11.0),
     ("decode", 11.0, 13.0),
@@ -118,11 +118,18 @@ def test_plain_rollout_with_events_generates_the_same_rows(make_model):
 
 
 def test_stages_fill_what_finer_events_leave():
-    assert step_events(EVENTS, CLOCK) == WHOLE
+    assert step_events(EVENTS, STAGES) == WHOLE
+
+
+def test_a_step_may_generate_twice():
+    again = [("gen", 16.0, 17.0), ("wait", 17.0, 18.0), ("reward", 18.0, 18.5), ("train", 18.5, 19.0)]
+    found = step_events([("decode", 10.5, 13.0), ("decode", 16.0, 17.0)], [*STAGES[:3], *again])
+    wanted = [("decode", 10.5, 13.0), *STAGES[1:3], ("decode", 16.0, 17.0), *again[1:]]
+    assert found == wanted
 
 
 def test_lanes_count_from_the_start_of_the_step():
-    (found,) = gather_lanes(Ranks(torch.device("cpu")), EVENTS, CLOCK)
+    (found,) = gather_lanes(Ranks(torch.device("cpu")), EVENTS, STAGES)
     assert np.array_equal(found, lane(*((kind, begin - 10, end - 10) for kind, begin, end in WHOLE)))
 
 
@@ -144,7 +151,7 @@ class TwoMachines:
 
 
 def test_lanes_of_ranks_with_different_clocks_are_aligned():
-    _, found = gather_lanes(TwoMachines(), EVENTS, CLOCK)
+    _, found = gather_lanes(TwoMachines(), EVENTS, STAGES)
     assert np.allclose(found, lane(*((kind, begin - 9.75, end - 9.75) for kind, begin, end in WHOLE)), rtol=0, atol=1e-9)
 
 

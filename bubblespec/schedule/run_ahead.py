@@ -75,6 +75,9 @@ class RolloutStats:
     num_ticks: int = 0
     events: list[Event] = field(default_factory=list)
 
+    def __add__(self, other: "RolloutStats") -> "RolloutStats":
+        return RolloutStats(**{name: value + getattr(other, name) for name, value in vars(self).items()})
+
 
 def rollout(
     engine: Generator,

@@ -18,6 +18,7 @@ from bubblespec.schedule.progress import ProgressBoard
 from bubblespec.schedule.run_ahead import RolloutStats, RunAhead, rollout
 from bubblespec.schedule.speculator import ALIGNED, RowSpeculator
 from bubblespec.schedule.windows import CostModel
+from bubblespec.timeline import total_s
 
 MAX_AUTO_LOOKAHEAD = 16
 # What a draft token costs beside the forwards it saves, in tokens fed: its verification, and windows that are refused in part.
@@ -122,6 +123,7 @@ class Speculation:
         for age, (drafted, accepted) in enumerate(measured[:, : ages.size].sum(axis=0).reshape(ages.shape)):
             if drafted >= 20:
                 self.accepted_by_age[age] = _average(self.accepted_by_age.get(age), accepted / drafted)
+        self.speculator.stats.by_age.clear()  # taken in; the step may have a further rollout
         self.forwards = _average(self.forwards or None, float(measured[:, ages.size].max()))
         self.shared_cost = measured[:, ages.size + 1 :].mean(axis=0)
         return exchange(self.store, drafts, self.ranks)
@@ -220,6 +222,7 @@ def speculation_metrics(ranks: Ranks, stats: RolloutStats, speculation: Speculat
         "bubble/hard_forwards": hard_forwards,
         "progress/ticks": stats.num_ticks,
         "timing_s/propose": float(times[:, 4].mean()),
+        "timing_s/exchange": total_s(stats.events, "exchange"),
     }
     sources = (ALIGNED, *SOURCE_NAMES)
     table = ranks.gather(np.array([s.by_source.get(name, [0, 0]) for name in sources], np.int64)).sum(axis=0)

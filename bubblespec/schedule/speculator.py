@@ -57,7 +57,7 @@ class RowSpeculator:
         self.survival = Survival()
         self.history: History | None = None
         self.stats = SpeculationStats()
-        self._step = 0
+        self._step = -1
         self._pause = self._backoff = 0  # forwards to go without looking for proposals
         self._overhead_s = 0.0  # of looking for them, exponentially weighted
         self._rows: dict[int, _RowState] = {}
@@ -66,13 +66,15 @@ class RowSpeculator:
         self._not_indexed: dict[tuple[int, int], list[tuple[_RowState, np.ndarray]]] = {}  # tokens that a group does not have yet
 
     def begin(self, step: int) -> None:
-        """A new rollout: forget rows and groups, keep estimates. The statistics count rows of `step`, not run-ahead rows."""
+        """A new rollout: forget rows and groups, keep estimates. The statistics count rows of `step`, not run-ahead rows, and go
+        on if the step has further rollouts."""
+        if step != self._step:
+            self.stats = SpeculationStats()
         self._step = step
         self._rows.clear()
         self._members.clear()
         self._groups.clear()
         self._not_indexed.clear()
-        self.stats = SpeculationStats()
         self._pause = self._backoff = 0  # the last rollout's end, beyond its drafts, says nothing about this one's beginning
         self.survival.forget(0.05)
 
