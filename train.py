@@ -8,7 +8,7 @@ import time
 
 import transformers
 
-from bubblespec.advantages import group_advantages
+from bubblespec.advantages import estimate_advantages
 from bubblespec.collect import collect
 from bubblespec.config import load_config
 from bubblespec.distributed import ranks_from_environment
@@ -32,7 +32,7 @@ def train(trainer: Trainer) -> None:
             ranks.barrier()  # lanes begin together, and what drawing took is not counted as waiting in the step after it
         collected = collect(trainer, step)
         samples, rewards, stats, stages = collected.samples, collected.rewards, collected.stats, collected.stages
-        advantages = group_advantages(rewards, config.loss.scale_rewards).ravel()
+        advantages = estimate_advantages(rewards, config.loss.advantage_estimator, config.loss.scale_rewards).ravel()
         metrics = train_step(trainer, samples, advantages, step, stats.events)
         stages.append(("train", stages[-1][2], time.perf_counter()))
         metrics |= rollout_metrics(collected, list(trainer.rewards))

@@ -21,7 +21,7 @@ import transformers
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from bubblespec.advantages import group_advantages
+from bubblespec.advantages import estimate_advantages
 from bubblespec.config import Config, load_config
 from bubblespec.distributed import ranks_from_environment
 from bubblespec.engine.generator import Generator, Row
@@ -98,7 +98,7 @@ def paired_step(
     scores = score_rows(trainer.rewards, own, rows["none"], trainer.tokenizer)
     samples = gather_samples(prompts, rollout.num_generations, rows["none"], scores, ranks)
     rewards = trainer.combined(samples).reshape(len(prompts), -1)
-    advantages = group_advantages(rewards, config.loss.scale_rewards).ravel()
+    advantages = estimate_advantages(rewards, config.loss.advantage_estimator, config.loss.scale_rewards).ravel()
     train_on_samples(
         trainer.model, trainer.reference, trainer.optimizer, samples, advantages, config, ranks, step, trainer.kernel
     )

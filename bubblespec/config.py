@@ -74,6 +74,10 @@ class RewardConfig:
     """Dotted paths of reward functions with TRL's signature."""
     weights: list[float] | None = None
     """One weight per function (default: all 1)."""
+    overlong_buffer_length: int = 0
+    """Soft overlong punishment (DAPO): a response loses reward in these last tokens before max_completion_length; 0 is off."""
+    overlong_penalty_factor: float = 1.0
+    """What a response of max_completion_length loses; in the buffer the loss grows linearly up to it."""
 
 
 @dataclass
@@ -118,18 +122,30 @@ class EvalConfig:
 
 @dataclass
 class LossConfig:
-    loss_type: Literal["grpo", "dr_grpo", "dapo"] = "dapo"
-    """How tokens are averaged: per sequence (grpo), by a constant (dr_grpo), over all tokens of the batch (dapo)."""
-    scale_rewards: Literal["group", "batch", "none"] = "group"
-    """Which standard deviation divides the advantages."""
+    advantage_estimator: Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = "grpo"
+    """What rewards are compared with: the mean of the group (grpo), of the group's other samples (rloo), of the batch
+    (reinforce_plus_plus), of the group and then the batch (reinforce_plus_plus_baseline)."""
+    scale_rewards: Literal["group", "batch", "none"] | None = None
+    """Which standard deviation divides the advantages (default: group for grpo, none for rloo, batch for reinforce_plus_plus)."""
+    loss_type: Literal["grpo", "dr_grpo", "dapo", "cispo"] = "dapo"
+    """How tokens are averaged: per sequence (grpo), by a constant (dr_grpo), over all tokens of the update (dapo, cispo);
+    cispo also clips the weight of a token's gradient instead of the gradient."""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """A probability ratio for each token, or one for each sequence, the geometric mean of its tokens' (GSPO)."""
     epsilon_low: float = 0.2
-    """Lower clip of the probability ratio: 1 - epsilon_low."""
+    """Lower clip of the probability ratio: 1 - epsilon_low; cispo has none."""
     epsilon_high: float = 0.2
-    """Upper clip of the probability ratio: 1 + epsilon_high."""
+    """Upper clip of the probability ratio: 1 + epsilon_high; with cispo the largest weight itself, as in TRL (5, say)."""
+    delta: float | None = None
+    """Dual clip: where the advantage is negative, the ratio counts as at most this (verl's clip_ratio_c; 3, say)."""
     kl_coef: float = 0.0
     """Weight of the KL to the initial policy; above 0 a reference copy is kept."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimate of that KL whose gradient is taken; docs/recipes.md says what each of them pulls towards."""
     num_iterations: int = 1
-    """Updates per batch; 1 is strictly on-policy."""
+    """Passes over a batch; 1, with one minibatch, is strictly on-policy."""
+    num_minibatches: int = 1
+    """Updates in a pass, each on whole groups of its own; divides rollout.num_prompts_per_step."""
     mask_truncated_completions: bool = False
     """Leave responses cut off by max_completion_length out of the loss."""
 
@@ -274,7 +290,7 @@ def check_values(config: Config) -> None:
     positive = (
         "rollout.num_prompts_per_step rollout.num_generations rollout.max_prompt_length rollout.max_completion_length "
         "rollout.num_slots rollout.dynamic_sampling_max_batches eval.num_generations optim.max_logits_per_chunk "
-        "loss.num_iterations run.max_steps run.keep_last run.logging_steps data.size"
+        "loss.num_iterations loss.num_minibatches run.max_steps run.keep_last run.logging_steps data.size"
     )
     flat = flatten(config)
     for key in positive.split():
@@ -284,7 +300,8 @@ def check_values(config: Config) -> None:
     not_negative = (
         "rollout.min_completion_length rollout.temperature rollout.top_k eval.num_prompts loss.epsilon_low "
         "loss.epsilon_high loss.kl_coef optim.learning_rate optim.warmup_steps optim.weight_decay optim.max_grad_norm "
-        "optim.adam_epsilon run.seed run.eval_steps run.save_steps data.seed eval.temperature"
+        "optim.adam_epsilon run.seed run.eval_steps run.save_steps data.seed eval.temperature "
+        "reward.overlong_buffer_length reward.overlong_penalty_factor"
     )
     for key in not_negative.split():
         _require(flat[key] is None or flat[key] >= 0, key, flat[key], "at least 0")
@@ -335,6 +352,7 @@ def check_values(config: Config) -> None:
     )
     if rollout.dynamic_sampling and rollout.num_generations == 1:
         raise InputError("rollout.dynamic_sampling: needs rollout.num_generations of at least 2, as one response never differs")
+    _check_loss(config)
     if rollout.temperature == 0:
         raise InputError("rollout.temperature: 0 gives equal responses, so no policy gradient; training needs it above 0")
     if bool(config.data.path) == bool(config.data.tasks):
@@ -360,6 +378,39 @@ def check_values(config: Config) -> None:
         )
     if config.run.eval_steps and not config.eval.num_prompts:
         raise InputError("eval.num_prompts: 0, but run.eval_steps asks for evaluations; give at least 1")
+
+
+def _check_loss(config: Config) -> None:
+    """Combinations of estimator, loss and minibatches, and the overlong buffer."""
+    loss, rollout = config.loss, config.rollout
+    buffer = config.reward.overlong_buffer_length
+    _require(
+        buffer <= rollout.max_completion_length,
+        "reward.overlong_buffer_length",
+        buffer,
+        f"at most rollout.max_completion_length = {rollout.max_completion_length}",
+    )
+    _require(
+        rollout.num_prompts_per_step % loss.num_minibatches == 0,
+        "loss.num_minibatches",
+        loss.num_minibatches,
+        f"a divisor of rollout.num_prompts_per_step = {rollout.num_prompts_per_step}, so that all updates are of one size",
+    )
+    if loss.scale_rewards == "group" and loss.advantage_estimator.startswith("reinforce_plus_plus"):
+        raise InputError(
+            f"loss.scale_rewards: group, but {loss.advantage_estimator} is scaled by the batch; leave it out or give none"
+        )
+    if loss.loss_type == "cispo":
+        if loss.importance_sampling_level == "sequence":
+            raise InputError("loss.importance_sampling_level: sequence, but cispo weights single tokens; give token")
+        if loss.delta is not None:
+            raise InputError("loss.delta: has no meaning with cispo, which caps every weight at loss.epsilon_high; leave it out")
+        _require(
+            loss.epsilon_high >= 1, "loss.epsilon_high", loss.epsilon_high, "at least 1 with cispo: the largest weight (5, say)"
+        )
+    elif loss.delta is not None:
+        least = 1 + loss.epsilon_high
+        _require(loss.delta > least, "loss.delta", loss.delta, f"above 1 + loss.epsilon_high = {least:g} (3, say)")
 
 
 def _require(holds: bool, key: str, value: Any, what: str) -> None:

@@ -1,9 +1,9 @@
 """The policy loss, token by token, and the weights that turn token losses into one number.
 
-Every normalisation is a weight per token worked out from the *global* batch, so a rank can sum its own tokens in any order
-and any split into micro-batches, and 1, 2 or 4 ranks get the same loss.
+Every normalisation is a weight per token worked out from the *global* minibatch, so a rank can sum its own tokens in any
+order and any split into micro-batches, and 1, 2 or 4 ranks get the same loss. docs/recipes.md maps recipes to these functions.
 
-Shape legend: M response tokens of a micro-batch, S sequences of the global batch, V vocabulary.
+Shape legend: M response tokens of a micro-batch, S sequences of the global minibatch (of the batch, if it has one), V vocabulary.
 """
 
 import numpy as np
@@ -11,24 +11,66 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 
+def importance_ratio(logprob: torch.Tensor, old_logprob: torch.Tensor, lengths: torch.Tensor, level: str) -> torch.Tensor:
+    """policy / old policy for every token, or, at level "sequence", for its whole sequence (GSPO, arXiv 2507.18071).
+
+    logprob, old_logprob: [M]; lengths: int64, tokens of each sequence, which sum to M. Returns [M].
+
+    A sequence's ratio is the geometric mean of its tokens' (equation 7). Each token carries that value with the gradient of
+    its own log-probability (GSPO-token, equation 14): where a sequence's tokens share advantage and weight, as they do
+    here, the gradients of both forms are the same, and no sum over segments, in no fixed order on a GPU, is differentiated.
+    """
+    log_ratio = logprob - old_logprob
+    if level == "sequence":
+        mean = torch.segment_reduce(log_ratio.detach(), "mean", lengths=lengths).repeat_interleave(lengths)
+        log_ratio = mean + (logprob - logprob.detach())
+    return torch.exp(log_ratio)
+
+
 def policy_loss(
-    logprob: torch.Tensor, old_logprob: torch.Tensor, advantage: torch.Tensor, epsilon_low: float, epsilon_high: float
+    ratio: torch.Tensor, advantage: torch.Tensor, epsilon_low: float, epsilon_high: float, delta: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """PPO's clipped surrogate per token (Schulman et al. 2017, equation 7), with separate clips (DAPO, arXiv 2503.14476).
 
-    All tensors: [M]. Returns (loss [M], whether the clip bounds the token's loss, bool [M]).
+    With `delta`, above 1 + epsilon_high, a negative advantage costs at most delta times itself (dual clip, Ye et al. 2020,
+    arXiv 1912.09729, equation 5). ratio, advantage: [M]. Returns (loss [M], where the token's loss is bounded, bool [3, M]:
+    by the lower clip, by the upper clip, by delta).
     """
-    ratio = torch.exp(logprob - old_logprob)
     clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
-    loss = -torch.minimum(ratio * advantage, clipped * advantage)
-    is_clipped = ((ratio < 1 - epsilon_low) & (advantage < 0)) | ((ratio > 1 + epsilon_high) & (advantage > 0))
-    return loss, is_clipped
+    bounded = ratio if delta is None else ratio.clamp(max=delta)
+    loss = -torch.minimum(bounded * advantage, clipped * advantage)
+    is_low = (ratio < 1 - epsilon_low) & (advantage < 0)
+    is_high = (ratio > 1 + epsilon_high) & (advantage > 0)
+    is_delta = torch.zeros_like(is_low) if delta is None else (ratio > delta) & (advantage < 0)
+    return loss, torch.stack((is_low, is_high, is_delta))
 
 
-def kl_k3(logprob: torch.Tensor, reference_logprob: torch.Tensor) -> torch.Tensor:
-    """Schulman's k3 estimator of KL(policy || reference) per token: r - 1 - log r with r = reference / policy. [M] -> [M]."""
-    log_ratio = reference_logprob - logprob
-    return torch.exp(log_ratio) - log_ratio - 1
+def cispo_loss(
+    logprob: torch.Tensor, ratio: torch.Tensor, advantage: torch.Tensor, epsilon_high: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """REINFORCE with a capped importance weight that carries no gradient (CISPO, MiniMax-M1, arXiv 2506.13585, equation 4).
+
+    No token loses its gradient: the weight alone is cut, to at most epsilon_high. All tensors: [M]. Returns as `policy_loss`,
+    a capped weight counting as an upper clip, whatever the sign of the advantage.
+    """
+    is_high = ratio > epsilon_high
+    loss = -ratio.detach().clamp(max=epsilon_high) * advantage * logprob
+    return loss, torch.stack((torch.zeros_like(is_high), is_high, torch.zeros_like(is_high)))
+
+
+def kl_penalty(logprob: torch.Tensor, reference_logprob: torch.Tensor, estimator: str) -> torch.Tensor:
+    """Schulman's estimators of KL(policy || reference) per token (joschu.net/blog/kl-approx.html). [M] -> [M].
+
+    With d = log policy - log reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. As values, k1 and k3 are unbiased and k3 is
+    never negative. As losses, what counts is the gradient, which for samples of the policy itself has these means: k1 none
+    at all (it is noise), k2 that of KL(policy || reference), k3 that of KL(reference || policy).
+    """
+    difference = logprob - reference_logprob
+    if estimator == "k1":
+        return difference
+    if estimator == "k2":
+        return 0.5 * difference.square()
+    return torch.expm1(-difference) + difference
 
 
 def token_weights(loss_type: str, lengths: np.ndarray, is_used: np.ndarray, max_completion_length: int) -> np.ndarray:
@@ -36,16 +78,14 @@ def token_weights(loss_type: str, lengths: np.ndarray, is_used: np.ndarray, max_
 
     lengths: response tokens; is_used: False for sequences that are masked out of the loss (they still count as sequences).
     grpo: mean over sequences of the mean over their tokens; dr_grpo: sum over tokens / (S * max_completion_length);
-    dapo: mean over all used tokens of the batch.
+    dapo, cispo: mean over all used tokens. S is what one update is made on.
     """
     if loss_type == "grpo":
         weight = 1.0 / (len(lengths) * np.maximum(lengths, 1))
     elif loss_type == "dr_grpo":
         weight = np.full(len(lengths), 1.0 / (len(lengths) * max_completion_length))
-    elif loss_type == "dapo":
-        weight = np.full(len(lengths), 1.0 / max(int(lengths[is_used].sum()), 1))
     else:
-        raise ValueError(f"loss.loss_type: {loss_type} is not one of grpo, dr_grpo, dapo")
+        weight = np.full(len(lengths), 1.0 / max(int(lengths[is_used].sum()), 1))
     return np.where(is_used, weight, 0.0)
 
 

@@ -28,7 +28,7 @@ from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
 from bubblespec.optimizer import Optimizer
-from bubblespec.rewards import RewardFunction, combine, load_reward
+from bubblespec.rewards import RewardFunction, combine, load_reward, overlong_penalty
 from bubblespec.rollout import Samples, assign_prompts, gather_samples, generate, make_rows, score_rows
 from bubblespec.schedule.run_ahead import RolloutStats
 from bubblespec.schedule.speculation import Speculation, make_speculation
@@ -71,8 +71,13 @@ class Trainer:
         return [rank_of[n] for n in range(len(prompts))]
 
     def combined(self, samples: Samples) -> np.ndarray:
-        """Weighted reward of each sample, float64 [S]."""
-        return combine(samples.rewards, self.reward_weights)
+        """Reward of each sample in training: the weighted sum and the overlong penalty, float64 [S]."""
+        return combine(samples.rewards, self.reward_weights) + self.overlong(samples)
+
+    def overlong(self, samples: Samples) -> np.ndarray:
+        """The overlong penalty of each sample, float64 [S]; 0 where it is off."""
+        reward, limit = self.config.reward, self.config.rollout.max_completion_length
+        return overlong_penalty(samples.lengths, limit, reward.overlong_buffer_length, reward.overlong_penalty_factor)
 
 
 def set_up(config: Config, ranks: Ranks) -> Trainer:
@@ -193,8 +198,8 @@ def generate_step(trainer: Trainer, rows: list[Row], step: int) -> tuple[Rollout
 
 
 def train_step(trainer: Trainer, samples: Samples, advantages: np.ndarray, step: int, events: list[Event]) -> dict[str, float]:
-    """All updates of a step; see `train_on_samples`."""
-    return train_on_samples(
+    """All updates of a step; see `train_on_samples`. Returns its metrics."""
+    metrics = train_on_samples(
         trainer.model,
         trainer.reference,
         trainer.optimizer,
@@ -206,6 +211,9 @@ def train_step(trainer: Trainer, samples: Samples, advantages: np.ndarray, step:
         trainer.kernel,
         events,
     )
+    if trainer.config.reward.overlong_buffer_length:
+        metrics["rewards/overlong_penalty/mean"] = float(trainer.overlong(samples).mean())
+    return metrics
 
 
 def save(trainer: Trainer, done: int) -> None:
@@ -234,7 +242,9 @@ def evaluate(trainer: Trainer) -> dict[str, float]:
     scores = score_rows(trainer.rewards, own, rows, trainer.tokenizer)
     samples = gather_samples(prompts, config.eval.num_generations, rows, scores, trainer.ranks)
     metrics = {
-        "eval/reward": float(trainer.combined(samples).mean()),
+        "eval/reward": float(
+            combine(samples.rewards, trainer.reward_weights).mean()
+        ),  # the overlong penalty shapes training alone
         "eval/completions/mean_length": float(samples.lengths.mean()),
         "eval/completions/clipped_ratio": float(samples.is_truncated.mean()),
     }

@@ -83,7 +83,7 @@ def test_override_replaces_a_list_of_tasks(load):
         ("max_steps=1", "max_steps", "did you mean run.max_steps?"),
         ("model.seed=1", "model.seed", "did you mean data.seed or run.seed?"),
         ("zzzz=1", "zzzz", "valid are bubble, data, eval, loss, model"),
-        ("reward.zzzz=1", "reward.zzzz", "valid are functions, weights"),
+        ("reward.zzzz=1", "reward.zzzz", "valid are functions, overlong_buffer_length, overlong_penalty_factor, weights"),
         ("data.tasks=[{name: a}, {name: a, wieght: 2}]", "data.tasks[1].wieght", "did you mean data.tasks[1].weight?"),
     ],
 )
