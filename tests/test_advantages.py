@@ -21,7 +21,7 @@ def plain_advantages(rewards: list[list[float]], scale: str) -> list[list[float]
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_advantages_equal_plain_python(scale):
-    found = group_advantages(REWARDS, scale)
+    found = estimate_advantages(REWARDS, "grpo", scale)
     assert found.dtype == np.float64
     np.testing.assert_allclose(found, plain_advantages(REWARDS.tolist(), scale), rtol=1e-12, atol=1e-13)
     np.testing.assert_allclose(found.sum(axis=1), 0, atol=1e-11)
@@ -32,39 +32,41 @@ def test_hand_worked_example():
     # Deviations 1/2 in group 0: sample variance 4 (1/4) / 3. Group 1: 3 (1/16) + 9/16 = 3/4, over 3.
     first, second = (1 / 3) ** 0.5 + 1e-4, (1 / 4) ** 0.5 + 1e-4
     wanted = [[0.5 / first, -0.5 / first, -0.5 / first, 0.5 / first], [0.25 / second] * 3 + [-0.75 / second]]
-    np.testing.assert_allclose(group_advantages(rewards, "group"), wanted, rtol=1e-14)
+    np.testing.assert_allclose(estimate_advantages(rewards, "grpo", "group"), wanted, rtol=1e-14)
     # All eight: five ones, mean 5/8, squares 5 (9/64) + 3 (25/64) = 120/64, over 7.
     whole = (120 / 64 / 7) ** 0.5 + 1e-4
     wanted = [[0.5 / whole, -0.5 / whole, -0.5 / whole, 0.5 / whole], [0.25 / whole] * 3 + [-0.75 / whole]]
-    np.testing.assert_allclose(group_advantages(rewards, "batch"), wanted, rtol=1e-14)
-    np.testing.assert_array_equal(group_advantages(rewards, "none"), [[0.5, -0.5, -0.5, 0.5], [0.25, 0.25, 0.25, -0.75]])
+    np.testing.assert_allclose(estimate_advantages(rewards, "grpo", "batch"), wanted, rtol=1e-14)
+    np.testing.assert_array_equal(
+        estimate_advantages(rewards, "grpo", "none"), [[0.5, -0.5, -0.5, 0.5], [0.25, 0.25, 0.25, -0.75]]
+    )
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_single_generation_has_advantage_zero(scale):
-    np.testing.assert_array_equal(group_advantages(np.array([[1.0], [3.0], [-2.0]]), scale), np.zeros((3, 1)))
-    np.testing.assert_array_equal(group_advantages(np.array([[7.0]]), scale), [[0.0]])
+    np.testing.assert_array_equal(estimate_advantages(np.array([[1.0], [3.0], [-2.0]]), "grpo", scale), np.zeros((3, 1)))
+    np.testing.assert_array_equal(estimate_advantages(np.array([[7.0]]), "grpo", scale), [[0.0]])
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_groups_without_variance_have_advantage_zero(scale):
     rewards = np.array([[0.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0.0, 1.0, 0.0]])
-    found = group_advantages(rewards, scale)
+    found = estimate_advantages(rewards, "grpo", scale)
     np.testing.assert_array_equal(found[:2], np.zeros((2, 3)))
     assert found[2, 1] > 0 > found[2, 0]
-    np.testing.assert_array_equal(group_advantages(rewards[:1], scale), np.zeros((1, 3)))
+    np.testing.assert_array_equal(estimate_advantages(rewards[:1], "grpo", scale), np.zeros((1, 3)))
 
 
 def test_equal_rewards_that_float_sums_do_not_reproduce_stay_near_zero():
     rewards = np.full((1, 7), 0.1)
     # The mean may be off by an ulp or two of 0.1 (1.4e-17 each), which 1e-4 cannot blow up beyond 1e-12.
-    assert abs(group_advantages(rewards, "group")).max() < 1e-12
+    assert abs(estimate_advantages(rewards, "grpo", "group")).max() < 1e-12
 
 
 def test_rewards_are_left_as_they_are():
     rewards = REWARDS.copy()
     for scale in ("group", "batch", "none"):
-        group_advantages(rewards, scale)
+        estimate_advantages(rewards, "grpo", scale)
     np.testing.assert_array_equal(rewards, REWARDS)
 
 
@@ -80,3 +82,41 @@ def test_rewards_are_left_as_they_are():
 )
 def test_groups_without_variance(rewards, zero):
     assert has_zero_std(np.array(rewards, float)).tolist() == zero
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_rloo_compares_with_the_mean_of_the_others(scale):
+    found = estimate_advantages(REWARDS, "rloo", scale)
+    of_batch = statistics.stdev(REWARDS.ravel().tolist())
+    for group, row in zip(REWARDS.tolist(), found, strict=True):
+        divisor = {"group": statistics.stdev(group) + 1e-4, "batch": of_batch + 1e-4, "none": 1.0}[scale]
+        wanted = [(r - statistics.fmean(group[:i] + group[i + 1 :])) / divisor for i, r in enumerate(group)]
+        np.testing.assert_allclose(row, wanted, rtol=1e-12, atol=1e-13)
+    np.testing.assert_array_equal(estimate_advantages(REWARDS[:, :1], "rloo", scale), np.zeros((5, 1)))
+
+
+def test_reinforce_plus_plus_normalises_over_the_batch():
+    rewards = REWARDS.ravel().tolist()
+    mean, spread = statistics.fmean(rewards), statistics.stdev(rewards) + 1e-4
+    wanted = np.reshape([(r - mean) / spread for r in rewards], REWARDS.shape)
+    np.testing.assert_allclose(estimate_advantages(REWARDS, "reinforce_plus_plus"), wanted, rtol=1e-12)
+    # It knows no groups: the same rewards with one generation each give the same advantages.
+    alone = estimate_advantages(REWARDS.reshape(-1, 1), "reinforce_plus_plus")
+    np.testing.assert_array_equal(alone.reshape(REWARDS.shape), estimate_advantages(REWARDS, "reinforce_plus_plus"))
+    np.testing.assert_allclose(estimate_advantages(REWARDS, "reinforce_plus_plus", "none"), REWARDS - mean, atol=1e-13)
+
+
+def test_reinforce_plus_plus_baseline_is_scaled_by_the_centred_rewards():
+    centred = [r - statistics.fmean(group) for group in REWARDS.tolist() for r in group]
+    wanted = np.reshape(centred, REWARDS.shape) / (statistics.stdev(centred) + 1e-4)
+    np.testing.assert_allclose(estimate_advantages(REWARDS, "reinforce_plus_plus_baseline"), wanted, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    "estimator, scale",
+    [("grpo", "group"), ("rloo", "none"), ("reinforce_plus_plus", "batch"), ("reinforce_plus_plus_baseline", "batch")],
+)
+def test_scale_left_out_is_the_estimators_own(estimator, scale):
+    left_out, given = estimate_advantages(REWARDS, estimator), estimate_advantages(REWARDS, estimator, scale)
+    np.testing.assert_array_equal(left_out, given)
+    np.testing.assert_array_equal(estimate_advantages(np.array([[7.0]]), estimator), [[0.0]])

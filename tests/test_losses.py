@@ -6,52 +6,109 @@ import numpy as np
 import pytest
 import torch
 
-from bubblespec.losses import kl_k3, policy_loss, token_logprobs, token_weights
+from bubblespec.losses import cispo_loss, importance_ratio, kl_penalty, policy_loss, token_logprobs, token_weights
 
 RNG = np.random.default_rng(0)
 M = 200
 
 
-def scalar_policy_loss(logprob, old, advantage, low, high):
-    """Clipped surrogate by cases: a gain (advantage > 0) is capped above, a loss (advantage < 0) is capped below."""
+def scalar_policy_loss(logprob, old, advantage, low, high, delta):
+    """Clipped surrogate by cases: a gain (advantage > 0) is capped above, a loss (advantage < 0) is capped below, and above
+    by the dual clip. Returns the loss and what caps it."""
     ratio = math.exp(logprob - old)
     if advantage >= 0:
-        return -advantage * min(ratio, 1 + high), ratio > 1 + high and advantage > 0
-    return -advantage * max(ratio, 1 - low), ratio < 1 - low
+        return -advantage * min(ratio, 1 + high), "high" if ratio > 1 + high else None
+    if delta is not None and ratio > delta:
+        return -advantage * delta, "delta"
+    return -advantage * max(ratio, 1 - low), "low" if ratio < 1 - low else None
 
 
-def test_policy_loss_and_its_gradient():
+@pytest.mark.parametrize("delta", [None, 1.5])
+def test_policy_loss_and_its_gradient(delta):
     logprob = torch.from_numpy(RNG.normal(-1, 0.5, M)).requires_grad_()
     old = torch.from_numpy(logprob.detach().numpy() + RNG.normal(0, 0.4, M))
     advantage = torch.from_numpy(RNG.normal(0, 1, M))
-    loss, is_clipped = policy_loss(logprob, old, advantage, 0.1, 0.3)
-    wanted = [scalar_policy_loss(*v, 0.1, 0.3) for v in zip(logprob.tolist(), old.tolist(), advantage.tolist(), strict=True)]
+    ratio = importance_ratio(logprob, old, torch.tensor([M]), "token")
+    loss, is_clipped = policy_loss(ratio, advantage, 0.1, 0.3, delta)
+    values = zip(logprob.tolist(), old.tolist(), advantage.tolist(), strict=True)
+    wanted = [scalar_policy_loss(*v, 0.1, 0.3, delta) for v in values]
     np.testing.assert_allclose(loss.detach(), [w for w, _ in wanted], rtol=1e-12)
-    assert is_clipped.tolist() == [bool(c) for _, c in wanted] and 20 < sum(is_clipped) < 150
+    for found, name in zip(is_clipped, ("low", "high", "delta"), strict=True):
+        assert found.tolist() == [cap == name for _, cap in wanted]
+        assert found.sum() > 5 or (name == "delta" and delta is None)
     loss.sum().backward()
     ratio = (logprob - old).exp().detach()
-    np.testing.assert_allclose(logprob.grad, torch.where(is_clipped, 0.0, -ratio * advantage), rtol=1e-12)
+    np.testing.assert_allclose(logprob.grad, torch.where(is_clipped.any(0), 0.0, -ratio * advantage), rtol=1e-12)
 
 
-def test_on_policy_gradient_is_the_plain_policy_gradient():
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_on_policy_gradient_is_the_plain_policy_gradient(level):
     """With old = detached logprob the ratio is 1: loss -A, gradient -A."""
     logprob = torch.from_numpy(RNG.normal(-1, 0.5, M)).requires_grad_()
     advantage = torch.from_numpy(RNG.normal(0, 1, M))
-    loss, is_clipped = policy_loss(logprob, logprob.detach(), advantage, 0.2, 0.2)
+    ratio = importance_ratio(logprob, logprob.detach(), torch.tensor([M - 7, 7]), level)
+    loss, is_clipped = policy_loss(ratio, advantage, 0.2, 0.2)
     loss.sum().backward()
     assert torch.equal(loss.detach(), -advantage) and torch.equal(logprob.grad, -advantage) and not is_clipped.any()
 
 
-def test_kl_k3_is_nonnegative_and_unbiased():
-    """Its mean under the policy is KL(policy || reference), computed by summing over a vocabulary."""
-    policy, reference = torch.randn(2, 50, dtype=torch.float64).log_softmax(-1)
-    estimate = kl_k3(policy, reference)
-    assert (estimate >= 0).all()
-    kl = sum(math.exp(p) * (p - r) for p, r in zip(policy.tolist(), reference.tolist(), strict=True))
-    assert math.isclose((policy.exp() * estimate).sum().item(), kl, rel_tol=1e-10)
+def test_sequence_ratio_is_the_geometric_mean_with_its_own_gradient():
+    """Against the paper's first form, whose one ratio a sequence is differentiated through the mean over its tokens."""
+    lengths = torch.tensor([5, 1, 30, 14])
+    logprob = torch.from_numpy(RNG.normal(-1, 0.5, 50)).requires_grad_()
+    old = torch.from_numpy(logprob.detach().numpy() + RNG.normal(0, 0.4, 50))
+    advantage = torch.tensor([1.0, -2.0, 0.5, -0.1], dtype=torch.float64)
+    weight = torch.tensor([0.1, 0.7, 0.2, 0.4], dtype=torch.float64)
+    ratio = importance_ratio(logprob, old, lengths, "sequence")
+    loss, _ = policy_loss(ratio, advantage.repeat_interleave(lengths), 0.5, 0.5)
+    total = (loss * weight.repeat_interleave(lengths)).sum()
+    (got,) = torch.autograd.grad(total, logprob)
+    wanted = 0.0
+    for i, difference in enumerate((logprob - old).split(lengths.tolist())):
+        mean = difference.mean().exp()
+        np.testing.assert_allclose(ratio.split(lengths.tolist())[i].detach(), mean.detach(), rtol=1e-14)
+        wanted = wanted - weight[i] * lengths[i] * torch.minimum(mean * advantage[i], mean.clamp(0.5, 1.5) * advantage[i])
+    np.testing.assert_allclose(total.item(), wanted.item(), rtol=1e-12)
+    np.testing.assert_allclose(got, torch.autograd.grad(wanted, logprob)[0], rtol=1e-10)
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
+def test_cispo_caps_the_weight_and_keeps_every_gradient():
+    logprob = torch.from_numpy(RNG.normal(-1, 0.5, M)).requires_grad_()
+    old = torch.from_numpy(logprob.detach().numpy() + RNG.normal(0, 0.4, M))
+    advantage = torch.from_numpy(RNG.normal(0, 1, M))
+    loss, is_clipped = cispo_loss(logprob, importance_ratio(logprob, old, torch.tensor([M]), "token"), advantage, 1.2)
+    loss.sum().backward()
+    values = list(zip(logprob.tolist(), old.tolist(), advantage.tolist(), strict=True))
+    weights = [min(math.exp(p - o), 1.2) for p, o, _ in values]
+    np.testing.assert_allclose(loss.detach(), [-w * a * p for w, (p, _, a) in zip(weights, values, strict=True)], rtol=1e-12)
+    np.testing.assert_allclose(logprob.grad, [-w * a for w, (_, _, a) in zip(weights, values, strict=True)], rtol=1e-12)
+    assert is_clipped[1].tolist() == [w == 1.2 for w in weights] and not is_clipped[[0, 2]].any()
+    assert (logprob.grad != 0).all() and 20 < is_clipped.sum() < M - 20
+
+
+def test_kl_estimators_have_the_means_and_gradients_that_they_claim():
+    """Over a whole vocabulary: the mean value, and the mean gradient by the policy's logits, each weighted by the policy."""
+    logits = torch.randn(50, dtype=torch.float64, requires_grad=True)
+    policy, reference = logits.log_softmax(-1), torch.randn(50, dtype=torch.float64).log_softmax(-1)
+    probability = policy.exp().detach()
+    forward = (policy.exp() * (policy - reference)).sum()
+    backward = (reference.exp() * (reference - policy)).sum()
+    (of_forward,) = torch.autograd.grad(forward, logits, retain_graph=True)
+    (of_backward,) = torch.autograd.grad(backward, logits, retain_graph=True)
+    pulls = {"k1": torch.zeros_like(logits), "k2": of_forward, "k3": of_backward}
+    for estimator, pull in pulls.items():
+        estimate = kl_penalty(policy, reference, estimator)
+        if estimator != "k2":
+            assert math.isclose((probability * estimate).sum().item(), forward.item(), rel_tol=1e-10)
+        if estimator != "k1":
+            assert (estimate >= 0).all()
+        (found,) = torch.autograd.grad((probability * estimate).sum(), logits, retain_graph=True)
+        torch.testing.assert_close(found, pull, rtol=1e-10, atol=1e-14)
+    by_token = [(p - r) ** 2 / 2 for p, r in zip(policy.tolist(), reference.tolist(), strict=True)]
+    np.testing.assert_allclose(kl_penalty(policy, reference, "k2").detach(), by_token, rtol=1e-13)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo", "cispo"])
 def test_token_weights_give_the_published_means(loss_type):
     lengths = np.array([3, 1, 7, 4])
     is_used = np.array([True, True, False, True])
@@ -60,14 +117,13 @@ def test_token_weights_give_the_published_means(loss_type):
     wanted = {
         "grpo": sum(sum(v) / len(v) for v in used) / 4,
         "dr_grpo": sum(sum(v) for v in used) / (4 * 10),
-        "dapo": sum(sum(v) for v in used) / sum(len(v) for v in used),
-    }[loss_type]
+    }.get(loss_type, sum(sum(v) for v in used) / sum(len(v) for v in used))
     weights = token_weights(loss_type, lengths, is_used, max_completion_length=10)
     assert math.isclose(sum(w * sum(v) for w, v in zip(weights, losses, strict=True)), wanted, rel_tol=1e-12)
 
 
 def test_weights_without_any_used_sequence_are_zero():
-    for loss_type in ("grpo", "dr_grpo", "dapo"):
+    for loss_type in ("grpo", "dr_grpo", "dapo", "cispo"):
         assert not token_weights(loss_type, np.array([3, 2]), np.array([False, False]), 5).any()
 
 

@@ -20,6 +20,7 @@ from bubblespec.rewards import (
     final_answer,
     load_reward,
     math_equivalence,
+    overlong_penalty,
     reasoning_gym_score,
     score,
 )
@@ -297,6 +298,17 @@ def test_combine_refuses_samples_without_any_reward():
 
 
 # Loading functions
+
+
+@pytest.mark.parametrize(
+    "length, wanted",
+    # DAPO's own numbers: 16384 expected, 4096 more tolerated.
+    [(1, 0.0), (16384, 0.0), (16385, -1 / 4096), (18432, -0.5), (20479, -4095 / 4096), (20480, -1.0)],
+)
+def test_overlong_penalty(length, wanted):
+    assert overlong_penalty(np.array([length]), 20480, 4096, 1.0).tolist() == [wanted]
+    assert overlong_penalty(np.array([length]), 20480, 4096, 0.25).tolist() == [wanted / 4]
+    assert overlong_penalty(np.array([length]), 20480, 0, 1.0).tolist() == [0.0]
 
 
 def test_load_reward_imports_the_function():

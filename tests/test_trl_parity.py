@@ -1,0 +1,137 @@
+"""Loss and gradient of one off-policy batch against TRL's own GRPOTrainer (an optional dependency of the tests).
+
+TRL computes log-probabilities in float32, whatever the model is; that rounding is all that the tolerances allow for.
+"""
+
+import copy
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import transformers
+from test_update import ADVANTAGES, make_config, make_samples
+
+from bubblespec.distributed import Ranks
+from bubblespec.engine.model import prepare_model
+from bubblespec.update import _accumulate_gradient, _training_metrics, make_minibatches, response_logprobs
+
+trl = pytest.importorskip("trl")
+
+TOKENIZER = Path(__file__).parent.parent / "configs" / "tiny_policy"
+# Our keys and TRL's: the same leaf names but for the KL's weight and the lower clip.
+CASES = {
+    "grpo": {"loss_type": "grpo"},
+    "dr_grpo": {"loss_type": "dr_grpo"},
+    "dapo": {"loss_type": "dapo", "epsilon_high": 0.28},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 1.3},
+    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 0.03, "epsilon_high": 0.04},
+    "gspo averaged over tokens": {"loss_type": "dapo", "importance_sampling_level": "sequence", "epsilon_low": 0.03},
+    "dual clip": {"loss_type": "dapo", "delta": 1.4},
+    "dual clip of sequences": {
+        "loss_type": "grpo",
+        "importance_sampling_level": "sequence",
+        "epsilon_low": 0.03,
+        "epsilon_high": 0.03,
+        "delta": 1.05,
+    },
+    "k3": {"loss_type": "grpo", "kl_coef": 0.5},
+    "cispo with k3": {"loss_type": "cispo", "epsilon_high": 1.3, "kl_coef": 0.5},
+}
+
+
+def padded(sequences: list, width: int, on_the_left: bool, dtype=torch.int64) -> tuple[torch.Tensor, torch.Tensor]:
+    """[S, width] and its mask, as TRL pads: prompts on the left, completions on the right."""
+    values, mask = torch.zeros(len(sequences), width, dtype=dtype), torch.zeros(len(sequences), width, dtype=torch.int64)
+    for i, sequence in enumerate(sequences):
+        where = slice(width - len(sequence), width) if on_the_left else slice(0, len(sequence))
+        values[i, where], mask[i, where] = torch.as_tensor(np.asarray(sequence)).to(dtype), 1
+    return values, mask
+
+
+def trl_loss_and_gradient(model, samples, old: list, reference: list, loss: dict, tmp_path):
+    options = dict(loss)
+    kl_coef = options.pop("kl_coef", 0.0)
+    arguments = trl.GRPOConfig(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=len(samples),
+        num_generations=samples.num_generations,
+        max_completion_length=20,
+        temperature=0.8,
+        epsilon=options.pop("epsilon_low", 0.2),
+        epsilon_high=options.pop("epsilon_high", 0.2),
+        use_bias_correction_kl=False,
+        bf16=False,
+        use_cpu=True,
+        report_to=[],
+        **options,
+    )
+    trainer = trl.GRPOTrainer(
+        model=model,
+        reward_funcs=lambda completions, **columns: [0.0] * len(completions),
+        args=arguments,
+        train_dataset=datasets.Dataset.from_dict({"prompt": ["1"] * len(samples)}),
+        processing_class=transformers.AutoTokenizer.from_pretrained(TOKENIZER),
+    )
+    prompts, prompt_mask = padded([samples.prompt_of(i).token_ids for i in range(len(samples))], 12, True)
+    tokens, mask = padded(samples.tokens, 20, False)
+    inputs = {
+        "prompt_ids": prompts,
+        "prompt_mask": prompt_mask,
+        "completion_ids": tokens,
+        "completion_mask": mask,
+        "advantages": torch.from_numpy(ADVANTAGES),
+        "num_items_in_batch": mask.sum(),
+        "old_per_token_logps": padded(old, 20, False, torch.float64)[0],
+        "ref_per_token_logps": padded(reference, 20, False, torch.float64)[0],
+    }
+    trainer.beta = kl_coef  # set so late because TRL would look for a reference model, whose log-probabilities are given here
+    trainer.current_gradient_accumulation_steps = 1  # what Trainer.train sets
+    trainer.model.train()
+    value = trainer.compute_loss(trainer.model, inputs)
+    value.backward()
+    gradient = torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
+    return value.item(), gradient, {key: values[-1] for key, values in trainer._metrics["train"].items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loss_and_gradient_equal_trl(make_model, tmp_path, name):
+    samples = make_samples()
+    config = make_config(1000, **CASES[name])
+    model = make_model()
+    theirs = copy.deepcopy(model)
+    theirs.set_attn_implementation("sdpa")
+    prepare_model(model, 64)
+    (((batch,),), weights) = make_minibatches(samples, np.ones(len(samples), bool), config, Ranks(torch.device("cpu")))
+    with torch.no_grad():
+        now, _ = response_logprobs(model, batch, config.rollout.temperature, 1 << 26, "sdpa")
+    rng = torch.Generator().manual_seed(2)
+    batch.old = now + 0.3 * torch.randn(now.shape, generator=rng, dtype=torch.float64)
+    batch.reference = now + 0.3 * torch.randn(now.shape, generator=rng, dtype=torch.float64)
+    by_sample = [None] * len(samples), [None] * len(samples)
+    for found, values in zip(by_sample, (batch.old, batch.reference), strict=True):
+        for i, part in zip(batch.order, values.split(batch.lengths.tolist()), strict=True):
+            found[i] = part
+    wanted, wanted_gradient, wanted_metrics = trl_loss_and_gradient(theirs, samples, *by_sample, CASES[name], tmp_path)
+
+    reference = model if config.loss.kl_coef else None  # its log-probabilities are given
+    sums = _accumulate_gradient(model, reference, batch, ADVANTAGES, weights, config, "sdpa")
+    metrics = _training_metrics(np.append(sums.numpy(), 0.0)[None], 1, config.loss.delta is not None, reference is not None)
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert metrics["loss"] == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+    assert (gradient - wanted_gradient).norm() < 1e-5 * wanted_gradient.norm()
+    assert metrics["entropy"] == pytest.approx(wanted_metrics["entropy"], rel=1e-5)
+    if config.loss.kl_coef:
+        assert metrics["kl"] == pytest.approx(wanted_metrics["kl"], rel=1e-5)
+    if config.loss.loss_type == "cispo":
+        # TRL counts capped weights of positive advantage alone.
+        assert metrics["clip_ratio/high_mean"] > wanted_metrics["cispo_clip_ratio"] > 0.02
+    elif config.loss.importance_sampling_level == "token":
+        for clip in ("low", "high", "region"):
+            key = f"clip_ratio/{clip}_mean"
+            assert metrics[key] == pytest.approx(wanted_metrics[key], abs=1e-6) and metrics[key] > 0.02
+    else:  # TRL's mean is over sequences, ours over tokens
+        assert wanted_metrics["clip_ratio/region_mean"] > 0.02 and metrics["clip_ratio/region_mean"] > 0.02
+    if config.loss.delta is not None:
+        assert metrics["clip_ratio/delta_mean"] > 0.02
