@@ -184,3 +184,33 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, override, says):
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.returncode == 2 and len(errors) == 1 and says in errors[0] and "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_several_updates_of_a_batch_with_an_overlong_penalty_on_any_number_of_ranks(tmp_path):
+    """Four updates a step, whose reward is the function's and the penalty; evaluation is not penalised."""
+    options = [
+        "run.max_steps=2",
+        "run.eval_steps=2",
+        "eval.num_prompts=8",
+        "loss.num_minibatches=2",
+        "loss.num_iterations=2",
+        "loss.importance_sampling_level=sequence",
+        "loss.advantage_estimator=rloo",
+        "reward.overlong_buffer_length=48",
+        "reward.overlong_penalty_factor=10.0",
+    ]
+    lines = {}
+    for ranks in (0, 2):
+        run(tmp_path / str(ranks), ranks, *options)
+        lines[ranks] = read(tmp_path / str(ranks))
+    assert digests(tmp_path / "0") == digests(tmp_path / "2")
+    steps = [[line for line in lines[ranks] if "loss" in line] for ranks in (0, 2)]
+    for one, two in zip(*steps, strict=True):
+        (plain,) = [v for k, v in one.items() if k.startswith("rewards/") and k != "rewards/overlong_penalty/mean"]
+        assert one["rewards/overlong_penalty/mean"] == pytest.approx(-10 * one["completions/mean_length"] / 48)
+        assert one["reward"] == pytest.approx(plain + one["rewards/overlong_penalty/mean"])
+        for key in ("loss", "grad_norm", "entropy", "clip_ratio/low_mean", "clip_ratio/high_mean", "reward"):
+            assert one[key] == pytest.approx(two[key], rel=1e-6, abs=1e-9), key
+    for line in lines[0]:
+        if "eval/reward" in line:
+            assert line["eval/reward"] == pytest.approx(line["eval/pass@1"]) and line["eval/reward"] >= 0
