@@ -12,7 +12,7 @@ from bubblespec.advantages import estimate_advantages
 from bubblespec.collect import collect
 from bubblespec.config import load_config
 from bubblespec.distributed import ranks_from_environment
-from bubblespec.errors import InputError
+from bubblespec.errors import InputError, RunFailed
 from bubblespec.metrics import MetricsLogger
 from bubblespec.report import peak_memory_gb, rollout_metrics, timing_metrics
 from bubblespec.schedule.progress import RankTimeout
@@ -75,6 +75,10 @@ def main() -> int:
         if speaks:
             print(f"error: {error}" if is_main else f"error on rank {rank}: {error}", file=sys.stderr)
         return 2
+    except RunFailed as error:
+        if is_main:
+            print(f"error: {error}", file=sys.stderr)
+        return 1
     except RankTimeout:  # the progress board has said which rank
         return 3
     return 0

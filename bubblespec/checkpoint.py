@@ -35,6 +35,7 @@ HARMLESS = {
     "model.trust_remote_code",
     "eval.num_generations",
     "eval.temperature",
+    "optim.max_skipped_steps",
     "speculative.method",
     "speculative.fixed_window",
     "speculative.max_history_tokens",

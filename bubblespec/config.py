@@ -168,6 +168,8 @@ class OptimConfig:
     """Term that keeps the division finite."""
     max_grad_norm: float = 1.0
     """Global gradient norm limit; 0 does not clip."""
+    max_skipped_steps: int = 5
+    """Steps in a row whose update may be left out for a non-finite loss or gradient; one more ends the run."""
     max_tokens_per_microbatch: int = 8192
     """Most tokens (prompts and responses) in one forward and backward."""
     max_logits_per_chunk: int = 1 << 26
@@ -300,7 +302,7 @@ def check_values(config: Config) -> None:
     not_negative = (
         "rollout.min_completion_length rollout.temperature rollout.top_k eval.num_prompts loss.epsilon_low "
         "loss.epsilon_high loss.kl_coef optim.learning_rate optim.warmup_steps optim.weight_decay optim.max_grad_norm "
-        "optim.adam_epsilon run.seed run.eval_steps run.save_steps data.seed eval.temperature "
+        "optim.adam_epsilon optim.max_skipped_steps run.seed run.eval_steps run.save_steps data.seed eval.temperature "
         "reward.overlong_buffer_length reward.overlong_penalty_factor"
     )
     for key in not_negative.split():

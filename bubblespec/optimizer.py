@@ -37,9 +37,18 @@ class Optimizer:
         """Sum the gradients of all ranks; the loss is already normalised by global counts."""
         ranks.sum_(self.flat_grad)
 
-    def step(self, step: int) -> tuple[float, float]:
-        """Clip, update, clear the gradients. Returns (gradient norm before clipping, learning rate)."""
+    def clear(self) -> None:
+        self.flat_grad.zero_()
+
+    def step(self, step: int, is_finite: bool = True) -> tuple[float, float]:
+        """Clip, update, clear the gradients. Returns (gradient norm before clipping, learning rate).
+
+        Where the gradient is not finite, or the loss was not (`is_finite`), nothing but the gradients is changed.
+        """
         grad_norm = torch.linalg.vector_norm(self.flat_grad).item()
+        if not (is_finite and math.isfinite(grad_norm)):
+            self.clear()
+            return grad_norm, 0.0
         limit = self.config.max_grad_norm
         if limit and grad_norm > limit:
             self.flat_grad.mul_(limit / grad_norm)
@@ -47,7 +56,7 @@ class Optimizer:
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate
         self.adamw.step()
-        self.flat_grad.zero_()
+        self.clear()
         if self.has_masters:
             with torch.no_grad():
                 torch._foreach_copy_(self.params, self.masters)

@@ -26,8 +26,9 @@ from bubblespec.engine.generator import Generator, Row
 from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.errors import InputError
+from bubblespec.errors import InputError, RunFailed
 from bubblespec.optimizer import Optimizer
+from bubblespec.out_of_memory import TokenBudget
 from bubblespec.rewards import RewardFunction, combine, load_reward, overlong_penalty
 from bubblespec.rollout import Samples, assign_prompts, gather_samples, generate, make_rows, score_rows
 from bubblespec.schedule.run_ahead import RolloutStats
@@ -55,7 +56,9 @@ class Trainer:
     reward_weights: list[float]
     first_step: int
     lock: IO | None  # keeps output_dir ours; on rank 0
+    budget: TokenBudget
     speculation: Speculation | None = None
+    num_skipped_in_a_row: int = 0  # steps
 
     def batch(self, step: int) -> list[Prompt]:
         """The global batch of `step`, the same on every rank."""
@@ -146,6 +149,7 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
         reward_weights=config.reward.weights or [1.0] * len(functions),
         first_step=first_step,
         lock=lock,
+        budget=TokenBudget(config.optim.max_tokens_per_microbatch),
         speculation=speculation,
     )
 
@@ -198,21 +202,27 @@ def generate_step(trainer: Trainer, rows: list[Row], step: int) -> tuple[Rollout
 
 
 def train_step(trainer: Trainer, samples: Samples, advantages: np.ndarray, step: int, events: list[Event]) -> dict[str, float]:
-    """All updates of a step; see `train_on_samples`. Returns its metrics."""
+    """All updates of a step; see `train_on_samples`. Raises RunFailed after too many steps without an update."""
+    config = trainer.config
     metrics = train_on_samples(
         trainer.model,
         trainer.reference,
         trainer.optimizer,
         samples,
         advantages,
-        trainer.config,
+        config,
         trainer.ranks,
         step,
         trainer.kernel,
         events,
+        trainer.budget,
     )
-    if trainer.config.reward.overlong_buffer_length:
-        metrics["rewards/overlong_penalty/mean"] = float(trainer.overlong(samples).mean())
+    trainer.num_skipped_in_a_row = trainer.num_skipped_in_a_row + 1 if metrics["skipped_updates"] else 0
+    if trainer.num_skipped_in_a_row > config.optim.max_skipped_steps:
+        raise RunFailed(
+            f"loss or gradient not finite in {trainer.num_skipped_in_a_row} steps in a row, up to step {step}; the weights are "
+            "those before them. Look at optim.learning_rate, at the rewards and at model.dtype"
+        )
     return metrics
 
 

@@ -6,9 +6,8 @@ depends on the tokens alone: not on how, where or in which batches they were gen
 own forward, so that its ratio is exactly 1; the minibatches that come after it get a forward before it.
 """
 
-import itertools
+import math
 import time
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,78 +17,12 @@ from bubblespec.config import Config
 from bubblespec.distributed import Ranks
 from bubblespec.engine.model import forward_hidden, output_head
 from bubblespec.engine.packing import pack_sequences
-from bubblespec.losses import cispo_loss, importance_ratio, kl_penalty, policy_loss, token_logprobs, token_weights
+from bubblespec.losses import cispo_loss, importance_ratio, kl_penalty, policy_loss, token_logprobs
+from bubblespec.microbatch import Microbatch, is_in_loss, make_minibatches
 from bubblespec.optimizer import Optimizer
+from bubblespec.out_of_memory import TokenBudget, run_within_memory
 from bubblespec.rollout import Samples
 from bubblespec.timeline import Event
-
-
-@dataclass
-class Microbatch:
-    """Packed sequences on the device. N tokens fed, of which M positions predict the response tokens `target`.
-
-    order: sample indices; lengths: response tokens of each; generated: the generator's log-probabilities, float [M];
-    old, reference: those of the old policy and of the reference, float [M], once they are known.
-    """
-
-    order: list[int]
-    lengths: torch.Tensor
-    input_ids: torch.Tensor
-    sequence_lengths: list[int]
-    predicts: torch.Tensor
-    target: torch.Tensor
-    generated: torch.Tensor
-    old: torch.Tensor | None = None
-    reference: torch.Tensor | None = None
-
-
-def plan_microbatches(lengths: np.ndarray, world_size: int, max_tokens: int) -> list[list[list[int]]]:
-    """Sample indices by rank and micro-batch. lengths: int64 [S], tokens (0 = not trained on).
-
-    Longest first to the rank with the least work so far (linear cost in tokens), then, again longest first, into the first
-    micro-batch with room. A pure function of the lengths, so equal tokens give equal micro-batches.
-    """
-    load = np.zeros(world_size)
-    per_rank: list[list[int]] = [[] for _ in range(world_size)]
-    for index in np.argsort(-lengths, kind="stable"):
-        if lengths[index] == 0:
-            break
-        rank = int(load.argmin())
-        per_rank[rank].append(int(index))
-        load[rank] += lengths[index]
-    return [_first_fit(indices, lengths, max_tokens) for indices in per_rank]
-
-
-def _first_fit(indices: list[int], lengths: np.ndarray, max_tokens: int) -> list[list[int]]:
-    microbatches, room = [], []
-    for index in indices:
-        fits = next((i for i, r in enumerate(room) if r >= lengths[index]), None)
-        if fits is None:
-            fits = len(room)
-            microbatches.append([])
-            room.append(max_tokens)
-        microbatches[fits].append(index)
-        room[fits] -= lengths[index]
-    return microbatches
-
-
-def make_microbatch(samples: Samples, order: list[int], device: torch.device) -> Microbatch:
-    """Each sequence is its prompt and its response without the last token, which predicts nothing."""
-    prompts = [samples.prompt_of(i).token_ids for i in order]
-    tokens = [samples.tokens[i] for i in order]
-    fed = np.concatenate([np.concatenate((p, t[:-1])) for p, t in zip(prompts, tokens, strict=True)])
-    sequence_lengths = [len(p) + len(t) - 1 for p, t in zip(prompts, tokens, strict=True)]
-    ends = np.cumsum(sequence_lengths)
-    predicts = np.concatenate([np.arange(end - len(t), end) for end, t in zip(ends, tokens, strict=True)])
-    return Microbatch(
-        order,
-        torch.tensor([len(t) for t in tokens], device=device),
-        torch.from_numpy(fed.astype(np.int64)).to(device),
-        sequence_lengths,
-        torch.from_numpy(predicts).to(device),
-        torch.from_numpy(np.concatenate(tokens).astype(np.int64)).to(device),
-        torch.from_numpy(np.concatenate([samples.full_logprob[i] for i in order])).to(device),
-    )
 
 
 def response_logprobs(
@@ -99,28 +32,6 @@ def response_logprobs(
     packing = pack_sequences(batch.sequence_lengths, batch.input_ids.device)
     hidden = forward_hidden(model, batch.input_ids, packing, kernel)
     return token_logprobs(hidden.index_select(0, batch.predicts), output_head(model), batch.target, temperature, max_logits)
-
-
-def make_minibatches(
-    samples: Samples, has_gradient: np.ndarray, config: Config, ranks: Ranks
-) -> tuple[list[list[Microbatch]], np.ndarray]:
-    """This rank's micro-batches of every minibatch, and the weight of each sample's tokens, float64 [S].
-
-    Minibatches are whole groups, in the order of the batch, whatever the number of ranks. Each is normalised by its own
-    counts, as if it were the whole batch of its update.
-    """
-    loss, generations = config.loss, samples.num_generations
-    lengths, is_used = samples.lengths, _is_used(samples, config)
-    sequence_lengths = lengths + np.array([len(samples.prompt_of(i).token_ids) for i in range(len(samples))])
-    minibatches, weights = [], np.zeros(len(samples))
-    for groups in np.array_split(np.arange(len(samples.prompts)), loss.num_minibatches):
-        members = (groups[:, None] * generations + np.arange(generations)).ravel()
-        weights[members] = token_weights(loss.loss_type, lengths[members], is_used[members], config.rollout.max_completion_length)
-        to_train = np.zeros_like(sequence_lengths)
-        to_train[members] = np.where(has_gradient, sequence_lengths, 0)[members]
-        plan = plan_microbatches(to_train, ranks.world_size, config.optim.max_tokens_per_microbatch)
-        minibatches.append([make_microbatch(samples, order, ranks.device) for order in plan[ranks.rank]])
-    return minibatches, weights
 
 
 def train_on_samples(
@@ -134,38 +45,55 @@ def train_on_samples(
     step: int,
     kernel: str,
     events: list[Event] | None = None,
+    budget: TokenBudget | None = None,
 ) -> dict[str, float]:
     """All updates of one step. advantages: float64 [S]. Returns the step's training metrics, equal on all ranks, but for
-    `timing_s/sync`, this rank's seconds in gradient reductions, which are noted in `events` too, if given."""
+    `timing_s/sync`, this rank's seconds in gradient reductions, which are noted in `events` too, if given.
+
+    An update whose loss or gradient is not finite is left out, on all ranks alike; `skipped_updates` counts them.
+    """
+    budget = budget or TokenBudget(config.optim.max_tokens_per_microbatch)
     # Without a KL term a sample of zero advantage (a group of equal rewards) has zero gradient: it is not computed.
-    has_gradient = _is_used(samples, config) & ((advantages != 0) | (reference is not None))
-    minibatches, weights = make_minibatches(samples, has_gradient, config, ranks)
+    has_gradient = is_in_loss(samples, config) & ((advantages != 0) | (reference is not None))
+    minibatches, weights = make_minibatches(samples, has_gradient, config, ranks, budget.max_tokens)
     model.train(config.model.gradient_checkpointing)  # dropout is off; training mode is what enables checkpointing
-    for batch in itertools.chain.from_iterable(minibatches[1:]):
-        with torch.no_grad():
-            batch.old = _logprobs(model, batch, config, kernel)[0]
-    sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=ranks.device)
-    largest_mismatch, sync_s, grad_norms = 0.0, 0.0, []
-    updates = minibatches * config.loss.num_iterations
-    for microbatches in updates:
-        for batch in microbatches:
-            sums += _accumulate_gradient(model, reference, batch, advantages, weights, config, kernel)
-            largest_mismatch = max(largest_mismatch, (batch.old - batch.generated).abs().max().item())
+
+    @torch.no_grad()
+    def find_old(batch: Microbatch) -> None:
+        batch.old = _logprobs(model, batch, config, kernel)[0]
+
+    def accumulate(batch: Microbatch) -> torch.Tensor:
+        return _accumulate_gradient(model, reference, batch, advantages, weights, config, kernel)
+
+    for microbatches in minibatches[1:]:
+        run_within_memory(find_old, microbatches, lambda: None, samples, budget, ranks)
+    totals, grad_norms, num_skipped, sync_s = [], [], 0, 0.0
+    for number, microbatches in enumerate(minibatches * config.loss.num_iterations):
+
+        def restart(number=number, microbatches=microbatches) -> None:
+            optimizer.clear()
+            for batch in microbatches if number == 0 else ():
+                batch.old = None  # the first update's comes from the very forward that is differentiated
+
+        measured = run_within_memory(accumulate, microbatches, restart, samples, budget, ranks)
         started = time.perf_counter()
         optimizer.reduce(ranks)
         ended = time.perf_counter()
         sync_s += ended - started
         if events is not None:
             events.append(("sync", started, ended))
-        grad_norm, learning_rate = optimizer.step(step)
+        totals.append(_sum_over_ranks(measured, ranks))
+        is_finite = math.isfinite(totals[-1]["loss"])
+        grad_norm, learning_rate = optimizer.step(step, is_finite)
         grad_norms.append(grad_norm)
+        num_skipped += not (is_finite and math.isfinite(grad_norm))
     model.eval()
-    everyone = ranks.gather(np.append(sums.cpu().numpy(), largest_mismatch))
-    metrics = _training_metrics(everyone, len(updates), config.loss.delta is not None, reference is not None)
-    return metrics | {"grad_norm": float(np.mean(grad_norms)), "learning_rate": learning_rate, "timing_s/sync": sync_s}
+    metrics = _training_metrics(totals, config.loss.delta is not None, reference is not None)
+    metrics |= {"grad_norm": float(np.mean(grad_norms)), "learning_rate": learning_rate, "skipped_updates": num_skipped}
+    return metrics | {"timing_s/sync": sync_s}
 
 
-_SUMS = ("loss", "entropy", "low", "high", "delta", "kl", "mismatch", "tokens")
+_MEASURED = ("loss", "entropy", "low", "high", "delta", "kl", "mismatch", "tokens", "largest_mismatch")
 
 
 def _accumulate_gradient(
@@ -177,7 +105,7 @@ def _accumulate_gradient(
     config: Config,
     kernel: str,
 ) -> torch.Tensor:
-    """Forward and backward of one micro-batch. Returns its `_SUMS`."""
+    """Forward and backward of one micro-batch. Returns its `_MEASURED`, sums but for the last."""
     loss = config.loss
     logprob, entropy = _logprobs(model, batch, config, kernel)
     if batch.old is None:
@@ -199,34 +127,37 @@ def _accumulate_gradient(
     total = (weight * (token_loss + loss.kl_coef * kl)).sum()
     total.backward()
     mismatch = (batch.old - batch.generated).abs()
-    measured = (t.detach().sum() for t in (entropy, *is_clipped, kl, mismatch))
-    return torch.stack([total.detach(), *measured, logprob.new_tensor(len(logprob))])
+    sums = (t.detach().sum() for t in (entropy, *is_clipped, kl, mismatch))
+    return torch.stack([total.detach(), *sums, logprob.new_tensor(len(logprob)), mismatch.max()])
+
+
+def _sum_over_ranks(measured: list[torch.Tensor], ranks: Ranks) -> dict[str, float]:
+    """`_MEASURED` of an update, from this rank's micro-batches."""
+    own = torch.stack(measured).double().cpu().numpy() if measured else np.zeros((1, len(_MEASURED)))
+    everyone = ranks.gather(np.append(own[:, :-1].sum(axis=0), own[:, -1].max()))
+    total = np.append(everyone[:, :-1].sum(axis=0), everyone[:, -1].max())
+    return dict(zip(_MEASURED, total.tolist(), strict=True))
 
 
 def _logprobs(model: PreTrainedModel, batch: Microbatch, config: Config, kernel: str) -> tuple[torch.Tensor, torch.Tensor]:
     return response_logprobs(model, batch, config.rollout.temperature, config.optim.max_logits_per_chunk, kernel)
 
 
-def _is_used(samples: Samples, config: Config) -> np.ndarray:
-    """Which samples are in the loss, bool [S]."""
-    return ~samples.is_truncated if config.loss.mask_truncated_completions else np.ones(len(samples), bool)
-
-
-def _training_metrics(everyone: np.ndarray, num_updates: int, has_delta: bool, has_reference: bool) -> dict[str, float]:
-    """everyone: [ranks, sums and the largest mismatch]. The loss is the mean over updates; other means are over the tokens
-    that were trained on in all updates, if there were any."""
-    total = dict(zip(_SUMS, everyone[:, :-1].sum(axis=0).tolist(), strict=True))
+def _training_metrics(totals: list[dict[str, float]], has_delta: bool, has_reference: bool) -> dict[str, float]:
+    """totals: `_MEASURED` of each update. The loss is the mean over updates; other means are over the tokens that were
+    trained on in all updates, if there were any."""
+    total = {name: sum(update[name] for update in totals) for name in _MEASURED}
     tokens = total["tokens"]
     if tokens == 0:
         return {"loss": 0.0}
     metrics = {
-        "loss": total["loss"] / num_updates,
+        "loss": total["loss"] / len(totals),
         "entropy": total["entropy"] / tokens,
         "clip_ratio/low_mean": total["low"] / tokens,
         "clip_ratio/high_mean": total["high"] / tokens,
         "clip_ratio/region_mean": (total["low"] + total["high"]) / tokens,
         "sampling/logp_difference/mean": total["mismatch"] / tokens,
-        "sampling/logp_difference/max": float(everyone[:, -1].max()),
+        "sampling/logp_difference/max": max(update["largest_mismatch"] for update in totals),
     }
     if has_delta:
         metrics["clip_ratio/delta_mean"] = total["delta"] / tokens

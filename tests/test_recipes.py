@@ -171,7 +171,7 @@ def train(model, reference, samples, advantages, config, ranks=None) -> tuple[li
     """Gradients of all updates and the metrics."""
     optimizer, seen = Optimizer(model, config.optim, 10), []
     original = optimizer.step
-    optimizer.step = lambda step: (seen.append(optimizer.flat_grad.clone()), original(step))[1]
+    optimizer.step = lambda *arguments: (seen.append(optimizer.flat_grad.clone()), original(*arguments))[1]
     ranks = ranks or Ranks(torch.device("cpu"))
     metrics = train_on_samples(model, reference, optimizer, samples, np.asarray(advantages), config, ranks, 0, "sdpa")
     return seen, metrics

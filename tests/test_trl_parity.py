@@ -15,7 +15,8 @@ from test_update import ADVANTAGES, make_config, make_samples
 
 from bubblespec.distributed import Ranks
 from bubblespec.engine.model import prepare_model
-from bubblespec.update import _accumulate_gradient, _training_metrics, make_minibatches, response_logprobs
+from bubblespec.microbatch import make_minibatches
+from bubblespec.update import _accumulate_gradient, _sum_over_ranks, _training_metrics, response_logprobs
 
 trl = pytest.importorskip("trl")
 
@@ -103,7 +104,8 @@ def test_loss_and_gradient_equal_trl(make_model, tmp_path, name):
     theirs = copy.deepcopy(model)
     theirs.set_attn_implementation("sdpa")
     prepare_model(model, 64)
-    (((batch,),), weights) = make_minibatches(samples, np.ones(len(samples), bool), config, Ranks(torch.device("cpu")))
+    ranks = Ranks(torch.device("cpu"))
+    (((batch,),), weights) = make_minibatches(samples, np.ones(len(samples), bool), config, ranks, 1 << 20)
     with torch.no_grad():
         now, _ = response_logprobs(model, batch, config.rollout.temperature, 1 << 26, "sdpa")
     rng = torch.Generator().manual_seed(2)
@@ -116,8 +118,9 @@ def test_loss_and_gradient_equal_trl(make_model, tmp_path, name):
     wanted, wanted_gradient, wanted_metrics = trl_loss_and_gradient(theirs, samples, *by_sample, CASES[name], tmp_path)
 
     reference = model if config.loss.kl_coef else None  # its log-probabilities are given
-    sums = _accumulate_gradient(model, reference, batch, ADVANTAGES, weights, config, "sdpa")
-    metrics = _training_metrics(np.append(sums.numpy(), 0.0)[None], 1, config.loss.delta is not None, reference is not None)
+    measured = _accumulate_gradient(model, reference, batch, ADVANTAGES, weights, config, "sdpa")
+    total = _sum_over_ranks([measured], ranks)
+    metrics = _training_metrics([total], config.loss.delta is not None, reference is not None)
     gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
     assert metrics["loss"] == pytest.approx(wanted, rel=1e-5, abs=1e-6)
     assert (gradient - wanted_gradient).norm() < 1e-5 * wanted_gradient.norm()

@@ -1,6 +1,7 @@
 """The gradient step against a plain, padded, one-sequence-at-a-time computation with the model's own forward."""
 
 import copy
+import math
 
 import numpy as np
 import pytest
@@ -11,9 +12,10 @@ from bubblespec.config import Config, LossConfig, ModelConfig, OptimConfig, Roll
 from bubblespec.data import Prompt
 from bubblespec.distributed import Ranks
 from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
+from bubblespec.microbatch import plan_microbatches
 from bubblespec.optimizer import Optimizer
 from bubblespec.rollout import Samples
-from bubblespec.update import plan_microbatches, train_on_samples
+from bubblespec.update import train_on_samples
 
 NUM_PROMPTS, GENERATIONS = 4, 3
 
@@ -44,7 +46,7 @@ def gradient(model, samples, config, advantages=ADVANTAGES, reference=None, rank
     optimizer = Optimizer(model, config.optim, 10)
     seen = []
     original = optimizer.step
-    optimizer.step = lambda step: (seen.append(optimizer.flat_grad.clone()), original(step))[1]
+    optimizer.step = lambda *arguments: (seen.append(optimizer.flat_grad.clone()), original(*arguments))[1]
     ranks = ranks or Ranks(torch.device("cpu"))
     metrics = train_on_samples(model, reference, optimizer, samples, advantages, config, ranks, 0, "sdpa")
     return seen[0], metrics
@@ -207,3 +209,34 @@ def test_every_reduction_is_an_event_of_its_own(make_model):
     (first, second) = events
     assert first[0] == second[0] == "sync" and first[1] <= first[2] < second[1] <= second[2]
     assert metrics["timing_s/sync"] == pytest.approx(sum(end - begin for _, begin, end in events))
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient", "another rank"])
+def test_an_update_that_is_not_finite_changes_nothing(make_model, where):
+    """Weights and the optimizer's moments are as if the step had not been, and the next one is whole."""
+    runs = []
+    for broken in (False, True):
+        model, config, ranks = make_model(), make_config(), Ranks(torch.device("cpu"))
+        prepare_model(model, 100)
+        optimizer = Optimizer(model, config.optim, 10)
+        before = [p.detach().clone() for p in model.parameters()]
+        if broken:
+            advantages, restore, original = ADVANTAGES.copy(), lambda: None, ranks.sum_
+            if where == "loss":
+                advantages[4] = np.nan
+            elif where == "gradient":
+                handle = model.model.norm.weight.register_hook(lambda grad: grad * math.inf)
+                restore = handle.remove
+            else:
+                ranks.sum_ = lambda tensor: tensor.add_(math.nan)
+            metrics = train_on_samples(model, None, optimizer, make_samples(), advantages, config, ranks, 0, "sdpa")
+            ranks.sum_ = original
+            restore()
+            assert metrics["skipped_updates"] == 1 and metrics["learning_rate"] == 0
+            assert not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"]))
+            assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        metrics = train_on_samples(model, None, optimizer, make_samples(1), ADVANTAGES, config, ranks, 1, "sdpa")
+        assert metrics["skipped_updates"] == 0 and metrics["learning_rate"] > 0
+        assert not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        runs.append([p.detach() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
