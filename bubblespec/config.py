@@ -32,6 +32,12 @@ class ModelConfig:
     """Recompute activations in the backward pass: less memory, more time."""
     trust_remote_code: bool = False
     """Allow model and tokenizer folders to run their own code."""
+    lora_r: int = 0
+    """Rank of a LoRA adapter, trained in place of the weights (needs requirements-lora.txt); 0 trains all weights."""
+    lora_alpha: int = 32
+    """The adapter's output is scaled by lora_alpha / lora_r."""
+    lora_target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
+    """Names of the layers that get an adapter; [all-linear] is all linear layers but the output head."""
 
 
 @dataclass
@@ -290,7 +296,8 @@ def check_values(config: Config) -> None:
     positive = (
         "rollout.num_prompts_per_step rollout.num_generations rollout.max_prompt_length rollout.max_completion_length "
         "rollout.num_slots rollout.dynamic_sampling_max_batches eval.num_generations optim.max_logits_per_chunk "
-        "loss.num_iterations loss.num_minibatches run.max_steps run.keep_last run.logging_steps data.size"
+        "loss.num_iterations loss.num_minibatches run.max_steps run.keep_last run.logging_steps data.size "
+        "model.lora_alpha"
     )
     flat = flatten(config)
     for key in positive.split():
@@ -298,7 +305,7 @@ def check_values(config: Config) -> None:
     for key, value in flat.items():
         _require(not isinstance(value, float) or math.isfinite(value), key, value, "finite")
     not_negative = (
-        "rollout.min_completion_length rollout.temperature rollout.top_k eval.num_prompts loss.epsilon_low "
+        "model.lora_r rollout.min_completion_length rollout.temperature rollout.top_k eval.num_prompts loss.epsilon_low "
         "loss.epsilon_high loss.kl_coef optim.learning_rate optim.warmup_steps optim.weight_decay optim.max_grad_norm "
         "optim.adam_epsilon run.seed run.eval_steps run.save_steps data.seed eval.temperature "
         "reward.overlong_buffer_length reward.overlong_penalty_factor"
@@ -327,6 +334,7 @@ def check_values(config: Config) -> None:
             _require(value >= 0, f"{key}[{number}]", value, "at least 0")
     for key, limit in {"rollout.num_generations": 1 << 12, "eval.num_generations": 1 << 12, "run.max_steps": 1 << 31}.items():
         _require(flat[key] <= limit, key, flat[key], f"at most {limit} (the noise counter's field)")
+    _require(bool(config.model.lora_target_modules), "model.lora_target_modules", "[]", "[all-linear], or names of layers")
     rollout, optim = config.rollout, config.optim
     longest = rollout.max_prompt_length + rollout.max_completion_length
     _require(
