@@ -145,7 +145,7 @@ class LossConfig:
     delta: float | None = None
     """Dual clip: where the advantage is negative, the ratio counts as at most this (verl's clip_ratio_c; 3, say)."""
     kl_coef: float = 0.0
-    """Weight of the KL to the initial policy; above 0 a reference copy is kept."""
+    """Weight of the KL to the initial policy; above 0 a reference copy is kept (with LoRA none: the adapter is turned off)."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimate of that KL whose gradient is taken; docs/recipes.md says what each of them pulls towards."""
     num_iterations: int = 1
