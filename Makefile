@@ -21,9 +21,9 @@ smollm2: .venv/installed
 	$(BIN)/pip install -q gguf==0.19.0
 	$(BIN)/python -m bubblespec.workloads.smollm2 --output models/smollm2-135m-instruct
 
-.venv/installed: requirements.txt
+.venv/installed: requirements.txt requirements-lora.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q -r requirements.txt
+	$(BIN)/pip install -q -r requirements.txt -r requirements-lora.txt
 	touch $@
 
 clean:

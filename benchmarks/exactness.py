@@ -128,7 +128,9 @@ def read_metrics(folder: str) -> list[dict]:
 
 
 def read_weights(folder: str, step: int) -> dict[str, torch.Tensor]:
-    return load_file(os.path.join(folder, f"checkpoint-{step}", "model.safetensors"))
+    """What a checkpoint holds of the policy: all weights, or with LoRA the adapter."""
+    paths = [os.path.join(folder, f"checkpoint-{step}", f"{name}.safetensors") for name in ("model", "adapter_model")]
+    return load_file(next(path for path in paths if os.path.isfile(path)))
 
 
 def same_weights(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

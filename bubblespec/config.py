@@ -32,6 +32,12 @@ class ModelConfig:
     """Recompute activations in the backward pass: less memory, more time."""
     trust_remote_code: bool = False
     """Allow model and tokenizer folders to run their own code."""
+    lora_r: int = 0
+    """Rank of a LoRA adapter, trained in place of the weights (needs requirements-lora.txt); 0 trains all weights."""
+    lora_alpha: int = 32
+    """The adapter's output is scaled by lora_alpha / lora_r."""
+    lora_target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
+    """Names of the layers that get an adapter; [all-linear] is all linear layers but the output head."""
 
 
 @dataclass
@@ -139,7 +145,7 @@ class LossConfig:
     delta: float | None = None
     """Dual clip: where the advantage is negative, the ratio counts as at most this (verl's clip_ratio_c; 3, say)."""
     kl_coef: float = 0.0
-    """Weight of the KL to the initial policy; above 0 a reference copy is kept."""
+    """Weight of the KL to the initial policy; above 0 a reference copy is kept (with LoRA none: the adapter is turned off)."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimate of that KL whose gradient is taken; docs/recipes.md says what each of them pulls towards."""
     num_iterations: int = 1
@@ -292,7 +298,8 @@ def check_values(config: Config) -> None:
     positive = (
         "rollout.num_prompts_per_step rollout.num_generations rollout.max_prompt_length rollout.max_completion_length "
         "rollout.num_slots rollout.dynamic_sampling_max_batches eval.num_generations optim.max_logits_per_chunk "
-        "loss.num_iterations loss.num_minibatches run.max_steps run.keep_last run.logging_steps data.size"
+        "loss.num_iterations loss.num_minibatches run.max_steps run.keep_last run.logging_steps data.size "
+        "model.lora_alpha"
     )
     flat = flatten(config)
     for key in positive.split():
@@ -300,7 +307,7 @@ def check_values(config: Config) -> None:
     for key, value in flat.items():
         _require(not isinstance(value, float) or math.isfinite(value), key, value, "finite")
     not_negative = (
-        "rollout.min_completion_length rollout.temperature rollout.top_k eval.num_prompts loss.epsilon_low "
+        "model.lora_r rollout.min_completion_length rollout.temperature rollout.top_k eval.num_prompts loss.epsilon_low "
         "loss.epsilon_high loss.kl_coef optim.learning_rate optim.warmup_steps optim.weight_decay optim.max_grad_norm "
         "optim.adam_epsilon optim.max_skipped_steps run.seed run.eval_steps run.save_steps data.seed eval.temperature "
         "reward.overlong_buffer_length reward.overlong_penalty_factor"
@@ -329,6 +336,7 @@ def check_values(config: Config) -> None:
             _require(value >= 0, f"{key}[{number}]", value, "at least 0")
     for key, limit in {"rollout.num_generations": 1 << 12, "eval.num_generations": 1 << 12, "run.max_steps": 1 << 31}.items():
         _require(flat[key] <= limit, key, flat[key], f"at most {limit} (the noise counter's field)")
+    _require(bool(config.model.lora_target_modules), "model.lora_target_modules", "[]", "[all-linear], or names of layers")
     rollout, optim = config.rollout, config.optim
     longest = rollout.max_prompt_length + rollout.max_completion_length
     _require(

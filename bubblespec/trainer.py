@@ -27,6 +27,7 @@ from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError, RunFailed
+from bubblespec.lora import add_adapter
 from bubblespec.optimizer import Optimizer
 from bubblespec.out_of_memory import TokenBudget
 from bubblespec.rewards import RewardFunction, combine, load_reward, overlong_penalty
@@ -39,7 +40,10 @@ from bubblespec.update import train_on_samples
 
 @dataclass
 class Trainer:
-    """The parts of a run. `first_step` is the number of updates already done by the run that this one continues."""
+    """The parts of a run. `first_step` is the number of updates already done by the run that this one continues.
+
+    `reference` is the initial policy, of which the KL is taken: with LoRA `model` itself, whose adapter is then turned off.
+    """
 
     config: Config
     ranks: Ranks
@@ -89,7 +93,7 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
     checkpoint = find_checkpoint(config)
     functions = {path: load_reward(path) for path in config.reward.functions}
     tokenizer = _load(AutoTokenizer, config, config.model.path)
-    model = _load_model(config, checkpoint or config.model.path, ranks.device)
+    model = _load_model(config, checkpoint, ranks.device)
     max_length = config.rollout.max_prompt_length + config.rollout.max_completion_length
     try:
         prepare_model(model, max_length)
@@ -97,8 +101,10 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
     except ValueError as error:  # the engine's own word for input errors: it knows nothing of this package's
         raise InputError(str(error)) from error
     reference = None
-    if config.loss.kl_coef > 0:
-        reference = _load_model(config, config.model.path, ranks.device) if checkpoint else copy.deepcopy(model)
+    if config.loss.kl_coef > 0 and config.model.lora_r:
+        reference = model  # with its adapter off
+    elif config.loss.kl_coef > 0:
+        reference = _load_model(config, None, ranks.device) if checkpoint else copy.deepcopy(model)
         prepare_model(reference, max_length)
         reference.requires_grad_(False)
     if config.model.gradient_checkpointing:
@@ -288,8 +294,17 @@ def stop_tokens(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTok
     return tuple(sorted(found))
 
 
-def _load_model(config: Config, path: str, device: torch.device) -> PreTrainedModel:
+def _load_model(config: Config, checkpoint: str | None, device: torch.device) -> PreTrainedModel:
+    """The policy of a checkpoint, or the initial one. With LoRA a checkpoint holds the adapter alone."""
+    has_adapter = config.model.lora_r > 0
+    path = config.model.path if has_adapter or checkpoint is None else checkpoint
     model = _load(AutoModelForCausalLM, config, path, dtype=getattr(torch, config.model.dtype))
+    if hasattr(model, "peft_config"):
+        raise InputError(
+            f"model.path: {path} is a LoRA adapter; merge it into its base (merge_and_unload of peft), and save that"
+        )
+    if has_adapter:
+        add_adapter(model, config.model, config.run.seed, checkpoint)
     return model.to(device).eval()
 
 

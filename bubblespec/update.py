@@ -17,6 +17,7 @@ from bubblespec.config import Config
 from bubblespec.distributed import Ranks
 from bubblespec.engine.model import forward_hidden, output_head
 from bubblespec.engine.packing import pack_sequences
+from bubblespec.lora import adapter_disabled
 from bubblespec.losses import cispo_loss, importance_ratio, kl_penalty, policy_loss, token_logprobs
 from bubblespec.microbatch import Microbatch, is_in_loss, make_minibatches
 from bubblespec.optimizer import Optimizer
@@ -121,7 +122,7 @@ def _accumulate_gradient(
     kl = torch.zeros_like(logprob)
     if reference is not None:
         if batch.reference is None:
-            with torch.no_grad():
+            with torch.no_grad(), adapter_disabled(reference):
                 batch.reference = _logprobs(reference, batch, config, kernel)[0]
         kl = kl_penalty(logprob, batch.reference, loss.kl_estimator)
     total = (weight * (token_loss + loss.kl_coef * kl)).sum()

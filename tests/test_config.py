@@ -149,6 +149,9 @@ def test_wrong_choice_lists_the_valid_ones(load, override, valid):
     [
         (["rollout.num_generations=0"], "rollout.num_generations", "at least 1"),
         (["rollout.num_generations=4097"], "rollout.num_generations", "at most 4096"),
+        (["model.lora_r=-1"], "model.lora_r", "at least 0"),
+        (["model.lora_alpha=0"], "model.lora_alpha", "at least 1"),
+        (["model.lora_target_modules=[]"], "model.lora_target_modules", "[all-linear], or names of layers"),
         (["run.max_steps=2147483649"], "run.max_steps", "at most 2147483648"),
         (["run.seed=-1"], "run.seed", "at least 0"),
         (["run.seed=9223372036854775808"], "run.seed", "below 9223372036854775808"),
