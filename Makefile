@@ -10,7 +10,7 @@ export TOKENIZERS_PARALLELISM := false
 train: .venv/installed
 	$(BIN)/torchrun --nproc_per_node=2 train.py --config configs/tiny_cpu.yaml
 
-test: .venv/installed lint
+test: .venv/tests lint
 	$(BIN)/python -m pytest -q --durations=10
 
 lint: .venv/installed
@@ -21,9 +21,13 @@ smollm2: .venv/installed
 	$(BIN)/pip install -q gguf==0.19.0
 	$(BIN)/python -m bubblespec.workloads.smollm2 --output models/smollm2-135m-instruct
 
-.venv/installed: requirements.txt requirements-lora.txt
+.venv/installed: requirements.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q -r requirements.txt -r requirements-lora.txt
+	$(BIN)/pip install -q -r requirements.txt
+	touch $@
+
+.venv/tests: .venv/installed requirements-test.txt requirements-lora.txt
+	$(BIN)/pip install -q -r requirements-test.txt
 	touch $@
 
 clean:
