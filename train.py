@@ -11,7 +11,7 @@ import transformers
 from bubblespec.advantages import estimate_advantages
 from bubblespec.collect import collect
 from bubblespec.config import load_config
-from bubblespec.distributed import ranks_from_environment
+from bubblespec.distributed import ranks_from_environment, say_once
 from bubblespec.errors import InputError, RunFailed
 from bubblespec.metrics import MetricsLogger
 from bubblespec.report import peak_memory_gb, rollout_metrics, timing_metrics
@@ -59,21 +59,17 @@ def main() -> int:
     parser.add_argument("--config", required=True, help="YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     arguments = parser.parse_intermixed_args()
-    rank = int(os.environ.get("RANK", "0"))
-    is_main = speaks = rank == 0
     sys.path.append(os.getcwd())  # where the user's own reward functions are
     transformers.utils.logging.disable_progress_bar()
+    is_main = os.environ.get("RANK", "0") == "0"
     if not is_main:
         logging.disable(logging.WARNING)
     try:
         config = load_config(arguments.config, arguments.overrides)
         with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
-            trainer = set_up(config, ranks)
-            speaks = True  # what goes wrong up to here goes wrong on all ranks alike; from here on it may be one rank's own
-            train(trainer)
+            train(set_up(config, ranks))
     except InputError as error:  # one line; anything else keeps its traceback
-        if speaks:
-            print(f"error: {error}" if is_main else f"error on rank {rank}: {error}", file=sys.stderr)
+        say_once(error)
         return 2
     except RunFailed as error:
         if is_main:

@@ -236,6 +236,33 @@ class RunConfig:
     """Seconds a collective may wait for the slowest rank before the job ends."""
 
 
+# What no run can want: beyond it sizes exhaust the machine before anything is checked, and numbers overflow.
+LARGEST = {
+    "data.size": 1 << 24,
+    "eval.num_prompts": 1 << 24,
+    "rollout.num_prompts_per_step": 1 << 20,
+    "rollout.num_slots": 1 << 20,
+    "rollout.dynamic_sampling_max_batches": 1 << 16,
+    "reward.overlong_penalty_factor": 1e6,
+    "rollout.max_batch_tokens": 1 << 24,
+    "rollout.temperature": 1e4,
+    "eval.temperature": 1e4,
+    "loss.num_iterations": 1 << 12,
+    "loss.epsilon_low": 1e6,
+    "loss.epsilon_high": 1e6,
+    "loss.kl_coef": 1e6,
+    "optim.learning_rate": 1e3,
+    "optim.weight_decay": 1e6,
+    "optim.adam_epsilon": 1e6,
+    "optim.max_grad_norm": 1e12,
+    "optim.max_tokens_per_microbatch": 1 << 32,
+    "bubble.max_slowdown": 1e9,
+    "bubble.progress_timeout_s": 1e8,
+    "run.timeout_s": 1e8,
+}
+MIN_TEMPERATURE = 1e-3
+
+
 @dataclass
 class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -334,14 +361,19 @@ def check_values(config: Config) -> None:
     for key in ("rollout.stop_token_ids", "run.timeline_steps"):
         for number, value in enumerate(flat[key] or []):
             _require(value >= 0, f"{key}[{number}]", value, "at least 0")
+    for key, value in flat.items():
+        _require(not isinstance(value, int) or abs(value) < 1 << 63, key, value, f"below {1 << 63}")
+    for key, limit in LARGEST.items():
+        _require(flat[key] is None or flat[key] <= limit, key, flat[key], f"at most {limit}")
+    for key in ("rollout.temperature", "eval.temperature"):  # logits divided by less leave the range of float32
+        _require(not flat[key] or flat[key] >= MIN_TEMPERATURE, key, flat[key], f"0, or at least {MIN_TEMPERATURE}")
     for key, limit in {"rollout.num_generations": 1 << 12, "eval.num_generations": 1 << 12, "run.max_steps": 1 << 31}.items():
         _require(flat[key] <= limit, key, flat[key], f"at most {limit} (the noise counter's field)")
     _require(bool(config.model.lora_target_modules), "model.lora_target_modules", "[]", "[all-linear], or names of layers")
     rollout, optim = config.rollout, config.optim
     longest = rollout.max_prompt_length + rollout.max_completion_length
-    _require(
-        longest <= 1 << 20, "rollout.max_completion_length", rollout.max_completion_length, f"below {1 << 20} with the prompt"
-    )
+    longer = max(("rollout.max_completion_length", "rollout.max_prompt_length"), key=flat.get)
+    _require(longest <= 1 << 20, longer, flat[longer], f"below {1 << 20}, prompt and response together")
     _require(
         rollout.min_completion_length <= rollout.max_completion_length,
         "rollout.min_completion_length",
@@ -365,6 +397,9 @@ def check_values(config: Config) -> None:
     _check_loss(config)
     if rollout.temperature == 0:
         raise InputError("rollout.temperature: 0 gives equal responses, so no policy gradient; training needs it above 0")
+    for key in ("model.path", "run.output_dir", "run.resume_from_checkpoint", "data.split"):
+        if not flat[key].strip():
+            raise InputError(f"{key}: is empty")
     if bool(config.data.path) == bool(config.data.tasks):
         raise InputError("data.path, data.tasks: give exactly one of them")
     for key in ("data.name", "data.eval_path", "data.eval_split"):
@@ -372,6 +407,12 @@ def check_values(config: Config) -> None:
             raise InputError(
                 f"{key}: has no meaning with data.tasks, whose held-out problems come from another seed; leave it out"
             )
+    _require(
+        not config.data.tasks or config.data.size >= rollout.num_prompts_per_step,
+        "data.size",
+        config.data.size,
+        f"at least rollout.num_prompts_per_step = {rollout.num_prompts_per_step}",
+    )
     for number, task in enumerate(config.data.tasks):
         _require(0 < task.weight < math.inf, f"data.tasks[{number}].weight", task.weight, "above 0 and finite")
     weights = config.reward.weights

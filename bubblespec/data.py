@@ -48,8 +48,9 @@ class PromptSet:
         its epoch, so no prompt occurs twice in one batch (its noise keys would collide)."""
         steps_per_epoch = len(self.prompts) // num_prompts
         if steps_per_epoch == 0:
+            dropped = f"; {self.num_dropped} more are over rollout.max_prompt_length" if self.num_dropped else ""
             raise InputError(
-                f"data: {len(self.prompts)} usable prompts are fewer than rollout.num_prompts_per_step = {num_prompts}"
+                f"rollout.num_prompts_per_step: {num_prompts}, but the data has {len(self.prompts)} usable prompts{dropped}"
             )
         epoch, index = divmod(step, steps_per_epoch)
         if self._order is None or self._order[0] != (seed, epoch):
@@ -71,21 +72,29 @@ def build_prompt_set(
     max_prompt_length: int,
     system_prompt: str | None = None,
     as_chat: bool = False,
+    key: str = "data",
 ) -> PromptSet:
     """Tokenise rows with a `prompt` column; prompts longer than `max_prompt_length` tokens are left out and counted.
 
-    `as_chat` wraps string prompts as a user message; `system_prompt` goes in front of chat prompts without one.
+    `as_chat` wraps string prompts as a user message; `system_prompt` goes in front of chat prompts without one. `key` is the
+    configuration's, for errors. Raises InputError for a prompt that is none; rows are counted from 0.
     """
     prompts, num_dropped = [], 0
     occurrences: dict[str, int] = {}
     for number, row in enumerate(rows):
         text = row["prompt"]
-        _check_prompt(text, number)
+        if problem := _find_problem(text):
+            raise InputError(f"{key}: the prompt of row {number} {problem}")
         if as_chat and isinstance(text, str):
             text = [{"role": "user", "content": text}]
         if system_prompt and not isinstance(text, str) and text[0]["role"] != "system":
             text = [{"role": "system", "content": system_prompt}, *text]
-        token_ids = tokenize(text)
+        try:
+            token_ids = tokenize(text)
+        except TemplateRefusal as error:
+            raise InputError(f"{key}: the chat template of model.path refuses the prompt of row {number}: {error}") from error
+        if not token_ids:
+            raise InputError(f"{key}: the prompt of row {number} has no tokens")
         uid = _stable_uid(text, occurrences)
         if len(token_ids) > max_prompt_length:
             num_dropped += 1
@@ -93,6 +102,10 @@ def build_prompt_set(
         columns = {name: value for name, value in row.items() if name != "prompt"}
         prompts.append(Prompt(uid, text, tuple(token_ids), columns))
     return PromptSet(prompts, num_dropped)
+
+
+class TemplateRefusal(ValueError):
+    """A chat template that cannot render these messages; the message is one line."""
 
 
 def make_tokenize(tokenizer) -> Callable[[str | list[dict]], list[int]]:
@@ -103,45 +116,71 @@ def make_tokenize(tokenizer) -> Callable[[str | list[dict]], list[int]]:
             return tokenizer(text)["input_ids"]
         if tokenizer.chat_template is None:
             raise InputError("model.path: its tokenizer has no chat template, but data has chat prompts")
-        rendered = tokenizer.apply_chat_template(text, add_generation_prompt=True, tokenize=False)
+        try:
+            rendered = tokenizer.apply_chat_template(text, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # a template is a program of the model's folder, and ends in any way
+            raise TemplateRefusal(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
         return tokenizer(rendered, add_special_tokens=False)["input_ids"]
 
     return tokenize
 
 
-def load_rows(path: str, name: str | None, split: str, trust_remote_code: bool = False) -> Sequence[dict]:
-    """Rows of local JSON/JSONL/CSV/Parquet files (a file, a folder or a glob) or of a hub dataset, through `datasets`."""
+def load_rows(path: str, name: str | None, split: str, key: str = "data.path") -> list[dict]:
+    """Rows of local JSON/JSONL/CSV/Parquet files (a file, a folder or a glob) or of a hub dataset, through `datasets`.
+
+    Files have no subsets, and one split, train, of which a slice such as train[:100] may be taken. Loading scripts are never
+    run: of a folder only its data files are read, and `datasets` refuses scripts of the hub. `key` is the configuration's,
+    for errors.
+    """
     import datasets
 
-    if os.path.isfile(path):
-        files = [path]
-    else:
-        files = sorted(glob.glob(os.path.join(glob.escape(path), "*") if os.path.isdir(path) else path))
-    files = [f for f in files if os.path.splitext(f)[1] in FILE_FORMATS]
-    looks_local = os.path.splitext(path)[1] in FILE_FORMATS or path.startswith((".", "/"))
-    if not files and looks_local:
-        raise InputError(f"data: no JSON, JSONL, CSV or Parquet file at {path}")
-    formats = {FILE_FORMATS[os.path.splitext(f)[1]] for f in files}
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs as errors we raise, in a line of our own
+    is_local = os.path.exists(path) or path.startswith((".", "/", "~")) or _suffix(path) in FILE_FORMATS or "*" in path
+    files = _data_files(path)
+    if not files and is_local:
+        raise InputError(f"{key}: no JSON, JSONL, CSV or Parquet file at {path}")
+    formats = {FILE_FORMATS[_suffix(file)] for file in files}
     if len(formats) > 1:
-        raise InputError(f"data: {path} mixes the formats {sorted(formats)}; give files of one format")
+        raise InputError(f"{key}: {path} mixes the formats {sorted(formats)}; give files of one format")
     for file in files:
         if os.path.getsize(file) == 0:
-            raise InputError(f"data: {file} is empty")
+            raise InputError(f"{key}: {file} is empty")
+    if files and name is not None:
+        raise InputError(f"data.name: {name}, but the files of {path} have no subsets; leave it out")
     try:
         if files:
             as_patterns = [glob.escape(file) for file in files]
-            dataset = datasets.load_dataset(formats.pop(), data_files=as_patterns, split="train")
+            dataset = datasets.load_dataset(formats.pop(), data_files=as_patterns, split=split)
         else:
             dataset = datasets.load_dataset(path, name, split=split)
-    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+        columns, rows = dataset.column_names, list(dataset)
+    except Exception as error:  # whatever files of others and the code that reads them may raise
         cause = error.__cause__ or error  # DatasetGenerationError says nothing itself
-        reason = _first_bad_line(files) or f"cannot load {path}: {' '.join(str(cause).split())}"
-        raise InputError(f"data: {reason}") from error
-    if "prompt" not in dataset.column_names:
-        raise InputError(f"data: {path} has no 'prompt' column; it has {dataset.column_names}")
-    if len(dataset) == 0:
-        raise InputError(f"data: {path} has no rows")
-    return dataset
+        place = path if files else f"{path} (no such file or folder, so taken for a hub dataset)"
+        has_rows = "corresponds to no data" not in str(cause)  # the word of `datasets` for files without a row
+        unknown = f"cannot load {place}, split {split}: {' '.join(str(cause).split())}" if has_rows else f"{path} has no rows"
+        reason = _first_bad_line(files) or unknown
+        raise InputError(f"{key}: {reason}") from error
+    if "prompt" not in columns:  # of JSON that holds no objects `datasets` makes columns of its own
+        raise InputError(f"{key}: {_first_bad_line(files) or f'{path} has no prompt column; it has {columns}'}")
+    if clash := {"prompts", "completions", "completion_ids"}.intersection(columns):
+        raise InputError(f"{key}: {path} has the column {min(clash)}, a name of what rewards are given anyway; rename it")
+    if not rows:
+        raise InputError(f"{key}: {path} has no rows")
+    return rows
+
+
+def _data_files(path: str) -> list[str]:
+    """The files of known formats at a path, in a folder or of a glob."""
+    if os.path.isfile(path):
+        found = [path]
+    else:
+        found = sorted(glob.glob(os.path.join(glob.escape(path), "*") if os.path.isdir(path) else path))
+    return [file for file in found if _suffix(file) in FILE_FORMATS]
+
+
+def _suffix(path: str) -> str:
+    return os.path.splitext(path)[1].lower()
 
 
 def reasoning_gym_rows(tasks: Sequence, size: int, seed: int) -> list[dict]:
@@ -158,7 +197,7 @@ def reasoning_gym_rows(tasks: Sequence, size: int, seed: int) -> list[dict]:
             # Item i of a reasoning-gym task draws from seed + i: seeds far apart keep mixtures and held-out sets disjoint.
             task_seed = random.Random(f"{seed}/{number}").getrandbits(48)
             sources.append(reasoning_gym.create_dataset(task["name"], size=size, seed=task_seed, **task["config"]))
-        except (ValueError, TypeError, AssertionError) as error:
+        except Exception as error:  # each task checks its parameters in its own way
             known = difflib.get_close_matches(task["name"], reasoning_gym.factory.DATASETS, n=1)
             near = f"; did you mean {known[0]}?" if known and known[0] != task["name"] else ""
             raise InputError(f"data.tasks[{number}] ({task['name']}): {error}{near}") from error
@@ -183,25 +222,62 @@ def _stable_uid(text: str | list[dict], occurrences: dict[str, int]) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def _check_prompt(text, row_number: int) -> None:
-    if not isinstance(text, (str, list)):
-        raise InputError(f"data: the prompt of row {row_number} is {text!r}, neither a string nor a list of chat messages")
-    if not text:
-        raise InputError(f"data: row {row_number} has an empty prompt")
-    for message in text if isinstance(text, list) else []:
+def _find_problem(prompt) -> str | None:
+    """What makes a prompt none, or None."""
+    if not isinstance(prompt, (str, list)):
+        return f"is {prompt!r}, neither a string nor a list of chat messages"
+    if not prompt:
+        return "is empty"
+    for message in prompt if isinstance(prompt, list) else []:
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise InputError(f"data: the prompt of row {row_number} has {message!r}, not a message with 'role' and 'content'")
+            return f"has {message!r}, not a message with 'role' and 'content'"
+        if not isinstance(message["role"], str) or (message["content"] is None and not message.get("tool_calls")):
+            return f"has {message!r}, whose role or content is no text"
+    try:
+        json.dumps(prompt, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        return f"has half a character: {error}"
+    return None
 
 
 def _first_bad_line(files: list[str]) -> str | None:
-    """Where a JSONL file is not JSON: `datasets` names neither the file nor a line that counts from the file's start."""
+    """Where a file is not text, or not JSON objects, one a line (or a list of them in .json): `datasets` names neither the file
+    nor a line that counts from the file's start."""
     for path in files:
-        if not path.endswith(".jsonl"):
+        if FILE_FORMATS[_suffix(path)] == "parquet":
             continue
-        with open(path, encoding="utf-8", errors="replace") as file:
+        with open(path, "rb") as file:
             for number, line in enumerate(file, 1):
                 try:
-                    json.loads(line if line.strip() else "{}")
-                except json.JSONDecodeError as error:
-                    return f"{path}, line {number} is not JSON: {error.msg}"
+                    line.decode("utf-8-sig" if number == 1 else "utf-8")
+                except UnicodeDecodeError as error:
+                    return f"{path}, line {number} is not UTF-8: {error.reason}"
+        if FILE_FORMATS[_suffix(path)] == "json" and (reason := _first_bad_json(path)):
+            return reason
+    return None
+
+
+def _first_bad_json(path: str) -> str | None:
+    with open(path, encoding="utf-8-sig") as file:
+        if _suffix(path) == ".json":
+            text = file.read()
+            file.seek(0)
+            try:
+                whole = json.loads(text)
+            except json.JSONDecodeError as error:
+                if text.lstrip().startswith("["):
+                    return f"{path}, line {error.lineno} is not JSON: {error.msg}"
+            else:
+                items = whole if isinstance(whole, list) else [whole]
+                wrong = next((n for n, item in enumerate(items) if not isinstance(item, dict)), None)
+                return None if wrong is None else f"{path}, item {wrong} is not an object with a prompt"
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                return f"{path}, line {number} is not JSON: {error.msg}"
+            if not isinstance(row, dict):
+                return f"{path}, line {number} is not an object with a prompt"
     return None

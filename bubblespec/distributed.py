@@ -58,14 +58,17 @@ class Ranks:
 def ranks_from_environment(device: str, timeout_s: float) -> Iterator[Ranks]:
     """Join the process group that torchrun describes in the environment; NCCL on GPUs, gloo on CPU.
 
-    Raises InputError if `device` asks for a GPU that is not there.
+    Raises InputError if `device` asks for a GPU that is not there. An InputError of the block is printed here, by the first rank
+    that has one: most of them strike all ranks alike.
     """
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    local_rank, local_world_size = (int(os.environ.get(name, n)) for name, n in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
     if device == "cuda" and not torch.cuda.is_available():
         raise InputError("model.device: cuda, but torch sees no GPU; use cpu or auto")
     use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-    if use_cuda and local_rank >= torch.cuda.device_count():
-        raise InputError(f"--nproc_per_node: rank {local_rank} has no GPU of its own; there are {torch.cuda.device_count()}")
+    if use_cuda and max(local_rank + 1, local_world_size) > torch.cuda.device_count():
+        raise InputError(
+            f"--nproc_per_node: {local_world_size} ranks, but only {torch.cuda.device_count()} GPUs; each needs one of its own"
+        )
     target = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(target)
@@ -74,12 +77,31 @@ def ranks_from_environment(device: str, timeout_s: float) -> Iterator[Ranks]:
         dist.init_process_group("nccl" if use_cuda else "gloo", timeout=timedelta(seconds=timeout_s))
     try:
         yield Ranks(target)
+    except InputError as error:
+        say_once(error)
+        raise
     finally:
         if dist.is_initialized():
             # After an error the other ranks may hang in a collective; the launcher ends them when this process exits.
             if sys.exc_info()[0] is None:
                 dist.barrier()
             dist.destroy_process_group()
+
+
+def say_once(error: InputError) -> None:
+    """Print an error unless it, or another rank's, has been printed. Without a process group that is the first rank of a machine.
+
+    At once, and not at the end: the launcher kills the other ranks as soon as it sees one end.
+    """
+    if error.is_said:
+        return
+    error.is_said = True
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    if dist.is_initialized():
+        with contextlib.suppress(RuntimeError):  # the store may have ended with the rank that held it
+            is_first = dist.distributed_c10d._get_default_store().add("num_input_errors", 1) == 1
+    if is_first:
+        print(f"error: {error}", file=sys.stderr, flush=True)
 
 
 def _die_with_launcher() -> None:

@@ -6,11 +6,12 @@ a keyword with one value a sample. None means that the function does not apply t
 """
 
 import importlib
+import inspect
 import math
 import re
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import numpy as np
 
@@ -33,9 +34,25 @@ def load_reward(path: str) -> RewardFunction:
         raise InputError(
             f"reward.functions: cannot import '{path}': {type(error).__name__}: {' '.join(str(error).split())}"
         ) from error
-    if not callable(function):
+    if not callable(function) or isinstance(function, type):
         raise InputError(f"reward.functions: '{path}' is not a function")
     return function
+
+
+def check_arguments(path: str, function: RewardFunction, columns: Collection[str], source: str) -> None:
+    """Raises InputError if the function cannot be called with the samples and these columns of the data (`source`, for the
+    error): before the run starts, rather than after its first rollout."""
+    try:
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):  # some that are written in C have none
+        return
+    try:
+        signature.bind(prompts=[], completions=[], completion_ids=[], **dict.fromkeys(columns))
+    except TypeError as error:
+        has = f"the columns {sorted(columns)}" if columns else "no further columns"
+        raise InputError(
+            f"reward.functions: {path} cannot be called with prompts, completions, completion_ids and {has} of {source}: {error}"
+        ) from error
 
 
 def score(

@@ -8,7 +8,7 @@ from typing import IO
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from bubblespec.checkpoint import (
     CONFIG_FILE,
@@ -18,6 +18,7 @@ from bubblespec.checkpoint import (
     lock_output_dir,
     save_checkpoint,
 )
+from bubblespec.checks import check_memory, check_moments, check_same_architecture, check_vocabulary
 from bubblespec.config import Config, config_to_yaml
 from bubblespec.data import Prompt, PromptSet, build_prompt_set, load_rows, make_tokenize, reasoning_gym_rows
 from bubblespec.distributed import Ranks
@@ -30,7 +31,7 @@ from bubblespec.errors import InputError, RunFailed
 from bubblespec.lora import add_adapter
 from bubblespec.optimizer import Optimizer
 from bubblespec.out_of_memory import TokenBudget
-from bubblespec.rewards import RewardFunction, combine, load_reward, overlong_penalty
+from bubblespec.rewards import RewardFunction, check_arguments, combine, load_reward, overlong_penalty
 from bubblespec.rollout import Samples, assign_prompts, gather_samples, generate, make_rows, score_rows
 from bubblespec.schedule.run_ahead import RolloutStats
 from bubblespec.schedule.speculation import Speculation, make_speculation
@@ -94,12 +95,16 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
     functions = {path: load_reward(path) for path in config.reward.functions}
     tokenizer = _load(AutoTokenizer, config, config.model.path)
     model = _load_model(config, checkpoint, ranks.device)
+    check_vocabulary(config, model, tokenizer)
+    if checkpoint:
+        check_same_architecture(_load(AutoConfig, config, config.model.path), model, checkpoint)
     max_length = config.rollout.max_prompt_length + config.rollout.max_completion_length
     try:
         prepare_model(model, max_length)
         kernel = choose_kernel(config.model.attention, ranks.device)
     except ValueError as error:  # the engine's own word for input errors: it knows nothing of this package's
-        raise InputError(str(error)) from error
+        names_key = str(error).startswith(("rollout.", "model."))
+        raise InputError(str(error) if names_key else f"model.path: {error}") from error
     reference = None
     if config.loss.kl_coef > 0 and config.model.lora_r:
         reference = model  # with its adapter off
@@ -110,6 +115,10 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
     if config.model.gradient_checkpointing:
         enable_gradient_checkpointing(model)
     train_prompts, eval_prompts = load_prompts(config, tokenizer)
+    for path, function in functions.items():
+        for prompts, source in ((train_prompts.prompts, "the data"), (eval_prompts, "the held-out data")):
+            if prompts:
+                check_arguments(path, function, prompts[0].columns, source)
     if train_prompts.num_dropped and ranks.is_main:
         longest = config.rollout.max_prompt_length
         print(f"data: {train_prompts.num_dropped} prompts over rollout.max_prompt_length = {longest} dropped", file=sys.stderr)
@@ -126,19 +135,22 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
     num_slots = rollout.num_slots
     if "bubble" not in config.speculative.method:  # slots beyond the rank's own rows are for drafts
         num_slots = min(num_slots, -(-rollout.num_prompts_per_step // ranks.world_size) * rollout.num_generations)
+    check_memory(ranks, model, num_slots, max_length)
     engine = Generator(model, num_slots, max_length, config.run.seed, rollout.max_batch_tokens, kernel)
     engine.params = sampling
     engine.rule = config.speculative.rule
     speculation = make_speculation(config, ranks, engine)
     optimizer = Optimizer(model, config.optim, config.run.max_steps)
-    first_step = load_optimizer(checkpoint, optimizer, ranks.device) if checkpoint else 0
-    if checkpoint and speculation is not None and (saved := load_speculation(checkpoint)) is not None:
-        speculation.load_state_dict(saved)
-    lock = None
-    if ranks.is_main:
-        lock = lock_output_dir(config.run.output_dir)
-        with open(os.path.join(config.run.output_dir, CONFIG_FILE), "w", encoding="utf-8") as file:
-            file.write(config_to_yaml(config))
+    try:
+        first_step = load_optimizer(checkpoint, optimizer, ranks.device) if checkpoint else 0
+        if checkpoint and speculation is not None and (saved := load_speculation(checkpoint)) is not None:
+            speculation.load_state_dict(saved)
+    except Exception as error:  # whatever is in the files: torn, of another model, or no checkpoint's at all
+        raise InputError(
+            f"run.resume_from_checkpoint: the state in {checkpoint} does not fit this run: {_one_line(error)}"
+        ) from error
+    check_moments(optimizer, checkpoint)
+    lock = claim_output_dir(config, ranks)
     return Trainer(
         config=config,
         ranks=ranks,
@@ -165,29 +177,38 @@ def load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Pr
     this run evaluates: the batches do not depend on that."""
     data, tokenize = config.data, make_tokenize(tokenizer)
 
-    def build(rows) -> PromptSet:
-        return build_prompt_set(rows, tokenize, config.rollout.max_prompt_length, data.system_prompt, data.as_chat)
+    def build(rows, key: str) -> PromptSet:
+        return build_prompt_set(rows, tokenize, config.rollout.max_prompt_length, data.system_prompt, data.as_chat, key)
 
     count = config.eval.num_prompts
     held_out = []
     if data.tasks:
         tasks = [{"name": t.name, "weight": t.weight, "config": t.config} for t in data.tasks]
-        train = build(reasoning_gym_rows(tasks, data.size, data.seed))
+        train = build(reasoning_gym_rows(tasks, data.size, data.seed), "data.tasks")
         if count:
-            held_out = build(reasoning_gym_rows(tasks, count, data.seed + 500)).prompts
+            held_out = build(reasoning_gym_rows(tasks, count, data.seed + 500), "data.tasks").prompts
     else:
-        train = build(load_rows(data.path, data.name, data.split))
+        train = build(load_rows(data.path, data.name, data.split), "data.path")
         if count and (data.eval_path or data.eval_split):
-            rows = load_rows(data.eval_path or data.path, data.name, data.eval_split or data.split)
-            held_out = build(rows).prompts[:count]
+            key = "data.eval_path" if data.eval_path else "data.eval_split"
+            name = None if data.eval_path and os.path.exists(data.eval_path) else data.name
+            rows = load_rows(data.eval_path or data.path, name, data.eval_split or data.split, key)
+            held_out = build(rows, key).prompts[:count]
         elif count:
             if len(train) < 2:
-                raise InputError(f"data.path: {len(train)} usable prompts cannot be split into training and held-out ones")
+                raise InputError(
+                    f"data.path: {len(train)} usable prompts cannot be split into training and held-out ones (and "
+                    f"{train.num_dropped} over rollout.max_prompt_length)"
+                )
             held_out = train.batch(0, 0, min(count, len(train) // 2))
     if count and not held_out:
         raise InputError(f"rollout.max_prompt_length: no held-out prompt has at most {config.rollout.max_prompt_length} tokens")
     texts = {str(prompt.text) for prompt in held_out}
     kept = [prompt for prompt in train.prompts if str(prompt.text) not in texts]
+    if train.prompts and not kept:
+        raise InputError(
+            "data.eval_path, data.eval_split: all training prompts are held out as well, so none is left to train on"
+        )
     return PromptSet(kept, train.num_dropped), held_out
 
 
@@ -294,11 +315,42 @@ def stop_tokens(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTok
     return tuple(sorted(found))
 
 
+def claim_output_dir(config: Config, ranks: Ranks) -> IO | None:
+    """Rank 0 makes output_dir its own and leaves the configuration in it; where it cannot, all ranks raise what it says."""
+    lock, problem = None, ""
+    if ranks.is_main:
+        try:
+            lock = lock_output_dir(config.run.output_dir)
+            with open(os.path.join(config.run.output_dir, CONFIG_FILE), "w", encoding="utf-8") as file:
+                file.write(config_to_yaml(config))
+        except InputError as error:
+            problem = str(error)
+        except OSError as error:
+            problem = f"run.output_dir: cannot write to '{config.run.output_dir}': {error.strerror}"
+    answer = ranks.gather_ragged(np.frombuffer(problem.encode(), np.uint8))[0].tobytes().decode()
+    if answer:
+        raise InputError(answer)
+    return lock
+
+
 def _load_model(config: Config, checkpoint: str | None, device: torch.device) -> PreTrainedModel:
-    """The policy of a checkpoint, or the initial one. With LoRA a checkpoint holds the adapter alone."""
+    """The policy of a checkpoint, or the initial one. With LoRA a checkpoint holds the adapter alone.
+
+    It has the shapes that its configuration names and all of its weights: missing ones would be random numbers.
+    """
     has_adapter = config.model.lora_r > 0
     path = config.model.path if has_adapter or checkpoint is None else checkpoint
-    model = _load(AutoModelForCausalLM, config, path, dtype=getattr(torch, config.model.dtype))
+    key = "model.path" if path == config.model.path else "run.resume_from_checkpoint"
+    if getattr(_load(AutoConfig, config, path), "is_encoder_decoder", False):
+        raise InputError(f"{key}: {path} is an encoder-decoder model; the engine serves decoder-only models")
+    options = {"dtype": getattr(torch, config.model.dtype), "weights_only": True}
+    model, info = _load(AutoModelForCausalLM, config, path, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+    if info["mismatched_keys"]:
+        name, there, wanted = sorted(info["mismatched_keys"])[0]
+        raise InputError(f"{key}: {name} in the weights of {path} is {list(there)}, but its config.json asks for {list(wanted)}")
+    if info["missing_keys"]:
+        names = sorted(info["missing_keys"])
+        raise InputError(f"{key}: the weights of {path} lack {names[0]}" + (f" and {len(names) - 1} more" if names[1:] else ""))
     if hasattr(model, "peft_config"):
         raise InputError(
             f"model.path: {path} is a LoRA adapter; merge it into its base (merge_and_unload of peft), and save that"
@@ -311,6 +363,16 @@ def _load_model(config: Config, checkpoint: str | None, device: torch.device) ->
 def _load(auto_class, config: Config, path: str, **kwargs):
     try:
         return auto_class.from_pretrained(path, trust_remote_code=config.model.trust_remote_code, **kwargs)
-    except (OSError, ValueError, KeyError) as error:
-        first_line = str(error).strip().splitlines()[0]
-        raise InputError(f"model.path: cannot load {auto_class.__name__} from {path}: {first_line}") from error
+    except Exception as error:  # a folder of someone else's files, and a dozen libraries that read them
+        if "trust_remote_code" in str(error):
+            raise InputError(
+                f"model.path: {path} brings code of its own, which is run only with model.trust_remote_code=true; read it first"
+            ) from error
+        key = "model.path" if path == config.model.path else "run.resume_from_checkpoint"
+        raise InputError(f"{key}: cannot load {auto_class.__name__} from {path}: {_one_line(error)}") from error
+
+
+def _one_line(error: Exception) -> str:
+    """The first sentences of an error, enough to tell what is wrong."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}{'...' if text[200:] else ''}"

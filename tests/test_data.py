@@ -122,12 +122,12 @@ def test_changed_file_is_read_again_and_only_the_cache_is_written(tmp_path, cach
         ("bad.jsonl", '{"prompt": "x"}\n{"prompt": "y"\n{"prompt": "z"}\n', "bad.jsonl, line 2 is not JSON"),
         ("torn.jsonl", '{"prompt": "x"}\n\n{"prompt": "y"', "torn.jsonl, line 3 is not JSON"),
         ("text.jsonl", "hello\n", "text.jsonl, line 1 is not JSON"),
-        ("bad.json", '[{"prompt": "x"},', "bad.json: "),
-        ("open.csv", 'prompt,answer\n"x,1\ny,2\n', "open.csv: Error tokenizing"),
-        ("ragged.csv", "prompt,answer\nx,1\ny,2,3,4\n", "ragged.csv: Error tokenizing"),
-        ("not.parquet", "hello", "not.parquet: "),
-        ("header.csv", "prompt,answer\n", "header.csv: "),
-        ("list.json", "[]", "list.json: "),
+        ("bad.json", '[{"prompt": "x"},', "bad.json, line 1 is not JSON"),
+        ("open.csv", 'prompt,answer\n"x,1\ny,2\n', "open.csv, split train: Error tokenizing"),
+        ("ragged.csv", "prompt,answer\nx,1\ny,2,3,4\n", "ragged.csv, split train: Error tokenizing"),
+        ("not.parquet", "hello", "not.parquet, split train: "),
+        ("header.csv", "prompt,answer\n", "header.csv has no rows"),
+        ("list.json", "[]", "list.json has no rows"),
         ("empty.jsonl", "", "empty.jsonl is empty"),
         ("empty.json", "", "empty.json is empty"),
         ("empty.csv", "", "empty.csv is empty"),
@@ -135,7 +135,7 @@ def test_changed_file_is_read_again_and_only_the_cache_is_written(tmp_path, cach
         (
             "question.jsonl",
             '{"question": "x", "answer": 1}\n',
-            "question.jsonl has no 'prompt' column; it has ['question', 'answer']",
+            "question.jsonl has no prompt column; it has ['question', 'answer']",
         ),
     ],
 )
@@ -143,7 +143,7 @@ def test_broken_file_is_one_line_that_names_it(tmp_path, name, content, part):
     path = tmp_path / name
     path.write_text(content)
     message = refusal(load, path)
-    assert message.startswith("data: ") and str(tmp_path) in message and part in message
+    assert message.startswith("data.path: ") and str(tmp_path) in message and part in message
 
 
 def test_broken_file_of_a_folder_is_named(tmp_path):
@@ -168,11 +168,13 @@ def test_mixed_formats_are_refused(tmp_path):
 @pytest.mark.parametrize("name", ["none.jsonl", "no_folder", "*.parquet", "text.txt"])
 def test_path_without_data_files_is_named(tmp_path, name):
     (tmp_path / "text.txt").write_text("x")
-    assert refusal(load, tmp_path / name) == f"data: no JSON, JSONL, CSV or Parquet file at {tmp_path / name}"
+    assert refusal(load, tmp_path / name) == f"data.path: no JSON, JSONL, CSV or Parquet file at {tmp_path / name}"
 
 
 def test_unreachable_hub_dataset_is_one_line():
-    assert refusal(load, "no-such-owner/no-such-dataset").startswith("data: cannot load no-such-owner/no-such-dataset: ")
+    assert refusal(load, "no-such-owner/no-such-dataset").startswith(
+        "data.path: cannot load no-such-owner/no-such-dataset (no such file"
+    )
 
 
 # Rows into prompts
@@ -218,8 +220,8 @@ def test_chat_and_system_prompt(prompt, as_chat, system_prompt, wanted):
         (None, "row 1 is None"),
         (3, "row 1 is 3"),
         ({"role": "user", "content": "x"}, "neither a string nor a list"),
-        ("", "row 1 has an empty prompt"),
-        ([], "row 1 has an empty prompt"),
+        ("", "the prompt of row 1 is empty"),
+        ([], "the prompt of row 1 is empty"),
         (["x"], "row 1 has 'x', not a message"),
         ([{"role": "user"}], "not a message with 'role' and 'content'"),
     ],
@@ -331,7 +333,7 @@ def test_seeds_and_epochs_shuffle_differently():
 
 
 def test_too_few_prompts_for_a_batch_are_refused():
-    assert "4 usable prompts are fewer than rollout.num_prompts_per_step = 5" in refusal(numbered(4).batch, 0, 0, 5)
+    assert "rollout.num_prompts_per_step: 5, but the data has 4 usable prompts" in refusal(numbered(4).batch, 0, 0, 5)
 
 
 # Procedural problems

@@ -46,12 +46,23 @@ def prepare_model(model: PreTrainedModel, max_length: int) -> None:
     model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     tokens = torch.randint(model.config.vocab_size, (12,), generator=torch.Generator().manual_seed(0)).to(model.device)
     with torch.no_grad():
-        reference = model(input_ids=tokens[None], use_cache=False).logits[0]
-        model.set_attn_implementation(attention.NAME)
         try:
+            reference = model(input_ids=tokens[None], use_cache=False).logits[0]
+            if not reference.isfinite().all():
+                raise ValueError("its logits are not finite: the weights are damaged, or too large for their type")
+            model.set_attn_implementation(attention.NAME)
             _compare(model, tokens, reference)
-        except (ValueError, TypeError) as error:
-            raise UnsupportedModel(f"{type(model).__name__}: {error}") from error
+        except Exception as error:  # the model's own code runs here
+            raise UnsupportedModel(f"{type(model).__name__}: {' '.join(str(error).split())}") from error
+
+
+@torch.no_grad()
+def cache_bytes_per_token(model: PreTrainedModel) -> int:
+    """Bytes of keys and values that one position of one row takes, in all layers. The model must be prepared."""
+    cache = KVCache(1, 1)
+    packing = pack_rows(cache, np.zeros(1, np.int64), np.ones(1, np.int64), model.device)
+    forward_hidden(model, torch.zeros(1, dtype=torch.int64, device=model.device), packing)
+    return cache.num_bytes()
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:

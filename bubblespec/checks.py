@@ -1,0 +1,70 @@
+"""What a run is checked for once its parts are loaded: that they belong together, and fit into memory."""
+
+import os
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from bubblespec.config import Config
+from bubblespec.distributed import Ranks
+from bubblespec.engine.model import cache_bytes_per_token
+from bubblespec.errors import InputError
+from bubblespec.optimizer import Optimizer
+
+
+def check_vocabulary(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Every token that a prompt or a stop can be must have an embedding; more embeddings than tokens are usual padding."""
+    size = model.get_input_embeddings().num_embeddings
+    largest = max(tokenizer.get_vocab().values(), default=0)
+    if largest >= size:
+        raise InputError(
+            f"model.path: the tokenizer of {config.model.path} has token {largest}, but the model only {size} embeddings"
+        )
+    for token in config.rollout.stop_token_ids or []:
+        if token >= size:
+            raise InputError(f"rollout.stop_token_ids: {token} is beyond the model's {size} tokens")
+
+
+def check_same_architecture(initial: PreTrainedConfig, model: PreTrainedModel, checkpoint: str) -> None:
+    """A checkpoint brings its own configuration, so it would load whatever model.path is by now."""
+    for name in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size"):
+        here, there = getattr(initial, name, None), getattr(model.config, name, None)
+        if here != there:
+            raise InputError(
+                f"run.resume_from_checkpoint: {checkpoint} holds another model: {name} is {there}, in model.path {here}"
+            )
+
+
+def check_moments(optimizer: Optimizer, checkpoint: str | None) -> None:
+    """AdamW takes moments of any shape, and would fail at its first step."""
+    for parameter, state in optimizer.adamw.state.items():
+        if any(state[name].shape != parameter.shape for name in ("exp_avg", "exp_avg_sq")):
+            raise InputError(f"run.resume_from_checkpoint: the optimizer state in {checkpoint} is of a model of other shapes")
+
+
+def check_memory(ranks: Ranks, model: PreTrainedModel, num_slots: int, max_length: int) -> None:
+    """Whether the engine's slots fit into what is free now. Ranks on the CPUs of one machine share its memory."""
+    host_bytes = num_slots * max_length * 16  # token ids and two log-probabilities a position; see Generator
+    cache_bytes = num_slots * max_length * cache_bytes_per_token(model)
+    num_sharing = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    needs = [(num_sharing * host_bytes, free_host_bytes(), "of memory")]
+    if ranks.device.type == "cuda":
+        needs.append((cache_bytes, torch.cuda.mem_get_info(ranks.device)[0], f"on {ranks.device}"))
+    else:
+        needs = [(num_sharing * (host_bytes + cache_bytes), free_host_bytes(), "of memory")]
+    for needed, free, where in needs:
+        if needed > free:
+            raise InputError(
+                f"rollout.num_slots: {num_slots} slots of {max_length} tokens need {needed / 1e9:.3g} GB for keys and values on "
+                f"the ranks of this machine, but {free / 1e9:.3g} GB {where} are free; "
+                "lower rollout.num_slots or rollout.max_completion_length"
+            )
+
+
+def free_host_bytes() -> float:
+    """Memory that can be had without swapping; unlimited where the system does not tell."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            return next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return float("inf")
