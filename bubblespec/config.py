@@ -168,6 +168,8 @@ class OptimConfig:
     """Term that keeps the division finite."""
     max_grad_norm: float = 1.0
     """Global gradient norm limit; 0 does not clip."""
+    shard_state: bool = False
+    """Keep master weights and moments of a share of the parameters on each rank, instead of all on every rank."""
     max_tokens_per_microbatch: int = 8192
     """Most tokens (prompts and responses) in one forward and backward."""
     max_logits_per_chunk: int = 1 << 26

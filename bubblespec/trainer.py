@@ -121,8 +121,8 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
     engine.params = sampling
     engine.rule = config.speculative.rule
     speculation = make_speculation(config, ranks, engine)
-    optimizer = Optimizer(model, config.optim, config.run.max_steps)
-    first_step = load_optimizer(checkpoint, optimizer, ranks.device) if checkpoint else 0
+    optimizer = Optimizer(model, config.optim, config.run.max_steps, ranks)
+    first_step = load_optimizer(checkpoint, optimizer) if checkpoint else 0
     if checkpoint and speculation is not None and (saved := load_speculation(checkpoint)) is not None:
         speculation.load_state_dict(saved)
     lock = None
@@ -218,9 +218,10 @@ def train_step(trainer: Trainer, samples: Samples, advantages: np.ndarray, step:
 
 def save(trainer: Trainer, done: int) -> None:
     """Save a checkpoint after `done` updates. Called by all ranks: they go on together once it is on disk."""
+    optimizer = trainer.optimizer.state_dict(trainer.ranks)
     if trainer.ranks.is_main:
         state = trainer.speculation.state_dict() if trainer.speculation else None
-        save_checkpoint(trainer.config, done, trainer.model, trainer.tokenizer, trainer.optimizer, state)
+        save_checkpoint(trainer.config, done, trainer.model, trainer.tokenizer, optimizer, state)
     trainer.ranks.barrier()
 
 
