@@ -109,8 +109,11 @@ def make_tokenize(tokenizer) -> Callable[[str | list[dict]], list[int]]:
     return tokenize
 
 
-def load_rows(path: str, name: str | None, split: str, trust_remote_code: bool = False) -> Sequence[dict]:
-    """Rows of local JSON/JSONL/CSV/Parquet files (a file, a folder or a glob) or of a hub dataset, through `datasets`."""
+def load_rows(path: str, name: str | None, split: str, columns: dict[str, str] | None = None) -> Sequence[dict]:
+    """Rows of local JSON/JSONL/CSV/Parquet files (a file, a folder or a glob) or of a hub dataset, through `datasets`.
+
+    columns: where a column comes from, if not from one of its own name; a dot reaches into a nested column.
+    """
     import datasets
 
     if os.path.isfile(path):
@@ -137,10 +140,28 @@ def load_rows(path: str, name: str | None, split: str, trust_remote_code: bool =
         cause = error.__cause__ or error  # DatasetGenerationError says nothing itself
         reason = _first_bad_line(files) or f"cannot load {path}: {' '.join(str(cause).split())}"
         raise InputError(f"data: {reason}") from error
+    dataset = _map_columns(dataset, columns or {}, path)
     if "prompt" not in dataset.column_names:
         raise InputError(f"data: {path} has no 'prompt' column; it has {dataset.column_names}")
     if len(dataset) == 0:
         raise InputError(f"data: {path} has no rows")
+    return dataset
+
+
+def _map_columns(dataset, columns: dict[str, str], path: str):
+    """The dataset with further columns, or others under a name that it had."""
+    given = dataset
+    for name, source in columns.items():
+        outer, *inner = source.split(".")
+        if outer not in given.column_names:
+            raise InputError(f"data.columns.{name}: {path} has no '{outer}' column; it has {given.column_names}")
+        values = list(given[outer])
+        for key in inner:
+            if not all(isinstance(value, dict) and key in value for value in values):
+                raise InputError(f"data.columns.{name}: not every row of {path} has a '{source}'")
+            values = [value[key] for value in values]
+        rest = dataset.remove_columns(name) if name in dataset.column_names else dataset
+        dataset = rest.add_column(name, values)
     return dataset
 
 

@@ -27,6 +27,7 @@ from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
+from bubblespec.memory import choose_num_slots
 from bubblespec.optimizer import Optimizer
 from bubblespec.rewards import RewardFunction, combine, load_reward, overlong_penalty
 from bubblespec.rollout import Samples, assign_prompts, gather_samples, generate, make_rows, score_rows
@@ -114,15 +115,13 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
     sampling = SamplingParams(
         rollout.temperature, rollout.top_p, rollout.top_k, stop_tokens(config, model, tokenizer), rollout.min_completion_length
     )
-    num_slots = rollout.num_slots
-    if "bubble" not in config.speculative.method:  # slots beyond the rank's own rows are for drafts
-        num_slots = min(num_slots, -(-rollout.num_prompts_per_step // ranks.world_size) * rollout.num_generations)
+    optimizer = Optimizer(model, config.optim, config.run.max_steps, ranks)
+    first_step = load_optimizer(checkpoint, optimizer) if checkpoint else 0
+    num_slots = choose_num_slots(config, model, first_step > 0, ranks)
     engine = Generator(model, num_slots, max_length, config.run.seed, rollout.max_batch_tokens, kernel)
     engine.params = sampling
     engine.rule = config.speculative.rule
     speculation = make_speculation(config, ranks, engine)
-    optimizer = Optimizer(model, config.optim, config.run.max_steps, ranks)
-    first_step = load_optimizer(checkpoint, optimizer) if checkpoint else 0
     if checkpoint and speculation is not None and (saved := load_speculation(checkpoint)) is not None:
         speculation.load_state_dict(saved)
     lock = None
@@ -166,9 +165,9 @@ def load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Pr
         if count:
             held_out = build(reasoning_gym_rows(tasks, count, data.seed + 500)).prompts
     else:
-        train = build(load_rows(data.path, data.name, data.split))
+        train = build(load_rows(data.path, data.name, data.split, data.columns))
         if count and (data.eval_path or data.eval_split):
-            rows = load_rows(data.eval_path or data.path, data.name, data.eval_split or data.split)
+            rows = load_rows(data.eval_path or data.path, data.name, data.eval_split or data.split, data.columns)
             held_out = build(rows).prompts[:count]
         elif count:
             if len(train) < 2:
@@ -199,6 +198,8 @@ def generate_step(trainer: Trainer, rows: list[Row], step: int) -> tuple[Rollout
 
 def train_step(trainer: Trainer, samples: Samples, advantages: np.ndarray, step: int, events: list[Event]) -> dict[str, float]:
     """All updates of a step; see `train_on_samples`. Returns its metrics."""
+    if trainer.config.rollout.free_cache_engine:
+        trainer.engine.release()
     metrics = train_on_samples(
         trainer.model,
         trainer.reference,
