@@ -31,8 +31,8 @@ CARDS = {"80 GB": 79.1 * 2**30, "141 GB": 139.7 * 2**30}  # what torch sees of a
 HEADROOM = 0.06
 # For a moment, beside what is saved. A backward holds gradients of about so much of what its layer has saved:
 BACKWARD_SHARE = 0.5
-# and the loss head so many float32 copies of the logits of a chunk: the logits, their exponentials, and gradients of both.
-LOGIT_COPIES = 5
+# and the loss head so many copies of a chunk's logits, in float32 at least: the logits, their exponentials, two gradients.
+LOGIT_COPIES = 4
 SAMPLER_BYTES = 16  # for each of sampling.MAX_LOGITS_AT_ONCE: logits, noise, their sum, and the integers noise is made of
 
 
@@ -93,7 +93,7 @@ def work_out(config: Config, model: PreTrainedModel, world_size: int) -> Needs:
         slot=slot_bytes(config, shapes),
         activations=activation_bytes(shapes, tokens, config.model.gradient_checkpointing),
         # Two gradients of the head's size: that of one chunk, and their sum so far.
-        head=logits * (size + LOGIT_COPIES * max(size, 4)) + 2 * head.numel() * size,
+        head=logits * (LOGIT_COPIES * max(size, 4) + (size if size < 4 else 0)) + 2 * head.numel() * size,
         rollout=int(_layer_bytes(shapes, fed)) + fed * vocab * size + sampled * SAMPLER_BYTES,
         host_while_saving=total * state_size * (3 if has_masters else 2),
     )
@@ -258,8 +258,8 @@ def table(config: Config, model: PreTrainedModel, world_size: int) -> str:
         slots = min(fitting, most) if rollout.num_slots == "auto" else rollout.num_slots
         lines.append(
             f"{world_size} x {name}: {'fits' if 1 <= slots <= fitting else 'DOES NOT FIT'}, {(room - needs.training) / 1e9:.1f} "
-            f"left beside a gradient step with {HEADROOM:.0%} of the card kept free; slots: room for {kept}, for {freed} if their "
-            f"memory is freed for the step; {slots} used for {rows} rows"
+            f"left beside a gradient step ({HEADROOM:.0%} kept free); slots: {kept} fit, {freed} if freed for the step; "
+            f"{slots} used for {rows} rows"
         )
     lines.append(f"rank 0 holds {needs.host_while_saving / 1e9:.1f} GB of optimizer state in the machine's memory while it saves")
     return "\n".join(line for line in lines if line)

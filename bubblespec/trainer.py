@@ -85,6 +85,7 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
     """Load model, data and rewards, and continue from a checkpoint if there is one. Raises InputError for bad input."""
     torch.manual_seed(config.run.seed)
     checkpoint = find_checkpoint(config)
+    check_all_see(checkpoint, ranks)
     functions = {path: load_reward(path) for path in config.reward.functions}
     tokenizer = _load(AutoTokenizer, config, config.model.path)
     model = _load_model(config, checkpoint or config.model.path, ranks.device)
@@ -278,6 +279,16 @@ def stop_tokens(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTok
     if not found:
         raise InputError("rollout.stop_token_ids: neither model nor tokenizer has an end-of-sequence token; give one")
     return tuple(sorted(found))
+
+
+def check_all_see(checkpoint: str | None, ranks: Ranks) -> None:
+    """Ranks of several machines must continue from the same checkpoint. Raises InputError on all of them, with one line."""
+    seen = [bytes(name).decode() for name in ranks.gather_ragged(np.frombuffer((checkpoint or "").encode(), np.uint8))]
+    if len({os.path.basename(path) for path in seen}) > 1:
+        which = ", ".join(f"rank {rank} {path or 'none'}" for rank, path in enumerate(seen))
+        raise InputError(
+            f"run.output_dir: ranks see other checkpoints to continue from ({which}); give a folder that all machines share"
+        )
 
 
 def _load_model(config: Config, path: str, device: torch.device) -> PreTrainedModel:
