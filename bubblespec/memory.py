@@ -1,8 +1,9 @@
-"""Where a rank's memory goes, worked out before anything is loaded: python -m bubblespec.memory --config FILE [section.key=value ...]
+"""Where a rank's memory goes, before anything is loaded: python -m bubblespec.memory --config FILE [section.key=value ...]
 
-Sizes of weights, gradients, optimizer state, keys and values are exact: they are read off the model on torch's meta device, where
-tensors have shapes and no memory. Activations are counted there too, as what a forward saves for its backward. What a
-backward, the loss head and the sampler need for a moment is a rule of thumb, held against measured peaks in the tests.
+Sizes of weights, gradients, optimizer state, keys and values are exact: they are read off the model on torch's meta device,
+where tensors have shapes and no memory. Activations are counted there too, as what a forward saves for its backward. What a
+backward, the loss head and the sampler need for a moment is a rule of thumb; the tests hold the gradient step against
+measured peaks.
 
 All sizes are bytes of one rank; tables are in GB of 10^9 bytes.
 """
@@ -249,7 +250,7 @@ def table(config: Config, model: PreTrainedModel, world_size: int) -> str:
         f"checkpointing ({other / 1e9:.2f} {with_or_without[1]})",
         f"{needs.head / 1e9:8.2f}  loss head: {optim.max_logits_per_chunk} logits at once",
         f"{needs.rollout / 1e9:8.2f}  or, in the rollout, a forward of {rollout.max_batch_tokens} tokens",
-        f"{needs.slot / 1e9:8.2f}  keys and values of a slot of {rollout.max_prompt_length + rollout.max_completion_length} tokens",
+        f"{needs.slot / 1e9:8.2f}  keys and values of a slot, {rollout.max_prompt_length + rollout.max_completion_length} tokens",
     ]
     for name, total in CARDS.items():
         room = total * (1 - HEADROOM) - needs.lasting

@@ -55,7 +55,7 @@ class TwoRanks:
 
 def test_ranks_must_see_the_same_checkpoint():
     for seen, other in (("out/checkpoint-2", ""), (None, "out/checkpoint-2"), ("out/checkpoint-2", "out/checkpoint-4")):
-        with pytest.raises(InputError, match="^run.output_dir: .*share") as error:
+        with pytest.raises(InputError, match=r"^run.output_dir: .*share") as error:
             check_all_see(seen, TwoRanks(other))
         assert (seen or other) in str(error.value) and other in str(error.value) and "\n" not in str(error.value)
     check_all_see(None, TwoRanks(""))
