@@ -39,6 +39,8 @@ HARMLESS = {
     "speculative.method",
     "speculative.fixed_window",
     "speculative.max_history_tokens",
+    "optim.shard_state",
+    "rollout.free_cache_engine",
 }
 
 
@@ -47,17 +49,17 @@ def save_checkpoint(
     step: int,
     model: PreTrainedModel,
     tokenizer,
-    optimizer: Optimizer,
+    optimizer: dict,
     speculation: dict[str, np.ndarray] | None,
 ) -> str:
-    """Save after `step` updates (rank 0 only). Returns the folder, which `from_pretrained` loads."""
+    """Save after `step` updates (rank 0 only). optimizer: its state. Returns the folder, which `from_pretrained` loads."""
     final = os.path.join(config.run.output_dir, f"checkpoint-{step}")
     temporary = os.path.join(config.run.output_dir, f"tmp-checkpoint-{step}")
     shutil.rmtree(temporary, ignore_errors=True)
     os.makedirs(temporary)
     model.save_pretrained(temporary)
     tokenizer.save_pretrained(temporary)
-    torch.save(optimizer.state_dict(), os.path.join(temporary, "optimizer.pt"))
+    torch.save(optimizer, os.path.join(temporary, "optimizer.pt"))
     if speculation is not None:
         np.savez(os.path.join(temporary, SPECULATION_FILE), **speculation)
     with open(os.path.join(temporary, STATE_FILE), "w", encoding="utf-8") as file:
@@ -125,9 +127,13 @@ def _check_same_run(config: Config, saved: dict, where: str) -> None:
             )
 
 
-def load_optimizer(folder: str, optimizer: Optimizer, device: torch.device) -> int:
-    """Restore the optimizer; returns the number of updates that the checkpoint holds."""
-    optimizer.load_state_dict(torch.load(os.path.join(folder, "optimizer.pt"), map_location=device, weights_only=True))
+def load_optimizer(folder: str, optimizer: Optimizer) -> int:
+    """Restore the optimizer; returns the number of updates that the checkpoint holds.
+
+    The file is mapped, not read: a rank takes its share out of it, and ranks of one machine share its pages.
+    """
+    path = os.path.join(folder, "optimizer.pt")
+    optimizer.load_state_dict(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
     return _read_state(folder)["step"]
 
 

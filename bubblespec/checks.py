@@ -37,7 +37,7 @@ def check_same_architecture(initial: PreTrainedConfig, model: PreTrainedModel, c
 
 def check_moments(optimizer: Optimizer, checkpoint: str | None) -> None:
     """AdamW takes moments of any shape, and would fail at its first step."""
-    for parameter, state in optimizer.adamw.state.items():
+    for parameter, state in optimizer.local.state.items():
         if any(state[name].shape != parameter.shape for name in ("exp_avg", "exp_avg_sq")):
             raise InputError(f"run.resume_from_checkpoint: the optimizer state in {checkpoint} is of a model of other shapes")
 

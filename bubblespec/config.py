@@ -53,11 +53,13 @@ class TaskConfig:
 @dataclass
 class DataConfig:
     path: str | None = None
-    """A JSON/JSONL/CSV/Parquet file, a folder or glob of them, or a hub dataset; needs a `prompt` column."""
+    """A JSON/JSONL/CSV/Parquet file, a folder or glob of them, or a hub dataset; needs a `prompt` column (see columns)."""
     name: str | None = None
     """Subset of a hub dataset."""
     split: str = "train"
     """Split of a hub dataset."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """Columns by other names: {prompt: question} takes `prompt` from `question`; a dot reaches into a nested column."""
     tasks: list[TaskConfig] = field(default_factory=list)
     """Mixture of reasoning-gym tasks (instead of `path`)."""
     size: int = 10_000
@@ -110,8 +112,11 @@ class RolloutConfig:
     """Most batches generated in a step, the first among them; groups that they cannot replace stay in."""
     stop_token_ids: list[int] | None = None
     """Tokens that end a response (default: those of the model's generation config and tokenizer)."""
-    num_slots: int = 64
-    """Rows that one rank decodes at the same time, run-ahead drafts among them; more rows wait in a queue."""
+    num_slots: int | str = "auto"
+    """Rows that one rank decodes at the same time, run-ahead drafts among them; more rows wait in a queue. auto takes what fits
+    into free memory, up to what is of use; give a number where float32 or bfloat16 tokens must repeat bit for bit."""
+    free_cache_engine: bool = False
+    """Give the keys and values back during the gradient step: room for more slots, but unfinished drafts are prefilled again."""
     max_batch_tokens: int = 2048
     """Most tokens in one forward; prompts are prefilled in chunks under it."""
 
@@ -176,6 +181,8 @@ class OptimConfig:
     """Global gradient norm limit; 0 does not clip."""
     max_skipped_steps: int = 5
     """Steps in a row whose update may be left out for a non-finite loss or gradient; one more ends the run."""
+    shard_state: bool = False
+    """Keep master weights and moments of a share of the parameters on each rank, instead of all on every rank."""
     max_tokens_per_microbatch: int = 8192
     """Most tokens (prompts and responses) in one forward and backward."""
     max_logits_per_chunk: int = 1 << 26
@@ -324,7 +331,7 @@ def check_values(config: Config) -> None:
     """Ranges and combinations that types cannot express. Raises InputError naming the key and the nearest valid value."""
     positive = (
         "rollout.num_prompts_per_step rollout.num_generations rollout.max_prompt_length rollout.max_completion_length "
-        "rollout.num_slots rollout.dynamic_sampling_max_batches eval.num_generations optim.max_logits_per_chunk "
+        "rollout.dynamic_sampling_max_batches eval.num_generations optim.max_logits_per_chunk "
         "loss.num_iterations loss.num_minibatches run.max_steps run.keep_last run.logging_steps data.size "
         "model.lora_alpha"
     )
@@ -380,11 +387,14 @@ def check_values(config: Config) -> None:
         rollout.min_completion_length,
         f"at most rollout.max_completion_length = {rollout.max_completion_length}",
     )
+    slots = rollout.num_slots
+    _require(slots == "auto" or (isinstance(slots, int) and slots >= 1), "rollout.num_slots", slots, "auto, or at least 1")
+    _require(rollout.max_batch_tokens >= 1, "rollout.max_batch_tokens", rollout.max_batch_tokens, "at least 1")
     _require(
-        rollout.max_batch_tokens >= rollout.num_slots,
+        slots == "auto" or rollout.max_batch_tokens >= slots,
         "rollout.max_batch_tokens",
         rollout.max_batch_tokens,
-        f"at least rollout.num_slots = {rollout.num_slots}, so that every row can decode in one forward",
+        f"at least rollout.num_slots = {slots}, so that every row can decode in one forward",
     )
     _require(
         optim.max_tokens_per_microbatch >= longest,

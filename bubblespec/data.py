@@ -125,12 +125,14 @@ def make_tokenize(tokenizer) -> Callable[[str | list[dict]], list[int]]:
     return tokenize
 
 
-def load_rows(path: str, name: str | None, split: str, key: str = "data.path") -> list[dict]:
+def load_rows(
+    path: str, name: str | None, split: str, key: str = "data.path", columns: dict[str, str] | None = None
+) -> list[dict]:
     """Rows of local JSON/JSONL/CSV/Parquet files (a file, a folder or a glob) or of a hub dataset, through `datasets`.
 
     Files have no subsets, and one split, train, of which a slice such as train[:100] may be taken. Loading scripts are never
     run: of a folder only its data files are read, and `datasets` refuses scripts of the hub. `key` is the configuration's,
-    for errors.
+    for errors. columns: where a column comes from, if not from one of its own name; a dot reaches into a nested column.
     """
     import datasets
 
@@ -153,7 +155,7 @@ def load_rows(path: str, name: str | None, split: str, key: str = "data.path") -
             dataset = datasets.load_dataset(formats.pop(), data_files=as_patterns, split=split)
         else:
             dataset = datasets.load_dataset(path, name, split=split)
-        columns, rows = dataset.column_names, list(dataset)
+        names, rows = dataset.column_names, list(dataset)
     except Exception as error:  # whatever files of others and the code that reads them may raise
         cause = error.__cause__ or error  # DatasetGenerationError says nothing itself
         place = path if files else f"{path} (no such file or folder, so taken for a hub dataset)"
@@ -161,9 +163,10 @@ def load_rows(path: str, name: str | None, split: str, key: str = "data.path") -
         unknown = f"cannot load {place}, split {split}: {' '.join(str(cause).split())}" if has_rows else f"{path} has no rows"
         reason = _first_bad_line(files) or unknown
         raise InputError(f"{key}: {reason}") from error
-    if "prompt" not in columns:  # of JSON that holds no objects `datasets` makes columns of its own
-        raise InputError(f"{key}: {_first_bad_line(files) or f'{path} has no prompt column; it has {columns}'}")
-    if clash := {"prompts", "completions", "completion_ids"}.intersection(columns):
+    rows, names = _map_columns(rows, names, columns or {}, path)
+    if "prompt" not in names:  # of JSON that holds no objects `datasets` makes columns of its own
+        raise InputError(f"{key}: {_first_bad_line(files) or f'{path} has no prompt column; it has {names}'}")
+    if clash := {"prompts", "completions", "completion_ids"}.intersection(names):
         raise InputError(f"{key}: {path} has the column {min(clash)}, a name of what rewards are given anyway; rename it")
     if not rows:
         raise InputError(f"{key}: {path} has no rows")
@@ -181,6 +184,23 @@ def _data_files(path: str) -> list[str]:
 
 def _suffix(path: str) -> str:
     return os.path.splitext(path)[1].lower()
+
+
+def _map_columns(rows: list[dict], names: list[str], columns: dict[str, str], path: str) -> tuple[list[dict], list[str]]:
+    """The rows with further columns, or others under a name that they had; and the names of all columns."""
+    added: dict[str, list] = {}
+    for name, source in columns.items():
+        outer, *inner = source.split(".")
+        if outer not in names:
+            raise InputError(f"data.columns.{name}: {path} has no '{outer}' column; it has {names}")
+        values = [row[outer] for row in rows]
+        for key in inner:
+            if not all(isinstance(value, dict) and key in value for value in values):
+                raise InputError(f"data.columns.{name}: not every row of {path} has a '{source}'")
+            values = [value[key] for value in values]
+        added[name] = values
+    rows = [{**row, **{name: values[i] for name, values in added.items()}} for i, row in enumerate(rows)]
+    return rows, [*names, *(name for name in added if name not in names)]
 
 
 def reasoning_gym_rows(tasks: Sequence, size: int, seed: int) -> list[dict]:

@@ -37,6 +37,12 @@ class Ranks:
             dist.all_reduce(tensor)
         return tensor
 
+    def broadcast_(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        """The tensor of rank `source` into that of all ranks, in place."""
+        if self.world_size > 1:
+            dist.broadcast(tensor.detach(), source)
+        return tensor
+
     def gather(self, array: np.ndarray) -> np.ndarray:
         """Stack equally shaped numeric arrays of all ranks: [world_size, ...]."""
         if self.world_size == 1:

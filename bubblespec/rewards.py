@@ -151,14 +151,14 @@ def answer_format(prompts, completions, completion_ids, **columns) -> list[float
 
 def math_equivalence(prompts, completions, completion_ids, answer, **columns) -> list[float | None]:
     """1 if the completion's answer equals the column `answer` as mathematics (the math-verify library), else 0; None if the
-    reference itself cannot be parsed."""
+    reference itself cannot be parsed. Of a reference with its solution, as GSM8K has, what follows the last #### counts."""
     from math_verify import parse, verify
 
     # The library's time-outs are signals, which only the main thread may set.
     limit_s = MATH_LIMIT_S if threading.current_thread() is threading.main_thread() else None
     scores: list[float | None] = []
     for completion, reference in zip(completions, answer, strict=True):
-        gold = [] if reference is None else parse(f"${reference}$", parsing_timeout=limit_s)
+        gold = [] if reference is None else parse(f"${_reference_answer(reference)}$", parsing_timeout=limit_s)
         if not gold:
             scores.append(None)
             continue
@@ -167,6 +167,10 @@ def math_equivalence(prompts, completions, completion_ids, answer, **columns) ->
         found = parse(text if tagged is None else f"${tagged}$", parsing_timeout=limit_s)
         scores.append(float(verify(gold, found, timeout_seconds=limit_s)))
     return scores
+
+
+def _reference_answer(reference) -> str:
+    return str(reference).rpartition("####")[2].strip()
 
 
 def text_of(completion: str | list[dict]) -> str:

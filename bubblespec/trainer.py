@@ -1,8 +1,10 @@
 """Everything a run holds, how it is set up, and its evaluation. The loop itself is in train.py."""
 
+import contextlib
 import copy
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO
 
@@ -29,6 +31,7 @@ from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError, RunFailed
 from bubblespec.lora import add_adapter
+from bubblespec.memory import choose_num_slots
 from bubblespec.optimizer import Optimizer
 from bubblespec.out_of_memory import TokenBudget
 from bubblespec.rewards import RewardFunction, check_arguments, combine, load_reward, overlong_penalty
@@ -92,6 +95,7 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
     """Load model, data and rewards, and continue from a checkpoint if there is one. Raises InputError for bad input."""
     torch.manual_seed(config.run.seed)
     checkpoint = find_checkpoint(config)
+    check_all_see(checkpoint, ranks)
     functions = {path: load_reward(path) for path in config.reward.functions}
     tokenizer = _load(AutoTokenizer, config, config.model.path)
     model = _load_model(config, checkpoint, ranks.device)
@@ -132,24 +136,19 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
     sampling = SamplingParams(
         rollout.temperature, rollout.top_p, rollout.top_k, stop_tokens(config, model, tokenizer), rollout.min_completion_length
     )
-    num_slots = rollout.num_slots
-    if "bubble" not in config.speculative.method:  # slots beyond the rank's own rows are for drafts
-        num_slots = min(num_slots, -(-rollout.num_prompts_per_step // ranks.world_size) * rollout.num_generations)
+    optimizer = Optimizer(model, config.optim, config.run.max_steps, ranks)
+    with _says_what_does_not_fit(checkpoint):
+        first_step = load_optimizer(checkpoint, optimizer) if checkpoint else 0
+    check_moments(optimizer, checkpoint)
+    num_slots = choose_num_slots(config, model, first_step > 0, ranks)
     check_memory(ranks, model, num_slots, max_length)
     engine = Generator(model, num_slots, max_length, config.run.seed, rollout.max_batch_tokens, kernel)
     engine.params = sampling
     engine.rule = config.speculative.rule
     speculation = make_speculation(config, ranks, engine)
-    optimizer = Optimizer(model, config.optim, config.run.max_steps)
-    try:
-        first_step = load_optimizer(checkpoint, optimizer, ranks.device) if checkpoint else 0
+    with _says_what_does_not_fit(checkpoint):
         if checkpoint and speculation is not None and (saved := load_speculation(checkpoint)) is not None:
             speculation.load_state_dict(saved)
-    except Exception as error:  # whatever is in the files: torn, of another model, or no checkpoint's at all
-        raise InputError(
-            f"run.resume_from_checkpoint: the state in {checkpoint} does not fit this run: {_one_line(error)}"
-        ) from error
-    check_moments(optimizer, checkpoint)
     lock = claim_output_dir(config, ranks)
     return Trainer(
         config=config,
@@ -188,11 +187,11 @@ def load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Pr
         if count:
             held_out = build(reasoning_gym_rows(tasks, count, data.seed + 500), "data.tasks").prompts
     else:
-        train = build(load_rows(data.path, data.name, data.split), "data.path")
+        train = build(load_rows(data.path, data.name, data.split, "data.path", data.columns), "data.path")
         if count and (data.eval_path or data.eval_split):
             key = "data.eval_path" if data.eval_path else "data.eval_split"
             name = None if data.eval_path and os.path.exists(data.eval_path) else data.name
-            rows = load_rows(data.eval_path or data.path, name, data.eval_split or data.split, key)
+            rows = load_rows(data.eval_path or data.path, name, data.eval_split or data.split, key, data.columns)
             held_out = build(rows, key).prompts[:count]
         elif count:
             if len(train) < 2:
@@ -231,6 +230,8 @@ def generate_step(trainer: Trainer, rows: list[Row], step: int) -> tuple[Rollout
 def train_step(trainer: Trainer, samples: Samples, advantages: np.ndarray, step: int, events: list[Event]) -> dict[str, float]:
     """All updates of a step; see `train_on_samples`. Raises RunFailed after too many steps without an update."""
     config = trainer.config
+    if config.rollout.free_cache_engine:
+        trainer.engine.release()
     metrics = train_on_samples(
         trainer.model,
         trainer.reference,
@@ -255,9 +256,10 @@ def train_step(trainer: Trainer, samples: Samples, advantages: np.ndarray, step:
 
 def save(trainer: Trainer, done: int) -> None:
     """Save a checkpoint after `done` updates. Called by all ranks: they go on together once it is on disk."""
+    optimizer = trainer.optimizer.state_dict(trainer.ranks)
     if trainer.ranks.is_main:
         state = trainer.speculation.state_dict() if trainer.speculation else None
-        save_checkpoint(trainer.config, done, trainer.model, trainer.tokenizer, trainer.optimizer, state)
+        save_checkpoint(trainer.config, done, trainer.model, trainer.tokenizer, optimizer, state)
     trainer.ranks.barrier()
 
 
@@ -331,6 +333,26 @@ def claim_output_dir(config: Config, ranks: Ranks) -> IO | None:
     if answer:
         raise InputError(answer)
     return lock
+
+
+def check_all_see(checkpoint: str | None, ranks: Ranks) -> None:
+    """Ranks of several machines must continue from the same checkpoint. Raises InputError on all of them, with one line."""
+    seen = [bytes(name).decode() for name in ranks.gather_ragged(np.frombuffer((checkpoint or "").encode(), np.uint8))]
+    if len({os.path.basename(path) for path in seen}) > 1:
+        which = ", ".join(f"rank {rank} {path or 'none'}" for rank, path in enumerate(seen))
+        raise InputError(
+            f"run.output_dir: ranks see other checkpoints to continue from ({which}); give a folder that all machines share"
+        )
+
+
+@contextlib.contextmanager
+def _says_what_does_not_fit(checkpoint: str | None) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # whatever is in the files: torn, of another model, or no checkpoint's at all
+        raise InputError(
+            f"run.resume_from_checkpoint: the state in {checkpoint} does not fit this run: {_one_line(error)}"
+        ) from error
 
 
 def _load_model(config: Config, checkpoint: str | None, device: torch.device) -> PreTrainedModel:

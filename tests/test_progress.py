@@ -36,7 +36,15 @@ def start_rank(scenario, rank: int, world_size: int, port: int, store_rank: int,
     assert time.monotonic() - start < 5
 
 
-def run_ranks(folder, scenario, world_size: int, *arguments, missing: int | None = None, store_rank: int = PARENT_STORE) -> list:
+def run_ranks(
+    folder,
+    scenario,
+    world_size: int,
+    *arguments,
+    missing: int | None = None,
+    store_rank: int = PARENT_STORE,
+    timeout_s: float = 60,
+) -> list:
     """What `scenario(ranks, *arguments)` returned on each rank; None for the rank that is expected to go missing."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = server.port
@@ -53,7 +61,7 @@ def run_ranks(folder, scenario, world_size: int, *arguments, missing: int | None
     try:
         for rank, process in enumerate(processes):
             if rank != missing:
-                process.join(60)
+                process.join(timeout_s)
                 assert process.exitcode == 0, f"rank {rank} ended with {process.exitcode}"
     finally:
         for process in processes:

@@ -133,6 +133,9 @@ def test_answer_format_takes_linear_time():
         ("0.5", "so it is $\\frac12$.", 1.0),
         (0.5, "<answer>1/2</answer>", 1.0),
         (3, "<answer>3</answer>", 1.0),
+        ("It is 6 * 7 = 42, and not 41.\n#### 42", "\\boxed{42}", 1.0),  # as in GSM8K
+        ("It is 6 * 7 = 42, and not 41.\n#### 42", "\\boxed{41}", 0.0),
+        ("#### 1,000", "\\boxed{1000}", 1.0),
         ("1/2", "<answer>2/3</answer>", 0.0),
         ("1/3", "<answer>0.33</answer>", 0.0),
         ("4", "<answer>-4</answer>", 0.0),

@@ -31,17 +31,17 @@ SHORT = [
 ALWAYS_DRAFT = "bubble.max_slowdown=1000.0"
 
 
-def command(output_dir, ranks: int, *overrides: str) -> list[str]:
+def command(output_dir, ranks: int, *overrides: str, config: str = "configs/tiny_cpu.yaml", short=SHORT) -> list[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--master_port=0"]
     launch = [sys.executable] if ranks == 0 else [*launcher, "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-    options = [*SHORT, f"run.output_dir={output_dir}", *overrides]
-    return [*launch, "train.py", "--config", "configs/tiny_cpu.yaml", *options]
+    options = [*short, f"run.output_dir={output_dir}", *overrides]
+    return [*launch, "train.py", "--config", config, *options]
 
 
-def run(output_dir, ranks: int, *overrides: str, check: bool = True) -> subprocess.CompletedProcess:
+def run(output_dir, ranks: int, *overrides: str, check: bool = True, **changes) -> subprocess.CompletedProcess:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        command(output_dir, ranks, *overrides), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        command(output_dir, ranks, *overrides, **changes), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )
     assert not check or done.returncode == 0, done.stderr[-3000:]
     return done

@@ -163,6 +163,11 @@ class Generator:
         self.prompt_id.fill(-1)  # so that nobody shares the prompt of a kept row
         self._prompt_ids.clear()
 
+    def release(self) -> None:
+        """Forget all rows, and give the memory of keys and values back until the next forward."""
+        self.reset()
+        self.cache.clear()
+
     def run(self, rows: list[Row]) -> list[Row]:
         """Generate all rows to their end; returns them as given."""
         self.add(rows)

@@ -29,5 +29,10 @@ class KVCache:
         for tensor in (*self.keys.values(), *self.values.values()):
             tensor[target, :length] = tensor[source, :length]
 
+    def clear(self) -> None:
+        """Give the memory back. The next write makes the tensors again, as zeros."""
+        self.keys.clear()
+        self.values.clear()
+
     def num_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (*self.keys.values(), *self.values.values()))

@@ -1,0 +1,298 @@
+"""Where a rank's memory goes, before anything is loaded: python -m bubblespec.memory --config FILE [section.key=value ...]
+
+Sizes of weights, gradients, optimizer state, keys and values are exact: they are read off the model on torch's meta device,
+where tensors have shapes and no memory. Activations are counted there too, as what a forward saves for its backward. What a
+backward, the loss head and the sampler need for a moment is a rule of thumb; the tests hold the gradient step against
+measured peaks.
+
+All sizes are bytes of one rank; tables are in GB of 10^9 bytes.
+"""
+
+import argparse
+import copy
+import os
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+import psutil
+import torch
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from bubblespec.config import Config, load_config
+from bubblespec.distributed import Ranks
+from bubblespec.engine import attention, sampling
+from bubblespec.engine.kv_cache import KVCache
+from bubblespec.engine.model import enable_gradient_checkpointing, forward_hidden
+from bubblespec.engine.packing import pack_rows, pack_sequences
+from bubblespec.errors import InputError
+
+CARDS = {"80 GB": 79.1 * 2**30, "141 GB": 139.7 * 2**30}  # what torch sees of an H100 and of an H200
+# Kept free: the CUDA context, NCCL's buffers, fragmentation. A guess, not measured.
+HEADROOM = 0.06
+# For a moment, beside what is saved. A backward holds gradients of about so much of what its layer has saved:
+BACKWARD_SHARE = 0.5
+# and the loss head so many copies of a chunk's logits, in float32 at least: the logits, their exponentials, two gradients.
+LOGIT_COPIES = 4
+SAMPLER_BYTES = 16  # for each of sampling.MAX_LOGITS_AT_ONCE: logits, noise, their sum, and the integers noise is made of
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes of one rank. `slot`: keys and values of one row; `training` and `rollout`: most that lives in a gradient step, and
+    in a forward of the rollout, beside everything else; `activations` and `head` are the parts of `training`.
+    `host_while_saving`: memory of the machine, not of the card, that rank 0 needs for the optimizer state of all ranks."""
+
+    weights: int
+    reference: int
+    gradients: int
+    masters: int
+    moments: int
+    slot: int
+    activations: int
+    head: int
+    rollout: int
+    host_while_saving: int
+
+    @property
+    def lasting(self) -> int:
+        return self.weights + self.reference + self.gradients + self.masters + self.moments
+
+    @property
+    def training(self) -> int:
+        return self.activations + self.head
+
+    def room_for_cache(self, room: float, is_freed: bool) -> float:
+        """Bytes for keys and values out of the `room` beside what lasts. is_freed: they are given back for a gradient step."""
+        if is_freed and room >= self.training:
+            return room - self.rollout
+        return room - max(self.rollout, self.training)
+
+
+def work_out(config: Config, model: PreTrainedModel, world_size: int) -> Needs:
+    """model: on the meta device (`meta_model`), or the trainer's own, of which only shapes are used."""
+    size = model.dtype.itemsize
+    trained = [p for p in model.parameters() if p.requires_grad]
+    sizes = [[p.numel() for p in trained if p.ndim >= 2], [p.numel() for p in trained if p.ndim < 2]]
+    total = sum(map(sum, sizes))
+    share = largest_share(sizes, world_size) if config.optim.shard_state else total
+    has_masters = trained[0].dtype == torch.bfloat16
+    state_size = 4 if has_masters else trained[0].dtype.itemsize
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    shapes = meta_model(model.config, model.dtype)
+    head = shapes.get_output_embeddings().weight
+    tokens, vocab = config.optim.max_tokens_per_microbatch, head.shape[0]
+    logits = min(tokens * vocab, config.optim.max_logits_per_chunk)
+    fed = config.rollout.max_batch_tokens
+    sampled = min(fed * vocab, sampling.MAX_LOGITS_AT_ONCE["cuda"])
+    return Needs(
+        weights=weights,
+        reference=weights if config.loss.kl_coef > 0 else 0,
+        gradients=total * state_size,
+        masters=share * state_size if has_masters else 0,
+        moments=2 * share * state_size,
+        slot=slot_bytes(config, shapes),
+        activations=activation_bytes(shapes, tokens, config.model.gradient_checkpointing),
+        # Two gradients of the head's size: that of one chunk, and their sum so far.
+        head=logits * (LOGIT_COPIES * max(size, 4) + (size if size < 4 else 0)) + 2 * head.numel() * size,
+        rollout=int(_layer_bytes(shapes, fed)) + fed * vocab * size + sampled * SAMPLER_BYTES,
+        host_while_saving=total * state_size * (3 if has_masters else 2),
+    )
+
+
+def meta_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model without memory, with an attention that saves for the backward what the variable-length kernels save."""
+    with torch.device("meta"):  # the name of the attention sits on the configuration, so it needs one of its own
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
+    model.set_attn_implementation(_SHAPES_ONLY)
+    return model.eval()
+
+
+def largest_share(sizes: list[list[int]], world_size: int) -> int:
+    """Elements on the rank that gets most, where whole parameters are dealt out largest first to the rank with least so far,
+    one list of `sizes` (a parameter group) after the other: what ZeroRedundancyOptimizer does."""
+    loads = [0] * world_size
+    for group in sizes:
+        for size in sorted(group, reverse=True):
+            loads[loads.index(min(loads))] += size
+    return max(loads)
+
+
+def slot_bytes(config: Config, model: PreTrainedModel) -> int:
+    """Keys and values of one slot: of the longest prompt and response, in the model's precision."""
+    length = config.rollout.max_prompt_length + config.rollout.max_completion_length
+    if config.model.attention == "flash_attn":
+        length = -(-length // 256) * 256  # its page size
+    cache = KVCache(1, 1)
+    packing = pack_rows(cache, np.array([0]), np.array([1]), torch.device("meta"))
+    model = meta_model(model.config, model.dtype)
+    model.set_attn_implementation(attention.NAME)
+    with torch.no_grad():
+        forward_hidden(model, torch.zeros(1, dtype=torch.int64, device="meta"), packing)
+    return cache.num_bytes() * length
+
+
+def activation_bytes(model: PreTrainedModel, tokens: int, has_checkpoints: bool) -> int:
+    """Most that a forward and backward of `tokens` packed tokens hold below the head, beside weights and gradients.
+
+    With gradient checkpointing only the layers' inputs stay, and one layer at a time is computed again.
+    """
+    whole = _saved_bytes(model, tokens)
+    layer = _layer_bytes(model, tokens)
+    if not has_checkpoints:
+        return int(whole + BACKWARD_SHARE * layer)
+    checkpointed = meta_model(model.config, model.dtype)
+    enable_gradient_checkpointing(checkpointed)
+    return int(_saved_bytes(checkpointed.train(), tokens) + (1 + BACKWARD_SHARE) * layer)
+
+
+def _layer_bytes(model: PreTrainedModel, tokens: int) -> float:
+    return _saved_bytes(model, tokens) / model.config.num_hidden_layers
+
+
+def _saved_bytes(model: PreTrainedModel, tokens: int) -> int:
+    """What the forward of one packed sequence saves for its backward, and its result. Views of one memory count once."""
+    weights = {p.untyped_storage()._cdata for p in model.parameters()}
+    saved = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage._cdata] = storage
+        return tensor
+
+    device = torch.device("meta")
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        keep(forward_hidden(model, torch.zeros(tokens, dtype=torch.int64, device=device), pack_sequences([tokens], device)))
+    return sum(storage.nbytes() for address, storage in saved.items() if address not in weights)
+
+
+class _SavesLikeFlash(torch.autograd.Function):
+    """Computes nothing; saves queries, keys, values, the result and one float32 a query and head."""
+
+    @staticmethod
+    def forward(ctx, query, key, value):
+        out = torch.empty_like(query)
+        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        return out
+
+
+def _shapes_only(module, query, key, value, attention_mask, **kwargs):
+    query, key, value = (t[0].transpose(0, 1).contiguous() for t in (query, key, value))
+    return _SavesLikeFlash.apply(query, key, value)[None], None
+
+
+_SHAPES_ONLY = "bubblespec_shapes_only"
+AttentionInterface.register(_SHAPES_ONLY, _shapes_only)
+
+
+def rows_of_a_rank(config: Config, world_size: int) -> int:
+    """Responses that the rank with most of them generates in a step."""
+    return -(-config.rollout.num_prompts_per_step // world_size) * config.rollout.num_generations
+
+
+def most_slots(config: Config, world_size: int) -> int:
+    """Slots beyond which more are of no use: one for each own row, and as many again where drafts are made ahead."""
+    rows = rows_of_a_rank(config, world_size)
+    return min(rows * (2 if "bubble" in config.speculative.method else 1), config.rollout.max_batch_tokens)
+
+
+def choose_num_slots(config: Config, model: PreTrainedModel, has_moments: bool, ranks: Ranks) -> int:
+    """rollout.num_slots, or for auto as many as fit into what is free now, the same on all ranks (they must call it together).
+
+    Called when model and optimizer are on the device. has_moments: whether AdamW's moments are there too; otherwise the first
+    update makes them. On a CPU ranks may fill half of the memory that is free. Raises InputError where not one slot fits.
+    """
+    rollout = config.rollout
+    most = most_slots(config, ranks.world_size)
+    if rollout.num_slots != "auto":
+        return rollout.num_slots if "bubble" in config.speculative.method else min(rollout.num_slots, most)
+    needs = work_out(config, model, ranks.world_size)
+    free, total = free_bytes(ranks.device)
+    room = needs.room_for_cache(free - HEADROOM * total - (0 if has_moments else needs.moments), rollout.free_cache_engine)
+    fitting = int(ranks.gather(np.array([room // needs.slot])).min())
+    if fitting < 1:
+        raise InputError(
+            f"rollout.num_slots: a slot of {needs.slot / 1e9:.2f} GB and {max(needs.rollout, needs.training) / 1e9:.2f} GB of "
+            f"activations do not fit the {free / 1e9:.2f} GB that model and optimizer leave free; lower "
+            "optim.max_tokens_per_microbatch or rollout.max_completion_length, or set optim.shard_state (see bubblespec.memory)"
+        )
+    return min(fitting, most)
+
+
+def free_bytes(device: torch.device) -> tuple[float, float]:
+    """What this rank may still allocate, and all that there is for it."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total
+    available = psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1")) / 2
+    return available, available
+
+
+def table(config: Config, model: PreTrainedModel, world_size: int) -> str:
+    """The sum, and for cards of 80 and 141 GB what it leaves."""
+    needs = work_out(config, model, world_size)
+    optim, rollout = config.optim, config.rollout
+    other = activation_bytes(model, optim.max_tokens_per_microbatch, not config.model.gradient_checkpointing)
+    precision = "float32" if model.dtype == torch.bfloat16 else config.model.dtype
+    where = f"this rank's share of {world_size}" if optim.shard_state and world_size > 1 else "all on every rank"
+    rows, most = rows_of_a_rank(config, world_size), most_slots(config, world_size)
+    with_or_without = ("with", "without") if config.model.gradient_checkpointing else ("without", "with")
+    lines = [
+        f"{config.model.path}: {sum(p.numel() for p in model.parameters()) / 1e9:.2f} B parameters in {config.model.dtype}, "
+        f"{world_size} ranks; GB on each",
+        f"{needs.weights / 1e9:8.2f}  weights",
+        f"{needs.reference / 1e9:8.2f}  reference model" if needs.reference else None,
+        f"{needs.gradients / 1e9:8.2f}  gradients, {precision}",
+        f"{needs.masters / 1e9:8.2f}  master weights, float32, {where}" if needs.masters else None,
+        f"{needs.moments / 1e9:8.2f}  moments, {precision}, {where}",
+        f"{needs.lasting / 1e9:8.2f}  lasting",
+        f"{needs.activations / 1e9:8.2f}  activations of {optim.max_tokens_per_microbatch} tokens, {with_or_without[0]} "
+        f"checkpointing ({other / 1e9:.2f} {with_or_without[1]})",
+        f"{needs.head / 1e9:8.2f}  loss head: {optim.max_logits_per_chunk} logits at once",
+        f"{needs.rollout / 1e9:8.2f}  or, in the rollout, a forward of {rollout.max_batch_tokens} tokens",
+        f"{needs.slot / 1e9:8.2f}  keys and values of a slot, {rollout.max_prompt_length + rollout.max_completion_length} tokens",
+    ]
+    for name, total in CARDS.items():
+        room = total * (1 - HEADROOM) - needs.lasting
+        kept, freed = (max(int(needs.room_for_cache(room, is_freed) // needs.slot), 0) for is_freed in (False, True))
+        fitting = freed if rollout.free_cache_engine else kept
+        slots = min(fitting, most) if rollout.num_slots == "auto" else rollout.num_slots
+        lines.append(
+            f"{world_size} x {name}: {'fits' if 1 <= slots <= fitting else 'DOES NOT FIT'}, {(room - needs.training) / 1e9:.1f} "
+            f"left beside a gradient step ({HEADROOM:.0%} kept free); slots: {kept} fit, {freed} if freed for the step; "
+            f"{slots} used for {rows} rows"
+        )
+    lines.append(f"rank 0 holds {needs.host_while_saving / 1e9:.1f} GB of optimizer state in the machine's memory while it saves")
+    return "\n".join(line for line in lines if line)
+
+
+def load_meta_model(config: Config) -> PreTrainedModel:
+    """From the model's config.json alone. Raises InputError."""
+    try:
+        found = AutoConfig.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
+        return meta_model(found, getattr(torch, config.model.dtype))
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(
+            f"model.path: cannot read the configuration of {config.model.path}: {str(error).strip().splitlines()[0]}"
+        ) from error
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Memory of one rank, worked out from the configuration")
+    parser.add_argument("--config", required=True, help="YAML file, see configs/")
+    parser.add_argument("--world-size", type=int, default=8, help="number of ranks")
+    parser.add_argument("overrides", nargs="*", help="section.key=value")
+    arguments = parser.parse_intermixed_args()
+    try:
+        if arguments.world_size < 1:
+            raise InputError(f"--world-size: {arguments.world_size} must be at least 1")
+        config = load_config(arguments.config, arguments.overrides)
+        print(table(config, load_meta_model(config), arguments.world_size))
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""The configurations for GPUs, run on CPU: two steps of each with a shrunken Qwen2 and data of the same form, and the memory
+that their headers give."""
+
+import json
+import os
+
+import pytest
+import transformers
+from test_train import digests, read, run, same_weights
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from bubblespec import memory
+from bubblespec.config import load_config
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+SIZES = ("0.5b", "1.5b", "7b")
+# The published configurations, as far as memory depends on them.
+QWEN = {
+    "0.5b": {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+    },
+    "1.5b": {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+    },
+    "7b": {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+    },
+}
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SOLUTION = "Each has {n}, so 2 * {n} = <<2*{n}={m}>>{m}.\n#### {m}"
+# What a row of each data set looks like: the columns that the configuration reads, and some that it does not.
+ROWS = {
+    "0.5b": lambda n: {"question": f"Two boxes have {n} each. How many?", "answer": SOLUTION.format(n=n, m=2 * n)},
+    "1.5b": lambda n: {"problem": f"Find $2 \\cdot {n}$.", "answer": f"{2 * n}", "solution": f"It is $\\boxed{{{2 * n}}}$."},
+    "7b": lambda n: {"prompt": f"Find $2 \\cdot {n}$.", "solution": f"{2 * n}", "reward_model": {"ground_truth": f"{2 * n}"}},
+}
+
+
+def path_of(size: str) -> str:
+    return os.path.join(ROOT, "configs", f"qwen2.5_{size}.yaml")
+
+
+def full_size(size: str) -> transformers.PretrainedConfig:
+    vocab = 152_064 if size == "7b" else 151_936
+    return transformers.Qwen2Config(
+        **QWEN[size], vocab_size=vocab, tie_word_embeddings=size != "7b", max_position_embeddings=131_072
+    )
+
+
+@pytest.fixture(scope="module")
+def make_model(tmp_path_factory):
+    """make_model(size) -> the folder of a random model of the same architecture with its own tokenizer and a chat template."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator([], trainers.BpeTrainer(special_tokens=special, initial_alphabet=alphabet, show_progress=False))
+
+    def make(size: str) -> str:
+        folder = tmp_path_factory.mktemp(f"model_{size}")
+        fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+        fast.chat_template = TEMPLATE
+        fast.save_pretrained(folder)
+        config = full_size(size)
+        config.vocab_size, config.num_hidden_layers, config.layer_types = len(fast), 2, ["full_attention"] * 2
+        config.hidden_size, config.intermediate_size = 8 * config.num_attention_heads, 128
+        config.initializer_range = 0.2  # wide enough that responses end at different lengths
+        config.eos_token_id = fast.eos_token_id
+        transformers.set_seed(0)
+        transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
+        return str(folder)
+
+    return make
+
+
+def shrunken(size: str, model: str, folder) -> list[str]:
+    """Overrides that make a run small and local, and leave the rest of a configuration as it is."""
+    data = folder / f"{size}.jsonl"
+    data.write_text("".join(json.dumps(ROWS[size](n)) + "\n" for n in range(40)), encoding="utf-8")
+    config = load_config(path_of(size))
+    evaluation = ["data.eval_path=null", "data.eval_split=null"]
+    stop = ["rollout.stop_token_ids=[0,2]"] if config.rollout.stop_token_ids else []
+    return [
+        f"model.path={model}",
+        f"data.path={data}",
+        "data.name=null",
+        *evaluation,
+        *stop,
+        "rollout.num_prompts_per_step=4",
+        "rollout.num_generations=4",
+        "rollout.max_prompt_length=256",
+        "rollout.max_completion_length=24",
+        "rollout.max_batch_tokens=512",
+        "optim.max_tokens_per_microbatch=1024",
+        "optim.max_logits_per_chunk=16384",
+        "eval.num_prompts=4",
+        "run.max_steps=2",
+        "run.eval_steps=2",
+        "run.save_steps=2",
+        "reward.functions=[test_gpu_configs.shrunken_reward]",
+    ]
+
+
+def shrunken_reward(prompts, completions, completion_ids, answer, **columns):
+    """Something to learn for a random model; the configuration's own reward is called, and must know every answer."""
+    from bubblespec.rewards import math_equivalence
+
+    known = math_equivalence(
+        prompts, [[{"role": "assistant", "content": f"\\boxed{{{a.split()[-1]}}}"}] for a in answer], None, answer
+    )
+    assert known == [1.0] * len(answer) and all(prompt[0]["role"] == "system" for prompt in prompts)
+    assert not any(math_equivalence(prompts, completions, completion_ids, answer))
+    return [len(set(ids)) / 24 for ids in completion_ids]
+
+
+def train(size: str, make_model, folder, ranks: int, *overrides: str, monkeypatch) -> list[dict]:
+    monkeypatch.setenv("PYTHONPATH", os.path.join(ROOT, "tests"))
+    options = [*shrunken(size, make_model(size), folder), *overrides]
+    run(folder / "out", ranks, *options, config=path_of(size), short=())
+    lines = read(folder / "out")
+    steps = [line for line in lines if "rollout/digest" in line]
+    assert len(steps) == 2 and len(set(digests(folder / "out"))) == 2
+    assert all(line["grad_norm"] > 0 and line["reward_std"] > 0 for line in steps)
+    assert sum("eval/reward" in line for line in lines) == 2
+    assert load_config(str(folder / "out" / "config.yaml")).optim.shard_state
+    return steps
+
+
+@pytest.mark.parametrize("size, dtype, ranks", [("0.5b", "bfloat16", 0), ("1.5b", "float32", 0), ("7b", "bfloat16", 2)])
+def test_two_steps_with_a_shrunken_model(make_model, tmp_path, monkeypatch, size, dtype, ranks):
+    steps = train(size, make_model, tmp_path, ranks, f"model.dtype={dtype}", monkeypatch=monkeypatch)
+    limit = 1e-4 if dtype == "float32" else 0.2
+    assert all(line["sampling/logp_difference/max"] < limit for line in steps)
+    assert all(("kl" in line) == (size == "0.5b") for line in steps)
+    name = "model.safetensors"
+    assert not same_weights(
+        *(
+            transformers.AutoModelForCausalLM.from_pretrained(f).state_dict()
+            for f in (make_model(size), tmp_path / "out/checkpoint-2")
+        )
+    ), name
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_headers_give_the_memory_that_is_worked_out(size, tmp_path):
+    """The comment at the top is what `python -m bubblespec.memory` prints for the published model."""
+    full_size(size).save_pretrained(tmp_path)
+    config = load_config(path_of(size))
+    name, config.model.path = config.model.path, str(tmp_path)
+    printed = memory.table(config, memory.load_meta_model(config), 8).replace(str(tmp_path), name)
+    with open(path_of(size), encoding="utf-8") as file:
+        header = [line.rstrip("\n") for line in file if line.startswith("#")]
+    assert header[-len(printed.splitlines()) :] == [f"#   {line}" for line in printed.splitlines()]
+    assert "DOES NOT FIT" not in printed

@@ -1,0 +1,264 @@
+"""Worked-out memory against real tensors and measured peaks of a small model, the number of slots, and the printed table."""
+
+import multiprocessing
+import os
+import re
+import resource
+import subprocess
+import sys
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import transformers
+
+from bubblespec import memory
+from bubblespec.config import Config, ModelConfig, OptimConfig, RolloutConfig, load_config
+from bubblespec.data import Prompt
+from bubblespec.distributed import Ranks
+from bubblespec.engine.generator import Generator, Row
+from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
+from bubblespec.errors import InputError
+from bubblespec.optimizer import MOMENTS, Optimizer
+from bubblespec.rollout import Samples
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+CPU = Ranks(torch.device("cpu"))
+
+
+def small(vocab: int = 512, **changes) -> transformers.PretrainedConfig:
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+    return transformers.Qwen2Config(vocab_size=vocab, num_key_value_heads=2, max_position_embeddings=4096, **sizes | changes)
+
+
+def make_config(dtype: str = "float32", max_tokens: int = 8192, **optim) -> Config:
+    return Config(
+        model=ModelConfig(path="x", dtype=dtype),
+        rollout=RolloutConfig(max_prompt_length=100, max_completion_length=412, num_prompts_per_step=8, num_generations=4),
+        optim=OptimConfig(max_tokens_per_microbatch=max_tokens, **optim),
+    )
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_what_lasts_is_what_the_tensors_hold(dtype, tied):
+    config, torch_dtype = make_config(dtype), getattr(torch, dtype)
+    model = transformers.AutoModelForCausalLM.from_config(small(tie_word_embeddings=tied)).to(torch_dtype).eval()
+    needs = memory.work_out(config, memory.meta_model(model.config, torch_dtype), 1)
+    assert memory.work_out(config, model, 1) == needs, "the model itself says the same as its configuration"
+    prepare_model(model, 512)
+    optimizer = Optimizer(model, config.optim, 10)
+    optimizer.flat_grad.fill_(1.0)
+    optimizer.step(0)
+    engine = Generator(model, 3, 512, seed=0)
+    engine.run([Row(0, 0, 0, (1, 2, 3), 4)])
+
+    def size(tensors) -> int:
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    states = optimizer.local.state.values()
+    assert needs.weights == size(model.parameters())
+    assert needs.gradients == size([optimizer.flat_grad])
+    assert needs.masters == (size(optimizer.updated.values()) if dtype == "bfloat16" else 0)
+    assert needs.moments == size(state[key] for state in states for key in MOMENTS)
+    assert 3 * needs.slot == engine.cache.num_bytes()
+    saved = optimizer.state_dict()["parameters"].values()
+    assert needs.host_while_saving == size(t for tensors in saved for t in tensors.values())
+
+
+def test_working_out_leaves_the_model_as_it_is():
+    model = transformers.AutoModelForCausalLM.from_config(small()).eval()
+    prepare_model(model, 512)
+    memory.work_out(make_config(), model, 1)
+    assert model.config._attn_implementation == "bubblespec" and next(model.parameters()).device.type == "cpu"
+
+
+def measure(connection, changes: dict, num_tokens: int, has_checkpoints: bool, max_logits: int) -> None:
+    """Peak of this process's memory in one gradient step, less what it has after a small one; 0 if that was no new peak."""
+    from bubblespec.update import train_on_samples
+
+    torch.set_num_threads(1)
+    model = transformers.AutoModelForCausalLM.from_config(small(**changes)).eval()
+    prepare_model(model, 512)
+    if has_checkpoints:
+        enable_gradient_checkpointing(model)
+    config = make_config(max_tokens=num_tokens, max_logits_per_chunk=max_logits)
+    config.model.gradient_checkpointing = has_checkpoints
+    optimizer = Optimizer(model, config.optim, 10)
+
+    def step(count: int) -> int:
+        tokens = [np.ones(252, np.int32)] * count
+        samples = Samples(
+            [Prompt(0, "x", (1, 2, 3, 4), {})],
+            count,
+            tokens,
+            tokens,
+            [t.astype(np.float32) for t in tokens],
+            np.zeros(count, bool),
+            None,
+        )
+        train_on_samples(model, None, optimizer, samples, np.ones(count), config, CPU, 0, "sdpa")
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+    peak_before, before = step(1), psutil.Process().memory_info().rss
+    peak = step(num_tokens // 256)
+    connection.send(peak - before if peak > peak_before else 0)
+
+
+@pytest.mark.parametrize(
+    "changes, num_tokens, has_checkpoints, max_logits",
+    [
+        ({}, 4096, False, 1 << 20),
+        ({"num_hidden_layers": 8}, 8192, True, 1 << 20),
+        ({"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab": 32768}, 1024, False, 1 << 25),
+    ],
+    ids=["activations", "checkpointed", "head"],
+)
+def test_a_gradient_step_peaks_where_it_is_said_to(monkeypatch, changes, num_tokens, has_checkpoints, max_logits):
+    """Within 0.75 and 1.35 of it. Each case is dominated by one part of the sum."""
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # freed tensors go back to the system, so the peak is that of live ones
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=measure, args=(sender, changes, num_tokens, has_checkpoints, max_logits))
+    process.start()
+    assert receiver.poll(120)
+    measured = receiver.recv()
+    process.join()
+    config = make_config(max_tokens=num_tokens, max_logits_per_chunk=max_logits)
+    config.model.gradient_checkpointing = has_checkpoints
+    needs = memory.work_out(config, memory.meta_model(small(**changes), torch.float32), 1)
+    assert measured and 0.75 < needs.training / measured < 1.35, (needs.training, measured)
+
+
+@pytest.mark.parametrize(
+    "sizes, world_size, largest",
+    [([[8, 1, 5, 3], [2]], 1, 19), ([[8, 1, 5, 3], [2]], 2, 10), ([[8, 1, 5, 3], [2]], 3, 8), ([[4, 4], [1]], 2, 5)],
+)
+def test_largest_share(sizes, world_size, largest):
+    """Dealt out by hand. That this is what the optimizer does is tested with real ranks."""
+    assert memory.largest_share(sizes, world_size) == largest
+
+
+# The number of slots
+
+
+class Ranks3:
+    """Rank 0 of three, of which the others have room for 5 and 7 slots."""
+
+    world_size, device = 3, torch.device("cuda")
+
+    def gather(self, array):
+        return np.stack([array, np.full_like(array, 5), np.full_like(array, 7)])
+
+
+def slots_on_cuda(monkeypatch, config: Config, free: float, has_moments: bool = True, ranks=Ranks3) -> int:
+    """`free` bytes of a card of 1 GB, of which the allocator holds some itself."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free - 1000, 10**9))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 51_000)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 50_000)
+    return memory.choose_num_slots(config, memory.meta_model(small(), torch.float32), has_moments, ranks())
+
+
+def test_slots_fill_what_is_free_and_all_ranks_take_the_least(monkeypatch):
+    config = make_config(max_tokens=512)
+    config.rollout.max_batch_tokens = 4000
+    needs = memory.work_out(config, memory.meta_model(small(), torch.float32), 3)
+    assert needs.rollout > needs.training
+    base = needs.rollout + memory.HEADROOM * 1e9
+    assert slots_on_cuda(monkeypatch, config, base + 4.5 * needs.slot) == 4
+    assert slots_on_cuda(monkeypatch, config, base + 5.5 * needs.slot) == 5
+    assert slots_on_cuda(monkeypatch, config, base + 9.5 * needs.slot) == 5, "the least of all ranks"
+    assert slots_on_cuda(monkeypatch, config, base + 4.5 * needs.slot + needs.moments, has_moments=False) == 4
+    with pytest.raises(InputError, match=r"^rollout.num_slots: .* optim.max_tokens_per_microbatch"):
+        slots_on_cuda(monkeypatch, config, base + 0.5 * needs.slot)
+    config = make_config(max_tokens=8192)  # now the gradient step needs more
+    needs = memory.work_out(config, memory.meta_model(small(), torch.float32), 3)
+    assert needs.training > needs.rollout + 20 * needs.slot
+    free = needs.training + memory.HEADROOM * 1e9 + 2.5 * needs.slot
+    assert slots_on_cuda(monkeypatch, config, free) == 2
+    config.rollout.free_cache_engine = True
+    assert slots_on_cuda(monkeypatch, config, free) == 5
+    with pytest.raises(InputError, match=r"^rollout.num_slots: "):
+        slots_on_cuda(monkeypatch, config, free - 3 * needs.slot)
+
+
+def test_slots_are_never_more_than_are_of_use():
+    model = memory.meta_model(small(), torch.float32)
+
+    def slots(method: str, num_slots: int | str, max_batch_tokens: int = 2048) -> int:
+        config = make_config()  # 8 prompts x 4 responses
+        config.speculative.method, config.rollout.num_slots = method, num_slots
+        config.rollout.max_batch_tokens = max_batch_tokens
+        return memory.choose_num_slots(config, model, True, CPU)
+
+    assert slots("none", "auto") == slots("suffix", "auto") == 32
+    assert slots("bubble", "auto") == slots("bubble+suffix", "auto") == 64
+    assert slots("bubble", "auto", max_batch_tokens=40) == 40
+    assert [slots("bubble", 500), slots("none", 500), slots("none", 7)] == [500, 32, 7]
+
+
+def test_released_keys_and_values_are_made_again():
+    model = transformers.AutoModelForCausalLM.from_config(small()).double().eval()
+    prepare_model(model, 512)
+    engine = Generator(model, 3, 64, seed=0)
+
+    def generate() -> list[list[int]]:
+        rows = [Row(1, 0, j, (1, 2, 3), 20) for j in range(4)]
+        return [row.tokens.tolist() for row in engine.run(rows)]
+
+    wanted = generate()
+    assert engine.cache.num_bytes() > 0
+    engine.add([Row(9, 0, 0, (7, 8), 20)])
+    engine.step()
+    engine.release()
+    assert engine.cache.num_bytes() == 0 and engine.is_idle
+    assert generate() == wanted
+
+
+# The command
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "bubblespec.memory", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_the_command_prints_the_sum(tmp_path):
+    small().save_pretrained(tmp_path)
+    done = command("--config", "configs/qwen2.5_7b.yaml", "--world-size", "4", f"model.path={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    said = {name: float(number) for number, name in re.findall(r"^ *(\d+\.\d+)  (\w+)", done.stdout, re.MULTILINE)}
+    assert {"weights", "gradients", "master", "moments", "lasting", "activations", "loss", "keys"} <= said.keys()
+    config = load_config(os.path.join(ROOT, "configs/qwen2.5_7b.yaml"))
+    needs = memory.work_out(config, memory.meta_model(small(), torch.bfloat16), 4)
+    assert said["activations"] == pytest.approx(needs.activations / 1e9, abs=0.005)
+    assert "4 x 80 GB: fits" in done.stdout and "4 x 141 GB: fits" in done.stdout
+    assert needs.masters < needs.gradients, "sharded"
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["model.path=/nowhere"], "model.path: cannot read the configuration of /nowhere"),
+        (["--world-size", "0"], "--world-size: 0 must be at least 1"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, says, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["memory", "--config", os.path.join(ROOT, "configs/qwen2.5_7b.yaml"), *arguments])
+    assert memory.main() == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {says}") and error.count("\n") == 1
+
+
+def test_what_does_not_fit_is_said():
+    config = make_config("bfloat16")
+    model = memory.meta_model(
+        small(vocab=50_000, hidden_size=8192, intermediate_size=20_000, num_hidden_layers=10), torch.bfloat16
+    )
+    printed = memory.table(config, model, 8).splitlines()
+    assert "8 x 80 GB: DOES NOT FIT" in printed[-3] and "8 x 141 GB: DOES NOT FIT" in printed[-2]
+    config.optim.shard_state = True
+    printed = memory.table(config, model, 8).splitlines()
+    assert "8 x 80 GB: DOES NOT FIT" in printed[-3] and "8 x 141 GB: fits" in printed[-2]

@@ -1,0 +1,62 @@
+"""More than one machine: two launchers that find each other over loopback, each with one rank, against one with two ranks."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from test_train import ROOT, SHORT, digests, read, run, same_weights, weights
+
+from bubblespec.errors import InputError
+from bubblespec.trainer import check_all_see
+
+SHORTER = [*(o for o in SHORT if "_steps" not in o), "run.max_steps=2", "run.save_steps=0"]
+
+
+def run_on_two_nodes(output_dir, *overrides: str) -> None:
+    """Each launcher is started as on a machine of its own, with one rank."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--rdzv-backend=c10d"]
+    launch += [f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test", "--local-addr=127.0.0.1"]
+    train = ["train.py", "--config", "configs/tiny_cpu.yaml", *SHORTER, f"run.output_dir={output_dir}", *overrides]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    options = {"cwd": ROOT, "env": environment, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    nodes = [subprocess.Popen([*launch, *train], **options) for _ in range(2)]
+    try:
+        said = [node.communicate(timeout=300)[1] for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    assert all(node.returncode == 0 for node in nodes), "\n".join(text[-3000:] for text in said)
+
+
+def test_two_nodes_give_the_bits_of_one(tmp_path):
+    """And whatever else only saves memory changes nothing: sharded state, slots chosen by free memory, a cache that is freed."""
+    run(tmp_path / "one", 2, short=SHORTER)
+    run_on_two_nodes(tmp_path / "two", "optim.shard_state=true", "rollout.num_slots=auto", "rollout.free_cache_engine=true")
+    assert digests(tmp_path / "two") == digests(tmp_path / "one") and len(digests(tmp_path / "one")) == 2
+    assert same_weights(weights(tmp_path / "two", 2), weights(tmp_path / "one", 2))
+    assert all("timing_s/gen/rank_1" in line for line in read(tmp_path / "two") if "rollout/digest" in line)
+
+
+class TwoRanks:
+    """Rank 0 of two, of which the other sees `other`."""
+
+    def __init__(self, other: str):
+        self.other = np.frombuffer(other.encode(), np.uint8)
+
+    def gather_ragged(self, array: np.ndarray) -> list[np.ndarray]:
+        return [array, self.other]
+
+
+def test_ranks_must_see_the_same_checkpoint():
+    for seen, other in (("out/checkpoint-2", ""), (None, "out/checkpoint-2"), ("out/checkpoint-2", "out/checkpoint-4")):
+        with pytest.raises(InputError, match=r"^run.output_dir: .*share") as error:
+            check_all_see(seen, TwoRanks(other))
+        assert (seen or other) in str(error.value) and other in str(error.value) and "\n" not in str(error.value)
+    check_all_see(None, TwoRanks(""))
+    check_all_see("/a/out/checkpoint-2", TwoRanks("/b/out/checkpoint-2"))  # one folder may be mounted under two names
