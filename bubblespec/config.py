@@ -368,10 +368,12 @@ def check_values(config: Config) -> None:
     for key in ("rollout.stop_token_ids", "run.timeline_steps"):
         for number, value in enumerate(flat[key] or []):
             _require(value >= 0, f"{key}[{number}]", value, "at least 0")
+    slots = config.rollout.num_slots
+    _require(slots == "auto" or (isinstance(slots, int) and slots >= 1), "rollout.num_slots", slots, "auto, or at least 1")
     for key, value in flat.items():
         _require(not isinstance(value, int) or abs(value) < 1 << 63, key, value, f"below {1 << 63}")
     for key, limit in LARGEST.items():
-        _require(flat[key] is None or flat[key] <= limit, key, flat[key], f"at most {limit}")
+        _require(flat[key] in (None, "auto") or flat[key] <= limit, key, flat[key], f"at most {limit}")
     for key in ("rollout.temperature", "eval.temperature"):  # logits divided by less leave the range of float32
         _require(not flat[key] or flat[key] >= MIN_TEMPERATURE, key, flat[key], f"0, or at least {MIN_TEMPERATURE}")
     for key, limit in {"rollout.num_generations": 1 << 12, "eval.num_generations": 1 << 12, "run.max_steps": 1 << 31}.items():
@@ -387,8 +389,6 @@ def check_values(config: Config) -> None:
         rollout.min_completion_length,
         f"at most rollout.max_completion_length = {rollout.max_completion_length}",
     )
-    slots = rollout.num_slots
-    _require(slots == "auto" or (isinstance(slots, int) and slots >= 1), "rollout.num_slots", slots, "auto, or at least 1")
     _require(rollout.max_batch_tokens >= 1, "rollout.max_batch_tokens", rollout.max_batch_tokens, "at least 1")
     _require(
         slots == "auto" or rollout.max_batch_tokens >= slots,
