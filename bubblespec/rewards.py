@@ -207,7 +207,7 @@ def _number(value) -> float | RewardFailure:
             raise TypeError("text that float() would read")
         number = float(value)
     except (TypeError, ValueError, OverflowError):
-        return RewardFailure("value", f"value {value!r} is not a number or None")
+        return RewardFailure("value", f"value {value!r:.200} is not a number or None")
     return number if math.isfinite(number) else RewardFailure("value", f"value {value} is not finite")
 
 
