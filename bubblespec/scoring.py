@@ -1,7 +1,7 @@
 """Scoring a rank's rows: in worker processes while others still decode, or in this process once all have finished.
 
-A reward that fails is logged, counted, and replaced by `reward.reward_on_error`. If a function fails for all samples of a batch,
-on all ranks, it is taken to be broken, and the run ends: it would train on nothing.
+A reward that fails is logged, counted, and replaced by `reward.reward_on_error`. If a function fails for all responses of
+a step, on all ranks, it is taken to be broken, and the run ends: it would train on nothing.
 """
 
 import atexit
@@ -42,6 +42,8 @@ class Scorer:
     ):
         self.config, self.functions, self.tokenizer = config, functions, tokenizer
         self.ranks, self.output_dir = ranks, output_dir
+        # Over all ranks and the batches of a step.
+        self._counts, self._num_rows, self._function_s = np.zeros((len(functions), len(FAILURE_KINDS)), np.int64), 0, 0.0
         self.workers = None
         if config.num_workers:
             self.workers = RewardWorkers(list(functions), config.num_workers, config.timeout_s, config.adaptive_timeout)
@@ -50,6 +52,28 @@ class Scorer:
     def begin(self, prompts: list[Prompt], rows: list[Row]) -> "Scoring":
         """Score `rows`, which are about to be generated: those of this rank's prompts in order."""
         return Scoring(self, prompts, rows)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Failures, and seconds inside the functions, over all ranks since the last call: to be called once a step."""
+        by_kind = self._counts.sum(axis=0).tolist()
+        metrics = {"reward/errors": sum(by_kind), "reward/function_s": self._function_s}
+        metrics |= {f"reward/errors/{kind}": count for kind, count in zip(FAILURE_KINDS, by_kind, strict=True) if count}
+        self._counts[:], self._num_rows, self._function_s = 0, 0, 0.0
+        return metrics
+
+    def count(self, failures: list[Failed], num_rows: int, seconds: float) -> None:
+        """Add up what all ranks have seen. Raises InputError, on all of them, if a function has failed for every row."""
+        own = np.zeros(self._counts.shape)
+        for _, number, failure in failures:
+            own[number, FAILURE_KINDS.index(failure.kind)] += 1
+        total = self.ranks.gather(np.array([*own.ravel(), seconds, num_rows])).sum(axis=0)
+        self._counts += total[:-2].reshape(own.shape).astype(np.int64)
+        self._function_s += float(total[-2])
+        self._num_rows += int(total[-1])
+        for number, path in enumerate(self.functions):
+            if self._num_rows and self._counts[number].sum() == self._num_rows:
+                example = next((f"; {failure}" for _, of, failure in failures if of == number), "")
+                raise InputError(f"reward {path}: failed for all {self._num_rows} responses of a step{example}")
 
     def close(self) -> None:
         """End the workers. Without it they end with this process."""
@@ -68,7 +92,7 @@ class Scoring:
         self._waiting = {id(row): i for i, row in enumerate(rows)}  # not given to the workers yet
 
     def on_finished(self, row: Row) -> None:
-        """To be called once a row has finished: the workers begin with it. Needs no answer, and takes no time worth noting."""
+        """To be called when a row has finished: the workers may begin with it."""
         if self.scorer.workers is None:
             return
         i = self._waiting.pop(id(row))
@@ -76,9 +100,11 @@ class Scoring:
         for number in range(len(self.scorer.functions)):
             self.scorer.workers.submit((i, number), number, sample)
 
-    def collect(self) -> tuple[np.ndarray, dict[str, float]]:
-        """Wait for the scores. Returns rewards float64 [rows, functions], NaN where a function does not apply, and metrics over
-        all ranks. To be called by all ranks together."""
+    def collect(self) -> np.ndarray:
+        """Wait for the scores: float64 [rows, functions], NaN where a function does not apply. Called by all ranks together.
+
+        Raises InputError where failures are to end the run.
+        """
         functions, failures, seconds = self.scorer.functions, [], 0.0
         if self.scorer.workers is None:
             begin = time.perf_counter()
@@ -97,32 +123,16 @@ class Scoring:
                     rewards[i, number] = answer.value
         failures.sort(key=lambda failed: failed[:2])
         self._report(failures)
+        self.scorer.count(failures, len(self.rows), seconds)
         for i, number, _ in failures:
             rewards[i, number] = self.scorer.config.reward_on_error
-        return rewards, self._metrics(failures, seconds)
+        return rewards
 
     def _samples(self, indices) -> list[Sample]:
         ids = [self.rows[i].tokens.tolist() for i in indices]
         texts = self.scorer.tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
         prompts = [self.prompts[i] for i in indices]
         return [Sample(p.text, text, own, p.columns) for p, text, own in zip(prompts, texts, ids, strict=True)]
-
-    def _metrics(self, failures: list[Failed], seconds: float) -> dict[str, float]:
-        """Raises InputError, on all ranks alike, if a function has failed for every sample."""
-        paths = list(self.scorer.functions)
-        own = np.zeros((len(paths), len(FAILURE_KINDS)))
-        for _, number, failure in failures:
-            own[number, FAILURE_KINDS.index(failure.kind)] += 1
-        gathered = self.scorer.ranks.gather(np.array([*own.ravel(), seconds, len(self.rows)])).sum(axis=0)
-        counts = gathered[:-2].reshape(own.shape)
-        for path, count in zip(paths, counts.sum(axis=1), strict=True):
-            if gathered[-1] and count == gathered[-1]:
-                example = next((f"; {failure}" for _, number, failure in failures if paths[number] == path), "")
-                raise InputError(f"reward {path}: failed for all {int(count)} samples of a batch{example}")
-        metrics = {"reward/errors": float(counts.sum()), "reward/function_s": float(gathered[-2])}
-        return metrics | {
-            f"reward/errors/{kind}": float(count) for kind, count in zip(FAILURE_KINDS, counts.sum(axis=0), strict=True) if count
-        }
 
     def _report(self, failures: list[Failed]) -> None:
         """Failures into the file, and one line for each kind of each function. Raises InputError if they are to end the run."""

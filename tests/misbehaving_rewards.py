@@ -89,7 +89,7 @@ def note_pid(path: str) -> None:
         file.write(f"{os.getpid()}\n")
 
 
-def hang_or_match(prompts, completions, completion_ids, answer, **columns) -> list[float]:
+def crash_or_match(prompts, completions, completion_ids, answer, **columns) -> list[float]:
     """exact_match that ends its process for one prompt in four, and raises for another one."""
     values = []
     for text, wanted in zip(completions, answer, strict=True):
