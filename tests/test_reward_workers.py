@@ -112,7 +112,7 @@ def test_what_hangs_is_killed_with_its_children(make_workers, tmp_path):
 
 def test_a_crash_is_found_while_an_orphan_holds_the_connection(make_workers, tmp_path):
     path = tmp_path / "orphan"
-    answers = ask(make_workers(timeout_s=3600.0), [f"die orphan {path}", "value 1"])
+    answers = ask(make_workers(timeout_s=PATIENCE_S), [f"die orphan {path}", "value 1"])
     assert answers[0].failure.kind == "crash" and "exit code 4" in str(answers[0].failure) and answers[1].value == 1.0
     assert eventually(lambda: not any(is_alive(pid) for pid in pids_in(path)))
 
