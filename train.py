@@ -35,7 +35,7 @@ def train(trainer: Trainer) -> None:
         advantages = estimate_advantages(rewards, config.loss.advantage_estimator, config.loss.scale_rewards).ravel()
         metrics = train_step(trainer, samples, advantages, step, stats.events)
         stages.append(("train", stages[-1][2], time.perf_counter()))
-        metrics |= rollout_metrics(collected, list(trainer.rewards))
+        metrics |= rollout_metrics(collected, list(trainer.rewards)) | trainer.scorer.take_metrics()
         if trainer.speculation is not None:
             generated, all_rewards = collected.generated, collected.all_rewards.ravel()
             trainer.speculation.learn(step, generated.prompts, generated.tokens, all_rewards)

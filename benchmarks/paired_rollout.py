@@ -26,7 +26,7 @@ from bubblespec.config import Config, load_config
 from bubblespec.distributed import ranks_from_environment
 from bubblespec.engine.generator import Generator, Row
 from bubblespec.errors import InputError
-from bubblespec.rollout import gather_samples, generate, make_rows, score_rows
+from bubblespec.rollout import gather_samples, generate, make_rows
 from bubblespec.schedule.speculation import speculation_metrics
 from bubblespec.trainer import Trainer, generate_step, set_up
 from bubblespec.update import train_on_samples
@@ -95,7 +95,7 @@ def paired_step(
     result["differing_rows"] = int(ranks.sum_(torch.tensor(differing)).item())
     if inspect is not None:
         inspect(rows["none"], rows["speculation"])
-    scores = score_rows(trainer.rewards, own, rows["none"], trainer.tokenizer)
+    scores = trainer.scorer.begin(own, rows["none"]).collect()
     samples = gather_samples(prompts, rollout.num_generations, rows["none"], scores, ranks)
     rewards = trainer.combined(samples).reshape(len(prompts), -1)
     advantages = estimate_advantages(rewards, config.loss.advantage_estimator, config.loss.scale_rewards).ravel()

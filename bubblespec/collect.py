@@ -13,7 +13,7 @@ import numpy as np
 
 from bubblespec.advantages import has_zero_std
 from bubblespec.data import Prompt
-from bubblespec.rollout import Samples, gather_samples, make_rows, score_rows
+from bubblespec.rollout import Samples, gather_samples, make_rows
 from bubblespec.schedule.run_ahead import RolloutStats
 from bubblespec.timeline import Event
 from bubblespec.trainer import Trainer, generate_step
@@ -66,12 +66,12 @@ def _collect_batch(
     started = stages[-1][2] if stages else time.perf_counter()
     own = trainer.own_share(prompts)
     rows = make_rows(own, step, rollout.num_generations, rollout.max_completion_length)
-    stats, drafts = generate_step(trainer, rows, step)
+    scoring = trainer.scorer.begin(own, rows)
+    stats, drafts = generate_step(trainer, rows, step, scoring.on_finished)
     generated = time.perf_counter()
     ranks.barrier()  # the bubble: waiting for the slowest rank
     everyone_done = time.perf_counter()
-    scores = score_rows(trainer.rewards, own, rows, trainer.tokenizer)
-    samples = gather_samples(prompts, rollout.num_generations, rows, scores, ranks)
+    samples = gather_samples(prompts, rollout.num_generations, rows, scoring.collect(), ranks)
     if trainer.speculation is not None:
         exchange_started = time.perf_counter()
         trainer.speculation.exchange(drafts, stats)

@@ -82,6 +82,15 @@ class RewardConfig:
     """Dotted paths of reward functions with TRL's signature."""
     weights: list[float] | None = None
     """One weight per function (default: all 1)."""
+    num_workers: int = 2
+    """Processes on each rank that score finished responses, one at a time, while others are generated; 0 scores them in the main
+    process, all of a rank's in one call, without protection from functions that hang or crash."""
+    timeout_s: float = 60.0
+    """Seconds that a function may take for one response in a worker; what takes longer is an error."""
+    adaptive_timeout: bool = False
+    """Lower the time-out to 1.5 times the slowest answer so far with a reward above 0, within 2 and 30 seconds (RollPacker)."""
+    reward_on_error: float | None = 0.0
+    """Reward of a response for which a function raises, times out, crashes or returns no finite number; null ends the run."""
     overlong_buffer_length: int = 0
     """Soft overlong punishment (DAPO): a response loses reward in these last tokens before max_completion_length; 0 is off."""
     overlong_penalty_factor: float = 1.0
@@ -344,7 +353,7 @@ def check_values(config: Config) -> None:
         "model.lora_r rollout.min_completion_length rollout.temperature rollout.top_k eval.num_prompts loss.epsilon_low "
         "loss.epsilon_high loss.kl_coef optim.learning_rate optim.warmup_steps optim.weight_decay optim.max_grad_norm "
         "optim.adam_epsilon optim.max_skipped_steps run.seed run.eval_steps run.save_steps data.seed eval.temperature "
-        "reward.overlong_buffer_length reward.overlong_penalty_factor"
+        "reward.overlong_buffer_length reward.overlong_penalty_factor reward.num_workers"
     )
     for key in not_negative.split():
         _require(flat[key] is None or flat[key] >= 0, key, flat[key], "at least 0")
@@ -361,7 +370,8 @@ def check_values(config: Config) -> None:
         _require(flat[key] >= 0, key, flat[key], "at least 0")
     _require(config.bubble.progress_timeout_s > 0, "bubble.progress_timeout_s", config.bubble.progress_timeout_s, "above 0")
     _require(0 < config.rollout.top_p <= 1, "rollout.top_p", config.rollout.top_p, "above 0 and at most 1")
-    _require(config.run.timeout_s > 0, "run.timeout_s", config.run.timeout_s, "above 0")
+    for key in ("run.timeout_s", "reward.timeout_s"):
+        _require(flat[key] > 0, key, flat[key], "above 0")
     _require(config.run.seed < 1 << 63, "run.seed", config.run.seed, f"below {1 << 63}")
     for key in ("optim.adam_beta1", "optim.adam_beta2"):
         _require(0 <= flat[key] < 1, key, flat[key], "at least 0 and below 1")

@@ -1,9 +1,7 @@
 """Ranks: start and end of the process group, and the few collectives that the trainer uses. A single process works too."""
 
 import contextlib
-import ctypes
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
@@ -13,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from bubblespec.errors import InputError
+from bubblespec.processes import die_with_parent
 
 # torch 2.13 renames the collective; 2.11 has the old name only.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -79,7 +78,7 @@ def ranks_from_environment(device: str, timeout_s: float) -> Iterator[Ranks]:
     if use_cuda:
         torch.cuda.set_device(target)
     if "RANK" in os.environ:
-        _die_with_launcher()
+        die_with_parent()  # with torchrun: orphans would go on and write beside the run that is started next
         dist.init_process_group("nccl" if use_cuda else "gloo", timeout=timedelta(seconds=timeout_s))
     try:
         yield Ranks(target)
@@ -108,10 +107,3 @@ def say_once(error: InputError) -> None:
             is_first = dist.distributed_c10d._get_default_store().add("num_input_errors", 1) == 1
     if is_first:
         print(f"error: {error}", file=sys.stderr, flush=True)
-
-
-def _die_with_launcher() -> None:
-    """Ask Linux to end this rank when torchrun dies: orphans would go on and write beside the run that is started next."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

@@ -2,22 +2,28 @@
 
 A reward function has TRL's signature `f(prompts, completions, completion_ids, **columns) -> list[float | None]`: prompts and
 completions are strings, or lists of chat messages if the prompt is a chat; every further column of the data arrives as
-a keyword with one value a sample. None means that the function does not apply to that sample.
+a keyword with one value a sample. None means that the function does not apply to that sample. How many samples are in a call
+is not the function's business: one in a worker process, all of a rank's in the main process.
 """
 
 import importlib
 import inspect
 import math
 import re
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Collection
+from typing import NamedTuple
 
 import numpy as np
 
 from bubblespec.errors import InputError
 
 RewardFunction = Callable[..., list[float | None]]
+
+# How a reward can fail: the function raised, gave something that is no finite number, took too long, or ended its process.
+FAILURE_KINDS = ("exception", "value", "timeout", "crash")
 
 # Seconds for one comparison by math-verify, which would work out a completion such as 9^{9^9} for ever.
 MATH_LIMIT_S = 5
@@ -55,51 +61,84 @@ def check_arguments(path: str, function: RewardFunction, columns: Collection[str
         ) from error
 
 
-def score(
-    functions: dict[str, RewardFunction],
-    prompts: list,
-    completions: list[str],
-    completion_ids: list[list[int]],
-    columns: list[dict],
-) -> np.ndarray:
-    """Rewards float64 [samples, functions], NaN where a function does not apply.
+class Sample(NamedTuple):
+    """What a reward function is told of one response. prompt: a string or chat messages; columns: other columns of its row."""
 
-    A list of the wrong length or a value that is not a finite number is an InputError that names the function: both would
-    otherwise broadcast or spread silently. So is an exception in a function, which stays the error's cause.
+    prompt: str | list[dict]
+    completion: str
+    completion_ids: list[int]
+    columns: dict
+
+
+class RewardFailure(Exception):
+    """A reward that could not be had. kind: one of FAILURE_KINDS; trace: the exception's traceback, if there was one."""
+
+    def __init__(self, kind: str, message: str, trace: str = ""):
+        super().__init__(message)
+        self.kind, self.message, self.trace = kind, message, trace
+
+
+def call(function: RewardFunction, samples: list[Sample]) -> list[float | RewardFailure | None]:
+    """One value a sample: a finite number, None, or why the value given for it is neither.
+
+    Raises RewardFailure where the call as a whole failed: an exception, or a list of the wrong length, which would otherwise
+    spread over the samples silently.
     """
     as_messages = [
-        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-        for prompt, text in zip(prompts, completions, strict=True)
+        s.completion if isinstance(s.prompt, str) else [{"role": "assistant", "content": s.completion}] for s in samples
     ]
-    names = sorted({name for row in columns for name in row})
-    by_name = {name: [row.get(name) for row in columns] for name in names}
-    rewards = np.full((len(prompts), len(functions)), np.nan)
+    names = sorted({name for sample in samples for name in sample.columns})
+    columns = {name: [sample.columns.get(name) for sample in samples] for name in names}
+    ids = [sample.completion_ids for sample in samples]
+    try:
+        values = function(prompts=[s.prompt for s in samples], completions=as_messages, completion_ids=ids, **columns)
+    except (Exception, SystemExit) as error:
+        raise RewardFailure("exception", f"raised {_describe(error)}", traceback.format_exc()) from error
+    try:
+        length = None if isinstance(values, (str, bytes, dict, set)) else len(values)
+    except TypeError:
+        length = None
+    if length is None:
+        raise RewardFailure("value", f"returned {type(values).__name__}, not a list with one value a sample")
+    if length != len(samples):
+        raise RewardFailure("value", f"returned {length} values for {len(samples)} samples")
+    return [None if value is None else _number(value) for value in values]
+
+
+def score(
+    functions: dict[str, RewardFunction], samples: list[Sample], failures: list[tuple[int, int, RewardFailure]] | None = None
+) -> np.ndarray:
+    """Rewards float64 [samples, functions], NaN where a function does not apply. All samples are in one call.
+
+    What fails is an InputError that names the function, and stays its cause. With a list of `failures` it is put there instead,
+    as (sample, function, failure), with NaN as the reward; a call that fails as a whole is then repeated sample by sample, to
+    find out for which of them it does.
+    """
+    rewards = np.full((len(samples), len(functions)), np.nan)
     for number, (path, function) in enumerate(functions.items()):
         try:
-            values = function(prompts=prompts, completions=as_messages, completion_ids=completion_ids, **by_name)
-        except Exception as error:
-            traceback.print_exc()  # the user's own code: one line is not enough to find the mistake
-            raise InputError(f"reward {path}: raised {_describe(error)}") from error
-        try:
-            length = None if isinstance(values, (str, bytes, dict, set)) else len(values)
-        except TypeError:
-            length = None
-        if length is None:
-            raise InputError(f"reward {path}: returned {type(values).__name__}, not a list with one value a sample")
-        if length != len(prompts):
-            raise InputError(f"reward {path}: returned {length} values for {len(prompts)} samples")
+            values = call(function, samples)
+        except RewardFailure as failure:
+            if failures is None:
+                print(failure.trace, end="", file=sys.stderr)  # the user's own code: one line is not enough to find the mistake
+                raise InputError(f"reward {path}: {failure}") from (failure.__cause__ or failure)
+            values = [call_one(function, sample) for sample in samples]
         for i, value in enumerate(values):
-            if value is None:
-                continue
-            try:
-                if isinstance(value, (str, bytes)):
-                    raise TypeError("text that float() would read")
-                rewards[i, number] = float(value)
-            except (TypeError, ValueError, OverflowError):
-                raise InputError(f"reward {path}: value {value!r} for sample {i} is not a number or None") from None
-            if not math.isfinite(rewards[i, number]):
-                raise InputError(f"reward {path}: value {value} for sample {i} is not finite")
+            if isinstance(value, RewardFailure):
+                if failures is None:
+                    raise InputError(f"reward {path}: sample {i}: {value}") from value
+                failures.append((i, number, value))
+            elif value is not None:
+                rewards[i, number] = value
     return rewards
+
+
+def call_one(function: RewardFunction, sample: Sample) -> float | RewardFailure | None:
+    """The value of one sample; see `call`."""
+    try:
+        return call(function, [sample])[0]
+    except RewardFailure as failure:
+        return failure
 
 
 def combine(rewards: np.ndarray, weights: list[float]) -> np.ndarray:
@@ -183,7 +222,17 @@ def final_answer(text: str) -> str | None:
     return found[-1].strip() if found else None
 
 
-def _describe(error: Exception) -> str:
+def _number(value) -> float | RewardFailure:
+    try:
+        if isinstance(value, (str, bytes)):
+            raise TypeError("text that float() would read")
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return RewardFailure("value", f"value {value!r:.200} is not a number or None")
+    return number if math.isfinite(number) else RewardFailure("value", f"value {value} is not finite")
+
+
+def _describe(error: BaseException) -> str:
     """Kind, place and text of an exception in one line."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{type(error).__name__} at {frames[-1].filename}:{frames[-1].lineno}: {' '.join(str(error).split())}"

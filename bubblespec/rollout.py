@@ -1,4 +1,4 @@
-"""The rollout of a step: every rank generates its share of the prompts, scores it, and all ranks get all samples.
+"""The rollout of a step: every rank generates its share of the prompts, and all ranks get all samples with their rewards.
 
 A step's samples are in canonical order on every rank: by prompt in the batch, then by generation. Nothing after this point
 depends on which rank generated what, or when.
@@ -6,6 +6,7 @@ depends on which rank generated what, or when.
 
 import hashlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,6 @@ import numpy as np
 from bubblespec.data import Prompt
 from bubblespec.distributed import Ranks
 from bubblespec.engine.generator import Generator, Row
-from bubblespec.rewards import RewardFunction, score
 from bubblespec.timeline import Event, forward_kind, note
 
 
@@ -76,28 +76,20 @@ def make_rows(prompts: list[Prompt], step: int, num_generations: int, max_new_to
     return [Row(p.uid, step, j, p.token_ids, max_new_tokens) for p in prompts for j in range(num_generations)]
 
 
-def generate(engine: Generator, rows: list[Row], events: list[Event] | None = None) -> None:
-    """Run this rank's rows to their end on the weights as they are now. The forwards are noted in `events`, if given."""
+def generate(
+    engine: Generator, rows: list[Row], on_finished: Callable[[Row], None] | None = None, events: list[Event] | None = None
+) -> None:
+    """Run this rank's rows to their end on the weights as they are now. `on_finished` is called with each row as it finishes;
+    the forwards are noted in `events`."""
     engine.reset()
-    if events is None:
-        engine.run(rows)
-        return
     engine.add(rows)
     while not engine.is_idle:
         begin = time.perf_counter()
-        engine.step()
-        note(events, forward_kind(len(rows), 0, engine.load), begin, time.perf_counter())
-
-
-def score_rows(functions: dict[str, RewardFunction], prompts: list[Prompt], rows: list[Row], tokenizer) -> np.ndarray:
-    """Rewards [rows, functions] of this rank's rows, which are its prompts' generations in order."""
-    if not rows:
-        return np.zeros((0, len(functions)))
-    num_generations = len(rows) // len(prompts)
-    of_row = [prompt for prompt in prompts for _ in range(num_generations)]
-    ids = [row.tokens.tolist() for row in rows]
-    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    return score(functions, [p.text for p in of_row], texts, ids, [p.columns for p in of_row])
+        finished = engine.step()
+        if events is not None:
+            note(events, forward_kind(len(rows), 0, engine.load), begin, time.perf_counter())
+        for row in finished if on_finished is not None else ():
+            on_finished(row)
 
 
 def gather_samples(prompts: list[Prompt], num_generations: int, rows: list[Row], rewards: np.ndarray, ranks: Ranks) -> Samples:

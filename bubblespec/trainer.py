@@ -4,7 +4,7 @@ import contextlib
 import copy
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import IO
 
@@ -35,9 +35,10 @@ from bubblespec.memory import choose_num_slots
 from bubblespec.optimizer import Optimizer
 from bubblespec.out_of_memory import TokenBudget
 from bubblespec.rewards import RewardFunction, check_arguments, combine, load_reward, overlong_penalty
-from bubblespec.rollout import Samples, assign_prompts, gather_samples, generate, make_rows, score_rows
+from bubblespec.rollout import Samples, assign_prompts, gather_samples, generate, make_rows
 from bubblespec.schedule.run_ahead import RolloutStats
 from bubblespec.schedule.speculation import Speculation, make_speculation
+from bubblespec.scoring import Scorer
 from bubblespec.timeline import Event
 from bubblespec.update import train_on_samples
 
@@ -62,6 +63,7 @@ class Trainer:
     eval_prompts: list[Prompt]
     rewards: dict[str, RewardFunction]
     reward_weights: list[float]
+    scorer: Scorer
     first_step: int
     lock: IO | None  # keeps output_dir ours; on rank 0
     budget: TokenBudget
@@ -164,6 +166,7 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
         eval_prompts=eval_prompts,
         rewards=functions,
         reward_weights=config.reward.weights or [1.0] * len(functions),
+        scorer=Scorer(config.reward, functions, tokenizer, ranks, config.run.output_dir),
         first_step=first_step,
         lock=lock,
         budget=TokenBudget(config.optim.max_tokens_per_microbatch),
@@ -211,18 +214,21 @@ def load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Pr
     return PromptSet(kept, train.num_dropped), held_out
 
 
-def generate_step(trainer: Trainer, rows: list[Row], step: int) -> tuple[RolloutStats, dict]:
+def generate_step(
+    trainer: Trainer, rows: list[Row], step: int, on_finished: Callable[[Row], None] | None = None
+) -> tuple[RolloutStats, dict]:
     """Generate this rank's rows of a step, drafting ahead where that is on. Returns its counts and its drafts.
 
-    Without speculation nothing is counted, and forwards are noted only in the steps of run.timeline_steps.
+    on_finished: called with each of the rows as it finishes. Without speculation nothing is counted, and forwards are noted only
+    in the steps of run.timeline_steps.
     """
     if trainer.speculation is None:
         stats = RolloutStats()
-        generate(trainer.engine, rows, stats.events if step in trainer.config.run.timeline_steps else None)
+        generate(trainer.engine, rows, on_finished, stats.events if step in trainer.config.run.timeline_steps else None)
         return stats, {}
     trainer.engine.speculator = trainer.speculation.speculator
     try:
-        return trainer.speculation.rollout(trainer.engine, rows, step, trainer.batch, trainer.owners)
+        return trainer.speculation.rollout(trainer.engine, rows, step, trainer.batch, trainer.owners, on_finished)
     finally:
         trainer.engine.speculator = None
 
@@ -276,16 +282,17 @@ def evaluate(trainer: Trainer) -> dict[str, float]:
     trainer.engine.params = SamplingParams(
         temperature, trainer.sampling.top_p, trainer.sampling.top_k, trainer.sampling.stop_token_ids, trainer.sampling.min_length
     )
-    generate(trainer.engine, rows)
+    scoring = trainer.scorer.begin(own, rows)
+    generate(trainer.engine, rows, scoring.on_finished)
     trainer.engine.params = trainer.sampling
-    scores = score_rows(trainer.rewards, own, rows, trainer.tokenizer)
-    samples = gather_samples(prompts, config.eval.num_generations, rows, scores, trainer.ranks)
+    samples = gather_samples(prompts, config.eval.num_generations, rows, scoring.collect(), trainer.ranks)
     metrics = {
         "eval/reward": float(
             combine(samples.rewards, trainer.reward_weights).mean()
         ),  # the overlong penalty shapes training alone
         "eval/completions/mean_length": float(samples.lengths.mean()),
         "eval/completions/clipped_ratio": float(samples.is_truncated.mean()),
+        "eval/reward/errors": trainer.scorer.take_metrics()["reward/errors"],
     }
     by_prompt = np.nan_to_num(samples.rewards[:, 0]).reshape(len(prompts), -1)
     k = 1

@@ -83,7 +83,7 @@ def test_override_replaces_a_list_of_tasks(load):
         ("max_steps=1", "max_steps", "did you mean run.max_steps?"),
         ("model.seed=1", "model.seed", "did you mean data.seed or run.seed?"),
         ("zzzz=1", "zzzz", "valid are bubble, data, eval, loss, model"),
-        ("reward.zzzz=1", "reward.zzzz", "valid are functions, overlong_buffer_length, overlong_penalty_factor, weights"),
+        ("reward.zzzz=1", "reward.zzzz", "valid are adaptive_timeout, functions"),
         ("data.tasks=[{name: a}, {name: a, wieght: 2}]", "data.tasks[1].wieght", "did you mean data.tasks[1].weight?"),
     ],
 )
@@ -176,6 +176,9 @@ def test_wrong_choice_lists_the_valid_ones(load, override, valid):
         (["run.eval_steps=5"], "eval.num_prompts", "at least 1"),
         (["run.timeline_steps=[3,-1]"], "run.timeline_steps[1]", "at least 0"),
         (["reward.functions=[]"], "reward.functions", "at least one"),
+        (["reward.num_workers=-1"], "reward.num_workers", "at least 0"),
+        (["reward.timeout_s=0"], "reward.timeout_s", "above 0"),
+        (["reward.reward_on_error=nan"], "reward.reward_on_error", "finite"),
         (["reward.overlong_buffer_length=513"], "reward.overlong_buffer_length", "at most rollout.max_completion_length = 512"),
         (["reward.overlong_buffer_length=-1"], "reward.overlong_buffer_length", "at least 0"),
         (["reward.overlong_penalty_factor=-1"], "reward.overlong_penalty_factor", "at least 0"),

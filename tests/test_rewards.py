@@ -14,6 +14,7 @@ from bubblespec import rewards as module
 from bubblespec.data import reasoning_gym_rows
 from bubblespec.errors import InputError
 from bubblespec.rewards import (
+    Sample,
     answer_format,
     combine,
     exact_match,
@@ -25,7 +26,7 @@ from bubblespec.rewards import (
     score,
 )
 
-PROMPTS = ["p", "q", "r"]
+SAMPLES = [Sample("p", "a", [1], {}), Sample("q", "b", [2], {}), Sample("r", "c", [3], {})]
 
 
 def as_chat(text: str) -> list[dict]:
@@ -44,7 +45,7 @@ def call(function, texts: list[str], chat: bool, **columns) -> list:
 
 def score_values(values) -> np.ndarray:
     """`score` of three samples with one function, `my.reward`, that returns `values`."""
-    return score({"my.reward": lambda **kwargs: values}, PROMPTS, ["a", "b", "c"], [[1], [2], [3]], [{}] * 3)
+    return score({"my.reward": lambda **kwargs: values}, SAMPLES)
 
 
 def refusal(function, *arguments) -> str:
@@ -206,13 +207,13 @@ def test_functions_get_trls_arguments():
         return [0.0] * len(prompts)
 
     chat = [{"role": "user", "content": "hi"}]
-    score({"a.record": record}, ["text", chat], ["x", "y"], [[1], [2, 3]], [{"answer": 1}, {"level": "low"}])
+    score({"a.record": record}, [Sample("text", "x", [1], {"answer": 1}), Sample(chat, "y", [2, 3], {"level": "low"})])
     assert calls == [(["text", chat], ["x", as_chat("y")], [[1], [2, 3]], {"answer": [1, None], "level": [None, "low"]})]
 
 
 def test_every_function_has_its_column_in_the_given_order():
     functions = {"a.one": lambda **k: [1, 2, 3], "a.two": lambda **k: [None, 0.5, None]}
-    found = score(functions, PROMPTS, ["a", "b", "c"], [[]] * 3, [{}] * 3)
+    found = score(functions, SAMPLES)
     np.testing.assert_array_equal(found, [[1, np.nan], [2, 0.5], [3, np.nan]])
     assert found.dtype == np.float64
 
@@ -246,15 +247,15 @@ def test_numbers_of_any_kind_are_taken(values):
         ("101", "returned str, not a list"),
         ({0: 1.0, 1: 1.0, 2: 1.0}, "returned dict, not a list"),
         ((x for x in [1.0, 2.0, 3.0]), "returned generator, not a list"),
-        ([1.0, math.nan, 1.0], "value nan for sample 1 is not finite"),
-        ([1.0, 1.0, math.inf], "value inf for sample 2 is not finite"),
-        ([-math.inf, 1.0, 1.0], "value -inf for sample 0 is not finite"),
-        ([1.0, "1.0", 1.0], "value '1.0' for sample 1 is not a number"),
-        ([1.0, "good", 1.0], "value 'good' for sample 1 is not a number"),
-        ([1.0, 1j, 1.0], "value 1j for sample 1 is not a number"),
-        ([1.0, [1.0], 1.0], "value [1.0] for sample 1 is not a number"),
-        ([1.0, 10**400, 1.0], "for sample 1 is not a number"),
-        (np.ones((3, 2)), "for sample 0 is not a number"),
+        ([1.0, math.nan, 1.0], "sample 1: value nan is not finite"),
+        ([1.0, 1.0, math.inf], "sample 2: value inf is not finite"),
+        ([-math.inf, 1.0, 1.0], "sample 0: value -inf is not finite"),
+        ([1.0, "1.0", 1.0], "sample 1: value '1.0' is not a number"),
+        ([1.0, "good", 1.0], "sample 1: value 'good' is not a number"),
+        ([1.0, 1j, 1.0], "sample 1: value 1j is not a number"),
+        ([1.0, [1.0], 1.0], "sample 1: value [1.0] is not a number"),
+        ([1.0, 10**400, 1.0], "0 is not a number"),
+        (np.ones((3, 2)), "sample 0: value array([1., 1.]) is not a number"),
     ],
 )
 def test_wrong_values_name_the_function(values, part):
@@ -268,7 +269,7 @@ def raising(prompts, completions, completion_ids, **columns):
 
 def test_exception_of_a_function_names_it_and_stays_the_cause():
     with pytest.raises(InputError) as caught:
-        score({"my.raising": raising}, ["p"], ["c"], [[1]], [{}])
+        score({"my.raising": raising}, SAMPLES[:1])
     line = raising.__code__.co_firstlineno + 1
     assert str(caught.value) == f"reward my.raising: raised ZeroDivisionError at {__file__}:{line}: first line second line"
     cause = caught.value.__cause__
@@ -281,11 +282,29 @@ def test_exception_of_a_function_names_it_and_stays_the_cause():
     assert frames[-1] == "raising"
 
 
+def test_failures_are_told_apart_where_they_are_asked_for():
+    """A call that fails as a whole is repeated sample by sample, which tells whom it fails for."""
+    sizes = []
+
+    def fragile(prompts, completions, completion_ids, **columns):
+        sizes.append(len(completions))
+        if "b" in completions:
+            raise ValueError("no b")
+        return [ord(c) for c in completions]
+
+    functions = {"my.fragile": fragile, "my.wrong": lambda **kwargs: [1.0, 0.5, math.nan][: len(kwargs["prompts"])]}
+    failures = []
+    found = score(functions, SAMPLES, failures)
+    np.testing.assert_array_equal(found, [[97, 1], [np.nan, 0.5], [99, np.nan]])
+    assert [(i, number, failure.kind) for i, number, failure in failures] == [(1, 0, "exception"), (2, 1, "value")]
+    assert "no b" in str(failures[0][2]) and "fragile" in failures[0][2].trace and sizes == [3, 1, 1, 1]
+
+
 def test_function_that_does_not_take_the_columns_is_named():
     def narrow(prompts, completions, completion_ids):
         return [0.0]
 
-    message = refusal(score, {"my.narrow": narrow}, ["p"], ["c"], [[1]], [{"answer": 1}])
+    message = refusal(score, {"my.narrow": narrow}, [Sample("p", "c", [1], {"answer": 1})])
     assert message.startswith("reward my.narrow: raised TypeError") and "'answer'" in message
 
 

@@ -11,7 +11,7 @@ import torch
 from bubblespec.data import Prompt
 from bubblespec.distributed import Ranks
 from bubblespec.engine.generator import Row
-from bubblespec.rollout import Samples, assign_prompts, digest, gather_samples, make_rows, score_rows
+from bubblespec.rollout import Samples, assign_prompts, digest, gather_samples, make_rows
 
 PROMPTS = [Prompt(uid, f"prompt {uid}", (uid % 7, 1), {"answer": str(uid)}) for uid in (900, 17, 2**62 + 5, 3, 44)]
 
@@ -152,34 +152,3 @@ def test_digest_leaves_log_probabilities_and_rewards_out():
     samples.logprob[0] -= 1
     samples.rewards[:] = 0
     assert digest(samples) == before
-
-
-# Scoring
-
-
-class Words:
-    """Decodes token n as "n", leaving token 0 out as a special token."""
-
-    def batch_decode(self, ids: list[list[int]], skip_special_tokens: bool) -> list[str]:
-        return [" ".join(str(n) for n in row if n or not skip_special_tokens) for row in ids]
-
-
-def test_rows_are_scored_with_their_own_prompts_text_and_columns():
-    rows = make_rows(PROMPTS[:2], 7, 2, 10)
-    for row in rows:
-        row.tokens = np.array([row.uid, row.sample])
-    calls = []
-
-    def record(prompts, completions, completion_ids, answer):
-        calls.append((prompts, completions, completion_ids, answer))
-        return [1.0, 2.0, 3.0, 4.0]
-
-    found = score_rows({"a.record": record}, PROMPTS[:2], rows, Words())
-    assert found.tolist() == [[1.0], [2.0], [3.0], [4.0]]
-    texts = ["prompt 900", "prompt 900", "prompt 17", "prompt 17"]
-    ids = [[900, 0], [900, 1], [17, 0], [17, 1]]
-    assert calls == [(texts, ["900", "900 1", "17", "17 1"], ids, ["900", "900", "17", "17"])]
-
-
-def test_rank_without_rows_has_no_scores():
-    assert score_rows({"a.f": None, "a.g": None}, [], [], Words()).shape == (0, 2)

@@ -10,6 +10,7 @@ has to agree on anything further. All ranks leave at the same tick; drafts stop 
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -86,12 +87,14 @@ def rollout(
     speculator: RowSpeculator,
     ahead: RunAhead | None,
     expected_longest: float,
+    on_finished: Callable[[Row], None] | None = None,
 ) -> tuple[RolloutStats, dict[Key, Draft]]:
     """Generate this rank's rows to their end, and draft ahead until all ranks have. Returns counts and this rank's drafts.
 
     With `ahead` None nothing is drafted. Rows must be known to the speculator (`track`). expected_longest: tokens of a rank's
-    longest row, for the estimate of the time left that goes into the ticks. Drafts that are not finished stay in the engine
-    where they can, and go on in the next rollout over the keys and values they have.
+    longest row, for the estimate of the time left that goes into the ticks. on_finished: called with each of `rows` as it is
+    done. Drafts that are not finished stay in the engine where they can, and go on in the next rollout over the keys and values
+    they have.
     """
     stats, drafts = RolloutStats(), {}
     own = {id(row) for row in rows}
@@ -127,6 +130,8 @@ def rollout(
         for row in finished:
             if id(row) in own:
                 own.discard(id(row))
+                if on_finished is not None:
+                    on_finished(row)
             else:
                 _keep(drafts, row, ahead, stats)
         if own_before:

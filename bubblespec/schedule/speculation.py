@@ -57,10 +57,13 @@ class Speculation:
         depth = min(MAX_AUTO_LOOKAHEAD, affordable, left, *(age - 1 for age in too_old if age > 0))
         return max(depth, 1 if left and affordable and step % RETRY_STEPS == 0 else 0)
 
-    def rollout(self, engine: Generator, rows: list[Row], step: int, batch_of, owners_of) -> tuple[RolloutStats, dict]:
+    def rollout(
+        self, engine: Generator, rows: list[Row], step: int, batch_of, owners_of, on_finished=None
+    ) -> tuple[RolloutStats, dict]:
         """Generate this rank's rows of `step`, and draft ahead. Returns counts, and the drafts that this rank made.
 
-        owners_of(prompts): the rank that generates each prompt of a batch. The weights have had `step` updates.
+        batch_of(step), owners_of(prompts): a global batch, and the rank that generates each of its prompts; on_finished(row): is
+        called with each of `rows` as it is done. The weights have had `step` updates.
         """
         self.speculator.begin(step)
         drafts = [self.store.get((row.step, row.uid, row.sample)) for row in rows]
@@ -76,7 +79,7 @@ class Speculation:
             batches = [(s, prompts, owners_of(prompts)) for s, prompts in coming]
             rows_a_rank = -(-len(coming[0][1]) * self.config.rollout.num_generations // self.ranks.world_size)
             ahead = self._plan(batches, step, rows_a_rank, engine.cache.num_slots)
-        stats, drafts = rollout(engine, rows, self.board, self.speculator, ahead, self.longest)
+        stats, drafts = rollout(engine, rows, self.board, self.speculator, ahead, self.longest, on_finished)
         self.store.drop_until(step)
         return stats, drafts
 

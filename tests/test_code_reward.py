@@ -1,0 +1,189 @@
+"""The code-execution reward against programs that hang, bomb, flood, cheat and pry."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from bubblespec import code_reward as module
+from bubblespec.code_reward import passes_tests, program_in, run_program
+
+ADD = "def add(a, b):\n    return a + b\n"
+CHECK = "assert add(1, 2) == 3"
+
+
+def grade(text: str, tests, chat: bool = False) -> float | None:
+    completion = [{"role": "assistant", "content": text}] if chat else text
+    return passes_tests(prompts=["p"], completions=[completion], completion_ids=[[1]], tests=[tests], level=[3])[0]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    "text, wanted",
+    [
+        ("x = 1", "x = 1"),
+        ("So:\n```python\nx = 1\n```\nthat is it", "x = 1\n"),
+        ("```\nx = 1\n```", "x = 1\n"),
+        ("```python\nx = 1\n```\nno,\n```py\nx = 2\ny = 3\n```\n", "x = 2\ny = 3\n"),
+        ("```python\nx = 1", "```python\nx = 1"),
+        ("", ""),
+    ],
+)
+def test_program_is_the_last_code_block_or_all_of_the_text(text, wanted):
+    assert program_in(text) == wanted
+
+
+@pytest.mark.parametrize("chat", [False, True], ids=["string", "chat"])
+@pytest.mark.parametrize(
+    "text, tests, wanted",
+    [
+        (f"Here:\n```python\n{ADD}```", CHECK, 1.0),
+        (ADD, [CHECK, "assert add('a', 'b') == 'ab'"], 1.0),
+        (ADD, [CHECK, "assert add(1, 2) == 4", CHECK], 0.0),
+        ("def add(a, b):\n    return a - b", CHECK, 0.0),
+        ("", CHECK, 0.0),
+        (ADD, "", None),
+        (ADD, [], None),
+        (ADD, None, None),
+    ],
+)
+def test_passes_tests(text, tests, wanted, chat):
+    assert grade(text, tests, chat) == wanted
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "def add(:",
+        "raise ValueError",
+        "import sys; sys.exit(0)",
+        "import os; os._exit(0)",
+        "print('passed'); raise SystemExit",
+        "import os\nfor fd in range(3, 64):\n    try: os.write(fd, b'passed\\n')\n    except OSError: pass\nos._exit(0)",
+        "import os; os.kill(os.getpid(), 9)",
+        "import ctypes; ctypes.string_at(0)",
+        "import os, signal; os.kill(os.getppid(), signal.SIGKILL)",
+        "input()",
+        "x = bytearray(1 << 31)",
+        "def f(): return f()\nf()",
+        "with open('big', 'wb') as file:\n    for _ in range(64): file.write(bytes(1 << 20))",
+        "x = '\\ud800'; print(x); raise ValueError",
+    ],
+)
+def test_no_program_passes_that_does_not_get_to_the_end_of_the_tests(program):
+    assert not run_program(program, "pass")
+
+
+@pytest.mark.parametrize(
+    "program", ["import sys\nassert sys.stdin.read() == ''", "import sys\nfor _ in range(200): print('x' * 100_000)"]
+)
+def test_input_is_empty_and_output_goes_nowhere(program, capfd):
+    assert run_program(program, "pass")
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("program", ["while True: pass", "while True: print('x' * 100_000)", "x = 9 ** 9 ** 9"])
+def test_busy_programs_end_at_the_cpu_limit(monkeypatch, program):
+    monkeypatch.setattr(module, "CPU_LIMIT_S", 1)
+    monkeypatch.setattr(module, "WALL_LIMIT_S", 3600.0)
+    assert not run_program(program, "pass")
+
+
+def test_idle_programs_end_at_the_wall_limit(monkeypatch):
+    monkeypatch.setattr(module, "WALL_LIMIT_S", 1.0)
+    assert not run_program("import time; time.sleep(3600)", "pass")
+
+
+FORKS = """
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+for n in range(8):
+    if os.fork() == 0:
+        if n % 2:
+            os.setsid()  # out of the process group
+            if os.fork():
+                os._exit(0)  # and an orphan
+        time.sleep(3600)
+"""
+
+
+def test_nothing_that_a_program_has_started_outlives_it(monkeypatch, tmp_path):
+    """A bounded fork bomb. For users other than root no process can be started at all."""
+    mark = f"bubblespec-test-{os.getpid()}-{time.time_ns()}"
+    program = f"import ctypes\nctypes.CDLL(None).prctl(15, b'{mark[-12:]}')\n{FORKS}"  # PR_SET_NAME, which children inherit
+
+    def survivors() -> list[str]:
+        found = []
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                with open(f"/proc/{name}/comm") as file:
+                    found += [name] if file.read().strip() == mark[-12:] else []
+            except OSError:
+                pass
+        return found
+
+    started = run_program(program, "pass")
+    assert survivors() == []
+    assert started == (os.getuid() == 0)
+    monkeypatch.setattr(module, "WALL_LIMIT_S", 3.0)
+    assert not run_program(program + "while True: time.sleep(1)", "pass") and survivors() == []
+
+
+def test_a_program_sees_no_descriptor_environment_or_folder_of_ours(tmp_path, monkeypatch):
+    monkeypatch.setenv("SECRET_TOKEN", "secret")
+    descriptor = os.open(tmp_path / "open file", os.O_CREAT | os.O_RDWR)
+    os.set_inheritable(descriptor, True)
+    program = f"""
+import os, sys
+open_ones = []
+for fd in range(3, 4096):
+    try:
+        open_ones.append(os.readlink("/proc/self/fd/" + str(fd)))
+    except OSError:
+        pass
+assert all(name.startswith("pipe:") for name in open_ones) and len(open_ones) == 1, open_ones
+assert "SECRET_TOKEN" not in os.environ and "PATH" not in os.environ
+assert os.listdir(".") == [] and os.getcwd() != {os.getcwd()!r}
+assert {os.getcwd()!r} not in sys.path and "" not in sys.path
+open("scratch", "w").write("mine")
+"""
+    assert run_program(program, "pass")
+    os.close(descriptor)
+
+
+def test_the_folder_is_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(module.tempfile, "tempdir", str(tmp_path))
+    assert run_program("import os\nos.makedirs('a/b')\nopen('a/b/c', 'w').write('x')", "assert os.path.exists('a/b/c')")
+    assert list(tmp_path.iterdir()) == []
+
+
+SCRIPT = """
+import sys
+from bubblespec.code_reward import run_program
+note = f"open({sys.argv[1]!r}, 'w').write(str(os.getpid()) + ' ' + str(os.getppid()))"
+run_program(f"import os, time\\n{note}\\ntime.sleep(3600)", "")
+"""
+
+
+def test_program_dies_with_a_trainer_that_is_killed(tmp_path):
+    path = tmp_path / "pids"
+    trainer = subprocess.Popen([sys.executable, "-c", SCRIPT, str(path)])
+    deadline = time.monotonic() + 120
+    while not (path.exists() and len(path.read_text().split()) == 2):
+        assert time.monotonic() < deadline and trainer.poll() is None
+        time.sleep(0.02)
+    trainer.kill()
+    trainer.wait()
+    pids = [int(pid) for pid in path.read_text().split()]
+    while any(map(is_alive, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -1,0 +1,261 @@
+"""Reward functions that hang, crash, raise and lie, in processes of their own: each costs its sample alone, and nothing is left.
+
+Time-outs are long against what the well-behaved functions take, so that a busy machine does not trip them.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from bubblespec.errors import InputError
+from bubblespec.reward_workers import Answer, RewardWorkers, adaptive_timeout
+from bubblespec.rewards import Sample, call_one
+from tests.misbehaving_rewards import obey
+
+OBEY = "tests.misbehaving_rewards.obey"
+PATIENCE_S = 120.0  # for what must happen at some time
+
+
+@pytest.fixture
+def make_workers():
+    """make_workers(paths, num_workers, timeout_s) -> RewardWorkers, closed at the end."""
+    made = []
+
+    def make(paths=(OBEY,), num_workers=1, timeout_s=60.0, **options) -> RewardWorkers:
+        made.append(RewardWorkers(list(paths), num_workers, timeout_s, **options))
+        return made[-1]
+
+    yield make
+    for workers in made:
+        workers.close()
+
+
+def sample(text: str, **columns) -> Sample:
+    return Sample("p", text, [1], columns)
+
+
+def ask(workers: RewardWorkers, texts: list[str]) -> list[Answer]:
+    for i, text in enumerate(texts):
+        workers.submit(i, 0, sample(text))
+    answers = dict(workers.collect())
+    return [answers[i] for i in range(len(texts))]
+
+
+def outcomes(workers: RewardWorkers, texts: list[str]) -> list:
+    """Values, and kinds of failures."""
+    return [answer.failure.kind if answer.failure else answer.value for answer in ask(workers, texts)]
+
+
+def eventually(condition) -> bool:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def pids_in(path) -> list[int]:
+    return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    "bad, kind",
+    [
+        ("raise boom", "exception"),
+        ("exit 0", "exception"),
+        ("interrupt", "exception"),
+        ("recurse", "exception"),
+        ("allocate", "exception"),
+        ("wrong nan", "value"),
+        ("wrong inf", "value"),
+        ("wrong text", "value"),
+        ("wrong two", "value"),
+        ("wrong none at all", "value"),
+        ("die exit code", "crash"),
+        ("die segfault", "crash"),
+        ("die killed", "crash"),
+        ("die closed", "crash"),
+    ],
+)
+def test_a_failure_costs_its_sample_alone(make_workers, bad, kind):
+    """First, in the middle and last; one worker, so that what comes after a crash needs its replacement."""
+    texts = [bad, "value 0.1", "value 0.2", bad, bad, "value -3", "none", bad]
+    assert outcomes(make_workers(), texts) == [kind, 0.1, 0.2, kind, kind, -3.0, None, kind]
+
+
+def test_what_hangs_is_killed_with_its_children(make_workers, tmp_path):
+    """It ignores SIGTERM, is stuck in C, or has children: all end at the time-out, and the rest is scored."""
+    notes = {how: tmp_path / how for how in ("sleeping", "in-C", "children")}
+    workers = make_workers(num_workers=3, timeout_s=10.0)
+    texts = []
+    for number, (how, path) in enumerate(notes.items()):
+        texts += [f"hang {how} {path}", f"value {number}"]
+    answers = ask(workers, texts)
+    assert [a.failure.kind for a in answers[::2]] == ["timeout"] * 3 and [a.value for a in answers[1::2]] == [0.0, 1.0, 2.0]
+    assert "no answer within 10 s" in str(answers[0].failure)
+    pids = [pid for path in notes.values() for pid in pids_in(path)]
+    assert len(pids) >= 3 and eventually(lambda: not any(is_alive(pid) for pid in pids))
+
+
+def test_a_crash_is_found_while_an_orphan_holds_the_connection(make_workers, tmp_path):
+    path = tmp_path / "orphan"
+    answers = ask(make_workers(timeout_s=PATIENCE_S), [f"die orphan {path}", "value 1"])
+    assert answers[0].failure.kind == "crash" and "exit code 4" in str(answers[0].failure) and answers[1].value == 1.0
+    assert eventually(lambda: not any(is_alive(pid) for pid in pids_in(path)))
+
+
+def test_failures_say_what_happened(make_workers):
+    texts = ["raise first\nsecond", "die segfault", "die killed", "die exit code", "wrong inf"]
+    failures = [answer.failure for answer in ask(make_workers(), texts)]
+    assert "raised ZeroDivisionError at " in failures[0].message and failures[0].message.endswith("first second")
+    assert "in act" in failures[0].trace and failures[0].trace.rstrip().endswith("second")
+    assert "SIGSEGV" in failures[1].message and "SIGKILL" in failures[2].message and "exit code 3" in failures[3].message
+    assert failures[4].message == "value inf is not finite"
+
+
+def test_a_child_that_returns_from_the_function_answers_nothing(make_workers):
+    workers = make_workers()
+    for round_number in range(3):
+        assert outcomes(workers, [f"fork {n}" for n in range(4)]) == [0.0, 1.0, 2.0, 3.0], round_number
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_values_are_those_of_a_call_in_this_process(make_workers, num_workers):
+    texts = [f"value {1 / (n + 1)!r}" for n in range(40)] + ["none", "raise x", "wrong nan"]
+    wanted = [call_one(obey, sample(text)) for text in texts]
+    found = ask(make_workers(num_workers=num_workers), texts)
+    assert [a.value for a in found[:-2]] == wanted[:-2]
+    assert [str(a.failure) for a in found[-2:]] == [str(failure) for failure in wanted[-2:]]
+
+
+def test_workers_take_work_as_they_are_free(make_workers, tmp_path):
+    """The first sample waits for what the last one does: with two workers the others do not queue behind it."""
+    path = tmp_path / "mark"
+    texts = [f"wait {path}", *[f"value {n}" for n in range(10)], f"touch {path}"]
+    assert outcomes(make_workers(num_workers=2, timeout_s=PATIENCE_S), texts) == [1.0, *map(float, range(10)), 2.0]
+
+
+def test_workers_are_light_and_single_threaded(make_workers):
+    assert outcomes(make_workers(), ["report torch", "report threads"]) == [0.0, 1.0]
+
+
+def test_columns_chats_and_several_functions(make_workers):
+    paths = ["bubblespec.rewards.exact_match", "bubblespec.rewards.answer_format"]
+    workers = make_workers(paths)
+    text = "<answer>4</answer>"
+    for key, prompt in (("text", "p"), ("chat", [{"role": "user", "content": "p"}])):
+        for function in (0, 1):
+            workers.submit((key, function), function, Sample(prompt, text, [1, 2], {"answer": "4", "level": None}))
+    assert {key: answer.value for key, answer in workers.collect()} == {(k, f): 1.0 for k in ("text", "chat") for f in (0, 1)}
+
+
+def test_a_function_that_a_worker_cannot_import_ends_the_run(make_workers):
+    workers = make_workers(["no_such_module.f"])
+    workers.submit(0, 0, sample("value 1"))
+    for _ in range(2):
+        with pytest.raises(InputError, match=r"reward.functions: .*no_such_module"):
+            list(workers.collect())
+
+
+def test_columns_that_cannot_be_sent_are_named(make_workers):
+    with pytest.raises(InputError, match=r"reward.num_workers: .*give 0"):
+        make_workers().submit(0, 0, sample("value 1", column=lambda: 0))
+
+
+def test_huge_numbers_have_a_limit_of_their_own(make_workers):
+    """math-verify's limits are signals, which only a main thread gets."""
+    workers = make_workers(["bubblespec.rewards.math_equivalence"], timeout_s=PATIENCE_S)
+    for key, text in enumerate(["<answer>9^{9^{9}}</answer>", "<answer>0.5</answer>"]):
+        workers.submit(key, 0, sample(text, answer="1/2"))
+    assert {key: (answer.value, answer.failure) for key, answer in workers.collect()} == {0: (0.0, None), 1: (1.0, None)}
+
+
+# The adaptive time-out
+
+
+@pytest.mark.parametrize(
+    "slowest, wanted", [(None, 30.0), (0.0, 2.0), (1.0, 2.0), (4 / 3, 2.0), (2.0, 3.0), (10.0, 15.0), (20.0, 30.0), (99.0, 30.0)]
+)
+def test_adaptive_timeout_is_rollpackers(slowest, wanted):
+    assert adaptive_timeout(slowest) == pytest.approx(wanted)
+
+
+def test_adaptive_timeout_follows_correct_answers_but_not_the_first_of_a_worker(make_workers):
+    workers = make_workers(is_adaptive=True)
+    for text, least, most in [
+        ("sleep 2.5 1", 30, 30),  # it may have imported something
+        ("sleep 2.5 0", 30, 30),
+        ("sleep 2.5 -1", 30, 30),
+        ("value 1", 2, 2),
+        ("sleep 1.5 0.5", 2.25, 29),
+        ("value 1", 2.25, 29),
+    ]:
+        assert ask(workers, [text])[0].failure is None
+        assert least <= workers.limit_s(0, is_first=False) <= most, text
+        assert workers.limit_s(0, is_first=True) == 30
+    assert make_workers(timeout_s=1.5, is_adaptive=True).limit_s(0, is_first=False) == 1.5
+
+
+# Nothing is left
+
+
+def test_close_ends_workers_at_work_and_idle_ones(make_workers, tmp_path):
+    path = tmp_path / "pids"
+    workers = make_workers(num_workers=3, timeout_s=3600.0)
+    for key, how in enumerate(("in-C", "children")):
+        workers.submit(key, 0, sample(f"hang {how} {path}"))
+    assert eventually(lambda: len(pids_in(path)) == 5)
+    processes = [worker.process for worker in workers._workers]
+    workers.close()
+    assert processes and all(process.returncode is not None for process in processes)
+    assert eventually(lambda: not any(is_alive(pid) for pid in pids_in(path)))
+    workers.close()
+
+
+SCRIPT = f"""
+import os, sys, time
+from bubblespec.reward_workers import RewardWorkers
+from bubblespec.rewards import Sample
+workers = RewardWorkers(["{OBEY}"], 3, 3600.0)
+for number, how in enumerate(("in-C", "sleeping")):
+    workers.submit(number, 0, Sample("p", "hang " + how + " " + sys.argv[1], [1], {{}}))
+while len(workers._workers) < 3:
+    time.sleep(0.01)
+print(*[worker.process.pid for worker in workers._workers], flush=True)
+time.sleep(3600)
+"""
+
+
+def test_workers_die_with_a_trainer_that_is_killed(tmp_path):
+    path = tmp_path / "pids"
+    with subprocess.Popen([sys.executable, "-c", SCRIPT, str(path)], stdout=subprocess.PIPE, text=True) as trainer:
+        pids = [int(pid) for pid in trainer.stdout.readline().split()]
+        assert len(pids) == 3 and eventually(lambda: len(pids_in(path)) == 2)
+        trainer.send_signal(signal.SIGKILL)
+    assert set(pids_in(path)) < set(pids)
+    assert eventually(lambda: not any(is_alive(pid) for pid in pids))
+
+
+def test_interpreter_ends_while_workers_hang(tmp_path):
+    """An error in the trainer must reach the end of its process."""
+    script = SCRIPT.replace("time.sleep(3600)", "raise SystemExit(5)")
+    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "pids")], stdout=subprocess.PIPE, text=True) as trainer:
+        pids = [int(pid) for pid in trainer.stdout.readline().split()]
+        assert trainer.wait(timeout=PATIENCE_S) == 5
+    assert len(pids) == 3 and eventually(lambda: not any(is_alive(pid) for pid in pids))
+
+
+assert os.path.exists("/proc/self/stat"), "these tests look for processes there"

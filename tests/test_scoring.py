@@ -1,0 +1,272 @@
+"""Scores of a rank's rows: the same with any number of workers, begun while others decode, and what failures leave behind."""
+
+import json
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from test_train import ALWAYS_DRAFT, SHORT, digests, read, run, same_weights, weights
+
+from bubblespec.config import RewardConfig, load_config
+from bubblespec.data import Prompt
+from bubblespec.distributed import Ranks
+from bubblespec.engine.generator import Generator, Row
+from bubblespec.engine.model import prepare_model
+from bubblespec.engine.noise import EVALUATION
+from bubblespec.errors import InputError
+from bubblespec.rewards import load_reward
+from bubblespec.rollout import generate, make_rows
+from bubblespec.scoring import Scorer, Scoring
+from bubblespec.trainer import set_up
+from train import train
+
+OBEY = "tests.misbehaving_rewards.obey"
+PROMPTS = [Prompt(uid, f"prompt {uid}", (uid % 7, 1), {"answer": str(uid)}) for uid in (900, 17)]
+PATIENCE_S = 120.0
+CPU = torch.device("cpu")
+
+
+class Words:
+    """Decodes token n as "n", leaving token 0 out as a special token; or as the n-th of the given texts."""
+
+    def __init__(self, texts: list[str] | None = None):
+        self.texts = texts
+
+    def batch_decode(self, ids: list[list[int]], skip_special_tokens: bool) -> list[str]:
+        if self.texts is not None:
+            return [self.texts[row[0]] for row in ids]
+        return [" ".join(str(n) for n in row if n or not skip_special_tokens) for row in ids]
+
+
+@pytest.fixture
+def make_scorer(tmp_path):
+    """make_scorer(texts, num_workers, ..., functions, ranks) -> a Scorer whose files go to tmp_path, closed at the end."""
+    made = []
+
+    def make(texts=None, functions=(OBEY,), ranks=None, **options) -> Scorer:
+        loaded = functions if isinstance(functions, dict) else {path: load_reward(path) for path in functions}
+        config = RewardConfig(functions=list(loaded), **options)
+        made.append(Scorer(config, loaded, Words(texts), ranks or Ranks(CPU), str(tmp_path)))
+        return made[-1]
+
+    yield make
+    for scorer in made:
+        scorer.close()
+
+
+def finished_rows(count: int, step: int = 7) -> list[Row]:
+    """Generations of one prompt, whose only token is their number."""
+    rows = make_rows(PROMPTS[:1], step, count, 10)
+    for row in rows:
+        row.tokens = np.array([row.sample])
+    return rows
+
+
+def scores(scorer: Scorer, rows: list[Row], told: list[int] = ()) -> np.ndarray:
+    """Rewards of rows of one prompt, some of which are told of as they finish."""
+    scoring = scorer.begin(PROMPTS[:1], rows)
+    for i in told:
+        scoring.on_finished(rows[i])
+    return scoring.collect()
+
+
+def errors_in(folder) -> list[dict]:
+    with open(folder / "reward_errors.jsonl", encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def test_rows_are_scored_with_their_own_prompts_text_and_columns(make_scorer):
+    rows = make_rows(PROMPTS, 7, 2, 10)
+    for row in rows:
+        row.tokens = np.array([row.uid, row.sample])
+    calls = []
+
+    def record(prompts, completions, completion_ids, answer):
+        calls.append((prompts, completions, completion_ids, answer))
+        return [1.0, 2.0, 3.0, 4.0]
+
+    scoring = make_scorer(functions={"a.record": record}, num_workers=0).begin(PROMPTS, rows)
+    assert scoring.collect().tolist() == [[1.0], [2.0], [3.0], [4.0]]
+    texts = ["prompt 900", "prompt 900", "prompt 17", "prompt 17"]
+    ids = [[900, 0], [900, 1], [17, 0], [17, 1]]
+    assert calls == [(texts, ["900", "900 1", "17", "17 1"], ids, ["900", "900", "17", "17"])]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_rank_without_rows_has_no_scores(make_scorer, num_workers):
+    functions = ["bubblespec.rewards.exact_match", "bubblespec.rewards.answer_format"]
+    assert make_scorer(functions=functions, num_workers=num_workers).begin([], []).collect().shape == (0, 2)
+
+
+@pytest.mark.parametrize("chosen", [0.0, -1.0])
+def test_any_number_of_workers_gives_the_same_rewards(make_scorer, tmp_path, chosen):
+    """Values, functions that do not apply, exceptions and wrong values, told of in any order or not at all."""
+    texts = [
+        "value 0.5",
+        "raise boom",
+        "none",
+        "wrong nan",
+        "value 2",
+        "exit 0",
+        "wrong two",
+        "value -1",
+        "wrong text",
+        "value 4",
+    ]
+    wanted = [0.5, chosen, np.nan, chosen, 2.0, chosen, chosen, -1.0, chosen, 4.0]
+    logs = []
+    for num_workers, told in [(0, [3, 1]), (1, []), (3, [9, 0, 5, 2, 1, 8, 7]), (2, range(10))]:
+        scorer = make_scorer(texts, num_workers=num_workers, reward_on_error=chosen)
+        np.testing.assert_array_equal(scores(scorer, finished_rows(10), told)[:, 0], wanted)
+        metrics = scorer.take_metrics()
+        assert metrics.pop("reward/function_s") > 0
+        assert metrics == {"reward/errors": 5, "reward/errors/exception": 2, "reward/errors/value": 3}
+        assert scorer.take_metrics() == {"reward/errors": 0, "reward/function_s": 0.0}
+        logs.append([(e["sample"], e["kind"], e["message"]) for e in errors_in(tmp_path)[5 * len(logs) :]])
+    assert logs[1] == logs[2] == logs[3] and [e[:2] for e in logs[0]] == [e[:2] for e in logs[1]]
+
+
+def test_failures_are_written_with_their_samples(make_scorer, tmp_path, capsys):
+    texts = ["value 1", "raise " + "x" * 9000 + " end", "die segfault", "raise again", "value 2"]
+    scorer = make_scorer(texts, num_workers=1)
+    scores(scorer, finished_rows(5))
+    found = errors_in(tmp_path)
+    assert [(e["step"], e["prompt_uid"], e["sample"], e["function"], e["kind"]) for e in found] == [
+        (7, 900, 1, OBEY, "exception"),
+        (7, 900, 2, OBEY, "crash"),
+        (7, 900, 3, OBEY, "exception"),
+    ]
+    assert found[0]["prompt"] == "prompt 900" and found[0]["completion"].endswith("x end") and len(found[0]["completion"]) == 2000
+    assert "in act" in found[0]["trace"] and "SIGSEGV" in found[1]["message"]
+    warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert len(warnings) == 2, "one for each kind"
+    assert "(exception, step 7, prompt 900, sample 1); 2 of 5" in warnings[0] and "(crash, step 7, prompt 900" in warnings[1]
+
+
+def test_the_log_of_a_batch_has_an_end(make_scorer, tmp_path):
+    scorer = make_scorer(["raise x"] * 30 + ["value 1"], num_workers=0)
+    scores(scorer, finished_rows(31, step=EVALUATION))
+    assert len(errors_in(tmp_path)) == 20 and errors_in(tmp_path)[0]["step"] is None
+    assert scorer.take_metrics()["reward/errors"] == 30
+
+
+def test_failures_of_an_unwritable_log_are_a_warning(make_scorer, tmp_path, capsys):
+    (tmp_path / "reward_errors.jsonl").mkdir()
+    assert scores(make_scorer(["raise x", "value 1"], num_workers=0), finished_rows(2)).tolist() == [[0.0], [1.0]]
+    assert "Is a directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("num_workers, bad", [(0, "raise boom"), (1, "raise boom"), (1, "die killed"), (0, "wrong inf")])
+def test_failures_may_be_made_to_end_the_run(make_scorer, num_workers, bad):
+    scorer = make_scorer(["value 1", bad, "value 2"], num_workers=num_workers, reward_on_error=None)
+    with pytest.raises(InputError, match=r"^reward tests.misbehaving_rewards.obey: "):
+        scores(scorer, finished_rows(3))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_function_that_fails_for_all_responses_of_a_step_ends_the_run(make_scorer, num_workers):
+    """Such as one that asks for a column which the data has not; another function that works does not save it."""
+    functions = ["bubblespec.rewards.answer_format", "bubblespec.code_reward.passes_tests"]
+    scorer = make_scorer(functions=functions, num_workers=num_workers)
+    with pytest.raises(InputError, match=r"passes_tests: failed for all 3 responses of a step; raised TypeError.*'tests'"):
+        scores(scorer, finished_rows(3))
+
+
+def test_a_later_batch_of_the_step_may_fail_as_a_whole(make_scorer):
+    """Dynamic sampling's further batches can be a single prompt."""
+    scorer = make_scorer(["value 1", "raise x"], num_workers=0)
+    scores(scorer, finished_rows(2))
+    assert scores(scorer, finished_rows(2)[1:]).tolist() == [[0.0]]
+    scorer.take_metrics()
+    with pytest.raises(InputError, match="failed for all 1 responses"):
+        scores(scorer, finished_rows(2)[1:])
+
+
+def test_other_ranks_decide_whether_all_have_failed(make_scorer):
+    """The other rank has a response that is well; alone this rank would have ended the run. Failures of all are counted."""
+    others = SimpleNamespace(gather=lambda own: np.stack((own, [1.0, 0.0, 2.0, 0.0, 0.5, 4.0])))
+    scorer = make_scorer(["raise x", "raise y"], num_workers=0, ranks=others)
+    assert scores(scorer, finished_rows(2)).tolist() == [[0.0], [0.0]]
+    metrics = scorer.take_metrics()
+    assert metrics.pop("reward/function_s") > 0.5
+    assert metrics == {"reward/errors": 5, "reward/errors/exception": 3, "reward/errors/timeout": 2}
+    others.gather = lambda own: np.stack((own, [4.0, 0.0, 0.0, 0.0, 0.5, 4.0]))
+    with pytest.raises(InputError, match="failed for all 6 responses"):
+        scores(scorer, finished_rows(2))
+
+
+def test_responses_are_scored_while_others_decode(make_scorer, make_model, tmp_path):
+    """Generation does not go on until the first response has been scored, which therefore needs nothing from after it."""
+    model = make_model()
+    prepare_model(model, 64)
+    engine = Generator(model, 4, 64, seed=0)
+    marks = [tmp_path / f"scored {n}" for n in range(4)]
+    scorer = make_scorer(None, num_workers=1, timeout_s=PATIENCE_S)
+    scorer.tokenizer = SimpleNamespace(
+        batch_decode=lambda ids, skip_special_tokens: [f"touch {marks[len(i) // 4 - 1]}" for i in ids]
+    )
+    rows = make_rows(PROMPTS[:1], 0, 4, 16)
+    for n, row in enumerate(rows):
+        row.max_new_tokens = 4 * (n + 1)
+    scoring = scorer.begin(PROMPTS[:1], rows)
+    finished = []
+
+    def on_finished(row: Row) -> None:
+        scoring.on_finished(row)
+        finished.append(row.sample)
+        deadline = time.monotonic() + PATIENCE_S
+        while not marks[row.sample].exists():
+            assert time.monotonic() < deadline, "not scored before the rollout goes on"
+            time.sleep(0.01)
+
+    generate(engine, rows, on_finished)
+    assert finished == [0, 1, 2, 3] and scoring.collect().tolist() == [[2.0]] * 4
+
+
+# Whole runs
+
+
+def train_here(folder, monkeypatch, *overrides: str) -> int:
+    """A run of one rank in this process. Returns how many responses the workers had been told of by the end of their rollout."""
+    told, collect_scores = [], Scoring.collect
+
+    def collect(scoring: Scoring) -> np.ndarray:
+        told.append(len(scoring.rows) - len(scoring._waiting))
+        return collect_scores(scoring)
+
+    monkeypatch.setattr(Scoring, "collect", collect)
+    options = [*SHORT, "run.max_steps=2", "run.eval_steps=2", "eval.num_prompts=4", "eval.num_generations=2", ALWAYS_DRAFT]
+    trainer = set_up(load_config("configs/tiny_cpu.yaml", [*options, f"run.output_dir={folder}", *overrides]), Ranks(CPU))
+    train(trainer)
+    trainer.scorer.close()
+    trainer.lock.close()
+    monkeypatch.undo()
+    return sum(told)
+
+
+def test_workers_leave_digests_rewards_and_weights_unchanged(tmp_path, monkeypatch):
+    """With and without drafts in the rollout: these are not scored."""
+    assert train_here(tmp_path / "0", monkeypatch, "reward.num_workers=0") == 0
+    for name, overrides in [("1", ["reward.num_workers=1"]), ("3", ["reward.num_workers=3", "speculative.method=none"])]:
+        assert train_here(tmp_path / name, monkeypatch, *overrides) == 2 * 8 * 4 + 2 * 4 * 2
+        assert digests(tmp_path / name) == digests(tmp_path / "0")
+        assert same_weights(weights(tmp_path / name, 2), weights(tmp_path / "0", 2))
+        for line, wanted in zip(read(tmp_path / name), read(tmp_path / "0"), strict=True):
+            keys = [key for key in wanted if "reward" in key and "timing" not in key and key != "reward/function_s"]
+            assert {key: line[key] for key in keys} == {key: wanted[key] for key in keys} and len(keys) >= 2
+            assert line.get("reward/errors", 0) == line.get("eval/reward/errors", 0) == 0
+
+
+def test_a_run_goes_on_beside_a_reward_that_crashes_and_raises(tmp_path):
+    reward = "reward.functions=[tests.misbehaving_rewards.crash_or_match]"
+    done = run(tmp_path, 2, reward, "reward.num_workers=1", "run.max_steps=2")
+    lines = read(tmp_path)
+    assert len(lines) == 2
+    for kind in ("crash", "exception"):
+        assert sum(line.get(f"reward/errors/{kind}", 0) for line in lines) > 0
+        assert f"({kind}, step " in done.stderr
+    assert all(0 < line["reward/errors"] < 32 and "timing_s/reward" in line for line in lines)
+    logged = [json.loads(line) for line in (tmp_path / "reward_errors.jsonl").read_text().splitlines()]
+    assert {error["kind"] for error in logged} == {"crash", "exception"}
