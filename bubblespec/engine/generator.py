@@ -31,6 +31,9 @@ from bubblespec.engine.sampling import SamplingParams
 from bubblespec.engine.verify import is_stop, num_gained, verify
 
 
+KEYS_AHEAD = 64
+
+
 @dataclass(eq=False)
 class Row:
     """One response to generate, and afterwards the response.
@@ -111,6 +114,9 @@ class Generator:
         self.limit = np.zeros(num_slots, np.int64)
         self.logprobs = np.zeros((num_slots, max_length, 2), np.float32)
         self.noise_key = np.zeros((num_slots, 3), np.int64)  # uid, step, sample
+        # Keys of the noise streams of each response position, worked out ahead of its first `keyed` positions.
+        self.stream_key = np.zeros((num_slots, max_length, 4), np.int32)
+        self.keyed = np.zeros(num_slots, np.int64)
         # The prompt whose keys and values a slot holds, also after its row has finished; -1 for none.
         self.prompt_id = np.full(num_slots, -1, np.int64)
         self._prompt_ids: dict[tuple[int, ...], int] = {}
@@ -255,8 +261,8 @@ class Generator:
         row, offset = _ragged(num_draft + 1)
         generated = self.length[slots] - self.prompt_length[slots]
         position = generated[row] + offset
-        uid, step, index = self.noise_key[slots[row]].T
-        keys = torch.from_numpy(stream_keys(self.seed, uid, step, index, position)).to(self.device)
+        self._make_keys(slots, generated + num_draft + 1)
+        keys = torch.from_numpy(self.stream_key[slots[row], position]).to(self.device)
         draft_row, draft_offset = _ragged(num_draft)
         draft = torch.from_numpy(self.tokens[slots[draft_row], self.length[slots[draft_row]] + draft_offset]).to(self.device)
         verified = verify(
@@ -278,6 +284,15 @@ class Generator:
             ends = first + gained
             tokens = [token[begin:end] for begin, end in zip(first, ends, strict=True)]
             self.speculator.observe([self.rows[slot] for slot in slots], tokens, num_draft, np.minimum(accepted, gained))
+
+    def _make_keys(self, slots: np.ndarray, needed: np.ndarray) -> None:
+        """Keys of the first `needed` response positions of each slot, int64 [M], and of KEYS_AHEAD more: a key at a time costs
+        as much as many."""
+        for slot, end in zip(slots[needed > self.keyed[slots]], needed[needed > self.keyed[slots]], strict=True):
+            begin, end = self.keyed[slot], min(end + KEYS_AHEAD, self.stream_key.shape[1])
+            uid, step, sample, position = np.broadcast_arrays(*self.noise_key[slot], np.arange(begin, end))
+            self.stream_key[slot, begin:end] = stream_keys(self.seed, uid, step, sample, position)
+            self.keyed[slot] = end
 
     def _finish(self, slots: np.ndarray) -> list[Row]:
         """Take out the rows in `slots` whose last token ends them."""
@@ -304,6 +319,7 @@ class Generator:
         self.cached[slot] = held
         self.limit[slot] = row.max_new_tokens
         self.noise_key[slot] = row.uid, row.step, row.sample
+        self.keyed[slot] = 0
         self.prompt_id[slot] = prompt_id
 
     def _take_results(self, slot: int) -> Row:
@@ -326,7 +342,7 @@ class Generator:
         self.rows[slot] = moved
         self.cache.copy(last, int(slot), int(self.cached[last]))
         per_slot = (self.tokens, self.length, self.cached, self.prompt_length, self.limit, self.logprobs, self.noise_key)
-        for array in (*per_slot, self.prompt_id):
+        for array in (*per_slot, self.stream_key, self.keyed, self.prompt_id):
             array[slot] = array[last]
         self.prompt_id[last] = -1
 
