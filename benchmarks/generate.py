@@ -96,7 +96,13 @@ class EndsAt(StoppingCriteria):
 def generation_config(longest: int, stop: tuple[int, ...], pad: int) -> GenerationConfig:
     """Plain sampling at temperature 1; without end tokens none is ever looked for."""
     return GenerationConfig(
-        max_new_tokens=longest, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=list(stop) or None, pad_token_id=pad
+        max_new_tokens=longest,
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        eos_token_id=list(stop) or None,
+        pad_token_id=pad,
     )
 
 
@@ -119,7 +125,9 @@ def generate_arm(model: PreTrainedModel, prompts: list, lengths: np.ndarray, sto
     return run
 
 
-def batch_arm(model: PreTrainedModel, prompts: list, lengths: np.ndarray, stop: tuple[int, ...], pad: int) -> tuple[Arm, Callable]:
+def batch_arm(
+    model: PreTrainedModel, prompts: list, lengths: np.ndarray, stop: tuple[int, ...], pad: int
+) -> tuple[Arm, Callable]:
     """The arm, and what ends its thread. All rows fit into the cache and into one batch."""
     model.set_attn_implementation("sdpa")
     pages = sum(-(-(len(prompt) + int(n)) // PAGE) + 1 for prompt, n in zip(prompts, lengths, strict=True))
@@ -171,7 +179,9 @@ def measure(arms: dict[str, Arm], repeats: int) -> dict[str, dict]:
     }
 
 
-def run_workload(model: PreTrainedModel, prompts: list, lengths: np.ndarray, stop: tuple[int, ...], pad: int, repeats: int) -> dict:
+def run_workload(
+    model: PreTrainedModel, prompts: list, lengths: np.ndarray, stop: tuple[int, ...], pad: int, repeats: int
+) -> dict:
     """Figures of all arms; an arm that cannot run at all has its error in place of figures."""
     arms = {
         "engine": engine_arm(copy.deepcopy(model), prompts, lengths, stop),
