@@ -30,8 +30,7 @@ from bubblespec.engine.packing import pack_rows
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.engine.verify import is_stop, num_gained, verify
 
-
-KEYS_AHEAD = 64
+KEYS_AHEAD = 64  # positions whose noise keys are made at once
 
 
 @dataclass(eq=False)
