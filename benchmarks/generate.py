@@ -53,7 +53,7 @@ Arm = Callable[[], list[int]]  # generates all rows; returns the response tokens
 
 
 def tail_lengths(count: int, longest: int, seed: int) -> np.ndarray:
-    """Response lengths int64 [count]: evenly spaced quantiles of a lognormal law, the largest of them `longest`, in random order."""
+    """Response lengths int64 [count]: evenly spaced quantiles of a lognormal law up to `longest`, in random order."""
     quantile = [statistics.NormalDist().inv_cdf((i + 0.5) / count) for i in range(count)]
     lengths = np.exp(SIGMA * (np.array(quantile) - quantile[-1])) * longest
     return np.random.default_rng(seed).permutation(np.maximum(lengths.round(), 1).astype(np.int64))

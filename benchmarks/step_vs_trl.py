@@ -2,10 +2,10 @@
 
 TRL is a dependency of this script alone: pip install --no-deps trl==1.16.0 (into a folder of its own, given by PYTHONPATH).
 
-Arms: trl (generation by `model.generate`), trl-cb (its generation by transformers' continuous batching), none (this trainer without
-speculation) and bubble+suffix (with it). All have the same model, prompts in the same order, group size, limits, reward
-functions, global batch, loss (dapo or grpo, one update a batch, no KL), AdamW and clipping, in float32 on two ranks with one
-thread each. Tokens differ, since each samples in its own way: so tokens a step and tokens a second are given beside the seconds.
+Arms: trl (generation by `model.generate`), trl-cb (its generation by transformers' continuous batching), none (this trainer
+without speculation) and bubble+suffix (with it). All have the same model, prompts in the same order, group size, limits, reward
+functions, global batch, loss (one update a batch, no KL), AdamW and clipping, in float32 on two ranks with one thread each.
+Tokens differ, since each samples in its own way: so tokens a step and tokens a second are given beside the seconds.
 
 Each arm is a job of its own; the jobs follow each other in turn, forwards and backwards. A step lasts from the end of one to the
 end of the next, with everything in it: data, generation, rewards, learning, logging. The first steps of a job are not
@@ -30,8 +30,7 @@ from collections.abc import Callable
 import numpy as np
 from tqdm import tqdm
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, ROOT)
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from bubblespec.config import Config, load_config
 from bubblespec.errors import InputError

@@ -149,10 +149,10 @@ class Generator:
         """The rows in slots, with their tokens so far in them, and those in the queue as they are. All stay where they are."""
         return [self._take_results(slot) for slot in range(len(self.rows))] + list(self.queue)
 
-    def is_decoding(self, row: Row) -> bool:
-        """Whether a row's prompt and all of its tokens but the last are in the cache."""
-        slot = self.rows.index(row) if row in self.rows else -1
-        return slot >= 0 and bool(self.cached[slot] == self.length[slot] - 1)
+    def decoding(self) -> list[Row]:
+        """Rows whose prompt and all of whose tokens but the last are in the cache."""
+        active = len(self.rows)
+        return [self.rows[slot] for slot in np.flatnonzero(self.cached[:active] == self.length[:active] - 1)]
 
     def reset(self, kept: Collection[Row] = ()) -> None:
         """Forget all rows, all cached keys and values and the limit on prefills. Needed whenever the weights have changed.
@@ -161,8 +161,9 @@ class Generator:
         generate is a sample of no policy, and good for nothing but drafts.
         """
         self.queue.clear()
+        stay = {id(row) for row in kept}
         for slot in reversed(range(len(self.rows))):
-            if self.rows[slot] not in kept:
+            if id(self.rows[slot]) not in stay:
                 self._free(slot)
         self.max_prefill_tokens = self.max_batch_tokens
         self.prompt_id.fill(-1)  # so that nobody shares the prompt of a kept row
@@ -247,12 +248,13 @@ class Generator:
         needy = np.flatnonzero(self.cached[:active] < self.prompt_length[:active] - 1)
         if len(needy) == 0:
             return
-        whole = self.cached >= self.prompt_length - 1
+        whole = np.flatnonzero(self.cached >= self.prompt_length - 1)[::-1]
+        first_with = dict(zip(self.prompt_id[whole].tolist(), whole.tolist(), strict=True))
         for slot in needy:
-            sources = np.flatnonzero(whole & (self.prompt_id == self.prompt_id[slot]))
-            if len(sources):
+            source = first_with.get(int(self.prompt_id[slot]))
+            if source is not None:
                 self.cached[slot] = self.prompt_length[slot] - 1
-                self.cache.copy(int(sources[0]), int(slot), int(self.cached[slot]))
+                self.cache.copy(source, int(slot), int(self.cached[slot]))
 
     def _sample(self, slots: np.ndarray, num_draft: np.ndarray, hidden: torch.Tensor) -> None:
         """Verify the drafts of the rows in `slots` and append what they gain. num_draft: int64 [M]; hidden: [T, hidden size]."""
