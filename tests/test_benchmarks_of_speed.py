@@ -103,7 +103,7 @@ def test_first_steps_are_not_counted():
 
 def test_growth_prints_and_draws(tmp_path, monkeypatch, capsys):
     def point(rows, length):
-        parts = {part: 0.001 * rows * length for part in growth.SHOWN}
+        parts = dict.fromkeys(growth.SHOWN, 0.001 * rows * length)
         return {**parts, "rows": rows, "length": length, "accept_length": 1.0}
 
     monkeypatch.setattr(growth, "in_own_process", point)
