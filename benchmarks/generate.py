@@ -44,7 +44,7 @@ from bubblespec.engine.sampling import SamplingParams
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 MODELS = {"tiny": os.path.join(ROOT, "configs/tiny_policy"), "smollm2": os.path.join(ROOT, "models/smollm2-135m-instruct")}
-LONGEST = {"tiny": 400, "smollm2": 160}  # response tokens, if not given
+LONGEST = {"tiny": 400, "smollm2": 96}  # response tokens, if not given
 TASKS = [{"name": "chain_sum", "weight": 1.0, "config": {"min_terms": 2, "max_terms": 12, "min_digits": 1, "max_digits": 1}}]
 SIGMA = 0.93  # the 99th percentile is 8.7 times the median, as it is in the default run
 PAGE = 64  # positions a page of the paged cache
@@ -232,7 +232,7 @@ def main() -> int:
     parser.add_argument("--model", default="tiny", help="tiny, smollm2, or a Hugging Face folder")
     parser.add_argument("--num-prompts", type=int, default=8)
     parser.add_argument("--num-generations", type=int, default=4)
-    parser.add_argument("--longest", type=int, help="tokens of the longest response (tiny: 400, smollm2: 160)")
+    parser.add_argument("--longest", type=int, help="tokens of the longest response (tiny: 400, smollm2: 96)")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--natural", action="store_true", help="rows end at the model's own end token")
     parser.add_argument("--json", help="write the figures there")
@@ -251,7 +251,7 @@ def main() -> int:
     ends = tuple(sorted({tokenizer.eos_token_id, *(end if isinstance(end, list) else [end])} - {None}))
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else ends[0]
     prompts = load_prompts(tokenizer, arguments.num_prompts, arguments.num_generations)
-    longest = arguments.longest or LONGEST.get(arguments.model, 160)
+    longest = arguments.longest or LONGEST.get(arguments.model, 96)
     tail = tail_lengths(len(prompts), longest, seed=0)
     if arguments.natural:
         lengths = {"natural": np.full(len(prompts), longest)}

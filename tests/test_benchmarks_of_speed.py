@@ -10,8 +10,6 @@ import pytest
 import torch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, ROOT)
-
 from benchmarks import generate, growth, step_vs_trl
 
 SMALL = ["rollout.num_prompts_per_step=2", "rollout.num_generations=2", "rollout.max_completion_length=12", "rollout.num_slots=8"]

@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-sys.path.insert(0, __file__.rsplit("/tests/", 1)[0])
-
 from benchmarks import growth
 from bubblespec.engine.generator import Generator, Row
 from bubblespec.engine.model import prepare_model
