@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 from benchmarks import generate, growth, step_vs_trl
 
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SMALL = ["rollout.num_prompts_per_step=2", "rollout.num_generations=2", "rollout.max_completion_length=12", "rollout.num_slots=8"]
 
 
