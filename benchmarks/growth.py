@@ -8,7 +8,7 @@ Times are processor time of one thread, so other work on the machine disturbs th
 within it. `loop` is everything in the step but the model's forward and backward and the optimizer: admission, packing, masks,
 sampling, drafts, windows, planning, ticks, exchange, histories, scoring, balancing, metrics. The growth of each part is
 the slope of a straight line through log seconds over log rows, or log tokens: 1 is linear. Each size is a process of its own, for
-the sake of its peak memory, which is given without what the process needs before its first step.
+the sake of its peak memory, which is given without what the process needs before it loads the model.
 """
 
 import argparse
@@ -139,10 +139,10 @@ def measure(num_rows: int, length: int, more: list[str] = ()) -> dict[str, float
         overrides += [f"model.path={folder}", f"run.output_dir={folder}/run", *more]
         config = load_config(os.path.join(ROOT, "configs/tiny_cpu.yaml"), overrides)
         with ranks_from_environment("cpu", 60.0) as ranks:
+            before = peak_bytes()
             trainer = set_up(config, ranks)
             vocab_size = trainer.model.config.vocab_size
             watch_model(clock)
-            before = peak_bytes()
             prompts = trainer.batch(0)
             rows = make_rows(trainer.own_share(prompts), 0, num_generations, length)
             clock.lap()
