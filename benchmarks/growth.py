@@ -214,7 +214,7 @@ def draw(series: dict[str, list[dict]], growth: dict[str, dict[str, float]], pat
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), sharey=True)
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.8), sharey=True)
     colours = {part: f"C{i}" for i, part in enumerate(("plain", "drafts", "train"))}
     for axis, (over, points) in zip(axes, series.items(), strict=True):
         sizes = [p[over] for p in points]
@@ -230,7 +230,7 @@ def draw(series: dict[str, list[dict]], growth: dict[str, dict[str, float]], pat
         axis.set_yscale("log")
         axis.set_xticks(sizes, [str(size) for size in sizes])
         axis.set_xlabel(f"rows of {FIXED_LENGTH} tokens" if over == "rows" else f"tokens of each of {FIXED_ROWS} rows")
-        axis.legend(fontsize=7, title="part (growth)", title_fontsize=7)
+        axis.legend(fontsize=7, title="part (growth)", title_fontsize=7, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.15))
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("processor seconds a step")
     figure.tight_layout()

@@ -91,6 +91,13 @@ def test_an_arm_that_fails_has_its_error_in_the_table(monkeypatch, tmp_path, cap
     assert "| trl | does not run:" in capsys.readouterr().out
 
 
+def test_what_trl_is_not_set_up_for_is_refused(monkeypatch, capsys):
+    config = os.path.join(ROOT, "configs", "tiny_cpu.yaml")
+    monkeypatch.setattr(sys, "argv", ["step_vs_trl.py", "--config", config, "loss.kl_coef=0.1"])
+    assert step_vs_trl.main() == 2
+    assert capsys.readouterr().err == "error: loss.kl_coef: 0.1; the comparison is made for 0.0 alone\n"
+
+
 def test_first_steps_are_not_counted():
     run = {"seconds": [9.0, 1.0, 2.0, 3.0], "tokens": [5, 10, 20, 30], "peak_memory_gb": 0.5}
     summary = step_vs_trl.summarise({"none": [run, {**run, "peak_memory_gb": 0.7}], "trl": [{"error": "no"}]}, 1)
