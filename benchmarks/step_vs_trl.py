@@ -62,20 +62,21 @@ def run_own(config: Config, num_steps: int) -> dict:
     from bubblespec.distributed import ranks_from_environment
     from bubblespec.trainer import set_up
 
-    ends, steps = [], []
+    ends, steps, worked = [], [], [0.0]
 
     class Logger(entry.MetricsLogger):
         def log(self, step, metrics):
             super().log(step, metrics)
             steps.append(metrics)
             ends.append(time.perf_counter())
+            worked.append(time.process_time())
             if len(ends) == num_steps:
                 raise Enough
 
     entry.MetricsLogger = Logger
     with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
         trainer = set_up(config, ranks)
-        started = time.perf_counter()
+        started, worked[0] = time.perf_counter(), time.process_time()
         try:
             entry.train(trainer)
         except Enough:
@@ -83,6 +84,7 @@ def run_own(config: Config, num_steps: int) -> dict:
     rows = config.rollout.num_prompts_per_step * config.rollout.num_generations
     return {
         "seconds": np.diff([started, *ends]).tolist(),
+        "processor_seconds": np.diff(worked).tolist(),
         "tokens": [round(m["completions/mean_length"] * rows) for m in steps],
         "longest": [m["completions/max_length"] for m in steps],
         "median_length": [m["completions/median_length"] for m in steps],
@@ -135,14 +137,16 @@ def run_trl(config: Config, num_steps: int, microbatches: int, continuous_batchi
         raise InputError(
             f"--trl-microbatches: {rows} sequences cannot be split into {microbatches} on each of {world_size} ranks"
         )
-    ends, rewards, zero_groups = [], [], []
+    ends, worked, rewards, zero_groups = [], [], [], []
 
     class Clock(TrainerCallback):
         def on_train_begin(self, *args, **kwargs):
             ends.append(time.perf_counter())
+            worked.append(time.process_time())
 
         def on_step_end(self, *args, **kwargs):
             ends.append(time.perf_counter())
+            worked.append(time.process_time())
             rewards.append(trainer._metrics["train"]["reward"][-1])
             zero_groups.append(trainer._metrics["train"]["frac_reward_zero_std"][-1])
 
@@ -213,6 +217,7 @@ def run_trl(config: Config, num_steps: int, microbatches: int, continuous_batchi
         dist.destroy_process_group()
     return {
         "seconds": np.diff(ends).tolist(),
+        "processor_seconds": np.diff(worked).tolist(),
         "tokens": [int(step.sum()) for step in by_step],
         "longest": [int(step.max()) for step in by_step],
         "median_length": [float(np.median(step)) for step in by_step],
@@ -259,8 +264,10 @@ def job(arguments: argparse.Namespace, arm: str) -> dict:
 
 
 def summarise(jobs: dict[str, list[dict]], num_warmup: int) -> dict[str, dict]:
-    """Medians over the counted steps of all jobs of an arm, or its error."""
+    """Medians over the counted steps of all jobs of an arm, or its error; and how much faster than TRL: all steps together, and
+    the median over steps, which have the same prompts in every arm."""
     summary = {}
+    base = [run["seconds"][num_warmup:] for run in jobs.get("trl", []) if "error" not in run]
     for arm, runs in jobs.items():
         errors = [run["error"] for run in runs if "error" in run]
         if errors or not runs:
@@ -273,26 +280,29 @@ def summarise(jobs: dict[str, list[dict]], num_warmup: int) -> dict[str, dict]:
         summary[arm]["tokens_per_second"] = sum(counted["tokens"]) / sum(counted["seconds"])
         summary[arm]["peak_memory_gb"] = max(run["peak_memory_gb"] for run in runs)
         summary[arm]["steps"] = len(counted["seconds"])
+        own = [run["seconds"][num_warmup:] for run in runs]
+        if len(base) == len(own):
+            ratios = np.concatenate(base) / np.concatenate(own)
+            summary[arm]["speedup"] = float(np.sum(base) / np.sum(own))
+            summary[arm]["speedup_median_step"] = float(np.median(ratios))
     return summary
 
 
 def print_table(summary: dict[str, dict]) -> None:
-    base = summary.get("trl", {})
     print(
-        "| arm | seconds a step | tokens a step | median, longest | tokens/s | seconds, tokens/s against trl | peak GB | reward |"
+        "| arm | seconds a step | processor seconds, rank 0 | tokens a step | median, longest | tokens/s "
+        "| against trl: all steps, median step | peak GB | reward |"
     )
-    print("|---|---|---|---|---|---|---|---|")
+    print("|---" * 9 + "|")
     for arm, s in summary.items():
         if "error" in s:
-            print(f"| {arm} | does not run: {s['error']} | | | | | | |")
+            print(f"| {arm} | does not run: {s['error']} | | | | | | | |")
             continue
-        ratio = "-"
-        if "seconds" in base:
-            by_seconds = base["seconds"] / s["seconds"]
-            ratio = f"{by_seconds:.2f}x, {s['tokens_per_second'] / base['tokens_per_second']:.2f}x"
+        ratio = f"{s['speedup']:.2f}x, {s['speedup_median_step']:.2f}x" if "speedup" in s else "-"
         print(
-            f"| {arm} | {s['seconds']:.2f} | {s['tokens']:.0f} | {s['median_length']:.0f}, {s['longest']:.0f} "
-            f"| {s['tokens_per_second']:.0f} | {ratio} | {s['peak_memory_gb']:.2f} | {s['rewards']:.2f} |"
+            f"| {arm} | {s['seconds']:.2f} | {s['processor_seconds']:.2f} | {s['tokens']:.0f} "
+            f"| {s['median_length']:.0f}, {s['longest']:.0f} | {s['tokens_per_second']:.0f} "
+            f"| {ratio} | {s['peak_memory_gb']:.2f} | {s['rewards']:.2f} |"
         )
 
 

@@ -103,7 +103,9 @@ def test_first_steps_are_not_counted():
     summary = step_vs_trl.summarise({"none": [run, {**run, "peak_memory_gb": 0.7}], "trl": [{"error": "no"}]}, 1)
     assert summary["none"]["seconds"] == 2.0 and summary["none"]["steps"] == 6 and summary["none"]["peak_memory_gb"] == 0.7
     assert summary["none"]["tokens_per_second"] == pytest.approx(10.0)
-    assert summary["trl"] == {"error": "no"}
+    assert summary["trl"] == {"error": "no"} and "speedup" not in summary["none"]
+    summary = step_vs_trl.summarise({"trl": [{**run, "seconds": [9.0, 4.0, 4.0, 4.0]}], "none": [run]}, 1)
+    assert summary["none"]["speedup"] == 2.0 and summary["none"]["speedup_median_step"] == 2.0
 
 
 def test_growth_prints_and_draws(tmp_path, monkeypatch, capsys):
