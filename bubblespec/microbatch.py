@@ -48,16 +48,23 @@ def plan_microbatches(lengths: np.ndarray, world_size: int, max_tokens: int) -> 
 
 
 def _first_fit(indices: list[int], lengths: np.ndarray, max_tokens: int) -> list[list[int]]:
-    microbatches, room = [], []
+    """Each sample into the first micro-batch with room, found by descending a tree of the most room below each node: looking
+    through all micro-batches would take time quadratic in the number of samples."""
+    leaves = 1 << max(len(indices) - 1, 0).bit_length()
+    # Node 1 is the root, node n has the children 2n and 2n + 1, and the leaves stand for micro-batches.
+    room = [max_tokens] * (2 * leaves)
+    microbatches: list[list[int]] = [[] for _ in indices]
     for index in indices:
-        fits = next((i for i, r in enumerate(room) if r >= lengths[index]), None)
-        if fits is None:
-            fits = len(room)
-            microbatches.append([])
-            room.append(max_tokens)
-        microbatches[fits].append(index)
-        room[fits] -= lengths[index]
-    return microbatches
+        needed = min(lengths[index], max_tokens)  # a sample that is too long has a micro-batch to itself
+        node = 1
+        while node < leaves:
+            node = 2 * node if room[2 * node] >= needed else 2 * node + 1
+        microbatches[node - leaves].append(index)
+        room[node] -= needed
+        while node > 1:
+            node //= 2
+            room[node] = max(room[2 * node], room[2 * node + 1])
+    return [microbatch for microbatch in microbatches if microbatch]
 
 
 def make_microbatch(samples: Samples, order: list[int], device: torch.device) -> Microbatch:

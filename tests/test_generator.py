@@ -204,13 +204,13 @@ def test_kept_rows_go_on_after_a_reset(baseline, seed):
     for _ in range(30):
         engine.step()
     rng = np.random.default_rng(seed)
-    kept = [row for row in engine.collect() if engine.is_decoding(row) and rng.random() < 0.5]
+    kept = [row for row in engine.collect() if row in engine.decoding() and rng.random() < 0.5]
     assert 0 < len(kept) < len(engine.rows) and engine.queue
     others = [row for row in engine.rows if row not in kept]
     engine.reset(kept)
     assert engine.max_prefill_tokens == engine.max_batch_tokens and not engine.queue
     assert sorted(map(id, engine.rows)) == sorted(map(id, kept))
-    assert all(engine.is_decoding(row) for row in kept) and not any(engine.is_decoding(row) for row in others)
+    assert all(row in engine.decoding() for row in kept) and not any(row in engine.decoding() for row in others)
     again = make_rows(prompts, 4)  # beside them, and in the slots that are free now
     assert as_dict(engine.run(again)) == wanted
     assert as_dict(kept) == {key: wanted[key] for key in as_dict(kept)} and engine.is_idle
@@ -263,11 +263,11 @@ def test_a_row_decodes_once_all_but_its_last_token_are_cached(make_model):
         waiting = Row(2, 1, 0, (1, 2), 5)
         engine = Generator(model, num_slots=1, max_length=100, seed=0, max_batch_tokens=8)
         engine.add([row, waiting])
-        states = [engine.is_decoding(row)]
+        states = [row in engine.decoding()]
         while row.finish is None:
             engine.step()
-            states.append(engine.is_decoding(row))
-            assert not engine.is_decoding(waiting) or row.finish is not None
+            states.append(row in engine.decoding())
+            assert waiting not in engine.decoding() or row.finish is not None
         # The fourth forward samples already; of the 20 tokens the last ends the row.
         assert states == [False] * 4 + [True] * 19 + [False]
 

@@ -238,7 +238,7 @@ def test_drafts_go_on_over_several_rollouts(between):
                 finished_in.append(step)
             if draft.holder == 0:
                 row = next(row for row in world.engine.rows if key_of(row) == key)
-                assert world.engine.is_decoding(row) and row.tokens.tolist() == draft.tokens.tolist()
+                assert row in world.engine.decoding() and row.tokens.tolist() == draft.tokens.tolist()
                 stayed += before.get(key) is row
         assert sum(draft.holder == 0 for draft in made.values()) <= 8 - len(rows)
         if between == "an evaluation":
@@ -315,7 +315,7 @@ def test_which_drafts_stay_in_the_engine():
     world = World(model, 8, one_rank(), max_batch_tokens=20)
     rows = make_rows(PROMPTS[:1], 0, 1, 10)
     world.rollout(0, rows, world.items((4,), prompts, 1), max_slowdown=100.0)
-    states = {key_of(row): world.engine.is_decoding(row) for row in world.engine.rows}
+    states = {key_of(row): row in world.engine.decoding() for row in world.engine.rows}
     assert set(states.values()) == {True, False}
     for prompt in prompts:
         draft = world.store.get((4, prompt.uid, 0))

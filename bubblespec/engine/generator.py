@@ -30,6 +30,8 @@ from bubblespec.engine.packing import pack_rows
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.engine.verify import is_stop, num_gained, verify
 
+KEYS_AHEAD = 64  # positions whose noise keys are made at once
+
 
 @dataclass(eq=False)
 class Row:
@@ -111,6 +113,9 @@ class Generator:
         self.limit = np.zeros(num_slots, np.int64)
         self.logprobs = np.zeros((num_slots, max_length, 2), np.float32)
         self.noise_key = np.zeros((num_slots, 3), np.int64)  # uid, step, sample
+        # Keys of the noise streams of each response position, worked out ahead of its first `keyed` positions.
+        self.stream_key = np.zeros((num_slots, max_length, 4), np.int32)
+        self.keyed = np.zeros(num_slots, np.int64)
         # The prompt whose keys and values a slot holds, also after its row has finished; -1 for none.
         self.prompt_id = np.full(num_slots, -1, np.int64)
         self._prompt_ids: dict[tuple[int, ...], int] = {}
@@ -144,10 +149,10 @@ class Generator:
         """The rows in slots, with their tokens so far in them, and those in the queue as they are. All stay where they are."""
         return [self._take_results(slot) for slot in range(len(self.rows))] + list(self.queue)
 
-    def is_decoding(self, row: Row) -> bool:
-        """Whether a row's prompt and all of its tokens but the last are in the cache."""
-        slot = self.rows.index(row) if row in self.rows else -1
-        return slot >= 0 and bool(self.cached[slot] == self.length[slot] - 1)
+    def decoding(self) -> list[Row]:
+        """Rows whose prompt and all of whose tokens but the last are in the cache."""
+        active = len(self.rows)
+        return [self.rows[slot] for slot in np.flatnonzero(self.cached[:active] == self.length[:active] - 1)]
 
     def reset(self, kept: Collection[Row] = ()) -> None:
         """Forget all rows, all cached keys and values and the limit on prefills. Needed whenever the weights have changed.
@@ -156,8 +161,9 @@ class Generator:
         generate is a sample of no policy, and good for nothing but drafts.
         """
         self.queue.clear()
+        stay = {id(row) for row in kept}
         for slot in reversed(range(len(self.rows))):
-            if self.rows[slot] not in kept:
+            if id(self.rows[slot]) not in stay:
                 self._free(slot)
         self.max_prefill_tokens = self.max_batch_tokens
         self.prompt_id.fill(-1)  # so that nobody shares the prompt of a kept row
@@ -247,12 +253,13 @@ class Generator:
         needy = np.flatnonzero(self.cached[:active] < self.prompt_length[:active] - 1)
         if len(needy) == 0:
             return
-        whole = self.cached >= self.prompt_length - 1
+        whole = np.flatnonzero(self.cached >= self.prompt_length - 1)[::-1]
+        first_with = dict(zip(self.prompt_id[whole].tolist(), whole.tolist(), strict=True))
         for slot in needy:
-            sources = np.flatnonzero(whole & (self.prompt_id == self.prompt_id[slot]))
-            if len(sources):
+            source = first_with.get(int(self.prompt_id[slot]))
+            if source is not None:
                 self.cached[slot] = self.prompt_length[slot] - 1
-                self.cache.copy(int(sources[0]), int(slot), int(self.cached[slot]))
+                self.cache.copy(source, int(slot), int(self.cached[slot]))
 
     def _sample(self, slots: np.ndarray, num_draft: np.ndarray, hidden: torch.Tensor) -> None:
         """Verify the drafts of the rows in `slots` and append what they gain. num_draft: int64 [M]; hidden: [T, hidden size]."""
@@ -260,8 +267,8 @@ class Generator:
         row, offset = _ragged(num_draft + 1)
         generated = self.length[slots] - self.prompt_length[slots]
         position = generated[row] + offset
-        uid, step, index = self.noise_key[slots[row]].T
-        keys = torch.from_numpy(stream_keys(self.seed, uid, step, index, position)).to(self.device)
+        self._make_keys(slots, generated + num_draft + 1)
+        keys = torch.from_numpy(self.stream_key[slots[row], position]).to(self.device)
         draft_row, draft_offset = _ragged(num_draft)
         draft = torch.from_numpy(self.tokens[slots[draft_row], self.length[slots[draft_row]] + draft_offset]).to(self.device)
         verified = verify(
@@ -283,6 +290,15 @@ class Generator:
             ends = first + gained
             tokens = [token[begin:end] for begin, end in zip(first, ends, strict=True)]
             self.speculator.observe([self.rows[slot] for slot in slots], tokens, num_draft, np.minimum(accepted, gained))
+
+    def _make_keys(self, slots: np.ndarray, needed: np.ndarray) -> None:
+        """Keys of the first `needed` response positions of each slot, int64 [M], and of KEYS_AHEAD more: a key at a time costs
+        as much as many."""
+        for slot, end in zip(slots[needed > self.keyed[slots]], needed[needed > self.keyed[slots]], strict=True):
+            begin, end = self.keyed[slot], min(end + KEYS_AHEAD, self.stream_key.shape[1])
+            uid, step, sample, position = np.broadcast_arrays(*self.noise_key[slot], np.arange(begin, end))
+            self.stream_key[slot, begin:end] = stream_keys(self.seed, uid, step, sample, position)
+            self.keyed[slot] = end
 
     def _finish(self, slots: np.ndarray) -> list[Row]:
         """Take out the rows in `slots` whose last token ends them."""
@@ -309,6 +325,7 @@ class Generator:
         self.cached[slot] = held
         self.limit[slot] = row.max_new_tokens
         self.noise_key[slot] = row.uid, row.step, row.sample
+        self.keyed[slot] = 0
         self.prompt_id[slot] = prompt_id
 
     def _take_results(self, slot: int) -> Row:
@@ -331,7 +348,7 @@ class Generator:
         self.rows[slot] = moved
         self.cache.copy(last, int(slot), int(self.cached[last]))
         per_slot = (self.tokens, self.length, self.cached, self.prompt_length, self.limit, self.logprobs, self.noise_key)
-        for array in (*per_slot, self.prompt_id):
+        for array in (*per_slot, self.stream_key, self.keyed, self.prompt_id):
             array[slot] = array[last]
         self.prompt_id[last] = -1
 

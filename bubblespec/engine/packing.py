@@ -26,7 +26,7 @@ class AttentionGroup:
 
     first_token, num_tokens: where the group's tokens are in the packed input. padded: int64 [R * Q], the packed token at each
     place of the padded layout, counted from first_token; real: int64 [num_tokens], the places of the real tokens. Both are
-    None where every row has Q tokens. query_position: int64 [R, Q].
+    None where every row has Q tokens. query_position: int64 [R, Q]. sees_all: each row's only query is its position L - 1.
     """
 
     first_slot: int
@@ -38,10 +38,14 @@ class AttentionGroup:
     query_position: torch.Tensor
     padded: torch.Tensor | None
     real: torch.Tensor | None
+    sees_all: bool
     _masks: dict = field(default_factory=dict)
 
-    def mask(self, heads_per_kv: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """Additive mask [R, 1, G * Q, L]: position k is seen by query q if q - window < k <= q. Shared by all layers."""
+    def mask(self, heads_per_kv: int, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
+        """Additive mask [R, 1, G * Q, L]: position k is seen by query q if q - window < k <= q. Shared by all layers. None where
+        every query sees every position."""
+        if self.sees_all and (window is None or window >= self.length):
+            return None
         wanted = (heads_per_kv, window)
         if wanted not in self._masks:
             key_position = torch.arange(self.length, device=self.query_position.device)
@@ -92,8 +96,10 @@ class CachePacking:
             padded = np.minimum(begin[:, None] + np.minimum(offset, last), count.sum() - 1)
             real = torch.from_numpy(np.flatnonzero(offset < count[:, None])).to(device)
             padded = torch.from_numpy(padded.ravel()).to(device)
+        sees_all = queries == 1 and bool((position == length - 1).all())
         position = torch.from_numpy(position).to(device)
-        return AttentionGroup(low, high - low, queries, length, first_token, int(count.sum()), position, padded, real)
+        num_tokens = int(count.sum())
+        return AttentionGroup(low, high - low, queries, length, first_token, num_tokens, position, padded, real, sees_all)
 
     @cached_property
     def varlen(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:

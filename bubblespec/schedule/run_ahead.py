@@ -165,10 +165,11 @@ def rollout(
             forward()
     unfinished = sorted(engine.collect(), key=lambda row: len(row.tokens), reverse=True)
     # Rows of the next step are about to be verified, by whoever owns them; the next step's own rows need slots.
-    may_stay = [row for row in unfinished if row.step > ahead.version + 1 and engine.is_decoding(row)]
-    staying = may_stay[: engine.cache.num_slots - len(rows)] if len(rows) < engine.cache.num_slots else []
+    decoding = {id(row) for row in engine.decoding()}
+    may_stay = [id(row) for row in unfinished if row.step > ahead.version + 1 and id(row) in decoding]
+    staying = set(may_stay[: max(engine.cache.num_slots - len(rows), 0)])
     for row in unfinished:
-        _keep(drafts, row, ahead, stats, board.ranks.rank if row in staying else -1)
+        _keep(drafts, row, ahead, stats, board.ranks.rank if id(row) in staying else -1)
     stats.num_ticks, stats.total_s = board.num_ticks, time.perf_counter() - started
     return stats, drafts
 

@@ -1,0 +1,121 @@
+"""The comparisons with other software run at their smallest size, and count what they say they count."""
+
+import importlib
+import json
+import os
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import generate, growth, step_vs_trl
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+SMALL = ["rollout.num_prompts_per_step=2", "rollout.num_generations=2", "rollout.max_completion_length=12", "rollout.num_slots=8"]
+
+
+def test_tail_is_the_law_it_says():
+    lengths = generate.tail_lengths(1000, 4000, seed=1)
+    assert lengths.max() == 4000 and lengths.min() >= 1
+    assert np.log(lengths).std() == pytest.approx(generate.SIGMA, rel=0.02)
+    assert (generate.tail_lengths(32, 400, 0) == generate.tail_lengths(32, 400, 0)).all()
+
+
+def test_ended_rows_are_those_at_their_length():
+    criterion = generate.EndsAt(torch.tensor([5, 9, 7]))
+    assert criterion(torch.zeros(3, 7), None).tolist() == [True, False, True]
+
+
+def test_all_arms_of_generate_make_the_prescribed_tokens(monkeypatch, tmp_path, capsys):
+    out = tmp_path / "out.json"
+    arguments = "generate.py --num-prompts 2 --num-generations 2 --longest 9 --repeats 1 --json"
+    monkeypatch.setattr(sys, "argv", [*arguments.split(), str(out)])
+    assert generate.main() == 0
+    workloads = json.loads(out.read_text())["workloads"]
+    for lengths in (workloads["tail"], workloads["equal"]):
+        rows = {name: arm["row_tokens"] for name, arm in lengths.items()}
+        assert set(rows) == {"engine", "generate", "generate_batch"}
+        assert rows["engine"] == rows["generate"] == rows["generate_batch"] and len(rows["engine"]) == 4
+    assert max(workloads["tail"]["engine"]["row_tokens"]) == 9
+    assert "| tail | generate_batch |" in capsys.readouterr().out
+
+
+def test_generate_names_a_missing_folder(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["generate.py", "--model", "no/such/folder"])
+    assert generate.main() == 2
+    assert capsys.readouterr().err == "error: --model: no folder no/such/folder; `make smollm2` makes that of smollm2\n"
+
+
+def run_against_trl(monkeypatch, tmp_path, *arms: str) -> dict:
+    out = tmp_path / "out.json"
+    config = os.path.join(ROOT, "configs", "tiny_cpu.yaml")
+    arguments = [
+        "step_vs_trl.py",
+        "--config",
+        config,
+        "--json",
+        str(out),
+        "--steps",
+        "2",
+        "--nproc-per-node",
+        "1",
+        "--arms",
+        *arms,
+    ]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--", *SMALL])
+    assert step_vs_trl.main() == 0
+    return json.loads(out.read_text())
+
+
+def test_own_arms_of_the_step_generate_the_same_tokens(monkeypatch, tmp_path):
+    result = run_against_trl(monkeypatch, tmp_path, "none", "bubble+suffix")
+    plain, speculative = (result["jobs"][arm][0] for arm in ("none", "bubble+suffix"))
+    assert plain["tokens"] == speculative["tokens"] and len(plain["tokens"]) == 2
+    assert all(s > 0 for s in plain["seconds"]) and result["summary"]["none"]["steps"] == 1
+
+
+def test_step_of_trl(monkeypatch, tmp_path):
+    pytest.importorskip("trl")
+    result = run_against_trl(monkeypatch, tmp_path, "trl")
+    assert "error" not in result["summary"]["trl"], result["summary"]["trl"]
+    job = result["jobs"]["trl"][0]
+    assert len(job["tokens"]) == len(job["seconds"]) == 2 and all(4 <= tokens <= 4 * 12 for tokens in job["tokens"])
+
+
+def test_an_arm_that_fails_has_its_error_in_the_table(monkeypatch, tmp_path, capsys):
+    if importlib.util.find_spec("trl"):
+        pytest.skip("trl is installed")
+    result = run_against_trl(monkeypatch, tmp_path, "trl")
+    assert "No module named 'trl'" in result["summary"]["trl"]["error"]
+    assert "| trl | does not run:" in capsys.readouterr().out
+
+
+def test_what_trl_is_not_set_up_for_is_refused(monkeypatch, capsys):
+    config = os.path.join(ROOT, "configs", "tiny_cpu.yaml")
+    monkeypatch.setattr(sys, "argv", ["step_vs_trl.py", "--config", config, "loss.kl_coef=0.1"])
+    assert step_vs_trl.main() == 2
+    assert capsys.readouterr().err == "error: loss.kl_coef: 0.1; the comparison is made for 0.0 alone\n"
+
+
+def test_first_steps_are_not_counted():
+    run = {"seconds": [9.0, 1.0, 2.0, 3.0], "tokens": [5, 10, 20, 30], "peak_memory_gb": 0.5}
+    summary = step_vs_trl.summarise({"none": [run, {**run, "peak_memory_gb": 0.7}], "trl": [{"error": "no"}]}, 1)
+    assert summary["none"]["seconds"] == 2.0 and summary["none"]["steps"] == 6 and summary["none"]["peak_memory_gb"] == 0.7
+    assert summary["none"]["tokens_per_second"] == pytest.approx(10.0)
+    assert summary["trl"] == {"error": "no"} and "speedup" not in summary["none"]
+    summary = step_vs_trl.summarise({"trl": [{**run, "seconds": [9.0, 4.0, 4.0, 4.0]}], "none": [run]}, 1)
+    assert summary["none"]["speedup"] == 2.0 and summary["none"]["speedup_median_step"] == 2.0
+
+
+def test_growth_prints_and_draws(tmp_path, monkeypatch, capsys):
+    def point(rows, length):
+        parts = dict.fromkeys(growth.SHOWN, 0.001 * rows * length)
+        return {**parts, "rows": rows, "length": length, "accept_length": 1.0}
+
+    monkeypatch.setattr(growth, "in_own_process", point)
+    picture = tmp_path / "growth.png"
+    monkeypatch.setattr(sys, "argv", ["growth.py", "--rows", "2", "4", "--lengths", "8", "16", "--figure", str(picture)])
+    assert growth.main() == 0
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    assert capsys.readouterr().out.count("| **growth** | 1.00 |") == 2

@@ -1,0 +1,50 @@
+"""How samples are put into micro-batches."""
+
+import numpy as np
+import pytest
+
+from bubblespec.microbatch import _first_fit
+
+
+def first_fit_by_search(indices, lengths, max_tokens):
+    microbatches, room = [], []
+    for index in indices:
+        fits = next((i for i, r in enumerate(room) if r >= lengths[index]), None)
+        if fits is None:
+            fits = len(room)
+            microbatches.append([])
+            room.append(max_tokens)
+        microbatches[fits].append(index)
+        room[fits] -= lengths[index]
+    return microbatches
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 64, 201])
+def test_first_fit_takes_the_first_microbatch_with_room(count):
+    rng = np.random.default_rng(count)
+    for max_tokens in (60, 100, 1000):
+        lengths = rng.integers(1, 120, count)  # some longer than a micro-batch may be
+        given = rng.permutation(count).tolist()
+        for indices in (given, np.argsort(-lengths, kind="stable").tolist()):
+            assert _first_fit(indices, lengths, max_tokens) == first_fit_by_search(indices, lengths, max_tokens)
+
+
+class CountingLength(int):
+    comparisons = 0
+
+    def __le__(self, other):
+        CountingLength.comparisons += 1
+        return int(self) <= int(other)
+
+    __ge__ = None
+
+
+def test_first_fit_looks_at_few_microbatches_however_many_there_are():
+    def comparisons(count: int) -> int:
+        CountingLength.comparisons = 0
+        # Each takes more than half of a micro-batch, so that as many are open as there are samples.
+        assert len(_first_fit(list(range(count)), [CountingLength(6)] * count, 10)) == count
+        return CountingLength.comparisons
+
+    assert 0 < comparisons(64) <= 64 * 8
+    assert comparisons(1024) <= 1024 * 12
