@@ -34,7 +34,7 @@ class Collected:
 
 
 def collect(trainer: Trainer, step: int) -> Collected:
-    """The samples of `step`, in canonical order and the same on every rank."""
+    """The samples of `step`, in canonical order and the same on every rank. Raises StopRequested: the step is abandoned."""
     rollout = trainer.config.rollout
     wanted, stages = rollout.num_prompts_per_step, []
     samples, rewards, stats = _collect_batch(trainer, trainer.batch(step), step, stages)
@@ -68,7 +68,7 @@ def _collect_batch(
     rows = make_rows(own, step, rollout.num_generations, rollout.max_completion_length)
     stats, drafts = generate_step(trainer, rows, step)
     generated = time.perf_counter()
-    ranks.barrier()  # the bubble: waiting for the slowest rank
+    ranks.meet()  # the bubble: waiting for the slowest rank
     everyone_done = time.perf_counter()
     scores = score_rows(trainer.rewards, own, rows, trainer.tokenizer)
     samples = gather_samples(prompts, rollout.num_generations, rows, scores, ranks)

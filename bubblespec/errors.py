@@ -1,5 +1,14 @@
-"""The one exception that ends a run with a single line instead of a traceback."""
+"""The exception that ends a run with a single line instead of a traceback, and lines that end nothing."""
+
+import contextlib
+import sys
 
 
 class InputError(ValueError):
     """Something the user gave is wrong: a configuration, a file, a model or a reward. The message says which, in one line."""
+
+
+def say(line: str) -> None:
+    """A line on the screen. Where that is a log on a full disk, it is lost, and the run goes on."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)

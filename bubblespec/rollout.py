@@ -76,17 +76,16 @@ def make_rows(prompts: list[Prompt], step: int, num_generations: int, max_new_to
     return [Row(p.uid, step, j, p.token_ids, max_new_tokens) for p in prompts for j in range(num_generations)]
 
 
-def generate(engine: Generator, rows: list[Row], events: list[Event] | None = None) -> None:
-    """Run this rank's rows to their end on the weights as they are now. The forwards are noted in `events`, if given."""
+def generate(engine: Generator, rows: list[Row], ranks: Ranks, events: list[Event] | None = None) -> None:
+    """Run this rank's rows to their end on the weights as they are now, unless it is told to stop: then they are left as they
+    are. The forwards are noted in `events`, if given."""
     engine.reset()
-    if events is None:
-        engine.run(rows)
-        return
     engine.add(rows)
-    while not engine.is_idle:
+    while not engine.is_idle and not ranks.must_stop:
         begin = time.perf_counter()
         engine.step()
-        note(events, forward_kind(len(rows), 0, engine.load), begin, time.perf_counter())
+        if events is not None:
+            note(events, forward_kind(len(rows), 0, engine.load), begin, time.perf_counter())
 
 
 def score_rows(functions: dict[str, RewardFunction], prompts: list[Prompt], rows: list[Row], tokenizer) -> np.ndarray:

@@ -1,8 +1,9 @@
 """Everything a run holds, how it is set up, and its evaluation. The loop itself is in train.py."""
 
+import contextlib
 import copy
-import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO
 
@@ -11,22 +12,24 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from bubblespec.checkpoint import (
-    CONFIG_FILE,
+    SaveFailed,
     find_checkpoint,
     load_optimizer,
     load_speculation,
     lock_output_dir,
+    read_state,
     save_checkpoint,
 )
-from bubblespec.config import Config, config_to_yaml
+from bubblespec.config import Config
 from bubblespec.data import Prompt, PromptSet, build_prompt_set, load_rows, make_tokenize, reasoning_gym_rows
-from bubblespec.distributed import Ranks
+from bubblespec.distributed import Ranks, StopRequested
 from bubblespec.engine.attention import choose_kernel
 from bubblespec.engine.generator import Generator, Row
 from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.errors import InputError
+from bubblespec.errors import InputError, say
+from bubblespec.metrics import MetricsLogger
 from bubblespec.optimizer import Optimizer
 from bubblespec.rewards import RewardFunction, combine, load_reward
 from bubblespec.rollout import Samples, assign_prompts, gather_samples, generate, make_rows, score_rows
@@ -38,7 +41,11 @@ from bubblespec.update import train_on_samples
 
 @dataclass
 class Trainer:
-    """The parts of a run. `first_step` is the number of updates already done by the run that this one continues."""
+    """The parts of a run, and how far it is.
+
+    first_step: updates already done by the run that this one continues; num_updates: those done by now; saved: those in the
+    newest checkpoint; evaluated: those before the last evaluation, or -1.
+    """
 
     config: Config
     ranks: Ranks
@@ -54,6 +61,9 @@ class Trainer:
     rewards: dict[str, RewardFunction]
     reward_weights: list[float]
     first_step: int
+    num_updates: int
+    saved: int
+    evaluated: int
     lock: IO | None  # keeps output_dir ours; on rank 0
     speculation: Speculation | None = None
 
@@ -78,7 +88,7 @@ class Trainer:
 def set_up(config: Config, ranks: Ranks) -> Trainer:
     """Load model, data and rewards, and continue from a checkpoint if there is one. Raises InputError for bad input."""
     torch.manual_seed(config.run.seed)
-    checkpoint = find_checkpoint(config)
+    checkpoint = find_checkpoint(config, ranks)
     functions = {path: load_reward(path) for path in config.reward.functions}
     tokenizer = _load(AutoTokenizer, config, config.model.path)
     model = _load_model(config, checkpoint or config.model.path, ranks.device)
@@ -117,14 +127,13 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
     engine.rule = config.speculative.rule
     speculation = make_speculation(config, ranks, engine)
     optimizer = Optimizer(model, config.optim, config.run.max_steps)
-    first_step = load_optimizer(checkpoint, optimizer, ranks.device) if checkpoint else 0
+    state = {"step": 0, "evaluated": -1}
+    if checkpoint:
+        state = read_state(checkpoint)
+        load_optimizer(checkpoint, optimizer, ranks.device)
     if checkpoint and speculation is not None and (saved := load_speculation(checkpoint)) is not None:
         speculation.load_state_dict(saved)
-    lock = None
-    if ranks.is_main:
-        lock = lock_output_dir(config.run.output_dir)
-        with open(os.path.join(config.run.output_dir, CONFIG_FILE), "w", encoding="utf-8") as file:
-            file.write(config_to_yaml(config))
+    lock = lock_output_dir(config) if ranks.is_main else None
     return Trainer(
         config=config,
         ranks=ranks,
@@ -139,7 +148,10 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
         eval_prompts=eval_prompts,
         rewards=functions,
         reward_weights=config.reward.weights or [1.0] * len(functions),
-        first_step=first_step,
+        first_step=state["step"],
+        num_updates=state["step"],
+        saved=state["step"],
+        evaluated=state["evaluated"],
         lock=lock,
         speculation=speculation,
     )
@@ -179,11 +191,13 @@ def load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Pr
 def generate_step(trainer: Trainer, rows: list[Row], step: int) -> tuple[RolloutStats, dict]:
     """Generate this rank's rows of a step, drafting ahead where that is on. Returns its counts and its drafts.
 
-    Without speculation nothing is counted, and forwards are noted only in the steps of run.timeline_steps.
+    Without speculation nothing is counted, and forwards are noted only in the steps of run.timeline_steps. A rank that has been
+    told to stop leaves the rollout where it is: `ranks.meet` must come next.
     """
+    trainer.ranks.place = f"rollout of step {step}"
     if trainer.speculation is None:
         stats = RolloutStats()
-        generate(trainer.engine, rows, stats.events if step in trainer.config.run.timeline_steps else None)
+        generate(trainer.engine, rows, trainer.ranks, stats.events if step in trainer.config.run.timeline_steps else None)
         return stats, {}
     trainer.engine.speculator = trainer.speculation.speculator
     try:
@@ -193,8 +207,9 @@ def generate_step(trainer: Trainer, rows: list[Row], step: int) -> tuple[Rollout
 
 
 def train_step(trainer: Trainer, samples: Samples, advantages: np.ndarray, step: int, events: list[Event]) -> dict[str, float]:
-    """All updates of a step; see `train_on_samples`."""
-    return train_on_samples(
+    """All updates of a step; see `train_on_samples`. It is not left half done when the run is told to stop."""
+    trainer.ranks.place = f"training of step {step}"
+    metrics = train_on_samples(
         trainer.model,
         trainer.reference,
         trainer.optimizer,
@@ -206,31 +221,77 @@ def train_step(trainer: Trainer, samples: Samples, advantages: np.ndarray, step:
         trainer.kernel,
         events,
     )
+    trainer.num_updates = step + 1
+    return metrics
 
 
-def save(trainer: Trainer, done: int) -> None:
-    """Save a checkpoint after `done` updates. Called by all ranks: they go on together once it is on disk."""
+def save(trainer: Trainer, is_last: bool) -> None:
+    """Save a checkpoint. Called by all ranks: they go on together once it is on disk. If that fails the run goes on, with a
+    warning; but if this is its last save, raises SaveFailed."""
+    done = trainer.num_updates
+    trainer.ranks.place = f"save after {done} updates"
+    speculation = trainer.speculation.state_dict() if trainer.speculation else None
+    problem = save_checkpoint(
+        trainer.config,
+        done,
+        trainer.evaluated,
+        trainer.model,
+        trainer.tokenizer,
+        trainer.optimizer,
+        speculation,
+        trainer.ranks,
+    )
+    if problem is None:
+        trainer.saved = done
+        return
+    newest = f"checkpoint-{trainer.saved}" if trainer.saved else "none"
+    line = f"checkpoint-{done} could not be saved: {problem}; the newest checkpoint is {newest}"
+    if is_last:
+        raise SaveFailed(line)
     if trainer.ranks.is_main:
-        state = trainer.speculation.state_dict() if trainer.speculation else None
-        save_checkpoint(trainer.config, done, trainer.model, trainer.tokenizer, trainer.optimizer, state)
-    trainer.ranks.barrier()
+        say(f"warning: {line}, and the run goes on")
+
+
+@contextlib.contextmanager
+def stops_cleanly(trainer: Trainer, logger: MetricsLogger) -> Iterator[None]:
+    """Training ends here when the run is told to stop, on all ranks alike: after an update, whose state is saved. A rollout or
+    evaluation is abandoned, and made again, the same, by the continuation. Raises SaveFailed."""
+    try:
+        yield
+    except StopRequested:
+        if trainer.saved != trainer.num_updates:
+            save(trainer, is_last=True)
+        of = f"{trainer.num_updates} of {trainer.config.run.max_steps}"
+        logger.say(f"told to stop after {of} updates; the same command goes on from there")
+    finally:
+        logger.close()
+
+
+def evaluate_if_due(trainer: Trainer, logger: MetricsLogger) -> None:
+    """Evaluate where run.eval_steps wants it; what was evaluated before the run was interrupted is not evaluated again."""
+    run, done = trainer.config.run, trainer.num_updates
+    is_due = run.eval_steps and (done % run.eval_steps == 0 or done == run.max_steps)
+    if is_due and trainer.evaluated != done:
+        logger.log_evaluation(done, evaluate(trainer))
 
 
 def evaluate(trainer: Trainer) -> dict[str, float]:
     """Held-out mean reward and pass@k, under noise that is the same at every evaluation, so that curves are paired.
 
     pass@k is the expected best of k samples by the first reward function: for a 0/1 reward the usual unbiased estimator
-    (Chen et al. 2021, arXiv 2107.03374, equation 1).
+    (Chen et al. 2021, arXiv 2107.03374, equation 1). Raises StopRequested, and then the evaluation is still to be made.
     """
     config, prompts = trainer.config, trainer.eval_prompts
+    trainer.ranks.place = f"evaluation after {trainer.num_updates} updates"
     temperature = trainer.sampling.temperature if config.eval.temperature is None else config.eval.temperature
     own = trainer.own_share(prompts)
     rows = make_rows(own, EVALUATION, config.eval.num_generations, config.rollout.max_completion_length)
     trainer.engine.params = SamplingParams(
         temperature, trainer.sampling.top_p, trainer.sampling.top_k, trainer.sampling.stop_token_ids, trainer.sampling.min_length
     )
-    generate(trainer.engine, rows)
+    generate(trainer.engine, rows, trainer.ranks)
     trainer.engine.params = trainer.sampling
+    trainer.ranks.meet()
     scores = score_rows(trainer.rewards, own, rows, trainer.tokenizer)
     samples = gather_samples(prompts, config.eval.num_generations, rows, scores, trainer.ranks)
     metrics = {
@@ -243,6 +304,7 @@ def evaluate(trainer: Trainer) -> dict[str, float]:
     while k <= config.eval.num_generations:
         metrics[f"eval/pass@{k}"] = float(np.mean([expected_best(row, k) for row in by_prompt]))
         k *= 2
+    trainer.evaluated = trainer.num_updates
     return metrics
 
 
