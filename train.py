@@ -9,49 +9,47 @@ import time
 import transformers
 
 from bubblespec.advantages import estimate_advantages
+from bubblespec.checkpoint import SaveFailed
 from bubblespec.collect import collect
 from bubblespec.config import load_config
-from bubblespec.distributed import ranks_from_environment, say_once
-from bubblespec.errors import InputError, RunFailed
+from bubblespec.distributed import RankTimeout, ranks_from_environment, say_once, signals_stop
+from bubblespec.errors import InputError, RunFailed, say
 from bubblespec.metrics import MetricsLogger
 from bubblespec.report import peak_memory_gb, rollout_metrics, timing_metrics
-from bubblespec.schedule.progress import RankTimeout
 from bubblespec.schedule.speculation import speculation_metrics
 from bubblespec.timeline import gather_lanes
-from bubblespec.trainer import Trainer, evaluate, save, set_up, train_step
+from bubblespec.trainer import Trainer, evaluate_if_due, save, set_up, stops_cleanly, train_step
 
 
 def train(trainer: Trainer) -> None:
     config, ranks = trainer.config, trainer.ranks
     run = config.run
     logger = MetricsLogger(run.output_dir, ranks.is_main, trainer.first_step, run.max_steps)
-    if run.eval_steps and trainer.first_step == 0:
-        logger.log_evaluation(0, evaluate(trainer))
-    for step in range(trainer.first_step, run.max_steps):
-        if step in run.timeline_steps or step - 1 in run.timeline_steps:
-            ranks.barrier()  # lanes begin together, and what drawing took is not counted as waiting in the step after it
-        collected = collect(trainer, step)
-        samples, rewards, stats, stages = collected.samples, collected.rewards, collected.stats, collected.stages
-        advantages = estimate_advantages(rewards, config.loss.advantage_estimator, config.loss.scale_rewards).ravel()
-        metrics = train_step(trainer, samples, advantages, step, stats.events)
-        stages.append(("train", stages[-1][2], time.perf_counter()))
-        metrics |= rollout_metrics(collected, list(trainer.rewards)) | trainer.scorer.take_metrics()
-        if trainer.speculation is not None:
-            generated, all_rewards = collected.generated, collected.all_rewards.ravel()
-            trainer.speculation.learn(step, generated.prompts, generated.tokens, all_rewards)
-            metrics |= speculation_metrics(ranks, stats, trainer.speculation, int(generated.lengths.sum()))
-        metrics |= timing_metrics(ranks, stages, stats.wait_s, metrics.pop("timing_s/sync"), collected.generated)
-        logger.log(step, metrics | {"perf/max_memory_gb": peak_memory_gb(ranks)})
-        if step % run.logging_steps == 0:
-            logger.log_samples(step, samples, rewards.ravel(), trainer.tokenizer)
-        if step in run.timeline_steps:
-            logger.log_timeline(step, gather_lanes(ranks, stats.events, stages), config.speculative.method)
-        done = step + 1
-        if run.eval_steps and (done % run.eval_steps == 0 or done == run.max_steps):
-            logger.log_evaluation(done, evaluate(trainer))
-        if done == run.max_steps or (run.save_steps and done % run.save_steps == 0):
-            save(trainer, done)
-    logger.close()
+    with stops_cleanly(trainer, logger):
+        evaluate_if_due(trainer, logger)
+        for step in range(trainer.first_step, run.max_steps):
+            if step in run.timeline_steps or step - 1 in run.timeline_steps:
+                ranks.barrier()  # lanes begin together, and what drawing took is not counted as waiting in the step after it
+            collected = collect(trainer, step)
+            samples, rewards, stats, stages = collected.samples, collected.rewards, collected.stats, collected.stages
+            advantages = estimate_advantages(rewards, config.loss.advantage_estimator, config.loss.scale_rewards).ravel()
+            metrics = train_step(trainer, samples, advantages, step, stats.events)
+            stages.append(("train", stages[-1][2], time.perf_counter()))
+            metrics |= rollout_metrics(collected, list(trainer.rewards)) | trainer.scorer.take_metrics()
+            if trainer.speculation is not None:
+                generated, all_rewards = collected.generated, collected.all_rewards.ravel()
+                trainer.speculation.learn(step, generated.prompts, generated.tokens, all_rewards)
+                metrics |= speculation_metrics(ranks, stats, trainer.speculation, int(generated.lengths.sum()))
+            metrics |= timing_metrics(ranks, stages, stats.wait_s, metrics.pop("timing_s/sync"), collected.generated)
+            logger.log(step, metrics | {"perf/max_memory_gb": peak_memory_gb(ranks)})
+            if step % run.logging_steps == 0:
+                logger.log_samples(step, samples, rewards.ravel(), trainer.tokenizer)
+            if step in run.timeline_steps:
+                logger.log_timeline(step, gather_lanes(ranks, stats.events, stages), config.speculative.method)
+            evaluate_if_due(trainer, logger)
+            is_last = step + 1 == run.max_steps
+            if is_last or (run.save_steps and (step + 1) % run.save_steps == 0):
+                save(trainer, is_last)
 
 
 def main() -> int:
@@ -66,17 +64,21 @@ def main() -> int:
         logging.disable(logging.WARNING)
     try:
         config = load_config(arguments.config, arguments.overrides)
-        with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
+        with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks, signals_stop(ranks):
             train(set_up(config, ranks))
     except InputError as error:  # one line; anything else keeps its traceback
         say_once(error)
         return 2
     except RunFailed as error:
         if is_main:
-            print(f"error: {error}", file=sys.stderr)
+            say(f"error: {error}")
         return 1
-    except RankTimeout:  # the progress board has said which rank
+    except RankTimeout:  # a rank has said who is missing
         return 3
+    except SaveFailed as error:
+        if is_main:
+            say(f"error: {error}")
+        return 4
     return 0
 
 

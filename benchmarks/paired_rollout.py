@@ -77,7 +77,7 @@ def paired_step(
 
     def without():
         before = plain.num_forwards
-        generate(plain, rows["none"])
+        generate(plain, rows["none"], trainer.ranks)
         return plain.num_forwards - before
 
     def speculative():

@@ -1,29 +1,57 @@
-"""Checkpoints: written aside, flushed to disk, renamed. A folder named checkpoint-N is therefore always whole.
+"""Checkpoints: written aside, flushed to disk, renamed. A folder named checkpoint-N is therefore whole unless the disk fails,
+and SHA256SUMS in it (`sha256sum -c SHA256SUMS`) tells whether it has: what is damaged is not continued from.
 
 Noise and batches are functions of the step, so weights, optimizer state and the step number are all that exactness needs;
 drafts and histories are saved too, for speed.
 """
 
 import fcntl
+import hashlib
 import json
 import os
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from typing import IO
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from bubblespec.config import Config, flatten, load_config
-from bubblespec.errors import InputError
+from bubblespec.config import Config, config_to_yaml, flatten, load_config
+from bubblespec.distributed import Ranks
+from bubblespec.errors import InputError, say
 from bubblespec.optimizer import Optimizer
 
 STATE_FILE = "trainer_state.json"
+SUMS_FILE = "SHA256SUMS"
 CONFIG_FILE = "config.yaml"
 SPECULATION_FILE = "speculation.npz"
-# Keys that may differ between a run and its continuation: they change neither tokens nor updates.
+# Keys that may differ between a run and its continuation. They change neither tokens nor updates, only when and where they are
+# made and what is shown of them.
 HARMLESS = {
+    "model.trust_remote_code",
+    "rollout.num_slots",
+    "rollout.max_batch_tokens",
+    "eval.num_generations",
+    "eval.temperature",
+    "rollout.free_cache_engine",
+    "optim.max_skipped_steps",
+    "optim.shard_state",
+    "reward.num_workers",
+    "reward.timeout_s",
+    "reward.adaptive_timeout",
+    "speculative.method",
+    "speculative.fixed_window",
+    "speculative.max_history_tokens",
+    "bubble.lookahead",
+    "bubble.max_draft_tokens",
+    "bubble.uses_soft_bubbles",
+    "bubble.max_slowdown",
+    "bubble.order",
+    "bubble.progress_backend",
+    "bubble.progress_timeout_s",
     "run.output_dir",
     "run.eval_steps",
     "run.save_steps",
@@ -32,78 +60,153 @@ HARMLESS = {
     "run.keep_last",
     "run.resume_from_checkpoint",
     "run.timeout_s",
-    "model.trust_remote_code",
-    "eval.num_generations",
-    "eval.temperature",
-    "optim.max_skipped_steps",
-    "reward.num_workers",
-    "reward.timeout_s",
-    "reward.adaptive_timeout",
-    "speculative.method",
-    "speculative.fixed_window",
-    "speculative.max_history_tokens",
-    "optim.shard_state",
-    "rollout.free_cache_engine",
 }
+# The same sums in another order: the run goes on with a warning, as whoever runs out of memory must be able to lower them. The
+# number of ranks is of this kind too.
+ROUNDING = {"model.gradient_checkpointing", "optim.max_tokens_per_microbatch", "optim.max_logits_per_chunk"}
+
+
+class SaveFailed(RuntimeError):
+    """The state of a run that ends could not be saved. Raised on all ranks, with one line."""
 
 
 def save_checkpoint(
     config: Config,
     step: int,
+    evaluated: int,
     model: PreTrainedModel,
     tokenizer,
-    optimizer: dict,
+    optimizer: Optimizer,
     speculation: dict[str, np.ndarray] | None,
-) -> str:
-    """Save after `step` updates (rank 0 only). optimizer: its state. Returns the folder, which `from_pretrained` loads."""
-    final = os.path.join(config.run.output_dir, f"checkpoint-{step}")
-    temporary = os.path.join(config.run.output_dir, f"tmp-checkpoint-{step}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    os.makedirs(temporary)
-    model.save_pretrained(temporary)
-    tokenizer.save_pretrained(temporary)
-    torch.save(optimizer, os.path.join(temporary, "optimizer.pt"))
-    if speculation is not None:
-        np.savez(os.path.join(temporary, SPECULATION_FILE), **speculation)
-    with open(os.path.join(temporary, STATE_FILE), "w", encoding="utf-8") as file:
-        json.dump({"step": step, "config": exactness_keys(config)}, file, indent=1)
-    for name in os.listdir(temporary):
+    ranks: Ranks,
+) -> str | None:
+    """Save after `step` updates; all ranks call it. evaluated: updates before the last evaluation, or -1.
+
+    Returns None, or in one line why it failed (a full disk, for instance): then nothing is left of it, and the checkpoints
+    before it stay. The answer is the same on every rank.
+    """
+    problem = ""
+    optimizer_state = optimizer.state_dict(ranks)
+    if ranks.is_main:
+        temporary = os.path.join(config.run.output_dir, f"tmp-checkpoint-{step}")
+        state = {"step": step, "evaluated": evaluated, "world_size": ranks.world_size, "config": flatten(config)}
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            os.makedirs(temporary)
+            model.save_pretrained(temporary)
+            tokenizer.save_pretrained(temporary)
+            torch.save(optimizer_state, os.path.join(temporary, "optimizer.pt"))
+            if speculation is not None:
+                np.savez(os.path.join(temporary, SPECULATION_FILE), **speculation)
+            with open(os.path.join(temporary, STATE_FILE), "w", encoding="utf-8") as file:
+                json.dump(state, file, indent=1)
+            _commit(temporary, os.path.join(config.run.output_dir, f"checkpoint-{step}"))
+        except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: torch.save's word for a failed write
+            shutil.rmtree(temporary, ignore_errors=True)
+            problem = " ".join(str(error).split()) or type(error).__name__
+        else:  # checkpoints beyond this one are damaged, or of a continuation that was given up: they are not counted
+            saved = [folder for folder in list_checkpoints(config.run.output_dir) if step_of(folder) <= step]
+            for old in saved[: -config.run.keep_last]:
+                shutil.rmtree(old, ignore_errors=True)
+    return ranks.gather_text(problem)[0] or None
+
+
+def _commit(temporary: str, final: str) -> None:
+    """Checksums, everything on disk, and only then the name that counts."""
+    names = sorted(os.listdir(temporary), key=lambda name: (name == STATE_FILE, name))
+    with open(os.path.join(temporary, SUMS_FILE), "w", encoding="utf-8") as file:
+        file.writelines(f"{digest}  {name}\n" for name, digest in _digests(temporary, names).items())
+    for name in [*names, SUMS_FILE]:
         _flush(os.path.join(temporary, name))
     _flush(temporary)
     shutil.rmtree(final, ignore_errors=True)
     os.rename(temporary, final)
-    _flush(config.run.output_dir)
-    for old in list_checkpoints(config.run.output_dir)[: -config.run.keep_last]:
-        shutil.rmtree(old, ignore_errors=True)
-    return final
+    _flush(os.path.dirname(final))
 
 
-def lock_output_dir(output_dir: str) -> IO:
-    """Make the folder ours until the returned file is closed or this process ends. Raises InputError if another run has it."""
-    os.makedirs(output_dir, exist_ok=True)
-    file = open(os.path.join(output_dir, ".lock"), "w")  # noqa: SIM115 (open as long as the run)
+def find_damage(folder: str) -> str | None:
+    """What is wrong with the files of a checkpoint, or None if they are as they were written. Reads all of them."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with open(os.path.join(folder, SUMS_FILE), encoding="utf-8") as file:
+            wanted = {name: digest for digest, name in (line.rstrip("\n").split("  ", 1) for line in file)}
+    except (OSError, ValueError) as error:  # ValueError: a line of another form, or not UTF-8
+        return f"{SUMS_FILE} cannot be read ({error})"
+    if not wanted or list(wanted)[-1] != STATE_FILE:  # which is written last
+        return f"{SUMS_FILE} has lost its end"
+    try:
+        found = _digests(folder, list(wanted))
     except OSError as error:
-        raise InputError(f"run.output_dir: {output_dir} is in use by another run") from error
+        return f"a file cannot be read: {error}"
+    return next((f"{name} is not as it was written" for name in wanted if found[name] != wanted[name]), None)
+
+
+def _digests(folder: str, names: list[str]) -> dict[str, str]:
+    """SHA-256 of each file; several at a time, as hashing lets other threads run."""
+
+    def digest(name: str) -> str:
+        with open(os.path.join(folder, name), "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    with ThreadPoolExecutor(4) as pool:
+        return dict(zip(names, pool.map(digest, names), strict=True))
+
+
+def lock_output_dir(config: Config) -> IO:
+    """Make the folder ours until the returned file is closed or this process ends, leave the configuration in it, and clear
+    away saves that were not finished. Raises InputError if another run has it, or it cannot be written to."""
+    output_dir = config.run.output_dir
+    try:
+        os.makedirs(output_dir, exist_ok=True)
+        file = open(os.path.join(output_dir, ".lock"), "w")  # noqa: SIM115 (open as long as the run)
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # lockf, not flock: no child that outlives us inherits it
+        except OSError as error:
+            raise InputError(f"run.output_dir: {output_dir} is in use by another run") from error
+        resolved = os.path.join(output_dir, CONFIG_FILE)
+        with open(resolved + ".tmp", "w", encoding="utf-8") as text:
+            text.write(config_to_yaml(config))
+        os.replace(resolved + ".tmp", resolved)  # never half written: the next start reads it
+    except OSError as error:
+        raise InputError(f"run.output_dir: cannot write to {output_dir}: {error.strerror}") from error
+    for name in os.listdir(output_dir):
+        if name.startswith("tmp-checkpoint-"):
+            shutil.rmtree(os.path.join(output_dir, name), ignore_errors=True)
     return file
 
 
 def list_checkpoints(output_dir: str) -> list[str]:
     """Checkpoint folders, oldest first."""
     names = os.listdir(output_dir) if os.path.isdir(output_dir) else []
-    numbered = [(int(m.group(1)), n) for n in names if (m := re.fullmatch(r"checkpoint-(\d+)", n))]
-    return [os.path.join(output_dir, name) for _, name in sorted(numbered)]
+    folders = [os.path.join(output_dir, name) for name in names if re.fullmatch(r"checkpoint-\d+", name)]
+    return sorted(folders, key=step_of)
 
 
-def find_checkpoint(config: Config) -> str | None:
-    """The folder to continue from, or None for a fresh start. Raises InputError where continuing would not be exact, or where
-    output_dir holds a run of another configuration, whose files would be overwritten."""
+def step_of(folder: str) -> int:
+    return int(folder.rpartition("-")[2])
+
+
+def find_checkpoint(config: Config, ranks: Ranks) -> str | None:
+    """The folder to continue from, or None for a fresh start; rank 0 looks, as that reads every file of it once, and all ranks
+    get its answer. Raises InputError on all of them where continuing would not be exact, where output_dir holds a run of another
+    configuration, whose files would be overwritten, or where it holds checkpoints, but none that is whole."""
+    answer = {}
+    if ranks.is_main:
+        try:
+            answer = {"folder": _find_checkpoint(config, ranks.world_size)}
+        except InputError as error:
+            answer = {"error": str(error)}
+    answer = json.loads(ranks.gather_text(json.dumps(answer))[0])
+    if "error" in answer:
+        raise InputError(answer["error"])
+    return answer["folder"]
+
+
+def _find_checkpoint(config: Config, world_size: int) -> str | None:
     wanted, output_dir = config.run.resume_from_checkpoint, config.run.output_dir
     existing = list_checkpoints(output_dir)
     resolved = os.path.join(output_dir, CONFIG_FILE)
     if os.path.isfile(resolved):
-        _check_same_run(config, exactness_keys(load_config(resolved)), output_dir)
+        _check_same_run(config, flatten(load_config(resolved)), output_dir)
     if wanted == "none":
         if existing:
             raise InputError(
@@ -111,33 +214,70 @@ def find_checkpoint(config: Config) -> str | None:
                 "run.resume_from_checkpoint=auto to continue"
             )
         return None
-    folder = wanted if wanted != "auto" else (existing[-1] if existing else None)
-    if folder is None:
-        return None
-    if not os.path.isfile(os.path.join(folder, STATE_FILE)):
-        raise InputError(f"run.resume_from_checkpoint: {folder} is not a checkpoint (it has no {STATE_FILE})")
-    _check_same_run(config, _read_state(folder)["config"], folder)
+    if wanted == "auto":
+        folder = _newest_whole(existing)
+        if folder is None:
+            return None
+    else:
+        folder = wanted
+        if not os.path.isfile(os.path.join(folder, STATE_FILE)):
+            raise InputError(f"run.resume_from_checkpoint: {folder} is not a checkpoint (it has no {STATE_FILE})")
+        if damage := find_damage(folder):
+            raise InputError(f"run.resume_from_checkpoint: {folder} is damaged: {damage}")
+    state = read_state(folder)
+    other = [f"{key}: {here} here, but {there}" for key, here, there in _check_same_run(config, state["config"], folder)]
+    if world_size != state["world_size"]:
+        other.append(f"{world_size} ranks here, but {state['world_size']}")
+    for difference in other:
+        say(f"warning: {difference} in {folder}; the run goes on, but its weights are the same to rounding only")
     return folder
 
 
-def _check_same_run(config: Config, saved: dict, where: str) -> None:
-    current = exactness_keys(config)
+def _newest_whole(folders: list[str]) -> str | None:
+    """The last of the folders that is not damaged, with a warning for each that is."""
+    damages = []
+    for folder in reversed(folders):
+        damage = find_damage(folder)
+        if damage is None:
+            return folder
+        damages.append(f"{folder} is damaged: {damage}")
+        if folder != folders[0]:
+            say(f"warning: {damages[-1]}; looking at the one before")
+    if damages:
+        raise InputError(
+            f"run.output_dir: {damages[-1]}, and no other checkpoint is whole; remove the damaged ones to start anew"
+        )
+    return None
+
+
+def _check_same_run(config: Config, saved: dict, where: str) -> list[tuple[str, object, object]]:
+    """Raises InputError if a key differs that must not; returns the key, its value here and there, of those that change rounding
+    alone."""
+    current, rounding = flatten(config), []
     for key in sorted(saved.keys() | current.keys()):
-        if saved.get(key) != current.get(key):
-            raise InputError(
-                f"{key}: {current.get(key)} here, but {saved.get(key)} in {where}; "
-                "continuing would not be the same run (give another run.output_dir for a new one)"
-            )
+        here, there = current.get(key), saved.get(key)
+        if here == there or is_harmless(config, key):
+            continue
+        if key in ROUNDING:
+            rounding.append((key, here, there))
+            continue
+        raise InputError(
+            f"{key}: {here} here, but {there} in {where}; "
+            "continuing would not be the same run (give another run.output_dir for a new one)"
+        )
+    return rounding
 
 
-def load_optimizer(folder: str, optimizer: Optimizer) -> int:
-    """Restore the optimizer; returns the number of updates that the checkpoint holds.
+def is_harmless(config: Config, key: str) -> bool:
+    """max_steps may grow in a continuation unless the learning rate's course depends on it."""
+    return key in HARMLESS or (key == "run.max_steps" and config.optim.lr_scheduler == "constant")
 
-    The file is mapped, not read: a rank takes its share out of it, and ranks of one machine share its pages.
-    """
+
+def load_optimizer(folder: str, optimizer: Optimizer) -> None:
+    """Restore the optimizer. The file is mapped, not read: a rank takes its share out of it, and ranks of one machine share its
+    pages."""
     path = os.path.join(folder, "optimizer.pt")
     optimizer.load_state_dict(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
-    return _read_state(folder)["step"]
 
 
 def load_speculation(folder: str) -> dict[str, np.ndarray] | None:
@@ -145,23 +285,12 @@ def load_speculation(folder: str) -> dict[str, np.ndarray] | None:
     path = os.path.join(folder, SPECULATION_FILE)
     if not os.path.isfile(path):
         return None
-    with np.load(path) as arrays:
+    with np.load(path) as arrays:  # refuses pickled objects
         return dict(arrays)
 
 
-def exactness_keys(config: Config) -> dict:
-    """The configuration without the keys that change nothing about tokens and updates."""
-    return {key: value for key, value in flatten(config).items() if not _is_harmless(config, key)}
-
-
-def _is_harmless(config: Config, key: str) -> bool:
-    """max_steps may grow in a continuation unless the learning rate's course depends on it; bubbles change time alone."""
-    if key == "run.max_steps":
-        return config.optim.lr_scheduler == "constant"
-    return key in HARMLESS or key.startswith("bubble.")
-
-
-def _read_state(folder: str) -> dict:
+def read_state(folder: str) -> dict:
+    """step: updates done; evaluated: updates before the last evaluation, or -1; world_size; config: all its keys, flat."""
     with open(os.path.join(folder, STATE_FILE), encoding="utf-8") as file:
         return json.load(file)
 

@@ -34,7 +34,7 @@ class Collected:
 
 
 def collect(trainer: Trainer, step: int) -> Collected:
-    """The samples of `step`, in canonical order and the same on every rank."""
+    """The samples of `step`, in canonical order and the same on every rank. Raises StopRequested: the step is abandoned."""
     rollout = trainer.config.rollout
     wanted, stages = rollout.num_prompts_per_step, []
     samples, rewards, stats = _collect_batch(trainer, trainer.batch(step), step, stages)
@@ -69,7 +69,7 @@ def _collect_batch(
     scoring = trainer.scorer.begin(own, rows)
     stats, drafts = generate_step(trainer, rows, step, scoring.on_finished)
     generated = time.perf_counter()
-    ranks.barrier()  # the bubble: waiting for the slowest rank
+    ranks.meet()  # the bubble: waiting for the slowest rank
     everyone_done = time.perf_counter()
     samples = gather_samples(prompts, rollout.num_generations, rows, scoring.collect(), ranks)
     if trainer.speculation is not None:

@@ -1,4 +1,7 @@
-"""The exceptions that end a run with a single line instead of a traceback."""
+"""The exceptions that end a run with a single line instead of a traceback, and lines that end nothing."""
+
+import contextlib
+import sys
 
 
 class InputError(ValueError):
@@ -9,3 +12,9 @@ class InputError(ValueError):
 
 class RunFailed(RuntimeError):
     """Training cannot usefully go on. The message says why, in one line, the same on all ranks."""
+
+
+def say(line: str) -> None:
+    """A line on the screen. Where that is a log on a full disk, it is lost, and the run goes on."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)

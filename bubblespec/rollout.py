@@ -77,13 +77,17 @@ def make_rows(prompts: list[Prompt], step: int, num_generations: int, max_new_to
 
 
 def generate(
-    engine: Generator, rows: list[Row], on_finished: Callable[[Row], None] | None = None, events: list[Event] | None = None
+    engine: Generator,
+    rows: list[Row],
+    ranks: Ranks,
+    on_finished: Callable[[Row], None] | None = None,
+    events: list[Event] | None = None,
 ) -> None:
-    """Run this rank's rows to their end on the weights as they are now. `on_finished` is called with each row as it finishes;
-    the forwards are noted in `events`."""
+    """Run this rank's rows to their end on the weights as they are now, unless it is told to stop: then they are left as they
+    are. `on_finished` is called with each row as it finishes; the forwards are noted in `events`."""
     engine.reset()
     engine.add(rows)
-    while not engine.is_idle:
+    while not engine.is_idle and not ranks.must_stop:
         begin = time.perf_counter()
         finished = engine.step()
         if events is not None:

@@ -13,25 +13,28 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from bubblespec.checkpoint import (
-    CONFIG_FILE,
+    STATE_FILE,
+    SaveFailed,
     find_checkpoint,
     load_optimizer,
     load_speculation,
     lock_output_dir,
+    read_state,
     save_checkpoint,
 )
 from bubblespec.checks import check_memory, check_moments, check_same_architecture, check_vocabulary
-from bubblespec.config import Config, config_to_yaml
+from bubblespec.config import Config
 from bubblespec.data import Prompt, PromptSet, build_prompt_set, load_rows, make_tokenize, reasoning_gym_rows
-from bubblespec.distributed import Ranks
+from bubblespec.distributed import Ranks, StopRequested
 from bubblespec.engine.attention import choose_kernel
 from bubblespec.engine.generator import Generator, Row
 from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.errors import InputError, RunFailed
+from bubblespec.errors import InputError, RunFailed, say
 from bubblespec.lora import add_adapter
 from bubblespec.memory import choose_num_slots
+from bubblespec.metrics import MetricsLogger
 from bubblespec.optimizer import Optimizer
 from bubblespec.out_of_memory import TokenBudget
 from bubblespec.rewards import RewardFunction, check_arguments, combine, load_reward, overlong_penalty
@@ -45,9 +48,11 @@ from bubblespec.update import train_on_samples
 
 @dataclass
 class Trainer:
-    """The parts of a run. `first_step` is the number of updates already done by the run that this one continues.
+    """The parts of a run, and how far it is.
 
-    `reference` is the initial policy, of which the KL is taken: with LoRA `model` itself, whose adapter is then turned off.
+    first_step: updates already done by the run that this one continues; num_updates: those done by now; saved: those in the
+    newest checkpoint; evaluated: those before the last evaluation, or -1.
+    reference: the initial policy, of which the KL is taken; with LoRA `model` itself, whose adapter is then turned off.
     """
 
     config: Config
@@ -65,6 +70,9 @@ class Trainer:
     reward_weights: list[float]
     scorer: Scorer
     first_step: int
+    num_updates: int
+    saved: int
+    evaluated: int
     lock: IO | None  # keeps output_dir ours; on rank 0
     budget: TokenBudget
     speculation: Speculation | None = None
@@ -96,7 +104,7 @@ class Trainer:
 def set_up(config: Config, ranks: Ranks) -> Trainer:
     """Load model, data and rewards, and continue from a checkpoint if there is one. Raises InputError for bad input."""
     torch.manual_seed(config.run.seed)
-    checkpoint = find_checkpoint(config)
+    checkpoint = find_checkpoint(config, ranks)
     check_all_see(checkpoint, ranks)
     functions = {path: load_reward(path) for path in config.reward.functions}
     tokenizer = _load(AutoTokenizer, config, config.model.path)
@@ -139,10 +147,13 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
         rollout.temperature, rollout.top_p, rollout.top_k, stop_tokens(config, model, tokenizer), rollout.min_completion_length
     )
     optimizer = Optimizer(model, config.optim, config.run.max_steps, ranks)
+    state = {"step": 0, "evaluated": -1}
     with _says_what_does_not_fit(checkpoint):
-        first_step = load_optimizer(checkpoint, optimizer) if checkpoint else 0
+        if checkpoint:
+            state = read_state(checkpoint)
+            load_optimizer(checkpoint, optimizer)
     check_moments(optimizer, checkpoint)
-    num_slots = choose_num_slots(config, model, first_step > 0, ranks)
+    num_slots = choose_num_slots(config, model, state["step"] > 0, ranks)
     check_memory(ranks, model, num_slots, max_length)
     engine = Generator(model, num_slots, max_length, config.run.seed, rollout.max_batch_tokens, kernel)
     engine.params = sampling
@@ -167,7 +178,10 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
         rewards=functions,
         reward_weights=config.reward.weights or [1.0] * len(functions),
         scorer=Scorer(config.reward, functions, tokenizer, ranks, config.run.output_dir),
-        first_step=first_step,
+        first_step=state["step"],
+        num_updates=state["step"],
+        saved=state["step"],
+        evaluated=state["evaluated"],
         lock=lock,
         budget=TokenBudget(config.optim.max_tokens_per_microbatch),
         speculation=speculation,
@@ -220,11 +234,14 @@ def generate_step(
     """Generate this rank's rows of a step, drafting ahead where that is on. Returns its counts and its drafts.
 
     on_finished: called with each of the rows as it finishes. Without speculation nothing is counted, and forwards are noted only
-    in the steps of run.timeline_steps.
+    in the steps of run.timeline_steps. A rank that has been told to stop leaves the rollout where it is: `ranks.meet` must come
+    next.
     """
+    trainer.ranks.place = f"rollout of step {step}"
     if trainer.speculation is None:
         stats = RolloutStats()
-        generate(trainer.engine, rows, on_finished, stats.events if step in trainer.config.run.timeline_steps else None)
+        events = stats.events if step in trainer.config.run.timeline_steps else None
+        generate(trainer.engine, rows, trainer.ranks, on_finished, events)
         return stats, {}
     trainer.engine.speculator = trainer.speculation.speculator
     try:
@@ -234,8 +251,10 @@ def generate_step(
 
 
 def train_step(trainer: Trainer, samples: Samples, advantages: np.ndarray, step: int, events: list[Event]) -> dict[str, float]:
-    """All updates of a step; see `train_on_samples`. Raises RunFailed after too many steps without an update."""
+    """All updates of a step; see `train_on_samples`. It is not left half done when the run is told to stop. Raises RunFailed
+    after too many steps without an update."""
     config = trainer.config
+    trainer.ranks.place = f"training of step {step}"
     if config.rollout.free_cache_engine:
         trainer.engine.release()
     metrics = train_on_samples(
@@ -257,25 +276,68 @@ def train_step(trainer: Trainer, samples: Samples, advantages: np.ndarray, step:
             f"loss or gradient not finite in {trainer.num_skipped_in_a_row} steps in a row, up to step {step}; the weights are "
             "those before them. Look at optim.learning_rate, at the rewards and at model.dtype"
         )
+    trainer.num_updates = step + 1
     return metrics
 
 
-def save(trainer: Trainer, done: int) -> None:
-    """Save a checkpoint after `done` updates. Called by all ranks: they go on together once it is on disk."""
-    optimizer = trainer.optimizer.state_dict(trainer.ranks)
+def save(trainer: Trainer, is_last: bool) -> None:
+    """Save a checkpoint. Called by all ranks: they go on together once it is on disk. If that fails the run goes on, with a
+    warning; but if this is its last save, raises SaveFailed."""
+    done = trainer.num_updates
+    trainer.ranks.place = f"save after {done} updates"
+    speculation = trainer.speculation.state_dict() if trainer.speculation else None
+    problem = save_checkpoint(
+        trainer.config,
+        done,
+        trainer.evaluated,
+        trainer.model,
+        trainer.tokenizer,
+        trainer.optimizer,
+        speculation,
+        trainer.ranks,
+    )
+    if problem is None:
+        trainer.saved = done
+        return
+    newest = f"checkpoint-{trainer.saved}" if trainer.saved else "none"
+    line = f"checkpoint-{done} could not be saved: {problem}; the newest checkpoint is {newest}"
+    if is_last:
+        raise SaveFailed(line)
     if trainer.ranks.is_main:
-        state = trainer.speculation.state_dict() if trainer.speculation else None
-        save_checkpoint(trainer.config, done, trainer.model, trainer.tokenizer, optimizer, state)
-    trainer.ranks.barrier()
+        say(f"warning: {line}, and the run goes on")
+
+
+@contextlib.contextmanager
+def stops_cleanly(trainer: Trainer, logger: MetricsLogger) -> Iterator[None]:
+    """Training ends here when the run is told to stop, on all ranks alike: after an update, whose state is saved. A rollout or
+    evaluation is abandoned, and made again, the same, by the continuation. Raises SaveFailed."""
+    try:
+        yield
+    except StopRequested:
+        if trainer.saved != trainer.num_updates:
+            save(trainer, is_last=True)
+        of = f"{trainer.num_updates} of {trainer.config.run.max_steps}"
+        logger.say(f"told to stop after {of} updates; the same command goes on from there")
+    finally:
+        logger.close()
+
+
+def evaluate_if_due(trainer: Trainer, logger: MetricsLogger) -> None:
+    """Evaluate where run.eval_steps wants it; what was evaluated before the run was interrupted is not evaluated again."""
+    run, done = trainer.config.run, trainer.num_updates
+    is_due = run.eval_steps and (done % run.eval_steps == 0 or done == run.max_steps)
+    if is_due and trainer.evaluated != done:
+        logger.log_evaluation(done, evaluate(trainer))
 
 
 def evaluate(trainer: Trainer) -> dict[str, float]:
     """Held-out mean reward and pass@k, under noise that is the same at every evaluation, so that curves are paired.
 
     pass@k is the expected best of k samples by the first reward function: for a 0/1 reward the usual unbiased estimator
-    (Chen et al. 2021, arXiv 2107.03374, equation 1).
+    (Chen et al. 2021, arXiv 2107.03374, equation 1). Raises StopRequested, and then the evaluation is still to be made.
     """
     config, prompts = trainer.config, trainer.eval_prompts
+    trainer.ranks.place = f"evaluation after {trainer.num_updates} updates"
     temperature = trainer.sampling.temperature if config.eval.temperature is None else config.eval.temperature
     own = trainer.own_share(prompts)
     rows = make_rows(own, EVALUATION, config.eval.num_generations, config.rollout.max_completion_length)
@@ -283,8 +345,9 @@ def evaluate(trainer: Trainer) -> dict[str, float]:
         temperature, trainer.sampling.top_p, trainer.sampling.top_k, trainer.sampling.stop_token_ids, trainer.sampling.min_length
     )
     scoring = trainer.scorer.begin(own, rows)
-    generate(trainer.engine, rows, scoring.on_finished)
+    generate(trainer.engine, rows, trainer.ranks, scoring.on_finished)
     trainer.engine.params = trainer.sampling
+    trainer.ranks.meet()
     samples = gather_samples(prompts, config.eval.num_generations, rows, scoring.collect(), trainer.ranks)
     metrics = {
         "eval/reward": float(
@@ -299,6 +362,7 @@ def evaluate(trainer: Trainer) -> dict[str, float]:
     while k <= config.eval.num_generations:
         metrics[f"eval/pass@{k}"] = float(np.mean([expected_best(row, k) for row in by_prompt]))
         k *= 2
+    trainer.evaluated = trainer.num_updates
     return metrics
 
 
@@ -329,27 +393,20 @@ def claim_output_dir(config: Config, ranks: Ranks) -> IO | None:
     lock, problem = None, ""
     if ranks.is_main:
         try:
-            lock = lock_output_dir(config.run.output_dir)
-            with open(os.path.join(config.run.output_dir, CONFIG_FILE), "w", encoding="utf-8") as file:
-                file.write(config_to_yaml(config))
+            lock = lock_output_dir(config)
         except InputError as error:
             problem = str(error)
-        except OSError as error:
-            problem = f"run.output_dir: cannot write to '{config.run.output_dir}': {error.strerror}"
-    answer = ranks.gather_ragged(np.frombuffer(problem.encode(), np.uint8))[0].tobytes().decode()
-    if answer:
+    if answer := ranks.gather_text(problem)[0]:
         raise InputError(answer)
     return lock
 
 
 def check_all_see(checkpoint: str | None, ranks: Ranks) -> None:
-    """Ranks of several machines must continue from the same checkpoint. Raises InputError on all of them, with one line."""
-    seen = [bytes(name).decode() for name in ranks.gather_ragged(np.frombuffer((checkpoint or "").encode(), np.uint8))]
-    if len({os.path.basename(path) for path in seen}) > 1:
-        which = ", ".join(f"rank {rank} {path or 'none'}" for rank, path in enumerate(seen))
-        raise InputError(
-            f"run.output_dir: ranks see other checkpoints to continue from ({which}); give a folder that all machines share"
-        )
+    """All ranks load the checkpoint that rank 0 has found. Raises InputError on all of them where some cannot see it."""
+    sees = ranks.gather(np.array([checkpoint is None or os.path.isfile(os.path.join(checkpoint, STATE_FILE))], np.uint8))
+    if not sees.all():
+        blind = " and ".join(f"rank {rank}" for rank in np.flatnonzero(sees[:, 0] == 0))
+        raise InputError(f"run.output_dir: {blind} cannot see {checkpoint}; give a folder that all machines share")
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from test_train import ROOT, SHORT, digests, read, run, same_weights, weights
 
+from bubblespec.checkpoint import STATE_FILE
 from bubblespec.errors import InputError
 from bubblespec.trainer import check_all_see
 
@@ -44,19 +45,24 @@ def test_two_nodes_give_the_bits_of_one(tmp_path):
 
 
 class TwoRanks:
-    """Rank 0 of two, of which the other sees `other`."""
+    """This rank and another one, which sees the checkpoint or not."""
 
-    def __init__(self, other: str):
-        self.other = np.frombuffer(other.encode(), np.uint8)
+    def __init__(self, other_sees: bool):
+        self.other_sees = other_sees
 
-    def gather_ragged(self, array: np.ndarray) -> list[np.ndarray]:
-        return [array, self.other]
+    def gather(self, array: np.ndarray) -> np.ndarray:
+        return np.stack([array, np.array([self.other_sees], array.dtype)])
 
 
-def test_ranks_must_see_the_same_checkpoint():
-    for seen, other in (("out/checkpoint-2", ""), (None, "out/checkpoint-2"), ("out/checkpoint-2", "out/checkpoint-4")):
-        with pytest.raises(InputError, match=r"^run.output_dir: .*share") as error:
-            check_all_see(seen, TwoRanks(other))
-        assert (seen or other) in str(error.value) and other in str(error.value) and "\n" not in str(error.value)
-    check_all_see(None, TwoRanks(""))
-    check_all_see("/a/out/checkpoint-2", TwoRanks("/b/out/checkpoint-2"))  # one folder may be mounted under two names
+def test_all_ranks_must_see_the_checkpoint(tmp_path):
+    whole = tmp_path / "checkpoint-2"
+    whole.mkdir()
+    (whole / STATE_FILE).write_text("{}")
+    check_all_see(None, TwoRanks(True))
+    check_all_see(str(whole), TwoRanks(True))
+    for folder, other_sees, blind in ((whole, False, "rank 1"), (tmp_path / "checkpoint-4", True, "rank 0")):
+        with pytest.raises(InputError, match=rf"^run.output_dir: {blind} cannot see .*{folder.name}; .*share") as error:
+            check_all_see(str(folder), TwoRanks(other_sees))
+        assert "\n" not in str(error.value)
+    with pytest.raises(InputError, match="rank 0 and rank 1 cannot see"):
+        check_all_see(str(tmp_path / "checkpoint-4"), TwoRanks(False))

@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bubblespec.distributed import Ranks
-from bubblespec.schedule.progress import ProgressBoard, RankState, RankTimeout
+from bubblespec.distributed import Ranks, RankTimeout
+from bubblespec.schedule.progress import ProgressBoard, RankState
 
 PARENT_STORE = -1
 
@@ -214,7 +214,7 @@ def test_a_missing_rank_is_named(tmp_path, capfd, fate, missing):
     assert len(survivors) == 2 and survivors[0]["line"] == survivors[1]["line"]
     line = survivors[0]["line"]
     assert line.startswith(f"rank {missing} missing in tick "), line
-    assert "last state: RankState(active_rows=3, tokens_left=99" in line and "\n" not in line
+    assert "last heard: RankState(active_rows=3, tokens_left=99" in line and "\n" not in line
     assert capfd.readouterr().err.count(f"error: {line}\n") == 1
     if fate == "hangs":
         assert timeout_s <= results[0]["waited_s"] < timeout_s + 1

@@ -85,7 +85,7 @@ class BoardWithSlowRank:
     or, with a `lag`, only so many polls later."""
 
     def __init__(self, num_ticks: int, lag: int = 0):
-        self.ranks = SimpleNamespace(rank=0, world_size=2)
+        self.ranks = SimpleNamespace(rank=0, world_size=2, must_stop=False)
         self.last_tick, self.lag = num_ticks, lag
 
     def begin(self) -> None:

@@ -108,9 +108,9 @@ def test_prompt_tokens_are_said_of_the_forwards_that_compute_them_and_no_others(
 
 def test_plain_rollout_with_events_generates_the_same_rows(make_model):
     engine, plain, events = make_engine(make_model, 6, 64), make_rows(), []
-    generate(engine, plain)
+    generate(engine, plain, Ranks(torch.device("cpu")))
     noted = make_rows()
-    generate(engine, noted, events=events)
+    generate(engine, noted, Ranks(torch.device("cpu")), events=events)
     assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(plain, noted, strict=True))
     assert {kind for kind, _, _ in events} == {"prefill", "decode"} and events[0][0] == "prefill"
     assert all(begin < end for _, begin, end in events)

@@ -3,15 +3,13 @@
 A tick is one asynchronous all-gather of a small state. A rank posts its state, goes on decoding, looks between two forwards
 whether the tick is complete, and then posts the next one; so the slowest rank sets the pace. All ranks read the same states of
 the same ticks: a decision that is a pure function of a tick is taken alike everywhere without further agreement. The tick in
-which every rank is done is the last, and all ranks leave the rollout by it.
+which every rank is done, or any has been told to stop, is the last, and all ranks leave the rollout by it.
 
-Beside the collective each rank writes the number of every tick that it posts into the job's key-value store, which the others
-can read without its help. That is how they name a rank that hangs or has died.
+A tick is a meeting of the roll call like any other collective: that is how a rank that hangs or has died is named.
 """
 
 import contextlib
 import math
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, fields
@@ -22,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from bubblespec.distributed import Ranks, _all_gather
+from bubblespec.distributed import Ranks, _all_gather, one_line
 
 # A tick takes about 0.5 ms once all have posted. A rank that is done can spare that time and a little more, once a tick:
 # without it, it would start another draft although the last tick is about to complete, and keep everyone waiting.
@@ -30,12 +28,6 @@ LINGER_S = 2e-3
 NAP_S = 2e-4
 # A tick costs a rank about 0.3 ms, and the slowest rank pays for it with everyone's time: with short forwards, not after each.
 INTERVAL_S = 1e-2
-# How long a rank that has run into the time-out lets others run into it as well, if no rank has missed a tick.
-GRACE_S = 1.0
-
-
-class RankTimeout(RuntimeError):
-    """A rank hangs or has died; the message is one line that names it. All other ranks raise the same."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +36,7 @@ class RankState:
 
     active_rows: rows it decodes now; tokens_left: expected tokens until its last row ends, counted along that row;
     drafted_tokens: tokens drafted in this rollout; step_s: seconds a forward takes, lately; wanted_items: items of work that
-    it could take over; is_done: none of its rows of this rollout is left.
+    it could take over; is_done: none of its rows of this rollout is left; must_stop: it has been told to end the run.
     """
 
     active_rows: int
@@ -53,6 +45,7 @@ class RankState:
     step_s: float
     wanted_items: int
     is_done: bool
+    must_stop: bool = False
 
     @property
     def remaining_s(self) -> float:
@@ -61,7 +54,7 @@ class RankState:
 
     @classmethod
     def from_numbers(cls, n: list[float]) -> "RankState":
-        return cls(int(n[0]), n[1], int(n[2]), n[3], int(n[4]), bool(n[5]))
+        return cls(int(n[0]), n[1], int(n[2]), n[3], int(n[4]), bool(n[5]), bool(n[6]))
 
 
 NUM_NUMBERS = len(fields(RankState))
@@ -71,7 +64,8 @@ class ProgressBoard:
     """Ticks of one job, rollout after rollout. Made by all ranks at the same time, as it makes a process group of its own.
 
     num_ticks: ticks of this rollout that this rank has read; last_states: the states of the last of them, by rank, or None;
-    is_over: the last tick has been read. With one process a tick is complete as soon as it is posted.
+    is_over: the last tick has been read; must_stop: a rank was told to stop in it, so the rollout is to be abandoned. With one
+    process a tick is complete as soon as it is posted.
 
     timeout_s: seconds without a completed tick after which the job is ended. backend: gloo or nccl for the ticks; None is
     that of `ranks.device`. With nccl the ticks run on a CUDA stream of their own. interval_s: a rank that is not done lets so
@@ -84,7 +78,6 @@ class ProgressBoard:
         self.interval_s = interval_s
         self._work = None
         self._stream = None
-        self._num_posted = 0  # over all rollouts, so that it never repeats
         self._in_flight = False
         backend = backend or ("nccl" if ranks.device.type == "cuda" else "gloo")
         device = ranks.device if backend == "nccl" and ranks.world_size > 1 else torch.device("cpu")
@@ -97,11 +90,8 @@ class ProgressBoard:
             limit_s = timeout_s if backend == "gloo" else 2 * timeout_s
             self._group = dist.new_group(backend=backend, timeout=timedelta(seconds=limit_s))
             self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-            job_store = dist.distributed_c10d._get_default_store()
-            self._store = dist.PrefixStore(f"progress/{self._group.group_name}", job_store)
-            self._store.set(f"posted/{ranks.rank}", "0")
-            # Connects the ranks (NCCL does so at its first collective), and after it every rank's key is there.
-            _all_gather(self._everyone, self._own, group=self._group)
+            # Connects the ranks (NCCL does so at its first collective).
+            ranks.complete(lambda: _all_gather(self._everyone, self._own, group=self._group, async_op=True))
         self.begin()
 
     def begin(self) -> None:
@@ -110,7 +100,7 @@ class ProgressBoard:
             raise RuntimeError("progress: a rollout must run to its last tick before the next one begins")
         self.num_ticks = 0
         self.last_states: list[RankState] | None = None
-        self.is_over = False
+        self.is_over = self.must_stop = False
         self._not_before = 0.0
         self._deadline = time.monotonic() + self.timeout_s
 
@@ -155,7 +145,7 @@ class ProgressBoard:
             if self._is_complete():
                 return self._take()
         except RuntimeError as error:  # from the collective or the store: a rank has left
-            self._fail(str(error).splitlines()[0].rsplit("] ")[-1].split(". ")[0])  # without its place in the sources
+            self._fail(one_line(error))
         if time.monotonic() > self._deadline:
             self._fail(f"no answer for {self.timeout_s:g} s")
         return None
@@ -170,7 +160,6 @@ class ProgressBoard:
 
     def _post(self, state: RankState) -> None:
         self._in_flight = True
-        self._num_posted += 1
         self._numbers[:] = astuple(state)
         with self._on_stream():
             if self._stream is not None:
@@ -178,7 +167,7 @@ class ProgressBoard:
             if self.ranks.world_size == 1:
                 self._everyone.copy_(self._own)
                 return
-            self._store.set(f"posted/{self.ranks.rank}", str(self._num_posted))  # does not await an answer: microseconds
+            self.ranks.roll_call.enter(f"tick {self.num_ticks} of the {self.ranks.place}")
             self._work = _all_gather(self._everyone, self._own, group=self._group, async_op=True)
 
     def _on_stream(self) -> contextlib.AbstractContextManager:
@@ -199,40 +188,13 @@ class ProgressBoard:
             numbers = self._everyone.cpu().numpy().reshape(-1, NUM_NUMBERS).tolist()
         self._work, self._in_flight = None, False
         self.last_states = [RankState.from_numbers(row) for row in numbers]
+        self.must_stop = any(state.must_stop for state in self.last_states)
         self.num_ticks += 1
-        self.is_over = all(state.is_done for state in self.last_states)
+        self.is_over = self.must_stop or all(state.is_done for state in self.last_states)
         now = time.monotonic()
         self._not_before, self._deadline = now + self.interval_s, now + self.timeout_s
         return self.last_states
 
     def _fail(self, reason: str) -> NoReturn:
-        """End the job: the first rank to come to a verdict prints it, and all ranks raise it."""
-        try:
-            missing = self._missing_ranks()
-            names = " and ".join(f"rank {rank}" for rank in missing) or "no rank"
-            last = "; ".join(str(self.last_states[rank]) for rank in missing) if self.last_states else "none in this rollout"
-            line = f"{names} missing in tick {self.num_ticks} of the rollout ({reason}); last state: {last}"
-            line = self._store.compare_set("verdict", "", line).decode()
-            is_first = self._store.add("num_ended", 1) == 1
-        except RuntimeError:
-            line, is_first = f"the job's key-value store has ended, with its launcher or rank 0 ({reason})", True
-        if is_first:
-            print(f"error: {line}", file=sys.stderr, flush=True)
-        raise RankTimeout(line)
-
-    def _missing_ranks(self) -> list[int]:
-        """At a time-out: the ranks that have not posted the tick in flight.
-
-        A broken connection is seen at once, when others may still be in a forward: wait until all ranks but one have seen it,
-        or the time is up. Returns early once there is a verdict, as whoever has spoken it may be gone already.
-        """
-        me, everyone = self.ranks.rank, range(self.ranks.world_size)
-        self._store.set(f"ended/{me}", "1")
-        while True:
-            silent = [rank for rank in everyone if rank != me and not self._store.check([f"ended/{rank}"])]
-            behind = [rank for rank in silent if int(self._store.get(f"posted/{rank}")) < self._num_posted]
-            late_s = time.monotonic() - self._deadline
-            is_clear = len(silent) <= 1 or (behind and late_s > 0) or late_s > GRACE_S
-            if is_clear or self._store.check(["verdict"]):
-                return behind or silent
-            time.sleep(0.02)
+        describe = (lambda rank: str(self.last_states[rank])) if self.last_states else None
+        self.ranks.roll_call.fail(f"tick {self.num_ticks} of the {self.ranks.place}", reason, self._deadline, describe)

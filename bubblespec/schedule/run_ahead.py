@@ -94,7 +94,7 @@ def rollout(
     With `ahead` None nothing is drafted. Rows must be known to the speculator (`track`). expected_longest: tokens of a rank's
     longest row, for the estimate of the time left that goes into the ticks. on_finished: called with each of `rows` as it is
     done. Drafts that are not finished stay in the engine where they can, and go on in the next rollout over the keys and values
-    they have.
+    they have. If a rank is told to stop, all leave with their rows unfinished.
     """
     stats, drafts = RolloutStats(), {}
     own = {id(row) for row in rows}
@@ -119,7 +119,7 @@ def rollout(
             wanted = max(0, 2 * _free_rows(engine, own, ahead, speculator.cost) - len(granted))
         left = max((max(expected_longest - n, 1.0) for n in _own_lengths(engine, own)), default=0.0)
         step_s = float(speculator.cost.seconds(max(active, 1), max(active, 1)))
-        return RankState(active, left, stats.drafted_tokens, step_s, wanted, active == 0)
+        return RankState(active, left, stats.drafted_tokens, step_s, wanted, active == 0, board.ranks.must_stop)
 
     def forward() -> None:
         begin, own_before, aside_before = time.perf_counter(), len(own), speculator.stats.seconds
@@ -143,7 +143,7 @@ def rollout(
         note(stats.events, forward_kind(own_before, num_ahead, engine.load), begin, end)
 
     if ahead is None:  # nobody needs to know how far anyone is
-        while own:
+        while own and not board.ranks.must_stop:
             forward()
         stats.total_s = time.perf_counter() - started
         return stats, drafts

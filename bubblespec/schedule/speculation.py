@@ -42,6 +42,7 @@ class Speculation:
     forwards: float = 0.0  # of the slowest rank in a rollout, exponentially weighted
     accepted_by_age: dict[int, float] = field(default_factory=dict)  # share of aligned draft tokens, exponentially weighted
     outlook: Outlook = field(default_factory=Outlook)
+    step: int = -1  # of the last rollout
     shared_cost: np.ndarray | None = None  # coefficients of the ranks' cost models, their mean
 
     def lookahead(self, step: int) -> int:
@@ -65,6 +66,7 @@ class Speculation:
         batch_of(step), owners_of(prompts): a global batch, and the rank that generates each of its prompts; on_finished(row): is
         called with each of `rows` as it is done. The weights have had `step` updates.
         """
+        self.step = step
         self.speculator.begin(step)
         drafts = [self.store.get((row.step, row.uid, row.sample)) for row in rows]
         for row, draft in zip(rows, drafts, strict=True):
@@ -79,9 +81,7 @@ class Speculation:
             batches = [(s, prompts, owners_of(prompts)) for s, prompts in coming]
             rows_a_rank = -(-len(coming[0][1]) * self.config.rollout.num_generations // self.ranks.world_size)
             ahead = self._plan(batches, step, rows_a_rank, engine.cache.num_slots)
-        stats, drafts = rollout(engine, rows, self.board, self.speculator, ahead, self.longest, on_finished)
-        self.store.drop_until(step)
-        return stats, drafts
+        return rollout(engine, rows, self.board, self.speculator, ahead, self.longest, on_finished)
 
     def _plan(self, batches: list, step: int, num_rows: int, num_slots: int) -> RunAhead:
         config = self.config.bubble
@@ -115,7 +115,8 @@ class Speculation:
                 self.history.add(prompts[i // num_generations].uid, sample, float(rewards[i]), step)
 
     def exchange(self, drafts: dict, stats: RolloutStats) -> int:
-        """All ranks' drafts into all ranks' stores, and what the ranks measured, so that all of them plan alike.
+        """All ranks' drafts into all ranks' stores, and what the ranks measured, so that all of them plan alike. Drafts of the
+        step just generated go; if its rollout is abandoned there is no exchange, and they stay.
 
         Returns the number of tokens that all ranks offered.
         """
@@ -129,19 +130,26 @@ class Speculation:
         self.speculator.stats.by_age.clear()  # taken in; the step may have a further rollout
         self.forwards = _average(self.forwards or None, float(measured[:, ages.size].max()))
         self.shared_cost = measured[:, ages.size + 1 :].mean(axis=0)
+        self.store.drop_until(self.step)
         return exchange(self.store, drafts, self.ranks)
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Drafts, history and estimates as arrays; the same on every rank. They change no token, only how soon it is there."""
+        """Drafts, history and estimates as arrays. They change no token, only how soon it is there. All is the same on every
+        rank, but for the shares of proposals accepted so far, of which any rank's will do; costs are measured anew at a start.
+        """
         ages = np.array([[age, share] for age, share in self.accepted_by_age.items()], np.float64).reshape(-1, 2)
-        parts = {"drafts": self.store.state_dict(), "history": self.history.state_dict()}
+        parts = {
+            "drafts": self.store.state_dict(),
+            "history": self.history.state_dict(),
+            "survival": self.speculator.survival.state_dict(),
+        }
         flat = {f"{name}.{key}": array for name, part in parts.items() for key, array in part.items()}
         averages = np.array([self.tokens_per_step, self.longest, self.forwards])
         cost = np.empty(0) if self.shared_cost is None else self.shared_cost
         return flat | {"lengths": self.outlook.seen, "averages": averages, "accepted_by_age": ages, "shared_cost": cost}
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-        for name, part in (("drafts", self.store), ("history", self.history)):
+        for name, part in (("drafts", self.store), ("history", self.history), ("survival", self.speculator.survival)):
             part.load_state_dict({key.split(".", 1)[1]: array for key, array in state.items() if key.startswith(f"{name}.")})
         self.outlook.seen = state["lengths"]
         self.tokens_per_step, self.longest, self.forwards = map(float, state["averages"])

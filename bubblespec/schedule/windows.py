@@ -6,6 +6,8 @@ filled greedily, best first, up to the point where accepted tokens per second, r
 no draft token pays, the windows are empty, and the forward is plain decoding.
 """
 
+import json
+
 import numpy as np
 
 WINDOWS = np.array([0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128])
@@ -99,6 +101,18 @@ class Survival:
         for table in (self._trials, self._accepted):
             for kind in table:
                 table[kind] *= 1.0 - share
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """K kinds as JSON texts [K]; trials and accepted, float64 [K, 2]."""
+        return {
+            "kinds": np.array([json.dumps(kind) for kind in self._trials], np.str_),
+            "counts": np.array([(self._trials[kind], self._accepted[kind]) for kind in self._trials], np.float64).reshape(-1, 2),
+        }
+
+    def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
+        kinds = [tuple(json.loads(kind)) for kind in state["kinds"].tolist()]
+        self._trials = dict(zip(kinds, state["counts"][:, 0].tolist(), strict=True))
+        self._accepted = dict(zip(kinds, state["counts"][:, 1].tolist(), strict=True))
 
 
 def match_bucket(length: int) -> int:

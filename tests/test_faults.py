@@ -1,0 +1,394 @@
+"""What may go wrong: damaged checkpoints, a changed configuration, a full disk; and last, a run of train.py that is stopped,
+killed in a save, and loses a rank under `--max-restarts`, and must end as if nothing had happened.
+"""
+
+import json
+import os
+import random
+import resource
+import signal
+import threading
+import time
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from benchmarks.exactness import SHORT, first_difference, launch, read_metrics, read_weights, run, same_weights
+from benchmarks.faults import Run, live_and_die
+from bubblespec.checkpoint import (
+    HARMLESS,
+    ROUNDING,
+    STATE_FILE,
+    SUMS_FILE,
+    find_checkpoint,
+    find_damage,
+    is_harmless,
+    list_checkpoints,
+    load_optimizer,
+    lock_output_dir,
+    read_state,
+    save_checkpoint,
+)
+from bubblespec.config import Config, DataConfig, ModelConfig, RunConfig, flatten
+from bubblespec.distributed import Ranks
+from bubblespec.errors import InputError
+from bubblespec.metrics import MetricsLogger
+from bubblespec.optimizer import Optimizer
+
+ALONE = Ranks(torch.device("cpu"))
+METRICS = {"reward": 0.5, "perf/throughput": 100.0, "timing_s/step": 2.0}
+
+
+class Tokenizer:
+    def save_pretrained(self, folder: str) -> None:
+        with open(os.path.join(folder, "tokenizer.json"), "w", encoding="utf-8") as file:
+            file.write("{}")
+
+
+def make_config(folder, **changes) -> Config:
+    config = Config(model=ModelConfig(path="m"), data=DataConfig(path="d"), run=RunConfig(output_dir=str(folder)))
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        setattr(getattr(config, section), name, value)
+    return config
+
+
+@pytest.fixture
+def saver(tmp_path, make_model):
+    """save(step, ...) saves what has had `step` updates; config and optimizer are attributes of it."""
+    transformers.utils.logging.disable_progress_bar()
+    model = make_model("llama", torch.float32)
+    config = make_config(tmp_path / "out")
+    optimizer = Optimizer(model, config.optim, config.run.max_steps)
+    os.makedirs(config.run.output_dir)
+
+    def save(step: int, evaluated: int = -1) -> str | None:
+        with torch.no_grad():
+            optimizer.flat_grad.fill_(1.0 + step)
+        optimizer.step(step)
+        state = {"drafts.tokens": np.arange(step)}
+        return save_checkpoint(config, step, evaluated, model, Tokenizer(), optimizer, state, ALONE)
+
+    save.config, save.optimizer, save.model, save.folder = config, optimizer, model, config.run.output_dir
+    return save
+
+
+def checkpoint(folder, step: int) -> str:
+    return os.path.join(folder, f"checkpoint-{step}")
+
+
+def flip_bit(path: str, position: float) -> None:
+    with open(path, "r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        offset = min(int(position * size), size - 1)
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 0x10]))
+
+
+def cut(path: str, position: float) -> None:
+    os.truncate(path, int(position * os.path.getsize(path)))
+
+
+def drop_last_line(path: str) -> None:
+    with open(path, encoding="utf-8") as file:
+        lines = file.readlines()
+    with open(path, "w", encoding="utf-8") as file:
+        file.writelines(lines[:-1])
+
+
+# --- checkpoints ---
+
+
+def test_a_whole_checkpoint_is_found_and_loads(saver):
+    assert saver(3, evaluated=2) is None
+    folder = find_checkpoint(saver.config, ALONE)
+    assert folder == checkpoint(saver.folder, 3) and find_damage(folder) is None
+    state = read_state(folder)
+    assert (state["step"], state["evaluated"], state["world_size"]) == (3, 2, 1)
+    moment = saver.optimizer.adamw.state[saver.optimizer.masters[0]]["exp_avg"].clone()
+    saver(4)
+    load_optimizer(folder, saver.optimizer, torch.device("cpu"))
+    assert torch.equal(saver.optimizer.adamw.state[saver.optimizer.masters[0]]["exp_avg"], moment)
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda p: flip_bit(p, 0.5), lambda p: flip_bit(p, 1.0), lambda p: cut(p, 0.9), lambda p: cut(p, 0.0), os.remove]
+)
+def test_every_damaged_file_is_noticed(saver, damage):
+    saver(1)
+    folder = checkpoint(saver.folder, 1)
+    names = os.listdir(folder)
+    assert {"model.safetensors", "optimizer.pt", "speculation.npz", "tokenizer.json", STATE_FILE, SUMS_FILE} <= set(names)
+    for name in names:
+        path = os.path.join(folder, name)
+        with open(path, "rb") as file:
+            before = file.read()
+        damage(path)
+        found = find_damage(folder)
+        assert found is not None and (name in found or name == SUMS_FILE)
+        with open(path, "wb") as file:
+            file.write(before)
+        assert find_damage(folder) is None
+    drop_last_line(os.path.join(folder, SUMS_FILE))
+    assert "lost its end" in find_damage(folder)
+
+
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(saver, capfd):
+    for step in (1, 2):
+        saver(step)
+    flip_bit(os.path.join(checkpoint(saver.folder, 2), "model.safetensors"), 0.7)
+    assert find_checkpoint(saver.config, ALONE) == checkpoint(saver.folder, 1)
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("warning: ") and "checkpoint-2 is damaged: model.safetensors" in lines[0]
+    saver.config.run.resume_from_checkpoint = checkpoint(saver.folder, 2)
+    with pytest.raises(InputError, match=r"run.resume_from_checkpoint: .*checkpoint-2 is damaged: model.safetensors"):
+        find_checkpoint(saver.config, ALONE)
+
+
+def test_without_a_whole_checkpoint_a_run_does_not_start_over(saver):
+    for step in (1, 2):
+        saver(step)
+        cut(os.path.join(checkpoint(saver.folder, step), "optimizer.pt"), 0.5)
+    with pytest.raises(
+        InputError, match=r"run.output_dir: .*checkpoint-1 is damaged: optimizer.pt.*no other checkpoint is whole"
+    ):
+        find_checkpoint(saver.config, ALONE)
+
+
+def test_a_damaged_checkpoint_takes_no_place_of_a_whole_one(saver):
+    """With keep_last 1 and a damaged checkpoint-5, checkpoint-3 must not be deleted as the older of two."""
+    saver.config.run.keep_last = 1
+    saver(5)
+    flip_bit(os.path.join(checkpoint(saver.folder, 5), STATE_FILE), 0.5)
+    for step in (2, 3):
+        saver(step)
+    assert list_checkpoints(saver.folder) == [checkpoint(saver.folder, step) for step in (3, 5)]
+    assert find_checkpoint(saver.config, ALONE) == checkpoint(saver.folder, 3)
+    saver(5)  # reached again: replaced
+    assert list_checkpoints(saver.folder) == [checkpoint(saver.folder, 5)] and find_damage(checkpoint(saver.folder, 5)) is None
+
+
+def test_unfinished_saves_are_cleared_away_and_the_folder_is_locked(saver):
+    saver(1)
+    os.makedirs(os.path.join(saver.folder, "tmp-checkpoint-2"))
+    lock = lock_output_dir(saver.config)
+    assert sorted(os.listdir(saver.folder)) == [".lock", "checkpoint-1", "config.yaml"]
+    child = os.fork()  # POSIX locks are another process's concern, and a forked child must not keep ours
+    if child == 0:
+        try:
+            lock_output_dir(saver.config)
+        except InputError as error:
+            os._exit(7 if "in use by another run" in str(error) else 8)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    lingering = os.fork()
+    if lingering == 0:
+        time.sleep(60)
+        os._exit(0)
+    lock.close()
+    child = os.fork()
+    if child == 0:
+        lock_output_dir(saver.config)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    os.kill(lingering, signal.SIGKILL)
+    os.waitpid(lingering, 0)
+
+
+# --- configurations ---
+
+# Whatever is not listed as harmless or as rounding ends a continuation. A new key belongs here or there.
+EXACT = """
+model.path model.dtype model.device model.attention
+data.path data.name data.split data.tasks data.size data.seed data.eval_path data.eval_split data.as_chat data.system_prompt
+reward.functions reward.weights
+rollout.num_prompts_per_step rollout.num_generations rollout.max_prompt_length rollout.max_completion_length
+rollout.min_completion_length rollout.temperature rollout.top_p rollout.top_k rollout.stop_token_ids
+rollout.dynamic_sampling rollout.dynamic_sampling_max_batches
+eval.num_prompts
+loss.loss_type loss.scale_rewards loss.epsilon_low loss.epsilon_high loss.kl_coef loss.num_iterations
+loss.mask_truncated_completions
+optim.learning_rate optim.lr_scheduler optim.warmup_steps optim.weight_decay optim.adam_beta1 optim.adam_beta2
+optim.adam_epsilon optim.max_grad_norm
+speculative.rule
+run.seed run.max_steps
+"""
+
+
+def test_every_key_is_classified_on_purpose():
+    classes = [set(EXACT.split()), HARMLESS, ROUNDING]
+    keys = [key for keys in classes for key in keys]
+    assert len(keys) == len(set(keys))
+    assert set(keys) == set(flatten(make_config("o"))), "say of a new key what it does to a continuation: see checkpoint.py"
+
+
+def changed(value):
+    """Another value of the same type, more or less."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, (int, float)):
+        return value + 1
+    return [1] if isinstance(value, list) else f"{value}x"
+
+
+def test_a_continuation_is_refused_passed_or_warned_about_by_the_class_of_the_key(saver, capfd):
+    saver(1)
+    for key, value in flatten(saver.config).items():
+        section, name = key.split(".")
+        if key in ("run.output_dir", "run.resume_from_checkpoint"):  # say where to look, not what to do
+            continue
+        setattr(getattr(saver.config, section), name, changed(value))
+        if key in HARMLESS or key in ROUNDING or key == "run.max_steps":
+            assert find_checkpoint(saver.config, ALONE) == checkpoint(saver.folder, 1), key
+        else:
+            with pytest.raises(InputError, match=rf"^{key}: .* here, but .* in .*checkpoint-1"):
+                find_checkpoint(saver.config, ALONE)
+        said = capfd.readouterr().err
+        assert (said.startswith(f"warning: {key}: ") and said.count("\n") == 1) if key in ROUNDING else said == "", (key, said)
+        setattr(getattr(saver.config, section), name, value)
+    assert {section.name for section in fields(Config)} == {key.split(".")[0] for key in flatten(saver.config)}
+
+
+def test_steps_may_be_added_unless_the_learning_rate_ends_with_them(saver):
+    saver.config.optim.lr_scheduler = "linear"
+    assert not is_harmless(saver.config, "run.max_steps")
+    saver(1)
+    saver.config.run.max_steps += 1
+    with pytest.raises(InputError, match=r"run.max_steps: 101 here, but 100"):
+        find_checkpoint(saver.config, ALONE)
+
+
+def test_another_number_of_ranks_is_said(saver, capfd):
+    saver(1)
+    two = Ranks(torch.device("cpu"))
+    two.world_size, two.gather_text = 2, lambda text: [text]
+    assert find_checkpoint(saver.config, two) == checkpoint(saver.folder, 1)
+    assert capfd.readouterr().err.startswith("warning: 2 ranks here, but 1 in ")
+
+
+# --- a full disk ---
+
+
+class FullDisk:
+    """No file of this process can grow beyond `size` bytes: a write fails in the middle, as on a full disk."""
+
+    def __init__(self, size: int):
+        self.size = size
+
+    def __enter__(self):
+        self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, self.before[1]))
+
+    def __exit__(self, *_):
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
+
+
+@pytest.mark.parametrize("size", [0, 1000, 40_000, 200_000])
+def test_a_save_that_fails_leaves_what_was_there(saver, size):
+    """The limit hits another file each time: the configuration, the weights, the optimizer's state."""
+    assert saver(1) is None
+    with FullDisk(size):
+        problem = saver(2)
+    assert problem and "\n" not in problem
+    assert os.listdir(saver.folder) == ["checkpoint-1"] and find_damage(checkpoint(saver.folder, 1)) is None
+    assert saver(3) is None and find_checkpoint(saver.config, ALONE) == checkpoint(saver.folder, 3)
+
+
+def test_metrics_wait_for_room(tmp_path, capsys):
+    logger = MetricsLogger(str(tmp_path), True, 0, 10)
+    logger.log(0, METRICS)
+    size = os.path.getsize(tmp_path / "metrics.jsonl")
+    with FullDisk(size + 10):
+        for step in (1, 2):
+            logger.log(step, METRICS)
+        assert os.path.getsize(tmp_path / "metrics.jsonl") == size, "no half line is left"
+    for step in (3, 4):
+        logger.log(step, METRICS)
+    logger.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    said = capsys.readouterr().err
+    assert said.count("metrics.jsonl cannot be written") == 1 and "lost" not in said
+
+
+def test_curves_fail_without_ending_the_run(tmp_path, capsys, monkeypatch):
+    """Room for the lines, none for TensorBoard's files."""
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # TensorBoard lets the exception out of its thread, too
+    logger = MetricsLogger(str(tmp_path), True, 0, 10)
+    with FullDisk(2000):
+        for step in range(10):
+            logger.log(step, METRICS)
+            for _ in range(3):
+                logger._draw("add_text", "text", "x" * 1000, step)
+            logger._draw("flush")
+    logger.log(10, METRICS)
+    logger.close()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 11
+    said = capsys.readouterr().err
+    assert "TensorBoard's files cannot be written" in said and "metrics.jsonl cannot" not in said
+
+
+# --- runs of train.py ---
+
+STEPS = 6
+OPTIONS = [
+    "--config",
+    "configs/tiny_cpu.yaml",
+    *SHORT,
+    f"run.max_steps={STEPS}",
+    "run.save_steps=1",
+    "eval.num_prompts=4",
+    "run.eval_steps=3",
+    "run.keep_last=2",
+]
+
+
+def test_stopped_and_killed_runs_end_as_an_undisturbed_one(tmp_path):
+    whole, folder, rng = tmp_path / "whole", tmp_path / "run", random.Random(0)
+    run(launch(2, "train.py", *OPTIONS, f"run.output_dir={whole}"))
+    command = launch(2, "train.py", *OPTIONS, f"run.output_dir={folder}")
+
+    # Told to stop, twice: the state of the step that was done is saved, and no rank fails.
+    stopped = Run([*command, "run.save_steps=0"], str(folder))
+    stopped.wait_for_steps(1)
+    stopped.ranks()
+    stopped.launcher.send_signal(signal.SIGTERM)
+    time.sleep(0.2)
+    if stopped.launcher.poll() is None:
+        stopped.launcher.send_signal(signal.SIGTERM)
+    _, said = stopped.end()
+    done = len(read_metrics(str(folder)))
+    assert f"told to stop after {done} of {STEPS} updates" in said, said[-3000:]
+    assert list_checkpoints(str(folder)) == [checkpoint(str(folder), done)]
+
+    # Every rank on its own: then the launcher sees ranks that end well, and ends well itself.
+    if done < STEPS - 2:
+        stopped = Run([*command, "run.save_steps=0"], str(folder))
+        stopped.wait_for_steps(done + 1)
+        for pid in stopped.ranks().values():
+            os.kill(pid, signal.SIGTERM)
+            time.sleep(0.05)
+        code, said = stopped.end()
+        assert code == 0 and "told to stop after" in said, said[-3000:]
+
+    live_and_die(command, str(folder), "save", 1, rng)
+
+    # One rank dies, the run is started anew by its launcher, and the lock does not stand in the way.
+    restarted = Run([*command[:4], "--max-restarts=1", *command[4:]], str(folder))
+    restarted.wait_for_steps(len(read_metrics(str(folder))))
+    os.kill(restarted.ranks()[1], signal.SIGKILL)
+    code, said = restarted.end()
+    assert code == 0, said[-3000:]
+    assert "rank 1 missing in " in said
+
+    assert first_difference(read_metrics(str(whole)), read_metrics(str(folder))) is None
+    assert same_weights(read_weights(str(whole), STEPS), read_weights(str(folder), STEPS))
+    evaluations = [
+        [json.loads(line) for line in (f / "metrics.jsonl").read_text().splitlines() if "eval/" in line] for f in (whole, folder)
+    ]
+    assert evaluations[0] == evaluations[1] and [line["step"] for line in evaluations[0]] == [0, 3, 6]
