@@ -71,6 +71,7 @@ def test_working_out_leaves_the_model_as_it_is():
     model = transformers.AutoModelForCausalLM.from_config(small()).eval()
     prepare_model(model, 512)
     memory.work_out(make_config(), model, 1)
+    memory.meta_model(model.config, torch.float32)
     assert model.config._attn_implementation == "bubblespec" and next(model.parameters()).device.type == "cpu"
 
 
