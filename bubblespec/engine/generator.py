@@ -294,11 +294,16 @@ class Generator:
     def _make_keys(self, slots: np.ndarray, needed: np.ndarray) -> None:
         """Keys of the first `needed` response positions of each slot, int64 [M], and of KEYS_AHEAD more: a key at a time costs
         as much as many."""
-        for slot, end in zip(slots[needed > self.keyed[slots]], needed[needed > self.keyed[slots]], strict=True):
-            begin, end = self.keyed[slot], min(end + KEYS_AHEAD, self.stream_key.shape[1])
-            uid, step, sample, position = np.broadcast_arrays(*self.noise_key[slot], np.arange(begin, end))
-            self.stream_key[slot, begin:end] = stream_keys(self.seed, uid, step, sample, position)
-            self.keyed[slot] = end
+        short = needed > self.keyed[slots]
+        if not short.any():
+            return
+        slots, end = slots[short], np.minimum(needed[short] + KEYS_AHEAD, self.stream_key.shape[1])
+        row, offset = _ragged(end - self.keyed[slots])
+        slot = slots[row]
+        position = self.keyed[slot] + offset
+        uid, step, sample = self.noise_key[slot].T
+        self.stream_key[slot, position] = stream_keys(self.seed, uid, step, sample, position)
+        self.keyed[slots] = end
 
     def _finish(self, slots: np.ndarray) -> list[Row]:
         """Take out the rows in `slots` whose last token ends them."""
