@@ -31,6 +31,7 @@ MAX_NAP_S = 1e-3
 GRACE_S = 1.0
 # A broken connection is seen at once, while others may still be in a forward. torchrun kills all 30 s after a rank has died.
 BROKEN_S = 20.0
+CONNECT_S = 60.0
 # One Ctrl-C may reach a rank twice, from the terminal and from the launcher; a later one is a second one.
 SAME_CTRL_C_S = 1.0
 
@@ -165,19 +166,29 @@ class Ranks:
 
     def complete(self, start: Callable[[], dist.Work]) -> None:
         """Start a collective with async_op=True and wait for its end; a rank that does not come to it is named."""
-        self.roll_call.enter(self.place)
-        deadline, nap_s = time.monotonic() + self.timeout_s, 1e-5
-        try:
-            work = start()
+        with self.watch() as deadline:
+            work, nap_s = start(), 1e-5
             while not work.is_completed():
                 if time.monotonic() > deadline:
                     self.roll_call.fail(self.place, f"no answer for {self.timeout_s:g} s", deadline)
                 time.sleep(nap_s)
                 nap_s = min(1.5 * nap_s, MAX_NAP_S)
             work.wait()  # complete: raises if it failed, and orders the CUDA stream behind the collective
-        except RankTimeout:
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[float]:
+        """Around collectives, also another library's: where one fails, the missing rank is named. Gives the end of the time-out,
+        which other libraries' collectives keep by themselves."""
+        deadline = time.monotonic() + self.timeout_s
+        if self.world_size > 1:
+            self.roll_call.enter(self.place)
+        try:
+            yield deadline
+        except (RankTimeout, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:  # gloo: a rank has left, or its own time-out
+            if self.world_size == 1:
+                raise
             self.roll_call.fail(self.place, one_line(error), deadline)
 
 
@@ -209,7 +220,9 @@ def ranks_from_environment(device: str, timeout_s: float) -> Iterator[Ranks]:
         # Gloo's time-out frees the thread that waits in the collective, for a clean exit. NCCL's watchdog would end the process
         # before `complete` has said why, so it comes last.
         limit = timedelta(seconds=2 * timeout_s if use_cuda else timeout_s)
-        store, rank, world_size = next(rendezvous("env://", timeout=limit))
+        # The store is there before the ranks are: one whose launcher died while it was importing does not wait for it for long.
+        store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=CONNECT_S)))
+        store.set_timeout(limit)
         store = store_of_this_start(store, rank, world_size, timeout_s)
         dist.init_process_group("nccl" if use_cuda else "gloo", timeout=limit, store=store, rank=rank, world_size=world_size)
     try:

@@ -6,6 +6,7 @@ all (ZeRO stage 1, Rajbhandari et al. 2020, arXiv 1910.02054). A parameter is ne
 operations on the same numbers as without: equal bits. The gradient buffer stays whole on every rank.
 """
 
+import contextlib
 import math
 
 import numpy as np
@@ -21,7 +22,7 @@ class Optimizer:
     """With `ranks` and optim.shard_state, all ranks must make, step and save it together."""
 
     def __init__(self, model: torch.nn.Module, config: OptimConfig, max_steps: int, ranks: Ranks | None = None):
-        self.config, self.max_steps = config, max_steps
+        self.config, self.max_steps, self.ranks = config, max_steps, ranks
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.names, self.params = [name for name, _ in named], [p for _, p in named]
         self.has_masters = self.params[0].dtype == torch.bfloat16
@@ -91,7 +92,8 @@ class Optimizer:
         learning_rate = self.config.learning_rate * learning_rate_factor(self.config, step, self.max_steps)
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate
-        self.adamw.step()
+        with contextlib.nullcontext() if self.adamw is self.local else self.ranks.watch():  # sharded: sends what it has updated
+            self.adamw.step()
         self.clear()
         return grad_norm, learning_rate
 
