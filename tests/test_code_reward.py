@@ -168,9 +168,10 @@ def test_the_folder_is_removed(tmp_path, monkeypatch):
 
 SCRIPT = """
 import sys
-from bubblespec.code_reward import run_program
+from bubblespec import code_reward
+code_reward.WALL_LIMIT_S = 3600.0
 note = f"open({sys.argv[1]!r}, 'w').write(str(os.getpid()) + ' ' + str(os.getppid()))"
-run_program(f"import os, time\\n{note}\\ntime.sleep(3600)", "")
+code_reward.run_program(f"import os, time\\n{note}\\ntime.sleep(3600)", "")
 """
 
 

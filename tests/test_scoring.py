@@ -176,12 +176,12 @@ def test_a_function_that_fails_for_all_responses_of_a_step_ends_the_run(make_sco
 
 def test_a_later_batch_of_the_step_may_fail_as_a_whole(make_scorer):
     """Dynamic sampling's further batches can be a single prompt."""
-    scorer = make_scorer(["value 1", "raise x"], num_workers=0)
-    scores(scorer, finished_rows(2))
-    assert scores(scorer, finished_rows(2)[1:]).tolist() == [[0.0]]
+    scorer, rows = make_scorer(["value 1", "value 2", "raise x"], num_workers=0), finished_rows(3)
+    assert scores(scorer, rows[:2]).tolist() == [[1.0], [2.0]]
+    assert scores(scorer, rows[2:]).tolist() == [[0.0]]
     scorer.take_metrics()
     with pytest.raises(InputError, match="failed for all 1 responses"):
-        scores(scorer, finished_rows(2)[1:])
+        scores(scorer, rows[2:])
 
 
 def test_other_ranks_decide_whether_all_have_failed(make_scorer):
