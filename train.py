@@ -17,8 +17,9 @@ from bubblespec.errors import InputError, RunFailed, say
 from bubblespec.metrics import MetricsLogger
 from bubblespec.report import peak_memory_gb, rollout_metrics, timing_metrics
 from bubblespec.schedule.speculation import speculation_metrics
+from bubblespec.set_up import set_up
 from bubblespec.timeline import gather_lanes
-from bubblespec.trainer import Trainer, evaluate_if_due, save, set_up, stops_cleanly, train_step
+from bubblespec.trainer import Trainer, evaluate_if_due, save, stops_cleanly, train_step
 
 
 def train(trainer: Trainer) -> None:

@@ -23,7 +23,8 @@ from bubblespec.distributed import ranks_from_environment
 from bubblespec.drafts.bubble import Draft, Key
 from bubblespec.engine.generator import Row
 from bubblespec.schedule.run_ahead import RolloutStats
-from bubblespec.trainer import Trainer, set_up
+from bubblespec.set_up import set_up
+from bubblespec.trainer import Trainer
 from train import train
 
 COUNTS = ("own rows pre-empted", "draft rows pre-empted", "drafts corrupted", "proposals corrupted")

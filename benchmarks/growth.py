@@ -125,7 +125,8 @@ def measure(num_rows: int, length: int, more: list[str] = ()) -> dict[str, float
     from bubblespec.drafts.bubble import Draft
     from bubblespec.rollout import generate, make_rows
     from bubblespec.schedule.speculation import speculation_metrics
-    from bubblespec.trainer import set_up, train_step
+    from bubblespec.set_up import set_up
+    from bubblespec.trainer import train_step
 
     torch.set_num_threads(1)
     num_generations = min(4, num_rows)

@@ -30,7 +30,8 @@ from bubblespec.engine.generator import Row
 from bubblespec.engine.noise import gumbel, stream_keys
 from bubblespec.engine.sampling import SamplingParams, restrict
 from bubblespec.errors import InputError
-from bubblespec.trainer import Trainer, set_up
+from bubblespec.set_up import set_up
+from bubblespec.trainer import Trainer
 
 MAX_GAP = 1e-3
 MAX_NUCLEUS_GAP = 1e-4

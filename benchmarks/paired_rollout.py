@@ -28,7 +28,8 @@ from bubblespec.engine.generator import Generator, Row
 from bubblespec.errors import InputError
 from bubblespec.rollout import gather_samples, generate, make_rows
 from bubblespec.schedule.speculation import speculation_metrics
-from bubblespec.trainer import Trainer, generate_step, set_up
+from bubblespec.set_up import set_up
+from bubblespec.trainer import Trainer, generate_step
 from bubblespec.update import train_on_samples
 
 PAPER = "paper (arXiv 2605.08862, its own hardware): decoding steps -50%, rollout throughput up to 1.8x"

@@ -60,7 +60,7 @@ def run_own(config: Config, num_steps: int) -> dict:
     """Steps of this trainer, through the loop of train.py as it is. Returns this rank's step ends and all ranks' lengths."""
     import train as entry
     from bubblespec.distributed import ranks_from_environment
-    from bubblespec.trainer import set_up
+    from bubblespec.set_up import set_up
 
     ends, steps, worked = [], [], [0.0]
 
@@ -103,7 +103,7 @@ def run_trl(config: Config, num_steps: int, microbatches: int, continuous_batchi
 
     from bubblespec.data import make_tokenize
     from bubblespec.rewards import load_reward
-    from bubblespec.trainer import load_prompts, stop_tokens
+    from bubblespec.set_up import load_prompts, stop_tokens
 
     rollout, optim, loss = config.rollout, config.optim, config.loss
     torch.manual_seed(config.run.seed)

@@ -25,7 +25,7 @@ import transformers
 
 import train
 from bubblespec import checks
-from bubblespec import trainer as trainer_module
+from bubblespec import set_up as set_up_module
 from bubblespec.config import Config, flatten, load_config
 from bubblespec.distributed import ranks_from_environment
 from bubblespec.errors import InputError
@@ -494,9 +494,9 @@ def test_slots_beyond_the_memory_are_refused_before_they_are_made(refusal, monke
     assert refusal(*slots).startswith("rollout.num_slots: ")
     monkeypatch.setattr(checks, "free_host_bytes", lambda: 2 * needed)
     config = load_config("configs/tiny_cpu.yaml", [*SHORT, *slots, "run.output_dir=unused"])
-    monkeypatch.setattr(trainer_module, "claim_output_dir", lambda config, ranks: None)
+    monkeypatch.setattr(set_up_module, "claim_output_dir", lambda config, ranks: None)
     with ranks_from_environment("cpu", 1.0) as ranks:
-        trainer_module.set_up(config, ranks)
+        set_up_module.set_up(config, ranks)
 
 
 def test_free_memory_is_that_of_this_machine():
@@ -691,13 +691,13 @@ SIZES_AND_RATES = [
 @pytest.mark.parametrize("key", SIZES_AND_RATES)
 def test_sizes_that_load_also_set_up(key, tmp_path, monkeypatch):
     """Or are refused in a line that names the key: 1, and what exhausts memory or a number's range, with speculation on."""
-    monkeypatch.setattr(trainer_module, "claim_output_dir", lambda config, ranks: None)
+    monkeypatch.setattr(set_up_module, "claim_output_dir", lambda config, ranks: None)
     for value in ("1", "1000000000", "1000000000000"):
         overrides = [*SHORT, "speculative.method=bubble+suffix", "run.output_dir=unused", f"{key}={value}"]
         try:
             config = load_config("configs/tiny_cpu.yaml", overrides)
             with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
-                trainer_module.set_up(config, ranks)
+                set_up_module.set_up(config, ranks)
         except InputError as error:
             assert "\n" not in str(error) and key in str(error), (value, error)
 

@@ -23,7 +23,7 @@ from bubblespec.distributed import Ranks
 from bubblespec.drafts.bubble import Draft
 from bubblespec.engine.noise import gumbel
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.trainer import set_up
+from bubblespec.set_up import set_up
 from train import train
 
 STEPS = 4

@@ -16,7 +16,7 @@ from bubblespec.engine.model import enable_gradient_checkpointing, output_head, 
 from bubblespec.errors import InputError
 from bubblespec.lora import adapter_disabled, add_adapter
 from bubblespec.optimizer import Optimizer
-from bubblespec.trainer import set_up
+from bubblespec.set_up import set_up
 from train import train
 
 peft = pytest.importorskip("peft", reason="pip install -r requirements-lora.txt")

@@ -11,7 +11,7 @@ from test_train import ROOT, SHORT, digests, read, run, same_weights, weights
 
 from bubblespec.checkpoint import STATE_FILE
 from bubblespec.errors import InputError
-from bubblespec.trainer import check_all_see
+from bubblespec.set_up import check_all_see
 
 SHORTER = [*(o for o in SHORT if "_steps" not in o), "run.max_steps=2", "run.save_steps=0"]
 

@@ -19,7 +19,7 @@ from bubblespec.errors import InputError
 from bubblespec.rewards import load_reward
 from bubblespec.rollout import generate, make_rows
 from bubblespec.scoring import Scorer, Scoring
-from bubblespec.trainer import set_up
+from bubblespec.set_up import set_up
 from train import train
 
 OBEY = "tests.misbehaving_rewards.obey"
