@@ -511,6 +511,8 @@ def _check_keys(given: dict, schema: type, prefix: str = "") -> None:
             if not isinstance(value, dict):
                 raise InputError(f"{key}: is a section, not a value")
             _check_keys(value, types[name], f"{key}.")
+        if typing.get_origin(types[name]) is dict and isinstance(value, list):
+            raise InputError(f"{key}: is a mapping; give it as a whole, as in {key}={{name: value}}")
         element = _list_element(types[name])
         if element is None or value is None or str(value).startswith("${"):  # OmegaConf checks None and references
             continue
