@@ -123,7 +123,7 @@ def measure(num_rows: int, length: int, more: list[str] = ()) -> dict[str, float
     from bubblespec.config import load_config
     from bubblespec.distributed import ranks_from_environment
     from bubblespec.drafts.bubble import Draft
-    from bubblespec.rollout import generate, make_rows
+    from bubblespec.rollout import make_rows
     from bubblespec.schedule.speculation import speculation_metrics
     from bubblespec.set_up import set_up
     from bubblespec.trainer import train_step
@@ -147,7 +147,8 @@ def measure(num_rows: int, length: int, more: list[str] = ()) -> dict[str, float
             prompts = trainer.batch(0)
             rows = make_rows(trainer.own_share(prompts), 0, num_generations, length)
             clock.lap()
-            generate(trainer.engine, rows)
+            trainer.engine.reset()
+            trainer.engine.run(rows)
             plain = clock.lap()
             for row in rows:
                 key = (row.step, row.uid, row.sample)

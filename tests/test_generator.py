@@ -74,6 +74,15 @@ def test_schedule_leaves_tokens_unchanged(baseline, num_slots, max_batch_tokens,
     assert {len(tokens) for tokens, _ in wanted.values()} != {30} and engine.is_idle
 
 
+@pytest.mark.parametrize("ahead", [0, 1, 7])
+def test_noise_keys_are_the_same_in_any_blocks(baseline, monkeypatch, ahead):
+    model, prompts, params, wanted = baseline
+    monkeypatch.setattr("bubblespec.engine.generator.KEYS_AHEAD", ahead)
+    engine = Generator(model, 5, max_length=100, seed=5)
+    engine.params = params
+    assert as_dict(engine.run(make_rows(prompts, 4))) == wanted
+
+
 def test_rows_dropped_and_added_between_forwards(baseline):
     model, prompts, params, wanted = baseline
     rng = np.random.default_rng(2)

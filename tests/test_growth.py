@@ -33,7 +33,7 @@ def calls_in_step(monkeypatch, num_rows: int, length: int) -> tuple[int, dict]:
 
 @pytest.mark.parametrize("over", ["rows", "length"])
 def test_calls_grow_at_most_linearly(monkeypatch, over):
-    sizes = [(2, 32), (8, 32), (32, 32)] if over == "rows" else [(4, 24), (4, 96), (4, 384)]
+    sizes = [(2, 24), (8, 24), (32, 24)] if over == "rows" else [(4, 16), (4, 64), (4, 256)]
     counts, results = zip(*(calls_in_step(monkeypatch, *size) for size in sizes), strict=True)
     # Four times the work twice: linear growth makes the second difference four times the first, quadratic sixteen times.
     first, second = np.diff(counts)
