@@ -5,6 +5,7 @@ Noise and batches are functions of the step, so weights, optimizer state and the
 drafts and histories are saved too, for speed.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -167,6 +168,8 @@ def lock_output_dir(config: Config) -> IO:
             text.write(config_to_yaml(config))
         os.replace(resolved + ".tmp", resolved)  # never half written: the next start reads it
     except OSError as error:
+        with contextlib.suppress(OSError):
+            os.remove(os.path.join(output_dir, CONFIG_FILE + ".tmp"))
         raise InputError(f"run.output_dir: cannot write to {output_dir}: {error.strerror}") from error
     for name in os.listdir(output_dir):
         if name.startswith("tmp-checkpoint-"):

@@ -217,7 +217,7 @@ def _load_model(config: Config, checkpoint: str | None, device: torch.device) ->
     key = "model.path" if path == config.model.path else "run.resume_from_checkpoint"
     if getattr(_load(AutoConfig, config, path), "is_encoder_decoder", False):
         raise InputError(f"{key}: {path} is an encoder-decoder model; the engine serves decoder-only models")
-    options = {"dtype": getattr(torch, config.model.dtype), "weights_only": True}
+    options = {"dtype": getattr(torch, config.model.dtype)}
     model, info = _load(AutoModelForCausalLM, config, path, output_loading_info=True, ignore_mismatched_sizes=True, **options)
     if info["mismatched_keys"]:
         name, there, wanted = sorted(info["mismatched_keys"])[0]

@@ -717,9 +717,9 @@ def launch(tmp_path, *overrides: str) -> subprocess.CompletedProcess:
     )
 
 
-ONE_RANK = """
-def fails(prompts, completions, completion_ids, **columns):
-    return [0.0]
+NO_REWARD = """
+def nothing(prompts, completions, completion_ids, **columns):
+    return [None for _ in completions]
 """
 
 
@@ -729,12 +729,12 @@ def fails(prompts, completions, completion_ids, **columns):
         (["rollout.num_generations=0"], "rollout.num_generations: 0 must be at least 1", False),
         (["rollout.num_prompts_per_step=1"], "rollout.num_prompts_per_step: 1 prompts for 2 ranks", False),
         (["run.output_dir=/proc/none"], "run.output_dir: cannot write to", False),
-        (["reward.functions=[user_rewards_of_ranks.fails]"], "returned 1 values for 2 samples", True),
+        (["reward.functions=[user_rewards_of_ranks.nothing]"], "reward.functions: all of them returned None", True),
     ],
 )
 def test_ranks_say_it_once_and_all_end(tmp_path, overrides, says, is_started):
     """Whether the line comes before the ranks have met, from all of them, from rank 0 alone, or in the middle of the run."""
-    (tmp_path / "user_rewards_of_ranks.py").write_text(ONE_RANK)
+    (tmp_path / "user_rewards_of_ranks.py").write_text(NO_REWARD)
     done = launch(tmp_path, *overrides)
     errors = re.findall(r"error: .*" + re.escape(says), done.stderr)  # behind the progress bar, if there is one already
     assert len(errors) == 1 and done.stderr.count("error: ") == 1, done.stderr[-3000:]
