@@ -102,7 +102,7 @@ class Run:
         self.ranks()
         try:
             code = self.launcher.wait(RUN_TIMEOUT_S)
-            deadline = time.monotonic() + 120
+            deadline = time.monotonic() + 300
             while any(_is_alive(pid) for pid in self.pids):  # they die with their launcher, or find it dead once imported
                 if time.monotonic() > deadline:
                     raise RuntimeError("a rank has outlived its launcher")

@@ -96,7 +96,8 @@ def save_checkpoint(
             os.makedirs(temporary)
             model.save_pretrained(temporary)
             tokenizer.save_pretrained(temporary)
-            torch.save(optimizer_state, os.path.join(temporary, "optimizer.pt"))
+            with open(os.path.join(temporary, "optimizer.pt"), "wb") as file:  # of an own file's failure torch gives no reason
+                torch.save(optimizer_state, file)
             if speculation is not None:
                 np.savez(os.path.join(temporary, SPECULATION_FILE), **speculation)
             with open(os.path.join(temporary, STATE_FILE), "w", encoding="utf-8") as file:
@@ -104,7 +105,8 @@ def save_checkpoint(
             _commit(temporary, os.path.join(config.run.output_dir, f"checkpoint-{step}"))
         except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: torch.save's word for a failed write
             shutil.rmtree(temporary, ignore_errors=True)
-            problem = " ".join(str(error).split()) or type(error).__name__
+            reason = error.__context__ if isinstance(error.__context__, OSError) else error
+            problem = " ".join(str(reason).split()) or type(reason).__name__
         else:  # checkpoints beyond this one are damaged, or of a continuation that was given up: they are not counted
             saved = [folder for folder in list_checkpoints(config.run.output_dir) if step_of(folder) <= step]
             for old in saved[: -config.run.keep_last]:

@@ -31,7 +31,7 @@ MAX_NAP_S = 1e-3
 GRACE_S = 1.0
 # A broken connection is seen at once, while others may still be in a forward. torchrun kills all 30 s after a rank has died.
 BROKEN_S = 20.0
-CONNECT_S = 60.0
+CONNECT_S = 30.0
 # One Ctrl-C may reach a rank twice, from the terminal and from the launcher; a later one is a second one.
 SAME_CTRL_C_S = 1.0
 

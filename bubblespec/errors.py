@@ -3,6 +3,8 @@
 import contextlib
 import sys
 
+from tqdm import tqdm
+
 
 class InputError(ValueError):
     """Something the user gave is wrong: a configuration, a file, a model or a reward. The message says which, in one line."""
@@ -17,4 +19,5 @@ class RunFailed(RuntimeError):
 def say(line: str) -> None:
     """A line on the screen. Where that is a log on a full disk, it is lost, and the run goes on."""
     with contextlib.suppress(OSError):
-        print(line, file=sys.stderr, flush=True)
+        tqdm.write(line, file=sys.stderr)  # not into a progress bar
+        sys.stderr.flush()

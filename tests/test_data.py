@@ -409,12 +409,14 @@ def test_extra_prompts_are_others_and_a_function_of_the_step():
 def test_columns_come_from_others_at_the_top_or_inside(tmp_path):
     rows = [{"question": f"q{n}", "prompt": "old", "model": {"truth": n, "style": "rule"}} for n in range(3)]
     path = write(tmp_path / "rows.jsonl", rows)
-    loaded = list(load_rows(path, None, "train", {"prompt": "question", "answer": "model.truth"}))
+    loaded = list(load_rows(path, None, "train", columns={"prompt": "question", "answer": "model.truth"}))
     assert [(row["prompt"], row["answer"], row["question"]) for row in loaded] == [(f"q{n}", n, f"q{n}") for n in range(3)]
-    swapped = list(load_rows(path, None, "train", {"prompt": "question", "question": "prompt"}))
+    swapped = list(load_rows(path, None, "train", columns={"prompt": "question", "question": "prompt"}))
     assert [(row["prompt"], row["question"]) for row in swapped] == [(f"q{n}", "old") for n in range(3)]
     chats = write(tmp_path / "chats.jsonl", [{"source": row["prompt"]} for row in CHATS])
-    assert [row["prompt"] for row in load_rows(chats, None, "train", {"prompt": "source"})] == [row["prompt"] for row in CHATS]
+    assert [row["prompt"] for row in load_rows(chats, None, "train", columns={"prompt": "source"})] == [
+        row["prompt"] for row in CHATS
+    ]
 
 
 @pytest.mark.parametrize(
@@ -426,4 +428,4 @@ def test_columns_come_from_others_at_the_top_or_inside(tmp_path):
 )
 def test_columns_that_are_not_there_are_named(tmp_path, columns, says):
     with pytest.raises(InputError, match=f"^{says}"):
-        load_rows(write(tmp_path / "rows.jsonl", ROWS), None, "train", columns)
+        load_rows(write(tmp_path / "rows.jsonl", ROWS), None, "train", columns=columns)

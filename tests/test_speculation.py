@@ -29,6 +29,7 @@ from bubblespec.drafts.bubble import Draft, DraftStore
 from bubblespec.drafts.suffix import History
 from bubblespec.engine.generator import Generator
 from bubblespec.rollout import make_rows
+from bubblespec.schedule.progress import ProgressBoard
 from bubblespec.schedule.run_ahead import RolloutStats
 from bubblespec.schedule.speculation import MAX_AUTO_LOOKAHEAD, Speculation, make_speculation, profile, speculation_metrics
 from bubblespec.schedule.speculator import RowSpeculator
@@ -238,3 +239,24 @@ def test_steps_of_a_run_are_exact(method, lookahead):
     assert (drafted > 100) == ("bubble" in method)
     assert accepted > 20 or method == "suffix"
     assert len(speculation.store) == 0
+
+
+def test_an_abandoned_rollout_keeps_the_drafts_of_its_step():
+    """Told to stop before its first forward: nothing is generated, and what was drafted for the step is there to be saved."""
+    ranks = Ranks(torch.device("cpu"))
+    model = new_model()
+    engine = Generator(model, 16, MAX_LENGTH, SEED)
+    engine.params = PARAMS
+    speculation = make(make_config(), ProgressBoard(ranks, timeout_s=100, interval_s=0))
+    speculation.store.put((4, PROMPTS[0].uid, 0), Draft(np.arange(5, dtype=np.int32), False, 3))
+    rows = make_rows(PROMPTS, 4, 2, LIMIT)
+    ranks.must_stop = True
+    speculation.rollout(engine, rows, 4, lambda s: PROMPTS, lambda prompts: [0, 0, 0])
+    assert all(row.finish is None for row in rows)
+    assert (4, PROMPTS[0].uid, 0) in speculation.store._drafts
+    ranks.must_stop = False
+    again = make_rows(PROMPTS, 4, 2, LIMIT)
+    speculation.rollout(engine, again, 4, lambda s: PROMPTS, lambda prompts: [0, 0, 0])
+    assert as_dict(again) == plain(model, 4)[0]
+    speculation.exchange({}, RolloutStats())
+    assert speculation.store.get((4, PROMPTS[0].uid, 0)) is None

@@ -115,3 +115,16 @@ def test_windows_respect_the_budget_and_prefer_the_better_row():
 
 def test_match_buckets_grow_with_the_match():
     assert [match_bucket(n) for n in (0, 1, 2, 3, 4, 8, 16, 99)] == [0, 0, 1, 1, 2, 3, 4, 4]
+
+
+def test_survival_comes_back_from_a_file(tmp_path):
+    saved, restored = Survival(), Survival()
+    kinds = [("own", 2, True), ("aligned", 0), ("sibling", 1, False)]
+    for kind, drafted, accepted in zip(kinds, (30, 20, 10), (25, 3, 10), strict=True):
+        saved.observe(kind, drafted, accepted)
+    np.savez(tmp_path / "state.npz", **saved.state_dict())
+    with np.load(tmp_path / "state.npz") as arrays:
+        restored.load_state_dict(dict(arrays))
+    for kind in (*kinds, ("never seen",)):
+        assert restored.estimate(kind, 0.5) == saved.estimate(kind, 0.5)
+    assert restored.estimate(kinds[0], 0.5) > 0.8 > restored.estimate(kinds[1], 0.5) > 0.5
