@@ -221,7 +221,7 @@ def test_responses_are_scored_while_others_decode(make_scorer, make_model, tmp_p
             assert time.monotonic() < deadline, "not scored before the rollout goes on"
             time.sleep(0.01)
 
-    generate(engine, rows, on_finished)
+    generate(engine, rows, Ranks(CPU), on_finished)
     assert finished == [0, 1, 2, 3] and scoring.collect().tolist() == [[2.0]] * 4
 
 
