@@ -214,6 +214,10 @@ def _load_model(config: Config, checkpoint: str | None, device: torch.device) ->
     """
     has_adapter = config.model.lora_r > 0
     path = config.model.path if has_adapter or checkpoint is None else checkpoint
+    if os.path.isfile(os.path.join(path, "adapter_config.json")):
+        raise InputError(
+            f"model.path: {path} is a LoRA adapter; merge it into its base (merge_and_unload of peft), and save that"
+        )
     key = "model.path" if path == config.model.path else "run.resume_from_checkpoint"
     if getattr(_load(AutoConfig, config, path), "is_encoder_decoder", False):
         raise InputError(f"{key}: {path} is an encoder-decoder model; the engine serves decoder-only models")
@@ -225,10 +229,6 @@ def _load_model(config: Config, checkpoint: str | None, device: torch.device) ->
     if info["missing_keys"]:
         names = sorted(info["missing_keys"])
         raise InputError(f"{key}: the weights of {path} lack {names[0]}" + (f" and {len(names) - 1} more" if names[1:] else ""))
-    if hasattr(model, "peft_config"):
-        raise InputError(
-            f"model.path: {path} is a LoRA adapter; merge it into its base (merge_and_unload of peft), and save that"
-        )
     if has_adapter:
         add_adapter(model, config.model, config.run.seed, checkpoint)
     return model.to(device).eval()

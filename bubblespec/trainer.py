@@ -128,6 +128,8 @@ def train_step(trainer: Trainer, samples: Samples, advantages: np.ndarray, step:
         events,
         trainer.budget,
     )
+    if config.reward.overlong_buffer_length:
+        metrics["rewards/overlong_penalty/mean"] = float(trainer.overlong(samples).mean())
     trainer.num_skipped_in_a_row = trainer.num_skipped_in_a_row + 1 if metrics["skipped_updates"] else 0
     if trainer.num_skipped_in_a_row > config.optim.max_skipped_steps:
         raise RunFailed(

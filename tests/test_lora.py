@@ -112,7 +112,9 @@ def test_only_the_adapter_is_trained_in_the_models_dtype(make_model):
     adapter = adapter_of(model)
     assert {id(p) for p in optimizer.params} == {id(p) for p in adapter.values()}
     assert len(adapter) == 2 * 2 * 7  # A and B, layers, linear layers of each
-    assert {p.dtype for p in optimizer.params} == {torch.bfloat16} and {m.dtype for m in optimizer.masters} == {torch.float32}
+    assert {p.dtype for p in optimizer.params} == {torch.bfloat16} and {m.dtype for m in optimizer.updated.values()} == {
+        torch.float32
+    }
 
 
 @pytest.mark.parametrize("name, targets", [("llama", []), ("qwen2", ["q_proj", "v_proj"]), ("gpt2", [])])

@@ -175,7 +175,7 @@ def test_resume_refuses_another_configuration(two_ranks):
         ("rollout.max_prompt_length=2000", "beyond the model's 1024 positions"),
         ("model.path=/nowhere", "model.path: cannot load"),
         ("reward.functions=[math.nothing]", "reward.functions: cannot import 'math.nothing'"),
-        ("rollout.num_prompts_per_step=500", "rollout.num_prompts_per_step: 500, but the data has"),
+        ("rollout.num_prompts_per_step=500", "data.size: 200 must be at least rollout.num_prompts_per_step = 500"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, override, says):
