@@ -381,6 +381,7 @@ def alone(tmp_path_factory):
     [
         ("rollout of step 0", 0),
         ("rollout of step 1", 1),
+        ("rollout of step 2", 2),
         ("evaluation after 2 updates", 2),
         ("evaluation after 3 updates", 3),
     ],
