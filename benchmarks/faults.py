@@ -154,7 +154,7 @@ def live_and_die(command: list[str], folder: str, kind: str, steps: int, rng: ra
             time.sleep(rng.uniform(0, 0.03))
         else:
             time.sleep(rng.uniform(0, 1.5))
-    was_saving = process.is_saving() if os.path.isdir(folder) else False
+    was_saving = kind != "start" and process.is_saving()  # before its start a run has not cleared away what the last has left
     rank = process.kill(victim, rng)
     code, said = process.end()
     record = {"kind": kind, "victim": victim, "rank": rank, "exit_code": code, "was_saving": was_saving}

@@ -76,7 +76,7 @@ class RollCall:
         except RuntimeError:
             line, is_first = f"the job's key-value store has ended, with its launcher or rank 0 ({reason})", True
         if is_first:
-            say(f"error: {line}")
+            say(f"\nerror: {line}")  # another rank's progress bar may stand where this would go
         raise RankTimeout(line)
 
     def _missing_ranks(self, deadline: float) -> list[int]:

@@ -31,12 +31,15 @@ from bubblespec.checkpoint import (
     lock_output_dir,
     read_state,
     save_checkpoint,
+    step_of,
 )
-from bubblespec.config import Config, DataConfig, ModelConfig, RunConfig, flatten
+from bubblespec.config import Config, DataConfig, ModelConfig, RunConfig, flatten, load_config
 from bubblespec.distributed import Ranks
 from bubblespec.errors import InputError
 from bubblespec.metrics import MetricsLogger
 from bubblespec.optimizer import Optimizer
+from bubblespec.set_up import set_up
+from train import train
 
 ALONE = Ranks(torch.device("cpu"))
 METRICS = {"reward": 0.5, "perf/throughput": 100.0, "timing_s/step": 2.0}
@@ -339,6 +342,62 @@ def test_curves_fail_without_ending_the_run(tmp_path, capsys, monkeypatch):
 
 # --- runs of train.py ---
 
+ALONE_OPTIONS = [*SHORT, "rollout.num_prompts_per_step=4", "rollout.max_completion_length=24", "run.max_steps=3"]
+ALONE_OPTIONS += ["eval.num_prompts=4", "run.eval_steps=2"]
+
+
+def train_alone(folder, stop_at: str | None = None) -> None:
+    """A run of this process, which is told to stop at the second forward of a rollout or evaluation."""
+    ranks = Ranks(torch.device("cpu"))
+    trainer = set_up(load_config("configs/tiny_cpu.yaml", [*ALONE_OPTIONS, f"run.output_dir={folder}"]), ranks)
+    engine_step, forwards = trainer.engine.step, []
+
+    def step() -> list:
+        if ranks.place == stop_at:
+            forwards.append(ranks.place)
+            ranks.must_stop = len(forwards) >= 2
+        return engine_step()
+
+    trainer.engine.step = step
+    train(trainer)
+    trainer.lock.close()
+    assert ranks.must_stop == (stop_at is not None)
+
+
+def evaluations(folder) -> list[dict]:
+    with open(os.path.join(folder, "metrics.jsonl"), encoding="utf-8") as file:
+        return [line for line in map(json.loads, file) if "eval/reward" in line]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alone")
+    train_alone(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "place, done",
+    [
+        ("rollout of step 0", 0),
+        ("rollout of step 1", 1),
+        ("rollout of step 2", 2),
+        ("evaluation after 2 updates", 2),
+        ("evaluation after 3 updates", 3),
+    ],
+)
+def test_a_run_that_is_stopped_goes_on_where_it_was(alone, tmp_path, place, done):
+    """What was abandoned is made again: no line is missing, none is there twice, and the bits are the same."""
+    folder = str(tmp_path)
+    train_alone(folder, place)
+    assert [step_of(path) for path in list_checkpoints(folder)] == ([done] if done else [])
+    assert len(read_metrics(folder)) == done
+    train_alone(folder)
+    assert first_difference(read_metrics(alone), read_metrics(folder)) is None
+    assert evaluations(alone) == evaluations(folder) and [line["step"] for line in evaluations(folder)] == [0, 2, 3]
+    assert same_weights(read_weights(alone, 3), read_weights(folder, 3))
+
+
 STEPS = 6
 OPTIONS = [
     "--config",
@@ -392,7 +451,4 @@ def test_stopped_and_killed_runs_end_as_an_undisturbed_one(tmp_path):
 
     assert first_difference(read_metrics(str(whole)), read_metrics(str(folder))) is None
     assert same_weights(read_weights(str(whole), STEPS), read_weights(str(folder), STEPS))
-    evaluations = [
-        [json.loads(line) for line in (f / "metrics.jsonl").read_text().splitlines() if "eval/" in line] for f in (whole, folder)
-    ]
-    assert evaluations[0] == evaluations[1] and [line["step"] for line in evaluations[0]] == [0, 3, 6]
+    assert evaluations(whole) == evaluations(folder) and [line["step"] for line in evaluations(folder)] == [0, 3, 6]
