@@ -43,7 +43,7 @@ def run_ranks(
     *arguments,
     missing: int | None = None,
     store_rank: int = PARENT_STORE,
-    timeout_s: float = 60,
+    timeout_s: float = 240,
 ) -> list:
     """What `scenario(ranks, *arguments)` returned on each rank; None for the rank that is expected to go missing."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

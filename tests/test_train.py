@@ -147,7 +147,7 @@ def test_kill_and_resume_continues_exactly(two_ranks, tmp_path, method):
         start_new_session=True,
     )
     metrics = tmp_path / "metrics.jsonl"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not (metrics.exists() and '"step": 2' in metrics.read_text()):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.005)
