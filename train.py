@@ -25,10 +25,10 @@ from bubblespec.trainer import Trainer, evaluate_if_due, save, stops_cleanly, tr
 def train(trainer: Trainer) -> None:
     config, ranks = trainer.config, trainer.ranks
     run = config.run
-    logger = MetricsLogger(run.output_dir, ranks.is_main, trainer.first_step, run.max_steps)
+    logger = MetricsLogger(run.output_dir, ranks.is_main, trainer.num_updates, run.max_steps)
     with stops_cleanly(trainer, logger):
         evaluate_if_due(trainer, logger)
-        for step in range(trainer.first_step, run.max_steps):
+        for step in range(trainer.num_updates, run.max_steps):
             if step in run.timeline_steps or step - 1 in run.timeline_steps:
                 ranks.barrier()  # lanes begin together, and what drawing took is not counted as waiting in the step after it
             collected = collect(trainer, step)

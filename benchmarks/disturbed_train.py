@@ -79,7 +79,7 @@ class Disturbance:
         self.rng = np.random.default_rng((seed, trainer.ranks.rank))
         self.counts = dict.fromkeys(COUNTS, 0)
         self.vocab_size = trainer.model.get_input_embeddings().num_embeddings
-        self._training_step = trainer.first_step
+        self._training_step = trainer.num_updates
         self._step = trainer.engine.step
         trainer.engine.step = self.step
         if trainer.speculation is not None:

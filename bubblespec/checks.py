@@ -2,13 +2,14 @@
 
 import os
 
+import psutil
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from bubblespec.config import Config
 from bubblespec.distributed import Ranks
-from bubblespec.engine.model import cache_bytes_per_token
 from bubblespec.errors import InputError
+from bubblespec.memory import slot_bytes
 from bubblespec.optimizer import Optimizer
 
 
@@ -42,10 +43,11 @@ def check_moments(optimizer: Optimizer, checkpoint: str | None) -> None:
             raise InputError(f"run.resume_from_checkpoint: the optimizer state in {checkpoint} is of a model of other shapes")
 
 
-def check_memory(ranks: Ranks, model: PreTrainedModel, num_slots: int, max_length: int) -> None:
+def check_memory(config: Config, ranks: Ranks, model: PreTrainedModel, num_slots: int) -> None:
     """Whether the engine's slots fit into what is free now. Ranks on the CPUs of one machine share its memory."""
-    host_bytes = num_slots * max_length * 16  # token ids and two log-probabilities a position; see Generator
-    cache_bytes = num_slots * max_length * cache_bytes_per_token(model)
+    max_length = config.rollout.max_prompt_length + config.rollout.max_completion_length
+    host_bytes = num_slots * max_length * 32  # a position's token, two log-probabilities and noise key; see Generator
+    cache_bytes = num_slots * slot_bytes(config, model)
     num_sharing = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     needs = [(num_sharing * host_bytes, free_host_bytes(), "of memory")]
     if ranks.device.type == "cuda":
@@ -61,10 +63,6 @@ def check_memory(ranks: Ranks, model: PreTrainedModel, num_slots: int, max_lengt
             )
 
 
-def free_host_bytes() -> float:
-    """Memory that can be had without swapping; unlimited where the system does not tell."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            return next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return float("inf")
+def free_host_bytes() -> int:
+    """Memory of the machine that can be had without swapping."""
+    return psutil.virtual_memory().available

@@ -22,7 +22,7 @@ from bubblespec.errors import InputError, say
 from bubblespec.processes import die_with_parent
 
 # torch 2.13 renames the collective; 2.11 has the old name only.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # A collective is polled rather than waited for: the time-out and signals are then seen on NCCL as well as on gloo, whose
 # waiting is not interrupted by either. The naps get longer while it lasts, up to this.
@@ -149,7 +149,7 @@ class Ranks:
             return array[None].copy()
         own = torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
         everyone = own.new_empty(self.world_size * own.numel())
-        self.complete(lambda: _all_gather(everyone, own.reshape(-1), async_op=True))
+        self.complete(lambda: all_gather(everyone, own.reshape(-1), async_op=True))
         return everyone.cpu().numpy().reshape(self.world_size, *array.shape)
 
     def gather_ragged(self, array: np.ndarray) -> list[np.ndarray]:

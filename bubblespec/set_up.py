@@ -91,7 +91,7 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
             load_optimizer(checkpoint, optimizer)
     check_moments(optimizer, checkpoint)
     num_slots = choose_num_slots(config, model, state["step"] > 0, ranks)
-    check_memory(ranks, model, num_slots, max_length)
+    check_memory(config, ranks, model, num_slots)
     engine = Generator(model, num_slots, max_length, config.run.seed, rollout.max_batch_tokens, kernel)
     engine.params = sampling
     engine.rule = config.speculative.rule
@@ -115,7 +115,6 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
         rewards=functions,
         reward_weights=config.reward.weights or [1.0] * len(functions),
         scorer=Scorer(config.reward, functions, tokenizer, ranks, config.run.output_dir),
-        first_step=state["step"],
         num_updates=state["step"],
         saved=state["step"],
         evaluated=state["evaluated"],

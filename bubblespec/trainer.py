@@ -8,10 +8,7 @@ from typing import IO
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from bubblespec.checkpoint import (
-    SaveFailed,
-    save_checkpoint,
-)
+from bubblespec.checkpoint import SaveFailed, save_checkpoint
 from bubblespec.config import Config
 from bubblespec.data import Prompt, PromptSet
 from bubblespec.distributed import Ranks, StopRequested
@@ -35,8 +32,8 @@ from bubblespec.update import train_on_samples
 class Trainer:
     """The parts of a run, and how far it is.
 
-    first_step: updates already done by the run that this one continues; num_updates: those done by now; saved: those in the
-    newest checkpoint; evaluated: those before the last evaluation, or -1.
+    num_updates: those done by now, by the run that this one continues as well; saved: those in the newest checkpoint;
+    evaluated: those before the last evaluation, or -1.
     reference: the initial policy, of which the KL is taken; with LoRA `model` itself, whose adapter is then turned off.
     """
 
@@ -54,7 +51,6 @@ class Trainer:
     rewards: dict[str, RewardFunction]
     reward_weights: list[float]
     scorer: Scorer
-    first_step: int
     num_updates: int
     saved: int
     evaluated: int
@@ -210,9 +206,8 @@ def evaluate(trainer: Trainer) -> dict[str, float]:
     trainer.ranks.meet()
     samples = gather_samples(prompts, config.eval.num_generations, rows, scoring.collect(), trainer.ranks)
     metrics = {
-        "eval/reward": float(
-            combine(samples.rewards, trainer.reward_weights).mean()
-        ),  # the overlong penalty shapes training alone
+        # Without the overlong penalty, which shapes training alone.
+        "eval/reward": float(combine(samples.rewards, trainer.reward_weights).mean()),
         "eval/completions/mean_length": float(samples.lengths.mean()),
         "eval/completions/clipped_ratio": float(samples.is_truncated.mean()),
         "eval/reward/errors": trainer.scorer.take_metrics()["reward/errors"],

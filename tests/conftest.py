@@ -53,6 +53,15 @@ def small_config(name: str) -> transformers.PretrainedConfig:
     return configs[name]()
 
 
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and was not waited for does not."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
 @pytest.fixture
 def make_model():
     """make_model(name, dtype) -> a small random causal LM, the same at every call."""

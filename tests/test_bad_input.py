@@ -483,8 +483,8 @@ def test_bfloat16_runs_on_cpu(monkeypatch, tmp_path):
 
 
 def test_slots_beyond_the_memory_are_refused_before_they_are_made(refusal, monkeypatch):
-    """3 layers of keys and values of 96 float32 numbers, and 16 bytes beside them, for each of 50 x 168 positions."""
-    needed = 50 * 168 * (3 * 2 * 96 * 4 + 16)
+    """3 layers of keys and values of 96 float32 numbers, and 32 bytes beside them, for each of 50 x 168 positions."""
+    needed = 50 * 168 * (3 * 2 * 96 * 4 + 32)
     slots = ["rollout.num_slots=50", "rollout.num_generations=25"]
     monkeypatch.setattr(checks, "free_host_bytes", lambda: needed - 1)
     message = refusal(*slots)
@@ -508,7 +508,7 @@ def test_absurd_slots_of_a_long_context_are_refused_on_any_machine(refusal, poli
     sizes = ["rollout.max_completion_length=1000000", "rollout.num_slots=1000000", "rollout.max_batch_tokens=1000000"]
     more = ["optim.max_tokens_per_microbatch=2000000", "rollout.num_generations=4096", "rollout.num_prompts_per_step=10"]
     message = refusal(f"model.path={folder}", *sizes, *more)
-    assert message.startswith("rollout.num_slots: 40960 slots of 1000160 tokens need 9.5e+04 GB")
+    assert message.startswith("rollout.num_slots: 40960 slots of 1000160 tokens need 9.57e+04 GB")
 
 
 # The folder of the run

@@ -6,6 +6,7 @@ import sys
 import time
 
 import pytest
+from conftest import is_alive
 
 from bubblespec import code_reward as module
 from bubblespec.code_reward import passes_tests, program_in, run_program
@@ -17,14 +18,6 @@ CHECK = "assert add(1, 2) == 3"
 def grade(text: str, tests, chat: bool = False) -> float | None:
     completion = [{"role": "assistant", "content": text}] if chat else text
     return passes_tests(prompts=["p"], completions=[completion], completion_ids=[[1]], tests=[tests], level=[3])[0]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 @pytest.mark.parametrize(

@@ -96,12 +96,14 @@ def shrunken(size: str, model: str, folder) -> list[str]:
     config = load_config(path_of(size))
     evaluation = ["data.eval_path=null", "data.eval_split=null"]
     stop = ["rollout.stop_token_ids=[0,2]"] if config.rollout.stop_token_ids else []
+    overlong = ["reward.overlong_buffer_length=8"] if config.reward.overlong_buffer_length else []
     return [
         f"model.path={model}",
         f"data.path={data}",
         "data.name=null",
         *evaluation,
         *stop,
+        *overlong,
         "rollout.num_prompts_per_step=4",
         "rollout.num_generations=4",
         "rollout.max_prompt_length=256",

@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+from conftest import is_alive
 
 from bubblespec.errors import InputError
 from bubblespec.reward_workers import Answer, RewardWorkers, adaptive_timeout
@@ -61,14 +62,6 @@ def eventually(condition) -> bool:
 
 def pids_in(path) -> list[int]:
     return [int(line) for line in path.read_text().split()] if path.exists() else []
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 @pytest.mark.parametrize(

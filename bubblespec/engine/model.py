@@ -56,15 +56,6 @@ def prepare_model(model: PreTrainedModel, max_length: int) -> None:
             raise UnsupportedModel(f"{type(model).__name__}: {' '.join(str(error).split())}") from error
 
 
-@torch.no_grad()
-def cache_bytes_per_token(model: PreTrainedModel) -> int:
-    """Bytes of keys and values that one position of one row takes, in all layers. The model must be prepared."""
-    cache = KVCache(1, 1)
-    packing = pack_rows(cache, np.zeros(1, np.int64), np.ones(1, np.int64), model.device)
-    forward_hidden(model, torch.zeros(1, dtype=torch.int64, device=model.device), packing)
-    return cache.num_bytes()
-
-
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
     """Recompute each layer in the backward pass; takes effect in training mode."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable

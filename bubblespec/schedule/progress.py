@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from bubblespec.distributed import Ranks, _all_gather, one_line
+from bubblespec.distributed import Ranks, all_gather, one_line
 
 # A tick takes about 0.5 ms once all have posted. A rank that is done can spare that time and a little more, once a tick:
 # without it, it would start another draft although the last tick is about to complete, and keep everyone waiting.
@@ -91,7 +91,7 @@ class ProgressBoard:
             self._group = dist.new_group(backend=backend, timeout=timedelta(seconds=limit_s))
             self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
             # Connects the ranks (NCCL does so at its first collective).
-            ranks.complete(lambda: _all_gather(self._everyone, self._own, group=self._group, async_op=True))
+            ranks.complete(lambda: all_gather(self._everyone, self._own, group=self._group, async_op=True))
         self.begin()
 
     def begin(self) -> None:
@@ -168,7 +168,7 @@ class ProgressBoard:
                 self._everyone.copy_(self._own)
                 return
             self.ranks.roll_call.enter(f"tick {self.num_ticks} of the {self.ranks.place}")
-            self._work = _all_gather(self._everyone, self._own, group=self._group, async_op=True)
+            self._work = all_gather(self._everyone, self._own, group=self._group, async_op=True)
 
     def _on_stream(self) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
