@@ -5,7 +5,6 @@ depends on which rank generated what, or when.
 """
 
 import hashlib
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -88,10 +87,10 @@ def generate(
     engine.reset()
     engine.add(rows)
     while not engine.is_idle and not ranks.must_stop:
-        begin = time.perf_counter()
+        begin = ranks.clock.perf_counter()
         finished = engine.step()
         if events is not None:
-            note(events, forward_kind(len(rows), 0, engine.load), begin, time.perf_counter())
+            note(events, forward_kind(len(rows), 0, engine.load), begin, ranks.clock.perf_counter())
         for row in finished if on_finished is not None else ():
             on_finished(row)
 

@@ -175,7 +175,7 @@ class _FixedDrafts:
         pass
 
 
-def profile(engine: Generator, cost: CostModel, num_forwards: int = 3) -> None:
+def profile(engine: Generator, cost: CostModel, num_forwards: int = 3, clock=time) -> None:
     """Time forwards of few and many rows, short and long ones, with short and long drafts. Each is run once before it counts."""
     capacity, length = engine.cache.num_slots, engine.tokens.shape[1]
     for count, size, window in itertools.product(
@@ -189,10 +189,10 @@ def profile(engine: Generator, cost: CostModel, num_forwards: int = 3) -> None:
         while engine.queue or (engine.cached[: len(engine.rows)] < size).any():
             engine.step()
         for _ in range(num_forwards):
-            started = time.perf_counter()
+            started = clock.perf_counter()
             if engine.rows:
                 engine.step()
-                cost.anchor(*engine.load[:4], time.perf_counter() - started)
+                cost.anchor(*engine.load[:4], clock.perf_counter() - started)
     engine.reset()
     engine.speculator = None
 
@@ -201,8 +201,8 @@ def make_speculation(config: Config, ranks: Ranks, engine: Generator) -> Specula
     """None for method none. Makes a process group and times forwards: all ranks must call it together."""
     if config.speculative.method == "none":
         return None
-    speculator = RowSpeculator(config.speculative.method, CostModel(), config.speculative.fixed_window)
-    profile(engine, speculator.cost)
+    speculator = RowSpeculator(config.speculative.method, CostModel(), config.speculative.fixed_window, ranks.clock)
+    profile(engine, speculator.cost, clock=ranks.clock)
     speculator.history = History(config.speculative.max_history_tokens)
     board = ProgressBoard(ranks, config.bubble.progress_timeout_s, config.bubble.progress_backend)
     store = DraftStore(config.bubble.max_draft_tokens)
