@@ -119,6 +119,9 @@ class Generator:
         # The prompt whose keys and values a slot holds, also after its row has finished; -1 for none.
         self.prompt_id = np.full(num_slots, -1, np.int64)
         self._prompt_ids: dict[tuple[int, ...], int] = {}
+        # What moves with a row to another slot.
+        described = (self.tokens, self.length, self.cached, self.prompt_length, self.limit, self.logprobs, self.noise_key)
+        self.per_slot = (*described, self.stream_key, self.keyed, self.prompt_id)
 
     @property
     def is_idle(self) -> bool:
@@ -368,8 +371,7 @@ class Generator:
             return
         self.rows[slot] = moved
         self.cache.copy(last, int(slot), int(self.cached[last]))
-        per_slot = (self.tokens, self.length, self.cached, self.prompt_length, self.limit, self.logprobs, self.noise_key)
-        for array in (*per_slot, self.stream_key, self.keyed, self.prompt_id):
+        for array in self.per_slot:
             array[slot] = array[last]
         self.prompt_id[last] = -1
 
