@@ -253,6 +253,12 @@ class RunConfig:
 
 
 @dataclass
+class TraceConfig:
+    enabled: bool = False
+    """Record responses, drafts and every forward with its load and time into output_dir/trace, for replay."""
+
+
+@dataclass
 class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -264,6 +270,7 @@ class Config:
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     bubble: BubbleConfig = field(default_factory=BubbleConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)
 
 
 def load_config(path: str, overrides: list[str] = ()) -> Config:

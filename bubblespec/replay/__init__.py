@@ -1,0 +1,1 @@
+"""Replays a workload on simulated ranks in virtual time, with the project's own schedulers."""
