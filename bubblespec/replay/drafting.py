@@ -22,8 +22,8 @@ TEXT, MISMATCH, EDITS = range(3)  # uses of random numbers
 @dataclass(frozen=True)
 class DraftModel:
     """mean_run: tokens to the first mismatch, of drafts one update old, infinite for none; drifts: with the age in updates the
-    mean run shrinks as mean_run / age; tokens_a_pass: about what a row gains in a forward by suffix matches in its own draft after
-    the mismatch, at windows as long as they will be; seed: of all random numbers."""
+    mean run shrinks as mean_run / age; tokens_a_pass: about what a row gains in a forward by suffix matches in its own draft
+    after the mismatch, where windows are not cut short; seed: of all random numbers."""
 
     mean_run: float = 500.0
     tokens_a_pass: float = 2.0

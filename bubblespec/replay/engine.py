@@ -25,8 +25,8 @@ class _NoModel:
 
 
 class SimulatedGenerator(Generator):
-    """text(row, tokens so far): all that a row will have said at its end, int [L], beginning with those tokens; asked for when the
-    row comes into a slot, and for the rows that `reset` keeps. cost.seconds(load): of a forward."""
+    """text(row, tokens so far): all that a row will have said at its end, int [L], beginning with those tokens; asked for when
+    the row comes into a slot, and for the rows that `reset` keeps. cost.seconds(load): of a forward."""
 
     def __init__(self, world: World, rank: int, num_slots: int, max_length: int, max_batch_tokens: int, cost, text: Text):
         super().__init__(_NoModel(), num_slots, max_length, seed=0, max_batch_tokens=max_batch_tokens)
@@ -93,22 +93,19 @@ class SimulatedGenerator(Generator):
 
 
 class SimulatedSpeculator(RowSpeculator):
-    """Proposals take time too: propose_s[n] seconds in all for n rows that were looked up, in virtual time."""
+    """Proposals take virtual time: propose_seconds(rows), for all rows that are looked at in a forward. With a pause none are."""
 
-    def __init__(self, *arguments, propose_s: Callable[[int], float] | None = None, **options):
+    def __init__(self, *arguments, propose_seconds: Callable[[int], float] | None = None, **options):
         super().__init__(*arguments, **options)
-        self._propose_s, self._num_rows, self._spent_s = propose_s, 0, 0.0
+        self._propose_seconds, self._due_s = propose_seconds, 0.0
 
     def propose(self, rows, lengths, room, budget):
-        self._num_rows, self._spent_s = 0, 0.0
+        if self._propose_seconds is not None:
+            self._due_s = self._propose_seconds(len(rows))
         return super().propose(rows, lengths, room, budget)
 
     def _candidate(self, row, state, length, longest):
-        if self._propose_s is not None:
-            is_looked_up = self.uses_suffix and not (state.is_aligned and length < len(state.draft.tokens))
-            self._num_rows += is_looked_up
-            if is_looked_up or not self._spent_s:
-                seconds = self._propose_s(self._num_rows)
-                self.clock.sleep(seconds - self._spent_s)
-                self._spent_s = seconds
+        if self._due_s:  # within what the speculator times
+            self.clock.sleep(self._due_s)
+            self._due_s = 0.0
         return super()._candidate(row, state, length, longest)

@@ -16,6 +16,7 @@ import numpy as np
 
 from bubblespec.drafts.bubble import Draft, DraftStore, Key
 from bubblespec.engine.generator import Generator, Row
+from bubblespec.forward_log import ForwardLog
 from bubblespec.schedule.priority import Item
 from bubblespec.schedule.progress import ProgressBoard, RankState
 from bubblespec.schedule.speculator import RowSpeculator
@@ -87,13 +88,14 @@ def rollout(
     ahead: RunAhead | None,
     expected_longest: float,
     on_finished: Callable[[Row], None] | None = None,
+    log: ForwardLog | None = None,
 ) -> tuple[RolloutStats, dict[Key, Draft]]:
     """Generate this rank's rows to their end, and draft ahead until all ranks have. Returns counts and this rank's drafts.
 
     With `ahead` None nothing is drafted. Rows must be known to the speculator (`track`). expected_longest: tokens of a rank's
     longest row, for the estimate of the time left that goes into the ticks. on_finished: called with each of `rows` as it is
-    done. Drafts that are not finished stay in the engine where they can, and go on in the next rollout over the keys and values
-    they have. If a rank is told to stop, all leave with their rows unfinished.
+    done; log: where forwards are noted. Drafts that are not finished stay in the engine where they can, and go on in the next
+    rollout over the keys and values they have. If a rank is told to stop, all leave with their rows unfinished.
     """
     stats, drafts, clock = RolloutStats(), {}, board.ranks.clock
     own = {id(row) for row in rows}
@@ -110,6 +112,8 @@ def rollout(
     granted.extend(held.values())  # the engine has been used for something else in between
     engine.add(rows)
     started = clock.perf_counter()
+    if log is not None:
+        log.begin()
 
     def state() -> RankState:
         active = len(own)
@@ -122,10 +126,14 @@ def rollout(
 
     def forward() -> None:
         begin, own_before, aside_before = clock.perf_counter(), len(own), speculator.stats.seconds
+        looked_up_before = speculator.stats.num_looked_up
         num_ahead = len(engine.rows) + len(engine.queue) - own_before
         finished = engine.step()
         end = clock.perf_counter()
-        speculator.cost.observe(*engine.load[:4], end - begin - (speculator.stats.seconds - aside_before))
+        aside_s = speculator.stats.seconds - aside_before
+        speculator.cost.observe(*engine.load[:4], end - begin - aside_s)
+        if log is not None:
+            log.add(begin, end, engine.load, own_before, num_ahead, aside_s, speculator.stats.num_looked_up - looked_up_before)
         for row in finished:
             if id(row) in own:
                 own.discard(id(row))
@@ -160,6 +168,8 @@ def rollout(
                 granted.extend(ahead.grant(states)[board.ranks.rank])
             stats.wait_s += clock.perf_counter() - begin
             note(stats.events, "wait", begin, clock.perf_counter())
+            if log is not None:
+                log.waited()
         else:
             forward()
     unfinished = sorted(engine.collect(), key=lambda row: len(row.tokens), reverse=True)

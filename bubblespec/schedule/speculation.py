@@ -13,6 +13,7 @@ from bubblespec.distributed import Ranks
 from bubblespec.drafts.bubble import DraftStore, exchange
 from bubblespec.drafts.suffix import SOURCE_NAMES, History
 from bubblespec.engine.generator import Generator, Row
+from bubblespec.forward_log import ForwardLog
 from bubblespec.schedule.priority import Outlook, plan_items, undrafted
 from bubblespec.schedule.progress import ProgressBoard
 from bubblespec.schedule.run_ahead import RolloutStats, RunAhead, rollout
@@ -59,12 +60,19 @@ class Speculation:
         return max(depth, 1 if left and affordable and step % RETRY_STEPS == 0 else 0)
 
     def rollout(
-        self, engine: Generator, rows: list[Row], step: int, batch_of, owners_of, on_finished=None
+        self,
+        engine: Generator,
+        rows: list[Row],
+        step: int,
+        batch_of,
+        owners_of,
+        on_finished=None,
+        log: ForwardLog | None = None,
     ) -> tuple[RolloutStats, dict]:
         """Generate this rank's rows of `step`, and draft ahead. Returns counts, and the drafts that this rank made.
 
         batch_of(step), owners_of(prompts): a global batch, and the rank that generates each of its prompts; on_finished(row): is
-        called with each of `rows` as it is done. The weights have had `step` updates.
+        called with each of `rows` as it is done; log: where forwards are noted. The weights have had `step` updates.
         """
         self.step = step
         self.speculator.begin(step)
@@ -81,7 +89,7 @@ class Speculation:
             batches = [(s, prompts, owners_of(prompts)) for s, prompts in coming]
             rows_a_rank = -(-len(coming[0][1]) * self.config.rollout.num_generations // self.ranks.world_size)
             ahead = self._plan(batches, step, rows_a_rank, engine.cache.num_slots)
-        return rollout(engine, rows, self.board, self.speculator, ahead, self.longest, on_finished)
+        return rollout(engine, rows, self.board, self.speculator, ahead, self.longest, on_finished, log)
 
     def _plan(self, batches: list, step: int, num_rows: int, num_slots: int) -> RunAhead:
         config = self.config.bubble

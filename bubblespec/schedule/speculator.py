@@ -32,7 +32,8 @@ class _RowState:
 class SpeculationStats:
     """Counts of one rollout on one rank.
 
-    num_covered: tokens for which there was a proposal, right or wrong; by_source, by_age: [drafted, accepted]; accepted_lengths:
+    num_covered: tokens for which there was a proposal, right or wrong; num_looked_up: rows for which one was looked for, rows of
+    coming steps among them, summed over forwards; by_source, by_age: [drafted, accepted]; accepted_lengths:
     verifications by accepted tokens, binned by WINDOWS.
     """
 
@@ -41,6 +42,7 @@ class SpeculationStats:
     num_draft: int = 0
     num_accepted: int = 0
     num_covered: int = 0
+    num_looked_up: int = 0
     by_source: dict[str, list[int]] = field(default_factory=dict)
     by_age: dict[int, list[int]] = field(default_factory=dict)
     accepted_lengths: np.ndarray = field(default_factory=lambda: np.zeros(len(WINDOWS), np.int64))
@@ -98,6 +100,7 @@ class RowSpeculator:
             self._pause -= 1
             return drafts
         started = self.clock.perf_counter()
+        self.stats.num_looked_up += len(rows)
         longest = min(int(WINDOWS[-1]), budget) if self.fixed_window is None else self.fixed_window
         survival, available = np.zeros(len(rows)), np.zeros(len(rows), np.int64)
         for i, (row, length, fits) in enumerate(zip(rows, lengths.tolist(), room.tolist(), strict=True)):
