@@ -498,9 +498,8 @@ def write_trace(run_dir, workload: Workload, config, drafts: dict | None = None)
             "draft_version": [-1] * len(keys),
         }
         _write_table(folder, "responses", step, responses)
-        zeros = dict.fromkeys(
-            ("own_s", "wait_s", "total_s", "gen_s", "meet_s", "reward_s", "train_s", "exchange_s", "step_s"), [0.0]
-        )
+        names = "own_s wait_s total_s gen_s meet_s reward_s train_s exchange_s step_s"
+        zeros = {name: [0.0] for name in names.split()}
         steps = {"step": [step], "rank": [0], "digest": [digests[step]], "own_forwards": [1], "drafted_tokens": [0], **zeros}
         _write_table(folder, "steps", step, steps)
     return digests

@@ -30,26 +30,21 @@ MODELS = {
 }
 
 
-def analytic_cost(
-    gpu: str, model: str, launch_s: float, bandwidth_share: float, compute_share: float, verification: float = 1.0
-) -> ForwardCost:
-    """gpu, model: of the tables above; launch_s: of a forward's kernels; verification: what a token costs, in multiples of the
-    computing that the roofline gives it, to see what a slower verification would do."""
+def analytic_cost(gpu: str, model: str, launch_s: float, bandwidth_share: float, compute_share: float) -> ForwardCost:
+    """gpu, model: of the tables above; launch_s: of a forward's kernels, with what the host does in between."""
     bandwidth, compute = GPUS[gpu][0] * bandwidth_share, GPUS[gpu][1] * compute_share
     parameters, layers, heads, kv_heads, dimension = MODELS[model]
     weights_s = 2 * parameters / bandwidth  # bfloat16
-    token_s = verification * 2 * parameters / compute
+    token_s = 2 * parameters / compute
     knee = max(round(weights_s / token_s), 1)  # tokens that compute as long as the weights take to come
     knots, slopes = ([1, knee], [0.0, token_s]) if knee > 1 else ([1], [token_s])
     rates = dict.fromkeys(RATES, 0.0)
     rates["positions"] = 2 * 2 * layers * kv_heads * dimension / bandwidth
-    rates["pairs"] = verification * 4 * layers * heads * dimension / compute
+    rates["pairs"] = 4 * layers * heads * dimension / compute
     source = (
         f"analytic, not measured: {model} on one {gpu}, {GPUS[gpu][0] / 1e12:g} TB/s at {bandwidth_share:g}, "
         f"{GPUS[gpu][1] / 1e12:g} TFLOP/s bfloat16 at {compute_share:g}, launch {launch_s * 1e3:g} ms"
     )
-    if verification != 1.0:
-        source += f", computing x {verification:g}"
     constant = launch_s + max(weights_s, token_s)
     return ForwardCost(knots, slopes, constant, rates, kind="analytic", hardware={"source": source})
 
@@ -58,7 +53,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Cost of a forward on a GPU, from its data sheet: analytic, not measured")
     parser.add_argument("--gpu", choices=GPUS, default="h200")
     parser.add_argument("--model", choices=MODELS, default="7b")
-    parser.add_argument("--launch-ms", type=float, default=3.0, help="kernels of a forward, started with a graph")
+    parser.add_argument("--launch-ms", type=float, default=3.0, help="of a forward: kernels that a graph starts, and the host")
     parser.add_argument("--bandwidth-share", type=float, default=0.8, help="of the data sheet's bandwidth that is reached")
     parser.add_argument("--compute-share", type=float, default=0.5, help="of the data sheet's operations that are reached")
     parser.add_argument("--propose-us", type=float, nargs=2, default=(200.0, 10.0), metavar=("ALWAYS", "ROW"))
