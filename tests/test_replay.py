@@ -2,6 +2,7 @@
 promise, and the command line."""
 
 import hashlib
+import itertools
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import replay_map
 from bubblespec.config import config_of_sections, flatten
 from bubblespec.distributed import Ranks
 from bubblespec.drafts.suffix import GroupIndex
@@ -610,3 +612,34 @@ def test_a_run_without_the_simulator_reads_the_real_clock():
     """The seam's default: ranks tell the time by the `time` module."""
     assert Ranks(torch.device("cpu")).clock is time
     assert RowSpeculator("suffix", CostModel()).clock is time
+
+
+# The map
+
+
+def test_a_cell_is_bounded_by_what_would_help_it_most():
+    def cell(run, verification, speedup):
+        return {"lengths": "a", "ranks": 8, "run": run, "verification": verification, "speedup": speedup}
+
+    cells = [cell(None, 0.0, 2.0), cell(None, 4.0, 1.5), cell(500.0, 0.0, 1.2), cell(500.0, 4.0, 1.1)]
+    bounds = [replay_map.bound_of(one, cells) for one in cells]
+    assert bounds == ["bubble volume", "verification", "acceptance", "acceptance"]
+
+
+def test_cells_of_the_map_are_simulated_and_drawn(monkeypatch, tmp_path):
+    monkeypatch.setattr(replay_map, "LENGTHS", {"tiny": (40.0, 200)})
+    results = []
+    for run, verification in itertools.product(replay_map.RUNS, replay_map.VERIFICATION):
+        found = {}
+        for method in ("none", "bubble+suffix"):
+            cell = (method, "tiny", 2, run, verification, 8, 3)
+            found[method] = replay_map.simulate_cell(cell)[1]
+        speedup = found["none"]["seconds"] / found["bubble+suffix"]["seconds"]
+        results.append({"lengths": "tiny", "ranks": 2, "run": None if run == float("inf") else run, "verification": verification})
+        results[-1] |= {"speedup": speedup}
+    for result in results:
+        result["bound"] = replay_map.bound_of(result, results)
+    by_place = {(r["run"], r["verification"]): r["speedup"] for r in results}
+    assert by_place[None, 0.0] > by_place[None, 4.0] and by_place[None, 0.0] > 1.1
+    replay_map.draw(results, str(tmp_path / "map.png"), "a test")
+    assert (tmp_path / "map.png").stat().st_size > 10_000

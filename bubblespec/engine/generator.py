@@ -298,16 +298,19 @@ class Generator:
         first = np.cumsum(num_draft + 1) - (num_draft + 1)
         generated = self.length[slots] - self.prompt_length[slots]
         gained = num_gained(token, accepted, num_draft, self.params.stop_token_ids, self.limit[slots] - generated)
-        row, offset = _ragged(gained)
-        source = first[row] + offset
-        self.tokens[slots[row], self.length[slots[row]] + offset] = token[source]
-        self.logprobs[slots[row], generated[row] + offset] = logprobs[:, source].T
+        if len(token) == len(slots):  # no drafts; what follows gives the same
+            self.tokens[slots, self.length[slots]] = token
+            self.logprobs[slots, generated] = logprobs.T
+        else:
+            row, offset = _ragged(gained)
+            source = first[row] + offset
+            self.tokens[slots[row], self.length[slots[row]] + offset] = token[source]
+            self.logprobs[slots[row], generated[row] + offset] = logprobs[:, source].T
         self.length[slots] += gained
         # Keys and values are those of the accepted tokens; whatever lies behind them is overwritten before it is read.
         self.cached[slots] = self.length[slots] - 1
         if self.speculator is not None:
-            ends = first + gained
-            tokens = [token[begin:end] for begin, end in zip(first, ends, strict=True)]
+            tokens = [token[begin:end] for begin, end in zip(first.tolist(), (first + gained).tolist(), strict=True)]
             self.speculator.observe([self.rows[slot] for slot in slots], tokens, num_draft, np.minimum(accepted, gained))
 
     def _make_keys(self, slots: np.ndarray, needed: np.ndarray) -> None:
