@@ -24,7 +24,7 @@ from bubblespec.trace import FOLDER
 
 SECTIONS = ("rollout", "speculative", "bubble")  # what overrides may change
 # What a made-up run has in place of the files of a real one.
-BLANK = {"model.path": "none", "data.path": "none", "run.output_dir": "none"}
+BLANK = {"model.path": "none", "data.path": "none", "run.output_dir": "none", "optim.max_tokens_per_microbatch": 1 << 24}
 TABLE = (
     ("rollout", "seconds", "{:.1f} s"),
     ("forwards on the slowest rank", "forwards", "{:d}"),

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 from tqdm import tqdm
@@ -55,9 +56,34 @@ def simulate(
     world = World(num_ranks, cores)
     steps = [SimulatedStep(step) for step in range(workload.first_step, workload.first_step + workload.num_steps)]
     total = sum(_length(workload, step.step, config.rollout.max_completion_length) for step in steps)
+    profiled = None if config.speculative.method == "none" else _profiled(config, workload, cost, world)
     with tqdm(total=total, unit="tok", unit_scale=True, desc=config.speculative.method, disable=not shows_progress) as bar:
-        world.run(lambda rank: _Rank(config, workload, cost, world, rank, bar).run(steps))
+        world.run(lambda rank: _Rank(config, workload, cost, profiled, world, rank, bar).run(steps))
     return steps
+
+
+def _profiled(config: Config, workload, cost, world: World) -> CostModel:
+    """What `profile` measures at the start of a run. All ranks do that at the same time, so where they share cores all are
+    busy; and all measure the same, so once is enough."""
+    slowdown = 1.0 if world.cores is None else max(1.0, world.num_ranks / world.cores)
+    slowed = SimpleNamespace(seconds=lambda load: slowdown * cost.seconds(load))
+    alone, profiled = World(1), CostModel()
+    engine = _make_engine(config, workload, slowed, alone, 0, world.num_ranks, _endless)
+    profile(engine, profiled, clock=SimulatedRanks(alone, 0).clock)
+    return profiled
+
+
+def _endless(row: Row, so_far: np.ndarray) -> np.ndarray:
+    return np.zeros(row.max_new_tokens, np.int64)
+
+
+def _make_engine(config: Config, workload, cost, world: World, rank: int, num_ranks: int, text) -> SimulatedGenerator:
+    rollout = config.rollout
+    num_slots = most_slots(config, num_ranks) if rollout.num_slots == "auto" else rollout.num_slots
+    max_length = workload.max_prompt_length + rollout.max_completion_length
+    engine = SimulatedGenerator(world, rank, num_slots, max_length, rollout.max_batch_tokens, cost, text)
+    engine.params = SamplingParams(stop_token_ids=workload.stop_token_ids)
+    return engine
 
 
 def _check(config: Config, workload, num_ranks: int) -> None:
@@ -85,34 +111,25 @@ def _length(workload, step: int, limit: int) -> int:
 class _Rank:
     """One rank's engine and speculation, from step to step."""
 
-    def __init__(self, config: Config, workload, cost, world: World, rank: int, bar: tqdm):
-        rollout, self.bar = config.rollout, bar
-        self.config, self.workload, self.version = config, workload, None
+    def __init__(self, config: Config, workload, cost, profiled: CostModel | None, world: World, rank: int, bar: tqdm):
+        self.config, self.workload, self.version, self.bar = config, workload, workload.first_step, bar
         self.ranks = SimulatedRanks(world, rank)
-        num_slots = most_slots(config, world.num_ranks) if rollout.num_slots == "auto" else rollout.num_slots
-        max_length = workload.max_prompt_length + rollout.max_completion_length
-        self.engine = SimulatedGenerator(world, rank, num_slots, max_length, rollout.max_batch_tokens, cost, self._text)
-        self.engine.params = SamplingParams(stop_token_ids=workload.stop_token_ids)
-        self.speculation = None
-        if config.speculative.method != "none":
-            self.speculation = self._make_speculation(cost)
+        self.engine = _make_engine(config, workload, cost, world, rank, world.num_ranks, self._text)
+        self.speculation = None if profiled is None else self._make_speculation(cost, copy.deepcopy(profiled))
         self.ranks.barrier()
 
-    def _make_speculation(self, cost) -> Speculation:
+    def _make_speculation(self, cost, profiled: CostModel) -> Speculation:
         speculative, clock = self.config.speculative, self.ranks.clock
         propose_seconds = getattr(cost, "propose_seconds", None)
         speculator = SimulatedSpeculator(
-            speculative.method, CostModel(), speculative.fixed_window, clock, propose_seconds=propose_seconds
+            speculative.method, profiled, speculative.fixed_window, clock, propose_seconds=propose_seconds
         )
-        profile(self.engine, speculator.cost, clock=clock)
         speculator.history = History(speculative.max_history_tokens)
         board = SimulatedBoard(self.ranks, self.config.bubble.progress_timeout_s)
         store = DraftStore(self.config.bubble.max_draft_tokens)
         return Speculation(self.config, self.ranks, board, speculator, store, speculator.history)
 
     def _text(self, row: Row, so_far: np.ndarray) -> np.ndarray:
-        if self.version is None:  # rows that are profiled go on and on
-            return np.zeros(row.max_new_tokens, np.int64)
         return self.workload.draft(row.step, row.uid, row.sample, row.step - self.version, row.max_new_tokens, so_far)
 
     def _owners(self, prompts: list) -> list[int]:
