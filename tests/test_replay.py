@@ -228,7 +228,7 @@ def test_forwards_are_those_of_the_real_engine(make_model, slots, budget, window
     assert loads_of(engine, known) == wanted
     assert cost.loads == wanted[0]
     if window is not None:
-        assert wanted[1]["num_accepted"] > 100  # or nothing was compared
+        assert wanted[1]["num_accepted"] > 50  # or nothing was compared
     for row, other in zip(real, known, strict=True):
         np.testing.assert_array_equal(row.tokens, other.tokens)
         assert row.finish == other.finish
