@@ -19,6 +19,7 @@ from bubblespec.report import peak_memory_gb, rollout_metrics, timing_metrics
 from bubblespec.schedule.speculation import speculation_metrics
 from bubblespec.set_up import set_up
 from bubblespec.timeline import gather_lanes
+from bubblespec.trace import Recorder
 from bubblespec.trainer import Trainer, evaluate_if_due, save, stops_cleanly, train_step
 
 
@@ -26,11 +27,16 @@ def train(trainer: Trainer) -> None:
     config, ranks = trainer.config, trainer.ranks
     run = config.run
     logger = MetricsLogger(run.output_dir, ranks.is_main, trainer.num_updates, run.max_steps)
+    if config.trace.enabled:
+        store = trainer.speculation.store if trainer.speculation is not None else None
+        trainer.recorder = Recorder(config, ranks, store, trainer.num_updates)
     with stops_cleanly(trainer, logger):
         evaluate_if_due(trainer, logger)
         for step in range(trainer.num_updates, run.max_steps):
             if step in run.timeline_steps or step - 1 in run.timeline_steps:
                 ranks.barrier()  # lanes begin together, and what drawing took is not counted as waiting in the step after it
+            if trainer.recorder is not None:
+                trainer.recorder.begin(step, trainer.batch(step), config.rollout.num_generations)
             collected = collect(trainer, step)
             samples, rewards, stats, stages = collected.samples, collected.rewards, collected.stats, collected.stages
             advantages = estimate_advantages(rewards, config.loss.advantage_estimator, config.loss.scale_rewards).ravel()
@@ -43,6 +49,8 @@ def train(trainer: Trainer) -> None:
                 metrics |= speculation_metrics(ranks, stats, trainer.speculation, int(generated.lengths.sum()))
             metrics |= timing_metrics(ranks, stages, stats.wait_s, metrics.pop("timing_s/sync"), collected.generated)
             logger.log(step, metrics | {"perf/max_memory_gb": peak_memory_gb(ranks)})
+            if trainer.recorder is not None:
+                trainer.recorder.write(step, collected, metrics["rollout/digest"])
             if step % run.logging_steps == 0:
                 logger.log_samples(step, samples, rewards.ravel(), trainer.tokenizer)
             if step in run.timeline_steps:

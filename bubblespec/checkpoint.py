@@ -61,6 +61,7 @@ HARMLESS = {
     "run.keep_last",
     "run.resume_from_checkpoint",
     "run.timeout_s",
+    "trace.enabled",
 }
 # The same sums in another order: the run goes on with a warning, as whoever runs out of memory must be able to lower them. The
 # number of ranks is of this kind too.

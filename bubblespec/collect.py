@@ -22,15 +22,19 @@ from bubblespec.trainer import Trainer, generate_step
 @dataclass
 class Collected:
     """samples, rewards: what to train on, rewards float64 [prompts, generations], combined; generated, all_rewards: everything
-    that was generated, the replaced groups among it, in `num_batches` batches; stats, stages: of this rank."""
+    that was generated, the replaced groups among it, in batches of `batch_sizes` prompts; stats, stages: of this rank."""
 
     samples: Samples
     rewards: np.ndarray
     generated: Samples
     all_rewards: np.ndarray
-    num_batches: int
+    batch_sizes: list[int]
     stats: RolloutStats
     stages: list[Event]
+
+    @property
+    def num_batches(self) -> int:
+        return len(self.batch_sizes)
 
 
 def collect(trainer: Trainer, step: int) -> Collected:
@@ -39,9 +43,9 @@ def collect(trainer: Trainer, step: int) -> Collected:
     wanted, stages = rollout.num_prompts_per_step, []
     samples, rewards, stats = _collect_batch(trainer, trainer.batch(step), step, stages)
     if not rollout.dynamic_sampling:
-        return Collected(samples, rewards, samples, rewards, 1, stats, stages)
-    num_batches = 1
-    while num_batches < rollout.dynamic_sampling_max_batches:
+        return Collected(samples, rewards, samples, rewards, [wanted], stats, stages)
+    batch_sizes = [wanted]
+    while len(batch_sizes) < rollout.dynamic_sampling_max_batches:
         useful = ~has_zero_std(rewards)
         missing = wanted - int(useful.sum())
         # As many as will fill the gap at the rate so far, at most a whole batch.
@@ -52,10 +56,10 @@ def collect(trainer: Trainer, step: int) -> Collected:
         more_samples, more_rewards, more_stats = _collect_batch(trainer, prompts, step, stages)
         samples, stats = samples + more_samples, stats + more_stats
         rewards = np.concatenate((rewards, more_rewards))
-        num_batches += 1
+        batch_sizes.append(len(prompts))
     # The first useful groups, and where they are too few, the first of the others beside them.
     kept = sorted(np.argsort(has_zero_std(rewards), kind="stable")[:wanted].tolist())
-    return Collected(samples.of_prompts(kept), rewards[kept], samples, rewards, num_batches, stats, stages)
+    return Collected(samples.of_prompts(kept), rewards[kept], samples, rewards, batch_sizes, stats, stages)
 
 
 def _collect_batch(

@@ -253,6 +253,12 @@ class RunConfig:
 
 
 @dataclass
+class TraceConfig:
+    enabled: bool = False
+    """Record responses, drafts and every forward with its load and time into output_dir/trace, for replay."""
+
+
+@dataclass
 class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -264,6 +270,7 @@ class Config:
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     bubble: BubbleConfig = field(default_factory=BubbleConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)
 
 
 def load_config(path: str, overrides: list[str] = ()) -> Config:
@@ -271,9 +278,19 @@ def load_config(path: str, overrides: list[str] = ()) -> Config:
     if not os.path.isfile(path):
         raise InputError(f"--config: no file at {path}")
     try:
-        layers = [OmegaConf.load(path)]
+        base = OmegaConf.load(path)
     except Exception as error:  # PyYAML and OmegaConf raise many kinds; all mean a file that is not valid YAML
         raise InputError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+    return _resolve(base, overrides, path)
+
+
+def config_of_sections(sections: dict[str, dict], overrides: list[str], source: str) -> Config:
+    """The same from a dictionary of sections in place of a file; source: what an error calls it."""
+    return _resolve(OmegaConf.create(_escape(sections)), overrides, source)
+
+
+def _resolve(base: Any, overrides: list[str], path: str) -> Config:
+    layers = [base]
     for override in overrides:
         if not override.partition("=")[0].strip(". ") or "=" not in override:
             raise InputError(f"override '{override}' is not of the form section.key=value")

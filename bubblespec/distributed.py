@@ -108,8 +108,8 @@ class Ranks:
     """This process among all: `rank`, `world_size`, `device`. With one process every collective is the identity.
 
     timeout_s: seconds that a collective may wait for the slowest rank; `place`: what the ranks are doing, for the line that names
-    a missing one; `must_stop`: this rank has been told to stop, which `meet` makes known to all.
-    Collectives raise RankTimeout.
+    a missing one; `must_stop`: this rank has been told to stop, which `meet` makes known to all; `clock`: what tells the time and
+    sleeps in a rollout, the `time` module or another with its perf_counter, monotonic and sleep. Collectives raise RankTimeout.
     """
 
     def __init__(self, device: torch.device, timeout_s: float = 1800.0):
@@ -119,6 +119,7 @@ class Ranks:
         self.is_main = self.rank == 0
         self.place = "set-up"
         self.must_stop = False
+        self.clock = time
         self.roll_call = RollCall(self.rank, self.world_size) if self.world_size > 1 else None
 
     def barrier(self) -> None:

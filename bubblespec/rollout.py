@@ -5,7 +5,6 @@ depends on which rank generated what, or when.
 """
 
 import hashlib
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ import numpy as np
 from bubblespec.data import Prompt
 from bubblespec.distributed import Ranks
 from bubblespec.engine.generator import Generator, Row
+from bubblespec.forward_log import ForwardLog
 from bubblespec.timeline import Event, forward_kind, note
 
 
@@ -82,16 +82,24 @@ def generate(
     ranks: Ranks,
     on_finished: Callable[[Row], None] | None = None,
     events: list[Event] | None = None,
+    log: ForwardLog | None = None,
 ) -> None:
     """Run this rank's rows to their end on the weights as they are now, unless it is told to stop: then they are left as they
-    are. `on_finished` is called with each row as it finishes; the forwards are noted in `events`."""
+    are. `on_finished` is called with each row as it finishes; the forwards are noted in `events`
+    and in `log`."""
     engine.reset()
     engine.add(rows)
+    num_left = len(rows)
+    if log is not None:
+        log.begin()
     while not engine.is_idle and not ranks.must_stop:
-        begin = time.perf_counter()
+        begin = ranks.clock.perf_counter()
         finished = engine.step()
         if events is not None:
-            note(events, forward_kind(len(rows), 0, engine.load), begin, time.perf_counter())
+            note(events, forward_kind(len(rows), 0, engine.load), begin, ranks.clock.perf_counter())
+        if log is not None:
+            log.add(begin, ranks.clock.perf_counter(), engine.load, num_left)
+        num_left -= len(finished)
         for row in finished if on_finished is not None else ():
             on_finished(row)
 

@@ -1,6 +1,7 @@
 """Everything a run holds, and what is done with it in a step. The loop itself is in train.py, set_up.py makes the parts."""
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import IO
@@ -25,6 +26,7 @@ from bubblespec.schedule.run_ahead import RolloutStats
 from bubblespec.schedule.speculation import Speculation
 from bubblespec.scoring import Scorer
 from bubblespec.timeline import Event
+from bubblespec.trace import Recorder
 from bubblespec.update import train_on_samples
 
 
@@ -58,6 +60,7 @@ class Trainer:
     budget: TokenBudget
     speculation: Speculation | None = None
     num_skipped_in_a_row: int = 0  # steps
+    recorder: Recorder | None = None
 
     def batch(self, step: int) -> list[Prompt]:
         """The global batch of `step`, the same on every rank."""
@@ -87,19 +90,22 @@ def generate_step(
 ) -> tuple[RolloutStats, dict]:
     """Generate this rank's rows of a step, drafting ahead where that is on. Returns its counts and its drafts.
 
-    on_finished: called with each of the rows as it finishes. Without speculation nothing is counted, and forwards are noted only
-    in the steps of run.timeline_steps. A rank that has been told to stop leaves the rollout where it is: `ranks.meet` must come
+    on_finished: called with each of the rows as it finishes. Without speculation events are noted only in the steps of
+    run.timeline_steps. A rank that has been told to stop leaves the rollout where it is: `ranks.meet` must come
     next.
     """
     trainer.ranks.place = f"rollout of step {step}"
+    log = trainer.recorder.new_log() if trainer.recorder is not None else None
     if trainer.speculation is None:
-        stats = RolloutStats()
+        stats, started, forwards_before = RolloutStats(), time.perf_counter(), trainer.engine.num_forwards
         events = stats.events if step in trainer.config.run.timeline_steps else None
-        generate(trainer.engine, rows, trainer.ranks, on_finished, events)
+        generate(trainer.engine, rows, trainer.ranks, on_finished, events, log)
+        stats.own_s = stats.total_s = time.perf_counter() - started
+        stats.own_forwards = trainer.engine.num_forwards - forwards_before
         return stats, {}
     trainer.engine.speculator = trainer.speculation.speculator
     try:
-        return trainer.speculation.rollout(trainer.engine, rows, step, trainer.batch, trainer.owners, on_finished)
+        return trainer.speculation.rollout(trainer.engine, rows, step, trainer.batch, trainer.owners, on_finished, log)
     finally:
         trainer.engine.speculator = None
 

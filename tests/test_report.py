@@ -22,7 +22,7 @@ def make_samples(rewards: list[list[float]]) -> Samples:
 
 def collected(samples: Samples, rewards=((1.0, 1.0), (1.0, 1.0)), num_kept: int = 2, num_batches: int = 1) -> Collected:
     kept = samples if num_batches == 1 else samples.of_prompts(list(range(num_kept)))
-    return Collected(kept, np.array(rewards)[:num_kept], samples, np.array(rewards), num_batches, RolloutStats(), [])
+    return Collected(kept, np.array(rewards)[:num_kept], samples, np.array(rewards), [1] * num_batches, RolloutStats(), [])
 
 
 class TwoRanks:

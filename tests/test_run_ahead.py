@@ -5,6 +5,7 @@ Plain generation (`Generator.run` in a fresh engine without a speculator) is the
 """
 
 import copy
+import time
 from collections import deque
 from types import SimpleNamespace
 
@@ -85,7 +86,7 @@ class BoardWithSlowRank:
     or, with a `lag`, only so many polls later."""
 
     def __init__(self, num_ticks: int, lag: int = 0):
-        self.ranks = SimpleNamespace(rank=0, world_size=2, must_stop=False)
+        self.ranks = SimpleNamespace(rank=0, world_size=2, must_stop=False, clock=time)
         self.last_tick, self.lag = num_ticks, lag
 
     def begin(self) -> None:

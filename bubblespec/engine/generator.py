@@ -119,6 +119,9 @@ class Generator:
         # The prompt whose keys and values a slot holds, also after its row has finished; -1 for none.
         self.prompt_id = np.full(num_slots, -1, np.int64)
         self._prompt_ids: dict[tuple[int, ...], int] = {}
+        # What moves with a row to another slot.
+        described = (self.tokens, self.length, self.cached, self.prompt_length, self.limit, self.logprobs, self.noise_key)
+        self.per_slot = (*described, self.stream_key, self.keyed, self.prompt_id)
 
     @property
     def is_idle(self) -> bool:
@@ -191,19 +194,18 @@ class Generator:
             return []
         count = self._plan()
         active = len(self.rows)
-        packing = pack_rows(self.cache, self.cached[:active].copy(), count, self.device)
-        fed = self.tokens[packing.index[0], packing.index[1]]
-        hidden = forward_hidden(self.model, torch.from_numpy(fed).to(self.device), packing, self.kernel)
-        self.num_forwards += 1
         num_prompt = np.clip(self.prompt_length[:active] - 1 - self.cached[:active], 0, count)
-        self.cached[:active] += count
-        slots = np.flatnonzero(self.cached[:active] >= self.length[:active])
-        num_draft = self.cached[slots] - self.length[slots]
-        positions = int(self.cached[:active].sum())
-        self.load = Load(active, len(fed), int((count > 1).sum()), positions, int(num_prompt.sum()), int(num_draft.sum()))
+        ends = self.cached[:active] + count
+        slots = np.flatnonzero(ends >= self.length[:active])
+        num_draft = ends[slots] - self.length[slots]
+        wide = np.count_nonzero(count > 1)
+        self.load = Load(active, int(count.sum()), wide, int(ends.sum()), int(num_prompt.sum()), int(num_draft.sum()))
+        accepted, token, logprobs = self._forward(count, slots, num_draft)
+        self.num_forwards += 1
+        self.cached[:active] = ends
         if len(slots) == 0:
             return []
-        self._sample(slots, num_draft, hidden[torch.from_numpy(_last_of_each(count, slots, num_draft + 1)).to(self.device)])
+        self._append(slots, num_draft, accepted, token, logprobs)
         return self._finish(slots)
 
     def _plan(self) -> np.ndarray:
@@ -261,9 +263,19 @@ class Generator:
                 self.cached[slot] = self.prompt_length[slot] - 1
                 self.cache.copy(source, int(slot), int(self.cached[slot]))
 
-    def _sample(self, slots: np.ndarray, num_draft: np.ndarray, hidden: torch.Tensor) -> None:
-        """Verify the drafts of the rows in `slots` and append what they gain. num_draft: int64 [M]; hidden: [T, hidden size]."""
-        first = np.cumsum(num_draft + 1) - (num_draft + 1)
+    def _forward(self, count: np.ndarray, slots: np.ndarray, num_draft: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """All that the engine needs of the model: feed `count` tokens of each active row, int64 [R], and verify the drafts of
+        `num_draft` tokens, int64 [M], which stand behind the known tokens of the rows in `slots`.
+
+        Returns, as `Verified` has them, accepted int64 [M], the tokens int64 [T], and both log-probabilities [2, T].
+        """
+        active = len(self.rows)
+        packing = pack_rows(self.cache, self.cached[:active].copy(), count, self.device)
+        fed = self.tokens[packing.index[0], packing.index[1]]
+        hidden = forward_hidden(self.model, torch.from_numpy(fed).to(self.device), packing, self.kernel)
+        if len(slots) == 0:
+            return np.empty(0, np.int64), np.empty(0, np.int64), np.empty((2, 0))
+        hidden = hidden[torch.from_numpy(_last_of_each(count, slots, num_draft + 1)).to(self.device)]
         row, offset = _ragged(num_draft + 1)
         generated = self.length[slots] - self.prompt_length[slots]
         position = generated[row] + offset
@@ -277,18 +289,28 @@ class Generator:
         # One copy to the host: token ids are exact in float64.
         result = torch.cat([part.double() for part in verified]).cpu().numpy()
         accepted, result = result[: len(slots)].astype(np.int64), result[len(slots) :].reshape(3, -1)
-        token = result[0].astype(np.int64)
+        return accepted, result[0].astype(np.int64), result[1:]
+
+    def _append(
+        self, slots: np.ndarray, num_draft: np.ndarray, accepted: np.ndarray, token: np.ndarray, logprobs: np.ndarray
+    ) -> None:
+        """Append what the rows in `slots` gain; see `_forward`."""
+        first = np.cumsum(num_draft + 1) - (num_draft + 1)
+        generated = self.length[slots] - self.prompt_length[slots]
         gained = num_gained(token, accepted, num_draft, self.params.stop_token_ids, self.limit[slots] - generated)
-        row, offset = _ragged(gained)
-        source = first[row] + offset
-        self.tokens[slots[row], self.length[slots[row]] + offset] = token[source]
-        self.logprobs[slots[row], generated[row] + offset] = result[1:, source].T
+        if len(token) == len(slots):  # no drafts; what follows gives the same
+            self.tokens[slots, self.length[slots]] = token
+            self.logprobs[slots, generated] = logprobs.T
+        else:
+            row, offset = _ragged(gained)
+            source = first[row] + offset
+            self.tokens[slots[row], self.length[slots[row]] + offset] = token[source]
+            self.logprobs[slots[row], generated[row] + offset] = logprobs[:, source].T
         self.length[slots] += gained
         # Keys and values are those of the accepted tokens; whatever lies behind them is overwritten before it is read.
         self.cached[slots] = self.length[slots] - 1
         if self.speculator is not None:
-            ends = first + gained
-            tokens = [token[begin:end] for begin, end in zip(first, ends, strict=True)]
+            tokens = [token[begin:end] for begin, end in zip(first.tolist(), (first + gained).tolist(), strict=True)]
             self.speculator.observe([self.rows[slot] for slot in slots], tokens, num_draft, np.minimum(accepted, gained))
 
     def _make_keys(self, slots: np.ndarray, needed: np.ndarray) -> None:
@@ -352,8 +374,7 @@ class Generator:
             return
         self.rows[slot] = moved
         self.cache.copy(last, int(slot), int(self.cached[last]))
-        per_slot = (self.tokens, self.length, self.cached, self.prompt_length, self.limit, self.logprobs, self.noise_key)
-        for array in (*per_slot, self.stream_key, self.keyed, self.prompt_id):
+        for array in self.per_slot:
             array[slot] = array[last]
         self.prompt_id[last] = -1
 

@@ -10,7 +10,6 @@ A tick is a meeting of the roll call like any other collective: that is how a ra
 
 import contextlib
 import math
-import time
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, fields
 from datetime import timedelta
@@ -76,12 +75,18 @@ class ProgressBoard:
         self.ranks = ranks
         self.timeout_s = timeout_s
         self.interval_s = interval_s
+        self._clock = ranks.clock
+        self._in_flight = False
+        self._numbers = np.zeros(NUM_NUMBERS)
+        self._connect(backend)
+        self.begin()
+
+    def _connect(self, backend: str | None) -> None:
+        ranks, timeout_s = self.ranks, self.timeout_s
         self._work = None
         self._stream = None
-        self._in_flight = False
         backend = backend or ("nccl" if ranks.device.type == "cuda" else "gloo")
         device = ranks.device if backend == "nccl" and ranks.world_size > 1 else torch.device("cpu")
-        self._numbers = np.zeros(NUM_NUMBERS)
         self._own = torch.from_numpy(self._numbers).to(device)  # on CPU the same memory
         self._everyone = torch.zeros(ranks.world_size * NUM_NUMBERS, dtype=torch.float64, device=device)
         if ranks.world_size > 1:
@@ -92,7 +97,6 @@ class ProgressBoard:
             self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
             # Connects the ranks (NCCL does so at its first collective).
             ranks.complete(lambda: all_gather(self._everyone, self._own, group=self._group, async_op=True))
-        self.begin()
 
     def begin(self) -> None:
         """A new rollout: ticks count from 0. Raises RuntimeError while a tick of the last one is in flight."""
@@ -102,7 +106,7 @@ class ProgressBoard:
         self.last_states: list[RankState] | None = None
         self.is_over = self.must_stop = False
         self._not_before = 0.0
-        self._deadline = time.monotonic() + self.timeout_s
+        self._deadline = self._clock.monotonic() + self.timeout_s
 
     @property
     def slowest_rank(self) -> int | None:
@@ -131,14 +135,16 @@ class ProgressBoard:
         urgent, not too soon after it. A rank that is done is always in a hurry. After the last tick it posts nothing. Raises
         RankTimeout.
         """
-        if self.is_over or (not self._in_flight and not is_urgent and time.monotonic() < self._not_before):
+        if self.is_over or (not self._in_flight and not is_urgent and self._clock.monotonic() < self._not_before):
             return None
         own = None if self._in_flight else state()
-        if own is not None and not own.is_done and time.monotonic() < self._not_before:
+        if own is not None and not own.is_done and self._clock.monotonic() < self._not_before:
             return None
         try:
             if own is not None:
-                self._post(own)
+                self._in_flight = True
+                self._numbers[:] = astuple(own)
+                self._post()
                 if not own.is_done:
                     return None  # it has work to do, and no tick completes as fast as that
                 self._linger()
@@ -146,7 +152,7 @@ class ProgressBoard:
                 return self._take()
         except RuntimeError as error:  # from the collective or the store: a rank has left
             self._fail(one_line(error))
-        if time.monotonic() > self._deadline:
+        if self._clock.monotonic() > self._deadline:
             self._fail(f"no answer for {self.timeout_s:g} s")
         return None
 
@@ -155,12 +161,11 @@ class ProgressBoard:
         while not self.is_over:
             if (states := self.poll(state)) is not None:
                 return states
-            time.sleep(NAP_S)
+            self._clock.sleep(NAP_S)
         return None
 
-    def _post(self, state: RankState) -> None:
-        self._in_flight = True
-        self._numbers[:] = astuple(state)
+    def _post(self) -> None:
+        """Start the tick with this rank's numbers."""
         with self._on_stream():
             if self._stream is not None:
                 self._own.copy_(torch.from_numpy(self._numbers))
@@ -177,21 +182,25 @@ class ProgressBoard:
         return self._work is None or self._work.is_completed()
 
     def _linger(self) -> None:
-        end = time.monotonic() + LINGER_S
-        while not self._is_complete() and time.monotonic() < end:
-            time.sleep(NAP_S)
+        end = self._clock.monotonic() + LINGER_S
+        while not self._is_complete() and self._clock.monotonic() < end:
+            self._clock.sleep(NAP_S)
 
-    def _take(self) -> list[RankState]:
+    def _receive(self) -> list[list[float]]:
+        """The numbers of all ranks, by rank, in the tick that is complete."""
         with self._on_stream():
             if self._work is not None:
                 self._work.wait()  # complete: raises if it failed, and orders the stream behind the collective
-            numbers = self._everyone.cpu().numpy().reshape(-1, NUM_NUMBERS).tolist()
-        self._work, self._in_flight = None, False
-        self.last_states = [RankState.from_numbers(row) for row in numbers]
+                self._work = None
+            return self._everyone.cpu().numpy().reshape(-1, NUM_NUMBERS).tolist()
+
+    def _take(self) -> list[RankState]:
+        self.last_states = [RankState.from_numbers(row) for row in self._receive()]
+        self._in_flight = False
         self.must_stop = any(state.must_stop for state in self.last_states)
         self.num_ticks += 1
         self.is_over = self.must_stop or all(state.is_done for state in self.last_states)
-        now = time.monotonic()
+        now = self._clock.monotonic()
         self._not_before, self._deadline = now + self.interval_s, now + self.timeout_s
         return self.last_states
 

@@ -8,7 +8,6 @@ has to agree on anything further. All ranks leave at the same tick; drafts stop 
 """
 
 import math
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ import numpy as np
 
 from bubblespec.drafts.bubble import Draft, DraftStore, Key
 from bubblespec.engine.generator import Generator, Row
+from bubblespec.forward_log import ForwardLog
 from bubblespec.schedule.priority import Item
 from bubblespec.schedule.progress import ProgressBoard, RankState
 from bubblespec.schedule.speculator import RowSpeculator
@@ -88,15 +88,16 @@ def rollout(
     ahead: RunAhead | None,
     expected_longest: float,
     on_finished: Callable[[Row], None] | None = None,
+    log: ForwardLog | None = None,
 ) -> tuple[RolloutStats, dict[Key, Draft]]:
     """Generate this rank's rows to their end, and draft ahead until all ranks have. Returns counts and this rank's drafts.
 
     With `ahead` None nothing is drafted. Rows must be known to the speculator (`track`). expected_longest: tokens of a rank's
     longest row, for the estimate of the time left that goes into the ticks. on_finished: called with each of `rows` as it is
-    done. Drafts that are not finished stay in the engine where they can, and go on in the next rollout over the keys and values
-    they have. If a rank is told to stop, all leave with their rows unfinished.
+    done; log: where forwards are noted. Drafts that are not finished stay in the engine where they can, and go on in the next
+    rollout over the keys and values they have. If a rank is told to stop, all leave with their rows unfinished.
     """
-    stats, drafts = RolloutStats(), {}
+    stats, drafts, clock = RolloutStats(), {}, board.ranks.clock
     own = {id(row) for row in rows}
     granted: deque[Item] = deque()  # items to draft, not yet in the engine
     held = {item.key: item for item in ahead.held} if ahead is not None else {}
@@ -110,7 +111,9 @@ def rollout(
         del held[row.step, row.uid, row.sample]
     granted.extend(held.values())  # the engine has been used for something else in between
     engine.add(rows)
-    started = time.perf_counter()
+    started = clock.perf_counter()
+    if log is not None:
+        log.begin()
 
     def state() -> RankState:
         active = len(own)
@@ -122,11 +125,15 @@ def rollout(
         return RankState(active, left, stats.drafted_tokens, step_s, wanted, active == 0, board.ranks.must_stop)
 
     def forward() -> None:
-        begin, own_before, aside_before = time.perf_counter(), len(own), speculator.stats.seconds
+        begin, own_before, aside_before = clock.perf_counter(), len(own), speculator.stats.seconds
+        looked_up_before = speculator.stats.num_looked_up
         num_ahead = len(engine.rows) + len(engine.queue) - own_before
         finished = engine.step()
-        end = time.perf_counter()
-        speculator.cost.observe(*engine.load[:4], end - begin - (speculator.stats.seconds - aside_before))
+        end = clock.perf_counter()
+        aside_s = speculator.stats.seconds - aside_before
+        speculator.cost.observe(*engine.load[:4], end - begin - aside_s)
+        if log is not None:
+            log.add(begin, end, engine.load, own_before, num_ahead, aside_s, speculator.stats.num_looked_up - looked_up_before)
         for row in finished:
             if id(row) in own:
                 own.discard(id(row))
@@ -145,7 +152,7 @@ def rollout(
     if ahead is None:  # nobody needs to know how far anyone is
         while own and not board.ranks.must_stop:
             forward()
-        stats.total_s = time.perf_counter() - started
+        stats.total_s = clock.perf_counter() - started
         return stats, drafts
     board.begin()
     while True:
@@ -156,11 +163,13 @@ def rollout(
         if granted and not engine.queue and not _is_prefilling(engine, own):
             _admit(engine, own, granted, ahead, speculator)
         if engine.is_idle or (not own and board.are_others_done):  # the last tick is about to complete: start no forward
-            begin = time.perf_counter()
+            begin = clock.perf_counter()
             if (states := board.wait(state)) is not None:
                 granted.extend(ahead.grant(states)[board.ranks.rank])
-            stats.wait_s += time.perf_counter() - begin
-            note(stats.events, "wait", begin, time.perf_counter())
+            stats.wait_s += clock.perf_counter() - begin
+            note(stats.events, "wait", begin, clock.perf_counter())
+            if log is not None:
+                log.waited()
         else:
             forward()
     unfinished = sorted(engine.collect(), key=lambda row: len(row.tokens), reverse=True)
@@ -170,7 +179,7 @@ def rollout(
     staying = set(may_stay[: max(engine.cache.num_slots - len(rows), 0)])
     for row in unfinished:
         _keep(drafts, row, ahead, stats, board.ranks.rank if id(row) in staying else -1)
-    stats.num_ticks, stats.total_s = board.num_ticks, time.perf_counter() - started
+    stats.num_ticks, stats.total_s = board.num_ticks, clock.perf_counter() - started
     return stats, drafts
 
 

@@ -13,6 +13,7 @@ from bubblespec.distributed import Ranks
 from bubblespec.drafts.bubble import DraftStore, exchange
 from bubblespec.drafts.suffix import SOURCE_NAMES, History
 from bubblespec.engine.generator import Generator, Row
+from bubblespec.forward_log import ForwardLog
 from bubblespec.schedule.priority import Outlook, plan_items, undrafted
 from bubblespec.schedule.progress import ProgressBoard
 from bubblespec.schedule.run_ahead import RolloutStats, RunAhead, rollout
@@ -59,12 +60,19 @@ class Speculation:
         return max(depth, 1 if left and affordable and step % RETRY_STEPS == 0 else 0)
 
     def rollout(
-        self, engine: Generator, rows: list[Row], step: int, batch_of, owners_of, on_finished=None
+        self,
+        engine: Generator,
+        rows: list[Row],
+        step: int,
+        batch_of,
+        owners_of,
+        on_finished=None,
+        log: ForwardLog | None = None,
     ) -> tuple[RolloutStats, dict]:
         """Generate this rank's rows of `step`, and draft ahead. Returns counts, and the drafts that this rank made.
 
         batch_of(step), owners_of(prompts): a global batch, and the rank that generates each of its prompts; on_finished(row): is
-        called with each of `rows` as it is done. The weights have had `step` updates.
+        called with each of `rows` as it is done; log: where forwards are noted. The weights have had `step` updates.
         """
         self.step = step
         self.speculator.begin(step)
@@ -81,7 +89,7 @@ class Speculation:
             batches = [(s, prompts, owners_of(prompts)) for s, prompts in coming]
             rows_a_rank = -(-len(coming[0][1]) * self.config.rollout.num_generations // self.ranks.world_size)
             ahead = self._plan(batches, step, rows_a_rank, engine.cache.num_slots)
-        return rollout(engine, rows, self.board, self.speculator, ahead, self.longest, on_finished)
+        return rollout(engine, rows, self.board, self.speculator, ahead, self.longest, on_finished, log)
 
     def _plan(self, batches: list, step: int, num_rows: int, num_slots: int) -> RunAhead:
         config = self.config.bubble
@@ -175,7 +183,7 @@ class _FixedDrafts:
         pass
 
 
-def profile(engine: Generator, cost: CostModel, num_forwards: int = 3) -> None:
+def profile(engine: Generator, cost: CostModel, num_forwards: int = 3, clock=time) -> None:
     """Time forwards of few and many rows, short and long ones, with short and long drafts. Each is run once before it counts."""
     capacity, length = engine.cache.num_slots, engine.tokens.shape[1]
     for count, size, window in itertools.product(
@@ -189,10 +197,10 @@ def profile(engine: Generator, cost: CostModel, num_forwards: int = 3) -> None:
         while engine.queue or (engine.cached[: len(engine.rows)] < size).any():
             engine.step()
         for _ in range(num_forwards):
-            started = time.perf_counter()
+            started = clock.perf_counter()
             if engine.rows:
                 engine.step()
-                cost.anchor(*engine.load[:4], time.perf_counter() - started)
+                cost.anchor(*engine.load[:4], clock.perf_counter() - started)
     engine.reset()
     engine.speculator = None
 
@@ -201,8 +209,8 @@ def make_speculation(config: Config, ranks: Ranks, engine: Generator) -> Specula
     """None for method none. Makes a process group and times forwards: all ranks must call it together."""
     if config.speculative.method == "none":
         return None
-    speculator = RowSpeculator(config.speculative.method, CostModel(), config.speculative.fixed_window)
-    profile(engine, speculator.cost)
+    speculator = RowSpeculator(config.speculative.method, CostModel(), config.speculative.fixed_window, ranks.clock)
+    profile(engine, speculator.cost, clock=ranks.clock)
     speculator.history = History(config.speculative.max_history_tokens)
     board = ProgressBoard(ranks, config.bubble.progress_timeout_s, config.bubble.progress_backend)
     store = DraftStore(config.bubble.max_draft_tokens)

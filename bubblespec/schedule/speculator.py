@@ -32,7 +32,8 @@ class _RowState:
 class SpeculationStats:
     """Counts of one rollout on one rank.
 
-    num_covered: tokens for which there was a proposal, right or wrong; by_source, by_age: [drafted, accepted]; accepted_lengths:
+    num_covered: tokens for which there was a proposal, right or wrong; num_looked_up: rows for which one was looked for, rows of
+    coming steps among them, summed over forwards; by_source, by_age: [drafted, accepted]; accepted_lengths:
     verifications by accepted tokens, binned by WINDOWS.
     """
 
@@ -41,6 +42,7 @@ class SpeculationStats:
     num_draft: int = 0
     num_accepted: int = 0
     num_covered: int = 0
+    num_looked_up: int = 0
     by_source: dict[str, list[int]] = field(default_factory=dict)
     by_age: dict[int, list[int]] = field(default_factory=dict)
     accepted_lengths: np.ndarray = field(default_factory=lambda: np.zeros(len(WINDOWS), np.int64))
@@ -50,10 +52,10 @@ class SpeculationStats:
 class RowSpeculator:
     """Proposals for the rows it knows (`track`). method: bubble (the draft, up to its first mismatch), suffix, or both."""
 
-    def __init__(self, method: str, cost: CostModel, fixed_window: int | None = None):
-        """fixed_window: propose this many tokens always, instead of planning (for ablation)."""
+    def __init__(self, method: str, cost: CostModel, fixed_window: int | None = None, clock=time):
+        """fixed_window: propose this many tokens always, instead of planning (for ablation); clock: see `Ranks`."""
         self.uses_bubble, self.uses_suffix = "bubble" in method, "suffix" in method
-        self.cost, self.fixed_window = cost, fixed_window
+        self.cost, self.fixed_window, self.clock = cost, fixed_window, clock
         self.survival = Survival()
         self.history: History | None = None
         self.stats = SpeculationStats()
@@ -97,7 +99,8 @@ class RowSpeculator:
         if self._pause:
             self._pause -= 1
             return drafts
-        started = time.perf_counter()
+        started = self.clock.perf_counter()
+        self.stats.num_looked_up += len(rows)
         longest = min(int(WINDOWS[-1]), budget) if self.fixed_window is None else self.fixed_window
         survival, available = np.zeros(len(rows)), np.zeros(len(rows), np.int64)
         for i, (row, length, fits) in enumerate(zip(rows, lengths.tolist(), room.tolist(), strict=True)):
@@ -109,7 +112,7 @@ class RowSpeculator:
                 drafts[i], available[i] = tokens, len(tokens)
                 survival[i] = self.survival.estimate(state.kind, PRIORS[state.kind[0]])
         if self.fixed_window is not None:
-            self.stats.seconds += time.perf_counter() - started
+            self.stats.seconds += self.clock.perf_counter() - started
             return drafts
         positions = int(lengths.sum()) + sum(len(row.prompt) for row in rows)
         windows, is_worth_it = choose_windows(survival, available, self.cost, positions, budget, self._overhead_s)
@@ -119,13 +122,13 @@ class RowSpeculator:
             self._backoff = min(2 * self._backoff + 1, MAX_BACKOFF)
             self._pause = self._backoff
         drafts = [draft[:n] if n else None for draft, n in zip(drafts, windows.tolist(), strict=True)]
-        seconds = time.perf_counter() - started
+        seconds = self.clock.perf_counter() - started
         self.stats.seconds += seconds
         self._overhead_s += 0.1 * (seconds - self._overhead_s)
         return drafts
 
     def observe(self, rows: list[Row], tokens: list[np.ndarray], num_draft: np.ndarray, num_accepted: np.ndarray) -> None:
-        stats, started = self.stats, time.perf_counter()
+        stats, started = self.stats, self.clock.perf_counter()
         for row, gained, drafted, accepted in zip(rows, tokens, num_draft.tolist(), num_accepted.tolist(), strict=True):
             state = self._rows.get(id(row))
             if state is None:
@@ -150,7 +153,7 @@ class RowSpeculator:
             state.num_gained += len(gained)
             if self.uses_suffix:
                 self._not_indexed.setdefault((row.step, row.uid), []).append((state, gained))
-        stats.seconds += time.perf_counter() - started
+        stats.seconds += self.clock.perf_counter() - started
 
     def _candidate(self, row: Row, state: _RowState, length: int, longest: int) -> tuple[np.ndarray, tuple | None]:
         """Tokens that may come next, and their kind for the survival estimate."""

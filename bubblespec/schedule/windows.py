@@ -68,7 +68,10 @@ class CostModel:
 
 def _moments(rows: int, tokens: int, wide_rows: int, positions: int, seconds: float) -> np.ndarray:
     x = np.array([1.0, rows, tokens, wide_rows, positions]) / seconds
-    return np.column_stack((np.outer(x, x), x))
+    moments = np.empty((len(x), len(x) + 1))
+    np.multiply.outer(x, x, out=moments[:, :-1])
+    moments[:, -1] = x
+    return moments
 
 
 class Survival:

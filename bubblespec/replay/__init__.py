@@ -1,0 +1,1 @@
+"""What a workload would take on other hardware: the real scheduling code, in virtual time, on recorded or made-up responses."""

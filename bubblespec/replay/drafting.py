@@ -1,0 +1,96 @@
+"""What a draft says that older weights made: the true response up to a first mismatch, and a text that has left it after that.
+
+While a draft follows the true response, each of its tokens is another one with a chance of 1 / mean_run (times the age of the
+weights, where they drift). Whether a token stays is one number a place, compared with that chance: a draft by older weights never
+gets further than one by newer ones, and a draft that is continued under newer weights goes on from what it has.
+
+After the mismatch the text goes on as the true one does, with tokens replaced, inserted and left out, so that positions shift;
+suffix matching finds its way in it for a while and loses it again. With tokens_a_pass = 1 it has nothing more in common.
+Each of these is a function of (seed, step, uid, sample) and the weights' age alone.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+VOCABULARY = 1 << 15  # of made-up tokens: so many that a text has no n-gram twice by chance
+STOP = VOCABULARY  # the token that ends a made-up response
+TEXT, MISMATCH, EDITS = range(3)  # uses of random numbers
+# Tokens a pass that `GroupIndex` gains on texts of which such a share is edited, with windows of 128 tokens (18,000 tokens each).
+GAINED = (1.0, 1.10, 1.18, 1.29, 1.44, 1.68, 2.01, 2.60, 3.78, 7.24, 14.4)
+EDITED = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """mean_run: tokens to the first mismatch, of drafts one update old, infinite for none; drifts: with the age in updates the
+    mean run shrinks as mean_run / age; tokens_a_pass: about what a row gains in a forward by suffix matches in its own draft
+    after the mismatch, where windows are not cut short; seed: of all random numbers."""
+
+    mean_run: float = 500.0
+    tokens_a_pass: float = 2.0
+    drifts: bool = False
+    seed: int = 0
+
+    def text(
+        self, key: tuple[int, int, int], true: np.ndarray, limit: int, stop: int, age: int, so_far: np.ndarray
+    ) -> np.ndarray:
+        """The whole draft of (step, uid, sample) as weights `age` updates before its step's continue it after `so_far`.
+
+        true: int [L], the response that it is a draft of, cut at `limit` tokens if its last is not `stop`.
+        """
+        known = min(len(so_far), len(true))
+        wrong = np.flatnonzero(so_far[:known] != true[:known])
+        if len(wrong):
+            return self.diverged(key, true, limit, stop, int(wrong[0]))
+        if len(so_far) > len(true):
+            raise ValueError(f"a draft of {key} goes on after the end of its response")
+        chance = -math.expm1(-(age if self.drifts else min(age, 1)) / self.mean_run)
+        if chance == 0.0:
+            return true
+        leaves = np.flatnonzero(self._random(key, MISMATCH).random(len(true))[known:] < chance)
+        return self.diverged(key, true, limit, stop, known + int(leaves[0])) if len(leaves) else true
+
+    def diverged(self, key: tuple[int, int, int], true: np.ndarray, limit: int, stop: int, at: int) -> np.ndarray:
+        """The draft whose first mismatch is token `at`."""
+        random = self._random(key, EDITS)
+        rest = true[at:-1] if true[-1] == stop else true[at:]
+        is_edited = random.random(len(rest)) < edit_share(self.tokens_a_pass)
+        edit = np.where(is_edited, random.integers(1, 4, len(rest)), 0)  # as it is, replaced, one inserted before it, left out
+        if self.tokens_a_pass == 1.0:
+            edit[:] = 1
+        if len(rest) and edit[0] in (0, 3):
+            edit[0] = 1
+        copies = np.array([1, 1, 2, 0])[edit]
+        text = np.repeat(rest, copies)
+        new = np.concatenate(([0], np.cumsum(copies)[:-1]))[(edit == 1) | (edit == 2)] if len(rest) else []
+        text[new] = other_tokens(text[new], random)
+        if true[-1] != stop:  # its end is beyond the limit, and so is the draft's
+            missing = max(limit - at - len(text), 0)
+            text = np.concatenate((text, random.integers(0, VOCABULARY, missing)))[: limit - at]
+        elif at + len(text) < limit:
+            if not len(text):  # the mismatch is the stop token: the draft goes on for a token
+                text = random.integers(0, VOCABULARY, 1)
+            if at + len(text) < limit:
+                text = np.append(text, stop)
+        return np.concatenate((true[:at], text[: limit - at])).astype(np.int64)
+
+    def _random(self, key: tuple[int, int, int], use: int) -> np.random.Generator:
+        return keyed_random(self.seed, *key, use)
+
+
+def keyed_random(seed: int, step: int, uid: int, sample: int, use: int) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, step, uid, sample, use))))
+
+
+def other_tokens(tokens: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    """Random tokens, none of which is the one in its place."""
+    return (tokens + random.integers(1, VOCABULARY, len(tokens))) % VOCABULARY
+
+
+def edit_share(tokens_a_pass: float) -> float:
+    """Share of tokens to edit, so that suffix matching gains about so many tokens a pass."""
+    if tokens_a_pass > GAINED[-1]:
+        return EDITED[-1] * GAINED[-1] / tokens_a_pass
+    return float(np.interp(tokens_a_pass, GAINED, EDITED))
