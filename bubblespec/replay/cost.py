@@ -42,9 +42,9 @@ class ForwardCost:
     """Seconds of forwards on one machine.
 
     knots: tokens, ascending; slopes: seconds a token from each knot on; constant: seconds of a forward of `knots[0]` tokens;
-    rates: seconds by name (RATES); propose: seconds of looking for proposals at all, and for each row.
-    kind: measured, or analytic where no machine was asked. error_median, error_p90: relative errors on forwards that a fit on the
-    others predicts.
+    rates: seconds by name (RATES); propose: seconds of looking for proposals at all, and for each row. model: whose forwards they
+    are. kind: measured, or analytic where no machine was asked. error_median, error_p90: relative errors on loads that the fit
+    has not seen.
     """
 
     knots: list[int]
@@ -55,6 +55,7 @@ class ForwardCost:
     kind: Literal["measured", "analytic"] = "measured"
     hardware: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+    model: str = ""
     error_median: float = 0.0
     error_p90: float = 0.0
 
@@ -142,6 +143,7 @@ def cost_from_trace(folder: str) -> ForwardCost:
     if has_looked.any():
         cost.propose = fit_propose(columns["looked_up_rows"][has_looked], propose_s[has_looked])
     cost.hardware, cost.versions = meta["hardware"], meta["versions"]
+    cost.model = f"{meta['config']['model.path']}, {meta['config']['model.dtype']}"
     return cost
 
 
@@ -233,6 +235,8 @@ def _problem(found: Any) -> str | None:
         return "rates, hardware and versions must be objects"
     if set(found["rates"]) != set(RATES):
         return f"rates must be those of {', '.join(RATES)}"
+    if not isinstance(found["model"], str):
+        return "model must be a text"
     if found["kind"] not in ("measured", "analytic"):
         return "kind must be measured or analytic"
     numbers = [*found["knots"], *found["slopes"], *found["propose"], *found["rates"].values()]
