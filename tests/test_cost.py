@@ -81,6 +81,13 @@ def test_the_error_is_that_of_forwards_the_fit_has_not_seen():
     assert exact.error_median == pytest.approx(0.0337, rel=0.15) and exact.error_p90 == pytest.approx(0.082, rel=0.15)
     hidden = np.where(np.arange(len(loads)) % 2, 1.5, 1.0)
     assert ForwardCost.fit(np.array(loads), measured(cpu, loads) * hidden).error_median > 0.1
+    # A constant error of each group is seen where whole groups are held out, and else learned from the others of its loads.
+    rng, groups = np.random.default_rng(4), np.repeat(np.arange(100), 30)
+    few = [loads[group] for group in groups]
+    off = measured(cpu, few, interrupted=0.0) * rng.lognormal(0.0, 0.5, 100)[groups]
+    apart = ForwardCost.fit(np.array(few), off, groups=groups).error_median
+    assert apart == pytest.approx(0.337, rel=0.4)
+    assert apart == ForwardCost.fit(np.array(few), off).error_median, "equal loads are a group"
     one_load = [loads[0]] * 50
     assert ForwardCost.fit(np.array(one_load), measured(cpu, one_load)).error_median == 0.0, "nothing can be held out"
 

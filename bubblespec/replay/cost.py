@@ -33,7 +33,7 @@ RIDGE = 1e-5  # on all but the tokens, in squared relative errors of a forward o
 SMOOTHING = 1e-4  # the same on the change of slope at a knot: it decides where nothing was measured
 INTERRUPTED = 3.0  # times its prediction
 NUM_REFITS = 4
-HELD_OUT = 5  # one in so many distinct loads tells the error of a fit that has not seen it
+HELD_OUT = 5  # one in so many groups tells the error of a fit that has not seen it
 MIN_FORWARDS = 10
 
 
@@ -65,13 +65,20 @@ class ForwardCost:
         self._rates = [self.rates.get(name, 0.0) for name in RATES]
 
     @classmethod
-    def fit(cls, loads: np.ndarray, seconds: np.ndarray, kind: Literal["measured", "analytic"] = "measured") -> "ForwardCost":
-        """loads: [N, 6], the fields of `Load`; seconds: [N], above 0. Raises ValueError if there are too few of them."""
+    def fit(
+        cls,
+        loads: np.ndarray,
+        seconds: np.ndarray,
+        kind: Literal["measured", "analytic"] = "measured",
+        groups: np.ndarray | None = None,
+    ) -> "ForwardCost":
+        """loads: [N, 6], the fields of `Load`; seconds: [N], above 0; groups: [N], forwards of one group are held out together
+        (default: those of equal loads). Raises ValueError if there are too few forwards."""
         loads, seconds = np.asarray(loads, np.float64), np.asarray(seconds, np.float64)
         if len(loads) < MIN_FORWARDS:
             raise ValueError(f"{len(loads)} forwards are too few to fit their cost; {MIN_FORWARDS} are needed")
-        _, distinct = np.unique(loads, axis=0, return_inverse=True)
-        is_held_out = (np.random.default_rng(0).permutation(distinct.max() + 1) % HELD_OUT == 0)[distinct.ravel()]
+        _, group = np.unique(loads if groups is None else groups, axis=0, return_inverse=True)
+        is_held_out = (np.random.default_rng(0).permutation(group.max() + 1) % HELD_OUT == 0)[group.ravel()]
         knots = _knots(loads[:, 1])
         errors = np.zeros(1)
         if is_held_out.any() and not is_held_out.all():
