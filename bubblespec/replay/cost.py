@@ -33,7 +33,7 @@ RIDGE = 1e-5  # on all but the tokens, in squared relative errors of a forward o
 SMOOTHING = 1e-4  # the same on the change of slope at a knot: it decides where nothing was measured
 INTERRUPTED = 3.0  # times its prediction
 NUM_REFITS = 4
-HELD_OUT = 5  # one in so many distinct loads tells the error of a fit that has not seen it
+HELD_OUT = 5  # one in so many groups tells the error of a fit that has not seen it
 MIN_FORWARDS = 10
 
 
@@ -42,9 +42,9 @@ class ForwardCost:
     """Seconds of forwards on one machine.
 
     knots: tokens, ascending; slopes: seconds a token from each knot on; constant: seconds of a forward of `knots[0]` tokens;
-    rates: seconds by name (RATES); propose: seconds of looking for proposals at all, and for each row.
-    kind: measured, or analytic where no machine was asked. error_median, error_p90: relative errors on forwards that a fit on the
-    others predicts.
+    rates: seconds by name (RATES); propose: seconds of looking for proposals at all, and for each row. model: whose forwards they
+    are. kind: measured, or analytic where no machine was asked. error_median, error_p90: relative errors on loads that the fit
+    has not seen.
     """
 
     knots: list[int]
@@ -55,6 +55,7 @@ class ForwardCost:
     kind: Literal["measured", "analytic"] = "measured"
     hardware: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+    model: str = ""
     error_median: float = 0.0
     error_p90: float = 0.0
 
@@ -64,13 +65,20 @@ class ForwardCost:
         self._rates = [self.rates.get(name, 0.0) for name in RATES]
 
     @classmethod
-    def fit(cls, loads: np.ndarray, seconds: np.ndarray, kind: Literal["measured", "analytic"] = "measured") -> "ForwardCost":
-        """loads: [N, 6], the fields of `Load`; seconds: [N], above 0. Raises ValueError if there are too few of them."""
+    def fit(
+        cls,
+        loads: np.ndarray,
+        seconds: np.ndarray,
+        kind: Literal["measured", "analytic"] = "measured",
+        groups: np.ndarray | None = None,
+    ) -> "ForwardCost":
+        """loads: [N, 6], the fields of `Load`; seconds: [N], above 0; groups: [N], forwards of one group are held out together
+        (default: those of equal loads). Raises ValueError if there are too few forwards."""
         loads, seconds = np.asarray(loads, np.float64), np.asarray(seconds, np.float64)
         if len(loads) < MIN_FORWARDS:
             raise ValueError(f"{len(loads)} forwards are too few to fit their cost; {MIN_FORWARDS} are needed")
-        _, distinct = np.unique(loads, axis=0, return_inverse=True)
-        is_held_out = (np.random.default_rng(0).permutation(distinct.max() + 1) % HELD_OUT == 0)[distinct.ravel()]
+        _, group = np.unique(loads if groups is None else groups, axis=0, return_inverse=True)
+        is_held_out = (np.random.default_rng(0).permutation(group.max() + 1) % HELD_OUT == 0)[group.ravel()]
         knots = _knots(loads[:, 1])
         errors = np.zeros(1)
         if is_held_out.any() and not is_held_out.all():
@@ -142,6 +150,7 @@ def cost_from_trace(folder: str) -> ForwardCost:
     if has_looked.any():
         cost.propose = fit_propose(columns["looked_up_rows"][has_looked], propose_s[has_looked])
     cost.hardware, cost.versions = meta["hardware"], meta["versions"]
+    cost.model = f"{meta['config']['model.path']}, {meta['config']['model.dtype']}"
     return cost
 
 
@@ -233,6 +242,8 @@ def _problem(found: Any) -> str | None:
         return "rates, hardware and versions must be objects"
     if set(found["rates"]) != set(RATES):
         return f"rates must be those of {', '.join(RATES)}"
+    if not isinstance(found["model"], str):
+        return "model must be a text"
     if found["kind"] not in ("measured", "analytic"):
         return "kind must be measured or analytic"
     numbers = [*found["knots"], *found["slopes"], *found["propose"], *found["rates"].values()]
