@@ -12,6 +12,7 @@ from bubblespec.distributed import Ranks, all_gather
 from bubblespec.schedule.progress import ProgressBoard, RankState
 
 TICK_STEPS = 60
+PATIENCE_S = 120.0
 
 
 def ticks(bench: Bench) -> Iterator[Figure]:
@@ -38,10 +39,10 @@ def tick_processes(backend: str, world_size: int, is_small: bool) -> tuple[float
     for process in processes:
         process.start()
     try:
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + PATIENCE_S
         while not receiver.poll(0.1):
             if any(p.exitcode for p in processes) or time.monotonic() > deadline:
-                raise RuntimeError(f"{backend}: a process ended early or took more than 90 s")
+                raise RuntimeError(f"{backend}: a process ended early or took more than {PATIENCE_S:g} s")
         return receiver.recv()
     finally:
         for process in processes:
