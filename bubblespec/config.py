@@ -128,6 +128,8 @@ class RolloutConfig:
     """Give the keys and values back during the gradient step: room for more slots, but unfinished drafts are prefilled again."""
     max_batch_tokens: int = 2048
     """Most tokens in one forward; prompts are prefilled in chunks under it."""
+    enforce_eager: bool = False
+    """Launch every kernel by itself, instead of replaying CUDA graphs of forwards of up to 1024 tokens (GPUs; one more slot)."""
 
 
 @dataclass

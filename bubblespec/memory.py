@@ -24,11 +24,11 @@ from bubblespec.distributed import Ranks
 from bubblespec.engine import attention, sampling
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import enable_gradient_checkpointing, forward_hidden
-from bubblespec.engine.packing import pack_rows, pack_sequences
+from bubblespec.engine.packing import PAGE, pack_rows, pack_sequences
 from bubblespec.errors import InputError
 
 CARDS = {"80 GB": 79.1 * 2**30, "141 GB": 139.7 * 2**30}  # what torch sees of an H100 and of an H200
-# Kept free: the CUDA context, NCCL's buffers, fragmentation. A guess, not measured.
+# Kept free: the CUDA context, NCCL's buffers, CUDA graphs, fragmentation. A guess, not measured.
 HEADROOM = 0.06
 # For a moment, beside what is saved. A backward holds gradients of about so much of what its layer has saved:
 BACKWARD_SHARE = 0.5
@@ -122,7 +122,7 @@ def slot_bytes(config: Config, model: PreTrainedModel) -> int:
     """Keys and values of one slot: of the longest prompt and response, in the model's precision."""
     length = config.rollout.max_prompt_length + config.rollout.max_completion_length
     if config.model.attention == "flash_attn":
-        length = -(-length // 256) * 256  # its page size
+        length = -(-length // PAGE) * PAGE
     cache = KVCache(1, 1)
     packing = pack_rows(cache, np.array([0]), np.array([1]), torch.device("meta"))
     model = meta_model(model.config, model.dtype)
@@ -196,6 +196,12 @@ def most_slots(config: Config, world_size: int) -> int:
     return min(rows * (2 if "bubble" in config.speculative.method else 1), config.rollout.max_batch_tokens)
 
 
+def spare_slots(config: Config) -> int:
+    """Slots on a GPU that belong to no row: padding of forwards that are CUDA graphs goes there."""
+    has_graphs = config.model.dtype == "bfloat16" and config.model.attention != "sdpa" and not config.rollout.enforce_eager
+    return int(has_graphs)
+
+
 def choose_num_slots(config: Config, model: PreTrainedModel, has_moments: bool, ranks: Ranks) -> int:
     """rollout.num_slots, or for auto as many as fit into what is free now, the same on all ranks (they must call it together).
 
@@ -209,7 +215,8 @@ def choose_num_slots(config: Config, model: PreTrainedModel, has_moments: bool, 
     needs = work_out(config, model, ranks.world_size)
     free, total = free_bytes(ranks.device)
     room = needs.room_for_cache(free - HEADROOM * total - (0 if has_moments else needs.moments), rollout.free_cache_engine)
-    fitting = int(ranks.gather(np.array([room // needs.slot])).min())
+    spare = spare_slots(config) if ranks.device.type == "cuda" else 0
+    fitting = int(ranks.gather(np.array([room // needs.slot])).min()) - spare
     if fitting < 1:
         raise InputError(
             f"rollout.num_slots: a slot of {needs.slot / 1e9:.2f} GB and {max(needs.rollout, needs.training) / 1e9:.2f} GB of "
@@ -254,7 +261,8 @@ def table(config: Config, model: PreTrainedModel, world_size: int) -> str:
     ]
     for name, total in CARDS.items():
         room = total * (1 - HEADROOM) - needs.lasting
-        kept, freed = (max(int(needs.room_for_cache(room, is_freed) // needs.slot), 0) for is_freed in (False, True))
+        rooms = (needs.room_for_cache(room, is_freed) for is_freed in (False, True))
+        kept, freed = (max(int(cache // needs.slot) - spare_slots(config), 0) for cache in rooms)
         fitting = freed if rollout.free_cache_engine else kept
         slots = min(fitting, most) if rollout.num_slots == "auto" else rollout.num_slots
         lines.append(

@@ -52,7 +52,7 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
     max_length = config.rollout.max_prompt_length + config.rollout.max_completion_length
     try:
         prepare_model(model, max_length)
-        kernel = choose_kernel(config.model.attention, ranks.device)
+        kernel = choose_kernel(config.model.attention, ranks.device, model.dtype)
     except ValueError as error:  # the engine's own word for input errors: it knows nothing of this package's
         names_key = str(error).startswith(("rollout.", "model."))
         raise InputError(str(error) if names_key else f"model.path: {error}") from error
@@ -92,7 +92,15 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
     check_moments(optimizer, checkpoint)
     num_slots = choose_num_slots(config, model, state["step"] > 0, ranks)
     check_memory(config, ranks, model, num_slots)
-    engine = Generator(model, num_slots, max_length, config.run.seed, rollout.max_batch_tokens, kernel)
+    engine = Generator(
+        model,
+        num_slots,
+        max_length,
+        config.run.seed,
+        rollout.max_batch_tokens,
+        kernel,
+        enforce_eager=rollout.enforce_eager,
+    )
     engine.params = sampling
     engine.rule = config.speculative.rule
     speculation = make_speculation(config, ranks, engine)

@@ -69,13 +69,16 @@ def test_rollback_is_lowering_the_length(make_model):
 
 
 def test_choice_of_kernel():
-    assert choose_kernel("auto", torch.device("cpu")) == "sdpa"
+    cpu, cuda, half = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
+    assert choose_kernel("auto", cpu, half) == choose_kernel("auto", cuda, torch.float32) == "sdpa"
     with pytest.raises(ValueError, match=r"model.attention: varlen runs on CUDA only; on cpu use sdpa"):
-        choose_kernel("varlen", torch.device("cpu"))
+        choose_kernel("varlen", cpu, half)
+    with pytest.raises(ValueError, match=r"model.attention: varlen computes in bfloat16; for float32 use sdpa"):
+        choose_kernel("varlen", cuda, torch.float32)
     if importlib.util.find_spec("flash_attn") is None:
-        assert choose_kernel("auto", torch.device("cuda")) == "varlen"
+        assert choose_kernel("auto", cuda, half) == "varlen"
         with pytest.raises(ValueError, match="flash_attn is not installed"):
-            choose_kernel("flash_attn", torch.device("cuda"))
+            choose_kernel("flash_attn", cuda, half)
 
 
 @pytest.mark.gpu

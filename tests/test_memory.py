@@ -193,6 +193,19 @@ def test_slots_fill_what_is_free_and_all_ranks_take_the_least(monkeypatch):
         slots_on_cuda(monkeypatch, config, free - 3 * needs.slot)
 
 
+def test_graphs_take_a_slot_for_their_padding(monkeypatch):
+    config = make_config(max_tokens=512)
+    config.rollout.max_batch_tokens = 4000
+    needs = memory.work_out(config, memory.meta_model(small(), torch.float32), 3)
+    free = needs.rollout + memory.HEADROOM * 1e9 + 4.5 * needs.slot
+    config.model.dtype = "bfloat16"  # the kernels' type; float32 has no graphs
+    assert slots_on_cuda(monkeypatch, config, free) == 3
+    config.rollout.enforce_eager = True
+    assert slots_on_cuda(monkeypatch, config, free) == 4
+    config.rollout.enforce_eager, config.model.attention = False, "sdpa"
+    assert slots_on_cuda(monkeypatch, config, free) == 4
+
+
 def test_slots_are_never_more_than_are_of_use():
     model = memory.meta_model(small(), torch.float32)
 

@@ -7,6 +7,7 @@ Shape legend: N packed tokens, R rows, Q padded new tokens of a row, L attended 
 G = H / K, D head dimension.
 """
 
+import functools
 import importlib.util
 import inspect
 
@@ -14,22 +15,26 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from bubblespec.engine.packing import AttentionGroup, CachePacking, SequencePacking
+from bubblespec.engine.packing import PAGE, AttentionGroup, CachePacking, SequencePacking
 
+HALF = (torch.bfloat16, torch.float16)  # what the CUDA kernels compute in
 NAME = "bubblespec"  # a name with "flash" in it would make transformers look for that package
 _IGNORED = {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "is_causal", "dropout"}
 
 
-def choose_kernel(requested: str, device: torch.device) -> str:
-    """`auto` resolved: SDPA on CPU, else flash_attn where importable, else torch's kernel where torch is new enough for it."""
+def choose_kernel(requested: str, device: torch.device, dtype: torch.dtype) -> str:
+    """`auto` resolved: SDPA on CPU and for a `dtype` that the kernels do not compute in, else flash_attn where importable, else
+    torch's kernel where torch is new enough for it."""
     if requested == "auto":
-        if device.type != "cuda":
+        if device.type != "cuda" or dtype not in HALF:
             return "sdpa"
         if importlib.util.find_spec("flash_attn"):
             return "flash_attn"
         return "varlen" if _has_varlen() else "sdpa"
     if requested != "sdpa" and device.type != "cuda":
         raise ValueError(f"model.attention: {requested} runs on CUDA only; on {device.type} use sdpa")
+    if requested != "sdpa" and dtype not in HALF:
+        raise ValueError(f"model.attention: {requested} computes in bfloat16; for {str(dtype).partition('.')[2]} use sdpa")
     if requested == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
         raise ValueError("model.attention: flash_attn is not installed (see requirements-flash.txt); use varlen or sdpa")
     if requested == "varlen" and not _has_varlen():
@@ -37,6 +42,7 @@ def choose_kernel(requested: str, device: torch.device) -> str:
     return requested
 
 
+@functools.cache
 def _has_varlen() -> bool:
     """Whether torch's kernel can read a cache of which only a part is used."""
     try:
@@ -124,10 +130,9 @@ def _sequences_sdpa(packing: SequencePacking, query, key, value, scaling, window
 
 
 def _cached_varlen(packing: CachePacking, query, cached_key, cached_value, scaling, window) -> torch.Tensor:
-    cu_q, cu_k, used, max_q, max_k = packing.varlen
-    rows = len(packing.count)
-    key, value = (t[:rows].flatten(0, 1) for t in (cached_key, cached_value))
-    return _varlen(query, key, value, cu_q, cu_k, max_q, max_k, scaling, window, used)
+    v = packing.varlen
+    key, value = (t.flatten(0, 1) for t in (cached_key, cached_value))
+    return _varlen(query, key, value, v.cu_q, v.cu_k, v.max_q, v.max_k, scaling, window, v.used)
 
 
 def _sequences_varlen(packing: SequencePacking, query, key, value, scaling, window) -> torch.Tensor:
@@ -137,9 +142,14 @@ def _sequences_varlen(packing: SequencePacking, query, key, value, scaling, wind
 
 def _varlen(query, key, value, cu_q, cu_k, max_q, max_k, scaling, window, used) -> torch.Tensor:
     """torch's variable-length kernel; one split, so that a row's result does not depend on the other rows."""
+    left = -1 if window is None else window - 1
+    if not _has_varlen():
+        # benchmarks/gpu_suite.py runs on torch 2.11 too, where the operator knows `seqused_k` already, and never splits.
+        is_causal, keys = left < 0, {"window_size_left": left, "window_size_right": 0, "seqused_k": used}
+        tensors = (query.contiguous(), key.contiguous(), value.contiguous(), cu_q, cu_k)
+        return torch.ops.aten._flash_attention_forward(*tensors, max_q, max_k, 0.0, is_causal, False, scale=scaling, **keys)[0]
     from torch.nn.attention.varlen import varlen_attn
 
-    left = -1 if window is None else window - 1
     return varlen_attn(
         query.contiguous(),
         key.contiguous(),
@@ -160,21 +170,17 @@ def _cached_flash(packing: CachePacking, query, cached_key, cached_value, scalin
     """The flash_attn package has no `seqused_k`; its paged form with one page a slot says the same thing."""
     from flash_attn import flash_attn_varlen_func
 
-    cu_q, _, used, max_q, max_k = packing.varlen
-    rows = len(packing.count)
-    cu_k = torch.nn.functional.pad(used.cumsum(0, dtype=torch.int32), (1, 0))
-    page = 256  # the kernel's page size must be a multiple of it; the cache's slot length is
-    pages_per_slot = packing.cache.slot_length // page
-    table = torch.arange(rows * pages_per_slot, dtype=torch.int32, device=query.device).view(rows, pages_per_slot)
-    key, value = (t[:rows].view(rows * pages_per_slot, page, *t.shape[2:]) for t in (cached_key, cached_value))
+    v = packing.varlen
+    cu_k, table = v.paged
+    key, value = (t.view(-1, PAGE, *t.shape[2:]) for t in (cached_key, cached_value))
     return flash_attn_varlen_func(
         query.contiguous(),
         key,
         value,
-        cu_q,
+        v.cu_q,
         cu_k,
-        max_q,
-        max_k,
+        v.max_q,
+        v.max_k,
         softmax_scale=scaling,
         causal=True,
         window_size=(-1 if window is None else window - 1, 0),

@@ -23,10 +23,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from bubblespec.engine.graphs import ForwardGraphs, can_capture
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import forward_hidden, output_head
 from bubblespec.engine.noise import stream_keys
-from bubblespec.engine.packing import pack_rows
+from bubblespec.engine.packing import PAGE, CachePacking, pack_rows
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.engine.verify import is_stop, num_gained, verify
 
@@ -89,8 +90,10 @@ class Generator:
         kernel: str = "sdpa",
         speculator: Speculator | None = None,
         rule: str = "coupled",
+        enforce_eager: bool = False,
     ):
-        """max_length: longest prompt plus response in tokens; max_batch_tokens: most tokens in a forward, at least num_slots."""
+        """max_length: longest prompt plus response in tokens; max_batch_tokens: most tokens in a forward, at least num_slots;
+        enforce_eager: no CUDA graphs, which need a kernel for variable lengths on CUDA anyway."""
         if max_batch_tokens < num_slots:
             raise ValueError(f"max_batch_tokens = {max_batch_tokens} is below num_slots = {num_slots}")
         self.model, self.head, self.kernel = model, output_head(model), kernel
@@ -99,8 +102,10 @@ class Generator:
         self.max_prefill_tokens = max_batch_tokens  # most prompt tokens in one forward; the caller may change it at any time
         self.params = SamplingParams()
         self.speculator, self.rule = speculator, rule
-        slot_length = -(-max_length // 256) * 256 if kernel == "flash_attn" else max_length
-        self.cache = KVCache(num_slots, slot_length)  # tensors are made at the first forward
+        slot_length = -(-max_length // PAGE) * PAGE if kernel == "flash_attn" else max_length
+        has_graphs = not enforce_eager and can_capture(self.device, kernel)
+        self.cache = KVCache(num_slots, slot_length, int(has_graphs))  # tensors are made at the first forward
+        self.graphs = ForwardGraphs(model, self.cache, kernel, max_batch_tokens) if has_graphs else None
         self.queue: deque[Row] = deque()
         self.rows: list[Row] = []  # the row in each of slots 0..R-1
         self.num_forwards = 0
@@ -176,6 +181,8 @@ class Generator:
         """Forget all rows, and give the memory of keys and values back until the next forward."""
         self.reset()
         self.cache.clear()
+        if self.graphs is not None:  # they know the tensors by their addresses
+            self.graphs.clear()
 
     def run(self, rows: list[Row]) -> list[Row]:
         """Generate all rows to their end; returns them as given."""
@@ -207,6 +214,13 @@ class Generator:
             return []
         self._append(slots, num_draft, accepted, token, logprobs)
         return self._finish(slots)
+
+    def _hidden(self, tokens: np.ndarray, packing: CachePacking) -> torch.Tensor:
+        """Hidden states of the packed tokens, [N or more, hidden]; with a graph valid until the next forward."""
+        hidden = self.graphs.forward(tokens, packing) if self.graphs is not None else None
+        if hidden is None:
+            hidden = forward_hidden(self.model, torch.from_numpy(tokens).to(self.device), packing, self.kernel)
+        return hidden
 
     def _plan(self) -> np.ndarray:
         """New tokens of each active row in this forward, int64 [R]: decoding rows first, then prompts under the token budget,
@@ -272,7 +286,7 @@ class Generator:
         active = len(self.rows)
         packing = pack_rows(self.cache, self.cached[:active].copy(), count, self.device)
         fed = self.tokens[packing.index[0], packing.index[1]]
-        hidden = forward_hidden(self.model, torch.from_numpy(fed).to(self.device), packing, self.kernel)
+        hidden = self._hidden(fed, packing)
         if len(slots) == 0:
             return np.empty(0, np.int64), np.empty(0, np.int64), np.empty((2, 0))
         hidden = hidden[torch.from_numpy(_last_of_each(count, slots, num_draft + 1)).to(self.device)]

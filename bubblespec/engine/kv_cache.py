@@ -4,22 +4,25 @@ import torch
 
 
 class KVCache:
-    """`keys[layer]` and `values[layer]`: [slots, slot_length, key/value heads, head dimension].
+    """`keys[layer]` and `values[layer]`: [num_slots + num_spare, slot_length, key/value heads, head dimension].
+
+    Spare slots belong to no row: padding of fixed-size forwards writes there.
 
     A layer's tensors are made at its first write, in the shape and type of what it writes: configurations name those in too
     many ways. They start as zeros, since masked positions are read and multiplied by zero, which needs finite numbers.
     """
 
-    def __init__(self, num_slots: int, slot_length: int):
-        self.num_slots, self.slot_length = num_slots, slot_length
+    def __init__(self, num_slots: int, slot_length: int, num_spare: int = 0):
+        self.num_slots, self.slot_length, self.num_spare = num_slots, slot_length, num_spare
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
 
     def write(self, layer: int, slot: torch.Tensor, position: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store N new entries. slot, position: int64 [N]; key, value: [N, heads, dimension]."""
         if layer not in self.keys:
-            self.keys[layer] = key.new_zeros(self.num_slots, self.slot_length, *key.shape[1:])
-            self.values[layer] = value.new_zeros(self.num_slots, self.slot_length, *value.shape[1:])
+            slots = self.num_slots + self.num_spare
+            self.keys[layer] = key.new_zeros(slots, self.slot_length, *key.shape[1:])
+            self.values[layer] = value.new_zeros(slots, self.slot_length, *value.shape[1:])
         self.keys[layer][slot, position] = key
         self.values[layer][slot, position] = value
 

@@ -18,6 +18,7 @@ from bubblespec.engine.kv_cache import KVCache
 # call. The cost of a call over R rows, in microseconds: CALL + R * (ROW + QUERY * Q + KEY * L + PAIR * Q * L), fitted to 100
 # shapes on one CPU thread with 4 heads of 24 (SDPA alone has CALL = 18, the rest of it is slicing). Only the ratios count.
 CALL, ROW, QUERY, KEY, PAIR = 40.0, 1.1, 0.42, 0.057, 0.0053
+PAGE = 256  # positions; the flash_attn package takes multiples of it alone
 
 
 @dataclass
@@ -62,15 +63,26 @@ class CachePacking:
     """New tokens of rows in slots 0..R-1, in slot order.
 
     start, count: int64 [R], cached positions and new tokens of each slot; index: int64 [2, N], slot and position of each
-    token (all three on the host); slot, position: the same index on the device.
+    token (all three on the host); slot, position: the same index on the device, put there when first asked for.
     """
 
     cache: KVCache
     start: np.ndarray
     count: np.ndarray
     index: np.ndarray
-    slot: torch.Tensor
-    position: torch.Tensor
+    device: torch.device
+
+    @cached_property
+    def _index(self) -> torch.Tensor:
+        return torch.from_numpy(self.index).to(self.device, non_blocking=True)
+
+    @property
+    def slot(self) -> torch.Tensor:
+        return self._index[0]
+
+    @property
+    def position(self) -> torch.Tensor:
+        return self._index[1]
 
     @cached_property
     def groups(self) -> list[AttentionGroup]:
@@ -84,7 +96,7 @@ class CachePacking:
         ]
 
     def _group(self, low: int, high: int, ends: np.ndarray, first_token: int) -> AttentionGroup:
-        device, count = self.slot.device, self.count[low:high]
+        device, count = self.device, self.count[low:high]
         queries, length = int(count.max()), int(ends[low:high].max())
         offset = np.arange(queries)
         # Padding repeats the row's last token; a row without any sees its position 0 only.
@@ -102,15 +114,39 @@ class CachePacking:
         return AttentionGroup(low, high - low, queries, length, first_token, num_tokens, position, padded, real, sees_all)
 
     @cached_property
-    def varlen(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
-        """(cu_seq_q, cu_seq_k, seqused_k, longest q, longest k) over contiguous slots, for variable-length kernels."""
-        device, rows = self.slot.device, len(self.count)
+    def varlen(self) -> "Varlen":
+        """All slots 0..R-1, also those that feed nothing."""
+        rows = len(self.count)
         cu_q = np.zeros(rows + 1, dtype=np.int32)
         np.cumsum(self.count, out=cu_q[1:])
         cu_k = np.arange(rows + 1, dtype=np.int32) * self.cache.slot_length
         used = (self.start + self.count).astype(np.int32)
-        to_device = (torch.from_numpy(a).to(device, non_blocking=True) for a in (cu_q, cu_k, used))
-        return (*to_device, int(self.count.max()), int(used.max()))
+        to_device = (torch.from_numpy(a).to(self.device, non_blocking=True) for a in (cu_q, cu_k, used))
+        return Varlen(*to_device, int(self.count.max()), int(used.max()), self.cache.slot_length)
+
+
+@dataclass
+class Varlen:
+    """S sequences of new tokens and their keys in the flattened cache, for variable-length kernels.
+
+    cu_q: int32 [S + 1], where each one's new tokens begin; cu_k: int32 [S + 1], where its keys begin; used: int32 [S], how many
+    keys it has, the last of which are those of the new tokens. max_q, max_k: bounds of both, on the host.
+    """
+
+    cu_q: torch.Tensor
+    cu_k: torch.Tensor
+    used: torch.Tensor
+    max_q: int
+    max_k: int
+    slot_length: int
+
+    @cached_property
+    def paged(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """For a cache read in pages: cumulative numbers of keys int32 [S + 1], and pages of each sequence, int32 [S, pages of a
+        slot]. PAGE must divide the slot length; a sequence of more than one key must begin at the beginning of a page."""
+        pages = torch.arange(self.slot_length // PAGE, dtype=torch.int32, device=self.used.device)
+        lengths = torch.nn.functional.pad(self.used.cumsum(0, dtype=torch.int32), (1, 0))
+        return lengths, self.cu_k[:-1, None] // PAGE + pages
 
 
 def _cheapest_cuts(count: np.ndarray, length: np.ndarray) -> list[tuple[int, int]]:
@@ -149,8 +185,7 @@ def pack_rows(cache: KVCache, start: np.ndarray, count: np.ndarray, device: torc
     slot = np.repeat(np.arange(len(count)), count)
     first = np.cumsum(count) - count
     index = np.stack((slot, np.arange(len(slot)) + np.repeat(start - first, count)))
-    on_device = torch.from_numpy(index).to(device, non_blocking=True)
-    return CachePacking(cache, start, count, index, on_device[0], on_device[1])
+    return CachePacking(cache, start, count, index, device)
 
 
 @dataclass

@@ -1,0 +1,173 @@
+"""CUDA graphs of the packed forward: a forward of few tokens as one launch, instead of the hundreds that Python takes longer to
+make than the GPU to run.
+
+A graph replays the same kernels on the same addresses. So a forward is padded to a fixed number of tokens, and all that changes
+from one to the next (token ids, where they are written, where the rows' keys begin and how many there are) goes into one
+tensor that stays where it is. Padding comes behind the real tokens, in sequences of one token that write and read
+positions of a spare slot behind those of the rows: what they compute is finite, and nobody reads it. Each token of a forward
+is computed by itself, but for attention, which sees its own sequence only; so the real tokens' results are those of
+the unpadded forward, up to the rounding of matrix products of another height.
+
+Graphs exist for some token counts. All are captured at the first forward, before anything is timed: captured later, in the midst
+of a rollout, they would count as slow forwards in the planner's model of their cost. The largest comes first and the others share
+its memory. They hold the addresses of keys, values and weights: weights must be changed in place (optimizers do, LoRA too), and
+whoever gives keys and values back must call `clear`.
+
+Shape legend: N tokens of a forward, B >= N tokens of a graph, which has room for B sequences.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from bubblespec.engine.kv_cache import KVCache
+from bubblespec.engine.model import forward_hidden
+from bubblespec.engine.packing import CachePacking, Varlen
+
+# No step is larger than a third beyond 8 tokens: below some 250 tokens weights are read for longer than is computed with them,
+# so that padding costs next to nothing. Larger forwards keep a GPU busy for as long as launching them takes.
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+# New tokens of a row up to which attention has one block of queries for it, whatever the bound that it is told.
+NARROW = 64
+
+
+class Shape(NamedTuple):
+    """A graph's tokens, and the most new tokens of any of its sequences."""
+
+    tokens: int
+    max_q: int
+
+
+@dataclass
+class PaddedPacking:
+    """What attention reads of a `CachePacking`, with everything that changes between two forwards on the device."""
+
+    cache: KVCache
+    slot: torch.Tensor
+    position: torch.Tensor
+    varlen: Varlen
+
+
+@dataclass
+class _Graph:
+    inputs: torch.Tensor
+    replay: Callable[[], None]
+    hidden: torch.Tensor
+
+
+class ForwardGraphs:
+    """Graphs of one model over one cache, which must have a spare slot. shapes: largest first; num_replays: forwards so far."""
+
+    def __init__(self, model: PreTrainedModel, cache: KVCache, kernel: str, max_batch_tokens: int):
+        self.model, self.cache, self.kernel = model, cache, kernel
+        self.shapes = graph_shapes(max_batch_tokens, cache.slot_length)
+        self.num_replays = 0
+        self.is_off = False  # this model's forward cannot be captured
+        self._graphs: dict[Shape, _Graph] = {}
+
+    def forward(self, tokens: np.ndarray, packing: CachePacking) -> torch.Tensor | None:
+        """Last hidden states [B, hidden] of packed tokens int64 [N], valid until the next forward; those of the N tokens come
+        first, the others mean nothing. None where there is no graph for the forward."""
+        shape = self.shape_of(packing)
+        if shape is None or self.is_off:
+            return None
+        if not self._graphs:
+            self._capture()
+            if self.is_off:
+                return None
+        graph = self._graphs[shape]
+        graph.inputs.copy_(torch.from_numpy(pad(tokens, packing, shape.tokens)))
+        graph.replay()
+        self.num_replays += 1
+        return graph.hidden
+
+    def shape_of(self, packing: CachePacking) -> Shape | None:
+        """The smallest that holds the forward."""
+        tokens, longest = packing.index.shape[1], int(packing.count.max())
+        return min((s for s in self.shapes if s.tokens >= tokens and s.max_q >= longest), default=None)
+
+    def clear(self) -> None:
+        """Give graphs and their memory back; the next forward captures them again."""
+        self._graphs.clear()
+
+    def _capture(self) -> None:
+        pool = None
+        nothing = CachePacking(self.cache, *np.zeros((2, 0), np.int64), np.zeros((2, 0), np.int64), self.model.device)
+        try:
+            for shape in self.shapes:
+                inputs = torch.from_numpy(pad(np.zeros(0, np.int64), nothing, shape.tokens)).to(self.model.device)
+                replay, hidden, pool = capture(partial(self._run, inputs, shape), pool)
+                self._graphs[shape] = _Graph(inputs, replay, hidden)
+        except RuntimeError as error:  # the model's own code runs here
+            self.clear()
+            self.is_off = True
+            reason = " ".join(str(error).split())[:200]
+            tqdm.write(f"warning: no CUDA graphs, as a forward cannot be captured (rollout.enforce_eager): {reason}", sys.stderr)
+
+    def _run(self, inputs: torch.Tensor, shape: Shape) -> torch.Tensor:
+        ids, slot, position = inputs[:3, : shape.tokens]
+        cu_q, cu_k, used = inputs[3:].to(torch.int32)
+        varlen = Varlen(cu_q, cu_k, used[: shape.tokens], shape.max_q, self.cache.slot_length, self.cache.slot_length)
+        return forward_hidden(self.model, ids, PaddedPacking(self.cache, slot, position, varlen), self.kernel)
+
+
+def can_capture(device: torch.device, kernel: str) -> bool:
+    """SDPA cannot: the shapes of its calls depend on the rows' lengths."""
+    return device.type == "cuda" and kernel != "sdpa"
+
+
+def graph_shapes(max_batch_tokens: int, slot_length: int) -> list[Shape]:
+    """Largest first. Padding, up to a whole graph of it, must fit the spare slot."""
+    too_large = next((b for b in BUCKETS if b >= max_batch_tokens), BUCKETS[-1])
+    buckets = [b for b in BUCKETS if b <= min(too_large, slot_length)]
+    return sorted({Shape(b, max_q) for b in buckets for max_q in (min(b, NARROW), b)}, reverse=True)
+
+
+def pad(tokens: np.ndarray, packing: CachePacking, size: int) -> np.ndarray:
+    """What a graph of `size` = B tokens reads, int64 [6, B + 1]: token ids, slots and positions (B each); where the sequences'
+    new tokens begin, and where their keys begin in the flattened cache (B + 1 each); how many keys they have (B).
+
+    Sequences are the rows that feed something, then one for each token of padding, then empty ones.
+    """
+    inputs = np.zeros((6, size + 1), np.int64)
+    ids, slot, position, cu_q, cu_k, used = inputs
+    length, spare_slot = packing.cache.slot_length, packing.cache.num_slots
+    fed = np.flatnonzero(packing.count)
+    num_tokens, rows, padding = len(tokens), len(fed), size - len(tokens)
+    ids[:num_tokens] = tokens
+    slot[:num_tokens], position[:num_tokens] = packing.index
+    slot[num_tokens:], position[num_tokens:size] = spare_slot, np.arange(padding)
+    behind = np.minimum(np.arange(size + 1 - rows), padding)
+    cu_q[1:rows] = np.cumsum(packing.count[fed])[:-1]
+    cu_q[rows:] = num_tokens + behind
+    cu_k[:rows] = fed * length
+    cu_k[rows:] = spare_slot * length + behind
+    used[:rows] = (packing.start + packing.count)[fed]
+    used[rows : rows + padding] = 1
+    return inputs
+
+
+def capture(run: Callable[[], torch.Tensor], pool: tuple | None) -> tuple[Callable[[], None], torch.Tensor, tuple]:
+    """Record `run` without its being run: (a call that runs it, what it returns, the pool with its memory). CUDA only.
+
+    pool: of an earlier capture, to share its memory; so what that one returned is valid until this is replayed, and vice versa.
+    Raises RuntimeError if `run` waits for the GPU, which no graph can.
+    """
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")  # found here it does less harm than in the midst of a capture
+    try:
+        run()  # libraries set themselves up at their first call, which must not be recorded
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    graph = torch.cuda.CUDAGraph()
+    # NCCL's watchdog asks for events meanwhile, in a thread of its own.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        hidden = run()
+    return graph.replay, hidden, graph.pool()
