@@ -87,15 +87,15 @@ def generate_step(
 ) -> tuple[RolloutStats, dict]:
     """Generate this rank's rows of a step, drafting ahead where that is on. Returns its counts and its drafts.
 
-    on_finished: called with each of the rows as it finishes. Without speculation nothing is counted, and forwards are noted only
-    in the steps of run.timeline_steps. A rank that has been told to stop leaves the rollout where it is: `ranks.meet` must come
-    next.
+    on_finished: called with each of the rows as it finishes. Without speculation forwards are counted, but noted only in the
+    steps of run.timeline_steps. A rank that has been told to stop leaves the rollout where it is: `ranks.meet` must come next.
     """
     trainer.ranks.place = f"rollout of step {step}"
     if trainer.speculation is None:
-        stats = RolloutStats()
+        stats, before = RolloutStats(), trainer.engine.num_forwards
         events = stats.events if step in trainer.config.run.timeline_steps else None
         generate(trainer.engine, rows, trainer.ranks, on_finished, events)
+        stats.own_forwards = trainer.engine.num_forwards - before
         return stats, {}
     trainer.engine.speculator = trainer.speculation.speculator
     try:
