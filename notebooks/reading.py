@@ -242,6 +242,16 @@ def timeline_steps(run: Run) -> list[int]:
     return sorted(int(match[1]) for match in found if match)
 
 
+def common_timelines(one: Run, other: Run) -> list[int]:
+    """Steps of which both runs have a timeline. Raises InputError where there is none."""
+    steps = sorted(set(timeline_steps(one)) & set(timeline_steps(other)))
+    if not steps:
+        raise InputError(
+            f"RUNS: {one.folder} and {other.folder} have no timeline of a common step; set run.timeline_steps for both"
+        )
+    return steps
+
+
 def seconds_by_kind(lanes: list[np.ndarray]) -> dict[str, float]:
     """Seconds of a step by kind on the mean rank, and under "between" what no event covers: work on the host."""
     end = max(lane[:, 2].max() for lane in lanes)

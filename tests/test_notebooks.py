@@ -12,7 +12,7 @@ from nbclient.exceptions import CellExecutionError
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
-TIME_LIMIT_S = 120  # for any cell, on a busy machine
+TIME_LIMIT_S = 300  # for any cell, on a busy machine
 
 
 @pytest.fixture
@@ -145,5 +145,5 @@ def test_bad_path_is_one_line(working_copy, tmp_path, made, says):
         os.makedirs(tmp_path / "mine" / folder, exist_ok=True)
     with pytest.raises(CellExecutionError) as caught:
         execute(working_copy, "ablation", RUNS=str(tmp_path / "mine"))
-    shown = caught.value.traceback
-    assert shown.startswith("error: RUNS: ") and says in shown and "\n" not in shown.strip()
+    shown = caught.value.traceback.rpartition("-" * 18)[2].strip()  # behind the cell's source
+    assert shown.startswith("error: RUNS: ") and says in shown and "\n" not in shown

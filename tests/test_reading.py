@@ -12,6 +12,7 @@ from bubblespec.timeline import KINDS, trace
 from notebooks.pictures import draw_drafts, draw_learning, draw_stages
 from notebooks.reading import (
     accepted_share,
+    common_timelines,
     compare,
     learning_table,
     num_response_tokens,
@@ -147,6 +148,9 @@ def test_timelines_are_read_as_they_were_written(tmp_path):
     assert seconds_by_kind(found) == pytest.approx({"decode": 1.5, "wait": 0.25, "train": 0.125, "between": 0.125})
     with pytest.raises(InputError, match=r"no .*step_00003.json: the run was not told run.timeline_steps=\[3\]"):
         read_timeline(run, 3)
+    assert common_timelines(run, run) == [12]
+    with pytest.raises(InputError, match="have no timeline of a common step"):
+        common_timelines(run, read_run(make_run(tmp_path / "b", [line(0, 1.0)])))
     (tmp_path / "a" / "timeline" / "step_00004.json").write_text('{"traceEvents": [{}]}')
     with pytest.raises(InputError, match="not a timeline"):
         read_timeline(run, 4)
