@@ -92,7 +92,7 @@ def draw_trap(law: np.ndarray, lengths: dict[str, np.ndarray], longest: int = 25
 def draw_timelines(timelines: dict[str, list[np.ndarray]]) -> Figure:
     """The lanes of one step or several, by title, on one scale of seconds."""
     lanes_in_all = sum(len(lanes) for lanes in timelines.values())
-    figure, axes = _figure(10, 0.9 + 0.8 * len(timelines) + 0.3 * lanes_in_all, len(timelines), sharex=True)
+    figure, axes = _figure(10, 1.1 + 0.8 * len(timelines) + 0.3 * lanes_in_all, len(timelines), sharex=True)
     handles = {}
     for one, (title, lanes) in zip(axes, timelines.items(), strict=True):
         handles |= {patch.get_label(): patch for patch in draw_lanes(one, lanes)}
@@ -101,7 +101,7 @@ def draw_timelines(timelines: dict[str, list[np.ndarray]]) -> Figure:
     axes[-1].set_xlim(0, max(lane[:, 2].max() for lanes in timelines.values() for lane in lanes))
     axes[-1].set_xlabel("seconds since the step began", fontsize=SIZE)
     ordered = [handles[kind] for kind in COLOURS if kind in handles]
-    figure.legend(handles=ordered, loc="outside lower center", ncols=len(ordered), frameon=False, fontsize=SIZE)
+    figure.legend(handles=ordered, loc="outside lower center", ncols=5, frameon=False, fontsize=SIZE)
     return figure
 
 

@@ -100,28 +100,28 @@ def test_exactness(working_copy):
 def test_bubble_anatomy(working_copy):
     wanted = """{
         "same": compare(after, before).first_difference is None, "steps": len(after.steps),
-        "step_s": [run.steps[STEP]["timing_s/step"] for run in (before, after)],
+        "step_s": [run.steps[STEP]["timing_s/step"] for run in (before, after)], "forwards": compare(after, before).forwards,
         "kinds": [sum(seconds_by_kind(lanes).values()) for lanes in [*lanes_before.values(), *lanes_after.values()]],
         "accepted": accepted, "generated": generated,
     }"""
     notebook, found = execute(working_copy, "bubble_anatomy", wanted)
     assert pictures(notebook) == 6
     assert found["same"] and found["steps"] == 30
-    assert found["step_s"][1] < found["step_s"][0]
-    assert found["kinds"] == pytest.approx(found["step_s"], rel=0.02)  # ranks begin a step a little apart
+    assert found["forwards"] < -0.4
+    assert found["kinds"] == pytest.approx(found["step_s"], rel=0.05)  # ranks begin a step a little apart
     assert 0.3 < found["accepted"] / found["generated"] < 1
 
 
 def test_ablation(working_copy):
-    wanted = """{run.name: [compare(run, baseline).num_same, compare(run, baseline).rollout_speedup] for run in runs}"""
+    wanted = "{run.name: [c.num_same, c.forwards, c.rollout_speedup] for run in runs for c in [compare(run, baseline)]}"
     notebook, found = execute(working_copy, "ablation", wanted)
     assert pictures(notebook) == 3
     assert list(found) == ["none", "bubble", "bubble+suffix", "suffix"]
-    assert all(num_same == 30 for num_same, _ in found.values()) and found["none"][1] == 1.0
-    assert found["bubble+suffix"][1] > max(1.2, found["bubble"][1], found["suffix"][1])
+    assert all(num_same == 30 for num_same, _, _ in found.values()) and found["none"][1:] == [0.0, 1.0]
+    assert found["bubble+suffix"][1] < min(found["bubble"][1], found["suffix"][1]) < 0
     tables = text(notebook, "markdown")
     assert "| run | speculative.method |" in tables and "the same in all 30 steps" in tables
-    assert "| bubble+suffix | bubble+suffix |" in tables and f" {found['bubble+suffix'][1]:.2f}x |" in tables
+    assert "| bubble+suffix | bubble+suffix |" in tables and f" {found['bubble+suffix'][2]:.2f}x |" in tables
 
 
 def test_ablation_of_other_runs_leaves_out_what_is_no_run_and_what_is_torn(working_copy, tmp_path):
