@@ -6,6 +6,7 @@ import os
 import sys
 import time
 
+import numpy as np
 import transformers
 
 from bubblespec.advantages import estimate_advantages
@@ -47,6 +48,8 @@ def train(trainer: Trainer) -> None:
                 generated, all_rewards = collected.generated, collected.all_rewards.ravel()
                 trainer.speculation.learn(step, generated.prompts, generated.tokens, all_rewards)
                 metrics |= speculation_metrics(ranks, stats, trainer.speculation, int(generated.lengths.sum()))
+            else:
+                metrics["rollout/forwards"] = int(ranks.gather(np.array([stats.own_forwards])).max())
             metrics |= timing_metrics(ranks, stages, stats.wait_s, metrics.pop("timing_s/sync"), collected.generated)
             logger.log(step, metrics | {"perf/max_memory_gb": peak_memory_gb(ranks)})
             if trainer.recorder is not None:

@@ -11,6 +11,10 @@ class InputError(ValueError):
 
     is_said = False  # whether it has been printed, by this rank or by another that has one
 
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows instead of a traceback (IPython asks exceptions for it)."""
+        return [f"error: {self}"]
+
 
 class RunFailed(RuntimeError):
     """Training cannot usefully go on. The message says why, in one line, the same on all ranks."""

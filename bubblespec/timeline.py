@@ -4,14 +4,18 @@ A rank notes stretches of time as (kind, begin, end) by its own clock. Clocks of
 barriers, which all ranks leave at about the same time, say how far they are apart.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import time
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bubblespec.distributed import Ranks
-from bubblespec.engine.generator import Load
+if TYPE_CHECKING:  # for annotations alone: who only reads timelines waits for no import of torch
+    from bubblespec.distributed import Ranks
+    from bubblespec.engine.generator import Load
 
 Event = tuple[str, float, float]  # kind, begin and end in seconds of time.perf_counter
 
@@ -122,24 +126,30 @@ def draw(lanes: list[np.ndarray], title: str) -> np.ndarray:
     """One lane a rank over seconds, coloured by kind. Returns uint8 [height, width, 4]."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # half a second that only a step with a picture pays
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
 
     figure = Figure(figsize=(12, 1.5 + 0.4 * len(lanes)), dpi=DPI, layout="constrained")
     axes = figure.add_subplot()
+    handles = draw_lanes(axes, lanes)
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
+    axes.set_title(title, fontsize=10)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())
+
+
+def draw_lanes(axes, lanes: list[np.ndarray]) -> list:
+    """The lanes on matplotlib axes. Returns the legend's patches, in the order of KINDS."""
+    from matplotlib.patches import Patch
+
     for rank, lane in enumerate(lanes):
         for number in np.unique(lane[:, 0]).astype(int):  # one collection a kind and lane, however many forwards
             begin, end = lane[lane[:, 0] == number, 1:].T
             stretches = np.stack((begin, end - begin), axis=1)
             axes.broken_barh(stretches, (rank - 0.4, 0.8), facecolors=COLOURS[KINDS[number]], linewidth=0)
-    present = sorted({int(number) for lane in lanes for number in lane[:, 0]})
-    handles = [Patch(facecolor=COLOURS[KINDS[number]], label=KINDS[number]) for number in present]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
-    axes.set_title(title, fontsize=10)
     axes.set_xlabel("seconds")
     axes.set_xlim(0, max(lane[:, 2].max() for lane in lanes))
     axes.set_yticks(range(len(lanes)), [f"rank {rank}" for rank in range(len(lanes))])
     axes.set_ylim(len(lanes) - 0.5, -0.5)  # rank 0 on top
     axes.spines[["top", "right"]].set_visible(False)
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    return np.asarray(canvas.buffer_rgba())
+    present = sorted({int(number) for lane in lanes for number in lane[:, 0]})
+    return [Patch(facecolor=COLOURS[KINDS[number]], label=KINDS[number]) for number in present]

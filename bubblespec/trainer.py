@@ -90,9 +90,8 @@ def generate_step(
 ) -> tuple[RolloutStats, dict]:
     """Generate this rank's rows of a step, drafting ahead where that is on. Returns its counts and its drafts.
 
-    on_finished: called with each of the rows as it finishes. Without speculation events are noted only in the steps of
-    run.timeline_steps. A rank that has been told to stop leaves the rollout where it is: `ranks.meet` must come
-    next.
+    on_finished: called with each of the rows as it finishes. Without speculation forwards are counted, but noted only in the
+    steps of run.timeline_steps. A rank that has been told to stop leaves the rollout where it is: `ranks.meet` must come next.
     """
     trainer.ranks.place = f"rollout of step {step}"
     log = trainer.recorder.new_log() if trainer.recorder is not None else None

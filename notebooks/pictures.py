@@ -1,0 +1,210 @@
+"""The notebooks' pictures. Every function makes one figure and returns it; a notebook shows what its cell's last line returns."""
+
+import numpy as np
+from matplotlib.colors import to_rgba
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from bubblespec.timeline import COLOURS, draw_lanes
+from notebooks.reading import Run, compare, num_response_tokens, seconds_by_kind, seconds_so_far
+
+PLAIN, DRAFTED, NOTHING = "#5aa5e0", "#1b9e77", "#ffffff"  # the first two as decode and verify in timelines
+STAGES = {
+    "gen": ("generate", "#5aa5e0"),
+    "bubble": ("wait for the slowest", "#c8c8c8"),
+    "reward": ("reward, exchange", "#e78ac3"),
+}
+STAGES |= {"train": ("train", "#7b52ab"), "sync": ("sync", "#1a1a1a")}
+SOURCES = {"aligned": ("its own draft", "#1b9e77"), "own": ("own draft, re-synchronised", "#7fcdbb")}
+SOURCES |= {"sibling": ("siblings", "#f2c230"), "self": ("itself", "#e3701a"), "history": ("earlier epochs", "#8c510a")}
+SIZE = 9
+
+
+def _figure(width: float, height: float, rows: int = 1, columns: int = 1, **options):
+    """A figure without pyplot, which would keep it; its axes as an array [rows * columns]."""
+    figure = Figure(figsize=(width, height), dpi=100, layout="constrained")
+    axes = np.atleast_1d(figure.subplots(rows, columns, **options)).ravel()
+    for one in axes:
+        one.spines[["top", "right"]].set_visible(False)
+        one.tick_params(labelsize=SIZE)
+    return figure, axes
+
+
+def _label(axes, title: str, x: str = "", y: str = "") -> None:
+    axes.set_title(title, fontsize=SIZE + 1)
+    axes.set_xlabel(x, fontsize=SIZE)
+    axes.set_ylabel(y, fontsize=SIZE)
+
+
+def draw_origins(panels: dict[str, list[list[bool]]]) -> Figure:
+    """Where tokens came from: panels by title, in each a row of pixels a response, coloured by whether a draft gave the token."""
+    figure, axes = _figure(10, 3.2, 1, len(panels), sharex=True, sharey=True)
+    longest = max(len(row) for rows in panels.values() for row in rows)
+    for one, (title, rows) in zip(axes, panels.items(), strict=True):
+        image = np.ones((len(rows), longest, 4))
+        for i, row in enumerate(rows):
+            image[i, : len(row)] = [to_rgba(DRAFTED if is_drafted else PLAIN) for is_drafted in row]
+        one.imshow(image, aspect="auto", interpolation="nearest")
+        _label(one, title, "response token")
+    axes[0].set_ylabel("response", fontsize=SIZE)
+    handles = [Patch(facecolor=PLAIN, label="sampled after its forward"), Patch(facecolor=DRAFTED, label="accepted draft token")]
+    figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=SIZE)
+    return figure
+
+
+def draw_law(law: np.ndarray, counts: dict[str, np.ndarray], names: list[str]) -> Figure:
+    """Bars of a law over tokens, and what was counted, with whiskers of two standard errors. law, counts: [tokens]."""
+    figure, (axes,) = _figure(8, 3.2)
+    place = np.arange(len(law))
+    axes.bar(place, law, width=0.8, color="#dddddd", label="softmax of the logits")
+    for number, (label, count) in enumerate(counts.items()):
+        share = count / count.sum()
+        error = 2 * np.sqrt(law * (1 - law) / count.sum())
+        axes.errorbar(
+            place + 0.3 * (number - (len(counts) - 1) / 2), share, error, fmt="o", markersize=3, linewidth=1, label=label
+        )
+    axes.set_xticks(place, names)
+    _label(axes, "", "next token", "share of samples")
+    axes.legend(frameon=False, fontsize=SIZE)
+    return figure
+
+
+def draw_trap(law: np.ndarray, lengths: dict[str, np.ndarray], longest: int = 25) -> Figure:
+    """Histograms of response lengths against their law. law: [lengths], from 1; lengths: responses by title."""
+    figure, axes = _figure(10, 5, 2, 2, sharex=True, sharey=True)
+    mean = law @ np.arange(1, len(law) + 1)
+    for one, (title, found) in zip(axes, lengths.items(), strict=True):
+        share = np.bincount(found, minlength=len(law) + 1)[1:] / len(found)
+        one.bar(np.arange(1, longest + 1), share[:longest], width=0.9, color="#9ecae1", label="responses")
+        one.plot(np.arange(1, longest + 1), law[:longest], color="#222222", linewidth=1.2, label="law of the policy")
+        one.axvline(mean, color="#222222", linewidth=1, linestyle=":", label=f"true mean {mean:.2f}")
+        one.axvline(found.mean(), color="#d62728", linewidth=1.5, label=f"their mean {found.mean():.2f}")
+        _label(one, title)
+        one.legend(frameon=False, fontsize=SIZE - 1)
+    for one in axes[2:]:
+        one.set_xlabel("response length (tokens)", fontsize=SIZE)
+    for one in axes[::2]:
+        one.set_ylabel("share of responses", fontsize=SIZE)
+    return figure
+
+
+def draw_timelines(timelines: dict[str, list[np.ndarray]]) -> Figure:
+    """The lanes of one step or several, by title, on one scale of seconds."""
+    lanes_in_all = sum(len(lanes) for lanes in timelines.values())
+    figure, axes = _figure(10, 1.1 + 0.8 * len(timelines) + 0.3 * lanes_in_all, len(timelines), sharex=True)
+    handles = {}
+    for one, (title, lanes) in zip(axes, timelines.items(), strict=True):
+        handles |= {patch.get_label(): patch for patch in draw_lanes(one, lanes)}
+        one.set_title(title, fontsize=SIZE + 1, loc="left")
+        one.set_xlabel("")
+    axes[-1].set_xlim(0, max(lane[:, 2].max() for lanes in timelines.values() for lane in lanes))
+    axes[-1].set_xlabel("seconds since the step began", fontsize=SIZE)
+    ordered = [handles[kind] for kind in COLOURS if kind in handles]
+    figure.legend(handles=ordered, loc="outside lower center", ncols=5, frameon=False, fontsize=SIZE)
+    return figure
+
+
+def draw_kinds(timelines: dict[str, list[np.ndarray]]) -> Figure:
+    """Seconds of a step by kind, mean over ranks: a stacked bar a timeline."""
+    figure, (axes,) = _figure(10, 1.0 + 0.5 * len(timelines))
+    colours, handles = COLOURS | {"between": "#f7f7f7"}, {}
+    for place, lanes in enumerate(timelines.values()):
+        left = 0.0
+        seconds = seconds_by_kind(lanes)
+        for kind, colour in colours.items():
+            if kind in seconds:
+                handles[kind] = axes.barh(place, seconds[kind], left=left, color=colour, edgecolor="#999999", linewidth=0.4)
+                left += seconds[kind]
+    _bars_down(axes, list(timelines), "seconds (mean of the ranks)")
+    ordered = [kind for kind in colours if kind in handles]
+    labels = ["between forwards" if kind == "between" else kind for kind in ordered]
+    figure.legend([handles[kind] for kind in ordered], labels, loc="outside lower center", ncols=6, frameon=False, fontsize=SIZE)
+    return figure
+
+
+def draw_stages(runs: list[Run]) -> Figure:
+    """Seconds of whole runs by stage, mean over ranks: a stacked bar a run, with its speed-up over the first one's steps."""
+    figure, (axes,) = _figure(10, 1.0 + 0.45 * len(runs))
+    left = np.zeros(len(runs))
+    for stage, (label, colour) in STAGES.items():
+        seconds = np.array([np.nansum(run.column(f"timing_s/{stage}")) for run in runs])
+        axes.barh(np.arange(len(runs)), seconds, left=left, color=colour, label=label)
+        left += seconds
+    for place, run in enumerate(runs):
+        speedup = compare(run, runs[0]).step_speedup
+        axes.text(left[place], place, f"  {left[place]:.1f} s, {speedup:.2f}x", va="center", fontsize=SIZE)
+    _bars_down(axes, [run.name for run in runs], "seconds of training steps (mean of the ranks)")
+    axes.set_xlim(0, 1.15 * left.max())
+    figure.legend(loc="outside lower center", ncols=len(STAGES), frameon=False, fontsize=SIZE)
+    return figure
+
+
+def draw_tail(runs: list[Run]) -> Figure:
+    """What a rollout's seconds and forwards follow: the longest response. A point a step and run."""
+    figure, axes = _figure(10, 3.4, 1, 2)
+    for number, run in enumerate(runs):
+        longest = run.column("completions/max_length")
+        axes[0].plot(longest, run.rollout_s, "o", markersize=4, color=f"C{number}", label=run.name)
+        axes[1].plot(longest, run.column("rollout/forwards"), "o", markersize=4, color=f"C{number}", label=run.name)
+    for one, title, unit in zip(
+        axes, ("time of a rollout", "forwards on the slowest rank"), ("seconds", "forwards"), strict=True
+    ):
+        _label(one, title, "longest response of the step (tokens)", unit)
+        one.set_ylim(0)
+        one.legend(frameon=False, fontsize=SIZE)
+    return figure
+
+
+def draw_drafts(run: Run) -> Figure:
+    """Response tokens of every step by where they came from: sources of drafts, or a forward of their own."""
+    figure, (axes,) = _figure(10, 3.2)
+    left, steps = np.zeros(len(run.steps)), run.column("step")
+    for source, (label, colour) in SOURCES.items():
+        tokens = np.nan_to_num(run.column(f"drafts/{source}/accept_rate") * run.column(f"drafts/{source}/tokens"))
+        if tokens.any():
+            axes.bar(steps, tokens, bottom=left, width=0.85, color=colour, label=label)
+            left += tokens
+    axes.bar(steps, num_response_tokens(run) - left, bottom=left, width=0.85, color=PLAIN, label="sampled after a forward")
+    _label(axes, "", "step", "response tokens")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.legend(loc="outside lower center", ncols=6, frameon=False, fontsize=SIZE)
+    return figure
+
+
+def draw_steps(runs: list[Run]) -> Figure:
+    """Seconds of every step's rollout, a line a run."""
+    figure, (axes,) = _figure(10, 2.8)
+    for number, run in enumerate(runs):
+        axes.plot(run.column("step"), run.rollout_s, linewidth=1.3, color=f"C{number}", label=run.name)
+    _label(axes, "", "step", "seconds of the rollout")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_ylim(0)
+    axes.legend(frameon=False, fontsize=SIZE, ncols=len(runs))
+    return figure
+
+
+def draw_learning(runs: list[Run]) -> Figure:
+    """Training reward (thin) and held-out reward (dots), over steps and over seconds. Equal curves lie on one another, the first
+    one widest."""
+    figure, axes = _figure(10, 3.4, 1, 2, sharey=True)
+    for number, run in enumerate(runs):
+        width = 1 + 3 * (len(runs) - 1 - number) / max(len(runs) - 1, 1)
+        steps, updates = run.column("step") + 1, np.array([line["step"] for line in run.evaluations], float)
+        held_out = [line["eval/reward"] for line in run.evaluations]
+        for one, x, x_held_out in (
+            (axes[0], steps, updates),
+            (axes[1], seconds_so_far(run, steps), seconds_so_far(run, updates)),
+        ):
+            one.plot(x, run.column("reward"), color=f"C{number}", alpha=0.35, linewidth=width)
+            one.plot(x_held_out, held_out, "o-", color=f"C{number}", linewidth=width, markersize=3 + width, label=run.name)
+    _label(axes[0], "over steps", "updates", "reward: training (pale), held-out (dots)")
+    _label(axes[1], "over time", "seconds of training steps")
+    axes[1].legend(frameon=False, fontsize=SIZE, loc="lower right")
+    return figure
+
+
+def _bars_down(axes, names: list[str], unit: str) -> None:
+    axes.set_yticks(range(len(names)), names, fontsize=SIZE)
+    axes.invert_yaxis()
+    axes.set_xlabel(unit, fontsize=SIZE)

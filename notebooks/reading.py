@@ -1,0 +1,275 @@
+"""Finished or running runs, read from their folders and compared: what ablation.ipynb and bubble_anatomy.ipynb work on.
+
+A run's folder holds config.yaml and metrics.jsonl, as train.py leaves them; with run.timeline_steps also timeline/step_*.json.
+"""
+
+import json
+import math
+import os
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from bubblespec.config import Config, flatten, load_config
+from bubblespec.errors import InputError, say
+from bubblespec.timeline import KINDS
+
+NEEDED = ("timing_s/gen", "timing_s/bubble", "timing_s/step", "reward", "rollout/digest")  # what every step's line has
+
+
+@dataclass
+class Run:
+    """steps: one line of metrics.jsonl a training step, by step; evaluations: its other lines, whose `step` counts updates."""
+
+    name: str
+    folder: str
+    config: Config
+    steps: list[dict]
+    evaluations: list[dict]
+
+    @property
+    def method(self) -> str:
+        return self.config.speculative.method
+
+    def column(self, key: str) -> np.ndarray:
+        """A metric of all steps, float64 [steps]; NaN where a line has none."""
+        return np.array([math.nan if line.get(key) is None else line[key] for line in self.steps], float)
+
+    @property
+    def rollout_s(self) -> np.ndarray:
+        """Seconds of each step's rollout, waiting for the slowest rank and moving drafts included, float64 [steps]."""
+        return self.column("timing_s/gen") + self.column("timing_s/bubble") + np.nan_to_num(self.column("timing_s/exchange"))
+
+
+def read_runs(folder: str) -> list[Run]:
+    """All runs in a folder, those without speculation first. Subfolders that are no run are left out with a line that says why.
+
+    Raises InputError where the folder holds no run, and for files that are damaged.
+    """
+    if not os.path.isdir(folder):
+        raise InputError(f"RUNS: no folder at {folder}")
+    if os.path.isfile(os.path.join(folder, "metrics.jsonl")):
+        raise InputError(f"RUNS: {folder} is one run's folder; give the folder that holds the folders of several")
+    names = sorted(n for n in os.listdir(folder) if os.path.isdir(os.path.join(folder, n)) and not n.startswith("."))
+    problems, runs = [], []
+    for name in names:
+        path = os.path.join(folder, name)
+        missing = [file for file in ("metrics.jsonl", "config.yaml") if not os.path.isfile(os.path.join(path, file))]
+        if missing:
+            problems.append(f"{path} has no {missing[0]}")
+            continue
+        run = read_run(path)
+        if run.steps:
+            runs.append(run)
+        else:
+            problems.append(f"{path} has not finished a step yet")
+    if not runs:
+        raise InputError(f"RUNS: no run in {folder}" + (f": {'; '.join(problems)}" if problems else ": it has no subfolders"))
+    for problem in problems:
+        say(f"left out: {problem}")
+    return sorted(runs, key=lambda run: (run.method != "none", run.name))
+
+
+def read_run(folder: str) -> Run:
+    """One run. A torn last line, as a kill leaves it, is left out with a line that says so. Raises InputError."""
+    config = load_config(os.path.join(folder, "config.yaml"))
+    path = os.path.join(folder, "metrics.jsonl")
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            text = file.read()
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    steps, evaluations = {}, {}
+    for number, line in lines:
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == lines[-1][0]:
+                say(f"left out: the last line of {path}, which is torn")
+                break
+            raise InputError(f"{path}, line {number}: not JSON: {error.msg}") from error
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            raise InputError(f"{path}, line {number}: not a line of metrics: it names no step")
+        is_evaluation = "eval/reward" in record
+        absent = [key for key in NEEDED if key not in record]
+        if absent and not is_evaluation:
+            raise InputError(f"{path}, line {number}: not a line of metrics: it has no {absent[0]}")
+        (evaluations if is_evaluation else steps)[record["step"]] = record
+    name = os.path.basename(os.path.normpath(folder))
+    return Run(name, folder, config, [steps[s] for s in sorted(steps)], [evaluations[s] for s in sorted(evaluations)])
+
+
+@dataclass
+class Comparison:
+    """A run against another, over the steps that both have; see `compare`.
+
+    Speed-ups are times of the other divided by times of this run; NaN where a figure was not recorded.
+    """
+
+    num_steps: int
+    rollout_speedup: float
+    median_speedup: float
+    step_speedup: float
+    forwards: float
+    num_same: int
+    first_difference: int | None
+
+    @property
+    def tokens(self) -> str:
+        if self.first_difference is None:
+            return f"the same in all {self.num_steps} steps"
+        return f"differ from step {self.first_difference} on ({self.num_same} of {self.num_steps} the same)"
+
+
+def compare(run: Run, other: Run) -> Comparison:
+    """rollout_speedup: of all rollouts together; median_speedup: of the median step's rollout; step_speedup: of all whole steps;
+    forwards: relative change on the slowest rank; num_same: steps of equal digests, so of equal tokens. Raises InputError."""
+    common = sorted({line["step"] for line in run.steps} & {line["step"] for line in other.steps})
+    if not common:
+        raise InputError(f"RUNS: {run.name} and {other.name} have no step in common")
+    own, others = (_only(r, common) for r in (run, other))
+    ratio = others.rollout_s / own.rollout_s
+    digests = [[line["rollout/digest"] for line in r.steps] for r in (own, others)]
+    differing = [step for step, a, b in zip(common, *digests, strict=True) if a != b]
+    return Comparison(
+        num_steps=len(common),
+        rollout_speedup=float(others.rollout_s.sum() / own.rollout_s.sum()),
+        median_speedup=float(np.median(ratio)),
+        step_speedup=float(others.column("timing_s/step").sum() / own.column("timing_s/step").sum()),
+        forwards=float(own.column("rollout/forwards").sum() / others.column("rollout/forwards").sum() - 1),
+        num_same=len(common) - len(differing),
+        first_difference=differing[0] if differing else None,
+    )
+
+
+def accepted_share(run: Run) -> float:
+    """Drafted tokens that were accepted, of all that were verified in the run; NaN where none was."""
+    accepted, wasted = (np.nansum(run.column(f"rollout/spec_{kind}_tokens")) for kind in ("accepted", "wasted"))
+    return float(accepted / (accepted + wasted)) if accepted + wasted else math.nan
+
+
+def num_response_tokens(run: Run) -> np.ndarray:
+    """Response tokens of every step, float64 [steps]; of a run without dynamic sampling, whose batches have one size."""
+    rollout = run.config.rollout
+    return run.column("completions/mean_length") * rollout.num_prompts_per_step * rollout.num_generations
+
+
+def ablation_table(runs: list[Run], baseline: Run) -> str:
+    """Every run against the baseline, as a Markdown table."""
+    header = [
+        "run",
+        "method",
+        "rollouts",
+        "rollout speed-up",
+        "median step",
+        "whole steps",
+        "forwards",
+        "drafted tokens accepted",
+    ]
+    rows = []
+    for run in runs:
+        c = compare(run, baseline)
+        figures = [f"{run.rollout_s.sum():.1f} s", *(_times(x) for x in (c.rollout_speedup, c.median_speedup, c.step_speedup))]
+        figures += [_or_dash(c.forwards, "{:+.0%}"), _or_dash(accepted_share(run), "{:.2f}"), c.tokens]
+        rows.append([run.name, run.method, *figures])
+    return markdown([*header, f"tokens against {baseline.name}"], rows)
+
+
+def settings_table(runs: list[Run]) -> str:
+    """The keys of the configuration that differ between runs, as a Markdown table; run.output_dir is left out."""
+    flat = [flatten(run.config) for run in runs]
+    keys = [key for key in flat[0] if key != "run.output_dir" and any(f[key] != flat[0][key] for f in flat)]
+    return markdown(
+        ["run", *(keys or ["no key differs"])],
+        [[run.name, *(str(f[k]) for k in keys or [])] for run, f in zip(runs, flat, strict=True)],
+    )
+
+
+def learning_table(runs: list[Run]) -> str:
+    """Rewards of every run: training at its beginning and end, and held out, as a Markdown table."""
+    header = [
+        "run",
+        "steps",
+        "reward, first tenth",
+        "reward, last tenth",
+        "held out, first",
+        "held out, last",
+        "seconds of steps",
+    ]
+    rows = []
+    for run in runs:
+        reward, share = run.column("reward"), max(1, len(run.steps) // 10)
+        held_out = [line["eval/reward"] for line in run.evaluations] or [math.nan]
+        figures = [np.nanmean(reward[:share]), np.nanmean(reward[-share:]), held_out[0], held_out[-1]]
+        seconds = f"{run.column('timing_s/step').sum():.1f}"
+        rows.append([run.name, str(len(run.steps)), *(_or_dash(float(x), "{:.3f}") for x in figures), seconds])
+    return markdown(header, rows)
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def seconds_so_far(run: Run, updates: np.ndarray) -> np.ndarray:
+    """Seconds of training steps before as many updates, float64; evaluation and saving are not counted. NaN beyond the run."""
+    ends = {line["step"] + 1: total for line, total in zip(run.steps, np.cumsum(run.column("timing_s/step")), strict=True)}
+    return np.array([0.0 if n == 0 else ends.get(int(n), math.nan) for n in updates])
+
+
+def read_timeline(run: Run, step: int) -> list[np.ndarray]:
+    """A step's lanes: by rank float64 [events, 3] with the kind's place in KINDS, begin and end in seconds. Raises InputError."""
+    path = os.path.join(run.folder, "timeline", f"step_{step:05d}.json")
+    try:
+        with open(path, encoding="utf-8") as file:
+            events = [event for event in json.load(file)["traceEvents"] if event["ph"] == "X"]
+        lanes = [
+            [(KINDS.index(e["name"]), e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in events if e["tid"] == rank]
+            for rank in sorted({e["tid"] for e in events})
+        ]
+    except FileNotFoundError as error:
+        raise InputError(f"no {path}: the run was not told run.timeline_steps=[{step}]") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path}: not a timeline of train.py") from error
+    return [np.array(lane) for lane in lanes]
+
+
+def timeline_steps(run: Run) -> list[int]:
+    folder = os.path.join(run.folder, "timeline")
+    found = [re.fullmatch(r"step_(\d+)\.json", name) for name in (os.listdir(folder) if os.path.isdir(folder) else [])]
+    return sorted(int(match[1]) for match in found if match)
+
+
+def common_timelines(one: Run, other: Run) -> list[int]:
+    """Steps of which both runs have a timeline. Raises InputError where there is none."""
+    steps = sorted(set(timeline_steps(one)) & set(timeline_steps(other)))
+    if not steps:
+        raise InputError(
+            f"RUNS: {one.folder} and {other.folder} have no timeline of a common step; set run.timeline_steps for both"
+        )
+    return steps
+
+
+def seconds_by_kind(lanes: list[np.ndarray]) -> dict[str, float]:
+    """Seconds of a step by kind on the mean rank, and under "between" what no event covers: work on the host."""
+    end = max(lane[:, 2].max() for lane in lanes)
+    seconds = {
+        k: sum(float((lane[lane[:, 0] == n, 2] - lane[lane[:, 0] == n, 1]).sum()) for lane in lanes) for n, k in enumerate(KINDS)
+    }
+    seconds = {kind: total / len(lanes) for kind, total in seconds.items() if total}
+    return seconds | {"between": end - sum(seconds.values())}
+
+
+def _only(run: Run, steps: list[int]) -> Run:
+    wanted = set(steps)
+    return Run(run.name, run.folder, run.config, [line for line in run.steps if line["step"] in wanted], run.evaluations)
+
+
+def _times(ratio: float) -> str:
+    return _or_dash(ratio, "{:.2f}x")
+
+
+def _or_dash(value: float, form: str) -> str:
+    return "-" if math.isnan(value) else form.format(value)

@@ -1,0 +1,71 @@
+"""The parts of exactness.ipynb against independent oracles."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from notebooks.experiments import (
+    LONGEST_DRAFT,
+    LONGEST_RESPONSE,
+    STOP_CHANCE,
+    GivenDrafts,
+    chi_square_p,
+    trap_law,
+    trap_lengths,
+)
+
+
+def test_chi_square_against_scipy():
+    rng = np.random.default_rng(0)
+    law = np.array([0.5, 0.3, 0.15, 0.05])
+    for _ in range(5):
+        counts = rng.multinomial(400, law)
+        assert chi_square_p(counts, law) == pytest.approx(stats.chisquare(counts, 400 * law).pvalue, rel=1e-9)
+    assert chi_square_p(np.array([300, 60, 30, 10]), law) < 1e-6
+
+
+def test_rare_cells_are_pooled_and_impossible_ones_must_be_empty():
+    law = np.array([0.5, 0.46, 0.01, 0.02, 0.01, 0.0])
+    counts = np.array([55, 42, 0, 2, 1, 0])
+    assert chi_square_p(counts, law) == pytest.approx(stats.chisquare([55, 42, 3], [50, 46, 4]).pvalue, rel=1e-9)
+    counts[-1] = 1
+    assert chi_square_p(counts, law) == 0.0
+
+
+def test_law_of_the_trap_against_counting():
+    law = trap_law()
+    assert law.sum() == pytest.approx(1.0) and len(law) == LONGEST_RESPONSE
+    lengths = np.minimum(np.random.default_rng(0).geometric(STOP_CHANCE, 100_000), LONGEST_RESPONSE)
+    assert chi_square_p(np.bincount(lengths, minlength=LONGEST_RESPONSE + 1)[1:], law) > 1e-3
+
+
+def test_trapped_lengths_have_the_law_that_the_selection_gives_them():
+    """By the policy itself all drafts are accepted, so what comes out can be worked out: a draft that has finished, or else a
+    response that knows nothing of it."""
+    law, num_rows = trap_law(), 6000
+    finishes = law[:LONGEST_DRAFT].sum()
+    biased = (1 - finishes) * law
+    biased[:LONGEST_DRAFT] += law[:LONGEST_DRAFT]
+    assert biased.sum() == pytest.approx(1.0)
+
+    def count(*arguments):
+        return np.bincount(trap_lengths(*arguments, num_rows, distance=0.0), minlength=LONGEST_RESPONSE + 1)[1:]
+
+    trapped = count("rejection", "finished")
+    assert chi_square_p(trapped, biased) > 1e-3 and chi_square_p(trapped, law) < 1e-20
+    assert chi_square_p(count("rejection", "by clock"), law) > 1e-3
+    assert chi_square_p(count("point_mass", "finished"), law) > 1e-3
+
+
+def test_given_drafts_propose_at_their_place_and_count():
+    class Row:
+        uid, sample = 7, 1
+
+    drafts = GivenDrafts({(7, 1): np.arange(10)}, window=4)
+    assert [d.tolist() for d in drafts.propose([Row, Row, Row], np.array([0, 5, 8]), None, 100)] == [
+        [0, 1, 2, 3],
+        [5, 6, 7, 8],
+        [8, 9],
+    ]
+    drafts.observe([Row], [np.array([0, 1, 9])], np.array([4]), np.array([2]))
+    assert drafts.is_drafted == {(7, 1): [True, True, False]} and drafts.accepted_share == 0.5
