@@ -114,10 +114,9 @@ def test_plain_run_is_recorded_as_it_was(plain):
             assert forwards["prompt_tokens"][fed].sum() == sum(len(p) - 1 for p in responses["prompt_tokens"][firsts])
             decoded = forwards["tokens"][fed] - forwards["prompt_tokens"][fed]
             assert decoded.sum() == sum(len(tokens) for tokens in responses["tokens"][inside])
-            lengths = np.array([len(tokens) for tokens in responses["tokens"][inside]])
-            left = [
-                (lengths > n).sum() for n in range(lengths.max())
-            ]  # all rows have slots, and decode from the first forward on
+            # All rows have slots; those that wait for their group's first to have fed the prompt are one forward behind it.
+            forwards_of_row = [len(tokens) for tokens in responses["tokens"][inside]] + (responses["sample"][inside] > 0)
+            left = [int((forwards_of_row > n).sum()) for n in range(forwards_of_row.max())]
             assert forwards["own_rows"][fed].tolist() == left
         assert (forwards["draft_tokens"] == 0).all() and (forwards["looked_up_rows"] == 0).all()
 
