@@ -46,7 +46,7 @@ def folder(tmp_path_factory):
         os.symlink(os.path.join(ROOT, name), folder / name)
     tokenizer = AutoTokenizer.from_pretrained(os.path.join(ROOT, "configs/tiny_policy"))
     torch.manual_seed(0)
-    shape = {**GQA, "vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
+    shape = {**GQA, "vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "max_position_embeddings": 1024}
     AutoModelForCausalLM.from_config(Qwen2Config(**shape)).save_pretrained(folder / "my_model")
     tokenizer.save_pretrained(folder / "my_model")
     for language, name, text in blocks("Your own run"):

@@ -168,7 +168,8 @@ class RowSpeculator:
         key = (row.step, row.uid)
         group = self._groups.get(key)
         if group is None:
-            group = self._groups[key] = GroupIndex(self.history.get(row.uid) if self.history is not None else ())
+            history = self.history.get(row.uid) if self.history is not None else ()
+            group = self._groups[key] = GroupIndex(history, prompt=row.prompt)
             for state in self._members[key]:
                 if state.draft is not None:
                     group.add_draft(state.row.sample, state.draft.tokens)
