@@ -15,9 +15,9 @@ lookup              transformers' prompt lookup (Saxena 2023), with n-grams up t
 lookup, all text    the same in drafts, earlier responses and the other samples as well, which stand before the prompt in this
                     order, each after the end of the prompt
 
-A proposal's time includes what turns it into an array; of an arm that is not installed the table says so. To install arctic's
-(needs a C++ compiler): pip install torch nanobind==2.9.2 cmake ninja grpcio-tools && pip install --no-deps --no-build-isolation
-arctic-inference==0.3.0
+A proposal's time includes what turns it into an array. Arms that are not installed are left out. Of arctic-inference only the
+suffix cache is needed, and it builds without CUDA: with nanobind 2.9.2 installed, run cmake and ninja on csrc/suffix_decoding of
+its source package, and put the library that comes out into arctic_inference/suffix_decoding, somewhere on PYTHONPATH.
 """
 
 import argparse
