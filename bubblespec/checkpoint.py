@@ -188,6 +188,7 @@ def list_checkpoints(output_dir: str) -> list[str]:
 
 
 def step_of(folder: str) -> int:
+    """The N of a folder `checkpoint-N`."""
     return int(folder.rpartition("-")[2])
 
 

@@ -20,6 +20,8 @@ from bubblespec.errors import InputError
 
 @dataclass
 class ModelConfig:
+    """The policy."""
+
     path: str = MISSING
     """Hugging Face folder or hub name of the policy (a causal language model)."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
@@ -42,6 +44,8 @@ class ModelConfig:
 
 @dataclass
 class TaskConfig:
+    """One task of a mixture."""
+
     name: str = MISSING
     """A reasoning-gym task."""
     weight: float = 1.0
@@ -52,6 +56,8 @@ class TaskConfig:
 
 @dataclass
 class DataConfig:
+    """The prompts, and what the rewards know about them."""
+
     path: str | None = None
     """A JSON/JSONL/CSV/Parquet file, a folder or glob of them, or a hub dataset; needs a `prompt` column (see columns)."""
     name: str | None = None
@@ -78,6 +84,8 @@ class DataConfig:
 
 @dataclass
 class RewardConfig:
+    """What a response is worth, and how that is found out."""
+
     functions: list[str] = field(default_factory=lambda: ["bubblespec.rewards.exact_match"])
     """Dotted paths of reward functions with TRL's signature."""
     weights: list[float] | None = None
@@ -99,6 +107,8 @@ class RewardConfig:
 
 @dataclass
 class RolloutConfig:
+    """What is sampled in a step, and by an engine of which size."""
+
     num_prompts_per_step: int = 16
     """Prompts in a step's batch, over all ranks."""
     num_generations: int = 8
@@ -134,6 +144,8 @@ class RolloutConfig:
 
 @dataclass
 class EvalConfig:
+    """Held-out prompts."""
+
     num_prompts: int = 0
     """Held-out prompts per evaluation; 0 evaluates nothing."""
     num_generations: int = 4
@@ -144,6 +156,8 @@ class EvalConfig:
 
 @dataclass
 class LossConfig:
+    """Advantages and loss; docs/recipes.md has the settings of published recipes."""
+
     advantage_estimator: Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = "grpo"
     """What rewards are compared with: the mean of the group (grpo), of the group's other samples (rloo), of the batch
     (reinforce_plus_plus), of the group and then the batch (reinforce_plus_plus_baseline)."""
@@ -174,6 +188,8 @@ class LossConfig:
 
 @dataclass
 class OptimConfig:
+    """AdamW, and the size of micro-batches."""
+
     learning_rate: float = 1e-6
     """Peak learning rate of AdamW."""
     lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
@@ -202,6 +218,8 @@ class OptimConfig:
 
 @dataclass
 class SpeculativeConfig:
+    """Drafts and how they are accepted. Changes the time of a run, and no token (but see `rule`)."""
+
     method: Literal["none", "bubble", "suffix", "bubble+suffix"] = "bubble+suffix"
     """Where drafts come from: idle time (bubble), matches in earlier text (suffix), both, or none (the plain trainer)."""
     rule: Literal["coupled", "point_mass"] = "coupled"
@@ -214,6 +232,8 @@ class SpeculativeConfig:
 
 @dataclass
 class BubbleConfig:
+    """Drafting ahead in idle time. Changes the time of a run, and no token."""
+
     lookahead: int | str = "auto"
     """Steps to draft ahead; 0 drafts nothing; auto goes as deep as max_draft_tokens and the measured drift make worth while."""
     max_draft_tokens: int = 2_000_000
@@ -232,6 +252,8 @@ class BubbleConfig:
 
 @dataclass
 class RunConfig:
+    """Length, outputs and seed of a run."""
+
     output_dir: str = MISSING
     """Folder of checkpoints, metrics and TensorBoard files."""
     seed: int = 0
@@ -262,6 +284,8 @@ class TraceConfig:
 
 @dataclass
 class Config:
+    """A whole run, section by section."""
+
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)

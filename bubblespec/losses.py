@@ -77,8 +77,9 @@ def token_weights(loss_type: str, lengths: np.ndarray, is_used: np.ndarray, max_
     """Weight of each token of each sequence, float64 [S], so that the loss is the weighted sum over all tokens.
 
     lengths: response tokens; is_used: False for sequences that are masked out of the loss (they still count as sequences).
-    grpo: mean over sequences of the mean over their tokens; dr_grpo: sum over tokens / (S * max_completion_length);
-    dapo, cispo: mean over all used tokens. S is what one update is made on.
+    grpo: mean over sequences of the mean over their tokens (arXiv 2402.03300, equation 3); dr_grpo: sum over tokens / (S *
+    max_completion_length) (arXiv 2503.20783); dapo, cispo: mean over all used tokens (DAPO, arXiv 2503.14476,
+    equation 12; CISPO, arXiv 2506.13585, equation 4). S is what one update is made on.
     """
     if loss_type == "grpo":
         weight = 1.0 / (len(lengths) * np.maximum(lengths, 1))

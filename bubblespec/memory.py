@@ -56,10 +56,12 @@ class Needs:
 
     @property
     def lasting(self) -> int:
+        """Bytes that are there all the time."""
         return self.weights + self.reference + self.gradients + self.masters + self.moments
 
     @property
     def training(self) -> int:
+        """Bytes that are there in a gradient step alone."""
         return self.activations + self.head
 
     def room_for_cache(self, room: float, is_freed: bool) -> float:
@@ -286,6 +288,7 @@ def load_meta_model(config: Config) -> PreTrainedModel:
 
 
 def main() -> int:
+    """Print what a rank needs and what fits. Returns the exit code: 2 for bad input."""
     parser = argparse.ArgumentParser(description="Memory of one rank, worked out from the configuration")
     parser.add_argument("--config", required=True, help="YAML file, see configs/")
     parser.add_argument("--world-size", type=int, default=8, help="number of ranks")

@@ -75,6 +75,7 @@ class Optimizer:
         ranks.sum_(self.flat_grad)
 
     def clear(self) -> None:
+        """Set the gradients to 0."""
         self.flat_grad.zero_()
 
     def step(self, step: int, is_finite: bool = True) -> tuple[float, float]:

@@ -213,6 +213,7 @@ def _reference_answer(reference) -> str:
 
 
 def text_of(completion: str | list[dict]) -> str:
+    """The text of a completion, given as a string or as chat messages."""
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 

@@ -37,10 +37,12 @@ class Samples:
         return len(self.tokens)
 
     def prompt_of(self, index: int) -> Prompt:
+        """The prompt of sample `index`."""
         return self.prompts[index // self.num_generations]
 
     @property
     def lengths(self) -> np.ndarray:
+        """Response tokens of each sample, int64 [samples]."""
         return np.array([len(t) for t in self.tokens])
 
     def of_prompts(self, numbers: list[int]) -> "Samples":
@@ -73,6 +75,7 @@ def assign_prompts(num_prompts: int, world_size: int) -> list[list[int]]:
 
 
 def make_rows(prompts: list[Prompt], step: int, num_generations: int, max_new_tokens: int) -> list[Row]:
+    """The rows to generate for a step's prompts, those of a prompt adjacent."""
     return [Row(p.uid, step, j, p.token_ids, max_new_tokens) for p in prompts for j in range(num_generations)]
 
 

@@ -46,6 +46,7 @@ def note(events: list[Event], kind: str, begin: float, end: float) -> None:
 
 
 def total_s(events: list[Event], kind: str) -> float:
+    """Seconds of all events of a kind."""
     return sum(end - begin for name, begin, end in events if name == kind)
 
 

@@ -55,10 +55,11 @@ def common_suffix(a: list[int], b: list[int], most: int = 8) -> int:
     return length
 
 
-def brute_force(events, history, sample: int, limit: int, orders: tuple[int, ...]) -> tuple[list[int], int, int]:
+def brute_force(events, history, sample: int, limit: int, orders: tuple[int, ...], prompt=()) -> tuple[list[int], int, int]:
     """What a row that was proposed nothing before has to get, by plain search through everything."""
-    texts, live, draft, row = [], {}, None, list(PAD)
-    places = []  # (text number, end), in the order in which they became searchable
+    texts, live, draft, row = [([-2] * 8 + list(prompt), None, SELF)], {}, None, list(PAD)
+    # (text number, end), in the order in which they became searchable
+    places = [(0, end) for end in range(8, 8 + len(prompt))]
     for kind, j, tokens in events:
         if kind == "draft":
             text = PAD + tokens.tolist()
@@ -93,7 +94,7 @@ def brute_force(events, history, sample: int, limit: int, orders: tuple[int, ...
             for number, end in shared[:1] + other[:1]:
                 text, owner, kind = texts[number]
                 length = common_suffix(text[:end], row)
-                candidates.append((length, length, text, end, kind if owner == sample else SIBLING))
+                candidates.append((length, length, text, end, kind if owner in (sample, None) else SIBLING))
             break
     ranked = sorted(enumerate(history), key=lambda item: (-item[1][1], item[0]))
     for n in orders:
@@ -152,14 +153,26 @@ def test_equals_brute_force(orders, alphabet):
     for _ in range(60):
         events = random_events(rng, alphabet, count=int(rng.integers(40)))
         history = [(rng.integers(alphabet, size=rng.integers(1, 40)), float(rng.integers(2))) for _ in range(rng.integers(4))]
-        index = build(events, history, orders=orders)
+        prompt = rng.integers(alphabet, size=rng.integers(40)).tolist()
+        index = build(events, history, orders=orders, prompt=prompt)
         for sample in range(3):
             limit = int(rng.integers(1, 9))
             tokens, length, source = index.propose(sample, limit)
             assert tokens.dtype == np.int32
-            assert (tokens.tolist(), length, source) == brute_force(events, history, sample, limit, orders)
+            assert (tokens.tolist(), length, source) == brute_force(events, history, sample, limit, orders, prompt)
             sources.add(source)
     assert sources == {OWN, SIBLING, SELF, HISTORY}
+
+
+def test_what_the_prompt_says_is_proposed():
+    index = GroupIndex(prompt=[5, 6, 7, 8, 9])
+    assert index.propose(0, 4)[0].tolist() == []  # a response does not begin where its prompt does
+    index.extend(0, ints(5))
+    assert index.propose(0, 4)[0].tolist() == []
+    index.extend(0, ints(6))
+    tokens, length, source = index.propose(0, 2)
+    assert (tokens.tolist(), length, source) == ([7, 8], 2, SELF)
+    assert index.propose(1, 2)[0].tolist() == []
 
 
 @pytest.mark.parametrize("alphabet", [2, 5])

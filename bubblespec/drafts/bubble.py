@@ -37,6 +37,7 @@ class DraftStore:
         return len(self._drafts)
 
     def get(self, key: Key) -> Draft | None:
+        """The draft kept for a sample, if there is one."""
         return self._drafts.get(key)
 
     def put(self, key: Key, draft: Draft) -> bool:
@@ -55,6 +56,7 @@ class DraftStore:
             self.num_tokens -= len(self._drafts.pop(key).tokens)
 
     def state_dict(self) -> dict[str, np.ndarray]:
+        """All drafts, as they go from rank to rank: a header and tokens, see `_pack`."""
         return dict(zip(("header", "tokens"), _pack(self._drafts), strict=True))
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:

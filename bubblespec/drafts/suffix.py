@@ -1,8 +1,11 @@
 """Draft tokens by suffix matching: where the end of a row's response occurred before, propose what followed there.
 
+After prompt lookup (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding) and SuffixDecoding (Oliaro et al. 2024, arXiv
+2411.04975), with the texts that a group of samples has. `benchmarks/suffix_vs_published.py` compares the three.
+
 Sources, in order of trust: the row's own draft (made with the same noise under older weights), the other samples of its group
-(their drafts, and their tokens so far), its own earlier tokens, and responses of earlier epochs. The longest match wins and
-trust breaks ties; the own draft near its expected place gets an advance, see `OWN_BONUS`.
+(their drafts, and their tokens so far), its own earlier tokens, the prompt, and responses of earlier epochs. The longest match
+wins and trust breaks ties; the own draft near its expected place gets an advance, see `OWN_BONUS`.
 
 Texts are little-endian int32 tokens in `bytes`, because three operations at C speed then do all the work: a slice is an n-gram
 that can be a dict key, `find` is a search, and the XOR of two slices as integers shows how long their common suffix is.
@@ -18,14 +21,16 @@ continuation begins.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-OWN, SIBLING, SELF, HISTORY = range(4)  # source of a proposal: own draft, other sample, own tokens so far, earlier epoch
+OWN, SIBLING, SELF, HISTORY = range(4)  # source of a proposal: own draft, other sample, prompt or own tokens, earlier epoch
 SOURCE_NAMES = ("own", "sibling", "self", "history")
 
 PAD = -1  # never a token
+PROMPT_PAD = -2  # in front of the prompt, whose beginning is not the place where responses begin
+PROMPT_OWNER = -1  # never a sample
 TOKEN_BYTES = 4
 END_BITS = 32  # an indexed place is text id << END_BITS | end
 END_MASK = (1 << END_BITS) - 1
@@ -94,12 +99,14 @@ class GroupIndex:
         min_match: int = 2,
         max_match: int = 8,
         orders: tuple[int, ...] | None = None,
+        prompt: Sequence[int] = (),
     ):
         """history: (int tokens [L], reward) of earlier responses, most recent first; preferred by reward, then recency.
 
         min_match: shortest match outside the own draft. max_match: longer matches count as equal. orders: sizes of the indexed
         n-grams, largest first. Of all places that share the row's last n tokens, for the largest such n, the most recent is
-        taken. The default (6, min_match) yields as much as all sizes from max_match down.
+        taken. The default (6, min_match) yields as much as all sizes from max_match down. prompt: tokens; matches in it count
+        as SELF.
         """
         if not 1 <= min_match <= max_match:
             raise ValueError(f"min_match = {min_match} and max_match = {max_match}: need 1 <= min_match <= max_match")
@@ -123,6 +130,9 @@ class GroupIndex:
         oldest_first = list(history)[::-1]
         self.history = [self._pad(tokens) for tokens, _ in sorted(oldest_first, key=lambda pair: pair[1])]
         self.history_index: dict[bytes, int] | None = None
+        if prompt:
+            text = np.array((PROMPT_PAD,) * max_match + tuple(prompt), np.int32).tobytes()
+            self._index(text, 0, max_match, max_match + len(prompt), self._register(text, PROMPT_OWNER, SELF))
 
     def add_draft(self, sample: int, tokens: np.ndarray) -> None:
         """Give `sample` a draft, int [L], aligned with its response, in place of any it had. Its siblings match into it too."""
@@ -177,7 +187,7 @@ class GroupIndex:
                 common = self._common(other, place & END_MASK, wanted)
                 if common > score:
                     best, score, text, at = common, common, other, place & END_MASK
-                    source = self.kinds[text_id] if self.owners[text_id] == sample else SIBLING
+                    source = self.kinds[text_id] if self.owners[text_id] in (sample, PROMPT_OWNER) else SIBLING
         if score < self.max_match and self.history:
             place = self._search_history(context)
             if place is not None:

@@ -130,6 +130,7 @@ class Generator:
 
     @property
     def is_idle(self) -> bool:
+        """Whether there is nothing left to generate."""
         return not self.rows and not self.queue
 
     def add(self, rows: list[Row]) -> None:

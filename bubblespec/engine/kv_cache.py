@@ -38,4 +38,5 @@ class KVCache:
         self.values.clear()
 
     def num_bytes(self) -> int:
+        """Of the tensors that exist; 0 before the first forward."""
         return sum(t.numel() * t.element_size() for t in (*self.keys.values(), *self.values.values()))

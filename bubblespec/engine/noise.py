@@ -15,7 +15,8 @@ MAX_POSITIONS = 1 << 20
 MAX_SAMPLES = 1 << 12
 EVALUATION = 1 << 31  # added to a step so that evaluation never shares a stream with training
 
-# Wellons' triple32 mixer: xorshift-multiply rounds with bias near that of a random function.
+# triple32 of Chris Wellons' hash-prospector (github.com/skeeto/hash-prospector): xorshift-multiply rounds with bias near that of
+# a random function. The key words added between the rounds are ours.
 _MIXER = ((17, 0xED5AD4BB), (11, 0xAC4C1B51), (15, 0x31848BAB))
 _LAST_SHIFT = 14
 
@@ -62,7 +63,8 @@ def random_bits(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
 def gumbel(keys: torch.Tensor, vocab_size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Standard Gumbel noise, dtype [N, V], for int32 keys [N, 4].
 
-    -log(-log1p(-u)) keeps full relative precision for small u, which is where the winners come from.
+    With u uniform in (0, 1), and so 1 - u too, -log(-log(1 - u)) has the Gumbel law exp(-exp(-g)). Written with log1p it
+    keeps full relative precision for small u, which is where the winners come from.
     """
     u = random_bits(keys, vocab_size).to(dtype).add_(0.5).mul_(2.0**-31)
     u.clamp_(max=1.0 - 2.0**-24)

@@ -228,6 +228,7 @@ class SequencePacking:
 
 
 def pack_sequences(lengths: list[int], device: torch.device) -> SequencePacking:
+    """The packing of whole sequences of these lengths, one after the other, each with positions from 0."""
     lengths_array = np.asarray(lengths)
     first = np.cumsum(lengths_array) - lengths_array
     position = np.arange(lengths_array.sum()) - np.repeat(first, lengths_array)

@@ -37,6 +37,7 @@ class Item:
 
     @property
     def key(self) -> Key:
+        """Of its draft in the store."""
         return (self.step, self.prompt.uid, self.sample)
 
 
@@ -48,10 +49,12 @@ class Outlook:
         self.seen = np.empty((0, 2), np.int64)  # tokens of the prompt and of the response, latest last
 
     def learn(self, prompt_lengths: np.ndarray, lengths: np.ndarray) -> None:
+        """Take in responses: tokens of their prompts and of themselves, int64 [responses]. The oldest are forgotten."""
         self.seen = np.concatenate((self.seen, np.stack((prompt_lengths, lengths), axis=1)))[-self.num_kept :]
 
     @property
     def lengths(self) -> np.ndarray:
+        """Tokens of the responses seen, int64, latest last."""
         return self.seen[:, 1]
 
     def guess(self, prompt_lengths: np.ndarray) -> tuple[np.ndarray, float]:

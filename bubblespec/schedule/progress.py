@@ -53,6 +53,7 @@ class RankState:
 
     @classmethod
     def from_numbers(cls, n: list[float]) -> "RankState":
+        """The state whose fields, in their order, are these numbers."""
         return cls(int(n[0]), n[1], int(n[2]), n[3], int(n[4]), bool(n[5]), bool(n[6]))
 
 

@@ -43,6 +43,7 @@ class RunAhead:
     own_first: bool = False
 
     def has_items(self, takes_all: bool) -> bool:
+        """Whether there is something to draft; takes_all: also what pays only on a rank that has nothing else to do."""
         return bool(self.items or (takes_all and self.idle_items))
 
     def grant(self, states: list[RankState]) -> list[list[Item]]:

@@ -157,6 +157,7 @@ class Speculation:
         return flat | {"lengths": self.outlook.seen, "averages": averages, "accepted_by_age": ages, "shared_cost": cost}
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
+        """Take over a saved state."""
         for name, part in (("drafts", self.store), ("history", self.history), ("survival", self.speculator.survival)):
             part.load_state_dict({key.split(".", 1)[1]: array for key, array in state.items() if key.startswith(f"{name}.")})
         self.outlook.seen = state["lengths"]

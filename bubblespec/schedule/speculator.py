@@ -95,6 +95,7 @@ class RowSpeculator:
             self._not_indexed.setdefault(key, []).append((state, row.tokens))
 
     def propose(self, rows: list[Row], lengths: np.ndarray, room: np.ndarray, budget: int) -> list[np.ndarray | None]:
+        """As `Speculator` has it: the windows of all rows together are planned. Nothing for rows that are not tracked."""
         drafts: list[np.ndarray | None] = [None] * len(rows)
         if self._pause:
             self._pause -= 1
@@ -128,6 +129,7 @@ class RowSpeculator:
         return drafts
 
     def observe(self, rows: list[Row], tokens: list[np.ndarray], num_draft: np.ndarray, num_accepted: np.ndarray) -> None:
+        """As `Speculator` has it: learn from what was accepted, and take in the new tokens."""
         stats, started = self.stats, self.clock.perf_counter()
         for row, gained, drafted, accepted in zip(rows, tokens, num_draft.tolist(), num_accepted.tolist(), strict=True):
             state = self._rows.get(id(row))
@@ -169,7 +171,8 @@ class RowSpeculator:
         key = (row.step, row.uid)
         group = self._groups.get(key)
         if group is None:
-            group = self._groups[key] = GroupIndex(self.history.get(row.uid) if self.history is not None else ())
+            history = self.history.get(row.uid) if self.history is not None else ()
+            group = self._groups[key] = GroupIndex(history, prompt=row.prompt)
             for state in self._members[key]:
                 if state.draft is not None:
                     group.add_draft(state.row.sample, state.draft.tokens)

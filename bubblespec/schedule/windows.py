@@ -1,9 +1,10 @@
 """How many draft tokens each row feeds in a forward: as many as pay for themselves.
 
 A forward takes T seconds, and a draft token is accepted only if all before it were. With survival s, the chance that one more
-token of a draft is right, the i-th token of a window adds s**i accepted tokens and the cost of one more token fed. Windows are
-filled greedily, best first, up to the point where accepted tokens per second, rows plus sum of s**i over T, are highest. Where
-no draft token pays, the windows are empty, and the forward is plain decoding.
+token of a draft is right, the i-th token of a window adds s**i accepted tokens and the cost of one more token fed (the sum is
+that of Leviathan et al. 2023, arXiv 2211.17192, equation 1). Windows are filled greedily, best first, up to the point where
+accepted tokens per second, rows plus sum of s**i over T, are highest. Where no draft token pays, the windows are empty, and the
+forward is plain decoding.
 """
 
 import json
@@ -34,6 +35,7 @@ class CostModel:
         self.coefficients = np.array([1e-3, 0.0, 1e-4, 0.0, 0.0])
 
     def anchor(self, rows: int, tokens: int, wide_rows: int, positions: int, seconds: float) -> None:
+        """One forward of the profile; it is never forgotten."""
         self._anchors += self.ANCHOR_WEIGHT * _moments(rows, tokens, wide_rows, positions, seconds)
         self.fit()
 
@@ -46,6 +48,7 @@ class CostModel:
             self.fit()
 
     def fit(self) -> None:
+        """Work the coefficients out anew from all that was observed."""
         self._since_fit = 0
         moments = self._anchors + self._moments
         matrix, target = moments[:, :-1], moments[:, -1]
@@ -62,6 +65,7 @@ class CostModel:
         self.coefficients = np.maximum(self.coefficients, [1e-6, 0.0, 1e-7, 0.0, 0.0])
 
     def seconds(self, rows, tokens, wide_rows=0, positions=0):
+        """Expected seconds of a forward; of numbers or of arrays of one shape."""
         a, b, c, d, e = self.coefficients
         return a + b * rows + c * tokens + d * wide_rows + e * positions
 
@@ -89,6 +93,7 @@ class Survival:
         self._accepted: dict[tuple, float] = {}
 
     def estimate(self, kind: tuple, prior: float) -> float:
+        """The chance for a kind, which is `prior` where nothing was observed of it."""
         weight = self.PRIOR_WEIGHT
         return (self._accepted.get(kind, 0.0) + weight * prior) / (self._trials.get(kind, 0.0) + weight)
 
@@ -113,12 +118,14 @@ class Survival:
         }
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
+        """Take over a saved state."""
         kinds = [tuple(json.loads(kind)) for kind in state["kinds"].tolist()]
         self._trials = dict(zip(kinds, state["counts"][:, 0].tolist(), strict=True))
         self._accepted = dict(zip(kinds, state["counts"][:, 1].tolist(), strict=True))
 
 
 def match_bucket(length: int) -> int:
+    """How many of MATCH_EDGES a match of `length` tokens reaches."""
     return sum(length >= edge for edge in MATCH_EDGES)
 
 

@@ -1,0 +1,116 @@
+"""The README's examples are run as they stand there: a user's own data, model and reward, and the engine alone."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import GQA
+from test_train import read
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2Config
+
+from bubblespec.data import build_prompt_set, make_tokenize
+from bubblespec.engine.generator import Generator, Row
+from bubblespec.engine.model import prepare_model
+from bubblespec.engine.sampling import SamplingParams
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+BLOCK = re.compile(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+RUNS = ("runs/my_data", "runs/my_model", "runs/my_reward")
+
+
+def blocks(heading: str) -> list[tuple[str, str, str]]:
+    """(language, file name or "", text) of the fenced blocks below a heading of the README, in their order."""
+    with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as file:
+        section = file.read().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    return BLOCK.findall(section)
+
+
+def execute(command: list[str], folder) -> str:
+    """The command's output. Its programs are those of this Python, in one thread, and it gets no further file of ours."""
+    path = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]
+    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with the files of "Your own run" and a model of another architecture, in which its commands have been run."""
+    folder = tmp_path_factory.mktemp("own_run")
+    for name in ("train.py", "configs"):
+        os.symlink(os.path.join(ROOT, name), folder / name)
+    tokenizer = AutoTokenizer.from_pretrained(os.path.join(ROOT, "configs/tiny_policy"))
+    torch.manual_seed(0)
+    shape = {**GQA, "vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "max_position_embeddings": 1024}
+    AutoModelForCausalLM.from_config(Qwen2Config(**shape)).save_pretrained(folder / "my_model")
+    tokenizer.save_pretrained(folder / "my_model")
+    for language, name, text in blocks("Your own run"):
+        if name:
+            (folder / name).write_text(text, encoding="utf-8")
+        elif language == "sh":
+            execute(["bash", "-ec", text], folder)
+    return folder
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_own_run_takes_its_steps(folder, run):
+    lines = read(folder / run)
+    assert [line["step"] for line in lines] == [0, 1]
+    assert all(line["completions/max_length"] <= 64 for line in lines)
+    assert AutoModelForCausalLM.from_pretrained(folder / run / "checkpoint-2").num_parameters() > 0
+
+
+def test_own_data_is_what_the_policy_answers(folder):
+    """The first step's reward is the share of right answers that the engine alone gives to the problems of the file."""
+    with open(folder / "my_problems.jsonl", encoding="utf-8") as file:
+        problems = [json.loads(line) for line in file]
+    tokenizer = AutoTokenizer.from_pretrained(folder / "configs/tiny_policy")
+    model = AutoModelForCausalLM.from_pretrained(folder / "configs/tiny_policy").eval()
+    prepare_model(model, max_length=128)
+    engine = Generator(model, num_slots=16, max_length=128, seed=0)
+    engine.params = SamplingParams(stop_token_ids=(tokenizer.eos_token_id,))
+    prompts = build_prompt_set(problems, make_tokenize(tokenizer), max_prompt_length=64).prompts
+    answers = {prompt.uid: problem["answer"] for prompt, problem in zip(prompts, problems, strict=True)}
+    rows = engine.run([Row(p.uid, 0, j, p.token_ids, max_new_tokens=64) for p in prompts for j in range(8)])
+    texts = [tokenizer.decode(row.tokens, skip_special_tokens=True) for row in rows]
+    right = [text.endswith(f"<answer>{answers[row.uid]}</answer>") for text, row in zip(texts, rows, strict=True)]
+    assert 0 < sum(right) < 16
+    assert read(folder / "runs/my_data")[0]["rewards/exact_match/mean"] == sum(right) / 16
+
+
+def test_own_model_is_the_one_trained(folder):
+    config = AutoConfig.from_pretrained(folder / "runs/my_model/checkpoint-2")
+    assert (config.model_type, config.hidden_size) == ("qwen2", GQA["hidden_size"])
+    digests = {run: [line["rollout/digest"] for line in read(folder / run)] for run in RUNS}
+    assert digests["runs/my_model"] != digests["runs/my_data"]
+    # another reward: the same first rollout, other weights, and a reward that can be worked out from the lengths
+    assert digests["runs/my_reward"][0] == digests["runs/my_data"][0]
+
+
+def test_own_reward_is_used(folder):
+    for line, other in zip(read(folder / "runs/my_reward"), read(folder / "runs/my_data"), strict=True):
+        assert line["rewards/brevity/mean"] == pytest.approx(-0.001 * line["completions/mean_length"])
+        assert line["reward"] == pytest.approx(line["rewards/is_right/mean"] + line["rewards/brevity/mean"])
+        if line["rollout/digest"] == other["rollout/digest"]:
+            assert line["rewards/is_right/mean"] == other["rewards/exact_match/mean"]
+
+
+def test_engine_example():
+    (code,) = (text for language, _, text in blocks("How it is laid out") if language == "python")
+    output = execute([sys.executable, "-c", code], ROOT)
+    got = {
+        int(sample): (tokens, finish) for sample, tokens, finish in re.findall(r"^(\d+) \[(.*?)\] (\w+)$", output, re.M | re.S)
+    }
+    assert sorted(got) == list(range(8))
+    # the same rows, one after the other
+    model = AutoModelForCausalLM.from_pretrained(os.path.join(ROOT, "configs/tiny_policy")).eval()
+    prepare_model(model, max_length=256)
+    engine = Generator(model, num_slots=1, max_length=256, seed=0)
+    for row in engine.run([Row(uid=1, step=0, sample=j, prompt=(5, 6, 7), max_new_tokens=20) for j in range(8)]):
+        tokens, finish = got[row.sample]
+        assert [int(token) for token in tokens.split()] == row.tokens.tolist() and finish == row.finish
