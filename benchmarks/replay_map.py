@@ -106,8 +106,9 @@ def bound_of(result: dict, results: list[dict]) -> str:
     return "acceptance" if speedup(None, verification) >= speedup(run, 0.0) else "verification"
 
 
-def draw(results: list[dict], path: str, title: str) -> None:
-    """A panel for each lengths and number of ranks: drafts by verification, coloured by speed-up, with what bounds it."""
+def draw_map(results: list[dict], title: str):
+    """A figure with a panel for each lengths and number of ranks: drafts by verification, coloured by speed-up, with what bounds
+    it."""
     from matplotlib.figure import Figure
 
     lengths, ranks = (list(dict.fromkeys(result[name] for result in results)) for name in ("lengths", "ranks"))
@@ -134,7 +135,7 @@ def draw(results: list[dict], path: str, title: str) -> None:
     figure.colorbar(image, ax=panels, label="rollout speed-up over none", shrink=0.8)
     meaning = ", ".join(f"{letter} = {name}" for name, letter in BOUNDS.items())
     figure.suptitle(f"{title}\nbounded by: {meaning}", fontsize=9)
-    figure.savefig(path)
+    return figure
 
 
 def main() -> int:
@@ -173,7 +174,7 @@ def main() -> int:
         )
     print(f"\n{len(results)} cells in {spent:.0f} s with {arguments.jobs} jobs")
     if arguments.figure:
-        draw(results, arguments.figure, title)
+        draw_map(results, title).savefig(arguments.figure)
     return 0
 
 

@@ -184,6 +184,20 @@ def draw_steps(runs: list[Run]) -> Figure:
     return figure
 
 
+def draw_scaling(found: dict[float, tuple[float, float]], label: str, waiting_of: str = "none") -> Figure:
+    """Speed-up, and share of the rollouts spent waiting, over what was varied: {value: (speed-up, share)}."""
+    figure, axes = _figure(10, 3.0, 1, 2)
+    values = list(found)
+    for one, number, unit in ((axes[0], 0, "rollout speed-up over none"), (axes[1], 1, f"share spent waiting, {waiting_of}")):
+        one.plot(values, [found[value][number] for value in values], "o-", color=f"C{number}", markersize=5)
+        one.set_xscale("log", base=2)
+        one.set_xticks(values, [f"{value:g}" for value in values])
+        one.set_ylim(0)
+        _label(one, "simulated", label, unit)
+    axes[0].axhline(1.0, color="#999999", linewidth=1, linestyle=":")
+    return figure
+
+
 def draw_learning(runs: list[Run]) -> Figure:
     """Training reward (thin) and held-out reward (dots), over steps and over seconds. Equal curves lie on one another, the first
     one widest."""

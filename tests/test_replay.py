@@ -638,5 +638,5 @@ def test_cells_of_the_map_are_simulated_and_drawn(monkeypatch, tmp_path):
         result["bound"] = replay_map.bound_of(result, results)
     by_place = {(r["run"], r["verification"]): r["speedup"] for r in results}
     assert by_place[None, 0.0] > by_place[None, 4.0] and by_place[None, 0.0] > 1.1
-    replay_map.draw(results, str(tmp_path / "map.png"), "a test")
+    replay_map.draw_map(results, "a test").savefig(tmp_path / "map.png")
     assert (tmp_path / "map.png").stat().st_size > 10_000

@@ -46,7 +46,9 @@ def analytic_cost(gpu: str, model: str, launch_s: float, bandwidth_share: float,
         f"{GPUS[gpu][1] / 1e12:g} TFLOP/s bfloat16 at {compute_share:g}, launch {launch_s * 1e3:g} ms"
     )
     constant = launch_s + max(weights_s, token_s)
-    return ForwardCost(knots, slopes, constant, rates, kind="analytic", hardware={"source": source})
+    return ForwardCost(
+        knots, slopes, constant, rates, kind="analytic", hardware={"source": source}, model=f"Qwen2.5-{model.upper()}, bfloat16"
+    )
 
 
 def main() -> int:

@@ -138,15 +138,20 @@ class ForwardCost:
 
 def cost_from_trace(folder: str) -> ForwardCost:
     """The cost of forwards on the machine that recorded a trace, host work between them included. Raises InputError."""
-    meta, table = read_meta(folder), read_table(folder, "forwards")
-    columns = {name: table[name].to_numpy() for name in table.column_names}
+    return cost_from_traces([folder])
+
+
+def cost_from_traces(folders: list[str]) -> ForwardCost:
+    """The same from several traces of one machine, model and number of ranks."""
+    meta, tables = read_meta(folders[0]), [read_table(folder, "forwards") for folder in folders]
+    columns = {name: np.concatenate([table[name].to_numpy() for table in tables]) for name in tables[0].column_names}
     loads = np.stack([columns[name] for name in ("rows", "tokens", "wide_rows", "positions", "prompt_tokens", "draft_tokens")], 1)
     has_looked = columns["looked_up_rows"] > 0
     propose_s = np.where(has_looked, columns["propose_s"], 0.0)
     try:
         cost = ForwardCost.fit(loads, columns["end_s"] - columns["begin_s"] - propose_s)
     except ValueError as error:
-        raise InputError(f"{folder}: {error}") from error
+        raise InputError(f"{folders[0]}: {error}") from error
     if has_looked.any():
         cost.propose = fit_propose(columns["looked_up_rows"][has_looked], propose_s[has_looked])
     cost.hardware, cost.versions = meta["hardware"], meta["versions"]

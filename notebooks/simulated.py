@@ -1,0 +1,36 @@
+"""Simulated runs for scaling.ipynb: a case is a workload and a number of ranks."""
+
+from dataclasses import dataclass
+
+from bubblespec.config import config_of_sections
+from bubblespec.replay.__main__ import BLANK, nested
+from bubblespec.replay.simulate import SimulatedStep, simulate
+from bubblespec.replay.workload import Synthetic, Workload
+
+GENERATIONS = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """Lognormal lengths of `mean` tokens cut at `longest`; drafts leave their response after `mismatch` tokens on average, and
+    then give about 2 tokens a pass; every rank has `rows` responses in each of `steps` steps."""
+
+    mean: float
+    longest: int
+    mismatch: float
+    ranks: int
+    rows: int
+    steps: int
+
+
+def run_case(case: Case, cost, method: str) -> list[SimulatedStep]:
+    """Its steps with a speculative.method. cost: see `simulate`."""
+    spec = Synthetic(case.mean, case.longest, prompt=64, run=case.mismatch, tokens_a_pass=2.0, steps=case.steps)
+    prompts = case.ranks * case.rows // GENERATIONS
+    rollout = {"num_prompts_per_step": prompts, "num_generations": GENERATIONS, "max_completion_length": case.longest}
+    sections = nested(BLANK) | {"rollout": rollout | {"max_batch_tokens": 8192}, "speculative": {"method": method}}
+    return simulate(config_of_sections(sections, [], "a case"), Workload(spec, prompts, GENERATIONS), cost, case.ranks)
+
+
+def total_s(steps: list[SimulatedStep]) -> float:
+    return sum(step.seconds for step in steps)
