@@ -154,7 +154,7 @@ def run(arguments: argparse.Namespace) -> None:
     max_length = max(max(lengths) + grown, NUM_CHUNKS * max(chunks) + 2)
     try:
         prepare_model(model, max_length)
-        kernel = choose_kernel("auto", device)
+        kernel = choose_kernel("auto", device, model.dtype)
     except ValueError as error:
         raise InputError(f"--model: {error}") from error
     most_tokens = max(arguments.max_tokens, max(rows))

@@ -35,6 +35,7 @@ HARMLESS = {
     "model.trust_remote_code",
     "rollout.num_slots",
     "rollout.max_batch_tokens",
+    "rollout.enforce_eager",
     "eval.num_generations",
     "eval.temperature",
     "rollout.free_cache_engine",

@@ -74,6 +74,12 @@ def assign_prompts(num_prompts: int, world_size: int) -> list[list[int]]:
     return [list(range(rank, num_prompts, world_size)) for rank in range(world_size)]
 
 
+def owner_ranks(num_prompts: int, world_size: int) -> list[int]:
+    """The rank that generates each prompt of the batch."""
+    rank_of = {number: rank for rank, share in enumerate(assign_prompts(num_prompts, world_size)) for number in share}
+    return [rank_of[number] for number in range(num_prompts)]
+
+
 def make_rows(prompts: list[Prompt], step: int, num_generations: int, max_new_tokens: int) -> list[Row]:
     """The rows to generate for a step's prompts, those of a prompt adjacent."""
     return [Row(p.uid, step, j, p.token_ids, max_new_tokens) for p in prompts for j in range(num_generations)]

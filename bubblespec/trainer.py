@@ -21,7 +21,7 @@ from bubblespec.metrics import MetricsLogger
 from bubblespec.optimizer import Optimizer
 from bubblespec.out_of_memory import TokenBudget
 from bubblespec.rewards import RewardFunction, combine, overlong_penalty
-from bubblespec.rollout import Samples, assign_prompts, gather_samples, generate, make_rows
+from bubblespec.rollout import Samples, assign_prompts, gather_samples, generate, make_rows, owner_ranks
 from bubblespec.schedule.run_ahead import RolloutStats
 from bubblespec.schedule.speculation import Speculation
 from bubblespec.scoring import Scorer
@@ -72,8 +72,7 @@ class Trainer:
 
     def owners(self, prompts: list[Prompt]) -> list[int]:
         """The rank that generates each prompt of a batch."""
-        rank_of = {n: rank for rank, share in enumerate(assign_prompts(len(prompts), self.ranks.world_size)) for n in share}
-        return [rank_of[n] for n in range(len(prompts))]
+        return owner_ranks(len(prompts), self.ranks.world_size)
 
     def combined(self, samples: Samples) -> np.ndarray:
         """Reward of each sample in training: the weighted sum and the overlong penalty, float64 [S]."""

@@ -15,7 +15,18 @@ from bubblespec.distributed import Ranks, RankTimeout, StopRequested, signals_st
 from bubblespec.schedule.progress import ProgressBoard, RankState
 
 
-def test_signals_only_note_a_wish_to_stop():
+@pytest.fixture
+def usual_signals():
+    """As a shell starts a command in the foreground: in the background it has it ignore Ctrl-C, and nohup a hang-up."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_signals_only_note_a_wish_to_stop(usual_signals):
     ranks = Ranks(torch.device("cpu"))
     before = signal.getsignal(signal.SIGTERM)
     with signals_stop(ranks):

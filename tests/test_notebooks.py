@@ -20,7 +20,7 @@ def working_copy(tmp_path, monkeypatch) -> Path:
     """A tree whose notebooks are copies and the rest links; the user's own Jupyter settings and history are not in sight."""
     tree = tmp_path / "tree"
     shutil.copytree(ROOT / "notebooks", tree / "notebooks", ignore=shutil.ignore_patterns("__pycache__", ".*"))
-    for name in ("bubblespec", "benchmarks", "configs"):
+    for name in ("bubblespec", "benchmarks", "configs", "docs"):
         (tree / name).symlink_to(ROOT / name)
     for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
         monkeypatch.setenv(name, str(tmp_path / name.lower()))
@@ -122,6 +122,21 @@ def test_ablation(working_copy):
     tables = text(notebook, "markdown")
     assert "| run | speculative.method |" in tables and "the same in all 30 steps" in tables
     assert "| bubble+suffix | bubble+suffix |" in tables and f" {found['bubble+suffix'][2]:.2f}x |" in tables
+
+
+def test_scaling(working_copy):
+    wanted = """{
+        "speedup": speedup, "ranks": {n: speedup for n, (speedup, _) in by_ranks.items()}, "cells": len(found["cells"]),
+        "waiting": {n: waiting for n, (_, waiting) in by_ranks.items()},
+        "mismatch": {n: speedup for n, (speedup, _) in by_mismatch.items()},
+        "same": [a.digest == b.digest for a, b in zip(*steps.values())],
+    }"""
+    notebook, found = execute(working_copy, "scaling", wanted)
+    assert pictures(notebook) == 4 and found["cells"] > 4
+    assert found["same"] == [True] * 4, "drafts change no token here either"
+    assert found["speedup"] > 1.2
+    assert found["waiting"]["1"] < 0.01 < 0.2 < found["waiting"]["2"] < found["waiting"]["8"]
+    assert found["mismatch"]["400"] > found["mismatch"]["25"]
 
 
 def test_ablation_of_other_runs_leaves_out_what_is_no_run_and_what_is_torn(working_copy, tmp_path):

@@ -16,7 +16,7 @@ from bubblespec.errors import InputError
 from bubblespec.memory import most_slots
 from bubblespec.replay.engine import SimulatedGenerator, SimulatedSpeculator
 from bubblespec.replay.world import SimulatedBoard, SimulatedRanks, World
-from bubblespec.rollout import assign_prompts, digest, gather_samples, generate, make_rows
+from bubblespec.rollout import assign_prompts, digest, gather_samples, generate, make_rows, owner_ranks
 from bubblespec.schedule.run_ahead import RolloutStats
 from bubblespec.schedule.speculation import Speculation, profile
 from bubblespec.schedule.windows import CostModel
@@ -133,9 +133,7 @@ class _Rank:
         return self.workload.draft(row.step, row.uid, row.sample, row.step - self.version, row.max_new_tokens, so_far)
 
     def _owners(self, prompts: list) -> list[int]:
-        shares = assign_prompts(len(prompts), self.ranks.world_size)
-        rank_of = {number: rank for rank, share in enumerate(shares) for number in share}
-        return [rank_of[number] for number in range(len(prompts))]
+        return owner_ranks(len(prompts), self.ranks.world_size)
 
     def run(self, steps: list[SimulatedStep]) -> None:
         for step in steps:
