@@ -192,7 +192,7 @@ def draw_scaling(found: dict[float, tuple[float, float]], label: str, waiting_of
         one.plot(values, [found[value][number] for value in values], "o-", color=f"C{number}", markersize=5)
         one.set_xscale("log", base=2)
         one.set_xticks(values, [f"{value:g}" for value in values])
-        one.set_ylim(0)
+        one.set_ylim(0, 1.1 * max(found[value][number] for value in values))
         _label(one, "simulated", label, unit)
     axes[0].axhline(1.0, color="#999999", linewidth=1, linestyle=":")
     return figure
