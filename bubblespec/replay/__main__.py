@@ -45,7 +45,9 @@ class Drafts:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Rollouts of a run, simulated on any number of ranks")
+    parser = argparse.ArgumentParser(
+        "python -m bubblespec.replay", description="Rollouts of a run, simulated on any number of ranks"
+    )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--trace", metavar="RUN_DIR", help="output_dir of a run with trace.enabled")
     names = ", ".join(f.name for f in dataclasses.fields(Synthetic))
