@@ -51,7 +51,7 @@ from bubblespec.distributed import Ranks
 from bubblespec.drafts.bubble import Draft, DraftStore
 from bubblespec.errors import InputError, say
 from bubblespec.forward_log import Forward, ForwardLog
-from bubblespec.rollout import assign_prompts
+from bubblespec.rollout import owner_ranks
 from bubblespec.timeline import total_s
 
 if TYPE_CHECKING:  # which know this module
@@ -266,9 +266,8 @@ def _response_columns(step: int, collected: "Collected", drafts: dict[tuple[int,
     samples, n = collected.generated, collected.generated.num_generations
     batch, owner = [], []  # of each prompt
     for number, size in enumerate(collected.batch_sizes):
-        rank_of = {i: rank for rank, share in enumerate(assign_prompts(size, world_size)) for i in share}
         batch += [number] * size
-        owner += [rank_of[i] for i in range(size)]
+        owner += owner_ranks(size, world_size)
     uids = [samples.prompt_of(i).uid for i in range(len(samples))]
     found = [drafts.get((uid, i % n)) for i, uid in enumerate(uids)]
     return {
