@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import signal
 import time
-from dataclasses import astuple
 from datetime import timedelta
 from functools import partial
 
@@ -84,7 +83,7 @@ class Player:
         return RankState(3, self.steps + 1.0, self.drafted, self.step_s, len(self.ticks), self.steps == 0)
 
     def act(self, states: list[RankState]) -> None:
-        self.ticks.append([astuple(state) for state in states])
+        self.ticks.append([tuple(state) for state in states])
         self.acted = time.monotonic()
         self.read.append([self.board.slowest_rank, self.board.expected_remaining_s, self.board.are_others_done])
 

@@ -202,9 +202,9 @@ class Generator:
             return []
         count = self._plan()
         active = len(self.rows)
-        num_prompt = np.clip(self.prompt_length[:active] - 1 - self.cached[:active], 0, count)
+        num_prompt = np.minimum(np.maximum(self.prompt_length[:active] - 1 - self.cached[:active], 0), count)
         ends = self.cached[:active] + count
-        slots = np.flatnonzero(ends >= self.length[:active])
+        slots = (ends >= self.length[:active]).nonzero()[0]
         num_draft = ends[slots] - self.length[slots]
         wide = np.count_nonzero(count > 1)
         self.load = Load(active, int(count.sum()), wide, int(ends.sum()), int(num_prompt.sum()), int(num_draft.sum()))
@@ -227,8 +227,10 @@ class Generator:
         """New tokens of each active row in this forward, int64 [R]: decoding rows first, then prompts under the token budget,
         then drafts, which are written behind the known tokens of their rows."""
         active = len(self.rows)
-        self._share_prefills()
         wanted = self.length[:active] - self.cached[:active]
+        if wanted.max() > 1:
+            self._share_prefills()
+            wanted = self.length[:active] - self.cached[:active]
         prefilling = wanted > 1
         count = np.where(prefilling, 0, wanted)
         budget = int(self.max_batch_tokens - count.sum())
@@ -243,7 +245,7 @@ class Generator:
             count[slot] = min(wanted[slot], budget, prefill_budget)
             budget -= int(count[slot])
             prefill_budget -= int(count[slot])
-        decoding = np.flatnonzero(~prefilling)
+        decoding = (~prefilling).nonzero()[0]
         if self.speculator is not None and budget > 0 and len(decoding):
             count[decoding] += self._write_drafts(decoding, budget)
         return count
@@ -252,7 +254,7 @@ class Generator:
         """Ask for drafts and put them behind the rows' known tokens; returns their lengths, int64 [slots]."""
         generated = self.length[slots] - self.prompt_length[slots]
         room = self.limit[slots] - generated - 1  # the sampled token after the draft needs a place too
-        drafts = self.speculator.propose([self.rows[s] for s in slots], generated, room, budget)
+        drafts = self.speculator.propose([self.rows[s] for s in slots.tolist()], generated, room, budget)
         lengths = np.zeros(len(slots), np.int64)
         for i, draft in enumerate(drafts):
             if draft is None:
@@ -310,23 +312,24 @@ class Generator:
         self, slots: np.ndarray, num_draft: np.ndarray, accepted: np.ndarray, token: np.ndarray, logprobs: np.ndarray
     ) -> None:
         """Append what the rows in `slots` gain; see `_forward`."""
-        first = np.cumsum(num_draft + 1) - (num_draft + 1)
-        generated = self.length[slots] - self.prompt_length[slots]
-        gained = num_gained(token, accepted, num_draft, self.params.stop_token_ids, self.limit[slots] - generated)
+        begin, generated = self.length[slots], self.length[slots] - self.prompt_length[slots]
         if len(token) == len(slots):  # no drafts; what follows gives the same
-            self.tokens[slots, self.length[slots]] = token
+            first, gained = np.arange(len(slots)), np.ones(len(slots), np.int64)
+            self.tokens[slots, begin] = token
             self.logprobs[slots, generated] = logprobs.T
         else:
+            first = (num_draft + 1).cumsum() - (num_draft + 1)
+            gained = num_gained(token, accepted, num_draft, self.params.stop_token_ids, self.limit[slots] - generated)
             row, offset = _ragged(gained)
             source = first[row] + offset
-            self.tokens[slots[row], self.length[slots[row]] + offset] = token[source]
+            self.tokens[slots[row], begin[row] + offset] = token[source]
             self.logprobs[slots[row], generated[row] + offset] = logprobs[:, source].T
-        self.length[slots] += gained
+        self.length[slots] = begin + gained
         # Keys and values are those of the accepted tokens; whatever lies behind them is overwritten before it is read.
-        self.cached[slots] = self.length[slots] - 1
+        self.cached[slots] = begin + gained - 1
         if self.speculator is not None:
             tokens = [token[begin:end] for begin, end in zip(first.tolist(), (first + gained).tolist(), strict=True)]
-            self.speculator.observe([self.rows[slot] for slot in slots], tokens, num_draft, np.minimum(accepted, gained))
+            self.speculator.observe([self.rows[slot] for slot in slots.tolist()], tokens, num_draft, np.minimum(accepted, gained))
 
     def _make_keys(self, slots: np.ndarray, needed: np.ndarray) -> None:
         """Keys of the first `needed` response positions of each slot, int64 [M], and of KEYS_AHEAD more: a key at a time costs
@@ -346,7 +349,9 @@ class Generator:
         """Take out the rows in `slots` whose last token ends them."""
         stopped = is_stop(self.tokens[slots, self.length[slots] - 1], self.params.stop_token_ids)
         full = self.length[slots] - self.prompt_length[slots] >= self.limit[slots]
-        finished = []
+        finished: list[Row] = []
+        if not (stopped | full).any():
+            return finished
         for slot, by_stop in zip(slots[stopped | full][::-1], stopped[stopped | full][::-1], strict=True):
             # From the last slot down, so that the row moving into a freed slot is never one that has finished too.
             row = self._take_results(slot)

@@ -48,7 +48,7 @@ class World:
         self._ended = threading.Lock()
         self._meetings = [0] * num_ranks
         self._present: dict[int, dict[int, object]] = {}  # by meeting, what each rank has brought
-        self._posted: dict[int, dict[int, list[float]]] = {}  # by tick, each rank's numbers
+        self._posted: dict[int, dict[int, RankState]] = {}  # by tick, each rank's state
         self._complete_at: dict[int, float] = {}  # ticks to which all ranks have posted
         self._busy_until = [0.0] * num_ranks  # the end of each rank's last forward
 
@@ -130,11 +130,11 @@ class World:
             self.now[rank] = over
         return [present[other] for other in range(self.num_ranks)]
 
-    def post(self, rank: int, tick: int, numbers: list[float]) -> None:
+    def post(self, rank: int, tick: int, state: RankState) -> None:
         """Start a tick on this rank; complete `tick_s` after the last rank has."""
         self.now[rank] += self.post_s
         posted = self._posted.setdefault(tick, {})
-        posted[rank] = numbers
+        posted[rank] = state
         self._complete_at[tick] = max(self._complete_at.get(tick, 0.0), self.now[rank] + self.tick_s)
         if len(posted) == self.num_ranks:
             self._posted.pop(tick - 2, None)  # all have read the one before this, to post to this
@@ -153,7 +153,7 @@ class World:
         self.wait(rank, min(until, max(self.complete_at(tick), self.now[rank])))
         self._tick_awaited[rank] = None
 
-    def numbers(self, tick: int) -> list[list[float]]:
+    def states(self, tick: int) -> list[RankState]:
         posted = self._posted[tick]
         return [posted[rank] for rank in range(self.num_ranks)]
 
@@ -202,7 +202,7 @@ class SimulatedBoard(ProgressBoard):
         self._tick = 0  # of the whole run
 
     def _post(self) -> None:
-        self._world.post(self._rank, self._tick, self._numbers.tolist())
+        self._world.post(self._rank, self._tick, RankState.from_numbers(self._numbers.tolist()))
 
     def _is_complete(self) -> bool:
         now = self._world.now[self._rank]
@@ -223,6 +223,6 @@ class SimulatedBoard(ProgressBoard):
                 self._clock.sleep(NAP_S)
         return None
 
-    def _receive(self) -> list[list[float]]:
+    def _receive(self) -> list[RankState]:
         self._tick += 1
-        return self._world.numbers(self._tick - 1)
+        return self._world.states(self._tick - 1)

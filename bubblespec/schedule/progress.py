@@ -11,9 +11,8 @@ A tick is a meeting of the roll call like any other collective: that is how a ra
 import contextlib
 import math
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, fields
 from datetime import timedelta
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -29,8 +28,7 @@ NAP_S = 2e-4
 INTERVAL_S = 1e-2
 
 
-@dataclass(frozen=True)
-class RankState:
+class RankState(NamedTuple):
     """What a rank tells the others in a tick.
 
     active_rows: rows it decodes now; tokens_left: expected tokens until its last row ends, counted along that row;
@@ -57,7 +55,7 @@ class RankState:
         return cls(int(n[0]), n[1], int(n[2]), n[3], int(n[4]), bool(n[5]), bool(n[6]))
 
 
-NUM_NUMBERS = len(fields(RankState))
+NUM_NUMBERS = len(RankState._fields)
 
 
 class ProgressBoard:
@@ -144,7 +142,7 @@ class ProgressBoard:
         try:
             if own is not None:
                 self._in_flight = True
-                self._numbers[:] = astuple(own)
+                self._numbers[:] = own
                 self._post()
                 if not own.is_done:
                     return None  # it has work to do, and no tick completes as fast as that
@@ -187,16 +185,16 @@ class ProgressBoard:
         while not self._is_complete() and self._clock.monotonic() < end:
             self._clock.sleep(NAP_S)
 
-    def _receive(self) -> list[list[float]]:
-        """The numbers of all ranks, by rank, in the tick that is complete."""
+    def _receive(self) -> list[RankState]:
+        """The states of all ranks, by rank, in the tick that is complete."""
         with self._on_stream():
             if self._work is not None:
                 self._work.wait()  # complete: raises if it failed, and orders the stream behind the collective
                 self._work = None
-            return self._everyone.cpu().numpy().reshape(-1, NUM_NUMBERS).tolist()
+            return [RankState.from_numbers(row) for row in self._everyone.cpu().numpy().reshape(-1, NUM_NUMBERS).tolist()]
 
     def _take(self) -> list[RankState]:
-        self.last_states = [RankState.from_numbers(row) for row in self._receive()]
+        self.last_states = self._receive()
         self._in_flight = False
         self.must_stop = any(state.must_stop for state in self.last_states)
         self.num_ticks += 1

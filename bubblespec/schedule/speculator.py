@@ -4,6 +4,7 @@ Implements the engine's `Speculator`. It decides about time only: the engine acc
 """
 
 import time
+from bisect import bisect_right
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -145,7 +146,7 @@ class RowSpeculator:
                     stats.num_draft += drafted
                     stats.num_accepted += accepted
                     stats.num_covered += min(accepted + 1, drafted)
-                    stats.accepted_lengths[np.searchsorted(WINDOWS, accepted, side="right") - 1] += 1
+                    stats.accepted_lengths[bisect_right(WINDOWS, accepted) - 1] += 1
                     _count(stats.by_source, state.kind[0], drafted, accepted)
                     if state.kind[0] == ALIGNED:
                         _count(stats.by_age, state.age, drafted, accepted)
@@ -176,8 +177,11 @@ class RowSpeculator:
             for state in self._members[key]:
                 if state.draft is not None:
                     group.add_draft(state.row.sample, state.draft.tokens)
+        gained: dict[int, list[np.ndarray]] = {}  # by sample, so that each grows but once
         for state, tokens in self._not_indexed.pop(key, ()):
-            group.extend(state.row.sample, tokens)
+            gained.setdefault(state.row.sample, []).append(tokens)
+        for sample, parts in gained.items():
+            group.extend(sample, np.concatenate(parts) if len(parts) > 1 else parts[0])
         return group
 
 

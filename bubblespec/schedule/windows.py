@@ -31,25 +31,27 @@ class CostModel:
         self.forgetting, self.refresh = forgetting, refresh
         self._anchors = np.zeros((self.NUM_TERMS, self.NUM_TERMS + 1))
         self._moments = np.zeros_like(self._anchors)  # of x / seconds, and their sum, which is the right-hand side
-        self._since_fit = 0
+        self._observed: list[tuple[float, ...]] = []  # since the last fit: a row of x, and its seconds
         self.coefficients = np.array([1e-3, 0.0, 1e-4, 0.0, 0.0])
 
     def anchor(self, rows: int, tokens: int, wide_rows: int, positions: int, seconds: float) -> None:
         """One forward of the profile; it is never forgotten."""
-        self._anchors += self.ANCHOR_WEIGHT * _moments(rows, tokens, wide_rows, positions, seconds)
+        self._anchors += self.ANCHOR_WEIGHT * _moments([(1.0, rows, tokens, wide_rows, positions, seconds)], 1.0)
         self.fit()
 
     def observe(self, rows: int, tokens: int, wide_rows: int, positions: int, seconds: float) -> None:
         """One forward. Five times slower than expected is an interruption: left out."""
         if seconds < 5 * self.seconds(rows, tokens, wide_rows, positions):
-            self._moments = self.forgetting * self._moments + _moments(rows, tokens, wide_rows, positions, seconds)
-            self._since_fit += 1
-        if self._since_fit >= self.refresh:
+            self._observed.append((1.0, rows, tokens, wide_rows, positions, seconds))
+        if len(self._observed) >= self.refresh:
             self.fit()
 
     def fit(self) -> None:
         """Work the coefficients out anew from all that was observed."""
-        self._since_fit = 0
+        if self._observed:
+            self._moments *= self.forgetting ** len(self._observed)
+            self._moments += _moments(self._observed, self.forgetting)
+            self._observed.clear()
         moments = self._anchors + self._moments
         matrix, target = moments[:, :-1], moments[:, -1]
         ridge = np.diag(np.maximum(np.diag(matrix), 1e-12)) * 1e-6
@@ -70,12 +72,12 @@ class CostModel:
         return a + b * rows + c * tokens + d * wide_rows + e * positions
 
 
-def _moments(rows: int, tokens: int, wide_rows: int, positions: int, seconds: float) -> np.ndarray:
-    x = np.array([1.0, rows, tokens, wide_rows, positions]) / seconds
-    moments = np.empty((len(x), len(x) + 1))
-    np.multiply.outer(x, x, out=moments[:, :-1])
-    moments[:, -1] = x
-    return moments
+def _moments(observed: list[tuple[float, ...]], forgetting: float) -> np.ndarray:
+    """Sums over forwards of what the normal equations need, the latest last and with weight 1; of relative errors."""
+    x = np.array(observed, np.float64)
+    x = x[:, :-1] / x[:, -1:]
+    weighted = x * forgetting ** np.arange(len(x) - 1, -1, -1)[:, None]
+    return np.concatenate((weighted.T @ x, weighted.sum(axis=0)[:, None]), axis=1)
 
 
 class Survival:
@@ -137,25 +139,28 @@ def choose_windows(
     survival: float64 [R]; available: int64 [R], tokens proposed for each; positions: attended by all rows together; budget:
     most draft tokens together; overhead_s: what finding the proposals took.
     """
-    rows = len(survival)
-    s = np.clip(survival, 1e-3, 1 - 1e-6)[:, None]
-    reach = np.minimum(WINDOWS, available[:, None])
-    tokens = np.diff(reach, axis=1)  # [R, segments]
+    rows, windows = len(survival), np.zeros(len(survival), np.int64)
+    drafted = np.flatnonzero(available)
+    if len(drafted) == 0:
+        return windows, False
+    s = np.minimum(np.maximum(survival[drafted], 1e-3), 1 - 1e-6)[:, None]
+    reach = np.minimum(WINDOWS, available[drafted, None])
+    tokens = reach[:, 1:] - reach[:, :-1]  # [rows with drafts, segments]
     expected = s * (1 - s**reach) / (1 - s)  # sum of s**i up to each window
-    gain = np.diff(expected, axis=1)
+    gain = expected[:, 1:] - expected[:, :-1]
     is_first = np.zeros(tokens.shape)
     is_first[:, 0] = 1.0
     price = cost.coefficients[2] * tokens + cost.coefficients[3] * is_first
     # A row's segments stay in order, the first with its price of a wide row on it.
     density = np.minimum.accumulate(np.where(tokens > 0, gain / np.maximum(price, 1e-12), -1.0), axis=1).ravel()
     order = np.argsort(-density, kind="stable")
-    order = order[density[order] > 0]
     fed = np.cumsum(tokens.ravel()[order])
-    order, fed = order[fed <= budget], fed[fed <= budget]
+    order = order[: min(int(np.searchsorted(fed, budget, side="right")), np.count_nonzero(density > 0))]
+    fed = np.concatenate(([0], fed[: len(order)]))
     gained = np.concatenate(([0.0], np.cumsum(gain.ravel()[order])))
     wide = np.concatenate(([0.0], np.cumsum(is_first.ravel()[order])))
-    seconds = cost.seconds(rows, rows + np.concatenate(([0], fed)), wide, positions)
+    seconds = cost.seconds(rows, rows + fed, wide, positions)
     best = int(((rows + gained) / seconds).argmax())
     chosen = order[:best]
-    windows = np.bincount(chosen // tokens.shape[1], weights=tokens.ravel()[chosen], minlength=rows).astype(np.int64)
+    windows[drafted] = np.bincount(chosen // tokens.shape[1], weights=tokens.ravel()[chosen], minlength=len(drafted))
     return windows, bool((rows + gained[best]) / (seconds[best] + overhead_s) > rows / seconds[0])
