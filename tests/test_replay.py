@@ -1,13 +1,14 @@
 """The replay simulator: virtual time against hand calculations, its engine against the real one, its texts against what they
 promise, and the command line."""
 
+import contextlib
 import hashlib
-import itertools
 import json
 import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -614,29 +615,42 @@ def test_a_run_without_the_simulator_reads_the_real_clock():
 # The map
 
 
+def cell(mismatch, verification, speedup, drift=0) -> dict:
+    place = {"lengths": "a", "ranks": 8, "rows": 8, "steps": 4}
+    return place | {"mismatch": mismatch, "drift": drift, "verification": verification, "speedup": speedup}
+
+
 def test_a_cell_is_bounded_by_what_would_help_it_most():
-    def cell(run, verification, speedup):
-        return {"lengths": "a", "ranks": 8, "run": run, "verification": verification, "speedup": speedup}
-
-    cells = [cell(None, 0.0, 2.0), cell(None, 4.0, 1.5), cell(500.0, 0.0, 1.2), cell(500.0, 4.0, 1.1)]
+    cells = [cell(None, 0.0, 2.0), cell(None, 4.0, 1.5), cell(500.0, 0.0, 1.2), cell(500.0, 4.0, 1.1), cell(500.0, 0.0, 1.9, 1)]
     bounds = [replay_map.bound_of(one, cells) for one in cells]
-    assert bounds == ["bubble volume", "verification", "acceptance", "acceptance"]
+    assert bounds == ["bubble volume", "verification", "acceptance", "acceptance", "bubble volume"]
+    assert replay_map.bound_of(cells[3], cells[1:]) is None
 
 
-def test_cells_of_the_map_are_simulated_and_drawn(monkeypatch, tmp_path):
+def test_a_map_is_made_in_several_commands_and_drawn(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(replay_map, "LENGTHS", {"tiny": (20.0, 80)})
-    results = []
-    for run, verification in itertools.product(replay_map.RUNS, replay_map.VERIFICATION):
-        found = {}
-        for method in ("none", "bubble+suffix"):
-            cell = (method, "tiny", 2, run, verification, 8, 3)
-            found[method] = replay_map.simulate_cell(cell)[1]
-        speedup = found["none"]["seconds"] / found["bubble+suffix"]["seconds"]
-        results.append({"lengths": "tiny", "ranks": 2, "run": None if run == float("inf") else run, "verification": verification})
-        results[-1] |= {"speedup": speedup}
-    for result in results:
-        result["bound"] = replay_map.bound_of(result, results)
-    by_place = {(r["run"], r["verification"]): r["speedup"] for r in results}
-    assert by_place[None, 0.0] > by_place[None, 4.0] and by_place[None, 0.0] > 1.1
-    replay_map.draw_map(results, "a test").savefig(tmp_path / "map.png")
-    assert (tmp_path / "map.png").stat().st_size > 10_000
+    # What a pool does, in this process, where the lengths are replaced.
+    alone = SimpleNamespace(Pool=lambda jobs: contextlib.nullcontext(SimpleNamespace(imap_unordered=map)))
+    monkeypatch.setattr(replay_map.multiprocessing, "get_context", lambda kind: alone)
+    simulated, simulate_run = [], replay_map.simulate_run
+    monkeypatch.setattr(replay_map, "simulate_run", lambda run: (simulated.append(run), simulate_run(run))[1])
+    path = str(tmp_path / "map.json")
+
+    def command(*options: str) -> int:
+        simulated.clear()
+        arguments = ["replay_map.py", path, "--ranks", "2", "--lengths", "tiny", "--steps", "3", "--jobs", "1", *options]
+        monkeypatch.setattr(sys, "argv", arguments)
+        return replay_map.main()
+
+    assert command("--mismatches", "inf", "20", "--verification", "0") == 0 and len(simulated) == 3
+    assert command("--figure", str(tmp_path / "map.png")) == 0 and len(simulated) == 8, "all but what was there"
+    assert command("--drift", "--mismatches", "20", "--verification", "0") == 0 and len(simulated) == 1
+    cells = replay_map.cells_of(replay_map.read(path))
+    speedups = {(c["mismatch"], c["drift"], c["verification"]): c["speedup"] for c in cells}
+    assert len(cells) == len(speedups) == 11 and all(c["bound"] for c in cells if c["mismatch"] != 20.0 or not c["verification"])
+    assert speedups[None, 0, 0.0] > speedups[None, 0, 4.0] and speedups[None, 0, 0.0] > 1.1
+    assert speedups[None, 0, 0.0] > speedups[20.0, 0, 0.0] >= speedups[20.0, 1, 0.0]
+    assert (tmp_path / "map.png").stat().st_size > 10_000 and "| tiny | 2 | 3 | 20 / age | 0 |" in capsys.readouterr().out
+    assert command("--figure", str(tmp_path / "map.png")) == 2 and "exists" in capsys.readouterr().err
+    (tmp_path / "map.json").write_text('{"title": "of another cost", "runs": []}')
+    assert command() == 2 and "of another cost" in capsys.readouterr().err
