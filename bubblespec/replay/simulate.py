@@ -69,6 +69,7 @@ def _profiled(config: Config, workload, cost, world: World) -> CostModel:
     slowed = SimpleNamespace(seconds=lambda load: slowdown * cost.seconds(load))
     alone, profiled = World(1), CostModel()
     engine = _make_engine(config, workload, slowed, alone, 0, world.num_ranks, _endless)
+    engine.params = SamplingParams()  # nothing ends a row: the workload's stop token may be 0
     profile(engine, profiled, clock=SimulatedRanks(alone, 0).clock)
     return profiled
 
