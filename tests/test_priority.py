@@ -10,9 +10,19 @@ from bubblespec.data import Prompt
 from bubblespec.drafts.bubble import Draft, DraftStore
 from bubblespec.drafts.suffix import History
 from bubblespec.engine.generator import Row
-from bubblespec.schedule.priority import PATIENCE, PROBE_QUANTILE, Item, Outlook, plan_items, undrafted
+from bubblespec.schedule.priority import (
+    CAUTION,
+    PATIENCE,
+    PROBE_QUANTILE,
+    TYPICAL_WINDOW,
+    Item,
+    Outlook,
+    plan_items,
+    undrafted,
+)
 
 SAMPLES = 3
+COST = np.array([1.0, 0.05, 0.1, 0.0, 1e-6])  # of a forward, a row, a token, a wide row and a position, in forwards
 
 
 def prompt(uid: int, length: int) -> Prompt:
@@ -88,7 +98,9 @@ def brute_force(batches, store, history, outlook, forwards, worth) -> list[tuple
                 if d is not None and len(d.tokens):
                     total = max(total, length_of(d, expected))
                 slack = number * forwards - (total - (len(d.tokens) if d is not None else 0))
-                pays = worth is not None and slack < PATIENCE * forwards and worth[min(int(total), len(worth) - 1)] > 0
+                is_held = d is not None and d.holder >= 0
+                pays = worth is not None and worth[min(int(total), len(worth) - 1)] > 0
+                pays = pays and (is_held or slack < PATIENCE * forwards)
                 entries.append((slack, Item(step, p, sample, owner, bool(pays), d.holder if d is not None else -1)))
     return entries
 
@@ -150,9 +162,11 @@ def test_the_plan_does_not_depend_on_the_order_of_what_is_known():
     assert plan_items(batches, SAMPLES, mixed_store, mixed_history, outlook(), 70.0, worth) == wanted
 
 
+@pytest.mark.parametrize("kept, resumed", [(1.0, 0.0), (0.9, 0.0), (0.9, 0.3), (0.0, 0.0)])
 @pytest.mark.parametrize("num_rows, num_slots", [(16, 64), (64, 16), (1, 1)])
-def test_worth_is_that_of_a_double_loop(num_rows, num_slots):
-    """A token saves its share of a forward, which is shared by the rows that get so far, and costs its verification."""
+def test_worth_is_that_of_a_double_loop(num_rows, num_slots, kept, resumed):
+    """A token saves its share of a forward if the drafts of all rows that share it hold so far, or by what they resume; it costs
+    its verification, and is made for nothing if it is refused."""
     known = Outlook()
     lengths = [3, 3, 5, 9, 14]
     known.learn(np.ones(5, np.int64), np.array(lengths))
@@ -161,10 +175,17 @@ def test_worth_is_that_of_a_double_loop(num_rows, num_slots):
         alive = 0
         for length in lengths:
             alive += length > position
-        sharing = num_rows * alive / len(lengths)
-        total += 0.02 / max(min(sharing, num_slots, num_rows), 1.0) - 0.004
+        sharing = max(min(num_rows * alive / len(lengths), num_slots, num_rows), 1.0)
+        holds = 1.0
+        for _ in range(position + 1):
+            holds *= kept
+        is_saved = holds**sharing + (1 - holds**sharing) * resumed
+        verified_s = 0.004 + 0.016 / TYPICAL_WINDOW
+        wasted_s = (1 - holds) * (1 - resumed) * (0.001 + 0.004)
+        total += 0.02 / sharing * is_saved - CAUTION * (verified_s + wasted_s)
         wanted.append(total)
-    np.testing.assert_allclose(known.worth(num_rows, num_slots, 0.02, 0.004), wanted, atol=1e-12)
+    cost = np.array([0.02, 0.001, 0.004, 0.016, 1e-6])
+    np.testing.assert_allclose(known.worth(num_rows, num_slots, cost, kept, resumed), wanted, atol=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -202,13 +223,14 @@ def test_nothing_seen_yet():
     """The first rollout plans too: all items, in the order of steps, and none of them pays."""
     known = Outlook()
     batches = [(step, [prompt(1, 5), prompt(2, 9)], [0, 1]) for step in (1, 2)]
-    planned = plan_items(batches, 2, DraftStore(10), History(10), known, 0.0, known.worth(8, 4, 1e-3, 2e-3))
+    planned = plan_items(batches, 2, DraftStore(10), History(10), known, 0.0, known.worth(8, 4, np.array([1e-3, 0, 2e-3, 0, 0])))
     assert keys(planned) == [(step, uid, sample) for step in (1, 2) for uid in (1, 2) for sample in (0, 1)]
     assert not any(item.pays for item in planned)
     line, margin = known.guess(np.array([3, 4]))
     assert line.tolist() == [1, 1] and margin == 0
     assert known.total(0) == 0 and known.total(7) == 14
-    assert len(known.worth(8, 4, 1e-3, 1e-4)) == 2 and np.isfinite(known.worth(8, 4, 1e-3, 1e-4)).all()
+    worth = known.worth(8, 4, COST * 1e-3)
+    assert len(worth) == 2 and np.isfinite(worth).all()
     assert plan_items([], 2, DraftStore(10), History(10), known, 10.0) == []
 
 
@@ -223,7 +245,18 @@ def test_prompts_of_one_length_and_responses_of_one_length():
     line, margin = same.guess(np.array([4, 100]))
     assert line.tolist() == pytest.approx([12, 12]) and margin == pytest.approx(0, abs=1e-9)
     assert same.total(11) == 12 and same.total(12) == 24
-    np.testing.assert_allclose(same.worth(4, 8, 0.02, 0.001), 0.004 * np.arange(13))
+    np.testing.assert_allclose(same.worth(4, 8, COST * 4e-4), (4e-4 / 4 - CAUTION * 4e-5) * np.arange(13))
+
+
+def test_what_is_begun_goes_on_but_only_while_it_pays():
+    """Much slack keeps a draft from being begun beside own rows. One that a rank holds goes on, unless drafts do not hold."""
+    known, store = outlook(), DraftStore(10**6)
+    batches = [(step, [prompt(step, 5)], [0]) for step in (9, 10, 11, 12)]
+    store.put((12, 12, 0), Draft(np.ones(3, np.int32), False, 8, holder=1))
+    for kept, wanted in ((1.0, True), (0.1, False)):
+        worth = known.worth(2, 64, COST * 1e-3, kept)
+        pays = {item.key: item.pays for item in plan_items(batches, 2, store, History(10), known, 1000.0, worth)}
+        assert pays[12, 12, 0] == wanted and not pays[12, 12, 1]
 
 
 def test_undrafted_counts_what_no_draft_has():

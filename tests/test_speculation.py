@@ -31,7 +31,14 @@ from bubblespec.engine.generator import Generator
 from bubblespec.rollout import make_rows
 from bubblespec.schedule.progress import ProgressBoard
 from bubblespec.schedule.run_ahead import RolloutStats
-from bubblespec.schedule.speculation import MAX_AUTO_LOOKAHEAD, Speculation, make_speculation, profile, speculation_metrics
+from bubblespec.schedule.speculation import (
+    FOLLOWED,
+    MAX_AUTO_LOOKAHEAD,
+    Speculation,
+    make_speculation,
+    profile,
+    speculation_metrics,
+)
 from bubblespec.schedule.speculator import RowSpeculator
 from bubblespec.schedule.windows import CostModel
 
@@ -128,6 +135,38 @@ def test_exchange_plans_by_the_slowest_rank_and_the_mean_cost():
     speculation.exchange({}, RolloutStats(own_forwards=40))
     assert speculation.forwards == 80 and speculation.accepted_by_age == {1: pytest.approx(0.75)}
     np.testing.assert_allclose(speculation.shared_cost, 1.5 * speculation.speculator.cost.coefficients)
+
+
+def test_exchange_counts_how_far_drafts_were_followed():
+    """Of both ranks, the last step with most weight; without any news what was believed at the start comes back."""
+    speculation = make(make_config())
+    speculation.ranks = SimpleNamespace(gather=lambda a: np.stack((a, 2 * a)), gather_ragged=lambda a: [a, a[:0]])
+    stats = speculation.speculator.stats
+    stats.aligned, stats.left = [200, 150], [50, 10]
+    speculation.exchange({}, RolloutStats())
+    believed = 0.71 * FOLLOWED
+    np.testing.assert_allclose(speculation.followed, believed + 3 * np.array([[200, 150], [50, 10]]))
+    assert [stats.aligned, stats.left] == [[0, 0], [0, 0]], "the step may have a further rollout"
+    shares = []
+    for _ in range(2000):
+        speculation.exchange({}, RolloutStats())
+        shares.append(speculation.followed[:, 1] / speculation.followed[:, 0])
+    np.testing.assert_allclose(shares[0], [0.79, 0.185], atol=0.03)
+    np.testing.assert_allclose(shares[-1], FOLLOWED[:, 1] / FOLLOWED[:, 0])
+
+
+def test_drafts_that_do_not_pay_any_more_are_left_to_idle_ranks():
+    speculation = make(make_config())
+    key = (2, PROMPTS[0].uid, 0)
+    speculation.exchange({key: Draft(np.arange(9, dtype=np.int32), False, 0, holder=0)}, RolloutStats(own_forwards=20))
+    speculation.outlook.learn(np.full(4, 3), np.array([10, 20, 30, 40]))
+    batches = [(step, PROMPTS, [0] * len(PROMPTS)) for step in (1, 2)]
+    speculation.shared_cost = np.array([1e-2, 5e-4, 1e-3, 0.0, 0.0])
+    ahead = speculation._plan(batches, 0, 2, 64)
+    assert [item.key for item in ahead.held] == [key] and ahead.items
+    speculation.followed = np.array([[100.0, 10.0], [100.0, 0.0]])
+    ahead = speculation._plan(batches, 0, 2, 64)
+    assert not ahead.held and not ahead.items and key in [item.key for item in ahead.idle_items]
 
 
 def grown(step: int) -> Speculation:

@@ -166,6 +166,7 @@ def test_counts_of_a_rollout():
     assert (stats.num_row_forwards, stats.num_gained) == (6, (4 + 1 + 1) + 3)
     assert (stats.num_draft, stats.num_accepted, stats.num_covered) == (6, 3, 3 + 1)
     assert stats.by_source == {"aligned": [6, 3]} and stats.by_age == {3: [6, 3]}
+    assert stats.aligned == [4, 3] and stats.left == [1, 0]
     assert {int(WINDOWS[i]): int(n) for i, n in enumerate(stats.accepted_lengths) if n} == {0: 1, 3: 1}
     assert stats.seconds > 0
     # The chances of drafts are learnt from run-ahead rows too: 9 of 9 tokens right at age 4, 3 of 4 trials at age 3.

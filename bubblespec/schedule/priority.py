@@ -7,7 +7,7 @@ and else from the length of the prompt; in the last case one of the samples goes
 
 A draft pays where it shortens its own step by more than making and verifying it costs. The first tokens of a response share
 their forwards with the whole batch, and little is saved by not decoding them; the last tokens of a long response have a
-forward to themselves.
+forward to themselves, if the draft holds that long.
 """
 
 from dataclasses import dataclass
@@ -22,6 +22,9 @@ from bubblespec.engine.generator import Row
 PROBE_QUANTILE = 0.9  # the first sample of a prompt of which nothing is known is taken to be this long
 # What has more slack than so many rollouts can wait: fresher weights draft it better.
 PATIENCE = 1.0
+TYPICAL_WINDOW = 8.0  # draft tokens that a row is verified by in a forward
+# Drafts must win more than they cost by so much. At 1.0 short forwards lose a little, at 2.0 good drafts win less (simulated).
+CAUTION = 1.5
 
 
 @dataclass(frozen=True)
@@ -72,16 +75,23 @@ class Outlook:
         longer = self.lengths[self.lengths > so_far]
         return float(longer.mean()) if len(longer) else 2.0 * so_far
 
-    def worth(self, num_rows: int, num_slots: int, forward_s: float, token_s: float) -> np.ndarray:
+    def worth(self, num_rows: int, num_slots: int, cost: np.ndarray, kept: float = 1.0, resumed: float = 0.0) -> np.ndarray:
         """Seconds won by a draft of 0, 1, ... tokens, float64 [longest + 1], in a batch of `num_rows` rows a rank.
 
-        forward_s: what a forward costs beside its tokens, shared by the rows that have got so far; token_s: cost of drafting and
-        verifying a token, less what not decoding it saves.
+        cost: coefficients of a `CostModel`; kept: chance that a token before the first mismatch is accepted; resumed: share of
+        the tokens after it that the draft still gives. A forward is saved if no row needs it. Before their first mismatch all
+        rows that have got so far must go on in their drafts for that; after it, suffix matches shorten all rows alike.
         """
         longest = int(self.lengths.max(initial=1))
-        alive = 1.0 - np.searchsorted(np.sort(self.lengths), np.arange(longest), side="right") / max(len(self.lengths), 1)
+        position = np.arange(1, longest + 1)
+        alive = 1.0 - np.searchsorted(np.sort(self.lengths), position - 1, side="right") / max(len(self.lengths), 1)
         sharing = np.clip(num_rows * alive, 1.0, min(num_slots, num_rows))
-        return np.concatenate(([0.0], np.cumsum(forward_s / sharing - token_s)))
+        forward_s, row_s, token_s, wide_row_s, _ = cost
+        saved = resumed + (1 - resumed) * kept ** (position * sharing)
+        refused = (1 - resumed) * (1 - kept**position)
+        # Making a token costs what not decoding it saves, unless it is refused. What is left is its verification.
+        spent = token_s + wide_row_s / TYPICAL_WINDOW + refused * (row_s + token_s)
+        return np.concatenate(([0.0], np.cumsum(forward_s / sharing * saved - CAUTION * spent)))
 
 
 def plan_items(
@@ -116,7 +126,8 @@ def plan_items(
                 if so_far:
                     total = max(total, _length(draft, expected, outlook))
                 slack = ahead * forwards_per_step - (total - so_far)
-                pays = worth is not None and worth[min(int(total), len(worth) - 1)] > 0 and slack < PATIENCE * forwards_per_step
+                is_due = holder >= 0 or slack < PATIENCE * forwards_per_step  # what is begun goes on
+                pays = worth is not None and worth[min(int(total), len(worth) - 1)] > 0 and is_due
                 planned.append((slack, Item(step, prompt, sample, owner, bool(pays), holder)))
     return [item for _, item in sorted(planned, key=lambda entry: entry[0])]
 

@@ -22,8 +22,7 @@ from bubblespec.schedule.windows import CostModel
 from bubblespec.timeline import total_s
 
 MAX_AUTO_LOOKAHEAD = 16
-# What a draft token costs beside the forwards it saves, in tokens fed: its verification, and windows that are refused in part.
-DRAFT_COST = 4.0
+FOLLOWED = np.array([[100.0, 99.99], [20.0, 2.0]])  # what is believed of drafts before any was verified, see `Speculation`
 RETRY_STEPS = 8  # where even the freshest drafts are refused, one step in so many drafts all the same: they may have got better
 MIN_AGE_SHARE = 0.2  # drafts so old that less of them is accepted are not worth making
 
@@ -44,6 +43,8 @@ class Speculation:
     accepted_by_age: dict[int, float] = field(default_factory=dict)  # share of aligned draft tokens, exponentially weighted
     outlook: Outlook = field(default_factory=Outlook)
     step: int = -1  # of the last rollout
+    # Tokens and how many of them drafts gave right, up to the first mismatch and after it; exponentially weighted sums.
+    followed: np.ndarray = field(default_factory=FOLLOWED.copy)
     shared_cost: np.ndarray | None = None  # coefficients of the ranks' cost models, their mean
 
     def lookahead(self, step: int) -> int:
@@ -95,14 +96,16 @@ class Speculation:
         config = self.config.bubble
         worth = None
         if self.shared_cost is not None:
-            worth = self.outlook.worth(num_rows, num_slots, self.shared_cost[0], DRAFT_COST * self.shared_cost[2])
+            kept, resumed = self.followed[:, 1] / self.followed[:, 0]
+            worth = self.outlook.worth(num_rows, num_slots, self.shared_cost, kept, resumed)
         num_generations = self.config.rollout.num_generations
         planned = plan_items(batches, num_generations, self.store, self.history, self.outlook, self.forwards, worth)
-        free = [item for item in planned if item.holder < 0]
+        # A draft that does not pay any more is left by its holder, to whoever has nothing else to do.
+        free = [item for item in planned if item.holder < 0 or not item.pays]
         return RunAhead(
             deque(item for item in free if item.pays),
             deque(item for item in free if not item.pays),
-            [item for item in planned if item.holder == self.ranks.rank],
+            [item for item in planned if item.holder == self.ranks.rank and item.pays],
             self.store,
             version=step,
             max_new_tokens=self.config.rollout.max_completion_length,
@@ -128,16 +131,20 @@ class Speculation:
 
         Returns the number of tokens that all ranks offered.
         """
-        ages = np.zeros((MAX_AUTO_LOOKAHEAD + 1, 2))
-        for age, counts in self.speculator.stats.by_age.items():
+        ages, found = np.zeros((MAX_AUTO_LOOKAHEAD + 1, 2)), self.speculator.stats
+        for age, counts in found.by_age.items():
             ages[min(age, MAX_AUTO_LOOKAHEAD)] += counts
-        measured = self.ranks.gather(np.concatenate((ages.ravel(), [stats.own_forwards], self.speculator.cost.coefficients)))
+        own = (ages.ravel(), found.aligned, found.left, [stats.own_forwards], self.speculator.cost.coefficients)
+        measured = self.ranks.gather(np.concatenate(own))
         for age, (drafted, accepted) in enumerate(measured[:, : ages.size].sum(axis=0).reshape(ages.shape)):
             if drafted >= 20:
                 self.accepted_by_age[age] = _average(self.accepted_by_age.get(age), accepted / drafted)
-        self.speculator.stats.by_age.clear()  # taken in; the step may have a further rollout
-        self.forwards = _average(self.forwards or None, float(measured[:, ages.size].max()))
-        self.shared_cost = measured[:, ages.size + 1 :].mean(axis=0)
+        # Where nothing is drafted any more, what was believed at the start comes back, and is tried again.
+        self.followed = 0.7 * self.followed + 0.01 * FOLLOWED + measured[:, ages.size : ages.size + 4].sum(axis=0).reshape(2, 2)
+        found.by_age.clear()  # taken in; the step may have a further rollout
+        found.aligned, found.left = [0, 0], [0, 0]
+        self.forwards = _average(self.forwards or None, float(measured[:, ages.size + 4].max()))
+        self.shared_cost = measured[:, ages.size + 5 :].mean(axis=0)
         self.store.drop_until(self.step)
         return exchange(self.store, drafts, self.ranks)
 
@@ -154,7 +161,8 @@ class Speculation:
         flat = {f"{name}.{key}": array for name, part in parts.items() for key, array in part.items()}
         averages = np.array([self.tokens_per_step, self.longest, self.forwards])
         cost = np.empty(0) if self.shared_cost is None else self.shared_cost
-        return flat | {"lengths": self.outlook.seen, "averages": averages, "accepted_by_age": ages, "shared_cost": cost}
+        shares = {"accepted_by_age": ages, "followed": self.followed}
+        return flat | shares | {"lengths": self.outlook.seen, "averages": averages, "shared_cost": cost}
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
         """Take over a saved state."""
@@ -163,7 +171,8 @@ class Speculation:
         self.outlook.seen = state["lengths"]
         self.tokens_per_step, self.longest, self.forwards = map(float, state["averages"])
         self.accepted_by_age = {int(age): float(share) for age, share in state["accepted_by_age"]}
-        cost = state.get("shared_cost", ())  # older checkpoints have none
+        self.followed = state.get("followed", FOLLOWED)  # older checkpoints have none, nor the next
+        cost = state.get("shared_cost", ())
         self.shared_cost = cost if len(cost) else None
 
 

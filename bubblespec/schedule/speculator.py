@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from bubblespec.drafts.bubble import Draft
-from bubblespec.drafts.suffix import NOTHING, SOURCE_NAMES, GroupIndex, History
+from bubblespec.drafts.suffix import NOTHING, OWN, SOURCE_NAMES, GroupIndex, History
 from bubblespec.engine.generator import Row
 from bubblespec.schedule.windows import WINDOWS, CostModel, Survival, choose_windows, match_bucket
 
@@ -34,8 +34,9 @@ class SpeculationStats:
     """Counts of one rollout on one rank.
 
     num_covered: tokens for which there was a proposal, right or wrong; num_looked_up: rows for which one was looked for, rows of
-    coming steps among them, summed over forwards; by_source, by_age: [drafted, accepted]; accepted_lengths:
-    verifications by accepted tokens, binned by WINDOWS.
+    coming steps among them, summed over forwards; by_source, by_age: [drafted, accepted]; aligned: [tokens tried, accepted] of
+    drafts up to their first mismatch, that included; left: [tokens gained by rows that have left their draft, how many of them
+    from it]; accepted_lengths: verifications by accepted tokens, binned by WINDOWS.
     """
 
     num_row_forwards: int = 0
@@ -44,6 +45,8 @@ class SpeculationStats:
     num_accepted: int = 0
     num_covered: int = 0
     num_looked_up: int = 0
+    aligned: list[int] = field(default_factory=lambda: [0, 0])
+    left: list[int] = field(default_factory=lambda: [0, 0])
     by_source: dict[str, list[int]] = field(default_factory=dict)
     by_age: dict[int, list[int]] = field(default_factory=dict)
     accepted_lengths: np.ndarray = field(default_factory=lambda: np.zeros(len(WINDOWS), np.int64))
@@ -150,6 +153,11 @@ class RowSpeculator:
                     _count(stats.by_source, state.kind[0], drafted, accepted)
                     if state.kind[0] == ALIGNED:
                         _count(stats.by_age, state.age, drafted, accepted)
+                        stats.aligned[0] += min(accepted + 1, drafted)
+                        stats.aligned[1] += accepted
+            if is_counted and state.draft is not None and not state.is_aligned and state.num_gained < len(state.draft.tokens):
+                stats.left[0] += len(gained)
+                stats.left[1] += accepted if drafted and state.kind[0] == SOURCE_NAMES[OWN] else 0
             if state.is_aligned:
                 expected = state.draft.tokens[state.num_gained : state.num_gained + len(gained)]
                 state.is_aligned = len(expected) == len(gained) and bool((expected == gained).all())
