@@ -612,6 +612,31 @@ def test_a_run_without_the_simulator_reads_the_real_clock():
     assert RowSpeculator("suffix", CostModel()).clock is time
 
 
+def test_epochs_repeat_prompts_with_similar_responses():
+    """Prompts come again, with responses of which suffix matches in the epoch before give about the tokens a pass asked for."""
+    workload = make_workload(2, 2, steps=4, epochs=2, epoch_tokens_a_pass=3.0, mean=2000.0, max=4000)
+    gained = forwards = 0
+    for step in (0, 1):
+        assert workload.batch(step) == workload.batch(step + 2)
+        for prompt in workload.batch(step):
+            for sample in range(2):
+                before, after = (workload.response(s, prompt.uid, sample) for s in (step, step + 2))
+                assert not np.array_equal(before, after) and abs(len(after) / len(before) - 1) < 0.1
+                index, done = GroupIndex([(before, 0.0)], prompt=prompt.token_ids), 0
+                while done < len(after):
+                    proposed, *_ = index.propose(sample, 128)
+                    accepted = first_mismatch(proposed, after[done:])
+                    index.extend(sample, after[done : done + accepted + 1])
+                    gained, forwards, done = gained + accepted + 1, forwards + 1, done + accepted + 1
+    assert gained / forwards == pytest.approx(3.0, rel=0.2)
+
+
+def test_an_epoch_before_saves_forwards():
+    none, ours = ([step.forwards for step in run(m, epochs=2, epoch_tokens_a_pass=4.0)] for m in ("none", "suffix"))
+    assert ours[:2] == none[:2], "of made-up tokens nothing matches by chance"
+    assert sum(ours[2:]) < 0.6 * sum(none[2:])
+
+
 # The map
 
 

@@ -16,10 +16,12 @@ MIN_LENGTH = 4
 
 @dataclass(frozen=True)
 class Synthetic:
-    """Made-up responses: lengths are lognormal, random tokens, every prompt occurs once.
+    """Made-up responses: lengths are lognormal, random tokens, every prompt occurs once an epoch.
 
     mean: of the lengths before they are cut; max: tokens at which they are; sigma: standard deviation of the logarithm; prompt:
-    tokens of a prompt, on average; run, tokens_a_pass, drift: see `DraftModel` (drift is 0 or 1); steps: of the run.
+    tokens of a prompt, on average; run, tokens_a_pass, drift: see `DraftModel` (drift is 0 or 1); steps: of the run; epochs: of
+    equally many steps; epoch_tokens_a_pass: about what a row gains in a forward by suffix matches in its prompt's response of the
+    epoch before, of which its own is an edited copy (RhymeRL, arXiv 2508.18588, calls them very similar).
     """
 
     mean: float = 2000.0
@@ -30,6 +32,8 @@ class Synthetic:
     tokens_a_pass: float = 2.0
     drift: int = 0
     steps: int = 6
+    epochs: int = 1
+    epoch_tokens_a_pass: float = 2.0
     seed: int = 0
 
     def __post_init__(self):
@@ -42,11 +46,15 @@ class Synthetic:
             ("tokens_a_pass", 1, 1000),
             ("drift", 0, 1),
             ("steps", 1, 10_000),
+            ("epochs", 1, 10_000),
+            ("epoch_tokens_a_pass", 1, 1000),
             ("seed", 0, (1 << 31) - 1),
         ):
             value = getattr(self, name)
             if not least <= value <= most:
                 raise InputError(f"{name}: {value} must be from {least:g} to {most:g}")
+        if self.steps % self.epochs:
+            raise InputError(f"epochs: {self.steps} steps are not {self.epochs} epochs of equally many")
 
 
 def parse(kind: type, text: str, option: str):
@@ -81,6 +89,7 @@ class Workload:
         self.spec, self.num_prompts, self.num_generations = spec, num_prompts, num_generations
         self.num_steps, self.max_length = spec.steps, spec.max
         self.max_prompt_length = 2 * spec.prompt
+        self.steps_per_epoch = spec.steps // spec.epochs
         self.drafts = DraftModel(spec.run, spec.tokens_a_pass, bool(spec.drift), spec.seed)
         self._batches: dict[int, list[Prompt]] = {}
         self._responses: dict[tuple[int, int, int], np.ndarray] = {}
@@ -92,8 +101,9 @@ class Workload:
         return found
 
     def _prompt(self, step: int, number: int) -> Prompt:
-        uid = step * self.num_prompts + number + 1
-        random = keyed_random(self.spec.seed, step, uid, 0, TEXT)
+        first = step % self.steps_per_epoch  # when the prompt occurs first
+        uid = first * self.num_prompts + number + 1
+        random = keyed_random(self.spec.seed, first, uid, 0, TEXT)
         length = int(random.integers(max(self.spec.prompt // 2, 1), self.spec.prompt * 3 // 2 + 1))
         return Prompt(uid, "", tuple(random.integers(0, VOCABULARY, length).tolist()), {})
 
@@ -102,16 +112,23 @@ class Workload:
         key = (step, uid, sample)
         found = self._responses.get(key)
         if found is None:
-            spec = self.spec
-            common = keyed_random(spec.seed, step, uid, 1 << 12, TEXT).standard_normal()
-            random = keyed_random(spec.seed, *key[:2], sample + 1, TEXT)
-            score = math.sqrt(SHARED_VARIANCE) * common + math.sqrt(1 - SHARED_VARIANCE) * random.standard_normal()
-            # The mean of a lognormal is exp(mu + sigma**2 / 2).
-            length = max(round(spec.mean * math.exp(spec.sigma * score - spec.sigma**2 / 2)), MIN_LENGTH)
-            found = random.integers(0, VOCABULARY, min(length, spec.max))
-            if length <= spec.max:
-                found[-1] = STOP
-            self._responses[key] = found
+            found = self._responses[key] = self._make(step, uid, sample)
+        return found
+
+    def _make(self, step: int, uid: int, sample: int) -> np.ndarray:
+        spec = self.spec
+        if step >= self.steps_per_epoch:
+            before = self._make(step - self.steps_per_epoch, uid, sample)
+            edits = DraftModel(tokens_a_pass=spec.epoch_tokens_a_pass, seed=spec.seed + 1)  # not the edits of its drafts
+            return edits.diverged((step, uid, sample), before, spec.max, STOP, 0)
+        common = keyed_random(spec.seed, step, uid, 1 << 12, TEXT).standard_normal()
+        random = keyed_random(spec.seed, step, uid, sample + 1, TEXT)
+        score = math.sqrt(SHARED_VARIANCE) * common + math.sqrt(1 - SHARED_VARIANCE) * random.standard_normal()
+        # The mean of a lognormal is exp(mu + sigma**2 / 2).
+        length = max(round(spec.mean * math.exp(spec.sigma * score - spec.sigma**2 / 2)), MIN_LENGTH)
+        found = random.integers(0, VOCABULARY, min(length, spec.max))
+        if length <= spec.max:
+            found[-1] = STOP
         return found
 
     def draft(self, step: int, uid: int, sample: int, age: int, limit: int, so_far: np.ndarray) -> np.ndarray:

@@ -22,7 +22,7 @@ from bubblespec.schedule.windows import CostModel
 from bubblespec.timeline import total_s
 
 MAX_AUTO_LOOKAHEAD = 16
-FOLLOWED = np.array([[100.0, 99.99], [20.0, 2.0]])  # what is believed of drafts before any was verified, see `Speculation`
+FOLLOWED = np.array([[100.0, 99.99], [100.0, 10.0]])  # what is believed of drafts before any was verified, see `Speculation`
 RETRY_STEPS = 8  # where even the freshest drafts are refused, one step in so many drafts all the same: they may have got better
 MIN_AGE_SHARE = 0.2  # drafts so old that less of them is accepted are not worth making
 
