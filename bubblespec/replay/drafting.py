@@ -54,30 +54,38 @@ class DraftModel:
 
     def diverged(self, key: tuple[int, int, int], true: np.ndarray, limit: int, stop: int, at: int) -> np.ndarray:
         """The draft whose first mismatch is token `at`."""
-        random = self._random(key, EDITS)
-        rest = true[at:-1] if true[-1] == stop else true[at:]
-        is_edited = random.random(len(rest)) < edit_share(self.tokens_a_pass)
-        edit = np.where(is_edited, random.integers(1, 4, len(rest)), 0)  # as it is, replaced, one inserted before it, left out
-        if self.tokens_a_pass == 1.0:
-            edit[:] = 1
-        if len(rest) and edit[0] in (0, 3):
-            edit[0] = 1
-        copies = np.array([1, 1, 2, 0])[edit]
-        text = np.repeat(rest, copies)
-        new = np.concatenate(([0], np.cumsum(copies)[:-1]))[(edit == 1) | (edit == 2)] if len(rest) else []
-        text[new] = other_tokens(text[new], random)
-        if true[-1] != stop:  # its end is beyond the limit, and so is the draft's
-            missing = max(limit - at - len(text), 0)
-            text = np.concatenate((text, random.integers(0, VOCABULARY, missing)))[: limit - at]
-        elif at + len(text) < limit:
-            if not len(text):  # the mismatch is the stop token: the draft goes on for a token
-                text = random.integers(0, VOCABULARY, 1)
-            if at + len(text) < limit:
-                text = np.append(text, stop)
-        return np.concatenate((true[:at], text[: limit - at])).astype(np.int64)
+        share = 1.0 if self.tokens_a_pass == 1.0 else edit_share(self.tokens_a_pass)
+        return edited(true, limit, stop, at, share, self._random(key, EDITS))
 
     def _random(self, key: tuple[int, int, int], use: int) -> np.random.Generator:
         return keyed_random(self.seed, *key, use)
+
+
+def edited(true: np.ndarray, limit: int, stop: int, at: int, share: float, random: np.random.Generator) -> np.ndarray:
+    """A text whose first mismatch with `true` is token `at`; after it a share of its tokens is replaced, inserted or left out.
+
+    A share of 1 replaces all. It ends with `stop` if `true` does and there is room for it within `limit` tokens.
+    """
+    rest = true[at:-1] if true[-1] == stop else true[at:]
+    is_edited = random.random(len(rest)) < share
+    edit = np.where(is_edited, random.integers(1, 4, len(rest)), 0)  # as it is, replaced, one inserted before it, left out
+    if share == 1.0:
+        edit[:] = 1
+    if len(rest) and edit[0] in (0, 3):
+        edit[0] = 1
+    copies = np.array([1, 1, 2, 0])[edit]
+    text = np.repeat(rest, copies)
+    new = np.concatenate(([0], np.cumsum(copies)[:-1]))[(edit == 1) | (edit == 2)] if len(rest) else []
+    text[new] = other_tokens(text[new], random)
+    if true[-1] != stop:  # its end is beyond the limit, and so is the draft's
+        missing = max(limit - at - len(text), 0)
+        text = np.concatenate((text, random.integers(0, VOCABULARY, missing)))[: limit - at]
+    elif at + len(text) < limit:
+        if not len(text):  # the mismatch is the stop token: the draft goes on for a token
+            text = random.integers(0, VOCABULARY, 1)
+        if at + len(text) < limit:
+            text = np.append(text, stop)
+    return np.concatenate((true[:at], text[: limit - at])).astype(np.int64)
 
 
 def keyed_random(seed: int, step: int, uid: int, sample: int, use: int) -> np.random.Generator:

@@ -8,7 +8,7 @@ import numpy as np
 
 from bubblespec.data import Prompt
 from bubblespec.errors import InputError
-from bubblespec.replay.drafting import STOP, TEXT, VOCABULARY, DraftModel, keyed_random
+from bubblespec.replay.drafting import STOP, TEXT, VOCABULARY, DraftModel, edited, keyed_random
 
 SHARED_VARIANCE = 0.5  # of the logarithm of a made-up length, what the samples of a prompt have in common
 MIN_LENGTH = 4
@@ -20,8 +20,8 @@ class Synthetic:
 
     mean: of the lengths before they are cut; max: tokens at which they are; sigma: standard deviation of the logarithm; prompt:
     tokens of a prompt, on average; run, tokens_a_pass, drift: see `DraftModel` (drift is 0 or 1); steps: of the run; epochs: of
-    equally many steps; epoch_tokens_a_pass: about what a row gains in a forward by suffix matches in its prompt's response of the
-    epoch before, of which its own is an edited copy (RhymeRL, arXiv 2508.18588, calls them very similar).
+    equally many steps; edited: share of a response's tokens that is replaced, inserted or left out against the same sample of the
+    epoch before (RhymeRL, arXiv 2508.18588, finds responses of adjacent epochs very similar).
     """
 
     mean: float = 2000.0
@@ -33,7 +33,7 @@ class Synthetic:
     drift: int = 0
     steps: int = 6
     epochs: int = 1
-    epoch_tokens_a_pass: float = 2.0
+    edited: float = 0.2
     seed: int = 0
 
     def __post_init__(self):
@@ -47,7 +47,7 @@ class Synthetic:
             ("drift", 0, 1),
             ("steps", 1, 10_000),
             ("epochs", 1, 10_000),
-            ("epoch_tokens_a_pass", 1, 1000),
+            ("edited", 0, 1),
             ("seed", 0, (1 << 31) - 1),
         ):
             value = getattr(self, name)
@@ -119,8 +119,7 @@ class Workload:
         spec = self.spec
         if step >= self.steps_per_epoch:
             before = self._make(step - self.steps_per_epoch, uid, sample)
-            edits = DraftModel(tokens_a_pass=spec.epoch_tokens_a_pass, seed=spec.seed + 1)  # not the edits of its drafts
-            return edits.diverged((step, uid, sample), before, spec.max, STOP, 0)
+            return edited(before, spec.max, STOP, 0, spec.edited, keyed_random(spec.seed, step, uid, sample + 1, TEXT))
         common = keyed_random(spec.seed, step, uid, 1 << 12, TEXT).standard_normal()
         random = keyed_random(spec.seed, step, uid, sample + 1, TEXT)
         score = math.sqrt(SHARED_VARIANCE) * common + math.sqrt(1 - SHARED_VARIANCE) * random.standard_normal()
