@@ -161,10 +161,14 @@ def bound_of(cell: dict, cells: list[dict]) -> str | None:
 
 def draw_map(cells: list[dict], heading: str):
     """A figure with a panel for each lengths and number of ranks: drafts by verification, coloured by speed-up, with what bounds
-    it. Cells with drift are left out."""
+    it. Cells with drift are left out, and of several lengths of a run all but the longest."""
     from matplotlib.figure import Figure
 
-    cells = [cell for cell in cells if not cell["drift"]]
+    longest: dict[tuple, int] = {}
+    for cell in cells:
+        panel = cell["lengths"], cell["ranks"]
+        longest[panel] = max(longest.get(panel, 0), cell["steps"])
+    cells = [cell for cell in cells if not cell["drift"] and cell["steps"] == longest[cell["lengths"], cell["ranks"]]]
     panels_of = {(c["lengths"], c["ranks"]): f"{c['ranks']} ranks, {c['lengths']} tokens\n{c['steps']} steps" for c in cells}
     mismatches = sorted({c["mismatch"] or math.inf for c in cells}, reverse=True)
     prices = sorted({c["verification"] for c in cells})

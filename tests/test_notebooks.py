@@ -126,7 +126,7 @@ def test_ablation(working_copy):
 
 def test_scaling(working_copy):
     wanted = """{
-        "speedup": speedup, "ranks": {n: speedup for n, (speedup, _) in by_ranks.items()}, "cells": len(found["cells"]),
+        "speedup": speedup, "ranks": {n: speedup for n, (speedup, _) in by_ranks.items()}, "cells": len(cells_of(read(MAP))),
         "waiting": {n: waiting for n, (_, waiting) in by_ranks.items()},
         "mismatch": {n: speedup for n, (speedup, _) in by_mismatch.items()},
         "same": [a.digest == b.digest for a, b in zip(*steps.values())],

@@ -108,8 +108,6 @@ def num_gained(
 
     All on the host. token: int64 [T]; accepted, counts: int64 [R]; limit: int64 [R], tokens a row may still get, at least 1.
     """
-    if len(token) == len(counts):  # no drafts
-        return np.minimum(1, limit)
     stop_at = np.where(is_stop(token, stop_token_ids), _offsets(counts + 1), len(token))
     first_stop = np.minimum.reduceat(stop_at, np.cumsum(counts + 1) - (counts + 1))
     return np.minimum(np.minimum(accepted, first_stop) + 1, limit)
