@@ -28,13 +28,14 @@ def test_one_rank():
 
 
 def test_two_ranks():
-    """Without drafts to the forward. With them it makes more forwards than the run did, and the ratio is off by 7%: what a rank
-    drafts follows from the times of single forwards, which differ between runs too."""
+    """Without drafts to the forward. With them it makes a few more than the run did: what a rank drafts follows from the times of
+    single forwards, which differ between runs too."""
     found = compare(runs("2_ranks"))
     none, ours = found["methods"].values()
     assert none["forwards"] == none["measured_forwards"][0]
     assert abs(none["error"]) < 0.10 and abs(ours["error"]) < 0.10
-    assert found["simulated_ratio"] > 1.2
+    assert abs(found["ratio_error"]) < 0.05
+    assert found["measured_ratio"] > 1.4, "drafts made a difference that the simulation had to find"
 
 
 @pytest.mark.parametrize(
