@@ -11,7 +11,7 @@ train: .venv/installed
 	$(BIN)/torchrun --nproc_per_node=2 train.py --config configs/tiny_cpu.yaml
 
 test: .venv/tests lint
-	$(BIN)/python -m pytest -q --durations=10
+	$(BIN)/python -m pytest -q --durations=10 -n logical --maxprocesses=4 --dist=loadfile
 
 lint: .venv/installed
 	$(BIN)/ruff format --check .
@@ -21,9 +21,10 @@ smollm2: .venv/installed
 	$(BIN)/pip install -q gguf==0.19.0
 	$(BIN)/python -m bubblespec.workloads.smollm2 --output models/smollm2-135m-instruct
 
-.venv/installed: requirements.txt
+.venv/installed: requirements.txt pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -r requirements.txt
+	$(BIN)/pip install -q --no-build-isolation -e .  # with the setuptools that torch requires
 	touch $@
 
 .venv/tests: .venv/installed requirements-test.txt requirements-lora.txt

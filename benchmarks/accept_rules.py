@@ -14,27 +14,53 @@ whole        share of drafts without a mismatch
 import argparse
 import copy
 import json
-import os
-import sys
 
 import numpy as np
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-
 from bubblespec.data import Prompt, build_prompt_set, make_tokenize, reasoning_gym_rows
 from bubblespec.engine.generator import Generator, Row
 from bubblespec.engine.model import forward_hidden, output_head, prepare_model
-from bubblespec.engine.noise import stream_keys
+from bubblespec.engine.noise import gumbel, random_bits, stream_keys
 from bubblespec.engine.packing import pack_sequences
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.engine.verify import RULES, verify
+from bubblespec.engine.verify import FRESH, further, verify
 from bubblespec.losses import token_logprobs
 
 TASKS = [{"name": "chain_sum", "weight": 1.0, "config": {"min_terms": 2, "max_terms": 8, "min_digits": 1, "max_digits": 1}}]
 MAX_LOGITS = 1 << 26
+RULES = ("coupled", "rejection", "point_mass")
+ACCEPT = 1 << 30  # where in its stream the rejection rule reads the uniform of a token: beyond token ids and FRESH noise
+
+
+def verify_by_rejection(
+    log_p: torch.Tensor, log_q: torch.Tensor, draft: torch.Tensor, counts: np.ndarray, keys: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Accept a draft token x with chance min(1, p(x) / q(x)), else sample norm(max(p - q, 0)) (Leviathan et al. 2023, "Fast
+    inference from transformers via speculative decoding", Algorithm 1; Chen et al. 2023, "Accelerating large language model
+    decoding with speculative sampling", Algorithm 2). Accepted with chance 1 - TV, but needs all of q, and that x is a draw from
+    q, by any noise but the fresh. It is none if the draft was chosen by what it contains: with finished drafts only, x is a draw
+    from q given an early stop, and responses come out too short. Cutting drafts by the clock is no such choice.
+
+    log_p: [T, V]; log_q: [S, V]; draft: int64 [S]; counts and keys as in `verify`. Returns its accepted and token.
+    """
+    size, dtype = log_p.shape[1], log_p.dtype
+    token = gumbel(keys, size, dtype).add_(log_p).argmax(-1)  # after a whole draft plain sampling goes on
+    drafted = torch.from_numpy(np.delete(np.arange(len(log_p)), np.cumsum(counts + 1) - 1)).to(log_p.device)
+    u = (random_bits(further(keys[drafted], ACCEPT), 1)[:, 0].double() + 0.5) * 2.0**-31  # double: in float32 it could be 1
+    log_ratio = (log_p[drafted] - log_q).gather(1, draft[:, None])[:, 0]
+    is_right = torch.zeros(len(log_p), dtype=torch.bool, device=log_p.device)
+    is_right[drafted] = u < log_ratio.double().exp()
+    p = log_p[drafted].exp()
+    residual = (p - log_q.exp()).clamp_(min=0.0)
+    # p = q but for rounding leaves nothing to sample from; the test then fails with a chance of that rounding alone.
+    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p)
+    resampled = gumbel(further(keys[drafted], FRESH), size, dtype).add_(residual.log_()).argmax(-1)
+    token[drafted] = torch.where(is_right[drafted], draft, resampled)
+    accepted = [row.long().cumprod(0).sum() for row in is_right.split((counts + 1).tolist())]
+    return torch.stack(accepted), token
 
 
 def load_prompts(tokenizer, path: str | None, count: int, seed: int) -> list[Prompt]:
@@ -108,11 +134,12 @@ def compare(model: PreTrainedModel, start: PreTrainedModel, rows: list[Row], arg
         uid, step, sample, place = np.broadcast_arrays(row.uid, row.step, row.sample, np.arange(n + 1))
         keys = torch.from_numpy(stream_keys(arguments.seed, uid, step, sample, place)).to(model.device)
         num_generated = torch.arange(n + 1, device=model.device)
-        for rule in RULES:
-            got = verify(new, draft, np.array([n]), keys, num_generated, params, rule, log_q if rule == "rejection" else None)
-            runs[rule].append(int(got.accepted))
-            if rule == "coupled":
-                positions[rule].append((got.token[:n] == draft).float())
+        counts = np.array([n])
+        results = {rule: verify(new, draft, counts, keys, num_generated, params, rule)[:2] for rule in ("coupled", "point_mass")}
+        results["rejection"] = verify_by_rejection(log_probabilities(new, params.temperature), log_q, draft, counts, keys)
+        for rule, (accepted, _) in results.items():
+            runs[rule].append(int(accepted))
+        positions["coupled"].append((results["coupled"][1][:n] == draft).float())
         p, q = (log.gather(1, draft[:, None])[:, 0] for log in (log_p, log_q))
         positions["rejection"].append((p - q).exp().clamp(max=1.0))
         positions["point_mass"].append(p.exp())

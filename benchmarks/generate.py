@@ -35,8 +35,6 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-
 from bubblespec.data import build_prompt_set, make_tokenize, reasoning_gym_rows
 from bubblespec.engine.generator import Generator, Row
 from bubblespec.engine.model import prepare_model

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from benchmarks.gpu_parts import NEEDS_CUDA, SHAPES, Bench, Figure, build, make_bench, make_rows, start_decoding
 from bubblespec.distributed import Ranks, all_gather
-from bubblespec.schedule.progress import ProgressBoard, RankState
+from bubblespec.schedule.progress import NUM_NUMBERS, ProgressBoard, RankState
 
 TICK_STEPS = 60
 PATIENCE_S = 120.0
@@ -84,7 +84,7 @@ def board_tick(bench: Bench) -> tuple[Callable[[], None], Callable[[], int]]:
     """The trainer's progress board, without its pause between two ticks: what to do after a step, and what ends it and gives the
     number of ticks."""
     board = ProgressBoard(Ranks(bench.device, 60.0), 60.0, "gloo", interval_s=0.0)
-    state, done = (RankState(8, 100.0, 0, 1e-2, 0, is_done) for is_done in (False, True))
+    state, done = (RankState(unfinished_rows) for unfinished_rows in (8, 0))
 
     def between() -> None:
         while board.poll(lambda: state) is not None:
@@ -101,14 +101,14 @@ def board_tick(bench: Bench) -> tuple[Callable[[], None], Callable[[], int]]:
 
 def nccl_tick(bench: Bench) -> tuple[Callable[[], None], Callable[[], int]]:
     """The collective of a tick as the board posts it on NCCL, which it does not with one rank: on a stream of its own."""
-    own, everyone = (torch.zeros(7, dtype=torch.float64, device=bench.device) for _ in range(2))
+    own, everyone = (torch.zeros(NUM_NUMBERS, dtype=torch.float64, device=bench.device) for _ in range(2))
     stream, works = torch.cuda.Stream(), []
 
     def between() -> None:
         if works and not works[-1].is_completed():
             return
         with torch.cuda.stream(stream):
-            own.copy_(torch.zeros(7, dtype=torch.float64))
+            own.copy_(torch.zeros(NUM_NUMBERS, dtype=torch.float64))
             works.append(all_gather(everyone, own, async_op=True))
 
     def finish() -> int:

@@ -28,7 +28,6 @@ import torch
 from tqdm import tqdm
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, ROOT)
 
 ROWS, LENGTHS = (8, 16, 32, 64, 128), (128, 256, 512, 1024, 2048)
 FIXED_LENGTH, FIXED_ROWS = 256, 16

@@ -5,14 +5,10 @@ Each case runs in a process of its own, and reports the growth of its peak resid
 
 import argparse
 import multiprocessing
-import os
 import resource
-import sys
 import time
 
 import torch
-
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from bubblespec.losses import token_logprobs
 

@@ -2,15 +2,11 @@
 
 import argparse
 import json
-import os
 import statistics
-import sys
 import time
 
 import numpy as np
 import torch
-
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from bubblespec.engine.noise import gumbel, random_bits, stream_keys
 from bubblespec.engine.sampling import SamplingParams, sample

@@ -9,7 +9,6 @@ drafts are replaced by random tokens: what speculation costs at worst.
 import argparse
 import dataclasses
 import json
-import os
 import sys
 import tempfile
 import time
@@ -18,8 +17,6 @@ from collections.abc import Callable
 import numpy as np
 import torch
 import transformers
-
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from bubblespec.advantages import estimate_advantages
 from bubblespec.config import Config, load_config

@@ -20,8 +20,6 @@ import transformers
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-
 from bubblespec.engine.attention import choose_kernel
 from bubblespec.engine.generator import Generator, Load, Row
 from bubblespec.engine.model import prepare_model
@@ -153,8 +151,7 @@ def run(arguments: argparse.Namespace) -> None:
     grown = (2 + arguments.repeats) * (1 + max(windows))
     max_length = max(max(lengths) + grown, NUM_CHUNKS * max(chunks) + 2)
     try:
-        prepare_model(model, max_length)
-        kernel = choose_kernel("auto", device, model.dtype)
+        kernel = choose_kernel("auto", device, model.dtype, prepare_model(model, max_length))
     except ValueError as error:
         raise InputError(f"--model: {error}") from error
     most_tokens = max(arguments.max_tokens, max(rows))

@@ -17,8 +17,6 @@ import sys
 
 import numpy as np
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-
 from bubblespec.config import config_of_sections
 from bubblespec.errors import InputError
 from bubblespec.replay.__main__ import nested

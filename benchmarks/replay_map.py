@@ -29,8 +29,6 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-
 from bubblespec.config import config_of_sections
 from bubblespec.errors import InputError
 from bubblespec.replay.__main__ import BLANK, describe_cost, nested, totals

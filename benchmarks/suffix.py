@@ -6,13 +6,9 @@ edited copies of the responses, and an edit replaces, inserts or deletes one tok
 
 import argparse
 import json
-import os
-import sys
 import time
 
 import numpy as np
-
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from bubblespec.drafts.suffix import SOURCE_NAMES, GroupIndex
 

@@ -20,7 +20,8 @@ import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from bubblespec.config import Config, config_to_yaml, flatten, load_config
+from bubblespec.config import Config, config_to_yaml, flatten, load_config, resume_classes
+from bubblespec.config_checks import ROUNDING, SAFE
 from bubblespec.distributed import Ranks
 from bubblespec.errors import InputError, say
 from bubblespec.optimizer import Optimizer
@@ -29,44 +30,6 @@ STATE_FILE = "trainer_state.json"
 SUMS_FILE = "SHA256SUMS"
 CONFIG_FILE = "config.yaml"
 SPECULATION_FILE = "speculation.npz"
-# Keys that may differ between a run and its continuation. They change neither tokens nor updates, only when and where they are
-# made and what is shown of them.
-HARMLESS = {
-    "model.trust_remote_code",
-    "rollout.num_slots",
-    "rollout.max_batch_tokens",
-    "rollout.enforce_eager",
-    "eval.num_generations",
-    "eval.temperature",
-    "rollout.free_cache_engine",
-    "optim.max_skipped_steps",
-    "optim.shard_state",
-    "reward.num_workers",
-    "reward.timeout_s",
-    "reward.adaptive_timeout",
-    "speculative.method",
-    "speculative.fixed_window",
-    "speculative.max_history_tokens",
-    "bubble.lookahead",
-    "bubble.max_draft_tokens",
-    "bubble.uses_soft_bubbles",
-    "bubble.max_slowdown",
-    "bubble.order",
-    "bubble.progress_backend",
-    "bubble.progress_timeout_s",
-    "run.output_dir",
-    "run.eval_steps",
-    "run.save_steps",
-    "run.logging_steps",
-    "run.timeline_steps",
-    "run.keep_last",
-    "run.resume_from_checkpoint",
-    "run.timeout_s",
-    "trace.enabled",
-}
-# The same sums in another order: the run goes on with a warning, as whoever runs out of memory must be able to lower them. The
-# number of ranks is of this kind too.
-ROUNDING = {"model.gradient_checkpointing", "optim.max_tokens_per_microbatch", "optim.max_logits_per_chunk"}
 
 
 class SaveFailed(RuntimeError):
@@ -261,12 +224,14 @@ def _newest_whole(folders: list[str]) -> str | None:
 def _check_same_run(config: Config, saved: dict, where: str) -> list[tuple[str, object, object]]:
     """Raises InputError if a key differs that must not; returns the key, its value here and there, of those that change rounding
     alone."""
-    current, rounding = flatten(config), []
+    current, classes, rounding = flatten(config), resume_classes(config), []
     for key in sorted(saved.keys() | current.keys()):
-        here, there = current.get(key), saved.get(key)
-        if here == there or is_harmless(config, key):
+        if key not in current:
+            raise InputError(f"{key}: unknown key in {where}, which another version has written")
+        here, there, kind = current[key], saved.get(key), classes[key]
+        if here == there or kind == SAFE:
             continue
-        if key in ROUNDING:
+        if kind == ROUNDING:
             rounding.append((key, here, there))
             continue
         raise InputError(
@@ -274,11 +239,6 @@ def _check_same_run(config: Config, saved: dict, where: str) -> list[tuple[str, 
             "continuing would not be the same run (give another run.output_dir for a new one)"
         )
     return rounding
-
-
-def is_harmless(config: Config, key: str) -> bool:
-    """max_steps may grow in a continuation unless the learning rate's course depends on it."""
-    return key in HARMLESS or (key == "run.max_steps" and config.optim.lr_scheduler == "constant")
 
 
 def load_optimizer(folder: str, optimizer: Optimizer) -> None:

@@ -1,21 +1,23 @@
 """Configuration: typed dataclasses, filled from a YAML file and dotted overrides, checked before anything heavy starts.
 
-Leaf names are TRL's where TRL has one, verl's otherwise. Every mistake ends in an `InputError` of one line that names the key.
+A key is declared once: its type and default, a line below that says what it is, and in `key(...)` its bounds and whether a
+continued run may have another value (`resume`; by default it may not). Leaf names are TRL's where TRL has one, verl's otherwise.
+Every mistake ends in an `InputError` of one line that names the key.
 """
 
 import dataclasses
-import difflib
 import os
-import re
-import typing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from omegaconf import MISSING, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from bubblespec.config_checks import check_values
+from bubblespec.config_checks import EXACT, ROUNDING, SAFE, UINT64, Bound, above, at_least, at_most, escape, fill, key, require
 from bubblespec.errors import InputError
+
+COUNTER = "the noise counter's field"  # whose bits the uid, step, sample and position share
+TEMPERATURE = (at_least(0), at_most(1e4), at_least(1e-3, or_else=0))  # logits divided by less leave the range of float32
+DECAY = Bound(lambda decay: 0 <= decay < 1, "at least 0 and below 1")
 
 
 @dataclass
@@ -30,15 +32,15 @@ class ModelConfig:
     """Where to run; auto takes a GPU when there is one."""
     attention: Literal["auto", "sdpa", "varlen", "flash_attn"] = "auto"
     """Attention kernel; auto takes the fastest that is importable on the device (sdpa on CPU)."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool = key(False, resume=ROUNDING)
     """Recompute activations in the backward pass: less memory, more time."""
-    trust_remote_code: bool = False
+    trust_remote_code: bool = key(False, resume=SAFE)
     """Allow model and tokenizer folders to run their own code."""
-    lora_r: int = 0
+    lora_r: int = key(0, at_least(0))
     """Rank of a LoRA adapter, trained in place of the weights (needs requirements-lora.txt); 0 trains all weights."""
-    lora_alpha: int = 32
+    lora_alpha: int = key(32, at_least(1))
     """The adapter's output is scaled by lora_alpha / lora_r."""
-    lora_target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
+    lora_target_modules: list[str] = key(["all-linear"])
     """Names of the layers that get an adapter; [all-linear] is all linear layers but the output head."""
 
 
@@ -48,9 +50,9 @@ class TaskConfig:
 
     name: str = MISSING
     """A reasoning-gym task."""
-    weight: float = 1.0
+    weight: float = key(1.0, above(0))
     """Share of this task in the mixture (relative to the other weights)."""
-    config: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = key({})
     """The task's own parameters."""
 
 
@@ -64,13 +66,13 @@ class DataConfig:
     """Subset of a hub dataset."""
     split: str = "train"
     """Split of a hub dataset."""
-    columns: dict[str, str] = field(default_factory=dict)
+    columns: dict[str, str] = key({})
     """Columns by other names: {prompt: question} takes `prompt` from `question`; a dot reaches into a nested column."""
-    tasks: list[TaskConfig] = field(default_factory=list)
+    tasks: list[TaskConfig] = key([])
     """Mixture of reasoning-gym tasks (instead of `path`)."""
-    size: int = 10_000
+    size: int = key(10_000, at_least(1), at_most(1 << 24))
     """Number of problems made from `tasks`."""
-    seed: int = 1
+    seed: int = key(1, at_least(0), UINT64)
     """Seed of the problems made from `tasks`; held-out problems come from another one."""
     eval_path: str | None = None
     """Held-out file, folder, glob or hub dataset (default: the split below, or rows held out of `path`)."""
@@ -86,22 +88,22 @@ class DataConfig:
 class RewardConfig:
     """What a response is worth, and how that is found out."""
 
-    functions: list[str] = field(default_factory=lambda: ["bubblespec.rewards.exact_match"])
+    functions: list[str] = key(["bubblespec.rewards.exact_match"])
     """Dotted paths of reward functions with TRL's signature."""
     weights: list[float] | None = None
     """One weight per function (default: all 1)."""
-    num_workers: int = 2
+    num_workers: int = key(2, at_least(0), resume=SAFE)
     """Processes on each rank that score finished responses, one at a time, while others are generated; 0 scores them in the main
-    process, all of a rank's in one call, without protection from functions that hang or crash."""
-    timeout_s: float = 60.0
+    process, all of a rank's in one call, without protection from functions that hang, crash, or leave processes behind."""
+    timeout_s: float = key(60.0, above(0), resume=SAFE)
     """Seconds that a function may take for one response in a worker; what takes longer is an error."""
-    adaptive_timeout: bool = False
+    adaptive_timeout: bool = key(False, resume=SAFE)
     """Lower the time-out to 1.5 times the slowest answer so far with a reward above 0, within 2 and 30 seconds (RollPacker)."""
     reward_on_error: float | None = 0.0
     """Reward of a response for which a function raises, times out, crashes or returns no finite number; null ends the run."""
-    overlong_buffer_length: int = 0
+    overlong_buffer_length: int = key(0, at_least(0))
     """Soft overlong punishment (DAPO): a response loses reward in these last tokens before max_completion_length; 0 is off."""
-    overlong_penalty_factor: float = 1.0
+    overlong_penalty_factor: float = key(1.0, at_least(0), at_most(1e6))
     """What a response of max_completion_length loses; in the buffer the loss grows linearly up to it."""
 
 
@@ -109,36 +111,36 @@ class RewardConfig:
 class RolloutConfig:
     """What is sampled in a step, and by an engine of which size."""
 
-    num_prompts_per_step: int = 16
+    num_prompts_per_step: int = key(16, at_least(1), at_most(1 << 20))
     """Prompts in a step's batch, over all ranks."""
-    num_generations: int = 8
+    num_generations: int = key(8, at_least(1), at_most(1 << 12, COUNTER))
     """Responses per prompt (the group of GRPO)."""
-    max_prompt_length: int = 512
+    max_prompt_length: int = key(512, at_least(1))
     """Longest prompt in tokens; longer ones are dropped with a count."""
-    max_completion_length: int = 512
+    max_completion_length: int = key(512, at_least(1))
     """Longest response in tokens."""
-    min_completion_length: int = 0
+    min_completion_length: int = key(0, at_least(0))
     """Stop tokens are barred before this many response tokens."""
-    temperature: float = 1.0
+    temperature: float = key(1.0, *TEMPERATURE)
     """Sampling temperature; 0 is greedy."""
-    top_p: float = 1.0
+    top_p: float = key(1.0, Bound(lambda share: 0 < share <= 1, "above 0 and at most 1"))
     """Nucleus of the sampled distribution; 1 keeps all."""
-    top_k: int = 0
+    top_k: int = key(0, at_least(0))
     """Keep the k best tokens; 0 keeps all."""
     dynamic_sampling: bool = False
     """Replace groups whose responses all got the same reward, which teach nothing, by groups of further prompts (DAPO)."""
-    dynamic_sampling_max_batches: int = 4
+    dynamic_sampling_max_batches: int = key(4, at_least(1), at_most(1 << 16))
     """Most batches generated in a step, the first among them; groups that they cannot replace stay in."""
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[int] | None = key(None, at_least(0))
     """Tokens that end a response (default: those of the model's generation config and tokenizer)."""
-    num_slots: int | str = "auto"
+    num_slots: int | str = key("auto", at_least(1, or_else="auto"), at_most(1 << 20), resume=SAFE)
     """Rows that one rank decodes at the same time, run-ahead drafts among them; more rows wait in a queue. auto takes what fits
     into free memory, up to what is of use; give a number where float32 or bfloat16 tokens must repeat bit for bit."""
-    free_cache_engine: bool = False
+    free_cache_engine: bool = key(False, resume=SAFE)
     """Give the keys and values back during the gradient step: room for more slots, but unfinished drafts are prefilled again."""
-    max_batch_tokens: int = 2048
+    max_batch_tokens: int = key(2048, at_least(1), at_most(1 << 24), resume=SAFE)
     """Most tokens in one forward; prompts are prefilled in chunks under it."""
-    enforce_eager: bool = False
+    enforce_eager: bool = key(False, resume=SAFE)
     """Launch every kernel by itself, instead of replaying CUDA graphs of forwards of up to 1024 tokens (GPUs; one more slot)."""
 
 
@@ -146,11 +148,11 @@ class RolloutConfig:
 class EvalConfig:
     """Held-out prompts."""
 
-    num_prompts: int = 0
+    num_prompts: int = key(0, at_least(0), at_most(1 << 24))
     """Held-out prompts per evaluation; 0 evaluates nothing."""
-    num_generations: int = 4
+    num_generations: int = key(4, at_least(1), at_most(1 << 12, COUNTER), resume=SAFE)
     """Responses per held-out prompt; pass@k is reported for k = 1, 2, 4, ... up to it."""
-    temperature: float | None = None
+    temperature: float | None = key(None, *TEMPERATURE, resume=SAFE)
     """Sampling temperature of evaluation (default: the rollout's)."""
 
 
@@ -168,19 +170,19 @@ class LossConfig:
     cispo also clips the weight of a token's gradient instead of the gradient."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """A probability ratio for each token, or one for each sequence, the geometric mean of its tokens' (GSPO)."""
-    epsilon_low: float = 0.2
+    epsilon_low: float = key(0.2, at_least(0), at_most(1e6))
     """Lower clip of the probability ratio: 1 - epsilon_low; cispo has none."""
-    epsilon_high: float = 0.2
+    epsilon_high: float = key(0.2, at_least(0), at_most(1e6))
     """Upper clip of the probability ratio: 1 + epsilon_high; with cispo the largest weight itself, as in TRL (5, say)."""
     delta: float | None = None
     """Dual clip: where the advantage is negative, the ratio counts as at most this (verl's clip_ratio_c; 3, say)."""
-    kl_coef: float = 0.0
+    kl_coef: float = key(0.0, at_least(0), at_most(1e6))
     """Weight of the KL to the initial policy; above 0 a reference copy is kept (with LoRA none: the adapter is turned off)."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimate of that KL whose gradient is taken; docs/recipes.md says what each of them pulls towards."""
-    num_iterations: int = 1
+    num_iterations: int = key(1, at_least(1), at_most(1 << 12))
     """Passes over a batch; 1, with one minibatch, is strictly on-policy."""
-    num_minibatches: int = 1
+    num_minibatches: int = key(1, at_least(1))
     """Updates in a pass, each on whole groups of its own; divides rollout.num_prompts_per_step."""
     mask_truncated_completions: bool = False
     """Leave responses cut off by max_completion_length out of the loss."""
@@ -190,29 +192,29 @@ class LossConfig:
 class OptimConfig:
     """AdamW, and the size of micro-batches."""
 
-    learning_rate: float = 1e-6
+    learning_rate: float = key(1e-6, at_least(0), at_most(1e3))
     """Peak learning rate of AdamW."""
     lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
     """Course of the learning rate after the warm-up; linear and cosine end at 0 at max_steps."""
-    warmup_steps: int = 0
+    warmup_steps: int = key(0, at_least(0))
     """Steps of linear warm-up."""
-    weight_decay: float = 0.0
+    weight_decay: float = key(0.0, at_least(0), at_most(1e6))
     """Decoupled weight decay of matrices (biases and norms are not decayed)."""
-    adam_beta1: float = 0.9
+    adam_beta1: float = key(0.9, DECAY)
     """First moment's decay."""
-    adam_beta2: float = 0.999
+    adam_beta2: float = key(0.999, DECAY)
     """Second moment's decay."""
-    adam_epsilon: float = 1e-8
+    adam_epsilon: float = key(1e-8, at_least(0), at_most(1e6))
     """Term that keeps the division finite."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: float = key(1.0, at_least(0), at_most(1e12))
     """Global gradient norm limit; 0 does not clip."""
-    max_skipped_steps: int = 5
+    max_skipped_steps: int = key(5, at_least(0), resume=SAFE)
     """Steps in a row whose update may be left out for a non-finite loss or gradient; one more ends the run."""
-    shard_state: bool = False
+    shard_state: bool = key(False, resume=SAFE)
     """Keep master weights and moments of a share of the parameters on each rank, instead of all on every rank."""
-    max_tokens_per_microbatch: int = 8192
+    max_tokens_per_microbatch: int = key(8192, at_most(1 << 32), resume=ROUNDING)
     """Most tokens (prompts and responses) in one forward and backward."""
-    max_logits_per_chunk: int = 1 << 26
+    max_logits_per_chunk: int = key(1 << 26, at_least(1), resume=ROUNDING)
     """Most logits (tokens x vocabulary) of a micro-batch that exist at once."""
 
 
@@ -220,13 +222,13 @@ class OptimConfig:
 class SpeculativeConfig:
     """Drafts and how they are accepted. Changes the time of a run, and no token (but see `rule`)."""
 
-    method: Literal["none", "bubble", "suffix", "bubble+suffix"] = "bubble+suffix"
+    method: Literal["none", "bubble", "suffix", "bubble+suffix"] = key("bubble+suffix", resume=SAFE)
     """Where drafts come from: idle time (bubble), matches in earlier text (suffix), both, or none (the plain trainer)."""
     rule: Literal["coupled", "point_mass"] = "coupled"
     """When a draft token is accepted; coupled shares its noise with the draft, point_mass does not (for ablation)."""
-    fixed_window: int | None = None
+    fixed_window: int | None = key(None, at_least(0, or_else="null"), resume=SAFE)
     """Propose this many draft tokens always, instead of planning windows by their cost (for ablation)."""
-    max_history_tokens: int = 4_000_000
+    max_history_tokens: int = key(4_000_000, at_least(0), resume=SAFE)
     """Tokens of earlier epochs' responses kept for suffix matching; the oldest are dropped first."""
 
 
@@ -234,19 +236,15 @@ class SpeculativeConfig:
 class BubbleConfig:
     """Drafting ahead in idle time. Changes the time of a run, and no token."""
 
-    lookahead: int | str = "auto"
+    lookahead: int | str = key("auto", at_least(0, or_else="auto"), resume=SAFE)
     """Steps to draft ahead; 0 drafts nothing; auto goes as deep as max_draft_tokens and the measured drift make worth while."""
-    max_draft_tokens: int = 2_000_000
+    max_draft_tokens: int = key(2_000_000, at_least(0), resume=SAFE)
     """Tokens of run-ahead drafts kept (4 bytes each)."""
-    uses_soft_bubbles: bool = True
-    """Let drafts join the forwards of a rank that still decodes, not only fill the time after it has finished."""
-    max_slowdown: float = 1.0
-    """How much slower drafts may make the forwards of a rank that still decodes."""
-    order: Literal["global", "own"] = "global"
-    """Which items a rank drafts first: the next of all, or its own."""
-    progress_backend: Literal["gloo", "nccl"] = "gloo"
+    max_slowdown: float = key(1.0, at_least(0), at_most(1e9), resume=SAFE)
+    """How much slower drafts may make the forwards of a rank that still decodes; 0 drafts only once its rows are done."""
+    progress_backend: Literal["gloo", "nccl"] = key("gloo", resume=SAFE)
     """Collectives of the progress ticks; a gloo side group leaves the GPU alone, nccl runs on a stream of its own."""
-    progress_timeout_s: float = 600.0
+    progress_timeout_s: float = key(600.0, above(0), at_most(1e8), resume=SAFE)
     """Seconds without a tick after which the job ends, naming the rank that did not answer."""
 
 
@@ -254,31 +252,31 @@ class BubbleConfig:
 class RunConfig:
     """Length, outputs and seed of a run."""
 
-    output_dir: str = MISSING
+    output_dir: str = key(MISSING, resume=SAFE)
     """Folder of checkpoints, metrics and TensorBoard files."""
-    seed: int = 0
+    seed: int = key(0, at_least(0), UINT64)
     """Seed of batches and sampling noise."""
-    max_steps: int = 100
+    max_steps: int = key(100, at_least(1), at_most(1 << 31, COUNTER), resume=SAFE)  # see resume_classes
     """Training steps."""
-    eval_steps: int = 0
+    eval_steps: int = key(0, at_least(0), resume=SAFE)
     """Evaluate every so many steps, and before the first and after the last; 0 never."""
-    save_steps: int = 0
+    save_steps: int = key(0, at_least(0), resume=SAFE)
     """Save a checkpoint every so many steps and after the last; 0 only after the last."""
-    logging_steps: int = 10
+    logging_steps: int = key(10, at_least(1), resume=SAFE)
     """Write sample completions to TensorBoard every so many steps; metrics are written every step."""
-    timeline_steps: list[int] = field(default_factory=list)
+    timeline_steps: list[int] = key([], at_least(0), resume=SAFE)
     """Steps (from 0) of which a timeline of all ranks is written: a trace and a picture in output_dir/timeline."""
-    keep_last: int = 2
+    keep_last: int = key(2, at_least(1), resume=SAFE)
     """Checkpoints kept; older ones are deleted."""
-    resume_from_checkpoint: str = "auto"
+    resume_from_checkpoint: str = key("auto", resume=SAFE)
     """auto continues from the newest checkpoint in output_dir, none starts anew, else a checkpoint folder."""
-    timeout_s: float = 1800.0
+    timeout_s: float = key(1800.0, above(0), at_most(1e8), resume=SAFE)
     """Seconds a collective may wait for the slowest rank before the job ends."""
 
 
 @dataclass
 class TraceConfig:
-    enabled: bool = False
+    enabled: bool = key(False, resume=SAFE)
     """Record responses, drafts and every forward with its load and time into output_dir/trace, for replay."""
 
 
@@ -307,112 +305,120 @@ def load_config(path: str, overrides: list[str] = ()) -> Config:
         base = OmegaConf.load(path)
     except Exception as error:  # PyYAML and OmegaConf raise many kinds; all mean a file that is not valid YAML
         raise InputError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
-    return _resolve(base, overrides, path)
+    return _check_combinations(fill(Config, base, overrides, path))
 
 
 def config_of_sections(sections: dict[str, dict], overrides: list[str], source: str) -> Config:
     """The same from a dictionary of sections in place of a file; source: what an error calls it."""
-    return _resolve(OmegaConf.create(_escape(sections)), overrides, source)
-
-
-def _resolve(base: Any, overrides: list[str], path: str) -> Config:
-    layers = [base]
-    for override in overrides:
-        if not override.partition("=")[0].strip(". ") or "=" not in override:
-            raise InputError(f"override '{override}' is not of the form section.key=value")
-        try:
-            layers.append(OmegaConf.from_dotlist([override]))
-        except Exception as error:
-            raise InputError(f"override '{override}': not valid YAML: {' '.join(str(error).split())}") from error
-    merged = OmegaConf.structured(Config)
-    for layer in layers:
-        plain = OmegaConf.to_container(layer)
-        if not isinstance(plain, dict):
-            raise InputError(f"{path}: expected sections (model, data, ...), found {type(plain).__name__}")
-        _check_keys(plain, Config)
-        merged = _merge(merged, layer)
-    try:
-        missing = sorted(OmegaConf.missing_keys(merged))
-        config = OmegaConf.to_object(merged) if not missing else None
-    except OmegaConfBaseException as error:  # a reference ${...} to what does not exist
-        raise InputError(f"{error.full_key}: {_first_line(error)}") from error
-    if missing:
-        raise InputError(f"{missing[0]}: has no default, so it must be given")
-    check_values(config, flatten(config))
-    return config
+    return _check_combinations(fill(Config, OmegaConf.create(escape(sections)), overrides, source))
 
 
 def config_to_yaml(config: Config) -> str:
     """The resolved configuration as YAML, which `load_config` reads back."""
-    return OmegaConf.to_yaml(OmegaConf.create(_escape(dataclasses.asdict(config))))
+    return OmegaConf.to_yaml(OmegaConf.create(escape(dataclasses.asdict(config))))
 
 
 def flatten(config: Config) -> dict[str, Any]:
     """`{"section.key": value}` of a resolved configuration."""
-    return {f"{s}.{k}": v for s, fields in dataclasses.asdict(config).items() for k, v in fields.items()}
+    return {f"{s}.{k}": v for s, keys in dataclasses.asdict(config).items() for k, v in keys.items()}
 
 
-def _merge(base: Any, layer: Any, prefix: str = "") -> Any:
-    """OmegaConf's merge, which checks the types; `prefix` is the key of `base` itself."""
-    try:
-        return OmegaConf.merge(base, layer)
-    except OmegaConfBaseException as error:
-        raise InputError(f"{prefix}{error.full_key}: {_first_line(error)}") from error
+def resume_classes(config: Config) -> dict[str, str]:
+    """`{"section.key": EXACT, ROUNDING or SAFE}`. run.max_steps is exact if the learning rate's course depends on it."""
+    classes = {f"{s.name}.{f.name}": f.metadata.get("resume", EXACT) for s in fields(Config) for f in fields(s.type)}
+    return classes if config.optim.lr_scheduler == "constant" else classes | {"run.max_steps": EXACT}
 
 
-def _check_keys(given: dict, schema: type, prefix: str = "") -> None:
-    """Unknown keys, with the nearest valid one, and lists and sections that are something else.
+def _check_combinations(config: Config) -> Config:
+    """The same configuration. Raises InputError, naming the key and the nearest valid value, for what bounds cannot express."""
+    model, data, reward, rollout, optim = config.model, config.data, config.reward, config.rollout, config.optim
+    require(bool(model.lora_target_modules), "model.lora_target_modules", "[]", "[all-linear], or names of layers")
+    longest = rollout.max_prompt_length + rollout.max_completion_length
+    longer = max(("max_completion_length", "max_prompt_length"), key=vars(rollout).get)
+    require(longest <= 1 << 20, f"rollout.{longer}", getattr(rollout, longer), f"below {1 << 20}, prompt and response together")
+    require(
+        rollout.min_completion_length <= rollout.max_completion_length,
+        "rollout.min_completion_length",
+        rollout.min_completion_length,
+        f"at most rollout.max_completion_length = {rollout.max_completion_length}",
+    )
+    require(
+        rollout.num_slots == "auto" or rollout.max_batch_tokens >= rollout.num_slots,
+        "rollout.max_batch_tokens",
+        rollout.max_batch_tokens,
+        f"at least rollout.num_slots = {rollout.num_slots}, so that every row can decode in one forward",
+    )
+    require(
+        optim.max_tokens_per_microbatch >= longest,
+        "optim.max_tokens_per_microbatch",
+        optim.max_tokens_per_microbatch,
+        f"at least {longest} = rollout.max_prompt_length + rollout.max_completion_length, so that every response fits",
+    )
+    if rollout.dynamic_sampling and rollout.num_generations == 1:
+        raise InputError("rollout.dynamic_sampling: needs rollout.num_generations of at least 2, as one response never differs")
+    _check_loss(config)
+    if rollout.temperature == 0:
+        raise InputError("rollout.temperature: 0 gives equal responses, so no policy gradient; training needs it above 0")
+    if bool(data.path) == bool(data.tasks):
+        raise InputError("data.path, data.tasks: give exactly one of them")
+    for name in ("name", "eval_path", "eval_split"):
+        if data.tasks and getattr(data, name) is not None:
+            raise InputError(
+                f"data.{name}: has no meaning with data.tasks, whose held-out problems come from another seed; leave it out"
+            )
+    require(
+        not data.tasks or data.size >= rollout.num_prompts_per_step,
+        "data.size",
+        data.size,
+        f"at least rollout.num_prompts_per_step = {rollout.num_prompts_per_step}",
+    )
+    if not reward.functions:
+        raise InputError("reward.functions: give at least one reward function")
+    for path in reward.functions:
+        if reward.functions.count(path) > 1:
+            raise InputError(f"reward.functions: '{path}' is given more than once; give it once with a larger weight")
+    if reward.weights is not None and len(reward.weights) != len(reward.functions):
+        raise InputError(
+            f"reward.weights: {len(reward.weights)} weights for {len(reward.functions)} reward.functions; give one each"
+        )
+    if config.run.eval_steps and not config.eval.num_prompts:
+        raise InputError("eval.num_prompts: 0, but run.eval_steps asks for evaluations; give at least 1")
+    return config
 
-    OmegaConf would report the former without the section and the latter in terms of its own classes.
-    """
-    types = typing.get_type_hints(schema)
-    for name, value in given.items():
-        key = f"{prefix}{name}"
-        if name not in types:
-            raise InputError(f"{key}: unknown key{_nearest(str(name), list(types), prefix)}")
-        if dataclasses.is_dataclass(types[name]):
-            if not isinstance(value, dict):
-                raise InputError(f"{key}: is a section, not a value")
-            _check_keys(value, types[name], f"{key}.")
-        if typing.get_origin(types[name]) is dict and isinstance(value, list):
-            raise InputError(f"{key}: is a mapping; give it as a whole, as in {key}={{name: value}}")
-        element = _list_element(types[name])
-        if element is None or value is None or str(value).startswith("${"):  # OmegaConf checks None and references
-            continue
-        if not isinstance(value, list):
-            raise InputError(f"{key}: is a list; give it as a whole, as in {key}=[...]")
-        for number, item in enumerate(value if dataclasses.is_dataclass(element) else []):
-            if not isinstance(item, dict):
-                raise InputError(f"{key}[{number}]: is a section, not a value")
-            _check_keys(item, element, f"{key}[{number}].")
-            _merge(OmegaConf.structured(element), item, f"{key}[{number}].")
 
-
-def _list_element(hint: Any) -> type | None:
-    """The X of `list[X]` and `list[X] | None`."""
-    for part in (hint, *typing.get_args(hint)):
-        if typing.get_origin(part) is list:
-            return typing.get_args(part)[0]
-    return None
-
-
-def _nearest(name: str, siblings: list[str], prefix: str) -> str:
-    """The right name in the wrong section, else the key of the same section that is spelled most alike."""
-    sections = {s.name: s.type for s in dataclasses.fields(Config)}
-    elsewhere = [f"{s}.{name}" for s, schema in sections.items() if name in {f.name for f in dataclasses.fields(schema)}]
-    alike = [f"{prefix}{m}" for m in difflib.get_close_matches(name, siblings, n=1)]
-    matches = elsewhere or alike
-    return f"; did you mean {' or '.join(matches)}?" if matches else f"; valid are {', '.join(sorted(siblings))}"
-
-
-def _escape(value: Any) -> Any:
-    """`${` is written so that it is read as text, not as a reference; a backslash in front of it counts as an escape."""
-    if isinstance(value, dict):
-        return {k: _escape(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_escape(v) for v in value]
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
+def _check_loss(config: Config) -> None:
+    """Combinations of estimator, loss and minibatches, and the overlong buffer."""
+    loss, rollout = config.loss, config.rollout
+    if rollout.num_generations == 1 and loss.advantage_estimator != "reinforce_plus_plus":
+        raise InputError(
+            f"rollout.num_generations: 1, but {loss.advantage_estimator} compares a prompt's responses with each other, so every "
+            "advantage would be 0; give at least 2, or loss.advantage_estimator=reinforce_plus_plus"
+        )
+    buffer = config.reward.overlong_buffer_length
+    require(
+        buffer <= rollout.max_completion_length,
+        "reward.overlong_buffer_length",
+        buffer,
+        f"at most rollout.max_completion_length = {rollout.max_completion_length}",
+    )
+    require(
+        rollout.num_prompts_per_step % loss.num_minibatches == 0,
+        "loss.num_minibatches",
+        loss.num_minibatches,
+        f"a divisor of rollout.num_prompts_per_step = {rollout.num_prompts_per_step}, so that all updates are of one size",
+    )
+    if loss.scale_rewards == "group" and loss.advantage_estimator.startswith("reinforce_plus_plus"):
+        raise InputError(
+            f"loss.scale_rewards: group, but {loss.advantage_estimator} is scaled by the batch; leave it out or give none"
+        )
+    if loss.loss_type == "cispo":
+        if loss.importance_sampling_level == "sequence":
+            raise InputError("loss.importance_sampling_level: sequence, but cispo weights single tokens; give token")
+        if loss.delta is not None:
+            raise InputError("loss.delta: has no meaning with cispo, which caps every weight at loss.epsilon_high; leave it out")
+        require(
+            loss.epsilon_high >= 1, "loss.epsilon_high", loss.epsilon_high, "at least 1 with cispo: the largest weight (5, say)"
+        )
+    elif loss.delta is not None:
+        least = 1 + loss.epsilon_high
+        require(loss.delta > least, "loss.delta", loss.delta, f"above 1 + loss.epsilon_high = {least:g} (3, say)")

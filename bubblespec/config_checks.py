@@ -1,189 +1,175 @@
-"""What the values of a configuration must be, beyond their types. A mistake is an `InputError` of one line that names the key."""
+"""What a configuration key declares beside its type, and what follows from declarations alone: sections are filled from YAML and
+overrides and checked. No key is named here. A mistake is an `InputError` of one line that names the key.
+"""
 
+import copy
+import dataclasses
+import difflib
 import math
-from typing import TYPE_CHECKING, Any
+import re
+import typing
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from bubblespec.errors import InputError
 
-if TYPE_CHECKING:
-    from bubblespec.config import Config
-
-# What no run can want: beyond it sizes exhaust the machine before anything is checked, and numbers overflow.
-LARGEST = {
-    "data.size": 1 << 24,
-    "eval.num_prompts": 1 << 24,
-    "rollout.num_prompts_per_step": 1 << 20,
-    "rollout.num_slots": 1 << 20,
-    "rollout.dynamic_sampling_max_batches": 1 << 16,
-    "reward.overlong_penalty_factor": 1e6,
-    "rollout.max_batch_tokens": 1 << 24,
-    "rollout.temperature": 1e4,
-    "eval.temperature": 1e4,
-    "loss.num_iterations": 1 << 12,
-    "loss.epsilon_low": 1e6,
-    "loss.epsilon_high": 1e6,
-    "loss.kl_coef": 1e6,
-    "optim.learning_rate": 1e3,
-    "optim.weight_decay": 1e6,
-    "optim.adam_epsilon": 1e6,
-    "optim.max_grad_norm": 1e12,
-    "optim.max_tokens_per_microbatch": 1 << 32,
-    "bubble.max_slowdown": 1e9,
-    "bubble.progress_timeout_s": 1e8,
-    "run.timeout_s": 1e8,
-}
-MIN_TEMPERATURE = 1e-3
+# What another value of a key does to a run that is continued from a checkpoint.
+EXACT = "exact"  # it would not be the same run: refused
+ROUNDING = "rounding"  # the same sums in another order: a warning, as who runs out of memory must be able to lower it
+SAFE = "safe"  # the same tokens and updates, made at another time or place or shown in another way: taken as it is
 
 
-def check_values(config: "Config", flat: dict[str, Any]) -> None:
-    """Ranges and combinations that types cannot express. Raises InputError naming the key and the nearest valid value.
+class Bound(NamedTuple):
+    """A condition on a value, and how a message states it."""
 
-    flat: the same values as {"section.key": value}."""
-    positive = (
-        "rollout.num_prompts_per_step rollout.num_generations rollout.max_prompt_length rollout.max_completion_length "
-        "rollout.dynamic_sampling_max_batches eval.num_generations optim.max_logits_per_chunk "
-        "loss.num_iterations loss.num_minibatches run.max_steps run.keep_last run.logging_steps data.size "
-        "model.lora_alpha"
-    )
-    for key in positive.split():
-        _require(flat[key] >= 1, key, flat[key], "at least 1")
-    for key, value in flat.items():
-        _require(not isinstance(value, float) or math.isfinite(value), key, value, "finite")
-    not_negative = (
-        "model.lora_r rollout.min_completion_length rollout.temperature rollout.top_k eval.num_prompts loss.epsilon_low "
-        "loss.epsilon_high loss.kl_coef optim.learning_rate optim.warmup_steps optim.weight_decay optim.max_grad_norm "
-        "optim.adam_epsilon optim.max_skipped_steps run.seed run.eval_steps run.save_steps data.seed eval.temperature "
-        "reward.overlong_buffer_length reward.overlong_penalty_factor reward.num_workers"
-    )
-    for key in not_negative.split():
-        _require(flat[key] is None or flat[key] >= 0, key, flat[key], "at least 0")
-    lookahead = config.bubble.lookahead
-    _require(
-        lookahead == "auto" or (isinstance(lookahead, int) and lookahead >= 0),
-        "bubble.lookahead",
-        lookahead,
-        "auto, or at least 0",
-    )
-    window = config.speculative.fixed_window
-    _require(window is None or window >= 0, "speculative.fixed_window", window, "null, or at least 0")
-    for key in ("bubble.max_draft_tokens", "bubble.max_slowdown", "speculative.max_history_tokens"):
-        _require(flat[key] >= 0, key, flat[key], "at least 0")
-    _require(config.bubble.progress_timeout_s > 0, "bubble.progress_timeout_s", config.bubble.progress_timeout_s, "above 0")
-    _require(0 < config.rollout.top_p <= 1, "rollout.top_p", config.rollout.top_p, "above 0 and at most 1")
-    for key in ("run.timeout_s", "reward.timeout_s"):
-        _require(flat[key] > 0, key, flat[key], "above 0")
-    _require(config.run.seed < 1 << 63, "run.seed", config.run.seed, f"below {1 << 63}")
-    for key in ("optim.adam_beta1", "optim.adam_beta2"):
-        _require(0 <= flat[key] < 1, key, flat[key], "at least 0 and below 1")
-    for key in ("rollout.stop_token_ids", "run.timeline_steps"):
-        for number, value in enumerate(flat[key] or []):
-            _require(value >= 0, f"{key}[{number}]", value, "at least 0")
-    slots = config.rollout.num_slots
-    _require(slots == "auto" or (isinstance(slots, int) and slots >= 1), "rollout.num_slots", slots, "auto, or at least 1")
-    for key, value in flat.items():
-        _require(not isinstance(value, int) or abs(value) < 1 << 63, key, value, f"below {1 << 63}")
-    for key, limit in LARGEST.items():
-        _require(flat[key] in (None, "auto") or flat[key] <= limit, key, flat[key], f"at most {limit}")
-    for key in ("rollout.temperature", "eval.temperature"):  # logits divided by less leave the range of float32
-        _require(not flat[key] or flat[key] >= MIN_TEMPERATURE, key, flat[key], f"0, or at least {MIN_TEMPERATURE}")
-    for key, limit in {"rollout.num_generations": 1 << 12, "eval.num_generations": 1 << 12, "run.max_steps": 1 << 31}.items():
-        _require(flat[key] <= limit, key, flat[key], f"at most {limit} (the noise counter's field)")
-    _require(bool(config.model.lora_target_modules), "model.lora_target_modules", "[]", "[all-linear], or names of layers")
-    rollout, optim = config.rollout, config.optim
-    longest = rollout.max_prompt_length + rollout.max_completion_length
-    longer = max(("rollout.max_completion_length", "rollout.max_prompt_length"), key=flat.get)
-    _require(longest <= 1 << 20, longer, flat[longer], f"below {1 << 20}, prompt and response together")
-    _require(
-        rollout.min_completion_length <= rollout.max_completion_length,
-        "rollout.min_completion_length",
-        rollout.min_completion_length,
-        f"at most rollout.max_completion_length = {rollout.max_completion_length}",
-    )
-    _require(rollout.max_batch_tokens >= 1, "rollout.max_batch_tokens", rollout.max_batch_tokens, "at least 1")
-    _require(
-        slots == "auto" or rollout.max_batch_tokens >= slots,
-        "rollout.max_batch_tokens",
-        rollout.max_batch_tokens,
-        f"at least rollout.num_slots = {slots}, so that every row can decode in one forward",
-    )
-    _require(
-        optim.max_tokens_per_microbatch >= longest,
-        "optim.max_tokens_per_microbatch",
-        optim.max_tokens_per_microbatch,
-        f"at least {longest} = rollout.max_prompt_length + rollout.max_completion_length, so that every response fits",
-    )
-    if rollout.dynamic_sampling and rollout.num_generations == 1:
-        raise InputError("rollout.dynamic_sampling: needs rollout.num_generations of at least 2, as one response never differs")
-    _check_loss(config)
-    if rollout.temperature == 0:
-        raise InputError("rollout.temperature: 0 gives equal responses, so no policy gradient; training needs it above 0")
-    for key in ("model.path", "run.output_dir", "run.resume_from_checkpoint", "data.split"):
-        if not flat[key].strip():
-            raise InputError(f"{key}: is empty")
-    if bool(config.data.path) == bool(config.data.tasks):
-        raise InputError("data.path, data.tasks: give exactly one of them")
-    for key in ("data.name", "data.eval_path", "data.eval_split"):
-        if config.data.tasks and flat[key] is not None:
-            raise InputError(
-                f"{key}: has no meaning with data.tasks, whose held-out problems come from another seed; leave it out"
-            )
-    _require(
-        not config.data.tasks or config.data.size >= rollout.num_prompts_per_step,
-        "data.size",
-        config.data.size,
-        f"at least rollout.num_prompts_per_step = {rollout.num_prompts_per_step}",
-    )
-    for number, task in enumerate(config.data.tasks):
-        _require(0 < task.weight < math.inf, f"data.tasks[{number}].weight", task.weight, "above 0 and finite")
-    weights = config.reward.weights
-    if not config.reward.functions:
-        raise InputError("reward.functions: give at least one reward function")
-    for path in config.reward.functions:
-        if config.reward.functions.count(path) > 1:
-            raise InputError(f"reward.functions: '{path}' is given more than once; give it once with a larger weight")
-    for number, weight in enumerate(weights or []):
-        _require(math.isfinite(weight), f"reward.weights[{number}]", weight, "finite")
-    if weights is not None and len(weights) != len(config.reward.functions):
-        raise InputError(
-            f"reward.weights: {len(weights)} weights for {len(config.reward.functions)} reward.functions; give one each"
-        )
-    if config.run.eval_steps and not config.eval.num_prompts:
-        raise InputError("eval.num_prompts: 0, but run.eval_steps asks for evaluations; give at least 1")
+    holds: Callable[[Any], bool]
+    text: str
 
 
-def _check_loss(config: "Config") -> None:
-    """Combinations of estimator, loss and minibatches, and the overlong buffer."""
-    loss, rollout = config.loss, config.rollout
-    buffer = config.reward.overlong_buffer_length
-    _require(
-        buffer <= rollout.max_completion_length,
-        "reward.overlong_buffer_length",
-        buffer,
-        f"at most rollout.max_completion_length = {rollout.max_completion_length}",
-    )
-    _require(
-        rollout.num_prompts_per_step % loss.num_minibatches == 0,
-        "loss.num_minibatches",
-        loss.num_minibatches,
-        f"a divisor of rollout.num_prompts_per_step = {rollout.num_prompts_per_step}, so that all updates are of one size",
-    )
-    if loss.scale_rewards == "group" and loss.advantage_estimator.startswith("reinforce_plus_plus"):
-        raise InputError(
-            f"loss.scale_rewards: group, but {loss.advantage_estimator} is scaled by the batch; leave it out or give none"
-        )
-    if loss.loss_type == "cispo":
-        if loss.importance_sampling_level == "sequence":
-            raise InputError("loss.importance_sampling_level: sequence, but cispo weights single tokens; give token")
-        if loss.delta is not None:
-            raise InputError("loss.delta: has no meaning with cispo, which caps every weight at loss.epsilon_high; leave it out")
-        _require(
-            loss.epsilon_high >= 1, "loss.epsilon_high", loss.epsilon_high, "at least 1 with cispo: the largest weight (5, say)"
-        )
-    elif loss.delta is not None:
-        least = 1 + loss.epsilon_high
-        _require(loss.delta > least, "loss.delta", loss.delta, f"above 1 + loss.epsilon_high = {least:g} (3, say)")
+def at_least(limit: float, or_else: Any = None) -> Bound:
+    """or_else: another valid value, named in the message."""
+    text = f"at least {limit}" if or_else is None else f"{or_else}, or at least {limit}"
+    return Bound(lambda value: value == or_else or (not isinstance(value, str) and value >= limit), text)
 
 
-def _require(holds: bool, key: str, value: Any, what: str) -> None:
+def above(limit: float) -> Bound:
+    return Bound(lambda value: value > limit, f"above {limit}")
+
+
+def at_most(limit: float, why: str = "") -> Bound:
+    """Without `why` it is what no run can want: larger sizes exhaust the machine before anything is checked, or overflow."""
+    return Bound(lambda value: value <= limit, f"at most {limit}{why and f' ({why})'}")
+
+
+UINT64 = Bound(lambda value: value < 1 << 64, f"below {1 << 64} = 2**64: random numbers are keyed by 64 bits")
+_INT64 = Bound(lambda value: not isinstance(value, int) or value < 1 << 63, f"below {1 << 63} = 2**63: integers have 64 bits")
+_FINITE = Bound(lambda value: not isinstance(value, float) or math.isfinite(value), "finite")
+
+
+def key(default: Any, *bounds: Bound, resume: str = EXACT) -> Any:
+    """A field of a section: its default, what its value (or each element of its list) must be, and its class on resume."""
+    metadata = {"bounds": bounds, "resume": resume}
+    if isinstance(default, (list, dict)):
+        return dataclasses.field(default_factory=lambda: copy.copy(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def require(holds: bool, name: str, value: Any, what: str) -> None:
+    """An InputError that names the key and what its value must be, unless the condition holds."""
     if not holds:
-        raise InputError(f"{key}: {value} must be {what}")
+        raise InputError(f"{name}: {value} must be {what}")
+
+
+def fill(schema: type, base: Any, overrides: list[str], source: str) -> Any:
+    """`schema` filled from `base` and then the overrides, each value within its bounds; source: what an error calls `base`."""
+    layers = [base]
+    for override in overrides:
+        if not override.partition("=")[0].strip(". ") or "=" not in override:
+            raise InputError(f"override '{override}' is not of the form section.key=value")
+        try:
+            layers.append(OmegaConf.from_dotlist([override]))
+        except Exception as error:
+            raise InputError(f"override '{override}': not valid YAML: {' '.join(str(error).split())}") from error
+    merged = OmegaConf.structured(schema)
+    for layer in layers:
+        plain = OmegaConf.to_container(layer)
+        if not isinstance(plain, dict):
+            raise InputError(f"{source}: expected sections (model, data, ...), found {type(plain).__name__}")
+        _check_keys(plain, schema, schema)
+        merged = _merge(merged, layer)
+    try:
+        missing = sorted(OmegaConf.missing_keys(merged))
+        config = OmegaConf.to_object(merged) if not missing else None
+    except OmegaConfBaseException as error:  # a reference ${...} to what does not exist
+        raise InputError(f"{error.full_key}: {_first_line(error)}") from error
+    if missing:
+        raise InputError(f"{missing[0]}: has no default, so it must be given")
+    _check_bounds(config)
+    return config
+
+
+def _check_bounds(section: Any, prefix: str = "") -> None:
+    """Each value against the bounds of its key, which null and auto need not meet. A text that cannot be null is not empty."""
+    for field in dataclasses.fields(section):
+        name, value = f"{prefix}{field.name}", getattr(section, field.name)
+        if field.type is str and not value.strip():
+            raise InputError(f"{name}: is empty")
+        declared = field.metadata.get("bounds", ())
+        bounds = (_FINITE, *declared) if UINT64 in declared else (_FINITE, *declared, _INT64)
+        items = {f"{name}[{i}]": item for i, item in enumerate(value)} if isinstance(value, list) else {name: value}
+        for place, item in items.items():
+            if dataclasses.is_dataclass(item):
+                _check_bounds(item, f"{place}.")
+            elif item is not None and item != "auto":
+                for bound in bounds:
+                    require(bound.holds(item), place, item, bound.text)
+
+
+def _check_keys(given: dict, schema: type, root: type, prefix: str = "") -> None:
+    """Unknown keys, with the nearest valid one, and lists and sections that are something else.
+
+    OmegaConf would report the former without the section and the latter in terms of its own classes.
+    root: the whole configuration, which has `schema` at `prefix`; a misplaced key is looked up in its sections.
+    """
+    types = typing.get_type_hints(schema)
+    for leaf, value in given.items():
+        name = f"{prefix}{leaf}"
+        if leaf not in types:
+            raise InputError(f"{name}: unknown key{_nearest(str(leaf), list(types), root, prefix)}")
+        if dataclasses.is_dataclass(types[leaf]):
+            if not isinstance(value, dict):
+                raise InputError(f"{name}: is a section, not a value")
+            _check_keys(value, types[leaf], root, f"{name}.")
+        if typing.get_origin(types[leaf]) is dict and isinstance(value, list):
+            raise InputError(f"{name}: is a mapping; give it as a whole, as in {name}={{name: value}}")
+        element = _list_element(types[leaf])
+        if element is None or value is None or str(value).startswith("${"):  # OmegaConf checks None and references
+            continue
+        if not isinstance(value, list):
+            raise InputError(f"{name}: is a list; give it as a whole, as in {name}=[...]")
+        for number, item in enumerate(value if dataclasses.is_dataclass(element) else []):
+            if not isinstance(item, dict):
+                raise InputError(f"{name}[{number}]: is a section, not a value")
+            _check_keys(item, element, root, f"{name}[{number}].")
+            _merge(OmegaConf.structured(element), item, f"{name}[{number}].")
+
+
+def _merge(base: Any, layer: Any, prefix: str = "") -> Any:
+    """OmegaConf's merge, which checks the types; `prefix` is the key of `base` itself."""
+    try:
+        return OmegaConf.merge(base, layer)
+    except OmegaConfBaseException as error:
+        raise InputError(f"{prefix}{error.full_key}: {_first_line(error)}") from error
+
+
+def _list_element(hint: Any) -> type | None:
+    """The X of `list[X]` and `list[X] | None`."""
+    for part in (hint, *typing.get_args(hint)):
+        if typing.get_origin(part) is list:
+            return typing.get_args(part)[0]
+    return None
+
+
+def _nearest(leaf: str, siblings: list[str], root: type, prefix: str) -> str:
+    """The right name in the wrong section, else the key of the same section that is spelled most alike."""
+    sections = {s.name: s.type for s in dataclasses.fields(root)}
+    elsewhere = [f"{s}.{leaf}" for s, schema in sections.items() if leaf in {f.name for f in dataclasses.fields(schema)}]
+    alike = [f"{prefix}{m}" for m in difflib.get_close_matches(leaf, siblings, n=1)]
+    matches = elsewhere or alike
+    return f"; did you mean {' or '.join(matches)}?" if matches else f"; valid are {', '.join(sorted(siblings))}"
+
+
+def escape(value: Any) -> Any:
+    """`${` is written so that it is read as text, not as a reference; a backslash in front of it counts as an escape."""
+    if isinstance(value, dict):
+        return {k: escape(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [escape(v) for v in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]

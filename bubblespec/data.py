@@ -54,7 +54,7 @@ class PromptSet:
             )
         epoch, index = divmod(step, steps_per_epoch)
         if self._order is None or self._order[0] != (seed, epoch):
-            order = np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(len(self.prompts))
+            order = _shuffled(len(self.prompts), seed, epoch)
             self._order = ((seed, epoch), order)
         order = self._order[1]
         return [self.prompts[i] for i in order[index * num_prompts : (index + 1) * num_prompts]]
@@ -62,8 +62,14 @@ class PromptSet:
     def extra(self, seed: int, step: int, num_prompts: int, used: set[int]) -> list[Prompt]:
         """Further prompts for `step`, none of those with a uid in `used`: its noise keys would be used again. A pure function of
         the arguments; fewer than `num_prompts` if there are no more."""
-        order = np.random.Generator(np.random.Philox(key=[seed, _EXTRA + step])).permutation(len(self.prompts))
+        order = _shuffled(len(self.prompts), seed, _EXTRA + step)
         return list(itertools.islice((p for p in map(self.prompts.__getitem__, order) if p.uid not in used), num_prompts))
+
+
+def _shuffled(count: int, *key: int) -> np.ndarray:
+    """The numbers below `count` in an order of this key, two integers of 64 bits."""
+    words = np.array(key, np.uint64)  # a list with one above 2**63 would go through floats
+    return np.random.Generator(np.random.Philox(key=words)).permutation(count)
 
 
 def build_prompt_set(

@@ -53,12 +53,23 @@ class RollCall:
 
     def __init__(self, rank: int, world_size: int):
         self.rank, self.world_size, self.count = rank, world_size, 0
+        self._has_told = False
         self._store = dist.PrefixStore("roll_call", dist.distributed_c10d._get_default_store())
 
     def enter(self, place: str) -> None:
         """Note that this rank has come to its next meeting. Does not await an answer: microseconds."""
         self.count += 1
         self._store.set(f"at/{self.rank}", f"{self.count} {place}")
+
+    def tell_stop(self) -> None:
+        """Note that the run is to stop, for ranks that are waiting elsewhere than in a meeting."""
+        if not self._has_told:
+            self._has_told = True
+            self._store.set("stop", "1")
+
+    def is_told_to_stop(self) -> bool:
+        """Whether any rank has noted it. Asks the store: a fraction of a millisecond."""
+        return self._store.check(["stop"])
 
     def fail(self, place: str, reason: str, deadline: float, describe: Callable[[int], str] | None = None) -> NoReturn:
         """End the job: the first rank to come to a verdict prints it, and all ranks raise it as RankTimeout.
@@ -132,6 +143,17 @@ class Ranks:
         if wishes.item():
             raise StopRequested
 
+    def is_told_to_stop(self) -> bool:
+        """Whether a rank has been told to stop, to be asked while this rank waits for something of its own; it then has the
+        wish itself, and all leave at the next `meet`, which the others may be waiting in."""
+        if self.roll_call is not None:
+            with contextlib.suppress(RuntimeError):  # the store has ended: the next meeting says so
+                if self.must_stop:
+                    self.roll_call.tell_stop()
+                elif self.roll_call.is_told_to_stop():
+                    self.must_stop = True
+        return self.must_stop
+
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in place."""
         if self.world_size > 1:
@@ -172,6 +194,8 @@ class Ranks:
             while not work.is_completed():
                 if time.monotonic() > deadline:
                     self.roll_call.fail(self.place, f"no answer for {self.timeout_s:g} s", deadline)
+                if self.must_stop:
+                    self.roll_call.tell_stop()
                 time.sleep(nap_s)
                 nap_s = min(1.5 * nap_s, MAX_NAP_S)
             work.wait()  # complete: raises if it failed, and orders the CUDA stream behind the collective

@@ -22,7 +22,9 @@ def importance_ratio(logprob: torch.Tensor, old_logprob: torch.Tensor, lengths: 
     """
     log_ratio = logprob - old_logprob
     if level == "sequence":
-        mean = torch.segment_reduce(log_ratio.detach(), "mean", lengths=lengths).repeat_interleave(lengths)
+        # On a GPU a check of the lengths, and finding their sum, would wait for all that is computed before.
+        mean = torch.segment_reduce(log_ratio.detach(), "mean", lengths=lengths, unsafe=True)
+        mean = mean.repeat_interleave(lengths, output_size=len(log_ratio))
         log_ratio = mean + (logprob - logprob.detach())
     return torch.exp(log_ratio)
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import psutil
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from bubblespec.config import Config, load_config
@@ -24,7 +25,7 @@ from bubblespec.distributed import Ranks
 from bubblespec.engine import attention, sampling
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import enable_gradient_checkpointing, forward_hidden
-from bubblespec.engine.packing import PAGE, pack_rows, pack_sequences
+from bubblespec.engine.packing import PAGE, CachePacking, SequencePacking, pack_rows, pack_sequences
 from bubblespec.errors import InputError
 
 CARDS = {"80 GB": 79.1 * 2**30, "141 GB": 139.7 * 2**30}  # what torch sees of an H100 and of an H200
@@ -104,8 +105,10 @@ def work_out(config: Config, model: PreTrainedModel, world_size: int) -> Needs:
 
 def meta_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model without memory, with an attention that saves for the backward what the variable-length kernels save."""
-    with torch.device("meta"):  # the name of the attention sits on the configuration, so it needs one of its own
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
+    config = copy.deepcopy(config)  # the names of the attention and of the experts' product sit on it
+    config._experts_implementation = None  # transformers' default, a grouped product: any other looks at values
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.set_attn_implementation(_SHAPES_ONLY)
     return model.eval()
 
@@ -130,7 +133,7 @@ def slot_bytes(config: Config, model: PreTrainedModel) -> int:
     model = meta_model(model.config, model.dtype)
     model.set_attn_implementation(attention.NAME)
     with torch.no_grad():
-        forward_hidden(model, torch.zeros(1, dtype=torch.int64, device="meta"), packing)
+        _forward_shapes(model, 1, packing)
     return cache.num_bytes() * length
 
 
@@ -145,7 +148,7 @@ def activation_bytes(model: PreTrainedModel, tokens: int, has_checkpoints: bool)
         return int(whole + BACKWARD_SHARE * layer)
     checkpointed = meta_model(model.config, model.dtype)
     enable_gradient_checkpointing(checkpointed)
-    return int(_saved_bytes(checkpointed.train(), tokens) + (1 + BACKWARD_SHARE) * layer)
+    return int(_saved_bytes(checkpointed, tokens) + (1 + BACKWARD_SHARE) * layer)
 
 
 def _layer_bytes(model: PreTrainedModel, tokens: int) -> float:
@@ -164,8 +167,30 @@ def _saved_bytes(model: PreTrainedModel, tokens: int) -> int:
 
     device = torch.device("meta")
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        keep(forward_hidden(model, torch.zeros(tokens, dtype=torch.int64, device=device), pack_sequences([tokens], device)))
+        keep(_forward_shapes(model, tokens, pack_sequences([tokens], device)))
     return sum(storage.nbytes() for address, storage in saved.items() if address not in weights)
+
+
+def _forward_shapes(model: PreTrainedModel, tokens: int, packing: CachePacking | SequencePacking) -> torch.Tensor:
+    """`forward_hidden` on the meta device. Raises InputError for a model whose shapes depend on values."""
+    try:
+        with _GroupedProductOfAnyType():
+            return forward_hidden(model, torch.zeros(tokens, dtype=torch.int64, device="meta"), packing)
+    except NotImplementedError as error:
+        raise InputError(
+            f"model.path: the memory that {type(model).__name__} needs cannot be worked out, as the sizes of its tensors depend "
+            "on their values (experts that do not go through transformers' interface, say)"
+        ) from error
+
+
+class _GroupedProductOfAnyType(TorchFunctionMode):
+    """On the meta device the product of experts' weights knows bfloat16 alone. transformers' stand-in for it has the same result
+    and saves the same for the backward."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch._grouped_mm:
+            return torch.ops.transformers.grouped_mm_fallback(*args, kwargs["offs"])
+        return function(*args, **(kwargs or {}))
 
 
 class _SavesLikeFlash(torch.autograd.Function):

@@ -7,6 +7,7 @@ import torch
 
 from bubblespec.config import Config
 from bubblespec.distributed import Ranks
+from bubblespec.engine.packing import to_device
 from bubblespec.losses import token_weights
 from bubblespec.rollout import Samples
 
@@ -77,12 +78,12 @@ def make_microbatch(samples: Samples, order: list[int], device: torch.device) ->
     predicts = np.concatenate([np.arange(end - len(t), end) for end, t in zip(ends, tokens, strict=True)])
     return Microbatch(
         order,
-        torch.tensor([len(t) for t in tokens], device=device),
-        torch.from_numpy(fed.astype(np.int64)).to(device),
+        to_device(np.array([len(t) for t in tokens]), device),
+        to_device(fed.astype(np.int64), device),
         sequence_lengths,
-        torch.from_numpy(predicts).to(device),
-        torch.from_numpy(np.concatenate(tokens).astype(np.int64)).to(device),
-        torch.from_numpy(np.concatenate([samples.full_logprob[i] for i in order])).to(device),
+        to_device(predicts, device),
+        to_device(np.concatenate(tokens).astype(np.int64), device),
+        to_device(np.concatenate([samples.full_logprob[i] for i in order]), device),
     )
 
 

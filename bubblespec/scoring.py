@@ -103,7 +103,8 @@ class Scoring:
     def collect(self) -> np.ndarray:
         """Wait for the scores: float64 [rows, functions], NaN where a function does not apply. Called by all ranks together.
 
-        Raises InputError where failures are to end the run.
+        Raises InputError where failures are to end the run; and StopRequested, on all ranks, if one has been told to stop: what
+        workers are still at is then not waited for.
         """
         functions, failures, seconds = self.scorer.functions, [], 0.0
         if self.scorer.workers is None:
@@ -115,12 +116,13 @@ class Scoring:
             for i in list(self._waiting.values()):
                 self.on_finished(self.rows[i])
             rewards = np.full((len(self.rows), len(functions)), np.nan)
-            for (i, number), answer in self.scorer.workers.collect():
+            for (i, number), answer in self.scorer.workers.collect(self.scorer.ranks.is_told_to_stop):
                 seconds += answer.seconds
                 if answer.failure is not None:
                     failures.append((i, number, answer.failure))
                 elif answer.value is not None:
                     rewards[i, number] = answer.value
+        self.scorer.ranks.meet()  # before anything is exchanged: a rank that was told to stop has not got all of its scores
         failures.sort(key=lambda failed: failed[:2])
         self._report(failures)
         self.scorer.count(failures, len(self.rows), seconds)

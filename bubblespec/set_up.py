@@ -51,8 +51,10 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
         check_same_architecture(_load(AutoConfig, config, config.model.path), model, checkpoint)
     max_length = config.rollout.max_prompt_length + config.rollout.max_completion_length
     try:
-        prepare_model(model, max_length)
-        kernel = choose_kernel(config.model.attention, ranks.device, model.dtype)
+        head_sizes = prepare_model(model, max_length)
+        if config.model.gradient_checkpointing:
+            enable_gradient_checkpointing(model)
+        kernel = choose_kernel(config.model.attention, ranks.device, model.dtype, head_sizes)
     except ValueError as error:  # the engine's own word for input errors: it knows nothing of this package's
         names_key = str(error).startswith(("rollout.", "model."))
         raise InputError(str(error) if names_key else f"model.path: {error}") from error
@@ -63,8 +65,6 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
         reference = _load_model(config, None, ranks.device) if checkpoint else copy.deepcopy(model)
         prepare_model(reference, max_length)
         reference.requires_grad_(False)
-    if config.model.gradient_checkpointing:
-        enable_gradient_checkpointing(model)
     train_prompts, eval_prompts = load_prompts(config, tokenizer)
     for path, function in functions.items():
         for prompts, source in ((train_prompts.prompts, "the data"), (eval_prompts, "the held-out data")):
@@ -228,7 +228,8 @@ def _load_model(config: Config, checkpoint: str | None, device: torch.device) ->
     key = "model.path" if path == config.model.path else "run.resume_from_checkpoint"
     if getattr(_load(AutoConfig, config, path), "is_encoder_decoder", False):
         raise InputError(f"{key}: {path} is an encoder-decoder model; the engine serves decoder-only models")
-    options = {"dtype": getattr(torch, config.model.dtype)}
+    # Each tensor goes from the file to the device at once: the ranks of a machine never hold their models in its memory together.
+    options = {"dtype": getattr(torch, config.model.dtype), "device_map": {"": device}}
     model, info = _load(AutoModelForCausalLM, config, path, output_loading_info=True, ignore_mismatched_sizes=True, **options)
     if info["mismatched_keys"]:
         name, there, wanted = sorted(info["mismatched_keys"])[0]

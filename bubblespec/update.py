@@ -57,7 +57,6 @@ def train_on_samples(
     # Without a KL term a sample of zero advantage (a group of equal rewards) has zero gradient: it is not computed.
     has_gradient = is_in_loss(samples, config) & ((advantages != 0) | (reference is not None))
     minibatches, weights = make_minibatches(samples, has_gradient, config, ranks, budget.max_tokens)
-    model.train(config.model.gradient_checkpointing)  # dropout is off; training mode is what enables checkpointing
 
     @torch.no_grad()
     def find_old(batch: Microbatch) -> None:
@@ -88,7 +87,6 @@ def train_on_samples(
         grad_norm, learning_rate = optimizer.step(step, is_finite)
         grad_norms.append(grad_norm)
         num_skipped += not (is_finite and math.isfinite(grad_norm))
-    model.eval()
     metrics = _training_metrics(totals, config.loss.delta is not None, reference is not None)
     metrics |= {"grad_norm": float(np.mean(grad_norms)), "learning_rate": learning_rate, "skipped_updates": num_skipped}
     return metrics | {"timing_s/sync": sync_s}
@@ -112,7 +110,11 @@ def _accumulate_gradient(
     if batch.old is None:
         batch.old = logprob.detach()
     advantage, weight = (
-        torch.from_numpy(values[batch.order]).to(logprob).repeat_interleave(batch.lengths) for values in (advantages, weights)
+        # A sample's value for each of its tokens, without waiting for the forward.
+        torch.from_numpy(values[batch.order])
+        .to(logprob, non_blocking=True)
+        .repeat_interleave(batch.lengths, output_size=len(logprob))
+        for values in (advantages, weights)
     )
     ratio = importance_ratio(logprob, batch.old, batch.lengths, loss.importance_sampling_level)
     if loss.loss_type == "cispo":
@@ -129,7 +131,7 @@ def _accumulate_gradient(
     total.backward()
     mismatch = (batch.old - batch.generated).abs()
     sums = (t.detach().sum() for t in (entropy, *is_clipped, kl, mismatch))
-    return torch.stack([total.detach(), *sums, logprob.new_tensor(len(logprob)), mismatch.max()])
+    return torch.stack([total.detach(), *sums, logprob.new_full((), len(logprob)), mismatch.max()])
 
 
 def _sum_over_ranks(measured: list[torch.Tensor], ranks: Ranks) -> dict[str, float]:

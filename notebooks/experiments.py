@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from benchmarks.accept_rules import load_prompts, one_step, policy_gradient
+from benchmarks.accept_rules import load_prompts, one_step, policy_gradient, verify_by_rejection
 from bubblespec.data import Prompt
 from bubblespec.engine.generator import Generator, Row
 from bubblespec.engine.model import prepare_model
@@ -121,7 +121,7 @@ def trap_law() -> np.ndarray:
 
 
 def trap_lengths(rule: str, keeps: str, num_rows: int, distance: float = 0.3, seed: int = 1) -> np.ndarray:
-    """Lengths int64 [R] of responses that `verify` makes from one draft each, by `rule`, and plain sampling after it.
+    """Lengths int64 [R] of responses that come of one draft each, by `rule`, and plain sampling after it.
 
     Drafts are made by an older policy, whose logits are `distance` away, with the noise of the responses under the coupled
     rule and with other noise under the others. keeps: "by clock" cuts them at lengths that have nothing to do with their
@@ -147,18 +147,19 @@ def trap_lengths(rule: str, keeps: str, num_rows: int, distance: float = 0.3, se
     is_fed = torch.arange(LONGEST_DRAFT + 1) <= torch.from_numpy(counts)[:, None]
     kept = draft[is_fed[:, 1:]]
     fed = positions[:, : LONGEST_DRAFT + 1][is_fed]
-    log_qs = log_q.expand(len(kept), -1) if rule == "rejection" else None
-    fed_keys = keys[:, : LONGEST_DRAFT + 1][is_fed]
-    accepted, token, _, _ = verify(log_p.expand(len(fed), -1), kept, counts, fed_keys, fed, params, rule, log_qs)
+    fed_keys, log_ps = keys[:, : LONGEST_DRAFT + 1][is_fed], log_p.expand(len(fed), -1)
+    if rule == "rejection":
+        accepted, token = verify_by_rejection(log_ps, log_q.expand(len(kept), -1), kept, counts, fed_keys)
+    else:
+        accepted, token, _, _ = verify(log_ps, kept, counts, fed_keys, fed, params, rule)
     token, room = token.numpy(), np.full(num_rows, LONGEST_RESPONSE)
     gained = num_gained(token, accepted.numpy(), counts, params.stop_token_ids, room)
     last = token[np.cumsum(counts + 1) - (counts + 1) + gained - 1]
 
     # Tokens do not depend on those before them, so what plain sampling puts at every place is known at once.
     every, none = positions.flatten(), torch.empty(0, dtype=torch.int64)
-    no_q = torch.empty(0, NUM_TOKENS) if rule == "rejection" else None
-    no_draft = np.zeros(len(every), np.int64)
-    plain = verify(log_p.expand(len(every), -1), none, no_draft, keys.reshape(-1, 4), every, params, rule, no_q).token
+    no_draft, noise = np.zeros(len(every), np.int64), "point_mass" if rule == "point_mass" else "coupled"
+    plain = verify(log_p.expand(len(every), -1), none, no_draft, keys.reshape(-1, 4), every, params, noise).token
     stops_later = (plain.view(num_rows, -1).numpy() == STOP) & (positions.numpy() >= gained[:, None])
     later = np.where(stops_later.any(1), stops_later.argmax(1) + 1, LONGEST_RESPONSE)
     return np.where(last == STOP, gained, later)

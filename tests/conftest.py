@@ -12,6 +12,22 @@ import transformers
 torch.set_num_threads(1)
 transformers.utils.logging.set_verbosity_error()
 
+SHOWN_FAILURES, SHOWN_LINES = 3, 10  # at the very end: whoever reads the last lines of a log sees what has failed
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session):
+    result = yield
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    failed = [] if reporter is None else [*reporter.stats.get("failed", []), *reporter.stats.get("error", [])]
+    for report in failed[:SHOWN_FAILURES]:
+        reporter.write_line(f"\n{report.nodeid} ({report.when})", red=True)
+        *lines, place = report.longreprtext.splitlines() or [""]
+        shown = [line for line in lines if line.startswith((">", "E"))]
+        reporter.write_line("\n".join([*shown[:SHOWN_LINES], place]))
+    return result
+
+
 VOCAB = 97
 SMALL = {
     "vocab_size": VOCAB,

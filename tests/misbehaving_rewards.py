@@ -1,9 +1,11 @@
 """Reward functions that do what the completion says, for the tests of reward workers."""
 
 import ctypes
+import multiprocessing
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 
@@ -47,9 +49,76 @@ def act(word: str, argument: str):
     if word == "fork":  # and let the child return too
         os.fork()
         return [float(argument)]
+    if word == "leave":  # processes
+        ways, path = argument.split()
+        for how in ways.split("+"):
+            leave(how, path)
+        return [float(os.getpid())]
+    if word == "pool":  # made once, kept for further calls, and used in each
+        if not _pool:
+            _pool.append(multiprocessing.get_context("fork").Pool(2))
+        return [_pool[0].apply(os.getppid)]
+    if word == "print":
+        print_much(int(argument))
+        return [float(argument)]
+    if word == "say":
+        os.system("echo to output; echo to error >&2")
+        print("said", end="")
+        return [1.0]
     if word == "report":
-        return [float({"torch": "torch" in sys.modules, "threads": os.environ["OMP_NUM_THREADS"]}[argument])]
+        facts = {"torch": "torch" in sys.modules, "threads": os.environ["OMP_NUM_THREADS"], "hash": hash("a string") >> 16}
+        return [float(facts[argument])]
     raise ValueError(word)
+
+
+_pool: list = []
+
+
+def leave(how: str, path: str) -> None:
+    """Start a process that stays, and wait until it has noted its number."""
+    reader, writer = os.pipe()
+    stay = f"""
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+with open({path!r}, "a") as file:
+    file.write(str(os.getpid()) + "\\n")
+os.closerange(0, 256)
+time.sleep(3600)
+"""
+    if how == "command":
+        subprocess.Popen([sys.executable, "-S", "-c", stay], pass_fds=[writer], start_new_session=True)
+    elif os.fork() == 0:
+        if how in ("setsid", "twice"):
+            os.setsid()
+        if how == "twice" and os.fork():
+            os._exit(0)
+        exec(stay)
+    os.close(writer)
+    assert os.read(reader, 1) == b""
+    os.close(reader)
+
+
+def print_much(count: int) -> None:
+    """Bytes to standard output, a quarter of them to standard error, and a quarter from another process."""
+    quarter = count // 4
+    for _ in range(2):
+        print("x" * (quarter - 1))
+    os.write(2, b"e" * 10)
+    sys.stderr.write("e" * (quarter - 10))
+    sys.stderr.flush()
+    subprocess.run([sys.executable, "-S", "-c", f"print('y' * {quarter}, end='')"], check=True)
+
+
+def hang_in_a_call(prompts, completions, completion_ids, **columns) -> list[float]:
+    """Length of the completion; but the call whose number is in the file BUBBLESPEC_TEST_HANG/at hangs. It counts in files."""
+    folder = os.environ.get("BUBBLESPEC_TEST_HANG")
+    if folder and os.path.exists(f"{folder}/at"):
+        with open(f"{folder}/calls", "a") as file:
+            file.write(".")
+        with open(f"{folder}/at") as file:
+            if os.path.getsize(f"{folder}/calls") == int(file.read()):
+                hang(f"sleeping {folder}/hangs")
+    return [float(len(ids)) for ids in completion_ids]
 
 
 def end_process(how: str) -> None:
@@ -62,9 +131,12 @@ def end_process(how: str) -> None:
     if how == "closed":
         os.closerange(3, 256)
     if how.startswith("orphan"):
+        path = how.split()[1]
         if os.fork() == 0:
-            note_pid(how.split()[1])
+            note_pid(path)
             time.sleep(600)
+        while not (os.path.exists(path) and os.path.getsize(path)):
+            time.sleep(0.01)
         os._exit(4)
 
 

@@ -29,8 +29,8 @@ from bubblespec import set_up as set_up_module
 from bubblespec.config import Config, flatten, load_config
 from bubblespec.distributed import ranks_from_environment
 from bubblespec.errors import InputError
+from tests.warm import ROOT, launch
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TINY = os.path.join(ROOT, "configs", "tiny_policy")
 SHORT = [
     "rollout.num_prompts_per_step=2",
@@ -631,6 +631,14 @@ def test_checkpoint_of_another_model(refusal, checkpoint, spoil, says):
     assert message.startswith("run.resume_from_checkpoint: ") and says in message
 
 
+def test_checkpoint_with_a_key_that_is_no_more(refusal, checkpoint):
+    state = checkpoint / "trainer_state.json"
+    edit_json(state, config=json.loads(state.read_text())["config"] | {"bubble.order": "global"})
+    reseal(checkpoint)
+    message = refusal("run.max_steps=2", f"run.resume_from_checkpoint={checkpoint}")
+    assert message == f"bubble.order: unknown key in {checkpoint}, which another version has written"
+
+
 def test_pickled_optimizer_runs_no_code(refusal, checkpoint, tmp_path):
     torch.save({"adamw": Mark(tmp_path / "mark")}, checkpoint / "optimizer.pt")
     reseal(checkpoint)
@@ -705,18 +713,6 @@ def test_sizes_that_load_also_set_up(key, tmp_path, monkeypatch):
 # Several ranks
 
 
-def launch(tmp_path, *overrides: str) -> subprocess.CompletedProcess:
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-    return subprocess.run(
-        [sys.executable, *launcher, "train.py", *options(tmp_path / "out", *overrides)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
 NO_REWARD = """
 def nothing(prompts, completions, completion_ids, **columns):
     return [None for _ in completions]
@@ -735,8 +731,19 @@ def nothing(prompts, completions, completion_ids, **columns):
 def test_ranks_say_it_once_and_all_end(tmp_path, overrides, says, is_started):
     """Whether the line comes before the ranks have met, from all of them, from rank 0 alone, or in the middle of the run."""
     (tmp_path / "user_rewards_of_ranks.py").write_text(NO_REWARD)
-    done = launch(tmp_path, *overrides)
+    paths = os.pathsep.join((ROOT, str(tmp_path)))
+    command = ["train.py", *options(tmp_path / "out", *overrides)]
+    if is_started:
+        launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": paths}
+        done = subprocess.run(
+            [sys.executable, *launcher, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        )
+        # The launcher's own exit code, and the ranks'.
+        assert done.returncode == 1 and "exitcode  : 2 " in done.stderr, done.stderr[-3000:]
+    else:
+        done = launch(2, command)
+        assert done.returncode == 2, done.stderr[-3000:]
     errors = re.findall(r"error: .*" + re.escape(says), done.stderr)  # behind the progress bar, if there is one already
     assert len(errors) == 1 and done.stderr.count("error: ") == 1, done.stderr[-3000:]
-    assert done.returncode == 1 and "exitcode  : 2 " in done.stderr, done.stderr[-3000:]  # the launcher's, and the ranks' own
     assert (tmp_path / "out").exists() == is_started

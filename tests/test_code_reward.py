@@ -15,6 +15,13 @@ ADD = "def add(a, b):\n    return a + b\n"
 CHECK = "assert add(1, 2) == 3"
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """Limits that a busy machine does not reach; a test of one of them sets it."""
+    monkeypatch.setattr(module, "WALL_LIMIT_S", 300.0)
+    monkeypatch.setattr(module, "CPU_LIMIT_S", 60)
+
+
 def grade(text: str, tests, chat: bool = False) -> float | None:
     completion = [{"role": "assistant", "content": text}] if chat else text
     return passes_tests(prompts=["p"], completions=[completion], completion_ids=[[1]], tests=[tests], level=[3])[0]
@@ -110,7 +117,8 @@ for n in range(8):
 
 
 def test_nothing_that_a_program_has_started_outlives_it(monkeypatch, tmp_path):
-    """A bounded fork bomb. For users other than root no process can be started at all."""
+    """A bounded fork bomb. For users other than root no process can be started at all. The second program runs into the time
+    limit, which is raised until it had the time to start them."""
     mark = f"bubblespec-test-{os.getpid()}-{time.time_ns()}"
     program = f"import ctypes\nctypes.CDLL(None).prctl(15, b'{mark[-12:]}')\n{FORKS}"  # PR_SET_NAME, which children inherit
 
@@ -127,8 +135,15 @@ def test_nothing_that_a_program_has_started_outlives_it(monkeypatch, tmp_path):
     started = run_program(program, "pass")
     assert survivors() == []
     assert started == (os.getuid() == 0)
-    monkeypatch.setattr(module, "WALL_LIMIT_S", 3.0)
-    assert not run_program(program + "while True: time.sleep(1)", "pass") and survivors() == []
+    if not started:
+        return
+    note = tmp_path / "started"
+    for wall_s in (1.0, 8.0, 64.0, 512.0):
+        monkeypatch.setattr(module, "WALL_LIMIT_S", wall_s)
+        assert not run_program(f"{program}open({str(note)!r}, 'w')\ntime.sleep(3600)", "pass") and survivors() == []
+        if note.exists():
+            break
+    assert note.exists()
 
 
 def test_a_program_sees_no_descriptor_environment_or_folder_of_ours(tmp_path, monkeypatch):

@@ -3,9 +3,11 @@
 import ast
 import inspect
 
+import numpy as np
 import pytest
 
 from bubblespec import config as module
+from bubblespec.advantages import estimate_advantages
 from bubblespec.config import Config, LossConfig, OptimConfig, RolloutConfig, config_to_yaml, load_config
 from bubblespec.errors import InputError
 
@@ -154,7 +156,16 @@ def test_wrong_choice_lists_the_valid_ones(load, override, valid):
         (["model.lora_target_modules=[]"], "model.lora_target_modules", "[all-linear], or names of layers"),
         (["run.max_steps=2147483649"], "run.max_steps", "at most 2147483648"),
         (["run.seed=-1"], "run.seed", "at least 0"),
-        (["run.seed=9223372036854775808"], "run.seed", "below 9223372036854775808"),
+        (
+            ["run.seed=18446744073709551616"],
+            "run.seed",
+            "below 18446744073709551616 = 2**64: random numbers are keyed by 64 bits",
+        ),
+        (["data.seed=18446744073709551616"], "data.seed", "below 18446744073709551616 = 2**64"),
+        (["data.seed=-1"], "data.seed", "at least 0"),
+        (["rollout.num_slots=9223372036854775808"], "rollout.num_slots", "at most 1048576"),
+        (["run.max_steps=9223372036854775808"], "run.max_steps", "at most 2147483648"),
+        (["run.save_steps=9223372036854775808"], "run.save_steps", "below 9223372036854775808 = 2**63: integers have 64 bits"),
         (["rollout.top_p=0"], "rollout.top_p", "above 0"),
         (["rollout.top_p=1.5"], "rollout.top_p", "at most 1"),
         (["rollout.temperature=0"], "rollout.temperature", "above 0"),
@@ -217,9 +228,10 @@ def test_impossible_values_name_the_key_and_what_is_possible(load, overrides, ke
     "overrides",
     [
         ["rollout.num_generations=4096"],
-        ["rollout.num_generations=1"],
+        ["rollout.num_generations=1", "loss.advantage_estimator=reinforce_plus_plus"],
         ["run.max_steps=2147483648"],
-        ["run.seed=9223372036854775807"],
+        ["run.seed=18446744073709551615"],
+        ["data.seed=18446744073709551615"],
         ["rollout.top_p=1"],
         ["optim.max_tokens_per_microbatch=1024"],
         ["rollout.num_slots=2048"],
@@ -235,6 +247,17 @@ def test_impossible_values_name_the_key_and_what_is_possible(load, overrides, ke
 )
 def test_values_at_the_limit_load(load, overrides):
     load(MINIMAL, *overrides)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus_baseline"])
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+def test_one_response_a_prompt_has_no_group(load, estimator, kl_coef):
+    """Every advantage is 0, so a run would learn nothing, or only to stay where it is."""
+    assert not estimate_advantages(np.array([[0.0], [1.0], [3.0]]), estimator).any()
+    message = refusal(
+        load, MINIMAL, "rollout.num_generations=1", f"loss.advantage_estimator={estimator}", f"loss.kl_coef={kl_coef}"
+    )
+    assert message.startswith(f"rollout.num_generations: 1, but {estimator} compares") and "reinforce_plus_plus" in message
 
 
 @pytest.mark.parametrize("section, key", [("model", "model.path"), ("run", "run.output_dir")])

@@ -325,6 +325,13 @@ def test_remainder_differs_between_epochs_so_every_prompt_is_trained_on():
     assert {uid for step in range(40) for uid in uids(prompts, 0, step, 5)} == set(range(23))
 
 
+def test_all_64_bits_of_the_seed_count():
+    prompts = numbered(40)
+    batches = [tuple(uids(prompts, seed, 5, 40)) for seed in (2**63 - 1, 2**63, 2**63 + 1, 2**64 - 1, 0)]
+    extra = [tuple(p.uid for p in prompts.extra(seed, 5, 40, set())) for seed in (2**63, 2**63 + 1, 2**64 - 1, 0)]
+    assert len({*batches, *extra}) == 9
+
+
 def test_seeds_and_epochs_shuffle_differently():
     prompts = numbered(40)
     batches = {(seed, step): tuple(uids(prompts, seed, step, 40)) for seed in range(4) for step in range(4)}

@@ -1,18 +1,24 @@
 """Ranks as gloo processes that only meet: signals make all stop at the same place, and a rank that is missing is named."""
 
+import contextlib
 import os
 import signal
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from test_progress import run_ranks
 
+from bubblespec import distributed
 from bubblespec.distributed import Ranks, RankTimeout, StopRequested, signals_stop
 from bubblespec.schedule.progress import ProgressBoard, RankState
+from tests.clocks import Clock, ClockThatSkips
+from tests.ranks import run_ranks
+
+HANG_S = 120.0  # a time-out that no test waits for
 
 
 @pytest.fixture
@@ -26,22 +32,25 @@ def usual_signals():
         signal.signal(number, handler)
 
 
-def test_signals_only_note_a_wish_to_stop(usual_signals):
+def test_signals_only_note_a_wish_to_stop(usual_signals, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(distributed, "time", clock)
     ranks = Ranks(torch.device("cpu"))
     before = signal.getsignal(signal.SIGTERM)
     with signals_stop(ranks):
         assert not ranks.must_stop
         ranks.meet()
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGINT, signal.SIGHUP):
-            os.kill(os.getpid(), number)
+            signal.raise_signal(number)
         assert ranks.must_stop
         with pytest.raises(StopRequested):
             ranks.meet()
         ranks.barrier()  # a save's collectives go on
+        clock.sleep(0.9)
+        signal.raise_signal(signal.SIGINT)
+        clock.sleep(0.2)  # from here on it is not the same Ctrl-C any more
         with pytest.raises(KeyboardInterrupt):
-            time.sleep(1.2)  # not the same Ctrl-C any more
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(1)
+            signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -50,7 +59,7 @@ def test_ignored_signals_stay_ignored():
     try:
         ranks = Ranks(torch.device("cpu"))
         with signals_stop(ranks):
-            os.kill(os.getpid(), signal.SIGHUP)
+            signal.raise_signal(signal.SIGHUP)
             assert not ranks.must_stop
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -64,23 +73,41 @@ COLLECTIVES = {
 }
 
 
-def meets_without(ranks: Ranks, collective: str, fate: str, missing: int, timeout_s: float) -> list:
-    """After some rounds `missing` hangs or dies in the middle of a step; what the others raise, and after how long."""
-    ranks.timeout_s = timeout_s
+def meets_without(ranks: Ranks, collective: str, fate: str, missing: int) -> str:
+    """After some rounds `missing` hangs or dies in the middle of a step; what the others raise."""
+    ranks.timeout_s, store = HANG_S, dist.distributed_c10d._get_default_store()
+    clock = distributed.time = ClockThatSkips()
     for round_ in range(5):
         ranks.place = f"round {round_}"
         COLLECTIVES[collective](ranks)
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))  # as in a run; not for the start, which may take long
     ranks.place = "training of step 7"
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=HANG_S))  # as in a run
+    survivors = [rank for rank in range(ranks.world_size) if rank != missing]
     if ranks.rank == missing:
+        store.set("hangs", str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP if fate == "hangs" else signal.SIGKILL)
     if fate == "dies" and ranks.rank == (missing + 1) % ranks.world_size:
-        time.sleep(1.0)  # in a forward while the third rank sees the connection break
-    started = time.monotonic()
+        with contextlib.suppress(dist.DistStoreError):  # in a forward while the third rank sees the connection break
+            store.wait([f"roll_call/ended/{(missing + 2) % 3}"], timedelta(seconds=1))
+
+    def nap(seconds: float) -> None:
+        """In the collective, or while others may still see it break. The time-out comes once all have come who will."""
+        time.sleep(seconds)
+        counts = [ranks.roll_call._last(rank)[0] for rank in survivors]
+        has_begun = store.check(["hangs" if fate == "hangs" else f"roll_call/ended/{ranks.rank}"])
+        if has_begun and min(counts) == max(counts) > ranks.roll_call._last(missing)[0]:
+            clock.skipped = (HANG_S if fate == "hangs" else distributed.BROKEN_S) + 1
+
+    clock.sleep = nap
     try:
         COLLECTIVES[collective](ranks)
     except RankTimeout as error:
-        return [str(error), time.monotonic() - started]
+        if fate == "hangs":
+            store.set(f"said/{ranks.rank}", "")
+            store.wait([f"said/{rank}" for rank in survivors])
+            with contextlib.suppress(ProcessLookupError):  # frees the threads in the collective
+                os.kill(int(store.get("hangs")), signal.SIGKILL)
+        return str(error)
     raise AssertionError("no time-out")
 
 
@@ -89,14 +116,24 @@ def meets_without(ranks: Ranks, collective: str, fate: str, missing: int, timeou
     [("gather_ragged", "hangs", 1), ("sum", "dies", 0), ("meet", "dies", 2)],
 )
 def test_a_rank_missing_from_a_collective_is_named(tmp_path, capfd, collective, fate, missing):
-    timeout_s = 3.0 if fate == "hangs" else 40.0
-    results = run_ranks(tmp_path, meets_without, 3, collective, fate, missing, timeout_s, missing=missing)
-    survivors = [result for result in results if result]
-    assert len(survivors) == 2 and survivors[0][0] == survivors[1][0]
-    line, waited_s = survivors[0][0], max(result[1] for result in survivors)
+    results = run_ranks(tmp_path, meets_without, 3, collective, fate, missing, missing=missing)
+    line, *others = [result for result in results if result]
+    assert others == [line]
     assert line.startswith(f"rank {missing} missing in training of step 7 (") and line.endswith("last heard: in round 4")
     assert capfd.readouterr().err.count(f"error: {line}\n") == 1 and "\n" not in line
-    assert (3.0 <= waited_s < 15) if fate == "hangs" else waited_s < 30
+    assert (f"no answer for {HANG_S:g} s" in line) == (fate == "hangs"), "a broken connection is not waited for"
+
+
+def test_a_collective_is_awaited_for_as_long_as_the_time_out_says(monkeypatch, capsys):
+    clock, store = Clock(), dist.HashStore()
+    monkeypatch.setattr(distributed, "time", clock)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    ranks = Ranks(torch.device("cpu"), timeout_s=7.0)
+    ranks.world_size, ranks.roll_call, ranks.place = 2, distributed.RollCall(0, 2), "the test"
+    never = SimpleNamespace(is_completed=lambda: False)
+    with pytest.raises(RankTimeout, match=r"^rank 1 missing in the test \(no answer for 7 s\); last heard: in the start$"):
+        ranks.complete(lambda: never)
+    assert 7.0 < clock.now < 7.1 and capsys.readouterr().err.count("error: ") == 1
 
 
 def stops_at(ranks: Ranks, stopped: int) -> list:
@@ -104,13 +141,11 @@ def stops_at(ranks: Ranks, stopped: int) -> list:
     seen = []
     board = ProgressBoard(ranks, 60, interval_s=0)
     board.begin()
-    forwards = 0
     while not board.is_over:
-        while board.poll(lambda: RankState(1, 9.0, 0, 0.01, 0, False, ranks.must_stop)) is not None:
+        while board.poll(lambda: RankState(1, must_stop=ranks.must_stop)) is not None:
             pass
         time.sleep(0.002 * (1 + ranks.rank))
-        forwards += 1
-        if ranks.rank == stopped and forwards == 20:
+        if ranks.rank == stopped and board.num_ticks == 3:
             ranks.must_stop = True
     seen.append([board.num_ticks, board.must_stop])
     try:
@@ -135,4 +170,4 @@ def test_all_ranks_stop_at_the_same_place(tmp_path):
     results = run_ranks(tmp_path, stops_at, 3, 1)
     assert results[0] == results[1] == results[2]
     (num_ticks, must_stop), *rest = results[0]
-    assert must_stop and num_ticks > 1 and rest == ["stopped", "stopped again"]
+    assert must_stop and num_ticks > 3 and rest == ["stopped", "stopped again"]

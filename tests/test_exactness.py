@@ -1,11 +1,17 @@
-"""Rows pre-empted and drafts spoilt at random: the same tokens and weights. A short version of benchmarks/exactness.py."""
+"""Rows pre-empted and drafts spoilt at random: the same tokens and weights. A short version of tests/system/exactness.py."""
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.disturbed_train import Disturbance, corrupt_drafts
-from benchmarks.exactness import (
+from bubblespec.config import load_config
+from bubblespec.distributed import Ranks
+from bubblespec.drafts.bubble import Draft
+from bubblespec.engine.noise import gumbel
+from bubblespec.engine.sampling import SamplingParams
+from bubblespec.set_up import set_up
+from tests.system.disturbed_train import Disturbance, corrupt_drafts
+from tests.system.exactness import (
     ALWAYS_PROPOSE,
     FEW_SLOTS,
     SAMPLING,
@@ -16,14 +22,8 @@ from benchmarks.exactness import (
     read_weights,
     same_weights,
 )
-from benchmarks.near_ties import NOISE, NUCLEUS, VIOLATION, judge
-from benchmarks.near_ties import first_difference as first_different_token
-from bubblespec.config import load_config
-from bubblespec.distributed import Ranks
-from bubblespec.drafts.bubble import Draft
-from bubblespec.engine.noise import gumbel
-from bubblespec.engine.sampling import SamplingParams
-from bubblespec.set_up import set_up
+from tests.system.near_ties import NOISE, NUCLEUS, VIOLATION, judge
+from tests.system.near_ties import first_difference as first_different_token
 from train import train
 
 STEPS = 4

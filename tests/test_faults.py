@@ -4,7 +4,6 @@ killed in a save, and loses a rank under `--max-restarts`, and must end as if no
 
 import json
 import os
-import random
 import resource
 import signal
 import threading
@@ -16,16 +15,11 @@ import pytest
 import torch
 import transformers
 
-from benchmarks.exactness import SHORT, first_difference, launch, read_metrics, read_weights, run, same_weights
-from benchmarks.faults import Run, live_and_die
 from bubblespec.checkpoint import (
-    HARMLESS,
-    ROUNDING,
     STATE_FILE,
     SUMS_FILE,
     find_checkpoint,
     find_damage,
-    is_harmless,
     list_checkpoints,
     load_optimizer,
     lock_output_dir,
@@ -33,12 +27,16 @@ from bubblespec.checkpoint import (
     save_checkpoint,
     step_of,
 )
-from bubblespec.config import Config, DataConfig, ModelConfig, RunConfig, flatten, load_config
+from bubblespec.config import Config, DataConfig, ModelConfig, RunConfig, flatten, load_config, resume_classes
+from bubblespec.config_checks import EXACT, ROUNDING, SAFE
 from bubblespec.distributed import Ranks
 from bubblespec.errors import InputError
 from bubblespec.metrics import MetricsLogger
 from bubblespec.optimizer import Optimizer
 from bubblespec.set_up import set_up
+from tests.runs import run
+from tests.system.exactness import SHORT, first_difference, launch, read_metrics, read_weights, same_weights
+from tests.system.faults import Run
 from train import train
 
 ALONE = Ranks(torch.device("cpu"))
@@ -47,8 +45,9 @@ METRICS = {"reward": 0.5, "perf/throughput": 100.0, "timing_s/step": 2.0}
 
 class Tokenizer:
     def save_pretrained(self, folder: str) -> None:
-        with open(os.path.join(folder, "tokenizer.json"), "w", encoding="utf-8") as file:
-            file.write("{}")
+        for name in ("tokenizer.json", "vocab.json"):  # before and after the state file in the alphabet
+            with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
+                file.write("{}")
 
 
 def make_config(folder, **changes) -> Config:
@@ -207,8 +206,8 @@ def test_unfinished_saves_are_cleared_away_and_the_folder_is_locked(saver):
 
 # --- configurations ---
 
-# Whatever is not listed as harmless or as rounding ends a continuation. A new key belongs here or there.
-EXACT = """
+# Another value ends a continuation, which is the class of a key whose declaration does not say `resume`.
+EXACT_KEYS = """
 model.path model.dtype model.device model.attention model.lora_r model.lora_alpha model.lora_target_modules
 data.path data.name data.split data.columns data.tasks data.size data.seed data.eval_path data.eval_split data.as_chat
 data.system_prompt
@@ -222,15 +221,15 @@ loss.delta loss.kl_coef loss.kl_estimator loss.num_iterations loss.num_minibatch
 optim.learning_rate optim.lr_scheduler optim.warmup_steps optim.weight_decay optim.adam_beta1 optim.adam_beta2
 optim.adam_epsilon optim.max_grad_norm
 speculative.rule
-run.seed run.max_steps
+run.seed
 """
 
 
 def test_every_key_is_classified_on_purpose():
-    classes = [set(EXACT.split()), HARMLESS, ROUNDING]
-    keys = [key for keys in classes for key in keys]
-    assert len(keys) == len(set(keys))
-    assert set(keys) == set(flatten(make_config("o"))), "say of a new key what it does to a continuation: see checkpoint.py"
+    classes = resume_classes(make_config("o"))
+    exact = {key for key, kind in classes.items() if kind == EXACT}
+    assert exact == set(EXACT_KEYS.split()), "declare a new key's `resume` in config.py, or list it here"
+    assert set(classes.values()) == {EXACT, ROUNDING, SAFE} and set(classes) == set(flatten(make_config("o")))
 
 
 def changed(value):
@@ -244,25 +243,26 @@ def changed(value):
 
 def test_a_continuation_is_refused_passed_or_warned_about_by_the_class_of_the_key(saver, capfd):
     saver(1)
+    classes = resume_classes(saver.config)
     for key, value in flatten(saver.config).items():
         section, name = key.split(".")
         if key in ("run.output_dir", "run.resume_from_checkpoint"):  # say where to look, not what to do
             continue
         setattr(getattr(saver.config, section), name, changed(value))
-        if key in HARMLESS or key in ROUNDING or key == "run.max_steps":
+        if classes[key] != EXACT:
             assert find_checkpoint(saver.config, ALONE) == checkpoint(saver.folder, 1), key
         else:
             with pytest.raises(InputError, match=rf"^{key}: .* here, but .* in .*checkpoint-1"):
                 find_checkpoint(saver.config, ALONE)
         said = capfd.readouterr().err
-        assert (said.startswith(f"warning: {key}: ") and said.count("\n") == 1) if key in ROUNDING else said == "", (key, said)
+        is_said = said.startswith(f"warning: {key}: ") and said.count("\n") == 1
+        assert is_said if classes[key] == ROUNDING else said == "", (key, said)
         setattr(getattr(saver.config, section), name, value)
     assert {section.name for section in fields(Config)} == {key.split(".")[0] for key in flatten(saver.config)}
 
 
 def test_steps_may_be_added_unless_the_learning_rate_ends_with_them(saver):
     saver.config.optim.lr_scheduler = "linear"
-    assert not is_harmless(saver.config, "run.max_steps")
     saver(1)
     saver.config.run.max_steps += 1
     with pytest.raises(InputError, match=r"run.max_steps: 101 here, but 100"):
@@ -275,6 +275,44 @@ def test_another_number_of_ranks_is_said(saver, capfd):
     two.world_size, two.gather_text = 2, lambda text: [text]
     assert find_checkpoint(saver.config, two) == checkpoint(saver.folder, 1)
     assert capfd.readouterr().err.startswith("warning: 2 ranks here, but 1 in ")
+
+
+def test_a_checkpoint_is_on_disk_before_it_has_its_name(saver, monkeypatch):
+    """Every file, whole, and the folder that lists them; then the name; then the folder that has the name. A power failure
+    between two of these leaves either no checkpoint of that name or a whole one."""
+    calls, fsync, rename = [], os.fsync, os.rename
+    unfinished, final = os.path.join(saver.folder, "tmp-checkpoint-2"), checkpoint(saver.folder, 2)
+
+    def recorded_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        calls.append(("on disk", path, sorted(os.listdir(path)) if os.path.isdir(path) else os.path.getsize(path)))
+
+    def recorded_rename(source: str, target: str) -> None:
+        rename(source, target)
+        calls.append(("named", source, target))
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "rename", recorded_rename)
+    assert saver(2) is None
+    names = sorted(os.listdir(final))
+    assert {STATE_FILE, SUMS_FILE, "optimizer.pt", "model.safetensors", "config.json", "speculation.npz"} <= set(names)
+    *files, folder, named, parent = calls
+    assert sorted(files) == [
+        ("on disk", os.path.join(unfinished, name), os.path.getsize(os.path.join(final, name))) for name in names
+    ]
+    assert folder == ("on disk", unfinished, names) and named == ("named", unfinished, final)
+    assert parent == ("on disk", saver.folder, ["checkpoint-2"])
+
+
+def test_the_newest_checkpoints_are_kept(saver):
+    """As many as `keep_last`, by their numbers, which are not in the order of the alphabet."""
+    saver.config.run.keep_last = 2
+    for step in (8, 9, 10):
+        assert saver(step) is None
+    assert list_checkpoints(saver.folder) == [checkpoint(saver.folder, step) for step in (9, 10)]
+    assert saver(10) is None, "saved again in place of itself"
+    assert [step_of(folder) for folder in list_checkpoints(saver.folder)] == [9, 10]
 
 
 # --- a full disk ---
@@ -399,53 +437,43 @@ def test_a_run_that_is_stopped_goes_on_where_it_was(alone, tmp_path, place, done
 
 
 STEPS = 6
-OPTIONS = [
-    "--config",
-    "configs/tiny_cpu.yaml",
-    *SHORT,
-    f"run.max_steps={STEPS}",
-    "run.save_steps=1",
-    "eval.num_prompts=4",
-    "run.eval_steps=3",
-    "run.keep_last=2",
-]
+OPTIONS = [*SHORT, f"run.max_steps={STEPS}", "run.save_steps=1", "eval.num_prompts=4", "run.eval_steps=3", "run.keep_last=2"]
+
+
+def signalled(kind: str, at: int) -> tuple[str, ...]:
+    return ("tests/system/signalled_train.py", "--at", str(at), "--kind", kind)
+
+
+def launched(kind: str, at: int, folder, *options: str) -> tuple[int, str]:
+    """A run under the real torchrun: its exit code, and what it said."""
+    script = (*signalled(kind, at), "--config", "configs/tiny_cpu.yaml", *OPTIONS, f"run.output_dir={folder}")
+    command = launch(2, *script)
+    return Run([*command[:4], *options, *command[4:]], str(folder)).end()
 
 
 def test_stopped_and_killed_runs_end_as_an_undisturbed_one(tmp_path):
-    whole, folder, rng = tmp_path / "whole", tmp_path / "run", random.Random(0)
-    run(launch(2, "train.py", *OPTIONS, f"run.output_dir={whole}"))
-    command = launch(2, "train.py", *OPTIONS, f"run.output_dir={folder}")
+    """Every signal comes at an exact place, see signalled_train.py."""
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    run(whole, 2, short=OPTIONS)
 
-    # Told to stop, twice: the state of the step that was done is saved, and no rank fails.
-    stopped = Run([*command, "run.save_steps=0"], str(folder))
-    stopped.wait_for_steps(1)
-    stopped.ranks()
-    stopped.launcher.send_signal(signal.SIGTERM)
-    time.sleep(0.2)
-    if stopped.launcher.poll() is None:
-        stopped.launcher.send_signal(signal.SIGTERM)
-    _, said = stopped.end()
-    done = len(read_metrics(str(folder)))
-    assert f"told to stop after {done} of {STEPS} updates" in said, said[-3000:]
-    assert list_checkpoints(str(folder)) == [checkpoint(str(folder), done)]
+    # Told to stop, twice, through the launcher: the state of the step that was done is saved.
+    _, said = launched("launcher", 1, folder)
+    assert f"told to stop after 2 of {STEPS} updates" in said, said[-3000:]
+    assert len(read_metrics(str(folder))) == 2 and checkpoint(str(folder), 2) in list_checkpoints(str(folder))
 
-    # Every rank on its own: then the launcher sees ranks that end well, and ends well itself.
-    if done < STEPS - 2:
-        stopped = Run([*command, "run.save_steps=0"], str(folder))
-        stopped.wait_for_steps(done + 1)
-        for pid in stopped.ranks().values():
-            os.kill(pid, signal.SIGTERM)
-            time.sleep(0.05)
-        code, said = stopped.end()
-        assert code == 0 and "told to stop after" in said, said[-3000:]
+    # Every rank on its own: they end well.
+    said = run(folder, 2, "run.save_steps=0", short=OPTIONS, script=signalled("ranks", 3)).stderr
+    assert f"told to stop after 4 of {STEPS} updates" in said, said[-3000:]
+    assert checkpoint(str(folder), 4) in list_checkpoints(str(folder))
 
-    live_and_die(command, str(folder), "save", 1, rng)
+    # In the middle of a save: what it has written does not count.
+    done = run(folder, 2, short=OPTIONS, script=signalled("save-dies", 4), check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
+    assert len(read_metrics(str(folder))) == 5 and (folder / "tmp-checkpoint-5").is_dir()
+    assert checkpoint(str(folder), 5) not in list_checkpoints(str(folder))
 
     # One rank dies, the run is started anew by its launcher, and the lock does not stand in the way.
-    restarted = Run([*command[:4], "--max-restarts=1", *command[4:]], str(folder))
-    restarted.wait_for_steps(len(read_metrics(str(folder))))
-    os.kill(restarted.ranks()[1], signal.SIGKILL)
-    code, said = restarted.end()
+    code, said = launched("rank-dies", 5, folder, "--max-restarts=1")
     assert code == 0, said[-3000:]
     assert "rank 1 missing in " in said
 

@@ -1,14 +1,18 @@
 """The engine against `model.generate` and against itself under every change of schedule."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
 from conftest import VOCAB
 from transformers import GenerationConfig
 
+from bubblespec.config import RolloutConfig
 from bubblespec.engine.generator import Generator, Row
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.sampling import SamplingParams
+from tests.reference_step import gumbel, log_distributions, noise_key, sample_response
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "mistral-window", "phi3", "olmo2", "gpt_neox", "gpt2"]
 STOP = (5, 11)
@@ -121,6 +125,7 @@ class Drafter:
         return drafts
 
     def observe(self, rows, tokens, num_draft, num_accepted):
+        assert all(n <= len(gained) for n, gained in zip(num_accepted.tolist(), tokens, strict=True))
         self.num_draft += num_draft.sum()
         self.num_accepted += num_accepted.sum()
         self.num_gained += sum(len(t) for t in tokens)
@@ -307,6 +312,73 @@ def test_the_load_of_a_forward(make_model):
     assert tuple(engine.load) == (3, 3 + 6, 2, int(before.sum()) + 3 + 6, 0, 6)
 
 
+@pytest.mark.parametrize("is_drafted", [False, True])
+def test_a_stop_token_at_the_limit_is_a_stop(make_model, is_drafted):
+    """Where the last token that fits is a stop token, the response has ended by itself: nothing was cut off."""
+    model = make_model()
+    prepare_model(model, 100)
+    (free,) = Generator(model, num_slots=1, max_length=100, seed=0).run(make_rows([(1, 2, 3)], 1, 20))
+    tokens = free.tokens.tolist()
+    length = next(n for n in range(12, 2, -1) if tokens[n - 1] not in tokens[: n - 1])
+    stop = tokens[length - 1]
+    for limit, stop_token_ids, finish in [
+        (length, (stop,), "stop"),
+        (20, (stop,), "stop"),  # drafts go on after it, and their tokens there are not gained
+        (length - 1, (stop,), "length"),
+        (length, (), "length"),
+    ]:
+        drafter = Drafter({(100, 0): (tokens, None)}, 0.0) if is_drafted else None
+        engine = Generator(model, num_slots=1, max_length=100, seed=0, speculator=drafter)
+        engine.params = SamplingParams(stop_token_ids=stop_token_ids)
+        (row,) = engine.run(make_rows([(1, 2, 3)], 1, limit))
+        assert (row.tokens.tolist(), row.finish) == (tokens[: min(limit, length)], finish)
+        assert (drafter is None) or drafter.num_accepted > 0
+
+
+@pytest.mark.parametrize("num_slots, max_batch_tokens", [(6, 12), (3, 3), (5, 64)])
+def test_a_forward_keeps_to_its_budget_and_its_rows_limits(make_model, num_slots, max_batch_tokens):
+    """Drafts that are far too long: the speculator is told what has room, and of what exceeds it nothing is fed."""
+    model = make_model()
+    prepare_model(model, 100)
+    engine = Generator(model, num_slots, max_length=100, seed=0, max_batch_tokens=max_batch_tokens)
+    told = []
+
+    class TooMany:
+        def propose(self, rows, lengths, room, budget):
+            known = [engine.length[engine.rows.index(row)] - len(row.prompt) for row in rows]
+            assert lengths.tolist() == known
+            told.append((budget, [row.max_new_tokens - n - 1 for row, n in zip(rows, known, strict=True)], room.tolist()))
+            return [np.full(50, 7)] * len(rows)
+
+        def observe(self, rows, tokens, num_draft, num_accepted):
+            assert all(n <= len(gained) for n, gained in zip(num_accepted.tolist(), tokens, strict=True))
+
+    engine.speculator = TooMany()
+    engine.add([Row(u, 3, j, prompt, 4 + 3 * j) for u, prompt in enumerate(make_prompts(3, 15)) for j in range(4)])
+    while not engine.is_idle:
+        count = len(told)
+        engine.step()
+        assert engine.load.tokens <= max_batch_tokens
+        if len(told) > count:
+            budget, wanted_room, room = told[-1]
+            assert room == wanted_room and engine.load.tokens - engine.load.draft_tokens + budget == max_batch_tokens
+            assert engine.load.draft_tokens == min(budget, sum(room))
+    assert any(budget < sum(room) for budget, _, room in told) == (max_batch_tokens < 64)
+
+
+def test_the_limit_on_prefills_is_for_all_prompts_of_a_forward_together(make_model):
+    model = make_model()
+    prepare_model(model, 100)
+    engine = Generator(model, num_slots=4, max_length=100, seed=0)
+    engine.max_prefill_tokens = 6
+    engine.add(make_rows([tuple(range(n, n + 20)) for n in (1, 30, 60)], 1, 5))
+    fed = []
+    while not engine.is_idle:
+        engine.step()
+        fed.append(engine.load.prompt_tokens)
+    assert max(fed) <= 6 and sum(fed) == 3 * 19
+
+
 def test_a_limit_on_prefills_slows_prompts_only_until_reset(make_model):
     """The caller's limit changes the number of forwards, not the tokens, and does not outlive the rollout."""
     model = make_model()
@@ -330,32 +402,41 @@ def test_rows_that_do_not_fit_are_refused(make_model):
     engine = Generator(model, num_slots=2, max_length=20, seed=0)
     with pytest.raises(ValueError, match="do not fit max_length = 20"):
         engine.add(make_rows([tuple(range(10))], 1, 11))
+    for known, says in ((3, "3 of at most 3 tokens has none left"), (4, "4 of at most 3 tokens has none left")):
+        with pytest.raises(ValueError, match=says):
+            engine.add([Row(1, 3, 0, (1, 2), 3, np.ones(known, np.int64))])
+    engine.add([Row(1, 3, 0, (1, 2), 3, np.ones(2, np.int64)), *make_rows([tuple(range(10))], 1, 10)])
+    assert len(engine.queue) == 2, "what just fits is taken, and of what does not fit nothing"
 
 
-def test_recorded_logprobs_are_those_of_the_model(make_model):
-    """Oracle: the model's own full forward in float64, softmaxed and truncated by transformers' own warpers."""
+def test_tokens_and_recorded_logprobs_are_those_of_the_plain_computation(make_model):
+    """Oracle: reference_step.py, whose log-probabilities are truncated by transformers' own warpers."""
     from transformers import TopKLogitsWarper, TopPLogitsWarper
 
     reference, model = make_model(), make_model()
     prepare_model(model, 100)
-    engine = Generator(model, num_slots=3, max_length=100, seed=0)
-    engine.params = SamplingParams(temperature=0.8, top_p=0.9, top_k=20)
-    for row in engine.run(make_rows(make_prompts(3), 2)):
-        sequence = torch.tensor([[*row.prompt, *row.tokens]])
+    engine = Generator(model, num_slots=3, max_length=100, seed=1 << 40)
+    engine.params = SamplingParams(temperature=0.8, top_p=0.9, top_k=20, stop_token_ids=STOP, min_length=4)
+    rollout = RolloutConfig(
+        temperature=0.8, top_p=0.9, top_k=20, stop_token_ids=list(STOP), min_completion_length=4, max_completion_length=30
+    )
+    finishes = set()
+    for row in engine.run(make_rows(make_prompts(6), 3)):
+        response = sample_response(reference, list(row.prompt), (1 << 40, row.uid, row.step, row.sample), rollout)
+        assert row.tokens.tolist() == response.tokens and (row.finish == "length") == response.is_truncated
+        finishes.add(row.finish)
         with torch.no_grad():
-            logits = reference(sequence).logits[0, len(row.prompt) - 1 : -1] / 0.8
+            logprobs = log_distributions(reference, response, 0.8)
+        logprobs[:4, STOP] = -math.inf  # barred until the response is long enough
         chosen = torch.from_numpy(row.tokens)[:, None]
-        full = logits.log_softmax(-1).gather(1, chosen)[:, 0]
-        kept = TopPLogitsWarper(0.9)(None, TopKLogitsWarper(20)(None, logits))
-        truncated = kept.log_softmax(-1).gather(1, chosen)[:, 0]
-        np.testing.assert_allclose(row.full_logprob, full, atol=1e-5)
-        np.testing.assert_allclose(row.logprob, truncated, atol=1e-5)
+        kept = TopPLogitsWarper(0.9)(None, TopKLogitsWarper(20)(None, logprobs))
+        np.testing.assert_allclose(row.full_logprob, logprobs.gather(1, chosen)[:, 0], atol=1e-5)
+        np.testing.assert_allclose(row.logprob, kept.log_softmax(-1).gather(1, chosen)[:, 0], atol=1e-5)
+    assert finishes == {"stop", "length"}
 
 
 def test_float32_first_differences_are_near_ties(make_model):
     """In float32 another batch shape may round differently; a row may then only leave the other at a near tie."""
-    from bubblespec.engine.noise import gumbel, stream_keys
-
     model, exact = make_model(dtype=torch.float32), make_model()
     prepare_model(model, 100)
     results = []
@@ -368,6 +449,5 @@ def test_float32_first_differences_are_near_ties(make_model):
             position = int(differs[0])
             with torch.no_grad():
                 logits = exact(torch.tensor([[*a.prompt, *a.tokens[:position]]])).logits[0, -1]
-            key = stream_keys(1, *(np.array([v]) for v in (a.uid, a.step, a.sample, position)))
-            best = (logits + gumbel(torch.from_numpy(key), VOCAB, torch.float64)[0]).topk(2).values
+            best = (logits + gumbel(noise_key(1, a.uid, a.step, a.sample, position), VOCAB)).topk(2).values
             assert best[0] - best[1] < 1e-3

@@ -6,11 +6,11 @@ import os
 
 import pytest
 import transformers
-from test_train import digests, read, run, same_weights
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from bubblespec import memory
 from bubblespec.config import load_config
+from tests.runs import digests, read, run, same_weights
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SIZES = ("0.5b", "1.5b", "7b")
@@ -112,6 +112,7 @@ def shrunken(size: str, model: str, folder) -> list[str]:
         "optim.max_tokens_per_microbatch=1024",
         "optim.max_logits_per_chunk=16384",
         "eval.num_prompts=4",
+        "reward.num_workers=1",  # which import a lot
         "run.max_steps=2",
         "run.eval_steps=2",
         "run.save_steps=2",

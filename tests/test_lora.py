@@ -9,7 +9,6 @@ import torch
 from test_update import gradient, make_config, make_samples, oracle
 from transformers import AutoModelForCausalLM
 
-from benchmarks.exactness import SHORT, Arm, largest_change, read_metrics, read_weights, run_arm, same_weights
 from bubblespec.config import ModelConfig, load_config
 from bubblespec.distributed import Ranks
 from bubblespec.engine.model import enable_gradient_checkpointing, output_head, prepare_model
@@ -17,6 +16,8 @@ from bubblespec.errors import InputError
 from bubblespec.lora import adapter_disabled, add_adapter
 from bubblespec.optimizer import Optimizer
 from bubblespec.set_up import set_up
+from tests.runs import run, run_until_killed
+from tests.system.exactness import SHORT, largest_change, read_metrics, read_weights, same_weights
 from train import train
 
 peft = pytest.importorskip("peft", reason="pip install -r requirements-lora.txt")
@@ -26,6 +27,7 @@ STEPS = 4
 LORA = ("model.lora_r=4", "model.lora_alpha=8", "optim.learning_rate=5e-3")
 CONFIG = "configs/tiny_cpu.yaml"
 OPTIONS = [*SHORT, *LORA, "rollout.max_completion_length=48", "loss.kl_coef=0.02"]
+SAVED = (f"run.max_steps={STEPS}", "run.save_steps=2")
 TOKENS = torch.arange(1, 13)[None]
 
 
@@ -195,7 +197,7 @@ def test_without_peft_the_requirements_file_is_named(make_model, monkeypatch):
 
 def run_here(folder, *overrides: str):
     """A run on one rank in this process. Returns its parts as they are at the end."""
-    options = [*OPTIONS, f"run.max_steps={STEPS}", "run.save_steps=2", f"run.output_dir={folder}", *overrides]
+    options = [*OPTIONS, *SAVED, f"run.output_dir={folder}", *overrides]
     config = load_config(CONFIG, options)
     trainer = set_up(config, Ranks(torch.device("cpu")))
     train(trainer)
@@ -211,7 +213,7 @@ def digests(folder) -> list[str]:
 def two_ranks(tmp_path_factory):
     """An uninterrupted run on two ranks without speculation, which the other runs are compared with."""
     folder = tmp_path_factory.mktemp("two_ranks")
-    run_arm(Arm("none", "none"), 2, str(folder), STEPS, ["--config", CONFIG, *OPTIONS])
+    run(folder, 2, *SAVED, "speculative.method=none", config=CONFIG, short=OPTIONS)
     assert largest_change(read_weights(folder, 2), read_weights(folder, STEPS)) > 1e-3, "the adapter must have learned something"
     return folder
 
@@ -226,8 +228,10 @@ def resumed(tmp_path_factory):
 
 def test_speculation_and_a_kill_leave_digests_and_weights_unchanged(two_ranks, tmp_path):
     """SIGKILL to all processes after a checkpoint and a step beyond it; drafts are verified by the adapted model."""
-    counts = run_arm(Arm("killed", "bubble+suffix", is_killed=True), 2, str(tmp_path), STEPS, ["--config", CONFIG, *OPTIONS])
-    assert counts["drafted"] > 0 and counts["accepted"] > 0 and counts["draft tokens in the checkpoint"] > 0
+    proposing = (*SAVED, "speculative.fixed_window=6")  # whatever a forward takes on this machine
+    run_until_killed(tmp_path, 2, 3, *proposing, config=CONFIG, short=OPTIONS)
+    run(tmp_path, 2, *proposing, config=CONFIG, short=OPTIONS)
+    assert sum(line["rollout/spec_accepted_tokens"] for line in read_metrics(tmp_path)) > 0
     assert digests(tmp_path) == digests(two_ranks)
     assert same_weights(read_weights(tmp_path, STEPS), read_weights(two_ranks, STEPS))
 

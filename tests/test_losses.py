@@ -1,4 +1,4 @@
-"""Every term of the loss against values worked out separately, token by token, in float64 Python."""
+"""Every term of the loss against reference_step.py, sequence by sequence."""
 
 import math
 
@@ -6,21 +6,22 @@ import numpy as np
 import pytest
 import torch
 
+from bubblespec.config import LossConfig
 from bubblespec.losses import cispo_loss, importance_ratio, kl_penalty, policy_loss, token_logprobs, token_weights
+from tests.reference_step import kl_estimate, mean_loss, token_losses
 
 RNG = np.random.default_rng(0)
 M = 200
 
 
-def scalar_policy_loss(logprob, old, advantage, low, high, delta):
-    """Clipped surrogate by cases: a gain (advantage > 0) is capped above, a loss (advantage < 0) is capped below, and above
-    by the dual clip. Returns the loss and what caps it."""
-    ratio = math.exp(logprob - old)
-    if advantage >= 0:
-        return -advantage * min(ratio, 1 + high), "high" if ratio > 1 + high else None
-    if delta is not None and ratio > delta:
-        return -advantage * delta, "delta"
-    return -advantage * max(ratio, 1 - low), "low" if ratio < 1 - low else None
+def plain_losses(logprob, old, advantages: list[float], lengths: list[int], **loss):
+    """reference_step.token_losses of each sequence, [M], and the clips, bool [3, M]."""
+    sequences = zip(logprob.split(lengths), old.split(lengths), advantages, strict=True)
+    found = [token_losses(p, o, advantage, LossConfig(**loss)) for p, o, advantage in sequences]
+    none = logprob.new_zeros(len(logprob), dtype=torch.bool).split(lengths)
+    names = ("low", "high", "delta")
+    clips = [torch.cat([by_name.get(name, n) for (_, by_name), n in zip(found, none, strict=True)]) for name in names]
+    return torch.cat([values for values, _ in found]), torch.stack(clips)
 
 
 @pytest.mark.parametrize("delta", [None, 1.5])
@@ -30,15 +31,15 @@ def test_policy_loss_and_its_gradient(delta):
     advantage = torch.from_numpy(RNG.normal(0, 1, M))
     ratio = importance_ratio(logprob, old, torch.tensor([M]), "token")
     loss, is_clipped = policy_loss(ratio, advantage, 0.1, 0.3, delta)
-    values = zip(logprob.tolist(), old.tolist(), advantage.tolist(), strict=True)
-    wanted = [scalar_policy_loss(*v, 0.1, 0.3, delta) for v in values]
-    np.testing.assert_allclose(loss.detach(), [w for w, _ in wanted], rtol=1e-12)
-    for found, name in zip(is_clipped, ("low", "high", "delta"), strict=True):
-        assert found.tolist() == [cap == name for _, cap in wanted]
-        assert found.sum() > 5 or (name == "delta" and delta is None)
+    options = {"epsilon_low": 0.1, "epsilon_high": 0.3, "delta": delta}
+    wanted, wanted_clips = plain_losses(logprob, old, advantage.tolist(), [1] * M, **options)
+    torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=0)
+    assert torch.equal(is_clipped, wanted_clips)
+    assert all(found > 5 for found in is_clipped.sum(1)[: 2 if delta is None else 3])
     loss.sum().backward()
     ratio = (logprob - old).exp().detach()
     np.testing.assert_allclose(logprob.grad, torch.where(is_clipped.any(0), 0.0, -ratio * advantage), rtol=1e-12)
+    np.testing.assert_allclose(logprob.grad, torch.autograd.grad(wanted.sum(), logprob)[0], rtol=1e-12)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -58,18 +59,15 @@ def test_sequence_ratio_is_the_geometric_mean_with_its_own_gradient():
     logprob = torch.from_numpy(RNG.normal(-1, 0.5, 50)).requires_grad_()
     old = torch.from_numpy(logprob.detach().numpy() + RNG.normal(0, 0.4, 50))
     advantage = torch.tensor([1.0, -2.0, 0.5, -0.1], dtype=torch.float64)
-    weight = torch.tensor([0.1, 0.7, 0.2, 0.4], dtype=torch.float64)
+    weight = torch.tensor([0.1, 0.7, 0.2, 0.4], dtype=torch.float64).repeat_interleave(lengths)
     ratio = importance_ratio(logprob, old, lengths, "sequence")
     loss, _ = policy_loss(ratio, advantage.repeat_interleave(lengths), 0.5, 0.5)
-    total = (loss * weight.repeat_interleave(lengths)).sum()
-    (got,) = torch.autograd.grad(total, logprob)
-    wanted = 0.0
-    for i, difference in enumerate((logprob - old).split(lengths.tolist())):
-        mean = difference.mean().exp()
-        np.testing.assert_allclose(ratio.split(lengths.tolist())[i].detach(), mean.detach(), rtol=1e-14)
-        wanted = wanted - weight[i] * lengths[i] * torch.minimum(mean * advantage[i], mean.clamp(0.5, 1.5) * advantage[i])
-    np.testing.assert_allclose(total.item(), wanted.item(), rtol=1e-12)
-    np.testing.assert_allclose(got, torch.autograd.grad(wanted, logprob)[0], rtol=1e-10)
+    options = {"importance_sampling_level": "sequence", "epsilon_low": 0.5, "epsilon_high": 0.5}
+    wanted, _ = plain_losses(logprob, old, advantage.tolist(), lengths.tolist(), **options)
+    np.testing.assert_allclose(ratio[:5].detach(), (logprob - old)[:5].mean().exp().detach().expand(5), rtol=1e-14)
+    torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=0)
+    (got,), (gradient,) = (torch.autograd.grad((weight * values).sum(), logprob) for values in (loss, wanted))
+    np.testing.assert_allclose(got, gradient, rtol=1e-10)
 
 
 def test_cispo_caps_the_weight_and_keeps_every_gradient():
@@ -78,11 +76,11 @@ def test_cispo_caps_the_weight_and_keeps_every_gradient():
     advantage = torch.from_numpy(RNG.normal(0, 1, M))
     loss, is_clipped = cispo_loss(logprob, importance_ratio(logprob, old, torch.tensor([M]), "token"), advantage, 1.2)
     loss.sum().backward()
-    values = list(zip(logprob.tolist(), old.tolist(), advantage.tolist(), strict=True))
-    weights = [min(math.exp(p - o), 1.2) for p, o, _ in values]
-    np.testing.assert_allclose(loss.detach(), [-w * a * p for w, (p, _, a) in zip(weights, values, strict=True)], rtol=1e-12)
-    np.testing.assert_allclose(logprob.grad, [-w * a for w, (_, _, a) in zip(weights, values, strict=True)], rtol=1e-12)
-    assert is_clipped[1].tolist() == [w == 1.2 for w in weights] and not is_clipped[[0, 2]].any()
+    wanted, wanted_clips = plain_losses(logprob, old, advantage.tolist(), [1] * M, loss_type="cispo", epsilon_high=1.2)
+    torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=0)
+    assert torch.equal(is_clipped, wanted_clips)
+    weight = [min(math.exp(p - o), 1.2) for p, o in zip(logprob.tolist(), old.tolist(), strict=True)]
+    np.testing.assert_allclose(logprob.grad, -np.array(weight) * advantage.numpy(), rtol=1e-12)
     assert (logprob.grad != 0).all() and 20 < is_clipped.sum() < M - 20
 
 
@@ -98,28 +96,23 @@ def test_kl_estimators_have_the_means_and_gradients_that_they_claim():
     pulls = {"k1": torch.zeros_like(logits), "k2": of_forward, "k3": of_backward}
     for estimator, pull in pulls.items():
         estimate = kl_penalty(policy, reference, estimator)
+        torch.testing.assert_close(estimate, kl_estimate(policy, reference, estimator), rtol=1e-13, atol=1e-14)
         if estimator != "k2":
             assert math.isclose((probability * estimate).sum().item(), forward.item(), rel_tol=1e-10)
         if estimator != "k1":
             assert (estimate >= 0).all()
         (found,) = torch.autograd.grad((probability * estimate).sum(), logits, retain_graph=True)
         torch.testing.assert_close(found, pull, rtol=1e-10, atol=1e-14)
-    by_token = [(p - r) ** 2 / 2 for p, r in zip(policy.tolist(), reference.tolist(), strict=True)]
-    np.testing.assert_allclose(kl_penalty(policy, reference, "k2").detach(), by_token, rtol=1e-13)
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo", "cispo"])
 def test_token_weights_give_the_published_means(loss_type):
     lengths = np.array([3, 1, 7, 4])
     is_used = np.array([True, True, False, True])
-    losses = [RNG.normal(size=n).tolist() for n in lengths]
-    used = [values for values, u in zip(losses, is_used, strict=True) if u]
-    wanted = {
-        "grpo": sum(sum(v) / len(v) for v in used) / 4,
-        "dr_grpo": sum(sum(v) for v in used) / (4 * 10),
-    }.get(loss_type, sum(sum(v) for v in used) / sum(len(v) for v in used))
+    losses = [torch.from_numpy(RNG.normal(size=n)) for n in lengths]
+    wanted = mean_loss([values for values, used in zip(losses, is_used, strict=True) if used], 4, loss_type, 10)
     weights = token_weights(loss_type, lengths, is_used, max_completion_length=10)
-    assert math.isclose(sum(w * sum(v) for w, v in zip(weights, losses, strict=True)), wanted, rel_tol=1e-12)
+    assert math.isclose(sum(w * v.sum() for w, v in zip(weights, losses, strict=True)), wanted, rel_tol=1e-12)
 
 
 def test_weights_without_any_used_sequence_are_zero():

@@ -1,15 +1,10 @@
 """Worked-out memory against real tensors and measured peaks of a small model, the number of slots, and the printed table."""
 
-import multiprocessing
 import os
-import pathlib
 import re
-import resource
-import subprocess
 import sys
 
 import numpy as np
-import psutil
 import pytest
 import torch
 import transformers
@@ -23,8 +18,9 @@ from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
 from bubblespec.errors import InputError
 from bubblespec.optimizer import MOMENTS, Optimizer
 from bubblespec.rollout import Samples
+from bubblespec.update import train_on_samples
+from tests.warm import ROOT, python
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 CPU = Ranks(torch.device("cpu"))
 
 
@@ -76,19 +72,17 @@ def test_working_out_leaves_the_model_as_it_is():
     assert model.config._attn_implementation == "bubblespec" and next(model.parameters()).device.type == "cpu"
 
 
-def peak_rss() -> int:
-    """Bytes, of this program alone: on Linux ru_maxrss goes on from that of the process that has started it."""
-    if sys.platform == "linux":
-        status = pathlib.Path("/proc/self/status").read_text()
-        return 1024 * int(status.split("VmHWM:")[1].split()[0])
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def peak_allocated(run) -> int:
+    """Most bytes of tensors that `run()` held at a time beyond what was there before, by PyTorch's own account."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return int(np.cumsum(sizes).max())
 
 
-def measure(connection, changes: dict, num_tokens: int, has_checkpoints: bool, max_logits: int) -> None:
-    """Peak of this process's memory in one gradient step, less what it has after a small one; 0 if that was no new peak."""
-    from bubblespec.update import train_on_samples
-
-    torch.set_num_threads(1)
+def measure(changes: dict, num_tokens: int, has_checkpoints: bool, max_logits: int) -> int:
+    """Peak of the memory of one gradient step, after one that has made what lasts."""
     model = transformers.AutoModelForCausalLM.from_config(small(**changes)).eval()
     prepare_model(model, 512)
     if has_checkpoints:
@@ -97,7 +91,7 @@ def measure(connection, changes: dict, num_tokens: int, has_checkpoints: bool, m
     config.model.gradient_checkpointing = has_checkpoints
     optimizer = Optimizer(model, config.optim, 10)
 
-    def step(count: int) -> int:
+    def step(count: int) -> None:
         tokens = [np.ones(252, np.int32)] * count
         samples = Samples(
             [Prompt(0, "x", (1, 2, 3, 4), {})],
@@ -109,11 +103,9 @@ def measure(connection, changes: dict, num_tokens: int, has_checkpoints: bool, m
             None,
         )
         train_on_samples(model, None, optimizer, samples, np.ones(count), config, CPU, 0, "sdpa")
-        return peak_rss()
 
-    peak_before, before = step(1), psutil.Process().memory_info().rss
-    peak = step(num_tokens // 256)
-    connection.send(peak - before if peak > peak_before else 0)
+    step(1)
+    return peak_allocated(lambda: step(num_tokens // 256))
 
 
 @pytest.mark.parametrize(
@@ -125,20 +117,13 @@ def measure(connection, changes: dict, num_tokens: int, has_checkpoints: bool, m
     ],
     ids=["activations", "checkpointed", "head"],
 )
-def test_a_gradient_step_peaks_where_it_is_said_to(monkeypatch, changes, num_tokens, has_checkpoints, max_logits):
+def test_a_gradient_step_peaks_where_it_is_said_to(changes, num_tokens, has_checkpoints, max_logits):
     """Within 0.75 and 1.35 of it. Each case is dominated by one part of the sum."""
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # freed tensors go back to the system, so the peak is that of live ones
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=measure, args=(sender, changes, num_tokens, has_checkpoints, max_logits))
-    process.start()
-    assert receiver.poll(300)
-    measured = receiver.recv()
-    process.join()
+    measured = measure(changes, num_tokens, has_checkpoints, max_logits)
     config = make_config(max_tokens=num_tokens, max_logits_per_chunk=max_logits)
     config.model.gradient_checkpointing = has_checkpoints
     needs = memory.work_out(config, memory.meta_model(small(**changes), torch.float32), 1)
-    assert measured and 0.75 < needs.training / measured < 1.35, (needs.training, measured)
+    assert 0.75 < needs.training / measured < 1.35, (needs.training, measured)
 
 
 @pytest.mark.parametrize(
@@ -242,15 +227,9 @@ def test_released_keys_and_values_are_made_again():
 # The command
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "bubblespec.memory", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-
-
 def test_the_command_prints_the_sum(tmp_path):
     small().save_pretrained(tmp_path)
-    done = command("--config", "configs/qwen2.5_7b.yaml", "--world-size", "4", f"model.path={tmp_path}")
+    done = python("-m", "bubblespec.memory", "--config", "configs/qwen2.5_7b.yaml", "--world-size", "4", f"model.path={tmp_path}")
     assert done.returncode == 0, done.stderr
     said = {name: float(number) for number, name in re.findall(r"^ *(\d+\.\d+)  (\w+)", done.stdout, re.MULTILINE)}
     assert {"weights", "gradients", "master", "moments", "lasting", "activations", "loss", "keys"} <= said.keys()

@@ -10,6 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from bubblespec.data import Prompt
 from bubblespec.metrics import MetricsLogger
 from bubblespec.rollout import Samples
+from bubblespec.schedule.windows import WINDOWS
 
 BASE = {"reward": 0.5, "perf/throughput": 100.0, "timing_s/step": 2.0}
 
@@ -143,6 +144,19 @@ def test_samples_go_to_tensorboard_with_prompt_reply_and_reward(tmp_path):
     texts = [events.Tensors(f"sample_{i}/text_summary")[0].tensor_proto.string_val[0].decode() for i in range(2)]
     assert "reward 0.000" in texts[0] and "question 0" in texts[0] and texts[0].endswith("    a")
     assert "reward 1.000" in texts[1] and "question 1" in texts[1] and texts[1].endswith("    g")
+
+
+def test_accepted_lengths_are_a_histogram_of_what_they_stand_for(tmp_path):
+    """Counts by bin become so many values of each bin's lowest length."""
+    counts = [3, 2, 0, 0, 1] + [0] * (len(WINDOWS) - 6) + [1]
+    run(tmp_path, range(1), **{"rollout/spec_accepted_lengths": counts})
+    assert read(tmp_path)[0]["rollout/spec_accepted_lengths"] == counts
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    (event,) = events.Histograms("rollout/spec_accepted_lengths")
+    found = event.histogram_value
+    values = [0, 0, 0, 1, 1, 4, 128]
+    assert (found.num, found.min, found.max, found.sum) == (len(values), 0, 128, sum(values))
+    assert found.sum_squares == sum(value**2 for value in values)
 
 
 def test_table_compares_first_and_last_tenth(tmp_path, capsys):

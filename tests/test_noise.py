@@ -1,13 +1,16 @@
 """The noise generator: published test vectors, independence of streams, and the law of its output."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
 import torch
 from scipy import stats
 
+from bubblespec.engine import noise
 from bubblespec.engine.noise import EVALUATION, MAX_POSITIONS, MAX_SAMPLES, gumbel, philox4x32, random_bits, stream_keys
+from tests import reference_step
 
 
 def keys_for(seed=0, uid=0, step=0, sample=0, position=0) -> torch.Tensor:
@@ -32,6 +35,14 @@ def test_philox_known_answers(counter, key, wanted):
     assert " ".join(f"{word:08x}" for word in got) == wanted
 
 
+@pytest.mark.parametrize("seed", [0, 1, (1 << 32) - 1, 1 << 32, (1 << 32) + 1, 0x0123456789ABCDEF, (1 << 63) - 1])
+def test_keys_are_philox_of_the_whole_seed_and_counter(seed):
+    """All 64 bits of the seed, and every field at its place: written out with integers."""
+    fields = (seed, (1 << 62) + 12345, EVALUATION + 7, MAX_SAMPLES - 2, MAX_POSITIONS - 3)
+    (key,) = keys_for(*fields).tolist()
+    assert [word % (1 << 32) for word in key] == reference_step.noise_key(*fields)
+
+
 def test_no_two_positions_share_a_stream():
     """Exhaustively over a grid, with the extremes of every field."""
     uids = [0, 1, 2, 1 << 31, 1 << 32, (1 << 32) + 1, (1 << 63) - 1]
@@ -53,19 +64,11 @@ def test_streams_are_a_pure_function_of_their_key():
     assert not torch.equal(bits, random_bits(keys_for(seed=1, uid=[3, 4, 5], position=[0, 1, 2]), 1000))
 
 
-def reference_bits(key: np.ndarray, token: int) -> int:
-    """The mixer in Python's unbounded integers."""
-    words = [int(word) & 0xFFFFFFFF for word in key]
-    x = (token + words[0]) & 0xFFFFFFFF
-    for shift, multiplier, word in zip((17, 11, 15), (0xED5AD4BB, 0xAC4C1B51, 0x31848BAB), words[1:], strict=True):
-        x = ((x ^ (x >> shift)) * multiplier + word) & 0xFFFFFFFF
-    return (x ^ (x >> 14)) & 0x7FFFFFFF
-
-
 def test_bits_equal_integer_arithmetic():
     keys = keys_for(seed=(1 << 63) + 5, uid=(1 << 63) - 1, step=EVALUATION + 3, sample=9, position=[0, 77])
     bits = random_bits(keys, 500)
-    assert [[reference_bits(key, v) for v in range(500)] for key in keys.numpy()] == bits.tolist()
+    words = [[word % (1 << 32) for word in key] for key in keys.tolist()]
+    assert [[reference_step.random_bits(key, v) for v in range(500)] for key in words] == bits.tolist()
 
 
 def test_bits_are_uniform_and_independent_of_neighbouring_streams():
@@ -87,11 +90,24 @@ def test_bits_are_uniform_and_independent_of_neighbouring_streams():
 
 def test_gumbel_law():
     """Kolmogorov-Smirnov against the Gumbel distribution, and the far tail, where low-resolution noise would end."""
-    noise = gumbel(keys_for(uid=2, position=np.arange(100)), 5000, torch.float64).flatten().numpy()
-    assert stats.kstest(noise, "gumbel_r").pvalue > 1e-4
-    beyond_ten = (noise > 10).sum()
-    assert abs(beyond_ten - noise.size * stats.gumbel_r.sf(10)) < 5 * (noise.size * stats.gumbel_r.sf(10)) ** 0.5
+    drawn = gumbel(keys_for(uid=2, position=np.arange(100)), 5000, torch.float64).flatten().numpy()
+    assert stats.kstest(drawn, "gumbel_r").pvalue > 1e-4
+    beyond_ten = (drawn > 10).sum()
+    assert abs(beyond_ten - drawn.size * stats.gumbel_r.sf(10)) < 5 * (drawn.size * stats.gumbel_r.sf(10)) ** 0.5
     assert gumbel(keys_for(), 10).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_largest_and_smallest_random_bits_give_finite_noise(monkeypatch, dtype):
+    """The 64 largest of 2**31 numbers are 2**31 in float32, and so u = 1, whose noise would be infinite. All of them are taken
+    for u = 1 - 2**-24; what is smaller has the noise of its own u."""
+    bits = torch.tensor([[2**31 - 1, 2**31 - 2, 2**31 - 64, 2**31 - 1024, 2**30, 1, 0]], dtype=torch.int32)
+    monkeypatch.setattr(noise, "random_bits", lambda keys, vocab_size: bits)
+    found = gumbel(keys_for(), bits.shape[1], dtype)[0].double()
+    tails = [2.0**-24] * 3 + [1023.5 * 2.0**-31, 0.5 - 2.0**-32]  # 1 - u
+    wanted = [-math.log(-math.log(tail)) for tail in tails] + [-math.log(-math.log1p(-u)) for u in (1.5 * 2.0**-31, 2.0**-32)]
+    assert found.isfinite().all()
+    np.testing.assert_allclose(found, wanted, rtol=1e-4 if dtype == torch.float32 else 1e-12)
 
 
 def test_float32_and_float64_noise_agree():

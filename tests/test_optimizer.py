@@ -1,4 +1,4 @@
-"""The flat-buffer optimizer against torch's own AdamW and clipping, with float32 master weights, and across a save."""
+"""The flat-buffer optimizer against reference_step.py, with float32 master weights against torch's AdamW, and across a save."""
 
 import copy
 import io
@@ -10,6 +10,7 @@ import torch
 from bubblespec.config import OptimConfig
 from bubblespec.distributed import Ranks
 from bubblespec.optimizer import Optimizer, learning_rate_factor
+from tests.reference_step import adamw_update
 
 STEPS = 8
 
@@ -53,30 +54,22 @@ CONFIG = OptimConfig(
 )
 
 
-def oracle(model: Small, config: OptimConfig, rates: list[float]) -> tuple[list[torch.Tensor], list[float]]:
-    """torch's AdamW and clip_grad_norm_. Returns final weights and the norms before clipping."""
-    params = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in params if p.ndim == 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in params if p.ndim == 1], "weight_decay": 0.0},
-    ]
-    adamw = torch.optim.AdamW(groups, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_epsilon)
-    norms = []
-    for step, rate in enumerate(rates):
+def oracle(model: Small, config: OptimConfig) -> tuple[list[torch.Tensor], list[float], list[float]]:
+    """Final weights, norms before clipping and learning rates, as reference_step.py has them."""
+    moments, norms, rates = {}, [], []
+    for step in range(STEPS):
         backward(model, step)
-        norms.append(torch.nn.utils.clip_grad_norm_(params, config.max_grad_norm or math.inf).item())
-        for group in adamw.param_groups:
-            group["lr"] = rate
-        adamw.step()
-        adamw.zero_grad()
-    return values(model), norms
+        norm, rate = adamw_update(list(model.parameters()), moments, config, step, STEPS)
+        norms.append(norm)
+        rates.append(rate)
+    return values(model), norms, rates
 
 
 @pytest.mark.parametrize("limit", [20.0, 0.0])
-def test_steps_equal_torchs_adamw_and_clipping(limit):
+def test_steps_are_clipping_and_adamw(limit):
     config = copy.copy(CONFIG)
     config.max_grad_norm = limit
-    model, reference = Small(torch.float64), Small(torch.float64)
+    model = Small(torch.float64)
     optimizer = Optimizer(model, config, STEPS)
     norms, rates = [], []
     for step in range(STEPS):
@@ -86,13 +79,11 @@ def test_steps_equal_torchs_adamw_and_clipping(limit):
         rates.append(rate)
     # Warm-up 1/2, 1; then half a cosine over the 6 steps that are left.
     assert rates == pytest.approx([0.025, 0.05] + [0.025 * (1 + math.cos(math.pi * k / 6)) for k in range(6)], rel=1e-12)
-    wanted, wanted_norms = oracle(reference, config, rates)
+    wanted, wanted_norms, wanted_rates = oracle(Small(torch.float64), config)
     assert min(wanted_norms) < 20 < max(wanted_norms), "some steps are clipped and some are not"
-    torch.testing.assert_close(torch.tensor(norms), torch.tensor(wanted_norms), rtol=1e-6, atol=0)
-    # torch divides by norm + 1e-6; that is 1e-6 / 20 of a clipped gradient. Without clipping there is no such difference.
-    tolerance = 1e-7 if limit else 1e-12
-    torch.testing.assert_close(values(model), wanted, rtol=tolerance, atol=tolerance)
-    unclipped, _ = oracle(Small(torch.float64), OptimConfig(**{**vars(config), "max_grad_norm": 20.0 - limit}), rates)
+    assert norms == pytest.approx(wanted_norms, rel=1e-10) and rates == pytest.approx(wanted_rates, rel=1e-12)
+    torch.testing.assert_close(values(model), wanted, rtol=1e-12, atol=1e-12)
+    unclipped, _, _ = oracle(Small(torch.float64), OptimConfig(**{**vars(config), "max_grad_norm": 20.0 - limit}))
     assert any((a - b).abs().max() > 1e-3 for a, b in zip(unclipped, wanted, strict=True)), "clipping must show"
 
 

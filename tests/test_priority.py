@@ -51,7 +51,7 @@ def random_case(seed: int):
     batches = []
     for step in (11, 12, 13):
         prompts = [prompt(int(uid), int(rng.integers(3, 40))) for uid in rng.choice(1000, 5, replace=False)]
-        batches.append((step, prompts, rng.integers(0, 4, 5).tolist()))
+        batches.append((step, prompts))
         for p in prompts:
             for _ in range(int(rng.choice([0, 0, 2]))):
                 history.add(p.uid, np.arange(int(rng.integers(1, 200))), 0.0, 3)
@@ -81,8 +81,8 @@ def brute_force(batches, store, history, outlook, forwards, worth) -> list[tuple
         return expected_total(len(d.tokens)) if len(d.tokens) >= guess else guess
 
     entries = []
-    for number, (step, prompts, owners) in enumerate(batches):
-        for p, owner in zip(prompts, owners, strict=True):
+    for number, (step, prompts) in enumerate(batches):
+        for p in prompts:
             siblings = [store.get((step, p.uid, sample)) for sample in range(SAMPLES)]
             guess = max(intercept + slope * len(p.token_ids), 1.0)
             known = [length_of(d, guess) for d in siblings if d is not None]
@@ -101,13 +101,13 @@ def brute_force(batches, store, history, outlook, forwards, worth) -> list[tuple
                 is_held = d is not None and d.holder >= 0
                 pays = worth is not None and worth[min(int(total), len(worth) - 1)] > 0
                 pays = pays and (is_held or slack < PATIENCE * forwards)
-                entries.append((slack, Item(step, p, sample, owner, bool(pays), d.holder if d is not None else -1)))
+                entries.append((slack, Item(step, p, sample, bool(pays), d.holder if d is not None else -1)))
     return entries
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_plan_is_least_slack_first(seed):
-    """All unfinished items with their owners, holders and worth, in the order of slack; equally urgent ones keep theirs."""
+    """All unfinished items with their holders and worth, in the order of slack; equally urgent ones keep theirs."""
     batches, store, history = random_case(seed)
     known, worth = outlook(seed), np.random.default_rng(seed).uniform(-1, 1, 100)
     planned = plan_items(batches, SAMPLES, store, history, known, 70.0, worth)
@@ -125,12 +125,12 @@ def test_unknown_prompts_have_one_probe():
     """Of a prompt that nothing is known of, the first sample alone is taken to be long, and so comes before all others."""
     known = outlook()
     prompts = [prompt(n, 20) for n in range(4)]
-    planned = plan_items([(1, prompts, [0] * 4)], SAMPLES, DraftStore(10), History(10), known, 50.0)
+    planned = plan_items([(1, prompts)], SAMPLES, DraftStore(10), History(10), known, 50.0)
     assert keys(planned)[:4] == [(1, n, 0) for n in range(4)]
     assert keys(planned)[4:] == [(1, n, sample) for n in range(4) for sample in (1, 2)]
     history = History(100)
     history.add(2, np.arange(5), 0.0, 0)
-    planned = plan_items([(1, prompts, [0] * 4)], SAMPLES, DraftStore(10), history, known, 50.0)
+    planned = plan_items([(1, prompts)], SAMPLES, DraftStore(10), history, known, 50.0)
     assert keys(planned)[:3] == [(1, n, 0) for n in (0, 1, 3)] and keys(planned)[-3:] == [(1, 2, n) for n in range(3)]
 
 
@@ -139,7 +139,7 @@ def test_long_responses_of_far_steps_come_before_short_ones_of_near_steps():
     history = History(10**4)
     history.add(1, np.arange(10), 0.0, 0)
     history.add(2, np.arange(200), 0.0, 0)
-    batches = [(1, [near], [0]), (2, [far], [0])]
+    batches = [(1, [near]), (2, [far])]
     arguments = (2, DraftStore(10), history, Outlook())
     assert keys(plan_items(batches, *arguments, 100.0))[0] == (2, 2, 0)
     assert keys(plan_items(batches, *arguments, 300.0))[0] == (1, 1, 0)
@@ -151,7 +151,7 @@ def test_the_plan_does_not_depend_on_the_order_of_what_is_known():
     worth = np.linspace(-1, 1, 100)
     wanted = plan_items(batches, SAMPLES, store, history, outlook(), 70.0, worth)
     mixed_store, mixed_history = DraftStore(10**6), History(10**6)
-    all_keys = [(step, p.uid, s) for step, prompts, _ in batches for p in prompts for s in range(SAMPLES)]
+    all_keys = [(step, p.uid, s) for step, prompts in batches for p in prompts for s in range(SAMPLES)]
     random.Random(1).shuffle(all_keys)
     for key in all_keys:
         if (found := store.get(key)) is not None:
@@ -222,7 +222,7 @@ def test_the_outlook_keeps_the_latest():
 def test_nothing_seen_yet():
     """The first rollout plans too: all items, in the order of steps, and none of them pays."""
     known = Outlook()
-    batches = [(step, [prompt(1, 5), prompt(2, 9)], [0, 1]) for step in (1, 2)]
+    batches = [(step, [prompt(1, 5), prompt(2, 9)]) for step in (1, 2)]
     planned = plan_items(batches, 2, DraftStore(10), History(10), known, 0.0, known.worth(8, 4, np.array([1e-3, 0, 2e-3, 0, 0])))
     assert keys(planned) == [(step, uid, sample) for step in (1, 2) for uid in (1, 2) for sample in (0, 1)]
     assert not any(item.pays for item in planned)
@@ -251,7 +251,7 @@ def test_prompts_of_one_length_and_responses_of_one_length():
 def test_what_is_begun_goes_on_but_only_while_it_pays():
     """Much slack keeps a draft from being begun beside own rows. One that a rank holds goes on, unless drafts do not hold."""
     known, store = outlook(), DraftStore(10**6)
-    batches = [(step, [prompt(step, 5)], [0]) for step in (9, 10, 11, 12)]
+    batches = [(step, [prompt(step, 5)]) for step in (9, 10, 11, 12)]
     store.put((12, 12, 0), Draft(np.ones(3, np.int32), False, 8, holder=1))
     for kept, wanted in ((1.0, True), (0.1, False)):
         worth = known.worth(2, 64, COST * 1e-3, kept)

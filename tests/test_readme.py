@@ -3,21 +3,20 @@
 import json
 import os
 import re
-import subprocess
-import sys
+import shlex
 
 import pytest
 import torch
 from conftest import GQA
-from test_train import read
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 from bubblespec.data import build_prompt_set, make_tokenize
 from bubblespec.engine.generator import Generator, Row
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.sampling import SamplingParams
+from tests.runs import read
+from tests.warm import ROOT, launch, python
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 BLOCK = re.compile(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 RUNS = ("runs/my_data", "runs/my_model", "runs/my_reward")
 
@@ -29,13 +28,12 @@ def blocks(heading: str) -> list[tuple[str, str, str]]:
     return BLOCK.findall(section)
 
 
-def execute(command: list[str], folder) -> str:
-    """The command's output. Its programs are those of this Python, in one thread, and it gets no further file of ours."""
-    path = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]
-    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+def execute(text: str, folder) -> None:
+    """One command for torchrun, in a folder."""
+    launcher, ranks, *arguments = shlex.split(text.replace("\\\n", " "))
+    assert (launcher, ranks) == ("torchrun", "--nproc_per_node=2")
+    done = launch(2, arguments, folder)
     assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +51,7 @@ def folder(tmp_path_factory):
         if name:
             (folder / name).write_text(text, encoding="utf-8")
         elif language == "sh":
-            execute(["bash", "-ec", text], folder)
+            execute(text, folder)
     return folder
 
 
@@ -100,9 +98,10 @@ def test_own_reward_is_used(folder):
             assert line["rewards/is_right/mean"] == other["rewards/exact_match/mean"]
 
 
-def test_engine_example():
+def test_engine_example(tmp_path):
     (code,) = (text for language, _, text in blocks("How it is laid out") if language == "python")
-    output = execute([sys.executable, "-c", code], ROOT)
+    (tmp_path / "example.py").write_text(code, encoding="utf-8")
+    output = python(str(tmp_path / "example.py")).stdout
     got = {
         int(sample): (tokens, finish) for sample, tokens, finish in re.findall(r"^(\d+) \[(.*?)\] (\w+)$", output, re.M | re.S)
     }

@@ -1,11 +1,7 @@
-"""The recipes of docs/recipes.md, each loaded from its own fragment and trained for several updates of one batch.
-
-The oracle knows nothing of packing or tensors: sequences one by one through the model's own forward, and for every token a loss
-and a derivative by its log-probability, both worked out by hand from the papers and written in Python floats.
-"""
+"""The recipes of docs/recipes.md, each loaded from its own fragment and trained for several updates of one batch, against the
+papers' formulas as reference_step.py has them."""
 
 import copy
-import math
 import re
 import statistics
 import threading
@@ -14,22 +10,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB
 from omegaconf import OmegaConf
+from test_update import NUM_PROMPTS, make_samples, moved, responses_of
 
 from bubblespec.advantages import estimate_advantages
 from bubblespec.config import Config, load_config
-from bubblespec.data import Prompt
 from bubblespec.distributed import Ranks
 from bubblespec.engine.model import prepare_model
 from bubblespec.optimizer import Optimizer
-from bubblespec.rollout import Samples
 from bubblespec.update import train_on_samples
+from tests import reference_step
 
 PAGE = (Path(__file__).parent.parent / "docs" / "recipes.md").read_text(encoding="utf-8")
 FRAGMENTS = dict(re.findall(r"^## ([^\n]+)\n(?:(?!^## ).)*?^```yaml\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
 RECIPES = ["GRPO", "Dr. GRPO", "DAPO", "GSPO", "CISPO", "RLOO", "REINFORCE++", "REINFORCE++-baseline"]
-NUM_PROMPTS, GENERATIONS = 4, 6
+GENERATIONS = 6
 REWARDS = np.random.default_rng(3).normal(size=(NUM_PROMPTS, GENERATIONS))
 REWARDS[2] = 0.5  # a group without a gradient, unless the baseline is the batch's
 # What the papers leave open, in clips narrow enough that the few updates of these tests reach them.
@@ -38,14 +33,6 @@ CLIPS = {
     "CISPO": {"epsilon_high": 1.05},
     "GSPO": {"epsilon_low": 0.15, "epsilon_high": 0.15},
 }
-
-
-def make_samples() -> Samples:
-    rng = np.random.default_rng(0)
-    prompts = [Prompt(i, "x", tuple(rng.integers(1, VOCAB, rng.integers(1, 12)).tolist()), {}) for i in range(NUM_PROMPTS)]
-    tokens = [rng.integers(1, VOCAB, rng.integers(1, 20)).astype(np.int32) for _ in range(NUM_PROMPTS * GENERATIONS)]
-    logprob = [rng.normal(-3, 0.1, len(t)).astype(np.float32) for t in tokens]
-    return Samples(prompts, GENERATIONS, tokens, logprob, logprob, np.zeros(len(tokens), bool), np.zeros((len(tokens), 1)))
 
 
 def recipe_config(name: str, tmp_path: Path) -> Config:
@@ -67,106 +54,6 @@ def training_config(name: str, tmp_path: Path, **loss) -> Config:
     return config
 
 
-def plain_advantages(rewards: list[list[float]], estimator: str) -> list[float]:
-    everything = [r for group in rewards for r in group]
-    found = []
-    for group in rewards:
-        for i, reward in enumerate(group):
-            if estimator == "rloo":
-                found.append(reward - statistics.fmean(group[:i] + group[i + 1 :]))
-            elif estimator == "reinforce_plus_plus":
-                found.append((reward - statistics.fmean(everything)) / (statistics.stdev(everything) + 1e-4))
-            else:
-                found.append(reward - statistics.fmean(group))
-    if estimator == "reinforce_plus_plus_baseline":
-        spread = statistics.stdev(found) + 1e-4
-        found = [a / spread for a in found]
-    return found
-
-
-def recipe_advantages(loss) -> list[float]:
-    found = plain_advantages(REWARDS.tolist(), loss.advantage_estimator)
-    if loss.advantage_estimator == "grpo" and loss.scale_rewards != "none":
-        spread = [statistics.stdev(group) + 1e-4 for group in REWARDS.tolist() for _ in group]
-        found = [a / s for a, s in zip(found, spread, strict=True)]
-    return found
-
-
-def token_terms(loss, logprob, old, advantage, reference):
-    """(loss, derivative by the token's own log-probability, which clip holds) of each token of one sequence."""
-    mean = math.exp(statistics.fmean(p - o for p, o in zip(logprob, old, strict=True)))
-    terms = []
-    for t, p in enumerate(logprob):
-        ratio = mean if loss.importance_sampling_level == "sequence" else math.exp(p - old[t])
-        held = None
-        if loss.loss_type == "cispo":
-            weight = min(ratio, loss.epsilon_high)
-            value, slope = -weight * advantage * p, -weight * advantage
-            held = "high" if ratio > loss.epsilon_high else None
-        else:
-            # For one ratio a sequence, d ratio / d logprob is ratio / n for each of n tokens, and all n token losses share it.
-            value = slope = -ratio * advantage
-            if advantage > 0 and ratio > 1 + loss.epsilon_high:
-                value, slope, held = -(1 + loss.epsilon_high) * advantage, 0.0, "high"
-            elif advantage < 0 and ratio < 1 - loss.epsilon_low:
-                value, slope, held = -(1 - loss.epsilon_low) * advantage, 0.0, "low"
-            elif advantage < 0 and loss.delta is not None and ratio > loss.delta:
-                value, slope, held = -loss.delta * advantage, 0.0, "delta"
-        if reference is not None:
-            d = p - reference[t]
-            kl = {"k1": (d, 1.0), "k2": (d * d / 2, d), "k3": (math.exp(-d) - 1 + d, 1 - math.exp(-d))}[loss.kl_estimator]
-            value, slope = value + loss.kl_coef * kl[0], slope + loss.kl_coef * kl[1]
-        terms.append((value, slope, held))
-    return terms
-
-
-def oracle(model, reference, samples, advantages, config) -> tuple[list[torch.Tensor], dict]:
-    """Gradients of all updates, the mean of their losses, and the shares of tokens that each clip holds."""
-    loss = config.loss
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.optim.learning_rate, weight_decay=0.0)
-
-    def logprobs(m, i):
-        prompt, response = samples.prompt_of(i).token_ids, samples.tokens[i].tolist()
-        ids = torch.tensor([[*prompt, *response]])
-        logits = m(input_ids=ids).logits[0, len(prompt) - 1 : -1] / config.rollout.temperature
-        return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
-
-    with torch.no_grad():
-        old = [logprobs(model, i).tolist() for i in range(len(samples))]
-        of_reference = [logprobs(reference, i).tolist() for i in range(len(samples))] if reference else [None] * len(samples)
-    half = len(samples) // 2
-    gradients, losses, held, tokens = [], [], {"low": 0, "high": 0, "delta": 0}, 0
-    for members in [range(half), range(half, len(samples))] * 2:
-        total = 0.0
-        for i in members:
-            logprob, length = logprobs(model, i), len(samples.tokens[i])
-            weight = {
-                "grpo": 1 / (half * length),
-                "dr_grpo": 1 / (half * config.rollout.max_completion_length),
-            }.get(loss.loss_type, 1 / sum(len(samples.tokens[j]) for j in members))
-            terms = token_terms(loss, logprob.tolist(), old[i], advantages[i], of_reference[i])
-            total += weight * sum(value for value, _, _ in terms)
-            logprob.backward(torch.tensor([weight * slope for _, slope, _ in terms], dtype=torch.float64))
-            if advantages[i] != 0 or reference:
-                tokens += length
-                for _, _, clip in terms:
-                    held[clip] = held.get(clip, 0) + 1
-        losses.append(total)
-        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-        optimizer.step()
-        optimizer.zero_grad()
-    return gradients, {"loss": statistics.fmean(losses)} | {clip: held[clip] / tokens for clip in ("low", "high", "delta")}
-
-
-def moved(model):
-    """A reference that is not the policy."""
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
-    return other
-
-
 def train(model, reference, samples, advantages, config, ranks=None) -> tuple[list[torch.Tensor], dict]:
     """Gradients of all updates and the metrics."""
     optimizer, seen = Optimizer(model, config.optim, 10), []
@@ -177,31 +64,41 @@ def train(model, reference, samples, advantages, config, ranks=None) -> tuple[li
     return seen, metrics
 
 
-def check_against_the_oracle(make_model, config) -> dict:
-    samples, advantages = make_samples(), recipe_advantages(config.loss)
+def recipe_advantages(loss) -> list[float]:
+    groups = reference_step.estimate_advantages(REWARDS.tolist(), loss.advantage_estimator, loss.scale_rewards)
+    return [advantage for group in groups for advantage in group]
+
+
+def check_against_the_page(make_model, config) -> dict:
+    samples, advantages = make_samples(generations=GENERATIONS), recipe_advantages(config.loss)
     np.testing.assert_allclose(
         estimate_advantages(REWARDS, config.loss.advantage_estimator, config.loss.scale_rewards).ravel(), advantages, atol=1e-14
     )
     plain = make_model()
     plain.set_attn_implementation("sdpa")
     reference = moved(plain) if config.loss.kl_coef else None
-    wanted, wanted_metrics = oracle(plain, reference, samples, advantages, config)
-    packed, packed_reference = make_model(), None
-    if reference is not None:
-        packed_reference = copy.deepcopy(reference)
-        prepare_model(packed_reference, 64)
-    prepare_model(packed, 64)
+    packed, packed_reference = make_model(), copy.deepcopy(reference)
+    for model in (packed, packed_reference) if reference else (packed,):
+        prepare_model(model, 64)
+    wanted = reference_step.train_on(plain, reference, responses_of(samples), advantages, config=config, step=0, moments={})
     got, metrics = train(packed, packed_reference, samples, advantages, config)
     assert len(got) == len(wanted) == 4
-    for update, (mine, theirs) in enumerate(zip(got, wanted, strict=True)):
-        assert theirs.any()
-        torch.testing.assert_close(mine, theirs, rtol=1e-7, atol=1e-9 if update else 1e-11)
-    assert metrics["loss"] == pytest.approx(wanted_metrics["loss"], rel=1e-8, abs=1e-10)
-    for clip in ("low", "high"):
-        assert metrics[f"clip_ratio/{clip}_mean"] == pytest.approx(wanted_metrics[clip], abs=1e-12)
-    assert metrics["clip_ratio/region_mean"] == pytest.approx(wanted_metrics["low"] + wanted_metrics["high"], abs=1e-12)
-    if config.loss.delta is not None:
-        assert metrics["clip_ratio/delta_mean"] == pytest.approx(wanted_metrics["delta"], abs=1e-12)
+    for number, (mine, update) in enumerate(zip(got, wanted, strict=True)):
+        assert update.gradient.any()
+        torch.testing.assert_close(mine, update.gradient, rtol=1e-7, atol=1e-9 if number else 1e-11)
+    assert metrics["loss"] == pytest.approx(statistics.fmean(update.loss for update in wanted), rel=1e-8, abs=1e-10)
+    # Two passes over the samples; those without a gradient are not counted.
+    counted = zip([clips for update in wanted for clips in update.clips], samples.tokens * 2, advantages * 2, strict=True)
+    counted = [(clips, len(tokens)) for clips, tokens, advantage in counted if advantage or reference]
+    shares = {
+        name: sum(int(clips[name].sum()) for clips, _ in counted if name in clips) / sum(length for _, length in counted)
+        for name in ("low", "high", "delta")
+    }
+    shares["region"] = shares["low"] + shares["high"]
+    if config.loss.delta is None:
+        del shares["delta"]
+    for name, share in shares.items():
+        assert metrics[f"clip_ratio/{name}_mean"] == pytest.approx(share, abs=1e-12), name
     return metrics
 
 
@@ -222,7 +119,7 @@ def test_fragments_load_and_say_what_the_table_says(name, tmp_path):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_loss_and_gradient_of_every_update_equal_the_formulas(make_model, tmp_path, name):
-    metrics = check_against_the_oracle(make_model, training_config(name, tmp_path))
+    metrics = check_against_the_page(make_model, training_config(name, tmp_path))
     assert metrics["clip_ratio/high_mean"] > 0.02
     if name != "CISPO":
         assert metrics["clip_ratio/low_mean"] > 0.02
@@ -231,14 +128,14 @@ def test_loss_and_gradient_of_every_update_equal_the_formulas(make_model, tmp_pa
 def test_dual_clip(make_model, tmp_path):
     config = training_config("GRPO", tmp_path, delta=1.1, kl_coef=0.0)
     config.optim.learning_rate = 2e-3
-    assert check_against_the_oracle(make_model, config)["clip_ratio/delta_mean"] > 0.02
+    assert check_against_the_page(make_model, config)["clip_ratio/delta_mean"] > 0.02
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("loss_type", ["dapo", "cispo"])
 def test_kl_estimators(make_model, tmp_path, estimator, loss_type):
     changes = {"kl_coef": 0.3, "kl_estimator": estimator, "loss_type": loss_type, "epsilon_high": 1.05 - (loss_type == "dapo")}
-    check_against_the_oracle(make_model, training_config("GRPO", tmp_path, **changes))
+    check_against_the_page(make_model, training_config("GRPO", tmp_path, **changes))
 
 
 class ThreadRanks(Ranks):
@@ -267,7 +164,7 @@ class ThreadRanks(Ranks):
 def test_number_of_ranks_changes_nothing_but_rounding(make_model, tmp_path, name, world_size):
     """All updates, so that later minibatches and their old log-probabilities are those of every rank."""
     config = training_config(name, tmp_path)
-    samples, advantages = make_samples(), recipe_advantages(config.loss)
+    samples, advantages = make_samples(generations=GENERATIONS), recipe_advantages(config.loss)
 
     def make_both():
         model = make_model()
@@ -299,7 +196,7 @@ def test_number_of_ranks_changes_nothing_but_rounding(make_model, tmp_path, name
 def test_minibatches_are_whole_groups_in_the_order_of_the_batch(make_model, tmp_path):
     """The gradient of the first update is that of the first half of the prompts alone, made as a batch of its own."""
     config = training_config("DAPO", tmp_path)
-    samples, advantages = make_samples(), np.random.default_rng(0).normal(size=NUM_PROMPTS * GENERATIONS)
+    samples, advantages = make_samples(generations=GENERATIONS), np.random.default_rng(0).normal(size=NUM_PROMPTS * GENERATIONS)
     model = make_model()
     prepare_model(model, 64)
     both, _ = train(model, None, samples, advantages, config)
@@ -318,7 +215,7 @@ def test_several_updates_depend_on_tokens_alone(make_model, tmp_path):
     """Bit for bit: the old policy's log-probabilities are those of the trainer, whatever the generator's were."""
     results = []
     for noise in (0.0, 0.5):
-        model, samples = make_model(dtype=torch.float32), make_samples()
+        model, samples = make_model(dtype=torch.float32), make_samples(generations=GENERATIONS)
         samples.full_logprob = [values + np.float32(noise) for values in samples.full_logprob]
         prepare_model(model, 64)
         results.append(train(model, None, samples, np.linspace(-1, 1, len(samples)), training_config("GSPO", tmp_path)))
@@ -335,6 +232,6 @@ def test_one_update_needs_one_forward_and_minibatches_one_more_each_but_the_firs
         model, seen = make_model(), []
         prepare_model(model, 64)
         model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, seen=seen: seen.append(1))
-        train(model, None, make_samples(), np.linspace(-1, 1, NUM_PROMPTS * GENERATIONS), config)
+        train(model, None, make_samples(generations=GENERATIONS), np.linspace(-1, 1, NUM_PROMPTS * GENERATIONS), config)
         calls[minibatches, iterations] = len(seen)
     assert calls == {(1, 1): 1, (1, 3): 3, (2, 1): 2 + 1, (2, 3): 6 + 1}

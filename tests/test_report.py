@@ -1,15 +1,23 @@
 """A step's numbers against hand-worked values."""
 
+import resource
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
+from bubblespec import report, scoring
 from bubblespec.collect import Collected
+from bubblespec.config import RewardConfig
 from bubblespec.data import Prompt
 from bubblespec.distributed import Ranks
+from bubblespec.engine.generator import Row
 from bubblespec.report import peak_memory_gb, rollout_metrics, timing_metrics
+from bubblespec.rewards import FAILURE_KINDS, RewardFailure
 from bubblespec.rollout import Samples, digest
 from bubblespec.schedule.run_ahead import RolloutStats
+from bubblespec.scoring import Scorer
 
 LENGTHS = [1, 2, 4, 9]
 
@@ -103,15 +111,70 @@ def test_timing_of_one_rank():
 
 def test_timing_of_two_ranks():
     samples = make_samples([[0.0]] * 4)
-    found = timing_metrics(TwoRanks([6.0, 0.0, 0.5, 1.0, 0.5]), stages(3.0, 3.0, 0.5, 1.5), 1.0, 0.5, samples)
-    assert (found["timing_s/gen"], found["timing_s/gen/rank_0"], found["timing_s/gen/rank_1"]) == (4.0, 2.0, 6.0)
-    assert (found["timing_s/bubble/rank_0"], found["timing_s/bubble/rank_1"]) == (4.0, 0.0)
-    assert found["bubble/ratio"] == pytest.approx(4 / 12) and found["bubble/slowest_rank"] == 1
-    assert found["timing_s/train"] == 1.0 and found["perf/throughput"] == 24 / 8 / 2
+    found = timing_metrics(TwoRanks([6.0, 0.0, 0.75, 1.25, 0.25]), stages(3.0, 3.0, 0.5, 1.5), 1.0, 0.5, samples)
+    by_rank = {"gen": (2.0, 6.0), "bubble": (4.0, 0.0), "reward": (0.5, 0.75), "train": (1.0, 1.25), "sync": (0.5, 0.25)}
+    wanted = {f"timing_s/{name}": sum(seconds) / 2 for name, seconds in by_rank.items()}
+    wanted |= {f"timing_s/{name}/rank_{rank}": seconds[rank] for name, seconds in by_rank.items() for rank in range(2)}
+    wanted |= {"timing_s/step": 8.0, "bubble/ratio": pytest.approx(4 / 12), "bubble/slowest_rank": 1}
+    assert found == wanted | {"perf/throughput": 24 / 8 / 2, "perf/total_num_tokens": 24}
 
 
-def test_peak_memory_sees_an_allocation():
-    ranks = Ranks(torch.device("cpu"))
-    before = peak_memory_gb(ranks)
-    large = np.ones(int((before + 0.2) * 1e9) // 8)
-    assert 0.01 < before < peak_memory_gb(ranks) and len(large)
+@pytest.mark.parametrize(
+    "platform, device, peak, other, wanted",
+    [
+        ("linux", "cpu", 2_000_000, 1e9, 2.048),  # getrusage gives KiB, on macOS bytes
+        ("darwin", "cpu", 2_000_000_000, 1e9, 2.0),
+        ("linux", "cpu", 2_000_000, 3e9, 3.0),  # the other rank needs more
+        ("linux", "cuda", 5_000_000_000, 1e9, 5.0),
+    ],
+)
+def test_peak_memory_is_that_of_the_rank_that_needed_most(monkeypatch, platform, device, peak, other, wanted):
+    ranks = TwoRanks([other])
+    ranks.device = torch.device(device)
+    monkeypatch.setattr(report.sys, "platform", platform)
+    usage = {resource.RUSAGE_SELF: SimpleNamespace(ru_maxrss=peak if device == "cpu" else 0)}
+    monkeypatch.setattr(report.resource, "getrusage", usage.__getitem__)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak)
+    assert peak_memory_gb(ranks) == wanted
+
+
+def test_peak_memory_is_at_least_what_is_used_now():
+    """By the system's count of resident pages, which it keeps to a few pages a thread."""
+    with open("/proc/self/statm") as file:
+        resident = int(file.read().split()[1]) * resource.getpagesize()
+    assert peak_memory_gb(Ranks(torch.device("cpu"))) > 0.98 * resident / 1e9 > 0.1
+
+
+def test_failures_and_seconds_of_rewards_are_summed_over_ranks_and_the_batches_of_a_step():
+    """Two functions, two batches. The other rank has one failure of each kind of the second function, 1.5 s and 4 rows."""
+    ranks = TwoRanks([0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.5, 4.0])
+    scorer = Scorer(RewardConfig(num_workers=0), {"a.f": None, "a.g": None}, None, ranks, "")
+    failure = {kind: RewardFailure(kind, "") for kind in FAILURE_KINDS}
+    scorer.count([(0, 0, failure["timeout"]), (2, 0, failure["timeout"]), (2, 1, failure["value"])], 3, 0.25)
+    scorer.count([(1, 0, failure["exception"])], 2, 2.0)
+    assert scorer.take_metrics() == {
+        "reward/errors": 3 + 1 + 2 * 4,
+        "reward/errors/exception": 1 + 2,
+        "reward/errors/value": 1 + 2,
+        "reward/errors/timeout": 2 + 2,
+        "reward/errors/crash": 2,
+        "reward/function_s": 0.25 + 2.0 + 2 * 1.5,
+    }
+    assert scorer.take_metrics() == {"reward/errors": 0, "reward/function_s": 0.0}
+
+
+def test_seconds_of_rewards_are_those_of_the_call(monkeypatch):
+    """In this process, by a clock that only the function moves."""
+    clock = SimpleNamespace(now=5.0)
+    monkeypatch.setattr(scoring, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+
+    def slow(prompts, completions, **columns) -> list[float]:
+        clock.now += 3.0
+        return [float(len(c)) for c in completions]
+
+    tokenizer = SimpleNamespace(batch_decode=lambda ids, skip_special_tokens: ["x" * len(i) for i in ids])
+    scorer = Scorer(RewardConfig(num_workers=0), {"a.f": slow}, tokenizer, Ranks(torch.device("cpu")), "")
+    prompt = Prompt(5, "p", (1, 2, 3), {})
+    rows = [Row(5, 0, j, prompt.token_ids, 9, np.arange(j + 1)) for j in range(2)]
+    assert scorer.begin([prompt], rows).collect().tolist() == [[1.0], [2.0]]
+    assert scorer.take_metrics() == {"reward/errors": 0, "reward/function_s": 3.0}

@@ -12,6 +12,7 @@ import time
 import pytest
 from conftest import is_alive
 
+from bubblespec import reward_workers
 from bubblespec.errors import InputError
 from bubblespec.reward_workers import Answer, RewardWorkers, adaptive_timeout
 from bubblespec.rewards import Sample, call_one
@@ -26,7 +27,7 @@ def make_workers():
     """make_workers(paths, num_workers, timeout_s) -> RewardWorkers, closed at the end."""
     made = []
 
-    def make(paths=(OBEY,), num_workers=1, timeout_s=60.0, **options) -> RewardWorkers:
+    def make(paths=(OBEY,), num_workers=1, timeout_s=PATIENCE_S, **options) -> RewardWorkers:
         made.append(RewardWorkers(list(paths), num_workers, timeout_s, **options))
         return made[-1]
 
@@ -89,25 +90,53 @@ def test_a_failure_costs_its_sample_alone(make_workers, bad, kind):
     assert outcomes(make_workers(), texts) == [kind, 0.1, 0.2, kind, kind, -3.0, None, kind]
 
 
-def test_what_hangs_is_killed_with_its_children(make_workers, tmp_path):
-    """It ignores SIGTERM, is stuck in C, or has children: all end at the time-out, and the rest is scored."""
+class Clock:
+    """The time of the trainer, which can be put forward."""
+
+    def __init__(self):
+        self.offset_s, self.sleep, self.perf_counter = 0.0, time.sleep, time.perf_counter
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.offset_s
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(reward_workers, "time", clock)
+    return clock
+
+
+def answers_after_time_out(workers: RewardWorkers, clock: Clock, texts: list[str], is_hanging) -> list[Answer]:
+    """The clock is put forward by the time-out once `is_hanging`."""
+    for i, text in enumerate(texts):
+        workers.submit(i, 0, sample(text))
+    assert eventually(is_hanging)
+    clock.offset_s += workers.timeout_s
+    answers = dict(workers.collect())
+    return [answers[i] for i in range(len(texts))]
+
+
+def test_what_hangs_is_killed_with_its_children(make_workers, clock, tmp_path):
+    """It ignores SIGTERM, is stuck in C, or has children: all have ended at the time-out, and the rest is scored."""
     notes = {how: tmp_path / how for how in ("sleeping", "in-C", "children")}
-    workers = make_workers(num_workers=3, timeout_s=10.0)
-    texts = []
-    for number, (how, path) in enumerate(notes.items()):
-        texts += [f"hang {how} {path}", f"value {number}"]
-    answers = ask(workers, texts)
-    assert [a.failure.kind for a in answers[::2]] == ["timeout"] * 3 and [a.value for a in answers[1::2]] == [0.0, 1.0, 2.0]
-    assert "no answer within 10 s" in str(answers[0].failure)
-    pids = [pid for path in notes.values() for pid in pids_in(path)]
-    assert len(pids) >= 3 and eventually(lambda: not any(is_alive(pid) for pid in pids))
+    texts = [f"hang {how} {path}" for how, path in notes.items()] + [f"value {number}" for number in range(3)]
+    answers = answers_after_time_out(
+        make_workers(num_workers=3, timeout_s=900.0),
+        clock,
+        texts,
+        lambda: [len(pids_in(path)) for path in notes.values()] == [1, 1, 4],
+    )
+    assert [a.failure.kind for a in answers[:3]] == ["timeout"] * 3 and [a.value for a in answers[3:]] == [0.0, 1.0, 2.0]
+    assert "no answer within 900 s" in str(answers[0].failure)
+    assert not any(is_alive(pid) for path in notes.values() for pid in pids_in(path))
 
 
 def test_a_crash_is_found_while_an_orphan_holds_the_connection(make_workers, tmp_path):
     path = tmp_path / "orphan"
     answers = ask(make_workers(timeout_s=PATIENCE_S), [f"die orphan {path}", "value 1"])
     assert answers[0].failure.kind == "crash" and "exit code 4" in str(answers[0].failure) and answers[1].value == 1.0
-    assert eventually(lambda: not any(is_alive(pid) for pid in pids_in(path)))
+    assert len(pids_in(path)) == 1 and not is_alive(*pids_in(path))
 
 
 def test_failures_say_what_happened(make_workers):
@@ -143,6 +172,14 @@ def test_workers_take_work_as_they_are_free(make_workers, tmp_path):
 
 def test_workers_are_light_and_single_threaded(make_workers):
     assert outcomes(make_workers(), ["report torch", "report threads"]) == [0.0, 1.0]
+
+
+def test_the_order_of_sets_is_that_of_one_seed_in_all_workers(make_workers, monkeypatch):
+    """Strings hash in them as they do under PYTHONHASHSEED=0, whatever the trainer's seed is."""
+    monkeypatch.setenv("PYTHONHASHSEED", "5")
+    command = [sys.executable, "-c", "print(hash('a string') >> 16)"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": "0"}, capture_output=True, text=True, check=True)
+    assert outcomes(make_workers(), ["report hash"]) == [float(done.stdout)]
 
 
 def test_columns_chats_and_several_functions(make_workers):
@@ -186,23 +223,119 @@ def test_adaptive_timeout_is_rollpackers(slowest, wanted):
     assert adaptive_timeout(slowest) == pytest.approx(wanted)
 
 
-def test_adaptive_timeout_follows_correct_answers_but_not_the_first_of_a_worker(make_workers):
+def test_adaptive_timeout_follows_correct_answers_but_not_the_first_of_a_worker(make_workers, monkeypatch):
+    """The seconds that answers have taken are made up here, as 60 and less."""
+    limits, answer_s, ask_worker = [], [], reward_workers._Worker.ask
+
+    def ask_in(worker, work: bytes, limit_s: float) -> Answer:
+        limits.append(limit_s)
+        return ask_worker(worker, work, PATIENCE_S)._replace(seconds=answer_s.pop())
+
+    monkeypatch.setattr(reward_workers._Worker, "ask", ask_in)
     workers = make_workers(is_adaptive=True)
-    for text, least, most in [
-        ("sleep 2.5 1", 30, 30),  # it may have imported something
-        ("sleep 2.5 0", 30, 30),
-        ("sleep 2.5 -1", 30, 30),
-        ("value 1", 2, 2),
-        ("sleep 1.5 0.5", 2.25, 29),
-        ("value 1", 2.25, 29),
+    for seconds, text, limit_s, next_limit_s in [
+        (2.5, "value 1", 30, 30),  # it may have imported something
+        (2.5, "value 0", 30, 30),
+        (2.5, "value -1", 30, 30),
+        (2.5, "raise x", 30, 30),
+        (0.01, "value 1", 30, 2),
+        (1.5, "value 0.5", 2, 2.25),
+        (0.01, "value 1", 2.25, 2.25),
+        (60, "value 1", 2.25, 30),
     ]:
-        assert ask(workers, [text])[0].failure is None
-        assert least <= workers.limit_s(0, is_first=False) <= most, text
+        answer_s.append(seconds)
+        ask(workers, [text])
+        assert limits[-1] == limit_s and workers.limit_s(0, is_first=False) == next_limit_s, text
         assert workers.limit_s(0, is_first=True) == 30
     assert make_workers(timeout_s=1.5, is_adaptive=True).limit_s(0, is_first=False) == 1.5
 
 
+def test_seconds_are_those_in_the_function(make_workers):
+    (answer,) = ask(make_workers(), ["sleep 0.25 1"])
+    assert answer.value == 1.0 and answer.seconds >= 0.25
+
+
+# What functions print
+
+
+def test_what_is_printed_is_shown_up_to_a_limit_and_counted(make_workers, capfd):
+    """100 MB in a call, by the function and by what it starts, on both streams: the batch has its reward, and the next batch has
+    its own room."""
+    workers, size = make_workers(), 100_000_000
+    assert outcomes(workers, [f"print {size}", "say"]) == [float(size), 1.0]
+    limit = reward_workers.MOST_SHOWN
+    left_out = size + len("to output\nto error\nsaid") - limit
+    line = f"warning: {left_out} bytes that reward functions printed are left out; {limit} of each batch are shown"
+    shown, said = capfd.readouterr()
+    assert said == f"{line}\n" and len(shown) == limit + 1 and set(shown[:-1]) == {"x"} and shown.endswith("\n")
+    assert outcomes(workers, ["say"]) == [1.0]
+    assert capfd.readouterr() == ("to output\nsaid", "to error\n")
+
+
+def test_what_nobody_reads_is_not_waited_for(make_workers, capfd):
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    room = 0
+    while True:
+        try:
+            room += os.write(writer, b"x" * 4096)
+        except BlockingIOError:
+            break
+    os.set_blocking(writer, True)
+    workers = make_workers(num_workers=0)
+    workers.show(writer, b"y" * 5000)
+    assert len(os.read(reader, room + 1)) == room
+    workers.show(writer, b"z" * 5000)
+    assert os.read(reader, room + 1) == b"z" * 5000
+    os.close(reader)
+    workers.show(writer, b"lost")
+    os.close(writer)
+    workers.close()
+    assert "warning: 5004 bytes that" in capfd.readouterr().err
+
+
 # Nothing is left
+
+WAYS = ("fork", "setsid", "twice", "command")
+
+
+@pytest.mark.parametrize("end", ["hang sleeping", "die exit code", "close"])
+def test_what_detaches_itself_ends_with_its_worker(make_workers, clock, tmp_path, end):
+    """It leaves the process group, the session, or its parent, and ignores SIGTERM."""
+    path, mark = tmp_path / "pids", tmp_path / "mark"
+    workers = make_workers(timeout_s=900.0)
+    # With one worker: all that are left by the function's first call may stay.
+    texts = [f"leave {'+'.join(WAYS)} {path}"]
+    assert ask(workers, texts)[0].failure is None
+    assert len(pids_in(path)) == len(WAYS) and all(is_alive(pid) for pid in pids_in(path))
+    if end == "close":
+        workers.close()
+    elif end.startswith("hang"):
+        (answer,) = answers_after_time_out(workers, clock, [f"{end} {mark}"], lambda: pids_in(mark))
+        assert answer.failure.kind == "timeout"
+    else:
+        assert outcomes(workers, [end]) == ["crash"]
+    assert not any(is_alive(pid) for pid in pids_in(path))
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_what_calls_leave_does_not_pile_up(make_workers, tmp_path, capfd, how):
+    """What the first call has left may stay. A call that leaves more ends its worker with all of it."""
+    path = tmp_path / "pids"
+    workers = make_workers()
+    for round_number in range(3):
+        (first,) = outcomes(workers, [f"leave {how} {path}"])
+        assert [is_alive(pid) for pid in pids_in(path)] == [False] * (2 * round_number) + [True]
+        assert outcomes(workers, ["value 1"]) == [1.0]
+        assert outcomes(workers, [f"leave {how} {path}"]) == [first], "the same worker"
+        assert len(pids_in(path)) == 2 * round_number + 2 and not any(is_alive(pid) for pid in pids_in(path))
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert len(said) == 1 and said[0].startswith(f"warning: reward {OBEY}: a call has left processes behind; ")
+
+
+def test_a_pool_may_be_kept_from_call_to_call(make_workers, capfd):
+    (worker,) = set(outcomes(make_workers(), ["pool"] * 10))
+    assert worker > 0 and "warning" not in capfd.readouterr().err
 
 
 def test_close_ends_workers_at_work_and_idle_ones(make_workers, tmp_path):
@@ -214,7 +347,7 @@ def test_close_ends_workers_at_work_and_idle_ones(make_workers, tmp_path):
     processes = [worker.process for worker in workers._workers]
     workers.close()
     assert processes and all(process.returncode is not None for process in processes)
-    assert eventually(lambda: not any(is_alive(pid) for pid in pids_in(path)))
+    assert not any(is_alive(pid) for pid in pids_in(path))
     workers.close()
 
 
@@ -223,8 +356,8 @@ import os, sys, time
 from bubblespec.reward_workers import RewardWorkers
 from bubblespec.rewards import Sample
 workers = RewardWorkers(["{OBEY}"], 3, 3600.0)
-for number, how in enumerate(("in-C", "sleeping")):
-    workers.submit(number, 0, Sample("p", "hang " + how + " " + sys.argv[1], [1], {{}}))
+for number, text in enumerate(("leave {"+".join(WAYS)} ", "hang in-C ", "hang sleeping ")):
+    workers.submit(number, 0, Sample("p", text + sys.argv[1], [1], {{}}))
 while len(workers._workers) < 3:
     time.sleep(0.01)
 print(*[worker.process.pid for worker in workers._workers], flush=True)
@@ -235,10 +368,11 @@ time.sleep(3600)
 def test_workers_die_with_a_trainer_that_is_killed(tmp_path):
     path = tmp_path / "pids"
     with subprocess.Popen([sys.executable, "-c", SCRIPT, str(path)], stdout=subprocess.PIPE, text=True) as trainer:
-        pids = [int(pid) for pid in trainer.stdout.readline().split()]
-        assert len(pids) == 3 and eventually(lambda: len(pids_in(path)) == 2)
+        keepers = [int(pid) for pid in trainer.stdout.readline().split()]
+        assert len(keepers) == 3 and eventually(lambda: len(pids_in(path)) == 2 + len(WAYS))
+        pids = [*keepers, *pids_in(path)]
+        assert all(is_alive(pid) for pid in pids)
         trainer.send_signal(signal.SIGKILL)
-    assert set(pids_in(path)) < set(pids)
     assert eventually(lambda: not any(is_alive(pid) for pid in pids))
 
 

@@ -118,8 +118,8 @@ def test_answer_format(text, wanted, chat):
 
 def test_answer_format_takes_linear_time():
     started = time.perf_counter()
-    assert call(answer_format, ["<answer" * 20_000, "<answer>" + "x" * 100_000], False) == [0.0, 0.0]
-    assert time.perf_counter() - started < 5
+    assert call(answer_format, ["<answer" * 200_000, "<answer>" + "x" * 1_000_000], False) == [0.0, 0.0]
+    assert time.perf_counter() - started < 60, "in quadratic time this takes many minutes"
 
 
 @both
@@ -173,10 +173,11 @@ def test_math_equivalence_works_outside_the_main_thread():
 
 
 def test_math_equivalence_gives_up_on_numbers_too_large_to_work_out(monkeypatch):
-    monkeypatch.setattr(module, "MATH_LIMIT_S", 1)
+    assert call(math_equivalence, ["<answer>5</answer>"], False, answer=["5"]) == [1.0]  # imports what it needs
+    monkeypatch.setattr(module, "MATH_LIMIT_S", 2)
     started = time.perf_counter()
     assert call(math_equivalence, ["<answer>9^{9^{9}}</answer>", "<answer>5</answer>"], False, answer=["5", "5"]) == [0.0, 1.0]
-    assert time.perf_counter() - started < 30, "without the limit this takes hours"
+    assert time.perf_counter() - started < 60, "without the limit this takes hours"
 
 
 @both

@@ -3,15 +3,19 @@
 import concurrent.futures
 import hashlib
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from bubblespec import collect
+from bubblespec.config import Config
 from bubblespec.data import Prompt
 from bubblespec.distributed import Ranks
 from bubblespec.engine.generator import Row
 from bubblespec.rollout import Samples, assign_prompts, digest, gather_samples, make_rows
+from bubblespec.schedule.run_ahead import RolloutStats
 
 PROMPTS = [Prompt(uid, f"prompt {uid}", (uid % 7, 1), {"answer": str(uid)}) for uid in (900, 17, 2**62 + 5, 3, 44)]
 
@@ -80,7 +84,7 @@ class PlayedRanks:
     """Ranks as threads of one process: every exchange waits for all of them."""
 
     def __init__(self, world_size: int):
-        self.world_size, self.barrier, self.slots = world_size, threading.Barrier(world_size, timeout=20), [None] * world_size
+        self.world_size, self.barrier, self.slots = world_size, threading.Barrier(world_size, timeout=120), [None] * world_size
         self.of_thread = threading.local()
 
     def gather_ragged(self, array: np.ndarray) -> list[np.ndarray]:
@@ -104,6 +108,63 @@ def test_any_number_of_ranks_gathers_the_same_samples(world_size):
         by_rank = list(pool.map(lambda rank: ranks.run(rank, PROMPTS, 3), range(world_size)))
     wanted = gather(PROMPTS, 3)
     assert all(same(samples, wanted) and digest(samples) == digest(wanted) for samples in by_rank)
+
+
+def test_statistics_of_rollouts_of_a_step_add_up():
+    first = RolloutStats(1, 20, 300.0, 4e3, 5e4, 6, 70, [("gen", 0.0, 1.0)])
+    second = RolloutStats(2, 10, 100.0, 1e3, 1e4, 4, 30, [("wait", 1.0, 2.0)])
+    assert first + second == RolloutStats(3, 30, 400.0, 5e3, 6e4, 10, 100, [("gen", 0.0, 1.0), ("wait", 1.0, 2.0)])
+    assert first.own_forwards == 1 and len(first.events) == 1
+
+
+class Clock:
+    """Told by hand."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("is_second", [False, True])
+def test_stages_of_a_batch_follow_one_another(monkeypatch, is_second):
+    """Generating takes 8 s, the slowest rank 4 s more, scoring 2 s and then the exchange of drafts 1 s. A
+    further batch of the step begins where the last one ended, 0.5 s before it looks at the clock."""
+    clock, ranks, stats = Clock(), Ranks(torch.device("cpu")), RolloutStats()
+    monkeypatch.setattr(collect, "time", clock)
+
+    def generate_step(trainer, rows, step, on_finished):
+        clock.now += 8
+        for row in rows:
+            row.tokens, row.logprob, row.full_logprob = np.zeros(2, np.int64), *np.zeros((2, 2), np.float32)
+        return stats, {}
+
+    def scored() -> np.ndarray:
+        clock.now += 2
+        return np.arange(4.0)[:, None]
+
+    def passes(seconds: float):
+        return lambda *_: setattr(clock, "now", clock.now + seconds)
+
+    monkeypatch.setattr(collect, "generate_step", generate_step)
+    monkeypatch.setattr(ranks, "meet", passes(4))
+    scoring = SimpleNamespace(on_finished=None, collect=scored)
+    trainer = SimpleNamespace(
+        config=Config(),
+        ranks=ranks,
+        own_share=lambda prompts: prompts,
+        scorer=SimpleNamespace(begin=lambda own, rows: scoring),
+        speculation=SimpleNamespace(exchange=passes(1)),
+        combined=lambda samples: samples.rewards[:, 0] * 3,
+    )
+    trainer.config.rollout.num_generations = 2
+    stages = [("reward", 98.0, 99.5)] if is_second else []
+    clock.now = 100.0
+    _, rewards, found = collect._collect_batch(trainer, PROMPTS[:2], 7, stages)
+    assert stages[is_second:] == [("gen", 99.5 if is_second else 100.0, 108.0), ("wait", 108.0, 112.0), ("reward", 112.0, 115.0)]
+    assert found.events == [("exchange", 114.0, 115.0)]
+    assert rewards.tolist() == [[0.0, 3.0], [6.0, 9.0]]
 
 
 # Digest

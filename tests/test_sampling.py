@@ -74,6 +74,14 @@ def test_restrict_equals_transformers_warpers():
         assert torch.equal(got, wanted), (top_k, top_p)
 
 
+def test_the_nucleus_ends_where_its_probability_is_reached():
+    """Of four equal tokens two have exactly half: a third is not needed. Of equal tokens the first are taken."""
+    logits = torch.zeros(1, 4, dtype=torch.float64)
+    for top_p, kept in ((0.5, 2), (0.500001, 3), (0.25, 1), (0.75, 3)):
+        found = restrict(logits, torch.zeros(1, dtype=torch.int64), SamplingParams(top_p=top_p))
+        assert found.isfinite()[0].tolist() == [i < kept for i in range(4)], top_p
+
+
 def test_stop_tokens_are_barred_before_min_length():
     logits = some_logits(3)
     logits[0, [4, 9]] = 6.0

@@ -1,25 +1,30 @@
 """Scores of a rank's rows: the same with any number of workers, begun while others decode, and what failures leave behind."""
 
 import json
+import os
+import signal
+import threading
 import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from test_train import ALWAYS_DRAFT, SHORT, digests, read, run, same_weights, weights
 
 from bubblespec.config import RewardConfig, load_config
 from bubblespec.data import Prompt
-from bubblespec.distributed import Ranks
+from bubblespec.distributed import Ranks, StopRequested, signals_stop
 from bubblespec.engine.generator import Generator, Row
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.errors import InputError
+from bubblespec.reward_workers import RewardWorkers
 from bubblespec.rewards import load_reward
 from bubblespec.rollout import generate, make_rows
 from bubblespec.scoring import Scorer, Scoring
 from bubblespec.set_up import set_up
+from tests.ranks import run_ranks
+from tests.runs import ALWAYS_DRAFT, SHORT, digests, read, run, same_weights, weights
 from train import train
 
 OBEY = "tests.misbehaving_rewards.obey"
@@ -186,7 +191,7 @@ def test_a_later_batch_of_the_step_may_fail_as_a_whole(make_scorer):
 
 def test_other_ranks_decide_whether_all_have_failed(make_scorer):
     """The other rank has a response that is well; alone this rank would have ended the run. Failures of all are counted."""
-    others = SimpleNamespace(gather=lambda own: np.stack((own, [1.0, 0.0, 2.0, 0.0, 0.5, 4.0])))
+    others = SimpleNamespace(gather=lambda own: np.stack((own, [1.0, 0.0, 2.0, 0.0, 0.5, 4.0])), meet=lambda: None)
     scorer = make_scorer(["raise x", "raise y"], num_workers=0, ranks=others)
     assert scores(scorer, finished_rows(2)).tolist() == [[0.0], [0.0]]
     metrics = scorer.take_metrics()
@@ -225,6 +230,69 @@ def test_responses_are_scored_while_others_decode(make_scorer, make_model, tmp_p
     assert finished == [0, 1, 2, 3] and scoring.collect().tolist() == [[2.0]] * 4
 
 
+# Told to stop while rewards are waited for
+
+
+def signal_when(condition) -> threading.Thread:
+    """A thread that sends this process SIGTERM once `condition()` holds, while its signals are handled."""
+
+    def wait() -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
+def stops_in_a_reward(ranks: Ranks, folder: str) -> str:
+    """Rank 0 waits for a reward that hangs, rank 1 for rank 0; only rank 1 is sent a signal, when it has come to the meeting."""
+    path = os.path.join(folder, "hangs")
+    texts = [f"hang sleeping {path}" if ranks.rank == 0 else "value 1", "value 2"]
+    config = RewardConfig(functions=[OBEY], num_workers=1, timeout_s=3600.0)
+    scorer = Scorer(config, {OBEY: load_reward(OBEY)}, Words(texts), ranks, folder)
+    ranks.barrier()
+    before = ranks.roll_call.count
+    try:
+        with signals_stop(ranks):
+            if ranks.rank == 1:
+                thread = signal_when(lambda: ranks.roll_call.count > before and os.path.exists(path))
+            try:
+                scores(scorer, finished_rows(2))
+            except StopRequested:
+                ranks.barrier()  # what a save needs still works
+                return "stopped"
+            finally:
+                if ranks.rank == 1:
+                    thread.join()
+    finally:
+        scorer.close()
+    return "scored"
+
+
+def test_all_ranks_stop_while_one_waits_for_a_reward(tmp_path):
+    assert run_ranks(tmp_path, stops_in_a_reward, 2, str(tmp_path)) == ["stopped", "stopped"]
+
+
+def test_answers_to_what_was_given_up_are_dropped(make_scorer, tmp_path):
+    """The next batch gets its own, though the worker was at one of the batch before and others were queued behind it."""
+    mark = tmp_path / "mark"
+    ranks = Ranks(CPU)
+    scorer = make_scorer([f"wait {mark}", "value 5", f"touch {mark}"], num_workers=1, ranks=ranks, timeout_s=3600.0)
+    ranks.must_stop = True
+    with pytest.raises(StopRequested):
+        scores(scorer, finished_rows(2))
+    ranks.must_stop = False
+    mark.touch()
+    rows = finished_rows(3)
+    assert scores(scorer, rows[1:]).tolist() == [[5.0], [2.0]]
+    assert not (tmp_path / "reward_errors.jsonl").exists()
+
+
 # Whole runs
 
 
@@ -238,12 +306,51 @@ def train_here(folder, monkeypatch, *overrides: str) -> int:
 
     monkeypatch.setattr(Scoring, "collect", collect)
     options = [*SHORT, "run.max_steps=2", "run.eval_steps=2", "eval.num_prompts=4", "eval.num_generations=2", ALWAYS_DRAFT]
-    trainer = set_up(load_config("configs/tiny_cpu.yaml", [*options, f"run.output_dir={folder}", *overrides]), Ranks(CPU))
-    train(trainer)
+    ranks = Ranks(CPU)
+    with signals_stop(ranks):
+        trainer = set_up(load_config("configs/tiny_cpu.yaml", [*options, f"run.output_dir={folder}", *overrides]), ranks)
+        train(trainer)
     trainer.scorer.close()
     trainer.lock.close()
     monkeypatch.undo()
     return sum(told)
+
+
+HANGING = ["reward.functions=[tests.misbehaving_rewards.hang_in_a_call]", "reward.timeout_s=3600", "reward.num_workers=1"]
+HANGING += ["rollout.num_prompts_per_step=4", "rollout.max_completion_length=24", "run.save_steps=0"]
+
+
+def test_a_run_that_is_stopped_while_rewards_hang_goes_on_where_it_was(tmp_path, monkeypatch, capfd):
+    """The signal comes when the rollout is over and only the reward is waited for: first in a step, then in the evaluation after
+    it. The run saves and ends as any other that is stopped; its continuation makes the rollout or the evaluation again."""
+    train_here(tmp_path / "undisturbed", monkeypatch, *HANGING)
+    collect, waiting = RewardWorkers.collect, []
+
+    def collect_and_note(*arguments):
+        waiting.append(True)
+        yield from collect(*arguments)
+        waiting.pop()
+
+    folder = tmp_path / "run"
+    num_evaluated, num_in_a_step = 4 * 2, 4 * 4
+    for call, done in [(num_evaluated + num_in_a_step + 3, 1), (num_in_a_step + 5, 2)]:
+        (tmp_path / "at").write_text(str(call))
+        (tmp_path / "calls").unlink(missing_ok=True)
+        (tmp_path / "hangs").unlink(missing_ok=True)
+        with pytest.MonkeyPatch.context() as patches:
+            patches.setenv("BUBBLESPEC_TEST_HANG", str(tmp_path))
+            patches.setattr(RewardWorkers, "collect", collect_and_note)
+            thread = signal_when(lambda: waiting and (tmp_path / "hangs").exists())
+            train_here(folder, patches, *HANGING)
+        thread.join()
+        assert f"told to stop after {done} of 2 updates" in capfd.readouterr().err
+        assert f"checkpoint-{done}" in os.listdir(folder) and len(digests(folder)) == done
+    train_here(folder, monkeypatch, *HANGING)
+    assert digests(folder) == digests(tmp_path / "undisturbed") and len(digests(folder)) == 2
+    assert same_weights(weights(folder, 2), weights(tmp_path / "undisturbed", 2))
+    keys = ("step", "reward", "eval/reward", "reward/errors")
+    lines, wanted = read(folder), read(tmp_path / "undisturbed")
+    assert [[line.get(key) for key in keys] for line in lines] == [[line.get(key) for key in keys] for line in wanted]
 
 
 def test_workers_leave_digests_rewards_and_weights_unchanged(tmp_path, monkeypatch):

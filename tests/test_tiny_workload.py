@@ -89,7 +89,7 @@ def test_labels_cover_exactly_the_solution_and_eos():
 def test_a_short_run_learns_and_can_be_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr(tiny, "BATCH_TOKENS", 1000)  # small steps and short samples keep the test quick
     monkeypatch.setattr(tiny, "MAX_RESPONSE_TOKENS", 40)
-    arguments = ["--output", str(tmp_path), "--max-steps", "50", "--seconds", "60", "--problems", "2"]
+    arguments = ["--output", str(tmp_path), "--max-steps", "50", "--seconds", "3600", "--problems", "2"]
     tiny.main(arguments)
     quality = json.loads((tmp_path / "quality.json").read_text())
     (stage,) = quality["stages"]

@@ -1,15 +1,28 @@
-"""A run that cannot go on says so: through the entry point, in this process."""
+"""Evaluation against hand-worked values; and a run that cannot go on says so: through the entry point, in this process."""
 
+import itertools
 import json
 import math
+import statistics
 import sys
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from test_train import SHORT, weights
 
 import train
+from bubblespec import trainer as module
 from bubblespec import update
+from bubblespec.config import Config
+from bubblespec.data import Prompt
+from bubblespec.distributed import Ranks
+from bubblespec.engine.noise import EVALUATION
+from bubblespec.engine.sampling import SamplingParams
+from bubblespec.rollout import Samples
+from bubblespec.schedule.run_ahead import RolloutStats
+from bubblespec.trainer import Trainer, evaluate, expected_best, generate_step, train_step
+from tests.runs import SHORT, weights
 
 
 def run_main(monkeypatch, folder, *overrides: str) -> int:
@@ -43,3 +56,103 @@ def test_steps_without_an_update_in_a_row_end_the_run(monkeypatch, tmp_path, cap
         assert len(errors) == 1 and "not finite in 3 steps in a row, up to step 4" in errors[0]
     else:
         assert not errors and all(torch.isfinite(t).all() for t in weights(tmp_path, 6).values())
+
+
+# Evaluation
+
+
+def make_trainer(**fields) -> Trainer:
+    return Trainer(**dict.fromkeys(Trainer.__dataclass_fields__) | {"ranks": Ranks(torch.device("cpu"))} | fields)
+
+
+@pytest.mark.parametrize("rewards", [[0.0, 1.0, 0.0, 0.0, 1.0], [0.3, -2.0, 0.5, 0.5, 7.0, 0.1], [1.0], [0.0, 0.0]])
+def test_expected_best_is_the_mean_over_all_choices(rewards):
+    for k in range(1, len(rewards) + 1):
+        wanted = statistics.fmean(max(chosen) for chosen in itertools.combinations(rewards, k))
+        assert expected_best(np.array(rewards), k) == pytest.approx(wanted, abs=1e-12)
+
+
+def test_an_evaluation_by_hand(monkeypatch):
+    """Two prompts with four responses each; the second function applies to the first prompt alone, and weighs 10 there. The
+    overlong penalty, which is on, is no part of it."""
+    config = Config()
+    config.rollout.max_completion_length, config.reward.overlong_buffer_length = 6, 6
+    config.eval.num_generations, config.eval.temperature = 4, 0.25
+    prompts = [Prompt(5, "p", (1, 2), {}), Prompt(9, "q", (3,), {})]
+    first, second = [0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.0], [0.5, 0.0, 0.0, 0.0, *[math.nan] * 4]
+    lengths, used = [1, 2, 6, 3, 4, 6, 6, 2], []
+    sampling = SamplingParams(0.9, 0.8, 7, (3,), 2)
+    engine = SimpleNamespace(params=sampling)
+
+    def generate(engine, rows, ranks, on_finished):
+        used.append((engine.params, [(row.uid, row.step, row.sample, row.max_new_tokens) for row in rows]))
+        for row, length in zip(rows, lengths, strict=True):
+            row.tokens, row.finish = np.arange(length), "length" if length == 6 else "stop"
+            row.logprob = row.full_logprob = np.zeros(length, np.float32)
+            on_finished(row)
+
+    monkeypatch.setattr(module, "generate", generate)
+    rewards = np.array([first, second]).T
+    scoring = SimpleNamespace(on_finished=lambda row: None, collect=lambda: rewards)
+    scorer = SimpleNamespace(begin=lambda own, rows: scoring, take_metrics=lambda: {"reward/errors": 3})
+    parts = {"config": config, "engine": engine, "sampling": sampling, "scorer": scorer}
+    trainer = make_trainer(**parts, eval_prompts=prompts, reward_weights=[1.0, 10.0], num_updates=12)
+    assert evaluate(trainer) == {
+        "eval/reward": (3 + 5) / 8,
+        "eval/completions/mean_length": 30 / 8,
+        "eval/completions/clipped_ratio": 3 / 8,
+        "eval/reward/errors": 3,
+        "eval/pass@1": (2 / 4 + 1 / 4) / 2,
+        "eval/pass@2": pytest.approx((5 / 6 + 3 / 6) / 2),  # of 6 pairs, 1 and 3 have no right answer
+        "eval/pass@4": 1.0,
+    }
+    ((params, rows),) = used
+    assert params == SamplingParams(0.25, 0.8, 7, (3,), 2) and engine.params is sampling and trainer.evaluated == 12
+    assert rows == [(uid, EVALUATION, sample, 6) for uid in (5, 9) for sample in range(4)]
+
+
+# A step's rollout
+
+
+@pytest.mark.parametrize("timeline_steps", [[], [5]])
+def test_a_rollout_without_speculation_is_timed_as_a_whole(monkeypatch, timeline_steps):
+    """Three forwards in 7 s, after 4 forwards of an earlier step; they are noted only in the steps of a timeline."""
+    clock = SimpleNamespace(now=50.0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    engine, ranks = SimpleNamespace(num_forwards=4), Ranks(torch.device("cpu"))
+
+    def generate(engine, rows, ranks, on_finished, events, log):
+        clock.now += 7.0
+        engine.num_forwards += 3
+        if events is not None:
+            events.append(("decode", 50.0, 57.0))
+
+    monkeypatch.setattr(module, "generate", generate)
+    config = Config()
+    config.run.timeline_steps = timeline_steps
+    trainer = SimpleNamespace(config=config, ranks=ranks, engine=engine, recorder=None, speculation=None)
+    events = [("decode", 50.0, 57.0)] if timeline_steps else []
+    assert generate_step(trainer, [], 5) == (RolloutStats(own_forwards=3, own_s=7.0, total_s=7.0, events=events), {})
+
+
+# A step's updates
+
+
+def test_the_overlong_penalty_of_a_step_is_in_its_rewards_and_its_metrics(monkeypatch):
+    """Of at most 10 tokens the last 4 cost up to 2; the second function, which weighs 10, applies to one sample."""
+    config = Config()
+    config.rollout.max_completion_length = 10
+    config.reward.overlong_buffer_length, config.reward.overlong_penalty_factor = 4, 2.0
+    trainer = make_trainer(
+        config=config, model=SimpleNamespace(dtype=torch.float32), reward_weights=[1.0, 10.0], num_skipped_in_a_row=0
+    )
+    tokens = [np.zeros(n, np.int32) for n in (3, 6, 8, 10)]
+    rewards = np.array([[1.0, math.nan], [0.5, math.nan], [0.0, 0.25], [1.0, math.nan]])
+    samples = Samples([Prompt(1, "p", (1,), {})], 4, tokens, tokens, tokens, np.zeros(4, bool), rewards)
+    assert trainer.combined(samples).tolist() == [1.0, 0.5, 2.5 - 1.0, 1.0 - 2.0]
+    monkeypatch.setattr(module, "train_on_samples", lambda *arguments: {"skipped_updates": 0})
+    found = train_step(trainer, samples, np.zeros(4), 7, [])
+    assert found == {"skipped_updates": 0, "rewards/overlong_penalty/mean": -3.0 / 4} and trainer.num_updates == 8
+    config.reward.overlong_buffer_length = 0
+    assert train_step(trainer, samples, np.zeros(4), 8, []) == {"skipped_updates": 0}
+    assert trainer.combined(samples).tolist() == [1.0, 0.5, 2.5, 1.0]

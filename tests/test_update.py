@@ -1,32 +1,38 @@
-"""The gradient step against a plain, padded, one-sequence-at-a-time computation with the model's own forward."""
+"""The gradient step against the plain computation of reference_step.py, one sequence at a time."""
 
 import copy
+import functools
+import itertools
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from conftest import VOCAB
 
+from bubblespec import update
 from bubblespec.config import Config, LossConfig, ModelConfig, OptimConfig, RolloutConfig
 from bubblespec.data import Prompt
 from bubblespec.distributed import Ranks
 from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
+from bubblespec.losses import policy_loss
 from bubblespec.microbatch import plan_microbatches
 from bubblespec.optimizer import Optimizer
 from bubblespec.rollout import Samples
 from bubblespec.update import train_on_samples
+from tests.reference_step import Response, kl_estimate, log_distributions, minibatch_loss
 
 NUM_PROMPTS, GENERATIONS = 4, 3
 
 
-def make_samples(seed: int = 0) -> Samples:
+def make_samples(seed: int = 0, generations: int = GENERATIONS) -> Samples:
     rng = np.random.default_rng(seed)
     prompts = [Prompt(i, "x", tuple(rng.integers(1, VOCAB, rng.integers(1, 12)).tolist()), {}) for i in range(NUM_PROMPTS)]
-    tokens = [rng.integers(1, VOCAB, rng.integers(1, 20)).astype(np.int32) for _ in range(NUM_PROMPTS * GENERATIONS)]
+    tokens = [rng.integers(1, VOCAB, rng.integers(1, 20)).astype(np.int32) for _ in range(NUM_PROMPTS * generations)]
     logprob = [rng.normal(-3, 0.1, len(t)).astype(np.float32) for t in tokens]
     truncated = np.arange(len(tokens)) % 5 == 2
-    return Samples(prompts, GENERATIONS, tokens, logprob, logprob, truncated, np.zeros((len(tokens), 1)))
+    return Samples(prompts, generations, tokens, logprob, logprob, truncated, np.zeros((len(tokens), 1)))
 
 
 def make_config(max_tokens: int = 64, **loss) -> Config:
@@ -41,6 +47,15 @@ def make_config(max_tokens: int = 64, **loss) -> Config:
 ADVANTAGES = np.random.default_rng(9).normal(size=NUM_PROMPTS * GENERATIONS)
 
 
+def moved(model):
+    """A reference that is not the policy."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    return other
+
+
 def gradient(model, samples, config, advantages=ADVANTAGES, reference=None, ranks=None) -> tuple[torch.Tensor, dict]:
     """The reduced gradient of one step, taken just before the update."""
     optimizer = Optimizer(model, config.optim, 10)
@@ -52,35 +67,18 @@ def gradient(model, samples, config, advantages=ADVANTAGES, reference=None, rank
     return seen[0], metrics
 
 
+def responses_of(samples: Samples) -> list[Response]:
+    """As reference_step.py has them."""
+    prompts = [list(samples.prompt_of(i).token_ids) for i in range(len(samples))]
+    return [Response(*r) for r in zip(prompts, [t.tolist() for t in samples.tokens], samples.is_truncated, strict=True)]
+
+
 def oracle(model, samples, config, reference=None) -> tuple[torch.Tensor, float]:
-    """Sequence by sequence with plain SDPA and the textbook formula of each loss type, ratio 1."""
-    loss_type, total = config.loss.loss_type, 0.0
-    used = [not (config.loss.mask_truncated_completions and t) for t in samples.is_truncated]
-    count = len(samples)
-    for i in range(count):
-        prompt, response = samples.prompt_of(i).token_ids, samples.tokens[i].tolist()
-        ids = torch.tensor([[*prompt, *response]])
-
-        def logprobs(m, ids=ids, prompt=prompt):
-            logits = m(input_ids=ids).logits[0, len(prompt) - 1 : -1] / config.rollout.temperature
-            return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
-
-        logprob = logprobs(model)
-        per_token = -(logprob - logprob.detach()).exp() * ADVANTAGES[i]
-        if reference is not None:
-            difference = logprobs(reference).detach() - logprob
-            per_token = per_token + config.loss.kl_coef * (difference.exp() - 1 - difference)
-        if not used[i]:
-            continue
-        if loss_type == "grpo":
-            total = total + per_token.mean() / count
-        elif loss_type == "dr_grpo":
-            total = total + per_token.sum() / (count * config.rollout.max_completion_length)
-        else:
-            total = total + per_token.sum() / sum(len(t) for t, u in zip(samples.tokens, used, strict=True) if u)
+    """Gradient and loss of one update, on-policy, as reference_step.py has them. Leaves the gradient in the parameters."""
     model.zero_grad()
-    total.backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters()]), total.item()
+    loss, _ = minibatch_loss(model, reference, responses_of(samples), ADVANTAGES.tolist(), config)
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()]), loss.item()
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
@@ -90,10 +88,7 @@ def test_loss_and_gradient_equal_the_plain_computation(make_model, loss_type, ex
     plain.set_attn_implementation("sdpa")
     reference = None
     if "kl_coef" in extra:
-        reference = copy.deepcopy(plain)
-        with torch.no_grad():
-            for parameter in reference.parameters():
-                parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+        reference = moved(plain)
     samples, config = make_samples(), make_config(loss_type=loss_type, **extra)
     wanted, wanted_loss = oracle(plain, samples, config, reference)
     packed = make_model()
@@ -182,6 +177,7 @@ def test_gradient_checkpointing_recomputes_and_gives_the_same_gradient(make_mode
             config.model.gradient_checkpointing = True
         results.append(gradient(model, make_samples(), config)[0])
         layer_calls.append(len(calls))
+        assert not any(module.training for module in model.modules()), "the generator is next"
     assert torch.equal(*results)
     assert layer_calls[1] == 2 * layer_calls[0]
 
@@ -199,20 +195,25 @@ def test_plan_is_balanced_complete_and_within_its_budget():
     assert fullest > 850, "micro-batches should be nearly full"
 
 
-def test_every_reduction_is_an_event_of_its_own(make_model):
-    """Two updates train between their reductions: joined, the events would cover that time too."""
+def test_every_reduction_is_an_event_of_its_own(make_model, monkeypatch):
+    """Two updates train between their reductions: joined, the events would cover that time too. Each look at the clock takes
+    twice as long as the one before."""
+    clock = itertools.count()
+    monkeypatch.setattr(update, "time", SimpleNamespace(perf_counter=lambda: 2.0 ** next(clock)))
     model, events = make_model(), []
     prepare_model(model, 100)
     config, ranks = make_config(num_iterations=2), Ranks(torch.device("cpu"))
     optimizer = Optimizer(model, config.optim, 10)
     metrics = train_on_samples(model, None, optimizer, make_samples(), ADVANTAGES, config, ranks, 0, "sdpa", events)
-    (first, second) = events
-    assert first[0] == second[0] == "sync" and first[1] <= first[2] < second[1] <= second[2]
-    assert metrics["timing_s/sync"] == pytest.approx(sum(end - begin for _, begin, end in events))
+    assert events == [("sync", 1.0, 2.0), ("sync", 4.0, 8.0)]
+    assert metrics["timing_s/sync"] == (2 - 1) + (8 - 4)
 
 
-@pytest.mark.parametrize("where", ["loss", "gradient", "another rank"])
-def test_an_update_that_is_not_finite_changes_nothing(make_model, where):
+NOT_FINITE = ["loss", "gradient", "another rank", "the loss alone", "the loss of another rank alone"]
+
+
+@pytest.mark.parametrize("where", NOT_FINITE)
+def test_an_update_that_is_not_finite_changes_nothing(make_model, monkeypatch, where):
     """Weights and the optimizer's moments are as if the step had not been, and the next one is whole."""
     runs = []
     for broken in (False, True):
@@ -227,16 +228,167 @@ def test_an_update_that_is_not_finite_changes_nothing(make_model, where):
             elif where == "gradient":
                 handle = model.model.norm.weight.register_hook(lambda grad: grad * math.inf)
                 restore = handle.remove
+            elif where == "the loss alone":  # a constant has no gradient
+                monkeypatch.setattr(update, "policy_loss", lambda *a: (policy_loss(*a)[0] + math.inf, policy_loss(*a)[1]))
+                restore = monkeypatch.undo
+            elif where == "the loss of another rank alone":
+                ranks.gather = lambda array: np.stack((array, np.full_like(array, math.nan)))
+                restore = functools.partial(delattr, ranks, "gather")
             else:
                 ranks.sum_ = lambda tensor: tensor.add_(math.nan)
             metrics = train_on_samples(model, None, optimizer, make_samples(), advantages, config, ranks, 0, "sdpa")
             ranks.sum_ = original
             restore()
             assert metrics["skipped_updates"] == 1 and metrics["learning_rate"] == 0
-            assert not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"]))
+            assert math.isfinite(metrics["loss"]) == (where in ("gradient", "another rank"))
+            assert math.isfinite(metrics["grad_norm"]) == where.endswith("alone")
             assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
         metrics = train_on_samples(model, None, optimizer, make_samples(1), ADVANTAGES, config, ranks, 1, "sdpa")
         assert metrics["skipped_updates"] == 0 and metrics["learning_rate"] > 0
         assert not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
         runs.append([p.detach() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_the_first_update_is_on_policy_after_a_restart_too(make_model, monkeypatch):
+    """Its ratio is exactly 1, whatever a forward's rounding is: here each forward is off by more than the one before. Memory runs
+    out in the second; the old policy of the batches done again is then not that of the first attempt."""
+    calls, ratios = itertools.count(), []
+    plain_logprobs, plain_ratio = update.response_logprobs, update.importance_ratio
+
+    def rough_logprobs(*arguments):
+        number = next(calls)
+        if number == 1:
+            raise torch.OutOfMemoryError
+        logprob, entropy = plain_logprobs(*arguments)
+        return logprob + 1e-3 * number, entropy
+
+    def recorded_ratio(*arguments):
+        ratios.append(plain_ratio(*arguments))
+        return ratios[-1]
+
+    monkeypatch.setattr(update, "response_logprobs", rough_logprobs)
+    monkeypatch.setattr(update, "importance_ratio", recorded_ratio)
+    model = make_model()
+    prepare_model(model, 64)
+    gradient(model, make_samples(), make_config(num_iterations=2))
+    num_done = len(ratios) // 2 + 1  # the first attempt's one, and as many in each update
+    assert len(ratios) % 2 == 1 and num_done > 4
+    assert all((ratio == 1).all() for ratio in ratios[:num_done]) and not any((ratio == 1).any() for ratio in ratios[num_done:])
+
+
+def test_updates_left_out_are_counted(make_model, monkeypatch):
+    """The first and the third of four; the learning rate is that of the last update."""
+    numbers = itertools.count()
+
+    def sometimes_infinite(*arguments):
+        loss, is_clipped = policy_loss(*arguments)
+        return (loss + math.inf if next(numbers) in (0, 2) else loss), is_clipped
+
+    monkeypatch.setattr(update, "policy_loss", sometimes_infinite)
+    model = make_model()
+    prepare_model(model, 64)
+    _, metrics = gradient(model, make_samples(), make_config(10_000, num_iterations=4))
+    assert (metrics["skipped_updates"], metrics["learning_rate"]) == (2, 1e-3)
+
+
+# Metrics
+
+
+def plain_metrics(model, reference, samples, config, is_trained: list[bool]) -> dict[str, float]:
+    """From whole-vocabulary log-probabilities, sequence by sequence, over the tokens that are trained on."""
+    entropy, kl, mismatch, responses = [], [], [], responses_of(samples)
+    for i in np.flatnonzero(is_trained):
+        with torch.no_grad():
+            log_p, log_q = (log_distributions(m, responses[i], config.rollout.temperature) for m in (model, reference))
+        p, q = (values.gather(1, torch.tensor(responses[i].tokens)[:, None])[:, 0] for values in (log_p, log_q))
+        entropy += (-(log_p.exp() * log_p).sum(-1)).tolist()
+        kl += kl_estimate(p, q, "k3").tolist()
+        mismatch += (p - torch.from_numpy(samples.full_logprob[i])).abs().tolist()
+    assert min(kl) > 0 and len({round(m, 6) for m in mismatch}) > 20
+    return {
+        "entropy": sum(entropy) / len(entropy),
+        "kl": sum(kl) / len(kl),
+        "sampling/logp_difference/mean": sum(mismatch) / len(mismatch),
+        "sampling/logp_difference/max": max(mismatch),
+    }
+
+
+def test_metrics_of_an_update_are_those_of_the_plain_computation(make_model):
+    """Truncated samples are masked, and neither in the metrics nor in the gradient."""
+    plain = make_model()
+    plain.set_attn_implementation("sdpa")
+    reference = moved(plain)
+    samples, config = make_samples(), make_config(loss_type="dapo", kl_coef=0.3, mask_truncated_completions=True)
+    # Far off in both directions, and furthest in a masked sample.
+    samples.full_logprob = [values + np.float32((-1) ** i) for i, values in enumerate(samples.full_logprob)]
+    samples.full_logprob[2] = samples.full_logprob[2] + np.float32(50)
+    assert samples.is_truncated[2]
+    wanted = plain_metrics(plain, reference, samples, config, ~samples.is_truncated)
+    wanted_gradient, wanted["loss"] = oracle(plain, samples, config, reference)
+    packed, packed_reference = make_model(), copy.deepcopy(reference)
+    for model in (packed, packed_reference):
+        prepare_model(model, 64)
+    _, metrics = gradient(packed, samples, config, reference=packed_reference)
+    wanted |= {"grad_norm": wanted_gradient.square().sum().sqrt().item(), "learning_rate": 1e-3, "skipped_updates": 0}
+    wanted |= {f"clip_ratio/{which}_mean": 0.0 for which in ("low", "high", "region")}
+    assert {key: value for key, value in metrics.items() if key != "timing_s/sync"} == pytest.approx(wanted, rel=1e-8)
+
+
+def test_metrics_of_several_updates_are_means_and_the_largest(make_model):
+    """Losses and norms, before clipping, over the updates; the generator against the old policy, which stays the same."""
+    model = make_model()
+    prepare_model(model, 64)
+    samples, config = make_samples(), make_config(num_iterations=3, num_minibatches=2)
+    config.optim.learning_rate, config.optim.max_grad_norm = 0.02, 1e-3
+    samples.full_logprob[1] = samples.full_logprob[1] + np.float32(50)  # in the first minibatch
+    plain = make_model()
+    plain.set_attn_implementation("sdpa")
+    wanted = plain_metrics(plain, moved(plain), samples, config, [True] * len(samples))
+    optimizer = Optimizer(model, config.optim, 10)
+    norms, losses, step = [], [], optimizer.step
+    optimizer.step = lambda *a: (norms.append(optimizer.flat_grad.square().sum().sqrt().item()), step(*a))[1]
+    ranks = Ranks(torch.device("cpu"))
+    ranks.gather = lambda array: (losses.append(array[0]), array[None])[1]
+    metrics = train_on_samples(model, None, optimizer, samples, ADVANTAGES, config, ranks, 0, "sdpa")
+    assert len(norms) == len(losses) == 6 and max(norms) > 1.1 * min(norms)
+    assert metrics["grad_norm"] == pytest.approx(sum(norms) / 6, rel=1e-12)
+    assert metrics["loss"] == pytest.approx(sum(losses) / 6, rel=1e-12)
+    for key in ("mean", "max"):
+        assert metrics[f"sampling/logp_difference/{key}"] == pytest.approx(wanted[f"sampling/logp_difference/{key}"], rel=1e-8)
+
+
+def test_measurements_are_summed_over_microbatches_and_ranks_but_the_largest_is_the_largest():
+    """Three ranks, of which the last has the largest difference; this one, without a micro-batch, gives zeros."""
+    names = ["loss", "entropy", "low", "high", "delta", "kl", "mismatch", "tokens", "largest_mismatch"]
+    others, given = np.arange(18.0).reshape(2, 9), []
+    ranks = SimpleNamespace(gather=lambda array: (given.append(array), np.vstack((array, others)))[1])
+    measured = [torch.arange(9.0, dtype=torch.float64) + shift for shift in (2.0, 0.5)]
+    total = update._sum_over_ranks(measured, ranks)
+    assert given[0].tolist() == [2 * n + 2.5 for n in range(8)] + [10.0]
+    assert total == dict(zip(names, [2 * n + 2.5 + n + n + 9 for n in range(8)] + [17.0], strict=True))
+    assert update._sum_over_ranks([], ranks)["largest_mismatch"] == 17 and not given[1].any()
+
+
+@pytest.mark.parametrize("max_tokens", [32, 10_000])
+def test_only_samples_with_a_gradient_are_computed(make_model, max_tokens):
+    """Neither masked ones nor those of zero advantage are fed to the model, in any forward."""
+    model, samples, fed = make_model(), make_samples(), []
+    prepare_model(model, 64)
+    model.model.embed_tokens.register_forward_pre_hook(lambda _, inputs: fed.append(inputs[0].numel()))
+    config, advantages = make_config(max_tokens, num_iterations=2, mask_truncated_completions=True), ADVANTAGES.copy()
+    advantages[[0, 7]] = 0.0  # sample 7 is truncated as well
+    gradient(model, samples, config, advantages)
+    used = [i for i in range(len(samples)) if not samples.is_truncated[i] and advantages[i]]
+    assert len(used) == 12 - 1 - 2
+    assert max(fed) <= max_tokens
+    # Of a response all but the last token are fed.
+    assert sum(fed) == 2 * sum(len(samples.prompt_of(i).token_ids) + len(samples.tokens[i]) - 1 for i in used)
+
+
+def test_a_step_without_a_gradient_has_a_loss_and_no_means(make_model):
+    model = make_model()
+    prepare_model(model, 64)
+    _, metrics = gradient(model, make_samples(), make_config(), np.zeros_like(ADVANTAGES))
+    wanted = {"loss": 0.0, "grad_norm": 0.0, "learning_rate": 1e-3, "skipped_updates": 0}
+    assert {key: value for key, value in metrics.items() if key != "timing_s/sync"} == wanted

@@ -11,8 +11,8 @@ from scipy import stats
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from bubblespec.engine.noise import random_bits, stream_keys
-from bubblespec.engine.sampling import MAX_LOGITS_AT_ONCE, SamplingParams, restrict, sample
-from bubblespec.engine.verify import ACCEPT, FRESH, RULES, num_gained, verify
+from bubblespec.engine.sampling import MAX_LOGITS_AT_ONCE, SamplingParams, sample
+from bubblespec.engine.verify import FRESH, RULES, further, num_gained, verify
 
 V, STOP, START = 6, 0, 1
 LIMIT, LONGEST_DRAFT = 6, 8  # drafts may run past the limit, and go on after a stop token
@@ -44,32 +44,22 @@ def keys_of(rows: int, positions: int, seed: int = 0) -> torch.Tensor:
 KEYS = keys_of(ROWS, LIMIT + LONGEST_DRAFT)
 
 
-# Drafters: (previous token, keys, response tokens so far, params), each [rows, ...], to the next draft token and log q [rows, V].
+# Drafters: (previous token, keys, response tokens so far, params), each [rows, ...], to the next draft token [rows].
 
 
 def sampled_from(table):
     def drafter(previous, keys, num_generated, params):
-        logits = table[previous]
-        token = sample(logits, keys, num_generated, params)[0]
-        if params.temperature == 0.0:
-            return token, certain(token)
-        return token, restrict(logits / params.temperature, num_generated, params).log_softmax(-1)
+        return sample(table[previous], keys, num_generated, params)[0]
 
     return drafter
 
 
-def certain(token: torch.Tensor) -> torch.Tensor:
-    return torch.full((len(token), V), float("-inf"), dtype=torch.float64).scatter_(1, token[:, None], 0.0)
-
-
 def least_likely(previous, keys, num_generated, params):
-    token = POLICY[previous].argmin(-1)
-    return token, certain(token)
+    return POLICY[previous].argmin(-1)
 
 
 def uniform(previous, keys, num_generated, params):
-    log_q = torch.zeros(len(previous), V, dtype=torch.float64).log_softmax(-1)
-    return sample(log_q, keys, num_generated, SamplingParams())[0], log_q
+    return sample(torch.zeros(len(previous), V, dtype=torch.float64), keys, num_generated, SamplingParams())[0]
 
 
 DRAFTERS = {"same weights": sampled_from(POLICY), "older weights": sampled_from(OLDER), "least likely": least_likely}
@@ -81,7 +71,7 @@ def by_clock(draft, num_passes):
     return np.random.Generator(np.random.Philox(key=num_passes)).integers(0, LONGEST_DRAFT + 1, len(draft))
 
 
-def decode(rule, params, drafter, cut=by_clock, limit=LIMIT, keys=KEYS, draft_keys=None, selected_by_content=False):
+def decode(rule, params, drafter, cut=by_clock, limit=LIMIT, keys=KEYS, draft_keys=None):
     """Generate from POLICY speculatively. keys: [rows, at least limit + LONGEST_DRAFT, 4].
 
     Returns tokens int64 [rows, limit], -1 after the end, and as many logprob, full_logprob, and the share of drafts accepted.
@@ -95,12 +85,9 @@ def decode(rule, params, drafter, cut=by_clock, limit=LIMIT, keys=KEYS, draft_ke
         last = tokens[rows, length[rows] - 1]
         chain = [torch.from_numpy(np.where(length[rows] == 0, START, last))]
         position = torch.from_numpy(length[rows])[:, None] + torch.arange(LONGEST_DRAFT + 1)
-        log_q = []
         for i in range(LONGEST_DRAFT):
-            token, row_of_q = drafter(chain[-1], draft_keys[torch.from_numpy(rows), position[:, i]], position[:, i], params)
-            chain.append(token)
-            log_q.append(row_of_q)
-        chain, log_q = torch.stack(chain, 1), torch.stack(log_q, 1)
+            chain.append(drafter(chain[-1], draft_keys[torch.from_numpy(rows), position[:, i]], position[:, i], params))
+        chain = torch.stack(chain, 1)
         counts = cut(chain[:, 1:].numpy(), num_passes)
         is_fed = torch.arange(LONGEST_DRAFT + 1) <= torch.from_numpy(counts)[:, None]
         result = verify(
@@ -111,8 +98,6 @@ def decode(rule, params, drafter, cut=by_clock, limit=LIMIT, keys=KEYS, draft_ke
             position[is_fed],
             params,
             rule,
-            log_q[is_fed[:, 1:]] if rule == "rejection" else None,
-            selected_by_content,
         )
         accepted, token, *both = (t.numpy() for t in result)
         gained = num_gained(token, accepted, counts, params.stop_token_ids, limit - length[rows])
@@ -223,13 +208,13 @@ def test_without_drafts_it_is_plain_sampling(rule):
     logits, keys = random_table(5, 50), keys_of(1, 50)[0]
     num_generated, empty = torch.arange(50), torch.empty(0, dtype=torch.int64)
     params = SamplingParams(temperature=0.9, top_p=0.9, stop_token_ids=(3,), min_length=10)
-    got = verify(logits, empty, np.zeros(50, np.int64), keys, num_generated, params, rule, torch.empty(0, 50))
+    got = verify(logits, empty, np.zeros(50, np.int64), keys, num_generated, params, rule)
     if rule == "point_mass":
         assert not torch.equal(got.token, sample(logits, keys, num_generated, params)[0])
         keys = keys + torch.tensor([FRESH, 0, 0, 0], dtype=torch.int32)
     assert not got.accepted.any() and got.accepted.shape == (50,)
     assert all(torch.equal(a, b) for a, b in zip(got[1:], sample(logits, keys, num_generated, params), strict=True))
-    nothing = verify(logits[:0], empty, np.zeros(0, np.int64), keys[:0], num_generated[:0], params, rule, torch.empty(0, 50))
+    nothing = verify(logits[:0], empty, np.zeros(0, np.int64), keys[:0], num_generated[:0], params, rule)
     assert [len(t) for t in nothing] == [0] * 4
 
 
@@ -262,28 +247,14 @@ def finished_only(draft, num_passes):
 
 
 def test_selection_trap():
-    """Drafts kept because they finished make the responses of rejection sampling too short, and those of no other rule.
-
-    The drafts are by the policy itself: every one of them is accepted whole.
-    """
+    """Drafts kept because they finished leave the lengths of responses as they should be."""
     limit, rows, params, drafter = 30, 4000, PARAMS["plain"], DRAFTERS["same weights"]
     keys, other_keys = (keys_of(rows, limit + LONGEST_DRAFT, seed) for seed in (1, 2))
-    law, lengths = length_law(params, limit), np.arange(1, limit + 1)
-    true_mean = law @ lengths
-    error = (law @ lengths**2 - true_mean**2) ** 0.5 / rows**0.5
-
-    def count_lengths(rule, draft_keys, cut=finished_only):
-        tokens = decode(rule, params, drafter, cut, limit, keys, draft_keys)[0]
-        return np.bincount((tokens >= 0).sum(1), minlength=limit + 1)[1:]
-
-    biased_mean = count_lengths("rejection", other_keys) @ lengths / rows  # nobody told `verify` of the selection
-    assert biased_mean < true_mean - 10 * error, (biased_mean, true_mean, error)
-    assert_law(count_lengths("rejection", other_keys, by_clock), law)
-    for rule in ("coupled", "point_mass"):
+    law = length_law(params, limit)
+    for rule in RULES:
         for draft_keys in (keys, other_keys):
-            assert_law(count_lengths(rule, draft_keys), law)
-    with pytest.raises(ValueError, match="selected by their content"):
-        decode("rejection", params, drafter, finished_only, limit, keys, other_keys, selected_by_content=True)
+            tokens = decode(rule, params, drafter, finished_only, limit, keys, draft_keys)[0]
+            assert_law(np.bincount((tokens >= 0).sum(1), minlength=limit + 1)[1:], law)
 
 
 @pytest.mark.parametrize("distance", [0.05, 0.5, 2.0])
@@ -299,7 +270,7 @@ def test_acceptance_rates(rule, distance):
         p, q = log_p.exp().numpy(), log_q.exp().numpy()
         distance_tv = np.abs(p - q).sum() / 2
         together = 1 / np.maximum(p / p[:, None], q / q[:, None]).sum(1)
-        exact = {"coupled": together.sum(), "rejection": 1 - distance_tv, "point_mass": (p * q).sum()}[rule]
+        exact = {"coupled": together.sum(), "point_mass": (p * q).sum()}[rule]
         assert together.sum() >= (1 - distance_tv) / (1 + distance_tv)
         zero = torch.zeros(count, dtype=torch.int64)
         draft = sample(log_q.expand(count, 10), keys[:, 0], zero, SamplingParams())[0]
@@ -311,7 +282,6 @@ def test_acceptance_rates(rule, distance):
             torch.arange(2).repeat(count),
             SamplingParams(),
             rule,
-            log_q.expand(count, 10),
         )
         assert stats.binomtest(int(got.accepted.sum()), count, exact).pvalue > 1e-4
         # Accepted or refused, the token has p's law, and so has the one after it.
@@ -331,8 +301,7 @@ def random_ragged(rows: int, vocab: int, dtype=torch.float64):
     older = logits[drafted] + 0.3 * torch.from_numpy(generator.normal(size=(len(drafted), vocab))).to(dtype)
     params = SamplingParams(top_p=0.95, stop_token_ids=(2,), min_length=4)
     draft = sample(older, keys[drafted], num_generated[drafted], params)[0]
-    log_q = restrict(older, num_generated[drafted], params).log_softmax(-1)
-    return logits, draft, counts, keys, num_generated, params, log_q
+    return logits, draft, counts, keys, num_generated, params
 
 
 def assert_same(got, wanted) -> None:
@@ -343,14 +312,14 @@ def assert_same(got, wanted) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("rule", RULES)
 def test_a_ragged_batch_is_its_rows_one_by_one(rule, dtype):
-    logits, draft, counts, keys, num_generated, params, log_q = random_ragged(60, 20, dtype)
-    batch = verify(logits, draft, counts, keys, num_generated, params, rule, log_q)
+    logits, draft, counts, keys, num_generated, params = random_ragged(60, 20, dtype)
+    batch = verify(logits, draft, counts, keys, num_generated, params, rule)
     assert set(np.unique(batch.accepted.numpy())) >= {0, 1, 2} and (batch.accepted.numpy() <= counts).all()
     assert batch.logprob.dtype == dtype
     singles, at, drafted = [], 0, 0
     for n in counts:
         whole, own = slice(at, at + n + 1), slice(drafted, drafted + n)
-        row = verify(logits[whole], draft[own], np.array([n]), keys[whole], num_generated[whole], params, rule, log_q[own])
+        row = verify(logits[whole], draft[own], np.array([n]), keys[whole], num_generated[whole], params, rule)
         accepted = int(row.accepted)
         assert row.token[:accepted].tolist() == draft[own][:accepted].tolist()
         assert accepted == n or row.token[accepted] != draft[own][accepted]
@@ -361,53 +330,23 @@ def test_a_ragged_batch_is_its_rows_one_by_one(rule, dtype):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_chunks_do_not_change_the_result(rule, monkeypatch):
-    *arguments, log_q = random_ragged(60, 20)
-    whole = verify(*arguments, rule, log_q)
+    arguments = random_ragged(60, 20)
+    whole = verify(*arguments, rule)
     monkeypatch.setitem(MAX_LOGITS_AT_ONCE, "cpu", 3 * 20)
-    assert_same(verify(*arguments, rule, log_q), whole)
-
-
-def test_rejection_when_nothing_is_left_to_resample():
-    """q above p everywhere by rounding: a refusal, however rare, still gives a token that p allows."""
-    log_p = torch.tensor([float("-inf"), 0.5, 0.3, 0.2], dtype=torch.float64).log_softmax(-1)
-    count = 200
-    log_q = (log_p + 1.0).expand(count, 4)  # far too much, so that refusals are not rare
-    got = verify(
-        log_p.expand(2 * count, 4),
-        torch.ones(count, dtype=torch.int64),
-        np.ones(count, np.int64),
-        keys_of(1, 2 * count)[0],
-        torch.zeros(2 * count, dtype=torch.int64),
-        SamplingParams(),
-        "rejection",
-        log_q,
-    )
-    assert 0 < got.accepted.sum() < count
-    assert (got.token > 0).all() and got.logprob.isfinite().all()
+    assert_same(verify(*arguments, rule), whole)
 
 
 def test_parts_of_a_stream_are_independent():
-    """The plain noise, the fresh noise and the acceptance test's: product moments of independent uniforms."""
+    """The plain noise and the fresh: product moment of independent uniforms."""
     keys = keys_of(1, 20_000)[0]
-    parts = [random_bits(keys + torch.tensor([at, 0, 0, 0], dtype=torch.int32), 20) for at in (0, FRESH, ACCEPT)]
-    u = [part.double() / 2**31 - 0.5 for part in parts]
-    for a, b in ((u[0], u[1]), (u[0], u[2][:, :1]), (u[1], u[2][:, :1])):
-        moment = (a * b).mean() * 12
-        assert abs(moment) < 5 / a.numel() ** 0.5
-    assert stats.kstest((u[2][:, 0] + 0.5).numpy(), "uniform").pvalue > 1e-4
+    plain, fresh = (random_bits(further(keys, at), 20).double() / 2**31 - 0.5 for at in (0, FRESH))
+    assert abs((plain * fresh).mean() * 12) < 5 / plain.numel() ** 0.5
 
 
 def test_arguments_that_cannot_be_verified():
-    logits, draft, counts, keys, num_generated, params, log_q = random_ragged(5, 20)
-    arguments = logits, draft, counts, keys, num_generated, params
-    with pytest.raises(ValueError, match="needs draft_logprobs"):
-        verify(*arguments, "rejection")
-    with pytest.raises(ValueError, match="biased"):
-        verify(*arguments, "rejection", log_q, selected_by_content=True)
-    for rule in ("coupled", "point_mass"):
-        verify(*arguments, rule, selected_by_content=True)
-    with pytest.raises(ValueError, match="'typical' is none of"):
-        verify(*arguments, "typical")
+    logits, draft, counts, keys, num_generated, params = random_ragged(5, 20)
+    with pytest.raises(ValueError, match="'rejection' is none of"):
+        verify(logits, draft, counts, keys, num_generated, params, "rejection")
     with pytest.raises(ValueError, match="do not fit"):
         verify(logits, draft[:-1], counts, keys, num_generated, params)
     with pytest.raises(ValueError, match="do not fit"):

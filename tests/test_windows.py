@@ -46,6 +46,14 @@ def test_cost_fit_follows_a_change_and_leaves_interruptions_out():
     assert (cost.coefficients >= 0).all()
 
 
+@pytest.mark.parametrize("times, is_counted", [(4.99, True), (5.01, False)])
+def test_five_times_slower_is_an_interruption(times, is_counted):
+    cost = CostModel(refresh=1)
+    before = cost.coefficients.copy()
+    cost.observe(4, 8, 2, 100, times * cost.seconds(4, 8, 2, 100))
+    assert (cost.coefficients != before).any() == is_counted
+
+
 @pytest.mark.parametrize("chance", [0.2, 0.7, 0.98])
 def test_survival_converges_to_the_chance(chance):
     rng, survival = np.random.default_rng(0), Survival()
@@ -64,6 +72,13 @@ def rate(windows, survival, cost):
     gained = sum(sum(s**i for i in range(1, w + 1)) for w, s in zip(windows, survival, strict=True))
     rows = len(windows)
     return (rows + gained) / cost.seconds(rows, rows + sum(windows), sum(w > 0 for w in windows), 100)
+
+
+def test_survival_drifts_back_to_the_prior_by_the_share_given():
+    survival = Survival()
+    survival.observe(("self", 1), 10, 10)
+    survival.forget(0.25)
+    assert survival.estimate(("self", 1), 0.5) == pytest.approx((7.5 + 8 * 0.5) / (7.5 + 8))
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -10,23 +10,31 @@ G = H / K, D head dimension.
 import functools
 import importlib.util
 import inspect
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
 
 from bubblespec.engine.packing import PAGE, AttentionGroup, CachePacking, SequencePacking
 
 HALF = (torch.bfloat16, torch.float16)  # what the CUDA kernels compute in
+LARGEST_HEAD = 256  # of the CUDA kernels
 NAME = "bubblespec"  # a name with "flash" in it would make transformers look for that package
+RECORDER = "bubblespec_recorder"
 _IGNORED = {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "is_causal", "dropout"}
 
 
-def choose_kernel(requested: str, device: torch.device, dtype: torch.dtype) -> str:
-    """`auto` resolved: SDPA on CPU and for a `dtype` that the kernels do not compute in, else flash_attn where importable, else
-    torch's kernel where torch is new enough for it."""
+def choose_kernel(
+    requested: str, device: torch.device, dtype: torch.dtype, head_sizes: frozenset[tuple[int, int]] = frozenset()
+) -> str:
+    """`auto` resolved: SDPA on CPU and for a `dtype` or `head_sizes`, see `prepare_model`, that the kernels do not compute in,
+    else flash_attn where importable, else torch's kernel where torch is new enough for it."""
+    unfit = sorted((key, value) for key, value in head_sizes if key != value or key > LARGEST_HEAD)
     if requested == "auto":
-        if device.type != "cuda" or dtype not in HALF:
+        if device.type != "cuda" or dtype not in HALF or unfit:
             return "sdpa"
         if importlib.util.find_spec("flash_attn"):
             return "flash_attn"
@@ -35,6 +43,11 @@ def choose_kernel(requested: str, device: torch.device, dtype: torch.dtype) -> s
         raise ValueError(f"model.attention: {requested} runs on CUDA only; on {device.type} use sdpa")
     if requested != "sdpa" and dtype not in HALF:
         raise ValueError(f"model.attention: {requested} computes in bfloat16; for {str(dtype).partition('.')[2]} use sdpa")
+    if requested != "sdpa" and unfit:
+        raise ValueError(
+            f"model.attention: {requested} takes heads of one size up to {LARGEST_HEAD}; this model's query and key heads have "
+            f"{unfit[0][0]} and its value heads {unfit[0][1]}; use sdpa"
+        )
     if requested == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
         raise ValueError("model.attention: flash_attn is not installed (see requirements-flash.txt); use varlen or sdpa")
     if requested == "varlen" and not _has_varlen():
@@ -64,11 +77,15 @@ def bubblespec_attention(
     kernel: str = "sdpa",
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """query: [1, H, N, D]; key, value: [1, K, N, D]. Returns [1, N, H, D]."""
+    """query: [1, H, N, D]; key, value: [1, K, N, D]. Returns [1, N, H, D], contiguous: models take a view of it."""
     unknown = {name for name, given in kwargs.items() if given is not None and name not in _IGNORED}
-    if unknown or attention_mask is not None or packing is None:
+    if unknown or attention_mask is not None:
         what = f"the attention arguments {sorted(unknown)}" if unknown else "an attention mask of its own"
         raise ValueError(f"this model passes {what}, which the generation engine does not support")
+    if packing is None:
+        raise ValueError(
+            "this model does not pass the arguments of its forward on to its attention function, as the engine needs"
+        )
     query, key, value = (t[0].transpose(0, 1) for t in (query, key, value))
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
@@ -80,10 +97,39 @@ def bubblespec_attention(
         cached_key, cached_value = packing.cache.keys[module.layer_idx], packing.cache.values[module.layer_idx]
         attend = {"sdpa": _cached_sdpa, "varlen": _cached_varlen, "flash_attn": _cached_flash}[kernel]
         out = attend(packing, query, cached_key, cached_value, scaling, sliding_window)
-    return out[None], None
+    return out[None].contiguous(), None
 
 
 AttentionInterface.register(NAME, bubblespec_attention)
+
+
+class LayerMask(NamedTuple):
+    """What an attention layer is given: the window handed to its attention function, and its mask as transformers defines it, a
+    function of the row, the head and the positions of query and key; None where it is causal, or made by the model itself."""
+
+    layer: int
+    window: int | None
+    shows: Callable | None
+
+
+def record_masks(model: torch.nn.Module, tokens: torch.Tensor) -> list[LayerMask]:
+    """Of each attention call in the model's own forward of tokens [T]. Leaves the model with the recording attention."""
+    made, seen = [], []
+
+    def make_mask(*args, mask_function, **kwargs) -> torch.Tensor:
+        made.append((sdpa_mask(*args, mask_function=mask_function, **{**kwargs, "allow_is_causal_skip": False}), mask_function))
+        return made[-1][0]
+
+    def attend(module, query, key, value, attention_mask, sliding_window=None, **kwargs) -> tuple[torch.Tensor, None]:
+        shows = next((function for mask, function in made if mask is attention_mask), None)
+        seen.append(LayerMask(module.layer_idx, sliding_window, shows))
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None  # nobody looks at the result
+
+    AttentionInterface.register(RECORDER, attend)
+    AttentionMaskInterface.register(RECORDER, make_mask)
+    model.set_attn_implementation(RECORDER)
+    model.base_model(input_ids=tokens[None], use_cache=False)
+    return seen
 
 
 def _cached_sdpa(packing: CachePacking, query, cached_key, cached_value, scaling, window) -> torch.Tensor:

@@ -27,7 +27,7 @@ from bubblespec.engine.graphs import ForwardGraphs, can_capture
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import forward_hidden, output_head
 from bubblespec.engine.noise import stream_keys
-from bubblespec.engine.packing import PAGE, CachePacking, pack_rows
+from bubblespec.engine.packing import PAGE, CachePacking, pack_rows, to_device
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.engine.verify import is_stop, num_gained, verify
 
@@ -220,7 +220,7 @@ class Generator:
         """Hidden states of the packed tokens, [N or more, hidden]; with a graph valid until the next forward."""
         hidden = self.graphs.forward(tokens, packing) if self.graphs is not None else None
         if hidden is None:
-            hidden = forward_hidden(self.model, torch.from_numpy(tokens).to(self.device), packing, self.kernel)
+            hidden = forward_hidden(self.model, to_device(tokens, self.device), packing, self.kernel)
         return hidden
 
     def _plan(self) -> np.ndarray:
@@ -292,17 +292,16 @@ class Generator:
         hidden = self._hidden(fed, packing)
         if len(slots) == 0:
             return np.empty(0, np.int64), np.empty(0, np.int64), np.empty((2, 0))
-        hidden = hidden[torch.from_numpy(_last_of_each(count, slots, num_draft + 1)).to(self.device)]
+        hidden = hidden[to_device(_last_of_each(count, slots, num_draft + 1), self.device)]
         row, offset = _ragged(num_draft + 1)
         generated = self.length[slots] - self.prompt_length[slots]
         position = generated[row] + offset
         self._make_keys(slots, generated + num_draft + 1)
-        keys = torch.from_numpy(self.stream_key[slots[row], position]).to(self.device)
+        keys = to_device(self.stream_key[slots[row], position], self.device)
         draft_row, draft_offset = _ragged(num_draft)
-        draft = torch.from_numpy(self.tokens[slots[draft_row], self.length[slots[draft_row]] + draft_offset]).to(self.device)
-        verified = verify(
-            self.head(hidden), draft, num_draft, keys, torch.from_numpy(position).to(self.device), self.params, self.rule
-        )
+        draft = to_device(self.tokens[slots[draft_row], self.length[slots[draft_row]] + draft_offset], self.device)
+        position = to_device(position, self.device)
+        verified = verify(self.head(hidden), draft, num_draft, keys, position, self.params, self.rule)
         # One copy to the host: token ids are exact in float64.
         result = torch.cat([part.double() for part in verified]).cpu().numpy()
         accepted, result = result[: len(slots)].astype(np.int64), result[len(slots) :].reshape(3, -1)

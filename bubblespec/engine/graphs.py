@@ -83,7 +83,7 @@ class ForwardGraphs:
             if self.is_off:
                 return None
         graph = self._graphs[shape]
-        graph.inputs.copy_(torch.from_numpy(pad(tokens, packing, shape.tokens)))
+        graph.inputs.copy_(torch.from_numpy(pad(tokens, packing, shape.tokens)), non_blocking=True)
         graph.replay()
         self.num_replays += 1
         return graph.hidden

@@ -1,16 +1,35 @@
 """A Hugging Face causal LM as the engine and the trainer use it: hidden states of packed tokens, and the output head.
 
 The model itself is never patched. `prepare_model` refuses, with the reason, whatever the packed forward cannot compute
-exactly: first by its configuration, then by comparing a packed forward with the model's own on random tokens.
+exactly: first by its configuration, then by its masks, and by comparing a packed forward with the model's own on random tokens.
 """
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bubblespec.engine import attention
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.packing import CachePacking, SequencePacking, pack_rows, pack_sequences
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-3}  # of the largest logit; 0.1 for less precise types
+CHECKED = 12  # positions compared in each check
+LONGEST_CHECK = 8300  # tokens: beyond the usual windows, up to 8,192, and no more than seconds on a GPU
+SERVED = {"full_attention", "sliding_attention"}  # of the kinds in a configuration's `layer_types`
+RECURRENT = {"linear_attention", "conv"}
+BESIDE = {"hybrid", "hybrid_sliding"}
+NO_ATTENTION = {"moe", "mlp"}
+# Operators whose results depend on the shape of the batch by rounding: sums of products, and functions that have one form for
+# whole vectors of elements and another for those left over.
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "linear", "convolution", "grouped_mm", "grouped_mm_fallback"}
+FUNCTIONS = {"sigmoid", "softmax", "log_softmax", "exp", "log", "log1p", "tanh", "silu", "gelu", "softplus"}
 
 
 class UnsupportedModel(ValueError):
@@ -36,27 +55,36 @@ def output_head(model: PreTrainedModel) -> torch.nn.Module:
     return model.get_output_embeddings()
 
 
-def prepare_model(model: PreTrainedModel, max_length: int) -> None:
-    """Switch the model to the packed attention, turn dropout off, and check that it still gives the model's own logits.
+def prepare_model(model: PreTrainedModel, max_length: int) -> frozenset[tuple[int, int]]:
+    """Switch the model to the packed attention and to evaluation mode, and check that it still gives the model's own logits.
 
-    max_length: longest prompt plus response, in tokens. Raises UnsupportedModel.
+    max_length: longest prompt plus response, in tokens. Returns the sizes of its key and value heads, each pair that occurs.
+    Raises UnsupportedModel.
     """
     _check_configuration(model, max_length)
-    _disable_dropout(model)
+    model.eval()  # for good: the probability ratio compares two forwards of the same weights, so nothing in them may be random
+    if model.dtype == torch.float64:
+        model.set_experts_implementation("eager")  # transformers' default, a grouped product, has no float64
     for module in model.modules():
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):
             module.warn_if_padding_and_no_attention_mask = _nothing  # it reads token ids back from the device in every forward
-    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
-    tokens = torch.randint(model.config.vocab_size, (12,), generator=torch.Generator().manual_seed(0)).to(model.device)
-    with torch.no_grad():
-        try:
-            reference = model(input_ids=tokens[None], use_cache=False).logits[0]
-            if not reference.isfinite().all():
-                raise ValueError("its logits are not finite: the weights are damaged, or too large for their type")
-            model.set_attn_implementation(attention.NAME)
-            _compare(model, tokens, reference)
-        except Exception as error:  # the model's own code runs here
-            raise UnsupportedModel(f"{type(model).__name__}: {' '.join(str(error).split())}") from error
+    try:
+        with torch.no_grad():
+            head_sizes = _compare(model, CHECKED)
+            _check_masks(model, max_length)
+            longer = _longer_check(model, max_length)
+            if longer:
+                _compare(model, longer)
+    except Exception as error:  # the model's own code runs here
+        what = "" if isinstance(error, ValueError) else "its forward over packed tokens fails: "
+        raise UnsupportedModel(f"{type(model).__name__}: {what}{' '.join(str(error).split())}") from error
+    model.set_attn_implementation(attention.NAME)
+    return head_sizes
+
+
+def _decoder(model: PreTrainedModel) -> PreTrainedConfig:
+    """The configuration of the decoder alone, where a model has other parts too."""
+    return model.config.get_text_config(decoder=True)
 
 
 def _nothing(*args, **kwargs) -> None:
@@ -64,20 +92,50 @@ def _nothing(*args, **kwargs) -> None:
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
-    """Recompute each layer in the backward pass; takes effect in training mode."""
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
+    """Compute each layer again in the backward pass, instead of keeping what it computed. Raises UnsupportedModel.
+
+    The model stays in evaluation mode: transformers' own switch takes effect in training mode only, where dropout, noise of
+    routers and whatever else a model's code does when it trains make the function another one than generated.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise UnsupportedModel(f"model.gradient_checkpointing: {type(model).__name__} has no layers that can be checkpointed")
+    for layer in layers:
+        layer.forward = functools.partial(_checkpointed, layer.forward)
+
+
+def _checkpointed(forward: Callable, *args, **kwargs):
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 def _check_configuration(model: PreTrainedModel, max_length: int) -> None:
     name, config = type(model).__name__, model.config
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{name}: an encoder-decoder model; the engine serves decoder-only models")
-    layer_types = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
-    if getattr(model, "_is_stateful", False) or layer_types:
-        kinds = f" ({', '.join(sorted(layer_types))})" if layer_types else ""
+    config = _decoder(model)
+    kinds = set(getattr(config, "layer_types", None) or [])
+    other, beside, recurrent = kinds - SERVED - RECURRENT - BESIDE - NO_ATTENTION, kinds & BESIDE, kinds & RECURRENT
+    if other:
         raise UnsupportedModel(
-            f"{name}: layers with a recurrent state{kinds}; the engine can only roll back layers whose state is a K/V cache"
+            f"{name}: attention of another kind ({', '.join(sorted(other))}); the engine computes full and sliding-window "
+            "attention only"
+        )
+    if beside:
+        raise UnsupportedModel(
+            f"{name}: attention with a state beside its keys and values ({', '.join(sorted(beside))}); the engine can only roll "
+            "back layers whose whole state is a K/V cache"
+        )
+    if getattr(model, "_is_stateful", False) or recurrent:
+        which = f" ({', '.join(sorted(recurrent))})" if recurrent else ""
+        raise UnsupportedModel(
+            f"{name}: layers with a recurrent state{which}; the engine can only roll back layers whose state is a K/V cache"
+        )
+    if getattr(config, "attn_temperature_tuning", False):
+        raise UnsupportedModel(
+            f"{name}: scales attention by a token's place in the input (attn_temperature_tuning), which is not its position in a "
+            "packed one"
         )
     if not getattr(model, "_supports_attention_backend", False):
         raise UnsupportedModel(f"{name}: does not use transformers' attention interface, so the engine cannot serve it unpatched")
@@ -98,33 +156,145 @@ def _check_configuration(model: PreTrainedModel, max_length: int) -> None:
             )
 
 
-def _disable_dropout(model: PreTrainedModel) -> None:
-    """The probability ratio compares two forwards of the same weights, so they must not differ by dropout."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
+def _windows(model: PreTrainedModel) -> list[int | None]:
+    """The sliding window of each layer by the configuration, read as transformers' own cache reads it."""
+    layers = DynamicCache(config=model.config).layers
+    return [layer.sliding_window if layer.is_sliding else None for layer in layers]
 
 
-def _compare(model: PreTrainedModel, tokens: torch.Tensor, reference: torch.Tensor) -> None:
-    """The model's own logits [T, V] against a packed training forward and a ragged cached one (two rows in two chunks)."""
-    head, device, length = output_head(model), tokens.device, len(tokens)
-    packed = head(forward_hidden(model, tokens.repeat(2), pack_sequences([length] * 2, device)))
+def _longer_check(model: PreTrainedModel, max_length: int) -> int | None:
+    """Tokens of a second check, beyond the first lengths at which something changes; None if nothing does within max_length."""
+    rope = getattr(_decoder(model), "rope_parameters", None) or {}
+    lengths = [window for window in _windows(model) if window is not None]
+    if rope.get("llama_4_scaling_beta"):
+        lengths.append(rope.get("original_max_position_embeddings"))
+    reached = [n for n in lengths if n is not None and n < max_length and n + CHECKED <= LONGEST_CHECK]
+    length = min(max(reached, default=0) + CHECKED, max_length)
+    return length if length > CHECKED else None
+
+
+def _check_masks(model: PreTrainedModel, max_length: int) -> None:
+    """The packed attention knows a layer's mask by the window handed to it alone: the two must agree up to max_length."""
+    device, windows = model.device, _windows(model)
+    position = torch.arange(max_length, device=device)
+    some = torch.linspace(0, max_length - 1, 16, device=device).long()[:, None]
+    row = head = torch.zeros((), dtype=torch.int64, device=device)
+    for layer, window, shows in attention.record_masks(model, _random_tokens(model, CHECKED)):
+        handed = f"a sliding window of {window} tokens" if window else "no sliding window"
+        wanted = windows[layer] if layer < len(windows) else None
+        if wanted is not None and wanted < max_length and window != wanted:
+            raise ValueError(
+                f"layer {layer} has a sliding window of {wanted} tokens, but hands {handed} to its attention function, so the "
+                f"engine cannot apply it; keep prompt and response within {wanted} tokens together"
+            )
+        for query, key in ((some, position), (position[:, None], position[:1])) if shows is not None else ():
+            distance = query - key
+            seen = (distance >= 0) & (distance < (window or max_length))
+            try:
+                shown = shows(row, head, query, key).expand_as(seen)
+            except IndexError:  # it looks these positions up in the input, which was shorter
+                raise ValueError(
+                    f"layer {layer} has an attention mask that depends on the input, not on positions alone"
+                ) from None
+            if not (shown == seen).all():
+                raise ValueError(
+                    f"layer {layer} hands {handed} to its attention function, which is all that the engine knows of its mask; "
+                    f"over {max_length} tokens its own mask shows other positions"
+                )
+
+
+def _random_tokens(model: PreTrainedModel, length: int) -> torch.Tensor:
+    tokens = torch.randint(_decoder(model).vocab_size, (length,), generator=torch.Generator().manual_seed(0))
+    return tokens.to(model.device)
+
+
+class _LeastPrecise(TorchDispatchMode):
+    """`dtype`: the least precise floating type of what depends on the tokens and on the shape of the batch, by its rounding.
+
+    What depends on a token's own numbers alone (norms) or on positions alone (rotary angles) is the same in every forward, and
+    may be of any type.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.dtype = torch.float64
+        self.from_tokens: set[StorageWeakRef] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.embedding.default or any(_storage(tensor) in self.from_tokens for tensor in _floats(args)):
+            name = func.__name__.split(".")[0].strip("_")
+            by_shape = name in PRODUCTS | FUNCTIONS or "attention" in name
+            for tensor in _floats([result]):
+                self.from_tokens.add(_storage(tensor))
+                if by_shape and torch.finfo(tensor.dtype).eps > torch.finfo(self.dtype).eps:
+                    self.dtype = tensor.dtype.to_real()
+        return result
+
+
+def _floats(values: Iterable[object]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _floats(value)
+        elif isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()):
+            yield value
+
+
+def _storage(tensor: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def _own_logits(model: PreTrainedModel, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
+    """The model's own logits at the last positions [CHECKED, V], and the least precise type that it computes in."""
+    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    try:
+        with _LeastPrecise() as precision:
+            if len(tokens) == CHECKED:
+                logits = model(input_ids=tokens[None], use_cache=False).logits[0]
+            else:  # without the logits of all positions, which may be many gigabytes
+                hidden = model.base_model(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
+                logits = output_head(model)(hidden[-CHECKED:])
+    except Exception as error:
+        raise ValueError(f"its own forward fails, without the engine: {error}") from error
+    if not logits.isfinite().all():
+        raise ValueError("its logits are not finite: the weights are damaged, or too large for their type")
+    return logits, precision.dtype
+
+
+def _compare(model: PreTrainedModel, length: int) -> frozenset[tuple[int, int]]:
+    """The model's own logits against a packed training forward and cached ones: two ragged rows in two chunks, and one row alone.
+
+    Returns the sizes of key and value heads.
+    """
+    tokens = _random_tokens(model, length)
+    reference, dtype = _own_logits(model, tokens)
+    model.set_attn_implementation(attention.NAME)
+    head, device = output_head(model), tokens.device
+    packed = forward_hidden(model, tokens.repeat(2), pack_sequences([length] * 2, device))[-CHECKED:]
+    if getattr(head, "in_features", packed.shape[-1]) != packed.shape[-1]:
+        raise ValueError(
+            f"its output head takes vectors of {head.in_features} and its hidden states have {packed.shape[-1]}: it computes "
+            "something in between, which the engine does not know of"
+        )
     cache = KVCache(2, length)
-    first = pack_rows(cache, np.array([0, 0]), np.array([length - 2, 1]), device)
-    forward_hidden(model, torch.cat((tokens[:-2], tokens[:1])), first)
-    second = pack_rows(cache, np.array([length - 2, 1]), np.array([2, length - 1]), device)
-    cached = head(forward_hidden(model, torch.cat((tokens[-2:], tokens[1:])), second))
+
+    def cached(start: list[int], count: list[int]) -> torch.Tensor:
+        fed = torch.cat([tokens[begin : begin + n] for begin, n in zip(start, count, strict=True)])
+        return forward_hidden(model, fed, pack_rows(cache, np.array(start), np.array(count), device))
+
+    cached([0, 0], [length - 3, 1])
+    chunks = cached([length - 3, 1], [2, length - 1])
+    chunks = torch.cat((chunks[:2], chunks[1 - CHECKED :]))
     scale = reference.abs().max().clamp(min=1.0)
-    tolerance = {torch.float64: 1e-9, torch.float32: 2e-3}.get(reference.dtype, 0.1)
-    for what, got, wanted in (
-        ("packed sequences", packed[length:], reference),
-        ("the K/V cache", cached, torch.cat((reference[-2:], reference[1:]))),
+    for what, hidden, wanted in (
+        ("packed sequences", packed, reference),
+        ("the K/V cache", chunks, torch.cat((reference[-3:-1], reference[1:]))),
+        ("the K/V cache, one row alone", cached([length - 1], [1]), reference[-1:]),
     ):
-        difference = ((got - wanted).abs().max() / scale).item()
-        if not difference <= tolerance:
+        difference = ((head(hidden) - wanted).abs().max() / scale).item()
+        if not difference <= TOLERANCE.get(dtype, 0.1):
             raise ValueError(
                 f"logits through {what} differ from the model's own by {difference:.1e} of their size; "
                 "it computes something (between tokens, or on the logits) that the engine does not know of"
             )
+    return frozenset((cache.keys[layer].shape[-1], cache.values[layer].shape[-1]) for layer in cache.keys)

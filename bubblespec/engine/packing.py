@@ -21,6 +21,12 @@ CALL, ROW, QUERY, KEY, PAIR = 40.0, 1.1, 0.42, 0.057, 0.0053
 PAGE = 256  # positions; the flash_attn package takes multiples of it alone
 
 
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy that does not wait for what the GPU still has to do; on a CPU the array's own memory. The array may be changed at
+    once: what is not in pinned memory has been read when the call returns."""
+    return torch.from_numpy(array).to(device, non_blocking=True)
+
+
 @dataclass
 class AttentionGroup:
     """Rows of adjacent slots, attended in one call with their new tokens padded to Q and their positions to L.
@@ -74,7 +80,7 @@ class CachePacking:
 
     @cached_property
     def _index(self) -> torch.Tensor:
-        return torch.from_numpy(self.index).to(self.device, non_blocking=True)
+        return to_device(self.index, self.device)
 
     @property
     def slot(self) -> torch.Tensor:
@@ -106,10 +112,10 @@ class CachePacking:
             begin = np.cumsum(count) - count
             last = np.maximum(count - 1, 0)[:, None]
             padded = np.minimum(begin[:, None] + np.minimum(offset, last), count.sum() - 1)
-            real = torch.from_numpy(np.flatnonzero(offset < count[:, None])).to(device)
-            padded = torch.from_numpy(padded.ravel()).to(device)
+            real = to_device(np.flatnonzero(offset < count[:, None]), device)
+            padded = to_device(padded.ravel(), device)
         sees_all = queries == 1 and bool((position == length - 1).all())
-        position = torch.from_numpy(position).to(device)
+        position = to_device(position, device)
         num_tokens = int(count.sum())
         return AttentionGroup(low, high - low, queries, length, first_token, num_tokens, position, padded, real, sees_all)
 
@@ -121,8 +127,8 @@ class CachePacking:
         np.cumsum(self.count, out=cu_q[1:])
         cu_k = np.arange(rows + 1, dtype=np.int32) * self.cache.slot_length
         used = (self.start + self.count).astype(np.int32)
-        to_device = (torch.from_numpy(a).to(self.device, non_blocking=True) for a in (cu_q, cu_k, used))
-        return Varlen(*to_device, int(self.count.max()), int(used.max()), self.cache.slot_length)
+        tensors = (to_device(a, self.device) for a in (cu_q, cu_k, used))
+        return Varlen(*tensors, int(self.count.max()), int(used.max()), self.cache.slot_length)
 
 
 @dataclass
@@ -215,16 +221,16 @@ class SequencePacking:
             real = offset < lengths[members, None]
             index = first[members, None] + np.minimum(offset, lengths[members, None] - 1)
             grouped.append(index[real])
-            gather, keep = (torch.from_numpy(a).to(device) for a in (index.ravel(), np.flatnonzero(real)))
+            gather, keep = (to_device(a, device) for a in (index.ravel(), np.flatnonzero(real)))
             groups.append((len(members), int(longest), gather, keep))
             begin += len(members)
-        return groups, torch.from_numpy(np.argsort(np.concatenate(grouped))).to(device)
+        return groups, to_device(np.argsort(np.concatenate(grouped)), device)
 
     @cached_property
     def varlen(self) -> tuple[torch.Tensor, int]:
         """(cumulative lengths int32 [sequences + 1], longest)."""
-        cumulative = torch.from_numpy(np.concatenate(([0], np.cumsum(self.lengths))).astype(np.int32))
-        return cumulative.to(self.position.device), max(self.lengths)
+        cumulative = np.concatenate(([0], np.cumsum(self.lengths))).astype(np.int32)
+        return to_device(cumulative, self.position.device), max(self.lengths)
 
 
 def pack_sequences(lengths: list[int], device: torch.device) -> SequencePacking:
@@ -232,4 +238,4 @@ def pack_sequences(lengths: list[int], device: torch.device) -> SequencePacking:
     lengths_array = np.asarray(lengths)
     first = np.cumsum(lengths_array) - lengths_array
     position = np.arange(lengths_array.sum()) - np.repeat(first, lengths_array)
-    return SequencePacking(list(lengths), torch.from_numpy(position).to(device))
+    return SequencePacking(list(lengths), to_device(position, device))

@@ -7,9 +7,11 @@ Shape legend: N positions to sample, V vocabulary.
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from bubblespec.engine.noise import gumbel
+from bubblespec.engine.packing import to_device
 
 # Positions are sampled in chunks of about this many logits: small enough for a processor's cache, large enough for a GPU.
 MAX_LOGITS_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 26}
@@ -66,7 +68,7 @@ def restrict(logits: torch.Tensor, num_generated: torch.Tensor, params: Sampling
     top_k, then all outside the nucleus (the smallest set of best tokens with probability at least top_p)."""
     if params.stop_token_ids and params.min_length > 0:
         too_early = num_generated < params.min_length
-        stop = torch.tensor(params.stop_token_ids, device=logits.device)
+        stop = to_device(np.array(params.stop_token_ids), logits.device)
         barred = torch.zeros_like(logits, dtype=torch.bool).index_fill_(1, stop, True) & too_early[:, None]
         logits = logits.masked_fill(barred, float("-inf"))
     if 0 < params.top_k < logits.shape[1]:

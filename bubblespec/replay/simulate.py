@@ -16,7 +16,7 @@ from bubblespec.errors import InputError
 from bubblespec.memory import most_slots
 from bubblespec.replay.engine import SimulatedGenerator, SimulatedSpeculator
 from bubblespec.replay.world import SimulatedBoard, SimulatedRanks, World
-from bubblespec.rollout import assign_prompts, digest, gather_samples, generate, make_rows, owner_ranks
+from bubblespec.rollout import assign_prompts, digest, gather_samples, generate, make_rows
 from bubblespec.schedule.run_ahead import RolloutStats
 from bubblespec.schedule.speculation import Speculation, profile
 from bubblespec.schedule.windows import CostModel
@@ -133,9 +133,6 @@ class _Rank:
     def _text(self, row: Row, so_far: np.ndarray) -> np.ndarray:
         return self.workload.draft(row.step, row.uid, row.sample, row.step - self.version, row.max_new_tokens, so_far)
 
-    def _owners(self, prompts: list) -> list[int]:
-        return owner_ranks(len(prompts), self.ranks.world_size)
-
     def run(self, steps: list[SimulatedStep]) -> None:
         for step in steps:
             self._run_step(step)
@@ -182,7 +179,7 @@ class _Rank:
             generate(self.engine, rows, self.ranks, self._count, stats.events)
             return stats, {}
         self.engine.speculator = self.speculation.speculator
-        return self.speculation.rollout(self.engine, rows, step, self.workload.batch, self._owners, self._count)
+        return self.speculation.rollout(self.engine, rows, step, self.workload.batch, self._count)
 
     def _count(self, row: Row) -> None:
         """A row is done. Whatever was drafted, it must be the response."""

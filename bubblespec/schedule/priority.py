@@ -34,7 +34,6 @@ class Item:
     step: int
     prompt: Prompt
     sample: int
-    owner: int  # rank that will generate it
     pays: bool = True
     holder: int = -1
 
@@ -95,7 +94,7 @@ class Outlook:
 
 
 def plan_items(
-    batches: list[tuple[int, list[Prompt], list[int]]],
+    batches: list[tuple[int, list[Prompt]]],
     num_generations: int,
     store: DraftStore,
     history: History,
@@ -105,13 +104,12 @@ def plan_items(
 ) -> list[Item]:
     """What is left to draft, least slack first. The samples of a prompt keep together where they can.
 
-    batches: (step, prompts, owner rank of each prompt) of the coming steps, nearest first; worth: see `Outlook.worth`, None
-    where nothing is known yet.
+    batches: (step, prompts) of the coming steps, nearest first; worth: see `Outlook.worth`, None where nothing is known yet.
     """
     planned = []
-    for ahead, (step, prompts, owners) in enumerate(batches):
+    for ahead, (step, prompts) in enumerate(batches):
         guesses, margin = outlook.guess(np.array([len(prompt.token_ids) for prompt in prompts]))
-        for prompt, owner, guess in zip(prompts, owners, guesses, strict=True):
+        for prompt, guess in zip(prompts, guesses, strict=True):
             drafts = [store.get((step, prompt.uid, sample)) for sample in range(num_generations)]
             if all(draft is not None and draft.is_finished for draft in drafts):
                 continue
@@ -128,7 +126,7 @@ def plan_items(
                 slack = ahead * forwards_per_step - (total - so_far)
                 is_due = holder >= 0 or slack < PATIENCE * forwards_per_step  # what is begun goes on
                 pays = worth is not None and worth[min(int(total), len(worth) - 1)] > 0 and is_due
-                planned.append((slack, Item(step, prompt, sample, owner, bool(pays), holder)))
+                planned.append((slack, Item(step, prompt, sample, bool(pays), holder)))
     return [item for _, item in sorted(planned, key=lambda entry: entry[0])]
 
 

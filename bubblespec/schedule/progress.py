@@ -9,7 +9,6 @@ A tick is a meeting of the roll call like any other collective: that is how a ra
 """
 
 import contextlib
-import math
 from collections.abc import Callable
 from datetime import timedelta
 from typing import NamedTuple, NoReturn
@@ -31,28 +30,23 @@ INTERVAL_S = 1e-2
 class RankState(NamedTuple):
     """What a rank tells the others in a tick.
 
-    active_rows: rows it decodes now; tokens_left: expected tokens until its last row ends, counted along that row;
-    drafted_tokens: tokens drafted in this rollout; step_s: seconds a forward takes, lately; wanted_items: items of work that
-    it could take over; is_done: none of its rows of this rollout is left; must_stop: it has been told to end the run.
+    unfinished_rows: its rows of this rollout that are left; wanted_items: items of work that it could take over; must_stop: it
+    has been told to end the run.
     """
 
-    active_rows: int
-    tokens_left: float
-    drafted_tokens: int
-    step_s: float
-    wanted_items: int
-    is_done: bool
+    unfinished_rows: int
+    wanted_items: int = 0
     must_stop: bool = False
 
     @property
-    def remaining_s(self) -> float:
-        """Expected seconds until this rank is done."""
-        return 0.0 if self.is_done else self.tokens_left * self.step_s
+    def is_done(self) -> bool:
+        """None of its rows of this rollout is left."""
+        return self.unfinished_rows == 0
 
     @classmethod
     def from_numbers(cls, n: list[float]) -> "RankState":
         """The state whose fields, in their order, are these numbers."""
-        return cls(int(n[0]), n[1], int(n[2]), n[3], int(n[4]), bool(n[5]), bool(n[6]))
+        return cls(int(n[0]), int(n[1]), bool(n[2]))
 
 
 NUM_NUMBERS = len(RankState._fields)
@@ -108,18 +102,6 @@ class ProgressBoard:
         self._deadline = self._clock.monotonic() + self.timeout_s
 
     @property
-    def slowest_rank(self) -> int | None:
-        """The rank with the longest expected time left as of the last tick; None before the first."""
-        if self.last_states is None:
-            return None
-        return max(range(self.ranks.world_size), key=lambda rank: self.last_states[rank].remaining_s)
-
-    @property
-    def expected_remaining_s(self) -> float:
-        """Expected seconds until all ranks are done, as of the last tick; infinite before the first."""
-        return math.inf if self.last_states is None else self.last_states[self.slowest_rank].remaining_s
-
-    @property
     def are_others_done(self) -> bool:
         """As of the last tick they all wait for this rank: once done, it should wait for the end and not start on a draft."""
         if self.last_states is None:
@@ -167,7 +149,7 @@ class ProgressBoard:
         """Start the tick with this rank's numbers."""
         with self._on_stream():
             if self._stream is not None:
-                self._own.copy_(torch.from_numpy(self._numbers))
+                self._own.copy_(torch.from_numpy(self._numbers), non_blocking=True)
             if self.ranks.world_size == 1:
                 self._everyone.copy_(self._own)
                 return

@@ -29,7 +29,7 @@ class RunAhead:
     """What a rank needs to draft ahead in one rollout.
 
     items, idle_items: to draft, most urgent first, the same on every rank; the second only by ranks without rows of their own.
-    held: items that this rank alone goes on with, from the rollout before. own_first: grant a rank's own items first.
+    held: items that this rank alone goes on with, from the rollout before. max_slowdown: see `BubbleConfig`.
     """
 
     items: deque[Item]
@@ -39,8 +39,6 @@ class RunAhead:
     version: int
     max_new_tokens: int
     max_slowdown: float
-    uses_soft_bubbles: bool = True
-    own_first: bool = False
 
     def has_items(self, takes_all: bool) -> bool:
         """Whether there is something to draft; takes_all: also what pays only on a rank that has nothing else to do."""
@@ -49,19 +47,11 @@ class RunAhead:
     def grant(self, states: list[RankState]) -> list[list[Item]]:
         """The items that each rank gets for its request in a tick: a pure function of the tick, the same on all ranks."""
         granted = []
-        for rank, state in enumerate(states):
+        for state in states:
             granted.append([])
-            while len(granted[rank]) < state.wanted_items and self.has_items(state.is_done):
-                granted[rank].append(self._take(rank, self.items or self.idle_items))
+            while len(granted[-1]) < state.wanted_items and self.has_items(state.is_done):
+                granted[-1].append((self.items or self.idle_items).popleft())
         return granted
-
-    def _take(self, rank: int, items: deque[Item]) -> Item:
-        if self.own_first:
-            for position, item in enumerate(items):
-                if item.owner == rank:
-                    del items[position]
-                    return item
-        return items.popleft()
 
 
 @dataclass
@@ -87,16 +77,14 @@ def rollout(
     board: ProgressBoard,
     speculator: RowSpeculator,
     ahead: RunAhead | None,
-    expected_longest: float,
     on_finished: Callable[[Row], None] | None = None,
     log: ForwardLog | None = None,
 ) -> tuple[RolloutStats, dict[Key, Draft]]:
     """Generate this rank's rows to their end, and draft ahead until all ranks have. Returns counts and this rank's drafts.
 
-    With `ahead` None nothing is drafted. Rows must be known to the speculator (`track`). expected_longest: tokens of a rank's
-    longest row, for the estimate of the time left that goes into the ticks. on_finished: called with each of `rows` as it is
-    done; log: where forwards are noted. Drafts that are not finished stay in the engine where they can, and go on in the next
-    rollout over the keys and values they have. If a rank is told to stop, all leave with their rows unfinished.
+    With `ahead` None nothing is drafted. Rows must be known to the speculator (`track`). on_finished: called with each of `rows`
+    as it is done; log: where forwards are noted. Drafts that are not finished stay in the engine where they can, and go on in
+    the next rollout over the keys and values they have. If a rank is told to stop, all leave with their rows unfinished.
     """
     stats, drafts, clock = RolloutStats(), {}, board.ranks.clock
     own = {id(row) for row in rows}
@@ -117,13 +105,10 @@ def rollout(
         log.begin()
 
     def state() -> RankState:
-        active = len(own)
         wanted = 0
         if ahead.has_items(not own) and not engine.queue:
             wanted = max(0, 2 * _free_rows(engine, own, ahead, speculator.cost) - len(granted))
-        left = max((max(expected_longest - n, 1.0) for n in _own_lengths(engine, own)), default=0.0)
-        step_s = float(speculator.cost.seconds(max(active, 1), max(active, 1)))
-        return RankState(active, left, stats.drafted_tokens, step_s, wanted, active == 0, board.ranks.must_stop)
+        return RankState(len(own), wanted, board.ranks.must_stop)
 
     def forward() -> None:
         begin, own_before, aside_before = clock.perf_counter(), len(own), speculator.stats.seconds
@@ -190,26 +175,17 @@ def _is_prefilling(engine: Generator, own: set[int]) -> bool:
     return any(id(engine.rows[slot]) in own for slot in np.flatnonzero(waiting))
 
 
-def _own_lengths(engine: Generator, own: set[int]) -> list[int]:
-    active = len(engine.rows)
-    generated = engine.length[:active] - engine.prompt_length[:active]
-    lengths = [int(n) for row, n in zip(engine.rows, generated, strict=True) if id(row) in own]
-    return lengths + [0] * (len(own) - len(lengths))
-
-
 def _spare_s(engine: Generator, own: set[int], ahead: RunAhead, cost: CostModel) -> float:
     """Seconds that drafts may add to a forward."""
     if not own:
         return math.inf
     active = len(engine.rows)
     positions = sum(n for row, n in zip(engine.rows, engine.length[:active].tolist(), strict=True) if id(row) in own)
-    return ahead.max_slowdown * float(cost.seconds(len(own), len(own), 0, positions)) if ahead.uses_soft_bubbles else 0.0
+    return ahead.max_slowdown * float(cost.seconds(len(own), len(own), 0, positions))
 
 
 def _affordable_beside(rows: list[Row], kept: list[Row], ahead: RunAhead, cost: CostModel) -> int:
     """How many drafts of the rollout before may go on beside own rows from their first forward on."""
-    if not ahead.uses_soft_bubbles:
-        return 0
     own_s = cost.seconds(len(rows), len(rows), 0, sum(len(row.prompt) for row in rows))
     positions = float(np.mean([len(row.prompt) + len(row.tokens) for row in kept]))
     return int(ahead.max_slowdown * own_s / (cost.seconds(1, 1, 0, positions) - cost.coefficients[0]))

@@ -38,7 +38,6 @@ class Speculation:
     store: DraftStore
     history: History
     tokens_per_step: float = 0.0  # exponentially weighted, over all ranks
-    longest: float = 0.0
     forwards: float = 0.0  # of the slowest rank in a rollout, exponentially weighted
     accepted_by_age: dict[int, float] = field(default_factory=dict)  # share of aligned draft tokens, exponentially weighted
     outlook: Outlook = field(default_factory=Outlook)
@@ -66,14 +65,13 @@ class Speculation:
         rows: list[Row],
         step: int,
         batch_of,
-        owners_of,
         on_finished=None,
         log: ForwardLog | None = None,
     ) -> tuple[RolloutStats, dict]:
         """Generate this rank's rows of `step`, and draft ahead. Returns counts, and the drafts that this rank made.
 
-        batch_of(step), owners_of(prompts): a global batch, and the rank that generates each of its prompts; on_finished(row): is
-        called with each of `rows` as it is done; log: where forwards are noted. The weights have had `step` updates.
+        batch_of(step): a global batch; on_finished(row): is called with each of `rows` as it is done; log: where forwards are
+        noted. The weights have had `step` updates.
         """
         self.step = step
         self.speculator.begin(step)
@@ -86,14 +84,12 @@ class Speculation:
         depth = self.lookahead(step)
         ahead = None
         if depth:
-            coming = [(s, batch_of(s)) for s in range(step + 1, step + 1 + depth)]
-            batches = [(s, prompts, owners_of(prompts)) for s, prompts in coming]
-            rows_a_rank = -(-len(coming[0][1]) * self.config.rollout.num_generations // self.ranks.world_size)
+            batches = [(s, batch_of(s)) for s in range(step + 1, step + 1 + depth)]
+            rows_a_rank = -(-len(batches[0][1]) * self.config.rollout.num_generations // self.ranks.world_size)
             ahead = self._plan(batches, step, rows_a_rank, engine.cache.num_slots)
-        return rollout(engine, rows, self.board, self.speculator, ahead, self.longest, on_finished, log)
+        return rollout(engine, rows, self.board, self.speculator, ahead, on_finished, log)
 
     def _plan(self, batches: list, step: int, num_rows: int, num_slots: int) -> RunAhead:
-        config = self.config.bubble
         worth = None
         if self.shared_cost is not None:
             kept, resumed = self.followed[:, 1] / self.followed[:, 0]
@@ -109,16 +105,13 @@ class Speculation:
             self.store,
             version=step,
             max_new_tokens=self.config.rollout.max_completion_length,
-            max_slowdown=config.max_slowdown,
-            uses_soft_bubbles=config.uses_soft_bubbles,
-            own_first=config.order == "own",
+            max_slowdown=self.config.bubble.max_slowdown,
         )
 
     def learn(self, step: int, prompts: list[Prompt], tokens: list[np.ndarray], rewards: np.ndarray) -> None:
         """Take in the step's samples, the same on every rank: lengths, and histories for the prompts' next epoch."""
         lengths = np.array([len(t) for t in tokens], np.int64)
         self.tokens_per_step = _average(self.tokens_per_step or None, float(lengths.sum()))
-        self.longest = _average(self.longest or None, float(lengths.max()))
         num_generations = len(tokens) // len(prompts)
         self.outlook.learn(np.repeat([len(prompt.token_ids) for prompt in prompts], num_generations), lengths)
         if "suffix" in self.config.speculative.method:
@@ -159,7 +152,7 @@ class Speculation:
             "survival": self.speculator.survival.state_dict(),
         }
         flat = {f"{name}.{key}": array for name, part in parts.items() for key, array in part.items()}
-        averages = np.array([self.tokens_per_step, self.longest, self.forwards])
+        averages = np.array([self.tokens_per_step, self.forwards])
         cost = np.empty(0) if self.shared_cost is None else self.shared_cost
         shares = {"accepted_by_age": ages, "followed": self.followed}
         return flat | shares | {"lengths": self.outlook.seen, "averages": averages, "shared_cost": cost}
@@ -169,7 +162,7 @@ class Speculation:
         for name, part in (("drafts", self.store), ("history", self.history), ("survival", self.speculator.survival)):
             part.load_state_dict({key.split(".", 1)[1]: array for key, array in state.items() if key.startswith(f"{name}.")})
         self.outlook.seen = state["lengths"]
-        self.tokens_per_step, self.longest, self.forwards = map(float, state["averages"])
+        self.tokens_per_step, *_, self.forwards = map(float, state["averages"])  # older checkpoints have three
         self.accepted_by_age = {int(age): float(share) for age, share in state["accepted_by_age"]}
         self.followed = state.get("followed", FOLLOWED)  # older checkpoints have none, nor the next
         cost = state.get("shared_cost", ())

@@ -1,4 +1,4 @@
-"""Where float32 rows differ: torchrun --nproc_per_node=2 benchmarks/near_ties.py --config F [--json OUT] [overrides]
+"""Where float32 rows differ: torchrun --nproc_per_node=2 tests/system/near_ties.py --config F [--json OUT] [overrides]
 
 As in paired_rollout.py each step's batch is rolled out twice with the same weights, without and with speculation. A forward of
 another shape rounds differently, so a row may leave its twin, but only at a near tie. For each row's first difference a plain
@@ -21,7 +21,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 from benchmarks.paired_rollout import paired_step, plain_engine
 from bubblespec.config import load_config

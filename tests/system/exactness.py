@@ -1,4 +1,4 @@
-"""Every method gives the same tokens: python benchmarks/exactness.py [--steps N] [--ranks 1,2,4] [--json OUT] [overrides]
+"""Every method gives the same tokens: python tests/system/exactness.py [--steps N] [--ranks 1,2,4] [--json OUT] [overrides]
 
 Each arm is a run of train.py with real learning, in float64, on a few ranks of this machine, one run after the other. All
 arms of a sampling setting must log the same `rollout/digest` at every step, on any number of ranks, and all arms on the same
@@ -26,12 +26,12 @@ from dataclasses import dataclass
 import torch
 from safetensors.torch import load_file
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from benchmarks.disturbed_train import COUNTS, COUNTS_FILE
 from bubblespec.checkpoint import load_speculation
+from tests.system.disturbed_train import COUNTS, COUNTS_FILE
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 RUN_TIMEOUT_S = 1200
 
 
@@ -156,7 +156,7 @@ def run_arm(arm: Arm, ranks: int, folder: str, steps: int, options: list[str]) -
     overrides += [f"speculative.method={arm.method}", *arm.overrides]
     if arm.preempt or arm.corrupt:
         disturbances = ("--preempt", str(arm.preempt), "--corrupt", str(arm.corrupt))
-        command = launch(ranks, "benchmarks/disturbed_train.py", *disturbances, *overrides)
+        command = launch(ranks, "tests/system/disturbed_train.py", *disturbances, *overrides)
     else:
         command = launch(ranks, "train.py", *overrides)
     result = {}
@@ -251,7 +251,7 @@ def near_ties(config: str, rank_counts: list[int], steps: int, overrides: list[s
     for ranks in rank_counts:
         path = os.path.join(folder, f"near_ties_{ranks}.json")
         options = [*fixed, f"run.output_dir={folder}/{ranks}", *overrides]
-        command = launch(ranks, "benchmarks/near_ties.py", "--config", config, "--json", path, *options)
+        command = launch(ranks, "tests/system/near_ties.py", "--config", config, "--json", path, *options)
         code = subprocess.run(command, cwd=ROOT, env=environment()).returncode
         record = {"ranks": ranks, "passed": False, "error": f"exit code {code}"}
         if os.path.isfile(path):

@@ -1,10 +1,10 @@
-"""train.py with disturbances: torchrun --nproc_per_node=2 benchmarks/disturbed_train.py --config F [--preempt P] [--corrupt P]
+"""train.py with disturbances: torchrun --nproc_per_node=2 tests/system/disturbed_train.py --config F [--preempt P] [--corrupt P]
 [overrides]
 
 Pre-emption: after a forward, with chance P, some rows are dropped from the engine, active or queued, of the own batch or run
 ahead, and added again at the end of the queue. Corruption: a share P of the drafts that a rank has made is spoilt before the
 exchange, so that all ranks still hold the same ones, and a share P of the proposals before the engine verifies them. None of
-it may change a token. The trainer is wrapped from outside and knows nothing of it; benchmarks/exactness.py compares the runs.
+it may change a token. The trainer is wrapped from outside and knows nothing of it; tests/system/exactness.py compares the runs.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import sys
 import numpy as np
 import transformers
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 from bubblespec.config import load_config
 from bubblespec.distributed import ranks_from_environment

@@ -1,4 +1,4 @@
-"""A run that is killed again and again ends as one that is not: python benchmarks/faults.py [--kills N] [--steps N] [--ranks N]
+"""A run that is killed again and again ends as one that is not: python tests/system/faults.py [--kills N] [--steps N] [--ranks N]
 [--seed S] [--json OUT] [overrides]
 
 Runs of train.py in float64 with real learning, which save after every step: one without disturbance, and one that is killed at
@@ -23,9 +23,9 @@ import sys
 import tempfile
 import time
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from benchmarks.exactness import (
+from tests.system.exactness import (
     ROOT,
     RUN_TIMEOUT_S,
     SHORT,

@@ -1,0 +1,74 @@
+"""Time for tests that must not depend on the clock: it passes only where a test says so."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import train
+from bubblespec import collect, forward_log, scoring, timeline, trainer, update
+from bubblespec.config import load_config
+from bubblespec.distributed import Ranks
+from bubblespec.engine.generator import Generator, Load
+from bubblespec.set_up import set_up
+
+
+class Clock:
+    """Stands in for the `time` module: sleeping takes no time of ours, and a look at the clock a microsecond of its own."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+    monotonic = perf_counter
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class ClockThatSkips:
+    """The `time` module, ahead by `skipped` seconds: a time-out ends at once where a test wants it to, and nowhere else."""
+
+    def __init__(self):
+        self.skipped = 0.0
+        self.sleep = time.sleep
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.skipped
+
+
+def forward_seconds(load: Load) -> float:
+    """Of a forward in a run in virtual time: those of a small model on a CPU, roughly."""
+    return 5e-3 + 1e-4 * load.rows + 5e-5 * load.tokens + 1e-4 * load.wide_rows + 1e-7 * load.positions
+
+
+@contextlib.contextmanager
+def virtual_time() -> Iterator[Ranks]:
+    """The one rank of a run in this process; time passes in the engine's forwards alone, `forward_seconds` in each."""
+    clock, step = Clock(), Generator.step
+
+    def timed_step(engine: Generator) -> list:
+        finished = step(engine)
+        clock.sleep(forward_seconds(engine.load))
+        return finished
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (train, collect, forward_log, scoring, timeline, trainer, update):
+            patch.setattr(module, "time", clock)
+        patch.setattr(Generator, "step", timed_step)
+        ranks = Ranks(torch.device("cpu"))
+        ranks.clock = clock
+        yield ranks
+
+
+def train_in_virtual_time(*overrides: str, config: str = "configs/tiny_cpu.yaml") -> None:
+    """What `python train.py` does, in this process and in virtual time."""
+    with virtual_time() as ranks:
+        made = set_up(load_config(config, list(overrides)), ranks)
+        train.train(made)
+        made.lock.close()

@@ -1,0 +1,503 @@
+"""What runs on a GPU, on CUDA tensors that are not there: shapes, types and devices, but no values, and no card.
+
+`FakeCuda` lets torch work out what every operation would give. It raises where tensors of two devices meet, where a kernel is
+called with a keyword it does not have, and where a shape depends on values; and it notes every point at which the host would
+have to wait for the GPU. Values that the host asks for are made up (`FakeCuda.answer`).
+"""
+
+import contextlib
+import inspect
+import sys
+import types
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from conftest import VOCAB, small_config
+from test_generator import make_prompts, make_rows
+from test_update import ADVANTAGES, make_config, make_samples
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+import bubblespec
+from bubblespec.distributed import Ranks
+from bubblespec.engine import generator as generator_module
+from bubblespec.engine import graphs, sampling
+from bubblespec.engine.attention import NAME, choose_kernel
+from bubblespec.engine.generator import Generator
+from bubblespec.engine.kv_cache import KVCache
+from bubblespec.engine.model import enable_gradient_checkpointing, forward_hidden, prepare_model
+from bubblespec.engine.noise import gumbel, random_bits
+from bubblespec.engine.packing import PAGE, pack_rows, pack_sequences
+from bubblespec.engine.sampling import SamplingParams, sample
+from bubblespec.engine.verify import RULES, verify
+from bubblespec.memory import HEADROOM, choose_num_slots, work_out
+from bubblespec.optimizer import Optimizer
+from bubblespec.schedule.progress import ProgressBoard, RankState
+from bubblespec.update import train_on_samples
+
+DEVICE = torch.device("cuda", 0)
+SOURCES = str(Path(bubblespec.__file__).parent)
+KERNELS = ("sdpa", "varlen", "flash_attn")
+aten = torch.ops.aten
+ON_THE_WAY_TO_NUMPY = {aten.detach.default, aten.to.dtype_layout, aten.resolve_conj.default, aten.resolve_neg.default}
+
+
+class FakeCuda(FakeTensorMode):
+    """While it is on, tensors are fake; those on `DEVICE` are what a program on a GPU would have there.
+
+    waits: "file.function" of this project for every time that the host would wait for the GPU: values that it reads, and copies
+    in either direction that do not say non_blocking; uploads: how many copies to the device there were, of either kind.
+    products: types of what matrix products and attention kernels were given; largest_double: elements of the largest
+    float64 tensor on the device. answer: what the host gets to see of a tensor, by default zeros.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.answer = lambda tensor: np.zeros(tuple(tensor.shape))
+        self.clear()
+
+    def clear(self) -> None:
+        self.waits: list[str] = []
+        self.uploads = self.largest_double = 0
+        self.products: set[torch.dtype] = set()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        # A torch without CUDA cannot guard such a device, nor has it a thread for its gradients. So whatever is compiled sees
+        # the meta device; this file, the rules of fake tensors and the code under test see the fake one.
+        if function is torch.ops.prim.device.default:
+            return torch.device("meta")
+        kwargs = dict(kwargs or {})
+        if "device" in kwargs and kwargs["device"] is not None and kwargs["device"].type == "meta":
+            kwargs["device"] = DEVICE
+        if function in ON_THE_WAY_TO_NUMPY and not isinstance(args[0], FakeTensor):  # what `_read` has given
+            return args[0]
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        on_gpu = any(t.device.type == "cuda" for t in tensors)
+        if on_gpu and (function is aten._local_scalar_dense.default or kwargs.get("device") == torch.device("cpu")):
+            return self._read(function, args[0])
+        if function in (aten._to_copy.default, aten.copy_.default):
+            self._upload(function, args, kwargs)
+        elif on_gpu:
+            self._check(function, args, kwargs)
+        result = super().__torch_dispatch__(function, types, args, kwargs)
+        if function is aten.lift_fresh.default:
+            result.constant = None  # else what is done to single numbers is done to real ones
+        doubles = (t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.dtype == torch.float64)
+        self.largest_double = max([self.largest_double, *(t.numel() for t in doubles if t.device.type == "cuda")])
+        return result
+
+    def _read(self, function, tensor: torch.Tensor):
+        self.waits.append(place())
+        with _disable_current_modes():
+            values = torch.as_tensor(self.answer(tensor)).to(tensor.dtype)
+            return values.item() if function is aten._local_scalar_dense.default else values.clone()
+
+    def _upload(self, function, args, kwargs) -> None:
+        target, source = args[:2] if function is aten.copy_.default else (None, args[0])
+        to = target.device if target is not None else torch.device(kwargs.get("device") or source.device)
+        if source.device.type == to.type:
+            return
+        assert to.type == "cuda", f"{place()}: a copy into memory of the host that exists"
+        self.uploads += 1
+        is_async = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+        if not is_async:
+            self.waits.append(place())
+
+    def _check(self, function, args, kwargs) -> None:
+        """What a GPU does not do, or does only after the host has waited, although fake tensors can."""
+        name = function.name()
+        if name.startswith(("aten::index.", "aten::index_put", "aten::_index_put", "aten::_unsafe_index")):
+            for index in args[1]:
+                assert index is None or index.device.type == "cuda", f"{place()}: an index on the CPU"
+                assert index is None or index.dtype == torch.int64, f"{place()}: an index of {index.dtype}"
+        if name == "aten::segment_reduce" and not kwargs.get("unsafe"):
+            self.waits.append(place())  # it looks whether the lengths fit
+        if name == "torch_attn::_varlen_attn":
+            bound = dict(zip((a.name for a in function._schema.arguments), args, strict=False)) | kwargs
+            check_attention(*args[:5], bound.get("seqused_k"), *args[5:7])
+            assert all(t.is_contiguous() for t in args[:3]), f"{place()}: the kernel takes contiguous tensors"
+        if name in PRODUCTS:
+            given = {t.dtype for t in tree_leaves(args) if isinstance(t, torch.Tensor) and t.is_floating_point()}
+            assert len(given) == 1, f"{place()}: a product of {given}"
+            self.products |= given
+        self.calls[name] += 1
+
+
+PRODUCTS = {f"aten::{name}" for name in ("mm", "addmm", "linear", "scaled_dot_product_attention")}
+
+
+def place() -> str:
+    """The innermost function of this project that is running, "file.function"."""
+    frame = sys._getframe(1)
+    while not frame.f_code.co_filename.startswith(SOURCES):
+        frame = frame.f_back
+        if frame is None:
+            return "the test itself"
+    return f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}"
+
+
+def check_attention(query, key, value, cu_q, cu_k, used, max_q, max_k) -> None:
+    """What the kernels for variable lengths ask for."""
+    assert query.dtype == key.dtype == value.dtype == torch.bfloat16
+    lengths = [t for t in (cu_q, cu_k, used) if t is not None]
+    assert all(t.dtype == torch.int32 and t.is_contiguous() for t in lengths) and len(cu_q) == len(cu_k)
+    assert all(t.device == DEVICE for t in (query, key, value, *lengths))
+    assert type(max_q) is type(max_k) is int and 0 < max_q <= max_k
+
+
+def flash_attn_varlen_func(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+    block_table=None,
+):
+    """The signature of flash_attn 2.8, and what that asks for."""
+    check_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, None, max_seqlen_q, max_seqlen_k)
+    assert all(t.stride(-1) == 1 for t in (q, k, v)) and causal and window_size[1] == 0 and dropout_p == 0.0
+    if block_table is not None:
+        assert block_table.dtype == torch.int32 and block_table.device == DEVICE and block_table.stride(-1) == 1
+        assert k.ndim == v.ndim == 4 and k.shape[1] % 256 == 0 and len(block_table) == len(cu_seqlens_q) - 1
+        assert block_table.shape[1] * k.shape[1] >= max_seqlen_k
+    return q + (k.sum() + v.sum()) * 0.0
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
+    monkeypatch.setattr(FakeTensor, "is_cuda", property(lambda tensor: tensor.fake_device.type == "cuda"), raising=False)
+    with FakeCuda() as fake:
+        yield fake
+
+
+def make_fake(name: str = "llama") -> transformers.PreTrainedModel:
+    config = small_config(name)
+    config.num_hidden_layers = 1
+    with DEVICE:
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model.set_attn_implementation(NAME)
+    assert model.device == DEVICE and model.dtype == torch.bfloat16
+    return model
+
+
+def is_on_gpu(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    return tensor.device == DEVICE and tensor.dtype == dtype
+
+
+def test_mistakes_are_seen(cuda):
+    """The stand-in itself: each of these costs a program on a GPU an error or a wait."""
+    values, index = torch.zeros(5, device=DEVICE), torch.arange(2)
+    for mistake in (
+        lambda: values + torch.zeros(5),
+        lambda: values[index],
+        lambda: values[values > 0],
+        lambda: values.nonzero(),
+        lambda: values.repeat_interleave(values.long()),
+        lambda: values.bfloat16()[None] @ values[:, None],
+    ):
+        with pytest.raises((RuntimeError, AssertionError)):
+            mistake()
+    assert not cuda.waits
+    for wait in (
+        lambda: values.cpu(),
+        lambda: values[0].item(),
+        lambda: float(values[0]),
+        lambda: bool(values.any()),
+        lambda: values[:1].tolist(),
+        lambda: torch.tensor([1, 2], device=DEVICE),
+        lambda: index.to(DEVICE),
+        lambda: values.new_tensor(1.0),
+        lambda: values.copy_(torch.zeros(5)),
+        lambda: torch.segment_reduce(values, "sum", lengths=torch.zeros(1, dtype=torch.int64, device=DEVICE)),
+    ):
+        wait()
+        assert len(cuda.waits) == 1, inspect.getsource(wait)
+        cuda.clear()
+    index.to(DEVICE, non_blocking=True)
+    assert cuda.uploads == 1 and not cuda.waits
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+def test_whole_sequences(cuda, name, kernel):
+    """A training forward and its backward."""
+    model = make_fake(name)
+    tokens = torch.zeros(60, dtype=torch.int64, device=DEVICE)
+    cuda.clear()
+    hidden = forward_hidden(model, tokens, pack_sequences([10, 3, 40, 7], DEVICE), kernel)
+    assert is_on_gpu(hidden, torch.bfloat16) and hidden.shape == (60, 64)
+    hidden.sum().backward()
+    assert all(is_on_gpu(p.grad, torch.bfloat16) for p in model.base_model.parameters() if p.requires_grad)
+    assert cuda.products == {torch.bfloat16} and cuda.waits == [] and cuda.largest_double == 0
+    assert cuda.calls["torch_attn::_varlen_attn"] == (kernel == "varlen")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+def test_rows_with_a_past(cuda, name, kernel):
+    """Prompts, single tokens, and tokens with drafts behind them, in forwards of three rows."""
+    model, cache = make_fake(name), KVCache(4, 2 * PAGE)
+    start = np.zeros(3, np.int64)
+    cuda.clear()
+    for count in ([9, 40, 3], [1, 1, 1], [5, 1, 0], [0, 0, 1]):
+        packing = pack_rows(cache, start.copy(), np.array(count), DEVICE)
+        with torch.inference_mode():
+            tokens = torch.zeros(sum(count), dtype=torch.int64, device=DEVICE)
+            hidden = forward_hidden(model, tokens, packing, kernel)
+        assert is_on_gpu(hidden, torch.bfloat16) and hidden.shape == (sum(count), 64)
+        start += count
+    cache.copy(0, 3, 8)
+    assert cuda.products == {torch.bfloat16} and cuda.waits == [] and cuda.largest_double == 0
+    for tensor in (*cache.keys.values(), *cache.values.values()):
+        assert is_on_gpu(tensor, torch.bfloat16) and tensor.shape[:2] == (4, 2 * PAGE)
+
+
+PARAMS = [
+    SamplingParams(),
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.7, top_k=5, top_p=0.9, stop_token_ids=(5, 11), min_length=3),
+]
+
+
+@pytest.mark.parametrize("params", PARAMS)
+@pytest.mark.parametrize("at_once", [1 << 26, 3 * VOCAB])
+@torch.inference_mode()
+def test_sampling_and_verification(cuda, monkeypatch, params, at_once):
+    """Whole, and in chunks of three positions. Vectors may be float64, but nothing with a vocabulary."""
+    monkeypatch.setitem(sampling.MAX_LOGITS_AT_ONCE, "cuda", at_once)
+    counts = np.array([0, 3, 0, 4])
+    positions, drafts = int(counts.sum()) + len(counts), int(counts.sum())
+    logits = torch.zeros(positions, VOCAB, dtype=torch.bfloat16, device=DEVICE)
+    keys = torch.zeros(positions, 4, dtype=torch.int32, device=DEVICE)
+    generated = torch.zeros(positions, dtype=torch.int64, device=DEVICE)
+    draft = torch.zeros(drafts, dtype=torch.int64, device=DEVICE)
+    none = np.zeros(positions, np.int64)
+    cuda.clear()
+    assert is_on_gpu(random_bits(keys, VOCAB), torch.int32) and is_on_gpu(gumbel(keys, VOCAB), torch.float32)
+    results = [sample(logits, keys, generated, params)]
+    for rule in RULES:
+        results.append(verify(logits, draft, counts, keys, generated, params, rule))
+        assert is_on_gpu(results[-1].accepted, torch.int64) and results[-1].accepted.shape == counts.shape
+        results.append(verify(logits, draft[:0], none, keys, generated, params, rule))
+    for token, logprob, full_logprob in (result[-3:] for result in results):
+        assert is_on_gpu(token, torch.int64) and len(token) == positions
+        assert is_on_gpu(logprob, torch.float32) and is_on_gpu(full_logprob, torch.float32)
+    assert cuda.waits == [] and cuda.largest_double <= positions
+
+
+class Drafts:
+    """Two tokens for every other row."""
+
+    def propose(self, rows, lengths, room, budget):
+        return [np.array([1, 2]) if i % 2 else None for i in range(len(rows))]
+
+    def observe(self, rows, tokens, num_draft, num_accepted):
+        assert (num_accepted <= num_draft).all()
+
+
+def make_engine(cuda, monkeypatch, kernel: str, **options) -> Generator:
+    """An engine whose forwards find tokens and numbers of accepted draft tokens made up."""
+    rng, cuda.sampled = np.random.default_rng(0), []
+
+    def watched(logits, draft, num_draft, *args):
+        cuda.sampled.append(num_draft)
+        assert is_on_gpu(logits, torch.bfloat16)
+        return verify(logits, draft, num_draft, *args)
+
+    def answer(tensor):
+        accepted = rng.integers(0, cuda.sampled[-1] + 1)
+        positions = (len(tensor) - len(accepted)) // 3
+        tokens = rng.integers(12, VOCAB, positions)
+        return np.concatenate((accepted, tokens, np.full(2 * positions, -1.0)))
+
+    monkeypatch.setattr(generator_module, "verify", watched)
+    cuda.answer = answer
+    engine = Generator(make_fake(), 4, 100, seed=0, max_batch_tokens=32, kernel=kernel, **options)
+    engine.params = PARAMS[2]
+    return engine
+
+
+def run_engine(cuda, engine: Generator) -> set[int]:
+    """All rows to their end; one wait a forward, and none where nothing is sampled. How many copies to the device there were."""
+    engine.add(make_rows(make_prompts(4), 2, 7))
+    uploads, finished = set(), []
+    while not engine.is_idle:
+        cuda.clear()
+        calls = len(cuda.sampled)
+        finished += engine.step()
+        assert cuda.waits == ["generator._forward"] * (len(cuda.sampled) - calls)
+        uploads.add(cuda.uploads)
+        assert cuda.products == {torch.bfloat16} and cuda.largest_double < 4 * 32
+    assert len(finished) == 8 and all(len(row.tokens) == 7 for row in finished)
+    return uploads
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("speculator", [None, Drafts()])
+def test_a_step_of_the_engine_waits_once(cuda, monkeypatch, kernel, speculator):
+    """From the admission of rows to their end, with shared prompts and drafts, plainly launched."""
+    engine = make_engine(cuda, monkeypatch, kernel, speculator=speculator, enforce_eager=True)
+    uploads = run_engine(cuda, engine)
+    assert engine.graphs is None and len(cuda.sampled) < engine.num_forwards
+    assert max(uploads) <= 11, "tokens, where they go, what verification needs: none of it once a row or a layer"
+    assert all(is_on_gpu(t, torch.bfloat16) for t in (*engine.cache.keys.values(), *engine.cache.values.values()))
+
+
+@pytest.mark.parametrize("kernel", KERNELS[1:])
+def test_graphs_take_all_from_their_one_input(cuda, monkeypatch, kernel):
+    """In what is captured nothing waits and nothing comes from the host; each forward then writes one tensor."""
+    captured = []
+
+    def capture(run, pool):
+        cuda.clear()
+        hidden = run()
+        assert cuda.waits == [] and cuda.uploads == 0 and cuda.products == {torch.bfloat16}
+        captured.append(hidden)
+        return lambda: None, hidden, pool
+
+    monkeypatch.setattr(graphs, "capture", capture)
+    engine = make_engine(cuda, monkeypatch, kernel, speculator=Drafts())
+    uploads = run_engine(cuda, engine)
+    assert min(uploads) == 1 and max(uploads) <= 7, "the input, and what verification needs"
+    assert engine.graphs.num_replays == engine.num_forwards and not engine.graphs.is_off
+    assert [h.shape for h in captured] == [(shape.tokens, 64) for shape in engine.graphs.shapes]
+    assert all(is_on_gpu(h, torch.bfloat16) for h in captured)
+    for shape, graph in engine.graphs._graphs.items():
+        assert is_on_gpu(graph.inputs, torch.int64) and graph.inputs.shape == (6, shape.tokens + 1)
+
+
+EXTRAS = {
+    "grpo": {"mask_truncated_completions": True},
+    "dr_grpo": {"loss_type": "dr_grpo", "delta": 3.0},
+    "dapo": {"loss_type": "dapo"},
+    "cispo": {"loss_type": "cispo"},
+    "gspo, updates": {"importance_sampling_level": "sequence", "num_minibatches": 2},
+}
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_an_update_waits_twice(cuda, extra):
+    """For its sums and for the norm of its gradient: not for a micro-batch."""
+    check_update(cuda, EXTRAS[extra], "varlen")
+
+
+def test_an_update_in_small_pieces(cuda):
+    """Layers are computed again in the backward pass, and logits exist for 25 positions at once."""
+    check_update(cuda, {"kl_coef": 0.1}, "sdpa", has_checkpoints=True)
+
+
+def check_update(cuda, extra: dict, kernel: str, has_checkpoints: bool = False) -> None:
+    model, config = make_fake(), make_config(100, **extra)
+    reference = make_fake().requires_grad_(False) if "kl_coef" in extra else None
+    config.optim.max_grad_norm = 1.0
+    if has_checkpoints:
+        config.model.gradient_checkpointing = True
+        config.optim.max_logits_per_chunk = 25 * VOCAB
+        enable_gradient_checkpointing(model)
+    optimizer, ranks = Optimizer(model, config.optim, 10, Ranks(DEVICE)), Ranks(DEVICE)
+    cuda.answer = lambda tensor: np.full(tuple(tensor.shape), 5.0)
+    cuda.clear()
+    metrics = train_on_samples(model, reference, optimizer, make_samples(), ADVANTAGES, config, ranks, 0, kernel)
+    assert metrics["grad_norm"] == 5.0 and metrics["skipped_updates"] == 0
+    updates = extra.get("num_iterations", 1) * extra.get("num_minibatches", 1)
+    assert cuda.waits == ["update._sum_over_ranks", "optimizer.step"] * updates
+    assert cuda.products == {torch.bfloat16} and cuda.largest_double < 10 * 20
+    assert cuda.calls["aten::_fused_adamw_"] == 2 * updates
+    assert is_on_gpu(optimizer.flat_grad, torch.float32) and all(is_on_gpu(p, torch.bfloat16) for p in model.parameters())
+    for param, master in optimizer.updated.items():
+        assert param.grad is None and is_on_gpu(master, torch.float32)
+        assert all(is_on_gpu(moment, torch.float32) for moment in optimizer.local.state[master].values())
+
+
+def test_a_checkpoint_goes_to_the_host_and_back(cuda):
+    """Moments and masters are read once each, and are float32 on the device again."""
+    model, config, states = make_fake(), make_config(), []
+    cuda.answer = lambda tensor: np.ones(tuple(tensor.shape))
+    for _ in range(2):
+        optimizer = Optimizer(model, config.optim, 10)
+        if states:
+            on_host = {name: {k: torch.zeros(v.shape) for k, v in t.items()} for name, t in states[0]["parameters"].items()}
+            optimizer.load_state_dict({"num_updates": 3, "parameters": on_host})
+        else:
+            optimizer.step(0)
+        cuda.clear()
+        states.append(optimizer.state_dict())
+        assert cuda.waits == ["optimizer.state_dict"] * (1 + 3 * len(optimizer.params))
+    assert all(t.dtype == torch.float32 and t.device.type == "cpu" for p in states[1]["parameters"].values() for t in p.values())
+    for master in optimizer.updated.values():
+        assert all(is_on_gpu(t, torch.float32) for t in (master, *optimizer.local.state[master].values()))
+
+
+def test_a_model_is_checked_on_the_device(cuda):
+    """What it reads back are verdicts, once at the start."""
+    model = make_fake()
+    cuda.answer = lambda tensor: np.full(tuple(tensor.shape), tensor.dtype == torch.bool)
+    prepare_model(model, 100)
+    assert cuda.waits and cuda.products == {torch.bfloat16}
+
+
+def test_collectives(cuda, monkeypatch):
+    """Of one rank they are nothing; of two, what goes to the others is on the device."""
+    ranks = Ranks(DEVICE)
+    tensor = torch.zeros(3, device=DEVICE)
+    assert ranks.sum_(tensor) is tensor and ranks.gather(np.arange(3)).tolist() == [[0, 1, 2]] and not cuda.waits
+    sent = []
+
+    def all_gather(everyone, own, async_op, group=None):
+        assert everyone.device == own.device == DEVICE and everyone.dtype == own.dtype and everyone.numel() == 2 * own.numel()
+        sent.append(own.numel())
+        return types.SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
+
+    monkeypatch.setattr("bubblespec.distributed.all_gather", all_gather)
+    monkeypatch.setattr("bubblespec.schedule.progress.all_gather", all_gather)
+    monkeypatch.setattr("torch.distributed.new_group", lambda **options: options)
+    monkeypatch.setattr("torch.cuda.Stream", lambda device: device)
+    monkeypatch.setattr("torch.cuda.stream", contextlib.nullcontext)
+    ranks.world_size, ranks.roll_call = 2, types.SimpleNamespace(enter=lambda place: None)
+    cuda.answer = lambda tensor: np.ones(tuple(tensor.shape))
+    assert ranks.gather(np.zeros((2, 3))).shape == (2, 2, 3) and ranks.gather_text("a") == ["\x01", "\x01"]
+    assert cuda.waits == ["distributed.gather"] * 6  # of three collectives: there and back
+    board = ProgressBoard(ranks, 60.0)
+    cuda.clear()
+    states = board.poll(lambda: RankState(0))
+    assert states == [RankState(1, 1, True)] * 2 and board.must_stop
+    assert cuda.waits == ["progress._receive"] and cuda.uploads == 1 and sent[-1] == len(RankState._fields)
+
+
+def test_slots_by_what_the_card_has_free(monkeypatch):
+    """Five, one that graphs spare, and half of another; two of them are in memory that the allocator holds and nobody uses."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(small_config("llama"), dtype=torch.bfloat16)
+    config = make_config()
+    config.model.dtype, config.model.attention, config.rollout.num_slots = "bfloat16", "varlen", "auto"
+    needs, total = work_out(config, model, 1), 10**12
+    room = 6.5 * needs.slot + max(needs.rollout, needs.training) + needs.moments + HEADROOM * total
+    reserved = {"memory_reserved": 3 * needs.slot, "memory_allocated": needs.slot}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(room) - 2 * needs.slot, total))
+    for name, size in reserved.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, size=size: size)
+    config.rollout.free_cache_engine = False
+    assert choose_num_slots(config, model, False, Ranks(DEVICE)) == 5
+    config.rollout.enforce_eager = True
+    assert choose_num_slots(config, model, False, Ranks(DEVICE)) == 6
+
+
+def test_the_choice_of_kernel(cuda):
+    assert [choose_kernel(kernel, DEVICE, torch.bfloat16) for kernel in ("sdpa", "varlen")] == ["sdpa", "varlen"]

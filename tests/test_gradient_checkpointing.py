@@ -1,0 +1,116 @@
+"""Recomputing layers changes neither log-probabilities nor gradients, in models whose training mode is another function."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from conftest import GQA, SMALL, VOCAB
+from test_update import gradient, make_config, make_samples
+
+from bubblespec.config import ModelConfig
+from bubblespec.engine.model import UnsupportedModel, enable_gradient_checkpointing, forward_hidden, prepare_model
+from bubblespec.engine.packing import pack_sequences
+from bubblespec.lora import add_adapter
+
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+# What would show: probabilities of 0.5, and factors between 0.5 and 1.5.
+RANDOM_IN_TRAINING = {
+    "opt": lambda: transformers.OPTConfig(
+        **SMALL | {"intermediate_size": None},
+        ffn_dim=96,
+        word_embed_proj_dim=64,
+        dropout=0.5,
+        attention_dropout=0.5,
+        layerdrop=0.5,
+    ),
+    "seed_oss": lambda: transformers.SeedOssConfig(**GQA, head_dim=16, residual_dropout=0.5, attention_dropout=0.5),
+    "starcoder2": lambda: transformers.Starcoder2Config(
+        **GQA, residual_dropout=0.5, embedding_dropout=0.5, attention_dropout=0.5, sliding_window=None
+    ),
+    "mixtral": lambda: transformers.MixtralConfig(**GQA, **EXPERTS, router_jitter_noise=0.5, attention_dropout=0.5),
+    "phimoe": lambda: transformers.PhimoeConfig(**GQA, **EXPERTS, input_jitter_noise=0.5, router_jitter_noise=0.5),
+    "phi3": lambda: transformers.Phi3Config(**GQA, resid_pdrop=0.5, embd_pdrop=0.5, attention_dropout=0.5),
+    "gpt_neox": lambda: transformers.GPTNeoXConfig(**SMALL, hidden_dropout=0.5, attention_dropout=0.5),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5, initializer_range=0.2
+    ),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
+        **GQA, num_experts=4, moe_intermediate_size=32, shared_expert_intermediate_size=32, attention_dropout=0.5
+    ),
+}
+
+
+def compute(name: str, has_checkpoints: bool, dtype: torch.dtype, has_adapter: bool):
+    """Gradient and metrics of one step, and how often a norm of the layers has run."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(RANDOM_IN_TRAINING[name]()).to(dtype).eval()
+    if has_adapter:
+        add_adapter(model, ModelConfig(path="", lora_r=4), seed=3)
+        for parameter_name, parameter in model.named_parameters():
+            if "lora_B" in parameter_name:
+                torch.nn.init.normal_(parameter, std=0.1)
+    prepare_model(model, 64)
+    if has_checkpoints:
+        enable_gradient_checkpointing(model)
+    layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == 2)
+    calls = []
+    for layer in layers:
+        inner = next(m for child, m in layer.named_modules() if isinstance(m, torch.nn.LayerNorm) or "norm" in child)
+        inner.register_forward_pre_hook(lambda module, _: calls.append(module))
+    config = make_config()
+    config.model.gradient_checkpointing = has_checkpoints
+    got, metrics = gradient(model, make_samples(), config)
+    assert not any(module.training for module in model.modules())
+    return got, {key: value for key, value in metrics.items() if not key.startswith("timing_s")}, len(calls)
+
+
+def check(name: str, dtype: torch.dtype = torch.float64, has_adapter: bool = False) -> None:
+    (plain, plain_metrics, calls), (got, metrics, more_calls) = (
+        compute(name, has_checkpoints, dtype, has_adapter) for has_checkpoints in (False, True)
+    )
+    assert torch.equal(got, plain) and metrics == plain_metrics
+    assert got.isfinite().all() and got.abs().max() > 1e-3
+    assert more_calls == 2 * calls > 0
+
+
+@pytest.mark.parametrize("name", RANDOM_IN_TRAINING)
+def test_nothing_random_comes_back(name):
+    check(name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_to_the_bit_in_other_types(dtype):
+    check("mixtral", dtype)
+
+
+@pytest.mark.parametrize("name", ["opt", "seed_oss", "mixtral"])
+def test_with_an_adapter(name):
+    pytest.importorskip("peft", reason="pip install -r requirements-lora.txt")
+    check(name, has_adapter=True)
+
+
+def test_a_forward_without_gradients_is_not_checkpointed(make_model, monkeypatch):
+    model = make_model()
+    prepare_model(model, 64)
+    enable_gradient_checkpointing(model)
+    monkeypatch.setattr("bubblespec.engine.model.checkpoint", None)
+    with torch.no_grad():
+        forward_hidden(model, torch.arange(5), pack_sequences([5], torch.device("cpu")))
+
+
+def test_a_copy_has_layers_of_its_own(make_model):
+    """The reference of a KL term is a copy of the model."""
+    model, tokens = make_model(), torch.arange(5)[None]
+    enable_gradient_checkpointing(model)
+    wanted = model(tokens).logits
+    reference = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert torch.equal(reference(tokens).logits, wanted) and not model(tokens).logits.any()
+
+
+def test_a_model_without_layers_to_checkpoint_is_refused():
+    with pytest.raises(UnsupportedModel, match=r"^model.gradient_checkpointing: Linear has no layers"):
+        enable_gradient_checkpointing(torch.nn.Linear(2, 2))

@@ -1,0 +1,71 @@
+"""A run says once that training does not compute what generation did, and never where the difference is rounding."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bubblespec import update
+from bubblespec.config import Config, ModelConfig, load_config
+from bubblespec.distributed import Ranks
+from bubblespec.set_up import set_up
+from bubblespec.trainer import warn_of_mismatch
+from tests.runs import SHORT, read
+from train import train
+
+MEAN = "sampling/logp_difference/mean"
+
+
+def make_trainer(dtype: str, temperature: float, rank: int = 0):
+    config = Config(model=ModelConfig(path="", dtype=dtype))
+    config.rollout.temperature = temperature
+    ranks = Ranks(torch.device("cpu"))
+    ranks.rank, ranks.is_main = rank, rank == 0
+    return SimpleNamespace(
+        config=config, model=SimpleNamespace(dtype=getattr(torch, dtype)), ranks=ranks, has_warned_of_mismatch=False
+    )
+
+
+@pytest.mark.parametrize(
+    "dtype, temperature, passes, warns",
+    [
+        ("float64", 1.0, 0.9e-5, 1.1e-5),
+        ("float32", 1.0, 0.9e-3, 1.1e-3),
+        ("bfloat16", 1.0, 0.09, 0.11),
+        ("float32", 0.1, 0.9e-2, 1.1e-2),  # which logits are divided by, and so their rounding
+        ("float32", 2.0, 0.9e-3, 1.1e-3),
+    ],
+)
+def test_it_is_said_by_dtype_and_temperature(capsys, dtype, temperature, passes, warns):
+    trainer = make_trainer(dtype, temperature)
+    for metrics in ({"loss": 0.0}, {MEAN: 0.0}, {MEAN: passes}, {MEAN: float("nan")}):
+        warn_of_mismatch(trainer, metrics, 3)
+    assert capsys.readouterr().err == ""
+    for step in (4, 5):
+        warn_of_mismatch(trainer, {MEAN: warns}, step)
+    said = capsys.readouterr().err
+    assert said.startswith(f"warning: in step 4 log-probabilities in training differ from those in generation by {warns:.1e} ")
+    assert said.count("\n") == 1 and f"more than {dtype} rounds" in said and "dropout" in said
+
+
+def test_other_ranks_are_silent(capsys):
+    warn_of_mismatch(make_trainer("float32", 1.0, rank=1), {MEAN: 1.0}, 0)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("error", [0.0, 0.25])
+def test_a_run_says_it_once(monkeypatch, tmp_path, capsys, error):
+    original = update.response_logprobs
+
+    def disturbed(*arguments):
+        logprob, entropy = original(*arguments)
+        return logprob + error, entropy
+
+    monkeypatch.setattr(update, "response_logprobs", disturbed)
+    options = [*SHORT, "run.max_steps=3", "run.save_steps=0", "rollout.max_completion_length=16", "eval.num_prompts=0"]
+    trainer = set_up(load_config("configs/tiny_cpu.yaml", [*options, f"run.output_dir={tmp_path}"]), Ranks(torch.device("cpu")))
+    train(trainer)
+    trainer.lock.close()
+    assert capsys.readouterr().err.count("differ from those in generation") == (1 if error else 0)
+    means = [line[MEAN] for line in read(tmp_path) if MEAN in line]
+    assert len(means) >= 2 and means == pytest.approx([error] * len(means), abs=1e-6)
