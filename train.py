@@ -10,11 +10,10 @@ import numpy as np
 import transformers
 
 from bubblespec.advantages import estimate_advantages
-from bubblespec.checkpoint import SaveFailed
 from bubblespec.collect import collect
 from bubblespec.config import load_config
-from bubblespec.distributed import RankTimeout, ranks_from_environment, say_once, signals_stop
-from bubblespec.errors import InputError, RunFailed, say
+from bubblespec.distributed import ranks_from_environment, say_once, signals_stop
+from bubblespec.errors import EndsRun
 from bubblespec.metrics import MetricsLogger
 from bubblespec.report import peak_memory_gb, rollout_metrics, timing_metrics
 from bubblespec.schedule.speculation import speculation_metrics
@@ -71,26 +70,15 @@ def main() -> int:
     arguments = parser.parse_intermixed_args()
     sys.path.append(os.getcwd())  # where the user's own reward functions are
     transformers.utils.logging.disable_progress_bar()
-    is_main = os.environ.get("RANK", "0") == "0"
-    if not is_main:
+    if os.environ.get("RANK", "0") != "0":
         logging.disable(logging.WARNING)
     try:
         config = load_config(arguments.config, arguments.overrides)
         with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks, signals_stop(ranks):
             train(set_up(config, ranks))
-    except InputError as error:  # one line; anything else keeps its traceback
+    except EndsRun as error:  # one line; anything else keeps its traceback
         say_once(error)
-        return 2
-    except RunFailed as error:
-        if is_main:
-            say(f"error: {error}")
-        return 1
-    except RankTimeout:  # a rank has said who is missing
-        return 3
-    except SaveFailed as error:
-        if is_main:
-            say(f"error: {error}")
-        return 4
+        return error.exit_code
     return 0
 
 

@@ -32,10 +32,6 @@ CONFIG_FILE = "config.yaml"
 SPECULATION_FILE = "speculation.npz"
 
 
-class SaveFailed(RuntimeError):
-    """The state of a run that ends could not be saved. Raised on all ranks, with one line."""
-
-
 def save_checkpoint(
     config: Config,
     step: int,

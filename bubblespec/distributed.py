@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from bubblespec.errors import InputError, say
+from bubblespec.errors import EndsRun, InputError, RankTimeout, say
 from bubblespec.processes import die_with_parent
 
 # torch 2.13 renames the collective; 2.11 has the old name only.
@@ -34,10 +34,6 @@ BROKEN_S = 20.0
 CONNECT_S = 30.0
 # One Ctrl-C may reach a rank twice, from the terminal and from the launcher; a later one is a second one.
 SAME_CTRL_C_S = 1.0
-
-
-class RankTimeout(RuntimeError):
-    """A rank hangs or has died; the message is one line that names it. All other ranks raise the same."""
 
 
 class StopRequested(Exception):
@@ -88,6 +84,11 @@ class RollCall:
             line, is_first = f"the job's key-value store has ended, with its launcher or rank 0 ({reason})", True
         if is_first:
             say(f"\nerror: {line}")  # another rank's progress bar may stand where this would go
+        with contextlib.suppress(RuntimeError):  # the launcher kills all as soon as one ends: not before the line is out
+            if is_first:
+                self._store.set("verdict_is_said", "1")
+            else:
+                self._store.wait(["verdict_is_said"], timedelta(seconds=CONNECT_S))
         raise RankTimeout(line)
 
     def _missing_ranks(self, deadline: float) -> list[int]:
@@ -226,8 +227,7 @@ def one_line(error: Exception) -> str:
 def ranks_from_environment(device: str, timeout_s: float) -> Iterator[Ranks]:
     """Join the process group that torchrun describes in the environment; NCCL on GPUs, gloo on CPU.
 
-    Raises InputError if `device` asks for a GPU that is not there. An InputError of the block is printed here, by the first rank
-    that has one: most of them strike all ranks alike.
+    Raises InputError if `device` asks for a GPU that is not there. An EndsRun of the block is printed here.
     """
     local_rank, local_world_size = (int(os.environ.get(name, n)) for name, n in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
     if device == "cuda" and not torch.cuda.is_available():
@@ -255,7 +255,7 @@ def ranks_from_environment(device: str, timeout_s: float) -> Iterator[Ranks]:
         yield ranks
         ranks.place = "the end of the run"
         ranks.barrier()  # not after an error: the other ranks may hang; the launcher ends them when this process exits
-    except InputError as error:
+    except EndsRun as error:
         say_once(error)
         raise
     finally:
@@ -263,20 +263,36 @@ def ranks_from_environment(device: str, timeout_s: float) -> Iterator[Ranks]:
             dist.destroy_process_group()
 
 
-def say_once(error: InputError) -> None:
-    """Print an error unless it, or another rank's, has been printed. Without a process group that is the first rank of a machine.
+def say_once(error: EndsRun) -> None:
+    """Print an error, unless it has been printed. Of several ranks the first to have one prints it: most strike all ranks alike.
 
-    At once, and not at the end: the launcher kills the other ranks as soon as it sees one end.
+    Returns once it is on the screen: as soon as the launcher sees one rank end it kills the others, the one that prints as well.
     """
     if error.is_said:
         return
     error.is_said = True
-    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    try:
+        store = _store_of_all()
+        if store is not None and store.add("num_errors", 1) > 1:
+            store.wait(["error_is_said"], timedelta(seconds=CONNECT_S))
+            return
+    except RuntimeError:  # it may have ended with the rank or the launcher that held it
+        store = None
+    if store is None and os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    say(f"error: {error}")
+    if store is not None:
+        with contextlib.suppress(RuntimeError):
+            store.set("error_is_said", "1")
+
+
+def _store_of_all() -> dist.Store | None:
+    """The key-value store of the job: of the process group or, before there is one, of the launcher; None if there is neither."""
     if dist.is_initialized():
-        with contextlib.suppress(RuntimeError):  # the store may have ended with the rank that held it
-            is_first = dist.distributed_c10d._get_default_store().add("num_input_errors", 1) == 1
-    if is_first:
-        say(f"error: {error}")
+        return dist.distributed_c10d._get_default_store()
+    if "RANK" in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return next(rendezvous("env://", timeout=timedelta(seconds=CONNECT_S)))[0]
+    return None
 
 
 def store_of_this_start(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> dist.Store:

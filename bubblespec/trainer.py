@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from bubblespec.checkpoint import SaveFailed, save_checkpoint
+from bubblespec.checkpoint import save_checkpoint
 from bubblespec.config import Config
 from bubblespec.data import Prompt, PromptSet
 from bubblespec.distributed import Ranks, StopRequested
 from bubblespec.engine.generator import Generator, Row
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.errors import RunFailed, say
+from bubblespec.errors import RunFailed, SaveFailed, say
 from bubblespec.metrics import MetricsLogger
 from bubblespec.optimizer import Optimizer
 from bubblespec.out_of_memory import TokenBudget

@@ -13,10 +13,12 @@ import torch
 import torch.distributed as dist
 
 from bubblespec import distributed
-from bubblespec.distributed import Ranks, RankTimeout, StopRequested, signals_stop
+from bubblespec.distributed import Ranks, StopRequested, signals_stop
+from bubblespec.errors import RankTimeout
 from bubblespec.schedule.progress import ProgressBoard, RankState
 from tests.clocks import Clock, ClockThatSkips
 from tests.ranks import run_ranks
+from tests.warm import launch
 
 HANG_S = 120.0  # a time-out that no test waits for
 
@@ -122,6 +124,34 @@ def test_a_rank_missing_from_a_collective_is_named(tmp_path, capfd, collective, 
     assert line.startswith(f"rank {missing} missing in training of step 7 (") and line.endswith("last heard: in round 4")
     assert capfd.readouterr().err.count(f"error: {line}\n") == 1 and "\n" not in line
     assert (f"no answer for {HANG_S:g} s" in line) == (fate == "hangs"), "a broken connection is not waited for"
+
+
+SLOW_TO_SAY = """
+import sys, time
+from bubblespec import distributed
+from bubblespec.errors import InputError
+
+say = distributed.say
+
+def say_late(line):
+    time.sleep(1)
+    say(line)
+
+distributed.say = say_late
+if "grouped" in sys.argv:
+    distributed.dist.init_process_group("gloo")
+distributed.say_once(InputError("wrong"))
+sys.exit(2)
+"""
+
+
+@pytest.mark.parametrize("arguments", [[], ["grouped"]])
+def test_an_error_is_on_the_screen_before_any_rank_ends(tmp_path, arguments):
+    """Whichever rank prints it: the launcher kills all as soon as one has ended."""
+    script = tmp_path / "slow_to_say.py"
+    script.write_text(SLOW_TO_SAY)
+    done = launch(3, [str(script), *arguments])
+    assert done.returncode == 2 and done.stderr.count("error: wrong\n") == 1, done.stderr
 
 
 def test_a_collective_is_awaited_for_as_long_as_the_time_out_says(monkeypatch, capsys):

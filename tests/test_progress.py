@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from bubblespec import distributed
-from bubblespec.distributed import BROKEN_S, GRACE_S, Ranks, RankTimeout, RollCall
+from bubblespec.distributed import BROKEN_S, GRACE_S, Ranks, RollCall
+from bubblespec.errors import RankTimeout
 from bubblespec.replay.world import SimulatedBoard, SimulatedRanks, World
 from bubblespec.schedule.progress import LINGER_S, ProgressBoard, RankState
 from tests.clocks import Clock, ClockThatSkips
