@@ -20,14 +20,15 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from bubblespec.data import Prompt, build_prompt_set, make_tokenize, reasoning_gym_rows
-from bubblespec.engine.generator import Generator, Row
+from bubblespec.data import build_prompt_set, make_tokenize, reasoning_gym_rows
+from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import forward_hidden, output_head, prepare_model
 from bubblespec.engine.noise import gumbel, random_bits, stream_keys
 from bubblespec.engine.packing import pack_sequences
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.engine.verify import FRESH, further, verify
 from bubblespec.losses import token_logprobs
+from bubblespec.records import Prompt, Row, SampleId
 
 TASKS = [{"name": "chain_sum", "weight": 1.0, "config": {"min_terms": 2, "max_terms": 8, "min_digits": 1, "max_digits": 1}}]
 MAX_LOGITS = 1 << 26
@@ -76,7 +77,7 @@ def load_prompts(tokenizer, path: str | None, count: int, seed: int) -> list[Pro
 def generate(model: PreTrainedModel, prompts: list[Prompt], step: int, arguments, params: SamplingParams) -> list[Row]:
     """`arguments.sequences` responses, shared out over the prompts."""
     rows = [
-        Row(p.uid, step, j, p.token_ids, arguments.max_new_tokens)
+        Row(SampleId(p.uid, step, j), p.token_ids, arguments.max_new_tokens)
         for i, p in enumerate(prompts)
         for j in range(len(range(i, arguments.sequences, len(prompts))))
     ]
@@ -131,7 +132,7 @@ def compare(model: PreTrainedModel, start: PreTrainedModel, rows: list[Row], arg
         old, new = (output_head(m)(hidden_states(m, row)).float() for m in (start, model))
         log_q, log_p = (log_probabilities(logits, params.temperature)[:n] for logits in (old, new))
         draft = torch.from_numpy(row.tokens).to(model.device)
-        uid, step, sample, place = np.broadcast_arrays(row.uid, row.step, row.sample, np.arange(n + 1))
+        uid, step, sample, place = np.broadcast_arrays(row.id.uid, row.id.visit, row.id.sample, np.arange(n + 1))
         keys = torch.from_numpy(stream_keys(arguments.seed, uid, step, sample, place)).to(model.device)
         num_generated = torch.arange(n + 1, device=model.device)
         counts = np.array([n])

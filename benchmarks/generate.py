@@ -36,9 +36,10 @@ from transformers import (
 )
 
 from bubblespec.data import build_prompt_set, make_tokenize, reasoning_gym_rows
-from bubblespec.engine.generator import Generator, Row
+from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.sampling import SamplingParams
+from bubblespec.records import Row, SampleId
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 MODELS = {"tiny": os.path.join(ROOT, "configs/tiny_policy"), "smollm2": os.path.join(ROOT, "models/smollm2-135m-instruct")}
@@ -75,7 +76,7 @@ def engine_arm(model: PreTrainedModel, prompts: list, lengths: np.ndarray, stop:
         nonlocal step
         step += 1  # other noise
         engine.reset()
-        rows = [Row(hash(p) >> 1, step, j, p, int(n)) for j, (p, n) in enumerate(zip(prompts, lengths, strict=True))]
+        rows = [Row(SampleId(hash(p) >> 1, step, j), p, int(n)) for j, (p, n) in enumerate(zip(prompts, lengths, strict=True))]
         return [len(row.tokens) for row in engine.run(rows)]
 
     return run

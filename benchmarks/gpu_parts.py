@@ -18,13 +18,14 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from bubblespec.drafts.bubble import Draft
-from bubblespec.engine.generator import Generator, Row
+from bubblespec.engine.generator import Generator
 from bubblespec.engine.graphs import ForwardGraphs, can_capture
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import forward_hidden, output_head, prepare_model
 from bubblespec.engine.noise import gumbel, stream_keys
 from bubblespec.engine.packing import pack_rows
 from bubblespec.engine.sampling import SamplingParams, sample
+from bubblespec.records import Row, SampleId
 from bubblespec.schedule.speculator import RowSpeculator
 from bubblespec.schedule.windows import CostModel
 
@@ -121,7 +122,8 @@ def make_rows(bench: Bench, model: PreTrainedModel, count: int, prompt: int, new
     """Rows of random prompts, each its own, so that no prefill is shared."""
     prompts = np.random.default_rng(7).integers(1, model.config.vocab_size, (count, prompt)).tolist()
     return [
-        Row(100 + i, step, 0, tuple(p), int(n)) for i, (p, n) in enumerate(zip(prompts, np.broadcast_to(new, count), strict=True))
+        Row(SampleId(100 + i, step, 0), tuple(p), int(n))
+        for i, (p, n) in enumerate(zip(prompts, np.broadcast_to(new, count), strict=True))
     ]
 
 
@@ -261,7 +263,7 @@ class FixedDrafts:
     def propose(self, rows, lengths, room, budget):
         if self.wanted is None:
             return [np.ones(self.length, np.int64)] * len(rows)
-        return [self.wanted[row.uid][n : n + self.length] for row, n in zip(rows, lengths, strict=True)]
+        return [self.wanted[row.id.uid][n : n + self.length] for row, n in zip(rows, lengths, strict=True)]
 
     def observe(self, rows, tokens, num_draft, num_accepted):
         pass
@@ -300,7 +302,7 @@ def composition(bench: Bench) -> Iterator[Figure]:
 
     def generate(slots: int, eager: bool, speculator: FixedDrafts | None = None) -> dict[int, np.ndarray]:
         engine = bench.engine(model, slots, 192, enforce_eager=eager, speculator=speculator)
-        result = {row.uid: row.tokens for row in engine.run(make_rows(bench, model, rows, 32, length))}
+        result = {row.id.uid: row.tokens for row in engine.run(make_rows(bench, model, rows, 32, length))}
         engine.release()
         return result
 
@@ -334,7 +336,7 @@ def paired(bench: Bench) -> Iterator[Figure]:
         if observe:
             speculator.begin(0)
             for row in rows:
-                speculator.track(row, drafts[row.uid], version=1)
+                speculator.track(row, drafts[row.id.uid], version=1)
         engine.reset()
         engine.speculator = speculator if observe else None
         bench.wait()
@@ -349,7 +351,7 @@ def paired(bench: Bench) -> Iterator[Figure]:
         return rows, time.perf_counter() - started, engine.num_forwards - forwards
 
     try:
-        drafts = {row.uid: Draft(row.tokens.astype(np.int32), True, 0) for row in run(plain, False)[0]}
+        drafts = {row.id.uid: Draft(row.tokens.astype(np.int32), True, 0) for row in run(plain, False)[0]}
         generator = torch.Generator(bench.device).manual_seed(1)
         with torch.no_grad():
             for param in model.parameters():

@@ -84,11 +84,11 @@ def out_of_memory(bench: Bench) -> Figure:
     if bench.device.type != "cuda":
         return Figure("out of memory", None, note=NEEDS_CUDA)
     from bubblespec.config import OptimConfig
-    from bubblespec.data import Prompt
     from bubblespec.distributed import Ranks
     from bubblespec.microbatch import make_microbatch
     from bubblespec.optimizer import Optimizer
     from bubblespec.out_of_memory import TokenBudget, run_within_memory
+    from bubblespec.records import Prompt
     from bubblespec.rollout import Samples
     from bubblespec.update import response_logprobs
 

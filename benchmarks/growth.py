@@ -150,7 +150,7 @@ def measure(num_rows: int, length: int, more: list[str] = ()) -> dict[str, float
             trainer.engine.run(rows)
             plain = clock.lap()
             for row in rows:
-                key = (row.step, row.uid, row.sample)
+                key = (row.id.visit, row.id.uid, row.id.sample)
                 trainer.speculation.store.put(key, Draft(spoiled(row.tokens, vocab_size), True, 0))
             clock.lap()
             collected = collect(trainer, 0)

@@ -21,8 +21,9 @@ import transformers
 from bubblespec.advantages import estimate_advantages
 from bubblespec.config import Config, load_config
 from bubblespec.distributed import ranks_from_environment
-from bubblespec.engine.generator import Generator, Row
+from bubblespec.engine.generator import Generator
 from bubblespec.errors import InputError
+from bubblespec.records import Row
 from bubblespec.rollout import gather_samples, generate, make_rows
 from bubblespec.schedule.speculation import speculation_metrics
 from bubblespec.set_up import set_up

@@ -21,9 +21,10 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bubblespec.engine.attention import choose_kernel
-from bubblespec.engine.generator import Generator, Load, Row
+from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import prepare_model
 from bubblespec.errors import InputError
+from bubblespec.records import Load, Row, SampleId
 from bubblespec.replay.cost import ForwardCost
 from bubblespec.trace import describe_hardware, describe_versions
 
@@ -66,7 +67,7 @@ class Profile:
         self.num_prompts += 1
         prompt = tuple(self.rng.integers(0, self.vocab_size, length).tolist())
         room = self.engine.tokens.shape[1] - length
-        self.engine.add([Row(self.num_prompts, 0, sample, prompt, room) for sample in range(num_rows)])
+        self.engine.add([Row(SampleId(self.num_prompts, 0, sample), prompt, room) for sample in range(num_rows)])
 
     def decode(self, num_rows: int, length: int, num_drafting: int, window: int) -> list[tuple[Load, float]]:
         """Rows of `length` positions, the first `num_drafting` of them with drafts of `window` tokens."""

@@ -79,7 +79,7 @@ def record(folder: str, learning_rates: list[float], arguments: argparse.Namespa
             """The responses to each of `drafted`."""
             rows = generate(model, drafted, step, arguments, params)
             bar.update()
-            return [[row.tokens.tolist() for row in rows if row.uid == prompt.uid] for prompt in drafted]
+            return [[row.tokens.tolist() for row in rows if row.id.uid == prompt.uid] for prompt in drafted]
 
         rows = generate(start, trained_on, 0, arguments, params)
         bar.update()

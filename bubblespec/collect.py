@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bubblespec.advantages import has_zero_std
-from bubblespec.data import Prompt
+from bubblespec.records import Prompt
 from bubblespec.rollout import Samples, gather_samples, make_rows
 from bubblespec.schedule.run_ahead import RolloutStats
 from bubblespec.timeline import Event

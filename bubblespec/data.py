@@ -12,24 +12,14 @@ import json
 import os
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from bubblespec.errors import InputError
+from bubblespec.records import Prompt
 
 _EXTRA = 1 << 40  # beyond any epoch: extra prompts are drawn in orders of their own
 FILE_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One prompt: `uid` (63 bits, stable across runs), `text` (a string or chat messages), its token ids, and its columns."""
-
-    uid: int
-    text: str | list[dict]
-    token_ids: tuple[int, ...]
-    columns: dict
 
 
 class PromptSet:

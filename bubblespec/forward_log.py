@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bubblespec.engine.generator import Load
+from bubblespec.records import Load
 
 
 class Forward(NamedTuple):

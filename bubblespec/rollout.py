@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bubblespec.data import Prompt
 from bubblespec.distributed import Ranks
-from bubblespec.engine.generator import Generator, Row
+from bubblespec.engine.generator import Generator
 from bubblespec.forward_log import ForwardLog
+from bubblespec.records import Prompt, Row, SampleId
 from bubblespec.timeline import Event, forward_kind, note
 
 
@@ -82,7 +82,7 @@ def owner_ranks(num_prompts: int, world_size: int) -> list[int]:
 
 def make_rows(prompts: list[Prompt], step: int, num_generations: int, max_new_tokens: int) -> list[Row]:
     """The rows to generate for a step's prompts, those of a prompt adjacent."""
-    return [Row(p.uid, step, j, p.token_ids, max_new_tokens) for p in prompts for j in range(num_generations)]
+    return [Row(SampleId(p.uid, step, j), p.token_ids, max_new_tokens) for p in prompts for j in range(num_generations)]
 
 
 def generate(

@@ -14,11 +14,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from bubblespec.config import RewardConfig
-from bubblespec.data import Prompt
 from bubblespec.distributed import Ranks
-from bubblespec.engine.generator import Row
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.errors import InputError
+from bubblespec.records import Prompt, Row
 from bubblespec.reward_workers import RewardWorkers
 from bubblespec.rewards import FAILURE_KINDS, RewardFailure, RewardFunction, Sample, score
 
@@ -145,8 +144,8 @@ class Scoring:
         for (number, kind), found in examples.items():
             i, _, failure = found[0]
             row = self.rows[i]
-            when = "evaluation" if row.step == EVALUATION else f"step {row.step}"
-            line = f"reward {paths[number]}: {failure} ({kind}, {when}, prompt {row.uid}, sample {row.sample})"
+            when = "evaluation" if row.id.visit == EVALUATION else f"step {row.id.visit}"
+            line = f"reward {paths[number]}: {failure} ({kind}, {when}, prompt {row.id.uid}, sample {row.id.sample})"
             if self.scorer.config.reward_on_error is None:
                 print(failure.trace, end="", file=sys.stderr)
                 raise InputError(line)
@@ -158,7 +157,8 @@ class Scoring:
         lines = []
         for (i, number, failure), sample in zip(failures, self._samples([f[0] for f in failures]), strict=True):
             row = self.rows[i]
-            line = {"step": None if row.step == EVALUATION else row.step, "prompt_uid": row.uid, "sample": row.sample}
+            step = None if row.id.visit == EVALUATION else row.id.visit
+            line = {"step": step, "prompt_uid": row.id.uid, "sample": row.id.sample}
             line |= {"function": list(self.scorer.functions)[number], "kind": failure.kind, "message": failure.message}
             line |= {"prompt": str(sample.prompt)[-LONGEST_LOGGED:], "completion": sample.completion[-LONGEST_LOGGED:]}
             lines.append(json.dumps(line | {"trace": failure.trace}) + "\n")

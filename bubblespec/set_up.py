@@ -11,17 +11,10 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from bubblespec.checkpoint import (
-    STATE_FILE,
-    find_checkpoint,
-    load_optimizer,
-    load_speculation,
-    lock_output_dir,
-    read_state,
-)
+from bubblespec.checkpoint import STATE_FILE, find_checkpoint, load_optimizer, load_speculation, lock_output_dir, read_state
 from bubblespec.checks import check_memory, check_moments, check_same_architecture, check_vocabulary
 from bubblespec.config import Config
-from bubblespec.data import Prompt, PromptSet, build_prompt_set, load_rows, make_tokenize, reasoning_gym_rows
+from bubblespec.data import PromptSet, build_prompt_set, load_rows, make_tokenize, reasoning_gym_rows
 from bubblespec.distributed import Ranks
 from bubblespec.engine.attention import choose_kernel
 from bubblespec.engine.generator import Generator
@@ -32,6 +25,7 @@ from bubblespec.lora import add_adapter
 from bubblespec.memory import choose_num_slots
 from bubblespec.optimizer import Optimizer
 from bubblespec.out_of_memory import TokenBudget
+from bubblespec.records import Prompt
 from bubblespec.rewards import check_arguments, load_reward
 from bubblespec.schedule.speculation import make_speculation
 from bubblespec.scoring import Scorer

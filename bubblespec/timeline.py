@@ -15,7 +15,7 @@ import numpy as np
 
 if TYPE_CHECKING:  # for annotations alone: who only reads timelines waits for no import of torch
     from bubblespec.distributed import Ranks
-    from bubblespec.engine.generator import Load
+    from bubblespec.records import Load
 
 Event = tuple[str, float, float]  # kind, begin and end in seconds of time.perf_counter
 

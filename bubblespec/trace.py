@@ -46,11 +46,11 @@ import numpy as np
 import torch
 
 from bubblespec.config import Config, flatten
-from bubblespec.data import Prompt
 from bubblespec.distributed import Ranks
 from bubblespec.drafts.bubble import Draft, DraftStore
 from bubblespec.errors import InputError, say
 from bubblespec.forward_log import Forward, ForwardLog
+from bubblespec.records import Prompt
 from bubblespec.rollout import owner_ranks
 from bubblespec.timeline import total_s
 

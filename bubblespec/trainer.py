@@ -12,15 +12,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bubblespec.checkpoint import save_checkpoint
 from bubblespec.config import Config
-from bubblespec.data import Prompt, PromptSet
+from bubblespec.data import PromptSet
 from bubblespec.distributed import Ranks, StopRequested
-from bubblespec.engine.generator import Generator, Row
+from bubblespec.engine.generator import Generator
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import RunFailed, SaveFailed, say
 from bubblespec.metrics import MetricsLogger
 from bubblespec.optimizer import Optimizer
 from bubblespec.out_of_memory import TokenBudget
+from bubblespec.records import Prompt, Row
 from bubblespec.rewards import RewardFunction, combine, overlong_penalty
 from bubblespec.rollout import Samples, assign_prompts, gather_samples, generate, make_rows
 from bubblespec.schedule.run_ahead import RolloutStats

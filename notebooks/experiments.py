@@ -11,12 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.accept_rules import load_prompts, one_step, policy_gradient, verify_by_rejection
-from bubblespec.data import Prompt
-from bubblespec.engine.generator import Generator, Row
+from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.noise import stream_keys
 from bubblespec.engine.sampling import SamplingParams, sample
 from bubblespec.engine.verify import num_gained, verify
+from bubblespec.records import Prompt, Row
 from bubblespec.rollout import make_rows
 
 MAX_NEW_TOKENS = 96
@@ -39,13 +39,13 @@ class GivenDrafts:
         self.num_draft = self.num_accepted = 0
 
     def propose(self, rows, lengths, room, budget):
-        return [self.drafts[row.uid, row.sample][n : n + self.window] for row, n in zip(rows, lengths, strict=True)]
+        return [self.drafts[row.id.uid, row.id.sample][n : n + self.window] for row, n in zip(rows, lengths, strict=True)]
 
     def observe(self, rows, tokens, num_draft, num_accepted):
         self.num_draft += int(num_draft.sum())
         self.num_accepted += int(num_accepted.sum())
         for row, gained, accepted in zip(rows, tokens, num_accepted, strict=True):
-            self.is_drafted[row.uid, row.sample] += [i < accepted for i in range(len(gained))]
+            self.is_drafted[row.id.uid, row.id.sample] += [i < accepted for i in range(len(gained))]
 
     @property
     def accepted_share(self) -> float:

@@ -11,7 +11,8 @@ import train
 from bubblespec import collect, forward_log, scoring, timeline, trainer, update
 from bubblespec.config import load_config
 from bubblespec.distributed import Ranks
-from bubblespec.engine.generator import Generator, Load
+from bubblespec.engine.generator import Generator
+from bubblespec.records import Load
 from bubblespec.set_up import set_up
 
 

@@ -10,9 +10,10 @@ from transformers import GenerationConfig
 
 from bubblespec.engine import attention
 from bubblespec.engine.attention import choose_kernel
-from bubblespec.engine.generator import Generator, Row
+from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import UnsupportedModel, _own_logits, _random_tokens, prepare_model
 from bubblespec.engine.sampling import SamplingParams
+from bubblespec.records import Row, SampleId
 
 LONGEST = 64
 WINDOW = 16
@@ -96,7 +97,7 @@ def test_greedy_equals_generate(name):
     prepare_model(model, LONGEST)
     engine = Generator(model, num_slots=2, max_length=LONGEST, seed=0, max_batch_tokens=16)
     engine.params = SamplingParams(temperature=0.0)
-    rows = engine.run([Row(i, 1, 0, prompt, LONGEST - 38) for i, prompt in enumerate(prompts)])
+    rows = engine.run([Row(SampleId(i, 1, 0), prompt, LONGEST - 38) for i, prompt in enumerate(prompts)])
     assert [row.tokens.tolist() for row in rows] == wanted
 
 

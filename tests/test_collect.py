@@ -9,7 +9,8 @@ import pytest
 from bubblespec import collect as module
 from bubblespec.collect import collect
 from bubblespec.config import Config, ModelConfig, RolloutConfig
-from bubblespec.data import Prompt, PromptSet
+from bubblespec.data import PromptSet
+from bubblespec.records import Prompt
 from bubblespec.rollout import Samples
 from bubblespec.schedule.run_ahead import RolloutStats
 from tests.runs import ALWAYS_DRAFT, digests, read, run, same_weights, weights

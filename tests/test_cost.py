@@ -13,8 +13,8 @@ import pytest
 import scipy.optimize
 
 from benchmarks import profile_cost
-from bubblespec.engine.generator import Load
 from bubblespec.errors import InputError
+from bubblespec.records import Load
 from bubblespec.replay import cost as cost_module
 from bubblespec.replay.cost import RATES, ForwardCost, cost_from_trace, nonnegative
 from bubblespec.trace import COLUMNS

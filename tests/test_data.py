@@ -14,8 +14,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from bubblespec.data import Prompt, PromptSet, build_prompt_set, load_rows, make_tokenize, reasoning_gym_rows
+from bubblespec.data import PromptSet, build_prompt_set, load_rows, make_tokenize, reasoning_gym_rows
 from bubblespec.errors import InputError
+from bubblespec.records import Prompt
 
 ROWS = [{"prompt": "one plus one", "answer": "2", "level": 1}, {"prompt": "two, doubled", "answer": "4", "level": 3}]
 CHATS = [

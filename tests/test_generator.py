@@ -9,9 +9,10 @@ from conftest import VOCAB
 from transformers import GenerationConfig
 
 from bubblespec.config import RolloutConfig
-from bubblespec.engine.generator import Generator, Row
+from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.sampling import SamplingParams
+from bubblespec.records import Row, SampleId
 from tests.reference_step import gumbel, log_distributions, noise_key, sample_response
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "mistral-window", "phi3", "olmo2", "gpt_neox", "gpt2"]
@@ -24,11 +25,11 @@ def make_prompts(count: int, longest: int = 40) -> list[tuple[int, ...]]:
 
 
 def make_rows(prompts, num_generations: int, max_new_tokens: int = 30) -> list[Row]:
-    return [Row(100 + u, 3, j, p, max_new_tokens) for u, p in enumerate(prompts) for j in range(num_generations)]
+    return [Row(SampleId(100 + u, 3, j), p, max_new_tokens) for u, p in enumerate(prompts) for j in range(num_generations)]
 
 
 def as_dict(rows: list[Row]) -> dict:
-    return {(row.uid, row.sample): (row.tokens.tolist(), row.finish) for row in rows}
+    return {(row.id.uid, row.id.sample): (row.tokens.tolist(), row.finish) for row in rows}
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -101,8 +102,8 @@ def test_rows_dropped_and_added_between_forwards(baseline):
             row = candidates[rng.integers(len(candidates))]
             engine.drop(row)
             partial = row.tokens.tolist()
-            assert partial == wanted[row.uid, row.sample][0][: len(partial)]
-            engine.add([Row(row.uid, row.step, row.sample, row.prompt, row.max_new_tokens)])
+            assert partial == wanted[row.id.uid, row.id.sample][0][: len(partial)]
+            engine.add([Row(SampleId(row.id.uid, row.id.visit, row.id.sample), row.prompt, row.max_new_tokens)])
             dropped += 1
     assert dropped == 25 and as_dict(finished) == wanted
 
@@ -117,7 +118,7 @@ class Drafter:
     def propose(self, rows, lengths, room, budget):
         drafts = []
         for row, length in zip(rows, lengths, strict=True):
-            truth = np.array(self.wanted[row.uid, row.sample][0])[length:]
+            truth = np.array(self.wanted[row.id.uid, row.id.sample][0])[length:]
             draft = np.concatenate((truth, self.rng.integers(1, VOCAB, 3)))[: self.rng.integers(0, 9)]
             wrong = self.rng.random(len(draft)) < self.corrupted
             draft[wrong] = self.rng.integers(1, VOCAB, wrong.sum())
@@ -263,7 +264,7 @@ def test_collect_reads_rows_and_leaves_them(baseline):
         assert len(unfinished) == len(rows) - finished and all(row.finish is None for row in unfinished)
         for row in unfinished:
             tokens = row.tokens.tolist()
-            assert tokens == wanted[row.uid, row.sample][0][: len(tokens)] and len(row.logprob) == len(tokens)
+            assert tokens == wanted[row.id.uid, row.id.sample][0][: len(tokens)] and len(row.logprob) == len(tokens)
             seen.add(len(tokens))
     assert as_dict(rows) == wanted and len(seen) > 20
 
@@ -273,8 +274,8 @@ def test_a_row_decodes_once_all_but_its_last_token_are_cached(make_model):
     model = make_model()
     prepare_model(model, 100)
     for known in (0, 10):
-        row = Row(1, 1, 0, tuple(range(1, 31 - known)), 20 + known, np.arange(1, known + 1))
-        waiting = Row(2, 1, 0, (1, 2), 5)
+        row = Row(SampleId(1, 1, 0), tuple(range(1, 31 - known)), 20 + known, np.arange(1, known + 1))
+        waiting = Row(SampleId(2, 1, 0), (1, 2), 5)
         engine = Generator(model, num_slots=1, max_length=100, seed=0, max_batch_tokens=8)
         engine.add([row, waiting])
         states = [row in engine.decoding()]
@@ -291,7 +292,7 @@ def test_the_load_of_a_forward(make_model):
     model = make_model()
     prepare_model(model, 100)
     engine = Generator(model, num_slots=4, max_length=100, seed=0)
-    engine.add([*make_rows([(1, 2, 3, 4, 5)], 2), Row(7, 3, 0, (6, 7, 8), 30)])
+    engine.add([*make_rows([(1, 2, 3, 4, 5)], 2), Row(SampleId(7, 3, 0), (6, 7, 8), 30)])
     loads = []
     for _ in range(2):
         engine.step()
@@ -354,7 +355,7 @@ def test_a_forward_keeps_to_its_budget_and_its_rows_limits(make_model, num_slots
             assert all(n <= len(gained) for n, gained in zip(num_accepted.tolist(), tokens, strict=True))
 
     engine.speculator = TooMany()
-    engine.add([Row(u, 3, j, prompt, 4 + 3 * j) for u, prompt in enumerate(make_prompts(3, 15)) for j in range(4)])
+    engine.add([Row(SampleId(u, 3, j), prompt, 4 + 3 * j) for u, prompt in enumerate(make_prompts(3, 15)) for j in range(4)])
     while not engine.is_idle:
         count = len(told)
         engine.step()
@@ -404,8 +405,8 @@ def test_rows_that_do_not_fit_are_refused(make_model):
         engine.add(make_rows([tuple(range(10))], 1, 11))
     for known, says in ((3, "3 of at most 3 tokens has none left"), (4, "4 of at most 3 tokens has none left")):
         with pytest.raises(ValueError, match=says):
-            engine.add([Row(1, 3, 0, (1, 2), 3, np.ones(known, np.int64))])
-    engine.add([Row(1, 3, 0, (1, 2), 3, np.ones(2, np.int64)), *make_rows([tuple(range(10))], 1, 10)])
+            engine.add([Row(SampleId(1, 3, 0), (1, 2), 3, np.ones(known, np.int64))])
+    engine.add([Row(SampleId(1, 3, 0), (1, 2), 3, np.ones(2, np.int64)), *make_rows([tuple(range(10))], 1, 10)])
     assert len(engine.queue) == 2, "what just fits is taken, and of what does not fit nothing"
 
 
@@ -422,7 +423,7 @@ def test_tokens_and_recorded_logprobs_are_those_of_the_plain_computation(make_mo
     )
     finishes = set()
     for row in engine.run(make_rows(make_prompts(6), 3)):
-        response = sample_response(reference, list(row.prompt), (1 << 40, row.uid, row.step, row.sample), rollout)
+        response = sample_response(reference, list(row.prompt), (1 << 40, row.id.uid, row.id.visit, row.id.sample), rollout)
         assert row.tokens.tolist() == response.tokens and (row.finish == "length") == response.is_truncated
         finishes.add(row.finish)
         with torch.no_grad():

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from benchmarks import growth
-from bubblespec.engine.generator import Generator, Row
+from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import prepare_model
+from bubblespec.records import Row
 
 
 def calls_in_step(monkeypatch, num_rows: int, length: int) -> tuple[int, dict]:
@@ -60,7 +61,7 @@ def test_rows_are_not_searched_for(make_model):
     CountedRow.comparisons = 0
     kept = engine.decoding()[::2]
     engine.reset(kept)
-    assert sorted(row.uid for row in engine.rows) == sorted(row.uid for row in kept) and len(kept) == 32
+    assert sorted(row.id.uid for row in engine.rows) == sorted(row.id.uid for row in kept) and len(kept) == 32
     assert engine.decoding() and len(engine.collect()) == 32
     assert CountedRow.comparisons == 0
 

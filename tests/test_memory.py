@@ -11,12 +11,12 @@ import transformers
 
 from bubblespec import memory
 from bubblespec.config import Config, ModelConfig, OptimConfig, RolloutConfig, load_config
-from bubblespec.data import Prompt
 from bubblespec.distributed import Ranks
-from bubblespec.engine.generator import Generator, Row
+from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
 from bubblespec.errors import InputError
 from bubblespec.optimizer import MOMENTS, Optimizer
+from bubblespec.records import Prompt, Row, SampleId
 from bubblespec.rollout import Samples
 from bubblespec.update import train_on_samples
 from tests.warm import ROOT, python
@@ -49,7 +49,7 @@ def test_what_lasts_is_what_the_tensors_hold(dtype, tied):
     optimizer.flat_grad.fill_(1.0)
     optimizer.step(0)
     engine = Generator(model, 3, 512, seed=0)
-    engine.run([Row(0, 0, 0, (1, 2, 3), 4)])
+    engine.run([Row(SampleId(0, 0, 0), (1, 2, 3), 4)])
 
     def size(tensors) -> int:
         return sum(t.numel() * t.element_size() for t in tensors)
@@ -212,12 +212,12 @@ def test_released_keys_and_values_are_made_again():
     engine = Generator(model, 3, 64, seed=0)
 
     def generate() -> list[list[int]]:
-        rows = [Row(1, 0, j, (1, 2, 3), 20) for j in range(4)]
+        rows = [Row(SampleId(1, 0, j), (1, 2, 3), 20) for j in range(4)]
         return [row.tokens.tolist() for row in engine.run(rows)]
 
     wanted = generate()
     assert engine.cache.num_bytes() > 0
-    engine.add([Row(9, 0, 0, (7, 8), 20)])
+    engine.add([Row(SampleId(9, 0, 0), (7, 8), 20)])
     engine.step()
     engine.release()
     assert engine.cache.num_bytes() == 0 and engine.is_idle

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from bubblespec.data import Prompt
 from bubblespec.metrics import MetricsLogger
+from bubblespec.records import Prompt
 from bubblespec.rollout import Samples
 from bubblespec.schedule.windows import WINDOWS
 

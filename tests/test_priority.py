@@ -6,20 +6,10 @@ import random
 import numpy as np
 import pytest
 
-from bubblespec.data import Prompt
 from bubblespec.drafts.bubble import Draft, DraftStore
 from bubblespec.drafts.suffix import History
-from bubblespec.engine.generator import Row
-from bubblespec.schedule.priority import (
-    CAUTION,
-    PATIENCE,
-    PROBE_QUANTILE,
-    TYPICAL_WINDOW,
-    Item,
-    Outlook,
-    plan_items,
-    undrafted,
-)
+from bubblespec.records import Prompt, Row, SampleId
+from bubblespec.schedule.priority import CAUTION, PATIENCE, PROBE_QUANTILE, TYPICAL_WINDOW, Item, Outlook, plan_items, undrafted
 
 SAMPLES = 3
 COST = np.array([1.0, 0.05, 0.1, 0.0, 1e-6])  # of a forward, a row, a token, a wide row and a position, in forwards
@@ -262,7 +252,7 @@ def test_what_is_begun_goes_on_but_only_while_it_pays():
 def test_undrafted_counts_what_no_draft_has():
     known = Outlook()
     known.learn(np.array([2, 4, 6]), np.array([10, 20, 30]))
-    rows = [Row(n, 1, 0, (1,) * length, 50) for n, length in enumerate((4, 6, 4, 4, 4))]
+    rows = [Row(SampleId(n, 1, 0), (1,) * length, 50) for n, length in enumerate((4, 6, 4, 4, 4))]
     assert undrafted(rows, [None, None, draft(7, True), draft(15), draft(20)], known).tolist() == pytest.approx(
         [20, 30, 0, 5, 10]
     )

@@ -11,9 +11,10 @@ from conftest import GQA
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 from bubblespec.data import build_prompt_set, make_tokenize
-from bubblespec.engine.generator import Generator, Row
+from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.sampling import SamplingParams
+from bubblespec.records import Row, SampleId
 from tests.runs import read
 from tests.warm import ROOT, launch, python
 
@@ -74,9 +75,9 @@ def test_own_data_is_what_the_policy_answers(folder):
     engine.params = SamplingParams(stop_token_ids=(tokenizer.eos_token_id,))
     prompts = build_prompt_set(problems, make_tokenize(tokenizer), max_prompt_length=64).prompts
     answers = {prompt.uid: problem["answer"] for prompt, problem in zip(prompts, problems, strict=True)}
-    rows = engine.run([Row(p.uid, 0, j, p.token_ids, max_new_tokens=64) for p in prompts for j in range(8)])
+    rows = engine.run([Row(SampleId(p.uid, 0, j), p.token_ids, max_new_tokens=64) for p in prompts for j in range(8)])
     texts = [tokenizer.decode(row.tokens, skip_special_tokens=True) for row in rows]
-    right = [text.endswith(f"<answer>{answers[row.uid]}</answer>") for text, row in zip(texts, rows, strict=True)]
+    right = [text.endswith(f"<answer>{answers[row.id.uid]}</answer>") for text, row in zip(texts, rows, strict=True)]
     assert 0 < sum(right) < 16
     assert read(folder / "runs/my_data")[0]["rewards/exact_match/mean"] == sum(right) / 16
 
@@ -110,6 +111,6 @@ def test_engine_example(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(os.path.join(ROOT, "configs/tiny_policy")).eval()
     prepare_model(model, max_length=256)
     engine = Generator(model, num_slots=1, max_length=256, seed=0)
-    for row in engine.run([Row(uid=1, step=0, sample=j, prompt=(5, 6, 7), max_new_tokens=20) for j in range(8)]):
-        tokens, finish = got[row.sample]
+    for row in engine.run([Row(SampleId(1, 0, j), prompt=(5, 6, 7), max_new_tokens=20) for j in range(8)]):
+        tokens, finish = got[row.id.sample]
         assert [int(token) for token in tokens.split()] == row.tokens.tolist() and finish == row.finish

@@ -20,9 +20,10 @@ from bubblespec.config import config_of_sections, flatten
 from bubblespec.distributed import Ranks
 from bubblespec.drafts.bubble import Draft
 from bubblespec.drafts.suffix import GroupIndex
-from bubblespec.engine.generator import Generator, Load, Row
+from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.sampling import SamplingParams
+from bubblespec.records import Load, Row, SampleId
 from bubblespec.replay import __main__
 from bubblespec.replay.__main__ import BLANK, nested
 from bubblespec.replay.analytic import GPUS, MODELS, analytic_cost
@@ -190,7 +191,7 @@ def run_to_end(engine: Generator, rows: list[Row]) -> list[Load]:
 
 def rows_to_generate() -> list[Row]:
     prompts = {uid: tuple((7 * uid + 3 * i) % 90 + 1 for i in range(5 + 6 * uid)) for uid in range(5)}
-    return [Row(uid, 3, sample, prompt, 12 + 9 * uid) for uid, prompt in prompts.items() for sample in range(3)]
+    return [Row(SampleId(uid, 3, sample), prompt, 12 + 9 * uid) for uid, prompt in prompts.items() for sample in range(3)]
 
 
 @pytest.mark.parametrize(("slots", "budget", "window"), [(6, 16, None), (15, 2048, None), (4, 9, 3), (15, 64, 5)])
@@ -208,7 +209,7 @@ def test_forwards_are_those_of_the_real_engine(make_model, slots, budget, window
         for row in plain.run(rows_to_generate()):
             tokens = row.tokens.copy()
             tokens[4::5] = (tokens[4::5] + 1) % 90 + 6
-            drafts[row.uid, row.sample] = Draft(tokens, True, 2)
+            drafts[row.id.uid, row.id.sample] = Draft(tokens, True, 2)
 
     def loads_of(engine: Generator, rows: list[Row]) -> tuple[list[Load], dict]:
         engine.params = params
@@ -217,15 +218,17 @@ def test_forwards_are_those_of_the_real_engine(make_model, slots, budget, window
         engine.speculator = RowSpeculator("bubble+suffix", CostModel(), window)
         engine.speculator.begin(3)
         for row in rows:
-            engine.speculator.track(row, drafts[row.uid, row.sample], 3)
+            engine.speculator.track(row, drafts[row.id.uid, row.id.sample], 3)
         loads, stats = run_to_end(engine, rows), vars(engine.speculator.stats)
         return loads, {name: value for name, value in stats.items() if name not in ("seconds", "accepted_lengths")}
 
     real = rows_to_generate()
     wanted = loads_of(Generator(model, slots, 128, seed=5, max_batch_tokens=budget), real)
-    texts = {(row.uid, row.sample): row.tokens for row in real}
+    texts = {(row.id.uid, row.id.sample): row.tokens for row in real}
     known, cost = rows_to_generate(), LinearCost()
-    engine = SimulatedGenerator(World(1, cores=1), 0, slots, 128, budget, cost, lambda row, so_far: texts[row.uid, row.sample])
+    engine = SimulatedGenerator(
+        World(1, cores=1), 0, slots, 128, budget, cost, lambda row, so_far: texts[row.id.uid, row.id.sample]
+    )
     assert loads_of(engine, known) == wanted
     assert cost.loads == wanted[0]
     if window is not None:
@@ -241,7 +244,7 @@ def test_skipped_forwards_are_the_same_forwards(slots):
         cost, workload = LinearCost(), make_workload()
         world = World(1, cores)
         engine = SimulatedGenerator(
-            world, 0, slots, 340, 64, cost, lambda row, _: workload.response(row.step, row.uid, row.sample)
+            world, 0, slots, 340, 64, cost, lambda row, _: workload.response(row.id.visit, row.id.uid, row.id.sample)
         )
         engine.params = SamplingParams(stop_token_ids=(STOP,))
         rows = engine.run(make_rows(workload.batch(1), 1, 4, 300))
@@ -256,7 +259,7 @@ def test_looking_for_proposals_takes_virtual_time():
     clock = SimulatedRanks(world, 0).clock
     speculator = SimulatedSpeculator("suffix", CostModel(), 4, clock, propose_seconds=lambda n: 0.5 + 0.25 * n)
     speculator.begin(0)
-    rows = [Row(1, 0, sample, (1, 2), 50) for sample in range(3)]
+    rows = [Row(SampleId(1, 0, sample), (1, 2), 50) for sample in range(3)]
     for row in rows:
         speculator.track(row, None, 0)
     speculator.propose(rows, np.zeros(3, np.int64), np.full(3, 40), 100)

@@ -10,9 +10,8 @@ import torch
 from bubblespec import report, scoring
 from bubblespec.collect import Collected
 from bubblespec.config import RewardConfig
-from bubblespec.data import Prompt
 from bubblespec.distributed import Ranks
-from bubblespec.engine.generator import Row
+from bubblespec.records import Prompt, Row, SampleId
 from bubblespec.report import peak_memory_gb, rollout_metrics, timing_metrics
 from bubblespec.rewards import FAILURE_KINDS, RewardFailure
 from bubblespec.rollout import Samples, digest
@@ -175,6 +174,6 @@ def test_seconds_of_rewards_are_those_of_the_call(monkeypatch):
     tokenizer = SimpleNamespace(batch_decode=lambda ids, skip_special_tokens: ["x" * len(i) for i in ids])
     scorer = Scorer(RewardConfig(num_workers=0), {"a.f": slow}, tokenizer, Ranks(torch.device("cpu")), "")
     prompt = Prompt(5, "p", (1, 2, 3), {})
-    rows = [Row(5, 0, j, prompt.token_ids, 9, np.arange(j + 1)) for j in range(2)]
+    rows = [Row(SampleId(5, 0, j), prompt.token_ids, 9, np.arange(j + 1)) for j in range(2)]
     assert scorer.begin([prompt], rows).collect().tolist() == [[1.0], [2.0]]
     assert scorer.take_metrics() == {"reward/errors": 0, "reward/function_s": 3.0}

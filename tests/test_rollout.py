@@ -11,9 +11,8 @@ import torch
 
 from bubblespec import collect
 from bubblespec.config import Config
-from bubblespec.data import Prompt
 from bubblespec.distributed import Ranks
-from bubblespec.engine.generator import Row
+from bubblespec.records import Prompt, Row
 from bubblespec.rollout import Samples, assign_prompts, digest, gather_samples, make_rows
 from bubblespec.schedule.run_ahead import RolloutStats
 
@@ -24,9 +23,9 @@ def finished_rows(prompts: list[Prompt], num_generations: int) -> list[Row]:
     """Rows whose tokens, log-probabilities and length tell prompt and generation; the longest are cut off."""
     rows = make_rows(prompts, 7, num_generations, 10)
     for row in rows:
-        length = 1 + (row.uid + 3 * row.sample) % 5
-        row.tokens = row.uid % 1000 * 10 + row.sample + np.arange(length, dtype=np.int64)
-        row.logprob = -np.arange(1, length + 1, dtype=np.float32) - row.sample
+        length = 1 + (row.id.uid + 3 * row.id.sample) % 5
+        row.tokens = row.id.uid % 1000 * 10 + row.id.sample + np.arange(length, dtype=np.int64)
+        row.logprob = -np.arange(1, length + 1, dtype=np.float32) - row.id.sample
         row.full_logprob = row.logprob / 2
         row.finish = "length" if length == 5 else "stop"
     return rows
@@ -34,7 +33,9 @@ def finished_rows(prompts: list[Prompt], num_generations: int) -> list[Row]:
 
 def rewards_of(rows: list[Row]) -> np.ndarray:
     """float64 [rows, 2]; the second function does not apply to odd samples."""
-    return np.array([[row.uid % 1000 + row.sample / 8, np.nan if row.sample % 2 else 1.0] for row in rows]).reshape(len(rows), 2)
+    return np.array([[row.id.uid % 1000 + row.id.sample / 8, np.nan if row.id.sample % 2 else 1.0] for row in rows]).reshape(
+        len(rows), 2
+    )
 
 
 def gather(prompts: list[Prompt], num_generations: int) -> Samples:
@@ -60,7 +61,7 @@ def test_every_prompt_has_one_rank_and_shares_are_even(num_prompts, world_size):
 
 def test_rows_carry_the_noise_key_of_prompt_step_and_generation():
     rows = make_rows(PROMPTS[:2], 7, 3, 10)
-    assert [(r.uid, r.step, r.sample) for r in rows] == [(uid, 7, j) for uid in (900, 17) for j in range(3)]
+    assert [(r.id.uid, r.id.visit, r.id.sample) for r in rows] == [(uid, 7, j) for uid in (900, 17) for j in range(3)]
     assert all(r.prompt == PROMPTS[i // 3].token_ids and r.max_new_tokens == 10 and r.finish is None for i, r in enumerate(rows))
 
 
@@ -69,7 +70,7 @@ def test_samples_of_one_rank_are_in_canonical_order():
     rows = finished_rows(PROMPTS, 3)
     assert len(samples) == 15 and samples.num_generations == 3 and samples.prompts == PROMPTS
     for i, row in enumerate(rows):
-        assert samples.prompt_of(i).uid == row.uid and i % 3 == row.sample
+        assert samples.prompt_of(i).uid == row.id.uid and i % 3 == row.id.sample
         assert samples.tokens[i].tolist() == row.tokens.tolist()
         assert (
             samples.logprob[i].tolist() == row.logprob.tolist() and samples.full_logprob[i].tolist() == row.full_logprob.tolist()
@@ -173,8 +174,8 @@ def test_stages_of_a_batch_follow_one_another(monkeypatch, is_second):
 def test_digest_is_sha256_of_uid_sample_length_and_tokens():
     samples = gather(PROMPTS, 2)
     sha = hashlib.sha256()
-    for row in sorted(finished_rows(PROMPTS, 2), key=lambda row: (row.uid, row.sample)):
-        for number in (row.uid, row.sample, len(row.tokens)):
+    for row in sorted(finished_rows(PROMPTS, 2), key=lambda row: (row.id.uid, row.id.sample)):
+        for number in (row.id.uid, row.id.sample, len(row.tokens)):
             sha.update(number.to_bytes(8, "little", signed=True))
         for token in row.tokens.tolist():
             sha.update(token.to_bytes(4, "little", signed=True))

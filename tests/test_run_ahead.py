@@ -15,13 +15,13 @@ import torch
 import transformers
 from conftest import VOCAB, small_config
 
-from bubblespec.data import Prompt
 from bubblespec.distributed import Ranks
 from bubblespec.drafts.bubble import Draft, DraftStore, exchange
 from bubblespec.drafts.suffix import History
-from bubblespec.engine.generator import Generator, Row
+from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.sampling import SamplingParams
+from bubblespec.records import Prompt, Row
 from bubblespec.replay.world import SimulatedBoard, SimulatedRanks
 from bubblespec.replay.world import World as VirtualTime
 from bubblespec.rollout import make_rows
@@ -67,7 +67,7 @@ def fixed_cost(a: float = 1.0, b: float = 1e-4, c: float = 1e-4) -> CostModel:
 
 
 def key_of(row: Row) -> tuple:
-    return (row.step, row.uid, row.sample)
+    return (row.id.visit, row.id.uid, row.id.sample)
 
 
 def as_dict(rows: list[Row]) -> dict:

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from bubblespec.config import RewardConfig, load_config
-from bubblespec.data import Prompt
 from bubblespec.distributed import Ranks, StopRequested, signals_stop
-from bubblespec.engine.generator import Generator, Row
+from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.errors import InputError
+from bubblespec.records import Prompt, Row
 from bubblespec.reward_workers import RewardWorkers
 from bubblespec.rewards import load_reward
 from bubblespec.rollout import generate, make_rows
@@ -65,7 +65,7 @@ def finished_rows(count: int, step: int = 7) -> list[Row]:
     """Generations of one prompt, whose only token is their number."""
     rows = make_rows(PROMPTS[:1], step, count, 10)
     for row in rows:
-        row.tokens = np.array([row.sample])
+        row.tokens = np.array([row.id.sample])
     return rows
 
 
@@ -85,7 +85,7 @@ def errors_in(folder) -> list[dict]:
 def test_rows_are_scored_with_their_own_prompts_text_and_columns(make_scorer):
     rows = make_rows(PROMPTS, 7, 2, 10)
     for row in rows:
-        row.tokens = np.array([row.uid, row.sample])
+        row.tokens = np.array([row.id.uid, row.id.sample])
     calls = []
 
     def record(prompts, completions, completion_ids, answer):
@@ -220,9 +220,9 @@ def test_responses_are_scored_while_others_decode(make_scorer, make_model, tmp_p
 
     def on_finished(row: Row) -> None:
         scoring.on_finished(row)
-        finished.append(row.sample)
+        finished.append(row.id.sample)
         deadline = time.monotonic() + PATIENCE_S
-        while not marks[row.sample].exists():
+        while not marks[row.id.sample].exists():
             assert time.monotonic() < deadline, "not scored before the rollout goes on"
             time.sleep(0.01)
 

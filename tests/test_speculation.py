@@ -22,11 +22,11 @@ from test_run_ahead import (
 )
 
 from bubblespec.config import Config
-from bubblespec.data import Prompt
 from bubblespec.distributed import Ranks
 from bubblespec.drafts.bubble import Draft, DraftStore
 from bubblespec.drafts.suffix import History
-from bubblespec.engine.generator import Generator, Load
+from bubblespec.engine.generator import Generator
+from bubblespec.records import Load, Prompt
 from bubblespec.rollout import make_rows
 from bubblespec.schedule.progress import ProgressBoard
 from bubblespec.schedule.run_ahead import RolloutStats

@@ -99,7 +99,7 @@ def test_rollouts_of_a_step_are_counted_together():
 
     def listening(rows, tokens, num_draft, num_accepted):
         for row, gained, drafted, accepted in zip(rows, tokens, num_draft.tolist(), num_accepted.tolist(), strict=True):
-            seen.append((row.step, len(gained), drafted, accepted))
+            seen.append((row.id.visit, len(gained), drafted, accepted))
         observe(rows, tokens, num_draft, num_accepted)
 
     speculator.observe = listening

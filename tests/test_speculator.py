@@ -8,7 +8,7 @@ import pytest
 
 from bubblespec.drafts.bubble import Draft
 from bubblespec.drafts.suffix import GroupIndex, History
-from bubblespec.engine.generator import Row
+from bubblespec.records import Row, SampleId
 from bubblespec.schedule import speculator as speculator_module
 from bubblespec.schedule.speculator import RowSpeculator
 from bubblespec.schedule.windows import WINDOWS, CostModel
@@ -29,7 +29,7 @@ def make(method: str = "bubble+suffix", fixed_window: int | None = 3, costs: Cos
 
 
 def row(sample: int = 0, step: int = STEP, uid: int = 70, tokens=()) -> Row:
-    return Row(uid, step, sample, (1, 2, 3), 500, np.array(tokens, np.int64))
+    return Row(SampleId(uid, step, sample), (1, 2, 3), 500, np.array(tokens, np.int64))
 
 
 def draft(tokens, version: int = 4) -> Draft:
@@ -263,5 +263,5 @@ def test_tokens_of_a_continued_row_are_indexed_once_and_in_order(monkeypatch):
     for _ in range(2):
         forward(speculator, [own, continued, late], [*truths, range(60, 90)])
     speculator._group(own)
-    assert texts == {r.sample: r.tokens.tolist() for r in (own, continued, late)} and len(texts[1]) > 5
+    assert texts == {r.id.sample: r.tokens.tolist() for r in (own, continued, late)} and len(texts[1]) > 5
     assert drafts == [0, 2]

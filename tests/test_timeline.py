@@ -12,9 +12,10 @@ from conftest import VOCAB
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from bubblespec.distributed import Ranks
-from bubblespec.engine.generator import Generator, Load, Row
+from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.sampling import SamplingParams
+from bubblespec.records import Load, Row, SampleId
 from bubblespec.rollout import generate
 from bubblespec.timeline import COLOURS, KINDS, draw, forward_kind, gather_lanes, note, step_events, trace
 from tests.runs import read, run
@@ -81,7 +82,7 @@ def make_engine(make_model, num_slots: int, max_batch_tokens: int) -> Generator:
 def make_rows() -> list[Row]:
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(1, VOCAB, length).tolist()) for length in (2, 40, 9, 17, 30)]
-    return [Row(u, 0, j, prompt, 12) for u, prompt in enumerate(prompts) for j in range(4)]
+    return [Row(SampleId(u, 0, j), prompt, 12) for u, prompt in enumerate(prompts) for j in range(4)]
 
 
 @pytest.mark.parametrize("num_slots, max_batch_tokens", [(64, 2048), (64, 64), (6, 8), (3, 3), (1, 1)])

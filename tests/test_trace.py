@@ -13,11 +13,10 @@ import torch
 
 from bubblespec import trace
 from bubblespec.config import Config, DataConfig, ModelConfig, RunConfig
-from bubblespec.data import Prompt
 from bubblespec.distributed import Ranks
 from bubblespec.drafts.bubble import Draft, DraftStore
-from bubblespec.engine.generator import Load
 from bubblespec.errors import InputError
+from bubblespec.records import Load, Prompt
 from bubblespec.replay.cost import cost_from_trace
 from bubblespec.rollout import Samples
 from bubblespec.schedule.run_ahead import RolloutStats

@@ -15,10 +15,10 @@ import train
 from bubblespec import trainer as module
 from bubblespec import update
 from bubblespec.config import Config
-from bubblespec.data import Prompt
 from bubblespec.distributed import Ranks
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.sampling import SamplingParams
+from bubblespec.records import Prompt
 from bubblespec.rollout import Samples
 from bubblespec.schedule.run_ahead import RolloutStats
 from bubblespec.trainer import Trainer, evaluate, expected_best, generate_step, train_step
@@ -85,7 +85,7 @@ def test_an_evaluation_by_hand(monkeypatch):
     engine = SimpleNamespace(params=sampling)
 
     def generate(engine, rows, ranks, on_finished):
-        used.append((engine.params, [(row.uid, row.step, row.sample, row.max_new_tokens) for row in rows]))
+        used.append((engine.params, [(row.id.uid, row.id.visit, row.id.sample, row.max_new_tokens) for row in rows]))
         for row, length in zip(rows, lengths, strict=True):
             row.tokens, row.finish = np.arange(length), "length" if length == 6 else "stop"
             row.logprob = row.full_logprob = np.zeros(length, np.float32)

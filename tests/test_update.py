@@ -13,12 +13,12 @@ from conftest import VOCAB
 
 from bubblespec import update
 from bubblespec.config import Config, LossConfig, ModelConfig, OptimConfig, RolloutConfig
-from bubblespec.data import Prompt
 from bubblespec.distributed import Ranks
 from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
 from bubblespec.losses import policy_loss
 from bubblespec.microbatch import plan_microbatches
 from bubblespec.optimizer import Optimizer
+from bubblespec.records import Prompt
 from bubblespec.rollout import Samples
 from bubblespec.update import train_on_samples
 from tests.reference_step import Response, kl_estimate, log_distributions, minibatch_loss

@@ -16,8 +16,7 @@ Shape legend: R active rows, N tokens in a forward, M rows that sample in it, T 
 
 from collections import deque
 from collections.abc import Collection
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -30,40 +29,9 @@ from bubblespec.engine.noise import stream_keys
 from bubblespec.engine.packing import PAGE, CachePacking, pack_rows, to_device
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.engine.verify import is_stop, num_gained, verify
+from bubblespec.records import Load, Row
 
 KEYS_AHEAD = 64  # positions whose noise keys are made at once
-
-
-@dataclass(eq=False)
-class Row:
-    """One response to generate, and afterwards the response.
-
-    uid, step and sample are the noise key (uid 63 bits, step below 2**32, sample below 4096). tokens: int64 response, with its
-    stop token; logprob, full_logprob: float32, see `sample`. finish: "stop", "length", or None while it is not finished.
-    A row added with tokens goes on after them.
-    """
-
-    uid: int
-    step: int
-    sample: int
-    prompt: tuple[int, ...]
-    max_new_tokens: int
-    tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    logprob: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
-    full_logprob: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
-    finish: str | None = None
-
-
-class Load(NamedTuple):
-    """What a forward had to do: active rows, tokens fed, rows that fed more than one, positions attended to by all rows
-    together; and how many of the tokens were of prompts, and how many drafts."""
-
-    rows: int
-    tokens: int
-    wide_rows: int
-    positions: int
-    prompt_tokens: int
-    draft_tokens: int
 
 
 class Speculator(Protocol):
@@ -370,7 +338,7 @@ class Generator:
         self.prompt_length[slot], self.length[slot] = length, length + known
         self.cached[slot] = held
         self.limit[slot] = row.max_new_tokens
-        self.noise_key[slot] = row.uid, row.step, row.sample
+        self.noise_key[slot] = row.id.uid, row.id.visit, row.id.sample
         self.keyed[slot] = 0
         self.prompt_id[slot] = prompt_id
 

@@ -9,7 +9,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from bubblespec.engine.generator import Generator, Load, Row, _ragged
+from bubblespec.engine.generator import Generator, _ragged
+from bubblespec.records import Load, Row
 from bubblespec.replay.world import World
 from bubblespec.schedule.speculator import RowSpeculator
 

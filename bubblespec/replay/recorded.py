@@ -5,8 +5,8 @@ import os
 
 import numpy as np
 
-from bubblespec.data import Prompt
 from bubblespec.errors import InputError
+from bubblespec.records import Prompt
 from bubblespec.replay.drafting import STOP, DraftModel
 from bubblespec.trace import FOLDER, list_steps, read_meta, read_table
 

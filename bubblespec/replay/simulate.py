@@ -10,10 +10,10 @@ from tqdm import tqdm
 from bubblespec.config import Config
 from bubblespec.drafts.bubble import DraftStore
 from bubblespec.drafts.suffix import History
-from bubblespec.engine.generator import Row
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
 from bubblespec.memory import most_slots
+from bubblespec.records import Row
 from bubblespec.replay.engine import SimulatedGenerator, SimulatedSpeculator
 from bubblespec.replay.world import SimulatedBoard, SimulatedRanks, World
 from bubblespec.rollout import assign_prompts, digest, gather_samples, generate, make_rows
@@ -131,7 +131,9 @@ class _Rank:
         return Speculation(self.config, self.ranks, board, speculator, store, speculator.history)
 
     def _text(self, row: Row, so_far: np.ndarray) -> np.ndarray:
-        return self.workload.draft(row.step, row.uid, row.sample, row.step - self.version, row.max_new_tokens, so_far)
+        return self.workload.draft(
+            row.id.visit, row.id.uid, row.id.sample, row.id.visit - self.version, row.max_new_tokens, so_far
+        )
 
     def run(self, steps: list[SimulatedStep]) -> None:
         for step in steps:
@@ -183,9 +185,9 @@ class _Rank:
 
     def _count(self, row: Row) -> None:
         """A row is done. Whatever was drafted, it must be the response."""
-        true = self.workload.response(row.step, row.uid, row.sample)[: row.max_new_tokens]
+        true = self.workload.response(row.id.visit, row.id.uid, row.id.sample)[: row.max_new_tokens]
         if not np.array_equal(row.tokens, true):
-            raise AssertionError(f"sample {row.sample} of prompt {row.uid} in step {row.step} is not its response")
+            raise AssertionError(f"sample {row.id.sample} of prompt {row.id.uid} in step {row.id.visit} is not its response")
         self.bar.update(len(row.tokens))
 
 

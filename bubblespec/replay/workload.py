@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bubblespec.data import Prompt
 from bubblespec.errors import InputError
+from bubblespec.records import Prompt
 from bubblespec.replay.drafting import STOP, TEXT, VOCABULARY, DraftModel, edited, keyed_random
 
 SHARED_VARIANCE = 0.5  # of the logarithm of a made-up length, what the samples of a prompt have in common

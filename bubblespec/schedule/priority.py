@@ -14,10 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bubblespec.data import Prompt
 from bubblespec.drafts.bubble import Draft, DraftStore, Key
 from bubblespec.drafts.suffix import History
-from bubblespec.engine.generator import Row
+from bubblespec.records import Prompt, Row
 
 PROBE_QUANTILE = 0.9  # the first sample of a prompt of which nothing is known is taken to be this long
 # What has more slack than so many rollouts can wait: fresher weights draft it better.

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from bubblespec.drafts.bubble import Draft, DraftStore, Key
-from bubblespec.engine.generator import Generator, Row
+from bubblespec.engine.generator import Generator
 from bubblespec.forward_log import ForwardLog
+from bubblespec.records import Row, SampleId
 from bubblespec.schedule.priority import Item
 from bubblespec.schedule.progress import ProgressBoard, RankState
 from bubblespec.schedule.speculator import RowSpeculator
@@ -90,14 +91,14 @@ def rollout(
     own = {id(row) for row in rows}
     granted: deque[Item] = deque()  # items to draft, not yet in the engine
     held = {item.key: item for item in ahead.held} if ahead is not None else {}
-    kept = [row for row in engine.rows if (row.step, row.uid, row.sample) in held]
+    kept = [row for row in engine.rows if (row.id.visit, row.id.uid, row.id.sample) in held]
     if rows and kept:
         num_kept = _affordable_beside(rows, kept, ahead, speculator.cost)
         kept = sorted(kept, key=lambda row: len(row.tokens), reverse=True)[:num_kept]
     engine.reset(kept)
     for row in kept:
         speculator.track(row, None, ahead.version)
-        del held[row.step, row.uid, row.sample]
+        del held[row.id.visit, row.id.uid, row.id.sample]
     granted.extend(held.values())  # the engine has been used for something else in between
     engine.add(rows)
     started = clock.perf_counter()
@@ -161,7 +162,7 @@ def rollout(
     unfinished = sorted(engine.collect(), key=lambda row: len(row.tokens), reverse=True)
     # Rows of the next step are about to be verified, by whoever owns them; the next step's own rows need slots.
     decoding = {id(row) for row in engine.decoding()}
-    may_stay = [id(row) for row in unfinished if row.step > ahead.version + 1 and id(row) in decoding]
+    may_stay = [id(row) for row in unfinished if row.id.visit > ahead.version + 1 and id(row) in decoding]
     staying = set(may_stay[: max(engine.cache.num_slots - len(rows), 0)])
     for row in unfinished:
         _keep(drafts, row, ahead, stats, board.ranks.rank if id(row) in staying else -1)
@@ -210,7 +211,7 @@ def _admit(engine: Generator, own: set[int], granted: deque[Item], ahead: RunAhe
     for _ in range(min(free, len(granted))):
         item = granted.popleft()
         draft = ahead.store.get(item.key)
-        row = Row(item.prompt.uid, item.step, item.sample, item.prompt.token_ids, ahead.max_new_tokens)
+        row = Row(SampleId(item.prompt.uid, item.step, item.sample), item.prompt.token_ids, ahead.max_new_tokens)
         if draft is not None:
             row.tokens = draft.tokens.astype(np.int64)
         speculator.track(row, None, ahead.version)
@@ -218,7 +219,7 @@ def _admit(engine: Generator, own: set[int], granted: deque[Item], ahead: RunAhe
 
 
 def _keep(drafts: dict[Key, Draft], row: Row, ahead: RunAhead, stats: RolloutStats, holder: int = -1) -> None:
-    key = (row.step, row.uid, row.sample)
+    key = (row.id.visit, row.id.uid, row.id.sample)
     old = ahead.store.get(key)
     grown = len(row.tokens) - (len(old.tokens) if old else 0)
     stats.drafted_tokens += grown

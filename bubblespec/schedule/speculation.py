@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from bubblespec.config import Config
-from bubblespec.data import Prompt
 from bubblespec.distributed import Ranks
 from bubblespec.drafts.bubble import DraftStore, exchange
 from bubblespec.drafts.suffix import SOURCE_NAMES, History
-from bubblespec.engine.generator import Generator, Row
+from bubblespec.engine.generator import Generator
 from bubblespec.forward_log import ForwardLog
+from bubblespec.records import Prompt, Row, SampleId
 from bubblespec.schedule.priority import Outlook, plan_items, undrafted
 from bubblespec.schedule.progress import ProgressBoard
 from bubblespec.schedule.run_ahead import RolloutStats, RunAhead, rollout
@@ -75,7 +75,7 @@ class Speculation:
         """
         self.step = step
         self.speculator.begin(step)
-        drafts = [self.store.get((row.step, row.uid, row.sample)) for row in rows]
+        drafts = [self.store.get((row.id.visit, row.id.uid, row.id.sample)) for row in rows]
         for row, draft in zip(rows, drafts, strict=True):
             self.speculator.track(row, draft, version=step)
         # Where rows wait for slots, those with the most to decode must not wait.
@@ -196,7 +196,7 @@ def profile(engine: Generator, cost: CostModel, num_forwards: int = 3, clock=tim
             continue
         engine.reset()
         engine.speculator = _FixedDrafts(window)
-        engine.add([Row(0, 0, sample, (1,) * size, length - size) for sample in range(count)])
+        engine.add([Row(SampleId(0, 0, sample), (1,) * size, length - size) for sample in range(count)])
         while engine.queue or (engine.cached[: len(engine.rows)] < size).any():
             engine.step()
         for _ in range(num_forwards):

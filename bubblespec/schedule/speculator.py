@@ -11,7 +11,7 @@ import numpy as np
 
 from bubblespec.drafts.bubble import Draft
 from bubblespec.drafts.suffix import NOTHING, OWN, SOURCE_NAMES, GroupIndex, History
-from bubblespec.engine.generator import Row
+from bubblespec.records import Row
 from bubblespec.schedule.windows import WINDOWS, CostModel, Survival, choose_windows, match_bucket
 
 ALIGNED = "aligned"  # the row has followed its run-ahead draft from the start
@@ -91,10 +91,10 @@ class RowSpeculator:
             state.age = version - draft.version
             state.is_aligned = len(row.tokens) == 0
         self._rows[id(row)] = state
-        key = (row.step, row.uid)
+        key = (row.id.visit, row.id.uid)
         self._members.setdefault(key, []).append(state)
         if state.draft is not None and key in self._groups:
-            self._groups[key].add_draft(row.sample, state.draft.tokens)
+            self._groups[key].add_draft(row.id.sample, state.draft.tokens)
         if self.uses_suffix and len(row.tokens):
             self._not_indexed.setdefault(key, []).append((state, row.tokens))
 
@@ -139,7 +139,7 @@ class RowSpeculator:
             state = self._rows.get(id(row))
             if state is None:
                 continue
-            is_counted = row.step == self._step
+            is_counted = row.id.visit == self._step
             if is_counted:
                 stats.num_row_forwards += 1
                 stats.num_gained += len(gained)
@@ -163,7 +163,7 @@ class RowSpeculator:
                 state.is_aligned = len(expected) == len(gained) and bool((expected == gained).all())
             state.num_gained += len(gained)
             if self.uses_suffix:
-                self._not_indexed.setdefault((row.step, row.uid), []).append((state, gained))
+                self._not_indexed.setdefault((row.id.visit, row.id.uid), []).append((state, gained))
         stats.seconds += self.clock.perf_counter() - started
 
     def _candidate(self, row: Row, state: _RowState, length: int, longest: int) -> tuple[np.ndarray, tuple | None]:
@@ -172,22 +172,22 @@ class RowSpeculator:
             return state.draft.tokens[length : length + longest], (ALIGNED, min(state.age, 8))
         if not self.uses_suffix:
             return NOTHING, None
-        tokens, match, source = self._group(row).propose(row.sample, longest)
+        tokens, match, source = self._group(row).propose(row.id.sample, longest)
         return tokens, (SOURCE_NAMES[source], match_bucket(match))
 
     def _group(self, row: Row) -> GroupIndex:
         """The row's group index with all tokens of all its rows in it."""
-        key = (row.step, row.uid)
+        key = (row.id.visit, row.id.uid)
         group = self._groups.get(key)
         if group is None:
-            history = self.history.get(row.uid) if self.history is not None else ()
+            history = self.history.get(row.id.uid) if self.history is not None else ()
             group = self._groups[key] = GroupIndex(history, prompt=row.prompt)
             for state in self._members[key]:
                 if state.draft is not None:
-                    group.add_draft(state.row.sample, state.draft.tokens)
+                    group.add_draft(state.row.id.sample, state.draft.tokens)
         gained: dict[int, list[np.ndarray]] = {}  # by sample, so that each grows but once
         for state, tokens in self._not_indexed.pop(key, ()):
-            gained.setdefault(state.row.sample, []).append(tokens)
+            gained.setdefault(state.row.id.sample, []).append(tokens)
         for sample, parts in gained.items():
             group.extend(sample, np.concatenate(parts) if len(parts) > 1 else parts[0])
         return group

@@ -21,7 +21,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 from bubblespec.config import load_config
 from bubblespec.distributed import ranks_from_environment
 from bubblespec.drafts.bubble import Draft, Key
-from bubblespec.engine.generator import Row
+from bubblespec.records import Row
 from bubblespec.schedule.run_ahead import RolloutStats
 from bubblespec.set_up import set_up
 from bubblespec.trainer import Trainer
@@ -96,7 +96,7 @@ class Disturbance:
             taken = [rows[i] for i in self.rng.permutation(len(rows))[: self.rng.integers(1, MOST_ROWS + 1)]]
             for row in taken:
                 engine.drop(row)
-                is_draft = self.trainer.speculation is not None and row.step > self._training_step
+                is_draft = self.trainer.speculation is not None and row.id.visit > self._training_step
                 self.counts["draft rows pre-empted" if is_draft else "own rows pre-empted"] += 1
             engine.add(taken)
         return finished
