@@ -9,17 +9,17 @@ import time
 import numpy as np
 import transformers
 
-from bubblespec.advantages import estimate_advantages
-from bubblespec.collect import collect
 from bubblespec.config import load_config
-from bubblespec.distributed import ranks_from_environment, say_once, signals_stop
 from bubblespec.errors import EndsRun
-from bubblespec.metrics import MetricsLogger
-from bubblespec.report import peak_memory_gb, rollout_metrics, timing_metrics
-from bubblespec.schedule.speculation import speculation_metrics
+from bubblespec.idle.speculation import speculation_metrics
+from bubblespec.learn.advantages import estimate_advantages
+from bubblespec.ranks.collectives import ranks_from_environment, say_once, signals_stop
+from bubblespec.rollout.collect import collect
 from bubblespec.set_up import set_up
-from bubblespec.timeline import gather_lanes
-from bubblespec.trace import Recorder
+from bubblespec.telemetry.metrics import MetricsLogger
+from bubblespec.telemetry.report import peak_memory_gb, rollout_metrics, timing_metrics
+from bubblespec.telemetry.timeline import gather_lanes
+from bubblespec.telemetry.trace import Recorder
 from bubblespec.trainer import Trainer, evaluate_if_due, save, stops_cleanly, train_step
 
 

@@ -20,14 +20,14 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from bubblespec.data import build_prompt_set, make_tokenize, reasoning_gym_rows
+from bubblespec.data.prompts import build_prompt_set, make_tokenize, reasoning_gym_rows
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import forward_hidden, output_head, prepare_model
 from bubblespec.engine.noise import gumbel, random_bits, stream_keys
 from bubblespec.engine.packing import pack_sequences
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.engine.verify import FRESH, further, verify
-from bubblespec.losses import token_logprobs
+from bubblespec.learn.losses import token_logprobs
 from bubblespec.records import Prompt, Row, SampleId
 
 TASKS = [{"name": "chain_sum", "weight": 1.0, "config": {"min_terms": 2, "max_terms": 8, "min_digits": 1, "max_digits": 1}}]

@@ -35,7 +35,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from bubblespec.data import build_prompt_set, make_tokenize, reasoning_gym_rows
+from bubblespec.data.prompts import build_prompt_set, make_tokenize, reasoning_gym_rows
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.sampling import SamplingParams

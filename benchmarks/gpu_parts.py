@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
-from bubblespec.drafts.bubble import Draft
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.graphs import ForwardGraphs, can_capture
 from bubblespec.engine.kv_cache import KVCache
@@ -26,8 +25,9 @@ from bubblespec.engine.noise import gumbel, stream_keys
 from bubblespec.engine.packing import pack_rows
 from bubblespec.engine.sampling import SamplingParams, sample
 from bubblespec.records import Row, SampleId
-from bubblespec.schedule.speculator import RowSpeculator
-from bubblespec.schedule.windows import CostModel
+from bubblespec.speculate.proposer import RowSpeculator
+from bubblespec.speculate.store import Draft
+from bubblespec.speculate.windows import CostModel
 
 NEEDS_CUDA = "needs CUDA"
 HEADS = {"num_attention_heads": 12, "num_key_value_heads": 2}

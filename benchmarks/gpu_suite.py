@@ -49,7 +49,7 @@ def trainer(bench: Bench) -> Iterator[Figure]:
 def adamw(bench: Bench) -> Figure:
     """The first update of a bfloat16 model's float32 masters, which is -lr * g / (|g| + epsilon) for a gradient g."""
     from bubblespec.config import OptimConfig
-    from bubblespec.optimizer import Optimizer
+    from bubblespec.learn.optimizer import Optimizer
 
     model = build(SHAPES[bench.policy] | {"num_hidden_layers": 2}, bench.device, torch.bfloat16)
     model.requires_grad_(True)
@@ -84,13 +84,13 @@ def out_of_memory(bench: Bench) -> Figure:
     if bench.device.type != "cuda":
         return Figure("out of memory", None, note=NEEDS_CUDA)
     from bubblespec.config import OptimConfig
-    from bubblespec.distributed import Ranks
-    from bubblespec.microbatch import make_microbatch
-    from bubblespec.optimizer import Optimizer
-    from bubblespec.out_of_memory import TokenBudget, run_within_memory
+    from bubblespec.learn.learner import response_logprobs
+    from bubblespec.learn.microbatch import make_microbatch
+    from bubblespec.learn.optimizer import Optimizer
+    from bubblespec.learn.out_of_memory import TokenBudget, run_within_memory
+    from bubblespec.ranks.collectives import Ranks
     from bubblespec.records import Prompt
-    from bubblespec.rollout import Samples
-    from bubblespec.update import response_logprobs
+    from bubblespec.rollout.placement import Samples
 
     model = build(SHAPES[bench.policy] | {"num_hidden_layers": 8}, bench.device, torch.bfloat16)
     model.requires_grad_(True)

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu_parts import NEEDS_CUDA, SHAPES, Bench, Figure, build, make_bench, make_rows, start_decoding
-from bubblespec.distributed import Ranks, all_gather
-from bubblespec.schedule.progress import NUM_NUMBERS, ProgressBoard, RankState
+from bubblespec.ranks.collectives import Ranks, all_gather
+from bubblespec.ranks.progress import NUM_NUMBERS, ProgressBoard, RankState
 
 TICK_STEPS = 60
 PATIENCE_S = 120.0

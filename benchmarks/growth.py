@@ -78,9 +78,9 @@ class Clock:
 def watch_model(clock: Clock) -> None:
     """Forwards, backwards and updates count as `forward` and `model`; how a forward is packed, which it asks for itself, as
     `loop`."""
-    import bubblespec.update as update
+    import bubblespec.learn.learner as update
     from bubblespec.engine import generator, packing
-    from bubblespec.optimizer import Optimizer
+    from bubblespec.learn.optimizer import Optimizer
 
     for layout in (packing.CachePacking, packing.SequencePacking):
         clock.watch(layout.__dict__["groups"], "func", "loop")
@@ -118,13 +118,13 @@ def peak_bytes() -> int:
 
 def measure(num_rows: int, length: int, more: list[str] = ()) -> dict[str, float]:
     """One step of `num_rows` rows of `length` tokens: seconds of each part, and bytes under `memory`. more: overrides."""
-    from bubblespec.collect import collect
     from bubblespec.config import load_config
-    from bubblespec.distributed import ranks_from_environment
-    from bubblespec.drafts.bubble import Draft
-    from bubblespec.rollout import make_rows
-    from bubblespec.schedule.speculation import speculation_metrics
+    from bubblespec.idle.speculation import speculation_metrics
+    from bubblespec.ranks.collectives import ranks_from_environment
+    from bubblespec.rollout.collect import collect
+    from bubblespec.rollout.placement import make_rows
     from bubblespec.set_up import set_up
+    from bubblespec.speculate.store import Draft
     from bubblespec.trainer import train_step
 
     torch.set_num_threads(1)

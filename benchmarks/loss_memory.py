@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from bubblespec.losses import token_logprobs
+from bubblespec.learn.losses import token_logprobs
 
 
 def measure(connection, tokens: int, hidden_size: int, vocab: int, max_logits: int) -> None:

@@ -18,17 +18,17 @@ import numpy as np
 import torch
 import transformers
 
-from bubblespec.advantages import estimate_advantages
 from bubblespec.config import Config, load_config
-from bubblespec.distributed import ranks_from_environment
 from bubblespec.engine.generator import Generator
 from bubblespec.errors import InputError
+from bubblespec.idle.speculation import speculation_metrics
+from bubblespec.learn.advantages import estimate_advantages
+from bubblespec.learn.learner import train_on_samples
+from bubblespec.ranks.collectives import ranks_from_environment
 from bubblespec.records import Row
-from bubblespec.rollout import gather_samples, generate, make_rows
-from bubblespec.schedule.speculation import speculation_metrics
+from bubblespec.rollout.placement import gather_samples, generate, make_rows
 from bubblespec.set_up import set_up
 from bubblespec.trainer import Trainer, generate_step
-from bubblespec.update import train_on_samples
 
 PAPER = "paper (arXiv 2605.08862, its own hardware): decoding steps -50%, rollout throughput up to 1.8x"
 

@@ -25,8 +25,8 @@ from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import prepare_model
 from bubblespec.errors import InputError
 from bubblespec.records import Load, Row, SampleId
-from bubblespec.replay.cost import ForwardCost
-from bubblespec.trace import describe_hardware, describe_versions
+from bubblespec.simulate.cost import ForwardCost
+from bubblespec.telemetry.trace import describe_hardware, describe_versions
 
 NUM_CHUNKS = 2  # timed of each prompt: the second attends to the first
 

@@ -19,11 +19,11 @@ import numpy as np
 
 from bubblespec.config import config_of_sections
 from bubblespec.errors import InputError
-from bubblespec.replay.__main__ import nested
-from bubblespec.replay.cost import cost_from_traces
-from bubblespec.replay.recorded import RecordedWorkload
-from bubblespec.replay.simulate import simulate
-from bubblespec.trace import FOLDER, read_meta, read_table
+from bubblespec.simulate.__main__ import nested
+from bubblespec.simulate.cost import cost_from_traces
+from bubblespec.simulate.recorded import RecordedWorkload
+from bubblespec.simulate.run import simulate
+from bubblespec.telemetry.trace import FOLDER, read_meta, read_table
 
 
 def measured_s(run_dir: str) -> float:

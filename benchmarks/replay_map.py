@@ -1,6 +1,6 @@
 """Where speculation pays, and what bounds it: python benchmarks/replay_map.py FILE.json [--ranks 8 16] [--steps 4] ...
 
-Simulated rollouts (bubblespec.replay), analytic cost: a 7B on H200s from its data sheet, not measured. Every cell is one run of a
+Simulated rollouts, analytic cost: a 7B on H200s from its data sheet, not measured. Every cell is one run of a
 few steps with made-up lengths, `none` against the default method, for
 
 - lengths: lognormal with mean 2,000 up to 16,000 tokens, and mean 8,000 up to 64,000;
@@ -31,10 +31,10 @@ from tqdm import tqdm
 
 from bubblespec.config import config_of_sections
 from bubblespec.errors import InputError
-from bubblespec.replay.__main__ import BLANK, describe_cost, nested, totals
-from bubblespec.replay.analytic import GPUS, MODELS, analytic_cost
-from bubblespec.replay.simulate import simulate
-from bubblespec.replay.workload import Synthetic, Workload
+from bubblespec.simulate.__main__ import BLANK, describe_cost, nested, totals
+from bubblespec.simulate.analytic import GPUS, MODELS, analytic_cost
+from bubblespec.simulate.run import simulate
+from bubblespec.simulate.workload import Synthetic, Workload
 
 LENGTHS = {"2k to 16k": (2000.0, 16000), "8k to 64k": (8000.0, 64000)}
 MISMATCHES = (math.inf, 2000.0, 500.0)

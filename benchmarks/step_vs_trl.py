@@ -59,7 +59,7 @@ class Enough(Exception):
 def run_own(config: Config, num_steps: int) -> dict:
     """Steps of this trainer, through the loop of train.py as it is. Returns this rank's step ends and all ranks' lengths."""
     import train as entry
-    from bubblespec.distributed import ranks_from_environment
+    from bubblespec.ranks.collectives import ranks_from_environment
     from bubblespec.set_up import set_up
 
     ends, steps, worked = [], [], [0.0]
@@ -101,8 +101,8 @@ def run_trl(config: Config, num_steps: int, microbatches: int, continuous_batchi
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from bubblespec.data import make_tokenize
-    from bubblespec.rewards import load_reward
+    from bubblespec.data.prompts import make_tokenize
+    from bubblespec.rewards.functions import load_reward
     from bubblespec.set_up import load_prompts, stop_tokens
 
     rollout, optim, loss = config.rollout, config.optim, config.loss

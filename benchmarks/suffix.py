@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 
-from bubblespec.drafts.suffix import SOURCE_NAMES, GroupIndex
+from bubblespec.speculate.suffix import SOURCE_NAMES, GroupIndex
 
 GROUPS, SAMPLES, WINDOW = 8, 8, 16  # 64 rows, up to 16 draft tokens a pass
 SIZES = ((300, 300), (300, 50_000), (4000, 300), (4000, 50_000))  # response tokens, alphabet

@@ -6,7 +6,7 @@ for, with the draft's noise. These responses are replayed: the samples of a prom
 --window tokens in every pass and gains those that come true, and one more. All arms know the same at every moment: the tokens so
 far of all samples of the group, and, by case, earlier responses to the prompt, and drafts.
 
-ours                `bubblespec.drafts.suffix.GroupIndex`
+ours                `bubblespec.speculate.suffix.GroupIndex`
 arctic              SuffixDecoding (Oliaro et al. 2024, arXiv:2411.04975) as in arctic-inference with its defaults: a proposal is
                     no longer than the match behind it, and ends where the counted probability falls below 0.1
 arctic, prompts     the same with the end of the prompt in front of every cached text, so that it matches at the first token too
@@ -40,9 +40,9 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from benchmarks.accept_rules import generate, load_prompts, one_step, policy_gradient
 from benchmarks.generate import MODELS, commit
 from benchmarks.suffix import play
-from bubblespec.drafts.suffix import SOURCE_NAMES, GroupIndex
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.sampling import SamplingParams
+from bubblespec.speculate.suffix import SOURCE_NAMES, GroupIndex
 
 LEARNING_RATES = {"tiny": (2e-4, 2e-3), "smollm2": (1e-5, 1e-4)}
 TREE_DEPTH = 64  # arctic's default, and so the longest context that it looks up

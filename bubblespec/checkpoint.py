@@ -22,9 +22,9 @@ from transformers import PreTrainedModel
 
 from bubblespec.config import Config, config_to_yaml, flatten, load_config, resume_classes
 from bubblespec.config_checks import ROUNDING, SAFE
-from bubblespec.distributed import Ranks
 from bubblespec.errors import InputError, say
-from bubblespec.optimizer import Optimizer
+from bubblespec.learn.optimizer import Optimizer
+from bubblespec.ranks.collectives import Ranks
 
 STATE_FILE = "trainer_state.json"
 SUMS_FILE = "SHA256SUMS"

@@ -7,10 +7,10 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from bubblespec.config import Config
-from bubblespec.distributed import Ranks
 from bubblespec.errors import InputError
+from bubblespec.learn.optimizer import Optimizer
 from bubblespec.memory import slot_bytes
-from bubblespec.optimizer import Optimizer
+from bubblespec.ranks.collectives import Ranks
 
 
 def check_vocabulary(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

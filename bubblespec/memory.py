@@ -21,12 +21,12 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from bubblespec.config import Config, load_config
-from bubblespec.distributed import Ranks
 from bubblespec.engine import attention, sampling
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import enable_gradient_checkpointing, forward_hidden
 from bubblespec.engine.packing import PAGE, CachePacking, SequencePacking, pack_rows, pack_sequences
 from bubblespec.errors import InputError
+from bubblespec.ranks.collectives import Ranks
 
 CARDS = {"80 GB": 79.1 * 2**30, "141 GB": 139.7 * 2**30}  # what torch sees of an H100 and of an H200
 # Kept free: the CUDA context, NCCL's buffers, CUDA graphs, fragmentation. A guess, not measured.

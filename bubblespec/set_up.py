@@ -14,21 +14,21 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from bubblespec.checkpoint import STATE_FILE, find_checkpoint, load_optimizer, load_speculation, lock_output_dir, read_state
 from bubblespec.checks import check_memory, check_moments, check_same_architecture, check_vocabulary
 from bubblespec.config import Config
-from bubblespec.data import PromptSet, build_prompt_set, load_rows, make_tokenize, reasoning_gym_rows
-from bubblespec.distributed import Ranks
+from bubblespec.data.prompts import PromptSet, build_prompt_set, load_rows, make_tokenize, reasoning_gym_rows
 from bubblespec.engine.attention import choose_kernel
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
-from bubblespec.lora import add_adapter
+from bubblespec.idle.speculation import make_speculation
+from bubblespec.learn.lora import add_adapter
+from bubblespec.learn.optimizer import Optimizer
+from bubblespec.learn.out_of_memory import TokenBudget
 from bubblespec.memory import choose_num_slots
-from bubblespec.optimizer import Optimizer
-from bubblespec.out_of_memory import TokenBudget
+from bubblespec.ranks.collectives import Ranks
 from bubblespec.records import Prompt
-from bubblespec.rewards import check_arguments, load_reward
-from bubblespec.schedule.speculation import make_speculation
-from bubblespec.scoring import Scorer
+from bubblespec.rewards.functions import check_arguments, load_reward
+from bubblespec.rewards.scorer import Scorer
 from bubblespec.trainer import Trainer
 
 

@@ -12,24 +12,24 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bubblespec.checkpoint import save_checkpoint
 from bubblespec.config import Config
-from bubblespec.data import PromptSet
-from bubblespec.distributed import Ranks, StopRequested
+from bubblespec.data.prompts import PromptSet
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import RunFailed, SaveFailed, say
-from bubblespec.metrics import MetricsLogger
-from bubblespec.optimizer import Optimizer
-from bubblespec.out_of_memory import TokenBudget
+from bubblespec.idle.speculation import Speculation
+from bubblespec.learn.learner import train_on_samples
+from bubblespec.learn.optimizer import Optimizer
+from bubblespec.learn.out_of_memory import TokenBudget
+from bubblespec.ranks.collectives import Ranks, StopRequested
 from bubblespec.records import Prompt, Row
-from bubblespec.rewards import RewardFunction, combine, overlong_penalty
-from bubblespec.rollout import Samples, assign_prompts, gather_samples, generate, make_rows
-from bubblespec.schedule.run_ahead import RolloutStats
-from bubblespec.schedule.speculation import Speculation
-from bubblespec.scoring import Scorer
-from bubblespec.timeline import Event
-from bubblespec.trace import Recorder
-from bubblespec.update import train_on_samples
+from bubblespec.rewards.functions import RewardFunction, combine, overlong_penalty
+from bubblespec.rewards.scorer import Scorer
+from bubblespec.rollout.loop import RolloutStats
+from bubblespec.rollout.placement import Samples, assign_prompts, gather_samples, generate, make_rows
+from bubblespec.telemetry.metrics import MetricsLogger
+from bubblespec.telemetry.timeline import Event
+from bubblespec.telemetry.trace import Recorder
 
 # What sampling/logp_difference/mean may be at temperature 1; beyond it something else than rounding is at work. Rounding alone
 # gives 1e-7 in float64 (the generator's are kept in float32), 3e-7 to 1e-4 in float32 and 2e-3 to 3e-2 in bfloat16, measured on

@@ -17,7 +17,7 @@ from bubblespec.engine.noise import stream_keys
 from bubblespec.engine.sampling import SamplingParams, sample
 from bubblespec.engine.verify import num_gained, verify
 from bubblespec.records import Prompt, Row
-from bubblespec.rollout import make_rows
+from bubblespec.rollout.placement import make_rows
 
 MAX_NEW_TOKENS = 96
 SEED = 0

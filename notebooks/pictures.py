@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from bubblespec.timeline import COLOURS, draw_lanes
+from bubblespec.telemetry.timeline import COLOURS, draw_lanes
 from notebooks.reading import Run, compare, num_response_tokens, seconds_by_kind, seconds_so_far
 
 PLAIN, DRAFTED, NOTHING = "#5aa5e0", "#1b9e77", "#ffffff"  # the first two as decode and verify in timelines

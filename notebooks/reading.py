@@ -13,7 +13,7 @@ import numpy as np
 
 from bubblespec.config import Config, flatten, load_config
 from bubblespec.errors import InputError, say
-from bubblespec.timeline import KINDS
+from bubblespec.telemetry.timeline import KINDS
 
 NEEDED = ("timing_s/gen", "timing_s/bubble", "timing_s/step", "reward", "rollout/digest")  # what every step's line has
 

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from bubblespec.config import config_of_sections
-from bubblespec.replay.__main__ import BLANK, nested
-from bubblespec.replay.simulate import SimulatedStep, simulate
-from bubblespec.replay.workload import Synthetic, Workload
+from bubblespec.simulate.__main__ import BLANK, nested
+from bubblespec.simulate.run import SimulatedStep, simulate
+from bubblespec.simulate.workload import Synthetic, Workload
 
 GENERATIONS = 4
 

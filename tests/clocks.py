@@ -8,12 +8,16 @@ import pytest
 import torch
 
 import train
-from bubblespec import collect, forward_log, scoring, timeline, trainer, update
+from bubblespec import trainer
 from bubblespec.config import load_config
-from bubblespec.distributed import Ranks
 from bubblespec.engine.generator import Generator
+from bubblespec.learn import learner as update
+from bubblespec.ranks.collectives import Ranks
 from bubblespec.records import Load
+from bubblespec.rewards import scorer as scoring
+from bubblespec.rollout import collect
 from bubblespec.set_up import set_up
+from bubblespec.telemetry import forward_log, timeline
 
 
 class Clock:

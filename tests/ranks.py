@@ -6,7 +6,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from bubblespec.distributed import Ranks
+from bubblespec.ranks.collectives import Ranks
 from tests.warm import start
 
 PARENT_STORE = -1

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from bubblespec.advantages import estimate_advantages, has_zero_std
+from bubblespec.learn.advantages import estimate_advantages, has_zero_std
 from tests import reference_step
 
 REWARDS = np.random.default_rng(0).normal(size=(5, 6)) * np.array([[1], [10], [0.1], [1], [3]]) + np.arange(5)[:, None]

@@ -27,8 +27,8 @@ import train
 from bubblespec import checks
 from bubblespec import set_up as set_up_module
 from bubblespec.config import Config, flatten, load_config
-from bubblespec.distributed import ranks_from_environment
 from bubblespec.errors import InputError
+from bubblespec.ranks.collectives import ranks_from_environment
 from tests.warm import ROOT, launch
 
 TINY = os.path.join(ROOT, "configs", "tiny_policy")

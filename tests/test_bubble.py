@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from bubblespec.distributed import Ranks
-from bubblespec.drafts.bubble import Draft, DraftStore, exchange
+from bubblespec.ranks.collectives import Ranks
+from bubblespec.speculate.store import Draft, DraftStore, exchange
 
 
 def draft(*tokens: int, finished: bool = False, version: int = 0) -> Draft:

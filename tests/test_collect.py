@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from bubblespec import collect as module
-from bubblespec.collect import collect
 from bubblespec.config import Config, ModelConfig, RolloutConfig
-from bubblespec.data import PromptSet
+from bubblespec.data.prompts import PromptSet
 from bubblespec.records import Prompt
-from bubblespec.rollout import Samples
-from bubblespec.schedule.run_ahead import RolloutStats
+from bubblespec.rollout import collect as module
+from bubblespec.rollout.collect import collect
+from bubblespec.rollout.loop import RolloutStats
+from bubblespec.rollout.placement import Samples
 from tests.runs import ALWAYS_DRAFT, digests, read, run, same_weights, weights
 
 WANTED = 6

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from bubblespec import config as module
-from bubblespec.advantages import estimate_advantages
 from bubblespec.config import Config, LossConfig, OptimConfig, RolloutConfig, config_to_yaml, load_config
 from bubblespec.errors import InputError
+from bubblespec.learn.advantages import estimate_advantages
 
 MINIMAL = "model: {path: some/model}\ndata: {path: train.jsonl}\nrun: {output_dir: out}\n"
 TASKS = MINIMAL.replace("path: train.jsonl", "tasks: [{name: chain_sum, weight: 2, config: {min_terms: 2}}]")

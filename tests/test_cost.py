@@ -15,9 +15,9 @@ import scipy.optimize
 from benchmarks import profile_cost
 from bubblespec.errors import InputError
 from bubblespec.records import Load
-from bubblespec.replay import cost as cost_module
-from bubblespec.replay.cost import RATES, ForwardCost, cost_from_trace, nonnegative
-from bubblespec.trace import COLUMNS
+from bubblespec.simulate import cost as cost_module
+from bubblespec.simulate.cost import RATES, ForwardCost, cost_from_trace, nonnegative
+from bubblespec.telemetry.trace import COLUMNS
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 

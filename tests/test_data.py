@@ -14,7 +14,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from bubblespec.data import PromptSet, build_prompt_set, load_rows, make_tokenize, reasoning_gym_rows
+from bubblespec.data.prompts import PromptSet, build_prompt_set, load_rows, make_tokenize, reasoning_gym_rows
 from bubblespec.errors import InputError
 from bubblespec.records import Prompt
 
@@ -304,7 +304,7 @@ def test_batch_is_the_same_in_any_order_of_calls():
 
 def test_batch_is_the_same_in_a_fresh_process():
     code = (
-        "from bubblespec.data import Prompt, PromptSet\n"
+        "from bubblespec.data.prompts import Prompt, PromptSet\n"
         "prompts = PromptSet([Prompt(i, '', (), {}) for i in range(23)], 0)\n"
         "print([[p.uid for p in prompts.batch(7, step, 5)] for step in (11, 3, 1000003)])"
     )

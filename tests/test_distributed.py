@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bubblespec import distributed
-from bubblespec.distributed import Ranks, StopRequested, signals_stop
 from bubblespec.errors import RankTimeout
-from bubblespec.schedule.progress import ProgressBoard, RankState
+from bubblespec.ranks import collectives as distributed
+from bubblespec.ranks.collectives import Ranks, StopRequested, signals_stop
+from bubblespec.ranks.progress import ProgressBoard, RankState
 from tests.clocks import Clock, ClockThatSkips
 from tests.ranks import run_ranks
 from tests.warm import launch
@@ -128,7 +128,7 @@ def test_a_rank_missing_from_a_collective_is_named(tmp_path, capfd, collective, 
 
 SLOW_TO_SAY = """
 import sys, time
-from bubblespec import distributed
+from bubblespec.ranks import collectives as distributed
 from bubblespec.errors import InputError
 
 say = distributed.say

@@ -12,9 +12,9 @@ from test_update import gradient, make_config, make_samples, oracle
 
 from bubblespec import memory
 from bubblespec.config import load_config
-from bubblespec.distributed import Ranks
 from bubblespec.engine.model import prepare_model
 from bubblespec.errors import InputError
+from bubblespec.ranks.collectives import Ranks
 from bubblespec.set_up import set_up
 from tests.runs import SHORT, read
 from train import train

@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 import bubblespec
-from bubblespec.distributed import Ranks
 from bubblespec.engine import generator as generator_module
 from bubblespec.engine import graphs, sampling
 from bubblespec.engine.attention import NAME, choose_kernel
@@ -35,10 +34,11 @@ from bubblespec.engine.noise import gumbel, random_bits
 from bubblespec.engine.packing import PAGE, pack_rows, pack_sequences
 from bubblespec.engine.sampling import SamplingParams, sample
 from bubblespec.engine.verify import RULES, verify
+from bubblespec.learn.learner import train_on_samples
+from bubblespec.learn.optimizer import Optimizer
 from bubblespec.memory import HEADROOM, choose_num_slots, work_out
-from bubblespec.optimizer import Optimizer
-from bubblespec.schedule.progress import ProgressBoard, RankState
-from bubblespec.update import train_on_samples
+from bubblespec.ranks.collectives import Ranks
+from bubblespec.ranks.progress import ProgressBoard, RankState
 
 DEVICE = torch.device("cuda", 0)
 SOURCES = str(Path(bubblespec.__file__).parent)
@@ -417,7 +417,7 @@ def check_update(cuda, extra: dict, kernel: str, has_checkpoints: bool = False) 
     metrics = train_on_samples(model, reference, optimizer, make_samples(), ADVANTAGES, config, ranks, 0, kernel)
     assert metrics["grad_norm"] == 5.0 and metrics["skipped_updates"] == 0
     updates = extra.get("num_iterations", 1) * extra.get("num_minibatches", 1)
-    assert cuda.waits == ["update._sum_over_ranks", "optimizer.step"] * updates
+    assert cuda.waits == ["learner._sum_over_ranks", "optimizer.step"] * updates
     assert cuda.products == {torch.bfloat16} and cuda.largest_double < 10 * 20
     assert cuda.calls["aten::_fused_adamw_"] == 2 * updates
     assert is_on_gpu(optimizer.flat_grad, torch.float32) and all(is_on_gpu(p, torch.bfloat16) for p in model.parameters())
@@ -465,15 +465,15 @@ def test_collectives(cuda, monkeypatch):
         sent.append(own.numel())
         return types.SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
 
-    monkeypatch.setattr("bubblespec.distributed.all_gather", all_gather)
-    monkeypatch.setattr("bubblespec.schedule.progress.all_gather", all_gather)
+    monkeypatch.setattr("bubblespec.ranks.collectives.all_gather", all_gather)
+    monkeypatch.setattr("bubblespec.ranks.progress.all_gather", all_gather)
     monkeypatch.setattr("torch.distributed.new_group", lambda **options: options)
     monkeypatch.setattr("torch.cuda.Stream", lambda device: device)
     monkeypatch.setattr("torch.cuda.stream", contextlib.nullcontext)
     ranks.world_size, ranks.roll_call = 2, types.SimpleNamespace(enter=lambda place: None)
     cuda.answer = lambda tensor: np.ones(tuple(tensor.shape))
     assert ranks.gather(np.zeros((2, 3))).shape == (2, 2, 3) and ranks.gather_text("a") == ["\x01", "\x01"]
-    assert cuda.waits == ["distributed.gather"] * 6  # of three collectives: there and back
+    assert cuda.waits == ["collectives.gather"] * 6  # of three collectives: there and back
     board = ProgressBoard(ranks, 60.0)
     cuda.clear()
     states = board.poll(lambda: RankState(0))

@@ -29,11 +29,11 @@ from bubblespec.checkpoint import (
 )
 from bubblespec.config import Config, DataConfig, ModelConfig, RunConfig, flatten, load_config, resume_classes
 from bubblespec.config_checks import EXACT, ROUNDING, SAFE
-from bubblespec.distributed import Ranks
 from bubblespec.errors import InputError
-from bubblespec.metrics import MetricsLogger
-from bubblespec.optimizer import Optimizer
+from bubblespec.learn.optimizer import Optimizer
+from bubblespec.ranks.collectives import Ranks
 from bubblespec.set_up import set_up
+from bubblespec.telemetry.metrics import MetricsLogger
 from tests.runs import run
 from tests.system.exactness import SHORT, first_difference, launch, read_metrics, read_weights, same_weights
 from tests.system.faults import Run

@@ -122,7 +122,7 @@ def shrunken(size: str, model: str, folder) -> list[str]:
 
 def shrunken_reward(prompts, completions, completion_ids, answer, **columns):
     """Something to learn for a random model; the configuration's own reward is called, and must know every answer."""
-    from bubblespec.rewards import math_equivalence
+    from bubblespec.rewards.functions import math_equivalence
 
     known = math_equivalence(
         prompts, [[{"role": "assistant", "content": f"\\boxed{{{a.split()[-1]}}}"}] for a in answer], None, answer

@@ -11,7 +11,7 @@ from test_update import gradient, make_config, make_samples
 from bubblespec.config import ModelConfig
 from bubblespec.engine.model import UnsupportedModel, enable_gradient_checkpointing, forward_hidden, prepare_model
 from bubblespec.engine.packing import pack_sequences
-from bubblespec.lora import add_adapter
+from bubblespec.learn.lora import add_adapter
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 # What would show: probabilities of 0.5, and factors between 0.5 and 1.5.

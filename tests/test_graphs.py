@@ -25,7 +25,7 @@ from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import forward_hidden, prepare_model
 from bubblespec.engine.packing import PAGE, pack_rows
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.optimizer import Optimizer
+from bubblespec.learn.optimizer import Optimizer
 
 LENGTH = 130
 # New tokens of five rows in one forward after the other: decoding, prompts, windows, rows that wait, padding of 0 to 31 tokens.

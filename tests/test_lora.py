@@ -10,11 +10,11 @@ from test_update import gradient, make_config, make_samples, oracle
 from transformers import AutoModelForCausalLM
 
 from bubblespec.config import ModelConfig, load_config
-from bubblespec.distributed import Ranks
 from bubblespec.engine.model import enable_gradient_checkpointing, output_head, prepare_model
 from bubblespec.errors import InputError
-from bubblespec.lora import adapter_disabled, add_adapter
-from bubblespec.optimizer import Optimizer
+from bubblespec.learn.lora import adapter_disabled, add_adapter
+from bubblespec.learn.optimizer import Optimizer
+from bubblespec.ranks.collectives import Ranks
 from bubblespec.set_up import set_up
 from tests.runs import run, run_until_killed
 from tests.system.exactness import SHORT, largest_change, read_metrics, read_weights, same_weights

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bubblespec.config import LossConfig
-from bubblespec.losses import cispo_loss, importance_ratio, kl_penalty, policy_loss, token_logprobs, token_weights
+from bubblespec.learn.losses import cispo_loss, importance_ratio, kl_penalty, policy_loss, token_logprobs, token_weights
 from tests.reference_step import kl_estimate, mean_loss, token_losses
 
 RNG = np.random.default_rng(0)

@@ -11,14 +11,14 @@ import transformers
 
 from bubblespec import memory
 from bubblespec.config import Config, ModelConfig, OptimConfig, RolloutConfig, load_config
-from bubblespec.distributed import Ranks
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
 from bubblespec.errors import InputError
-from bubblespec.optimizer import MOMENTS, Optimizer
+from bubblespec.learn.learner import train_on_samples
+from bubblespec.learn.optimizer import MOMENTS, Optimizer
+from bubblespec.ranks.collectives import Ranks
 from bubblespec.records import Prompt, Row, SampleId
-from bubblespec.rollout import Samples
-from bubblespec.update import train_on_samples
+from bubblespec.rollout.placement import Samples
 from tests.warm import ROOT, python
 
 CPU = Ranks(torch.device("cpu"))

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from bubblespec.metrics import MetricsLogger
 from bubblespec.records import Prompt
-from bubblespec.rollout import Samples
-from bubblespec.schedule.windows import WINDOWS
+from bubblespec.rollout.placement import Samples
+from bubblespec.speculate.windows import WINDOWS
+from bubblespec.telemetry.metrics import MetricsLogger
 
 BASE = {"reward": 0.5, "perf/throughput": 100.0, "timing_s/step": 2.0}
 

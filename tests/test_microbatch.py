@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from bubblespec.engine.packing import pack_sequences
-from bubblespec.microbatch import _first_fit
+from bubblespec.learn.microbatch import _first_fit
 
 
 def first_fit_by_search(indices, lengths, max_tokens):

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bubblespec import update
 from bubblespec.config import Config, ModelConfig, load_config
-from bubblespec.distributed import Ranks
+from bubblespec.learn import learner as update
+from bubblespec.ranks.collectives import Ranks
 from bubblespec.set_up import set_up
 from bubblespec.trainer import warn_of_mismatch
 from tests.runs import SHORT, read

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from bubblespec.config import OptimConfig
-from bubblespec.distributed import Ranks
-from bubblespec.optimizer import Optimizer, learning_rate_factor
+from bubblespec.learn.optimizer import Optimizer, learning_rate_factor
+from bubblespec.ranks.collectives import Ranks
 from tests.reference_step import adamw_update
 
 STEPS = 8

@@ -5,14 +5,14 @@ import pytest
 import torch
 from test_update import ADVANTAGES, GENERATIONS, NUM_PROMPTS, gradient, make_config, make_samples
 
-from bubblespec import update
-from bubblespec.distributed import Ranks
 from bubblespec.engine.model import prepare_model
 from bubblespec.errors import InputError
-from bubblespec.microbatch import make_microbatch, make_minibatches
-from bubblespec.optimizer import Optimizer
-from bubblespec.out_of_memory import TokenBudget, split
-from bubblespec.update import train_on_samples
+from bubblespec.learn import learner as update
+from bubblespec.learn.learner import train_on_samples
+from bubblespec.learn.microbatch import make_microbatch, make_minibatches
+from bubblespec.learn.optimizer import Optimizer
+from bubblespec.learn.out_of_memory import TokenBudget, split
+from bubblespec.ranks.collectives import Ranks
 
 DEVICE = torch.device("cpu")
 

@@ -6,10 +6,10 @@ import random
 import numpy as np
 import pytest
 
-from bubblespec.drafts.bubble import Draft, DraftStore
-from bubblespec.drafts.suffix import History
+from bubblespec.idle.draft_planning import CAUTION, PATIENCE, PROBE_QUANTILE, TYPICAL_WINDOW, Item, Outlook, plan_items, undrafted
 from bubblespec.records import Prompt, Row, SampleId
-from bubblespec.schedule.priority import CAUTION, PATIENCE, PROBE_QUANTILE, TYPICAL_WINDOW, Item, Outlook, plan_items, undrafted
+from bubblespec.speculate.store import Draft, DraftStore
+from bubblespec.speculate.suffix import History
 
 SAMPLES = 3
 COST = np.array([1.0, 0.05, 0.1, 0.0, 1e-6])  # of a forward, a row, a token, a wide row and a position, in forwards

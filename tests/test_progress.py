@@ -16,11 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bubblespec import distributed
-from bubblespec.distributed import BROKEN_S, GRACE_S, Ranks, RollCall
 from bubblespec.errors import RankTimeout
-from bubblespec.replay.world import SimulatedBoard, SimulatedRanks, World
-from bubblespec.schedule.progress import LINGER_S, ProgressBoard, RankState
+from bubblespec.ranks import collectives as distributed
+from bubblespec.ranks.collectives import BROKEN_S, GRACE_S, Ranks, RollCall
+from bubblespec.ranks.progress import LINGER_S, ProgressBoard, RankState
+from bubblespec.simulate.world import SimulatedBoard, SimulatedRanks, World
 from tests.clocks import Clock, ClockThatSkips
 from tests.ranks import run_ranks
 

@@ -8,7 +8,7 @@ import pytest
 
 from bubblespec.config import config_to_yaml, load_config
 from bubblespec.errors import InputError
-from bubblespec.timeline import KINDS, trace
+from bubblespec.telemetry.timeline import KINDS, trace
 from notebooks.pictures import draw_drafts, draw_learning, draw_stages
 from notebooks.reading import (
     accepted_share,

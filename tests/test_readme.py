@@ -10,7 +10,7 @@ import torch
 from conftest import GQA
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
-from bubblespec.data import build_prompt_set, make_tokenize
+from bubblespec.data.prompts import build_prompt_set, make_tokenize
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.sampling import SamplingParams

@@ -13,12 +13,12 @@ import torch
 from omegaconf import OmegaConf
 from test_update import NUM_PROMPTS, make_samples, moved, responses_of
 
-from bubblespec.advantages import estimate_advantages
 from bubblespec.config import Config, load_config
-from bubblespec.distributed import Ranks
 from bubblespec.engine.model import prepare_model
-from bubblespec.optimizer import Optimizer
-from bubblespec.update import train_on_samples
+from bubblespec.learn.advantages import estimate_advantages
+from bubblespec.learn.learner import train_on_samples
+from bubblespec.learn.optimizer import Optimizer
+from bubblespec.ranks.collectives import Ranks
 from tests import reference_step
 
 PAGE = (Path(__file__).parent.parent / "docs" / "recipes.md").read_text(encoding="utf-8")

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 import train as script
 from bubblespec.config import load_config
-from bubblespec.distributed import Ranks
+from bubblespec.ranks.collectives import Ranks
 from bubblespec.set_up import set_up
 from tests.reference_step import grpo_step
 from tests.runs import read

@@ -17,28 +17,28 @@ import torch
 
 from benchmarks import replay_map
 from bubblespec.config import config_of_sections, flatten
-from bubblespec.distributed import Ranks
-from bubblespec.drafts.bubble import Draft
-from bubblespec.drafts.suffix import GroupIndex
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.sampling import SamplingParams
+from bubblespec.ranks.collectives import Ranks
+from bubblespec.ranks.progress import LINGER_S, RankState
 from bubblespec.records import Load, Row, SampleId
-from bubblespec.replay import __main__
-from bubblespec.replay.__main__ import BLANK, nested
-from bubblespec.replay.analytic import GPUS, MODELS, analytic_cost
-from bubblespec.replay.cost import ForwardCost
-from bubblespec.replay.drafting import STOP, VOCABULARY, DraftModel
-from bubblespec.replay.engine import SimulatedGenerator, SimulatedSpeculator
-from bubblespec.replay.recorded import RecordedWorkload
-from bubblespec.replay.simulate import simulate
-from bubblespec.replay.workload import Synthetic, Workload
-from bubblespec.replay.world import SimulatedBoard, SimulatedRanks, World
-from bubblespec.rollout import assign_prompts, make_rows
-from bubblespec.schedule.progress import LINGER_S, RankState
-from bubblespec.schedule.speculator import RowSpeculator
-from bubblespec.schedule.windows import CostModel
-from bubblespec.trace import FOLDER, FORMAT, _write_table
+from bubblespec.rollout.placement import assign_prompts, make_rows
+from bubblespec.simulate import __main__
+from bubblespec.simulate.__main__ import BLANK, nested
+from bubblespec.simulate.analytic import GPUS, MODELS, analytic_cost
+from bubblespec.simulate.cost import ForwardCost
+from bubblespec.simulate.drafting import STOP, VOCABULARY, DraftModel
+from bubblespec.simulate.recorded import RecordedWorkload
+from bubblespec.simulate.run import simulate
+from bubblespec.simulate.runner import SimulatedGenerator, SimulatedSpeculator
+from bubblespec.simulate.workload import Synthetic, Workload
+from bubblespec.simulate.world import SimulatedBoard, SimulatedRanks, World
+from bubblespec.speculate.proposer import RowSpeculator
+from bubblespec.speculate.store import Draft
+from bubblespec.speculate.suffix import GroupIndex
+from bubblespec.speculate.windows import CostModel
+from bubblespec.telemetry.trace import FOLDER, FORMAT, _write_table
 from tests.warm import ROOT, python
 
 
@@ -529,7 +529,7 @@ def test_a_recorded_run_says_what_it_said(tmp_path):
 
 
 def command(*arguments: str, cwd=ROOT) -> subprocess.CompletedProcess:
-    return python("-m", "bubblespec.replay", *arguments, folder=cwd)
+    return python("-m", "bubblespec.simulate", *arguments, folder=cwd)
 
 
 def test_the_command_line(tmp_path):

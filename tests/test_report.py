@@ -7,16 +7,17 @@ import numpy as np
 import pytest
 import torch
 
-from bubblespec import report, scoring
-from bubblespec.collect import Collected
 from bubblespec.config import RewardConfig
-from bubblespec.distributed import Ranks
+from bubblespec.ranks.collectives import Ranks
 from bubblespec.records import Prompt, Row, SampleId
-from bubblespec.report import peak_memory_gb, rollout_metrics, timing_metrics
-from bubblespec.rewards import FAILURE_KINDS, RewardFailure
-from bubblespec.rollout import Samples, digest
-from bubblespec.schedule.run_ahead import RolloutStats
-from bubblespec.scoring import Scorer
+from bubblespec.rewards import scorer as scoring
+from bubblespec.rewards.functions import FAILURE_KINDS, RewardFailure
+from bubblespec.rewards.scorer import Scorer
+from bubblespec.rollout.collect import Collected
+from bubblespec.rollout.loop import RolloutStats
+from bubblespec.rollout.placement import Samples, digest
+from bubblespec.telemetry import report
+from bubblespec.telemetry.report import peak_memory_gb, rollout_metrics, timing_metrics
 
 LENGTHS = [1, 2, 4, 9]
 

@@ -7,12 +7,12 @@ is gone has left, the last checkpoint. In virtual time, so that what is drafted 
 
 import pytest
 
-from bubblespec import collect
 from bubblespec.checkpoint import list_checkpoints, load_speculation, step_of
 from bubblespec.config import load_config
-from bubblespec.distributed import Ranks
-from bubblespec.drafts.bubble import HEADER
+from bubblespec.ranks.collectives import Ranks
+from bubblespec.rollout import collect
 from bubblespec.set_up import set_up
+from bubblespec.speculate.store import HEADER
 from tests.clocks import virtual_time
 from tests.runs import ALWAYS_DRAFT, SHORT, digests, read, same_weights, weights
 from train import train

@@ -12,10 +12,10 @@ import time
 import pytest
 from conftest import is_alive
 
-from bubblespec import reward_workers
 from bubblespec.errors import InputError
-from bubblespec.reward_workers import Answer, RewardWorkers, adaptive_timeout
-from bubblespec.rewards import Sample, call_one
+from bubblespec.rewards import workers as reward_workers
+from bubblespec.rewards.functions import Sample, call_one
+from bubblespec.rewards.workers import Answer, RewardWorkers, adaptive_timeout
 from tests.misbehaving_rewards import obey
 
 OBEY = "tests.misbehaving_rewards.obey"
@@ -353,8 +353,8 @@ def test_close_ends_workers_at_work_and_idle_ones(make_workers, tmp_path):
 
 SCRIPT = f"""
 import os, sys, time
-from bubblespec.reward_workers import RewardWorkers
-from bubblespec.rewards import Sample
+from bubblespec.rewards.workers import RewardWorkers
+from bubblespec.rewards.functions import Sample
 workers = RewardWorkers(["{OBEY}"], 3, 3600.0)
 for number, text in enumerate(("leave {"+".join(WAYS)} ", "hang in-C ", "hang sleeping ")):
     workers.submit(number, 0, Sample("p", text + sys.argv[1], [1], {{}}))

@@ -10,10 +10,10 @@ import pytest
 import reasoning_gym
 import torch
 
-from bubblespec import rewards as module
-from bubblespec.data import reasoning_gym_rows
+from bubblespec.data.prompts import reasoning_gym_rows
 from bubblespec.errors import InputError
-from bubblespec.rewards import (
+from bubblespec.rewards import functions as module
+from bubblespec.rewards.functions import (
     Sample,
     answer_format,
     combine,
@@ -347,7 +347,7 @@ def test_load_reward_imports_the_function():
         ("..rewards.exact_match", "cannot import '..rewards.exact_match'"),
         ("no_such_module.reward", "cannot import 'no_such_module.reward': ModuleNotFoundError: No module named 'no_such_module'"),
         ("bubblespec.rewards.exact_mach", "cannot import 'bubblespec.rewards.exact_mach': AttributeError"),
-        ("bubblespec.rewards.MATH_LIMIT_S", "'bubblespec.rewards.MATH_LIMIT_S' is not a function"),
+        ("bubblespec.rewards.functions.MATH_LIMIT_S", "'bubblespec.rewards.functions.MATH_LIMIT_S' is not a function"),
     ],
 )
 def test_load_reward_names_the_path(path, part):

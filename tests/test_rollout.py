@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from bubblespec import collect
 from bubblespec.config import Config
-from bubblespec.distributed import Ranks
+from bubblespec.ranks.collectives import Ranks
 from bubblespec.records import Prompt, Row
-from bubblespec.rollout import Samples, assign_prompts, digest, gather_samples, make_rows
-from bubblespec.schedule.run_ahead import RolloutStats
+from bubblespec.rollout import collect
+from bubblespec.rollout.loop import RolloutStats
+from bubblespec.rollout.placement import Samples, assign_prompts, digest, gather_samples, make_rows
 
 PROMPTS = [Prompt(uid, f"prompt {uid}", (uid % 7, 1), {"answer": str(uid)}) for uid in (900, 17, 2**62 + 5, 3, 44)]
 

@@ -15,21 +15,21 @@ import torch
 import transformers
 from conftest import VOCAB, small_config
 
-from bubblespec.distributed import Ranks
-from bubblespec.drafts.bubble import Draft, DraftStore, exchange
-from bubblespec.drafts.suffix import History
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.sampling import SamplingParams
+from bubblespec.idle.draft_planning import Item, Outlook, plan_items
+from bubblespec.ranks.collectives import Ranks
+from bubblespec.ranks.progress import ProgressBoard, RankState
 from bubblespec.records import Prompt, Row
-from bubblespec.replay.world import SimulatedBoard, SimulatedRanks
-from bubblespec.replay.world import World as VirtualTime
-from bubblespec.rollout import make_rows
-from bubblespec.schedule.priority import Item, Outlook, plan_items
-from bubblespec.schedule.progress import ProgressBoard, RankState
-from bubblespec.schedule.run_ahead import RunAhead, rollout
-from bubblespec.schedule.speculator import RowSpeculator
-from bubblespec.schedule.windows import CostModel
+from bubblespec.rollout.loop import RunAhead, rollout
+from bubblespec.rollout.placement import make_rows
+from bubblespec.simulate.world import SimulatedBoard, SimulatedRanks
+from bubblespec.simulate.world import World as VirtualTime
+from bubblespec.speculate.proposer import RowSpeculator
+from bubblespec.speculate.store import Draft, DraftStore, exchange
+from bubblespec.speculate.suffix import History
+from bubblespec.speculate.windows import CostModel
 from tests.clocks import Clock, forward_seconds
 from tests.ranks import run_ranks
 

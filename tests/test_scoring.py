@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from bubblespec.config import RewardConfig, load_config
-from bubblespec.distributed import Ranks, StopRequested, signals_stop
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.errors import InputError
+from bubblespec.ranks.collectives import Ranks, StopRequested, signals_stop
 from bubblespec.records import Prompt, Row
-from bubblespec.reward_workers import RewardWorkers
-from bubblespec.rewards import load_reward
-from bubblespec.rollout import generate, make_rows
-from bubblespec.scoring import Scorer, Scoring
+from bubblespec.rewards.functions import load_reward
+from bubblespec.rewards.scorer import Scorer, Scoring
+from bubblespec.rewards.workers import RewardWorkers
+from bubblespec.rollout.placement import generate, make_rows
 from bubblespec.set_up import set_up
 from tests.ranks import run_ranks
 from tests.runs import ALWAYS_DRAFT, SHORT, digests, read, run, same_weights, weights
@@ -173,7 +173,7 @@ def test_failures_may_be_made_to_end_the_run(make_scorer, num_workers, bad):
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_function_that_fails_for_all_responses_of_a_step_ends_the_run(make_scorer, num_workers):
     """Such as one that asks for a column which the data has not; another function that works does not save it."""
-    functions = ["bubblespec.rewards.answer_format", "bubblespec.code_reward.passes_tests"]
+    functions = ["bubblespec.rewards.answer_format", "bubblespec.rewards.code.passes_tests"]
     scorer = make_scorer(functions=functions, num_workers=num_workers)
     with pytest.raises(InputError, match=r"passes_tests: failed for all 3 responses of a step; raised TypeError.*'tests'"):
         scores(scorer, finished_rows(3))

@@ -6,8 +6,8 @@ import copy
 import torch
 from test_optimizer import CONFIG, STEPS, Small
 
-from bubblespec.distributed import Ranks
-from bubblespec.optimizer import MOMENTS, Optimizer
+from bubblespec.learn.optimizer import MOMENTS, Optimizer
+from bubblespec.ranks.collectives import Ranks
 from tests.ranks import run_ranks
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}

@@ -22,15 +22,8 @@ from test_run_ahead import (
 )
 
 from bubblespec.config import Config
-from bubblespec.distributed import Ranks
-from bubblespec.drafts.bubble import Draft, DraftStore
-from bubblespec.drafts.suffix import History
 from bubblespec.engine.generator import Generator
-from bubblespec.records import Load, Prompt
-from bubblespec.rollout import make_rows
-from bubblespec.schedule.progress import ProgressBoard
-from bubblespec.schedule.run_ahead import RolloutStats
-from bubblespec.schedule.speculation import (
+from bubblespec.idle.speculation import (
     FOLLOWED,
     MAX_AUTO_LOOKAHEAD,
     Speculation,
@@ -38,8 +31,15 @@ from bubblespec.schedule.speculation import (
     profile,
     speculation_metrics,
 )
-from bubblespec.schedule.speculator import RowSpeculator
-from bubblespec.schedule.windows import CostModel
+from bubblespec.ranks.collectives import Ranks
+from bubblespec.ranks.progress import ProgressBoard
+from bubblespec.records import Load, Prompt
+from bubblespec.rollout.loop import RolloutStats
+from bubblespec.rollout.placement import make_rows
+from bubblespec.speculate.proposer import RowSpeculator
+from bubblespec.speculate.store import Draft, DraftStore
+from bubblespec.speculate.suffix import History
+from bubblespec.speculate.windows import CostModel
 from tests.clocks import Clock, forward_seconds
 
 RANKS = Ranks(torch.device("cpu"))

@@ -10,14 +10,14 @@ import torch
 from test_run_ahead import LIMIT, MAX_LENGTH, PARAMS, PROMPTS, SEED, BoardWithSlowRank, fixed_cost, new_model
 from test_speculation import make, make_config
 
-from bubblespec.distributed import Ranks
-from bubblespec.drafts.bubble import Draft, DraftStore
 from bubblespec.engine.generator import Generator
-from bubblespec.rollout import make_rows
-from bubblespec.schedule.run_ahead import RolloutStats, RunAhead, rollout
-from bubblespec.schedule.speculation import speculation_metrics
-from bubblespec.schedule.speculator import RowSpeculator, SpeculationStats
-from bubblespec.schedule.windows import WINDOWS
+from bubblespec.idle.speculation import speculation_metrics
+from bubblespec.ranks.collectives import Ranks
+from bubblespec.rollout.loop import RolloutStats, RunAhead, rollout
+from bubblespec.rollout.placement import make_rows
+from bubblespec.speculate.proposer import RowSpeculator, SpeculationStats
+from bubblespec.speculate.store import Draft, DraftStore
+from bubblespec.speculate.windows import WINDOWS
 
 ALONE = Ranks(torch.device("cpu"))
 EMPTY = {"store": DraftStore(10), "accepted_by_age": {}}

@@ -6,12 +6,12 @@ The engine is played by `forward`, which accepts what agrees with a given truth.
 import numpy as np
 import pytest
 
-from bubblespec.drafts.bubble import Draft
-from bubblespec.drafts.suffix import GroupIndex, History
 from bubblespec.records import Row, SampleId
-from bubblespec.schedule import speculator as speculator_module
-from bubblespec.schedule.speculator import RowSpeculator
-from bubblespec.schedule.windows import WINDOWS, CostModel
+from bubblespec.speculate import proposer as speculator_module
+from bubblespec.speculate.proposer import RowSpeculator
+from bubblespec.speculate.store import Draft
+from bubblespec.speculate.suffix import GroupIndex, History
+from bubblespec.speculate.windows import WINDOWS, CostModel
 
 STEP = 5
 

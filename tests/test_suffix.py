@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bubblespec.drafts.suffix import (
+from bubblespec.speculate.suffix import (
     HISTORY,
     LIVE_LAG,
     OWN,

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import suffix_vs_published as benchmark
 from benchmarks.suffix import play
-from bubblespec.drafts.suffix import GroupIndex
+from bubblespec.speculate.suffix import GroupIndex
 
 PROMPT = [7, 8, 9]
 NO_ARCTIC = importlib.util.find_spec("arctic_inference") is None

@@ -11,13 +11,13 @@ import torch
 from conftest import VOCAB
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from bubblespec.distributed import Ranks
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.sampling import SamplingParams
+from bubblespec.ranks.collectives import Ranks
 from bubblespec.records import Load, Row, SampleId
-from bubblespec.rollout import generate
-from bubblespec.timeline import COLOURS, KINDS, draw, forward_kind, gather_lanes, note, step_events, trace
+from bubblespec.rollout.placement import generate
+from bubblespec.telemetry.timeline import COLOURS, KINDS, draw, forward_kind, gather_lanes, note, step_events, trace
 from tests.runs import read, run
 
 EVENTS = [("prefill", 10.5, 11.0), ("decode", 11.0, 13.0), ("exchange", 15.5, 15.75), ("sync", 17.0, 17.5), ("sync", 18.5, 19.0)]

@@ -10,7 +10,7 @@ import torch
 from reasoning_gym.utils import extract_answer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bubblespec.data import reasoning_gym_rows
+from bubblespec.data.prompts import reasoning_gym_rows
 from bubblespec.workloads import tiny
 
 SHIPPED = Path(__file__).parent.parent / "configs" / "tiny_policy"

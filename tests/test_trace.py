@@ -11,16 +11,16 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from bubblespec import trace
 from bubblespec.config import Config, DataConfig, ModelConfig, RunConfig
-from bubblespec.distributed import Ranks
-from bubblespec.drafts.bubble import Draft, DraftStore
 from bubblespec.errors import InputError
+from bubblespec.ranks.collectives import Ranks
 from bubblespec.records import Load, Prompt
-from bubblespec.replay.cost import cost_from_trace
-from bubblespec.rollout import Samples
-from bubblespec.schedule.run_ahead import RolloutStats
-from bubblespec.trace import Recorder, list_steps, read_meta, read_table
+from bubblespec.rollout.loop import RolloutStats
+from bubblespec.rollout.placement import Samples
+from bubblespec.simulate.cost import cost_from_trace
+from bubblespec.speculate.store import Draft, DraftStore
+from bubblespec.telemetry import trace
+from bubblespec.telemetry.trace import Recorder, list_steps, read_meta, read_table
 from tests.clocks import forward_seconds, train_in_virtual_time
 from tests.runs import ALWAYS_DRAFT, SHORT, digests, read, run
 

@@ -13,14 +13,14 @@ import torch
 
 import train
 from bubblespec import trainer as module
-from bubblespec import update
 from bubblespec.config import Config
-from bubblespec.distributed import Ranks
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.sampling import SamplingParams
+from bubblespec.learn import learner as update
+from bubblespec.ranks.collectives import Ranks
 from bubblespec.records import Prompt
-from bubblespec.rollout import Samples
-from bubblespec.schedule.run_ahead import RolloutStats
+from bubblespec.rollout.loop import RolloutStats
+from bubblespec.rollout.placement import Samples
 from bubblespec.trainer import Trainer, evaluate, expected_best, generate_step, train_step
 from tests.runs import SHORT, weights
 

@@ -13,10 +13,10 @@ import torch
 import transformers
 from test_update import ADVANTAGES, make_config, make_samples
 
-from bubblespec.distributed import Ranks
 from bubblespec.engine.model import prepare_model
-from bubblespec.microbatch import make_minibatches
-from bubblespec.update import _accumulate_gradient, _sum_over_ranks, _training_metrics, response_logprobs
+from bubblespec.learn.learner import _accumulate_gradient, _sum_over_ranks, _training_metrics, response_logprobs
+from bubblespec.learn.microbatch import make_minibatches
+from bubblespec.ranks.collectives import Ranks
 
 trl = pytest.importorskip("trl")
 

@@ -11,16 +11,16 @@ import pytest
 import torch
 from conftest import VOCAB
 
-from bubblespec import update
 from bubblespec.config import Config, LossConfig, ModelConfig, OptimConfig, RolloutConfig
-from bubblespec.distributed import Ranks
 from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
-from bubblespec.losses import policy_loss
-from bubblespec.microbatch import plan_microbatches
-from bubblespec.optimizer import Optimizer
+from bubblespec.learn import learner as update
+from bubblespec.learn.learner import train_on_samples
+from bubblespec.learn.losses import policy_loss
+from bubblespec.learn.microbatch import plan_microbatches
+from bubblespec.learn.optimizer import Optimizer
+from bubblespec.ranks.collectives import Ranks
 from bubblespec.records import Prompt
-from bubblespec.rollout import Samples
-from bubblespec.update import train_on_samples
+from bubblespec.rollout.placement import Samples
 from tests.reference_step import Response, kl_estimate, log_distributions, minibatch_loss
 
 NUM_PROMPTS, GENERATIONS = 4, 3

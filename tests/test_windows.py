@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from bubblespec.schedule.windows import WINDOWS, CostModel, Survival, choose_windows, match_bucket
+from bubblespec.speculate.windows import WINDOWS, CostModel, Survival, choose_windows, match_bucket
 
 
 def known_cost(a=3e-3, b=5e-5, c=8e-5, d=6e-5, e=5e-7) -> CostModel:

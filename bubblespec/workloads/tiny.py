@@ -21,7 +21,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from tqdm import tqdm
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from bubblespec.data import reasoning_gym_rows
+from bubblespec.data.prompts import reasoning_gym_rows
 
 
 def _sums(weight: float, min_terms: int, max_terms: int) -> dict:

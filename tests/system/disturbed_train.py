@@ -19,11 +19,11 @@ import transformers
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 from bubblespec.config import load_config
-from bubblespec.distributed import ranks_from_environment
-from bubblespec.drafts.bubble import Draft, Key
+from bubblespec.ranks.collectives import ranks_from_environment
 from bubblespec.records import Row
-from bubblespec.schedule.run_ahead import RolloutStats
+from bubblespec.rollout.loop import RolloutStats
 from bubblespec.set_up import set_up
+from bubblespec.speculate.store import Draft, Key
 from bubblespec.trainer import Trainer
 from train import train
 

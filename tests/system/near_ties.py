@@ -25,10 +25,10 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 
 from benchmarks.paired_rollout import paired_step, plain_engine
 from bubblespec.config import load_config
-from bubblespec.distributed import ranks_from_environment
 from bubblespec.engine.noise import gumbel, stream_keys
 from bubblespec.engine.sampling import SamplingParams, restrict
 from bubblespec.errors import InputError
+from bubblespec.ranks.collectives import ranks_from_environment
 from bubblespec.records import Row
 from bubblespec.set_up import set_up
 from bubblespec.trainer import Trainer

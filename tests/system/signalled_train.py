@@ -19,7 +19,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 
 import train
 from bubblespec import checkpoint
-from bubblespec.distributed import Ranks
+from bubblespec.ranks.collectives import Ranks
 
 KINDS = ("launcher", "ranks", "rank-dies", "ranks-die", "save-dies")
 PATIENCE_S = 120.0

@@ -1,0 +1,1 @@
+"""Prompts, and which of them make up a step."""

@@ -1,0 +1,1 @@
+"""Uses of idle time, and who gets it: drafting coming samples ahead is the first of them."""

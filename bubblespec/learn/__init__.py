@@ -1,0 +1,1 @@
+"""From samples to new weights: advantages, losses, micro-batches, the optimizer."""

@@ -1,0 +1,1 @@
+"""The ranks of a run: collectives, the progress board of a rollout, signals, and the life of processes."""

@@ -1,0 +1,350 @@
+"""Ranks: start and end of the process group, the few collectives that the trainer uses, and what ends a run early.
+
+A rank that hangs or has died is named by the others, within `run.timeout_s`. SIGTERM, SIGINT and SIGHUP only note a wish to
+stop, and the ranks agree on it where they meet. A single process works too.
+"""
+
+import contextlib
+import os
+import signal
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from bubblespec.errors import EndsRun, InputError, RankTimeout, say
+from bubblespec.ranks.processes import die_with_parent
+
+# torch 2.13 renames the collective; 2.11 has the old name only.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+# A collective is polled rather than waited for: the time-out and signals are then seen on NCCL as well as on gloo, whose
+# waiting is not interrupted by either. The naps get longer while it lasts, up to this.
+MAX_NAP_S = 1e-3
+# How long a rank that has run into the time-out lets others run into it as well, if no rank is behind.
+GRACE_S = 1.0
+# A broken connection is seen at once, while others may still be in a forward. torchrun kills all 30 s after a rank has died.
+BROKEN_S = 20.0
+CONNECT_S = 30.0
+# One Ctrl-C may reach a rank twice, from the terminal and from the launcher; a later one is a second one.
+SAME_CTRL_C_S = 1.0
+
+
+class StopRequested(Exception):
+    """A rank has been told to stop. All ranks raise this at the same place, between two updates."""
+
+
+class RollCall:
+    """Where every rank is, in the job's key-value store, which the others can read without its help.
+
+    `count`: how many meetings (collectives and ticks) this rank has come to. All ranks come to the same ones, one after the
+    other, so whoever has a lower count is who the others wait for.
+    """
+
+    def __init__(self, rank: int, world_size: int):
+        self.rank, self.world_size, self.count = rank, world_size, 0
+        self._has_told = False
+        self._store = dist.PrefixStore("roll_call", dist.distributed_c10d._get_default_store())
+
+    def enter(self, place: str) -> None:
+        """Note that this rank has come to its next meeting. Does not await an answer: microseconds."""
+        self.count += 1
+        self._store.set(f"at/{self.rank}", f"{self.count} {place}")
+
+    def tell_stop(self) -> None:
+        """Note that the run is to stop, for ranks that are waiting elsewhere than in a meeting."""
+        if not self._has_told:
+            self._has_told = True
+            self._store.set("stop", "1")
+
+    def is_told_to_stop(self) -> bool:
+        """Whether any rank has noted it. Asks the store: a fraction of a millisecond."""
+        return self._store.check(["stop"])
+
+    def fail(self, place: str, reason: str, deadline: float, describe: Callable[[int], str] | None = None) -> NoReturn:
+        """End the job: the first rank to come to a verdict prints it, and all ranks raise it as RankTimeout.
+
+        deadline: the end of the time-out (time.monotonic), which a broken connection does not wait for.
+        describe(rank): what is known of a missing rank, by default where it was heard of last.
+        """
+        try:
+            missing = self._missing_ranks(min(deadline, time.monotonic() + BROKEN_S))
+            names = " and ".join(f"rank {rank}" for rank in missing) or "no rank"
+            last = "; ".join((describe or self._last_place)(rank) for rank in missing) or "of none"
+            line = f"{names} missing in {place} ({reason}); last heard: {last}"
+            line = self._store.compare_set("verdict", "", line).decode()
+            is_first = self._store.add("num_ended", 1) == 1
+        except RuntimeError:
+            line, is_first = f"the job's key-value store has ended, with its launcher or rank 0 ({reason})", True
+        if is_first:
+            say(f"\nerror: {line}")  # another rank's progress bar may stand where this would go
+        with contextlib.suppress(RuntimeError):  # the launcher kills all as soon as one ends: not before the line is out
+            if is_first:
+                self._store.set("verdict_is_said", "1")
+            else:
+                self._store.wait(["verdict_is_said"], timedelta(seconds=CONNECT_S))
+        raise RankTimeout(line)
+
+    def _missing_ranks(self, deadline: float) -> list[int]:
+        """At a time-out: the ranks that have not come to this meeting.
+
+        At a broken connection others may be about to come: wait until all ranks but one have seen it, or the time is up.
+        Returns early once there is a verdict, as whoever has spoken it may be gone already.
+        """
+        self._store.set(f"ended/{self.rank}", "1")
+        while True:
+            silent = [r for r in range(self.world_size) if r != self.rank and not self._store.check([f"ended/{r}"])]
+            behind = [r for r in silent if self._last(r)[0] < self.count]
+            late_s = time.monotonic() - deadline
+            if len(silent) <= 1 or (behind and late_s > 0) or late_s > GRACE_S or self._store.check(["verdict"]):
+                return behind or silent
+            time.sleep(0.02)
+
+    def _last(self, rank: int) -> tuple[int, str]:
+        if not self._store.check([f"at/{rank}"]):
+            return 0, "the start"
+        count, _, place = self._store.get(f"at/{rank}").decode().partition(" ")
+        return int(count), place
+
+    def _last_place(self, rank: int) -> str:
+        return f"in {self._last(rank)[1]}"
+
+
+class Ranks:
+    """This process among all: `rank`, `world_size`, `device`. With one process every collective is the identity.
+
+    timeout_s: seconds that a collective may wait for the slowest rank; `place`: what the ranks are doing, for the line that names
+    a missing one; `must_stop`: this rank has been told to stop, which `meet` makes known to all; `clock`: what tells the time and
+    sleeps in a rollout, the `time` module or another with its perf_counter, monotonic and sleep. Collectives raise RankTimeout.
+    """
+
+    def __init__(self, device: torch.device, timeout_s: float = 1800.0):
+        self.device, self.timeout_s = device, timeout_s
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.is_main = self.rank == 0
+        self.place = "set-up"
+        self.must_stop = False
+        self.clock = time
+        self.roll_call = RollCall(self.rank, self.world_size) if self.world_size > 1 else None
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.sum_(torch.zeros(1, device=self.device))
+
+    def meet(self) -> None:
+        """Wait for all ranks. Raises StopRequested on all of them if any has been told to stop."""
+        wishes = self.sum_(torch.tensor([float(self.must_stop)], device=self.device))
+        if wishes.item():
+            raise StopRequested
+
+    def is_told_to_stop(self) -> bool:
+        """Whether a rank has been told to stop, to be asked while this rank waits for something of its own; it then has the
+        wish itself, and all leave at the next `meet`, which the others may be waiting in."""
+        if self.roll_call is not None:
+            with contextlib.suppress(RuntimeError):  # the store has ended: the next meeting says so
+                if self.must_stop:
+                    self.roll_call.tell_stop()
+                elif self.roll_call.is_told_to_stop():
+                    self.must_stop = True
+        return self.must_stop
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks, in place."""
+        if self.world_size > 1:
+            self.complete(lambda: dist.all_reduce(tensor, async_op=True))
+        return tensor
+
+    def broadcast_(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        """The tensor of rank `source` into that of all ranks, in place."""
+        if self.world_size > 1:
+            self.complete(lambda: dist.broadcast(tensor.detach(), source, async_op=True))
+        return tensor
+
+    def gather(self, array: np.ndarray) -> np.ndarray:
+        """Stack equally shaped numeric arrays of all ranks: [world_size, ...]."""
+        if self.world_size == 1:
+            return array[None].copy()
+        own = torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+        everyone = own.new_empty(self.world_size * own.numel())
+        self.complete(lambda: all_gather(everyone, own.reshape(-1), async_op=True))
+        return everyone.cpu().numpy().reshape(self.world_size, *array.shape)
+
+    def gather_ragged(self, array: np.ndarray) -> list[np.ndarray]:
+        """One-dimensional arrays of any lengths from all ranks, as a list by rank (padded on the way, nothing pickled)."""
+        sizes = self.gather(np.array([len(array)]))[:, 0]
+        padded = np.zeros(max(int(sizes.max()), 1), array.dtype)
+        padded[: len(array)] = array
+        return [row[:size] for row, size in zip(self.gather(padded), sizes, strict=True)]
+
+    def gather_text(self, text: str) -> list[str]:
+        """A text of every rank, as a list by rank."""
+        encoded = np.frombuffer(text.encode(), np.uint8)
+        return [row.tobytes().decode() for row in self.gather_ragged(encoded)]
+
+    def complete(self, start: Callable[[], dist.Work]) -> None:
+        """Start a collective with async_op=True and wait for its end; a rank that does not come to it is named."""
+        with self.watch() as deadline:
+            work, nap_s = start(), 1e-5
+            while not work.is_completed():
+                if time.monotonic() > deadline:
+                    self.roll_call.fail(self.place, f"no answer for {self.timeout_s:g} s", deadline)
+                if self.must_stop:
+                    self.roll_call.tell_stop()
+                time.sleep(nap_s)
+                nap_s = min(1.5 * nap_s, MAX_NAP_S)
+            work.wait()  # complete: raises if it failed, and orders the CUDA stream behind the collective
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[float]:
+        """Around collectives, also another library's: where one fails, the missing rank is named. Gives the end of the time-out,
+        which other libraries' collectives keep by themselves."""
+        deadline = time.monotonic() + self.timeout_s
+        if self.world_size > 1:
+            self.roll_call.enter(self.place)
+        try:
+            yield deadline
+        except (RankTimeout, torch.OutOfMemoryError):
+            raise
+        except RuntimeError as error:  # gloo: a rank has left, or its own time-out
+            if self.world_size == 1:
+                raise
+            self.roll_call.fail(self.place, one_line(error), deadline)
+
+
+def one_line(error: Exception) -> str:
+    """What a collective says of its failure, without its place in the sources."""
+    return str(error).splitlines()[0].rsplit("] ")[-1].split(". ")[0]
+
+
+@contextlib.contextmanager
+def ranks_from_environment(device: str, timeout_s: float) -> Iterator[Ranks]:
+    """Join the process group that torchrun describes in the environment; NCCL on GPUs, gloo on CPU.
+
+    Raises InputError if `device` asks for a GPU that is not there. An EndsRun of the block is printed here.
+    """
+    local_rank, local_world_size = (int(os.environ.get(name, n)) for name, n in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InputError("model.device: cuda, but torch sees no GPU; use cpu or auto")
+    use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    if use_cuda and max(local_rank + 1, local_world_size) > torch.cuda.device_count():
+        raise InputError(
+            f"--nproc_per_node: {local_world_size} ranks, but only {torch.cuda.device_count()} GPUs; each needs one of its own"
+        )
+    target = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        torch.cuda.set_device(target)
+    if "RANK" in os.environ:
+        die_with_parent()  # with torchrun: orphans would go on and write beside the run that is started next
+        # Gloo's time-out frees the thread that waits in the collective, for a clean exit. NCCL's watchdog would end the process
+        # before `complete` has said why, so it comes last.
+        limit = timedelta(seconds=2 * timeout_s if use_cuda else timeout_s)
+        # The store is there before the ranks are: one whose launcher died while it was importing does not wait for it for long.
+        store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=CONNECT_S)))
+        store.set_timeout(limit)
+        store = store_of_this_start(store, rank, world_size, timeout_s)
+        dist.init_process_group("nccl" if use_cuda else "gloo", timeout=limit, store=store, rank=rank, world_size=world_size)
+    try:
+        ranks = Ranks(target, timeout_s)
+        yield ranks
+        ranks.place = "the end of the run"
+        ranks.barrier()  # not after an error: the other ranks may hang; the launcher ends them when this process exits
+    except EndsRun as error:
+        say_once(error)
+        raise
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def say_once(error: EndsRun) -> None:
+    """Print an error, unless it has been printed. Of several ranks the first to have one prints it: most strike all ranks alike.
+
+    Returns once it is on the screen: as soon as the launcher sees one rank end it kills the others, the one that prints as well.
+    """
+    if error.is_said:
+        return
+    error.is_said = True
+    try:
+        store = _store_of_all()
+        if store is not None and store.add("num_errors", 1) > 1:
+            store.wait(["error_is_said"], timedelta(seconds=CONNECT_S))
+            return
+    except RuntimeError:  # it may have ended with the rank or the launcher that held it
+        store = None
+    if store is None and os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    say(f"error: {error}")
+    if store is not None:
+        with contextlib.suppress(RuntimeError):
+            store.set("error_is_said", "1")
+
+
+def _store_of_all() -> dist.Store | None:
+    """The key-value store of the job: of the process group or, before there is one, of the launcher; None if there is neither."""
+    if dist.is_initialized():
+        return dist.distributed_c10d._get_default_store()
+    if "RANK" in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return next(rendezvous("env://", timeout=timedelta(seconds=CONNECT_S)))[0]
+    return None
+
+
+def store_of_this_start(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> dist.Store:
+    """The part of the launcher's key-value store that belongs to the ranks that are alive now.
+
+    torchrun may keep one store over its restarts, where the ranks before have left their addresses: the new ones would wait for
+    the dead. So rank 0 makes up a name, the others sign under it, and once all have, the list of them makes the name valid.
+    Raises RankTimeout.
+    """
+    own, deadline, signed = uuid.uuid4().hex, time.monotonic() + timeout_s, ""
+    if rank == 0:
+        store.set("start", own)
+    while time.monotonic() < deadline:
+        name = store.get("start").decode()
+        if rank == 0:
+            entries = [store.get(f"sign/{r}").decode() if store.check([f"sign/{r}"]) else "" for r in range(1, world_size)]
+            missing = [r for r, entry in enumerate(entries, 1) if not entry.startswith(name)]
+            if not missing:
+                store.set(f"members/{name}", " ".join(entries))
+                return dist.PrefixStore(name, store)
+        else:
+            missing = [0]
+            if name != signed:
+                store.set(f"sign/{rank}", f"{name}:{own}")
+                signed = name
+            if store.check([f"members/{name}"]) and f"{name}:{own}" in store.get(f"members/{name}").decode():
+                return dist.PrefixStore(name, store)
+        time.sleep(0.01)
+    line = f"{' and '.join(f'rank {r}' for r in missing)} missing at the start (no answer for {timeout_s:g} s)"
+    say(f"error: {line}")
+    raise RankTimeout(line)
+
+
+@contextlib.contextmanager
+def signals_stop(ranks: Ranks) -> Iterator[None]:
+    """SIGTERM, SIGINT and SIGHUP set `ranks.must_stop`, however often they come, so that a save runs to its end.
+
+    Only a second Ctrl-C ends a rank at once. What a parent has set to be ignored (nohup) stays so.
+    """
+    first_ctrl_c: list[float] = []
+
+    def note(number: int, frame) -> None:
+        ranks.must_stop = True
+        if number == signal.SIGINT:
+            first_ctrl_c.append(time.monotonic())
+            if first_ctrl_c[-1] - first_ctrl_c[0] > SAME_CTRL_C_S:
+                raise KeyboardInterrupt
+
+    handled = [n for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in handled}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,171 @@
+"""Scoring a rank's rows: in worker processes while others still decode, or in this process once all have finished.
+
+A reward that fails is logged, counted, and replaced by `reward.reward_on_error`. If a function fails for all responses of
+a step, on all ranks, it is taken to be broken, and the run ends: it would train on nothing.
+"""
+
+import atexit
+import json
+import os
+import sys
+import time
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from bubblespec.config import RewardConfig
+from bubblespec.engine.noise import EVALUATION
+from bubblespec.errors import InputError
+from bubblespec.ranks.collectives import Ranks
+from bubblespec.records import Prompt, Row
+from bubblespec.rewards.functions import FAILURE_KINDS, RewardFailure, RewardFunction, Sample, score
+from bubblespec.rewards.workers import RewardWorkers
+
+ERRORS_FILE = "reward_errors.jsonl"
+MOST_LOGGED = 20  # failures of a batch that a rank writes to ERRORS_FILE
+LONGEST_LOGGED = 2000  # characters of a prompt or completion in it
+
+Failed = tuple[int, int, RewardFailure]  # row, function, why
+
+
+class Scorer:
+    """The reward functions of a run and their workers, if there are any (`reward.num_workers`)."""
+
+    def __init__(
+        self,
+        config: RewardConfig,
+        functions: dict[str, RewardFunction],
+        tokenizer: PreTrainedTokenizerBase,
+        ranks: Ranks,
+        output_dir: str,
+    ):
+        self.config, self.functions, self.tokenizer = config, functions, tokenizer
+        self.ranks, self.output_dir = ranks, output_dir
+        # Over all ranks and the batches of a step.
+        self._counts, self._num_rows, self._function_s = np.zeros((len(functions), len(FAILURE_KINDS)), np.int64), 0, 0.0
+        self.workers = None
+        if config.num_workers:
+            self.workers = RewardWorkers(list(functions), config.num_workers, config.timeout_s, config.adaptive_timeout)
+            atexit.register(self.workers.close)
+
+    def begin(self, prompts: list[Prompt], rows: list[Row]) -> "Scoring":
+        """Score `rows`, which are about to be generated: those of this rank's prompts in order."""
+        return Scoring(self, prompts, rows)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Failures, and seconds inside the functions, over all ranks since the last call: to be called once a step."""
+        by_kind = self._counts.sum(axis=0).tolist()
+        metrics = {"reward/errors": sum(by_kind), "reward/function_s": self._function_s}
+        metrics |= {f"reward/errors/{kind}": count for kind, count in zip(FAILURE_KINDS, by_kind, strict=True) if count}
+        self._counts[:], self._num_rows, self._function_s = 0, 0, 0.0
+        return metrics
+
+    def count(self, failures: list[Failed], num_rows: int, seconds: float) -> None:
+        """Add up what all ranks have seen. Raises InputError, on all of them, if a function has failed for every row."""
+        own = np.zeros(self._counts.shape)
+        for _, number, failure in failures:
+            own[number, FAILURE_KINDS.index(failure.kind)] += 1
+        total = self.ranks.gather(np.array([*own.ravel(), seconds, num_rows])).sum(axis=0)
+        self._counts += total[:-2].reshape(own.shape).astype(np.int64)
+        self._function_s += float(total[-2])
+        self._num_rows += int(total[-1])
+        for number, path in enumerate(self.functions):
+            if self._num_rows and self._counts[number].sum() == self._num_rows:
+                example = next((f"; {failure}" for _, of, failure in failures if of == number), "")
+                raise InputError(f"reward {path}: failed for all {self._num_rows} responses of a step{example}")
+
+    def close(self) -> None:
+        """End the workers. Without it they end with this process."""
+        if self.workers is not None:
+            atexit.unregister(self.workers.close)
+            self.workers.close()
+
+
+class Scoring:
+    """The scores of one batch of rows on one rank."""
+
+    def __init__(self, scorer: Scorer, prompts: list[Prompt], rows: list[Row]):
+        self.scorer, self.rows = scorer, rows
+        num_generations = len(rows) // len(prompts) if rows else 0
+        self.prompts = [prompt for prompt in prompts for _ in range(num_generations)]
+        self._waiting = {id(row): i for i, row in enumerate(rows)}  # not given to the workers yet
+
+    def on_finished(self, row: Row) -> None:
+        """To be called when a row has finished: the workers may begin with it."""
+        if self.scorer.workers is None:
+            return
+        i = self._waiting.pop(id(row))
+        sample = self._samples([i])[0]
+        for number in range(len(self.scorer.functions)):
+            self.scorer.workers.submit((i, number), number, sample)
+
+    def collect(self) -> np.ndarray:
+        """Wait for the scores: float64 [rows, functions], NaN where a function does not apply. Called by all ranks together.
+
+        Raises InputError where failures are to end the run; and StopRequested, on all ranks, if one has been told to stop: what
+        workers are still at is then not waited for.
+        """
+        functions, failures, seconds = self.scorer.functions, [], 0.0
+        if self.scorer.workers is None:
+            begin = time.perf_counter()
+            strict = self.scorer.config.reward_on_error is None
+            rewards = score(functions, self._samples(range(len(self.rows))), None if strict else failures)
+            seconds = time.perf_counter() - begin
+        else:
+            for i in list(self._waiting.values()):
+                self.on_finished(self.rows[i])
+            rewards = np.full((len(self.rows), len(functions)), np.nan)
+            for (i, number), answer in self.scorer.workers.collect(self.scorer.ranks.is_told_to_stop):
+                seconds += answer.seconds
+                if answer.failure is not None:
+                    failures.append((i, number, answer.failure))
+                elif answer.value is not None:
+                    rewards[i, number] = answer.value
+        self.scorer.ranks.meet()  # before anything is exchanged: a rank that was told to stop has not got all of its scores
+        failures.sort(key=lambda failed: failed[:2])
+        self._report(failures)
+        self.scorer.count(failures, len(self.rows), seconds)
+        for i, number, _ in failures:
+            rewards[i, number] = self.scorer.config.reward_on_error
+        return rewards
+
+    def _samples(self, indices) -> list[Sample]:
+        ids = [self.rows[i].tokens.tolist() for i in indices]
+        texts = self.scorer.tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
+        prompts = [self.prompts[i] for i in indices]
+        return [Sample(p.text, text, own, p.columns) for p, text, own in zip(prompts, texts, ids, strict=True)]
+
+    def _report(self, failures: list[Failed]) -> None:
+        """Failures into the file, and one line for each kind of each function. Raises InputError if they are to end the run."""
+        paths = list(self.scorer.functions)
+        examples: dict[tuple[int, str], list[Failed]] = {}
+        for failed in failures:
+            examples.setdefault((failed[1], failed[2].kind), []).append(failed)
+        for (number, kind), found in examples.items():
+            i, _, failure = found[0]
+            row = self.rows[i]
+            when = "evaluation" if row.id.visit == EVALUATION else f"step {row.id.visit}"
+            line = f"reward {paths[number]}: {failure} ({kind}, {when}, prompt {row.id.uid}, sample {row.id.sample})"
+            if self.scorer.config.reward_on_error is None:
+                print(failure.trace, end="", file=sys.stderr)
+                raise InputError(line)
+            print(f"warning: {line}; {len(found)} of {len(self.rows)} like it, see {ERRORS_FILE}", file=sys.stderr)
+        if failures:
+            self._log(failures[:MOST_LOGGED])
+
+    def _log(self, failures: list[Failed]) -> None:
+        lines = []
+        for (i, number, failure), sample in zip(failures, self._samples([f[0] for f in failures]), strict=True):
+            row = self.rows[i]
+            step = None if row.id.visit == EVALUATION else row.id.visit
+            line = {"step": step, "prompt_uid": row.id.uid, "sample": row.id.sample}
+            line |= {"function": list(self.scorer.functions)[number], "kind": failure.kind, "message": failure.message}
+            line |= {"prompt": str(sample.prompt)[-LONGEST_LOGGED:], "completion": sample.completion[-LONGEST_LOGGED:]}
+            lines.append(json.dumps(line | {"trace": failure.trace}) + "\n")
+        path = os.path.join(self.scorer.output_dir, ERRORS_FILE)
+        try:
+            os.makedirs(self.scorer.output_dir, exist_ok=True)
+            with open(path, "ab", buffering=0) as file:  # all ranks append to it, each with one write
+                file.write("".join(lines).encode())
+        except OSError as error:
+            print(f"warning: {path}: {error}", file=sys.stderr)

@@ -1,0 +1,1 @@
+"""One step's rollout: placement on ranks, the loop of forwards and ticks, scoring, gathering."""

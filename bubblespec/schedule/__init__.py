@@ -1,1 +1,0 @@
-"""Who does what, and when: ranks tell each other how far they are while a rollout runs."""

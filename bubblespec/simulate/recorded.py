@@ -1,0 +1,105 @@
+"""A workload from the trace of a real run: its prompts, responses and rewards, and its drafts as far as
+they were recorded."""
+
+import os
+
+import numpy as np
+
+from bubblespec.errors import InputError
+from bubblespec.records import Prompt
+from bubblespec.simulate.drafting import STOP, DraftModel
+from bubblespec.telemetry.trace import FOLDER, list_steps, read_meta, read_table
+
+COLUMNS = ("step", "batch", "uid", "sample", "prompt_tokens", "tokens", "stopped", "reward", "draft_tokens", "draft_finished")
+
+
+class RecordedWorkload:
+    """The same as `Workload`, from a trace. A draft that was recorded says what it said, whatever the age of the weights, and
+    goes on as the response does at the same places; what was not recorded comes from `drafts`.
+
+    config: of the run, flat; digests: of its steps; mean_run: tokens of the recorded drafts to their first mismatch, infinite if
+    there was none, None where no draft was recorded. Of dynamic sampling the first batch of each step is replayed.
+    """
+
+    def __init__(self, run_dir: str):
+        folder = os.path.join(run_dir, FOLDER)
+        meta = read_meta(folder)
+        try:
+            self.config, self.world_size = dict(meta["config"]), int(meta["world_size"])
+            self.limit = int(self.config["rollout.max_completion_length"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(f"{folder}: meta.json has no whole config and world_size ({error})") from error
+        steps = list_steps(folder)
+        if steps != list(range(steps[0], steps[0] + len(steps))):
+            raise InputError(f"{folder}: the steps {steps} are not consecutive")
+        self.first_step, self.num_steps = steps[0], len(steps)
+        self._batches: dict[int, list[Prompt]] = {step: [] for step in steps}
+        self._found: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray | None, bool]] = {}  # response, draft, finished
+        self._rewards: dict[tuple[int, int], list[float]] = {}
+        self.stop_token_ids = tuple(sorted(self._read(folder))) or (STOP,)
+        self.num_prompts = len(self._batches[self.first_step])
+        self.num_generations = max(sample for _, _, sample in self._found) + 1
+        if len(self._found) != self.num_steps * self.num_prompts * self.num_generations:
+            raise InputError(
+                f"{folder}: its steps do not all have {self.num_prompts} prompts with {self.num_generations} responses"
+            )
+        self.max_length = max(len(tokens) for tokens, *_ in self._found.values())
+        self.max_prompt_length = max(len(p.token_ids) for batch in self._batches.values() for p in batch)
+        self.digests = dict(zip(*(read_table(folder, "steps")[name].to_pylist() for name in ("step", "digest")), strict=True))
+        self.mean_run = self._mean_run()
+        self.drafts = DraftModel() if self.mean_run is None else DraftModel(max(self.mean_run, 1.0))
+
+    def _read(self, folder: str) -> set[int]:
+        """All responses. Returns the tokens that ended some."""
+        table, stops = read_table(folder, "responses"), set()
+        for step, batch, uid, sample, prompt, tokens, stopped, reward, draft, finished in zip(
+            *(table[name].to_pylist() for name in COLUMNS), strict=True
+        ):
+            if batch:
+                continue
+            if not tokens or (not stopped and len(tokens) != self.limit):
+                raise InputError(f"{folder}: a response of step {step} has {len(tokens)} tokens, and no end")
+            if stopped:
+                stops.add(tokens[-1])
+            if (step, uid) not in self._rewards:
+                self._batches[step].append(Prompt(uid, "", tuple(prompt), {}))
+            self._rewards.setdefault((step, uid), []).append(reward)  # samples are in order
+            draft = None if draft is None else np.array(draft, np.int64)
+            self._found[step, uid, sample] = (np.array(tokens, np.int64), draft, finished)
+        return stops
+
+    def _mean_run(self) -> float | None:
+        agreed = left = 0
+        for tokens, draft, _ in self._found.values():
+            if draft is not None and len(draft):
+                both = min(len(tokens), len(draft))
+                wrong = np.flatnonzero(tokens[:both] != draft[:both])
+                agreed += int(wrong[0]) if len(wrong) else both
+                left += len(wrong) > 0
+        return agreed / left if left else float("inf") if agreed else None
+
+    def batch(self, step: int) -> list[Prompt]:
+        return self._batches[step]
+
+    def response(self, step: int, uid: int, sample: int) -> np.ndarray:
+        return self._found[step, uid, sample][0]
+
+    def draft(self, step: int, uid: int, sample: int, age: int, limit: int, so_far: np.ndarray) -> np.ndarray:
+        """See `Workload.draft`."""
+        tokens, draft, is_finished = self._found[step, uid, sample]
+        true = tokens[:limit]
+        if age <= 0:
+            return true
+        stop = int(true[-1]) if int(true[-1]) in self.stop_token_ids else self.stop_token_ids[0]
+        if draft is None or not len(draft):
+            return self.drafts.text((step, uid, sample), true, limit, stop, age, so_far)
+        whole = draft if is_finished else np.concatenate((draft, tokens[len(draft) :]))
+        if len(whole) < limit and whole[-1] not in self.stop_token_ids:  # it has left its response, and outgrown it
+            whole = np.append(whole, stop)
+        return whole[:limit]
+
+    def rewards(self, step: int, uid: int) -> np.ndarray:
+        return np.array(self._rewards[step, uid])
+
+    def forget(self, step: int) -> None:
+        """Nothing: a trace can be replayed again."""

@@ -1,0 +1,148 @@
+"""What is generated in a replay: the prompts of each step, their responses, and what drafts of them say."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from bubblespec.errors import InputError
+from bubblespec.records import Prompt
+from bubblespec.simulate.drafting import STOP, TEXT, VOCABULARY, DraftModel, edited, keyed_random
+
+SHARED_VARIANCE = 0.5  # of the logarithm of a made-up length, what the samples of a prompt have in common
+MIN_LENGTH = 4
+
+
+@dataclass(frozen=True)
+class Synthetic:
+    """Made-up responses: lengths are lognormal, random tokens, every prompt occurs once an epoch.
+
+    mean: of the lengths before they are cut; max: tokens at which they are; sigma: standard deviation of the logarithm; prompt:
+    tokens of a prompt, on average; run, tokens_a_pass, drift: see `DraftModel` (drift is 0 or 1); steps: of the run; epochs: of
+    equally many steps; edited: share of a response's tokens that is replaced, inserted or left out against the same sample of the
+    epoch before (RhymeRL, arXiv 2508.18588, finds responses of adjacent epochs very similar).
+    """
+
+    mean: float = 2000.0
+    max: int = 16000
+    sigma: float = 1.0
+    prompt: int = 256
+    run: float = 500.0
+    tokens_a_pass: float = 2.0
+    drift: int = 0
+    steps: int = 6
+    epochs: int = 1
+    edited: float = 0.2
+    seed: int = 0
+
+    def __post_init__(self):
+        for name, least, most in (
+            ("mean", 1, 1e6),
+            ("max", MIN_LENGTH, 1 << 20),
+            ("sigma", 0, 5),
+            ("prompt", 2, 1 << 20),
+            ("run", 1, math.inf),
+            ("tokens_a_pass", 1, 1000),
+            ("drift", 0, 1),
+            ("steps", 1, 10_000),
+            ("epochs", 1, 10_000),
+            ("edited", 0, 1),
+            ("seed", 0, (1 << 31) - 1),
+        ):
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise InputError(f"{name}: {value} must be from {least:g} to {most:g}")
+        if self.steps % self.epochs:
+            raise InputError(f"epochs: {self.steps} steps are not {self.epochs} epochs of equally many")
+
+
+def parse(kind: type, text: str, option: str):
+    """A dataclass of numbers from `name=value,name=value`. Raises InputError."""
+    fields = {field.name: field.type for field in dataclasses.fields(kind)}
+    given = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        if name not in fields:
+            raise InputError(f"{option}: unknown name {name!r}; valid are {', '.join(fields)}")
+        try:
+            given[name] = fields[name](value)
+        except ValueError as error:
+            raise InputError(f"{option}: {name}={value} is no {fields[name].__name__}") from error
+    try:
+        return kind(**given)
+    except InputError as error:
+        raise InputError(f"{option}: {error}") from error
+
+
+class Workload:
+    """Steps first_step .. first_step + num_steps - 1. A made-up one; see `recorded` for one from a run.
+
+    stop_token_ids: tokens that end responses; max_prompt_length, max_length: tokens of the longest prompt and response that may
+    occur.
+    """
+
+    first_step = 0
+    stop_token_ids = (STOP,)
+
+    def __init__(self, spec: Synthetic, num_prompts: int, num_generations: int):
+        self.spec, self.num_prompts, self.num_generations = spec, num_prompts, num_generations
+        self.num_steps, self.max_length = spec.steps, spec.max
+        self.max_prompt_length = 2 * spec.prompt
+        self.steps_per_epoch = spec.steps // spec.epochs
+        self.drafts = DraftModel(spec.run, spec.tokens_a_pass, bool(spec.drift), spec.seed)
+        self._batches: dict[int, list[Prompt]] = {}
+        self._responses: dict[tuple[int, int, int], np.ndarray] = {}
+
+    def batch(self, step: int) -> list[Prompt]:
+        found = self._batches.get(step)
+        if found is None:
+            found = self._batches[step] = [self._prompt(step, number) for number in range(self.num_prompts)]
+        return found
+
+    def _prompt(self, step: int, number: int) -> Prompt:
+        first = step % self.steps_per_epoch  # when the prompt occurs first
+        uid = first * self.num_prompts + number + 1
+        random = keyed_random(self.spec.seed, first, uid, 0, TEXT)
+        length = int(random.integers(max(self.spec.prompt // 2, 1), self.spec.prompt * 3 // 2 + 1))
+        return Prompt(uid, "", tuple(random.integers(0, VOCABULARY, length).tolist()), {})
+
+    def response(self, step: int, uid: int, sample: int) -> np.ndarray:
+        """The tokens of a response, int64, with the stop token where it is not cut off."""
+        key = (step, uid, sample)
+        found = self._responses.get(key)
+        if found is None:
+            found = self._responses[key] = self._make(step, uid, sample)
+        return found
+
+    def _make(self, step: int, uid: int, sample: int) -> np.ndarray:
+        spec = self.spec
+        if step >= self.steps_per_epoch:
+            before = self._make(step - self.steps_per_epoch, uid, sample)
+            return edited(before, spec.max, STOP, 0, spec.edited, keyed_random(spec.seed, step, uid, sample + 1, TEXT))
+        common = keyed_random(spec.seed, step, uid, 1 << 12, TEXT).standard_normal()
+        random = keyed_random(spec.seed, step, uid, sample + 1, TEXT)
+        score = math.sqrt(SHARED_VARIANCE) * common + math.sqrt(1 - SHARED_VARIANCE) * random.standard_normal()
+        # The mean of a lognormal is exp(mu + sigma**2 / 2).
+        length = max(round(spec.mean * math.exp(spec.sigma * score - spec.sigma**2 / 2)), MIN_LENGTH)
+        found = random.integers(0, VOCABULARY, min(length, spec.max))
+        if length <= spec.max:
+            found[-1] = STOP
+        return found
+
+    def draft(self, step: int, uid: int, sample: int, age: int, limit: int, so_far: np.ndarray) -> np.ndarray:
+        """The whole draft as weights `age` updates before those of its step continue it after `so_far`; age 0 is the response."""
+        true = self.response(step, uid, sample)[:limit]
+        if age <= 0:
+            return true
+        stop = int(true[-1]) if int(true[-1]) in self.stop_token_ids else STOP
+        return self.drafts.text((step, uid, sample), true, limit, stop, age, so_far)
+
+    def rewards(self, step: int, uid: int) -> np.ndarray:
+        """Of all samples of a prompt, float64 [generations]."""
+        return np.zeros(self.num_generations)
+
+    def forget(self, step: int) -> None:
+        """No rank needs this step or an earlier one any more."""
+        for key in [key for key in self._responses if key[0] <= step]:
+            del self._responses[key]

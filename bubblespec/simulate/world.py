@@ -1,0 +1,228 @@
+"""Virtual time for several ranks in one process: their clocks, their collectives and their progress board.
+
+Each rank is a thread, and exactly one of them runs at any time. A rank's clock moves only when it is told to (a forward takes
+so long, a rank sleeps), and wherever a rank looks at what others have done, all that are behind it in time go first. So what
+happens is a function of the inputs alone, however the machine schedules the threads.
+"""
+
+import math
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from bubblespec.ranks.collectives import Ranks
+from bubblespec.ranks.progress import LINGER_S, NAP_S, ProgressBoard, RankState
+
+
+class _Abandoned(BaseException):
+    """Ends the threads of the other ranks after an error in one."""
+
+
+class World:
+    """Clocks and meetings of `num_ranks` ranks.
+
+    now: each rank's time in seconds; cores: processor cores that the ranks share, or None where each has a device of its own;
+    meeting_s: what a collective takes once all have come to it; tick_s: the same of a progress tick; post_s: what a rank pays to
+    start one.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        cores: int | None = None,
+        meeting_s: float = 1e-3,
+        tick_s: float = 5e-4,
+        post_s: float = 3e-4,
+    ):
+        self.num_ranks, self.cores = num_ranks, cores
+        self.meeting_s, self.tick_s, self.post_s = meeting_s, tick_s, post_s
+        self.now = [0.0] * num_ranks
+        self._wake = [0.0] * num_ranks  # when each rank goes on; infinite while another has to wake it
+        self._tick_awaited: list[int | None] = [None] * num_ranks
+        self._batons = [threading.Lock() for _ in range(num_ranks)]
+        for baton in self._batons:
+            baton.acquire()
+        self._error: BaseException | None = None
+        self._ended = threading.Lock()
+        self._meetings = [0] * num_ranks
+        self._present: dict[int, dict[int, object]] = {}  # by meeting, what each rank has brought
+        self._posted: dict[int, dict[int, RankState]] = {}  # by tick, each rank's state
+        self._complete_at: dict[int, float] = {}  # ticks to which all ranks have posted
+        self._busy_until = [0.0] * num_ranks  # the end of each rank's last forward
+
+    def run(self, work: Callable[[int], None]) -> None:
+        """`work(rank)` on every rank, to the end of all. Raises what a rank raises."""
+        self._ended.acquire()
+        threads = [threading.Thread(target=self._thread, args=(rank, work), daemon=True) for rank in range(self.num_ranks)]
+        for thread in threads:
+            thread.start()
+        self._batons[0].release()
+        self._ended.acquire()
+        for rank, thread in enumerate(threads):
+            if self._error is not None and thread.is_alive():
+                self._batons[rank].release()
+            thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _thread(self, rank: int, work: Callable[[int], None]) -> None:
+        self._batons[rank].acquire()
+        try:
+            if self._error is None:
+                work(rank)
+                self._wake[rank] = math.inf
+                self._meetings[rank] = -1
+                if all(count < 0 for count in self._meetings):
+                    self._ended.release()
+                else:
+                    self._pass_on()
+        except _Abandoned:
+            pass
+        except BaseException as error:
+            self._error = error
+            self._ended.release()
+
+    def _pass_on(self) -> None:
+        earliest = min(self._wake)
+        if earliest == math.inf:
+            raise RuntimeError("all ranks wait for each other")
+        self._batons[self._wake.index(earliest)].release()
+
+    def advance(self, rank: int, seconds: float) -> None:
+        self.now[rank] += seconds
+
+    def wait(self, rank: int, until: float) -> None:
+        """Let all that happens before `until` happen; infinite: until another rank wakes this one."""
+        wake = self._wake
+        wake[rank] = until
+        if until == math.inf or min(wake) < until or wake.index(until) != rank:
+            self._pass_on()
+            self._batons[rank].acquire()
+            if self._error is not None:
+                raise _Abandoned
+        self.now[rank] = max(self.now[rank], wake[rank])
+
+    def compute(self, rank: int, seconds: float) -> None:
+        """A forward. Where ranks share cores, it takes longer by the ratio of busy ranks to cores as it begins: an approximation,
+        since that may change before it ends."""
+        if self.cores is not None and self.num_ranks > self.cores:
+            begin = self.now[rank]
+            self.wait(rank, begin)
+            num_busy = 1 + sum(end > begin for other, end in enumerate(self._busy_until) if other != rank)
+            seconds *= max(1.0, num_busy / self.cores)
+            self._busy_until[rank] = begin + seconds
+        self.now[rank] += seconds
+
+    def meet(self, rank: int, brought):
+        """Come to the next collective; returns what all ranks bring, by rank, once the last has come."""
+        number = self._meetings[rank]
+        self._meetings[rank] += 1
+        present = self._present.setdefault(number, {})
+        present[rank] = brought
+        if len(present) < self.num_ranks:
+            self.wait(rank, math.inf)
+        else:
+            del self._present[number]
+            over = max(self.now) + self.meeting_s  # all are here, so none can be later
+            self._wake[:] = [over] * self.num_ranks
+            self.now[rank] = over
+        return [present[other] for other in range(self.num_ranks)]
+
+    def post(self, rank: int, tick: int, state: RankState) -> None:
+        """Start a tick on this rank; complete `tick_s` after the last rank has."""
+        self.now[rank] += self.post_s
+        posted = self._posted.setdefault(tick, {})
+        posted[rank] = state
+        self._complete_at[tick] = max(self._complete_at.get(tick, 0.0), self.now[rank] + self.tick_s)
+        if len(posted) == self.num_ranks:
+            self._posted.pop(tick - 2, None)  # all have read the one before this, to post to this
+            self._complete_at.pop(tick - 2, None)
+            for other, awaited in enumerate(self._tick_awaited):
+                if awaited == tick:
+                    self._wake[other] = max(min(self._wake[other], self._complete_at[tick]), self.now[other])
+
+    def complete_at(self, tick: int) -> float:
+        """When a tick is complete, as far as is known: infinite while a rank has yet to post."""
+        return self._complete_at[tick] if len(self._posted.get(tick, ())) == self.num_ranks else math.inf
+
+    def await_tick(self, rank: int, tick: int, until: float) -> None:
+        """Rest until a tick is complete, and no longer than `until`."""
+        self._tick_awaited[rank] = tick
+        self.wait(rank, min(until, max(self.complete_at(tick), self.now[rank])))
+        self._tick_awaited[rank] = None
+
+    def states(self, tick: int) -> list[RankState]:
+        posted = self._posted[tick]
+        return [posted[rank] for rank in range(self.num_ranks)]
+
+
+class VirtualClock:
+    """One rank's time, with the functions of the `time` module that a rollout uses."""
+
+    def __init__(self, world: World, rank: int):
+        self.world, self.rank = world, rank
+
+    def perf_counter(self) -> float:
+        return self.world.now[self.rank]
+
+    monotonic = perf_counter
+
+    def sleep(self, seconds: float) -> None:
+        self.world.advance(self.rank, seconds)
+
+
+class SimulatedRanks(Ranks):
+    """One of the world's ranks: collectives are meetings in virtual time."""
+
+    def __init__(self, world: World, rank: int):
+        super().__init__(torch.device("cpu"))
+        self.world, self.rank, self.world_size = world, rank, world.num_ranks
+        self.is_main = rank == 0
+        self.clock = VirtualClock(world, rank)
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.copy_(sum(self.world.meet(self.rank, tensor.clone())))
+
+    def gather(self, array: np.ndarray) -> np.ndarray:
+        return np.stack(self.world.meet(self.rank, array))
+
+    def gather_ragged(self, array: np.ndarray) -> list[np.ndarray]:
+        """The arrays themselves, not copies: they must not be written to."""
+        return self.world.meet(self.rank, array)
+
+
+class SimulatedBoard(ProgressBoard):
+    """The progress board with ticks in virtual time. A rank that has nothing to do sees a tick the moment it is complete, not
+    up to NAP_S later."""
+
+    def _connect(self, backend: str | None) -> None:
+        self._world, self._rank = self.ranks.world, self.ranks.rank
+        self._tick = 0  # of the whole run
+
+    def _post(self) -> None:
+        self._world.post(self._rank, self._tick, RankState.from_numbers(self._numbers.tolist()))
+
+    def _is_complete(self) -> bool:
+        now = self._world.now[self._rank]
+        if self._world.complete_at(self._tick) == math.inf:
+            self._world.wait(self._rank, now)  # those behind may yet post before now
+        return self._world.complete_at(self._tick) <= now
+
+    def _linger(self) -> None:
+        self._world.await_tick(self._rank, self._tick, self._world.now[self._rank] + LINGER_S)
+
+    def wait(self, state: Callable[[], RankState]) -> list[RankState] | None:
+        while not self.is_over:
+            if (states := self.poll(state)) is not None:
+                return states
+            if self._in_flight:
+                self._world.await_tick(self._rank, self._tick, math.inf)
+            else:
+                self._clock.sleep(NAP_S)
+        return None
+
+    def _receive(self) -> list[RankState]:
+        self._tick += 1
+        return self._world.states(self._tick - 1)

@@ -1,0 +1,1 @@
+"""Speculation: where draft tokens come from, how many of them pay, and what came of them. It changes time, never a token."""

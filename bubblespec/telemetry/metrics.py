@@ -1,0 +1,203 @@
+"""What a run reports: metrics.jsonl and TensorBoard with the same keys, a progress bar, and one table at the end. Rank 0 only.
+
+A full disk does not end a run: lines wait in memory until they can be written; curves have a gap, as TensorBoard's files are a
+copy of the lines.
+"""
+
+import contextlib
+import json
+import math
+import os
+import sys
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from bubblespec.errors import InputError, say
+from bubblespec.rollout.placement import Samples
+from bubblespec.speculate.windows import WINDOWS
+from bubblespec.telemetry.timeline import save_timeline
+
+
+class MetricsLogger:
+    """Does nothing on ranks other than 0. `first_step` > 0 continues a run: later lines of the file are cut off first."""
+
+    def __init__(self, output_dir: str, is_main: bool, first_step: int, max_steps: int):
+        self.is_main = is_main
+        if not is_main:
+            return
+        self.output_dir = output_dir
+        path = os.path.join(output_dir, "metrics.jsonl")
+        try:
+            kept = _keep_steps_before(path, first_step)
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (kept open for the run)
+        except OSError as error:
+            raise InputError(f"run.output_dir: cannot write to {path}: {error.strerror}") from error
+        self._size = self._file.tell()  # bytes of whole lines
+        self._waiting: list[str] = []  # lines that could not be written yet
+        self._tensorboard = None
+        self._is_drawing = True  # False after a failure, until a line can be written again
+        self._purge_step = first_step  # curves from here on, of an earlier run, are hidden
+        self._bar = tqdm(total=max_steps, initial=first_step, unit="step", dynamic_ncols=True, file=sys.stderr)
+        self.evaluations: list[tuple[int, dict[str, float]]] = []
+        self.history: list[dict[str, Any]] = []
+        for record in kept:
+            if record["step"] == first_step:  # the purge has just hidden this evaluation's points
+                self._write_scalars(record.pop("step"), record)
+
+    def log(self, step: int, metrics: dict[str, Any]) -> None:
+        """One line of metrics.jsonl and one point of each curve; `step` counts finished steps from 0."""
+        if not self.is_main:
+            return
+        self._write(step, metrics)
+        counts = metrics.get("rollout/spec_accepted_lengths")
+        if counts and sum(counts):
+            self._draw("add_histogram", "rollout/spec_accepted_lengths", np.repeat(WINDOWS, counts), step)
+        self.history.append(metrics)
+        shown = (
+            f"reward {metrics['reward']:.3f}, {metrics['perf/throughput']:.0f} tokens/s, {metrics['timing_s/step']:.2f} s/step"
+        )
+        with contextlib.suppress(OSError):  # the screen may be a log on a full disk
+            self._bar.set_postfix_str(shown)
+            self._bar.update()
+
+    def log_evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        """Evaluations are lines of their own: {"step": ..., "eval/...": ...}; `step` is the number of updates so far."""
+        if not self.is_main:
+            return
+        self._write(step, metrics)
+        self.evaluations.append((step, metrics))
+        self.say(f"step {step}: held-out reward {metrics['eval/reward']:.3f}")
+
+    def log_samples(self, step: int, samples: Samples, rewards: np.ndarray, tokenizer, count: int = 4) -> None:
+        """Length histogram and a few completions with their rewards. rewards: float64 [S], combined."""
+        if not self.is_main:
+            return
+        self._draw("add_histogram", "completions/length", samples.lengths, step)
+        chosen = np.linspace(0, len(samples) - 1, min(count, len(samples))).astype(int)
+        for number, i in enumerate(chosen):
+            prompt, reply = samples.prompt_of(i).text, tokenizer.decode(samples.tokens[i].tolist())
+            text = f"reward {rewards[i]:.3f}\n\nprompt: {prompt}\n\ncompletion:\n{reply}"
+            self._draw("add_text", f"sample_{number}", "    " + text.replace("\n", "\n    "), step)
+
+    def log_timeline(self, step: int, lanes: list[np.ndarray], method: str) -> None:
+        """A trace and a picture of one step; see `gather_lanes` for the lanes."""
+        if not self.is_main:
+            return
+        try:
+            picture = save_timeline(self.output_dir, step, lanes, method)
+        except OSError as error:
+            self.say(f"warning: the timeline of step {step} could not be written: {error.strerror}")
+            return
+        self._draw("add_image", "timeline", picture, step, dataformats="HWC")
+
+    def say(self, line: str) -> None:
+        """A line on the screen, above the bar."""
+        if self.is_main:
+            with contextlib.suppress(OSError):
+                self._bar.write(line, file=sys.stderr)
+
+    def close(self) -> None:
+        """End the bar and print the run's table."""
+        if not self.is_main:
+            return
+        with contextlib.suppress(OSError):
+            self._bar.close()
+        self._append([])
+        self._file.close()
+        if self._waiting:
+            say(f"warning: the last {len(self._waiting)} lines of metrics.jsonl are lost")
+        if self._tensorboard is not None:
+            self._draw("close")
+        if self.history:
+            say(_table(self.history, self.evaluations))
+
+    def _write(self, step: int, metrics: dict[str, Any]) -> None:
+        """JSON has no NaN and no infinity: such a value is null in the file."""
+        plain = {key: value.item() if isinstance(value, np.generic) else value for key, value in metrics.items()}
+        line = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in plain.items()}
+        self._append([json.dumps({"step": step, **line}, allow_nan=False) + "\n"])
+        self._write_scalars(step, plain)
+
+    def _append(self, lines: list[str]) -> None:
+        """Add whole lines to the file, or, where it has no room, keep them for the next call."""
+        was_waiting = bool(self._waiting)
+        self._waiting += lines
+        data = "".join(self._waiting).encode()
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+        except OSError as error:
+            self._file.truncate(self._size)  # no half line is left
+            if not was_waiting:
+                self.say(f"warning: metrics.jsonl cannot be written ({error.strerror}); its lines wait in memory")
+            return
+        self._size = self._file.tell()
+        self._waiting = []
+        self._is_drawing = True
+
+    def _draw(self, method: str, *arguments, **options) -> None:
+        """A call of TensorBoard's writer. Its errors, which come late, from its own thread, end it until the next line."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        if not self._is_drawing:
+            return
+        try:
+            if self._tensorboard is None:
+                folder = os.path.join(self.output_dir, "tensorboard")
+                self._tensorboard = SummaryWriter(folder, purge_step=self._purge_step)
+                self._purge_step = None
+            getattr(self._tensorboard, method)(*arguments, **options)
+        except OSError as error:
+            self.say(f"warning: TensorBoard's files cannot be written ({error.strerror}); its curves will have a gap")
+            self._tensorboard, self._is_drawing = None, False
+
+    def _write_scalars(self, step: int, metrics: dict[str, Any]) -> None:
+        for key, value in metrics.items():
+            if isinstance(value, (int, float)):
+                self._draw("add_scalar", key, value, step)
+
+
+def _keep_steps_before(path: str, first_step: int) -> list[dict]:
+    """Drop what an interrupted run wrote after its last checkpoint: those steps are about to be written again.
+
+    Returns the lines that stay.
+    """
+    if not os.path.exists(path):
+        return []
+    kept = []
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+                is_whole = isinstance(record, dict) and isinstance(record.get("step"), int)
+            except json.JSONDecodeError:
+                is_whole = False
+            if not is_whole:
+                continue  # torn by a kill
+            # An evaluation at `first_step` was made before the step of that number, by the run that saved the checkpoint.
+            is_evaluation = "eval/reward" in record
+            if record["step"] < first_step or (is_evaluation and record["step"] == first_step > 0):
+                kept.append(record)
+    temporary = path + ".tmp"
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.writelines(json.dumps(record) + "\n" for record in kept)  # the last line may have lost its end
+    os.replace(temporary, path)
+    return kept
+
+
+def _table(history: list[dict], evaluations: list[tuple[int, dict]]) -> str:
+    """First tenth of the steps against the last tenth, and the evaluations."""
+    share = max(1, len(history) // 10)
+    keys = ["reward", "frac_reward_zero_std", "completions/mean_length", "completions/max_length", "entropy"]
+    keys += ["timing_s/gen", "timing_s/bubble", "timing_s/train", "timing_s/step", "perf/throughput", "bubble/ratio"]
+    lines = [f"{'':28}{'first ' + str(share):>12}{'last ' + str(share):>12}"]
+    for key in keys:
+        values = [h.get(key, float("nan")) for h in history]
+        lines.append(f"{key:28}{np.mean(values[:share]):12.3f}{np.mean(values[-share:]):12.3f}")
+    if evaluations:
+        lines += ["", f"{'':28}" + "".join(f"{'step ' + str(step):>12}" for step, _ in evaluations)]
+        for key in evaluations[0][1]:
+            lines.append(f"{key:28}" + "".join(f"{metrics[key]:12.3f}" for _, metrics in evaluations))
+    return "\n".join(lines)

@@ -1,0 +1,156 @@
+"""What each rank did when, in chosen steps: a trace for Perfetto or chrome://tracing, and the same as a picture.
+
+A rank notes stretches of time as (kind, begin, end) by its own clock. Clocks of different machines have different zeros;
+barriers, which all ranks leave at about the same time, say how far they are apart.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:  # for annotations alone: who only reads timelines waits for no import of torch
+    from bubblespec.ranks.collectives import Ranks
+    from bubblespec.records import Load
+
+Event = tuple[str, float, float]  # kind, begin and end in seconds of time.perf_counter
+
+# In the order of the legend. Useful work is in strong colours; waiting is pale, and what no event covers is white.
+COLOURS = {
+    "prefill": "#08519c",
+    "decode": "#5aa5e0",
+    "verify": "#1b9e77",
+    "draft soft": "#f2c230",
+    "draft hard": "#e3701a",
+    "wait": "#e4e4e4",
+    "reward": "#e78ac3",
+    "exchange": "#8c510a",
+    "train": "#7b52ab",
+    "sync": "#1a1a1a",
+}
+KINDS = list(COLOURS)
+DPI = 120
+NUM_BARRIERS = 11
+
+
+def note(events: list[Event], kind: str, begin: float, end: float) -> None:
+    """Record a stretch of time, joined to the one before if it is of the same kind."""
+    if events and events[-1][0] == kind:
+        events[-1] = (kind, events[-1][1], end)
+    else:
+        events.append((kind, begin, end))
+
+
+def total_s(events: list[Event], kind: str) -> float:
+    """Seconds of all events of a kind."""
+    return sum(end - begin for name, begin, end in events if name == kind)
+
+
+def forward_kind(num_own: int, num_ahead: int, load: Load) -> str:
+    """The kind of a forward. num_own, num_ahead: rows of this step and of coming steps that were unfinished before it."""
+    if num_ahead:
+        return "draft soft" if num_own else "draft hard"
+    return "prefill" if load.prompt_tokens else "verify" if load.draft_tokens else "decode"
+
+
+def step_events(events: list[Event], stages: list[Event]) -> list[Event]:
+    """A whole step in order of time: what `events` leave free of waiting, reward and training gets that stage's kind.
+
+    stages: the step's (gen, wait, reward, train, ...), one after the other. In gen what is between the events, the work on the
+    host between two forwards, stays free.
+    """
+    filled = []
+    for kind, begin, end in stages:
+        if kind == "gen":
+            continue
+        for _, inner_begin, inner_end in [event for event in events if begin <= event[1] < end]:
+            filled.append((kind, begin, inner_begin))
+            begin = inner_end
+        filled.append((kind, begin, end))
+    return sorted([*events, *(stage for stage in filled if stage[2] > stage[1])], key=lambda event: event[1])
+
+
+def clock_offsets(ranks: Ranks) -> np.ndarray:
+    """How far each rank's clock is ahead of rank 0's, float64 [ranks], in seconds. To be called by all ranks together."""
+    left = []
+    for _ in range(NUM_BARRIERS):
+        ranks.barrier()
+        left.append(time.perf_counter())
+    by_rank = ranks.gather(np.array(left))
+    return np.median(by_rank - by_rank[0], axis=1)  # on a busy machine a rank is late to leave some of them
+
+
+def gather_lanes(ranks: Ranks, events: list[Event], stages: list[Event]) -> list[np.ndarray]:
+    """All ranks' steps, on every rank: a list by rank of float64 [events, 3] with the kind's place in KINDS, begin and end in
+    seconds since the first rank began the step. To be called by all ranks together; see `step_events` for the arguments."""
+    offsets = clock_offsets(ranks)
+    zero = offsets[ranks.rank] + (ranks.gather(np.array(stages[0][1])) - offsets).min()
+    own = np.array([(KINDS.index(kind), begin - zero, end - zero) for kind, begin, end in step_events(events, stages)])
+    return [lane.reshape(-1, 3) for lane in ranks.gather_ragged(own.ravel())]
+
+
+def save_timeline(output_dir: str, step: int, lanes: list[np.ndarray], method: str) -> np.ndarray:
+    """Write output_dir/timeline/step_00012.json and .png. Returns the picture, uint8 [height, width, 4]."""
+    from matplotlib.image import imsave
+
+    folder = os.path.join(output_dir, "timeline")
+    os.makedirs(folder, exist_ok=True)
+    title = f"step {step}, {'1 rank' if len(lanes) == 1 else f'{len(lanes)} ranks'}, speculative.method = {method}"
+    path = os.path.join(folder, f"step_{step:05d}")
+    with open(f"{path}.json", "w", encoding="utf-8") as file:
+        json.dump(trace(lanes, title), file)
+    picture = draw(lanes, title)
+    imsave(f"{path}.png", picture, dpi=DPI)
+    return picture
+
+
+def trace(lanes: list[np.ndarray], title: str) -> dict:
+    """The step in Chrome's trace event format: one process, one thread a rank, one complete ("X") event a stretch of time.
+
+    Times are in microseconds, as the format has it.
+    """
+    found = [{"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "args": {"name": title}}]
+    for rank, lane in enumerate(lanes):
+        found.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}})
+        found.append({"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": rank, "args": {"sort_index": rank}})
+        begin, end = np.rint(lane[:, 1:].T * 1e9).astype(np.int64)  # whole nanoseconds: rounding makes no overlaps
+        for kind, ts, dur in zip(lane[:, 0].astype(int), begin / 1000, (end - begin) / 1000, strict=True):
+            found.append({"ph": "X", "name": KINDS[kind], "pid": 0, "tid": rank, "ts": float(ts), "dur": float(dur)})
+    return {"traceEvents": found, "displayTimeUnit": "ms"}
+
+
+def draw(lanes: list[np.ndarray], title: str) -> np.ndarray:
+    """One lane a rank over seconds, coloured by kind. Returns uint8 [height, width, 4]."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # half a second that only a step with a picture pays
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 1.5 + 0.4 * len(lanes)), dpi=DPI, layout="constrained")
+    axes = figure.add_subplot()
+    handles = draw_lanes(axes, lanes)
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
+    axes.set_title(title, fontsize=10)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())
+
+
+def draw_lanes(axes, lanes: list[np.ndarray]) -> list:
+    """The lanes on matplotlib axes. Returns the legend's patches, in the order of KINDS."""
+    from matplotlib.patches import Patch
+
+    for rank, lane in enumerate(lanes):
+        for number in np.unique(lane[:, 0]).astype(int):  # one collection a kind and lane, however many forwards
+            begin, end = lane[lane[:, 0] == number, 1:].T
+            stretches = np.stack((begin, end - begin), axis=1)
+            axes.broken_barh(stretches, (rank - 0.4, 0.8), facecolors=COLOURS[KINDS[number]], linewidth=0)
+    axes.set_xlabel("seconds")
+    axes.set_xlim(0, max(lane[:, 2].max() for lane in lanes))
+    axes.set_yticks(range(len(lanes)), [f"rank {rank}" for rank in range(len(lanes))])
+    axes.set_ylim(len(lanes) - 0.5, -0.5)  # rank 0 on top
+    axes.spines[["top", "right"]].set_visible(False)
+    present = sorted({int(number) for lane in lanes for number in lane[:, 0]})
+    return [Patch(facecolor=COLOURS[KINDS[number]], label=KINDS[number]) for number in present]
