@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bubblespec.records import Prompt, Row
-from bubblespec.speculate.store import Draft, DraftStore, Key
+from bubblespec.records import Draft, Group, Row, SampleId
+from bubblespec.speculate.store import DraftStore
 from bubblespec.speculate.suffix import History
 
 PROBE_QUANTILE = 0.9  # the first sample of a prompt of which nothing is known is taken to be this long
@@ -28,18 +28,18 @@ CAUTION = 1.5
 
 @dataclass(frozen=True)
 class Item:
-    """One response to draft. pays: worth it also where it slows down a rank's own rows; holder: see `Draft`."""
+    """One response to draft."""
 
-    step: int
-    prompt: Prompt
-    sample: int
+    id: SampleId
+    prompt: tuple[int, ...]
+    steps_ahead: int
+    """How many steps before its own it is; 1 is the next step."""
     pays: bool = True
+    """Whether it is worth slowing down a rank's own rows for."""
     holder: int = -1
-
-    @property
-    def key(self) -> Key:
-        """Of its draft in the store."""
-        return (self.step, self.prompt.uid, self.sample)
+    """See `Draft`."""
+    saves_s: float = 0.0
+    """Seconds that the whole draft is expected to save its step, less its cost; 0 where nothing is known yet."""
 
 
 class Outlook:
@@ -93,7 +93,7 @@ class Outlook:
 
 
 def plan_items(
-    batches: list[tuple[int, list[Prompt]]],
+    batches: list[list[Group]],
     num_generations: int,
     store: DraftStore,
     history: History,
@@ -103,16 +103,16 @@ def plan_items(
 ) -> list[Item]:
     """What is left to draft, least slack first. The samples of a prompt keep together where they can.
 
-    batches: (step, prompts) of the coming steps, nearest first; worth: see `Outlook.worth`, None where nothing is known yet.
+    batches: of the coming steps, nearest first; worth: see `Outlook.worth`, None where nothing is known yet.
     """
     planned = []
-    for ahead, (step, prompts) in enumerate(batches):
-        guesses, margin = outlook.guess(np.array([len(prompt.token_ids) for prompt in prompts]))
-        for prompt, guess in zip(prompts, guesses, strict=True):
-            drafts = [store.get((step, prompt.uid, sample)) for sample in range(num_generations)]
+    for ahead, groups in enumerate(batches):
+        guesses, margin = outlook.guess(np.array([len(group.prompt.token_ids) for group in groups]))
+        for group, guess in zip(groups, guesses, strict=True):
+            drafts = [store.get(group.sample(number)) for number in range(num_generations)]
             if all(draft is not None and draft.is_finished for draft in drafts):
                 continue
-            known = [_length(d, guess, outlook) for d in drafts if d is not None] or history.lengths(prompt.uid)
+            known = [_length(d, guess, outlook) for d in drafts if d is not None] or history.lengths(group.prompt.uid)
             expected = float(np.mean(known)) if known else float(guess)
             for sample, draft in enumerate(drafts):
                 if draft is not None and draft.is_finished:
@@ -124,8 +124,9 @@ def plan_items(
                     total = max(total, _length(draft, expected, outlook))
                 slack = ahead * forwards_per_step - (total - so_far)
                 is_due = holder >= 0 or slack < PATIENCE * forwards_per_step  # what is begun goes on
-                pays = worth is not None and worth[min(int(total), len(worth) - 1)] > 0 and is_due
-                planned.append((slack, Item(step, prompt, sample, bool(pays), holder)))
+                saves_s = 0.0 if worth is None else float(worth[min(int(total), len(worth) - 1)])
+                item = Item(group.sample(sample), group.prompt.token_ids, ahead + 1, saves_s > 0 and is_due, holder, saves_s)
+                planned.append((slack, item))
     return [item for _, item in sorted(planned, key=lambda entry: entry[0])]
 
 

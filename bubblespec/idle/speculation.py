@@ -1,145 +1,130 @@
-"""Speculation over a run: the drafts, histories and estimates that live from step to step, and one step's rollout with them."""
+"""Speculation over a run: the drafts, histories and estimates that live from step to step, and what they say about the next one.
+
+All of it is the same on every rank, as it is learnt from what the ranks have exchanged; so all ranks plan alike.
+"""
 
 import itertools
 import time
-from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from bubblespec.config import Config
+from bubblespec.data.step_planner import StepPlanner
 from bubblespec.engine.generator import Generator
+from bubblespec.engine.sampling import SamplingParams
+from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.idle.draft_planning import Outlook, plan_items, undrafted
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.ranks.progress import ProgressBoard
-from bubblespec.records import Prompt, Row, SampleId
-from bubblespec.rollout.loop import RolloutStats, RunAhead, rollout
-from bubblespec.speculate.proposer import ALIGNED, RowSpeculator
-from bubblespec.speculate.store import DraftStore, exchange
-from bubblespec.speculate.suffix import SOURCE_NAMES, History
+from bubblespec.records import Group, RolloutRecord, Row, SampleId, Samples
+from bubblespec.speculate.proposer import Proposer, make_proposer
+from bubblespec.speculate.store import DraftStore
+from bubblespec.speculate.suffix import History
 from bubblespec.speculate.windows import CostModel
-from bubblespec.telemetry.forward_log import ForwardLog
-from bubblespec.telemetry.timeline import total_s
 
 MAX_AUTO_LOOKAHEAD = 16
-FOLLOWED = np.array([[100.0, 99.99], [100.0, 10.0]])  # what is believed of drafts before any was verified, see `Speculation`
+# [tokens tried, accepted] of drafts up to their first difference, and [gained, given by the draft] after it: what is believed
+# before acceptance has been measured.
+PRIOR_ACCEPTANCE = np.array([[100.0, 99.99], [100.0, 10.0]])
 RETRY_STEPS = 8  # where even the freshest drafts are refused, one step in so many drafts all the same: they may have got better
 MIN_AGE_SHARE = 0.2  # drafts so old that less of them is accepted are not worth making
 
 
 @dataclass
 class Speculation:
-    """Made once a run, by all ranks together. batch_of(step) gives the global batch of a coming step."""
+    """Made once a run, by all ranks together."""
 
     config: Config
     ranks: Ranks
     board: ProgressBoard
-    speculator: RowSpeculator
+    proposer: Proposer
     store: DraftStore
     history: History
-    tokens_per_step: float = 0.0  # exponentially weighted, over all ranks
-    forwards: float = 0.0  # of the slowest rank in a rollout, exponentially weighted
-    accepted_by_age: dict[int, float] = field(default_factory=dict)  # share of aligned draft tokens, exponentially weighted
+    tokens_per_step: float = 0.0
+    """Of responses, over all ranks; exponentially weighted, as are all averages here."""
+    forwards: float = 0.0
+    """Of the slowest rank in a rollout."""
+    accepted_by_age: dict[int, float] = field(default_factory=dict)
+    """Share of aligned draft tokens, by the updates since they were made."""
     outlook: Outlook = field(default_factory=Outlook)
-    step: int = -1  # of the last rollout
-    # Tokens and how many of them drafts gave right, up to the first mismatch and after it; exponentially weighted sums.
-    followed: np.ndarray = field(default_factory=FOLLOWED.copy)
-    shared_cost: np.ndarray | None = None  # coefficients of the ranks' cost models, their mean
+    acceptance: np.ndarray = field(default_factory=PRIOR_ACCEPTANCE.copy)
+    """Sums of `Acceptance.before_divergence` and `after_divergence`, float64 [2, 2]."""
+    shared_cost: np.ndarray | None = None
+    """Coefficients of the ranks' cost models, their mean; None before the first rollout."""
 
     def lookahead(self, step: int) -> int:
         """How many steps to draft ahead of `step`."""
         bubble = self.config.bubble
         if "bubble" not in self.config.speculative.method:
             return 0
-        left = self.config.run.max_steps - step - 1
+        remaining = self.config.run.max_steps - step - 1
         if bubble.lookahead != "auto":
-            return min(int(bubble.lookahead), left)
+            return min(int(bubble.lookahead), remaining)
         affordable = int(bubble.max_draft_tokens // max(self.tokens_per_step, 1.0))
         too_old = [age for age, share in self.accepted_by_age.items() if share < MIN_AGE_SHARE]
-        depth = min(MAX_AUTO_LOOKAHEAD, affordable, left, *(age - 1 for age in too_old if age > 0))
-        return max(depth, 1 if left and affordable and step % RETRY_STEPS == 0 else 0)
+        depth = min(MAX_AUTO_LOOKAHEAD, affordable, remaining, *(age - 1 for age in too_old if age > 0))
+        return max(depth, 1 if remaining and affordable and step % RETRY_STEPS == 0 else 0)
 
-    def rollout(
-        self,
-        engine: Generator,
-        rows: list[Row],
-        step: int,
-        batch_of,
-        on_finished=None,
-        log: ForwardLog | None = None,
-    ) -> tuple[RolloutStats, dict]:
-        """Generate this rank's rows of `step`, and draft ahead. Returns counts, and the drafts that this rank made.
-
-        batch_of(step): a global batch; on_finished(row): is called with each of `rows` as it is done; log: where forwards are
-        noted. The weights have had `step` updates.
-        """
-        self.step = step
-        self.speculator.begin(step)
-        drafts = [self.store.get((row.id.visit, row.id.uid, row.id.sample)) for row in rows]
+    def begin(self, rows: list[Row], step: int) -> list[Row]:
+        """A rollout of these rows of `step` is about to begin, under weights that have had so many updates. Returns the rows in
+        the order in which they should be generated: where rows wait for slots, those with the most to decode must not wait."""
+        self.proposer.begin()
+        drafts = [self.store.get(row.id) for row in rows]
         for row, draft in zip(rows, drafts, strict=True):
-            self.speculator.track(row, draft, version=step)
-        # Where rows wait for slots, those with the most to decode must not wait.
+            self.proposer.track(row, draft, version=step)
         missing = undrafted(rows, drafts, self.outlook)
-        rows = [rows[i] for i in np.argsort(-missing, kind="stable")]
-        depth = self.lookahead(step)
-        ahead = None
-        if depth:
-            batches = [(s, batch_of(s)) for s in range(step + 1, step + 1 + depth)]
-            rows_a_rank = -(-len(batches[0][1]) * self.config.rollout.num_generations // self.ranks.world_size)
-            ahead = self._plan(batches, step, rows_a_rank, engine.cache.num_slots)
-        return rollout(engine, rows, self.board, self.speculator, ahead, on_finished, log)
+        return [rows[i] for i in np.argsort(-missing, kind="stable")]
 
-    def _plan(self, batches: list, step: int, num_rows: int, num_slots: int) -> RunAhead:
-        worth = None
+    def draft_ahead(self, step: int, planner: StepPlanner, num_slots: int) -> DraftAhead | None:
+        """Drafting ahead during the rollout of `step`; None where nothing is to be drafted."""
+        depth = self.lookahead(step)
+        return self._plan(planner.upcoming(step, depth), step, num_slots) if depth else None
+
+    def _plan(self, batches: list[list[Group]], step: int, num_slots: int) -> DraftAhead:
+        rollout, worth = self.config.rollout, None
         if self.shared_cost is not None:
-            kept, resumed = self.followed[:, 1] / self.followed[:, 0]
-            worth = self.outlook.worth(num_rows, num_slots, self.shared_cost, kept, resumed)
-        num_generations = self.config.rollout.num_generations
-        planned = plan_items(batches, num_generations, self.store, self.history, self.outlook, self.forwards, worth)
-        # A draft that does not pay any more is left by its holder, to whoever has nothing else to do.
-        free = [item for item in planned if item.holder < 0 or not item.pays]
-        return RunAhead(
-            deque(item for item in free if item.pays),
-            deque(item for item in free if not item.pays),
-            [item for item in planned if item.holder == self.ranks.rank and item.pays],
+            num_rows = -(-len(batches[0]) * rollout.num_generations // self.ranks.world_size)
+            before, after = self.acceptance[:, 1] / self.acceptance[:, 0]
+            worth = self.outlook.worth(num_rows, num_slots, self.shared_cost, before, after)
+        items = plan_items(batches, rollout.num_generations, self.store, self.history, self.outlook, self.forwards, worth)
+        return DraftAhead(
+            items,
             self.store,
+            self.proposer,
             version=step,
-            max_new_tokens=self.config.rollout.max_completion_length,
+            max_new_tokens=rollout.max_completion_length,
             max_slowdown=self.config.bubble.max_slowdown,
         )
 
-    def learn(self, step: int, prompts: list[Prompt], tokens: list[np.ndarray], rewards: np.ndarray) -> None:
-        """Take in the step's samples, the same on every rank: lengths, and histories for the prompts' next epoch."""
-        lengths = np.array([len(t) for t in tokens], np.int64)
-        self.tokens_per_step = _average(self.tokens_per_step or None, float(lengths.sum()))
-        num_generations = len(tokens) // len(prompts)
-        self.outlook.learn(np.repeat([len(prompt.token_ids) for prompt in prompts], num_generations), lengths)
-        if "suffix" in self.config.speculative.method:
-            for i, sample in enumerate(tokens):
-                self.history.add(prompts[i // num_generations].uid, sample, float(rewards[i]), step)
-
-    def exchange(self, drafts: dict, stats: RolloutStats) -> int:
-        """All ranks' drafts into all ranks' stores, and what the ranks measured, so that all of them plan alike. Drafts of the
-        step just generated go; if its rollout is abandoned there is no exchange, and they stay.
-
-        Returns the number of tokens that all ranks offered.
-        """
-        ages, found = np.zeros((MAX_AUTO_LOOKAHEAD + 1, 2)), self.speculator.stats
-        for age, counts in found.by_age.items():
-            ages[min(age, MAX_AUTO_LOOKAHEAD)] += counts
-        own = (ages.ravel(), found.aligned, found.left, [stats.own_forwards], self.speculator.cost.coefficients)
+    def learn_rollout(self, record: RolloutRecord, ids: list[SampleId]) -> None:
+        """Exchange what each rank has measured in a rollout, so that all of them plan alike. The drafts of its samples, `ids` of
+        all ranks, go: those have had their turn. Where a rollout is abandoned this is not called, and they stay."""
+        ages, counts = np.zeros((MAX_AUTO_LOOKAHEAD + 1, 2)), record.acceptance
+        for age, of_age in counts.by_age.items():
+            ages[min(age, MAX_AUTO_LOOKAHEAD)] += of_age
+        divergence = (counts.before_divergence, counts.after_divergence)
+        own = (ages.ravel(), *divergence, [record.own_forwards], self.proposer.cost.coefficients)
         measured = self.ranks.gather(np.concatenate(own))
         for age, (drafted, accepted) in enumerate(measured[:, : ages.size].sum(axis=0).reshape(ages.shape)):
             if drafted >= 20:
                 self.accepted_by_age[age] = _average(self.accepted_by_age.get(age), accepted / drafted)
         # Where nothing is drafted any more, what was believed at the start comes back, and is tried again.
-        self.followed = 0.7 * self.followed + 0.01 * FOLLOWED + measured[:, ages.size : ages.size + 4].sum(axis=0).reshape(2, 2)
-        found.by_age.clear()  # taken in; the step may have a further rollout
-        found.aligned, found.left = [0, 0], [0, 0]
+        news = measured[:, ages.size : ages.size + 4].sum(axis=0).reshape(2, 2)
+        self.acceptance = 0.7 * self.acceptance + 0.01 * PRIOR_ACCEPTANCE + news
         self.forwards = _average(self.forwards or None, float(measured[:, ages.size + 4].max()))
         self.shared_cost = measured[:, ages.size + 5 :].mean(axis=0)
-        self.store.drop_until(self.step)
-        return exchange(self.store, drafts, self.ranks)
+        self.store.drop(ids)
+
+    def learn_samples(self, step: int, samples: Samples, rewards: np.ndarray) -> None:
+        """Take in what a step has generated, the same on every rank: lengths, and histories for the prompts' next epoch. rewards:
+        float64 [S]."""
+        lengths = samples.lengths
+        self.tokens_per_step = _average(self.tokens_per_step or None, float(lengths.sum()))
+        self.outlook.learn(np.repeat([len(g.prompt.token_ids) for g in samples.groups], samples.num_generations), lengths)
+        if "suffix" in self.config.speculative.method:
+            for i, tokens in enumerate(samples.tokens):
+                self.history.add(samples.prompt_of(i).uid, tokens, float(rewards[i]), step)
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Drafts, history and estimates as arrays. They change no token, only how soon it is there. All is the same on every
@@ -149,23 +134,23 @@ class Speculation:
         parts = {
             "drafts": self.store.state_dict(),
             "history": self.history.state_dict(),
-            "survival": self.speculator.survival.state_dict(),
+            "survival": self.proposer.survival.state_dict(),
         }
         flat = {f"{name}.{key}": array for name, part in parts.items() for key, array in part.items()}
         averages = np.array([self.tokens_per_step, self.forwards])
         cost = np.empty(0) if self.shared_cost is None else self.shared_cost
-        shares = {"accepted_by_age": ages, "followed": self.followed}
+        shares = {"accepted_by_age": ages, "acceptance": self.acceptance}
         return flat | shares | {"lengths": self.outlook.seen, "averages": averages, "shared_cost": cost}
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
         """Take over a saved state."""
-        for name, part in (("drafts", self.store), ("history", self.history), ("survival", self.speculator.survival)):
+        for name, part in (("drafts", self.store), ("history", self.history), ("survival", self.proposer.survival)):
             part.load_state_dict({key.split(".", 1)[1]: array for key, array in state.items() if key.startswith(f"{name}.")})
         self.outlook.seen = state["lengths"]
-        self.tokens_per_step, *_, self.forwards = map(float, state["averages"])  # older checkpoints have three
+        self.tokens_per_step, self.forwards = map(float, state["averages"])
         self.accepted_by_age = {int(age): float(share) for age, share in state["accepted_by_age"]}
-        self.followed = state.get("followed", FOLLOWED)  # older checkpoints have none, nor the next
-        cost = state.get("shared_cost", ())
+        self.acceptance = state["acceptance"]
+        cost = state["shared_cost"]
         self.shared_cost = cost if len(cost) else None
 
 
@@ -186,72 +171,40 @@ class _FixedDrafts:
         pass
 
 
-def profile(engine: Generator, cost: CostModel, num_forwards: int = 3, clock=time) -> None:
+def profile(engine: Generator, cost: CostModel, params: SamplingParams, num_forwards: int = 3, clock=time) -> None:
     """Time forwards of few and many rows, short and long ones, with short and long drafts. Each is run once before it counts."""
-    capacity, length = engine.cache.num_slots, engine.tokens.shape[1]
+    capacity, length = engine.num_slots, engine.max_length
     for count, size, window in itertools.product(
         sorted({1, max(1, capacity // 4), capacity}), sorted({min(8, length - 1), min(512, length // 2)}), (0, 3, 15)
     ):
         if count * (window + 1) > engine.max_batch_tokens or size + window + num_forwards + 2 > length:
             continue
         engine.reset()
-        engine.speculator = _FixedDrafts(window)
+        drafts = _FixedDrafts(window)
         engine.add([Row(SampleId(0, 0, sample), (1,) * size, length - size) for sample in range(count)])
-        while engine.queue or (engine.cached[: len(engine.rows)] < size).any():
-            engine.step()
+        while engine.queue or (engine.lengths <= size).any():
+            engine.step(params, drafts)
         for _ in range(num_forwards):
             started = clock.perf_counter()
-            if engine.rows:
-                engine.step()
-                cost.anchor(*engine.load[:4], clock.perf_counter() - started)
+            _, load = engine.step(params, drafts)
+            if load is not None:
+                cost.anchor(*load[:4], clock.perf_counter() - started)
     engine.reset()
-    engine.speculator = None
 
 
-def make_speculation(config: Config, ranks: Ranks, engine: Generator) -> Speculation | None:
+def make_speculation(config: Config, ranks: Ranks, engine: Generator, params: SamplingParams) -> Speculation | None:
     """None for method none. Makes a process group and times forwards: all ranks must call it together."""
     if config.speculative.method == "none":
         return None
-    speculator = RowSpeculator(config.speculative.method, CostModel(), config.speculative.fixed_window, ranks.clock)
-    profile(engine, speculator.cost, clock=ranks.clock)
-    speculator.history = History(config.speculative.max_history_tokens)
+    cost = CostModel()
+    profile(engine, cost, params, clock=ranks.clock)
     board = ProgressBoard(ranks, config.bubble.progress_timeout_s, config.bubble.progress_backend)
-    store = DraftStore(config.bubble.max_draft_tokens)
-    return Speculation(config, ranks, board, speculator, store, speculator.history)
+    return assemble(config, ranks, board, cost)
 
 
-def speculation_metrics(ranks: Ranks, stats: RolloutStats, speculation: Speculation, num_response_tokens: int) -> dict:
-    """The step's speculation, summed over ranks; forwards are those of the slowest rank."""
-    s = speculation.speculator.stats
-    times = ranks.gather(np.array([stats.own_s, stats.total_s, stats.wait_s, stats.own_forwards, s.seconds]))
-    slowest = int(times[:, 0].argmax())
-    rollout_s = times[slowest, 0]
-    counts = [s.num_row_forwards, s.num_gained, s.num_draft, s.num_accepted, s.num_covered, stats.drafted_tokens]
-    sums = ranks.gather(np.array([*counts, stats.hard_forwards, *s.accepted_lengths], np.int64)).sum(axis=0)
-    row_forwards, gained, drafted, accepted, covered, run_ahead_tokens, hard_forwards = sums[:7].tolist()
-    metrics = {
-        "rollout/forwards": int(times[slowest, 3]),
-        "rollout/spec_accept_length": gained / max(row_forwards, 1),
-        "rollout/spec_accept_rate": accepted / max(drafted, 1),
-        "rollout/spec_coverage": covered / max(num_response_tokens, 1),
-        "rollout/spec_accepted_tokens": accepted,
-        "rollout/spec_wasted_tokens": drafted - accepted,
-        "rollout/spec_accepted_lengths": sums[7:].tolist(),
-        "bubble/drafted_tokens": run_ahead_tokens,
-        "bubble/store_tokens": speculation.store.num_tokens,
-        "bubble/ratio_before_drafting": float(np.mean(1 - times[:, 0] / max(rollout_s, 1e-9))),
-        "bubble/overrun_s": max(float(times[:, 1].max() - rollout_s), 0.0),
-        "bubble/hard_forwards": hard_forwards,
-        "progress/ticks": stats.num_ticks,
-        "timing_s/propose": float(times[:, 4].mean()),
-        "timing_s/exchange": total_s(stats.events, "exchange"),
-    }
-    sources = (ALIGNED, *SOURCE_NAMES)
-    table = ranks.gather(np.array([s.by_source.get(name, [0, 0]) for name in sources], np.int64)).sum(axis=0)
-    for name, (drafted, accepted) in zip(sources, table.tolist(), strict=True):
-        if drafted:
-            metrics[f"drafts/{name}/accept_rate"] = accepted / drafted
-            metrics[f"drafts/{name}/tokens"] = drafted
-    for age, share in sorted(speculation.accepted_by_age.items()):
-        metrics[f"drafts/accept_rate/age_{age}"] = share
-    return metrics
+def assemble(config: Config, ranks: Ranks, board: ProgressBoard, cost: CostModel) -> Speculation:
+    """A run's speculation at its beginning. cost: of forwards, as profiled."""
+    speculative = config.speculative
+    history = History(speculative.max_history_tokens)
+    proposer = make_proposer(speculative.method, history, cost, speculative.fixed_window, ranks.clock)
+    return Speculation(config, ranks, board, proposer, DraftStore(config.bubble.max_draft_tokens), history)

@@ -28,15 +28,14 @@ INTERVAL_S = 1e-2
 
 
 class RankState(NamedTuple):
-    """What a rank tells the others in a tick.
-
-    unfinished_rows: its rows of this rollout that are left; wanted_items: items of work that it could take over; must_stop: it
-    has been told to end the run.
-    """
+    """What a rank tells the others in a tick."""
 
     unfinished_rows: int
-    wanted_items: int = 0
+    """Of this rollout and this rank."""
+    wanted_offers: int = 0
+    """Offers of idle work that it could take on."""
     must_stop: bool = False
+    """It has been told to end the run."""
 
     @property
     def is_done(self) -> bool:

@@ -25,8 +25,10 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from bubblespec.records import SOURCES
+
 OWN, SIBLING, SELF, HISTORY = range(4)  # source of a proposal: own draft, other sample, prompt or own tokens, earlier epoch
-SOURCE_NAMES = ("own", "sibling", "self", "history")
+SOURCE_NAMES = SOURCES[1:]
 
 PAD = -1  # never a token
 PROMPT_PAD = -2  # in front of the prompt, whose beginning is not the place where responses begin

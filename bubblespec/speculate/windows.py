@@ -11,7 +11,9 @@ import json
 
 import numpy as np
 
-WINDOWS = np.array([0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128])
+from bubblespec.records import ACCEPT_BINS
+
+WINDOWS = np.array(ACCEPT_BINS)
 MATCH_EDGES = (2, 4, 8, 16)  # survival is estimated by source and by which of these the match length reaches
 
 

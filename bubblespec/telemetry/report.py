@@ -8,14 +8,12 @@ import torch
 
 from bubblespec.learn.advantages import has_zero_std
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.rollout.collect import Collected
-from bubblespec.rollout.placement import Samples, digest
-from bubblespec.telemetry.timeline import Event, total_s
+from bubblespec.records import SOURCES, StepRecord, digest, total_s
 
 
-def rollout_metrics(collected: Collected, functions: list[str]) -> dict:
-    """What was generated and how it scored, groups that dynamic sampling has replaced included."""
-    samples, rewards = collected.generated, collected.all_rewards
+def rollout_metrics(record: StepRecord, functions: list[str]) -> dict:
+    """What was generated and how it scored, groups that dynamic sampling has replaced included. functions: dotted paths."""
+    samples, rewards = record.generated, record.all_rewards
     lengths = samples.lengths
     metrics = {
         "reward": float(rewards.mean()),
@@ -28,15 +26,69 @@ def rollout_metrics(collected: Collected, functions: list[str]) -> dict:
         "completions/clipped_ratio": float(samples.is_truncated.mean()),
         "rollout/digest": digest(samples),
     }
-    if collected.samples is not samples:  # dynamic sampling has chosen
-        metrics["dynamic_sampling/num_batches"] = collected.num_batches
-        metrics["dynamic_sampling/num_replaced"] = len(samples.prompts) - len(collected.samples.prompts)
+    if record.samples is not samples:  # dynamic sampling has chosen
+        metrics["dynamic_sampling/num_batches"] = len(record.batch_sizes)
+        metrics["dynamic_sampling/num_replaced"] = len(samples.groups) - len(record.samples.groups)
     short = [path.rsplit(".", 1)[-1] for path in functions]
     for number, path in enumerate(functions):
         values = samples.rewards[:, number]
         name = short[number] if short.count(short[number]) == 1 else path  # two modules may use one name
         if not np.isnan(values).all():
             metrics[f"rewards/{name}/mean"] = float(np.nanmean(values))
+    return metrics
+
+
+def forward_metrics(ranks: Ranks, record: StepRecord) -> dict:
+    """Without speculation: forwards of the rank that took most."""
+    own = sum(rollout.own_forwards for rollout in record.rollouts)
+    return {"rollout/forwards": int(ranks.gather(np.array([own])).max())}
+
+
+def speculation_metrics(ranks: Ranks, record: StepRecord, *, store_tokens: int, accepted_by_age: dict[int, float]) -> dict:
+    """The step's speculation, summed over ranks; forwards are those of the slowest rank.
+
+    store_tokens: in the store of drafts after the step; accepted_by_age: share of draft tokens, by updates since they were made.
+    """
+    rollouts, counts = record.rollouts, [rollout.acceptance for rollout in record.rollouts]
+
+    def total(records: list, name: str):
+        return sum(getattr(entry, name) for entry in records)
+
+    propose_s = sum(forward.propose_s for rollout in rollouts for forward in rollout.forwards)
+    times = ranks.gather(
+        np.array([*(total(rollouts, name) for name in ("own_s", "total_s", "wait_s", "own_forwards")), propose_s])
+    )
+    slowest = int(times[:, 0].argmax())
+    rollout_s = times[slowest, 0]
+    names = ("row_forwards", "gained_tokens", "draft_tokens", "accepted_tokens", "covered_tokens")
+    own = [*(total(counts, name) for name in names), total(rollouts, "drafted_tokens"), total(rollouts, "hard_forwards")]
+    sums = ranks.gather(np.array([*own, *total(counts, "accepted_lengths")], np.int64)).sum(axis=0)
+    row_forwards, gained, drafted, accepted, covered, drafted_ahead, hard_forwards = sums[:7].tolist()
+    metrics = {
+        "rollout/forwards": int(times[slowest, 3]),
+        "rollout/spec_accept_length": gained / max(row_forwards, 1),
+        "rollout/spec_accept_rate": accepted / max(drafted, 1),
+        "rollout/spec_coverage": covered / max(int(record.generated.lengths.sum()), 1),
+        "rollout/spec_accepted_tokens": accepted,
+        "rollout/spec_wasted_tokens": drafted - accepted,
+        "rollout/spec_accepted_lengths": sums[7:].tolist(),
+        "bubble/drafted_tokens": drafted_ahead,
+        "bubble/store_tokens": store_tokens,
+        "bubble/ratio_before_drafting": float(np.mean(1 - times[:, 0] / max(rollout_s, 1e-9))),
+        "bubble/overrun_s": max(float(times[:, 1].max() - rollout_s), 0.0),
+        "bubble/hard_forwards": hard_forwards,
+        "progress/ticks": total(rollouts, "num_ticks"),
+        "timing_s/propose": float(times[:, 4].mean()),
+        "timing_s/exchange": total_s(record.spans, "exchange"),
+    }
+    own = [[of.by_source.get(name, [0, 0]) for name in SOURCES] for of in counts]
+    table = ranks.gather(np.array(own, np.int64).sum(axis=0)).sum(axis=0)
+    for name, (drafted, accepted) in zip(SOURCES, table.tolist(), strict=True):
+        if drafted:
+            metrics[f"drafts/{name}/accept_rate"] = accepted / drafted
+            metrics[f"drafts/{name}/tokens"] = drafted
+    for age, share in sorted(accepted_by_age.items()):
+        metrics[f"drafts/accept_rate/age_{age}"] = share
     return metrics
 
 
@@ -49,26 +101,27 @@ def peak_memory_gb(ranks: Ranks) -> float:
     return float(ranks.gather(np.array([peak])).max() / 1e9)
 
 
-def timing_metrics(ranks: Ranks, stages: list[Event], wait_s: float, sync_s: float, samples: Samples) -> dict:
-    """Where the step's time went, on the mean rank and by rank.
+def timing_metrics(ranks: Ranks, record: StepRecord, sync_s: float) -> dict:
+    """Where the step's time went, on the mean rank and by rank. sync_s: reductions of gradients, within train.
 
-    stages: this rank's (gen, wait, reward, train), repeated as often as it generates; wait_s: waiting within gen; sync_s:
-    reductions within train. `bubble/ratio` is the share of all ranks' rollout time that was spent waiting.
+    `bubble/ratio` is the share of all ranks' rollout time that was spent waiting.
     """
-    gen, wait, reward, train = (total_s(stages, kind) for kind in ("gen", "wait", "reward", "train"))
+    gen, wait, reward, train = (total_s(record.stages, kind) for kind in ("gen", "wait", "reward", "train"))
+    wait_s = sum(rollout.wait_s for rollout in record.rollouts)  # within gen
     own = np.array([gen - wait_s, wait + wait_s, reward, train - sync_s, sync_s])
     by_rank = ranks.gather(own)  # [ranks, 5]
-    step_s = stages[-1][2] - stages[0][1]
     metrics = {}
     for i, name in enumerate(("gen", "bubble", "reward", "train", "sync")):
         metrics[f"timing_s/{name}"] = float(by_rank[:, i].mean())
         if ranks.world_size > 1:
             metrics |= {f"timing_s/{name}/rank_{rank}": float(value) for rank, value in enumerate(by_rank[:, i])}
-    prompt_tokens = sum(len(p.token_ids) for p in samples.prompts) * samples.num_generations
+    samples = record.generated
+    response_tokens = int(samples.lengths.sum())
+    prompt_tokens = sum(len(group.prompt.token_ids) for group in samples.groups) * samples.num_generations
     return metrics | {
-        "timing_s/step": step_s,
+        "timing_s/step": record.seconds,
         "bubble/ratio": float(by_rank[:, 1].sum() / by_rank[:, :2].sum()),
         "bubble/slowest_rank": int(by_rank[:, 0].argmax()),
-        "perf/throughput": float((samples.lengths.sum() + prompt_tokens) / step_s / ranks.world_size),
-        "perf/total_num_tokens": int(samples.lengths.sum() + prompt_tokens),
+        "perf/throughput": float((response_tokens + prompt_tokens) / record.seconds / ranks.world_size),
+        "perf/total_num_tokens": response_tokens + prompt_tokens,
     }

@@ -1,6 +1,6 @@
 """What each rank did when, in chosen steps: a trace for Perfetto or chrome://tracing, and the same as a picture.
 
-A rank notes stretches of time as (kind, begin, end) by its own clock. Clocks of different machines have different zeros;
+A rank notes spans of time by its own clock. Clocks of different machines have different zeros;
 barriers, which all ranks leave at about the same time, say how far they are apart.
 """
 
@@ -15,11 +15,9 @@ import numpy as np
 
 if TYPE_CHECKING:  # for annotations alone: who only reads timelines waits for no import of torch
     from bubblespec.ranks.collectives import Ranks
-    from bubblespec.records import Load
+    from bubblespec.records import Span
 
-Event = tuple[str, float, float]  # kind, begin and end in seconds of time.perf_counter
-
-# In the order of the legend. Useful work is in strong colours; waiting is pale, and what no event covers is white.
+# In the order of the legend. Useful work is in strong colours; waiting is pale, and what no span covers is white.
 COLOURS = {
     "prefill": "#08519c",
     "decode": "#5aa5e0",
@@ -37,41 +35,21 @@ DPI = 120
 NUM_BARRIERS = 11
 
 
-def note(events: list[Event], kind: str, begin: float, end: float) -> None:
-    """Record a stretch of time, joined to the one before if it is of the same kind."""
-    if events and events[-1][0] == kind:
-        events[-1] = (kind, events[-1][1], end)
-    else:
-        events.append((kind, begin, end))
+def step_spans(spans: list[Span], stages: list[Span]) -> list[tuple[str, float, float]]:
+    """A whole step in order of time: what `spans` leave free of waiting, reward and training gets that stage's kind.
 
-
-def total_s(events: list[Event], kind: str) -> float:
-    """Seconds of all events of a kind."""
-    return sum(end - begin for name, begin, end in events if name == kind)
-
-
-def forward_kind(num_own: int, num_ahead: int, load: Load) -> str:
-    """The kind of a forward. num_own, num_ahead: rows of this step and of coming steps that were unfinished before it."""
-    if num_ahead:
-        return "draft soft" if num_own else "draft hard"
-    return "prefill" if load.prompt_tokens else "verify" if load.draft_tokens else "decode"
-
-
-def step_events(events: list[Event], stages: list[Event]) -> list[Event]:
-    """A whole step in order of time: what `events` leave free of waiting, reward and training gets that stage's kind.
-
-    stages: the step's (gen, wait, reward, train, ...), one after the other. In gen what is between the events, the work on the
+    stages: the step's (gen, wait, reward, train, ...), one after the other. In gen what is between the spans, the work on the
     host between two forwards, stays free.
     """
     filled = []
     for kind, begin, end in stages:
         if kind == "gen":
             continue
-        for _, inner_begin, inner_end in [event for event in events if begin <= event[1] < end]:
+        for _, inner_begin, inner_end in [span for span in spans if begin <= span[1] < end]:
             filled.append((kind, begin, inner_begin))
             begin = inner_end
         filled.append((kind, begin, end))
-    return sorted([*events, *(stage for stage in filled if stage[2] > stage[1])], key=lambda event: event[1])
+    return sorted([*spans, *(stage for stage in filled if stage[2] > stage[1])], key=lambda span: span[1])
 
 
 def clock_offsets(ranks: Ranks) -> np.ndarray:
@@ -84,12 +62,12 @@ def clock_offsets(ranks: Ranks) -> np.ndarray:
     return np.median(by_rank - by_rank[0], axis=1)  # on a busy machine a rank is late to leave some of them
 
 
-def gather_lanes(ranks: Ranks, events: list[Event], stages: list[Event]) -> list[np.ndarray]:
-    """All ranks' steps, on every rank: a list by rank of float64 [events, 3] with the kind's place in KINDS, begin and end in
-    seconds since the first rank began the step. To be called by all ranks together; see `step_events` for the arguments."""
+def gather_lanes(ranks: Ranks, spans: list[Span], stages: list[Span]) -> list[np.ndarray]:
+    """All ranks' steps, on every rank: a list by rank of float64 [spans, 3] with the kind's place in KINDS, begin and end in
+    seconds since the first rank began the step. To be called by all ranks together; see `step_spans` for the arguments."""
     offsets = clock_offsets(ranks)
     zero = offsets[ranks.rank] + (ranks.gather(np.array(stages[0][1])) - offsets).min()
-    own = np.array([(KINDS.index(kind), begin - zero, end - zero) for kind, begin, end in step_events(events, stages)])
+    own = np.array([(KINDS.index(kind), begin - zero, end - zero) for kind, begin, end in step_spans(spans, stages)])
     return [lane.reshape(-1, 3) for lane in ranks.gather_ragged(own.ravel())]
 
 

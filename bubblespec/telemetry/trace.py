@@ -9,7 +9,8 @@ responses-00012.parquet: a row for each response of the step, replaced groups of
 | column | type | meaning |
 |---|---|---|
 | step, batch | int32, int16 | batch counts the step's rollouts (above 0 with dynamic sampling only) |
-| uid, sample, owner | int64, int16, int16 | prompt, number in its group, and the rank that generated it |
+| uid, visit, sample | int64, int32, int16 | the name of the sample, see `SampleId` |
+| owner | int16 | the rank that generated it |
 | prompt_tokens, tokens | list of int32 | the response's with its stop token |
 | stopped | bool | it has ended by itself, not at the length limit |
 | reward | float64 | combined, with the overlong penalty |
@@ -18,14 +19,14 @@ responses-00012.parquet: a row for each response of the step, replaced groups of
 | draft_version | int32 | updates before the draft was last extended; -1 if there is none |
 
 forwards-00012.parquet: a row for each forward, by rank, batch and time: step (int32), rank, batch (int16), and the fields of
-`Forward` (times float64 in seconds since that rank began that batch's rollout, positions int64, other counts int32)
+`ForwardRecord` (times float64 in seconds since that rank began that batch's rollout, positions int64, other counts int32)
 
 steps-00012.parquet: a row for each rank; times are float64, in seconds
 
 | column | type | meaning |
 |---|---|---|
 | step, rank, digest | int32, int16, string | digest: that of metrics.jsonl |
-| own_s, wait_s, total_s | | see `RolloutStats`; over all batches of the step, as is everything here |
+| own_s, wait_s, total_s | | see `RolloutRecord`; over all batches of the step, as is everything here |
 | own_forwards, drafted_tokens | int32, int64 | forwards while own rows were left; tokens drafted ahead |
 | gen_s, meet_s | | stages of the step: rollout with its planning; waiting for all ranks at its end |
 | reward_s, train_s | | further stages: rewards, gathering and exchange; updates |
@@ -48,18 +49,13 @@ import torch
 from bubblespec.config import Config, flatten
 from bubblespec.errors import InputError, say
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Prompt
-from bubblespec.rollout.placement import owner_ranks
-from bubblespec.speculate.store import Draft, DraftStore
-from bubblespec.telemetry.forward_log import Forward, ForwardLog
-from bubblespec.telemetry.timeline import total_s
+from bubblespec.records import ForwardRecord, RolloutRecord, SampleId, StepRecord, digest, total_s
 
-if TYPE_CHECKING:  # which know this module
+if TYPE_CHECKING:  # a tenth of a second that only a recorded run pays
     import pyarrow
 
-    from bubblespec.rollout.collect import Collected
-
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, 2)  # 1 has no column "visit"
 FOLDER = "trace"
 META_FILE = "meta.json"
 MOST_BYTES = 4 << 30  # of files
@@ -68,6 +64,7 @@ COLUMNS = {
         "step": "int32",
         "batch": "int16",
         "uid": "int64",
+        "visit": "int32",
         "sample": "int16",
         "owner": "int16",
         "prompt_tokens": "list",
@@ -79,7 +76,7 @@ COLUMNS = {
         "draft_version": "int32",
     },
     "forwards": {"step": "int32", "rank": "int16", "batch": "int16"}
-    | {name: "float64" if name.endswith("_s") else "int64" if name == "positions" else "int32" for name in Forward._fields},
+    | {name: "float64" if name.endswith("_s") else "int64" if name == "positions" else "int32" for name in ForwardRecord._fields},
     "steps": {"step": "int32", "rank": "int16", "digest": "string"}
     | dict.fromkeys(("own_s", "wait_s", "total_s"), "float64")
     | {"own_forwards": "int32", "drafted_tokens": "int64"}
@@ -87,14 +84,15 @@ COLUMNS = {
 }
 
 
+_SUMMED = ("own_s", "wait_s", "total_s", "own_forwards", "drafted_tokens")  # over a step's rollouts
+
+
 class Recorder:
-    """Writes the trace of a run. Made by all ranks together; only rank 0 writes.
+    """Writes the trace of a run. Made by all ranks together; only rank 0 writes."""
 
-    store: where the run keeps its drafts, if it has any; first_step: steps from here on, left by an earlier start, are removed.
-    """
-
-    def __init__(self, config: Config, ranks: Ranks, store: DraftStore | None, first_step: int):
-        self.ranks, self.store = ranks, store
+    def __init__(self, config: Config, ranks: Ranks, first_step: int):
+        """first_step: steps from here on, left by an earlier start, are removed. Raises InputError."""
+        self.ranks = ranks
         self.folder = os.path.join(config.run.output_dir, FOLDER)
         self.num_bytes = 0  # on disk; rank 0 knows
         self.is_on = True  # the same on all ranks
@@ -116,40 +114,24 @@ class Recorder:
                 raise InputError(f"trace.enabled: cannot write to {self.folder}: {error.strerror}") from error
         self._stop_if_full(first_step)
 
-    def begin(self, step: int, prompts: list[Prompt], num_generations: int) -> None:
-        """A step is about to begin; prompts: its batch, whose drafts are noted as they stand now."""
-        self._logs: list[ForwardLog] = []
-        self._drafts: dict[tuple[int, int], Draft] = {}
-        if self.is_on and self.store is not None and self.ranks.is_main:
-            for uid in (prompt.uid for prompt in prompts):
-                found = {(uid, sample): self.store.get((step, uid, sample)) for sample in range(num_generations)}
-                self._drafts |= {key: draft for key, draft in found.items() if draft is not None}
-
-    def new_log(self) -> ForwardLog | None:
-        """For the forwards of the step's next rollout; None once recording has stopped."""
-        if not self.is_on:
-            return None
-        self._logs.append(ForwardLog())
-        return self._logs[-1]
-
-    def write(self, step: int, collected: "Collected", digest: str) -> None:
+    def write(self, record: StepRecord) -> None:
         """The step is over: gather all ranks' forwards and write it. All ranks go on together, so that nobody counts the
         writing as waiting for rank 0."""
         if not self.is_on:
             return
+        step, rollouts = record.step, record.rollouts
         self.ranks.place = f"recording of step {step}"
-        stats, stages = collected.stats, collected.stages
-        numbers = [stats.own_s, stats.wait_s, stats.total_s, stats.own_forwards, stats.drafted_tokens]
-        numbers += [total_s(stages, kind) for kind in ("gen", "wait", "reward", "train")]
-        numbers += [total_s(stats.events, "exchange"), stages[-1][2] - stages[0][1]]
+        numbers = [sum(getattr(rollout, name) for rollout in rollouts) for name in _SUMMED]
+        numbers += [total_s(record.stages, kind) for kind in ("gen", "wait", "reward", "train")]
+        numbers += [total_s(record.spans, "exchange"), record.seconds]
         by_rank = self.ranks.gather(np.array(numbers, np.float64))
-        own = [np.insert(log.numbers(), 0, batch, axis=1) for batch, log in enumerate(self._logs)]
+        own = [_forward_numbers(batch, rollout) for batch, rollout in enumerate(rollouts)]
         forwards = self.ranks.gather_ragged(np.concatenate(own).ravel())
         if self.ranks.is_main:
             tables = {
-                "responses": _response_columns(step, collected, self._drafts, self.ranks.world_size),
+                "responses": _response_columns(record),
                 "forwards": _forward_columns(step, forwards),
-                "steps": _step_columns(step, digest, by_rank),
+                "steps": _step_columns(step, digest(record.generated), by_rank),
             }
             try:
                 for kind, columns in tables.items():
@@ -199,7 +181,7 @@ def read_meta(folder: str) -> dict[str, Any]:
         raise InputError(f"{folder} is not a trace: {META_FILE}: {error.strerror}") from error
     except ValueError as error:
         raise InputError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+    if not isinstance(meta, dict) or meta.get("format") not in READABLE:
         raise InputError(f'{path}: not a trace of this version (it has no "format": {FORMAT})')
     return meta
 
@@ -228,7 +210,7 @@ def read_table(folder: str, kind: str, steps: list[int] | None = None) -> "pyarr
             tables.append(pyarrow.parquet.read_table(path, partitioning=None))
         except (OSError, pyarrow.ArrowException) as error:
             raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())[:200]}") from error
-        if tables[-1].column_names != list(COLUMNS[kind]):
+        if tables[-1].column_names not in (list(COLUMNS[kind]), [name for name in COLUMNS[kind] if name != "visit"]):
             raise InputError(f"{path}: its columns are not those of a trace")
     return pyarrow.concat_tables(tables)
 
@@ -262,36 +244,39 @@ def _write_table(folder: str, kind: str, step: int, columns: dict[str, Any]) -> 
         return os.path.getsize(path)
 
 
-def _response_columns(step: int, collected: "Collected", drafts: dict[tuple[int, int], Draft], world_size: int) -> dict[str, Any]:
-    samples, n = collected.generated, collected.generated.num_generations
-    batch, owner = [], []  # of each prompt
-    for number, size in enumerate(collected.batch_sizes):
-        batch += [number] * size
-        owner += owner_ranks(size, world_size)
-    uids = [samples.prompt_of(i).uid for i in range(len(samples))]
-    found = [drafts.get((uid, i % n)) for i, uid in enumerate(uids)]
+def _response_columns(record: StepRecord) -> dict[str, Any]:
+    samples, n = record.generated, record.generated.num_generations
+    prompts = [samples.prompt_of(i) for i in range(len(samples))]
+    drafts = [record.drafts.get(name) for name in samples.ids]
     return {
-        "step": [step] * len(samples),
-        "batch": np.repeat(batch, n),
-        "uid": uids,
-        "sample": [i % n for i in range(len(samples))],
-        "owner": np.repeat(owner, n),
-        "prompt_tokens": [np.array(samples.prompt_of(i).token_ids, np.int32) for i in range(len(samples))],
+        "step": [record.step] * len(samples),
+        "batch": np.repeat(np.repeat(np.arange(len(record.batch_sizes)), record.batch_sizes), n),
+        **{name: [getattr(sample, name) for sample in samples.ids] for name in SampleId._fields},
+        "owner": np.repeat(record.owners, n),
+        "prompt_tokens": [np.array(prompt.token_ids, np.int32) for prompt in prompts],
         "tokens": [tokens.astype(np.int32) for tokens in samples.tokens],
         "stopped": ~samples.is_truncated,
-        "reward": collected.all_rewards.ravel(),
-        "draft_tokens": [None if draft is None else draft.tokens for draft in found],
-        "draft_finished": [draft is not None and draft.is_finished for draft in found],
-        "draft_version": [-1 if draft is None else draft.version for draft in found],
+        "reward": record.all_rewards.ravel(),
+        "draft_tokens": [None if draft is None else draft.tokens for draft in drafts],
+        "draft_finished": [draft is not None and draft.is_finished for draft in drafts],
+        "draft_version": [-1 if draft is None else draft.version for draft in drafts],
     }
 
 
+def _forward_numbers(batch: int, rollout: RolloutRecord) -> np.ndarray:
+    """All forwards, float64 [forwards, 1 + fields of ForwardRecord], times since the rollout began. Counts are exact in it."""
+    numbers = np.array(rollout.forwards, np.float64).reshape(-1, len(ForwardRecord._fields))
+    numbers[:, :2] -= rollout.began_s
+    return np.insert(numbers, 0, batch, axis=1)
+
+
 def _forward_columns(step: int, by_rank: list[np.ndarray]) -> dict[str, Any]:
-    """by_rank: float64 [forwards * (1 + fields of Forward)] of each rank, the batch first."""
-    tables = [numbers.reshape(-1, 1 + len(Forward._fields)) for numbers in by_rank]
+    """by_rank: see `_forward_numbers`, flat, of each rank."""
+    fields = ForwardRecord._fields
+    tables = [numbers.reshape(-1, 1 + len(fields)) for numbers in by_rank]
     numbers = np.concatenate(tables)
     ranks = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
-    columns = {name: numbers[:, 1 + i] for i, name in enumerate(Forward._fields)}
+    columns = {name: numbers[:, 1 + i] for i, name in enumerate(fields)}
     whole = {name: column if name.endswith("_s") else column.astype(np.int64) for name, column in columns.items()}
     return {"step": [step] * len(numbers), "rank": ranks, "batch": numbers[:, 0].astype(np.int64), **whole}
 

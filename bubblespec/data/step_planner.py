@@ -1,0 +1,79 @@
+"""Which groups make up a step, and which ones come next: the same on every rank, and part of what a checkpoint saves.
+
+A planner names groups by prompt and visit. It may look at what has been generated, in tokens, but never at a clock: any number of
+ranks on any machine trains on the same tokens.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Protocol
+
+import numpy as np
+
+from bubblespec.data.prompts import PromptSet
+from bubblespec.records import Group
+
+
+class StepPlanner(Protocol):
+    """The rule of a run."""
+
+    def launch(self, step: int) -> list[Group]:
+        """The groups that the rollout of a step starts."""
+
+    def upcoming(self, step: int, depth: int) -> list[list[Group]]:
+        """What the `depth` steps after `step` will start, as far as is known while `step` is generated, nearest first."""
+
+    def replacements(self, step: int, count: int, used: list[Group]) -> list[Group]:
+        """Up to `count` further groups for a step that has used some, of other prompts (dynamic sampling)."""
+
+    def finish(self, groups: Iterable[Group]) -> None:
+        """These groups have had their turn: they are never drawn again under the same name."""
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """All that the rule depends on beside the data and the configuration."""
+
+    def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
+        """Take over a saved state."""
+
+
+class InOrder:
+    """Every step takes the next prompts of the data order, and trains on all of them."""
+
+    def __init__(self, prompts: PromptSet, seed: int, num_prompts: int):
+        """num_prompts: of a step."""
+        self.prompts, self.seed, self.num_prompts = prompts, seed, num_prompts
+        self._visits: Counter[int] = Counter()  # by uid
+
+    def launch(self, step: int) -> list[Group]:
+        """See `StepPlanner`."""
+        return self._draw(step, self._visits)
+
+    def upcoming(self, step: int, depth: int) -> list[list[Group]]:
+        """See `StepPlanner`. Replacements that `step` is still going to draw are not foreseen."""
+        visits = Counter()  # on top of those that are over
+        batches = []
+        for coming in range(step, step + 1 + depth):
+            drawn = self.prompts.batch(self.seed, coming, self.num_prompts)
+            batches.append([Group(prompt, self._visits[prompt.uid] + visits[prompt.uid]) for prompt in drawn])
+            visits.update(prompt.uid for prompt in drawn)
+        return batches[1:]
+
+    def replacements(self, step: int, count: int, used: list[Group]) -> list[Group]:
+        """See `StepPlanner`. In an order of the step's own."""
+        drawn = self.prompts.extra(self.seed, step, count, {group.prompt.uid for group in used})
+        return [Group(prompt, self._visits[prompt.uid]) for prompt in drawn]
+
+    def finish(self, groups: Iterable[Group]) -> None:
+        """See `StepPlanner`."""
+        self._visits.update(group.prompt.uid for group in groups)
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """uids and their visits, int64 [prompts drawn so far]."""
+        return {"uids": np.array(list(self._visits), np.int64), "visits": np.array(list(self._visits.values()), np.int64)}
+
+    def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
+        """See `StepPlanner`."""
+        self._visits = Counter(dict(zip(state["uids"].tolist(), state["visits"].tolist(), strict=True)))
+
+    def _draw(self, step: int, visits: Counter) -> list[Group]:
+        return [Group(prompt, visits[prompt.uid]) for prompt in self.prompts.batch(self.seed, step, self.num_prompts)]

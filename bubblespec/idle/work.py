@@ -1,0 +1,67 @@
+"""The interface for uses of idle time: what they offer, what they see of their rank, and how the rollout loop drives them.
+
+Idle time is hard where a rank has finished its rows and waits for the slowest one, and soft where it still decodes, but so few
+rows that others could join its forwards at little cost. Imports the engine's and the records' types alone.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from bubblespec.engine.generator import Generator
+from bubblespec.ranks.collectives import Ranks
+from bubblespec.records import RolloutRecord, Row
+
+
+class Offer(NamedTuple):
+    """A piece of work that a rank could do in idle time."""
+
+    key: Hashable
+    """Which piece; the work that makes the offer knows it by this."""
+    saves_s: float
+    """Seconds of wall time that it is expected to save, less those that it costs."""
+    beside_rows: bool
+    """Whether it is worth slowing down a rank's own rows for; else it goes to ranks that have nothing else to do."""
+
+
+@dataclass
+class RankView:
+    """What a use of idle time sees of its own rank during a rollout."""
+
+    rank: int
+    engine: Generator
+    unfinished: dict[int, Row]
+    """Rows of this step that are not done, by id()."""
+    record: RolloutRecord
+    """Of this rollout, so far."""
+    max_prefill_tokens: int | None = None
+    """Most prompt tokens in one forward, None for no limit: a use may set it, to feed prompts of its own a little at a time."""
+
+
+class IdleWork(Protocol):
+    """One use of idle time in one rollout. Between its methods the loop runs forwards and ticks."""
+
+    def offers(self) -> list[Offer]:
+        """Every piece there is, most urgent first. The same on every rank: from what the ranks have in common alone."""
+
+    def begin(self, view: RankView) -> list[Row]:
+        """The rollout begins. Returns the rows in the engine, from the rollout before, that this work goes on with."""
+
+    def wanted(self) -> int:
+        """How many more offers this rank could begin now, if it were given them."""
+
+    def start(self, offer: Offer) -> None:
+        """This rank has been given the offer, and no other rank has."""
+
+    def advance(self) -> None:
+        """Between two forwards: put rows into the engine, or do a slice of the work so short that nobody waits for it. No
+        collectives: the other ranks may be anywhere."""
+
+    def finish(self, row: Row) -> bool:
+        """A row that is not of this step is done. Returns whether it was this work's."""
+
+    def end(self) -> None:
+        """The last tick: all ranks leave the rollout, whatever is unfinished. No forward comes after it."""
+
+    def merge(self, ranks: Ranks) -> None:
+        """After the rollout, on all ranks together: bring what each has done to where it is needed. Collectives may be used."""

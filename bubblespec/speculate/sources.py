@@ -1,0 +1,139 @@
+"""Draft sources: what tokens may come next in a row.
+
+`OwnDrafts` proposes the draft that the sample has, up to the first difference from its response. `SuffixMatches` looks for the
+end of the row in that draft and in other texts, before a difference and after it. A source decides about time only: the engine
+accepts just what a row would have sampled. Imports speculation's own parts alone.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from bubblespec.records import Draft, Row
+from bubblespec.speculate.suffix import SOURCE_NAMES, GroupIndex, History
+from bubblespec.speculate.windows import match_bucket
+
+ALIGNED = "aligned"  # the row has followed its draft from the start
+OLDEST = 8  # drafts of so many updates or more are judged alike
+
+
+@dataclass(eq=False)
+class TrackedRow:
+    """What is known of a row that proposals are made for."""
+
+    row: Row
+    draft: Draft | None
+    """Its sample's draft, where drafts are used."""
+    is_counted: bool
+    """Whether it is of this step, and counts in `Acceptance`."""
+    age: int = 0
+    """Updates of the weights since the draft was last extended."""
+    is_aligned: bool = False
+    """It has followed the draft from the start."""
+    num_gained: int = 0
+    """Tokens since it is tracked."""
+    kind: tuple | None = None
+    """Of the proposal under verification: source, and whatever else its survival depends on."""
+
+
+class Proposal(NamedTuple):
+    """Tokens that may come next in a row."""
+
+    tokens: np.ndarray
+    """int, at least one."""
+    kind: tuple
+    """Proposals of one kind are taken to be accepted alike: (name of the source, length of the match, age, ...)."""
+
+
+class DraftSource(Protocol):
+    """One place where draft tokens come from."""
+
+    def begin(self) -> None:
+        """A new rollout: forget all rows."""
+
+    def track(self, tracked: TrackedRow) -> None:
+        """Proposals for a row will be asked for from now on; it may have tokens already."""
+
+    def propose(self, rows: list[TrackedRow], lengths: list[int], limits: list[int]) -> list[Proposal | None]:
+        """A proposal for each row that no source before this one has one for. lengths: response tokens so far; limits: most
+        tokens to propose, at least 1."""
+
+    def observe(self, tracked: TrackedRow, tokens: np.ndarray) -> None:
+        """A row has gained `tokens`, int [at least 1]."""
+
+
+class OwnDrafts:
+    """The sample's own draft, as long as the row follows it; made with the same noise, so almost always right."""
+
+    def begin(self) -> None:
+        """Nothing is kept between calls."""
+
+    def track(self, tracked: TrackedRow) -> None:
+        """Nothing is kept between calls."""
+
+    def propose(self, rows: list[TrackedRow], lengths: list[int], limits: list[int]) -> list[Proposal | None]:
+        """What comes next in the draft."""
+        return [
+            Proposal(row.draft.tokens[length : length + limit], (ALIGNED, min(row.age, OLDEST)))
+            if row.is_aligned and length < len(row.draft.tokens)
+            else None
+            for row, length, limit in zip(rows, lengths, limits, strict=True)
+        ]
+
+    def observe(self, tracked: TrackedRow, tokens: np.ndarray) -> None:
+        """The proposer itself keeps track of which rows follow their drafts."""
+
+
+class SuffixMatches:
+    """What followed the row's last tokens elsewhere: in its draft, its group, its prompt, or responses of earlier epochs."""
+
+    def __init__(self, history: History):
+        self.history = history
+        self._members: dict[tuple[int, int], list[TrackedRow]] = {}  # by (uid, visit)
+        self._groups: dict[tuple[int, int], GroupIndex] = {}  # built when one of their rows first needs them
+        self._not_indexed: dict[tuple[int, int], list[tuple[int, np.ndarray]]] = {}  # (sample, tokens) that a group lacks
+
+    def begin(self) -> None:
+        """Forget rows and groups; the history stays."""
+        self._members.clear()
+        self._groups.clear()
+        self._not_indexed.clear()
+
+    def track(self, tracked: TrackedRow) -> None:
+        """Its draft and tokens are matched against from now on."""
+        uid, visit, sample = tracked.row.id
+        self._members.setdefault((uid, visit), []).append(tracked)
+        if tracked.draft is not None and (uid, visit) in self._groups:
+            self._groups[uid, visit].add_draft(sample, tracked.draft.tokens)
+        if len(tracked.row.tokens):
+            self.observe(tracked, tracked.row.tokens)
+
+    def propose(self, rows: list[TrackedRow], lengths: list[int], limits: list[int]) -> list[Proposal | None]:
+        """What follows the longest match."""
+        proposals: list[Proposal | None] = []
+        for tracked, limit in zip(rows, limits, strict=True):
+            tokens, match, source = self._group(tracked.row).propose(tracked.row.id.sample, limit)
+            proposals.append(Proposal(tokens, (SOURCE_NAMES[source], match_bucket(match))) if len(tokens) else None)
+        return proposals
+
+    def observe(self, tracked: TrackedRow, tokens: np.ndarray) -> None:
+        """Taken into the index when the group is next asked."""
+        uid, visit, sample = tracked.row.id
+        self._not_indexed.setdefault((uid, visit), []).append((sample, tokens))
+
+    def _group(self, row: Row) -> GroupIndex:
+        """The row's group index with all tokens of all its rows in it."""
+        key = row.id[:2]
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = GroupIndex(self.history.get(row.id.uid), prompt=row.prompt)
+            for tracked in self._members[key]:
+                if tracked.draft is not None:
+                    group.add_draft(tracked.row.id.sample, tracked.draft.tokens)
+        gained: dict[int, list[np.ndarray]] = {}  # by sample, so that each grows but once
+        for sample, tokens in self._not_indexed.pop(key, ()):
+            gained.setdefault(sample, []).append(tokens)
+        for sample, parts in gained.items():
+            group.extend(sample, np.concatenate(parts) if len(parts) > 1 else parts[0])
+        return group
