@@ -79,13 +79,13 @@ def watch_model(clock: Clock) -> None:
     """Forwards, backwards and updates count as `forward` and `model`; how a forward is packed, which it asks for itself, as
     `loop`."""
     import bubblespec.update as update
-    from bubblespec.engine import generator, packing
+    from bubblespec.engine import packing, runner
     from bubblespec.optimizer import Optimizer
 
     for layout in (packing.CachePacking, packing.SequencePacking):
         clock.watch(layout.__dict__["groups"], "func", "loop")
     clock.watch(packing.AttentionGroup, "mask", "loop")
-    clock.watch(generator, "forward_hidden", "forward")
+    clock.watch(runner, "forward_hidden", "forward")
     clock.watch(update, "response_logprobs", "model")
     clock.watch(torch.Tensor, "backward", "model")
     clock.watch(Optimizer, "reduce", "model")
@@ -147,7 +147,7 @@ def measure(num_rows: int, length: int, more: list[str] = ()) -> dict[str, float
             rows = make_rows(trainer.own_share(prompts), 0, num_generations, length)
             clock.lap()
             trainer.engine.reset()
-            trainer.engine.run(rows)
+            trainer.engine.run(rows, trainer.sampling)
             plain = clock.lap()
             for row in rows:
                 key = (row.id.visit, row.id.uid, row.id.sample)

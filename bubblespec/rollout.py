@@ -12,6 +12,7 @@ import numpy as np
 
 from bubblespec.distributed import Ranks
 from bubblespec.engine.generator import Generator
+from bubblespec.engine.sampling import SamplingParams
 from bubblespec.forward_log import ForwardLog
 from bubblespec.records import Prompt, Row, SampleId
 from bubblespec.timeline import Event, forward_kind, note
@@ -88,6 +89,7 @@ def make_rows(prompts: list[Prompt], step: int, num_generations: int, max_new_to
 def generate(
     engine: Generator,
     rows: list[Row],
+    params: SamplingParams,
     ranks: Ranks,
     on_finished: Callable[[Row], None] | None = None,
     events: list[Event] | None = None,
@@ -103,11 +105,11 @@ def generate(
         log.begin()
     while not engine.is_idle and not ranks.must_stop:
         begin = ranks.clock.perf_counter()
-        finished = engine.step()
+        finished, load = engine.step(params)
         if events is not None:
-            note(events, forward_kind(len(rows), 0, engine.load), begin, ranks.clock.perf_counter())
+            note(events, forward_kind(len(rows), 0, load), begin, ranks.clock.perf_counter())
         if log is not None:
-            log.add(begin, ranks.clock.perf_counter(), engine.load, num_left)
+            log.add(begin, ranks.clock.perf_counter(), load, num_left)
         num_left -= len(finished)
         for row in finished if on_finished is not None else ():
             on_finished(row)

@@ -53,10 +53,10 @@ def virtual_time() -> Iterator[Ranks]:
     """The one rank of a run in this process; time passes in the engine's forwards alone, `forward_seconds` in each."""
     clock, step = Clock(), Generator.step
 
-    def timed_step(engine: Generator) -> list:
-        finished = step(engine)
-        clock.sleep(forward_seconds(engine.load))
-        return finished
+    def timed_step(engine: Generator, *arguments) -> tuple:
+        finished, load = step(engine, *arguments)
+        clock.sleep(forward_seconds(load))
+        return finished, load
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (train, collect, forward_log, scoring, timeline, trainer, update):

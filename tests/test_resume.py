@@ -60,12 +60,12 @@ class Life:
             self.batches[step].append([prompt.uid for prompt in prompts])
             return collect_batch(trainer, prompts, step, stages)
 
-        def forward():
+        def forward(*arguments):
             nonlocal forwards
             if dies_at == (*place, forwards):
                 raise Killed
             forwards += 1
-            return engine_step()
+            return engine_step(*arguments)
 
         def optimize(*arguments):
             if dies_at == (*place, "update"):

@@ -16,6 +16,7 @@ import numpy as np
 
 from bubblespec.drafts.bubble import Draft, DraftStore, Key
 from bubblespec.engine.generator import Generator
+from bubblespec.engine.sampling import SamplingParams
 from bubblespec.forward_log import ForwardLog
 from bubblespec.records import Row, SampleId
 from bubblespec.schedule.priority import Item
@@ -75,6 +76,7 @@ class RolloutStats:
 def rollout(
     engine: Generator,
     rows: list[Row],
+    params: SamplingParams,
     board: ProgressBoard,
     speculator: RowSpeculator,
     ahead: RunAhead | None,
@@ -96,6 +98,7 @@ def rollout(
         num_kept = _affordable_beside(rows, kept, ahead, speculator.cost)
         kept = sorted(kept, key=lambda row: len(row.tokens), reverse=True)[:num_kept]
     engine.reset(kept)
+    max_prefill_tokens = None  # until drafts are admitted
     for row in kept:
         speculator.track(row, None, ahead.version)
         del held[row.id.visit, row.id.uid, row.id.sample]
@@ -115,12 +118,12 @@ def rollout(
         begin, own_before, aside_before = clock.perf_counter(), len(own), speculator.stats.seconds
         looked_up_before = speculator.stats.num_looked_up
         num_ahead = len(engine.rows) + len(engine.queue) - own_before
-        finished = engine.step()
+        finished, load = engine.step(params, speculator, max_prefill_tokens)
         end = clock.perf_counter()
         aside_s = speculator.stats.seconds - aside_before
-        speculator.cost.observe(*engine.load[:4], end - begin - aside_s)
+        speculator.cost.observe(*load[:4], end - begin - aside_s)
         if log is not None:
-            log.add(begin, end, engine.load, own_before, num_ahead, aside_s, speculator.stats.num_looked_up - looked_up_before)
+            log.add(begin, end, load, own_before, num_ahead, aside_s, speculator.stats.num_looked_up - looked_up_before)
         for row in finished:
             if id(row) in own:
                 own.discard(id(row))
@@ -134,7 +137,7 @@ def rollout(
                 stats.own_s = end - started
         else:
             stats.hard_forwards += 1
-        note(stats.events, forward_kind(own_before, num_ahead, engine.load), begin, end)
+        note(stats.events, forward_kind(own_before, num_ahead, load), begin, end)
 
     if ahead is None:  # nobody needs to know how far anyone is
         while own and not board.ranks.must_stop:
@@ -148,7 +151,7 @@ def rollout(
         if board.is_over:
             break
         if granted and not engine.queue and not _is_prefilling(engine, own):
-            _admit(engine, own, granted, ahead, speculator)
+            max_prefill_tokens = _admit(engine, own, granted, ahead, speculator)
         if engine.is_idle or (not own and board.are_others_done):  # the last tick is about to complete: start no forward
             begin = clock.perf_counter()
             if (states := board.wait(state)) is not None:
@@ -163,7 +166,7 @@ def rollout(
     # Rows of the next step are about to be verified, by whoever owns them; the next step's own rows need slots.
     decoding = {id(row) for row in engine.decoding()}
     may_stay = [id(row) for row in unfinished if row.id.visit > ahead.version + 1 and id(row) in decoding]
-    staying = set(may_stay[: max(engine.cache.num_slots - len(rows), 0)])
+    staying = set(may_stay[: max(engine.num_slots - len(rows), 0)])
     for row in unfinished:
         _keep(drafts, row, ahead, stats, board.ranks.rank if id(row) in staying else -1)
     stats.num_ticks, stats.total_s = board.num_ticks, clock.perf_counter() - started
@@ -172,16 +175,14 @@ def rollout(
 
 def _is_prefilling(engine: Generator, own: set[int]) -> bool:
     """Whether own prompts are still being fed: the limit on prompts that comes with drafts would hold for them too."""
-    waiting = engine.cached[: len(engine.rows)] < engine.prompt_length[: len(engine.rows)] - 1
-    return any(id(engine.rows[slot]) in own for slot in np.flatnonzero(waiting))
+    return any(id(row) in own for row in engine.prefilling())
 
 
 def _spare_s(engine: Generator, own: set[int], ahead: RunAhead, cost: CostModel) -> float:
     """Seconds that drafts may add to a forward."""
     if not own:
         return math.inf
-    active = len(engine.rows)
-    positions = sum(n for row, n in zip(engine.rows, engine.length[:active].tolist(), strict=True) if id(row) in own)
+    positions = sum(n for row, n in zip(engine.rows, engine.lengths.tolist(), strict=True) if id(row) in own)
     return ahead.max_slowdown * float(cost.seconds(len(own), len(own), 0, positions))
 
 
@@ -195,19 +196,18 @@ def _affordable_beside(rows: list[Row], kept: list[Row], ahead: RunAhead, cost: 
 def _free_rows(engine: Generator, own: set[int], ahead: RunAhead, cost: CostModel) -> int:
     """How many more draft rows may join the next forwards."""
     active = len(engine.rows)
-    free = engine.cache.num_slots - active - len(engine.queue)
+    free = engine.num_slots - active - len(engine.queue)
     if not own or free <= 0:
         return free
-    positions = float(engine.length[:active].mean()) if active else 0.0
+    positions = float(engine.lengths.mean()) if active else 0.0
     affordable = int(_spare_s(engine, own, ahead, cost) / (cost.seconds(1, 1, 0, positions) - cost.coefficients[0]))
     return max(0, min(free, affordable - (active - len(own))))
 
 
-def _admit(engine: Generator, own: set[int], granted: deque[Item], ahead: RunAhead, speculator: RowSpeculator) -> None:
-    """Put granted items into free rows. In a soft bubble their prompts are fed a little at a time."""
+def _admit(engine: Generator, own: set[int], granted: deque[Item], ahead: RunAhead, speculator: RowSpeculator) -> int:
+    """Put granted items into free rows. Returns how much of their prompts may be fed at a time: a little in a soft bubble."""
     free = _free_rows(engine, own, ahead, speculator.cost)
     prefill = min(_spare_s(engine, own, ahead, speculator.cost) / speculator.cost.coefficients[2], engine.max_batch_tokens)
-    engine.max_prefill_tokens = int(prefill)
     for _ in range(min(free, len(granted))):
         item = granted.popleft()
         draft = ahead.store.get(item.key)
@@ -216,6 +216,7 @@ def _admit(engine: Generator, own: set[int], granted: deque[Item], ahead: RunAhe
             row.tokens = draft.tokens.astype(np.int64)
         speculator.track(row, None, ahead.version)
         engine.add([row])
+    return int(prefill)
 
 
 def _keep(drafts: dict[Key, Draft], row: Row, ahead: RunAhead, stats: RolloutStats, holder: int = -1) -> None:

@@ -12,6 +12,7 @@ from bubblespec.distributed import Ranks
 from bubblespec.drafts.bubble import DraftStore, exchange
 from bubblespec.drafts.suffix import SOURCE_NAMES, History
 from bubblespec.engine.generator import Generator
+from bubblespec.engine.sampling import SamplingParams
 from bubblespec.forward_log import ForwardLog
 from bubblespec.records import Prompt, Row, SampleId
 from bubblespec.schedule.priority import Outlook, plan_items, undrafted
@@ -63,6 +64,7 @@ class Speculation:
         self,
         engine: Generator,
         rows: list[Row],
+        params: SamplingParams,
         step: int,
         batch_of,
         on_finished=None,
@@ -86,8 +88,8 @@ class Speculation:
         if depth:
             batches = [(s, batch_of(s)) for s in range(step + 1, step + 1 + depth)]
             rows_a_rank = -(-len(batches[0][1]) * self.config.rollout.num_generations // self.ranks.world_size)
-            ahead = self._plan(batches, step, rows_a_rank, engine.cache.num_slots)
-        return rollout(engine, rows, self.board, self.speculator, ahead, on_finished, log)
+            ahead = self._plan(batches, step, rows_a_rank, engine.num_slots)
+        return rollout(engine, rows, params, self.board, self.speculator, ahead, on_finished, log)
 
     def _plan(self, batches: list, step: int, num_rows: int, num_slots: int) -> RunAhead:
         worth = None
@@ -186,34 +188,33 @@ class _FixedDrafts:
         pass
 
 
-def profile(engine: Generator, cost: CostModel, num_forwards: int = 3, clock=time) -> None:
+def profile(engine: Generator, params: SamplingParams, cost: CostModel, num_forwards: int = 3, clock=time) -> None:
     """Time forwards of few and many rows, short and long ones, with short and long drafts. Each is run once before it counts."""
-    capacity, length = engine.cache.num_slots, engine.tokens.shape[1]
+    capacity, length = engine.num_slots, engine.max_length
     for count, size, window in itertools.product(
         sorted({1, max(1, capacity // 4), capacity}), sorted({min(8, length - 1), min(512, length // 2)}), (0, 3, 15)
     ):
         if count * (window + 1) > engine.max_batch_tokens or size + window + num_forwards + 2 > length:
             continue
         engine.reset()
-        engine.speculator = _FixedDrafts(window)
+        drafts = _FixedDrafts(window)
         engine.add([Row(SampleId(0, 0, sample), (1,) * size, length - size) for sample in range(count)])
-        while engine.queue or (engine.cached[: len(engine.rows)] < size).any():
-            engine.step()
+        while engine.queue or (engine.lengths == size).any():  # some have sampled nothing yet
+            engine.step(params, drafts)
         for _ in range(num_forwards):
             started = clock.perf_counter()
             if engine.rows:
-                engine.step()
-                cost.anchor(*engine.load[:4], clock.perf_counter() - started)
+                _, load = engine.step(params, drafts)
+                cost.anchor(*load[:4], clock.perf_counter() - started)
     engine.reset()
-    engine.speculator = None
 
 
-def make_speculation(config: Config, ranks: Ranks, engine: Generator) -> Speculation | None:
+def make_speculation(config: Config, ranks: Ranks, engine: Generator, params: SamplingParams) -> Speculation | None:
     """None for method none. Makes a process group and times forwards: all ranks must call it together."""
     if config.speculative.method == "none":
         return None
     speculator = RowSpeculator(config.speculative.method, CostModel(), config.speculative.fixed_window, ranks.clock)
-    profile(engine, speculator.cost, clock=ranks.clock)
+    profile(engine, params, speculator.cost, clock=ranks.clock)
     speculator.history = History(config.speculative.max_history_tokens)
     board = ProgressBoard(ranks, config.bubble.progress_timeout_s, config.bubble.progress_backend)
     store = DraftStore(config.bubble.max_draft_tokens)

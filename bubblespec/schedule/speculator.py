@@ -1,6 +1,6 @@
 """What each row proposes in a forward: its run-ahead draft, or a suffix match, in a window that pays.
 
-Implements the engine's `Speculator`. It decides about time only: the engine accepts just what a row would have sampled.
+Implements the engine's `Proposer`. It decides about time only: the engine accepts just what a row would have sampled.
 """
 
 import time
@@ -99,7 +99,7 @@ class RowSpeculator:
             self._not_indexed.setdefault(key, []).append((state, row.tokens))
 
     def propose(self, rows: list[Row], lengths: np.ndarray, room: np.ndarray, budget: int) -> list[np.ndarray | None]:
-        """As `Speculator` has it: the windows of all rows together are planned. Nothing for rows that are not tracked."""
+        """As `Proposer` has it: the windows of all rows together are planned. Nothing for rows that are not tracked."""
         drafts: list[np.ndarray | None] = [None] * len(rows)
         if self._pause:
             self._pause -= 1
@@ -133,7 +133,7 @@ class RowSpeculator:
         return drafts
 
     def observe(self, rows: list[Row], tokens: list[np.ndarray], num_draft: np.ndarray, num_accepted: np.ndarray) -> None:
-        """As `Speculator` has it: learn from what was accepted, and take in the new tokens."""
+        """As `Proposer` has it: learn from what was accepted, and take in the new tokens."""
         stats, started = self.stats, self.clock.perf_counter()
         for row, gained, drafted, accepted in zip(rows, tokens, num_draft.tolist(), num_accepted.tolist(), strict=True):
             state = self._rows.get(id(row))
