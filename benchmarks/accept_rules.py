@@ -25,6 +25,7 @@ from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import forward_hidden, output_head, prepare_model
 from bubblespec.engine.noise import gumbel, random_bits, stream_keys
 from bubblespec.engine.packing import pack_sequences
+from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.engine.verify import FRESH, further, verify
 from bubblespec.learn.losses import token_logprobs
@@ -82,9 +83,7 @@ def generate(model: PreTrainedModel, prompts: list[Prompt], step: int, arguments
         for j in range(len(range(i, arguments.sequences, len(prompts))))
     ]
     longest = max(len(row.prompt) for row in rows) + arguments.max_new_tokens
-    engine = Generator(model, min(16, len(rows)), longest, arguments.seed)
-    engine.params = params
-    return engine.run(rows)
+    return Generator(ModelRunner(model, min(16, len(rows)), longest, arguments.seed)).run(rows, params)
 
 
 def hidden_states(model: PreTrainedModel, row: Row) -> torch.Tensor:

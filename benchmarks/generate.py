@@ -38,6 +38,7 @@ from transformers import (
 from bubblespec.data.prompts import build_prompt_set, make_tokenize, reasoning_gym_rows
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import prepare_model
+from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.records import Row, SampleId
 
@@ -68,8 +69,8 @@ def load_prompts(tokenizer, num_prompts: int, num_generations: int) -> list[tupl
 def engine_arm(model: PreTrainedModel, prompts: list, lengths: np.ndarray, stop: tuple[int, ...]) -> Arm:
     longest = max(len(prompt) for prompt in prompts) + int(lengths.max())
     prepare_model(model, longest)
-    engine = Generator(model, len(prompts), longest, seed=0)
-    engine.params = SamplingParams(stop_token_ids=stop)
+    engine = Generator(ModelRunner(model, len(prompts), longest, seed=0))
+    params = SamplingParams(stop_token_ids=stop)
     step = 0
 
     def run() -> list[int]:
@@ -77,7 +78,7 @@ def engine_arm(model: PreTrainedModel, prompts: list, lengths: np.ndarray, stop:
         step += 1  # other noise
         engine.reset()
         rows = [Row(SampleId(hash(p) >> 1, step, j), p, int(n)) for j, (p, n) in enumerate(zip(prompts, lengths, strict=True))]
-        return [len(row.tokens) for row in engine.run(rows)]
+        return [len(row.tokens) for row in engine.run(rows, params)]
 
     return run
 

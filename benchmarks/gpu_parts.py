@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import forward_hidden, output_head, prepare_model
 from bubblespec.engine.noise import gumbel, stream_keys
 from bubblespec.engine.packing import pack_rows
+from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams, sample
 from bubblespec.records import Row, SampleId
 from bubblespec.speculate.proposer import RowSpeculator
@@ -81,7 +83,8 @@ class Bench:
             torch.cuda.empty_cache()
 
     def engine(self, model: PreTrainedModel, rows: int, length: int, **options) -> Generator:
-        return Generator(model, rows, length, seed=0, max_batch_tokens=max(2048, rows), kernel=self.kernel, **options)
+        batch_tokens = max(2048, rows)
+        return Generator(ModelRunner(model, rows, length, 0, max_batch_tokens=batch_tokens, kernel=self.kernel, **options))
 
     def seconds(self, action: Callable[[], object], repeats: int = 10, warm_up: int = 2) -> float:
         """Median wall time of one call, until the device has done it."""
@@ -224,7 +227,7 @@ def decoding(bench: Bench) -> Iterator[Figure]:
             for eager in (True, False) if can_capture(bench.device, bench.kernel) else (True,):
                 engine = bench.engine(model, rows, 256, enforce_eager=eager)
                 start_decoding(engine, make_rows(bench, model, rows, 64, 150))
-                step_s = bench.seconds(engine.step, repeats=steps)
+                step_s = bench.seconds(partial(engine.step, SamplingParams()), repeats=steps)
                 case = f"{name}, {rows} rows, {'eager' if eager else 'graphs'}"
                 yield Figure(case, rows / step_s, "tokens/s", f"{step_s * 1e3:.2f} ms a step")
                 engine.release()
@@ -244,9 +247,9 @@ def sampling_seconds(bench: Bench, model: PreTrainedModel, rows: int) -> float:
 
 def start_decoding(engine: Generator, rows: list[Row]) -> None:
     engine.add(rows)
-    engine.step()
+    engine.step(SamplingParams())
     while len(engine.decoding()) < len(rows):
-        engine.step()
+        engine.step(SamplingParams())
 
 
 def noise_keys(bench: Bench, count: int) -> torch.Tensor:
@@ -277,11 +280,11 @@ def windows(bench: Bench) -> Iterator[Figure]:
         engine = bench.engine(model, rows, 640)
         start_decoding(engine, make_rows(bench, model, rows, 64, 500))
         for window in (0, 3) if bench.is_small else (0, 1, 3, 7, 15, 31):
-            engine.speculator = FixedDrafts(window) if window else None
             if rows * (window + 1) > engine.max_batch_tokens:
                 continue
-            step_s = bench.seconds(engine.step, repeats=steps)
-            yield Figure(f"{rows} rows, window {window}", step_s * 1e3, "ms a step", f"{engine.load.tokens} tokens fed")
+            step = partial(engine.step, SamplingParams(), FixedDrafts(window) if window else None)
+            step_s, (_, load) = bench.seconds(step, repeats=steps), step()
+            yield Figure(f"{rows} rows, window {window}", step_s * 1e3, "ms a step", f"{load.tokens} tokens fed")
         engine.release()
 
 
@@ -300,9 +303,10 @@ def composition(bench: Bench) -> Iterator[Figure]:
     has_graphs = can_capture(bench.device, bench.kernel)
     rows, length = (4, 20) if bench.is_small else (48 if has_graphs else 12, 96)
 
-    def generate(slots: int, eager: bool, speculator: FixedDrafts | None = None) -> dict[int, np.ndarray]:
-        engine = bench.engine(model, slots, 192, enforce_eager=eager, speculator=speculator)
-        result = {row.id.uid: row.tokens for row in engine.run(make_rows(bench, model, rows, 32, length))}
+    def generate(slots: int, eager: bool, drafts: FixedDrafts | None = None) -> dict[int, np.ndarray]:
+        engine = bench.engine(model, slots, 192, enforce_eager=eager)
+        made = engine.run(make_rows(bench, model, rows, 32, length), SamplingParams(), drafts)
+        result = {row.id.uid: row.tokens for row in made}
         engine.release()
         return result
 
@@ -338,15 +342,14 @@ def paired(bench: Bench) -> Iterator[Figure]:
             for row in rows:
                 speculator.track(row, drafts[row.id.uid], version=1)
         engine.reset()
-        engine.speculator = speculator if observe else None
         bench.wait()
         started = time.perf_counter()
         engine.add(rows)
         while not engine.is_idle:
             forward_started = time.perf_counter()
-            engine.step()
+            _, load = engine.step(SamplingParams(), speculator if observe else None)
             if observe:
-                speculator.cost.observe(*engine.load[:4], time.perf_counter() - forward_started)
+                speculator.cost.observe(*load[:4], time.perf_counter() - forward_started)
         bench.wait()
         return rows, time.perf_counter() - started, engine.num_forwards - forwards
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu_parts import NEEDS_CUDA, SHAPES, Bench, Figure, build, make_bench, make_rows, start_decoding
+from bubblespec.engine.sampling import SamplingParams
 from bubblespec.ranks.collectives import Ranks, all_gather
 from bubblespec.ranks.progress import NUM_NUMBERS, ProgressBoard, RankState
 
@@ -61,7 +62,7 @@ def decode_with_ticks(rank: int, world_size: int, port: int, backend: str, is_sm
     engine = bench.engine(model, 8, 512)
     start_decoding(engine, make_rows(bench, model, 8, 32, 400))
     for _ in range(5):
-        engine.step()
+        engine.step(SamplingParams())
     between, finish = (nccl_tick if backend == "nccl" else board_tick)(bench)
     seconds = []
     for action in (lambda: None, between):
@@ -69,7 +70,7 @@ def decode_with_ticks(rank: int, world_size: int, port: int, backend: str, is_sm
         bench.wait()
         started = time.perf_counter()
         for _ in range(TICK_STEPS):
-            engine.step()
+            engine.step(SamplingParams())
             action()
         bench.wait()
         seconds.append((time.perf_counter() - started) / TICK_STEPS)

@@ -79,13 +79,13 @@ def watch_model(clock: Clock) -> None:
     """Forwards, backwards and updates count as `forward` and `model`; how a forward is packed, which it asks for itself, as
     `loop`."""
     import bubblespec.learn.learner as update
-    from bubblespec.engine import generator, packing
+    from bubblespec.engine import packing, runner
     from bubblespec.learn.optimizer import Optimizer
 
     for layout in (packing.CachePacking, packing.SequencePacking):
         clock.watch(layout.__dict__["groups"], "func", "loop")
     clock.watch(packing.AttentionGroup, "mask", "loop")
-    clock.watch(generator, "forward_hidden", "forward")
+    clock.watch(runner, "forward_hidden", "forward")
     clock.watch(update, "response_logprobs", "model")
     clock.watch(torch.Tensor, "backward", "model")
     clock.watch(Optimizer, "reduce", "model")
@@ -118,10 +118,11 @@ def peak_bytes() -> int:
 
 def measure(num_rows: int, length: int, more: list[str] = ()) -> dict[str, float]:
     """One step of `num_rows` rows of `length` tokens: seconds of each part, and bytes under `memory`. more: overrides."""
+    from bubblespec.rollout.collect import collect
+
     from bubblespec.config import load_config
     from bubblespec.idle.speculation import speculation_metrics
     from bubblespec.ranks.collectives import ranks_from_environment
-    from bubblespec.rollout.collect import collect
     from bubblespec.rollout.placement import make_rows
     from bubblespec.set_up import set_up
     from bubblespec.speculate.store import Draft
@@ -147,7 +148,7 @@ def measure(num_rows: int, length: int, more: list[str] = ()) -> dict[str, float
             rows = make_rows(trainer.own_share(prompts), 0, num_generations, length)
             clock.lap()
             trainer.engine.reset()
-            trainer.engine.run(rows)
+            trainer.engine.run(rows, trainer.sampling)
             plain = clock.lap()
             for row in rows:
                 key = (row.id.visit, row.id.uid, row.id.sample)

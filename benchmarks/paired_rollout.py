@@ -20,6 +20,7 @@ import transformers
 
 from bubblespec.config import Config, load_config
 from bubblespec.engine.generator import Generator
+from bubblespec.engine.runner import ModelRunner
 from bubblespec.errors import InputError
 from bubblespec.idle.speculation import speculation_metrics
 from bubblespec.learn.advantages import estimate_advantages
@@ -45,11 +46,9 @@ def timed(trainer: Trainer, action) -> tuple[float, int]:
 
 def plain_engine(trainer: Trainer) -> Generator:
     """An engine of its own for the rollouts without speculation: the other one holds drafts from step to step."""
-    engine = trainer.engine
-    length, tokens = engine.tokens.shape[1], engine.max_batch_tokens
-    plain = Generator(trainer.model, engine.cache.num_slots, length, engine.seed, tokens, trainer.kernel)
-    plain.params = trainer.sampling
-    return plain
+    shape = trainer.engine.num_slots, trainer.engine.max_length
+    options = {"max_batch_tokens": trainer.engine.max_batch_tokens, "kernel": trainer.kernel}
+    return Generator(ModelRunner(trainer.model, *shape, trainer.config.run.seed, **options))
 
 
 def make_drafts_useless(trainer: Trainer) -> None:
@@ -76,7 +75,7 @@ def paired_step(
 
     def without():
         before = plain.num_forwards
-        generate(plain, rows["none"], trainer.ranks)
+        generate(plain, rows["none"], trainer.sampling, trainer.ranks)
         return plain.num_forwards - before
 
     def speculative():

@@ -23,6 +23,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from bubblespec.engine.attention import choose_kernel
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import prepare_model
+from bubblespec.engine.runner import ModelRunner
+from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
 from bubblespec.records import Load, Row, SampleId
 from bubblespec.simulate.cost import ForwardCost
@@ -32,7 +34,7 @@ NUM_CHUNKS = 2  # timed of each prompt: the second attends to the first
 
 
 class RandomDrafts:
-    """Proposes `length` random tokens for each of the first `num_rows` rows. An engine's `Speculator`."""
+    """Proposes `length` random tokens for each of the first `num_rows` rows. A `Proposer`."""
 
     def __init__(self, num_rows: int, length: int, vocab_size: int):
         self.drafts = list(np.random.default_rng(1).integers(0, vocab_size, (num_rows, length)))
@@ -52,47 +54,45 @@ class Profile:
         self.rng = np.random.default_rng(0)
         self.num_prompts = 0
 
-    def timed_step(self) -> tuple[Load, float]:
-        on_gpu = self.engine.device.type == "cuda"
-        if on_gpu:
-            torch.cuda.synchronize(self.engine.device)
+    def timed_step(self, drafts: RandomDrafts | None = None, max_prefill_tokens: int | None = None) -> tuple[Load, float]:
+        device = self.engine.runner.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         started = time.perf_counter()
-        self.engine.step()
-        if on_gpu:
-            torch.cuda.synchronize(self.engine.device)
-        return self.engine.load, time.perf_counter() - started
+        _, load = self.engine.step(SamplingParams(), drafts, max_prefill_tokens)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return load, time.perf_counter() - started
 
     def add(self, num_rows: int, length: int) -> None:
         """Rows of one random prompt, with all the room there is."""
         self.num_prompts += 1
         prompt = tuple(self.rng.integers(0, self.vocab_size, length).tolist())
-        room = self.engine.tokens.shape[1] - length
+        room = self.engine.max_length - length
         self.engine.add([Row(SampleId(self.num_prompts, 0, sample), prompt, room) for sample in range(num_rows)])
 
     def decode(self, num_rows: int, length: int, num_drafting: int, window: int) -> list[tuple[Load, float]]:
         """Rows of `length` positions, the first `num_drafting` of them with drafts of `window` tokens."""
         self.start_decoding(num_rows, length)
-        self.engine.speculator = RandomDrafts(num_drafting, window, self.vocab_size) if window else None
-        return [self.timed_step() for _ in range(1 + self.repeats)][1:]
+        drafts = RandomDrafts(num_drafting, window, self.vocab_size) if window else None
+        return [self.timed_step(drafts) for _ in range(1 + self.repeats)][1:]
 
     def prefill(self, num_rows: int, length: int, chunk: int) -> list[tuple[Load, float]]:
         """A prompt fed `chunk` tokens at a time, beside `num_rows` decoding rows."""
         found = []
         for repeat in range(1 + self.repeats):
             self.start_decoding(num_rows, length)
-            self.engine.max_prefill_tokens = chunk
             self.add(1, NUM_CHUNKS * chunk + 1)
-            timed = [self.timed_step() for _ in range(NUM_CHUNKS)]
+            timed = [self.timed_step(None, chunk) for _ in range(NUM_CHUNKS)]
             found += timed if repeat else []
         return found
 
     def start_decoding(self, num_rows: int, length: int) -> None:
         self.engine.reset()
-        self.engine.speculator = None
         if num_rows:
             self.add(num_rows, length)
         while len(self.engine.decoding()) < num_rows:
-            self.engine.step()
+            self.engine.step(SamplingParams())
 
 
 def grid(rows: list[int], lengths: list[int], windows: list[int], chunks: list[int], most_tokens: int) -> Iterator[tuple]:
@@ -156,8 +156,8 @@ def run(arguments: argparse.Namespace) -> None:
     except ValueError as error:
         raise InputError(f"--model: {error}") from error
     most_tokens = max(arguments.max_tokens, max(rows))
-    engine = Generator(model, max(rows) + 1, max_length, seed=0, max_batch_tokens=most_tokens, kernel=kernel)
-    profile = Profile(engine, model.get_input_embeddings().num_embeddings, arguments.repeats)
+    runner = ModelRunner(model, max(rows) + 1, max_length, seed=0, max_batch_tokens=most_tokens, kernel=kernel)
+    profile = Profile(Generator(runner), model.get_input_embeddings().num_embeddings, arguments.repeats)
     hardware, versions = describe_hardware(device), describe_versions()
     print(f"{arguments.model}, {arguments.dtype}, {kernel}; {hardware}; {versions}")
     measured = measure(profile, list(grid(rows, lengths, windows, chunks, most_tokens)))

@@ -18,6 +18,7 @@ from bubblespec.data.prompts import PromptSet, build_prompt_set, load_rows, make
 from bubblespec.engine.attention import choose_kernel
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
+from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
 from bubblespec.idle.speculation import make_speculation
@@ -86,18 +87,18 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
     check_moments(optimizer, checkpoint)
     num_slots = choose_num_slots(config, model, state["step"] > 0, ranks)
     check_memory(config, ranks, model, num_slots)
-    engine = Generator(
+    runner = ModelRunner(
         model,
         num_slots,
         max_length,
         config.run.seed,
-        rollout.max_batch_tokens,
-        kernel,
+        max_batch_tokens=rollout.max_batch_tokens,
+        kernel=kernel,
+        rule=config.speculative.rule,
         enforce_eager=rollout.enforce_eager,
     )
-    engine.params = sampling
-    engine.rule = config.speculative.rule
-    speculation = make_speculation(config, ranks, engine)
+    engine = Generator(runner)
+    speculation = make_speculation(config, ranks, engine, sampling)
     with _says_what_does_not_fit(checkpoint):
         if checkpoint and speculation is not None and (saved := load_speculation(checkpoint)) is not None:
             speculation.load_state_dict(saved)

@@ -101,15 +101,11 @@ def generate_step(
     if trainer.speculation is None:
         stats, started, forwards_before = RolloutStats(), time.perf_counter(), trainer.engine.num_forwards
         events = stats.events if step in trainer.config.run.timeline_steps else None
-        generate(trainer.engine, rows, trainer.ranks, on_finished, events, log)
+        generate(trainer.engine, rows, trainer.sampling, trainer.ranks, on_finished, events, log)
         stats.own_s = stats.total_s = time.perf_counter() - started
         stats.own_forwards = trainer.engine.num_forwards - forwards_before
         return stats, {}
-    trainer.engine.speculator = trainer.speculation.speculator
-    try:
-        return trainer.speculation.rollout(trainer.engine, rows, step, trainer.batch, on_finished, log)
-    finally:
-        trainer.engine.speculator = None
+    return trainer.speculation.rollout(trainer.engine, rows, trainer.sampling, step, trainer.batch, on_finished, log)
 
 
 def train_step(trainer: Trainer, samples: Samples, advantages: np.ndarray, step: int, events: list[Event]) -> dict[str, float]:
@@ -222,12 +218,11 @@ def evaluate(trainer: Trainer) -> dict[str, float]:
     temperature = trainer.sampling.temperature if config.eval.temperature is None else config.eval.temperature
     own = trainer.own_share(prompts)
     rows = make_rows(own, EVALUATION, config.eval.num_generations, config.rollout.max_completion_length)
-    trainer.engine.params = SamplingParams(
+    params = SamplingParams(
         temperature, trainer.sampling.top_p, trainer.sampling.top_k, trainer.sampling.stop_token_ids, trainer.sampling.min_length
     )
     scoring = trainer.scorer.begin(own, rows)
-    generate(trainer.engine, rows, trainer.ranks, scoring.on_finished)
-    trainer.engine.params = trainer.sampling
+    generate(trainer.engine, rows, params, trainer.ranks, scoring.on_finished)
     trainer.ranks.meet()
     samples = gather_samples(prompts, config.eval.num_generations, rows, scoring.collect(), trainer.ranks)
     metrics = {

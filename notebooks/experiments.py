@@ -14,8 +14,10 @@ from benchmarks.accept_rules import load_prompts, one_step, policy_gradient, ver
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.noise import stream_keys
+from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams, sample
-from bubblespec.engine.verify import num_gained, verify
+from bubblespec.engine.scheduler import num_gained
+from bubblespec.engine.verify import verify
 from bubblespec.records import Prompt, Row
 from bubblespec.rollout.placement import make_rows
 
@@ -28,7 +30,7 @@ LONGEST_DRAFT, LONGEST_RESPONSE = 8, 60
 
 
 class GivenDrafts:
-    """A speculator (see `Generator`) that proposes the tokens of given responses, each at its own place, `window` at a time.
+    """A `Proposer` of the tokens of given responses, each at its own place, `window` at a time.
 
     drafts: int64 tokens by (uid, sample). is_drafted: bool, for each token that a row has gained, whether a draft gave it.
     """
@@ -65,9 +67,9 @@ class Setting:
     def respond(self, rows: list[Row], drafts: GivenDrafts | None = None, slots: int = 64, rule="coupled", older=False) -> int:
         """Generate rows to their end, in place, with the real engine. Returns the forwards that it took."""
         longest = max(len(row.prompt) + row.max_new_tokens for row in rows)
-        engine = Generator(self.older if older else self.policy, slots, longest, SEED, max(2048, 2 * slots), "sdpa", drafts, rule)
-        engine.params = self.params
-        engine.run(rows)
+        model, batch_tokens = self.older if older else self.policy, max(2048, 2 * slots)
+        engine = Generator(ModelRunner(model, slots, longest, SEED, max_batch_tokens=batch_tokens, rule=rule))
+        engine.run(rows, self.params, drafts)
         return engine.num_forwards
 
 

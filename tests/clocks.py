@@ -14,8 +14,8 @@ from bubblespec.engine.generator import Generator
 from bubblespec.learn import learner as update
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.records import Load
-from bubblespec.rewards import scorer as scoring
-from bubblespec.rollout import collect
+from bubblespec.rewards.functions import scorer as scoring
+from bubblespec.rollout.placement import collect
 from bubblespec.set_up import set_up
 from bubblespec.telemetry import forward_log, timeline
 
@@ -57,10 +57,10 @@ def virtual_time() -> Iterator[Ranks]:
     """The one rank of a run in this process; time passes in the engine's forwards alone, `forward_seconds` in each."""
     clock, step = Clock(), Generator.step
 
-    def timed_step(engine: Generator) -> list:
-        finished = step(engine)
-        clock.sleep(forward_seconds(engine.load))
-        return finished
+    def timed_step(engine: Generator, *arguments) -> tuple:
+        finished, load = step(engine, *arguments)
+        clock.sleep(forward_seconds(load))
+        return finished, load
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (train, collect, forward_log, scoring, timeline, trainer, update):

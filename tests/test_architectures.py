@@ -12,6 +12,7 @@ from bubblespec.engine import attention
 from bubblespec.engine.attention import choose_kernel
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import UnsupportedModel, _own_logits, _random_tokens, prepare_model
+from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.records import Row, SampleId
 
@@ -95,9 +96,9 @@ def test_greedy_equals_generate(name):
     wanted = [reference.generate(torch.tensor([p]), generation_config=config)[0, len(p) :].tolist() for p in prompts]
     assert len({token for tokens in wanted for token in tokens}) > 3, "the oracle must not be constant"
     prepare_model(model, LONGEST)
-    engine = Generator(model, num_slots=2, max_length=LONGEST, seed=0, max_batch_tokens=16)
-    engine.params = SamplingParams(temperature=0.0)
-    rows = engine.run([Row(SampleId(i, 1, 0), prompt, LONGEST - 38) for i, prompt in enumerate(prompts)])
+    engine = Generator(ModelRunner(model, num_slots=2, max_length=LONGEST, seed=0, max_batch_tokens=16))
+    rows = [Row(SampleId(i, 1, 0), prompt, LONGEST - 38) for i, prompt in enumerate(prompts)]
+    engine.run(rows, SamplingParams(temperature=0.0))
     assert [row.tokens.tolist() for row in rows] == wanted
 
 

@@ -5,14 +5,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from bubblespec.rollout.collect import collect
 
 from bubblespec.config import Config, ModelConfig, RolloutConfig
 from bubblespec.data.prompts import PromptSet
 from bubblespec.records import Prompt
-from bubblespec.rollout import collect as module
-from bubblespec.rollout.collect import collect
 from bubblespec.rollout.loop import RolloutStats
 from bubblespec.rollout.placement import Samples
+from bubblespec.rollout.placement import collect as module
 from tests.runs import ALWAYS_DRAFT, digests, read, run, same_weights, weights
 
 WANTED = 6

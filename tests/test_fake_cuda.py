@@ -24,14 +24,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 import bubblespec
-from bubblespec.engine import generator as generator_module
 from bubblespec.engine import graphs, sampling
+from bubblespec.engine import runner as runner_module
 from bubblespec.engine.attention import NAME, choose_kernel
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import enable_gradient_checkpointing, forward_hidden, prepare_model
 from bubblespec.engine.noise import gumbel, random_bits
 from bubblespec.engine.packing import PAGE, pack_rows, pack_sequences
+from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams, sample
 from bubblespec.engine.verify import RULES, verify
 from bubblespec.learn.learner import train_on_samples
@@ -327,22 +328,20 @@ def make_engine(cuda, monkeypatch, kernel: str, **options) -> Generator:
         tokens = rng.integers(12, VOCAB, positions)
         return np.concatenate((accepted, tokens, np.full(2 * positions, -1.0)))
 
-    monkeypatch.setattr(generator_module, "verify", watched)
+    monkeypatch.setattr(runner_module, "verify", watched)
     cuda.answer = answer
-    engine = Generator(make_fake(), 4, 100, seed=0, max_batch_tokens=32, kernel=kernel, **options)
-    engine.params = PARAMS[2]
-    return engine
+    return Generator(ModelRunner(make_fake(), 4, 100, seed=0, max_batch_tokens=32, kernel=kernel, **options))
 
 
-def run_engine(cuda, engine: Generator) -> set[int]:
+def run_engine(cuda, engine: Generator, drafts: Drafts | None) -> set[int]:
     """All rows to their end; one wait a forward, and none where nothing is sampled. How many copies to the device there were."""
     engine.add(make_rows(make_prompts(4), 2, 7))
     uploads, finished = set(), []
     while not engine.is_idle:
         cuda.clear()
         calls = len(cuda.sampled)
-        finished += engine.step()
-        assert cuda.waits == ["generator._forward"] * (len(cuda.sampled) - calls)
+        finished += engine.step(PARAMS[2], drafts)[0]
+        assert cuda.waits == ["runner.forward"] * (len(cuda.sampled) - calls)
         uploads.add(cuda.uploads)
         assert cuda.products == {torch.bfloat16} and cuda.largest_double < 4 * 32
     assert len(finished) == 8 and all(len(row.tokens) == 7 for row in finished)
@@ -350,14 +349,14 @@ def run_engine(cuda, engine: Generator) -> set[int]:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("speculator", [None, Drafts()])
-def test_a_step_of_the_engine_waits_once(cuda, monkeypatch, kernel, speculator):
+@pytest.mark.parametrize("drafts", [None, Drafts()])
+def test_a_step_of_the_engine_waits_once(cuda, monkeypatch, kernel, drafts):
     """From the admission of rows to their end, with shared prompts and drafts, plainly launched."""
-    engine = make_engine(cuda, monkeypatch, kernel, speculator=speculator, enforce_eager=True)
-    uploads = run_engine(cuda, engine)
-    assert engine.graphs is None and len(cuda.sampled) < engine.num_forwards
+    engine = make_engine(cuda, monkeypatch, kernel, enforce_eager=True)
+    uploads = run_engine(cuda, engine, drafts)
+    assert engine.runner.graphs is None and len(cuda.sampled) < engine.num_forwards
     assert max(uploads) <= 11, "tokens, where they go, what verification needs: none of it once a row or a layer"
-    assert all(is_on_gpu(t, torch.bfloat16) for t in (*engine.cache.keys.values(), *engine.cache.values.values()))
+    assert all(is_on_gpu(t, torch.bfloat16) for t in (*engine.runner.cache.keys.values(), *engine.runner.cache.values.values()))
 
 
 @pytest.mark.parametrize("kernel", KERNELS[1:])
@@ -373,13 +372,13 @@ def test_graphs_take_all_from_their_one_input(cuda, monkeypatch, kernel):
         return lambda: None, hidden, pool
 
     monkeypatch.setattr(graphs, "capture", capture)
-    engine = make_engine(cuda, monkeypatch, kernel, speculator=Drafts())
-    uploads = run_engine(cuda, engine)
+    engine = make_engine(cuda, monkeypatch, kernel)
+    uploads = run_engine(cuda, engine, Drafts())
     assert min(uploads) == 1 and max(uploads) <= 7, "the input, and what verification needs"
-    assert engine.graphs.num_replays == engine.num_forwards and not engine.graphs.is_off
-    assert [h.shape for h in captured] == [(shape.tokens, 64) for shape in engine.graphs.shapes]
+    assert engine.runner.graphs.num_replays == engine.num_forwards and not engine.runner.graphs.is_off
+    assert [h.shape for h in captured] == [(shape.tokens, 64) for shape in engine.runner.graphs.shapes]
     assert all(is_on_gpu(h, torch.bfloat16) for h in captured)
-    for shape, graph in engine.graphs._graphs.items():
+    for shape, graph in engine.runner.graphs._graphs.items():
         assert is_on_gpu(graph.inputs, torch.int64) and graph.inputs.shape == (6, shape.tokens + 1)
 
 

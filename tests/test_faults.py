@@ -390,11 +390,11 @@ def train_alone(folder, stop_at: str | None = None) -> None:
     trainer = set_up(load_config("configs/tiny_cpu.yaml", [*ALONE_OPTIONS, f"run.output_dir={folder}"]), ranks)
     engine_step, forwards = trainer.engine.step, []
 
-    def step() -> list:
+    def step(*arguments) -> tuple:
         if ranks.place == stop_at:
             forwards.append(ranks.place)
             ranks.must_stop = len(forwards) >= 2
-        return engine_step()
+        return engine_step(*arguments)
 
     trainer.engine.step = step
     train(trainer)

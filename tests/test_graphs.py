@@ -24,6 +24,7 @@ from bubblespec.engine.graphs import NARROW, ForwardGraphs, Shape, graph_shapes,
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import forward_hidden, prepare_model
 from bubblespec.engine.packing import PAGE, pack_rows
+from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.learn.optimizer import Optimizer
 
@@ -129,7 +130,7 @@ def on_cpu(monkeypatch) -> Captures:
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
     monkeypatch.setattr(graphs, "capture", captures)
-    monkeypatch.setattr("bubblespec.engine.generator.can_capture", lambda device, kernel: kernel != "sdpa")
+    monkeypatch.setattr("bubblespec.engine.runner.can_capture", lambda device, kernel: kernel != "sdpa")
     return captures
 
 
@@ -229,8 +230,10 @@ def test_the_operator_of_torch_2_11(make_model, on_cpu, monkeypatch):
     for name in ("llama", "mistral-window"):
         model = make_model(name)
         prepare_model(model, 100)
-        wanted = as_dict(make_generator(model, "sdpa").run(make_rows(make_prompts(3), 1, 12)))
-        assert as_dict(make_generator(model, "varlen", max_batch_tokens=16).run(make_rows(make_prompts(3), 1, 12))) == wanted
+        wanted = as_dict(make_generator(model, "sdpa").run(make_rows(make_prompts(3), 1, 12), PARAMS))
+        assert (
+            as_dict(make_generator(model, "varlen", max_batch_tokens=16).run(make_rows(make_prompts(3), 1, 12), PARAMS)) == wanted
+        )
 
 
 @pytest.mark.parametrize("count", [*MIXES, [0, 0, 0, 0, 0]])
@@ -266,10 +269,11 @@ def test_shapes():
     assert shapes == sorted(shapes, reverse=True) and len(shapes) == 25
 
 
+PARAMS = SamplingParams(temperature=0.9, top_p=0.97, stop_token_ids=STOP, min_length=2)
+
+
 def make_generator(model, kernel: str, num_slots: int = 6, max_batch_tokens: int = 64, **options) -> Generator:
-    engine = Generator(model, num_slots, 100, seed=5, max_batch_tokens=max_batch_tokens, kernel=kernel, **options)
-    engine.params = SamplingParams(temperature=0.9, top_p=0.97, stop_token_ids=STOP, min_length=2)
-    return engine
+    return Generator(ModelRunner(model, num_slots, 100, seed=5, max_batch_tokens=max_batch_tokens, kernel=kernel, **options))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral-window"])
@@ -278,12 +282,12 @@ def test_generated_tokens_are_the_same(make_model, on_cpu, name):
     model = make_model(name)
     prepare_model(model, 100)
     prompts = make_prompts(5)
-    wanted = as_dict(make_generator(model, "sdpa").run(make_rows(prompts, 2)))
+    wanted = as_dict(make_generator(model, "sdpa").run(make_rows(prompts, 2), PARAMS))
     assert len({tuple(tokens) for tokens, _ in wanted.values()}) > 3
-    for speculator, max_batch_tokens in ((None, 32), (Drafter(wanted, 0.3), 32), (Drafter(wanted, 0.3), 7)):
-        engine = make_generator(model, "varlen", max_batch_tokens=max_batch_tokens, speculator=speculator)
-        assert as_dict(engine.run(make_rows(prompts, 2))) == wanted
-        assert engine.graphs.num_replays == engine.num_forwards > 10
+    for proposer, max_batch_tokens in ((None, 32), (Drafter(wanted, 0.3), 32), (Drafter(wanted, 0.3), 7)):
+        engine = make_generator(model, "varlen", max_batch_tokens=max_batch_tokens)
+        assert as_dict(engine.run(make_rows(prompts, 2), PARAMS, proposer)) == wanted
+        assert engine.runner.graphs.num_replays == engine.num_forwards > 10
 
 
 def test_captured_once_largest_first_and_again_after_a_release(make_model, on_cpu):
@@ -292,16 +296,16 @@ def test_captured_once_largest_first_and_again_after_a_release(make_model, on_cp
     prompts = make_prompts(3)
     engine = make_generator(model, "varlen", max_batch_tokens=16)
     assert on_cpu.sizes == [], "nothing before the first forward"
-    wanted = as_dict(engine.run(make_rows(prompts, 2)))
+    wanted = as_dict(engine.run(make_rows(prompts, 2), PARAMS))
     assert on_cpu.sizes == [16, 8, 4, 2, 1] and on_cpu.pools == [None] + [("the pool",)] * 4
     engine.reset()
-    assert as_dict(engine.run(make_rows(prompts, 2))) == wanted and len(on_cpu.sizes) == 5
+    assert as_dict(engine.run(make_rows(prompts, 2), PARAMS)) == wanted and len(on_cpu.sizes) == 5
     engine.release()
-    replays = engine.graphs.num_replays
-    assert engine.cache.num_bytes() == 0
-    assert as_dict(engine.run(make_rows(prompts, 2))) == wanted
-    assert on_cpu.sizes == [16, 8, 4, 2, 1] * 2 and on_cpu.pools[5] is None and engine.graphs.num_replays > replays
-    assert as_dict(make_generator(model, "sdpa").run(make_rows(prompts, 2))) == wanted
+    replays = engine.runner.graphs.num_replays
+    assert engine.runner.cache.num_bytes() == 0
+    assert as_dict(engine.run(make_rows(prompts, 2), PARAMS)) == wanted
+    assert on_cpu.sizes == [16, 8, 4, 2, 1] * 2 and on_cpu.pools[5] is None and engine.runner.graphs.num_replays > replays
+    assert as_dict(make_generator(model, "sdpa").run(make_rows(prompts, 2), PARAMS)) == wanted
 
 
 def test_forwards_too_large_for_a_graph_are_plain(make_model, on_cpu):
@@ -310,12 +314,12 @@ def test_forwards_too_large_for_a_graph_are_plain(make_model, on_cpu):
     prepare_model(model, 20)
 
     def run(kernel: str) -> tuple[dict, Generator]:
-        engine = Generator(model, 8, 20, seed=1, kernel=kernel)
-        return as_dict(engine.run(make_rows(make_prompts(8, 11), 1, 9))), engine
+        engine = Generator(ModelRunner(model, 8, 20, seed=1, kernel=kernel))
+        return as_dict(engine.run(make_rows(make_prompts(8, 11), 1, 9), SamplingParams())), engine
 
     (wanted, _), (got, engine) = run("sdpa"), run("varlen")
     assert got == wanted and max(on_cpu.sizes) == 16
-    assert 0 < engine.graphs.num_replays < engine.num_forwards, "the prompts together have more than 16 tokens"
+    assert 0 < engine.runner.graphs.num_replays < engine.num_forwards, "the prompts together have more than 16 tokens"
 
 
 @pytest.mark.parametrize("options, kernel", [({"enforce_eager": True}, "varlen"), ({}, "sdpa")])
@@ -323,18 +327,18 @@ def test_no_graphs(make_model, on_cpu, options, kernel):
     model = make_model()
     prepare_model(model, 100)
     engine = make_generator(model, kernel, **options)
-    assert engine.run(make_rows(make_prompts(2), 1)) and engine.graphs is None
-    assert on_cpu.sizes == [] and len(engine.cache.keys[0]) == 6, "no slot is spared either"
+    assert engine.run(make_rows(make_prompts(2), 1), PARAMS) and engine.runner.graphs is None
+    assert on_cpu.sizes == [] and len(engine.runner.cache.keys[0]) == 6, "no slot is spared either"
 
 
 def test_a_model_that_reads_from_the_gpu_goes_on_without_graphs(make_model, on_cpu, capsys):
     model = make_model()
     prepare_model(model, 100)
-    wanted = as_dict(make_generator(model, "sdpa").run(make_rows(make_prompts(3), 2)))
+    wanted = as_dict(make_generator(model, "sdpa").run(make_rows(make_prompts(3), 2), PARAMS))
     read = []
     model.base_model.register_forward_pre_hook(lambda *call: read.append(model.lm_head.weight.sum().item()))
     engine = make_generator(model, "varlen")
-    assert as_dict(engine.run(make_rows(make_prompts(3), 2))) == wanted and engine.graphs.num_replays == 0 and read
+    assert as_dict(engine.run(make_rows(make_prompts(3), 2), PARAMS)) == wanted and engine.runner.graphs.num_replays == 0 and read
     said = capsys.readouterr().err.strip()
     assert said.startswith("warning: no CUDA graphs") and "synchronizing" in said and "\n" not in said
 
@@ -385,19 +389,19 @@ def test_graphs_on_the_gpu(make_model, kernel):
     model = make_model("llama", torch.bfloat16).cuda()
     prepare_model(model, 512)
     sequences = np.random.default_rng(3).integers(1, VOCAB, (40, 512))
-    plain, engine = KVCache(40, 512), Generator(model, 40, 500, seed=0, kernel=kernel)
-    assert engine.graphs is not None
+    plain, engine = KVCache(40, 512), Generator(ModelRunner(model, 40, 500, seed=0, kernel=kernel))
+    assert engine.runner.graphs is not None
     with torch.inference_mode():
         for _ in range(2):
             rng, start = np.random.default_rng(4), np.zeros(40, np.int64)
-            for tokens in (shape.tokens for shape in engine.graphs.shapes):
+            for tokens in (shape.tokens for shape in engine.runner.graphs.shapes):
                 count = np.bincount(rng.integers(0, 40, tokens), minlength=40)
                 args = (sequences, start, count)
                 wanted = feed(model, plain, *args, lambda t, p: forward_hidden(model, torch.from_numpy(t).cuda(), p, kernel))
-                assert_equal(feed(model, engine.cache, *args, engine.graphs.forward)[:tokens], wanted)
+                assert_equal(feed(model, engine.runner.cache, *args, engine.runner.graphs.forward)[:tokens], wanted)
                 start += count
-            assert not engine.graphs.is_off
+            assert not engine.runner.graphs.is_off
             held = torch.cuda.memory_allocated()
             engine.release()
-            assert torch.cuda.memory_allocated() < held - engine.cache.num_slots * 512 * 100
-    assert engine.run(make_rows(make_prompts(5), 3)) and engine.graphs.num_replays > 20
+            assert torch.cuda.memory_allocated() < held - engine.runner.cache.num_slots * 512 * 100
+    assert engine.run(make_rows(make_prompts(5), 3), SamplingParams()) and engine.runner.graphs.num_replays > 20

@@ -13,6 +13,8 @@ from bubblespec import memory
 from bubblespec.config import Config, ModelConfig, OptimConfig, RolloutConfig, load_config
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
+from bubblespec.engine.runner import ModelRunner
+from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
 from bubblespec.learn.learner import train_on_samples
 from bubblespec.learn.optimizer import MOMENTS, Optimizer
@@ -48,8 +50,8 @@ def test_what_lasts_is_what_the_tensors_hold(dtype, tied):
     optimizer = Optimizer(model, config.optim, 10)
     optimizer.flat_grad.fill_(1.0)
     optimizer.step(0)
-    engine = Generator(model, 3, 512, seed=0)
-    engine.run([Row(SampleId(0, 0, 0), (1, 2, 3), 4)])
+    engine = Generator(ModelRunner(model, 3, 512, seed=0))
+    engine.run([Row(SampleId(0, 0, 0), (1, 2, 3), 4)], SamplingParams())
 
     def size(tensors) -> int:
         return sum(t.numel() * t.element_size() for t in tensors)
@@ -59,7 +61,7 @@ def test_what_lasts_is_what_the_tensors_hold(dtype, tied):
     assert needs.gradients == size([optimizer.flat_grad])
     assert needs.masters == (size(optimizer.updated.values()) if dtype == "bfloat16" else 0)
     assert needs.moments == size(state[key] for state in states for key in MOMENTS)
-    assert 3 * needs.slot == engine.cache.num_bytes()
+    assert 3 * needs.slot == engine.runner.cache.num_bytes()
     saved = optimizer.state_dict()["parameters"].values()
     assert needs.host_while_saving == size(t for tensors in saved for t in tensors.values())
 
@@ -209,18 +211,18 @@ def test_slots_are_never_more_than_are_of_use():
 def test_released_keys_and_values_are_made_again():
     model = transformers.AutoModelForCausalLM.from_config(small()).double().eval()
     prepare_model(model, 512)
-    engine = Generator(model, 3, 64, seed=0)
+    engine = Generator(ModelRunner(model, 3, 64, seed=0))
 
     def generate() -> list[list[int]]:
         rows = [Row(SampleId(1, 0, j), (1, 2, 3), 20) for j in range(4)]
-        return [row.tokens.tolist() for row in engine.run(rows)]
+        return [row.tokens.tolist() for row in engine.run(rows, SamplingParams())]
 
     wanted = generate()
-    assert engine.cache.num_bytes() > 0
+    assert engine.runner.cache.num_bytes() > 0
     engine.add([Row(SampleId(9, 0, 0), (7, 8), 20)])
-    engine.step()
+    engine.step(SamplingParams())
     engine.release()
-    assert engine.cache.num_bytes() == 0 and engine.is_idle
+    assert engine.runner.cache.num_bytes() == 0 and engine.is_idle
     assert generate() == wanted
 
 

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2C
 from bubblespec.data.prompts import build_prompt_set, make_tokenize
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import prepare_model
+from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.records import Row, SampleId
 from tests.runs import read
@@ -71,11 +72,11 @@ def test_own_data_is_what_the_policy_answers(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder / "configs/tiny_policy")
     model = AutoModelForCausalLM.from_pretrained(folder / "configs/tiny_policy").eval()
     prepare_model(model, max_length=128)
-    engine = Generator(model, num_slots=16, max_length=128, seed=0)
-    engine.params = SamplingParams(stop_token_ids=(tokenizer.eos_token_id,))
+    engine = Generator(ModelRunner(model, num_slots=16, max_length=128, seed=0))
     prompts = build_prompt_set(problems, make_tokenize(tokenizer), max_prompt_length=64).prompts
     answers = {prompt.uid: problem["answer"] for prompt, problem in zip(prompts, problems, strict=True)}
-    rows = engine.run([Row(SampleId(p.uid, 0, j), p.token_ids, max_new_tokens=64) for p in prompts for j in range(8)])
+    rows = [Row(SampleId(p.uid, 0, j), p.token_ids, max_new_tokens=64) for p in prompts for j in range(8)]
+    engine.run(rows, SamplingParams(stop_token_ids=(tokenizer.eos_token_id,)))
     texts = [tokenizer.decode(row.tokens, skip_special_tokens=True) for row in rows]
     right = [text.endswith(f"<answer>{answers[row.id.uid]}</answer>") for text, row in zip(texts, rows, strict=True)]
     assert 0 < sum(right) < 16
@@ -110,7 +111,8 @@ def test_engine_example(tmp_path):
     # the same rows, one after the other
     model = AutoModelForCausalLM.from_pretrained(os.path.join(ROOT, "configs/tiny_policy")).eval()
     prepare_model(model, max_length=256)
-    engine = Generator(model, num_slots=1, max_length=256, seed=0)
-    for row in engine.run([Row(SampleId(1, 0, j), prompt=(5, 6, 7), max_new_tokens=20) for j in range(8)]):
+    engine = Generator(ModelRunner(model, num_slots=1, max_length=256, seed=0))
+    rows = [Row(SampleId(1, 0, j), prompt=(5, 6, 7), max_new_tokens=20) for j in range(8)]
+    for row in engine.run(rows, SamplingParams()):
         tokens, finish = got[row.id.sample]
         assert [int(token) for token in tokens.split()] == row.tokens.tolist() and finish == row.finish

@@ -19,6 +19,7 @@ from benchmarks import replay_map
 from bubblespec.config import config_of_sections, flatten
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import prepare_model
+from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.ranks.progress import LINGER_S, RankState
@@ -31,7 +32,7 @@ from bubblespec.simulate.cost import ForwardCost
 from bubblespec.simulate.drafting import STOP, VOCABULARY, DraftModel
 from bubblespec.simulate.recorded import RecordedWorkload
 from bubblespec.simulate.run import simulate
-from bubblespec.simulate.runner import SimulatedGenerator, SimulatedSpeculator
+from bubblespec.simulate.runner import SimulatedGenerator, SimulatedRunner, SimulatedSpeculator
 from bubblespec.simulate.workload import Synthetic, Workload
 from bubblespec.simulate.world import SimulatedBoard, SimulatedRanks, World
 from bubblespec.speculate.proposer import RowSpeculator
@@ -179,13 +180,12 @@ def test_ranks_that_share_cores_are_slower():
 # The engine
 
 
-def run_to_end(engine: Generator, rows: list[Row]) -> list[Load]:
+def run_to_end(engine: Generator, rows: list[Row], *arguments) -> list[Load]:
     """The load of each forward."""
     loads = []
     engine.add(rows)
     while not engine.is_idle:
-        engine.step()
-        loads.append(engine.load)
+        loads.append(engine.step(*arguments)[1])
     return loads
 
 
@@ -204,32 +204,28 @@ def test_forwards_are_those_of_the_real_engine(make_model, slots, budget, window
 
     drafts = {}
     if window is not None:  # what the model says, with every fifth token replaced
-        plain = Generator(model, 15, 128, seed=5)
-        plain.params = params
-        for row in plain.run(rows_to_generate()):
+        for row in Generator(ModelRunner(model, 15, 128, seed=5)).run(rows_to_generate(), params):
             tokens = row.tokens.copy()
             tokens[4::5] = (tokens[4::5] + 1) % 90 + 6
             drafts[row.id.uid, row.id.sample] = Draft(tokens, True, 2)
 
     def loads_of(engine: Generator, rows: list[Row]) -> tuple[list[Load], dict]:
-        engine.params = params
         if window is None:
-            return run_to_end(engine, rows), {}
-        engine.speculator = RowSpeculator("bubble+suffix", CostModel(), window)
-        engine.speculator.begin(3)
+            return run_to_end(engine, rows, params), {}
+        speculator = RowSpeculator("bubble+suffix", CostModel(), window)
+        speculator.begin(3)
         for row in rows:
-            engine.speculator.track(row, drafts[row.id.uid, row.id.sample], 3)
-        loads, stats = run_to_end(engine, rows), vars(engine.speculator.stats)
+            speculator.track(row, drafts[row.id.uid, row.id.sample], 3)
+        loads, stats = run_to_end(engine, rows, params, speculator), vars(speculator.stats)
         return loads, {name: value for name, value in stats.items() if name not in ("seconds", "accepted_lengths")}
 
     real = rows_to_generate()
-    wanted = loads_of(Generator(model, slots, 128, seed=5, max_batch_tokens=budget), real)
+    wanted = loads_of(Generator(ModelRunner(model, slots, 128, seed=5, max_batch_tokens=budget)), real)
     texts = {(row.id.uid, row.id.sample): row.tokens for row in real}
     known, cost = rows_to_generate(), LinearCost()
-    engine = SimulatedGenerator(
-        World(1, cores=1), 0, slots, 128, budget, cost, lambda row, so_far: texts[row.id.uid, row.id.sample]
-    )
-    assert loads_of(engine, known) == wanted
+    world, text = World(1, cores=1), lambda row, so_far: texts[row.id.uid, row.id.sample]
+    runner = SimulatedRunner(world, 0, slots, 128, budget, cost, text)
+    assert loads_of(SimulatedGenerator(runner), known) == wanted
     assert cost.loads == wanted[0]
     if window is not None:
         assert wanted[1]["num_accepted"] > 50  # or nothing was compared
@@ -243,11 +239,9 @@ def test_skipped_forwards_are_the_same_forwards(slots):
     def run_all(cores: int | None):
         cost, workload = LinearCost(), make_workload()
         world = World(1, cores)
-        engine = SimulatedGenerator(
-            world, 0, slots, 340, 64, cost, lambda row, _: workload.response(row.id.visit, row.id.uid, row.id.sample)
-        )
-        engine.params = SamplingParams(stop_token_ids=(STOP,))
-        rows = engine.run(make_rows(workload.batch(1), 1, 4, 300))
+        text = lambda row, _: workload.response(row.id.visit, row.id.uid, row.id.sample)  # noqa: E731
+        engine = SimulatedGenerator(SimulatedRunner(world, 0, slots, 340, 64, cost, text))
+        rows = engine.run(make_rows(workload.batch(1), 1, 4, 300), SamplingParams(stop_token_ids=(STOP,)))
         return cost.loads, world.now, engine.num_forwards, [row.tokens.tolist() for row in rows]
 
     skipping, one_by_one = run_all(None), run_all(1)

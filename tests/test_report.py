@@ -6,14 +6,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from bubblespec.rollout.collect import Collected
 
 from bubblespec.config import RewardConfig
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.records import Prompt, Row, SampleId
-from bubblespec.rewards import scorer as scoring
 from bubblespec.rewards.functions import FAILURE_KINDS, RewardFailure
+from bubblespec.rewards.functions import scorer as scoring
 from bubblespec.rewards.scorer import Scorer
-from bubblespec.rollout.collect import Collected
 from bubblespec.rollout.loop import RolloutStats
 from bubblespec.rollout.placement import Samples, digest
 from bubblespec.telemetry import report

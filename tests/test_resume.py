@@ -10,7 +10,7 @@ import pytest
 from bubblespec.checkpoint import list_checkpoints, load_speculation, step_of
 from bubblespec.config import load_config
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.rollout import collect
+from bubblespec.rollout.placement import collect
 from bubblespec.set_up import set_up
 from bubblespec.speculate.store import HEADER
 from tests.clocks import virtual_time
@@ -60,12 +60,12 @@ class Life:
             self.batches[step].append([prompt.uid for prompt in prompts])
             return collect_batch(trainer, prompts, step, stages)
 
-        def forward():
+        def forward(*arguments):
             nonlocal forwards
             if dies_at == (*place, forwards):
                 raise Killed
             forwards += 1
-            return engine_step()
+            return engine_step(*arguments)
 
         def optimize(*arguments):
             if dies_at == (*place, "update"):

@@ -13,8 +13,8 @@ import pytest
 from conftest import is_alive
 
 from bubblespec.errors import InputError
-from bubblespec.rewards import workers as reward_workers
 from bubblespec.rewards.functions import Sample, call_one
+from bubblespec.rewards.functions import workers as reward_workers
 from bubblespec.rewards.workers import Answer, RewardWorkers, adaptive_timeout
 from tests.misbehaving_rewards import obey
 

@@ -12,9 +12,8 @@ import torch
 from bubblespec.config import Config
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.records import Prompt, Row
-from bubblespec.rollout import collect
 from bubblespec.rollout.loop import RolloutStats
-from bubblespec.rollout.placement import Samples, assign_prompts, digest, gather_samples, make_rows
+from bubblespec.rollout.placement import Samples, assign_prompts, collect, digest, gather_samples, make_rows
 
 PROMPTS = [Prompt(uid, f"prompt {uid}", (uid % 7, 1), {"answer": str(uid)}) for uid in (900, 17, 2**62 + 5, 3, 44)]
 

@@ -1,6 +1,6 @@
 """The rollout with run-ahead: own rows against plain generation, drafts against what their own step would generate.
 
-Plain generation (`Generator.run` in a fresh engine without a speculator) is the oracle throughout. The other rank is played by
+Plain generation (`Generator.run` in a fresh engine without a proposer) is the oracle throughout. The other rank is played by
 `BoardWithSlowRank`, so that a bubble is as long as a test wants it; at the end two ranks run against each other, in virtual time
 and as real processes. No test depends on how long anything takes.
 """
@@ -17,11 +17,12 @@ from conftest import VOCAB, small_config
 
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import prepare_model
+from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.idle.draft_planning import Item, Outlook, plan_items
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.ranks.progress import ProgressBoard, RankState
-from bubblespec.records import Prompt, Row
+from bubblespec.records import Load, Prompt, Row
 from bubblespec.rollout.loop import RunAhead, rollout
 from bubblespec.rollout.placement import make_rows
 from bubblespec.simulate.world import SimulatedBoard, SimulatedRanks
@@ -76,9 +77,8 @@ def as_dict(rows: list[Row]) -> dict:
 
 def plain(model, step: int, prompts=PROMPTS, num_generations: int = 2, limit: int = LIMIT) -> tuple[dict, int]:
     """What plain generation gives for a step under the weights as they are, and in how many forwards."""
-    engine = Generator(model, 64, MAX_LENGTH, SEED)
-    engine.params = PARAMS
-    return as_dict(engine.run(make_rows(prompts, step, num_generations, limit))), engine.num_forwards
+    engine = Generator(ModelRunner(model, 64, MAX_LENGTH, SEED))
+    return as_dict(engine.run(make_rows(prompts, step, num_generations, limit), PARAMS)), engine.num_forwards
 
 
 def one_rank() -> ProgressBoard:
@@ -118,8 +118,7 @@ class World:
     def __init__(self, model, num_slots: int, board, method="bubble+suffix", cost=None, max_tokens=10**6, max_batch_tokens=256):
         self.model, self.board = model, board
         self.speculator = RowSpeculator(method, cost or fixed_cost(), clock=board.ranks.clock)
-        self.engine = Generator(model, num_slots, MAX_LENGTH, SEED, max_batch_tokens, speculator=self.speculator)
-        self.engine.params = PARAMS
+        self.engine = Generator(ModelRunner(model, num_slots, MAX_LENGTH, SEED, max_batch_tokens=max_batch_tokens))
         self.store = DraftStore(max_tokens)
         self.forwards = []
 
@@ -152,15 +151,14 @@ class World:
             )
         own, step_engine, self.forwards = {id(row) for row in rows}, self.engine.step, []
 
-        def noted_step() -> list[Row]:
+        def noted_step(*arguments) -> tuple[list[Row], Load]:
             num_ahead = sum(id(row) not in own for row in [*self.engine.rows, *self.engine.queue])
             num_own = len(self.engine.rows) + len(self.engine.queue) - num_ahead
-            finished = step_engine()
             self.forwards.append((num_own, num_ahead))
-            return finished
+            return step_engine(*arguments)
 
         self.engine.step = noted_step
-        stats, made = rollout(self.engine, rows, self.board, self.speculator, ahead)
+        stats, made = rollout(self.engine, rows, PARAMS, self.board, self.speculator, ahead)
         del self.engine.step
         exchange(self.store, made, Ranks(torch.device("cpu")))
         self.store.drop_until(step)
@@ -248,10 +246,8 @@ def test_drafts_go_on_over_several_rollouts(between):
                 stayed += before.get(key) is row
         assert sum(draft.holder == 0 for draft in made.values()) <= 8 - len(rows)
         if between == "an evaluation":
-            world.engine.speculator = None
             world.engine.reset()
-            world.engine.run(make_rows(PROMPTS, 99, 3, 7))
-            world.engine.speculator = world.speculator
+            world.engine.run(make_rows(PROMPTS, 99, 3, 7), PARAMS)
     assert world.store.num_tokens <= bound
     if between == "a full store":
         return
@@ -361,9 +357,8 @@ def test_own_prompts_are_not_slowed_by_drafts():
     model = new_model()
     prompts = [Prompt(50 + n, "", tuple(range(1 + n, 50 + n)), {}) for n in range(4)]
     _, num_forwards = plain(model, 0, prompts, 1, limit=10)
-    engine = Generator(model, 24, MAX_LENGTH, SEED, 30)
-    engine.params = PARAMS
-    engine.run(make_rows(prompts, 0, 1, 10))
+    engine = Generator(ModelRunner(model, 24, MAX_LENGTH, SEED, max_batch_tokens=30))
+    engine.run(make_rows(prompts, 0, 1, 10), PARAMS)
     assert engine.num_forwards > num_forwards + 4
     world = World(model, 24, one_rank(), method="bubble", cost=fixed_cost(1e-3, 1e-5, 1e-3), max_batch_tokens=30)
     stats, _ = world.rollout(0, make_rows(prompts, 0, 1, 10), world.items((1,)))
@@ -420,7 +415,7 @@ def play_two_ranks(ranks: Ranks, board: ProgressBoard, num_rollouts: int) -> lis
         held = [item for item in planned if item.holder == ranks.rank]
         halves = deque(free[: len(free) // 2]), deque(free[len(free) // 2 :])
         ahead = RunAhead(*halves, held, world.store, step, LIMIT, 1.0)
-        stats, made = rollout(world.engine, rows, world.board, world.speculator, ahead)
+        stats, made = rollout(world.engine, rows, PARAMS, world.board, world.speculator, ahead)
         exchange(world.store, made, ranks)
         world.store.drop_until(step)
         keys = [(s, prompt.uid, sample) for s in (step + 1, step + 2) for prompt in prompts for sample in range(2)]
@@ -458,10 +453,10 @@ def pass_time(engine: Generator, ranks: SimulatedRanks) -> None:
     """From now on a forward takes virtual time."""
     step = engine.step
 
-    def timed_step() -> list[Row]:
-        finished = step()
-        ranks.clock.sleep(forward_seconds(engine.load))
-        return finished
+    def timed_step(*arguments) -> tuple[list[Row], Load]:
+        finished, load = step(*arguments)
+        ranks.clock.sleep(forward_seconds(load))
+        return finished, load
 
     engine.step = timed_step
 

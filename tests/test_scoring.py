@@ -15,6 +15,8 @@ from bubblespec.config import RewardConfig, load_config
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.noise import EVALUATION
+from bubblespec.engine.runner import ModelRunner
+from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
 from bubblespec.ranks.collectives import Ranks, StopRequested, signals_stop
 from bubblespec.records import Prompt, Row
@@ -206,7 +208,7 @@ def test_responses_are_scored_while_others_decode(make_scorer, make_model, tmp_p
     """Generation does not go on until the first response has been scored, which therefore needs nothing from after it."""
     model = make_model()
     prepare_model(model, 64)
-    engine = Generator(model, 4, 64, seed=0)
+    engine = Generator(ModelRunner(model, 4, 64, seed=0))
     marks = [tmp_path / f"scored {n}" for n in range(4)]
     scorer = make_scorer(None, num_workers=1, timeout_s=PATIENCE_S)
     scorer.tokenizer = SimpleNamespace(
@@ -226,7 +228,7 @@ def test_responses_are_scored_while_others_decode(make_scorer, make_model, tmp_p
             assert time.monotonic() < deadline, "not scored before the rollout goes on"
             time.sleep(0.01)
 
-    generate(engine, rows, Ranks(CPU), on_finished)
+    generate(engine, rows, SamplingParams(), Ranks(CPU), on_finished)
     assert finished == [0, 1, 2, 3] and scoring.collect().tolist() == [[2.0]] * 4
 
 

@@ -23,6 +23,7 @@ from test_run_ahead import (
 
 from bubblespec.config import Config
 from bubblespec.engine.generator import Generator
+from bubblespec.engine.runner import ModelRunner
 from bubblespec.idle.speculation import (
     FOLLOWED,
     MAX_AUTO_LOOKAHEAD,
@@ -223,21 +224,20 @@ def test_a_run_that_has_measured_nothing_can_be_saved(tmp_path):
 def test_a_profile_predicts_forwards_and_leaves_nothing_behind():
     """Forwards of other loads than the profiled ones, where time passes as in `forward_seconds`; and an engine as good as new."""
     model, clock = new_model(), Clock()
-    engine = Generator(model, 16, MAX_LENGTH, SEED)
-    engine.params = PARAMS
+    engine = Generator(ModelRunner(model, 16, MAX_LENGTH, SEED))
     step, loads = engine.step, []
 
-    def timed_step() -> list:
-        finished = step()
-        clock.sleep(forward_seconds(engine.load))
-        loads.append(engine.load)
-        return finished
+    def timed_step(*arguments) -> tuple:
+        finished, load = step(*arguments)
+        clock.sleep(forward_seconds(load))
+        loads.append(load)
+        return finished, load
 
     engine.step, cost = timed_step, CostModel()
-    profile(engine, cost, clock=clock)
+    profile(engine, PARAMS, cost, clock=clock)
     del engine.step
-    assert engine.is_idle and engine.speculator is None
-    assert as_dict(engine.run(make_rows(PROMPTS, 0, 2, LIMIT))) == plain(model, 0)[0]
+    assert engine.is_idle
+    assert as_dict(engine.run(make_rows(PROMPTS, 0, 2, LIMIT), PARAMS)) == plain(model, 0)[0]
     assert {(load.rows, load.tokens - load.rows) for load in loads} >= {(n, n * m) for n in (1, 4, 16) for m in (0, 3, 15)}
     for rows, window, length in ((2, 0, 20), (8, 0, 60), (8, 4, 30), (12, 8, 90)):
         load = Load(rows, rows * (1 + window), rows * (window > 0), rows * length, 0, rows * window)
@@ -245,7 +245,7 @@ def test_a_profile_predicts_forwards_and_leaves_nothing_behind():
 
 
 def test_nothing_is_made_without_speculation():
-    assert make_speculation(make_config("none"), RANKS, None) is None
+    assert make_speculation(make_config("none"), RANKS, None, PARAMS) is None
 
 
 @pytest.mark.parametrize("lookahead", [2, "auto"])
@@ -254,16 +254,14 @@ def test_steps_of_a_run_are_exact(method, lookahead):
     """Five steps with changing weights: tokens of plain generation, drafts of no step beyond the last or behind the present."""
     model, config = new_model(), make_config(method, lookahead)
     config.run.max_steps = 5
-    engine = Generator(model, 24, MAX_LENGTH, SEED)
-    engine.params = PARAMS
+    engine = Generator(ModelRunner(model, 24, MAX_LENGTH, SEED))
     speculation = make(config, BoardWithSlowRank(30))
-    engine.speculator = speculation.speculator
     drafted = accepted = 0
     for step in range(5):
         if step % 2:
             update(model, step)
         rows = make_rows(PROMPTS, step, 2, LIMIT)
-        stats, drafts = speculation.rollout(engine, list(rows), step, lambda s: PROMPTS)
+        stats, drafts = speculation.rollout(engine, list(rows), PARAMS, step, lambda s: PROMPTS)
         assert as_dict(rows) == plain(model, step)[0]
         assert all(step < key[0] <= min(step + speculation.lookahead(step), 4) for key in drafts)
         speculation.exchange(drafts, stats)
@@ -284,18 +282,17 @@ def test_an_abandoned_rollout_keeps_the_drafts_of_its_step():
     """Told to stop before its first forward: nothing is generated, and what was drafted for the step is there to be saved."""
     ranks = Ranks(torch.device("cpu"))
     model = new_model()
-    engine = Generator(model, 16, MAX_LENGTH, SEED)
-    engine.params = PARAMS
+    engine = Generator(ModelRunner(model, 16, MAX_LENGTH, SEED))
     speculation = make(make_config(), ProgressBoard(ranks, timeout_s=100, interval_s=0))
     speculation.store.put((4, PROMPTS[0].uid, 0), Draft(np.arange(5, dtype=np.int32), False, 3))
     rows = make_rows(PROMPTS, 4, 2, LIMIT)
     ranks.must_stop = True
-    speculation.rollout(engine, rows, 4, lambda s: PROMPTS)
+    speculation.rollout(engine, rows, PARAMS, 4, lambda s: PROMPTS)
     assert all(row.finish is None for row in rows)
     assert (4, PROMPTS[0].uid, 0) in speculation.store._drafts
     ranks.must_stop = False
     again = make_rows(PROMPTS, 4, 2, LIMIT)
-    speculation.rollout(engine, again, 4, lambda s: PROMPTS)
+    speculation.rollout(engine, again, PARAMS, 4, lambda s: PROMPTS)
     assert as_dict(again) == plain(model, 4)[0]
     speculation.exchange({}, RolloutStats())
     assert speculation.store.get((4, PROMPTS[0].uid, 0)) is None

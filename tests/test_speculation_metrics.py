@@ -11,6 +11,7 @@ from test_run_ahead import LIMIT, MAX_LENGTH, PARAMS, PROMPTS, SEED, BoardWithSl
 from test_speculation import make, make_config
 
 from bubblespec.engine.generator import Generator
+from bubblespec.engine.runner import ModelRunner
 from bubblespec.idle.speculation import speculation_metrics
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.rollout.loop import RolloutStats, RunAhead, rollout
@@ -91,10 +92,9 @@ def test_metrics_of_a_rank_that_had_nothing_to_do():
 def test_rollouts_of_a_step_are_counted_together():
     """Dynamic sampling generates several batches a step. Against what the engine tells the speculator, forward by forward."""
     model, config = new_model(), make_config(lookahead=1)
-    engine = Generator(model, 24, MAX_LENGTH, SEED)
-    engine.params = PARAMS
+    engine = Generator(ModelRunner(model, 24, MAX_LENGTH, SEED))
     speculation = make(config, BoardWithSlowRank(90))
-    engine.speculator = speculator = speculation.speculator
+    speculator = speculation.speculator
     seen, observe = [], speculator.observe
 
     def listening(rows, tokens, num_draft, num_accepted):
@@ -108,7 +108,7 @@ def test_rollouts_of_a_step_are_counted_together():
         total, num_forwards, num_drafted, all_rows = None, 0, 0, []
         for prompts in batches:
             rows, forwards_before = make_rows(prompts, step, 2, LIMIT), engine.num_forwards
-            stats, drafts = speculation.rollout(engine, list(rows), step, lambda s: PROMPTS)
+            stats, drafts = speculation.rollout(engine, list(rows), PARAMS, step, lambda s: PROMPTS)
             num_forwards += engine.num_forwards - forwards_before
             for key, draft in drafts.items():
                 old = speculation.store.get(key)
@@ -186,13 +186,12 @@ def test_seconds_of_a_rollout_by_a_clock_that_only_forwards_and_waiting_move(wha
     """A forward takes one second: `own_s` ends with the rank's last row, `total_s` with the rollout, and `wait_s` is neither."""
     clock = Clock()
     board, speculator = TimedBoard(60, clock), RowSpeculator("bubble", fixed_cost(), clock=clock)
-    engine = Generator(new_model(), 24, MAX_LENGTH, SEED, speculator=speculator)
-    engine.params = PARAMS
+    engine = Generator(ModelRunner(new_model(), 24, MAX_LENGTH, SEED))
     forward = engine.step
 
-    def timed_forward():
+    def timed_forward(*arguments):
         clock.now += 1.0
-        return forward()
+        return forward(*arguments)
 
     engine.step = timed_forward
     rows = make_rows(PROMPTS, 0, 2, 12)
@@ -205,7 +204,7 @@ def test_seconds_of_a_rollout_by_a_clock_that_only_forwards_and_waiting_move(wha
         plan = speculation._plan([(1, PROMPTS)], 0, 6, 24)
         items = plan.idle_items if "drafts" in what else deque()
         ahead = RunAhead(deque(), items, [], DraftStore(10**6), 0, LIMIT, 1.0)
-    stats, drafts = rollout(engine, rows, board, speculator, ahead)
+    stats, drafts = rollout(engine, rows, PARAMS, board, speculator, ahead)
     own, hard = stats.own_forwards, stats.hard_forwards
     assert own + hard == engine.num_forwards and own >= 12 > 6 == len(rows)
     assert (hard > 5) == (what == "rows, drafts and waiting") == bool(drafts)

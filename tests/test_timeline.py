@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import prepare_model
+from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.records import Load, Row, SampleId
@@ -71,12 +72,13 @@ def test_forwards_have_the_kind_of_what_they_are_for(num_own, num_ahead, prompt_
     assert forward_kind(num_own, num_ahead, Load(4, 20, 2, 100, prompt_tokens, draft_tokens)) == kind
 
 
+PARAMS = SamplingParams(stop_token_ids=(5, 11))
+
+
 def make_engine(make_model, num_slots: int, max_batch_tokens: int) -> Generator:
     model = make_model()
     prepare_model(model, 100)
-    engine = Generator(model, num_slots, max_length=100, seed=5, max_batch_tokens=max_batch_tokens)
-    engine.params = SamplingParams(stop_token_ids=(5, 11))
-    return engine
+    return Generator(ModelRunner(model, num_slots, max_length=100, seed=5, max_batch_tokens=max_batch_tokens))
 
 
 def make_rows() -> list[Row]:
@@ -90,28 +92,27 @@ def test_prompt_tokens_are_said_of_the_forwards_that_compute_them_and_no_others(
     """Against what the engine plans: prompt tokens before the last one, whose forward already samples. Slots are refilled, and
     prompts are fed in parts, copied from other slots, or still held by the slot."""
     engine = make_engine(make_model, num_slots, max_batch_tokens)
-    plan, planned = engine._plan, []
+    forward, planned = engine.runner.forward, []
 
-    def recording_plan() -> np.ndarray:
-        count = plan()  # copies shared prompts before it counts, so `cached` below is what the forward starts from
-        active = len(engine.rows)
-        planned.append(bool((count[engine.cached[:active] < engine.prompt_length[:active] - 1] > 0).any()))
-        return count
+    def noted_forward(batch, params) -> tuple:
+        prompt_length = np.array([len(row.prompt) for row in engine.rows])
+        planned.append(bool((batch.count[batch.start < prompt_length - 1] > 0).any()))
+        return forward(batch, params)
 
-    engine._plan = recording_plan
+    engine.runner.forward = noted_forward
     engine.add(make_rows())
     said = []
     while not engine.is_idle:
-        engine.step()
-        said.append(engine.load.prompt_tokens > 0)
+        _, load = engine.step(PARAMS)
+        said.append(load.prompt_tokens > 0)
     assert said == planned and True in said and False in said
 
 
 def test_plain_rollout_with_events_generates_the_same_rows(make_model):
     engine, plain, events = make_engine(make_model, 6, 64), make_rows(), []
-    generate(engine, plain, Ranks(torch.device("cpu")))
+    generate(engine, plain, PARAMS, Ranks(torch.device("cpu")))
     noted = make_rows()
-    generate(engine, noted, Ranks(torch.device("cpu")), events=events)
+    generate(engine, noted, PARAMS, Ranks(torch.device("cpu")), events=events)
     assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(plain, noted, strict=True))
     assert {kind for kind, _, _ in events} == {"prefill", "decode"} and events[0][0] == "prefill"
     assert all(begin < end for _, begin, end in events)

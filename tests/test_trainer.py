@@ -82,10 +82,9 @@ def test_an_evaluation_by_hand(monkeypatch):
     first, second = [0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.0], [0.5, 0.0, 0.0, 0.0, *[math.nan] * 4]
     lengths, used = [1, 2, 6, 3, 4, 6, 6, 2], []
     sampling = SamplingParams(0.9, 0.8, 7, (3,), 2)
-    engine = SimpleNamespace(params=sampling)
 
-    def generate(engine, rows, ranks, on_finished):
-        used.append((engine.params, [(row.id.uid, row.id.visit, row.id.sample, row.max_new_tokens) for row in rows]))
+    def generate(engine, rows, params, ranks, on_finished):
+        used.append((params, [(row.id.uid, row.id.visit, row.id.sample, row.max_new_tokens) for row in rows]))
         for row, length in zip(rows, lengths, strict=True):
             row.tokens, row.finish = np.arange(length), "length" if length == 6 else "stop"
             row.logprob = row.full_logprob = np.zeros(length, np.float32)
@@ -95,7 +94,7 @@ def test_an_evaluation_by_hand(monkeypatch):
     rewards = np.array([first, second]).T
     scoring = SimpleNamespace(on_finished=lambda row: None, collect=lambda: rewards)
     scorer = SimpleNamespace(begin=lambda own, rows: scoring, take_metrics=lambda: {"reward/errors": 3})
-    parts = {"config": config, "engine": engine, "sampling": sampling, "scorer": scorer}
+    parts = {"config": config, "engine": None, "sampling": sampling, "scorer": scorer}
     trainer = make_trainer(**parts, eval_prompts=prompts, reward_weights=[1.0, 10.0], num_updates=12)
     assert evaluate(trainer) == {
         "eval/reward": (3 + 5) / 8,
@@ -107,7 +106,7 @@ def test_an_evaluation_by_hand(monkeypatch):
         "eval/pass@4": 1.0,
     }
     ((params, rows),) = used
-    assert params == SamplingParams(0.25, 0.8, 7, (3,), 2) and engine.params is sampling and trainer.evaluated == 12
+    assert params == SamplingParams(0.25, 0.8, 7, (3,), 2) and trainer.evaluated == 12
     assert rows == [(uid, EVALUATION, sample, 6) for uid in (5, 9) for sample in range(4)]
 
 
@@ -121,7 +120,7 @@ def test_a_rollout_without_speculation_is_timed_as_a_whole(monkeypatch, timeline
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     engine, ranks = SimpleNamespace(num_forwards=4), Ranks(torch.device("cpu"))
 
-    def generate(engine, rows, ranks, on_finished, events, log):
+    def generate(engine, rows, params, ranks, on_finished, events, log):
         clock.now += 7.0
         engine.num_forwards += 3
         if events is not None:
@@ -130,7 +129,7 @@ def test_a_rollout_without_speculation_is_timed_as_a_whole(monkeypatch, timeline
     monkeypatch.setattr(module, "generate", generate)
     config = Config()
     config.run.timeline_steps = timeline_steps
-    trainer = SimpleNamespace(config=config, ranks=ranks, engine=engine, recorder=None, speculation=None)
+    trainer = SimpleNamespace(config=config, ranks=ranks, engine=engine, sampling=None, recorder=None, speculation=None)
     events = [("decode", 50.0, 57.0)] if timeline_steps else []
     assert generate_step(trainer, [], 5) == (RolloutStats(own_forwards=3, own_s=7.0, total_s=7.0, events=events), {})
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from bubblespec.engine.kv_cache import KVCache
+from bubblespec.engine.ragged import ragged
 
 # Rows of adjacent slots are padded to the longest of them and attended in one call, as long as that costs less than another
 # call. The cost of a call over R rows, in microseconds: CALL + R * (ROW + QUERY * Q + KEY * L + PAIR * Q * L), fitted to 100
@@ -188,10 +189,8 @@ def _row_cost(queries, length):
 
 def pack_rows(cache: KVCache, start: np.ndarray, count: np.ndarray, device: torch.device) -> CachePacking:
     """start, count: int64 [R], cached positions and new tokens of slots 0..R-1."""
-    slot = np.repeat(np.arange(len(count)), count)
-    first = np.cumsum(count) - count
-    index = np.stack((slot, np.arange(len(slot)) + np.repeat(start - first, count)))
-    return CachePacking(cache, start, count, index, device)
+    slot, offset = ragged(count)
+    return CachePacking(cache, start, count, np.stack((slot, start[slot] + offset)), device)
 
 
 @dataclass

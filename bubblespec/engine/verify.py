@@ -20,6 +20,7 @@ import torch
 
 from bubblespec.engine import sampling
 from bubblespec.engine.packing import to_device
+from bubblespec.engine.ragged import ragged
 
 RULES = ("coupled", "point_mass")
 
@@ -56,9 +57,9 @@ def verify(
     at; draft: int64 [S]; counts: int64 [R] on the host, n of each row; keys: int32 [T, 4] and num_generated: int64 [T], of
     every position, as in `sample`. No value is copied to the host.
 
-    Length limits and stop tokens are the caller's affair: see `num_gained`. Under point_mass, a row's every token must come
-    from here, or else a choice of drafts by content chooses the plain noise of the rows left without one. Raises ValueError for
-    another rule, and for lengths that do not fit.
+    Length limits and stop tokens are the caller's affair: see `num_gained` in scheduler.py. Under point_mass, a row's every
+    token must come from here, or else a choice of drafts by content chooses the plain noise of the rows left without one. Raises
+    ValueError for another rule, and for lengths that do not fit.
     """
     if rule not in RULES:
         raise ValueError(f"accept rule {rule!r} is none of {', '.join(RULES)}")
@@ -71,7 +72,7 @@ def verify(
     if len(draft) == 0:  # most forwards without speculation; what follows gives the same, at a quarter of a small model's step
         return Verified(torch.zeros_like(num_generated), token, logprob, full_logprob)
     drafted = np.delete(np.arange(len(logits)), np.cumsum(counts + 1) - 1)  # all but the position after each row's draft
-    index = np.concatenate((drafted, np.repeat(np.arange(len(counts)), counts + 1), _offsets(counts + 1)))
+    index = np.concatenate((drafted, *ragged(counts + 1)))
     drafted, row, offset = to_device(index, logits.device).split([len(draft), len(logits), len(logits)])
     # A row's accepted tokens are those before its first wrong one; the position after the draft counts as wrong.
     is_right = torch.zeros_like(token, dtype=torch.bool).index_copy_(0, drafted, token[drafted] == draft)
@@ -80,33 +81,8 @@ def verify(
     return Verified(accepted, token, logprob, full_logprob)
 
 
-def num_gained(
-    token: np.ndarray, accepted: np.ndarray, counts: np.ndarray, stop_token_ids: tuple[int, ...], limit: np.ndarray
-) -> np.ndarray:
-    """Tokens each row gains by a verification, int64 [R]: the accepted and the next, cut after a stop token and at `limit`.
-
-    All on the host. token: int64 [T]; accepted, counts: int64 [R]; limit: int64 [R], tokens a row may still get, at least 1.
-    """
-    stop_at = np.where(is_stop(token, stop_token_ids), _offsets(counts + 1), len(token))
-    first_stop = np.minimum.reduceat(stop_at, np.cumsum(counts + 1) - (counts + 1))
-    return np.minimum(np.minimum(accepted, first_stop) + 1, limit)
-
-
-def is_stop(token: np.ndarray, stop_token_ids: tuple[int, ...]) -> np.ndarray:
-    """bool [T]; what np.isin says, ten times sooner for a few stop tokens."""
-    found = np.zeros(len(token), bool)
-    for stop in stop_token_ids:
-        found |= token == stop
-    return found
-
-
 def further(keys: torch.Tensor, offset: int) -> torch.Tensor:
     """Keys of the same streams read from `offset` on: a stream's token ids are added to its key's first word."""
     keys = keys.clone()
     keys[:, 0] += offset
     return keys
-
-
-def _offsets(lengths: np.ndarray) -> np.ndarray:
-    """0, 1, ..., length - 1 for every row, rows one after the other."""
-    return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)

@@ -15,7 +15,7 @@ from bubblespec.memory import most_slots
 from bubblespec.records import Row
 from bubblespec.rollout.loop import RolloutStats
 from bubblespec.rollout.placement import assign_prompts, digest, gather_samples, generate, make_rows
-from bubblespec.simulate.runner import SimulatedGenerator, SimulatedSpeculator
+from bubblespec.simulate.runner import SimulatedGenerator, SimulatedRunner, SimulatedSpeculator
 from bubblespec.simulate.world import SimulatedBoard, SimulatedRanks, World
 from bubblespec.speculate.store import DraftStore
 from bubblespec.speculate.suffix import History
@@ -69,8 +69,8 @@ def _profiled(config: Config, workload, cost, world: World) -> CostModel:
     slowed = SimpleNamespace(seconds=lambda load: slowdown * cost.seconds(load))
     alone, profiled = World(1), CostModel()
     engine = _make_engine(config, workload, slowed, alone, 0, world.num_ranks, _endless)
-    engine.params = SamplingParams()  # nothing ends a row: the workload's stop token may be 0
-    profile(engine, profiled, clock=SimulatedRanks(alone, 0).clock)
+    # With these parameters nothing ends a row: the workload's stop token may be 0.
+    profile(engine, SamplingParams(), profiled, clock=SimulatedRanks(alone, 0).clock)
     return profiled
 
 
@@ -82,9 +82,7 @@ def _make_engine(config: Config, workload, cost, world: World, rank: int, num_ra
     rollout = config.rollout
     num_slots = most_slots(config, num_ranks) if rollout.num_slots == "auto" else rollout.num_slots
     max_length = workload.max_prompt_length + rollout.max_completion_length
-    engine = SimulatedGenerator(world, rank, num_slots, max_length, rollout.max_batch_tokens, cost, text)
-    engine.params = SamplingParams(stop_token_ids=workload.stop_token_ids)
-    return engine
+    return SimulatedGenerator(SimulatedRunner(world, rank, num_slots, max_length, rollout.max_batch_tokens, cost, text))
 
 
 def _check(config: Config, workload, num_ranks: int) -> None:
@@ -116,6 +114,7 @@ class _Rank:
         self.config, self.workload, self.version, self.bar = config, workload, workload.first_step, bar
         self.ranks = SimulatedRanks(world, rank)
         self.engine = _make_engine(config, workload, cost, world, rank, world.num_ranks, self._text)
+        self.sampling = SamplingParams(stop_token_ids=workload.stop_token_ids)
         self.speculation = None if profiled is None else self._make_speculation(cost, copy.deepcopy(profiled))
         self.ranks.barrier()
 
@@ -178,10 +177,9 @@ class _Rank:
     def _generate(self, rows: list[Row], step: int) -> tuple[RolloutStats, dict]:
         if self.speculation is None:
             stats = RolloutStats()
-            generate(self.engine, rows, self.ranks, self._count, stats.events)
+            generate(self.engine, rows, self.sampling, self.ranks, self._count, stats.events)
             return stats, {}
-        self.engine.speculator = self.speculation.speculator
-        return self.speculation.rollout(self.engine, rows, step, self.workload.batch, self._count)
+        return self.speculation.rollout(self.engine, rows, self.sampling, step, self.workload.batch, self._count)
 
     def _count(self, row: Row) -> None:
         """A row is done. Whatever was drafted, it must be the response."""

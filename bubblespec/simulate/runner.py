@@ -7,9 +7,11 @@ draft token is accepted if it is the one that the row says there, which is what 
 from collections.abc import Callable
 
 import numpy as np
-import torch
 
-from bubblespec.engine.generator import Generator, _ragged
+from bubblespec.engine.generator import Generator
+from bubblespec.engine.ragged import ragged
+from bubblespec.engine.sampling import SamplingParams
+from bubblespec.engine.scheduler import Batch, Proposer
 from bubblespec.records import Load, Row
 from bubblespec.simulate.world import World
 from bubblespec.speculate.proposer import RowSpeculator
@@ -18,79 +20,79 @@ NO_TOKEN = -2  # stands behind the end of a text: no draft has it
 Text = Callable[[Row, np.ndarray], np.ndarray]
 
 
-class _NoModel:
-    device = torch.device("cpu")
+class SimulatedRunner:
+    """A `Runner`. text(row, tokens so far): all that a row will have said at its end, int [L], beginning with those tokens; asked
+    for when the row comes into a slot, and when it goes on after a reset. cost.seconds(load): of a forward."""
 
-    def get_output_embeddings(self) -> None:
-        return None
+    def __init__(self, world: World, rank: int, num_slots: int, max_length: int, max_batch_tokens: int, cost, text: Text):
+        self.num_slots, self.max_length, self.max_batch_tokens = num_slots, max_length, max_batch_tokens
+        self.world, self.rank, self.cost, self.text = world, rank, cost, text
+        self.said = np.full((num_slots, max_length + 1), NO_TOKEN, np.int32)  # the text of the row in each slot
+        self.end = np.zeros(num_slots, np.int64)  # of that text
+
+    def place(self, slot: int, row: Row) -> None:
+        """See `Runner`."""
+        text = self.text(row, row.tokens)[: row.max_new_tokens]
+        self.end[slot] = len(text)
+        self.said[slot, : len(text)] = text
+        self.said[slot, len(text)] = NO_TOKEN
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """See `Runner`."""
+        self.said[target], self.end[target] = self.said[source], self.end[source]
+
+    def share(self, source: int, target: int, length: int) -> None:
+        """See `Runner`. There are no keys and values."""
+
+    def release(self) -> None:
+        """See `Runner`."""
+
+    def forward(self, batch: Batch, params: SamplingParams) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """See `Runner`. Log-probabilities are 0."""
+        self.world.compute(self.rank, self.cost.seconds(batch.load))
+        if not batch.load.draft_tokens:
+            said = self.said[batch.slots, batch.generated].astype(np.int64)
+            return np.zeros_like(batch.slots), said, np.zeros((2, len(said)))
+        row, offset = ragged(batch.num_draft + 1)
+        slot = batch.slots[row]
+        token = self.said[slot, np.minimum(batch.generated[row] + offset, self.end[slot])].astype(np.int64)
+        is_drafted = offset < batch.num_draft[row]
+        is_right = is_drafted.copy()  # the place after a draft counts as wrong, whatever it says
+        is_right[is_drafted] = token[is_drafted] == batch.draft
+        wrong_at = np.where(is_right, len(token), offset)
+        first = np.cumsum(batch.num_draft + 1) - (batch.num_draft + 1)
+        return np.minimum.reduceat(wrong_at, first), token, np.zeros((2, len(token)))
 
 
 class SimulatedGenerator(Generator):
-    """text(row, tokens so far): all that a row will have said at its end, int [L], beginning with those tokens; asked for when
-    the row comes into a slot, and for the rows that `reset` keeps. cost.seconds(load): of a forward."""
+    """On a `SimulatedRunner`, whose forwards may be many at once."""
 
-    def __init__(self, world: World, rank: int, num_slots: int, max_length: int, max_batch_tokens: int, cost, text: Text):
-        super().__init__(_NoModel(), num_slots, max_length, seed=0, max_batch_tokens=max_batch_tokens)
-        self.world, self.rank, self.cost, self.text = world, rank, cost, text
-        self.said = np.full(
-            (num_slots, max_length + 1), NO_TOKEN, np.int32
-        )  # a slot's prompt and text, in the places of `tokens`
-        self.end = np.zeros(num_slots, np.int64)  # of the text in `said`
-        # Noise keys are not made, so there are none to move.
-        self.per_slot = (*(array for array in self.per_slot if array is not self.stream_key), self.said, self.end)
-
-    def reset(self, kept=()) -> None:
-        super().reset(kept)
-        for slot in range(len(self.rows)):  # they go on under newer weights
-            self._ask(slot)
-
-    def _place(self, slot: int, row: Row) -> None:
-        super()._place(slot, row)
-        self._ask(slot)
-
-    def _ask(self, slot: int) -> None:
-        begin, length, limit = (int(array[slot]) for array in (self.prompt_length, self.length, self.limit))
-        text = self.text(self.rows[slot], self.tokens[slot, begin:length])[:limit]
-        self.end[slot] = begin + len(text)
-        self.said[slot, begin : begin + len(text)] = text
-        self.said[slot, begin + len(text)] = NO_TOKEN
-
-    def step(self) -> list[Row]:
-        if self.speculator is None and self.world.cores is None:
+    def step(
+        self, params: SamplingParams, proposer: Proposer | None = None, max_prefill_tokens: int | None = None
+    ) -> tuple[list[Row], Load | None]:
+        """See `Generator.step`. Plain forwards in which no row ends come before it, if ranks do not share cores."""
+        if proposer is None and self.runner.world.cores is None:
             self._skip()
-        return super().step()
+        return super().step(params, proposer, max_prefill_tokens)
 
     def _skip(self) -> None:
         """At once all forwards in which every row gets one more token and none ends: the same, sooner."""
-        active = len(self.rows)
-        if active == 0 or (self.queue and active < self.cache.num_slots):
+        scheduler, runner, active = self.scheduler, self.runner, len(self.rows)
+        if active == 0 or (self.queue and active < self.num_slots) or len(self.decoding()) < active:
             return
-        if (self.cached[:active] != self.length[:active] - 1).any():
+        length = scheduler.length[:active]
+        begin = length - scheduler.prompt_length[:active]
+        count = int((runner.end[:active] - begin).min()) - 1
+        if count <= 0:
             return
-        begin = self.length[:active].copy()
-        count = int((self.end[:active] - begin).min()) - 1
-        positions = int(begin.sum())
+        positions = int(length.sum())
         for i in range(count):
-            self.world.advance(self.rank, self.cost.seconds(Load(active, active, 0, positions + i * active, 0, 0)))
-        for slot in range(active if count > 0 else 0):
-            self.tokens[slot, begin[slot] : begin[slot] + count] = self.said[slot, begin[slot] : begin[slot] + count]
-        if count > 0:
-            self.num_forwards += count
-            self.length[:active] += count
-            self.cached[:active] += count
-
-    def _forward(self, count: np.ndarray, slots: np.ndarray, num_draft: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        self.world.compute(self.rank, self.cost.seconds(self.load))
-        length = self.length[slots]
-        if not self.load.draft_tokens:
-            return np.zeros_like(slots), self.said[slots, length].astype(np.int64), np.zeros((2, len(slots)))
-        row, offset = _ragged(num_draft + 1)
-        place = slots[row], np.minimum(length[row] + offset, self.end[slots[row]])
-        token = self.said[place].astype(np.int64)
-        # The place after a draft holds an old token or none: it counts as wrong, whatever that is.
-        is_right = (token == self.tokens[slots[row], length[row] + offset]) & (offset < num_draft[row])
-        wrong_at = np.where(is_right, len(token), offset)
-        return np.minimum.reduceat(wrong_at, np.cumsum(num_draft + 1) - (num_draft + 1)), token, np.zeros((2, len(token)))
+            runner.world.advance(runner.rank, runner.cost.seconds(Load(active, active, 0, positions + i * active, 0, 0)))
+        for slot, (known, said) in enumerate(zip(length.tolist(), begin.tolist(), strict=True)):
+            scheduler.tokens[slot, known : known + count] = runner.said[slot, said : said + count]
+        self.num_forwards += count
+        scheduler.length[:active] += count
+        scheduler.cached[:active] += count
 
 
 class SimulatedSpeculator(RowSpeculator):

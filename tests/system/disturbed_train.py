@@ -20,7 +20,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 
 from bubblespec.config import load_config
 from bubblespec.ranks.collectives import ranks_from_environment
-from bubblespec.records import Row
+from bubblespec.records import Load, Row
 from bubblespec.rollout.loop import RolloutStats
 from bubblespec.set_up import set_up
 from bubblespec.speculate.store import Draft, Key
@@ -89,8 +89,8 @@ class Disturbance:
             self._exchange, self._propose = speculation.exchange, speculation.speculator.propose
             speculation.exchange, speculation.speculator.propose = self.exchange, self.propose
 
-    def step(self) -> list[Row]:
-        finished, engine = self._step(), self.trainer.engine
+    def step(self, *arguments) -> tuple[list[Row], Load]:
+        result, engine = self._step(*arguments), self.trainer.engine
         if self.rng.random() < self.preempt:
             rows = [*engine.rows, *engine.queue]
             taken = [rows[i] for i in self.rng.permutation(len(rows))[: self.rng.integers(1, MOST_ROWS + 1)]]
@@ -99,7 +99,7 @@ class Disturbance:
                 is_draft = self.trainer.speculation is not None and row.id.visit > self._training_step
                 self.counts["draft rows pre-empted" if is_draft else "own rows pre-empted"] += 1
             engine.add(taken)
-        return finished
+        return result
 
     def exchange(self, drafts: dict[Key, Draft], stats: RolloutStats) -> int:
         self._training_step += 1

@@ -1,0 +1,116 @@
+"""A model's forward over the batch that the scheduler has planned: keys and values, CUDA graphs, noise and verification.
+
+Shape legend: R active rows, N tokens in a forward, M rows that sample in it, T positions sampled, T = M + draft tokens.
+"""
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from bubblespec.engine.graphs import ForwardGraphs, can_capture
+from bubblespec.engine.kv_cache import KVCache
+from bubblespec.engine.model import forward_hidden, output_head
+from bubblespec.engine.noise import stream_keys
+from bubblespec.engine.packing import PAGE, CachePacking, to_device
+from bubblespec.engine.ragged import ragged
+from bubblespec.engine.sampling import SamplingParams
+from bubblespec.engine.scheduler import Batch
+from bubblespec.engine.verify import verify
+from bubblespec.records import Row
+
+KEYS_AHEAD = 64  # positions whose noise keys are made at once
+
+
+class ModelRunner:
+    """A `Runner`. The model is used as it is at each forward: train it between rollouts."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        num_slots: int,
+        max_length: int,
+        seed: int,
+        *,
+        max_batch_tokens: int = 2048,
+        kernel: str = "sdpa",
+        rule: str = "coupled",
+        enforce_eager: bool = False,
+    ):
+        """max_length: longest prompt plus response in tokens; max_batch_tokens: most tokens in a forward, at least num_slots;
+        kernel: see attention.py; rule: of verify.py; enforce_eager: no CUDA graphs, which need a kernel for variable lengths on
+        CUDA anyway."""
+        self.num_slots, self.max_length, self.max_batch_tokens = num_slots, max_length, max_batch_tokens
+        self.model, self.head, self.kernel = model, output_head(model), kernel
+        self.device = model.device
+        self.seed, self.rule = seed, rule
+        slot_length = -(-max_length // PAGE) * PAGE if kernel == "flash_attn" else max_length
+        has_graphs = not enforce_eager and can_capture(self.device, kernel)
+        self.cache = KVCache(num_slots, slot_length, int(has_graphs))  # tensors are made at the first forward
+        self.graphs = ForwardGraphs(model, self.cache, kernel, max_batch_tokens) if has_graphs else None
+        self._noise_key = np.zeros((num_slots, 3), np.int64)  # uid, visit, sample
+        # Keys of the noise streams of each response position, worked out ahead of its first `_keyed` positions.
+        self._stream_key = np.zeros((num_slots, max_length, 4), np.int32)
+        self._keyed = np.zeros(num_slots, np.int64)
+
+    def place(self, slot: int, row: Row) -> None:
+        """See `Runner`: the slot's noise is that of the row."""
+        self._noise_key[slot] = row.id
+        self._keyed[slot] = 0
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """See `Runner`: keys, values and noise keys are copied."""
+        self.cache.copy(source, target, length)
+        for array in (self._noise_key, self._stream_key, self._keyed):
+            array[target] = array[source]
+
+    def share(self, source: int, target: int, length: int) -> None:
+        """See `Runner`: keys and values are copied."""
+        self.cache.copy(source, target, length)
+
+    def release(self) -> None:
+        """See `Runner`."""
+        self.cache.clear()
+        if self.graphs is not None:  # they know the tensors by their addresses
+            self.graphs.clear()
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, params: SamplingParams) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """See `Runner`. The host waits for the GPU once, and not at all where nothing is sampled."""
+        packing = CachePacking(self.cache, batch.start, batch.count, batch.index, self.device)
+        hidden = self._hidden(batch.tokens, packing)
+        if len(batch.slots) == 0:
+            return np.empty(0, np.int64), np.empty(0, np.int64), np.empty((2, 0))
+        sampled = batch.num_draft + 1
+        row, offset = ragged(sampled)
+        packed = (np.cumsum(batch.count)[batch.slots] - sampled)[row] + offset
+        hidden = hidden[to_device(packed, self.device)]
+        position = batch.generated[row] + offset
+        self._make_keys(batch.slots, batch.generated + sampled)
+        keys = to_device(self._stream_key[batch.slots[row], position], self.device)
+        draft, position = to_device(batch.draft, self.device), to_device(position, self.device)
+        verified = verify(self.head(hidden), draft, batch.num_draft, keys, position, params, self.rule)
+        # One copy to the host: token ids are exact in float64.
+        result = torch.cat([part.double() for part in verified]).cpu().numpy()
+        accepted, result = result[: len(batch.slots)].astype(np.int64), result[len(batch.slots) :].reshape(3, -1)
+        return accepted, result[0].astype(np.int64), result[1:]
+
+    def _hidden(self, tokens: np.ndarray, packing: CachePacking) -> torch.Tensor:
+        """Hidden states of the packed tokens, [N or more, hidden]; with a graph valid until the next forward."""
+        hidden = self.graphs.forward(tokens, packing) if self.graphs is not None else None
+        if hidden is None:
+            hidden = forward_hidden(self.model, to_device(tokens, self.device), packing, self.kernel)
+        return hidden
+
+    def _make_keys(self, slots: np.ndarray, needed: np.ndarray) -> None:
+        """Keys of the first `needed` response positions of each slot, int64 [M], and of KEYS_AHEAD more: a key at a time costs
+        as much as many."""
+        short = needed > self._keyed[slots]
+        if not short.any():
+            return
+        slots, end = slots[short], np.minimum(needed[short] + KEYS_AHEAD, self.max_length)
+        row, offset = ragged(end - self._keyed[slots])
+        slot = slots[row]
+        position = self._keyed[slot] + offset
+        uid, visit, sample = self._noise_key[slot].T
+        self._stream_key[slot, position] = stream_keys(self.seed, uid, visit, sample, position)
+        self._keyed[slots] = end
