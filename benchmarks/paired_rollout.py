@@ -28,7 +28,6 @@ from bubblespec.rollout import gather_samples, generate, make_rows
 from bubblespec.schedule.speculation import speculation_metrics
 from bubblespec.set_up import set_up
 from bubblespec.trainer import Trainer, generate_step
-from bubblespec.update import train_on_samples
 
 PAPER = "paper (arXiv 2605.08862, its own hardware): decoding steps -50%, rollout throughput up to 1.8x"
 
@@ -47,14 +46,15 @@ def plain_engine(trainer: Trainer) -> Generator:
     """An engine of its own for the rollouts without speculation: the other one holds drafts from step to step."""
     engine = trainer.engine
     length, tokens = engine.tokens.shape[1], engine.max_batch_tokens
-    plain = Generator(trainer.model, engine.cache.num_slots, length, engine.seed, tokens, trainer.kernel)
+    learner = trainer.learner
+    plain = Generator(learner.model, engine.cache.num_slots, length, engine.seed, tokens, learner.kernel)
     plain.params = trainer.sampling
     return plain
 
 
 def make_drafts_useless(trainer: Trainer) -> None:
     exchange, rng = trainer.speculation.exchange, np.random.default_rng(trainer.ranks.rank)
-    vocab_size = trainer.model.get_input_embeddings().num_embeddings
+    vocab_size = trainer.learner.model.get_input_embeddings().num_embeddings
 
     def exchange_useless(drafts, stats):
         random = {key: rng.integers(0, vocab_size, len(draft.tokens)).astype(np.int32) for key, draft in drafts.items()}
@@ -98,9 +98,7 @@ def paired_step(
     samples = gather_samples(prompts, rollout.num_generations, rows["none"], scores, ranks)
     rewards = trainer.combined(samples).reshape(len(prompts), -1)
     advantages = estimate_advantages(rewards, config.loss.advantage_estimator, config.loss.scale_rewards).ravel()
-    train_on_samples(
-        trainer.model, trainer.reference, trainer.optimizer, samples, advantages, config, ranks, step, trainer.kernel
-    )
+    trainer.learner.update(samples, advantages, step)
     trainer.speculation.learn(step, prompts, samples.tokens, rewards.ravel())
     result |= speculation_metrics(ranks, kept["stats"], trainer.speculation, int(samples.lengths.sum()))
     result |= {"rows": len(samples), "tokens": int(samples.lengths.sum()), "longest": int(samples.lengths.max())}

@@ -34,6 +34,7 @@ SPECULATION_FILE = "speculation.npz"
 
 def save_checkpoint(
     config: Config,
+    *,
     step: int,
     evaluated: int,
     model: PreTrainedModel,
@@ -98,10 +99,10 @@ def find_damage(folder: str) -> str | None:
     if not wanted or list(wanted)[-1] != STATE_FILE:  # which is written last
         return f"{SUMS_FILE} has lost its end"
     try:
-        found = _digests(folder, list(wanted))
+        digests = _digests(folder, list(wanted))
     except OSError as error:
         return f"a file cannot be read: {error}"
-    return next((f"{name} is not as it was written" for name in wanted if found[name] != wanted[name]), None)
+    return next((f"{name} is not as it was written" for name in wanted if digests[name] != wanted[name]), None)
 
 
 def _digests(folder: str, names: list[str]) -> dict[str, str]:

@@ -25,9 +25,10 @@ Result = TypeVar("Result")
 
 @dataclass
 class TokenBudget:
-    """Most tokens in a micro-batch of this rank: optim.max_tokens_per_microbatch, or less once memory has run out."""
+    """The size of this rank's micro-batches."""
 
     max_tokens: int
+    """Most tokens in one: optim.max_tokens_per_microbatch, or less once memory has run out."""
 
 
 def split(batch: Microbatch, samples: Samples, max_tokens: int) -> list[Microbatch]:
@@ -54,6 +55,7 @@ def split(batch: Microbatch, samples: Samples, max_tokens: int) -> list[Microbat
 def run_within_memory(
     work: Callable[[Microbatch], Result],
     microbatches: list[Microbatch],
+    *,
     restart: Callable[[], None],
     samples: Samples,
     budget: TokenBudget,

@@ -51,6 +51,17 @@ class Row:
     """"stop", "length", or None while it is not finished."""
 
 
+class Span(NamedTuple):
+    """A stretch of time on one rank."""
+
+    kind: str
+    """What it was spent on; timeline.COLOURS has them all."""
+    begin_s: float
+    """By this rank's time.perf_counter."""
+    end_s: float
+    """By the same clock."""
+
+
 class Load(NamedTuple):
     """What a forward has to do."""
 

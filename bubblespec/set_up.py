@@ -24,12 +24,12 @@ from bubblespec.errors import InputError
 from bubblespec.lora import add_adapter
 from bubblespec.memory import choose_num_slots
 from bubblespec.optimizer import Optimizer
-from bubblespec.out_of_memory import TokenBudget
 from bubblespec.records import Prompt
 from bubblespec.rewards import check_arguments, load_reward
 from bubblespec.schedule.speculation import make_speculation
 from bubblespec.scoring import Scorer
 from bubblespec.trainer import Trainer
+from bubblespec.update import Learner
 
 
 def set_up(config: Config, ranks: Ranks) -> Trainer:
@@ -105,13 +105,10 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
     return Trainer(
         config=config,
         ranks=ranks,
-        model=model,
-        reference=reference,
+        learner=Learner(config=config, ranks=ranks, model=model, reference=reference, optimizer=optimizer, kernel=kernel),
         tokenizer=tokenizer,
-        kernel=kernel,
         engine=engine,
         sampling=sampling,
-        optimizer=optimizer,
         train_prompts=train_prompts,
         eval_prompts=eval_prompts,
         rewards=functions,
@@ -121,7 +118,6 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
         saved=state["step"],
         evaluated=state["evaluated"],
         lock=lock,
-        budget=TokenBudget(config.optim.max_tokens_per_microbatch),
         speculation=speculation,
     )
 

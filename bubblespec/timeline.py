@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bubblespec.records import Span
+
 if TYPE_CHECKING:  # for annotations alone: who only reads timelines waits for no import of torch
     from bubblespec.distributed import Ranks
     from bubblespec.records import Load
 
-Event = tuple[str, float, float]  # kind, begin and end in seconds of time.perf_counter
+Event = Span
 
 # In the order of the legend. Useful work is in strong colours; waiting is pale, and what no event covers is white.
 COLOURS = {

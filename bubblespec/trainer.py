@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import IO
 
 import numpy as np
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from bubblespec.checkpoint import save_checkpoint
 from bubblespec.config import Config
@@ -17,24 +16,16 @@ from bubblespec.distributed import Ranks, StopRequested
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.errors import RunFailed, SaveFailed, say
+from bubblespec.errors import SaveFailed, say
 from bubblespec.metrics import MetricsLogger
-from bubblespec.optimizer import Optimizer
-from bubblespec.out_of_memory import TokenBudget
-from bubblespec.records import Prompt, Row
+from bubblespec.records import Prompt, Row, Span
 from bubblespec.rewards import RewardFunction, combine, overlong_penalty
 from bubblespec.rollout import Samples, assign_prompts, gather_samples, generate, make_rows
 from bubblespec.schedule.run_ahead import RolloutStats
 from bubblespec.schedule.speculation import Speculation
 from bubblespec.scoring import Scorer
-from bubblespec.timeline import Event
 from bubblespec.trace import Recorder
-from bubblespec.update import train_on_samples
-
-# What sampling/logp_difference/mean may be at temperature 1; beyond it something else than rounding is at work. Rounding alone
-# gives 1e-7 in float64 (the generator's are kept in float32), 3e-7 to 1e-4 in float32 and 2e-3 to 3e-2 in bfloat16, measured on
-# random models of eight layers, dense and with experts, with weights from usual ones to so large ones that errors grow.
-LARGEST_MISMATCH = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.1}
+from bubblespec.update import Learner
 
 
 @dataclass
@@ -43,18 +34,14 @@ class Trainer:
 
     num_updates: those done by now, by the run that this one continues as well; saved: those in the newest checkpoint;
     evaluated: those before the last evaluation, or -1.
-    reference: the initial policy, of which the KL is taken; with LoRA `model` itself, whose adapter is then turned off.
     """
 
     config: Config
     ranks: Ranks
-    model: PreTrainedModel
-    reference: PreTrainedModel | None
+    learner: Learner
     tokenizer: PreTrainedTokenizerBase
-    kernel: str
     engine: Generator
     sampling: SamplingParams
-    optimizer: Optimizer
     train_prompts: PromptSet
     eval_prompts: list[Prompt]
     rewards: dict[str, RewardFunction]
@@ -64,11 +51,8 @@ class Trainer:
     saved: int
     evaluated: int
     lock: IO | None  # keeps output_dir ours; on rank 0
-    budget: TokenBudget
     speculation: Speculation | None = None
-    num_skipped_in_a_row: int = 0  # steps
     recorder: Recorder | None = None
-    has_warned_of_mismatch: bool = False
 
     def batch(self, step: int) -> list[Prompt]:
         """The global batch of `step`, the same on every rank."""
@@ -112,53 +96,17 @@ def generate_step(
         trainer.engine.speculator = None
 
 
-def train_step(trainer: Trainer, samples: Samples, advantages: np.ndarray, step: int, events: list[Event]) -> dict[str, float]:
-    """All updates of a step; see `train_on_samples`. It is not left half done when the run is told to stop. Raises RunFailed
+def train_step(trainer: Trainer, samples: Samples, advantages: np.ndarray, step: int) -> tuple[dict[str, float], list[Span]]:
+    """All updates of a step; see `Learner.update`. It is not left half done when the run is told to stop. Raises RunFailed
     after too many steps without an update."""
-    config = trainer.config
     trainer.ranks.place = f"training of step {step}"
-    if config.rollout.free_cache_engine:
+    if trainer.config.rollout.free_cache_engine:
         trainer.engine.release()
-    metrics = train_on_samples(
-        trainer.model,
-        trainer.reference,
-        trainer.optimizer,
-        samples,
-        advantages,
-        config,
-        trainer.ranks,
-        step,
-        trainer.kernel,
-        events,
-        trainer.budget,
-    )
-    if config.reward.overlong_buffer_length:
+    metrics, spans = trainer.learner.update(samples, advantages, step)
+    if trainer.config.reward.overlong_buffer_length:
         metrics["rewards/overlong_penalty/mean"] = float(trainer.overlong(samples).mean())
-    trainer.num_skipped_in_a_row = trainer.num_skipped_in_a_row + 1 if metrics["skipped_updates"] else 0
-    if trainer.num_skipped_in_a_row > config.optim.max_skipped_steps:
-        raise RunFailed(
-            f"loss or gradient not finite in {trainer.num_skipped_in_a_row} steps in a row, up to step {step}; the weights are "
-            "those before them. Look at optim.learning_rate, at the rewards and at model.dtype"
-        )
     trainer.num_updates = step + 1
-    warn_of_mismatch(trainer, metrics, step)
-    return metrics
-
-
-def warn_of_mismatch(trainer: Trainer, metrics: dict[str, float], step: int) -> None:
-    """Once a run, where generation and training differ by more than rounding: they should be one function of the same weights."""
-    dtype, temperature = trainer.model.dtype, trainer.config.rollout.temperature
-    mean = metrics.get("sampling/logp_difference/mean", 0.0)
-    if trainer.has_warned_of_mismatch or not mean > LARGEST_MISMATCH[dtype] / min(temperature, 1.0):
-        return
-    trainer.has_warned_of_mismatch = True
-    if trainer.ranks.is_main:
-        say(
-            f"warning: in step {step} log-probabilities in training differ from those in generation by {mean:.1e} on average "
-            f"(sampling/logp_difference/mean), far more than {str(dtype).removeprefix('torch.')} rounds; one of the two computes "
-            "something else: look for randomness in the model's own code (dropout, noise of a router), and try another "
-            "model.attention and model.dtype"
-        )
+    return metrics, spans
 
 
 def save(trainer: Trainer, is_last: bool) -> None:
@@ -169,13 +117,13 @@ def save(trainer: Trainer, is_last: bool) -> None:
     speculation = trainer.speculation.state_dict() if trainer.speculation else None
     problem = save_checkpoint(
         trainer.config,
-        done,
-        trainer.evaluated,
-        trainer.model,
-        trainer.tokenizer,
-        trainer.optimizer,
-        speculation,
-        trainer.ranks,
+        step=done,
+        evaluated=trainer.evaluated,
+        model=trainer.learner.model,
+        tokenizer=trainer.tokenizer,
+        optimizer=trainer.learner.optimizer,
+        speculation=speculation,
+        ranks=trainer.ranks,
     )
     if problem is None:
         trainer.saved = done

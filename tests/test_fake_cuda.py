@@ -38,7 +38,7 @@ from bubblespec.engine.verify import RULES, verify
 from bubblespec.memory import HEADROOM, choose_num_slots, work_out
 from bubblespec.optimizer import Optimizer
 from bubblespec.schedule.progress import ProgressBoard, RankState
-from bubblespec.update import train_on_samples
+from bubblespec.update import Learner
 
 DEVICE = torch.device("cuda", 0)
 SOURCES = str(Path(bubblespec.__file__).parent)
@@ -414,7 +414,8 @@ def check_update(cuda, extra: dict, kernel: str, has_checkpoints: bool = False) 
     optimizer, ranks = Optimizer(model, config.optim, 10, Ranks(DEVICE)), Ranks(DEVICE)
     cuda.answer = lambda tensor: np.full(tuple(tensor.shape), 5.0)
     cuda.clear()
-    metrics = train_on_samples(model, reference, optimizer, make_samples(), ADVANTAGES, config, ranks, 0, kernel)
+    learner = Learner(config=config, ranks=ranks, model=model, reference=reference, optimizer=optimizer, kernel=kernel)
+    metrics, _ = learner.update(make_samples(), ADVANTAGES, 0)
     assert metrics["grad_norm"] == 5.0 and metrics["skipped_updates"] == 0
     updates = extra.get("num_iterations", 1) * extra.get("num_minibatches", 1)
     assert cuda.waits == ["update._sum_over_ranks", "optimizer.step"] * updates

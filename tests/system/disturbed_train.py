@@ -78,7 +78,7 @@ class Disturbance:
         self.trainer, self.preempt, self.corrupt = trainer, preempt, corrupt
         self.rng = np.random.default_rng((seed, trainer.ranks.rank))
         self.counts = dict.fromkeys(COUNTS, 0)
-        self.vocab_size = trainer.model.get_input_embeddings().num_embeddings
+        self.vocab_size = trainer.learner.model.get_input_embeddings().num_embeddings
         self._training_step = trainer.num_updates
         self._step = trainer.engine.step
         trainer.engine.step = self.step
