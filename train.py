@@ -40,8 +40,8 @@ def train(trainer: Trainer) -> None:
             collected = collect(trainer, step)
             samples, rewards, stats, stages = collected.samples, collected.rewards, collected.stats, collected.stages
             advantages = estimate_advantages(rewards, config.loss.advantage_estimator, config.loss.scale_rewards).ravel()
-            metrics, reductions = train_step(trainer, samples, advantages, step)
-            stats.events += reductions
+            metrics, spans = train_step(trainer, samples, advantages, step)
+            stats.events += spans
             stages.append(("train", stages[-1][2], time.perf_counter()))
             metrics |= rollout_metrics(collected, list(trainer.rewards)) | trainer.scorer.take_metrics()
             if trainer.speculation is not None:

@@ -1,5 +1,5 @@
-"""Checkpoints: written aside, flushed to disk, renamed. A folder named checkpoint-N is therefore whole unless the disk fails,
-and SHA256SUMS in it (`sha256sum -c SHA256SUMS`) tells whether it has: what is damaged is not continued from.
+"""Checkpoints: written to a temporary folder, flushed to disk, renamed. A folder named checkpoint-N is therefore complete unless
+the disk fails, which its SHA256SUMS detects (`sha256sum -c SHA256SUMS`): a run never resumes from a damaged one.
 
 Noise and batches are functions of the step, so weights, optimizer state and the step number are all that exactness needs;
 drafts and histories are saved too, for speed.

@@ -1,8 +1,8 @@
-"""Where a rank's memory goes, before anything is loaded: python -m bubblespec.memory --config FILE [section.key=value ...]
+"""Memory of a rank, worked out before anything is loaded: python -m bubblespec.memory --config FILE [section.key=value ...]
 
 Sizes of weights, gradients, optimizer state, keys and values are exact: they are read off the model on torch's meta device,
-where tensors have shapes and no memory. Activations are counted there too, as what a forward saves for its backward. What a
-backward, the loss head and the sampler need for a moment is a rule of thumb; the tests hold the gradient step against
+where tensors have shapes and no memory. Activations are counted there too, as what a forward saves for its backward. The
+temporary memory of a backward, the loss head and the sampler is a rule of thumb; the tests compare the gradient step with
 measured peaks.
 
 All sizes are bytes of one rank; tables are in GB of 10^9 bytes.

@@ -33,7 +33,7 @@ from bubblespec.rollout import Samples
 # random models of eight layers, dense and with experts, with weights from usual ones to so large ones that errors grow.
 LARGEST_MISMATCH = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.1}
 
-# Of a micro-batch or an update; "low", "high" and "delta" count where policy_loss has bounded a token.
+# What is measured of a micro-batch, and summed over those of an update; low, high and delta count bounded tokens (policy_loss).
 MEASURED = ("loss", "entropy", "low", "high", "delta", "kl", "mismatch", "tokens", "largest_mismatch")
 
 
@@ -62,18 +62,18 @@ class Learner:
     kernel: str
     """Of attention; see `choose_kernel`."""
     budget: TokenBudget = field(init=False)
-    """Of the micro-batches of all steps: what one step finds out about memory, the next ones know."""
+    """Size of the micro-batches; where memory has run out it stays lower in the steps that follow."""
     num_skipped_in_a_row: int = 0
-    """The latest steps that left out an update, one after the other."""
+    """Steps in a row, up to the latest, in which an update was left out."""
     has_warned_of_mismatch: bool = False
-    """Said once a run."""
+    """The warning is given once a run."""
 
     def __post_init__(self):
         self.budget = TokenBudget(self.config.optim.max_tokens_per_microbatch)
 
     def update(self, samples: Samples, advantages: np.ndarray, step: int) -> tuple[dict[str, float], list[Span]]:
-        """All updates of one step. advantages: float64 [S]. Returns the step's training metrics, equal on all ranks, but for
-        `timing_s/sync`, this rank's seconds in gradient reductions; and the spans of these reductions.
+        """All updates of one step. advantages: float64 [S]. Returns the step's training metrics, equal on all ranks but for
+        `timing_s/sync`, this rank's seconds in gradient reductions, and a "sync" span for each of these reductions.
 
         An update whose loss or gradient is not finite is left out, on all ranks alike; `skipped_updates` counts them. Raises
         RunFailed after more than optim.max_skipped_steps steps in a row with such an update.
@@ -84,11 +84,11 @@ class Learner:
             samples, has_gradient, config=self.config, ranks=self.ranks, max_tokens=self.budget.max_tokens
         )
 
-        def each(work: Callable, microbatches: list[Microbatch], restart: Callable[[], None]) -> list:
+        def run(work: Callable, microbatches: list[Microbatch], restart: Callable[[], None]) -> list:
             return run_within_memory(work, microbatches, restart=restart, samples=samples, budget=self.budget, ranks=self.ranks)
 
         for microbatches in minibatches[1:]:
-            each(self._note_old_logprobs, microbatches, lambda: None)
+            run(self._set_old_logprobs, microbatches, lambda: None)
         totals, grad_norms, spans, num_skipped = [], [], [], 0
         for number, microbatches in enumerate(minibatches * self.config.loss.num_iterations):
 
@@ -97,7 +97,7 @@ class Learner:
                 for batch in microbatches if number == 0 else ():
                     batch.old = None  # the first update's comes from the very forward that is differentiated
 
-            measured = each(lambda batch: self.accumulate_gradient(batch, advantages, weights), microbatches, restart)
+            measured = run(lambda batch: self.accumulate_gradient(batch, advantages, weights), microbatches, restart)
             begin_s = time.perf_counter()
             self.optimizer.reduce(self.ranks)
             spans.append(Span("sync", begin_s, time.perf_counter()))
@@ -145,7 +145,7 @@ class Learner:
         return torch.stack([total.detach(), *sums, logprob.new_full((), len(logprob)), mismatch.max()])
 
     @torch.no_grad()
-    def _note_old_logprobs(self, batch: Microbatch) -> None:
+    def _set_old_logprobs(self, batch: Microbatch) -> None:
         batch.old = self._logprobs(self.model, batch)[0]
 
     def _logprobs(self, model: PreTrainedModel, batch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -56,10 +56,10 @@ def moved(model):
     return other
 
 
-def make_learner(model, config, reference=None, ranks=None, kernel="sdpa") -> Learner:
+def make_learner(model, config, reference=None, ranks=None) -> Learner:
     ranks = ranks or Ranks(torch.device("cpu"))
     optimizer = Optimizer(model, config.optim, 10)
-    return Learner(config=config, ranks=ranks, model=model, reference=reference, optimizer=optimizer, kernel=kernel)
+    return Learner(config=config, ranks=ranks, model=model, reference=reference, optimizer=optimizer, kernel="sdpa")
 
 
 def gradients(learner: Learner, samples, advantages=ADVANTAGES) -> tuple[list[torch.Tensor], dict]:
