@@ -9,7 +9,7 @@ import torch
 from benchmarks import growth
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import prepare_model
-from bubblespec.records import Row
+from bubblespec.records import Row, SampleId
 
 
 def calls_in_step(monkeypatch, num_rows: int, length: int) -> tuple[int, dict]:
@@ -55,7 +55,7 @@ def test_rows_are_not_searched_for(make_model):
     model = make_model("llama", torch.float32)
     prepare_model(model, 64)
     engine = Generator(model, num_slots=64, max_length=64, seed=0)
-    engine.add([CountedRow(u, 0, 0, (1, 2, 3 + u % 8), 20) for u in range(64)])
+    engine.add([CountedRow(SampleId(u, 0, 0), (1, 2, 3 + u % 8), 20) for u in range(64)])
     for _ in range(4):
         engine.step()
     CountedRow.comparisons = 0
