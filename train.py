@@ -4,63 +4,29 @@ import argparse
 import logging
 import os
 import sys
-import time
 
-import numpy as np
 import transformers
 
 from bubblespec.config import load_config
 from bubblespec.errors import EndsRun
-from bubblespec.idle.speculation import speculation_metrics
 from bubblespec.learn.advantages import estimate_advantages
 from bubblespec.ranks.collectives import ranks_from_environment, say_once, signals_stop
-from bubblespec.rollout.collect import collect
 from bubblespec.set_up import set_up
-from bubblespec.telemetry.metrics import MetricsLogger
-from bubblespec.telemetry.report import peak_memory_gb, rollout_metrics, timing_metrics
-from bubblespec.telemetry.timeline import gather_lanes
-from bubblespec.telemetry.trace import Recorder
-from bubblespec.trainer import Trainer, evaluate_if_due, save, stops_cleanly, train_step
+from bubblespec.trainer import Trainer
 
 
 def train(trainer: Trainer) -> None:
-    config, ranks = trainer.config, trainer.ranks
-    run = config.run
-    logger = MetricsLogger(run.output_dir, ranks.is_main, trainer.num_updates, run.max_steps)
-    if config.trace.enabled:
-        store = trainer.speculation.store if trainer.speculation is not None else None
-        trainer.recorder = Recorder(config, ranks, store, trainer.num_updates)
-    with stops_cleanly(trainer, logger):
-        evaluate_if_due(trainer, logger)
-        for step in range(trainer.num_updates, run.max_steps):
-            if step in run.timeline_steps or step - 1 in run.timeline_steps:
-                ranks.barrier()  # lanes begin together, and what drawing took is not counted as waiting in the step after it
-            if trainer.recorder is not None:
-                trainer.recorder.begin(step, trainer.batch(step), config.rollout.num_generations)
-            collected = collect(trainer, step)
-            samples, rewards, stats, stages = collected.samples, collected.rewards, collected.stats, collected.stages
-            advantages = estimate_advantages(rewards, config.loss.advantage_estimator, config.loss.scale_rewards).ravel()
-            metrics = train_step(trainer, samples, advantages, step, stats.events)
-            stages.append(("train", stages[-1][2], time.perf_counter()))
-            metrics |= rollout_metrics(collected, list(trainer.rewards)) | trainer.scorer.take_metrics()
-            if trainer.speculation is not None:
-                generated, all_rewards = collected.generated, collected.all_rewards.ravel()
-                trainer.speculation.learn(step, generated.prompts, generated.tokens, all_rewards)
-                metrics |= speculation_metrics(ranks, stats, trainer.speculation, int(generated.lengths.sum()))
-            else:
-                metrics["rollout/forwards"] = int(ranks.gather(np.array([stats.own_forwards])).max())
-            metrics |= timing_metrics(ranks, stages, stats.wait_s, metrics.pop("timing_s/sync"), collected.generated)
-            logger.log(step, metrics | {"perf/max_memory_gb": peak_memory_gb(ranks)})
-            if trainer.recorder is not None:
-                trainer.recorder.write(step, collected, metrics["rollout/digest"])
-            if step % run.logging_steps == 0:
-                logger.log_samples(step, samples, rewards.ravel(), trainer.tokenizer)
-            if step in run.timeline_steps:
-                logger.log_timeline(step, gather_lanes(ranks, stats.events, stages), config.speculative.method)
-            evaluate_if_due(trainer, logger)
-            is_last = step + 1 == run.max_steps
-            if is_last or (run.save_steps and (step + 1) % run.save_steps == 0):
-                save(trainer, is_last)
+    """The loop of a run, from where it is to its last step."""
+    loss = trainer.config.loss
+    with trainer.open():
+        trainer.evaluate_if_due()
+        for step in range(trainer.num_updates, trainer.config.run.max_steps):
+            record = trainer.sample(step)
+            advantages = estimate_advantages(record.rewards, loss.advantage_estimator, loss.scale_rewards)
+            metrics = trainer.update(record, advantages.ravel())
+            trainer.report(record, metrics)
+            trainer.evaluate_if_due()
+            trainer.save_if_due()
 
 
 def main() -> int:

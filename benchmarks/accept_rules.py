@@ -98,7 +98,8 @@ def policy_gradient(model: PreTrainedModel, rows: list[Row], temperature: float,
     total = sum(len(row.tokens) for row in rows)
     for row, advantage in zip(rows, advantages, strict=True):
         target = torch.from_numpy(row.tokens).to(model.device)
-        logprob, _ = token_logprobs(hidden_states(model, row)[:-1], output_head(model), target, temperature or 1.0, MAX_LOGITS)
+        options = {"temperature": temperature or 1.0, "max_logits": MAX_LOGITS}
+        logprob, _ = token_logprobs(hidden_states(model, row)[:-1], output_head(model), target, **options)
         (-advantage * logprob.sum() / total).backward()
     parameters = [p for p in model.parameters() if p.grad is not None]
     torch.nn.utils.clip_grad_norm_(parameters, 1.0)

@@ -26,9 +26,8 @@ from bubblespec.engine.noise import gumbel, stream_keys
 from bubblespec.engine.packing import pack_rows
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams, sample
-from bubblespec.records import Row, SampleId
+from bubblespec.records import Draft, Row, SampleId
 from bubblespec.speculate.proposer import RowSpeculator
-from bubblespec.speculate.store import Draft
 from bubblespec.speculate.windows import CostModel
 
 NEEDS_CUDA = "needs CUDA"

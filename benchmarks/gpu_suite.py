@@ -89,8 +89,7 @@ def out_of_memory(bench: Bench) -> Figure:
     from bubblespec.learn.optimizer import Optimizer
     from bubblespec.learn.out_of_memory import TokenBudget, run_within_memory
     from bubblespec.ranks.collectives import Ranks
-    from bubblespec.records import Prompt
-    from bubblespec.rollout.placement import Samples
+    from bubblespec.records import Prompt, Samples
 
     model = build(SHAPES[bench.policy] | {"num_hidden_layers": 8}, bench.device, torch.bfloat16)
     model.requires_grad_(True)
@@ -102,13 +101,14 @@ def out_of_memory(bench: Bench) -> Figure:
     samples = Samples(prompts, 1, list(tokens), unknown, unknown, np.zeros(count, bool), np.zeros((count, 1)))
 
     def accumulate(batch) -> None:
-        logprob, _ = response_logprobs(model, batch, 1.0, 1 << 22, bench.kernel)
+        logprob, _ = response_logprobs(model, batch, temperature=1.0, max_logits=1 << 22, kernel=bench.kernel)
         (-logprob.sum() / (count * length)).backward()
 
     def gradient() -> tuple[torch.Tensor, int]:
         optimizer.clear()
         batches, budget = [make_microbatch(samples, list(range(count)), bench.device)], TokenBudget(count * (length + 3))
-        run_within_memory(accumulate, batches, optimizer.clear, samples, budget, Ranks(bench.device))
+        parts = {"samples": samples, "budget": budget, "ranks": Ranks(bench.device)}
+        run_within_memory(accumulate, batches, restart=optimizer.clear, **parts)
         return optimizer.flat_grad.to("cpu", copy=True), len(batches)
 
     lasting = torch.cuda.memory_allocated()

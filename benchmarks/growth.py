@@ -123,9 +123,9 @@ def measure(num_rows: int, length: int, more: list[str] = ()) -> dict[str, float
     from bubblespec.config import load_config
     from bubblespec.idle.speculation import speculation_metrics
     from bubblespec.ranks.collectives import ranks_from_environment
+    from bubblespec.records import Draft
     from bubblespec.rollout.placement import make_rows
     from bubblespec.set_up import set_up
-    from bubblespec.speculate.store import Draft
     from bubblespec.trainer import train_step
 
     torch.set_num_threads(1)
@@ -142,7 +142,7 @@ def measure(num_rows: int, length: int, more: list[str] = ()) -> dict[str, float
         with ranks_from_environment("cpu", 60.0) as ranks:
             before = peak_bytes()
             trainer = set_up(config, ranks)
-            vocab_size = trainer.model.config.vocab_size
+            vocab_size = trainer.learner.model.config.vocab_size
             watch_model(clock)
             prompts = trainer.batch(0)
             rows = make_rows(trainer.own_share(prompts), 0, num_generations, length)
@@ -157,7 +157,7 @@ def measure(num_rows: int, length: int, more: list[str] = ()) -> dict[str, float
             collected = collect(trainer, 0)
             drafts = clock.lap()
             advantages = np.random.default_rng(0).choice((-1.0, 1.0), num_rows)
-            train_step(trainer, collected.samples, advantages, 0, [])
+            train_step(trainer, collected.samples, advantages, 0)
             train = clock.lap()
             trainer.speculation.learn(0, prompts, collected.samples.tokens, np.zeros(num_rows))
             metrics = speculation_metrics(ranks, collected.stats, trainer.speculation, num_rows * length)

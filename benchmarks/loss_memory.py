@@ -27,7 +27,7 @@ def measure(connection, tokens: int, hidden_size: int, vocab: int, max_logits: i
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     before, started = peak(), time.perf_counter()
-    token_logprobs(hidden, head, target, 1.0, max_logits)[0].sum().backward()
+    token_logprobs(hidden, head, target, temperature=1.0, max_logits=max_logits)[0].sum().backward()
     if device.type == "cuda":
         torch.cuda.synchronize()
     connection.send((peak() - before, time.perf_counter() - started))

@@ -24,7 +24,6 @@ from bubblespec.engine.runner import ModelRunner
 from bubblespec.errors import InputError
 from bubblespec.idle.speculation import speculation_metrics
 from bubblespec.learn.advantages import estimate_advantages
-from bubblespec.learn.learner import train_on_samples
 from bubblespec.ranks.collectives import ranks_from_environment
 from bubblespec.records import Row
 from bubblespec.rollout.placement import gather_samples, generate, make_rows
@@ -47,13 +46,13 @@ def timed(trainer: Trainer, action) -> tuple[float, int]:
 def plain_engine(trainer: Trainer) -> Generator:
     """An engine of its own for the rollouts without speculation: the other one holds drafts from step to step."""
     shape = trainer.engine.num_slots, trainer.engine.max_length
-    options = {"max_batch_tokens": trainer.engine.max_batch_tokens, "kernel": trainer.kernel}
-    return Generator(ModelRunner(trainer.model, *shape, trainer.config.run.seed, **options))
+    options = {"max_batch_tokens": trainer.engine.max_batch_tokens, "kernel": trainer.learner.kernel}
+    return Generator(ModelRunner(trainer.learner.model, *shape, trainer.config.run.seed, **options))
 
 
 def make_drafts_useless(trainer: Trainer) -> None:
     exchange, rng = trainer.speculation.exchange, np.random.default_rng(trainer.ranks.rank)
-    vocab_size = trainer.model.get_input_embeddings().num_embeddings
+    vocab_size = trainer.learner.model.get_input_embeddings().num_embeddings
 
     def exchange_useless(drafts, stats):
         random = {key: rng.integers(0, vocab_size, len(draft.tokens)).astype(np.int32) for key, draft in drafts.items()}
@@ -97,9 +96,7 @@ def paired_step(
     samples = gather_samples(prompts, rollout.num_generations, rows["none"], scores, ranks)
     rewards = trainer.combined(samples).reshape(len(prompts), -1)
     advantages = estimate_advantages(rewards, config.loss.advantage_estimator, config.loss.scale_rewards).ravel()
-    train_on_samples(
-        trainer.model, trainer.reference, trainer.optimizer, samples, advantages, config, ranks, step, trainer.kernel
-    )
+    trainer.learner.update(samples, advantages, step)
     trainer.speculation.learn(step, prompts, samples.tokens, rewards.ravel())
     result |= speculation_metrics(ranks, kept["stats"], trainer.speculation, int(samples.lengths.sum()))
     result |= {"rows": len(samples), "tokens": int(samples.lengths.sum()), "longest": int(samples.lengths.max())}

@@ -1,5 +1,5 @@
-"""Checkpoints: written aside, flushed to disk, renamed. A folder named checkpoint-N is therefore whole unless the disk fails,
-and SHA256SUMS in it (`sha256sum -c SHA256SUMS`) tells whether it has: what is damaged is not continued from.
+"""Checkpoints: written to a temporary folder, flushed to disk, renamed. A folder named checkpoint-N is therefore complete unless
+the disk fails, which its SHA256SUMS detects (`sha256sum -c SHA256SUMS`): a run never resumes from a damaged one.
 
 Noise and batches are functions of the step, so weights, optimizer state and the step number are all that exactness needs;
 drafts and histories are saved too, for speed.
@@ -30,15 +30,19 @@ STATE_FILE = "trainer_state.json"
 SUMS_FILE = "SHA256SUMS"
 CONFIG_FILE = "config.yaml"
 SPECULATION_FILE = "speculation.npz"
+PLANNER_FILE = "planner.npz"
+FORMAT = 2  # of checkpoints; those without one have noise keyed by the step
 
 
 def save_checkpoint(
     config: Config,
+    *,
     step: int,
     evaluated: int,
     model: PreTrainedModel,
     tokenizer,
     optimizer: Optimizer,
+    planner: dict[str, np.ndarray],
     speculation: dict[str, np.ndarray] | None,
     ranks: Ranks,
 ) -> str | None:
@@ -51,7 +55,13 @@ def save_checkpoint(
     optimizer_state = optimizer.state_dict(ranks)
     if ranks.is_main:
         temporary = os.path.join(config.run.output_dir, f"tmp-checkpoint-{step}")
-        state = {"step": step, "evaluated": evaluated, "world_size": ranks.world_size, "config": flatten(config)}
+        state = {
+            "format": FORMAT,
+            "step": step,
+            "evaluated": evaluated,
+            "world_size": ranks.world_size,
+            "config": flatten(config),
+        }
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             os.makedirs(temporary)
@@ -59,6 +69,7 @@ def save_checkpoint(
             tokenizer.save_pretrained(temporary)
             with open(os.path.join(temporary, "optimizer.pt"), "wb") as file:  # of an own file's failure torch gives no reason
                 torch.save(optimizer_state, file)
+            np.savez(os.path.join(temporary, PLANNER_FILE), **planner)
             if speculation is not None:
                 np.savez(os.path.join(temporary, SPECULATION_FILE), **speculation)
             with open(os.path.join(temporary, STATE_FILE), "w", encoding="utf-8") as file:
@@ -98,10 +109,10 @@ def find_damage(folder: str) -> str | None:
     if not wanted or list(wanted)[-1] != STATE_FILE:  # which is written last
         return f"{SUMS_FILE} has lost its end"
     try:
-        found = _digests(folder, list(wanted))
+        digests = _digests(folder, list(wanted))
     except OSError as error:
         return f"a file cannot be read: {error}"
-    return next((f"{name} is not as it was written" for name in wanted if found[name] != wanted[name]), None)
+    return next((f"{name} is not as it was written" for name in wanted if digests[name] != wanted[name]), None)
 
 
 def _digests(folder: str, names: list[str]) -> dict[str, str]:
@@ -192,6 +203,11 @@ def _find_checkpoint(config: Config, world_size: int) -> str | None:
         if damage := find_damage(folder):
             raise InputError(f"run.resume_from_checkpoint: {folder} is damaged: {damage}")
     state = read_state(folder)
+    if state.get("format") != FORMAT:
+        raise InputError(
+            f"run.resume_from_checkpoint: {folder} is of another version, whose samples have other noise: continuing would not "
+            "be the same run (give another run.output_dir for a new one)"
+        )
     other = [f"{key}: {here} here, but {there}" for key, here, there in _check_same_run(config, state["config"], folder)]
     if world_size != state["world_size"]:
         other.append(f"{world_size} ranks here, but {state['world_size']}")
@@ -244,9 +260,9 @@ def load_optimizer(folder: str, optimizer: Optimizer) -> None:
     optimizer.load_state_dict(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
 
 
-def load_speculation(folder: str) -> dict[str, np.ndarray] | None:
-    """The saved drafts and histories, if the run had any."""
-    path = os.path.join(folder, SPECULATION_FILE)
+def load_arrays(folder: str, name: str) -> dict[str, np.ndarray] | None:
+    """The arrays in a file of a checkpoint, or None if it has no such file."""
+    path = os.path.join(folder, name)
     if not os.path.isfile(path):
         return None
     with np.load(path) as arrays:  # refuses pickled objects

@@ -1,8 +1,8 @@
-"""Where a rank's memory goes, before anything is loaded: python -m bubblespec.memory --config FILE [section.key=value ...]
+"""Memory of a rank, worked out before anything is loaded: python -m bubblespec.memory --config FILE [section.key=value ...]
 
 Sizes of weights, gradients, optimizer state, keys and values are exact: they are read off the model on torch's meta device,
-where tensors have shapes and no memory. Activations are counted there too, as what a forward saves for its backward. What a
-backward, the loss head and the sampler need for a moment is a rule of thumb; the tests hold the gradient step against
+where tensors have shapes and no memory. Activations are counted there too, as what a forward saves for its backward. The
+temporary memory of a backward, the loss head and the sampler is a rule of thumb; the tests compare the gradient step with
 measured peaks.
 
 All sizes are bytes of one rank; tables are in GB of 10^9 bytes.
@@ -40,20 +40,28 @@ SAMPLER_BYTES = 16  # for each of sampling.MAX_LOGITS_AT_ONCE: logits, noise, th
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes of one rank. `slot`: keys and values of one row; `training` and `rollout`: most that lives in a gradient step, and
-    in a forward of the rollout, beside everything else; `activations` and `head` are the parts of `training`.
-    `host_while_saving`: memory of the machine, not of the card, that rank 0 needs for the optimizer state of all ranks."""
+    """Bytes of one rank."""
 
     weights: int
+    """The policy."""
     reference: int
+    """The reference model of a KL term, or 0."""
     gradients: int
+    """The whole gradient buffer."""
     masters: int
+    """This rank's float32 master weights, or 0 where the model is updated in place."""
     moments: int
+    """AdamW's, of what this rank updates."""
     slot: int
+    """Keys and values of one row."""
     activations: int
+    """Most that a gradient step holds below the loss head, beside what lasts."""
     head: int
+    """Most that its loss head holds."""
     rollout: int
+    """Most that a forward of the rollout holds, beside what lasts and the slots."""
     host_while_saving: int
+    """Memory of the machine, not of the card, that rank 0 needs for the optimizer state of all ranks."""
 
     @property
     def lasting(self) -> int:
@@ -289,12 +297,12 @@ def table(config: Config, model: PreTrainedModel, world_size: int) -> str:
     for name, total in CARDS.items():
         room = total * (1 - HEADROOM) - needs.lasting
         rooms = (needs.room_for_cache(room, is_freed) for is_freed in (False, True))
-        kept, freed = (max(int(cache // needs.slot) - spare_slots(config), 0) for cache in rooms)
-        fitting = freed if rollout.free_cache_engine else kept
+        beside_step, freed = (max(int(cache // needs.slot) - spare_slots(config), 0) for cache in rooms)
+        fitting = freed if rollout.free_cache_engine else beside_step
         slots = min(fitting, most) if rollout.num_slots == "auto" else rollout.num_slots
         lines.append(
             f"{world_size} x {name}: {'fits' if 1 <= slots <= fitting else 'DOES NOT FIT'}, {(room - needs.training) / 1e9:.1f} "
-            f"left beside a gradient step ({HEADROOM:.0%} kept free); slots: {kept} fit, {freed} if freed for the step; "
+            f"left beside a gradient step ({HEADROOM:.0%} kept free); slots: {beside_step} fit, {freed} if freed for the step; "
             f"{slots} used for {rows} rows"
         )
     lines.append(f"rank 0 holds {needs.host_while_saving / 1e9:.1f} GB of optimizer state in the machine's memory while it saves")
@@ -304,8 +312,8 @@ def table(config: Config, model: PreTrainedModel, world_size: int) -> str:
 def load_meta_model(config: Config) -> PreTrainedModel:
     """From the model's config.json alone. Raises InputError."""
     try:
-        found = AutoConfig.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
-        return meta_model(found, getattr(torch, config.model.dtype))
+        architecture = AutoConfig.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
+        return meta_model(architecture, getattr(torch, config.model.dtype))
     except (OSError, ValueError, KeyError) as error:
         raise InputError(
             f"model.path: cannot read the configuration of {config.model.path}: {str(error).strip().splitlines()[0]}"

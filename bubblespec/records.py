@@ -290,6 +290,14 @@ def digest(samples: Samples) -> str:
     return sha.hexdigest()
 
 
+def has_zero_std(rewards: np.ndarray) -> np.ndarray:
+    """Whether a group's samples all got the same reward, bool [groups]: compared within their group they give no gradient.
+
+    rewards: [groups, generations].
+    """
+    return np.ptp(rewards, axis=1) < 1e-8
+
+
 @dataclass
 class StepRecord:
     """A step as this rank saw it. Samples and rewards are the same on all ranks, times are not."""

@@ -11,10 +11,20 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from bubblespec.checkpoint import STATE_FILE, find_checkpoint, load_optimizer, load_speculation, lock_output_dir, read_state
+from bubblespec.checkpoint import (
+    PLANNER_FILE,
+    SPECULATION_FILE,
+    STATE_FILE,
+    find_checkpoint,
+    load_arrays,
+    load_optimizer,
+    lock_output_dir,
+    read_state,
+)
 from bubblespec.checks import check_memory, check_moments, check_same_architecture, check_vocabulary
 from bubblespec.config import Config
 from bubblespec.data.prompts import PromptSet, build_prompt_set, load_rows, make_tokenize, reasoning_gym_rows
+from bubblespec.data.step_planner import InOrder
 from bubblespec.engine.attention import choose_kernel
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
@@ -22,14 +32,15 @@ from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
 from bubblespec.idle.speculation import make_speculation
+from bubblespec.learn.learner import Learner
 from bubblespec.learn.lora import add_adapter
 from bubblespec.learn.optimizer import Optimizer
-from bubblespec.learn.out_of_memory import TokenBudget
 from bubblespec.memory import choose_num_slots
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.records import Prompt
 from bubblespec.rewards.functions import check_arguments, load_reward
 from bubblespec.rewards.scorer import Scorer
+from bubblespec.rollout.sampler import Sampler
 from bubblespec.trainer import Trainer
 
 
@@ -99,31 +110,35 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
     )
     engine = Generator(runner)
     speculation = make_speculation(config, ranks, engine, sampling)
+    planner = InOrder(train_prompts, config.run.seed, rollout.num_prompts_per_step)
     with _says_what_does_not_fit(checkpoint):
-        if checkpoint and speculation is not None and (saved := load_speculation(checkpoint)) is not None:
+        if checkpoint:
+            planner.load_state_dict(load_arrays(checkpoint, PLANNER_FILE))
+        if checkpoint and speculation is not None and (saved := load_arrays(checkpoint, SPECULATION_FILE)) is not None:
             speculation.load_state_dict(saved)
+    sampler = Sampler(
+        config=config,
+        ranks=ranks,
+        engine=engine,
+        params=sampling,
+        planner=planner,
+        scorer=Scorer(config.reward, functions, tokenizer, ranks, config.run.output_dir),
+        reward_weights=config.reward.weights or [1.0] * len(functions),
+        speculation=speculation,
+    )
     lock = claim_output_dir(config, ranks)
     return Trainer(
         config=config,
         ranks=ranks,
-        model=model,
-        reference=reference,
+        learner=Learner(config=config, ranks=ranks, model=model, reference=reference, optimizer=optimizer, kernel=kernel),
+        sampler=sampler,
         tokenizer=tokenizer,
-        kernel=kernel,
-        engine=engine,
-        sampling=sampling,
-        optimizer=optimizer,
-        train_prompts=train_prompts,
         eval_prompts=eval_prompts,
         rewards=functions,
-        reward_weights=config.reward.weights or [1.0] * len(functions),
-        scorer=Scorer(config.reward, functions, tokenizer, ranks, config.run.output_dir),
         num_updates=state["step"],
         saved=state["step"],
         evaluated=state["evaluated"],
         lock=lock,
-        budget=TokenBudget(config.optim.max_tokens_per_microbatch),
-        speculation=speculation,
     )
 
 

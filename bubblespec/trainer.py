@@ -1,244 +1,179 @@
-"""Everything a run holds, and what is done with it in a step. The loop itself is in train.py, set_up.py makes the parts."""
+"""A run: its parts, how far it is, and what happens between two steps of its loop (train.py). set_up.py makes the parts."""
 
 import contextlib
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import IO
 
 import numpy as np
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from bubblespec.checkpoint import save_checkpoint
 from bubblespec.config import Config
-from bubblespec.data.prompts import PromptSet
-from bubblespec.engine.generator import Generator
 from bubblespec.engine.noise import EVALUATION
-from bubblespec.engine.sampling import SamplingParams
-from bubblespec.errors import RunFailed, SaveFailed, say
-from bubblespec.idle.speculation import Speculation
-from bubblespec.learn.learner import train_on_samples
-from bubblespec.learn.optimizer import Optimizer
-from bubblespec.learn.out_of_memory import TokenBudget
+from bubblespec.errors import SaveFailed, say
+from bubblespec.learn.learner import Learner
 from bubblespec.ranks.collectives import Ranks, StopRequested
-from bubblespec.records import Prompt, Row
-from bubblespec.rewards.functions import RewardFunction, combine, overlong_penalty
-from bubblespec.rewards.scorer import Scorer
-from bubblespec.rollout.loop import RolloutStats
-from bubblespec.rollout.placement import Samples, assign_prompts, gather_samples, generate, make_rows
+from bubblespec.records import Group, Prompt, Span, StepRecord
+from bubblespec.rewards.functions import RewardFunction, combine
+from bubblespec.rollout.sampler import Sampler
 from bubblespec.telemetry.metrics import MetricsLogger
-from bubblespec.telemetry.timeline import Event
+from bubblespec.telemetry.report import peak_memory_gb, rollout_metrics, speculation_metrics, timing_metrics
+from bubblespec.telemetry.timeline import gather_lanes
 from bubblespec.telemetry.trace import Recorder
 
-# What sampling/logp_difference/mean may be at temperature 1; beyond it something else than rounding is at work. Rounding alone
-# gives 1e-7 in float64 (the generator's are kept in float32), 3e-7 to 1e-4 in float32 and 2e-3 to 3e-2 in bfloat16, measured on
-# random models of eight layers, dense and with experts, with weights from usual ones to so large ones that errors grow.
-LARGEST_MISMATCH = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.1}
 
-
-@dataclass
+@dataclass(kw_only=True)
 class Trainer:
-    """The parts of a run, and how far it is.
-
-    num_updates: those done by now, by the run that this one continues as well; saved: those in the newest checkpoint;
-    evaluated: those before the last evaluation, or -1.
-    reference: the initial policy, of which the KL is taken; with LoRA `model` itself, whose adapter is then turned off.
-    """
+    """The parts of a run, and how far it is."""
 
     config: Config
     ranks: Ranks
-    model: PreTrainedModel
-    reference: PreTrainedModel | None
+    sampler: Sampler
+    learner: Learner
     tokenizer: PreTrainedTokenizerBase
-    kernel: str
-    engine: Generator
-    sampling: SamplingParams
-    optimizer: Optimizer
-    train_prompts: PromptSet
     eval_prompts: list[Prompt]
     rewards: dict[str, RewardFunction]
-    reward_weights: list[float]
-    scorer: Scorer
+    """By dotted path."""
     num_updates: int
+    """Done by now, by the run that this one continues as well."""
     saved: int
+    """Updates in the newest checkpoint."""
     evaluated: int
-    lock: IO | None  # keeps output_dir ours; on rank 0
-    budget: TokenBudget
-    speculation: Speculation | None = None
-    num_skipped_in_a_row: int = 0  # steps
+    """Updates before the last evaluation, or -1."""
+    lock: IO | None
+    """Keeps output_dir ours; on rank 0."""
+    logger: MetricsLogger | None = None
+    """While the run is open."""
     recorder: Recorder | None = None
-    has_warned_of_mismatch: bool = False
+    """Where the run is recorded."""
 
-    def batch(self, step: int) -> list[Prompt]:
-        """The global batch of `step`, the same on every rank."""
-        return self.train_prompts.batch(self.config.run.seed, step, self.config.rollout.num_prompts_per_step)
+    @contextlib.contextmanager
+    def open(self) -> Iterator[None]:
+        """Around the loop. It ends here when the run is told to stop, on all ranks alike: after an update, whose state is saved.
+        A rollout or evaluation is abandoned, and made again, the same, by the continuation. Raises SaveFailed."""
+        run = self.config.run
+        self.logger = MetricsLogger(run.output_dir, self.ranks.is_main, self.num_updates, run.max_steps)
+        if self.config.trace.enabled:
+            self.recorder = Recorder(self.config, self.ranks, self.num_updates)
+        try:
+            yield
+        except StopRequested:
+            if self.saved != self.num_updates:
+                self.save(is_last=True)
+            of = f"{self.num_updates} of {run.max_steps}"
+            self.logger.say(f"told to stop after {of} updates; the same command goes on from there")
+        finally:
+            self.logger.close()
 
-    def own_share(self, prompts: list[Prompt]) -> list[Prompt]:
-        """This rank's prompts of a batch."""
-        return [prompts[i] for i in assign_prompts(len(prompts), self.ranks.world_size)[self.ranks.rank]]
+    def sample(self, step: int) -> StepRecord:
+        """The step's samples and rewards, the same on all ranks. Raises StopRequested."""
+        timeline_steps = self.config.run.timeline_steps
+        if step in timeline_steps or step - 1 in timeline_steps:
+            self.ranks.barrier()  # lanes begin together, and what drawing took is not counted as waiting in the step after it
+        return self.sampler.sample(step)
 
-    def combined(self, samples: Samples) -> np.ndarray:
-        """Reward of each sample in training: the weighted sum and the overlong penalty, float64 [S]."""
-        return combine(samples.rewards, self.reward_weights) + self.overlong(samples)
+    def update(self, record: StepRecord, advantages: np.ndarray) -> dict[str, float]:
+        """All updates of a step; see `Learner.update`. advantages: float64 [S]. Not left half done when the run is told to stop.
+        Raises RunFailed after too many steps without an update."""
+        self.ranks.place = f"training of step {record.step}"
+        if self.config.rollout.free_cache_engine:
+            self.sampler.engine.release()
+        metrics, spans = self.learner.update(record.samples, advantages, record.step)
+        if self.config.reward.overlong_buffer_length:
+            metrics["rewards/overlong_penalty/mean"] = float(self.sampler.overlong(record.samples).mean())
+        self.num_updates = record.step + 1
+        record.spans.extend(spans)
+        record.stages.append(Span("train", record.stages[-1].end_s, self.ranks.clock.perf_counter()))
+        return metrics
 
-    def overlong(self, samples: Samples) -> np.ndarray:
-        """The overlong penalty of each sample, float64 [S]; 0 where it is off."""
-        reward, limit = self.config.reward, self.config.rollout.max_completion_length
-        return overlong_penalty(samples.lengths, limit, reward.overlong_buffer_length, reward.overlong_penalty_factor)
+    def report(self, record: StepRecord, metrics: dict[str, float]) -> None:
+        """Write the step's numbers, and whatever else is wanted of it: samples, timeline, trace. metrics: of the update."""
+        ranks, run, step, speculation = self.ranks, self.config.run, record.step, self.sampler.speculation
+        metrics |= rollout_metrics(record, list(self.rewards)) | self.sampler.scorer.take_metrics()
+        if speculation is None:
+            own_forwards = sum(rollout.own_forwards for rollout in record.rollouts)
+            metrics["rollout/forwards"] = int(ranks.gather(np.array([own_forwards])).max())
+        else:
+            known = {"store_tokens": speculation.store.num_tokens, "accepted_by_age": speculation.accepted_by_age}
+            metrics |= speculation_metrics(ranks, record, **known)
+        metrics |= timing_metrics(ranks, record, metrics.pop("timing_s/sync"))
+        self.logger.log(step, metrics | {"perf/max_memory_gb": peak_memory_gb(ranks)})
+        if self.recorder is not None:
+            self.recorder.write(record)
+        if step % run.logging_steps == 0:
+            self.logger.log_samples(step, record.samples, record.rewards.ravel(), self.tokenizer)
+        if step in run.timeline_steps:
+            spans = [span for rollout in record.rollouts for span in rollout.spans] + record.spans
+            lanes = gather_lanes(ranks, sorted(spans, key=lambda span: span.begin_s), record.stages)
+            self.logger.log_timeline(step, lanes, self.config.speculative.method)
 
+    def evaluate_if_due(self) -> None:
+        """Evaluate where run.eval_steps wants it; what was evaluated before the run was interrupted is not evaluated again."""
+        run, done = self.config.run, self.num_updates
+        is_due = run.eval_steps and (done % run.eval_steps == 0 or done == run.max_steps)
+        if is_due and self.evaluated != done:
+            self.logger.log_evaluation(done, self.evaluate())
 
-def generate_step(
-    trainer: Trainer, rows: list[Row], step: int, on_finished: Callable[[Row], None] | None = None
-) -> tuple[RolloutStats, dict]:
-    """Generate this rank's rows of a step, drafting ahead where that is on. Returns its counts and its drafts.
+    def evaluate(self) -> dict[str, float]:
+        """Held-out mean reward and pass@k, under noise that is the same at every evaluation, so that curves are paired.
 
-    on_finished: called with each of the rows as it finishes. Without speculation forwards are counted, but noted only in the
-    steps of run.timeline_steps. A rank that has been told to stop leaves the rollout where it is: `ranks.meet` must come next.
-    """
-    trainer.ranks.place = f"rollout of step {step}"
-    log = trainer.recorder.new_log() if trainer.recorder is not None else None
-    if trainer.speculation is None:
-        stats, started, forwards_before = RolloutStats(), time.perf_counter(), trainer.engine.num_forwards
-        events = stats.events if step in trainer.config.run.timeline_steps else None
-        generate(trainer.engine, rows, trainer.sampling, trainer.ranks, on_finished, events, log)
-        stats.own_s = stats.total_s = time.perf_counter() - started
-        stats.own_forwards = trainer.engine.num_forwards - forwards_before
-        return stats, {}
-    return trainer.speculation.rollout(trainer.engine, rows, trainer.sampling, step, trainer.batch, on_finished, log)
+        pass@k is the expected best of k samples by the first reward function: for a 0/1 reward the usual unbiased estimator
+        (Chen et al. 2021, arXiv 2107.03374, equation 1). Raises StopRequested, and then the evaluation is still to be made.
+        """
+        settings, params = self.config.eval, self.sampler.params
+        self.ranks.place = f"evaluation after {self.num_updates} updates"
+        if settings.temperature is not None:
+            params = replace(params, temperature=settings.temperature)
+        groups = [Group(prompt, EVALUATION) for prompt in self.eval_prompts]
+        samples = self.sampler.evaluate(groups, settings.num_generations, params)
+        metrics = {
+            # Without the overlong penalty, which shapes training alone.
+            "eval/reward": float(combine(samples.rewards, self.sampler.reward_weights).mean()),
+            "eval/completions/mean_length": float(samples.lengths.mean()),
+            "eval/completions/clipped_ratio": float(samples.is_truncated.mean()),
+            "eval/reward/errors": self.sampler.scorer.take_metrics()["reward/errors"],
+        }
+        by_prompt = np.nan_to_num(samples.rewards[:, 0]).reshape(len(groups), -1)
+        k = 1
+        while k <= settings.num_generations:
+            metrics[f"eval/pass@{k}"] = float(np.mean([expected_best(row, k) for row in by_prompt]))
+            k *= 2
+        self.evaluated = self.num_updates
+        return metrics
 
+    def save_if_due(self) -> None:
+        """Save where run.save_steps wants it, and at the end."""
+        run, done = self.config.run, self.num_updates
+        is_last = done == run.max_steps
+        if is_last or (run.save_steps and done % run.save_steps == 0):
+            self.save(is_last)
 
-def train_step(trainer: Trainer, samples: Samples, advantages: np.ndarray, step: int, events: list[Event]) -> dict[str, float]:
-    """All updates of a step; see `train_on_samples`. It is not left half done when the run is told to stop. Raises RunFailed
-    after too many steps without an update."""
-    config = trainer.config
-    trainer.ranks.place = f"training of step {step}"
-    if config.rollout.free_cache_engine:
-        trainer.engine.release()
-    metrics = train_on_samples(
-        trainer.model,
-        trainer.reference,
-        trainer.optimizer,
-        samples,
-        advantages,
-        config,
-        trainer.ranks,
-        step,
-        trainer.kernel,
-        events,
-        trainer.budget,
-    )
-    if config.reward.overlong_buffer_length:
-        metrics["rewards/overlong_penalty/mean"] = float(trainer.overlong(samples).mean())
-    trainer.num_skipped_in_a_row = trainer.num_skipped_in_a_row + 1 if metrics["skipped_updates"] else 0
-    if trainer.num_skipped_in_a_row > config.optim.max_skipped_steps:
-        raise RunFailed(
-            f"loss or gradient not finite in {trainer.num_skipped_in_a_row} steps in a row, up to step {step}; the weights are "
-            "those before them. Look at optim.learning_rate, at the rewards and at model.dtype"
+    def save(self, is_last: bool) -> None:
+        """Save a checkpoint. Called by all ranks: they go on together once it is on disk. If that fails the run goes on, with a
+        warning; but if this is its last save, raises SaveFailed."""
+        done, speculation = self.num_updates, self.sampler.speculation
+        self.ranks.place = f"save after {done} updates"
+        problem = save_checkpoint(
+            self.config,
+            step=done,
+            evaluated=self.evaluated,
+            model=self.learner.model,
+            tokenizer=self.tokenizer,
+            optimizer=self.learner.optimizer,
+            planner=self.sampler.planner.state_dict(),
+            speculation=speculation.state_dict() if speculation is not None else None,
+            ranks=self.ranks,
         )
-    trainer.num_updates = step + 1
-    warn_of_mismatch(trainer, metrics, step)
-    return metrics
-
-
-def warn_of_mismatch(trainer: Trainer, metrics: dict[str, float], step: int) -> None:
-    """Once a run, where generation and training differ by more than rounding: they should be one function of the same weights."""
-    dtype, temperature = trainer.model.dtype, trainer.config.rollout.temperature
-    mean = metrics.get("sampling/logp_difference/mean", 0.0)
-    if trainer.has_warned_of_mismatch or not mean > LARGEST_MISMATCH[dtype] / min(temperature, 1.0):
-        return
-    trainer.has_warned_of_mismatch = True
-    if trainer.ranks.is_main:
-        say(
-            f"warning: in step {step} log-probabilities in training differ from those in generation by {mean:.1e} on average "
-            f"(sampling/logp_difference/mean), far more than {str(dtype).removeprefix('torch.')} rounds; one of the two computes "
-            "something else: look for randomness in the model's own code (dropout, noise of a router), and try another "
-            "model.attention and model.dtype"
-        )
-
-
-def save(trainer: Trainer, is_last: bool) -> None:
-    """Save a checkpoint. Called by all ranks: they go on together once it is on disk. If that fails the run goes on, with a
-    warning; but if this is its last save, raises SaveFailed."""
-    done = trainer.num_updates
-    trainer.ranks.place = f"save after {done} updates"
-    speculation = trainer.speculation.state_dict() if trainer.speculation else None
-    problem = save_checkpoint(
-        trainer.config,
-        done,
-        trainer.evaluated,
-        trainer.model,
-        trainer.tokenizer,
-        trainer.optimizer,
-        speculation,
-        trainer.ranks,
-    )
-    if problem is None:
-        trainer.saved = done
-        return
-    newest = f"checkpoint-{trainer.saved}" if trainer.saved else "none"
-    line = f"checkpoint-{done} could not be saved: {problem}; the newest checkpoint is {newest}"
-    if is_last:
-        raise SaveFailed(line)
-    if trainer.ranks.is_main:
-        say(f"warning: {line}, and the run goes on")
-
-
-@contextlib.contextmanager
-def stops_cleanly(trainer: Trainer, logger: MetricsLogger) -> Iterator[None]:
-    """Training ends here when the run is told to stop, on all ranks alike: after an update, whose state is saved. A rollout or
-    evaluation is abandoned, and made again, the same, by the continuation. Raises SaveFailed."""
-    try:
-        yield
-    except StopRequested:
-        if trainer.saved != trainer.num_updates:
-            save(trainer, is_last=True)
-        of = f"{trainer.num_updates} of {trainer.config.run.max_steps}"
-        logger.say(f"told to stop after {of} updates; the same command goes on from there")
-    finally:
-        logger.close()
-
-
-def evaluate_if_due(trainer: Trainer, logger: MetricsLogger) -> None:
-    """Evaluate where run.eval_steps wants it; what was evaluated before the run was interrupted is not evaluated again."""
-    run, done = trainer.config.run, trainer.num_updates
-    is_due = run.eval_steps and (done % run.eval_steps == 0 or done == run.max_steps)
-    if is_due and trainer.evaluated != done:
-        logger.log_evaluation(done, evaluate(trainer))
-
-
-def evaluate(trainer: Trainer) -> dict[str, float]:
-    """Held-out mean reward and pass@k, under noise that is the same at every evaluation, so that curves are paired.
-
-    pass@k is the expected best of k samples by the first reward function: for a 0/1 reward the usual unbiased estimator
-    (Chen et al. 2021, arXiv 2107.03374, equation 1). Raises StopRequested, and then the evaluation is still to be made.
-    """
-    config, prompts = trainer.config, trainer.eval_prompts
-    trainer.ranks.place = f"evaluation after {trainer.num_updates} updates"
-    temperature = trainer.sampling.temperature if config.eval.temperature is None else config.eval.temperature
-    own = trainer.own_share(prompts)
-    rows = make_rows(own, EVALUATION, config.eval.num_generations, config.rollout.max_completion_length)
-    params = SamplingParams(
-        temperature, trainer.sampling.top_p, trainer.sampling.top_k, trainer.sampling.stop_token_ids, trainer.sampling.min_length
-    )
-    scoring = trainer.scorer.begin(own, rows)
-    generate(trainer.engine, rows, params, trainer.ranks, scoring.on_finished)
-    trainer.ranks.meet()
-    samples = gather_samples(prompts, config.eval.num_generations, rows, scoring.collect(), trainer.ranks)
-    metrics = {
-        # Without the overlong penalty, which shapes training alone.
-        "eval/reward": float(combine(samples.rewards, trainer.reward_weights).mean()),
-        "eval/completions/mean_length": float(samples.lengths.mean()),
-        "eval/completions/clipped_ratio": float(samples.is_truncated.mean()),
-        "eval/reward/errors": trainer.scorer.take_metrics()["reward/errors"],
-    }
-    by_prompt = np.nan_to_num(samples.rewards[:, 0]).reshape(len(prompts), -1)
-    k = 1
-    while k <= config.eval.num_generations:
-        metrics[f"eval/pass@{k}"] = float(np.mean([expected_best(row, k) for row in by_prompt]))
-        k *= 2
-    trainer.evaluated = trainer.num_updates
-    return metrics
+        if problem is None:
+            self.saved = done
+            return
+        newest = f"checkpoint-{self.saved}" if self.saved else "none"
+        line = f"checkpoint-{done} could not be saved: {problem}; the newest checkpoint is {newest}"
+        if is_last:
+            raise SaveFailed(line)
+        if self.ranks.is_main:
+            say(f"warning: {line}, and the run goes on")
 
 
 def expected_best(rewards: np.ndarray, k: int) -> float:

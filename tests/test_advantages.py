@@ -1,11 +1,14 @@
 """Advantages against reference_step.py, and against values worked out by hand."""
 
 import itertools
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
 
-from bubblespec.learn.advantages import estimate_advantages, has_zero_std
+from bubblespec.config import LossConfig
+from bubblespec.learn.advantages import ESTIMATORS, estimate_advantages
+from bubblespec.records import has_zero_std
 from tests import reference_step
 
 REWARDS = np.random.default_rng(0).normal(size=(5, 6)) * np.array([[1], [10], [0.1], [1], [3]]) + np.arange(5)[:, None]
@@ -21,12 +24,16 @@ REWARDS = np.random.default_rng(0).normal(size=(5, 6)) * np.array([[1], [10], [0
 @pytest.mark.parametrize("generations", [6, 2, 1])
 def test_advantages_equal_the_plain_computation(estimator, scale, generations):
     rewards = REWARDS[:, :generations]
-    found = estimate_advantages(rewards, estimator, scale)
-    assert found.dtype == np.float64
+    advantages = estimate_advantages(rewards, estimator, scale)
+    assert advantages.dtype == np.float64
     wanted = reference_step.estimate_advantages(rewards.tolist(), estimator, scale)
-    np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-13)
+    np.testing.assert_allclose(advantages, wanted, rtol=1e-12, atol=1e-13)
     if estimator != "reinforce_plus_plus":
-        np.testing.assert_allclose(found.sum(axis=1), 0, atol=1e-11)
+        np.testing.assert_allclose(advantages.sum(axis=1), 0, atol=1e-11)
+
+
+def test_every_estimator_can_be_configured():
+    assert get_args(get_type_hints(LossConfig)["advantage_estimator"]) == tuple(ESTIMATORS)
 
 
 def test_hand_worked_example():
@@ -54,9 +61,9 @@ def test_single_generation_has_advantage_zero(scale):
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_groups_without_variance_have_advantage_zero(scale):
     rewards = np.array([[0.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0.0, 1.0, 0.0]])
-    found = estimate_advantages(rewards, "grpo", scale)
-    np.testing.assert_array_equal(found[:2], np.zeros((2, 3)))
-    assert found[2, 1] > 0 > found[2, 0]
+    advantages = estimate_advantages(rewards, "grpo", scale)
+    np.testing.assert_array_equal(advantages[:2], np.zeros((2, 3)))
+    assert advantages[2, 1] > 0 > advantages[2, 0]
     np.testing.assert_array_equal(estimate_advantages(rewards[:1], "grpo", scale), np.zeros((1, 3)))
 
 

@@ -4,7 +4,8 @@ import numpy as np
 import torch
 
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.speculate.store import Draft, DraftStore, exchange
+from bubblespec.records import Draft
+from bubblespec.speculate.store import DraftStore, exchange
 
 
 def draft(*tokens: int, finished: bool = False, version: int = 0) -> Draft:

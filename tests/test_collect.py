@@ -9,9 +9,8 @@ from bubblespec.rollout.collect import collect
 
 from bubblespec.config import Config, ModelConfig, RolloutConfig
 from bubblespec.data.prompts import PromptSet
-from bubblespec.records import Prompt
+from bubblespec.records import Prompt, Samples
 from bubblespec.rollout.loop import RolloutStats
-from bubblespec.rollout.placement import Samples
 from bubblespec.rollout.placement import collect as module
 from tests.runs import ALWAYS_DRAFT, digests, read, run, same_weights, weights
 

@@ -8,8 +8,8 @@ from bubblespec.config import load_config
 from bubblespec.engine.noise import gumbel
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.ranks.collectives import Ranks
+from bubblespec.records import Draft
 from bubblespec.set_up import set_up
-from bubblespec.speculate.store import Draft
 from tests.system.disturbed_train import Disturbance, corrupt_drafts
 from tests.system.exactness import (
     ALWAYS_PROPOSE,

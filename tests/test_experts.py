@@ -142,14 +142,14 @@ def test_a_policy_with_experts_is_trained(tmp_path, dtype):
     options += ["run.max_steps=2", "rollout.max_completion_length=24", "reward.functions=[tests.test_experts.num_tokens]"]
     options += [f"run.output_dir={tmp_path / 'run'}", "eval.num_prompts=0", "loss.kl_coef=0.1"]
     trainer = set_up(load_config("configs/tiny_cpu.yaml", [*SHORT, *options]), Ranks(torch.device("cpu")))
-    before = [p.detach().clone() for p in trainer.model.parameters()]
+    before = [p.detach().clone() for p in trainer.learner.model.parameters()]
     train(trainer)
     trainer.lock.close()
     lines = read(tmp_path / "run")
     assert [line["skipped_updates"] for line in lines] == [0, 0] and all(line["grad_norm"] > 0 for line in lines)
     assert lines[0]["kl"] == 0 and lines[1]["kl"] > 0
     assert all(line["sampling/logp_difference/max"] < {"float32": 1e-3, "float64": 3e-6}[dtype] for line in lines)
-    assert not any(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(before, trainer.learner.model.parameters(), strict=True))
 
 
 def num_tokens(completion_ids, **columns) -> list[float]:

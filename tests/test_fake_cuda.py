@@ -35,7 +35,7 @@ from bubblespec.engine.packing import PAGE, pack_rows, pack_sequences
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams, sample
 from bubblespec.engine.verify import RULES, verify
-from bubblespec.learn.learner import train_on_samples
+from bubblespec.learn.learner import Learner
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.memory import HEADROOM, choose_num_slots, work_out
 from bubblespec.ranks.collectives import Ranks
@@ -413,7 +413,8 @@ def check_update(cuda, extra: dict, kernel: str, has_checkpoints: bool = False) 
     optimizer, ranks = Optimizer(model, config.optim, 10, Ranks(DEVICE)), Ranks(DEVICE)
     cuda.answer = lambda tensor: np.full(tuple(tensor.shape), 5.0)
     cuda.clear()
-    metrics = train_on_samples(model, reference, optimizer, make_samples(), ADVANTAGES, config, ranks, 0, kernel)
+    learner = Learner(config=config, ranks=ranks, model=model, reference=reference, optimizer=optimizer, kernel=kernel)
+    metrics, _ = learner.update(make_samples(), ADVANTAGES, 0)
     assert metrics["grad_norm"] == 5.0 and metrics["skipped_updates"] == 0
     updates = extra.get("num_iterations", 1) * extra.get("num_minibatches", 1)
     assert cuda.waits == ["learner._sum_over_ranks", "optimizer.step"] * updates

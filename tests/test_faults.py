@@ -72,7 +72,8 @@ def saver(tmp_path, make_model):
             optimizer.flat_grad.fill_(1.0 + step)
         optimizer.step(step)
         state = {"drafts.tokens": np.arange(step)}
-        return save_checkpoint(config, step, evaluated, model, Tokenizer(), optimizer, state, ALONE)
+        parts = {"model": model, "tokenizer": Tokenizer(), "optimizer": optimizer, "speculation": state}
+        return save_checkpoint(config, step=step, evaluated=evaluated, ranks=ALONE, **parts)
 
     save.config, save.optimizer, save.model, save.folder = config, optimizer, model, config.run.output_dir
     return save

@@ -259,14 +259,14 @@ def test_the_first_step_is_that_of_full_training(two_ranks, tmp_path):
 
 def test_a_checkpoint_is_an_adapter_that_peft_and_transformers_load(resumed):
     folder, trainer = resumed
-    assert trainer.reference is trainer.model, "no second copy of the weights"
+    assert trainer.learner.reference is trainer.learner.model, "no second copy of the weights"
     checkpoint = os.path.join(folder, f"checkpoint-{STEPS}")
     base = AutoModelForCausalLM.from_pretrained("configs/tiny_policy", dtype=torch.float64)
     with torch.no_grad():
         before = base(TOKENS).logits
         by_transformers = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)(TOKENS).logits
         by_peft = peft.PeftModel.from_pretrained(base, checkpoint)
-        trained = copy.deepcopy(trainer.model)
+        trained = copy.deepcopy(trainer.learner.model)
         trained.set_attn_implementation("sdpa")
         wanted = trained(TOKENS).logits
         assert torch.equal(by_peft(TOKENS).logits, wanted) and torch.equal(by_transformers, wanted)

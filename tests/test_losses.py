@@ -17,11 +17,11 @@ M = 200
 def plain_losses(logprob, old, advantages: list[float], lengths: list[int], **loss):
     """reference_step.token_losses of each sequence, [M], and the clips, bool [3, M]."""
     sequences = zip(logprob.split(lengths), old.split(lengths), advantages, strict=True)
-    found = [token_losses(p, o, advantage, LossConfig(**loss)) for p, o, advantage in sequences]
+    by_sequence = [token_losses(p, o, advantage, LossConfig(**loss)) for p, o, advantage in sequences]
     none = logprob.new_zeros(len(logprob), dtype=torch.bool).split(lengths)
     names = ("low", "high", "delta")
-    clips = [torch.cat([by_name.get(name, n) for (_, by_name), n in zip(found, none, strict=True)]) for name in names]
-    return torch.cat([values for values, _ in found]), torch.stack(clips)
+    clips = [torch.cat([by_name.get(name, n) for (_, by_name), n in zip(by_sequence, none, strict=True)]) for name in names]
+    return torch.cat([values for values, _ in by_sequence]), torch.stack(clips)
 
 
 @pytest.mark.parametrize("delta", [None, 1.5])
@@ -30,12 +30,12 @@ def test_policy_loss_and_its_gradient(delta):
     old = torch.from_numpy(logprob.detach().numpy() + RNG.normal(0, 0.4, M))
     advantage = torch.from_numpy(RNG.normal(0, 1, M))
     ratio = importance_ratio(logprob, old, torch.tensor([M]), "token")
-    loss, is_clipped = policy_loss(ratio, advantage, 0.1, 0.3, delta)
+    loss, is_clipped = policy_loss(ratio, advantage, epsilon_low=0.1, epsilon_high=0.3, delta=delta)
     options = {"epsilon_low": 0.1, "epsilon_high": 0.3, "delta": delta}
     wanted, wanted_clips = plain_losses(logprob, old, advantage.tolist(), [1] * M, **options)
     torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=0)
     assert torch.equal(is_clipped, wanted_clips)
-    assert all(found > 5 for found in is_clipped.sum(1)[: 2 if delta is None else 3])
+    assert all(count > 5 for count in is_clipped.sum(1)[: 2 if delta is None else 3])
     loss.sum().backward()
     ratio = (logprob - old).exp().detach()
     np.testing.assert_allclose(logprob.grad, torch.where(is_clipped.any(0), 0.0, -ratio * advantage), rtol=1e-12)
@@ -48,7 +48,7 @@ def test_on_policy_gradient_is_the_plain_policy_gradient(level):
     logprob = torch.from_numpy(RNG.normal(-1, 0.5, M)).requires_grad_()
     advantage = torch.from_numpy(RNG.normal(0, 1, M))
     ratio = importance_ratio(logprob, logprob.detach(), torch.tensor([M - 7, 7]), level)
-    loss, is_clipped = policy_loss(ratio, advantage, 0.2, 0.2)
+    loss, is_clipped = policy_loss(ratio, advantage, epsilon_low=0.2, epsilon_high=0.2)
     loss.sum().backward()
     assert torch.equal(loss.detach(), -advantage) and torch.equal(logprob.grad, -advantage) and not is_clipped.any()
 
@@ -61,7 +61,7 @@ def test_sequence_ratio_is_the_geometric_mean_with_its_own_gradient():
     advantage = torch.tensor([1.0, -2.0, 0.5, -0.1], dtype=torch.float64)
     weight = torch.tensor([0.1, 0.7, 0.2, 0.4], dtype=torch.float64).repeat_interleave(lengths)
     ratio = importance_ratio(logprob, old, lengths, "sequence")
-    loss, _ = policy_loss(ratio, advantage.repeat_interleave(lengths), 0.5, 0.5)
+    loss, _ = policy_loss(ratio, advantage.repeat_interleave(lengths), epsilon_low=0.5, epsilon_high=0.5)
     options = {"importance_sampling_level": "sequence", "epsilon_low": 0.5, "epsilon_high": 0.5}
     wanted, _ = plain_losses(logprob, old, advantage.tolist(), lengths.tolist(), **options)
     np.testing.assert_allclose(ratio[:5].detach(), (logprob - old)[:5].mean().exp().detach().expand(5), rtol=1e-14)
@@ -101,8 +101,8 @@ def test_kl_estimators_have_the_means_and_gradients_that_they_claim():
             assert math.isclose((probability * estimate).sum().item(), forward.item(), rel_tol=1e-10)
         if estimator != "k1":
             assert (estimate >= 0).all()
-        (found,) = torch.autograd.grad((probability * estimate).sum(), logits, retain_graph=True)
-        torch.testing.assert_close(found, pull, rtol=1e-10, atol=1e-14)
+        (gradient,) = torch.autograd.grad((probability * estimate).sum(), logits, retain_graph=True)
+        torch.testing.assert_close(gradient, pull, rtol=1e-10, atol=1e-14)
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo", "cispo"])
@@ -127,7 +127,7 @@ def test_token_logprobs_whole_and_in_chunks(max_logits):
     head = torch.nn.Linear(16, 97, bias=False, dtype=torch.float64)
     hidden = torch.randn(20, 16, dtype=torch.float64, requires_grad=True)
     target = torch.randint(97, (20,))
-    logprob, entropy = token_logprobs(hidden, head, target, 0.7, max_logits)
+    logprob, entropy = token_logprobs(hidden, head, target, temperature=0.7, max_logits=max_logits)
     logprob.dot(torch.linspace(-1, 1, 20, dtype=torch.float64)).backward()
     got = hidden.grad.clone(), head.weight.grad.clone()
     hidden.grad = head.weight.grad = None
@@ -157,5 +157,5 @@ def test_chunks_bound_the_logits_that_exist_at_once():
     head = torch.nn.Linear(4, 1000, bias=False)
     hidden, target = torch.randn(64, 4, requires_grad=True), torch.randint(1000, (64,))
     with Largest() as watched:
-        token_logprobs(hidden, head, target, 1.0, 8_000)[0].sum().backward()
+        token_logprobs(hidden, head, target, temperature=1.0, max_logits=8_000)[0].sum().backward()
     assert 0 < watched.elements <= 8_000

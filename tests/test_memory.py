@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from test_update import make_learner
 
 from bubblespec import memory
 from bubblespec.config import Config, ModelConfig, OptimConfig, RolloutConfig, load_config
@@ -16,11 +17,9 @@ from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
-from bubblespec.learn.learner import train_on_samples
 from bubblespec.learn.optimizer import MOMENTS, Optimizer
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Prompt, Row, SampleId
-from bubblespec.rollout.placement import Samples
+from bubblespec.records import Prompt, Row, SampleId, Samples
 from tests.warm import ROOT, python
 
 CPU = Ranks(torch.device("cpu"))
@@ -91,7 +90,7 @@ def measure(changes: dict, num_tokens: int, has_checkpoints: bool, max_logits: i
         enable_gradient_checkpointing(model)
     config = make_config(max_tokens=num_tokens, max_logits_per_chunk=max_logits)
     config.model.gradient_checkpointing = has_checkpoints
-    optimizer = Optimizer(model, config.optim, 10)
+    learner = make_learner(model, config)
 
     def step(count: int) -> None:
         tokens = [np.ones(252, np.int32)] * count
@@ -104,7 +103,7 @@ def measure(changes: dict, num_tokens: int, has_checkpoints: bool, max_logits: i
             np.zeros(count, bool),
             None,
         )
-        train_on_samples(model, None, optimizer, samples, np.ones(count), config, CPU, 0, "sdpa")
+        learner.update(samples, np.ones(count), 0)
 
     step(1)
     return peak_allocated(lambda: step(num_tokens // 256))

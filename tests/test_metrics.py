@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from bubblespec.records import Prompt
-from bubblespec.rollout.placement import Samples
+from bubblespec.records import Prompt, Samples
 from bubblespec.speculate.windows import WINDOWS
 from bubblespec.telemetry.metrics import MetricsLogger
 

@@ -59,14 +59,14 @@ def test_sequences_are_attended_with_others_more_than_half_as_long():
     tokens = torch.arange(sum(lengths))
     groups, order = pack_sequences(lengths, torch.device("cpu")).groups
     whole = sorted(tokens.split(lengths), key=len, reverse=True)
-    members, kept = [], []
+    members, unpadded = [], []
     for count, longest, index, real in groups:
         padded = tokens[index].reshape(count, longest)
         for row, sequence in zip(padded, whole[len(members) :], strict=False):
             assert longest < 2 * len(sequence)
             assert row.tolist() == sequence.tolist() + [int(sequence[-1])] * (longest - len(sequence))
             members.append(sequence)
-        kept.append(tokens[index][real])
+        unpadded.append(tokens[index][real])
     assert [len(sequence) for sequence in members] == sorted(lengths, reverse=True)
     assert [int(longest) for _, longest, _, _ in groups] == [40, 20, 9, 3, 1]
-    assert torch.equal(torch.cat(kept)[order], tokens)
+    assert torch.equal(torch.cat(unpadded)[order], tokens)

@@ -7,23 +7,22 @@ import torch
 
 from bubblespec.config import Config, ModelConfig, load_config
 from bubblespec.learn import learner as update
+from bubblespec.learn.learner import Learner
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.set_up import set_up
-from bubblespec.trainer import warn_of_mismatch
 from tests.runs import SHORT, read
 from train import train
 
 MEAN = "sampling/logp_difference/mean"
 
 
-def make_trainer(dtype: str, temperature: float, rank: int = 0):
+def make_learner(dtype: str, temperature: float, rank: int = 0) -> Learner:
     config = Config(model=ModelConfig(path="", dtype=dtype))
     config.rollout.temperature = temperature
     ranks = Ranks(torch.device("cpu"))
     ranks.rank, ranks.is_main = rank, rank == 0
-    return SimpleNamespace(
-        config=config, model=SimpleNamespace(dtype=getattr(torch, dtype)), ranks=ranks, has_warned_of_mismatch=False
-    )
+    model = SimpleNamespace(dtype=getattr(torch, dtype))
+    return Learner(config=config, ranks=ranks, model=model, reference=None, optimizer=None, kernel="sdpa")
 
 
 @pytest.mark.parametrize(
@@ -37,19 +36,19 @@ def make_trainer(dtype: str, temperature: float, rank: int = 0):
     ],
 )
 def test_it_is_said_by_dtype_and_temperature(capsys, dtype, temperature, passes, warns):
-    trainer = make_trainer(dtype, temperature)
+    learner = make_learner(dtype, temperature)
     for metrics in ({"loss": 0.0}, {MEAN: 0.0}, {MEAN: passes}, {MEAN: float("nan")}):
-        warn_of_mismatch(trainer, metrics, 3)
+        learner.warn_of_mismatch(metrics, 3)
     assert capsys.readouterr().err == ""
     for step in (4, 5):
-        warn_of_mismatch(trainer, {MEAN: warns}, step)
+        learner.warn_of_mismatch({MEAN: warns}, step)
     said = capsys.readouterr().err
     assert said.startswith(f"warning: in step 4 log-probabilities in training differ from those in generation by {warns:.1e} ")
     assert said.count("\n") == 1 and f"more than {dtype} rounds" in said and "dropout" in said
 
 
 def test_other_ranks_are_silent(capsys):
-    warn_of_mismatch(make_trainer("float32", 1.0, rank=1), {MEAN: 1.0}, 0)
+    make_learner("float32", 1.0, rank=1).warn_of_mismatch({MEAN: 1.0}, 0)
     assert capsys.readouterr().err == ""
 
 
@@ -57,8 +56,8 @@ def test_other_ranks_are_silent(capsys):
 def test_a_run_says_it_once(monkeypatch, tmp_path, capsys, error):
     original = update.response_logprobs
 
-    def disturbed(*arguments):
-        logprob, entropy = original(*arguments)
+    def disturbed(*arguments, **options):
+        logprob, entropy = original(*arguments, **options)
         return logprob + error, entropy
 
     monkeypatch.setattr(update, "response_logprobs", disturbed)

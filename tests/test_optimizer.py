@@ -199,12 +199,12 @@ def test_bfloat16_steps_equal_adamw_on_float32_masters():
         adamw.step()
         assert norm == pytest.approx(wanted_norm, rel=1e-6)
         # Clipping rounds differently in float32, so values agree to its precision; the model is the rounded masters exactly.
-        own_masters = [optimizer.updated[p] for p in optimizer.params]
-        torch.testing.assert_close(own_masters, masters, rtol=1e-5, atol=1e-6)
+        updated = [optimizer.updated[p] for p in optimizer.params]
+        torch.testing.assert_close(updated, masters, rtol=1e-5, atol=1e-6)
         with torch.no_grad():
-            for own, master in zip(own_masters, masters, strict=True):
-                master.copy_(own)
-        assert all(torch.equal(p.detach(), m.bfloat16()) for p, m in zip(optimizer.params, own_masters, strict=True))
+            for new, master in zip(updated, masters, strict=True):
+                master.copy_(new)
+        assert all(torch.equal(p.detach(), m.bfloat16()) for p, m in zip(optimizer.params, updated, strict=True))
 
 
 # Saving

@@ -3,16 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from test_update import ADVANTAGES, GENERATIONS, NUM_PROMPTS, gradient, make_config, make_samples
+from test_update import ADVANTAGES, GENERATIONS, NUM_PROMPTS, gradient, make_config, make_learner, make_samples
 
 from bubblespec.engine.model import prepare_model
 from bubblespec.errors import InputError
 from bubblespec.learn import learner as update
-from bubblespec.learn.learner import train_on_samples
+from bubblespec.learn.learner import Learner
 from bubblespec.learn.microbatch import make_microbatch, make_minibatches
-from bubblespec.learn.optimizer import Optimizer
-from bubblespec.learn.out_of_memory import TokenBudget, split
-from bubblespec.ranks.collectives import Ranks
+from bubblespec.learn.out_of_memory import split
 
 DEVICE = torch.device("cpu")
 
@@ -64,34 +62,33 @@ def test_smaller_pieces_give_the_same_gradient_and_metrics(make_model, monkeypat
 
 def test_an_update_that_was_started_again_is_that_of_the_pieces_alone(make_model, monkeypatch):
     """Bit for bit: nothing is left of the passes that failed, and the ratio is taken from the pass that counts."""
-    samples, config, original = make_samples(), make_config(200), update._accumulate_gradient
+    samples, config, original = make_samples(), make_config(200), Learner.accumulate_gradient
     memory, tried = SmallMemory(monkeypatch, 40, in_backward=True), []
 
-    def noting(model, reference, batch, *arguments):
+    def noting(learner, batch, *arguments):
         tried.append(batch.order)
-        return original(model, reference, batch, *arguments)
+        return original(learner, batch, *arguments)
 
-    monkeypatch.setattr(update, "_accumulate_gradient", noting)
+    monkeypatch.setattr(Learner, "accumulate_gradient", noting)
     got, _ = gradient(prepared(make_model), samples, config)
     assert memory.num_failed > 0
     num_samples, pieces = NUM_PROMPTS * GENERATIONS, []
     while sum(map(len, pieces)) < num_samples:
         pieces.insert(0, tried.pop())
-    model, weights = prepared(make_model), make_minibatches(samples, ADVANTAGES != 0, config, Ranks(DEVICE), 200)[1]
-    optimizer = Optimizer(model, config.optim, 10)
+    learner = make_learner(prepared(make_model), config)
+    _, weights = make_minibatches(samples, ADVANTAGES != 0, config=config, ranks=learner.ranks, max_tokens=200)
     for order in pieces:
-        original(model, None, make_microbatch(samples, order, DEVICE), ADVANTAGES, weights, config, "sdpa")
-    assert torch.equal(got, optimizer.flat_grad)
+        original(learner, make_microbatch(samples, order, DEVICE), ADVANTAGES, weights)
+    assert torch.equal(got, learner.optimizer.flat_grad)
 
 
 def test_the_lower_limit_is_remembered(make_model, monkeypatch):
-    memory, budget, model = SmallMemory(monkeypatch, 40, in_backward=False), TokenBudget(200), prepared(make_model)
-    optimizer, config = Optimizer(model, make_config().optim, 10), make_config(200)
+    memory, learner = SmallMemory(monkeypatch, 40, in_backward=False), make_learner(prepared(make_model), make_config(200))
     num_failed = []
     for step in range(2):
-        train_on_samples(model, None, optimizer, make_samples(), ADVANTAGES, config, Ranks(DEVICE), step, "sdpa", budget=budget)
+        learner.update(make_samples(), ADVANTAGES, step)
         num_failed.append(memory.num_failed)
-    assert num_failed[0] == num_failed[1] > 0 and budget.max_tokens <= 80
+    assert num_failed[0] == num_failed[1] > 0 and learner.budget.max_tokens <= 80
 
 
 def test_one_response_that_does_not_fit_ends_the_run(make_model, monkeypatch):

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from bubblespec.idle.draft_planning import CAUTION, PATIENCE, PROBE_QUANTILE, TYPICAL_WINDOW, Item, Outlook, plan_items, undrafted
-from bubblespec.records import Prompt, Row, SampleId
-from bubblespec.speculate.store import Draft, DraftStore
+from bubblespec.records import Draft, Prompt, Row, SampleId
+from bubblespec.speculate.store import DraftStore
 from bubblespec.speculate.suffix import History
 
 SAMPLES = 3

@@ -11,13 +11,11 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
-from test_update import NUM_PROMPTS, make_samples, moved, responses_of
+from test_update import NUM_PROMPTS, gradients, make_learner, make_samples, moved, responses_of
 
 from bubblespec.config import Config, load_config
 from bubblespec.engine.model import prepare_model
 from bubblespec.learn.advantages import estimate_advantages
-from bubblespec.learn.learner import train_on_samples
-from bubblespec.learn.optimizer import Optimizer
 from bubblespec.ranks.collectives import Ranks
 from tests import reference_step
 
@@ -56,12 +54,7 @@ def training_config(name: str, tmp_path: Path, **loss) -> Config:
 
 def train(model, reference, samples, advantages, config, ranks=None) -> tuple[list[torch.Tensor], dict]:
     """Gradients of all updates and the metrics."""
-    optimizer, seen = Optimizer(model, config.optim, 10), []
-    original = optimizer.step
-    optimizer.step = lambda *arguments: (seen.append(optimizer.flat_grad.clone()), original(*arguments))[1]
-    ranks = ranks or Ranks(torch.device("cpu"))
-    metrics = train_on_samples(model, reference, optimizer, samples, np.asarray(advantages), config, ranks, 0, "sdpa")
-    return seen, metrics
+    return gradients(make_learner(model, config, reference, ranks), samples, np.asarray(advantages))
 
 
 def recipe_advantages(loss) -> list[float]:
@@ -174,20 +167,20 @@ def test_number_of_ranks_changes_nothing_but_rounding(make_model, tmp_path, name
         return model, reference
 
     wanted, wanted_metrics = train(*make_both(), samples, advantages, config)
-    board, barrier, found = [None] * world_size, threading.Barrier(world_size), {}
+    board, barrier, by_rank = [None] * world_size, threading.Barrier(world_size), {}
     models = [make_both() for _ in range(world_size)]
 
     def work(rank):
-        found[rank] = train(*models[rank], samples, advantages, config, ThreadRanks(rank, world_size, board, barrier))
+        by_rank[rank] = train(*models[rank], samples, advantages, config, ThreadRanks(rank, world_size, board, barrier))
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(world_size)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == world_size
-    for gradients, metrics in found.values():
-        for mine, theirs in zip(gradients, wanted, strict=True):
+    assert len(by_rank) == world_size
+    for seen, metrics in by_rank.values():
+        for mine, theirs in zip(seen, wanted, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-7, atol=1e-9)
         for key in wanted_metrics.keys() - {"timing_s/sync"}:
             assert metrics[key] == pytest.approx(wanted_metrics[key], rel=1e-7, abs=1e-9), key

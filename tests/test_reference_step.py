@@ -56,10 +56,10 @@ def test_steps_of_the_trainer_are_those_of_the_page(tmp_path, monkeypatch, name)
     config = load_config(CONFIG, [*SHORT, *RECIPES[name], f"run.output_dir={tmp_path}"])
     trainer, seen, train_step = set_up(config, Ranks(torch.device("cpu"))), [], script.train_step
 
-    def noting(trainer, samples, advantages, step, events):
-        metrics = train_step(trainer, samples, advantages, step, events)
+    def noting(trainer, samples, advantages, step):
+        metrics, spans = train_step(trainer, samples, advantages, step)
         seen.append((samples, advantages, dict(metrics)))
-        return metrics
+        return metrics, spans
 
     monkeypatch.setattr(script, "train_step", noting)
     script.train(trainer)
@@ -85,7 +85,7 @@ def test_steps_of_the_trainer_are_those_of_the_page(tmp_path, monkeypatch, name)
         truncated += sum(response.is_truncated for response in responses)
     assert len(seen) == STEPS
     named = dict(plain.named_parameters())
-    for key, parameter in trainer.model.named_parameters():
+    for key, parameter in trainer.learner.model.named_parameters():
         torch.testing.assert_close(parameter, named[key], rtol=1e-9, atol=1e-9, msg=key)
         assert (named[key] - initial.get_parameter(key)).abs().max() > 1e-4, key
     assert clipped > 0 and 0 < truncated < len(responses) * STEPS, "clips and the length limit must show"

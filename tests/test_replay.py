@@ -23,7 +23,7 @@ from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.ranks.progress import LINGER_S, RankState
-from bubblespec.records import Load, Row, SampleId
+from bubblespec.records import Draft, Load, Row, SampleId
 from bubblespec.rollout.placement import assign_prompts, make_rows
 from bubblespec.simulate import __main__
 from bubblespec.simulate.__main__ import BLANK, nested
@@ -36,7 +36,6 @@ from bubblespec.simulate.runner import SimulatedGenerator, SimulatedRunner, Simu
 from bubblespec.simulate.workload import Synthetic, Workload
 from bubblespec.simulate.world import SimulatedBoard, SimulatedRanks, World
 from bubblespec.speculate.proposer import RowSpeculator
-from bubblespec.speculate.store import Draft
 from bubblespec.speculate.suffix import GroupIndex
 from bubblespec.speculate.windows import CostModel
 from bubblespec.telemetry.trace import FOLDER, FORMAT, _write_table

@@ -10,12 +10,11 @@ from bubblespec.rollout.collect import Collected
 
 from bubblespec.config import RewardConfig
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Prompt, Row, SampleId
+from bubblespec.records import Prompt, Row, SampleId, Samples, digest
 from bubblespec.rewards.functions import FAILURE_KINDS, RewardFailure
 from bubblespec.rewards.functions import scorer as scoring
 from bubblespec.rewards.scorer import Scorer
 from bubblespec.rollout.loop import RolloutStats
-from bubblespec.rollout.placement import Samples, digest
 from bubblespec.telemetry import report
 from bubblespec.telemetry.report import peak_memory_gb, rollout_metrics, timing_metrics
 

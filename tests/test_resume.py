@@ -50,7 +50,7 @@ class Life:
         trainer = set_up(config, ranks)
         self.first_step, forwards = trainer.num_updates, 0
         place = None  # step and batch
-        collect_batch, engine_step, update = collect._collect_batch, trainer.engine.step, trainer.optimizer.step
+        collect_batch, engine_step, update = collect._collect_batch, trainer.engine.step, trainer.learner.optimizer.step
 
         def note(trainer, prompts, step, stages):
             nonlocal place, forwards
@@ -72,7 +72,7 @@ class Life:
                 raise Killed
             return update(*arguments)
 
-        trainer.engine.step, trainer.optimizer.step = forward, optimize
+        trainer.engine.step, trainer.learner.optimizer.step = forward, optimize
         with self.monkeypatch.context() as patch:
             patch.setattr(collect, "_collect_batch", note)
             try:

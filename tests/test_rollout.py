@@ -11,9 +11,9 @@ import torch
 
 from bubblespec.config import Config
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Prompt, Row
+from bubblespec.records import Prompt, Row, Samples, digest
 from bubblespec.rollout.loop import RolloutStats
-from bubblespec.rollout.placement import Samples, assign_prompts, collect, digest, gather_samples, make_rows
+from bubblespec.rollout.placement import assign_prompts, collect, gather_samples, make_rows
 
 PROMPTS = [Prompt(uid, f"prompt {uid}", (uid % 7, 1), {"answer": str(uid)}) for uid in (900, 17, 2**62 + 5, 3, 44)]
 

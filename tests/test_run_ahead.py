@@ -22,13 +22,13 @@ from bubblespec.engine.sampling import SamplingParams
 from bubblespec.idle.draft_planning import Item, Outlook, plan_items
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.ranks.progress import ProgressBoard, RankState
-from bubblespec.records import Load, Prompt, Row
+from bubblespec.records import Draft, Load, Prompt, Row
 from bubblespec.rollout.loop import RunAhead, rollout
 from bubblespec.rollout.placement import make_rows
 from bubblespec.simulate.world import SimulatedBoard, SimulatedRanks
 from bubblespec.simulate.world import World as VirtualTime
 from bubblespec.speculate.proposer import RowSpeculator
-from bubblespec.speculate.store import Draft, DraftStore, exchange
+from bubblespec.speculate.store import DraftStore, exchange
 from bubblespec.speculate.suffix import History
 from bubblespec.speculate.windows import CostModel
 from tests.clocks import Clock, forward_seconds

@@ -35,7 +35,7 @@ def bits(tensors) -> list[list[float]]:
     return [t.detach().double().flatten().tolist() for t in tensors]
 
 
-def held(optimizer: Optimizer) -> int:
+def state_size(optimizer: Optimizer) -> int:
     """Numbers in this rank's moments and masters."""
     tensors = [state[key] for state in optimizer.local.state.values() for key in MOMENTS]
     return sum(t.numel() for t in tensors + (list(optimizer.updated.values()) if optimizer.has_masters else []))
@@ -69,7 +69,7 @@ def with_and_without(ranks: Ranks, folder: str) -> dict:
             continued.load_state_dict(saved["optimizer"])
             train(again, continued, ranks, rest)
             runs.append(bits(again.parameters()))
-        seen[name] = {"norms": norms, "runs": runs, "held": [held(sharded), held(plain)]}
+        seen[name] = {"norms": norms, "runs": runs, "sizes": [state_size(sharded), state_size(plain)]}
     return seen
 
 
@@ -86,9 +86,9 @@ def test_sharding_changes_no_bit_and_divides_the_state(tmp_path):
             assert all(run == of_name[0]["runs"][0] for run in result["runs"]) and result["runs"][0] != start
         copies = 3 if name == "bfloat16" else 2
         whole = copies * sum(map(sum, sizes))
-        assert [result["held"][1] for result in of_name] == [whole] * 3
-        assert sum(result["held"][0] for result in of_name) == whole
-        assert max(result["held"][0] for result in of_name) == copies * largest_share(sizes, 3) < 0.6 * whole
+        assert [result["sizes"][1] for result in of_name] == [whole] * 3
+        assert sum(result["sizes"][0] for result in of_name) == whole
+        assert max(result["sizes"][0] for result in of_name) == copies * largest_share(sizes, 3) < 0.6 * whole
     # One rank loads what three have saved.
     for name, dtype in DTYPES.items():
         saved = torch.load(tmp_path / f"{name}.pt", weights_only=True)

@@ -24,21 +24,14 @@ from test_run_ahead import (
 from bubblespec.config import Config
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.idle.speculation import (
-    FOLLOWED,
-    MAX_AUTO_LOOKAHEAD,
-    Speculation,
-    make_speculation,
-    profile,
-    speculation_metrics,
-)
+from bubblespec.idle.speculation import FOLLOWED, MAX_AUTO_LOOKAHEAD, Speculation, make_speculation, profile, speculation_metrics
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.ranks.progress import ProgressBoard
-from bubblespec.records import Load, Prompt
+from bubblespec.records import Draft, Load, Prompt
 from bubblespec.rollout.loop import RolloutStats
 from bubblespec.rollout.placement import make_rows
 from bubblespec.speculate.proposer import RowSpeculator
-from bubblespec.speculate.store import Draft, DraftStore
+from bubblespec.speculate.store import DraftStore
 from bubblespec.speculate.suffix import History
 from bubblespec.speculate.windows import CostModel
 from tests.clocks import Clock, forward_seconds

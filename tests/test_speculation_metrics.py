@@ -14,10 +14,11 @@ from bubblespec.engine.generator import Generator
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.idle.speculation import speculation_metrics
 from bubblespec.ranks.collectives import Ranks
+from bubblespec.records import Draft
 from bubblespec.rollout.loop import RolloutStats, RunAhead, rollout
 from bubblespec.rollout.placement import make_rows
 from bubblespec.speculate.proposer import RowSpeculator, SpeculationStats
-from bubblespec.speculate.store import Draft, DraftStore
+from bubblespec.speculate.store import DraftStore
 from bubblespec.speculate.windows import WINDOWS
 
 ALONE = Ranks(torch.device("cpu"))

@@ -6,10 +6,9 @@ The engine is played by `forward`, which accepts what agrees with a given truth.
 import numpy as np
 import pytest
 
-from bubblespec.records import Row, SampleId
+from bubblespec.records import Draft, Row, SampleId
 from bubblespec.speculate import proposer as speculator_module
 from bubblespec.speculate.proposer import RowSpeculator
-from bubblespec.speculate.store import Draft
 from bubblespec.speculate.suffix import GroupIndex, History
 from bubblespec.speculate.windows import WINDOWS, CostModel
 

@@ -16,9 +16,9 @@ from bubblespec.engine.model import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Load, Row, SampleId
+from bubblespec.records import Load, Row, SampleId, note
 from bubblespec.rollout.placement import generate
-from bubblespec.telemetry.timeline import COLOURS, KINDS, draw, forward_kind, gather_lanes, note, step_events, trace
+from bubblespec.telemetry.timeline import COLOURS, KINDS, draw, forward_kind, gather_lanes, step_events, trace
 from tests.runs import read, run
 
 EVENTS = [("prefill", 10.5, 11.0), ("decode", 11.0, 13.0), ("exchange", 15.5, 15.75), ("sync", 17.0, 17.5), ("sync", 18.5, 19.0)]

@@ -14,11 +14,10 @@ import torch
 from bubblespec.config import Config, DataConfig, ModelConfig, RunConfig
 from bubblespec.errors import InputError
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Load, Prompt
+from bubblespec.records import Draft, Load, Prompt, Samples
 from bubblespec.rollout.loop import RolloutStats
-from bubblespec.rollout.placement import Samples
 from bubblespec.simulate.cost import cost_from_trace
-from bubblespec.speculate.store import Draft, DraftStore
+from bubblespec.speculate.store import DraftStore
 from bubblespec.telemetry import trace
 from bubblespec.telemetry.trace import Recorder, list_steps, read_meta, read_table
 from tests.clocks import forward_seconds, train_in_virtual_time

@@ -16,11 +16,10 @@ from bubblespec import trainer as module
 from bubblespec.config import Config
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.learn import learner as update
+from bubblespec.learn.learner import Learner
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Prompt
+from bubblespec.records import Prompt, Samples, Span
 from bubblespec.rollout.loop import RolloutStats
-from bubblespec.rollout.placement import Samples
 from bubblespec.trainer import Trainer, evaluate, expected_best, generate_step, train_step
 from tests.runs import SHORT, weights
 
@@ -35,10 +34,10 @@ def run_main(monkeypatch, folder, *overrides: str) -> int:
 @pytest.mark.parametrize("broken_steps, exit_code, num_lines", [((1, 3, 4), 0, 6), ((2, 3, 4), 1, 4)])
 def test_steps_without_an_update_in_a_row_end_the_run(monkeypatch, tmp_path, capsys, broken_steps, exit_code, num_lines):
     """Two may follow each other, three may not."""
-    original = update._accumulate_gradient
+    original = Learner.accumulate_gradient
 
-    def sometimes_broken(model, reference, batch, *arguments):
-        measured = original(model, reference, batch, *arguments)
+    def sometimes_broken(*arguments):
+        measured = original(*arguments)
         step = len(read(tmp_path))
         return measured * math.nan if step in broken_steps else measured
 
@@ -46,7 +45,7 @@ def test_steps_without_an_update_in_a_row_end_the_run(monkeypatch, tmp_path, cap
         path = folder / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    monkeypatch.setattr(update, "_accumulate_gradient", sometimes_broken)
+    monkeypatch.setattr(Learner, "accumulate_gradient", sometimes_broken)
     assert run_main(monkeypatch, tmp_path, "optim.max_skipped_steps=2") == exit_code
     lines = read(tmp_path)
     assert [line["skipped_updates"] for line in lines] == [int(step in broken_steps) for step in range(num_lines)]
@@ -137,21 +136,20 @@ def test_a_rollout_without_speculation_is_timed_as_a_whole(monkeypatch, timeline
 # A step's updates
 
 
-def test_the_overlong_penalty_of_a_step_is_in_its_rewards_and_its_metrics(monkeypatch):
+def test_the_overlong_penalty_of_a_step_is_in_its_rewards_and_its_metrics():
     """Of at most 10 tokens the last 4 cost up to 2; the second function, which weighs 10, applies to one sample."""
     config = Config()
     config.rollout.max_completion_length = 10
     config.reward.overlong_buffer_length, config.reward.overlong_penalty_factor = 4, 2.0
-    trainer = make_trainer(
-        config=config, model=SimpleNamespace(dtype=torch.float32), reward_weights=[1.0, 10.0], num_skipped_in_a_row=0
-    )
+    spans = [Span("sync", 1.0, 2.0)]
+    learner = SimpleNamespace(update=lambda samples, advantages, step: ({"loss": 0.5 + step}, spans))
+    trainer = make_trainer(config=config, learner=learner, reward_weights=[1.0, 10.0])
     tokens = [np.zeros(n, np.int32) for n in (3, 6, 8, 10)]
     rewards = np.array([[1.0, math.nan], [0.5, math.nan], [0.0, 0.25], [1.0, math.nan]])
     samples = Samples([Prompt(1, "p", (1,), {})], 4, tokens, tokens, tokens, np.zeros(4, bool), rewards)
     assert trainer.combined(samples).tolist() == [1.0, 0.5, 2.5 - 1.0, 1.0 - 2.0]
-    monkeypatch.setattr(module, "train_on_samples", lambda *arguments: {"skipped_updates": 0})
-    found = train_step(trainer, samples, np.zeros(4), 7, [])
-    assert found == {"skipped_updates": 0, "rewards/overlong_penalty/mean": -3.0 / 4} and trainer.num_updates == 8
+    metrics = {"loss": 7.5, "rewards/overlong_penalty/mean": -3.0 / 4}
+    assert train_step(trainer, samples, np.zeros(4), 7) == (metrics, spans) and trainer.num_updates == 8
     config.reward.overlong_buffer_length = 0
-    assert train_step(trainer, samples, np.zeros(4), 8, []) == {"skipped_updates": 0}
+    assert train_step(trainer, samples, np.zeros(4), 8) == ({"loss": 8.5}, spans)
     assert trainer.combined(samples).tolist() == [1.0, 0.5, 2.5, 1.0]

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from test_update import ADVANTAGES, make_config, make_samples
+from test_update import ADVANTAGES, make_config, make_learner, make_samples
 
 from bubblespec.engine.model import prepare_model
-from bubblespec.learn.learner import _accumulate_gradient, _sum_over_ranks, _training_metrics, response_logprobs
+from bubblespec.learn.learner import _sum_over_ranks, _training_metrics, response_logprobs
 from bubblespec.learn.microbatch import make_minibatches
 from bubblespec.ranks.collectives import Ranks
 
@@ -105,20 +105,22 @@ def test_loss_and_gradient_equal_trl(make_model, tmp_path, name):
     theirs.set_attn_implementation("sdpa")
     prepare_model(model, 64)
     ranks = Ranks(torch.device("cpu"))
-    (((batch,),), weights) = make_minibatches(samples, np.ones(len(samples), bool), config, ranks, 1 << 20)
+    (((batch,),), weights) = make_minibatches(
+        samples, np.ones(len(samples), bool), config=config, ranks=ranks, max_tokens=1 << 20
+    )
     with torch.no_grad():
-        now, _ = response_logprobs(model, batch, config.rollout.temperature, 1 << 26, "sdpa")
+        now, _ = response_logprobs(model, batch, temperature=config.rollout.temperature, max_logits=1 << 26, kernel="sdpa")
     rng = torch.Generator().manual_seed(2)
     batch.old = now + 0.3 * torch.randn(now.shape, generator=rng, dtype=torch.float64)
     batch.reference = now + 0.3 * torch.randn(now.shape, generator=rng, dtype=torch.float64)
     by_sample = [None] * len(samples), [None] * len(samples)
-    for found, values in zip(by_sample, (batch.old, batch.reference), strict=True):
+    for parts, values in zip(by_sample, (batch.old, batch.reference), strict=True):
         for i, part in zip(batch.order, values.split(batch.lengths.tolist()), strict=True):
-            found[i] = part
+            parts[i] = part
     wanted, wanted_gradient, wanted_metrics = trl_loss_and_gradient(theirs, samples, *by_sample, CASES[name], tmp_path)
 
     reference = model if config.loss.kl_coef else None  # its log-probabilities are given
-    measured = _accumulate_gradient(model, reference, batch, ADVANTAGES, weights, config, "sdpa")
+    measured = make_learner(model, config, reference).accumulate_gradient(batch, ADVANTAGES, weights)
     total = _sum_over_ranks([measured], ranks)
     metrics = _training_metrics([total], config.loss.delta is not None, reference is not None)
     gradient = torch.cat([p.grad.flatten() for p in model.parameters()])

@@ -14,13 +14,12 @@ from conftest import VOCAB
 from bubblespec.config import Config, LossConfig, ModelConfig, OptimConfig, RolloutConfig
 from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
 from bubblespec.learn import learner as update
-from bubblespec.learn.learner import train_on_samples
+from bubblespec.learn.learner import Learner
 from bubblespec.learn.losses import policy_loss
 from bubblespec.learn.microbatch import plan_microbatches
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Prompt
-from bubblespec.rollout.placement import Samples
+from bubblespec.records import Prompt, Samples
 from tests.reference_step import Response, kl_estimate, log_distributions, minibatch_loss
 
 NUM_PROMPTS, GENERATIONS = 4, 3
@@ -56,14 +55,23 @@ def moved(model):
     return other
 
 
-def gradient(model, samples, config, advantages=ADVANTAGES, reference=None, ranks=None) -> tuple[torch.Tensor, dict]:
-    """The reduced gradient of one step, taken just before the update."""
+def make_learner(model, config, reference=None, ranks=None) -> Learner:
+    ranks = ranks or Ranks(torch.device("cpu"))
     optimizer = Optimizer(model, config.optim, 10)
-    seen = []
+    return Learner(config=config, ranks=ranks, model=model, reference=reference, optimizer=optimizer, kernel="sdpa")
+
+
+def gradients(learner: Learner, samples, advantages=ADVANTAGES) -> tuple[list[torch.Tensor], dict]:
+    """The reduced gradient of each update of one step, taken just before it, and the step's metrics."""
+    optimizer, seen = learner.optimizer, []
     original = optimizer.step
     optimizer.step = lambda *arguments: (seen.append(optimizer.flat_grad.clone()), original(*arguments))[1]
-    ranks = ranks or Ranks(torch.device("cpu"))
-    metrics = train_on_samples(model, reference, optimizer, samples, advantages, config, ranks, 0, "sdpa")
+    return seen, learner.update(samples, advantages, 0)[0]
+
+
+def gradient(model, samples, config, advantages=ADVANTAGES, **options) -> tuple[torch.Tensor, dict]:
+    """That of the first update. options: of `make_learner`."""
+    seen, metrics = gradients(make_learner(model, config, **options), samples, advantages)
     return seen[0], metrics
 
 
@@ -195,18 +203,21 @@ def test_plan_is_balanced_complete_and_within_its_budget():
     assert fullest > 850, "micro-batches should be nearly full"
 
 
-def test_every_reduction_is_an_event_of_its_own(make_model, monkeypatch):
-    """Two updates train between their reductions: joined, the events would cover that time too. Each look at the clock takes
+def test_every_reduction_is_a_span_of_its_own(make_model, monkeypatch):
+    """Two updates train between their reductions: joined, the spans would cover that time too. Each look at the clock takes
     twice as long as the one before."""
     clock = itertools.count()
     monkeypatch.setattr(update, "time", SimpleNamespace(perf_counter=lambda: 2.0 ** next(clock)))
-    model, events = make_model(), []
+    model = make_model()
     prepare_model(model, 100)
-    config, ranks = make_config(num_iterations=2), Ranks(torch.device("cpu"))
-    optimizer = Optimizer(model, config.optim, 10)
-    metrics = train_on_samples(model, None, optimizer, make_samples(), ADVANTAGES, config, ranks, 0, "sdpa", events)
-    assert events == [("sync", 1.0, 2.0), ("sync", 4.0, 8.0)]
+    metrics, spans = make_learner(model, make_config(num_iterations=2)).update(make_samples(), ADVANTAGES, 0)
+    assert spans == [("sync", 1.0, 2.0), ("sync", 4.0, 8.0)]
     assert metrics["timing_s/sync"] == (2 - 1) + (8 - 4)
+
+
+def infinite_loss(*arguments, **options):
+    loss, is_clipped = policy_loss(*arguments, **options)
+    return loss + math.inf, is_clipped
 
 
 NOT_FINITE = ["loss", "gradient", "another rank", "the loss alone", "the loss of another rank alone"]
@@ -217,9 +228,9 @@ def test_an_update_that_is_not_finite_changes_nothing(make_model, monkeypatch, w
     """Weights and the optimizer's moments are as if the step had not been, and the next one is whole."""
     runs = []
     for broken in (False, True):
-        model, config, ranks = make_model(), make_config(), Ranks(torch.device("cpu"))
+        model, ranks = make_model(), Ranks(torch.device("cpu"))
         prepare_model(model, 100)
-        optimizer = Optimizer(model, config.optim, 10)
+        learner = make_learner(model, make_config(), ranks=ranks)
         before = [p.detach().clone() for p in model.parameters()]
         if broken:
             advantages, restore, original = ADVANTAGES.copy(), lambda: None, ranks.sum_
@@ -229,22 +240,22 @@ def test_an_update_that_is_not_finite_changes_nothing(make_model, monkeypatch, w
                 handle = model.model.norm.weight.register_hook(lambda grad: grad * math.inf)
                 restore = handle.remove
             elif where == "the loss alone":  # a constant has no gradient
-                monkeypatch.setattr(update, "policy_loss", lambda *a: (policy_loss(*a)[0] + math.inf, policy_loss(*a)[1]))
+                monkeypatch.setattr(update, "policy_loss", infinite_loss)
                 restore = monkeypatch.undo
             elif where == "the loss of another rank alone":
                 ranks.gather = lambda array: np.stack((array, np.full_like(array, math.nan)))
                 restore = functools.partial(delattr, ranks, "gather")
             else:
                 ranks.sum_ = lambda tensor: tensor.add_(math.nan)
-            metrics = train_on_samples(model, None, optimizer, make_samples(), advantages, config, ranks, 0, "sdpa")
+            metrics, _ = learner.update(make_samples(), advantages, 0)
             ranks.sum_ = original
             restore()
-            assert metrics["skipped_updates"] == 1 and metrics["learning_rate"] == 0
+            assert metrics["skipped_updates"] == learner.num_skipped_in_a_row == 1 and metrics["learning_rate"] == 0
             assert math.isfinite(metrics["loss"]) == (where in ("gradient", "another rank"))
             assert math.isfinite(metrics["grad_norm"]) == where.endswith("alone")
             assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-        metrics = train_on_samples(model, None, optimizer, make_samples(1), ADVANTAGES, config, ranks, 1, "sdpa")
-        assert metrics["skipped_updates"] == 0 and metrics["learning_rate"] > 0
+        metrics, _ = learner.update(make_samples(1), ADVANTAGES, 1)
+        assert metrics["skipped_updates"] == learner.num_skipped_in_a_row == 0 and metrics["learning_rate"] > 0
         assert not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
         runs.append([p.detach() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
@@ -256,11 +267,11 @@ def test_the_first_update_is_on_policy_after_a_restart_too(make_model, monkeypat
     calls, ratios = itertools.count(), []
     plain_logprobs, plain_ratio = update.response_logprobs, update.importance_ratio
 
-    def rough_logprobs(*arguments):
+    def rough_logprobs(*arguments, **options):
         number = next(calls)
         if number == 1:
             raise torch.OutOfMemoryError
-        logprob, entropy = plain_logprobs(*arguments)
+        logprob, entropy = plain_logprobs(*arguments, **options)
         return logprob + 1e-3 * number, entropy
 
     def recorded_ratio(*arguments):
@@ -281,9 +292,8 @@ def test_updates_left_out_are_counted(make_model, monkeypatch):
     """The first and the third of four; the learning rate is that of the last update."""
     numbers = itertools.count()
 
-    def sometimes_infinite(*arguments):
-        loss, is_clipped = policy_loss(*arguments)
-        return (loss + math.inf if next(numbers) in (0, 2) else loss), is_clipped
+    def sometimes_infinite(*arguments, **options):
+        return (infinite_loss if next(numbers) in (0, 2) else policy_loss)(*arguments, **options)
 
     monkeypatch.setattr(update, "policy_loss", sometimes_infinite)
     model = make_model()
@@ -345,12 +355,10 @@ def test_metrics_of_several_updates_are_means_and_the_largest(make_model):
     plain = make_model()
     plain.set_attn_implementation("sdpa")
     wanted = plain_metrics(plain, moved(plain), samples, config, [True] * len(samples))
-    optimizer = Optimizer(model, config.optim, 10)
-    norms, losses, step = [], [], optimizer.step
-    optimizer.step = lambda *a: (norms.append(optimizer.flat_grad.square().sum().sqrt().item()), step(*a))[1]
-    ranks = Ranks(torch.device("cpu"))
+    losses, ranks = [], Ranks(torch.device("cpu"))
     ranks.gather = lambda array: (losses.append(array[0]), array[None])[1]
-    metrics = train_on_samples(model, None, optimizer, samples, ADVANTAGES, config, ranks, 0, "sdpa")
+    seen, metrics = gradients(make_learner(model, config, ranks=ranks), samples)
+    norms = [gradient.square().sum().sqrt().item() for gradient in seen]
     assert len(norms) == len(losses) == 6 and max(norms) > 1.1 * min(norms)
     assert metrics["grad_norm"] == pytest.approx(sum(norms) / 6, rel=1e-12)
     assert metrics["loss"] == pytest.approx(sum(losses) / 6, rel=1e-12)

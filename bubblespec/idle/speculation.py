@@ -171,7 +171,7 @@ class _FixedDrafts:
         pass
 
 
-def profile(engine: Generator, cost: CostModel, params: SamplingParams, num_forwards: int = 3, clock=time) -> None:
+def profile(engine: Generator, params: SamplingParams, cost: CostModel, num_forwards: int = 3, clock=time) -> None:
     """Time forwards of few and many rows, short and long ones, with short and long drafts. Each is run once before it counts."""
     capacity, length = engine.num_slots, engine.max_length
     for count, size, window in itertools.product(
@@ -197,7 +197,7 @@ def make_speculation(config: Config, ranks: Ranks, engine: Generator, params: Sa
     if config.speculative.method == "none":
         return None
     cost = CostModel()
-    profile(engine, cost, params, clock=ranks.clock)
+    profile(engine, params, cost, clock=ranks.clock)
     board = ProgressBoard(ranks, config.bubble.progress_timeout_s, config.bubble.progress_backend)
     return assemble(config, ranks, board, cost)
 

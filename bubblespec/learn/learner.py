@@ -8,6 +8,8 @@ own forward, so that its ratio is exactly 1; the minibatches that come after it 
 
 import math
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -16,140 +18,176 @@ from transformers import PreTrainedModel
 from bubblespec.config import Config
 from bubblespec.engine.model import forward_hidden, output_head
 from bubblespec.engine.packing import pack_sequences
+from bubblespec.errors import RunFailed, say
 from bubblespec.learn.lora import adapter_disabled
 from bubblespec.learn.losses import cispo_loss, importance_ratio, kl_penalty, policy_loss, token_logprobs
 from bubblespec.learn.microbatch import Microbatch, is_in_loss, make_minibatches
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.learn.out_of_memory import TokenBudget, run_within_memory
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.rollout.placement import Samples
-from bubblespec.telemetry.timeline import Event
+from bubblespec.records import Samples, Span
+
+# What sampling/logp_difference/mean may be at temperature 1; beyond it something else than rounding is at work. Rounding alone
+# gives 1e-7 in float64 (the generator's are kept in float32), 3e-7 to 1e-4 in float32 and 2e-3 to 3e-2 in bfloat16, measured on
+# random models of eight layers, dense and with experts, with weights from usual ones to so large ones that errors grow.
+LARGEST_MISMATCH = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.1}
+
+# What is measured of a micro-batch, and summed over those of an update; low, high and delta count bounded tokens (policy_loss).
+MEASURED = ("loss", "entropy", "low", "high", "delta", "kl", "mismatch", "tokens", "largest_mismatch")
 
 
 def response_logprobs(
-    model: PreTrainedModel, batch: Microbatch, temperature: float, max_logits: int, kernel: str
+    model: PreTrainedModel, batch: Microbatch, *, temperature: float, max_logits: int, kernel: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability and entropy of every response token, float [M] each, in one packed forward."""
     packing = pack_sequences(batch.sequence_lengths, batch.input_ids.device)
     hidden = forward_hidden(model, batch.input_ids, packing, kernel)
-    return token_logprobs(hidden.index_select(0, batch.predicts), output_head(model), batch.target, temperature, max_logits)
+    predicting = hidden.index_select(0, batch.predicts)
+    return token_logprobs(predicting, output_head(model), batch.target, temperature=temperature, max_logits=max_logits)
 
 
-def train_on_samples(
-    model: PreTrainedModel,
-    reference: PreTrainedModel | None,
-    optimizer: Optimizer,
-    samples: Samples,
-    advantages: np.ndarray,
-    config: Config,
-    ranks: Ranks,
-    step: int,
-    kernel: str,
-    events: list[Event] | None = None,
-    budget: TokenBudget | None = None,
-) -> dict[str, float]:
-    """All updates of one step. advantages: float64 [S]. Returns the step's training metrics, equal on all ranks, but for
-    `timing_s/sync`, this rank's seconds in gradient reductions, which are noted in `events` too, if given.
+@dataclass(kw_only=True)
+class Learner:
+    """Trains the policy on the samples of each step."""
 
-    An update whose loss or gradient is not finite is left out, on all ranks alike; `skipped_updates` counts them.
-    """
-    budget = budget or TokenBudget(config.optim.max_tokens_per_microbatch)
-    # Without a KL term a sample of zero advantage (a group of equal rewards) has zero gradient: it is not computed.
-    has_gradient = is_in_loss(samples, config) & ((advantages != 0) | (reference is not None))
-    minibatches, weights = make_minibatches(samples, has_gradient, config, ranks, budget.max_tokens)
+    config: Config
+    ranks: Ranks
+    model: PreTrainedModel
+    """The policy, which generates as well."""
+    reference: PreTrainedModel | None
+    """The initial policy, of which the KL is taken, or None without a KL term. With LoRA `model` itself, whose adapter is then
+    turned off."""
+    optimizer: Optimizer
+    kernel: str
+    """Of attention; see `choose_kernel`."""
+    budget: TokenBudget = field(init=False)
+    """Size of the micro-batches; where memory has run out it stays lower in the steps that follow."""
+    num_skipped_in_a_row: int = 0
+    """Steps in a row, up to the latest, in which an update was left out."""
+    has_warned_of_mismatch: bool = False
+    """The warning is given once a run."""
+
+    def __post_init__(self):
+        self.budget = TokenBudget(self.config.optim.max_tokens_per_microbatch)
+
+    def update(self, samples: Samples, advantages: np.ndarray, step: int) -> tuple[dict[str, float], list[Span]]:
+        """All updates of one step. advantages: float64 [S]. Returns the step's training metrics, equal on all ranks but for
+        `timing_s/sync`, this rank's seconds in gradient reductions, and a "sync" span for each of these reductions.
+
+        An update whose loss or gradient is not finite is left out, on all ranks alike; `skipped_updates` counts them. Raises
+        RunFailed after more than optim.max_skipped_steps steps in a row with such an update.
+        """
+        # Without a KL term a sample of zero advantage (a group of equal rewards) has zero gradient: it is not computed.
+        has_gradient = is_in_loss(samples, self.config) & ((advantages != 0) | (self.reference is not None))
+        minibatches, weights = make_minibatches(
+            samples, has_gradient, config=self.config, ranks=self.ranks, max_tokens=self.budget.max_tokens
+        )
+
+        def run(work: Callable, microbatches: list[Microbatch], restart: Callable[[], None]) -> list:
+            return run_within_memory(work, microbatches, restart=restart, samples=samples, budget=self.budget, ranks=self.ranks)
+
+        for microbatches in minibatches[1:]:
+            run(self._set_old_logprobs, microbatches, lambda: None)
+        totals, grad_norms, spans, num_skipped = [], [], [], 0
+        for number, microbatches in enumerate(minibatches * self.config.loss.num_iterations):
+
+            def restart(number=number, microbatches=microbatches) -> None:
+                self.optimizer.clear()
+                for batch in microbatches if number == 0 else ():
+                    batch.old = None  # the first update's comes from the very forward that is differentiated
+
+            measured = run(lambda batch: self.accumulate_gradient(batch, advantages, weights), microbatches, restart)
+            begin_s = time.perf_counter()
+            self.optimizer.reduce(self.ranks)
+            spans.append(Span("sync", begin_s, time.perf_counter()))
+            totals.append(_sum_over_ranks(measured, self.ranks))
+            is_finite = math.isfinite(totals[-1]["loss"])
+            grad_norm, learning_rate = self.optimizer.step(step, is_finite)
+            grad_norms.append(grad_norm)
+            num_skipped += not (is_finite and math.isfinite(grad_norm))
+        self._count_skipped(num_skipped, step)
+        metrics = _training_metrics(totals, self.config.loss.delta is not None, self.reference is not None)
+        self.warn_of_mismatch(metrics, step)
+        metrics |= {"grad_norm": float(np.mean(grad_norms)), "learning_rate": learning_rate, "skipped_updates": num_skipped}
+        return metrics | {"timing_s/sync": sum(span.end_s - span.begin_s for span in spans)}, spans
+
+    def accumulate_gradient(self, batch: Microbatch, advantages: np.ndarray, weights: np.ndarray) -> torch.Tensor:
+        """Forward and backward of one micro-batch. advantages, weights: float64 [S]. Returns its `MEASURED`, sums but for the
+        last."""
+        loss = self.config.loss
+        logprob, entropy = self._logprobs(self.model, batch)
+        if batch.old is None:
+            batch.old = logprob.detach()
+        advantage, weight = (
+            # A sample's value for each of its tokens, without waiting for the forward.
+            torch.from_numpy(values[batch.order])
+            .to(logprob, non_blocking=True)
+            .repeat_interleave(batch.lengths, output_size=len(logprob))
+            for values in (advantages, weights)
+        )
+        ratio = importance_ratio(logprob, batch.old, batch.lengths, loss.importance_sampling_level)
+        if loss.loss_type == "cispo":
+            token_loss, is_clipped = cispo_loss(logprob, ratio, advantage, loss.epsilon_high)
+        else:
+            clips = {"epsilon_low": loss.epsilon_low, "epsilon_high": loss.epsilon_high, "delta": loss.delta}
+            token_loss, is_clipped = policy_loss(ratio, advantage, **clips)
+        kl = torch.zeros_like(logprob)
+        if self.reference is not None:
+            if batch.reference is None:
+                with torch.no_grad(), adapter_disabled(self.reference):
+                    batch.reference = self._logprobs(self.reference, batch)[0]
+            kl = kl_penalty(logprob, batch.reference, loss.kl_estimator)
+        total = (weight * (token_loss + loss.kl_coef * kl)).sum()
+        total.backward()
+        mismatch = (batch.old - batch.generated).abs()
+        sums = (t.detach().sum() for t in (entropy, *is_clipped, kl, mismatch))
+        return torch.stack([total.detach(), *sums, logprob.new_full((), len(logprob)), mismatch.max()])
 
     @torch.no_grad()
-    def find_old(batch: Microbatch) -> None:
-        batch.old = _logprobs(model, batch, config, kernel)[0]
+    def _set_old_logprobs(self, batch: Microbatch) -> None:
+        batch.old = self._logprobs(self.model, batch)[0]
 
-    def accumulate(batch: Microbatch) -> torch.Tensor:
-        return _accumulate_gradient(model, reference, batch, advantages, weights, config, kernel)
+    def _logprobs(self, model: PreTrainedModel, batch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
+        temperature, max_logits = self.config.rollout.temperature, self.config.optim.max_logits_per_chunk
+        return response_logprobs(model, batch, temperature=temperature, max_logits=max_logits, kernel=self.kernel)
 
-    for microbatches in minibatches[1:]:
-        run_within_memory(find_old, microbatches, lambda: None, samples, budget, ranks)
-    totals, grad_norms, num_skipped, sync_s = [], [], 0, 0.0
-    for number, microbatches in enumerate(minibatches * config.loss.num_iterations):
+    def _count_skipped(self, num_skipped: int, step: int) -> None:
+        self.num_skipped_in_a_row = self.num_skipped_in_a_row + 1 if num_skipped else 0
+        if self.num_skipped_in_a_row > self.config.optim.max_skipped_steps:
+            raise RunFailed(
+                f"loss or gradient not finite in {self.num_skipped_in_a_row} steps in a row, up to step {step}; the weights are "
+                "those before them. Look at optim.learning_rate, at the rewards and at model.dtype"
+            )
 
-        def restart(number=number, microbatches=microbatches) -> None:
-            optimizer.clear()
-            for batch in microbatches if number == 0 else ():
-                batch.old = None  # the first update's comes from the very forward that is differentiated
-
-        measured = run_within_memory(accumulate, microbatches, restart, samples, budget, ranks)
-        started = time.perf_counter()
-        optimizer.reduce(ranks)
-        ended = time.perf_counter()
-        sync_s += ended - started
-        if events is not None:
-            events.append(("sync", started, ended))
-        totals.append(_sum_over_ranks(measured, ranks))
-        is_finite = math.isfinite(totals[-1]["loss"])
-        grad_norm, learning_rate = optimizer.step(step, is_finite)
-        grad_norms.append(grad_norm)
-        num_skipped += not (is_finite and math.isfinite(grad_norm))
-    metrics = _training_metrics(totals, config.loss.delta is not None, reference is not None)
-    metrics |= {"grad_norm": float(np.mean(grad_norms)), "learning_rate": learning_rate, "skipped_updates": num_skipped}
-    return metrics | {"timing_s/sync": sync_s}
-
-
-_MEASURED = ("loss", "entropy", "low", "high", "delta", "kl", "mismatch", "tokens", "largest_mismatch")
-
-
-def _accumulate_gradient(
-    model: PreTrainedModel,
-    reference: PreTrainedModel | None,
-    batch: Microbatch,
-    advantages: np.ndarray,
-    weights: np.ndarray,
-    config: Config,
-    kernel: str,
-) -> torch.Tensor:
-    """Forward and backward of one micro-batch. Returns its `_MEASURED`, sums but for the last."""
-    loss = config.loss
-    logprob, entropy = _logprobs(model, batch, config, kernel)
-    if batch.old is None:
-        batch.old = logprob.detach()
-    advantage, weight = (
-        # A sample's value for each of its tokens, without waiting for the forward.
-        torch.from_numpy(values[batch.order])
-        .to(logprob, non_blocking=True)
-        .repeat_interleave(batch.lengths, output_size=len(logprob))
-        for values in (advantages, weights)
-    )
-    ratio = importance_ratio(logprob, batch.old, batch.lengths, loss.importance_sampling_level)
-    if loss.loss_type == "cispo":
-        token_loss, is_clipped = cispo_loss(logprob, ratio, advantage, loss.epsilon_high)
-    else:
-        token_loss, is_clipped = policy_loss(ratio, advantage, loss.epsilon_low, loss.epsilon_high, loss.delta)
-    kl = torch.zeros_like(logprob)
-    if reference is not None:
-        if batch.reference is None:
-            with torch.no_grad(), adapter_disabled(reference):
-                batch.reference = _logprobs(reference, batch, config, kernel)[0]
-        kl = kl_penalty(logprob, batch.reference, loss.kl_estimator)
-    total = (weight * (token_loss + loss.kl_coef * kl)).sum()
-    total.backward()
-    mismatch = (batch.old - batch.generated).abs()
-    sums = (t.detach().sum() for t in (entropy, *is_clipped, kl, mismatch))
-    return torch.stack([total.detach(), *sums, logprob.new_full((), len(logprob)), mismatch.max()])
+    def warn_of_mismatch(self, metrics: dict[str, float], step: int) -> None:
+        """Once a run, where generation and training differ by more than rounding: they should be one function of the same
+        weights."""
+        dtype, temperature = self.model.dtype, self.config.rollout.temperature
+        mean = metrics.get("sampling/logp_difference/mean", 0.0)
+        if self.has_warned_of_mismatch or not mean > LARGEST_MISMATCH[dtype] / min(temperature, 1.0):
+            return
+        self.has_warned_of_mismatch = True
+        if self.ranks.is_main:
+            say(
+                f"warning: in step {step} log-probabilities in training differ from those in generation by {mean:.1e} on average "
+                f"(sampling/logp_difference/mean), far more than {str(dtype).removeprefix('torch.')} rounds; one of the two "
+                "computes something else: look for randomness in the model's own code (dropout, noise of a router), and try "
+                "another model.attention and model.dtype"
+            )
 
 
 def _sum_over_ranks(measured: list[torch.Tensor], ranks: Ranks) -> dict[str, float]:
-    """`_MEASURED` of an update, from this rank's micro-batches."""
-    own = torch.stack(measured).double().cpu().numpy() if measured else np.zeros((1, len(_MEASURED)))
-    everyone = ranks.gather(np.append(own[:, :-1].sum(axis=0), own[:, -1].max()))
-    total = np.append(everyone[:, :-1].sum(axis=0), everyone[:, -1].max())
-    return dict(zip(_MEASURED, total.tolist(), strict=True))
-
-
-def _logprobs(model: PreTrainedModel, batch: Microbatch, config: Config, kernel: str) -> tuple[torch.Tensor, torch.Tensor]:
-    return response_logprobs(model, batch, config.rollout.temperature, config.optim.max_logits_per_chunk, kernel)
+    """`MEASURED` of an update, from this rank's micro-batches."""
+    by_batch = torch.stack(measured).double().cpu().numpy() if measured else np.zeros((1, len(MEASURED)))
+    by_rank = ranks.gather(np.append(by_batch[:, :-1].sum(axis=0), by_batch[:, -1].max()))
+    total = np.append(by_rank[:, :-1].sum(axis=0), by_rank[:, -1].max())
+    return dict(zip(MEASURED, total.tolist(), strict=True))
 
 
 def _training_metrics(totals: list[dict[str, float]], has_delta: bool, has_reference: bool) -> dict[str, float]:
-    """totals: `_MEASURED` of each update. The loss is the mean over updates; other means are over the tokens that were
+    """totals: `MEASURED` of each update. The loss is the mean over updates; other means are over the tokens that were
     trained on in all updates, if there were any."""
-    total = {name: sum(update[name] for update in totals) for name in _MEASURED}
+    total = {name: sum(update[name] for update in totals) for name in MEASURED}
     tokens = total["tokens"]
     if tokens == 0:
         return {"loss": 0.0}

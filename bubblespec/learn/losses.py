@@ -30,7 +30,7 @@ def importance_ratio(logprob: torch.Tensor, old_logprob: torch.Tensor, lengths: 
 
 
 def policy_loss(
-    ratio: torch.Tensor, advantage: torch.Tensor, epsilon_low: float, epsilon_high: float, delta: float | None = None
+    ratio: torch.Tensor, advantage: torch.Tensor, *, epsilon_low: float, epsilon_high: float, delta: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """PPO's clipped surrogate per token (Schulman et al. 2017, equation 7), with separate clips (DAPO, arXiv 2503.14476).
 
@@ -93,11 +93,7 @@ def token_weights(loss_type: str, lengths: np.ndarray, is_used: np.ndarray, max_
 
 
 def token_logprobs(
-    hidden: torch.Tensor,
-    head: torch.nn.Module,
-    target: torch.Tensor,
-    temperature: float,
-    max_logits: int,
+    hidden: torch.Tensor, head: torch.nn.Module, target: torch.Tensor, *, temperature: float, max_logits: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each target and entropy of its distribution, softmax(logits / temperature).
 

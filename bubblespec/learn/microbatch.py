@@ -9,26 +9,31 @@ from bubblespec.config import Config
 from bubblespec.engine.packing import to_device
 from bubblespec.learn.losses import token_weights
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.rollout.placement import Samples
+from bubblespec.records import Samples
 
 
 @dataclass
 class Microbatch:
-    """Packed sequences on the device. N tokens fed, of which M positions predict the response tokens `target`.
-
-    order: sample indices; lengths: response tokens of each; generated: the generator's log-probabilities, float [M];
-    old, reference: those of the old policy and of the reference, float [M], once they are known.
-    """
+    """B packed sequences, prompt and response each, on the device: N tokens fed, of which M predict a response token."""
 
     order: list[int]
+    """Each sequence's place among the samples, [B]."""
     lengths: torch.Tensor
+    """Response tokens of each, int64 [B]."""
     input_ids: torch.Tensor
+    """Int64 [N]."""
     sequence_lengths: list[int]
+    """Tokens fed of each, [B]."""
     predicts: torch.Tensor
+    """Where in `input_ids` the response tokens are predicted, int64 [M]."""
     target: torch.Tensor
+    """The response tokens, int64 [M]."""
     generated: torch.Tensor
+    """Their log-probabilities as the generator has them, float [M]."""
     old: torch.Tensor | None = None
+    """Their log-probabilities under the old policy, float [M], once known."""
     reference: torch.Tensor | None = None
+    """Their log-probabilities under the reference, float [M], once known."""
 
 
 def plan_microbatches(lengths: np.ndarray, world_size: int, max_tokens: int) -> list[list[list[int]]]:
@@ -77,18 +82,18 @@ def make_microbatch(samples: Samples, order: list[int], device: torch.device) ->
     ends = np.cumsum(sequence_lengths)
     predicts = np.concatenate([np.arange(end - len(t), end) for end, t in zip(ends, tokens, strict=True)])
     return Microbatch(
-        order,
-        to_device(np.array([len(t) for t in tokens]), device),
-        to_device(fed.astype(np.int64), device),
-        sequence_lengths,
-        to_device(predicts, device),
-        to_device(np.concatenate(tokens).astype(np.int64), device),
-        to_device(np.concatenate([samples.full_logprob[i] for i in order]), device),
+        order=order,
+        lengths=to_device(np.array([len(t) for t in tokens]), device),
+        input_ids=to_device(fed.astype(np.int64), device),
+        sequence_lengths=sequence_lengths,
+        predicts=to_device(predicts, device),
+        target=to_device(np.concatenate(tokens).astype(np.int64), device),
+        generated=to_device(np.concatenate([samples.full_logprob[i] for i in order]), device),
     )
 
 
 def make_minibatches(
-    samples: Samples, has_gradient: np.ndarray, config: Config, ranks: Ranks, max_tokens: int
+    samples: Samples, has_gradient: np.ndarray, *, config: Config, ranks: Ranks, max_tokens: int
 ) -> tuple[list[list[Microbatch]], np.ndarray]:
     """This rank's micro-batches of every minibatch, and the weight of each sample's tokens, float64 [S].
 
@@ -99,7 +104,7 @@ def make_minibatches(
     lengths, is_used = samples.lengths, is_in_loss(samples, config)
     sequence_lengths = lengths + np.array([len(samples.prompt_of(i).token_ids) for i in range(len(samples))])
     minibatches, weights = [], np.zeros(len(samples))
-    for groups in np.array_split(np.arange(len(samples.prompts)), loss.num_minibatches):
+    for groups in np.array_split(np.arange(len(samples.groups)), loss.num_minibatches):
         members = (groups[:, None] * generations + np.arange(generations)).ravel()
         weights[members] = token_weights(loss.loss_type, lengths[members], is_used[members], config.rollout.max_completion_length)
         to_train = np.zeros_like(sequence_lengths)

@@ -133,15 +133,15 @@ class Optimizer:
         if not state["num_updates"]:
             return
         name_of = dict(zip(self.params, self.names, strict=True))
-        own = self.local.state_dict()
+        local_state = self.local.state_dict()
         for index, (param, target) in enumerate(self.updated.items()):  # in the order that AdamW counts them
             tensors = state["parameters"][name_of[param]]
             moments = {key: tensors[key].to(target.device, copy=True) for key in MOMENTS}
-            own["state"][index] = {"step": torch.tensor(float(state["num_updates"])), **moments}
+            local_state["state"][index] = {"step": torch.tensor(float(state["num_updates"])), **moments}
             if self.has_masters:
                 with torch.no_grad():
                     target.copy_(tensors["master"])
-        self.local.load_state_dict(own)
+        self.local.load_state_dict(local_state)
 
 
 def learning_rate_factor(config: OptimConfig, step: int, max_steps: int) -> float:

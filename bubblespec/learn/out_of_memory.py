@@ -18,16 +18,17 @@ from tqdm import tqdm
 from bubblespec.errors import InputError
 from bubblespec.learn.microbatch import Microbatch, make_microbatch
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.rollout.placement import Samples
+from bubblespec.records import Samples
 
 Result = TypeVar("Result")
 
 
 @dataclass
 class TokenBudget:
-    """Most tokens in a micro-batch of this rank: optim.max_tokens_per_microbatch, or less once memory has run out."""
+    """The size of this rank's micro-batches."""
 
     max_tokens: int
+    """Most tokens in one: optim.max_tokens_per_microbatch, or less once memory has run out."""
 
 
 def split(batch: Microbatch, samples: Samples, max_tokens: int) -> list[Microbatch]:
@@ -54,6 +55,7 @@ def split(batch: Microbatch, samples: Samples, max_tokens: int) -> list[Microbat
 def run_within_memory(
     work: Callable[[Microbatch], Result],
     microbatches: list[Microbatch],
+    *,
     restart: Callable[[], None],
     samples: Samples,
     budget: TokenBudget,

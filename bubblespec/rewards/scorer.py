@@ -14,7 +14,6 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from bubblespec.config import RewardConfig
-from bubblespec.engine.noise import EVALUATION
 from bubblespec.errors import InputError
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.records import Prompt, Row
@@ -48,9 +47,9 @@ class Scorer:
             self.workers = RewardWorkers(list(functions), config.num_workers, config.timeout_s, config.adaptive_timeout)
             atexit.register(self.workers.close)
 
-    def begin(self, prompts: list[Prompt], rows: list[Row]) -> "Scoring":
-        """Score `rows`, which are about to be generated: those of this rank's prompts in order."""
-        return Scoring(self, prompts, rows)
+    def begin(self, prompts: list[Prompt], rows: list[Row], step: int | None = None) -> "Scoring":
+        """Score `rows`, which are about to be generated: those of this rank's prompts in order. step: None in an evaluation."""
+        return Scoring(self, prompts, rows, step)
 
     def take_metrics(self) -> dict[str, float]:
         """Failures, and seconds inside the functions, over all ranks since the last call: to be called once a step."""
@@ -84,8 +83,8 @@ class Scorer:
 class Scoring:
     """The scores of one batch of rows on one rank."""
 
-    def __init__(self, scorer: Scorer, prompts: list[Prompt], rows: list[Row]):
-        self.scorer, self.rows = scorer, rows
+    def __init__(self, scorer: Scorer, prompts: list[Prompt], rows: list[Row], step: int | None):
+        self.scorer, self.rows, self.step = scorer, rows, step
         num_generations = len(rows) // len(prompts) if rows else 0
         self.prompts = [prompt for prompt in prompts for _ in range(num_generations)]
         self._waiting = {id(row): i for i, row in enumerate(rows)}  # not given to the workers yet
@@ -144,7 +143,7 @@ class Scoring:
         for (number, kind), found in examples.items():
             i, _, failure = found[0]
             row = self.rows[i]
-            when = "evaluation" if row.id.visit == EVALUATION else f"step {row.id.visit}"
+            when = "evaluation" if self.step is None else f"step {self.step}"
             line = f"reward {paths[number]}: {failure} ({kind}, {when}, prompt {row.id.uid}, sample {row.id.sample})"
             if self.scorer.config.reward_on_error is None:
                 print(failure.trace, end="", file=sys.stderr)
@@ -157,8 +156,7 @@ class Scoring:
         lines = []
         for (i, number, failure), sample in zip(failures, self._samples([f[0] for f in failures]), strict=True):
             row = self.rows[i]
-            step = None if row.id.visit == EVALUATION else row.id.visit
-            line = {"step": step, "prompt_uid": row.id.uid, "sample": row.id.sample}
+            line = {"step": self.step, "prompt_uid": row.id.uid, "sample": row.id.sample}
             line |= {"function": list(self.scorer.functions)[number], "kind": failure.kind, "message": failure.message}
             line |= {"prompt": str(sample.prompt)[-LONGEST_LOGGED:], "completion": sample.completion[-LONGEST_LOGGED:]}
             lines.append(json.dumps(line | {"trace": failure.trace}) + "\n")

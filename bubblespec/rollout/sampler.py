@@ -6,7 +6,6 @@ step and the gathered rewards alone, so any number of ranks trains on the same t
 """
 
 import math
-import time
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,9 +16,8 @@ from bubblespec.engine.generator import Generator
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.idle.speculation import Speculation
 from bubblespec.idle.work import IdleWork
-from bubblespec.learn.advantages import has_zero_std
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Group, Row, Samples, Span, StepRecord
+from bubblespec.records import Group, Row, Samples, Span, StepRecord, has_zero_std
 from bubblespec.rewards.functions import combine, overlong_penalty
 from bubblespec.rewards.scorer import Scorer, Scoring
 from bubblespec.rollout.loop import RolloutLoop
@@ -96,9 +94,10 @@ class Sampler:
     def _sample_groups(self, groups: list[Group], step: int, began_s: float | None = None) -> StepRecord:
         """One rollout of a step and what follows it. began_s: where the stage before it has ended."""
         ranks, speculation, num_generations = self.ranks, self.speculation, self.config.rollout.num_generations
-        began_s = time.perf_counter() if began_s is None else began_s
+        clock = ranks.clock
+        began_s = clock.perf_counter() if began_s is None else began_s
         owners = place_groups(len(groups), ranks.world_size)
-        rows, scoring = self._own_rows(groups, owners, num_generations)
+        rows, scoring = self._own_rows(groups, owners, num_generations, step)
         ranks.place, ordered, drafts = f"rollout of step {step}", rows, {}
         loop = RolloutLoop(self.engine, ranks, self.params, on_finished=scoring.on_finished)
         if speculation is not None:
@@ -107,19 +106,19 @@ class Sampler:
             ordered = speculation.begin(rows, step)
             loop.proposer, loop.board, loop.works = speculation.proposer, speculation.board, self._idle_works(step)
         rollout = loop.run(ordered)
-        generated_s = time.perf_counter()
+        generated_s = clock.perf_counter()
         ranks.meet()  # the bubble: waiting for the slowest rank
-        met_s = time.perf_counter()
+        met_s = clock.perf_counter()
         samples = self._gather(groups, owners, num_generations, rows, scoring)
         spans = []
         if speculation is not None:
-            started = time.perf_counter()
+            started = clock.perf_counter()
             speculation.learn_rollout(rollout, samples.ids)
             for work in loop.works:
                 work.merge(ranks)
-            spans.append(Span("exchange", started, time.perf_counter()))
+            spans.append(Span("exchange", started, clock.perf_counter()))
         rewards = self.combined(samples).reshape(len(groups), num_generations)
-        ended_s = time.perf_counter()
+        ended_s = clock.perf_counter()
         stages = [Span("gen", began_s, generated_s), Span("wait", generated_s, met_s), Span("reward", met_s, ended_s)]
         return StepRecord(
             step=step,
@@ -140,11 +139,13 @@ class Sampler:
         draft_ahead = self.speculation.draft_ahead(step, self.planner, self.engine.num_slots)
         return [] if draft_ahead is None else [draft_ahead]
 
-    def _own_rows(self, groups: list[Group], owners: list[int], num_generations: int) -> tuple[list[Row], Scoring]:
-        """This rank's rows of a rollout, and what scores them as they are done."""
+    def _own_rows(
+        self, groups: list[Group], owners: list[int], num_generations: int, step: int | None = None
+    ) -> tuple[list[Row], Scoring]:
+        """This rank's rows of a rollout, and what scores them as they are done. step: None in an evaluation."""
         own = [group for group, owner in zip(groups, owners, strict=True) if owner == self.ranks.rank]
         rows = make_rows(own, num_generations, self.config.rollout.max_completion_length)
-        return rows, self.scorer.begin([group.prompt for group in own], rows)
+        return rows, self.scorer.begin([group.prompt for group in own], rows, step)
 
     def _gather(self, groups: list[Group], owners: list[int], num_generations: int, rows: list[Row], scoring: Scoring) -> Samples:
         return gather_samples(

@@ -6,14 +6,15 @@ import os
 import numpy as np
 
 from bubblespec.errors import InputError
-from bubblespec.records import Prompt
+from bubblespec.records import Prompt, SampleId
 from bubblespec.simulate.drafting import STOP, DraftModel
+from bubblespec.simulate.workload import Planned
 from bubblespec.telemetry.trace import FOLDER, list_steps, read_meta, read_table
 
 COLUMNS = ("step", "batch", "uid", "sample", "prompt_tokens", "tokens", "stopped", "reward", "draft_tokens", "draft_finished")
 
 
-class RecordedWorkload:
+class RecordedWorkload(Planned):
     """The same as `Workload`, from a trace. A draft that was recorded says what it said, whatever the age of the weights, and
     goes on as the response does at the same places; what was not recorded comes from `drafts`.
 
@@ -37,6 +38,10 @@ class RecordedWorkload:
         self._found: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray | None, bool]] = {}  # response, draft, finished
         self._rewards: dict[tuple[int, int], list[float]] = {}
         self.stop_token_ids = tuple(sorted(self._read(folder))) or (STOP,)
+        self._steps: dict[int, list[int]] = {}  # in which each prompt occurs
+        for step, batch in self._batches.items():
+            for prompt in batch:
+                self._steps.setdefault(prompt.uid, []).append(step)
         self.num_prompts = len(self._batches[self.first_step])
         self.num_generations = max(sample for _, _, sample in self._found) + 1
         if len(self._found) != self.num_steps * self.num_prompts * self.num_generations:
@@ -80,6 +85,14 @@ class RecordedWorkload:
 
     def batch(self, step: int) -> list[Prompt]:
         return self._batches[step]
+
+    def visit(self, step: int, uid: int) -> int:
+        """How often the trace has the prompt before this step."""
+        return self._steps[uid].index(step)
+
+    def step_of(self, sample: SampleId) -> int:
+        """The step that a sample belongs to."""
+        return self._steps[sample.uid][sample.visit]
 
     def response(self, step: int, uid: int, sample: int) -> np.ndarray:
         return self._found[step, uid, sample][0]

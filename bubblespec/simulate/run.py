@@ -3,6 +3,7 @@
 import copy
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -10,36 +11,38 @@ from tqdm import tqdm
 from bubblespec.config import Config
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
-from bubblespec.idle.speculation import Speculation, profile
+from bubblespec.idle.speculation import Speculation, assemble, profile
 from bubblespec.memory import most_slots
-from bubblespec.records import Row
-from bubblespec.rollout.loop import RolloutStats
-from bubblespec.rollout.placement import assign_prompts, digest, gather_samples, generate, make_rows
-from bubblespec.simulate.runner import SimulatedGenerator, SimulatedRunner, SimulatedSpeculator
+from bubblespec.records import Prompt, Row, Span, digest
+from bubblespec.rollout.sampler import Sampler
+from bubblespec.simulate.runner import ProposalTime, SimulatedGenerator, SimulatedRunner
 from bubblespec.simulate.world import SimulatedBoard, SimulatedRanks, World
-from bubblespec.speculate.store import DraftStore
-from bubblespec.speculate.suffix import History
 from bubblespec.speculate.windows import CostModel
-from bubblespec.telemetry.timeline import KINDS, Event, note
+from bubblespec.telemetry.timeline import KINDS
 
 
 @dataclass
 class SimulatedStep:
-    """One step's rollout. seconds: from its begin to the end of its last rank; forwards: of the rank with most of them before its
-    own rows were done; bubble_ratio: share of the rollout that ranks spent waiting; drafted_tokens: for coming steps;
-    proposed_tokens, refused_tokens: draft tokens under verification; response_tokens: of all responses; lanes: see `draw` in
-    timeline.py."""
+    """One step's rollout."""
 
     step: int
     seconds: float = 0.0
+    """From its begin to the end of its last rank."""
     forwards: int = 0
+    """Of the rank with most of them before its rows of this step were done."""
     bubble_ratio: float = 0.0
+    """Share of the rollout that ranks spent waiting."""
     drafted_tokens: int = 0
+    """For coming steps."""
     proposed_tokens: int = 0
+    """Draft tokens under verification."""
     refused_tokens: int = 0
+    """Of these, those that were not accepted."""
     response_tokens: int = 0
+    """Of all responses."""
     digest: str = ""
     lanes: list[np.ndarray] = field(default_factory=list, repr=False)
+    """By rank, see `draw` in timeline.py."""
 
 
 def simulate(
@@ -53,6 +56,8 @@ def simulate(
     _check(config, workload, num_ranks)
     config = copy.deepcopy(config)
     config.run.max_steps = workload.first_step + workload.num_steps
+    config.rollout.dynamic_sampling = False  # the first rollout of each step is replayed
+    config.reward.overlong_buffer_length = 0  # rewards are those of the workload
     world = World(num_ranks, cores)
     steps = [SimulatedStep(step) for step in range(workload.first_step, workload.first_step + workload.num_steps)]
     total = sum(_length(workload, step.step, config.rollout.max_completion_length) for step in steps)
@@ -111,28 +116,31 @@ class _Rank:
     """One rank's engine and speculation, from step to step."""
 
     def __init__(self, config: Config, workload, cost, profiled: CostModel | None, world: World, rank: int, bar: tqdm):
-        self.config, self.workload, self.version, self.bar = config, workload, workload.first_step, bar
+        self.workload, self.version, self.bar = workload, workload.first_step, bar
         self.ranks = SimulatedRanks(world, rank)
-        self.engine = _make_engine(config, workload, cost, world, rank, world.num_ranks, self._text)
-        self.sampling = SamplingParams(stop_token_ids=workload.stop_token_ids)
-        self.speculation = None if profiled is None else self._make_speculation(cost, copy.deepcopy(profiled))
+        engine = _make_engine(config, workload, cost, world, rank, world.num_ranks, self._text)
+        self.sampler = Sampler(
+            config=config,
+            ranks=self.ranks,
+            engine=engine,
+            params=SamplingParams(stop_token_ids=workload.stop_token_ids),
+            planner=workload,
+            scorer=self,
+            reward_weights=[1.0],
+            speculation=None if profiled is None else self._speculation(config, cost, copy.deepcopy(profiled)),
+        )
         self.ranks.barrier()
 
-    def _make_speculation(self, cost, profiled: CostModel) -> Speculation:
-        speculative, clock = self.config.speculative, self.ranks.clock
-        propose_seconds = getattr(cost, "propose_seconds", None)
-        speculator = SimulatedSpeculator(
-            speculative.method, profiled, speculative.fixed_window, clock, propose_seconds=propose_seconds
-        )
-        speculator.history = History(speculative.max_history_tokens)
-        board = SimulatedBoard(self.ranks, self.config.bubble.progress_timeout_s)
-        store = DraftStore(self.config.bubble.max_draft_tokens)
-        return Speculation(self.config, self.ranks, board, speculator, store, speculator.history)
+    def _speculation(self, config: Config, cost, profiled: CostModel) -> Speculation:
+        board = SimulatedBoard(self.ranks, config.bubble.progress_timeout_s)
+        speculation = assemble(config, self.ranks, board, profiled)
+        if hasattr(cost, "propose_seconds"):
+            speculation.proposer.sources.insert(0, ProposalTime(cost, self.ranks.clock))
+        return speculation
 
     def _text(self, row: Row, so_far: np.ndarray) -> np.ndarray:
-        return self.workload.draft(
-            row.id.visit, row.id.uid, row.id.sample, row.id.visit - self.version, row.max_new_tokens, so_far
-        )
+        step = self.workload.step_of(row.id)
+        return self.workload.draft(step, row.id.uid, row.id.sample, step - self.version, row.max_new_tokens, so_far)
 
     def run(self, steps: list[SimulatedStep]) -> None:
         for step in steps:
@@ -141,53 +149,54 @@ class _Rank:
                 self.workload.forget(step.step - 1)  # all ranks have left the step before
 
     def _run_step(self, result: SimulatedStep) -> None:
-        step, ranks, rollout, clock = result.step, self.ranks, self.config.rollout, self.ranks.clock
-        self.version = step
-        prompts = self.workload.batch(step)
-        own = [prompts[number] for number in assign_prompts(len(prompts), ranks.world_size)[ranks.rank]]
-        rows = make_rows(own, step, self.workload.num_generations, rollout.max_completion_length)
-        began, forwards_before = clock.perf_counter(), self.engine.num_forwards
-        stats, drafts = self._generate(rows, step)
-        stats.own_forwards = stats.own_forwards or self.engine.num_forwards - forwards_before
-        generated = clock.perf_counter()
-        ranks.meet()
-        ended = clock.perf_counter()
-        if ended > generated:
-            note(stats.events, "wait", generated, ended)
-        rewards = np.concatenate([self.workload.rewards(step, prompt.uid) for prompt in own])
-        samples = gather_samples(prompts, self.workload.num_generations, rows, rewards[:, None], ranks)
-        counts = [0, 0]
-        if self.speculation is not None:
-            found = self.speculation.speculator.stats
-            counts = [found.num_draft, found.num_draft - found.num_accepted]
-            self.speculation.exchange(drafts, stats)
-            self.speculation.learn(step, prompts, samples.tokens, samples.rewards[:, 0])
-        waited = stats.wait_s + ended - generated
-        numbers = ranks.gather(np.array([ended - began, stats.own_forwards, waited, stats.drafted_tokens, *counts], np.float64))
-        lanes = ranks.gather_ragged(_lane(stats.events, began))
+        self.version, ranks, engine = result.step, self.ranks, self.sampler.engine
+        forwards_before = engine.num_forwards
+        record = self.sampler.sample(result.step)
+        (rollout,), (gen, wait, _) = record.rollouts, record.stages
+        # Without speculation the engine takes many forwards at once.
+        forwards = engine.num_forwards - forwards_before if self.sampler.speculation is None else rollout.own_forwards
+        spans = rollout.spans
+        if wait.end_s > wait.begin_s:
+            spans.append(wait if not spans or spans[-1].kind != "wait" else Span("wait", spans.pop().begin_s, wait.end_s))
+        waited_s = rollout.wait_s + wait.end_s - wait.begin_s
+        draft_tokens, accepted = rollout.acceptance.draft_tokens, rollout.acceptance.accepted_tokens
+        counts = [rollout.drafted_tokens, draft_tokens, draft_tokens - accepted]
+        numbers = ranks.gather(np.array([wait.end_s - gen.begin_s, forwards, waited_s, *counts], np.float64))
+        lanes = ranks.gather_ragged(_lane(spans, gen.begin_s))
         if ranks.is_main:
             result.seconds = float(numbers[:, 0].max())
             result.forwards = int(numbers[:, 1].max())
             result.bubble_ratio = float(numbers[:, 2].mean() / result.seconds)
             result.drafted_tokens, result.proposed_tokens, result.refused_tokens = numbers[:, 3:].sum(axis=0).astype(int).tolist()
-            result.response_tokens = int(samples.lengths.sum())
-            result.digest = digest(samples)
+            result.response_tokens = int(record.generated.lengths.sum())
+            result.digest = digest(record.generated)
             result.lanes = [lane.reshape(-1, 3) for lane in lanes]
 
-    def _generate(self, rows: list[Row], step: int) -> tuple[RolloutStats, dict]:
-        if self.speculation is None:
-            stats = RolloutStats()
-            generate(self.engine, rows, self.sampling, self.ranks, self._count, stats.events)
-            return stats, {}
-        return self.speculation.rollout(self.engine, rows, self.sampling, step, self.workload.batch, self._count)
+    def begin(self, prompts: list[Prompt], rows: list[Row], step: int) -> "_Rewards":
+        """As `Scorer.begin`."""
+        rewards = [self.workload.rewards(step, prompt.uid) for prompt in prompts]
+        return _Rewards(self.workload, np.concatenate(rewards)[:, None], self.bar)
 
-    def _count(self, row: Row) -> None:
-        """A row is done. Whatever was drafted, it must be the response."""
-        true = self.workload.response(row.id.visit, row.id.uid, row.id.sample)[: row.max_new_tokens]
+
+@dataclass
+class _Rewards:
+    """As `Scoring`: the workload's rewards, which take no time. Whatever was drafted, a row must be its response."""
+
+    workload: Any
+    rewards: np.ndarray
+    """float64 [rows, 1]."""
+    bar: tqdm
+
+    def on_finished(self, row: Row) -> None:
+        step = self.workload.step_of(row.id)
+        true = self.workload.response(step, row.id.uid, row.id.sample)[: row.max_new_tokens]
         if not np.array_equal(row.tokens, true):
-            raise AssertionError(f"sample {row.id.sample} of prompt {row.id.uid} in step {row.id.visit} is not its response")
+            raise AssertionError(f"{row.id} in step {step} is not its response")
         self.bar.update(len(row.tokens))
 
+    def collect(self) -> np.ndarray:
+        return self.rewards
 
-def _lane(events: list[Event], began: float) -> np.ndarray:
-    return np.array([(KINDS.index(kind), begin - began, end - began) for kind, begin, end in events], np.float64).ravel()
+
+def _lane(spans: list[Span], began_s: float) -> np.ndarray:
+    return np.array([(KINDS.index(kind), begin - began_s, end - began_s) for kind, begin, end in spans], np.float64).ravel()

@@ -14,7 +14,7 @@ from bubblespec.engine.sampling import SamplingParams
 from bubblespec.engine.scheduler import Batch, Proposer
 from bubblespec.records import Load, Row
 from bubblespec.simulate.world import World
-from bubblespec.speculate.proposer import RowSpeculator
+from bubblespec.speculate.sources import TrackedRow
 
 NO_TOKEN = -2  # stands behind the end of a text: no draft has it
 Text = Callable[[Row, np.ndarray], np.ndarray]
@@ -95,20 +95,24 @@ class SimulatedGenerator(Generator):
         scheduler.cached[:active] += count
 
 
-class SimulatedSpeculator(RowSpeculator):
-    """Proposals take virtual time: propose_seconds(rows), for all rows that are looked at in a forward. With a pause none are."""
+class ProposalTime:
+    """A draft source that knows nothing: asked first, it lets the time of proposals pass. cost.propose_seconds(rows): seconds
+    of looking for them for so many rows."""
 
-    def __init__(self, *arguments, propose_seconds: Callable[[int], float] | None = None, **options):
-        super().__init__(*arguments, **options)
-        self._propose_seconds, self._due_s = propose_seconds, 0.0
+    def __init__(self, cost, clock):
+        self.cost, self.clock = cost, clock
 
-    def propose(self, rows, lengths, room, budget):
-        if self._propose_seconds is not None:
-            self._due_s = self._propose_seconds(len(rows))
-        return super().propose(rows, lengths, room, budget)
+    def begin(self) -> None:
+        """See `DraftSource`."""
 
-    def _candidate(self, row, state, length, longest):
-        if self._due_s:  # within what the speculator times
-            self.clock.sleep(self._due_s)
-            self._due_s = 0.0
-        return super()._candidate(row, state, length, longest)
+    def track(self, tracked: TrackedRow) -> None:
+        """See `DraftSource`."""
+
+    def propose(self, rows: list[TrackedRow], lengths: list[int], limits: list[int]) -> list[None]:
+        """See `DraftSource`."""
+        if rows:
+            self.clock.sleep(self.cost.propose_seconds(len(rows)))
+        return [None] * len(rows)
+
+    def observe(self, tracked: TrackedRow, tokens: np.ndarray) -> None:
+        """See `DraftSource`."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bubblespec.errors import InputError
-from bubblespec.records import Prompt
+from bubblespec.records import Group, Prompt, SampleId
 from bubblespec.simulate.drafting import STOP, TEXT, VOCABULARY, DraftModel, edited, keyed_random
 
 SHARED_VARIANCE = 0.5  # of the logarithm of a made-up length, what the samples of a prompt have in common
@@ -75,7 +75,22 @@ def parse(kind: type, text: str, option: str):
         raise InputError(f"{option}: {error}") from error
 
 
-class Workload:
+class Planned:
+    """A workload as a `StepPlanner` of its steps; `batch(step)` gives their prompts."""
+
+    def launch(self, step: int) -> list[Group]:
+        """See `StepPlanner`."""
+        return [Group(prompt, self.visit(step, prompt.uid)) for prompt in self.batch(step)]
+
+    def upcoming(self, step: int, depth: int) -> list[list[Group]]:
+        """See `StepPlanner`."""
+        return [self.launch(coming) for coming in range(step + 1, step + 1 + depth)]
+
+    def finish(self, groups: list[Group]) -> None:
+        """See `StepPlanner`. What is drawn when is known from the start."""
+
+
+class Workload(Planned):
     """Steps first_step .. first_step + num_steps - 1. A made-up one; see `recorded` for one from a run.
 
     stop_token_ids: tokens that end responses; max_prompt_length, max_length: tokens of the longest prompt and response that may
@@ -106,6 +121,14 @@ class Workload:
         random = keyed_random(self.spec.seed, first, uid, 0, TEXT)
         length = int(random.integers(max(self.spec.prompt // 2, 1), self.spec.prompt * 3 // 2 + 1))
         return Prompt(uid, "", tuple(random.integers(0, VOCABULARY, length).tolist()), {})
+
+    def visit(self, step: int, uid: int) -> int:
+        """How often the prompt has been drawn before this step."""
+        return step // self.steps_per_epoch
+
+    def step_of(self, sample: SampleId) -> int:
+        """The step that a sample belongs to."""
+        return (sample.uid - 1) // self.num_prompts + sample.visit * self.steps_per_epoch
 
     def response(self, step: int, uid: int, sample: int) -> np.ndarray:
         """The tokens of a response, int64, with the stop token where it is not cut off."""

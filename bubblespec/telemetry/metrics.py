@@ -15,8 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from bubblespec.errors import InputError, say
-from bubblespec.rollout.placement import Samples
-from bubblespec.speculate.windows import WINDOWS
+from bubblespec.records import ACCEPT_BINS, Samples
 from bubblespec.telemetry.timeline import save_timeline
 
 
@@ -53,7 +52,7 @@ class MetricsLogger:
         self._write(step, metrics)
         counts = metrics.get("rollout/spec_accepted_lengths")
         if counts and sum(counts):
-            self._draw("add_histogram", "rollout/spec_accepted_lengths", np.repeat(WINDOWS, counts), step)
+            self._draw("add_histogram", "rollout/spec_accepted_lengths", np.repeat(ACCEPT_BINS, counts), step)
         self.history.append(metrics)
         shown = (
             f"reward {metrics['reward']:.3f}, {metrics['perf/throughput']:.0f} tokens/s, {metrics['timing_s/step']:.2f} s/step"

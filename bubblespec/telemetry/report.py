@@ -6,9 +6,8 @@ import sys
 import numpy as np
 import torch
 
-from bubblespec.learn.advantages import has_zero_std
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import SOURCES, StepRecord, digest, total_s
+from bubblespec.records import SOURCES, StepRecord, digest, has_zero_std, total_s
 
 
 def rollout_metrics(record: StepRecord, functions: list[str]) -> dict:

@@ -20,10 +20,10 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 
 from bubblespec.config import load_config
 from bubblespec.ranks.collectives import ranks_from_environment
-from bubblespec.records import Load, Row
+from bubblespec.records import Draft, Load, Row
 from bubblespec.rollout.loop import RolloutStats
 from bubblespec.set_up import set_up
-from bubblespec.speculate.store import Draft, Key
+from bubblespec.speculate.store import Key
 from bubblespec.trainer import Trainer
 from train import train
 
@@ -78,7 +78,7 @@ class Disturbance:
         self.trainer, self.preempt, self.corrupt = trainer, preempt, corrupt
         self.rng = np.random.default_rng((seed, trainer.ranks.rank))
         self.counts = dict.fromkeys(COUNTS, 0)
-        self.vocab_size = trainer.model.get_input_embeddings().num_embeddings
+        self.vocab_size = trainer.learner.model.get_input_embeddings().num_embeddings
         self._training_step = trainer.num_updates
         self._step = trainer.engine.step
         trainer.engine.step = self.step

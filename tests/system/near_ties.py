@@ -109,7 +109,7 @@ class NearTies:
                 config.path, trust_remote_code=config.trust_remote_code, dtype=torch.float64, attn_implementation="eager"
             ).to(self.trainer.ranks.device)
             self._exact.eval()
-        self._exact.load_state_dict(self.trainer.model.state_dict())
+        self._exact.load_state_dict(self.trainer.learner.model.state_dict())
         return self._exact
 
     def gathered(self) -> dict:

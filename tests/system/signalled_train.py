@@ -53,10 +53,10 @@ def main() -> int:
     sys.argv = ["train.py", *rest]
     train_step, rename = train.train_step, os.rename
 
-    def signalled_step(trainer, samples, advantages, step, events) -> dict:
+    def signalled_step(trainer, samples, advantages, step):
         if step == arguments.at:
             send(arguments.kind, trainer.ranks)
-        return train_step(trainer, samples, advantages, step, events)
+        return train_step(trainer, samples, advantages, step)
 
     def deadly_rename(source, target) -> None:
         if arguments.kind == "save-dies" and os.path.basename(target) == f"checkpoint-{arguments.at + 1}":
