@@ -190,7 +190,7 @@ def _row_cost(queries, length):
 def pack_rows(cache: KVCache, start: np.ndarray, count: np.ndarray, device: torch.device) -> CachePacking:
     """start, count: int64 [R], cached positions and new tokens of slots 0..R-1."""
     slot, offset = ragged(count)
-    return CachePacking(cache, start, count, np.stack((slot, start[slot] + offset)), device)
+    return CachePacking(cache, start, count, np.array((slot, start[slot] + offset)), device)
 
 
 @dataclass

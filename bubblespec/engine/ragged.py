@@ -5,5 +5,5 @@ import numpy as np
 
 def ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Each element's row and its offset in that row, int64 [sum of counts] each. counts: int64 [rows], length of each row."""
-    row = np.repeat(np.arange(len(counts)), counts)
-    return row, np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+    row = np.arange(len(counts)).repeat(counts)
+    return row, np.arange(len(row)) - (counts.cumsum() - counts)[row]
