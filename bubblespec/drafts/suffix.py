@@ -1,7 +1,7 @@
 """Draft tokens by suffix matching: where the end of a row's response occurred before, propose what followed there.
 
 After prompt lookup (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding) and SuffixDecoding (Oliaro et al. 2024, arXiv
-2411.04975), with the texts that a group of samples has. `benchmarks/suffix_vs_published.py` compares the three.
+2411.04975), with the texts that a group of samples has. docs/LOG.md compares the three.
 
 Sources, in order of trust: the row's own draft (made with the same noise under older weights), the other samples of its group
 (their drafts, and their tokens so far), its own earlier tokens, the prompt, and responses of earlier epochs. The longest match
