@@ -1,9 +1,9 @@
 """A reward that runs code: 1 if the Python program of a completion passes the tests of the column `tests`.
 
-The program runs in a process of its own with limits on CPU time, wall time, memory and files, without the trainer's
-environment or file descriptors, in an empty temporary folder; it and all that it has started is killed at the end. That keeps a
-program that errs from harming the run. **It is not a security sandbox**: the program has the user's rights on files and network,
-and one that means to can find out how a success is reported. What is not trusted belongs in a container or a virtual machine.
+The program runs in its own process with limits on CPU time, wall time, memory and files, without the trainer's environment or
+file descriptors, in an empty temporary folder; it and all that it has started is killed at the end. That protects the run from a
+faulty program. **It is not a security sandbox**: the program has the user's rights on files and network, and a malicious one
+can forge a success. Run untrusted code in a container or a virtual machine.
 """
 
 import contextlib
@@ -36,8 +36,8 @@ def passes_tests(prompts, completions, completion_ids, tests, **columns) -> list
 
 def program_in(text: str) -> str:
     """The last fenced code block, or all of the text if there is none."""
-    found = re.findall(r"^```[^\n`]*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    return found[-1] if found else text
+    blocks = re.findall(r"^```[^\n`]*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return blocks[-1] if blocks else text
 
 
 def run_program(program: str, tests: str) -> bool:
@@ -69,8 +69,8 @@ def run_program(program: str, tests: str) -> bool:
 
 
 # The keeper starts the program's process, waits for its verdict, its end, the time limit or the end of its own parent, and then
-# kills what is left. On Linux it adopts the program's orphans, so that those are found which have left the process group.
-# A success is reported as a number that the program was not told of: exit codes and printed text count for nothing.
+# kills all that still runs. On Linux it adopts the program's orphans, so that it also kills those outside the process group.
+# A success is reported by a secret number that the program does not get: exit codes and printed text count for nothing.
 _KEEPER = r"""
 import ctypes, json, os, resource, secrets, select, signal, sys, time
 
@@ -96,15 +96,15 @@ def become(job, verdict, secret):
     os.write(verdict, secret)
 
 def children():
-    found = []
+    pids = []
     for name in os.listdir("/proc"):
         try:
             with open("/proc/" + name + "/stat") as file:
                 if name.isdigit() and int(file.read().rpartition(")")[2].split()[1]) == os.getpid():
-                    found.append(int(name))
+                    pids.append(int(name))
         except OSError:
             pass
-    return found
+    return pids
 
 def kill(pid, group=False):
     try:
@@ -125,15 +125,15 @@ def main():
         finally:
             os._exit(0)
     os.close(verdict)
-    found = b""
-    while (left := deadline - time.monotonic()) > 0:
-        ready = select.select([reader, sys.stdin], [], [], left)[0]
+    reply = b""
+    while (remaining_s := deadline - time.monotonic()) > 0:
+        ready = select.select([reader, sys.stdin], [], [], remaining_s)[0]
         if sys.stdin in ready:
             break
         if reader in ready:
             chunk = os.read(reader, 64)
-            found += chunk
-            if not chunk or len(found) >= len(secret):
+            reply += chunk
+            if not chunk or len(reply) >= len(secret):
                 break
     kill(pid, group=True)
     kill(pid)  # before it had a group of its own
@@ -145,7 +145,7 @@ def main():
         if sys.platform == "linux":
             for child in children():
                 kill(child)
-    if found == secret:
+    if reply == secret:
         os.write(1, b"passed\n")
 
 main()

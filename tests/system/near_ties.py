@@ -91,11 +91,11 @@ class NearTies:
             self.num_tokens += len(a.tokens) if position is None else position + 1
             if position is not None:
                 exact = exact or self._exact_model()
-                self.differences.append((a.step, a.uid, a.sample, position, *self._judge(exact, a, b, position)))
+                self.differences.append((a.id.visit, a.id.uid, a.id.sample, position, *self._judge(exact, a, b, position)))
 
     def _judge(self, exact: PreTrainedModel, a: Row, b: Row, position: int) -> tuple[str, float]:
         tokens = {int(t) for row in (a, b) for t in row.tokens[position : position + 1]}
-        key = stream_keys(self.trainer.engine.seed, *(np.array([n]) for n in (a.uid, a.step, a.sample, position)))
+        key = stream_keys(self.trainer.engine.seed, *(np.array([n]) for n in (a.id.uid, a.id.visit, a.id.sample, position)))
         with torch.no_grad():
             fed = torch.tensor([[*a.prompt, *a.tokens[:position].tolist()]], device=exact.device)
             logits = exact(fed, use_cache=False).logits[0, -1].cpu()
