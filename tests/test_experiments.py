@@ -4,15 +4,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from notebooks.experiments import (
-    LONGEST_DRAFT,
-    LONGEST_RESPONSE,
-    STOP_CHANCE,
-    GivenDrafts,
-    chi_square_p,
-    trap_law,
-    trap_lengths,
-)
+from bubblespec.records import Row, SampleId
+from notebooks.experiments import LONGEST_DRAFT, LONGEST_RESPONSE, STOP_CHANCE, GivenDrafts, chi_square_p, trap_law, trap_lengths
 
 
 def test_chi_square_against_scipy():
@@ -58,14 +51,12 @@ def test_trapped_lengths_have_the_law_that_the_selection_gives_them():
 
 
 def test_given_drafts_propose_at_their_place_and_count():
-    class Row:
-        uid, sample = 7, 1
-
+    row = Row(SampleId(uid=7, visit=0, sample=1), prompt=(1,), max_new_tokens=10)
     drafts = GivenDrafts({(7, 1): np.arange(10)}, window=4)
-    assert [d.tolist() for d in drafts.propose([Row, Row, Row], np.array([0, 5, 8]), None, 100)] == [
+    assert [d.tolist() for d in drafts.propose([row, row, row], np.array([0, 5, 8]), None, 100)] == [
         [0, 1, 2, 3],
         [5, 6, 7, 8],
         [8, 9],
     ]
-    drafts.observe([Row], [np.array([0, 1, 9])], np.array([4]), np.array([2]))
+    drafts.observe([row], [np.array([0, 1, 9])], np.array([4]), np.array([2]))
     assert drafts.is_drafted == {(7, 1): [True, True, False]} and drafts.accepted_share == 0.5

@@ -41,11 +41,7 @@ def forward_hidden(
 ) -> torch.Tensor:
     """Last hidden states [N, hidden] of packed input_ids [N]; positions come from the packing."""
     out = model.base_model(
-        input_ids=input_ids[None],
-        position_ids=packing.position[None],
-        use_cache=False,
-        packing=packing,
-        kernel=kernel,
+        input_ids=input_ids[None], position_ids=packing.position[None], use_cache=False, packing=packing, kernel=kernel
     )
     return out.last_hidden_state[0]
 

@@ -79,10 +79,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     pieces = Regex(r"</?answer>| ?[A-Za-z]+:?| ?[-+=] ?|\d|\s+|[^\sA-Za-z\d]")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(pieces, "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
+        [pre_tokenizers.Split(pieces, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -265,11 +262,7 @@ def measure_quality(model, tokenizer, rows: int, group: int = 8) -> dict:
         "mixed_groups": ((wins > 0) & (wins < group)).float().mean().item(),
         "group_size": group,
         "problems": rows,
-        "response_tokens": {
-            "median": lengths.median().item(),
-            "p99": lengths.quantile(0.99).item(),
-            "max": lengths.max().item(),
-        },
+        "response_tokens": {"median": lengths.median().item(), "p99": lengths.quantile(0.99).item(), "max": lengths.max().item()},
         "truncated": 1.0 - finished / len(responses),
     }
 
