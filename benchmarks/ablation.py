@@ -58,8 +58,8 @@ def row(name: str, result: dict) -> str:
 def ages(result: dict) -> str:
     """Acceptance of aligned drafts by age, as of the last step."""
     last, prefix = result["steps"][-1], "drafts/accept_rate/age_"
-    found = {int(key[len(prefix) :]): share for key, share in last.items() if key.startswith(prefix)}
-    return ", ".join(f"{age}: {share:.2f}" for age, share in sorted(found.items()))
+    rates = {int(key[len(prefix) :]): share for key, share in last.items() if key.startswith(prefix)}
+    return ", ".join(f"{age}: {share:.2f}" for age, share in sorted(rates.items()))
 
 
 def main() -> int:

@@ -38,7 +38,7 @@ ACCEPT = 1 << 30  # where in its stream the rejection rule reads the uniform of 
 
 
 def verify_by_rejection(
-    log_p: torch.Tensor, log_q: torch.Tensor, draft: torch.Tensor, counts: np.ndarray, keys: torch.Tensor
+    log_p: torch.Tensor, log_q: torch.Tensor, draft: torch.Tensor, counts: np.ndarray, *, keys: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Accept a draft token x with chance min(1, p(x) / q(x)), else sample norm(max(p - q, 0)) (Leviathan et al. 2023, "Fast
     inference from transformers via speculative decoding", Algorithm 1; Chen et al. 2023, "Accelerating large language model
@@ -75,7 +75,7 @@ def load_prompts(tokenizer, path: str | None, count: int, seed: int) -> list[Pro
     return build_prompt_set(rows, make_tokenize(tokenizer), 1 << 16, as_chat=tokenizer.chat_template is not None).prompts
 
 
-def generate(model: PreTrainedModel, prompts: list[Prompt], step: int, arguments, params: SamplingParams) -> list[Row]:
+def generate(model: PreTrainedModel, prompts: list[Prompt], step: int, arguments, *, params: SamplingParams) -> list[Row]:
     """`arguments.sequences` responses, shared out over the prompts."""
     rows = [
         Row(SampleId(p.uid, step, j), p.token_ids, arguments.max_new_tokens)
@@ -123,7 +123,7 @@ def log_probabilities(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 
 
 @torch.no_grad()
-def compare(model: PreTrainedModel, start: PreTrainedModel, rows: list[Row], arguments, params: SamplingParams) -> dict:
+def compare(model: PreTrainedModel, start: PreTrainedModel, rows: list[Row], arguments, *, params: SamplingParams) -> dict:
     """Every draft of `start` verified under the weights of `model`, one row at a time."""
     positions: dict[str, list[torch.Tensor]] = {name: [] for name in ("tv", "entropy", *RULES)}
     runs: dict[str, list[int]] = {rule: [] for rule in RULES}
@@ -137,7 +137,7 @@ def compare(model: PreTrainedModel, start: PreTrainedModel, rows: list[Row], arg
         num_generated = torch.arange(n + 1, device=model.device)
         counts = np.array([n])
         results = {rule: verify(new, draft, counts, keys, num_generated, params, rule)[:2] for rule in ("coupled", "point_mass")}
-        results["rejection"] = verify_by_rejection(log_probabilities(new, params.temperature), log_q, draft, counts, keys)
+        results["rejection"] = verify_by_rejection(log_probabilities(new, params.temperature), log_q, draft, counts, keys=keys)
         for rule, (accepted, _) in results.items():
             runs[rule].append(int(accepted))
         positions["coupled"].append((results["coupled"][1][:n] == draft).float())
@@ -190,8 +190,8 @@ def main() -> None:
     stop = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
     params = SamplingParams(temperature=arguments.temperature, stop_token_ids=tuple(sorted(stop)))
     start = copy.deepcopy(model)
-    trained_on = generate(start, prompts[::2], 0, arguments, params)
-    rows = generate(start, prompts[1::2], 1, arguments, params)
+    trained_on = generate(start, prompts[::2], 0, arguments, params=params)
+    rows = generate(start, prompts[1::2], 1, arguments, params=params)
     gradient = policy_gradient(model, trained_on, arguments.temperature, arguments.seed)
 
     lengths = [len(row.tokens) for row in rows]
@@ -201,7 +201,7 @@ def main() -> None:
     results = []
     for learning_rate in arguments.learning_rate:
         one_step(model, start, gradient, learning_rate)
-        result = compare(model, start, rows, arguments, params)
+        result = compare(model, start, rows, arguments, params=params)
         results.append({"learning_rate": learning_rate, **result})
         for rule, figures in result["rules"].items():
             print(

@@ -106,7 +106,7 @@ def generation_config(longest: int, stop: tuple[int, ...], pad: int) -> Generati
     )
 
 
-def generate_arm(model: PreTrainedModel, prompts: list, lengths: np.ndarray, stop: tuple[int, ...], pad: int) -> Arm:
+def generate_arm(model: PreTrainedModel, prompts: list, lengths: np.ndarray, stop: tuple[int, ...], *, pad: int) -> Arm:
     model.set_attn_implementation("sdpa")
     width = max(len(prompt) for prompt in prompts)
     ids = torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts])
@@ -126,7 +126,7 @@ def generate_arm(model: PreTrainedModel, prompts: list, lengths: np.ndarray, sto
 
 
 def batch_arm(
-    model: PreTrainedModel, prompts: list, lengths: np.ndarray, stop: tuple[int, ...], pad: int
+    model: PreTrainedModel, prompts: list, lengths: np.ndarray, stop: tuple[int, ...], *, pad: int
 ) -> tuple[Arm, Callable]:
     """The arm, and what ends its thread. All rows fit into the cache and into one batch."""
     model.set_attn_implementation("sdpa")
@@ -140,16 +140,16 @@ def batch_arm(
     def run() -> list[int]:
         # What generate_batch does, which has one limit for all rows.
         numbers = [manager.add_request(list(p), max_new_tokens=int(n)) for p, n in zip(prompts, lengths, strict=True)]
-        found = {}
-        while len(found) < len(prompts):
+        num_tokens = {}
+        while len(num_tokens) < len(prompts):
             result = manager.get_result(timeout=1)
             if result is not None and result.error is not None:
                 raise RuntimeError(f"continuous batching: {result.error}")
             if result is not None and result.is_finished():
-                found[result.request_id] = len(result.generated_tokens)
+                num_tokens[result.request_id] = len(result.generated_tokens)
             elif result is None and not manager.is_running():
                 raise RuntimeError("continuous batching: its thread has ended")
-        return [found[number] for number in numbers]
+        return [num_tokens[number] for number in numbers]
 
     return run, lambda: context.__exit__(None, None, None)
 
@@ -180,16 +180,16 @@ def measure(arms: dict[str, Arm], repeats: int) -> dict[str, dict]:
 
 
 def run_workload(
-    model: PreTrainedModel, prompts: list, lengths: np.ndarray, stop: tuple[int, ...], pad: int, repeats: int
+    model: PreTrainedModel, prompts: list, lengths: np.ndarray, stop: tuple[int, ...], *, pad: int, repeats: int
 ) -> dict:
     """Figures of all arms; an arm that cannot run at all has its error in place of figures."""
     arms = {
         "engine": engine_arm(copy.deepcopy(model), prompts, lengths, stop),
-        "generate": generate_arm(copy.deepcopy(model), prompts, lengths, stop, pad),
+        "generate": generate_arm(copy.deepcopy(model), prompts, lengths, stop, pad=pad),
     }
     close, error = None, None
     try:
-        arms["generate_batch"], close = batch_arm(copy.deepcopy(model), prompts, lengths, stop, pad)
+        arms["generate_batch"], close = batch_arm(copy.deepcopy(model), prompts, lengths, stop, pad=pad)
         arms["generate_batch"]()
     except Exception as failure:  # a peer's failure is a result too, and the others' figures stand without it
         error = f"{type(failure).__name__}: {failure}"
@@ -264,7 +264,7 @@ def main() -> int:
     if not arguments.natural:
         print(f"tail: median {np.median(tail):.0f}, mean {tail.mean():.0f}, longest {tail.max()} tokens")
     workloads = {
-        name: run_workload(model, prompts, limits, ends if arguments.natural else (), pad, arguments.repeats)
+        name: run_workload(model, prompts, limits, ends if arguments.natural else (), pad=pad, repeats=arguments.repeats)
         for name, limits in lengths.items()
     }
     print_table(workloads)

@@ -42,22 +42,25 @@ SHAPES = {
 
 
 class Figure(NamedTuple):
-    """One row of the table. value: None where it could not be measured, for the reason in `note`."""
+    """One row of the table."""
 
     case: str
     value: float | None
+    """None if it could not be measured, for the reason in `note`."""
     unit: str = ""
     note: str = ""
 
 
 @dataclass
 class Bench:
-    """Where and at what size everything is measured. is_small: the CPU form."""
+    """Device and sizes of all measurements."""
 
     device: torch.device
     dtype: torch.dtype
-    kernels: list[str]  # SDPA first, the one that the engine is run with last
+    kernels: list[str]
+    """Attention kernels that are available: SDPA first, the one that the engine uses last."""
     is_small: bool
+    """Tiny sizes, for a CPU."""
     _models: dict[str, PreTrainedModel] = field(default_factory=dict)
 
     @property
@@ -120,13 +123,11 @@ def build(shape: dict, device: torch.device, dtype: torch.dtype, max_length: int
     return model
 
 
-def make_rows(bench: Bench, model: PreTrainedModel, count: int, prompt: int, new: int | np.ndarray, step: int = 0) -> list[Row]:
-    """Rows of random prompts, each its own, so that no prefill is shared."""
+def make_rows(model: PreTrainedModel, count: int, prompt: int, new: int | np.ndarray) -> list[Row]:
+    """Rows with different random prompts of `prompt` tokens, so that no prefill is shared, and up to `new` response tokens."""
     prompts = np.random.default_rng(7).integers(1, model.config.vocab_size, (count, prompt)).tolist()
-    return [
-        Row(SampleId(100 + i, step, 0), tuple(p), int(n))
-        for i, (p, n) in enumerate(zip(prompts, np.broadcast_to(new, count), strict=True))
-    ]
+    limits = np.broadcast_to(new, count).tolist()
+    return [Row(SampleId(100 + i, 0, 0), tuple(p), n) for i, (p, n) in enumerate(zip(prompts, limits, strict=True))]
 
 
 def parity(bench: Bench) -> Iterator[Figure]:
@@ -225,7 +226,7 @@ def decoding(bench: Bench) -> Iterator[Figure]:
         for rows in (1, 8) if bench.is_small else (1, 8, 64, 256):
             for eager in (True, False) if can_capture(bench.device, bench.kernel) else (True,):
                 engine = bench.engine(model, rows, 256, enforce_eager=eager)
-                start_decoding(engine, make_rows(bench, model, rows, 64, 150))
+                start_decoding(engine, make_rows(model, rows, 64, 150))
                 step_s = bench.seconds(partial(engine.step, SamplingParams()), repeats=steps)
                 case = f"{name}, {rows} rows, {'eager' if eager else 'graphs'}"
                 yield Figure(case, rows / step_s, "tokens/s", f"{step_s * 1e3:.2f} ms a step")
@@ -277,7 +278,7 @@ def windows(bench: Bench) -> Iterator[Figure]:
     steps = 3 if bench.is_small else 10
     for rows in (2,) if bench.is_small else (1, 8, 64):
         engine = bench.engine(model, rows, 640)
-        start_decoding(engine, make_rows(bench, model, rows, 64, 500))
+        start_decoding(engine, make_rows(model, rows, 64, 500))
         for window in (0, 3) if bench.is_small else (0, 1, 3, 7, 15, 31):
             if rows * (window + 1) > engine.max_batch_tokens:
                 continue
@@ -304,7 +305,7 @@ def composition(bench: Bench) -> Iterator[Figure]:
 
     def generate(slots: int, eager: bool, drafts: FixedDrafts | None = None) -> dict[int, np.ndarray]:
         engine = bench.engine(model, slots, 192, enforce_eager=eager)
-        made = engine.run(make_rows(bench, model, rows, 32, length), SamplingParams(), drafts)
+        made = engine.run(make_rows(model, rows, 32, length), SamplingParams(), drafts)
         result = {row.id.uid: row.tokens for row in made}
         engine.release()
         return result
@@ -335,7 +336,7 @@ def paired(bench: Bench) -> Iterator[Figure]:
     speculator = RowSpeculator("bubble+suffix", CostModel())
 
     def run(engine: Generator, observe: bool) -> tuple[list[Row], float, int]:
-        rows, forwards = make_rows(bench, model, count, 32, limits), engine.num_forwards
+        rows, forwards = make_rows(model, count, 32, limits), engine.num_forwards
         if observe:
             speculator.begin(0)
             for row in rows:

@@ -73,9 +73,9 @@ def free_memory(bench: Bench) -> Figure:
         return Figure("free memory", None, note=NEEDS_CUDA)
     torch.cuda.empty_cache()
     before, total = torch.cuda.mem_get_info()
-    held = torch.empty(1 << 30, dtype=torch.uint8, device=bench.device)
+    filler = torch.empty(1 << 30, dtype=torch.uint8, device=bench.device)
     after = torch.cuda.mem_get_info()[0]
-    del held
+    del filler
     return Figure("free memory", (before - after) / 2**30, "GiB less", f"after taking 1 GiB, of {total / 2**30:.1f} GiB")
 
 
@@ -117,9 +117,9 @@ def out_of_memory(bench: Bench) -> Figure:
     needed = torch.cuda.max_memory_allocated() - lasting
     gc.collect()
     torch.cuda.empty_cache()
-    held = torch.empty(torch.cuda.mem_get_info()[0] - int(0.6 * needed), dtype=torch.uint8, device=bench.device)
+    filler = torch.empty(torch.cuda.mem_get_info()[0] - int(0.6 * needed), dtype=torch.uint8, device=bench.device)
     got, pieces = gradient()
-    del held
+    del filler
     off = float((got - wanted).abs().max() / wanted.abs().max())
     return Figure("out of memory", off, "of the gradient", f"largest difference after splitting into {pieces}")
 

@@ -31,7 +31,7 @@ def ticks(bench: Bench) -> Iterator[Figure]:
 
 
 def tick_processes(backend: str, world_size: int, is_small: bool) -> tuple[float, float, int]:
-    """What rank 0 of `decode_with_ticks` has found. Raises RuntimeError if a process fails."""
+    """The result of `decode_with_ticks` on rank 0. Raises RuntimeError if a process fails."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
@@ -60,7 +60,7 @@ def decode_with_ticks(rank: int, world_size: int, port: int, backend: str, is_sm
     shape = SHAPES[bench.policy] | {"num_hidden_layers": 2 if is_small else 14}
     model = build(shape, bench.device, bench.dtype)
     engine = bench.engine(model, 8, 512)
-    start_decoding(engine, make_rows(bench, model, 8, 32, 400))
+    start_decoding(engine, make_rows(model, 8, 32, 400))
     for _ in range(5):
         engine.step(SamplingParams())
     between, finish = (nccl_tick if backend == "nccl" else board_tick)(bench)
@@ -102,15 +102,15 @@ def board_tick(bench: Bench) -> tuple[Callable[[], None], Callable[[], int]]:
 
 def nccl_tick(bench: Bench) -> tuple[Callable[[], None], Callable[[], int]]:
     """The collective of a tick as the board posts it on NCCL, which it does not with one rank: on a stream of its own."""
-    own, everyone = (torch.zeros(NUM_NUMBERS, dtype=torch.float64, device=bench.device) for _ in range(2))
+    local, everyone = (torch.zeros(NUM_NUMBERS, dtype=torch.float64, device=bench.device) for _ in range(2))
     stream, works = torch.cuda.Stream(), []
 
     def between() -> None:
         if works and not works[-1].is_completed():
             return
         with torch.cuda.stream(stream):
-            own.copy_(torch.zeros(NUM_NUMBERS, dtype=torch.float64))
-            works.append(all_gather(everyone, own, async_op=True))
+            local.copy_(torch.zeros(NUM_NUMBERS, dtype=torch.float64))
+            works.append(all_gather(everyone, local, async_op=True))
 
     def finish() -> int:
         bench.wait()

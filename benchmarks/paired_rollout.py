@@ -67,10 +67,12 @@ def paired_step(
     """Roll out a step twice, then learn from it. inspect(rows of none, rows of speculation): before the weights change."""
     config, ranks = trainer.config, trainer.ranks
     prompts = trainer.batch(step)
-    own = trainer.own_share(prompts)
+    share = trainer.own_share(prompts)
     rollout = config.rollout
-    rows = {arm: make_rows(own, step, rollout.num_generations, rollout.max_completion_length) for arm in ("none", "speculation")}
-    kept = {}
+    rows = {
+        arm: make_rows(share, step, rollout.num_generations, rollout.max_completion_length) for arm in ("none", "speculation")
+    }
+    outcome = {}
 
     def without():
         before = plain.num_forwards
@@ -78,11 +80,11 @@ def paired_step(
         return plain.num_forwards - before
 
     def speculative():
-        kept["stats"], drafts = generate_step(trainer, rows["speculation"], step)
+        outcome["stats"], drafts = generate_step(trainer, rows["speculation"], step)
         started = time.perf_counter()
-        trainer.speculation.exchange(drafts, kept["stats"])
-        kept["exchange_s"] = time.perf_counter() - started
-        return kept["stats"].own_forwards
+        trainer.speculation.exchange(drafts, outcome["stats"])
+        outcome["exchange_s"] = time.perf_counter() - started
+        return outcome["stats"].own_forwards
 
     arms = [("none", without), ("speculation", speculative)]
     result = {"step": step}
@@ -92,15 +94,15 @@ def paired_step(
     result["differing_rows"] = int(ranks.sum_(torch.tensor(differing)).item())
     if inspect is not None:
         inspect(rows["none"], rows["speculation"])
-    scores = trainer.scorer.begin(own, rows["none"]).collect()
+    scores = trainer.scorer.begin(share, rows["none"]).collect()
     samples = gather_samples(prompts, rollout.num_generations, rows["none"], scores, ranks)
     rewards = trainer.combined(samples).reshape(len(prompts), -1)
     advantages = estimate_advantages(rewards, config.loss.advantage_estimator, config.loss.scale_rewards).ravel()
     trainer.learner.update(samples, advantages, step)
     trainer.speculation.learn(step, prompts, samples.tokens, rewards.ravel())
-    result |= speculation_metrics(ranks, kept["stats"], trainer.speculation, int(samples.lengths.sum()))
+    result |= speculation_metrics(ranks, outcome["stats"], trainer.speculation, int(samples.lengths.sum()))
     result |= {"rows": len(samples), "tokens": int(samples.lengths.sum()), "longest": int(samples.lengths.max())}
-    return result | {"exchange_s": kept["exchange_s"], "reward": float(rewards.mean())}
+    return result | {"exchange_s": outcome["exchange_s"], "reward": float(rewards.mean())}
 
 
 def summarise(steps: list[dict]) -> dict:

@@ -79,13 +79,13 @@ class Profile:
 
     def prefill(self, num_rows: int, length: int, chunk: int) -> list[tuple[Load, float]]:
         """A prompt fed `chunk` tokens at a time, beside `num_rows` decoding rows."""
-        found = []
+        forwards = []
         for repeat in range(1 + self.repeats):
             self.start_decoding(num_rows, length)
             self.add(1, NUM_CHUNKS * chunk + 1)
             timed = [self.timed_step(None, chunk) for _ in range(NUM_CHUNKS)]
-            found += timed if repeat else []
-        return found
+            forwards += timed if repeat else []
+        return forwards
 
     def start_decoding(self, num_rows: int, length: int) -> None:
         self.engine.reset()
@@ -95,8 +95,8 @@ class Profile:
             self.engine.step(SamplingParams())
 
 
-def grid(rows: list[int], lengths: list[int], windows: list[int], chunks: list[int], most_tokens: int) -> Iterator[tuple]:
-    """Name of the measurement, and its arguments, wherever the forward's tokens stay within bounds."""
+def grid(rows: list[int], lengths: list[int], windows: list[int], chunks: list[int], *, most_tokens: int) -> Iterator[tuple]:
+    """Name and arguments of each measurement whose forwards have at most `most_tokens` tokens."""
     for num_rows in rows:
         for length in lengths:
             for window in windows:
@@ -160,10 +160,10 @@ def run(arguments: argparse.Namespace) -> None:
     profile = Profile(Generator(runner), model.get_input_embeddings().num_embeddings, arguments.repeats)
     hardware, versions = describe_hardware(device), describe_versions()
     print(f"{arguments.model}, {arguments.dtype}, {kernel}; {hardware}; {versions}")
-    measured = measure(profile, list(grid(rows, lengths, windows, chunks, most_tokens)))
-    forwards = [forward for _, found in measured for forward in found]
+    measured = measure(profile, list(grid(rows, lengths, windows, chunks, most_tokens=most_tokens)))
+    forwards = [forward for _, timed in measured for forward in timed]
     loads, seconds = np.array([load for load, _ in forwards]), np.array([seconds for _, seconds in forwards])
-    cost = ForwardCost.fit(loads, seconds, groups=np.repeat(range(len(measured)), [len(found) for _, found in measured]))
+    cost = ForwardCost.fit(loads, seconds, groups=np.repeat(range(len(measured)), [len(timed) for _, timed in measured]))
     cost.hardware, cost.versions, cost.model = hardware, versions, f"{arguments.model}, {arguments.dtype}"
     print_table(measured, cost)
     print(

@@ -26,15 +26,20 @@ from bubblespec.simulate.run import simulate
 from bubblespec.telemetry.trace import FOLDER, read_meta, read_table
 
 
-def measured_s(run_dir: str) -> float:
-    """Seconds of all rollouts of a run, each on its slowest rank."""
+def total_of_slowest(run_dir: str, column: str) -> float:
+    """Sum over a run's rollouts of a column of the trace's steps, each of the rank where it is largest."""
     table = read_table(os.path.join(run_dir, FOLDER), "steps")
-    step, seconds = table["step"].to_numpy(), table["total_s"].to_numpy()
-    return float(sum(seconds[step == number].max() for number in np.unique(step)))
+    step, values = table["step"].to_numpy(), table[column].to_numpy()
+    return float(sum(values[step == number].max() for number in np.unique(step)))
+
+
+def measured_s(run_dir: str) -> float:
+    """Seconds of all rollouts of a run."""
+    return total_of_slowest(run_dir, "total_s")
 
 
 def compare(run_dirs: list[str], cores: int | None = None, cost_runs: list[str] | None = None) -> dict:
-    """What `main` prints. Raises InputError for runs that do not belong together."""
+    """The figures that `main` prints. Raises InputError for runs that do not match."""
     metas = {run: read_meta(os.path.join(run, FOLDER)) for run in run_dirs}
     by_method: dict[str, list[str]] = {}
     for run, meta in metas.items():
@@ -51,7 +56,7 @@ def compare(run_dirs: list[str], cores: int | None = None, cost_runs: list[str] 
     median_runs = [sorted(runs, key=measured_s)[len(runs) // 2] for runs in by_method.values()]
     cost = cost_from_traces([os.path.join(run, FOLDER) for run in cost_runs or median_runs])
     config = config_of_sections(nested(workload.config), [], "meta.json")
-    found = {"ranks": workload.world_size, "steps": workload.num_steps, "cost_error_median": cost.error_median, "methods": {}}
+    result = {"ranks": workload.world_size, "steps": workload.num_steps, "cost_error_median": cost.error_median, "methods": {}}
     for name in ("none", method):
         arm = dataclasses.replace(config, speculative=dataclasses.replace(config.speculative, method=name))
         steps = simulate(arm, workload, cost, workload.world_size, cores)
@@ -59,25 +64,18 @@ def compare(run_dirs: list[str], cores: int | None = None, cost_runs: list[str] 
             raise AssertionError("the simulated responses are not those of the run")
         seconds = [measured_s(run) for run in by_method[name]]
         simulated = sum(step.seconds for step in steps)
-        found["methods"][name] = {
+        result["methods"][name] = {
             "measured_s": seconds,
             "simulated_s": simulated,
             "error": simulated / float(np.median(seconds)) - 1,
             "forwards": sum(step.forwards for step in steps),
-            "measured_forwards": [own_forwards(run) for run in by_method[name]],
+            "measured_forwards": [int(total_of_slowest(run, "own_forwards")) for run in by_method[name]],
         }
-    plain, other = found["methods"].values()
-    found["measured_ratio"] = float(np.median(plain["measured_s"]) / np.median(other["measured_s"]))
-    found["simulated_ratio"] = plain["simulated_s"] / other["simulated_s"]
-    found["ratio_error"] = found["simulated_ratio"] / found["measured_ratio"] - 1
-    return found
-
-
-def own_forwards(run_dir: str) -> int:
-    """Forwards of a run's rollouts, each of the rank that had most."""
-    table = read_table(os.path.join(run_dir, FOLDER), "steps")
-    step, forwards = table["step"].to_numpy(), table["own_forwards"].to_numpy()
-    return int(sum(forwards[step == number].max() for number in np.unique(step)))
+    plain, other = result["methods"].values()
+    result["measured_ratio"] = float(np.median(plain["measured_s"]) / np.median(other["measured_s"]))
+    result["simulated_ratio"] = plain["simulated_s"] / other["simulated_s"]
+    result["ratio_error"] = result["simulated_ratio"] / result["measured_ratio"] - 1
+    return result
 
 
 def main() -> int:
@@ -88,25 +86,26 @@ def main() -> int:
     parser.add_argument("--json")
     arguments = parser.parse_args()
     try:
-        found = compare(arguments.runs, arguments.cores, arguments.cost_runs)
+        result = compare(arguments.runs, arguments.cores, arguments.cost_runs)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{found['ranks']} ranks, {found['steps']} steps; a forward's cost is off by {found['cost_error_median']:.0%} (median)")
+    print(
+        f"{result['ranks']} ranks, {result['steps']} steps; a forward's cost is off by {result['cost_error_median']:.0%} (median)"
+    )
     print("| method | measured s: median (least to most) | simulated s | error | forwards measured | simulated |")
     print("|---" * 6 + "|")
-    for name, row in found["methods"].items():
+    for name, row in result["methods"].items():
         seconds = row["measured_s"]
         print(
             f"| {name} | {np.median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f}) | {row['simulated_s']:.2f} "
             f"| {row['error']:+.1%} | {int(np.median(row['measured_forwards']))} | {row['forwards']} |"
         )
-    print(
-        f"ratio: measured {found['measured_ratio']:.2f}x, simulated {found['simulated_ratio']:.2f}x ({found['ratio_error']:+.1%})"
-    )
+    ratios = f"measured {result['measured_ratio']:.2f}x, simulated {result['simulated_ratio']:.2f}x"
+    print(f"ratio: {ratios} ({result['ratio_error']:+.1%})")
     if arguments.json:
         with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump(found, file, indent=1)
+            json.dump(result, file, indent=1)
     return 0
 
 

@@ -47,22 +47,28 @@ SLACK = 1.1  # a bound counts if its end would make this much faster
 
 
 class Place(NamedTuple):
-    """What two runs that are compared have in common. ranks have `rows` responses each in every one of `steps` steps."""
+    """Settings that two compared runs have in common."""
 
     lengths: str
+    """A key of LENGTHS."""
     ranks: int
     rows: int
+    """Responses of each rank in a step."""
     steps: int
 
 
 class Run(NamedTuple):
-    """mismatch: tokens to a draft's first one, None for never (in JSON there is no infinity); `none` has None, 0, 0."""
+    """One simulated run."""
 
     place: Place
     method: str
+    """speculative.method; with `none` the other fields have their defaults."""
     mismatch: float | None = None
+    """Tokens to a draft's first mismatch; None for never, as JSON has no infinity."""
     drift: int = 0
+    """1 if the chance of a mismatch grows with the draft's age."""
     verification: float = 0.0
+    """Cost of verifying a draft token, in multiples of a token's computing."""
 
 
 def cost_with(verification: float):
@@ -105,20 +111,20 @@ def read(path: str) -> dict[Run, dict]:
 
 
 def write(path: str, runs: dict[Run, dict]) -> None:
-    report = {"title": title(), "runs": [{"place": run.place, "run": run[1:], **found} for run, found in runs.items()]}
+    report = {"title": title(), "runs": [{"place": run.place, "run": run[1:], **figures} for run, figures in runs.items()]}
     with open(f"{path}.part", "w", encoding="utf-8") as file:
         json.dump(report, file, indent=1)
     os.replace(f"{path}.part", path)
 
 
 def sweep(path: str, wanted: list[Run], jobs: int) -> dict[Run, dict]:
-    """Simulate what the file does not have yet, and put each run into it as it ends. Returns all runs of the file."""
+    """Simulate the runs that the file lacks, and add each to it as it ends. Returns all runs of the file."""
     runs = read(path)
     missing = [run for run in dict.fromkeys(wanted) if run not in runs]
     missing.sort(key=lambda run: -run.place.ranks * run.place.steps * LENGTHS[run.place.lengths][0])  # the longest first
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-        for run, found in tqdm(pool.imap_unordered(simulate_run, missing), total=len(missing), unit="run"):
-            runs[run] = found
+        for run, figures in tqdm(pool.imap_unordered(simulate_run, missing), total=len(missing), unit="run"):
+            runs[run] = figures
             write(path, runs)
     return runs
 
@@ -141,7 +147,7 @@ def cells_of(runs: dict[Run, dict]) -> list[dict]:
 
 
 def bound_of(cell: dict, cells: list[dict]) -> str | None:
-    """What would help a cell most, by the other cells of its lengths and ranks."""
+    """What bounds a cell, by the other cells of its lengths and ranks."""
 
     def speedup(mismatch: float | None, verification: float) -> float | None:
         other = cell | {"mismatch": mismatch, "verification": verification, "drift": cell["drift"] if mismatch else 0}

@@ -280,10 +280,10 @@ def summarise(jobs: dict[str, list[dict]], num_warmup: int) -> dict[str, dict]:
         summary[arm]["tokens_per_second"] = sum(counted["tokens"]) / sum(counted["seconds"])
         summary[arm]["peak_memory_gb"] = max(run["peak_memory_gb"] for run in runs)
         summary[arm]["steps"] = len(counted["seconds"])
-        own = [run["seconds"][num_warmup:] for run in runs]
-        if len(base) == len(own):
-            ratios = np.concatenate(base) / np.concatenate(own)
-            summary[arm]["speedup"] = float(np.sum(base) / np.sum(own))
+        seconds = [run["seconds"][num_warmup:] for run in runs]
+        if len(base) == len(seconds):
+            ratios = np.concatenate(base) / np.concatenate(seconds)
+            summary[arm]["speedup"] = float(np.sum(base) / np.sum(seconds))
             summary[arm]["speedup_median_step"] = float(np.median(ratios))
     return summary
 

@@ -1,4 +1,4 @@
-"""What a run is checked for once its parts are loaded: that they belong together, and fit into memory."""
+"""Checks of a run's loaded parts: tokenizer, model and checkpoint match, and the engine's slots fit into memory."""
 
 import os
 
@@ -27,7 +27,7 @@ def check_vocabulary(config: Config, model: PreTrainedModel, tokenizer: PreTrain
 
 
 def check_same_architecture(initial: PreTrainedConfig, model: PreTrainedModel, checkpoint: str) -> None:
-    """A checkpoint brings its own configuration, so it would load whatever model.path is by now."""
+    """Refuse a checkpoint of another architecture than model.path: it has its own configuration, so it would load."""
     for name in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size"):
         here, there = getattr(initial, name, None), getattr(model.config, name, None)
         if here != there:
@@ -37,7 +37,7 @@ def check_same_architecture(initial: PreTrainedConfig, model: PreTrainedModel, c
 
 
 def check_moments(optimizer: Optimizer, checkpoint: str | None) -> None:
-    """AdamW takes moments of any shape, and would fail at its first step."""
+    """Refuse optimizer moments of other shapes: AdamW loads them, and would fail at its first step."""
     for parameter, state in optimizer.local.state.items():
         if any(state[name].shape != parameter.shape for name in ("exp_avg", "exp_avg_sq")):
             raise InputError(f"run.resume_from_checkpoint: the optimizer state in {checkpoint} is of a model of other shapes")
@@ -64,5 +64,5 @@ def check_memory(config: Config, ranks: Ranks, model: PreTrainedModel, num_slots
 
 
 def free_host_bytes() -> int:
-    """Memory of the machine that can be had without swapping."""
+    """Memory of the machine that is available without swapping."""
     return psutil.virtual_memory().available

@@ -58,7 +58,7 @@ class TaskConfig:
 
 @dataclass
 class DataConfig:
-    """The prompts, and what the rewards know about them."""
+    """The prompts, and the columns that rewards read."""
 
     path: str | None = None
     """A JSON/JSONL/CSV/Parquet file, a folder or glob of them, or a hub dataset; needs a `prompt` column (see columns)."""
@@ -86,7 +86,7 @@ class DataConfig:
 
 @dataclass
 class RewardConfig:
-    """What a response is worth, and how that is found out."""
+    """Reward functions, and how they are run."""
 
     functions: list[str] = key(["bubblespec.rewards.exact_match"])
     """Dotted paths of reward functions with TRL's signature."""
@@ -94,9 +94,9 @@ class RewardConfig:
     """One weight per function (default: all 1)."""
     num_workers: int = key(2, at_least(0), resume=SAFE)
     """Processes on each rank that score finished responses, one at a time, while others are generated; 0 scores them in the main
-    process, all of a rank's in one call, without protection from functions that hang, crash, or leave processes behind."""
+    process, all of a rank in one call, without protection from functions that hang, crash, or leave processes behind."""
     timeout_s: float = key(60.0, above(0), resume=SAFE)
-    """Seconds that a function may take for one response in a worker; what takes longer is an error."""
+    """Seconds that a function may take for one response in a worker; taking longer is an error."""
     adaptive_timeout: bool = key(False, resume=SAFE)
     """Lower the time-out to 1.5 times the slowest answer so far with a reward above 0, within 2 and 30 seconds (RollPacker)."""
     reward_on_error: float | None = 0.0
@@ -109,7 +109,7 @@ class RewardConfig:
 
 @dataclass
 class RolloutConfig:
-    """What is sampled in a step, and by an engine of which size."""
+    """Sampling of a step, and the size of the engine."""
 
     num_prompts_per_step: int = key(16, at_least(1), at_most(1 << 20))
     """Prompts in a step's batch, over all ranks."""
@@ -134,8 +134,8 @@ class RolloutConfig:
     stop_token_ids: list[int] | None = key(None, at_least(0))
     """Tokens that end a response (default: those of the model's generation config and tokenizer)."""
     num_slots: int | str = key("auto", at_least(1, or_else="auto"), at_most(1 << 20), resume=SAFE)
-    """Rows that one rank decodes at the same time, run-ahead drafts among them; more rows wait in a queue. auto takes what fits
-    into free memory, up to what is of use; give a number where float32 or bfloat16 tokens must repeat bit for bit."""
+    """Rows that one rank decodes at the same time, run-ahead drafts among them; more rows wait in a queue. auto takes as many
+    as fit into free memory, up to what is useful; give a number where float32 or bfloat16 tokens must repeat bit for bit."""
     free_cache_engine: bool = key(False, resume=SAFE)
     """Give the keys and values back during the gradient step: room for more slots, but unfinished drafts are prefilled again."""
     max_batch_tokens: int = key(2048, at_least(1), at_most(1 << 24), resume=SAFE)
@@ -276,6 +276,8 @@ class RunConfig:
 
 @dataclass
 class TraceConfig:
+    """Recording for the simulator."""
+
     enabled: bool = key(False, resume=SAFE)
     """Record responses, drafts and every forward with its load and time into output_dir/trace, for replay."""
 

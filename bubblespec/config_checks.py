@@ -1,5 +1,6 @@
-"""What a configuration key declares beside its type, and what follows from declarations alone: sections are filled from YAML and
-overrides and checked. No key is named here. A mistake is an `InputError` of one line that names the key.
+"""Declarations of configuration keys (bounds, class on resume), and the code that fills and checks sections by them.
+
+No key is named here. A mistake is an `InputError` of one line that names the key.
 """
 
 import copy
@@ -16,10 +17,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from bubblespec.errors import InputError
 
-# What another value of a key does to a run that is continued from a checkpoint.
-EXACT = "exact"  # it would not be the same run: refused
-ROUNDING = "rounding"  # the same sums in another order: a warning, as who runs out of memory must be able to lower it
-SAFE = "safe"  # the same tokens and updates, made at another time or place or shown in another way: taken as it is
+# What may happen if a run is continued from a checkpoint with another value of a key.
+EXACT = "exact"  # other tokens or updates: refused
+ROUNDING = "rounding"  # the same sums in another order: a warning, as a run out of memory must be able to lower it
+SAFE = "safe"  # the same tokens and updates, with other timing or reports: accepted
 
 
 class Bound(NamedTuple):
@@ -40,7 +41,7 @@ def above(limit: float) -> Bound:
 
 
 def at_most(limit: float, why: str = "") -> Bound:
-    """Without `why` it is what no run can want: larger sizes exhaust the machine before anything is checked, or overflow."""
+    """Without `why` it is a technical limit: larger sizes exhaust the machine before anything is checked, or overflow."""
     return Bound(lambda value: value <= limit, f"at most {limit}{why and f' ({why})'}")
 
 
@@ -109,7 +110,7 @@ def _check_bounds(section: Any, prefix: str = "") -> None:
 
 
 def _check_keys(given: dict, schema: type, root: type, prefix: str = "") -> None:
-    """Unknown keys, with the nearest valid one, and lists and sections that are something else.
+    """Raise InputError for unknown keys, naming the nearest valid one, and for lists and sections of the wrong type.
 
     OmegaConf would report the former without the section and the latter in terms of its own classes.
     root: the whole configuration, which has `schema` at `prefix`; a misplaced key is looked up in its sections.

@@ -1,4 +1,4 @@
-"""The exceptions that end a run with a single line instead of a traceback, and lines that end nothing."""
+"""Exceptions that end a run with one line instead of a traceback, and `say` for lines on the screen."""
 
 import contextlib
 import sys
@@ -10,11 +10,11 @@ class EndsRun(Exception):
     """Ends the run with its message, one line, and with `exit_code`."""
 
     exit_code = 1
-    is_said = False  # whether it has been printed, by this rank or by another that has one
+    is_said = False  # whether this rank or another one has printed it
 
 
 class InputError(EndsRun, ValueError):
-    """Something the user gave is wrong: a configuration, a file, a model or a reward. The message says which."""
+    """An invalid configuration, file, model or reward. The message names it."""
 
     exit_code = 2
 
@@ -41,7 +41,7 @@ class SaveFailed(EndsRun, RuntimeError):
 
 
 def say(line: str) -> None:
-    """A line on the screen. Where that is a log on a full disk, it is lost, and the run goes on."""
+    """Print a line to stderr. If that is a log on a full disk, the line is lost and the run continues."""
     with contextlib.suppress(OSError):
         tqdm.write(line, file=sys.stderr)  # not into a progress bar
         sys.stderr.flush()

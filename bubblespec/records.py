@@ -284,8 +284,8 @@ class Samples:
 def digest(samples: Samples) -> str:
     """SHA-256 over the name, length and token ids of all samples, ordered by name: equal digests are equal tokens."""
     sha = hashlib.sha256()
-    for (uid, _, number), tokens in sorted(zip(samples.ids, samples.tokens, strict=True), key=lambda entry: entry[0]):
-        sha.update(np.array([uid, number, len(tokens)], "<i8").tobytes())
+    for name, tokens in sorted(zip(samples.ids, samples.tokens, strict=True), key=lambda entry: entry[0]):
+        sha.update(np.array([*name, len(tokens)], "<i8").tobytes())
         sha.update(tokens.astype("<i4").tobytes())
     return sha.hexdigest()
 

@@ -122,7 +122,7 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
         engine=engine,
         params=sampling,
         planner=planner,
-        scorer=Scorer(config.reward, functions, tokenizer, ranks, config.run.output_dir),
+        scorer=Scorer(config.reward, functions, tokenizer, ranks, output_dir=config.run.output_dir),
         reward_weights=config.reward.weights or [1.0] * len(functions),
         speculation=speculation,
     )
@@ -148,7 +148,9 @@ def load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Pr
     data, tokenize = config.data, make_tokenize(tokenizer)
 
     def build(rows, key: str) -> PromptSet:
-        return build_prompt_set(rows, tokenize, config.rollout.max_prompt_length, data.system_prompt, data.as_chat, key)
+        return build_prompt_set(
+            rows, tokenize, config.rollout.max_prompt_length, system_prompt=data.system_prompt, as_chat=data.as_chat, key=key
+        )
 
     count = config.eval.num_prompts
     held_out = []
@@ -158,11 +160,11 @@ def load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Pr
         if count:
             held_out = build(reasoning_gym_rows(tasks, count, data.seed + 500), "data.tasks").prompts
     else:
-        train = build(load_rows(data.path, data.name, data.split, "data.path", data.columns), "data.path")
+        train = build(load_rows(data.path, data.name, data.split, columns=data.columns), "data.path")
         if count and (data.eval_path or data.eval_split):
             key = "data.eval_path" if data.eval_path else "data.eval_split"
             name = None if data.eval_path and os.path.exists(data.eval_path) else data.name
-            rows = load_rows(data.eval_path or data.path, name, data.eval_split or data.split, key, data.columns)
+            rows = load_rows(data.eval_path or data.path, name, data.eval_split or data.split, key=key, columns=data.columns)
             held_out = build(rows, key).prompts[:count]
         elif count:
             if len(train) < 2:

@@ -56,15 +56,18 @@ class GivenDrafts:
 
 @dataclass
 class Setting:
-    """A policy, the same one update earlier, and prompts that this update was not made with; all in float64."""
+    """A policy before and after an update, in float64."""
 
     policy: PreTrainedModel
+    """After the update."""
     older: PreTrainedModel
+    """Before it."""
     tokenizer: PreTrainedTokenizerBase
     prompts: list[Prompt]
+    """Prompts that the update was not made with."""
     params: SamplingParams = field(default_factory=SamplingParams)
 
-    def respond(self, rows: list[Row], drafts: GivenDrafts | None = None, slots: int = 64, rule="coupled", older=False) -> int:
+    def respond(self, rows: list[Row], drafts: GivenDrafts | None = None, *, slots: int = 64, rule="coupled", older=False) -> int:
         """Generate rows to their end, in place, with the real engine. Returns the forwards that it took."""
         longest = max(len(row.prompt) + row.max_new_tokens for row in rows)
         model, batch_tokens = self.older if older else self.policy, max(2048, 2 * slots)
@@ -122,7 +125,7 @@ def trap_law() -> np.ndarray:
     return law
 
 
-def trap_lengths(rule: str, keeps: str, num_rows: int, distance: float = 0.3, seed: int = 1) -> np.ndarray:
+def trap_lengths(rule: str, keeps: str, num_rows: int, *, distance: float = 0.3, seed: int = 1) -> np.ndarray:
     """Lengths int64 [R] of responses that come of one draft each, by `rule`, and plain sampling after it.
 
     Drafts are made by an older policy, whose logits are `distance` away, with the noise of the responses under the coupled
@@ -147,13 +150,13 @@ def trap_lengths(rule: str, keeps: str, num_rows: int, distance: float = 0.3, se
         counts = np.random.default_rng(seed).integers(0, LONGEST_DRAFT + 1, num_rows)
 
     is_fed = torch.arange(LONGEST_DRAFT + 1) <= torch.from_numpy(counts)[:, None]
-    kept = draft[is_fed[:, 1:]]
+    fed_drafts = draft[is_fed[:, 1:]]
     fed = positions[:, : LONGEST_DRAFT + 1][is_fed]
     fed_keys, log_ps = keys[:, : LONGEST_DRAFT + 1][is_fed], log_p.expand(len(fed), -1)
     if rule == "rejection":
-        accepted, token = verify_by_rejection(log_ps, log_q.expand(len(kept), -1), kept, counts, fed_keys)
+        accepted, token = verify_by_rejection(log_ps, log_q.expand(len(fed_drafts), -1), fed_drafts, counts, keys=fed_keys)
     else:
-        accepted, token, _, _ = verify(log_ps, kept, counts, fed_keys, fed, params, rule)
+        accepted, token, _, _ = verify(log_ps, fed_drafts, counts, fed_keys, fed, params, rule)
     token, room = token.numpy(), np.full(num_rows, LONGEST_RESPONSE)
     gained = num_gained(token, accepted.numpy(), counts, params.stop_token_ids, room)
     last = token[np.cumsum(counts + 1) - (counts + 1) + gained - 1]

@@ -20,13 +20,15 @@ NEEDED = ("timing_s/gen", "timing_s/bubble", "timing_s/step", "reward", "rollout
 
 @dataclass
 class Run:
-    """steps: one line of metrics.jsonl a training step, by step; evaluations: its other lines, whose `step` counts updates."""
+    """A run as its folder records it."""
 
     name: str
     folder: str
     config: Config
     steps: list[dict]
+    """Lines of metrics.jsonl of training steps, by step."""
     evaluations: list[dict]
+    """Lines of evaluations, whose `step` counts updates."""
 
     @property
     def method(self) -> str:
@@ -103,18 +105,24 @@ def read_run(folder: str) -> Run:
 
 @dataclass
 class Comparison:
-    """A run against another, over the steps that both have; see `compare`.
+    """A run against another, over the steps that both have.
 
     Speed-ups are times of the other divided by times of this run; NaN where a figure was not recorded.
     """
 
     num_steps: int
     rollout_speedup: float
+    """Of all rollouts together."""
     median_speedup: float
+    """Of the median step's rollout."""
     step_speedup: float
+    """Of all whole steps together."""
     forwards: float
+    """Relative change of the forwards on the slowest rank."""
     num_same: int
+    """Steps of equal digests, so of equal tokens."""
     first_difference: int | None
+    """The first step of other tokens."""
 
     @property
     def tokens(self) -> str:
@@ -124,21 +132,20 @@ class Comparison:
 
 
 def compare(run: Run, other: Run) -> Comparison:
-    """rollout_speedup: of all rollouts together; median_speedup: of the median step's rollout; step_speedup: of all whole steps;
-    forwards: relative change on the slowest rank; num_same: steps of equal digests, so of equal tokens. Raises InputError."""
+    """`run` against `other`. Raises InputError if they have no step in common."""
     common = sorted({line["step"] for line in run.steps} & {line["step"] for line in other.steps})
     if not common:
         raise InputError(f"RUNS: {run.name} and {other.name} have no step in common")
-    own, others = (_only(r, common) for r in (run, other))
-    ratio = others.rollout_s / own.rollout_s
-    digests = [[line["rollout/digest"] for line in r.steps] for r in (own, others)]
+    mine, others = (_only(r, common) for r in (run, other))
+    ratio = others.rollout_s / mine.rollout_s
+    digests = [[line["rollout/digest"] for line in r.steps] for r in (mine, others)]
     differing = [step for step, a, b in zip(common, *digests, strict=True) if a != b]
     return Comparison(
         num_steps=len(common),
-        rollout_speedup=float(others.rollout_s.sum() / own.rollout_s.sum()),
+        rollout_speedup=float(others.rollout_s.sum() / mine.rollout_s.sum()),
         median_speedup=float(np.median(ratio)),
-        step_speedup=float(others.column("timing_s/step").sum() / own.column("timing_s/step").sum()),
-        forwards=float(own.column("rollout/forwards").sum() / others.column("rollout/forwards").sum() - 1),
+        step_speedup=float(others.column("timing_s/step").sum() / mine.column("timing_s/step").sum()),
+        forwards=float(mine.column("rollout/forwards").sum() / others.column("rollout/forwards").sum() - 1),
         num_same=len(common) - len(differing),
         first_difference=differing[0] if differing else None,
     )
@@ -238,8 +245,8 @@ def read_timeline(run: Run, step: int) -> list[np.ndarray]:
 
 def timeline_steps(run: Run) -> list[int]:
     folder = os.path.join(run.folder, "timeline")
-    found = [re.fullmatch(r"step_(\d+)\.json", name) for name in (os.listdir(folder) if os.path.isdir(folder) else [])]
-    return sorted(int(match[1]) for match in found if match)
+    matches = [re.fullmatch(r"step_(\d+)\.json", name) for name in (os.listdir(folder) if os.path.isdir(folder) else [])]
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def common_timelines(one: Run, other: Run) -> list[int]:

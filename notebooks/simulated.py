@@ -12,14 +12,17 @@ GENERATIONS = 4
 
 @dataclass(frozen=True)
 class Case:
-    """Lognormal lengths of `mean` tokens cut at `longest`; drafts leave their response after `mismatch` tokens on average, and
-    then give about 2 tokens a pass; every rank has `rows` responses in each of `steps` steps."""
+    """A workload with lognormal response lengths and a number of ranks."""
 
     mean: float
+    """Response tokens."""
     longest: int
+    """Response tokens at which lengths are cut."""
     mismatch: float
+    """Mean tokens to a draft's first mismatch, after which it gives about 2 tokens per forward."""
     ranks: int
     rows: int
+    """Responses of each rank in a step."""
     steps: int
 
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 import transformers
 
+from bubblespec.errors import InputError
+
 torch.set_num_threads(1)
 transformers.utils.logging.set_verbosity_error()
 
@@ -67,6 +69,15 @@ def small_config(name: str) -> transformers.PretrainedConfig:
         ),
     }
     return configs[name]()
+
+
+def refusal(function, *arguments) -> str:
+    """The message of the InputError, one line, that function(*arguments) raises."""
+    with pytest.raises(InputError) as caught:
+        function(*arguments)
+    message = str(caught.value)
+    assert message and "\n" not in message
+    return message
 
 
 def is_alive(pid: int) -> bool:

@@ -64,5 +64,5 @@ def weights(output_dir, step: int = 4) -> dict[str, torch.Tensor]:
     return load_file(os.path.join(output_dir, f"checkpoint-{step}", "model.safetensors"))
 
 
-def same_weights(a, b) -> bool:
-    return all(torch.equal(a[name], b[name]) for name in a.keys() | b.keys())
+def same_weights(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

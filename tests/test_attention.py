@@ -22,14 +22,7 @@ def feed(model, cache, sequences, start, count, kernel="sdpa", device="cpu"):
     return forward_hidden(model, torch.from_numpy(fed).to(device), packing, kernel)
 
 
-COUNTS = [
-    [1, 1, 1, 1, 1],
-    [LONG + 9, 1, 1, 0, 1],
-    [0, 5, 0, 2, 0],
-    [3, LONG + 1, 7, LONG, 30],
-    [2, 6, 3, 1, 2],
-    [0, 0, 0, 0, 1],
-]
+COUNTS = [[1, 1, 1, 1, 1], [LONG + 9, 1, 1, 0, 1], [0, 5, 0, 2, 0], [3, LONG + 1, 7, LONG, 30], [2, 6, 3, 1, 2], [0, 0, 0, 0, 1]]
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "gpt_neox"])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import generate, growth, step_vs_trl
+from benchmarks import generate, step_vs_trl
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SMALL = ["rollout.num_prompts_per_step=2", "rollout.num_generations=2", "rollout.max_completion_length=12", "rollout.num_slots=8"]
@@ -106,16 +106,3 @@ def test_first_steps_are_not_counted():
     assert summary["trl"] == {"error": "no"} and "speedup" not in summary["none"]
     summary = step_vs_trl.summarise({"trl": [{**run, "seconds": [9.0, 4.0, 4.0, 4.0]}], "none": [run]}, 1)
     assert summary["none"]["speedup"] == 2.0 and summary["none"]["speedup_median_step"] == 2.0
-
-
-def test_growth_prints_and_draws(tmp_path, monkeypatch, capsys):
-    def point(rows, length):
-        parts = dict.fromkeys(growth.SHOWN, 0.001 * rows * length)
-        return {**parts, "rows": rows, "length": length, "accept_length": 1.0}
-
-    monkeypatch.setattr(growth, "in_own_process", point)
-    picture = tmp_path / "growth.png"
-    monkeypatch.setattr(sys, "argv", ["growth.py", "--rows", "2", "4", "--lengths", "8", "16", "--figure", str(picture)])
-    assert growth.main() == 0
-    assert picture.read_bytes()[:4] == b"\x89PNG"
-    assert capsys.readouterr().out.count("| **growth** | 1.00 |") == 2

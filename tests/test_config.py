@@ -5,6 +5,7 @@ import inspect
 
 import numpy as np
 import pytest
+from conftest import refusal
 
 from bubblespec import config as module
 from bubblespec.config import Config, LossConfig, OptimConfig, RolloutConfig, config_to_yaml, load_config
@@ -25,14 +26,6 @@ def load(tmp_path):
         return load_config(str(path), list(overrides))
 
     return write_and_load
-
-
-def refusal(load, *arguments: str) -> str:
-    with pytest.raises(InputError) as caught:
-        load(*arguments)
-    message = str(caught.value)
-    assert "\n" not in message and message
-    return message
 
 
 def test_defaults_are_those_of_the_dataclasses(load):

@@ -11,6 +11,7 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+from conftest import refusal
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -56,13 +57,6 @@ def write(path, rows: list) -> str:
 
 def load(path: str) -> list[dict]:
     return list(load_rows(str(path), None, "train"))
-
-
-def refusal(function, *arguments) -> str:
-    with pytest.raises(InputError) as caught:
-        function(*arguments)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def words(text) -> list[int]:
@@ -118,33 +112,39 @@ def test_changed_file_is_read_again_and_only_the_cache_is_written(tmp_path, cach
 
 
 @pytest.mark.parametrize(
-    "name, content, part",
+    "name, content, says",
     [
-        ("bad.jsonl", '{"prompt": "x"}\n{"prompt": "y"\n{"prompt": "z"}\n', "bad.jsonl, line 2 is not JSON"),
-        ("torn.jsonl", '{"prompt": "x"}\n\n{"prompt": "y"', "torn.jsonl, line 3 is not JSON"),
+        ("torn.jsonl", '{"prompt": "x"}\n\n{"prompt": "y"\n', "torn.jsonl, line 3 is not JSON"),
+        ("middle.jsonl", '{"prompt": "x"}\n{"prompt": "y"\n{"prompt": "z"}\n', "middle.jsonl, line 2 is not JSON"),
         ("text.jsonl", "hello\n", "text.jsonl, line 1 is not JSON"),
+        ("latin.jsonl", b'{"prompt": "x"}\n{"prompt": "\xff"}\n', "latin.jsonl, line 2 is not UTF-8"),
+        ("wide.jsonl", '{"prompt": "x"}\n'.encode("utf-16"), "wide.jsonl, line 1 is not UTF-8"),
+        ("half.jsonl", '{"prompt": "\\ud800"}\n', "half.jsonl"),
+        ("number.jsonl", '{"prompt": "x"}\n3\n', "number.jsonl, line 2 is not an object"),
+        ("lists.jsonl", "[1, 2]\n[3, 4]\n", "lists.jsonl, line 1 is not an object"),
         ("bad.json", '[{"prompt": "x"},', "bad.json, line 1 is not JSON"),
+        ("array.json", '[{"prompt": "x"},\n {"prompt" "y"}]', "array.json, line 2 is not JSON"),
+        ("texts.json", '["x", "y"]', "texts.json, item 0 is not an object"),
+        ("lines.json", '{"prompt": "x"}\n{"prompt"\n', "lines.json, line 2 is not JSON"),
+        ("nested.json", '{"rows": [{"prompt": "x"}]}', "nested.json has no prompt column; it has ['rows']"),
         ("open.csv", 'prompt,answer\n"x,1\ny,2\n', "open.csv, split train: Error tokenizing"),
-        ("ragged.csv", "prompt,answer\nx,1\ny,2,3,4\n", "ragged.csv, split train: Error tokenizing"),
+        ("ragged.csv", "prompt,answer\nx,1\ny,2,3,4\n", "Expected 2 fields in line 3, saw 4"),
+        ("other.csv", "question,answer\nx,1\n", "other.csv has no prompt column; it has ['question', 'answer']"),
         ("not.parquet", "hello", "not.parquet, split train: "),
         ("header.csv", "prompt,answer\n", "header.csv has no rows"),
+        ("blank.jsonl", "\n \n\n", "blank.jsonl has no rows"),
         ("list.json", "[]", "list.json has no rows"),
-        ("empty.jsonl", "", "empty.jsonl is empty"),
-        ("empty.json", "", "empty.json is empty"),
-        ("empty.csv", "", "empty.csv is empty"),
-        ("empty.parquet", "", "empty.parquet is empty"),
-        (
-            "question.jsonl",
-            '{"question": "x", "answer": 1}\n',
-            "question.jsonl has no prompt column; it has ['question', 'answer']",
-        ),
+        *((f"empty.{suffix}", "", f"empty.{suffix} is empty") for suffix in ("jsonl", "json", "csv", "parquet")),
+        ("clash.jsonl", '{"prompt": "x", "completions": 1}\n', "has the column completions"),
+        ("hole.csv", "prompt,answer\nx,1\n,2\n", "the prompt of row 1 is None"),
     ],
 )
-def test_broken_file_is_one_line_that_names_it(tmp_path, name, content, part):
+def test_broken_file_is_one_line_that_names_it(tmp_path, name, content, says):
     path = tmp_path / name
-    path.write_text(content)
-    message = refusal(load, path)
-    assert message.startswith("data.path: ") and str(tmp_path) in message and part in message
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    message = refusal(lambda: build_prompt_set(load(path), words, 100, key="data.path"))
+    assert message.startswith("data.path: ") and says in message
+    assert str(tmp_path) in message or name in ("half.jsonl", "hole.csv"), "their rows are at fault"
 
 
 def test_broken_file_of_a_folder_is_named(tmp_path):
@@ -155,7 +155,11 @@ def test_broken_file_of_a_folder_is_named(tmp_path):
     assert f"{tmp_path / 'folder' / 'b.jsonl'} is empty" in refusal(load, tmp_path / "folder")
 
 
-def test_parquet_without_rows_is_refused(tmp_path):
+def test_parquet_that_is_torn_or_has_no_rows_is_refused(tmp_path):
+    path = tmp_path / "torn.parquet"
+    write(path, ROWS * 100)
+    path.write_bytes(path.read_bytes()[:200])
+    assert "torn.parquet" in refusal(load, path)
     pyarrow.parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), tmp_path / "none.parquet")
     assert "none.parquet" in refusal(load, tmp_path / "none.parquet")
 
@@ -164,18 +168,6 @@ def test_mixed_formats_are_refused(tmp_path):
     write(tmp_path / "folder" / "a.jsonl", ROWS)
     write(tmp_path / "folder" / "b.csv", ROWS)
     assert "mixes the formats ['csv', 'json']" in refusal(load, tmp_path / "folder")
-
-
-@pytest.mark.parametrize("name", ["none.jsonl", "no_folder", "*.parquet", "text.txt"])
-def test_path_without_data_files_is_named(tmp_path, name):
-    (tmp_path / "text.txt").write_text("x")
-    assert refusal(load, tmp_path / name) == f"data.path: no JSON, JSONL, CSV or Parquet file at {tmp_path / name}"
-
-
-def test_unreachable_hub_dataset_is_one_line():
-    assert refusal(load, "no-such-owner/no-such-dataset").startswith(
-        "data.path: cannot load no-such-owner/no-such-dataset (no such file"
-    )
 
 
 # Rows into prompts
@@ -225,6 +217,7 @@ def test_chat_and_system_prompt(prompt, as_chat, system_prompt, wanted):
         ([], "the prompt of row 1 is empty"),
         (["x"], "row 1 has 'x', not a message"),
         ([{"role": "user"}], "not a message with 'role' and 'content'"),
+        ([{"role": "user", "content": None}], "whose role or content is no text"),
     ],
 )
 def test_prompt_of_another_kind_names_the_row(prompt, part, as_chat, system_prompt):

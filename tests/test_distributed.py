@@ -113,10 +113,7 @@ def meets_without(ranks: Ranks, collective: str, fate: str, missing: int) -> str
     raise AssertionError("no time-out")
 
 
-@pytest.mark.parametrize(
-    "collective, fate, missing",
-    [("gather_ragged", "hangs", 1), ("sum", "dies", 0), ("meet", "dies", 2)],
-)
+@pytest.mark.parametrize("collective, fate, missing", [("gather_ragged", "hangs", 1), ("sum", "dies", 0), ("meet", "dies", 2)])
 def test_a_rank_missing_from_a_collective_is_named(tmp_path, capfd, collective, fate, missing):
     results = run_ranks(tmp_path, meets_without, 3, collective, fate, missing, missing=missing)
     line, *others = [result for result in results if result]

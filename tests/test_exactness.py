@@ -1,5 +1,7 @@
 """Rows pre-empted and drafts spoilt at random: the same tokens and weights. A short version of tests/system/exactness.py."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from bubblespec.config import load_config
 from bubblespec.engine.noise import gumbel
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Draft
+from bubblespec.records import Draft, Row, SampleId
 from bubblespec.set_up import set_up
 from tests.system.disturbed_train import Disturbance, corrupt_drafts
 from tests.system.exactness import (
@@ -22,7 +24,7 @@ from tests.system.exactness import (
     read_weights,
     same_weights,
 )
-from tests.system.near_ties import NOISE, NUCLEUS, VIOLATION, judge
+from tests.system.near_ties import NOISE, NUCLEUS, VIOLATION, NearTies, judge
 from tests.system.near_ties import first_difference as first_different_token
 from train import train
 
@@ -122,3 +124,16 @@ def test_a_token_at_the_edge_of_the_nucleus_may_be_in_or_out():
         assert kind == NUCLEUS and gap == pytest.approx(5e-5, rel=1e-3)
     assert judge(logits, key, 0, SamplingParams(top_p=before + 2e-3), {winner, second})[0] == VIOLATION
     assert judge(logits, key, 0, SamplingParams(), {winner, second})[0] == VIOLATION
+
+
+def test_a_difference_is_recorded_with_the_id_of_its_row(make_model):
+    trainer, model = SimpleNamespace(engine=SimpleNamespace(seed=0), sampling=SamplingParams()), make_model("llama")
+    ties = NearTies(trainer)
+    ties._exact_model = lambda: model
+    rows = [Row(SampleId(uid=5, visit=2, sample=1), prompt=(1, 2), max_new_tokens=9) for _ in range(2)]
+    for row, tokens in zip(rows, ([4, 5, 6], [4, 7, 6]), strict=True):
+        row.tokens = np.array(tokens)
+    ties.inspect(rows[:1], rows[:1])
+    ties.inspect(rows[:1], rows[1:])
+    assert [difference[:5] for difference in ties.differences] == [(2, 5, 1, 1, VIOLATION)]
+    assert (ties.num_rows, ties.num_tokens) == (2, 3 + 2)

@@ -5,15 +5,7 @@ import pytest
 from scipy import stats
 
 from bubblespec.records import Row, SampleId
-from notebooks.experiments import (
-    LONGEST_DRAFT,
-    LONGEST_RESPONSE,
-    STOP_CHANCE,
-    GivenDrafts,
-    chi_square_p,
-    trap_law,
-    trap_lengths,
-)
+from notebooks.experiments import LONGEST_DRAFT, LONGEST_RESPONSE, STOP_CHANCE, GivenDrafts, chi_square_p, trap_law, trap_lengths
 
 
 def test_chi_square_against_scipy():

@@ -1,21 +1,75 @@
 """The step's own Python work grows no faster than its tokens. Operations are counted, not seconds."""
 
+import shutil
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks import growth
+from bubblespec.config import load_config
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.records import Row, SampleId
+from bubblespec.ranks.collectives import Ranks
+from bubblespec.records import Draft, Row, SampleId
+from bubblespec.rollout.placement import make_rows
+from bubblespec.set_up import set_up
+from bubblespec.telemetry.report import speculation_metrics
+
+TINY_POLICY = Path("configs/tiny_policy")
+WRONG_EVERY = 32  # tokens of a draft
 
 
-def calls_in_step(monkeypatch, num_rows: int, length: int) -> tuple[int, dict]:
-    """Calls that the package's own functions make in one step of the benchmark: theirs of each other, and of the libraries."""
+def save_model(folder: Path, max_length: int) -> None:
+    """Random weights in the tiny policy's shape, with positions enough, and its tokenizer."""
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(TINY_POLICY / name, folder)
+    config = AutoConfig.from_pretrained(TINY_POLICY)
+    config.max_position_embeddings = max_length
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def spoiled(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
+    """A draft of `tokens` with every WRONG_EVERY-th token wrong."""
+    draft = tokens.astype(np.int32)
+    draft[WRONG_EVERY - 1 :: WRONG_EVERY] = (draft[WRONG_EVERY - 1 :: WRONG_EVERY] + 1) % vocab_size
+    return draft
+
+
+def one_step(folder: Path, num_rows: int, length: int) -> None:
+    """Rows of `length` tokens are generated without speculation, then with a draft for each of them, and are trained on."""
+    num_generations = min(4, num_rows)
+    overrides = [f"rollout.max_completion_length={length}", f"rollout.min_completion_length={length}"]
+    overrides += [f"rollout.num_prompts_per_step={num_rows // num_generations}", f"rollout.num_generations={num_generations}"]
+    # Windows of a fixed size and no drafting ahead: what is planned by measured times would make the count one of times.
+    overrides += [f"rollout.num_slots={2 * num_rows}", "speculative.fixed_window=7", "bubble.lookahead=0"]
+    overrides += [f"optim.max_tokens_per_microbatch={max(4096, 160 + length)}", "eval.num_prompts=0", "run.eval_steps=0"]
+    overrides += [f"model.path={folder}", f"run.output_dir={folder}/run"]
+    save_model(folder, 160 + length)
+    trainer = set_up(load_config("configs/tiny_cpu.yaml", overrides), Ranks(torch.device("cpu")))
+    sampler = trainer.sampler
+    rows = make_rows(sampler.planner.launch(0), num_generations, length)
+    sampler.engine.run(rows, sampler.params)
+    for row in rows:
+        draft = Draft(spoiled(row.tokens, trainer.learner.model.config.vocab_size), True, 0)
+        sampler.speculation.store.put(row.id, draft)
+    record = trainer.sample(0)
+    samples = record.samples
+    trainer.update(record, np.random.default_rng(0).choice((-1.0, 1.0), num_rows))
+    metrics = speculation_metrics(trainer.ranks, record, store_tokens=0, accepted_by_age={})
+    trainer.lock.close()
+    assert all(np.array_equal(row.tokens, tokens) for row, tokens in zip(rows, samples.tokens, strict=True))
+    assert all(len(tokens) == length for tokens in samples.tokens)
+    assert metrics["rollout/spec_accept_length"] > 3, "drafts must have been verified"
+
+
+def count_calls(function, *arguments) -> int:
+    """Calls that the package's own functions make while `function` runs: of each other, and of the libraries."""
     count = 0
 
     def profile(frame, event, argument):
@@ -24,24 +78,25 @@ def calls_in_step(monkeypatch, num_rows: int, length: int) -> tuple[int, dict]:
             caller = frame.f_back if event == "call" else frame
             count += caller is not None and "/bubblespec/" in caller.f_code.co_filename
 
-    monkeypatch.setattr(growth, "watch_model", lambda clock: None)
     sys.setprofile(profile)
     try:
-        # Windows of a fixed size and no drafting ahead: what is planned by measured times would make the count one of times.
-        result = growth.measure(num_rows, length, ["speculative.fixed_window=7", "bubble.lookahead=0"])
+        function(*arguments)
     finally:
         sys.setprofile(None)
-    return count, result
+    return count
 
 
 @pytest.mark.parametrize("over", ["rows", "length"])
-def test_calls_grow_at_most_linearly(monkeypatch, over):
+def test_calls_grow_at_most_linearly(tmp_path, over):
     sizes = [(2, 24), (8, 24), (32, 24)] if over == "rows" else [(4, 16), (4, 64), (4, 256)]
-    counts, results = zip(*(calls_in_step(monkeypatch, *size) for size in sizes), strict=True)
+    counts = []
+    for num_rows, length in sizes:
+        folder = tmp_path / f"{num_rows}_{length}"
+        folder.mkdir()
+        counts.append(count_calls(one_step, folder, num_rows, length))
     # Four times the work twice: linear growth makes the second difference four times the first, quadratic sixteen times.
     first, second = np.diff(counts)
     assert 0 < second <= 4.4 * first
-    assert all(r["same_tokens"] and r["accept_length"] > 3 for r in results), "drafts must have been verified"
 
 
 class CountedRow(Row):
@@ -66,28 +121,3 @@ def test_rows_are_not_searched_for(make_model):
     assert sorted(row.id.uid for row in engine.rows) == sorted(row.id.uid for row in kept) and len(kept) == 32
     assert engine.decoding() and len(engine.collect()) == 32
     assert CountedRow.comparisons == 0
-
-
-def test_clock_books_each_moment_once(monkeypatch):
-    now = 0.0
-    monkeypatch.setattr(growth.time, "process_time", lambda: now)
-    clock = growth.Clock()
-
-    def pass_time(seconds):
-        nonlocal now
-        now += seconds
-
-    pass_time(1)
-    with clock.part("forward"):
-        pass_time(2)
-        with clock.part("loop"):
-            pass_time(4)
-        pass_time(8)
-    pass_time(16)
-    assert clock.lap() == {"loop": 21.0, "forward": 10.0}
-    assert clock.lap() == {"loop": 0.0}
-
-
-def test_slope_is_the_exponent():
-    sizes = [8, 16, 32, 64]
-    assert growth.slope(sizes, [3 * n**1.5 for n in sizes]) == pytest.approx(1.5)

@@ -147,7 +147,7 @@ def test_peak_memory_is_at_least_what_is_used_now():
 def test_failures_and_seconds_of_rewards_are_summed_over_ranks_and_the_batches_of_a_step():
     """Two functions, two batches. The other rank has one failure of each kind of the second function, 1.5 s and 4 rows."""
     ranks = TwoRanks([0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.5, 4.0])
-    scorer = Scorer(RewardConfig(num_workers=0), {"a.f": None, "a.g": None}, None, ranks, "")
+    scorer = Scorer(RewardConfig(num_workers=0), {"a.f": None, "a.g": None}, None, ranks, output_dir="")
     failure = {kind: RewardFailure(kind, "") for kind in FAILURE_KINDS}
     scorer.count([(0, 0, failure["timeout"]), (2, 0, failure["timeout"]), (2, 1, failure["value"])], 3, 0.25)
     scorer.count([(1, 0, failure["exception"])], 2, 2.0)
@@ -172,7 +172,7 @@ def test_seconds_of_rewards_are_those_of_the_call(monkeypatch):
         return [float(len(c)) for c in completions]
 
     tokenizer = SimpleNamespace(batch_decode=lambda ids, skip_special_tokens: ["x" * len(i) for i in ids])
-    scorer = Scorer(RewardConfig(num_workers=0), {"a.f": slow}, tokenizer, Ranks(torch.device("cpu")), "")
+    scorer = Scorer(RewardConfig(num_workers=0), {"a.f": slow}, tokenizer, Ranks(torch.device("cpu")), output_dir="")
     prompt = Prompt(5, "p", (1, 2, 3), {})
     rows = [Row(SampleId(5, 0, j), prompt.token_ids, 9, np.arange(j + 1)) for j in range(2)]
     assert scorer.begin([prompt], rows).collect().tolist() == [[1.0], [2.0]]

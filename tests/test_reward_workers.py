@@ -13,9 +13,10 @@ import pytest
 from conftest import is_alive
 
 from bubblespec.errors import InputError
+from bubblespec.rewards import workers as reward_workers
 from bubblespec.rewards.functions import Sample, call_one
-from bubblespec.rewards.functions import workers as reward_workers
 from bubblespec.rewards.workers import Answer, RewardWorkers, adaptive_timeout
+from tests.clocks import ClockThatSkips
 from tests.misbehaving_rewards import obey
 
 OBEY = "tests.misbehaving_rewards.obey"
@@ -90,29 +91,19 @@ def test_a_failure_costs_its_sample_alone(make_workers, bad, kind):
     assert outcomes(make_workers(), texts) == [kind, 0.1, 0.2, kind, kind, -3.0, None, kind]
 
 
-class Clock:
-    """The time of the trainer, which can be put forward."""
-
-    def __init__(self):
-        self.offset_s, self.sleep, self.perf_counter = 0.0, time.sleep, time.perf_counter
-
-    def monotonic(self) -> float:
-        return time.monotonic() + self.offset_s
-
-
 @pytest.fixture
-def clock(monkeypatch) -> Clock:
-    clock = Clock()
+def clock(monkeypatch) -> ClockThatSkips:
+    clock = ClockThatSkips()
     monkeypatch.setattr(reward_workers, "time", clock)
     return clock
 
 
-def answers_after_time_out(workers: RewardWorkers, clock: Clock, texts: list[str], is_hanging) -> list[Answer]:
+def answers_after_time_out(workers: RewardWorkers, clock: ClockThatSkips, texts: list[str], is_hanging) -> list[Answer]:
     """The clock is put forward by the time-out once `is_hanging`."""
     for i, text in enumerate(texts):
         workers.submit(i, 0, sample(text))
     assert eventually(is_hanging)
-    clock.offset_s += workers.timeout_s
+    clock.skipped += workers.timeout_s
     answers = dict(workers.collect())
     return [answers[i] for i in range(len(texts))]
 

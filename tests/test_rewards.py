@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import reasoning_gym
 import torch
+from conftest import refusal
 
 from bubblespec.data.prompts import reasoning_gym_rows
 from bubblespec.errors import InputError
@@ -46,13 +47,6 @@ def call(function, texts: list[str], chat: bool, **columns) -> list:
 def score_values(values) -> np.ndarray:
     """`score` of three samples with one function, `my.reward`, that returns `values`."""
     return score({"my.reward": lambda **kwargs: values}, SAMPLES)
-
-
-def refusal(function, *arguments) -> str:
-    with pytest.raises(InputError) as caught:
-        function(*arguments)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 both = pytest.mark.parametrize("chat", [False, True], ids=["string", "chat"])

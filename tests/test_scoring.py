@@ -55,7 +55,7 @@ def make_scorer(tmp_path):
     def make(texts=None, functions=(OBEY,), ranks=None, **options) -> Scorer:
         loaded = functions if isinstance(functions, dict) else {path: load_reward(path) for path in functions}
         config = RewardConfig(functions=list(loaded), **options)
-        made.append(Scorer(config, loaded, Words(texts), ranks or Ranks(CPU), str(tmp_path)))
+        made.append(Scorer(config, loaded, Words(texts), ranks or Ranks(CPU), output_dir=str(tmp_path)))
         return made[-1]
 
     yield make
@@ -256,7 +256,7 @@ def stops_in_a_reward(ranks: Ranks, folder: str) -> str:
     path = os.path.join(folder, "hangs")
     texts = [f"hang sleeping {path}" if ranks.rank == 0 else "value 1", "value 2"]
     config = RewardConfig(functions=[OBEY], num_workers=1, timeout_s=3600.0)
-    scorer = Scorer(config, {OBEY: load_reward(OBEY)}, Words(texts), ranks, folder)
+    scorer = Scorer(config, {OBEY: load_reward(OBEY)}, Words(texts), ranks, output_dir=folder)
     ranks.barrier()
     before = ranks.roll_call.count
     try:

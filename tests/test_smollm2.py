@@ -14,8 +14,7 @@ from bubblespec.workloads import smollm2
 
 MODEL = Path(__file__).resolve().parent.parent / "models" / "smollm2-135m-instruct"
 needs_model = pytest.mark.skipif(
-    not smollm2.is_complete(MODEL),
-    reason="models/smollm2-135m-instruct is absent; run python -m bubblespec.workloads.smollm2",
+    not smollm2.is_complete(MODEL), reason="models/smollm2-135m-instruct is absent; run python -m bubblespec.workloads.smollm2"
 )
 
 

@@ -367,7 +367,7 @@ def test_find_nearest_equals_brute_force():
         ngram = text[:n] if rng.random() < 0.5 else rng.permutation(text)[:n]
         ends = [e for e in range(3, len(text)) if abs(e - centre) <= radius and (text[e - n : e] == ngram).all()]
         wanted = min(ends, key=lambda e: (abs(e - centre), -e), default=-1)
-        assert find_nearest(text.tobytes(), ngram.tobytes(), centre, radius, 3) == wanted
+        assert find_nearest(text.tobytes(), ngram.tobytes(), centre, radius=radius, lowest=3) == wanted
         found += wanted >= 0
     assert found > 500
 

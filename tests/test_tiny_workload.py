@@ -117,14 +117,7 @@ def test_the_same_seed_gives_the_same_data_and_weights():
 
 
 @pytest.mark.parametrize(
-    "bad",
-    [
-        ["--seconds", "0"],
-        ["--max-steps", "0"],
-        ["--stop-accuracy", "1.5"],
-        ["--seed", "-1"],
-        ["--problems", "1"],
-    ],
+    "bad", [["--seconds", "0"], ["--max-steps", "0"], ["--stop-accuracy", "1.5"], ["--seed", "-1"], ["--problems", "1"]]
 )
 def test_bad_arguments_end_with_one_line(tmp_path, bad):
     with pytest.raises(SystemExit) as caught:

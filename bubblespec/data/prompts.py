@@ -66,14 +66,15 @@ def build_prompt_set(
     rows: Sequence[dict],
     tokenize: Callable[[str | list[dict]], list[int]],
     max_prompt_length: int,
+    *,
     system_prompt: str | None = None,
     as_chat: bool = False,
     key: str = "data",
 ) -> PromptSet:
     """Tokenise rows with a `prompt` column; prompts longer than `max_prompt_length` tokens are left out and counted.
 
-    `as_chat` wraps string prompts as a user message; `system_prompt` goes in front of chat prompts without one. `key` is the
-    configuration's, for errors. Raises InputError for a prompt that is none; rows are counted from 0.
+    `as_chat` wraps string prompts as a user message; `system_prompt` goes in front of chat prompts without one. `key`: the
+    configuration's key, for errors. Raises InputError for an invalid prompt; rows are counted from 0.
     """
     prompts, num_dropped = [], 0
     occurrences: dict[str, int] = {}
@@ -122,13 +123,13 @@ def make_tokenize(tokenizer) -> Callable[[str | list[dict]], list[int]]:
 
 
 def load_rows(
-    path: str, name: str | None, split: str, key: str = "data.path", columns: dict[str, str] | None = None
+    path: str, name: str | None, split: str, *, key: str = "data.path", columns: dict[str, str] | None = None
 ) -> list[dict]:
     """Rows of local JSON/JSONL/CSV/Parquet files (a file, a folder or a glob) or of a hub dataset, through `datasets`.
 
     Files have no subsets, and one split, train, of which a slice such as train[:100] may be taken. Loading scripts are never
-    run: of a folder only its data files are read, and `datasets` refuses scripts of the hub. `key` is the configuration's,
-    for errors. columns: where a column comes from, if not from one of its own name; a dot reaches into a nested column.
+    run: of a folder only its data files are read, and `datasets` refuses scripts of the hub. key: the configuration's key, for
+    errors. columns: {name: source} for columns to rename; a dot in the source reaches into a nested column.
     """
     import datasets
 
@@ -152,7 +153,7 @@ def load_rows(
         else:
             dataset = datasets.load_dataset(path, name, split=split)
         names, rows = dataset.column_names, list(dataset)
-    except Exception as error:  # whatever files of others and the code that reads them may raise
+    except Exception as error:  # `datasets` raises many kinds
         cause = error.__cause__ or error  # DatasetGenerationError says nothing itself
         place = path if files else f"{path} (no such file or folder, so taken for a hub dataset)"
         has_rows = "corresponds to no data" not in str(cause)  # the word of `datasets` for files without a row
@@ -160,7 +161,7 @@ def load_rows(
         reason = _first_bad_line(files) or unknown
         raise InputError(f"{key}: {reason}") from error
     rows, names = _map_columns(rows, names, columns or {}, path)
-    if "prompt" not in names:  # of JSON that holds no objects `datasets` makes columns of its own
+    if "prompt" not in names:  # for JSON without objects `datasets` makes up columns
         raise InputError(f"{key}: {_first_bad_line(files) or f'{path} has no prompt column; it has {names}'}")
     if clash := {"prompts", "completions", "completion_ids"}.intersection(names):
         raise InputError(f"{key}: {path} has the column {min(clash)}, a name of what rewards are given anyway; rename it")
@@ -172,10 +173,10 @@ def load_rows(
 def _data_files(path: str) -> list[str]:
     """The files of known formats at a path, in a folder or of a glob."""
     if os.path.isfile(path):
-        found = [path]
+        files = [path]
     else:
-        found = sorted(glob.glob(os.path.join(glob.escape(path), "*") if os.path.isdir(path) else path))
-    return [file for file in found if _suffix(file) in FILE_FORMATS]
+        files = sorted(glob.glob(os.path.join(glob.escape(path), "*") if os.path.isdir(path) else path))
+    return [file for file in files if _suffix(file) in FILE_FORMATS]
 
 
 def _suffix(path: str) -> str:
@@ -239,7 +240,7 @@ def _stable_uid(text: str | list[dict], occurrences: dict[str, int]) -> int:
 
 
 def _find_problem(prompt) -> str | None:
-    """What makes a prompt none, or None."""
+    """Why a prompt is invalid, or None."""
     if not isinstance(prompt, (str, list)):
         return f"is {prompt!r}, neither a string nor a list of chat messages"
     if not prompt:

@@ -1,7 +1,7 @@
-"""The attention seam: one function registered with transformers, which any model that uses its attention interface calls.
+"""Attention over packed tokens: one function registered with transformers, for all models that use its attention interface.
 
 `bubblespec_attention` receives the packing as an extra keyword of the model's forward. SDPA is the reference on every device;
-`varlen` (torch) and `flash_attn` (the package) are CUDA kernels for the same contract, each held to it by a parity test.
+`varlen` (torch) and `flash_attn` (the package) are CUDA kernels for the same contract, each checked by a parity test.
 
 Shape legend: N packed tokens, R rows, Q padded new tokens of a row, L attended positions, H query heads, K key/value heads,
 G = H / K, D head dimension.
@@ -30,8 +30,8 @@ _IGNORED = {"position_ids", "cache_position", "use_cache", "output_attentions", 
 def choose_kernel(
     requested: str, device: torch.device, dtype: torch.dtype, head_sizes: frozenset[tuple[int, int]] = frozenset()
 ) -> str:
-    """`auto` resolved: SDPA on CPU and for a `dtype` or `head_sizes`, see `prepare_model`, that the kernels do not compute in,
-    else flash_attn where importable, else torch's kernel where torch is new enough for it."""
+    """Resolve `auto`: SDPA on CPU and for a `dtype` or `head_sizes` (see `prepare_model`) that the CUDA kernels do not support,
+    else flash_attn if importable, else torch's kernel if torch is new enough. Raises ValueError for an impossible request."""
     unfit = sorted((key, value) for key, value in head_sizes if key != value or key > LARGEST_HEAD)
     if requested == "auto":
         if device.type != "cuda" or dtype not in HALF or unfit:
@@ -104,16 +104,18 @@ AttentionInterface.register(NAME, bubblespec_attention)
 
 
 class LayerMask(NamedTuple):
-    """What an attention layer is given: the window handed to its attention function, and its mask as transformers defines it, a
-    function of the row, the head and the positions of query and key; None where it is causal, or made by the model itself."""
+    """Window and mask of an attention layer in the model's own forward."""
 
     layer: int
     window: int | None
+    """The sliding window passed to its attention function."""
     shows: Callable | None
+    """Its mask as transformers defines it, a function of the row, the head and the positions of query and key; None if it is
+    causal, or made by the model itself."""
 
 
 def record_masks(model: torch.nn.Module, tokens: torch.Tensor) -> list[LayerMask]:
-    """Of each attention call in the model's own forward of tokens [T]. Leaves the model with the recording attention."""
+    """The mask of each attention call in the model's own forward of tokens [T]. The model keeps the recording attention."""
     made, seen = [], []
 
     def make_mask(*args, mask_function, **kwargs) -> torch.Tensor:
@@ -123,7 +125,7 @@ def record_masks(model: torch.nn.Module, tokens: torch.Tensor) -> list[LayerMask
     def attend(module, query, key, value, attention_mask, sliding_window=None, **kwargs) -> tuple[torch.Tensor, None]:
         shows = next((function for mask, function in made if mask is attention_mask), None)
         seen.append(LayerMask(module.layer_idx, sliding_window, shows))
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None  # nobody looks at the result
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None  # the result is not used
 
     AttentionInterface.register(RECORDER, attend)
     AttentionMaskInterface.register(RECORDER, make_mask)
@@ -188,10 +190,10 @@ def _sequences_varlen(packing: SequencePacking, query, key, value, scaling, wind
 
 def _varlen(query, key, value, cu_q, cu_k, max_q, max_k, scaling, window, used) -> torch.Tensor:
     """torch's variable-length kernel; one split, so that a row's result does not depend on the other rows."""
-    left = -1 if window is None else window - 1
+    look_back = -1 if window is None else window - 1
     if not _has_varlen():
         # benchmarks/gpu_suite.py runs on torch 2.11 too, where the operator knows `seqused_k` already, and never splits.
-        is_causal, keys = left < 0, {"window_size_left": left, "window_size_right": 0, "seqused_k": used}
+        is_causal, keys = look_back < 0, {"window_size_left": look_back, "window_size_right": 0, "seqused_k": used}
         tensors = (query.contiguous(), key.contiguous(), value.contiguous(), cu_q, cu_k)
         return torch.ops.aten._flash_attention_forward(*tensors, max_q, max_k, 0.0, is_causal, False, scale=scaling, **keys)[0]
     from torch.nn.attention.varlen import varlen_attn
@@ -205,7 +207,7 @@ def _varlen(query, key, value, cu_q, cu_k, max_q, max_k, scaling, window, used) 
         max_q,
         max_k,
         scale=scaling,
-        window_size=(left, 0),
+        window_size=(look_back, 0),
         enable_gqa=query.shape[1] != key.shape[1],
         seqused_k=used,
         num_splits=1 if used is not None else None,
@@ -213,7 +215,7 @@ def _varlen(query, key, value, cu_q, cu_k, max_q, max_k, scaling, window, used) 
 
 
 def _cached_flash(packing: CachePacking, query, cached_key, cached_value, scaling, window) -> torch.Tensor:
-    """The flash_attn package has no `seqused_k`; its paged form with one page a slot says the same thing."""
+    """The flash_attn package has no `seqused_k`; its paged form expresses the same."""
     from flash_attn import flash_attn_varlen_func
 
     v = packing.varlen

@@ -1,17 +1,17 @@
-"""CUDA graphs of the packed forward: a forward of few tokens as one launch, instead of the hundreds that Python takes longer to
-make than the GPU to run.
+"""CUDA graphs of the packed forward: a forward of few tokens as one launch, instead of hundreds whose launching from Python takes
+longer than the GPU needs to run them.
 
 A graph replays the same kernels on the same addresses. So a forward is padded to a fixed number of tokens, and all that changes
-from one to the next (token ids, where they are written, where the rows' keys begin and how many there are) goes into one
-tensor that stays where it is. Padding comes behind the real tokens, in sequences of one token that write and read
-positions of a spare slot behind those of the rows: what they compute is finite, and nobody reads it. Each token of a forward
-is computed by itself, but for attention, which sees its own sequence only; so the real tokens' results are those of
-the unpadded forward, up to the rounding of matrix products of another height.
+from one to the next (token ids, where they are written, where the rows' keys begin and how many there are) is copied into one
+tensor at a fixed address. Padding follows the real tokens, in sequences of one token that write and read positions of a spare
+slot: their results are finite, and not used. Each token of a forward is computed independently, except for attention, which
+sees its own sequence only; so the real tokens' results are those of the unpadded forward, up to the rounding of matrix
+products of another height.
 
-Graphs exist for some token counts. All are captured at the first forward, before anything is timed: captured later, in the midst
-of a rollout, they would count as slow forwards in the planner's model of their cost. The largest comes first and the others share
-its memory. They hold the addresses of keys, values and weights: weights must be changed in place (optimizers do, LoRA too), and
-whoever gives keys and values back must call `clear`.
+Graphs exist for some token counts. All are captured at the first forward, before anything is timed: captured during a rollout,
+they would count as slow forwards in the planner's cost model. The largest is captured first and the others share its memory.
+They contain the addresses of keys, values and weights: weights must be changed in place (optimizers do, LoRA too), and after the
+cache's memory is given back `clear` must be called.
 
 Shape legend: N tokens of a forward, B >= N tokens of a graph, which has room for B sequences.
 """
@@ -39,15 +39,17 @@ NARROW = 64
 
 
 class Shape(NamedTuple):
-    """A graph's tokens, and the most new tokens of any of its sequences."""
+    """Size of a graph."""
 
     tokens: int
+    """Tokens, padding included."""
     max_q: int
+    """Most new tokens of a sequence."""
 
 
 @dataclass
 class PaddedPacking:
-    """What attention reads of a `CachePacking`, with everything that changes between two forwards on the device."""
+    """The part of a `CachePacking` that attention reads, with everything that changes between forwards on the device."""
 
     cache: KVCache
     slot: torch.Tensor
@@ -74,7 +76,7 @@ class ForwardGraphs:
 
     def forward(self, tokens: np.ndarray, packing: CachePacking) -> torch.Tensor | None:
         """Last hidden states [B, hidden] of packed tokens int64 [N], valid until the next forward; those of the N tokens come
-        first, the others mean nothing. None where there is no graph for the forward."""
+        first, the others are invalid. None if there is no graph for the forward."""
         shape = self.shape_of(packing)
         if shape is None or self.is_off:
             return None
@@ -89,7 +91,7 @@ class ForwardGraphs:
         return graph.hidden
 
     def shape_of(self, packing: CachePacking) -> Shape | None:
-        """The smallest that holds the forward."""
+        """The smallest shape that fits the forward."""
         tokens, longest = packing.index.shape[1], int(packing.count.max())
         return min((s for s in self.shapes if s.tokens >= tokens and s.max_q >= longest), default=None)
 

@@ -1,4 +1,4 @@
-"""Keys and values of all rows, one contiguous slot a row; rolling a row back is lowering its length, which the caller keeps."""
+"""Keys and values of all rows, one contiguous slot per row. The caller tracks lengths; lowering one rolls the row back."""
 
 import torch
 
@@ -8,8 +8,8 @@ class KVCache:
 
     Spare slots belong to no row: padding of fixed-size forwards writes there.
 
-    A layer's tensors are made at its first write, in the shape and type of what it writes: configurations name those in too
-    many ways. They start as zeros, since masked positions are read and multiplied by zero, which needs finite numbers.
+    A layer's tensors are made at its first write, in the shape and type of its keys and values: model configurations name those
+    in too many ways. They start as zeros, because masked positions are multiplied by zero and must be finite.
     """
 
     def __init__(self, num_slots: int, slot_length: int, num_spare: int = 0):
@@ -38,5 +38,5 @@ class KVCache:
         self.values.clear()
 
     def num_bytes(self) -> int:
-        """Of the tensors that exist; 0 before the first forward."""
+        """Bytes of the tensors that exist; 0 before the first forward."""
         return sum(t.numel() * t.element_size() for t in (*self.keys.values(), *self.values.values()))

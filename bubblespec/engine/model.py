@@ -1,6 +1,6 @@
-"""A Hugging Face causal LM as the engine and the trainer use it: hidden states of packed tokens, and the output head.
+"""A Hugging Face causal LM for engine and trainer: hidden states of packed tokens, the output head, and checks of the model.
 
-The model itself is never patched. `prepare_model` refuses, with the reason, whatever the packed forward cannot compute
+The model's code is not patched. `prepare_model` refuses, with the reason, every model that the packed forward cannot compute
 exactly: first by its configuration, then by its masks, and by comparing a packed forward with the model's own on random tokens.
 """
 
@@ -26,8 +26,8 @@ SERVED = {"full_attention", "sliding_attention"}  # of the kinds in a configurat
 RECURRENT = {"linear_attention", "conv"}
 BESIDE = {"hybrid", "hybrid_sliding"}
 NO_ATTENTION = {"moe", "mlp"}
-# Operators whose results depend on the shape of the batch by rounding: sums of products, and functions that have one form for
-# whole vectors of elements and another for those left over.
+# Operators whose rounding depends on the shape of the batch: sums of products, and functions with one implementation for whole
+# vectors of elements and another for the remainder.
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "linear", "convolution", "grouped_mm", "grouped_mm_fallback"}
 FUNCTIONS = {"sigmoid", "softmax", "log_softmax", "exp", "log", "log1p", "tanh", "silu", "gelu", "softplus"}
 
@@ -41,11 +41,7 @@ def forward_hidden(
 ) -> torch.Tensor:
     """Last hidden states [N, hidden] of packed input_ids [N]; positions come from the packing."""
     out = model.base_model(
-        input_ids=input_ids[None],
-        position_ids=packing.position[None],
-        use_cache=False,
-        packing=packing,
-        kernel=kernel,
+        input_ids=input_ids[None], position_ids=packing.position[None], use_cache=False, packing=packing, kernel=kernel
     )
     return out.last_hidden_state[0]
 
@@ -67,7 +63,7 @@ def prepare_model(model: PreTrainedModel, max_length: int) -> frozenset[tuple[in
         model.set_experts_implementation("eager")  # transformers' default, a grouped product, has no float64
     for module in model.modules():
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):
-            module.warn_if_padding_and_no_attention_mask = _nothing  # it reads token ids back from the device in every forward
+            module.warn_if_padding_and_no_attention_mask = _do_nothing  # it reads token ids back from the device in every forward
     try:
         with torch.no_grad():
             head_sizes = _compare(model, CHECKED)
@@ -87,15 +83,15 @@ def _decoder(model: PreTrainedModel) -> PreTrainedConfig:
     return model.config.get_text_config(decoder=True)
 
 
-def _nothing(*args, **kwargs) -> None:
+def _do_nothing(*args, **kwargs) -> None:
     pass
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
-    """Compute each layer again in the backward pass, instead of keeping what it computed. Raises UnsupportedModel.
+    """Recompute each layer in the backward pass instead of storing its activations. Raises UnsupportedModel.
 
-    The model stays in evaluation mode: transformers' own switch takes effect in training mode only, where dropout, noise of
-    routers and whatever else a model's code does when it trains make the function another one than generated.
+    The model stays in evaluation mode: transformers' own switch takes effect in training mode only, where dropout and router
+    noise would make the trained function differ from the one that generated.
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
@@ -163,7 +159,7 @@ def _windows(model: PreTrainedModel) -> list[int | None]:
 
 
 def _longer_check(model: PreTrainedModel, max_length: int) -> int | None:
-    """Tokens of a second check, beyond the first lengths at which something changes; None if nothing does within max_length."""
+    """Length of a second check, beyond the windows and limits of rotary scaling within max_length; None if there are none."""
     rope = getattr(_decoder(model), "rope_parameters", None) or {}
     lengths = [window for window in _windows(model) if window is not None]
     if rope.get("llama_4_scaling_beta"):
@@ -174,7 +170,7 @@ def _longer_check(model: PreTrainedModel, max_length: int) -> int | None:
 
 
 def _check_masks(model: PreTrainedModel, max_length: int) -> None:
-    """The packed attention knows a layer's mask by the window handed to it alone: the two must agree up to max_length."""
+    """The packed attention derives a layer's mask from its window alone, so mask and window must agree up to max_length."""
     device, windows = model.device, _windows(model)
     position = torch.arange(max_length, device=device)
     some = torch.linspace(0, max_length - 1, 16, device=device).long()[:, None]
@@ -209,10 +205,10 @@ def _random_tokens(model: PreTrainedModel, length: int) -> torch.Tensor:
 
 
 class _LeastPrecise(TorchDispatchMode):
-    """`dtype`: the least precise floating type of what depends on the tokens and on the shape of the batch, by its rounding.
+    """`dtype`: the least precise floating type among results whose rounding depends on the shape of the batch.
 
-    What depends on a token's own numbers alone (norms) or on positions alone (rotary angles) is the same in every forward, and
-    may be of any type.
+    Results that depend on one token's numbers alone (norms) or on positions alone (rotary angles) are the same in every forward,
+    and may be of any type.
     """
 
     def __init__(self):
@@ -244,7 +240,7 @@ def _storage(tensor: torch.Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())
 
 
-def _own_logits(model: PreTrainedModel, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
+def _reference_logits(model: PreTrainedModel, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
     """The model's own logits at the last positions [CHECKED, V], and the least precise type that it computes in."""
     model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     try:
@@ -267,7 +263,7 @@ def _compare(model: PreTrainedModel, length: int) -> frozenset[tuple[int, int]]:
     Returns the sizes of key and value heads.
     """
     tokens = _random_tokens(model, length)
-    reference, dtype = _own_logits(model, tokens)
+    reference, dtype = _reference_logits(model, tokens)
     model.set_attn_implementation(attention.NAME)
     head, device = output_head(model), tokens.device
     packed = forward_hidden(model, tokens.repeat(2), pack_sequences([length] * 2, device))[-CHECKED:]

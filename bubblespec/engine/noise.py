@@ -1,4 +1,4 @@
-"""Counter-based Gumbel noise: the same numbers on every device, for any batch, rank or schedule.
+"""Counter-based Gumbel noise: the same numbers on every device, and for any batch, rank or schedule.
 
 Two layers. Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") turns the 128-bit counter
 (prompt uid, step, sample, position) into a 128-bit stream key. Philox is a bijection of its counter, so two different

@@ -1,4 +1,4 @@
-"""Packed forwards: which tokens of which rows are in one [1, N] input, and how attention finds its way in them.
+"""Packed forwards: the tokens of many rows in one [1, N] input, and the indices by which attention reads them.
 
 Two layouts. `CachePacking` feeds new tokens of rows whose past lies in the K/V cache (prefill, decode and verification are
 all this). `SequencePacking` is a training micro-batch: whole sequences one after the other, no cache.
@@ -17,41 +17,45 @@ from bubblespec.engine.ragged import ragged
 
 # Rows of adjacent slots are padded to the longest of them and attended in one call, as long as that costs less than another
 # call. The cost of a call over R rows, in microseconds: CALL + R * (ROW + QUERY * Q + KEY * L + PAIR * Q * L), fitted to 100
-# shapes on one CPU thread with 4 heads of 24 (SDPA alone has CALL = 18, the rest of it is slicing). Only the ratios count.
+# shapes on one CPU thread with 4 heads of 24 (SDPA alone has CALL = 18, the rest is slicing). Only the ratios matter.
 CALL, ROW, QUERY, KEY, PAIR = 40.0, 1.1, 0.42, 0.057, 0.0053
-PAGE = 256  # positions; the flash_attn package takes multiples of it alone
+PAGE = 256  # positions; the flash_attn package requires multiples of it
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A copy that does not wait for what the GPU still has to do; on a CPU the array's own memory. The array may be changed at
-    once: what is not in pinned memory has been read when the call returns."""
+    """Copy to a GPU without waiting for its queued work; on a CPU share the array's memory. After a copy the array may be changed
+    at once: memory that is not pinned has been read when the call returns."""
     return torch.from_numpy(array).to(device, non_blocking=True)
 
 
 @dataclass
 class AttentionGroup:
-    """Rows of adjacent slots, attended in one call with their new tokens padded to Q and their positions to L.
-
-    first_token, num_tokens: where the group's tokens are in the packed input. padded: int64 [R * Q], the packed token at each
-    place of the padded layout, counted from first_token; real: int64 [num_tokens], the places of the real tokens. Both are
-    None where every row has Q tokens. query_position: int64 [R, Q]. sees_all: each row's only query is its position L - 1.
-    """
+    """Rows of adjacent slots, attended in one call with their new tokens padded to Q and their positions to L."""
 
     first_slot: int
     num_rows: int
+    """R."""
     num_queries: int
+    """Q."""
     length: int
+    """L."""
     first_token: int
+    """Index of the group's first token in the packed input."""
     num_tokens: int
+    """Real tokens of the group."""
     query_position: torch.Tensor
+    """int64 [R, Q]."""
     padded: torch.Tensor | None
+    """int64 [R * Q], the packed token at each place of the padded layout, counted from first_token; None if nothing is padded."""
     real: torch.Tensor | None
+    """int64 [num_tokens], the places of the real tokens in the padded layout; None if nothing is padded."""
     sees_all: bool
+    """Each row's only query is its position L - 1."""
     _masks: dict = field(default_factory=dict)
 
     def mask(self, heads_per_kv: int, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
-        """Additive mask [R, 1, G * Q, L]: position k is seen by query q if q - window < k <= q. Shared by all layers. None where
-        every query sees every position."""
+        """Additive mask [R, 1, G * Q, L]: query q sees position k if q - window < k <= q. Shared by all layers. None if every
+        query sees every position."""
         if self.sees_all and (window is None or window >= self.length):
             return None
         wanted = (heads_per_kv, window)
@@ -67,17 +71,17 @@ class AttentionGroup:
 
 @dataclass
 class CachePacking:
-    """New tokens of rows in slots 0..R-1, in slot order.
-
-    start, count: int64 [R], cached positions and new tokens of each slot; index: int64 [2, N], slot and position of each
-    token (all three on the host); slot, position: the same index on the device, put there when first asked for.
-    """
+    """New tokens of rows in slots 0..R-1, in slot order. `slot` and `position` are `index` on the device."""
 
     cache: KVCache
     start: np.ndarray
+    """int64 [R], cached positions of each slot."""
     count: np.ndarray
+    """int64 [R], new tokens of each slot."""
     index: np.ndarray
+    """int64 [2, N], slot and position of each token."""
     device: torch.device
+    """Of the forward; the three arrays are on the host."""
 
     @cached_property
     def _index(self) -> torch.Tensor:
@@ -93,7 +97,7 @@ class CachePacking:
 
     @cached_property
     def groups(self) -> list[AttentionGroup]:
-        """All rows that feed something, in slot order."""
+        """All rows with new tokens, in slot order."""
         ends = self.start + self.count
         first = np.cumsum(self.count) - self.count
         return [
@@ -122,7 +126,7 @@ class CachePacking:
 
     @cached_property
     def varlen(self) -> "Varlen":
-        """All slots 0..R-1, also those that feed nothing."""
+        """All slots 0..R-1, also those without new tokens."""
         rows = len(self.count)
         cu_q = np.zeros(rows + 1, dtype=np.int32)
         np.cumsum(self.count, out=cu_q[1:])
@@ -134,17 +138,18 @@ class CachePacking:
 
 @dataclass
 class Varlen:
-    """S sequences of new tokens and their keys in the flattened cache, for variable-length kernels.
-
-    cu_q: int32 [S + 1], where each one's new tokens begin; cu_k: int32 [S + 1], where its keys begin; used: int32 [S], how many
-    keys it has, the last of which are those of the new tokens. max_q, max_k: bounds of both, on the host.
-    """
+    """S sequences of new tokens and their keys in the flattened cache, for variable-length kernels."""
 
     cu_q: torch.Tensor
+    """int32 [S + 1], offset of each sequence's new tokens."""
     cu_k: torch.Tensor
+    """int32 [S + 1], offset of its keys in the flattened cache."""
     used: torch.Tensor
+    """int32 [S], number of its keys, of which the last are those of the new tokens."""
     max_q: int
+    """Bound on the new tokens of a sequence."""
     max_k: int
+    """Bound on its keys."""
     slot_length: int
 
     @cached_property
@@ -157,7 +162,7 @@ class Varlen:
 
 
 def _cheapest_cuts(count: np.ndarray, length: np.ndarray) -> list[tuple[int, int]]:
-    """[begin, end) of the groups that rows are attended in: cut at the best place, and each half again, while that pays.
+    """[begin, end) of the groups that rows are attended in: cut at the best place, then each half again, while that saves time.
 
     count, length: int64 [R], new tokens and attended positions of each row.
     """
@@ -195,10 +200,12 @@ def pack_rows(cache: KVCache, start: np.ndarray, count: np.ndarray, device: torc
 
 @dataclass
 class SequencePacking:
-    """Whole sequences one after the other. lengths: of each sequence; position: int64 [N], restarting at 0 in each."""
+    """Whole sequences one after the other."""
 
     lengths: list[int]
+    """Tokens of each sequence."""
     position: torch.Tensor
+    """int64 [N], from 0 in each sequence."""
 
     @cached_property
     def groups(self) -> tuple[list[tuple[int, int, torch.Tensor, torch.Tensor]], torch.Tensor]:

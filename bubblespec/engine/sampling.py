@@ -19,13 +19,18 @@ MAX_LOGITS_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 26}
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """temperature 0 is greedy; top_p 1 and top_k 0 truncate nothing; stop tokens are barred before `min_length` tokens."""
+    """The sampled distribution, and the tokens that end a response."""
 
     temperature: float = 1.0
+    """0 is greedy."""
     top_p: float = 1.0
+    """Probability of the nucleus; 1 truncates nothing."""
     top_k: int = 0
+    """Number of best tokens; 0 truncates nothing."""
     stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a response."""
     min_length: int = 0
+    """Response tokens before which stop tokens are barred."""
 
 
 def sample(
@@ -72,8 +77,8 @@ def restrict(logits: torch.Tensor, num_generated: torch.Tensor, params: Sampling
         barred = torch.zeros_like(logits, dtype=torch.bool).index_fill_(1, stop, True) & too_early[:, None]
         logits = logits.masked_fill(barred, float("-inf"))
     if 0 < params.top_k < logits.shape[1]:
-        smallest_kept = logits.topk(params.top_k).values[:, -1:]
-        logits = logits.masked_fill(logits < smallest_kept, float("-inf"))
+        threshold = logits.topk(params.top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < threshold, float("-inf"))
     if params.top_p < 1.0:
         ordered, index = logits.sort(descending=True, stable=True)
         probability = ordered.softmax(-1)

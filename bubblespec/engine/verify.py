@@ -1,11 +1,11 @@
 """Exact verification of draft tokens: which of them the current policy would have sampled, and what it samples after them.
 
-Two rules, of which each gives every token exactly the law of plain sampling. p is the current policy after temperature and
-truncation, x the draft token, y a token sampled from p. y is drawn whatever the draft is, so drafts may be chosen by what they
-contain, which the usual rejection rule does not allow (notebooks/exactness.ipynb; the rule is in benchmarks/accept_rules.py).
+Under both rules every token has exactly the law of plain sampling. p is the current policy after temperature and truncation,
+x the draft token, y a token sampled from p. y does not depend on the draft, so drafts may be selected by their content, which
+the usual rejection rule does not allow (notebooks/exactness.ipynb; the rule is in benchmarks/accept_rules.py).
 
 coupled     accept while y = x, with y from the noise that plain sampling would use. The draft cannot change y at all. A draft
-            made with the same noise under nearby weights q is nearly always right: the chance of y = x is at least
+            made with the same noise under nearby weights q is nearly always accepted: the chance of y = x is at least
             (1 - TV) / (1 + TV) (Daliri, Musco and Suresh 2024, "Coupling without communication and drafter-invariant
             speculative decoding"), and TV is the total variation distance of p and q.
 point_mass  the same with noise that no draft has seen, so y is independent of x: accepted with chance p(x).
@@ -24,22 +24,23 @@ from bubblespec.engine.ragged import ragged
 
 RULES = ("coupled", "point_mass")
 
-# Plain sampling and drafts read a stream at the token ids, from 0. Further on, where no vocabulary reaches, each stream has noise
-# that no draft has seen, at FRESH + token id.
+# Plain sampling and drafts read a stream at the token ids, from 0. At FRESH + token id, beyond any vocabulary, each stream has
+# noise that no draft has used.
 FRESH = 1 << 29
 
 
 class Verified(NamedTuple):
-    """accepted: int64 [R], leading draft tokens accepted. token, logprob, full_logprob: [T], see `sample`.
-
-    With `first` a row's first position, token[first : first + accepted] are its accepted draft tokens, and the token at
-    first + accepted comes next. What stands after that continues a refused token and means nothing.
-    """
+    """Result of a verification. With `first` a row's first position, token[first : first + accepted] are its accepted draft
+    tokens, and token[first + accepted] comes next. Entries after a rejected token are invalid."""
 
     accepted: torch.Tensor
+    """int64 [R], leading draft tokens accepted."""
     token: torch.Tensor
+    """int64 [T], see `sample`."""
     logprob: torch.Tensor
+    """[T], see `sample`."""
     full_logprob: torch.Tensor
+    """[T], see `sample`."""
 
 
 def verify(
@@ -53,8 +54,8 @@ def verify(
 ) -> Verified:
     """Verify the drafts of R rows; a row without a draft is sampled plainly, from the fresh noise under point_mass.
 
-    logits: [T, V], rows one after the other, each with the n + 1 positions its draft's tokens and the next one are predicted
-    at; draft: int64 [S]; counts: int64 [R] on the host, n of each row; keys: int32 [T, 4] and num_generated: int64 [T], of
+    logits: [T, V], rows one after the other, each with n + 1 positions, which predict its draft tokens and the one after them;
+    draft: int64 [S]; counts: int64 [R] on the host, n of each row; keys: int32 [T, 4] and num_generated: int64 [T], of
     every position, as in `sample`. No value is copied to the host.
 
     Length limits and stop tokens are the caller's affair: see `num_gained` in scheduler.py. Under point_mass, a row's every
@@ -69,7 +70,7 @@ def verify(
         )
     keys = further(keys, FRESH) if rule == "point_mass" else keys
     token, logprob, full_logprob = sampling.sample(logits, keys, num_generated, params)
-    if len(draft) == 0:  # most forwards without speculation; what follows gives the same, at a quarter of a small model's step
+    if len(draft) == 0:  # most forwards without speculation; the code below gives the same, at a quarter of a small model's step
         return Verified(torch.zeros_like(num_generated), token, logprob, full_logprob)
     drafted = np.delete(np.arange(len(logits)), np.cumsum(counts + 1) - 1)  # all but the position after each row's draft
     index = np.concatenate((drafted, *ragged(counts + 1)))

@@ -1,7 +1,7 @@
-"""Ranks: start and end of the process group, the few collectives that the trainer uses, and what ends a run early.
+"""Ranks: start and end of the process group, the collectives that the trainer uses, time-outs and stop signals.
 
-A rank that hangs or has died is named by the others, within `run.timeout_s`. SIGTERM, SIGINT and SIGHUP only note a wish to
-stop, and the ranks agree on it where they meet. A single process works too.
+A rank that hangs or has died is named by the others, within `run.timeout_s`. SIGTERM, SIGINT and SIGHUP only set a flag, which
+the ranks exchange at the next `Ranks.meet`. A single process works too.
 """
 
 import contextlib
@@ -24,12 +24,12 @@ from bubblespec.ranks.processes import die_with_parent
 # torch 2.13 renames the collective; 2.11 has the old name only.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-# A collective is polled rather than waited for: the time-out and signals are then seen on NCCL as well as on gloo, whose
-# waiting is not interrupted by either. The naps get longer while it lasts, up to this.
+# Collectives are polled, because a blocking wait on NCCL or gloo reacts neither to the time-out nor to signals. The naps between
+# polls grow up to this.
 MAX_NAP_S = 1e-3
-# How long a rank that has run into the time-out lets others run into it as well, if no rank is behind.
+# How long a rank that has timed out waits for others to time out as well, if no rank is behind.
 GRACE_S = 1.0
-# A broken connection is seen at once, while others may still be in a forward. torchrun kills all 30 s after a rank has died.
+# A broken connection is noticed at once, while others may still be in a forward. torchrun kills all 30 s after a rank has died.
 BROKEN_S = 20.0
 CONNECT_S = 30.0
 # One Ctrl-C may reach a rank twice, from the terminal and from the launcher; a later one is a second one.
@@ -41,10 +41,10 @@ class StopRequested(Exception):
 
 
 class RollCall:
-    """Where every rank is, in the job's key-value store, which the others can read without its help.
+    """The place of every rank in the program, noted in the job's key-value store, where others can read it if the rank hangs.
 
-    `count`: how many meetings (collectives and ticks) this rank has come to. All ranks come to the same ones, one after the
-    other, so whoever has a lower count is who the others wait for.
+    `count`: how many meetings (collectives and ticks) this rank has come to. All ranks come to the same ones in the same order,
+    so the others wait for the rank with the lowest count.
     """
 
     def __init__(self, rank: int, world_size: int):
@@ -53,12 +53,12 @@ class RollCall:
         self._store = dist.PrefixStore("roll_call", dist.distributed_c10d._get_default_store())
 
     def enter(self, place: str) -> None:
-        """Note that this rank has come to its next meeting. Does not await an answer: microseconds."""
+        """Note that this rank has come to its next meeting. Takes microseconds, as it awaits no answer."""
         self.count += 1
         self._store.set(f"at/{self.rank}", f"{self.count} {place}")
 
     def tell_stop(self) -> None:
-        """Note that the run is to stop, for ranks that are waiting elsewhere than in a meeting."""
+        """Note that the run is to stop, for ranks that wait outside a meeting."""
         if not self._has_told:
             self._has_told = True
             self._store.set("stop", "1")
@@ -94,8 +94,8 @@ class RollCall:
     def _missing_ranks(self, deadline: float) -> list[int]:
         """At a time-out: the ranks that have not come to this meeting.
 
-        At a broken connection others may be about to come: wait until all ranks but one have seen it, or the time is up.
-        Returns early once there is a verdict, as whoever has spoken it may be gone already.
+        After a broken connection others may be about to come: wait until all ranks but one have noticed it, or until the
+        deadline. Returns early once there is a verdict, as the rank that gave it may have ended already.
         """
         self._store.set(f"ended/{self.rank}", "1")
         while True:
@@ -117,21 +117,17 @@ class RollCall:
 
 
 class Ranks:
-    """This process among all: `rank`, `world_size`, `device`. With one process every collective is the identity.
-
-    timeout_s: seconds that a collective may wait for the slowest rank; `place`: what the ranks are doing, for the line that names
-    a missing one; `must_stop`: this rank has been told to stop, which `meet` makes known to all; `clock`: what tells the time and
-    sleeps in a rollout, the `time` module or another with its perf_counter, monotonic and sleep. Collectives raise RankTimeout.
-    """
+    """This process among all ranks, and their collectives, which raise RankTimeout. With one rank they are the identity."""
 
     def __init__(self, device: torch.device, timeout_s: float = 1800.0):
+        """timeout_s: seconds that a collective may wait for the slowest rank."""
         self.device, self.timeout_s = device, timeout_s
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.is_main = self.rank == 0
-        self.place = "set-up"
-        self.must_stop = False
-        self.clock = time
+        self.place = "set-up"  # what the ranks are doing, for the message that names a missing one
+        self.must_stop = False  # whether this rank has been told to stop; `meet` tells the others
+        self.clock = time  # of rollouts: the `time` module, or a substitute with perf_counter, monotonic and sleep
         self.roll_call = RollCall(self.rank, self.world_size) if self.world_size > 1 else None
 
     def barrier(self) -> None:
@@ -145,10 +141,10 @@ class Ranks:
             raise StopRequested
 
     def is_told_to_stop(self) -> bool:
-        """Whether a rank has been told to stop, to be asked while this rank waits for something of its own; it then has the
-        wish itself, and all leave at the next `meet`, which the others may be waiting in."""
+        """Whether any rank has been told to stop, for use while this rank waits outside a meeting. It then sets `must_stop`, so
+        that all stop at the next `meet`."""
         if self.roll_call is not None:
-            with contextlib.suppress(RuntimeError):  # the store has ended: the next meeting says so
+            with contextlib.suppress(RuntimeError):  # the store has ended: the next meeting reports it
                 if self.must_stop:
                     self.roll_call.tell_stop()
                 elif self.roll_call.is_told_to_stop():
@@ -171,9 +167,9 @@ class Ranks:
         """Stack equally shaped numeric arrays of all ranks: [world_size, ...]."""
         if self.world_size == 1:
             return array[None].copy()
-        own = torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
-        everyone = own.new_empty(self.world_size * own.numel())
-        self.complete(lambda: all_gather(everyone, own.reshape(-1), async_op=True))
+        local = torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+        everyone = local.new_empty(self.world_size * local.numel())
+        self.complete(lambda: all_gather(everyone, local.reshape(-1), async_op=True))
         return everyone.cpu().numpy().reshape(self.world_size, *array.shape)
 
     def gather_ragged(self, array: np.ndarray) -> list[np.ndarray]:
@@ -203,8 +199,8 @@ class Ranks:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[float]:
-        """Around collectives, also another library's: where one fails, the missing rank is named. Gives the end of the time-out,
-        which other libraries' collectives keep by themselves."""
+        """Wrap collectives, also those of another library, so that a failure names the missing rank. Yields the end of the
+        time-out, which other libraries enforce by themselves."""
         deadline = time.monotonic() + self.timeout_s
         if self.world_size > 1:
             self.roll_call.enter(self.place)
@@ -219,7 +215,7 @@ class Ranks:
 
 
 def one_line(error: Exception) -> str:
-    """What a collective says of its failure, without its place in the sources."""
+    """The message of a failed collective, without its place in the sources."""
     return str(error).splitlines()[0].rsplit("] ")[-1].split(". ")[0]
 
 
@@ -241,11 +237,11 @@ def ranks_from_environment(device: str, timeout_s: float) -> Iterator[Ranks]:
     if use_cuda:
         torch.cuda.set_device(target)
     if "RANK" in os.environ:
-        die_with_parent()  # with torchrun: orphans would go on and write beside the run that is started next
+        die_with_parent()  # with torchrun: an orphan would keep writing to the files of the next run
         # Gloo's time-out frees the thread that waits in the collective, for a clean exit. NCCL's watchdog would end the process
         # before `complete` has said why, so it comes last.
         limit = timedelta(seconds=2 * timeout_s if use_cuda else timeout_s)
-        # The store is there before the ranks are: one whose launcher died while it was importing does not wait for it for long.
+        # The launcher makes the store before it starts ranks, so a missing store means that the launcher has died.
         store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=CONNECT_S)))
         store.set_timeout(limit)
         store = store_of_this_start(store, rank, world_size, timeout_s)
@@ -264,9 +260,9 @@ def ranks_from_environment(device: str, timeout_s: float) -> Iterator[Ranks]:
 
 
 def say_once(error: EndsRun) -> None:
-    """Print an error, unless it has been printed. Of several ranks the first to have one prints it: most strike all ranks alike.
+    """Print an error, unless it has been printed. Only the first rank with an error prints it, as most errors are on all ranks.
 
-    Returns once it is on the screen: as soon as the launcher sees one rank end it kills the others, the one that prints as well.
+    Returns once it is on the screen: as soon as one rank ends, the launcher kills the others, including the one that prints.
     """
     if error.is_said:
         return
@@ -276,7 +272,7 @@ def say_once(error: EndsRun) -> None:
         if store is not None and store.add("num_errors", 1) > 1:
             store.wait(["error_is_said"], timedelta(seconds=CONNECT_S))
             return
-    except RuntimeError:  # it may have ended with the rank or the launcher that held it
+    except RuntimeError:  # it may have ended with its rank or launcher
         store = None
     if store is None and os.environ.get("LOCAL_RANK", "0") != "0":
         return
@@ -296,15 +292,15 @@ def _store_of_all() -> dist.Store | None:
 
 
 def store_of_this_start(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> dist.Store:
-    """The part of the launcher's key-value store that belongs to the ranks that are alive now.
+    """A namespace of the launcher's key-value store for the ranks that are alive now.
 
-    torchrun may keep one store over its restarts, where the ranks before have left their addresses: the new ones would wait for
-    the dead. So rank 0 makes up a name, the others sign under it, and once all have, the list of them makes the name valid.
+    torchrun may reuse one store over its restarts, with the addresses of dead ranks in it, for which new ranks would wait. So
+    rank 0 chooses a name and the others sign it; once all have, it writes the list of signatures, which makes the name valid.
     Raises RankTimeout.
     """
-    own, deadline, signed = uuid.uuid4().hex, time.monotonic() + timeout_s, ""
+    token, deadline, signed = uuid.uuid4().hex, time.monotonic() + timeout_s, ""
     if rank == 0:
-        store.set("start", own)
+        store.set("start", token)
     while time.monotonic() < deadline:
         name = store.get("start").decode()
         if rank == 0:
@@ -316,9 +312,9 @@ def store_of_this_start(store: dist.Store, rank: int, world_size: int, timeout_s
         else:
             missing = [0]
             if name != signed:
-                store.set(f"sign/{rank}", f"{name}:{own}")
+                store.set(f"sign/{rank}", f"{name}:{token}")
                 signed = name
-            if store.check([f"members/{name}"]) and f"{name}:{own}" in store.get(f"members/{name}").decode():
+            if store.check([f"members/{name}"]) and f"{name}:{token}" in store.get(f"members/{name}").decode():
                 return dist.PrefixStore(name, store)
         time.sleep(0.01)
     line = f"{' and '.join(f'rank {r}' for r in missing)} missing at the start (no answer for {timeout_s:g} s)"
@@ -330,7 +326,7 @@ def store_of_this_start(store: dist.Store, rank: int, world_size: int, timeout_s
 def signals_stop(ranks: Ranks) -> Iterator[None]:
     """SIGTERM, SIGINT and SIGHUP set `ranks.must_stop`, however often they come, so that a save runs to its end.
 
-    Only a second Ctrl-C ends a rank at once. What a parent has set to be ignored (nohup) stays so.
+    Only a second Ctrl-C ends a rank at once. Signals that a parent has set to be ignored (nohup) stay ignored.
     """
     first_ctrl_c: list[float] = []
 

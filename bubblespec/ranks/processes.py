@@ -1,4 +1,4 @@
-"""Processes that must not outlive the one that started them. Imports nothing heavy: reward workers use it too."""
+"""Processes that end with the one that started them. Imports nothing heavy, as reward workers use it too."""
 
 import contextlib
 import ctypes
@@ -13,25 +13,25 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent(by: int = signal.SIGKILL) -> None:
-    """Ask Linux for this signal when its parent ends: more exactly, when the thread that started it does."""
+    """Ask Linux for this signal when the parent ends; more exactly, when the thread that started this process does."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by)
 
 
 def kill_group(leader: int) -> None:
-    """SIGKILL to a process and whatever it has started in its group. The leader must not have been waited for yet: until then its
-    number cannot go to another process."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing left of it but, on some systems, the zombie
+    """SIGKILL to a process and whatever it has started in its group. The leader must not have been reaped yet: until then its
+    id cannot be reused."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # some systems refuse to signal a zombie
         os.killpg(leader, signal.SIGKILL)
 
 
 def fork_with_keeper(parent: int, descriptor: int) -> None:
-    """Fork. The child goes on from here, in a session of its own and without standard input. This process becomes its keeper and
-    never returns: it ends as the child ends, with the same exit code or signal, and before it does so it kills all that the
-    child has started. It does that at once when its standard input can be read or comes to its end, or when `parent` has gone.
+    """Fork. The child returns from here, in its own session and without standard input. This process becomes its keeper and
+    never returns: it ends as the child ends, with the same exit code or signal, after killing all that the child has started.
+    It does so at once when its standard input can be read or is closed, or when `parent` has ended.
 
-    On Linux the keeper adopts the child's orphans, so that those are found too which have left the child's group or session;
-    elsewhere only the group is killed. descriptor: one that only the child is to have.
+    On Linux the keeper adopts the child's orphans, so that it also kills those outside the child's group or session; elsewhere
+    it kills the group only. descriptor: closed in the keeper.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -42,7 +42,7 @@ def fork_with_keeper(parent: int, descriptor: int) -> None:
         _keep(child, parent)
     os.setsid()
     die_with_parent()
-    if os.getppid() != keeper:  # it had died before we asked
+    if os.getppid() != keeper:  # it had died before the request
         os._exit(0)
     nowhere = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nowhere, 0)
@@ -50,34 +50,34 @@ def fork_with_keeper(parent: int, descriptor: int) -> None:
 
 
 def children_of(parent: int) -> list[int]:
-    """Also those that have ended and were not waited for. Linux only; elsewhere none are found."""
+    """Process ids of its children, zombies included. Linux only; elsewhere an empty list."""
     if sys.platform != "linux":
         return []
-    found = []
+    pids: list[int] = []
     try:
         for thread in os.listdir(f"/proc/{parent}/task"):
             with open(f"/proc/{parent}/task/{thread}/children") as file:
-                found += map(int, file.read().split())
+                pids += map(int, file.read().split())
     except FileNotFoundError:  # a thread has ended, or a kernel without these files
-        found = [int(pid) for pid in filter(str.isdigit, os.listdir("/proc")) if _state_of(pid)[1] == parent]
-    return found
+        pids = [int(pid) for pid in filter(str.isdigit, os.listdir("/proc")) if _state_of(pid)[1] == parent]
+    return pids
 
 
 def descendants_of(parent: int) -> tuple[list[int], int]:
-    """All that it has started, and they: those that run, and how many have ended without being waited for. Linux only."""
-    running, num_ended, left = [], 0, children_of(parent)
-    while left:
-        pid = left.pop()
+    """Process ids of the descendants that run, and the number of zombies among them. Linux only."""
+    running, num_ended, pending = [], 0, children_of(parent)
+    while pending:
+        pid = pending.pop()
         if _state_of(pid)[0] in "ZX":
             num_ended += 1
         else:
             running.append(pid)
-            left += children_of(pid)
+            pending += children_of(pid)
     return running, num_ended
 
 
 def _state_of(pid: int | str) -> tuple[str, int]:
-    """Its state, a letter (see proc(5); X if it is no more), and its parent."""
+    """Its state, a letter (see proc(5); X if it does not exist), and its parent."""
     try:
         with open(f"/proc/{pid}/stat", errors="replace") as file:
             state, parent = file.read().rpartition(")")[2].split()[:2]
@@ -102,7 +102,7 @@ def _keep(child: int, parent: int) -> None:
     if child not in ended or sys.platform != "linux":
         kill_group(child)
     while _reap(ended):
-        # Only its own children: until it has waited for them their numbers stay theirs. Theirs become its own as they end.
+        # Only direct children, whose ids cannot be reused before they are reaped. Their children are adopted as they end.
         for pid in children_of(os.getpid()):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -119,10 +119,10 @@ def _keep(child: int, parent: int) -> None:
 
 
 def _reap(ended: dict[int, int]) -> bool:
-    """Wait for the children that have ended, adopted ones too, and note how each did. Returns whether there are others."""
+    """Reap the children that have ended, adopted ones too, and note their status. Returns whether others still run."""
     try:
-        while (found := os.waitpid(-1, os.WNOHANG))[0]:
-            ended[found[0]] = found[1]
+        while (reaped := os.waitpid(-1, os.WNOHANG))[0]:
+            ended[reaped[0]] = reaped[1]
     except ChildProcessError:
         return False
     return True

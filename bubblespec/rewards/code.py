@@ -1,17 +1,23 @@
 """A reward that runs code: 1 if the Python program of a completion passes the tests of the column `tests`.
 
-The program runs in a process of its own with limits on CPU time, wall time, memory and files, without the trainer's
-environment or file descriptors, in an empty temporary folder; it and all that it has started is killed at the end. That keeps a
-program that errs from harming the run. **It is not a security sandbox**: the program has the user's rights on files and network,
-and one that means to can find out how a success is reported. What is not trusted belongs in a container or a virtual machine.
+The program runs in its own process with limits on CPU time, wall time, memory and files, without the trainer's environment or
+file descriptors, in an empty temporary folder; it and all that it has started is killed at the end. That protects the run from a
+faulty program. **It is not a security sandbox**: the program has the user's rights on files and network, and a malicious one
+can forge a success. Run untrusted code in a container or a virtual machine.
 """
 
 import contextlib
+import io
 import json
+import os
 import re
+import secrets
+import select
 import subprocess
 import sys
 import tempfile
+import time
+from pathlib import Path
 
 from bubblespec.rewards.functions import text_of
 
@@ -19,6 +25,10 @@ CPU_LIMIT_S = 5  # lower than the wall time: what is slow on a busy machine shou
 WALL_LIMIT_S = 20.0
 MEMORY_LIMIT = 1 << 30  # bytes of address space, for each process
 FILE_LIMIT = 16 << 20  # bytes of each file
+_ROOT = str(Path(__file__).resolve().parents[2])
+_BOOT = (
+    "import sys; sys.path.insert(0, sys.argv.pop()); from bubblespec.rewards.code_process import main; del sys.path[0]; main()"
+)
 
 
 def passes_tests(prompts, completions, completion_ids, tests, **columns) -> list[float | None]:
@@ -36,117 +46,49 @@ def passes_tests(prompts, completions, completion_ids, tests, **columns) -> list
 
 def program_in(text: str) -> str:
     """The last fenced code block, or all of the text if there is none."""
-    found = re.findall(r"^```[^\n`]*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    return found[-1] if found else text
+    blocks = re.findall(r"^```[^\n`]*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return blocks[-1] if blocks else text
 
 
 def run_program(program: str, tests: str) -> bool:
     """Whether the program, and then the tests in the same module, run to their end within the limits."""
-    with tempfile.TemporaryDirectory(prefix="bubblespec-", ignore_cleanup_errors=True) as folder:
-        job = {"program": program, "tests": tests, "folder": folder, "wall_s": WALL_LIMIT_S, "cpu_s": CPU_LIMIT_S}
-        job |= {"memory": MEMORY_LIMIT, "file": FILE_LIMIT}
+    secret = secrets.token_bytes(16)
+    reader, writer = os.pipe()
+    folder = tempfile.TemporaryDirectory(prefix="bubblespec-", ignore_cleanup_errors=True)
+    with open(reader, "rb", buffering=0) as reader, open(writer, "wb", buffering=0) as verdict, folder as place:
+        job = {"program": program, "tests": tests, "secret": secret.hex(), "verdict": verdict.fileno(), "trainer": os.getpid()}
+        job |= {"cpu_s": CPU_LIMIT_S, "memory": MEMORY_LIMIT, "file": FILE_LIMIT}
         keeper = subprocess.Popen(
-            [sys.executable, "-I", "-c", _KEEPER],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            [sys.executable, "-I", "-c", _BOOT, _ROOT],
+            stdin=subprocess.PIPE,  # stays open: its end tells the keeper to kill the program
+            stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            cwd=folder,
+            pass_fds=[verdict.fileno()],
+            cwd=place,
             env={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
             start_new_session=True,
         )
+        verdict.close()
         try:
-            # Standard input stays open: its end tells the keeper that this process has gone.
             keeper.stdin.write(json.dumps(job).encode() + b"\n")
             keeper.stdin.flush()
-            return keeper.stdout.readline() == b"passed\n"
-        except BrokenPipeError:  # the program has killed its keeper
+            return _read(reader, len(secret), WALL_LIMIT_S) == secret
+        except BrokenPipeError:  # the keeper was killed
             return False
         finally:
             with contextlib.suppress(BrokenPipeError):
                 keeper.stdin.close()
-            keeper.stdout.close()
             keeper.wait()
 
 
-# The keeper starts the program's process, waits for its verdict, its end, the time limit or the end of its own parent, and then
-# kills what is left. On Linux it adopts the program's orphans, so that those are found which have left the process group.
-# A success is reported as a number that the program was not told of: exit codes and printed text count for nothing.
-_KEEPER = r"""
-import ctypes, json, os, resource, secrets, select, signal, sys, time
-
-def become(job, verdict, secret):
-    os.setsid()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for fd in (0, 1, 2):
-        os.dup2(nowhere, fd)
-    os.closerange(3, verdict)
-    os.closerange(verdict + 1, 1 << 16)
-    limits = {"CPU": job["cpu_s"], "AS": job["memory"], "FSIZE": job["file"], "CORE": 0, "NOFILE": 64}
-    if os.getuid():
-        limits["NPROC"] = 0  # no further process or thread; does not hold for root
-    for name, value in limits.items():
-        most = resource.getrlimit(getattr(resource, "RLIMIT_" + name))[1]
-        value = value if most == resource.RLIM_INFINITY else min(value, most)
-        resource.setrlimit(getattr(resource, "RLIMIT_" + name), (value, value))
-    module = {"__name__": "completion"}
-    exec(compile(job["program"], "completion.py", "exec"), module)
-    exec(compile(job["tests"], "tests.py", "exec"), module)
-    os.write(verdict, secret)
-
-def children():
-    found = []
-    for name in os.listdir("/proc"):
-        try:
-            with open("/proc/" + name + "/stat") as file:
-                if name.isdigit() and int(file.read().rpartition(")")[2].split()[1]) == os.getpid():
-                    found.append(int(name))
-        except OSError:
-            pass
-    return found
-
-def kill(pid, group=False):
-    try:
-        os.killpg(pid, signal.SIGKILL) if group else os.kill(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
-
-def main():
-    job = json.loads(sys.stdin.readline())
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
-    deadline = time.monotonic() + job["wall_s"]
-    secret, (reader, verdict) = secrets.token_bytes(16), os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            become(job, verdict, secret)
-        finally:
-            os._exit(0)
-    os.close(verdict)
-    found = b""
-    while (left := deadline - time.monotonic()) > 0:
-        ready = select.select([reader, sys.stdin], [], [], left)[0]
-        if sys.stdin in ready:
+def _read(pipe: io.FileIO, size: int, limit_s: float) -> bytes:
+    """Up to `size` bytes: fewer where the pipe ends or after limit_s seconds."""
+    deadline, data = time.monotonic() + limit_s, b""
+    poll = select.poll()
+    poll.register(pipe, select.POLLIN)
+    while len(data) < size and poll.poll(max(1000 * (deadline - time.monotonic()), 0)):
+        chunk = pipe.read(size - len(data))
+        if not chunk:
             break
-        if reader in ready:
-            chunk = os.read(reader, 64)
-            found += chunk
-            if not chunk or len(found) >= len(secret):
-                break
-    kill(pid, group=True)
-    kill(pid)  # before it had a group of its own
-    while True:
-        try:
-            os.waitpid(-1, 0)
-        except ChildProcessError:
-            break
-        if sys.platform == "linux":
-            for child in children():
-                kill(child)
-    if found == secret:
-        os.write(1, b"passed\n")
-
-main()
-"""
+        data += chunk
+    return data

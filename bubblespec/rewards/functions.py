@@ -1,9 +1,9 @@
-"""Reward functions and how they are called.
+"""Reward functions: how they are loaded, checked and called, how their values are combined, and those that are shipped.
 
 A reward function has TRL's signature `f(prompts, completions, completion_ids, **columns) -> list[float | None]`: prompts and
-completions are strings, or lists of chat messages if the prompt is a chat; every further column of the data arrives as
-a keyword with one value a sample. None means that the function does not apply to that sample. How many samples are in a call
-is not the function's business: one in a worker process, all of a rank's in the main process.
+completions are strings, or lists of chat messages if the prompt is a chat; every further column of the data is a keyword
+argument with one value per sample. None means that the function does not apply to that sample. A call may have any number of
+samples: one in a worker process, all of a rank's samples in the main process.
 """
 
 import importlib
@@ -22,10 +22,10 @@ from bubblespec.errors import InputError
 
 RewardFunction = Callable[..., list[float | None]]
 
-# How a reward can fail: the function raised, gave something that is no finite number, took too long, or ended its process.
+# How a reward can fail: the function raised, returned no finite number, took too long, or ended its process.
 FAILURE_KINDS = ("exception", "value", "timeout", "crash")
 
-# Seconds for one comparison by math-verify, which would work out a completion such as 9^{9^9} for ever.
+# Seconds for one comparison by math-verify, which would evaluate a completion such as 9^{9^9} forever.
 MATH_LIMIT_S = 5
 
 
@@ -62,16 +62,20 @@ def check_arguments(path: str, function: RewardFunction, columns: Collection[str
 
 
 class Sample(NamedTuple):
-    """What a reward function is told of one response. prompt: a string or chat messages; columns: other columns of its row."""
+    """What a reward function is given of one response."""
 
     prompt: str | list[dict]
+    """Text, or chat messages."""
     completion: str
+    """The response as text, without special tokens."""
     completion_ids: list[int]
+    """Its tokens."""
     columns: dict
+    """Other columns of the prompt's row, by name."""
 
 
 class RewardFailure(Exception):
-    """A reward that could not be had. kind: one of FAILURE_KINDS; trace: the exception's traceback, if there was one."""
+    """A reward that could not be computed. kind: one of FAILURE_KINDS; trace: the exception's traceback, if there was one."""
 
     def __init__(self, kind: str, message: str, trace: str = ""):
         super().__init__(message)
@@ -79,10 +83,9 @@ class RewardFailure(Exception):
 
 
 def call(function: RewardFunction, samples: list[Sample]) -> list[float | RewardFailure | None]:
-    """One value a sample: a finite number, None, or why the value given for it is neither.
+    """One value per sample: a finite number, None, or the failure if the returned value is neither.
 
-    Raises RewardFailure where the call as a whole failed: an exception, or a list of the wrong length, which would otherwise
-    spread over the samples silently.
+    Raises RewardFailure if the whole call fails: an exception, or a result that is no list of the right length.
     """
     as_messages = [
         s.completion if isinstance(s.prompt, str) else [{"role": "assistant", "content": s.completion}] for s in samples
@@ -110,9 +113,9 @@ def score(
 ) -> np.ndarray:
     """Rewards float64 [samples, functions], NaN where a function does not apply. All samples are in one call.
 
-    What fails is an InputError that names the function, and stays its cause. With a list of `failures` it is put there instead,
-    as (sample, function, failure), with NaN as the reward; a call that fails as a whole is then repeated sample by sample, to
-    find out for which of them it does.
+    A failure is raised as an InputError that names the function. With a list of `failures` it is appended there instead, as
+    (sample, function, failure), with NaN as the reward; a call that fails as a whole is then repeated sample by sample, to
+    find the samples for which it fails.
     """
     rewards = np.full((len(samples), len(functions)), np.nan)
     for number, (path, function) in enumerate(functions.items()):
@@ -168,8 +171,8 @@ def overlong_penalty(lengths: np.ndarray, max_length: int, buffer_length: int, f
 def exact_match(prompts, completions, completion_ids, answer, **columns) -> list[float]:
     """1 if the final answer, or the whole completion if nothing is tagged as one, equals the column `answer` as text, else 0."""
     texts = [text_of(c) for c in completions]
-    found = [text.strip() if final_answer(text) is None else final_answer(text) for text in texts]
-    return [float(f == str(a).strip()) for f, a in zip(found, answer, strict=True)]
+    given = [text.strip() if final_answer(text) is None else final_answer(text) for text in texts]
+    return [float(g == str(a).strip()) for g, a in zip(given, answer, strict=True)]
 
 
 def reasoning_gym_score(prompts, completions, completion_ids, task, entry, **columns) -> list[float]:
@@ -203,8 +206,8 @@ def math_equivalence(prompts, completions, completion_ids, answer, **columns) ->
             continue
         text = text_of(completion)
         tagged = final_answer(text)
-        found = parse(text if tagged is None else f"${tagged}$", parsing_timeout=limit_s)
-        scores.append(float(verify(gold, found, timeout_seconds=limit_s)))
+        parsed = parse(text if tagged is None else f"${tagged}$", parsing_timeout=limit_s)
+        scores.append(float(verify(gold, parsed, timeout_seconds=limit_s)))
     return scores
 
 
@@ -218,9 +221,9 @@ def text_of(completion: str | list[dict]) -> str:
 
 
 def final_answer(text: str) -> str | None:
-    """What stands in the last `<answer>` tags, or None without any."""
-    found = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
-    return found[-1].strip() if found else None
+    """The text in the last `<answer>` tags, or None if there are none."""
+    answers = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+    return answers[-1].strip() if answers else None
 
 
 def _number(value) -> float | RewardFailure:

@@ -1,7 +1,7 @@
-"""Scoring a rank's rows: in worker processes while others still decode, or in this process once all have finished.
+"""Scoring of a rank's rows: in worker processes while others still decode, or in this process once all have finished.
 
 A reward that fails is logged, counted, and replaced by `reward.reward_on_error`. If a function fails for all responses of
-a step, on all ranks, it is taken to be broken, and the run ends: it would train on nothing.
+a step, on all ranks, the run ends, as there is nothing to train on.
 """
 
 import atexit
@@ -36,6 +36,7 @@ class Scorer:
         functions: dict[str, RewardFunction],
         tokenizer: PreTrainedTokenizerBase,
         ranks: Ranks,
+        *,
         output_dir: str,
     ):
         self.config, self.functions, self.tokenizer = config, functions, tokenizer
@@ -60,12 +61,12 @@ class Scorer:
         return metrics
 
     def count(self, failures: list[Failed], num_rows: int, seconds: float) -> None:
-        """Add up what all ranks have seen. Raises InputError, on all of them, if a function has failed for every row."""
-        own = np.zeros(self._counts.shape)
+        """Sum up the failures of all ranks. Raises InputError, on all of them, if a function has failed for every row."""
+        local = np.zeros(self._counts.shape)
         for _, number, failure in failures:
-            own[number, FAILURE_KINDS.index(failure.kind)] += 1
-        total = self.ranks.gather(np.array([*own.ravel(), seconds, num_rows])).sum(axis=0)
-        self._counts += total[:-2].reshape(own.shape).astype(np.int64)
+            local[number, FAILURE_KINDS.index(failure.kind)] += 1
+        total = self.ranks.gather(np.array([*local.ravel(), seconds, num_rows])).sum(axis=0)
+        self._counts += total[:-2].reshape(local.shape).astype(np.int64)
         self._function_s += float(total[-2])
         self._num_rows += int(total[-1])
         for number, path in enumerate(self.functions):
@@ -87,7 +88,7 @@ class Scoring:
         self.scorer, self.rows, self.step = scorer, rows, step
         num_generations = len(rows) // len(prompts) if rows else 0
         self.prompts = [prompt for prompt in prompts for _ in range(num_generations)]
-        self._waiting = {id(row): i for i, row in enumerate(rows)}  # not given to the workers yet
+        self._waiting = {id(row): i for i, row in enumerate(rows)}  # not sent to the workers yet
 
     def on_finished(self, row: Row) -> None:
         """To be called when a row has finished: the workers may begin with it."""
@@ -101,8 +102,8 @@ class Scoring:
     def collect(self) -> np.ndarray:
         """Wait for the scores: float64 [rows, functions], NaN where a function does not apply. Called by all ranks together.
 
-        Raises InputError where failures are to end the run; and StopRequested, on all ranks, if one has been told to stop: what
-        workers are still at is then not waited for.
+        Raises InputError if failures are to end the run, and StopRequested, on all ranks, if one has been told to stop: pending
+        scores are then abandoned.
         """
         functions, failures, seconds = self.scorer.functions, [], 0.0
         if self.scorer.workers is None:
@@ -120,7 +121,7 @@ class Scoring:
                     failures.append((i, number, answer.failure))
                 elif answer.value is not None:
                     rewards[i, number] = answer.value
-        self.scorer.ranks.meet()  # before anything is exchanged: a rank that was told to stop has not got all of its scores
+        self.scorer.ranks.meet()  # before any exchange: a rank that was told to stop lacks some scores
         failures.sort(key=lambda failed: failed[:2])
         self._report(failures)
         self.scorer.count(failures, len(self.rows), seconds)
@@ -132,23 +133,23 @@ class Scoring:
         ids = [self.rows[i].tokens.tolist() for i in indices]
         texts = self.scorer.tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
         prompts = [self.prompts[i] for i in indices]
-        return [Sample(p.text, text, own, p.columns) for p, text, own in zip(prompts, texts, ids, strict=True)]
+        return [Sample(p.text, text, row_ids, p.columns) for p, text, row_ids in zip(prompts, texts, ids, strict=True)]
 
     def _report(self, failures: list[Failed]) -> None:
-        """Failures into the file, and one line for each kind of each function. Raises InputError if they are to end the run."""
+        """Write failures to the file, and one warning for each kind of each function. Raises InputError if they end the run."""
         paths = list(self.scorer.functions)
         examples: dict[tuple[int, str], list[Failed]] = {}
         for failed in failures:
             examples.setdefault((failed[1], failed[2].kind), []).append(failed)
-        for (number, kind), found in examples.items():
-            i, _, failure = found[0]
+        for (number, kind), alike in examples.items():
+            i, _, failure = alike[0]
             row = self.rows[i]
             when = "evaluation" if self.step is None else f"step {self.step}"
             line = f"reward {paths[number]}: {failure} ({kind}, {when}, prompt {row.id.uid}, sample {row.id.sample})"
             if self.scorer.config.reward_on_error is None:
                 print(failure.trace, end="", file=sys.stderr)
                 raise InputError(line)
-            print(f"warning: {line}; {len(found)} of {len(self.rows)} like it, see {ERRORS_FILE}", file=sys.stderr)
+            print(f"warning: {line}; {len(alike)} of {len(self.rows)} like it, see {ERRORS_FILE}", file=sys.stderr)
         if failures:
             self._log(failures[:MOST_LOGGED])
 

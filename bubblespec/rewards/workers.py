@@ -1,12 +1,9 @@
-"""Reward functions in processes of their own, so that what a function does to its process is not done to the trainer.
+"""Worker processes for reward functions, on the trainer's side: a function that hangs or crashes does not harm the trainer.
 
-A unit of work is one sample and one function. Each worker process has a thread here that feeds it one unit at a time and waits
-for the answer; a worker that takes too long or dies is killed with all that it has started, and replaced, and only the unit it
-was at is lost. Workers are started with exec, not forked: the trainer has threads of CUDA and of the process group. They import
-the modules of the reward functions and nothing else of weight. Between each and the trainer is a keeper (`fork_with_keeper`).
-
-A worker may keep processes from one call to the next, such as a pool: as many as ran after the first call of a function. Where a
-call leaves more, the worker has answered, but is ended with all of them and replaced.
+A unit of work is one sample and one function. Each worker process has a thread here that sends it one unit at a time and waits
+for the answer. A worker that takes too long or dies is killed with all that it has started, and replaced; only its current unit
+is lost. Workers are started with exec, not forked: the trainer has threads of CUDA and of the process group. Between each worker
+(`bubblespec.rewards.process`) and the trainer is a keeper process (`fork_with_keeper`).
 """
 
 import contextlib
@@ -25,35 +22,35 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import NamedTuple
 
 from bubblespec.errors import InputError, say
-from bubblespec.ranks.processes import children_of, descendants_of
-from bubblespec.rewards.functions import RewardFailure, Sample, call_one, load_reward
+from bubblespec.rewards.functions import RewardFailure, Sample
 
 START_LIMIT_S = 300.0  # to start Python and import the functions
 START_ATTEMPTS = 3
 # RollPacker's bounds of the adaptive time-out and its factor on the slowest correct answer (arXiv 2509.21009).
 ADAPTIVE_FACTOR, ADAPTIVE_LEAST_S, ADAPTIVE_MOST_S = 1.5, 2.0, 30.0
-LONGEST_ANSWER = 1 << 20  # bytes; ours are far shorter
-ASK_S = 0.2  # between looks at whether the run is to stop
-MOST_SHOWN = 1 << 16  # bytes of a batch that the functions print
-LEFT_GRACE_S = 0.1  # for processes to end that a call has left
-MOST_ZOMBIES = 64
+LONGEST_ANSWER = 1 << 20  # bytes; real ones are far shorter
+POLL_STOP_S = 0.2  # how often a waiting trainer checks whether the run is to stop
+MOST_SHOWN = 1 << 16  # bytes printed by the functions that are shown for each batch
 # Arguments: sys.path, the worker's socket, the trainer's process, paths of functions.
 _BOOT = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from bubblespec.ranks.processes import fork_with_keeper
 fork_with_keeper(int(sys.argv[3]), int(sys.argv[2]))
-from bubblespec.rewards.workers import main
+from bubblespec.rewards.process import main
 main()
 """
 
 
 class Answer(NamedTuple):
-    """value: the reward, or None where the function does not apply or failed; seconds: inside the function."""
+    """A worker's answer to one unit."""
 
     value: float | None
+    """The reward; None where the function does not apply or has failed."""
     failure: RewardFailure | None
+    """Why there is no reward."""
     seconds: float
+    """Time inside the function."""
 
 
 class RewardWorkers:
@@ -64,13 +61,13 @@ class RewardWorkers:
         self._units: queue.SimpleQueue = queue.SimpleQueue()
         self._answers: queue.SimpleQueue = queue.SimpleQueue()
         self._num_pending = 0
-        self._batch = 0  # answers to earlier ones are dropped
+        self._batch = 0  # number of the current batch; answers to earlier ones are dropped
         self._slowest: dict[int, float] = {}  # seconds of the slowest correct answer, by function
         self._lock = threading.Lock()  # of the two below
         self._workers: set[_Worker] = set()
         self._is_closed = False
         self._output_lock = threading.Lock()  # of the two below
-        self._room, self._num_left_out = MOST_SHOWN, 0  # bytes of what functions print
+        self._room, self._num_omitted = MOST_SHOWN, 0  # bytes of what functions print
         self._has_warned = False
         self._threads = [threading.Thread(target=self._serve, name=f"reward worker {n}", daemon=True) for n in range(num_workers)]
         for thread in self._threads:
@@ -89,19 +86,19 @@ class RewardWorkers:
         self._units.put((self._batch, key, function, work))
 
     def collect(self, must_stop: Callable[[], bool] = lambda: False) -> Iterator[tuple[Hashable, Answer]]:
-        """All answers that are still out, as they come in. Every unit has one, in its time-out and the start of a worker.
+        """All pending answers, as they come in. Every unit gets one, within its time-out plus the start of a worker.
 
-        must_stop: asked every ASK_S seconds; if true the answers that are still out are given up, whatever the workers are at.
+        must_stop: called every POLL_STOP_S seconds; once it is true, pending answers are abandoned.
         """
-        ask_at = time.monotonic() + ASK_S
+        poll_at = time.monotonic() + POLL_STOP_S
         while self._num_pending:
-            if time.monotonic() >= ask_at:
+            if time.monotonic() >= poll_at:
                 if must_stop():
-                    self._give_up()
+                    self._abandon_pending()
                     break
-                ask_at = time.monotonic() + ASK_S
+                poll_at = time.monotonic() + POLL_STOP_S
             try:
-                answer = self._answers.get(timeout=max(ask_at - time.monotonic(), 0))
+                answer = self._answers.get(timeout=max(poll_at - time.monotonic(), 0))
             except queue.Empty:
                 continue
             if isinstance(answer, BaseException):
@@ -114,7 +111,7 @@ class RewardWorkers:
         self._count_output()
 
     def close(self) -> None:
-        """End all workers, whatever they are at. Can be called again."""
+        """End all workers, also busy ones. Can be called again."""
         with self._lock:
             self._is_closed = True
             for worker in self._workers:
@@ -132,26 +129,26 @@ class RewardWorkers:
         return min(self.timeout_s, adaptive_timeout(None if is_first else self._slowest.get(function)))
 
     def show(self, descriptor: int, text: bytes) -> None:
-        """What a worker has printed goes to this process's standard output (1) or error (2), up to a limit. It is never waited
-        for: what nobody reads there is left out too."""
+        """Copy what a worker has printed to this process's standard output (1) or error (2), up to a limit. Never blocks: text
+        that nobody reads there is omitted too."""
         with self._output_lock:
             shown, num_sent = text[: self._room], 0
             self._room -= len(shown)
             with contextlib.suppress(OSError):
                 while num_sent < len(shown) and select.select([], [descriptor], [], 0)[1]:
                     num_sent += os.write(descriptor, shown[num_sent : num_sent + select.PIPE_BUF])
-                if len(shown) < len(text) and not self._num_left_out:
+                if len(shown) < len(text) and not self._num_omitted:
                     os.write(descriptor, b"\n")
-            self._num_left_out += len(text) - num_sent
+            self._num_omitted += len(text) - num_sent
 
     def _count_output(self) -> None:
-        """Say at the end of a batch how much was not shown."""
+        """Report at the end of a batch how much was not shown."""
         with self._output_lock:
-            count, self._num_left_out, self._room = self._num_left_out, 0, MOST_SHOWN
+            count, self._num_omitted, self._room = self._num_omitted, 0, MOST_SHOWN
         if count:
             say(f"warning: {count} bytes that reward functions printed are left out; {MOST_SHOWN} of each batch are shown")
 
-    def _give_up(self) -> None:
+    def _abandon_pending(self) -> None:
         self._batch += 1
         self._num_pending = 0
         with contextlib.suppress(queue.Empty):
@@ -159,7 +156,7 @@ class RewardWorkers:
                 self._units.get_nowait()
 
     def _serve(self) -> None:
-        """Keep one worker at work until the end."""
+        """Feed one worker until the end, replacing it when needed. Runs in a thread."""
         worker = None
         try:
             while True:
@@ -175,7 +172,7 @@ class RewardWorkers:
                 worker.called.add(function)
                 if worker.is_spent:
                     self._stop(worker)
-                    if worker.has_left_processes and not self._has_warned:
+                    if worker.has_lingering and not self._has_warned:
                         self._has_warned = True
                         say(
                             f"warning: reward {self.paths[function]}: a call has left processes behind; they are ended with "
@@ -183,14 +180,14 @@ class RewardWorkers:
                         )
                     worker = None
                 self._answers.put((batch, key, answer))
-        except BaseException as error:  # it must not be waited for for ever
+        except BaseException as error:  # else `collect` would wait forever
             self._answers.put(error)
         finally:
             if worker is not None:
                 self._stop(worker)
 
     def _start(self) -> "_Worker | None":
-        """A worker that has imported the functions; None if there is to be none any more. Raises InputError."""
+        """A worker that has imported the functions; None once the pool is closed. Raises InputError."""
         for _ in range(START_ATTEMPTS):
             with self._lock:
                 if self._is_closed:
@@ -220,14 +217,15 @@ def adaptive_timeout(slowest_correct_s: float | None) -> float:
 
 
 class _Worker:
-    """A worker process, as seen from the trainer. Every wait has an end.
+    """A worker process, as seen from the trainer. Every wait has a time limit.
 
-    process: its keeper, which ends as the worker does; called: functions; is_spent: it is of no more use.
+    `process` is its keeper, which ends as the worker does.
     """
 
     def __init__(self, paths: list[str], show: Callable[[int, bytes], None]):
-        self.called: set[int] = set()
-        self.is_spent = self.has_left_processes = False
+        self.called: set[int] = set()  # functions, by their place in `paths`
+        self.is_spent = False  # must be replaced
+        self.has_lingering = False  # the last call has left processes behind
         self._show = show
         self._buffer = bytearray()
         self._num_asked = 0
@@ -254,7 +252,7 @@ class _Worker:
             self._poll.register(descriptor, select.POLLIN)
 
     def wait_until_ready(self) -> str | None:
-        """Waits for the imports. Returns what has gone wrong, if anything has."""
+        """Wait for the imports. Returns an error message, or None."""
         try:
             return self._receive(time.monotonic() + START_LIMIT_S).get("problem")
         except TimeoutError:
@@ -263,7 +261,7 @@ class _Worker:
             return self._how_it_ended()
 
     def ask(self, work: bytes, limit_s: float) -> Answer:
-        """Have one unit done, in at most limit_s seconds. After a time-out or crash the worker is of no more use."""
+        """Compute one unit in at most limit_s seconds. After a time-out or crash the worker must be replaced."""
         started = time.monotonic()
         self._num_asked += 1
         try:
@@ -272,7 +270,7 @@ class _Worker:
             reply = self._receive(started + limit_s)
             if reply["number"] != self._num_asked:
                 raise ValueError("an answer to something else")
-            self.is_spent = self.has_left_processes = bool(reply["has_left_processes"])
+            self.is_spent = self.has_lingering = bool(reply["has_lingering"])
             failure = RewardFailure(*reply["failure"]) if reply["failure"] else None
             return Answer(reply["value"], failure, reply["seconds"])
         except TimeoutError:
@@ -283,7 +281,7 @@ class _Worker:
         return Answer(None, failure, time.monotonic() - started)
 
     def kill(self) -> None:
-        """Have its keeper end it, with all that it has started."""
+        """Ask its keeper to kill it with all that it has started."""
         with contextlib.suppress(OSError, ValueError):  # it has ended, or has been waited for
             self.process.stdin.write(b"\n")
 
@@ -302,14 +300,14 @@ class _Worker:
     def _receive(self, deadline: float) -> dict:
         """The next answer. Raises TimeoutError, EOFError if the worker has ended, ValueError if it is no answer."""
         while b"\n" not in self._buffer:
-            left = deadline - time.monotonic()
-            if left <= 0:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
                 raise TimeoutError
-            ready = [descriptor for descriptor, _ in self._poll.poll(1000 * min(left, 1.0))]
+            ready = [descriptor for descriptor, _ in self._poll.poll(1000 * min(remaining_s, 1.0))]
             for descriptor in self._outputs.keys() & ready:  # what was printed before an answer is in the pipe when that comes
                 self._show_output(descriptor)
             if self._socket.fileno() not in ready:
-                if not ready and self._has_ended():  # and a process that it has left behind holds the socket open
+                if not ready and self._exit_status():  # a process that it has started keeps the socket open
                     raise EOFError
                 continue
             chunk = self._socket.recv(1 << 16)
@@ -322,114 +320,23 @@ class _Worker:
         return json.loads(line)
 
     def _show_output(self, descriptor: int) -> None:
-        """What is in the pipe by now, which holds no more than is read here at once."""
+        """Pass on what is in the pipe, which holds no more than is read here at once."""
         with contextlib.suppress(BlockingIOError, KeyError):
             text = os.read(descriptor, 1 << 16)
             self._show(self._outputs[descriptor], text)
             if not text:  # closed
                 self._poll.unregister(descriptor)
 
-    def _has_ended(self) -> bool:
-        """Without waiting for it in the system's sense, which `end` does."""
-        return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    def _exit_status(self) -> os.waitid_result | None:
+        """None while it runs. Does not reap it, which `end` does."""
+        return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
 
     def _how_it_ended(self) -> str:
         deadline = time.monotonic() + 5
-        while not self._has_ended() and time.monotonic() < deadline:
+        while not (status := self._exit_status()) and time.monotonic() < deadline:
             time.sleep(0.01)
-        if not self._has_ended():
+        if not status:
             return "closed its connection"
-        found = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if found.si_code == os.CLD_EXITED:
-            return f"ended with exit code {found.si_status}"
-        return f"was ended by {signal.Signals(found.si_status).name}"
-
-
-# In the worker process
-
-
-def main() -> None:
-    """Answer the trainer's questions until the connection closes."""
-    descriptor, paths = int(sys.argv[2]), sys.argv[4:]
-    sys.argv = sys.argv[:1]
-    _be_first_to_go()
-    for file in (sys.stdout, sys.stderr):
-        file.reconfigure(line_buffering=True)  # it may be killed
-    os.set_inheritable(descriptor, False)
-    connection = socket.socket(fileno=descriptor)
-    try:
-        functions = [load_reward(path) for path in paths]
-    except InputError as error:
-        _reply(connection, {"problem": str(error)})
-        return
-    _reply(connection, {})
-    stream, me, number, called, num_kept = connection.makefile("rb"), os.getpid(), 0, set(), 0
-    while header := stream.read(8):
-        work = stream.read(int.from_bytes(header, "little"))
-        number += 1
-        started = time.perf_counter()
-        function, value = _work(functions, work)
-        seconds = time.perf_counter() - started
-        if os.getpid() != me:
-            os._exit(0)  # a child that the function has forked and let return
-        with contextlib.suppress(Exception):  # whatever it has made of them
-            sys.stdout.flush()
-            sys.stderr.flush()
-        has_left = _has_left(num_kept)
-        if has_left and function not in called:
-            num_kept, has_left = len(_own_processes()[0]), False
-        called.add(function)
-        failure = None
-        if isinstance(value, RewardFailure):
-            value, failure = None, (value.kind, value.message[:2000], value.trace[-10_000:])
-        reply = {"number": number, "value": value, "failure": failure, "seconds": seconds}
-        _reply(connection, reply | {"has_left_processes": has_left})
-
-
-def _work(functions: list, work: bytes) -> tuple[int | None, float | RewardFailure | None]:
-    """Which function it was for, and its value."""
-    function = None
-    try:
-        function, sample = pickle.loads(work)
-        return function, call_one(functions[function], Sample(*sample))
-    except BaseException as error:  # from unpickling, or of a kind that is no Exception
-        return function, RewardFailure("exception", f"raised {type(error).__name__}: {' '.join(str(error).split())}")
-
-
-def _own_processes() -> tuple[list[int], int]:
-    """All that run under the keeper beside this process, and how many more have ended and were not waited for."""
-    if sys.platform != "linux":
-        return [], 0
-    keeper = os.getppid()
-    try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # no child of ours at all, and mostly no orphan either
-        if children_of(keeper) == [os.getpid()]:
-            return [], 0
-    running, num_ended = descendants_of(keeper)
-    return [pid for pid in running if pid != os.getpid()], num_ended
-
-
-def _has_left(num_kept: int) -> bool:
-    """Whether more processes are left than may be kept. Those that are about to end get a moment for it."""
-    deadline = time.monotonic() + LEFT_GRACE_S
-    while True:
-        running, num_ended = _own_processes()
-        if len(running) <= num_kept and num_ended <= MOST_ZOMBIES:
-            return False
-        if time.monotonic() > deadline:
-            return True
-        time.sleep(0.005)
-
-
-def _reply(connection: socket.socket, reply: dict) -> None:
-    connection.sendall(json.dumps(reply).encode() + b"\n")
-
-
-def _be_first_to_go() -> None:
-    """If memory runs out, Linux is to end a worker, which is replaced, and not the trainer."""
-    try:
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")
-    except OSError:  # another system
-        pass
+        if status.si_code == os.CLD_EXITED:
+            return f"ended with exit code {status.si_status}"
+        return f"was ended by {signal.Signals(status.si_status).name}"

@@ -1,20 +1,20 @@
-"""Draft tokens by suffix matching: where the end of a row's response occurred before, propose what followed there.
+"""Draft tokens by suffix matching: where the last tokens of a row's response occurred before, propose what followed there.
 
 After prompt lookup (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding) and SuffixDecoding (Oliaro et al. 2024, arXiv
-2411.04975), with the texts that a group of samples has. `benchmarks/suffix_vs_published.py` compares the three.
+2411.04975), over the texts of a group of samples. docs/LOG.md compares the three.
 
-Sources, in order of trust: the row's own draft (made with the same noise under older weights), the other samples of its group
+Sources, most trusted first: the row's own draft (made with the same noise under older weights), the other samples of its group
 (their drafts, and their tokens so far), its own earlier tokens, the prompt, and responses of earlier epochs. The longest match
-wins and trust breaks ties; the own draft near its expected place gets an advance, see `OWN_BONUS`.
+wins and trust breaks ties; a match in the own draft near its expected place counts for more, see `OWN_BONUS`.
 
 Texts are little-endian int32 tokens in `bytes`, because three operations at C speed then do all the work: a slice is an n-gram
-that can be a dict key, `find` is a search, and the XOR of two slices as integers shows how long their common suffix is.
-A length found in this way is exact; a hash never stands for a comparison.
+that can be a dict key, `find` is a search, and the XOR of two slices as integers gives the length of their common suffix.
+Such a length is exact; hashes are never compared in place of tokens.
 Every text begins with padding that stands for the prompt. All texts of a group follow the same prompt, so two responses that
 agree from their first token on match in full length, at position 0 as well.
 
-Cost: a proposal looks up a fixed number of n-grams, however long the texts are; where the last proposal came true and its match
-counts in full, it looks up nothing.
+Cost: a proposal looks up a fixed number of n-grams, however long the texts are, and none where the last proposal was accepted and
+its match has full length.
 
 All positions, lengths and distances are in tokens. An "end" is the position in a padded text where a match ends and its
 continuation begins.
@@ -36,25 +36,25 @@ PROMPT_OWNER = -1  # never a sample
 TOKEN_BYTES = 4
 END_BITS = 32  # an indexed place is text id << END_BITS | end
 END_MASK = (1 << END_BITS) - 1
-# A match near its expected place in the own draft has more than its tokens to speak for it: it counts this many longer, and
-# one less for every proposal from it in a row of which nothing was accepted, so that a draft that went another way loses its
-# advance. Measured on outdated drafts of two policies: tokens a pass stay within 4% of the best fixed advance, which is 6 on
-# running sums and 0 on free text, where the wrong one costs 4 to 21%.
+# A match near its expected place in the own draft is more likely right than its length says: it counts this many tokens longer,
+# and one less for every consecutive proposal of which nothing was accepted, so that a diverged draft loses its bonus. Measured on
+# outdated drafts of two policies: tokens per forward stay within 4% of the best fixed bonus, which is 6 on running sums and 0 on
+# free text, where the wrong one costs 4 to 21%.
 OWN_BONUS = 6
 # (n, distance): how far from its expected place the last n tokens are searched in the own draft, largest n first. One token is
-# enough to see that one was inserted or deleted. A wider search finds repetitions of the same words and measured worse; a
-# match further away is found like those in siblings, without the bonus.
+# enough to detect that one was inserted or deleted. A wider search finds repetitions of the same words and measured worse;
+# matches further away are found like those in siblings, without the bonus.
 OWN_RADIUS = ((2, 4), (1, 1))
-# Live tokens are indexed this far behind their end: the most recent place of an n-gram hides older ones, which is a loss while
-# there is next to nothing behind it to propose.
+# Live tokens are indexed this far behind their end: the most recent place of an n-gram hides older ones, which is a loss as long
+# as hardly any tokens follow it.
 LIVE_LAG = 8
 NOTHING = np.empty(0, np.int32)
 
 
-def find_nearest(text: bytes, ngram: bytes, centre: int, radius: int, lowest: int) -> int:
+def find_nearest(text: bytes, ngram: bytes, centre: int, *, radius: int, lowest: int) -> int:
     """End of the occurrence of `ngram` nearest to `centre`: at most `radius` away, from `lowest` up, and with a token after it.
 
-    Of two equally near ones the later. Returns -1 where there is none.
+    Of two equally near ones the later. Returns -1 if there is none.
     """
     size = len(ngram)
     last = len(text) // TOKEN_BYTES - 1
@@ -98,6 +98,7 @@ class GroupIndex:
     def __init__(
         self,
         history: Iterable[tuple[np.ndarray, float]] = (),
+        *,
         min_match: int = 2,
         max_match: int = 8,
         orders: tuple[int, ...] | None = None,
@@ -125,7 +126,7 @@ class GroupIndex:
         self.texts: list[bytes | bytearray] = []
         self.owners: list[int] = []
         self.kinds: list[int] = []
-        # The two most recent places of an n-gram in the group, of different samples: not both are the asking row's own.
+        # The two most recent places of an n-gram in the group, of different samples: at most one is in the asking row's own text.
         self.latest: dict[bytes, int] = {}
         self.second: dict[bytes, int] = {}
         # Best last, since what is indexed later replaces what was there. The index is made when it is first needed.
@@ -134,7 +135,7 @@ class GroupIndex:
         self.history_index: dict[bytes, int] | None = None
         if prompt:
             text = np.array((PROMPT_PAD,) * max_match + tuple(prompt), np.int32).tobytes()
-            self._index(text, 0, max_match, max_match + len(prompt), self._register(text, PROMPT_OWNER, SELF))
+            self._index(text, self._register(text, PROMPT_OWNER, SELF), max_match, max_match + len(prompt))
 
     def add_draft(self, sample: int, tokens: np.ndarray) -> None:
         """Give `sample` a draft, int [L], aligned with its response, in place of any it had. Its siblings match into it too."""
@@ -142,7 +143,7 @@ class GroupIndex:
         row.draft, row.shift = self._pad(tokens), 0
         row.cursor, row.at, row.source, row.bonus = row.draft, 0, OWN, OWN_BONUS
         text_id = self._register(row.draft, sample, OWN)
-        self._index(row.draft, 0, self.max_match, len(row.draft) // TOKEN_BYTES, text_id)
+        self._index(row.draft, text_id, self.max_match, len(row.draft) // TOKEN_BYTES)
 
     def extend(self, sample: int, tokens: np.ndarray) -> None:
         """Append newly accepted tokens, int [A], to a live row."""
@@ -152,7 +153,7 @@ class GroupIndex:
         recent = row.recent + data
         end = len(row.text) // TOKEN_BYTES
         stop = max(end - LIVE_LAG + 1, row.indexed)
-        self._index(recent, end - len(recent) // TOKEN_BYTES, row.indexed, stop, row.live_id)
+        self._index(recent, row.live_id, row.indexed, stop, offset=end - len(recent) // TOKEN_BYTES)
         row.indexed = stop
         row.recent = recent[-(self.window + TOKEN_BYTES * (end - stop)) :]
 
@@ -160,14 +161,14 @@ class GroupIndex:
         """Tokens that may follow a row, int32 [0..max_tokens], the match length behind them, and their source.
 
         The match length is the number of last tokens, up to max_match, in which row and source agree. It is below min_match
-        for OWN only; 0 means that the draft just goes on where it is expected to, which is right after one replaced token.
+        for OWN only; 0 means that the draft continues at its expected place, as it does after one replaced token.
         """
         row = self._row(sample)
         context = row.recent[-self.window :]
         wanted = int.from_bytes(context, "little")
         end = len(row.text) // TOKEN_BYTES
-        # The continued match is the first candidate and so keeps its place in ties. Where it counts in full, nothing can
-        # beat it and nothing is searched.
+        # The continued match is the first candidate and so wins ties. If it has full length, nothing can beat it and nothing is
+        # searched.
         best, score, text, at, source = -1, -1, row.cursor, row.at + end, row.source
         if TOKEN_BYTES * at < len(text):
             common = self._common(text, at, wanted)
@@ -202,7 +203,7 @@ class GroupIndex:
         row.cursor, row.at, row.source, row.end = text, at - end, source, end
         if source == OWN and text is row.draft:
             row.shift = at - end
-        # A copy: a view would keep a live text from growing.
+        # A copy: a view would prevent a live text from growing.
         data = bytes(text[TOKEN_BYTES * at : TOKEN_BYTES * (at + max_tokens)])
         return np.frombuffer(data, np.int32), best, source
 
@@ -212,7 +213,7 @@ class GroupIndex:
         nearby = draft[TOKEN_BYTES * max(expected - reach - 1, 0) : TOKEN_BYTES * (expected + reach)]
         if context[-TOKEN_BYTES:] in nearby:  # mostly not, and this is far cheaper than the search
             for n, radius in OWN_RADIUS:
-                at = find_nearest(draft, context[-TOKEN_BYTES * n :], expected, radius, self.max_match)
+                at = find_nearest(draft, context[-TOKEN_BYTES * n :], expected, radius=radius, lowest=self.max_match)
                 if at >= 0:
                     return at
         return expected if expected < len(draft) // TOKEN_BYTES else -1
@@ -241,12 +242,12 @@ class GroupIndex:
         return None
 
     def _common(self, text: bytes | bytearray, end: int, wanted: int) -> int:
-        """Length of the common suffix of text[:end] and the row's last max_match tokens, which `wanted` holds as an integer."""
-        found = int.from_bytes(text[TOKEN_BYTES * end - self.window : TOKEN_BYTES * end], "little")
-        return self.max_match - ((found ^ wanted).bit_length() + 31 >> 5)
+        """Length of the common suffix of text[:end] and the row's last max_match tokens, given as the integer `wanted`."""
+        there = int.from_bytes(text[TOKEN_BYTES * end - self.window : TOKEN_BYTES * end], "little")
+        return self.max_match - ((there ^ wanted).bit_length() + 31 >> 5)
 
-    def _index(self, text: bytes, offset: int, begin: int, stop: int, text_id: int) -> None:
-        """Index the n-grams that end at begin .. stop - 1. The first token of `text` is number `offset` of the whole text."""
+    def _index(self, text: bytes, text_id: int, begin: int, stop: int, *, offset: int = 0) -> None:
+        """Index the n-grams that end at begin .. stop - 1. offset: position of the first token of `text` in the whole text."""
         latest, second, owners = self.latest, self.second, self.owners
         owner = owners[text_id]
         for end in range(begin, stop):

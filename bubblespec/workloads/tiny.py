@@ -1,10 +1,9 @@
 """The tiny workload: a small policy, trained from scratch on worked solutions of one-digit sums.
 
-``python -m bubblespec.workloads.tiny --output DIR`` writes a Hugging Face folder. The policy is left half
-good on purpose: the solutions it imitates come from a teacher who works correctly but slips once in most of
-them, at places that do not depend on the length of the problem. The correct answer is therefore still the
-likeliest one, for short and long problems alike, yet samples at temperature 1 are often wrong, which is what
-group-relative RL needs.
+`python -m bubblespec.workloads.tiny --output DIR` writes a Hugging Face folder. The policy is deliberately imperfect: the
+solutions it imitates come from a teacher who works correctly but slips once in most of them, at places that do not depend on the
+length of the problem. The correct answer is therefore still the likeliest one, for short and long problems alike, yet samples at
+temperature 1 are often wrong, as group-relative RL needs.
 """
 
 import argparse
@@ -25,7 +24,7 @@ from bubblespec.data.prompts import reasoning_gym_rows
 
 
 def _sums(weight: float, min_terms: int, max_terms: int) -> dict:
-    """One entry of the mixture: sums of ``min_terms`` to ``max_terms`` one-digit numbers."""
+    """One entry of the mixture: sums of `min_terms` to `max_terms` one-digit numbers."""
     terms = {"min_terms": min_terms, "max_terms": max_terms, "min_digits": 1, "max_digits": 1}
     return {"name": "chain_sum", "weight": weight, "config": terms}
 
@@ -53,10 +52,10 @@ IGNORED = -100  # label of positions without a loss
 
 
 def worked_solution(entry: dict, slips: random.Random | None = None, slip_rate: float = SLIP_RATE) -> str:
-    """Solve a chain sum with running sums: ``4 - 1 = +03 - 7 = -04<answer>-4</answer>``.
+    """Solve a chain sum with running sums: `4 - 1 = +03 - 7 = -04<answer>-4</answer>`.
 
     Sums carry a sign and two digits, so that every term takes six tokens and copied terms stand at even
-    distances. With ``slips``, a share ``slip_rate`` of the solutions gets one wrong number: in the first sum,
+    distances. With `slips`, a share `slip_rate` of the solutions gets one wrong number: in the first sum,
     in the last sum or in the final answer, whatever the number of terms.
     """
     parts = entry["metadata"]["expression"].split(" ")
@@ -80,10 +79,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     pieces = Regex(r"</?answer>| ?[A-Za-z]+:?| ?[-+=] ?|\d|\s+|[^\sA-Za-z\d]")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(pieces, "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
+        [pre_tokenizers.Split(pieces, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -136,9 +132,9 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def supervised_batches(tokenizer: PreTrainedTokenizerFast, seed: int, pool: int = 0):
-    """Yield ``(input_ids, attention_mask, labels)``, each int64 [rows, tokens], without end.
+    """Yield `(input_ids, attention_mask, labels)`, each int64 [rows, tokens], without end.
 
-    ``pool`` numbers the first pool of problems: from RAMP_POOLS on, long problems have their final weight.
+    `pool` numbers the first pool of problems: from RAMP_POOLS on, long problems have their final weight.
 
     Rows of one batch have similar lengths. Padding is on the right; labels cover the solution and its EOS.
     """
@@ -173,8 +169,8 @@ def supervised_batches(tokenizer: PreTrainedTokenizerFast, seed: int, pool: int 
 
 
 @torch.no_grad()
-def sample_responses(model, tokenizer, prompts: list[str], greedy: bool = False, rows: int = 256) -> list:
-    """Sample a response to each prompt at temperature 1, or take the likeliest tokens, ``rows`` at a time.
+def sample_responses(model, tokenizer, prompts: list[str], *, greedy: bool = False, rows: int = 256) -> list:
+    """Sample a response to each prompt at temperature 1, or take the likeliest tokens, `rows` at a time.
 
     Returns one list of token ids a prompt, up to and including EOS, or without it where the limit came first.
     """
@@ -202,12 +198,12 @@ def is_correct(tokenizer: PreTrainedTokenizerFast, row: dict, response: list[int
 
 def accuracy(model, tokenizer, rows: list[dict], greedy: bool = False) -> float:
     """Share of rows with a correct response, one response a row."""
-    responses = sample_responses(model, tokenizer, [row["prompt"] for row in rows], greedy)
+    responses = sample_responses(model, tokenizer, [row["prompt"] for row in rows], greedy=greedy)
     return sum(is_correct(tokenizer, row, ids) for row, ids in zip(rows, responses, strict=True)) / len(rows)
 
 
 def is_good_enough(model, tokenizer, target: float, rows: int = 256) -> tuple[bool, float]:
-    """Whether accuracy at temperature 1 reaches ``target``, and half of it in every range of lengths."""
+    """Whether accuracy at temperature 1 reaches `target`, and half of it in every range of lengths."""
     overall = accuracy(model, tokenizer, reasoning_gym_rows(MIXTURE, rows, HELD_OUT_SEED))
     if overall < target:
         return False, overall
@@ -266,17 +262,13 @@ def measure_quality(model, tokenizer, rows: int, group: int = 8) -> dict:
         "mixed_groups": ((wins > 0) & (wins < group)).float().mean().item(),
         "group_size": group,
         "problems": rows,
-        "response_tokens": {
-            "median": lengths.median().item(),
-            "p99": lengths.quantile(0.99).item(),
-            "max": lengths.max().item(),
-        },
+        "response_tokens": {"median": lengths.median().item(), "p99": lengths.quantile(0.99).item(), "max": lengths.max().item()},
         "truncated": 1.0 - finished / len(responses),
     }
 
 
 def earlier_stages(folder: Path | None) -> list[dict]:
-    """What ``quality.json`` in ``folder`` says of the runs that led to its weights."""
+    """What `quality.json` in `folder` says of the runs that led to its weights."""
     return json.loads((folder / "quality.json").read_text())["stages"] if folder else []
 
 

@@ -29,6 +29,7 @@ from safetensors.torch import load_file
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 from bubblespec.checkpoint import load_speculation
+from tests.runs import same_weights
 from tests.system.disturbed_train import COUNTS, COUNTS_FILE
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -99,12 +100,7 @@ def run_until_killed(command: list[str], folder: str, step: int) -> None:
     """Start a run and kill all its processes as soon as it has logged `step`."""
     started = time.monotonic()
     process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
+        command, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
     try:
         while len(read_metrics(folder)) <= step:
@@ -131,10 +127,6 @@ def read_weights(folder: str, step: int) -> dict[str, torch.Tensor]:
     """What a checkpoint holds of the policy: all weights, or with LoRA the adapter."""
     paths = [os.path.join(folder, f"checkpoint-{step}", f"{name}.safetensors") for name in ("model", "adapter_model")]
     return load_file(next(path for path in paths if os.path.isfile(path)))
-
-
-def same_weights(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def largest_change(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:

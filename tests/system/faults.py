@@ -25,6 +25,8 @@ import time
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
+from bubblespec.ranks.processes import children_of
+from tests.conftest import is_alive
 from tests.system.exactness import (
     ROOT,
     RUN_TIMEOUT_S,
@@ -57,17 +59,17 @@ class Run:
 
     def ranks(self) -> dict[int, int]:
         """Process ids of the ranks that are alive."""
-        found = {}
-        for pid in _children(self.launcher.pid):
+        pids = {}
+        for pid in children_of(self.launcher.pid):
             try:
                 with open(f"/proc/{pid}/environ", "rb") as file:
                     values = dict(entry.split(b"=", 1) for entry in file.read().split(b"\0") if b"=" in entry)
             except OSError:  # it has just ended
                 continue
             if b"RANK" in values:
-                found[int(values[b"RANK"])] = pid
-        self.pids |= set(found.values())
-        return found
+                pids[int(values[b"RANK"])] = pid
+        self.pids |= set(pids.values())
+        return pids
 
     def wait_until(self, what: str, holds) -> None:
         """Raises RuntimeError if the run ends before."""
@@ -103,7 +105,7 @@ class Run:
         try:
             code = self.launcher.wait(RUN_TIMEOUT_S)
             deadline = time.monotonic() + 300
-            while any(_is_alive(pid) for pid in self.pids):  # they die with their launcher, or find it dead once imported
+            while any(is_alive(pid) for pid in self.pids):  # they die with their launcher, or find it dead once imported
                 if time.monotonic() > deadline:
                     raise RuntimeError("a rank has outlived its launcher")
                 time.sleep(0.01)
@@ -121,22 +123,6 @@ class Run:
         """A run that goes on writes the file anew."""
         path = os.path.join(self.folder, "metrics.jsonl")
         return os.stat(path).st_ino if os.path.exists(path) else None
-
-
-def _children(pid: int) -> list[int]:
-    try:
-        with open(f"/proc/{pid}/task/{pid}/children") as file:
-            return [int(child) for child in file.read().split()]
-    except OSError:
-        return []
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def live_and_die(command: list[str], folder: str, kind: str, steps: int, rng: random.Random) -> dict:
