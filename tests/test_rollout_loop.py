@@ -1,12 +1,11 @@
-"""The rollout with run-ahead: own rows against plain generation, drafts against what their own step would generate.
+"""The rollout loop with drafting ahead: own rows against plain generation, drafts against what their own step would generate.
 
 Plain generation (`Generator.run` in a fresh engine without a proposer) is the oracle throughout. The other rank is played by
 `BoardWithSlowRank`, so that a bubble is as long as a test wants it; at the end two ranks run against each other, in virtual time
 and as real processes. No test depends on how long anything takes.
 """
 
-import copy
-from collections import deque
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,16 +18,17 @@ from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
+from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.idle.draft_planning import Item, Outlook, plan_items
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.ranks.progress import ProgressBoard, RankState
-from bubblespec.records import Draft, Load, Prompt, Row
-from bubblespec.rollout.loop import RunAhead, rollout
+from bubblespec.records import Draft, Group, Load, Prompt, RolloutRecord, Row, SampleId
+from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.placement import make_rows
 from bubblespec.simulate.world import SimulatedBoard, SimulatedRanks
 from bubblespec.simulate.world import World as VirtualTime
-from bubblespec.speculate.proposer import RowSpeculator
-from bubblespec.speculate.store import DraftStore, exchange
+from bubblespec.speculate.proposer import make_proposer
+from bubblespec.speculate.store import DraftStore
 from bubblespec.speculate.suffix import History
 from bubblespec.speculate.windows import CostModel
 from tests.clocks import Clock, forward_seconds
@@ -38,9 +38,20 @@ SEED = 5
 PARAMS = SamplingParams(temperature=0.9, stop_token_ids=(5, 11, 20, 33))
 LIMIT = 40
 MAX_LENGTH = 100
-# The same prompts in every step: whatever is left in the engine of an earlier step is a temptation to share it.
+ALONE = Ranks(torch.device("cpu"))
+# The same prompts in every step, each time on a further visit: what an earlier step has left in the engine is a temptation to
+# share it.
 PROMPTS = [Prompt(900 + n, "", tuple(range(1 + n, 4 + 5 * n)), {}) for n in range(3)]
 FOUR_PROMPTS = [*PROMPTS, Prompt(7, "", (9, 8, 7), {})]
+
+
+def groups_of(step: int, prompts=PROMPTS) -> list[Group]:
+    """What a step starts: its visit of each prompt has its number."""
+    return [Group(prompt, step) for prompt in prompts]
+
+
+def rows_of(step: int, prompts=PROMPTS, num_generations: int = 2, limit: int = LIMIT) -> list[Row]:
+    return make_rows(groups_of(step, prompts), num_generations, limit)
 
 
 def new_model() -> transformers.PreTrainedModel:
@@ -67,18 +78,14 @@ def fixed_cost(a: float = 1.0, b: float = 1e-4, c: float = 1e-4) -> CostModel:
     return cost
 
 
-def key_of(row: Row) -> tuple:
-    return (row.id.visit, row.id.uid, row.id.sample)
-
-
 def as_dict(rows: list[Row]) -> dict:
-    return {key_of(row): (row.tokens.tolist(), row.finish) for row in rows}
+    return {row.id: (row.tokens.tolist(), row.finish) for row in rows}
 
 
 def plain(model, step: int, prompts=PROMPTS, num_generations: int = 2, limit: int = LIMIT) -> tuple[dict, int]:
     """What plain generation gives for a step under the weights as they are, and in how many forwards."""
     engine = Generator(ModelRunner(model, 64, MAX_LENGTH, SEED))
-    return as_dict(engine.run(make_rows(prompts, step, num_generations, limit), PARAMS)), engine.num_forwards
+    return as_dict(engine.run(rows_of(step, prompts, num_generations, limit), PARAMS)), engine.num_forwards
 
 
 def one_rank() -> ProgressBoard:
@@ -117,38 +124,34 @@ class World:
 
     def __init__(self, model, num_slots: int, board, method="bubble+suffix", cost=None, max_tokens=10**6, max_batch_tokens=256):
         self.model, self.board = model, board
-        self.speculator = RowSpeculator(method, cost or fixed_cost(), clock=board.ranks.clock)
+        self.proposer = make_proposer(method, History(10**6), cost or fixed_cost(), clock=board.ranks.clock)
         self.engine = Generator(ModelRunner(model, num_slots, MAX_LENGTH, SEED, max_batch_tokens=max_batch_tokens))
         self.store = DraftStore(max_tokens)
         self.forwards = []
 
-    def items(self, coming, prompts=PROMPTS, num_generations: int = 2) -> list[Item]:
-        """All that is left to draft for some steps, in order."""
+    def items(self, step: int, coming, prompts=PROMPTS, num_generations: int = 2) -> list[Item]:
+        """All that is left to draft during `step` for some coming steps, in order."""
         items = []
-        for step in coming:
-            for prompt in prompts:
-                for sample in range(num_generations):
-                    draft = self.store.get((step, prompt.uid, sample))
-                    if draft is None or not draft.is_finished:
-                        items.append(Item(step, prompt, sample, True, draft.holder if draft else -1))
+        for group in (group for visit in coming for group in groups_of(visit, prompts)):
+            for sample in map(group.sample, range(num_generations)):
+                draft = self.store.get(sample)
+                if draft is None or not draft.is_finished:
+                    holder = draft.holder if draft else -1
+                    items.append(Item(sample, group.prompt.token_ids, group.visit - step, True, holder))
         return items
 
-    def rollout(self, step, rows, items, drafts=None, limit=LIMIT, max_slowdown=1.0, idle_items=()):
-        self.speculator.begin(step)
+    def rollout(
+        self, step, rows, items, drafts=None, limit=LIMIT, max_slowdown=1.0
+    ) -> tuple[RolloutRecord, dict[SampleId, Draft]]:
+        """Nothing is drafted ahead where `items` is None. Returns also the drafts that were made."""
+        self.proposer.begin()
         for row in rows:
-            draft = drafts[key_of(row)] if drafts and key_of(row) in drafts else self.store.get(key_of(row))
-            self.speculator.track(row, draft, step)
-        ahead = None
+            draft = drafts[row.id] if drafts and row.id in drafts else self.store.get(row.id)
+            self.proposer.track(row, draft, step)
+        works = []
         if items is not None:
-            ahead = RunAhead(
-                deque(item for item in items if item.holder < 0),
-                deque(idle_items),
-                [item for item in items if item.holder == self.board.ranks.rank],
-                self.store,
-                step,
-                limit,
-                max_slowdown,
-            )
+            options = {"version": step, "max_new_tokens": limit, "max_slowdown": max_slowdown}
+            works = [DraftAhead(items, self.store, self.proposer, **options)]
         own, step_engine, self.forwards = {id(row) for row in rows}, self.engine.step, []
 
         def noted_step(*arguments) -> tuple[list[Row], Load]:
@@ -158,11 +161,14 @@ class World:
             return step_engine(*arguments)
 
         self.engine.step = noted_step
-        stats, made = rollout(self.engine, rows, PARAMS, self.board, self.speculator, ahead)
+        loop = RolloutLoop(self.engine, self.board.ranks, PARAMS, proposer=self.proposer, board=self.board, works=works)
+        record = loop.run(rows)
         del self.engine.step
-        exchange(self.store, made, Ranks(torch.device("cpu")))
-        self.store.drop_until(step)
-        return stats, made
+        assert [(forward.own_rows, forward.ahead_rows) for forward in record.forwards] == self.forwards
+        self.store.drop(row.id for row in rows)
+        for work in works:
+            work.merge(ALONE)
+        return record, works[0].drafts if works else {}
 
 
 def made_up(wanted: dict, seed: int) -> dict:
@@ -190,15 +196,15 @@ def test_own_rows_are_those_of_plain_generation(bubbles, num_slots):
         wanted, _ = plain(model, step)
         drafts = made_up(wanted, step)
         if step:  # every other row goes by what was drafted under the weights before
-            drafts = {key: draft for key, draft in drafts.items() if key[2]}
-        rows = make_rows(PROMPTS, step, 2, LIMIT)
-        items = None if bubbles == "none" else world.items((step + 1, step + 2))
-        stats, _ = world.rollout(step, rows, items, drafts, max_slowdown=0.0 if bubbles == "hard" else 1.0)
+            drafts = {key: draft for key, draft in drafts.items() if key.sample}
+        rows = rows_of(step)
+        items = None if bubbles == "none" else world.items(step, (step + 1, step + 2))
+        record, _ = world.rollout(step, rows, items, drafts, max_slowdown=0.0 if bubbles == "hard" else 1.0)
         assert as_dict(rows) == wanted
-        accepted += world.speculator.stats.num_accepted
-        drafted += stats.drafted_tokens
-        assert stats.own_forwards + stats.hard_forwards == len(world.forwards)
-        assert stats.own_forwards == sum(num_own > 0 for num_own, _ in world.forwards)
+        accepted += record.acceptance.accepted_tokens
+        drafted += record.drafted_tokens
+        assert record.own_forwards + record.hard_forwards == len(world.forwards)
+        assert record.own_forwards == sum(num_own > 0 for num_own, _ in world.forwards)
     assert accepted > 20
     assert (drafted > 20) == (bubbles != "none")
 
@@ -207,18 +213,18 @@ def test_drafts_are_what_their_step_generates():
     """Under the same weights: token for token, so all of them are accepted, in far fewer forwards."""
     model = new_model()
     world = World(model, 24, BoardWithSlowRank(90), method="bubble")
-    world.rollout(0, make_rows(PROMPTS, 0, 2, LIMIT), world.items((1,)))
+    world.rollout(0, rows_of(0), world.items(0, (1,)))
     wanted, num_forwards = plain(model, 1)
     assert len({len(tokens) for tokens, _ in wanted.values()}) > 2
     for key, (tokens, _) in wanted.items():
         assert world.store.get(key).tokens.tolist() == tokens and world.store.get(key).is_finished
-    rows = make_rows(PROMPTS, 1, 2, LIMIT)
-    stats, _ = world.rollout(1, rows, None)
+    rows = rows_of(1)
+    record, _ = world.rollout(1, rows, None)
     assert as_dict(rows) == wanted
-    counts = world.speculator.stats
-    assert counts.num_draft == counts.num_accepted > 0.8 * counts.num_gained
+    counts = record.acceptance
+    assert counts.draft_tokens == counts.accepted_tokens > 0.8 * counts.gained_tokens
     assert set(counts.by_source) == {"aligned"} and set(counts.by_age) == {1}
-    assert stats.own_forwards < 0.3 * num_forwards
+    assert record.own_forwards < 0.3 * num_forwards
 
 
 @pytest.mark.parametrize("between", ["nothing", "an evaluation", "a full store"])
@@ -229,11 +235,11 @@ def test_drafts_go_on_over_several_rollouts(between):
     wanted, _ = plain(model, 9, limit=60)
     total, stayed, finished_in = 0, 0, []
     for step in range(8):
-        rows, items = make_rows(PROMPTS[:1], step, 2, 12), world.items((9,))
-        before = {key_of(row): row for row in world.engine.rows}
-        stats, made = world.rollout(step, rows, items, limit=60, max_slowdown=100.0)
+        rows, items = rows_of(step, PROMPTS[:1], limit=12), world.items(step, (9,))
+        before = {row.id: row for row in world.engine.rows}
+        record, made = world.rollout(step, rows, items, limit=60, max_slowdown=100.0)
         assert as_dict(rows) == plain(model, step, PROMPTS[:1], limit=12)[0]
-        total += stats.drafted_tokens
+        total += record.drafted_tokens
         for key, draft in made.items():
             tokens, _ = wanted[key]
             assert draft.tokens.tolist() == tokens[: len(draft.tokens)] and draft.version == step
@@ -241,13 +247,13 @@ def test_drafts_go_on_over_several_rollouts(between):
             if draft.is_finished:
                 finished_in.append(step)
             if draft.holder == 0:
-                row = next(row for row in world.engine.rows if key_of(row) == key)
+                row = next(row for row in world.engine.rows if row.id == key)
                 assert row in world.engine.decoding() and row.tokens.tolist() == draft.tokens.tolist()
                 stayed += before.get(key) is row
         assert sum(draft.holder == 0 for draft in made.values()) <= 8 - len(rows)
         if between == "an evaluation":
             world.engine.reset()
-            world.engine.run(make_rows(PROMPTS, 99, 3, 7), PARAMS)
+            world.engine.run(rows_of(99, PROMPTS, 3, 7), PARAMS)
     assert world.store.num_tokens <= bound
     if between == "a full store":
         return
@@ -261,34 +267,34 @@ def test_own_rows_are_exact_beside_rows_over_old_keys_and_values():
     """A draft that stays in the engine while weights change has its prompt in common with own rows, but must not share it."""
     model = new_model()
     world = World(model, 10, one_rank())
-    held = 0
+    num_staying = 0
     for step in range(5):
         update(model, step)
         wanted, _ = plain(model, step, limit=8)
-        rows = make_rows(PROMPTS, step, 2, 8)
-        _, made = world.rollout(step, rows, world.items((7,)), limit=60, max_slowdown=100.0)
+        rows = rows_of(step, limit=8)
+        _, made = world.rollout(step, rows, world.items(step, (7,)), limit=60, max_slowdown=100.0)
         assert as_dict(rows) == wanted
-        held += sum(draft.holder == 0 for draft in made.values())
-    assert held > 3
+        num_staying += sum(draft.holder == 0 for draft in made.values())
+    assert num_staying > 3
 
 
 def test_rows_where_nothing_is_drafted_ahead():
-    """With `ahead` None the rank decodes its rows and leaves, without a tick."""
+    """Without uses of idle time the rank decodes its rows and leaves, without a tick."""
     model = new_model()
     world = World(model, 24, BoardWithSlowRank(60))
-    rows = make_rows(PROMPTS, 0, 2, LIMIT)
-    stats, made = world.rollout(0, rows, None)
+    rows = rows_of(0)
+    record, made = world.rollout(0, rows, None)
     assert as_dict(rows) == plain(model, 0)[0]
-    assert not made and stats.drafted_tokens == stats.hard_forwards == stats.num_ticks == 0 and stats.own_forwards > 10
+    assert not made and record.drafted_tokens == record.hard_forwards == record.num_ticks == 0 and record.own_forwards > 10
 
 
 def test_a_rank_without_rows_only_drafts():
     model = new_model()
     world = World(model, 4, BoardWithSlowRank(200))
-    stats, made = world.rollout(0, [], world.items((1,)))
+    record, made = world.rollout(0, [], world.items(0, (1,)))
     wanted, _ = plain(model, 1)
     assert {key: draft.tokens.tolist() for key, draft in made.items()} == {key: tokens for key, (tokens, _) in wanted.items()}
-    assert stats.own_forwards == 0 and stats.own_s == 0 and stats.drafted_tokens == sum(len(t) for t, _ in wanted.values())
+    assert record.own_forwards == 0 and record.own_s == 0 and record.drafted_tokens == sum(len(t) for t, _ in wanted.values())
 
 
 @pytest.mark.parametrize("max_slowdown", [0.0, 1.0])
@@ -297,40 +303,39 @@ def test_no_forward_begins_once_all_are_done(max_slowdown):
     model = new_model()
     for lag in range(5):
         world = World(model, 24, BoardWithSlowRank(1, lag))
-        stats, _ = world.rollout(0, make_rows(PROMPTS, 0, 2, 6), world.items((1, 2)), max_slowdown=max_slowdown)
-        assert stats.hard_forwards == 0 and (stats.drafted_tokens > 0) == (max_slowdown > 0)
+        record, _ = world.rollout(0, rows_of(0, limit=6), world.items(0, (1, 2)), max_slowdown=max_slowdown)
+        assert record.hard_forwards == 0 and (record.drafted_tokens > 0) == (max_slowdown > 0)
 
 
 def test_which_drafts_stay_in_the_engine():
     """The longest of those beyond the next step, whose own rows need the other slots; none that is still fed its prompt."""
     model = new_model()
     world = World(model, 8, BoardWithSlowRank(22))
-    _, made = world.rollout(0, make_rows(PROMPTS, 0, 2, 12), world.items((1,)) + world.items((4,)), limit=80)
+    _, made = world.rollout(0, rows_of(0, limit=12), world.items(0, (1,)) + world.items(0, (4,)), limit=80)
     unfinished = {key: draft for key, draft in made.items() if not draft.is_finished}
-    held = {key: draft for key, draft in unfinished.items() if draft.holder == 0}
-    assert len(held) == 8 - 6 and any(key[0] == 1 for key in unfinished)
-    shortest = min(len(draft.tokens) for draft in held.values())
-    assert all(key in held or len(draft.tokens) <= shortest for key, draft in unfinished.items() if key[0] == 4)
-    assert all(key[0] == 4 for key in held)
+    staying = {key: draft for key, draft in unfinished.items() if draft.holder == 0}
+    assert len(staying) == 8 - 6 and any(key.visit == 1 for key in unfinished)
+    shortest = min(len(draft.tokens) for draft in staying.values())
+    assert all(key in staying or len(draft.tokens) <= shortest for key, draft in unfinished.items() if key.visit == 4)
+    assert all(key.visit == 4 for key in staying)
     # 20 tokens of a prompt of 60 fit in a forward: the third draft begins last, and has no more than a part of its prompt.
     prompts = [Prompt(50 + n, "", tuple(range(1 + n, 61 + n)), {}) for n in range(3)]
     world = World(model, 8, one_rank(), max_batch_tokens=20)
-    rows = make_rows(PROMPTS[:1], 0, 1, 10)
-    world.rollout(0, rows, world.items((4,), prompts, 1), max_slowdown=100.0)
-    states = {key_of(row): row in world.engine.decoding() for row in world.engine.rows}
+    rows = rows_of(0, PROMPTS[:1], 1, 10)
+    world.rollout(0, rows, world.items(0, (4,), prompts, 1), max_slowdown=100.0)
+    states = {row.id: row in world.engine.decoding() for row in world.engine.rows}
     assert set(states.values()) == {True, False}
     for prompt in prompts:
-        draft = world.store.get((4, prompt.uid, 0))
-        assert (draft is not None and draft.holder == 0) == states[4, prompt.uid, 0]
+        draft = world.store.get(sample := SampleId(prompt.uid, 4, 0))
+        assert (draft is not None and draft.holder == 0) == states[sample]
 
 
 def test_items_that_do_not_pay_wait_for_the_end_of_own_rows():
     model = new_model()
     for idle_only in (True, False):
         world = World(model, 24, BoardWithSlowRank(60))
-        items = world.items((1,))
-        arguments = ([], items) if idle_only else (items, [])
-        world.rollout(0, make_rows(PROMPTS, 0, 2, LIMIT), arguments[0], idle_items=arguments[1], max_slowdown=100.0)
+        items = [replace(item, pays=not idle_only) for item in world.items(0, (1,))]
+        world.rollout(0, rows_of(0), items, max_slowdown=100.0)
         beside_own = sum(num_ahead for num_own, num_ahead in world.forwards if num_own)
         assert (beside_own == 0) == idle_only and world.store.num_tokens > 0
 
@@ -342,14 +347,14 @@ def test_drafts_slow_own_rows_within_bounds(max_slowdown):
     model = new_model()
     world = World(model, 24, BoardWithSlowRank(50), cost=fixed_cost(1e-3, 5e-4, 5e-4))
     bound = int(max_slowdown * 7)
-    most = held = 0
+    most = resumed = 0
     for step in range(3):
-        items = world.items((4, 5))
-        held += len(world.engine.rows)
-        world.rollout(step, make_rows(PROMPTS, step, 2, 12), items, limit=80, max_slowdown=max_slowdown)
+        items = world.items(step, (4, 5))
+        resumed += len(world.engine.rows)
+        world.rollout(step, rows_of(step, limit=12), items, limit=80, max_slowdown=max_slowdown)
         most = max(most, *(num_ahead for num_own, num_ahead in world.forwards if num_own))
         assert step or any(num_ahead > bound for num_own, num_ahead in world.forwards if not num_own)
-    assert most == bound and held > 0
+    assert most == bound and resumed > 0
 
 
 def test_own_prompts_are_not_slowed_by_drafts():
@@ -358,41 +363,11 @@ def test_own_prompts_are_not_slowed_by_drafts():
     prompts = [Prompt(50 + n, "", tuple(range(1 + n, 50 + n)), {}) for n in range(4)]
     _, num_forwards = plain(model, 0, prompts, 1, limit=10)
     engine = Generator(ModelRunner(model, 24, MAX_LENGTH, SEED, max_batch_tokens=30))
-    engine.run(make_rows(prompts, 0, 1, 10), PARAMS)
+    engine.run(rows_of(0, prompts, 1, 10), PARAMS)
     assert engine.num_forwards > num_forwards + 4
     world = World(model, 24, one_rank(), method="bubble", cost=fixed_cost(1e-3, 1e-5, 1e-3), max_batch_tokens=30)
-    stats, _ = world.rollout(0, make_rows(prompts, 0, 1, 10), world.items((1,)))
-    assert stats.own_forwards <= engine.num_forwards
-
-
-def random_items(rng, count: int) -> tuple[list[Item], list[Item]]:
-    items = [Item(n, PROMPTS[0], 0, bool(rng.integers(2))) for n in range(count)]
-    return [item for item in items if item.pays], [item for item in items if not item.pays]
-
-
-def test_grants_follow_from_the_ticks_alone():
-    """On every rank the same, each item once, in order, to ranks that still decode only what pays, and as many as wanted."""
-    rng = np.random.default_rng(0)
-    for _ in range(60):
-        world_size = int(rng.integers(1, 5))
-        items, idle = random_items(rng, int(rng.integers(0, 40)))
-        ahead = RunAhead(deque(items), deque(idle), [], DraftStore(10), 0, 10, 1.0)
-        elsewhere = copy.deepcopy(ahead)
-        left, idle_left, order, idle_order = list(items), list(idle), [], []
-        for _ in range(int(rng.integers(1, 12))):
-            states = [RankState(int(rng.integers(2)), int(rng.integers(0, 6)) * int(rng.integers(2))) for _ in range(world_size)]
-            granted = ahead.grant(states)
-            assert granted == elsewhere.grant(states) and len(granted) == world_size
-            for state, got in zip(states, granted, strict=True):
-                for item in got:
-                    pool = left if item.pays else idle_left
-                    assert item.pays or (state.is_done and not left)
-                    pool.remove(item)  # raises for what was granted before
-                    (order if item.pays else idle_order).append(item)
-                available = len(left) + (len(idle_left) if state.is_done else 0)
-                assert len(got) == state.wanted_items or (len(got) < state.wanted_items and not available)
-            assert ahead.has_items(False) == bool(left) and ahead.has_items(True) == bool(left or idle_left)
-        assert order == items[: len(order)] and idle_order == idle[: len(idle_order)]
+    record, _ = world.rollout(0, rows_of(0, prompts, 1, 10), world.items(0, (1,)))
+    assert record.own_forwards <= engine.num_forwards
 
 
 def play_two_ranks(ranks: Ranks, board: ProgressBoard, num_rollouts: int) -> list[dict]:
@@ -404,30 +379,30 @@ def play_two_ranks(ranks: Ranks, board: ProgressBoard, num_rollouts: int) -> lis
     outlook, history, results = Outlook(), History(1000), []
     for step in range(num_rollouts):
         outlook.learn(np.array([3, 7, 13, 20]), np.array([10, 14, 20, 35]) + step)
-        coming = [(s, prompts) for s in (step + 1, step + 2)]
+        coming = [groups_of(s, prompts) for s in (step + 1, step + 2)]
         planned = plan_items(coming, 2, world.store, history, outlook, 30.0, np.ones(50))
-        own = [prompt for prompt, owner in zip(prompts, owners, strict=True) if owner == ranks.rank]
-        rows = make_rows(own, step, 2, LIMIT)
-        world.speculator.begin(step)
+        rows = rows_of(step, [prompt for prompt, owner in zip(prompts, owners, strict=True) if owner == ranks.rank])
+        world.proposer.begin()
         for row in rows:
-            world.speculator.track(row, world.store.get(key_of(row)), step)
+            world.proposer.track(row, world.store.get(row.id), step)
+        # Of those that no rank goes on with, the less urgent half waits for the end of a rank's rows.
         free = [item for item in planned if item.holder < 0]
-        held = [item for item in planned if item.holder == ranks.rank]
-        halves = deque(free[: len(free) // 2]), deque(free[len(free) // 2 :])
-        ahead = RunAhead(*halves, held, world.store, step, LIMIT, 1.0)
-        stats, made = rollout(world.engine, rows, PARAMS, world.board, world.speculator, ahead)
-        exchange(world.store, made, ranks)
-        world.store.drop_until(step)
-        keys = [(s, prompt.uid, sample) for s in (step + 1, step + 2) for prompt in prompts for sample in range(2)]
+        begun = [replace(item, pays=True) for item in planned if item.holder >= 0]
+        items = [replace(item, pays=number < len(free) // 2) for number, item in enumerate(free)] + begun
+        ahead = DraftAhead(items, world.store, world.proposer, version=step, max_new_tokens=LIMIT, max_slowdown=1.0)
+        record = RolloutLoop(world.engine, ranks, PARAMS, proposer=world.proposer, board=world.board, works=[ahead]).run(rows)
+        world.store.drop(group.sample(number) for group in groups_of(step, prompts) for number in range(2))
+        ahead.merge(ranks)
+        keys = [group.sample(number) for groups in coming for group in groups for number in range(2)]
         drafts = {key: world.store.get(key) for key in keys}
         results.append(
             {
-                "rows": [[*key_of(row), row.tokens.tolist()] for row in rows],
-                "made": [[*key, draft.tokens.tolist()] for key, draft in made.items()],
+                "rows": [[*row.id, row.tokens.tolist()] for row in rows],
+                "made": [[*key, draft.tokens.tolist()] for key, draft in ahead.drafts.items()],
                 "store": [[*key, d.tokens.tolist(), d.is_finished, d.version, d.holder] for key, d in drafts.items() if d],
-                "in_engine": [list(key_of(row)) for row in world.engine.rows],
-                "planned": [[item.step, item.prompt.uid, item.sample] for item in planned],
-                "ticks": stats.num_ticks,
+                "in_engine": [list(row.id) for row in world.engine.rows],
+                "planned": [list(item.id) for item in planned],
+                "ticks": record.num_ticks,
             }
         )
     return results
@@ -467,7 +442,7 @@ def check_shared_work(everyone: list[list[dict]]) -> tuple[int, int]:
     wanted = {}
     for step in range(len(everyone[0]) + 2):
         wanted |= plain(model, step, FOUR_PROMPTS)[0]
-    made, held = 0, 0
+    made, staying = 0, 0
     for step, both in enumerate(zip(*everyone, strict=True)):
         assert both[0]["store"] == both[1]["store"] and both[0]["ticks"] == both[1]["ticks"]
         assert both[0]["planned"] == both[1]["planned"]
@@ -475,23 +450,23 @@ def check_shared_work(everyone: list[list[dict]]) -> tuple[int, int]:
         assert len(keys) == len(set(keys))
         for result in both:
             for *key, tokens in result["rows"]:
-                assert key[0] == step and tokens == wanted[tuple(key)][0]
+                assert key[1] == step and tokens == wanted[tuple(key)][0]
             for *key, tokens in result["made"]:
                 assert tokens == wanted[tuple(key)][0][: len(tokens)]
             made += len(result["made"])
         for *key, _, is_finished, _, holder in both[0]["store"]:
             if holder >= 0:
-                held += 1
+                staying += 1
                 assert key in both[holder]["in_engine"] and key not in both[1 - holder]["in_engine"] and not is_finished
-    return made, held
+    return made, staying
 
 
 def test_two_ranks_share_the_work():
     """No draft is made twice, stores and plans are the same, one rank alone holds what stays, and own rows are exact."""
     everyone = play_in_virtual_time(4)
-    made, held = check_shared_work(everyone)
+    made, staying = check_shared_work(everyone)
     by_rank = [sum(len(result["made"]) for result in results) for results in everyone]
-    assert min(by_rank) > 4 and sum(by_rank) == made > 20 and held > 3
+    assert min(by_rank) > 4 and sum(by_rank) == made > 20 and staying > 3
     assert play_in_virtual_time(4) == everyone, "a function of the inputs alone"
 
 

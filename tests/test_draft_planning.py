@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from bubblespec.idle.draft_planning import CAUTION, PATIENCE, PROBE_QUANTILE, TYPICAL_WINDOW, Item, Outlook, plan_items, undrafted
-from bubblespec.records import Draft, Prompt, Row, SampleId
+from bubblespec.records import Draft, Group, Prompt, Row, SampleId
 from bubblespec.speculate.store import DraftStore
 from bubblespec.speculate.suffix import History
 
@@ -30,27 +30,31 @@ def outlook(seed: int = 0, count: int = 50) -> Outlook:
     return outlook
 
 
-def keys(items: list[Item]) -> list[tuple]:
-    return [item.key for item in items]
+def groups(visit: int, prompts: list[Prompt]) -> list[Group]:
+    return [Group(p, visit) for p in prompts]
+
+
+def ids(items: list[Item]) -> list[SampleId]:
+    return [item.id for item in items]
 
 
 def random_case(seed: int):
-    """Batches of three steps, and drafts and histories of some of their prompts."""
+    """Batches of three steps, each of visits of its own, and drafts and histories of some of their prompts."""
     rng = np.random.default_rng(seed)
     store, history = DraftStore(10**6), History(10**6)
     batches = []
-    for step in (11, 12, 13):
+    for visit in (11, 12, 13):
         prompts = [prompt(int(uid), int(rng.integers(3, 40))) for uid in rng.choice(1000, 5, replace=False)]
-        batches.append((step, prompts))
+        batches.append(groups(visit, prompts))
         for p in prompts:
             for _ in range(int(rng.choice([0, 0, 2]))):
                 history.add(p.uid, np.arange(int(rng.integers(1, 200))), 0.0, 3)
             for sample in range(SAMPLES):
                 kind = rng.integers(6)
                 if kind == 0:
-                    store.put((step, p.uid, sample), draft(int(rng.integers(1, 150)), True))
+                    store.put(SampleId(p.uid, visit, sample), draft(int(rng.integers(1, 150)), True))
                 elif kind == 1:
-                    store.put((step, p.uid, sample), draft(int(rng.integers(0, 150)), False, int(rng.integers(-1, 4))))
+                    store.put(SampleId(p.uid, visit, sample), draft(int(rng.integers(0, 150)), False, int(rng.integers(-1, 4))))
     return batches, store, history
 
 
@@ -71,9 +75,9 @@ def brute_force(batches, store, history, outlook, forwards, worth) -> list[tuple
         return expected_total(len(d.tokens)) if len(d.tokens) >= guess else guess
 
     entries = []
-    for number, (step, prompts) in enumerate(batches):
-        for p in prompts:
-            siblings = [store.get((step, p.uid, sample)) for sample in range(SAMPLES)]
+    for number, of_step in enumerate(batches):
+        for p, visit in of_step:
+            siblings = [store.get(SampleId(p.uid, visit, sample)) for sample in range(SAMPLES)]
             guess = max(intercept + slope * len(p.token_ids), 1.0)
             known = [length_of(d, guess) for d in siblings if d is not None]
             if not known:
@@ -88,10 +92,12 @@ def brute_force(batches, store, history, outlook, forwards, worth) -> list[tuple
                 if d is not None and len(d.tokens):
                     total = max(total, length_of(d, expected))
                 slack = number * forwards - (total - (len(d.tokens) if d is not None else 0))
-                is_held = d is not None and d.holder >= 0
-                pays = worth is not None and worth[min(int(total), len(worth) - 1)] > 0
-                pays = pays and (is_held or slack < PATIENCE * forwards)
-                entries.append((slack, Item(step, p, sample, bool(pays), d.holder if d is not None else -1)))
+                is_begun = d is not None and d.holder >= 0
+                saves_s = 0.0 if worth is None else worth[min(int(total), len(worth) - 1)]
+                pays = saves_s > 0 and (is_begun or slack < PATIENCE * forwards)
+                holder = d.holder if d is not None else -1
+                item = Item(SampleId(p.uid, visit, sample), p.token_ids, number + 1, bool(pays), holder, saves_s)
+                entries.append((slack, item))
     return entries
 
 
@@ -102,26 +108,27 @@ def test_plan_is_least_slack_first(seed):
     known, worth = outlook(seed), np.random.default_rng(seed).uniform(-1, 1, 100)
     planned = plan_items(batches, SAMPLES, store, history, known, 70.0, worth)
     entries = brute_force(batches, store, history, known, 70.0, worth)
-    slack = {item.key: s for s, item in entries}
-    assert {item.key: item for item in planned} == {item.key: item for _, item in entries} and len(planned) == len(entries)
-    assert all(slack[a.key] <= slack[b.key] + 1e-6 for a, b in itertools.pairwise(planned))
-    place = {item.key: n for n, (_, item) in enumerate(entries)}
-    assert all(place[a.key] < place[b.key] for a, b in itertools.pairwise(planned) if slack[a.key] == slack[b.key])
+    slack = {item.id: s for s, item in entries}
+    assert {item.id: item for item in planned} == {item.id: item for _, item in entries} and len(planned) == len(entries)
+    assert all(slack[a.id] <= slack[b.id] + 1e-6 for a, b in itertools.pairwise(planned))
+    place = {item.id: n for n, (_, item) in enumerate(entries)}
+    assert all(place[a.id] < place[b.id] for a, b in itertools.pairwise(planned) if slack[a.id] == slack[b.id])
     assert {item.pays for item in planned} == {True, False} and {item.holder for item in planned} > {-1}
-    assert all(item.pays is False for item in plan_items(batches, SAMPLES, store, history, known, 70.0, None))
+    planned = plan_items(batches, SAMPLES, store, history, known, 70.0, None)
+    assert all(item.pays is False and item.saves_s == 0 for item in planned)
 
 
 def test_unknown_prompts_have_one_probe():
     """Of a prompt that nothing is known of, the first sample alone is taken to be long, and so comes before all others."""
     known = outlook()
     prompts = [prompt(n, 20) for n in range(4)]
-    planned = plan_items([(1, prompts)], SAMPLES, DraftStore(10), History(10), known, 50.0)
-    assert keys(planned)[:4] == [(1, n, 0) for n in range(4)]
-    assert keys(planned)[4:] == [(1, n, sample) for n in range(4) for sample in (1, 2)]
+    planned = plan_items([groups(1, prompts)], SAMPLES, DraftStore(10), History(10), known, 50.0)
+    assert ids(planned)[:4] == [(n, 1, 0) for n in range(4)]
+    assert ids(planned)[4:] == [(n, 1, sample) for n in range(4) for sample in (1, 2)]
     history = History(100)
     history.add(2, np.arange(5), 0.0, 0)
-    planned = plan_items([(1, prompts)], SAMPLES, DraftStore(10), history, known, 50.0)
-    assert keys(planned)[:3] == [(1, n, 0) for n in (0, 1, 3)] and keys(planned)[-3:] == [(1, 2, n) for n in range(3)]
+    planned = plan_items([groups(1, prompts)], SAMPLES, DraftStore(10), history, known, 50.0)
+    assert ids(planned)[:3] == [(n, 1, 0) for n in (0, 1, 3)] and ids(planned)[-3:] == [(2, 1, n) for n in range(3)]
 
 
 def test_long_responses_of_far_steps_come_before_short_ones_of_near_steps():
@@ -129,10 +136,10 @@ def test_long_responses_of_far_steps_come_before_short_ones_of_near_steps():
     history = History(10**4)
     history.add(1, np.arange(10), 0.0, 0)
     history.add(2, np.arange(200), 0.0, 0)
-    batches = [(1, [near]), (2, [far])]
+    batches = [groups(1, [near]), groups(2, [far])]
     arguments = (2, DraftStore(10), history, Outlook())
-    assert keys(plan_items(batches, *arguments, 100.0))[0] == (2, 2, 0)
-    assert keys(plan_items(batches, *arguments, 300.0))[0] == (1, 1, 0)
+    assert ids(plan_items(batches, *arguments, 100.0))[0] == (2, 2, 0)
+    assert ids(plan_items(batches, *arguments, 300.0))[0] == (1, 1, 0)
 
 
 def test_the_plan_does_not_depend_on_the_order_of_what_is_known():
@@ -141,11 +148,11 @@ def test_the_plan_does_not_depend_on_the_order_of_what_is_known():
     worth = np.linspace(-1, 1, 100)
     wanted = plan_items(batches, SAMPLES, store, history, outlook(), 70.0, worth)
     mixed_store, mixed_history = DraftStore(10**6), History(10**6)
-    all_keys = [(step, p.uid, s) for step, prompts in batches for p in prompts for s in range(SAMPLES)]
-    random.Random(1).shuffle(all_keys)
-    for key in all_keys:
-        if (found := store.get(key)) is not None:
-            mixed_store.put(key, found)
+    samples = [group.sample(number) for of_step in batches for group in of_step for number in range(SAMPLES)]
+    random.Random(1).shuffle(samples)
+    for sample in samples:
+        if (found := store.get(sample)) is not None:
+            mixed_store.put(sample, found)
     for uid in reversed(list(history.entries)):
         for tokens, reward, step in history.entries[uid]:
             mixed_history.add(uid, tokens, reward, step)
@@ -212,9 +219,9 @@ def test_the_outlook_keeps_the_latest():
 def test_nothing_seen_yet():
     """The first rollout plans too: all items, in the order of steps, and none of them pays."""
     known = Outlook()
-    batches = [(step, [prompt(1, 5), prompt(2, 9)]) for step in (1, 2)]
+    batches = [groups(visit, [prompt(1, 5), prompt(2, 9)]) for visit in (1, 2)]
     planned = plan_items(batches, 2, DraftStore(10), History(10), known, 0.0, known.worth(8, 4, np.array([1e-3, 0, 2e-3, 0, 0])))
-    assert keys(planned) == [(step, uid, sample) for step in (1, 2) for uid in (1, 2) for sample in (0, 1)]
+    assert ids(planned) == [(uid, visit, sample) for visit in (1, 2) for uid in (1, 2) for sample in (0, 1)]
     assert not any(item.pays for item in planned)
     line, margin = known.guess(np.array([3, 4]))
     assert line.tolist() == [1, 1] and margin == 0
@@ -239,13 +246,13 @@ def test_prompts_of_one_length_and_responses_of_one_length():
 
 
 def test_what_is_begun_goes_on_but_only_while_it_pays():
-    """Much slack keeps a draft from being begun beside own rows. One that a rank holds goes on, unless drafts do not hold."""
+    """Much slack keeps a draft from being begun beside own rows. One that a rank has begun goes on, unless drafts do not last."""
     known, store = outlook(), DraftStore(10**6)
-    batches = [(step, [prompt(step, 5)]) for step in (9, 10, 11, 12)]
-    store.put((12, 12, 0), Draft(np.ones(3, np.int32), False, 8, holder=1))
+    batches = [groups(visit, [prompt(visit, 5)]) for visit in (9, 10, 11, 12)]
+    store.put(SampleId(12, 12, 0), Draft(np.ones(3, np.int32), False, 8, holder=1))
     for kept, wanted in ((1.0, True), (0.1, False)):
         worth = known.worth(2, 64, COST * 1e-3, kept)
-        pays = {item.key: item.pays for item in plan_items(batches, 2, store, History(10), known, 1000.0, worth)}
+        pays = {item.id: item.pays for item in plan_items(batches, 2, store, History(10), known, 1000.0, worth)}
         assert pays[12, 12, 0] == wanted and not pays[12, 12, 1]
 
 

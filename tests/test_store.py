@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Draft
+from bubblespec.records import Draft, SampleId
 from bubblespec.speculate.store import DraftStore, exchange
 
 
@@ -22,20 +22,21 @@ BIG = (1 << 63) - 1
 
 def test_bound_counts_growth_only():
     store = DraftStore(max_tokens=6)
-    assert store.put((1, 5, 0), draft(1, 2, 3))
-    assert not store.put((1, 5, 1), draft(1, 2, 3, 4))
-    assert store.put((1, 5, 0), draft(1, 2, 3, 4, 5, 6)) and store.num_tokens == 6
-    assert store.get((1, 5, 1)) is None
-    store.drop_until(0)
-    assert len(store) == 1
-    store.drop_until(1)
+    first, second = SampleId(5, 1, 0), SampleId(5, 1, 1)
+    assert store.put(first, draft(1, 2, 3))
+    assert not store.put(second, draft(1, 2, 3, 4))
+    assert store.put(first, draft(1, 2, 3, 4, 5, 6)) and store.num_tokens == 6
+    assert store.get(second) is None
+    store.drop([second, SampleId(5, 0, 0), SampleId(1, 5, 0)])
+    assert len(store) == 1 and store.num_tokens == 6
+    store.drop([first, second])
     assert len(store) == 0 and store.num_tokens == 0
 
 
 def test_exchange_gives_all_ranks_the_same_store():
     """Two ranks, whose collectives are played by hand."""
-    first = {(2, BIG, 3): draft(7, 8, version=1), (2, 1, 0): draft(finished=True)}
-    own = [first, {(3, 4, 0): draft(9, finished=True, version=2)}]
+    first = {SampleId(BIG, 2, 3): draft(7, 8, version=1), SampleId(1, 2, 0): draft(finished=True)}
+    own = [first, {SampleId(4, 3, 0): draft(9, finished=True, version=2)}]
     sent = [[], []]
 
     class Recorder:
@@ -60,9 +61,9 @@ def test_exchange_gives_all_ranks_the_same_store():
     assert exchange(store, own[0], Both()) == 3
     keys = [*own[0], *own[1]]
     assert contents(store, keys) == {
-        (2, BIG, 3): ([7, 8], False, 1),
-        (2, 1, 0): ([], True, 0),
-        (3, 4, 0): ([9], True, 2),
+        SampleId(BIG, 2, 3): ([7, 8], False, 1),
+        SampleId(1, 2, 0): ([], True, 0),
+        SampleId(4, 3, 0): ([9], True, 2),
     }
 
 
@@ -72,7 +73,7 @@ def test_nothing_to_exchange():
 
 
 def test_state_round_trip():
-    store, keys = DraftStore(100), [(1, BIG, 0), (1, 2, 7), (4, 2, 7)]
+    store, keys = DraftStore(100), [SampleId(BIG, 1, 0), SampleId(2, 1, 7), SampleId(2, 4, 7)]
     for number, key in enumerate(keys):
         store.put(key, draft(*range(number), finished=number == 1, version=number))
     again = DraftStore(100)

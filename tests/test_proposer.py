@@ -1,0 +1,271 @@
+"""What rows propose, forward by forward: where proposals come from, how they are counted, and when none are looked for.
+
+The engine is played by `forward`, which accepts what agrees with a given truth. All counts are counted by hand.
+"""
+
+import numpy as np
+import pytest
+
+from bubblespec.records import Draft, Row, SampleId
+from bubblespec.speculate import sources
+from bubblespec.speculate.proposer import Proposer, make_proposer
+from bubblespec.speculate.suffix import GroupIndex, History
+from bubblespec.speculate.windows import WINDOWS, CostModel
+from tests.clocks import Clock
+
+STEP = 5
+
+
+def cost(a: float = 1.0, b: float = 1e-6, c: float = 1e-6) -> CostModel:
+    model = CostModel()
+    model.coefficients = np.array([a, b, c, 0.0, 0.0])
+    return model
+
+
+def make(
+    method: str = "bubble+suffix", fixed_window: int | None = 3, costs: CostModel | None = None, history: History | None = None
+) -> Proposer:
+    proposer = make_proposer(method, history or History(1000), costs or cost(), fixed_window, Clock())
+    proposer.begin()
+    return proposer
+
+
+def row(sample: int = 0, visit: int = STEP, uid: int = 70, tokens=()) -> Row:
+    return Row(SampleId(uid, visit, sample), (1, 2, 3), 500, np.array(tokens, np.int64))
+
+
+def draft(tokens, version: int = 4) -> Draft:
+    return Draft(np.array(tokens, np.int32), True, version)
+
+
+def forward(proposer: Proposer, rows: list[Row], truths: list, room: int = 400, budget: int = 4000) -> list[list[int]]:
+    """One forward of rows that have followed their truths so far; returns what each proposed. Rows gain what they accept and
+    one token more."""
+    lengths = np.array([len(r.tokens) for r in rows])
+    proposed = proposer.propose(rows, lengths, np.full(len(rows), room), budget)
+    proposed = [[] if p is None else p.tolist() for p in proposed]
+    gained, accepted = [], []
+    for r, truth, tokens in zip(rows, truths, proposed, strict=True):
+        rest = list(truth)[len(r.tokens) :]
+        right = 0
+        while right < min(len(tokens), len(rest) - 1) and tokens[right] == rest[right]:
+            right += 1
+        accepted.append(right)
+        gained.append(np.array(rest[: right + 1], np.int64))
+        r.tokens = np.concatenate((r.tokens, gained[-1]))
+    proposer.observe(rows, gained, np.array([len(p) for p in proposed]), np.array(accepted))
+    return proposed
+
+
+def test_the_draft_first_and_matches_after_its_first_mismatch():
+    """The second of four forwards meets a replaced token; what then comes is found around it in the same draft."""
+    proposer = make()
+    own = row()
+    proposer.track(own, draft(range(10, 40)), STEP)
+    truth = [*range(10, 15), 99, *range(16, 40)]
+    proposed = [forward(proposer, [own], [truth])[0] for _ in range(4)]
+    assert proposed == [[10, 11, 12], [14, 15, 16], [16, 17, 18], [20, 21, 22]]
+    assert proposer.acceptance.by_source == {"aligned": [6, 4], "own": [6, 6]}
+
+
+def test_bubble_alone_proposes_nothing_after_a_mismatch():
+    proposer = make("bubble")
+    own = row()
+    proposer.track(own, draft(range(10, 40)), STEP)
+    truth = [*range(10, 15), 99, *range(16, 40)]
+    proposed = [forward(proposer, [own], [truth])[0] for _ in range(8)]
+    assert proposed == [[10, 11, 12], [14, 15, 16]] + [[]] * 6
+    assert proposer.acceptance.by_source == {"aligned": [6, 4]}
+
+
+def test_the_sampled_token_after_a_window_decides_too():
+    """All of the window is right, but the token after it is not the draft's: the row has left its draft."""
+    proposer = make("bubble")
+    own = row()
+    proposer.track(own, draft(range(10, 40)), STEP)
+    truth = [10, 11, 12, 99, *range(14, 40)]
+    assert [forward(proposer, [own], [truth])[0] for _ in range(3)] == [[10, 11, 12], [], []]
+
+
+def test_a_draft_ends_where_it_ends():
+    """Also one that is right: the last window is what is left of it, and then there is nothing, or what matches elsewhere."""
+    for method, wanted in (("bubble", []), ("bubble+suffix", [21, 22, 23])):
+        proposer = make(method)
+        own, sibling = row(0), row(1)
+        proposer.track(own, draft(range(10, 16)), STEP)
+        proposer.track(sibling, draft(range(10, 40)), STEP)
+        proposed = [forward(proposer, [own, sibling], [range(10, 40)] * 2)[0] for _ in range(4)]
+        assert proposed[:2] == [[10, 11, 12], [14, 15]]
+        assert proposed[3] == (wanted and proposed[3]) and bool(proposed[2]) == bool(wanted)
+    assert proposer.acceptance.by_source["sibling"][1] > 0
+
+
+def test_suffix_alone_uses_no_draft_but_other_samples_and_epochs():
+    history = History(1000)
+    history.add(70, np.arange(50, 70), 1.0, 0)
+    proposer = make("suffix", history=history)
+    own, other = row(0), row(1, uid=71)
+    for r in (own, other):
+        proposer.track(r, draft(range(10, 40)), STEP)
+    assert forward(proposer, [own, other], [range(50, 70)] * 2) == [[50, 51, 52], []]
+    late = row(2)
+    proposer.track(late, None, STEP)
+    assert forward(proposer, [own, late], [range(50, 70), range(50, 70)])[0] == [54, 55, 56]
+    assert set(proposer.acceptance.by_source) == {"history", "sibling"} or set(proposer.acceptance.by_source) == {"history"}
+    assert not proposer.acceptance.by_age
+
+
+def test_a_row_with_tokens_does_not_follow_a_draft_from_the_start():
+    proposer = make("bubble")
+    own = row(tokens=[10, 11])
+    proposer.track(own, draft(range(10, 40)), STEP)
+    assert forward(proposer, [own], [range(10, 40)]) == [[]]
+
+
+def test_unknown_rows_and_rows_without_room_get_nothing():
+    proposer = make()
+    known, unknown = row(0), row(1)
+    proposer.track(known, draft(range(10, 40)), STEP)
+    assert forward(proposer, [known, unknown], [range(10, 40)] * 2, room=0) == [[], []]
+    assert proposer.acceptance.row_forwards == 1 and proposer.acceptance.gained_tokens == 1
+    assert forward(proposer, [known, unknown], [range(10, 40)] * 2, room=2) == [[11, 12], []]
+
+
+@pytest.mark.parametrize("window", [0, 1, 7, 200])
+def test_a_fixed_window_is_always_full(window):
+    """Whatever it costs, as long as draft and room go so far."""
+    proposer = make(fixed_window=window, costs=cost(1e-6, 1.0, 1.0))
+    own = row()
+    proposer.track(own, draft(range(1000)), STEP)
+    for _ in range(3):
+        done = len(own.tokens)
+        assert forward(proposer, [own], [range(1000)], budget=5) == [list(range(done, done + window))]
+        assert len(own.tokens) == done + window + 1
+
+
+def test_planned_windows_grow_with_what_a_forward_costs_and_keep_to_the_budget():
+    lengths = []
+    for costs, budget in ((cost(), 4000), (cost(), 9), (cost(1e-6, 0.0, 1.0), 4000)):
+        proposer = make(fixed_window=None, costs=costs)
+        own = row()
+        proposer.track(own, draft(range(1000)), STEP)
+        lengths.append(len(forward(proposer, [own], [range(1000)], budget=budget)[0]))
+    assert lengths == [128, 9, 0]
+
+
+def test_counts_of_a_rollout():
+    """One row with an old draft that goes wrong, one without a draft, and a row drafted ahead, which is not counted."""
+    proposer = make("bubble")
+    old, bare, ahead = row(0), row(1), row(0, visit=STEP + 1)
+    proposer.track(old, draft(range(10, 18), version=2), STEP)
+    proposer.track(bare, None, STEP)
+    proposer.track(ahead, draft(range(10, 40), version=1), STEP, is_counted=False)
+    truths = [[10, 11, 12, 13, 50, 51, 52], range(80, 90), range(10, 40)]
+    proposed = [forward(proposer, [old, bare, ahead], truths) for _ in range(3)]
+    assert [p[0] for p in proposed] == [[10, 11, 12], [14, 15, 16], []]
+    assert [p[2] for p in proposed] == [[10, 11, 12], [14, 15, 16], [18, 19, 20]]
+    counts = proposer.acceptance
+    assert (counts.row_forwards, counts.gained_tokens) == (6, (4 + 1 + 1) + 3)
+    assert (counts.draft_tokens, counts.accepted_tokens, counts.covered_tokens) == (6, 3, 3 + 1)
+    assert counts.by_source == {"aligned": [6, 3]} and counts.by_age == {3: [6, 3]}
+    assert counts.before_divergence == [4, 3] and counts.after_divergence == [1, 0]
+    assert {int(WINDOWS[i]): int(n) for i, n in enumerate(counts.accepted_lengths) if n} == {0: 1, 3: 1}
+    spent_s, looked_up = proposer.take_spent()
+    assert spent_s > 0 and looked_up == 9 and proposer.take_spent() == (0.0, 0)
+    # The chances of drafts are learnt from rows drafted ahead too: 9 of 9 tokens right at age 4, 3 of 4 trials at age 3.
+    estimate = proposer.survival.estimate
+    assert estimate(("aligned", 4), 0.5) == pytest.approx((9 + 4) / (9 + 8), abs=0.02)
+    assert estimate(("aligned", 3), 0.5) == pytest.approx((3 + 4) / (4 + 8), abs=0.02)
+    proposer.begin()
+    assert proposer.acceptance.row_forwards == 0 and not proposer.acceptance.by_age
+    assert forward(proposer, [ahead], [range(10, 40)]) == [[]], "a new rollout has forgotten the rows"
+
+
+@pytest.mark.parametrize("accepted, lowest", [(0, 0), (1, 1), (5, 4), (6, 6), (7, 6), (127, 96), (128, 128), (150, 128)])
+def test_accepted_lengths_are_binned_by_windows(accepted, lowest):
+    """A verification with 5 accepted tokens belongs to the bin of 4 and up."""
+    proposer = make(fixed_window=150)
+    own = row()
+    proposer.track(own, draft(range(1000)), STEP)
+    forward(proposer, [own], [[*range(accepted), -5, -6]])
+    assert proposer.acceptance.accepted_tokens == accepted
+    assert proposer.acceptance.accepted_lengths.tolist() == [int(w == lowest) for w in WINDOWS]
+    assert proposer.acceptance.covered_tokens == min(accepted + 1, 150)
+
+
+def count_looks(proposer: Proposer) -> list:
+    """A list that grows by one entry for each row that its first source is asked for."""
+    looks, source = [], proposer.sources[0]
+    propose = source.propose
+    source.propose = lambda rows, *arguments: looks.extend(rows) or propose(rows, *arguments)
+    return looks
+
+
+def test_a_pause_follows_proposals_that_do_not_pay_and_ends():
+    """Looked for in the first forward, then after 1, 3, 7, 15 and at most 16 without; at once again as soon as they pay."""
+    dear, cheap = cost(1e-9, 0.0, 1.0), cost()  # a token costs what it brings at best
+    proposer = make("bubble", fixed_window=None, costs=dear)
+    own = row()
+    proposer.track(own, draft(range(1000)), STEP)
+    looks, looked = count_looks(proposer), []
+    for number in range(70):
+        before = len(looks)
+        assert forward(proposer, [own], [range(1000)]) == [[]]
+        if len(looks) > before:
+            looked.append(number)
+    assert looked == [0, 2, 6, 14, 30, 47, 64]
+    proposer.cost = cheap
+    silent = 0
+    while not forward(proposer, [own], [range(1000)])[0]:
+        silent += 1
+    assert silent == 11, "what is left of 16 forwards"
+    assert all(forward(proposer, [own], [range(1000)])[0] for _ in range(3))
+    proposer.cost = dear
+    before = len(looks)
+    assert [len(forward(proposer, [own], [range(1000)])[0]) for _ in range(3)] == [0, 0, 0]
+    assert len(looks) == before + 2, "the pauses begin anew with the shortest"
+
+
+def test_a_new_rollout_begins_without_a_pause():
+    """The last rows of a rollout have left their drafts behind; the next one's rows have new ones, from their first token on."""
+    proposer = make("bubble", fixed_window=None)
+    own = row()
+    proposer.track(own, None, STEP)
+    for _ in range(40):
+        forward(proposer, [own], [range(1000)])
+    proposer.begin()
+    own = row(visit=STEP + 1)
+    proposer.track(own, draft(range(1000)), STEP + 1)
+    assert len(forward(proposer, [own], [range(1000)])[0]) > 3
+
+
+def test_tokens_of_a_continued_row_are_indexed_once_and_in_order(monkeypatch):
+    """Those it came with, and those it has gained before anybody asked and since; a draft of a late sibling comes in too."""
+    texts, drafts = {}, []
+
+    class Recorder(GroupIndex):
+        def extend(self, sample, tokens):
+            texts.setdefault(sample, []).extend(tokens.tolist())
+            super().extend(sample, tokens)
+
+        def add_draft(self, sample, tokens):
+            drafts.append(sample)
+            super().add_draft(sample, tokens)
+
+    monkeypatch.setattr(sources, "GroupIndex", Recorder)
+    proposer = make("bubble+suffix", fixed_window=2)
+    own, continued = row(0), row(1, tokens=[8, 9, 10])
+    proposer.track(own, draft(range(10, 14)), STEP)
+    proposer.track(continued, None, STEP)
+    proposer.observe([continued], [np.array([11])], np.array([0]), np.array([0]))
+    continued.tokens = np.array([8, 9, 10, 11])
+    assert not texts, "a group is made when it is first needed"
+    truths = [range(10, 30), range(8, 30)]
+    assert forward(proposer, [own, continued], truths) == [[10, 11], [12, 13]]
+    late = row(2)
+    proposer.track(late, draft(range(60, 64)), STEP)
+    for _ in range(2):
+        forward(proposer, [own, continued, late], [*truths, range(60, 90)])
+    proposer.sources[1]._group(own)
+    assert texts == {r.id.sample: r.tokens.tolist() for r in (own, continued, late)} and len(texts[1]) > 5
+    assert drafts == [0, 2]
