@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from test_run_ahead import (
+from test_rollout_loop import (
     LIMIT,
     MAX_LENGTH,
     PARAMS,
@@ -16,27 +16,36 @@ from test_run_ahead import (
     BoardWithSlowRank,
     as_dict,
     fixed_cost,
+    groups_of,
     new_model,
     plain,
+    rows_of,
     update,
 )
 
 from bubblespec.config import Config
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.idle.speculation import FOLLOWED, MAX_AUTO_LOOKAHEAD, Speculation, make_speculation, profile, speculation_metrics
-from bubblespec.ranks.collectives import Ranks
+from bubblespec.idle.draft_ahead import DraftAhead
+from bubblespec.idle.draft_planning import Item
+from bubblespec.idle.speculation import (
+    MAX_AUTO_LOOKAHEAD,
+    PRIOR_ACCEPTANCE,
+    Speculation,
+    assemble,
+    make_speculation,
+    profile,
+)
+from bubblespec.ranks.collectives import Ranks, StopRequested
 from bubblespec.ranks.progress import ProgressBoard
-from bubblespec.records import Draft, Load, Prompt
-from bubblespec.rollout.loop import RolloutStats
-from bubblespec.rollout.placement import make_rows
-from bubblespec.speculate.proposer import RowSpeculator
-from bubblespec.speculate.store import DraftStore
-from bubblespec.speculate.suffix import History
+from bubblespec.records import Acceptance, Draft, ForwardRecord, Group, Load, Prompt, RolloutRecord, SampleId, Samples, Span
+from bubblespec.rollout.sampler import Sampler
 from bubblespec.speculate.windows import CostModel
+from bubblespec.telemetry.report import speculation_metrics
 from tests.clocks import Clock, forward_seconds
 
 RANKS = Ranks(torch.device("cpu"))
+RANKS.clock = Clock()
 
 
 def make_config(method: str = "bubble+suffix", lookahead: int | str = "auto", max_draft_tokens: int = 10**6) -> Config:
@@ -48,11 +57,72 @@ def make_config(method: str = "bubble+suffix", lookahead: int | str = "auto", ma
     return config
 
 
-def make(config: Config, board=None) -> Speculation:
-    history = History(config.speculative.max_history_tokens)
-    speculator = RowSpeculator(config.speculative.method, fixed_cost(), clock=Clock())
-    speculator.history = history
-    return Speculation(config, RANKS, board, speculator, DraftStore(config.bubble.max_draft_tokens), history)
+def make(config: Config, board=None, ranks: Ranks = RANKS) -> Speculation:
+    return assemble(config, ranks, board, fixed_cost())
+
+
+class SamePrompts:
+    """A `StepPlanner` by which every step starts the same prompts, each time on a further visit."""
+
+    def launch(self, step: int) -> list[Group]:
+        return groups_of(step)
+
+    def upcoming(self, step: int, depth: int) -> list[list[Group]]:
+        return [groups_of(coming) for coming in range(step + 1, step + 1 + depth)]
+
+    def replacements(self, step: int, count: int, used: list[Group]) -> list[Group]:
+        return []
+
+    def finish(self, groups: list[Group]) -> None:
+        pass
+
+
+class Unscored:
+    """In place of the scorer, and of its scoring of the latest rollout, whose rows it remembers: all rewards are 0."""
+
+    def begin(self, prompts: list[Prompt], rows: list, step: int) -> "Unscored":
+        self.rows = rows
+        return self
+
+    def on_finished(self, row) -> None:
+        pass
+
+    def collect(self) -> np.ndarray:
+        return np.zeros((len(self.rows), 1))
+
+
+def make_sampler(speculation: Speculation, engine: Generator, planner=None) -> Sampler:
+    """The rollouts of a run with a speculation of its own."""
+    parts = (speculation.config, speculation.ranks, engine, PARAMS, planner or SamePrompts(), Unscored(), [1.0])
+    return Sampler(*parts, speculation)
+
+
+def recorded(
+    own_forwards: int = 0,
+    hard_forwards: int = 0,
+    *,
+    own_s: float = 0.0,
+    wait_s: float = 0.0,
+    total_s: float = 0.0,
+    propose_s: float = 0.0,
+    **fields,
+) -> RolloutRecord:
+    """A rollout of so many forwards, the first of which has all `propose_s`. fields: others of `RolloutRecord`."""
+    began_s, forwards = 100.0, []
+    for number in range(own_forwards + hard_forwards):
+        is_own = number < own_forwards
+        end_s = began_s + (own_s * (number + 1) / own_forwards if is_own else total_s)
+        load = Load(1, 1, 0, 9, 0, 0)
+        times = (end_s, end_s, 0.0, 0.0 if number else propose_s)
+        forwards.append(ForwardRecord(*times, *load, int(is_own), int(not is_own), 1))
+    waits = [Span("wait", began_s, began_s + wait_s / 2)] * 2
+    return RolloutRecord(began_s, began_s + total_s, forwards, waits, **fields)
+
+
+def samples_of(groups: list[Group], tokens: list[np.ndarray]) -> Samples:
+    nothing = [np.zeros(len(of_sample), np.float32) for of_sample in tokens]
+    count = len(tokens)
+    return Samples(groups, count // len(groups), tokens, nothing, nothing, np.zeros(count, bool), np.zeros((count, 1)))
 
 
 @pytest.mark.parametrize(
@@ -88,121 +158,127 @@ def test_lookahead(method, lookahead, step, tokens_per_step, ages, wanted):
 def test_learning_from_several_prompts():
     """Samples are in canonical order, prompt after prompt: lengths and histories must go to the prompt they belong to."""
     speculation = make(make_config())
-    prompts = [Prompt(n, "", (1,) * (n + 2), {}) for n in (5, 3, 8)]
+    groups = [Group(Prompt(n, "", (1,) * (n + 2), {}), 4) for n in (5, 3, 8)]
     lengths = [4, 6, 1, 2, 30, 20]
     tokens = [np.full(length, number, np.int32) for number, length in enumerate(lengths)]
-    speculation.learn(7, prompts, tokens, np.arange(6) / 4)
+    speculation.learn_samples(7, samples_of(groups, tokens), np.arange(6) / 4)
     assert speculation.outlook.seen.tolist() == [[7, 4], [7, 6], [5, 1], [5, 2], [10, 30], [10, 20]]
     assert speculation.tokens_per_step == 63
-    for n, prompt in enumerate(prompts):
-        found = [(set(t.tolist()), len(t), reward) for t, reward in speculation.history.get(prompt.uid)]
+    for n, group in enumerate(groups):
+        found = [(set(t.tolist()), len(t), reward) for t, reward in speculation.history.get(group.prompt.uid)]
         assert found == [({i}, lengths[i], i / 4) for i in (2 * n + 1, 2 * n)]
-    speculation.learn(8, prompts[:1], [np.zeros(3), np.zeros(10)], np.zeros(2))
+    speculation.learn_samples(8, samples_of(groups[:1], [np.zeros(3), np.zeros(10)]), np.zeros(2))
     assert speculation.tokens_per_step == pytest.approx(0.7 * 63 + 0.3 * 13)
     assert len(speculation.outlook.seen) == 8
     bubble = make(make_config("bubble"))
-    bubble.learn(7, prompts, tokens, np.zeros(6))
+    bubble.learn_samples(7, samples_of(groups, tokens), np.zeros(6))
     assert bubble.history.num_tokens == 0 and bubble.tokens_per_step == 63
 
 
-def test_exchange_averages_what_ranks_measured():
-    """Shares by age over 20 tokens at least, forwards and costs: all exponentially weighted or of all ranks."""
+def test_learning_a_rollout_averages_what_ranks_measured():
+    """Shares by age over 20 tokens at least, forwards and costs: all exponentially weighted or of all ranks. The drafts of its
+    samples have had their turn, others stay."""
     speculation = make(make_config())
-    stats = speculation.speculator.stats
-    stats.by_age = {1: [100, 80], 2: [19, 0], MAX_AUTO_LOOKAHEAD: [30, 10], MAX_AUTO_LOOKAHEAD + 3: [30, 20]}
-    speculation.exchange({(3, 1, 0): Draft(np.arange(4, dtype=np.int32), True, 0)}, RolloutStats(own_forwards=40))
+    used, coming = SampleId(1, 3, 0), SampleId(1, 4, 0)
+    for sample in (used, coming):
+        speculation.store.put(sample, Draft(np.arange(4, dtype=np.int32), True, 0))
+    by_age = {1: [100, 80], 2: [19, 0], MAX_AUTO_LOOKAHEAD: [30, 10], MAX_AUTO_LOOKAHEAD + 3: [30, 20]}
+    speculation.learn_rollout(recorded(40, acceptance=Acceptance(by_age=by_age)), [used, SampleId(1, 3, 1)])
     assert speculation.accepted_by_age == {1: pytest.approx(0.8), MAX_AUTO_LOOKAHEAD: pytest.approx(0.5)}
-    assert speculation.forwards == 40 and len(speculation.store) == 1
-    np.testing.assert_allclose(speculation.shared_cost, speculation.speculator.cost.coefficients)
-    stats.by_age = {1: [100, 20]}
-    assert speculation.exchange({}, RolloutStats(own_forwards=20)) == 0
+    assert speculation.forwards == 40 and len(speculation.store) == 1 and speculation.store.get(coming) is not None
+    np.testing.assert_allclose(speculation.shared_cost, speculation.proposer.cost.coefficients)
+    speculation.learn_rollout(recorded(20, acceptance=Acceptance(by_age={1: [100, 20]})), [])
     assert speculation.accepted_by_age[1] == pytest.approx(0.7 * 0.8 + 0.3 * 0.2)
     assert speculation.forwards == pytest.approx(0.7 * 40 + 0.3 * 20)
 
 
-def test_exchange_plans_by_the_slowest_rank_and_the_mean_cost():
+def test_plans_go_by_the_slowest_rank_and_the_mean_cost():
     """Two ranks, of which the second has measured twice of everything."""
     speculation = make(make_config())
-    speculation.ranks = SimpleNamespace(gather=lambda a: np.stack((a, 2 * a)), gather_ragged=lambda a: [a, a[:0]])
-    speculation.speculator.stats.by_age = {1: [20, 15]}
-    speculation.exchange({}, RolloutStats(own_forwards=40))
+    speculation.ranks = SimpleNamespace(gather=lambda a: np.stack((a, 2 * a)))
+    speculation.learn_rollout(recorded(40, acceptance=Acceptance(by_age={1: [20, 15]})), [])
     assert speculation.forwards == 80 and speculation.accepted_by_age == {1: pytest.approx(0.75)}
-    np.testing.assert_allclose(speculation.shared_cost, 1.5 * speculation.speculator.cost.coefficients)
+    np.testing.assert_allclose(speculation.shared_cost, 1.5 * speculation.proposer.cost.coefficients)
 
 
-def test_exchange_counts_how_far_drafts_were_followed():
-    """Of both ranks, the last step with most weight; without any news what was believed at the start comes back."""
+def test_acceptance_before_and_after_the_divergence_is_summed():
+    """Of both ranks, the last rollout with most weight; without any news what was believed at the start comes back."""
     speculation = make(make_config())
-    speculation.ranks = SimpleNamespace(gather=lambda a: np.stack((a, 2 * a)), gather_ragged=lambda a: [a, a[:0]])
-    stats = speculation.speculator.stats
-    stats.aligned, stats.left = [200, 150], [50, 10]
-    speculation.exchange({}, RolloutStats())
-    believed = 0.71 * FOLLOWED
-    np.testing.assert_allclose(speculation.followed, believed + 3 * np.array([[200, 150], [50, 10]]))
-    assert [stats.aligned, stats.left] == [[0, 0], [0, 0]], "the step may have a further rollout"
+    speculation.ranks = SimpleNamespace(gather=lambda a: np.stack((a, 2 * a)))
+    acceptance = Acceptance(before_divergence=[200, 150], after_divergence=[50, 10])
+    speculation.learn_rollout(recorded(acceptance=acceptance), [])
+    believed = 0.71 * PRIOR_ACCEPTANCE
+    np.testing.assert_allclose(speculation.acceptance, believed + 3 * np.array([[200, 150], [50, 10]]))
     shares = []
     for _ in range(2000):
-        speculation.exchange({}, RolloutStats())
-        shares.append(speculation.followed[:, 1] / speculation.followed[:, 0])
+        speculation.learn_rollout(recorded(), [])
+        shares.append(speculation.acceptance[:, 1] / speculation.acceptance[:, 0])
     np.testing.assert_allclose(shares[0], [0.79, 0.185], atol=0.03)
-    np.testing.assert_allclose(shares[-1], FOLLOWED[:, 1] / FOLLOWED[:, 0])
+    np.testing.assert_allclose(shares[-1], PRIOR_ACCEPTANCE[:, 1] / PRIOR_ACCEPTANCE[:, 0])
+
+
+def resumed(ahead: DraftAhead) -> list[SampleId]:
+    """What rank 0 goes on with from the rollout before."""
+    return [item.id for item in ahead._items.values() if item.pays and item.holder == 0]
 
 
 def test_drafts_that_do_not_pay_any_more_are_left_to_idle_ranks():
     speculation = make(make_config())
-    key = (2, PROMPTS[0].uid, 0)
-    speculation.exchange({key: Draft(np.arange(9, dtype=np.int32), False, 0, holder=0)}, RolloutStats(own_forwards=20))
+    sample = SampleId(PROMPTS[0].uid, 2, 0)
+    speculation.learn_rollout(recorded(20), [])
+    speculation.store.put(sample, Draft(np.arange(9, dtype=np.int32), False, 0, holder=0))
     speculation.outlook.learn(np.full(4, 3), np.array([10, 20, 30, 40]))
-    batches = [(step, PROMPTS) for step in (1, 2)]
+    batches = [groups_of(step) for step in (1, 2)]
     speculation.shared_cost = np.array([1e-2, 5e-4, 1e-3, 0.0, 0.0])
-    ahead = speculation._plan(batches, 0, 2, 64)
-    assert [item.key for item in ahead.held] == [key] and ahead.items
-    speculation.followed = np.array([[100.0, 10.0], [100.0, 0.0]])
-    ahead = speculation._plan(batches, 0, 2, 64)
-    assert not ahead.held and not ahead.items and key in [item.key for item in ahead.idle_items]
+    ahead = speculation._plan(batches, 0, 64)
+    offers = {offer.key: offer for offer in ahead.offers()}
+    assert resumed(ahead) == [sample] and sample not in offers and any(offer.beside_rows for offer in offers.values())
+    assert all(offer.saves_s > 0 for offer in offers.values() if offer.beside_rows)
+    speculation.acceptance = np.array([[100.0, 10.0], [100.0, 0.0]])
+    ahead = speculation._plan(batches, 0, 64)
+    offers = {offer.key: offer for offer in ahead.offers()}
+    assert not resumed(ahead) and sample in offers and not any(offer.beside_rows for offer in offers.values())
 
 
 def grown(step: int) -> Speculation:
-    """After a few steps with drafts, some of them held by this rank, and with histories of some prompts."""
+    """After a few steps with drafts, some of them in this rank's engine, and with histories of some prompts."""
     speculation, rng = make(make_config()), np.random.default_rng(0)
     for s in range(3):
         tokens = [rng.integers(1, 50, int(rng.integers(1, 30))) for _ in range(6)]
-        speculation.learn(s, [replace(p, uid=p.uid + 1) if s % 2 else p for p in PROMPTS], tokens, rng.normal(size=6))
-        speculation.speculator.stats.by_age = {1: [100, 90 - s], 6: [100, 10]}
-        made = {}
+        groups = groups_of(s, [replace(p, uid=p.uid + 1) if s % 2 else p for p in PROMPTS])
+        speculation.learn_samples(s, samples_of(groups, tokens), rng.normal(size=6))
+        by_age = {1: [100, 90 - s], 6: [100, 10]}
         for ahead in range(1, 4):
             for prompt in PROMPTS[:2]:
-                draft = rng.integers(1, 50, int(rng.integers(1, 25))).astype(np.int32)
-                made[step + ahead, prompt.uid, s % 2] = Draft(draft, bool(rng.integers(2)), s, 0 if ahead == 3 else -1)
-        speculation.exchange(made, RolloutStats(own_forwards=25))
+                tokens = rng.integers(1, 50, int(rng.integers(1, 25))).astype(np.int32)
+                draft = Draft(tokens, bool(rng.integers(2)), s, 0 if ahead == 3 else -1)
+                speculation.store.put(SampleId(prompt.uid, step + ahead, s % 2), draft)
+        speculation.learn_rollout(recorded(25, acceptance=Acceptance(by_age=by_age)), [])
     return speculation
 
 
-def plan(speculation: Speculation, step: int) -> list:
+def plan(speculation: Speculation, step: int) -> tuple[int, list[Item]]:
     depth = speculation.lookahead(step)
-    batches = [(s, PROMPTS) for s in range(step + 1, step + 1 + depth)]
-    ahead = speculation._plan(batches, step, 6, 24)
-    return [depth, *([(item.key, item.pays, item.holder) for item in items] for items in (ahead.items, ahead.idle_items))]
+    ahead = speculation._plan(SamePrompts().upcoming(step, depth), step, 24)
+    return depth, list(ahead._items.values())
 
 
 def test_a_restored_run_plans_as_the_saved_one():
-    """What planning depends on comes back, through a file too; that an engine held a draft is forgotten."""
+    """What planning depends on comes back, through a file too; that an engine had a draft is forgotten."""
     saved = grown(10)
-    assert len(saved._plan([(13, PROMPTS)], 10, 6, 24).held) > 0
+    assert len(resumed(saved._plan([groups_of(13)], 10, 24))) > 0
     state = saved.state_dict()
     fresh = make(make_config())
     assert plan(fresh, 10) != plan(saved, 10)
     fresh.load_state_dict(state)
     for draft in saved.store._drafts.values():
         draft.holder = -1
-    depth, pays, idle = plan(saved, 10)
-    assert depth == 5 and pays and idle
-    assert plan(fresh, 10) == [depth, pays, idle]
+    depth, items = plan(saved, 10)
+    assert depth == 5 and {item.pays for item in items} == {True, False}
+    assert plan(fresh, 10) == (depth, items)
     assert fresh.tokens_per_step == saved.tokens_per_step
     assert fresh.history.get(PROMPTS[0].uid)[0][0].tolist() == saved.history.get(PROMPTS[0].uid)[0][0].tolist()
     assert all(np.array_equal(fresh.state_dict()[key], state[key]) for key in state if key != "drafts.header")
-    fresh.load_state_dict(state | {"averages": np.insert(state["averages"], 1, 30.0)})  # as older versions saved it
-    assert plan(fresh, 10) == [depth, pays, idle]
 
 
 def test_a_run_that_has_measured_nothing_can_be_saved(tmp_path):
@@ -230,7 +306,7 @@ def test_a_profile_predicts_forwards_and_leaves_nothing_behind():
     profile(engine, PARAMS, cost, clock=clock)
     del engine.step
     assert engine.is_idle
-    assert as_dict(engine.run(make_rows(PROMPTS, 0, 2, LIMIT), PARAMS)) == plain(model, 0)[0]
+    assert as_dict(engine.run(rows_of(0), PARAMS)) == plain(model, 0)[0]
     assert {(load.rows, load.tokens - load.rows) for load in loads} >= {(n, n * m) for n in (1, 4, 16) for m in (0, 3, 15)}
     for rows, window, length in ((2, 0, 20), (8, 0, 60), (8, 4, 30), (12, 8, 90)):
         load = Load(rows, rows * (1 + window), rows * (window > 0), rows * length, 0, rows * window)
@@ -249,43 +325,49 @@ def test_steps_of_a_run_are_exact(method, lookahead):
     config.run.max_steps = 5
     engine = Generator(ModelRunner(model, 24, MAX_LENGTH, SEED))
     speculation = make(config, BoardWithSlowRank(30))
+    store, sampler = speculation.store, make_sampler(speculation, engine)
     drafted = accepted = 0
     for step in range(5):
         if step % 2:
             update(model, step)
-        rows = make_rows(PROMPTS, step, 2, LIMIT)
-        stats, drafts = speculation.rollout(engine, list(rows), PARAMS, step, lambda s: PROMPTS)
-        assert as_dict(rows) == plain(model, step)[0]
-        assert all(step < key[0] <= min(step + speculation.lookahead(step), 4) for key in drafts)
-        speculation.exchange(drafts, stats)
-        assert all(key[0] > step for key in speculation.store._drafts)
-        speculation.learn(step, PROMPTS, [row.tokens for row in rows], np.zeros(6))
-        drafted += stats.drafted_tokens
-        accepted += speculation.speculator.stats.num_accepted
-        num_tokens = sum(len(row.tokens) for row in rows)
-        metrics = speculation_metrics(RANKS, stats, speculation, num_tokens)
-        assert json.dumps(metrics) and speculation.speculator.stats.num_gained == num_tokens
-        assert 0 <= metrics["rollout/spec_coverage"] <= 1 and metrics["rollout/forwards"] == stats.own_forwards
+        depth, before = speculation.lookahead(step), {row.id: store.get(row.id) for row in rows_of(step)}
+        record = sampler.sample(step)
+        wanted, _ = plain(model, step)
+        assert as_dict(sampler.scorer.rows) == wanted
+        assert dict(zip(record.samples.ids, (t.tolist() for t in record.samples.tokens), strict=True)) == {
+            sample: tokens for sample, (tokens, _) in wanted.items()
+        }
+        assert record.drafts == {sample: draft for sample, draft in before.items() if draft is not None}
+        made = [sample for sample, draft in store._drafts.items() if draft.version == step]
+        assert all(step < sample.visit <= min(step + depth, 4) for sample in made)
+        assert all(sample.visit > step for sample in store._drafts)
+        rollout = record.rollouts[0]
+        drafted += rollout.drafted_tokens
+        accepted += rollout.acceptance.accepted_tokens
+        num_tokens = int(record.samples.lengths.sum())
+        shares = speculation.accepted_by_age
+        metrics = speculation_metrics(RANKS, record, store_tokens=store.num_tokens, accepted_by_age=shares)
+        assert json.dumps(metrics) and rollout.acceptance.gained_tokens == num_tokens
+        assert 0 <= metrics["rollout/spec_coverage"] <= 1 and metrics["rollout/forwards"] == rollout.own_forwards
     assert (drafted > 100) == ("bubble" in method)
     assert accepted > 20 or method == "suffix"
-    assert len(speculation.store) == 0
+    assert len(store) == 0
 
 
 def test_an_abandoned_rollout_keeps_the_drafts_of_its_step():
-    """Told to stop before its first forward: nothing is generated, and what was drafted for the step is there to be saved."""
+    """Told to stop before it begins: no row is finished, and what was drafted for the step is there to be saved."""
     ranks = Ranks(torch.device("cpu"))
     model = new_model()
     engine = Generator(ModelRunner(model, 16, MAX_LENGTH, SEED))
-    speculation = make(make_config(), ProgressBoard(ranks, timeout_s=100, interval_s=0))
-    speculation.store.put((4, PROMPTS[0].uid, 0), Draft(np.arange(5, dtype=np.int32), False, 3))
-    rows = make_rows(PROMPTS, 4, 2, LIMIT)
+    speculation = make(make_config(), ProgressBoard(ranks, timeout_s=100, interval_s=0), ranks)
+    sampler, sample = make_sampler(speculation, engine), SampleId(PROMPTS[0].uid, 4, 0)
+    speculation.store.put(sample, Draft(np.arange(5, dtype=np.int32), False, 3))
     ranks.must_stop = True
-    speculation.rollout(engine, rows, PARAMS, 4, lambda s: PROMPTS)
-    assert all(row.finish is None for row in rows)
-    assert (4, PROMPTS[0].uid, 0) in speculation.store._drafts
+    with pytest.raises(StopRequested):
+        sampler.sample(4)
+    assert all(row.finish is None for row in sampler.scorer.rows)
+    assert speculation.store.get(sample) is not None
     ranks.must_stop = False
-    again = make_rows(PROMPTS, 4, 2, LIMIT)
-    speculation.rollout(engine, again, PARAMS, 4, lambda s: PROMPTS)
-    assert as_dict(again) == plain(model, 4)[0]
-    speculation.exchange({}, RolloutStats())
-    assert speculation.store.get((4, PROMPTS[0].uid, 0)) is None
+    sampler.sample(4)
+    assert as_dict(sampler.scorer.rows) == plain(model, 4)[0]
+    assert speculation.store.get(sample) is None

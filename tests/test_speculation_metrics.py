@@ -1,28 +1,36 @@
 """What a step reports of its speculation, by value: from counts made by hand, from what the engine said, by a hand-made clock."""
 
 import itertools
-from collections import deque
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
-from test_run_ahead import LIMIT, MAX_LENGTH, PARAMS, PROMPTS, SEED, BoardWithSlowRank, fixed_cost, new_model
-from test_speculation import make, make_config
+from test_rollout_loop import (
+    ALONE,
+    LIMIT,
+    MAX_LENGTH,
+    PARAMS,
+    PROMPTS,
+    SEED,
+    BoardWithSlowRank,
+    fixed_cost,
+    groups_of,
+    new_model,
+    rows_of,
+)
+from test_speculation import SamePrompts, make, make_config, make_sampler, recorded, samples_of
 
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.idle.speculation import speculation_metrics
-from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Draft
-from bubblespec.rollout.loop import RolloutStats, RunAhead, rollout
-from bubblespec.rollout.placement import make_rows
-from bubblespec.speculate.proposer import RowSpeculator, SpeculationStats
+from bubblespec.idle.draft_ahead import DraftAhead
+from bubblespec.idle.draft_planning import Item
+from bubblespec.records import Acceptance, Draft, Group, Prompt, RolloutRecord, Span, StepRecord, total_s
+from bubblespec.rollout.loop import RolloutLoop
+from bubblespec.speculate.proposer import make_proposer
 from bubblespec.speculate.store import DraftStore
+from bubblespec.speculate.suffix import History
 from bubblespec.speculate.windows import WINDOWS
-
-ALONE = Ranks(torch.device("cpu"))
-EMPTY = {"store": DraftStore(10), "accepted_by_age": {}}
+from bubblespec.telemetry.report import speculation_metrics
 
 
 def histogram(**counts: int) -> np.ndarray:
@@ -33,29 +41,30 @@ def histogram(**counts: int) -> np.ndarray:
     return found
 
 
-def metrics_of(ranks, stats: RolloutStats, counts: SpeculationStats) -> dict:
-    speculation = make(make_config())
-    speculation.speculator.stats = counts
-    speculation.accepted_by_age = {3: 0.4, 1: 0.9}
-    speculation.store.put((9, 1, 0), Draft(np.zeros(11, np.int32), False, 0))
-    speculation.store.put((9, 1, 1), Draft(np.zeros(6, np.int32), True, 0))
-    return speculation_metrics(ranks, stats, speculation, num_response_tokens=200)
+def metrics_of(ranks, rollouts: list[RolloutRecord], spans=(), num_tokens: int = 200) -> dict:
+    """Of a step of these rollouts, with 17 tokens in the store."""
+    samples = samples_of([Group(Prompt(1, "", (1,), {}), 0)], [np.zeros(num_tokens, np.int32)])
+    rewards = np.zeros((1, 1))
+    stages = [Span("gen", 0.0, 1.0)]
+    record = StepRecord(0, samples, rewards, samples, rewards, [0], [1] * len(rollouts), rollouts, stages, list(spans), {})
+    return speculation_metrics(ranks, record, store_tokens=17, accepted_by_age={3: 0.4, 1: 0.9})
 
 
 def test_metrics_of_two_ranks_by_hand():
     """This rank takes longer over its rows, in fewer forwards, and is the one that others wait for."""
-    exchanges = [("exchange", 1.0, 1.25), ("decode", 1.25, 3.0), ("exchange", 3.0, 3.5)]
-    here = RolloutStats(30, 5, 8.0, 0.5, 8.5, 40, 17, exchanges)
-    there = RolloutStats(45, 2, 6.0, 2.0, 10.5, 30, 17, [("exchange", 0.0, 9.0)])
-    sources = {"aligned": [40, 25], "self": [20, 5]}
-    counts = SpeculationStats(50, 80, 60, 30, 45, 99, by_source=sources, accepted_lengths=histogram(of_0=3, of_4=2), seconds=0.5)
-    sources = {"aligned": [10, 9], "history": [30, 3]}
-    others = SpeculationStats(
-        25, 40, 40, 12, 15, 88, by_source=sources, accepted_lengths=histogram(of_4=1, of_128=6), seconds=0.25
-    )
+    counts = Acceptance(50, 80, 60, 30, 45)
+    counts.by_source, counts.accepted_lengths = {"aligned": [40, 25], "self": [20, 5]}, histogram(of_0=3, of_4=2)
+    seconds = {"own_s": 8.0, "wait_s": 0.5, "total_s": 8.5, "propose_s": 0.5}
+    here = recorded(30, 5, **seconds, drafted_tokens=40, num_ticks=17, acceptance=counts)
+    counts = Acceptance(25, 40, 40, 12, 15)
+    counts.by_source, counts.accepted_lengths = {"aligned": [10, 9], "history": [30, 3]}, histogram(of_4=1, of_128=6)
+    seconds = {"own_s": 6.0, "wait_s": 2.0, "total_s": 10.5, "propose_s": 0.25}
+    there = recorded(45, 2, **seconds, drafted_tokens=30, num_ticks=17, acceptance=counts)
+    exchanges = [Span("exchange", 1.0, 1.25), Span("sync", 1.25, 3.0), Span("exchange", 3.0, 3.5)]
     sent: list[np.ndarray] = []
-    metrics_of(SimpleNamespace(gather=lambda array: (sent.append(array), array[None])[1]), there, others)
-    found = metrics_of(SimpleNamespace(gather=lambda array: np.stack((array, sent.pop(0)))), here, counts)
+    ranks = SimpleNamespace(gather=lambda array: (sent.append(array), array[None])[1])
+    metrics_of(ranks, [there], [Span("exchange", 0.0, 9.0)])
+    found = metrics_of(SimpleNamespace(gather=lambda array: np.stack((array, sent.pop(0)))), [here], exchanges)
     assert not sent
     assert found == {
         "rollout/forwards": 30,
@@ -85,54 +94,66 @@ def test_metrics_of_two_ranks_by_hand():
 
 
 def test_metrics_of_a_rank_that_had_nothing_to_do():
-    found = metrics_of(ALONE, RolloutStats(), SpeculationStats())
+    found = metrics_of(ALONE, [RolloutRecord()])
     rates = ["rollout/spec_accept_length", "rollout/spec_accept_rate", "rollout/spec_coverage", "bubble/overrun_s"]
     assert [found[key] for key in rates] == [0.0, 0.0, 0.0, 0.0] and "drafts/aligned/tokens" not in found
 
 
-def test_rollouts_of_a_step_are_counted_together():
-    """Dynamic sampling generates several batches a step. Against what the engine tells the speculator, forward by forward."""
+def test_rollouts_of_a_step_are_counted_together(monkeypatch):
+    """Dynamic sampling generates several batches a step. Against what the engine tells the proposer, forward by forward."""
     model, config = new_model(), make_config(lookahead=1)
+    config.rollout.dynamic_sampling = True
     engine = Generator(ModelRunner(model, 24, MAX_LENGTH, SEED))
     speculation = make(config, BoardWithSlowRank(90))
-    speculator = speculation.speculator
-    seen, observe = [], speculator.observe
+    proposer = speculation.proposer
+    seen, observe, grown, merge = [], proposer.observe, [], DraftAhead.merge
 
     def listening(rows, tokens, num_draft, num_accepted):
         for row, gained, drafted, accepted in zip(rows, tokens, num_draft.tolist(), num_accepted.tolist(), strict=True):
             seen.append((row.id.visit, len(gained), drafted, accepted))
         observe(rows, tokens, num_draft, num_accepted)
 
-    speculator.observe = listening
-    for step, batches in enumerate([[PROMPTS], [PROMPTS[:1], PROMPTS[1:]], [PROMPTS]]):
+    def noted_merge(work, ranks):
+        for sample, draft in work.drafts.items():
+            old = work.store.get(sample)
+            grown.append(len(draft.tokens) - (len(old.tokens) if old else 0))
+        merge(work, ranks)
+
+    class TwoBatches(SamePrompts):
+        """Step 1 starts two prompts, and as all rewards are the same, goes on to the third."""
+
+        def launch(self, step):
+            return groups_of(step, PROMPTS[:2] if step == 1 else PROMPTS)
+
+        def replacements(self, step, count, used):
+            return groups_of(step, PROMPTS[2:]) if len(used) == 2 else []
+
+    proposer.observe = listening
+    monkeypatch.setattr(DraftAhead, "merge", noted_merge)
+    sampler = make_sampler(speculation, engine, TwoBatches())
+    for step in range(3):
         seen.clear()
-        total, num_forwards, num_drafted, all_rows = None, 0, 0, []
-        for prompts in batches:
-            rows, forwards_before = make_rows(prompts, step, 2, LIMIT), engine.num_forwards
-            stats, drafts = speculation.rollout(engine, list(rows), PARAMS, step, lambda s: PROMPTS)
-            num_forwards += engine.num_forwards - forwards_before
-            for key, draft in drafts.items():
-                old = speculation.store.get(key)
-                num_drafted += len(draft.tokens) - (len(old.tokens) if old else 0)
-            speculation.exchange(drafts, stats)
-            total = stats if total is None else total + stats
-            all_rows += rows
-        num_tokens = sum(len(row.tokens) for row in all_rows)
+        grown.clear()
+        forwards_before = engine.num_forwards
+        record = sampler.sample(step)
+        assert len(record.rollouts) == 1 + (step == 1) and len(record.generated) == 6
+        num_forwards = engine.num_forwards - forwards_before
+        num_tokens = int(record.generated.lengths.sum())
         counted = [entry[1:] for entry in seen if entry[0] == step]
         gained, drafted, accepted = (sum(column) for column in zip(*counted, strict=True))
         assert gained == num_tokens and (drafted > 10 or not step)
-        found = speculation_metrics(ALONE, total, speculation, num_tokens)
+        found = speculation_metrics(ALONE, record, store_tokens=speculation.store.num_tokens, accepted_by_age={})
         verified = [n for _, length, n in counted if length]
         bins = np.searchsorted(WINDOWS, verified, side="right") - 1
         wanted = {
-            "rollout/forwards": num_forwards - total.hard_forwards,
+            "rollout/forwards": num_forwards - sum(rollout.hard_forwards for rollout in record.rollouts),
             "rollout/spec_accept_length": gained / len(counted),
             "rollout/spec_accept_rate": accepted / max(drafted, 1),
             "rollout/spec_coverage": sum(min(n + 1, length) for _, length, n in counted) / num_tokens,
             "rollout/spec_accepted_tokens": accepted,
             "rollout/spec_wasted_tokens": drafted - accepted,
             "rollout/spec_accepted_lengths": np.bincount(bins, minlength=len(WINDOWS)).tolist(),
-            "bubble/drafted_tokens": num_drafted,
+            "bubble/drafted_tokens": sum(grown),
             "bubble/store_tokens": sum(len(draft.tokens) for draft in speculation.store._drafts.values()),
         }
         assert {key: found[key] for key in wanted} == wanted
@@ -140,13 +161,12 @@ def test_rollouts_of_a_step_are_counted_together():
 
 
 def test_shares_by_age_take_in_each_rollout_of_a_step_once():
-    """The counts go on after the first one's exchange: 100 tokens with 80 accepted, then 50 with 10."""
+    """Each rollout has counts of its own: 100 tokens with 80 accepted, then 50 with 10."""
     speculation = make(make_config())
-    for drafted, accepted in ((100, 80), (50, 10)):
-        entry = speculation.speculator.stats.by_age.setdefault(1, [0, 0])
-        entry[0] += drafted
-        entry[1] += accepted
-        speculation.exchange({}, RolloutStats())
+    for counts in ([100, 80], [50, 10]):
+        speculation.begin([], step=1)
+        speculation.proposer.acceptance.by_age[1] = counts
+        speculation.learn_rollout(RolloutRecord(acceptance=speculation.proposer.acceptance), [])
     assert speculation.accepted_by_age == {1: pytest.approx(0.7 * 0.8 + 0.3 * 0.2)}
 
 
@@ -186,7 +206,8 @@ class TimedBoard(BoardWithSlowRank):
 def test_seconds_of_a_rollout_by_a_clock_that_only_forwards_and_waiting_move(what):
     """A forward takes one second: `own_s` ends with the rank's last row, `total_s` with the rollout, and `wait_s` is neither."""
     clock = Clock()
-    board, speculator = TimedBoard(60, clock), RowSpeculator("bubble", fixed_cost(), clock=clock)
+    board = TimedBoard(60, clock)
+    proposer = make_proposer("bubble", History(10), fixed_cost(), clock=clock)
     engine = Generator(ModelRunner(new_model(), 24, MAX_LENGTH, SEED))
     forward = engine.step
 
@@ -195,26 +216,24 @@ def test_seconds_of_a_rollout_by_a_clock_that_only_forwards_and_waiting_move(wha
         return forward(*arguments)
 
     engine.step = timed_forward
-    rows = make_rows(PROMPTS, 0, 2, 12)
-    speculator.begin(0)
+    rows, works = rows_of(0, limit=12), []
+    proposer.begin()
     for row in rows:
-        speculator.track(row, None, 0)
-    ahead = None
+        proposer.track(row, None, 0)
     if what != "rows alone":
-        speculation = make(make_config())
-        plan = speculation._plan([(1, PROMPTS)], 0, 6, 24)
-        items = plan.idle_items if "drafts" in what else deque()
-        ahead = RunAhead(deque(), items, [], DraftStore(10**6), 0, LIMIT, 1.0)
-    stats, drafts = rollout(engine, rows, PARAMS, board, speculator, ahead)
-    own, hard = stats.own_forwards, stats.hard_forwards
+        names = [(group.sample(number), group.prompt.token_ids) for group in groups_of(1) for number in range(2)]
+        items = [Item(*name, 1, pays=False) for name in names if "drafts" in what]
+        works = [DraftAhead(items, DraftStore(10**6), proposer, version=0, max_new_tokens=LIMIT, max_slowdown=1.0)]
+    record = RolloutLoop(engine, board.ranks, PARAMS, proposer=proposer, board=board, works=works).run(rows)
+    own, hard = record.own_forwards, record.hard_forwards
     assert own + hard == engine.num_forwards and own >= 12 > 6 == len(rows)
-    assert (hard > 5) == (what == "rows, drafts and waiting") == bool(drafts)
-    assert (board.num_waits > 5 if ahead else board.num_waits == 0) if what != "rows, drafts and waiting" else True
-    assert (stats.own_s, stats.wait_s, stats.total_s) == (own, board.num_waits / 4, own + hard + board.num_waits / 4)
-    assert sum(end - begin for kind, begin, end in stats.events if kind == "wait") == stats.wait_s
-    assert sum(end - begin for kind, begin, end in stats.events if kind == "draft hard") == hard
-    assert stats.num_ticks == (board.num_ticks if ahead else 0)
-    found = speculation_metrics(ALONE, stats, make(make_config()), 1)
+    assert (hard > 5) == (what == "rows, drafts and waiting") == any(work.drafts for work in works)
+    assert (board.num_waits > 5 if works else board.num_waits == 0) if what != "rows, drafts and waiting" else True
+    assert (record.own_s, record.wait_s, record.total_s) == (own, board.num_waits / 4, own + hard + board.num_waits / 4)
+    assert total_s(record.spans, "wait") == record.wait_s
+    assert total_s(record.spans, "draft hard") == hard
+    assert record.num_ticks == (board.num_ticks if works else 0)
+    found = metrics_of(ALONE, [record])
     assert found["bubble/overrun_s"] == hard + board.num_waits / 4 and found["bubble/ratio_before_drafting"] == 0
 
 
@@ -222,14 +241,31 @@ def test_seconds_of_a_rollout_by_a_clock_that_only_forwards_and_waiting_move(wha
 def test_seconds_of_proposals_are_those_of_finding_and_of_learning_from_them(fixed_window):
     """Each look at the clock takes one second, so two looks are one second apart."""
     ticks = itertools.count()
-    speculator = RowSpeculator("bubble", fixed_cost(), fixed_window, SimpleNamespace(perf_counter=lambda: float(next(ticks))))
-    speculator.begin(0)
-    row, other = make_rows(PROMPTS[:1], 0, 2, LIMIT)
-    speculator.track(row, Draft(np.arange(9, dtype=np.int32), True, 0), 0)
-    draft, nothing = speculator.propose([row, other], np.zeros(2, np.int64), np.full(2, 20), 100)
-    assert speculator.stats.seconds == 1.0 and speculator.stats.num_looked_up == 2 and len(draft) > 2 and nothing is None
-    assert speculator._overhead_s == pytest.approx(0.1 if fixed_window is None else 0.0), "a tenth of the latest"
-    speculator.observe([row, other], [draft[:2], draft[:1]], np.array([len(draft), 0]), np.array([1, 0]))
-    assert speculator.stats.seconds == 2.0
-    found = speculation_metrics(ALONE, RolloutStats(), SimpleNamespace(speculator=speculator, **EMPTY), 1)
-    assert found["timing_s/propose"] == 2.0
+    clock = SimpleNamespace(perf_counter=lambda: float(next(ticks)))
+    proposer = make_proposer("bubble", History(10), fixed_cost(), fixed_window, clock)
+    proposer.begin()
+    row, other = rows_of(0, PROMPTS[:1])
+    proposer.track(row, Draft(np.arange(9, dtype=np.int32), True, 0), 0)
+    draft, nothing = proposer.propose([row, other], np.zeros(2, np.int64), np.full(2, 20), 100)
+    assert proposer.take_spent() == (1.0, 2) and len(draft) > 2 and nothing is None
+    assert proposer._overhead_s == pytest.approx(0.1 if fixed_window is None else 0.0), "a tenth of the latest"
+    proposer.observe([row, other], [draft[:2], draft[:1]], np.array([len(draft), 0]), np.array([1, 0]))
+    assert proposer.take_spent() == (1.0, 0)
+
+
+def test_a_forward_is_timed_without_its_proposals():
+    """Again each look takes a second: one for proposals, one for what came of them, and three between these in the engine."""
+    ticks = itertools.count()
+    clock = SimpleNamespace(perf_counter=lambda: float(next(ticks)))
+    proposer = make_proposer("bubble", History(10), fixed_cost(), 3, clock)
+    engine = Generator(ModelRunner(new_model(), 24, MAX_LENGTH, SEED))
+    proposer.begin()
+    rows = rows_of(0)
+    for row in rows:
+        proposer.track(row, None, 0)
+    record = RolloutLoop(engine, SimpleNamespace(rank=0, must_stop=False, clock=clock), PARAMS, proposer=proposer).run(rows)
+    decodes = [forward for forward in record.forwards if forward.looked_up_rows]
+    assert len(decodes) > 10 and {(forward.propose_s, forward.engine_s) for forward in decodes} == {(2.0, 3.0)}
+    assert all(forward.looked_up_rows == forward.rows for forward in decodes if not forward.prompt_tokens)
+    found = metrics_of(ALONE, [record])
+    assert found["timing_s/propose"] == sum(forward.propose_s for forward in record.forwards) >= 2.0 * len(decodes)
