@@ -5,10 +5,16 @@ The engine is played by `forward`, which accepts what agrees with a given truth.
 
 import numpy as np
 import pytest
+from conftest import VOCAB
+from test_rollout_loop import ALONE, MAX_LENGTH, PARAMS, SEED, as_dict, new_model, plain, rows_of
 
+from bubblespec.engine.generator import Generator
+from bubblespec.engine.runner import ModelRunner
 from bubblespec.records import Draft, Row, SampleId
+from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.speculate import sources
-from bubblespec.speculate.proposer import Proposer, make_proposer
+from bubblespec.speculate.proposer import UNKNOWN_PRIOR, Proposer, make_proposer
+from bubblespec.speculate.sources import OwnDrafts, Proposal, TrackedRow
 from bubblespec.speculate.suffix import GroupIndex, History
 from bubblespec.speculate.windows import WINDOWS, CostModel
 from tests.clocks import Clock
@@ -269,3 +275,71 @@ def test_tokens_of_a_continued_row_are_indexed_once_and_in_order(monkeypatch):
     proposer.sources[1]._group(own)
     assert texts == {r.id.sample: r.tokens.tolist() for r in (own, continued, late)} and len(texts[1]) > 5
     assert drafts == [0, 2]
+
+
+class Guesses:
+    """A made-up `DraftSource`: a guess at the whole response of some samples. Notes what it is told and asked."""
+
+    def __init__(self, guesses: dict[SampleId, list[int]]):
+        self.guesses = guesses
+        self.begins, self.asked, self.gained = 0, [], {}
+
+    def begin(self) -> None:
+        self.begins += 1
+        self.gained.clear()
+
+    def track(self, tracked: TrackedRow) -> None:
+        self.gained[tracked.row.id] = tracked.row.tokens.tolist()
+
+    def propose(self, rows: list[TrackedRow], lengths: list[int], limits: list[int]) -> list[Proposal | None]:
+        self.asked.append([tracked.row.id for tracked in rows])
+        assert [len(self.gained[tracked.row.id]) for tracked in rows] == lengths and all(limit > 0 for limit in limits)
+        rest = [self.guesses.get(t.row.id, [])[n : n + limit] for t, n, limit in zip(rows, lengths, limits, strict=True)]
+        return [Proposal(np.array(tokens), ("guess",)) if tokens else None for tokens in rest]
+
+    def observe(self, tracked: TrackedRow, tokens: np.ndarray) -> None:
+        self.gained[tracked.row.id] += tokens.tolist()
+
+
+def test_a_source_is_asked_for_rows_that_none_before_it_serves():
+    """Three rows: one with a draft that goes wrong in the second forward, one with a guess alone, and one with neither."""
+    drafted, guessed, bare = row(0), row(1), row(2)
+    guesses = Guesses({drafted.id: list(range(70, 99)), guessed.id: [20, 21, 99, *range(23, 40)]})
+    proposer = Proposer([OwnDrafts(), guesses], cost(), fixed_window=3, clock=Clock())
+    proposer.begin()
+    for each in (drafted, guessed, bare):
+        proposer.track(each, draft(range(10, 40)) if each is drafted else None, STEP)
+    truths = [[*range(10, 15), 99, 76, 77, 78, 79, 80], range(20, 40), range(50, 70)]
+    proposed = [forward(proposer, [drafted, guessed, bare], truths) for _ in range(3)]
+    assert [p[0] for p in proposed] == [[10, 11, 12], [14, 15, 16], [76, 77, 78]]
+    assert [p[1] for p in proposed] == [[20, 21, 99], [23, 24, 25], [27, 28, 29]]
+    assert [p[2] for p in proposed] == [[], [], []]
+    assert guesses.asked == [[guessed.id, bare.id]] * 2 + [[drafted.id, guessed.id, bare.id]]
+    assert guesses.begins == 1 and guesses.gained == {each.id: each.tokens.tolist() for each in (drafted, guessed, bare)}
+    counts = proposer.acceptance
+    assert counts.by_source == {"aligned": [6, 4], "guess": [12, 2 + 3 + 3 + 3]} and set(counts.by_age) == {1}
+    assert counts.draft_tokens == 18 and counts.accepted_tokens == 15
+    assert proposer.survival.estimate(("guess",), UNKNOWN_PRIOR) == pytest.approx((11 + 4) / (12 + 8), abs=0.02)
+    assert forward(proposer, [guessed], [range(20, 40)], room=0) == [[]] and guesses.asked[-1] == [], "no room, no question"
+
+
+@pytest.mark.parametrize("fixed_window", [None, 4])
+def test_a_made_up_source_changes_no_token(fixed_window):
+    """In the real engine: drafts for some rows, and guesses of which every seventh token is wrong for all."""
+    model = new_model()
+    wanted, num_forwards = plain(model, 0)
+    wrong = {sample: [(t + (n % 7 == 6)) % VOCAB for n, t in enumerate(tokens)] for sample, (tokens, _) in wanted.items()}
+    guesses = Guesses(wrong)
+    proposer = Proposer([OwnDrafts(), guesses], cost(), fixed_window=fixed_window, clock=Clock())
+    proposer.begin()
+    rows = rows_of(0)
+    for each in rows:
+        tokens = wanted[each.id][0]
+        proposer.track(each, None if each.id.sample else draft([*tokens[:-3], 1, 1, 1]), STEP)
+    engine = Generator(ModelRunner(model, 24, MAX_LENGTH, SEED))
+    record = RolloutLoop(engine, ALONE, PARAMS, proposer=proposer).run(rows)
+    assert as_dict(rows) == wanted and engine.num_forwards < num_forwards
+    counts = record.acceptance
+    assert set(counts.by_source) == {"aligned", "guess"} and all(accepted > 10 for _, accepted in counts.by_source.values())
+    assert sum(proposed for proposed, _ in counts.by_source.values()) == counts.draft_tokens
+    assert sum(accepted for _, accepted in counts.by_source.values()) == counts.accepted_tokens < counts.draft_tokens
