@@ -176,12 +176,12 @@ def load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Pr
     if count and not held_out:
         raise InputError(f"rollout.max_prompt_length: no held-out prompt has at most {config.rollout.max_prompt_length} tokens")
     texts = {str(prompt.text) for prompt in held_out}
-    kept = [prompt for prompt in train.prompts if str(prompt.text) not in texts]
-    if train.prompts and not kept:
+    remaining = [prompt for prompt in train.prompts if str(prompt.text) not in texts]
+    if train.prompts and not remaining:
         raise InputError(
             "data.eval_path, data.eval_split: all training prompts are held out as well, so none is left to train on"
         )
-    return PromptSet(kept, train.num_dropped), held_out
+    return PromptSet(remaining, train.num_dropped), held_out
 
 
 def stop_tokens(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -189,10 +189,10 @@ def stop_tokens(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTok
     if config.rollout.stop_token_ids is not None:
         return tuple(config.rollout.stop_token_ids)
     from_model = model.generation_config.eos_token_id
-    found = {tokenizer.eos_token_id, *(from_model if isinstance(from_model, list) else [from_model])} - {None}
-    if not found:
+    stops = {tokenizer.eos_token_id, *(from_model if isinstance(from_model, list) else [from_model])} - {None}
+    if not stops:
         raise InputError("rollout.stop_token_ids: neither model nor tokenizer has an end-of-sequence token; give one")
-    return tuple(sorted(found))
+    return tuple(sorted(stops))
 
 
 def claim_output_dir(config: Config, ranks: Ranks) -> IO | None:

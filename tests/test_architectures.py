@@ -183,11 +183,11 @@ def test_the_tolerance_is_that_of_the_least_precise_part():
 
 def scaled_by(factor: float):
     correct = attention._cached_sdpa
-    return lambda packing, query, key, value, scaling, window: correct(packing, query, key, value, scaling * factor, window)
+    return lambda *tensors, scaling, window: correct(*tensors, scaling=scaling * factor, window=window)
 
 
-def without_window(packing, query, key, value, scaling, window):
-    return correct_cached(packing, query, key, value, scaling, None)
+def without_window(*tensors, scaling, window):
+    return correct_cached(*tensors, scaling=scaling, window=None)
 
 
 correct_cached = attention._cached_sdpa

@@ -1,1 +1,4 @@
-"""Prompts, and which of them make up a step."""
+"""Prompts, and which of them make up a step.
+
+May import: records and errors.
+"""

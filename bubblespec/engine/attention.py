@@ -91,12 +91,12 @@ def bubblespec_attention(
         scaling = query.shape[-1] ** -0.5
     if isinstance(packing, SequencePacking):
         attend = {"sdpa": _sequences_sdpa, "varlen": _sequences_varlen, "flash_attn": _sequences_flash}[kernel]
-        out = attend(packing, query, key, value, scaling, sliding_window)
+        out = attend(packing, query, key, value, scaling=scaling, window=sliding_window)
     else:
         packing.cache.write(module.layer_idx, packing.slot, packing.position, key, value)
         cached_key, cached_value = packing.cache.keys[module.layer_idx], packing.cache.values[module.layer_idx]
         attend = {"sdpa": _cached_sdpa, "varlen": _cached_varlen, "flash_attn": _cached_flash}[kernel]
-        out = attend(packing, query, cached_key, cached_value, scaling, sliding_window)
+        out = attend(packing, query, cached_key, cached_value, scaling=scaling, window=sliding_window)
     return out[None].contiguous(), None
 
 
@@ -134,12 +134,12 @@ def record_masks(model: torch.nn.Module, tokens: torch.Tensor) -> list[LayerMask
     return seen
 
 
-def _cached_sdpa(packing: CachePacking, query, cached_key, cached_value, scaling, window) -> torch.Tensor:
-    attended = [_attend_group(group, query, cached_key, cached_value, scaling, window) for group in packing.groups]
+def _cached_sdpa(packing: CachePacking, query, cached_key, cached_value, *, scaling, window) -> torch.Tensor:
+    attended = [_attend_group(group, query, cached_key, cached_value, scaling=scaling, window=window) for group in packing.groups]
     return attended[0] if len(attended) == 1 else torch.cat(attended)
 
 
-def _attend_group(group: AttentionGroup, query, cached_key, cached_value, scaling, window) -> torch.Tensor:
+def _attend_group(group: AttentionGroup, query, cached_key, cached_value, *, scaling, window) -> torch.Tensor:
     """Query heads of one key/value head are folded into the query axis, so keys and values are never repeated."""
     rows, queries = group.num_rows, group.num_queries
     num_heads, head_dim = query.shape[1:]
@@ -158,7 +158,7 @@ def _attend_group(group: AttentionGroup, query, cached_key, cached_value, scalin
     return out if group.real is None else out.index_select(0, group.real)
 
 
-def _sequences_sdpa(packing: SequencePacking, query, key, value, scaling, window) -> torch.Tensor:
+def _sequences_sdpa(packing: SequencePacking, query, key, value, *, scaling, window) -> torch.Tensor:
     fold = query.shape[1] // key.shape[1]
     groups, packed_order = packing.groups
     attended = []
@@ -177,18 +177,31 @@ def _sequences_sdpa(packing: SequencePacking, query, key, value, scaling, window
     return torch.cat(attended).index_select(0, packed_order)
 
 
-def _cached_varlen(packing: CachePacking, query, cached_key, cached_value, scaling, window) -> torch.Tensor:
+def _cached_varlen(packing: CachePacking, query, cached_key, cached_value, *, scaling, window) -> torch.Tensor:
     v = packing.varlen
     key, value = (t.flatten(0, 1) for t in (cached_key, cached_value))
-    return _varlen(query, key, value, v.cu_q, v.cu_k, v.max_q, v.max_k, scaling, window, v.used)
+    return _varlen(
+        query, key, value, cu_q=v.cu_q, cu_k=v.cu_k, max_q=v.max_q, max_k=v.max_k, scaling=scaling, window=window, used=v.used
+    )
 
 
-def _sequences_varlen(packing: SequencePacking, query, key, value, scaling, window) -> torch.Tensor:
+def _sequences_varlen(packing: SequencePacking, query, key, value, *, scaling, window) -> torch.Tensor:
     cumulative, longest = packing.varlen
-    return _varlen(query, key, value, cumulative, cumulative, longest, longest, scaling, window, None)
+    return _varlen(
+        query,
+        key,
+        value,
+        cu_q=cumulative,
+        cu_k=cumulative,
+        max_q=longest,
+        max_k=longest,
+        scaling=scaling,
+        window=window,
+        used=None,
+    )
 
 
-def _varlen(query, key, value, cu_q, cu_k, max_q, max_k, scaling, window, used) -> torch.Tensor:
+def _varlen(query, key, value, *, cu_q, cu_k, max_q, max_k, scaling, window, used) -> torch.Tensor:
     """torch's variable-length kernel; one split, so that a row's result does not depend on the other rows."""
     look_back = -1 if window is None else window - 1
     if not _has_varlen():
@@ -214,7 +227,7 @@ def _varlen(query, key, value, cu_q, cu_k, max_q, max_k, scaling, window, used) 
     )
 
 
-def _cached_flash(packing: CachePacking, query, cached_key, cached_value, scaling, window) -> torch.Tensor:
+def _cached_flash(packing: CachePacking, query, cached_key, cached_value, *, scaling, window) -> torch.Tensor:
     """The flash_attn package has no `seqused_k`; its paged form expresses the same."""
     from flash_attn import flash_attn_varlen_func
 
@@ -236,7 +249,7 @@ def _cached_flash(packing: CachePacking, query, cached_key, cached_value, scalin
     )
 
 
-def _sequences_flash(packing: SequencePacking, query, key, value, scaling, window) -> torch.Tensor:
+def _sequences_flash(packing: SequencePacking, query, key, value, *, scaling, window) -> torch.Tensor:
     from flash_attn import flash_attn_varlen_func
 
     cumulative, longest = packing.varlen

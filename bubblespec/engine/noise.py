@@ -1,7 +1,7 @@
 """Counter-based Gumbel noise: the same numbers on every device, and for any batch, rank or schedule.
 
 Two layers. Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") turns the 128-bit counter
-(prompt uid, step, sample, position) into a 128-bit stream key. Philox is a bijection of its counter, so two different
+(prompt uid, visit, sample, position) into a 128-bit stream key. Philox is a bijection of its counter, so two different
 counters never share a stream. Then a 32-bit integer mixer, keyed by those four words, turns each token id into 31 random
 bits. Philox for every vocabulary entry would cost 3.5 times as many operations.
 
@@ -13,7 +13,7 @@ import torch
 
 MAX_POSITIONS = 1 << 20
 MAX_SAMPLES = 1 << 12
-EVALUATION = 1 << 31  # added to a step so that evaluation never shares a stream with training
+EVALUATION = 1 << 31  # the visit of held-out prompts, so that evaluation never shares a stream with training
 
 # triple32 of Chris Wellons' hash-prospector (github.com/skeeto/hash-prospector): xorshift-multiply rounds with bias near that of
 # a random function. The key words added between the rounds are ours.
@@ -34,16 +34,16 @@ def philox4x32(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
     return np.stack((even, odd), axis=1).reshape(4, -1).T.astype(np.uint32)
 
 
-def stream_keys(seed: int, uid: np.ndarray, step: np.ndarray, sample: np.ndarray, position: np.ndarray) -> np.ndarray:
+def stream_keys(seed: int, uid: np.ndarray, visit: np.ndarray, sample: np.ndarray, position: np.ndarray) -> np.ndarray:
     """128-bit keys of N noise streams, int32 [N, 4].
 
-    uid: int64 [N], prompts. step, sample, position: int64 [N]; position counts response tokens from 0. The counter's
-    fields are disjoint bits (uid 64, step 32, sample 12, position 20), so no two streams of a run share a key.
+    uid: int64 [N], prompts. visit, sample, position: int64 [N]; position counts response tokens from 0. The counter's
+    fields are disjoint bits (uid 64, visit 32, sample 12, position 20), so no two streams of a run share a key.
     """
     counter = np.empty((len(uid), 4), dtype=np.uint32)
     uid = uid.astype(np.uint64)
     counter[:, 0] = (sample << 20) | position
-    counter[:, 1] = step
+    counter[:, 1] = visit
     counter[:, 2] = uid & np.uint64(0xFFFFFFFF)
     counter[:, 3] = uid >> np.uint64(32)
     return philox4x32(counter, (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)).view(np.int32)

@@ -1,1 +1,4 @@
-"""Uses of idle time, and who gets it: drafting coming samples ahead is the first of them."""
+"""Uses of idle time, and who gets it: drafting coming samples ahead is the first of them.
+
+May import: speculate, data, engine, ranks and what lies below.
+"""

@@ -1,1 +1,4 @@
-"""From samples to new weights: advantages, losses, micro-batches, the optimizer."""
+"""From samples to new weights: advantages, losses, micro-batches, the optimizer.
+
+May import: engine, ranks, config and what lies below.
+"""

@@ -1,4 +1,4 @@
-"""The process in which a program of `code_reward` runs, under limits. It imports nothing heavy.
+"""The process in which a program of `passes_tests` runs, under limits. It imports nothing heavy.
 
 A success is reported by a secret number that the program does not get: exit codes and printed text count for nothing.
 """

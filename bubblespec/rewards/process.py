@@ -1,4 +1,4 @@
-"""A reward worker's process: it computes one sample with one function at a time, for the trainer (`reward_workers`).
+"""A reward worker's process: it computes one sample with one function at a time, for the trainer (workers.py).
 
 It imports the modules of the reward functions and nothing else of weight. A function may keep processes from one call to the
 next, such as a pool: as many as ran after its first call. If a later call leaves more of them, it is answered, and then the

@@ -166,9 +166,9 @@ def describe_cost(cost: ForwardCost) -> str:
 
 def totals(steps: list[SimulatedStep]) -> dict[str, Any]:
     """Over all steps; the share of waiting is that of the whole time."""
-    found = {name: sum(getattr(step, name) for step in steps) for _, name, _ in TABLE}
-    found["bubble_ratio"] = sum(step.bubble_ratio * step.seconds for step in steps) / found["seconds"]
-    return found
+    sums = {name: sum(getattr(step, name) for step in steps) for _, name, _ in TABLE}
+    sums["bubble_ratio"] = sum(step.bubble_ratio * step.seconds for step in steps) / sums["seconds"]
+    return sums
 
 
 def plain(step: SimulatedStep) -> dict[str, Any]:
@@ -177,10 +177,10 @@ def plain(step: SimulatedStep) -> dict[str, Any]:
 
 def table(results: dict[str, list[SimulatedStep]]) -> str:
     """The totals, a column for each method, and the seconds of each step."""
-    found = {method: totals(steps) for method, steps in results.items()}
-    lines = [["", *found, "ratio"]]
+    sums = {method: totals(steps) for method, steps in results.items()}
+    lines = [["", *sums, "ratio"]]
     for label, name, form in TABLE:
-        lines.append([label, *(form.format(values[name]) for values in found.values()), ratio([v[name] for v in found.values()])])
+        lines.append([label, *(form.format(values[name]) for values in sums.values()), ratio([v[name] for v in sums.values()])])
     for of_step in zip(*results.values(), strict=True):
         seconds = [step.seconds for step in of_step]
         lines.append([f"step {of_step[0].step}", *(f"{s:.1f} s" for s in seconds), ratio(seconds)])

@@ -125,15 +125,15 @@ class ForwardCost:
         """Raises InputError for a file that is not there, or is not what `save` writes."""
         try:
             with open(path, encoding="utf-8") as file:
-                found = json.load(file)
+                content = json.load(file)
         except OSError as error:
             raise InputError(f"{path}: {error.strerror}") from error
         except ValueError as error:
             raise InputError(f"{path}: not valid JSON: {error}") from error
-        if problem := _problem(found):
+        if problem := _problem(content):
             raise InputError(f"{path}: not a cost model: {problem}")
-        del found["format"]
-        return cls(**found)
+        del content["format"]
+        return cls(**content)
 
 
 def cost_from_trace(folder: str) -> ForwardCost:
@@ -234,28 +234,28 @@ def nonnegative(gram: np.ndarray, target: np.ndarray) -> np.ndarray:
     return x / size
 
 
-def _problem(found: Any) -> str | None:
+def _problem(content: Any) -> str | None:
     """Why a JSON value is not a cost model, or None."""
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
         return f'it has no "format": {FORMAT}'
     names = {"format", *(f.name for f in fields(ForwardCost))}
-    if found.keys() != names:
-        return f"{', '.join(sorted(map(str, found.keys() ^ names)))} missing or unknown"
-    if not all(isinstance(found[name], list) for name in ("knots", "slopes", "propose")):
+    if content.keys() != names:
+        return f"{', '.join(sorted(map(str, content.keys() ^ names)))} missing or unknown"
+    if not all(isinstance(content[name], list) for name in ("knots", "slopes", "propose")):
         return "knots, slopes and propose must be lists"
-    if not all(isinstance(found[name], dict) for name in ("rates", "hardware", "versions")):
+    if not all(isinstance(content[name], dict) for name in ("rates", "hardware", "versions")):
         return "rates, hardware and versions must be objects"
-    if set(found["rates"]) != set(RATES):
+    if set(content["rates"]) != set(RATES):
         return f"rates must be those of {', '.join(RATES)}"
-    if not isinstance(found["model"], str):
+    if not isinstance(content["model"], str):
         return "model must be a text"
-    if found["kind"] not in ("measured", "analytic"):
+    if content["kind"] not in ("measured", "analytic"):
         return "kind must be measured or analytic"
-    numbers = [*found["knots"], *found["slopes"], *found["propose"], *found["rates"].values()]
-    for number in (*numbers, found["constant"], found["error_median"], found["error_p90"]):
+    numbers = [*content["knots"], *content["slopes"], *content["propose"], *content["rates"].values()]
+    for number in (*numbers, content["constant"], content["error_median"], content["error_p90"]):
         if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number) or number < 0:
             return f"{number!r} must be a number, finite and at least 0"
-    knots = found["knots"]
-    if not knots or len(knots) != len(found["slopes"]) or any(a >= b for a, b in itertools.pairwise(knots)):
+    knots = content["knots"]
+    if not knots or len(knots) != len(content["slopes"]) or any(a >= b for a, b in itertools.pairwise(knots)):
         return "knots must ascend, with one slope each"
-    return None if len(found["propose"]) == 2 else "propose must be two numbers"
+    return None if len(content["propose"]) == 2 else "propose must be two numbers"

@@ -35,7 +35,7 @@ class RecordedWorkload(Planned):
             raise InputError(f"{folder}: the steps {steps} are not consecutive")
         self.first_step, self.num_steps = steps[0], len(steps)
         self._batches: dict[int, list[Prompt]] = {step: [] for step in steps}
-        self._found: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray | None, bool]] = {}  # response, draft, finished
+        self._responses: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray | None, bool]] = {}  # response, draft, finished
         self._rewards: dict[tuple[int, int], list[float]] = {}
         self.stop_token_ids = tuple(sorted(self._read(folder))) or (STOP,)
         self._steps: dict[int, list[int]] = {}  # in which each prompt occurs
@@ -43,12 +43,12 @@ class RecordedWorkload(Planned):
             for prompt in batch:
                 self._steps.setdefault(prompt.uid, []).append(step)
         self.num_prompts = len(self._batches[self.first_step])
-        self.num_generations = max(sample for _, _, sample in self._found) + 1
-        if len(self._found) != self.num_steps * self.num_prompts * self.num_generations:
+        self.num_generations = max(sample for _, _, sample in self._responses) + 1
+        if len(self._responses) != self.num_steps * self.num_prompts * self.num_generations:
             raise InputError(
                 f"{folder}: its steps do not all have {self.num_prompts} prompts with {self.num_generations} responses"
             )
-        self.max_length = max(len(tokens) for tokens, *_ in self._found.values())
+        self.max_length = max(len(tokens) for tokens, *_ in self._responses.values())
         self.max_prompt_length = max(len(p.token_ids) for batch in self._batches.values() for p in batch)
         self.digests = dict(zip(*(read_table(folder, "steps")[name].to_pylist() for name in ("step", "digest")), strict=True))
         self.mean_run = self._mean_run()
@@ -70,18 +70,18 @@ class RecordedWorkload(Planned):
                 self._batches[step].append(Prompt(uid, "", tuple(prompt), {}))
             self._rewards.setdefault((step, uid), []).append(reward)  # samples are in order
             draft = None if draft is None else np.array(draft, np.int64)
-            self._found[step, uid, sample] = (np.array(tokens, np.int64), draft, finished)
+            self._responses[step, uid, sample] = (np.array(tokens, np.int64), draft, finished)
         return stops
 
     def _mean_run(self) -> float | None:
-        agreed = left = 0
-        for tokens, draft, _ in self._found.values():
+        num_agreed = num_diverged = 0
+        for tokens, draft, _ in self._responses.values():
             if draft is not None and len(draft):
                 both = min(len(tokens), len(draft))
                 wrong = np.flatnonzero(tokens[:both] != draft[:both])
-                agreed += int(wrong[0]) if len(wrong) else both
-                left += len(wrong) > 0
-        return agreed / left if left else float("inf") if agreed else None
+                num_agreed += int(wrong[0]) if len(wrong) else both
+                num_diverged += len(wrong) > 0
+        return num_agreed / num_diverged if num_diverged else float("inf") if num_agreed else None
 
     def batch(self, step: int) -> list[Prompt]:
         return self._batches[step]
@@ -95,11 +95,11 @@ class RecordedWorkload(Planned):
         return self._steps[sample.uid][sample.visit]
 
     def response(self, step: int, uid: int, sample: int) -> np.ndarray:
-        return self._found[step, uid, sample][0]
+        return self._responses[step, uid, sample][0]
 
     def draft(self, step: int, uid: int, sample: int, age: int, limit: int, so_far: np.ndarray) -> np.ndarray:
         """See `Workload.draft`."""
-        tokens, draft, is_finished = self._found[step, uid, sample]
+        tokens, draft, is_finished = self._responses[step, uid, sample]
         true = tokens[:limit]
         if age <= 0:
             return true
@@ -107,7 +107,7 @@ class RecordedWorkload(Planned):
         if draft is None or not len(draft):
             return self.drafts.text((step, uid, sample), true, limit, stop, age, so_far)
         whole = draft if is_finished else np.concatenate((draft, tokens[len(draft) :]))
-        if len(whole) < limit and whole[-1] not in self.stop_token_ids:  # it has left its response, and outgrown it
+        if len(whole) < limit and whole[-1] not in self.stop_token_ids:  # it has num_diverged its response, and outgrown it
             whole = np.append(whole, stop)
         return whole[:limit]
 

@@ -110,10 +110,10 @@ class Workload(Planned):
         self._responses: dict[tuple[int, int, int], np.ndarray] = {}
 
     def batch(self, step: int) -> list[Prompt]:
-        found = self._batches.get(step)
-        if found is None:
-            found = self._batches[step] = [self._prompt(step, number) for number in range(self.num_prompts)]
-        return found
+        batch = self._batches.get(step)
+        if batch is None:
+            batch = self._batches[step] = [self._prompt(step, number) for number in range(self.num_prompts)]
+        return batch
 
     def _prompt(self, step: int, number: int) -> Prompt:
         first = step % self.steps_per_epoch  # when the prompt occurs first
@@ -133,10 +133,10 @@ class Workload(Planned):
     def response(self, step: int, uid: int, sample: int) -> np.ndarray:
         """The tokens of a response, int64, with the stop token where it is not cut off."""
         key = (step, uid, sample)
-        found = self._responses.get(key)
-        if found is None:
-            found = self._responses[key] = self._make(step, uid, sample)
-        return found
+        tokens = self._responses.get(key)
+        if tokens is None:
+            tokens = self._responses[key] = self._make(step, uid, sample)
+        return tokens
 
     def _make(self, step: int, uid: int, sample: int) -> np.ndarray:
         spec = self.spec
@@ -148,10 +148,10 @@ class Workload(Planned):
         score = math.sqrt(SHARED_VARIANCE) * common + math.sqrt(1 - SHARED_VARIANCE) * random.standard_normal()
         # The mean of a lognormal is exp(mu + sigma**2 / 2).
         length = max(round(spec.mean * math.exp(spec.sigma * score - spec.sigma**2 / 2)), MIN_LENGTH)
-        found = random.integers(0, VOCABULARY, min(length, spec.max))
+        tokens = random.integers(0, VOCABULARY, min(length, spec.max))
         if length <= spec.max:
-            found[-1] = STOP
-        return found
+            tokens[-1] = STOP
+        return tokens
 
     def draft(self, step: int, uid: int, sample: int, age: int, limit: int, so_far: np.ndarray) -> np.ndarray:
         """The whole draft as weights `age` updates before those of its step continue it after `so_far`; age 0 is the response."""

@@ -1,1 +1,4 @@
-"""What a run says of itself: metrics, timelines, traces. Reads records, decides nothing."""
+"""What a run says of itself: metrics, timelines, traces. Reads records, decides nothing.
+
+May import: ranks, config and what lies below.
+"""

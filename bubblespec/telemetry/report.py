@@ -1,5 +1,6 @@
 """The numbers of one step, under the field's names (TRL's and verl's)."""
 
+import json
 import resource
 import sys
 
@@ -7,7 +8,7 @@ import numpy as np
 import torch
 
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import SOURCES, StepRecord, digest, has_zero_std, total_s
+from bubblespec.records import StepRecord, digest, has_zero_std, total_s
 
 
 def rollout_metrics(record: StepRecord, functions: list[str]) -> dict:
@@ -80,12 +81,13 @@ def speculation_metrics(ranks: Ranks, record: StepRecord, *, store_tokens: int, 
         "timing_s/propose": float(times[:, 4].mean()),
         "timing_s/exchange": total_s(record.spans, "exchange"),
     }
-    own = [[of.by_source.get(name, [0, 0]) for name in SOURCES] for of in counts]
-    table = ranks.gather(np.array(own, np.int64).sum(axis=0)).sum(axis=0)
-    for name, (drafted, accepted) in zip(SOURCES, table.tolist(), strict=True):
-        if drafted:
-            metrics[f"drafts/{name}/accept_rate"] = accepted / drafted
-            metrics[f"drafts/{name}/tokens"] = drafted
+    by_source: dict[str, np.ndarray] = {}
+    for text in ranks.gather_text(json.dumps([entry.by_source for entry in counts])):
+        for name, of_source in ((name, of) for entry in json.loads(text) for name, of in entry.items()):
+            by_source[name] = by_source.get(name, 0) + np.array(of_source)
+    for name, (drafted, accepted) in sorted(by_source.items()):
+        metrics[f"drafts/{name}/accept_rate"] = int(accepted) / int(drafted)
+        metrics[f"drafts/{name}/tokens"] = int(drafted)
     for age, share in sorted(accepted_by_age.items()):
         metrics[f"drafts/accept_rate/age_{age}"] = share
     return metrics

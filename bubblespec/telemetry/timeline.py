@@ -54,11 +54,11 @@ def step_spans(spans: list[Span], stages: list[Span]) -> list[tuple[str, float, 
 
 def clock_offsets(ranks: Ranks) -> np.ndarray:
     """How far each rank's clock is ahead of rank 0's, float64 [ranks], in seconds. To be called by all ranks together."""
-    left = []
+    times = []
     for _ in range(NUM_BARRIERS):
         ranks.barrier()
-        left.append(time.perf_counter())
-    by_rank = ranks.gather(np.array(left))
+        times.append(time.perf_counter())
+    by_rank = ranks.gather(np.array(times))
     return np.median(by_rank - by_rank[0], axis=1)  # on a busy machine a rank is late to leave some of them
 
 
@@ -67,8 +67,8 @@ def gather_lanes(ranks: Ranks, spans: list[Span], stages: list[Span]) -> list[np
     seconds since the first rank began the step. To be called by all ranks together; see `step_spans` for the arguments."""
     offsets = clock_offsets(ranks)
     zero = offsets[ranks.rank] + (ranks.gather(np.array(stages[0][1])) - offsets).min()
-    own = np.array([(KINDS.index(kind), begin - zero, end - zero) for kind, begin, end in step_spans(spans, stages)])
-    return [lane.reshape(-1, 3) for lane in ranks.gather_ragged(own.ravel())]
+    numbers = np.array([(KINDS.index(kind), begin - zero, end - zero) for kind, begin, end in step_spans(spans, stages)])
+    return [lane.reshape(-1, 3) for lane in ranks.gather_ragged(numbers.ravel())]
 
 
 def save_timeline(output_dir: str, step: int, lanes: list[np.ndarray], method: str) -> np.ndarray:
@@ -91,14 +91,14 @@ def trace(lanes: list[np.ndarray], title: str) -> dict:
 
     Times are in microseconds, as the format has it.
     """
-    found = [{"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "args": {"name": title}}]
+    events = [{"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "args": {"name": title}}]
     for rank, lane in enumerate(lanes):
-        found.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}})
-        found.append({"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": rank, "args": {"sort_index": rank}})
+        events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}})
+        events.append({"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": rank, "args": {"sort_index": rank}})
         begin, end = np.rint(lane[:, 1:].T * 1e9).astype(np.int64)  # whole nanoseconds: rounding makes no overlaps
         for kind, ts, dur in zip(lane[:, 0].astype(int), begin / 1000, (end - begin) / 1000, strict=True):
-            found.append({"ph": "X", "name": KINDS[kind], "pid": 0, "tid": rank, "ts": float(ts), "dur": float(dur)})
-    return {"traceEvents": found, "displayTimeUnit": "ms"}
+            events.append({"ph": "X", "name": KINDS[kind], "pid": 0, "tid": rank, "ts": float(ts), "dur": float(dur)})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def draw(lanes: list[np.ndarray], title: str) -> np.ndarray:

@@ -125,8 +125,8 @@ class Recorder:
         numbers += [total_s(record.stages, kind) for kind in ("gen", "wait", "reward", "train")]
         numbers += [total_s(record.spans, "exchange"), record.seconds]
         by_rank = self.ranks.gather(np.array(numbers, np.float64))
-        own = [_forward_numbers(batch, rollout) for batch, rollout in enumerate(rollouts)]
-        forwards = self.ranks.gather_ragged(np.concatenate(own).ravel())
+        numbers_by_batch = [_forward_numbers(batch, rollout) for batch, rollout in enumerate(rollouts)]
+        forwards = self.ranks.gather_ragged(np.concatenate(numbers_by_batch).ravel())
         if self.ranks.is_main:
             tables = {
                 "responses": _response_columns(record),
@@ -152,8 +152,8 @@ class Recorder:
 
     def _remove_from(self, first_step: int) -> None:
         for name in os.listdir(self.folder):
-            found = re.fullmatch(r"(?:responses|forwards|steps)-(\d{5,})\.parquet(\.tmp)?", name)
-            if found and (int(found[1]) >= first_step or found[2]):
+            match = re.fullmatch(r"(?:responses|forwards|steps)-(\d{5,})\.parquet(\.tmp)?", name)
+            if match and (int(match[1]) >= first_step or match[2]):
                 os.remove(os.path.join(self.folder, name))
 
 
@@ -192,7 +192,7 @@ def list_steps(folder: str) -> list[int]:
         names = os.listdir(folder)
     except OSError as error:
         raise InputError(f"{folder} is not a trace: {error.strerror}") from error
-    steps = sorted(int(found[1]) for name in names if (found := re.fullmatch(r"steps-(\d{5,})\.parquet", name)))
+    steps = sorted(int(match[1]) for name in names if (match := re.fullmatch(r"steps-(\d{5,})\.parquet", name)))
     if not steps:
         raise InputError(f"{folder}: no step is recorded there")
     return steps

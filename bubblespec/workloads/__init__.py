@@ -1,1 +1,4 @@
-"""Ready-made workloads: scripts that prepare a policy and a task mixture for the trainer."""
+"""Ready-made workloads: scripts that prepare a policy and a task mixture for the trainer.
+
+May import: data.
+"""

@@ -1,0 +1,109 @@
+"""The changes of docs/extending.md, made to a copy of the project as they stand there: it trains, and its tokens are exact."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.runs import ALWAYS_DRAFT, SHORT
+from tests.warm import ROOT
+
+# Notes which rank has looked at a piece, which leaves no other trace. Rank 1 is slow until rank 0, idle by then, has done so.
+DRIVER = """
+import os, sys, time
+from bubblespec.engine.generator import Generator
+from bubblespec.idle.loop_finder import LoopFinder
+import train
+
+advance, begin, step = LoopFinder.advance, LoopFinder.begin, Generator.step
+has_pieces = False
+
+def noted_begin(self, view):
+    global has_pieces
+    has_pieces = bool(self.offers())
+    return begin(self, view)
+
+def noted_advance(self):
+    before = len(self.given)
+    advance(self)
+    if len(self.given) < before:
+        with open("pieces", "a") as file:
+            file.write(os.environ["RANK"] + "\\n")
+
+def slow_step(self, *arguments):
+    if has_pieces and os.environ["RANK"] == "1" and not os.path.exists("pieces"):
+        time.sleep(0.5)
+    return step(self, *arguments)
+
+LoopFinder.advance, LoopFinder.begin, Generator.step = noted_advance, noted_begin, slow_step
+sys.exit(train.main())
+"""
+
+
+def blocks() -> list[tuple[str, str, str]]:
+    with open(os.path.join(ROOT, "docs/extending.md"), encoding="utf-8") as file:
+        return re.findall(r"^```(\w+) (\S+)\n(.*?)^```$", file.read(), re.M | re.S)
+
+
+def change(text: str, diff: str) -> str:
+    """Apply the hunks of a diff without line numbers. The lines that it shows must be in the text exactly once."""
+    for hunk in diff.split("@@\n"):
+        lines = hunk.rstrip("\n").split("\n")
+        before = "\n".join(line[1:] for line in lines if not line.startswith("+"))
+        after = "\n".join(line[1:] for line in lines if not line.startswith("-"))
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+    return text
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """A copy with all changes made."""
+    folder = tmp_path_factory.mktemp("project")
+    shutil.copytree(os.path.join(ROOT, "bubblespec"), folder / "bubblespec", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(os.path.join(ROOT, "configs"), folder / "configs")
+    shutil.copy(os.path.join(ROOT, "train.py"), folder)
+    for language, path, text in blocks():
+        if language == "python":
+            assert not (folder / path).exists()
+            (folder / path).write_text(text, encoding="utf-8")
+        else:
+            (folder / path).write_text(change((folder / path).read_text(encoding="utf-8"), text), encoding="utf-8")
+    (folder / "drive.py").write_text(DRIVER)
+    return folder
+
+
+def run(project, output: str, ranks: int, *overrides: str) -> list[dict]:
+    options = [*SHORT, "run.max_steps=3", f"run.output_dir={output}", "loss.advantage_estimator=sign", *overrides]
+    launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(project)}
+    command = [sys.executable, *launcher, "drive.py", "--config", "configs/tiny_cpu.yaml", *options]
+    done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    with open(project / output / "metrics.jsonl", encoding="utf-8") as file:
+        return [line for line in map(json.loads, file) if "reward" in line]
+
+
+def test_the_changes_train_and_leave_tokens_exact(project):
+    exact = ("model.dtype=float64", "speculative.fixed_window=3")
+    plain = run(project, "plain", 1, *exact, "speculative.method=none")
+    drafting = ("speculative.method=bubble+bigrams", "bubble.lookahead=2", ALWAYS_DRAFT)
+    changed = run(project, "changed", 2, *exact, *drafting)
+    assert [line["rollout/digest"] for line in plain] == [line["rollout/digest"] for line in changed]
+    for one, other in zip(plain, changed, strict=True):
+        np.testing.assert_allclose(one["grad_norm"], other["grad_norm"], rtol=1e-9)
+    assert sum(line.get("drafts/bigrams/tokens", 0) for line in changed) > 20
+    assert "0" in (project / "pieces").read_text().split(), "rank 0 has been idle, and was given pieces"
+
+
+def test_no_change_touches_more_than_two_files():
+    """Beside the configuration; counted by section."""
+    with open(os.path.join(ROOT, "docs/extending.md"), encoding="utf-8") as file:
+        sections = file.read().split("\n## ")[1:]
+    touched = [set(re.findall(r"^```\w+ (\S+)$", section, re.M)) - {"bubblespec/config.py"} for section in sections]
+    assert [len(files) for files in touched] == [1, 2, 2, 0]
