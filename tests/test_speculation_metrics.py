@@ -57,14 +57,20 @@ def test_metrics_of_two_ranks_by_hand():
     seconds = {"own_s": 8.0, "wait_s": 0.5, "total_s": 8.5, "propose_s": 0.5}
     here = recorded(30, 5, **seconds, drafted_tokens=40, num_ticks=17, acceptance=counts)
     counts = Acceptance(25, 40, 40, 12, 15)
-    counts.by_source, counts.accepted_lengths = {"aligned": [10, 9], "history": [30, 3]}, histogram(of_4=1, of_128=6)
+    counts.by_source, counts.accepted_lengths = (
+        {"aligned": [10, 9], "history": [24, 3], "made up": [6, 0]},
+        histogram(of_4=1, of_128=6),
+    )
     seconds = {"own_s": 6.0, "wait_s": 2.0, "total_s": 10.5, "propose_s": 0.25}
     there = recorded(45, 2, **seconds, drafted_tokens=30, num_ticks=17, acceptance=counts)
     exchanges = [Span("exchange", 1.0, 1.25), Span("sync", 1.25, 3.0), Span("exchange", 3.0, 3.5)]
-    sent: list[np.ndarray] = []
-    ranks = SimpleNamespace(gather=lambda array: (sent.append(array), array[None])[1])
-    metrics_of(ranks, [there], [Span("exchange", 0.0, 9.0)])
-    found = metrics_of(SimpleNamespace(gather=lambda array: np.stack((array, sent.pop(0)))), [here], exchanges)
+    sent: list[np.ndarray | str] = []
+    first = SimpleNamespace(
+        gather=lambda array: (sent.append(array), array[None])[1], gather_text=lambda text: (sent.append(text), [text])[1]
+    )
+    metrics_of(first, [there], [Span("exchange", 0.0, 9.0)])
+    second = SimpleNamespace(gather=lambda array: np.stack((array, sent.pop(0))), gather_text=lambda text: [text, sent.pop(0)])
+    found = metrics_of(second, [here], exchanges)
     assert not sent
     assert found == {
         "rollout/forwards": 30,
@@ -86,8 +92,10 @@ def test_metrics_of_two_ranks_by_hand():
         "drafts/aligned/tokens": 50,
         "drafts/self/accept_rate": 5 / 20,
         "drafts/self/tokens": 20,
-        "drafts/history/accept_rate": 3 / 30,
-        "drafts/history/tokens": 30,
+        "drafts/history/accept_rate": 3 / 24,
+        "drafts/history/tokens": 24,
+        "drafts/made up/accept_rate": 0.0,
+        "drafts/made up/tokens": 6,
         "drafts/accept_rate/age_1": 0.9,
         "drafts/accept_rate/age_3": 0.4,
     }
