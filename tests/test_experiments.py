@@ -59,4 +59,4 @@ def test_given_drafts_propose_at_their_place_and_count():
         [8, 9],
     ]
     drafts.observe([row], [np.array([0, 1, 9])], np.array([4]), np.array([2]))
-    assert drafts.is_drafted == {(7, 1): [True, True, False]} and drafts.accepted_share == 0.5
+    assert drafts.is_drafted == {row.id: [True, True, False]} and drafts.accepted_share == 0.5
