@@ -75,10 +75,10 @@ def load_prompts(tokenizer, path: str | None, count: int, seed: int) -> list[Pro
     return build_prompt_set(rows, make_tokenize(tokenizer), 1 << 16, as_chat=tokenizer.chat_template is not None).prompts
 
 
-def generate(model: PreTrainedModel, prompts: list[Prompt], step: int, arguments, *, params: SamplingParams) -> list[Row]:
+def generate(model: PreTrainedModel, prompts: list[Prompt], visit: int, arguments, *, params: SamplingParams) -> list[Row]:
     """`arguments.sequences` responses, shared out over the prompts."""
     rows = [
-        Row(SampleId(p.uid, step, j), p.token_ids, arguments.max_new_tokens)
+        Row(SampleId(p.uid, visit, j), p.token_ids, arguments.max_new_tokens)
         for i, p in enumerate(prompts)
         for j in range(len(range(i, arguments.sequences, len(prompts))))
     ]
@@ -132,8 +132,8 @@ def compare(model: PreTrainedModel, start: PreTrainedModel, rows: list[Row], arg
         old, new = (output_head(m)(hidden_states(m, row)).float() for m in (start, model))
         log_q, log_p = (log_probabilities(logits, params.temperature)[:n] for logits in (old, new))
         draft = torch.from_numpy(row.tokens).to(model.device)
-        uid, step, sample, place = np.broadcast_arrays(row.id.uid, row.id.visit, row.id.sample, np.arange(n + 1))
-        keys = torch.from_numpy(stream_keys(arguments.seed, uid, step, sample, place)).to(model.device)
+        names = np.broadcast_arrays(*row.id, np.arange(n + 1))
+        keys = torch.from_numpy(stream_keys(arguments.seed, *names)).to(model.device)
         num_generated = torch.arange(n + 1, device=model.device)
         counts = np.array([n])
         results = {rule: verify(new, draft, counts, keys, num_generated, params, rule)[:2] for rule in ("coupled", "point_mass")}

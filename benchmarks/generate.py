@@ -71,13 +71,13 @@ def engine_arm(model: PreTrainedModel, prompts: list, lengths: np.ndarray, stop:
     prepare_model(model, longest)
     engine = Generator(ModelRunner(model, len(prompts), longest, seed=0))
     params = SamplingParams(stop_token_ids=stop)
-    step = 0
+    visit = 0
 
     def run() -> list[int]:
-        nonlocal step
-        step += 1  # other noise
+        nonlocal visit
+        visit += 1  # other noise
         engine.reset()
-        rows = [Row(SampleId(hash(p) >> 1, step, j), p, int(n)) for j, (p, n) in enumerate(zip(prompts, lengths, strict=True))]
+        rows = [Row(SampleId(hash(p) >> 1, visit, j), p, int(n)) for j, (p, n) in enumerate(zip(prompts, lengths, strict=True))]
         return [len(row.tokens) for row in engine.run(rows, params)]
 
     return run

@@ -27,7 +27,8 @@ from bubblespec.engine.packing import pack_rows
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams, sample
 from bubblespec.records import Draft, Row, SampleId
-from bubblespec.speculate.proposer import RowSpeculator
+from bubblespec.speculate.proposer import make_proposer
+from bubblespec.speculate.suffix import History
 from bubblespec.speculate.windows import CostModel
 
 NEEDS_CUDA = "needs CUDA"
@@ -333,23 +334,23 @@ def paired(bench: Bench) -> Iterator[Figure]:
     quantile = [statistics.NormalDist().inv_cdf((i + 0.5) / count) for i in range(count)]
     limits = np.maximum(np.exp(0.93 * (np.array(quantile) - quantile[-1])) * longest, 2).astype(np.int64)
     plain, speculative = bench.engine(model, count, longest + 64), bench.engine(model, count, longest + 64)
-    speculator = RowSpeculator("bubble+suffix", CostModel())
+    proposer = make_proposer("bubble+suffix", History(0), CostModel())
 
     def run(engine: Generator, observe: bool) -> tuple[list[Row], float, int]:
         rows, forwards = make_rows(model, count, 32, limits), engine.num_forwards
         if observe:
-            speculator.begin(0)
+            proposer.begin()
             for row in rows:
-                speculator.track(row, drafts[row.id.uid], version=1)
+                proposer.track(row, drafts[row.id.uid], version=1)
         engine.reset()
         bench.wait()
         started = time.perf_counter()
         engine.add(rows)
         while not engine.is_idle:
             forward_started = time.perf_counter()
-            _, load = engine.step(SamplingParams(), speculator if observe else None)
+            _, load = engine.step(SamplingParams(), proposer if observe else None)
             if observe:
-                speculator.cost.observe(*load[:4], time.perf_counter() - forward_started)
+                proposer.cost.observe(*load[:4], time.perf_counter() - forward_started)
         bench.wait()
         return rows, time.perf_counter() - started, engine.num_forwards - forwards
 
@@ -364,11 +365,13 @@ def paired(bench: Bench) -> Iterator[Figure]:
         for _ in range(2):  # the second turn counts: graphs are captured, and costs are known
             wanted, none_s, none_forwards = run(plain, False)
             got, spec_s, spec_forwards = run(speculative, True)
-        stats = speculator.stats
+        counts = proposer.acceptance
         differing = sum(not np.array_equal(a.tokens, b.tokens) for a, b in zip(wanted, got, strict=True))
         yield Figure("none", none_s, "s", f"{none_forwards} forwards, {count} rows, {int(limits.sum())} tokens")
         yield Figure("bubble+suffix", spec_s, "s", f"{spec_forwards} forwards; {differing} rows part at near ties")
         yield Figure("speed-up", none_s / spec_s, "x", "drafts are given, their making is not in it")
-        yield Figure("drafted tokens accepted", stats.num_accepted / max(stats.num_draft, 1), "", f"{stats.num_draft} drafted")
+        yield Figure(
+            "drafted tokens accepted", counts.accepted_tokens / max(counts.draft_tokens, 1), "", f"{counts.draft_tokens} drafted"
+        )
     finally:
         bench.forget()  # these weights are of no further use

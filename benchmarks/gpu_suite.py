@@ -89,7 +89,7 @@ def out_of_memory(bench: Bench) -> Figure:
     from bubblespec.learn.optimizer import Optimizer
     from bubblespec.learn.out_of_memory import TokenBudget, run_within_memory
     from bubblespec.ranks.collectives import Ranks
-    from bubblespec.records import Prompt, Samples
+    from bubblespec.records import Group, Prompt, Samples
 
     model = build(SHAPES[bench.policy] | {"num_hidden_layers": 8}, bench.device, torch.bfloat16)
     model.requires_grad_(True)
@@ -97,8 +97,8 @@ def out_of_memory(bench: Bench) -> Figure:
     count, length, rng = 16, 1024, np.random.default_rng(0)
     tokens = rng.integers(1, model.config.vocab_size, (count, length)).astype(np.int32)
     unknown = [np.zeros(length, np.float32)] * count
-    prompts = [Prompt(i, "", (1, 2, 3), {}) for i in range(count)]
-    samples = Samples(prompts, 1, list(tokens), unknown, unknown, np.zeros(count, bool), np.zeros((count, 1)))
+    groups = [Group(Prompt(i, "", (1, 2, 3), {}), 0) for i in range(count)]
+    samples = Samples(groups, 1, list(tokens), unknown, unknown, np.zeros(count, bool), np.zeros((count, 1)))
 
     def accumulate(batch) -> None:
         logprob, _ = response_logprobs(model, batch, temperature=1.0, max_logits=1 << 22, kernel=bench.kernel)

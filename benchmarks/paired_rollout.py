@@ -22,13 +22,15 @@ from bubblespec.config import Config, load_config
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.errors import InputError
-from bubblespec.idle.speculation import speculation_metrics
+from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.learn.advantages import estimate_advantages
 from bubblespec.ranks.collectives import ranks_from_environment
-from bubblespec.records import Row
-from bubblespec.rollout.placement import gather_samples, generate, make_rows
+from bubblespec.records import Row, Span, StepRecord
+from bubblespec.rollout.loop import RolloutLoop
+from bubblespec.rollout.placement import gather_samples, make_rows, place_groups
 from bubblespec.set_up import set_up
-from bubblespec.trainer import Trainer, generate_step
+from bubblespec.telemetry.report import speculation_metrics
+from bubblespec.trainer import Trainer
 
 PAPER = "paper (arXiv 2605.08862, its own hardware): decoding steps -50%, rollout throughput up to 1.8x"
 
@@ -45,46 +47,52 @@ def timed(trainer: Trainer, action) -> tuple[float, int]:
 
 def plain_engine(trainer: Trainer) -> Generator:
     """An engine of its own for the rollouts without speculation: the other one holds drafts from step to step."""
-    shape = trainer.engine.num_slots, trainer.engine.max_length
-    options = {"max_batch_tokens": trainer.engine.max_batch_tokens, "kernel": trainer.learner.kernel}
-    return Generator(ModelRunner(trainer.learner.model, *shape, trainer.config.run.seed, **options))
+    engine, learner = trainer.sampler.engine, trainer.learner
+    options = {"max_batch_tokens": engine.max_batch_tokens, "kernel": learner.kernel}
+    return Generator(ModelRunner(learner.model, engine.num_slots, engine.max_length, trainer.config.run.seed, **options))
 
 
 def make_drafts_useless(trainer: Trainer) -> None:
-    exchange, rng = trainer.speculation.exchange, np.random.default_rng(trainer.ranks.rank)
+    merge, rng = DraftAhead.merge, np.random.default_rng(trainer.ranks.rank)
     vocab_size = trainer.learner.model.get_input_embeddings().num_embeddings
 
-    def exchange_useless(drafts, stats):
-        random = {key: rng.integers(0, vocab_size, len(draft.tokens)).astype(np.int32) for key, draft in drafts.items()}
-        return exchange({key: dataclasses.replace(draft, tokens=random[key]) for key, draft in drafts.items()}, stats)
+    def merge_useless(work, ranks):
+        for name, draft in work.drafts.items():
+            random = rng.integers(0, vocab_size, len(draft.tokens)).astype(np.int32)
+            work.drafts[name] = dataclasses.replace(draft, tokens=random)
+        merge(work, ranks)
 
-    trainer.speculation.exchange = exchange_useless
+    DraftAhead.merge = merge_useless
 
 
 def paired_step(
     trainer: Trainer, plain: Generator, step: int, inspect: Callable[[list[Row], list[Row]], None] | None = None
 ) -> dict:
     """Roll out a step twice, then learn from it. inspect(rows of none, rows of speculation): before the weights change."""
-    config, ranks = trainer.config, trainer.ranks
-    prompts = trainer.batch(step)
-    share = trainer.own_share(prompts)
-    rollout = config.rollout
-    rows = {
-        arm: make_rows(share, step, rollout.num_generations, rollout.max_completion_length) for arm in ("none", "speculation")
-    }
+    config, ranks, sampler = trainer.config, trainer.ranks, trainer.sampler
+    rollout, speculation = config.rollout, sampler.speculation
+    groups = sampler.planner.launch(step)
+    owners = place_groups(len(groups), ranks.world_size)
+    own = [group for group, owner in zip(groups, owners, strict=True) if owner == ranks.rank]
+    rows = {arm: make_rows(own, rollout.num_generations, rollout.max_completion_length) for arm in ("none", "speculation")}
     outcome = {}
 
     def without():
-        before = plain.num_forwards
-        generate(plain, rows["none"], trainer.sampling, trainer.ranks)
-        return plain.num_forwards - before
+        return RolloutLoop(plain, ranks, sampler.params).run(rows["none"]).own_forwards
 
     def speculative():
-        outcome["stats"], drafts = generate_step(trainer, rows["speculation"], step)
+        ordered = speculation.begin(rows["speculation"], step)
+        drafting = speculation.draft_ahead(step, sampler.planner, sampler.engine.num_slots)
+        works = [] if drafting is None else [drafting]
+        parts = {"proposer": speculation.proposer, "board": speculation.board, "works": works}
+        outcome["rollout"] = RolloutLoop(sampler.engine, ranks, sampler.params, **parts).run(ordered)
         started = time.perf_counter()
-        trainer.speculation.exchange(drafts, outcome["stats"])
-        outcome["exchange_s"] = time.perf_counter() - started
-        return outcome["stats"].own_forwards
+        names = [group.sample(number) for group in groups for number in range(rollout.num_generations)]
+        speculation.learn_rollout(outcome["rollout"], names)
+        for work in works:
+            work.merge(ranks)
+        outcome["exchange"] = Span("exchange", started, time.perf_counter())
+        return outcome["rollout"].own_forwards
 
     arms = [("none", without), ("speculation", speculative)]
     result = {"step": step}
@@ -94,15 +102,32 @@ def paired_step(
     result["differing_rows"] = int(ranks.sum_(torch.tensor(differing)).item())
     if inspect is not None:
         inspect(rows["none"], rows["speculation"])
-    scores = trainer.scorer.begin(share, rows["none"]).collect()
-    samples = gather_samples(prompts, rollout.num_generations, rows["none"], scores, ranks)
-    rewards = trainer.combined(samples).reshape(len(prompts), -1)
+    scores = sampler.scorer.begin([group.prompt for group in own], rows["none"]).collect()
+    samples = gather_samples(
+        groups, owners, num_generations=rollout.num_generations, rows=rows["none"], rewards=scores, ranks=ranks
+    )
+    rewards = sampler.combined(samples).reshape(len(groups), -1)
     advantages = estimate_advantages(rewards, config.loss.advantage_estimator, config.loss.scale_rewards).ravel()
     trainer.learner.update(samples, advantages, step)
-    trainer.speculation.learn(step, prompts, samples.tokens, rewards.ravel())
-    result |= speculation_metrics(ranks, outcome["stats"], trainer.speculation, int(samples.lengths.sum()))
+    speculation.learn_samples(step, samples, rewards.ravel())
+    sampler.planner.finish(groups)
+    record = StepRecord(
+        step=step,
+        samples=samples,
+        rewards=rewards,
+        generated=samples,
+        all_rewards=rewards,
+        owners=owners,
+        batch_sizes=[len(groups)],
+        rollouts=[outcome["rollout"]],
+        stages=[],
+        spans=[outcome["exchange"]],
+        drafts={},
+    )
+    known = {"store_tokens": speculation.store.num_tokens, "accepted_by_age": speculation.accepted_by_age}
+    result |= speculation_metrics(ranks, record, **known)
     result |= {"rows": len(samples), "tokens": int(samples.lengths.sum()), "longest": int(samples.lengths.max())}
-    return result | {"exchange_s": outcome["exchange_s"], "reward": float(rewards.mean())}
+    return result | {"exchange_s": result["timing_s/exchange"], "reward": float(rewards.mean())}
 
 
 def summarise(steps: list[dict]) -> dict:
@@ -121,7 +146,7 @@ def summarise(steps: list[dict]) -> dict:
 def run(config: Config, arguments: argparse.Namespace) -> None:
     with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
         trainer = set_up(config, ranks)
-        if trainer.speculation is None:
+        if trainer.sampler.speculation is None:
             raise InputError("speculative.method: none; give the method to compare with it")
         if arguments.useless_drafts:
             make_drafts_useless(trainer)

@@ -2,7 +2,7 @@
 
 Times the engine's forwards over a grid: decoding rows at several context lengths, all or half of them with drafts of several
 lengths, and prompts fed in chunks, alone and beside decoding rows. Fits `ForwardCost` and prints what was measured, what the fit
-says, and its error at places of the grid that it has not seen. --json writes the cost, for replays of runs on this machine.
+says, and its error at places of the grid that it has not seen. --json writes the cost, for simulated runs on this machine.
 
 Tokens are random, so drafts are refused; a forward costs the same whatever they are. Each place of the grid is run once before it
 counts. Host work between forwards, and finding proposals, is not in these times; a recorded run (`trace.enabled`) has both.

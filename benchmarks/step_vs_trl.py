@@ -59,12 +59,13 @@ class Enough(Exception):
 def run_own(config: Config, num_steps: int) -> dict:
     """Steps of this trainer, through the loop of train.py as it is. Returns this rank's step ends and all ranks' lengths."""
     import train as entry
+    from bubblespec import trainer as trainer_module
     from bubblespec.ranks.collectives import ranks_from_environment
     from bubblespec.set_up import set_up
 
     ends, steps, worked = [], [], [0.0]
 
-    class Logger(entry.MetricsLogger):
+    class Logger(trainer_module.MetricsLogger):
         def log(self, step, metrics):
             super().log(step, metrics)
             steps.append(metrics)
@@ -73,7 +74,7 @@ def run_own(config: Config, num_steps: int) -> dict:
             if len(ends) == num_steps:
                 raise Enough
 
-    entry.MetricsLogger = Logger
+    trainer_module.MetricsLogger = Logger
     with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
         trainer = set_up(config, ranks)
         started, worked[0] = time.perf_counter(), time.process_time()

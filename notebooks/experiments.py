@@ -18,7 +18,7 @@ from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams, sample
 from bubblespec.engine.scheduler import num_gained
 from bubblespec.engine.verify import verify
-from bubblespec.records import Prompt, Row
+from bubblespec.records import Group, Prompt, Row, SampleId
 from bubblespec.rollout.placement import make_rows
 
 MAX_NEW_TOKENS = 96
@@ -32,22 +32,22 @@ LONGEST_DRAFT, LONGEST_RESPONSE = 8, 60
 class GivenDrafts:
     """A `Proposer` of the tokens of given responses, each at its own place, `window` at a time.
 
-    drafts: int64 tokens by (uid, sample). is_drafted: bool, for each token that a row has gained, whether a draft gave it.
+    drafts: int64 tokens by sample. is_drafted: bool, for each token that a row has gained, whether a draft gave it.
     """
 
-    def __init__(self, drafts: dict[tuple[int, int], np.ndarray], window: int = 16):
+    def __init__(self, drafts: dict[SampleId, np.ndarray], window: int = 16):
         self.drafts, self.window = drafts, window
-        self.is_drafted: dict[tuple[int, int], list[bool]] = {key: [] for key in drafts}
+        self.is_drafted: dict[SampleId, list[bool]] = {key: [] for key in drafts}
         self.num_draft = self.num_accepted = 0
 
     def propose(self, rows, lengths, room, budget):
-        return [self.drafts[row.id.uid, row.id.sample][n : n + self.window] for row, n in zip(rows, lengths, strict=True)]
+        return [self.drafts[row.id][n : n + self.window] for row, n in zip(rows, lengths, strict=True)]
 
     def observe(self, rows, tokens, num_draft, num_accepted):
         self.num_draft += int(num_draft.sum())
         self.num_accepted += int(num_accepted.sum())
         for row, gained, accepted in zip(rows, tokens, num_accepted, strict=True):
-            self.is_drafted[row.id.uid, row.id.sample] += [i < accepted for i in range(len(gained))]
+            self.is_drafted[row.id] += [i < accepted for i in range(len(gained))]
 
     @property
     def accepted_share(self) -> float:
@@ -85,7 +85,7 @@ def tiny_setting(folder: str = "configs/tiny_policy", learning_rate: float = 2e-
     prepare_model(policy, max(len(p.token_ids) for p in prompts) + MAX_NEW_TOKENS)
     params = SamplingParams(stop_token_ids=(tokenizer.eos_token_id,))
     setting = Setting(policy, copy.deepcopy(policy), tokenizer, prompts[::2], params)
-    trained_on = make_rows(prompts[1::2], 0, 3, MAX_NEW_TOKENS)
+    trained_on = make_rows([Group(prompt, 0) for prompt in prompts[1::2]], 3, MAX_NEW_TOKENS)
     setting.respond(trained_on)
     one_step(policy, setting.older, policy_gradient(policy, trained_on, params.temperature, SEED), learning_rate)
     return setting

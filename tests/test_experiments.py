@@ -52,11 +52,11 @@ def test_trapped_lengths_have_the_law_that_the_selection_gives_them():
 
 def test_given_drafts_propose_at_their_place_and_count():
     row = Row(SampleId(uid=7, visit=0, sample=1), (1, 2, 3), 20)
-    drafts = GivenDrafts({(7, 1): np.arange(10)}, window=4)
+    drafts = GivenDrafts({row.id: np.arange(10)}, window=4)
     assert [d.tolist() for d in drafts.propose([row, row, row], np.array([0, 5, 8]), None, 100)] == [
         [0, 1, 2, 3],
         [5, 6, 7, 8],
         [8, 9],
     ]
     drafts.observe([row], [np.array([0, 1, 9])], np.array([4]), np.array([2]))
-    assert drafts.is_drafted == {(7, 1): [True, True, False]} and drafts.accepted_share == 0.5
+    assert drafts.is_drafted == {row.id: [True, True, False]} and drafts.accepted_share == 0.5

@@ -73,7 +73,7 @@ def test_recorded_data_are_small():
 def test_exactness(working_copy):
     wanted = """{
         "equal": num_equal, "rows": len(plain), "forwards": num_forwards,
-        "accepted": {name: s.accepted_share for name, s in speculators.items()},
+        "accepted": {name: s.accepted_share for name, s in proposers.items()},
         "p": p_values, "acceptance": acceptance, "best": float(law.max()), "samples": int(counts["coupled"].sum()),
         "same": bool((counts["coupled"] == counts["point_mass"]).all()),
         "mean": [means[arm] for arm in arms], "error": [errors[arm] for arm in arms], "true_mean": true_mean,

@@ -6,15 +6,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from bubblespec.rollout.collect import Collected
 
 from bubblespec.config import RewardConfig
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Prompt, Row, SampleId, Samples, digest
+from bubblespec.records import Group, Prompt, RolloutRecord, Row, SampleId, Samples, Span, StepRecord, digest
+from bubblespec.rewards import scorer as scoring
 from bubblespec.rewards.functions import FAILURE_KINDS, RewardFailure
-from bubblespec.rewards.functions import scorer as scoring
 from bubblespec.rewards.scorer import Scorer
-from bubblespec.rollout.loop import RolloutStats
 from bubblespec.telemetry import report
 from bubblespec.telemetry.report import peak_memory_gb, rollout_metrics, timing_metrics
 
@@ -22,14 +20,28 @@ LENGTHS = [1, 2, 4, 9]
 
 
 def make_samples(rewards: list[list[float]]) -> Samples:
-    prompts = [Prompt(5, "p", (1, 2, 3), {}), Prompt(6, "q", (1,), {})]
+    groups = [Group(Prompt(5, "p", (1, 2, 3), {}), 0), Group(Prompt(6, "q", (1,), {}), 2)]
     tokens = [np.arange(n, dtype=np.int32) for n in LENGTHS]
-    return Samples(prompts, 2, tokens, tokens, tokens, np.array([False, False, False, True]), np.array(rewards))
+    return Samples(groups, 2, tokens, tokens, tokens, np.array([False, False, False, True]), np.array(rewards))
 
 
-def collected(samples: Samples, rewards=((1.0, 1.0), (1.0, 1.0)), num_kept: int = 2, num_batches: int = 1) -> Collected:
-    kept = samples if num_batches == 1 else samples.of_prompts(list(range(num_kept)))
-    return Collected(kept, np.array(rewards)[:num_kept], samples, np.array(rewards), [1] * num_batches, RolloutStats(), [])
+def record(
+    samples: Samples, rewards=((1.0, 1.0), (1.0, 1.0)), *, num_chosen: int = 2, num_batches: int = 1, stages=(), waits=()
+) -> StepRecord:
+    rewards = np.array(rewards)
+    return StepRecord(
+        step=0,
+        samples=samples if num_batches == 1 else samples.of_groups(list(range(num_chosen))),
+        rewards=rewards[:num_chosen],
+        generated=samples,
+        all_rewards=rewards,
+        owners=[0, 0],
+        batch_sizes=[1] * num_batches,
+        rollouts=[RolloutRecord(waits=list(waits))],
+        stages=list(stages),
+        spans=[],
+        drafts={},
+    )
 
 
 class TwoRanks:
@@ -46,7 +58,7 @@ class TwoRanks:
 
 def test_rollout_metrics_of_a_hand_worked_step():
     samples = make_samples([[1.0, np.nan], [0.0, 0.5], [0.0, np.nan], [0.0, 1.0]])
-    found = rollout_metrics(collected(samples, [[3.0, 1.0], [0.5, 0.5]]), ["my.match", "my.form"])
+    found = rollout_metrics(record(samples, [[3.0, 1.0], [0.5, 0.5]]), ["my.match", "my.form"])
     assert found == {
         "reward": 1.25,
         "reward_std": pytest.approx(2**0.5 / 2),  # sample deviations of the groups: sqrt(2) and 0
@@ -64,18 +76,18 @@ def test_rollout_metrics_of_a_hand_worked_step():
 
 def test_replaced_groups_are_counted_and_reported_with_the_others():
     samples = make_samples([[1.0]] * 4)
-    found = rollout_metrics(collected(samples, [[3.0, 1.0], [0.5, 0.5]], num_kept=1, num_batches=2), ["my.match"])
+    found = rollout_metrics(record(samples, [[3.0, 1.0], [0.5, 0.5]], num_chosen=1, num_batches=2), ["my.match"])
     assert found["dynamic_sampling/num_batches"] == 2 and found["dynamic_sampling/num_replaced"] == 1
     assert found["reward"] == 1.25 and found["rollout/digest"] == digest(samples)
 
 
 def test_function_that_never_applies_has_no_mean():
-    found = rollout_metrics(collected(make_samples([[1.0, np.nan]] * 4)), ["my.match", "my.form"])
+    found = rollout_metrics(record(make_samples([[1.0, np.nan]] * 4)), ["my.match", "my.form"])
     assert found["rewards/match/mean"] == 1.0 and "rewards/form/mean" not in found
 
 
 def test_functions_of_one_name_are_told_apart():
-    found = rollout_metrics(collected(make_samples([[1.0, 0.25, 0.5]] * 4)), ["a.f", "b.f", "b.g"])
+    found = rollout_metrics(record(make_samples([[1.0, 0.25, 0.5]] * 4)), ["a.f", "b.f", "b.g"])
     assert {k: v for k, v in found.items() if k.startswith("rewards/")} == {
         "rewards/a.f/mean": 1.0,
         "rewards/b.f/mean": 0.25,
@@ -88,12 +100,12 @@ def stages(*seconds: float) -> list:
     parts = [0.25 * s for s in seconds[:3]] + [0.75 * s for s in seconds[:3]] + [seconds[3]]
     ends = 100.0 + np.cumsum(parts)
     kinds = ("gen", "wait", "reward") * 2 + ("train",)
-    return [(kind, float(end - part), float(end)) for kind, part, end in zip(kinds, parts, ends, strict=True)]
+    return [Span(kind, float(end - part), float(end)) for kind, part, end in zip(kinds, parts, ends, strict=True)]
 
 
 def test_timing_of_one_rank():
     samples = make_samples([[0.0]] * 4)
-    found = timing_metrics(Ranks(torch.device("cpu")), stages(4.0, 1.0, 0.5, 2.5), 0.0, 0.25, samples)
+    found = timing_metrics(Ranks(torch.device("cpu")), record(samples, stages=stages(4.0, 1.0, 0.5, 2.5)), 0.25)
     assert found == {
         "timing_s/gen": 4.0,
         "timing_s/bubble": 1.0,
@@ -110,7 +122,9 @@ def test_timing_of_one_rank():
 
 def test_timing_of_two_ranks():
     samples = make_samples([[0.0]] * 4)
-    found = timing_metrics(TwoRanks([6.0, 0.0, 0.75, 1.25, 0.25]), stages(3.0, 3.0, 0.5, 1.5), 1.0, 0.5, samples)
+    waits = [Span("wait", 100.25, 100.5), Span("wait", 102.0, 102.75)]
+    step = record(samples, stages=stages(3.0, 3.0, 0.5, 1.5), waits=waits)
+    found = timing_metrics(TwoRanks([6.0, 0.0, 0.75, 1.25, 0.25]), step, 0.5)
     by_rank = {"gen": (2.0, 6.0), "bubble": (4.0, 0.0), "reward": (0.5, 0.75), "train": (1.0, 1.25), "sync": (0.5, 0.25)}
     wanted = {f"timing_s/{name}": sum(seconds) / 2 for name, seconds in by_rank.items()}
     wanted |= {f"timing_s/{name}/rank_{rank}": seconds[rank] for name, seconds in by_rank.items() for rank in range(2)}

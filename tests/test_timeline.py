@@ -1,4 +1,4 @@
-"""Timelines: forwards named after what the engine really fed, stages around finer events, trace, picture, a run of two ranks."""
+"""Timelines: forwards named after what the engine really fed, stages around finer spans, trace, picture, a run of two ranks."""
 
 import itertools
 import json
@@ -16,13 +16,19 @@ from bubblespec.engine.model import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Load, Row, SampleId, note
-from bubblespec.rollout.placement import generate
-from bubblespec.telemetry.timeline import COLOURS, KINDS, draw, forward_kind, gather_lanes, step_events, trace
+from bubblespec.records import ForwardRecord, Load, RolloutRecord, Row, SampleId, Span
+from bubblespec.rollout.loop import RolloutLoop
+from bubblespec.telemetry.timeline import COLOURS, KINDS, draw, gather_lanes, step_spans, trace
 from tests.runs import read, run
 
-EVENTS = [("prefill", 10.5, 11.0), ("decode", 11.0, 13.0), ("exchange", 15.5, 15.75), ("sync", 17.0, 17.5), ("sync", 18.5, 19.0)]
-STAGES = [("gen", 10.0, 13.25), ("wait", 13.25, 15.0), ("reward", 15.0, 16.0), ("train", 16.0, 19.0)]
+SPANS = [
+    Span("prefill", 10.5, 11.0),
+    Span("decode", 11.0, 13.0),
+    Span("exchange", 15.5, 15.75),
+    Span("sync", 17.0, 17.5),
+    Span("sync", 18.5, 19.0),
+]
+STAGES = [Span("gen", 10.0, 13.25), Span("wait", 13.25, 15.0), Span("reward", 15.0, 16.0), Span("train", 16.0, 19.0)]
 WHOLE = [
     ("prefill", 10.5, 11.0),
     ("decode", 11.0, 13.0),
@@ -51,15 +57,20 @@ def share_of_colour(picture: np.ndarray, kind: str) -> float:
     return float((picture == colour).all(axis=2).mean())
 
 
+def forward(end_s: float, load: Load, own_rows: int = 4, ahead_rows: int = 0) -> ForwardRecord:
+    """It takes a second: 0.125 s of the host's, 0.25 s for proposals, the rest in the engine."""
+    return ForwardRecord(end_s - 1.0, end_s, 0.625, 0.25, *load, own_rows, ahead_rows, looked_up_rows=0)
+
+
 def test_neighbours_of_one_kind_are_joined():
-    events = []
-    for event in [("decode", 0.0, 1.0), ("decode", 1.25, 2.0), ("wait", 2.0, 3.0), ("decode", 3.0, 4.0)]:
-        note(events, *event)
-    assert events == [("decode", 0.0, 2.0), ("wait", 2.0, 3.0), ("decode", 3.0, 4.0)]
+    plain = Load(4, 4, 0, 100, 0, 0)
+    forwards = [forward(end_s, plain) for end_s in (1.0, 2.25, 4.0)]
+    found = RolloutRecord(0.0, 4.0, forwards, [Span("wait", 2.25, 2.5), Span("wait", 2.5, 3.0)]).spans
+    assert found == [("decode", 0.125, 2.25), ("wait", 2.25, 3.0), ("decode", 3.125, 4.0)]
 
 
 @pytest.mark.parametrize(
-    "num_own, num_ahead, prompt_tokens, draft_tokens, kind",
+    "own_rows, ahead_rows, prompt_tokens, draft_tokens, kind",
     [
         (4, 0, 7, 3, "prefill"),
         (4, 0, 0, 3, "verify"),
@@ -68,8 +79,8 @@ def test_neighbours_of_one_kind_are_joined():
         (0, 7, 9, 0, "draft hard"),
     ],
 )
-def test_forwards_have_the_kind_of_what_they_are_for(num_own, num_ahead, prompt_tokens, draft_tokens, kind):
-    assert forward_kind(num_own, num_ahead, Load(4, 20, 2, 100, prompt_tokens, draft_tokens)) == kind
+def test_forwards_have_the_kind_of_what_they_are_for(own_rows, ahead_rows, prompt_tokens, draft_tokens, kind):
+    assert forward(1.0, Load(4, 20, 2, 100, prompt_tokens, draft_tokens), own_rows, ahead_rows).kind == kind
 
 
 PARAMS = SamplingParams(stop_token_ids=(5, 11))
@@ -108,30 +119,29 @@ def test_prompt_tokens_are_said_of_the_forwards_that_compute_them_and_no_others(
     assert said == planned and True in said and False in said
 
 
-def test_plain_rollout_with_events_generates_the_same_rows(make_model):
-    engine, plain, events = make_engine(make_model, 6, 64), make_rows(), []
-    generate(engine, plain, PARAMS, Ranks(torch.device("cpu")))
-    noted = make_rows()
-    generate(engine, noted, PARAMS, Ranks(torch.device("cpu")), events=events)
-    assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(plain, noted, strict=True))
-    assert {kind for kind, _, _ in events} == {"prefill", "decode"} and events[0][0] == "prefill"
-    assert all(begin < end for _, begin, end in events)
-    assert all(a[2] <= b[1] and a[0] != b[0] for a, b in itertools.pairwise(events))
+def test_spans_of_a_plain_rollout(make_model):
+    engine, rows = make_engine(make_model, 6, 64), make_rows()
+    spans = RolloutLoop(engine, Ranks(torch.device("cpu")), PARAMS).run(rows).spans
+    again = make_engine(make_model, 6, 64).run(make_rows(), PARAMS)
+    assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(rows, again, strict=True))
+    assert {span.kind for span in spans} == {"prefill", "decode"} and spans[0].kind == "prefill"
+    assert all(span.begin_s < span.end_s for span in spans)
+    assert all(a.end_s <= b.begin_s and a.kind != b.kind for a, b in itertools.pairwise(spans))
 
 
-def test_stages_fill_what_finer_events_leave():
-    assert step_events(EVENTS, STAGES) == WHOLE
+def test_stages_fill_what_finer_spans_leave():
+    assert step_spans(SPANS, STAGES) == WHOLE
 
 
 def test_a_step_may_generate_twice():
-    again = [("gen", 16.0, 17.0), ("wait", 17.0, 18.0), ("reward", 18.0, 18.5), ("train", 18.5, 19.0)]
-    found = step_events([("decode", 10.5, 13.0), ("decode", 16.0, 17.0)], [*STAGES[:3], *again])
+    again = [Span("gen", 16.0, 17.0), Span("wait", 17.0, 18.0), Span("reward", 18.0, 18.5), Span("train", 18.5, 19.0)]
+    found = step_spans([Span("decode", 10.5, 13.0), Span("decode", 16.0, 17.0)], [*STAGES[:3], *again])
     wanted = [("decode", 10.5, 13.0), *STAGES[1:3], ("decode", 16.0, 17.0), *again[1:]]
     assert found == wanted
 
 
 def test_lanes_count_from_the_start_of_the_step():
-    (found,) = gather_lanes(Ranks(torch.device("cpu")), EVENTS, STAGES)
+    (found,) = gather_lanes(Ranks(torch.device("cpu")), SPANS, STAGES)
     assert np.array_equal(found, lane(*((kind, begin - 10, end - 10) for kind, begin, end in WHOLE)))
 
 
@@ -153,7 +163,7 @@ class TwoMachines:
 
 
 def test_lanes_of_ranks_with_different_clocks_are_aligned():
-    _, found = gather_lanes(TwoMachines(), EVENTS, STAGES)
+    _, found = gather_lanes(TwoMachines(), SPANS, STAGES)
     assert np.allclose(found, lane(*((kind, begin - 9.75, end - 9.75) for kind, begin, end in WHOLE)), rtol=0, atol=1e-9)
 
 

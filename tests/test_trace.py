@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet
@@ -14,10 +13,20 @@ import torch
 from bubblespec.config import Config, DataConfig, ModelConfig, RunConfig
 from bubblespec.errors import InputError
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Draft, Load, Prompt, Samples
-from bubblespec.rollout.loop import RolloutStats
+from bubblespec.records import (
+    Draft,
+    ForwardRecord,
+    Group,
+    Load,
+    Prompt,
+    RolloutRecord,
+    SampleId,
+    Samples,
+    Span,
+    StepRecord,
+    digest,
+)
 from bubblespec.simulate.cost import cost_from_trace
-from bubblespec.speculate.store import DraftStore
 from bubblespec.telemetry import trace
 from bubblespec.telemetry.trace import Recorder, list_steps, read_meta, read_table
 from tests.clocks import forward_seconds, train_in_virtual_time
@@ -43,9 +52,10 @@ def columns(folder, kind: str, **wanted: int) -> dict[str, np.ndarray]:
 
 def digest_of(responses: dict[str, np.ndarray]) -> str:
     sha = hashlib.sha256()
-    for i in np.lexsort((responses["sample"], responses["uid"])):
+    names = [responses[name] for name in ("uid", "visit", "sample")]
+    for i in np.lexsort(names[::-1]):
         tokens = np.array(responses["tokens"][i], "<i4")
-        sha.update(np.array([responses["uid"][i], responses["sample"][i], len(tokens)], "<i8").tobytes() + tokens.tobytes())
+        sha.update(np.array([*(name[i] for name in names), len(tokens)], "<i8").tobytes() + tokens.tobytes())
     return sha.hexdigest()
 
 
@@ -201,37 +211,41 @@ def test_recording_leaves_tokens_as_they_are_and_a_continued_run_records_the_res
     assert read_meta(str(continued / "trace"))["config"]["speculative.method"] == "none"
 
 
-def one_step(step: int, length: int = 5) -> SimpleNamespace:
-    """What `collect` would give of two prompts with two responses each."""
-    prompts = [Prompt(uid, "p", (uid, 2), {}) for uid in (11, 7)]
-    tokens = [np.arange(length + i) for i in range(4)]
+def one_step(step: int, drafts: dict[SampleId, Draft] | None = None) -> StepRecord:
+    """Of two prompts with two responses each, in two rollouts; the second prompt was drawn before."""
+    groups = [Group(Prompt(uid, "p", (uid, 2), {}), visit) for uid, visit in ((11, 0), (7, 5))]
+    tokens = [np.arange(5 + i) for i in range(4)]
     rewards = np.arange(4.0).reshape(2, 2)
-    samples = Samples(prompts, 2, tokens, tokens, tokens, np.array([True, False, False, True]), rewards.reshape(-1, 1))
-    stages = [("gen", 1.0, 3.0), ("wait", 3.0, 3.5), ("reward", 3.5, 4.0), ("train", 4.0, 6.0)]
-    return SimpleNamespace(generated=samples, all_rewards=rewards, batch_sizes=[1, 1], stats=RolloutStats(), stages=stages)
+    samples = Samples(groups, 2, tokens, tokens, tokens, np.array([True, False, False, True]), rewards.reshape(-1, 1))
+    forward = ForwardRecord(10.0, 10.5, 0.375, 0.125, *Load(3, 9, 2, 40, 5, 1), own_rows=2, ahead_rows=1, looked_up_rows=3)
+    stages = [Span("gen", 1.0, 3.0), Span("wait", 3.0, 3.5), Span("reward", 3.5, 4.0), Span("train", 4.0, 6.0)]
+    return StepRecord(
+        step=step,
+        samples=samples,
+        rewards=rewards,
+        generated=samples,
+        all_rewards=rewards,
+        owners=[0, 0],
+        batch_sizes=[1, 1],
+        rollouts=[RolloutRecord(10.0, 11.0, [forward]), RolloutRecord(12.0, 12.5)],
+        stages=stages,
+        spans=[Span("exchange", 3.5, 3.75)],
+        drafts=drafts or {},
+    )
 
 
-def record(recorder: Recorder, step: int, **changes) -> None:
-    collected = one_step(step, **changes)
-    recorder.begin(step, collected.generated.prompts, 2)
-    log = recorder.new_log()
-    if log is not None:
-        log.add(0.0, 0.5, Load(3, 9, 2, 40, 5, 1), 2, 1, 0.125, 3)
-    recorder.write(step, collected, "digest")
-
-
-def make_recorder(folder, store: DraftStore | None = None) -> Recorder:
+def make_recorder(folder) -> Recorder:
     config = Config(model=ModelConfig(path="m"), data=DataConfig(path="d"), run=RunConfig(output_dir=str(folder)))
-    return Recorder(config, Ranks(torch.device("cpu")), store, 0)
+    return Recorder(config, Ranks(torch.device("cpu")), 0)
 
 
 def test_round_trip_of_one_step(tmp_path):
-    store = DraftStore(100)
-    store.put((3, 7, 1), Draft(np.array([4, 5], np.int32), True, version=2))
-    store.put((4, 7, 0), Draft(np.array([6], np.int32), True, version=2))  # of another step
-    record(make_recorder(tmp_path, store), 3)
+    drafts = {SampleId(7, 5, 1): Draft(np.array([4, 5], np.int32), True, version=2)}
+    drafts[SampleId(7, 6, 0)] = Draft(np.array([6], np.int32), True, version=2)  # of another step
+    make_recorder(tmp_path).write(one_step(3, drafts))
     found = columns(tmp_path, "responses")
     assert found["uid"].tolist() == [11, 11, 7, 7] and found["sample"].tolist() == [0, 1, 0, 1]
+    assert found["visit"].tolist() == [0, 0, 5, 5]
     assert found["batch"].tolist() == [0, 0, 1, 1] and found["owner"].tolist() == [0, 0, 0, 0]
     assert found["prompt_tokens"].tolist() == [[11, 2], [11, 2], [7, 2], [7, 2]]
     assert found["tokens"].tolist() == [list(range(5 + i)) for i in range(4)]
@@ -241,27 +255,31 @@ def test_round_trip_of_one_step(tmp_path):
     assert found["draft_version"].tolist() == [-1, -1, -1, 2]
     (forward,) = read_table(str(tmp_path / "trace"), "forwards").to_pylist()
     counts = dict(zip(Load._fields, (3, 9, 2, 40, 5, 1), strict=True)) | {"own_rows": 2, "ahead_rows": 1, "looked_up_rows": 3}
-    assert counts.items() <= forward.items() and forward["engine_s"] == 0.375 and forward["propose_s"] == 0.125
+    counts |= {"step": 3, "rank": 0, "batch": 0, "begin_s": 0.0, "end_s": 0.5, "engine_s": 0.375, "propose_s": 0.125}
+    assert forward == counts
     (step,) = read_table(str(tmp_path / "trace"), "steps").to_pylist()
     assert (step["gen_s"], step["meet_s"], step["reward_s"], step["train_s"], step["step_s"]) == (2.0, 0.5, 0.5, 2.0, 5.0)
+    assert (step["own_s"], step["wait_s"], step["total_s"], step["exchange_s"], step["own_forwards"]) == (0.5, 0.0, 1.5, 0.25, 1)
+    assert step["digest"] == digest(one_step(3).generated) == digest_of(found)
 
 
 def test_types_are_those_of_the_format(tmp_path):
-    record(make_recorder(tmp_path), 0)
+    make_recorder(tmp_path).write(one_step(0))
     schema = pyarrow.parquet.read_schema(tmp_path / "trace" / "responses-00000.parquet")
-    assert [str(schema.field(name).type) for name in ("step", "uid", "sample", "reward")] == ["int32", "int64", "int16", "double"]
+    assert [str(schema.field(name).type) for name in ("step", "uid", "visit", "sample")] == ["int32", "int64", "int32", "int16"]
+    assert str(schema.field("reward").type) == "double"
     assert str(schema.field("draft_tokens").type) == "list<element: int32>"
     schema = pyarrow.parquet.read_schema(tmp_path / "trace" / "forwards-00000.parquet")
     assert [str(schema.field(name).type) for name in ("begin_s", "positions", "rows")] == ["double", "int64", "int32"]
 
 
 def test_recording_stops_where_it_is_full_and_says_so_once(tmp_path, monkeypatch, capsys):
-    record(make_recorder(tmp_path / "one"), 0)
+    make_recorder(tmp_path / "one").write(one_step(0))
     size = sum(path.stat().st_size for path in (tmp_path / "one" / "trace").iterdir())
     monkeypatch.setattr(trace, "MOST_BYTES", size)
     recorder = make_recorder(tmp_path / "two")
     for step in range(4):
-        record(recorder, step)
+        recorder.write(one_step(step))
     assert list_steps(str(tmp_path / "two" / "trace")) == [0, 1] and not recorder.is_on
     err = capsys.readouterr().err
     assert err.count("warning: ") == 1 and "recording stops before step 2, and the run goes on" in err
@@ -269,10 +287,10 @@ def test_recording_stops_where_it_is_full_and_says_so_once(tmp_path, monkeypatch
 
 def test_recording_stops_where_it_cannot_write_and_the_run_goes_on(tmp_path, capsys):
     recorder = make_recorder(tmp_path)
-    record(recorder, 0)
+    recorder.write(one_step(0))
     os.mkdir(tmp_path / "trace" / "forwards-00001.parquet.tmp")  # where the file would go
-    record(recorder, 1)
-    record(recorder, 2)
+    recorder.write(one_step(1))
+    recorder.write(one_step(2))
     assert list_steps(str(tmp_path / "trace")) == [0]
     assert capsys.readouterr().err.count("Is a directory; recording stops before step 1, and the run goes on") == 1
 
@@ -291,7 +309,7 @@ def test_recording_stops_where_it_cannot_write_and_the_run_goes_on(tmp_path, cap
     ],
 )
 def test_damaged_traces_are_refused_in_one_line(tmp_path, break_it, says):
-    record(make_recorder(tmp_path), 0)
+    make_recorder(tmp_path).write(one_step(0))
     break_it(tmp_path / "trace")
     with pytest.raises(InputError) as error:
         cost_from_trace(str(tmp_path / "trace"))

@@ -2,11 +2,12 @@
 they were recorded."""
 
 import os
+from collections import Counter
 
 import numpy as np
 
 from bubblespec.errors import InputError
-from bubblespec.records import Prompt, SampleId
+from bubblespec.records import Prompt, SampleId, Samples, digest
 from bubblespec.simulate.drafting import STOP, DraftModel
 from bubblespec.simulate.workload import Planned
 from bubblespec.telemetry.trace import FOLDER, list_steps, read_meta, read_table
@@ -19,7 +20,7 @@ class RecordedWorkload(Planned):
     goes on as the response does at the same places; what was not recorded comes from `drafts`.
 
     config: of the run, flat; digests: of its steps; mean_run: tokens of the recorded drafts to their first mismatch, infinite if
-    there was none, None where no draft was recorded. Of dynamic sampling the first batch of each step is replayed.
+    there was none, None where no draft was recorded. Of dynamic sampling the first batch of each step is simulated.
     """
 
     def __init__(self, run_dir: str):
@@ -37,11 +38,9 @@ class RecordedWorkload(Planned):
         self._batches: dict[int, list[Prompt]] = {step: [] for step in steps}
         self._responses: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray | None, bool]] = {}  # response, draft, finished
         self._rewards: dict[tuple[int, int], list[float]] = {}
+        self._visits: dict[tuple[int, int], int] = {}  # by (step, uid)
         self.stop_token_ids = tuple(sorted(self._read(folder))) or (STOP,)
-        self._steps: dict[int, list[int]] = {}  # in which each prompt occurs
-        for step, batch in self._batches.items():
-            for prompt in batch:
-                self._steps.setdefault(prompt.uid, []).append(step)
+        self._steps = {(uid, visit): step for (step, uid), visit in self._visits.items()}
         self.num_prompts = len(self._batches[self.first_step])
         self.num_generations = max(sample for _, _, sample in self._responses) + 1
         if len(self._responses) != self.num_steps * self.num_prompts * self.num_generations:
@@ -50,15 +49,22 @@ class RecordedWorkload(Planned):
             )
         self.max_length = max(len(tokens) for tokens, *_ in self._responses.values())
         self.max_prompt_length = max(len(p.token_ids) for batch in self._batches.values() for p in batch)
-        self.digests = dict(zip(*(read_table(folder, "steps")[name].to_pylist() for name in ("step", "digest")), strict=True))
+        if meta["format"] == 1:  # whose digests are over other names
+            self.digests = {step: self._digest(step) for step in steps}
+        else:
+            table = read_table(folder, "steps")
+            self.digests = dict(zip(table["step"].to_pylist(), table["digest"].to_pylist(), strict=True))
         self.mean_run = self._mean_run()
         self.drafts = DraftModel() if self.mean_run is None else DraftModel(max(self.mean_run, 1.0))
 
     def _read(self, folder: str) -> set[int]:
         """All responses. Returns the tokens that ended some."""
-        table, stops = read_table(folder, "responses"), set()
-        for step, batch, uid, sample, prompt, tokens, stopped, reward, draft, finished in zip(
-            *(table[name].to_pylist() for name in COLUMNS), strict=True
+        table, stops, turns = read_table(folder, "responses"), set(), Counter()
+        # Format 1 does not have the visit: it is how often the trace itself has had the prompt before.
+        visits = table["visit"].to_pylist() if "visit" in table.column_names else [None] * len(table)
+        columns = [table[name].to_pylist() for name in COLUMNS]
+        for visit, step, batch, uid, sample, prompt, tokens, stopped, reward, draft, finished in zip(
+            visits, *columns, strict=True
         ):
             if batch:
                 continue
@@ -68,6 +74,8 @@ class RecordedWorkload(Planned):
                 stops.add(tokens[-1])
             if (step, uid) not in self._rewards:
                 self._batches[step].append(Prompt(uid, "", tuple(prompt), {}))
+                self._visits[step, uid] = turns[uid] if visit is None else visit
+                turns[uid] += 1
             self._rewards.setdefault((step, uid), []).append(reward)  # samples are in order
             draft = None if draft is None else np.array(draft, np.int64)
             self._responses[step, uid, sample] = (np.array(tokens, np.int64), draft, finished)
@@ -83,16 +91,21 @@ class RecordedWorkload(Planned):
                 num_diverged += len(wrong) > 0
         return num_agreed / num_diverged if num_diverged else float("inf") if num_agreed else None
 
+    def _digest(self, step: int) -> str:
+        groups, count = self.launch(step), self.num_generations
+        tokens = [self.response(step, group.prompt.uid, sample) for group in groups for sample in range(count)]
+        return digest(Samples(groups, count, tokens, [], [], np.empty(0, bool), np.empty((0, 0))))
+
     def batch(self, step: int) -> list[Prompt]:
         return self._batches[step]
 
     def visit(self, step: int, uid: int) -> int:
-        """How often the trace has the prompt before this step."""
-        return self._steps[uid].index(step)
+        """How often the prompt had been drawn before this step."""
+        return self._visits[step, uid]
 
     def step_of(self, sample: SampleId) -> int:
         """The step that a sample belongs to."""
-        return self._steps[sample.uid][sample.visit]
+        return self._steps[sample.uid, sample.visit]
 
     def response(self, step: int, uid: int, sample: int) -> np.ndarray:
         return self._responses[step, uid, sample][0]
@@ -115,4 +128,4 @@ class RecordedWorkload(Planned):
         return np.array(self._rewards[step, uid])
 
     def forget(self, step: int) -> None:
-        """Nothing: a trace can be replayed again."""
+        """Nothing: a trace can be simulated again."""

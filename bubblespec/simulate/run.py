@@ -56,7 +56,7 @@ def simulate(
     _check(config, workload, num_ranks)
     config = copy.deepcopy(config)
     config.run.max_steps = workload.first_step + workload.num_steps
-    config.rollout.dynamic_sampling = False  # the first rollout of each step is replayed
+    config.rollout.dynamic_sampling = False  # the first rollout of each step is simulated
     config.reward.overlong_buffer_length = 0  # rewards are those of the workload
     world = World(num_ranks, cores)
     steps = [SimulatedStep(step) for step in range(workload.first_step, workload.first_step + workload.num_steps)]

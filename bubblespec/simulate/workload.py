@@ -1,4 +1,4 @@
-"""What is generated in a replay: the prompts of each step, their responses, and what drafts of them say."""
+"""What is generated in a simulated run: the prompts of each step, their responses, and what drafts of them say."""
 
 import dataclasses
 import math

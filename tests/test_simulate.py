@@ -1,4 +1,4 @@
-"""The replay simulator: virtual time against hand calculations, its engine against the real one, its texts against what they
+"""The simulator: virtual time against hand calculations, its engine against the real one, its texts against what they
 promise, and the command line."""
 
 import contextlib
@@ -12,6 +12,7 @@ from difflib import SequenceMatcher
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 import torch
 
@@ -24,7 +25,7 @@ from bubblespec.engine.sampling import SamplingParams
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.ranks.progress import LINGER_S, RankState
 from bubblespec.records import Draft, Load, Row, SampleId
-from bubblespec.rollout.placement import assign_prompts, make_rows
+from bubblespec.rollout.placement import make_rows, place_groups
 from bubblespec.simulate import __main__
 from bubblespec.simulate.__main__ import BLANK, nested
 from bubblespec.simulate.analytic import GPUS, MODELS, analytic_cost
@@ -32,13 +33,13 @@ from bubblespec.simulate.cost import ForwardCost
 from bubblespec.simulate.drafting import STOP, VOCABULARY, DraftModel
 from bubblespec.simulate.recorded import RecordedWorkload
 from bubblespec.simulate.run import simulate
-from bubblespec.simulate.runner import SimulatedGenerator, SimulatedRunner, SimulatedSpeculator
+from bubblespec.simulate.runner import ProposalTime, SimulatedGenerator, SimulatedRunner
 from bubblespec.simulate.workload import Synthetic, Workload
 from bubblespec.simulate.world import SimulatedBoard, SimulatedRanks, World
-from bubblespec.speculate.proposer import RowSpeculator
-from bubblespec.speculate.suffix import GroupIndex
+from bubblespec.speculate.proposer import make_proposer
+from bubblespec.speculate.suffix import GroupIndex, History
 from bubblespec.speculate.windows import CostModel
-from bubblespec.telemetry.trace import FOLDER, FORMAT, _write_table
+from bubblespec.telemetry.trace import FOLDER, FORMAT, _write_table, list_steps, read_meta, read_table
 from tests.warm import ROOT, python
 
 
@@ -206,28 +207,29 @@ def test_forwards_are_those_of_the_real_engine(make_model, slots, budget, window
         for row in Generator(ModelRunner(model, 15, 128, seed=5)).run(rows_to_generate(), params):
             tokens = row.tokens.copy()
             tokens[4::5] = (tokens[4::5] + 1) % 90 + 6
-            drafts[row.id.uid, row.id.sample] = Draft(tokens, True, 2)
+            drafts[row.id] = Draft(tokens, True, 2)
 
     def loads_of(engine: Generator, rows: list[Row]) -> tuple[list[Load], dict]:
         if window is None:
             return run_to_end(engine, rows, params), {}
-        speculator = RowSpeculator("bubble+suffix", CostModel(), window)
-        speculator.begin(3)
+        proposer = make_proposer("bubble+suffix", History(0), CostModel(), window)
+        proposer.begin()
         for row in rows:
-            speculator.track(row, drafts[row.id.uid, row.id.sample], 3)
-        loads, stats = run_to_end(engine, rows, params, speculator), vars(speculator.stats)
-        return loads, {name: value for name, value in stats.items() if name not in ("seconds", "accepted_lengths")}
+            proposer.track(row, drafts[row.id], 3)
+        loads, counts = run_to_end(engine, rows, params, proposer), vars(proposer.acceptance)
+        lengths = counts["accepted_lengths"].tolist()
+        return loads, counts | {"accepted_lengths": lengths, "looked_up_rows": proposer.take_spent()[1]}
 
     real = rows_to_generate()
     wanted = loads_of(Generator(ModelRunner(model, slots, 128, seed=5, max_batch_tokens=budget)), real)
-    texts = {(row.id.uid, row.id.sample): row.tokens for row in real}
+    texts = {row.id: row.tokens for row in real}
     known, cost = rows_to_generate(), LinearCost()
-    world, text = World(1, cores=1), lambda row, so_far: texts[row.id.uid, row.id.sample]
+    world, text = World(1, cores=1), lambda row, so_far: texts[row.id]
     runner = SimulatedRunner(world, 0, slots, 128, budget, cost, text)
     assert loads_of(SimulatedGenerator(runner), known) == wanted
     assert cost.loads == wanted[0]
     if window is not None:
-        assert wanted[1]["num_accepted"] > 50  # or nothing was compared
+        assert wanted[1]["accepted_tokens"] > 50  # or nothing was compared
     for row, other in zip(real, known, strict=True):
         np.testing.assert_array_equal(row.tokens, other.tokens)
         assert row.finish == other.finish
@@ -238,9 +240,9 @@ def test_skipped_forwards_are_the_same_forwards(slots):
     def run_all(cores: int | None):
         cost, workload = LinearCost(), make_workload()
         world = World(1, cores)
-        text = lambda row, _: workload.response(row.id.visit, row.id.uid, row.id.sample)  # noqa: E731
+        text = lambda row, _: workload.response(workload.step_of(row.id), row.id.uid, row.id.sample)  # noqa: E731
         engine = SimulatedGenerator(SimulatedRunner(world, 0, slots, 340, 64, cost, text))
-        rows = engine.run(make_rows(workload.batch(1), 1, 4, 300), SamplingParams(stop_token_ids=(STOP,)))
+        rows = engine.run(make_rows(workload.launch(1), 4, 300), SamplingParams(stop_token_ids=(STOP,)))
         return cost.loads, world.now, engine.num_forwards, [row.tokens.tolist() for row in rows]
 
     skipping, one_by_one = run_all(None), run_all(1)
@@ -248,16 +250,18 @@ def test_skipped_forwards_are_the_same_forwards(slots):
 
 
 def test_looking_for_proposals_takes_virtual_time():
+    """For the rows that are tracked and have room: the others are not looked at."""
     world = World(1)
     clock = SimulatedRanks(world, 0).clock
-    speculator = SimulatedSpeculator("suffix", CostModel(), 4, clock, propose_seconds=lambda n: 0.5 + 0.25 * n)
-    speculator.begin(0)
-    rows = [Row(SampleId(1, 0, sample), (1, 2), 50) for sample in range(3)]
-    for row in rows:
-        speculator.track(row, None, 0)
-    speculator.propose(rows, np.zeros(3, np.int64), np.full(3, 40), 100)
+    proposer = make_proposer("suffix", History(0), CostModel(), 4, clock)
+    proposer.sources.insert(0, ProposalTime(SimpleNamespace(propose_seconds=lambda n: 0.5 + 0.25 * n), clock))
+    proposer.begin()
+    rows = [Row(SampleId(1, 0, sample), (1, 2), 50) for sample in range(5)]
+    for row in rows[:4]:
+        proposer.track(row, None, 0)
+    proposer.propose(rows, np.zeros(5, np.int64), np.array([40, 40, 40, 0, 40]), 100)
     assert world.now == [1.25]
-    assert speculator.stats.seconds == 1.25
+    assert proposer.take_spent() == (1.25, 5)
 
 
 # Whole runs
@@ -267,8 +271,9 @@ def seconds_by_hand(workload: Workload, step: int, num_ranks: int, slots: int, c
     """Continuous batching of one response a prompt, where every prompt fits into a forward: each row's first forward feeds
     its prompt, every further one a token. Returns the slowest rank's seconds, and most forwards."""
     seconds, forwards = [], []
-    for share in assign_prompts(workload.num_prompts, num_ranks):
-        prompts = [workload.batch(step)[i] for i in share]
+    owners = place_groups(workload.num_prompts, num_ranks)
+    for rank in range(num_ranks):
+        prompts = [prompt for prompt, owner in zip(workload.batch(step), owners, strict=True) if owner == rank]
         waiting = [(len(p.token_ids), len(workload.response(step, p.uid, 0))) for p in prompts]
         active, total, count = [], 0.0, 0
         while waiting or active:
@@ -314,7 +319,7 @@ def test_tokens_are_those_of_the_workload_whatever_the_method_and_the_ranks():
         for prompt in sorted(workload.batch(step), key=lambda p: p.uid):
             for sample in range(4):
                 tokens = workload.response(step, prompt.uid, sample)
-                sha.update(np.array([prompt.uid, sample, len(tokens)], "<i8").tobytes() + tokens.astype("<i4").tobytes())
+                sha.update(np.array([prompt.uid, 0, sample, len(tokens)], "<i8").tobytes() + tokens.astype("<i4").tobytes())
         wanted.append(sha.hexdigest())
     for method, num_ranks, tokens_a_pass in (
         ("none", 1, 2),
@@ -467,15 +472,16 @@ def test_analytic_cost_is_the_roofline():
 # Recorded runs and the command line
 
 
-def write_trace(run_dir, workload: Workload, config, drafts: dict | None = None) -> list[str]:
-    """A trace as a run would leave it; drafts: (tokens, finished) by (step, uid, sample). Returns the digests."""
+def write_trace(run_dir, workload: Workload, config, drafts: dict | None = None, first_step: int = 0) -> list[str]:
+    """A trace as a run would leave it that recorded from `first_step` on; drafts: (tokens, finished) by (step, uid, sample).
+    Returns the digests."""
     folder = os.path.join(run_dir, FOLDER)
     os.makedirs(folder)
     meta = {"format": FORMAT, "world_size": 2, "hardware": {"cpu": "a test"}, "versions": {}, "config": flatten(config)}
     with open(os.path.join(folder, "meta.json"), "w") as file:
         json.dump(meta, file)
     digests = [step.digest for step in simulate(config, workload, LinearCost(), 2)]
-    for step in range(workload.num_steps):
+    for step in range(first_step, workload.num_steps):
         keys = [(step, p.uid, sample) for p in workload.batch(step) for sample in range(workload.num_generations)]
         tokens = [workload.response(*key) for key in keys]
         prompts = {p.uid: p.token_ids for p in workload.batch(step)}
@@ -484,6 +490,7 @@ def write_trace(run_dir, workload: Workload, config, drafts: dict | None = None)
             "step": [step] * len(keys),
             "batch": [0] * len(keys),
             "uid": [uid for _, uid, _ in keys],
+            "visit": [workload.visit(step, uid) for _, uid, _ in keys],
             "sample": [sample for *_, sample in keys],
             "owner": [0] * len(keys),
             "prompt_tokens": [prompts[uid] for _, uid, _ in keys],
@@ -499,7 +506,73 @@ def write_trace(run_dir, workload: Workload, config, drafts: dict | None = None)
         zeros = {name: [0.0] for name in names.split()}
         steps = {"step": [step], "rank": [0], "digest": [digests[step]], "own_forwards": [1], "drafted_tokens": [0], **zeros}
         _write_table(folder, "steps", step, steps)
-    return digests
+    return digests[first_step:]
+
+
+def make_format_1(run_dir) -> None:
+    """A trace as it was before samples were named by their visits: without them, and with digests that do not cover them."""
+    folder = os.path.join(run_dir, FOLDER)
+    for step in list_steps(folder):
+        path = os.path.join(folder, f"responses-{step:05d}.parquet")
+        responses = pyarrow.parquet.read_table(path, partitioning=None).drop_columns("visit")
+        pyarrow.parquet.write_table(responses, path)
+        path = os.path.join(folder, f"steps-{step:05d}.parquet")
+        table = pyarrow.parquet.read_table(path, partitioning=None)
+        place = table.column_names.index("digest")
+        table = table.set_column(place, "digest", pyarrow.array([digest_of_format_1(responses)]))
+        pyarrow.parquet.write_table(table, path)
+    path = os.path.join(folder, "meta.json")
+    with open(path) as file:
+        meta = json.load(file)
+    with open(path, "w") as file:
+        json.dump(meta | {"format": 1}, file)
+
+
+def digest_of_format_1(responses: pyarrow.Table) -> str:
+    sha = hashlib.sha256()
+    for row in sorted(responses.to_pylist(), key=lambda row: (row["uid"], row["sample"])):
+        sha.update(np.array([row["uid"], row["sample"], len(row["tokens"])], "<i8").tobytes())
+        sha.update(np.array(row["tokens"], "<i4").tobytes())
+    return sha.hexdigest()
+
+
+@pytest.mark.parametrize(("first_step", "wanted"), [(0, [0, 0, 1, 1, 2, 2]), (3, [1, 2, 2])])
+def test_a_recorded_run_has_the_visits_that_were_recorded(tmp_path, first_step, wanted):
+    """Recorded from the first step on, and from later on, where prompts have been drawn before that the trace does not have."""
+    spec = {"steps": 6, "epochs": 3}
+    digests = write_trace(tmp_path, make_workload(**spec), make_config(), first_step=first_step)
+    recorded, made = RecordedWorkload(str(tmp_path)), make_workload(**spec)
+    steps = range(first_step, 6)
+    assert [{group.visit for group in recorded.launch(step)} for step in steps] == [{visit} for visit in wanted]
+    assert [recorded.launch(step) for step in steps] == [made.launch(step) for step in steps]
+    assert {recorded.step_of(group.sample(1)) for group in recorded.launch(4)} == {4}
+    for method in ("none", "bubble+suffix"):
+        found = simulate(make_config(method), recorded, LinearCost(), 2)
+        assert [step.digest for step in found] == digests == [recorded.digests[step] for step in steps]
+
+
+def test_a_trace_of_format_1_is_simulated_as_one_of_format_2(tmp_path):
+    spec = {"steps": 6, "epochs": 3}
+    write_trace(tmp_path, make_workload(**spec), make_config())
+    newer = RecordedWorkload(str(tmp_path))
+    make_format_1(tmp_path)
+    with pytest.raises(KeyError):
+        read_table(str(tmp_path / FOLDER), "responses")["visit"]
+    older = RecordedWorkload(str(tmp_path))
+    assert older.digests == newer.digests
+    assert [older.launch(step) for step in range(6)] == [newer.launch(step) for step in range(6)]
+    for method in ("none", "bubble+suffix"):
+        one, other = (simulate(make_config(method), recorded, LinearCost(), 2) for recorded in (older, newer))
+        assert figures(one) == figures(other)
+
+
+def test_digests_of_a_run_that_was_recorded_in_format_1():
+    """Those that the run itself has reported, over the responses that the trace has."""
+    folder = os.path.join(ROOT, "tests", "data", "replay", "2_ranks_bubble+suffix", FOLDER)
+    assert read_meta(folder)["format"] == 1
+    for step in list_steps(folder):
+        reported = set(read_table(folder, "steps", [step])["digest"].to_pylist())
+        assert reported == {digest_of_format_1(read_table(folder, "responses", [step]))}
 
 
 def test_a_recorded_run_says_what_it_said(tmp_path):
@@ -549,7 +622,7 @@ def test_the_command_line(tmp_path):
 
 
 def check_error(capsys, words: str, *arguments: str) -> None:
-    old, sys.argv = sys.argv, ["replay", *arguments]
+    old, sys.argv = sys.argv, ["simulate", *arguments]
     try:
         code = __main__.main()
     finally:
@@ -603,7 +676,7 @@ def saved_cost(folder) -> str:
 def test_a_run_without_the_simulator_reads_the_real_clock():
     """The seam's default: ranks tell the time by the `time` module."""
     assert Ranks(torch.device("cpu")).clock is time
-    assert RowSpeculator("suffix", CostModel()).clock is time
+    assert make_proposer("suffix", History(0), CostModel()).clock is time
 
 
 @pytest.mark.parametrize("edited", [0.05, 0.2])
