@@ -38,9 +38,10 @@ def philox(counter: list[int], key: list[int]) -> list[int]:
     return counter
 
 
-def noise_key(seed: int, uid: int, step: int, sample: int, position: int) -> list[int]:
-    """The four words that key the noise of one response token; position counts response tokens from 0."""
-    return philox([sample << 20 | position, step, uid % WORD, uid // WORD], [seed % WORD, seed // WORD])
+def noise_key(seed: int, uid: int, visit: int, sample: int, position: int) -> list[int]:
+    """The four words that key the noise of one response token; visit: how often the data
+    order has drawn the prompt before; position counts response tokens from 0."""
+    return philox([sample << 20 | position, visit, uid % WORD, uid // WORD], [seed % WORD, seed // WORD])
 
 
 def random_bits(key: list[int], token: int) -> int:
@@ -77,7 +78,7 @@ def allowed_tokens(logits: torch.Tensor, num_generated: int, rollout) -> list[in
 @torch.no_grad()
 def sample_response(model, prompt: list[int], stream: tuple[int, int, int, int], rollout) -> Response:
     """Token by token argmax(logits / temperature + Gumbel noise), an exact sample of the softmax (Maddison et al. 2014, "A*
-    sampling"). stream: seed, uid of the prompt, step, number of the sample."""
+    sampling"). stream: seed, uid of the prompt, its visit, number of the sample."""
     tokens = []
     while len(tokens) < rollout.max_completion_length:
         logits = model(input_ids=torch.tensor([[*prompt, *tokens]])).logits[0, -1] / rollout.temperature
@@ -259,17 +260,24 @@ def train_on(
 
 
 def grpo_step(
-    model, reference, prompts: list[tuple[int, list[int]]], reward: Callable[[list], list[float]], *, config, step, moments: dict
+    model,
+    reference,
+    prompts: list[tuple[int, int, list[int]]],
+    reward: Callable[[list], list[float]],
+    *,
+    config,
+    step,
+    moments: dict,
 ) -> tuple[list[list[Response]], list[list[float]], list[list[float]], list[Update]]:
     """One step of training, which changes the weights of `model` and the moments: GRPO's algorithm 1 within its loops. Returns
     responses, rewards and advantages, by prompt and response, and the updates.
 
-    prompts: uid and tokens of each; reward: from the responses of a prompt, as tokens, to a number for each.
+    prompts: uid, visit and tokens of each; reward: from the responses of a prompt, as tokens, to a number for each.
     """
     loss, rollout, samples = config.loss, config.rollout, range(config.rollout.num_generations)
     groups = [
-        [sample_response(model, tokens, (config.run.seed, uid, step, sample), rollout) for sample in samples]
-        for uid, tokens in prompts
+        [sample_response(model, tokens, (config.run.seed, uid, visit, sample), rollout) for sample in samples]
+        for uid, visit, tokens in prompts
     ]
     rewards = [reward([response.tokens for response in group]) for group in groups]
     advantages = estimate_advantages(rewards, loss.advantage_estimator, loss.scale_rewards)

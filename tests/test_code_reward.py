@@ -8,8 +8,8 @@ import time
 import pytest
 from conftest import is_alive
 
+from bubblespec.rewards import code as module
 from bubblespec.rewards.code import passes_tests, program_in, run_program
-from bubblespec.rewards.functions import code as module
 
 ADD = "def add(a, b):\n    return a + b\n"
 CHECK = "assert add(1, 2) == 3"
@@ -176,7 +176,7 @@ def test_the_folder_is_removed(tmp_path, monkeypatch):
 
 SCRIPT = """
 import sys
-from bubblespec.rewards.functions import code as code_reward
+from bubblespec.rewards import code as code_reward
 code_reward.WALL_LIMIT_S = 3600.0
 note = f"open({sys.argv[1]!r}, 'w').write(str(os.getpid()) + ' ' + str(os.getppid()))"
 code_reward.run_program(f"import os, time\\n{note}\\ntime.sleep(3600)", "")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from bubblespec.config import load_config
+from bubblespec.config import Config, load_config
 from bubblespec.engine.noise import gumbel
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.ranks.collectives import Ranks
@@ -76,14 +76,15 @@ def test_disturbances_leave_tokens_and_weights_unchanged(reference, tmp_path, pr
 
 def test_corrupted_drafts_are_what_a_store_may_hold():
     rng = np.random.default_rng(0)
-    drafts = {(2, uid, j): Draft(np.arange(uid + j, dtype=np.int32), uid % 2 == 0, 1) for uid in range(20) for j in range(4)}
+    ids = [SampleId(uid, 2, sample) for uid in range(20) for sample in range(4)]
+    drafts = {key: Draft(np.arange(key.uid + key.sample, dtype=np.int32), key.uid % 2 == 0, 1) for key in ids}
     result, count = corrupt_drafts(drafts, rng, 1.0, vocab_size=50, max_new_tokens=12)
     assert count == 80 and result.keys() == drafts.keys()
     assert all(d.tokens.dtype == np.int32 and (d.tokens < 50).all() for d in result.values())
     assert all(d.is_finished or len(d.tokens) < 12 for d in result.values())
     changed = [k for k, d in result.items() if not np.array_equal(d.tokens, drafts[k].tokens)]
     assert len(changed) > 50 and any(result[k].is_finished != drafts[k].is_finished for k in drafts)
-    assert all(np.array_equal(d.tokens, np.arange(key[1] + key[2])) for key, d in drafts.items()), "the given ones are kept"
+    assert all(np.array_equal(d.tokens, np.arange(key.uid + key.sample)) for key, d in drafts.items()), "the given ones are kept"
 
 
 # First differences in float32
@@ -127,13 +128,13 @@ def test_a_token_at_the_edge_of_the_nucleus_may_be_in_or_out():
 
 
 def test_a_difference_is_recorded_with_the_id_of_its_row(make_model):
-    trainer, model = SimpleNamespace(engine=SimpleNamespace(seed=0), sampling=SamplingParams()), make_model("llama")
-    ties = NearTies(trainer)
+    sampler, model = SimpleNamespace(params=SamplingParams()), make_model("llama")
+    ties = NearTies(SimpleNamespace(config=Config(), sampler=sampler))
     ties._exact_model = lambda: model
     rows = [Row(SampleId(uid=5, visit=2, sample=1), prompt=(1, 2), max_new_tokens=9) for _ in range(2)]
     for row, tokens in zip(rows, ([4, 5, 6], [4, 7, 6]), strict=True):
         row.tokens = np.array(tokens)
     ties.inspect(rows[:1], rows[:1])
     ties.inspect(rows[:1], rows[1:])
-    assert [difference[:5] for difference in ties.differences] == [(2, 5, 1, 1, VIOLATION)]
+    assert [difference[:5] for difference in ties.differences] == [(5, 2, 1, 1, VIOLATION)]
     assert (ties.num_rows, ties.num_tokens) == (2, 3 + 2)

@@ -16,6 +16,8 @@ import torch
 import transformers
 
 from bubblespec.checkpoint import (
+    PLANNER_FILE,
+    SPECULATION_FILE,
     STATE_FILE,
     SUMS_FILE,
     find_checkpoint,
@@ -40,6 +42,7 @@ from tests.system.faults import Run
 from train import train
 
 ALONE = Ranks(torch.device("cpu"))
+SAVED_FILES = ("model.safetensors", "optimizer.pt", PLANNER_FILE, SPECULATION_FILE, STATE_FILE, SUMS_FILE)
 METRICS = {"reward": 0.5, "perf/throughput": 100.0, "timing_s/step": 2.0}
 
 
@@ -71,8 +74,8 @@ def saver(tmp_path, make_model):
         with torch.no_grad():
             optimizer.flat_grad.fill_(1.0 + step)
         optimizer.step(step)
-        state = {"drafts.tokens": np.arange(step)}
-        parts = {"model": model, "tokenizer": Tokenizer(), "optimizer": optimizer, "speculation": state}
+        parts = {"model": model, "tokenizer": Tokenizer(), "optimizer": optimizer}
+        parts |= {"planner": {"uids": np.arange(step)}, "speculation": {"drafts.tokens": np.arange(step)}}
         return save_checkpoint(config, step=step, evaluated=evaluated, ranks=ALONE, **parts)
 
     save.config, save.optimizer, save.model, save.folder = config, optimizer, model, config.run.output_dir
@@ -128,7 +131,7 @@ def test_every_damaged_file_is_noticed(saver, damage):
     saver(1)
     folder = checkpoint(saver.folder, 1)
     names = os.listdir(folder)
-    assert {"model.safetensors", "optimizer.pt", "speculation.npz", "tokenizer.json", STATE_FILE, SUMS_FILE} <= set(names)
+    assert {*SAVED_FILES, "tokenizer.json"} <= set(names)
     for name in names:
         path = os.path.join(folder, name)
         with open(path, "rb") as file:
@@ -297,7 +300,7 @@ def test_a_checkpoint_is_on_disk_before_it_has_its_name(saver, monkeypatch):
     monkeypatch.setattr(os, "rename", recorded_rename)
     assert saver(2) is None
     names = sorted(os.listdir(final))
-    assert {STATE_FILE, SUMS_FILE, "optimizer.pt", "model.safetensors", "config.json", "speculation.npz"} <= set(names)
+    assert {*SAVED_FILES, "config.json"} <= set(names)
     *files, folder, named, parent = calls
     assert sorted(files) == [
         ("on disk", os.path.join(unfinished, name), os.path.getsize(os.path.join(final, name))) for name in names
@@ -389,7 +392,7 @@ def train_alone(folder, stop_at: str | None = None) -> None:
     """A run of this process, which is told to stop at the second forward of a rollout or evaluation."""
     ranks = Ranks(torch.device("cpu"))
     trainer = set_up(load_config("configs/tiny_cpu.yaml", [*ALONE_OPTIONS, f"run.output_dir={folder}"]), ranks)
-    engine_step, forwards = trainer.engine.step, []
+    engine_step, forwards = trainer.sampler.engine.step, []
 
     def step(*arguments) -> tuple:
         if ranks.place == stop_at:
@@ -397,7 +400,7 @@ def train_alone(folder, stop_at: str | None = None) -> None:
             ranks.must_stop = len(forwards) >= 2
         return engine_step(*arguments)
 
-    trainer.engine.step = step
+    trainer.sampler.engine.step = step
     train(trainer)
     trainer.lock.close()
     assert ranks.must_stop == (stop_at is not None)

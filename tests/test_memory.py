@@ -19,7 +19,7 @@ from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
 from bubblespec.learn.optimizer import MOMENTS, Optimizer
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Prompt, Row, SampleId, Samples
+from bubblespec.records import Group, Prompt, Row, SampleId, Samples
 from tests.warm import ROOT, python
 
 CPU = Ranks(torch.device("cpu"))
@@ -95,7 +95,7 @@ def measure(changes: dict, num_tokens: int, has_checkpoints: bool, max_logits: i
     def step(count: int) -> None:
         tokens = [np.ones(252, np.int32)] * count
         samples = Samples(
-            [Prompt(0, "x", (1, 2, 3, 4), {})],
+            [Group(Prompt(0, "x", (1, 2, 3, 4), {}), 0)],
             count,
             tokens,
             tokens,

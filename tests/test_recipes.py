@@ -194,9 +194,7 @@ def test_minibatches_are_whole_groups_in_the_order_of_the_batch(make_model, tmp_
     prepare_model(model, 64)
     both, _ = train(model, None, samples, advantages, config)
     half = NUM_PROMPTS // 2 * GENERATIONS
-    samples.prompts = samples.prompts[: NUM_PROMPTS // 2]
-    for key in ("tokens", "logprob", "full_logprob", "is_truncated", "rewards"):
-        setattr(samples, key, getattr(samples, key)[:half])
+    samples = samples.of_groups([*range(NUM_PROMPTS // 2)])
     config.loss.num_iterations = config.loss.num_minibatches = 1
     model = make_model()
     prepare_model(model, 64)

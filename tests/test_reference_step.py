@@ -11,6 +11,7 @@ import train as script
 from bubblespec.config import load_config
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.set_up import set_up
+from bubblespec.trainer import Trainer
 from tests.reference_step import grpo_step
 from tests.runs import read
 
@@ -54,14 +55,14 @@ def reward(completion_ids, **columns) -> list[float]:
 @pytest.mark.parametrize("name", RECIPES)
 def test_steps_of_the_trainer_are_those_of_the_page(tmp_path, monkeypatch, name):
     config = load_config(CONFIG, [*SHORT, *RECIPES[name], f"run.output_dir={tmp_path}"])
-    trainer, seen, train_step = set_up(config, Ranks(torch.device("cpu"))), [], script.train_step
+    trainer, seen, update = set_up(config, Ranks(torch.device("cpu"))), [], Trainer.update
 
-    def noting(trainer, samples, advantages, step):
-        metrics, spans = train_step(trainer, samples, advantages, step)
-        seen.append((samples, advantages, dict(metrics)))
-        return metrics, spans
+    def noting(trainer, record, advantages):
+        metrics = update(trainer, record, advantages)
+        seen.append((record.samples, advantages, dict(metrics)))
+        return metrics
 
-    monkeypatch.setattr(script, "train_step", noting)
+    monkeypatch.setattr(Trainer, "update", noting)
     script.train(trainer)
     trainer.lock.close()
 
@@ -69,7 +70,8 @@ def test_steps_of_the_trainer_are_those_of_the_page(tmp_path, monkeypatch, name)
     reference = copy.deepcopy(plain) if config.loss.kl_coef else None
     initial, moments, clipped, truncated = copy.deepcopy(plain), {}, 0, 0
     for step, (samples, advantages, metrics) in enumerate(seen):
-        prompts = [(prompt.uid, list(prompt.token_ids)) for prompt in samples.prompts]
+        prompts = [(group.prompt.uid, group.visit, list(group.prompt.token_ids)) for group in samples.groups]
+        assert {visit for _, visit, _ in prompts} == {step}, "each step is an epoch"
         groups, rewards, wanted, updates = grpo_step(plain, reference, prompts, reward, config=config, step=step, moments=moments)
         responses = [response for group in groups for response in group]
         assert [tokens.tolist() for tokens in samples.tokens] == [response.tokens for response in responses]

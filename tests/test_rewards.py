@@ -13,6 +13,7 @@ from conftest import refusal
 
 from bubblespec.data.prompts import reasoning_gym_rows
 from bubblespec.errors import InputError
+from bubblespec.rewards import functions as module
 from bubblespec.rewards.functions import (
     Sample,
     answer_format,
@@ -25,7 +26,6 @@ from bubblespec.rewards.functions import (
     reasoning_gym_score,
     score,
 )
-from bubblespec.rewards.functions import functions as module
 
 SAMPLES = [Sample("p", "a", [1], {}), Sample("q", "b", [2], {}), Sample("r", "c", [3], {})]
 

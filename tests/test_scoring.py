@@ -14,16 +14,16 @@ import torch
 from bubblespec.config import RewardConfig, load_config
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import prepare_model
-from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
 from bubblespec.ranks.collectives import Ranks, StopRequested, signals_stop
-from bubblespec.records import Prompt, Row
+from bubblespec.records import Group, Prompt, Row
 from bubblespec.rewards.functions import load_reward
 from bubblespec.rewards.scorer import Scorer, Scoring
 from bubblespec.rewards.workers import RewardWorkers
-from bubblespec.rollout.placement import generate, make_rows
+from bubblespec.rollout.loop import RolloutLoop
+from bubblespec.rollout.placement import make_rows
 from bubblespec.set_up import set_up
 from tests.ranks import run_ranks
 from tests.runs import ALWAYS_DRAFT, SHORT, digests, read, run, same_weights, weights
@@ -31,6 +31,7 @@ from train import train
 
 OBEY = "tests.misbehaving_rewards.obey"
 PROMPTS = [Prompt(uid, f"prompt {uid}", (uid % 7, 1), {"answer": str(uid)}) for uid in (900, 17)]
+GROUPS = [Group(prompt, 4) for prompt in PROMPTS]
 PATIENCE_S = 120.0
 CPU = torch.device("cpu")
 
@@ -63,17 +64,17 @@ def make_scorer(tmp_path):
         scorer.close()
 
 
-def finished_rows(count: int, step: int = 7) -> list[Row]:
+def finished_rows(count: int) -> list[Row]:
     """Generations of one prompt, whose only token is their number."""
-    rows = make_rows(PROMPTS[:1], step, count, 10)
+    rows = make_rows(GROUPS[:1], count, 10)
     for row in rows:
         row.tokens = np.array([row.id.sample])
     return rows
 
 
-def scores(scorer: Scorer, rows: list[Row], told: list[int] = ()) -> np.ndarray:
+def scores(scorer: Scorer, rows: list[Row], told: list[int] = (), step: int | None = 7) -> np.ndarray:
     """Rewards of rows of one prompt, some of which are told of as they finish."""
-    scoring = scorer.begin(PROMPTS[:1], rows)
+    scoring = scorer.begin(PROMPTS[:1], rows, step)
     for i in told:
         scoring.on_finished(rows[i])
     return scoring.collect()
@@ -85,7 +86,7 @@ def errors_in(folder) -> list[dict]:
 
 
 def test_rows_are_scored_with_their_own_prompts_text_and_columns(make_scorer):
-    rows = make_rows(PROMPTS, 7, 2, 10)
+    rows = make_rows(GROUPS, 2, 10)
     for row in rows:
         row.tokens = np.array([row.id.uid, row.id.sample])
     calls = []
@@ -154,7 +155,7 @@ def test_failures_are_written_with_their_samples(make_scorer, tmp_path, capsys):
 
 def test_the_log_of_a_batch_has_an_end(make_scorer, tmp_path):
     scorer = make_scorer(["raise x"] * 30 + ["value 1"], num_workers=0)
-    scores(scorer, finished_rows(31, step=EVALUATION))
+    scores(scorer, finished_rows(31), step=None)
     assert len(errors_in(tmp_path)) == 20 and errors_in(tmp_path)[0]["step"] is None
     assert scorer.take_metrics()["reward/errors"] == 30
 
@@ -214,7 +215,7 @@ def test_responses_are_scored_while_others_decode(make_scorer, make_model, tmp_p
     scorer.tokenizer = SimpleNamespace(
         batch_decode=lambda ids, skip_special_tokens: [f"touch {marks[len(i) // 4 - 1]}" for i in ids]
     )
-    rows = make_rows(PROMPTS[:1], 0, 4, 16)
+    rows = make_rows(GROUPS[:1], 4, 16)
     for n, row in enumerate(rows):
         row.max_new_tokens = 4 * (n + 1)
     scoring = scorer.begin(PROMPTS[:1], rows)
@@ -228,7 +229,7 @@ def test_responses_are_scored_while_others_decode(make_scorer, make_model, tmp_p
             assert time.monotonic() < deadline, "not scored before the rollout goes on"
             time.sleep(0.01)
 
-    generate(engine, rows, SamplingParams(), Ranks(CPU), on_finished)
+    RolloutLoop(engine, Ranks(CPU), SamplingParams(), on_finished=on_finished).run(rows)
     assert finished == [0, 1, 2, 3] and scoring.collect().tolist() == [[2.0]] * 4
 
 
@@ -312,7 +313,7 @@ def train_here(folder, monkeypatch, *overrides: str) -> int:
     with signals_stop(ranks):
         trainer = set_up(load_config("configs/tiny_cpu.yaml", [*options, f"run.output_dir={folder}", *overrides]), ranks)
         train(trainer)
-    trainer.scorer.close()
+    trainer.sampler.scorer.close()
     trainer.lock.close()
     monkeypatch.undo()
     return sum(told)

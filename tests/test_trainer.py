@@ -12,15 +12,15 @@ import pytest
 import torch
 
 import train
-from bubblespec import trainer as module
 from bubblespec.config import Config
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.learn.learner import Learner
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Prompt, Samples, Span
-from bubblespec.rollout.loop import RolloutStats
-from bubblespec.trainer import Trainer, evaluate, expected_best, generate_step, train_step
+from bubblespec.records import Group, Prompt, Samples, Span, StepRecord
+from bubblespec.rollout.loop import RolloutLoop
+from bubblespec.rollout.sampler import Sampler
+from bubblespec.trainer import Trainer, expected_best
 from tests.runs import SHORT, weights
 
 
@@ -60,8 +60,11 @@ def test_steps_without_an_update_in_a_row_end_the_run(monkeypatch, tmp_path, cap
 # Evaluation
 
 
-def make_trainer(**fields) -> Trainer:
-    return Trainer(**dict.fromkeys(Trainer.__dataclass_fields__) | {"ranks": Ranks(torch.device("cpu"))} | fields)
+def make_trainer(config: Config, sampler: dict, **fields) -> Trainer:
+    """With these parts of it and of its sampler, and no others."""
+    common = {"config": config, "ranks": Ranks(torch.device("cpu"))}
+    made = Sampler(**dict.fromkeys(Sampler.__dataclass_fields__) | common | sampler)
+    return Trainer(**dict.fromkeys(Trainer.__dataclass_fields__) | common | {"sampler": made} | fields)
 
 
 @pytest.mark.parametrize("rewards", [[0.0, 1.0, 0.0, 0.0, 1.0], [0.3, -2.0, 0.5, 0.5, 7.0, 0.1], [1.0], [0.0, 0.0]])
@@ -82,20 +85,22 @@ def test_an_evaluation_by_hand(monkeypatch):
     lengths, used = [1, 2, 6, 3, 4, 6, 6, 2], []
     sampling = SamplingParams(0.9, 0.8, 7, (3,), 2)
 
-    def generate(engine, rows, params, ranks, on_finished):
-        used.append((params, [(row.id.uid, row.id.visit, row.id.sample, row.max_new_tokens) for row in rows]))
+    def generate(loop, rows):
+        used.append((loop.params, [(row.id.uid, row.id.visit, row.id.sample, row.max_new_tokens) for row in rows]))
         for row, length in zip(rows, lengths, strict=True):
             row.tokens, row.finish = np.arange(length), "length" if length == 6 else "stop"
             row.logprob = row.full_logprob = np.zeros(length, np.float32)
-            on_finished(row)
+            loop.on_finished(row)
 
-    monkeypatch.setattr(module, "generate", generate)
+    monkeypatch.setattr(RolloutLoop, "run", generate)
     rewards = np.array([first, second]).T
     scoring = SimpleNamespace(on_finished=lambda row: None, collect=lambda: rewards)
-    scorer = SimpleNamespace(begin=lambda own, rows: scoring, take_metrics=lambda: {"reward/errors": 3})
-    parts = {"config": config, "engine": None, "sampling": sampling, "scorer": scorer}
-    trainer = make_trainer(**parts, eval_prompts=prompts, reward_weights=[1.0, 10.0], num_updates=12)
-    assert evaluate(trainer) == {
+    scorer = SimpleNamespace(
+        begin=lambda own, rows, step: used.append(step) or scoring, take_metrics=lambda: {"reward/errors": 3}
+    )
+    parts = {"params": sampling, "scorer": scorer, "reward_weights": [1.0, 10.0]}
+    trainer = make_trainer(config, parts, eval_prompts=prompts, num_updates=12)
+    assert trainer.evaluate() == {
         "eval/reward": (3 + 5) / 8,
         "eval/completions/mean_length": 30 / 8,
         "eval/completions/clipped_ratio": 3 / 8,
@@ -104,33 +109,10 @@ def test_an_evaluation_by_hand(monkeypatch):
         "eval/pass@2": pytest.approx((5 / 6 + 3 / 6) / 2),  # of 6 pairs, 1 and 3 have no right answer
         "eval/pass@4": 1.0,
     }
-    ((params, rows),) = used
+    step, (params, rows) = used
+    assert step is None
     assert params == SamplingParams(0.25, 0.8, 7, (3,), 2) and trainer.evaluated == 12
     assert rows == [(uid, EVALUATION, sample, 6) for uid in (5, 9) for sample in range(4)]
-
-
-# A step's rollout
-
-
-@pytest.mark.parametrize("timeline_steps", [[], [5]])
-def test_a_rollout_without_speculation_is_timed_as_a_whole(monkeypatch, timeline_steps):
-    """Three forwards in 7 s, after 4 forwards of an earlier step; they are noted only in the steps of a timeline."""
-    clock = SimpleNamespace(now=50.0)
-    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    engine, ranks = SimpleNamespace(num_forwards=4), Ranks(torch.device("cpu"))
-
-    def generate(engine, rows, params, ranks, on_finished, events, log):
-        clock.now += 7.0
-        engine.num_forwards += 3
-        if events is not None:
-            events.append(("decode", 50.0, 57.0))
-
-    monkeypatch.setattr(module, "generate", generate)
-    config = Config()
-    config.run.timeline_steps = timeline_steps
-    trainer = SimpleNamespace(config=config, ranks=ranks, engine=engine, sampling=None, recorder=None, speculation=None)
-    events = [("decode", 50.0, 57.0)] if timeline_steps else []
-    assert generate_step(trainer, [], 5) == (RolloutStats(own_forwards=3, own_s=7.0, total_s=7.0, events=events), {})
 
 
 # A step's updates
@@ -143,13 +125,22 @@ def test_the_overlong_penalty_of_a_step_is_in_its_rewards_and_its_metrics():
     config.reward.overlong_buffer_length, config.reward.overlong_penalty_factor = 4, 2.0
     spans = [Span("sync", 1.0, 2.0)]
     learner = SimpleNamespace(update=lambda samples, advantages, step: ({"loss": 0.5 + step}, spans))
-    trainer = make_trainer(config=config, learner=learner, reward_weights=[1.0, 10.0])
+    trainer = make_trainer(config, {"reward_weights": [1.0, 10.0]}, learner=learner)
+    trainer.ranks.clock = SimpleNamespace(perf_counter=lambda: 9.0)
     tokens = [np.zeros(n, np.int32) for n in (3, 6, 8, 10)]
     rewards = np.array([[1.0, math.nan], [0.5, math.nan], [0.0, 0.25], [1.0, math.nan]])
-    samples = Samples([Prompt(1, "p", (1,), {})], 4, tokens, tokens, tokens, np.zeros(4, bool), rewards)
-    assert trainer.combined(samples).tolist() == [1.0, 0.5, 2.5 - 1.0, 1.0 - 2.0]
-    metrics = {"loss": 7.5, "rewards/overlong_penalty/mean": -3.0 / 4}
-    assert train_step(trainer, samples, np.zeros(4), 7) == (metrics, spans) and trainer.num_updates == 8
+    samples = Samples([Group(Prompt(1, "p", (1,), {}), 0)], 4, tokens, tokens, tokens, np.zeros(4, bool), rewards)
+
+    def update(step: int) -> tuple[StepRecord, dict[str, float]]:
+        fields = {"step": step, "samples": samples, "stages": [Span("reward", 0.5, 0.75)], "spans": [Span("exchange", 0.5, 0.6)]}
+        record = StepRecord(**dict.fromkeys(StepRecord.__dataclass_fields__) | fields)
+        return record, trainer.update(record, np.zeros(4))
+
+    assert trainer.sampler.combined(samples).tolist() == [1.0, 0.5, 2.5 - 1.0, 1.0 - 2.0]
+    record, metrics = update(7)
+    assert metrics == {"loss": 7.5, "rewards/overlong_penalty/mean": -3.0 / 4} and trainer.num_updates == 8
+    assert record.spans == [Span("exchange", 0.5, 0.6), *spans]
+    assert record.stages == [Span("reward", 0.5, 0.75), Span("train", 0.75, 9.0)]
     config.reward.overlong_buffer_length = 0
-    assert train_step(trainer, samples, np.zeros(4), 8) == ({"loss": 8.5}, spans)
-    assert trainer.combined(samples).tolist() == [1.0, 0.5, 2.5, 1.0]
+    assert update(8)[1] == {"loss": 8.5} and trainer.num_updates == 9
+    assert trainer.sampler.combined(samples).tolist() == [1.0, 0.5, 2.5, 1.0]

@@ -19,7 +19,7 @@ from bubblespec.learn.losses import policy_loss
 from bubblespec.learn.microbatch import plan_microbatches
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Prompt, Samples
+from bubblespec.records import Group, Prompt, Samples
 from tests.reference_step import Response, kl_estimate, log_distributions, minibatch_loss
 
 NUM_PROMPTS, GENERATIONS = 4, 3
@@ -31,7 +31,8 @@ def make_samples(seed: int = 0, generations: int = GENERATIONS) -> Samples:
     tokens = [rng.integers(1, VOCAB, rng.integers(1, 20)).astype(np.int32) for _ in range(NUM_PROMPTS * generations)]
     logprob = [rng.normal(-3, 0.1, len(t)).astype(np.float32) for t in tokens]
     truncated = np.arange(len(tokens)) % 5 == 2
-    return Samples(prompts, generations, tokens, logprob, logprob, truncated, np.zeros((len(tokens), 1)))
+    groups = [Group(prompt, 0) for prompt in prompts]
+    return Samples(groups, generations, tokens, logprob, logprob, truncated, np.zeros((len(tokens), 1)))
 
 
 def make_config(max_tokens: int = 64, **loss) -> Config:

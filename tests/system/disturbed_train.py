@@ -19,11 +19,10 @@ import transformers
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 from bubblespec.config import load_config
-from bubblespec.ranks.collectives import ranks_from_environment
-from bubblespec.records import Draft, Load, Row
-from bubblespec.rollout.loop import RolloutStats
+from bubblespec.idle.draft_ahead import DraftAhead
+from bubblespec.ranks.collectives import Ranks, ranks_from_environment
+from bubblespec.records import Draft, Load, Row, SampleId
 from bubblespec.set_up import set_up
-from bubblespec.speculate.store import Key
 from bubblespec.trainer import Trainer
 from train import train
 
@@ -45,9 +44,9 @@ def corrupt_tokens(tokens: np.ndarray, rng: np.random.Generator, vocab_size: int
 
 
 def corrupt_drafts(
-    drafts: dict[Key, Draft], rng: np.random.Generator, share: float, vocab_size: int, max_new_tokens: int
-) -> tuple[dict[Key, Draft], int]:
-    """A share of the drafts with other tokens, with the wrong finished flag, or swapped with another key's; and how many.
+    drafts: dict[SampleId, Draft], rng: np.random.Generator, share: float, vocab_size: int, max_new_tokens: int
+) -> tuple[dict[SampleId, Draft], int]:
+    """A share of the drafts with other tokens, with the wrong finished flag, or swapped with another sample's; and how many.
 
     A draft that says it is unfinished keeps room for one more token: it will be drafted further, and the engine refuses a row
     that is full already.
@@ -79,34 +78,41 @@ class Disturbance:
         self.rng = np.random.default_rng((seed, trainer.ranks.rank))
         self.counts = dict.fromkeys(COUNTS, 0)
         self.vocab_size = trainer.learner.model.get_input_embeddings().num_embeddings
-        self._training_step = trainer.num_updates
-        self._step = trainer.engine.step
-        trainer.engine.step = self.step
-        if trainer.speculation is not None:
-            speculation = trainer.speculation
+        self.drafting: DraftAhead | None = None
+        sampler, speculation = trainer.sampler, trainer.sampler.speculation
+        self._step = sampler.engine.step
+        sampler.engine.step = self.step
+        if speculation is not None:
             speculation.outlook.worth = lambda *_: np.ones(1)  # every draft pays, so that there are many to disturb
             speculation.board.interval_s = 0.0  # a tick at every forward: otherwise the clock chooses them
-            self._exchange, self._propose = speculation.exchange, speculation.speculator.propose
-            speculation.exchange, speculation.speculator.propose = self.exchange, self.propose
+            self._draft_ahead, self._propose = speculation.draft_ahead, speculation.proposer.propose
+            speculation.draft_ahead, speculation.proposer.propose = self.draft_ahead, self.propose
 
     def step(self, *arguments) -> tuple[list[Row], Load]:
-        result, engine = self._step(*arguments), self.trainer.engine
+        result, engine = self._step(*arguments), self.trainer.sampler.engine
         if self.rng.random() < self.preempt:
             rows = [*engine.rows, *engine.queue]
             taken = [rows[i] for i in self.rng.permutation(len(rows))[: self.rng.integers(1, MOST_ROWS + 1)]]
             for row in taken:
                 engine.drop(row)
-                is_draft = self.trainer.speculation is not None and row.id.visit > self._training_step
+                is_draft = self.drafting is not None and id(row) not in self.drafting.view.unfinished
                 self.counts["draft rows pre-empted" if is_draft else "own rows pre-empted"] += 1
             engine.add(taken)
         return result
 
-    def exchange(self, drafts: dict[Key, Draft], stats: RolloutStats) -> int:
-        self._training_step += 1
-        longest = self.trainer.config.rollout.max_completion_length
-        drafts, count = corrupt_drafts(drafts, self.rng, self.corrupt, self.vocab_size, longest)
-        self.counts["drafts corrupted"] += count
-        return self._exchange(drafts, stats)
+    def draft_ahead(self, *arguments) -> DraftAhead | None:
+        self.drafting = drafting = self._draft_ahead(*arguments)
+        if drafting is not None:
+            merge = drafting.merge
+
+            def merge_corrupted(ranks: Ranks) -> None:
+                longest = self.trainer.config.rollout.max_completion_length
+                drafting.drafts, count = corrupt_drafts(drafting.drafts, self.rng, self.corrupt, self.vocab_size, longest)
+                self.counts["drafts corrupted"] += count
+                merge(ranks)
+
+            drafting.merge = merge_corrupted
+        return drafting
 
     def propose(self, *arguments) -> list[np.ndarray | None]:
         proposals = self._propose(*arguments)

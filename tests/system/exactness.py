@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from bubblespec.checkpoint import load_speculation
+from bubblespec.checkpoint import SPECULATION_FILE, load_arrays
 from tests.runs import same_weights
 from tests.system.disturbed_train import COUNTS, COUNTS_FILE
 
@@ -156,7 +156,7 @@ def run_arm(arm: Arm, ranks: int, folder: str, steps: int, options: list[str]) -
         run_until_killed(command, folder, middle)
         if len(read_metrics(folder)) == steps:
             raise RuntimeError("the run had ended before it was killed")
-        state = load_speculation(os.path.join(folder, f"checkpoint-{middle}")) or {}
+        state = load_arrays(os.path.join(folder, f"checkpoint-{middle}"), SPECULATION_FILE) or {}
         result["draft tokens in the checkpoint"] = sum(a.size for name, a in state.items() if name.startswith("drafts.tokens"))
     run(command)
     lines = read_metrics(folder)

@@ -75,7 +75,7 @@ def judge(logits: torch.Tensor, key: torch.Tensor, position: int, params: Sampli
 
 
 class NearTies:
-    """Compares rows and keeps count, on this rank. differences: (step, uid, sample, position, kind, gap)."""
+    """Compares rows and keeps count, on this rank. differences: (uid, visit, sample, position, kind, gap)."""
 
     def __init__(self, trainer: Trainer):
         self.trainer = trainer
@@ -91,7 +91,7 @@ class NearTies:
             self.num_tokens += len(a.tokens) if position is None else position + 1
             if position is not None:
                 exact = exact or self._exact_model()
-                self.differences.append((a.id.visit, a.id.uid, a.id.sample, position, *self._judge(exact, a, b, position)))
+                self.differences.append((*a.id, position, *self._judge(exact, a, b, position)))
 
     def _judge(self, exact: PreTrainedModel, a: Row, b: Row, position: int) -> tuple[str, float]:
         tokens = {int(t) for row in (a, b) for t in row.tokens[position : position + 1]}
@@ -99,7 +99,7 @@ class NearTies:
         with torch.no_grad():
             fed = torch.tensor([[*a.prompt, *a.tokens[:position].tolist()]], device=exact.device)
             logits = exact(fed, use_cache=False).logits[0, -1].cpu()
-        return judge(logits, torch.from_numpy(key), position, self.trainer.sampling, tokens)
+        return judge(logits, torch.from_numpy(key), position, self.trainer.sampler.params, tokens)
 
     def _exact_model(self) -> PreTrainedModel:
         """The model as transformers has it, in float64, with the weights of now."""
@@ -120,7 +120,7 @@ class NearTies:
         numbers = np.concatenate(ranks.gather_ragged(np.array(names, np.int64).ravel())).reshape(-1, 5).tolist()
         gaps = np.concatenate(ranks.gather_ragged(np.array([d[5] for d in self.differences], np.float64))).tolist()
         found = [
-            {"step": n[0], "uid": n[1], "sample": n[2], "position": n[3], "kind": KINDS[n[4]], "gap": gap}
+            {"uid": n[0], "visit": n[1], "sample": n[2], "position": n[3], "kind": KINDS[n[4]], "gap": gap}
             for n, gap in zip(numbers, gaps, strict=True)
         ]
         return {"rows": rows, "tokens": tokens, "differences": found}
@@ -149,7 +149,7 @@ def main() -> int:
         config = load_config(arguments.config, arguments.overrides)
         with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
             trainer = set_up(config, ranks)
-            if trainer.speculation is None:
+            if trainer.sampler.speculation is None:
                 raise InputError("speculative.method: none; give the method to compare with it")
             ties, plain = NearTies(trainer), plain_engine(trainer)
             for step in range(config.run.max_steps):

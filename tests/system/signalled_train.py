@@ -20,6 +20,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 import train
 from bubblespec import checkpoint
 from bubblespec.ranks.collectives import Ranks
+from bubblespec.trainer import Trainer
 
 KINDS = ("launcher", "ranks", "rank-dies", "ranks-die", "save-dies")
 PATIENCE_S = 120.0
@@ -51,19 +52,19 @@ def main() -> int:
     parser.add_argument("--kind", choices=KINDS, required=True)
     arguments, rest = parser.parse_known_args()
     sys.argv = ["train.py", *rest]
-    train_step, rename = train.train_step, os.rename
+    update, rename = Trainer.update, os.rename
 
-    def signalled_step(trainer, samples, advantages, step):
-        if step == arguments.at:
+    def signalled_update(trainer, record, advantages):
+        if record.step == arguments.at:
             send(arguments.kind, trainer.ranks)
-        return train_step(trainer, samples, advantages, step)
+        return update(trainer, record, advantages)
 
     def deadly_rename(source, target) -> None:
         if arguments.kind == "save-dies" and os.path.basename(target) == f"checkpoint-{arguments.at + 1}":
             os.kill(os.getpid(), signal.SIGKILL)
         rename(source, target)
 
-    train.train_step, checkpoint.os.rename = signalled_step, deadly_rename
+    Trainer.update, checkpoint.os.rename = signalled_update, deadly_rename
     return train.main()
 
 
