@@ -39,7 +39,7 @@ from bubblespec.learn.learner import Learner
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.memory import HEADROOM, choose_num_slots, work_out
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.ranks.progress import ProgressBoard, RankState
+from bubblespec.ranks.progress import MAX_WORKS, NUM_NUMBERS, ProgressBoard, RankState
 
 DEVICE = torch.device("cuda", 0)
 SOURCES = str(Path(bubblespec.__file__).parent)
@@ -477,8 +477,8 @@ def test_collectives(cuda, monkeypatch):
     board = ProgressBoard(ranks, 60.0)
     cuda.clear()
     states = board.poll(lambda: RankState(0))
-    assert states == [RankState(1, 1, True)] * 2 and board.must_stop
-    assert cuda.waits == ["progress._receive"] and cuda.uploads == 1 and sent[-1] == len(RankState._fields)
+    assert states == [RankState(1, (1,) * MAX_WORKS, True)] * 2 and board.must_stop
+    assert cuda.waits == ["progress._receive"] and cuda.uploads == 1 and sent[-1] == NUM_NUMBERS
 
 
 def test_slots_by_what_the_card_has_free(monkeypatch):

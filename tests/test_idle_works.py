@@ -30,13 +30,14 @@ def test_the_most_urgent_offers_of_two_works_by_what_they_save():
     first = [Offer("a", 3.0, True), Offer("b", 9.0, True), Offer("c", 8.0, False), Offer("d", 1.0, True)]
     second = [Offer("a", 5.0, True), Offer("b", 7.0, False), Offer("c", 1.0, True)]
     arbiter = Arbiter([first, second])
-    decoding, waiting = RankState(4, 3), RankState(0, 3)
-    assert arbiter.assign([decoding, RankState(0, 0)]) == [[(1, second[0]), (0, first[0]), (0, first[1])], []]
+    decoding, waiting = RankState(4, (2, 1)), RankState(0, (2, 1))
+    assert arbiter.assign([decoding, RankState(0)]) == [[(1, second[0]), (0, first[0]), (0, first[1])], []]
     given = arbiter.assign([waiting, decoding])
     assert given == [[(0, first[3]), (1, second[2]), (0, first[2])], []], "what is not worth it beside rows comes last"
-    assert not arbiter.has_offers(is_done=False) and arbiter.has_offers(is_done=True)
+    assert not arbiter.has_offers(1, is_done=False) and arbiter.has_offers(1, is_done=True)
     assert arbiter.assign([decoding, waiting]) == [[], [(1, second[1])]]
-    assert not arbiter.has_offers(is_done=True) and arbiter.assign([waiting, waiting]) == [[], []]
+    assert not any(arbiter.has_offers(work, is_done=True) for work in (0, 1))
+    assert arbiter.assign([waiting, waiting]) == [[], []]
 
 
 def test_offers_are_given_by_the_ticks_alone():
@@ -53,18 +54,24 @@ def test_offers_are_given_by_the_ticks_alone():
         beside = [[offer for offer in of_work if offer.beside_rows] for of_work in offers]
         idle = [[offer for offer in of_work if not offer.beside_rows] for of_work in offers]
         for _ in range(int(rng.integers(1, 12))):
-            states = [RankState(int(rng.integers(2)), int(rng.integers(0, 6)) * int(rng.integers(2))) for _ in range(world_size)]
+            wishes = rng.integers(0, 6, (world_size, num_works)) * rng.integers(0, 2, (world_size, num_works))
+            states = [RankState(int(rng.integers(2)), tuple(wanted)) for wanted in wishes.tolist()]
             given = arbiter.assign(states)
             assert given == elsewhere.assign(states) and len(given) == world_size
             for state, got in zip(states, given, strict=True):
+                wanted = list(state.wanted_offers)
                 for work, offer in got:
-                    assert offer.beside_rows or (state.is_done and not any(beside))
+                    open_works = [other for other in range(num_works) if wanted[other]]
+                    assert offer.beside_rows or (state.is_done and not any(beside[other] for other in open_works))
                     queues = beside if offer.beside_rows else idle
-                    saved = [queue[0].saves_s for queue in queues if queue]
+                    saved = [queues[other][0].saves_s for other in open_works if queues[other]]
                     assert queues[work].pop(0) == offer and offer.saves_s == max(saved)
-                num_left = sum(map(len, beside + idle if state.is_done else beside))
-                assert len(got) == state.wanted_offers or (len(got) < state.wanted_offers and not num_left)
-            assert arbiter.has_offers(False) == any(beside) and arbiter.has_offers(True) == any(beside + idle)
+                    wanted[work] -= 1
+                remaining = [len(beside[work]) + (len(idle[work]) if state.is_done else 0) for work in range(num_works)]
+                assert all(not count or (count > 0 and not there) for count, there in zip(wanted, remaining, strict=True))
+            for work in range(num_works):
+                assert arbiter.has_offers(work, False) == bool(beside[work])
+                assert arbiter.has_offers(work, True) == bool(beside[work] or idle[work])
 
 
 class Slices:
@@ -100,7 +107,7 @@ class Slices:
         self.started.append(offer.key)
         self.in_line.extend([offer.key] * self.sizes[offer.key])
 
-    def advance(self) -> None:
+    def advance(self) -> bool:
         self._note("advance")
         if self.in_line:
             begin_s = self.ranks.clock.perf_counter()
@@ -108,6 +115,7 @@ class Slices:
             self.slices.append((begin_s, self.ranks.clock.perf_counter()))
             self.num_done[self.in_line.popleft()] += 1
             self.ranks.must_stop |= len(self.slices) == self.stop_after
+        return bool(self.in_line)
 
     def finish(self, row: Row) -> bool:
         self._note("finish")
@@ -157,7 +165,8 @@ def check_protocol(slices: Slices, record) -> None:
         names[0] == "begin" and names[-2:] == ("end", "merge") and all(names.count(name) == 1 for name in (names[0], *names[-2:]))
     )
     assert list(times) == sorted(times) and times[0] <= record.began_s <= record.ended_s <= times[-1]
-    assert names.count("advance") == len(record.forwards) + len(record.waits), "once before each of them"
+    forwards_and_waits = len(record.forwards) + len(record.waits)
+    assert len(record.forwards) <= names.count("advance") <= forwards_and_waits + len(slices.slices)
     assert times[names.index("end")] >= max(forward.end_s for forward in record.forwards)
     # In the engine, waiting, or in a slice: one at a time, and nothing is counted twice.
     spans = [(forward.end_s - forward.engine_s, forward.end_s) for forward in record.forwards]

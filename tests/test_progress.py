@@ -37,11 +37,11 @@ class Player:
         board.begin()
 
     def state(self) -> RankState:
-        """`wanted_items` counts the ticks that were acted on before this one was posted."""
-        return RankState(self.steps, len(self.ticks))
+        """`wanted_offers` counts the ticks that were acted on before this one was posted."""
+        return RankState(self.steps, (len(self.ticks),))
 
     def act(self, states: list[RankState]) -> None:
-        self.ticks.append([tuple(state) for state in states])
+        self.ticks.append([(state.unfinished_rows, state.wanted_offers[0], state.must_stop) for state in states])
         self.read.append(self.board.are_others_done)
 
     def poll(self) -> None:
@@ -151,7 +151,7 @@ def test_all_ranks_read_the_same_ticks_and_end_by_the_same(tmp_path, world_size)
         assert len(ticks) >= 2, "the slowest rank had not begun at the first"
         for tick, states in enumerate(ticks):
             assert len(states) == world_size
-            assert all(wanted_items == tick for _, wanted_items, _ in states), "a tick is posted after the last was acted on"
+            assert all(wanted_offers == tick for _, wanted_offers, _ in states), "a tick is posted after the last was acted on"
             for rank, rollout in enumerate(same_rollout):
                 assert rollout["read"][tick] == all(steps == 0 for other, (steps, *_) in enumerate(states) if other != rank)
         drafted = [rollout["drafted"] for rank, rollout in enumerate(same_rollout) if rank != number % world_size]

@@ -18,18 +18,21 @@ class Arbiter:
         self._beside_rows = [deque(offer for offer in of_work if offer.beside_rows) for of_work in offers]
         self._idle_only = [deque(offer for offer in of_work if not offer.beside_rows) for of_work in offers]
 
-    def has_offers(self, is_done: bool) -> bool:
-        """Whether there is anything for a rank; is_done: it has no rows of its own, so that all offers are for it."""
-        return any(self._beside_rows) or (is_done and any(self._idle_only))
+    def has_offers(self, work: int, is_done: bool) -> bool:
+        """Whether a use of idle time, by its place, has anything for a rank; is_done: the rank has finished its rows, so that all
+        offers are for it."""
+        return bool(self._beside_rows[work]) or (is_done and bool(self._idle_only[work]))
 
     def assign(self, states: list[RankState]) -> list[list[tuple[int, Offer]]]:
-        """The offers that each rank gets for its wish in a tick, by rank; each with the place of its work. Those worth slowing
+        """The offers that each rank gets for its wishes in a tick, by rank; each with the place of its work. Those worth slowing
         down rows for go first; of several works' most urgent offers the one that saves most."""
+        return [self._take(list(state.wanted_offers), state.is_done) for state in states]
+
+    def _take(self, wanted: list[int], is_done: bool) -> list[tuple[int, Offer]]:
         given = []
-        for state in states:
-            given.append([])
-            while len(given[-1]) < state.wanted_offers and self.has_offers(state.is_done):
-                queues = self._beside_rows if any(self._beside_rows) else self._idle_only
-                work = max((work for work, queue in enumerate(queues) if queue), key=lambda work: queues[work][0].saves_s)
-                given[-1].append((work, queues[work].popleft()))
+        for queues in (self._beside_rows, self._idle_only if is_done else []):
+            while works := [work for work, (queue, count) in enumerate(zip(queues, wanted, strict=False)) if queue and count > 0]:
+                work = max(works, key=lambda work, queues=queues: queues[work][0].saves_s)
+                given.append((work, queues[work].popleft()))
+                wanted[work] -= 1
         return given

@@ -66,12 +66,12 @@ class DraftAhead:
         """Put it in line for the engine."""
         self._given.append(self._items[offer.key])
 
-    def advance(self) -> None:
+    def advance(self) -> bool:
         """Put items in line into free rows. Beside own rows their prompts are fed a little at a time, and not before those of own
         rows, which would have to keep to the same limit."""
         engine, unfinished = self.view.engine, self.view.unfinished
         if not self._given or engine.queue or any(id(row) in unfinished for row in engine.prefilling()):
-            return
+            return False
         num_free, prompt_token_s = self._num_free_rows(), self.cost.coefficients[2]
         self.view.max_prefill_tokens = int(min(self._spare_s() / prompt_token_s, engine.max_batch_tokens))
         for _ in range(min(num_free, len(self._given))):
@@ -81,6 +81,7 @@ class DraftAhead:
                 row.tokens = draft.tokens.astype(np.int64)
             self._track(row, item)
             engine.add([row])
+        return False
 
     def finish(self, row: Row) -> bool:
         """Note the finished draft."""

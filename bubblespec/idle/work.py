@@ -53,9 +53,9 @@ class IdleWork(Protocol):
     def start(self, offer: Offer) -> None:
         """This rank has been given the offer, and no other rank has."""
 
-    def advance(self) -> None:
-        """Between two forwards: put rows into the engine, or do a slice of the work so short that nobody waits for it. No
-        collectives: the other ranks may be anywhere."""
+    def advance(self) -> bool:
+        """Between two forwards: put rows into the engine, or do a slice of the work so short that nobody waits for it; returns
+        whether there is another slice to do. No collectives: the other ranks may be anywhere."""
 
     def finish(self, row: Row) -> bool:
         """A row that is not of this step is done. Returns whether it was this work's."""

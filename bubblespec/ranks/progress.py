@@ -32,8 +32,8 @@ class RankState(NamedTuple):
 
     unfinished_rows: int
     """Of this rollout and this rank."""
-    wanted_offers: int = 0
-    """Offers of idle work that it could take on."""
+    wanted_offers: tuple[int, ...] = ()
+    """Offers that it could take on of each use of idle time, of at most MAX_WORKS."""
     must_stop: bool = False
     """It has been told to end the run."""
 
@@ -42,13 +42,20 @@ class RankState(NamedTuple):
         """None of its rows of this rollout is left."""
         return self.unfinished_rows == 0
 
+    def numbers(self) -> list[float]:
+        """As a tick carries it, NUM_NUMBERS."""
+        wanted = (*self.wanted_offers, *[0] * MAX_WORKS)[:MAX_WORKS]
+        return [self.unfinished_rows, self.must_stop, *wanted]
+
     @classmethod
-    def from_numbers(cls, n: list[float]) -> "RankState":
-        """The state whose fields, in their order, are these numbers."""
-        return cls(int(n[0]), int(n[1]), bool(n[2]))
+    def from_numbers(cls, numbers: list[float]) -> "RankState":
+        """What `numbers` gives, with MAX_WORKS wishes."""
+        unfinished_rows, must_stop, *wanted = numbers
+        return cls(int(unfinished_rows), tuple(map(int, wanted)), bool(must_stop))
 
 
-NUM_NUMBERS = len(RankState._fields)
+MAX_WORKS = 4  # uses of idle time in a rollout
+NUM_NUMBERS = 2 + MAX_WORKS
 
 
 class ProgressBoard:
@@ -123,7 +130,7 @@ class ProgressBoard:
         try:
             if own is not None:
                 self._in_flight = True
-                self._numbers[:] = own
+                self._numbers[:] = own.numbers()
                 self._post()
                 if not own.is_done:
                     return None  # it has work to do, and no tick completes as fast as that

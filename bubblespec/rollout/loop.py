@@ -65,23 +65,28 @@ class RolloutLoop:
                 self._start_offers(states)
             if board.is_over:
                 break
-            for work in self.works:
-                work.advance()
-            # Where the last tick is about to complete, no forward is started: all would wait for its end.
-            if self.engine.is_idle or (not self.view.unfinished and board.are_others_done):
-                self._wait()
-            else:
+            # Where the last tick is about to complete, nothing is started: all would wait for its end.
+            is_ending = not self.view.unfinished and board.are_others_done
+            goes_on = False if is_ending else self._advance()
+            if not is_ending and not self.engine.is_idle:
                 self._forward()
+            elif not goes_on:
+                self._wait()
         for work in self.works:
             work.end()
         self.record.num_ticks = board.num_ticks
 
+    def _advance(self) -> bool:
+        """A slice of each work; whether there is more to do of any."""
+        return any([work.advance() for work in self.works])  # noqa: C419 (of each)
+
     def _state(self) -> RankState:
         """What this rank tells the others in the next tick."""
-        num_unfinished, wanted = len(self.view.unfinished), 0
-        if self.arbiter.has_offers(not num_unfinished):
-            wanted = sum(work.wanted() for work in self.works)
-        return RankState(num_unfinished, wanted, self.ranks.must_stop)
+        num_unfinished = len(self.view.unfinished)
+        wanted = (
+            work.wanted() if self.arbiter.has_offers(place, not num_unfinished) else 0 for place, work in enumerate(self.works)
+        )
+        return RankState(num_unfinished, tuple(wanted), self.ranks.must_stop)
 
     def _start_offers(self, states: list[RankState]) -> None:
         for work, offer in self.arbiter.assign(states)[self.ranks.rank]:
