@@ -136,7 +136,10 @@ def compare(model: PreTrainedModel, start: PreTrainedModel, rows: list[Row], arg
         keys = torch.from_numpy(stream_keys(arguments.seed, *names)).to(model.device)
         num_generated = torch.arange(n + 1, device=model.device)
         counts = np.array([n])
-        results = {rule: verify(new, draft, counts, keys, num_generated, params, rule)[:2] for rule in ("coupled", "point_mass")}
+        results = {
+            rule: verify(new, draft, counts, keys, num_generated=num_generated, params=params, rule=rule)[:2]
+            for rule in ("coupled", "point_mass")
+        }
         results["rejection"] = verify_by_rejection(log_probabilities(new, params.temperature), log_q, draft, counts, keys=keys)
         for rule, (accepted, _) in results.items():
             runs[rule].append(int(accepted))

@@ -59,7 +59,7 @@ def compare(run_dirs: list[str], cores: int | None = None, cost_runs: list[str] 
     result = {"ranks": workload.world_size, "steps": workload.num_steps, "cost_error_median": cost.error_median, "methods": {}}
     for name in ("none", method):
         arm = dataclasses.replace(config, speculative=dataclasses.replace(config.speculative, method=name))
-        steps = simulate(arm, workload, cost, workload.world_size, cores)
+        steps = simulate(arm, workload, cost, workload.world_size, cores=cores)
         if any(step.digest != workload.digests[step.step] for step in steps):
             raise AssertionError("the simulated responses are not those of the run")
         seconds = [measured_s(run) for run in by_method[name]]

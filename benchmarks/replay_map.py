@@ -39,7 +39,7 @@ from bubblespec.simulate.workload import Synthetic, Workload
 LENGTHS = {"2k to 16k": (2000.0, 16000), "8k to 64k": (8000.0, 64000)}
 MISMATCHES = (math.inf, 2000.0, 500.0)
 VERIFICATION = (0.0, 1.0, 4.0)
-HARDWARE = ("h200", "7b", 3e-3, 0.8, 0.5)
+HARDWARE, COMPUTE_SHARE = ("h200", "7b", 3e-3, 0.8), 0.5
 TOKEN_S = 2 * MODELS["7b"][0] / (0.5 * GPUS["h200"][1])
 GENERATIONS = 8
 BOUNDS = {"bubble volume": "B", "acceptance": "A", "verification": "V"}
@@ -72,7 +72,7 @@ class Run(NamedTuple):
 
 
 def cost_with(verification: float):
-    cost = analytic_cost(*HARDWARE)
+    cost = analytic_cost(*HARDWARE, compute_share=COMPUTE_SHARE)
     cost.rates["draft_tokens"] = verification * TOKEN_S
     cost.propose = [200e-6, 10e-6]
     cost.__post_init__()

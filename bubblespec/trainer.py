@@ -18,7 +18,7 @@ from bubblespec.records import Group, Prompt, Span, StepRecord
 from bubblespec.rewards.functions import RewardFunction, combine
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.telemetry.metrics import MetricsLogger
-from bubblespec.telemetry.report import peak_memory_gb, rollout_metrics, speculation_metrics, timing_metrics
+from bubblespec.telemetry.report import forward_metrics, peak_memory_gb, rollout_metrics, speculation_metrics, timing_metrics
 from bubblespec.telemetry.timeline import gather_lanes
 from bubblespec.telemetry.trace import Recorder
 
@@ -92,8 +92,7 @@ class Trainer:
         ranks, run, step, speculation = self.ranks, self.config.run, record.step, self.sampler.speculation
         metrics |= rollout_metrics(record, list(self.rewards)) | self.sampler.scorer.take_metrics()
         if speculation is None:
-            own_forwards = sum(rollout.own_forwards for rollout in record.rollouts)
-            metrics["rollout/forwards"] = int(ranks.gather(np.array([own_forwards])).max())
+            metrics |= forward_metrics(ranks, record)
         else:
             known = {"store_tokens": speculation.store.num_tokens, "accepted_by_age": speculation.accepted_by_age}
             metrics |= speculation_metrics(ranks, record, **known)

@@ -58,7 +58,7 @@ def random_case(seed: int):
     return batches, store, history
 
 
-def brute_force(batches, store, history, outlook, forwards, worth) -> list[tuple[float, Item]]:
+def brute_force(batches, store, history, outlook, forwards, saving) -> list[tuple[float, Item]]:
     """(slack, item) of all that is to be drafted, in the order of steps, prompts and samples."""
     lengths = [int(n) for n in outlook.seen[:, 1]]
     slope, intercept = np.polyfit(outlook.seen[:, 0], outlook.seen[:, 1], 1)
@@ -93,7 +93,7 @@ def brute_force(batches, store, history, outlook, forwards, worth) -> list[tuple
                     total = max(total, length_of(d, expected))
                 slack = number * forwards - (total - (len(d.tokens) if d is not None else 0))
                 is_begun = d is not None and d.holder >= 0
-                saves_s = 0.0 if worth is None else worth[min(int(total), len(worth) - 1)]
+                saves_s = 0.0 if saving is None else saving[min(int(total), len(saving) - 1)]
                 pays = saves_s > 0 and (is_begun or slack < PATIENCE * forwards)
                 holder = d.holder if d is not None else -1
                 item = Item(SampleId(p.uid, visit, sample), p.token_ids, number + 1, bool(pays), holder, saves_s)
@@ -105,16 +105,16 @@ def brute_force(batches, store, history, outlook, forwards, worth) -> list[tuple
 def test_plan_is_least_slack_first(seed):
     """All unfinished items with their holders and worth, in the order of slack; equally urgent ones keep theirs."""
     batches, store, history = random_case(seed)
-    known, worth = outlook(seed), np.random.default_rng(seed).uniform(-1, 1, 100)
-    planned = plan_items(batches, SAMPLES, store, history, known, 70.0, worth)
-    entries = brute_force(batches, store, history, known, 70.0, worth)
+    known, saving = outlook(seed), np.random.default_rng(seed).uniform(-1, 1, 100)
+    planned = plan_items(batches, SAMPLES, store, history, outlook=known, forwards_per_step=70.0, saving=saving)
+    entries = brute_force(batches, store, history, known, 70.0, saving)
     slack = {item.id: s for s, item in entries}
     assert {item.id: item for item in planned} == {item.id: item for _, item in entries} and len(planned) == len(entries)
     assert all(slack[a.id] <= slack[b.id] + 1e-6 for a, b in itertools.pairwise(planned))
     place = {item.id: n for n, (_, item) in enumerate(entries)}
     assert all(place[a.id] < place[b.id] for a, b in itertools.pairwise(planned) if slack[a.id] == slack[b.id])
     assert {item.pays for item in planned} == {True, False} and {item.holder for item in planned} > {-1}
-    planned = plan_items(batches, SAMPLES, store, history, known, 70.0, None)
+    planned = plan_items(batches, SAMPLES, store, history, outlook=known, forwards_per_step=70.0, saving=None)
     assert all(item.pays is False and item.saves_s == 0 for item in planned)
 
 
@@ -122,12 +122,12 @@ def test_unknown_prompts_have_one_probe():
     """Of a prompt that nothing is known of, the first sample alone is taken to be long, and so comes before all others."""
     known = outlook()
     prompts = [prompt(n, 20) for n in range(4)]
-    planned = plan_items([groups(1, prompts)], SAMPLES, DraftStore(10), History(10), known, 50.0)
+    planned = plan_items([groups(1, prompts)], SAMPLES, DraftStore(10), History(10), outlook=known, forwards_per_step=50.0)
     assert ids(planned)[:4] == [(n, 1, 0) for n in range(4)]
     assert ids(planned)[4:] == [(n, 1, sample) for n in range(4) for sample in (1, 2)]
     history = History(100)
     history.add(2, np.arange(5), 0.0, 0)
-    planned = plan_items([groups(1, prompts)], SAMPLES, DraftStore(10), history, known, 50.0)
+    planned = plan_items([groups(1, prompts)], SAMPLES, DraftStore(10), history, outlook=known, forwards_per_step=50.0)
     assert ids(planned)[:3] == [(n, 1, 0) for n in (0, 1, 3)] and ids(planned)[-3:] == [(2, 1, n) for n in range(3)]
 
 
@@ -137,16 +137,16 @@ def test_long_responses_of_far_steps_come_before_short_ones_of_near_steps():
     history.add(1, np.arange(10), 0.0, 0)
     history.add(2, np.arange(200), 0.0, 0)
     batches = [groups(1, [near]), groups(2, [far])]
-    arguments = (2, DraftStore(10), history, Outlook())
-    assert ids(plan_items(batches, *arguments, 100.0))[0] == (2, 2, 0)
-    assert ids(plan_items(batches, *arguments, 300.0))[0] == (1, 1, 0)
+    for forwards_per_step, first in ((100.0, (2, 2, 0)), (300.0, (1, 1, 0))):
+        planned = plan_items(batches, 2, DraftStore(10), history, outlook=Outlook(), forwards_per_step=forwards_per_step)
+        assert ids(planned)[0] == first
 
 
 def test_the_plan_does_not_depend_on_the_order_of_what_is_known():
     """Ranks put drafts and histories into their tables in whatever order they come in."""
     batches, store, history = random_case(3)
-    worth = np.linspace(-1, 1, 100)
-    wanted = plan_items(batches, SAMPLES, store, history, outlook(), 70.0, worth)
+    saving = np.linspace(-1, 1, 100)
+    wanted = plan_items(batches, SAMPLES, store, history, outlook=outlook(), forwards_per_step=70.0, saving=saving)
     mixed_store, mixed_history = DraftStore(10**6), History(10**6)
     samples = [group.sample(number) for of_step in batches for group in of_step for number in range(SAMPLES)]
     random.Random(1).shuffle(samples)
@@ -156,7 +156,10 @@ def test_the_plan_does_not_depend_on_the_order_of_what_is_known():
     for uid in reversed(list(history.entries)):
         for tokens, reward, step in history.entries[uid]:
             mixed_history.add(uid, tokens, reward, step)
-    assert plan_items(batches, SAMPLES, mixed_store, mixed_history, outlook(), 70.0, worth) == wanted
+    assert (
+        plan_items(batches, SAMPLES, mixed_store, mixed_history, outlook=outlook(), forwards_per_step=70.0, saving=saving)
+        == wanted
+    )
 
 
 @pytest.mark.parametrize("kept, resumed", [(1.0, 0.0), (0.9, 0.0), (0.9, 0.3), (0.0, 0.0)])
@@ -182,7 +185,7 @@ def test_worth_is_that_of_a_double_loop(num_rows, num_slots, kept, resumed):
         total += 0.02 / sharing * is_saved - CAUTION * (verified_s + wasted_s)
         wanted.append(total)
     cost = np.array([0.02, 0.001, 0.004, 0.016, 1e-6])
-    np.testing.assert_allclose(known.worth(num_rows, num_slots, cost, kept, resumed), wanted, atol=1e-12)
+    np.testing.assert_allclose(known.expected_saving(num_rows, num_slots, cost, kept, p_after=resumed), wanted, atol=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -220,15 +223,23 @@ def test_nothing_seen_yet():
     """The first rollout plans too: all items, in the order of steps, and none of them pays."""
     known = Outlook()
     batches = [groups(visit, [prompt(1, 5), prompt(2, 9)]) for visit in (1, 2)]
-    planned = plan_items(batches, 2, DraftStore(10), History(10), known, 0.0, known.worth(8, 4, np.array([1e-3, 0, 2e-3, 0, 0])))
+    planned = plan_items(
+        batches,
+        2,
+        DraftStore(10),
+        History(10),
+        outlook=known,
+        forwards_per_step=0.0,
+        saving=known.expected_saving(8, 4, np.array([1e-3, 0, 2e-3, 0, 0])),
+    )
     assert ids(planned) == [(uid, visit, sample) for visit in (1, 2) for uid in (1, 2) for sample in (0, 1)]
     assert not any(item.pays for item in planned)
     line, margin = known.guess(np.array([3, 4]))
     assert line.tolist() == [1, 1] and margin == 0
     assert known.total(0) == 0 and known.total(7) == 14
-    worth = known.worth(8, 4, COST * 1e-3)
-    assert len(worth) == 2 and np.isfinite(worth).all()
-    assert plan_items([], 2, DraftStore(10), History(10), known, 10.0) == []
+    saving = known.expected_saving(8, 4, COST * 1e-3)
+    assert len(saving) == 2 and np.isfinite(saving).all()
+    assert plan_items([], 2, DraftStore(10), History(10), outlook=known, forwards_per_step=10.0) == []
 
 
 def test_prompts_of_one_length_and_responses_of_one_length():
@@ -242,7 +253,7 @@ def test_prompts_of_one_length_and_responses_of_one_length():
     line, margin = same.guess(np.array([4, 100]))
     assert line.tolist() == pytest.approx([12, 12]) and margin == pytest.approx(0, abs=1e-9)
     assert same.total(11) == 12 and same.total(12) == 24
-    np.testing.assert_allclose(same.worth(4, 8, COST * 4e-4), (4e-4 / 4 - CAUTION * 4e-5) * np.arange(13))
+    np.testing.assert_allclose(same.expected_saving(4, 8, COST * 4e-4), (4e-4 / 4 - CAUTION * 4e-5) * np.arange(13))
 
 
 def test_what_is_begun_goes_on_but_only_while_it_pays():
@@ -251,8 +262,11 @@ def test_what_is_begun_goes_on_but_only_while_it_pays():
     batches = [groups(visit, [prompt(visit, 5)]) for visit in (9, 10, 11, 12)]
     store.put(SampleId(12, 12, 0), Draft(np.ones(3, np.int32), False, 8, holder=1))
     for kept, wanted in ((1.0, True), (0.1, False)):
-        worth = known.worth(2, 64, COST * 1e-3, kept)
-        pays = {item.id: item.pays for item in plan_items(batches, 2, store, History(10), known, 1000.0, worth)}
+        saving = known.expected_saving(2, 64, COST * 1e-3, kept)
+        pays = {
+            item.id: item.pays
+            for item in plan_items(batches, 2, store, History(10), outlook=known, forwards_per_step=1000.0, saving=saving)
+        }
         assert pays[12, 12, 0] == wanted and not pays[12, 12, 1]
 
 

@@ -294,9 +294,9 @@ def test_sampling_and_verification(cuda, monkeypatch, params, at_once):
     assert is_on_gpu(random_bits(keys, VOCAB), torch.int32) and is_on_gpu(gumbel(keys, VOCAB), torch.float32)
     results = [sample(logits, keys, generated, params)]
     for rule in RULES:
-        results.append(verify(logits, draft, counts, keys, generated, params, rule))
+        results.append(verify(logits, draft, counts, keys, num_generated=generated, params=params, rule=rule))
         assert is_on_gpu(results[-1].accepted, torch.int64) and results[-1].accepted.shape == counts.shape
-        results.append(verify(logits, draft[:0], none, keys, generated, params, rule))
+        results.append(verify(logits, draft[:0], none, keys, num_generated=generated, params=params, rule=rule))
     for token, logprob, full_logprob in (result[-3:] for result in results):
         assert is_on_gpu(token, torch.int64) and len(token) == positions
         assert is_on_gpu(logprob, torch.float32) and is_on_gpu(full_logprob, torch.float32)
@@ -317,10 +317,10 @@ def make_engine(cuda, monkeypatch, kernel: str, **options) -> Generator:
     """An engine whose forwards find tokens and numbers of accepted draft tokens made up."""
     rng, cuda.sampled = np.random.default_rng(0), []
 
-    def watched(logits, draft, num_draft, *args):
+    def watched(logits, draft, num_draft, *args, **options):
         cuda.sampled.append(num_draft)
         assert is_on_gpu(logits, torch.bfloat16)
-        return verify(logits, draft, num_draft, *args)
+        return verify(logits, draft, num_draft, *args, **options)
 
     def answer(tensor):
         accepted = rng.integers(0, cuda.sampled[-1] + 1)

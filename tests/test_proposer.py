@@ -31,7 +31,7 @@ def cost(a: float = 1.0, b: float = 1e-6, c: float = 1e-6) -> CostModel:
 def make(
     method: str = "bubble+suffix", fixed_window: int | None = 3, costs: CostModel | None = None, history: History | None = None
 ) -> Proposer:
-    proposer = make_proposer(method, history or History(1000), costs or cost(), fixed_window, Clock())
+    proposer = make_proposer(method, history or History(1000), costs or cost(), fixed_window, clock=Clock())
     proposer.begin()
     return proposer
 

@@ -380,7 +380,7 @@ def play_two_ranks(ranks: Ranks, board: ProgressBoard, num_rollouts: int) -> lis
     for step in range(num_rollouts):
         outlook.learn(np.array([3, 7, 13, 20]), np.array([10, 14, 20, 35]) + step)
         coming = [groups_of(s, prompts) for s in (step + 1, step + 2)]
-        planned = plan_items(coming, 2, world.store, history, outlook, 30.0, np.ones(50))
+        planned = plan_items(coming, 2, world.store, history, outlook=outlook, forwards_per_step=30.0, saving=np.ones(50))
         rows = rows_of(step, [prompt for prompt, owner in zip(prompts, owners, strict=True) if owner == ranks.rank])
         world.proposer.begin()
         for row in rows:

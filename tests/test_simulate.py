@@ -71,7 +71,7 @@ def make_workload(prompts: int = 4, generations: int = 4, **spec) -> Workload:
 
 
 def run(method: str, num_ranks: int = 2, cores: int | None = None, cost=None, config: dict | None = None, **spec):
-    return simulate(make_config(method, **(config or {})), make_workload(**spec), cost or LinearCost(), num_ranks, cores)
+    return simulate(make_config(method, **(config or {})), make_workload(**spec), cost or LinearCost(), num_ranks, cores=cores)
 
 
 def figures(steps) -> list[dict]:
@@ -225,7 +225,7 @@ def test_forwards_are_those_of_the_real_engine(make_model, slots, budget, window
     texts = {row.id: row.tokens for row in real}
     known, cost = rows_to_generate(), LinearCost()
     world, text = World(1, cores=1), lambda row, so_far: texts[row.id]
-    runner = SimulatedRunner(world, 0, slots, 128, budget, cost, text)
+    runner = SimulatedRunner(world, 0, slots, 128, max_batch_tokens=budget, cost=cost, text=text)
     assert loads_of(SimulatedGenerator(runner), known) == wanted
     assert cost.loads == wanted[0]
     if window is not None:
@@ -241,7 +241,7 @@ def test_skipped_forwards_are_the_same_forwards(slots):
         cost, workload = LinearCost(), make_workload()
         world = World(1, cores)
         text = lambda row, _: workload.response(workload.step_of(row.id), row.id.uid, row.id.sample)  # noqa: E731
-        engine = SimulatedGenerator(SimulatedRunner(world, 0, slots, 340, 64, cost, text))
+        engine = SimulatedGenerator(SimulatedRunner(world, 0, slots, 340, max_batch_tokens=64, cost=cost, text=text))
         rows = engine.run(make_rows(workload.launch(1), 4, 300), SamplingParams(stop_token_ids=(STOP,)))
         return cost.loads, world.now, engine.num_forwards, [row.tokens.tolist() for row in rows]
 
@@ -253,7 +253,7 @@ def test_looking_for_proposals_takes_virtual_time():
     """For the rows that are tracked and have room: the others are not looked at."""
     world = World(1)
     clock = SimulatedRanks(world, 0).clock
-    proposer = make_proposer("suffix", History(0), CostModel(), 4, clock)
+    proposer = make_proposer("suffix", History(0), CostModel(), 4, clock=clock)
     proposer.sources.insert(0, ProposalTime(SimpleNamespace(propose_seconds=lambda n: 0.5 + 0.25 * n), clock))
     proposer.begin()
     rows = [Row(SampleId(1, 0, sample), (1, 2), 50) for sample in range(5)]
@@ -417,7 +417,7 @@ def test_matching_gains_about_the_tokens_a_pass(tokens_a_pass):
     for uid in range(6):
         true = true_text(1500, uid)
         index, done = GroupIndex(), 0
-        index.add_draft(0, DraftModel(1.0, tokens_a_pass).diverged((0, uid, 0), true, 9000, STOP, 0))
+        index.add_draft(0, DraftModel(1.0, tokens_a_pass).diverged((0, uid, 0), true, 9000, STOP, at=0))
         while done < len(true):
             proposed, *_ = index.propose(0, 128)
             gained = first_mismatch(proposed, true[done:]) + 1
@@ -434,7 +434,7 @@ def test_a_diverged_text_ends_as_a_response_does(at, limit):
     for seed in range(30):
         model = DraftModel(1.0, 3.0, seed=seed)
         for true in (true_text(20), true_text(limit + 1)[:limit]):  # one with its stop token, one cut off
-            text = model.diverged((0, 1, 2), true, limit, STOP, at)
+            text = model.diverged((0, 1, 2), true, limit, STOP, at=at)
             assert (text[:at] == true[:at]).all() and text[at] != true[at]
             assert len(text) <= limit
             assert text[-1] == STOP or len(text) == limit
@@ -455,7 +455,7 @@ def test_lengths_have_the_mean_and_the_limit_asked_for():
 
 
 def test_analytic_cost_is_the_roofline():
-    cost = analytic_cost("h200", "7b", 2e-3, 0.8, 0.5)
+    cost = analytic_cost("h200", "7b", 2e-3, 0.8, compute_share=0.5)
     bandwidth, compute = 0.8 * GPUS["h200"][0], 0.5 * GPUS["h200"][1]
     parameters, layers, heads, kv_heads, dimension = MODELS["7b"]
     for tokens, positions in ((1, 0), (32, 10**5), (64, 10**6)):
@@ -600,7 +600,7 @@ def command(*arguments: str, cwd=ROOT) -> subprocess.CompletedProcess:
 
 def test_the_command_line(tmp_path):
     """Both methods side by side, the JSON and the picture; the same figures again from the functions."""
-    analytic_cost("h200", "7b", 2e-3, 0.8, 0.5).save(str(tmp_path / "cost.json"))
+    analytic_cost("h200", "7b", 2e-3, 0.8, compute_share=0.5).save(str(tmp_path / "cost.json"))
     done = command(
         "--synthetic", "mean=40,max=200,steps=3,prompt=8", "--ranks", "2", "--cost-model", str(tmp_path / "cost.json"),
         "--json", str(tmp_path / "out.json"), "--timeline-step", "1", "--output", str(tmp_path / "pictures"),
@@ -635,7 +635,7 @@ def check_error(capsys, words: str, *arguments: str) -> None:
 
 def test_wrong_arguments_end_in_one_line(tmp_path, capsys):
     cost = str(tmp_path / "cost.json")
-    analytic_cost("h200", "7b", 2e-3, 0.8, 0.5).save(cost)
+    analytic_cost("h200", "7b", 2e-3, 0.8, compute_share=0.5).save(cost)
     synthetic = ("--synthetic", "mean=40,max=200,steps=2", "--cost-model", cost)
     check_error(capsys, "is not a trace", "--trace", str(tmp_path / "nowhere"))
     check_error(capsys, "--cost-model: give one", "--synthetic", "steps=2")
@@ -669,7 +669,7 @@ def test_a_damaged_trace_ends_in_one_line(tmp_path, capsys):
 
 def saved_cost(folder) -> str:
     path = str(folder / "cost.json")
-    analytic_cost("h200", "7b", 2e-3, 0.8, 0.5).save(path)
+    analytic_cost("h200", "7b", 2e-3, 0.8, compute_share=0.5).save(path)
     return path
 
 

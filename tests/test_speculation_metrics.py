@@ -250,7 +250,7 @@ def test_seconds_of_proposals_are_those_of_finding_and_of_learning_from_them(fix
     """Each look at the clock takes one second, so two looks are one second apart."""
     ticks = itertools.count()
     clock = SimpleNamespace(perf_counter=lambda: float(next(ticks)))
-    proposer = make_proposer("bubble", History(10), fixed_cost(), fixed_window, clock)
+    proposer = make_proposer("bubble", History(10), fixed_cost(), fixed_window, clock=clock)
     proposer.begin()
     row, other = rows_of(0, PROMPTS[:1])
     proposer.track(row, Draft(np.arange(9, dtype=np.int32), True, 0), 0)
@@ -265,7 +265,7 @@ def test_a_forward_is_timed_without_its_proposals():
     """Again each look takes a second: one for proposals, one for what came of them, and three between these in the engine."""
     ticks = itertools.count()
     clock = SimpleNamespace(perf_counter=lambda: float(next(ticks)))
-    proposer = make_proposer("bubble", History(10), fixed_cost(), 3, clock)
+    proposer = make_proposer("bubble", History(10), fixed_cost(), 3, clock=clock)
     engine = Generator(ModelRunner(new_model(), 24, MAX_LENGTH, SEED))
     proposer.begin()
     rows = rows_of(0)

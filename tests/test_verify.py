@@ -96,12 +96,12 @@ def decode(rule, params, drafter, cut=by_clock, limit=LIMIT, keys=KEYS, draft_ke
             chain[:, 1:][is_fed[:, 1:]],
             counts,
             keys[torch.from_numpy(rows)[:, None], position][is_fed],
-            position[is_fed],
-            params,
-            rule,
+            num_generated=position[is_fed],
+            params=params,
+            rule=rule,
         )
         accepted, token, *both = (t.numpy() for t in result)
-        gained = num_gained(token, accepted, counts, params.stop_token_ids, limit - length[rows])
+        gained = num_gained(token, accepted, counts, params.stop_token_ids, limit=limit - length[rows])
         first = np.cumsum(counts + 1) - (counts + 1)
         offset = np.arange(gained.sum()) - np.repeat(np.cumsum(gained) - gained, gained)
         source = np.repeat(first, gained) + offset
@@ -209,13 +209,15 @@ def test_without_drafts_it_is_plain_sampling(rule):
     logits, keys = random_table(5, 50), keys_of(1, 50)[0]
     num_generated, empty = torch.arange(50), torch.empty(0, dtype=torch.int64)
     params = SamplingParams(temperature=0.9, top_p=0.9, stop_token_ids=(3,), min_length=10)
-    got = verify(logits, empty, np.zeros(50, np.int64), keys, num_generated, params, rule)
+    got = verify(logits, empty, np.zeros(50, np.int64), keys, num_generated=num_generated, params=params, rule=rule)
     if rule == "point_mass":
         assert not torch.equal(got.token, sample(logits, keys, num_generated, params)[0])
         keys = keys + torch.tensor([FRESH, 0, 0, 0], dtype=torch.int32)
     assert not got.accepted.any() and got.accepted.shape == (50,)
     assert all(torch.equal(a, b) for a, b in zip(got[1:], sample(logits, keys, num_generated, params), strict=True))
-    nothing = verify(logits[:0], empty, np.zeros(0, np.int64), keys[:0], num_generated[:0], params, rule)
+    nothing = verify(
+        logits[:0], empty, np.zeros(0, np.int64), keys[:0], num_generated=num_generated[:0], params=params, rule=rule
+    )
     assert [len(t) for t in nothing] == [0] * 4
 
 
@@ -236,9 +238,9 @@ def test_tokens_gained():
     token = np.concatenate([r[0] for r in rows])
     counts = np.array([len(r[0]) - 1 for r in rows])
     accepted, limit, wanted = (np.array([r[i] for r in rows]) for i in (1, 2, 3))
-    assert num_gained(token, accepted, counts, (8, 9), limit).tolist() == wanted.tolist()
-    assert num_gained(token, accepted, counts, (), limit).tolist() == np.minimum(accepted + 1, limit).tolist()
-    assert num_gained(*(np.zeros(0, np.int64),) * 3, (9,), np.zeros(0, np.int64)).tolist() == []
+    assert num_gained(token, accepted, counts, (8, 9), limit=limit).tolist() == wanted.tolist()
+    assert num_gained(token, accepted, counts, (), limit=limit).tolist() == np.minimum(accepted + 1, limit).tolist()
+    assert num_gained(*(np.zeros(0, np.int64),) * 3, (9,), limit=np.zeros(0, np.int64)).tolist() == []
 
 
 def finished_only(draft, num_passes):
@@ -280,9 +282,9 @@ def test_acceptance_rates(rule, distance):
             draft,
             np.ones(count, np.int64),
             keys.view(-1, 4),
-            torch.arange(2).repeat(count),
-            SamplingParams(),
-            rule,
+            num_generated=torch.arange(2).repeat(count),
+            params=SamplingParams(),
+            rule=rule,
         )
         assert stats.binomtest(int(got.accepted.sum()), count, exact).pvalue > 1e-4
         # Accepted or refused, the token has p's law, and so has the one after it.
@@ -314,13 +316,15 @@ def assert_same(got, wanted) -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_a_ragged_batch_is_its_rows_one_by_one(rule, dtype):
     logits, draft, counts, keys, num_generated, params = random_ragged(60, 20, dtype)
-    batch = verify(logits, draft, counts, keys, num_generated, params, rule)
+    batch = verify(logits, draft, counts, keys, num_generated=num_generated, params=params, rule=rule)
     assert set(np.unique(batch.accepted.numpy())) >= {0, 1, 2} and (batch.accepted.numpy() <= counts).all()
     assert batch.logprob.dtype == dtype
     singles, at, drafted = [], 0, 0
     for n in counts:
         whole, own = slice(at, at + n + 1), slice(drafted, drafted + n)
-        row = verify(logits[whole], draft[own], np.array([n]), keys[whole], num_generated[whole], params, rule)
+        row = verify(
+            logits[whole], draft[own], np.array([n]), keys[whole], num_generated=num_generated[whole], params=params, rule=rule
+        )
         accepted = int(row.accepted)
         assert row.token[:accepted].tolist() == draft[own][:accepted].tolist()
         assert accepted == n or row.token[accepted] != draft[own][accepted]
@@ -331,10 +335,11 @@ def test_a_ragged_batch_is_its_rows_one_by_one(rule, dtype):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_chunks_do_not_change_the_result(rule, monkeypatch):
-    arguments = random_ragged(60, 20)
-    whole = verify(*arguments, rule)
+    *arguments, num_generated, params = random_ragged(60, 20)
+    options = {"num_generated": num_generated, "params": params, "rule": rule}
+    whole = verify(*arguments, **options)
     monkeypatch.setitem(MAX_LOGITS_AT_ONCE, "cpu", 3 * 20)
-    assert_same(verify(*arguments, rule), whole)
+    assert_same(verify(*arguments, **options), whole)
 
 
 def test_parts_of_a_stream_are_independent():
@@ -347,8 +352,8 @@ def test_parts_of_a_stream_are_independent():
 def test_arguments_that_cannot_be_verified():
     logits, draft, counts, keys, num_generated, params = random_ragged(5, 20)
     with pytest.raises(ValueError, match="'rejection' is none of"):
-        verify(logits, draft, counts, keys, num_generated, params, "rejection")
+        verify(logits, draft, counts, keys, num_generated=num_generated, params=params, rule="rejection")
     with pytest.raises(ValueError, match="do not fit"):
-        verify(logits, draft[:-1], counts, keys, num_generated, params)
+        verify(logits, draft[:-1], counts, keys, num_generated=num_generated, params=params)
     with pytest.raises(ValueError, match="do not fit"):
-        verify(logits[:-1], draft, counts, keys[:-1], num_generated[:-1], params)
+        verify(logits[:-1], draft, counts, keys[:-1], num_generated=num_generated[:-1], params=params)

@@ -113,19 +113,19 @@ def test_windows_turn_off_where_they_do_not_pay():
     """Poor drafts, a large batch at which every token costs what it brings, and proposals that take longer than they save."""
     good, poor = np.full(64, 0.9), np.full(64, 0.02)
     plenty = np.full(64, 32)
-    assert not choose_windows(poor, plenty, known_cost(), 0, 4096)[0].any()
+    assert not choose_windows(poor, plenty, known_cost(), 0, budget=4096)[0].any()
     saturated = known_cost(a=1e-6, b=0.0, c=1e-3, d=0.0)
-    windows, is_worth_it = choose_windows(good, plenty, saturated, 0, 4096)
+    windows, is_worth_it = choose_windows(good, plenty, saturated, 0, budget=4096)
     assert not windows.any() and not is_worth_it
-    windows, is_worth_it = choose_windows(good, plenty, known_cost(c=1e-6), 0, 4096)
+    windows, is_worth_it = choose_windows(good, plenty, known_cost(c=1e-6), 0, budget=4096)
     assert (windows > 3).all() and is_worth_it
-    assert not choose_windows(good, plenty, known_cost(c=1e-6), 0, 4096, overhead_s=0.1)[1]
+    assert not choose_windows(good, plenty, known_cost(c=1e-6), 0, budget=4096, overhead_s=0.1)[1]
 
 
 def test_windows_respect_the_budget_and_prefer_the_better_row():
     windows, _ = choose_windows(np.array([0.99, 0.6]), np.array([64, 64]), known_cost(c=1e-6), 0, budget=20)
     assert windows.sum() <= 20 and windows[0] > windows[1]
-    assert not choose_windows(np.array([0.9]), np.array([0]), known_cost(), 0, 100)[0].any()
+    assert not choose_windows(np.array([0.9]), np.array([0]), known_cost(), 0, budget=100)[0].any()
 
 
 def test_match_buckets_grow_with_the_match():

@@ -88,7 +88,7 @@ class ModelRunner:
         self._make_keys(batch.slots, batch.generated + sampled)
         keys = to_device(self._stream_key[batch.slots[row], position], self.device)
         draft, position = to_device(batch.draft, self.device), to_device(position, self.device)
-        verified = verify(self.head(hidden), draft, batch.num_draft, keys, position, params, self.rule)
+        verified = verify(self.head(hidden), draft, batch.num_draft, keys, num_generated=position, params=params, rule=self.rule)
         # One copy to the host: token ids are exact in float64.
         result = torch.cat([part.double() for part in verified]).cpu().numpy()
         accepted, result = result[: len(batch.slots)].astype(np.int64), result[len(batch.slots) :].reshape(3, -1)

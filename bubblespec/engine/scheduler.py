@@ -193,7 +193,7 @@ class Scheduler:
         self.cached[: len(batch.count)] = batch.start + batch.count
         if len(batch.slots) == 0:
             return []
-        self._append(batch, *result, stop_token_ids, proposer)
+        self._append(batch, *result, stop_token_ids=stop_token_ids, proposer=proposer)
         return self._finish(batch.slots, stop_token_ids)
 
     def _prefilling(self) -> np.ndarray:
@@ -262,6 +262,7 @@ class Scheduler:
         accepted: np.ndarray,
         token: np.ndarray,
         logprobs: np.ndarray,
+        *,
         stop_token_ids: tuple[int, ...],
         proposer: Proposer | None,
     ) -> None:
@@ -273,7 +274,7 @@ class Scheduler:
             self.logprobs[slots, generated] = logprobs.T
         else:
             first = (num_draft + 1).cumsum() - (num_draft + 1)
-            gained = num_gained(token, accepted, num_draft, stop_token_ids, self.limit[slots] - generated)
+            gained = num_gained(token, accepted, num_draft, stop_token_ids, limit=self.limit[slots] - generated)
             row, offset = ragged(gained)
             source = first[row] + offset
             self.tokens[slots[row], begin[row] + offset] = token[source]
@@ -339,7 +340,7 @@ class Scheduler:
 
 
 def num_gained(
-    token: np.ndarray, accepted: np.ndarray, counts: np.ndarray, stop_token_ids: tuple[int, ...], limit: np.ndarray
+    token: np.ndarray, accepted: np.ndarray, counts: np.ndarray, stop_token_ids: tuple[int, ...], *, limit: np.ndarray
 ) -> np.ndarray:
     """Tokens each row gains by a verification, int64 [R]: the accepted and the next, cut after a stop token and at `limit`.
 

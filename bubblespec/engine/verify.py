@@ -48,6 +48,7 @@ def verify(
     draft: torch.Tensor,
     counts: np.ndarray,
     keys: torch.Tensor,
+    *,
     num_generated: torch.Tensor,
     params: sampling.SamplingParams,
     rule: str = "coupled",

@@ -73,11 +73,13 @@ class Outlook:
         longer = self.lengths[self.lengths > so_far]
         return float(longer.mean()) if len(longer) else 2.0 * so_far
 
-    def worth(self, num_rows: int, num_slots: int, cost: np.ndarray, kept: float = 1.0, resumed: float = 0.0) -> np.ndarray:
+    def expected_saving(
+        self, num_rows: int, num_slots: int, cost: np.ndarray, p_before: float = 1.0, *, p_after: float = 0.0
+    ) -> np.ndarray:
         """Seconds won by a draft of 0, 1, ... tokens, float64 [longest + 1], in a batch of `num_rows` rows a rank.
 
-        cost: coefficients of a `CostModel`; kept: chance that a token before the first mismatch is accepted; resumed: share of
-        the tokens after it that the draft still gives. A forward is saved if no row needs it. Before their first mismatch all
+        cost: coefficients of a `CostModel`; p_before: chance that a token before the first mismatch is accepted; p_after: share
+        of the tokens after it that the draft still gives. A forward is saved if no row needs it. Before their first mismatch all
         rows that have got so far must go on in their drafts for that; after it, suffix matches shorten all rows alike.
         """
         longest = int(self.lengths.max(initial=1))
@@ -85,8 +87,8 @@ class Outlook:
         alive = 1.0 - np.searchsorted(np.sort(self.lengths), position - 1, side="right") / max(len(self.lengths), 1)
         sharing = np.clip(num_rows * alive, 1.0, min(num_slots, num_rows))
         forward_s, row_s, token_s, wide_row_s, _ = cost
-        saved = resumed + (1 - resumed) * kept ** (position * sharing)
-        refused = (1 - resumed) * (1 - kept**position)
+        saved = p_after + (1 - p_after) * p_before ** (position * sharing)
+        refused = (1 - p_after) * (1 - p_before**position)
         # Making a token costs what not decoding it saves, unless it is refused. What is left is its verification.
         spent = token_s + wide_row_s / TYPICAL_WINDOW + refused * (row_s + token_s)
         return np.concatenate(([0.0], np.cumsum(forward_s / sharing * saved - CAUTION * spent)))
@@ -97,13 +99,14 @@ def plan_items(
     num_generations: int,
     store: DraftStore,
     history: History,
+    *,
     outlook: Outlook,
     forwards_per_step: float,
-    worth: np.ndarray | None = None,
+    saving: np.ndarray | None = None,
 ) -> list[Item]:
     """What is left to draft, least slack first. The samples of a prompt keep together where they can.
 
-    batches: of the coming steps, nearest first; worth: see `Outlook.worth`, None where nothing is known yet.
+    batches: of the coming steps, nearest first; saving: see `Outlook.expected_saving`, None where nothing is known yet.
     """
     planned = []
     for ahead, groups in enumerate(batches):
@@ -124,7 +127,7 @@ def plan_items(
                     total = max(total, _length(draft, expected, outlook))
                 slack = ahead * forwards_per_step - (total - so_far)
                 is_due = holder >= 0 or slack < PATIENCE * forwards_per_step  # what is begun goes on
-                saves_s = 0.0 if worth is None else float(worth[min(int(total), len(worth) - 1)])
+                saves_s = 0.0 if saving is None else float(saving[min(int(total), len(saving) - 1)])
                 item = Item(group.sample(sample), group.prompt.token_ids, ahead + 1, saves_s > 0 and is_due, holder, saves_s)
                 planned.append((slack, item))
     return [item for _, item in sorted(planned, key=lambda entry: entry[0])]

@@ -82,12 +82,20 @@ class Speculation:
         return self._plan(planner.upcoming(step, depth), step, num_slots) if depth else None
 
     def _plan(self, batches: list[list[Group]], step: int, num_slots: int) -> DraftAhead:
-        rollout, worth = self.config.rollout, None
+        rollout, saving = self.config.rollout, None
         if self.shared_cost is not None:
             num_rows = -(-len(batches[0]) * rollout.num_generations // self.ranks.world_size)
-            before, after = self.acceptance[:, 1] / self.acceptance[:, 0]
-            worth = self.outlook.worth(num_rows, num_slots, self.shared_cost, before, after)
-        items = plan_items(batches, rollout.num_generations, self.store, self.history, self.outlook, self.forwards, worth)
+            p_before, p_after = self.acceptance[:, 1] / self.acceptance[:, 0]
+            saving = self.outlook.expected_saving(num_rows, num_slots, self.shared_cost, p_before, p_after=p_after)
+        items = plan_items(
+            batches,
+            rollout.num_generations,
+            self.store,
+            self.history,
+            outlook=self.outlook,
+            forwards_per_step=self.forwards,
+            saving=saving,
+        )
         return DraftAhead(
             items,
             self.store,
@@ -171,7 +179,7 @@ class _FixedDrafts:
         pass
 
 
-def profile(engine: Generator, params: SamplingParams, cost: CostModel, num_forwards: int = 3, clock=time) -> None:
+def profile(engine: Generator, params: SamplingParams, cost: CostModel, num_forwards: int = 3, *, clock=time) -> None:
     """Time forwards of few and many rows, short and long ones, with short and long drafts. Each is run once before it counts."""
     capacity, length = engine.num_slots, engine.max_length
     for count, size, window in itertools.product(
@@ -206,5 +214,5 @@ def assemble(config: Config, ranks: Ranks, board: ProgressBoard, cost: CostModel
     """A run's speculation at its beginning. cost: of forwards, as profiled."""
     speculative = config.speculative
     history = History(speculative.max_history_tokens)
-    proposer = make_proposer(speculative.method, history, cost, speculative.fixed_window, ranks.clock)
+    proposer = make_proposer(speculative.method, history, cost, speculative.fixed_window, clock=ranks.clock)
     return Speculation(config, ranks, board, proposer, DraftStore(config.bubble.max_draft_tokens), history)

@@ -55,7 +55,7 @@ class Sampler:
         rows, scoring = self._own_rows(groups, owners, num_generations)
         RolloutLoop(self.engine, self.ranks, params, on_finished=scoring.on_finished).run(rows)
         self.ranks.meet()
-        return self._gather(groups, owners, num_generations, rows, scoring)
+        return self._gather(groups, owners, num_generations, rows, scoring=scoring)
 
     def combined(self, samples: Samples) -> np.ndarray:
         """Reward of each sample in training: the weighted sum and the overlong penalty, float64 [S]."""
@@ -109,7 +109,7 @@ class Sampler:
         generated_s = clock.perf_counter()
         ranks.meet()  # the bubble: waiting for the slowest rank
         met_s = clock.perf_counter()
-        samples = self._gather(groups, owners, num_generations, rows, scoring)
+        samples = self._gather(groups, owners, num_generations, rows, scoring=scoring)
         spans = []
         if speculation is not None:
             started = clock.perf_counter()
@@ -147,7 +147,9 @@ class Sampler:
         rows = make_rows(own, num_generations, self.config.rollout.max_completion_length)
         return rows, self.scorer.begin([group.prompt for group in own], rows, step)
 
-    def _gather(self, groups: list[Group], owners: list[int], num_generations: int, rows: list[Row], scoring: Scoring) -> Samples:
+    def _gather(
+        self, groups: list[Group], owners: list[int], num_generations: int, rows: list[Row], *, scoring: Scoring
+    ) -> Samples:
         return gather_samples(
             groups, owners, num_generations=num_generations, rows=rows, rewards=scoring.collect(), ranks=self.ranks
         )

@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> None:
     for method in dict.fromkeys(("none", config.speculative.method)):
         arm = dataclasses.replace(config, speculative=dataclasses.replace(config.speculative, method=method))
         started = time.perf_counter()
-        results[method] = simulate(arm, workload, cost, num_ranks, arguments.cores, shows_progress=True)
+        results[method] = simulate(arm, workload, cost, num_ranks, cores=arguments.cores, shows_progress=True)
         real_s[method] = time.perf_counter() - started
     print(f"{describe_cost(cost)}; {num_ranks} ranks, {workload.num_steps} steps")
     print(table(results))

@@ -30,7 +30,7 @@ MODELS = {
 }
 
 
-def analytic_cost(gpu: str, model: str, launch_s: float, bandwidth_share: float, compute_share: float) -> ForwardCost:
+def analytic_cost(gpu: str, model: str, launch_s: float, bandwidth_share: float, *, compute_share: float) -> ForwardCost:
     """gpu, model: of the tables above; launch_s: of a forward's kernels, with what the host does in between."""
     bandwidth, compute = GPUS[gpu][0] * bandwidth_share, GPUS[gpu][1] * compute_share
     parameters, layers, heads, kv_heads, dimension = MODELS[model]
@@ -66,8 +66,8 @@ def main() -> int:
             raise InputError(f"--output: {arguments.output} exists")
         if not (arguments.launch_ms >= 0 and 0 < arguments.bandwidth_share <= 1 and 0 < arguments.compute_share <= 1):
             raise InputError("--launch-ms must be at least 0, and shares above 0 and at most 1")
-        shares = arguments.bandwidth_share, arguments.compute_share
-        cost = analytic_cost(arguments.gpu, arguments.model, arguments.launch_ms / 1e3, *shares)
+        rates = arguments.launch_ms / 1e3, arguments.bandwidth_share
+        cost = analytic_cost(arguments.gpu, arguments.model, *rates, compute_share=arguments.compute_share)
         cost.propose = [microseconds / 1e6 for microseconds in arguments.propose_us]
         try:
             cost.save(arguments.output)

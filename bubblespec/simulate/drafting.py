@@ -43,25 +43,25 @@ class DraftModel:
         known = min(len(so_far), len(true))
         wrong = np.flatnonzero(so_far[:known] != true[:known])
         if len(wrong):
-            return self.diverged(key, true, limit, stop, int(wrong[0]))
+            return self.diverged(key, true, limit, stop, at=int(wrong[0]))
         if len(so_far) > len(true):
             raise ValueError(f"a draft of {key} goes on after the end of its response")
         chance = -math.expm1(-(age if self.drifts else min(age, 1)) / self.mean_run)
         if chance == 0.0:
             return true
         leaves = np.flatnonzero(self._random(key, MISMATCH).random(len(true))[known:] < chance)
-        return self.diverged(key, true, limit, stop, known + int(leaves[0])) if len(leaves) else true
+        return self.diverged(key, true, limit, stop, at=known + int(leaves[0])) if len(leaves) else true
 
-    def diverged(self, key: tuple[int, int, int], true: np.ndarray, limit: int, stop: int, at: int) -> np.ndarray:
+    def diverged(self, key: tuple[int, int, int], true: np.ndarray, limit: int, stop: int, *, at: int) -> np.ndarray:
         """The draft whose first mismatch is token `at`."""
         share = 1.0 if self.tokens_a_pass == 1.0 else edit_share(self.tokens_a_pass)
-        return edited(true, limit, stop, at, share, self._random(key, EDITS))
+        return edited(true, limit, stop, at, share=share, random=self._random(key, EDITS))
 
     def _random(self, key: tuple[int, int, int], use: int) -> np.random.Generator:
         return keyed_random(self.seed, *key, use)
 
 
-def edited(true: np.ndarray, limit: int, stop: int, at: int, share: float, random: np.random.Generator) -> np.ndarray:
+def edited(true: np.ndarray, limit: int, stop: int, at: int, *, share: float, random: np.random.Generator) -> np.ndarray:
     """A text whose first mismatch with `true` is token `at`; after it a share of its tokens is replaced, inserted or left out.
 
     A share of 1 replaces all. It ends with `stop` if `true` does and there is room for it within `limit` tokens.

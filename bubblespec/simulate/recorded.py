@@ -15,6 +15,9 @@ from bubblespec.telemetry.trace import FOLDER, list_steps, read_meta, read_table
 COLUMNS = ("step", "batch", "uid", "sample", "prompt_tokens", "tokens", "stopped", "reward", "draft_tokens", "draft_finished")
 
 
+GONE = ("bubble.order", "bubble.uses_soft_bubbles")  # keys of versions that wrote format 1
+
+
 class RecordedWorkload(Planned):
     """The same as `Workload`, from a trace. A draft that was recorded says what it said, whatever the age of the weights, and
     goes on as the response does at the same places; what was not recorded comes from `drafts`.
@@ -27,7 +30,8 @@ class RecordedWorkload(Planned):
         folder = os.path.join(run_dir, FOLDER)
         meta = read_meta(folder)
         try:
-            self.config, self.world_size = dict(meta["config"]), int(meta["world_size"])
+            self.config = {key: value for key, value in meta["config"].items() if key not in GONE}
+            self.world_size = int(meta["world_size"])
             self.limit = int(self.config["rollout.max_completion_length"])
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"{folder}: meta.json has no whole config and world_size ({error})") from error

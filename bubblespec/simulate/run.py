@@ -46,7 +46,7 @@ class SimulatedStep:
 
 
 def simulate(
-    config: Config, workload, cost, num_ranks: int, cores: int | None = None, shows_progress: bool = False
+    config: Config, workload, cost, num_ranks: int, *, cores: int | None = None, shows_progress: bool = False
 ) -> list[SimulatedStep]:
     """All steps of a workload (`Workload` or `RecordedWorkload`), which it ends with as a run does with run.max_steps.
 
@@ -63,7 +63,7 @@ def simulate(
     total = sum(_length(workload, step.step, config.rollout.max_completion_length) for step in steps)
     profiled = None if config.speculative.method == "none" else _profiled(config, workload, cost, world)
     with tqdm(total=total, unit="tok", unit_scale=True, desc=config.speculative.method, disable=not shows_progress) as bar:
-        world.run(lambda rank: _Rank(config, workload, cost, profiled, world, rank, bar).run(steps))
+        world.run(lambda rank: _Rank(config, workload, cost, profiled, world=world, rank=rank, bar=bar).run(steps))
     return steps
 
 
@@ -73,7 +73,7 @@ def _profiled(config: Config, workload, cost, world: World) -> CostModel:
     slowdown = 1.0 if world.cores is None else max(1.0, world.num_ranks / world.cores)
     slowed = SimpleNamespace(seconds=lambda load: slowdown * cost.seconds(load))
     alone, profiled = World(1), CostModel()
-    engine = _make_engine(config, workload, slowed, alone, 0, world.num_ranks, _endless)
+    engine = _make_engine(config, workload, slowed, alone, rank=0, num_ranks=world.num_ranks, text=_endless)
     # With these parameters nothing ends a row: the workload's stop token may be 0.
     profile(engine, SamplingParams(), profiled, clock=SimulatedRanks(alone, 0).clock)
     return profiled
@@ -83,11 +83,13 @@ def _endless(row: Row, so_far: np.ndarray) -> np.ndarray:
     return np.zeros(row.max_new_tokens, np.int64)
 
 
-def _make_engine(config: Config, workload, cost, world: World, rank: int, num_ranks: int, text) -> SimulatedGenerator:
+def _make_engine(config: Config, workload, cost, world: World, *, rank: int, num_ranks: int, text) -> SimulatedGenerator:
     rollout = config.rollout
     num_slots = most_slots(config, num_ranks) if rollout.num_slots == "auto" else rollout.num_slots
     max_length = workload.max_prompt_length + rollout.max_completion_length
-    return SimulatedGenerator(SimulatedRunner(world, rank, num_slots, max_length, rollout.max_batch_tokens, cost, text))
+    return SimulatedGenerator(
+        SimulatedRunner(world, rank, num_slots, max_length, max_batch_tokens=rollout.max_batch_tokens, cost=cost, text=text)
+    )
 
 
 def _check(config: Config, workload, num_ranks: int) -> None:
@@ -115,10 +117,10 @@ def _length(workload, step: int, limit: int) -> int:
 class _Rank:
     """One rank's engine and speculation, from step to step."""
 
-    def __init__(self, config: Config, workload, cost, profiled: CostModel | None, world: World, rank: int, bar: tqdm):
+    def __init__(self, config: Config, workload, cost, profiled: CostModel | None, *, world: World, rank: int, bar: tqdm):
         self.workload, self.version, self.bar = workload, workload.first_step, bar
         self.ranks = SimulatedRanks(world, rank)
-        engine = _make_engine(config, workload, cost, world, rank, world.num_ranks, self._text)
+        engine = _make_engine(config, workload, cost, world, rank=rank, num_ranks=world.num_ranks, text=self._text)
         self.sampler = Sampler(
             config=config,
             ranks=self.ranks,

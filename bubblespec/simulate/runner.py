@@ -24,7 +24,7 @@ class SimulatedRunner:
     """A `Runner`. text(row, tokens so far): all that a row will have said at its end, int [L], beginning with those tokens; asked
     for when the row comes into a slot, and when it goes on after a reset. cost.seconds(load): of a forward."""
 
-    def __init__(self, world: World, rank: int, num_slots: int, max_length: int, max_batch_tokens: int, cost, text: Text):
+    def __init__(self, world: World, rank: int, num_slots: int, max_length: int, *, max_batch_tokens: int, cost, text: Text):
         self.num_slots, self.max_length, self.max_batch_tokens = num_slots, max_length, max_batch_tokens
         self.world, self.rank, self.cost, self.text = world, rank, cost, text
         self.said = np.full((num_slots, max_length + 1), NO_TOKEN, np.int32)  # the text of the row in each slot

@@ -142,7 +142,9 @@ class Workload(Planned):
         spec = self.spec
         if step >= self.steps_per_epoch:
             before = self._make(step - self.steps_per_epoch, uid, sample)
-            return edited(before, spec.max, STOP, 0, spec.edited, keyed_random(spec.seed, step, uid, sample + 1, TEXT))
+            return edited(
+                before, spec.max, STOP, 0, share=spec.edited, random=keyed_random(spec.seed, step, uid, sample + 1, TEXT)
+            )
         common = keyed_random(spec.seed, step, uid, 1 << 12, TEXT).standard_normal()
         random = keyed_random(spec.seed, step, uid, sample + 1, TEXT)
         score = math.sqrt(SHARED_VARIANCE) * common + math.sqrt(1 - SHARED_VARIANCE) * random.standard_normal()

@@ -34,6 +34,7 @@ class World:
         cores: int | None = None,
         meeting_s: float = 1e-3,
         tick_s: float = 5e-4,
+        *,
         post_s: float = 3e-4,
     ):
         self.num_ranks, self.cores = num_ranks, cores

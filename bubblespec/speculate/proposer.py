@@ -95,7 +95,9 @@ class Proposer:
             self._spent_s += self.clock.perf_counter() - started
             return drafts
         positions = int(lengths.sum()) + sum(len(row.prompt) for row in rows)
-        windows, is_worth_it = choose_windows(survival, available, self.cost, positions, budget, self._overhead_s)
+        windows, is_worth_it = choose_windows(
+            survival, available, self.cost, positions, budget=budget, overhead_s=self._overhead_s
+        )
         if is_worth_it:
             self._backoff = 0
         else:  # look again after a while, less and less often
@@ -151,7 +153,7 @@ def _add(table: dict, key, num_draft: int, num_accepted: int) -> None:
     entry[1] += num_accepted
 
 
-def make_proposer(method: str, history: History, cost: CostModel, fixed_window: int | None = None, clock=time) -> Proposer:
+def make_proposer(method: str, history: History, cost: CostModel, fixed_window: int | None = None, *, clock=time) -> Proposer:
     """With the sources of `speculative.method`, in order of trust: bubble (own drafts), suffix (matches), or both."""
     sources: list[DraftSource] = []
     if "bubble" in method:

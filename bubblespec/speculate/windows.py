@@ -134,7 +134,7 @@ def match_bucket(length: int) -> int:
 
 
 def choose_windows(
-    survival: np.ndarray, available: np.ndarray, cost: CostModel, positions: int, budget: int, overhead_s: float = 0.0
+    survival: np.ndarray, available: np.ndarray, cost: CostModel, positions: int, *, budget: int, overhead_s: float = 0.0
 ) -> tuple[np.ndarray, bool]:
     """Draft tokens of each of R decoding rows, int64 [R], and whether they are worth having looked for.
 
