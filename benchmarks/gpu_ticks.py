@@ -51,7 +51,7 @@ def tick_processes(backend: str, world_size: int, is_small: bool) -> tuple[float
             process.kill()
 
 
-def decode_with_ticks(rank: int, world_size: int, port: int, backend: str, *, is_small: bool, sender) -> None:
+def decode_with_ticks(rank: int, world_size: int, port: int, backend: str, is_small: bool, sender) -> None:
     """One process: TICK_STEPS steps of 8 rows without ticks, then with them. Seconds a step of both, and ticks, to `sender`."""
     torch.set_num_threads(1)
     bench = make_bench(is_small)

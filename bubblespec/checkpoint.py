@@ -1,8 +1,8 @@
 """Checkpoints: written to a temporary folder, flushed to disk, renamed. A folder named checkpoint-N is therefore complete unless
 the disk fails, which its SHA256SUMS detects (`sha256sum -c SHA256SUMS`): a run never resumes from a damaged one.
 
-Noise and batches are functions of the step, so weights, optimizer state and the step number are all that exactness needs;
-drafts and histories are saved too, for speed.
+Noise is a function of a sample's name, and batches are one of the step and of what was drawn before it: weights, optimizer state,
+the step number and the planner's state are all that exactness needs; drafts and histories are saved too, for speed.
 """
 
 import contextlib

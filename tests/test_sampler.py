@@ -76,6 +76,25 @@ def test_a_rollout_without_speculation_is_timed_as_a_whole():
     ]
 
 
+def test_a_record_says_which_forwards_and_seconds_were_of_its_own_rows():
+    """A prefill, a decode with a drafted row beside it, a wait, and drafting alone."""
+    loads = [Load(2, 9, 2, 9, 9, 0), Load(3, 3, 0, 12, 0, 0), Load(2, 6, 1, 14, 0, 4)]
+    begun, own, ahead = [10.0, 12.0, 15.0], [2, 1, 0], [0, 1, 2]
+    parts = zip(begun, loads, own, ahead, strict=True)
+    forwards = [
+        ForwardRecord(begin, begin + 2.0, 1.0, 0.5, *load, of_step, drafted, 0) for begin, load, of_step, drafted in parts
+    ]
+    record = RolloutRecord(10.0, 18.0, forwards, [Span("wait", 14.0, 15.0)])
+    assert (record.own_forwards, record.hard_forwards) == (2, 1)
+    assert (record.own_s, record.wait_s, record.total_s) == (4.0, 1.0, 8.0)
+    assert record.spans == [
+        Span("prefill", 10.5, 12.0),
+        Span("draft soft", 12.5, 14.0),
+        Span("wait", 14.0, 15.0),
+        Span("draft hard", 15.5, 17.0),
+    ]
+
+
 @pytest.mark.parametrize("is_second", [False, True])
 def test_stages_of_a_rollout_follow_one_another(monkeypatch, is_second):
     """Generating takes 8 s, the slowest rank 4 s more, scoring 2 s and then the exchange of drafts 1 s. A

@@ -83,6 +83,7 @@ def test_drafts_are_made_verified_and_accepted(two_ranks, drafted):
         assert line["drafts/aligned/accept_rate"] > 0.8 and line["rollout/spec_accept_length"] > 4
         assert line["rollout/forwards"] < 0.3 * other["rollout/forwards"]
     kinds = set()
+    assert {path.stem for path in (drafted / "timeline").iterdir()} == {f"step_{step:05d}" for step in range(3)}, "of 4 steps"
     for step in range(3):
         found = json.loads((drafted / "timeline" / f"step_{step:05d}.json").read_text(encoding="utf-8"))
         kinds |= {event["name"] for event in found["traceEvents"] if event["ph"] == "X"}
