@@ -39,24 +39,26 @@ MIN_FORWARDS = 10
 
 @dataclass
 class ForwardCost:
-    """Seconds of forwards on one machine.
-
-    knots: tokens, ascending; slopes: seconds a token from each knot on; constant: seconds of a forward of `knots[0]` tokens;
-    rates: seconds by name (RATES); propose: seconds of looking for proposals at all, and for each row. model: whose forwards they
-    are. kind: measured, or analytic where no machine was asked. error_median, error_p90: relative errors on loads that the fit
-    has not seen.
-    """
+    """Seconds of forwards on one machine."""
 
     knots: list[int]
+    """Tokens, ascending."""
     slopes: list[float]
+    """Seconds a token from each knot on."""
     constant: float
+    """Seconds of a forward of `knots[0]` tokens."""
     rates: dict[str, float]
+    """Seconds by name (RATES)."""
     propose: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    """Seconds of looking for proposals at all, and for each row."""
     kind: Literal["measured", "analytic"] = "measured"
+    """Analytic where no machine was asked."""
     hardware: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     model: str = ""
+    """Whose forwards they are."""
     error_median: float = 0.0
+    """Relative, on loads that the fit has not seen; so is the next."""
     error_p90: float = 0.0
 
     def __post_init__(self):

@@ -24,14 +24,16 @@ EDITED = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)
 
 @dataclass(frozen=True)
 class DraftModel:
-    """mean_run: tokens to the first mismatch, of drafts one update old, infinite for none; drifts: with the age in updates the
-    mean run shrinks as mean_run / age; tokens_a_pass: about what a row gains in a forward by suffix matches in its own draft
-    after the mismatch, where windows are not cut short; seed: of all random numbers."""
+    """How drafts differ from the responses that they are drafts of."""
 
     mean_run: float = 500.0
+    """Tokens to the first mismatch, of drafts one update old; infinite for none."""
     tokens_a_pass: float = 2.0
+    """About what a row gains in a forward by suffix matches in its own draft after the mismatch, where windows are not cut short."""
     drifts: bool = False
+    """With the age in updates the mean run shrinks as mean_run / age."""
     seed: int = 0
+    """Of all random numbers."""
 
     def text(
         self, key: tuple[int, int, int], true: np.ndarray, limit: int, stop: int, age: int, so_far: np.ndarray

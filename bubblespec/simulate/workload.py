@@ -16,24 +16,28 @@ MIN_LENGTH = 4
 
 @dataclass(frozen=True)
 class Synthetic:
-    """Made-up responses: lengths are lognormal, random tokens, every prompt occurs once an epoch.
-
-    mean: of the lengths before they are cut; max: tokens at which they are; sigma: standard deviation of the logarithm; prompt:
-    tokens of a prompt, on average; run, tokens_a_pass, drift: see `DraftModel` (drift is 0 or 1); steps: of the run; epochs: of
-    equally many steps; edited: share of a response's tokens that is replaced, inserted or left out against the same sample of the
-    epoch before (RhymeRL, arXiv 2508.18588, finds responses of adjacent epochs very similar).
-    """
+    """Made-up responses: lengths are lognormal, tokens random, every prompt occurs once an epoch."""
 
     mean: float = 2000.0
+    """Of the lengths before they are cut."""
     max: int = 16000
+    """Tokens at which they are cut."""
     sigma: float = 1.0
+    """Standard deviation of their logarithm."""
     prompt: int = 256
+    """Tokens of a prompt, on average."""
     run: float = 500.0
+    """See `DraftModel`; the next two as well."""
     tokens_a_pass: float = 2.0
     drift: int = 0
+    """0 or 1."""
     steps: int = 6
+    """Of the run."""
     epochs: int = 1
+    """Of equally many steps."""
     edited: float = 0.2
+    """Share of a response's tokens that is replaced, inserted or omitted against the same sample of the epoch before (RhymeRL, arXiv
+    2508.18588, finds responses of adjacent epochs very similar)."""
     seed: int = 0
 
     def __post_init__(self):
