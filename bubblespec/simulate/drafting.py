@@ -29,7 +29,7 @@ class DraftModel:
     mean_run: float = 500.0
     """Tokens to the first mismatch, of drafts one update old; infinite for none."""
     tokens_a_pass: float = 2.0
-    """About what a row gains in a forward by suffix matches in its own draft after the mismatch, where windows are not cut short."""
+    """About what a row gains in a forward after it, by suffix matches in its own draft, where windows are not cut short."""
     drifts: bool = False
     """With the age in updates the mean run shrinks as mean_run / age."""
     seed: int = 0

@@ -36,8 +36,8 @@ class Synthetic:
     epochs: int = 1
     """Of equally many steps."""
     edited: float = 0.2
-    """Share of a response's tokens that is replaced, inserted or omitted against the same sample of the epoch before (RhymeRL, arXiv
-    2508.18588, finds responses of adjacent epochs very similar)."""
+    """Share of a response's tokens that is replaced, inserted or omitted against the same sample of the epoch before (RhymeRL,
+    arXiv 2508.18588, finds responses of adjacent epochs very similar)."""
     seed: int = 0
 
     def __post_init__(self):
