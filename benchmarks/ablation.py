@@ -81,7 +81,7 @@ def main() -> int:
     for name, result in results.items():
         print(row(name, result))
     if "default" in results:
-        print(f"\nAcceptance of run-ahead drafts by age in steps: {ages(results['default'])}")
+        print(f"\nAcceptance of drafts by age in steps: {ages(results['default'])}")
     if arguments.json:
         with open(arguments.json, "w", encoding="utf-8") as file:
             json.dump(results, file)

@@ -2,7 +2,7 @@
 
 For each training step the *same batch* is rolled out with the *same weights* twice, without and with speculation, in
 alternating order; the tokens are compared; then the policy is trained on them and the next step follows. Wall time is from
-one barrier to the next, so it is the slowest rank's, with the exchange of drafts in it. With --useless-drafts all run-ahead
+one barrier to the next, so it is the slowest rank's, with the exchange of drafts in it. With --useless-drafts all
 drafts are replaced by random tokens: what speculation costs at worst.
 """
 

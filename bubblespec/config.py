@@ -15,7 +15,7 @@ from omegaconf import MISSING, OmegaConf
 from bubblespec.config_checks import EXACT, ROUNDING, SAFE, UINT64, Bound, above, at_least, at_most, escape, fill, key, require
 from bubblespec.errors import InputError
 
-COUNTER = "the noise counter's field"  # whose bits the uid, step, sample and position share
+COUNTER = "the noise counter's field"  # of uid, visit, sample and position; a prompt has at most one visit a step
 TEMPERATURE = (at_least(0), at_most(1e4), at_least(1e-3, or_else=0))  # logits divided by less leave the range of float32
 DECAY = Bound(lambda decay: 0 <= decay < 1, "at least 0 and below 1")
 
@@ -134,8 +134,8 @@ class RolloutConfig:
     stop_token_ids: list[int] | None = key(None, at_least(0))
     """Tokens that end a response (default: those of the model's generation config and tokenizer)."""
     num_slots: int | str = key("auto", at_least(1, or_else="auto"), at_most(1 << 20), resume=SAFE)
-    """Rows that one rank decodes at the same time, run-ahead drafts among them; more rows wait in a queue. auto takes as many
-    as fit into free memory, up to what is useful; give a number where float32 or bfloat16 tokens must repeat bit for bit."""
+    """Rows that one rank decodes at the same time, drafts of coming steps included; more rows wait in a queue. auto takes as many as
+    fit into free memory, up to what is useful; give a number where float32 or bfloat16 tokens must repeat bit for bit."""
     free_cache_engine: bool = key(False, resume=SAFE)
     """Give the keys and values back during the gradient step: room for more slots, but unfinished drafts are prefilled again."""
     max_batch_tokens: int = key(2048, at_least(1), at_most(1 << 24), resume=SAFE)
@@ -239,7 +239,7 @@ class BubbleConfig:
     lookahead: int | str = key("auto", at_least(0, or_else="auto"), resume=SAFE)
     """Steps to draft ahead; 0 drafts nothing; auto goes as deep as max_draft_tokens and the measured drift make worth while."""
     max_draft_tokens: int = key(2_000_000, at_least(0), resume=SAFE)
-    """Tokens of run-ahead drafts kept (4 bytes each)."""
+    """Tokens of drafts that are stored (4 bytes each)."""
     max_slowdown: float = key(1.0, at_least(0), at_most(1e9), resume=SAFE)
     """How much slower drafts may make the forwards of a rank that still decodes; 0 drafts only once its rows are done."""
     progress_backend: Literal["gloo", "nccl"] = key("gloo", resume=SAFE)

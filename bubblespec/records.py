@@ -168,7 +168,7 @@ class Acceptance:
     by_source: dict[str, list[int]] = field(default_factory=dict)
     """[proposed, accepted] by name (SOURCES)."""
     by_age: dict[int, list[int]] = field(default_factory=dict)
-    """[proposed, accepted] of aligned drafts, by the updates since they were made."""
+    """[proposed, accepted] of aligned drafts, by the updates since they were last extended."""
     accepted_lengths: np.ndarray = field(default_factory=lambda: np.zeros(len(ACCEPT_BINS), np.int64))
     """Verifications by accepted tokens, int64 [bins]."""
 

@@ -113,7 +113,7 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
     planner = InOrder(train_prompts, config.run.seed, rollout.num_prompts_per_step)
     with _says_what_does_not_fit(checkpoint):
         if checkpoint:
-            planner.load_state_dict(load_arrays(checkpoint, PLANNER_FILE))
+            planner.load_state_dict(np.load(os.path.join(checkpoint, PLANNER_FILE)))
         if checkpoint and speculation is not None and (saved := load_arrays(checkpoint, SPECULATION_FILE)) is not None:
             speculation.load_state_dict(saved)
     sampler = Sampler(

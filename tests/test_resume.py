@@ -237,3 +237,28 @@ def test_a_checkpoint_of_before_is_refused(monkeypatch, tmp_path):
         config = load_config("configs/tiny_cpu.yaml", [*life.options, f"run.resume_from_checkpoint={wanted}"])
         message = refusal(set_up, config, Ranks(torch.device("cpu")))
         assert message.startswith(f"run.resume_from_checkpoint: {folder} is of another version")
+
+
+def test_drafts_of_samples_that_have_had_their_turn_are_gone(monkeypatch, tmp_path):
+    """Also where groups are replaced by others whose drafts are being made at that time; and no sample is twice in the engine."""
+    options = [*OPTIONS, *DYNAMIC, *DRAFTING, "data.size=13", "run.max_steps=8", f"run.output_dir={tmp_path}"]
+    num_replacements = 0
+    with virtual_time() as ranks:
+        trainer = set_up(load_config("configs/tiny_cpu.yaml", options), ranks)
+        sampler, step_engine = trainer.sampler, trainer.sampler.engine.step
+
+        def forward(*arguments):
+            names = [row.id for row in [*sampler.engine.rows, *sampler.engine.queue]]
+            assert len(names) == len(set(names))
+            return step_engine(*arguments)
+
+        monkeypatch.setattr(sampler.engine, "step", forward)
+        for step in range(8):
+            record = trainer.sample(step)
+            num_replacements += len(record.generated.groups) - PROMPTS
+            visits = dict(zip(*(array.tolist() for array in sampler.planner.state_dict().values()), strict=True))
+            stored = list(sampler.speculation.store._drafts)
+            assert stored or step >= 6
+            assert all(name.visit >= visits.get(name.uid, 0) for name in stored)
+        trainer.lock.close()
+    assert num_replacements > 8

@@ -1,7 +1,7 @@
 """Which groups make up a step, and which ones come next: the same on every rank, and part of what a checkpoint saves.
 
-A planner names groups by prompt and visit. It may look at what has been generated, in tokens, but never at a clock: any number of
-ranks on any machine trains on the same tokens.
+A planner names groups by prompt and visit. What it decides depends on the data, the step and the groups that have had their turn,
+never on a clock or a rank: any number of ranks on any machine trains on the same tokens.
 """
 
 from collections import Counter
@@ -20,8 +20,11 @@ class StepPlanner(Protocol):
     def launch(self, step: int) -> list[Group]:
         """The groups that the rollout of a step starts."""
 
-    def upcoming(self, step: int, depth: int) -> list[list[Group]]:
-        """What the `depth` steps after `step` will start, as far as is known while `step` is generated, nearest first."""
+    def upcoming(self, step: int, depth: int, used: list[Group] | None = None) -> list[list[Group]]:
+        """What the up to `depth` steps after `step` will start, as far as is known while `step` is generated, nearest first.
+
+        used: all groups that `step` has drawn so far, by default those of `launch`.
+        """
 
     def replacements(self, step: int, count: int, used: list[Group]) -> list[Group]:
         """Up to `count` further groups for a step that has used some, of other prompts (dynamic sampling)."""
@@ -48,15 +51,15 @@ class InOrder:
         """See `StepPlanner`."""
         return self._draw(step, self._visits)
 
-    def upcoming(self, step: int, depth: int) -> list[list[Group]]:
+    def upcoming(self, step: int, depth: int, used: list[Group] | None = None) -> list[list[Group]]:
         """See `StepPlanner`. Replacements that `step` is still going to draw are not foreseen."""
-        visits = Counter()  # on top of those that are over
+        visits = self._visits.copy()
+        visits.update(group.prompt.uid for group in (self.launch(step) if used is None else used))
         batches = []
-        for coming in range(step, step + 1 + depth):
-            drawn = self.prompts.batch(self.seed, coming, self.num_prompts)
-            batches.append([Group(prompt, self._visits[prompt.uid] + visits[prompt.uid]) for prompt in drawn])
-            visits.update(prompt.uid for prompt in drawn)
-        return batches[1:]
+        for coming in range(step + 1, step + 1 + depth):
+            batches.append(self._draw(coming, visits))
+            visits.update(group.prompt.uid for group in batches[-1])
+        return batches
 
     def replacements(self, step: int, count: int, used: list[Group]) -> list[Group]:
         """See `StepPlanner`. In an order of the step's own."""

@@ -55,7 +55,7 @@ class ModelRunner:
     def place(self, slot: int, row: Row) -> None:
         """See `Runner`: the slot's noise is that of the row."""
         self._noise_key[slot] = row.id
-        self._keyed[slot] = 0
+        self._keyed[slot] = len(row.tokens)  # those before are not sampled again
 
     def move(self, source: int, target: int, length: int) -> None:
         """See `Runner`: keys, values and noise keys are copied."""

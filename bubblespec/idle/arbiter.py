@@ -1,6 +1,7 @@
 """Who does what in idle time: the offers of all works, given to ranks tick by tick.
 
-A pure function of the ticks, which are the same on every rank: no offer is given twice, and nobody has to agree on anything.
+Its answers depend on the offers and the ticks so far alone, which are the same on every rank: no offer is given twice, and nobody
+has to agree on anything.
 """
 
 from collections import deque
@@ -19,12 +20,12 @@ class Arbiter:
         self._idle_only = [deque(offer for offer in of_work if not offer.beside_rows) for of_work in offers]
 
     def has_offers(self, work: int, is_done: bool) -> bool:
-        """Whether a use of idle time, by its place, has anything for a rank; is_done: the rank has finished its rows, so that all
-        offers are for it."""
+        """Whether a use of idle time, by its number, has anything for a rank; is_done: the rank has finished its rows, so all offers
+        are for it."""
         return bool(self._beside_rows[work]) or (is_done and bool(self._idle_only[work]))
 
     def assign(self, states: list[RankState]) -> list[list[tuple[int, Offer]]]:
-        """The offers that each rank gets for its wishes in a tick, by rank; each with the place of its work. Those worth slowing
+        """The offers that each rank gets for its wishes in a tick, by rank; each with the number of its work. Those worth slowing
         down rows for go first; of several works' most urgent offers the one that saves most."""
         return [self._take(list(state.wanted_offers), state.is_done) for state in states]
 

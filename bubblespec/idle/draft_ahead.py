@@ -52,7 +52,9 @@ class DraftAhead:
         resumed = {item.id: item for item in self._items.values() if item.holder == view.rank and item.pays}
         rows = [row for row in view.engine.rows if row.id in resumed]
         if view.unfinished and rows:
-            rows = sorted(rows, key=lambda row: len(row.tokens), reverse=True)[: self._affordable_beside(rows)]
+            num_free = max(view.engine.num_slots - self.num_own_rows, 0)
+            longest = sorted(rows, key=lambda row: len(row.tokens), reverse=True)
+            rows = longest[: min(self._affordable_beside(rows), num_free)]
         for row in rows:
             self._track(row, resumed.pop(row.id))
         self._given.extend(resumed.values())  # the engine has been used for something else, or is too full now

@@ -46,7 +46,7 @@ class Speculation:
     forwards: float = 0.0
     """Of the slowest rank in a rollout."""
     accepted_by_age: dict[int, float] = field(default_factory=dict)
-    """Share of aligned draft tokens, by the updates since they were made."""
+    """Share of aligned draft tokens, by the updates since the draft was last extended."""
     outlook: Outlook = field(default_factory=Outlook)
     acceptance: np.ndarray = field(default_factory=PRIOR_ACCEPTANCE.copy)
     """Sums of `Acceptance.before_divergence` and `after_divergence`, float64 [2, 2]."""
@@ -76,10 +76,11 @@ class Speculation:
         missing = undrafted(rows, drafts, self.outlook)
         return [rows[i] for i in np.argsort(-missing, kind="stable")]
 
-    def draft_ahead(self, step: int, planner: StepPlanner, num_slots: int) -> DraftAhead | None:
-        """Drafting ahead during the rollout of `step`; None where nothing is to be drafted."""
-        depth = self.lookahead(step)
-        return self._plan(planner.upcoming(step, depth), step, num_slots) if depth else None
+    def draft_ahead(self, step: int, planner: StepPlanner, used: list[Group], num_slots: int) -> DraftAhead | None:
+        """Drafting ahead during a rollout of `step`; None where nothing is to be drafted. used: the groups that the step has drawn
+        so far, those of this rollout included."""
+        batches = planner.upcoming(step, self.lookahead(step), used)
+        return self._plan(batches, step, num_slots) if batches else None
 
     def _plan(self, batches: list[list[Group]], step: int, num_slots: int) -> DraftAhead:
         rollout, saving = self.config.rollout, None
@@ -125,8 +126,9 @@ class Speculation:
         self.store.drop(ids)
 
     def learn_samples(self, step: int, samples: Samples, rewards: np.ndarray) -> None:
-        """Take in what a step has generated, the same on every rank: lengths, and histories for the prompts' next epoch. rewards:
-        float64 [S]."""
+        """Take in what a step has generated, the same on every rank: lengths, and histories for the prompts' next epoch. Its
+        samples have had their turn, and need no drafts. rewards: float64 [S]."""
+        self.store.drop(samples.ids)
         lengths = samples.lengths
         self.tokens_per_step = _average(self.tokens_per_step or None, float(lengths.sum()))
         self.outlook.learn(np.repeat([len(g.prompt.token_ids) for g in samples.groups], samples.num_generations), lengths)

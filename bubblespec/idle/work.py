@@ -1,7 +1,7 @@
 """The interface for uses of idle time: what they offer, what they see of their rank, and how the rollout loop drives them.
 
 Idle time is hard where a rank has finished its rows and waits for the slowest one, and soft where it still decodes, but so few
-rows that others could join its forwards at little cost. Imports the engine's and the records' types alone.
+rows that others could join its forwards at little cost. Imports types alone, of engine, ranks and records.
 """
 
 from collections.abc import Hashable

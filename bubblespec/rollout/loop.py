@@ -13,7 +13,7 @@ from bubblespec.engine.sampling import SamplingParams
 from bubblespec.idle.arbiter import Arbiter
 from bubblespec.idle.work import IdleWork, RankView
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.ranks.progress import ProgressBoard, RankState
+from bubblespec.ranks.progress import MAX_WORKS, ProgressBoard, RankState
 from bubblespec.records import ForwardRecord, RolloutRecord, Row, Span
 from bubblespec.speculate.proposer import Proposer
 
@@ -41,7 +41,8 @@ class RolloutLoop:
         self.view = RankView(ranks.rank, engine, {}, self.record)
 
     def run(self, rows: list[Row]) -> RolloutRecord:
-        """Generate the rows to their end, on the weights as they are. If any rank is told to stop, they are left unfinished."""
+        """Generate the rows to their end, on the weights as they are. A rank that is told to stop leaves them unfinished; where
+        there are ticks, all ranks do."""
         self.view.unfinished = {id(row): row for row in rows}
         if self.proposer is not None:
             self.record.acceptance = self.proposer.acceptance
@@ -58,6 +59,8 @@ class RolloutLoop:
 
     def _run_with_ticks(self) -> None:
         board = self.board
+        if len(self.works) > MAX_WORKS:
+            raise ValueError(f"{len(self.works)} uses of idle time; a tick has room for the wishes of {MAX_WORKS}")
         self.arbiter = Arbiter([work.offers() for work in self.works])
         board.begin()
         while True:
@@ -84,7 +87,7 @@ class RolloutLoop:
         """What this rank tells the others in the next tick."""
         num_unfinished = len(self.view.unfinished)
         wanted = (
-            work.wanted() if self.arbiter.has_offers(place, not num_unfinished) else 0 for place, work in enumerate(self.works)
+            work.wanted() if self.arbiter.has_offers(number, not num_unfinished) else 0 for number, work in enumerate(self.works)
         )
         return RankState(num_unfinished, tuple(wanted), self.ranks.must_stop)
 

@@ -78,7 +78,7 @@ class Sampler:
             groups = self.planner.replacements(step, count, record.generated.groups)
             if not groups:
                 break
-            more = self._sample_groups(groups, step, record.stages[-1].end_s)
+            more = self._sample_groups(groups, step, record)
             record = replace(
                 record,
                 generated=record.generated + more.generated,
@@ -91,20 +91,22 @@ class Sampler:
         chosen = sorted(np.argsort(has_zero_std(record.all_rewards), kind="stable")[:wanted].tolist())
         return replace(record, samples=record.generated.of_groups(chosen), rewards=record.all_rewards[chosen])
 
-    def _sample_groups(self, groups: list[Group], step: int, began_s: float | None = None) -> StepRecord:
-        """One rollout of a step and what follows it. began_s: where the stage before it has ended."""
+    def _sample_groups(self, groups: list[Group], step: int, before: StepRecord | None = None) -> StepRecord:
+        """One rollout of a step and what follows it. before: the step so far."""
         ranks, speculation, num_generations = self.ranks, self.speculation, self.config.rollout.num_generations
         clock = ranks.clock
-        began_s = clock.perf_counter() if began_s is None else began_s
+        began_s = clock.perf_counter() if before is None else before.stages[-1].end_s
         owners = place_groups(len(groups), ranks.world_size)
         rows, scoring = self._own_rows(groups, owners, num_generations, step)
-        ranks.place, ordered, drafts = f"rollout of step {step}", rows, {}
+        ordered, drafts = rows, {}
+        ranks.place = f"rollout of step {step}"
         loop = RolloutLoop(self.engine, ranks, self.params, on_finished=scoring.on_finished)
         if speculation is not None:
             names = [group.sample(number) for group in groups for number in range(num_generations)]
             drafts = {name: draft for name in names if (draft := speculation.store.get(name)) is not None}
             ordered = speculation.begin(rows, step)
-            loop.proposer, loop.board, loop.works = speculation.proposer, speculation.board, self._idle_works(step)
+            used = groups if before is None else before.generated.groups + groups
+            loop.proposer, loop.board, loop.works = speculation.proposer, speculation.board, self._idle_works(step, used)
         rollout = loop.run(ordered)
         generated_s = clock.perf_counter()
         ranks.meet()  # the bubble: waiting for the slowest rank
@@ -134,9 +136,9 @@ class Sampler:
             drafts=drafts,
         )
 
-    def _idle_works(self, step: int) -> list[IdleWork]:
-        """The uses of idle time in the rollout of a step."""
-        draft_ahead = self.speculation.draft_ahead(step, self.planner, self.engine.num_slots)
+    def _idle_works(self, step: int, used: list[Group]) -> list[IdleWork]:
+        """The uses of idle time in a rollout of a step, which has drawn the groups `used` so far."""
+        draft_ahead = self.speculation.draft_ahead(step, self.planner, used, self.engine.num_slots)
         return [] if draft_ahead is None else [draft_ahead]
 
     def _own_rows(

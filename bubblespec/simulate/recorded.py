@@ -53,11 +53,7 @@ class RecordedWorkload(Planned):
             )
         self.max_length = max(len(tokens) for tokens, *_ in self._responses.values())
         self.max_prompt_length = max(len(p.token_ids) for batch in self._batches.values() for p in batch)
-        if meta["format"] == 1:  # whose digests are over other names
-            self.digests = {step: self._digest(step) for step in steps}
-        else:
-            table = read_table(folder, "steps")
-            self.digests = dict(zip(table["step"].to_pylist(), table["digest"].to_pylist(), strict=True))
+        self.digests = {step: self._digest(step) for step in steps}  # of what is simulated; those of format 1 had other names
         self.mean_run = self._mean_run()
         self.drafts = DraftModel() if self.mean_run is None else DraftModel(max(self.mean_run, 1.0))
 
@@ -124,7 +120,7 @@ class RecordedWorkload(Planned):
         if draft is None or not len(draft):
             return self.drafts.text((step, uid, sample), true, limit, stop, age, so_far)
         whole = draft if is_finished else np.concatenate((draft, tokens[len(draft) :]))
-        if len(whole) < limit and whole[-1] not in self.stop_token_ids:  # it has num_diverged its response, and outgrown it
+        if len(whole) < limit and whole[-1] not in self.stop_token_ids:  # it has left its response, and outgrown it
             whole = np.append(whole, stop)
         return whole[:limit]
 

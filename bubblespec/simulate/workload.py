@@ -80,13 +80,13 @@ def parse(kind: type, text: str, option: str):
 
 
 class Planned:
-    """A workload as a `StepPlanner` of its steps; `batch(step)` gives their prompts."""
+    """A workload as the `StepPlanner` of its steps, as far as their rollouts need one; `batch(step)` gives their prompts."""
 
     def launch(self, step: int) -> list[Group]:
         """See `StepPlanner`."""
         return [Group(prompt, self.visit(step, prompt.uid)) for prompt in self.batch(step)]
 
-    def upcoming(self, step: int, depth: int) -> list[list[Group]]:
+    def upcoming(self, step: int, depth: int, used: list[Group] | None = None) -> list[list[Group]]:
         """See `StepPlanner`."""
         return [self.launch(coming) for coming in range(step + 1, step + 1 + depth)]
 

@@ -93,7 +93,7 @@ class _Row:
 
 
 class GroupIndex:
-    """All that can propose tokens for the samples of one prompt in one step."""
+    """All that can propose tokens for the samples of one prompt in one visit."""
 
     def __init__(
         self,

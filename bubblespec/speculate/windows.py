@@ -109,7 +109,7 @@ class Survival:
         self._accepted[kind] = keep * self._accepted.get(kind, 0.0) + num_accepted
 
     def forget(self, share: float) -> None:
-        """Drift back to the priors by `share` (once a step)."""
+        """Drift back to the priors by `share` (once a rollout)."""
         for table in (self._trials, self._accepted):
             for kind in table:
                 table[kind] *= 1.0 - share

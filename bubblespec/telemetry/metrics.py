@@ -17,6 +17,11 @@ from bubblespec.errors import InputError, say
 from bubblespec.records import ACCEPT_BINS, Samples
 from bubblespec.telemetry.timeline import save_timeline
 
+TABLE_KEYS = (
+    *("reward", "frac_reward_zero_std", "completions/mean_length", "completions/max_length", "entropy"),
+    *("timing_s/gen", "timing_s/bubble", "timing_s/train", "timing_s/step", "perf/throughput", "bubble/ratio"),
+)
+
 
 class MetricsLogger:
     """Does nothing on ranks other than 0. `first_step` > 0 continues a run: later lines of the file are cut off first."""
@@ -52,7 +57,7 @@ class MetricsLogger:
         counts = metrics.get("rollout/spec_accepted_lengths")
         if counts and sum(counts):
             self._draw("add_histogram", "rollout/spec_accepted_lengths", np.repeat(ACCEPT_BINS, counts), step)
-        self.history.append(metrics)
+        self.history.append({key: metrics.get(key, float("nan")) for key in TABLE_KEYS})
         shown = (
             f"reward {metrics['reward']:.3f}, {metrics['perf/throughput']:.0f} tokens/s, {metrics['timing_s/step']:.2f} s/step"
         )
@@ -188,11 +193,9 @@ def _drop_steps_from(path: str, first_step: int) -> list[dict]:
 def _table(history: list[dict], evaluations: list[tuple[int, dict]]) -> str:
     """First tenth of the steps against the last tenth, and the evaluations."""
     share = max(1, len(history) // 10)
-    keys = ["reward", "frac_reward_zero_std", "completions/mean_length", "completions/max_length", "entropy"]
-    keys += ["timing_s/gen", "timing_s/bubble", "timing_s/train", "timing_s/step", "perf/throughput", "bubble/ratio"]
     lines = [f"{'':28}{'first ' + str(share):>12}{'last ' + str(share):>12}"]
-    for key in keys:
-        values = [h.get(key, float("nan")) for h in history]
+    for key in TABLE_KEYS:
+        values = [step[key] for step in history]
         lines.append(f"{key:28}{np.mean(values[:share]):12.3f}{np.mean(values[-share:]):12.3f}")
     if evaluations:
         lines += ["", f"{'':28}" + "".join(f"{'step ' + str(step):>12}" for step, _ in evaluations)]

@@ -47,7 +47,8 @@ def forward_metrics(ranks: Ranks, record: StepRecord) -> dict:
 def speculation_metrics(ranks: Ranks, record: StepRecord, *, store_tokens: int, accepted_by_age: dict[int, float]) -> dict:
     """The step's speculation, summed over ranks; forwards are those of the slowest rank.
 
-    store_tokens: in the store of drafts after the step; accepted_by_age: share of draft tokens, by updates since they were made.
+    store_tokens: in the store of drafts after the step; accepted_by_age: share of draft tokens, by updates
+    since they were last extended.
     """
     rollouts, counts = record.rollouts, [rollout.acceptance for rollout in record.rollouts]
 

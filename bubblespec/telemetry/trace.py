@@ -14,7 +14,7 @@ responses-00012.parquet: a row for each response of the step, replaced groups of
 | prompt_tokens, tokens | list of int32 | the response's with its stop token |
 | stopped | bool | it has ended by itself, not at the length limit |
 | reward | float64 | combined, with the overlong penalty |
-| draft_tokens | list of int32 | its run-ahead draft as it stood when its step began; null if it had none |
+| draft_tokens | list of int32 | its draft as it stood when its step began; null if it had none |
 | draft_finished | bool | the draft ends as a response does |
 | draft_version | int32 | updates before the draft was last extended; -1 if there is none |
 
@@ -247,11 +247,12 @@ def _write_table(folder: str, kind: str, step: int, columns: dict[str, Any]) -> 
 def _response_columns(record: StepRecord) -> dict[str, Any]:
     samples, n = record.generated, record.generated.num_generations
     prompts = [samples.prompt_of(i) for i in range(len(samples))]
-    drafts = [record.drafts.get(name) for name in samples.ids]
+    names = samples.ids
+    drafts = [record.drafts.get(name) for name in names]
     return {
         "step": [record.step] * len(samples),
         "batch": np.repeat(np.repeat(np.arange(len(record.batch_sizes)), record.batch_sizes), n),
-        **{name: [getattr(sample, name) for sample in samples.ids] for name in SampleId._fields},
+        **{field: [getattr(name, field) for name in names] for field in SampleId._fields},
         "owner": np.repeat(record.owners, n),
         "prompt_tokens": [np.array(prompt.token_ids, np.int32) for prompt in prompts],
         "tokens": [tokens.astype(np.int32) for tokens in samples.tokens],
