@@ -134,8 +134,8 @@ class RolloutConfig:
     stop_token_ids: list[int] | None = key(None, at_least(0))
     """Tokens that end a response (default: those of the model's generation config and tokenizer)."""
     num_slots: int | str = key("auto", at_least(1, or_else="auto"), at_most(1 << 20), resume=SAFE)
-    """Rows that one rank decodes at the same time, drafts of coming steps included; more rows wait in a queue. auto takes as many as
-    fit into free memory, up to what is useful; give a number where float32 or bfloat16 tokens must repeat bit for bit."""
+    """Rows that one rank decodes at the same time, drafts of coming steps included; more rows wait in a queue. auto takes as many
+    as fit into free memory, up to what is useful; give a number where float32 or bfloat16 tokens must repeat bit for bit."""
     free_cache_engine: bool = key(False, resume=SAFE)
     """Give the keys and values back during the gradient step: room for more slots, but unfinished drafts are prefilled again."""
     max_batch_tokens: int = key(2048, at_least(1), at_most(1 << 24), resume=SAFE)

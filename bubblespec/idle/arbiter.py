@@ -20,8 +20,8 @@ class Arbiter:
         self._idle_only = [deque(offer for offer in of_work if not offer.beside_rows) for of_work in offers]
 
     def has_offers(self, work: int, is_done: bool) -> bool:
-        """Whether a use of idle time, by its number, has anything for a rank; is_done: the rank has finished its rows, so all offers
-        are for it."""
+        """Whether a use of idle time, by its number, has anything for a rank. is_done: the rank has finished its rows, so that
+        all offers are for it."""
         return bool(self._beside_rows[work]) or (is_done and bool(self._idle_only[work]))
 
     def assign(self, states: list[RankState]) -> list[list[tuple[int, Offer]]]:

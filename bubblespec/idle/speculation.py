@@ -77,8 +77,8 @@ class Speculation:
         return [rows[i] for i in np.argsort(-missing, kind="stable")]
 
     def draft_ahead(self, step: int, planner: StepPlanner, used: list[Group], num_slots: int) -> DraftAhead | None:
-        """Drafting ahead during a rollout of `step`; None where nothing is to be drafted. used: the groups that the step has drawn
-        so far, those of this rollout included."""
+        """Drafting ahead during a rollout of `step`; None where nothing is to be drafted. used: the groups that the step has
+        drawn so far, those of this rollout included."""
         batches = planner.upcoming(step, self.lookahead(step), used)
         return self._plan(batches, step, num_slots) if batches else None
 
