@@ -83,7 +83,8 @@ class Disturbance:
         self._step = sampler.engine.step
         sampler.engine.step = self.step
         if speculation is not None:
-            speculation.outlook.expected_saving = lambda *_, **__: np.ones(1)  # every draft pays, so that there are many to disturb
+            # Every draft pays, so that there are many to disturb.
+            speculation.outlook.expected_saving = lambda *_, **__: np.ones(1)
             speculation.board.interval_s = 0.0  # a tick at every forward: otherwise the clock chooses them
             self._draft_ahead, self._propose = speculation.draft_ahead, speculation.proposer.propose
             speculation.draft_ahead, speculation.proposer.propose = self.draft_ahead, self.propose
