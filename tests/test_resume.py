@@ -71,13 +71,13 @@ class Life:
         engine, optimizer = trainer.sampler.engine, trainer.learner.optimizer
         sample_groups, engine_step, update = Sampler._sample_groups, engine.step, optimizer.step
 
-        def note(sampler, groups, step, *began_s):
+        def note(sampler, groups, step, *before):
             nonlocal place, forwards
             if place is None or place[0] != step:
                 self.batches[step] = []
             place, forwards = (step, len(self.batches[step])), 0
             self.batches[step].append([(group.prompt.uid, group.visit) for group in groups])
-            return sample_groups(sampler, groups, step, *began_s)
+            return sample_groups(sampler, groups, step, *before)
 
         def forward(*arguments):
             nonlocal forwards

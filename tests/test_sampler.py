@@ -120,9 +120,10 @@ def test_stages_of_a_rollout_follow_one_another(monkeypatch, is_second):
     monkeypatch.setattr(RolloutLoop, "run", generate)
     monkeypatch.setattr(ranks, "meet", clock.passes(4))
     scoring = SimpleNamespace(on_finished=None, collect=scored)
+    used_so_far: list[list[Group]] = []
     speculation = SimpleNamespace(
         begin=lambda rows, step: rows,
-        draft_ahead=lambda step, planner, num_slots: SimpleNamespace(merge=clock.passes(0.75)),
+        draft_ahead=lambda step, planner, used, num_slots: used_so_far.append(used) or SimpleNamespace(merge=clock.passes(0.75)),
         learn_rollout=learn_rollout,
         store={groups[1].sample(0): "a draft"},
         proposer=None,
@@ -136,7 +137,10 @@ def test_stages_of_a_rollout_follow_one_another(monkeypatch, is_second):
         reward_weights=[3.0],
         speculation=speculation,
     )
-    record = sampler._sample_groups(groups, 7, 99.5 if is_second else None)
+    earlier = [Group(Prompt(99, "", (1,), {}), 0)]
+    before = SimpleNamespace(stages=[Span("reward", 99.0, 99.5)], generated=SimpleNamespace(groups=earlier))
+    record = sampler._sample_groups(groups, 7, before if is_second else None)
+    assert used_so_far == [[*earlier, *groups] if is_second else groups], "all that the step has drawn is no coming sample"
     begin_s = 99.5 if is_second else 100.0
     assert record.stages == [Span("gen", begin_s, 108.0), Span("wait", 108.0, 112.0), Span("reward", 112.0, 115.0)]
     assert record.spans == [Span("exchange", 114.0, 115.0)] and record.seconds == 115.0 - begin_s
@@ -164,9 +168,12 @@ def sample_with(
     planner, batches = InOrder(prompts, 0, WANTED), []
     forward = ForwardRecord(0.0, 1.0, 1.0, 0.0, *Load(1, 1, 0, 1, 0, 0), own_rows=1, ahead_rows=0, looked_up_rows=0)
 
-    def generate(sampler, groups, step, began_s=None):
+    def generate(sampler, groups, step, before=None):
         number = len(batches)
-        assert began_s == (None if number == 0 else float(number)), "where the batch before it has ended"
+        assert (before is None) == (number == 0)
+        if before is not None:
+            assert [group.prompt.uid for group in before.generated.groups] == [uid for batch in batches for uid in batch]
+            assert before.stages[-1].end_s == float(number), "where the batch before it has ended"
         batches.append([group.prompt.uid for group in groups])
         rewards = np.array([[reward_of(uid, j, useful_every) for j in range(2)] for uid in batches[-1]])
         tokens = [np.array([uid, j], np.int32) for uid in batches[-1] for j in range(2)]

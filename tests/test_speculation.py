@@ -67,7 +67,7 @@ class SamePrompts:
     def launch(self, step: int) -> list[Group]:
         return groups_of(step)
 
-    def upcoming(self, step: int, depth: int) -> list[list[Group]]:
+    def upcoming(self, step: int, depth: int, used: list[Group] | None = None) -> list[list[Group]]:
         return [groups_of(coming) for coming in range(step + 1, step + 1 + depth)]
 
     def replacements(self, step: int, count: int, used: list[Group]) -> list[Group]:

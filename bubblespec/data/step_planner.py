@@ -49,16 +49,15 @@ class InOrder:
 
     def launch(self, step: int) -> list[Group]:
         """See `StepPlanner`."""
-        return self._draw(step, self._visits)
+        return self._draw(step, Counter())
 
     def upcoming(self, step: int, depth: int, used: list[Group] | None = None) -> list[list[Group]]:
         """See `StepPlanner`. Replacements that `step` is still going to draw are not foreseen."""
-        visits = self._visits.copy()
-        visits.update(group.prompt.uid for group in (self.launch(step) if used is None else used))
+        drawn = Counter(group.prompt.uid for group in (self.launch(step) if used is None else used))  # and not over yet
         batches = []
         for coming in range(step + 1, step + 1 + depth):
-            batches.append(self._draw(coming, visits))
-            visits.update(group.prompt.uid for group in batches[-1])
+            batches.append(self._draw(coming, drawn))
+            drawn.update(group.prompt.uid for group in batches[-1])
         return batches
 
     def replacements(self, step: int, count: int, used: list[Group]) -> list[Group]:
@@ -78,5 +77,7 @@ class InOrder:
         """See `StepPlanner`."""
         self._visits = Counter(dict(zip(state["uids"].tolist(), state["visits"].tolist(), strict=True)))
 
-    def _draw(self, step: int, visits: Counter) -> list[Group]:
-        return [Group(prompt, visits[prompt.uid]) for prompt in self.prompts.batch(self.seed, step, self.num_prompts)]
+    def _draw(self, step: int, drawn: Counter[int]) -> list[Group]:
+        """The prompts of a step. drawn: visits, by uid, on top of those that are over."""
+        prompts = self.prompts.batch(self.seed, step, self.num_prompts)
+        return [Group(prompt, self._visits[prompt.uid] + drawn[prompt.uid]) for prompt in prompts]

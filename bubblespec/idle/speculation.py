@@ -79,7 +79,8 @@ class Speculation:
     def draft_ahead(self, step: int, planner: StepPlanner, used: list[Group], num_slots: int) -> DraftAhead | None:
         """Drafting ahead during a rollout of `step`; None where nothing is to be drafted. used: the groups that the step has
         drawn so far, those of this rollout included."""
-        batches = planner.upcoming(step, self.lookahead(step), used)
+        depth = self.lookahead(step)
+        batches = planner.upcoming(step, depth, used) if depth else []
         return self._plan(batches, step, num_slots) if batches else None
 
     def _plan(self, batches: list[list[Group]], step: int, num_slots: int) -> DraftAhead:
