@@ -82,7 +82,7 @@ def paired_step(
 
     def speculative():
         ordered = speculation.begin(rows["speculation"], step)
-        drafting = speculation.draft_ahead(step, sampler.planner, sampler.engine.num_slots)
+        drafting = speculation.draft_ahead(step, sampler.planner, groups, sampler.engine.num_slots)
         works = [] if drafting is None else [drafting]
         parts = {"proposer": speculation.proposer, "board": speculation.board, "works": works}
         outcome["rollout"] = RolloutLoop(sampler.engine, ranks, sampler.params, **parts).run(ordered)
