@@ -25,7 +25,7 @@ from bubblespec.errors import InputError
 from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.learn.advantages import estimate_advantages
 from bubblespec.ranks.collectives import ranks_from_environment
-from bubblespec.records import Row, Span, StepRecord
+from bubblespec.records import Row, StepRecord
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.placement import gather_samples, make_rows, place_groups
 from bubblespec.set_up import set_up
@@ -81,17 +81,9 @@ def paired_step(
         return RolloutLoop(plain, ranks, sampler.params).run(rows["none"]).own_forwards
 
     def speculative():
-        ordered = speculation.begin(rows["speculation"], step)
-        drafting = speculation.draft_ahead(step, sampler.planner, groups, sampler.engine.num_slots)
-        works = [] if drafting is None else [drafting]
-        parts = {"proposer": speculation.proposer, "board": speculation.board, "works": works}
-        outcome["rollout"] = RolloutLoop(sampler.engine, ranks, sampler.params, **parts).run(ordered)
-        started = time.perf_counter()
+        outcome["rollout"], works = sampler.roll_out(rows["speculation"], step, groups)
         names = [group.sample(number) for group in groups for number in range(rollout.num_generations)]
-        speculation.learn_rollout(outcome["rollout"], names)
-        for work in works:
-            work.merge(ranks)
-        outcome["exchange"] = Span("exchange", started, time.perf_counter())
+        outcome["exchange"] = sampler.exchange(outcome["rollout"], works, names)
         return outcome["rollout"].own_forwards
 
     arms = [("none", without), ("speculation", speculative)]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks import generate, step_vs_trl
+from tests.warm import launch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SMALL = ["rollout.num_prompts_per_step=2", "rollout.num_generations=2", "rollout.max_completion_length=12", "rollout.num_slots=8"]
@@ -39,6 +40,18 @@ def test_all_arms_of_generate_make_the_prescribed_tokens(monkeypatch, tmp_path, 
         assert rows["engine"] == rows["generate"] == rows["generate_batch"] and len(rows["engine"]) == 4
     assert max(workloads["tail"]["engine"]["row_tokens"]) == 9
     assert "| tail | generate_batch |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", [[], ["--useless-drafts"]])
+def test_paired_rollouts_generate_the_same_rows(tmp_path, option):
+    out = tmp_path / "out.json"
+    overrides = [*SMALL, "run.max_steps=3", f"run.output_dir={tmp_path}/run", "model.dtype=float64", "bubble.max_slowdown=1000"]
+    done = launch(
+        2, ["benchmarks/paired_rollout.py", "--config", "configs/tiny_cpu.yaml", "--json", str(out), *option, *overrides]
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(out.read_text())
+    assert (result["differing_rows"], result["rows"], len(result["steps"])) == (0, 12, 3)
 
 
 def test_generate_names_a_missing_folder(monkeypatch, capsys):

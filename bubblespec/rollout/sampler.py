@@ -6,6 +6,7 @@ step and the gathered rewards alone, so any number of ranks trains on the same t
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,7 +18,7 @@ from bubblespec.engine.sampling import SamplingParams
 from bubblespec.idle.speculation import Speculation
 from bubblespec.idle.work import IdleWork
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Group, Row, Samples, Span, StepRecord, has_zero_std
+from bubblespec.records import Group, RolloutRecord, Row, SampleId, Samples, Span, StepRecord, has_zero_std
 from bubblespec.rewards.functions import combine, overlong_penalty
 from bubblespec.rewards.scorer import Scorer, Scoring
 from bubblespec.rollout.loop import RolloutLoop
@@ -98,27 +99,17 @@ class Sampler:
         began_s = clock.perf_counter() if before is None else before.stages[-1].end_s
         owners = place_groups(len(groups), ranks.world_size)
         rows, scoring = self._own_rows(groups, owners, num_generations, step)
-        ordered, drafts = rows, {}
-        ranks.place = f"rollout of step {step}"
-        loop = RolloutLoop(self.engine, ranks, self.params, on_finished=scoring.on_finished)
+        ranks.place, drafts = f"rollout of step {step}", {}
         if speculation is not None:
             names = [group.sample(number) for group in groups for number in range(num_generations)]
             drafts = {name: draft for name in names if (draft := speculation.store.get(name)) is not None}
-            ordered = speculation.begin(rows, step)
-            used = groups if before is None else before.generated.groups + groups
-            loop.proposer, loop.board, loop.works = speculation.proposer, speculation.board, self._idle_works(step, used)
-        rollout = loop.run(ordered)
+        used = groups if before is None else before.generated.groups + groups
+        rollout, works = self.roll_out(rows, step, used, scoring.on_finished)
         generated_s = clock.perf_counter()
         ranks.meet()  # the bubble: waiting for the slowest rank
         met_s = clock.perf_counter()
         samples = self._gather(groups, owners, num_generations, rows, scoring=scoring)
-        spans = []
-        if speculation is not None:
-            started = clock.perf_counter()
-            speculation.learn_rollout(rollout, samples.ids)
-            for work in loop.works:
-                work.merge(ranks)
-            spans.append(Span("exchange", started, clock.perf_counter()))
+        spans = [] if speculation is None else [self.exchange(rollout, works, samples.ids)]
         rewards = self.combined(samples).reshape(len(groups), num_generations)
         ended_s = clock.perf_counter()
         stages = [Span("gen", began_s, generated_s), Span("wait", generated_s, met_s), Span("reward", met_s, ended_s)]
@@ -135,6 +126,25 @@ class Sampler:
             spans=spans,
             drafts=drafts,
         )
+
+    def roll_out(
+        self, rows: list[Row], step: int, used: list[Group], on_finished: Callable[[Row], None] | None = None
+    ) -> tuple[RolloutRecord, list[IdleWork]]:
+        """Generate this rank's rows of a step, with speculation where that is on. Returns also the uses of idle time. used: see
+        `Speculation.draft_ahead`; on_finished: see `RolloutLoop`."""
+        loop, speculation = RolloutLoop(self.engine, self.ranks, self.params, on_finished=on_finished), self.speculation
+        if speculation is not None:
+            rows = speculation.begin(rows, step)
+            loop.proposer, loop.board, loop.works = speculation.proposer, speculation.board, self._idle_works(step, used)
+        return loop.run(rows), loop.works
+
+    def exchange(self, rollout: RolloutRecord, works: list[IdleWork], ids: list[SampleId]) -> Span:
+        """After a rollout with speculation, on all ranks together: what each has measured and made. ids: all its samples."""
+        begin_s = self.ranks.clock.perf_counter()
+        self.speculation.learn_rollout(rollout, ids)
+        for work in works:
+            work.merge(self.ranks)
+        return Span("exchange", begin_s, self.ranks.clock.perf_counter())
 
     def _idle_works(self, step: int, used: list[Group]) -> list[IdleWork]:
         """The uses of idle time in a rollout of a step, which has drawn the groups `used` so far."""
