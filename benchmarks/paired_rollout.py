@@ -27,7 +27,6 @@ from bubblespec.learn.advantages import estimate_advantages
 from bubblespec.ranks.collectives import ranks_from_environment
 from bubblespec.records import Row, StepRecord
 from bubblespec.rollout.loop import RolloutLoop
-from bubblespec.rollout.placement import gather_samples, make_rows, place_groups
 from bubblespec.set_up import set_up
 from bubblespec.telemetry.report import speculation_metrics
 from bubblespec.trainer import Trainer
@@ -70,51 +69,47 @@ def paired_step(
 ) -> dict:
     """Roll out a step twice, then learn from it. inspect(rows of none, rows of speculation): before the weights change."""
     config, ranks, sampler = trainer.config, trainer.ranks, trainer.sampler
-    rollout, speculation = config.rollout, sampler.speculation
-    groups = sampler.planner.launch(step)
-    owners = place_groups(len(groups), ranks.world_size)
-    own = [group for group, owner in zip(groups, owners, strict=True) if owner == ranks.rank]
-    rows = {arm: make_rows(own, rollout.num_generations, rollout.max_completion_length) for arm in ("none", "speculation")}
+    speculation, launch = sampler.speculation, sampler.planner.launch(step)
+    standing, plain_rows, scoring = sampler.begin(launch, step)
+    rows = {"none": plain_rows, "speculation": standing.make_rows(config.rollout.max_completion_length)}
     outcome = {}
 
     def without():
-        return RolloutLoop(plain, ranks, sampler.params).run(rows["none"]).own_forwards
+        return RolloutLoop(plain, ranks, sampler.params).run(rows["none"], standing).own_forwards
 
     def speculative():
-        outcome["rollout"], works = sampler.roll_out(rows["speculation"], step, groups)
-        names = [group.sample(number) for group in groups for number in range(rollout.num_generations)]
-        outcome["exchange"] = sampler.exchange(outcome["rollout"], works, names)
+        outcome["rollout"], works = sampler.roll_out(standing, rows["speculation"], step, launch.groups)
+        outcome["exchange"] = sampler.exchange(outcome["rollout"], works, standing, rows["speculation"], step)
         return outcome["rollout"].own_forwards
 
     arms = [("none", without), ("speculation", speculative)]
     result = {"step": step}
     for arm, action in arms if step % 2 == 0 else reversed(arms):
         result[f"{arm}_s"], result[f"{arm}_forwards"] = timed(trainer, action)
-    differing = sum(not np.array_equal(a.tokens, b.tokens) for a, b in zip(rows["none"], rows["speculation"], strict=True))
+    pairs = [(row, rows["speculation"][place]) for place, row in rows["none"].items()]
+    differing = sum(not np.array_equal(a.tokens, b.tokens) for a, b in pairs)
     result["differing_rows"] = int(ranks.sum_(torch.tensor(differing)).item())
     if inspect is not None:
-        inspect(rows["none"], rows["speculation"])
-    scores = sampler.scorer.begin([group.prompt for group in own], rows["none"]).collect()
-    samples = gather_samples(
-        groups, owners, num_generations=rollout.num_generations, rows=rows["none"], rewards=scores, ranks=ranks
-    )
-    rewards = sampler.combined(samples).reshape(len(groups), -1)
+        inspect(*map(list, zip(*pairs, strict=True)))
+    samples = sampler.gather(standing, rows["none"], scoring)
+    rewards = sampler.combined(samples).reshape(len(launch.groups), -1)
     advantages = estimate_advantages(rewards, config.loss.advantage_estimator, config.loss.scale_rewards).ravel()
     trainer.learner.update(samples, advantages, step)
     speculation.learn_samples(step, samples, rewards.ravel())
-    sampler.planner.finish(groups)
+    sampler.planner.finish(samples, {})
     record = StepRecord(
         step=step,
         samples=samples,
         rewards=rewards,
         generated=samples,
         all_rewards=rewards,
-        owners=owners,
-        batch_sizes=[len(groups)],
+        owners=standing.owners,
+        batch_sizes=[len(launch.groups)],
         rollouts=[outcome["rollout"]],
         stages=[],
         spans=[outcome["exchange"]],
         drafts={},
+        used=launch.groups,
     )
     known = {"store_tokens": speculation.store.num_tokens, "accepted_by_age": speculation.accepted_by_age}
     result |= speculation_metrics(ranks, record, **known)

@@ -249,6 +249,19 @@ class BubbleConfig:
 
 
 @dataclass
+class TailBatchingConfig:
+    """Which prompts make up a step: short rounds that leave their slowest prompts for later, and long rounds of these."""
+
+    enabled: bool = False
+    """Short and long rounds, instead of the data's order. The same responses are trained on, in another order."""
+    over_sampling_ratio: float | str = key("auto", at_least(1, or_else="auto"), at_most(4))
+    """Prompts that a short round launches for each that it trains on; auto: by recent lengths, and 1 where deferring gains
+    nothing."""
+    response_over_sampling_ratio: float = key(1.0, at_least(1), at_most(4))
+    """Responses of a prompt that a short round launches for each that it trains on: a race, which favours short responses."""
+
+
+@dataclass
 class RunConfig:
     """Length, outputs and seed of a run."""
 
@@ -295,6 +308,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     bubble: BubbleConfig = field(default_factory=BubbleConfig)
+    tail_batching: TailBatchingConfig = field(default_factory=TailBatchingConfig)
     run: RunConfig = field(default_factory=RunConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
 

@@ -91,6 +91,11 @@ class Group(NamedTuple):
     visit: int
     """How often the data order has drawn the prompt before."""
 
+    @property
+    def name(self) -> tuple[int, int]:
+        """uid and visit: no two groups of a run have the same."""
+        return self.prompt.uid, self.visit
+
     def sample(self, number: int) -> SampleId:
         """The name of one of its responses."""
         return SampleId(self.prompt.uid, self.visit, number)
@@ -224,12 +229,36 @@ class RolloutRecord:
         return spans
 
 
+class Launch(NamedTuple):
+    """What a rollout starts, and how much of it is trained on."""
+
+    groups: list[Group]
+    num_trained: int
+    """Of the groups: those whose longest response is shortest. The others are deferred to a later step."""
+    num_generations: int
+    """Responses of each group."""
+    num_kept: int
+    """Of these, the shortest that its group is trained on; all, but for the race within a group."""
+
+    @property
+    def selects(self) -> bool:
+        """Whether some of it is not trained on in this step."""
+        return self.num_trained < len(self.groups) or self.num_kept < self.num_generations
+
+    @property
+    def ids(self) -> list[SampleId]:
+        """The name of each sample, by group, then by number."""
+        return [group.sample(number) for group in self.groups for number in range(self.num_generations)]
+
+
 @dataclass
 class Samples:
     """S = groups x generations responses in canonical order: by group, then by number."""
 
     groups: list[Group]
     num_generations: int
+    numbers: np.ndarray
+    """int64 [S], of each sample within its group."""
     tokens: list[np.ndarray]
     """int, one array a sample, with the stop token."""
     logprob: list[np.ndarray]
@@ -246,7 +275,8 @@ class Samples:
     @property
     def ids(self) -> list[SampleId]:
         """The name of each sample."""
-        return [group.sample(number) for group in self.groups for number in range(self.num_generations)]
+        groups = (group for group in self.groups for _ in range(self.num_generations))
+        return [group.sample(number) for group, number in zip(groups, self.numbers.tolist(), strict=True)]
 
     def prompt_of(self, index: int) -> Prompt:
         """The prompt of sample `index`."""
@@ -263,6 +293,7 @@ class Samples:
         return Samples(
             [self.groups[n] for n in numbers],
             self.num_generations,
+            self.numbers[rows],
             *([values[i] for i in rows] for values in (self.tokens, self.logprob, self.full_logprob)),
             self.is_truncated[rows],
             self.rewards[rows],
@@ -273,6 +304,7 @@ class Samples:
         return Samples(
             self.groups + other.groups,
             self.num_generations,
+            np.concatenate((self.numbers, other.numbers)),
             self.tokens + other.tokens,
             self.logprob + other.logprob,
             self.full_logprob + other.full_logprob,
@@ -308,11 +340,11 @@ class StepRecord:
     rewards: np.ndarray
     """float64 [groups, generations], of those, combined."""
     generated: Samples
-    """Everything that was generated, groups that dynamic sampling has replaced included."""
+    """Everything that had its turn, groups that dynamic sampling has replaced included, but none that is deferred."""
     all_rewards: np.ndarray
     """float64 [groups, generations], of everything."""
-    owners: list[int]
-    """The rank that generated each group of `generated`."""
+    owners: np.ndarray
+    """int64 [samples], the rank that generated each sample of `generated`."""
     batch_sizes: list[int]
     """Groups of each of the step's rollouts."""
     rollouts: list[RolloutRecord]
@@ -322,6 +354,10 @@ class StepRecord:
     """What was done in them in detail, beside the forwards: exchange, sync."""
     drafts: dict[SampleId, Draft]
     """Those that the samples of the step had before they were generated."""
+    used: list[Group]
+    """All groups that the step has launched."""
+    deferred: dict[SampleId, int] = field(default_factory=dict)
+    """Samples that were launched and have not had their turn, with the tokens that they had when the rollout ended."""
 
     @property
     def seconds(self) -> float:

@@ -24,7 +24,8 @@ from bubblespec.checkpoint import (
 from bubblespec.checks import check_memory, check_moments, check_same_architecture, check_vocabulary
 from bubblespec.config import Config
 from bubblespec.data.prompts import PromptSet, build_prompt_set, load_rows, make_tokenize, reasoning_gym_rows
-from bubblespec.data.step_planner import InOrder
+from bubblespec.data.step_planner import InOrder, StepPlanner
+from bubblespec.data.tail_batching import TailBatching
 from bubblespec.engine.attention import choose_kernel
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
@@ -110,7 +111,7 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
     )
     engine = Generator(runner)
     speculation = make_speculation(config, ranks, engine, sampling)
-    planner = InOrder(train_prompts, config.run.seed, rollout.num_prompts_per_step)
+    planner = make_planner(config, train_prompts)
     with _says_what_does_not_fit(checkpoint):
         if checkpoint:
             planner.load_state_dict(np.load(os.path.join(checkpoint, PLANNER_FILE)))
@@ -140,6 +141,16 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
         evaluated=state["evaluated"],
         lock=lock,
     )
+
+
+def make_planner(config: Config, prompts: PromptSet) -> StepPlanner:
+    """The rule for what makes up a step."""
+    rollout, tail = config.rollout, config.tail_batching
+    order = (prompts, config.run.seed, rollout.num_prompts_per_step, rollout.num_generations)
+    if not tail.enabled:
+        return InOrder(*order)
+    ratios = {key: value for key, value in vars(tail).items() if key != "enabled"}
+    return TailBatching(*order, **ratios)
 
 
 def load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[PromptSet, list[Prompt]]:

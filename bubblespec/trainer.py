@@ -91,6 +91,7 @@ class Trainer:
         """Write the step's numbers, and whatever else is wanted of it: samples, timeline, trace. metrics: of the update."""
         ranks, run, step, speculation = self.ranks, self.config.run, record.step, self.sampler.speculation
         metrics |= rollout_metrics(record, list(self.rewards)) | self.sampler.scorer.take_metrics()
+        metrics |= self.sampler.planner.metrics()
         if speculation is None:
             metrics |= forward_metrics(ranks, record)
         else:

@@ -1,24 +1,23 @@
 """Which groups make up a step, and which ones come next: the same on every rank, and part of what a checkpoint saves.
 
-A planner names groups by prompt and visit. What it decides depends on the data, the step and the groups that have had their turn,
-never on a clock or a rank: any number of ranks on any machine trains on the same tokens.
+A planner names groups by prompt and visit. What it decides depends on the data, the step and the responses that have had their
+turn, never on a clock or a rank: any number of ranks on any machine trains on the same tokens. tail_batching.py has another one.
 """
 
 from collections import Counter
-from collections.abc import Iterable
 from typing import Protocol
 
 import numpy as np
 
 from bubblespec.data.prompts import PromptSet
-from bubblespec.records import Group
+from bubblespec.records import Group, Launch, SampleId, Samples
 
 
 class StepPlanner(Protocol):
     """The rule of a run."""
 
-    def launch(self, step: int) -> list[Group]:
-        """The groups that the rollout of a step starts."""
+    def launch(self, step: int) -> Launch:
+        """What the rollout of a step starts."""
 
     def upcoming(self, step: int, depth: int, used: list[Group] | None = None) -> list[list[Group]]:
         """What the up to `depth` steps after `step` will start, as far as is known while `step` is generated, nearest first.
@@ -29,8 +28,12 @@ class StepPlanner(Protocol):
     def replacements(self, step: int, count: int, used: list[Group]) -> list[Group]:
         """Up to `count` further groups for a step that has used some, of other prompts (dynamic sampling)."""
 
-    def finish(self, groups: Iterable[Group]) -> None:
-        """These groups have had their turn: they are never drawn again under the same name."""
+    def finish(self, samples: Samples, deferred: dict[SampleId, int]) -> None:
+        """A step is over. samples: those that have had their turn, which are never drawn again under the same name; deferred:
+        see `StepRecord`."""
+
+    def metrics(self) -> dict[str, float]:
+        """Of the step that is over, where there is anything to say."""
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """All that the rule depends on beside the data and the configuration."""
@@ -42,18 +45,18 @@ class StepPlanner(Protocol):
 class InOrder:
     """Every step takes the next prompts of the data order, and trains on all of them."""
 
-    def __init__(self, prompts: PromptSet, seed: int, num_prompts: int):
-        """num_prompts: of a step."""
-        self.prompts, self.seed, self.num_prompts = prompts, seed, num_prompts
+    def __init__(self, prompts: PromptSet, seed: int, num_prompts: int, num_generations: int):
+        """num_prompts: of a step; num_generations: responses of each."""
+        self.prompts, self.seed, self.num_prompts, self.num_generations = prompts, seed, num_prompts, num_generations
         self._visits: Counter[int] = Counter()  # by uid
 
-    def launch(self, step: int) -> list[Group]:
+    def launch(self, step: int) -> Launch:
         """See `StepPlanner`."""
-        return self._draw(step, Counter())
+        return Launch(self._draw(step, Counter()), self.num_prompts, self.num_generations, self.num_generations)
 
     def upcoming(self, step: int, depth: int, used: list[Group] | None = None) -> list[list[Group]]:
         """See `StepPlanner`. Replacements that `step` is still going to draw are not foreseen."""
-        drawn = Counter(group.prompt.uid for group in (self.launch(step) if used is None else used))  # and not over yet
+        drawn = Counter(group.prompt.uid for group in (self.launch(step).groups if used is None else used))  # and not over yet
         batches = []
         for coming in range(step + 1, step + 1 + depth):
             batches.append(self._draw(coming, drawn))
@@ -65,19 +68,33 @@ class InOrder:
         drawn = self.prompts.extra(self.seed, step, count, {group.prompt.uid for group in used})
         return [Group(prompt, self._visits[prompt.uid]) for prompt in drawn]
 
-    def finish(self, groups: Iterable[Group]) -> None:
+    def finish(self, samples: Samples, deferred: dict[SampleId, int]) -> None:
         """See `StepPlanner`."""
-        self._visits.update(group.prompt.uid for group in groups)
+        self._visits.update(group.prompt.uid for group in samples.groups)
+
+    def metrics(self) -> dict[str, float]:
+        """See `StepPlanner`."""
+        return {}
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """uids and their visits, int64 [prompts drawn so far]."""
-        return {"uids": np.array(list(self._visits), np.int64), "visits": np.array(list(self._visits.values()), np.int64)}
+        """See `save_visits`."""
+        return save_visits(self._visits)
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
         """See `StepPlanner`."""
-        self._visits = Counter(dict(zip(state["uids"].tolist(), state["visits"].tolist(), strict=True)))
+        self._visits = load_visits(state)
 
     def _draw(self, step: int, drawn: Counter[int]) -> list[Group]:
         """The prompts of a step. drawn: visits, by uid, on top of those that are over."""
         prompts = self.prompts.batch(self.seed, step, self.num_prompts)
         return [Group(prompt, self._visits[prompt.uid] + drawn[prompt.uid]) for prompt in prompts]
+
+
+def save_visits(visits: Counter[int]) -> dict[str, np.ndarray]:
+    """uids and their visits, int64 [prompts drawn so far]."""
+    return {"uids": np.array(list(visits), np.int64), "visits": np.array(list(visits.values()), np.int64)}
+
+
+def load_visits(state: dict[str, np.ndarray]) -> Counter[int]:
+    """The same, from a saved state."""
+    return Counter(dict(zip(state["uids"].tolist(), state["visits"].tolist(), strict=True)))

@@ -5,6 +5,7 @@ All of it is the same on every rank, as it is learnt from what the ranks have ex
 
 import itertools
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,9 +18,9 @@ from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.idle.draft_planning import Outlook, plan_items, undrafted
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.ranks.progress import ProgressBoard
-from bubblespec.records import Group, RolloutRecord, Row, SampleId, Samples
+from bubblespec.records import Draft, Group, RolloutRecord, Row, SampleId, Samples
 from bubblespec.speculate.proposer import Proposer, make_proposer
-from bubblespec.speculate.store import DraftStore
+from bubblespec.speculate.store import DraftStore, exchange
 from bubblespec.speculate.suffix import History
 from bubblespec.speculate.windows import CostModel
 
@@ -66,15 +67,25 @@ class Speculation:
         depth = min(MAX_AUTO_LOOKAHEAD, affordable, remaining, *(age - 1 for age in too_old if age > 0))
         return max(depth, 1 if remaining and affordable and step % RETRY_STEPS == 0 else 0)
 
-    def begin(self, rows: list[Row], step: int) -> list[Row]:
+    def begin(self, rows: dict[int, Row], step: int) -> dict[int, Row]:
         """A rollout of these rows of `step` is about to begin, under weights that have had so many updates. Returns the rows in
         the order in which they should be generated: where rows wait for slots, those with the most to decode must not wait."""
         self.proposer.begin()
-        drafts = [self.store.get(row.id) for row in rows]
-        for row, draft in zip(rows, drafts, strict=True):
+        drafts = [self.store.get(row.id) for row in rows.values()]
+        for row, draft in zip(rows.values(), drafts, strict=True):
             self.proposer.track(row, draft, version=step)
-        missing = undrafted(rows, drafts, self.outlook)
-        return [rows[i] for i in np.argsort(-missing, kind="stable")]
+        missing, places = undrafted(list(rows.values()), drafts, self.outlook), list(rows)
+        return {places[i]: rows[places[i]] for i in np.argsort(-missing, kind="stable").tolist()}
+
+    def keep(self, rows: Sequence[Row], step: int) -> None:
+        """The tokens of rows that will go on in a later step become drafts, in the stores of all ranks. A draft that has turned
+        out right so far and is longer stays."""
+        drafts = {}
+        for row in rows:
+            old, length = self.store.get(row.id), len(row.tokens)
+            if length and not (old is not None and len(old.tokens) > length and np.array_equal(old.tokens[:length], row.tokens)):
+                drafts[row.id] = Draft(row.tokens.astype(np.int32), row.finish is not None, step)
+        exchange(self.store, drafts, self.ranks)
 
     def draft_ahead(self, step: int, planner: StepPlanner, used: list[Group], num_slots: int) -> DraftAhead | None:
         """Drafting ahead during a rollout of `step`; None where nothing is to be drafted. used: the groups that the step has
@@ -204,8 +215,9 @@ def profile(engine: Generator, params: SamplingParams, cost: CostModel, num_forw
 
 
 def make_speculation(config: Config, ranks: Ranks, engine: Generator, params: SamplingParams) -> Speculation | None:
-    """None for method none. Makes a process group and times forwards: all ranks must call it together."""
-    if config.speculative.method == "none":
+    """None for method none, unless tail batching needs drafts. Makes a process group and times forwards: all ranks must call it
+    together."""
+    if config.speculative.method == "none" and not config.tail_batching.enabled:
         return None
     cost = CostModel()
     profile(engine, params, cost, clock=ranks.clock)
@@ -217,5 +229,7 @@ def assemble(config: Config, ranks: Ranks, board: ProgressBoard, cost: CostModel
     """A run's speculation at its beginning. cost: of forwards, as profiled."""
     speculative = config.speculative
     history = History(speculative.max_history_tokens)
-    proposer = make_proposer(speculative.method, history, cost, speculative.fixed_window, clock=ranks.clock)
+    has_drafts = "bubble" in speculative.method or config.tail_batching.enabled
+    options = {"has_drafts": has_drafts, "fixed_window": speculative.fixed_window, "clock": ranks.clock}
+    proposer = make_proposer(speculative.method, history, cost, **options)
     return Speculation(config, ranks, board, proposer, DraftStore(config.bubble.max_draft_tokens), history)

@@ -9,6 +9,7 @@ A tick is a meeting of the roll call like any other collective: that is how a ra
 """
 
 import contextlib
+import math
 from collections.abc import Callable
 from datetime import timedelta
 from typing import NamedTuple, NoReturn
@@ -25,6 +26,11 @@ LINGER_S = 2e-3
 NAP_S = 2e-4
 # A tick costs a rank about 0.3 ms, and the slowest rank pays for it with everyone's time: with short forwards, not after each.
 INTERVAL_S = 1e-2
+# Where a tick may soon tell the ranks that the rollout is over for all of them, they look more often.
+HURRY_S = 2e-3
+
+
+NO_FACTS = np.empty(0)
 
 
 class RankState(NamedTuple):
@@ -36,22 +42,29 @@ class RankState(NamedTuple):
     """Offers that it could take on of each use of idle time, of at most MAX_WORKS."""
     must_stop: bool = False
     """It has been told to end the run."""
+    facts: np.ndarray = NO_FACTS
+    """float64, whatever else of it a decision needs; of one length on all ranks in a tick."""
 
     @property
     def is_done(self) -> bool:
         """None of its rows of this rollout is left."""
         return self.unfinished_rows == 0
 
-    def numbers(self) -> list[float]:
-        """As a tick carries it, NUM_NUMBERS."""
+    def numbers(self) -> np.ndarray:
+        """As a tick carries it, float64 [NUM_NUMBERS + facts]."""
         wanted = (*self.wanted_offers, *[0] * MAX_WORKS)[:MAX_WORKS]
-        return [self.unfinished_rows, self.must_stop, *wanted]
+        return np.concatenate(((self.unfinished_rows, self.must_stop, *wanted), self.facts))
 
     @classmethod
-    def from_numbers(cls, numbers: list[float]) -> "RankState":
+    def from_numbers(cls, numbers: np.ndarray) -> "RankState":
         """What `numbers` gives, with MAX_WORKS wishes."""
-        unfinished_rows, must_stop, *wanted = numbers
-        return cls(int(unfinished_rows), tuple(map(int, wanted)), bool(must_stop))
+        unfinished_rows, must_stop, *wanted = numbers[:NUM_NUMBERS].tolist()
+        return cls(int(unfinished_rows), tuple(map(int, wanted)), bool(must_stop), numbers[NUM_NUMBERS:])
+
+    def __str__(self) -> str:
+        return (
+            f"{self.unfinished_rows} unfinished rows, {self.wanted_offers} wanted, {'' if self.must_stop else 'not '}told to stop"
+        )
 
 
 MAX_WORKS = 4  # uses of idle time in a rollout
@@ -67,7 +80,7 @@ class ProgressBoard:
 
     timeout_s: seconds without a completed tick after which the job is ended. backend: gloo or nccl for the ticks; None is
     that of `ranks.device`. With nccl the ticks run on a CUDA stream of their own. interval_s: a rank that is not done lets so
-    many seconds pass between two ticks; the end of its own work it tells at once.
+    many seconds pass between two ticks, or HURRY_S while `hurries` is set; the end of its own work it tells at once.
     """
 
     def __init__(self, ranks: Ranks, timeout_s: float, backend: str | None = None, interval_s: float = INTERVAL_S):
@@ -76,7 +89,6 @@ class ProgressBoard:
         self.interval_s = interval_s
         self._clock = ranks.clock
         self._in_flight = False
-        self._numbers = np.zeros(NUM_NUMBERS)
         self._connect(backend)
         self.begin()
 
@@ -85,9 +97,8 @@ class ProgressBoard:
         self._work = None
         self._stream = None
         backend = backend or ("nccl" if ranks.device.type == "cuda" else "gloo")
-        device = ranks.device if backend == "nccl" and ranks.world_size > 1 else torch.device("cpu")
-        self._own = torch.from_numpy(self._numbers).to(device)  # on CPU the same memory
-        self._everyone = torch.zeros(ranks.world_size * NUM_NUMBERS, dtype=torch.float64, device=device)
+        self._device = device = ranks.device if backend == "nccl" and ranks.world_size > 1 else torch.device("cpu")
+        self._allocate(NUM_NUMBERS)
         if ranks.world_size > 1:
             # Gloo's time-out frees the thread that waits in the collective, for a clean exit. NCCL's would end the process
             # before this board has said why.
@@ -97,14 +108,20 @@ class ProgressBoard:
             # Connects the ranks (NCCL does so at its first collective).
             ranks.complete(lambda: all_gather(self._everyone, self._own, group=self._group, async_op=True))
 
+    def _allocate(self, num_numbers: int) -> None:
+        """Buffers for ticks that carry so many numbers from each rank."""
+        self._numbers = np.zeros(num_numbers)
+        self._own = torch.from_numpy(self._numbers).to(self._device)  # on CPU the same memory
+        self._everyone = torch.zeros(self.ranks.world_size * num_numbers, dtype=torch.float64, device=self._device)
+
     def begin(self) -> None:
         """A new rollout: ticks count from 0. Raises RuntimeError while a tick of the last one is in flight."""
         if self._in_flight:
             raise RuntimeError("progress: a rollout must run to its last tick before the next one begins")
         self.num_ticks = 0
         self.last_states: list[RankState] | None = None
-        self.is_over = self.must_stop = False
-        self._not_before = 0.0
+        self.is_over = self.must_stop = self.hurries = False
+        self._last_tick_s = -math.inf
         self._deadline = self._clock.monotonic() + self.timeout_s
 
     @property
@@ -122,15 +139,18 @@ class ProgressBoard:
         urgent, not too soon after it. A rank that is done is always in a hurry. After the last tick it posts nothing. Raises
         RankTimeout.
         """
-        if self.is_over or (not self._in_flight and not is_urgent and self._clock.monotonic() < self._not_before):
+        if self.is_over or (not self._in_flight and not is_urgent and self._is_too_soon()):
             return None
         own = None if self._in_flight else state()
-        if own is not None and not own.is_done and self._clock.monotonic() < self._not_before:
+        if own is not None and not own.is_done and self._is_too_soon():
             return None
         try:
             if own is not None:
                 self._in_flight = True
-                self._numbers[:] = own.numbers()
+                numbers = own.numbers()
+                if len(numbers) != len(self._numbers):
+                    self._allocate(len(numbers))
+                self._numbers[:] = numbers
                 self._post()
                 if not own.is_done:
                     return None  # it has work to do, and no tick completes as fast as that
@@ -142,6 +162,10 @@ class ProgressBoard:
         if self._clock.monotonic() > self._deadline:
             self._fail(f"no answer for {self.timeout_s:g} s")
         return None
+
+    def _is_too_soon(self) -> bool:
+        interval_s = min(self.interval_s, HURRY_S) if self.hurries else self.interval_s
+        return self._clock.monotonic() < self._last_tick_s + interval_s
 
     def wait(self, state: Callable[[], RankState]) -> list[RankState] | None:
         """Poll, asleep in between, until a tick completes: for a rank that has nothing to do. None after the last tick."""
@@ -179,7 +203,8 @@ class ProgressBoard:
             if self._work is not None:
                 self._work.wait()  # complete: raises if it failed, and orders the stream behind the collective
                 self._work = None
-            return [RankState.from_numbers(row) for row in self._everyone.cpu().numpy().reshape(-1, NUM_NUMBERS).tolist()]
+            everyone = self._everyone.cpu().numpy().reshape(self.ranks.world_size, -1)
+            return [RankState.from_numbers(row.copy()) for row in everyone]
 
     def _take(self) -> list[RankState]:
         self.last_states = self._receive()
@@ -188,7 +213,7 @@ class ProgressBoard:
         self.num_ticks += 1
         self.is_over = self.must_stop or all(state.is_done for state in self.last_states)
         now = self._clock.monotonic()
-        self._not_before, self._deadline = now + self.interval_s, now + self.timeout_s
+        self._last_tick_s, self._deadline = now, now + self.timeout_s
         return self.last_states
 
     def _fail(self, reason: str) -> NoReturn:

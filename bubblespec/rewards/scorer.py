@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from bubblespec.config import RewardConfig
 from bubblespec.errors import InputError
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Prompt, Row
+from bubblespec.records import Group, Row, SampleId
 from bubblespec.rewards.functions import FAILURE_KINDS, RewardFailure, RewardFunction, Sample, score
 from bubblespec.rewards.workers import RewardWorkers
 
@@ -48,9 +48,9 @@ class Scorer:
             self.workers = RewardWorkers(list(functions), config.num_workers, config.timeout_s, config.adaptive_timeout)
             atexit.register(self.workers.close)
 
-    def begin(self, prompts: list[Prompt], rows: list[Row], step: int | None = None) -> "Scoring":
-        """Score `rows`, which are about to be generated: those of this rank's prompts in order. step: None in an evaluation."""
-        return Scoring(self, prompts, rows, step)
+    def begin(self, groups: list[Group], step: int | None = None) -> "Scoring":
+        """Score responses to these groups' prompts, which are about to be generated. step: None in an evaluation."""
+        return Scoring(self, groups, step)
 
     def take_metrics(self) -> dict[str, float]:
         """Failures, and seconds inside the functions, over all ranks since the last call: to be called once a step."""
@@ -82,57 +82,59 @@ class Scorer:
 
 
 class Scoring:
-    """The scores of one batch of rows on one rank."""
+    """The scores of one rollout's rows on one rank."""
 
-    def __init__(self, scorer: Scorer, prompts: list[Prompt], rows: list[Row], step: int | None):
-        self.scorer, self.rows, self.step = scorer, rows, step
-        num_generations = len(rows) // len(prompts) if rows else 0
-        self.prompts = [prompt for prompt in prompts for _ in range(num_generations)]
-        self._waiting = {id(row): i for i, row in enumerate(rows)}  # not sent to the workers yet
+    def __init__(self, scorer: Scorer, groups: list[Group], step: int | None):
+        self.scorer, self.step = scorer, step
+        self._prompts = {group.prompt.uid: group.prompt for group in groups}
+        self._submitted: set[SampleId] = set()
 
     def on_finished(self, row: Row) -> None:
-        """To be called when a row has finished: the workers may begin with it."""
+        """To be called when a row has finished that is going to be trained on: the workers may begin with it."""
         if self.scorer.workers is None:
             return
-        i = self._waiting.pop(id(row))
-        sample = self._samples([i])[0]
+        self._submitted.add(row.id)
+        sample = self._samples([row])[0]
         for number in range(len(self.scorer.functions)):
-            self.scorer.workers.submit((i, number), number, sample)
+            self.scorer.workers.submit((row.id, number), number, sample)
 
-    def collect(self) -> np.ndarray:
-        """Wait for the scores: float64 [rows, functions], NaN where a function does not apply. Called by all ranks together.
+    def collect(self, rows: list[Row]) -> np.ndarray:
+        """Wait for the scores of rows, among them all that `on_finished` was called with: float64 [rows, functions], NaN where a
+        function does not apply. Called by all ranks together.
 
         Raises InputError if failures are to end the run, and StopRequested, on all ranks, if one has been told to stop: pending
         scores are then abandoned.
         """
         functions, failures, seconds = self.scorer.functions, [], 0.0
+        self.rows = rows
         if self.scorer.workers is None:
             begin = time.perf_counter()
             strict = self.scorer.config.reward_on_error is None
-            rewards = score(functions, self._samples(range(len(self.rows))), None if strict else failures)
+            rewards = score(functions, self._samples(rows), None if strict else failures)
             seconds = time.perf_counter() - begin
         else:
-            for i in list(self._waiting.values()):
-                self.on_finished(self.rows[i])
-            rewards = np.full((len(self.rows), len(functions)), np.nan)
-            for (i, number), answer in self.scorer.workers.collect(self.scorer.ranks.is_told_to_stop):
+            for row in rows:
+                if row.id not in self._submitted:
+                    self.on_finished(row)
+            rewards, places = np.full((len(rows), len(functions)), np.nan), {row.id: i for i, row in enumerate(rows)}
+            for (name, number), answer in self.scorer.workers.collect(self.scorer.ranks.is_told_to_stop):
                 seconds += answer.seconds
                 if answer.failure is not None:
-                    failures.append((i, number, answer.failure))
+                    failures.append((places[name], number, answer.failure))
                 elif answer.value is not None:
-                    rewards[i, number] = answer.value
+                    rewards[places[name], number] = answer.value
         self.scorer.ranks.meet()  # before any exchange: a rank that was told to stop lacks some scores
         failures.sort(key=lambda failed: failed[:2])
         self._report(failures)
-        self.scorer.count(failures, len(self.rows), seconds)
+        self.scorer.count(failures, len(rows), seconds)
         for i, number, _ in failures:
             rewards[i, number] = self.scorer.config.reward_on_error
         return rewards
 
-    def _samples(self, indices) -> list[Sample]:
-        ids = [self.rows[i].tokens.tolist() for i in indices]
+    def _samples(self, rows: list[Row]) -> list[Sample]:
+        ids = [row.tokens.tolist() for row in rows]
         texts = self.scorer.tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
-        prompts = [self.prompts[i] for i in indices]
+        prompts = [self._prompts[row.id.uid] for row in rows]
         return [Sample(p.text, text, row_ids, p.columns) for p, text, row_ids in zip(prompts, texts, ids, strict=True)]
 
     def _report(self, failures: list[Failed]) -> None:
@@ -155,7 +157,7 @@ class Scoring:
 
     def _log(self, failures: list[Failed]) -> None:
         lines = []
-        for (i, number, failure), sample in zip(failures, self._samples([f[0] for f in failures]), strict=True):
+        for (i, number, failure), sample in zip(failures, self._samples([self.rows[i] for i, _, _ in failures]), strict=True):
             row = self.rows[i]
             line = {"step": self.step, "prompt_uid": row.id.uid, "sample": row.id.sample}
             line |= {"function": list(self.scorer.functions)[number], "kind": failure.kind, "message": failure.message}

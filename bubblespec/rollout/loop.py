@@ -1,12 +1,14 @@
 """The rollout loop: forwards, the ticks between them, and idle time given to those who make use of it.
 
-A rank generates its rows of a step. With uses of idle time (`IdleWork`) the ranks tell each other at every tick how far they are
-and how much they could take on; every rank assigns the offers of a tick in the same way. All ranks leave at the same tick, with
-whatever is unfinished of that work. Plain generation is the same loop without such work, and without ticks: nobody needs to know
-how far anyone is.
+A rank generates its rows of a step. At every tick the ranks tell each other how far their rows are and how much idle work they
+could take on; every rank draws the same conclusions: it drops rows that this step is not going to train on, and assigns the
+offers of idle work (`IdleWork`). All ranks leave at the same tick, with whatever is unfinished of that work. Plain generation is
+the same loop without any of this, and without ticks: nobody needs to know how far anyone is.
 """
 
 from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.sampling import SamplingParams
@@ -15,6 +17,7 @@ from bubblespec.idle.work import IdleWork, RankView
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.ranks.progress import MAX_WORKS, ProgressBoard, RankState
 from bubblespec.records import ForwardRecord, RolloutRecord, Row, Span
+from bubblespec.rollout.standing import Standing
 from bubblespec.speculate.proposer import Proposer
 
 
@@ -32,24 +35,31 @@ class RolloutLoop:
         works: Sequence[IdleWork] = (),
         on_finished: Callable[[Row], None] | None = None,
     ):
-        """proposer: where draft tokens come from, which knows the rows already; board: needed where there are works;
-        on_finished: called with each row of this step as it is done."""
+        """proposer: where draft tokens come from, which knows the rows already; board: needed where there are works, or rows to
+        choose from; on_finished: called with each row of this rank that is trained on, once it is done and that is sure."""
         self.engine, self.ranks, self.params, self.proposer = engine, ranks, params, proposer
         self.board, self.works, self.on_finished = board, list(works), on_finished
         self.clock = ranks.clock
         self.record = RolloutRecord()
         self.view = RankView(ranks.rank, engine, {}, self.record)
 
-    def run(self, rows: list[Row]) -> RolloutRecord:
-        """Generate the rows to their end, on the weights as they are. A rank that is told to stop leaves them unfinished; where
-        there are ticks, all ranks do."""
-        self.view.unfinished = {id(row): row for row in rows}
+    def run(self, rows: dict[int, Row], standing: Standing) -> RolloutRecord:
+        """Generate the rows to their end, or until they are out, on the weights as they are. A rank that is told to stop leaves
+        them unfinished; where there are ticks, all ranks do.
+
+        rows: this rank's by their place in `standing`, in the order in which they should be generated; the same afterwards, with
+        rows that have gone to another rank left out and those that have come added.
+        """
+        self.rows, self.standing = rows, standing
+        self._places = {id(row): place for place, row in rows.items()}
+        self._told: set[int] = set()  # places of rows that on_finished has had
+        self.view.unfinished = {id(row): row for row in rows.values()}
         if self.proposer is not None:
             self.record.acceptance = self.proposer.acceptance
         self.engine.reset([row for work in self.works for row in work.begin(self.view)])
-        self.engine.add(rows)
+        self.engine.add(list(rows.values()))
         self.record.began_s = self._last_s = self.clock.perf_counter()
-        if self.works:
+        if self.works or standing.selection is not None:
             self._run_with_ticks()
         else:
             while self.view.unfinished and not self.ranks.must_stop:
@@ -65,7 +75,7 @@ class RolloutLoop:
         board.begin()
         while True:
             while (states := board.poll(self._state, is_urgent=not self.view.unfinished)) is not None:
-                self._start_offers(states)
+                self._act_on(states)
             if board.is_over:
                 break
             # Where the last tick is about to complete, nothing is started: all would wait for its end.
@@ -79,6 +89,49 @@ class RolloutLoop:
             work.end()
         self.record.num_ticks = board.num_ticks
 
+    def _act_on(self, states: list[RankState]) -> None:
+        """What a tick changes on this rank."""
+        if self.standing.selection is not None:
+            self.standing.merge(states)
+            self._select()
+        for work, offer in self.arbiter.assign(states)[self.ranks.rank]:
+            self.works[work].start(offer)
+
+    def _select(self) -> None:
+        """Drop own rows that are out, and hand on those that are in."""
+        standing = self.standing
+        standing.judge()
+        self.board.hurries = standing.may_end_early
+        out = [row for row in self.view.unfinished.values() if standing.is_out[self._places[id(row)]]]
+        if out:
+            self._drop(out)
+        for place in np.flatnonzero(standing.is_in & (standing.owners == self.ranks.rank)).tolist():
+            self._tell(place)
+
+    def _drop(self, rows: list[Row]) -> None:
+        """Take rows out of the engine; they keep their tokens. Those that wait go first, so that none of them takes the slot of
+        another, and then from the last slot down, so that few rows move."""
+        slots = {id(row): slot for slot, row in enumerate(self.engine.rows)}
+        for row in sorted(rows, key=lambda row: slots.get(id(row), len(slots)), reverse=True):
+            self.engine.drop(row)
+            self._note(row)
+            del self.view.unfinished[id(row)]
+
+    def _tell(self, place: int) -> None:
+        """A row is done, and trained on."""
+        if place not in self._told and self.on_finished is not None:
+            self._told.add(place)
+            self.on_finished(self.rows[place])
+
+    def _note(self, row: Row) -> None:
+        self.standing.note(self._places[id(row)], len(row.tokens), row.finish is not None)
+
+    def _note_active(self) -> None:
+        """How far this rank's rows in slots are."""
+        for row, length in zip(self.engine.rows, self.engine.lengths.tolist(), strict=True):
+            if (place := self._places.get(id(row))) is not None:
+                self.standing.note(place, length - len(row.prompt), False)
+
     def _advance(self) -> bool:
         """A slice of each work; whether there is more to do of any."""
         return any([work.advance() for work in self.works])  # noqa: C419 (of each)
@@ -89,16 +142,16 @@ class RolloutLoop:
         wanted = (
             work.wanted() if self.arbiter.has_offers(number, not num_unfinished) else 0 for number, work in enumerate(self.works)
         )
-        return RankState(num_unfinished, tuple(wanted), self.ranks.must_stop)
-
-    def _start_offers(self, states: list[RankState]) -> None:
-        for work, offer in self.arbiter.assign(states)[self.ranks.rank]:
-            self.works[work].start(offer)
+        state = RankState(num_unfinished, tuple(wanted), self.ranks.must_stop)
+        if self.standing.selection is None:
+            return state
+        self._note_active()
+        return state._replace(facts=self.standing.facts())
 
     def _wait(self) -> None:
         begin = self.clock.perf_counter()
         if (states := self.board.wait(self._state)) is not None:
-            self._start_offers(states)
+            self._act_on(states)
         self._last_s = self.clock.perf_counter()
         self.record.waits.append(Span("wait", begin, self._last_s))
 
@@ -117,5 +170,10 @@ class RolloutLoop:
         for row in finished:
             if unfinished.pop(id(row), None) is None:
                 any(work.finish(row) for work in self.works)
-            elif self.on_finished is not None:
-                self.on_finished(row)
+                continue
+            self._note(row)
+            if self.standing.selection is None:
+                self._tell(self._places[id(row)])
+        if self.standing.selection is not None and (finished or self.board.hurries):
+            self._note_active()
+            self._select()

@@ -1,4 +1,4 @@
-"""Which rank generates which group, the rows for it, and all ranks' samples in one canonical order.
+"""Which rank generates which sample, and all ranks' samples in one canonical order.
 
 Nothing after `gather_samples` depends on which rank generated what, or when.
 """
@@ -9,22 +9,24 @@ from bubblespec.ranks.collectives import Ranks
 from bubblespec.records import Group, Row, Samples
 
 
-def place_groups(num_groups: int, world_size: int) -> list[int]:
-    """The rank that generates each group of a rollout: in turn."""
-    return [number % world_size for number in range(num_groups)]
-
-
-def make_rows(groups: list[Group], num_generations: int, max_new_tokens: int) -> list[Row]:
-    """The rows of groups, those of a group adjacent."""
-    return [Row(group.sample(j), group.prompt.token_ids, max_new_tokens) for group in groups for j in range(num_generations)]
+def place_in_turn(num_groups: int, num_generations: int, num_ranks: int) -> np.ndarray:
+    """The rank that generates each sample, int64 [groups x generations]: groups in turn."""
+    return np.repeat(np.arange(num_groups) % num_ranks, num_generations)
 
 
 def gather_samples(
-    groups: list[Group], owners: list[int], *, num_generations: int, rows: list[Row], rewards: np.ndarray, ranks: Ranks
+    groups: list[Group],
+    owners: np.ndarray,
+    *,
+    numbers: np.ndarray,
+    rows: list[Row],
+    rewards: np.ndarray,
+    ranks: Ranks,
 ) -> Samples:
     """All ranks' rows as samples in canonical order, on every rank.
 
-    groups, owners: of the whole rollout; rows: this rank's, in the order of its groups; rewards: float64 [rows, functions].
+    groups: of the samples; owners: int64 [S], the rank that has each sample; numbers: int64 [S], within its group; rows: this
+    rank's, in the same order; rewards: float64 [rows, functions].
     """
     lengths = ranks.gather_ragged(np.array([len(row.tokens) for row in rows], np.int64))
     truncated = ranks.gather_ragged(np.array([row.finish == "length" for row in rows], np.uint8))
@@ -32,10 +34,11 @@ def gather_samples(
     logprob = ranks.gather_ragged(_concatenate([row.logprob for row in rows], np.float32))
     full_logprob = ranks.gather_ragged(_concatenate([row.full_logprob for row in rows], np.float32))
     all_rewards = ranks.gather_ragged(rewards.ravel())
-    total = len(groups) * num_generations
+    total = len(owners)
     samples = Samples(
         groups,
-        num_generations,
+        total // max(len(groups), 1),
+        numbers,
         [None] * total,
         [None] * total,
         [None] * total,
@@ -43,11 +46,11 @@ def gather_samples(
         np.zeros((total, rewards.shape[1])),
     )
     for rank in range(ranks.world_size):
-        where = [n * num_generations + j for n, owner in enumerate(owners) if owner == rank for j in range(num_generations)]
+        where = np.flatnonzero(owners == rank)
         cuts = np.cumsum(lengths[rank])[:-1]
         for flat, target in ((tokens, samples.tokens), (logprob, samples.logprob), (full_logprob, samples.full_logprob)):
-            for index, part in zip(where, np.split(flat[rank], cuts), strict=False):
-                target[index] = part
+            for place, part in zip(where.tolist(), np.split(flat[rank], cuts), strict=False):
+                target[place] = part
         samples.is_truncated[where] = truncated[rank].astype(bool)
         samples.rewards[where] = all_rewards[rank].reshape(len(where), rewards.shape[1])
     return samples

@@ -18,11 +18,12 @@ from bubblespec.engine.sampling import SamplingParams
 from bubblespec.idle.speculation import Speculation
 from bubblespec.idle.work import IdleWork
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Group, RolloutRecord, Row, SampleId, Samples, Span, StepRecord, has_zero_std
+from bubblespec.records import Group, Launch, RolloutRecord, Row, Samples, Span, StepRecord, has_zero_std
 from bubblespec.rewards.functions import combine, overlong_penalty
 from bubblespec.rewards.scorer import Scorer, Scoring
 from bubblespec.rollout.loop import RolloutLoop
-from bubblespec.rollout.placement import gather_samples, make_rows, place_groups
+from bubblespec.rollout.placement import gather_samples, place_in_turn
+from bubblespec.rollout.standing import Standing
 
 
 @dataclass
@@ -47,16 +48,16 @@ class Sampler:
             record = self._replace_groups(record)
         if self.speculation is not None:
             self.speculation.learn_samples(step, record.generated, record.all_rewards.ravel())
-        self.planner.finish(record.generated.groups)
+        self.planner.finish(record.generated, record.deferred)
         return record
 
     def evaluate(self, groups: list[Group], num_generations: int, params: SamplingParams) -> Samples:
         """Samples of held-out prompts, generated without speculation. Raises StopRequested."""
-        owners = place_groups(len(groups), self.ranks.world_size)
-        rows, scoring = self._own_rows(groups, owners, num_generations)
-        RolloutLoop(self.engine, self.ranks, params, on_finished=scoring.on_finished).run(rows)
+        launch = Launch(groups, len(groups), num_generations, num_generations)
+        standing, rows, scoring = self.begin(launch)
+        RolloutLoop(self.engine, self.ranks, params, on_finished=scoring.on_finished).run(rows, standing)
         self.ranks.meet()
-        return self._gather(groups, owners, num_generations, rows, scoring=scoring)
+        return self.gather(standing, rows, scoring)
 
     def combined(self, samples: Samples) -> np.ndarray:
         """Reward of each sample in training: the weighted sum and the overlong penalty, float64 [S]."""
@@ -76,41 +77,43 @@ class Sampler:
             missing = wanted - int(useful.sum())
             # As many as will fill the gap at the rate so far, at most a whole batch.
             count = min(wanted, math.ceil(missing / max(useful.mean(), 1e-9))) if missing > 0 else 0
-            groups = self.planner.replacements(step, count, record.generated.groups)
+            groups = self.planner.replacements(step, count, record.used)
             if not groups:
                 break
-            more = self._sample_groups(groups, step, record)
+            more = self._sample_groups(Launch(groups, len(groups), *[rollout.num_generations] * 2), step, record)
             record = replace(
                 record,
                 generated=record.generated + more.generated,
                 all_rewards=np.concatenate((record.all_rewards, more.all_rewards)),
-                **{name: getattr(record, name) + getattr(more, name) for name in ("owners", "batch_sizes", "rollouts")},
+                owners=np.concatenate((record.owners, more.owners)),
+                **{name: getattr(record, name) + getattr(more, name) for name in ("batch_sizes", "rollouts")},
                 **{name: getattr(record, name) + getattr(more, name) for name in ("stages", "spans")},
                 drafts=record.drafts | more.drafts,
+                used=more.used,
             )
         # The first useful groups, and where they are too few, the first of the others beside them.
         chosen = sorted(np.argsort(has_zero_std(record.all_rewards), kind="stable")[:wanted].tolist())
         return replace(record, samples=record.generated.of_groups(chosen), rewards=record.all_rewards[chosen])
 
-    def _sample_groups(self, groups: list[Group], step: int, before: StepRecord | None = None) -> StepRecord:
+    def _sample_groups(self, launch: Launch, step: int, before: StepRecord | None = None) -> StepRecord:
         """One rollout of a step and what follows it. before: the step so far."""
-        ranks, speculation, num_generations = self.ranks, self.speculation, self.config.rollout.num_generations
+        ranks, speculation = self.ranks, self.speculation
         clock = ranks.clock
         began_s = clock.perf_counter() if before is None else before.stages[-1].end_s
-        owners = place_groups(len(groups), ranks.world_size)
-        rows, scoring = self._own_rows(groups, owners, num_generations, step)
+        standing, rows, scoring = self.begin(launch, step)
         ranks.place, drafts = f"rollout of step {step}", {}
         if speculation is not None:
-            names = [group.sample(number) for group in groups for number in range(num_generations)]
-            drafts = {name: draft for name in names if (draft := speculation.store.get(name)) is not None}
-        used = groups if before is None else before.generated.groups + groups
-        rollout, works = self.roll_out(rows, step, used, scoring.on_finished)
+            drafts = {name: draft for name in launch.ids if (draft := speculation.store.get(name)) is not None}
+        used = launch.groups if before is None else before.used + launch.groups
+        rollout, works = self.roll_out(standing, rows, step, used, scoring.on_finished)
         generated_s = clock.perf_counter()
         ranks.meet()  # the bubble: waiting for the slowest rank
         met_s = clock.perf_counter()
-        samples = self._gather(groups, owners, num_generations, rows, scoring=scoring)
-        spans = [] if speculation is None else [self.exchange(rollout, works, samples.ids)]
-        rewards = self.combined(samples).reshape(len(groups), num_generations)
+        samples = self.gather(standing, rows, scoring)
+        chosen, ids = standing.chosen(), launch.ids
+        others = np.setdiff1d(np.arange(len(ids)), chosen).tolist()
+        spans = [] if speculation is None else [self.exchange(rollout, works, standing, rows, step)]
+        rewards = self.combined(samples).reshape(len(samples.groups), samples.num_generations)
         ended_s = clock.perf_counter()
         stages = [Span("gen", began_s, generated_s), Span("wait", generated_s, met_s), Span("reward", met_s, ended_s)]
         return StepRecord(
@@ -119,29 +122,49 @@ class Sampler:
             rewards=rewards,
             generated=samples,
             all_rewards=rewards,
-            owners=owners,
-            batch_sizes=[len(groups)],
+            owners=standing.owners[chosen],
+            batch_sizes=[len(samples.groups)],
             rollouts=[rollout],
             stages=stages,
             spans=spans,
             drafts=drafts,
+            used=used,
+            deferred={ids[place]: int(standing.lengths[place]) for place in others},
         )
 
+    def begin(self, launch: Launch, step: int | None = None) -> tuple[Standing, dict[int, Row], Scoring]:
+        """A rollout's standing, this rank's rows of it, and what scores them as they are done. step: None in an evaluation."""
+        owners = place_in_turn(len(launch.groups), launch.num_generations, self.ranks.world_size)
+        standing = Standing(launch, owners, self.ranks.rank)
+        rows = standing.make_rows(self.config.rollout.max_completion_length)
+        return standing, rows, self.scorer.begin(launch.groups, step)
+
     def roll_out(
-        self, rows: list[Row], step: int, used: list[Group], on_finished: Callable[[Row], None] | None = None
+        self,
+        standing: Standing,
+        rows: dict[int, Row],
+        step: int,
+        used: list[Group],
+        on_finished: Callable[[Row], None] | None = None,
     ) -> tuple[RolloutRecord, list[IdleWork]]:
-        """Generate this rank's rows of a step, with speculation where that is on. Returns also the uses of idle time. used: see
-        `Speculation.draft_ahead`; on_finished: see `RolloutLoop`."""
+        """Generate this rank's rows of a step, with speculation where that is on. Returns also the uses of idle time. rows: see
+        `RolloutLoop.run`; used: see `Speculation.draft_ahead`; on_finished: see `RolloutLoop`."""
         loop, speculation = RolloutLoop(self.engine, self.ranks, self.params, on_finished=on_finished), self.speculation
         if speculation is not None:
             rows = speculation.begin(rows, step)
             loop.proposer, loop.board, loop.works = speculation.proposer, speculation.board, self._idle_works(step, used)
-        return loop.run(rows), loop.works
+        return loop.run(rows, standing), loop.works
 
-    def exchange(self, rollout: RolloutRecord, works: list[IdleWork], ids: list[SampleId]) -> Span:
-        """After a rollout with speculation, on all ranks together: what each has measured and made. ids: all its samples."""
+    def exchange(
+        self, rollout: RolloutRecord, works: list[IdleWork], standing: Standing, rows: dict[int, Row], step: int
+    ) -> Span:
+        """After a rollout of a step with speculation, on all ranks together: what each has measured and made, and the tokens of
+        what is deferred, as drafts."""
         begin_s = self.ranks.clock.perf_counter()
-        self.speculation.learn_rollout(rollout, ids)
+        ids, deferred = standing.launch.ids, standing.deferred().tolist()
+        self.speculation.learn_rollout(rollout, [ids[place] for place in range(len(ids)) if place not in set(deferred)])
+        if standing.selection is not None:
+            self.speculation.keep([rows[place] for place in deferred if place in rows], step)
         for work in works:
             work.merge(self.ranks)
         return Span("exchange", begin_s, self.ranks.clock.perf_counter())
@@ -151,17 +174,16 @@ class Sampler:
         draft_ahead = self.speculation.draft_ahead(step, self.planner, used, self.engine.num_slots)
         return [] if draft_ahead is None else [draft_ahead]
 
-    def _own_rows(
-        self, groups: list[Group], owners: list[int], num_generations: int, step: int | None = None
-    ) -> tuple[list[Row], Scoring]:
-        """This rank's rows of a rollout, and what scores them as they are done. step: None in an evaluation."""
-        own = [group for group, owner in zip(groups, owners, strict=True) if owner == self.ranks.rank]
-        rows = make_rows(own, num_generations, self.config.rollout.max_completion_length)
-        return rows, self.scorer.begin([group.prompt for group in own], rows, step)
-
-    def _gather(
-        self, groups: list[Group], owners: list[int], num_generations: int, rows: list[Row], *, scoring: Scoring
-    ) -> Samples:
+    def gather(self, standing: Standing, rows: dict[int, Row], scoring: Scoring) -> Samples:
+        """The samples that are trained on, of all ranks; rows: this rank's."""
+        chosen, launch = standing.chosen(), standing.launch
+        groups = [launch.groups[place // launch.num_generations] for place in chosen[:: launch.num_kept].tolist()]
+        own = [rows[place] for place in chosen.tolist() if place in rows]
         return gather_samples(
-            groups, owners, num_generations=num_generations, rows=rows, rewards=scoring.collect(), ranks=self.ranks
+            groups,
+            standing.owners[chosen],
+            numbers=chosen % launch.num_generations,
+            rows=own,
+            rewards=scoring.collect(own),
+            ranks=self.ranks,
         )

@@ -92,9 +92,10 @@ class RecordedWorkload(Planned):
         return num_agreed / num_diverged if num_diverged else float("inf") if num_agreed else None
 
     def _digest(self, step: int) -> str:
-        groups, count = self.launch(step), self.num_generations
-        tokens = [self.response(step, group.prompt.uid, sample) for group in groups for sample in range(count)]
-        return digest(Samples(groups, count, tokens, [], [], np.empty(0, bool), np.empty((0, 0))))
+        launch = self.launch(step)
+        numbers = np.tile(np.arange(self.num_generations), len(launch.groups))
+        tokens = [self.response(step, name.uid, name.sample) for name in launch.ids]
+        return digest(Samples(launch.groups, self.num_generations, numbers, tokens, [], [], np.empty(0, bool), np.empty((0, 0))))
 
     def batch(self, step: int) -> list[Prompt]:
         return self._batches[step]

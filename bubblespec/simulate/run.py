@@ -13,7 +13,7 @@ from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
 from bubblespec.idle.speculation import Speculation, assemble, profile
 from bubblespec.memory import most_slots
-from bubblespec.records import Prompt, Row, Span, digest
+from bubblespec.records import Group, Row, Span, digest
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.simulate.runner import ProposalTime, SimulatedGenerator, SimulatedRunner
 from bubblespec.simulate.world import SimulatedBoard, SimulatedRanks, World
@@ -174,10 +174,9 @@ class _Rank:
             result.digest = digest(record.generated)
             result.lanes = [lane.reshape(-1, 3) for lane in lanes]
 
-    def begin(self, prompts: list[Prompt], rows: list[Row], step: int) -> "_Rewards":
+    def begin(self, groups: list[Group], step: int) -> "_Rewards":
         """As `Scorer.begin`."""
-        rewards = [self.workload.rewards(step, prompt.uid) for prompt in prompts]
-        return _Rewards(self.workload, np.concatenate(rewards)[:, None], self.bar)
+        return _Rewards(self.workload, self.bar)
 
 
 @dataclass
@@ -185,8 +184,6 @@ class _Rewards:
     """As `Scoring`: the workload's rewards, which take no time. Whatever was drafted, a row must be its response."""
 
     workload: Any
-    rewards: np.ndarray
-    """float64 [rows, 1]."""
     bar: tqdm
 
     def on_finished(self, row: Row) -> None:
@@ -196,8 +193,9 @@ class _Rewards:
             raise AssertionError(f"{row.id} in step {step} is not its response")
         self.bar.update(len(row.tokens))
 
-    def collect(self) -> np.ndarray:
-        return self.rewards
+    def collect(self, rows: list[Row]) -> np.ndarray:
+        rewards = [self.workload.rewards(self.workload.step_of(row.id), row.id.uid)[row.id.sample] for row in rows]
+        return np.array(rewards, np.float64).reshape(-1, 1)
 
 
 def _lane(spans: list[Span], began_s: float) -> np.ndarray:

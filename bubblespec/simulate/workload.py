@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bubblespec.errors import InputError
-from bubblespec.records import Group, Prompt, SampleId
+from bubblespec.records import Group, Launch, Prompt, SampleId, Samples
 from bubblespec.simulate.drafting import STOP, TEXT, VOCABULARY, DraftModel, edited, keyed_random
 
 SHARED_VARIANCE = 0.5  # of the logarithm of a made-up length, what the samples of a prompt have in common
@@ -82,16 +82,19 @@ def parse(kind: type, text: str, option: str):
 class Planned:
     """A workload as the `StepPlanner` of its steps, as far as their rollouts need one; `batch(step)` gives their prompts."""
 
-    def launch(self, step: int) -> list[Group]:
+    def launch(self, step: int) -> Launch:
         """See `StepPlanner`."""
-        return [Group(prompt, self.visit(step, prompt.uid)) for prompt in self.batch(step)]
+        return Launch(self._groups(step), self.num_prompts, self.num_generations, self.num_generations)
 
     def upcoming(self, step: int, depth: int, used: list[Group] | None = None) -> list[list[Group]]:
         """See `StepPlanner`."""
-        return [self.launch(coming) for coming in range(step + 1, step + 1 + depth)]
+        return [self._groups(coming) for coming in range(step + 1, step + 1 + depth)]
 
-    def finish(self, groups: list[Group]) -> None:
+    def finish(self, samples: Samples, deferred: dict[SampleId, int]) -> None:
         """See `StepPlanner`. What is drawn when is known from the start."""
+
+    def _groups(self, step: int) -> list[Group]:
+        return [Group(prompt, self.visit(step, prompt.uid)) for prompt in self.batch(step)]
 
 
 class Workload(Planned):

@@ -201,9 +201,13 @@ class SimulatedBoard(ProgressBoard):
     def _connect(self, backend: str | None) -> None:
         self._world, self._rank = self.ranks.world, self.ranks.rank
         self._tick = 0  # of the whole run
+        self._numbers = np.empty(0)
+
+    def _allocate(self, num_numbers: int) -> None:
+        self._numbers = np.zeros(num_numbers)
 
     def _post(self) -> None:
-        self._world.post(self._rank, self._tick, RankState.from_numbers(self._numbers.tolist()))
+        self._world.post(self._rank, self._tick, RankState.from_numbers(self._numbers.copy()))
 
     def _is_complete(self) -> bool:
         now = self._world.now[self._rank]

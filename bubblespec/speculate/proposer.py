@@ -153,11 +153,13 @@ def _add(table: dict, key, num_draft: int, num_accepted: int) -> None:
     entry[1] += num_accepted
 
 
-def make_proposer(method: str, history: History, cost: CostModel, fixed_window: int | None = None, *, clock=time) -> Proposer:
-    """With the sources of `speculative.method`, in order of trust: bubble (own drafts), suffix (matches), or both."""
+def make_proposer(
+    method: str, history: History, cost: CostModel, *, has_drafts: bool, fixed_window: int | None = None, clock=time
+) -> Proposer:
+    """With the sources of `speculative.method`, in order of trust: own drafts, where samples have any, and suffix matches."""
     sources: list[DraftSource] = []
-    if "bubble" in method:
+    if has_drafts:
         sources.append(OwnDrafts())
     if "suffix" in method:
         sources.append(SuffixMatches(history))
-    return Proposer(sources, cost, uses_drafts="bubble" in method, fixed_window=fixed_window, clock=clock)
+    return Proposer(sources, cost, uses_drafts=has_drafts, fixed_window=fixed_window, clock=clock)

@@ -253,7 +253,7 @@ def _response_columns(record: StepRecord) -> dict[str, Any]:
         "step": [record.step] * len(samples),
         "batch": np.repeat(np.repeat(np.arange(len(record.batch_sizes)), record.batch_sizes), n),
         **{field: [getattr(name, field) for name in names] for field in SampleId._fields},
-        "owner": np.repeat(record.owners, n),
+        "owner": record.owners,
         "prompt_tokens": [np.array(prompt.token_ids, np.int32) for prompt in prompts],
         "tokens": [tokens.astype(np.int32) for tokens in samples.tokens],
         "stopped": ~samples.is_truncated,
