@@ -56,7 +56,7 @@ class TailBatching:
         self._cycle: list[int] = []  # the same of the cycle that is not over yet
         self._best: int | None = None  # what follows from _seen, once it is asked for
         self._trained = np.zeros(2, np.int64)  # samples that have had their turn, and their tokens
-        self._raced = np.zeros(2, np.int64)  # the same of those that lost a race within their group, as far as they got
+        self._raced = np.zeros(2, np.int64)  # the same of those that only ran in a race within their group, as far as they got
         self._metrics: dict[str, float] = {}
 
     @property
@@ -119,7 +119,7 @@ class TailBatching:
                 self._queue.append(group)
                 self._deferred_at.append(self._round)
                 self._queued_tokens.append(sum(deferred[group.sample(number)] for number in range(self.num_generations)))
-            lost = [tokens for name, tokens in deferred.items() if name[:2] in had_turn]
+            lost = [tokens for name, tokens in deferred.items() if name[:2] in had_turn or name.sample >= self.num_generations]
             self._raced += (len(lost), sum(lost))
         self._visits.update(group.prompt.uid for group in samples.groups if group.name not in names)  # replacements
         if not self._queue or was_long:
