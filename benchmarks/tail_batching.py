@@ -1,8 +1,8 @@
 """Scheduling of rollouts against plain order: torchrun --nproc_per_node=2 benchmarks/tail_batching.py --config F [overrides]
 
-Each arm is a run of its own, of the same weights at the beginning; they take their steps in turn, each time in another order. With
-optim.learning_rate=0 the weights stay the same and all arms generate the same samples, in an order of their own; with the real one
-each arm trains its own policy. What counts is seconds of rollout (waiting and exchange in it) for each token that is trained on,
+Each arm is a run of its own, of the same weights at the beginning; they take their steps in turn, each time in another order. If
+optim.learning_rate is 0 the weights stay the same, and all arms generate the same samples, in an order of their own; else each
+trains its own policy. What counts is seconds of rollout (waiting and exchange in it) for each token that is trained on,
 on the slowest rank; short and long rounds count up to the last long one, when nothing that has been paid for is waiting.
 """
 
@@ -98,8 +98,8 @@ def report(arguments: argparse.Namespace, arms: dict[str, dict], steps: dict[str
         arm["speedup"] = first["seconds_per_token"] / arm["seconds_per_token"]
         print(
             f"{name:10} {1e6 * arm['seconds_per_token']:8.1f} us/token  {arm['speedup']:.2f}x  idle {arm['idle_ratio']:.1%}  "
-            f"forwards {arm['forwards_per_token'] / first['forwards_per_token'] - 1:+.0%}  length ratio {arm['length_ratio']:.3f}  "
-            f"{arm['steps']} steps, {arm['long_rounds']} long"
+            f"forwards {arm['forwards_per_token'] / first['forwards_per_token'] - 1:+.0%}  "
+            f"length ratio {arm['length_ratio']:.3f}  {arm['steps']} steps, {arm['long_rounds']} long"
         )
     print(PAPER)
     if arguments.json:
