@@ -98,7 +98,7 @@ class _Plan:
         self.forward_s, row_s, token_s, wide_row_s, position_s = cost.tolist()
         self.left, self.num_slots = rows.left, num_slots
         context = rows.prompt_tokens + rows.so_far
-        self.seconds = rows.left * (row_s + token_s + position_s * (context + rows.left / 2))
+        self.seconds = rows.left * (row_s + token_s + position_s * (context + (rows.left - 1) / 2))
         self.longest_row_s = float((self.forward_s * rows.left + self.seconds).max())
         self.feeding_s = wide_row_s + token_s * context
         self.rows_of = [np.flatnonzero(rows.owners == rank) for rank in range(num_ranks)]
