@@ -190,6 +190,8 @@ class RolloutRecord:
     num_ticks: int = 0
     drafted_tokens: int = 0
     """For coming steps."""
+    taken_rows: int = 0
+    """Rows that came from another rank."""
     acceptance: Acceptance = field(default_factory=Acceptance)
 
     @property

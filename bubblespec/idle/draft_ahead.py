@@ -92,6 +92,17 @@ class DraftAhead:
             self._note(row, holder=-1)
         return is_ours
 
+    def make_room(self, count: int) -> int:
+        """The shortest drafts stop, and go on in a later rollout."""
+        rows = sorted((row for row in self.view.engine.collect() if id(row) in self._rows), key=lambda row: len(row.tokens))[
+            :count
+        ]
+        for row in rows:
+            self.view.engine.drop(row)
+            del self._rows[id(row)]
+            self._note(row, holder=-1)
+        return len(rows)
+
     def end(self) -> None:
         """Note the unfinished drafts, and which of them stay in the engine: the longest that decode. Those of the next step do
         not: they are about to be verified on whichever rank gets them, and its own rows need slots."""

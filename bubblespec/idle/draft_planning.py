@@ -115,7 +115,7 @@ def plan_items(
             drafts = [store.get(group.sample(number)) for number in range(num_generations)]
             if all(draft is not None and draft.is_finished for draft in drafts):
                 continue
-            known = [_length(d, guess, outlook) for d in drafts if d is not None] or history.lengths(group.prompt.uid)
+            known = [expected_length(d, guess, outlook) for d in drafts if d is not None] or history.lengths(group.prompt.uid)
             expected = float(np.mean(known)) if known else float(guess)
             for sample, draft in enumerate(drafts):
                 if draft is not None and draft.is_finished:
@@ -124,7 +124,7 @@ def plan_items(
                 is_probe = not known and sample == 0
                 total = expected + margin if is_probe else expected
                 if so_far:
-                    total = max(total, _length(draft, expected, outlook))
+                    total = max(total, expected_length(draft, expected, outlook))
                 slack = ahead * forwards_per_step - (total - so_far)
                 is_due = holder >= 0 or slack < PATIENCE * forwards_per_step  # what is begun goes on
                 saves_s = 0.0 if saving is None else float(saving[min(int(total), len(saving) - 1)])
@@ -137,10 +137,12 @@ def undrafted(rows: list[Row], drafts: list[Draft | None], outlook: Outlook) -> 
     """Expected tokens of each row that no draft has, float64 [rows]."""
     guesses, _ = outlook.guess(np.array([len(row.prompt) for row in rows]))
     pairs = zip(guesses, drafts, strict=True)
-    return np.array([guess if d is None else _length(d, guess, outlook) - len(d.tokens) for guess, d in pairs], np.float64)
+    return np.array(
+        [guess if d is None else expected_length(d, guess, outlook) - len(d.tokens) for guess, d in pairs], np.float64
+    )
 
 
-def _length(draft: Draft, guess: float, outlook: Outlook) -> float:
+def expected_length(draft: Draft, guess: float, outlook: Outlook) -> float:
     """Of a finished draft its length; of another the guess, as long as it has not outgrown it."""
     so_far = len(draft.tokens)
     return float(so_far) if draft.is_finished else guess if guess > so_far else outlook.total(so_far)

@@ -72,10 +72,14 @@ class Speculation:
         the order in which they should be generated: where rows wait for slots, those with the most to decode must not wait."""
         self.proposer.begin()
         drafts = [self.store.get(row.id) for row in rows.values()]
-        for row, draft in zip(rows.values(), drafts, strict=True):
-            self.proposer.track(row, draft, version=step)
+        for row in rows.values():
+            self.track(row, step)
         missing, places = undrafted(list(rows.values()), drafts, self.outlook), list(rows)
         return {places[i]: rows[places[i]] for i in np.argsort(-missing, kind="stable").tolist()}
+
+    def track(self, row: Row, step: int) -> None:
+        """Propose for a row of `step` from now on."""
+        self.proposer.track(row, self.store.get(row.id), version=step)
 
     def keep(self, rows: Sequence[Row], step: int) -> None:
         """The tokens of rows that will go on in a later step become drafts, in the stores of all ranks. A draft that has turned
@@ -215,12 +219,14 @@ def profile(engine: Generator, params: SamplingParams, cost: CostModel, num_forw
 
 
 def make_speculation(config: Config, ranks: Ranks, engine: Generator, params: SamplingParams) -> Speculation | None:
-    """None for method none, unless tail batching needs drafts. Makes a process group and times forwards: all ranks must call it
-    together."""
-    if config.speculative.method == "none" and not config.tail_batching.enabled:
+    """None where nothing is drafted, deferred or placed by what is expected. Makes a process group and times forwards: all ranks
+    must call it together."""
+    has_drafts = config.speculative.method != "none" or config.tail_batching.enabled
+    if not has_drafts and config.rollout.placement == "in_turn":
         return None
     cost = CostModel()
-    profile(engine, params, cost, clock=ranks.clock)
+    if has_drafts:
+        profile(engine, params, cost, clock=ranks.clock)
     board = ProgressBoard(ranks, config.bubble.progress_timeout_s, config.bubble.progress_backend)
     return assemble(config, ranks, board, cost)
 

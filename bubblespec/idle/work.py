@@ -60,6 +60,9 @@ class IdleWork(Protocol):
     def finish(self, row: Row) -> bool:
         """A row that is not of this step is done. Returns whether it was this work's."""
 
+    def make_room(self, count: int) -> int:
+        """Rows of this step have come to this rank: give up to `count` slots back; returns how many."""
+
     def end(self) -> None:
         """The last tick: all ranks leave the rollout, whatever is unfinished. No forward comes after it."""
 

@@ -1,9 +1,9 @@
 """The rollout loop: forwards, the ticks between them, and idle time given to those who make use of it.
 
 A rank generates its rows of a step. At every tick the ranks tell each other how far their rows are and how much idle work they
-could take on; every rank draws the same conclusions: it drops rows that this step is not going to train on, and assigns the
-offers of idle work (`IdleWork`). All ranks leave at the same tick, with whatever is unfinished of that work. Plain generation is
-the same loop without any of this, and without ticks: nobody needs to know how far anyone is.
+could take on; every rank draws the same conclusions: it drops rows that this step is not going to train on, hands rows over to one
+that has none left, and assigns the offers of idle work (`IdleWork`). All leave at the same tick, with whatever is unfinished
+of that work. Plain generation is the same loop without any of this, and without ticks: nobody needs to know how far anyone is.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,8 +17,10 @@ from bubblespec.idle.work import IdleWork, RankView
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.ranks.progress import MAX_WORKS, ProgressBoard, RankState
 from bubblespec.records import ForwardRecord, RolloutRecord, Row, Span
+from bubblespec.rollout.handover import Handover
 from bubblespec.rollout.standing import Standing
 from bubblespec.speculate.proposer import Proposer
+from bubblespec.speculate.windows import CostModel
 
 
 class RolloutLoop:
@@ -33,12 +35,15 @@ class RolloutLoop:
         proposer: Proposer | None = None,
         board: ProgressBoard | None = None,
         works: Sequence[IdleWork] = (),
+        handover: Handover | None = None,
+        cost: CostModel | None = None,
         on_finished: Callable[[Row], None] | None = None,
     ):
-        """proposer: where draft tokens come from, which knows the rows already; board: needed where there are works, or rows to
-        choose from; on_finished: called with each row of this rank that is trained on, once it is done and that is sure."""
-        self.engine, self.ranks, self.params, self.proposer = engine, ranks, params, proposer
-        self.board, self.works, self.on_finished = board, list(works), on_finished
+        """proposer: where draft tokens come from, which knows the rows already; board: needed where there are works, a handover,
+        or rows to choose from; cost: learns from every forward; on_finished: called with each row of this rank that is trained
+        on, once it is done and that is sure."""
+        self.engine, self.ranks, self.params, self.proposer, self.cost = engine, ranks, params, proposer, cost
+        self.board, self.works, self.handover, self.on_finished = board, list(works), handover, on_finished
         self.clock = ranks.clock
         self.record = RolloutRecord()
         self.view = RankView(ranks.rank, engine, {}, self.record)
@@ -59,7 +64,8 @@ class RolloutLoop:
         self.engine.reset([row for work in self.works for row in work.begin(self.view)])
         self.engine.add(list(rows.values()))
         self.record.began_s = self._last_s = self.clock.perf_counter()
-        if self.works or standing.selection is not None:
+        self._tells_lengths = standing.selection is not None or self.handover is not None
+        if self.works or self._tells_lengths:
             self._run_with_ticks()
         else:
             while self.view.unfinished and not self.ranks.must_stop:
@@ -91,8 +97,11 @@ class RolloutLoop:
 
     def _act_on(self, states: list[RankState]) -> None:
         """What a tick changes on this rank."""
-        if self.standing.selection is not None:
+        if self._tells_lengths:
             self.standing.merge(states)
+        if self.handover is not None:
+            self._hand_over(states)
+        if self.standing.selection is not None:
             self._select()
         for work, offer in self.arbiter.assign(states)[self.ranks.rank]:
             self.works[work].start(offer)
@@ -116,6 +125,25 @@ class RolloutLoop:
             self.engine.drop(row)
             self._note(row)
             del self.view.unfinished[id(row)]
+
+    def _hand_over(self, states: list[RankState]) -> None:
+        """Rows that have come with this tick, and those that go with the next one."""
+        handover, unfinished = self.handover, self.view.unfinished
+        for place, row in handover.arrived(states):
+            if row is None:  # it has gone
+                row = self.rows.pop(place)
+                del unfinished[id(row)], self._places[id(row)]
+                continue
+            self.rows[place], self._places[id(row)], unfinished[id(row)] = row, place, row
+            missing = 1 + len(self.engine.queue) + len(self.engine.rows) - self.engine.num_slots
+            for work in self.works if missing > 0 else ():
+                missing -= work.make_room(missing)
+            self.engine.add([row])
+            self.record.taken_rows += 1
+        for place in handover.plan(states):
+            if id(row := self.rows[place]) in unfinished:
+                self.engine.drop(row)
+                handover.pack(place, row)
 
     def _tell(self, place: int) -> None:
         """A row is done, and trained on."""
@@ -143,10 +171,11 @@ class RolloutLoop:
             work.wanted() if self.arbiter.has_offers(number, not num_unfinished) else 0 for number, work in enumerate(self.works)
         )
         state = RankState(num_unfinished, tuple(wanted), self.ranks.must_stop)
-        if self.standing.selection is None:
+        if not self._tells_lengths:
             return state
         self._note_active()
-        return state._replace(facts=self.standing.facts())
+        facts = self.standing.facts()
+        return state._replace(facts=facts if self.handover is None else np.concatenate((facts, self.handover.parcels)))
 
     def _wait(self) -> None:
         begin = self.clock.perf_counter()
@@ -165,8 +194,8 @@ class RolloutLoop:
         record = ForwardRecord(self._last_s, end, end - begin - propose_s, propose_s, *load, own_rows, ahead_rows, looked_up_rows)
         self.record.forwards.append(record)
         self._last_s = end
-        if self.proposer is not None:
-            self.proposer.cost.observe(*load[:4], record.engine_s)
+        if self.cost is not None:
+            self.cost.observe(*load[:4], record.engine_s)
         for row in finished:
             if unfinished.pop(id(row), None) is None:
                 any(work.finish(row) for work in self.works)

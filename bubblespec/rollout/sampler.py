@@ -21,6 +21,9 @@ from bubblespec.ranks.collectives import Ranks
 from bubblespec.records import Group, Launch, RolloutRecord, Row, Samples, Span, StepRecord, has_zero_std
 from bubblespec.rewards.functions import combine, overlong_penalty
 from bubblespec.rewards.scorer import Scorer, Scoring
+from bubblespec.rollout.balance import place_rows
+from bubblespec.rollout.forecast import Mover, forecast
+from bubblespec.rollout.handover import Handover
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.placement import gather_samples, place_in_turn
 from bubblespec.rollout.standing import Standing
@@ -134,10 +137,27 @@ class Sampler:
 
     def begin(self, launch: Launch, step: int | None = None) -> tuple[Standing, dict[int, Row], Scoring]:
         """A rollout's standing, this rank's rows of it, and what scores them as they are done. step: None in an evaluation."""
-        owners = place_in_turn(len(launch.groups), launch.num_generations, self.ranks.world_size)
-        standing = Standing(launch, owners, self.ranks.rank)
+        standing = Standing(launch, self._place(launch), self.ranks.rank)
         rows = standing.make_rows(self.config.rollout.max_completion_length)
         return standing, rows, self.scorer.begin(launch.groups, step)
+
+    def _place(self, launch: Launch) -> np.ndarray:
+        """The rank that generates each sample, int64 [S]."""
+        num_ranks, speculation = self.ranks.world_size, self.speculation
+        if self.config.rollout.placement == "in_turn" or speculation is None or speculation.shared_cost is None:
+            return place_in_turn(len(launch.groups), launch.num_generations, num_ranks)
+        expected = forecast(launch, speculation)
+        return place_rows(expected, speculation.shared_cost, num_ranks=num_ranks, num_slots=self.engine.num_slots)
+
+    def _handover(self, standing: Standing, step: int) -> Handover | None:
+        """Rows may change ranks where all are trained on: what is not is left unfinished anyway."""
+        speculation, num_ranks = self.speculation, self.ranks.world_size
+        takes_over = "take_over" in self.config.rollout.placement
+        if not takes_over or num_ranks == 1 or standing.launch.selects or speculation.shared_cost is None:
+            return None
+        mover = Mover(forecast(standing.launch, speculation), speculation, self.engine.num_slots)
+        limit = self.config.rollout.max_completion_length
+        return Handover(standing, mover.plan, limit, lambda row: speculation.track(row, step))
 
     def roll_out(
         self,
@@ -150,10 +170,16 @@ class Sampler:
         """Generate this rank's rows of a step, with speculation where that is on. Returns also the uses of idle time. rows: see
         `RolloutLoop.run`; used: see `Speculation.draft_ahead`; on_finished: see `RolloutLoop`."""
         loop, speculation = RolloutLoop(self.engine, self.ranks, self.params, on_finished=on_finished), self.speculation
+        ordered = dict(rows)
         if speculation is not None:
-            rows = speculation.begin(rows, step)
-            loop.proposer, loop.board, loop.works = speculation.proposer, speculation.board, self._idle_works(step, used)
-        return loop.run(rows, standing), loop.works
+            ordered = speculation.begin(rows, step)
+            loop.board, loop.works = speculation.board, self._idle_works(step, used)
+            loop.handover, loop.cost = self._handover(standing, step), speculation.proposer.cost
+            loop.proposer = speculation.proposer if speculation.proposer.sources else None
+        record = loop.run(ordered, standing)
+        rows.clear()
+        rows.update(ordered)  # some may have changed ranks
+        return record, loop.works
 
     def exchange(
         self, rollout: RolloutRecord, works: list[IdleWork], standing: Standing, rows: dict[int, Row], step: int

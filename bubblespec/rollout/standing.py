@@ -21,6 +21,7 @@ class Standing:
         self.selection = Selection(launch) if launch.selects else None
         self.lengths = np.zeros(len(owners), np.int64)
         self.is_finished = np.zeros(len(owners), bool)
+        self.told = np.zeros(len(owners), np.int64)  # lengths as of the last tick, the same on all ranks; -1 for finished rows
         self.is_in = np.zeros(len(owners), bool)  # sure to be trained on in this step
         self.is_out = np.zeros(len(owners), bool)  # sure not to be
 
@@ -43,8 +44,9 @@ class Standing:
 
     def merge(self, states: list[RankState]) -> None:
         """Take in what all ranks have told in a tick."""
-        known = 2 * self.lengths + self.is_finished  # of own rows newer than the tick
-        newest = np.maximum.reduce([known, *(state.facts[: len(known)].astype(np.int64) for state in states)])
+        told = np.maximum.reduce([state.facts[: len(self.owners)].astype(np.int64) for state in states])
+        self.told = np.where(told & 1, -1, told >> 1)
+        newest = np.maximum(told, 2 * self.lengths + self.is_finished)  # of own rows more is known than was told
         self.lengths, self.is_finished = newest >> 1, (newest & 1).astype(bool)
 
     def judge(self) -> None:

@@ -57,7 +57,8 @@ class Proposer:
         tracked = TrackedRow(row, draft if self.uses_drafts else None, is_counted)
         if tracked.draft is not None:
             tracked.age = version - tracked.draft.version
-            tracked.is_aligned = len(row.tokens) == 0
+            tracked.num_gained = len(row.tokens)
+            tracked.is_aligned = np.array_equal(tracked.draft.tokens[: len(row.tokens)], row.tokens)
         self._rows[id(row)] = tracked
         for source in self.sources:
             source.track(tracked)

@@ -1,0 +1,62 @@
+"""What the rows of a rollout are expected to need, from what every rank knows: drafts, earlier epochs, recent lengths.
+
+So all ranks place rows and move them alike.
+"""
+
+import numpy as np
+
+from bubblespec.idle.draft_planning import expected_length
+from bubblespec.idle.speculation import Speculation
+from bubblespec.ranks.progress import RankState
+from bubblespec.records import Launch
+from bubblespec.rollout.balance import Expected
+from bubblespec.rollout.moves import Move, Unfinished, expected_left, plan_moves
+from bubblespec.rollout.standing import Standing
+
+OVERHEAD_TICKS = 2.0  # from a decision to the first forward of a row that has moved
+
+
+def forecast(launch: Launch, speculation: Speculation) -> Expected:
+    """Of the rows of a rollout that is about to begin."""
+    num_generations, outlook = launch.num_generations, speculation.outlook
+    prompt_tokens = np.array([len(group.prompt.token_ids) for group in launch.groups])
+    guesses, margin = outlook.guess(prompt_tokens)
+    for number, group in enumerate(launch.groups):
+        if known := speculation.history.lengths(group.prompt.uid):
+            guesses[number] = np.mean(known)
+    drafts = [speculation.store.get(name) for name in launch.ids]
+    totals = np.repeat(guesses, num_generations)
+    drafted = np.array([0 if draft is None else len(draft.tokens) for draft in drafts], np.float64)
+    for place, draft in enumerate(drafts):
+        if draft is not None:
+            totals[place] = expected_length(draft, totals[place], outlook)
+    is_known = np.array([draft is not None and draft.is_finished for draft in drafts])
+    return Expected(
+        tokens=np.maximum(totals - drafted, 0.0),
+        margins=np.where(is_known, 0.0, margin),
+        draft_tokens=drafted,
+        groups=np.repeat(np.arange(len(launch.groups)), num_generations),
+        prompt_tokens=np.repeat(prompt_tokens, num_generations),
+    )
+
+
+class Mover:
+    """Decides on moves within one rollout; the same on all ranks."""
+
+    def __init__(self, expected: Expected, speculation: Speculation, num_slots: int):
+        """expected: see `forecast`. Needs a shared cost."""
+        self.totals, self.margins = expected.tokens + expected.draft_tokens, expected.margins
+        self.prompt_tokens, self.outlook, self.cost = expected.prompt_tokens, speculation.outlook, speculation.shared_cost
+        self.num_slots, self.overhead_s = num_slots, OVERHEAD_TICKS * speculation.board.interval_s
+
+    def plan(self, standing: Standing, states: list[RankState]) -> list[Move]:
+        """See `Handover`."""
+        if all(not state.is_done for state in states):
+            return []
+        places = np.flatnonzero(standing.told >= 0)
+        places = places[np.argsort(standing.told[places] == 0, kind="stable")]  # those that wait come after those in slots
+        so_far = standing.told[places]
+        left = expected_left(so_far, self.totals[places], self.margins[places], self.outlook)
+        rows = Unfinished(standing.owners[places], so_far, left, self.prompt_tokens[places])
+        options = {"num_ranks": len(states), "num_slots": self.num_slots, "overhead_s": self.overhead_s}
+        return [move._replace(row=int(places[move.row])) for move in plan_moves(rows, self.cost, **options)]
