@@ -257,7 +257,7 @@ class TailBatchingConfig:
 
     enabled: bool = False
     """Short and long rounds, instead of the data's order. The same responses are trained on, in another order."""
-    over_sampling_ratio: float | str = key("auto", at_least(1, or_else="auto"), at_most(4))
+    over_sampling_ratio: int | float | str = key("auto", at_least(1, or_else="auto"), at_most(4))
     """Prompts that a short round launches for each that it trains on; auto: by recent lengths, and 1 where deferring gains
     nothing."""
     response_over_sampling_ratio: float = key(1.0, at_least(1), at_most(4))

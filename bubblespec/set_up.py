@@ -31,7 +31,7 @@ from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.errors import InputError
+from bubblespec.errors import InputError, say
 from bubblespec.idle.speculation import make_speculation
 from bubblespec.learn.learner import Learner
 from bubblespec.learn.lora import add_adapter
@@ -80,6 +80,11 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
     if train_prompts.num_dropped and ranks.is_main:
         longest = config.rollout.max_prompt_length
         print(f"data: {train_prompts.num_dropped} prompts over rollout.max_prompt_length = {longest} dropped", file=sys.stderr)
+    if config.tail_batching.enabled and config.tail_batching.response_over_sampling_ratio > 1 and ranks.is_main:
+        say(
+            "warning: tail_batching.response_over_sampling_ratio: a race within prompts trains on the shortest of their responses, "
+            "which are no fair sample of what the policy says; 1 is free of that bias"
+        )
     train_prompts.batch(config.run.seed, 0, config.rollout.num_prompts_per_step)  # fails now rather than at the first step
     if config.rollout.num_prompts_per_step < ranks.world_size:
         raise InputError(

@@ -106,7 +106,8 @@ class Trainer:
         if step in run.timeline_steps:
             spans = [span for rollout in record.rollouts for span in rollout.spans] + record.spans
             lanes = gather_lanes(ranks, sorted(spans, key=lambda span: span.begin_s), record.stages)
-            self.logger.log_timeline(step, lanes, self.config.speculative.method)
+            of_round = {0: ", short round", 1: ", long round"}.get(metrics.get("tail/is_long_round"), "")
+            self.logger.log_timeline(step, lanes, self.config.speculative.method + of_round)
 
     def evaluate_if_due(self) -> None:
         """Evaluate where run.eval_steps wants it; what was evaluated before the run was interrupted is not evaluated again."""

@@ -1,8 +1,8 @@
 """The rollout loop: forwards, the ticks between them, and idle time given to those who make use of it.
 
 A rank generates its rows of a step. At every tick the ranks tell each other how far their rows are and how much idle work they
-could take on; every rank draws the same conclusions: it drops rows that this step is not going to train on, hands rows over to one
-that has none left, and assigns the offers of idle work (`IdleWork`). All leave at the same tick, with whatever is unfinished
+could take on; every rank draws the same conclusions: it drops rows that this step is not going to train on, hands rows over to
+one that has none left, and assigns the offers of idle work (`IdleWork`). All leave at the same tick, with whatever is unfinished
 of that work. Plain generation is the same loop without any of this, and without ticks: nobody needs to know how far anyone is.
 """
 
