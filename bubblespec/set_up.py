@@ -82,8 +82,8 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
         print(f"data: {train_prompts.num_dropped} prompts over rollout.max_prompt_length = {longest} dropped", file=sys.stderr)
     if config.tail_batching.enabled and config.tail_batching.response_over_sampling_ratio > 1 and ranks.is_main:
         say(
-            "warning: tail_batching.response_over_sampling_ratio: a race within prompts trains on the shortest of their responses, "
-            "which are no fair sample of what the policy says; 1 is free of that bias"
+            "warning: tail_batching.response_over_sampling_ratio: a race within prompts trains on the shortest of their "
+            "responses, which are no fair sample of what the policy says; 1 is free of that bias"
         )
     train_prompts.batch(config.run.seed, 0, config.rollout.num_prompts_per_step)  # fails now rather than at the first step
     if config.rollout.num_prompts_per_step < ranks.world_size:
