@@ -334,7 +334,7 @@ def paired(bench: Bench) -> Iterator[Figure]:
     quantile = [statistics.NormalDist().inv_cdf((i + 0.5) / count) for i in range(count)]
     limits = np.maximum(np.exp(0.93 * (np.array(quantile) - quantile[-1])) * longest, 2).astype(np.int64)
     plain, speculative = bench.engine(model, count, longest + 64), bench.engine(model, count, longest + 64)
-    proposer = make_proposer("bubble+suffix", History(0), CostModel())
+    proposer = make_proposer("bubble+suffix", History(0), CostModel(), has_drafts=True)
 
     def run(engine: Generator, observe: bool) -> tuple[list[Row], float, int]:
         rows, forwards = make_rows(model, count, 32, limits), engine.num_forwards

@@ -98,7 +98,8 @@ def out_of_memory(bench: Bench) -> Figure:
     tokens = rng.integers(1, model.config.vocab_size, (count, length)).astype(np.int32)
     unknown = [np.zeros(length, np.float32)] * count
     groups = [Group(Prompt(i, "", (1, 2, 3), {}), 0) for i in range(count)]
-    samples = Samples(groups, 1, list(tokens), unknown, unknown, np.zeros(count, bool), np.zeros((count, 1)))
+    fields = {"numbers": np.zeros(count, np.int64), "is_truncated": np.zeros(count, bool), "rewards": np.zeros((count, 1))}
+    samples = Samples(groups, 1, tokens=list(tokens), logprob=unknown, full_logprob=unknown, **fields)
 
     def accumulate(batch) -> None:
         logprob, _ = response_logprobs(model, batch, temperature=1.0, max_logits=1 << 22, kernel=bench.kernel)

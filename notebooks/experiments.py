@@ -19,7 +19,6 @@ from bubblespec.engine.sampling import SamplingParams, sample
 from bubblespec.engine.scheduler import num_gained
 from bubblespec.engine.verify import verify
 from bubblespec.records import Group, Prompt, Row, SampleId
-from bubblespec.rollout.placement import make_rows
 
 MAX_NEW_TOKENS = 96
 SEED = 0
@@ -74,6 +73,11 @@ class Setting:
         engine = Generator(ModelRunner(model, slots, longest, SEED, max_batch_tokens=batch_tokens, rule=rule))
         engine.run(rows, self.params, drafts)
         return engine.num_forwards
+
+
+def make_rows(groups: list[Group], num_generations: int, max_new_tokens: int) -> list[Row]:
+    """The rows of groups, those of a group adjacent."""
+    return [Row(group.sample(j), group.prompt.token_ids, max_new_tokens) for group in groups for j in range(num_generations)]
 
 
 def tiny_setting(folder: str = "configs/tiny_policy", learning_rate: float = 2e-4, num_prompts: int = 8) -> Setting:

@@ -1,15 +1,19 @@
-"""Shared by all tests: one thread, small random models, rows to generate."""
+"""Shared by all tests: one thread, small random models, rows to generate and samples by hand."""
 
 import os
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
 from bubblespec.errors import InputError
+from bubblespec.records import Group, Launch, RolloutRecord, Row, Samples
+from bubblespec.rollout.loop import RolloutLoop
+from bubblespec.rollout.standing import Standing
 
 torch.set_num_threads(1)
 transformers.utils.logging.set_verbosity_error()
@@ -69,6 +73,30 @@ def small_config(name: str) -> transformers.PretrainedConfig:
         ),
     }
     return configs[name]()
+
+
+def launch_of(groups: list[Group], num_generations: int) -> Launch:
+    """A rollout of these groups that trains on all it generates."""
+    return Launch(groups, len(groups), num_generations, num_generations)
+
+
+def make_rows(groups: list[Group], num_generations: int, max_new_tokens: int) -> list[Row]:
+    """The rows of groups, those of a group adjacent."""
+    launch = launch_of(groups, num_generations)
+    return list(Standing(launch, np.zeros(len(launch.ids), np.int64), 0).make_rows(max_new_tokens).values())
+
+
+def run_loop(loop: RolloutLoop, rows: list[Row]) -> RolloutRecord:
+    """Generate rows of whatever groups, with none to choose from: all of them are trained on."""
+    return loop.run(dict(enumerate(rows)), Standing(launch_of([], 0), np.zeros(len(rows), np.int64), 0))
+
+
+def samples_of(groups: list[Group], tokens: list[np.ndarray], **fields) -> Samples:
+    """Responses with these tokens, as many of each group. fields: where they are not 0."""
+    num_generations, unknown = len(tokens) // len(groups), [np.zeros(len(of_sample), np.float32) for of_sample in tokens]
+    fields = {"numbers": np.tile(np.arange(num_generations), len(groups)), "is_truncated": np.zeros(len(tokens), bool)} | fields
+    fields = {"logprob": unknown, "full_logprob": unknown, "rewards": np.zeros((len(tokens), 1))} | fields
+    return Samples(groups, num_generations, tokens=tokens, **fields)
 
 
 def refusal(function, *arguments) -> str:

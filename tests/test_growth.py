@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import make_rows
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bubblespec.config import load_config
@@ -16,7 +17,6 @@ from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.records import Draft, Row, SampleId
-from bubblespec.rollout.placement import make_rows
 from bubblespec.set_up import set_up
 from bubblespec.telemetry.report import speculation_metrics
 
@@ -53,7 +53,7 @@ def one_step(folder: Path, num_rows: int, length: int) -> None:
     save_model(folder, 160 + length)
     trainer = set_up(load_config("configs/tiny_cpu.yaml", overrides), Ranks(torch.device("cpu")))
     sampler = trainer.sampler
-    rows = make_rows(sampler.planner.launch(0), num_generations, length)
+    rows = make_rows(sampler.planner.launch(0).groups, num_generations, length)
     sampler.engine.run(rows, sampler.params)
     for row in rows:
         draft = Draft(spoiled(row.tokens, trainer.learner.model.config.vocab_size), True, 0)

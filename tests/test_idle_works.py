@@ -10,6 +10,7 @@ from collections import deque
 
 import numpy as np
 import pytest
+from conftest import run_loop
 from test_rollout_loop import FOUR_PROMPTS, LIMIT, PARAMS, World, as_dict, groups_of, new_model, pass_time, plain, rows_of
 
 from bubblespec.idle.arbiter import Arbiter
@@ -149,7 +150,7 @@ def play(num_rollouts: int, sizes: list[int], slices_first: bool = True, stop_af
             ahead = DraftAhead(items, world.store, world.proposer, version=step, max_new_tokens=LIMIT, max_slowdown=1.0)
             works = [slices, ahead] if slices_first else [ahead, slices]
             loop = RolloutLoop(world.engine, ranks, PARAMS, proposer=world.proposer, board=world.board, works=works)
-            results[rank].append((rows, slices, ahead, loop.run(rows)))
+            results[rank].append((rows, slices, ahead, run_loop(loop, rows)))
             world.store.drop(group.sample(number) for group in groups_of(step, FOUR_PROMPTS) for number in range(2))
             for each in works:
                 each.merge(ranks)

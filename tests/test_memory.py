@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from conftest import samples_of
 from test_update import make_learner
 
 from bubblespec import memory
@@ -19,7 +20,7 @@ from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
 from bubblespec.learn.optimizer import MOMENTS, Optimizer
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Group, Prompt, Row, SampleId, Samples
+from bubblespec.records import Group, Prompt, Row, SampleId
 from tests.warm import ROOT, python
 
 CPU = Ranks(torch.device("cpu"))
@@ -94,15 +95,7 @@ def measure(changes: dict, num_tokens: int, has_checkpoints: bool, max_logits: i
 
     def step(count: int) -> None:
         tokens = [np.ones(252, np.int32)] * count
-        samples = Samples(
-            [Group(Prompt(0, "x", (1, 2, 3, 4), {}), 0)],
-            count,
-            tokens,
-            tokens,
-            [t.astype(np.float32) for t in tokens],
-            np.zeros(count, bool),
-            None,
-        )
+        samples = samples_of([Group(Prompt(0, "x", (1, 2, 3, 4), {}), 0)], tokens)
         learner.update(samples, np.ones(count), 0)
 
     step(1)

@@ -5,9 +5,10 @@ import math
 
 import numpy as np
 import pytest
+from conftest import samples_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from bubblespec.records import Group, Prompt, Samples
+from bubblespec.records import Group, Prompt
 from bubblespec.speculate.windows import WINDOWS
 from bubblespec.telemetry.metrics import MetricsLogger
 
@@ -134,7 +135,7 @@ def test_samples_go_to_tensorboard_with_prompt_reply_and_reward(tmp_path):
 
     groups = [Group(Prompt(u, f"question {u}", (1,), {}), 0) for u in range(2)]
     tokens = [np.array(ids, np.int32) for ids in ([0], [1, 2], [3, 4, 5], [6])]
-    samples = Samples(groups, 2, tokens, tokens, tokens, np.zeros(4, bool), np.zeros((4, 1)))
+    samples = samples_of(groups, tokens)
     logger = MetricsLogger(str(tmp_path), True, 0, 10)
     logger.log_samples(3, samples, np.array([0.0, 0.25, 0.5, 1.0]), Letters(), count=2)
     logger.close()

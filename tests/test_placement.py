@@ -7,10 +7,12 @@ import threading
 import numpy as np
 import pytest
 import torch
+from conftest import launch_of, make_rows
 
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.records import Group, Prompt, Row, Samples, digest
-from bubblespec.rollout.placement import gather_samples, make_rows, place_groups
+from bubblespec.rollout.placement import gather_samples, place_in_turn
+from bubblespec.rollout.standing import Standing
 
 UIDS = (900, 17, 2**62 + 5, 3, 44)
 GROUPS = [Group(Prompt(uid, f"prompt {uid}", (uid % 7, 1), {"answer": str(uid)}), 7 + uid % 2) for uid in UIDS]
@@ -37,33 +39,42 @@ def rewards_of(rows: list[Row]) -> np.ndarray:
 
 def gather(groups: list[Group], num_generations: int, owners: list[int] | None = None, ranks=None) -> Samples:
     ranks = ranks or Ranks(torch.device("cpu"))
-    owners = owners or place_groups(len(groups), ranks.world_size)
-    rows = finished_rows([group for group, owner in zip(groups, owners, strict=True) if owner == ranks.rank], num_generations)
-    return gather_samples(groups, owners, num_generations=num_generations, rows=rows, rewards=rewards_of(rows), ranks=ranks)
+    owners = place_in_turn(len(groups), num_generations, ranks.world_size) if owners is None else np.array(owners)
+    rows, numbers = finished_rows(groups, num_generations), np.tile(np.arange(num_generations), len(groups))
+    own = [row for row, owner in zip(rows, owners.tolist(), strict=True) if owner == ranks.rank]
+    return gather_samples(groups, owners, numbers=numbers, rows=own, rewards=rewards_of(own), ranks=ranks)
 
 
 def same(a: Samples, b: Samples) -> bool:
     arrays = [
         (x, y) for name in ("tokens", "logprob", "full_logprob") for x, y in zip(getattr(a, name), getattr(b, name), strict=True)
     ]
-    arrays += [(a.is_truncated, b.is_truncated), (a.rewards, b.rewards)]
+    arrays += [(getattr(a, name), getattr(b, name)) for name in ("numbers", "is_truncated", "rewards")]
     return all(x.dtype == y.dtype and np.array_equal(x, y, equal_nan=x.dtype.kind == "f") for x, y in arrays)
 
 
 @pytest.mark.parametrize("num_groups, world_size", [(8, 1), (8, 2), (7, 3), (3, 3), (2, 5), (1, 1), (0, 2)])
 def test_every_group_has_one_rank_and_shares_are_even(num_groups, world_size):
-    owners = place_groups(num_groups, world_size)
-    assert len(owners) == num_groups and set(owners) <= set(range(world_size))
-    sizes = [owners.count(rank) for rank in range(world_size)]
+    owners = place_in_turn(num_groups, 3, world_size).reshape(num_groups, 3)
+    assert (owners == owners[:, :1]).all() and set(owners.ravel().tolist()) <= set(range(world_size))
+    sizes = [int((owners[:, 0] == rank).sum()) for rank in range(world_size)]
     assert max(sizes) - min(sizes) <= 1
 
 
 def test_rows_carry_the_noise_key_of_prompt_visit_and_generation():
-    rows = make_rows(GROUPS[:2], 3, 10)
-    assert [tuple(r.id) for r in rows] == [(uid, visit, j) for uid, visit in ((900, 7), (17, 8)) for j in range(3)]
-    assert all(
-        r.prompt == GROUPS[i // 3].prompt.token_ids and r.max_new_tokens == 10 and r.finish is None for i, r in enumerate(rows)
+    """Each on the rank that has it, a group's on several."""
+    names, owners, rows = (
+        [(uid, visit, j) for uid, visit in ((900, 7), (17, 8)) for j in range(3)],
+        np.array([0, 0, 1, 1, 0, 1]),
+        {},
     )
+    for rank in range(2):
+        of_rank = Standing(launch_of(GROUPS[:2], 3), owners, rank).make_rows(10)
+        assert list(of_rank) == np.flatnonzero(owners == rank).tolist()
+        rows |= of_rank
+    for place, row in rows.items():
+        assert tuple(row.id) == names[place] and row.prompt == GROUPS[place // 3].prompt.token_ids
+        assert row.max_new_tokens == 10 and row.finish is None and len(row.tokens) == 0
 
 
 def test_samples_of_one_rank_are_in_canonical_order():
@@ -105,7 +116,11 @@ class PlayedRanks:
         return gather(groups, num_generations, owners, self)
 
 
-@pytest.mark.parametrize("world_size, owners", [(2, None), (3, None), (5, None), (7, None), (3, [2, 0, 2, 2, 0])])
+UNEVEN = [2] * 3 + [0] * 3 + [2] * 6 + [0] * 3
+DIVIDED = [0, 1, 2, 2, 2, 0, 1, 1, 0, 2, 0, 0, 2, 1, 2]  # a group on several ranks
+
+
+@pytest.mark.parametrize("world_size, owners", [(2, None), (3, None), (5, None), (7, None), (3, UNEVEN), (3, DIVIDED)])
 def test_any_ranks_gather_the_same_samples(world_size, owners):
     ranks = PlayedRanks(world_size)
     with concurrent.futures.ThreadPoolExecutor(world_size) as pool:

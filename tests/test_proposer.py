@@ -5,7 +5,7 @@ The engine is played by `forward`, which accepts what agrees with a given truth.
 
 import numpy as np
 import pytest
-from conftest import VOCAB
+from conftest import VOCAB, run_loop
 from test_rollout_loop import ALONE, MAX_LENGTH, PARAMS, SEED, as_dict, new_model, plain, rows_of
 
 from bubblespec.engine.generator import Generator
@@ -31,7 +31,8 @@ def cost(a: float = 1.0, b: float = 1e-6, c: float = 1e-6) -> CostModel:
 def make(
     method: str = "bubble+suffix", fixed_window: int | None = 3, costs: CostModel | None = None, history: History | None = None
 ) -> Proposer:
-    proposer = make_proposer(method, history or History(1000), costs or cost(), fixed_window, clock=Clock())
+    options = {"has_drafts": "bubble" in method, "fixed_window": fixed_window, "clock": Clock()}
+    proposer = make_proposer(method, history or History(1000), costs or cost(), **options)
     proposer.begin()
     return proposer
 
@@ -337,7 +338,7 @@ def test_a_made_up_source_changes_no_token(fixed_window):
         tokens = wanted[each.id][0]
         proposer.track(each, None if each.id.sample else draft([*tokens[:-3], 1, 1, 1]), STEP)
     engine = Generator(ModelRunner(model, 24, MAX_LENGTH, SEED))
-    record = RolloutLoop(engine, ALONE, PARAMS, proposer=proposer).run(rows)
+    record = run_loop(RolloutLoop(engine, ALONE, PARAMS, proposer=proposer), rows)
     assert as_dict(rows) == wanted and engine.num_forwards < num_forwards
     counts = record.acceptance
     assert set(counts.by_source) == {"aligned", "guess"} and all(accepted > 10 for _, accepted in counts.by_source.values())

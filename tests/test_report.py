@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from conftest import samples_of
 
 from bubblespec.config import RewardConfig
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Group, Prompt, RolloutRecord, Row, SampleId, Samples, Span, StepRecord, digest
+from bubblespec.records import Group, Prompt, RolloutRecord, Row, Samples, Span, StepRecord, digest
 from bubblespec.rewards import scorer as scoring
 from bubblespec.rewards.functions import FAILURE_KINDS, RewardFailure
 from bubblespec.rewards.scorer import Scorer
@@ -22,7 +23,7 @@ LENGTHS = [1, 2, 4, 9]
 def make_samples(rewards: list[list[float]]) -> Samples:
     groups = [Group(Prompt(5, "p", (1, 2, 3), {}), 0), Group(Prompt(6, "q", (1,), {}), 2)]
     tokens = [np.arange(n, dtype=np.int32) for n in LENGTHS]
-    return Samples(groups, 2, tokens, tokens, tokens, np.array([False, False, False, True]), np.array(rewards))
+    return samples_of(groups, tokens, is_truncated=np.array([False, False, False, True]), rewards=np.array(rewards))
 
 
 def record(
@@ -35,12 +36,13 @@ def record(
         rewards=rewards[:num_chosen],
         generated=samples,
         all_rewards=rewards,
-        owners=[0, 0],
+        owners=np.zeros(4, np.int64),
         batch_sizes=[1] * num_batches,
         rollouts=[RolloutRecord(waits=list(waits))],
         stages=list(stages),
         spans=[],
         drafts={},
+        used=samples.groups,
     )
 
 
@@ -187,7 +189,7 @@ def test_seconds_of_rewards_are_those_of_the_call(monkeypatch):
 
     tokenizer = SimpleNamespace(batch_decode=lambda ids, skip_special_tokens: ["x" * len(i) for i in ids])
     scorer = Scorer(RewardConfig(num_workers=0), {"a.f": slow}, tokenizer, Ranks(torch.device("cpu")), output_dir="")
-    prompt = Prompt(5, "p", (1, 2, 3), {})
-    rows = [Row(SampleId(5, 0, j), prompt.token_ids, 9, np.arange(j + 1)) for j in range(2)]
-    assert scorer.begin([prompt], rows).collect().tolist() == [[1.0], [2.0]]
+    group = Group(Prompt(5, "p", (1, 2, 3), {}), 0)
+    rows = [Row(group.sample(j), group.prompt.token_ids, 9, np.arange(j + 1)) for j in range(2)]
+    assert scorer.begin([group]).collect(rows).tolist() == [[1.0], [2.0]]
     assert scorer.take_metrics() == {"reward/errors": 0, "reward/function_s": 3.0}

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import VOCAB, small_config
+from conftest import VOCAB, make_rows, run_loop, small_config
 
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import prepare_model
@@ -24,7 +24,6 @@ from bubblespec.ranks.collectives import Ranks
 from bubblespec.ranks.progress import ProgressBoard, RankState
 from bubblespec.records import Draft, Group, Load, Prompt, RolloutRecord, Row, SampleId
 from bubblespec.rollout.loop import RolloutLoop
-from bubblespec.rollout.placement import make_rows
 from bubblespec.simulate.world import SimulatedBoard, SimulatedRanks
 from bubblespec.simulate.world import World as VirtualTime
 from bubblespec.speculate.proposer import make_proposer
@@ -124,7 +123,8 @@ class World:
 
     def __init__(self, model, num_slots: int, board, method="bubble+suffix", cost=None, max_tokens=10**6, max_batch_tokens=256):
         self.model, self.board = model, board
-        self.proposer = make_proposer(method, History(10**6), cost or fixed_cost(), clock=board.ranks.clock)
+        has_drafts, cost = "bubble" in method, cost or fixed_cost()
+        self.proposer = make_proposer(method, History(10**6), cost, has_drafts=has_drafts, clock=board.ranks.clock)
         self.engine = Generator(ModelRunner(model, num_slots, MAX_LENGTH, SEED, max_batch_tokens=max_batch_tokens))
         self.store = DraftStore(max_tokens)
         self.forwards = []
@@ -162,7 +162,7 @@ class World:
 
         self.engine.step = noted_step
         loop = RolloutLoop(self.engine, self.board.ranks, PARAMS, proposer=self.proposer, board=self.board, works=works)
-        record = loop.run(rows)
+        record = run_loop(loop, rows)
         del self.engine.step
         assert [(forward.own_rows, forward.ahead_rows) for forward in record.forwards] == self.forwards
         self.store.drop(row.id for row in rows)
@@ -390,7 +390,8 @@ def play_two_ranks(ranks: Ranks, board: ProgressBoard, num_rollouts: int) -> lis
         begun = [replace(item, pays=True) for item in planned if item.holder >= 0]
         items = [replace(item, pays=number < len(free) // 2) for number, item in enumerate(free)] + begun
         ahead = DraftAhead(items, world.store, world.proposer, version=step, max_new_tokens=LIMIT, max_slowdown=1.0)
-        record = RolloutLoop(world.engine, ranks, PARAMS, proposer=world.proposer, board=world.board, works=[ahead]).run(rows)
+        loop = RolloutLoop(world.engine, ranks, PARAMS, proposer=world.proposer, board=world.board, works=[ahead])
+        record = run_loop(loop, rows)
         world.store.drop(group.sample(number) for group in groups_of(step, prompts) for number in range(2))
         ahead.merge(ranks)
         keys = [group.sample(number) for groups in coming for group in groups for number in range(2)]

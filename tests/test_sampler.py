@@ -6,13 +6,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from conftest import launch_of, make_rows, run_loop, samples_of
 
 from bubblespec.config import Config, ModelConfig, RolloutConfig
 from bubblespec.data.prompts import PromptSet
 from bubblespec.data.step_planner import InOrder
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import ForwardRecord, Group, Load, Prompt, RolloutRecord, Samples, Span, StepRecord
+from bubblespec.records import ForwardRecord, Group, Launch, Load, Prompt, RolloutRecord, Samples, Span, StepRecord
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.sampler import Sampler
 from tests.runs import ALWAYS_DRAFT, digests, read, run, same_weights, weights
@@ -64,8 +65,8 @@ def test_a_rollout_without_speculation_is_timed_as_a_whole():
     """Three forwards in 7 s."""
     ranks = Ranks(torch.device("cpu"))
     ranks.clock = ClockByHand(50.0)
-    finished, rows = [], [object(), object()]
-    record = RolloutLoop(Engine(ranks.clock), ranks, SamplingParams(), on_finished=finished.append).run(rows)
+    finished, rows = [], make_rows([Group(Prompt(900, "p", (1,), {}), 0)], 2, 3)
+    record = run_loop(RolloutLoop(Engine(ranks.clock), ranks, SamplingParams(), on_finished=finished.append), rows)
     assert finished == rows and record.num_ticks == record.drafted_tokens == record.hard_forwards == 0 and not record.waits
     assert (record.own_forwards, record.own_s, record.total_s, record.wait_s) == (3, 7.0, 7.0, 0.0)
     assert record.spans == [Span("decode", 50.0, 57.0)]
@@ -103,13 +104,13 @@ def test_stages_of_a_rollout_follow_one_another(monkeypatch, is_second):
     groups = [Group(Prompt(uid, "p", (1,), {}), 0) for uid in (900, 17)]
     ranks.clock, told = clock, []
 
-    def generate(loop, rows):
+    def generate(loop, rows, standing):
         clock.now += 8
-        for row in rows:
+        for row in rows.values():
             row.tokens, row.logprob, row.full_logprob = np.zeros(2, np.int64), *np.zeros((2, 2), np.float32)
         return rollout
 
-    def scored() -> np.ndarray:
+    def scored(rows) -> np.ndarray:
         clock.now += 2
         return np.arange(4.0)[:, None]
 
@@ -133,20 +134,21 @@ def test_stages_of_a_rollout_follow_one_another(monkeypatch, is_second):
         config=Config(rollout=RolloutConfig(num_generations=2)),
         ranks=ranks,
         engine=SimpleNamespace(num_slots=4),
-        scorer=SimpleNamespace(begin=lambda own, rows, step: told.append(step) or scoring),
+        scorer=SimpleNamespace(begin=lambda groups, step: told.append((groups, step)) or scoring),
         reward_weights=[3.0],
         speculation=speculation,
     )
     earlier = [Group(Prompt(99, "", (1,), {}), 0)]
-    before = SimpleNamespace(stages=[Span("reward", 99.0, 99.5)], generated=SimpleNamespace(groups=earlier))
-    record = sampler._sample_groups(groups, 7, before if is_second else None)
-    assert used_so_far == [[*earlier, *groups] if is_second else groups], "all that the step has drawn is no coming sample"
+    before = SimpleNamespace(stages=[Span("reward", 99.0, 99.5)], used=earlier)
+    record = sampler._sample_groups(launch_of(groups, 2), 7, before if is_second else None)
+    all_used = [*earlier, *groups] if is_second else groups
+    assert used_so_far == [all_used] and record.used == all_used, "all that the step has drawn is no coming sample"
     begin_s = 99.5 if is_second else 100.0
     assert record.stages == [Span("gen", begin_s, 108.0), Span("wait", 108.0, 112.0), Span("reward", 112.0, 115.0)]
     assert record.spans == [Span("exchange", 114.0, 115.0)] and record.seconds == 115.0 - begin_s
     assert record.rewards.tolist() == [[0.0, 3.0], [6.0, 9.0]] and ranks.place == "rollout of step 7"
-    assert told == [7, (rollout, record.samples.ids)] and record.rollouts == [rollout]
-    assert record.drafts == {groups[1].sample(0): "a draft"}
+    assert told == [(groups, 7), (rollout, record.samples.ids)] and record.rollouts == [rollout]
+    assert record.drafts == {groups[1].sample(0): "a draft"} and not record.deferred and record.owners.tolist() == [0] * 4
 
 
 # Dynamic sampling
@@ -165,32 +167,35 @@ def sample_with(
     rollout = RolloutConfig(
         num_prompts_per_step=WANTED, num_generations=2, dynamic_sampling=True, dynamic_sampling_max_batches=max_batches
     )
-    planner, batches = InOrder(prompts, 0, WANTED), []
+    planner, batches = InOrder(prompts, 0, WANTED, 2), []
     forward = ForwardRecord(0.0, 1.0, 1.0, 0.0, *Load(1, 1, 0, 1, 0, 0), own_rows=1, ahead_rows=0, looked_up_rows=0)
 
-    def generate(sampler, groups, step, before=None):
-        number = len(batches)
+    def generate(sampler, launch: Launch, step, before=None):
+        groups, number = launch.groups, len(batches)
+        assert not launch.selects and launch.num_generations == 2
         assert (before is None) == (number == 0)
         if before is not None:
-            assert [group.prompt.uid for group in before.generated.groups] == [uid for batch in batches for uid in batch]
+            assert before.used == before.generated.groups
+            assert [group.prompt.uid for group in before.used] == [uid for batch in batches for uid in batch]
             assert before.stages[-1].end_s == float(number), "where the batch before it has ended"
         batches.append([group.prompt.uid for group in groups])
         rewards = np.array([[reward_of(uid, j, useful_every) for j in range(2)] for uid in batches[-1]])
         tokens = [np.array([uid, j], np.int32) for uid in batches[-1] for j in range(2)]
         truncated = np.array([uid % 5 == 0 for uid in batches[-1] for _ in range(2)])
-        samples = Samples(groups, 2, tokens, tokens, tokens, truncated, rewards.reshape(-1, 1))
+        samples = samples_of(groups, tokens, is_truncated=truncated, rewards=rewards.reshape(-1, 1))
         return StepRecord(
             step=step,
             samples=samples,
             rewards=rewards,
             generated=samples,
             all_rewards=rewards,
-            owners=batches[-1],
+            owners=np.repeat(batches[-1], 2),
             batch_sizes=[len(groups)],
             rollouts=[RolloutRecord(forwards=[forward] * 7)],
             stages=[Span("gen", float(number), number + 1.0)],
             spans=[Span("exchange", number + 0.5, number + 1.0)],
             drafts=dict.fromkeys(samples.ids[::3]),
+            used=groups if before is None else before.used + groups,
         )
 
     monkeypatch.setattr(Sampler, "_sample_groups", generate)
@@ -211,7 +216,8 @@ def test_useless_groups_are_replaced_by_the_first_useful_ones(monkeypatch):
     useful = [uid for uid in generated if uid % 2 == 0]
     assert len(batches) > 1 and len(set(generated)) == len(generated), "a prompt's noise keys would be used twice"
     assert uids_of(record.samples) == useful[:WANTED]
-    assert uids_of(record.generated) == record.owners == generated
+    assert uids_of(record.generated) == generated and record.owners.tolist() == np.repeat(generated, 2).tolist()
+    assert record.used == record.generated.groups
     assert record.batch_sizes == [len(batch) for batch in batches]
     assert [rollout.own_forwards for rollout in record.rollouts] == [7] * len(batches)
     assert record.stages == [Span("gen", float(n), n + 1.0) for n in range(len(batches))]
@@ -271,12 +277,14 @@ def test_samples_of_groups_and_joined_are_the_same_samples():
     rng = np.random.default_rng(0)
     groups = [Group(Prompt(uid, "p", (uid,), {}), 3 * uid) for uid in range(4)]
     arrays = [[rng.normal(size=n).astype(np.float32) for n in range(1, 13)] for _ in range(3)]
-    whole = Samples(groups, 3, *arrays, rng.random(12) < 0.5, rng.normal(size=(12, 2)))
+    fields = {"numbers": rng.integers(0, 5, 12), "is_truncated": rng.random(12) < 0.5, "rewards": rng.normal(size=(12, 2))}
+    whole = Samples(groups, 3, tokens=arrays[0], logprob=arrays[1], full_logprob=arrays[2], **fields)
     again = whole.of_groups([0]) + whole.of_groups([1, 2, 3])
     assert again.groups == groups and len(again) == 12 and again.ids == whole.ids
-    for name in ("tokens", "logprob", "full_logprob", "is_truncated", "rewards"):
+    for name in ("numbers", "tokens", "logprob", "full_logprob", "is_truncated", "rewards"):
         assert all(np.array_equal(a, b) for a, b in zip(getattr(whole, name), getattr(again, name), strict=True)), name
     swapped = whole.of_groups([2, 0])
+    assert swapped.ids == whole.ids[6:9] + whole.ids[:3]
     assert uids_of(swapped) == [2, 0] and np.array_equal(swapped.rewards, whole.rewards[[6, 7, 8, 0, 1, 2]])
 
 

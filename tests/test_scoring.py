@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from conftest import make_rows, run_loop
 
 from bubblespec.config import RewardConfig, load_config
 from bubblespec.engine.generator import Generator
@@ -23,7 +24,6 @@ from bubblespec.rewards.functions import load_reward
 from bubblespec.rewards.scorer import Scorer, Scoring
 from bubblespec.rewards.workers import RewardWorkers
 from bubblespec.rollout.loop import RolloutLoop
-from bubblespec.rollout.placement import make_rows
 from bubblespec.set_up import set_up
 from tests.ranks import run_ranks
 from tests.runs import ALWAYS_DRAFT, SHORT, digests, read, run, same_weights, weights
@@ -74,10 +74,10 @@ def finished_rows(count: int) -> list[Row]:
 
 def scores(scorer: Scorer, rows: list[Row], told: list[int] = (), step: int | None = 7) -> np.ndarray:
     """Rewards of rows of one prompt, some of which are told of as they finish."""
-    scoring = scorer.begin(PROMPTS[:1], rows, step)
+    scoring = scorer.begin(GROUPS[:1], step)
     for i in told:
         scoring.on_finished(rows[i])
-    return scoring.collect()
+    return scoring.collect(rows)
 
 
 def errors_in(folder) -> list[dict]:
@@ -95,8 +95,8 @@ def test_rows_are_scored_with_their_own_prompts_text_and_columns(make_scorer):
         calls.append((prompts, completions, completion_ids, answer))
         return [1.0, 2.0, 3.0, 4.0]
 
-    scoring = make_scorer(functions={"a.record": record}, num_workers=0).begin(PROMPTS, rows)
-    assert scoring.collect().tolist() == [[1.0], [2.0], [3.0], [4.0]]
+    scoring = make_scorer(functions={"a.record": record}, num_workers=0).begin(GROUPS)
+    assert scoring.collect(rows).tolist() == [[1.0], [2.0], [3.0], [4.0]]
     texts = ["prompt 900", "prompt 900", "prompt 17", "prompt 17"]
     ids = [[900, 0], [900, 1], [17, 0], [17, 1]]
     assert calls == [(texts, ["900", "900 1", "17", "17 1"], ids, ["900", "900", "17", "17"])]
@@ -105,7 +105,7 @@ def test_rows_are_scored_with_their_own_prompts_text_and_columns(make_scorer):
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_rank_without_rows_has_no_scores(make_scorer, num_workers):
     functions = ["bubblespec.rewards.exact_match", "bubblespec.rewards.answer_format"]
-    assert make_scorer(functions=functions, num_workers=num_workers).begin([], []).collect().shape == (0, 2)
+    assert make_scorer(functions=functions, num_workers=num_workers).begin([]).collect([]).shape == (0, 2)
 
 
 @pytest.mark.parametrize("chosen", [0.0, -1.0])
@@ -218,7 +218,7 @@ def test_responses_are_scored_while_others_decode(make_scorer, make_model, tmp_p
     rows = make_rows(GROUPS[:1], 4, 16)
     for n, row in enumerate(rows):
         row.max_new_tokens = 4 * (n + 1)
-    scoring = scorer.begin(PROMPTS[:1], rows)
+    scoring = scorer.begin(GROUPS[:1])
     finished = []
 
     def on_finished(row: Row) -> None:
@@ -229,8 +229,8 @@ def test_responses_are_scored_while_others_decode(make_scorer, make_model, tmp_p
             assert time.monotonic() < deadline, "not scored before the rollout goes on"
             time.sleep(0.01)
 
-    RolloutLoop(engine, Ranks(CPU), SamplingParams(), on_finished=on_finished).run(rows)
-    assert finished == [0, 1, 2, 3] and scoring.collect().tolist() == [[2.0]] * 4
+    run_loop(RolloutLoop(engine, Ranks(CPU), SamplingParams(), on_finished=on_finished), rows)
+    assert finished == [0, 1, 2, 3] and scoring.collect(rows).tolist() == [[2.0]] * 4
 
 
 # Told to stop while rewards are waited for
@@ -303,9 +303,9 @@ def train_here(folder, monkeypatch, *overrides: str) -> int:
     """A run of one rank in this process. Returns how many responses the workers had been told of by the end of their rollout."""
     told, collect_scores = [], Scoring.collect
 
-    def collect(scoring: Scoring) -> np.ndarray:
-        told.append(len(scoring.rows) - len(scoring._waiting))
-        return collect_scores(scoring)
+    def collect(scoring: Scoring, rows: list[Row]) -> np.ndarray:
+        told.append(len(scoring._submitted))
+        return collect_scores(scoring, rows)
 
     monkeypatch.setattr(Scoring, "collect", collect)
     options = [*SHORT, "run.max_steps=2", "run.eval_steps=2", "eval.num_prompts=4", "eval.num_generations=2", ALWAYS_DRAFT]

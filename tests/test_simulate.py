@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
+from conftest import make_rows
 
 from benchmarks import replay_map
 from bubblespec.config import config_of_sections, flatten
@@ -25,7 +26,7 @@ from bubblespec.engine.sampling import SamplingParams
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.ranks.progress import LINGER_S, RankState
 from bubblespec.records import Draft, Load, Row, SampleId
-from bubblespec.rollout.placement import make_rows, place_groups
+from bubblespec.rollout.placement import place_in_turn
 from bubblespec.simulate import __main__
 from bubblespec.simulate.__main__ import BLANK, nested
 from bubblespec.simulate.analytic import GPUS, MODELS, analytic_cost
@@ -212,7 +213,7 @@ def test_forwards_are_those_of_the_real_engine(make_model, slots, budget, window
     def loads_of(engine: Generator, rows: list[Row]) -> tuple[list[Load], dict]:
         if window is None:
             return run_to_end(engine, rows, params), {}
-        proposer = make_proposer("bubble+suffix", History(0), CostModel(), window)
+        proposer = make_proposer("bubble+suffix", History(0), CostModel(), has_drafts=True, fixed_window=window)
         proposer.begin()
         for row in rows:
             proposer.track(row, drafts[row.id], 3)
@@ -242,7 +243,7 @@ def test_skipped_forwards_are_the_same_forwards(slots):
         world = World(1, cores)
         text = lambda row, _: workload.response(workload.step_of(row.id), row.id.uid, row.id.sample)  # noqa: E731
         engine = SimulatedGenerator(SimulatedRunner(world, 0, slots, 340, max_batch_tokens=64, cost=cost, text=text))
-        rows = engine.run(make_rows(workload.launch(1), 4, 300), SamplingParams(stop_token_ids=(STOP,)))
+        rows = engine.run(make_rows(workload.launch(1).groups, 4, 300), SamplingParams(stop_token_ids=(STOP,)))
         return cost.loads, world.now, engine.num_forwards, [row.tokens.tolist() for row in rows]
 
     skipping, one_by_one = run_all(None), run_all(1)
@@ -253,7 +254,7 @@ def test_looking_for_proposals_takes_virtual_time():
     """For the rows that are tracked and have room: the others are not looked at."""
     world = World(1)
     clock = SimulatedRanks(world, 0).clock
-    proposer = make_proposer("suffix", History(0), CostModel(), 4, clock=clock)
+    proposer = make_proposer("suffix", History(0), CostModel(), has_drafts=False, fixed_window=4, clock=clock)
     proposer.sources.insert(0, ProposalTime(SimpleNamespace(propose_seconds=lambda n: 0.5 + 0.25 * n), clock))
     proposer.begin()
     rows = [Row(SampleId(1, 0, sample), (1, 2), 50) for sample in range(5)]
@@ -271,7 +272,7 @@ def seconds_by_hand(workload: Workload, step: int, num_ranks: int, slots: int, c
     """Continuous batching of one response a prompt, where every prompt fits into a forward: each row's first forward feeds
     its prompt, every further one a token. Returns the slowest rank's seconds, and most forwards."""
     seconds, forwards = [], []
-    owners = place_groups(workload.num_prompts, num_ranks)
+    owners = place_in_turn(workload.num_prompts, 1, num_ranks)
     for rank in range(num_ranks):
         prompts = [prompt for prompt, owner in zip(workload.batch(step), owners, strict=True) if owner == rank]
         waiting = [(len(p.token_ids), len(workload.response(step, p.uid, 0))) for p in prompts]
@@ -543,9 +544,9 @@ def test_a_recorded_run_has_the_visits_that_were_recorded(tmp_path, first_step, 
     digests = write_trace(tmp_path, make_workload(**spec), make_config(), first_step=first_step)
     recorded, made = RecordedWorkload(str(tmp_path)), make_workload(**spec)
     steps = range(first_step, 6)
-    assert [{group.visit for group in recorded.launch(step)} for step in steps] == [{visit} for visit in wanted]
+    assert [{group.visit for group in recorded.launch(step).groups} for step in steps] == [{visit} for visit in wanted]
     assert [recorded.launch(step) for step in steps] == [made.launch(step) for step in steps]
-    assert {recorded.step_of(group.sample(1)) for group in recorded.launch(4)} == {4}
+    assert {recorded.step_of(group.sample(1)) for group in recorded.launch(4).groups} == {4}
     for method in ("none", "bubble+suffix"):
         found = simulate(make_config(method), recorded, LinearCost(), 2)
         assert [step.digest for step in found] == digests == [recorded.digests[step] for step in steps]
@@ -676,7 +677,7 @@ def saved_cost(folder) -> str:
 def test_a_run_without_the_simulator_reads_the_real_clock():
     """The seam's default: ranks tell the time by the `time` module."""
     assert Ranks(torch.device("cpu")).clock is time
-    assert make_proposer("suffix", History(0), CostModel()).clock is time
+    assert make_proposer("suffix", History(0), CostModel(), has_drafts=False).clock is time
 
 
 @pytest.mark.parametrize("edited", [0.05, 0.2])

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from conftest import launch_of, samples_of
 from test_rollout_loop import (
     LIMIT,
     MAX_LENGTH,
@@ -38,7 +39,20 @@ from bubblespec.idle.speculation import (
 )
 from bubblespec.ranks.collectives import Ranks, StopRequested
 from bubblespec.ranks.progress import ProgressBoard
-from bubblespec.records import Acceptance, Draft, ForwardRecord, Group, Load, Prompt, RolloutRecord, SampleId, Samples, Span
+from bubblespec.records import (
+    Acceptance,
+    Draft,
+    ForwardRecord,
+    Group,
+    Launch,
+    Load,
+    Prompt,
+    RolloutRecord,
+    Row,
+    SampleId,
+    Samples,
+    Span,
+)
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.speculate.windows import CostModel
 from bubblespec.telemetry.report import speculation_metrics
@@ -64,8 +78,8 @@ def make(config: Config, board=None, ranks: Ranks = RANKS) -> Speculation:
 class SamePrompts:
     """A `StepPlanner` by which every step starts the same prompts, each time on a further visit."""
 
-    def launch(self, step: int) -> list[Group]:
-        return groups_of(step)
+    def launch(self, step: int) -> Launch:
+        return launch_of(groups_of(step), 2)
 
     def upcoming(self, step: int, depth: int, used: list[Group] | None = None) -> list[list[Group]]:
         return [groups_of(coming) for coming in range(step + 1, step + 1 + depth)]
@@ -73,28 +87,36 @@ class SamePrompts:
     def replacements(self, step: int, count: int, used: list[Group]) -> list[Group]:
         return []
 
-    def finish(self, groups: list[Group]) -> None:
+    def finish(self, samples: Samples, deferred: dict[SampleId, int]) -> None:
         pass
 
 
 class Unscored:
-    """In place of the scorer, and of its scoring of the latest rollout, whose rows it remembers: all rewards are 0."""
+    """In place of the scorer and of its scoring: all rewards are 0."""
 
-    def begin(self, prompts: list[Prompt], rows: list, step: int) -> "Unscored":
-        self.rows = rows
+    def begin(self, groups: list[Group], step: int | None) -> "Unscored":
         return self
 
     def on_finished(self, row) -> None:
         pass
 
-    def collect(self) -> np.ndarray:
-        return np.zeros((len(self.rows), 1))
+    def collect(self, rows: list[Row]) -> np.ndarray:
+        return np.zeros((len(rows), 1))
 
 
-def make_sampler(speculation: Speculation, engine: Generator, planner=None) -> Sampler:
+class WatchedSampler(Sampler):
+    """Remembers the rows of the latest rollout."""
+
+    def begin(self, launch: Launch, step: int | None = None) -> tuple:
+        standing, rows, scoring = super().begin(launch, step)
+        self.rows = list(rows.values())
+        return standing, rows, scoring
+
+
+def make_sampler(speculation: Speculation, engine: Generator, planner=None) -> WatchedSampler:
     """The rollouts of a run with a speculation of its own."""
     parts = (speculation.config, speculation.ranks, engine, PARAMS, planner or SamePrompts(), Unscored(), [1.0])
-    return Sampler(*parts, speculation)
+    return WatchedSampler(*parts, speculation)
 
 
 def recorded(
@@ -117,12 +139,6 @@ def recorded(
         forwards.append(ForwardRecord(*times, *load, int(is_own), int(not is_own), 1))
     waits = [Span("wait", began_s, began_s + wait_s / 2)] * 2
     return RolloutRecord(began_s, began_s + total_s, forwards, waits, **fields)
-
-
-def samples_of(groups: list[Group], tokens: list[np.ndarray]) -> Samples:
-    nothing = [np.zeros(len(of_sample), np.float32) for of_sample in tokens]
-    count = len(tokens)
-    return Samples(groups, count // len(groups), tokens, nothing, nothing, np.zeros(count, bool), np.zeros((count, 1)))
 
 
 @pytest.mark.parametrize(
@@ -333,7 +349,7 @@ def test_steps_of_a_run_are_exact(method, lookahead):
         depth, before = speculation.lookahead(step), {row.id: store.get(row.id) for row in rows_of(step)}
         record = sampler.sample(step)
         wanted, _ = plain(model, step)
-        assert as_dict(sampler.scorer.rows) == wanted
+        assert as_dict(sampler.rows) == wanted
         assert dict(zip(record.samples.ids, (t.tolist() for t in record.samples.tokens), strict=True)) == {
             sample: tokens for sample, (tokens, _) in wanted.items()
         }
@@ -365,9 +381,9 @@ def test_an_abandoned_rollout_keeps_the_drafts_of_its_step():
     ranks.must_stop = True
     with pytest.raises(StopRequested):
         sampler.sample(4)
-    assert all(row.finish is None for row in sampler.scorer.rows)
+    assert all(row.finish is None for row in sampler.rows)
     assert speculation.store.get(sample) is not None
     ranks.must_stop = False
     sampler.sample(4)
-    assert as_dict(sampler.scorer.rows) == plain(model, 4)[0]
+    assert as_dict(sampler.rows) == plain(model, 4)[0]
     assert speculation.store.get(sample) is None

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from conftest import launch_of, run_loop, samples_of
 from test_rollout_loop import (
     ALONE,
     LIMIT,
@@ -18,7 +19,7 @@ from test_rollout_loop import (
     new_model,
     rows_of,
 )
-from test_speculation import SamePrompts, make, make_config, make_sampler, recorded, samples_of
+from test_speculation import SamePrompts, make, make_config, make_sampler, recorded
 
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.runner import ModelRunner
@@ -45,8 +46,20 @@ def metrics_of(ranks, rollouts: list[RolloutRecord], spans=(), num_tokens: int =
     """Of a step of these rollouts, with 17 tokens in the store."""
     samples = samples_of([Group(Prompt(1, "", (1,), {}), 0)], [np.zeros(num_tokens, np.int32)])
     rewards = np.zeros((1, 1))
-    stages = [Span("gen", 0.0, 1.0)]
-    record = StepRecord(0, samples, rewards, samples, rewards, [0], [1] * len(rollouts), rollouts, stages, list(spans), {})
+    record = StepRecord(
+        step=0,
+        samples=samples,
+        rewards=rewards,
+        generated=samples,
+        all_rewards=rewards,
+        owners=np.zeros(1, np.int64),
+        batch_sizes=[1] * len(rollouts),
+        rollouts=rollouts,
+        stages=[Span("gen", 0.0, 1.0)],
+        spans=list(spans),
+        drafts={},
+        used=samples.groups,
+    )
     return speculation_metrics(ranks, record, store_tokens=17, accepted_by_age={3: 0.4, 1: 0.9})
 
 
@@ -131,7 +144,7 @@ def test_rollouts_of_a_step_are_counted_together(monkeypatch):
         """Step 1 starts two prompts, and as all rewards are the same, goes on to the third."""
 
         def launch(self, step):
-            return groups_of(step, PROMPTS[:2] if step == 1 else PROMPTS)
+            return launch_of(groups_of(step, PROMPTS[:2] if step == 1 else PROMPTS), 2)
 
         def replacements(self, step, count, used):
             return groups_of(step, PROMPTS[2:]) if len(used) == 2 else []
@@ -172,7 +185,7 @@ def test_shares_by_age_take_in_each_rollout_of_a_step_once():
     """Each rollout has counts of its own: 100 tokens with 80 accepted, then 50 with 10."""
     speculation = make(make_config())
     for counts in ([100, 80], [50, 10]):
-        speculation.begin([], step=1)
+        speculation.begin({}, step=1)
         speculation.proposer.acceptance.by_age[1] = counts
         speculation.learn_rollout(RolloutRecord(acceptance=speculation.proposer.acceptance), [])
     assert speculation.accepted_by_age == {1: pytest.approx(0.7 * 0.8 + 0.3 * 0.2)}
@@ -215,7 +228,7 @@ def test_seconds_of_a_rollout_by_a_clock_that_only_forwards_and_waiting_move(wha
     """A forward takes one second: `own_s` ends with the rank's last row, `total_s` with the rollout, and `wait_s` is neither."""
     clock = Clock()
     board = TimedBoard(60, clock)
-    proposer = make_proposer("bubble", History(10), fixed_cost(), clock=clock)
+    proposer = make_proposer("bubble", History(10), fixed_cost(), has_drafts=True, clock=clock)
     engine = Generator(ModelRunner(new_model(), 24, MAX_LENGTH, SEED))
     forward = engine.step
 
@@ -232,7 +245,7 @@ def test_seconds_of_a_rollout_by_a_clock_that_only_forwards_and_waiting_move(wha
         names = [(group.sample(number), group.prompt.token_ids) for group in groups_of(1) for number in range(2)]
         items = [Item(*name, 1, pays=False) for name in names if "drafts" in what]
         works = [DraftAhead(items, DraftStore(10**6), proposer, version=0, max_new_tokens=LIMIT, max_slowdown=1.0)]
-    record = RolloutLoop(engine, board.ranks, PARAMS, proposer=proposer, board=board, works=works).run(rows)
+    record = run_loop(RolloutLoop(engine, board.ranks, PARAMS, proposer=proposer, board=board, works=works), rows)
     own, hard = record.own_forwards, record.hard_forwards
     assert own + hard == engine.num_forwards and own >= 12 > 6 == len(rows)
     assert (hard > 5) == (what == "rows, drafts and waiting") == any(work.drafts for work in works)
@@ -250,7 +263,7 @@ def test_seconds_of_proposals_are_those_of_finding_and_of_learning_from_them(fix
     """Each look at the clock takes one second, so two looks are one second apart."""
     ticks = itertools.count()
     clock = SimpleNamespace(perf_counter=lambda: float(next(ticks)))
-    proposer = make_proposer("bubble", History(10), fixed_cost(), fixed_window, clock=clock)
+    proposer = make_proposer("bubble", History(10), fixed_cost(), has_drafts=True, fixed_window=fixed_window, clock=clock)
     proposer.begin()
     row, other = rows_of(0, PROMPTS[:1])
     proposer.track(row, Draft(np.arange(9, dtype=np.int32), True, 0), 0)
@@ -265,13 +278,14 @@ def test_a_forward_is_timed_without_its_proposals():
     """Again each look takes a second: one for proposals, one for what came of them, and three between these in the engine."""
     ticks = itertools.count()
     clock = SimpleNamespace(perf_counter=lambda: float(next(ticks)))
-    proposer = make_proposer("bubble", History(10), fixed_cost(), 3, clock=clock)
+    proposer = make_proposer("bubble", History(10), fixed_cost(), has_drafts=True, fixed_window=3, clock=clock)
     engine = Generator(ModelRunner(new_model(), 24, MAX_LENGTH, SEED))
     proposer.begin()
     rows = rows_of(0)
     for row in rows:
         proposer.track(row, None, 0)
-    record = RolloutLoop(engine, SimpleNamespace(rank=0, must_stop=False, clock=clock), PARAMS, proposer=proposer).run(rows)
+    ranks = SimpleNamespace(rank=0, must_stop=False, clock=clock)
+    record = run_loop(RolloutLoop(engine, ranks, PARAMS, proposer=proposer), rows)
     decodes = [forward for forward in record.forwards if forward.looked_up_rows]
     assert len(decodes) > 10 and {(forward.propose_s, forward.engine_s) for forward in decodes} == {(2.0, 3.0)}
     assert all(forward.looked_up_rows == forward.rows for forward in decodes if not forward.prompt_tokens)

@@ -8,7 +8,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB
+from conftest import VOCAB, run_loop
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from bubblespec.engine.generator import Generator
@@ -121,7 +121,7 @@ def test_prompt_tokens_are_said_of_the_forwards_that_compute_them_and_no_others(
 
 def test_spans_of_a_plain_rollout(make_model):
     engine, rows = make_engine(make_model, 6, 64), make_rows()
-    spans = RolloutLoop(engine, Ranks(torch.device("cpu")), PARAMS).run(rows).spans
+    spans = run_loop(RolloutLoop(engine, Ranks(torch.device("cpu")), PARAMS), rows).spans
     again = make_engine(make_model, 6, 64).run(make_rows(), PARAMS)
     assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(rows, again, strict=True))
     assert {span.kind for span in spans} == {"prefill", "decode"} and spans[0].kind == "prefill"

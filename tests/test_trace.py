@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
+from conftest import samples_of
 
 from bubblespec.config import Config, DataConfig, ModelConfig, RunConfig
 from bubblespec.errors import InputError
@@ -21,7 +22,6 @@ from bubblespec.records import (
     Prompt,
     RolloutRecord,
     SampleId,
-    Samples,
     Span,
     StepRecord,
     digest,
@@ -216,7 +216,8 @@ def one_step(step: int, drafts: dict[SampleId, Draft] | None = None) -> StepReco
     groups = [Group(Prompt(uid, "p", (uid, 2), {}), visit) for uid, visit in ((11, 0), (7, 5))]
     tokens = [np.arange(5 + i) for i in range(4)]
     rewards = np.arange(4.0).reshape(2, 2)
-    samples = Samples(groups, 2, tokens, tokens, tokens, np.array([True, False, False, True]), rewards.reshape(-1, 1))
+    truncated = np.array([True, False, False, True])
+    samples = samples_of(groups, tokens, is_truncated=truncated, rewards=rewards.reshape(-1, 1))
     forward = ForwardRecord(10.0, 10.5, 0.375, 0.125, *Load(3, 9, 2, 40, 5, 1), own_rows=2, ahead_rows=1, looked_up_rows=3)
     stages = [Span("gen", 1.0, 3.0), Span("wait", 3.0, 3.5), Span("reward", 3.5, 4.0), Span("train", 4.0, 6.0)]
     return StepRecord(
@@ -225,12 +226,13 @@ def one_step(step: int, drafts: dict[SampleId, Draft] | None = None) -> StepReco
         rewards=rewards,
         generated=samples,
         all_rewards=rewards,
-        owners=[0, 0],
+        owners=np.array([0, 1, 0, 0]),
         batch_sizes=[1, 1],
         rollouts=[RolloutRecord(10.0, 11.0, [forward]), RolloutRecord(12.0, 12.5)],
         stages=stages,
         spans=[Span("exchange", 3.5, 3.75)],
         drafts=drafts or {},
+        used=groups,
     )
 
 
@@ -246,7 +248,7 @@ def test_round_trip_of_one_step(tmp_path):
     found = columns(tmp_path, "responses")
     assert found["uid"].tolist() == [11, 11, 7, 7] and found["sample"].tolist() == [0, 1, 0, 1]
     assert found["visit"].tolist() == [0, 0, 5, 5]
-    assert found["batch"].tolist() == [0, 0, 1, 1] and found["owner"].tolist() == [0, 0, 0, 0]
+    assert found["batch"].tolist() == [0, 0, 1, 1] and found["owner"].tolist() == [0, 1, 0, 0]
     assert found["prompt_tokens"].tolist() == [[11, 2], [11, 2], [7, 2], [7, 2]]
     assert found["tokens"].tolist() == [list(range(5 + i)) for i in range(4)]
     assert found["stopped"].tolist() == [False, True, True, False] and found["reward"].tolist() == [0.0, 1.0, 2.0, 3.0]

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from conftest import samples_of
 
 import train
 from bubblespec.config import Config
@@ -17,7 +18,7 @@ from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.learn.learner import Learner
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Group, Prompt, Samples, Span, StepRecord
+from bubblespec.records import Group, Prompt, Span, StepRecord
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.trainer import Trainer, expected_best
@@ -85,19 +86,17 @@ def test_an_evaluation_by_hand(monkeypatch):
     lengths, used = [1, 2, 6, 3, 4, 6, 6, 2], []
     sampling = SamplingParams(0.9, 0.8, 7, (3,), 2)
 
-    def generate(loop, rows):
-        used.append((loop.params, [(row.id.uid, row.id.visit, row.id.sample, row.max_new_tokens) for row in rows]))
-        for row, length in zip(rows, lengths, strict=True):
+    def generate(loop, rows, standing):
+        used.append((loop.params, [(*row.id, row.max_new_tokens) for row in rows.values()]))
+        for row, length in zip(rows.values(), lengths, strict=True):
             row.tokens, row.finish = np.arange(length), "length" if length == 6 else "stop"
             row.logprob = row.full_logprob = np.zeros(length, np.float32)
             loop.on_finished(row)
 
     monkeypatch.setattr(RolloutLoop, "run", generate)
     rewards = np.array([first, second]).T
-    scoring = SimpleNamespace(on_finished=lambda row: None, collect=lambda: rewards)
-    scorer = SimpleNamespace(
-        begin=lambda own, rows, step: used.append(step) or scoring, take_metrics=lambda: {"reward/errors": 3}
-    )
+    scoring = SimpleNamespace(on_finished=lambda row: None, collect=lambda rows: rewards)
+    scorer = SimpleNamespace(begin=lambda groups, step: used.append(step) or scoring, take_metrics=lambda: {"reward/errors": 3})
     parts = {"params": sampling, "scorer": scorer, "reward_weights": [1.0, 10.0]}
     trainer = make_trainer(config, parts, eval_prompts=prompts, num_updates=12)
     assert trainer.evaluate() == {
@@ -129,7 +128,7 @@ def test_the_overlong_penalty_of_a_step_is_in_its_rewards_and_its_metrics():
     trainer.ranks.clock = SimpleNamespace(perf_counter=lambda: 9.0)
     tokens = [np.zeros(n, np.int32) for n in (3, 6, 8, 10)]
     rewards = np.array([[1.0, math.nan], [0.5, math.nan], [0.0, 0.25], [1.0, math.nan]])
-    samples = Samples([Group(Prompt(1, "p", (1,), {}), 0)], 4, tokens, tokens, tokens, np.zeros(4, bool), rewards)
+    samples = samples_of([Group(Prompt(1, "p", (1,), {}), 0)], tokens, rewards=rewards)
 
     def update(step: int) -> tuple[StepRecord, dict[str, float]]:
         fields = {"step": step, "samples": samples, "stages": [Span("reward", 0.5, 0.75)], "spans": [Span("exchange", 0.5, 0.6)]}

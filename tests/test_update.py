@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB
+from conftest import VOCAB, samples_of
 
 from bubblespec.config import Config, LossConfig, ModelConfig, OptimConfig, RolloutConfig
 from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
@@ -32,7 +32,7 @@ def make_samples(seed: int = 0, generations: int = GENERATIONS) -> Samples:
     logprob = [rng.normal(-3, 0.1, len(t)).astype(np.float32) for t in tokens]
     truncated = np.arange(len(tokens)) % 5 == 2
     groups = [Group(prompt, 0) for prompt in prompts]
-    return Samples(groups, generations, tokens, logprob, logprob, truncated, np.zeros((len(tokens), 1)))
+    return samples_of(groups, tokens, logprob=logprob, full_logprob=logprob, is_truncated=truncated)
 
 
 def make_config(max_tokens: int = 64, **loss) -> Config:
