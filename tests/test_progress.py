@@ -20,7 +20,7 @@ import torch.distributed as dist
 from bubblespec.errors import RankTimeout
 from bubblespec.ranks import collectives as distributed
 from bubblespec.ranks.collectives import BROKEN_S, GRACE_S, Ranks, RollCall
-from bubblespec.ranks.progress import LINGER_S, ProgressBoard, RankState
+from bubblespec.ranks.progress import LINGER_S, NUM_NUMBERS, ProgressBoard, RankState
 from bubblespec.simulate.world import SimulatedBoard, SimulatedRanks, World
 from tests.clocks import Clock, ClockThatSkips
 from tests.ranks import run_ranks
@@ -213,7 +213,7 @@ class SilentBoard(ProgressBoard):
     """No tick is ever answered."""
 
     def _connect(self, backend: str | None) -> None:
-        pass
+        self._numbers = np.zeros(NUM_NUMBERS)
 
     def _post(self) -> None:
         self.ranks.roll_call.enter("tick")

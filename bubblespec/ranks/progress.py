@@ -12,6 +12,7 @@ import contextlib
 import math
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import NamedTuple, NoReturn
 
 import numpy as np
@@ -111,8 +112,10 @@ class ProgressBoard:
     def _allocate(self, num_numbers: int) -> None:
         """Buffers for ticks that carry so many numbers from each rank."""
         self._numbers = np.zeros(num_numbers)
-        self._own = torch.from_numpy(self._numbers).to(self._device)  # on CPU the same memory
-        self._everyone = torch.zeros(self.ranks.world_size * num_numbers, dtype=torch.float64, device=self._device)
+        zeros = partial(torch.zeros, dtype=torch.float64, device=self._device)
+        with self._on_stream():  # the stream of the ticks: on another one the zeros might come after what is received
+            self._own = torch.from_numpy(self._numbers) if self._device.type == "cpu" else zeros(num_numbers)
+            self._everyone = zeros(self.ranks.world_size * num_numbers)
 
     def begin(self) -> None:
         """A new rollout: ticks count from 0. Raises RuntimeError while a tick of the last one is in flight."""
