@@ -11,7 +11,7 @@ import torch
 
 from bubblespec.config import load_config
 from bubblespec.data.prompts import PromptSet
-from bubblespec.data.selection import Selection
+from bubblespec.data.selection import NO_CUT, Selection
 from bubblespec.data.step_planner import InOrder
 from bubblespec.data.tail_batching import MIN_STEPS_SEEN, TailBatching, best_num_launched, scaled
 from bubblespec.ranks.collectives import Ranks
@@ -49,11 +49,14 @@ def test_what_is_judged_early_holds_at_the_end(sizes):
         selection, so_far = Selection(launch), np.zeros(num_groups * num_generations, int)
         goal, before = np.array(final).ravel(), (set(), set())
         while True:
-            is_in, is_out = selection.judge(so_far, so_far == goal)
+            is_in, is_out, num_done, cut = selection.judge(so_far, so_far == goal)
             places = [{divmod(place, num_generations) for place in np.flatnonzero(flags).tolist()} for flags in (is_in, is_out)]
             assert places[0] <= truth and not places[1] & truth
             assert before[0] <= places[0] and before[1] <= places[1], "what is sure stays sure"
             before = places
+            assert (cut < NO_CUT) == (num_done >= num_trained)
+            for place in np.flatnonzero((so_far >= cut) & (so_far < goal)).tolist() if num_kept == num_generations else ():
+                assert is_out[place]
             open_rows = [i for i in range(len(goal)) if so_far[i] < goal[i] and not is_out[i]]
             if not open_rows:
                 break
@@ -65,8 +68,8 @@ def test_what_is_judged_early_holds_at_the_end(sizes):
 
 def test_without_choice_all_are_in_once_they_have_finished():
     selection = Selection(make_launch(2, 2, 2, 2))
-    is_in, is_out = selection.judge(np.array([3, 9, 1, 1]), np.array([True, True, True, False]))
-    assert is_in.tolist() == [True, True, False, False] and not is_out.any()
+    is_in, is_out, num_done, _ = selection.judge(np.array([3, 9, 1, 1]), np.array([True, True, True, False]))
+    assert num_done == 1 and is_in.tolist() == [True, True, False, False] and not is_out.any()
 
 
 def make_prompts(count: int) -> PromptSet:

@@ -8,9 +8,26 @@ they are in or out: a rollout is over once the others have finished.
 With a race within groups, of a group's R responses only the K shortest count, by the same rule.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 from bubblespec.records import Launch
+
+NO_CUT = 1 << 62
+
+
+class Judgement(NamedTuple):
+    """What is sure of a rollout's rows."""
+
+    is_in: np.ndarray
+    """bool [S], trained on in this step."""
+    is_out: np.ndarray
+    """bool [S], not trained on in it."""
+    num_done: int
+    """Groups that have all the responses that they will be trained on."""
+    cut: int
+    """A group with a row of as many tokens that has not finished is out; NO_CUT while too few groups are done."""
 
 
 class Selection:
@@ -20,9 +37,8 @@ class Selection:
         self.num_trained, self.num_kept = launch.num_trained, launch.num_kept
         self.shape = (len(launch.groups), launch.num_generations)
 
-    def judge(self, lengths: np.ndarray, is_finished: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which rows are sure to be trained on, and which are sure not to be: bool [S] each. Once all rows have finished or are
-        out, the others are all in.
+    def judge(self, lengths: np.ndarray, is_finished: np.ndarray) -> Judgement:
+        """What is sure by now. Once all rows have finished or are out, those that are not out are all in.
 
         lengths: int64 [S], tokens so far, by group and number; is_finished: bool [S].
         """
@@ -34,7 +50,10 @@ class Selection:
         group_first, group_behind = _ahead(longest[None], is_done[None], self.num_trained)
         group_in, group_out = (group_first & is_done)[0], group_behind[0]
         rows_out = behind | group_out[:, None]
-        return (group_in[:, None] & first).ravel(), rows_out.ravel()
+        num_done, cut = int(is_done.sum()), NO_CUT
+        if num_done >= self.num_trained:
+            cut = int(np.partition(longest[is_done], self.num_trained - 1)[self.num_trained - 1])
+        return Judgement((group_in[:, None] & first).ravel(), rows_out.ravel(), num_done, cut)
 
 
 def _ahead(least: np.ndarray, is_final: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:

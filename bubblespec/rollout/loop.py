@@ -110,11 +110,11 @@ class RolloutLoop:
         """Drop own rows that are out, and hand on those that are in."""
         standing = self.standing
         standing.judge()
-        self.board.hurries = standing.may_end_early
-        out = [row for row in self.view.unfinished.values() if standing.is_out[self._places[id(row)]]]
+        self.board.hurries, judgement = standing.may_end_early, standing.judgement
+        out = [row for row in self.view.unfinished.values() if judgement.is_out[self._places[id(row)]]]
         if out:
             self._drop(out)
-        for place in np.flatnonzero(standing.is_in & (standing.owners == self.ranks.rank)).tolist():
+        for place in np.flatnonzero(judgement.is_in & (standing.owners == self.ranks.rank)).tolist():
             self._tell(place)
 
     def _drop(self, rows: list[Row]) -> None:
@@ -154,11 +154,15 @@ class RolloutLoop:
     def _note(self, row: Row) -> None:
         self.standing.note(self._places[id(row)], len(row.tokens), row.finish is not None)
 
-    def _note_active(self) -> None:
-        """How far this rank's rows in slots are."""
+    def _note_active(self) -> int:
+        """How far this rank's rows in slots are; returns the most tokens of any."""
+        longest = 0
         for row, length in zip(self.engine.rows, self.engine.lengths.tolist(), strict=True):
             if (place := self._places.get(id(row))) is not None:
-                self.standing.note(place, length - len(row.prompt), False)
+                length -= len(row.prompt)
+                self.standing.note(place, length, False)
+                longest = max(longest, length)
+        return longest
 
     def _advance(self) -> bool:
         """A slice of each work; whether there is more to do of any."""
@@ -203,6 +207,7 @@ class RolloutLoop:
             self._note(row)
             if self.standing.selection is None:
                 self._tell(self._places[id(row)])
-        if self.standing.selection is not None and (finished or self.board.hurries):
-            self._note_active()
-            self._select()
+        if self.standing.selection is not None and unfinished:
+            longest = self._note_active()
+            if finished or longest >= self.standing.judgement.cut:
+                self._select()

@@ -22,8 +22,7 @@ class Standing:
         self.lengths = np.zeros(len(owners), np.int64)
         self.is_finished = np.zeros(len(owners), bool)
         self.told = np.zeros(len(owners), np.int64)  # lengths as of the last tick, the same on all ranks; -1 for finished rows
-        self.is_in = np.zeros(len(owners), bool)  # sure to be trained on in this step
-        self.is_out = np.zeros(len(owners), bool)  # sure not to be
+        self.judge()
 
     def make_rows(self, max_new_tokens: int) -> dict[int, Row]:
         """This rank's rows, by place, those of a group adjacent."""
@@ -50,15 +49,14 @@ class Standing:
         self.lengths, self.is_finished = newest >> 1, (newest & 1).astype(bool)
 
     def judge(self) -> None:
-        """Work out which rows are in, and which are out."""
+        """Work out what is sure by now, where there is a choice to make: `judgement`."""
         if self.selection is not None:
-            self.is_in, self.is_out = self.selection.judge(self.lengths, self.is_finished)
+            self.judgement = self.selection.judge(self.lengths, self.is_finished)
 
     @property
     def may_end_early(self) -> bool:
-        """Whether so much has finished that rows may be out before their end any time."""
-        num_finished = int(self.is_finished.reshape(self.selection.shape).all(axis=1).sum()) if self.selection else 0
-        return self.selection is not None and num_finished + 1 >= self.launch.num_trained
+        """Whether so much is done that any finished row may put others out."""
+        return self.judgement.num_done + 1 >= self.launch.num_trained
 
     def deferred(self) -> np.ndarray:
         """The places of the samples whose turn comes in a later step, int64, once the rollout is over: those of whole groups.
@@ -71,4 +69,4 @@ class Standing:
 
     def chosen(self) -> np.ndarray:
         """The places of the samples that are trained on, int64, once the rollout is over; with no choice to make all of them."""
-        return np.flatnonzero(self.is_in) if self.selection is not None else np.arange(len(self.owners))
+        return np.flatnonzero(self.judgement.is_in) if self.selection is not None else np.arange(len(self.owners))
