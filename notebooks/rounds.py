@@ -1,0 +1,137 @@
+"""What tail_batching.ipynb plays: which lengths different rules train on, with a policy that stands still.
+
+`python -m notebooks.rounds` lets the policy of the default run answer the prompts of its first steps, and keeps the lengths in
+data/lengths.npz. The notebook plays the rules on those: the trainer's own planner and selection, and what RollPacker does.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from bubblespec.config import load_config
+from bubblespec.data.prompts import PromptSet
+from bubblespec.data.selection import Selection
+from bubblespec.data.step_planner import InOrder
+from bubblespec.data.tail_batching import TailBatching
+from bubblespec.records import Group, Launch, Prompt, Samples
+
+FILE = os.path.join(os.path.dirname(__file__), "data", "lengths.npz")
+CONFIG = "configs/tiny_cpu.yaml"
+NUM_STEPS, NUM_SPARE = 60, 4  # steps, and further ones from which short rounds draw before them
+NUM_SAMPLES = 5  # of each prompt and visit: a race of 1.25 launches as many for 4
+ANEW = 1  # the visit under which a deferred prompt is drawn anew
+
+Lengths = Callable[[Group, int], int]
+"""Of sample `number` of a group."""
+
+
+class DrawnAnew(TailBatching):
+    """RollPacker's own: a deferred prompt is answered anew in its long round."""
+
+    def launch(self, step: int) -> Launch:
+        """See `StepPlanner`."""
+        launch = super().launch(step)
+        if not self.is_long_round:
+            return launch
+        return launch._replace(groups=[Group(group.prompt, ANEW) for group in launch.groups])
+
+
+@dataclass
+class Played:
+    """What a rule has trained on."""
+
+    lengths: list[np.ndarray]
+    """By step, int64 [samples]."""
+    sequential: int
+    """Tokens of the longest response of each rollout, less those that it had from an earlier one."""
+
+
+def rules(num_prompts: int, num_generations: int, prompts: PromptSet, seed: int) -> dict:
+    """Planners by what they do."""
+    order = (prompts, seed, num_prompts, num_generations)
+    defers, races = {"over_sampling_ratio": 1.25}, {"response_over_sampling_ratio": NUM_SAMPLES / num_generations}
+    return {
+        "plain order": InOrder(*order),
+        "deferred, same samples (ours)": TailBatching(*order, **defers),
+        "deferred, drawn anew": DrawnAnew(*order, **defers),
+        "race within prompts": TailBatching(*order, over_sampling_ratio=1, **races),
+        "race, and drawn anew (RollPacker)": DrawnAnew(*order, **defers, **races),
+    }
+
+
+def play(planner, length_of: Lengths, num_steps: int) -> Played:
+    """Steps of a planner whose responses have lengths that are known."""
+    played, before = Played([], 0), {}
+    for step in range(num_steps):
+        launch = planner.launch(step)
+        lengths = np.array([length_of(group, number) for group in launch.groups for number in range(launch.num_generations)])
+        is_in = Selection(launch).judge(lengths, np.ones(len(lengths), bool)).is_in
+        chosen = np.flatnonzero(is_in)
+        groups = [launch.groups[place // launch.num_generations] for place in chosen[:: launch.num_kept].tolist()]
+        cut = int(lengths[chosen].max())
+        so_far = [before.pop(name, 0) for name in launch.ids]
+        played.lengths.append(lengths[chosen])
+        played.sequential += int((lengths - so_far)[chosen].max())
+        others = np.flatnonzero(~is_in).tolist()
+        deferred = {launch.ids[place]: min(int(lengths[place]), cut) for place in others}
+        if type(planner) is TailBatching:  # what is drawn anew has nothing to go on from
+            before |= deferred
+        tokens = [np.empty(length, np.int32) for length in lengths[chosen].tolist()]
+        none = np.empty((len(tokens), 0))
+        planner.finish(
+            Samples(groups, launch.num_kept, chosen % launch.num_generations, tokens, tokens, tokens, none, none), deferred
+        )
+    return played
+
+
+def ratios(played: Played, true_mean: float) -> np.ndarray:
+    """Mean length of all that was trained on up to each step, over the policy's, float64 [steps]."""
+    totals = np.cumsum([lengths.sum() for lengths in played.lengths])
+    return totals / np.cumsum([len(lengths) for lengths in played.lengths]) / true_mean
+
+
+def load() -> tuple[dict, Lengths, float]:
+    """The rules over the recorded prompts; the lengths; and the mean length of the samples of plain order."""
+    recorded = np.load(FILE)
+    uids, table, (seed, num_prompts, num_generations) = recorded["uids"], recorded["lengths"], recorded["order"].tolist()
+    prompts = PromptSet([Prompt(uid, "", (0,), {}) for uid in uids.tolist()], 0)
+    in_order = prompts.prompts
+    prompts.batch = lambda seed, step, count: in_order[step * count : (step + 1) * count]  # as they were drawn
+    row_of = {uid: row for row, uid in enumerate(uids.tolist())}
+    num_drawn = NUM_STEPS * num_prompts
+    true_mean = float(table[:num_drawn, 0, :num_generations].mean())
+    found = rules(num_prompts, num_generations, prompts, seed)
+    return found, lambda group, number: int(table[row_of[group.prompt.uid], group.visit, number]), true_mean
+
+
+def record() -> None:
+    """Answer the prompts and keep the lengths."""
+    import torch
+    from tqdm import tqdm
+    from transformers import AutoTokenizer
+
+    from bubblespec.ranks.collectives import Ranks
+    from bubblespec.set_up import load_prompts, set_up
+
+    torch.set_num_threads(1)
+    config = load_config(CONFIG, ["speculative.method=none", "run.output_dir=runs/rounds", "eval.num_prompts=0"])
+    trainer = set_up(config, Ranks(torch.device("cpu")))
+    trainer.lock.close()
+    prompts, _ = load_prompts(config, AutoTokenizer.from_pretrained(config.model.path))
+    rollout, seed = config.rollout, config.run.seed
+    batches = [prompts.batch(seed, step, rollout.num_prompts_per_step) for step in range(NUM_STEPS + NUM_SPARE)]
+    drawn = [prompt for batch in batches for prompt in batch]
+    lengths = np.zeros((len(drawn), 2, NUM_SAMPLES), np.int16)
+    for begin in tqdm(range(0, len(drawn), 16), desc="answers", unit="batch"):
+        for visit in (0, ANEW):
+            groups = [Group(prompt, visit) for prompt in drawn[begin : begin + 16]]
+            samples = trainer.sampler.evaluate(groups, NUM_SAMPLES, trainer.sampler.params)
+            lengths[begin : begin + 16, visit] = samples.lengths.reshape(-1, NUM_SAMPLES)
+    order = np.array([seed, rollout.num_prompts_per_step, rollout.num_generations])
+    np.savez_compressed(FILE, uids=np.array([prompt.uid for prompt in drawn]), lengths=lengths, order=order)
+
+
+if __name__ == "__main__":
+    record()
