@@ -18,6 +18,7 @@ STAGES = {
 STAGES |= {"train": ("train", "#7b52ab"), "sync": ("sync", "#1a1a1a")}
 SOURCES = {"aligned": ("its own draft", "#1b9e77"), "own": ("own draft, re-synchronised", "#7fcdbb")}
 SOURCES |= {"sibling": ("siblings", "#f2c230"), "self": ("itself", "#e3701a"), "history": ("earlier epochs", "#8c510a")}
+RULES = ("#8c8c8c", "#1b9e77", "#5aa5e0", "#f2c230", "#d62728")  # plain order, ours, and what RollPacker does
 SIZE = 9
 
 
@@ -86,6 +87,34 @@ def draw_trap(law: np.ndarray, lengths: dict[str, np.ndarray], longest: int = 25
         one.set_xlabel("response length (tokens)", fontsize=SIZE)
     for one in axes[::2]:
         one.set_ylabel("share of responses", fontsize=SIZE)
+    return figure
+
+
+def draw_ratios(ratios: dict[str, np.ndarray]) -> Figure:
+    """Mean length of what rules have trained on up to each step, over the policy's; one line a rule. ratios: [steps]."""
+    figure, (axes,) = _figure(10, 3.6)
+    axes.axhline(1.0, color="#222222", linewidth=1)
+    for (name, ratio), colour in zip(ratios.items(), RULES, strict=True):
+        axes.plot(np.arange(1, len(ratio) + 1), ratio, label=name, color=colour, linewidth=1.6)
+    _label(axes, "mean length of all responses trained on so far, over that of the policy", "steps")
+    axes.legend(frameon=False, fontsize=SIZE, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
+
+
+def draw_quantiles(lengths: dict[str, np.ndarray], true: np.ndarray) -> Figure:
+    """How often responses of some lengths were trained on, over how often they occur, in tenths of the true lengths. lengths:
+    int64 [responses] by rule; true: int64 [responses]."""
+    figure, (axes,) = _figure(10, 3.6)
+    edges = np.unique(np.quantile(true, [*np.linspace(0, 0.9, 10), 0.95, 0.99]).astype(int))
+    expected = np.bincount(np.searchsorted(edges, true, side="right") - 1, minlength=len(edges)) / len(true)
+    axes.axhline(1.0, color="#222222", linewidth=1)
+    for (name, found), colour in zip(lengths.items(), RULES, strict=True):
+        shares = np.bincount(np.maximum(np.searchsorted(edges, found, side="right") - 1, 0), minlength=len(edges)) / len(found)
+        axes.plot(range(len(edges)), shares / expected, marker="o", markersize=4, label=name, color=colour, linewidth=1.6)
+    axes.set_xticks(range(len(edges)), [f"{edge}+" for edge in edges])
+    _label(axes, "how often responses were trained on, over how often the policy gives them", "length of the response (tokens)")
+    axes.set_ylim(0, None)
+    axes.legend(frameon=False, fontsize=SIZE, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
 

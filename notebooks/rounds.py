@@ -44,6 +44,8 @@ class Played:
 
     lengths: list[np.ndarray]
     """By step, int64 [samples]."""
+    is_long: list[bool]
+    """Whether a step was a long round."""
     sequential: int
     """Tokens of the longest response of each rollout, less those that it had from an earlier one."""
 
@@ -63,9 +65,10 @@ def rules(num_prompts: int, num_generations: int, prompts: PromptSet, seed: int)
 
 def play(planner, length_of: Lengths, num_steps: int) -> Played:
     """Steps of a planner whose responses have lengths that are known."""
-    played, before = Played([], 0), {}
+    played, before = Played([], [], 0), {}
     for step in range(num_steps):
         launch = planner.launch(step)
+        played.is_long.append(getattr(planner, "is_long_round", False))
         lengths = np.array([length_of(group, number) for group in launch.groups for number in range(launch.num_generations)])
         is_in = Selection(launch).judge(lengths, np.ones(len(lengths), bool)).is_in
         chosen = np.flatnonzero(is_in)
