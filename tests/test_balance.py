@@ -97,8 +97,8 @@ def test_rows_go_where_their_prompt_is_held():
 
 def test_groups_stay_together_where_rows_wait_and_prompts_are_long():
     """At 1 s a forward, one slot, 5 s a prompt: the first group takes 18 + 5 s, the others 18 + 4 + 10 s; spread, 20 + 15 s."""
-    rows = expected([9, 9, 9, 9, 2, 2], groups=[0, 0, 1, 1, 2, 2], prompts=5000)
-    ranks = place_rows(rows, np.array([1.0, 0, 1e-3, 0, 0]), num_ranks=2, num_slots=1)
+    rows = expected([9, 9, 9, 9, 2, 2], groups=[0, 0, 1, 1, 2, 2], prompts=0)
+    ranks = place_rows(rows, np.array([1.0, 0, 0, 5.0, 0]), num_ranks=2, num_slots=1)
     assert split(ranks) == {(0, 1), (2, 3, 4, 5)}
 
 
