@@ -86,6 +86,22 @@ def test_a_prompt_is_prefilled_where_it_is_held():
     assert split(place_rows(rows, np.array([1e-3, 0, 1.0, 0, 0]), num_ranks=2, num_slots=8)) == {(0, 2), (1, 3)}
 
 
+def test_rows_go_where_their_prompt_is_held():
+    """At 1 s a token of a response and 2 s a prompt: beside the first row, which has its prompt, the last one ends at 15 s, and
+    beside the second at 16 s. Without a prompt, at 13 s and at 12 s."""
+    rows, cost = expected([10, 9, 3], groups=[0, 1, 0], prompts=4), np.array([1e-3, 0.5, 0.5, 0, 0])
+    assert split(place_rows(rows, cost, num_ranks=2, num_slots=8)) == {(0, 2), (1,)}
+    rows = expected([10, 9, 3], groups=[0, 1, 0], prompts=0)
+    assert split(place_rows(rows, cost, num_ranks=2, num_slots=8)) == {(0,), (1, 2)}
+
+
+def test_groups_stay_together_where_rows_wait_and_prompts_are_long():
+    """At 1 s a forward, one slot, 5 s a prompt: the first group takes 18 + 5 s, the others 18 + 4 + 10 s; spread, 20 + 15 s."""
+    rows = expected([9, 9, 9, 9, 2, 2], groups=[0, 0, 1, 1, 2, 2], prompts=0)
+    ranks = place_rows(rows, np.array([1.0, 0, 0, 5.0, 0]), num_ranks=2, num_slots=1)
+    assert split(ranks) == {(0, 1), (2, 3, 4, 5)}
+
+
 def test_a_drafted_row_counts_by_the_forwards_that_verify_it():
     rows = expected([50, 1, 20, 20], groups=[0, 1, 2, 2], drafts=np.array([0, 80, 0, 0]))
     assert longest_first(rows).tolist() == [0, 2, 3, 1]  # 80 draft tokens take about 10 forwards

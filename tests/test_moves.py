@@ -60,17 +60,16 @@ def test_nothing_moves_where_no_rank_is_idle_or_nothing_is_left():
 
 
 def test_rows_that_wait_move_if_that_saves_more_than_it_takes():
-    """Four rows of 10 forwards of 1 s, two slots: 20 s. With the last two elsewhere 10 s, and the seconds of the move."""
-    rows = unfinished([1, 1, 1, 1], [10, 10, 10, 10])
+    """Eight rows of 10 forwards of 1 s, two slots: 40 s. With the last four elsewhere 20 s, and the seconds of the
+    move."""
+    rows = unfinished([1] * 8, [10] * 8)
     kinds = {"num_ranks": 2, "num_slots": 2}
-    moves = plan_moves(rows, FORWARDS_ALONE, **kinds, overhead_s=1.0)
-    assert sorted(moves) == [Move(2, 1, 0), Move(3, 1, 0)]
-    assert len(plan_moves(rows, FORWARDS_ALONE, **kinds, overhead_s=4.9)) == 2  # 20 -> 14.9 s
-    assert plan_moves(rows, FORWARDS_ALONE, **kinds, overhead_s=5.1) == []  # 20 -> 15.1 s, which wins less than a move takes
-    feeding = np.array([1.0, 0, 0.1, 0, 0])  # 24 s with the rows' own tokens; now feeding 100 tokens again takes 10 s a row
-    assert len(plan_moves(rows, feeding, **kinds, overhead_s=1.0)) == 2
-    rows = unfinished([1, 1, 1, 1], [10, 10, 10, 10], so_far=60, prompts=40)
-    assert plan_moves(rows, feeding, **kinds, overhead_s=1.0) == []
+    assert sorted(plan_moves(rows, FORWARDS_ALONE, **kinds, overhead_s=1.0)) == [Move(row, 1, 0) for row in (4, 5, 6, 7)]
+    assert len(plan_moves(rows, FORWARDS_ALONE, **kinds, overhead_s=9.9)) == 4  # 40 -> 29.9 s
+    assert plan_moves(rows, FORWARDS_ALONE, **kinds, overhead_s=10.1) == []  # 40 -> 30.1 s wins less than a move takes
+    feeding = np.array([1.0, 0, 0.3, 0, 0])  # 64 s with the rows' own tokens; a prompt is fed again in 3 s, or in 60 s
+    assert len(plan_moves(rows, feeding, **kinds, overhead_s=1.0)) > 0
+    assert plan_moves(unfinished([1] * 8, [10] * 8, so_far=160, prompts=40), feeding, **kinds, overhead_s=1.0) == []
 
 
 def test_few_rows_end_no_sooner_for_being_alone():
@@ -95,9 +94,17 @@ def test_the_two_slowest_ranks_both_give_rows_away():
     assert end_s(rows, moves, FORWARDS_ALONE, **kinds) == pytest.approx(60.1, abs=0.01)
 
 
-def test_moves_of_a_tick_are_bounded():
-    rows = unfinished([0] * 1000, [10] * 1000)
-    moves = plan_moves(rows, FORWARDS_ALONE, num_ranks=4, num_slots=8, overhead_s=0.1)
+def test_idle_ranks_share_what_moves():
+    """40 rows for two slots, 200 s; on four ranks 50 s each."""
+    rows, kinds = unfinished([0] * 40, [10] * 40), {"num_ranks": 4, "num_slots": 2, "overhead_s": 0.1}
+    moves = plan_moves(rows, FORWARDS_ALONE, **kinds)
+    assert [sum(move.target == rank for move in moves) for rank in range(4)] == [0, 10, 10, 10]
+    assert end_s(rows, moves, FORWARDS_ALONE, **kinds) == pytest.approx(50.1, abs=0.01)
+
+
+@pytest.mark.parametrize("num_rows", [100, 1000])
+def test_moves_of_a_tick_are_bounded(num_rows):
+    moves = plan_moves(unfinished([0] * num_rows, [10] * num_rows), FORWARDS_ALONE, num_ranks=4, num_slots=8, overhead_s=0.1)
     assert len(moves) == MAX_MOVES
 
 

@@ -82,7 +82,7 @@ def plan_moves(rows: Unfinished, cost: np.ndarray, *, num_ranks: int, num_slots:
         source = plan.ends_s.index(max(plan.ends_s))
         if source in targets or len(moves) == MAX_MOVES:
             break
-        batch = plan.move(source, min(targets, key=plan.ends_s.__getitem__), MAX_MOVES - len(moves))
+        batch = plan.move(source, targets, MAX_MOVES - len(moves))
         if not batch:
             break
         moves += batch
@@ -105,23 +105,27 @@ class _Plan:
         self.delays_s = [0.0 if len(own) else overhead_s for own in self.rows_of]  # before a rank decodes
         self.ends_s = [self._end_s(own, 0.0) for own in self.rows_of]
 
-    def move(self, source: int, target: int, limit: int) -> list[Move]:
-        """Move as many rows, at most `limit`, as make the later of both ranks end soonest; none if it ends no sooner."""
+    def move(self, source: int, targets: list[int], limit: int) -> list[Move]:
+        """Move at most `limit` rows to the target that ends first, as many as make the later of both ranks end soonest, if the
+        targets that have no rows yet get as many; none if it ends no sooner."""
+        target = min(targets, key=self.ends_s.__getitem__)
+        num_targets = max(sum(len(self.rows_of[rank]) == 0 for rank in targets), 1)
         own, others = self.rows_of[source], self.rows_of[target]
         in_slots = own[: self.num_slots]
         order = np.concatenate((own[self.num_slots :][::-1], in_slots[np.argsort(self.left[in_slots], kind="stable")]))
-        most = min(len(order) - 1, limit)
-        if most < 1:
+        if len(order) < 2:
             return []
-        # When both end if the first 1, 2, ... rows move; forwards as if slots were filled evenly.
-        left, seconds, feeding_s = self.left[order], np.cumsum(self.seconds[order]), np.cumsum(self.feeding_s[order])[:most]
-        total, longest_staying = np.cumsum(left), np.maximum.accumulate(left[::-1])[::-1][1 : most + 1]
-        staying = np.maximum(longest_staying, (total[-1] - total[:most]) / self.num_slots)
-        source_s = self.delays_s[source] + seconds[-1] - seconds[:most] + self.forward_s * staying
-        taken = np.maximum(np.maximum.accumulate(left[:most]), self.left[others].max(initial=0.0))
-        taken = np.maximum(taken, (total[:most] + self.left[others].sum()) / self.num_slots)
-        target_s = self.delays_s[target] + feeding_s + seconds[:most] + self.seconds[others].sum() + self.forward_s * taken
-        count = int(np.maximum(source_s, target_s).argmin()) + 1
+        # When a rank ends from which, and one to which, the first 1, 2, ... rows move: as if slots were filled evenly.
+        left, seconds, feeding_s = self.left[order], np.cumsum(self.seconds[order]), np.cumsum(self.feeding_s[order])
+        total, longest_staying = np.cumsum(left), np.maximum.accumulate(left[::-1])[::-1][1:]
+        staying = np.maximum(longest_staying, (total[-1] - total[:-1]) / self.num_slots)
+        source_s = self.delays_s[source] + seconds[-1] - seconds[:-1] + self.forward_s * staying
+        taken = np.maximum(np.maximum.accumulate(left), self.left[others].max(initial=0.0))
+        taken = np.maximum(taken, (total + self.left[others].sum()) / self.num_slots)
+        target_s = self.delays_s[target] + feeding_s + seconds + self.seconds[others].sum() + self.forward_s * taken
+        counts = np.arange(1, min(len(order) - 1, limit) + 1)
+        given = np.minimum(counts * num_targets, len(order) - 1)
+        count = int(np.maximum(source_s[given - 1], target_s[counts - 1]).argmin()) + 1
 
         moved = order[:count][np.argsort(-left[:count], kind="stable")]
         stay, together = own[np.isin(own, moved, invert=True)], np.concatenate((others, moved))
