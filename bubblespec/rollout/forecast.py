@@ -9,7 +9,7 @@ from bubblespec.idle.draft_planning import expected_length
 from bubblespec.idle.speculation import Speculation
 from bubblespec.ranks.progress import RankState
 from bubblespec.records import Launch
-from bubblespec.rollout.balance import Expected
+from bubblespec.rollout.balance import NORMAL_QUANTILE, Expected
 from bubblespec.rollout.moves import Move, Unfinished, expected_left, plan_moves
 from bubblespec.rollout.standing import Standing
 
@@ -21,9 +21,10 @@ def forecast(launch: Launch, speculation: Speculation) -> Expected:
     num_generations, outlook = launch.num_generations, speculation.outlook
     prompt_tokens = np.array([len(group.prompt.token_ids) for group in launch.groups])
     guesses, margin = outlook.guess(prompt_tokens)
+    margins = np.full(len(guesses), margin)
     for number, group in enumerate(launch.groups):
         if known := speculation.history.lengths(group.prompt.uid):
-            guesses[number] = np.mean(known)
+            guesses[number], margins[number] = np.mean(known), NORMAL_QUANTILE * np.std(known)
     drafts = [speculation.store.get(name) for name in launch.ids]
     totals = np.repeat(guesses, num_generations)
     drafted = np.array([0 if draft is None else len(draft.tokens) for draft in drafts], np.float64)
@@ -33,7 +34,7 @@ def forecast(launch: Launch, speculation: Speculation) -> Expected:
     is_known = np.array([draft is not None and draft.is_finished for draft in drafts])
     return Expected(
         tokens=np.maximum(totals - drafted, 0.0),
-        margins=np.where(is_known, 0.0, margin),
+        margins=np.where(is_known, 0.0, np.repeat(margins, num_generations)),
         draft_tokens=drafted,
         groups=np.repeat(np.arange(len(launch.groups)), num_generations),
         prompt_tokens=np.repeat(prompt_tokens, num_generations),
