@@ -4,6 +4,7 @@ Plain data. This module imports none of the package's others, so each of them ma
 """
 
 import hashlib
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -358,6 +359,8 @@ class StepRecord:
     """Those that the samples of the step had before they were generated."""
     used: list[Group]
     """All groups that the step has launched."""
+    expected_s: float = math.nan
+    """In which this rank was expected to be done with its rows; NaN where nobody knew."""
     deferred: dict[SampleId, int] = field(default_factory=dict)
     """Samples that were launched and have not had their turn, with the tokens that they had when the rollout ended."""
 

@@ -92,7 +92,7 @@ class Trainer:
         ranks, run, step, speculation = self.ranks, self.config.run, record.step, self.sampler.speculation
         metrics |= rollout_metrics(record, list(self.rewards)) | self.sampler.scorer.take_metrics()
         metrics |= self.sampler.planner.metrics()
-        if speculation is None:
+        if speculation is None or not speculation.has_drafts:
             metrics |= forward_metrics(ranks, record)
         else:
             known = {"store_tokens": speculation.store.num_tokens, "accepted_by_age": speculation.accepted_by_age}

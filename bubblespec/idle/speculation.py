@@ -54,6 +54,11 @@ class Speculation:
     shared_cost: np.ndarray | None = None
     """Coefficients of the ranks' cost models, their mean; None before the first rollout."""
 
+    @property
+    def has_drafts(self) -> bool:
+        """Whether tokens are proposed at all; else what is known of lengths and costs serves placement alone."""
+        return bool(self.proposer.sources)
+
     def lookahead(self, step: int) -> int:
         """How many steps to draft ahead of `step`."""
         bubble = self.config.bubble

@@ -54,6 +54,14 @@ def place_rows(rows: Expected, cost: np.ndarray, *, num_ranks: int, num_slots: i
     return placed
 
 
+def ends_s(rows: Expected, ranks: np.ndarray, cost: np.ndarray, *, num_ranks: int, num_slots: int) -> np.ndarray:
+    """Seconds that each rank takes if every row needs what is expected, float64 [num_ranks]; 0 without rows. ranks: int64 [S]."""
+    order, seconds = longest_first(rows), np.zeros(num_ranks)
+    of_rows = _Work(rows, order, cost, num_slots).ends_s(ranks[order], num_ranks, np.ones((1, len(order))))
+    seconds[np.unique(ranks)] = of_rows[0]
+    return seconds
+
+
 def longest_first(rows: Expected) -> np.ndarray:
     """The order in which ranks should admit rows, int64 [S]: by expected forwards, the rows of a prompt together."""
     return np.lexsort((rows.groups, -_forwards(rows)))
@@ -137,6 +145,10 @@ class _Work:
 
     def expected_s(self, ranks: np.ndarray, num_ranks: int, factors: np.ndarray) -> float:
         """Seconds of the slowest rank, on average over scenarios; factors: float64 [scenarios, S], of the rows' work."""
+        return float(self.ends_s(ranks, num_ranks, factors).max(axis=1).mean())
+
+    def ends_s(self, ranks: np.ndarray, num_ranks: int, factors: np.ndarray) -> np.ndarray:
+        """Seconds of each rank that has rows, in order, in each scenario, float64 [scenarios, ranks]."""
         order = np.argsort(ranks, kind="stable")
         begins = np.flatnonzero(np.diff(ranks[order], prepend=-1))
         forwards = (self.forwards * factors)[:, order]
@@ -145,7 +157,7 @@ class _Work:
         seconds = np.add.reduceat((self.seconds * factors)[:, order], begins, axis=1)
         _, firsts = np.unique(self.groups * num_ranks + ranks, return_index=True)
         prefill = np.bincount(ranks[firsts], weights=self.prefill_s[firsts], minlength=num_ranks)[ranks[order][begins]]
-        return float((self.forward_s * np.maximum(longest, total / self.num_slots) + seconds + prefill).max(axis=1).mean())
+        return self.forward_s * np.maximum(longest, total / self.num_slots) + seconds + prefill
 
 
 def _scenarios(rows: Expected, order: np.ndarray) -> np.ndarray:

@@ -21,7 +21,7 @@ from bubblespec.ranks.collectives import Ranks
 from bubblespec.records import Group, Launch, RolloutRecord, Row, Samples, Span, StepRecord, has_zero_std
 from bubblespec.rewards.functions import combine, overlong_penalty
 from bubblespec.rewards.scorer import Scorer, Scoring
-from bubblespec.rollout.balance import place_rows
+from bubblespec.rollout.balance import ends_s, place_rows
 from bubblespec.rollout.forecast import Mover, forecast
 from bubblespec.rollout.handover import Handover
 from bubblespec.rollout.loop import RolloutLoop
@@ -93,6 +93,7 @@ class Sampler:
                 **{name: getattr(record, name) + getattr(more, name) for name in ("stages", "spans")},
                 drafts=record.drafts | more.drafts,
                 used=more.used,
+                expected_s=record.expected_s + more.expected_s,
             )
         # The first useful groups, and where they are too few, the first of the others beside them.
         chosen = sorted(np.argsort(has_zero_std(record.all_rewards), kind="stable")[:wanted].tolist())
@@ -107,6 +108,7 @@ class Sampler:
         ranks.place, drafts = f"rollout of step {step}", {}
         if speculation is not None:
             drafts = {name: draft for name in launch.ids if (draft := speculation.store.get(name)) is not None}
+        expected_s = self._expected_s(standing)
         used = launch.groups if before is None else before.used + launch.groups
         rollout, works = self.roll_out(standing, rows, step, used, scoring.on_finished)
         generated_s = clock.perf_counter()
@@ -131,33 +133,43 @@ class Sampler:
             stages=stages,
             spans=spans,
             drafts=drafts,
+            expected_s=expected_s,
             used=used,
             deferred={ids[place]: int(standing.lengths[place]) for place in others},
         )
 
     def begin(self, launch: Launch, step: int | None = None) -> tuple[Standing, dict[int, Row], Scoring]:
         """A rollout's standing, this rank's rows of it, and what scores them as they are done. step: None in an evaluation."""
-        standing = Standing(launch, self._place(launch), self.ranks.rank)
+        standing = self._place(launch)
         rows = standing.make_rows(self.config.rollout.max_completion_length)
         return standing, rows, self.scorer.begin(launch.groups, step)
 
-    def _place(self, launch: Launch) -> np.ndarray:
-        """The rank that generates each sample, int64 [S]."""
+    def _place(self, launch: Launch) -> Standing:
+        """Decide which rank generates which sample."""
         num_ranks, speculation = self.ranks.world_size, self.speculation
-        if self.config.rollout.placement == "in_turn" or speculation is None or speculation.shared_cost is None:
-            return place_in_turn(len(launch.groups), launch.num_generations, num_ranks)
-        expected = forecast(launch, speculation)
-        return place_rows(expected, speculation.shared_cost, num_ranks=num_ranks, num_slots=self.engine.num_slots)
+        expected, owners = None, place_in_turn(len(launch.groups), launch.num_generations, num_ranks)
+        if speculation is not None and speculation.shared_cost is not None and num_ranks > 1:
+            expected = forecast(launch, speculation)
+            if self.config.rollout.placement != "in_turn":
+                options = {"num_ranks": num_ranks, "num_slots": self.engine.num_slots}
+                owners = place_rows(expected, speculation.shared_cost, **options)
+        return Standing(launch, owners, self.ranks.rank, expected)
+
+    def _expected_s(self, standing: Standing) -> float:
+        """Seconds in which this rank's rows are expected to be done; NaN where nobody knows."""
+        if standing.expected is None or standing.launch.selects:
+            return math.nan
+        options = {"num_ranks": self.ranks.world_size, "num_slots": self.engine.num_slots}
+        by_rank = ends_s(standing.expected, standing.owners, self.speculation.shared_cost, **options)
+        return float(by_rank[self.ranks.rank])
 
     def _handover(self, standing: Standing, step: int) -> Handover | None:
         """Rows may change ranks where all are trained on: what is not is left unfinished anyway."""
-        speculation, num_ranks = self.speculation, self.ranks.world_size
-        takes_over = "take_over" in self.config.rollout.placement
-        if not takes_over or num_ranks == 1 or standing.launch.selects or speculation.shared_cost is None:
+        if "take_over" not in self.config.rollout.placement or standing.launch.selects or standing.expected is None:
             return None
-        mover = Mover(forecast(standing.launch, speculation), speculation, self.engine.num_slots)
+        mover = Mover(standing.expected, self.speculation, self.engine.num_slots)
         limit = self.config.rollout.max_completion_length
-        return Handover(standing, mover.plan, limit, lambda row: speculation.track(row, step))
+        return Handover(standing, mover.plan, limit, lambda row: self.speculation.track(row, step))
 
     def roll_out(
         self,
@@ -175,7 +187,7 @@ class Sampler:
             ordered = speculation.begin(rows, step)
             loop.board, loop.works = speculation.board, self._idle_works(step, used)
             loop.handover, loop.cost = self._handover(standing, step), speculation.proposer.cost
-            loop.proposer = speculation.proposer if speculation.proposer.sources else None
+            loop.proposer = speculation.proposer if speculation.has_drafts else None
         record = loop.run(ordered, standing)
         rows.clear()
         rows.update(ordered)  # some may have changed ranks

@@ -10,14 +10,16 @@ import numpy as np
 from bubblespec.data.selection import Selection
 from bubblespec.ranks.progress import RankState
 from bubblespec.records import Launch, Row
+from bubblespec.rollout.balance import Expected
 
 
 class Standing:
     """Of one rollout, as one rank sees it."""
 
-    def __init__(self, launch: Launch, owners: np.ndarray, rank: int):
-        """owners: int64 [S], the rank that generates each sample, to begin with."""
-        self.launch, self.owners, self.rank = launch, owners.copy(), rank
+    def __init__(self, launch: Launch, owners: np.ndarray, rank: int, expected: Expected | None = None):
+        """owners: int64 [S], the rank that generates each sample, to begin with; expected: what the rows need, where that is
+        known."""
+        self.launch, self.owners, self.rank, self.expected = launch, owners.copy(), rank, expected
         self.selection = Selection(launch) if launch.selects else None
         self.lengths = np.zeros(len(owners), np.int64)
         self.is_finished = np.zeros(len(owners), bool)

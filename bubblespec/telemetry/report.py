@@ -39,7 +39,7 @@ def rollout_metrics(record: StepRecord, functions: list[str]) -> dict:
 
 
 def forward_metrics(ranks: Ranks, record: StepRecord) -> dict:
-    """Without speculation: forwards of the rank that took most."""
+    """Without drafts: forwards of the rank that took most."""
     own = sum(rollout.own_forwards for rollout in record.rollouts)
     return {"rollout/forwards": int(ranks.gather(np.array([own])).max())}
 
@@ -118,6 +118,10 @@ def timing_metrics(ranks: Ranks, record: StepRecord, sync_s: float) -> dict:
         if ranks.world_size > 1:
             metrics |= {f"timing_s/{name}/rank_{rank}": float(value) for rank, value in enumerate(by_rank[:, i])}
     samples = record.generated
+    expected_s, own_s = ranks.gather(np.array([record.expected_s, sum(rollout.own_s for rollout in record.rollouts)])).T
+    if not np.isnan(expected_s).any():
+        metrics["placement/error"] = float(np.abs(expected_s - own_s).mean() / own_s.max())
+        metrics["placement/taken_rows"] = int(ranks.gather(np.array([sum(r.taken_rows for r in record.rollouts)])).sum())
     response_tokens = int(samples.lengths.sum())
     prompt_tokens = sum(len(group.prompt.token_ids) for group in samples.groups) * samples.num_generations
     return metrics | {
