@@ -225,6 +225,7 @@ loss.delta loss.kl_coef loss.kl_estimator loss.num_iterations loss.num_minibatch
 optim.learning_rate optim.lr_scheduler optim.warmup_steps optim.weight_decay optim.adam_beta1 optim.adam_beta2
 optim.adam_epsilon optim.max_grad_norm
 speculative.rule
+tail_batching.enabled tail_batching.over_sampling_ratio tail_batching.response_over_sampling_ratio
 run.seed
 """
 

@@ -256,6 +256,19 @@ def test_drafts_that_do_not_pay_any_more_are_left_to_idle_ranks():
     assert not resumed(ahead) and sample in offers and not any(offer.beside_rows for offer in offers.values())
 
 
+def test_a_step_of_which_no_group_is_known_yet_is_passed_over():
+    """Drafts for the step after it save as much as if that were the next one; and where no step is known, nothing is drafted."""
+    speculation = make(make_config())
+    speculation.learn_rollout(recorded(20), [])
+    speculation.outlook.learn(np.full(4, 3), np.array([10, 20, 30, 40]))
+    speculation.shared_cost = np.array([1e-2, 5e-4, 1e-3, 0.0, 0.0])
+    first, second = (speculation._plan(batches, 0, 64).offers() for batches in ([groups_of(2)], [[], groups_of(2)]))
+    saved = [{offer.key: offer.saves_s for offer in offers} for offers in (first, second)]
+    assert saved[0] == saved[1] and min(saved[0].values()) > 0 and max(saved[0].values()) < 1
+    nothing = SimpleNamespace(upcoming=lambda step, depth, used: [[] for _ in range(depth)])
+    assert speculation.draft_ahead(0, nothing, [], 64) is None
+
+
 def grown(step: int) -> Speculation:
     """After a few steps with drafts, some of them in this rank's engine, and with histories of some prompts."""
     speculation, rng = make(make_config()), np.random.default_rng(0)

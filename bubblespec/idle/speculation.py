@@ -101,12 +101,13 @@ class Speculation:
         drawn so far, those of this rollout included."""
         depth = self.lookahead(step)
         batches = planner.upcoming(step, depth, used) if depth else []
-        return self._plan(batches, step, num_slots) if batches else None
+        return self._plan(batches, step, num_slots) if any(batches) else None
 
     def _plan(self, batches: list[list[Group]], step: int, num_slots: int) -> DraftAhead:
         rollout, saving = self.config.rollout, None
         if self.shared_cost is not None:
-            num_rows = -(-len(batches[0]) * rollout.num_generations // self.ranks.world_size)
+            nearest = next(filter(None, batches))  # where groups are deferred, none of the next step may be known yet
+            num_rows = -(-len(nearest) * rollout.num_generations // self.ranks.world_size)
             p_before, p_after = self.acceptance[:, 1] / self.acceptance[:, 0]
             saving = self.outlook.expected_saving(num_rows, num_slots, self.shared_cost, p_before, p_after=p_after)
         items = plan_items(
