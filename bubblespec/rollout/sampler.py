@@ -199,8 +199,10 @@ class Sampler:
         """After a rollout of a step with speculation, on all ranks together: what each has measured and made, and the tokens of
         what is deferred, as drafts."""
         begin_s = self.ranks.clock.perf_counter()
-        ids, deferred = standing.launch.ids, standing.deferred().tolist()
-        self.speculation.learn_rollout(rollout, [ids[place] for place in range(len(ids)) if place not in set(deferred)])
+        deferred = standing.deferred().tolist()
+        is_over = np.ones(len(standing.owners), bool)
+        is_over[deferred] = False
+        self.speculation.learn_rollout(rollout, [name for name, over in zip(standing.launch.ids, is_over, strict=True) if over])
         if standing.selection is not None:
             self.speculation.keep([rows[place] for place in deferred if place in rows], step)
         for work in works:
