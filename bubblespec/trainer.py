@@ -18,7 +18,14 @@ from bubblespec.records import Group, Prompt, Span, StepRecord
 from bubblespec.rewards.functions import RewardFunction, combine
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.telemetry.metrics import MetricsLogger
-from bubblespec.telemetry.report import forward_metrics, peak_memory_gb, rollout_metrics, speculation_metrics, timing_metrics
+from bubblespec.telemetry.report import (
+    forward_metrics,
+    peak_memory_gb,
+    placement_metrics,
+    rollout_metrics,
+    speculation_metrics,
+    timing_metrics,
+)
 from bubblespec.telemetry.timeline import gather_lanes
 from bubblespec.telemetry.trace import Recorder
 
@@ -97,7 +104,7 @@ class Trainer:
         else:
             known = {"store_tokens": speculation.store.num_tokens, "accepted_by_age": speculation.accepted_by_age}
             metrics |= speculation_metrics(ranks, record, **known)
-        metrics |= timing_metrics(ranks, record, metrics.pop("timing_s/sync"))
+        metrics |= timing_metrics(ranks, record, metrics.pop("timing_s/sync")) | placement_metrics(ranks, record)
         self.logger.log(step, metrics | {"perf/max_memory_gb": peak_memory_gb(ranks)})
         if self.recorder is not None:
             self.recorder.write(record)

@@ -127,7 +127,8 @@ def test_stages_of_a_rollout_follow_one_another(monkeypatch, is_second):
         draft_ahead=lambda step, planner, used, num_slots: used_so_far.append(used) or SimpleNamespace(merge=clock.passes(0.75)),
         learn_rollout=learn_rollout,
         store={groups[1].sample(0): "a draft"},
-        proposer=None,
+        proposer=SimpleNamespace(cost=None),
+        has_drafts=False,
         board=None,
     )
     sampler = make_sampler(

@@ -148,7 +148,7 @@ class Sampler:
         """Decide which rank generates which sample."""
         num_ranks, speculation = self.ranks.world_size, self.speculation
         expected, owners = None, place_in_turn(len(launch.groups), launch.num_generations, num_ranks)
-        if speculation is not None and speculation.shared_cost is not None and num_ranks > 1:
+        if num_ranks > 1 and speculation is not None and speculation.shared_cost is not None:
             expected = forecast(launch, speculation)
             if self.config.rollout.placement != "in_turn":
                 options = {"num_ranks": num_ranks, "num_slots": self.engine.num_slots}

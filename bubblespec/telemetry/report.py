@@ -103,6 +103,18 @@ def peak_memory_gb(ranks: Ranks) -> float:
     return float(ranks.gather(np.array([peak])).max() / 1e9)
 
 
+def placement_metrics(ranks: Ranks, record: StepRecord) -> dict:
+    """How far the ranks' work lay from what was expected, as a share of the slowest rank's; and rows that changed ranks."""
+    own_s, taken = (sum(getattr(rollout, name) for rollout in record.rollouts) for name in ("own_s", "taken_rows"))
+    expected_s, own_s, taken = ranks.gather(np.array([record.expected_s, own_s, taken])).T
+    if np.isnan(expected_s).any():
+        return {}
+    return {
+        "placement/error": float(np.abs(expected_s - own_s).mean() / max(own_s.max(), 1e-9)),
+        "placement/taken_rows": int(taken.sum()),
+    }
+
+
 def timing_metrics(ranks: Ranks, record: StepRecord, sync_s: float) -> dict:
     """Where the step's time went, on the mean rank and by rank. sync_s: reductions of gradients, within train.
 
@@ -118,10 +130,6 @@ def timing_metrics(ranks: Ranks, record: StepRecord, sync_s: float) -> dict:
         if ranks.world_size > 1:
             metrics |= {f"timing_s/{name}/rank_{rank}": float(value) for rank, value in enumerate(by_rank[:, i])}
     samples = record.generated
-    expected_s, own_s = ranks.gather(np.array([record.expected_s, sum(rollout.own_s for rollout in record.rollouts)])).T
-    if not np.isnan(expected_s).any():
-        metrics["placement/error"] = float(np.abs(expected_s - own_s).mean() / own_s.max())
-        metrics["placement/taken_rows"] = int(ranks.gather(np.array([sum(r.taken_rows for r in record.rollouts)])).sum())
     response_tokens = int(samples.lengths.sum())
     prompt_tokens = sum(len(group.prompt.token_ids) for group in samples.groups) * samples.num_generations
     return metrics | {
