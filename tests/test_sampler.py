@@ -123,7 +123,7 @@ def test_stages_of_a_rollout_follow_one_another(monkeypatch, is_second):
     scoring = SimpleNamespace(on_finished=None, collect=scored)
     used_so_far: list[list[Group]] = []
     speculation = SimpleNamespace(
-        begin=lambda rows, step: rows,
+        begin=lambda rows, step: dict(rows),
         draft_ahead=lambda step, planner, used, num_slots: used_so_far.append(used) or SimpleNamespace(merge=clock.passes(0.75)),
         learn_rollout=learn_rollout,
         store={groups[1].sample(0): "a draft"},
