@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import generate, step_vs_trl
+from benchmarks import generate, step_vs_trl, tail_batching
 from tests.warm import launch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -52,6 +52,28 @@ def test_paired_rollouts_generate_the_same_rows(tmp_path, option):
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(out.read_text())
     assert (result["differing_rows"], result["rows"], len(result["steps"])) == (0, 12, 3)
+
+
+def test_scheduling_is_measured_on_the_same_samples(tmp_path):
+    """With weights that stand still every arm trains on the same tokens, as far as it gets."""
+    out = tmp_path / "out.json"
+    overrides = [*SMALL, "run.max_steps=6", "optim.learning_rate=0", "tail_batching.over_sampling_ratio=2"]
+    arms = ["plain", "take_over", "tail", "all"]
+    script = ["benchmarks/tail_batching.py", "--config", "configs/tiny_cpu.yaml", "--json", str(out), "--arms", ",".join(arms)]
+    done = launch(2, [*script, *overrides])
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(out.read_text())
+    assert list(result["arms"]) == arms and result["speedup"] == result["arms"]["all"]["speedup"] > 0
+    tokens = {name: [step["tokens"] for step in result["steps"][name]] for name in arms}
+    assert tokens["plain"] == tokens["take_over"] and tokens["tail"] == tokens["all"]
+    assert [step["tail/is_long_round"] for step in result["steps"]["tail"]] == [0, 1, 0, 1, 0, 1]
+    assert sum(tokens["tail"]) == sum(tokens["plain"]) and result["length_ratio"] == 1.0, "nothing is waiting after the last step"
+
+
+def test_scheduling_names_an_unknown_arm(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["tail_batching.py", "--config", "configs/tiny_cpu.yaml", "--arms", "plain,fast"])
+    assert tail_batching.main() == 2
+    assert capsys.readouterr().err.startswith("error: --arms: fast unknown; valid are plain, ")
 
 
 def test_generate_names_a_missing_folder(monkeypatch, capsys):
