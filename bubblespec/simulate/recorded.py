@@ -16,6 +16,7 @@ COLUMNS = ("step", "batch", "uid", "sample", "prompt_tokens", "tokens", "stopped
 
 
 GONE = ("bubble.order", "bubble.uses_soft_bubbles")  # keys of versions that wrote format 1
+BEFORE = {"rollout.placement": "in_turn"}  # what versions did that did not have the key yet
 
 
 class RecordedWorkload(Planned):
@@ -30,7 +31,7 @@ class RecordedWorkload(Planned):
         folder = os.path.join(run_dir, FOLDER)
         meta = read_meta(folder)
         try:
-            self.config = {key: value for key, value in meta["config"].items() if key not in GONE}
+            self.config = BEFORE | {key: value for key, value in meta["config"].items() if key not in GONE}
             self.world_size = int(meta["world_size"])
             self.limit = int(self.config["rollout.max_completion_length"])
         except (KeyError, TypeError, ValueError) as error:
