@@ -64,7 +64,7 @@ def ages(result: dict) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--config", default=os.path.join(ROOT, "configs", "tiny_cpu.yaml"))
+    parser.add_argument("--config", default=os.path.join(ROOT, "configs", "tiny_cpu_bulk.yaml"))
     parser.add_argument("--json")
     parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("overrides", nargs="*", default=SMALL)

@@ -70,7 +70,7 @@ def virtual_time() -> Iterator[Ranks]:
         yield ranks
 
 
-def train_in_virtual_time(*overrides: str, config: str = "configs/tiny_cpu.yaml") -> None:
+def train_in_virtual_time(*overrides: str, config: str = "configs/tiny_cpu_bulk.yaml") -> None:
     """What `python train.py` does, in this process and in virtual time."""
     with virtual_time() as ranks:
         made = set_up(load_config(config, list(overrides)), ranks)

@@ -34,7 +34,7 @@ def run(
     ranks: int,
     *overrides: str,
     check: bool = True,
-    config: str = "configs/tiny_cpu.yaml",
+    config: str = "configs/tiny_cpu_bulk.yaml",
     short=SHORT,
     script=("train.py",),
 ) -> subprocess.CompletedProcess:

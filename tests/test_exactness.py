@@ -34,7 +34,7 @@ STEPS = 4
 def run(folder, sampling: str, *overrides: str, preempt: float = 0.0, corrupt: float = 0.0) -> Disturbance:
     options = [*SHORT, *SAMPLING[sampling], "data.size=24", "rollout.max_completion_length=48", f"run.output_dir={folder}"]
     options += [f"run.max_steps={STEPS}", "run.save_steps=1", *overrides]
-    config = load_config("configs/tiny_cpu.yaml", options)
+    config = load_config("configs/tiny_cpu_bulk.yaml", options)
     trainer = set_up(config, Ranks(torch.device("cpu")))
     disturbance = Disturbance(trainer, preempt, corrupt)
     train(trainer)

@@ -95,7 +95,7 @@ def run(project, output: str, ranks: int, *overrides: str) -> list[dict]:
     options = [*SHORT, "run.max_steps=3", f"run.output_dir={output}", "loss.advantage_estimator=sign", *overrides]
     launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(project)}
-    command = [sys.executable, *launcher, "drive.py", "--config", "configs/tiny_cpu.yaml", *options]
+    command = [sys.executable, *launcher, "drive.py", "--config", "configs/tiny_cpu_bulk.yaml", *options]
     done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     with open(project / output / "metrics.jsonl", encoding="utf-8") as file:

@@ -392,7 +392,7 @@ ALONE_OPTIONS += ["eval.num_prompts=4", "run.eval_steps=2"]
 def train_alone(folder, stop_at: str | None = None) -> None:
     """A run of this process, which is told to stop at the second forward of a rollout or evaluation."""
     ranks = Ranks(torch.device("cpu"))
-    trainer = set_up(load_config("configs/tiny_cpu.yaml", [*ALONE_OPTIONS, f"run.output_dir={folder}"]), ranks)
+    trainer = set_up(load_config("configs/tiny_cpu_bulk.yaml", [*ALONE_OPTIONS, f"run.output_dir={folder}"]), ranks)
     engine_step, forwards = trainer.sampler.engine.step, []
 
     def step(*arguments) -> tuple:
@@ -451,7 +451,7 @@ def signalled(kind: str, at: int) -> tuple[str, ...]:
 
 def launched(kind: str, at: int, folder, *options: str) -> tuple[int, str]:
     """A run under the real torchrun: its exit code, and what it said."""
-    script = (*signalled(kind, at), "--config", "configs/tiny_cpu.yaml", *OPTIONS, f"run.output_dir={folder}")
+    script = (*signalled(kind, at), "--config", "configs/tiny_cpu_bulk.yaml", *OPTIONS, f"run.output_dir={folder}")
     command = launch(2, *script)
     return Run([*command[:4], *options, *command[4:]], str(folder)).end()
 

@@ -62,7 +62,9 @@ def test_a_run_says_it_once(monkeypatch, tmp_path, capsys, error):
 
     monkeypatch.setattr(update, "response_logprobs", disturbed)
     options = [*SHORT, "run.max_steps=3", "run.save_steps=0", "rollout.max_completion_length=16", "eval.num_prompts=0"]
-    trainer = set_up(load_config("configs/tiny_cpu.yaml", [*options, f"run.output_dir={tmp_path}"]), Ranks(torch.device("cpu")))
+    trainer = set_up(
+        load_config("configs/tiny_cpu_bulk.yaml", [*options, f"run.output_dir={tmp_path}"]), Ranks(torch.device("cpu"))
+    )
     train(trainer)
     trainer.lock.close()
     assert capsys.readouterr().err.count("differ from those in generation") == (1 if error else 0)

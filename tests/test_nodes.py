@@ -24,7 +24,7 @@ def run_on_two_nodes(output_dir, *overrides: str) -> None:
         port = probe.getsockname()[1]
     launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--rdzv-backend=c10d"]
     launch += [f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test", "--local-addr=127.0.0.1"]
-    train = ["train.py", "--config", "configs/tiny_cpu.yaml", *SHORTER, f"run.output_dir={output_dir}", *overrides]
+    train = ["train.py", "--config", "configs/tiny_cpu_bulk.yaml", *SHORTER, f"run.output_dir={output_dir}", *overrides]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
     options = {"cwd": ROOT, "env": environment, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     nodes = [subprocess.Popen([*launch, *train], **options) for _ in range(2)]

@@ -65,7 +65,7 @@ class Life:
             self._live(ranks, dies_at)
 
     def _live(self, ranks: Ranks, dies_at: tuple[int, int, int | str] | None) -> None:
-        trainer = set_up(load_config("configs/tiny_cpu.yaml", self.options), ranks)
+        trainer = set_up(load_config("configs/tiny_cpu_bulk.yaml", self.options), ranks)
         self.first_step, forwards = trainer.num_updates, 0
         place = None  # step and batch
         engine, optimizer = trainer.sampler.engine, trainer.learner.optimizer
@@ -227,7 +227,7 @@ def test_a_prompt_gets_other_samples_at_each_visit(tmp_path):
     options = ("data.size=4", "run.max_steps=3", "optim.learning_rate=0", "run.save_steps=0", "rollout.temperature=4")
     seen: list[Samples] = []
     with virtual_time() as ranks:
-        trainer = set_up(load_config("configs/tiny_cpu.yaml", [*OPTIONS, *options, f"run.output_dir={tmp_path}"]), ranks)
+        trainer = set_up(load_config("configs/tiny_cpu_bulk.yaml", [*OPTIONS, *options, f"run.output_dir={tmp_path}"]), ranks)
         update = trainer.update
         trainer.update = lambda record, advantages: seen.append(record.samples) or update(record, advantages)
         train(trainer)
@@ -262,7 +262,7 @@ def test_a_checkpoint_of_before_is_refused(monkeypatch, tmp_path):
         file.writelines(f"{digest}  {name}\n" for name, digest in sums.items())
     assert find_damage(folder) is None
     for wanted in ("auto", folder):
-        config = load_config("configs/tiny_cpu.yaml", [*life.options, f"run.resume_from_checkpoint={wanted}"])
+        config = load_config("configs/tiny_cpu_bulk.yaml", [*life.options, f"run.resume_from_checkpoint={wanted}"])
         message = refusal(set_up, config, Ranks(torch.device("cpu")))
         assert message.startswith(f"run.resume_from_checkpoint: {folder} is of another version")
 
@@ -272,7 +272,7 @@ def test_drafts_of_samples_that_have_had_their_turn_are_gone(monkeypatch, tmp_pa
     options = [*OPTIONS, *DYNAMIC, *DRAFTING, "data.size=13", "run.max_steps=8", f"run.output_dir={tmp_path}"]
     num_replacements = 0
     with virtual_time() as ranks:
-        trainer = set_up(load_config("configs/tiny_cpu.yaml", options), ranks)
+        trainer = set_up(load_config("configs/tiny_cpu_bulk.yaml", options), ranks)
         sampler, step_engine = trainer.sampler, trainer.sampler.engine.step
 
         def forward(*arguments):

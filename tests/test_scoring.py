@@ -311,7 +311,7 @@ def train_here(folder, monkeypatch, *overrides: str) -> int:
     options = [*SHORT, "run.max_steps=2", "run.eval_steps=2", "eval.num_prompts=4", "eval.num_generations=2", ALWAYS_DRAFT]
     ranks = Ranks(CPU)
     with signals_stop(ranks):
-        trainer = set_up(load_config("configs/tiny_cpu.yaml", [*options, f"run.output_dir={folder}", *overrides]), ranks)
+        trainer = set_up(load_config("configs/tiny_cpu_bulk.yaml", [*options, f"run.output_dir={folder}", *overrides]), ranks)
         train(trainer)
     trainer.sampler.scorer.close()
     trainer.lock.close()

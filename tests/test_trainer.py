@@ -27,7 +27,7 @@ from tests.runs import SHORT, weights
 
 def run_main(monkeypatch, folder, *overrides: str) -> int:
     options = [*SHORT, "run.max_steps=6", "run.save_steps=0", "eval.num_prompts=0", f"run.output_dir={folder}", *overrides]
-    monkeypatch.setattr(sys, "argv", ["train.py", "--config", "configs/tiny_cpu.yaml", *options])
+    monkeypatch.setattr(sys, "argv", ["train.py", "--config", "configs/tiny_cpu_bulk.yaml", *options])
     monkeypatch.delenv("RANK", raising=False)
     return train.main()
 

@@ -8,7 +8,7 @@ if [ -e runs/notebooks ]; then
     exit 2
 fi
 for method in none bubble+suffix suffix bubble; do
-    .venv/bin/torchrun --nproc_per_node=2 --standalone train.py --config configs/tiny_cpu.yaml \
+    .venv/bin/torchrun --nproc_per_node=2 --standalone train.py --config configs/tiny_cpu_bulk.yaml \
         rollout.num_prompts_per_step=8 rollout.num_generations=4 run.max_steps=30 run.eval_steps=10 "run.timeline_steps=[4,13,22]" \
         speculative.method=$method run.output_dir=runs/notebooks/$method
     kept=notebooks/data/runs/$method

@@ -255,7 +255,7 @@ def near_ties(config: str, rank_counts: list[int], steps: int, overrides: list[s
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--config", default="configs/tiny_cpu.yaml")
+    parser.add_argument("--config", default="configs/tiny_cpu_bulk.yaml")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--ranks", help="numbers of ranks, by default 1,2,4; with --near-ties 2")
     parser.add_argument("--arms", help=f"some of: {','.join(arm.name for arm in ARMS)}; none is always run")

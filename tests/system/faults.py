@@ -150,7 +150,7 @@ def live_and_die(command: list[str], folder: str, kind: str, steps: int, rng: ra
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--config", default="configs/tiny_cpu.yaml")
+    parser.add_argument("--config", default="configs/tiny_cpu_bulk.yaml")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--ranks", type=int, default=2)
