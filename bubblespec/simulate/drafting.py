@@ -62,13 +62,12 @@ class DraftModel:
         mean_run / the updates between them. None has anything to do with drafts that older weights made.
         """
         step, uid, sample = key
-        common, nothing = (step, uid, sample + LATER), true[:0]
-        if self.drifts:
-            return self.text(common, true, limit, stop, age, nothing)
-        # Half of the mismatches with `true` are those of all later weights, and half their own.
-        half = replace(self, mean_run=2 * self.mean_run)
-        changed = half.text(common, true, limit, stop, 1, nothing)
-        return half.text((step, uid, sample + (1 + age) * LATER), changed, limit, stop, 1, nothing)
+        text, model, changes = true, self, range(1, age + 1)  # one by each update
+        if not self.drifts:  # half of the mismatches are those of all later weights, and half their own
+            model, changes = replace(self, mean_run=2 * self.mean_run), (1, 1 + age)
+        for change in changes:
+            text = model.text((step, uid, sample + change * LATER), text, limit, stop, 1, true[:0])
+        return text
 
     def continued(self, key: tuple[int, int, int], text: np.ndarray, limit: int, stop: int, so_far: np.ndarray) -> np.ndarray:
         """What comes after `so_far` under weights that would say `text`: that, or if `so_far` has left it, a text like it."""
