@@ -14,10 +14,11 @@ from bubblespec.simulate import __main__
 from bubblespec.simulate.__main__ import BLANK, nested
 from bubblespec.simulate.cost import RATES, ForwardCost
 from bubblespec.simulate.deferral import Texts, make_planner, steps_that_fit
-from bubblespec.simulate.drafting import STOP, VOCABULARY, DraftModel
+from bubblespec.simulate.drafting import STOP, VOCABULARY, DraftModel, edit_share, tokens_a_pass_of
 from bubblespec.simulate.recorded import RecordedWorkload
 from bubblespec.simulate.run import _Rank, counted, simulate
 from bubblespec.simulate.workload import Synthetic, Workload
+from bubblespec.speculate.suffix import GroupIndex
 
 NEVER = float("inf")
 # 10 ms for a forward, 20 us for each token of it.
@@ -159,6 +160,29 @@ def test_responses_of_later_weights_leave_each_other_as_late_as_they_should(drif
         one, other = (model.later((0, uid, 0), true, 9000, STOP, age) if age else true for age in ages)
         found.append(first_mismatch(one, other))
     assert np.mean(found) == pytest.approx(wanted, rel=0.15)  # 3 standard errors
+
+
+@pytest.mark.parametrize("ages", [(0, 1), (2, 5)])
+@pytest.mark.parametrize("tokens_a_pass", [1.0, 2.0, 4.0])
+def test_after_that_they_share_as_much_as_a_draft_and_its_response(tokens_a_pass, ages):
+    """Tokens a pass of the real suffix index, where both have left what they had in common from the start."""
+    model, gained, passes = DraftModel(1.0, tokens_a_pass), 0, 0
+    for uid in range(6):
+        true, index, done = true_text(1500, uid), GroupIndex(), 0
+        draft, response = (model.later((0, uid, 0), true, 9000, STOP, age) if age else true for age in ages)
+        index.add_draft(0, draft)
+        while done < len(response):
+            proposed, *_ = index.propose(0, 128)
+            count = first_mismatch(proposed, response[done:]) + 1
+            index.extend(0, response[done : done + count])
+            done, passes = done + count, passes + 1
+        gained += len(response)
+    assert gained / passes == pytest.approx(tokens_a_pass, rel=0.15)
+
+
+@pytest.mark.parametrize("tokens_a_pass", [1.0, 1.05, 2.0, 5.0, 14.4, 40.0])
+def test_a_share_of_edits_and_tokens_a_pass_are_each_other_the_other_way_round(tokens_a_pass):
+    assert tokens_a_pass_of(edit_share(tokens_a_pass)) == pytest.approx(tokens_a_pass, rel=1e-9)
 
 
 def test_earlier_drafts_know_nothing_of_later_responses():

@@ -63,8 +63,10 @@ class DraftModel:
         """
         step, uid, sample = key
         text, model, changes = true, self, range(1, age + 1)  # one by each update
-        if not self.drifts:  # half of the mismatches are those of all later weights, and half their own
-            model, changes = replace(self, mean_run=2 * self.mean_run), (1, 1 + age)
+        if not self.drifts:  # half of the mismatches and edits are those of all later weights, and half their own
+            share = 1 - math.sqrt(1 - edit_share(self.tokens_a_pass))
+            model = replace(self, mean_run=2 * self.mean_run, tokens_a_pass=tokens_a_pass_of(share))
+            changes = (1, 1 + age)
         for change in changes:
             text = model.text((step, uid, sample + change * LATER), text, limit, stop, 1, true[:0])
         return text
@@ -128,3 +130,10 @@ def edit_share(tokens_a_pass: float) -> float:
     if tokens_a_pass > GAINED[-1]:
         return EDITED[-1] * GAINED[-1] / tokens_a_pass
     return float(np.interp(tokens_a_pass, GAINED, EDITED))
+
+
+def tokens_a_pass_of(share: float) -> float:
+    """The other way round."""
+    if share < EDITED[-1]:
+        return EDITED[-1] * GAINED[-1] / share
+    return float(np.interp(share, EDITED[::-1], GAINED[::-1]))

@@ -46,7 +46,7 @@ class SimulatedStep:
     num_deferred: int = 0
     """Prompts that wait for a long round."""
     length_ratio: float = 1.0
-    """See `tail/length_ratio` in docs/metrics.md."""
+    """Mean length of all responses trained on so far over that of all launched, as far as those have got."""
     digest: str = ""
     lanes: list[np.ndarray] = field(default_factory=list, repr=False)
     """By rank, see `draw` in timeline.py."""
@@ -69,8 +69,9 @@ def simulate(
     configuration does not fit the workload.
     """
     _check(config, workload, num_ranks)
-    config, num_steps = copy.deepcopy(config), num_steps or steps_that_fit(config, workload)
-    config.run.max_steps = workload.first_step + num_steps
+    most = steps_that_fit(config, workload)
+    config = copy.deepcopy(config)
+    config.run.max_steps = workload.first_step + (most if num_steps is None else num_steps)
     config.rollout.dynamic_sampling = False  # the first rollout of each step is simulated
     config.reward.overlong_buffer_length = 0  # rewards are those of the workload
     world = World(num_ranks, cores)
