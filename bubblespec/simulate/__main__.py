@@ -15,14 +15,15 @@ from typing import Any
 from bubblespec.config import Config, config_of_sections
 from bubblespec.errors import InputError
 from bubblespec.simulate.cost import ForwardCost, cost_from_trace
+from bubblespec.simulate.deferral import steps_that_fit
 from bubblespec.simulate.drafting import DraftModel
 from bubblespec.simulate.recorded import RecordedWorkload
-from bubblespec.simulate.run import SimulatedStep, simulate
+from bubblespec.simulate.run import SimulatedStep, counted, simulate
 from bubblespec.simulate.workload import Synthetic, Workload, parse
 from bubblespec.telemetry.timeline import save_timeline
 from bubblespec.telemetry.trace import FOLDER
 
-SECTIONS = ("rollout", "speculative", "bubble")  # what overrides may change
+SECTIONS = ("rollout", "speculative", "bubble", "tail_batching")  # what overrides may change
 # What a made-up run has in place of the files of a real one.
 BLANK = {"model.path": "none", "data.path": "none", "run.output_dir": "none", "optim.max_tokens_per_microbatch": 1 << 24}
 TABLE = (
@@ -32,6 +33,7 @@ TABLE = (
     ("tokens drafted ahead", "drafted_tokens", "{:d}"),
     ("draft tokens proposed", "proposed_tokens", "{:d}"),
     ("of these refused", "refused_tokens", "{:d}"),
+    ("tokens trained on", "response_tokens", "{:d}"),
 )
 
 
@@ -61,7 +63,7 @@ def main() -> int:
     parser.add_argument("--json", metavar="FILE", help="write the figures there; it must not exist")
     parser.add_argument("--timeline-step", type=int, metavar="STEP", help="draw this step, into --output")
     parser.add_argument("--output", metavar="DIR")
-    parser.add_argument("overrides", nargs="*", help="section.key=value of rollout, speculative and bubble")
+    parser.add_argument("overrides", nargs="*", help=f"section.key=value of {', '.join(SECTIONS)}")
     arguments = parser.parse_intermixed_args()
     try:
         run(arguments)
@@ -90,19 +92,21 @@ def run(arguments: argparse.Namespace) -> None:
     else:
         raise InputError("--cost-model: give one; made-up responses say nothing of what a forward takes")
     num_ranks = arguments.ranks or (workload.world_size if arguments.trace else 8)
-    last = workload.first_step + workload.num_steps - 1
+    num_steps = steps_that_fit(config, workload)
+    last = workload.first_step + num_steps - 1
     if arguments.timeline_step is not None and not workload.first_step <= arguments.timeline_step <= last:
         raise InputError(f"--timeline-step: {arguments.timeline_step} is none of the steps {workload.first_step} to {last}")
     results, real_s = {}, {}
-    for method in dict.fromkeys(("none", config.speculative.method)):
-        arm = dataclasses.replace(config, speculative=dataclasses.replace(config.speculative, method=method))
+    for method, arm in arms_of(config).items():
         started = time.perf_counter()
-        results[method] = simulate(arm, workload, cost, num_ranks, cores=arguments.cores, shows_progress=True)
+        options = {"cores": arguments.cores, "num_steps": num_steps, "shows_progress": True}
+        results[method] = simulate(arm, workload, cost, num_ranks, **options)
         real_s[method] = time.perf_counter() - started
-    print(f"{describe_cost(cost)}; {num_ranks} ranks, {workload.num_steps} steps")
-    print(table(results))
+    print(f"{describe_cost(cost)}; {num_ranks} ranks, {num_steps} steps")
+    num_counted = len(counted([*results.values()][-1]))
+    print(table(results, num_counted))
     for method, steps in results.items():
-        seconds = totals(steps)["seconds"]
+        seconds = sum(step.seconds for step in steps)
         print(f"{method}: {seconds / real_s[method]:.0f} simulated seconds a second", file=sys.stderr)
     if arguments.timeline_step is not None:
         for method, steps in results.items():
@@ -113,7 +117,7 @@ def run(arguments: argparse.Namespace) -> None:
         report["workload"] = arguments.trace or dataclasses.asdict(workload.spec)
         report["config"] = {name: dataclasses.asdict(getattr(config, name)) for name in SECTIONS}
         report["methods"] = {
-            method: {"total": totals(steps), "real_s": real_s[method], "steps": [plain(step) for step in steps]}
+            method: {"total": totals(steps[:num_counted]), "real_s": real_s[method], "steps": [plain(step) for step in steps]}
             for method, steps in results.items()
         }
         with open(arguments.json, "w", encoding="utf-8") as file:
@@ -164,26 +168,48 @@ def describe_cost(cost: ForwardCost) -> str:
     return f"forwards as measured on {cost.hardware.get('gpu') or cost.hardware.get('cpu') or 'an unnamed machine'}"
 
 
+def arms_of(config: Config) -> dict[str, Config]:
+    """What is simulated, by name: the plain trainer, and the configuration as it is."""
+    plain = {"speculative": {"method": "none"}, "tail_batching": {"enabled": False}}
+    sections = {name: dataclasses.replace(getattr(config, name), **values) for name, values in plain.items()}
+    method = config.speculative.method
+    name = method if not config.tail_batching.enabled else "tail" if method == "none" else f"tail+{method}"
+    return {"none": dataclasses.replace(config, **sections), name: config}
+
+
 def totals(steps: list[SimulatedStep]) -> dict[str, Any]:
-    """Over all steps; the share of waiting is that of the whole time."""
+    """Over all of these steps; the share of waiting is that of the whole time."""
     sums = {name: sum(getattr(step, name) for step in steps) for _, name, _ in TABLE}
     sums["bubble_ratio"] = sum(step.bubble_ratio * step.seconds for step in steps) / sums["seconds"]
-    return sums
+    sums["seconds_per_token"] = sums["seconds"] / sums["response_tokens"]
+    sums["long_rounds"] = sum(step.is_long_round for step in steps)
+    return sums | {"num_steps": len(steps), "length_ratio": steps[-1].length_ratio}
 
 
 def plain(step: SimulatedStep) -> dict[str, Any]:
     return {name: value for name, value in vars(step).items() if name != "lanes"}
 
 
-def table(results: dict[str, list[SimulatedStep]]) -> str:
-    """The totals, a column for each method, and the seconds of each step."""
-    sums = {method: totals(steps) for method, steps in results.items()}
+def table(results: dict[str, list[SimulatedStep]], num_counted: int) -> str:
+    """The totals, a column for each method, and the seconds of each step. Ratios are per token that is trained on.
+
+    num_counted: steps that the totals are of. By a long round tail batching has trained on what plain order has in as many steps,
+    but for the few prompts that still wait.
+    """
+    sums = {method: totals(steps[:num_counted]) for method, steps in results.items()}
+    tokens = [values["response_tokens"] for values in sums.values()]
     lines = [["", *sums, "ratio"]]
     for label, name, form in TABLE:
-        lines.append([label, *(form.format(values[name]) for values in sums.values()), ratio([v[name] for v in sums.values()])])
+        each = [values[name] for values in sums.values()]
+        rates = each if name == "bubble_ratio" else [number / count for number, count in zip(each, tokens, strict=True)]
+        lines.append([label, *map(form.format, each), ratio(rates)])
+    if any(values["long_rounds"] for values in sums.values()):
+        lines.append(["steps, of which long rounds", *(f"{v['num_steps']}, {v['long_rounds']}" for v in sums.values()), ""])
+        lines.append(["mean length trained on over launched", *(f"{v['length_ratio']:.3f}" for v in sums.values()), ""])
     for of_step in zip(*results.values(), strict=True):
-        seconds = [step.seconds for step in of_step]
-        lines.append([f"step {of_step[0].step}", *(f"{s:.1f} s" for s in seconds), ratio(seconds)])
+        seconds, rates = [step.seconds for step in of_step], [step.seconds / step.response_tokens for step in of_step]
+        name = f"step {of_step[0].step}{', a long round' if of_step[-1].is_long_round else ''}"
+        lines.append([name, *(f"{s:.1f} s" for s in seconds), ratio(rates)])
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return "\n".join("  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines)
 

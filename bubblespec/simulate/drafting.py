@@ -10,13 +10,14 @@ Each of these is a function of (seed, step, uid, sample) and the weights' age al
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 VOCABULARY = 1 << 15  # of made-up tokens: so many that a text has no n-gram twice by chance
 STOP = VOCABULARY  # the token that ends a made-up response
 TEXT, MISMATCH, EDITS = range(3)  # uses of random numbers
+LATER = 1 << 12  # sample numbers are below it: what is added to one stands for its text under later weights
 # Tokens a pass that `GroupIndex` gains on texts of which such a share is edited, with windows of 128 tokens (18,000 tokens each).
 GAINED = (1.0, 1.10, 1.18, 1.29, 1.44, 1.68, 2.01, 2.60, 3.78, 7.24, 14.4)
 EDITED = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)
@@ -53,6 +54,31 @@ class DraftModel:
             return true
         leaves = np.flatnonzero(self._random(key, MISMATCH).random(len(true))[known:] < chance)
         return self.diverged(key, true, limit, stop, at=known + int(leaves[0])) if len(leaves) else true
+
+    def later(self, key: tuple[int, int, int], true: np.ndarray, limit: int, stop: int, age: int) -> np.ndarray:
+        """The whole response of (step, uid, sample) under weights `age` updates after its step's, 1 or more.
+
+        Any two of these have their first mismatch after mean_run tokens, as each has one with `true`; where weights drift, after
+        mean_run / the updates between them. None has anything to do with drafts that older weights made.
+        """
+        step, uid, sample = key
+        text, model, changes = true, self, range(1, age + 1)  # one by each update
+        if not self.drifts:  # half of the mismatches and edits are those of all later weights, and half their own
+            share = 1 - math.sqrt(1 - edit_share(self.tokens_a_pass))
+            model = replace(self, mean_run=2 * self.mean_run, tokens_a_pass=tokens_a_pass_of(share))
+            changes = (1, 1 + age)
+        for change in changes:
+            text = model.text((step, uid, sample + change * LATER), text, limit, stop, 1, true[:0])
+        return text
+
+    def continued(self, key: tuple[int, int, int], text: np.ndarray, limit: int, stop: int, so_far: np.ndarray) -> np.ndarray:
+        """What comes after `so_far` under weights that would say `text`: that, or if `so_far` has left it, a text like it."""
+        known = len(so_far)
+        if np.array_equal(so_far, text[:known]):
+            return text
+        if known >= len(text):  # it has outgrown it
+            return np.append(so_far, stop)[:limit]
+        return np.concatenate((so_far, self.diverged(key, text, limit, stop, at=known)[known:]))
 
     def diverged(self, key: tuple[int, int, int], true: np.ndarray, limit: int, stop: int, *, at: int) -> np.ndarray:
         """The draft whose first mismatch is token `at`."""
@@ -104,3 +130,10 @@ def edit_share(tokens_a_pass: float) -> float:
     if tokens_a_pass > GAINED[-1]:
         return EDITED[-1] * GAINED[-1] / tokens_a_pass
     return float(np.interp(tokens_a_pass, GAINED, EDITED))
+
+
+def tokens_a_pass_of(share: float) -> float:
+    """The other way round."""
+    if share < EDITED[-1]:
+        return EDITED[-1] * GAINED[-1] / share
+    return float(np.interp(share, EDITED[::-1], GAINED[::-1]))

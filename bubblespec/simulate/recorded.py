@@ -105,6 +105,13 @@ class RecordedWorkload(Planned):
         """How often the prompt had been drawn before this step."""
         return self._visits[step, uid]
 
+    def first_visits(self) -> Counter[int]:
+        """See `Planned`."""
+        first: dict[int, int] = {}
+        for (_, uid), visit in sorted(self._visits.items()):
+            first.setdefault(uid, visit)
+        return Counter(first)
+
     def step_of(self, sample: SampleId) -> int:
         """The step that a sample belongs to."""
         return self._steps[sample.uid, sample.visit]
@@ -118,7 +125,7 @@ class RecordedWorkload(Planned):
         true = tokens[:limit]
         if age <= 0:
             return true
-        stop = int(true[-1]) if int(true[-1]) in self.stop_token_ids else self.stop_token_ids[0]
+        stop = self.stop_of(true)
         if draft is None or not len(draft):
             return self.drafts.text((step, uid, sample), true, limit, stop, age, so_far)
         whole = draft if is_finished else np.concatenate((draft, tokens[len(draft) :]))

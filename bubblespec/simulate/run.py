@@ -15,6 +15,7 @@ from bubblespec.idle.speculation import Speculation, assemble, profile
 from bubblespec.memory import most_slots
 from bubblespec.records import Group, Row, Span, digest
 from bubblespec.rollout.sampler import Sampler
+from bubblespec.simulate.deferral import Texts, make_planner, steps_that_fit
 from bubblespec.simulate.runner import ProposalTime, SimulatedGenerator, SimulatedRunner
 from bubblespec.simulate.world import SimulatedBoard, SimulatedRanks, World
 from bubblespec.speculate.windows import CostModel
@@ -39,32 +40,54 @@ class SimulatedStep:
     refused_tokens: int = 0
     """Of these, those that were not accepted."""
     response_tokens: int = 0
-    """Of all responses."""
+    """Of all responses that are trained on."""
+    is_long_round: bool = False
+    """Of tail batching; so are the next two."""
+    num_deferred: int = 0
+    """Prompts that wait for a long round."""
+    length_ratio: float = 1.0
+    """Mean length of all responses trained on so far over that of all launched, as far as those have got."""
     digest: str = ""
     lanes: list[np.ndarray] = field(default_factory=list, repr=False)
     """By rank, see `draw` in timeline.py."""
 
 
 def simulate(
-    config: Config, workload, cost, num_ranks: int, *, cores: int | None = None, shows_progress: bool = False
+    config: Config,
+    workload,
+    cost,
+    num_ranks: int,
+    *,
+    cores: int | None = None,
+    num_steps: int | None = None,
+    shows_progress: bool = False,
 ) -> list[SimulatedStep]:
-    """All steps of a workload (`Workload` or `RecordedWorkload`), which it ends with as a run does with run.max_steps.
+    """The steps of a workload (`Workload` or `RecordedWorkload`), the last of which ends it as run.max_steps does a run.
 
-    cost: an object with seconds(load), and with propose_seconds(rows) where proposals take time; cores: see `World`. Training,
-    rewards and the moving of drafts take no time here. Raises InputError where the configuration does not fit the workload.
+    cost: an object with seconds(load), and with propose_seconds(rows) where proposals take time; cores: see `World`; num_steps:
+    by default `steps_that_fit`. Training, rewards and the moving of drafts take no time here. Raises InputError where the
+    configuration does not fit the workload.
     """
     _check(config, workload, num_ranks)
+    most = steps_that_fit(config, workload)
     config = copy.deepcopy(config)
-    config.run.max_steps = workload.first_step + workload.num_steps
+    config.run.max_steps = workload.first_step + (most if num_steps is None else num_steps)
     config.rollout.dynamic_sampling = False  # the first rollout of each step is simulated
     config.reward.overlong_buffer_length = 0  # rewards are those of the workload
     world = World(num_ranks, cores)
-    steps = [SimulatedStep(step) for step in range(workload.first_step, workload.first_step + workload.num_steps)]
+    steps = [SimulatedStep(step) for step in range(workload.first_step, config.run.max_steps)]
     total = sum(_length(workload, step.step, config.rollout.max_completion_length) for step in steps)
-    profiled = None if config.speculative.method == "none" else _profiled(config, workload, cost, world)
+    has_drafts = config.speculative.method != "none" or config.tail_batching.enabled
+    profiled = _profiled(config, workload, cost, world) if has_drafts else None
     with tqdm(total=total, unit="tok", unit_scale=True, desc=config.speculative.method, disable=not shows_progress) as bar:
         world.run(lambda rank: _Rank(config, workload, cost, profiled, world=world, rank=rank, bar=bar).run(steps))
     return steps
+
+
+def counted(steps: list[SimulatedStep]) -> list[SimulatedStep]:
+    """Those up to the last long round, when next to nothing that has been paid for is waiting; without any, all."""
+    longs = [number for number, step in enumerate(steps) if step.is_long_round]
+    return steps[: longs[-1] + 1] if longs else steps
 
 
 def _profiled(config: Config, workload, cost, world: World) -> CostModel:
@@ -118,7 +141,7 @@ class _Rank:
     """One rank's engine and speculation, from step to step."""
 
     def __init__(self, config: Config, workload, cost, profiled: CostModel | None, *, world: World, rank: int, bar: tqdm):
-        self.workload, self.version, self.bar = workload, workload.first_step, bar
+        self.workload, self.texts, self.bar = workload, Texts(workload), bar
         self.ranks = SimulatedRanks(world, rank)
         engine = _make_engine(config, workload, cost, world, rank=rank, num_ranks=world.num_ranks, text=self._text)
         self.sampler = Sampler(
@@ -126,7 +149,7 @@ class _Rank:
             ranks=self.ranks,
             engine=engine,
             params=SamplingParams(stop_token_ids=workload.stop_token_ids),
-            planner=workload,
+            planner=make_planner(config, workload),
             scorer=self,
             reward_weights=[1.0],
             speculation=None if profiled is None else self._speculation(config, cost, copy.deepcopy(profiled)),
@@ -141,8 +164,7 @@ class _Rank:
         return speculation
 
     def _text(self, row: Row, so_far: np.ndarray) -> np.ndarray:
-        step = self.workload.step_of(row.id)
-        return self.workload.draft(step, row.id.uid, row.id.sample, step - self.version, row.max_new_tokens, so_far)
+        return self.texts.text(row.id, row.max_new_tokens, so_far)
 
     def run(self, steps: list[SimulatedStep]) -> None:
         for step in steps:
@@ -151,9 +173,10 @@ class _Rank:
                 self.workload.forget(step.step - 1)  # all ranks have left the step before
 
     def _run_step(self, result: SimulatedStep) -> None:
-        self.version, ranks, engine = result.step, self.ranks, self.sampler.engine
+        ranks, engine = self.ranks, self.sampler.engine
         forwards_before = engine.num_forwards
         record = self.sampler.sample(result.step)
+        self.texts.end(record.generated.groups)
         (rollout,), (gen, wait, _) = record.rollouts, record.stages
         # Without speculation the engine takes many forwards at once.
         forwards = engine.num_forwards - forwards_before if self.sampler.speculation is None else rollout.own_forwards
@@ -172,11 +195,16 @@ class _Rank:
             result.drafted_tokens, result.proposed_tokens, result.refused_tokens = numbers[:, 3:].sum(axis=0).astype(int).tolist()
             result.response_tokens = int(record.generated.lengths.sum())
             result.digest = digest(record.generated)
+            planned = self.sampler.planner.metrics()
+            result.is_long_round = bool(planned.get("tail/is_long_round", False))
+            result.num_deferred = planned.get("tail/num_deferred", 0)
+            result.length_ratio = planned.get("tail/length_ratio", 1.0)
             result.lanes = [lane.reshape(-1, 3) for lane in lanes]
 
     def begin(self, groups: list[Group], step: int) -> "_Rewards":
         """As `Scorer.begin`."""
-        return _Rewards(self.workload, self.bar)
+        self.texts.begin(step, groups)
+        return _Rewards(self.workload, self.texts, self.bar)
 
 
 @dataclass
@@ -184,13 +212,12 @@ class _Rewards:
     """As `Scoring`: the workload's rewards, which take no time. Whatever was drafted, a row must be its response."""
 
     workload: Any
+    texts: Texts
     bar: tqdm
 
     def on_finished(self, row: Row) -> None:
-        step = self.workload.step_of(row.id)
-        true = self.workload.response(step, row.id.uid, row.id.sample)[: row.max_new_tokens]
-        if not np.array_equal(row.tokens, true):
-            raise AssertionError(f"{row.id} in step {step} is not its response")
+        if not np.array_equal(row.tokens, self.texts.response(row.id, row.max_new_tokens)):
+            raise AssertionError(f"{row.id} in step {self.texts.version} is not its response")
         self.bar.update(len(row.tokens))
 
     def collect(self, rows: list[Row]) -> np.ndarray:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import sys
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,7 +82,10 @@ def parse(kind: type, text: str, option: str):
 
 
 class Planned:
-    """A workload as the `StepPlanner` of its steps, as far as their rollouts need one; `batch(step)` gives their prompts."""
+    """A workload as the `StepPlanner` of its steps, as far as their rollouts need one; `batch(step)` gives their prompts, and
+    `is_endless` says that it does so for any step."""
+
+    is_endless = False
 
     def launch(self, step: int) -> Launch:
         """See `StepPlanner`."""
@@ -93,12 +98,24 @@ class Planned:
     def finish(self, samples: Samples, deferred: dict[SampleId, int]) -> None:
         """See `StepPlanner`. What is drawn when is known from the start."""
 
+    def metrics(self) -> dict[str, float]:
+        """See `StepPlanner`."""
+        return {}
+
+    def first_visits(self) -> Counter[int]:
+        """How often prompts had been drawn before the first step, by uid."""
+        return Counter()
+
+    def stop_of(self, tokens: np.ndarray) -> int:
+        """The token that ends a response, or another one where it is cut off."""
+        return int(tokens[-1]) if int(tokens[-1]) in self.stop_token_ids else self.stop_token_ids[0]
+
     def _groups(self, step: int) -> list[Group]:
         return [Group(prompt, self.visit(step, prompt.uid)) for prompt in self.batch(step)]
 
 
 class Workload(Planned):
-    """Steps first_step .. first_step + num_steps - 1. A made-up one; see `recorded` for one from a run.
+    """Steps first_step .. first_step + num_steps - 1, and any further ones. A made-up one; see `recorded` for one from a run.
 
     stop_token_ids: tokens that end responses; max_prompt_length, max_length: tokens of the longest prompt and response that may
     occur.
@@ -106,12 +123,13 @@ class Workload(Planned):
 
     first_step = 0
     stop_token_ids = (STOP,)
+    is_endless = True
 
     def __init__(self, spec: Synthetic, num_prompts: int, num_generations: int):
         self.spec, self.num_prompts, self.num_generations = spec, num_prompts, num_generations
         self.num_steps, self.max_length = spec.steps, spec.max
         self.max_prompt_length = 2 * spec.prompt
-        self.steps_per_epoch = spec.steps // spec.epochs
+        self.steps_per_epoch = spec.steps // spec.epochs if spec.epochs > 1 else sys.maxsize
         self.drafts = DraftModel(spec.run, spec.tokens_a_pass, bool(spec.drift), spec.seed)
         self._batches: dict[int, list[Prompt]] = {}
         self._responses: dict[tuple[int, int, int], np.ndarray] = {}
@@ -167,14 +185,15 @@ class Workload(Planned):
         true = self.response(step, uid, sample)[:limit]
         if age <= 0:
             return true
-        stop = int(true[-1]) if int(true[-1]) in self.stop_token_ids else STOP
-        return self.drafts.text((step, uid, sample), true, limit, stop, age, so_far)
+        return self.drafts.text((step, uid, sample), true, limit, self.stop_of(true), age, so_far)
 
     def rewards(self, step: int, uid: int) -> np.ndarray:
         """Of all samples of a prompt, float64 [generations]."""
         return np.zeros(self.num_generations)
 
     def forget(self, step: int) -> None:
-        """No rank needs this step or an earlier one any more."""
+        """No rank needs this step or an earlier one any more; of deferred prompts it is made again."""
         for key in [key for key in self._responses if key[0] <= step]:
             del self._responses[key]
+        for old in [old for old in self._batches if old <= step]:
+            del self._batches[old]
