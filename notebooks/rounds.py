@@ -119,7 +119,7 @@ def record() -> None:
     from bubblespec.set_up import load_prompts, set_up
 
     torch.set_num_threads(1)
-    config = load_config(CONFIG, ["speculative.method=none", "run.output_dir=runs/rounds", "eval.num_prompts=0"])
+    config = load_config(CONFIG, ["speculative.method=none", "run.output_dir=runs/rounds"])
     trainer = set_up(config, Ranks(torch.device("cpu")))
     trainer.lock.close()
     prompts, _ = load_prompts(config, AutoTokenizer.from_pretrained(config.model.path))

@@ -23,7 +23,7 @@ MIN_STEPS_SEEN = 2  # steps of groups of which lengths are known before any is d
 MOST_OVER_SAMPLING = 2.0
 MIN_GAIN = 1.05
 NUM_TRIALS = 256
-# A deferred token that is verified costs so much of a forward; from 1/60 (a small model on a CPU core) to 1/400 (a 7B on a GPU).
+# A token that is verified costs so much of a forward: from 1/60 (a small model on a CPU core) to 1/400 (a 7B on a GPU).
 VERIFY_SHARE = 1 / 64
 
 
@@ -205,14 +205,14 @@ def best_num_launched(longest: np.ndarray, num_prompts: int, num_generations: in
     for count in range(num_prompts + 1, most + 1):
         ordered = np.sort(drawn[:, :count], axis=1)
         cut, deferred = ordered[:, num_prompts - 1], ordered[:, num_prompts:]
-        left = (deferred - cut[:, None]).ravel()  # of their tokens so far all but the last are accepted at once
-        num_long = len(left) // num_prompts
+        num_long = deferred.size // num_prompts
         if num_long == 0:
             continue
-        long_rounds = left[: num_long * num_prompts].reshape(num_long, num_prompts).max(axis=1) + 1.0
-        verified = cut.mean() * num_prompts * num_generations * VERIFY_SHARE
+        in_long = deferred.ravel()[: num_long * num_prompts].reshape(num_long, num_prompts).max(axis=1).mean()
+        # Verifying what they have costs at most what decoding it again does, which is what many rows come to.
+        saved = cut.mean() * max(0.0, 1.0 - num_prompts * num_generations * VERIFY_SHARE)
         num_short = num_prompts / (count - num_prompts)  # to one long round
-        tokens = (num_short * cut.mean() + long_rounds.mean() + verified) / (num_short + 1) / num_prompts
+        tokens = (num_short * cut.mean() + in_long - saved) / (num_short + 1) / num_prompts
         if tokens < best_tokens:
             best, best_tokens = count, tokens
     return best

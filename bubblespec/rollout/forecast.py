@@ -41,6 +41,24 @@ def forecast(launch: Launch, speculation: Speculation) -> Expected:
     )
 
 
+def admit_first(places: list[int], launch: Launch, expected: Expected) -> list[int]:
+    """The order in which a rank should admit its rows where not all of them are trained on.
+
+    First come those of the groups that are expected to be among the shortest; of each other group one, which has to outlast them
+    to be out; and then the rest, of which most need not be begun. places: in the order of a rollout that trains on all.
+    """
+    totals = (expected.tokens + expected.draft_tokens).reshape(len(launch.groups), -1)
+    is_trained = np.zeros(len(launch.groups), bool)
+    is_trained[np.argsort(totals.max(axis=1), kind="stable")[: launch.num_trained]] = True
+    seen: set[int] = set()
+    first, probes, rest = [], [], []
+    for place in places:
+        group = place // launch.num_generations
+        (first if is_trained[group] else rest if group in seen else probes).append(place)
+        seen.add(group)
+    return first + probes + rest
+
+
 class Mover:
     """Decides on moves within one rollout; the same on all ranks."""
 

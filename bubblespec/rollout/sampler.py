@@ -22,7 +22,7 @@ from bubblespec.records import Group, Launch, RolloutRecord, Row, Samples, Span,
 from bubblespec.rewards.functions import combine, overlong_penalty
 from bubblespec.rewards.scorer import Scorer, Scoring
 from bubblespec.rollout.balance import ends_s, place_rows
-from bubblespec.rollout.forecast import Mover, forecast
+from bubblespec.rollout.forecast import Mover, admit_first, forecast
 from bubblespec.rollout.handover import Handover
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.placement import gather_samples, place_in_turn
@@ -148,9 +148,9 @@ class Sampler:
         """Decide which rank generates which sample."""
         num_ranks, speculation = self.ranks.world_size, self.speculation
         expected, owners = None, place_in_turn(len(launch.groups), launch.num_generations, num_ranks)
-        if num_ranks > 1 and speculation is not None and speculation.shared_cost is not None:
+        if (num_ranks > 1 or launch.selects) and speculation is not None and speculation.shared_cost is not None:
             expected = forecast(launch, speculation)
-            if self.config.rollout.placement != "in_turn":
+            if num_ranks > 1 and self.config.rollout.placement != "in_turn":
                 options = {"num_ranks": num_ranks, "num_slots": self.engine.num_slots}
                 owners = place_rows(expected, speculation.shared_cost, **options)
         return Standing(launch, owners, self.ranks.rank, expected)
@@ -165,7 +165,8 @@ class Sampler:
 
     def _handover(self, standing: Standing, step: int) -> Handover | None:
         """Rows may change ranks where all are trained on: what is not is left unfinished anyway."""
-        if "take_over" not in self.config.rollout.placement or standing.launch.selects or standing.expected is None:
+        takes_over = "take_over" in self.config.rollout.placement and self.ranks.world_size > 1
+        if not takes_over or standing.launch.selects or standing.expected is None:
             return None
         mover = Mover(standing.expected, self.speculation, self.engine.num_slots)
         limit = self.config.rollout.max_completion_length
@@ -185,6 +186,8 @@ class Sampler:
         ordered = dict(rows)
         if speculation is not None:
             ordered = speculation.begin(rows, step)
+            if standing.launch.selects and standing.expected is not None:
+                ordered = {place: rows[place] for place in admit_first(list(ordered), standing.launch, standing.expected)}
             loop.board, loop.works = speculation.board, self._idle_works(step, used)
             loop.handover, loop.cost = self._handover(standing, step), speculation.proposer.cost
             loop.proposer = speculation.proposer if speculation.has_drafts else None
