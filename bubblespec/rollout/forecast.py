@@ -3,6 +3,8 @@
 So all ranks place rows and move them alike.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 from bubblespec.idle.draft_planning import expected_length
@@ -39,6 +41,14 @@ def forecast(launch: Launch, speculation: Speculation) -> Expected:
         groups=np.repeat(np.arange(len(launch.groups)), num_generations),
         prompt_tokens=np.repeat(prompt_tokens, num_generations),
     )
+
+
+def up_to_cut(expected: Expected, launch: Launch) -> Expected:
+    """What the rows are expected to need of it until the rollout is over: none gets longer than the last that is trained on."""
+    longest = (expected.tokens + expected.draft_tokens).reshape(len(launch.groups), -1).max(axis=1)
+    cut = np.sort(longest)[launch.num_trained - 1]
+    draft_tokens = np.minimum(expected.draft_tokens, cut)
+    return replace(expected, tokens=np.minimum(expected.tokens, cut - draft_tokens), draft_tokens=draft_tokens)
 
 
 def admit_first(places: list[int], launch: Launch, expected: Expected) -> list[int]:

@@ -22,7 +22,7 @@ from bubblespec.records import Group, Launch, RolloutRecord, Row, Samples, Span,
 from bubblespec.rewards.functions import combine, overlong_penalty
 from bubblespec.rewards.scorer import Scorer, Scoring
 from bubblespec.rollout.balance import ends_s, place_rows
-from bubblespec.rollout.forecast import Mover, admit_first, forecast
+from bubblespec.rollout.forecast import Mover, admit_first, forecast, up_to_cut
 from bubblespec.rollout.handover import Handover
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.placement import gather_samples, place_in_turn
@@ -152,7 +152,8 @@ class Sampler:
             expected = forecast(launch, speculation)
             if num_ranks > 1 and self.config.rollout.placement != "in_turn":
                 options = {"num_ranks": num_ranks, "num_slots": self.engine.num_slots}
-                owners = place_rows(expected, speculation.shared_cost, **options)
+                until_end = up_to_cut(expected, launch) if launch.selects else expected
+                owners = place_rows(until_end, speculation.shared_cost, **options)
         return Standing(launch, owners, self.ranks.rank, expected)
 
     def _expected_s(self, standing: Standing) -> float:
