@@ -265,7 +265,7 @@ def test_a_step_of_which_no_group_is_known_yet_is_passed_over():
     first, second = (speculation._plan(batches, 0, 64).offers() for batches in ([groups_of(2)], [[], groups_of(2)]))
     saved = [{offer.key: offer.saves_s for offer in offers} for offers in (first, second)]
     assert saved[0] == saved[1] and min(saved[0].values()) > 0 and max(saved[0].values()) < 1
-    nothing = SimpleNamespace(upcoming=lambda step, depth, used: [[] for _ in range(depth)])
+    nothing = SimpleNamespace(upcoming=lambda step, depth, used: [[] for _ in range(depth)], deferred=[])
     assert speculation.draft_ahead(0, nothing, [], 64) is None
 
 

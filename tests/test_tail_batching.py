@@ -116,7 +116,7 @@ def test_every_group_that_the_data_order_names_is_trained_on_once(size, ratio):
     planner, plain = make_planner(size, ratio), InOrder(make_prompts(size), SEED, 4, 3)
     trained, was_deferred, longs = [], [], 0
     for step in range(80):
-        queue = [group.name for group in planner._queue]
+        queue = [group.name for group in planner.deferred]
         launch, samples, _ = play(planner, step)
         assert len(samples.groups) == 4
         trained += [group.name for group in samples.groups]
@@ -127,7 +127,7 @@ def test_every_group_that_the_data_order_names_is_trained_on_once(size, ratio):
             assert len(launch.groups) == (scaled(4, ratio) if ratio != "auto" else len(launch.groups))
         was_deferred += [group.name for group in launch.groups if group.name not in {g.name for g in samples.groups}]
     assert len(set(was_deferred)) == len(was_deferred), "no group is deferred twice"
-    seen = trained + [group.name for group in planner._queue]
+    seen = trained + [group.name for group in planner.deferred]
     in_order = []
     for step in itertools.count():
         if len(in_order) >= len(seen):
@@ -200,7 +200,7 @@ def test_what_comes_next_is_foreseen_as_far_as_it_can_be():
     for step in range(30):
         for ahead, batch in enumerate(planner.upcoming(step, 5)):
             foreseen[step, step + 1 + ahead] = [group.name for group in batch]
-        head = [group.name for group in planner._queue[4 if planner.is_long_round else 0 :]]
+        head = [group.name for group in planner.deferred[4 if planner.is_long_round else 0 :]]
         assert foreseen[step, step + 1][: len(head)] == head
         launch, *_ = play(planner, step)
         for before in range(max(step - 5, 0), step):
@@ -294,7 +294,7 @@ def test_with_fixed_weights_the_same_samples_are_trained_on(tmp_path, monkeypatc
         assert not new.keys() & trained.keys()
         trained |= new
     assert {name: truth[name] for name in trained} == trained and scored == list(trained)
-    queue = {group.sample(n) for group in sampler.planner._queue for n in range(4)}
+    queue = {group.sample(n) for group in sampler.planner.deferred for n in range(4)}
     assert queue | trained.keys() == set(list(truth)[: len(queue) + len(trained)]) and not queue & trained.keys()
     drafts = {name: draft.tokens.tolist() for name in queue if (draft := sampler.speculation.store.get(name)) is not None}
     assert drafts and all(truth[name][: len(tokens)] == tokens for name, tokens in drafts.items())
@@ -307,7 +307,7 @@ def test_the_race_trains_on_other_samples(tmp_path):
         record = trainer.sampler.sample(step)
         assert record.samples.num_generations == 4
     assert record.deferred or trainer.sampler.planner.metrics()["tail/is_long_round"]
-    assert len(trainer.sampler.speculation.store) <= 4 * len(trainer.sampler.planner._queue)
+    assert len(trainer.sampler.speculation.store) <= 4 * len(trainer.sampler.planner.deferred)
 
 
 def test_any_ranks_train_on_the_same_tokens(tmp_path):

@@ -28,6 +28,10 @@ class StepPlanner(Protocol):
     def replacements(self, step: int, count: int, used: list[Group]) -> list[Group]:
         """Up to `count` further groups for a step that has used some, of other prompts (dynamic sampling)."""
 
+    @property
+    def deferred(self) -> list[Group]:
+        """Groups that were launched and whose turn is still to come, the oldest first."""
+
     def finish(self, samples: Samples, deferred: dict[SampleId, int]) -> None:
         """A step is over. samples: those that have had their turn, which are never drawn again under the same name; deferred:
         see `StepRecord`."""
@@ -48,6 +52,7 @@ class InOrder:
     def __init__(self, prompts: PromptSet, seed: int, num_prompts: int, num_generations: int):
         """num_prompts: of a step; num_generations: responses of each."""
         self.prompts, self.seed, self.num_prompts, self.num_generations = prompts, seed, num_prompts, num_generations
+        self.deferred: list[Group] = []
         self._visits: Counter[int] = Counter()  # by uid
 
     def launch(self, step: int) -> Launch:

@@ -48,7 +48,7 @@ class TailBatching:
         self._by_uid = {prompt.uid: prompt for prompt in prompts.prompts}
         self._visits: Counter[int] = Counter()  # of all groups drawn, by uid
         self._num_drawn = 0  # in the data order; replacements of dynamic sampling come from an order of their own
-        self._queue: list[Group] = []  # deferred, the oldest first
+        self.deferred: list[Group] = []
         self._deferred_at: list[int] = []  # the round of each
         self._queued_tokens: list[int] = []  # of all samples of each, so far
         self._round = 0
@@ -62,12 +62,12 @@ class TailBatching:
     @property
     def is_long_round(self) -> bool:
         """Whether the coming step is one."""
-        return len(self._queue) >= self.num_prompts
+        return len(self.deferred) >= self.num_prompts
 
     def launch(self, step: int) -> Launch:
         """See `StepPlanner`."""
         if self.is_long_round:
-            return Launch(self._queue[: self.num_prompts], self.num_prompts, self.num_generations, self.num_generations)
+            return Launch(self.deferred[: self.num_prompts], self.num_prompts, self.num_generations, self.num_generations)
         groups = self._draw(self._num_drawn, self._num_launched(), Counter())
         return Launch(groups, self.num_prompts, self.num_launched_generations, self.num_generations)
 
@@ -78,7 +78,7 @@ class TailBatching:
             return []
         current, is_long = self.launch(step).groups, self.is_long_round
         names = {group.name for group in current}
-        waiting = self._queue[len(current) :] if is_long else self._queue
+        waiting = self.deferred[len(current) :] if is_long else self.deferred
         drawn = Counter(
             group.prompt.uid for group in (current if used is None else used) if not (is_long and group.name in names)
         )
@@ -97,7 +97,7 @@ class TailBatching:
 
     def replacements(self, step: int, count: int, used: list[Group]) -> list[Group]:
         """See `StepPlanner`. In an order of the step's own; their responses are not chosen by length."""
-        queued = {group.prompt.uid for group in self._queue}
+        queued = {group.prompt.uid for group in self.deferred}
         drawn = self.prompts.extra(self.seed, step, count, {group.prompt.uid for group in used} | queued)
         return [Group(prompt, self._visits[prompt.uid]) for prompt in drawn]
 
@@ -110,19 +110,19 @@ class TailBatching:
         self._cycle.extend(lengths[chosen].max(axis=1).tolist())
         self._trained += (lengths.size, lengths.sum())
         if was_long:
-            for of_group in (self._queue, self._deferred_at, self._queued_tokens):
+            for of_group in (self.deferred, self._deferred_at, self._queued_tokens):
                 del of_group[: self.num_prompts]
         else:
             self._num_drawn += len(launched)
             self._visits.update(group.prompt.uid for group in launched)
             for group in (group for group in launched if group.name not in had_turn):
-                self._queue.append(group)
+                self.deferred.append(group)
                 self._deferred_at.append(self._round)
                 self._queued_tokens.append(sum(deferred[group.sample(number)] for number in range(self.num_generations)))
             lost = [tokens for name, tokens in deferred.items() if name[:2] in had_turn or name.sample >= self.num_generations]
             self._raced += (len(lost), sum(lost))
         self._visits.update(group.prompt.uid for group in samples.groups if group.name not in names)  # replacements
-        if not self._queue or was_long:
+        if not self.deferred or was_long:
             self._seen = (self._seen + self._cycle)[-NUM_CYCLES_KEPT * self.num_prompts :]
             self._cycle, self._best = [], None
         self._round += 1
@@ -133,12 +133,12 @@ class TailBatching:
         return self._metrics
 
     def _measure(self, was_long: bool, cut_length: int) -> dict[str, float]:
-        queued = np.array([len(self._queue) * self.num_generations, sum(self._queued_tokens)])
+        queued = np.array([len(self.deferred) * self.num_generations, sum(self._queued_tokens)])
         launched = self._trained + queued + self._raced
         return {
             "tail/is_long_round": int(was_long),
-            "tail/num_deferred": len(self._queue),
-            "tail/oldest_deferred_steps": self._round - self._deferred_at[0] if self._queue else 0,
+            "tail/num_deferred": len(self.deferred),
+            "tail/oldest_deferred_steps": self._round - self._deferred_at[0] if self.deferred else 0,
             "tail/cut_length": cut_length,
             "tail/length_ratio": float((self._trained[1] / self._trained[0]) / (launched[1] / launched[0])),
         }
@@ -166,7 +166,7 @@ class TailBatching:
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Visits, see `save_visits`; the queue, int64 [deferred, 4]: uid, visit, round and tokens; and counts."""
-        entries = zip(self._queue, self._deferred_at, self._queued_tokens, strict=True)
+        entries = zip(self.deferred, self._deferred_at, self._queued_tokens, strict=True)
         queue = [(group.prompt.uid, group.visit, since, tokens) for group, since, tokens in entries]
         return save_visits(self._visits) | {
             "queue": np.array(queue, np.int64).reshape(-1, 4),
@@ -179,7 +179,7 @@ class TailBatching:
         """See `StepPlanner`."""
         self._visits = load_visits(state)
         queue = state["queue"].tolist()
-        self._queue = [Group(self._by_uid[uid], visit) for uid, visit, _, _ in queue]
+        self.deferred = [Group(self._by_uid[uid], visit) for uid, visit, _, _ in queue]
         self._deferred_at, self._queued_tokens = [entry[2] for entry in queue], [entry[3] for entry in queue]
         self._num_drawn, self._round = state["counts"][:2].tolist()
         self._trained, self._raced = state["counts"][2:4].copy(), state["counts"][4:6].copy()

@@ -6,7 +6,7 @@ All of it is the same on every rank, as it is learnt from what the ranks have ex
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -101,9 +101,10 @@ class Speculation:
         drawn so far, those of this rollout included."""
         depth = self.lookahead(step)
         batches = planner.upcoming(step, depth, used) if depth else []
-        return self._plan(batches, step, num_slots) if any(batches) else None
+        return self._plan(batches, step, num_slots, {group.name for group in planner.deferred}) if any(batches) else None
 
-    def _plan(self, batches: list[list[Group]], step: int, num_slots: int) -> DraftAhead:
+    def _plan(self, batches: list[list[Group]], step: int, num_slots: int, deferred: set[tuple[int, int]]) -> DraftAhead:
+        """deferred: names of groups that come before all others."""
         rollout, saving = self.config.rollout, None
         if self.shared_cost is not None:
             nearest = next(filter(None, batches))  # where groups are deferred, none of the next step may be known yet
@@ -119,6 +120,10 @@ class Speculation:
             forwards_per_step=self.forwards,
             saving=saving,
         )
+        if self.config.tail_batching.enabled:
+            # A short round has no tail that drafts beside its rows could save: they are for ranks that wait.
+            idle_only = [replace(item, pays=False) for item in items]
+            items = sorted(idle_only, key=lambda item: item.id[:2] not in deferred)
         return DraftAhead(
             items,
             self.store,

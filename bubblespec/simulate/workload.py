@@ -87,6 +87,11 @@ class Planned:
 
     is_endless = False
 
+    @property
+    def deferred(self) -> list[Group]:
+        """See `StepPlanner`."""
+        return []
+
     def launch(self, step: int) -> Launch:
         """See `StepPlanner`."""
         return Launch(self._groups(step), self.num_prompts, self.num_generations, self.num_generations)
