@@ -246,12 +246,12 @@ def test_drafts_that_do_not_pay_any_more_are_left_to_idle_ranks():
     speculation.outlook.learn(np.full(4, 3), np.array([10, 20, 30, 40]))
     batches = [groups_of(step) for step in (1, 2)]
     speculation.shared_cost = np.array([1e-2, 5e-4, 1e-3, 0.0, 0.0])
-    ahead = speculation._plan(batches, 0, 64)
+    ahead = speculation._plan(batches, 0, 64, set())
     offers = {offer.key: offer for offer in ahead.offers()}
     assert resumed(ahead) == [sample] and sample not in offers and any(offer.beside_rows for offer in offers.values())
     assert all(offer.saves_s > 0 for offer in offers.values() if offer.beside_rows)
     speculation.acceptance = np.array([[100.0, 10.0], [100.0, 0.0]])
-    ahead = speculation._plan(batches, 0, 64)
+    ahead = speculation._plan(batches, 0, 64, set())
     offers = {offer.key: offer for offer in ahead.offers()}
     assert not resumed(ahead) and sample in offers and not any(offer.beside_rows for offer in offers.values())
 
@@ -262,7 +262,7 @@ def test_a_step_of_which_no_group_is_known_yet_is_passed_over():
     speculation.learn_rollout(recorded(20), [])
     speculation.outlook.learn(np.full(4, 3), np.array([10, 20, 30, 40]))
     speculation.shared_cost = np.array([1e-2, 5e-4, 1e-3, 0.0, 0.0])
-    first, second = (speculation._plan(batches, 0, 64).offers() for batches in ([groups_of(2)], [[], groups_of(2)]))
+    first, second = (speculation._plan(batches, 0, 64, set()).offers() for batches in ([groups_of(2)], [[], groups_of(2)]))
     saved = [{offer.key: offer.saves_s for offer in offers} for offers in (first, second)]
     assert saved[0] == saved[1] and min(saved[0].values()) > 0 and max(saved[0].values()) < 1
     nothing = SimpleNamespace(upcoming=lambda step, depth, used: [[] for _ in range(depth)], deferred=[])
@@ -288,14 +288,14 @@ def grown(step: int) -> Speculation:
 
 def plan(speculation: Speculation, step: int) -> tuple[int, list[Item]]:
     depth = speculation.lookahead(step)
-    ahead = speculation._plan(SamePrompts().upcoming(step, depth), step, 24)
+    ahead = speculation._plan(SamePrompts().upcoming(step, depth), step, 24, set())
     return depth, list(ahead._items.values())
 
 
 def test_a_restored_run_plans_as_the_saved_one():
     """What planning depends on comes back, through a file too; that an engine had a draft is forgotten."""
     saved = grown(10)
-    assert len(resumed(saved._plan([groups_of(13)], 10, 24))) > 0
+    assert len(resumed(saved._plan([groups_of(13)], 10, 24, set()))) > 0
     state = saved.state_dict()
     fresh = make(make_config())
     assert plan(fresh, 10) != plan(saved, 10)

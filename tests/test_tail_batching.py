@@ -13,7 +13,7 @@ from bubblespec.config import load_config
 from bubblespec.data.prompts import PromptSet
 from bubblespec.data.selection import NO_CUT, Selection
 from bubblespec.data.step_planner import InOrder
-from bubblespec.data.tail_batching import MIN_STEPS_SEEN, TailBatching, best_num_launched, scaled
+from bubblespec.data.tail_batching import MIN_SEEN, TailBatching, best_num_launched, scaled
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.records import Group, Launch, Prompt, Samples
 from bubblespec.rewards.scorer import Scoring
@@ -253,10 +253,10 @@ def test_auto_never_chooses_a_ratio_that_loses(tail, prompts):
 
 def test_auto_defers_nothing_before_it_knows_lengths():
     planner = make_planner(40, "auto")
-    for step in range(MIN_STEPS_SEEN):
+    for step in range(MIN_SEEN // 4):
         assert len(planner.launch(step).groups) == 4
         play(planner, step)
-    assert len(planner.launch(MIN_STEPS_SEEN).groups) > 4
+    assert len(planner.launch(MIN_SEEN // 4).groups) > 4
 
 
 OPTIONS = [

@@ -19,9 +19,10 @@ from bubblespec.records import Group, Launch, SampleId, Samples
 
 # auto: what is looked at, and how sure a gain must be.
 NUM_CYCLES_KEPT = 16  # steps of groups whose lengths are remembered
-MIN_STEPS_SEEN = 2  # steps of groups of which lengths are known before any is deferred
+MIN_SEEN = 16  # groups of which lengths are known before any is deferred
 MOST_OVER_SAMPLING = 2.0
 MIN_GAIN = 1.05
+MUCH_THE_SAME = 1.02  # of numbers that are expected to be so close the smallest is taken: it has the smallest rollouts
 NUM_TRIALS = 256
 # A token that is verified costs so much of a forward: from 1/60 (a small model on a CPU core) to 1/400 (a 7B on a GPU).
 VERIFY_SHARE = 1 / 64
@@ -147,7 +148,7 @@ class TailBatching:
         """Groups of a short round."""
         if self.over_sampling_ratio != "auto":
             return scaled(self.num_prompts, float(self.over_sampling_ratio))
-        if len(self._seen) < MIN_STEPS_SEEN * self.num_prompts:
+        if len(self._seen) < MIN_SEEN:
             return self.num_prompts
         if self._best is None:
             self._best = best_num_launched(np.array(self._seen), self.num_prompts, self.num_generations)
@@ -201,7 +202,7 @@ def best_num_launched(longest: np.ndarray, num_prompts: int, num_generations: in
     most = scaled(num_prompts, MOST_OVER_SAMPLING)
     random = np.random.Generator(np.random.Philox(key=np.array([num_prompts, num_generations], np.uint64)))
     drawn = longest[random.integers(0, len(longest), (NUM_TRIALS, most))]
-    best, best_tokens = num_prompts, drawn[:, :num_prompts].max(axis=1).mean() / num_prompts / MIN_GAIN
+    tokens = {}
     for count in range(num_prompts + 1, most + 1):
         ordered = np.sort(drawn[:, :count], axis=1)
         cut, deferred = ordered[:, num_prompts - 1], ordered[:, num_prompts:]
@@ -212,7 +213,8 @@ def best_num_launched(longest: np.ndarray, num_prompts: int, num_generations: in
         # Verifying what they have costs at most what decoding it again does, which is what many rows come to.
         saved = cut.mean() * max(0.0, 1.0 - num_prompts * num_generations * VERIFY_SHARE)
         num_short = num_prompts / (count - num_prompts)  # to one long round
-        tokens = (num_short * cut.mean() + in_long - saved) / (num_short + 1) / num_prompts
-        if tokens < best_tokens:
-            best, best_tokens = count, tokens
-    return best
+        tokens[count] = (num_short * cut.mean() + in_long - saved) / (num_short + 1)
+    least = min(tokens.values(), default=math.inf)
+    if least * MIN_GAIN > drawn[:, :num_prompts].max(axis=1).mean():
+        return num_prompts
+    return next(count for count in tokens if tokens[count] <= least * MUCH_THE_SAME)
