@@ -78,6 +78,8 @@ def make(config: Config, board=None, ranks: Ranks = RANKS) -> Speculation:
 class SamePrompts:
     """A `StepPlanner` by which every step starts the same prompts, each time on a further visit."""
 
+    deferred = ()
+
     def launch(self, step: int) -> Launch:
         return launch_of(groups_of(step), 2)
 
