@@ -15,7 +15,7 @@ from bubblespec.trainer import Trainer
 from tests.reference_step import grpo_step
 from tests.runs import read
 
-CONFIG = "configs/tiny_cpu.yaml"
+CONFIG = "configs/tiny_cpu_bulk.yaml"
 STEPS = 2
 SHORT = [
     "model.dtype=float64",
