@@ -344,8 +344,12 @@ def test_a_profile_predicts_forwards_and_leaves_nothing_behind():
         assert cost.seconds(*load[:4]) == pytest.approx(forward_seconds(load), rel=0.01)
 
 
-def test_nothing_is_made_without_speculation():
-    assert make_speculation(make_config("none"), RANKS, None, PARAMS) is None
+def test_nothing_is_made_where_nothing_is_drafted_deferred_or_placed():
+    config = make_config("none")
+    config.rollout.placement = "in_turn"
+    assert make_speculation(config, RANKS, None, PARAMS) is None
+    config.rollout.placement = "balanced"
+    assert not make_speculation(config, RANKS, None, PARAMS).has_drafts
 
 
 @pytest.mark.parametrize("lookahead", [2, "auto"])
