@@ -131,7 +131,7 @@ class RolloutConfig:
     """Replace groups whose responses all got the same reward, which teach nothing, by groups of further prompts (DAPO)."""
     dynamic_sampling_max_batches: int = key(4, at_least(1), at_most(1 << 16))
     """Most batches generated in a step, the first among them; groups that they cannot replace stay in."""
-    placement: Literal["in_turn", "balanced", "balanced+take_over"] = key("balanced+take_over", resume=SAFE)
+    placement: Literal["in_turn", "balanced", "balanced+take_over"] = key("balanced", resume=SAFE)
     """Which rank generates what: prompts in turn, or samples so that all ranks are expected to end together; with take_over a
     rank that has finished takes samples of the slowest one. Changes the time of a run, and no token."""
     stop_token_ids: list[int] | None = key(None, at_least(0))

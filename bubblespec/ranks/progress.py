@@ -25,10 +25,10 @@ from bubblespec.ranks.collectives import Ranks, all_gather, one_line
 # without it, it would start another draft although the last tick is about to complete, and keep everyone waiting.
 LINGER_S = 2e-3
 NAP_S = 2e-4
-# A tick costs a rank about 0.3 ms, and the slowest rank pays for it with everyone's time: with short forwards, not after each.
+# The slowest rank pays for ticks with everyone's time, from 0.3 to more than 1 ms for each: with short forwards, not after each,
+# and not so often that they take more than a small share of it.
 INTERVAL_S = 1e-2
-# Where a tick may soon tell the ranks that the rollout is over for all of them, they look more often.
-HURRY_S = 2e-3
+LARGEST_SHARE = 0.04
 
 
 NO_FACTS = np.empty(0)
@@ -81,13 +81,14 @@ class ProgressBoard:
 
     timeout_s: seconds without a completed tick after which the job is ended. backend: gloo or nccl for the ticks; None is
     that of `ranks.device`. With nccl the ticks run on a CUDA stream of their own. interval_s: a rank that is not done lets so
-    many seconds pass between two ticks, or HURRY_S while `hurries` is set; the end of its own work it tells at once.
+    many seconds pass between two ticks, and more where ticks cost much; the end of its own work it tells at once.
     """
 
     def __init__(self, ranks: Ranks, timeout_s: float, backend: str | None = None, interval_s: float = INTERVAL_S):
         self.ranks = ranks
         self.timeout_s = timeout_s
         self.interval_s = interval_s
+        self._tick_s = 0.0  # what posting a tick takes of a rank that has work to do, exponentially weighted
         self._clock = ranks.clock
         self._in_flight = False
         self._connect(backend)
@@ -123,7 +124,7 @@ class ProgressBoard:
             raise RuntimeError("progress: a rollout must run to its last tick before the next one begins")
         self.num_ticks = 0
         self.last_states: list[RankState] | None = None
-        self.is_over = self.must_stop = self.hurries = False
+        self.is_over = self.must_stop = False
         self._last_tick_s = -math.inf
         self._deadline = self._clock.monotonic() + self.timeout_s
 
@@ -147,6 +148,7 @@ class ProgressBoard:
         own = None if self._in_flight else state()
         if own is not None and not own.is_done and self._is_too_soon():
             return None
+        begin_s = self._clock.monotonic()
         try:
             if own is not None:
                 self._in_flight = True
@@ -156,6 +158,7 @@ class ProgressBoard:
                 self._numbers[:] = numbers
                 self._post()
                 if not own.is_done:
+                    self._tick_s += 0.1 * (self._clock.monotonic() - begin_s - self._tick_s)
                     return None  # it has work to do, and no tick completes as fast as that
                 self._linger()
             if self._is_complete():
@@ -167,7 +170,7 @@ class ProgressBoard:
         return None
 
     def _is_too_soon(self) -> bool:
-        interval_s = min(self.interval_s, HURRY_S) if self.hurries else self.interval_s
+        interval_s = max(self.interval_s, self._tick_s / LARGEST_SHARE) if self.interval_s else 0.0
         return self._clock.monotonic() < self._last_tick_s + interval_s
 
     def wait(self, state: Callable[[], RankState]) -> list[RankState] | None:

@@ -110,7 +110,7 @@ class RolloutLoop:
         """Drop own rows that are out, and hand on those that are in."""
         standing = self.standing
         standing.judge()
-        self.board.hurries, judgement = standing.may_end_early, standing.judgement
+        judgement = standing.judgement
         out = [row for row in self.view.unfinished.values() if judgement.is_out[self._places[id(row)]]]
         if out:
             self._drop(out)

@@ -55,11 +55,6 @@ class Standing:
         if self.selection is not None:
             self.judgement = self.selection.judge(self.lengths, self.is_finished)
 
-    @property
-    def may_end_early(self) -> bool:
-        """Whether so much is done that any finished row may put others out."""
-        return self.judgement.num_done + 1 >= self.launch.num_trained
-
     def deferred(self) -> np.ndarray:
         """The places of the samples whose turn comes in a later step, int64, once the rollout is over: those of whole groups.
         What has lost a race within its group, or would only have run for it, is not among them."""
