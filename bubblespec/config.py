@@ -245,8 +245,9 @@ class BubbleConfig:
     """Tokens of drafts that are stored (4 bytes each)."""
     max_slowdown: float = key(1.0, at_least(0), at_most(1e9), resume=SAFE)
     """How much slower drafts may make the forwards of a rank that still decodes; 0 drafts only once its rows are done."""
-    progress_backend: Literal["gloo", "nccl"] = key("gloo", resume=SAFE)
-    """Collectives of the progress ticks; a gloo side group leaves the GPU alone, nccl runs on a stream of its own."""
+    progress_backend: Literal["shm", "gloo", "nccl"] = key("shm", resume=SAFE)
+    """What carries the progress ticks: memory that the ranks of a machine share (gloo where they are on several), a gloo side
+    group, or nccl on a stream of its own."""
     progress_timeout_s: float = key(600.0, above(0), at_most(1e8), resume=SAFE)
     """Seconds without a tick after which the job ends, naming the rank that did not answer."""
 

@@ -18,6 +18,7 @@ from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.idle.draft_planning import Outlook, plan_items, undrafted
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.ranks.progress import ProgressBoard
+from bubblespec.ranks.shared_board import make_board
 from bubblespec.records import Draft, Group, RolloutRecord, Row, SampleId, Samples
 from bubblespec.speculate.proposer import Proposer, make_proposer
 from bubblespec.speculate.store import DraftStore, exchange
@@ -238,7 +239,7 @@ def make_speculation(config: Config, ranks: Ranks, engine: Generator, params: Sa
     cost = CostModel()
     if has_drafts:
         profile(engine, params, cost, clock=ranks.clock)
-    board = ProgressBoard(ranks, config.bubble.progress_timeout_s, config.bubble.progress_backend)
+    board = make_board(ranks, config.bubble.progress_timeout_s, config.bubble.progress_backend)
     return assemble(config, ranks, board, cost)
 
 
