@@ -16,6 +16,7 @@ from bubblespec.rollout.moves import Move, Unfinished, expected_left, plan_moves
 from bubblespec.rollout.standing import Standing
 
 OVERHEAD_TICKS = 2.0  # from a decision to the first forward of a row that has moved
+MOST_MOVED_TOKENS = 1 << 17  # in a tick
 
 
 def forecast(launch: Launch, speculation: Speculation) -> Expected:
@@ -88,4 +89,10 @@ class Mover:
         left = expected_left(so_far, self.totals[places], self.margins[places], self.outlook)
         rows = Unfinished(standing.owners[places], so_far, left, self.prompt_tokens[places])
         options = {"num_ranks": len(states), "num_slots": self.num_slots, "overhead_s": self.overhead_s}
-        return [move._replace(row=int(places[move.row])) for move in plan_moves(rows, self.cost, **options)]
+        moves = plan_moves(rows, self.cost, **options)
+        moved = np.cumsum([so_far[move.row] for move in moves])
+        return [
+            move._replace(row=int(places[move.row]))
+            for move, total in zip(moves, moved.tolist(), strict=True)
+            if total <= MOST_MOVED_TOKENS
+        ]
