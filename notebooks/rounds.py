@@ -1,6 +1,6 @@
 """What tail_batching.ipynb plays: which lengths different rules train on, with a policy that stands still.
 
-`python -m notebooks.rounds` lets the policy of the default run answer the prompts of its first steps, and keeps the lengths in
+`python -m notebooks.rounds` lets SmolLM2 (`make smollm2`) answer the prompts of its first steps, and keeps the lengths in
 data/lengths.npz. The notebook plays the rules on those: the trainer's own planner and selection, and what RollPacker does.
 """
 
@@ -18,8 +18,8 @@ from bubblespec.data.tail_batching import TailBatching
 from bubblespec.records import Group, Launch, Prompt, Samples
 
 FILE = os.path.join(os.path.dirname(__file__), "data", "lengths.npz")
-CONFIG = "configs/tiny_cpu.yaml"
-NUM_STEPS, NUM_SPARE = 60, 4  # steps, and further ones from which short rounds draw before them
+CONFIG = "configs/smollm2_135m_cpu.yaml"
+NUM_STEPS, NUM_SPARE = 36, 4  # steps, and further ones from which short rounds draw before them
 NUM_SAMPLES = 5  # of each prompt and visit: a race of 1.25 launches as many for 4
 ANEW = 1  # the visit under which a deferred prompt is drawn anew
 
@@ -118,8 +118,7 @@ def record() -> None:
     from bubblespec.ranks.collectives import Ranks
     from bubblespec.set_up import load_prompts, set_up
 
-    torch.set_num_threads(1)
-    config = load_config(CONFIG, ["speculative.method=none", "run.output_dir=runs/rounds"])
+    config = load_config(CONFIG, ["speculative.method=none", "run.output_dir=runs/rounds", "reward.num_workers=0"])
     trainer = set_up(config, Ranks(torch.device("cpu")))
     trainer.lock.close()
     prompts, _ = load_prompts(config, AutoTokenizer.from_pretrained(config.model.path))
