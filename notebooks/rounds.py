@@ -19,7 +19,7 @@ from bubblespec.records import Group, Launch, Prompt, Samples
 
 FILE = os.path.join(os.path.dirname(__file__), "data", "lengths.npz")
 CONFIG = "configs/smollm2_135m_cpu.yaml"
-NUM_STEPS, NUM_SPARE = 36, 4  # steps, and further ones from which short rounds draw before them
+NUM_STEPS, NUM_SPARE = 20, 3  # steps, and further ones from which short rounds draw before them
 NUM_SAMPLES = 5  # of each prompt and visit: a race of 1.25 launches as many for 4
 ANEW = 1  # the visit under which a deferred prompt is drawn anew
 
@@ -111,6 +111,8 @@ def load() -> tuple[dict, Lengths, float]:
 
 def record() -> None:
     """Answer the prompts and keep the lengths."""
+    import tempfile
+
     import torch
     from tqdm import tqdm
     from transformers import AutoTokenizer
@@ -118,9 +120,10 @@ def record() -> None:
     from bubblespec.ranks.collectives import Ranks
     from bubblespec.set_up import load_prompts, set_up
 
-    config = load_config(CONFIG, ["speculative.method=none", "run.output_dir=runs/rounds", "reward.num_workers=0"])
-    trainer = set_up(config, Ranks(torch.device("cpu")))
-    trainer.lock.close()
+    with tempfile.TemporaryDirectory() as folder:
+        config = load_config(CONFIG, ["speculative.method=none", f"run.output_dir={folder}", "reward.num_workers=0"])
+        trainer = set_up(config, Ranks(torch.device("cpu")))
+        trainer.lock.close()
     prompts, _ = load_prompts(config, AutoTokenizer.from_pretrained(config.model.path))
     rollout, seed = config.rollout, config.run.seed
     batches = [prompts.batch(seed, step, rollout.num_prompts_per_step) for step in range(NUM_STEPS + NUM_SPARE)]

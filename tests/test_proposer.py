@@ -122,11 +122,13 @@ def test_suffix_alone_uses_no_draft_but_other_samples_and_epochs():
     assert not proposer.acceptance.by_age
 
 
-def test_a_row_with_tokens_does_not_follow_a_draft_from_the_start():
+def test_a_row_that_comes_with_tokens_goes_on_in_its_draft_if_they_are_its_beginning():
+    """As one does that has changed ranks."""
     proposer = make("bubble")
-    own = row(tokens=[10, 11])
-    proposer.track(own, draft(range(10, 40)), STEP)
-    assert forward(proposer, [own], [range(10, 40)]) == [[]]
+    same, other = row(0, tokens=[10, 11]), row(1, tokens=[10, 12])
+    for r in (same, other):
+        proposer.track(r, draft(range(10, 40)), STEP)
+    assert forward(proposer, [same, other], [range(10, 40)] * 2) == [[12, 13, 14], []]
 
 
 def test_unknown_rows_and_rows_without_room_get_nothing():

@@ -104,7 +104,7 @@ def plain(tmp_path_factory):
 def drafting(tmp_path_factory):
     """Two ranks that draft one step ahead."""
     folder = tmp_path_factory.mktemp("drafting")
-    run(folder, 2, *BUBBLE, TRACED)
+    run(folder, 2, *BUBBLE, TRACED, "rollout.placement=in_turn")
     return folder
 
 
