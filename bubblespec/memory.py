@@ -226,9 +226,12 @@ def rows_of_a_rank(config: Config, world_size: int) -> int:
 
 
 def most_slots(config: Config, world_size: int) -> int:
-    """Slots beyond which more are of no use: one for each own row, and as many again where drafts are made ahead."""
+    """Slots beyond which more are of no use: one for each row of a rank, and as many again for rows beyond an even share of what
+    is trained on: drafts made ahead, prompts that may be deferred, or many short rows placed against few long ones."""
     rows = rows_of_a_rank(config, world_size)
-    return min(rows * (2 if "bubble" in config.speculative.method else 1), config.rollout.max_batch_tokens)
+    is_placed = world_size > 1 and config.rollout.placement != "in_turn"
+    may_have_more = "bubble" in config.speculative.method or config.tail_batching.enabled or is_placed
+    return min(rows * (2 if may_have_more else 1), config.rollout.max_batch_tokens)
 
 
 def spare_slots(config: Config) -> int:

@@ -198,6 +198,15 @@ def test_slots_are_never_more_than_are_of_use():
     assert slots("bubble", "auto") == slots("bubble+suffix", "auto") == 64
     assert slots("bubble", "auto", max_batch_tokens=40) == 40
     assert [slots("bubble", 500), slots("none", 500), slots("none", 7)] == [500, 32, 7]
+    config = make_config()
+    config.speculative.method = "none"
+    most = [memory.most_slots(config, 1), memory.most_slots(config, 2)]
+    config.rollout.placement = "in_turn"
+    most.append(memory.most_slots(config, 2))
+    config.tail_batching.enabled = True
+    assert [*most, memory.most_slots(config, 2)] == [32, 32, 16, 32], (
+        "of 32, 16 and 16 rows a rank, and with deferred ones 16 more"
+    )
 
 
 def test_released_keys_and_values_are_made_again():
