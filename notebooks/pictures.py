@@ -97,6 +97,7 @@ def draw_ratios(ratios: dict[str, np.ndarray]) -> Figure:
     for (name, ratio), colour in zip(ratios.items(), RULES, strict=True):
         axes.plot(np.arange(1, len(ratio) + 1), ratio, label=name, color=colour, linewidth=1.6)
     _label(axes, "mean length of all responses trained on so far, over that of the policy", "steps")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False, fontsize=SIZE, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 

@@ -97,6 +97,17 @@ def test_exactness(working_copy):
     assert found["length_p"][1] < 1e-20 and min(found["length_p"][i] for i in (0, 2, 3)) > 1e-3
 
 
+def test_tail_batching(working_copy):
+    notebook, found = execute(working_copy, "tail_batching", '{"summary": summary, "steps": rounds.NUM_STEPS}')
+    assert pictures(notebook) == 2
+    ratio = {name: mean for name, (mean, _) in found["summary"].items()}
+    tokens = {name: sequential for name, (_, sequential) in found["summary"].items()}
+    plain, ours, anew, race, both = found["summary"]
+    assert ratio[plain] == tokens[plain] == 1.0
+    assert abs(ratio[ours] - 1) < 0.02 and tokens[ours] < 0.8
+    assert ratio[anew] < 0.95 and max(ratio[race], ratio[both]) < 0.8
+
+
 def test_bubble_anatomy(working_copy):
     wanted = """{
         "same": compare(after, before).first_difference is None, "steps": len(after.steps),
