@@ -144,6 +144,11 @@ class Sampler:
         rows = standing.make_rows(self.config.rollout.max_completion_length)
         return standing, rows, self.scorer.begin(launch.groups, step)
 
+    @property
+    def _shape(self) -> dict[str, int]:
+        """What placement must know of the ranks."""
+        return {"num_ranks": self.ranks.world_size, "num_slots": self.engine.num_slots}
+
     def _place(self, launch: Launch) -> Standing:
         """Decide which rank generates which sample."""
         num_ranks, speculation = self.ranks.world_size, self.speculation
@@ -151,17 +156,15 @@ class Sampler:
         if (num_ranks > 1 or launch.selects) and speculation is not None and speculation.shared_cost is not None:
             expected = forecast(launch, speculation)
             if num_ranks > 1 and self.config.rollout.placement != "in_turn":
-                options = {"num_ranks": num_ranks, "num_slots": self.engine.num_slots}
                 until_end = up_to_cut(expected, launch) if launch.selects else expected
-                owners = place_rows(until_end, speculation.shared_cost, **options)
+                owners = place_rows(until_end, speculation.shared_cost, **self._shape)
         return Standing(launch, owners, self.ranks.rank, expected)
 
     def _expected_s(self, standing: Standing) -> float:
         """Seconds in which this rank's rows are expected to be done; NaN where nobody knows."""
         if standing.expected is None or standing.launch.selects:
             return math.nan
-        options = {"num_ranks": self.ranks.world_size, "num_slots": self.engine.num_slots}
-        by_rank = ends_s(standing.expected, standing.owners, self.speculation.shared_cost, **options)
+        by_rank = ends_s(standing.expected, standing.owners, self.speculation.shared_cost, **self._shape)
         return float(by_rank[self.ranks.rank])
 
     def _handover(self, standing: Standing, step: int) -> Handover | None:
