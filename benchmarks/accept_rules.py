@@ -137,13 +137,13 @@ def compare(model: PreTrainedModel, start: PreTrainedModel, rows: list[Row], arg
         num_generated = torch.arange(n + 1, device=model.device)
         counts = np.array([n])
         results = {
-            rule: verify(new, draft, counts, keys, num_generated=num_generated, params=params, rule=rule)[:2]
+            rule: verify(new, row.tokens, counts, keys, num_generated=num_generated, params=params, rule=rule)[:2]
             for rule in ("coupled", "point_mass")
         }
         results["rejection"] = verify_by_rejection(log_probabilities(new, params.temperature), log_q, draft, counts, keys=keys)
         for rule, (accepted, _) in results.items():
-            runs[rule].append(int(accepted))
-        positions["coupled"].append((results["coupled"][1][:n] == draft).float())
+            runs[rule].append(accepted.item())
+        positions["coupled"].append(torch.from_numpy(results["coupled"][1][:n] == row.tokens).float())
         p, q = (log.gather(1, draft[:, None])[:, 0] for log in (log_p, log_q))
         positions["rejection"].append((p - q).exp().clamp(max=1.0))
         positions["point_mass"].append(p.exp())

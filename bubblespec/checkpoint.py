@@ -44,9 +44,11 @@ def save_checkpoint(
     optimizer: Optimizer,
     planner: dict[str, np.ndarray],
     speculation: dict[str, np.ndarray] | None,
+    linear: dict | None,
     ranks: Ranks,
 ) -> str | None:
-    """Save after `step` updates; all ranks call it. evaluated: updates before the last evaluation, or -1.
+    """Save after `step` updates; all ranks call it. evaluated: updates before the last evaluation, or -1; linear: the choice of
+    linear layers' kernels, see `set_up.choose_linear`.
 
     Returns None, or in one line why it failed (a full disk, for instance): then nothing is left of it, and the checkpoints
     before it stay. The answer is the same on every rank.
@@ -60,6 +62,7 @@ def save_checkpoint(
             "step": step,
             "evaluated": evaluated,
             "world_size": ranks.world_size,
+            "linear": linear,
             "config": flatten(config),
         }
         try:

@@ -32,6 +32,9 @@ class ModelConfig:
     """Where to run; auto takes a GPU when there is one."""
     attention: Literal["auto", "sdpa", "varlen", "flash_attn"] = "auto"
     """Attention kernel; auto takes the fastest that is importable on the device (sdpa on CPU)."""
+    cpu_linear: Literal["auto", "torch"] = key("auto", resume=ROUNDING)
+    """Products of linear layers on a CPU in float32: auto measures for a second at the start which kernels are fastest, and may
+    keep a second copy of the weights for generation; torch has no choice to make, so that float32 tokens repeat bit for bit."""
     gradient_checkpointing: bool = key(False, resume=ROUNDING)
     """Recompute activations in the backward pass: less memory, more time."""
     trust_remote_code: bool = key(False, resume=SAFE)
@@ -94,11 +97,12 @@ class RewardConfig:
     """One weight per function (default: all 1)."""
     num_workers: int = key(2, at_least(0), resume=SAFE)
     """Processes on each rank that score finished responses, one at a time, while others are generated; 0 scores them in the main
-    process, all of a rank in one call, without protection from functions that hang, crash, or leave processes behind."""
+    process, many in one call, without protection from functions that hang, crash, or leave processes behind."""
     timeout_s: float = key(60.0, above(0), resume=SAFE)
     """Seconds that a function may take for one response in a worker; taking longer is an error."""
     adaptive_timeout: bool = key(False, resume=SAFE)
-    """Lower the time-out to 1.5 times the slowest answer so far with a reward above 0, within 2 and 30 seconds (RollPacker)."""
+    """Lower the time-out of a function to 1.5 times the slowest answer so far to the same task (the data's column `task`) with a
+    reward above 0, within 2 and 30 seconds (RollPacker). Rewards may then depend on how fast the machine is."""
     reward_on_error: float | None = 0.0
     """Reward of a response for which a function raises, times out, crashes or returns no finite number; null ends the run."""
     overlong_buffer_length: int = key(0, at_least(0))
@@ -215,6 +219,9 @@ class OptimConfig:
     """Steps in a row whose update may be left out for a non-finite loss or gradient; one more ends the run."""
     shard_state: bool = key(False, resume=SAFE)
     """Keep master weights and moments of a share of the parameters on each rank, instead of all on every rank."""
+    stream_gradients: bool = key(False, resume=ROUNDING)
+    """Ranks that wait in a rollout compute gradients of their finished samples; needs advantages within the group and one update
+    a step. With it equal tokens give weights that are equal up to the order of summation, instead of bit for bit."""
     max_tokens_per_microbatch: int = key(8192, at_most(1 << 32), resume=ROUNDING)
     """Most tokens (prompts and responses) in one forward and backward."""
     max_logits_per_chunk: int = key(1 << 26, at_least(1), resume=ROUNDING)
@@ -231,6 +238,9 @@ class SpeculativeConfig:
     """When a draft token is accepted; coupled shares its noise with the draft, point_mass does not (for ablation)."""
     fixed_window: int | None = key(None, at_least(0, or_else="null"), resume=SAFE)
     """Propose this many draft tokens always, instead of planning windows by their cost (for ablation)."""
+    check_every: int = key(50, at_least(0), resume=SAFE)
+    """Rollouts after which one is made without drafts, to see what drafts save. Besides, rollouts are made without drafts for a
+    while where these have lost more than 3% of the run's time. 0: never, and drafts may lose what they do."""
     max_history_tokens: int = key(4_000_000, at_least(0), resume=SAFE)
     """Tokens of earlier epochs' responses kept for suffix matching; the oldest are dropped first."""
 
@@ -242,7 +252,7 @@ class BubbleConfig:
     lookahead: int | str = key("auto", at_least(0, or_else="auto"), resume=SAFE)
     """Steps to draft ahead; 0 drafts nothing; auto goes as deep as max_draft_tokens and the measured drift make worth while."""
     max_draft_tokens: int = key(2_000_000, at_least(0), resume=SAFE)
-    """Tokens of drafts that are stored (4 bytes each)."""
+    """Tokens of drafts that are stored (4 bytes each): of coming steps, and as many of the last evaluation."""
     max_slowdown: float = key(1.0, at_least(0), at_most(1e9), resume=SAFE)
     """How much slower drafts may make the forwards of a rank that still decodes; 0 drafts only once its rows are done."""
     progress_backend: Literal["shm", "gloo", "nccl"] = key("shm", resume=SAFE)
@@ -250,6 +260,15 @@ class BubbleConfig:
     group, or nccl on a stream of its own."""
     progress_timeout_s: float = key(600.0, above(0), at_most(1e8), resume=SAFE)
     """Seconds without a tick after which the job ends, naming the rank that did not answer."""
+
+
+@dataclass
+class IdleConfig:
+    """What ranks do while they wait, beside drafts (see bubble)."""
+
+    max_slice_s: float = key(0.05, above(0), at_most(1e4), resume=SAFE)
+    """Seconds of a piece of work that is not interrupted: a rank is late by about so much at most when the rollout ends. What is
+    expected to take longer is not begun: larger models need more."""
 
 
 @dataclass
@@ -312,6 +331,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     bubble: BubbleConfig = field(default_factory=BubbleConfig)
+    idle: IdleConfig = field(default_factory=IdleConfig)
     tail_batching: TailBatchingConfig = field(default_factory=TailBatchingConfig)
     run: RunConfig = field(default_factory=RunConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
@@ -377,6 +397,8 @@ def _check_combinations(config: Config) -> Config:
     if rollout.dynamic_sampling and rollout.num_generations == 1:
         raise InputError("rollout.dynamic_sampling: needs rollout.num_generations of at least 2, as one response never differs")
     _check_loss(config)
+    if optim.stream_gradients:
+        _check_streaming(config.loss)
     if rollout.temperature == 0:
         raise InputError("rollout.temperature: 0 gives equal responses, so no policy gradient; training needs it above 0")
     if bool(data.path) == bool(data.tasks):
@@ -404,6 +426,20 @@ def _check_combinations(config: Config) -> Config:
     if config.run.eval_steps and not config.eval.num_prompts:
         raise InputError("eval.num_prompts: 0, but run.eval_steps asks for evaluations; give at least 1")
     return config
+
+
+def _check_streaming(loss: LossConfig) -> None:
+    """A sample's part of the gradient must be known, up to a common factor, before all samples are."""
+    needs = "true needs advantages that a group has by itself, and"
+    if loss.advantage_estimator.startswith("reinforce_plus_plus"):
+        raise InputError(f"optim.stream_gradients: {needs} loss.advantage_estimator={loss.advantage_estimator} takes the batch's")
+    if loss.scale_rewards == "batch":
+        raise InputError(f"optim.stream_gradients: {needs} loss.scale_rewards=batch divides them by the batch's")
+    for name in ("num_iterations", "num_minibatches"):
+        if (value := getattr(loss, name)) > 1:
+            raise InputError(
+                f"optim.stream_gradients: true needs one update a step, and loss.{name}={value} makes several; give 1"
+            )
 
 
 def _check_loss(config: Config) -> None:

@@ -73,11 +73,14 @@ class Needs:
         """Bytes that are there in a gradient step alone."""
         return self.activations + self.head
 
-    def room_for_cache(self, room: float, is_freed: bool) -> float:
-        """Bytes for keys and values out of the `room` beside what lasts. is_freed: they are given back for a gradient step."""
+    def room_for_cache(self, room: float, is_freed: bool, is_streamed: bool = False) -> float:
+        """Bytes for keys and values out of the `room` beside what lasts. is_freed: they are given back for a gradient step.
+
+        is_streamed: forwards and gradients take turns. What the allocator keeps of the one need not fit the other, so both count.
+        """
         if is_freed and room >= self.training:
             return room - self.rollout
-        return room - max(self.rollout, self.training)
+        return room - (self.rollout + self.training if is_streamed else max(self.rollout, self.training))
 
 
 def work_out(config: Config, model: PreTrainedModel, world_size: int) -> Needs:
@@ -252,12 +255,13 @@ def choose_num_slots(config: Config, model: PreTrainedModel, has_moments: bool, 
         return rollout.num_slots if "bubble" in config.speculative.method else min(rollout.num_slots, most)
     needs = work_out(config, model, ranks.world_size)
     free, total = free_bytes(ranks.device)
-    room = needs.room_for_cache(free - HEADROOM * total - (0 if has_moments else needs.moments), rollout.free_cache_engine)
+    free_beside = free - HEADROOM * total - (0 if has_moments else needs.moments)
+    room = needs.room_for_cache(free_beside, rollout.free_cache_engine, config.optim.stream_gradients)
     spare = spare_slots(config) if ranks.device.type == "cuda" else 0
     fitting = int(ranks.gather(np.array([room // needs.slot])).min()) - spare
     if fitting < 1:
         raise InputError(
-            f"rollout.num_slots: a slot of {needs.slot / 1e9:.2f} GB and {max(needs.rollout, needs.training) / 1e9:.2f} GB of "
+            f"rollout.num_slots: a slot of {needs.slot / 1e9:.2f} GB and {(free_beside - room) / 1e9:.2f} GB of "
             f"activations do not fit the {free / 1e9:.2f} GB that model and optimizer leave free; lower "
             "optim.max_tokens_per_microbatch or rollout.max_completion_length, or set optim.shard_state (see bubblespec.memory)"
         )
@@ -299,7 +303,7 @@ def table(config: Config, model: PreTrainedModel, world_size: int) -> str:
     ]
     for name, total in CARDS.items():
         room = total * (1 - HEADROOM) - needs.lasting
-        rooms = (needs.room_for_cache(room, is_freed) for is_freed in (False, True))
+        rooms = (needs.room_for_cache(room, is_freed, optim.stream_gradients) for is_freed in (False, True))
         beside_step, freed = (max(int(cache // needs.slot) - spare_slots(config), 0) for cache in rooms)
         fitting = freed if rollout.free_cache_engine else beside_step
         slots = min(fitting, most) if rollout.num_slots == "auto" else rollout.num_slots

@@ -150,6 +150,8 @@ class ForwardRecord(NamedTuple):
 
 # Lower bounds of the bins of `Acceptance.accepted_lengths`, in tokens.
 ACCEPT_BINS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+# Lower bounds of the stretches of a response in which acceptance is counted, in tokens: later tokens may be harder to foresee.
+POSITIONS = (0, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 # Where a proposal comes from: the sample's own draft up to their first difference (aligned), else suffix matches in that draft
 # (own), in another sample's draft or tokens (sibling), in the prompt or the row's tokens (self), in earlier epochs (history).
 SOURCES = ("aligned", "own", "sibling", "self", "history")
@@ -167,8 +169,9 @@ class Acceptance:
     accepted_tokens: int = 0
     covered_tokens: int = 0
     """Tokens for which there was a proposal, right or wrong."""
-    before_divergence: list[int] = field(default_factory=lambda: [0, 0])
-    """[tokens tried, accepted] of drafts up to their first difference from the response, which is counted as tried."""
+    before_divergence: np.ndarray = field(default_factory=lambda: np.zeros((len(POSITIONS), 2), np.int64))
+    """Tokens tried and accepted of drafts up to their first difference from the response, which is counted as tried; by where in
+    the response the verification began (POSITIONS), int64 [positions, 2]."""
     after_divergence: list[int] = field(default_factory=lambda: [0, 0])
     """[tokens gained, those that the own draft gave] of rows behind that difference, as far as their draft reaches."""
     by_source: dict[str, list[int]] = field(default_factory=dict)
@@ -180,6 +183,18 @@ class Acceptance:
 
 
 @dataclass
+class IdleUse:
+    """What came of one use of idle time in one rollout on one rank."""
+
+    seconds: float = 0.0
+    """That this rank has spent on it, in hard bubbles and, where it slowed rows of its own down, beside them."""
+    expected_s: float = 0.0
+    """Of wall time, that the offers which this rank was given were expected to save."""
+    brought_s: float = 0.0
+    """Of wall time, that the use as a whole is estimated to have saved in this rollout's step; the same on every rank."""
+
+
+@dataclass
 class RolloutRecord:
     """One rollout on one rank, as it happened. Times are those of the rank's clock, in seconds."""
 
@@ -188,12 +203,18 @@ class RolloutRecord:
     forwards: list[ForwardRecord] = field(default_factory=list)
     waits: list[Span] = field(default_factory=list)
     """With nothing to do until the next tick."""
+    slices: list[Span] = field(default_factory=list)
+    """Pieces of idle work that took no forwards."""
     num_ticks: int = 0
     drafted_tokens: int = 0
     """For coming steps."""
     taken_rows: int = 0
     """Rows that came from another rank."""
+    first_taken_s: float = math.inf
+    """When the first of them came, to a rank that had finished its own."""
     acceptance: Acceptance = field(default_factory=Acceptance)
+    idle: dict[str, IdleUse] = field(default_factory=dict)
+    """By the name of the use."""
 
     @property
     def own_forwards(self) -> int:
@@ -224,8 +245,15 @@ class RolloutRecord:
     def spans(self) -> list[Span]:
         """What the rank did when, in order of time; forwards of one kind in a row are one span."""
         spans: list[Span] = []
-        started = [Span(f.kind, f.end_s - f.engine_s - f.propose_s, f.end_s) for f in self.forwards]
-        for span in sorted((*started, *self.waits), key=lambda span: span.begin_s):
+        started = [
+            Span(
+                "take over" if f.own_rows and f.begin_s >= self.first_taken_s else f.kind,
+                f.end_s - f.engine_s - f.propose_s,
+                f.end_s,
+            )
+            for f in self.forwards
+        ]
+        for span in sorted((*started, *self.waits, *self.slices), key=lambda span: span.begin_s):
             if spans and spans[-1].kind == span.kind:
                 span = Span(span.kind, spans.pop().begin_s, span.end_s)
             spans.append(span)

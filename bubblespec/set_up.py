@@ -28,6 +28,8 @@ from bubblespec.data.step_planner import InOrder, StepPlanner
 from bubblespec.data.tail_batching import TailBatching
 from bubblespec.engine.attention import choose_kernel
 from bubblespec.engine.generator import Generator
+from bubblespec.engine.linear import Plan, use_plans
+from bubblespec.engine.linear_choice import can_choose, choose, count_shapes, measure
 from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
@@ -36,12 +38,14 @@ from bubblespec.idle.speculation import make_speculation
 from bubblespec.learn.learner import Learner
 from bubblespec.learn.lora import add_adapter
 from bubblespec.learn.optimizer import Optimizer
+from bubblespec.learn.streaming import GradientStream
 from bubblespec.memory import choose_num_slots
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.records import Prompt
 from bubblespec.rewards.functions import check_arguments, load_reward
 from bubblespec.rewards.scorer import Scorer
 from bubblespec.rollout.sampler import Sampler
+from bubblespec.telemetry.trace import describe_hardware
 from bubblespec.trainer import Trainer
 
 
@@ -102,6 +106,12 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
             state = read_state(checkpoint)
             load_optimizer(checkpoint, optimizer)
     check_moments(optimizer, checkpoint)
+    linear = choose_linear(config, ranks, model, state.get("linear"))
+    if linear is not None:
+        plans = {shape: Plan(kind, tuple(at), tuple(products)) for shape, (kind, at, products) in linear["plans"].items()}
+        use_plans(model, plans)
+        if reference not in (None, model):  # it generates nothing
+            use_plans(reference, {shape: Plan(products=plan.products) for shape, plan in plans.items()})
     num_slots = choose_num_slots(config, model, state["step"] > 0, ranks)
     check_memory(config, ranks, model, num_slots)
     runner = ModelRunner(
@@ -115,13 +125,14 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
         enforce_eager=rollout.enforce_eager,
     )
     engine = Generator(runner)
-    speculation = make_speculation(config, ranks, engine, sampling)
+    speculation = make_speculation(config, ranks, engine, sampling, eval_prompts)
     planner = make_planner(config, train_prompts)
     with _says_what_does_not_fit(checkpoint):
         if checkpoint:
             planner.load_state_dict(np.load(os.path.join(checkpoint, PLANNER_FILE)))
         if checkpoint and speculation is not None and (saved := load_arrays(checkpoint, SPECULATION_FILE)) is not None:
             speculation.load_state_dict(saved)
+    learner = Learner(config=config, ranks=ranks, model=model, reference=reference, optimizer=optimizer, kernel=kernel)
     sampler = Sampler(
         config=config,
         ranks=ranks,
@@ -131,12 +142,13 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
         scorer=Scorer(config.reward, functions, tokenizer, ranks, output_dir=config.run.output_dir),
         reward_weights=config.reward.weights or [1.0] * len(functions),
         speculation=speculation,
+        stream=GradientStream(learner) if config.optim.stream_gradients else None,
     )
     lock = claim_output_dir(config, ranks)
     return Trainer(
         config=config,
         ranks=ranks,
-        learner=Learner(config=config, ranks=ranks, model=model, reference=reference, optimizer=optimizer, kernel=kernel),
+        learner=learner,
         sampler=sampler,
         tokenizer=tokenizer,
         eval_prompts=eval_prompts,
@@ -144,8 +156,23 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
         num_updates=state["step"],
         saved=state["step"],
         evaluated=state["evaluated"],
+        linear=linear,
         lock=lock,
     )
+
+
+def choose_linear(config: Config, ranks: Ranks, model: PreTrainedModel, saved: dict | None) -> dict | None:
+    """Which kernels linear layers use, the same on all ranks, as checkpoints keep it: {"hardware": ..., "plans": by shape}; None
+    where there is no choice. saved: that of the checkpoint; a continuation on the same processor keeps it, as other kernels
+    would round differently."""
+    if config.model.cpu_linear == "torch" or not can_choose(model):
+        return None
+    hardware = describe_hardware(ranks.device)
+    is_kept = saved is not None and saved["hardware"] == hardware
+    if ranks.gather(np.array([is_kept], np.uint8)).all():
+        return saved
+    seconds = np.exp(np.log(ranks.gather(measure(model))).mean(axis=0))
+    return {"hardware": hardware, "plans": choose(list(count_shapes(model)), seconds)}
 
 
 def make_planner(config: Config, prompts: PromptSet) -> StepPlanner:

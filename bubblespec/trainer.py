@@ -19,7 +19,9 @@ from bubblespec.rewards.functions import RewardFunction, combine
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.telemetry.metrics import MetricsLogger
 from bubblespec.telemetry.report import (
+    evaluation_metrics,
     forward_metrics,
+    idle_metrics,
     peak_memory_gb,
     placement_metrics,
     rollout_metrics,
@@ -48,6 +50,8 @@ class Trainer:
     """Updates in the newest checkpoint."""
     evaluated: int
     """Updates before the last evaluation, or -1."""
+    linear: dict | None
+    """The choice of linear layers' kernels, which a continuation keeps; see `set_up.choose_linear`."""
     lock: IO | None
     """Keeps output_dir ours; on rank 0."""
     logger: MetricsLogger | None = None
@@ -105,6 +109,7 @@ class Trainer:
             known = {"store_tokens": speculation.store.num_tokens, "accepted_by_age": speculation.accepted_by_age}
             metrics |= speculation_metrics(ranks, record, **known)
         metrics |= timing_metrics(ranks, record, metrics.pop("timing_s/sync")) | placement_metrics(ranks, record)
+        metrics |= idle_metrics(ranks, record)
         self.logger.log(step, metrics | {"perf/max_memory_gb": peak_memory_gb(ranks)})
         if self.recorder is not None:
             self.recorder.write(record)
@@ -123,18 +128,20 @@ class Trainer:
         if is_due and self.evaluated != done:
             self.logger.log_evaluation(done, self.evaluate())
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float | str]:
         """Held-out mean reward and pass@k, under noise that is the same at every evaluation, so that curves are paired.
 
         pass@k is the expected best of k samples by the first reward function: for a 0/1 reward the usual unbiased estimator
         (Chen et al. 2021, arXiv 2107.03374, equation 1). Raises StopRequested, and then the evaluation is still to be made.
         """
-        settings, params = self.config.eval, self.sampler.params
+        settings, params, clock = self.config.eval, self.sampler.params, self.ranks.clock
+        began_s = clock.perf_counter()
         self.ranks.place = f"evaluation after {self.num_updates} updates"
         if settings.temperature is not None:
             params = replace(params, temperature=settings.temperature)
         groups = [Group(prompt, EVALUATION) for prompt in self.eval_prompts]
-        samples = self.sampler.evaluate(groups, settings.num_generations, params)
+        samples, rollout = self.sampler.evaluate(groups, settings.num_generations, params, self.num_updates)
+        seconds = clock.perf_counter() - began_s
         metrics = {
             # Without the overlong penalty, which shapes training alone.
             "eval/reward": float(combine(samples.rewards, self.sampler.reward_weights).mean()),
@@ -147,6 +154,7 @@ class Trainer:
         while k <= settings.num_generations:
             metrics[f"eval/pass@{k}"] = float(np.mean([expected_best(row, k) for row in by_prompt]))
             k *= 2
+        metrics |= evaluation_metrics(self.ranks, samples, rollout, seconds)
         self.evaluated = self.num_updates
         return metrics
 
@@ -171,6 +179,7 @@ class Trainer:
             optimizer=self.learner.optimizer,
             planner=self.sampler.planner.state_dict(),
             speculation=speculation.state_dict() if speculation is not None else None,
+            linear=self.linear,
             ranks=self.ranks,
         )
         if problem is None:

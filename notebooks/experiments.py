@@ -158,20 +158,22 @@ def trap_lengths(rule: str, keeps: str, num_rows: int, *, distance: float = 0.3,
     fed = positions[:, : LONGEST_DRAFT + 1][is_fed]
     fed_keys, log_ps = keys[:, : LONGEST_DRAFT + 1][is_fed], log_p.expand(len(fed), -1)
     if rule == "rejection":
-        accepted, token = verify_by_rejection(log_ps, log_q.expand(len(fed_drafts), -1), fed_drafts, counts, keys=fed_keys)
+        result = verify_by_rejection(log_ps, log_q.expand(len(fed_drafts), -1), fed_drafts, counts, keys=fed_keys)
+        accepted, token = (t.numpy() for t in result)
     else:
-        accepted, token, _, _ = verify(log_ps, fed_drafts, counts, fed_keys, num_generated=fed, params=params, rule=rule)
-    token, room = token.numpy(), np.full(num_rows, LONGEST_RESPONSE)
-    gained = num_gained(token, accepted.numpy(), counts, params.stop_token_ids, limit=room)
+        options = {"num_generated": fed, "params": params, "rule": rule}
+        accepted, token, _, _ = verify(log_ps, fed_drafts.numpy(), counts, fed_keys, **options)
+    room = np.full(num_rows, LONGEST_RESPONSE)
+    gained = num_gained(token, accepted, counts, params.stop_token_ids, limit=room)
     last = token[np.cumsum(counts + 1) - (counts + 1) + gained - 1]
 
     # Tokens do not depend on those before them, so what plain sampling puts at every place is known at once.
-    every, none = positions.flatten(), torch.empty(0, dtype=torch.int64)
+    every, none = positions.flatten(), np.empty(0, np.int64)
     no_draft, noise = np.zeros(len(every), np.int64), "point_mass" if rule == "point_mass" else "coupled"
     plain = verify(
         log_p.expand(len(every), -1), none, no_draft, keys.reshape(-1, 4), num_generated=every, params=params, rule=noise
     ).token
-    stops_later = (plain.view(num_rows, -1).numpy() == STOP) & (positions.numpy() >= gained[:, None])
+    stops_later = (plain.reshape(num_rows, -1) == STOP) & (positions.numpy() >= gained[:, None])
     later = np.where(stops_later.any(1), stops_later.argmax(1) + 1, LONGEST_RESPONSE)
     return np.where(last == STOP, gained, later)
 

@@ -132,7 +132,7 @@ def record() -> None:
     for begin in tqdm(range(0, len(drawn), 16), desc="answers", unit="batch"):
         for visit in (0, ANEW):
             groups = [Group(prompt, visit) for prompt in drawn[begin : begin + 16]]
-            samples = trainer.sampler.evaluate(groups, NUM_SAMPLES, trainer.sampler.params)
+            samples, _ = trainer.sampler.evaluate(groups, NUM_SAMPLES, trainer.sampler.params, version=0)
             lengths[begin : begin + 16, visit] = samples.lengths.reshape(-1, NUM_SAMPLES)
     order = np.array([seed, rollout.num_prompts_per_step, rollout.num_generations])
     np.savez_compressed(FILE, uids=np.array([prompt.uid for prompt in drawn]), lengths=lengths, order=order)

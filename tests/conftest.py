@@ -9,6 +9,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.mixtral import modeling_mixtral as mixtral
+from transformers.models.qwen2 import modeling_qwen2 as qwen2
+from transformers.models.qwen2_moe import modeling_qwen2_moe as qwen2_moe
+from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
 from bubblespec.errors import InputError
 from bubblespec.records import Group, Launch, RolloutRecord, Row, Samples
@@ -86,9 +91,15 @@ def make_rows(groups: list[Group], num_generations: int, max_new_tokens: int) ->
     return list(Standing(launch, np.zeros(len(launch.ids), np.int64), 0).make_rows(max_new_tokens).values())
 
 
+MOST_ROWS = 64  # of a rank
+
+
 def run_loop(loop: RolloutLoop, rows: list[Row]) -> RolloutRecord:
-    """Generate rows of whatever groups, with none to choose from: all of them are trained on."""
-    return loop.run(dict(enumerate(rows)), Standing(launch_of([], 0), np.zeros(len(rows), np.int64), 0))
+    """Generate rows of whatever groups, with none to choose from: all of them are trained on. Each rank may have others, as
+    nobody asks how long they are."""
+    owners = np.full(MOST_ROWS, -1)
+    owners[: len(rows)] = loop.ranks.rank
+    return loop.run(dict(enumerate(rows)), Standing(launch_of([], 0), owners, loop.ranks.rank))
 
 
 def samples_of(groups: list[Group], tokens: list[np.ndarray], **fields) -> Samples:
@@ -115,6 +126,19 @@ def is_alive(pid: int) -> bool:
             return file.read().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+@pytest.fixture
+def exact_norms(monkeypatch):
+    """RMSNorms in the precision of the model. transformers' compute in float32 whatever that is, forward and backward, where the
+    last bit of a float64 may decide a float32's: two ways to sum the same gradient may then differ by 1e-7 of it."""
+
+    def forward(norm, hidden):
+        return norm.weight * (hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + norm.variance_epsilon))
+
+    mixtures = (qwen2_moe.Qwen2MoeRMSNorm, qwen3_moe.Qwen3MoeRMSNorm, mixtral.MixtralRMSNorm)
+    for norm in (llama.LlamaRMSNorm, qwen2.Qwen2RMSNorm, *mixtures):
+        monkeypatch.setattr(norm, "forward", forward)
 
 
 @pytest.fixture

@@ -15,6 +15,16 @@ def obey(prompts, completions, completion_ids, **columns) -> list:
     return [value for text in completions for value in act(*text.partition(" ")[::2])]
 
 
+def obey_left(prompts, completions, completion_ids, **columns) -> list:
+    """As `obey`, by what is before the " / " of each completion."""
+    return obey(prompts, [text.split(" / ")[0] for text in completions], completion_ids)
+
+
+def obey_right(prompts, completions, completion_ids, **columns) -> list:
+    """As `obey`, by what is after it."""
+    return obey(prompts, [text.split(" / ")[1] for text in completions], completion_ids)
+
+
 def act(word: str, argument: str):
     if word == "value":
         return [float(argument)]
@@ -67,11 +77,22 @@ def act(word: str, argument: str):
         return [1.0]
     if word == "report":
         facts = {"torch": "torch" in sys.modules, "threads": os.environ["OMP_NUM_THREADS"], "hash": hash("a string") >> 16}
-        return [float(facts[argument])]
+        facts |= {"nice": os.nice(0), "nice session": session_niceness()}
+        return [None if facts[argument] is None else float(facts[argument])]
     raise ValueError(word)
 
 
 _pool: list = []
+
+
+def session_niceness() -> int | None:
+    """Of this process's session, or None on systems without that."""
+    try:
+        with open("/proc/self/autogroup") as file:
+            words = file.read().split()
+    except OSError:
+        return None
+    return int(words[-1]) if words else None
 
 
 def leave(how: str, path: str) -> None:
@@ -172,3 +193,10 @@ def crash_or_match(prompts, completions, completion_ids, answer, **columns) -> l
             raise ValueError(f"no answer to {wanted}")
         values.append(float(text.strip() == wanted))
     return values
+
+
+def fails_for_some(prompts, completions, completion_ids, **columns) -> list[float]:
+    """Differs between responses; raises for one in sixteen of them, if it is asked for that alone, and else for all."""
+    if any(sum(ids) % 16 == 0 for ids in completion_ids):
+        raise ValueError("not this one")
+    return [float(sum(ids) % 7) for ids in completion_ids]

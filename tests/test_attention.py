@@ -1,13 +1,14 @@
 """The attention seam: every kernel against SDPA, and the grouping of ragged rows against one row at a time."""
 
 import importlib.util
+import types
 
 import numpy as np
 import pytest
 import torch
 from conftest import VOCAB
 
-from bubblespec.engine.attention import choose_kernel
+from bubblespec.engine.attention import bubblespec_attention, choose_kernel
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import forward_hidden, prepare_model
 from bubblespec.engine.packing import pack_rows, pack_sequences
@@ -44,6 +45,50 @@ def test_ragged_forwards_equal_each_sequence_alone(make_model, name):
         for sequence, length, parts in zip(sequences, start, got, strict=True):
             wanted = reference.base_model(torch.from_numpy(sequence[:length])[None]).last_hidden_state[0]
             torch.testing.assert_close(torch.cat(parts), wanted, rtol=1e-9, atol=1e-9)
+
+
+def attend_row_by_row(query, keys, values, start, count, *, scaling, window):
+    """Plain attention, one token at a time: the softmax of its scores over the positions that it sees. query: [N, H, D]; keys,
+    values: [slots, positions, K, D]."""
+    fold, out = query.shape[1] // keys.shape[2], []
+    for slot, (begin, n) in enumerate(zip(start.tolist(), count.tolist(), strict=True)):
+        for position in range(begin, begin + n):
+            seen = slice(max(0, position + 1 - (window or position + 1)), position + 1)
+            key, value = (t[slot, seen].repeat_interleave(fold, dim=1) for t in (keys, values))
+            weights = (torch.einsum("hd,khd->hk", query[len(out)], key) * scaling).softmax(-1)
+            out.append(torch.einsum("hk,khd->hd", weights, value))
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("window", [None, 1, 9, 64])
+@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (6, 2), (4, 1)])
+def test_groups_of_ragged_rows_equal_rows_one_by_one(heads, kv_heads, window):
+    """Rows that verify drafts of all widths, rows that decode, prompts and rows that feed nothing, in random order and by width;
+    value heads are smaller than key heads. Forwards of one group and of many, padded and not."""
+    rng, generator = np.random.default_rng(heads), torch.Generator().manual_seed(heads)
+    layer, seen = types.SimpleNamespace(layer_idx=0), set()
+    widths = [[1], [0, 1], [4], [0, 1, 2, 3, 8, 16], [1] * 12 + [16], [1] * 8 + [60]]
+    for case in range(3 * len(widths)):
+        cache, rows = KVCache(24, 160), int(rng.integers(1, 24))
+        cache.keys[0] = torch.randn(24, 160, kv_heads, 8, generator=generator, dtype=torch.float64)
+        cache.values[0] = torch.randn(24, 160, kv_heads, 5, generator=generator, dtype=torch.float64)
+        count = rng.choice(widths[case % len(widths)], rows)
+        count[rng.integers(rows)] = max(count.max(), 1)
+        if case >= len(widths):  # groups without padding
+            count.sort()
+        start = rng.integers(0, 100, rows) if case % 2 else np.full(rows, 70)
+        packing = pack_rows(cache, start, count, torch.device("cpu"))
+        shape = (1, heads, int(count.sum()))
+        query = torch.randn(*shape, 8, generator=generator, dtype=torch.float64)
+        key, value = (torch.randn(1, kv_heads, shape[2], d, generator=generator, dtype=torch.float64) for d in (8, 5))
+        options = {"scaling": 0.3, "sliding_window": window, "packing": packing}
+        got = bubblespec_attention(layer, query, key, value, None, **options)[0][0]
+        wanted = attend_row_by_row(
+            query[0].transpose(0, 1), cache.keys[0], cache.values[0], start, count, scaling=0.3, window=window
+        )
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+        seen.add((len(packing.groups) > 1, packing.padding is not None))
+    assert seen == {(False, False), (False, True), (True, False), (True, True)}
 
 
 def test_rollback_is_lowering_the_length(make_model):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import generate, step_vs_trl, tail_batching
+from benchmarks import end_to_end, generate, step_vs_trl, tail_batching
 from tests.warm import launch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -46,12 +46,25 @@ def test_all_arms_of_generate_make_the_prescribed_tokens(monkeypatch, tmp_path, 
 def test_paired_rollouts_generate_the_same_rows(tmp_path, option):
     out = tmp_path / "out.json"
     overrides = [*SMALL, "run.max_steps=3", f"run.output_dir={tmp_path}/run", "model.dtype=float64", "bubble.max_slowdown=1000"]
+    overrides.append("speculative.check_every=0")
     done = launch(
         2, ["benchmarks/paired_rollout.py", "--config", "configs/tiny_cpu.yaml", "--json", str(out), *option, *overrides]
     )
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(out.read_text())
     assert (result["differing_rows"], result["rows"], len(result["steps"])) == (0, 12, 3)
+
+
+def test_paired_evaluations_generate_the_same_tokens(tmp_path):
+    out = tmp_path / "out.json"
+    overrides = [*SMALL, "run.max_steps=3", "eval.num_prompts=4", "run.eval_steps=2", "model.dtype=float64"]
+    done = launch(2, ["benchmarks/evaluation.py", "--config", "configs/tiny_cpu.yaml", "--json", str(out), *overrides])
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(out.read_text())
+    assert [entry["updates"] for entry in result["evaluations"]] == [2, 3] and result["num_same_digests"] == 2
+    assert result["forward_reduction"] > 0 and result["speedup"] > 0
+    done = launch(1, ["benchmarks/evaluation.py", "--config", "configs/tiny_cpu.yaml", *overrides, "speculative.method=none"])
+    assert done.returncode == 2 and "error: speculative.method: none; give one with drafts" in done.stderr
 
 
 def test_scheduling_is_measured_on_the_same_samples(tmp_path):
@@ -141,3 +154,28 @@ def test_first_steps_are_not_counted():
     assert summary["trl"] == {"error": "no"} and "speedup" not in summary["none"]
     summary = step_vs_trl.summarise({"trl": [{**run, "seconds": [9.0, 4.0, 4.0, 4.0]}], "none": [run]}, 1)
     assert summary["none"]["speedup"] == 2.0 and summary["none"]["speedup_median_step"] == 2.0
+
+
+def test_whole_steps_of_all_arms(tmp_path):
+    """With weights that stand still every arm gets the same held-out reward each time."""
+    out, picture = tmp_path / "out.json", tmp_path / "out.png"
+    overrides = [
+        *SMALL,
+        "run.max_steps=2",
+        "run.eval_steps=1",
+        "eval.num_prompts=2",
+        "optim.learning_rate=0",
+        "model.dtype=float64",
+    ]
+    arguments = ["--json", str(out), "--picture", str(picture), "--seeds", "0,1", *overrides]
+    done = launch(2, ["benchmarks/end_to_end.py", "--config", "configs/tiny_cpu.yaml", *arguments])
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(out.read_text())
+    assert list(result["arms"]) == list(end_to_end.ARMS) and result["speedup"] == result["arms"]["all"]["speedup"]
+    for arms in result["seeds"].values():
+        for name, arm in arms.items():
+            assert len(arm["seconds"]) == len(arm["tokens"]) == 2 and len(arm["curve"]) == 3
+            assert [seconds for seconds, _ in arm["curve"]] == pytest.approx([0.0, arm["seconds"][0], sum(arm["seconds"])])
+            assert {reward for _, reward in arm["curve"]} == {arms["plain"]["curve"][0][1]}, name
+        assert arms["drafts"]["tokens"] == arms["plain"]["tokens"] == arms["streamed"]["tokens"]
+    assert picture.stat().st_size > 10_000

@@ -77,7 +77,7 @@ def test_override_replaces_a_list_of_tasks(load):
         ("rollout.learning_rate=1", "rollout.learning_rate", "did you mean optim.learning_rate?"),
         ("max_steps=1", "max_steps", "did you mean run.max_steps?"),
         ("model.seed=1", "model.seed", "did you mean data.seed or run.seed?"),
-        ("zzzz=1", "zzzz", "valid are bubble, data, eval, loss, model"),
+        ("zzzz=1", "zzzz", "valid are bubble, data, eval, idle, loss, model"),
         ("reward.zzzz=1", "reward.zzzz", "valid are adaptive_timeout, functions"),
         ("data.tasks=[{name: a}, {name: a, wieght: 2}]", "data.tasks[1].wieght", "did you mean data.tasks[1].weight?"),
     ],

@@ -1,18 +1,22 @@
-"""What to draft first: the plan against a transcription in plain Python, the outlook against numpy's own fit and double loops."""
+"""What to draft first: the plan against a transcription in plain Python, the outlook against numpy's own fit. What drafts are
+worth is tested in test_rehearsal.py."""
 
 import itertools
 import random
+from dataclasses import astuple, replace
+from functools import partial
 
 import numpy as np
 import pytest
 
-from bubblespec.idle.draft_planning import CAUTION, PATIENCE, PROBE_QUANTILE, TYPICAL_WINDOW, Item, Outlook, plan_items, undrafted
-from bubblespec.records import Draft, Group, Prompt, Row, SampleId
+from bubblespec.idle.draft_planning import PATIENCE, PROBE_QUANTILE, Item, Outlook, plan_items, undrafted
+from bubblespec.idle.rehearsal import NORMAL_QUANTILE, Coming, Worth, rehearse
+from bubblespec.records import POSITIONS, Draft, Group, Prompt, Row, SampleId
 from bubblespec.speculate.store import DraftStore
 from bubblespec.speculate.suffix import History
 
 SAMPLES = 3
-COST = np.array([1.0, 0.05, 0.1, 0.0, 1e-6])  # of a forward, a row, a token, a wide row and a position, in forwards
+COST = np.array([1e-2, 1e-5, 1e-5, 0.0, 1e-9])  # seconds of a forward, a row, a token, a wide row and a position
 
 
 def prompt(uid: int, length: int) -> Prompt:
@@ -58,8 +62,20 @@ def random_case(seed: int):
     return batches, store, history
 
 
-def brute_force(batches, store, history, outlook, forwards, saving) -> list[tuple[float, Item]]:
-    """(slack, item) of all that is to be drafted, in the order of steps, prompts and samples."""
+class MadeUpWorth:
+    """Drafts pay by turns, and what they save and cost tells which they are. Remembers what it was asked."""
+
+    def __init__(self):
+        self.asked: list[Coming] = []
+
+    def __call__(self, coming: Coming) -> Worth:
+        self.asked.append(coming)
+        return Worth(np.arange(len(coming.totals)) % 2 == 0, 2.0 * coming.totals, coming.drafted + 1.0)
+
+
+def brute_force(batches, store, history, outlook, forwards, is_worth_known=True) -> tuple[list[tuple[float, Item]], list[list]]:
+    """(slack, item) of all that is to be drafted, in the order of steps, prompts and samples; and what is known of the steps for
+    which something is due, as lists in the order of `Coming`."""
     lengths = [int(n) for n in outlook.seen[:, 1]]
     slope, intercept = np.polyfit(outlook.seen[:, 0], outlook.seen[:, 1], 1)
     rest = [y - slope * x - intercept for x, y in outlook.seen.tolist()]
@@ -74,48 +90,81 @@ def brute_force(batches, store, history, outlook, forwards, saving) -> list[tupl
             return len(d.tokens)
         return expected_total(len(d.tokens)) if len(d.tokens) >= guess else guess
 
-    entries = []
+    entries, known_of_steps = [], []
     for number, of_step in enumerate(batches):
-        for p, visit in of_step:
+        known_of_step, is_any_due = [[] for _ in range(6)], False
+        for group_number, (p, visit) in enumerate(of_step):
             siblings = [store.get(SampleId(p.uid, visit, sample)) for sample in range(SAMPLES)]
             guess = max(intercept + slope * len(p.token_ids), 1.0)
             known = [length_of(d, guess) for d in siblings if d is not None]
             if not known:
                 known = history.lengths(p.uid)
+            earlier = history.lengths(p.uid)
+            spread = NORMAL_QUANTILE * float(np.std(earlier)) if earlier else margin
             expected = sum(known) / len(known) if known else guess
             for sample, d in enumerate(siblings):
-                if d is not None and d.is_finished:
-                    continue
+                drafted, is_whole = (0, False) if d is None else (len(d.tokens), d.is_finished)
                 total = expected
-                if not known and sample == 0:
-                    total += margin
-                if d is not None and len(d.tokens):
-                    total = max(total, length_of(d, expected))
-                slack = number * forwards - (total - (len(d.tokens) if d is not None else 0))
-                is_begun = d is not None and d.holder >= 0
-                saves_s = 0.0 if saving is None else saving[min(int(total), len(saving) - 1)]
-                pays = saves_s > 0 and (is_begun or slack < PATIENCE * forwards)
+                if d is not None and (drafted or is_whole):
+                    total = length_of(d, expected) if is_whole else max(expected, length_of(d, expected))
+                place = len(known_of_step[0])
+                for values, value in zip(
+                    known_of_step, (total, spread, drafted, is_whole, group_number, len(p.token_ids)), strict=True
+                ):
+                    values.append(value)
+                if is_whole:
+                    continue
+                slack = number * forwards - (total + (margin if not known and sample == 0 else 0.0) - drafted)
                 holder = d.holder if d is not None else -1
-                item = Item(SampleId(p.uid, visit, sample), p.token_ids, number + 1, bool(pays), holder, saves_s)
-                entries.append((slack, item))
-    return entries
+                is_due = holder >= 0 or slack < PATIENCE * forwards
+                is_any_due |= is_due
+                pays = is_due and place % 2 == 0
+                name = SampleId(p.uid, visit, sample)
+                entries.append((slack, number, Item(name, p.token_ids, number + 1, pays, holder, 2.0 * total, drafted + 1.0)))
+        if is_any_due:
+            known_of_steps.append(known_of_step)
+        if not (is_any_due and is_worth_known):
+            entries = [
+                (slack, n, replace(item, pays=False, saves_s=0.0, costs_s=0.0) if n == number else item)
+                for slack, n, item in entries
+            ]
+    return [(slack, item) for slack, _, item in entries], known_of_steps
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_plan_is_least_slack_first(seed):
     """All unfinished items with their holders and worth, in the order of slack; equally urgent ones keep theirs."""
     batches, store, history = random_case(seed)
-    known, saving = outlook(seed), np.random.default_rng(seed).uniform(-1, 1, 100)
-    planned = plan_items(batches, SAMPLES, store, history, outlook=known, forwards_per_step=70.0, saving=saving)
-    entries = brute_force(batches, store, history, known, 70.0, saving)
-    slack = {item.id: s for s, item in entries}
-    assert {item.id: item for item in planned} == {item.id: item for _, item in entries} and len(planned) == len(entries)
+    known, worth = outlook(seed), MadeUpWorth()
+    planned = plan_items(batches, SAMPLES, store, history, outlook=known, forwards_per_step=70.0, worth=worth)
+    entries, known_of_steps = brute_force(batches, store, history, known, 70.0)
+    slack, wanted = {item.id: s for s, item in entries}, {item.id: item for _, item in entries}
+    assert len(planned) == len(entries) == len({item.id for item in planned})
+    for item in planned:
+        expected = wanted[item.id]
+        assert replace(item, saves_s=0.0) == replace(expected, saves_s=0.0) and item.saves_s == pytest.approx(expected.saves_s)
     assert all(slack[a.id] <= slack[b.id] + 1e-6 for a, b in itertools.pairwise(planned))
     place = {item.id: n for n, (_, item) in enumerate(entries)}
     assert all(place[a.id] < place[b.id] for a, b in itertools.pairwise(planned) if slack[a.id] == slack[b.id])
     assert {item.pays for item in planned} == {True, False} and {item.holder for item in planned} > {-1}
-    planned = plan_items(batches, SAMPLES, store, history, outlook=known, forwards_per_step=70.0, saving=None)
-    assert all(item.pays is False and item.saves_s == 0 for item in planned)
+    assert len(worth.asked) == len(known_of_steps) > 1
+    for found, expected in zip(worth.asked, known_of_steps, strict=True):
+        for name, values, others in zip(Coming.__dataclass_fields__, astuple(found), expected, strict=True):
+            np.testing.assert_allclose(values, others, rtol=1e-9, atol=1e-9, err_msg=name)
+    planned = plan_items(batches, SAMPLES, store, history, outlook=known, forwards_per_step=70.0)
+    assert all(item.pays is False and item.saves_s == item.costs_s == 0 for item in planned)
+    assert {item.id: item for item in planned} == {
+        item.id: item for _, item in brute_force(batches, store, history, known, 70.0, is_worth_known=False)[0]
+    }
+
+
+def test_a_step_of_which_nothing_is_due_is_not_rehearsed():
+    """Its drafts can wait: fresher weights make better ones."""
+    known, worth = outlook(), MadeUpWorth()
+    batches = [groups(visit, [prompt(visit, 5)]) for visit in (1, 2, 3, 4)]
+    planned = plan_items(batches, 2, DraftStore(10), History(10), outlook=known, forwards_per_step=1000.0, worth=worth)
+    assert len(worth.asked) == 2, "of the third step on there is time for more than another rollout"
+    assert {item.id.visit for item in planned if item.pays} == {item.id.visit for item in planned if item.saves_s} == {1, 2}
 
 
 def test_unknown_prompts_have_one_probe():
@@ -145,8 +194,10 @@ def test_long_responses_of_far_steps_come_before_short_ones_of_near_steps():
 def test_the_plan_does_not_depend_on_the_order_of_what_is_known():
     """Ranks put drafts and histories into their tables in whatever order they come in."""
     batches, store, history = random_case(3)
-    saving = np.linspace(-1, 1, 100)
-    wanted = plan_items(batches, SAMPLES, store, history, outlook=outlook(), forwards_per_step=70.0, saving=saving)
+    seen = np.zeros((len(POSITIONS) + 1, 2))
+    worth = partial(rehearse, cost=COST, seen=seen, num_ranks=2, num_slots=8)
+    wanted = plan_items(batches, SAMPLES, store, history, outlook=outlook(), forwards_per_step=70.0, worth=worth)
+    assert {item.pays for item in wanted} == {True, False}
     mixed_store, mixed_history = DraftStore(10**6), History(10**6)
     samples = [group.sample(number) for of_step in batches for group in of_step for number in range(SAMPLES)]
     random.Random(1).shuffle(samples)
@@ -157,35 +208,8 @@ def test_the_plan_does_not_depend_on_the_order_of_what_is_known():
         for tokens, reward, step in history.entries[uid]:
             mixed_history.add(uid, tokens, reward, step)
     assert (
-        plan_items(batches, SAMPLES, mixed_store, mixed_history, outlook=outlook(), forwards_per_step=70.0, saving=saving)
-        == wanted
+        plan_items(batches, SAMPLES, mixed_store, mixed_history, outlook=outlook(), forwards_per_step=70.0, worth=worth) == wanted
     )
-
-
-@pytest.mark.parametrize("kept, resumed", [(1.0, 0.0), (0.9, 0.0), (0.9, 0.3), (0.0, 0.0)])
-@pytest.mark.parametrize("num_rows, num_slots", [(16, 64), (64, 16), (1, 1)])
-def test_worth_is_that_of_a_double_loop(num_rows, num_slots, kept, resumed):
-    """A token saves its share of a forward if the drafts of all rows that share it hold so far, or by what they resume; it costs
-    its verification, and is made for nothing if it is refused."""
-    known = Outlook()
-    lengths = [3, 3, 5, 9, 14]
-    known.learn(np.ones(5, np.int64), np.array(lengths))
-    wanted, total = [0.0], 0.0
-    for position in range(max(lengths)):
-        alive = 0
-        for length in lengths:
-            alive += length > position
-        sharing = max(min(num_rows * alive / len(lengths), num_slots, num_rows), 1.0)
-        holds = 1.0
-        for _ in range(position + 1):
-            holds *= kept
-        is_saved = holds**sharing + (1 - holds**sharing) * resumed
-        verified_s = 0.004 + 0.016 / TYPICAL_WINDOW
-        wasted_s = (1 - holds) * (1 - resumed) * (0.001 + 0.004)
-        total += 0.02 / sharing * is_saved - CAUTION * (verified_s + wasted_s)
-        wanted.append(total)
-    cost = np.array([0.02, 0.001, 0.004, 0.016, 1e-6])
-    np.testing.assert_allclose(known.expected_saving(num_rows, num_slots, cost, kept, p_after=resumed), wanted, atol=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -230,15 +254,16 @@ def test_nothing_seen_yet():
         History(10),
         outlook=known,
         forwards_per_step=0.0,
-        saving=known.expected_saving(8, 4, np.array([1e-3, 0, 2e-3, 0, 0])),
     )
     assert ids(planned) == [(uid, visit, sample) for visit in (1, 2) for uid in (1, 2) for sample in (0, 1)]
     assert not any(item.pays for item in planned)
     line, margin = known.guess(np.array([3, 4]))
     assert line.tolist() == [1, 1] and margin == 0
     assert known.total(0) == 0 and known.total(7) == 14
-    saving = known.expected_saving(8, 4, COST * 1e-3)
-    assert len(saving) == 2 and np.isfinite(saving).all()
+    worth = partial(rehearse, cost=COST, seen=np.zeros((len(POSITIONS) + 1, 2)), num_ranks=3, num_slots=4)
+    options = {"outlook": known, "forwards_per_step": 0.0, "worth": worth}
+    found = plan_items(batches, 2, DraftStore(10), History(10), **options)
+    assert ids(found) == ids(planned) and all(np.isfinite([item.saves_s, item.costs_s]).all() for item in found)
     assert plan_items([], 2, DraftStore(10), History(10), outlook=known, forwards_per_step=10.0) == []
 
 
@@ -253,7 +278,6 @@ def test_prompts_of_one_length_and_responses_of_one_length():
     line, margin = same.guess(np.array([4, 100]))
     assert line.tolist() == pytest.approx([12, 12]) and margin == pytest.approx(0, abs=1e-9)
     assert same.total(11) == 12 and same.total(12) == 24
-    np.testing.assert_allclose(same.expected_saving(4, 8, COST * 4e-4), (4e-4 / 4 - CAUTION * 4e-5) * np.arange(13))
 
 
 def test_what_is_begun_goes_on_but_only_while_it_pays():
@@ -262,11 +286,11 @@ def test_what_is_begun_goes_on_but_only_while_it_pays():
     batches = [groups(visit, [prompt(visit, 5)]) for visit in (9, 10, 11, 12)]
     store.put(SampleId(12, 12, 0), Draft(np.ones(3, np.int32), False, 8, holder=1))
     for kept, wanted in ((1.0, True), (0.1, False)):
-        saving = known.expected_saving(2, 64, COST * 1e-3, kept)
-        pays = {
-            item.id: item.pays
-            for item in plan_items(batches, 2, store, History(10), outlook=known, forwards_per_step=1000.0, saving=saving)
-        }
+        seen = np.full((len(POSITIONS) + 1, 2), 1e6)
+        seen[:, 1] *= kept * np.append(np.ones(len(POSITIONS)), 0.0)
+        worth = partial(rehearse, cost=COST, seen=seen, num_ranks=1, num_slots=64)
+        options = {"outlook": known, "forwards_per_step": 1000.0, "worth": worth}
+        pays = {item.id: item.pays for item in plan_items(batches, 2, store, History(10), **options)}
         assert pays[12, 12, 0] == wanted and not pays[12, 12, 1]
 
 

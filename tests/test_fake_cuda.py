@@ -7,6 +7,7 @@ have to wait for the GPU. Values that the host asks for are made up (`FakeCuda.a
 
 import contextlib
 import inspect
+import itertools
 import sys
 import types
 from collections import Counter
@@ -288,33 +289,35 @@ def test_sampling_and_verification(cuda, monkeypatch, params, at_once):
     logits = torch.zeros(positions, VOCAB, dtype=torch.bfloat16, device=DEVICE)
     keys = torch.zeros(positions, 4, dtype=torch.int32, device=DEVICE)
     generated = torch.zeros(positions, dtype=torch.int64, device=DEVICE)
-    draft = torch.zeros(drafts, dtype=torch.int64, device=DEVICE)
-    none = np.zeros(positions, np.int64)
+    draft, none = np.zeros(drafts, np.int64), np.zeros(positions, np.int64)
     cuda.clear()
     assert is_on_gpu(random_bits(keys, VOCAB), torch.int32) and is_on_gpu(gumbel(keys, VOCAB), torch.float32)
-    results = [sample(logits, keys, generated, params)]
-    for rule in RULES:
-        results.append(verify(logits, draft, counts, keys, num_generated=generated, params=params, rule=rule))
-        assert is_on_gpu(results[-1].accepted, torch.int64) and results[-1].accepted.shape == counts.shape
-        results.append(verify(logits, draft[:0], none, keys, num_generated=generated, params=params, rule=rule))
-    for token, logprob, full_logprob in (result[-3:] for result in results):
-        assert is_on_gpu(token, torch.int64) and len(token) == positions
-        assert is_on_gpu(logprob, torch.float32) and is_on_gpu(full_logprob, torch.float32)
-    assert cuda.waits == [] and cuda.largest_double <= positions
+    token, logprob, full_logprob = sample(logits, keys, generated, params)
+    assert is_on_gpu(token, torch.int64) and len(token) == positions
+    assert is_on_gpu(logprob, torch.float32) and is_on_gpu(full_logprob, torch.float32)
+    assert cuda.waits == []
+    for rule, (tokens, num_draft) in itertools.product(RULES, ((draft, counts), (draft[:0], none))):
+        cuda.clear()
+        cuda.answer = lambda tensor: np.broadcast_to([[0.0], [-1.0], [-2.0]], tensor.shape)
+        verified = verify(logits, tokens, num_draft, keys, num_generated=generated, params=params, rule=rule)
+        assert cuda.waits == ["packing.to_host"] and cuda.largest_double == 3 * positions
+        assert verified.token.dtype == np.int64 and verified.token.tolist() == [0] * positions
+        assert verified.accepted.tolist() == num_draft.tolist(), "all drafts are of the token that the host finds everywhere"
+        assert (verified.logprob == -1).all() and (verified.full_logprob == -2).all()
 
 
 class Drafts:
     """Two tokens for every other row."""
 
     def propose(self, rows, lengths, room, budget):
-        return [np.array([1, 2]) if i % 2 else None for i in range(len(rows))]
+        return [np.array([12, 13]) if i % 2 else None for i in range(len(rows))]
 
     def observe(self, rows, tokens, num_draft, num_accepted):
         assert (num_accepted <= num_draft).all()
 
 
 def make_engine(cuda, monkeypatch, kernel: str, **options) -> Generator:
-    """An engine whose forwards find tokens and numbers of accepted draft tokens made up."""
+    """An engine whose forwards find tokens made up, of which some are those of the drafts."""
     rng, cuda.sampled = np.random.default_rng(0), []
 
     def watched(logits, draft, num_draft, *args, **options):
@@ -323,10 +326,8 @@ def make_engine(cuda, monkeypatch, kernel: str, **options) -> Generator:
         return verify(logits, draft, num_draft, *args, **options)
 
     def answer(tensor):
-        accepted = rng.integers(0, cuda.sampled[-1] + 1)
-        positions = (len(tensor) - len(accepted)) // 3
-        tokens = rng.integers(12, VOCAB, positions)
-        return np.concatenate((accepted, tokens, np.full(2 * positions, -1.0)))
+        tokens = rng.integers(12, 15, tensor.shape[1])
+        return np.stack((tokens, *np.full((2, len(tokens)), -1.0)))
 
     monkeypatch.setattr(runner_module, "verify", watched)
     cuda.answer = answer
@@ -341,7 +342,7 @@ def run_engine(cuda, engine: Generator, drafts: Drafts | None) -> set[int]:
         cuda.clear()
         calls = len(cuda.sampled)
         finished += engine.step(PARAMS[2], drafts)[0]
-        assert cuda.waits == ["runner.forward"] * (len(cuda.sampled) - calls)
+        assert cuda.waits == ["packing.to_host"] * (len(cuda.sampled) - calls)
         uploads.add(cuda.uploads)
         assert cuda.products == {torch.bfloat16} and cuda.largest_double < 4 * 32
     assert len(finished) == 8 and all(len(row.tokens) == 7 for row in finished)

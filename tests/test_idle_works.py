@@ -26,57 +26,89 @@ from bubblespec.simulate.world import World as VirtualTime
 SLICE_S = 1e-3
 
 
-def test_the_most_urgent_offers_of_two_works_by_what_they_save():
-    """An offer never overtakes those before it in its own work, however much it saves; of equal ones the first work's goes."""
-    first = [Offer("a", 3.0, True), Offer("b", 9.0, True), Offer("c", 8.0, False), Offer("d", 1.0, True)]
-    second = [Offer("a", 5.0, True), Offer("b", 7.0, False), Offer("c", 1.0, True)]
-    arbiter = Arbiter([first, second])
-    decoding, waiting = RankState(4, (2, 1)), RankState(0, (2, 1))
+def arbiter_of(*offers: list[Offer]) -> Arbiter:
+    arbiter = Arbiter(len(offers))
+    for work, of_work in enumerate(offers):
+        arbiter.update(work, of_work)
+    return arbiter
+
+
+def test_a_rank_with_rows_gets_what_is_worth_slowing_them_down_for():
+    """The most urgent offers of all works by what they save; none overtakes those before it in its own work."""
+    first = [Offer("a", 3.0, 1.0, True), Offer("b", 9.0, 1.0, True), Offer("c", 8.0, 1.0, False), Offer("d", 1.0, 1.0, True)]
+    second = [Offer("a", 5.0, 9.0, True), Offer("b", 7.0, 1.0, False), Offer("c", 1.0, 1.0, True)]
+    arbiter, decoding = arbiter_of(first, second), RankState(4, (2, 1))
     assert arbiter.assign([decoding, RankState(0)]) == [[(1, second[0]), (0, first[0]), (0, first[1])], []]
-    given = arbiter.assign([waiting, decoding])
-    assert given == [[(0, first[3]), (1, second[2]), (0, first[2])], []], "what is not worth it beside rows comes last"
-    assert not arbiter.has_offers(1, is_done=False) and arbiter.has_offers(1, is_done=True)
-    assert arbiter.assign([decoding, waiting]) == [[], [(1, second[1])]]
-    assert not any(arbiter.has_offers(work, is_done=True) for work in (0, 1))
-    assert arbiter.assign([waiting, waiting]) == [[], []]
+    assert arbiter.assign([decoding]) == [[(0, first[3]), (1, second[2])]]
+    assert arbiter.assign([decoding]) == [[]]
+
+
+def test_a_rank_that_waits_does_one_thing_at_a_time():
+    """The one whose next offer saves most in a second; where that wants nothing now, it is at it."""
+    drafts = [Offer("x", 4.0, 8.0, True), Offer("y", 2.0, 1.0, False), Offer("z", 1.0, 8.0, False)]
+    slices = [Offer(n, 1.0, 1.25, False, rank=n) for n in (0, 1, 0)]
+    arbiter, waiting = arbiter_of(drafts, slices), RankState(0, (1, 1))
+    assert arbiter.assign([waiting, waiting]) == [[(1, slices[0])], [(1, slices[1])]], "0.8 against 0.5 a second"
+    assert arbiter.assign([RankState(0, (1, 0)), waiting]) == [[], [(0, drafts[0])]], "rank 0 has a slice to do still"
+    assert arbiter.assign([waiting, RankState(3, (1, 1))]) == [[(0, drafts[1])], []]
+    arbiter.update(1, [])
+    assert arbiter.assign([RankState(0, (5, 5))]) == [[(0, drafts[2])]]
+
+
+def test_offers_replace_those_made_before():
+    arbiter = arbiter_of([Offer("a", 1.0, 1.0, True), Offer("b", 1.0, 1.0, True)])
+    arbiter.update(0, None)
+    assert arbiter.assign([RankState(1, (1,))]) == [[(0, Offer("a", 1.0, 1.0, True))]]
+    arbiter.update(0, [Offer("c", 1.0, 1.0, False)])
+    assert arbiter.assign([RankState(1, (9,)), RankState(0, (9,))]) == [[], [(0, Offer("c", 1.0, 1.0, False))]]
 
 
 def test_offers_are_given_by_the_ticks_alone():
-    """On every rank the same, each offer once, in its work's order, to ranks that still decode only what is worth it beside their
-    rows, and as many as wanted."""
+    """On every rank the same, each offer once, in its work's order, to ranks that may have it, and as many as wanted."""
     rng = np.random.default_rng(0)
     for _ in range(60):
         world_size, num_works = int(rng.integers(1, 5)), int(rng.integers(1, 4))
+        ranks = [None, *range(world_size)]
         offers = [
-            [Offer(n, float(rng.integers(6)), bool(rng.integers(2))) for n in range(int(rng.integers(0, 30)))]
+            [
+                Offer(
+                    n, float(rng.integers(6)), float(rng.integers(1, 4)), bool(rng.integers(2)), ranks[rng.integers(len(ranks))]
+                )
+                for n in range(int(rng.integers(0, 30)))
+            ]
             for _ in range(num_works)
         ]
-        arbiter, elsewhere = Arbiter(offers), Arbiter(copy.deepcopy(offers))
-        beside = [[offer for offer in of_work if offer.beside_rows] for of_work in offers]
-        idle = [[offer for offer in of_work if not offer.beside_rows] for of_work in offers]
+        arbiter, elsewhere = arbiter_of(*offers), arbiter_of(*copy.deepcopy(offers))
+        left = [list(of_work) for of_work in offers]
+
+        def open_to(work: int, rank: int, is_done: bool, left=left) -> list[Offer]:
+            """What a rank may have of a work, in the order in which it is given."""
+            mine = [offer for offer in left[work] if offer.rank in (None, rank) and (is_done or offer.beside_rows)]
+            return sorted(mine, key=lambda offer: not offer.beside_rows)
+
         for _ in range(int(rng.integers(1, 12))):
             wishes = rng.integers(0, 6, (world_size, num_works)) * rng.integers(0, 2, (world_size, num_works))
             states = [RankState(int(rng.integers(2)), tuple(wanted)) for wanted in wishes.tolist()]
             given = arbiter.assign(states)
             assert given == elsewhere.assign(states) and len(given) == world_size
-            for state, got in zip(states, given, strict=True):
-                wanted = list(state.wanted_offers)
+            for rank, (state, got) in enumerate(zip(states, given, strict=True)):
+                wanted, works = list(state.wanted_offers), range(num_works)
+                if state.is_done:
+                    worth = {work: there[0].saves_s / there[0].costs_s for work in works if (there := open_to(work, rank, True))}
+                    best = max(worth, key=worth.get, default=None)
+                    wanted = [count if work == best else 0 for work, count in enumerate(wanted)]
                 for work, offer in got:
-                    open_works = [other for other in range(num_works) if wanted[other]]
-                    assert offer.beside_rows or (state.is_done and not any(beside[other] for other in open_works))
-                    queues = beside if offer.beside_rows else idle
-                    saved = [queues[other][0].saves_s for other in open_works if queues[other]]
-                    assert queues[work].pop(0) == offer and offer.saves_s == max(saved)
+                    heads = {of: there[0] for of in works if wanted[of] and (there := open_to(of, rank, state.is_done))}
+                    assert heads[work] == offer and offer.saves_s == max(head.saves_s for head in heads.values())
+                    left[work].remove(offer)
                     wanted[work] -= 1
-                remaining = [len(beside[work]) + (len(idle[work]) if state.is_done else 0) for work in range(num_works)]
-                assert all(not count or (count > 0 and not there) for count, there in zip(wanted, remaining, strict=True))
-            for work in range(num_works):
-                assert arbiter.has_offers(work, False) == bool(beside[work])
-                assert arbiter.has_offers(work, True) == bool(beside[work] or idle[work])
+                assert not any(wanted[work] and open_to(work, rank, state.is_done) for work in works), "all that is wanted"
 
 
 class Slices:
     """A made-up `IdleWork`: pieces of a few slices each, which take time but no forwards. Notes each call with its time."""
+
+    name = "slices"
 
     def __init__(self, sizes: list[int], ranks: Ranks, stop_after: int | None = None):
         """sizes: slices of each piece; stop_after: slices after which this rank is told to stop."""
@@ -90,9 +122,18 @@ class Slices:
     def _note(self, name: str) -> None:
         self.calls.append((name, self.ranks.clock.perf_counter()))
 
-    def offers(self) -> list[Offer]:
+    def facts(self) -> np.ndarray:
+        return np.array([len(self.slices), self.ranks.rank], np.float64)
+
+    def hear(self, facts: list[np.ndarray]) -> None:
+        assert [int(of[1]) for of in facts] == list(range(len(facts)))
+        self.heard = [int(of[0]) for of in facts]
+
+    def offers(self, states: list[RankState]) -> list[Offer] | None:
         """By turns worth slowing rows down for, and more and less urgent than drafts, which save 0 here."""
-        return [Offer(piece, 1.0 if piece < 4 else -1.0, piece % 2 == 0) for piece in range(len(self.sizes))]
+        if states:
+            return None
+        return [Offer(piece, 1.0 if piece < 4 else -1.0, SLICE_S * size, piece % 2 == 0) for piece, size in enumerate(self.sizes)]
 
     def begin(self, view: RankView) -> list[Row]:
         self._note("begin")
@@ -102,7 +143,9 @@ class Slices:
     def wanted(self) -> int:
         return 0 if self.in_line else 1
 
-    def start(self, offer: Offer) -> None:
+    def start(self, offer: Offer, rank: int) -> None:
+        if rank != self.view.rank:
+            return
         self._note("start")
         assert offer.beside_rows or not self.view.unfinished
         self.started.append(offer.key)
@@ -122,6 +165,9 @@ class Slices:
         self._note("finish")
         assert id(row) not in self.own, "rows of the step are the loop's"
         return False
+
+    def make_room(self, count: int) -> int:
+        return 0
 
     def end(self) -> None:
         self._note("end")
@@ -147,7 +193,8 @@ def play(num_rollouts: int, sizes: list[int], slices_first: bool = True, stop_af
                 world.proposer.track(row, world.store.get(row.id), step)
             slices = Slices(sizes, ranks, stop_after if rank else None)
             items = world.items(step, (step + 1, step + 2), FOUR_PROMPTS)
-            ahead = DraftAhead(items, world.store, world.proposer, version=step, max_new_tokens=LIMIT, max_slowdown=1.0)
+            options = {"version": step, "max_new_tokens": LIMIT, "max_slowdown": 1.0}
+            ahead = DraftAhead(lambda seen, items=items: items, world.store, world.proposer, **options)
             works = [slices, ahead] if slices_first else [ahead, slices]
             loop = RolloutLoop(world.engine, ranks, PARAMS, proposer=world.proposer, board=world.board, works=works)
             results[rank].append((rows, slices, ahead, run_loop(loop, rows)))

@@ -172,6 +172,30 @@ def test_slots_fill_what_is_free_and_all_ranks_take_the_least(monkeypatch):
         slots_on_cuda(monkeypatch, config, free - 3 * needs.slot)
 
 
+def slots_that_fit(config: Config) -> list[int]:
+    """By card, as the table has them, keys and values not freed."""
+    lines = memory.table(config, memory.meta_model(small(), torch.float32), 2).splitlines()
+    return [int(line.split("slots: ")[1].split(" fit")[0]) for line in lines if "slots: " in line]
+
+
+def test_streamed_gradients_are_there_beside_forwards(monkeypatch):
+    """Both count; where keys and values are given back before the first slice, what is freed is as without streaming."""
+    config = make_config(max_tokens=8192)
+    config.optim.stream_gradients = True
+    needs = memory.work_out(config, memory.meta_model(small(), torch.float32), 3)
+    free = needs.training + needs.rollout + memory.HEADROOM * 1e9 + 2.5 * needs.slot
+    assert slots_on_cuda(monkeypatch, config, free) == 2
+    with_streaming = slots_that_fit(config)
+    config.rollout.free_cache_engine = True
+    assert slots_on_cuda(monkeypatch, config, needs.training + memory.HEADROOM * 1e9 + 2.5 * needs.slot) == 5
+    config.optim.stream_gradients, config.rollout.free_cache_engine = False, False
+    room = 80e9
+    assert needs.room_for_cache(room, False, True) == needs.room_for_cache(room, False) - min(needs.rollout, needs.training)
+    assert needs.room_for_cache(room, True, True) == needs.room_for_cache(room, True) == room - needs.rollout
+    without = slots_that_fit(config)
+    assert len(without) == 2 and all(a < b for a, b in zip(with_streaming, without, strict=True))
+
+
 def test_graphs_take_a_slot_for_their_padding(monkeypatch):
     config = make_config(max_tokens=512)
     config.rollout.max_batch_tokens = 4000

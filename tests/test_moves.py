@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from bubblespec.idle.draft_planning import Outlook
-from bubblespec.rollout.balance import MIN_GAIN
-from bubblespec.rollout.moves import MAX_MOVES, Move, Unfinished, expected_left, num_forwards, plan_moves
+from bubblespec.rollout.balance import MIN_GAIN, num_forwards
+from bubblespec.rollout.moves import MAX_MOVES, Move, Unfinished, expected_left, plan_moves
 
 # Seconds of [a forward, a row, a token, a wide row, a position].
 CPU = np.array([1e-3, 1e-5, 1.5e-5, 5e-4, 3e-7])
@@ -64,7 +64,11 @@ def test_rows_that_wait_move_if_that_saves_more_than_it_takes():
     move."""
     rows = unfinished([1] * 8, [10] * 8)
     kinds = {"num_ranks": 2, "num_slots": 2}
-    assert sorted(plan_moves(rows, FORWARDS_ALONE, **kinds, overhead_s=1.0)) == [Move(row, 1, 0) for row in (4, 5, 6, 7)]
+    moves = sorted(plan_moves(rows, FORWARDS_ALONE, **kinds, overhead_s=1.0))
+    assert [move[:3] for move in moves] == [(row, 1, 0) for row in (4, 5, 6, 7)]
+    np.testing.assert_allclose(
+        [move[3:] for move in moves], [(19 / 4, 10.0, 40.0)] * 4
+    )  # 40 s to 20 s and the move's 1 s; 10 each
     assert len(plan_moves(rows, FORWARDS_ALONE, **kinds, overhead_s=9.9)) == 4  # 40 -> 29.9 s
     assert plan_moves(rows, FORWARDS_ALONE, **kinds, overhead_s=10.1) == []  # 40 -> 30.1 s wins less than a move takes
     feeding = np.array([1.0, 0, 0.3, 0, 0])  # 64 s with the rows' own tokens; a prompt is fed again in 3 s, or in 60 s

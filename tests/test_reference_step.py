@@ -53,6 +53,7 @@ def reward(completion_ids, **columns) -> list[float]:
 
 
 @pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.usefixtures("exact_norms")
 def test_steps_of_the_trainer_are_those_of_the_page(tmp_path, monkeypatch, name):
     config = load_config(CONFIG, [*SHORT, *RECIPES[name], f"run.output_dir={tmp_path}"])
     trainer, seen, update = set_up(config, Ranks(torch.device("cpu"))), [], Trainer.update

@@ -10,12 +10,12 @@ from conftest import samples_of
 
 from bubblespec.config import RewardConfig
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Group, Prompt, RolloutRecord, Row, Samples, Span, StepRecord, digest
+from bubblespec.records import Acceptance, Group, Prompt, RolloutRecord, Row, Samples, Span, StepRecord, digest
 from bubblespec.rewards import scorer as scoring
 from bubblespec.rewards.functions import FAILURE_KINDS, RewardFailure
 from bubblespec.rewards.scorer import Scorer
 from bubblespec.telemetry import report
-from bubblespec.telemetry.report import peak_memory_gb, rollout_metrics, timing_metrics
+from bubblespec.telemetry.report import evaluation_metrics, peak_memory_gb, rollout_metrics, timing_metrics
 
 LENGTHS = [1, 2, 4, 9]
 
@@ -73,6 +73,17 @@ def test_rollout_metrics_of_a_hand_worked_step():
         "rollout/digest": digest(samples),
         "rewards/match/mean": 0.25,
         "rewards/form/mean": 0.75,
+    }
+
+
+def test_an_evaluations_metrics_are_of_both_ranks():
+    samples = make_samples([[1.0]] * 4)
+    rollout = RolloutRecord(acceptance=Acceptance(draft_tokens=10, accepted_tokens=9))
+    assert evaluation_metrics(TwoRanks([7, 30, 15]), samples, rollout, 2.5) == {
+        "eval/digest": digest(samples),
+        "eval/forwards": 7,
+        "eval/spec_accept_rate": 24 / 40,
+        "timing_s/eval": 2.5,
     }
 
 
@@ -161,12 +172,13 @@ def test_peak_memory_is_at_least_what_is_used_now():
 
 
 def test_failures_and_seconds_of_rewards_are_summed_over_ranks_and_the_batches_of_a_step():
-    """Two functions, two batches. The other rank has one failure of each kind of the second function, 1.5 s and 4 rows."""
-    ranks = TwoRanks([0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.5, 4.0])
+    """Two functions, two batches. The other rank has one failure of each kind of the second function, 1.5 s, of them 0.5 s before
+    the end of the rollouts, and 4 rows."""
+    ranks = TwoRanks([0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.5, 0.5, 4.0])
     scorer = Scorer(RewardConfig(num_workers=0), {"a.f": None, "a.g": None}, None, ranks, output_dir="")
     failure = {kind: RewardFailure(kind, "") for kind in FAILURE_KINDS}
-    scorer.count([(0, 0, failure["timeout"]), (2, 0, failure["timeout"]), (2, 1, failure["value"])], 3, 0.25)
-    scorer.count([(1, 0, failure["exception"])], 2, 2.0)
+    scorer.count([(0, 0, failure["timeout"]), (2, 0, failure["timeout"]), (2, 1, failure["value"])], 3, 0.25, 0.0)
+    scorer.count([(1, 0, failure["exception"])], 2, 2.0, 1.5)
     assert scorer.take_metrics() == {
         "reward/errors": 3 + 1 + 2 * 4,
         "reward/errors/exception": 1 + 2,
@@ -174,14 +186,16 @@ def test_failures_and_seconds_of_rewards_are_summed_over_ranks_and_the_batches_o
         "reward/errors/timeout": 2 + 2,
         "reward/errors/crash": 2,
         "reward/function_s": 0.25 + 2.0 + 2 * 1.5,
+        "reward/overlapped_share": (1.5 + 2 * 0.5) / (0.25 + 2.0 + 2 * 1.5),
     }
     assert scorer.take_metrics() == {"reward/errors": 0, "reward/function_s": 0.0}
 
 
-def test_seconds_of_rewards_are_those_of_the_call(monkeypatch):
-    """In this process, by a clock that only the function moves."""
+def test_seconds_of_rewards_are_those_of_the_calls(monkeypatch):
+    """In this process, by a clock that only the function moves: it takes 3 s a call. What is scored before the rollouts are over
+    overlaps with them."""
     clock = SimpleNamespace(now=5.0)
-    monkeypatch.setattr(scoring, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(scoring, "time", SimpleNamespace(monotonic=lambda: clock.now))
 
     def slow(prompts, completions, **columns) -> list[float]:
         clock.now += 3.0
@@ -192,4 +206,9 @@ def test_seconds_of_rewards_are_those_of_the_call(monkeypatch):
     group = Group(Prompt(5, "p", (1, 2, 3), {}), 0)
     rows = [Row(group.sample(j), group.prompt.token_ids, 9, np.arange(j + 1)) for j in range(2)]
     assert scorer.begin([group]).collect(rows).tolist() == [[1.0], [2.0]]
-    assert scorer.take_metrics() == {"reward/errors": 0, "reward/function_s": 3.0}
+    assert scorer.take_metrics() == {"reward/errors": 0, "reward/function_s": 3.0, "reward/overlapped_share": 0.0}
+    begun = scorer.begin([group])
+    begun.on_finished(rows[1])
+    assert len(begun.take_scored()) == 1
+    assert begun.collect(rows).tolist() == [[1.0], [2.0]]
+    assert scorer.take_metrics() == {"reward/errors": 0, "reward/function_s": 6.0, "reward/overlapped_share": 0.5}

@@ -242,7 +242,7 @@ def test_a_prompt_gets_other_samples_at_each_visit(tmp_path):
             assert len(set(of_prompt)) == len(of_prompt)
         for visit in (0, 1, 2):
             groups = [Group(group.prompt, visit) for group in seen[0].groups]
-            again = trainer.sampler.evaluate(groups, 4, trainer.sampler.params)
+            again, _ = trainer.sampler.evaluate(groups, 4, trainer.sampler.params, version=3)
             assert all(by_name[name] == tokens.tolist() for name, tokens in zip(again.ids, again.tokens, strict=True))
 
 

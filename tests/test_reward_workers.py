@@ -15,9 +15,10 @@ from conftest import is_alive
 from bubblespec.errors import InputError
 from bubblespec.rewards import workers as reward_workers
 from bubblespec.rewards.functions import Sample, call_one
-from bubblespec.rewards.workers import Answer, RewardWorkers, adaptive_timeout
+from bubblespec.rewards.process import NICENESS
+from bubblespec.rewards.workers import Answer, Kind, RewardWorkers, adaptive_timeout
 from tests.clocks import ClockThatSkips
-from tests.misbehaving_rewards import obey
+from tests.misbehaving_rewards import obey, session_niceness
 
 OBEY = "tests.misbehaving_rewards.obey"
 PATIENCE_S = 120.0  # for what must happen at some time
@@ -165,6 +166,13 @@ def test_workers_are_light_and_single_threaded(make_workers):
     assert outcomes(make_workers(), ["report torch", "report threads"]) == [0.0, 1.0]
 
 
+def test_workers_give_way_to_ranks_that_decode(make_workers):
+    """Also where Linux shares the cores among sessions first."""
+    nice, nice_session = outcomes(make_workers(), ["report nice", "report nice session"])
+    assert nice == min(os.nice(0) + NICENESS, 19)
+    assert nice_session == (None if session_niceness() is None else NICENESS)
+
+
 def test_the_order_of_sets_is_that_of_one_seed_in_all_workers(make_workers, monkeypatch):
     """Strings hash in them as they do under PYTHONHASHSEED=0, whatever the trainer's seed is."""
     monkeypatch.setenv("PYTHONHASHSEED", "5")
@@ -214,16 +222,28 @@ def test_adaptive_timeout_is_rollpackers(slowest, wanted):
     assert adaptive_timeout(slowest) == pytest.approx(wanted)
 
 
-def test_adaptive_timeout_follows_correct_answers_but_not_the_first_of_a_worker(make_workers, monkeypatch):
-    """The seconds that answers have taken are made up here, as 60 and less."""
+@pytest.fixture
+def ask_in(make_workers, monkeypatch):
+    """ask_in(workers, text, seconds, task) -> seconds that a worker was given for it. How long it took is made up: `seconds`."""
     limits, answer_s, ask_worker = [], [], reward_workers._Worker.ask
 
-    def ask_in(worker, work: bytes, limit_s: float) -> Answer:
+    def ask_and_note(worker, work: bytes, limit_s: float) -> Answer:
         limits.append(limit_s)
         return ask_worker(worker, work, PATIENCE_S)._replace(seconds=answer_s.pop())
 
-    monkeypatch.setattr(reward_workers._Worker, "ask", ask_in)
-    workers = make_workers(is_adaptive=True)
+    monkeypatch.setattr(reward_workers._Worker, "ask", ask_and_note)
+
+    def run(workers: RewardWorkers, text: str, seconds: float, task=None) -> float:
+        answer_s.append(seconds)
+        workers.submit(0, 0, sample(text) if task is None else sample(text, task=task))
+        list(workers.collect())
+        return limits[-1]
+
+    return run
+
+
+def test_adaptive_timeout_follows_correct_answers_but_not_the_first_of_a_worker(make_workers, ask_in):
+    workers, kind = make_workers(is_adaptive=True), Kind(0, None)
     for seconds, text, limit_s, next_limit_s in [
         (2.5, "value 1", 30, 30),  # it may have imported something
         (2.5, "value 0", 30, 30),
@@ -234,16 +254,80 @@ def test_adaptive_timeout_follows_correct_answers_but_not_the_first_of_a_worker(
         (0.01, "value 1", 2.25, 2.25),
         (60, "value 1", 2.25, 30),
     ]:
-        answer_s.append(seconds)
-        ask(workers, [text])
-        assert limits[-1] == limit_s and workers.limit_s(0, is_first=False) == next_limit_s, text
-        assert workers.limit_s(0, is_first=True) == 30
-    assert make_workers(timeout_s=1.5, is_adaptive=True).limit_s(0, is_first=False) == 1.5
+        assert ask_in(workers, text, seconds) == limit_s and workers.limit_s(kind, is_first=False) == next_limit_s, text
+        assert workers.limit_s(kind, is_first=True) == 30
+    assert make_workers(timeout_s=1.5, is_adaptive=True).limit_s(kind, is_first=False) == 1.5
+    assert make_workers(timeout_s=77.0).limit_s(kind, is_first=False) == 77.0
+
+
+def test_adaptive_timeout_is_each_tasks_own(make_workers, ask_in):
+    """By the column `task`; samples without one share theirs. A worker's first call for each has the longest limit."""
+    workers = make_workers(is_adaptive=True)
+    for task in ("sums", "proofs", None, 7):
+        assert ask_in(workers, "value 1", 50, task) == 30
+        assert ask_in(workers, "value 1", 0.1, task) == 30
+        assert ask_in(workers, "value 0", 0.1, task) == 2
+    assert ask_in(workers, "value 1", 10, "proofs") == 2
+    assert ask_in(workers, "value 1", 4, None) == 2
+    for task, limit_s in [("sums", 2), ("proofs", 15), (None, 6), (7, 2)]:
+        assert ask_in(workers, "value 0", 0.1, task) == limit_s
+
+
+def test_adaptive_timeout_is_each_functions_own(make_workers, ask_in):
+    workers = make_workers([OBEY, OBEY], is_adaptive=True)
+    for _ in range(2):
+        ask_in(workers, "value 1", 3, "sums")
+    assert workers.limit_s(Kind(0, "sums"), is_first=False) == 4.5 and workers.limit_s(Kind(1, "sums"), is_first=False) == 30
 
 
 def test_seconds_are_those_in_the_function(make_workers):
+    begin_s = time.monotonic()
     (answer,) = ask(make_workers(), ["sleep 0.25 1"])
     assert answer.value == 1.0 and answer.seconds >= 0.25
+    assert begin_s < answer.ended_s - answer.seconds < answer.ended_s < time.monotonic()
+
+
+# Answers as they come
+
+
+def test_take_gives_each_answer_once_and_never_waits(make_workers, tmp_path):
+    """What is not taken, `collect` gives."""
+    mark = tmp_path / "mark"
+    workers = make_workers()
+    assert workers.take() == []
+    for key, text in enumerate(["value 1", "raise x", f"wait {mark}", "value 3"]):
+        workers.submit(key, 0, sample(text))
+    taken = []
+    assert eventually(lambda: taken.extend(workers.take()) or len(taken) == 2)
+    assert [(key, answer.value) for key, answer in taken] == [(0, 1.0), (1, None)] and taken[1][1].failure.kind == "exception"
+    assert workers.take() == []
+    mark.touch()
+    assert {key: answer.value for key, answer in workers.collect()} == {2: 1.0, 3: 3.0}
+    assert workers.take() == [] and list(workers.collect()) == []
+
+
+def test_take_leaves_errors_that_end_the_run_to_collect(make_workers):
+    workers = make_workers(["no_such_module.f"])
+    workers.submit(0, 0, sample("value 1"))
+    assert eventually(lambda: workers._answers.qsize())
+    for _ in range(2):
+        assert workers.take() == []
+        with pytest.raises(InputError, match=r"reward.functions: .*no_such_module"):
+            list(workers.collect())
+
+
+def test_take_gives_nothing_of_a_batch_that_was_given_up(make_workers, tmp_path):
+    mark = tmp_path / "mark"
+    workers = make_workers()
+    for key, text in enumerate([f"wait {mark}", "value 1"]):
+        workers.submit(key, 0, sample(text))
+    assert list(workers.collect(lambda: True)) == []
+    workers.submit(7, 0, sample("value 2"))
+    mark.touch()
+    taken = []
+    assert eventually(lambda: taken.extend(workers.take()) or taken)
+    assert [(key, answer.value) for key, answer in taken] == [(7, 2.0)]
+    assert list(workers.collect()) == []
 
 
 # What functions print

@@ -115,7 +115,7 @@ class BoardWithSlowRank:
         self.num_ticks += 1
         self.are_others_done = self.num_ticks >= self.last_tick
         self.is_over = own.is_done and self.are_others_done
-        return [own, RankState(int(not self.are_others_done))]
+        return [own, RankState(int(not self.are_others_done), facts=np.zeros_like(own.facts))]
 
 
 class World:
@@ -151,7 +151,7 @@ class World:
         works = []
         if items is not None:
             options = {"version": step, "max_new_tokens": limit, "max_slowdown": max_slowdown}
-            works = [DraftAhead(items, self.store, self.proposer, **options)]
+            works = [DraftAhead(lambda seen: items, self.store, self.proposer, **options)]
         own, step_engine, self.forwards = {id(row) for row in rows}, self.engine.step, []
 
         def noted_step(*arguments) -> tuple[list[Row], Load]:
@@ -353,7 +353,9 @@ def test_drafts_slow_own_rows_within_bounds(max_slowdown):
         resumed += len(world.engine.rows)
         world.rollout(step, rows_of(step, limit=12), items, limit=80, max_slowdown=max_slowdown)
         most = max(most, *(num_ahead for num_own, num_ahead in world.forwards if num_own))
-        assert step or any(num_ahead > bound for num_own, num_ahead in world.forwards if not num_own)
+        # In a hard bubble a forward of a single draft is as long as it may get, but those that are there go on.
+        in_bubble = [num_ahead for num_own, num_ahead in world.forwards if not num_own]
+        assert all(num_ahead <= max(bound, 1) for num_ahead in in_bubble) and (step or in_bubble)
     assert most == bound and resumed > 0
 
 
@@ -380,7 +382,7 @@ def play_two_ranks(ranks: Ranks, board: ProgressBoard, num_rollouts: int) -> lis
     for step in range(num_rollouts):
         outlook.learn(np.array([3, 7, 13, 20]), np.array([10, 14, 20, 35]) + step)
         coming = [groups_of(s, prompts) for s in (step + 1, step + 2)]
-        planned = plan_items(coming, 2, world.store, history, outlook=outlook, forwards_per_step=30.0, saving=np.ones(50))
+        planned = plan_items(coming, 2, world.store, history, outlook=outlook, forwards_per_step=30.0)
         rows = rows_of(step, [prompt for prompt, owner in zip(prompts, owners, strict=True) if owner == ranks.rank])
         world.proposer.begin()
         for row in rows:
@@ -389,7 +391,8 @@ def play_two_ranks(ranks: Ranks, board: ProgressBoard, num_rollouts: int) -> lis
         free = [item for item in planned if item.holder < 0]
         begun = [replace(item, pays=True) for item in planned if item.holder >= 0]
         items = [replace(item, pays=number < len(free) // 2) for number, item in enumerate(free)] + begun
-        ahead = DraftAhead(items, world.store, world.proposer, version=step, max_new_tokens=LIMIT, max_slowdown=1.0)
+        options = {"version": step, "max_new_tokens": LIMIT, "max_slowdown": 1.0}
+        ahead = DraftAhead(lambda seen, items=items: items, world.store, world.proposer, **options)
         loop = RolloutLoop(world.engine, ranks, PARAMS, proposer=world.proposer, board=world.board, works=[ahead])
         record = run_loop(loop, rows)
         world.store.drop(group.sample(number) for group in groups_of(step, prompts) for number in range(2))

@@ -114,8 +114,8 @@ def test_stages_of_a_rollout_follow_one_another(monkeypatch, is_second):
         clock.now += 2
         return np.arange(4.0)[:, None]
 
-    def learn_rollout(record, ids):
-        told.append((record, ids))
+    def learn_rollout(record, ids, *, plain_s, work_s, was_plain):
+        told.append((record, ids, plain_s, was_plain))
         clock.now += 0.25
 
     monkeypatch.setattr(RolloutLoop, "run", generate)
@@ -127,8 +127,10 @@ def test_stages_of_a_rollout_follow_one_another(monkeypatch, is_second):
         draft_ahead=lambda step, planner, used, num_slots: used_so_far.append(used) or SimpleNamespace(merge=clock.passes(0.75)),
         learn_rollout=learn_rollout,
         store={groups[1].sample(0): "a draft"},
-        proposer=SimpleNamespace(cost=None),
+        proposer=SimpleNamespace(cost=SimpleNamespace(coefficients=np.array([3.0, 0.5, 0.25, 9.0, 0.125]))),
         has_drafts=False,
+        is_plain=False,
+        overhead_s=4.0,
         board=None,
     )
     sampler = make_sampler(
@@ -148,7 +150,10 @@ def test_stages_of_a_rollout_follow_one_another(monkeypatch, is_second):
     assert record.stages == [Span("gen", begin_s, 108.0), Span("wait", 108.0, 112.0), Span("reward", 112.0, 115.0)]
     assert record.spans == [Span("exchange", 114.0, 115.0)] and record.seconds == 115.0 - begin_s
     assert record.rewards.tolist() == [[0.0, 3.0], [6.0, 9.0]] and ranks.place == "rollout of step 7"
-    assert told == [(groups, 7), (rollout, record.samples.ids)] and record.rollouts == [rollout]
+    # Two forwards, two prompts of a token, and four rows of two tokens that attend to 1 + 2 / 2 positions on average.
+    plain_s = 2 * 3.0 + 2 * 0.25 + 8 * (0.5 + 0.25 + 0.125 * 2)
+    assert told == [(groups, 7), (rollout, record.samples.ids, plain_s, False)] and record.rollouts == [rollout]
+    assert speculation.overhead_s == 5.0, "the exchange"
     assert record.drafts == {groups[1].sample(0): "a draft"} and not record.deferred and record.owners.tolist() == [0] * 4
 
 

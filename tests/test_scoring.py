@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import threading
 import time
@@ -34,6 +35,7 @@ PROMPTS = [Prompt(uid, f"prompt {uid}", (uid % 7, 1), {"answer": str(uid)}) for 
 GROUPS = [Group(prompt, 4) for prompt in PROMPTS]
 PATIENCE_S = 120.0
 CPU = torch.device("cpu")
+CLOCKED = ("reward/function_s", "reward/overlapped_share")
 
 
 class Words:
@@ -129,7 +131,7 @@ def test_any_number_of_workers_gives_the_same_rewards(make_scorer, tmp_path, cho
         scorer = make_scorer(texts, num_workers=num_workers, reward_on_error=chosen)
         np.testing.assert_array_equal(scores(scorer, finished_rows(10), told)[:, 0], wanted)
         metrics = scorer.take_metrics()
-        assert metrics.pop("reward/function_s") > 0
+        assert metrics.pop("reward/function_s") > 0 and 0 <= metrics.pop("reward/overlapped_share") <= 1
         assert metrics == {"reward/errors": 5, "reward/errors/exception": 2, "reward/errors/value": 3}
         assert scorer.take_metrics() == {"reward/errors": 0, "reward/function_s": 0.0}
         logs.append([(e["sample"], e["kind"], e["message"]) for e in errors_in(tmp_path)[5 * len(logs) :]])
@@ -194,13 +196,13 @@ def test_a_later_batch_of_the_step_may_fail_as_a_whole(make_scorer):
 
 def test_other_ranks_decide_whether_all_have_failed(make_scorer):
     """The other rank has a response that is well; alone this rank would have ended the run. Failures of all are counted."""
-    others = SimpleNamespace(gather=lambda own: np.stack((own, [1.0, 0.0, 2.0, 0.0, 0.5, 4.0])), meet=lambda: None)
+    others = SimpleNamespace(gather=lambda own: np.stack((own, [1.0, 0.0, 2.0, 0.0, 0.5, 0.5, 4.0])), meet=lambda: None)
     scorer = make_scorer(["raise x", "raise y"], num_workers=0, ranks=others)
     assert scores(scorer, finished_rows(2)).tolist() == [[0.0], [0.0]]
     metrics = scorer.take_metrics()
-    assert metrics.pop("reward/function_s") > 0.5
+    assert metrics.pop("reward/function_s") > 0.5 and 0 < metrics.pop("reward/overlapped_share") < 1
     assert metrics == {"reward/errors": 5, "reward/errors/exception": 3, "reward/errors/timeout": 2}
-    others.gather = lambda own: np.stack((own, [4.0, 0.0, 0.0, 0.0, 0.5, 4.0]))
+    others.gather = lambda own: np.stack((own, [4.0, 0.0, 0.0, 0.0, 0.5, 0.5, 4.0]))
     with pytest.raises(InputError, match="failed for all 6 responses"):
         scores(scorer, finished_rows(2))
 
@@ -231,6 +233,136 @@ def test_responses_are_scored_while_others_decode(make_scorer, make_model, tmp_p
 
     run_loop(RolloutLoop(engine, Ranks(CPU), SamplingParams(), on_finished=on_finished), rows)
     assert finished == [0, 1, 2, 3] and scoring.collect(rows).tolist() == [[2.0]] * 4
+
+
+# Scores as they come
+
+
+# What two functions are told, each by its half of the completion, and what comes of it: a number, None where it does not apply,
+# or the kind of failure. Without a text for which an empty list is returned: in one call with another that has two values for
+# one sample, the number of values would be right.
+HALVES = {"value 0.5": 0.5, "value -2": -2.0, "value 3": 3.0, "none": None, "raise boom": "exception", "wrong nan": "value"}
+HALVES |= {"wrong two": "value", "exit 0": "exception", "die killed": "crash"}
+HALF_FUNCTIONS = ["tests.misbehaving_rewards.obey_left", "tests.misbehaving_rewards.obey_right"]
+
+
+def take(scoring: Scoring, count: int) -> list[tuple[Row, np.ndarray]]:
+    """What is handed out, until `count` rows have been."""
+    taken, deadline = scoring.take_scored(), time.monotonic() + PATIENCE_S
+    while len(taken) < count:
+        assert time.monotonic() < deadline, "not scored"
+        time.sleep(0.01)
+        taken += scoring.take_scored()
+    return taken
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_what_is_handed_out_changes_no_result(make_scorer, tmp_path, num_workers):
+    """Rows are told of, and scores taken, at random: what `collect` gives, counts and logs is what the functions were told to do.
+    What was handed out is the same, once for each row at most, never for a row with a failure, and never for one not told of.
+    Some rows are not told of before `collect`, others are dropped, as those of deferred groups."""
+    rng = random.Random(num_workers)
+    scorer = make_scorer([], functions=HALF_FUNCTIONS, num_workers=num_workers, reward_on_error=-7.0)
+    kinds = [text for text in HALVES if num_workers or "die" not in text]
+    weights = [0.1 if text == "die killed" else 0.4 if isinstance(HALVES[text], str) else 2.0 for text in kinds]
+    num_handed_out = num_logged = 0
+    for round_number in range(10):
+        halves = [rng.choices(kinds, weights, k=2) for _ in range(rng.randint(2, 14))]
+        halves.append(["value 3", "value 0.5"])  # else a function could fail for all
+        scorer.tokenizer = Words([" / ".join(pair) for pair in halves])
+        rows, found = finished_rows(len(halves)), [[HALVES[half] for half in pair] for pair in halves]
+        wanted = np.array([[-7.0 if isinstance(x, str) else np.nan if x is None else x for x in pair] for pair in found])
+        scored = {i for i, pair in enumerate(found) if not any(isinstance(x, str) for x in pair)}
+        numbers = list(range(len(rows)))
+        told = rng.sample(numbers, rng.randint(len(rows) // 2, len(rows)))
+        dropped = {i for i in numbers[:-1] if i not in told and rng.random() < 0.5}
+
+        scoring, handed_out = scorer.begin(GROUPS[:1], round_number), []
+        for i in told:
+            scoring.on_finished(rows[i])
+            if rng.random() < 0.5:
+                handed_out += scoring.take_scored()
+        if round_number % 2:  # all that there is to take
+            handed_out += take(scoring, len(scored.intersection(told)) - len(handed_out))
+        taken = [row.id.sample for row, _ in handed_out]
+        assert len(set(taken)) == len(taken) and set(taken) <= scored.intersection(told)
+        for row, rewards in handed_out:
+            assert row is rows[row.id.sample] and rewards.dtype == np.float64
+            np.testing.assert_array_equal(rewards, wanted[row.id.sample])
+            rewards += 1.0  # they are the taker's
+        num_handed_out += len(taken)
+
+        kept = [i for i in numbers if i not in dropped]
+        np.testing.assert_array_equal(scoring.collect([rows[i] for i in kept]), wanted[kept])
+        failed = [(i, path, x) for i in kept for path, x in zip(HALF_FUNCTIONS, found[i], strict=True) if isinstance(x, str)]
+        assert scorer.take_metrics()["reward/errors"] == len(failed)
+        logged = errors_in(tmp_path)[num_logged:] if failed or num_logged else []
+        num_logged += len(logged)
+        assert [(e["sample"], e["function"], e["kind"]) for e in logged] == failed[:20]
+    assert num_handed_out > 10
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_failures_that_end_the_run_do_so_in_collect_alone(make_scorer, num_workers):
+    """With the message that there is without scores being taken before."""
+    texts, messages = ["value 1", "raise first", "value 2", "raise second"], []
+    for is_taken in (False, True):
+        scorer = make_scorer(texts, num_workers=num_workers, reward_on_error=None)
+        rows, scoring = finished_rows(4), scorer.begin(GROUPS[:1])
+        for i in (3, 0, 1, 2):
+            scoring.on_finished(rows[i])
+        if is_taken:
+            assert len(take(scoring, 2)) == 2
+        with pytest.raises(InputError) as error:
+            scoring.collect(rows)
+        messages.append(str(error.value))
+    assert messages[0] == messages[1] and "first" in messages[0]
+
+
+def test_a_row_is_handed_out_once_all_functions_have_scored_it(make_scorer, tmp_path):
+    mark = tmp_path / "mark"
+    scorer = make_scorer([f"value 1 / wait {mark}", "value 2 / value 3"], functions=HALF_FUNCTIONS, num_workers=2)
+    rows, scoring = finished_rows(2), scorer.begin(GROUPS[:1])
+    for row in rows:
+        scoring.on_finished(row)
+    handed_out = take(scoring, 1)
+    assert [(row.id.sample, rewards.tolist()) for row, rewards in handed_out] == [(1, [2.0, 3.0])]
+    assert scoring.take_scored() == []
+    mark.touch()
+    ((row, rewards),) = take(scoring, 1)
+    assert row is rows[0] and rewards.tolist() == [1.0, 1.0]
+    assert scoring.collect(rows).tolist() == [[1.0, 1.0], [2.0, 3.0]]
+    assert scorer.take_metrics()["reward/overlapped_share"] == 1.0
+
+
+def test_without_workers_what_has_finished_is_scored_in_one_call(make_scorer):
+    """And nothing twice; `collect` has the order of its rows."""
+    calls = []
+
+    def record(prompts, completions, **columns):
+        calls.append(completions)
+        return [float(text) for text in completions]
+
+    rows = finished_rows(6)
+    scoring = make_scorer(functions={"a.record": record}, num_workers=0).begin(GROUPS[:1])
+    assert scoring.take_scored() == [] and calls == []
+    for i in (3, 1):
+        scoring.on_finished(rows[i])
+    assert [(row.id.sample, rewards.tolist()) for row, rewards in scoring.take_scored()] == [(3, [3.0]), (1, [1.0])]
+    assert scoring.take_scored() == []
+    scoring.on_finished(rows[5])
+    scoring.on_finished(rows[4])
+    assert scoring.collect(rows[1:]).tolist() == [[float(n)] for n in range(1, 6)]
+    assert calls == [["3", "1"], ["2", "4", "5"]]
+
+
+def test_seconds_after_the_end_of_the_rollouts_do_not_overlap(make_scorer, tmp_path):
+    """The function does not return before `collect` asks whether to stop."""
+    mark, ranks = tmp_path / "mark", Ranks(CPU)
+    ranks.is_told_to_stop = lambda: mark.touch()
+    scorer = make_scorer([f"wait {mark}"], num_workers=1, ranks=ranks)
+    assert scores(scorer, finished_rows(1), told=[0]).tolist() == [[1.0]]
+    assert 0 <= scorer.take_metrics()["reward/overlapped_share"] < 1
 
 
 # Told to stop while rewards are waited for
@@ -296,6 +428,27 @@ def test_answers_to_what_was_given_up_are_dropped(make_scorer, tmp_path):
     assert not (tmp_path / "reward_errors.jsonl").exists()
 
 
+def test_a_stop_between_two_takings_gives_up_what_is_pending(make_scorer, tmp_path):
+    mark, ranks = tmp_path / "mark", Ranks(CPU)
+    scorer = make_scorer(["value 5", f"wait {mark}", "value 6"], num_workers=1, ranks=ranks, timeout_s=3600.0)
+    rows = finished_rows(3)
+    given_up = scorer.begin(GROUPS[:1])
+    for row in rows:
+        given_up.on_finished(row)
+    handed_out = take(given_up, 1)
+    ranks.must_stop = True
+    with pytest.raises(StopRequested):
+        given_up.collect(rows)
+    ranks.must_stop = False
+    scoring = scorer.begin(GROUPS[:1])
+    scoring.on_finished(rows[2])
+    mark.touch()
+    handed_out += take(scoring, 1)
+    assert [(row.id.sample, rewards.tolist()) for row, rewards in handed_out] == [(0, [5.0]), (2, [6.0])]
+    assert scoring.collect(rows[1:]).tolist() == [[1.0], [6.0]]
+    assert not (tmp_path / "reward_errors.jsonl").exists()
+
+
 # Whole runs
 
 
@@ -304,7 +457,7 @@ def train_here(folder, monkeypatch, *overrides: str) -> int:
     told, collect_scores = [], Scoring.collect
 
     def collect(scoring: Scoring, rows: list[Row]) -> np.ndarray:
-        told.append(len(scoring._submitted))
+        told.append(len(scoring._num_missing))
         return collect_scores(scoring, rows)
 
     monkeypatch.setattr(Scoring, "collect", collect)
@@ -364,7 +517,7 @@ def test_workers_leave_digests_rewards_and_weights_unchanged(tmp_path, monkeypat
         assert digests(tmp_path / name) == digests(tmp_path / "0")
         assert same_weights(weights(tmp_path / name, 2), weights(tmp_path / "0", 2))
         for line, wanted in zip(read(tmp_path / name), read(tmp_path / "0"), strict=True):
-            keys = [key for key in wanted if "reward" in key and "timing" not in key and key != "reward/function_s"]
+            keys = [key for key in wanted if "reward" in key and "timing" not in key and key not in CLOCKED]
             assert {key: line[key] for key in keys} == {key: wanted[key] for key in keys} and len(keys) >= 2
             assert line.get("reward/errors", 0) == line.get("eval/reward/errors", 0) == 0
 

@@ -27,7 +27,9 @@ def train(model: Small, optimizer: Optimizer, ranks: Ranks, steps: range) -> lis
     for step in steps:
         model.loss(step, ranks.rank).backward()
         optimizer.reduce(ranks)
+        before = [param._version for param in optimizer.params]
         norms.append(optimizer.step(step)[0])
+        assert all(param._version > was for param, was in zip(optimizer.params, before, strict=True)), "copies are told"
     return norms
 
 

@@ -40,6 +40,7 @@ from bubblespec.simulate.world import SimulatedBoard, SimulatedRanks, World
 from bubblespec.speculate.proposer import make_proposer
 from bubblespec.speculate.suffix import GroupIndex, History
 from bubblespec.speculate.windows import CostModel
+from bubblespec.telemetry.timeline import KINDS
 from bubblespec.telemetry.trace import FOLDER, FORMAT, _write_table, list_steps, read_meta, read_table
 from tests.warm import ROOT, python
 
@@ -218,8 +219,8 @@ def test_forwards_are_those_of_the_real_engine(make_model, slots, budget, window
         for row in rows:
             proposer.track(row, drafts[row.id], 3)
         loads, counts = run_to_end(engine, rows, params, proposer), vars(proposer.acceptance)
-        lengths = counts["accepted_lengths"].tolist()
-        return loads, counts | {"accepted_lengths": lengths, "looked_up_rows": proposer.take_spent()[1]}
+        arrays = {name: counts[name].tolist() for name in ("accepted_lengths", "before_divergence")}
+        return loads, counts | arrays | {"looked_up_rows": proposer.take_spent()[1]}
 
     real = rows_to_generate()
     wanted = loads_of(Generator(ModelRunner(model, slots, 128, seed=5, max_batch_tokens=budget)), real)
@@ -368,7 +369,8 @@ def test_shares_of_waiting_add_up():
     """Lanes cover each rank's time but for what the host does between forwards, and the white and the pale are what the bubble
     ratio counts in a run without speculation."""
     for step in run("none", 3):
-        waited = [lane[lane[:, 0] == 5, 2] - lane[lane[:, 0] == 5, 1] for lane in step.lanes]
+        waits = [lane[lane[:, 0] == KINDS.index("wait")] for lane in step.lanes]
+        waited = [of_rank[:, 2] - of_rank[:, 1] for of_rank in waits]
         assert step.bubble_ratio == pytest.approx(sum(w.sum() for w in waited) / 3 / step.seconds)
         for lane in step.lanes:
             assert (lane[:, 2] - lane[:, 1]).sum() == pytest.approx(step.seconds)

@@ -31,7 +31,6 @@ from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.idle.draft_planning import Item
 from bubblespec.idle.speculation import (
     MAX_AUTO_LOOKAHEAD,
-    PRIOR_ACCEPTANCE,
     Speculation,
     assemble,
     make_speculation,
@@ -40,10 +39,12 @@ from bubblespec.idle.speculation import (
 from bubblespec.ranks.collectives import Ranks, StopRequested
 from bubblespec.ranks.progress import ProgressBoard
 from bubblespec.records import (
+    POSITIONS,
     Acceptance,
     Draft,
     ForwardRecord,
     Group,
+    IdleUse,
     Launch,
     Load,
     Prompt,
@@ -109,8 +110,8 @@ class Unscored:
 class WatchedSampler(Sampler):
     """Remembers the rows of the latest rollout."""
 
-    def begin(self, launch: Launch, step: int | None = None) -> tuple:
-        standing, rows, scoring = super().begin(launch, step)
+    def begin(self, launch: Launch, *arguments, **options) -> tuple:
+        standing, rows, scoring = super().begin(launch, *arguments, **options)
         self.rows = list(rows.values())
         return standing, rows, scoring
 
@@ -141,6 +142,13 @@ def recorded(
         forwards.append(ForwardRecord(*times, *load, int(is_own), int(not is_own), 1))
     waits = [Span("wait", began_s, began_s + wait_s / 2)] * 2
     return RolloutRecord(began_s, began_s + total_s, forwards, waits, **fields)
+
+
+def learn(speculation: Speculation, record: RolloutRecord, ids: list[SampleId] | None = None, **options) -> None:
+    """After a rollout that took as long as it would have without drafts."""
+    speculation.learn_rollout(
+        record, ids or [], **({"plain_s": record.total_s, "work_s": record.own_s, "was_plain": False} | options)
+    )
 
 
 @pytest.mark.parametrize(
@@ -201,11 +209,11 @@ def test_learning_a_rollout_averages_what_ranks_measured():
     for sample in (used, coming):
         speculation.store.put(sample, Draft(np.arange(4, dtype=np.int32), True, 0))
     by_age = {1: [100, 80], 2: [19, 0], MAX_AUTO_LOOKAHEAD: [30, 10], MAX_AUTO_LOOKAHEAD + 3: [30, 20]}
-    speculation.learn_rollout(recorded(40, acceptance=Acceptance(by_age=by_age)), [used, SampleId(1, 3, 1)])
+    learn(speculation, recorded(40, acceptance=Acceptance(by_age=by_age)), [used, SampleId(1, 3, 1)])
     assert speculation.accepted_by_age == {1: pytest.approx(0.8), MAX_AUTO_LOOKAHEAD: pytest.approx(0.5)}
     assert speculation.forwards == 40 and len(speculation.store) == 1 and speculation.store.get(coming) is not None
     np.testing.assert_allclose(speculation.shared_cost, speculation.proposer.cost.coefficients)
-    speculation.learn_rollout(recorded(20, acceptance=Acceptance(by_age={1: [100, 20]})), [])
+    learn(speculation, recorded(20, acceptance=Acceptance(by_age={1: [100, 20]})))
     assert speculation.accepted_by_age[1] == pytest.approx(0.7 * 0.8 + 0.3 * 0.2)
     assert speculation.forwards == pytest.approx(0.7 * 40 + 0.3 * 20)
 
@@ -214,25 +222,75 @@ def test_plans_go_by_the_slowest_rank_and_the_mean_cost():
     """Two ranks, of which the second has measured twice of everything."""
     speculation = make(make_config())
     speculation.ranks = SimpleNamespace(gather=lambda a: np.stack((a, 2 * a)))
-    speculation.learn_rollout(recorded(40, acceptance=Acceptance(by_age={1: [20, 15]})), [])
+    learn(speculation, recorded(40, acceptance=Acceptance(by_age={1: [20, 15]})))
     assert speculation.forwards == 80 and speculation.accepted_by_age == {1: pytest.approx(0.75)}
     np.testing.assert_allclose(speculation.shared_cost, 1.5 * speculation.proposer.cost.coefficients)
 
 
-def test_acceptance_before_and_after_the_divergence_is_summed():
-    """Of both ranks, the last rollout with most weight; without any news what was believed at the start comes back."""
+def acceptance_of(before, after, place: int = 0) -> Acceptance:
+    acceptance = Acceptance(after_divergence=list(after))
+    acceptance.before_divergence[place] = before
+    return acceptance
+
+
+def test_what_was_seen_of_drafts_is_summed():
+    """Of both ranks, by position, the last rollout with most weight; without any news it is forgotten."""
     speculation = make(make_config())
     speculation.ranks = SimpleNamespace(gather=lambda a: np.stack((a, 2 * a)))
-    acceptance = Acceptance(before_divergence=[200, 150], after_divergence=[50, 10])
-    speculation.learn_rollout(recorded(acceptance=acceptance), [])
-    believed = 0.71 * PRIOR_ACCEPTANCE
-    np.testing.assert_allclose(speculation.acceptance, believed + 3 * np.array([[200, 150], [50, 10]]))
-    shares = []
-    for _ in range(2000):
-        speculation.learn_rollout(recorded(), [])
-        shares.append(speculation.acceptance[:, 1] / speculation.acceptance[:, 0])
-    np.testing.assert_allclose(shares[0], [0.79, 0.185], atol=0.03)
-    np.testing.assert_allclose(shares[-1], PRIOR_ACCEPTANCE[:, 1] / PRIOR_ACCEPTANCE[:, 0])
+    learn(speculation, recorded(acceptance=acceptance_of((200, 150), (50, 10), place=3)))
+    wanted = np.zeros((len(POSITIONS) + 1, 2))
+    wanted[3], wanted[-1] = (600, 450), (150, 30)
+    np.testing.assert_array_equal(speculation.seen, wanted)
+    learn(speculation, recorded(acceptance=acceptance_of((20, 10), (0, 0), place=0)))
+    wanted *= 0.7
+    wanted[0] = (60, 30)
+    np.testing.assert_allclose(speculation.seen, wanted)
+    for _ in range(100):
+        learn(speculation, recorded())
+    np.testing.assert_allclose(speculation.seen, 0.0, atol=1e-6)
+
+
+def test_a_rollout_is_settled_by_its_slowest_rank():
+    """Two ranks, of which the second takes twice as long in all. Plans, exchanges and the time behind the last own row count."""
+    speculation = make(make_config())
+    speculation.ranks = SimpleNamespace(gather=lambda a: np.stack((a, 2 * a)))
+    record = recorded(own_forwards=4, own_s=8.0, total_s=10.0)
+    record.idle["draft_ahead"] = IdleUse()
+    speculation.overhead_s = 0.5
+    learn(speculation, record, plain_s=12.0)
+    assert record.idle["draft_ahead"].brought_s == pytest.approx(2 * (12.0 - 10.5)) and speculation.overhead_s == 0
+    assert speculation.account.num_settled == 1 and speculation.account.rollout_s == pytest.approx(24.0)
+    # A rollout without drafts has no part in what they cost besides, and counts as it was measured.
+    speculation.overhead_s = 0.5
+    learn(speculation, recorded(own_forwards=4, own_s=8.0, total_s=11.0), plain_s=12.0, was_plain=True)
+    assert speculation.overhead_s == 0.5 and speculation.account.rollout_s == pytest.approx(0.9 * 24 + 0.1 * 22)
+    assert speculation.account.factor == pytest.approx(0.9 + 0.1 * 22 / 24)
+
+
+def test_a_slow_moment_of_the_machine_is_not_the_fault_of_drafts():
+    """A rollout that takes ten times what its forwards do by the cost model counts as one at the usual pace, which it changes
+    by little."""
+    speculation = make(make_config())
+    learn(speculation, recorded(own_forwards=4, own_s=12.0, total_s=12.0), plain_s=10.0, work_s=8.0)
+    assert speculation.pace == pytest.approx(1.5)
+    slow = recorded(own_forwards=4, own_s=80.0, total_s=81.0)
+    slow.idle["draft_ahead"] = IdleUse()
+    learn(speculation, slow, plain_s=10.0, work_s=8.0)
+    pace = 0.9 * 1.5 + 0.1 * 3.0
+    assert speculation.pace == pytest.approx(pace) and slow.idle["draft_ahead"].brought_s == pytest.approx(2 * pace - 1.0)
+
+
+def test_whole_rollouts_without_drafts():
+    """Where they are due, and drafts are on; rounds of tail batching are of different lengths and cannot be compared."""
+    speculation = make(make_config())
+    assert not speculation.is_plain
+    speculation.account.num_since_check = speculation.config.speculative.check_every
+    assert speculation.is_plain
+    speculation.config.tail_batching.enabled = True
+    assert not speculation.is_plain
+    none = make(make_config("none"))
+    none.account.num_since_check = 10**6
+    assert not none.is_plain
 
 
 def resumed(ahead: DraftAhead) -> list[SampleId]:
@@ -243,28 +301,28 @@ def resumed(ahead: DraftAhead) -> list[SampleId]:
 def test_drafts_that_do_not_pay_any_more_are_left_to_idle_ranks():
     speculation = make(make_config())
     sample = SampleId(PROMPTS[0].uid, 2, 0)
-    speculation.learn_rollout(recorded(20), [])
+    learn(speculation, recorded(20))
     speculation.store.put(sample, Draft(np.arange(9, dtype=np.int32), False, 0, holder=0))
     speculation.outlook.learn(np.full(4, 3), np.array([10, 20, 30, 40]))
     batches = [groups_of(step) for step in (1, 2)]
     speculation.shared_cost = np.array([1e-2, 5e-4, 1e-3, 0.0, 0.0])
     ahead = speculation._plan(batches, 0, 64, set())
-    offers = {offer.key: offer for offer in ahead.offers()}
+    offers = {offer.key: offer for offer in ahead.offers([])}
     assert resumed(ahead) == [sample] and sample not in offers and any(offer.beside_rows for offer in offers.values())
     assert all(offer.saves_s > 0 for offer in offers.values() if offer.beside_rows)
-    speculation.acceptance = np.array([[100.0, 10.0], [100.0, 0.0]])
+    speculation.seen = np.tile([[1e6, 0.0]], (len(POSITIONS) + 1, 1))
     ahead = speculation._plan(batches, 0, 64, set())
-    offers = {offer.key: offer for offer in ahead.offers()}
+    offers = {offer.key: offer for offer in ahead.offers([])}
     assert not resumed(ahead) and sample in offers and not any(offer.beside_rows for offer in offers.values())
 
 
 def test_a_step_of_which_no_group_is_known_yet_is_passed_over():
     """Drafts for the step after it save as much as if that were the next one; and where no step is known, nothing is drafted."""
     speculation = make(make_config())
-    speculation.learn_rollout(recorded(20), [])
+    learn(speculation, recorded(20))
     speculation.outlook.learn(np.full(4, 3), np.array([10, 20, 30, 40]))
     speculation.shared_cost = np.array([1e-2, 5e-4, 1e-3, 0.0, 0.0])
-    first, second = (speculation._plan(batches, 0, 64, set()).offers() for batches in ([groups_of(2)], [[], groups_of(2)]))
+    first, second = (speculation._plan(batches, 0, 64, set()).offers([]) for batches in ([groups_of(2)], [[], groups_of(2)]))
     saved = [{offer.key: offer.saves_s for offer in offers} for offers in (first, second)]
     assert saved[0] == saved[1] and min(saved[0].values()) > 0 and max(saved[0].values()) < 1
     nothing = SimpleNamespace(upcoming=lambda step, depth, used: [[] for _ in range(depth)], deferred=[])
@@ -284,7 +342,7 @@ def grown(step: int) -> Speculation:
                 tokens = rng.integers(1, 50, int(rng.integers(1, 25))).astype(np.int32)
                 draft = Draft(tokens, bool(rng.integers(2)), s, 0 if ahead == 3 else -1)
                 speculation.store.put(SampleId(prompt.uid, step + ahead, s % 2), draft)
-        speculation.learn_rollout(recorded(25, acceptance=Acceptance(by_age=by_age)), [])
+        learn(speculation, recorded(25, acceptance=Acceptance(by_age=by_age)))
     return speculation
 
 
@@ -357,7 +415,7 @@ def test_nothing_is_made_where_nothing_is_drafted_deferred_or_placed():
 def test_steps_of_a_run_are_exact(method, lookahead):
     """Five steps with changing weights: tokens of plain generation, drafts of no step beyond the last or behind the present."""
     model, config = new_model(), make_config(method, lookahead)
-    config.run.max_steps = 5
+    config.run.max_steps, config.speculative.check_every = 5, 0
     engine = Generator(ModelRunner(model, 24, MAX_LENGTH, SEED))
     speculation = make(config, BoardWithSlowRank(30))
     store, sampler = speculation.store, make_sampler(speculation, engine)

@@ -19,7 +19,7 @@ from test_rollout_loop import (
     new_model,
     rows_of,
 )
-from test_speculation import SamePrompts, make, make_config, make_sampler, recorded
+from test_speculation import SamePrompts, learn, make, make_config, make_sampler, recorded
 
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.runner import ModelRunner
@@ -187,7 +187,7 @@ def test_shares_by_age_take_in_each_rollout_of_a_step_once():
     for counts in ([100, 80], [50, 10]):
         speculation.begin({}, step=1)
         speculation.proposer.acceptance.by_age[1] = counts
-        speculation.learn_rollout(RolloutRecord(acceptance=speculation.proposer.acceptance), [])
+        learn(speculation, RolloutRecord(acceptance=speculation.proposer.acceptance))
     assert speculation.accepted_by_age == {1: pytest.approx(0.7 * 0.8 + 0.3 * 0.2)}
 
 
@@ -244,7 +244,8 @@ def test_seconds_of_a_rollout_by_a_clock_that_only_forwards_and_waiting_move(wha
     if what != "rows alone":
         names = [(group.sample(number), group.prompt.token_ids) for group in groups_of(1) for number in range(2)]
         items = [Item(*name, 1, pays=False) for name in names if "drafts" in what]
-        works = [DraftAhead(items, DraftStore(10**6), proposer, version=0, max_new_tokens=LIMIT, max_slowdown=1.0)]
+        options = {"version": 0, "max_new_tokens": LIMIT, "max_slowdown": 1.0}
+        works = [DraftAhead(lambda seen: items, DraftStore(10**6), proposer, **options)]
     record = run_loop(RolloutLoop(engine, board.ranks, PARAMS, proposer=proposer, board=board, works=works), rows)
     own, hard = record.own_forwards, record.hard_forwards
     assert own + hard == engine.num_forwards and own >= 12 > 6 == len(rows)

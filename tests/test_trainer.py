@@ -18,7 +18,7 @@ from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.learn.learner import Learner
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Group, Prompt, Span, StepRecord
+from bubblespec.records import Acceptance, ForwardRecord, Group, Prompt, RolloutRecord, Span, StepRecord, digest
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.trainer import Trainer, expected_best
@@ -92,6 +92,8 @@ def test_an_evaluation_by_hand(monkeypatch):
             row.tokens, row.finish = np.arange(length), "length" if length == 6 else "stop"
             row.logprob = row.full_logprob = np.zeros(length, np.float32)
             loop.on_finished(row)
+        forwards = [ForwardRecord(*[0.0] * 4, *[0] * 6, own_rows, 0, 0) for own_rows in (8, 5)]
+        return RolloutRecord(forwards=forwards, acceptance=Acceptance(draft_tokens=8, accepted_tokens=5))
 
     monkeypatch.setattr(RolloutLoop, "run", generate)
     rewards = np.array([first, second]).T
@@ -99,6 +101,7 @@ def test_an_evaluation_by_hand(monkeypatch):
     scorer = SimpleNamespace(begin=lambda groups, step: used.append(step) or scoring, take_metrics=lambda: {"reward/errors": 3})
     parts = {"params": sampling, "scorer": scorer, "reward_weights": [1.0, 10.0]}
     trainer = make_trainer(config, parts, eval_prompts=prompts, num_updates=12)
+    trainer.ranks.clock = SimpleNamespace(perf_counter=iter((2.0, 5.5)).__next__)
     assert trainer.evaluate() == {
         "eval/reward": (3 + 5) / 8,
         "eval/completions/mean_length": 30 / 8,
@@ -107,6 +110,10 @@ def test_an_evaluation_by_hand(monkeypatch):
         "eval/pass@1": (2 / 4 + 1 / 4) / 2,
         "eval/pass@2": pytest.approx((5 / 6 + 3 / 6) / 2),  # of 6 pairs, 1 and 3 have no right answer
         "eval/pass@4": 1.0,
+        "eval/digest": digest(samples_of([Group(p, EVALUATION) for p in prompts], [np.arange(n) for n in lengths])),
+        "eval/forwards": 2,
+        "eval/spec_accept_rate": 5 / 8,
+        "timing_s/eval": 3.5,
     }
     step, (params, rows) = used
     assert step is None

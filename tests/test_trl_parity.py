@@ -105,7 +105,7 @@ def test_loss_and_gradient_equal_trl(make_model, tmp_path, name):
     theirs.set_attn_implementation("sdpa")
     prepare_model(model, 64)
     ranks = Ranks(torch.device("cpu"))
-    (((batch,),), weights) = make_minibatches(
+    (((batch,),), weights, (factor,)) = make_minibatches(
         samples, np.ones(len(samples), bool), config=config, ranks=ranks, max_tokens=1 << 20
     )
     with torch.no_grad():
@@ -121,9 +121,9 @@ def test_loss_and_gradient_equal_trl(make_model, tmp_path, name):
 
     reference = model if config.loss.kl_coef else None  # its log-probabilities are given
     measured = make_learner(model, config, reference).accumulate_gradient(batch, ADVANTAGES, weights)
-    total = _sum_over_ranks([measured], ranks)
+    total = _sum_over_ranks([measured], ranks, factor)
     metrics = _training_metrics([total], config.loss.delta is not None, reference is not None)
-    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+    gradient = factor * torch.cat([p.grad.flatten() for p in model.parameters()])
     assert metrics["loss"] == pytest.approx(wanted, rel=1e-5, abs=1e-6)
     assert (gradient - wanted_gradient).norm() < 1e-5 * wanted_gradient.norm()
     assert metrics["entropy"] == pytest.approx(wanted_metrics["entropy"], rel=1e-5)

@@ -92,6 +92,7 @@ def oracle(model, samples, config, reference=None) -> tuple[torch.Tensor, float]
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
 @pytest.mark.parametrize("extra", [{}, {"mask_truncated_completions": True}, {"kl_coef": 0.3}])
+@pytest.mark.usefixtures("exact_norms")
 def test_loss_and_gradient_equal_the_plain_computation(make_model, loss_type, extra):
     plain = make_model()
     plain.set_attn_implementation("sdpa")

@@ -81,6 +81,18 @@ def test_survival_drifts_back_to_the_prior_by_the_share_given():
     assert survival.estimate(("self", 1), 0.5) == pytest.approx((7.5 + 8 * 0.5) / (7.5 + 8))
 
 
+def test_what_was_seen_elsewhere_counts_until_something_is_seen_here():
+    here, there = Survival(), Survival()
+    here.observe(("own", 1), 4, 4)
+    there.observe(("own", 1), 8, 0)
+    there.observe(("self", 1), 8, 2)
+    here.adopt(there)
+    assert here.estimate(("own", 1), 0.5) == pytest.approx((4 + 8 * 0.5) / (4 + 8))
+    assert here.estimate(("self", 1), 0.5) == there.estimate(("self", 1), 0.5) == pytest.approx((2 + 8 * 0.5) / (3 + 8))
+    here.observe(("self", 1), 5, 5)
+    assert here.estimate(("self", 1), 0.5) > there.estimate(("self", 1), 0.5)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_windows_are_the_best_of_all_without_a_price_of_wide_rows(seed):
     """Against every combination, for three rows and short windows."""

@@ -135,27 +135,26 @@ def record_masks(model: torch.nn.Module, tokens: torch.Tensor) -> list[LayerMask
 
 
 def _cached_sdpa(packing: CachePacking, query, cached_key, cached_value, *, scaling, window) -> torch.Tensor:
-    attended = [_attend_group(group, query, cached_key, cached_value, scaling=scaling, window=window) for group in packing.groups]
-    return attended[0] if len(attended) == 1 else torch.cat(attended)
+    padding = packing.padding
+    if padding is not None:
+        query = query.index_select(0, padding[0])
+    options = {"scaling": scaling, "window": window}
+    attended = [_attend_group(packing, group, query, cached_key, cached_value, **options) for group in packing.groups]
+    out = attended[0] if len(attended) == 1 else torch.cat(attended)
+    return out if padding is None else out.index_select(0, padding[1])
 
 
-def _attend_group(group: AttentionGroup, query, cached_key, cached_value, *, scaling, window) -> torch.Tensor:
+def _attend_group(packing: CachePacking, group: AttentionGroup, query, cached_key, cached_value, *, scaling, window):
     """Query heads of one key/value head are folded into the query axis, so keys and values are never repeated."""
-    rows, queries = group.num_rows, group.num_queries
-    num_heads, head_dim = query.shape[1:]
-    kv_heads = cached_key.shape[2]
+    rows, queries, num_heads, kv_heads = group.num_rows, group.num_queries, query.shape[1], cached_key.shape[2]
     fold = num_heads // kv_heads
-    query = query[group.first_token : group.first_token + group.num_tokens]
-    if group.padded is not None:
-        query = query.index_select(0, group.padded)
-    query = query.reshape(rows, queries, kv_heads, fold, head_dim).permute(0, 2, 3, 1, 4)
-    query = query.reshape(rows, kv_heads, fold * queries, head_dim)
+    query = query[group.places].reshape(rows, queries, kv_heads, fold, -1).permute(0, 2, 3, 1, 4)
+    query = query.reshape(rows, kv_heads, fold * queries, -1)
     slots = slice(group.first_slot, group.first_slot + rows)
     key, value = (t[slots, : group.length].transpose(1, 2) for t in (cached_key, cached_value))
-    mask = group.mask(fold, window, query.dtype)
+    mask = packing.mask(group, fold, window, query.dtype)
     out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
-    out = out.reshape(rows, kv_heads, fold, queries, -1).permute(0, 3, 1, 2, 4).reshape(rows * queries, num_heads, -1)
-    return out if group.real is None else out.index_select(0, group.real)
+    return out.reshape(rows, kv_heads, fold, queries, -1).permute(0, 3, 1, 2, 4).reshape(rows * queries, num_heads, -1)
 
 
 def _sequences_sdpa(packing: SequencePacking, query, key, value, *, scaling, window) -> torch.Tensor:

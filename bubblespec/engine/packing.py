@@ -8,6 +8,7 @@ Shape legend: N packed tokens, R rows, Q padded new tokens of a row, L attended 
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +20,9 @@ from bubblespec.engine.ragged import ragged
 # call. The cost of a call over R rows, in microseconds: CALL + R * (ROW + QUERY * Q + KEY * L + PAIR * Q * L), fitted to 100
 # shapes on one CPU thread with 4 heads of 24 (SDPA alone has CALL = 18, the rest is slicing). Only the ratios matter.
 CALL, ROW, QUERY, KEY, PAIR = 40.0, 1.1, 0.42, 0.057, 0.0053
+# A CPU takes the exponentials of what is left of a row of scores behind a multiple of LANES one by one. From LANES / 2 on it is
+# sooner done with whole LANES, of which the last are masked: 16 queries of 63 positions take 1.5 times what those of 64 do.
+LANES = 16
 PAGE = 256  # positions; the flash_attn package requires multiples of it
 
 
@@ -28,8 +32,14 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(array).to(device, non_blocking=True)
 
 
-@dataclass
-class AttentionGroup:
+def to_host(*vectors: torch.Tensor) -> tuple[np.ndarray, ...]:
+    """Vectors of one length, from a GPU in one copy and as float64, in which token ids are exact; on a CPU as they are."""
+    if vectors[0].device.type == "cpu":
+        return tuple(vector.numpy() for vector in vectors)
+    return tuple(torch.stack([vector.double() for vector in vectors]).cpu().numpy())
+
+
+class AttentionGroup(NamedTuple):
     """Rows of adjacent slots, attended in one call with their new tokens padded to Q and their positions to L."""
 
     first_slot: int
@@ -38,35 +48,11 @@ class AttentionGroup:
     num_queries: int
     """Q."""
     length: int
-    """L."""
-    first_token: int
-    """Index of the group's first token in the packed input."""
-    num_tokens: int
-    """Real tokens of the group."""
-    query_position: torch.Tensor
-    """int64 [R, Q]."""
-    padded: torch.Tensor | None
-    """int64 [R * Q], the packed token at each place of the padded layout, counted from first_token; None if nothing is padded."""
-    real: torch.Tensor | None
-    """int64 [num_tokens], the places of the real tokens in the padded layout; None if nothing is padded."""
+    """L, at least the positions of each row."""
+    places: slice
+    """Of its R * Q queries in the padded order, see `CachePacking.padding`."""
     sees_all: bool
     """Each row's only query is its position L - 1."""
-    _masks: dict = field(default_factory=dict)
-
-    def mask(self, heads_per_kv: int, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
-        """Additive mask [R, 1, G * Q, L]: query q sees position k if q - window < k <= q. Shared by all layers. None if every
-        query sees every position."""
-        if self.sees_all and (window is None or window >= self.length):
-            return None
-        wanted = (heads_per_kv, window)
-        if wanted not in self._masks:
-            key_position = torch.arange(self.length, device=self.query_position.device)
-            hidden = key_position > self.query_position[..., None]
-            if window is not None:
-                hidden |= key_position <= self.query_position[..., None] - window
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
-            self._masks[wanted] = (mask.repeat(1, heads_per_kv, 1) if heads_per_kv > 1 else mask)[:, None]
-        return self._masks[wanted]
 
 
 @dataclass
@@ -82,6 +68,8 @@ class CachePacking:
     """int64 [2, N], slot and position of each token."""
     device: torch.device
     """Of the forward; the three arrays are on the host."""
+    _masks: dict = field(default_factory=dict)
+    _vectors: dict = field(default_factory=dict)
 
     @cached_property
     def _index(self) -> torch.Tensor:
@@ -98,31 +86,72 @@ class CachePacking:
     @cached_property
     def groups(self) -> list[AttentionGroup]:
         """All rows with new tokens, in slot order."""
-        ends = self.start + self.count
-        first = np.cumsum(self.count) - self.count
-        return [
-            self._group(low, high, ends, int(first[low]))
-            for low, high in _cheapest_cuts(self.count, ends)
-            if self.count[low:high].any()
-        ]
+        groups, num_places = [], 0
+        for low, high in _cheapest_cuts(self.count, self.ends):
+            queries, length = int(self.count[low:high].max()), int(self.ends[low:high].max())
+            if queries:
+                places = slice(num_places, num_places + (high - low) * queries)
+                sees_all = queries == 1 and bool((self.ends[low:high] == length).all())
+                if queries > 1 and length % LANES >= LANES // 2:
+                    length = min(length + -length % LANES, self.cache.slot_length)
+                groups.append(AttentionGroup(low, high - low, queries, length, places, sees_all))
+                num_places = places.stop
+        return groups
 
-    def _group(self, low: int, high: int, ends: np.ndarray, first_token: int) -> AttentionGroup:
-        device, count = self.device, self.count[low:high]
-        queries, length = int(count.max()), int(ends[low:high].max())
-        offset = np.arange(queries)
-        # Padding repeats the row's last token; a row without any sees its position 0 only.
-        position = np.minimum(self.start[low:high, None] + offset, np.maximum(ends[low:high, None] - 1, 0))
-        padded = real = None
-        if (count < queries).any():
-            begin = np.cumsum(count) - count
-            last = np.maximum(count - 1, 0)[:, None]
-            padded = np.minimum(begin[:, None] + np.minimum(offset, last), count.sum() - 1)
-            real = to_device(np.flatnonzero(offset < count[:, None]), device)
-            padded = to_device(padded.ravel(), device)
-        sees_all = queries == 1 and bool((position == length - 1).all())
-        position = to_device(position, device)
-        num_tokens = int(count.sum())
-        return AttentionGroup(low, high - low, queries, length, first_token, num_tokens, position, padded, real, sees_all)
+    @cached_property
+    def ends(self) -> np.ndarray:
+        """int64 [R], positions of each slot after the forward."""
+        return self.start + self.count
+
+    @cached_property
+    def _places(self) -> tuple[np.ndarray, np.ndarray]:
+        """Row and offset in it of each place in the padded order, int64 [places]."""
+        width = np.zeros_like(self.count)
+        for group in self.groups:
+            width[group.first_slot : group.first_slot + group.num_rows] = group.num_queries
+        return ragged(width)
+
+    @cached_property
+    def padding(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The padded order, in which each row of a group has Q queries: int64 [places], the packed token at each place, and int64
+        [N], the places of the packed tokens. None if nothing is padded. What pads a row is its last token; one without any gets
+        some other row's."""
+        if self.groups[-1].places.stop == self.index.shape[1]:
+            return None
+        row, offset = self._places
+        first, num_tokens = self.count.cumsum() - self.count, self.index.shape[1]
+        packed = np.minimum(first[row] + np.minimum(offset, np.maximum(self.count[row] - 1, 0)), num_tokens - 1)
+        places = np.flatnonzero(offset < self.count[row])
+        return to_device(packed, self.device), to_device(places, self.device)
+
+    @cached_property
+    def _unseen(self) -> tuple[int, torch.Tensor]:
+        """M, the most positions of any group, and int64 [places], by how much the position at each place is below M - 1."""
+        most = max(group.length for group in self.groups)
+        if self.padding is None:
+            return most, most - 1 - self.position
+        row, offset = self._places
+        # What pads a row sees what its last token sees; a row without tokens sees what is there, or position 0.
+        position = np.minimum(self.start[row] + offset, np.maximum(self.ends[row] - 1, 0))
+        return most, to_device(most - 1 - position, self.device)
+
+    def mask(self, group: AttentionGroup, heads_per_kv: int, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
+        """Additive mask [R, 1, G * Q, L]: query q sees position k if q - window < k <= q. Shared by all layers. None if every
+        query sees every position."""
+        if group.sees_all and (window is None or window >= group.length):
+            return None
+        wanted = (group.first_slot, heads_per_kv, window)
+        if wanted not in self._masks:
+            most, unseen = self._unseen
+            # Whether q sees k depends on k - q alone: each query's mask is a piece of one vector, with k = q at M - 1.
+            if window not in self._vectors:
+                vector = torch.full((2 * most - 1,), float("-inf"), dtype=dtype, device=self.device)
+                vector[max(most - (window or most), 0) : most] = 0.0
+                self._vectors[window] = vector
+            mask = self._vectors[window].unfold(0, group.length, 1).index_select(0, unseen[group.places])
+            mask = mask.view(group.num_rows, group.num_queries, group.length)
+            self._masks[wanted] = (mask.repeat(1, heads_per_kv, 1) if heads_per_kv > 1 else mask)[:, None]
+        return self._masks[wanted]
 
     @cached_property
     def varlen(self) -> "Varlen":
@@ -131,7 +160,7 @@ class CachePacking:
         cu_q = np.zeros(rows + 1, dtype=np.int32)
         np.cumsum(self.count, out=cu_q[1:])
         cu_k = np.arange(rows + 1, dtype=np.int32) * self.cache.slot_length
-        used = (self.start + self.count).astype(np.int32)
+        used = self.ends.astype(np.int32)
         tensors = (to_device(a, self.device) for a in (cu_q, cu_k, used))
         return Varlen(*tensors, int(self.count.max()), int(used.max()), self.cache.slot_length)
 

@@ -87,12 +87,10 @@ class ModelRunner:
         position = batch.generated[row] + offset
         self._make_keys(batch.slots, batch.generated + sampled)
         keys = to_device(self._stream_key[batch.slots[row], position], self.device)
-        draft, position = to_device(batch.draft, self.device), to_device(position, self.device)
-        verified = verify(self.head(hidden), draft, batch.num_draft, keys, num_generated=position, params=params, rule=self.rule)
-        # One copy to the host: token ids are exact in float64.
-        result = torch.cat([part.double() for part in verified]).cpu().numpy()
-        accepted, result = result[: len(batch.slots)].astype(np.int64), result[len(batch.slots) :].reshape(3, -1)
-        return accepted, result[0].astype(np.int64), result[1:]
+        position = to_device(position, self.device)
+        logits = self.head(hidden)
+        verified = verify(logits, batch.draft, batch.num_draft, keys, num_generated=position, params=params, rule=self.rule)
+        return verified.accepted, verified.token, np.array((verified.logprob, verified.full_logprob))
 
     def _hidden(self, tokens: np.ndarray, packing: CachePacking) -> torch.Tensor:
         """Hidden states of the packed tokens, [N or more, hidden]; with a graph valid until the next forward."""

@@ -339,6 +339,23 @@ class Scheduler:
         self.prompt_id[last] = -1
 
 
+def num_accepted(token: np.ndarray, draft: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Draft tokens of each row before its first wrong one, int64 [R].
+
+    token: int64 [T], what the row samples in place of each draft token and after the last; draft: int64 [S]; counts: int64 [R],
+    draft tokens of each row.
+    """
+    if len(draft) == 0:
+        return np.zeros(len(counts), np.int64)
+    behind = (counts + 1).cumsum()
+    is_wrong = np.ones(len(token), bool)  # as the position after a row's draft is taken to be
+    is_drafted = is_wrong.copy()
+    is_drafted[behind - 1] = False
+    is_wrong[is_drafted] = token[is_drafted] != draft
+    wrong, first = is_wrong.nonzero()[0], behind - counts - 1
+    return wrong[wrong.searchsorted(first)] - first
+
+
 def num_gained(
     token: np.ndarray, accepted: np.ndarray, counts: np.ndarray, stop_token_ids: tuple[int, ...], *, limit: np.ndarray
 ) -> np.ndarray:

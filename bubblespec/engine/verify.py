@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from bubblespec.engine import sampling
-from bubblespec.engine.packing import to_device
-from bubblespec.engine.ragged import ragged
+from bubblespec.engine.packing import to_host
+from bubblespec.engine.scheduler import num_accepted
 
 RULES = ("coupled", "point_mass")
 
@@ -30,22 +30,22 @@ FRESH = 1 << 29
 
 
 class Verified(NamedTuple):
-    """Result of a verification. With `first` a row's first position, token[first : first + accepted] are its accepted draft
-    tokens, and token[first + accepted] comes next. Entries after a rejected token are invalid."""
+    """Result of a verification, on the host. With `first` a row's first position, token[first : first + accepted] are its
+    accepted draft tokens, and token[first + accepted] comes next. Entries after a rejected token are invalid."""
 
-    accepted: torch.Tensor
+    accepted: np.ndarray
     """int64 [R], leading draft tokens accepted."""
-    token: torch.Tensor
+    token: np.ndarray
     """int64 [T], see `sample`."""
-    logprob: torch.Tensor
+    logprob: np.ndarray
     """[T], see `sample`."""
-    full_logprob: torch.Tensor
+    full_logprob: np.ndarray
     """[T], see `sample`."""
 
 
 def verify(
     logits: torch.Tensor,
-    draft: torch.Tensor,
+    draft: np.ndarray,
     counts: np.ndarray,
     keys: torch.Tensor,
     *,
@@ -56,8 +56,8 @@ def verify(
     """Verify the drafts of R rows; a row without a draft is sampled plainly, from the fresh noise under point_mass.
 
     logits: [T, V], rows one after the other, each with n + 1 positions, which predict its draft tokens and the one after them;
-    draft: int64 [S]; counts: int64 [R] on the host, n of each row; keys: int32 [T, 4] and num_generated: int64 [T], of
-    every position, as in `sample`. No value is copied to the host.
+    draft: int64 [S] and counts: int64 [R], n of each row, both on the host; keys: int32 [T, 4] and num_generated: int64 [T], of
+    every position, as in `sample`. The host waits for the device once.
 
     Length limits and stop tokens are the caller's affair: see `num_gained` in scheduler.py. Under point_mass, a row's every
     token must come from here, or else a choice of drafts by content chooses the plain noise of the rows left without one. Raises
@@ -70,17 +70,9 @@ def verify(
             f"{len(logits)} positions and {len(draft)} draft tokens do not fit {len(counts)} rows of sum {counts.sum()}"
         )
     keys = further(keys, FRESH) if rule == "point_mass" else keys
-    token, logprob, full_logprob = sampling.sample(logits, keys, num_generated, params)
-    if len(draft) == 0:  # most forwards without speculation; the code below gives the same, at a quarter of a small model's step
-        return Verified(torch.zeros_like(num_generated), token, logprob, full_logprob)
-    drafted = np.delete(np.arange(len(logits)), np.cumsum(counts + 1) - 1)  # all but the position after each row's draft
-    index = np.concatenate((drafted, *ragged(counts + 1)))
-    drafted, row, offset = to_device(index, logits.device).split([len(draft), len(logits), len(logits)])
-    # A row's accepted tokens are those before its first wrong one; the position after the draft counts as wrong.
-    is_right = torch.zeros_like(token, dtype=torch.bool).index_copy_(0, drafted, token[drafted] == draft)
-    wrong_at = offset.masked_fill(is_right, len(logits))
-    accepted = torch.full((len(counts),), len(logits), device=logits.device).scatter_reduce_(0, row, wrong_at, "amin")
-    return Verified(accepted, token, logprob, full_logprob)
+    token, logprob, full_logprob = to_host(*sampling.sample(logits, keys, num_generated, params))
+    token = token.astype(np.int64, copy=False)
+    return Verified(num_accepted(token, draft, counts), token, logprob, full_logprob)
 
 
 def further(keys: torch.Tensor, offset: int) -> torch.Tensor:

@@ -5,35 +5,69 @@ has to agree on anything.
 """
 
 from collections import deque
-from collections.abc import Sequence
 
 from bubblespec.idle.work import Offer
 from bubblespec.ranks.progress import RankState
+
+NO_TIME_S = 1e-9
 
 
 class Arbiter:
     """The offers of one rollout that nobody has been given yet."""
 
-    def __init__(self, offers: Sequence[list[Offer]]):
-        """offers: one list for each use of idle time, each most urgent first."""
-        self._beside_rows = [deque(offer for offer in of_work if offer.beside_rows) for of_work in offers]
-        self._idle_only = [deque(offer for offer in of_work if not offer.beside_rows) for of_work in offers]
+    def __init__(self, num_works: int):
+        """num_works: uses of idle time, which are known here by their number."""
+        self._beside_rows: list[deque[Offer]] = [deque() for _ in range(num_works)]
+        self._idle_only: list[deque[Offer]] = [deque() for _ in range(num_works)]
 
-    def has_offers(self, work: int, is_done: bool) -> bool:
-        """Whether a use of idle time, by its number, has anything for a rank. is_done: the rank has finished its rows, so that
-        all offers are for it."""
-        return bool(self._beside_rows[work]) or (is_done and bool(self._idle_only[work]))
+    def update(self, work: int, offers: list[Offer] | None) -> None:
+        """A work's offers from now on, most urgent first, in place of those that it has made before; None: they stay."""
+        if offers is not None:
+            self._beside_rows[work] = deque(offer for offer in offers if offer.beside_rows)
+            self._idle_only[work] = deque(offer for offer in offers if not offer.beside_rows)
 
     def assign(self, states: list[RankState]) -> list[list[tuple[int, Offer]]]:
-        """The offers that each rank gets for its wishes in a tick, by rank; each with the number of its work. Those worth slowing
-        down rows for go first; of several works' most urgent offers the one that saves most."""
-        return [self._take(list(state.wanted_offers), state.is_done) for state in states]
+        """The offers that each rank gets for its wishes in a tick, by rank; each with the number of its work.
 
-    def _take(self, wanted: list[int], is_done: bool) -> list[tuple[int, Offer]]:
-        given = []
-        for queues in (self._beside_rows, self._idle_only if is_done else []):
-            while works := [work for work, (queue, count) in enumerate(zip(queues, wanted, strict=False)) if queue and count > 0]:
-                work = max(works, key=lambda work, queues=queues: queues[work][0].saves_s)
-                given.append((work, queues[work].popleft()))
-                wanted[work] -= 1
+        A rank with rows of its own gets what is worth slowing them down for, most saved first. A rank without does one thing at
+        a time: it gets offers of the work alone whose most urgent one saves most for a second spent; those worth slowing down
+        rows for before others.
+        """
+        given: list[list[tuple[int, Offer]]] = []
+        for rank, state in enumerate(states):
+            given.append([])
+            wanted = (*state.wanted_offers, *[0] * len(self._beside_rows))[: len(self._beside_rows)]
+            if state.is_done:
+                heads = {work: self._next(work, True, rank) for work in range(len(wanted))}
+                saved = {work: _per_second(queue[place]) for work, (queue, place) in _there(heads)}
+                wanted = [count if work == max(saved, key=saved.get, default=None) else 0 for work, count in enumerate(wanted)]
+            self._give(given[rank], list(wanted), state.is_done, rank)
         return given
+
+    def _give(self, given: list[tuple[int, Offer]], wanted: list[int], is_done: bool, rank: int) -> None:
+        while True:
+            heads = {work: self._next(work, is_done, rank) for work, count in enumerate(wanted) if count > 0}
+            there = dict(_there(heads))
+            if not there:
+                return
+            work = max(there, key=lambda work: there[work][0][there[work][1]].saves_s)
+            queue, place = there[work]
+            given.append((work, queue[place]))
+            del queue[place]
+            wanted[work] -= 1
+
+    def _next(self, work: int, is_done: bool, rank: int) -> tuple[deque[Offer], int] | None:
+        """Where a work's most urgent offer for a rank is."""
+        for queue in (self._beside_rows[work], self._idle_only[work]) if is_done else (self._beside_rows[work],):
+            for place, offer in enumerate(queue):
+                if offer.rank is None or offer.rank == rank:
+                    return queue, place
+        return None
+
+
+def _there(heads: dict) -> list:
+    return [(work, head) for work, head in heads.items() if head is not None]
+
+
+def _per_second(offer: Offer) -> float:
+    return offer.saves_s / max(offer.costs_s, NO_TIME_S)

@@ -5,15 +5,15 @@ expected to need. So a long response is begun many steps before its own, and of 
 How long a response gets is guessed from its own draft so far, its siblings' drafts, its prompt's responses in earlier epochs,
 and else from the length of the prompt; in the last case one of the samples goes first, as a probe.
 
-A draft pays where it shortens its own step by more than making and verifying it costs. The first tokens of a response share
-their forwards with the whole batch, and little is saved by not decoding them; the last tokens of a long response have a
-forward to themselves, if the draft holds that long.
+Which of them pay is found by playing their step's rollout through (`rehearse`).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
+from bubblespec.idle.rehearsal import NORMAL_QUANTILE, Coming, Worth
 from bubblespec.records import Draft, Group, Row, SampleId
 from bubblespec.speculate.store import DraftStore
 from bubblespec.speculate.suffix import History
@@ -21,9 +21,6 @@ from bubblespec.speculate.suffix import History
 PROBE_QUANTILE = 0.9  # the first sample of a prompt of which nothing is known is taken to be this long
 # What has more slack than so many rollouts can wait: fresher weights draft it better.
 PATIENCE = 1.0
-TYPICAL_WINDOW = 8.0  # draft tokens that a row is verified by in a forward
-# Drafts must win more than they cost by so much. At 1.0 short forwards lose a little, at 2.0 good drafts win less (simulated).
-CAUTION = 1.5
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,9 @@ class Item:
     holder: int = -1
     """See `Draft`."""
     saves_s: float = 0.0
-    """Seconds that the whole draft is expected to save its step, less its cost; 0 where nothing is known yet."""
+    """Seconds that the whole draft is expected to save its step; 0 where nothing is known yet."""
+    costs_s: float = 0.0
+    """Seconds that a rank is expected to take to make what is missing of it."""
 
 
 class Outlook:
@@ -73,26 +72,6 @@ class Outlook:
         longer = self.lengths[self.lengths > so_far]
         return float(longer.mean()) if len(longer) else 2.0 * so_far
 
-    def expected_saving(
-        self, num_rows: int, num_slots: int, cost: np.ndarray, p_before: float = 1.0, *, p_after: float = 0.0
-    ) -> np.ndarray:
-        """Seconds won by a draft of 0, 1, ... tokens, float64 [longest + 1], in a batch of `num_rows` rows a rank.
-
-        cost: coefficients of a `CostModel`; p_before: chance that a token before the first mismatch is accepted; p_after: share
-        of the tokens after it that the draft still gives. A forward is saved if no row needs it. Before their first mismatch all
-        rows that have got so far must go on in their drafts for that; after it, suffix matches shorten all rows alike.
-        """
-        longest = int(self.lengths.max(initial=1))
-        position = np.arange(1, longest + 1)
-        alive = 1.0 - np.searchsorted(np.sort(self.lengths), position - 1, side="right") / max(len(self.lengths), 1)
-        sharing = np.clip(num_rows * alive, 1.0, min(num_slots, num_rows))
-        forward_s, row_s, token_s, wide_row_s, _ = cost
-        saved = p_after + (1 - p_after) * p_before ** (position * sharing)
-        refused = (1 - p_after) * (1 - p_before**position)
-        # Making a token costs what not decoding it saves, unless it is refused. What is left is its verification.
-        spent = token_s + wide_row_s / TYPICAL_WINDOW + refused * (row_s + token_s)
-        return np.concatenate(([0.0], np.cumsum(forward_s / sharing * saved - CAUTION * spent)))
-
 
 def plan_items(
     batches: list[list[Group]],
@@ -102,35 +81,69 @@ def plan_items(
     *,
     outlook: Outlook,
     forwards_per_step: float,
-    saving: np.ndarray | None = None,
+    worth: Callable[[Coming], Worth] | None = None,
 ) -> list[Item]:
     """What is left to draft, least slack first. The samples of a prompt keep together where they can.
 
-    batches: of the coming steps, nearest first; saving: see `Outlook.expected_saving`, None where nothing is known yet.
+    batches: of the coming steps, nearest first; worth: what drafts are worth in a step, see `rehearse`; None where nothing is
+    known yet.
     """
     planned = []
     for ahead, groups in enumerate(batches):
-        guesses, margin = outlook.guess(np.array([len(group.prompt.token_ids) for group in groups]))
-        for group, guess in zip(groups, guesses, strict=True):
-            drafts = [store.get(group.sample(number)) for number in range(num_generations)]
-            if all(draft is not None and draft.is_finished for draft in drafts):
-                continue
-            known = [expected_length(d, guess, outlook) for d in drafts if d is not None] or history.lengths(group.prompt.uid)
-            expected = float(np.mean(known)) if known else float(guess)
-            for sample, draft in enumerate(drafts):
-                if draft is not None and draft.is_finished:
-                    continue
-                so_far, holder = (len(draft.tokens), draft.holder) if draft is not None else (0, -1)
-                is_probe = not known and sample == 0
-                total = expected + margin if is_probe else expected
-                if so_far:
-                    total = max(total, expected_length(draft, expected, outlook))
-                slack = ahead * forwards_per_step - (total - so_far)
-                is_due = holder >= 0 or slack < PATIENCE * forwards_per_step  # what is begun goes on
-                saves_s = 0.0 if saving is None else float(saving[min(int(total), len(saving) - 1)])
-                item = Item(group.sample(sample), group.prompt.token_ids, ahead + 1, saves_s > 0 and is_due, holder, saves_s)
-                planned.append((slack, item))
+        coming, drafts, totals = look_ahead(groups, num_generations, store, history, outlook)
+        slack = ahead * forwards_per_step - (totals - coming.drafted)
+        holders = np.array([-1 if draft is None else draft.holder for draft in drafts], np.int64)
+        is_due = (holders >= 0) | (slack < PATIENCE * forwards_per_step)  # what is begun goes on
+        is_open, num_samples = ~coming.is_whole, len(drafts)
+        pays, saves_s, costs_s = np.zeros(num_samples, bool), np.zeros(num_samples), np.zeros(num_samples)
+        if worth is not None and (is_open & is_due).any():
+            found = worth(coming)
+            pays, saves_s, costs_s = found.pays & is_due, found.saves_s, found.costs_s
+        for place in np.flatnonzero(is_open).tolist():
+            group, sample = groups[place // num_generations], place % num_generations
+            item = Item(
+                group.sample(sample),
+                group.prompt.token_ids,
+                steps_ahead=ahead + 1,
+                pays=bool(pays[place]),
+                holder=int(holders[place]),
+                saves_s=float(saves_s[place]),
+                costs_s=float(costs_s[place]),
+            )
+            planned.append((slack[place], item))
     return [item for _, item in sorted(planned, key=lambda entry: entry[0])]
+
+
+def look_ahead(
+    groups: list[Group], num_generations: int, store: DraftStore, history: History, outlook: Outlook
+) -> tuple[Coming, list[Draft | None], np.ndarray]:
+    """What is known of the responses of a coming step: what they are expected to need, and their drafts. The totals beside that,
+    float64 [S], are those by which slack is judged: with a probe's margin on top."""
+    prompt_tokens = np.array([len(group.prompt.token_ids) for group in groups], np.int64)
+    guesses, margin = outlook.guess(prompt_tokens) if len(groups) else (np.empty(0), 0.0)
+    drafts = [store.get(group.sample(number)) for group in groups for number in range(num_generations)]
+    totals, margins, is_probe = (np.zeros(len(drafts)) for _ in range(3))
+    for number, (group, guess) in enumerate(zip(groups, guesses.tolist(), strict=True)):
+        first = number * num_generations
+        of_group = drafts[first : first + num_generations]
+        lengths = history.lengths(group.prompt.uid)
+        known = [expected_length(d, guess, outlook) for d in of_group if d is not None] or lengths
+        expected = float(np.mean(known)) if known else guess
+        margins[first : first + num_generations] = NORMAL_QUANTILE * float(np.std(lengths)) if lengths else margin
+        is_probe[first] = not known
+        totals[first : first + num_generations] = [
+            expected if d is None else max(expected_length(d, expected, outlook), 0.0 if d.is_finished else expected)
+            for d in of_group
+        ]
+    coming = Coming(
+        totals=totals,
+        margins=margins,
+        drafted=np.array([0 if d is None else len(d.tokens) for d in drafts], np.float64),
+        is_whole=np.array([d is not None and d.is_finished for d in drafts], bool),
+        groups=np.repeat(np.arange(len(groups)), num_generations),
+        prompt_tokens=np.repeat(prompt_tokens, num_generations),
+    )
+    return coming, drafts, totals + margin * is_probe
 
 
 def undrafted(rows: list[Row], drafts: list[Draft | None], outlook: Outlook) -> np.ndarray:

@@ -7,6 +7,7 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -14,21 +15,23 @@ from bubblespec.config import Config
 from bubblespec.data.step_planner import StepPlanner
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.sampling import SamplingParams
+from bubblespec.idle.account import Account
 from bubblespec.idle.draft_ahead import DraftAhead
-from bubblespec.idle.draft_planning import Outlook, plan_items, undrafted
+from bubblespec.idle.draft_planning import Item, Outlook, plan_items, undrafted
+from bubblespec.idle.evaluation_ahead import plan_evaluation
+from bubblespec.idle.rehearsal import rehearse
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.ranks.progress import ProgressBoard
 from bubblespec.ranks.shared_board import make_board
-from bubblespec.records import Draft, Group, RolloutRecord, Row, SampleId, Samples
+from bubblespec.records import POSITIONS, Draft, Group, Prompt, RolloutRecord, Row, SampleId, Samples
+from bubblespec.speculate.evaluation import EvaluationDrafts, make_evaluation_drafts
 from bubblespec.speculate.proposer import Proposer, make_proposer
 from bubblespec.speculate.store import DraftStore, exchange
 from bubblespec.speculate.suffix import History
 from bubblespec.speculate.windows import CostModel
 
 MAX_AUTO_LOOKAHEAD = 16
-# [tokens tried, accepted] of drafts up to their first difference, and [gained, given by the draft] after it: what is believed
-# before acceptance has been measured.
-PRIOR_ACCEPTANCE = np.array([[100.0, 99.99], [100.0, 10.0]])
+MOST_PACE = 2.0  # by which a rollout may seem to be slower or faster than those before
 RETRY_STEPS = 8  # where even the freshest drafts are refused, one step in so many drafts all the same: they may have got better
 MIN_AGE_SHARE = 0.2  # drafts so old that less of them is accepted are not worth making
 
@@ -43,6 +46,8 @@ class Speculation:
     proposer: Proposer
     store: DraftStore
     history: History
+    evaluation: EvaluationDrafts | None = None
+    """None where evaluations are plain."""
     tokens_per_step: float = 0.0
     """Of responses, over all ranks; exponentially weighted, as are all averages here."""
     forwards: float = 0.0
@@ -50,10 +55,19 @@ class Speculation:
     accepted_by_age: dict[int, float] = field(default_factory=dict)
     """Share of aligned draft tokens, by the updates since the draft was last extended."""
     outlook: Outlook = field(default_factory=Outlook)
-    acceptance: np.ndarray = field(default_factory=PRIOR_ACCEPTANCE.copy)
-    """Sums of `Acceptance.before_divergence` and `after_divergence`, float64 [2, 2]."""
+    seen: np.ndarray = field(default_factory=lambda: np.zeros((len(POSITIONS) + 1, 2)))
+    """Of drafts in recent rollouts, see `chances`."""
     shared_cost: np.ndarray | None = None
     """Coefficients of the ranks' cost models, their mean; None before the first rollout."""
+    overhead_s: float = 0.0
+    """Seconds that this rank has spent on drafts outside of rollouts, plans and the exchange, since they were accounted for."""
+    pace: float = 1.0
+    """Seconds of the slowest rank over what the cost model says of its forwards."""
+    account: Account = field(init=False)
+    """What drafts have won and lost."""
+
+    def __post_init__(self):
+        self.account = Account(self.config.run.max_steps, self.config.speculative.check_every)
 
     @property
     def has_drafts(self) -> bool:
@@ -100,58 +114,124 @@ class Speculation:
     def draft_ahead(self, step: int, planner: StepPlanner, used: list[Group], num_slots: int) -> DraftAhead | None:
         """Drafting ahead during a rollout of `step`; None where nothing is to be drafted. used: the groups that the step has
         drawn so far, those of this rollout included."""
-        depth = self.lookahead(step)
+        depth, begin_s = self.lookahead(step), self.ranks.clock.perf_counter()
         batches = planner.upcoming(step, depth, used) if depth else []
-        return self._plan(batches, step, num_slots, {group.name for group in planner.deferred}) if any(batches) else None
+        of_evaluation = self._items_of_evaluation(step, num_slots)
+        if not any(batches) and not of_evaluation:
+            return None
+        drafting = self._plan(batches, step, num_slots, {group.name for group in planner.deferred}, of_evaluation)
+        self.overhead_s += self.ranks.clock.perf_counter() - begin_s
+        return drafting
 
-    def _plan(self, batches: list[list[Group]], step: int, num_slots: int, deferred: set[tuple[int, int]]) -> DraftAhead:
-        """deferred: names of groups that come before all others."""
-        rollout, saving = self.config.rollout, None
+    def _plan(
+        self,
+        batches: list[list[Group]],
+        step: int,
+        num_slots: int,
+        deferred: set[tuple[int, int]],
+        of_evaluation: Sequence[Item] = (),
+    ) -> DraftAhead:
+        """deferred: names of groups that come before all others; of_evaluation: what comes after all others."""
+
+        judged: set[int] = set()  # steps ahead of which a rollout was played through: the only ones that news change
+
+        def plan(news: np.ndarray) -> list[Item]:
+            if not news.any():
+                items = self._items(batches, num_slots, deferred, self.seen)
+                judged.update(item.steps_ahead for item in items if item.costs_s > 0)
+                return [*items, *of_evaluation]
+            nearby = [groups if ahead in judged else [] for ahead, groups in enumerate(batches, start=1)]
+            return [] if self.config.tail_batching.enabled else self._items(nearby, num_slots, deferred, self.seen + news)
+
+        return DraftAhead(
+            plan,
+            self.store,
+            self.proposer,
+            version=step,
+            max_new_tokens=self.config.rollout.max_completion_length,
+            max_slowdown=self.config.bubble.max_slowdown,
+            allowance_s=self.account.allowance_s,
+            older=None if self.evaluation is None else self.evaluation.store,
+        )
+
+    def _items(self, batches: list[list[Group]], num_slots: int, deferred: set[tuple[int, int]], seen: np.ndarray) -> list[Item]:
+        """What to draft, as far as is known now; seen: as `self.seen`."""
+        worth = None
         if self.shared_cost is not None:
-            nearest = next(filter(None, batches))  # where groups are deferred, none of the next step may be known yet
-            num_rows = -(-len(nearest) * rollout.num_generations // self.ranks.world_size)
-            p_before, p_after = self.acceptance[:, 1] / self.acceptance[:, 0]
-            saving = self.outlook.expected_saving(num_rows, num_slots, self.shared_cost, p_before, p_after=p_after)
+            shape = {"num_ranks": self.ranks.world_size, "num_slots": num_slots}
+            worth = partial(rehearse, cost=self.shared_cost, seen=seen, **shape)
         items = plan_items(
             batches,
-            rollout.num_generations,
+            self.config.rollout.num_generations,
             self.store,
             self.history,
             outlook=self.outlook,
             forwards_per_step=self.forwards,
-            saving=saving,
+            worth=worth,
         )
         if self.config.tail_batching.enabled:
             # A short round has no tail that drafts beside its rows could save: they are for ranks that wait.
             idle_only = [replace(item, pays=False) for item in items]
             items = sorted(idle_only, key=lambda item: item.id[:2] not in deferred)
-        return DraftAhead(
-            items,
-            self.store,
-            self.proposer,
-            version=step,
-            max_new_tokens=rollout.max_completion_length,
-            max_slowdown=self.config.bubble.max_slowdown,
-        )
+        return items
 
-    def learn_rollout(self, record: RolloutRecord, ids: list[SampleId]) -> None:
+    def _items_of_evaluation(self, step: int, num_slots: int) -> list[Item]:
+        """What to draft of the coming evaluation during a rollout of `step`."""
+        drafts_ahead = "bubble" in self.config.speculative.method and self.config.bubble.lookahead != 0
+        if self.evaluation is None or self.shared_cost is None or not drafts_ahead:
+            return []
+        known = (self.evaluation, self.store, self.outlook, self.shared_cost)
+        return plan_evaluation(self.config, step, *known, num_ranks=self.ranks.world_size, num_slots=num_slots)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the next rollout is to be one without drafts: to see what that takes, or because drafts have lost too much."""
+        return self.has_drafts and not self.config.tail_batching.enabled and self.account.is_plain
+
+    def learn_rollout(
+        self, record: RolloutRecord, ids: list[SampleId], *, plain_s: float, work_s: float, was_plain: bool
+    ) -> None:
         """Exchange what each rank has measured in a rollout, so that all of them plan alike. The drafts of its samples, `ids` of
-        all ranks, go: those have had their turn. Where a rollout is abandoned this is not called, and they stay."""
+        all ranks, go: those have had their turn. Where a rollout is abandoned this is not called, and they stay.
+
+        plain_s, work_s: what this rank's rows would have taken without drafts, and what they took, by its cost model; was_plain:
+        there were none.
+        """
         ages, counts = np.zeros((MAX_AUTO_LOOKAHEAD + 1, 2)), record.acceptance
         for age, of_age in counts.by_age.items():
             ages[min(age, MAX_AUTO_LOOKAHEAD)] += of_age
-        divergence = (counts.before_divergence, counts.after_divergence)
-        own = (ages.ravel(), *divergence, [record.own_forwards], self.proposer.cost.coefficients)
+        seen = (counts.before_divergence.ravel(), counts.after_divergence)
+        overhead_s, self.overhead_s = (0.0, self.overhead_s) if was_plain else (self.overhead_s, 0.0)
+        times = [plain_s, work_s, record.own_s, record.total_s, overhead_s]
+        own = (ages.ravel(), *seen, [record.own_forwards, *times], self.proposer.cost.coefficients)
         measured = self.ranks.gather(np.concatenate(own))
         for age, (drafted, accepted) in enumerate(measured[:, : ages.size].sum(axis=0).reshape(ages.shape)):
             if drafted >= 20:
                 self.accepted_by_age[age] = _average(self.accepted_by_age.get(age), accepted / drafted)
-        # Where nothing is drafted any more, what was believed at the start comes back, and is tried again.
-        news = measured[:, ages.size : ages.size + 4].sum(axis=0).reshape(2, 2)
-        self.acceptance = 0.7 * self.acceptance + 0.01 * PRIOR_ACCEPTANCE + news
-        self.forwards = _average(self.forwards or None, float(measured[:, ages.size + 4].max()))
-        self.shared_cost = measured[:, ages.size + 5 :].mean(axis=0)
+        size = ages.size + self.seen.size
+        # Where nothing is drafted any more, what was seen is forgotten, and drafts are tried again.
+        self.seen = 0.7 * self.seen + measured[:, ages.size : size].sum(axis=0).reshape(self.seen.shape)
+        self.forwards = _average(self.forwards or None, float(measured[:, size].max()))
+        self.shared_cost = measured[:, size + 6 :].mean(axis=0)
+        plain_s, work_s, own_s, total_s, overhead_s = measured[:, size + 1 : size + 6].max(axis=0).tolist()
+        won_s = self._settle(plain_s, work_s, own_s, total_s=total_s, overhead_s=overhead_s, was_plain=was_plain)
+        if DraftAhead.name in record.idle:
+            record.idle[DraftAhead.name].brought_s = won_s
         self.store.drop(ids)
+
+    def _settle(
+        self, plain_s: float, work_s: float, own_s: float, *, total_s: float, overhead_s: float, was_plain: bool
+    ) -> float:
+        """Account for a rollout, by seconds of the slowest rank. Single rollouts of the same work differ by a fifth on a machine
+        that does other things too. So its work is what the cost model says of its forwards, like that of a plain rollout, at the
+        pace of recent ones; only a plain rollout counts as it was measured. Returns the seconds that drafts have won."""
+        if work_s > 0:
+            pace = own_s / work_s
+            if self.account.num_settled:
+                pace = min(max(pace, self.pace / MOST_PACE), self.pace * MOST_PACE)
+            self.pace = pace if not self.account.num_settled else 0.9 * self.pace + 0.1 * pace
+        actual_s = total_s if was_plain else self.pace * work_s + total_s - own_s + overhead_s
+        return self.account.settle(self.pace * plain_s, actual_s, was_plain)
 
     def learn_samples(self, step: int, samples: Samples, rewards: np.ndarray) -> None:
         """Take in what a step has generated, the same on every rank: lengths, and histories for the prompts' next epoch. Its
@@ -173,23 +253,43 @@ class Speculation:
             "drafts": self.store.state_dict(),
             "history": self.history.state_dict(),
             "survival": self.proposer.survival.state_dict(),
+            "evaluation": {} if self.evaluation is None else self.evaluation.state_dict(),
         }
         flat = {f"{name}.{key}": array for name, part in parts.items() for key, array in part.items()}
         averages = np.array([self.tokens_per_step, self.forwards])
         cost = np.empty(0) if self.shared_cost is None else self.shared_cost
-        shares = {"accepted_by_age": ages, "acceptance": self.acceptance}
-        return flat | shares | {"lengths": self.outlook.seen, "averages": averages, "shared_cost": cost}
+        shares = {"accepted_by_age": ages, "seen": self.seen}
+        return (
+            flat
+            | shares
+            | {
+                "lengths": self.outlook.seen,
+                "averages": averages,
+                "shared_cost": cost,
+                "account": self.account.state(),
+                "pace": np.array(self.pace),
+            }
+        )
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
         """Take over a saved state."""
         for name, part in (("drafts", self.store), ("history", self.history), ("survival", self.proposer.survival)):
-            part.load_state_dict({key.split(".", 1)[1]: array for key, array in state.items() if key.startswith(f"{name}.")})
+            part.load_state_dict(_part(state, name))
+        if self.evaluation is not None:
+            self.evaluation.load_state_dict(_part(state, "evaluation"))
         self.outlook.seen = state["lengths"]
         self.tokens_per_step, self.forwards = map(float, state["averages"])
         self.accepted_by_age = {int(age): float(share) for age, share in state["accepted_by_age"]}
-        self.acceptance = state["acceptance"]
+        if "account" in state:  # not in checkpoints of before there was one
+            self.seen = state["seen"]
+            self.account.load_state(state["account"])
+            self.pace = float(state["pace"])
         cost = state["shared_cost"]
         self.shared_cost = cost if len(cost) else None
+
+
+def _part(state: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
+    return {key.removeprefix(f"{name}."): array for key, array in state.items() if key.startswith(f"{name}.")}
 
 
 def _average(old: float | None, new: float) -> float:
@@ -230,24 +330,27 @@ def profile(engine: Generator, params: SamplingParams, cost: CostModel, num_forw
     engine.reset()
 
 
-def make_speculation(config: Config, ranks: Ranks, engine: Generator, params: SamplingParams) -> Speculation | None:
-    """None where nothing is drafted, deferred or placed by what is expected. Makes a process group and times forwards: all ranks
-    must call it together."""
+def make_speculation(
+    config: Config, ranks: Ranks, engine: Generator, params: SamplingParams, held_out: Sequence[Prompt] = ()
+) -> Speculation | None:
+    """None where nothing is drafted, deferred, streamed or placed by what is expected. Makes a process group and times forwards:
+    all ranks must call it together."""
     has_drafts = config.speculative.method != "none" or config.tail_batching.enabled
-    if not has_drafts and config.rollout.placement == "in_turn":
+    if not has_drafts and config.rollout.placement == "in_turn" and not config.optim.stream_gradients:
         return None
     cost = CostModel()
     if has_drafts:
         profile(engine, params, cost, clock=ranks.clock)
     board = make_board(ranks, config.bubble.progress_timeout_s, config.bubble.progress_backend)
-    return assemble(config, ranks, board, cost)
+    return assemble(config, ranks, board, cost, held_out)
 
 
-def assemble(config: Config, ranks: Ranks, board: ProgressBoard, cost: CostModel) -> Speculation:
-    """A run's speculation at its beginning. cost: of forwards, as profiled."""
+def assemble(config: Config, ranks: Ranks, board: ProgressBoard, cost: CostModel, held_out: Sequence[Prompt] = ()) -> Speculation:
+    """A run's speculation at its beginning. cost: of forwards, as profiled; held_out: prompts of evaluations."""
     speculative = config.speculative
     history = History(speculative.max_history_tokens)
     has_drafts = "bubble" in speculative.method or config.tail_batching.enabled
     options = {"has_drafts": has_drafts, "fixed_window": speculative.fixed_window, "clock": ranks.clock}
     proposer = make_proposer(speculative.method, history, cost, **options)
-    return Speculation(config, ranks, board, proposer, DraftStore(config.bubble.max_draft_tokens), history)
+    evaluation = make_evaluation_drafts(config, proposer, held_out)
+    return Speculation(config, ranks, board, proposer, DraftStore(config.bubble.max_draft_tokens), history, evaluation)

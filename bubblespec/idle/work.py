@@ -4,12 +4,15 @@ Idle time is hard where a rank has finished its rows and waits for the slowest o
 rows that others could join its forwards at little cost. Imports types alone, of engine, ranks and records.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from bubblespec.engine.generator import Generator
 from bubblespec.ranks.collectives import Ranks
+from bubblespec.ranks.progress import RankState
 from bubblespec.records import RolloutRecord, Row
 
 
@@ -19,9 +22,13 @@ class Offer(NamedTuple):
     key: Hashable
     """Which piece; the work that makes the offer knows it by this."""
     saves_s: float
-    """Seconds of wall time that it is expected to save, less those that it costs."""
+    """Seconds of the run's wall time that it is expected to save."""
+    costs_s: float
+    """Seconds that the rank which does it is expected to spend on it. In a hard bubble they cost the run nothing."""
     beside_rows: bool
     """Whether it is worth slowing down a rank's own rows for; else it goes to ranks that have nothing else to do."""
+    rank: int | None = None
+    """The only rank that can do it, or None for any."""
 
 
 @dataclass
@@ -34,6 +41,12 @@ class RankView:
     """Rows of this step that are not done, by id()."""
     record: RolloutRecord
     """Of this rollout, so far."""
+    take: Callable[[int, Row], None] | None = None
+    """A row has come from another rank: goes on with it, by its place in the launch."""
+    give: Callable[[int], Row | None] | None = None
+    """Takes the row of a place out of the engine, for another rank; None if it has ended."""
+    let_go: Callable[[int], None] | None = None
+    """The row of a place is another rank's from now on."""
     max_prefill_tokens: int | None = None
     """Most prompt tokens in one forward, None for no limit: a use may set it, to feed prompts of its own a little at a time."""
 
@@ -41,8 +54,22 @@ class RankView:
 class IdleWork(Protocol):
     """One use of idle time in one rollout. Between its methods the loop runs forwards and ticks."""
 
-    def offers(self) -> list[Offer]:
-        """Every piece there is, most urgent first. The same on every rank: from what the ranks have in common alone."""
+    name: str
+    """In metrics (`idle/NAME/...`)."""
+
+    def facts(self) -> np.ndarray:
+        """What this rank tells the others in the next tick, float64, of one length on all ranks; whatever its offers need beside
+        the ranks' states."""
+
+    def hear(self, facts: list[np.ndarray]) -> None:
+        """What all ranks have told of this work in a tick that has completed, by rank."""
+
+    def offers(self, states: list[RankState]) -> list[Offer] | None:
+        """Every piece that there is and nobody has been given, most urgent first; None where nothing has changed.
+
+        Asked before the first tick, with no states, and after every tick, with those of all ranks. The same on every rank: from
+        these, from what `hear` was given, and from what the ranks have in common.
+        """
 
     def begin(self, view: RankView) -> list[Row]:
         """The rollout begins. Returns the rows in the engine, from the rollout before, that this work goes on with."""
@@ -50,8 +77,8 @@ class IdleWork(Protocol):
     def wanted(self) -> int:
         """How many more offers this rank could begin now, if it were given them."""
 
-    def start(self, offer: Offer) -> None:
-        """This rank has been given the offer, and no other rank has."""
+    def start(self, offer: Offer, rank: int) -> None:
+        """A rank has been given the offer, and no other rank has. Called on all ranks."""
 
     def advance(self) -> bool:
         """Between two forwards: put rows into the engine, or do a slice of the work so short that nobody waits for it; returns

@@ -4,6 +4,9 @@ A batch makes one update, or `num_iterations` passes of `num_minibatches` update
 one that generated the batch. Its log-probabilities are those of training forwards, never the generator's own, so the gradient
 depends on the tokens alone: not on how, where or in which batches they were generated. The first update takes them from its
 own forward, so that its ratio is exactly 1; the minibatches that come after it get a forward before it.
+
+With optim.stream_gradients part of the gradient may be there before the update begins (streaming.py): a batch then makes one
+update, which computes the rest and scales the sum.
 """
 
 import math
@@ -16,16 +19,18 @@ import torch
 from transformers import PreTrainedModel
 
 from bubblespec.config import Config
+from bubblespec.engine.linear import refresh_copies
 from bubblespec.engine.model import forward_hidden, output_head
 from bubblespec.engine.packing import pack_sequences
 from bubblespec.errors import RunFailed, say
 from bubblespec.learn.lora import adapter_disabled
 from bubblespec.learn.losses import cispo_loss, importance_ratio, kl_penalty, policy_loss, token_logprobs
-from bubblespec.learn.microbatch import Microbatch, is_in_loss, make_minibatches
+from bubblespec.learn.microbatch import Microbatch, is_in_loss, make_microbatch, make_minibatches
+from bubblespec.learn.microbatch_cost import MicrobatchCost
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.learn.out_of_memory import TokenBudget, run_within_memory
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Samples, Span
+from bubblespec.records import SampleId, Samples, Span
 
 # What sampling/logp_difference/mean may be at temperature 1; beyond it something else than rounding is at work. Rounding alone
 # gives 1e-7 in float64 (the generator's are kept in float32), 3e-7 to 1e-4 in float32 and 2e-3 to 3e-2 in bfloat16, measured on
@@ -46,6 +51,28 @@ def response_logprobs(
     return token_logprobs(predicting, output_head(model), batch.target, temperature=temperature, max_logits=max_logits)
 
 
+@dataclass
+class Streamed:
+    """What this rank's gradient buffer holds of the coming update before that begins."""
+
+    ids: set[SampleId] = field(default_factory=set)
+    """Samples whose gradients have been added, without the update's common factor."""
+    measured: list[torch.Tensor] = field(default_factory=list)
+    """`MEASURED` of their micro-batches."""
+
+    def add(self, ids: list[SampleId], measured: torch.Tensor) -> None:
+        """One more micro-batch. Raises ValueError for a sample that is in already."""
+        if not self.ids.isdisjoint(ids):
+            raise ValueError(f"the gradients of {sorted(self.ids.intersection(ids))} have been computed before")
+        self.ids.update(ids)
+        self.measured.append(measured)
+
+    def clear(self) -> None:
+        """Nothing is there."""
+        self.ids.clear()
+        self.measured.clear()
+
+
 @dataclass(kw_only=True)
 class Learner:
     """Trains the policy on the samples of each step."""
@@ -62,6 +89,9 @@ class Learner:
     """Of attention; see `choose_kernel`."""
     budget: TokenBudget = field(init=False)
     """Size of the micro-batches; where memory has run out it stays lower in the steps that follow."""
+    streamed: Streamed = field(default_factory=Streamed)
+    cost: MicrobatchCost = field(default_factory=MicrobatchCost)
+    """Learnt where gradients are streamed."""
     num_skipped_in_a_row: int = 0
     """Steps in a row, up to the latest, in which an update was left out."""
     has_warned_of_mismatch: bool = False
@@ -79,8 +109,10 @@ class Learner:
         """
         # Without a KL term a sample of zero advantage (a group of equal rewards) has zero gradient: it is not computed.
         has_gradient = is_in_loss(samples, self.config) & ((advantages != 0) | (self.reference is not None))
-        minibatches, weights = make_minibatches(
-            samples, has_gradient, config=self.config, ranks=self.ranks, max_tokens=self.budget.max_tokens
+        is_streamed = self._streamed_on_ranks(samples)
+        is_left, streams = has_gradient & ~is_streamed.any(axis=0), self.config.optim.stream_gradients
+        minibatches, weights, factors = make_minibatches(
+            samples, is_left, config=self.config, ranks=self.ranks, max_tokens=self.budget.max_tokens
         )
 
         def run(work: Callable, microbatches: list[Microbatch], restart: Callable[[], None]) -> list:
@@ -93,23 +125,65 @@ class Learner:
 
             def restart(number=number, microbatches=microbatches) -> None:
                 self.optimizer.clear()
+                microbatches.extend(self._take_back(samples, is_streamed[self.ranks.rank]))
                 for batch in microbatches if number == 0 else ():
                     batch.old = None  # the first update's comes from the very forward that is differentiated
 
+            began_s = self.ranks.clock.perf_counter()
             measured = run(lambda batch: self.accumulate_gradient(batch, advantages, weights), microbatches, restart)
+            if streams:
+                self._observe_cost(microbatches, measured, began_s)
             begin_s = time.perf_counter()
             self.optimizer.reduce(self.ranks)
             spans.append(Span("sync", begin_s, time.perf_counter()))
-            totals.append(_sum_over_ranks(measured, self.ranks))
+            factor = factors[number % len(factors)]
+            if streams:
+                self.optimizer.flat_grad.mul_(factor)
+            totals.append(_sum_over_ranks(self.streamed.measured + measured, self.ranks, factor))
             is_finite = math.isfinite(totals[-1]["loss"])
             grad_norm, learning_rate = self.optimizer.step(step, is_finite)
             grad_norms.append(grad_norm)
             num_skipped += not (is_finite and math.isfinite(grad_norm))
+        refresh_copies(self.model)
         self._count_skipped(num_skipped, step)
+        self.streamed.clear()
         metrics = _training_metrics(totals, self.config.loss.delta is not None, self.reference is not None)
         self.warn_of_mismatch(metrics, step)
+        if streams:
+            tokens = samples.lengths * has_gradient
+            metrics["stream/share"] = float(tokens @ is_streamed.any(axis=0) / max(tokens.sum(), 1))
         metrics |= {"grad_norm": float(np.mean(grad_norms)), "learning_rate": learning_rate, "skipped_updates": num_skipped}
         return metrics | {"timing_s/sync": sum(span.end_s - span.begin_s for span in spans)}, spans
+
+    def forget_streamed(self) -> None:
+        """Whatever has been added to the gradient for an update that never came."""
+        if self.streamed.ids:
+            self.optimizer.clear()
+            self.streamed.clear()
+
+    def _streamed_on_ranks(self, samples: Samples) -> np.ndarray:
+        """Which samples' gradients have been computed before the update, bool [ranks, S]. Exchanged where gradients are streamed.
+        Raises ValueError where this rank has some of samples that are not trained on."""
+        if not self.config.optim.stream_gradients:
+            return np.zeros((self.ranks.world_size, len(samples)), bool)
+        own = np.array([name in self.streamed.ids for name in samples.ids], bool)
+        if own.sum() != len(self.streamed.ids):
+            raise ValueError(f"{len(self.streamed.ids) - own.sum()} samples were streamed that are not trained on")
+        return self.ranks.gather(own.astype(np.uint8)).astype(bool)
+
+    def _take_back(self, samples: Samples, is_streamed: np.ndarray) -> list[Microbatch]:
+        """What this rank has streamed goes with the gradients that are cleared: to be computed again, as one micro-batch of any
+        size."""
+        if not self.streamed.ids:
+            return []
+        self.streamed.clear()
+        return [make_microbatch(samples, np.flatnonzero(is_streamed).tolist(), self.ranks.device)]
+
+    def _observe_cost(self, microbatches: list[Microbatch], measured: list[torch.Tensor], began_s: float) -> None:
+        if measured:
+            measured[-1][0].item()  # waits for a GPU
+            num_tokens = sum(sum(batch.sequence_lengths) for batch in microbatches)
+            self.cost.observe(len(microbatches), num_tokens, self.ranks.clock.perf_counter() - began_s)
 
     def accumulate_gradient(self, batch: Microbatch, advantages: np.ndarray, weights: np.ndarray) -> torch.Tensor:
         """Forward and backward of one micro-batch. advantages, weights: float64 [S]. Returns its `MEASURED`, sums but for the
@@ -176,9 +250,10 @@ class Learner:
             )
 
 
-def _sum_over_ranks(measured: list[torch.Tensor], ranks: Ranks) -> dict[str, float]:
-    """`MEASURED` of an update, from this rank's micro-batches."""
+def _sum_over_ranks(measured: list[torch.Tensor], ranks: Ranks, factor: float = 1.0) -> dict[str, float]:
+    """`MEASURED` of an update, from this rank's micro-batches; factor: of the loss."""
     by_batch = torch.stack(measured).double().cpu().numpy() if measured else np.zeros((1, len(MEASURED)))
+    by_batch[:, MEASURED.index("loss")] *= factor
     by_rank = ranks.gather(np.append(by_batch[:, :-1].sum(axis=0), by_batch[:, -1].max()))
     total = np.append(by_rank[:, :-1].sum(axis=0), by_rank[:, -1].max())
     return dict(zip(MEASURED, total.tolist(), strict=True))

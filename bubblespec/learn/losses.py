@@ -82,13 +82,24 @@ def token_weights(loss_type: str, lengths: np.ndarray, is_used: np.ndarray, max_
     grpo: mean over sequences of the mean over their tokens (arXiv 2402.03300, equation 3); dr_grpo: sum over tokens / (S *
     max_completion_length) (arXiv 2503.20783); dapo, cispo: mean over all used tokens (DAPO, arXiv 2503.14476,
     equation 12; CISPO, arXiv 2506.13585, equation 4). S is what one update is made on.
+
+    It is a factor common to the whole update times what each sequence says by itself.
     """
+    return common_factor(loss_type, lengths, is_used, max_completion_length) * local_weights(loss_type, lengths, is_used)
+
+
+def common_factor(loss_type: str, lengths: np.ndarray, is_used: np.ndarray, max_completion_length: int) -> float:
+    """The part of `token_weights` that all sequences of the update have in common; known once all of them are."""
     if loss_type == "grpo":
-        weight = 1.0 / (len(lengths) * np.maximum(lengths, 1))
-    elif loss_type == "dr_grpo":
-        weight = np.full(len(lengths), 1.0 / (len(lengths) * max_completion_length))
-    else:
-        weight = np.full(len(lengths), 1.0 / max(int(lengths[is_used].sum()), 1))
+        return 1.0 / len(lengths)
+    if loss_type == "dr_grpo":
+        return 1.0 / (len(lengths) * max_completion_length)
+    return 1.0 / max(int(lengths[is_used].sum()), 1)
+
+
+def local_weights(loss_type: str, lengths: np.ndarray, is_used: np.ndarray) -> np.ndarray:
+    """The part of `token_weights` that depends on each sequence alone, float64 [S]."""
+    weight = 1.0 / np.maximum(lengths, 1) if loss_type == "grpo" else np.ones(len(lengths))
     return np.where(is_used, weight, 0.0)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from bubblespec.config import Config
 from bubblespec.engine.packing import to_device
-from bubblespec.learn.losses import token_weights
+from bubblespec.learn.losses import common_factor, local_weights
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.records import Samples
 
@@ -74,9 +74,21 @@ def _first_fit(indices: list[int], lengths: np.ndarray, max_tokens: int) -> list
 
 
 def make_microbatch(samples: Samples, order: list[int], device: torch.device) -> Microbatch:
-    """Each sequence is its prompt and its response without the last token, which predicts nothing."""
-    prompts = [samples.prompt_of(i).token_ids for i in order]
-    tokens = [samples.tokens[i] for i in order]
+    """Of the samples at these places."""
+    prompts, tokens = [samples.prompt_of(i).token_ids for i in order], [samples.tokens[i] for i in order]
+    return pack_responses(prompts, tokens, [samples.full_logprob[i] for i in order], order=order, device=device)
+
+
+def pack_responses(
+    prompts: list[tuple[int, ...]],
+    tokens: list[np.ndarray],
+    generated: list[np.ndarray],
+    *,
+    order: list[int],
+    device: torch.device,
+) -> Microbatch:
+    """Each sequence is its prompt and its response without the last token, which predicts nothing. generated: the tokens'
+    log-probabilities as the generator has them; order: see `Microbatch`."""
     fed = np.concatenate([np.concatenate((p, t[:-1])) for p, t in zip(prompts, tokens, strict=True)])
     sequence_lengths = [len(p) + len(t) - 1 for p, t in zip(prompts, tokens, strict=True)]
     ends = np.cumsum(sequence_lengths)
@@ -88,14 +100,15 @@ def make_microbatch(samples: Samples, order: list[int], device: torch.device) ->
         sequence_lengths=sequence_lengths,
         predicts=to_device(predicts, device),
         target=to_device(np.concatenate(tokens).astype(np.int64), device),
-        generated=to_device(np.concatenate([samples.full_logprob[i] for i in order]), device),
+        generated=to_device(np.concatenate(generated), device),
     )
 
 
 def make_minibatches(
     samples: Samples, has_gradient: np.ndarray, *, config: Config, ranks: Ranks, max_tokens: int
-) -> tuple[list[list[Microbatch]], np.ndarray]:
-    """This rank's micro-batches of every minibatch, and the weight of each sample's tokens, float64 [S].
+) -> tuple[list[list[Microbatch]], np.ndarray, list[float]]:
+    """This rank's micro-batches of every minibatch; the weight of each sample's tokens, float64 [S], and by what the
+    gradient of each minibatch is to be scaled: with streamed gradients the factor that its samples have in common, else 1.
 
     Minibatches are whole groups, in the order of the batch, whatever the number of ranks. Each is normalised by its own
     counts, as if it were the whole batch of its update.
@@ -103,15 +116,19 @@ def make_minibatches(
     loss, generations = config.loss, samples.num_generations
     lengths, is_used = samples.lengths, is_in_loss(samples, config)
     sequence_lengths = lengths + np.array([len(samples.prompt_of(i).token_ids) for i in range(len(samples))])
-    minibatches, weights = [], np.zeros(len(samples))
+    minibatches, factors, weights = [], [], local_weights(loss.loss_type, lengths, is_used)
     for groups in np.array_split(np.arange(len(samples.groups)), loss.num_minibatches):
         members = (groups[:, None] * generations + np.arange(generations)).ravel()
-        weights[members] = token_weights(loss.loss_type, lengths[members], is_used[members], config.rollout.max_completion_length)
+        limit = config.rollout.max_completion_length
+        factor = common_factor(loss.loss_type, lengths[members], is_used[members], limit)
+        if not config.optim.stream_gradients:  # what is streamed is computed before the factor is known
+            weights[members], factor = factor * weights[members], 1.0
+        factors.append(factor)
         to_train = np.zeros_like(sequence_lengths)
         to_train[members] = np.where(has_gradient, sequence_lengths, 0)[members]
         plan = plan_microbatches(to_train, ranks.world_size, max_tokens)
         minibatches.append([make_microbatch(samples, order, ranks.device) for order in plan[ranks.rank]])
-    return minibatches, weights
+    return minibatches, weights, factors
 
 
 def is_in_loss(samples: Samples, config: Config) -> np.ndarray:

@@ -95,6 +95,10 @@ class Optimizer:
             group["lr"] = learning_rate
         with contextlib.nullcontext() if self.adamw is self.local else self.ranks.watch():  # sharded: sends what it has updated
             self.adamw.step()
+        if (
+            self.adamw is not self.local
+        ):  # what others have sent goes past the version counters, by which copies are told to be old
+            torch.autograd.graph.increment_version(self.params)
         self.clear()
         return grad_norm, learning_rate
 

@@ -23,6 +23,7 @@ from bubblespec.rewards.functions import text_of
 
 CPU_LIMIT_S = 5  # lower than the wall time: what is slow on a busy machine should not fail
 WALL_LIMIT_S = 20.0
+KEEPER_LIMIT_S = 5.0  # for the keeper to end after a verdict
 MEMORY_LIMIT = 1 << 30  # bytes of address space, for each process
 FILE_LIMIT = 16 << 20  # bytes of each file
 _ROOT = str(Path(__file__).resolve().parents[2])
@@ -72,13 +73,23 @@ def run_program(program: str, tests: str) -> bool:
         try:
             keeper.stdin.write(json.dumps(job).encode() + b"\n")
             keeper.stdin.flush()
-            return _read(reader, len(secret), WALL_LIMIT_S) == secret
+            passed = _read(reader, len(secret), WALL_LIMIT_S) == secret
+            return passed and not _was_killed(keeper)
         except BrokenPipeError:  # the keeper was killed
             return False
         finally:
             with contextlib.suppress(BrokenPipeError):
                 keeper.stdin.close()
             keeper.wait()
+
+
+def _was_killed(keeper: subprocess.Popen) -> bool:
+    """Whether the program got to its end because it had killed what keeps it. The program ends right after its verdict, and its
+    keeper with it; one that lives on was not killed."""
+    try:
+        return keeper.wait(timeout=KEEPER_LIMIT_S) != 0
+    except subprocess.TimeoutExpired:
+        return False
 
 
 def _read(pipe: io.FileIO, size: int, limit_s: float) -> bytes:

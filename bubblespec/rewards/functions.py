@@ -3,7 +3,8 @@
 A reward function has TRL's signature `f(prompts, completions, completion_ids, **columns) -> list[float | None]`: prompts and
 completions are strings, or lists of chat messages if the prompt is a chat; every further column of the data is a keyword
 argument with one value per sample. None means that the function does not apply to that sample. A call may have any number of
-samples: one in a worker process, all of a rank's samples in the main process.
+samples: one in a worker process, in the main process all of a rank's that are finished and not scored yet. What a function
+gives a sample must not depend on the others.
 """
 
 import importlib

@@ -17,6 +17,8 @@ from bubblespec.errors import InputError
 from bubblespec.ranks.processes import children_of, descendants_of
 from bubblespec.rewards.functions import RewardFailure, Sample, call_one, load_reward
 
+NICENESS = 10  # a tenth of a core on which a rank decodes, all of an idle one. At 19 a reward may run into its time-out
+GIVE_WAY_LIMIT_S = 5.0
 EXIT_GRACE_S = 0.1  # for processes to end that a call has started
 MOST_ZOMBIES = 64
 
@@ -26,6 +28,7 @@ def main() -> None:
     descriptor, paths = int(sys.argv[2]), sys.argv[4:]
     sys.argv = sys.argv[:1]
     _prefer_as_oom_victim()
+    _give_way()
     for file in (sys.stdout, sys.stderr):
         file.reconfigure(line_buffering=True)  # it may be killed
     os.set_inheritable(descriptor, False)
@@ -40,9 +43,9 @@ def main() -> None:
     while header := stream.read(8):
         work = stream.read(int.from_bytes(header, "little"))
         number += 1
-        started = time.perf_counter()
+        began_s = time.monotonic()
         function, value = _compute(functions, work)
-        seconds = time.perf_counter() - started
+        ended_s = time.monotonic()
         if os.getpid() != own_pid:
             os._exit(0)  # a child that the function has forked, and which returned as well
         with contextlib.suppress(Exception):  # the function may have closed or replaced them
@@ -55,7 +58,7 @@ def main() -> None:
         failure = None
         if isinstance(value, RewardFailure):
             value, failure = None, (value.kind, value.message[:2000], value.trace[-10_000:])
-        reply = {"number": number, "value": value, "failure": failure, "seconds": seconds}
+        reply = {"number": number, "value": value, "failure": failure, "seconds": ended_s - began_s, "ended_s": ended_s}
         _reply(connection, reply | {"has_lingering": has_lingering})
 
 
@@ -97,6 +100,22 @@ def _has_lingering(num_allowed: int) -> bool:
 
 def _reply(connection: socket.socket, reply: dict) -> None:
     connection.sendall(json.dumps(reply).encode() + b"\n")
+
+
+def _give_way() -> None:
+    """Lower the priority of this process and of what it starts, so that they take few cycles from ranks that decode."""
+    os.nice(NICENESS)
+    # Linux may share the cores among sessions first ("autogroup", sched(7)), and this process has a session of its own.
+    deadline = time.monotonic() + GIVE_WAY_LIMIT_S
+    while time.monotonic() < deadline:
+        try:
+            with open("/proc/self/autogroup", "w") as file:
+                file.write(str(NICENESS))
+            return
+        except BlockingIOError:  # allowed to users ten times a second, all of them together
+            time.sleep(0.05)
+        except OSError:  # without autogroups, or another system
+            return
 
 
 def _prefer_as_oom_victim() -> None:

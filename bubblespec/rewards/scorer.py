@@ -1,4 +1,5 @@
-"""Scoring of a rank's rows: in worker processes while others still decode, or in this process once all have finished.
+"""Scoring of a rank's rows: in worker processes while others still decode, or in this process, when it has nothing else to do or
+once all have finished.
 
 A reward that fails is logged, counted, and replaced by `reward.reward_on_error`. If a function fails for all responses of
 a step, on all ranks, the run ends, as there is nothing to train on.
@@ -16,9 +17,9 @@ from transformers import PreTrainedTokenizerBase
 from bubblespec.config import RewardConfig
 from bubblespec.errors import InputError
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Group, Row, SampleId
+from bubblespec.records import Group, Row, SampleId, Span
 from bubblespec.rewards.functions import FAILURE_KINDS, RewardFailure, RewardFunction, Sample, score
-from bubblespec.rewards.workers import RewardWorkers
+from bubblespec.rewards.workers import Answer, RewardWorkers
 
 ERRORS_FILE = "reward_errors.jsonl"
 MOST_LOGGED = 20  # failures of a batch that a rank writes to ERRORS_FILE
@@ -42,7 +43,8 @@ class Scorer:
         self.config, self.functions, self.tokenizer = config, functions, tokenizer
         self.ranks, self.output_dir = ranks, output_dir
         # Over all ranks and the batches of a step.
-        self._counts, self._num_rows, self._function_s = np.zeros((len(functions), len(FAILURE_KINDS)), np.int64), 0, 0.0
+        self._counts, self._num_rows = np.zeros((len(functions), len(FAILURE_KINDS)), np.int64), 0
+        self._function_s = self._overlapped_s = 0.0
         self.workers = None
         if config.num_workers:
             self.workers = RewardWorkers(list(functions), config.num_workers, config.timeout_s, config.adaptive_timeout)
@@ -53,21 +55,28 @@ class Scorer:
         return Scoring(self, groups, step)
 
     def take_metrics(self) -> dict[str, float]:
-        """Failures, and seconds inside the functions, over all ranks since the last call: to be called once a step."""
+        """Failures, seconds inside the functions, and the share of these that overlapped with rollouts (left out where there
+        were none), over all ranks since the last call: to be called once a step."""
         by_kind = self._counts.sum(axis=0).tolist()
         metrics = {"reward/errors": sum(by_kind), "reward/function_s": self._function_s}
         metrics |= {f"reward/errors/{kind}": count for kind, count in zip(FAILURE_KINDS, by_kind, strict=True) if count}
-        self._counts[:], self._num_rows, self._function_s = 0, 0, 0.0
+        if self._function_s:
+            metrics["reward/overlapped_share"] = self._overlapped_s / self._function_s
+        self._counts[:], self._num_rows, self._function_s, self._overlapped_s = 0, 0, 0.0, 0.0
         return metrics
 
-    def count(self, failures: list[Failed], num_rows: int, seconds: float) -> None:
-        """Sum up the failures of all ranks. Raises InputError, on all of them, if a function has failed for every row."""
+    def count(self, failures: list[Failed], num_rows: int, seconds: float, overlapped_s: float) -> None:
+        """Sum up what all ranks have counted. Raises InputError, on all of them, if a function has failed for every row.
+
+        seconds: inside the functions; overlapped_s: those of them before the end of the rollouts.
+        """
         local = np.zeros(self._counts.shape)
         for _, number, failure in failures:
             local[number, FAILURE_KINDS.index(failure.kind)] += 1
-        total = self.ranks.gather(np.array([*local.ravel(), seconds, num_rows])).sum(axis=0)
-        self._counts += total[:-2].reshape(local.shape).astype(np.int64)
-        self._function_s += float(total[-2])
+        total = self.ranks.gather(np.array([*local.ravel(), seconds, overlapped_s, num_rows])).sum(axis=0)
+        self._counts += total[:-3].reshape(local.shape).astype(np.int64)
+        self._function_s += float(total[-3])
+        self._overlapped_s += float(total[-2])
         self._num_rows += int(total[-1])
         for number, path in enumerate(self.functions):
             if self._num_rows and self._counts[number].sum() == self._num_rows:
@@ -82,54 +91,97 @@ class Scorer:
 
 
 class Scoring:
-    """The scores of one rollout's rows on one rank."""
+    """The scores of one rollout's rows on one rank: row by row as they come (`take_scored`), and at the end those of all rows
+    (`collect`), which are the same whatever was handed out before."""
 
     def __init__(self, scorer: Scorer, groups: list[Group], step: int | None):
         self.scorer, self.step = scorer, step
         self._prompts = {group.prompt.uid: group.prompt for group in groups}
-        self._submitted: set[SampleId] = set()
+        self._told: dict[SampleId, Row] = {}  # what `on_finished` was called with
+        self._rewards: dict[SampleId, np.ndarray] = {}  # float64 [functions], by row; with workers, as far as they have come
+        self._num_missing: dict[SampleId, int] = {}  # answers of workers, by row
+        self._failures: dict[SampleId, list[tuple[int, RewardFailure]]] = {}  # functions and why, by row
+        self._scored: list[SampleId] = []  # complete, without failures, and not handed out yet
+        self._calls: list[Span] = []  # of the functions, by time.monotonic
 
     def on_finished(self, row: Row) -> None:
         """To be called when a row has finished that is going to be trained on: the workers may begin with it."""
+        self._told[row.id] = row
         if self.scorer.workers is None:
             return
-        self._submitted.add(row.id)
+        num_functions = len(self.scorer.functions)
+        self._rewards[row.id], self._num_missing[row.id] = np.full(num_functions, np.nan), num_functions
         sample = self._samples([row])[0]
-        for number in range(len(self.scorer.functions)):
+        for number in range(num_functions):
             self.scorer.workers.submit((row.id, number), number, sample)
+
+    def take_scored(self) -> list[tuple[Row, np.ndarray]]:
+        """Rows given to `on_finished` of which the last score has come since the last call, with the scores, float64 [functions],
+        NaN where a function does not apply. May be called by one rank alone, and at any time before `collect`.
+
+        A row for which a function fails is never among them: `collect` decides what becomes of it. With workers this never waits.
+        Without, it calls the functions here, once with all rows that have finished since the last call, however long that takes.
+        """
+        if self.scorer.workers is None:
+            self._score_here([row for row in self._told.values() if row.id not in self._rewards])
+        else:
+            for (name, number), answer in self.scorer.workers.take():
+                self._note(name, number, answer)
+        names, self._scored = self._scored, []
+        return [(self._told[name], self._rewards[name].copy()) for name in names]
 
     def collect(self, rows: list[Row]) -> np.ndarray:
         """Wait for the scores of rows, among them all that `on_finished` was called with: float64 [rows, functions], NaN where a
-        function does not apply. Called by all ranks together.
+        function does not apply. Called by all ranks together, once their rollouts are over.
 
         Raises InputError if failures are to end the run, and StopRequested, on all ranks, if one has been told to stop: pending
         scores are then abandoned.
         """
-        functions, failures, seconds = self.scorer.functions, [], 0.0
-        self.rows = rows
+        self.rows, rollouts_ended_s = rows, time.monotonic()
+        for row in rows:
+            if row.id not in self._told:
+                self.on_finished(row)
         if self.scorer.workers is None:
-            begin = time.perf_counter()
-            strict = self.scorer.config.reward_on_error is None
-            rewards = score(functions, self._samples(rows), None if strict else failures)
-            seconds = time.perf_counter() - begin
+            is_strict = self.scorer.config.reward_on_error is None
+            # A failure that ends the run ends it with the message of the one call for all rows that there is without take_scored.
+            again = is_strict and bool(self._failures)
+            self._score_here([row for row in rows if again or row.id not in self._rewards], is_strict)
         else:
-            for row in rows:
-                if row.id not in self._submitted:
-                    self.on_finished(row)
-            rewards, places = np.full((len(rows), len(functions)), np.nan), {row.id: i for i, row in enumerate(rows)}
             for (name, number), answer in self.scorer.workers.collect(self.scorer.ranks.is_told_to_stop):
-                seconds += answer.seconds
-                if answer.failure is not None:
-                    failures.append((places[name], number, answer.failure))
-                elif answer.value is not None:
-                    rewards[places[name], number] = answer.value
+                self._note(name, number, answer)
         self.scorer.ranks.meet()  # before any exchange: a rank that was told to stop lacks some scores
+        failures = [(i, *failed) for i, row in enumerate(rows) for failed in self._failures.get(row.id, ())]
         failures.sort(key=lambda failed: failed[:2])
         self._report(failures)
-        self.scorer.count(failures, len(rows), seconds)
+        overlapped_s = sum(max(min(call.end_s, rollouts_ended_s) - call.begin_s, 0.0) for call in self._calls)
+        self.scorer.count(failures, len(rows), sum(call.end_s - call.begin_s for call in self._calls), overlapped_s)
+        rewards = np.array([self._rewards[row.id] for row in rows], np.float64).reshape(len(rows), len(self.scorer.functions))
         for i, number, _ in failures:
             rewards[i, number] = self.scorer.config.reward_on_error
         return rewards
+
+    def _score_here(self, rows: list[Row], is_strict: bool = False) -> None:
+        """Score rows in this process, all in one call. Strict: raises InputError at the first failure instead of noting it."""
+        if not rows:
+            return
+        begin_s, failures = time.monotonic(), []
+        rewards = score(self.scorer.functions, self._samples(rows), None if is_strict else failures)
+        self._calls.append(Span("reward", begin_s, time.monotonic()))
+        self._rewards |= {row.id: values for row, values in zip(rows, rewards, strict=True)}
+        for i, number, failure in failures:
+            self._failures.setdefault(rows[i].id, []).append((number, failure))
+        self._scored += [row.id for row in rows if row.id not in self._failures]
+
+    def _note(self, name: SampleId, number: int, answer: Answer) -> None:
+        """Take in a worker's answer: of function `number`, to the row of this name."""
+        self._calls.append(Span("reward", answer.ended_s - answer.seconds, answer.ended_s))
+        if answer.failure is not None:
+            self._failures.setdefault(name, []).append((number, answer.failure))
+        elif answer.value is not None:
+            self._rewards[name][number] = answer.value
+        self._num_missing[name] -= 1
+        if not self._num_missing[name] and name not in self._failures:
+            self._scored.append(name)
 
     def _samples(self, rows: list[Row]) -> list[Sample]:
         ids = [row.tokens.tolist() for row in rows]

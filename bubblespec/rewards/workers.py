@@ -1,9 +1,10 @@
 """Worker processes for reward functions, on the trainer's side: a function that hangs or crashes does not harm the trainer.
 
-A unit of work is one sample and one function. Each worker process has a thread here that sends it one unit at a time and waits
-for the answer. A worker that takes too long or dies is killed with all that it has started, and replaced; only its current unit
-is lost. Workers are started with exec, not forked: the trainer has threads of CUDA and of the process group. Between each worker
-(`bubblespec.rewards.process`) and the trainer is a keeper process (`fork_with_keeper`).
+A unit of work is one sample and one function; units are begun in the order in which they come. Each worker process has a thread
+here that sends it one unit at a time and waits for the answer. A worker that takes too long or dies is killed with all that it
+has started, and replaced; only its current unit is lost. Workers are started with exec, not forked: the trainer has threads of
+CUDA and of the process group. Between each worker (`bubblespec.rewards.process`) and the trainer is a keeper process
+(`fork_with_keeper`).
 """
 
 import contextlib
@@ -51,6 +52,17 @@ class Answer(NamedTuple):
     """Why there is no reward."""
     seconds: float
     """Time inside the function."""
+    ended_s: float
+    """When it returned or was given up, by time.monotonic, which all processes of a machine share."""
+
+
+class Kind(NamedTuple):
+    """Calls that are expected to take alike: those that share a time-out where it is adaptive."""
+
+    function: int
+    """Its place among the functions."""
+    task: str | None
+    """What the sample's column `task` says, as text; None without one."""
 
 
 class RewardWorkers:
@@ -62,7 +74,7 @@ class RewardWorkers:
         self._answers: queue.SimpleQueue = queue.SimpleQueue()
         self._num_pending = 0
         self._batch = 0  # number of the current batch; answers to earlier ones are dropped
-        self._slowest: dict[int, float] = {}  # seconds of the slowest correct answer, by function
+        self._slowest: dict[Kind, float] = {}  # seconds of the slowest correct answer
         self._lock = threading.Lock()  # of the two below
         self._workers: set[_Worker] = set()
         self._is_closed = False
@@ -83,7 +95,19 @@ class RewardWorkers:
                 f"{' '.join(str(error).split())}); give 0"
             ) from error
         self._num_pending += 1
-        self._units.put((self._batch, key, function, work))
+        self._units.put((self._batch, key, Kind(function, _task_of(sample)), work))
+
+    def take(self) -> list[tuple[Hashable, Answer]]:
+        """The pending answers that are there by now: each is handed out once, here or in `collect`. Never waits, and leaves an
+        error that ends the run to `collect`."""
+        taken = []
+        for _ in range(self._answers.qsize()):  # only the trainer's thread takes from it
+            answer = self._answers.get()
+            if isinstance(answer, BaseException):
+                self._answers.put(answer)
+            elif self._accept(answer):
+                taken.append(answer[1:])
+        return taken
 
     def collect(self, must_stop: Callable[[], bool] = lambda: False) -> Iterator[tuple[Hashable, Answer]]:
         """All pending answers, as they come in. Every unit gets one, within its time-out plus the start of a worker.
@@ -104,10 +128,8 @@ class RewardWorkers:
             if isinstance(answer, BaseException):
                 self._answers.put(answer)  # for whoever asks again
                 raise answer
-            batch, key, value = answer
-            if batch == self._batch:
-                self._num_pending -= 1
-                yield key, value
+            if self._accept(answer):
+                yield answer[1:]
         self._count_output()
 
     def close(self) -> None:
@@ -122,11 +144,11 @@ class RewardWorkers:
             thread.join(timeout=30)
         self._count_output()
 
-    def limit_s(self, function: int, is_first: bool) -> float:
-        """Seconds for a function's next call. If it is the first in that worker it may have things to import."""
+    def limit_s(self, kind: "Kind", is_first: bool) -> float:
+        """Seconds for the next call of a kind. If it is the first in that worker it may have things to import."""
         if not self.is_adaptive:
             return self.timeout_s
-        return min(self.timeout_s, adaptive_timeout(None if is_first else self._slowest.get(function)))
+        return min(self.timeout_s, adaptive_timeout(None if is_first else self._slowest.get(kind)))
 
     def show(self, descriptor: int, text: bytes) -> None:
         """Copy what a worker has printed to this process's standard output (1) or error (2), up to a limit. Never blocks: text
@@ -148,6 +170,12 @@ class RewardWorkers:
         if count:
             say(f"warning: {count} bytes that reward functions printed are left out; {MOST_SHOWN} of each batch are shown")
 
+    def _accept(self, answer: tuple) -> bool:
+        """Whether an answer is to a unit of the current batch, which is then no longer pending."""
+        is_own = answer[0] == self._batch
+        self._num_pending -= is_own
+        return is_own
+
     def _abandon_pending(self) -> None:
         self._batch += 1
         self._num_pending = 0
@@ -164,18 +192,18 @@ class RewardWorkers:
                 unit = self._units.get() if worker else None
                 if unit is None:
                     return
-                batch, key, function, work = unit
-                answer = worker.ask(work, self.limit_s(function, function not in worker.called))
-                if answer.failure is None and answer.value and answer.value > 0 and function in worker.called:
+                batch, key, kind, work = unit
+                answer = worker.ask(work, self.limit_s(kind, kind not in worker.called))
+                if answer.failure is None and answer.value and answer.value > 0 and kind in worker.called:
                     with self._lock:
-                        self._slowest[function] = max(self._slowest.get(function, 0.0), answer.seconds)
-                worker.called.add(function)
+                        self._slowest[kind] = max(self._slowest.get(kind, 0.0), answer.seconds)
+                worker.called.add(kind)
                 if worker.is_spent:
                     self._stop(worker)
                     if worker.has_lingering and not self._has_warned:
                         self._has_warned = True
                         say(
-                            f"warning: reward {self.paths[function]}: a call has left processes behind; they are ended with "
+                            f"warning: reward {self.paths[kind.function]}: a call has left processes behind; they are ended with "
                             "their worker, which is replaced (said once)"
                         )
                     worker = None
@@ -216,6 +244,11 @@ def adaptive_timeout(slowest_correct_s: float | None) -> float:
     return min(max(ADAPTIVE_FACTOR * slowest_correct_s, ADAPTIVE_LEAST_S), ADAPTIVE_MOST_S)
 
 
+def _task_of(sample: Sample) -> str | None:
+    task = sample.columns.get("task")
+    return None if task is None else str(task)
+
+
 class _Worker:
     """A worker process, as seen from the trainer. Every wait has a time limit.
 
@@ -223,7 +256,7 @@ class _Worker:
     """
 
     def __init__(self, paths: list[str], show: Callable[[int, bytes], None]):
-        self.called: set[int] = set()  # functions, by their place in `paths`
+        self.called: set[Kind] = set()
         self.is_spent = False  # must be replaced
         self.has_lingering = False  # the last call has left processes behind
         self._show = show
@@ -272,13 +305,14 @@ class _Worker:
                 raise ValueError("an answer to something else")
             self.is_spent = self.has_lingering = bool(reply["has_lingering"])
             failure = RewardFailure(*reply["failure"]) if reply["failure"] else None
-            return Answer(reply["value"], failure, reply["seconds"])
+            return Answer(reply["value"], failure, reply["seconds"], reply["ended_s"])
         except TimeoutError:
             failure = RewardFailure("timeout", f"no answer within {limit_s:.6g} s")
         except (OSError, EOFError, ValueError, KeyError, TypeError):
             failure = RewardFailure("crash", f"its process {self._how_it_ended()}")
         self.is_spent = True
-        return Answer(None, failure, time.monotonic() - started)
+        ended = time.monotonic()
+        return Answer(None, failure, ended - started, ended)
 
     def kill(self) -> None:
         """Ask its keeper to kill it with all that it has started."""

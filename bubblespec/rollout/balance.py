@@ -8,17 +8,15 @@ most (a GPU below saturation), it hardly matters who is beside whom, and long ro
 A pure function of what all ranks know, so that they decide alike.
 """
 
+import heapq
 from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
 
-from bubblespec.idle.draft_planning import TYPICAL_WINDOW
+from bubblespec.idle.rehearsal import TYPICAL_WINDOW, length_factors
 
-NUM_SCENARIOS = 16
-NORMAL_QUANTILE = 1.28  # standard deviations above the mean, where the share 0.9 lies below (PROBE_QUANTILE)
-SHARED_VARIANCE = 0.5  # of the logarithm of what a length is off its guess, what the samples of a prompt have in common
 NUM_BISECTIONS = 8
 MIN_GAIN = 0.05  # of the expected time; what gains less is within the error of a cost model
 
@@ -47,7 +45,8 @@ def place_rows(rows: Expected, cost: np.ndarray, *, num_ranks: int, num_slots: i
     order = longest_first(rows)
     work = _Work(rows, order, cost, num_slots)
     together, spread = work.keep_together(num_ranks), work.spread(num_ranks)
-    factors = _scenarios(rows, order)
+    # In the order of rows, not of places: a row's rank does not depend on where in the launch it is.
+    factors = length_factors(rows.margins[order], work.forwards, work.groups, np.random.default_rng(0))
     gain = 1.0 - work.expected_s(together, num_ranks, factors) / work.expected_s(spread, num_ranks, factors)
     placed = np.empty(len(order), np.int64)
     placed[order] = together if gain > MIN_GAIN else spread
@@ -60,6 +59,29 @@ def ends_s(rows: Expected, ranks: np.ndarray, cost: np.ndarray, *, num_ranks: in
     of_rows = _Work(rows, order, cost, num_slots).ends_s(ranks[order], num_ranks, np.ones((1, len(order))))
     seconds[np.unique(ranks)] = of_rows[0]
     return seconds
+
+
+def plain_s(
+    lengths: np.ndarray, prompt_tokens: np.ndarray, cost: np.ndarray, *, num_slots: int, prefilled: int, overhead_s: float = 0.0
+) -> float:
+    """Seconds that a rank takes for rows of these lengths without drafts, admitted in this order.
+
+    lengths, prompt_tokens: float64 [S]; prefilled: tokens of the different prompts; overhead_s: of a forward, beside the engine.
+    """
+    forward_s, row_s, token_s, _, position_s = cost.tolist()
+    seconds = (forward_s + overhead_s) * num_forwards(lengths, num_slots) + token_s * prefilled
+    return seconds + float((lengths * (row_s + token_s + position_s * (prompt_tokens + lengths / 2))).sum())
+
+
+def num_forwards(left: np.ndarray, num_slots: int) -> float:
+    """Forwards that rows with so many tokens left take, admitted in this order; float64 [rows]."""
+    if len(left) <= num_slots:
+        return float(left.max(initial=0.0))
+    slots = left[:num_slots].tolist()  # when each is free
+    heapq.heapify(slots)
+    for tokens in left[num_slots:].tolist():
+        heapq.heapreplace(slots, slots[0] + tokens)
+    return max(slots)
 
 
 def longest_first(rows: Expected) -> np.ndarray:
@@ -158,11 +180,3 @@ class _Work:
         _, firsts = np.unique(self.groups * num_ranks + ranks, return_index=True)
         prefill = np.bincount(ranks[firsts], weights=self.prefill_s[firsts], minlength=num_ranks)[ranks[order][begins]]
         return self.forward_s * np.maximum(longest, total / self.num_slots) + seconds + prefill
-
-
-def _scenarios(rows: Expected, order: np.ndarray) -> np.ndarray:
-    """What the rows may need of what is expected, float64 [scenarios, S]: lognormal, with mean 1."""
-    variance = np.log1p((rows.margins / NORMAL_QUANTILE / np.maximum(_forwards(rows), 1.0)) ** 2)[order]
-    noise = np.random.default_rng(0).standard_normal((2, NUM_SCENARIOS, len(order)))
-    noise = SHARED_VARIANCE**0.5 * noise[0][:, rows.groups[order]] + (1 - SHARED_VARIANCE) ** 0.5 * noise[1]
-    return np.exp(np.sqrt(variance) * noise - variance / 2)

@@ -8,19 +8,22 @@ from dataclasses import replace
 import numpy as np
 
 from bubblespec.idle.draft_planning import expected_length
+from bubblespec.idle.rehearsal import NORMAL_QUANTILE
 from bubblespec.idle.speculation import Speculation
 from bubblespec.ranks.progress import RankState
 from bubblespec.records import Launch
-from bubblespec.rollout.balance import NORMAL_QUANTILE, Expected
+from bubblespec.rollout.balance import Expected
 from bubblespec.rollout.moves import Move, Unfinished, expected_left, plan_moves
 from bubblespec.rollout.standing import Standing
+from bubblespec.speculate.store import DraftStore
 
 OVERHEAD_TICKS = 2.0  # from a decision to the first forward of a row that has moved
 MOST_MOVED_TOKENS = 1 << 17  # in a tick
 
 
-def forecast(launch: Launch, speculation: Speculation) -> Expected:
-    """Of the rows of a rollout that is about to begin."""
+def forecast(launch: Launch, speculation: Speculation, store: DraftStore | None = None) -> Expected:
+    """Of the rows of a rollout that is about to begin. store: where their drafts are, by default those of coming steps."""
+    store = speculation.store if store is None else store
     num_generations, outlook = launch.num_generations, speculation.outlook
     prompt_tokens = np.array([len(group.prompt.token_ids) for group in launch.groups])
     guesses, margin = outlook.guess(prompt_tokens)
@@ -28,7 +31,7 @@ def forecast(launch: Launch, speculation: Speculation) -> Expected:
     for number, group in enumerate(launch.groups):
         if known := speculation.history.lengths(group.prompt.uid):
             guesses[number], margins[number] = np.mean(known), NORMAL_QUANTILE * np.std(known)
-    drafts = [speculation.store.get(name) for name in launch.ids]
+    drafts = [store.get(name) for name in launch.ids]
     totals = np.repeat(guesses, num_generations)
     drafted = np.array([0 if draft is None else len(draft.tokens) for draft in drafts], np.float64)
     for place, draft in enumerate(drafts):
@@ -80,7 +83,7 @@ class Mover:
         self.num_slots, self.overhead_s = num_slots, OVERHEAD_TICKS * speculation.board.interval_s
 
     def plan(self, standing: Standing, states: list[RankState]) -> list[Move]:
-        """See `Handover`."""
+        """See `TakeOver`."""
         if all(not state.is_done for state in states):
             return []
         places = np.flatnonzero(standing.told >= 0)

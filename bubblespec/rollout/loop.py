@@ -1,11 +1,13 @@
 """The rollout loop: forwards, the ticks between them, and idle time given to those who make use of it.
 
 A rank generates its rows of a step. At every tick the ranks tell each other how far their rows are and how much idle work they
-could take on; every rank draws the same conclusions: it drops rows that this step is not going to train on, hands rows over to
-one that has none left, and assigns the offers of idle work (`IdleWork`). All leave at the same tick, with whatever is unfinished
-of that work. Plain generation is the same loop without any of this, and without ticks: nobody needs to know how far anyone is.
+could take on; every rank draws the same conclusions: it drops rows that this step is not going to train on, and assigns the
+offers of idle work (`IdleWork`), rows to take over from another rank among them. All leave at the same tick, with whatever is
+unfinished of that work. Plain generation is the same loop without any of this, and without ticks: nobody needs to know how far
+anyone is.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -16,8 +18,7 @@ from bubblespec.idle.arbiter import Arbiter
 from bubblespec.idle.work import IdleWork, RankView
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.ranks.progress import MAX_WORKS, ProgressBoard, RankState
-from bubblespec.records import ForwardRecord, RolloutRecord, Row, Span
-from bubblespec.rollout.handover import Handover
+from bubblespec.records import ForwardRecord, IdleUse, RolloutRecord, Row, Span
 from bubblespec.rollout.standing import Standing
 from bubblespec.speculate.proposer import Proposer
 from bubblespec.speculate.windows import CostModel
@@ -35,18 +36,17 @@ class RolloutLoop:
         proposer: Proposer | None = None,
         board: ProgressBoard | None = None,
         works: Sequence[IdleWork] = (),
-        handover: Handover | None = None,
         cost: CostModel | None = None,
         on_finished: Callable[[Row], None] | None = None,
     ):
-        """proposer: where draft tokens come from, which knows the rows already; board: needed where there are works, a handover,
-        or rows to choose from; cost: learns from every forward; on_finished: called with each row of this rank that is trained
-        on, once it is done and that is sure."""
+        """proposer: where draft tokens come from, which knows the rows already; board: needed where there are works, or rows to
+        choose from; cost: learns from every forward; on_finished: called with each row of this rank that is trained on, once it
+        is done and that is sure."""
         self.engine, self.ranks, self.params, self.proposer, self.cost = engine, ranks, params, proposer, cost
-        self.board, self.works, self.handover, self.on_finished = board, list(works), handover, on_finished
+        self.board, self.works, self.on_finished = board, list(works), on_finished
         self.clock = ranks.clock
         self.record = RolloutRecord()
-        self.view = RankView(ranks.rank, engine, {}, self.record)
+        self.view = RankView(ranks.rank, engine, {}, self.record, take=self._take, give=self._give, let_go=self._let_go)
 
     def run(self, rows: dict[int, Row], standing: Standing) -> RolloutRecord:
         """Generate the rows to their end, or until they are out, on the weights as they are. A rank that is told to stop leaves
@@ -64,8 +64,7 @@ class RolloutLoop:
         self.engine.reset([row for work in self.works for row in work.begin(self.view)])
         self.engine.add(list(rows.values()))
         self.record.began_s = self._last_s = self.clock.perf_counter()
-        self._tells_lengths = standing.selection is not None or self.handover is not None
-        if self.works or self._tells_lengths:
+        if self.works or standing.selection is not None:
             self._run_with_ticks()
         else:
             while self.view.unfinished and not self.ranks.must_stop:
@@ -77,7 +76,10 @@ class RolloutLoop:
         board = self.board
         if len(self.works) > MAX_WORKS:
             raise ValueError(f"{len(self.works)} uses of idle time; a tick has room for the wishes of {MAX_WORKS}")
-        self.arbiter = Arbiter([work.offers() for work in self.works])
+        self.arbiter = Arbiter(len(self.works))
+        self.record.idle = {work.name: IdleUse() for work in self.works}
+        for number, work in enumerate(self.works):
+            self.arbiter.update(number, work.offers([]))
         board.begin()
         while True:
             while (states := board.poll(self._state, is_urgent=not self.view.unfinished)) is not None:
@@ -97,14 +99,19 @@ class RolloutLoop:
 
     def _act_on(self, states: list[RankState]) -> None:
         """What a tick changes on this rank."""
-        if self._tells_lengths:
-            self.standing.merge(states)
-        if self.handover is not None:
-            self._hand_over(states)
+        by_rank = [np.split(state.facts, self._ends) for state in states]
+        self.standing.merge([facts[0] for facts in by_rank])
+        for number, work in enumerate(self.works, start=1):
+            work.hear([facts[number] for facts in by_rank])
         if self.standing.selection is not None:
             self._select()
-        for work, offer in self.arbiter.assign(states)[self.ranks.rank]:
-            self.works[work].start(offer)
+        for number, work in enumerate(self.works):
+            self.arbiter.update(number, work.offers(states))
+        for rank, given in enumerate(self.arbiter.assign(states)):
+            for number, offer in given:
+                self.works[number].start(offer, rank)
+                if rank == self.ranks.rank:
+                    self.record.idle[self.works[number].name].expected_s += offer.saves_s
 
     def _select(self) -> None:
         """Drop own rows that are out, and hand on those that are in."""
@@ -126,24 +133,28 @@ class RolloutLoop:
             self._note(row)
             del self.view.unfinished[id(row)]
 
-    def _hand_over(self, states: list[RankState]) -> None:
-        """Rows that have come with this tick, and those that go with the next one."""
-        handover, unfinished = self.handover, self.view.unfinished
-        for place, row in handover.arrived(states):
-            if row is None:  # it has gone
-                row = self.rows.pop(place)
-                del unfinished[id(row)], self._places[id(row)]
-                continue
-            self.rows[place], self._places[id(row)], unfinished[id(row)] = row, place, row
-            missing = 1 + len(self.engine.queue) + len(self.engine.rows) - self.engine.num_slots
-            for work in self.works if missing > 0 else ():
-                missing -= work.make_room(missing)
-            self.engine.add([row])
-            self.record.taken_rows += 1
-        for place in handover.plan(states):
-            if id(row := self.rows[place]) in unfinished:
-                self.engine.drop(row)
-                handover.pack(place, row)
+    def _take(self, place: int, row: Row) -> None:
+        """See `RankView.take`."""
+        self.rows[place], self._places[id(row)], self.view.unfinished[id(row)] = row, place, row
+        missing = 1 + len(self.engine.queue) + len(self.engine.rows) - self.engine.num_slots
+        for work in self.works if missing > 0 else ():
+            missing -= work.make_room(missing)
+        self.engine.add([row])
+        self.record.taken_rows += 1
+        self.record.first_taken_s = min(self.record.first_taken_s, self.clock.perf_counter())
+
+    def _give(self, place: int) -> Row | None:
+        """See `RankView.give`."""
+        row = self.rows[place]
+        if id(row) not in self.view.unfinished:
+            return None
+        self.engine.drop(row)
+        return row
+
+    def _let_go(self, place: int) -> None:
+        """See `RankView.let_go`."""
+        row = self.rows.pop(place)
+        del self.view.unfinished[id(row)], self._places[id(row)]
 
     def _tell(self, place: int) -> None:
         """A row is done, and trained on."""
@@ -166,20 +177,17 @@ class RolloutLoop:
 
     def _advance(self) -> bool:
         """A slice of each work; whether there is more to do of any."""
-        return any([work.advance() for work in self.works])  # noqa: C419 (of each)
+        goes_on = any([work.advance() for work in self.works])  # noqa: C419 (of each)
+        self._last_s = max(self._last_s, *(span.end_s for span in self.record.slices[-1:]), -math.inf)
+        return goes_on
 
     def _state(self) -> RankState:
         """What this rank tells the others in the next tick."""
-        num_unfinished = len(self.view.unfinished)
-        wanted = (
-            work.wanted() if self.arbiter.has_offers(number, not num_unfinished) else 0 for number, work in enumerate(self.works)
-        )
-        state = RankState(num_unfinished, tuple(wanted), self.ranks.must_stop)
-        if not self._tells_lengths:
-            return state
         self._note_active()
-        facts = self.standing.facts()
-        return state._replace(facts=facts if self.handover is None else np.concatenate((facts, self.handover.parcels)))
+        facts = [self.standing.facts(), *(work.facts() for work in self.works)]
+        self._ends = np.cumsum([len(of) for of in facts])[:-1]  # the same on all ranks
+        wanted = tuple(work.wanted() for work in self.works)
+        return RankState(len(self.view.unfinished), wanted, self.ranks.must_stop, np.concatenate(facts))
 
     def _wait(self) -> None:
         begin = self.clock.perf_counter()

@@ -5,14 +5,13 @@ most, a few rows end no sooner for being alone, and nothing moves. A pure functi
 alike.
 """
 
-import heapq
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from bubblespec.idle.draft_planning import Outlook
-from bubblespec.rollout.balance import MIN_GAIN
+from bubblespec.rollout.balance import MIN_GAIN, num_forwards
 
 MAX_MOVES = 64  # a tick
 NO_MARGIN = 1e-9
@@ -40,6 +39,12 @@ class Move(NamedTuple):
     """Its place in `Unfinished`."""
     source: int
     target: int
+    saves_s: float = 0.0
+    """Seconds by which the rollout is expected to end sooner, shared among the moves that this takes."""
+    costs_s: float = 0.0
+    """Seconds that the row is expected to take of its new rank."""
+    ends_s: float = 0.0
+    """Seconds until the rollout is expected to end if no row moves."""
 
 
 def expected_left(so_far: np.ndarray, guesses: np.ndarray, margins: np.ndarray, outlook: Outlook) -> np.ndarray:
@@ -88,7 +93,10 @@ def plan_moves(rows: Unfinished, cost: np.ndarray, *, num_ranks: int, num_slots:
         moves += batch
         if max(plan.ends_s) < best_s:
             best_s, num_best = max(plan.ends_s), len(moves)
-    return moves[:num_best] if began_s - best_s > least_gain_s else []
+    if began_s - best_s <= least_gain_s:
+        return []
+    saves_s = (began_s - best_s) / num_best
+    return [move._replace(saves_s=saves_s, costs_s=float(plan.alone_s[move.row]), ends_s=began_s) for move in moves[:num_best]]
 
 
 class _Plan:
@@ -99,7 +107,8 @@ class _Plan:
         self.left, self.num_slots = rows.left, num_slots
         context = rows.prompt_tokens + rows.so_far
         self.seconds = rows.left * (row_s + token_s + position_s * (context + (rows.left - 1) / 2))
-        self.longest_row_s = float((self.forward_s * rows.left + self.seconds).max())
+        self.alone_s = self.forward_s * rows.left + self.seconds
+        self.longest_row_s = float(self.alone_s.max())
         self.feeding_s = wide_row_s + token_s * context
         self.rows_of = [np.flatnonzero(rows.owners == rank) for rank in range(num_ranks)]
         self.delays_s = [0.0 if len(own) else overhead_s for own in self.rows_of]  # before a rank decodes
@@ -139,14 +148,3 @@ class _Plan:
 
     def _end_s(self, rows: np.ndarray, delay_s: float) -> float:
         return delay_s + self.forward_s * num_forwards(self.left[rows], self.num_slots) + float(self.seconds[rows].sum())
-
-
-def num_forwards(left: np.ndarray, num_slots: int) -> float:
-    """Forwards that rows with so many tokens left take, admitted in this order; float64 [rows]."""
-    if len(left) <= num_slots:
-        return float(left.max(initial=0.0))
-    slots = left[:num_slots].tolist()  # when each is free
-    heapq.heapify(slots)
-    for tokens in left[num_slots:].tolist():
-        heapq.heapreplace(slots, slots[0] + tokens)
-    return max(slots)

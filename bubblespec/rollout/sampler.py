@@ -6,7 +6,6 @@ step and the gathered rewards alone, so any number of ranks trains on the same t
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,18 +14,21 @@ from bubblespec.config import Config
 from bubblespec.data.step_planner import StepPlanner
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.sampling import SamplingParams
+from bubblespec.idle.gradients import GroupGradients
 from bubblespec.idle.speculation import Speculation
 from bubblespec.idle.work import IdleWork
+from bubblespec.learn.streaming import GradientStream
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.records import Group, Launch, RolloutRecord, Row, Samples, Span, StepRecord, has_zero_std
 from bubblespec.rewards.functions import combine, overlong_penalty
 from bubblespec.rewards.scorer import Scorer, Scoring
-from bubblespec.rollout.balance import ends_s, place_rows
+from bubblespec.rollout.balance import ends_s, place_rows, plain_s
 from bubblespec.rollout.forecast import Mover, admit_first, forecast, up_to_cut
-from bubblespec.rollout.handover import Handover
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.placement import gather_samples, place_in_turn
 from bubblespec.rollout.standing import Standing
+from bubblespec.rollout.take_over import TakeOver
+from bubblespec.speculate.store import DraftStore
 
 
 @dataclass
@@ -42,10 +44,14 @@ class Sampler:
     reward_weights: list[float]
     """One for each reward function."""
     speculation: Speculation | None = None
+    stream: GradientStream | None = None
+    """Where gradients are streamed."""
 
     def sample(self, step: int) -> StepRecord:
         """The samples of `step`, in canonical order and the same on every rank. Raises StopRequested: the step is abandoned."""
         rollout = self.config.rollout
+        if self.stream is not None:
+            self.stream.begin()
         record = self._sample_groups(self.planner.launch(step), step)
         if rollout.dynamic_sampling:
             record = self._replace_groups(record)
@@ -54,22 +60,40 @@ class Sampler:
         self.planner.finish(record.generated, record.deferred)
         return record
 
-    def evaluate(self, groups: list[Group], num_generations: int, params: SamplingParams) -> Samples:
-        """Samples of held-out prompts, generated without speculation. Raises StopRequested."""
+    def evaluate(
+        self, groups: list[Group], num_generations: int, params: SamplingParams, version: int
+    ) -> tuple[Samples, RolloutRecord]:
+        """Samples of held-out prompts. With speculation those of the last evaluation are drafts of them. version: updates of the
+        weights. Raises StopRequested."""
         launch = Launch(groups, len(groups), num_generations, num_generations)
-        standing, rows, scoring = self.begin(launch)
-        RolloutLoop(self.engine, self.ranks, params, on_finished=scoring.on_finished).run(rows, standing)
+        drafts = self.speculation.evaluation if self.speculation is not None else None
+        if drafts is not None:
+            drafts.renew(launch.ids, self.speculation.store)
+        standing, rows, scoring = self.begin(launch, store=None if drafts is None else drafts.store)
+        loop = RolloutLoop(self.engine, self.ranks, params, on_finished=scoring.on_finished)
+        if drafts is not None and len(drafts.store):
+            loop.proposer, rows = drafts.proposer, drafts.begin(rows, version)
+        record = loop.run(rows, standing)
         self.ranks.meet()
-        return self.gather(standing, rows, scoring)
+        samples = self.gather(standing, rows, scoring)
+        if drafts is not None:
+            drafts.learn(samples, version)
+        return samples, record
 
     def combined(self, samples: Samples) -> np.ndarray:
         """Reward of each sample in training: the weighted sum and the overlong penalty, float64 [S]."""
-        return combine(samples.rewards, self.reward_weights) + self.overlong(samples)
+        return self._combine(samples.rewards, samples.lengths)
 
     def overlong(self, samples: Samples) -> np.ndarray:
         """The overlong penalty of each sample, float64 [S]; 0 where it is off."""
+        return self._overlong(samples.lengths)
+
+    def _combine(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        return combine(rewards, self.reward_weights) + self._overlong(lengths)
+
+    def _overlong(self, lengths: np.ndarray) -> np.ndarray:
         reward, limit = self.config.reward, self.config.rollout.max_completion_length
-        return overlong_penalty(samples.lengths, limit, reward.overlong_buffer_length, reward.overlong_penalty_factor)
+        return overlong_penalty(lengths, limit, reward.overlong_buffer_length, reward.overlong_penalty_factor)
 
     def _replace_groups(self, record: StepRecord) -> StepRecord:
         """Generate further groups until there are enough whose rewards differ, or as many batches as allowed."""
@@ -110,7 +134,7 @@ class Sampler:
             drafts = {name: draft for name in launch.ids if (draft := speculation.store.get(name)) is not None}
         expected_s = self._expected_s(standing)
         used = launch.groups if before is None else before.used + launch.groups
-        rollout, works = self.roll_out(standing, rows, step, used, scoring.on_finished)
+        rollout, works = self.roll_out(standing, rows, step, used, scoring)
         generated_s = clock.perf_counter()
         ranks.meet()  # the bubble: waiting for the slowest rank
         met_s = clock.perf_counter()
@@ -138,9 +162,12 @@ class Sampler:
             deferred={ids[place]: int(standing.lengths[place]) for place in others},
         )
 
-    def begin(self, launch: Launch, step: int | None = None) -> tuple[Standing, dict[int, Row], Scoring]:
-        """A rollout's standing, this rank's rows of it, and what scores them as they are done. step: None in an evaluation."""
-        standing = self._place(launch)
+    def begin(
+        self, launch: Launch, step: int | None = None, store: DraftStore | None = None
+    ) -> tuple[Standing, dict[int, Row], Scoring]:
+        """A rollout's standing, this rank's rows of it, and what scores them as they are done. step: None in an evaluation;
+        store: see `forecast`."""
+        standing = self._place(launch, store)
         rows = standing.make_rows(self.config.rollout.max_completion_length)
         return standing, rows, self.scorer.begin(launch.groups, step)
 
@@ -149,12 +176,12 @@ class Sampler:
         """What placement must know of the ranks."""
         return {"num_ranks": self.ranks.world_size, "num_slots": self.engine.num_slots}
 
-    def _place(self, launch: Launch) -> Standing:
+    def _place(self, launch: Launch, store: DraftStore | None) -> Standing:
         """Decide which rank generates which sample."""
         num_ranks, speculation = self.ranks.world_size, self.speculation
         expected, owners = None, place_in_turn(len(launch.groups), launch.num_generations, num_ranks)
         if (num_ranks > 1 or launch.selects) and speculation is not None and speculation.shared_cost is not None:
-            expected = forecast(launch, speculation)
+            expected = forecast(launch, speculation, store)
             if num_ranks > 1 and self.config.rollout.placement != "in_turn":
                 until_end = up_to_cut(expected, launch) if launch.selects else expected
                 owners = place_rows(until_end, speculation.shared_cost, **self._shape)
@@ -167,14 +194,14 @@ class Sampler:
         by_rank = ends_s(standing.expected, standing.owners, self.speculation.shared_cost, **self._shape)
         return float(by_rank[self.ranks.rank])
 
-    def _handover(self, standing: Standing, step: int) -> Handover | None:
+    def _take_over(self, standing: Standing, step: int) -> TakeOver | None:
         """Rows may change ranks where all are trained on: what is not is left unfinished anyway."""
         takes_over = "take_over" in self.config.rollout.placement and self.ranks.world_size > 1
         if not takes_over or standing.launch.selects or standing.expected is None:
             return None
         mover = Mover(standing.expected, self.speculation, self.engine.num_slots)
         limit = self.config.rollout.max_completion_length
-        return Handover(standing, mover.plan, limit, lambda row: self.speculation.track(row, step))
+        return TakeOver(standing, mover.plan, limit, lambda row: self.speculation.track(row, step), self.ranks.clock)
 
     def roll_out(
         self,
@@ -182,19 +209,20 @@ class Sampler:
         rows: dict[int, Row],
         step: int,
         used: list[Group],
-        on_finished: Callable[[Row], None] | None = None,
+        scoring: Scoring | None = None,
     ) -> tuple[RolloutRecord, list[IdleWork]]:
         """Generate this rank's rows of a step, with speculation where that is on. Returns also the uses of idle time. rows: see
-        `RolloutLoop.run`; used: see `Speculation.draft_ahead`; on_finished: see `RolloutLoop`."""
+        `RolloutLoop.run`; used: see `Speculation.draft_ahead`; scoring: of its rows, None where they are not scored."""
+        on_finished = None if scoring is None else scoring.on_finished
         loop, speculation = RolloutLoop(self.engine, self.ranks, self.params, on_finished=on_finished), self.speculation
         ordered = dict(rows)
         if speculation is not None:
             ordered = speculation.begin(rows, step)
             if standing.launch.selects and standing.expected is not None:
                 ordered = {place: rows[place] for place in admit_first(list(ordered), standing.launch, standing.expected)}
-            loop.board, loop.works = speculation.board, self._idle_works(step, used)
-            loop.handover, loop.cost = self._handover(standing, step), speculation.proposer.cost
-            loop.proposer = speculation.proposer if speculation.has_drafts else None
+            loop.board, loop.cost = speculation.board, speculation.proposer.cost
+            loop.works = self._idle_works(standing, step, used, scoring)
+            loop.proposer = speculation.proposer if speculation.has_drafts and not speculation.is_plain else None
         record = loop.run(ordered, standing)
         rows.clear()
         rows.update(ordered)  # some may have changed ranks
@@ -209,17 +237,72 @@ class Sampler:
         deferred = standing.deferred().tolist()
         is_over = np.ones(len(standing.owners), bool)
         is_over[deferred] = False
-        self.speculation.learn_rollout(rollout, [name for name, over in zip(standing.launch.ids, is_over, strict=True) if over])
+        ids = [name for name, over in zip(standing.launch.ids, is_over, strict=True) if over]
+        overhead_s, work_s = self._work(rollout)
+        of_rows = self._plain_s(list(rows.values()), overhead_s)
+        self.speculation.learn_rollout(rollout, ids, plain_s=of_rows, work_s=work_s, was_plain=self.speculation.is_plain)
         if standing.selection is not None:
             self.speculation.keep([rows[place] for place in deferred if place in rows], step)
         for work in works:
             work.merge(self.ranks)
-        return Span("exchange", begin_s, self.ranks.clock.perf_counter())
+        span = Span("exchange", begin_s, self.ranks.clock.perf_counter())
+        self.speculation.overhead_s += span.end_s - span.begin_s
+        return span
 
-    def _idle_works(self, step: int, used: list[Group]) -> list[IdleWork]:
+    def _work(self, rollout: RolloutRecord) -> tuple[float, float]:
+        """Seconds of a typical forward beside the engine, and of all forwards with rows of the step, by the cost model."""
+        own = [f for f in rollout.forwards if f.own_rows]
+        if not own:
+            return 0.0, 0.0
+        overhead_s = float(np.median([f.end_s - f.begin_s - f.engine_s - f.propose_s for f in own]))
+        rows, tokens, wide_rows, positions = np.array([(f.rows, f.tokens, f.wide_rows, f.positions) for f in own]).T
+        engine_s = self.speculation.proposer.cost.seconds(rows, tokens, wide_rows, positions)
+        return overhead_s, float(engine_s.sum()) + len(own) * overhead_s + sum(f.propose_s for f in own)
+
+    def _plain_s(self, rows: list[Row], overhead_s: float) -> float:
+        """Seconds that this rank's rows, in the order in which they were admitted, would have taken without drafts."""
+        lengths, prompts = [len(row.tokens) for row in rows], {row.id[:2]: len(row.prompt) for row in rows}
+        return plain_s(
+            np.array(lengths, np.float64),
+            np.array([len(row.prompt) for row in rows], np.float64),
+            self.speculation.proposer.cost.coefficients,
+            num_slots=self.engine.num_slots,
+            prefilled=sum(prompts.values()),
+            overhead_s=overhead_s,
+        )
+
+    def _idle_works(self, standing: Standing, step: int, used: list[Group], scoring: Scoring | None) -> list[IdleWork]:
         """The uses of idle time in a rollout of a step, which has drawn the groups `used` so far."""
-        draft_ahead = self.speculation.draft_ahead(step, self.planner, used, self.engine.num_slots)
-        return [] if draft_ahead is None else [draft_ahead]
+        draft_ahead = None
+        if not self.speculation.is_plain:
+            draft_ahead = self.speculation.draft_ahead(step, self.planner, used, self.engine.num_slots)
+        gradients = None
+        if self.stream is not None and scoring is not None and len(used) == len(standing.launch.groups):
+            gradients = self._group_gradients(standing.launch, scoring)
+        return [work for work in (self._take_over(standing, step), gradients, draft_ahead) if work is not None]
+
+    def _group_gradients(self, launch: Launch, scoring: Scoring) -> GroupGradients:
+        """Of a step's first rollout: with dynamic sampling whatever differs in it is trained on, and of later ones not all is."""
+
+        def take_rewards() -> list[tuple[Row, float]]:
+            # A row to which no function applies ends the run, but not before all ranks are there.
+            scored = [(row, scores) for row, scores in scoring.take_scored() if not np.isnan(scores).all()]
+            if not scored:
+                return []
+            rows, scores = zip(*scored, strict=True)
+            return list(
+                zip(rows, self._combine(np.stack(scores), np.array([len(row.tokens) for row in rows])).tolist(), strict=True)
+            )
+
+        return GroupGradients(
+            launch,
+            self.stream,
+            take_rewards,
+            max_slice_s=self.config.idle.max_slice_s,
+            scores_beside_rows=self.config.reward.num_workers > 0,
+            only_differing=self.config.rollout.dynamic_sampling,
+            frees_cache=self.config.rollout.free_cache_engine,
+        )
 
     def gather(self, standing: Standing, rows: dict[int, Row], scoring: Scoring) -> Samples:
         """The samples that are trained on, of all ranks; rows: this rank's."""

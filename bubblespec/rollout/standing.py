@@ -8,7 +8,6 @@ it as soon as it knows.
 import numpy as np
 
 from bubblespec.data.selection import Selection
-from bubblespec.ranks.progress import RankState
 from bubblespec.records import Launch, Row
 from bubblespec.rollout.balance import Expected
 
@@ -43,9 +42,9 @@ class Standing:
         """What this rank tells the others in a tick, float64 [S]: twice the length, plus 1 once it is final; 0 elsewhere."""
         return np.where(self.owners == self.rank, 2.0 * self.lengths + self.is_finished, 0.0)
 
-    def merge(self, states: list[RankState]) -> None:
-        """Take in what all ranks have told in a tick."""
-        told = np.maximum.reduce([state.facts[: len(self.owners)].astype(np.int64) for state in states])
+    def merge(self, facts: list[np.ndarray]) -> None:
+        """Take in what all ranks have told in a tick, by rank."""
+        told = np.maximum.reduce(facts).astype(np.int64)
         self.told = np.where(told & 1, -1, told >> 1)
         newest = np.maximum(told, 2 * self.lengths + self.is_finished)  # of own rows more is known than was told
         self.lengths, self.is_finished = newest >> 1, (newest & 1).astype(bool)

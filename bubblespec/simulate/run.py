@@ -144,6 +144,7 @@ class _Rank:
         self.workload, self.texts, self.bar = workload, Texts(workload), bar
         self.ranks = SimulatedRanks(world, rank)
         engine = _make_engine(config, workload, cost, world, rank=rank, num_ranks=world.num_ranks, text=self._text)
+        engine.may_skip = profiled is None  # speculation learns from every forward, in rollouts without drafts as well
         self.sampler = Sampler(
             config=config,
             ranks=self.ranks,

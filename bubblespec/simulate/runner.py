@@ -11,7 +11,7 @@ import numpy as np
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.ragged import ragged
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.engine.scheduler import Batch, Proposer
+from bubblespec.engine.scheduler import Batch, Proposer, num_accepted
 from bubblespec.records import Load, Row
 from bubblespec.simulate.world import World
 from bubblespec.speculate.sources import TrackedRow
@@ -56,22 +56,20 @@ class SimulatedRunner:
         row, offset = ragged(batch.num_draft + 1)
         slot = batch.slots[row]
         token = self.said[slot, np.minimum(batch.generated[row] + offset, self.end[slot])].astype(np.int64)
-        is_drafted = offset < batch.num_draft[row]
-        is_right = is_drafted.copy()  # the place after a draft counts as wrong, whatever it says
-        is_right[is_drafted] = token[is_drafted] == batch.draft
-        wrong_at = np.where(is_right, len(token), offset)
-        first = np.cumsum(batch.num_draft + 1) - (batch.num_draft + 1)
-        return np.minimum.reduceat(wrong_at, first), token, np.zeros((2, len(token)))
+        return num_accepted(token, batch.draft, batch.num_draft), token, np.zeros((2, len(token)))
 
 
 class SimulatedGenerator(Generator):
     """On a `SimulatedRunner`, whose forwards may be many at once."""
 
+    may_skip = True
+    """Whether nobody counts or times forwards one by one."""
+
     def step(
         self, params: SamplingParams, proposer: Proposer | None = None, max_prefill_tokens: int | None = None
     ) -> tuple[list[Row], Load | None]:
-        """See `Generator.step`. Plain forwards in which no row ends come before it, if ranks do not share cores."""
-        if proposer is None and self.runner.world.cores is None:
+        """See `Generator.step`. Plain forwards in which no row ends come before it, if they may and ranks do not share cores."""
+        if self.may_skip and proposer is None and self.runner.world.cores is None:
             self._skip()
         return super().step(params, proposer, max_prefill_tokens)
 

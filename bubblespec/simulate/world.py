@@ -33,9 +33,9 @@ class World:
         num_ranks: int,
         cores: int | None = None,
         meeting_s: float = 1e-3,
-        tick_s: float = 5e-4,
+        tick_s: float = 1e-4,
         *,
-        post_s: float = 3e-4,
+        post_s: float = 1.2e-4,
     ):
         self.num_ranks, self.cores = num_ranks, cores
         self.meeting_s, self.tick_s, self.post_s = meeting_s, tick_s, post_s

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bubblespec.records import Acceptance, Draft, Row
+from bubblespec.records import POSITIONS, Acceptance, Draft, Row
 from bubblespec.speculate.sources import ALIGNED, DraftSource, OwnDrafts, SuffixMatches, TrackedRow
 from bubblespec.speculate.suffix import OWN, SOURCE_NAMES, History
 from bubblespec.speculate.windows import WINDOWS, CostModel, Survival, choose_windows
@@ -141,8 +141,10 @@ class Proposer:
             _add(counts.by_source, tracked.kind[0], drafted, accepted)
             if tracked.kind[0] == ALIGNED:
                 _add(counts.by_age, tracked.age, drafted, accepted)
-                counts.before_divergence[0] += min(accepted + 1, drafted)
-                counts.before_divergence[1] += accepted
+                counts.before_divergence[bisect_right(POSITIONS, tracked.num_gained) - 1] += (
+                    min(accepted + 1, drafted),
+                    accepted,
+                )
         if tracked.draft is not None and not tracked.is_aligned and tracked.num_gained < len(tracked.draft.tokens):
             counts.after_divergence[0] += gained
             counts.after_divergence[1] += accepted if drafted and tracked.kind[0] == SOURCE_NAMES[OWN] else 0

@@ -43,7 +43,7 @@ class MetricsLogger:
         self._is_drawing = True  # False after a failure, until a line can be written again
         self._purge_step = first_step  # curves from here on, of an earlier run, are hidden
         self._bar = tqdm(total=max_steps, initial=first_step, unit="step", dynamic_ncols=True, file=sys.stderr)
-        self.evaluations: list[tuple[int, dict[str, float]]] = []
+        self.evaluations: list[tuple[int, dict[str, Any]]] = []
         self.history: list[dict[str, Any]] = []
         for record in records:
             if record["step"] == first_step:  # the purge has just hidden this evaluation's points
@@ -65,7 +65,7 @@ class MetricsLogger:
             self._bar.set_postfix_str(shown)
             self._bar.update()
 
-    def log_evaluation(self, step: int, metrics: dict[str, float]) -> None:
+    def log_evaluation(self, step: int, metrics: dict[str, Any]) -> None:
         """Evaluations are lines of their own: {"step": ..., "eval/...": ...}; `step` is the number of updates so far."""
         if not self.is_main:
             return
@@ -199,6 +199,6 @@ def _table(history: list[dict], evaluations: list[tuple[int, dict]]) -> str:
         lines.append(f"{key:28}{np.mean(values[:share]):12.3f}{np.mean(values[-share:]):12.3f}")
     if evaluations:
         lines += ["", f"{'':28}" + "".join(f"{'step ' + str(step):>12}" for step, _ in evaluations)]
-        for key in evaluations[0][1]:
+        for key in (key for key, value in evaluations[0][1].items() if not isinstance(value, str)):
             lines.append(f"{key:28}" + "".join(f"{metrics[key]:12.3f}" for _, metrics in evaluations))
     return "\n".join(lines)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import StepRecord, digest, has_zero_std, total_s
+from bubblespec.records import RolloutRecord, Samples, StepRecord, digest, has_zero_std, total_s
 
 
 def rollout_metrics(record: StepRecord, functions: list[str]) -> dict:
@@ -42,6 +42,19 @@ def forward_metrics(ranks: Ranks, record: StepRecord) -> dict:
     """Without drafts: forwards of the rank that took most."""
     own = sum(rollout.own_forwards for rollout in record.rollouts)
     return {"rollout/forwards": int(ranks.gather(np.array([own])).max())}
+
+
+def evaluation_metrics(ranks: Ranks, samples: Samples, rollout: RolloutRecord, seconds: float) -> dict:
+    """How an evaluation was generated; forwards are those of the rank that took most. seconds: of all of it."""
+    counts = rollout.acceptance
+    gathered = ranks.gather(np.array([rollout.own_forwards, counts.draft_tokens, counts.accepted_tokens]))
+    drafted, accepted = gathered[:, 1:].sum(axis=0).tolist()
+    return {
+        "eval/digest": digest(samples),
+        "eval/forwards": int(gathered[:, 0].max()),
+        "eval/spec_accept_rate": accepted / max(drafted, 1),
+        "timing_s/eval": seconds,
+    }
 
 
 def speculation_metrics(ranks: Ranks, record: StepRecord, *, store_tokens: int, accepted_by_age: dict[int, float]) -> dict:
@@ -113,6 +126,20 @@ def placement_metrics(ranks: Ranks, record: StepRecord) -> dict:
         "placement/error": float(np.abs(expected_s - own_s).mean() / max(own_s.max(), 1e-9)),
         "placement/taken_rows": int(taken.sum()),
     }
+
+
+def idle_metrics(ranks: Ranks, record: StepRecord) -> dict:
+    """What became of idle time: of each use seconds spent on the mean rank, and seconds of wall time that it was expected to save
+    and is estimated to have saved."""
+    metrics = {}
+    for name in sorted({name for rollout in record.rollouts for name in rollout.idle}):
+        uses = [rollout.idle[name] for rollout in record.rollouts if name in rollout.idle]
+        own = [sum(getattr(use, field) for use in uses) for field in ("seconds", "expected_s", "brought_s")]
+        seconds, expected_s, brought_s = ranks.gather(np.array(own)).T
+        metrics[f"idle/{name}/seconds"] = float(seconds.mean())
+        metrics[f"idle/{name}/expected_s"] = float(expected_s.sum())
+        metrics[f"idle/{name}/brought_s"] = float(brought_s.mean())
+    return metrics
 
 
 def timing_metrics(ranks: Ranks, record: StepRecord, sync_s: float) -> dict:

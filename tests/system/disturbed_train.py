@@ -84,7 +84,8 @@ class Disturbance:
         sampler.engine.step = self.step
         if speculation is not None:
             # Every draft pays, so that there are many to disturb.
-            speculation.outlook.expected_saving = lambda *_, **__: np.ones(1)
+            items = speculation._items
+            speculation._items = lambda *arguments: [dataclasses.replace(item, pays=True) for item in items(*arguments)]
             speculation.board.interval_s = 0.0  # a tick at every forward: otherwise the clock chooses them
             self._draft_ahead, self._propose = speculation.draft_ahead, speculation.proposer.propose
             speculation.draft_ahead, speculation.proposer.propose = self.draft_ahead, self.propose

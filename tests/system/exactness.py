@@ -73,6 +73,7 @@ SHORT = (
     "rollout.num_generations=4",
     "rollout.max_completion_length=64",
     "bubble.max_slowdown=1000.0",
+    "speculative.check_every=0",
     "eval.num_prompts=0",
     "run.eval_steps=0",
     "run.keep_last=9",

@@ -1,0 +1,52 @@
+"""Streaming that depends on no clock: whatever is ready is computed, at every tick and beside rows of the rank's own.
+
+Run as a script it is train.py under these conditions, or with --at and --kind that of system/signalled_train.py.
+"""
+
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import train
+from bubblespec.idle.gradients import GroupGradients
+from bubblespec.learn.microbatch_cost import MicrobatchCost
+from bubblespec.ranks.progress import ProgressBoard
+from tests.system import signalled_train
+
+SECONDS = (1e-3, 1e-4)  # of a micro-batch and of a token, whatever they are: slices are the same on any machine
+STREAMED = ("optim.stream_gradients=true", "reward.num_workers=0", "idle.max_slice_s=0.02")
+
+
+def reward(completion_ids, **columns) -> list[float]:
+    """Differs between responses, whatever the policy."""
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+def stream_always(patch=setattr) -> None:
+    """patch: as of pytest's monkeypatch, to take it back afterwards."""
+    offers, can_begin = GroupGradients.offers, GroupGradients._can_begin
+
+    def beside_rows(work, states):
+        return [offer._replace(beside_rows=True) for offer in offers(work, states) or ()]
+
+    def can_begin_beside_rows(work) -> bool:
+        unfinished, work.view.unfinished = work.view.unfinished, {}
+        try:
+            return can_begin(work)
+        finally:
+            work.view.unfinished = unfinished
+
+    patch(GroupGradients, "offers", beside_rows)
+    patch(GroupGradients, "_can_begin", can_begin_beside_rows)
+    # In this process, and of every row at the next tick.
+    patch(GroupGradients, "scores_beside_rows", property(lambda work: True, lambda work, value: None))
+    patch(MicrobatchCost, "_fit", lambda cost: SECONDS)
+    patch(MicrobatchCost, "is_known", True)
+    patch(MicrobatchCost, "_coefficients", property(lambda cost: SECONDS, lambda cost, value: None))
+    patch(ProgressBoard, "_is_too_soon", lambda board: False)
+
+
+if __name__ == "__main__":
+    stream_always()
+    sys.exit(signalled_train.main() if "--at" in sys.argv else train.main())

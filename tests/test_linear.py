@@ -1,0 +1,379 @@
+"""The kernels of linear layers on a CPU against products in float64, the choice between them, and a run that goes on with it."""
+
+import copy
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import linear
+from transformers import AutoModelForCausalLM
+
+from bubblespec import set_up as set_up_module
+from bubblespec.checkpoint import list_checkpoints, read_state
+from bubblespec.config import load_config
+from bubblespec.engine import linear_choice
+from bubblespec.engine.linear import (
+    COPIES,
+    LEVELS,
+    MIN_TRAINING_ROWS,
+    FastLinear,
+    Plan,
+    differentiable_linear,
+    has_onednn,
+    level,
+    refresh_copies,
+    shape_of,
+    use_plans,
+)
+from bubblespec.engine.linear_choice import TIMINGS, can_choose, choose, count_shapes, measure
+from bubblespec.engine.model import forward_hidden, output_head, prepare_model
+from bubblespec.engine.packing import pack_sequences
+from bubblespec.learn.optimizer import Optimizer
+from bubblespec.ranks.collectives import Ranks
+from bubblespec.set_up import choose_linear, set_up
+from tests.runs import SHORT, same_weights, weights
+from train import train
+
+pytestmark = pytest.mark.skipif(not has_onednn(), reason="this torch has no oneDNN")
+
+ALWAYS = (True,) * len(LEVELS)
+ALL = (True, True, True)
+EPS = torch.finfo(torch.float32).eps
+K, M = 96, 312  # in and out
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def layer_of(weight: torch.Tensor, bias: torch.Tensor | None, plan: Plan) -> FastLinear:
+    layer = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    layer.weight = torch.nn.Parameter(weight.clone())
+    if bias is not None:
+        layer.bias = torch.nn.Parameter(bias.clone())
+    use_plans(layer, {shape_of(layer): plan})
+    assert isinstance(layer, FastLinear)
+    return layer
+
+
+def assert_rounds_like_a_product(found: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None):
+    """found = a @ b (+ bias) in float32: at most n eps sum |a| |b| off for sums of n terms, in whatever order (Higham,
+    Accuracy and stability of numerical algorithms, equation 3.5; n eps < 0.01 here, and eps is twice the unit roundoff)."""
+    a, b = a.double(), b.double()
+    exact, size, terms = a @ b, a.abs() @ b.abs(), a.shape[-1]
+    if bias is not None:
+        exact, size, terms = exact + bias.double(), size + bias.double().abs(), terms + 1
+    assert found.dtype == torch.float32 and found.shape == exact.shape
+    assert ((found.double() - exact).abs() <= terms * EPS * size).all()
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 31, 33, 200])
+@pytest.mark.parametrize("copy", COPIES)
+def test_generation_by_a_copy(copy, rows, has_bias):
+    x, weight, bias = random(1, rows, K), random(M, K, seed=1), random(M, seed=2) if has_bias else None
+    layer = layer_of(weight, bias, Plan(copy, ALWAYS))
+    with torch.inference_mode():
+        found = layer(x)
+        assert_rounds_like_a_product(found[0], x[0], weight.t(), bias)
+        assert_rounds_like_a_product(linear(x, weight, bias)[0], x[0], weight.t(), bias)
+        # Of any strides, as attention may leave them.
+        assert_rounds_like_a_product(layer(random(K, rows).t()), random(K, rows).t(), weight.t(), bias)
+        assert layer(x[:, :0]).shape == (1, 0, M)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("products", [ALL, (False, True, False), (True, False, True), (False, False, False)])
+@pytest.mark.parametrize("rows", [1, 130, 515])
+def test_training(rows, products, has_bias):
+    x, weight, grad = random(1, rows, K).requires_grad_(), random(M, K, seed=1).requires_grad_(), random(1, rows, M, seed=3)
+    bias = random(M, seed=2).requires_grad_() if has_bias else None
+    result = differentiable_linear(x, weight, bias, products)
+    result.backward(grad)
+    with torch.no_grad():
+        assert_rounds_like_a_product(result[0], x[0], weight.t(), bias)
+        assert_rounds_like_a_product(x.grad[0], grad[0], weight)
+        assert_rounds_like_a_product(weight.grad, grad[0].t(), x[0])
+        if has_bias:
+            assert_rounds_like_a_product(bias.grad[None], torch.ones(1, rows), grad[0])
+
+
+def test_gradients_that_nobody_wants_are_not_computed():
+    """A frozen layer under an adapter, and the first layer of a model."""
+    x, weight = random(130, K), random(M, K)
+    differentiable_linear(x.requires_grad_(), weight, None, ALL).sum().backward()
+    assert x.grad is not None and weight.grad is None
+    differentiable_linear(x.detach(), weight.requires_grad_(), None, ALL).sum().backward()
+    assert weight.grad.shape == weight.shape
+
+
+def test_training_uses_the_plan_from_some_rows_on(monkeypatch):
+    layer, seen = layer_of(random(M, K), None, Plan(products=ALL)), []
+    monkeypatch.setattr(
+        "bubblespec.engine.linear.onednn_linear", lambda x, weight, bias=None: seen.append(len(x)) or x @ weight.t()
+    )
+    layer(random(MIN_TRAINING_ROWS - 1, K))
+    with torch.inference_mode():
+        layer(random(MIN_TRAINING_ROWS, K))
+    assert not seen
+    layer(random(MIN_TRAINING_ROWS, K)).sum().backward()
+    assert seen == [MIN_TRAINING_ROWS, M]  # the input needs no gradient
+    with torch.no_grad():  # old log-probabilities: the kernel of the forward that is differentiated
+        layer(random(MIN_TRAINING_ROWS, K))
+    assert len(seen) == 3
+
+
+def test_levels():
+    assert [level(rows) for rows in (1, 2, 3, 4, 7, 8, 31, 32, 1000)] == [0, 1, 1, 2, 2, 3, 3, 4, 4]
+    assert all(level(rows) == number for number, rows in enumerate(LEVELS))
+
+
+@pytest.mark.parametrize("copy", COPIES)
+def test_generation_uses_the_current_weights(copy, make_model):
+    """After an optimizer's step, a change in place, and a load; also through the embedding, where the head is tied to it."""
+    model = make_model("llama", torch.float32)
+    model.lm_head.weight = model.model.embed_tokens.weight
+    use_plans(model, {shape: Plan(copy, ALWAYS) for shape in count_shapes(model)})
+    config = load_config("configs/tiny_cpu.yaml", ["run.output_dir=x", "optim.learning_rate=0.1", "optim.warmup_steps=0"])
+    optimizer = Optimizer(model, config.optim, 10)
+    layers = [module for module in model.modules() if isinstance(module, FastLinear)]
+    assert model.lm_head in layers and len(layers) == 2 * 7 + 1
+
+    def check() -> list[torch.Tensor]:
+        with torch.inference_mode():
+            for layer in layers:
+                x = random(5, layer.in_features)
+                assert_rounds_like_a_product(layer(x), x, layer.weight.t())
+        return [layer.weight.detach().clone() for layer in layers]
+
+    def step():
+        optimizer.flat_grad.fill_(0.01)
+        optimizer.step(0)
+
+    def change():
+        with torch.no_grad():
+            model.model.embed_tokens.weight.mul_(2)
+
+    first = check()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for action, does_change in ((step, layers), (change, [model.lm_head]), (lambda: model.load_state_dict(state), layers)):
+        before = check()
+        action()
+        if action is step:
+            refresh_copies(model)
+        changed = [layer for layer, a, b in zip(layers, before, check(), strict=True) if not torch.equal(a, b)]
+        assert changed == list(does_change)
+    assert all(torch.equal(a, b) for a, b in zip(first, check(), strict=True))
+
+
+def test_a_models_parameters_stay_as_they_are(make_model, tmp_path):
+    model, plain = make_model("qwen2", torch.float32), make_model("qwen2", torch.float32)
+    memory = {name: p.data_ptr() for name, p in model.named_parameters()}
+    use_plans(model, {shape: Plan("packed", ALWAYS, ALL) for shape in count_shapes(model)})
+    assert {name: p.data_ptr() for name, p in model.named_parameters()} == memory
+    assert list(model.state_dict()) == list(plain.state_dict())
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in plain.state_dict().items())
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.lm_head.weight.zero_()
+    with torch.inference_mode():
+        x = random(4, model.lm_head.in_features)
+        assert model.lm_head(x).any() and not twin.lm_head(x).any()
+
+
+class Other(torch.nn.Linear):
+    """A layer whose class may compute something else."""
+
+
+def test_layers_without_a_plan_stay_as_they_are():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4), Other(8, 4))
+    use_plans(model, {"8x8": Plan(), "8x4": Plan("transposed", ALWAYS)})
+    assert [type(layer) for layer in model] == [torch.nn.Linear, FastLinear, Other]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("copy", COPIES)
+def test_a_whole_model(copy, checkpointing, make_model):
+    """Logits, and gradients of all weights: as near to float64 as the plain model's."""
+    lengths = [70, 90]
+    tokens = torch.randint(1, 97, (sum(lengths),), generator=torch.Generator().manual_seed(0))
+
+    def run(model) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        prepare_model(model, 128)
+        if checkpointing:
+            set_up_module.enable_gradient_checkpointing(model)
+        with torch.inference_mode():
+            logits = output_head(model)(forward_hidden(model, tokens, pack_sequences(lengths, tokens.device))).double()
+        output_head(model)(forward_hidden(model, tokens, pack_sequences(lengths, tokens.device))).logsumexp(-1).sum().backward()
+        return logits, {name: p.grad.double() for name, p in model.named_parameters()}
+
+    exact, exact_grads = run(make_model("qwen2"))
+    fast = make_model("qwen2", torch.float32)
+    use_plans(fast, {shape: Plan(copy, ALWAYS, ALL) for shape in count_shapes(fast)})
+    (plain, plain_grads), (found, grads) = run(make_model("qwen2", torch.float32)), run(fast)
+
+    def error(a: torch.Tensor, b: torch.Tensor) -> float:
+        return ((a - b).norm() / b.norm()).item()
+
+    assert all(isinstance(module, FastLinear) for module in fast.modules() if isinstance(module, torch.nn.Linear))
+    assert error(found, exact) <= 3 * error(plain, exact) < 1e-5
+    for name, wanted in exact_grads.items():
+        assert error(grads[name], wanted) <= 3 * error(plain_grads[name], wanted) + 10 * EPS
+
+
+# The choice
+
+
+def times_of(**faster: float) -> np.ndarray:
+    """What `measure` returns for one shape: 1 ms each but those named, and no overhead of autograd."""
+    row = dict.fromkeys(TIMINGS, 1e-3) | {("copy", copy): 1e-6 for copy in COPIES}
+    for name, seconds in faster.items():
+        kind, *of = name.split("_")
+        for timing in TIMINGS:
+            if timing[0] == kind and [str(part) for part in timing[1:]][-len(of) :] == of:
+                row[timing] = seconds
+    return np.array([[row[timing] for timing in TIMINGS], [1e-9] * len(TIMINGS)])
+
+
+@pytest.mark.parametrize(
+    "seconds, wanted",
+    [
+        (times_of(), Plan()),
+        (times_of(generate_packed=0.95e-3, train_True=0.95e-3), Plan()),  # not by a margin
+        (times_of(generate_packed=0.8e-3), Plan("packed", ALWAYS)),
+        (times_of(generate_packed=0.8e-3, generate_transposed=0.7e-3), Plan("transposed", ALWAYS)),
+        (times_of(generate_packed=0.8e-3, generate_1_packed=2e-3), Plan("packed", (False, True, True, True, True))),
+        (times_of(generate_packed=0.8e-3, copy_packed=30e-3), Plan()),  # its making costs more
+        (times_of(train_True=0.5e-3), Plan(products=ALL)),
+        (times_of(train_True=0.5e-3, train_2_True=2e-3), Plan(products=(True, True, False))),
+        (times_of(train_2_True=0.8e-3), Plan()),  # of three products that is too little
+    ],
+)
+def test_choose(seconds, wanted):
+    assert choose(["8x8"], seconds) == {"8x8": wanted}
+
+
+def test_autograds_share_counts():
+    seconds = times_of(train_True=0.5e-3)
+    seconds[-1] = 1.4e-3
+    assert choose(["8x8"], seconds) == {"8x8": Plan()}
+
+
+class Clock:
+    """Every call takes one second."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def test_measure(make_model):
+    """All shapes in few rounds once time is up; model, gradients and the run's random numbers stay as they are."""
+    model = make_model("qwen2", torch.float32)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    torch.manual_seed(3)
+    state, clock = torch.get_rng_state(), Clock()
+    seconds = measure(model, clock)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert {type(module) for module in model.modules() if isinstance(module, torch.nn.Linear)} == {torch.nn.Linear}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    shapes = count_shapes(model)
+    assert shapes == {"64x96": 4, "96x64": 2, "64x64": 4, "64x97": 1, "64x32": 4}
+    assert seconds.shape == (len(shapes) + 1, len(TIMINGS)) and (seconds[:-1] == 1).all() and (seconds > 0).all()
+    layers, generation = sum(shapes.values()), len(LEVELS) * (1 + len(COPIES))
+    rounds = linear_choice.MIN_ROUNDS * 2 * (generation * layers + (len(TIMINGS) - generation) * len(shapes))
+    assert clock.now < 2 * (rounds + len(shapes) * len(TIMINGS) + 2 * 20) + 10
+    assert choose(list(shapes), seconds) == dict.fromkeys(shapes, Plan())
+
+
+def test_large_models_are_measured_in_parts():
+    model = torch.nn.Sequential(
+        *(torch.nn.Linear(1024, 3000, bias=False) for _ in range(6)), torch.nn.Linear(1024, 50_000, bias=False)
+    )
+    first = linear_choice._first_layers(model, count_shapes(model))
+    assert [shape_of(layer) for layer in first] == ["1024x3000"] * 2 + ["1024x50000"]
+    calls = linear_choice._timed_calls(model[-1])
+    with torch.inference_mode():
+        assert calls["generate", 4, "packed"]().shape == (1, 4, linear_choice.MOST_IN_LAYER // 1024)
+
+
+@pytest.mark.parametrize("dtype, wanted", [(torch.float32, True), (torch.float64, False), (torch.bfloat16, False)])
+def test_only_float32_on_a_cpu_has_a_choice(dtype, wanted):
+    assert can_choose(torch.nn.Linear(4, 4).to(dtype)) == wanted
+    assert not can_choose(torch.nn.Linear(4, 4, device="meta", dtype=dtype))
+
+
+def config_of(folder, *overrides: str):
+    """A float32 run whose forwards do not depend on the clock."""
+    options = [*SHORT, "model.dtype=float32", "speculative.method=none", "rollout.num_slots=16", "optim.learning_rate=1e-3"]
+    return load_config("configs/tiny_cpu.yaml", [*options, f"run.output_dir={folder}", *overrides])
+
+
+def faked(seconds: np.ndarray):
+    """`measure` of a machine on which every shape takes these times."""
+    return lambda model: np.vstack([np.repeat(seconds[:1], len(count_shapes(model)), axis=0), seconds[-1:]])
+
+
+FAST, PLAIN = times_of(generate_packed=0.5e-3, train_True=0.5e-3), times_of()
+
+
+def test_ranks_decide_together(monkeypatch, make_model):
+    """By their mean, whatever each of them has measured."""
+    model, mine = make_model("llama", torch.float32), iter([FAST, PLAIN])
+    everyone = [faked(FAST)(model), faked(times_of(generate_packed=1.5e-3, train_True=0.6e-3))(model)]
+
+    class Two(Ranks):
+        def gather(self, array):
+            return np.stack(everyone) if array.dtype == np.float64 else np.zeros((2, 1))
+
+    config, chosen = config_of("x"), []
+    for _ in range(2):
+        monkeypatch.setattr(set_up_module, "measure", faked(next(mine)))
+        chosen.append(choose_linear(config, Two(torch.device("cpu")), model, None))
+    assert chosen[0] == chosen[1]
+    assert set(chosen[0]["plans"].values()) == {Plan("packed", ALWAYS, ALL)}  # sqrt(0.5 * 1.5) and sqrt(0.5 * 0.6)
+
+
+@pytest.mark.parametrize("override", ["model.cpu_linear=torch", "model.dtype=float64"])
+def test_switched_off(monkeypatch, tmp_path, override):
+    monkeypatch.setattr(set_up_module, "measure", None)
+    trainer = set_up(config_of(tmp_path, override), Ranks(torch.device("cpu")))
+    trainer.lock.close()
+    assert trainer.linear is None and not any(isinstance(module, FastLinear) for module in trainer.learner.model.modules())
+
+
+def test_a_continued_run_keeps_the_choice(monkeypatch, tmp_path):
+    """Whatever would be measured now, so that its weights are those of the run that was not interrupted, to the bit; but on
+    another processor it chooses anew."""
+
+    def run(folder, seconds, *overrides: str):
+        monkeypatch.setattr(set_up_module, "measure", faked(seconds))
+        trainer = set_up(config_of(folder, "loss.kl_coef=0.1", *overrides), Ranks(torch.device("cpu")))
+        train(trainer)
+        trainer.lock.close()
+        return trainer
+
+    whole = run(tmp_path / "whole", FAST)
+    assert set(whole.linear["plans"].values()) == {Plan("packed", ALWAYS, ALL)}
+    plans = {module.plan for module in whole.learner.reference.modules() if isinstance(module, FastLinear)}
+    assert plans == {Plan(products=ALL)}
+    run(tmp_path / "parts", FAST, "run.max_steps=2")
+    (folder,) = list_checkpoints(tmp_path / "parts")
+    assert json.loads(json.dumps(whole.linear)) == read_state(folder)["linear"]
+    continued = run(tmp_path / "parts", PLAIN)
+    assert any(isinstance(module, FastLinear) for module in continued.learner.model.modules())
+    assert same_weights(weights(tmp_path / "parts", 4), weights(tmp_path / "whole", 4))
+
+    monkeypatch.setattr(set_up_module, "describe_hardware", lambda device: {"cpu": "another"})
+    config = config_of(tmp_path / "parts", "run.max_steps=5", f"run.resume_from_checkpoint={os.path.abspath(folder)}")
+    model = whole.learner.model
+    assert choose_linear(config, Ranks(torch.device("cpu")), model, read_state(folder)["linear"])["hardware"] == {
+        "cpu": "another"
+    }

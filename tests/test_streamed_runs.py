@@ -1,0 +1,181 @@
+"""Whole runs with streamed gradients against the same without: equal tokens, and weights equal up to the order of summation.
+
+Whether a slice runs depends on the clock; here it does not (streaming.py).
+"""
+
+import signal
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from bubblespec.config import load_config
+from bubblespec.idle.gradients import GroupGradients
+from bubblespec.learn.learner import Learner
+from bubblespec.ranks.collectives import StopRequested
+from bubblespec.rollout.loop import RolloutLoop
+from bubblespec.set_up import set_up
+from tests.clocks import train_in_virtual_time, virtual_time
+from tests.runs import SHORT, digests, read, run, weights
+from tests.streaming import STREAMED, stream_always
+from train import train
+
+STEPS = 20
+OPTIONS = [
+    *SHORT,
+    "rollout.num_prompts_per_step=6",
+    "rollout.max_completion_length=24",
+    f"run.max_steps={STEPS}",
+    "run.save_steps=10",
+    "reward.functions=[tests.streaming.reward]",
+    "optim.learning_rate=1e-3",
+    "reward.num_workers=0",
+]
+NOTHING_STREAMED = ("optim.stream_gradients=true", "idle.max_slice_s=1e-9")  # no slice is so short
+SCRIPT = ("tests/streaming.py",)
+
+
+def close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    """Adam divides gradients by their size: what is rounded in small ones shows in the weights."""
+    return a.keys() == b.keys() and all(torch.allclose(a[name], b[name], rtol=0, atol=1e-6) for name in a)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The same run in virtual time, with nothing streamed: its gradients are scaled behind the backward pass too, in which
+    transformers' norms round to float32. Without streaming the tokens are the same."""
+    folder, off = tmp_path_factory.mktemp("plain"), tmp_path_factory.mktemp("off")
+    train_in_virtual_time(*OPTIONS, *NOTHING_STREAMED, f"run.output_dir={folder}")
+    train_in_virtual_time(*OPTIONS, f"run.output_dir={off}")
+    assert digests(off) == digests(folder) and not any(line["stream/share"] for line in read(folder))
+    return folder
+
+
+def assert_same_run(streamed, plain) -> None:
+    assert digests(streamed) == digests(plain) and len(set(digests(plain))) == STEPS
+    assert close(weights(streamed, STEPS), weights(plain, STEPS))
+    for ours, theirs in zip(read(streamed), read(plain), strict=True):
+        for name in ("loss", "grad_norm", "entropy", "sampling/logp_difference/mean", "reward"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-8), name
+
+
+def test_one_rank_streams_and_trains_alike(monkeypatch, tmp_path, plain):
+    stream_always(partial(monkeypatch.setattr, raising=False))
+    train_in_virtual_time(*OPTIONS, *STREAMED, "run.timeline_steps=[1]", f"run.output_dir={tmp_path}")
+    assert_same_run(tmp_path, plain)
+    lines = read(tmp_path)
+    assert sum(line["stream/share"] > 0 for line in lines) > STEPS / 2
+    assert "gradient" in (tmp_path / "timeline" / "step_00001.json").read_text()
+
+
+@pytest.mark.parametrize("options", [[], ["speculative.method=none", "optim.shard_state=true"]])
+def test_two_ranks_stream_and_train_alike(tmp_path, plain, options):
+    run(tmp_path, 2, *STREAMED, *options, script=SCRIPT, short=OPTIONS)
+    assert_same_run(tmp_path, plain)
+    assert max(line["stream/share"] for line in read(tmp_path)) > 0
+
+
+def test_a_run_killed_in_a_streamed_step_goes_on_alike(tmp_path, plain):
+    """In the update, when part of the gradient has been there for long."""
+    kill = ("--at", "13", "--kind", "ranks-die")
+    done = run(tmp_path, 2, *STREAMED, check=False, script=(*SCRIPT, *kill), short=OPTIONS)
+    assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
+    run(tmp_path, 2, *STREAMED, script=SCRIPT, short=OPTIONS)
+    lines = {line["step"]: line["rollout/digest"] for line in read(tmp_path)}
+    assert [lines[step] for step in sorted(lines)] == digests(plain)
+    assert close(weights(tmp_path, STEPS), weights(plain, STEPS))
+
+
+def noted_groups(monkeypatch) -> list[tuple[set, object]]:
+    """Of each update the groups whose samples were streamed before it, and the samples."""
+    noted, update = [], Learner.update
+
+    def noting(learner, samples, *arguments):
+        noted.append(({name[:2] for name in learner.streamed.ids}, samples))
+        return update(learner, samples, *arguments)
+
+    monkeypatch.setattr(Learner, "update", noting)
+    return noted
+
+
+FEW = [*OPTIONS, "run.max_steps=4"]
+RULES = {
+    "failing rewards": ["reward.functions=[tests.misbehaving_rewards.fails_for_some]"],
+    "dynamic sampling": ["rollout.dynamic_sampling=true", "rollout.dynamic_sampling_max_batches=3"],
+    "tail batching": ["tail_batching.enabled=true", "tail_batching.over_sampling_ratio=1.5"],
+    "race": [
+        *("tail_batching.enabled=true", "tail_batching.over_sampling_ratio=1.5"),
+        "tail_batching.response_over_sampling_ratio=1.5",
+    ],
+    "masked, with KL": ["loss.mask_truncated_completions=true", "loss.kl_coef=0.05"],
+    "overlong": ["reward.overlong_buffer_length=12", "loss.loss_type=grpo"],
+    "freed cache": ["rollout.free_cache_engine=true", "speculative.method=none"],
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_whatever_decides_what_is_trained_on(monkeypatch, tmp_path, rule):
+    """Only groups that are trained on as a whole, with rewards for all samples, are streamed; the run is that without."""
+    common = [*FEW, *RULES[rule]]
+    train_in_virtual_time(*common, *NOTHING_STREAMED, f"run.output_dir={tmp_path / 'plain'}")
+    stream_always(partial(monkeypatch.setattr, raising=False))
+    noted = noted_groups(monkeypatch)
+    train_in_virtual_time(*common, *STREAMED, f"run.output_dir={tmp_path / 'streamed'}")
+    assert digests(tmp_path / "streamed") == digests(tmp_path / "plain")
+    assert close(weights(tmp_path / "streamed"), weights(tmp_path / "plain"))
+    assert any(groups for groups, _ in noted) or rule == "freed cache"
+    if rule == "failing rewards":
+        num_failed = 0
+        for groups, samples in noted:
+            failed = {name[:2] for name, tokens in zip(samples.ids, samples.tokens, strict=True) if tokens.sum() % 16 == 0}
+            assert not groups & failed
+            num_failed += len(failed)
+        assert num_failed > 0
+
+
+def test_an_abandoned_step_leaves_no_gradient(monkeypatch, tmp_path):
+    """Told to stop once something has been streamed; the step that is made again has the gradient of its samples alone."""
+    stream_always(partial(monkeypatch.setattr, raising=False))
+    options = [*FEW, *STREAMED, "run.max_steps=1", "run.save_steps=0"]
+    end, norms = GroupGradients.end, []
+    for name, is_stopped in (("undisturbed", False), ("stopped", True)):
+        with virtual_time() as ranks:
+            trainer = set_up(load_config("configs/tiny_cpu_bulk.yaml", [*options, f"run.output_dir={tmp_path / name}"]), ranks)
+            if is_stopped:
+
+                def stopped_end(work, ranks=ranks):
+                    ranks.must_stop = True
+                    end(work)
+
+                monkeypatch.setattr(GroupGradients, "end", stopped_end)
+                with pytest.raises(StopRequested):
+                    trainer.sample(0)
+                monkeypatch.setattr(GroupGradients, "end", end)
+                ranks.must_stop = False
+                assert trainer.learner.streamed.ids and trainer.learner.optimizer.flat_grad.any()
+            train(trainer)
+            trainer.lock.close()
+        norms.append(read(tmp_path / name)[0]["grad_norm"])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-12)
+
+
+def test_the_record_has_slices_between_forwards(monkeypatch, tmp_path):
+    """Their time is not the next forward's."""
+    stream_always(partial(monkeypatch.setattr, raising=False))
+    records, run_loop = [], RolloutLoop.run
+
+    def noting(loop, *arguments):
+        records.append(run_loop(loop, *arguments))
+        return records[-1]
+
+    monkeypatch.setattr(RolloutLoop, "run", noting)
+    train_in_virtual_time(*FEW, *STREAMED, "run.max_steps=2", f"run.output_dir={tmp_path}")
+    assert sum(len(record.slices) for record in records) > 2
+    for record in records:
+        for span in record.slices:
+            assert record.began_s <= span.begin_s <= span.end_s <= record.ended_s
+            assert not any(f.begin_s < span.end_s and span.begin_s < f.end_s for f in record.forwards)
+        assert record.idle["gradients"].seconds == pytest.approx(sum(end - begin for _, begin, end in record.slices))
+        kinds = [span.kind for span in record.spans]
+        assert kinds.count("gradient") <= len(record.slices) and np.all(np.diff([span.begin_s for span in record.spans]) >= 0)
