@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bubblespec.idle.account import DEEPEST, FORGETTING, MAX_LOSS, MOST_CREDIT, MOST_KEPT, OVERDRAFT, Account
+from bubblespec.idle.account import DEEPEST, EARLY, FORGETTING, MAX_LOSS, MOST_CREDIT, MOST_KEPT, OVERDRAFT, Account
 
 RUNS = [1, 2, 3, 6, 7, 8, 12, 20, 33, 34, 40, 60, 100, 200]
 
@@ -28,8 +28,8 @@ def test_every_rollout_is_settled_by_the_rule():
                 plain, since_check = factor * estimated, since_check + 1
             assert won == pytest.approx(plain - actual) and (won == 0 or not was_plain)
             average = plain if number == 0 else (1 - FORGETTING) * average + FORGETTING * plain
-            balance = max(balance + plain - actual, -DEEPEST * average) + MAX_LOSS * plain
-            credit = max(min(MAX_LOSS * num_rollouts - OVERDRAFT, MOST_CREDIT), 0.0) * average
+            balance = max(balance + plain - actual, -DEEPEST * average)
+            credit = credit_after(number + 1, num_rollouts) * average
             if credit > credited:
                 balance, credited = balance + credit - credited, credit
             balance = min(balance, MOST_KEPT * average)
@@ -38,9 +38,16 @@ def test_every_rollout_is_settled_by_the_rule():
             assert found == (pytest.approx(balance), pytest.approx(average), pytest.approx(factor), overdrawn)
 
 
+def credit_after(settled: int, num_rollouts: int) -> float:
+    """In rollouts: what has been added without having been won."""
+    may_lose = max(MAX_LOSS * num_rollouts - OVERDRAFT, 0.0)
+    early = min(EARLY * may_lose, MOST_CREDIT)
+    return early + (may_lose - early) * min(settled / num_rollouts, 1.0)
+
+
 def most_lost(num_rollouts: int, beyond: float) -> float:
     """In rollouts, over a run whose rollouts lose at most `beyond` rollouts beyond their allowance."""
-    return max(2 * MAX_LOSS * num_rollouts, MAX_LOSS * num_rollouts + OVERDRAFT) + beyond
+    return max(MAX_LOSS * num_rollouts, OVERDRAFT) + beyond
 
 
 @pytest.mark.parametrize("beyond", [0.0, 0.01, 0.03, DEEPEST - OVERDRAFT])
@@ -58,8 +65,6 @@ def test_a_run_loses_no_more_than_is_promised(num_rollouts, beyond):
     assert lost <= most_lost(num_rollouts, beyond) + 1e-9
     if not beyond:
         assert lost <= 0.03 * num_rollouts + 1e-9
-    if num_rollouts >= 60:  # there is no more credit than that, and the rest comes as it goes
-        assert lost <= 0.03 * num_rollouts
     if beyond and num_rollouts >= 60:
         assert lost > 0.9 * MAX_LOSS * num_rollouts, "the bound is tight: drafts are tried again and again"
 
@@ -79,15 +84,14 @@ def test_what_was_won_before_is_no_licence_to_lose_later(seed):
         account.settle(plain_s, plain_s + lost_now_s, was_plain)
         lost_s, run_s, longest_s = lost_s + lost_now_s, run_s + plain_s, max(longest_s, plain_s)
         since_good_s += lost_now_s if number >= good_until else 0.0
-        credit_s = max(min(MAX_LOSS * num_rollouts - OVERDRAFT, MOST_CREDIT), 0.0) * longest_s
-        assert lost_s <= MAX_LOSS * run_s + credit_s + (OVERDRAFT + beyond) * longest_s
+        assert lost_s <= (credit_after(number + 1, num_rollouts) + OVERDRAFT + beyond) * longest_s
         assert since_good_s <= (MOST_KEPT + OVERDRAFT + beyond) * longest_s + MAX_LOSS * run_s
     assert since_good_s > 0
 
 
 def test_no_run_is_plain_for_ever():
-    """However much a rollout has lost, drafts are tried again after DEEPEST / MAX_LOSS rollouts; and those that win stay."""
-    account = Account(200, check_every=50)
+    """However much a rollout has lost, drafts are tried again once credit has made up for DEEPEST; and those that win stay."""
+    account, credit_s = Account(200, check_every=50), credit_after(2, 200) - credit_after(1, 200)
     for lost in (0.3, 5.0, 100.0):
         assert not account.is_plain
         while not account.is_plain:
@@ -97,7 +101,7 @@ def test_no_run_is_plain_for_ever():
         while account.is_plain:
             account.settle(1.0, 1.0, True)
             num_plain += 1
-        assert num_plain <= math.ceil(DEEPEST / MAX_LOSS)
+        assert num_plain <= math.ceil(DEEPEST / credit_s)
     for _ in range(40):
         account.settle(1.0, 0.8, False)
         assert not account.is_plain and account.allowance_s > 0.1

@@ -32,6 +32,7 @@ from bubblespec.engine.linear import (
 BUDGET_S = 0.9  # for all of it; only MIN_ROUNDS of a slow machine may take longer
 MIN_ROUNDS, MAX_ROUNDS = 2, 10
 MARGIN = 1.1  # a kernel must be faster by this factor
+LEAST_SAVED_S = 5e-6  # by a copy in a call: of less nothing is left of a forward's time that could be measured
 MOST_SHAPES = 8  # measured, those of most work; the others stay with torch's product
 MOST_ELEMENTS = 1 << 21  # of the weights that are gone through: more than a core's own caches hold
 MOST_IN_LAYER = 1 << 20  # of one of them: of larger ones (output heads) the first rows
@@ -115,10 +116,11 @@ def _choose_copy(seconds: dict[tuple, float]) -> tuple[str, tuple[bool, ...]]:
     best, choice = 0.0, Plan()[:2]
     for copy in COPIES:
         making = seconds["copy", copy] / FORWARDS_PER_COPY
-        ratios = [seconds["generate", rows, ""] / (seconds["generate", rows, copy] + making) for rows in LEVELS]
-        gain = sum(np.log(ratio) for ratio in ratios if ratio >= MARGIN)
+        times = [(seconds["generate", rows, ""], seconds["generate", rows, copy] + making) for rows in LEVELS]
+        pays = tuple(plain >= max(MARGIN * ours, ours + LEAST_SAVED_S) for plain, ours in times)
+        gain = sum(np.log(plain / ours) for (plain, ours), is_used in zip(times, pays, strict=True) if is_used)
         if gain > best:
-            best, choice = gain, (copy, tuple(ratio >= MARGIN for ratio in ratios))
+            best, choice = gain, (copy, pays)
     return choice
 
 

@@ -2,10 +2,10 @@
 
 Every rollout is held against what its responses would have taken without drafts, by the cost model; now and then a rollout
 without any says how far that is right. What drafts have won goes to an account, what they have lost is taken from it, and a share
-of what the run takes is added: part of it from the start, as a credit. Drafts beside a rank's own rows stop where the account is
-empty; if it is overdrawn, the next rollouts are plain, until it is not. So a whole run loses no more than that share and what one
-rollout may lose beyond its allowance, whatever the plans were wrong about. Of N rollouts that each lose at most x rollouts beyond
-it, x <= DEEPEST - OVERDRAFT, that is at most max(2 * MAX_LOSS * N, MAX_LOSS * N + OVERDRAFT) + x rollouts.
+of what the run takes is added: most of it at the start, where nothing has been won yet. Drafts beside a rank's own rows stop where
+the account is empty; if it is overdrawn, the next rollouts are plain, until it is not. So a whole run loses no more than that
+share and what one rollout may lose beyond its allowance, whatever the plans were wrong about. Of N rollouts that each lose at most
+x rollouts beyond it, x <= DEEPEST - OVERDRAFT, that is at most max(MAX_LOSS * N, OVERDRAFT) + x rollouts.
 """
 
 import math
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Of a run's time without drafts so much may be lost from the start on, as a credit of at most MOST_CREDIT rollouts that includes
-# the overdraft, and as much again in the course of the run.
-MAX_LOSS = 0.015
-MOST_CREDIT = 2.0
+MAX_LOSS = 0.03  # of a run's time without drafts, the overdraft included
+# Of what may be lost so much, but no more than MOST_CREDIT rollouts, from the start on; the rest in the course of the run, so that
+# drafts that have lost it are tried again.
+EARLY, MOST_CREDIT = 0.75, 2.0
 # More than this, in rollouts, is not kept: or drafts that have stopped to win might lose for long.
 MOST_KEPT = 2.0
 OVERDRAFT = 0.2  # in rollouts; a rollout is not exactly as long as expected
@@ -42,7 +42,7 @@ class Account:
     """Rollouts since the last one without drafts."""
     is_overdrawn: bool = False
     credited_s: float = 0.0
-    """What has been given from the start; the first rollouts may be shorter than those to come."""
+    """What has been added so far without having been won."""
 
     @property
     def is_plain(self) -> bool:
@@ -65,9 +65,12 @@ class Account:
             self.num_since_check, plain_s = self.num_since_check + 1, self.factor * estimated_s
         self.rollout_s = plain_s if not self.num_settled else (1 - FORGETTING) * self.rollout_s + FORGETTING * plain_s
         won_s = plain_s - actual_s
-        credit_s = max(min(max(MAX_LOSS * self.num_rollouts - OVERDRAFT, 0.0), MOST_CREDIT) * self.rollout_s, self.credited_s)
-        credit_s, self.credited_s = credit_s - self.credited_s + MAX_LOSS * plain_s, credit_s
         self.num_settled += 1
+        may_lose = max(MAX_LOSS * self.num_rollouts - OVERDRAFT, 0.0)
+        early = min(EARLY * may_lose, MOST_CREDIT)
+        so_far = early + (may_lose - early) * min(self.num_settled / self.num_rollouts, 1.0)
+        credit_s, self.credited_s = self.credited_s, max(so_far * self.rollout_s, self.credited_s)
+        credit_s = self.credited_s - credit_s
         balance_s = max(self.balance_s + won_s, -DEEPEST * self.rollout_s) + credit_s
         self.balance_s = min(balance_s, MOST_KEPT * self.rollout_s)
         self.is_overdrawn = self.balance_s < (0.0 if self.is_overdrawn else -OVERDRAFT * self.rollout_s)

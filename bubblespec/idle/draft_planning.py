@@ -9,7 +9,7 @@ Which of them pay is found by playing their step's rollout through (`rehearse`).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -112,6 +112,20 @@ def plan_items(
             )
             planned.append((slack[place], item))
     return [item for _, item in sorted(planned, key=lambda entry: entry[0])]
+
+
+def afford(items: list[Item], allowance_s: float, num_ranks: int) -> list[Item]:
+    """The same items, of which only as many pay as the allowance is expected to last for, those of the nearest steps first: what
+    they win is there in the next rollout, and pays for those of later steps. allowance_s: of each rank."""
+    costs_s: dict[int, float] = {}
+    for item in items:
+        costs_s[item.steps_ahead] = costs_s.get(item.steps_ahead, 0.0) + item.costs_s * item.pays / num_ranks
+    left_s, affordable = allowance_s, set()
+    for ahead in sorted(costs_s):
+        if left_s > 0:
+            affordable.add(ahead)
+        left_s -= costs_s[ahead]
+    return [item if item.steps_ahead in affordable else replace(item, pays=False) for item in items]
 
 
 def look_ahead(

@@ -17,7 +17,7 @@ from bubblespec.engine.generator import Generator
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.idle.account import Account
 from bubblespec.idle.draft_ahead import DraftAhead
-from bubblespec.idle.draft_planning import Item, Outlook, plan_items, undrafted
+from bubblespec.idle.draft_planning import Item, Outlook, afford, plan_items, undrafted
 from bubblespec.idle.evaluation_ahead import plan_evaluation
 from bubblespec.idle.rehearsal import rehearse
 from bubblespec.ranks.collectives import Ranks
@@ -169,6 +169,7 @@ class Speculation:
             forwards_per_step=self.forwards,
             worth=worth,
         )
+        items = afford(items, self.account.allowance_s, self.ranks.world_size)
         if self.config.tail_batching.enabled:
             # A short round has no tail that drafts beside its rows could save: they are for ranks that wait.
             idle_only = [replace(item, pays=False) for item in items]
