@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-MAX_LOSS = 0.03  # of a run's time without drafts, the overdraft included
+MAX_LOSS = 0.025  # of a run's time without drafts, the overdraft included; what the guard itself gets wrong comes on top
 # Of what may be lost so much, but no more than MOST_CREDIT rollouts, from the start on; the rest in the course of the run, so that
 # drafts that have lost it are tried again.
-EARLY, MOST_CREDIT = 0.75, 2.0
+EARLY, MOST_CREDIT = 0.9, 2.0
 # More than this, in rollouts, is not kept: or drafts that have stopped to win might lose for long.
 MOST_KEPT = 2.0
 OVERDRAFT = 0.2  # in rollouts; a rollout is not exactly as long as expected
