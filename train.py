@@ -19,6 +19,7 @@ def train(trainer: Trainer) -> None:
     """The loop of a run, from where it is to its last step."""
     loss = trainer.config.loss
     with trainer.open():
+        trainer.warm_start()
         trainer.evaluate_if_due()
         for step in range(trainer.num_updates, trainer.config.run.max_steps):
             record = trainer.sample(step)

@@ -23,7 +23,9 @@ from transformers import PreTrainedModel
 from bubblespec.config import Config, config_to_yaml, flatten, load_config, resume_classes
 from bubblespec.config_checks import ROUNDING, SAFE
 from bubblespec.errors import InputError, say
+from bubblespec.learn.idle_training import IdleTraining
 from bubblespec.learn.optimizer import Optimizer
+from bubblespec.learn.warm_start import save_drafter
 from bubblespec.ranks.collectives import Ranks
 
 STATE_FILE = "trainer_state.json"
@@ -45,6 +47,7 @@ def save_checkpoint(
     planner: dict[str, np.ndarray],
     speculation: dict[str, np.ndarray] | None,
     linear: dict | None,
+    drafter: IdleTraining | None,
     ranks: Ranks,
 ) -> str | None:
     """Save after `step` updates; all ranks call it. evaluated: updates before the last evaluation, or -1; linear: the choice of
@@ -75,6 +78,8 @@ def save_checkpoint(
             np.savez(os.path.join(temporary, PLANNER_FILE), **planner)
             if speculation is not None:
                 np.savez(os.path.join(temporary, SPECULATION_FILE), **speculation)
+            if drafter is not None:
+                save_drafter(temporary, drafter.training, drafter.accepted)
             with open(os.path.join(temporary, STATE_FILE), "w", encoding="utf-8") as file:
                 json.dump(state, file, indent=1)
             _commit(temporary, os.path.join(config.run.output_dir, f"checkpoint-{step}"))

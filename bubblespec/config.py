@@ -17,6 +17,7 @@ from bubblespec.errors import InputError
 
 COUNTER = "the noise counter's field"  # of uid, visit, sample and position; a prompt has at most one visit a step
 TEMPERATURE = (at_least(0), at_most(1e4), at_least(1e-3, or_else=0))  # logits divided by less leave the range of float32
+SOURCES = ("bubble", "suffix", "drafter")  # of drafts
 DECAY = Bound(lambda decay: 0 <= decay < 1, "at least 0 and below 1")
 
 
@@ -232,8 +233,9 @@ class OptimConfig:
 class SpeculativeConfig:
     """Drafts and how they are accepted. Changes the time of a run, and no token (but see `rule`)."""
 
-    method: Literal["none", "bubble", "suffix", "bubble+suffix"] = key("bubble+suffix", resume=SAFE)
-    """Where drafts come from: idle time (bubble), matches in earlier text (suffix), both, or none (the plain trainer)."""
+    method: str = key("bubble+suffix", resume=SAFE)
+    """Where drafts come from, joined by +: idle time (bubble), matches in earlier text (suffix), a learned layer (drafter, see
+    its section); or none (the plain trainer)."""
     rule: Literal["coupled", "point_mass"] = "coupled"
     """When a draft token is accepted; coupled shares its noise with the draft, point_mass does not (for ablation)."""
     fixed_window: int | None = key(None, at_least(0, or_else="null"), resume=SAFE)
@@ -260,6 +262,22 @@ class BubbleConfig:
     group, or nccl on a stream of its own."""
     progress_timeout_s: float = key(600.0, above(0), at_most(1e8), resume=SAFE)
     """Seconds without a tick after which the job ends, naming the rank that did not answer."""
+
+
+@dataclass
+class DrafterConfig:
+    """The learned drafter, where speculative.method names it. Changes the time of a run, and no token."""
+
+    path: str | None = key(None, resume=SAFE)
+    """Folder of a saved drafter of this policy, a checkpoint's among them; without one it is trained before the first step."""
+    warm_start: int = key(50_000, at_least(1), resume=SAFE)
+    """Tokens of the policy's own responses, to the prompts of the first steps, that it is trained on before the first step."""
+    buffer_tokens: int = key(50_000, at_least(1), resume=SAFE)
+    """Tokens of recent responses, with their hidden states, that each rank keeps for training it in idle time."""
+    vocab_size: int = key(16_384, at_least(1), resume=SAFE)
+    """Most token ids that it can draft: the most frequent ones of the warm start."""
+    learning_rate: float = key(1e-3, above(0), at_most(1.0), resume=SAFE)
+    """Of its own AdamW at the start of the warm start; a tenth of it at the end and in idle time."""
 
 
 @dataclass
@@ -331,6 +349,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     bubble: BubbleConfig = field(default_factory=BubbleConfig)
+    drafter: DrafterConfig = field(default_factory=DrafterConfig)
     idle: IdleConfig = field(default_factory=IdleConfig)
     tail_batching: TailBatchingConfig = field(default_factory=TailBatchingConfig)
     run: RunConfig = field(default_factory=RunConfig)
@@ -399,6 +418,13 @@ def _check_combinations(config: Config) -> Config:
     _check_loss(config)
     if optim.stream_gradients:
         _check_streaming(config.loss)
+    names = config.speculative.method.split("+")
+    require(
+        names == ["none"] or (set(names) <= set(SOURCES) and len(set(names)) == len(names)),
+        "speculative.method",
+        config.speculative.method,
+        f"none, or some of {', '.join(SOURCES)}, joined by +",
+    )
     if rollout.temperature == 0:
         raise InputError("rollout.temperature: 0 gives equal responses, so no policy gradient; training needs it above 0")
     if bool(data.path) == bool(data.tasks):

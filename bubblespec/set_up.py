@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from bubblespec import set_up_drafter
 from bubblespec.checkpoint import (
     PLANNER_FILE,
     SPECULATION_FILE,
@@ -28,7 +29,7 @@ from bubblespec.data.step_planner import InOrder, StepPlanner
 from bubblespec.data.tail_batching import TailBatching
 from bubblespec.engine.attention import choose_kernel
 from bubblespec.engine.generator import Generator
-from bubblespec.engine.linear import Plan, use_plans
+from bubblespec.engine.linear import Plan, read_plans, use_plans
 from bubblespec.engine.linear_choice import can_choose, choose, count_shapes, measure
 from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
 from bubblespec.engine.runner import ModelRunner
@@ -39,6 +40,7 @@ from bubblespec.learn.learner import Learner
 from bubblespec.learn.lora import add_adapter
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.learn.streaming import GradientStream
+from bubblespec.learn.warm_start import DRAFTER_FILE
 from bubblespec.memory import choose_num_slots
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.records import Prompt
@@ -108,7 +110,7 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
     check_moments(optimizer, checkpoint)
     linear = choose_linear(config, ranks, model, state.get("linear"))
     if linear is not None:
-        plans = {shape: Plan(kind, tuple(at), tuple(products)) for shape, (kind, at, products) in linear["plans"].items()}
+        plans = read_plans(linear)
         use_plans(model, plans)
         if reference not in (None, model):  # it generates nothing
             use_plans(reference, {shape: Plan(products=plan.products) for shape, plan in plans.items()})
@@ -144,6 +146,11 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
         speculation=speculation,
         stream=GradientStream(learner) if config.optim.stream_gradients else None,
     )
+    if "drafter" in config.speculative.method:
+        saved = checkpoint if checkpoint and os.path.isfile(os.path.join(checkpoint, DRAFTER_FILE)) else None
+        if saved or config.drafter.path:
+            key = "run.resume_from_checkpoint" if saved else "drafter.path"
+            set_up_drafter.load(saved or config.drafter.path, sampler, learner, key, read_plans(linear))
     lock = claim_output_dir(config, ranks)
     return Trainer(
         config=config,

@@ -8,8 +8,10 @@ from typing import IO
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from bubblespec import set_up_drafter
 from bubblespec.checkpoint import save_checkpoint
 from bubblespec.config import Config
+from bubblespec.engine.linear import read_plans
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.errors import SaveFailed, say
 from bubblespec.learn.learner import Learner
@@ -77,6 +79,16 @@ class Trainer:
         finally:
             self.logger.close()
 
+    def warm_start(self) -> None:
+        """Train a drafter before the first step, where one is wanted and there is none yet. Raises StopRequested, InputError."""
+        if "drafter" in self.config.speculative.method and self.sampler.drafter is None:
+            began_s = self.ranks.clock.perf_counter()
+            set_up_drafter.warm_start(self.sampler, self.learner, self.num_updates, read_plans(self.linear))
+            if self.ranks.is_main:
+                drafter, seconds = self.sampler.drafter, self.ranks.clock.perf_counter() - began_s
+                by_place = " ".join(f"{share:.2f}" for share in drafter.accepted)
+                self.logger.say(f"drafter: {drafter.training.num_updates} updates, accepted {by_place}, {seconds:.0f} s")
+
     def sample(self, step: int) -> StepRecord:
         """The step's samples and rewards, the same on all ranks. Raises StopRequested."""
         timeline_steps = self.config.run.timeline_steps
@@ -110,6 +122,8 @@ class Trainer:
             metrics |= speculation_metrics(ranks, record, **known)
         metrics |= timing_metrics(ranks, record, metrics.pop("timing_s/sync")) | placement_metrics(ranks, record)
         metrics |= idle_metrics(ranks, record)
+        if self.sampler.drafter is not None:
+            metrics |= self.sampler.drafter.metrics(ranks)
         self.logger.log(step, metrics | {"perf/max_memory_gb": peak_memory_gb(ranks)})
         if self.recorder is not None:
             self.recorder.write(record)
@@ -180,6 +194,7 @@ class Trainer:
             planner=self.sampler.planner.state_dict(),
             speculation=speculation.state_dict() if speculation is not None else None,
             linear=self.linear,
+            drafter=self.sampler.drafter,
             ranks=self.ranks,
         )
         if problem is None:

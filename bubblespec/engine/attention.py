@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from bubblespec.engine.packing import PAGE, AttentionGroup, CachePacking, SequencePacking
+from bubblespec.engine.unrolled import UnrolledPacking
 
 HALF = (torch.bfloat16, torch.float16)  # what the CUDA kernels compute in
 LARGEST_HEAD = 256  # of the CUDA kernels
@@ -73,7 +74,7 @@ def bubblespec_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    packing: CachePacking | SequencePacking | None = None,
+    packing: CachePacking | SequencePacking | UnrolledPacking | None = None,
     kernel: str = "sdpa",
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
@@ -89,7 +90,9 @@ def bubblespec_attention(
     query, key, value = (t[0].transpose(0, 1) for t in (query, key, value))
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
-    if isinstance(packing, SequencePacking):
+    if isinstance(packing, UnrolledPacking):
+        out = packing.attend(query, key, value, scaling=scaling)
+    elif isinstance(packing, SequencePacking):
         attend = {"sdpa": _sequences_sdpa, "varlen": _sequences_varlen, "flash_attn": _sequences_flash}[kernel]
         out = attend(packing, query, key, value, scaling=scaling, window=sliding_window)
     else:

@@ -137,6 +137,12 @@ def shape_of(module: torch.nn.Linear) -> str:
     return f"{module.in_features}x{module.out_features}"
 
 
+def read_plans(choice: dict | None) -> dict[str, Plan]:
+    """Plans by shape, from a choice as checkpoints keep it; none without one."""
+    saved = {} if choice is None else choice["plans"]
+    return {shape: Plan(kind, tuple(at), tuple(products)) for shape, (kind, at, products) in saved.items()}
+
+
 def use_plans(model: torch.nn.Module, plans: dict[str, Plan]) -> None:
     """Give the linear layers of a model, its output head among them, the plans of their shapes; a layer of another class than
     torch's stays as it is. Copies of the weights are made now."""

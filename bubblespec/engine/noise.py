@@ -49,24 +49,26 @@ def stream_keys(seed: int, uid: np.ndarray, visit: np.ndarray, sample: np.ndarra
     return philox4x32(counter, (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)).view(np.int32)
 
 
-def random_bits(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """31 random bits per stream and token. keys: int32 [N, 4]. Returns int32 [N, V], each in [0, 2**31).
+def random_bits(keys: torch.Tensor, tokens: int | torch.Tensor) -> torch.Tensor:
+    """31 random bits per stream and token. keys: int32 [N, 4]; tokens: ids int32 [V], or V for all from 0. Returns int32 [N, V],
+    each in [0, 2**31).
 
     Integer arithmetic modulo 2**32 only: bit-identical on every device.
     """
-    x = torch.arange(vocab_size, dtype=torch.int32, device=keys.device) + keys[:, :1]
+    ids = torch.arange(tokens, dtype=torch.int32, device=keys.device) if isinstance(tokens, int) else tokens
+    x = ids + keys[:, :1]
     for i, (shift, multiplier) in enumerate(_MIXER):
         _xorshift_(x, shift).mul_(_as_int32(multiplier)).add_(keys[:, i + 1, None])
     return _xorshift_(x, _LAST_SHIFT).bitwise_and_(0x7FFFFFFF)
 
 
-def gumbel(keys: torch.Tensor, vocab_size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Standard Gumbel noise, dtype [N, V], for int32 keys [N, 4].
+def gumbel(keys: torch.Tensor, tokens: int | torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Standard Gumbel noise, dtype [N, V], for int32 keys [N, 4]; tokens: see `random_bits`.
 
     With u uniform in (0, 1), and so 1 - u too, -log(-log(1 - u)) has the Gumbel law exp(-exp(-g)). Written with log1p it
     keeps full relative precision for small u, which is where the winners come from.
     """
-    u = random_bits(keys, vocab_size).to(dtype).add_(0.5).mul_(2.0**-31)
+    u = random_bits(keys, tokens).to(dtype).add_(0.5).mul_(2.0**-31)
     u.clamp_(max=1.0 - 2.0**-24)
     return u.neg_().log1p_().neg_().log_().neg_()
 

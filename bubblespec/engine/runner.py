@@ -3,6 +3,8 @@
 Shape legend: R active rows, N tokens in a forward, M rows that sample in it, T positions sampled, T = M + draft tokens.
 """
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 from transformers import PreTrainedModel
@@ -17,6 +19,9 @@ from bubblespec.engine.sampling import SamplingParams
 from bubblespec.engine.scheduler import Batch
 from bubblespec.engine.verify import verify
 from bubblespec.records import Row
+
+if TYPE_CHECKING:
+    from bubblespec.engine.chains import Chains
 
 KEYS_AHEAD = 64  # positions whose noise keys are made at once
 
@@ -51,17 +56,23 @@ class ModelRunner:
         # Keys of the noise streams of each response position, worked out ahead of its first `_keyed` positions.
         self._stream_key = np.zeros((num_slots, max_length, 4), np.int32)
         self._keyed = np.zeros(num_slots, np.int64)
+        self.chains: Chains | None = None
+        """What follows the slots and takes the hidden states of each forward, where there is a drafter."""
 
     def place(self, slot: int, row: Row) -> None:
         """See `Runner`: the slot's noise is that of the row."""
         self._noise_key[slot] = row.id
         self._keyed[slot] = len(row.tokens)  # those before are not sampled again
+        if self.chains is not None:
+            self.chains.place(slot)
 
     def move(self, source: int, target: int, length: int) -> None:
         """See `Runner`: keys, values and noise keys are copied."""
         self.cache.copy(source, target, length)
         for array in (self._noise_key, self._stream_key, self._keyed):
             array[target] = array[source]
+        if self.chains is not None:
+            self.chains.move(source, target)
 
     def share(self, source: int, target: int, length: int) -> None:
         """See `Runner`: keys and values are copied."""
@@ -72,12 +83,16 @@ class ModelRunner:
         self.cache.clear()
         if self.graphs is not None:  # they know the tensors by their addresses
             self.graphs.clear()
+        if self.chains is not None:
+            self.chains.release()
 
     @torch.inference_mode()
     def forward(self, batch: Batch, params: SamplingParams) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """See `Runner`. The host waits for the GPU once, and not at all where nothing is sampled."""
         packing = CachePacking(self.cache, batch.start, batch.count, batch.index, self.device)
         hidden = self._hidden(batch.tokens, packing)
+        if self.chains is not None:
+            self.chains.note(batch, hidden)
         if len(batch.slots) == 0:
             return np.empty(0, np.int64), np.empty(0, np.int64), np.empty((2, 0))
         sampled = batch.num_draft + 1
@@ -85,8 +100,7 @@ class ModelRunner:
         packed = (np.cumsum(batch.count)[batch.slots] - sampled)[row] + offset
         hidden = hidden[to_device(packed, self.device)]
         position = batch.generated[row] + offset
-        self._make_keys(batch.slots, batch.generated + sampled)
-        keys = to_device(self._stream_key[batch.slots[row], position], self.device)
+        keys = self.noise_keys(batch.slots[row], position)
         position = to_device(position, self.device)
         logits = self.head(hidden)
         verified = verify(logits, batch.draft, batch.num_draft, keys, num_generated=position, params=params, rule=self.rule)
@@ -99,13 +113,19 @@ class ModelRunner:
             hidden = forward_hidden(self.model, to_device(tokens, self.device), packing, self.kernel)
         return hidden
 
+    def noise_keys(self, slots: np.ndarray, position: np.ndarray) -> torch.Tensor:
+        """Keys of the noise of response positions, int32 [T, 4]. slots, position: int64 [T], rows one after the other."""
+        needed = np.zeros(self.num_slots, np.int64)
+        np.maximum.at(needed, slots, position + 1)
+        self._make_keys(np.flatnonzero(needed > self._keyed), needed)
+        return to_device(self._stream_key[slots, position], self.device)
+
     def _make_keys(self, slots: np.ndarray, needed: np.ndarray) -> None:
-        """Keys of the first `needed` response positions of each slot, int64 [M], and of KEYS_AHEAD more: a key at a time costs
-        as much as many."""
-        short = needed > self._keyed[slots]
-        if not short.any():
+        """Keys of the first `needed` response positions of these slots, int64 [slots], and of KEYS_AHEAD more: a key at a time
+        costs as much as many."""
+        if len(slots) == 0:
             return
-        slots, end = slots[short], np.minimum(needed[short] + KEYS_AHEAD, self.max_length)
+        end = np.minimum(needed[slots] + KEYS_AHEAD, self.max_length)
         row, offset = ragged(end - self._keyed[slots])
         slot = slots[row]
         position = self._keyed[slot] + offset

@@ -2,11 +2,10 @@
 
 Every rollout is held against what its responses would have taken without drafts, by the cost model; now and then a rollout
 without any says how far that is right. What drafts have won goes to an account, what they have lost is taken from it, and a share
-of what the run takes is added: most of it at the start, where nothing has been won yet. Drafts beside a rank's own rows stop where
-the account is empty; if it is overdrawn, the next rollouts are plain, until it is not. So a whole run loses no more than that
-share and what one rollout may lose beyond its allowance, whatever the plans were wrong about. Of N rollouts that each lose at most
-x rollouts beyond it, x <= DEEPEST - OVERDRAFT, that is at most max(MAX_LOSS * N, OVERDRAFT) + x rollouts.
-"""
+of what the run takes is added: most of it at the start, where nothing has been won yet. Drafts beside a rank's own rows stop
+where the account is empty; if it is overdrawn, the next rollouts are plain, until it is not. So a whole run loses no more than
+that share and what one rollout may lose beyond its allowance, whatever the plans were wrong about. Of N rollouts that each lose
+at most x rollouts beyond it, x <= DEEPEST - OVERDRAFT, that is at most max(MAX_LOSS * N, OVERDRAFT) + x rollouts."""
 
 import math
 from dataclasses import dataclass
@@ -14,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 MAX_LOSS = 0.025  # of a run's time without drafts, the overdraft included; what the guard itself gets wrong comes on top
-# Of what may be lost so much, but no more than MOST_CREDIT rollouts, from the start on; the rest in the course of the run, so that
-# drafts that have lost it are tried again.
+# Of what may be lost so much, but no more than MOST_CREDIT rollouts, from the start on; the rest in the course of the run, so
+# that drafts that have lost it are tried again.
 EARLY, MOST_CREDIT = 0.9, 2.0
 # More than this, in rollouts, is not kept: or drafts that have stopped to win might lose for long.
 MOST_KEPT = 2.0

@@ -42,11 +42,20 @@ MEASURED = ("loss", "entropy", "low", "high", "delta", "kl", "mismatch", "tokens
 
 
 def response_logprobs(
-    model: PreTrainedModel, batch: Microbatch, *, temperature: float, max_logits: int, kernel: str
+    model: PreTrainedModel,
+    batch: Microbatch,
+    *,
+    temperature: float,
+    max_logits: int,
+    kernel: str,
+    on_hidden: Callable[[Microbatch, torch.Tensor], None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability and entropy of every response token, float [M] each, in one packed forward."""
+    """Log-probability and entropy of every response token, float [M] each, in one packed forward. on_hidden: is given its hidden
+    states, [N, hidden]."""
     packing = pack_sequences(batch.sequence_lengths, batch.input_ids.device)
     hidden = forward_hidden(model, batch.input_ids, packing, kernel)
+    if on_hidden is not None:
+        on_hidden(batch, hidden.detach())
     predicting = hidden.index_select(0, batch.predicts)
     return token_logprobs(predicting, output_head(model), batch.target, temperature=temperature, max_logits=max_logits)
 
@@ -92,6 +101,8 @@ class Learner:
     streamed: Streamed = field(default_factory=Streamed)
     cost: MicrobatchCost = field(default_factory=MicrobatchCost)
     """Learnt where gradients are streamed."""
+    on_hidden: Callable[[Microbatch, torch.Tensor], None] | None = None
+    """Given the policy's hidden states of each micro-batch, [N, hidden]: the drafter learns from them."""
     num_skipped_in_a_row: int = 0
     """Steps in a row, up to the latest, in which an update was left out."""
     has_warned_of_mismatch: bool = False
@@ -189,7 +200,7 @@ class Learner:
         """Forward and backward of one micro-batch. advantages, weights: float64 [S]. Returns its `MEASURED`, sums but for the
         last."""
         loss = self.config.loss
-        logprob, entropy = self._logprobs(self.model, batch)
+        logprob, entropy = self._logprobs(self.model, batch, **({"on_hidden": self.on_hidden} if self.on_hidden else {}))
         if batch.old is None:
             batch.old = logprob.detach()
         advantage, weight = (
@@ -221,9 +232,9 @@ class Learner:
     def _set_old_logprobs(self, batch: Microbatch) -> None:
         batch.old = self._logprobs(self.model, batch)[0]
 
-    def _logprobs(self, model: PreTrainedModel, batch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _logprobs(self, model: PreTrainedModel, batch: Microbatch, **options) -> tuple[torch.Tensor, torch.Tensor]:
         temperature, max_logits = self.config.rollout.temperature, self.config.optim.max_logits_per_chunk
-        return response_logprobs(model, batch, temperature=temperature, max_logits=max_logits, kernel=self.kernel)
+        return response_logprobs(model, batch, temperature=temperature, max_logits=max_logits, kernel=self.kernel, **options)
 
     def _count_skipped(self, num_skipped: int, step: int) -> None:
         self.num_skipped_in_a_row = self.num_skipped_in_a_row + 1 if num_skipped else 0

@@ -9,7 +9,7 @@ from bubblespec.config import Config
 from bubblespec.engine.packing import to_device
 from bubblespec.learn.losses import common_factor, local_weights
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Samples
+from bubblespec.records import SampleId, Samples
 
 
 @dataclass
@@ -30,6 +30,8 @@ class Microbatch:
     """The response tokens, int64 [M]."""
     generated: torch.Tensor
     """Their log-probabilities as the generator has them, float [M]."""
+    ids: list[SampleId]
+    """The sequences' names, [B]."""
     old: torch.Tensor | None = None
     """Their log-probabilities under the old policy, float [M], once known."""
     reference: torch.Tensor | None = None
@@ -76,7 +78,8 @@ def _first_fit(indices: list[int], lengths: np.ndarray, max_tokens: int) -> list
 def make_microbatch(samples: Samples, order: list[int], device: torch.device) -> Microbatch:
     """Of the samples at these places."""
     prompts, tokens = [samples.prompt_of(i).token_ids for i in order], [samples.tokens[i] for i in order]
-    return pack_responses(prompts, tokens, [samples.full_logprob[i] for i in order], order=order, device=device)
+    generated, ids = [samples.full_logprob[i] for i in order], [samples.ids[i] for i in order]
+    return pack_responses(prompts, tokens, generated, ids=ids, order=order, device=device)
 
 
 def pack_responses(
@@ -84,11 +87,12 @@ def pack_responses(
     tokens: list[np.ndarray],
     generated: list[np.ndarray],
     *,
+    ids: list[SampleId],
     order: list[int],
     device: torch.device,
 ) -> Microbatch:
     """Each sequence is its prompt and its response without the last token, which predicts nothing. generated: the tokens'
-    log-probabilities as the generator has them; order: see `Microbatch`."""
+    log-probabilities as the generator has them; ids, order: see `Microbatch`."""
     fed = np.concatenate([np.concatenate((p, t[:-1])) for p, t in zip(prompts, tokens, strict=True)])
     sequence_lengths = [len(p) + len(t) - 1 for p, t in zip(prompts, tokens, strict=True)]
     ends = np.cumsum(sequence_lengths)
@@ -101,6 +105,7 @@ def pack_responses(
         predicts=to_device(predicts, device),
         target=to_device(np.concatenate(tokens).astype(np.int64), device),
         generated=to_device(np.concatenate(generated), device),
+        ids=ids,
     )
 
 

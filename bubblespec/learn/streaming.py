@@ -90,6 +90,7 @@ class GradientStream:
                 [row.prompt for row in rows],
                 [row.tokens for row in rows],
                 [row.full_logprob for row in rows],
+                ids=[row.id for row in rows],
                 order=list(range(len(rows))),
                 device=learner.ranks.device,
             )

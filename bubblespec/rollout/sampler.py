@@ -14,9 +14,11 @@ from bubblespec.config import Config
 from bubblespec.data.step_planner import StepPlanner
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.sampling import SamplingParams
+from bubblespec.idle.drafter_training import TrainDrafter
 from bubblespec.idle.gradients import GroupGradients
 from bubblespec.idle.speculation import Speculation
 from bubblespec.idle.work import IdleWork
+from bubblespec.learn.idle_training import IdleTraining
 from bubblespec.learn.streaming import GradientStream
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.records import Group, Launch, RolloutRecord, Row, Samples, Span, StepRecord, has_zero_std
@@ -46,12 +48,16 @@ class Sampler:
     speculation: Speculation | None = None
     stream: GradientStream | None = None
     """Where gradients are streamed."""
+    drafter: IdleTraining | None = None
+    """Where there is a learned drafter."""
 
     def sample(self, step: int) -> StepRecord:
         """The samples of `step`, in canonical order and the same on every rank. Raises StopRequested: the step is abandoned."""
         rollout = self.config.rollout
         if self.stream is not None:
             self.stream.begin()
+        if self.drafter is not None:
+            self.drafter.begin_step(self.ranks)
         record = self._sample_groups(self.planner.launch(step), step)
         if rollout.dynamic_sampling:
             record = self._replace_groups(record)
@@ -279,7 +285,11 @@ class Sampler:
         gradients = None
         if self.stream is not None and scoring is not None and len(used) == len(standing.launch.groups):
             gradients = self._group_gradients(standing.launch, scoring)
-        return [work for work in (self._take_over(standing, step), gradients, draft_ahead) if work is not None]
+        drafter = None
+        if self.drafter is not None:
+            limit_s = self.config.idle.max_slice_s
+            drafter = TrainDrafter(self.drafter, max_slice_s=limit_s, num_ranks=self.ranks.world_size, clock=self.ranks.clock)
+        return [work for work in (self._take_over(standing, step), gradients, draft_ahead, drafter) if work is not None]
 
     def _group_gradients(self, launch: Launch, scoring: Scoring) -> GroupGradients:
         """Of a step's first rollout: with dynamic sampling whatever differs in it is trained on, and of later ones not all is."""

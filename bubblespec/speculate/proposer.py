@@ -86,12 +86,15 @@ class Proposer:
         for i in asked:
             tracked[i].kind = None
         for source in self.sources:
-            answers = source.propose([tracked[i] for i in asked], [length_of[i] for i in asked], [limits[i] for i in asked])
-            for i, proposal in zip(asked, answers, strict=True):
+            chance = getattr(source, "chance", 0.0)
+            open_rows = [i for i in asked if drafts[i] is None or survival[i] < chance]
+            answers = source.propose(
+                [tracked[i] for i in open_rows], [length_of[i] for i in open_rows], [limits[i] for i in open_rows]
+            )
+            for i, proposal in zip(open_rows, answers, strict=True):
                 if proposal is not None and len(proposal.tokens):
                     drafts[i], available[i], tracked[i].kind = proposal.tokens, len(proposal.tokens), proposal.kind
                     survival[i] = self.survival.estimate(proposal.kind, PRIORS.get(proposal.kind[0], UNKNOWN_PRIOR))
-            asked = [i for i in asked if drafts[i] is None]
         if self.fixed_window is not None:
             self._spent_s += self.clock.perf_counter() - started
             return drafts

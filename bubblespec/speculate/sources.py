@@ -47,7 +47,10 @@ class Proposal(NamedTuple):
 
 
 class DraftSource(Protocol):
-    """One place where draft tokens come from."""
+    """One place where draft tokens come from.
+
+    It is asked for the rows that no source before it has a proposal for. One with an attribute `chance`, of its next token's
+    being accepted, is asked for those as well whose proposal is accepted less often."""
 
     def begin(self) -> None:
         """A new rollout: forget all rows."""

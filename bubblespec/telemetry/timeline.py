@@ -26,6 +26,7 @@ COLOURS = {
     "draft soft": "#f2c230",
     "draft hard": "#e3701a",
     "gradient": "#c9a9e8",
+    "train drafter": "#9c8ade",
     "wait": "#e4e4e4",
     "reward": "#e78ac3",
     "exchange": "#8c510a",

@@ -1,0 +1,95 @@
+"""The drafter in a run: what it learns from as the policy changes, and the slices in which it does."""
+
+import time
+
+import numpy as np
+import torch
+
+from bubblespec.engine.chains import LONGEST, Chains
+from bubblespec.learn.drafter_training import SEQUENCES_PER_UPDATE, DrafterTraining, Lesson, lessons_of
+from bubblespec.learn.microbatch import Microbatch
+from bubblespec.learn.warm_start import measure
+from bubblespec.ranks.collectives import Ranks
+from bubblespec.records import CHAIN_ROWS
+from bubblespec.speculate.learned import LearnedDrafts
+
+MEASURED = 8  # of the latest responses say how much is accepted, before they are learnt from
+SHARE_PER_STEP = 0.25  # of the buffer is filled anew by one step, at the most
+AVERAGE = 0.2  # weight of the latest slice in the seconds of a token
+
+
+class IdleTraining:
+    """Training of one rank's drafter during rollouts, and the mean of all ranks' after them."""
+
+    def __init__(self, training: DrafterTraining, chains: Chains, source: LearnedDrafts, accepted: np.ndarray, clock=time):
+        """accepted: see `measure`."""
+        self.training, self.chains, self.source, self.accepted, self.clock = training, chains, source, accepted, clock
+        self.token_s = 0.0  # of a slice, for each token; 0 before the first
+        self._new: list[Lesson] = []  # of the latest step, not learnt from yet
+        self._num_added = 0  # sequences in the gradient that no update has been made by yet
+        self._num_updates = 0  # since the ranks' drafters were last the same
+
+    @torch.no_grad()
+    def take(self, batch: Microbatch, hidden: torch.Tensor) -> None:
+        """Some of the sequences of a micro-batch of the policy's training, see `Learner.on_hidden`."""
+        room = SHARE_PER_STEP * self.training.lessons.max_tokens - sum(len(lesson.hidden) for lesson in self._new)
+        if room > 0:
+            self._new += lessons_of(batch, hidden, int(room))
+
+    def begin_step(self, ranks: Ranks) -> None:
+        """All ranks together, before a rollout: measure on the latest responses, and learn from them from now on."""
+        new, self._new = self._new, []
+        has_new = ranks.gather(np.array([len(new) > 0], np.uint8)).any()
+        if has_new:
+            self.accepted = measure(self.training, self.chains, new[:MEASURED], ranks)
+            self.source.acceptance.expect(self.accepted)
+        for lesson in new:
+            self.training.lessons.add(lesson)
+
+    def slice_tokens(self) -> int:
+        """Tokens of a slice: those of the shortest response."""
+        return min((len(lesson.hidden) for lesson in self.training.lessons), default=0)
+
+    def run_slice(self, limit_s: float) -> float:
+        """Learn from a response that is expected to take no longer, if there is one. Returns the seconds that it took."""
+        begin_s = self.clock.perf_counter()
+        fitting = [x for x in self.training.lessons.draw(SEQUENCES_PER_UPDATE, self.training.random) if self._fits(x, limit_s)]
+        if not fitting:
+            return 0.0
+        self.training.backward(fitting[:1], 1 / SEQUENCES_PER_UPDATE)
+        self._num_added += 1
+        if self._num_added == SEQUENCES_PER_UPDATE:
+            self.training.step()
+            self._num_added, self._num_updates = 0, self._num_updates + 1
+        seconds = self.clock.perf_counter() - begin_s
+        token_s = seconds / len(fitting[0].hidden)
+        self.token_s = token_s if not self.token_s else (1 - AVERAGE) * self.token_s + AVERAGE * token_s
+        return seconds
+
+    def _fits(self, lesson: Lesson, limit_s: float) -> bool:
+        return len(lesson.hidden) * self.token_s <= limit_s
+
+    @torch.no_grad()
+    def merge(self, ranks: Ranks) -> int:
+        """All ranks together: the mean of their drafters, by updates made since the last time. Returns how many all have made."""
+        counts = ranks.gather(np.array([self._num_updates], np.float64))[:, 0]
+        total, own, self._num_updates = counts.sum(), self._num_updates, 0
+        if ranks.world_size > 1 and total:
+            training = self.training
+            flat = ranks.sum_(torch.cat([p.reshape(-1) for p in training.masters]) * (own / total))
+            for master, param, part in zip(
+                training.masters, training.params, flat.split([p.numel() for p in training.masters]), strict=True
+            ):
+                master.copy_(part.view_as(master))
+                param.copy_(master)
+        return int(total)
+
+    def metrics(self, ranks: Ranks) -> dict[str, float]:
+        """Of a step: what is accepted, and the mean length of chains by active rows."""
+        chosen = ranks.gather(self.source.take_chosen()).sum(axis=0)
+        metrics = {f"drafter/accepted_{n + 1}": float(self.accepted[n]) for n in range(LONGEST)}
+        metrics["drafter/tokens_a_pass"] = 1.0 + float(self.accepted.sum())
+        for rows, counts in zip(CHAIN_ROWS, chosen, strict=True):
+            if counts.sum():
+                metrics[f"drafter/chain_length/rows_{rows}"] = float(counts @ np.arange(len(counts)) / counts.sum())
+        return metrics | {"drafter/num_updates": self.training.num_updates}

@@ -1,0 +1,189 @@
+"""The drafter before the first step: the policy answers the prompts of the coming steps, and the drafter learns from that.
+
+Responses are drawn with their own noise, so they are drafts of those steps as well. What is said again and again is what the
+drafter's head is restricted to. All ranks generate, and train together: each on responses of its own, with gradients averaged.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from bubblespec.config import Config
+from bubblespec.engine.chains import LONGEST, Chains
+from bubblespec.engine.drafter import Drafter
+from bubblespec.engine.generator import Generator
+from bubblespec.engine.model import forward_hidden
+from bubblespec.engine.packing import pack_sequences
+from bubblespec.engine.sampling import SamplingParams
+from bubblespec.errors import InputError
+from bubblespec.learn.drafter_training import SEQUENCES_PER_UPDATE, DrafterTraining, lessons_of
+from bubblespec.learn.microbatch import pack_responses
+from bubblespec.ranks.collectives import Ranks
+from bubblespec.records import Group, Row
+
+EPOCHS = 5
+LAST_RATE = 0.1  # of the learning rate, at the end of the warm start and after it
+HELD_OUT = 10  # one response in so many is not learnt from, and says what is accepted
+WEIGHTS_FILE, DRAFTER_FILE = "drafter.safetensors", "drafter.json"
+
+
+def generate(
+    batches: Sequence[list[Group]], config: Config, engine: Generator, params: SamplingParams, ranks: Ranks
+) -> Iterator[list[Row]]:
+    """This rank's responses to the groups of each batch, until all ranks together have drafter.warm_start tokens. Raises
+    StopRequested."""
+    rollout, num_tokens = config.rollout, 0
+    options = {"unit": "tok", "unit_scale": True, "disable": not ranks.is_main}
+    with tqdm(total=config.drafter.warm_start, desc="drafter: responses", **options) as bar:
+        for groups in batches:
+            samples = [(group, number) for group in groups for number in range(rollout.num_generations)]
+            rows = [
+                Row(group.sample(number), group.prompt.token_ids, rollout.max_completion_length)
+                for group, number in samples[ranks.rank :: ranks.world_size]
+            ]
+            engine.reset()
+            engine.add(rows)
+            while not engine.is_idle and not ranks.must_stop:
+                engine.step(params)
+            ranks.meet()
+            yield rows
+            gained = int(ranks.gather(np.array([sum(len(row.tokens) for row in rows)])).sum())
+            num_tokens += gained
+            bar.update(gained)
+            if num_tokens >= config.drafter.warm_start:
+                return
+
+
+def frequent_ids(rows: Sequence[Row], stop_token_ids: Sequence[int], most: int, ranks: Ranks) -> np.ndarray:
+    """The `most` most frequent tokens of all ranks' responses, stop tokens among them, int64 ascending."""
+    tokens = np.concatenate([np.array(stop_token_ids, np.int64), *(row.tokens for row in rows)])
+    ids, counts = np.unique(np.concatenate(ranks.gather_ragged(tokens)), return_counts=True)
+    return np.sort(ids[np.argsort(-counts, kind="stable")[:most]])
+
+
+@torch.no_grad()
+def learn_from(training: DrafterTraining, model: PreTrainedModel, rows: Sequence[Row], max_tokens: int) -> None:
+    """The policy's hidden states of these responses become lessons. max_tokens: of a forward."""
+    rows = sorted((row for row in rows if len(row.tokens)), key=lambda row: len(row.prompt) + len(row.tokens))
+    while rows:
+        chosen, size = [], 0
+        while rows and (not chosen or size + len(rows[-1].prompt) + len(rows[-1].tokens) <= max_tokens):
+            chosen.append(rows.pop())
+            size += len(chosen[-1].prompt) + len(chosen[-1].tokens)
+        parts = ([row.prompt for row in chosen], [row.tokens for row in chosen], [row.full_logprob for row in chosen])
+        batch = pack_responses(*parts, ids=[row.id for row in chosen], order=list(range(len(chosen))), device=model.device)
+        packing = pack_sequences(batch.sequence_lengths, model.device)
+        for lesson in lessons_of(batch, forward_hidden(model, batch.input_ids, packing, training.kernel)):
+            training.lessons.add(lesson)
+
+
+def train(training: DrafterTraining, chains: Chains, ranks: Ranks) -> np.ndarray:
+    """Learn for EPOCHS from the lessons of all ranks, together. Returns the chance that the first n tokens of a chain are right,
+    on responses held out, float64 [LONGEST]. Raises StopRequested."""
+    lessons = list(training.lessons)
+    order = training.random.permutation(len(lessons)).tolist()
+    held_out, learnt = [lessons[n] for n in order[::HELD_OUT]], [lessons[n] for k, n in enumerate(order) if k % HELD_OUT]
+    most = int(ranks.gather(np.array([len(learnt)])).max())
+    per_epoch = -(-most // SEQUENCES_PER_UPDATE)
+    total, rate = EPOCHS * per_epoch, training.optimizer.param_groups[0]["lr"]
+    batches = _batches(learnt, training.random)
+    with tqdm(total=total, unit="update", desc="drafter: training", disable=not ranks.is_main) as bar:
+        for number in range(total):
+            for group in training.optimizer.param_groups:
+                group["lr"] = rate * (1 - (1 - LAST_RATE) * number / total)
+            batch = next(batches, [])
+            loss = training.backward(batch) if batch else 0.0
+            average_gradients(training, ranks, bool(batch))
+            training.step()
+            if number % 10 == 0:
+                ranks.meet()
+                bar.set_postfix(loss=f"{loss:.2f}")
+            bar.update()
+    for group in training.optimizer.param_groups:
+        group["lr"] = rate * LAST_RATE
+    return measure(training, chains, held_out, ranks)
+
+
+def measure(training: DrafterTraining, chains: Chains, lessons: Sequence, ranks: Ranks) -> np.ndarray:
+    """`DrafterTraining.accepted` over the lessons of all ranks, weighted by their tokens, float64 [LONGEST]."""
+    sums = np.zeros(LONGEST + 1)
+    for begin in range(0, len(lessons), SEQUENCES_PER_UPDATE):
+        some = lessons[begin : begin + SEQUENCES_PER_UPDATE]
+        weight = sum(len(lesson.hidden) for lesson in some)
+        sums += weight * np.append(training.accepted(some, chains, LONGEST), 1.0)
+    sums = ranks.gather(sums).sum(axis=0)
+    return sums[:-1] / max(sums[-1], 1.0)
+
+
+def average_gradients(training: DrafterTraining, ranks: Ranks, has_gradient: bool) -> None:
+    """The mean over the ranks that have one."""
+    if ranks.world_size == 1:
+        return
+    params = training.params
+    flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in params])
+    flat = ranks.sum_(torch.cat((flat, flat.new_full((1,), float(has_gradient)))))
+    for param, part in zip(params, (flat[:-1] / flat[-1].clamp(min=1)).split([p.numel() for p in params]), strict=True):
+        param.grad = part.view_as(param)
+
+
+def _batches(lessons: list, random: np.random.Generator) -> Iterator[list]:
+    """Without end, each epoch in another order; of similar lengths, so that little is padded."""
+    while lessons:
+        order = random.permutation(len(lessons))
+        pool = 8 * SEQUENCES_PER_UPDATE
+        for begin in range(0, len(order), pool):
+            some = sorted((lessons[n] for n in order[begin : begin + pool]), key=lambda lesson: len(lesson.hidden))
+            parts = [some[k : k + SEQUENCES_PER_UPDATE] for k in range(0, len(some), SEQUENCES_PER_UPDATE)]
+            yield from (parts[k] for k in random.permutation(len(parts)))
+
+
+def describe(model: PreTrainedModel) -> dict:
+    """What a drafter's policy must agree in."""
+    return {
+        "policy": type(model).__name__,
+        "hidden_size": model.get_output_embeddings().weight.shape[1],
+        "vocab_size": model.get_output_embeddings().weight.shape[0],
+    }
+
+
+def save_drafter(folder: str, training: DrafterTraining, accepted: np.ndarray) -> None:
+    """Weights, tokens and what is accepted, as two files of a folder. Raises OSError."""
+    drafter = training.drafter
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
+    save_file(tensors, os.path.join(folder, WEIGHTS_FILE))
+    about = describe(drafter.policy) | {
+        "ids": drafter.ids.tolist(),
+        "accepted": np.asarray(accepted).tolist(),
+        "learning_rate": training.optimizer.param_groups[0]["lr"],
+        "num_updates": training.num_updates,
+    }
+    with open(os.path.join(folder, DRAFTER_FILE), "w", encoding="utf-8") as file:
+        json.dump(about, file)
+
+
+def load_drafter(folder: str, model: PreTrainedModel, seed: int, key: str = "drafter.path") -> tuple[Drafter, dict]:
+    """A saved drafter for this policy, and what is saved about it. Raises InputError where it is none, or another policy's."""
+    try:
+        with open(os.path.join(folder, DRAFTER_FILE), encoding="utf-8") as file:
+            about = json.load(file)
+        tensors = load_file(os.path.join(folder, WEIGHTS_FILE))
+        for name, wanted in describe(model).items():
+            if about[name] != wanted:
+                raise InputError(
+                    f"{key}: the drafter in {folder} is of a policy with {name} {about[name]}, this one's is {wanted}"
+                )
+        drafter = Drafter(model, np.array(about["ids"], np.int64), seed)
+        drafter.load_state_dict(tensors)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, InputError):
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(f"{key}: no drafter of this policy can be read from {folder}: {reason}") from error
+    return drafter, about

@@ -1,0 +1,79 @@
+"""The learned drafter of a run: made by a warm start or read from a folder, and put into the engine, the proposer and the
+learner."""
+
+import numpy as np
+
+from bubblespec.engine.chains import Chains
+from bubblespec.engine.drafter import Drafter
+from bubblespec.engine.linear import Plan, use_plans
+from bubblespec.errors import InputError
+from bubblespec.learn.drafter_training import DrafterTraining
+from bubblespec.learn.idle_training import IdleTraining
+from bubblespec.learn.learner import Learner
+from bubblespec.learn.warm_start import frequent_ids, generate, learn_from, load_drafter, train
+from bubblespec.rollout.sampler import Sampler
+from bubblespec.speculate.learned import LearnedDrafts
+
+MOST_STEPS = 256  # whose prompts a warm start answers
+
+
+def warm_start(sampler: Sampler, learner: Learner, step: int, plans: dict[str, Plan]) -> None:
+    """Before `step`, on all ranks together: answer its prompts and those of later steps, and train a drafter on that. The answers
+    become drafts of their steps. plans: of linear layers. Raises StopRequested, and InputError for a policy that can have
+    none."""
+    config, ranks, planner = sampler.config, sampler.ranks, sampler.planner
+    ranks.place = "warm start of the drafter"
+    depth = min(MOST_STEPS, config.run.max_steps - step - 1)
+    batches = [planner.launch(step).groups, *planner.upcoming(step, depth)]
+    rows = []
+    for of_batch in generate(batches, config, sampler.engine, sampler.params, ranks):
+        rows += of_batch
+        if "bubble" in config.speculative.method:
+            sampler.speculation.keep(of_batch, step)
+    sampler.engine.release()
+    ids = frequent_ids(rows, sampler.params.stop_token_ids, config.drafter.vocab_size, ranks)
+    try:
+        drafter = Drafter(learner.model, ids, config.run.seed)
+    except ValueError as error:
+        raise InputError(f"speculative.method: no drafter for this policy: {error}") from error
+    training, chains = _parts(drafter, sampler, learner, plans)
+    # All of the warm start is learnt from; only later fewer tokens are kept.
+    training.lessons.max_tokens = max(2 * config.drafter.warm_start, training.lessons.max_tokens)
+    learn_from(training, learner.model, rows, config.optim.max_tokens_per_microbatch)
+    accepted = train(training, chains, ranks)
+    training.lessons.shrink(config.drafter.buffer_tokens)
+    _use(training, chains, accepted, sampler, learner)
+
+
+def load(folder: str, sampler: Sampler, learner: Learner, key: str, plans: dict[str, Plan]) -> None:
+    """Use a saved drafter. key: of the configuration, which named the folder. Raises InputError."""
+    drafter, about = load_drafter(folder, learner.model, sampler.config.run.seed, key)
+    training, chains = _parts(drafter, sampler, learner, plans)
+    training.num_updates = about["num_updates"]
+    for group in training.optimizer.param_groups:
+        group["lr"] = about["learning_rate"]
+    _use(training, chains, np.array(about["accepted"]), sampler, learner)
+
+
+def _parts(drafter: Drafter, sampler: Sampler, learner: Learner, plans: dict[str, Plan]) -> tuple[DrafterTraining, Chains]:
+    config, runner = sampler.config, sampler.engine.runner
+    use_plans(drafter, plans)
+    training = DrafterTraining(
+        drafter,
+        learner.kernel,
+        learning_rate=config.drafter.learning_rate,
+        temperature=config.rollout.temperature,
+        max_tokens=config.drafter.buffer_tokens,
+        seed=config.run.seed,
+    )
+    return training, Chains(drafter, runner, sampler.params)
+
+
+def _use(training: DrafterTraining, chains: Chains, accepted: np.ndarray, sampler: Sampler, learner: Learner) -> None:
+    ranks, speculation = sampler.ranks, sampler.speculation
+    sampler.engine.runner.chains = chains
+    source = LearnedDrafts(chains, sampler.engine, speculation.proposer.cost, ranks.clock)
+    source.acceptance.expect(accepted)
+    speculation.proposer.sources.append(source)
+    sampler.drafter = IdleTraining(training, chains, source, accepted, ranks.clock)
+    learner.on_hidden = sampler.drafter.take
