@@ -25,11 +25,9 @@ def warm_start(sampler: Sampler, learner: Learner, step: int, plans: dict[str, P
     ranks.place = "warm start of the drafter"
     depth = min(MOST_STEPS, config.run.max_steps - step - 1)
     batches = [planner.launch(step).groups, *planner.upcoming(step, depth)]
-    rows = []
-    for of_batch in generate(batches, config, sampler.engine, sampler.params, ranks):
-        rows += of_batch
-        if "bubble" in config.speculative.method:
-            sampler.speculation.keep(of_batch, step)
+    rows = generate(batches, config, sampler.engine, sampler.params, ranks)
+    if "bubble" in config.speculative.method:
+        sampler.speculation.keep(rows, step)
     sampler.engine.release()
     ids = frequent_ids(rows, sampler.params.stop_token_ids, config.drafter.vocab_size, ranks)
     try:
@@ -74,6 +72,7 @@ def _use(training: DrafterTraining, chains: Chains, accepted: np.ndarray, sample
     sampler.engine.runner.chains = chains
     source = LearnedDrafts(chains, sampler.engine, speculation.proposer.cost, ranks.clock)
     source.acceptance.expect(accepted)
+    source.profile()
     speculation.proposer.sources.append(source)
     sampler.drafter = IdleTraining(training, chains, source, accepted, ranks.clock)
     learner.on_hidden = sampler.drafter.take

@@ -106,6 +106,17 @@ class Chains:
             chain.append(self.draw(self.drafter.logits(state), keys[:, number], position[:, number]))
         return torch.stack(chain, dim=1).cpu().numpy(), slots, int(count.sum())
 
+    @torch.inference_mode()
+    def rehearse(self, num_rows: int) -> None:
+        """A forward of the drafter as it is for one more token of so many rows, of no rows in particular."""
+        policy, one = self.drafter.policy, np.ones(num_rows, np.int64)
+        hidden = torch.ones(num_rows, self.drafter.fuse.out_features, dtype=policy.dtype, device=policy.device)
+        tokens = to_device(np.zeros(num_rows, np.int64), policy.device)
+        state = self._forward(hidden, tokens, np.arange(num_rows), 0 * one, one)
+        position = to_device(np.arange(num_rows), policy.device)
+        keys = self.runner.noise_keys(np.arange(num_rows), np.zeros(num_rows, np.int64))
+        self.draw(self.drafter.logits(state), keys, position).cpu()
+
     def draw(self, logits: torch.Tensor, keys: torch.Tensor, num_generated: torch.Tensor) -> torch.Tensor:
         """What rows with these noise keys, int32 [M, 4], would sample from the drafter's logits [M, V]: token ids, int64 [M]."""
         ids = self.drafter.device_ids

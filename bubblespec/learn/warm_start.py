@@ -4,6 +4,7 @@ Responses are drawn with their own noise, so they are drafts of those steps as w
 drafter's head is restricted to. All ranks generate, and train together: each on responses of its own, with gradients averaged.
 """
 
+import itertools
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -36,29 +37,33 @@ WEIGHTS_FILE, DRAFTER_FILE = "drafter.safetensors", "drafter.json"
 
 def generate(
     batches: Sequence[list[Group]], config: Config, engine: Generator, params: SamplingParams, ranks: Ranks
-) -> Iterator[list[Row]]:
-    """This rank's responses to the groups of each batch, until all ranks together have drafter.warm_start tokens. Raises
-    StopRequested."""
-    rollout, num_tokens = config.rollout, 0
+) -> list[Row]:
+    """This rank's responses to the groups of coming steps, nearest first, until it has its share of drafter.warm_start tokens; the
+    last of them are not finished. Raises StopRequested."""
+    number, wanted = config.rollout.num_generations, -(-config.drafter.warm_start // ranks.world_size)
+    waiting = (
+        Row(group.sample(sample), group.prompt.token_ids, config.rollout.max_completion_length)
+        for groups in batches
+        for group, sample in [(group, n) for group in groups for n in range(number)][ranks.rank :: ranks.world_size]
+    )
+    rows: list[Row] = []
+    finished_tokens = 0
+    engine.reset()
     options = {"unit": "tok", "unit_scale": True, "disable": not ranks.is_main}
-    with tqdm(total=config.drafter.warm_start, desc="drafter: responses", **options) as bar:
-        for groups in batches:
-            samples = [(group, number) for group in groups for number in range(rollout.num_generations)]
-            rows = [
-                Row(group.sample(number), group.prompt.token_ids, rollout.max_completion_length)
-                for group, number in samples[ranks.rank :: ranks.world_size]
-            ]
-            engine.reset()
-            engine.add(rows)
-            while not engine.is_idle and not ranks.must_stop:
-                engine.step(params)
-            ranks.meet()
-            yield rows
-            gained = int(ranks.gather(np.array([sum(len(row.tokens) for row in rows)])).sum())
-            num_tokens += gained
-            bar.update(gained)
-            if num_tokens >= config.drafter.warm_start:
-                return
+    with tqdm(total=wanted * ranks.world_size, desc="drafter: responses", **options) as bar:
+        while bar.n < bar.total and not ranks.must_stop:
+            room = engine.num_slots - len(engine.rows) - len(engine.queue)
+            added = list(itertools.islice(waiting, room))
+            rows += added
+            engine.add(added)
+            if engine.is_idle:
+                break
+            finished_tokens += sum(len(row.tokens) for row in engine.step(params)[0])
+            active = int(engine.lengths.sum()) - sum(len(row.prompt) for row in engine.rows)
+            bar.update((finished_tokens + active) * ranks.world_size - bar.n)
+    engine.collect()
+    ranks.meet()
+    return [row for row in rows if len(row.tokens)]
 
 
 def frequent_ids(rows: Sequence[Row], stop_token_ids: Sequence[int], most: int, ranks: Ranks) -> np.ndarray:

@@ -62,6 +62,16 @@ class LearnedDrafts:
         self.chosen = np.zeros((len(CHAIN_ROWS), LONGEST + 1), np.int64)  # forwards by rows and length of the chain
         self._proposed: dict[int, np.ndarray] = {}  # by id() of the row
 
+    def profile(self) -> None:
+        """Time the drafter's forwards of few and many rows, before any row is there. Each is run once before it counts."""
+        for count in sorted({1, min(8, self.engine.num_slots), min(MOST_ROWS, self.engine.num_slots)}):
+            self.chains.rehearse(count)
+            for _ in range(3):
+                begin_s = self.clock.perf_counter()
+                self.chains.rehearse(count)
+                self.own_cost.anchor(1, count, 0, 0, self.clock.perf_counter() - begin_s)
+        self.engine.reset()
+
     @property
     def chance(self) -> float:
         """That the first token of a chain is right."""
