@@ -38,8 +38,8 @@ WEIGHTS_FILE, DRAFTER_FILE = "drafter.safetensors", "drafter.json"
 def generate(
     batches: Sequence[list[Group]], config: Config, engine: Generator, params: SamplingParams, ranks: Ranks
 ) -> list[Row]:
-    """This rank's responses to the groups of coming steps, nearest first, until it has its share of drafter.warm_start tokens; the
-    last of them are not finished. Raises StopRequested."""
+    """This rank's responses to the groups of coming steps, nearest first, until it has its share of drafter.warm_start tokens;
+    the last of them are not finished. Raises StopRequested."""
     number, wanted = config.rollout.num_generations, -(-config.drafter.warm_start // ranks.world_size)
     waiting = (
         Row(group.sample(sample), group.prompt.token_ids, config.rollout.max_completion_length)
