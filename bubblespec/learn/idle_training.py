@@ -13,7 +13,7 @@ from bubblespec.ranks.collectives import Ranks
 from bubblespec.records import CHAIN_ROWS
 from bubblespec.speculate.learned import LearnedDrafts
 
-MEASURED = 8  # of the latest responses say how much is accepted, before they are learnt from
+MEASURED = 4  # of the latest responses say how much is accepted, before they are learnt from
 SHARE_PER_STEP = 0.25  # of the buffer is filled anew by one step, at the most
 AVERAGE = 0.2  # weight of the latest slice in the seconds of a token
 
@@ -28,6 +28,7 @@ class IdleTraining:
         self._new: list[Lesson] = []  # of the latest step, not learnt from yet
         self._num_added = 0  # sequences in the gradient that no update has been made by yet
         self._num_updates = 0  # since the ranks' drafters were last the same
+        self._num_measured = training.num_updates  # updates when `accepted` was measured
 
     @torch.no_grad()
     def take(self, batch: Microbatch, hidden: torch.Tensor) -> None:
@@ -37,10 +38,12 @@ class IdleTraining:
             self._new += lessons_of(batch, hidden, int(room))
 
     def begin_step(self, ranks: Ranks) -> None:
-        """All ranks together, before a rollout: measure on the latest responses, and learn from them from now on."""
+        """All ranks together, before a rollout: learn from the latest responses from now on. If the drafter has changed since it
+        was last measured, they say first how much of it is accepted."""
         new, self._new = self._new, []
-        has_new = ranks.gather(np.array([len(new) > 0], np.uint8)).any()
-        if has_new:
+        made = ranks.gather(np.array([len(new), self.training.num_updates - self._num_measured]))
+        if made.sum(axis=0).all():
+            self._num_measured = self.training.num_updates
             self.accepted = measure(self.training, self.chains, new[:MEASURED], ranks)
             self.source.acceptance.expect(self.accepted)
         for lesson in new:
