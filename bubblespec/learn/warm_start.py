@@ -47,11 +47,11 @@ def generate(
         for group, sample in [(group, n) for group in groups for n in range(number)][ranks.rank :: ranks.world_size]
     )
     rows: list[Row] = []
-    finished_tokens = 0
+    finished_tokens = num_tokens = 0
     engine.reset()
     options = {"unit": "tok", "unit_scale": True, "disable": not ranks.is_main}
     with tqdm(total=wanted * ranks.world_size, desc="drafter: responses", **options) as bar:
-        while bar.n < bar.total and not ranks.must_stop:
+        while num_tokens < wanted and not ranks.must_stop:
             room = engine.num_slots - len(engine.rows) - len(engine.queue)
             added = list(itertools.islice(waiting, room))
             rows += added
@@ -60,7 +60,8 @@ def generate(
                 break
             finished_tokens += sum(len(row.tokens) for row in engine.step(params)[0])
             active = int(engine.lengths.sum()) - sum(len(row.prompt) for row in engine.rows)
-            bar.update((finished_tokens + active) * ranks.world_size - bar.n)
+            gained, num_tokens = finished_tokens + active - num_tokens, finished_tokens + active
+            bar.update(gained * ranks.world_size)
     engine.collect()
     ranks.meet()
     return [row for row in rows if len(row.tokens)]
