@@ -22,6 +22,8 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 
 from bubblespec.config import Config, load_config
 from bubblespec.engine import attention, sampling
+from bubblespec.engine.chains import KEPT, LONGEST
+from bubblespec.engine.drafter import Drafter
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import enable_gradient_checkpointing, forward_hidden
 from bubblespec.engine.packing import PAGE, CachePacking, SequencePacking, pack_rows, pack_sequences
@@ -60,13 +62,25 @@ class Needs:
     """Most that its loss head holds."""
     rollout: int
     """Most that a forward of the rollout holds, beside what lasts and the slots."""
+    drafter: int
+    """Where there is a learned drafter, what it adds to what lasts: weights, gradients, master weights, moments, and its part of
+    the policy's head."""
+    drafter_slot: int
+    """What it keeps for one row: keys and values of its layer, and hidden states."""
     host_while_saving: int
     """Memory of the machine, not of the card, that rank 0 needs for the optimizer state of all ranks."""
+    host_lessons: int
+    """The same of each rank, for the responses that the drafter learns from."""
 
     @property
     def lasting(self) -> int:
         """Bytes that are there all the time."""
-        return self.weights + self.reference + self.gradients + self.masters + self.moments
+        return self.weights + self.reference + self.gradients + self.masters + self.moments + self.drafter
+
+    @property
+    def whole_slot(self) -> int:
+        """Bytes of one row."""
+        return self.slot + self.drafter_slot
 
     @property
     def training(self) -> int:
@@ -99,6 +113,7 @@ def work_out(config: Config, model: PreTrainedModel, world_size: int) -> Needs:
     logits = min(tokens * vocab, config.optim.max_logits_per_chunk)
     fed = config.rollout.max_batch_tokens
     sampled = min(fed * vocab, sampling.MAX_LOGITS_AT_ONCE["cuda"])
+    drafter, drafter_slot, lessons = drafter_bytes(config, shapes) if "drafter" in config.speculative.method else (0, 0, 0)
     return Needs(
         weights=weights,
         reference=weights if config.loss.kl_coef > 0 else 0,
@@ -110,7 +125,10 @@ def work_out(config: Config, model: PreTrainedModel, world_size: int) -> Needs:
         # Two gradients of the head's size: that of one chunk, and their sum so far.
         head=logits * (LOGIT_COPIES * max(size, 4) + (size if size < 4 else 0)) + 2 * head.numel() * size,
         rollout=int(_layer_bytes(shapes, fed)) + fed * vocab * size + sampled * SAMPLER_BYTES,
+        drafter=drafter,
+        drafter_slot=drafter_slot,
         host_while_saving=total * state_size * (3 if has_masters else 2),
+        host_lessons=lessons,
     )
 
 
@@ -134,18 +152,45 @@ def largest_share(sizes: list[list[int]], world_size: int) -> int:
     return max(loads)
 
 
+def slot_length(config: Config, beyond: int = 0) -> int:
+    """Positions of one slot: of the longest prompt and response, and `beyond` them."""
+    length = config.rollout.max_prompt_length + config.rollout.max_completion_length + beyond
+    return -(-length // PAGE) * PAGE if config.model.attention == "flash_attn" else length
+
+
 def slot_bytes(config: Config, model: PreTrainedModel) -> int:
-    """Keys and values of one slot: of the longest prompt and response, in the model's precision."""
-    length = config.rollout.max_prompt_length + config.rollout.max_completion_length
-    if config.model.attention == "flash_attn":
-        length = -(-length // PAGE) * PAGE
+    """Keys and values of one slot, in the model's precision."""
     cache = KVCache(1, 1)
     packing = pack_rows(cache, np.array([0]), np.array([1]), torch.device("meta"))
     model = meta_model(model.config, model.dtype)
     model.set_attn_implementation(attention.NAME)
     with torch.no_grad():
         _forward_shapes(model, 1, packing)
-    return cache.num_bytes() * length
+    return cache.num_bytes() * slot_length(config)
+
+
+def drafter_bytes(config: Config, model: PreTrainedModel) -> tuple[int, int, int]:
+    """Of a learned drafter for this policy, on the meta device: bytes that are there all the time, bytes of one row, and bytes in
+    the machine's memory. Raises InputError for a policy that can have none."""
+    vocab, hidden = model.get_output_embeddings().weight.shape
+    try:
+        with torch.device("meta"):
+            drafter = Drafter(model, np.arange(1))
+    except ValueError as error:
+        raise InputError(f"speculative.method: no drafter for this policy: {error}") from error
+    size, count = model.dtype.itemsize, sum(p.numel() for p in drafter.parameters())
+    # Bytes of a parameter: itself, its gradient, and two moments; in bfloat16 these are of a float32 master weight, which has a
+    # gradient of its own for a moment.
+    of_each = 2 * size + (4 * 4 if model.dtype == torch.bfloat16 else 2 * size)
+    cache, one = KVCache(1, 1), np.array([1])
+    with torch.no_grad():
+        packing = pack_rows(cache, np.array([0]), one, torch.device("meta"))
+        drafter(
+            torch.empty(1, hidden, dtype=model.dtype, device="meta"), torch.zeros(1, dtype=torch.int64, device="meta"), packing
+        )
+    of_row = cache.num_bytes() * slot_length(config, LONGEST) + KEPT * hidden * size
+    head = min(config.drafter.vocab_size, vocab) * hidden * size
+    return count * of_each + head, of_row, config.drafter.buffer_tokens * hidden * size
 
 
 def activation_bytes(model: PreTrainedModel, tokens: int, has_checkpoints: bool) -> int:
@@ -255,13 +300,14 @@ def choose_num_slots(config: Config, model: PreTrainedModel, has_moments: bool, 
         return rollout.num_slots if "bubble" in config.speculative.method else min(rollout.num_slots, most)
     needs = work_out(config, model, ranks.world_size)
     free, total = free_bytes(ranks.device)
-    free_beside = free - HEADROOM * total - (0 if has_moments else needs.moments)
+    # The drafter is made later.
+    free_beside = free - HEADROOM * total - (0 if has_moments else needs.moments) - needs.drafter
     room = needs.room_for_cache(free_beside, rollout.free_cache_engine, config.optim.stream_gradients)
     spare = spare_slots(config) if ranks.device.type == "cuda" else 0
-    fitting = int(ranks.gather(np.array([room // needs.slot])).min()) - spare
+    fitting = int(ranks.gather(np.array([room // needs.whole_slot])).min()) - spare
     if fitting < 1:
         raise InputError(
-            f"rollout.num_slots: a slot of {needs.slot / 1e9:.2f} GB and {(free_beside - room) / 1e9:.2f} GB of "
+            f"rollout.num_slots: a slot of {needs.whole_slot / 1e9:.2f} GB and {(free_beside - room) / 1e9:.2f} GB of "
             f"activations do not fit the {free / 1e9:.2f} GB that model and optimizer leave free; lower "
             "optim.max_tokens_per_microbatch or rollout.max_completion_length, or set optim.shard_state (see bubblespec.memory)"
         )
@@ -294,17 +340,19 @@ def table(config: Config, model: PreTrainedModel, world_size: int) -> str:
         f"{needs.gradients / 1e9:8.2f}  gradients, {precision}",
         f"{needs.masters / 1e9:8.2f}  master weights, float32, {where}" if needs.masters else None,
         f"{needs.moments / 1e9:8.2f}  moments, {precision}, {where}",
+        f"{needs.drafter / 1e9:8.2f}  drafter: weights, gradients, optimizer state, part of the head" if needs.drafter else None,
         f"{needs.lasting / 1e9:8.2f}  lasting",
         f"{needs.activations / 1e9:8.2f}  activations of {optim.max_tokens_per_microbatch} tokens, {with_or_without[0]} "
         f"checkpointing ({other / 1e9:.2f} {with_or_without[1]})",
         f"{needs.head / 1e9:8.2f}  loss head: {optim.max_logits_per_chunk} logits at once",
         f"{needs.rollout / 1e9:8.2f}  or, in the rollout, a forward of {rollout.max_batch_tokens} tokens",
         f"{needs.slot / 1e9:8.2f}  keys and values of a slot, {rollout.max_prompt_length + rollout.max_completion_length} tokens",
+        f"{needs.drafter_slot / 1e9:8.2f}  of the drafter for a slot" if needs.drafter_slot else None,
     ]
     for name, total in CARDS.items():
         room = total * (1 - HEADROOM) - needs.lasting
         rooms = (needs.room_for_cache(room, is_freed, optim.stream_gradients) for is_freed in (False, True))
-        beside_step, freed = (max(int(cache // needs.slot) - spare_slots(config), 0) for cache in rooms)
+        beside_step, freed = (max(int(cache // needs.whole_slot) - spare_slots(config), 0) for cache in rooms)
         fitting = freed if rollout.free_cache_engine else beside_step
         slots = min(fitting, most) if rollout.num_slots == "auto" else rollout.num_slots
         lines.append(
@@ -313,6 +361,8 @@ def table(config: Config, model: PreTrainedModel, world_size: int) -> str:
             f"{slots} used for {rows} rows"
         )
     lines.append(f"rank 0 holds {needs.host_while_saving / 1e9:.1f} GB of optimizer state in the machine's memory while it saves")
+    if needs.host_lessons:
+        lines.append(f"each rank holds {needs.host_lessons / 1e9:.1f} GB of responses for its drafter in the machine's memory")
     return "\n".join(line for line in lines if line)
 
 

@@ -13,11 +13,14 @@ from test_update import make_learner
 
 from bubblespec import memory
 from bubblespec.config import Config, ModelConfig, OptimConfig, RolloutConfig, load_config
+from bubblespec.engine.chains import Chains
+from bubblespec.engine.drafter import Drafter
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
+from bubblespec.learn.drafter_training import DrafterTraining, Lesson
 from bubblespec.learn.optimizer import MOMENTS, Optimizer
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.records import Group, Prompt, Row, SampleId
@@ -39,6 +42,10 @@ def make_config(dtype: str = "float32", max_tokens: int = 8192, **optim) -> Conf
     )
 
 
+def size(tensors) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_what_lasts_is_what_the_tensors_hold(dtype, tied):
@@ -53,9 +60,6 @@ def test_what_lasts_is_what_the_tensors_hold(dtype, tied):
     engine = Generator(ModelRunner(model, 3, 512, seed=0))
     engine.run([Row(SampleId(0, 0, 0), (1, 2, 3), 4)], SamplingParams())
 
-    def size(tensors) -> int:
-        return sum(t.numel() * t.element_size() for t in tensors)
-
     states = optimizer.local.state.values()
     assert needs.weights == size(model.parameters())
     assert needs.gradients == size([optimizer.flat_grad])
@@ -64,6 +68,56 @@ def test_what_lasts_is_what_the_tensors_hold(dtype, tied):
     assert 3 * needs.slot == engine.runner.cache.num_bytes()
     saved = optimizer.state_dict()["parameters"].values()
     assert needs.host_while_saving == size(t for tensors in saved for t in tensors.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_a_drafter_holds_what_it_is_said_to(dtype):
+    """An actual one after an update, its chains, and as many responses as it may keep."""
+    config = make_config(dtype)
+    config.speculative.method, config.drafter.vocab_size, config.drafter.buffer_tokens = "suffix+drafter", 100, 40
+    model = transformers.AutoModelForCausalLM.from_config(small()).to(getattr(torch, dtype)).eval()
+    needs = memory.work_out(config, memory.meta_model(model.config, model.dtype), 2)
+    assert memory.work_out(config, model, 2) == needs, "the model itself says the same as its configuration"
+    config.speculative.method = "suffix"
+    without = memory.work_out(config, model, 2)
+    assert (without.drafter, without.drafter_slot, without.host_lessons) == (0, 0, 0)
+    assert needs.lasting - without.lasting == needs.drafter and needs.slot == without.slot == without.whole_slot
+
+    prepare_model(model, 512)
+    drafter = Drafter(model, np.arange(100))
+    training = DrafterTraining(drafter, "sdpa", learning_rate=1e-3, temperature=1.0, max_tokens=40, seed=0)
+    for sample in range(5):
+        hidden = torch.randn(10, 128, dtype=model.dtype)
+        training.lessons.add(Lesson(SampleId(0, 0, sample), 3, np.arange(11), hidden))
+    training.backward(list(training.lessons))
+    training.step()
+    training.backward(list(training.lessons))
+    for param in training.params:  # as after an average over ranks: the layer's own embedding, which is not used, has one too
+        param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+    gradients = [p.grad for p in training.params]
+    training.step()
+    states = training.optimizer.state.values()
+    held = [*training.params, *gradients, *(state[key] for state in states for key in MOMENTS), drafter._head[0]]
+    if dtype == "bfloat16":
+        held += [*training.masters, *training.masters]  # with gradients of their size
+        assert {t.dtype for t in training.masters} == {torch.float32}
+    assert needs.drafter == size(held)
+    assert needs.host_lessons == size(lesson.hidden for lesson in training.lessons)
+
+    engine = Generator(ModelRunner(model, 3, 512, seed=0))
+    chains = engine.runner.chains = Chains(drafter, engine.runner, SamplingParams())
+    engine.add([Row(SampleId(0, 0, 0), (1, 2, 3), 4)])
+    engine.step(SamplingParams())
+    assert chains.draft(engine.scheduler, np.array([0]), 2)[0].shape == (1, 2)
+    assert 3 * needs.drafter_slot == chains.cache.num_bytes() + size([chains._hidden])
+
+
+def test_a_policy_that_can_have_no_drafter_is_refused(monkeypatch):
+    config = make_config()
+    config.speculative.method = "drafter"
+    monkeypatch.setattr("bubblespec.engine.drafter._one_layer_config", lambda *_: {}["layers"])
+    with pytest.raises(InputError, match=r"^speculative.method: no drafter for this policy: Qwen2ForCausalLM cannot be made"):
+        memory.work_out(config, memory.meta_model(small(), torch.float32), 1)
 
 
 def test_working_out_leaves_the_model_as_it_is():
@@ -194,6 +248,23 @@ def test_streamed_gradients_are_there_beside_forwards(monkeypatch):
     assert needs.room_for_cache(room, True, True) == needs.room_for_cache(room, True) == room - needs.rollout
     without = slots_that_fit(config)
     assert len(without) == 2 and all(a < b for a, b in zip(with_streaming, without, strict=True))
+
+
+def test_a_drafter_takes_room_from_slots(monkeypatch):
+    """It is not there yet when they are chosen; each slot has its part of it."""
+    config = make_config(max_tokens=512)
+    config.rollout.max_batch_tokens = 4000
+    without = slots_that_fit(config)
+    config.speculative.method = "bubble+suffix+drafter"
+    needs = memory.work_out(config, memory.meta_model(small(), torch.float32), 3)
+    slot = needs.slot + needs.drafter_slot
+    assert needs.drafter > 2 * slot > 2 * needs.slot
+    free = needs.rollout + needs.drafter + memory.HEADROOM * 1e9 + 4.5 * slot
+    assert slots_on_cuda(monkeypatch, config, free) == 4
+    assert slots_on_cuda(monkeypatch, config, free - slot) == 3
+    assert all(a > b for a, b in zip(without, slots_that_fit(config), strict=True))
+    printed = memory.table(config, memory.meta_model(small(), torch.float32), 2)
+    assert f"{needs.host_lessons / 1e9:.1f} GB of responses for its drafter" in printed
 
 
 def test_graphs_take_a_slot_for_their_padding(monkeypatch):

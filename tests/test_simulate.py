@@ -19,6 +19,7 @@ from conftest import make_rows
 
 from benchmarks import replay_map
 from bubblespec.config import config_of_sections, flatten
+from bubblespec.engine.chains import LONGEST
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.runner import ModelRunner
@@ -31,13 +32,15 @@ from bubblespec.simulate import __main__
 from bubblespec.simulate.__main__ import BLANK, nested
 from bubblespec.simulate.analytic import GPUS, MODELS, analytic_cost
 from bubblespec.simulate.cost import ForwardCost
+from bubblespec.simulate.drafter import DrafterModel, SimulatedChains
 from bubblespec.simulate.drafting import STOP, VOCABULARY, DraftModel
 from bubblespec.simulate.recorded import RecordedWorkload
 from bubblespec.simulate.run import simulate
 from bubblespec.simulate.runner import ProposalTime, SimulatedGenerator, SimulatedRunner
 from bubblespec.simulate.workload import Synthetic, Workload
 from bubblespec.simulate.world import SimulatedBoard, SimulatedRanks, World
-from bubblespec.speculate.proposer import make_proposer
+from bubblespec.speculate.learned import LearnedDrafts
+from bubblespec.speculate.proposer import Proposer, make_proposer
 from bubblespec.speculate.suffix import GroupIndex, History
 from bubblespec.speculate.windows import CostModel
 from bubblespec.telemetry.timeline import KINDS
@@ -330,6 +333,8 @@ def test_tokens_are_those_of_the_workload_whatever_the_method_and_the_ranks():
         ("bubble+suffix", 1, 2),
         ("bubble+suffix", 2, 1),
         ("bubble+suffix", 4, 3),
+        ("drafter", 2, 2),
+        ("bubble+suffix+drafter", 3, 2),
     ):
         steps = run(method, num_ranks, run=20, tokens_a_pass=tokens_a_pass)
         assert [step.digest for step in steps] == wanted, (method, num_ranks)
@@ -363,6 +368,86 @@ def test_perfect_drafts_are_never_refused():
     steps = run("bubble", 2, run=float("inf"), steps=5)
     assert sum(step.proposed_tokens for step in steps) > 500
     assert sum(step.refused_tokens for step in steps) == 0
+
+
+# The learned drafter
+
+
+def make_drafter(world: World, workload: Workload, model: DrafterModel, slots: int = 16, cost=None):
+    """An engine with a drafter, and the drafts' source."""
+    runner = SimulatedRunner(
+        world, 0, slots, 2000, max_batch_tokens=512, cost=cost or LinearCost(),
+        text=lambda row, _: workload.response(workload.step_of(row.id), row.id.uid, row.id.sample),
+    )  # fmt: skip
+    engine, profiled, clock = SimulatedGenerator(runner), CostModel(), SimulatedRanks(world, 0).clock
+    profiled.coefficients = np.array([10e-3, 0.0, 20e-6, 0.0, 10e-9])
+    source = LearnedDrafts(SimulatedChains(runner, model), engine, profiled, clock)
+    source.acceptance.expect(model.accepted())
+    return engine, source, Proposer([source], profiled, uses_drafts=False, fixed_window=LONGEST, clock=clock)
+
+
+@pytest.mark.parametrize("tokens_a_pass", [1.0, 2.0, 3.0, 6.0])
+def test_tokens_a_pass_are_those_of_a_chain_with_one_chance(tokens_a_pass):
+    accepted = DrafterModel(tokens_a_pass).accepted()
+    assert 1 + accepted.sum() == pytest.approx(tokens_a_pass)
+    np.testing.assert_allclose(accepted, accepted[0] ** np.arange(1, LONGEST + 1))
+
+
+@pytest.mark.parametrize("tokens_a_pass", [2.0, 3.0])
+def test_a_drafter_is_accepted_as_often_as_it_should(tokens_a_pass):
+    """By what the source has measured, and by what the engine's forwards gained."""
+    workload, model = make_workload(1, 8, mean=1200.0, max=1500, sigma=0.1), DrafterModel(tokens_a_pass, 0.001)
+    engine, source, proposer = make_drafter(World(1), workload, model)
+    rows = make_rows(workload.launch(0).groups, 8, 1500)
+    for row in rows:
+        proposer.track(row, None, 0)
+    run_to_end(engine, rows, SamplingParams(stop_token_ids=(STOP,)), proposer)
+    for row in rows:
+        np.testing.assert_array_equal(row.tokens, workload.response(0, row.id.uid, row.id.sample))
+    chosen = source.take_chosen()
+    assert chosen.sum() > 400
+    assert chosen[:, LONGEST].sum() > 0.95 * chosen.sum(), "a drafter that costs nothing drafts all it can"
+    tried, right = source.acceptance.seen.T
+    np.testing.assert_allclose(np.cumprod(right / tried), model.accepted(), atol=0.035)  # about 3 standard errors
+    counts = proposer.acceptance
+    assert counts.gained_tokens / counts.row_forwards == pytest.approx(tokens_a_pass, rel=0.04)
+
+
+def test_chains_take_the_time_of_the_drafter_s_forwards():
+    """The first forward catches up, with 64 positions at the most; the others feed a token a row."""
+    world, workload, cost = World(1), make_workload(1, 2, mean=400.0, sigma=0.0, prompt=200), LinearCost()
+    engine, source, _ = make_drafter(world, workload, DrafterModel(2.0, 0.25), cost=cost)
+    rows = make_rows(workload.launch(0).groups, 2, 300)
+    engine.add(rows)
+    params = SamplingParams(stop_token_ids=(STOP,))
+    while len(engine.decoding()) < 2:
+        engine.step(params)
+    for caught_up in (64, 3):
+        begin_s, positions = world.now[0], int(engine.lengths.sum())
+        tokens, slots, count = source.chains.draft(engine.scheduler, np.arange(2), 4)
+        assert (tokens.shape, slots.tolist(), count) == ((2, 4), [0, 1], 2 * caught_up)
+        fed = [2 * caught_up, 2, 2, 2]
+        wanted = 0.25 * sum(cost.seconds(Load(2, n, 0, positions, 0, 0)) for n in fed)
+        assert world.now[0] - begin_s == pytest.approx(wanted)
+        engine.may_skip = False
+        for _ in range(3):
+            engine.step(params)
+
+
+def test_a_drafter_shortens_a_tail_of_few_long_rows():
+    """Two rows decode alone for most of a step. One that is seldom right is found out and costs next to nothing."""
+
+    def seconds(method: str, tokens_a_pass: float = 1.0) -> float:
+        workload = make_workload(2, 1, mean=250.0, sigma=0.3)
+        workload.drafter = DrafterModel(tokens_a_pass)
+        alone = {"loss__advantage_estimator": "reinforce_plus_plus", "loss__scale_rewards": "none"}
+        steps = simulate(make_config(method, 2, 1, **alone), workload, LinearCost(), 1)
+        return sum(step.seconds for step in steps)
+
+    none = seconds("none")
+    # 2.5 tokens in 1.25 of a forward; at the best lengths no less.
+    assert seconds("drafter", 4.0) < seconds("drafter", 2.5) < none / 1.7
+    assert seconds("drafter", 1.0) < 1.03 * none
 
 
 def test_shares_of_waiting_add_up():
@@ -597,6 +682,13 @@ def test_a_recorded_run_says_what_it_said(tmp_path):
         assert [step.digest for step in steps] == digests == [recorded.digests[step] for step in range(4)]
 
 
+def test_a_trace_is_simulated_with_a_drafter(tmp_path):
+    digests = write_trace(tmp_path, make_workload(), make_config())
+    steps = simulate(make_config("suffix+drafter"), RecordedWorkload(str(tmp_path)), LinearCost(), 2)
+    assert [step.digest for step in steps] == digests
+    assert sum(step.proposed_tokens - step.refused_tokens for step in steps) > 200
+
+
 def command(*arguments: str, cwd=ROOT) -> subprocess.CompletedProcess:
     return python("-m", "bubblespec.simulate", *arguments, folder=cwd)
 
@@ -654,6 +746,11 @@ def test_wrong_arguments_end_in_one_line(tmp_path, capsys):
     check_error(capsys, "give it as max", *synthetic, "rollout.max_completion_length=100")
     check_error(capsys, "--timeline-step and --output go together", *synthetic, "--timeline-step", "1")
     check_error(capsys, "--timeline-step: 2 is none", *synthetic, "--timeline-step", "2", "--output", str(tmp_path / "o"))
+    check_error(capsys, "--drafter: tokens_a_pass: 7.0 must be from 1 to 6", *synthetic, "--drafter", "tokens_a_pass=7")
+    check_error(capsys, "--drafter: share: 2.0 must be from 0 to 1", *synthetic, "--drafter", "share=2")
+    check_error(
+        capsys, "--drafter: speculative.method=bubble has none", *synthetic, "--drafter", "share=0.1", "speculative.method=bubble"
+    )
     check_error(capsys, "--drafts: give its values in --synthetic", *synthetic, "--drafts", "run=5")
 
 

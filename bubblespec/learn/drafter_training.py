@@ -150,7 +150,7 @@ class DrafterTraining:
         """One update by the gradient that has been added up."""
         if self.masters is not self.params:
             for master, param in zip(self.masters, self.params, strict=True):
-                master.grad = param.grad.float()
+                master.grad = None if param.grad is None else param.grad.float()  # the layer's own embedding is not used
         torch.nn.utils.clip_grad_norm_(self.masters, MAX_GRAD_NORM)
         self.optimizer.step()
         if self.masters is not self.params:

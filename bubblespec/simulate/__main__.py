@@ -16,6 +16,7 @@ from bubblespec.config import Config, config_of_sections
 from bubblespec.errors import InputError
 from bubblespec.simulate.cost import ForwardCost, cost_from_trace
 from bubblespec.simulate.deferral import steps_that_fit
+from bubblespec.simulate.drafter import DrafterModel
 from bubblespec.simulate.drafting import DraftModel
 from bubblespec.simulate.recorded import RecordedWorkload
 from bubblespec.simulate.run import SimulatedStep, counted, simulate
@@ -57,6 +58,7 @@ def main() -> int:
     parser.add_argument(
         "--drafts", metavar="NAME=VALUE,...", help="of a trace, where none was recorded: run, tokens_a_pass, drift"
     )
+    parser.add_argument("--drafter", default="", metavar="NAME=VALUE,...", help="of a learned drafter: tokens_a_pass, share")
     parser.add_argument("--ranks", type=int, help="default: those of the trace, or 8")
     parser.add_argument("--cores", type=int, help="processor cores that all ranks share; default: each rank has its own device")
     parser.add_argument("--cost-model", metavar="FILE", help="seconds of a forward; default: fitted on the trace")
@@ -85,6 +87,9 @@ def run(arguments: argparse.Namespace) -> None:
         workload, config = recorded(arguments)
     else:
         workload, config = made_up(arguments)
+    workload.drafter = parse(DrafterModel, arguments.drafter, "--drafter")
+    if arguments.drafter and "drafter" not in config.speculative.method:
+        raise InputError(f"--drafter: speculative.method={config.speculative.method} has none")
     if arguments.cost_model:
         cost = ForwardCost.load(arguments.cost_model)
     elif arguments.trace:
@@ -115,6 +120,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         report = {"cost": describe_cost(cost), "cost_kind": cost.kind, "num_ranks": num_ranks, "cores": arguments.cores}
         report["workload"] = arguments.trace or dataclasses.asdict(workload.spec)
+        report["drafter"] = dataclasses.asdict(workload.drafter)
         report["config"] = {name: dataclasses.asdict(getattr(config, name)) for name in SECTIONS}
         report["methods"] = {
             method: {"total": totals(steps[:num_counted]), "real_s": real_s[method], "steps": [plain(step) for step in steps]}

@@ -8,6 +8,7 @@ import numpy as np
 
 from bubblespec.errors import InputError
 from bubblespec.records import Prompt, SampleId, Samples, digest
+from bubblespec.simulate.drafter import DrafterModel
 from bubblespec.simulate.drafting import STOP, DraftModel
 from bubblespec.simulate.workload import Planned
 from bubblespec.telemetry.trace import FOLDER, list_steps, read_meta, read_table
@@ -56,6 +57,7 @@ class RecordedWorkload(Planned):
         self.max_prompt_length = max(len(p.token_ids) for batch in self._batches.values() for p in batch)
         self.digests = {step: self._digest(step) for step in steps}  # of what is simulated; those of format 1 had other names
         self.mean_run = self._mean_run()
+        self.drafter = DrafterModel()
         self.drafts = DraftModel() if self.mean_run is None else DraftModel(max(self.mean_run, 1.0))
 
     def _read(self, folder: str) -> set[int]:

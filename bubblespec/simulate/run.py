@@ -16,8 +16,10 @@ from bubblespec.memory import most_slots
 from bubblespec.records import Group, Row, Span, digest
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.simulate.deferral import Texts, make_planner, steps_that_fit
+from bubblespec.simulate.drafter import SimulatedChains
 from bubblespec.simulate.runner import ProposalTime, SimulatedGenerator, SimulatedRunner
 from bubblespec.simulate.world import SimulatedBoard, SimulatedRanks, World
+from bubblespec.speculate.learned import LearnedDrafts
 from bubblespec.speculate.windows import CostModel
 from bubblespec.telemetry.timeline import KINDS
 
@@ -153,15 +155,20 @@ class _Rank:
             planner=make_planner(config, workload),
             scorer=self,
             reward_weights=[1.0],
-            speculation=None if profiled is None else self._speculation(config, cost, copy.deepcopy(profiled)),
+            speculation=None if profiled is None else self._speculation(config, cost, copy.deepcopy(profiled), engine),
         )
         self.ranks.barrier()
 
-    def _speculation(self, config: Config, cost, profiled: CostModel) -> Speculation:
+    def _speculation(self, config: Config, cost, profiled: CostModel, engine: SimulatedGenerator) -> Speculation:
         board = SimulatedBoard(self.ranks, config.bubble.progress_timeout_s)
         speculation = assemble(config, self.ranks, board, profiled)
         if hasattr(cost, "propose_seconds"):
             speculation.proposer.sources.insert(0, ProposalTime(cost, self.ranks.clock))
+        if "drafter" in config.speculative.method:
+            chains = SimulatedChains(engine.runner, self.workload.drafter)
+            drafts = LearnedDrafts(chains, engine, speculation.proposer.cost, self.ranks.clock)
+            drafts.acceptance.expect(self.workload.drafter.accepted())
+            speculation.proposer.sources.append(drafts)
         return speculation
 
     def _text(self, row: Row, so_far: np.ndarray) -> np.ndarray:

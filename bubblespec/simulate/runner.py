@@ -29,6 +29,8 @@ class SimulatedRunner:
         self.world, self.rank, self.cost, self.text = world, rank, cost, text
         self.said = np.full((num_slots, max_length + 1), NO_TOKEN, np.int32)  # the text of the row in each slot
         self.end = np.zeros(num_slots, np.int64)  # of that text
+        self.name = np.zeros((num_slots, 3), np.int64)  # of its sample
+        self.drafter_knows = np.zeros(num_slots, np.int64)  # positions, where there is a drafter
 
     def place(self, slot: int, row: Row) -> None:
         """See `Runner`."""
@@ -36,10 +38,12 @@ class SimulatedRunner:
         self.end[slot] = len(text)
         self.said[slot, : len(text)] = text
         self.said[slot, len(text)] = NO_TOKEN
+        self.name[slot], self.drafter_knows[slot] = row.id, 0
 
     def move(self, source: int, target: int, length: int) -> None:
         """See `Runner`."""
-        self.said[target], self.end[target] = self.said[source], self.end[source]
+        for array in (self.said, self.end, self.name, self.drafter_knows):
+            array[target] = array[source]
 
     def share(self, source: int, target: int, length: int) -> None:
         """See `Runner`. There are no keys and values."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from bubblespec.errors import InputError
 from bubblespec.records import Group, Launch, Prompt, SampleId, Samples
+from bubblespec.simulate.drafter import DrafterModel
 from bubblespec.simulate.drafting import STOP, TEXT, VOCABULARY, DraftModel, edited, keyed_random
 
 SHARED_VARIANCE = 0.5  # of the logarithm of a made-up length, what the samples of a prompt have in common
@@ -136,6 +137,7 @@ class Workload(Planned):
         self.max_prompt_length = 2 * spec.prompt
         self.steps_per_epoch = spec.steps // spec.epochs if spec.epochs > 1 else sys.maxsize
         self.drafts = DraftModel(spec.run, spec.tokens_a_pass, bool(spec.drift), spec.seed)
+        self.drafter = DrafterModel()
         self._batches: dict[int, list[Prompt]] = {}
         self._responses: dict[tuple[int, int, int], np.ndarray] = {}
 
