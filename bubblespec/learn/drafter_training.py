@@ -72,7 +72,7 @@ class Lessons:
             self.num_tokens -= len(fullest.pop(0).hidden)
 
     def draw(self, count: int, random: np.random.Generator) -> list[Lesson]:
-        """Up to `count` different lessons, those of rare lengths as likely as others."""
+        """Up to `count` different lessons, those of rare lengths more often."""
         bands = [band for band in self._bands if band]
         chance = np.concatenate([np.full(len(band), 1 / len(band) ** 0.5) for band in bands]) if bands else np.empty(0)
         lessons = list(self)
@@ -150,7 +150,7 @@ class DrafterTraining:
         """One update by the gradient that has been added up."""
         if self.masters is not self.params:
             for master, param in zip(self.masters, self.params, strict=True):
-                master.grad = param.grad.float()
+                master.grad = None if param.grad is None else param.grad.float()  # the layer's own embedding has none
         torch.nn.utils.clip_grad_norm_(self.masters, MAX_GRAD_NORM)
         self.optimizer.step()
         if self.masters is not self.params:

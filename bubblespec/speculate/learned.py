@@ -32,7 +32,7 @@ class Acceptance:
     def expect(self, accepted: np.ndarray) -> None:
         """What training has measured, see `DrafterTraining.accepted`: it replaces what was seen of an earlier drafter."""
         whole = np.concatenate(([1.0], np.asarray(accepted, np.float64)))
-        chances = whole[1:] / np.maximum(whole[:-1], 1e-9)
+        chances = np.minimum(whole[1:] / np.maximum(whole[:-1], 1e-9), 1.0)  # longer chains are from fewer positions
         self.prior = np.append(chances, np.full(LONGEST, chances[-1]))[:LONGEST]
         self.seen *= 0.5
 
@@ -72,7 +72,8 @@ class LearnedDrafts:
         self._proposed.clear()
 
     def track(self, tracked: TrackedRow) -> None:
-        """Nothing is kept of rows."""
+        """See `DraftSource`."""
+        self._proposed.pop(id(tracked.row), None)  # of a row that is no more
 
     def propose(self, rows: list[TrackedRow], lengths: list[int], limits: list[int]) -> list[Proposal | None]:
         """See `DraftSource`."""
