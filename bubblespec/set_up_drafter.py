@@ -50,7 +50,7 @@ def load(folder: str, sampler: Sampler, learner: Learner, key: str, plans: dict[
     training.num_updates = about["num_updates"]
     for group in training.optimizer.param_groups:
         group["lr"] = about["learning_rate"]
-    _use(training, chains, np.array(about["accepted"]), sampler, learner)
+    _use(training, chains, about["accepted"], sampler, learner)
 
 
 def _parts(drafter: Drafter, sampler: Sampler, learner: Learner, plans: dict[str, Plan]) -> tuple[DrafterTraining, Chains]:

@@ -74,7 +74,7 @@ def saver(tmp_path, make_model):
         with torch.no_grad():
             optimizer.flat_grad.fill_(1.0 + step)
         optimizer.step(step)
-        parts = {"model": model, "tokenizer": Tokenizer(), "optimizer": optimizer}
+        parts = {"model": model, "tokenizer": Tokenizer(), "optimizer": optimizer, "drafter": None}
         parts |= {"planner": {"uids": np.arange(step)}, "speculation": {"drafts.tokens": np.arange(step)}, "linear": None}
         return save_checkpoint(config, step=step, evaluated=evaluated, ranks=ALONE, **parts)
 

@@ -10,6 +10,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "bubblespec"
 FLOORS = [
     {"set_up"},
     {"trainer", "simulate"},
+    {"set_up_drafter"},
     {"rollout", "checkpoint", "checks"},
     {"idle", "learn", "telemetry", "memory", "rewards", "workloads"},
     {"speculate", "data"},

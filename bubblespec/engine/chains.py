@@ -32,11 +32,13 @@ class Chains:
     """The drafter's part of an engine. It follows the runner's slots: see `ModelRunner.chains`."""
 
     def __init__(self, drafter: Drafter, runner: ModelRunner, params: SamplingParams):
+        """params: of the rows."""
         self.drafter, self.runner, self.params = drafter, runner, params
         length = runner.max_length + LONGEST
         if runner.kernel == "flash_attn":
             length = -(-length // PAGE) * PAGE
-        self.cache = KVCache(runner.num_slots, length)
+        self.num_slots = min(runner.num_slots, MOST_ROWS)  # rows are in the first slots: in the others nothing is kept
+        self.cache = KVCache(self.num_slots, length)
         self._hidden: torch.Tensor | None = None  # [slots, KEPT, H], by position modulo KEPT
         # Of each slot: the positions whose states have been kept without a gap; where the drafter's cache begins, and how many
         # positions from there on it holds.
@@ -51,23 +53,40 @@ class Chains:
     @torch.inference_mode()
     def move(self, source: int, target: int) -> None:
         """The row in slot `source` goes on in slot `target`."""
+        if max(source, target) >= self.num_slots:
+            self.place(target)
+            return
         for array in (self._first, self._behind, self._base, self._known):
             array[target] = array[source]
         if self._hidden is not None:
             self._hidden[target] = self._hidden[source]
         self.cache.copy(source, target, int(self._known[source]))
 
+    @torch.inference_mode()
+    def share(self, source: int, target: int, length: int) -> None:
+        """The first `length` positions of both slots' rows are the same: what is still kept of them is there for both."""
+        self.place(target)
+        kept_from = max(self._first[source], self._behind[source] - KEPT)
+        if self._hidden is not None and max(source, target) < self.num_slots and kept_from < length <= self._behind[source]:
+            self._hidden[target] = self._hidden[source]
+            self._first[target], self._behind[target] = kept_from, length
+
     def release(self) -> None:
         """Give all memory back."""
         self.cache.clear()
         self._hidden = None
+        for slot in range(self.runner.num_slots):
+            self.place(slot)
 
     def note(self, batch: Batch, hidden: torch.Tensor) -> None:
         """Keep the states of what a forward has fed, [N or more, H], rejected drafts included: those are fed again."""
         if len(batch.count) > MOST_ROWS:
+            # What has been kept of rejected drafts must not pass for the states of what is fed in their place.
+            active = slice(len(batch.count))
+            self._behind[active] = np.minimum(self._behind[active], batch.start)
             return
         if self._hidden is None:
-            self._hidden = hidden.new_zeros(self.runner.num_slots, KEPT, hidden.shape[1])
+            self._hidden = hidden.new_zeros(self.num_slots, KEPT, hidden.shape[1])
         fed = np.flatnonzero(batch.count)
         start, ends = batch.start[fed], batch.start[fed] + batch.count[fed]
         has_gap = start > self._behind[fed]

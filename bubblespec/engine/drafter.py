@@ -72,7 +72,8 @@ class Drafter(torch.nn.Module):
         """What the policy's head makes of hidden states [N, H], for `ids` alone: [N, V]."""
         head = output_head(self._policy[0])
         if self._head is None or self._head_version != head.weight._version:
-            self._head = [None if t is None else t.detach()[self._on_device] for t in (head.weight, head.bias)]
+            with torch.inference_mode(False), torch.no_grad():  # what is first made for a chain is used in training too
+                self._head = [None if t is None else t[self._on_device] for t in (head.weight, head.bias)]
             self._head_version = head.weight._version
         return linear(states, *self._head)
 
@@ -112,6 +113,10 @@ def _one_layer_config(config: PreTrainedConfig, number: int) -> PreTrainedConfig
         if isinstance(value, list | tuple) and len(value) == count:  # one for each layer
             setattr(decoder, key, type(value)([value[number]]))
     decoder.num_hidden_layers, decoder.vocab_size = 1, PLACEHOLDER_VOCABULARY
+    # Full attention: training (`UnrolledPacking`) knows of no window.
+    if getattr(decoder, "layer_types", None) == ["sliding_attention"]:
+        decoder.layer_types = ["full_attention"]
+    decoder.sliding_window = None
     for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(decoder, key, None)
     config.tie_word_embeddings = False

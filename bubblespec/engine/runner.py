@@ -3,7 +3,7 @@
 Shape legend: R active rows, N tokens in a forward, M rows that sample in it, T positions sampled, T = M + draft tokens.
 """
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,10 +20,18 @@ from bubblespec.engine.scheduler import Batch
 from bubblespec.engine.verify import verify
 from bubblespec.records import Row
 
-if TYPE_CHECKING:
-    from bubblespec.engine.chains import Chains
-
 KEYS_AHEAD = 64  # positions whose noise keys are made at once
+
+
+class Follower(Protocol):
+    """What keeps something of its own for the rows in slots (`Chains`). Its first four methods are `Runner`'s."""
+
+    def place(self, slot: int) -> None: ...
+    def move(self, source: int, target: int) -> None: ...
+    def share(self, source: int, target: int, length: int) -> None: ...
+    def release(self) -> None: ...
+    def note(self, batch: Batch, hidden: torch.Tensor) -> None:
+        """A forward has computed these hidden states, [N or more, hidden]; valid until the next one."""
 
 
 class ModelRunner:
@@ -56,8 +64,8 @@ class ModelRunner:
         # Keys of the noise streams of each response position, worked out ahead of its first `_keyed` positions.
         self._stream_key = np.zeros((num_slots, max_length, 4), np.int32)
         self._keyed = np.zeros(num_slots, np.int64)
-        self.chains: Chains | None = None
-        """What follows the slots and takes the hidden states of each forward, where there is a drafter."""
+        self.chains: Follower | None = None
+        """Where there is a drafter."""
 
     def place(self, slot: int, row: Row) -> None:
         """See `Runner`: the slot's noise is that of the row."""
@@ -77,6 +85,8 @@ class ModelRunner:
     def share(self, source: int, target: int, length: int) -> None:
         """See `Runner`: keys and values are copied."""
         self.cache.copy(source, target, length)
+        if self.chains is not None:
+            self.chains.share(source, target, length)
 
     def release(self) -> None:
         """See `Runner`."""

@@ -42,7 +42,7 @@ class Lesson(NamedTuple):
 
 class Lessons:
     """The latest responses to learn from, up to a number of tokens. Short ones, of which there are most, do not crowd out long
-    ones: what has to go is the oldest of those lengths that have the most tokens."""
+    ones: what has to go is the oldest of those lengths that have the most tokens, but one of each length stays if it can."""
 
     def __init__(self, max_tokens: int):
         self.max_tokens, self.num_tokens = max_tokens, 0
@@ -68,11 +68,11 @@ class Lessons:
         """Keep no more than this, now and later."""
         self.max_tokens = max_tokens
         while self.num_tokens > self.max_tokens:
-            fullest = max(self._bands, key=lambda band: sum(len(lesson.hidden) for lesson in band))
+            fullest = max(self._bands, key=lambda band: (len(band) > 1, sum(len(lesson.hidden) for lesson in band)))
             self.num_tokens -= len(fullest.pop(0).hidden)
 
     def draw(self, count: int, random: np.random.Generator) -> list[Lesson]:
-        """Up to `count` different lessons, those of rare lengths as likely as others."""
+        """Up to `count` different lessons, those of rare lengths more often."""
         bands = [band for band in self._bands if band]
         chance = np.concatenate([np.full(len(band), 1 / len(band) ** 0.5) for band in bands]) if bands else np.empty(0)
         lessons = list(self)

@@ -179,17 +179,30 @@ def load_drafter(folder: str, model: PreTrainedModel, seed: int, key: str = "dra
     try:
         with open(os.path.join(folder, DRAFTER_FILE), encoding="utf-8") as file:
             about = json.load(file)
-        tensors = load_file(os.path.join(folder, WEIGHTS_FILE))
         for name, wanted in describe(model).items():
             if about[name] != wanted:
                 raise InputError(
                     f"{key}: the drafter in {folder} is of a policy with {name} {about[name]}, this one's is {wanted}"
                 )
-        drafter = Drafter(model, np.array(about["ids"], np.int64), seed)
+        about = _checked(about)
+        tensors = load_file(os.path.join(folder, WEIGHTS_FILE))
+        drafter = Drafter(model, about["ids"], seed)
         drafter.load_state_dict(tensors)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        if isinstance(error, InputError):
-            raise
+    except InputError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"{key}: no drafter of this policy can be read from {folder}: {reason}") from error
     return drafter, about
+
+
+def _checked(about: dict) -> dict:
+    """What is saved about a drafter, with its tokens and what is accepted as arrays. Raises ValueError, KeyError, TypeError."""
+    ids, accepted = np.array(about["ids"], np.int64), np.array(about["accepted"], np.float64)
+    if ids.ndim != 1 or not len(ids) or (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= about["vocab_size"]:
+        raise ValueError(f"{DRAFTER_FILE}: ids must be token ids, ascending")
+    if accepted.shape != (LONGEST,) or not ((accepted >= 0) & (accepted <= 1)).all():
+        raise ValueError(f"{DRAFTER_FILE}: accepted must be {LONGEST} chances")
+    if not about["learning_rate"] > 0 or int(about["num_updates"]) < 0:
+        raise ValueError(f"{DRAFTER_FILE}: learning_rate must be above 0, num_updates at least 0")
+    return about | {"ids": ids, "accepted": accepted}

@@ -1,0 +1,60 @@
+"""Training of the drafter that depends on no clock: slices at every tick, beside rows of the rank's own.
+
+Run as a script it is train.py under these conditions, or with --at and --kind that of system/signalled_train.py; with --in PLACE
+every rank gets SIGTERM in that part of the warm start: responses, training.
+"""
+
+import os
+import signal
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import train
+from bubblespec import set_up_drafter
+from bubblespec.idle.drafter_training import TrainDrafter
+from bubblespec.learn import warm_start
+from bubblespec.ranks.progress import ProgressBoard
+from bubblespec.speculate.learned import LearnedDrafts
+from tests.system import signalled_train
+
+
+def train_always(patch=setattr) -> None:
+    """patch: as of pytest's monkeypatch, to take it back afterwards."""
+    offers = TrainDrafter.offers
+
+    def beside_rows(work, states):
+        return [offer._replace(beside_rows=True) for offer in offers(work, states) or ()]
+
+    patch(TrainDrafter, "offers", beside_rows)
+    patch(TrainDrafter, "_can_begin", lambda work: work.training.slice_tokens() > 0)
+    patch(TrainDrafter, "_limit_s", lambda work: 1e9)
+    patch(ProgressBoard, "_is_too_soon", lambda board: False)
+
+
+def chain_always(patch=setattr) -> None:
+    """Chains of three tokens in every forward, whatever they cost."""
+    patch(LearnedDrafts, "choose", lambda source, active, count: 3)
+
+
+def stop_in(place: str) -> None:
+    """SIGTERM to every rank once, in a part of the warm start."""
+    name = {"responses": "frequent_ids", "training": "average_gradients"}[place]
+    module = {"responses": set_up_drafter, "training": warm_start}[place]
+    original = getattr(module, name)
+
+    def signalled(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return original(*arguments)
+
+    setattr(module, name, signalled)
+
+
+if __name__ == "__main__":
+    train_always()
+    chain_always()
+    if "--in" in sys.argv:
+        at = sys.argv.index("--in")
+        stop_in(sys.argv[at + 1])
+        del sys.argv[at : at + 2]
+    sys.exit(signalled_train.main() if "--at" in sys.argv else train.main())

@@ -1,0 +1,189 @@
+"""Whole runs with a learned drafter against the same without: it changes no token, whatever happens to it.
+
+Whether chains are drawn and whether the drafter is trained in idle time depends on the clock; here it does not (drafting.py).
+"""
+
+import json
+import os
+import shutil
+import signal
+from functools import partial
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from bubblespec.idle.drafter_training import TrainDrafter
+from bubblespec.learn.idle_training import IdleTraining
+from bubblespec.learn.warm_start import DRAFTER_FILE, WEIGHTS_FILE
+from tests.clocks import train_in_virtual_time
+from tests.drafting import chain_always, train_always
+from tests.runs import SHORT, digests, read, run, weights
+
+OPTIONS = [
+    *SHORT,
+    "rollout.num_prompts_per_step=6",
+    "rollout.max_completion_length=24",
+    "reward.functions=[tests.streaming.reward]",
+    "optim.learning_rate=1e-3",
+    "eval.num_prompts=4",  # which are no training prompts
+    "eval.num_generations=1",
+]
+DRAFTER = ["drafter.warm_start=1500", "drafter.buffer_tokens=3000"]
+ALWAYS = [*DRAFTER, "speculative.fixed_window=3"]
+ALL, ALONE = "speculative.method=bubble+suffix+drafter", "speculative.method=drafter"
+SCRIPT = ("tests/drafting.py",)
+
+
+def close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    """Adam divides gradients by their size: what is rounded in small ones shows in the weights."""
+    return a.keys() == b.keys() and all(torch.allclose(a[name], b[name], rtol=0, atol=1e-6) for name in a)
+
+
+def assert_same_run(drafted, plain) -> None:
+    lines = {line["step"]: line["rollout/digest"] for line in read(drafted) if "rollout/digest" in line}
+    assert [lines[step] for step in sorted(lines)] == digests(plain) and len(set(digests(plain))) == 4
+    assert close(weights(drafted), weights(plain))
+
+
+def num_drafted(folder) -> float:
+    """Tokens that the drafter has proposed."""
+    return sum(line.get("drafts/drafter/tokens", 0.0) for line in read(folder))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plain")
+    train_in_virtual_time(*OPTIONS, "speculative.method=none", f"run.output_dir={folder}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def drafted(tmp_path_factory):
+    """With chains in every forward."""
+    folder = tmp_path_factory.mktemp("drafted")
+    with pytest.MonkeyPatch.context() as patch:
+        chain_always(patch.setattr)
+        train_in_virtual_time(*OPTIONS, *ALWAYS, ALONE, f"run.output_dir={folder}")
+    return folder
+
+
+def test_chains_change_nothing(plain, drafted):
+    assert_same_run(drafted, plain)
+    lines = read(drafted)
+    assert num_drafted(drafted) > 100 and sum(line["drafter/chain_length/rows_17"] == 3 for line in lines) == 4
+    assert all(0 <= line["drafter/accepted_5"] <= line["drafter/accepted_1"] <= 1 for line in lines)
+    assert all(line["drafter/num_updates"] > 0 for line in lines)
+    assert {WEIGHTS_FILE, DRAFTER_FILE} <= set(os.listdir(drafted / "checkpoint-4"))
+
+
+@pytest.mark.parametrize("method", [ALL, ALONE])
+def test_what_chains_win_decides_how_long_they_are(tmp_path, plain, capfd, method):
+    """By what they take in virtual time, which is nothing."""
+    train_in_virtual_time(*OPTIONS, *DRAFTER, method, f"run.output_dir={tmp_path}")
+    assert_same_run(tmp_path, plain)
+    assert num_drafted(tmp_path) > 0 or method == ALL
+    assert capfd.readouterr().err.count("updates, accepted") == 1
+
+
+@pytest.mark.parametrize("ranks, method", [(2, ALL), (2, ALONE), (4, ALL)])
+def test_ranks_chain_and_train_together(tmp_path, plain, ranks, method):
+    run(tmp_path, ranks, *ALWAYS, method, short=OPTIONS, script=SCRIPT)
+    assert_same_run(tmp_path, plain)
+    lines = read(tmp_path)
+    assert num_drafted(tmp_path) > 0 and sum(line["idle/train_drafter/seconds"] for line in lines) > 0
+    assert lines[-1]["drafter/num_updates"] > lines[0]["drafter/num_updates"]
+
+
+def test_slices_beside_rows_train_the_drafter_and_nothing_else(monkeypatch, tmp_path, plain):
+    """As well right after a chain has used the policy's head, and after an evaluation."""
+    patch = partial(monkeypatch.setattr, raising=False)
+    train_always(patch)
+    chain_always(patch)
+    num_slices, num_offers, run_slice, offers = [], [], IdleTraining.run_slice, TrainDrafter.offers
+
+    def noting(training, limit_s):
+        num_slices.append(run_slice(training, limit_s) > 0)
+        return num_slices[-1]
+
+    def noting_offers(work, states):
+        num_offers.append(len(found := offers(work, states)))
+        return found
+
+    monkeypatch.setattr(IdleTraining, "run_slice", noting)
+    monkeypatch.setattr(TrainDrafter, "offers", noting_offers)
+    train_in_virtual_time(*OPTIONS, *ALWAYS, ALL, "run.eval_steps=1", f"run.output_dir={tmp_path}")
+    assert_same_run(tmp_path, plain)
+    assert sum(num_slices) > 16 and max(num_offers) <= 2
+    updates = [line["drafter/num_updates"] for line in read(tmp_path) if "drafter/num_updates" in line]
+    assert updates == sorted(updates) and updates[-1] > updates[0]
+
+
+def rewritten(drafted, folder, change) -> str:
+    """A drafter with other weights. change(tensor) -> tensor."""
+    os.makedirs(folder)
+    shutil.copy(drafted / "checkpoint-4" / DRAFTER_FILE, folder)
+    tensors = load_file(drafted / "checkpoint-4" / WEIGHTS_FILE)
+    save_file({name: change(tensor).contiguous() for name, tensor in tensors.items()}, os.path.join(folder, WEIGHTS_FILE))
+    return f"drafter.path={folder}"
+
+
+CHANGES = {
+    "scrambled": lambda tensor: tensor.flatten()[torch.randperm(tensor.numel())].view_as(tensor) * 10,
+    "not a number": lambda tensor: torch.full_like(tensor, float("nan")),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_spoilt_weights_change_nothing(monkeypatch, tmp_path, plain, drafted, change, capfd):
+    patch = partial(monkeypatch.setattr, raising=False)
+    chain_always(patch)
+    train_always(patch)
+    path = rewritten(drafted, tmp_path / "drafter", CHANGES[change])
+    train_in_virtual_time(*OPTIONS, *ALWAYS, ALL, path, f"run.output_dir={tmp_path / 'run'}")
+    assert_same_run(tmp_path / "run", plain)
+    assert num_drafted(tmp_path / "run") > 0 and "updates, accepted" not in capfd.readouterr().err
+
+
+def test_a_killed_run_goes_on_with_the_saved_drafter(tmp_path, plain):
+    done = run(tmp_path, 2, *ALWAYS, ALL, check=False, short=OPTIONS, script=(*SCRIPT, "--at", "3", "--kind", "ranks-die"))
+    assert done.returncode == -signal.SIGKILL and done.stderr.count("updates, accepted") == 1, done.stderr[-3000:]
+    with open(tmp_path / "checkpoint-2" / DRAFTER_FILE, encoding="utf-8") as file:
+        saved = json.load(file)
+    done = run(tmp_path, 2, *ALWAYS, ALL, short=OPTIONS, script=SCRIPT)
+    assert "updates, accepted" not in done.stderr
+    assert_same_run(tmp_path, plain)
+    resumed = [line for line in read(tmp_path) if line["step"] == 2][-1]
+    assert resumed["drafter/num_updates"] == saved["num_updates"] and num_drafted(tmp_path) > 0
+    assert resumed["drafter/accepted_1"] == pytest.approx(saved["accepted"][0])
+
+
+@pytest.mark.parametrize("place", ["responses", "training"])
+def test_a_run_stopped_in_the_warm_start_ends_and_goes_on(tmp_path, plain, place):
+    done = run(tmp_path, 2, *ALWAYS, ALL, short=OPTIONS, script=(*SCRIPT, "--in", place))
+    assert done.stderr.count("told to stop after 0 of 4 updates") == 1 and "Traceback" not in done.stderr
+    assert not digests(tmp_path) and not [name for name in os.listdir(tmp_path) if name.startswith("checkpoint")]
+    run(tmp_path, 2, *ALWAYS, ALL, short=OPTIONS, script=SCRIPT)
+    assert_same_run(tmp_path, plain)
+
+
+SETTINGS = {
+    "point_mass": ["speculative.rule=point_mass"],
+    "tail batching": ["tail_batching.enabled=true", "tail_batching.over_sampling_ratio=1.5"],
+    "LoRA": ["model.lora_r=4"],
+    "dynamic sampling": ["rollout.dynamic_sampling=true", "rollout.dynamic_sampling_max_batches=2"],
+    "freed cache": ["rollout.free_cache_engine=true"],
+    "truncated": ["rollout.top_k=20", "rollout.top_p=0.9", "rollout.temperature=0.7", "rollout.min_completion_length=4"],
+    "streamed": ["optim.stream_gradients=true", "reward.num_workers=0"],
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_whatever_else_is_set(monkeypatch, tmp_path, setting):
+    options, patch = [*OPTIONS, *SETTINGS[setting], "run.max_steps=3"], partial(monkeypatch.setattr, raising=False)
+    train_in_virtual_time(*options, "speculative.method=none", f"run.output_dir={tmp_path / 'plain'}")
+    chain_always(patch)
+    train_always(patch)
+    train_in_virtual_time(*options, *ALWAYS, ALL, f"run.output_dir={tmp_path / 'drafted'}")
+    assert digests(tmp_path / "drafted") == digests(tmp_path / "plain") and len(set(digests(tmp_path / "plain"))) == 3
+    assert num_drafted(tmp_path / "drafted") > 0
