@@ -95,8 +95,19 @@ def _one_layer(policy: PreTrainedModel) -> PreTrainedModel:
         found = {name: own.get(name, own.get(name.replace(".weight", ".base_layer.weight"))) for name in wanted}
         if all(t is not None and t.shape == wanted[name].shape for name, t in found.items()):
             target.load_state_dict({name: t.detach().clone() for name, t in found.items()})
+    # Beside its layers a decoder has norms, and embeddings of other things than tokens.
+    own, wanted = policy.base_model.state_dict(), body.state_dict()
+    token_embedding = id(body.get_input_embeddings().weight)
+    names = [n for n, p in body.named_parameters() if id(p) != token_embedding and own.get(n) is not None]
+    beside = {n: own[n].detach().clone() for n in names if not _is_of_layers(n, body) and own[n].shape == wanted[n].shape}
+    body.load_state_dict(beside, strict=False)
     body.eval()
     return body
+
+
+def _is_of_layers(name: str, body: PreTrainedModel) -> bool:
+    prefixes = [n for n, m in body.named_modules() if isinstance(m, GradientCheckpointingLayer)]
+    return any(name.startswith(f"{prefix}.") for prefix in prefixes)
 
 
 def _last_full_layer(config: PreTrainedConfig) -> int:

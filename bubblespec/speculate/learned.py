@@ -76,8 +76,15 @@ class LearnedDrafts:
 
     @property
     def chance(self) -> float:
-        """That the first token of a chain is right."""
-        return float(self.acceptance.chances()[0])
+        """Of the next token of another proposal: below it a chain gains more than that, its own time taken off."""
+        active = max(len(self.engine.rows), 1)
+        length = self.choose(active, 1)
+        if not length:
+            return 0.0
+        gained = float(self.acceptance.chances()[:length].sum())
+        forward_s, own_s = self.cost.seconds(active, active + length, 1), self.own_cost.seconds(length, length)
+        net = gained - (1 + gained) * own_s / (forward_s + own_s)
+        return max(net / (1 + net), 0.0)  # a long proposal of survival s gains s / (1 - s) tokens
 
     def begin(self) -> None:
         """See `DraftSource`."""
