@@ -33,7 +33,8 @@ def train_always(patch=setattr) -> None:
 
 
 def chain_always(patch=setattr) -> None:
-    """Chains of three tokens in every forward, whatever they cost."""
+    """Chains of three tokens in every forward, whatever they cost and whatever other sources know."""
+    patch(LearnedDrafts, "chance", 1.0)
     patch(LearnedDrafts, "choose", lambda source, active, count: 3)
 
 

@@ -16,6 +16,7 @@ import subprocess
 import sys
 
 import datasets
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -25,7 +26,10 @@ import train
 from bubblespec import checks
 from bubblespec import set_up as set_up_module
 from bubblespec.config import Config, flatten, load_config
+from bubblespec.engine.drafter import Drafter
 from bubblespec.errors import InputError
+from bubblespec.learn.drafter_training import DrafterTraining
+from bubblespec.learn.warm_start import DRAFTER_FILE, WEIGHTS_FILE, save_drafter
 from bubblespec.ranks.collectives import ranks_from_environment
 from tests.warm import ROOT, launch
 
@@ -583,6 +587,73 @@ def shrink(value):
     if isinstance(value, dict):
         return {key: shrink(item) for key, item in value.items()}
     return [shrink(item) for item in value] if isinstance(value, list) else value
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory):
+    """The folder of a drafter of the tiny policy."""
+    folder = tmp_path_factory.mktemp("drafter")
+    model = transformers.AutoModelForCausalLM.from_pretrained(TINY)
+    training = DrafterTraining(Drafter(model, np.arange(5)), "sdpa", learning_rate=1e-3, temperature=1.0, max_tokens=10, seed=0)
+    save_drafter(folder, training, np.full(5, 0.5))
+    return folder
+
+
+SPOILT_DRAFTERS = {
+    "another policy": ({"hidden_size": 7}, "hidden_size 7"),
+    "another class": ({"policy": "GPT2LMHeadModel"}, "policy GPT2LMHeadModel"),
+    "no ids": ({"ids": []}, "ids"),
+    "ids beyond the vocabulary": ({"ids": [1, 10**9]}, "ids"),
+    "ids in no order": ({"ids": [3, 1]}, "ids"),
+    "ids that are none": ({"ids": {"a": 1}}, ""),
+    "too little accepted": ({"accepted": [0.5]}, "accepted"),
+    "no number accepted": ({"accepted": ["x"] * 5}, ""),
+    "rate": ({"learning_rate": None}, ""),
+    "updates": ({"num_updates": -1}, "num_updates"),
+    "a list": ([1, 2], ""),
+    "a number": (3, ""),
+    "no JSON": ("{", ""),
+    "other weights": (None, ""),
+    "no weights": ("weights", ""),
+    "nothing": ("empty", ""),
+}
+
+
+@pytest.mark.parametrize("spoilt", SPOILT_DRAFTERS)
+def test_drafter_that_is_none(refusal, drafter, tmp_path, spoilt):
+    content, says = SPOILT_DRAFTERS[spoilt]
+    folder = tmp_path / "drafter"
+    if content == "empty":
+        folder.mkdir()
+    else:
+        shutil.copytree(drafter, folder)
+    file, weights = folder / DRAFTER_FILE, folder / WEIGHTS_FILE
+    if isinstance(content, dict):
+        file.write_text(json.dumps(json.loads(file.read_text()) | content))
+    elif content == "weights":
+        weights.write_bytes(b"no tensors")
+    elif content is None:
+        safetensors.torch.save_file({"body.norm.weight": torch.ones(3)}, weights)
+    elif content != "empty":
+        file.write_text(content if isinstance(content, str) else json.dumps(content))
+    message = refusal("speculative.method=drafter", f"drafter.path={folder}")
+    assert message.startswith("drafter.path: ") and str(folder) in message and says in message
+
+
+def test_drafter_that_is_not_there(refusal):
+    assert refusal("speculative.method=drafter", "drafter.path=/nowhere").startswith("drafter.path: ")
+
+
+@pytest.mark.parametrize("method", ["drafters", "none+drafter", "drafter+drafter", "bubble+", "3"])
+def test_methods_that_there_are_not(refusal, method):
+    message = refusal(f"speculative.method={method}")
+    assert message.startswith("speculative.method") and "bubble, suffix, drafter" in message
+
+
+@pytest.mark.parametrize("override", ["warm_start=0", "buffer_tokens=0", "vocab_size=-1", "learning_rate=0", "warm_start=many"])
+def test_sizes_of_a_drafter(refusal, override):
+    message = refusal("speculative.method=drafter", f"drafter.{override}")
+    assert message.startswith(f"drafter.{override.partition('=')[0]}")
 
 
 @pytest.mark.parametrize(

@@ -218,6 +218,29 @@ def test_chains_are_those_of_the_row_alone(monkeypatch, short_memory, name, most
     assert max(drafts.caught_up) > 3 and max(drafts.contexts) > chains_module.CONTEXT + 3
 
 
+def test_what_is_kept_of_rejected_drafts_is_not_taken_for_what_is_fed_while_there_are_too_many_rows(monkeypatch):
+    monkeypatch.setattr(chains_module, "MOST_ROWS", 2)
+    policy = make_policy("llama")
+    runner = ModelRunner(policy, 3, MAX_LENGTH, SEED)
+    engine, runner.chains = Generator(runner), Chains(make_drafter(policy), runner, PARAMS)
+    rows = [Row(SampleId(number, 0, 0), (20 + number, 30, 40), 60) for number in range(3)]
+    truth = {row.id: row.tokens.tolist() for row in Generator(ModelRunner(policy, 3, MAX_LENGTH, SEED)).run(rows, PARAMS)}
+    rows = [Row(row.id, row.prompt, 60) for row in rows]
+    drafts = CheckedDrafts(engine, policy, runner.chains.drafter, truth, np.random.default_rng(0), 0.0)
+    wrong = SimpleNamespace(propose=lambda rows, *_: [np.ones(8, np.int64)] * len(rows), observe=drafts.observe)
+    engine.add(rows[:2])
+    for _ in range(3):
+        engine.step(PARAMS, wrong)
+    engine.add(rows[2:])
+    for _ in range(3):
+        engine.step(PARAMS)
+    engine.drop(rows[2])
+    for _ in range(2):
+        engine.step(PARAMS)
+        drafts.check(runner.chains, engine.scheduler, np.arange(len(engine.rows)), 3)
+    assert drafts.num_checked == 2 * len(engine.rows) > 0
+
+
 def test_samples_of_a_prompt_all_begin_with_its_states(monkeypatch):
     monkeypatch.setattr(chains_module, "CONTEXT", 12)
     policy = make_policy("llama")
