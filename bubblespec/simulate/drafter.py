@@ -66,6 +66,11 @@ class SimulatedChains:
         # Whatever stands behind the end of a text is no token.
         return np.where(is_right & (position < end), said, np.abs(said) ^ 1), slots, int(count.sum())
 
+    def rehearse(self, num_rows: int) -> None:
+        """See `Chains`."""
+        seconds = self.runner.cost.seconds(Load(num_rows, num_rows, 0, 0, 0, 0))
+        self.runner.world.compute(self.runner.rank, self.model.share * seconds)
+
     def _num_right(self, slots: np.ndarray, position: np.ndarray) -> np.ndarray:
         """Tokens of the chains of these slots, from a position of their responses on, that are right, int64."""
         bits = stream_keys(0, *self.runner.name[slots].T, position)[:, 0].view(np.uint32)

@@ -168,6 +168,7 @@ class _Rank:
             chains = SimulatedChains(engine.runner, self.workload.drafter)
             drafts = LearnedDrafts(chains, engine, speculation.proposer.cost, self.ranks.clock)
             drafts.acceptance.expect(self.workload.drafter.accepted())
+            drafts.profile()
             speculation.proposer.sources.append(drafts)
         return speculation
 

@@ -20,7 +20,6 @@ NAME = "drafter"
 MEMORY = 2000.0  # chains over which acceptance is averaged
 PRIOR_CHAINS = 20.0  # that what training measured counts for
 UNKNOWN = 0.3  # chance of each token before anything is known
-ANCHORS = 3  # chains that tell what one takes at all; the first of a run, which makes what others use, is not among them
 
 
 class Acceptance:
@@ -61,7 +60,6 @@ class LearnedDrafts:
         self.acceptance = Acceptance()
         self.own_cost = CostModel()  # of the drafter's chains: rows stand for its forwards, tokens for those that it feeds
         self.chosen = np.zeros((len(CHAIN_ROWS), LONGEST + 1), np.int64)  # forwards by rows and length of the chain
-        self._num_timed = 0
         self._proposed: dict[int, np.ndarray] = {}  # by id() of the row
 
     def profile(self) -> None:
@@ -109,7 +107,8 @@ class LearnedDrafts:
         begin_s = self.clock.perf_counter()
         tokens, slots, caught_up = self.chains.draft(self.engine.scheduler, np.array(sorted(place_of)), length)
         if len(slots):
-            self._time(length, caught_up + (length - 1) * len(slots), self.clock.perf_counter() - begin_s)
+            seconds = self.clock.perf_counter() - begin_s
+            self.own_cost.observe(length, caught_up + (length - 1) * len(slots), 0, 0, seconds)
         for slot, chain in zip(slots.tolist(), tokens, strict=True):
             place = place_of[slot]
             proposals[place] = Proposal(chain[: limits[place]], (NAME,))
@@ -129,13 +128,6 @@ class LearnedDrafts:
         seconds = self.cost.seconds(active, fed, count * (lengths > 0), positions)
         own = self.own_cost.seconds(lengths, count * np.maximum(lengths, 1))
         return int((gained / (seconds + np.where(lengths > 0, own, 0.0))).argmax())
-
-    def _time(self, forwards: int, tokens: int, seconds: float) -> None:
-        self._num_timed += 1
-        if self._num_timed > 1 + ANCHORS:
-            self.own_cost.observe(forwards, tokens, 0, 0, seconds)
-        elif self._num_timed > 1:  # nothing is expected yet that it could be held against
-            self.own_cost.anchor(forwards, tokens, 0, 0, seconds)
 
     def take_chosen(self) -> np.ndarray:
         """Forwards since the last call by active rows (CHAIN_ROWS) and length of their chains, int64 [., LONGEST + 1]."""
