@@ -2,6 +2,7 @@
 worth is tested in test_rehearsal.py."""
 
 import itertools
+import math
 import random
 from dataclasses import astuple, replace
 from functools import partial
@@ -9,7 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from bubblespec.idle.draft_planning import PATIENCE, PROBE_QUANTILE, Item, Outlook, plan_items, undrafted
+from bubblespec.idle.draft_planning import PATIENCE, PROBE_QUANTILE, Item, Outlook, afford, plan_items, undrafted
 from bubblespec.idle.rehearsal import NORMAL_QUANTILE, Coming, Worth, rehearse
 from bubblespec.records import POSITIONS, Draft, Group, Prompt, Row, SampleId
 from bubblespec.speculate.store import DraftStore
@@ -301,3 +302,18 @@ def test_undrafted_counts_what_no_draft_has():
     assert undrafted(rows, [None, None, draft(7, True), draft(15), draft(20)], known).tolist() == pytest.approx(
         [20, 30, 0, 5, 10]
     )
+
+
+def test_an_allowance_goes_to_the_nearest_steps():
+    """In whatever order items come: those of a step pay while something is left behind the steps before it."""
+    items = [Item(SampleId(0, ahead, n), (1,), ahead, pays=n < 2, costs_s=1.0) for n in range(3) for ahead in (3, 1, 2)]
+
+    def paying(allowance_s: float) -> set[int]:
+        afforded = afford(items, allowance_s, num_ranks=2)  # each step costs each rank a second
+        assert [(item.id, item.costs_s) for item in afforded] == [(item.id, item.costs_s) for item in items]
+        assert not any(item.pays for item, before in zip(afforded, items, strict=True) if not before.pays)
+        ahead = {item.steps_ahead for item in afforded if item.pays}
+        assert sum(item.pays for item in afforded) == 2 * len(ahead), "all that pay in a step, or none"
+        return ahead
+
+    assert [paying(s) for s in (0.0, 0.1, 1.0, 1.1, 2.5, math.inf)] == [set(), {1}, {1}, {1, 2}, {1, 2, 3}, {1, 2, 3}]

@@ -590,6 +590,9 @@ class TimedChains:
     def __init__(self, clock: Clock, seconds: float, truth: int = 1):
         self.clock, self.seconds, self.truth = clock, seconds, truth
 
+    def rehearse(self, num_rows):
+        self.clock.sleep(self.seconds)
+
     def draft(self, scheduler, slots, length):
         self.clock.sleep(self.seconds * length)
         return np.full((len(slots), length), self.truth), slots, len(slots)
@@ -597,12 +600,13 @@ class TimedChains:
 
 @pytest.mark.parametrize("seconds, drafts_on", [(1e-4, True), (0.1, False)])
 def test_what_chains_take_is_learnt_however_long(seconds, drafts_on):
-    """Also where that is far from what is expected at first."""
+    """Before the first chain, and as chains are made."""
     clock = Clock()
     rows = [Row(SampleId(0, 0, n), (1,), 50) for n in range(3)]
-    engine = SimpleNamespace(rows=rows, lengths=np.full(3, 20), scheduler=None)
+    engine = SimpleNamespace(rows=rows, lengths=np.full(3, 20), scheduler=None, num_slots=8, reset=lambda: None)
     source = LearnedDrafts(TimedChains(clock, seconds), engine, made_cost(0.01, 0, 1e-5, 0, 0), clock)
     source.acceptance.expect(np.full(LONGEST, 0.9))
+    source.profile()
     tracked, lengths = [TrackedRow(row, None, True) for row in rows], []
     for _ in range(60):
         proposals = source.propose(tracked, [0] * 3, [4, 9, 2])
@@ -611,7 +615,7 @@ def test_what_chains_take_is_learnt_however_long(seconds, drafts_on):
             assert [len(p.tokens) for p in proposals] == [min(lengths[-1], limit) for limit in (4, 9, 2)]
             for row in tracked:
                 source.observe(row, np.array([1]))
-    assert lengths[0] > 0 and (lengths[-1] > 0) == drafts_on
+    assert (lengths[0] > 0) == (lengths[-1] > 0) == drafts_on
     chosen = source.take_chosen()
     assert chosen.sum() == 60 == chosen[CHAIN_ROWS.index(3)].sum() and not source.take_chosen().any()
 

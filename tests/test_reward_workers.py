@@ -413,7 +413,8 @@ def test_what_calls_leave_does_not_pile_up(make_workers, tmp_path, capfd, how):
         assert [is_alive(pid) for pid in pids_in(path)] == [False] * (2 * round_number) + [True]
         assert outcomes(workers, ["value 1"]) == [1.0]
         assert outcomes(workers, [f"leave {how} {path}"]) == [first], "the same worker"
-        assert len(pids_in(path)) == 2 * round_number + 2 and not any(is_alive(pid) for pid in pids_in(path))
+        assert len(pids_in(path)) == 2 * round_number + 2
+        assert eventually(lambda: not any(is_alive(pid) for pid in pids_in(path)))
     said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: ")]
     assert len(said) == 1 and said[0].startswith(f"warning: reward {OBEY}: a call has left processes behind; ")
 

@@ -72,6 +72,12 @@ def make_config(method: str = "bubble+suffix", lookahead: int | str = "auto", ma
     return config
 
 
+def without_account(config: Config) -> Config:
+    """What drafts may cost is another matter (test_account.py)."""
+    config.speculative.check_every = 0
+    return config
+
+
 def make(config: Config, board=None, ranks: Ranks = RANKS) -> Speculation:
     return assemble(config, ranks, board, fixed_cost())
 
@@ -299,7 +305,7 @@ def resumed(ahead: DraftAhead) -> list[SampleId]:
 
 
 def test_drafts_that_do_not_pay_any_more_are_left_to_idle_ranks():
-    speculation = make(make_config())
+    speculation = make(without_account(make_config()))
     sample = SampleId(PROMPTS[0].uid, 2, 0)
     learn(speculation, recorded(20))
     speculation.store.put(sample, Draft(np.arange(9, dtype=np.int32), False, 0, holder=0))
@@ -331,7 +337,7 @@ def test_a_step_of_which_no_group_is_known_yet_is_passed_over():
 
 def grown(step: int) -> Speculation:
     """After a few steps with drafts, some of them in this rank's engine, and with histories of some prompts."""
-    speculation, rng = make(make_config()), np.random.default_rng(0)
+    speculation, rng = make(without_account(make_config())), np.random.default_rng(0)
     for s in range(3):
         tokens = [rng.integers(1, 50, int(rng.integers(1, 30))) for _ in range(6)]
         groups = groups_of(s, [replace(p, uid=p.uid + 1) if s % 2 else p for p in PROMPTS])
@@ -357,7 +363,7 @@ def test_a_restored_run_plans_as_the_saved_one():
     saved = grown(10)
     assert len(resumed(saved._plan([groups_of(13)], 10, 24, set()))) > 0
     state = saved.state_dict()
-    fresh = make(make_config())
+    fresh = make(without_account(make_config()))
     assert plan(fresh, 10) != plan(saved, 10)
     fresh.load_state_dict(state)
     for draft in saved.store._drafts.values():

@@ -55,8 +55,12 @@ class IdleTraining:
 
     def run_slice(self, limit_s: float) -> float:
         """Learn from a response that is expected to take no longer, if there is one. Returns the seconds that it took."""
-        begin_s = self.clock.perf_counter()
-        fitting = [x for x in self.training.lessons.draw(SEQUENCES_PER_UPDATE, self.training.random) if self._fits(x, limit_s)]
+        begin_s, lessons = self.clock.perf_counter(), self.training.lessons
+        if self.token_s:
+            drawn = lessons.draw(SEQUENCES_PER_UPDATE, self.training.random)
+            fitting = [lesson for lesson in drawn if len(lesson.hidden) * self.token_s <= limit_s]
+        else:  # how long one takes is not known yet
+            fitting = sorted(lessons, key=lambda lesson: len(lesson.hidden))
         if not fitting:
             return 0.0
         self.training.backward(fitting[:1], 1 / SEQUENCES_PER_UPDATE)
@@ -68,9 +72,6 @@ class IdleTraining:
         token_s = seconds / len(fitting[0].hidden)
         self.token_s = token_s if not self.token_s else (1 - AVERAGE) * self.token_s + AVERAGE * token_s
         return seconds
-
-    def _fits(self, lesson: Lesson, limit_s: float) -> bool:
-        return len(lesson.hidden) * self.token_s <= limit_s
 
     @torch.no_grad()
     def merge(self, ranks: Ranks) -> int:
