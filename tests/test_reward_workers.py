@@ -3,6 +3,7 @@
 Time-outs are long against what the well-behaved functions take, so that a busy machine does not trip them.
 """
 
+import itertools
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from conftest import is_alive
 
 from bubblespec.errors import InputError
+from bubblespec.ranks import processes
 from bubblespec.rewards import workers as reward_workers
 from bubblespec.rewards.functions import Sample, call_one
 from bubblespec.rewards.process import NICENESS
@@ -472,3 +474,24 @@ def test_interpreter_ends_while_workers_hang(tmp_path):
 
 
 assert os.path.exists("/proc/self/stat"), "these tests look for processes there"
+
+
+def test_a_process_that_changes_its_parent_meanwhile_is_found(monkeypatch):
+    """Its parent ends when the ancestor that adopts it has been read already, in the first reading or in the second."""
+    for moves_at in (1, 2, 3, 4):  # before so many lists of children have been read
+        reads = itertools.count(1)
+        moved = {"keeper": ["worker", "orphan"], "worker": ["parent"]}
+        before = {"keeper": ["worker"], "worker": ["parent"], "parent": ["orphan"]}
+        has_moved = []
+
+        def children_of(pid, reads=reads, before=before, moved=moved, has_moved=has_moved, moves_at=moves_at):
+            if next(reads) >= moves_at:
+                has_moved.append(True)
+            return list((moved if has_moved else before).get(pid, []))
+
+        def state_of(pid, has_moved=has_moved):
+            return ("Z" if pid == "parent" and has_moved else "S"), 0
+
+        monkeypatch.setattr(processes, "children_of", children_of)
+        monkeypatch.setattr(processes, "_state_of", state_of)
+        assert sorted(processes.descendants_of("keeper")[0]) == ["orphan", "worker"], moves_at
