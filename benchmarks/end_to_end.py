@@ -8,14 +8,16 @@ rounds are of different size, speeds are of seconds for each token that is train
 
 import argparse
 import json
+import os
 import sys
-import tempfile
 import time
 
 import matplotlib
 import numpy as np
-import transformers
 
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from benchmarks.shared import check_arms, main, make_parser
 from bubblespec.config import load_config
 from bubblespec.errors import InputError
 from bubblespec.learn.advantages import estimate_advantages
@@ -124,35 +126,6 @@ def draw(seeds: dict[int, dict[str, dict]], path: str) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Seconds of whole steps, by what is switched on")
-    parser.add_argument("--config", required=True)
-    parser.add_argument("--json")
-    parser.add_argument("--picture", help="PNG of held-out reward over seconds")
-    parser.add_argument("--seeds", default="0", help="of the runs, with commas between")
-    parser.add_argument("--arms", default=",".join(ARMS), help=f"the others are compared with the first; of {', '.join(ARMS)}")
-    parser.add_argument("overrides", nargs="*")
-    arguments = parser.parse_intermixed_args()
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        if unknown := set(arguments.arms.split(",")) - ARMS.keys():
-            raise InputError(f"--arms: {', '.join(sorted(unknown))} unknown; valid are {', '.join(ARMS)}")
-        config = load_config(arguments.config, arguments.overrides)
-        if arguments.picture and not config.run.eval_steps:
-            raise InputError("--picture: there is nothing to draw with run.eval_steps=0")
-        with (
-            tempfile.TemporaryDirectory() as folder,  # nothing is kept of the runs
-            ranks_from_environment(config.model.device, config.run.timeout_s) as ranks,
-        ):
-            seeds = {seed: run_seed(arguments, ranks, seed, folder) for seed in map(int, arguments.seeds.split(","))}
-            if ranks.is_main:
-                report(arguments, seeds)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
 def report(arguments: argparse.Namespace, seeds: dict[int, dict[str, dict]]) -> None:
     summary = summarise(seeds)
     for name, arm in summary.items():
@@ -171,5 +144,21 @@ def report(arguments: argparse.Namespace, seeds: dict[int, dict[str, dict]]) -> 
             json.dump({**result, "seeds": seeds}, file)
 
 
+def run(arguments: argparse.Namespace, folder: str) -> None:
+    check_arms(arguments, ARMS)
+    config = load_config(arguments.config, arguments.overrides)
+    if arguments.picture and not config.run.eval_steps:
+        raise InputError("--picture: there is nothing to draw with run.eval_steps=0")
+    with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
+        seeds = {seed: run_seed(arguments, ranks, seed, folder) for seed in map(int, arguments.seeds.split(","))}
+        if ranks.is_main:
+            report(arguments, seeds)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = make_parser("Seconds of whole steps, by what is switched on")
+    parser.add_argument("--picture", help="PNG of held-out reward over seconds")
+    parser.add_argument("--seeds", default="0", help="of the runs, with commas between")
+    arms = f"the others are compared with the first; of {', '.join(ARMS)}"
+    parser.add_argument("--arms", default=",".join(ARMS), help=arms)
+    sys.exit(main(run, parser))

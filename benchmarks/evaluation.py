@@ -8,13 +8,14 @@ scoring in them.
 import argparse
 import dataclasses
 import json
+import os
 import sys
-import tempfile
 import time
 
-import transformers
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from bubblespec.config import Config, load_config
+from benchmarks.shared import main, make_parser
+from bubblespec.config import load_config
 from bubblespec.errors import InputError
 from bubblespec.learn.advantages import estimate_advantages
 from bubblespec.ranks.collectives import ranks_from_environment
@@ -63,7 +64,8 @@ def summarise(evaluations: list[dict]) -> dict:
     }
 
 
-def run(config: Config, arguments: argparse.Namespace) -> None:
+def run(arguments: argparse.Namespace, folder: str) -> None:
+    config = load_config(arguments.config, [*arguments.overrides, f"run.output_dir={folder}"])
     with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
         trainer = set_up(config, ranks)
         if trainer.sampler.speculation is None or trainer.sampler.speculation.evaluation is None:
@@ -100,21 +102,6 @@ def run(config: Config, arguments: argparse.Namespace) -> None:
                     json.dump(summary | entry, file)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--config", required=True)
-    parser.add_argument("--json")
-    parser.add_argument("overrides", nargs="*")
-    arguments = parser.parse_intermixed_args()
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        with tempfile.TemporaryDirectory() as folder:  # nothing is kept of the run
-            run(load_config(arguments.config, [*arguments.overrides, f"run.output_dir={folder}"]), arguments)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = make_parser("Evaluations with drafts, and plain ones")
+    sys.exit(main(run, parser))

@@ -7,14 +7,16 @@ optim.learning_rate=0 for the same samples in both arms, but for near ties.
 
 import argparse
 import json
+import os
 import sys
-import tempfile
 import time
 
 import numpy as np
 import torch
-import transformers
 
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from benchmarks.shared import main, make_parser
 from bubblespec.config import load_config
 from bubblespec.engine.linear import Plan
 from bubblespec.engine.linear_choice import MOST_IN_LAYER, TIMINGS, choose, count_shapes, measure, training_rows
@@ -106,21 +108,6 @@ def report(arguments: argparse.Namespace, times: dict[str, np.ndarray], peak: fl
             json.dump(whole | {"config": arguments.config, "overrides": arguments.overrides}, file)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Whole steps with the chosen kernels of linear layers, and with torch's")
-    parser.add_argument("--config", required=True)
-    parser.add_argument("--json")
-    parser.add_argument("overrides", nargs="*")
-    arguments = parser.parse_intermixed_args()
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        with tempfile.TemporaryDirectory() as folder:  # nothing is kept of the runs
-            run(arguments, folder)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = make_parser("Whole steps with the chosen kernels of linear layers, and with torch's")
+    sys.exit(main(run, parser))

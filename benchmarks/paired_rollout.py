@@ -9,18 +9,19 @@ drafts are replaced by random tokens: what speculation costs at worst.
 import argparse
 import dataclasses
 import json
+import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 
 import numpy as np
 import torch
-import transformers
 
-from bubblespec.config import Config, load_config
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from benchmarks.shared import main, make_parser, plain_engine
+from bubblespec.config import load_config
 from bubblespec.engine.generator import Generator
-from bubblespec.engine.runner import ModelRunner
 from bubblespec.errors import InputError
 from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.learn.advantages import estimate_advantages
@@ -42,13 +43,6 @@ def timed(trainer: Trainer, action) -> tuple[float, int]:
     trainer.ranks.barrier()
     elapsed = time.perf_counter() - started
     return elapsed, int(trainer.ranks.gather(np.array([forwards])).max())
-
-
-def plain_engine(trainer: Trainer) -> Generator:
-    """An engine of its own for the rollouts without speculation: the other one holds drafts from step to step."""
-    engine, learner = trainer.sampler.engine, trainer.learner
-    options = {"max_batch_tokens": engine.max_batch_tokens, "kernel": learner.kernel}
-    return Generator(ModelRunner(learner.model, engine.num_slots, engine.max_length, trainer.config.run.seed, **options))
 
 
 def make_drafts_useless(trainer: Trainer) -> None:
@@ -130,7 +124,8 @@ def summarise(steps: list[dict]) -> dict:
     }
 
 
-def run(config: Config, arguments: argparse.Namespace) -> None:
+def run(arguments: argparse.Namespace, folder: str) -> None:
+    config = load_config(arguments.config, [*arguments.overrides, f"run.output_dir={folder}"])
     with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
         trainer = set_up(config, ranks)
         if trainer.sampler.speculation is None:
@@ -164,22 +159,7 @@ def run(config: Config, arguments: argparse.Namespace) -> None:
                     json.dump({**summary, "config": arguments.config, "overrides": arguments.overrides, "steps": steps}, file)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--config", required=True)
-    parser.add_argument("--json")
-    parser.add_argument("--useless-drafts", action="store_true")
-    parser.add_argument("overrides", nargs="*")
-    arguments = parser.parse_intermixed_args()
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        with tempfile.TemporaryDirectory() as folder:  # nothing is kept of the run
-            run(load_config(arguments.config, [*arguments.overrides, f"run.output_dir={folder}"]), arguments)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = make_parser("Rollouts with speculation, and without")
+    parser.add_argument("--useless-drafts", action="store_true")
+    sys.exit(main(run, parser))

@@ -8,14 +8,15 @@ on the slowest rank; short and long rounds count up to the last long one, when n
 
 import argparse
 import json
+import os
 import sys
-import tempfile
 
 import numpy as np
-import transformers
 
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from benchmarks.shared import check_arms, main, make_parser
 from bubblespec.config import load_config
-from bubblespec.errors import InputError
 from bubblespec.learn.advantages import estimate_advantages
 from bubblespec.ranks.collectives import Ranks, ranks_from_environment
 from bubblespec.records import StepRecord, total_s
@@ -81,6 +82,7 @@ def summarise(steps: list[dict]) -> dict:
 
 
 def run(arguments: argparse.Namespace, folder: str) -> None:
+    check_arms(arguments, ARMS)
     names = arguments.arms.split(",")
     configs = [
         load_config(arguments.config, [*arguments.overrides, *ARMS[name], f"run.output_dir={folder}/{name}"]) for name in names
@@ -119,26 +121,8 @@ def report(arguments: argparse.Namespace, arms: dict[str, dict], steps: dict[str
             json.dump({**result, "config": arguments.config, "overrides": arguments.overrides, "steps": steps}, file)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Seconds of rollout per trained token, by rule of what makes up a step")
-    parser.add_argument("--config", required=True)
-    parser.add_argument("--json")
-    parser.add_argument(
-        "--arms", default="plain,tail", help=f"the first is what the others are compared with; of {', '.join(ARMS)}"
-    )
-    parser.add_argument("overrides", nargs="*")
-    arguments = parser.parse_intermixed_args()
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        if unknown := set(arguments.arms.split(",")) - ARMS.keys():
-            raise InputError(f"--arms: {', '.join(sorted(unknown))} unknown; valid are {', '.join(ARMS)}")
-        with tempfile.TemporaryDirectory() as folder:  # nothing is kept of the runs
-            run(arguments, folder)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = make_parser("Seconds of rollout per trained token, by rule of what makes up a step")
+    arms = f"the first is what the others are compared with; of {', '.join(ARMS)}"
+    parser.add_argument("--arms", default="plain,tail", help=arms)
+    sys.exit(main(run, parser))

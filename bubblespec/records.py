@@ -155,8 +155,7 @@ ACCEPT_BINS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 # Lower bounds of the stretches of a response in which acceptance is counted, in tokens: later tokens may be harder to foresee.
 POSITIONS = (0, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 # Where a proposal comes from: the sample's own draft up to their first difference (aligned), else suffix matches in that draft
-# (own), in another sample's draft or tokens (sibling), in the prompt or the row's tokens (self), in earlier epochs (history).
-# The last is what the drafter says comes next.
+# (own), in another sample's draft or tokens (sibling), in the prompt or the row's tokens (self), in earlier epochs; the drafter.
 SOURCES = ("aligned", "own", "sibling", "self", "history", "drafter")
 
 

@@ -34,9 +34,9 @@ def warm_start(sampler: Sampler, learner: Learner, step: int, plans: dict[str, P
         drafter = Drafter(learner.model, ids, config.run.seed)
     except ValueError as error:
         raise InputError(f"speculative.method: no drafter for this policy: {error}") from error
-    training, chains = _parts(drafter, sampler, learner, plans)
     # All of the warm start is learnt from; only later fewer tokens are kept.
-    training.lessons.max_tokens = max(2 * config.drafter.warm_start, training.lessons.max_tokens)
+    most = max(2 * config.drafter.warm_start, config.drafter.buffer_tokens)
+    training, chains = _parts(drafter, sampler, learner, plans, most)
     learn_from(training, learner.model, rows, config.optim.max_tokens_per_microbatch)
     accepted = train(training, chains, ranks)
     training.lessons.shrink(config.drafter.buffer_tokens)
@@ -46,14 +46,17 @@ def warm_start(sampler: Sampler, learner: Learner, step: int, plans: dict[str, P
 def load(folder: str, sampler: Sampler, learner: Learner, key: str, plans: dict[str, Plan]) -> None:
     """Use a saved drafter. key: of the configuration, which named the folder. Raises InputError."""
     drafter, about = load_drafter(folder, learner.model, sampler.config.run.seed, key)
-    training, chains = _parts(drafter, sampler, learner, plans)
+    training, chains = _parts(drafter, sampler, learner, plans, sampler.config.drafter.buffer_tokens)
     training.num_updates = about["num_updates"]
     for group in training.optimizer.param_groups:
         group["lr"] = about["learning_rate"]
     _use(training, chains, about["accepted"], sampler, learner)
 
 
-def _parts(drafter: Drafter, sampler: Sampler, learner: Learner, plans: dict[str, Plan]) -> tuple[DrafterTraining, Chains]:
+def _parts(
+    drafter: Drafter, sampler: Sampler, learner: Learner, plans: dict[str, Plan], max_tokens: int
+) -> tuple[DrafterTraining, Chains]:
+    """max_tokens: to learn from at a time."""
     config, runner = sampler.config, sampler.engine.runner
     use_plans(drafter, plans)
     training = DrafterTraining(
@@ -61,7 +64,7 @@ def _parts(drafter: Drafter, sampler: Sampler, learner: Learner, plans: dict[str
         learner.kernel,
         learning_rate=config.drafter.learning_rate,
         temperature=config.rollout.temperature,
-        max_tokens=config.drafter.buffer_tokens,
+        max_tokens=max_tokens,
         seed=config.run.seed,
     )
     return training, Chains(drafter, runner, sampler.params)

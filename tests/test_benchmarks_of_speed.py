@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import end_to_end, generate, step_vs_trl, tail_batching
+from benchmarks import end_to_end, generate, shared, step_vs_trl, tail_batching
 from tests.warm import launch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -85,7 +85,9 @@ def test_scheduling_is_measured_on_the_same_samples(tmp_path):
 
 def test_scheduling_names_an_unknown_arm(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["tail_batching.py", "--config", "configs/tiny_cpu.yaml", "--arms", "plain,fast"])
-    assert tail_batching.main() == 2
+    parser = shared.make_parser("")
+    parser.add_argument("--arms")
+    assert shared.main(tail_batching.run, parser) == 2
     assert capsys.readouterr().err.startswith("error: --arms: fast unknown; valid are plain, ")
 
 

@@ -15,6 +15,7 @@ FLOORS = [
     {"idle", "learn", "telemetry", "memory", "rewards", "workloads"},
     {"speculate", "data"},
     {"engine", "ranks", "config"},
+    {"config_combinations"},
     {"config_checks"},
     {"errors", "records"},
 ]

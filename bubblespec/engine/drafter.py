@@ -43,18 +43,13 @@ class Drafter(torch.nn.Module):
     def restrict_to(self, ids: np.ndarray) -> None:
         """Draft these tokens from now on, int [V], ascending."""
         self.ids = np.asarray(ids, np.int64)
-        self._on_device = to_device(self.ids, self._policy[0].device)
+        self.device_ids = to_device(self.ids, self._policy[0].device)  # `ids` on the device, int64 [V]
         self._head, self._head_version = None, -1
 
     @property
     def policy(self) -> PreTrainedModel:
         """Whose embedding and head it uses."""
         return self._policy[0]
-
-    @property
-    def device_ids(self) -> torch.Tensor:
-        """`ids` on the device, int64 [V]."""
-        return self._on_device
 
     def forward(self, hidden: torch.Tensor, tokens: torch.Tensor, packing, kernel: str = "sdpa") -> torch.Tensor:
         """Estimates of the policy's hidden states, [N, H]. hidden: [N, H], at these positions; tokens: int64 [N], after them;
@@ -73,7 +68,7 @@ class Drafter(torch.nn.Module):
         head = output_head(self._policy[0])
         if self._head is None or self._head_version != head.weight._version:
             with torch.inference_mode(False), torch.no_grad():  # what is first made for a chain is used in training too
-                self._head = [None if t is None else t[self._on_device] for t in (head.weight, head.bias)]
+                self._head = [None if t is None else t[self.device_ids] for t in (head.weight, head.bias)]
             self._head_version = head.weight._version
         return linear(states, *self._head)
 

@@ -34,7 +34,7 @@ class TrainDrafter:
         """max_slice_s: see `IdleConfig`."""
         self.training, self.max_slice_s, self.clock = training, max_slice_s, clock
         self._wishes = np.zeros(num_ranks)  # seconds of a slice of each rank, 0 where it cannot do any
-        self._num_granted = self._num_offered = 0
+        self._num_granted = 0
         self._seconds = 0.0
 
     def facts(self) -> np.ndarray:
@@ -49,9 +49,8 @@ class TrainDrafter:
         """A few slices of each rank that could do some."""
         if not states:
             return []
-        self._num_offered += NUM_WANTED
         return [
-            Offer((rank, self._num_offered + number), LITTLE_S, slice_s, False, rank)
+            Offer((rank, number), LITTLE_S, slice_s, False, rank)
             for rank, slice_s in enumerate(self._wishes.tolist())
             for number in range(NUM_WANTED if slice_s else 0)
         ]
@@ -75,9 +74,9 @@ class TrainDrafter:
             return False
         self._num_granted -= 1
         begin_s = self.clock.perf_counter()
-        if self.training.run_slice(self._limit_s()):
-            self.view.record.slices.append(Span("train drafter", begin_s, self.clock.perf_counter()))
-            self._seconds += self.clock.perf_counter() - begin_s
+        if seconds := self.training.run_slice(self._limit_s()):
+            self.view.record.slices.append(Span("train drafter", begin_s, begin_s + seconds))
+            self._seconds += seconds
         return bool(self._num_granted)
 
     def finish(self, row: Row) -> bool:
@@ -106,4 +105,4 @@ class TrainDrafter:
 
     def _can_begin(self) -> bool:
         is_idle = not self.view.unfinished and self.view.engine.is_idle
-        return is_idle and self._num_granted >= 0 and 0 < self._slice_s() <= self._limit_s()
+        return is_idle and 0 < self._slice_s() <= self._limit_s()

@@ -25,7 +25,7 @@ class IdleTraining:
         """accepted: see `measure`."""
         self.training, self.chains, self.source, self.accepted, self.clock = training, chains, source, accepted, clock
         self.token_s = 0.0  # of a slice, for each token; 0 before the first
-        self._new: list[Lesson] = []  # of the latest step, not learnt from yet
+        self.new_lessons: list[Lesson] = []  # of the latest step, not learnt from yet
         self._num_added = 0  # sequences in the gradient that no update has been made by yet
         self._num_updates = 0  # since the ranks' drafters were last the same
         self._num_measured = training.num_updates  # updates when `accepted` was measured
@@ -33,14 +33,14 @@ class IdleTraining:
     @torch.no_grad()
     def take(self, batch: Microbatch, hidden: torch.Tensor) -> None:
         """Some of the sequences of a micro-batch of the policy's training, see `Learner.on_hidden`."""
-        room = SHARE_PER_STEP * self.training.lessons.max_tokens - sum(len(lesson.hidden) for lesson in self._new)
+        room = SHARE_PER_STEP * self.training.lessons.max_tokens - sum(len(lesson.hidden) for lesson in self.new_lessons)
         if room > 0:
-            self._new += lessons_of(batch, hidden, int(room))
+            self.new_lessons += lessons_of(batch, hidden, int(room))
 
     def begin_step(self, ranks: Ranks) -> None:
         """All ranks together, before a rollout: learn from the latest responses from now on. If the drafter has changed since it
         was last measured, they say first how much of it is accepted."""
-        new, self._new = self._new, []
+        new, self.new_lessons = self.new_lessons, []
         made = ranks.gather(np.array([len(new), self.training.num_updates - self._num_measured]))
         if made.sum(axis=0).all():
             self._num_measured = self.training.num_updates
