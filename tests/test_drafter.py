@@ -21,6 +21,7 @@ from bubblespec.engine.noise import gumbel, random_bits, stream_keys
 from bubblespec.engine.packing import pack_sequences
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
+from bubblespec.learn import drafter_training
 from bubblespec.learn.drafter_training import BANDS, PASSES, DrafterTraining, Lesson, Lessons, lessons_of
 from bubblespec.learn.idle_training import IdleTraining
 from bubblespec.learn.microbatch import pack_responses
@@ -296,7 +297,7 @@ def make_training(drafter: Drafter, temperature: float = 0.8, **options) -> Draf
     return DrafterTraining(drafter, "sdpa", temperature=temperature, **options)
 
 
-def make_lessons(policy, sizes: list[tuple[int, int]], tokens=None) -> list[Lesson]:
+def make_lessons(policy, sizes: list[tuple[int, int]], tokens=None, max_tokens=None) -> list[Lesson]:
     """sizes: tokens of prompt and response of each. tokens: of the responses, by default any."""
     random = np.random.default_rng(4)
     prompts = [random.integers(12, VOCAB, size).tolist() for size, _ in sizes]
@@ -307,7 +308,7 @@ def make_lessons(policy, sizes: list[tuple[int, int]], tokens=None) -> list[Less
     batch = pack_responses(prompts, tokens, zeros, ids=names, order=list(range(len(sizes))), device=torch.device("cpu"))
     packing = pack_sequences(batch.sequence_lengths, torch.device("cpu"))
     with torch.no_grad():
-        return lessons_of(batch, forward_hidden(policy, batch.input_ids, packing))
+        return lessons_of(batch, forward_hidden(policy, batch.input_ids, packing), max_tokens)
 
 
 def test_lessons_are_the_ends_of_prompts_and_whole_responses():
@@ -319,11 +320,36 @@ def test_lessons_are_the_ends_of_prompts_and_whole_responses():
     responses = [random.integers(12, VOCAB, size).tolist() for _, size in sizes]
     for lesson, prompt, response in zip(lessons, prompts, responses, strict=True):
         kept = prompt[-chains_module.CONTEXT :]
-        assert lesson.prompt_length == len(kept) and lesson.tokens.tolist() == [*kept, *response]
+        assert lesson.context_length == len(kept) and lesson.tokens.tolist() == [*kept, *response]
         states = states_of(policy, [*prompt, *response[:-1]])[-(len(lesson.tokens) - 1) :]
         assert torch.allclose(lesson.hidden, states, rtol=0, atol=1e-10)
     batch = [lesson.id for lesson in lessons]
     assert batch == [SampleId(10 + number, 2, number % 3) for number in range(5)]
+
+
+def test_long_responses_are_learnt_in_pieces_of_bounded_length(monkeypatch):
+    """Each token of a response is in one piece, behind the end of what comes before it."""
+    monkeypatch.setattr(drafter_training, "PIECE", 7)
+    policy = make_policy("llama")
+    sizes = [(70, 20), (3, 70), (5, 7), (5, 8)]
+    lessons = make_lessons(policy, sizes)
+    random = np.random.default_rng(4)
+    prompts = [random.integers(12, VOCAB, size).tolist() for size, _ in sizes]
+    responses = [random.integers(12, VOCAB, size).tolist() for _, size in sizes]
+    for number, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        pieces = [lesson for lesson in lessons if lesson.id.uid == 10 + number]
+        assert [piece.first for piece in pieces] == list(range(0, len(response), 7))
+        states = states_of(policy, [*prompt, *response[:-1]])
+        for piece in pieces:
+            end = len(prompt) + piece.first
+            assert piece.context_length == min(end, chains_module.CONTEXT)
+            whole = [*prompt, *response][end - piece.context_length : end + 7]
+            assert piece.tokens.tolist() == whole
+            wanted = states[end - piece.context_length :][: len(whole) - 1]
+            assert torch.allclose(piece.hidden, wanted, rtol=0, atol=1e-10)
+    limited = make_lessons(policy, sizes, max_tokens=250)
+    assert sum(len(lesson.hidden) for lesson in limited) <= 250 < sum(len(lesson.hidden) for lesson in lessons)
+    assert [lesson.first for lesson in limited] == [lesson.first for lesson in lessons[: len(limited)]]
 
 
 def chain_states(drafter, lesson: Lesson, start: int, length: int) -> list[torch.Tensor]:
@@ -340,7 +366,7 @@ SIZES = [(1, 7), (4, 9), (12, 3), (3, 1)]
 
 def starts_of(lesson: Lesson) -> range:
     """Positions where a chain may begin whose first token is of the response: the token two places on."""
-    return range(max(lesson.prompt_length - 2, 0), len(lesson.tokens) - 2)
+    return range(max(lesson.context_length - 2, 0), len(lesson.tokens) - 2)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -407,8 +433,10 @@ def test_updates_lower_the_loss_and_leave_the_policy_as_it_is(dtype):
     assert all(param.grad is None for param in policy.parameters())
 
 
-def test_what_is_accepted_is_what_chains_from_each_position_get_right():
+@pytest.mark.parametrize("piece", [256, 6])
+def test_what_is_accepted_is_what_chains_from_each_position_get_right(monkeypatch, piece):
     """Responses near to what the drafter says, so that long chains are right now and then."""
+    monkeypatch.setattr(drafter_training, "PIECE", piece)
     policy = make_policy("llama")
     ids = np.arange(20, 28)
     drafter = make_drafter(policy, ids)
@@ -429,7 +457,7 @@ def test_what_is_accepted_is_what_chains_from_each_position_get_right():
                 lesson.hidden[: start + 1],
                 lesson.tokens[1 : start + 2].tolist(),
                 lesson.id,
-                start + 2 - lesson.prompt_length,
+                lesson.first + start + 2 - lesson.context_length,
                 len(left),
                 params,
             )

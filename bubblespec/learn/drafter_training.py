@@ -26,18 +26,21 @@ MAX_GRAD_NORM = 0.5
 BETAS = (0.9, 0.95)
 SEQUENCES_PER_UPDATE = 8
 BANDS = 8  # lengths of about so many powers of two are kept alike
+PIECE = 256  # response tokens of a lesson: what an update takes does not grow with the longest response
 
 
 class Lesson(NamedTuple):
-    """One response to learn from."""
+    """A response to learn from, or a piece of it."""
 
     id: SampleId
-    prompt_length: int
-    """Tokens of its prompt that are in `tokens`."""
+    context_length: int
+    """Tokens in `tokens` before the piece: of the prompt, or of the response."""
     tokens: np.ndarray
-    """int64 [L + 1], end of the prompt and response."""
+    """int64 [L + 1], with the context."""
     hidden: torch.Tensor
     """[L, H], the policy's hidden states at all of them but the last; on the host."""
+    first: int = 0
+    """Where in the response the piece begins, in tokens."""
 
 
 class Lessons:
@@ -86,14 +89,15 @@ def lessons_of(batch: Microbatch, hidden: torch.Tensor, max_tokens: int | None =
     lessons, end, last, taken = [], 0, 0, 0
     for name, length, size in zip(batch.ids, lengths.tolist(), batch.sequence_lengths, strict=True):
         begin, end, last = end, end + size, last + length
-        prompt_length = size - length + 1
-        begin += max(prompt_length - CONTEXT, 0)
-        taken += end - begin
-        if max_tokens is not None and taken > max_tokens:
-            break
-        tokens = np.append(fed[begin:end], targets[last - 1])
-        # A copy of its own: a view would keep the states of the whole micro-batch.
-        lessons.append(Lesson(name, min(prompt_length, CONTEXT), tokens, hidden[begin:end].detach().cpu().clone()))
+        whole, prompt_length = np.append(fed[begin:end], targets[last - 1]), size - length + 1
+        for first in range(0, length, PIECE):
+            start, stop = max(prompt_length + first - CONTEXT, 0), min(prompt_length + first + PIECE, size + 1)
+            taken += stop - 1 - start
+            if max_tokens is not None and taken > max_tokens:
+                return lessons
+            # A copy of its own: a view would keep the states of the whole micro-batch.
+            states = hidden[begin + start : begin + stop - 1].detach().cpu().clone()
+            lessons.append(Lesson(name, prompt_length + first - start, whole[start:stop], states, first))
     return lessons
 
 
@@ -200,14 +204,15 @@ class DrafterTraining:
             size = len(lesson.hidden) - 1
             hidden[row, :size], teacher[row, :size] = lesson.hidden[:-1], lesson.hidden[1:]
             tokens[0, row, :size], tokens[1, row, :size] = lesson.tokens[1:-1], lesson.tokens[2:]
-            counts[row, max(lesson.prompt_length - 2, 0) : size] = True
+            counts[row, max(lesson.context_length - 2, 0) : size] = True
         following, target = to_device(tokens, device)
         return _Padded(hidden.to(device), following, teacher.to(device), target, to_device(counts, device))
 
     def _noise(self, lessons: Sequence[Lesson], batch: _Padded) -> tuple[torch.Tensor, torch.Tensor]:
         """Noise keys of the predicted tokens, int32 [S, T, 4], and their places in their responses, int64 [S, T]."""
         sequences, length = batch.target.shape
-        position = np.maximum(np.arange(length) + 2 - np.array([[lesson.prompt_length] for lesson in lessons]), 0)
+        place = np.array([[lesson.first - lesson.context_length] for lesson in lessons])
+        position = np.maximum(np.arange(length) + 2 + place, 0)
         uid, visit, sample = np.repeat(np.array([lesson.id for lesson in lessons], np.int64), length, axis=0).T
         keys = stream_keys(self.seed, uid, visit, sample, position.ravel()).reshape(sequences, length, 4)
         return to_device(keys, batch.target.device), to_device(position, batch.target.device)

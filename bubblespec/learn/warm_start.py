@@ -93,9 +93,9 @@ def learn_from(training: DrafterTraining, model: PreTrainedModel, rows: Sequence
 def train(training: DrafterTraining, chains: Chains, ranks: Ranks) -> np.ndarray:
     """Learn for EPOCHS from the lessons of all ranks, together. Returns the chance that the first n tokens of a chain are right,
     on responses held out, float64 [LONGEST]. Raises StopRequested."""
-    lessons = list(training.lessons)
-    order = training.random.permutation(len(lessons)).tolist()
-    held_out, learnt = [lessons[n] for n in order[::HELD_OUT]], [lessons[n] for k, n in enumerate(order) if k % HELD_OUT]
+    names = sorted({lesson.id for lesson in training.lessons})  # whole responses are held out, not pieces of them
+    is_held_out = {names[n] for n in training.random.permutation(len(names))[::HELD_OUT].tolist()}
+    held_out, learnt = ([x for x in training.lessons if (x.id in is_held_out) == wanted] for wanted in (True, False))
     most = int(ranks.gather(np.array([len(learnt)])).max())
     per_epoch = -(-most // SEQUENCES_PER_UPDATE)
     total, rate = EPOCHS * per_epoch, training.optimizer.param_groups[0]["lr"]
