@@ -1,5 +1,6 @@
 """The comparisons with other software run at their smallest size, and count what they say they count."""
 
+import argparse
 import importlib
 import json
 import os
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import end_to_end, generate, shared, step_vs_trl, tail_batching
+from benchmarks import generate, shared, step_vs_trl, systems, tail_batching
+from bubblespec.errors import InputError
 from tests.warm import launch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -158,8 +160,8 @@ def test_first_steps_are_not_counted():
     assert summary["none"]["speedup"] == 2.0 and summary["none"]["speedup_median_step"] == 2.0
 
 
-def test_whole_steps_of_all_arms(tmp_path):
-    """With weights that stand still every arm gets the same held-out reward each time."""
+def test_systems_side_by_side(tmp_path):
+    """With weights that stand still every system gets the same held-out reward each time."""
     out, picture = tmp_path / "out.json", tmp_path / "out.png"
     overrides = [
         *SMALL,
@@ -168,16 +170,32 @@ def test_whole_steps_of_all_arms(tmp_path):
         "eval.num_prompts=2",
         "optim.learning_rate=0",
         "model.dtype=float64",
+        "drafter.warm_start=200",
     ]
-    arguments = ["--json", str(out), "--picture", str(picture), "--seeds", "0,1", *overrides]
-    done = launch(2, ["benchmarks/end_to_end.py", "--config", "configs/tiny_cpu.yaml", *arguments])
+    names = ["plain", "race", "all"]
+    arguments = ["--json", str(out), "--picture", str(picture), "--seeds", "0,1", "--systems", ",".join(names), *overrides]
+    done = launch(2, ["benchmarks/systems.py", "--config", "configs/tiny_cpu.yaml", *arguments])
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(out.read_text())
-    assert list(result["arms"]) == list(end_to_end.ARMS) and result["speedup"] == result["arms"]["all"]["speedup"]
+    assert list(result["systems"]) == names
+    for name, system in result["systems"].items():
+        assert system["speedup"] == pytest.approx(np.median(system["speedups"])) and len(system["speedups"]) == 2
+        assert system["tokens_a_pass"] >= 1.0 and 0.0 <= system["idle_ratio"] <= 1.0 and system["memory_gb"] > 0
+        assert bool(system["paper"]) == (name == "race")
+    assert result["systems"]["plain"]["speedups"] == [1.0, 1.0] and result["systems"]["plain"]["tokens_a_pass"] == 1.0
     for arms in result["seeds"].values():
         for name, arm in arms.items():
-            assert len(arm["seconds"]) == len(arm["tokens"]) == 2 and len(arm["curve"]) == 3
-            assert [seconds for seconds, _ in arm["curve"]] == pytest.approx([0.0, arm["seconds"][0], sum(arm["seconds"])])
+            seconds = [step["step_s"] for step in arm["steps"]]
+            assert [at for at, _ in arm["curve"]] == pytest.approx([0.0, seconds[0], sum(seconds)])
             assert {reward for _, reward in arm["curve"]} == {arms["plain"]["curve"][0][1]}, name
-        assert arms["drafts"]["tokens"] == arms["plain"]["tokens"] == arms["streamed"]["tokens"]
+        tokens = {name: [step["tokens"] for step in arm["steps"]] for name, arm in arms.items()}
+        assert len(tokens["plain"]) == len(tokens["all"]) == 2
     assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("option, value", [("--systems", "plain,fast"), ("--skip", "60")])
+def test_systems_name_what_cannot_be(option, value):
+    arguments = argparse.Namespace(config="configs/tiny_cpu.yaml", overrides=[], systems="plain", skip=0)
+    setattr(arguments, option.removeprefix("--"), int(value) if value.isdigit() else value)
+    with pytest.raises(InputError, match=f"^{option}: "):
+        systems.run(arguments, "")

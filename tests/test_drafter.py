@@ -319,7 +319,7 @@ def test_lessons_are_the_ends_of_prompts_and_whole_responses():
     prompts = [random.integers(12, VOCAB, size).tolist() for size, _ in sizes]
     responses = [random.integers(12, VOCAB, size).tolist() for _, size in sizes]
     for lesson, prompt, response in zip(lessons, prompts, responses, strict=True):
-        kept = prompt[-chains_module.CONTEXT :]
+        kept = prompt[-drafter_training.CONTEXT :]
         assert lesson.context_length == len(kept) and lesson.tokens.tolist() == [*kept, *response]
         states = states_of(policy, [*prompt, *response[:-1]])[-(len(lesson.tokens) - 1) :]
         assert torch.allclose(lesson.hidden, states, rtol=0, atol=1e-10)
@@ -342,13 +342,13 @@ def test_long_responses_are_learnt_in_pieces_of_bounded_length(monkeypatch):
         states = states_of(policy, [*prompt, *response[:-1]])
         for piece in pieces:
             end = len(prompt) + piece.first
-            assert piece.context_length == min(end, chains_module.CONTEXT)
+            assert piece.context_length == min(end, drafter_training.CONTEXT)
             whole = [*prompt, *response][end - piece.context_length : end + 7]
             assert piece.tokens.tolist() == whole
             wanted = states[end - piece.context_length :][: len(whole) - 1]
             assert torch.allclose(piece.hidden, wanted, rtol=0, atol=1e-10)
-    limited = make_lessons(policy, sizes, max_tokens=250)
-    assert sum(len(lesson.hidden) for lesson in limited) <= 250 < sum(len(lesson.hidden) for lesson in lessons)
+    limited = make_lessons(policy, sizes, max_tokens=150)
+    assert sum(len(lesson.hidden) for lesson in limited) <= 150 < sum(len(lesson.hidden) for lesson in lessons)
     assert [lesson.first for lesson in limited] == [lesson.first for lesson in lessons[: len(limited)]]
 
 

@@ -139,8 +139,8 @@ class Chains:
     def draw(self, logits: torch.Tensor, keys: torch.Tensor, num_generated: torch.Tensor) -> torch.Tensor:
         """What rows with these noise keys, int32 [M, 4], would sample from the drafter's logits [M, V]: token ids, int64 [M]."""
         ids = self.drafter.device_ids
-        known = np.flatnonzero(np.isin(self.drafter.ids, self.params.stop_token_ids))
-        params = replace(self.params, stop_token_ids=tuple(known.tolist()))
+        place = self.drafter.place
+        params = replace(self.params, stop_token_ids=tuple(place[t] for t in self.params.stop_token_ids if t in place))
         logits = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
         if params.temperature not in (0.0, 1.0):
             logits = logits / params.temperature

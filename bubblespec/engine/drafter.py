@@ -44,6 +44,8 @@ class Drafter(torch.nn.Module):
         """Draft these tokens from now on, int [V], ascending."""
         self.ids = np.asarray(ids, np.int64)
         self.device_ids = to_device(self.ids, self._policy[0].device)  # `ids` on the device, int64 [V]
+        self.place = {token: number for number, token in enumerate(self.ids.tolist())}
+        """Where in `ids` a token is."""
         self._head, self._head_version = None, -1
 
     @property

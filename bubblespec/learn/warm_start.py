@@ -29,7 +29,7 @@ from bubblespec.learn.microbatch import pack_responses
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.records import Group, Row
 
-EPOCHS = 5
+EPOCHS = 8
 LAST_RATE = 0.1  # of the learning rate, at the end of the warm start and after it
 HELD_OUT = 10  # one response in so many is not learnt from, and says what is accepted
 WEIGHTS_FILE, DRAFTER_FILE = "drafter.safetensors", "drafter.json"
