@@ -28,6 +28,7 @@ from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import enable_gradient_checkpointing, forward_hidden
 from bubblespec.engine.packing import PAGE, CachePacking, SequencePacking, pack_rows, pack_sequences
 from bubblespec.errors import InputError
+from bubblespec.learn.drafter_training import CONTEXT, PIECE, SEQUENCES_PER_UPDATE
 from bubblespec.ranks.collectives import Ranks
 
 CARDS = {"80 GB": 79.1 * 2**30, "141 GB": 139.7 * 2**30}  # what torch sees of an H100 and of an H200
@@ -37,6 +38,8 @@ HEADROOM = 0.06
 BACKWARD_SHARE = 0.5
 # and the loss head so many copies of a chunk's logits, in float32 at least: the logits, their exponentials, two gradients.
 LOGIT_COPIES = 4
+# Training a drafter, measured: copies of its logits in float32, and what a layer saves, over all passes.
+LESSON_LOGIT_COPIES, LESSON_LAYERS = 10, 5
 SAMPLER_BYTES = 16  # for each of sampling.MAX_LOGITS_AT_ONCE: logits, noise, their sum, and the integers noise is made of
 
 
@@ -67,6 +70,8 @@ class Needs:
     the policy's head."""
     drafter_slot: int
     """What it keeps for one row: keys and values of its layer, and hidden states."""
+    drafter_lesson: int
+    """Most that training it on one piece of a response holds: in idle time beside rollouts, in a warm start several at a time."""
     host_while_saving: int
     """Memory of the machine, not of the card, that rank 0 needs for the optimizer state of all ranks."""
     host_lessons: int
@@ -84,8 +89,8 @@ class Needs:
 
     @property
     def training(self) -> int:
-        """Bytes that are there in a gradient step alone."""
-        return self.activations + self.head
+        """Bytes that are there in a gradient step alone, the policy's or the drafter's."""
+        return max(self.activations + self.head, SEQUENCES_PER_UPDATE * self.drafter_lesson)
 
     def room_for_cache(self, room: float, is_freed: bool, is_streamed: bool = False) -> float:
         """Bytes for keys and values out of the `room` beside what lasts. is_freed: they are given back for a gradient step.
@@ -113,7 +118,9 @@ def work_out(config: Config, model: PreTrainedModel, world_size: int) -> Needs:
     logits = min(tokens * vocab, config.optim.max_logits_per_chunk)
     fed = config.rollout.max_batch_tokens
     sampled = min(fed * vocab, sampling.MAX_LOGITS_AT_ONCE["cuda"])
-    drafter, drafter_slot, lessons = drafter_bytes(config, shapes) if "drafter" in config.speculative.method else (0, 0, 0)
+    drafter, drafter_slot, lesson, lessons = (
+        drafter_bytes(config, shapes) if "drafter" in config.speculative.method else (0, 0, 0, 0)
+    )
     return Needs(
         weights=weights,
         reference=weights if config.loss.kl_coef > 0 else 0,
@@ -124,9 +131,10 @@ def work_out(config: Config, model: PreTrainedModel, world_size: int) -> Needs:
         activations=activation_bytes(shapes, tokens, config.model.gradient_checkpointing),
         # Two gradients of the head's size: that of one chunk, and their sum so far.
         head=logits * (LOGIT_COPIES * max(size, 4) + (size if size < 4 else 0)) + 2 * head.numel() * size,
-        rollout=int(_layer_bytes(shapes, fed)) + fed * vocab * size + sampled * SAMPLER_BYTES,
+        rollout=int(_layer_bytes(shapes, fed)) + fed * vocab * size + sampled * SAMPLER_BYTES + lesson,
         drafter=drafter,
         drafter_slot=drafter_slot,
+        drafter_lesson=lesson,
         host_while_saving=total * state_size * (3 if has_masters else 2),
         host_lessons=lessons,
     )
@@ -169,9 +177,9 @@ def slot_bytes(config: Config, model: PreTrainedModel) -> int:
     return cache.num_bytes() * slot_length(config)
 
 
-def drafter_bytes(config: Config, model: PreTrainedModel) -> tuple[int, int, int]:
-    """Of a learned drafter for this policy, on the meta device: bytes that are there all the time, bytes of one row, and bytes in
-    the machine's memory. Raises InputError for a policy that can have none."""
+def drafter_bytes(config: Config, model: PreTrainedModel) -> tuple[int, int, int, int]:
+    """Of a drafter for this policy, on the meta device: bytes that are there all the time, of one row, at most in training on one
+    lesson, and in the machine's memory. Raises InputError for a policy that can have none."""
     vocab, hidden = model.get_output_embeddings().weight.shape
     try:
         with torch.device("meta"):
@@ -189,8 +197,9 @@ def drafter_bytes(config: Config, model: PreTrainedModel) -> tuple[int, int, int
             torch.empty(1, hidden, dtype=model.dtype, device="meta"), torch.zeros(1, dtype=torch.int64, device="meta"), packing
         )
     of_row = cache.num_bytes() * slot_length(config, LONGEST) + KEPT * hidden * size
-    head = min(config.drafter.vocab_size, vocab) * hidden * size
-    return count * of_each + head, of_row, config.drafter.buffer_tokens * hidden * size
+    known = min(config.drafter.vocab_size, vocab)
+    of_lesson = LESSON_LOGIT_COPIES * 4 * PIECE * known + int(LESSON_LAYERS * _layer_bytes(model, PIECE + CONTEXT))
+    return count * of_each + known * hidden * size, of_row, of_lesson, config.drafter.buffer_tokens * hidden * size
 
 
 def activation_bytes(model: PreTrainedModel, tokens: int, has_checkpoints: bool) -> int:
@@ -348,6 +357,7 @@ def table(config: Config, model: PreTrainedModel, world_size: int) -> str:
         f"{needs.rollout / 1e9:8.2f}  or, in the rollout, a forward of {rollout.max_batch_tokens} tokens",
         f"{needs.slot / 1e9:8.2f}  keys and values of a slot, {rollout.max_prompt_length + rollout.max_completion_length} tokens",
         f"{needs.drafter_slot / 1e9:8.2f}  of the drafter for a slot" if needs.drafter_slot else None,
+        f"{needs.drafter_lesson / 1e9:8.2f}  for training the drafter on a piece of a response" if needs.drafter_slot else None,
     ]
     for name, total in CARDS.items():
         room = total * (1 - HEADROOM) - needs.lasting

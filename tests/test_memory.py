@@ -20,6 +20,7 @@ from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
+from bubblespec.learn import drafter_training
 from bubblespec.learn.drafter_training import DrafterTraining, Lesson
 from bubblespec.learn.optimizer import MOMENTS, Optimizer
 from bubblespec.ranks.collectives import Ranks
@@ -110,6 +111,34 @@ def test_a_drafter_holds_what_it_is_said_to(dtype):
     engine.step(SamplingParams())
     assert chains.draft(engine.scheduler, np.array([0]), 2)[0].shape == (1, 2)
     assert 3 * needs.drafter_slot == chains.cache.num_bytes() + size([chains._hidden])
+
+
+@pytest.mark.parametrize(
+    "changes, vocab",
+    [({"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab": 32768}, 16384), ({}, 100)],
+    ids=["logits", "layers"],
+)
+def test_training_a_drafter_peaks_where_it_is_said_to(changes, vocab):
+    """Within 0.75 and 1.35 of it, for one piece of a response as for several."""
+    config = make_config()
+    config.speculative.method, config.drafter.vocab_size = "drafter", vocab
+    model = transformers.AutoModelForCausalLM.from_config(small(**changes)).eval()
+    needs = memory.work_out(config, memory.meta_model(model.config, model.dtype), 1)
+    prepare_model(model, 512)
+    training = DrafterTraining(
+        Drafter(model, np.arange(vocab)), "sdpa", learning_rate=1e-3, temperature=1.0, max_tokens=1 << 20, seed=0
+    )
+    length = drafter_training.CONTEXT + drafter_training.PIECE
+    for count in (1, 4):
+        lessons = [
+            Lesson(
+                SampleId(0, 0, n), drafter_training.CONTEXT, np.arange(length + 1), torch.randn(length, model.config.hidden_size)
+            )
+            for n in range(count)
+        ]
+        training.backward(lessons)  # makes the gradients, and the head
+        measured = peak_allocated(lambda lessons=lessons: training.backward(lessons))
+        assert 0.75 < count * needs.drafter_lesson / measured < 1.35, (count * needs.drafter_lesson, measured)
 
 
 def test_a_policy_that_can_have_no_drafter_is_refused(monkeypatch):
@@ -259,7 +288,7 @@ def test_a_drafter_takes_room_from_slots(monkeypatch):
     needs = memory.work_out(config, memory.meta_model(small(), torch.float32), 3)
     slot = needs.slot + needs.drafter_slot
     assert needs.drafter > 2 * slot > 2 * needs.slot
-    free = needs.rollout + needs.drafter + memory.HEADROOM * 1e9 + 4.5 * slot
+    free = max(needs.rollout, needs.training) + needs.drafter + memory.HEADROOM * 1e9 + 4.5 * slot
     assert slots_on_cuda(monkeypatch, config, free) == 4
     assert slots_on_cuda(monkeypatch, config, free - slot) == 3
     assert all(a > b for a, b in zip(without, slots_that_fit(config), strict=True))
