@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from conftest import GQA, VOCAB, small_config
+from test_graphs import stand_in
 
 from bubblespec.engine import chains as chains_module
 from bubblespec.engine import runner as runner_module
@@ -195,6 +196,21 @@ def test_chains_are_those_of_the_row_alone(monkeypatch, short_memory, name, most
     if (name not in NAMES[:1]) and most_rows == 4:
         pytest.skip("what is kept does not depend on the architecture")
     monkeypatch.setattr(chains_module, "MOST_ROWS", most_rows)
+    check_chains(name, most_rows, max_batch_tokens, "sdpa")
+
+
+def test_chains_by_graphs_are_the_same(monkeypatch, short_memory):
+    """All forwards of the drafter and of the policy are graphs, which share their memory."""
+    monkeypatch.setattr(chains_module, "MOST_IN_GRAPH", 40)
+    captures = stand_in(monkeypatch)
+    graphs = check_chains("llama", 32, 64, "varlen").graphs
+    assert graphs.num_replays > 40 and not graphs.is_off
+    largest = [size for size, pool in zip(captures.sizes, captures.pools, strict=True) if pool is None]
+    assert set(largest) == {64}, "the drafter's take the memory of the policy's"
+
+
+def check_chains(name: str, most_rows: int, max_batch_tokens: int, kernel: str) -> Chains:
+    """Every chain of an engine with this kernel against that of its row alone."""
     policy = make_policy(name)
     drafter = make_drafter(policy)
     truth = {}
@@ -202,7 +218,7 @@ def test_chains_are_those_of_the_row_alone(monkeypatch, short_memory, name, most
     for first in (0, 50):
         truth |= {row.id: row.tokens.tolist() for row in plain.run(make_rows(4, 3, first), PARAMS)}
     random = np.random.default_rng(2)
-    runner = ModelRunner(policy, 5, MAX_LENGTH, SEED, max_batch_tokens=max_batch_tokens)
+    runner = ModelRunner(policy, 5, MAX_LENGTH, SEED, max_batch_tokens=max_batch_tokens, kernel=kernel)
     engine = Generator(runner)
     runner.chains = Chains(drafter, runner, PARAMS)
     drafts = CheckedDrafts(engine, policy, drafter, truth, random, 0.25 if most_rows == 32 else 1.0)
@@ -217,6 +233,7 @@ def test_chains_are_those_of_the_row_alone(monkeypatch, short_memory, name, most
         assert runner.chains.cache.num_bytes() == 0
     assert drafts.num_checked > 30
     assert max(drafts.caught_up) > 3 and max(drafts.contexts) > chains_module.CONTEXT + 3
+    return runner.chains
 
 
 def test_what_is_kept_of_rejected_drafts_is_not_taken_for_what_is_fed_while_there_are_too_many_rows(monkeypatch):

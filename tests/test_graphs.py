@@ -124,14 +124,19 @@ class Captures:
         return replay, hidden, ("the pool",)
 
 
-@pytest.fixture
-def on_cpu(monkeypatch) -> Captures:
+def stand_in(monkeypatch) -> Captures:
+    """From now on there are graphs on a CPU."""
     captures = Captures()
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
     monkeypatch.setattr(graphs, "capture", captures)
     monkeypatch.setattr("bubblespec.engine.runner.can_capture", lambda device, kernel: kernel != "sdpa")
     return captures
+
+
+@pytest.fixture
+def on_cpu(monkeypatch) -> Captures:
+    return stand_in(monkeypatch)
 
 
 GPU = pytest.param(

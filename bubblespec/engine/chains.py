@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from bubblespec.engine.drafter import Drafter
+from bubblespec.engine.graphs import ForwardGraphs
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.noise import gumbel
 from bubblespec.engine.packing import PAGE, pack_rows, to_device
@@ -25,6 +26,7 @@ from bubblespec.engine.scheduler import Batch, Scheduler
 KEPT = 128  # latest positions of a slot whose hidden states are kept
 CONTEXT = 64  # of these a row begins with, below KEPT by more than a verification feeds
 LONGEST = 5  # tokens of a chain
+MOST_IN_GRAPH = 256  # positions of a CUDA graph: a few for each row
 MOST_ROWS = 32  # with more active rows hidden states are not kept, and nothing is drafted
 
 
@@ -38,7 +40,11 @@ class Chains:
         if runner.kernel == "flash_attn":
             length = -(-length // PAGE) * PAGE
         self.num_slots = min(runner.num_slots, MOST_ROWS)  # rows are in the first slots: in the others nothing is kept
-        self.cache = KVCache(self.num_slots, length)
+        self.cache = KVCache(self.num_slots, length, int(runner.graphs is not None))
+        self.graphs: ForwardGraphs | None = None
+        if runner.graphs is not None:
+            options = {"state_size": drafter.fuse.out_features, "beside": runner.graphs}
+            self.graphs = ForwardGraphs(drafter, self.cache, runner.kernel, MOST_IN_GRAPH, **options)
         self._hidden: torch.Tensor | None = None  # [slots, KEPT, H], by position modulo KEPT
         # Of each slot: the positions whose states have been kept without a gap; where the drafter's cache begins, and how many
         # positions from there on it holds.
@@ -74,6 +80,8 @@ class Chains:
     def release(self) -> None:
         """Give all memory back."""
         self.cache.clear()
+        if self.graphs is not None:
+            self.graphs.clear()
         self._hidden = None
         for slot in range(self.runner.num_slots):
             self.place(slot)
@@ -163,4 +171,6 @@ class Chains:
         """The drafter's states of new positions, `count` of each slot from `start` on in its own cache."""
         starts, counts = np.zeros((2, slots[-1] + 1), np.int64)
         starts[slots], counts[slots] = start, count
-        return self.drafter(hidden, tokens, pack_rows(self.cache, starts, counts, self.runner.device), self.runner.kernel)
+        packing = pack_rows(self.cache, starts, counts, self.runner.device)
+        states = self.graphs.forward(tokens, packing, hidden) if self.graphs is not None else None
+        return self.drafter(hidden, tokens, packing, self.runner.kernel) if states is None else states[: len(tokens)]

@@ -27,6 +27,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from bubblespec.engine.drafter import Drafter
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import forward_hidden
 from bubblespec.engine.packing import CachePacking, Varlen
@@ -67,16 +68,32 @@ class _Graph:
 class ForwardGraphs:
     """Graphs of one model over one cache, which must have a spare slot. shapes: largest first; num_replays: forwards so far."""
 
-    def __init__(self, model: PreTrainedModel, cache: KVCache, kernel: str, max_batch_tokens: int):
-        self.model, self.cache, self.kernel = model, cache, kernel
+    def __init__(
+        self,
+        model: PreTrainedModel | Drafter,
+        cache: KVCache,
+        kernel: str,
+        max_batch_tokens: int,
+        *,
+        state_size: int = 0,
+        beside: "ForwardGraphs | None" = None,
+    ):
+        """state_size: of the hidden states that the forward reads, where the model is a drafter; beside: graphs with which these
+        share their memory, where those have been captured before."""
+        self.model, self.cache, self.kernel, self.state_size, self.beside = model, cache, kernel, state_size, beside
+        self.states: torch.Tensor | None = None  # at a fixed address, [B of the largest, state_size]
         self.shapes = graph_shapes(max_batch_tokens, cache.slot_length)
         self.num_replays = 0
         self.is_off = False  # this model's forward cannot be captured
+        self.pool: tuple | None = None  # with the graphs' memory
         self._graphs: dict[Shape, _Graph] = {}
 
-    def forward(self, tokens: np.ndarray, packing: CachePacking) -> torch.Tensor | None:
-        """Last hidden states [B, hidden] of packed tokens int64 [N], valid until the next forward; those of the N tokens come
-        first, the others are invalid. None if there is no graph for the forward."""
+    def forward(
+        self, tokens: np.ndarray | torch.Tensor, packing: CachePacking, states: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """Last hidden states [B, hidden] of packed tokens int64 [N], on the host or on the device. They are valid until the next
+        forward of these graphs or those beside them; those of the N tokens come first, the others are invalid. None if there is
+        no graph for the forward. states: [N, state_size], where the model is a drafter."""
         shape = self.shape_of(packing)
         if shape is None or self.is_off:
             return None
@@ -84,8 +101,13 @@ class ForwardGraphs:
             self._capture()
             if self.is_off:
                 return None
-        graph = self._graphs[shape]
-        graph.inputs.copy_(torch.from_numpy(pad(tokens, packing, shape.tokens)), non_blocking=True)
+        graph, is_on_host = self._graphs[shape], isinstance(tokens, np.ndarray)
+        padded = pad(tokens if is_on_host else np.zeros(len(tokens), np.int64), packing, shape.tokens)
+        graph.inputs.copy_(torch.from_numpy(padded), non_blocking=True)
+        if not is_on_host:
+            graph.inputs[0, : len(tokens)] = tokens
+        if states is not None:
+            self.states[: len(states)] = states
         graph.replay()
         self.num_replays += 1
         return graph.hidden
@@ -98,14 +120,19 @@ class ForwardGraphs:
     def clear(self) -> None:
         """Give graphs and their memory back; the next forward captures them again."""
         self._graphs.clear()
+        self.pool = self.states = None
 
     def _capture(self) -> None:
-        pool = None
-        nothing = CachePacking(self.cache, *np.zeros((2, 0), np.int64), np.zeros((2, 0), np.int64), self.model.device)
+        self.pool = None if self.beside is None else self.beside.pool
+        weight = next(self.model.parameters())
+        device = weight.device
+        if self.state_size:
+            self.states = torch.zeros(self.shapes[0].tokens, self.state_size, dtype=weight.dtype, device=device)
+        nothing = CachePacking(self.cache, *np.zeros((2, 0), np.int64), np.zeros((2, 0), np.int64), device)
         try:
             for shape in self.shapes:
-                inputs = torch.from_numpy(pad(np.zeros(0, np.int64), nothing, shape.tokens)).to(self.model.device)
-                replay, hidden, pool = capture(partial(self._run, inputs, shape), pool)
+                inputs = torch.from_numpy(pad(np.zeros(0, np.int64), nothing, shape.tokens)).to(device)
+                replay, hidden, self.pool = capture(partial(self._run, inputs, shape), self.pool)
                 self._graphs[shape] = _Graph(inputs, replay, hidden)
         except RuntimeError as error:  # the model's own code runs here
             self.clear()
@@ -117,7 +144,10 @@ class ForwardGraphs:
         ids, slot, position = inputs[:3, : shape.tokens]
         cu_q, cu_k, used = inputs[3:].to(torch.int32)
         varlen = Varlen(cu_q, cu_k, used[: shape.tokens], shape.max_q, self.cache.slot_length, self.cache.slot_length)
-        return forward_hidden(self.model, ids, PaddedPacking(self.cache, slot, position, varlen), self.kernel)
+        packing = PaddedPacking(self.cache, slot, position, varlen)
+        if self.states is not None:
+            return self.model(self.states[: shape.tokens], ids, packing, self.kernel)
+        return forward_hidden(self.model, ids, packing, self.kernel)
 
 
 def can_capture(device: torch.device, kernel: str) -> bool:
