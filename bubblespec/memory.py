@@ -37,6 +37,7 @@ HEADROOM = 0.06
 BACKWARD_SHARE = 0.5
 # and the loss head so many copies of a chunk's logits, in float32 at least: the logits, their exponentials, two gradients.
 LOGIT_COPIES = 4
+AUTO_SHARED_ROWS = 16
 SAMPLER_BYTES = 16  # for each of sampling.MAX_LOGITS_AT_ONCE: logits, noise, their sum, and the integers noise is made of
 
 
@@ -280,6 +281,12 @@ def most_slots(config: Config, world_size: int) -> int:
     is_placed = world_size > 1 and config.rollout.placement != "in_turn"
     may_have_more = "bubble" in config.speculative.method or config.tail_batching.enabled or is_placed
     return min(rows * (2 if may_have_more else 1), config.rollout.max_batch_tokens)
+
+
+def shared_tail_rows(config: Config) -> int:
+    """Most rows that all ranks decode together, see rollout/shared_tail.py."""
+    wanted = config.rollout.shared_tail_rows
+    return AUTO_SHARED_ROWS if wanted == "auto" else wanted
 
 
 def spare_slots(config: Config) -> int:

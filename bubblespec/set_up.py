@@ -47,6 +47,7 @@ from bubblespec.records import Prompt
 from bubblespec.rewards.functions import check_arguments, load_reward
 from bubblespec.rewards.scorer import Scorer
 from bubblespec.rollout.sampler import Sampler
+from bubblespec.rollout.shared_tail import make_shared_tail
 from bubblespec.telemetry.trace import describe_hardware
 from bubblespec.trainer import Trainer
 
@@ -145,6 +146,7 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
         reward_weights=config.reward.weights or [1.0] * len(functions),
         speculation=speculation,
         stream=GradientStream(learner) if config.optim.stream_gradients else None,
+        tail=make_shared_tail(config, ranks, engine, sampling, speculation),
     )
     if "drafter" in config.speculative.method:
         saved = checkpoint if checkpoint and os.path.isfile(os.path.join(checkpoint, DRAFTER_FILE)) else None

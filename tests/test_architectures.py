@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from bubblespec.engine import attention
 from bubblespec.engine.attention import choose_kernel
 from bubblespec.engine.generator import Generator
-from bubblespec.engine.model import UnsupportedModel, random_tokens, _reference_logits, prepare_model
+from bubblespec.engine.model import UnsupportedModel, _reference_logits, prepare_model, random_tokens
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.records import Row, SampleId

@@ -86,7 +86,7 @@ def test_slices_give_the_logits_of_the_whole_model(name, size):
 
 def test_layers_are_whole_again_afterwards():
     model = build("biases everywhere")
-    before, sliced = whole_and_sliced(model, 2, FED)
+    before, _ = whole_and_sliced(model, 2, FED)
     again, _ = whole_and_sliced(model, 2, FED)
     assert torch.equal(before, again)
     assert not any("forward" in vars(module) for module in model.modules() if isinstance(module, torch.nn.Linear))
@@ -145,7 +145,7 @@ def test_a_plan_that_is_wrong_is_found(make_model):
         runner = SharedRunner(copy.deepcopy(model), 2, LONGEST, 0, joint)
         runner.check()
         runner.cuts = [c._replace(part=slice(0, 48)) if c.part == slice(48, 96) and c.is_rowwise else c for c in runner.cuts]
-        with pytest.raises(CannotCut, match="LlamaForCausalLM computed in slices, .* differs from the whole model"):
+        with pytest.raises(CannotCut, match=r"LlamaForCausalLM computed in slices, .* differs from the whole model"):
             runner.check()
 
     run_together(2, check)

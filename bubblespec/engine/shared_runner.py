@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from bubblespec.engine.kv_cache import KVCache
-from bubblespec.engine.model import TOLERANCE, random_tokens, forward_hidden, output_head
+from bubblespec.engine.model import TOLERANCE, forward_hidden, output_head, random_tokens
 from bubblespec.engine.packing import CachePacking, pack_rows
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.slices import CannotCut, Joint, cut, head_slice, plan_cuts, sample_slices

@@ -174,8 +174,8 @@ def sample_slices(
     vocab_size: int,
     joint: Joint,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`sampling.sample` from slices of the vocabulary: logits are this rank's, [T, v]. Returns the same, equal on all ranks to the
-    bit, whatever their rounding: it is worked out from what they have exchanged.
+    """`sampling.sample` from slices of the vocabulary: logits are this rank's, [T, v]. Returns the same, equal to the bit on all
+    ranks, however they round: it is worked out from what they have exchanged.
 
     Of a position each rank tells its best token, the largest perturbed logit, and sums of exponentials. Truncation to the best
     tokens needs all logits, which are then exchanged.
@@ -190,7 +190,7 @@ def sample_slices(
     of_ranks = joint.gather(torch.cat([_best_of_slice(*chunk, own_params, first) for chunk in chunks]))
     best, token, chosen, full_sums, sums = of_ranks.unbind(-1)
     winner = best.argmax(0)[None]
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    dtype = _precision(logits)
     token, chosen = token.gather(0, winner)[0].long(), chosen.gather(0, winner)[0]
     full_logprob = (chosen - full_sums.logsumexp(0)).to(dtype)
     if params.temperature == 0.0:
@@ -201,7 +201,7 @@ def sample_slices(
 def _best_of_slice(logits, keys, num_generated, params: SamplingParams, first: int) -> torch.Tensor:
     """Of each position: the largest perturbed logit of the slice, its token, its logit, and the logarithms of the sums of
     exponentials over the slice, of all logits and of those allowed; float64 [T, 5]."""
-    logits = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
+    logits = logits.to(_precision(logits))
     if params.temperature not in (0.0, 1.0):
         logits = logits / params.temperature
     allowed = perturbed = restrict(logits, num_generated, params)
@@ -214,9 +214,14 @@ def _best_of_slice(logits, keys, num_generated, params: SamplingParams, first: i
     return torch.stack([column.double() for column in (best, place + first, chosen, *sums)], dim=-1)
 
 
+def _precision(logits: torch.Tensor) -> torch.dtype:
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
 def _whole(logits: torch.Tensor, vocab_size: int, joint: Joint) -> torch.Tensor:
     """The logits of all ranks, [T, V]."""
     shares = [share_of(vocab_size, rank, joint.size) for rank in range(joint.size)]
     widest = max(share.stop - share.start for share in shares)
+    logits = logits.to(_precision(logits))
     padded = torch.nn.functional.pad(logits, (0, widest - logits.shape[1]))
     return torch.cat([part[:, : s.stop - s.start] for part, s in zip(joint.gather(padded), shares, strict=True)], dim=1)
