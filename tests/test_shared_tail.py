@@ -2,26 +2,34 @@
 are those of plain generation, and the loop ends as it does without it."""
 
 import copy
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import launch_of
+import torch
+import transformers
+from conftest import launch_of, small_config
 from test_rollout_loop import FOUR_PROMPTS, LIMIT, MAX_LENGTH, PARAMS, SEED, fixed_cost, groups_of, new_model, pass_time, plain
 from test_take_over import Moves, TakeAnyTime, plain_rows
 
+from bubblespec.config import Config
 from bubblespec.engine.generator import Generator
+from bubblespec.engine.model import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.shared_runner import SharedRunner
+from bubblespec.idle.draft_planning import Outlook
 from bubblespec.ranks.joint import RankJoint
 from bubblespec.ranks.progress import RankState
 from bubblespec.records import Draft
+from bubblespec.rollout.balance import Expected
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.placement import place_in_turn
-from bubblespec.rollout.shared_tail import ASK_EVERY, OwnersPropose, SharedTail
+from bubblespec.rollout.shared_tail import ASK_EVERY, OwnersPropose, SharedTail, make_shared_tail
 from bubblespec.rollout.standing import Standing
 from bubblespec.simulate.world import SimulatedBoard, SimulatedRanks, World
 from bubblespec.speculate.proposer import make_proposer
 from bubblespec.speculate.suffix import History
+from tests.clocks import forward_seconds
 
 NUM_ROWS = 12  # of four prompts, three responses each
 
@@ -209,3 +217,75 @@ def test_the_engine_is_as_good_as_new_for_each_rollout():
 
     world.run(work)
     assert [found[0], found[1]] == [plain(model, 0, FOUR_PROMPTS, 3)[0] for model in (first, second)]
+
+
+# Set-up
+
+
+def set_up_tail(rows, slowdown: float, name: str = "llama") -> list:
+    """What `make_shared_tail` gives two ranks whose shared forwards take `slowdown` times those of one rank, and what it says."""
+    world, found = World(2, meeting_s=1e-6), [None, None]
+    config = Config()
+    config.rollout.shared_tail_rows, config.rollout.max_completion_length = rows, LIMIT
+
+    def work(rank: int) -> None:
+        ranks = SimulatedRanks(world, rank)
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(small_config(name)).to(torch.float64).eval()
+        prepare_model(model, MAX_LENGTH)
+        engine = Generator(ModelRunner(model, 4, MAX_LENGTH, SEED))
+        pass_time(engine, ranks)
+        board = SimulatedBoard(ranks, 120, interval_s=5e-3)
+        speculation = SimpleNamespace(shared_cost=FORWARDS, outlook=Outlook(), board=board)
+        found[rank] = make_shared_tail(config, ranks, engine, PARAMS, speculation)
+
+    forward = SharedRunner.forward
+
+    def timed(runner, batch, params):
+        runner.joint.ranks.clock.sleep(slowdown * forward_seconds(batch.load))
+        return forward(runner, batch, params)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SharedRunner, "forward", timed)
+        world.run(work)
+    return found
+
+
+FORWARDS = np.array([5e-3, 1e-4, 5e-5, 1e-4, 1e-7])  # as `forward_seconds`
+
+
+@pytest.mark.parametrize(
+    "rows, slowdown, is_there", [("auto", 0.3, True), ("auto", 1.0, False), (8, 30.0, True), (0, 0.1, False)]
+)
+def test_auto_goes_by_what_forwards_take(rows, slowdown, is_there):
+    tails = set_up_tail(rows, slowdown)
+    assert [tail is not None for tail in tails] == [is_there] * 2
+    if is_there:
+        assert tails[0].engine.is_idle and tails[0].most_rows == (16 if rows == "auto" else rows)
+        assert tails[0].engine.runner.cache.num_bytes() == 0
+
+
+def test_with_auto_it_is_entered_where_it_is_expected_to_pay():
+    """Two rows, each of which needs 30 tokens more, one on each rank: 30 forwards alone, 30 at a third of the time together."""
+    tail, _ = set_up_tail("auto", 0.3)
+    launch, states = launch_of(groups_of(0, FOUR_PROMPTS), 3), [RankState(1), RankState(1)]
+    totals, zeros = np.full(12, 35.0), np.zeros(12)
+    expected = Expected(totals, zeros, zeros, np.repeat(np.arange(4), 3), np.full(12, 9))
+    standing = Standing(launch, place_in_turn(4, 3, 2), 0, expected)
+    standing.told[:] = -1
+    standing.told[[0, 3]] = 5
+    assert tail.is_due(standing, states)
+    standing.told[[0, 3]] = 34  # the last token: not worth two ticks
+    assert not tail.is_due(standing, states)
+    standing.told[[0, 3]], standing.expected = 5, None
+    assert not tail.is_due(standing, states), "nobody knows"
+
+
+def test_a_model_that_cannot_be_cut_is_named_once_where_it_was_asked_for(capfd):
+    assert set_up_tail(8, 0.1, "gpt2") == [None, None]
+    said = capfd.readouterr().err.strip().splitlines()
+    assert said == [
+        "warning: rollout.shared_tail_rows: GPT2LMHeadModel has no plan of layers to cut (base_model_tp_plan of its "
+        "configuration); the last rows are decoded by the ranks that have them"
+    ]
+    assert set_up_tail("auto", 0.1, "gpt2") == [None, None] and not capfd.readouterr().err

@@ -8,6 +8,7 @@ import torch
 import transformers
 from conftest import GQA, SMALL, VOCAB, small_config
 
+from bubblespec.config import ModelConfig
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import forward_hidden, output_head, prepare_model, random_tokens
@@ -17,6 +18,7 @@ from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams, sample
 from bubblespec.engine.shared_runner import SharedRunner
 from bubblespec.engine.slices import CannotCut, Heads, cut, head_slice, plan_cuts, sample_slices, share_heads, share_of
+from bubblespec.learn.lora import add_adapter
 from bubblespec.records import Row, SampleId
 from tests.joint import run_together
 
@@ -82,6 +84,19 @@ def test_slices_give_the_logits_of_the_whole_model(name, size):
     wanted, slices = whole_and_sliced(model, size, FED)
     assert [part.shape[1] for part in slices] == [len(range(VOCAB)[share_of(VOCAB, rank, size)]) for rank in range(size)]
     assert (torch.cat(slices, dim=1) - wanted).abs().max() < 1e-12 * max(wanted.abs().max().item(), 1.0) + 1e-12
+
+
+@pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "down_proj")])
+def test_with_an_adapter(targets):
+    pytest.importorskip("peft", reason="pip install -r requirements-lora.txt")
+    model = build("biases everywhere")
+    add_adapter(model, ModelConfig(path="", lora_r=3, lora_alpha=12, lora_target_modules=list(targets)), seed=3)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # they start as zeros
+            torch.nn.init.normal_(parameter.data, std=0.1)
+    base, _ = whole_and_sliced(build("biases everywhere"), 2, FED)
+    wanted, slices = whole_and_sliced(model, 3, FED)
+    assert (wanted - base).abs().max() > 0.1 and (torch.cat(slices, dim=1) - wanted).abs().max() < 1e-12
 
 
 def test_layers_are_whole_again_afterwards():

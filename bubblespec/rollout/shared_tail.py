@@ -47,10 +47,10 @@ class SharedTail:
         ranks: Ranks,
         most_rows: int,
         max_new_tokens: int,
-        is_worth_it: Callable[[Standing], bool] = lambda standing: True,
+        is_worth_it: Callable[[Standing], bool] | None = None,
     ):
         """most_rows: of all ranks, with which it is entered, at most the engine's slots; is_worth_it: a pure function of what all
-        ranks know."""
+        ranks know; None enters it with so many rows always."""
         self.engine, self.ranks, self.most_rows, self.max_new_tokens = engine, ranks, most_rows, max_new_tokens
         self._is_worth_it = is_worth_it
 
@@ -60,7 +60,7 @@ class SharedTail:
         left = int((standing.told >= 0).sum())
         if standing.selection is not None or any(state.must_stop for state in states) or not 0 < left <= self.most_rows:
             return False
-        return self._is_worth_it(standing)
+        return self._is_worth_it is None or self._is_worth_it(standing)
 
     def run(
         self,
@@ -80,16 +80,18 @@ class SharedTail:
         clock, engine = self.ranks.clock, self.engine
         began_s = clock.perf_counter()
         rows = self._gather(own, standing)
+        if not rows:  # all have ended since the tick
+            return
         is_own = {id(row) for row in own.values()}
         drafts = None if proposer is None else OwnersPropose(proposer, is_own, self.ranks.gather)
         engine.reset()  # the weights have changed since the last time
         engine.add([rows[place] for place in sorted(rows)])
-        num_forwards = 0
+        before, num_steps = engine.num_forwards, 0
         while not engine.is_idle:
-            if num_forwards % ASK_EVERY == 0 and self.ranks.gather(np.array([self.ranks.must_stop], np.uint8)).any():
+            if num_steps % ASK_EVERY == 0 and self.ranks.gather(np.array([self.ranks.must_stop], np.uint8)).any():
                 break
             finished, _ = engine.step(params, drafts)
-            num_forwards += 1
+            num_steps += 1
             for row in finished:
                 if id(row) in is_own:
                     on_finished(row)
@@ -97,7 +99,7 @@ class SharedTail:
         engine.release()
         record.shared.append(Span("shared", began_s, clock.perf_counter()))
         record.shared_rows += len(own)
-        record.shared_forwards += num_forwards
+        record.shared_forwards += engine.num_forwards - before
 
     def _gather(self, own: dict[int, Row], standing: Standing) -> dict[int, Row]:
         """The unfinished rows of all ranks, by place: the own ones as they are, of the others copies."""
@@ -193,16 +195,24 @@ def make_shared_tail(
     shared_cost = measure(together, engine, params, ranks)
     if shared_cost is None:
         return None
+    shape = {"num_ranks": ranks.world_size, "num_slots": engine.num_slots}
+    return SharedTail(together, ranks, most_rows, limit, expects_gain(speculation, shared_cost, **shape))
+
+
+def expects_gain(
+    speculation: Speculation, shared_cost: np.ndarray, *, num_ranks: int, num_slots: int
+) -> Callable[[Standing], bool]:
+    """Whether it is worth it by the costs of forwards, measured alone and together, and by what the rows are expected to need."""
 
     def is_worth_it(standing: Standing) -> bool:
         if standing.expected is None or speculation.shared_cost is None:
             return False
         _, rows = unfinished_rows(standing, standing.expected, speculation.outlook)
-        shape = {"num_ranks": ranks.world_size, "num_slots": engine.num_slots}
+        shape = {"num_ranks": num_ranks, "num_slots": num_slots}
         overhead_s = OVERHEAD_TICKS * speculation.board.interval_s
         return pays(rows, speculation.shared_cost, shared_cost, overhead_s=overhead_s, **shape)
 
-    return SharedTail(together, ranks, most_rows, limit, is_worth_it)
+    return is_worth_it
 
 
 def measure(together: Generator, alone: Generator, params: SamplingParams, ranks: Ranks) -> np.ndarray | None:
@@ -212,7 +222,7 @@ def measure(together: Generator, alone: Generator, params: SamplingParams, ranks
     cost = CostModel()
     seconds = [np.median(time_forwards(engine, 1, 8, params, cost, ranks)) for engine in (alone, together)]
     alone_s, together_s = ranks.gather(np.array(seconds)).max(axis=0).tolist()
-    if together_s > (1 - MIN_GAIN) * alone_s:
+    if together_s >= (1 - MIN_GAIN) * alone_s:
         return None
     cost = CostModel()
     for count in sorted({1, together.num_slots}):

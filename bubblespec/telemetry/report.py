@@ -128,6 +128,20 @@ def placement_metrics(ranks: Ranks, record: StepRecord) -> dict:
     }
 
 
+def shared_tail_metrics(ranks: Ranks, record: StepRecord) -> dict:
+    """Of rollouts whose last rows all ranks decoded together; nothing where there were none, on no rank."""
+    shared = [rollout for rollout in record.rollouts if rollout.shared]
+    if not shared:
+        return {}
+    seconds = sum(total_s(rollout.shared, "shared") for rollout in shared)
+    rows, seconds = ranks.gather(np.array([sum(rollout.shared_rows for rollout in shared), seconds])).T
+    return {
+        "shared_tail/rows": int(rows.sum()),
+        "shared_tail/forwards": sum(rollout.shared_forwards for rollout in shared),
+        "timing_s/shared_tail": float(seconds.mean()),
+    }
+
+
 def idle_metrics(ranks: Ranks, record: StepRecord) -> dict:
     """What became of idle time: of each use seconds spent on the mean rank, and seconds of wall time that it was expected to save
     and is estimated to have saved."""
