@@ -237,7 +237,7 @@ def set_up_tail(rows, slowdown: float, name: str = "llama") -> list:
         pass_time(engine, ranks)
         board = SimulatedBoard(ranks, 120, interval_s=5e-3)
         speculation = SimpleNamespace(shared_cost=FORWARDS, outlook=Outlook(), board=board)
-        found[rank] = make_shared_tail(config, ranks, engine, PARAMS, speculation)
+        found[rank] = make_shared_tail(config, ranks, engine, PARAMS, speculation, most_rows=16 if rows == "auto" else rows)
 
     forward = SharedRunner.forward
 

@@ -21,7 +21,6 @@ from bubblespec.engine.shared_runner import SharedRunner
 from bubblespec.engine.slices import CannotCut
 from bubblespec.errors import say
 from bubblespec.idle.speculation import Speculation
-from bubblespec.memory import shared_tail_rows
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.ranks.joint import RankJoint
 from bubblespec.ranks.progress import RankState
@@ -171,14 +170,21 @@ class OwnersPropose:
 
 
 def make_shared_tail(
-    config: Config, ranks: Ranks, engine: Generator, params: SamplingParams, speculation: Speculation | None
+    config: Config,
+    ranks: Ranks,
+    engine: Generator,
+    params: SamplingParams,
+    speculation: Speculation | None,
+    *,
+    most_rows: int,
 ) -> SharedTail | None:
     """None where there is one rank, the key says so, the model cannot be cut, or, with auto, it is measured not to pay. Computes
-    forwards: all ranks must call it together. speculation: where a run has any; without it there are no ticks."""
+    forwards: all ranks must call it together. speculation: where a run has any; without it there are no ticks; most_rows: of
+    `choose_shared_rows`."""
     wanted = config.rollout.shared_tail_rows
-    if ranks.world_size == 1 or not wanted or speculation is None:
+    if ranks.world_size == 1 or not most_rows or speculation is None:
         return None
-    most_rows, limit = shared_tail_rows(config), config.rollout.max_completion_length
+    limit = config.rollout.max_completion_length
     runner: ModelRunner = engine.runner
     options = {"max_batch_tokens": max(runner.max_batch_tokens, most_rows), "kernel": runner.kernel, "rule": runner.rule}
     ranks.place = "shared tail's set-up"

@@ -12,7 +12,7 @@ from bubblespec.config import Config
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
 from bubblespec.idle.speculation import Speculation, assemble, profile
-from bubblespec.memory import most_slots, shared_tail_rows
+from bubblespec.memory import AUTO_SHARED_ROWS, most_slots
 from bubblespec.records import Group, Row, Span, digest
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.rollout.shared_tail import SharedTail, expects_gain
@@ -180,7 +180,8 @@ class _Rank:
         return speculation
 
     def _tail(self, config: Config, cost, engine: SimulatedGenerator) -> SharedTail:
-        world, model, most_rows = self.ranks.world, self.workload.shared, shared_tail_rows(config)
+        world, model, most_rows = self.ranks.world, self.workload.shared, config.rollout.shared_tail_rows
+        most_rows = AUTO_SHARED_ROWS if most_rows == "auto" else most_rows
         together = SharedCost(cost, model, world.num_ranks)
         limits = {"max_batch_tokens": engine.max_batch_tokens, "cost": together}
         runner = SimulatedRunner(world, self.ranks.rank, most_rows, engine.max_length, text=self._text, **limits)
