@@ -166,6 +166,19 @@ def test_a_plan_that_is_wrong_is_found(make_model):
     run_together(2, check)
 
 
+def test_a_model_whose_code_fails_in_slices_is_refused(make_model):
+    model = make_model("llama")
+    prepare_model(model, LONGEST)
+    for layer in model.model.layers:  # as code that knows how many heads it has
+        layer.self_attn.o_proj.register_forward_pre_hook(lambda module, args: (args[0].view(1, -1, 64),))
+
+    def check(joint):
+        with pytest.raises(CannotCut, match="forward of LlamaForCausalLM in slices fails: mat1"):
+            SharedRunner(copy.deepcopy(model), 2, LONGEST, 0, joint).check()
+
+    run_together(2, check)
+
+
 # Sampling
 
 PARAMS = {

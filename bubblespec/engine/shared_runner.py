@@ -15,8 +15,10 @@ from bubblespec.engine.model import TOLERANCE, forward_hidden, output_head, rand
 from bubblespec.engine.packing import CachePacking, pack_rows
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.slices import CannotCut, Joint, cut, head_slice, plan_cuts, sample_slices
+from bubblespec.errors import EndsRun
 
 CHECKED = 12  # tokens
+MODEL_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, AttributeError)  # of code that expects all of its heads
 
 
 class SharedRunner(ModelRunner):
@@ -37,15 +39,20 @@ class SharedRunner(ModelRunner):
     @torch.inference_mode()
     def check(self) -> None:
         """On all ranks together: whether slices give what the whole model gives. Raises CannotCut on all of them if not."""
-        tokens = random_tokens(self.model, CHECKED)
+        tokens, name = random_tokens(self.model, CHECKED), type(self.model).__name__
         count = np.array([CHECKED])
-        with cut(self.cuts, self.joint):
-            hidden = forward_hidden(self.model, tokens, pack_rows(KVCache(1, CHECKED), 0 * count, count, self.device))
+        try:
+            with cut(self.cuts, self.joint):
+                hidden = forward_hidden(self.model, tokens, pack_rows(KVCache(1, CHECKED), 0 * count, count, self.device))
+        except EndsRun:  # a rank is missing
+            raise
+        except MODEL_ERRORS as error:  # alike on all ranks: before the first sum of a layer
+            raise CannotCut(f"the forward of {name} in slices fails: {' '.join(str(error).split())}") from error
         whole = forward_hidden(self.model, tokens, pack_rows(KVCache(1, CHECKED), 0 * count, count, self.device))
         difference = (hidden - whole).abs().max() / whole.abs().max().clamp(min=1.0)
         worst = self.joint.gather(difference.double()[None]).max().item()
         if not worst <= TOLERANCE.get(self.model.dtype, 0.1):
             raise CannotCut(
-                f"{type(self.model).__name__} computed in slices, as base_model_tp_plan of its configuration says, differs from "
+                f"{name} computed in slices, as base_model_tp_plan of its configuration says, differs from "
                 f"the whole model by {worst:.1e}"
             )
