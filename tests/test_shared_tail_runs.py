@@ -75,6 +75,15 @@ def test_killed_or_stopped_in_the_middle_of_it_and_resumed(plain, tmp_path, kind
     assert same_weights(weights(tmp_path), weights(plain))
 
 
+def test_with_a_learned_drafter(plain, tmp_path):
+    """Its chains are for rows of a rank's own engine; those in the other one have none."""
+    drafter = ("drafter.warm_start=1500", "drafter.buffer_tokens=3000", "speculative.fixed_window=3")
+    method = ("speculative.method=suffix+drafter", *drafter)
+    run(tmp_path, 2, *method, *SHARED, script=("tests/drafting.py",))
+    check(tmp_path, plain)
+    assert sum(line.get("drafts/drafter/tokens", 0) for line in read(tmp_path)) > 0
+
+
 def test_auto_measures_that_it_does_not_pay_over_gloo(tmp_path):
     """On a CPU the ranks' exchanges take longer than all of a tiny forward."""
     run(tmp_path, 2, *DRAFTING, "run.max_steps=2")
