@@ -139,6 +139,9 @@ class RolloutConfig:
     placement: Literal["in_turn", "balanced", "balanced+take_over"] = key("balanced", resume=SAFE)
     """Which rank generates what: prompts in turn, or samples so that all ranks are expected to end together; with take_over a
     rank that has finished takes samples of the slowest one. Changes the time of a run, and no token."""
+    shared_tail_rows: int | str = key("auto", at_least(0, or_else="auto"), at_most(1 << 10), resume=SAFE)
+    """With at most so many rows left on all ranks together, these decode them together, each with a slice of the weights; 0:
+    never; auto: where measured costs say that it is faster, with up to 16 rows. Changes the time of a run, and no token."""
     stop_token_ids: list[int] | None = key(None, at_least(0))
     """Tokens that end a response (default: those of the model's generation config and tokenizer)."""
     num_slots: int | str = key("auto", at_least(1, or_else="auto"), at_most(1 << 20), resume=SAFE)

@@ -40,6 +40,7 @@ BACKWARD_SHARE = 0.5
 LOGIT_COPIES = 4
 # Training a drafter, measured: copies of its logits in float32, and what a layer saves, over all passes.
 LESSON_LOGIT_COPIES, LESSON_LAYERS = 10, 5
+AUTO_SHARED_ROWS = 16
 SAMPLER_BYTES = 16  # for each of sampling.MAX_LOGITS_AT_ONCE: logits, noise, their sum, and the integers noise is made of
 
 
@@ -177,6 +178,13 @@ def slot_bytes(config: Config, model: PreTrainedModel) -> int:
     return cache.num_bytes() * slot_length(config)
 
 
+def shared_row_bytes(config: Config, model: PreTrainedModel, world_size: int) -> int:
+    """Keys and values of a row that all ranks decode together, on the rank with most of the heads."""
+    architecture = model.config.get_text_config(decoder=True)
+    key_heads = getattr(architecture, "num_key_value_heads", None) or architecture.num_attention_heads
+    return slot_bytes(config, model) * -(-key_heads // world_size) // key_heads
+
+
 def drafter_bytes(config: Config, model: PreTrainedModel) -> tuple[int, int, int, int]:
     """Of a drafter for this policy, on the meta device: bytes that are there all the time, of one row, at most in training on one
     lesson, and in the machine's memory. Raises InputError for a policy that can have none."""
@@ -308,10 +316,7 @@ def choose_num_slots(config: Config, model: PreTrainedModel, has_moments: bool, 
     if rollout.num_slots != "auto":
         return rollout.num_slots if "bubble" in config.speculative.method else min(rollout.num_slots, most)
     needs = work_out(config, model, ranks.world_size)
-    free, total = free_bytes(ranks.device)
-    # The drafter is made later.
-    free_beside = free - HEADROOM * total - (0 if has_moments else needs.moments) - needs.drafter
-    room = needs.room_for_cache(free_beside, rollout.free_cache_engine, config.optim.stream_gradients)
+    free, free_beside, room = _room(config, needs, has_moments, ranks.device)
     spare = spare_slots(config) if ranks.device.type == "cuda" else 0
     fitting = int(ranks.gather(np.array([room // needs.whole_slot])).min()) - spare
     if fitting < 1:
@@ -321,6 +326,25 @@ def choose_num_slots(config: Config, model: PreTrainedModel, has_moments: bool, 
             "optim.max_tokens_per_microbatch or rollout.max_completion_length, or set optim.shard_state (see bubblespec.memory)"
         )
     return min(fitting, most)
+
+
+def choose_shared_rows(config: Config, model: PreTrainedModel, has_moments: bool, num_slots: int, ranks: Ranks) -> int:
+    """rollout.shared_tail_rows, or for auto as many as fit beside the engine's slots into what is free, at most AUTO_SHARED_ROWS;
+    the same on all ranks (they must call it together). has_moments: as in `choose_num_slots`."""
+    wanted = config.rollout.shared_tail_rows
+    if wanted != "auto" or ranks.world_size == 1:
+        return 0 if wanted == "auto" else wanted
+    needs = work_out(config, model, ranks.world_size)
+    left = _room(config, needs, has_moments, ranks.device)[2] - num_slots * needs.whole_slot
+    fitting = ranks.gather(np.array([left // shared_row_bytes(config, model, ranks.world_size)])).min()
+    return int(min(max(fitting, 0), AUTO_SHARED_ROWS))
+
+
+def _room(config: Config, needs: Needs, has_moments: bool, device: torch.device) -> tuple[float, float, float]:
+    """Bytes that are free, that are left of them beside what the run makes later, and of these the bytes for keys and values."""
+    free, total = free_bytes(device)
+    free_beside = free - HEADROOM * total - (0 if has_moments else needs.moments) - needs.drafter
+    return free, free_beside, needs.room_for_cache(free_beside, config.rollout.free_cache_engine, config.optim.stream_gradients)
 
 
 def free_bytes(device: torch.device) -> tuple[float, float]:

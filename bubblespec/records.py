@@ -207,6 +207,11 @@ class RolloutRecord:
     """With nothing to do until the next tick."""
     slices: list[Span] = field(default_factory=list)
     """Pieces of idle work that took no forwards."""
+    shared: list[Span] = field(default_factory=list)
+    """In which all ranks together decoded the last rows of all of them (shared_tail.py); its forwards are not in `forwards`."""
+    shared_rows: int = 0
+    """Of this rank, that were unfinished when it began."""
+    shared_forwards: int = 0
     num_ticks: int = 0
     drafted_tokens: int = 0
     """For coming steps."""
@@ -255,7 +260,7 @@ class RolloutRecord:
             )
             for f in self.forwards
         ]
-        for span in sorted((*started, *self.waits, *self.slices), key=lambda span: span.begin_s):
+        for span in sorted((*started, *self.waits, *self.slices, *self.shared), key=lambda span: span.begin_s):
             if spans and spans[-1].kind == span.kind:
                 span = Span(span.kind, spans.pop().begin_s, span.end_s)
             spans.append(span)

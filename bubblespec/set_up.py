@@ -41,12 +41,13 @@ from bubblespec.learn.lora import add_adapter
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.learn.streaming import GradientStream
 from bubblespec.learn.warm_start import DRAFTER_FILE
-from bubblespec.memory import choose_num_slots
+from bubblespec.memory import choose_num_slots, choose_shared_rows
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.records import Prompt
 from bubblespec.rewards.functions import check_arguments, load_reward
 from bubblespec.rewards.scorer import Scorer
 from bubblespec.rollout.sampler import Sampler
+from bubblespec.rollout.shared_tail import make_shared_tail
 from bubblespec.telemetry.trace import describe_hardware
 from bubblespec.trainer import Trainer
 
@@ -127,6 +128,7 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
         enforce_eager=rollout.enforce_eager,
     )
     engine = Generator(runner)
+    shared_rows = choose_shared_rows(config, model, state["step"] > 0, num_slots, ranks) if rollout.shared_tail_rows else 0
     speculation = make_speculation(config, ranks, engine, sampling, eval_prompts)
     planner = make_planner(config, train_prompts)
     with _says_what_does_not_fit(checkpoint):
@@ -145,6 +147,7 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
         reward_weights=config.reward.weights or [1.0] * len(functions),
         speculation=speculation,
         stream=GradientStream(learner) if config.optim.stream_gradients else None,
+        tail=make_shared_tail(config, ranks, engine, sampling, speculation, most_rows=shared_rows),
     )
     if "drafter" in config.speculative.method:
         saved = checkpoint if checkpoint and os.path.isfile(os.path.join(checkpoint, DRAFTER_FILE)) else None

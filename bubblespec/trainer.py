@@ -27,6 +27,7 @@ from bubblespec.telemetry.report import (
     peak_memory_gb,
     placement_metrics,
     rollout_metrics,
+    shared_tail_metrics,
     speculation_metrics,
     timing_metrics,
 )
@@ -121,7 +122,7 @@ class Trainer:
             known = {"store_tokens": speculation.store.num_tokens, "accepted_by_age": speculation.accepted_by_age}
             metrics |= speculation_metrics(ranks, record, **known)
         metrics |= timing_metrics(ranks, record, metrics.pop("timing_s/sync")) | placement_metrics(ranks, record)
-        metrics |= idle_metrics(ranks, record)
+        metrics |= idle_metrics(ranks, record) | shared_tail_metrics(ranks, record)
         if self.sampler.drafter is not None:
             metrics |= self.sampler.drafter.metrics(ranks)
         self.logger.log(step, metrics | {"perf/max_memory_gb": peak_memory_gb(ranks)})

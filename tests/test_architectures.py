@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from bubblespec.engine import attention
 from bubblespec.engine.attention import choose_kernel
 from bubblespec.engine.generator import Generator
-from bubblespec.engine.model import UnsupportedModel, _random_tokens, _reference_logits, prepare_model
+from bubblespec.engine.model import UnsupportedModel, _reference_logits, prepare_model, random_tokens
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.records import Row, SampleId
@@ -176,7 +176,7 @@ def test_the_tolerance_is_that_of_the_least_precise_part():
         model = build(config())
         if hasattr(model.config, "num_experts_per_tok"):
             model.set_experts_implementation("eager")
-        found[name] = _reference_logits(model, _random_tokens(model, 12))[1]
+        found[name] = _reference_logits(model, random_tokens(model, 12))[1]
     assert {name for name, dtype in found.items() if dtype == torch.float32} >= {"deepseek_v2", "glm4_moe", "minimax_m2", "dots1"}
     assert found["llama"] == found["olmo3"] == torch.float64, found
 

@@ -333,6 +333,24 @@ def test_slots_are_never_more_than_are_of_use():
     )
 
 
+def test_rows_that_all_ranks_share_take_what_slots_leave(monkeypatch):
+    config, model = make_config(max_tokens=512), memory.meta_model(small(), torch.float32)
+    config.rollout.max_batch_tokens = 4000
+    needs, key_heads = memory.work_out(config, model, 3), model.config.num_key_value_heads
+    row = memory.shared_row_bytes(config, model, 3)
+    assert row == needs.slot * -(-key_heads // 3) // key_heads
+    base = needs.rollout + memory.HEADROOM * 1e9 + 2 * needs.slot
+
+    def chosen(room: float, wanted="auto", num_slots: int = 2) -> int:
+        slots_on_cuda(monkeypatch, config, base + room)
+        config.rollout.shared_tail_rows = wanted
+        return memory.choose_shared_rows(config, model, True, num_slots, Ranks3())
+
+    assert [chosen(3.5 * row), chosen(0.5 * row), chosen(-0.5 * row)] == [3, 0, 0]
+    assert chosen(40 * row) == 5, "the least of all ranks"
+    assert chosen(0.5 * row, wanted=9) == 9
+
+
 def test_released_keys_and_values_are_made_again():
     model = transformers.AutoModelForCausalLM.from_config(small()).double().eval()
     prepare_model(model, 512)

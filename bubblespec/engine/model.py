@@ -175,7 +175,7 @@ def _check_masks(model: PreTrainedModel, max_length: int) -> None:
     position = torch.arange(max_length, device=device)
     some = torch.linspace(0, max_length - 1, 16, device=device).long()[:, None]
     row = head = torch.zeros((), dtype=torch.int64, device=device)
-    for layer, window, shows in attention.record_masks(model, _random_tokens(model, CHECKED)):
+    for layer, window, shows in attention.record_masks(model, random_tokens(model, CHECKED)):
         handed = f"a sliding window of {window} tokens" if window else "no sliding window"
         wanted = windows[layer] if layer < len(windows) else None
         if wanted is not None and wanted < max_length and window != wanted:
@@ -199,7 +199,8 @@ def _check_masks(model: PreTrainedModel, max_length: int) -> None:
                 )
 
 
-def _random_tokens(model: PreTrainedModel, length: int) -> torch.Tensor:
+def random_tokens(model: PreTrainedModel, length: int) -> torch.Tensor:
+    """Token ids [length] to check a model on, the same at every call."""
     tokens = torch.randint(_decoder(model).vocab_size, (length,), generator=torch.Generator().manual_seed(0))
     return tokens.to(model.device)
 
@@ -262,7 +263,7 @@ def _compare(model: PreTrainedModel, length: int) -> frozenset[tuple[int, int]]:
 
     Returns the sizes of key and value heads.
     """
-    tokens = _random_tokens(model, length)
+    tokens = random_tokens(model, length)
     reference, dtype = _reference_logits(model, tokens)
     model.set_attn_implementation(attention.NAME)
     head, device = output_head(model), tokens.device

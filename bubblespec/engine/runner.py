@@ -15,7 +15,7 @@ from bubblespec.engine.model import forward_hidden, output_head
 from bubblespec.engine.noise import stream_keys
 from bubblespec.engine.packing import PAGE, CachePacking, to_device
 from bubblespec.engine.ragged import ragged
-from bubblespec.engine.sampling import SamplingParams
+from bubblespec.engine.sampling import SamplingParams, sample
 from bubblespec.engine.scheduler import Batch
 from bubblespec.engine.verify import verify
 from bubblespec.records import Row
@@ -54,6 +54,7 @@ class ModelRunner:
         CUDA anyway."""
         self.num_slots, self.max_length, self.max_batch_tokens = num_slots, max_length, max_batch_tokens
         self.model, self.head, self.kernel = model, output_head(model), kernel
+        self.sample = sample
         self.device = model.device
         self.seed, self.rule = seed, rule
         slot_length = -(-max_length // PAGE) * PAGE if kernel == "flash_attn" else max_length
@@ -113,7 +114,8 @@ class ModelRunner:
         keys = self.noise_keys(batch.slots[row], position)
         position = to_device(position, self.device)
         logits = self.head(hidden)
-        verified = verify(logits, batch.draft, batch.num_draft, keys, num_generated=position, params=params, rule=self.rule)
+        how = {"num_generated": position, "params": params, "rule": self.rule, "sample": self.sample}
+        verified = verify(logits, batch.draft, batch.num_draft, keys, **how)
         return verified.accepted, verified.token, np.array((verified.logprob, verified.full_logprob))
 
     def _hidden(self, tokens: np.ndarray, packing: CachePacking) -> torch.Tensor:

@@ -13,6 +13,7 @@ point_mass  the same with noise that no draft has seen, so y is independent of x
 Shape legend: R rows, n draft tokens of a row, S draft tokens of all rows, T = S + R positions, V vocabulary.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -52,12 +53,14 @@ def verify(
     num_generated: torch.Tensor,
     params: sampling.SamplingParams,
     rule: str = "coupled",
+    sample: Callable = sampling.sample,
 ) -> Verified:
     """Verify the drafts of R rows; a row without a draft is sampled plainly, from the fresh noise under point_mass.
 
     logits: [T, V], rows one after the other, each with n + 1 positions, which predict its draft tokens and the one after them;
     draft: int64 [S] and counts: int64 [R], n of each row, both on the host; keys: int32 [T, 4] and num_generated: int64 [T], of
-    every position, as in `sample`. The host waits for the device once.
+    every position, as in `sample`. The host waits for the device once. sample: what samples from these logits, where they are a
+    slice of the vocabulary something else than `sampling.sample`.
 
     Length limits and stop tokens are the caller's affair: see `num_gained` in scheduler.py. Under point_mass, a row's every
     token must come from here, or else a choice of drafts by content chooses the plain noise of the rows left without one. Raises
@@ -70,7 +73,7 @@ def verify(
             f"{len(logits)} positions and {len(draft)} draft tokens do not fit {len(counts)} rows of sum {counts.sum()}"
         )
     keys = further(keys, FRESH) if rule == "point_mass" else keys
-    token, logprob, full_logprob = to_host(*sampling.sample(logits, keys, num_generated, params))
+    token, logprob, full_logprob = to_host(*sample(logits, keys, num_generated, params))
     token = token.astype(np.int64, copy=False)
     return Verified(num_accepted(token, draft, counts), token, logprob, full_logprob)
 

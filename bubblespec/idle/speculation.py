@@ -334,10 +334,11 @@ def profile(engine: Generator, params: SamplingParams, cost: CostModel, num_forw
 def make_speculation(
     config: Config, ranks: Ranks, engine: Generator, params: SamplingParams, held_out: Sequence[Prompt] = ()
 ) -> Speculation | None:
-    """None where nothing is drafted, deferred, streamed or placed by what is expected. Makes a process group and times forwards:
-    all ranks must call it together."""
+    """None where nothing is drafted, deferred, streamed, shared or placed by expectation. Makes a process group and times
+    forwards: all ranks must call it together."""
     has_drafts = config.speculative.method != "none" or config.tail_batching.enabled
-    if not has_drafts and config.rollout.placement == "in_turn" and not config.optim.stream_gradients:
+    shares_tail = config.rollout.shared_tail_rows not in (0, "auto") and ranks.world_size > 1
+    if not (has_drafts or shares_tail or config.optim.stream_gradients) and config.rollout.placement == "in_turn":
         return None
     cost = CostModel()
     if has_drafts:

@@ -128,6 +128,10 @@ class ProgressBoard:
         self._last_tick_s = -math.inf
         self._deadline = self._clock.monotonic() + self.timeout_s
 
+    def go_on(self) -> None:
+        """The ranks have done something else together since the last tick: the time-out counts from now."""
+        self._deadline = self._clock.monotonic() + self.timeout_s
+
     @property
     def are_others_done(self) -> bool:
         """As of the last tick they all wait for this rank: once done, it should wait for the end and not start on a draft."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from bubblespec.idle.draft_planning import expected_length
+from bubblespec.idle.draft_planning import Outlook, expected_length
 from bubblespec.idle.rehearsal import NORMAL_QUANTILE
 from bubblespec.idle.speculation import Speculation
 from bubblespec.ranks.progress import RankState
@@ -73,27 +73,31 @@ def admit_first(places: list[int], launch: Launch, expected: Expected) -> list[i
     return first + probes + rest
 
 
+def unfinished_rows(standing: Standing, expected: Expected, outlook: Outlook) -> tuple[np.ndarray, Unfinished]:
+    """The rows that are not done as of the last tick, of all ranks, and their places in the launch, int64 [N]."""
+    places = np.flatnonzero(standing.told >= 0)
+    places = places[np.argsort(standing.told[places] == 0, kind="stable")]  # those that wait come after those in slots
+    so_far, totals = standing.told[places], expected.tokens + expected.draft_tokens
+    left = expected_left(so_far, totals[places], expected.margins[places], outlook)
+    return places, Unfinished(standing.owners[places], so_far, left, expected.prompt_tokens[places])
+
+
 class Mover:
     """Decides on moves within one rollout; the same on all ranks."""
 
     def __init__(self, expected: Expected, speculation: Speculation, num_slots: int):
         """expected: see `forecast`. Needs a shared cost."""
-        self.totals, self.margins = expected.tokens + expected.draft_tokens, expected.margins
-        self.prompt_tokens, self.outlook, self.cost = expected.prompt_tokens, speculation.outlook, speculation.shared_cost
+        self.expected, self.outlook, self.cost = expected, speculation.outlook, speculation.shared_cost
         self.num_slots, self.overhead_s = num_slots, OVERHEAD_TICKS * speculation.board.interval_s
 
     def plan(self, standing: Standing, states: list[RankState]) -> list[Move]:
         """See `TakeOver`."""
         if all(not state.is_done for state in states):
             return []
-        places = np.flatnonzero(standing.told >= 0)
-        places = places[np.argsort(standing.told[places] == 0, kind="stable")]  # those that wait come after those in slots
-        so_far = standing.told[places]
-        left = expected_left(so_far, self.totals[places], self.margins[places], self.outlook)
-        rows = Unfinished(standing.owners[places], so_far, left, self.prompt_tokens[places])
+        places, rows = unfinished_rows(standing, self.expected, self.outlook)
         options = {"num_ranks": len(states), "num_slots": self.num_slots, "overhead_s": self.overhead_s}
         moves = plan_moves(rows, self.cost, **options)
-        moved = np.cumsum([so_far[move.row] for move in moves])
+        moved = np.cumsum([rows.so_far[move.row] for move in moves])
         return [
             move._replace(row=int(places[move.row]))
             for move, total in zip(moves, moved.tolist(), strict=True)

@@ -19,6 +19,7 @@ from bubblespec.idle.work import IdleWork, RankView
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.ranks.progress import MAX_WORKS, ProgressBoard, RankState
 from bubblespec.records import ForwardRecord, IdleUse, RolloutRecord, Row, Span
+from bubblespec.rollout.shared_tail import SharedTail
 from bubblespec.rollout.standing import Standing
 from bubblespec.speculate.proposer import Proposer
 from bubblespec.speculate.windows import CostModel
@@ -38,12 +39,13 @@ class RolloutLoop:
         works: Sequence[IdleWork] = (),
         cost: CostModel | None = None,
         on_finished: Callable[[Row], None] | None = None,
+        tail: SharedTail | None = None,
     ):
         """proposer: where draft tokens come from, which knows the rows already; board: needed where there are works, or rows to
         choose from; cost: learns from every forward; on_finished: called with each row of this rank that is trained on, once it
-        is done and that is sure."""
+        is done and that is sure; tail: decodes the last rows of all ranks, where there is a board; on all ranks or on none."""
         self.engine, self.ranks, self.params, self.proposer, self.cost = engine, ranks, params, proposer, cost
-        self.board, self.works, self.on_finished = board, list(works), on_finished
+        self.board, self.works, self.on_finished, self.tail = board, list(works), on_finished, tail
         self.clock = ranks.clock
         self.record = RolloutRecord()
         self.view = RankView(ranks.rank, engine, {}, self.record, take=self._take, give=self._give, let_go=self._let_go)
@@ -64,7 +66,7 @@ class RolloutLoop:
         self.engine.reset([row for work in self.works for row in work.begin(self.view)])
         self.engine.add(list(rows.values()))
         self.record.began_s = self._last_s = self.clock.perf_counter()
-        if self.works or standing.selection is not None:
+        if self.works or standing.selection is not None or self.tail is not None:
             self._run_with_ticks()
         else:
             while self.view.unfinished and not self.ranks.must_stop:
@@ -105,6 +107,9 @@ class RolloutLoop:
             work.hear([facts[number] for facts in by_rank])
         if self.standing.selection is not None:
             self._select()
+        if self.tail is not None and self.tail.is_due(self.standing, states):
+            self._share_tail()
+            return
         for number, work in enumerate(self.works):
             self.arbiter.update(number, work.offers(states))
         for rank, given in enumerate(self.arbiter.assign(states)):
@@ -155,6 +160,25 @@ class RolloutLoop:
         """See `RankView.let_go`."""
         row = self.rows.pop(place)
         del self.view.unfinished[id(row)], self._places[id(row)]
+
+    def _share_tail(self) -> None:
+        """Go on with the unfinished rows of all ranks, on all of them together. No row is on its way from one rank to another:
+        those given away at the last tick have come with this one."""
+        unfinished = self.view.unfinished
+        for row in [row for row in (*self.engine.queue, *self.engine.rows[::-1]) if id(row) in unfinished]:
+            self.engine.drop(row)
+
+        def finish(row: Row) -> None:
+            del unfinished[id(row)]
+            self._note(row)
+            self._tell(self._places[id(row)])
+
+        own = {self._places[name]: row for name, row in unfinished.items()}
+        self.tail.run(own, self.standing, self.params, self.proposer, on_finished=finish, record=self.record)
+        if self.proposer is not None:
+            self.proposer.take_spent()
+        self.board.go_on()
+        self._last_s = self.clock.perf_counter()
 
     def _tell(self, place: int) -> None:
         """A row is done, and trained on."""

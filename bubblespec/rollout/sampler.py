@@ -28,6 +28,7 @@ from bubblespec.rollout.balance import ends_s, place_rows, plain_s
 from bubblespec.rollout.forecast import Mover, admit_first, forecast, up_to_cut
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.placement import gather_samples, place_in_turn
+from bubblespec.rollout.shared_tail import SharedTail
 from bubblespec.rollout.standing import Standing
 from bubblespec.rollout.take_over import TakeOver
 from bubblespec.speculate.store import DraftStore
@@ -50,6 +51,8 @@ class Sampler:
     """Where gradients are streamed."""
     drafter: IdleTraining | None = None
     """Where there is a learned drafter."""
+    tail: SharedTail | None = None
+    """Where the last rows of a rollout may be decoded by all ranks together."""
 
     def sample(self, step: int) -> StepRecord:
         """The samples of `step`, in canonical order and the same on every rank. Raises StopRequested: the step is abandoned."""
@@ -226,7 +229,7 @@ class Sampler:
             ordered = speculation.begin(rows, step)
             if standing.launch.selects and standing.expected is not None:
                 ordered = {place: rows[place] for place in admit_first(list(ordered), standing.launch, standing.expected)}
-            loop.board, loop.cost = speculation.board, speculation.proposer.cost
+            loop.board, loop.cost, loop.tail = speculation.board, speculation.proposer.cost, self.tail
             loop.works = self._idle_works(standing, step, used, scoring)
             loop.proposer = speculation.proposer if speculation.has_drafts and not speculation.is_plain else None
         record = loop.run(ordered, standing)

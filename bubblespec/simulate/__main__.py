@@ -20,6 +20,7 @@ from bubblespec.simulate.drafter import DrafterModel
 from bubblespec.simulate.drafting import DraftModel
 from bubblespec.simulate.recorded import RecordedWorkload
 from bubblespec.simulate.run import SimulatedStep, counted, simulate
+from bubblespec.simulate.shared import SharedModel
 from bubblespec.simulate.workload import Synthetic, Workload, parse
 from bubblespec.telemetry.timeline import save_timeline
 from bubblespec.telemetry.trace import FOLDER
@@ -59,6 +60,11 @@ def main() -> int:
         "--drafts", metavar="NAME=VALUE,...", help="of a trace, where none was recorded: run, tokens_a_pass, drift"
     )
     parser.add_argument("--drafter", default="", metavar="NAME=VALUE,...", help="of a learned drafter: tokens_a_pass, share")
+    parser.add_argument(
+        "--shared-tail",
+        metavar="NAME=VALUE,...",
+        help="simulate the shared tail, by rollout.shared_tail_rows: all_reduce_us, layers, launch_ms, exchange_us",
+    )
     parser.add_argument("--ranks", type=int, help="default: those of the trace, or 8")
     parser.add_argument("--cores", type=int, help="processor cores that all ranks share; default: each rank has its own device")
     parser.add_argument("--cost-model", metavar="FILE", help="seconds of a forward; default: fitted on the trace")
@@ -90,6 +96,8 @@ def run(arguments: argparse.Namespace) -> None:
     workload.drafter = parse(DrafterModel, arguments.drafter, "--drafter")
     if arguments.drafter and "drafter" not in config.speculative.method:
         raise InputError(f"--drafter: speculative.method={config.speculative.method} has none")
+    if arguments.shared_tail is not None:
+        workload.shared = parse(SharedModel, arguments.shared_tail, "--shared-tail")
     if arguments.cost_model:
         cost = ForwardCost.load(arguments.cost_model)
     elif arguments.trace:
@@ -102,7 +110,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.timeline_step is not None and not workload.first_step <= arguments.timeline_step <= last:
         raise InputError(f"--timeline-step: {arguments.timeline_step} is none of the steps {workload.first_step} to {last}")
     results, real_s = {}, {}
-    for method, arm in arms_of(config).items():
+    for method, arm in arms_of(config, workload.shared is not None).items():
         started = time.perf_counter()
         options = {"cores": arguments.cores, "num_steps": num_steps, "shows_progress": True}
         results[method] = simulate(arm, workload, cost, num_ranks, **options)
@@ -121,6 +129,7 @@ def run(arguments: argparse.Namespace) -> None:
         report = {"cost": describe_cost(cost), "cost_kind": cost.kind, "num_ranks": num_ranks, "cores": arguments.cores}
         report["workload"] = arguments.trace or dataclasses.asdict(workload.spec)
         report["drafter"] = dataclasses.asdict(workload.drafter)
+        report["shared_tail"] = None if workload.shared is None else dataclasses.asdict(workload.shared)
         report["config"] = {name: dataclasses.asdict(getattr(config, name)) for name in SECTIONS}
         report["methods"] = {
             method: {"total": totals(steps[:num_counted]), "real_s": real_s[method], "steps": [plain(step) for step in steps]}
@@ -174,12 +183,14 @@ def describe_cost(cost: ForwardCost) -> str:
     return f"forwards as measured on {cost.hardware.get('gpu') or cost.hardware.get('cpu') or 'an unnamed machine'}"
 
 
-def arms_of(config: Config) -> dict[str, Config]:
+def arms_of(config: Config, shares_tail: bool = False) -> dict[str, Config]:
     """What is simulated, by name: the plain trainer, and the configuration as it is."""
-    plain = {"speculative": {"method": "none"}, "tail_batching": {"enabled": False}}
+    plain = {"speculative": {"method": "none"}, "tail_batching": {"enabled": False}, "rollout": {"shared_tail_rows": 0}}
     sections = {name: dataclasses.replace(getattr(config, name), **values) for name, values in plain.items()}
     method = config.speculative.method
     name = method if not config.tail_batching.enabled else "tail" if method == "none" else f"tail+{method}"
+    if shares_tail:
+        name = "shared" if name == "none" else f"{name}+shared"
     return {"none": dataclasses.replace(config, **sections), name: config}
 
 

@@ -10,6 +10,7 @@ from bubblespec.errors import InputError
 from bubblespec.records import Prompt, SampleId, Samples, digest
 from bubblespec.simulate.drafter import DrafterModel
 from bubblespec.simulate.drafting import STOP, DraftModel
+from bubblespec.simulate.shared import SharedModel
 from bubblespec.simulate.workload import Planned
 from bubblespec.telemetry.trace import FOLDER, list_steps, read_meta, read_table
 
@@ -58,6 +59,7 @@ class RecordedWorkload(Planned):
         self.digests = {step: self._digest(step) for step in steps}  # of what is simulated; those of format 1 had other names
         self.mean_run = self._mean_run()
         self.drafter = DrafterModel()
+        self.shared: SharedModel | None = None  # where the shared tail is simulated
         self.drafts = DraftModel() if self.mean_run is None else DraftModel(max(self.mean_run, 1.0))
 
     def _read(self, folder: str) -> set[int]:

@@ -12,12 +12,14 @@ from bubblespec.config import Config
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
 from bubblespec.idle.speculation import Speculation, assemble, profile
-from bubblespec.memory import most_slots
+from bubblespec.memory import AUTO_SHARED_ROWS, most_slots
 from bubblespec.records import Group, Row, Span, digest
 from bubblespec.rollout.sampler import Sampler
+from bubblespec.rollout.shared_tail import SharedTail, expects_gain
 from bubblespec.simulate.deferral import Texts, make_planner, steps_that_fit
 from bubblespec.simulate.drafter import SimulatedChains
 from bubblespec.simulate.runner import ProposalTime, SimulatedGenerator, SimulatedRunner
+from bubblespec.simulate.shared import SharedCost
 from bubblespec.simulate.world import SimulatedBoard, SimulatedRanks, World
 from bubblespec.speculate.learned import LearnedDrafts
 from bubblespec.speculate.windows import CostModel
@@ -79,8 +81,11 @@ def simulate(
     world = World(num_ranks, cores)
     steps = [SimulatedStep(step) for step in range(workload.first_step, config.run.max_steps)]
     total = sum(_length(workload, step.step, config.rollout.max_completion_length) for step in steps)
-    has_drafts = config.speculative.method != "none" or config.tail_batching.enabled
-    profiled = _profiled(config, workload, cost, world) if has_drafts else None
+    if workload.shared is None or num_ranks == 1:
+        config.rollout.shared_tail_rows = 0
+    shares_tail = config.rollout.shared_tail_rows != 0
+    is_plain = config.speculative.method == "none" and not config.tail_batching.enabled and not shares_tail
+    profiled = None if is_plain else _profiled(config, workload, cost, world)
     with tqdm(total=total, unit="tok", unit_scale=True, desc=config.speculative.method, disable=not shows_progress) as bar:
         world.run(lambda rank: _Rank(config, workload, cost, profiled, world=world, rank=rank, bar=bar).run(steps))
     return steps
@@ -157,6 +162,8 @@ class _Rank:
             reward_weights=[1.0],
             speculation=None if profiled is None else self._speculation(config, cost, copy.deepcopy(profiled), engine),
         )
+        if config.rollout.shared_tail_rows:
+            self.sampler.tail = self._tail(config, cost, engine)
         self.ranks.barrier()
 
     def _speculation(self, config: Config, cost, profiled: CostModel, engine: SimulatedGenerator) -> Speculation:
@@ -171,6 +178,23 @@ class _Rank:
             drafts.profile()
             speculation.proposer.sources.append(drafts)
         return speculation
+
+    def _tail(self, config: Config, cost, engine: SimulatedGenerator) -> SharedTail:
+        world, model, most_rows = self.ranks.world, self.workload.shared, config.rollout.shared_tail_rows
+        most_rows = AUTO_SHARED_ROWS if most_rows == "auto" else most_rows
+        together = SharedCost(cost, model, world.num_ranks)
+        limits = {"max_batch_tokens": engine.max_batch_tokens, "cost": together}
+        runner = SimulatedRunner(world, self.ranks.rank, most_rows, engine.max_length, text=self._text, **limits)
+        shared = SimulatedGenerator(runner)
+        is_worth_it = None
+        if config.rollout.shared_tail_rows == "auto":
+            alone, profiled = World(1), CostModel()
+            runner = SimulatedRunner(alone, 0, most_rows, engine.max_length, text=_endless, **limits)
+            profile(SimulatedGenerator(runner), SamplingParams(), profiled, clock=SimulatedRanks(alone, 0).clock)
+            shape = {"num_ranks": world.num_ranks, "num_slots": engine.num_slots}
+            is_worth_it = expects_gain(self.sampler.speculation, profiled.coefficients, **shape)
+        ranks = SimulatedRanks(world, self.ranks.rank, model.exchange_us * 1e-6)
+        return SharedTail(shared, ranks, most_rows, config.rollout.max_completion_length, is_worth_it)
 
     def _text(self, row: Row, so_far: np.ndarray) -> np.ndarray:
         return self.texts.text(row.id, row.max_new_tokens, so_far)

@@ -12,6 +12,7 @@ from bubblespec.errors import InputError
 from bubblespec.records import Group, Launch, Prompt, SampleId, Samples
 from bubblespec.simulate.drafter import DrafterModel
 from bubblespec.simulate.drafting import STOP, TEXT, VOCABULARY, DraftModel, edited, keyed_random
+from bubblespec.simulate.shared import SharedModel
 
 SHARED_VARIANCE = 0.5  # of the logarithm of a made-up length, what the samples of a prompt have in common
 MIN_LENGTH = 4
@@ -138,6 +139,7 @@ class Workload(Planned):
         self.steps_per_epoch = spec.steps // spec.epochs if spec.epochs > 1 else sys.maxsize
         self.drafts = DraftModel(spec.run, spec.tokens_a_pass, bool(spec.drift), spec.seed)
         self.drafter = DrafterModel()
+        self.shared: SharedModel | None = None  # where the shared tail is simulated
         self._batches: dict[int, list[Prompt]] = {}
         self._responses: dict[tuple[int, int, int], np.ndarray] = {}
 

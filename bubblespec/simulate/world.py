@@ -116,8 +116,9 @@ class World:
             self._busy_until[rank] = begin + seconds
         self.now[rank] += seconds
 
-    def meet(self, rank: int, brought):
-        """Come to the next collective; returns what all ranks bring, by rank, once the last has come."""
+    def meet(self, rank: int, brought, seconds: float | None = None):
+        """Come to the next collective; returns what all ranks bring, by rank, once the last has come. seconds: what it
+        takes then, by default meeting_s."""
         number = self._meetings[rank]
         self._meetings[rank] += 1
         present = self._present.setdefault(number, {})
@@ -126,7 +127,7 @@ class World:
             self.wait(rank, math.inf)
         else:
             del self._present[number]
-            over = max(self.now) + self.meeting_s  # all are here, so none can be later
+            over = max(self.now) + (self.meeting_s if seconds is None else seconds)  # all are here, so none can be later
             self._wake[:] = [over] * self.num_ranks
             self.now[rank] = over
         return [present[other] for other in range(self.num_ranks)]
@@ -177,21 +178,23 @@ class VirtualClock:
 class SimulatedRanks(Ranks):
     """One of the world's ranks: collectives are meetings in virtual time."""
 
-    def __init__(self, world: World, rank: int):
+    def __init__(self, world: World, rank: int, meeting_s: float | None = None):
+        """meeting_s: of a collective, where it is not the world's."""
         super().__init__(torch.device("cpu"))
+        self.meeting_s = meeting_s
         self.world, self.rank, self.world_size = world, rank, world.num_ranks
         self.is_main = rank == 0
         self.clock = VirtualClock(world, rank)
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.copy_(sum(self.world.meet(self.rank, tensor.clone())))
+        return tensor.copy_(sum(self.world.meet(self.rank, tensor.clone(), self.meeting_s)))
 
     def gather(self, array: np.ndarray) -> np.ndarray:
-        return np.stack(self.world.meet(self.rank, array))
+        return np.stack(self.world.meet(self.rank, array, self.meeting_s))
 
     def gather_ragged(self, array: np.ndarray) -> list[np.ndarray]:
         """The arrays themselves, not copies: they must not be written to."""
-        return self.world.meet(self.rank, array)
+        return self.world.meet(self.rank, array, self.meeting_s)
 
 
 class SimulatedBoard(ProgressBoard):

@@ -96,14 +96,14 @@ class LearnedDrafts:
         """See `DraftSource`."""
         proposals: list[Proposal | None] = [None] * len(rows)
         active = len(self.engine.rows)
-        if not rows or active > MOST_ROWS:
-            return proposals
-        length = self.choose(active, len(rows))
+        slot_of = {id(row): slot for slot, row in enumerate(self.engine.rows)}
+        place_of = {slot_of[id(tracked.row)]: place for place, tracked in enumerate(rows) if id(tracked.row) in slot_of}
+        if not place_of or active > MOST_ROWS:
+            return proposals  # rows in another engine, that of all ranks together, have no chains
+        length = self.choose(active, len(place_of))
         self.chosen[bisect_right(CHAIN_ROWS, active) - 1, length] += 1
         if not length:
             return proposals
-        slot_of = {id(row): slot for slot, row in enumerate(self.engine.rows)}
-        place_of = {slot_of[id(tracked.row)]: place for place, tracked in enumerate(rows)}
         begin_s = self.clock.perf_counter()
         tokens, slots, caught_up = self.chains.draft(self.engine.scheduler, np.array(sorted(place_of)), length)
         if len(slots):

@@ -69,9 +69,11 @@ def speculation_metrics(ranks: Ranks, record: StepRecord, *, store_tokens: int, 
         return sum(getattr(entry, name) for entry in records)
 
     propose_s = sum(forward.propose_s for rollout in rollouts for forward in rollout.forwards)
-    times = ranks.gather(
-        np.array([*(total(rollouts, name) for name in ("own_s", "total_s", "wait_s", "own_forwards")), propose_s])
+    own_s, total_seconds, wait_s, own_forwards = (
+        total(rollouts, name) for name in ("own_s", "total_s", "wait_s", "own_forwards")
     )
+    total_seconds -= sum(total_s(rollout.shared, "shared") for rollout in rollouts)  # the rows of all ranks: not one's own
+    times = ranks.gather(np.array([own_s, total_seconds, wait_s, own_forwards, propose_s]))
     slowest = int(times[:, 0].argmax())
     rollout_s = times[slowest, 0]
     names = ("row_forwards", "gained_tokens", "draft_tokens", "accepted_tokens", "covered_tokens")
@@ -125,6 +127,20 @@ def placement_metrics(ranks: Ranks, record: StepRecord) -> dict:
     return {
         "placement/error": float(np.abs(expected_s - own_s).mean() / max(own_s.max(), 1e-9)),
         "placement/taken_rows": int(taken.sum()),
+    }
+
+
+def shared_tail_metrics(ranks: Ranks, record: StepRecord) -> dict:
+    """Of rollouts whose last rows all ranks decoded together; nothing where there were none, on no rank."""
+    shared = [rollout for rollout in record.rollouts if rollout.shared]
+    if not shared:
+        return {}
+    seconds = sum(total_s(rollout.shared, "shared") for rollout in shared)
+    rows, seconds = ranks.gather(np.array([sum(rollout.shared_rows for rollout in shared), seconds])).T
+    return {
+        "shared_tail/rows": int(rows.sum()),
+        "shared_tail/forwards": sum(rollout.shared_forwards for rollout in shared),
+        "timing_s/shared_tail": float(seconds.mean()),
     }
 
 

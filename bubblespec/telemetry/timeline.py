@@ -23,6 +23,7 @@ COLOURS = {
     "decode": "#5aa5e0",
     "verify": "#1b9e77",
     "take over": "#08a0a8",
+    "shared": "#7a9a01",
     "draft soft": "#f2c230",
     "draft hard": "#e3701a",
     "gradient": "#c9a9e8",

@@ -7,6 +7,9 @@ rank-dies   SIGKILL to the last rank, unless the launcher has started it anew
 ranks-die   SIGKILL to every rank
 In the save after the update of a step, when everything is written and nothing has its name yet:
 save-dies   SIGKILL to rank 0
+In the shared tail of a step, in its second forward:
+tail-dies   SIGKILL to every rank
+tail-stops  SIGTERM to the last rank
 """
 
 import argparse
@@ -19,10 +22,11 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 
 import train
 from bubblespec import checkpoint
+from bubblespec.engine.shared_runner import SharedRunner
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.trainer import Trainer
 
-KINDS = ("launcher", "ranks", "rank-dies", "ranks-die", "save-dies")
+KINDS = ("launcher", "ranks", "rank-dies", "ranks-die", "save-dies", "tail-dies", "tail-stops")
 PATIENCE_S = 120.0
 
 
@@ -64,6 +68,20 @@ def main() -> int:
             os.kill(os.getpid(), signal.SIGKILL)
         rename(source, target)
 
+    forward, num_forwards = SharedRunner.forward, 0
+
+    def signalled_forward(runner, *batch):
+        nonlocal num_forwards
+        ranks = runner.joint.ranks
+        if arguments.kind.startswith("tail-") and ranks.place == f"rollout of step {arguments.at}":
+            num_forwards += 1
+            if num_forwards == 2 and arguments.kind == "tail-dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif num_forwards == 2 and ranks.rank == ranks.world_size - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+        return forward(runner, *batch)
+
+    SharedRunner.forward = signalled_forward
     Trainer.update, checkpoint.os.rename = signalled_update, deadly_rename
     return train.main()
 

@@ -1,0 +1,57 @@
+"""Ranks that compute a forward together, as threads of a test."""
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+
+class Meeting:
+    """Where `size` threads bring tensors."""
+
+    def __init__(self, size: int):
+        self.size, self.brought = size, [None] * size
+        self.barrier = threading.Barrier(size, timeout=60)
+
+
+class ThreadJoint:
+    """A `Joint` of one of these threads. Each rank adds up in an order of its own, as rounding may differ between ranks."""
+
+    def __init__(self, meeting: Meeting, rank: int):
+        self.meeting, self.rank, self.size, self.num_sums = meeting, rank, meeting.size, 0
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.meeting.brought[self.rank] = tensor.clone()
+        self.meeting.barrier.wait()
+        brought = torch.stack(self.meeting.brought)
+        self.meeting.barrier.wait()
+        return brought
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.num_sums += 1
+        total = torch.zeros_like(tensor)
+        for part in self.gather(tensor).roll(self.rank, 0):
+            total += part
+        return tensor.copy_(total)
+
+
+def run_together(size: int, work: Callable[[ThreadJoint], object]) -> list:
+    """What work(joint) returns on each rank. Raises what the first rank that fails raises."""
+    meeting, results, errors = Meeting(size), [None] * size, []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(ThreadJoint(meeting, rank))
+        except BaseException as error:
+            if not isinstance(error, threading.BrokenBarrierError):
+                errors.append(error)
+            meeting.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results

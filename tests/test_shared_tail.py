@@ -1,0 +1,291 @@
+"""The shared tail within a rollout, in virtual time: entered with rows of all lengths, with drafts, moves and stops; responses
+are those of plain generation, and the loop ends as it does without it."""
+
+import copy
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from conftest import launch_of, small_config
+from test_rollout_loop import FOUR_PROMPTS, LIMIT, MAX_LENGTH, PARAMS, SEED, fixed_cost, groups_of, new_model, pass_time, plain
+from test_take_over import Moves, TakeAnyTime, plain_rows
+
+from bubblespec.config import Config
+from bubblespec.engine.generator import Generator
+from bubblespec.engine.model import prepare_model
+from bubblespec.engine.runner import ModelRunner
+from bubblespec.engine.shared_runner import SharedRunner
+from bubblespec.idle.draft_planning import Outlook
+from bubblespec.ranks.joint import RankJoint
+from bubblespec.ranks.progress import RankState
+from bubblespec.records import Draft
+from bubblespec.rollout.balance import Expected
+from bubblespec.rollout.loop import RolloutLoop
+from bubblespec.rollout.placement import place_in_turn
+from bubblespec.rollout.shared_tail import ASK_EVERY, OwnersPropose, SharedTail, make_shared_tail
+from bubblespec.rollout.standing import Standing
+from bubblespec.simulate.world import SimulatedBoard, SimulatedRanks, World
+from bubblespec.speculate.proposer import make_proposer
+from bubblespec.speculate.suffix import History
+from tests.clocks import forward_seconds
+
+NUM_ROWS = 12  # of four prompts, three responses each
+
+
+def play(
+    num_ranks: int, most_rows: int, *, chance: float = 0.0, drafts: dict | None = None, stop_at: int | None = None
+) -> list[dict]:
+    """A rollout; what each rank has made of it. chance: of moves at random; drafts: tokens by sample; stop_at: the forward of the
+    tail in which rank 1 is told to stop."""
+    world, results = World(num_ranks), {}
+
+    def work(rank: int) -> None:
+        ranks, model = SimulatedRanks(world, rank), new_model()
+        engine = Generator(ModelRunner(model, 4, MAX_LENGTH, SEED))
+        pass_time(engine, ranks)
+        shared = SharedRunner(model, NUM_ROWS, MAX_LENGTH, SEED, RankJoint(ranks))
+        tail = SharedTail(Generator(shared), ranks, most_rows, LIMIT)
+        standing = Standing(launch_of(groups_of(0, FOUR_PROMPTS), 3), place_in_turn(4, 3, num_ranks), rank)
+        rows, told, entered = standing.make_rows(LIMIT), [], []
+        proposer = None
+        if drafts is not None:
+            proposer = make_proposer("bubble+suffix", History(1000), fixed_cost(), has_drafts=True, clock=ranks.clock)
+            proposer.begin()
+            for row in rows.values():
+                proposer.track(row, Draft(drafts[row.id], False, 0), version=1)
+        moves = Moves(chance)
+        works = [TakeAnyTime(standing, moves.plan, LIMIT, lambda row: None)] if chance else []
+        run, forward = tail.run, shared.forward
+
+        def noted(own, *arguments, **options):
+            entered.append({place: len(row.tokens) for place, row in own.items()})
+            run(own, *arguments, **options)
+
+        def watched(*arguments):
+            if rank == 1 and stop_at is not None and tail.engine.num_forwards == stop_at:
+                ranks.must_stop = True
+            return forward(*arguments)
+
+        tail.run, shared.forward = noted, watched
+        board = SimulatedBoard(ranks, 120, interval_s=0)
+        loop = RolloutLoop(engine, ranks, PARAMS, proposer=proposer, board=board, works=works, on_finished=told.append, tail=tail)
+        record = loop.run(rows, standing)
+        results[rank] = {"rows": rows, "told": told, "entered": entered, "record": record, "board": board}
+        assert engine.is_idle and tail.engine.is_idle and shared.cache.num_bytes() == 0
+
+    world.run(work)
+    return [results[rank] for rank in range(num_ranks)]
+
+
+def check(ranks: list[dict]) -> None:
+    """All rows are there, as plain generation makes them."""
+    wanted, _ = plain(new_model(), 0, FOUR_PROMPTS, 3)
+    reference, found = {row.id: row for row in plain_rows()}, {}
+    for result in ranks:
+        assert sorted(map(id, result["told"])) == sorted(id(row) for row in result["rows"].values())
+        for row in result["rows"].values():
+            assert row.id not in found
+            found[row.id] = (row.tokens.tolist(), row.finish)
+            for name in ("logprob", "full_logprob"):
+                np.testing.assert_allclose(getattr(row, name), getattr(reference[row.id], name), atol=1e-6)
+    assert found == wanted
+
+
+@pytest.mark.parametrize("num_ranks, most_rows", [(2, 1), (2, 7), (3, 3), (3, 12), (4, 3), (4, 7), (4, 12)])
+def test_the_responses_are_those_of_plain_generation(num_ranks, most_rows):
+    ranks = play(num_ranks, most_rows)
+    check(ranks)
+    entered = [result["entered"] for result in ranks]
+    assert {len(times) for times in entered} == {1}, "all ranks enter it together, and once"
+    lengths = [length for (rows,) in entered for length in rows.values()]
+    assert 0 < len(lengths) <= most_rows and (most_rows == 12 or max(lengths) > 0)
+    assert {result["record"].shared_forwards for result in ranks} == {ranks[0]["record"].shared_forwards}
+    assert [result["record"].shared_rows for result in ranks] == [len(rows) for (rows,) in entered]
+    for result in ranks:
+        (span,) = result["record"].shared
+        assert span in result["record"].spans and span.end_s > span.begin_s
+        assert result["board"].is_over and not result["board"].must_stop
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_with_drafts_of_the_ranks_that_own_the_rows(num_ranks):
+    """Drafts that are right up to some token: in the tail as well most of them is accepted, in far fewer forwards."""
+    wanted = {row.id: row.tokens.astype(np.int32).copy() for row in plain_rows()}
+    for number, tokens in enumerate(wanted.values()):
+        tokens[24 + number :] += 1
+    plainly, drafted = play(num_ranks, 12), play(num_ranks, 12, drafts=wanted)
+    check(drafted)
+    assert drafted[0]["record"].shared_forwards < 0.8 * plainly[0]["record"].shared_forwards
+    counts = [result["record"].acceptance for result in drafted]
+    assert all(count.accepted_tokens > 0 for count, result in zip(counts, drafted, strict=True) if result["rows"])
+    gained = sum(count.gained_tokens for count in counts)
+    assert gained == sum(len(tokens) for tokens in wanted.values()), "each row is counted once, by its own rank"
+
+
+@pytest.mark.parametrize("num_ranks, chance", [(2, 0.2), (3, 0.4)])
+def test_rows_may_change_ranks_before_it(num_ranks, chance):
+    ranks = play(num_ranks, 4, chance=chance)
+    check(ranks)
+    assert sum(result["record"].taken_rows for result in ranks) > 0
+    assert all(len(result["entered"]) == 1 for result in ranks)
+
+
+@pytest.mark.parametrize("stop_at", [0, 5])
+def test_all_leave_it_when_one_is_told_to_stop(stop_at):
+    ranks = play(3, 12, stop_at=stop_at)
+    wanted, _ = plain(new_model(), 0, FOUR_PROMPTS, 3)
+    for result in ranks:
+        assert result["board"].is_over and result["board"].must_stop
+        assert len(result["entered"]) == 1, "nobody enters it again"
+        assert result["record"].shared_forwards <= stop_at + ASK_EVERY
+        for row in result["rows"].values():
+            assert row.tokens.tolist() == wanted[row.id][0][: len(row.tokens)] and len(row.tokens) > 0
+
+
+def test_when_it_is_due():
+    launch = launch_of(groups_of(0, FOUR_PROMPTS), 3)
+    standing, states = Standing(launch, place_in_turn(4, 3, 2), 0), [RankState(2), RankState(0)]
+    tail = SharedTail(Generator(ModelRunner(new_model(), 4, MAX_LENGTH, SEED)), None, 3, LIMIT)
+    standing.told[:] = -1
+    assert not tail.is_due(standing, states), "nothing is left"
+    standing.told[2:5] = 7
+    assert tail.is_due(standing, states)
+    assert not tail.is_due(standing, [RankState(2, must_stop=True), RankState(0)])
+    standing.told[5] = 0
+    assert not tail.is_due(standing, states), "too many rows"
+    standing.told[5] = -1
+    selecting = Standing(launch._replace(num_trained=3), place_in_turn(4, 3, 2), 0)
+    selecting.told[:] = standing.told
+    assert not tail.is_due(selecting, states), "some are not trained on"
+    tail = SharedTail(tail.engine, None, 3, LIMIT, is_worth_it=lambda standing: False)
+    assert not tail.is_due(standing, states)
+
+
+def test_proposals_of_all_ranks_reach_all():
+    """More than fits: drafts are cut, on all ranks alike."""
+    rows = plain_rows()[:6]
+    lengths, room = np.array([len(row.tokens) for row in rows]), np.array([400, 400, 0, 3, 400, 400])
+
+    class Fixed:
+        def __init__(self, rank: int):
+            self.rank, self.seen = rank, []
+
+        def propose(self, rows, lengths, room, budget):
+            self.budget = budget
+            return [None if number == 1 else np.arange(300) + 1000 * self.rank for number in range(len(rows))]
+
+        def observe(self, rows, tokens, num_draft, num_accepted):
+            self.seen += zip(map(id, rows), map(len, tokens), num_draft, num_accepted, strict=True)
+
+    told = {}
+    own = [{id(row) for row in rows[:5]}, {id(rows[5])}]
+    fixed = [Fixed(0), Fixed(1)]
+    ask = lambda rank, gather: OwnersPropose(fixed[rank], own[rank], gather)  # noqa: E731
+    for rank in range(2):
+        ask(rank, lambda numbers, rank=rank: told.setdefault(rank, numbers)[None] * 0).propose(rows, lengths, room, 2000)
+    everyone = np.stack([told[0], told[1]])
+    for rank in range(2):
+        proposer = ask(rank, lambda numbers: everyone)
+        drafts = proposer.propose(rows, lengths, room, 2000)
+        assert [None if draft is None else len(draft) for draft in drafts] == [300, None, None, 3, 209, 300]
+        assert drafts[5][0] == 1000 and drafts[4][-1] == 208
+        proposer.observe(rows, [np.arange(n) for n in range(6)], np.arange(6) * 2, np.arange(6))
+    assert fixed[0].budget == 512
+    assert fixed[0].seen == [(id(rows[n]), n, 2 * n, n) for n in range(5)] and fixed[1].seen == [(id(rows[5]), 5, 10, 5)]
+
+
+def test_the_engine_is_as_good_as_new_for_each_rollout():
+    """Weights change between two rollouts; keys and values of the tail must not outlive them."""
+    first, second = new_model(), new_model()
+    for parameter in second.parameters():
+        parameter.data.mul_(1.1)
+    world, found = World(2), {}
+
+    def work(rank: int) -> None:
+        ranks, model = SimulatedRanks(world, rank), copy.deepcopy(first)
+        tail = SharedTail(Generator(SharedRunner(model, NUM_ROWS, MAX_LENGTH, SEED, RankJoint(ranks))), ranks, 12, LIMIT)
+        engine, board = Generator(ModelRunner(model, 12, MAX_LENGTH, SEED)), SimulatedBoard(ranks, 120, interval_s=0)
+        pass_time(engine, ranks)
+        for step in range(2):
+            standing = Standing(launch_of(groups_of(0, FOUR_PROMPTS), 3), place_in_turn(4, 3, 2), rank)
+            rows = standing.make_rows(LIMIT)
+            RolloutLoop(engine, ranks, PARAMS, board=board, tail=tail).run(rows, standing)
+            found.setdefault(step, {}).update({row.id: (row.tokens.tolist(), row.finish) for row in rows.values()})
+            model.load_state_dict(second.state_dict())
+
+    world.run(work)
+    assert [found[0], found[1]] == [plain(model, 0, FOUR_PROMPTS, 3)[0] for model in (first, second)]
+
+
+# Set-up
+
+
+def set_up_tail(rows, slowdown: float, name: str = "llama") -> list:
+    """What `make_shared_tail` gives two ranks whose shared forwards take `slowdown` times those of one rank, and what it says."""
+    world, found = World(2, meeting_s=1e-6), [None, None]
+    config = Config()
+    config.rollout.shared_tail_rows, config.rollout.max_completion_length = rows, LIMIT
+
+    def work(rank: int) -> None:
+        ranks = SimulatedRanks(world, rank)
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(small_config(name)).to(torch.float64).eval()
+        prepare_model(model, MAX_LENGTH)
+        engine = Generator(ModelRunner(model, 4, MAX_LENGTH, SEED))
+        pass_time(engine, ranks)
+        board = SimulatedBoard(ranks, 120, interval_s=5e-3)
+        speculation = SimpleNamespace(shared_cost=FORWARDS, outlook=Outlook(), board=board)
+        found[rank] = make_shared_tail(config, ranks, engine, PARAMS, speculation, most_rows=16 if rows == "auto" else rows)
+
+    forward = SharedRunner.forward
+
+    def timed(runner, batch, params):
+        runner.joint.ranks.clock.sleep(slowdown * forward_seconds(batch.load))
+        return forward(runner, batch, params)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SharedRunner, "forward", timed)
+        world.run(work)
+    return found
+
+
+FORWARDS = np.array([5e-3, 1e-4, 5e-5, 1e-4, 1e-7])  # as `forward_seconds`
+
+
+@pytest.mark.parametrize(
+    "rows, slowdown, is_there", [("auto", 0.3, True), ("auto", 1.0, False), (8, 30.0, True), (0, 0.1, False)]
+)
+def test_auto_goes_by_what_forwards_take(rows, slowdown, is_there):
+    tails = set_up_tail(rows, slowdown)
+    assert [tail is not None for tail in tails] == [is_there] * 2
+    if is_there:
+        assert tails[0].engine.is_idle and tails[0].most_rows == (16 if rows == "auto" else rows)
+        assert tails[0].engine.runner.cache.num_bytes() == 0
+
+
+def test_with_auto_it_is_entered_where_it_is_expected_to_pay():
+    """Two rows, each of which needs 30 tokens more, one on each rank: 30 forwards alone, 30 at a third of the time together."""
+    tail, _ = set_up_tail("auto", 0.3)
+    launch, states = launch_of(groups_of(0, FOUR_PROMPTS), 3), [RankState(1), RankState(1)]
+    totals, zeros = np.full(12, 35.0), np.zeros(12)
+    expected = Expected(totals, zeros, zeros, np.repeat(np.arange(4), 3), np.full(12, 9))
+    standing = Standing(launch, place_in_turn(4, 3, 2), 0, expected)
+    standing.told[:] = -1
+    standing.told[[0, 3]] = 5
+    assert tail.is_due(standing, states)
+    standing.told[[0, 3]] = 34  # the last token: not worth two ticks
+    assert not tail.is_due(standing, states)
+    standing.told[[0, 3]], standing.expected = 5, None
+    assert not tail.is_due(standing, states), "nobody knows"
+
+
+def test_a_model_that_cannot_be_cut_is_named_once_where_it_was_asked_for(capfd):
+    assert set_up_tail(8, 0.1, "gpt2") == [None, None]
+    said = capfd.readouterr().err.strip().splitlines()
+    assert said == [
+        "warning: rollout.shared_tail_rows: GPT2LMHeadModel has no plan of layers to cut (base_model_tp_plan of its "
+        "configuration); the last rows are decoded by the ranks that have them"
+    ]
+    assert set_up_tail("auto", 0.1, "gpt2") == [None, None] and not capfd.readouterr().err

@@ -1,0 +1,90 @@
+"""Whole runs whose last rows are decoded by all ranks together: digests and weights of runs without it, on 2 and 4 ranks, with
+drafts, and where all ranks are killed or one is told to stop in the middle of it."""
+
+import signal
+
+import pytest
+
+from tests.runs import ALWAYS_DRAFT, digests, read, run, same_weights, weights
+
+SHARED = ("rollout.shared_tail_rows=12",)
+PLAIN = ("speculative.method=none", "rollout.placement=in_turn", "rollout.shared_tail_rows=0")
+DRAFTING = ("speculative.method=bubble+suffix", "bubble.lookahead=2", ALWAYS_DRAFT)
+SIGNALLED = ("tests/system/signalled_train.py", "--at", "3", "--kind")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plain")
+    run(folder, 2, *PLAIN)
+    assert not any("shared_tail/rows" in line for line in read(folder))
+    return folder
+
+
+def check(folder, plain, most_rows: int = 12) -> None:
+    assert digests(folder) == digests(plain) and len(digests(folder)) == 4
+    shared = [line for line in read(folder) if "shared_tail/rows" in line]
+    assert shared, "it must have been entered"
+    for line in shared:
+        assert 0 < line["shared_tail/rows"] <= most_rows and line["shared_tail/forwards"] > 0
+        assert 0 < line["timing_s/shared_tail"] < line["timing_s/step"]
+
+
+@pytest.mark.parametrize("ranks, method", [(2, PLAIN[:2]), (2, DRAFTING), (4, DRAFTING)])
+def test_digests_are_those_of_a_run_without_it(plain, tmp_path, ranks, method):
+    run(tmp_path, ranks, *method, *SHARED)
+    check(tmp_path, plain)
+    if ranks == 2:
+        assert same_weights(weights(tmp_path), weights(plain))
+    if method is DRAFTING:
+        assert sum(line["rollout/spec_accepted_tokens"] for line in read(tmp_path)) > 0
+
+
+def test_with_gradients_streamed_and_rows_that_move(plain, tmp_path):
+    run(tmp_path, 2, *DRAFTING, *SHARED, "rollout.placement=balanced+take_over", "optim.stream_gradients=true")
+    assert digests(tmp_path)[0] == digests(plain)[0]  # later weights are equal up to the order of summation
+    assert any("shared_tail/rows" in line for line in read(tmp_path))
+
+
+def test_tail_batching_shares_the_tails_of_its_long_rounds(tmp_path):
+    """Short rounds leave rows unfinished, and do not."""
+    tail = ("tail_batching.enabled=true", "tail_batching.over_sampling_ratio=1.5")
+    found = []
+    for name, rows in (("without", 0), ("with", 12)):
+        run(tmp_path / name, 2, *DRAFTING, *tail, f"rollout.shared_tail_rows={rows}", "run.max_steps=4")
+        found.append(digests(tmp_path / name))
+    assert found[0] == found[1]
+    rounds = {
+        bool(line["tail/is_long_round"]): "shared_tail/rows" in line for line in read(tmp_path / "with") if "reward" in line
+    }
+    assert rounds == {True: True, False: False}
+
+
+@pytest.mark.parametrize("kind, method", [("tail-dies", DRAFTING), ("tail-stops", PLAIN[:2])])
+def test_killed_or_stopped_in_the_middle_of_it_and_resumed(plain, tmp_path, kind, method):
+    """Entered with the first tick, with most rows of the step."""
+    method = (*method, "rollout.shared_tail_rows=32")
+    done = run(tmp_path, 2, *method, check=False, script=(*SIGNALLED, kind))
+    if kind == "tail-dies":
+        assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
+    else:
+        assert done.returncode == 0 and "told to stop after 3 of 4 updates" in done.stderr, done.stderr[-3000:]
+    assert len(digests(tmp_path)) == 3, "the step in which it came is not done"
+    run(tmp_path, 2, *method)
+    check(tmp_path, plain, most_rows=32)
+    assert same_weights(weights(tmp_path), weights(plain))
+
+
+def test_with_a_learned_drafter(plain, tmp_path):
+    """Its chains are for rows of a rank's own engine; those in the other one have none."""
+    drafter = ("drafter.warm_start=1500", "drafter.buffer_tokens=3000", "speculative.fixed_window=3")
+    method = ("speculative.method=suffix+drafter", *drafter)
+    run(tmp_path, 2, *method, *SHARED, script=("tests/drafting.py",))
+    check(tmp_path, plain)
+    assert sum(line.get("drafts/drafter/tokens", 0) for line in read(tmp_path)) > 0
+
+
+def test_auto_measures_that_it_does_not_pay_over_gloo(tmp_path):
+    """On a CPU the ranks' exchanges take longer than all of a tiny forward."""
+    run(tmp_path, 2, *DRAFTING, "run.max_steps=2")
+    assert not any("shared_tail/rows" in line for line in read(tmp_path))

@@ -1,0 +1,268 @@
+"""A forward in slices on 2 to 4 ranks, which are threads, against the whole model: hidden states, samples, generated rows."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from conftest import GQA, SMALL, VOCAB, small_config
+
+from bubblespec.config import ModelConfig
+from bubblespec.engine.generator import Generator
+from bubblespec.engine.kv_cache import KVCache
+from bubblespec.engine.model import forward_hidden, output_head, prepare_model, random_tokens
+from bubblespec.engine.noise import stream_keys
+from bubblespec.engine.packing import pack_rows
+from bubblespec.engine.runner import ModelRunner
+from bubblespec.engine.sampling import SamplingParams, sample
+from bubblespec.engine.shared_runner import SharedRunner
+from bubblespec.engine.slices import CannotCut, Heads, cut, head_slice, plan_cuts, sample_slices, share_heads, share_of
+from bubblespec.learn.lora import add_adapter
+from bubblespec.records import Row, SampleId
+from tests.joint import run_together
+
+LONGEST = 64
+UNEVEN = {**SMALL, "hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 97}
+CONFIGS = {
+    "llama": lambda: small_config("llama"),
+    "uneven, tied": lambda: transformers.LlamaConfig(**UNEVEN, tie_word_embeddings=True),
+    "biases everywhere": lambda: transformers.LlamaConfig(**GQA, attention_bias=True, mlp_bias=True),
+    "qwen2": lambda: small_config("qwen2"),
+    "qwen3": lambda: small_config("qwen3"),
+    "mistral-window": lambda: small_config("mistral-window"),
+    "gemma": lambda: transformers.GemmaConfig(**GQA, head_dim=24),
+    "starcoder2": lambda: transformers.Starcoder2Config(**GQA, use_bias=True),
+    "gpt_neox": lambda: small_config("gpt_neox"),
+    "one key/value head": lambda: transformers.LlamaConfig(**{**GQA, "num_key_value_heads": 1}),
+    # Only its MLP, and only its attention, are named by styles that are cut.
+    "olmo2": lambda: small_config("olmo2"),
+    "mixtral": lambda: transformers.MixtralConfig(**GQA, num_local_experts=4),
+}
+
+
+def build(name: str, dtype: torch.dtype = torch.float64) -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).to(dtype).eval()
+    for parameter in model.parameters():  # biases start as zeros
+        if parameter.dim() == 1:
+            torch.nn.init.normal_(parameter, mean=parameter.mean().item(), std=0.1)
+    prepare_model(model, LONGEST)
+    return model
+
+
+@torch.inference_mode()
+def whole_and_sliced(model, size: int, fed: list[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Logits of forwards of so many cached and new tokens of each row: of the whole model, and put together from each rank's."""
+    tokens = [random_tokens(model, 40), random_tokens(model, 60)[20:]]
+
+    def logits(model, cache: KVCache, head) -> torch.Tensor:
+        parts = []
+        for start, count in fed:
+            ids = torch.cat([row[begin : begin + n] for row, begin, n in zip(tokens, start, count, strict=False)])
+            parts.append(head(forward_hidden(model, ids, pack_rows(cache, np.array(start), np.array(count), model.device))))
+        return torch.cat(parts)
+
+    def of_rank(joint):
+        with torch.inference_mode():
+            own = copy.deepcopy(model)
+            with cut(plan_cuts(own, joint.rank, size), joint):
+                return logits(own, KVCache(2, LONGEST), lambda hidden: head_slice(output_head(own), joint, hidden))
+
+    return logits(model, KVCache(2, LONGEST), output_head(model)), run_together(size, of_rank)
+
+
+FED = [([0, 0], [9, 1]), ([9, 1], [1, 20]), ([10, 21], [4, 1]), ([14], [1])]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_slices_give_the_logits_of_the_whole_model(name, size):
+    model = build(name)
+    if name == "gpt_neox" and size == 3:
+        size = 2  # 4 heads without groups on 3 ranks are as good as on 4; 3 is for uneven ones
+    wanted, slices = whole_and_sliced(model, size, FED)
+    assert [part.shape[1] for part in slices] == [len(range(VOCAB)[share_of(VOCAB, rank, size)]) for rank in range(size)]
+    assert (torch.cat(slices, dim=1) - wanted).abs().max() < 1e-12 * max(wanted.abs().max().item(), 1.0) + 1e-12
+
+
+@pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "down_proj")])
+def test_with_an_adapter(targets):
+    pytest.importorskip("peft", reason="pip install -r requirements-lora.txt")
+    model = build("biases everywhere")
+    add_adapter(model, ModelConfig(path="", lora_r=3, lora_alpha=12, lora_target_modules=list(targets)), seed=3)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # they start as zeros
+            torch.nn.init.normal_(parameter.data, std=0.1)
+    base, _ = whole_and_sliced(build("biases everywhere"), 2, FED)
+    wanted, slices = whole_and_sliced(model, 3, FED)
+    assert (wanted - base).abs().max() > 0.1 and (torch.cat(slices, dim=1) - wanted).abs().max() < 1e-12
+
+
+def test_layers_are_whole_again_afterwards():
+    model = build("biases everywhere")
+    before, _ = whole_and_sliced(model, 2, FED)
+    again, _ = whole_and_sliced(model, 2, FED)
+    assert torch.equal(before, again)
+    assert not any("forward" in vars(module) for module in model.modules() if isinstance(module, torch.nn.Linear))
+
+
+def test_every_layer_is_shared_and_nothing_is_copied():
+    """Of a llama all seven layers of each block: the parts of the ranks make up the whole, and are views of its parameters."""
+    model = build("uneven, tied")
+    cuts = [plan_cuts(model, rank, 2) for rank in range(2)]
+    assert len(cuts[0]) == 7 * model.config.num_hidden_layers
+    for first, second in zip(*cuts, strict=True):
+        width = first.module.in_features if first.is_rowwise else first.module.out_features
+        assert (first.part.start, first.part.stop, second.part.stop) == (0, second.part.start, width)
+    attention = model.model.layers[0].self_attn
+    parts = {id(c.module): c.part for c in cuts[0]}
+    assert parts[id(attention.k_proj)] == slice(0, 8) and parts[id(attention.q_proj)] == slice(0, 24)
+    assert attention.q_proj.weight[parts[id(attention.q_proj)]].data_ptr() == attention.q_proj.weight.data_ptr()
+
+
+@pytest.mark.parametrize("heads, key_heads", [(4, 2), (9, 3), (28, 4), (40, 8), (6, 1), (8, 8), (5, 5)])
+def test_heads_are_shared_by_all_ranks(heads, key_heads):
+    for size in range(1, heads + 1):
+        if heads // key_heads < -(-size // key_heads):
+            with pytest.raises(CannotCut, match=f"{heads} query heads and {key_heads} key/value heads are too few"):
+                [share_heads(heads, key_heads, rank, size) for rank in range(size)]
+            continue
+        shares = [share_heads(heads, key_heads, rank, size) for rank in range(size)]
+        assert [q for share in shares for q in range(heads)[share.query]] == list(range(heads))
+        for share in shares:
+            fold = heads // key_heads
+            looked_at = {q // fold for q in range(heads)[share.query]}
+            keys = range(key_heads)[share.key]
+            assert looked_at == set(keys) and len(range(heads)[share.query]) % len(keys) == 0
+
+
+def test_two_ranks_share_a_group_of_seven():
+    assert [share_heads(28, 4, rank, 8) for rank in (0, 1, 7)] == [
+        Heads(slice(0, 3), slice(0, 1)),
+        Heads(slice(3, 7), slice(0, 1)),
+        Heads(slice(24, 28), slice(3, 4)),
+    ]
+
+
+@pytest.mark.parametrize("name, why", [("gpt2", "has no plan of layers to cut"), ("phi3", "has no plan of layers to cut")])
+def test_architectures_without_a_plan_are_refused(make_model, name, why):
+    with pytest.raises(CannotCut, match=why):
+        plan_cuts(make_model(name), 0, 2)
+
+
+def test_a_plan_that_is_wrong_is_found(make_model):
+    """Of two ranks the second takes the first one's inputs."""
+    model = make_model("llama")
+    prepare_model(model, LONGEST)
+
+    def check(joint):
+        runner = SharedRunner(copy.deepcopy(model), 2, LONGEST, 0, joint)
+        runner.check()
+        runner.cuts = [c._replace(part=slice(0, 48)) if c.part == slice(48, 96) and c.is_rowwise else c for c in runner.cuts]
+        with pytest.raises(CannotCut, match=r"LlamaForCausalLM computed in slices, .* differs from the whole model"):
+            runner.check()
+
+    run_together(2, check)
+
+
+def test_a_model_whose_code_fails_in_slices_is_refused(make_model):
+    model = make_model("llama")
+    prepare_model(model, LONGEST)
+    for layer in model.model.layers:  # as code that knows how many heads it has
+        layer.self_attn.o_proj.register_forward_pre_hook(lambda module, args: (args[0].view(1, -1, 64),))
+
+    def check(joint):
+        with pytest.raises(CannotCut, match="forward of LlamaForCausalLM in slices fails: mat1"):
+            SharedRunner(copy.deepcopy(model), 2, LONGEST, 0, joint).check()
+
+    run_together(2, check)
+
+
+# Sampling
+
+PARAMS = {
+    "plain": SamplingParams(),
+    "cold": SamplingParams(temperature=0.6, stop_token_ids=(3, 60, 96), min_length=4),
+    "greedy": SamplingParams(temperature=0.0, stop_token_ids=(3, 60, 96), min_length=4),
+    "top_p": SamplingParams(temperature=0.8, top_p=0.7),
+    "top_k": SamplingParams(top_k=9, stop_token_ids=(3, 60), min_length=4),
+}
+
+
+@pytest.mark.parametrize("offset", [0, 1 << 29])
+@pytest.mark.parametrize("name", PARAMS)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_samples_of_slices_are_those_of_the_whole(name, size, offset, monkeypatch):
+    monkeypatch.setattr("bubblespec.engine.sampling.MAX_LOGITS_AT_ONCE", {"cpu": 1000})
+    count = 300
+    logits = 2 * torch.randn(count, VOCAB, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    logits[:, [3, 60, 96]] += 3  # barred at the beginning
+    numbers = np.arange(count)
+    keys = torch.from_numpy(stream_keys(4, numbers, numbers * 0, numbers * 0, numbers % 9)).clone()
+    keys[:, 0] += offset
+    generated = torch.from_numpy(numbers % 9)
+    wanted = sample(logits, keys, generated, PARAMS[name])
+
+    def of_rank(joint):
+        own = logits[:, share_of(VOCAB, joint.rank, size)]
+        return sample_slices(own, keys, generated, PARAMS[name], vocab_size=VOCAB, joint=joint)
+
+    for token, *logprobs in run_together(size, of_rank):
+        assert torch.equal(token, wanted[0])
+        for own, whole in zip(logprobs, wanted[1:], strict=True):
+            torch.testing.assert_close(own, whole, rtol=1e-13, atol=1e-13)
+
+
+class Drafts:
+    """Proposes right and wrong tokens."""
+
+    def __init__(self, wanted: dict):
+        self.wanted, self.num_accepted = wanted, 0
+
+    def propose(self, rows, lengths, room, budget):
+        drafts = []
+        for row, length in zip(rows, lengths.tolist(), strict=True):
+            draft = self.wanted[row.id][length : length + 5].copy()
+            draft[3:] += length % 2
+            drafts.append(draft % VOCAB)
+        return drafts
+
+    def observe(self, rows, tokens, num_draft, num_accepted):
+        self.num_accepted += int(num_accepted.sum())
+
+
+@pytest.mark.parametrize("rule", ["coupled", "point_mass"])
+@pytest.mark.parametrize("name, size", [("uneven, tied", 2), ("qwen3", 4), ("uneven, tied", 4)])
+def test_rows_of_a_shared_engine_are_those_of_a_plain_one(name, size, rule):
+    """With drafts, right and wrong ones, few slots, and tokens that the rows have already."""
+    model, params = build(name), SamplingParams(temperature=0.9, stop_token_ids=(5, 11))
+    prompts = [tuple(range(1, 4 + 3 * n)) for n in range(5)]
+
+    def rows() -> list[Row]:
+        return [Row(SampleId(n // 2, 1, n), prompts[n // 2], 30) for n in range(10)]
+
+    wanted = Generator(ModelRunner(model, 10, LONGEST, 3, rule=rule)).run(rows(), params)
+
+    def of_rank(joint):
+        own, drafts = rows(), Drafts({row.id: row.tokens for row in wanted})
+        for row, of in zip(own, wanted, strict=True):
+            known = min(len(of.tokens) // 2, 7)
+            row.tokens, row.logprob = of.tokens[:known].copy(), of.logprob[:known].copy()
+            row.full_logprob = of.full_logprob[:known].copy()
+        runner = SharedRunner(copy.deepcopy(model), 4, LONGEST, 3, joint, max_batch_tokens=24, rule=rule)
+        runner.check()
+        Generator(runner).run(own, params, drafts)
+        keys = runner.cache.keys[0].shape
+        return own, drafts.num_accepted, keys
+
+    for rank, (own, num_accepted, shape) in enumerate(run_together(size, of_rank)):
+        assert num_accepted > 50
+        assert [row.tokens.tolist() for row in own] == [row.tokens.tolist() for row in wanted]
+        assert [row.finish for row in own] == [row.finish for row in wanted]
+        config = model.config
+        heads = share_heads(config.num_attention_heads, config.num_key_value_heads, rank, size).key
+        assert shape[2] == heads.stop - heads.start, "a rank holds keys of its own heads alone"
+        for row, of in zip(own, wanted, strict=True):
+            np.testing.assert_allclose(row.logprob, of.logprob, rtol=1e-6)
+            np.testing.assert_allclose(row.full_logprob, of.full_logprob, rtol=1e-6)
