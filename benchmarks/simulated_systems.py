@@ -261,7 +261,7 @@ def draw_systems(runs: list[dict], heading: str) -> Figure:
         for number, name in enumerate(SYSTEMS):
             points = sorted((run["longest"], run["speedup"]) for run in runs if (run["size"], run["system"]) == (size, name))
             style = {"color": "#888888", "linestyle": "--"} if name == "plain" else {"color": f"C{number - 1}", "marker": "o"}
-            panel.plot(*zip(*points, strict=True), label=name, markersize=4, **style)
+            panel.plot([longest for longest, _ in points], [speedup for _, speedup in points], label=name, markersize=4, **style)
         lengths = sorted({run["longest"] for run in runs if run["size"] == size})
         panel.set_xscale("log", base=2)
         panel.set_xticks(lengths, [f"{longest // K}k" for longest in lengths])
@@ -279,7 +279,7 @@ def draw_systems(runs: list[dict], heading: str) -> Figure:
 def draw_changes(runs: list[dict], heading: str) -> Figure:
     """A figure of bars: the best combination, and what is left of it without each of its parts."""
     bars = {name: run["speedup"] for name, run in changes_of(runs).items() if name == CHANGED or name.startswith("without")}
-    figure = Figure(figsize=(7, 0.7 + 0.42 * len(bars)), layout="constrained")
+    figure = Figure(figsize=(8, 1.0 + 0.42 * len(bars)), layout="constrained")
     axes = figure.subplots()
     colours = ["#1b9e77"] + ["#5aa5e0"] * (len(bars) - 1)
     drawn = axes.barh(list(bars), list(bars.values()), color=colours)
@@ -289,7 +289,7 @@ def draw_changes(runs: list[dict], heading: str) -> Figure:
     axes.set_xlim(0, 1.12 * max(bars.values()))
     axes.set_xlabel("rollouts: speed-up over plain")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(heading, fontsize=9)
+    figure.suptitle(heading, fontsize=9)
     return figure
 
 

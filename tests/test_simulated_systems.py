@@ -66,7 +66,7 @@ def test_every_system_is_compared_and_drawn(command, tmp_path, capsys):
 
 def test_a_file_of_other_settings_is_refused(command, tmp_path, capsys):
     for content, says in (
-        ({"settings": {"steps": 4}, "runs": []}, "runs of another longest, prompts"),
+        ({"settings": {"steps": 4}, "runs": []}, "runs of another longest, steps, prompts"),
         ({}, "is no file of this"),
     ):
         (tmp_path / "out.json").write_text(json.dumps(content))
