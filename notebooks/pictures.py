@@ -248,6 +248,59 @@ def draw_learning(runs: list[Run]) -> Figure:
     return figure
 
 
+def draw_arms(arms: dict[str, dict], seeds: dict[str, dict[str, dict]]) -> Figure:
+    """Whole training runs by what is switched on: their steps' speed-up over the first arm (a dot a seed), and held-out reward
+    over seconds of training (pale: seeds; dots: their mean). See benchmarks/end_to_end.py."""
+    figure, axes = _figure(10, 3.4, 1, 2)
+    for number, (name, arm) in enumerate(arms.items()):
+        axes[0].bar(number, arm["speedup"], width=0.7, color=f"C{number}", alpha=0.6)
+        axes[0].plot([number] * len(arm["speedups"]), arm["speedups"], "o", color=f"C{number}", markersize=4)
+        curves = [np.array(of_seed[name]["curve"]) for of_seed in seeds.values() if of_seed[name]["curve"]]
+        for curve in curves:
+            axes[1].plot(*curve.T, color=f"C{number}", alpha=0.3, linewidth=1)
+        if curves:
+            axes[1].plot(*np.mean(curves, axis=0).T, "o-", color=f"C{number}", linewidth=1.5, markersize=4, label=name)
+    axes[0].axhline(1.0, color="#999999", linewidth=1, linestyle=":")
+    axes[0].set_xticks(range(len(arms)), list(arms), fontsize=SIZE)
+    _label(axes[0], "whole steps, seconds a token", "", f"speed-up over {next(iter(arms))}")
+    _label(axes[1], "reward against time", "seconds of training, without evaluations", "held-out reward")
+    if axes[1].lines:
+        axes[1].legend(frameon=False, fontsize=SIZE, loc="lower right")
+    return figure
+
+
+def draw_acceptance(accepted: dict[str, list[float]]) -> Figure:
+    """Chance that the first n tokens of a chain are all right, by the noise that it was drawn with; see benchmarks/drafter.py."""
+    figure, (axes,) = _figure(7, 3.0)
+    labels = {"coupled": "the row's own noise", "point_mass": "other noise"}
+    for number, (name, shares) in enumerate(accepted.items()):
+        place = np.arange(1, len(shares) + 1) + 0.38 * (number - (len(accepted) - 1) / 2)
+        tokens = f"{1 + sum(shares):.2f} tokens a pass"
+        axes.bar(place, shares, width=0.36, color=(DRAFTED, "#b0b0b0")[number % 2], label=f"{labels.get(name, name)}: {tokens}")
+    axes.set_xticks(range(1, len(shares) + 1))
+    axes.set_ylim(0, 1)
+    _label(axes, "", "tokens of a chain", "chance that all are right")
+    axes.legend(frameon=False, fontsize=SIZE)
+    return figure
+
+
+def draw_adaptation(steps: list[dict]) -> Figure:
+    """Tokens a pass of the drafter that goes on learning in idle time, and of a copy that does not, on each step's responses."""
+    figure, (axes,) = _figure(7, 2.8)
+    for name, label, colour, style in (
+        ("adapted", "trained in idle time", DRAFTED, "o-"),
+        ("static", "as it was after the warm start", "#8c8c8c", "s--"),
+    ):
+        axes.plot(
+            [step["step"] for step in steps], [step[name] for step in steps], style, color=colour, label=label, markersize=5
+        )
+    _label(axes, "", "step", "tokens a pass")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_ylim(1, None)
+    axes.legend(frameon=False, fontsize=SIZE)
+    return figure
+
+
 def _bars_down(axes, names: list[str], unit: str) -> None:
     axes.set_yticks(range(len(names)), names, fontsize=SIZE)
     axes.invert_yaxis()

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
+
+from notebooks import refresh
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
-TIME_LIMIT_S = 300  # for any cell, on a busy machine
 
 
 @pytest.fixture
@@ -31,17 +31,19 @@ def working_copy(tmp_path, monkeypatch) -> Path:
 
 
 def execute(tree: Path, name: str, wanted: str = "None", **changed: str):
-    """Run a notebook where Jupyter would, with top-level names of one line set to other values. Returns it as executed, and the
-    value of the expression `wanted` at its end. Raises CellExecutionError."""
+    """Run a notebook where Jupyter would, with top-level names of one line set to other values; without any, what it prints and
+    shows as text must be what is stored in it. Returns it as executed, and the value of the expression `wanted` at its end.
+    Raises CellExecutionError."""
     notebook = nbformat.read(tree / "notebooks" / f"{name}.ipynb", as_version=4)
     for variable, value in changed.items():
         cells = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.startswith(f"{variable} = ")]
         assert len(cells) == 1 and cells[0].source.count("\n") == 0
         cells[0].source = f"{variable} = {value!r}"
+    stored = [text(notebook, kind, 0) for kind in ("stdout", "markdown")]
     notebook.cells.append(nbformat.v4.new_code_cell(f"import json\n\nprint(json.dumps({wanted}))"))
-    NotebookClient(
-        notebook, timeout=TIME_LIMIT_S, kernel_name="python3", resources={"metadata": {"path": str(tree / "notebooks")}}
-    ).execute()
+    refresh.execute(notebook, str(tree / "notebooks"))
+    if not changed:
+        assert [text(notebook, kind) for kind in ("stdout", "markdown")] == stored, f"run python -m notebooks.refresh {name}"
     return notebook, json.loads("".join(output.text for output in notebook.cells[-1].outputs if output.name == "stdout"))
 
 
@@ -49,25 +51,31 @@ def pictures(notebook) -> int:
     return sum("image/png" in output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", []))
 
 
-def text(notebook, kind: str) -> str:
-    """All that the cells have printed, or shown as Markdown."""
-    outputs = [output for cell in notebook.cells[:-1] for output in cell.get("outputs", [])]
+def text(notebook, kind: str, num_added: int = 1) -> str:
+    """All that the cells have printed, or shown as Markdown; num_added: cells at the end that are not the notebook's own."""
+    outputs = [output for cell in notebook.cells[: len(notebook.cells) - num_added] for output in cell.get("outputs", [])]
     if kind == "markdown":
         return "\n".join(output.data["text/markdown"] for output in outputs if "text/markdown" in output.get("data", {}))
     return "".join(output.text for output in outputs if output.get("name") == kind)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_notebooks_are_kept_without_outputs(name):
+def test_notebooks_are_kept_with_outputs(name):
+    """As one execution from top to bottom has left them; with pictures, and nothing of the machine that made them."""
     notebook = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
     nbformat.validate(notebook)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert len(code) > 3 and not any(cell.outputs or cell.execution_count for cell in code)
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1)) and len(code) > 3
+    outputs = [output for cell in code for output in cell.outputs]
+    assert pictures(notebook) > 1 and all(output.output_type != "error" for output in outputs)
+    assert not any(output.get("name") == "stderr" for output in outputs)
+    assert str(ROOT) not in json.dumps(notebook) and "/tmp" not in json.dumps(notebook)
 
 
 def test_recorded_data_are_small():
     files = [path for path in (ROOT / "notebooks").rglob("*") if path.is_file() and path.suffix != ".pyc"]
-    assert sum(path.stat().st_size for path in files) < 1_000_000
+    assert sum(path.stat().st_size for path in files if path.suffix != ".ipynb") < 1_000_000
+    assert all(path.stat().st_size < 1_500_000 for path in files)
 
 
 def test_exactness(working_copy):
@@ -148,6 +156,40 @@ def test_scaling(working_copy):
     assert found["speedup"] > 1.2
     assert found["waiting"]["1"] < 0.01 < 0.2 < found["waiting"]["2"] < found["waiting"]["8"]
     assert found["mismatch"]["400"] > found["mismatch"]["25"]
+
+
+def test_systems(working_copy):
+    wanted = """{
+        "speedups": {run["system"]: run["speedup"] for run in runs if (run["size"], run["longest"]) == ("7b", 16000)},
+        "arms": {name: arm["speedup"] for name, arm in real["arms"].items()},
+    }"""
+    notebook, found = execute(working_copy, "systems", wanted)
+    assert pictures(notebook) == 3
+    of_systems = found["speedups"]
+    each = [of_systems[name] for name in ("drafts of idle time", "learned drafter", "tail batching")]
+    assert min(each) > 1.2 and of_systems["all"] > max(each) and of_systems["plain"] == 1.0
+    best = "all, 3 tokens a pass"
+    assert of_systems[best] > of_systems[f"{best}; without tail batching"] > of_systems[f"{best}; without the drafter"] > 1.5
+    assert next(iter(found["arms"])) == "plain" and found["arms"]["plain"] == 1.0
+    tables = text(notebook, "markdown")
+    assert f"| all | {found['arms']['all']:.2f}x |" in tables and "TLT (2511.16665): 1.7x end to end" in tables
+
+
+def test_drafter(working_copy):
+    notebook, found = execute(working_copy, "drafter", "report")
+    assert pictures(notebook) == 2
+    coupled, other = found["accepted"]["coupled"], found["accepted"]["point_mass"]
+    assert sum(coupled) > sum(other) > 0.3 and sorted(coupled, reverse=True) == coupled
+    printed = text(notebook, "stdout")
+    assert f"{1 + sum(coupled):.2f} tokens a pass" in printed and "step 4: " in printed
+    assert text(notebook, "markdown").count("x | 0 |") == len(found["by_rows"]) == 4
+
+
+def test_a_report_of_another_benchmark_is_one_line(working_copy):
+    with pytest.raises(CellExecutionError) as caught:
+        execute(working_copy, "drafter", REPORT="notebooks/data/end_to_end.json")
+    shown = caught.value.traceback.rpartition("-" * 18)[2].strip()
+    assert shown == "error: notebooks/data/end_to_end.json: it has no accepted; is it of another benchmark?"
 
 
 def test_ablation_of_other_runs_leaves_out_what_is_no_run_and_what_is_torn(working_copy, tmp_path):

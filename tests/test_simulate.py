@@ -31,7 +31,7 @@ from bubblespec.rollout.placement import place_in_turn
 from bubblespec.simulate import __main__
 from bubblespec.simulate.__main__ import BLANK, nested
 from bubblespec.simulate.analytic import GPUS, MODELS, analytic_cost
-from bubblespec.simulate.cost import ForwardCost
+from bubblespec.simulate.cost import RATES, ForwardCost
 from bubblespec.simulate.drafter import DrafterModel, SimulatedChains
 from bubblespec.simulate.drafting import STOP, VOCABULARY, DraftModel
 from bubblespec.simulate.recorded import RecordedWorkload
@@ -299,7 +299,7 @@ def seconds_by_hand(workload: Workload, step: int, num_ranks: int, slots: int, c
 def test_none_takes_what_a_calculation_by_hand_says(num_ranks, slots):
     workload = make_workload(prompts=13, generations=1)
     alone = {"loss__advantage_estimator": "reinforce_plus_plus", "loss__scale_rewards": "none"}  # one response a prompt
-    config = make_config("none", 13, 1, rollout__num_slots=slots, **alone)
+    config = make_config("none", 13, 1, rollout__num_slots=slots, rollout__placement="in_turn", **alone)
     steps = simulate(config, workload, LinearCost(), num_ranks)
     for step in steps:
         seconds, forwards = seconds_by_hand(workload, step.step, num_ranks, slots, LinearCost())
@@ -308,6 +308,21 @@ def test_none_takes_what_a_calculation_by_hand_says(num_ranks, slots):
         lengths = [len(workload.response(step.step, p.uid, 0)) for p in workload.batch(step.step)]
         assert step.response_tokens == sum(lengths)
     assert len({step.seconds for step in steps}) == 4
+
+
+def test_rows_are_placed_where_nothing_is_drafted_too():
+    """Seven prompts of four equally long responses on four ranks: in turn three ranks have eight rows, balanced all have seven.
+    A forward itself takes as long as one more row in it, so nine to eight, but for prompts that are fed on more ranks. The first
+    steps know neither lengths nor costs."""
+    cost = ForwardCost([1], [5e-3], 10e-3, dict.fromkeys(RATES, 0.0))
+    in_turn, balanced = (
+        run("none", 4, cost=cost, config={"prompts": 7, "rollout__placement": name}, prompts=7, sigma=0.0)
+        for name in ("in_turn", "balanced")
+    )
+    assert [step.digest for step in balanced] == [step.digest for step in in_turn]
+    ratios = [one.seconds / other.seconds for one, other in zip(balanced, in_turn, strict=True)]
+    assert ratios[0] == pytest.approx(1.0, rel=0.01)
+    assert ratios[2:] == pytest.approx([8 / 9] * 2, rel=0.05)
 
 
 @pytest.mark.parametrize("method", ["none", "bubble+suffix"])

@@ -24,7 +24,7 @@ GPUS = {
 }
 # Parameters, layers, query heads, key/value heads and head dimension, from the models' config.json.
 MODELS = {
-    "32b": (32.8e9, 64, 40, 8, 128),  # Qwen2.5-32B
+    "32b": (32.76e9, 64, 40, 8, 128),  # Qwen2.5-32B
     "7b": (7.62e9, 28, 28, 4, 128),  # Qwen2.5-7B
     "1.5b": (1.54e9, 28, 12, 2, 128),  # Qwen2.5-1.5B
     "0.5b": (0.49e9, 24, 14, 2, 64),  # Qwen2.5-0.5B

@@ -45,6 +45,8 @@ class SimulatedStep:
     """Of these, those that were not accepted."""
     response_tokens: int = 0
     """Of all responses that are trained on."""
+    longest_tokens: int = 0
+    """Of the longest of these."""
     is_long_round: bool = False
     """Of tail batching; so are the next two."""
     num_deferred: int = 0
@@ -83,9 +85,11 @@ def simulate(
     total = sum(_length(workload, step.step, config.rollout.max_completion_length) for step in steps)
     if workload.shared is None or num_ranks == 1:
         config.rollout.shared_tail_rows = 0
-    shares_tail = config.rollout.shared_tail_rows != 0
-    is_plain = config.speculative.method == "none" and not config.tail_batching.enabled and not shares_tail
-    profiled = None if is_plain else _profiled(config, workload, cost, world)
+    profiled = None
+    if _has_drafts(config) or config.rollout.shared_tail_rows != 0:
+        profiled = _profiled(config, workload, cost, world)
+    elif config.rollout.placement != "in_turn" and num_ranks > 1:
+        profiled = CostModel()  # as in `make_speculation`: placement learns what forwards take from those of the run
     with tqdm(total=total, unit="tok", unit_scale=True, desc=config.speculative.method, disable=not shows_progress) as bar:
         world.run(lambda rank: _Rank(config, workload, cost, profiled, world=world, rank=rank, bar=bar).run(steps))
     return steps
@@ -95,6 +99,11 @@ def counted(steps: list[SimulatedStep]) -> list[SimulatedStep]:
     """Those up to the last long round, when next to nothing that has been paid for is waiting; without any, all."""
     longs = [number for number, step in enumerate(steps) if step.is_long_round]
     return steps[: longs[-1] + 1] if longs else steps
+
+
+def _has_drafts(config: Config) -> bool:
+    """Whether any rows have anything to verify."""
+    return config.speculative.method != "none" or config.tail_batching.enabled
 
 
 def _profiled(config: Config, workload, cost, world: World) -> CostModel:
@@ -169,7 +178,7 @@ class _Rank:
     def _speculation(self, config: Config, cost, profiled: CostModel, engine: SimulatedGenerator) -> Speculation:
         board = SimulatedBoard(self.ranks, config.bubble.progress_timeout_s)
         speculation = assemble(config, self.ranks, board, profiled)
-        if hasattr(cost, "propose_seconds"):
+        if hasattr(cost, "propose_seconds") and _has_drafts(config):
             speculation.proposer.sources.insert(0, ProposalTime(cost, self.ranks.clock))
         if "drafter" in config.speculative.method:
             chains = SimulatedChains(engine.runner, self.workload.drafter)
@@ -227,6 +236,7 @@ class _Rank:
             result.bubble_ratio = float(numbers[:, 2].mean() / result.seconds)
             result.drafted_tokens, result.proposed_tokens, result.refused_tokens = numbers[:, 3:].sum(axis=0).astype(int).tolist()
             result.response_tokens = int(record.generated.lengths.sum())
+            result.longest_tokens = int(record.generated.lengths.max())
             result.digest = digest(record.generated)
             planned = self.sampler.planner.metrics()
             result.is_long_round = bool(planned.get("tail/is_long_round", False))
