@@ -126,7 +126,8 @@ class Arm:
             "tokens_a_pass": total["gained_tokens"] / total["row_forwards"] if total["row_forwards"] else 1.0,
             "length_ratio": self.steps[-1].get("tail/length_ratio", 1.0),
             "memory_gb": bytes_ / 1e9,
-            "steps": self.steps,
+            "seconds": [step["step_s"] for step in self.steps],
+            "tokens": [step["tokens"] for step in self.steps],
             "curve": self.curve,
         }
 

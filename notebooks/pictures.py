@@ -248,9 +248,9 @@ def draw_learning(runs: list[Run]) -> Figure:
     return figure
 
 
-def draw_arms(arms: dict[str, dict], seeds: dict[str, dict[str, dict]]) -> Figure:
-    """Whole training runs by what is switched on: their steps' speed-up over the first arm (a dot a seed), and held-out reward
-    over seconds of training (pale: seeds; dots: their mean). See benchmarks/end_to_end.py."""
+def draw_training(arms: dict[str, dict], seeds: dict[str, dict[str, dict]]) -> Figure:
+    """Training runs by what is switched on: their whole steps' speed-up over the first (a dot a seed), and held-out reward over
+    seconds of training (pale: seeds; dots: their mean). See benchmarks/systems.py."""
     figure, axes = _figure(10, 3.4, 1, 2)
     for number, (name, arm) in enumerate(arms.items()):
         axes[0].bar(number, arm["speedup"], width=0.7, color=f"C{number}", alpha=0.6)
@@ -261,7 +261,7 @@ def draw_arms(arms: dict[str, dict], seeds: dict[str, dict[str, dict]]) -> Figur
         if curves:
             axes[1].plot(*np.mean(curves, axis=0).T, "o-", color=f"C{number}", linewidth=1.5, markersize=4, label=name)
     axes[0].axhline(1.0, color="#999999", linewidth=1, linestyle=":")
-    axes[0].set_xticks(range(len(arms)), list(arms), fontsize=SIZE)
+    axes[0].set_xticks(range(len(arms)), list(arms), fontsize=SIZE, rotation=30)
     _label(axes[0], "whole steps, seconds a token", "", f"speed-up over {next(iter(arms))}")
     _label(axes[1], "reward against time", "seconds of training, without evaluations", "held-out reward")
     if axes[1].lines:

@@ -6,7 +6,7 @@ from bubblespec.errors import InputError
 from notebooks.reading import markdown
 
 SIMULATED_KEYS = ("settings", "runs")  # of benchmarks/simulated_systems.py
-REAL_KEYS = ("arms", "seeds", "config")  # of benchmarks/end_to_end.py
+REAL_KEYS = ("systems", "seeds", "config")  # of benchmarks/systems.py
 DRAFTER_KEYS = ("accepted", "by_rows", "steps", "config")  # of benchmarks/drafter.py
 
 
@@ -25,13 +25,15 @@ def read_report(path: str, keys: tuple[str, ...]) -> dict:
     return report
 
 
-def arms_table(report: dict) -> str:
-    """Whole steps of arms of `benchmarks/end_to_end.py`, as a Markdown table."""
+def systems_table(report: dict) -> str:
+    """Training runs of the systems, from `benchmarks/systems.py`, as a Markdown table."""
     rows = []
-    for name, arm in report["arms"].items():
-        of_seeds = ", ".join(f"{speedup:.2f}x" for speedup in arm["speedups"])
-        rows.append([name, f"{arm['speedup']:.2f}x", of_seeds, "-" if arm["reward"] is None else f"{arm['reward']:.3f}"])
-    return markdown(["arm", "whole steps", "each seed", "held-out reward at the end"], rows)
+    for name, system in report["systems"].items():
+        reward = "-" if system["reward"] is None else f"{system['reward']:.3f}"
+        speeds = [f"{system['speedup']:.2f}x", f"{system['rollout_speedup']:.2f}x", f"{system['idle_ratio']:.0%}"]
+        rows.append([name, *speeds, f"{system['tokens_a_pass']:.2f}", f"{system['length_ratio']:.3f}", reward, system["paper"]])
+    names = ["system", "whole steps", "rollouts", "waiting", "tokens a pass", "length ratio", "held-out reward", "its paper"]
+    return markdown(names, rows)
 
 
 def chains_table(report: dict) -> str:

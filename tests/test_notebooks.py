@@ -187,9 +187,9 @@ def test_drafter(working_copy):
 
 def test_a_report_of_another_benchmark_is_one_line(working_copy):
     with pytest.raises(CellExecutionError) as caught:
-        execute(working_copy, "drafter", REPORT="notebooks/data/end_to_end.json")
+        execute(working_copy, "drafter", REPORT="notebooks/data/systems.json")
     shown = caught.value.traceback.rpartition("-" * 18)[2].strip()
-    assert shown == "error: notebooks/data/end_to_end.json: it has no accepted; is it of another benchmark?"
+    assert shown == "error: notebooks/data/systems.json: it has no accepted; is it of another benchmark?"
 
 
 def test_ablation_of_other_runs_leaves_out_what_is_no_run_and_what_is_torn(working_copy, tmp_path):

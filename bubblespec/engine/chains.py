@@ -26,8 +26,8 @@ from bubblespec.engine.scheduler import Batch, Scheduler
 KEPT = 128  # latest positions of a slot whose hidden states are kept
 CONTEXT = 64  # of these a row begins with, below KEPT by more than a verification feeds
 LONGEST = 5  # tokens of a chain
-MOST_IN_GRAPH = 256  # positions of a CUDA graph: a few for each row
-MOST_ROWS = 32  # with more active rows hidden states are not kept, and nothing is drafted
+MOST_IN_GRAPH = 512  # positions of a CUDA graph: a few for each row
+MOST_ROWS = 128  # with more active rows hidden states are not kept, and nothing is drafted
 
 
 class Chains:
