@@ -545,6 +545,26 @@ def idle_training(drafter, policy, clock=None) -> IdleTraining:
     return IdleTraining(make_training(drafter), chains, source, np.zeros(LONGEST), clock or Clock())
 
 
+def test_a_drafter_that_does_not_pay_is_tried_now_and_then():
+    """Ten steps apart; in between nothing is learnt, kept or proposed. It stays on while any rank drafts."""
+    policy = make_policy("llama")
+    training = idle_training(make_drafter(policy), policy)
+    (lesson,) = make_lessons(policy, [(4, 9)])
+    training.training.lessons.add(lesson)
+    drafted_by_others, is_on = 0, []
+    ranks = SimpleNamespace(gather=lambda own: np.array([own, [0, 0, drafted_by_others]]))
+    for step in range(35):
+        training.begin_step(ranks)
+        is_on.append(training.chains.is_on)
+        assert bool(training.slice_tokens()) == is_on[-1]
+        training.source.num_drafted, drafted_by_others = (5 if step == 10 else 0), (7 if step == 11 else 0)
+    assert [step for step, on in enumerate(is_on) if on] == [0, 10, 11, 12, 22, 32]
+    assert not training.chains.is_on and training.source.chance == 0.0
+    assert training.source.propose([SimpleNamespace(row=None)], [1], [5]) == [None]
+    training.take(None, None)
+    assert training.new_lessons == []
+
+
 @pytest.mark.parametrize("own, other", [(3, 1), (0, 2), (4, 0), (0, 0)])
 def test_drafters_are_merged_by_the_updates_that_ranks_have_made(own, other):
     policy = make_policy("llama")
@@ -631,6 +651,8 @@ def test_the_length_is_that_with_most_tokens_a_second(seed):
 
 class TimedChains:
     """Chains that take as long as they are told, for all rows."""
+
+    is_on = True
 
     def __init__(self, clock: Clock, seconds: float, truth: int = 1):
         self.clock, self.seconds, self.truth = clock, seconds, truth

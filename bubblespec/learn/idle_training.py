@@ -14,6 +14,7 @@ from bubblespec.records import CHAIN_ROWS
 from bubblespec.speculate.learned import LearnedDrafts
 
 MEASURED = 4  # of the latest responses say how much is accepted, before they are learnt from
+TRY_EVERY = 10  # steps, where chains do not pay: between them the drafter costs nothing
 SHARE_PER_STEP = 0.25  # of the buffer is filled anew by one step, at the most
 AVERAGE = 0.2  # weight of the latest slice in the seconds of a token
 
@@ -28,21 +29,31 @@ class IdleTraining:
         self.new_lessons: list[Lesson] = []  # of the latest step, not learnt from yet
         self._num_added = 0  # sequences in the gradient that no update has been made by yet
         self._num_updates = 0  # since the ranks' drafters were last the same
+        self._is_first = True  # no rollout has been made yet
+        self._num_unused = 0  # steps in a row in which no rank has drafted anything
         self._num_measured = training.num_updates  # updates when `accepted` was measured
 
     @torch.no_grad()
     def take(self, batch: Microbatch, hidden: torch.Tensor) -> None:
         """Some of the sequences of a micro-batch of the policy's training, see `Learner.on_hidden`."""
+        if not self.chains.is_on:
+            return
         room = SHARE_PER_STEP * self.training.lessons.max_tokens - sum(len(lesson.hidden) for lesson in self.new_lessons)
         if room > 0:
             self.new_lessons += lessons_of(batch, hidden, int(room))
 
     def begin_step(self, ranks: Ranks) -> None:
         """All ranks together, before a rollout: learn from the latest responses from now on. If the drafter has changed since it
-        was last measured, they say first how much of it is accepted."""
+        was last measured, they say first how much of it is accepted. Where no chain has paid for itself in a step, there are none
+        and no training in the next ones, but for one in TRY_EVERY."""
         new, self.new_lessons = self.new_lessons, []
-        made = ranks.gather(np.array([len(new), self.training.num_updates - self._num_measured]))
-        if made.sum(axis=0).all():
+        made = ranks.gather(np.array([len(new), self.training.num_updates - self._num_measured, self.source.num_drafted]))
+        self.source.num_drafted = 0
+        has_new, has_changed, has_drafted = made.sum(axis=0) > 0
+        self._num_unused = 0 if has_drafted or self._is_first else self._num_unused + 1
+        self._is_first = False
+        self.chains.is_on = self._num_unused % TRY_EVERY == 0
+        if has_new and has_changed:
             self._num_measured = self.training.num_updates
             self.accepted = measure(self.training, self.chains, new[:MEASURED], ranks)
             self.source.acceptance.expect(self.accepted)
@@ -50,8 +61,8 @@ class IdleTraining:
             self.training.lessons.add(lesson)
 
     def slice_tokens(self) -> int:
-        """Tokens of a slice: those of the shortest response."""
-        return min((len(lesson.hidden) for lesson in self.training.lessons), default=0)
+        """Tokens of a slice: those of the shortest response; 0 where there is nothing to learn."""
+        return min((len(lesson.hidden) for lesson in self.training.lessons), default=0) if self.chains.is_on else 0
 
     def run_slice(self, limit_s: float) -> float:
         """Learn from a response that is expected to take no longer, if there is one. Returns the seconds that it took."""

@@ -60,6 +60,7 @@ class LearnedDrafts:
         self.acceptance = Acceptance()
         self.own_cost = CostModel()  # of the drafter's chains: rows stand for its forwards, tokens for those that it feeds
         self.chosen = np.zeros((len(CHAIN_ROWS), LONGEST + 1), np.int64)  # forwards by rows and length of the chain
+        self.num_drafted = 0  # chains; whoever asks sets it back
         self._proposed: dict[int, np.ndarray] = {}  # by id() of the row
 
     def profile(self) -> None:
@@ -75,6 +76,8 @@ class LearnedDrafts:
     @property
     def chance(self) -> float:
         """Of the next token of another proposal: below it a chain gains more than that, its own time taken off."""
+        if not self.chains.is_on:
+            return 0.0
         active = max(len(self.engine.rows), 1)
         length = self.choose(active, 1)
         if not length:
@@ -95,6 +98,8 @@ class LearnedDrafts:
     def propose(self, rows: list[TrackedRow], lengths: list[int], limits: list[int]) -> list[Proposal | None]:
         """See `DraftSource`."""
         proposals: list[Proposal | None] = [None] * len(rows)
+        if not self.chains.is_on:
+            return proposals
         active = len(self.engine.rows)
         slot_of = {id(row): slot for slot, row in enumerate(self.engine.rows)}
         place_of = {slot_of[id(tracked.row)]: place for place, tracked in enumerate(rows) if id(tracked.row) in slot_of}
@@ -106,6 +111,7 @@ class LearnedDrafts:
             return proposals
         begin_s = self.clock.perf_counter()
         tokens, slots, caught_up = self.chains.draft(self.engine.scheduler, np.array(sorted(place_of)), length)
+        self.num_drafted += len(slots)
         if len(slots):
             seconds = self.clock.perf_counter() - begin_s
             self.own_cost.observe(length, caught_up + (length - 1) * len(slots), 0, 0, seconds)
