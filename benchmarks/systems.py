@@ -65,8 +65,6 @@ SYSTEMS = {
     "tail": System((TAIL,), ROLLPACKER.format("prompts deferred only, rollouts 1.14x / 1.64x / 2.60x at 8k / 16k / 32k")),
     "race": System((TAIL, RACE), ROLLPACKER.format("biased race as well, rollouts 1.7x / 3.1x / 4.0x")),
     "streamed": System((STREAMED,), ROLLPACKER.format("streamed gradients alone 1.08x")),
-    "drafts+placement": System((DRAFTS, BALANCED), ""),
-    "drafts+tail": System((DRAFTS, TAIL, BALANCED), ""),
     "all": System((ALL, TAIL, BALANCED), ""),
     "all+streamed": System((ALL, TAIL, BALANCED, STREAMED), ""),
 }

@@ -29,8 +29,7 @@ class IdleTraining:
         self.new_lessons: list[Lesson] = []  # of the latest step, not learnt from yet
         self._num_added = 0  # sequences in the gradient that no update has been made by yet
         self._num_updates = 0  # since the ranks' drafters were last the same
-        self._is_first = True  # no rollout has been made yet
-        self._num_unused = 0  # steps in a row in which no rank has drafted anything
+        self._num_unused = -1  # steps in a row in which no rank has drafted anything; -1 before the first
         self._num_measured = training.num_updates  # updates when `accepted` was measured
 
     @torch.no_grad()
@@ -50,8 +49,7 @@ class IdleTraining:
         made = ranks.gather(np.array([len(new), self.training.num_updates - self._num_measured, self.source.num_drafted]))
         self.source.num_drafted = 0
         has_new, has_changed, has_drafted = made.sum(axis=0) > 0
-        self._num_unused = 0 if has_drafted or self._is_first else self._num_unused + 1
-        self._is_first = False
+        self._num_unused = 0 if has_drafted else self._num_unused + 1
         self.chains.is_on = self._num_unused % TRY_EVERY == 0
         if has_new and has_changed:
             self._num_measured = self.training.num_updates
