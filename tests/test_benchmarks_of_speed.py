@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import generate, shared, step_vs_trl, systems, tail_batching
+from benchmarks import generate, reward_vs_trl, shared, step_vs_trl, systems, tail_batching
 from bubblespec.errors import InputError
 from tests.warm import launch
 
@@ -121,10 +121,39 @@ def run_against_trl(monkeypatch, tmp_path, *arms: str) -> dict:
 
 
 def test_own_arms_of_the_step_generate_the_same_tokens(monkeypatch, tmp_path):
-    result = run_against_trl(monkeypatch, tmp_path, "none", "bubble+suffix")
-    plain, speculative = (result["jobs"][arm][0] for arm in ("none", "bubble+suffix"))
-    assert plain["tokens"] == speculative["tokens"] and len(plain["tokens"]) == 2
+    result = run_against_trl(monkeypatch, tmp_path, "none", "bubble+suffix", "all")
+    plain, speculative, both = (result["jobs"][arm][0] for arm in ("none", "bubble+suffix", "all"))
+    assert plain["tokens"] == speculative["tokens"] and len(plain["tokens"]) == len(both["tokens"]) == 2
     assert all(s > 0 for s in plain["seconds"]) and result["summary"]["none"]["steps"] == 1
+
+
+def test_reward_over_time_is_of_the_weights_of_that_step(monkeypatch, tmp_path):
+    """With weights that stand still all evaluations give the same; and what is measured is what train.py reports."""
+    config = os.path.join(ROOT, "configs", "tiny_cpu.yaml")
+    arguments = f"reward_vs_trl.py --config {config} --json {tmp_path}/out.json --picture {tmp_path}/out.png --steps 3 --every 1"
+    arguments += " --nproc-per-node 1 --seeds 0 --arms"
+    small = [*SMALL, "eval.num_prompts=8", "eval.num_generations=2", "optim.warmup_steps=0", "rollout.max_completion_length=50"]
+    curves = {}
+    for rate, arms in (("0", ["none"]), ("0.01", ["none", "bubble+suffix"])):
+        monkeypatch.setattr(sys, "argv", [*arguments.split(), *arms, "--", *small, f"optim.learning_rate={rate}"])
+        assert reward_vs_trl.main() == 0
+        curves[rate] = json.loads((tmp_path / "out.json").read_text())["curves"]
+    (still,), (moving,), (drafted,) = curves["0"]["none"], curves["0.01"]["none"], curves["0.01"]["bubble+suffix"]
+    assert len(set(still["rewards"])) == 1 and len(still["rewards"]) == len(still["seconds"]) == 4
+    assert moving["rewards"][0] == still["rewards"][0] and len(set(moving["rewards"])) > 1
+    assert moving["rewards"] == drafted["rewards"]  # the same samples, the same updates
+    run = [f"run.output_dir={tmp_path}/run", "run.max_steps=3", "run.eval_steps=1", "run.save_steps=0", "model.cpu_linear=torch"]
+    rate = "optim.learning_rate=0.01"
+    done = launch(1, ["train.py", "--config", config, *small, *run, rate, "speculative.method=none"])
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["eval/reward"] for line in lines if "eval/reward" in line] == moving["rewards"]
+
+
+def test_time_to_a_reward_is_on_straight_lines():
+    curve = {"seconds": [0.0, 10.0, 20.0, 30.0], "rewards": [0.4, 0.6, 0.5, 0.9]}
+    assert reward_vs_trl.time_to(curve, 0.5) == 5.0 and reward_vs_trl.time_to(curve, 0.7) == pytest.approx(25.0)
+    assert reward_vs_trl.time_to(curve, 0.95) is None
 
 
 def test_step_of_trl(monkeypatch, tmp_path):
@@ -158,6 +187,7 @@ def test_first_steps_are_not_counted():
     assert summary["trl"] == {"error": "no"} and "speedup" not in summary["none"]
     summary = step_vs_trl.summarise({"trl": [{**run, "seconds": [9.0, 4.0, 4.0, 4.0]}], "none": [run]}, 1)
     assert summary["none"]["speedup"] == 2.0 and summary["none"]["speedup_median_step"] == 2.0
+    assert summary["none"]["speedup_by_tokens"] == pytest.approx(2.0)
 
 
 def test_systems_side_by_side(tmp_path):
