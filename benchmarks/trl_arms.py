@@ -3,9 +3,10 @@
 TRL is a dependency of these comparisons alone: pip install --no-deps trl==1.16.0 (into a folder of its own, given by PYTHONPATH).
 
 Arms: trl (generation by `model.generate`), trl-cb (its generation by transformers' continuous batching), none (this trainer
-without speculation), bubble+suffix (with it), all (with tail batching as well) and all+drafter. All have the same model, prompts
-in the same order (but for tail batching, which defers some), group size, limits, reward functions, global batch, loss (one update
-a batch, no KL), AdamW and clipping, in float32 on two ranks with one thread each. Tokens differ: each samples in its own way.
+without speculation), bubble+suffix and bubble+suffix+drafter (with it), all and all+drafter (with tail batching too). All have
+the same model, prompts in the same order (but for tail batching, which defers some), group size, limits, reward functions, global
+batch, loss (one update a batch, no KL), AdamW and clipping, in float32 on two ranks with one thread each. Tokens differ: each
+samples in its own way.
 
 A step lasts from the end of one to the end of the next, with everything in it: data, generation, rewards, learning, logging. What
 is before the first step of this trainer's loop (the warm start of a drafter) is in that step.
@@ -37,6 +38,7 @@ from bubblespec.errors import InputError
 OWN = {
     "none": ("speculative.method=none",),
     "bubble+suffix": ("speculative.method=bubble+suffix",),
+    "bubble+suffix+drafter": ("speculative.method=bubble+suffix+drafter",),
     "all": ("speculative.method=bubble+suffix", "tail_batching.enabled=true"),
     "all+drafter": ("speculative.method=bubble+suffix+drafter", "tail_batching.enabled=true"),
 }
