@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from bubblespec.idle.drafter_training import TrainDrafter
 from bubblespec.learn.idle_training import IdleTraining
 from bubblespec.learn.warm_start import DRAFTER_FILE, WEIGHTS_FILE
+from bubblespec.speculate.learned import LearnedDrafts
 from tests.clocks import train_in_virtual_time
 from tests.drafting import chain_always, train_always
 from tests.runs import SHORT, digests, read, run, weights
@@ -85,6 +86,33 @@ def test_what_chains_win_decides_how_long_they_are(tmp_path, plain, capfd, metho
     counted = [line for line in read(tmp_path) if any(key.startswith("drafter/chain_length/") for key in line)]
     assert len(counted) > 1 or method == ALL
     assert capfd.readouterr().err.count("updates, accepted") == 1
+
+
+@pytest.mark.parametrize("method", [ALL, ALONE])
+def test_at_rest_nothing_of_it_is_left_but_the_samples(monkeypatch, tmp_path, plain, method, capfd):
+    """Chains that save nothing are tried in the first step. Without another source rollouts are then plain, without ticks."""
+    monkeypatch.setattr(LearnedDrafts, "choose", lambda source, active, count: 0)
+    train_in_virtual_time(*OPTIONS, *DRAFTER, method, f"run.output_dir={tmp_path}")
+    assert_same_run(tmp_path, plain)
+    lines = [line for line in read(tmp_path) if "drafter/rests" in line]
+    assert [line["drafter/rests"] for line in lines] == [0, 1, 1, 1]
+    assert ["idle/train_drafter/seconds" in line for line in lines] == [True, False, False, False]
+    assert [any("chain_length" in key for key in line) for line in lines] == [True, False, False, False]
+    if method == ALONE:
+        assert [line["progress/ticks"] > 0 for line in lines] == [True, False, False, False]
+    table = capfd.readouterr().err
+    assert "steps at rest: 3" in table and "active rows from 17" in table
+
+
+def test_a_rollout_without_drafts_is_one_without_the_drafter(monkeypatch, tmp_path, plain):
+    """Every second one is, so that drafts are held against it; the drafter does not rest for that."""
+    chain_always(monkeypatch.setattr)
+    train_in_virtual_time(*OPTIONS, *ALWAYS, ALONE, "speculative.check_every=1", f"run.output_dir={tmp_path}")
+    assert_same_run(tmp_path, plain)
+    lines = [line for line in read(tmp_path) if "drafter/rests" in line]
+    assert [line["drafter/rests"] for line in lines] == [0, 0, 0, 0]
+    assert [line["progress/ticks"] > 0 for line in lines] == [True, False, True, False]
+    assert [line.get("drafts/drafter/tokens", 0) > 0 for line in lines] == [True, False, True, False]
 
 
 @pytest.mark.parametrize("ranks, method", [(2, ALL), (2, ALONE), (4, ALL)])

@@ -13,9 +13,10 @@ from bubblespec.data.prompts import PromptSet
 from bubblespec.data.step_planner import InOrder
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import ForwardRecord, Group, Launch, Load, Prompt, RolloutRecord, Samples, Span, StepRecord
+from bubblespec.records import ForwardRecord, Load, RolloutRecord, Span, StepRecord
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.sampler import Sampler
+from bubblespec.samples import Group, Launch, Prompt, Samples
 from tests.runs import ALWAYS_DRAFT, digests, read, run, same_weights, weights
 
 WANTED = 6

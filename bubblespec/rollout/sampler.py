@@ -21,7 +21,7 @@ from bubblespec.idle.work import IdleWork
 from bubblespec.learn.idle_training import IdleTraining
 from bubblespec.learn.streaming import GradientStream
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Group, Launch, RolloutRecord, Row, Samples, Span, StepRecord, has_zero_std
+from bubblespec.records import RolloutRecord, Span, StepRecord
 from bubblespec.rewards.functions import combine, overlong_penalty
 from bubblespec.rewards.scorer import Scorer, Scoring
 from bubblespec.rollout.balance import ends_s, place_rows, plain_s
@@ -31,6 +31,7 @@ from bubblespec.rollout.placement import gather_samples, place_in_turn
 from bubblespec.rollout.shared_tail import SharedTail
 from bubblespec.rollout.standing import Standing
 from bubblespec.rollout.take_over import TakeOver
+from bubblespec.samples import Group, Launch, Row, Samples, has_zero_std
 from bubblespec.speculate.store import DraftStore
 
 
@@ -226,6 +227,8 @@ class Sampler:
         loop, speculation = RolloutLoop(self.engine, self.ranks, self.params, on_finished=on_finished), self.speculation
         ordered = dict(rows)
         if speculation is not None:
+            if self.drafter is not None:
+                self.drafter.source.follow(self._has_drafter)
             ordered = speculation.begin(rows, step)
             if standing.launch.selects and standing.expected is not None:
                 ordered = {place: rows[place] for place in admit_first(list(ordered), standing.launch, standing.expected)}
@@ -289,10 +292,15 @@ class Sampler:
         if self.stream is not None and scoring is not None and len(used) == len(standing.launch.groups):
             gradients = self._group_gradients(standing.launch, scoring)
         drafter = None
-        if self.drafter is not None:
+        if self._has_drafter:
             limit_s = self.config.idle.max_slice_s
             drafter = TrainDrafter(self.drafter, max_slice_s=limit_s, num_ranks=self.ranks.world_size, clock=self.ranks.clock)
         return [work for work in (self._take_over(standing, step), gradients, draft_ahead, drafter) if work is not None]
+
+    @property
+    def _has_drafter(self) -> bool:
+        """Whether the next rollout may have chains, and train what drafts them."""
+        return self.drafter is not None and not self.drafter.source.rests and not self.speculation.is_plain
 
     def _group_gradients(self, launch: Launch, scoring: Scoring) -> GroupGradients:
         """Of a step's first rollout: with dynamic sampling whatever differs in it is trained on, and of later ones not all is."""
