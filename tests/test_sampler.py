@@ -128,7 +128,7 @@ def test_stages_of_a_rollout_follow_one_another(monkeypatch, is_second):
         draft_ahead=lambda step, planner, used, num_slots: used_so_far.append(used) or SimpleNamespace(merge=clock.passes(0.75)),
         learn_rollout=learn_rollout,
         store={groups[1].sample(0): "a draft"},
-        proposer=SimpleNamespace(cost=SimpleNamespace(coefficients=np.array([3.0, 0.5, 0.25, 9.0, 0.125]))),
+        proposer=SimpleNamespace(awake=[1], cost=SimpleNamespace(coefficients=np.array([3.0, 0.5, 0.25, 9.0, 0.125]))),
         has_drafts=False,
         is_plain=False,
         overhead_s=4.0,

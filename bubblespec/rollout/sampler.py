@@ -232,7 +232,8 @@ class Sampler:
             ordered = speculation.begin(rows, step)
             if standing.launch.selects and standing.expected is not None:
                 ordered = {place: rows[place] for place in admit_first(list(ordered), standing.launch, standing.expected)}
-            loop.board, loop.cost, loop.tail = speculation.board, speculation.proposer.cost, self.tail
+            loop.board, loop.tail = speculation.board, self.tail
+            loop.cost = speculation.proposer.cost if self._learns else None
             loop.works = self._idle_works(standing, step, used, scoring)
             loop.proposer = speculation.proposer if speculation.has_drafts and not speculation.is_plain else None
         record = loop.run(ordered, standing)
@@ -247,12 +248,13 @@ class Sampler:
         what is deferred, as drafts."""
         begin_s = self.ranks.clock.perf_counter()
         deferred = standing.deferred().tolist()
-        is_over = np.ones(len(standing.owners), bool)
-        is_over[deferred] = False
-        ids = [name for name, over in zip(standing.launch.ids, is_over, strict=True) if over]
-        overhead_s, work_s = self._work(rollout)
-        of_rows = self._plain_s(list(rows.values()), overhead_s)
-        self.speculation.learn_rollout(rollout, ids, plain_s=of_rows, work_s=work_s, was_plain=self.speculation.is_plain)
+        if self._learns:
+            is_over = np.ones(len(standing.owners), bool)
+            is_over[deferred] = False
+            ids = [name for name, over in zip(standing.launch.ids, is_over, strict=True) if over]
+            overhead_s, work_s = self._work(rollout)
+            of_rows = self._plain_s(list(rows.values()), overhead_s)
+            self.speculation.learn_rollout(rollout, ids, plain_s=of_rows, work_s=work_s, was_plain=self.speculation.is_plain)
         if standing.selection is not None:
             self.speculation.keep([rows[place] for place in deferred if place in rows], step)
         for work in works:
@@ -260,6 +262,13 @@ class Sampler:
         span = Span("exchange", begin_s, self.ranks.clock.perf_counter())
         self.speculation.overhead_s += span.end_s - span.begin_s
         return span
+
+    @property
+    def _learns(self) -> bool:
+        """Whether what a rollout takes matters to a later one: tokens may be proposed in it, rows placed by expectation, or the
+        last of them shared."""
+        placement, may_propose = self.config.rollout.placement, bool(self.speculation.proposer.awake)
+        return may_propose or placement != "in_turn" or self.tail is not None
 
     def _work(self, rollout: RolloutRecord) -> tuple[float, float]:
         """Seconds of a typical forward beside the engine, and of all forwards with rows of the step, by the cost model."""
