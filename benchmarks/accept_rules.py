@@ -29,7 +29,7 @@ from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.engine.verify import FRESH, further, verify
 from bubblespec.learn.losses import token_logprobs
-from bubblespec.records import Prompt, Row, SampleId
+from bubblespec.samples import Prompt, Row, SampleId
 
 TASKS = [{"name": "chain_sum", "weight": 1.0, "config": {"min_terms": 2, "max_terms": 8, "min_digits": 1, "max_digits": 1}}]
 MAX_LOGITS = 1 << 26

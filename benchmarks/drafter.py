@@ -27,7 +27,7 @@ from bubblespec.learn.advantages import estimate_advantages
 from bubblespec.learn.drafter_training import DrafterTraining
 from bubblespec.learn.warm_start import learn_from, measure, save_drafter
 from bubblespec.ranks.collectives import ranks_from_environment
-from bubblespec.records import Group, Row
+from bubblespec.samples import Group, Row
 from bubblespec.set_up import set_up
 from bubblespec.speculate.proposer import Proposer
 from bubblespec.trainer import Trainer

@@ -40,7 +40,7 @@ from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.records import Row, SampleId
+from bubblespec.samples import Row, SampleId
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 MODELS = {"tiny": os.path.join(ROOT, "configs/tiny_policy"), "smollm2": os.path.join(ROOT, "models/smollm2-135m-instruct")}

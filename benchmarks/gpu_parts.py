@@ -26,7 +26,7 @@ from bubblespec.engine.noise import gumbel, stream_keys
 from bubblespec.engine.packing import pack_rows
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams, sample
-from bubblespec.records import Draft, Row, SampleId
+from bubblespec.samples import Draft, Row, SampleId
 from bubblespec.speculate.proposer import make_proposer
 from bubblespec.speculate.suffix import History
 from bubblespec.speculate.windows import CostModel

@@ -89,7 +89,7 @@ def out_of_memory(bench: Bench) -> Figure:
     from bubblespec.learn.optimizer import Optimizer
     from bubblespec.learn.out_of_memory import TokenBudget, run_within_memory
     from bubblespec.ranks.collectives import Ranks
-    from bubblespec.records import Group, Prompt, Samples
+    from bubblespec.samples import Group, Prompt, Samples
 
     model = build(SHAPES[bench.policy] | {"num_hidden_layers": 8}, bench.device, torch.bfloat16)
     model.requires_grad_(True)

@@ -26,8 +26,9 @@ from bubblespec.errors import InputError
 from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.learn.advantages import estimate_advantages
 from bubblespec.ranks.collectives import ranks_from_environment
-from bubblespec.records import Row, StepRecord
+from bubblespec.records import StepRecord
 from bubblespec.rollout.loop import RolloutLoop
+from bubblespec.samples import Row
 from bubblespec.set_up import set_up
 from bubblespec.telemetry.report import speculation_metrics
 from bubblespec.trainer import Trainer

@@ -26,7 +26,8 @@ from bubblespec.engine.model import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
-from bubblespec.records import Load, Row, SampleId
+from bubblespec.records import Load
+from bubblespec.samples import Row, SampleId
 from bubblespec.simulate.cost import ForwardCost
 from bubblespec.telemetry.trace import describe_hardware, describe_versions
 

@@ -1,10 +1,13 @@
 """Systems side by side: torchrun --nproc_per_node=2 benchmarks/systems.py --config F --json OUT [--picture PNG] [overrides]
 
-Each system is a training run of its own, from the same weights; the runs take their steps in turn, each time in another order, so
-that a busy moment of the machine meets all of them. Counted are seconds from barrier to barrier of whole steps: rollouts,
-rewards, gradients, the optimizer; evaluations (run.eval_steps) are made between them, and not counted, nor is the warm start of a
-drafter. As steps of short and long rounds are of different size, speeds are of seconds for each token that is trained on. The
-first steps count, unless --skip says otherwise: a system that learns from an earlier epoch is measured in the second one.
+Each system is a training run of its own, from the same weights; the runs take their steps in turn, each time in an order drawn
+anew, so that a busy moment of the machine meets all of them, and none always finds what the same one leaves in the caches.
+`again` is `plain` once more: what it gains or loses is chance.
+
+Counted are seconds from barrier to barrier of whole steps: rollouts, rewards, gradients, the optimizer; evaluations
+(run.eval_steps) are made between them, and not counted, nor is the warm start of a drafter. As steps of short and long rounds are
+of different size, speeds are of seconds for each token that is trained on. The first steps count, unless --skip says otherwise: a
+system that learns from an earlier epoch is measured in the second one.
 """
 
 import argparse
@@ -57,6 +60,7 @@ TLT = "1.7x end to end (arXiv 2511.16665)"
 ROLLPACKER = "2.0x to 2.6x end to end (arXiv 2509.21009); {}"
 SYSTEMS = {
     "plain": System((), ""),
+    "again": System((), ""),
     "bubble": System(("speculative.method=bubble",), BUBBLESPEC),
     "history": System(("speculative.method=suffix",), RHYMERL),
     "drafts": System((DRAFTS,), BUBBLESPEC),
@@ -143,8 +147,8 @@ def run_seed(arguments: argparse.Namespace, ranks: Ranks, seed: int, folder: str
             arm.trainer.warm_start()
         arm.evaluate()
     for step in range(num_steps):
-        for arm in arms[step % len(arms) :] + arms[: step % len(arms)]:
-            arm.step(ranks)
+        for number in np.random.default_rng((seed, step)).permutation(len(arms)).tolist():
+            arms[number].step(ranks)
         if ranks.is_main and ((step + 1) % 10 == 0 or step + 1 == num_steps):
             text = ", ".join(f"{arm.name} {1e6 * arm.result()['seconds_per_token']:.0f}" for arm in arms)
             print(f"seed {seed}, {step + 1} steps, us/token: {text}", flush=True)

@@ -1,9 +1,8 @@
-"""What the parts of a run hand to each other: samples and their names, rows, forwards, spans of time, rollouts and steps.
+"""What has happened: forwards and what they had to do, spans of time, what came of proposals and of idle time, rollouts, steps.
 
-Plain data. This module imports none of the package's others, so each of them may import it.
+Plain data: what was measured and counted on one rank, for the metrics, for timelines, and for those who learn from it.
 """
 
-import hashlib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -11,61 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-
-class SampleId(NamedTuple):
-    """The name of a response; with the run's seed, the key of its noise. A response is the same wherever and whenever it is
-    generated, as long as the weights are."""
-
-    uid: int
-    """Of the prompt, 63 bits; the same in every run on the same data."""
-    visit: int
-    """How often the data order has drawn this prompt before, below 2**31."""
-    sample: int
-    """Number within its group, below 2**12."""
-
-
-@dataclass
-class Prompt:
-    """One prompt of the data."""
-
-    uid: int
-    """63 bits, stable across runs."""
-    text: str | list[dict]
-    """A string or chat messages."""
-    token_ids: tuple[int, ...]
-    columns: dict
-    """What the reward functions are given beside prompt and response."""
-
-
-@dataclass(eq=False)
-class Row:
-    """One response to generate, and afterwards the response. A row with tokens goes on after them."""
-
-    id: SampleId
-    prompt: tuple[int, ...]
-    max_new_tokens: int
-    tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    """int64, the response with its stop token."""
-    logprob: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
-    """float32, of each token under the distribution that it was drawn from."""
-    full_logprob: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
-    """float32, of each token under the policy at the sampling temperature, without truncation."""
-    finish: str | None = None
-    """"stop", "length", or None while it is not finished."""
-
-
-@dataclass
-class Draft:
-    """The tokens that older weights gave a sample."""
-
-    tokens: np.ndarray
-    """int32."""
-    is_finished: bool
-    """It ends as a response does."""
-    version: int
-    """Updates of the weights that last extended it."""
-    holder: int = -1
-    """The rank that has it in its engine, to go on with it in the next rollout, or -1."""
+from bubblespec.samples import Draft, Group, SampleId, Samples
 
 
 class Load(NamedTuple):
@@ -83,23 +28,6 @@ class Load(NamedTuple):
     """Of the tokens, those of prompts."""
     draft_tokens: int
     """Of the tokens, those of drafts."""
-
-
-class Group(NamedTuple):
-    """A prompt as one step draws it: its samples are those of this visit."""
-
-    prompt: Prompt
-    visit: int
-    """How often the data order has drawn the prompt before."""
-
-    @property
-    def name(self) -> tuple[int, int]:
-        """uid and visit: no two groups of a run have the same."""
-        return self.prompt.uid, self.visit
-
-    def sample(self, number: int) -> SampleId:
-        """The name of one of its responses."""
-        return SampleId(self.prompt.uid, self.visit, number)
 
 
 class Span(NamedTuple):
@@ -150,6 +78,8 @@ class ForwardRecord(NamedTuple):
 
 # Numbers of active rows, each up to the next, by which chains of the drafter are counted.
 CHAIN_ROWS = (1, 2, 3, 5, 9, 17, 33, 65)
+# The metric of how many forwards there were by length of the chain, followed by a number of CHAIN_ROWS.
+CHOSEN_LENGTHS = "drafter/chosen_lengths/rows_"
 # Lower bounds of the bins of `Acceptance.accepted_lengths`, in tokens.
 ACCEPT_BINS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 # Lower bounds of the stretches of a response in which acceptance is counted, in tokens: later tokens may be harder to foresee.
@@ -265,107 +195,6 @@ class RolloutRecord:
                 span = Span(span.kind, spans.pop().begin_s, span.end_s)
             spans.append(span)
         return spans
-
-
-class Launch(NamedTuple):
-    """What a rollout starts, and how much of it is trained on."""
-
-    groups: list[Group]
-    num_trained: int
-    """Of the groups: those whose longest response is shortest. The others are deferred to a later step."""
-    num_generations: int
-    """Responses of each group."""
-    num_kept: int
-    """Of these, the shortest that its group is trained on; all, but for the race within a group."""
-
-    @property
-    def selects(self) -> bool:
-        """Whether some of it is not trained on in this step."""
-        return self.num_trained < len(self.groups) or self.num_kept < self.num_generations
-
-    @property
-    def ids(self) -> list[SampleId]:
-        """The name of each sample, by group, then by number."""
-        return [group.sample(number) for group in self.groups for number in range(self.num_generations)]
-
-
-@dataclass
-class Samples:
-    """S = groups x generations responses in canonical order: by group, then by number."""
-
-    groups: list[Group]
-    num_generations: int
-    numbers: np.ndarray
-    """int64 [S], of each sample within its group."""
-    tokens: list[np.ndarray]
-    """int, one array a sample, with the stop token."""
-    logprob: list[np.ndarray]
-    """float32, see `Row`; the next too."""
-    full_logprob: list[np.ndarray]
-    is_truncated: np.ndarray
-    """bool [S], cut off by the length limit."""
-    rewards: np.ndarray
-    """float64 [S, functions], NaN where a function does not apply."""
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def ids(self) -> list[SampleId]:
-        """The name of each sample."""
-        groups = (group for group in self.groups for _ in range(self.num_generations))
-        return [group.sample(number) for group, number in zip(groups, self.numbers.tolist(), strict=True)]
-
-    def prompt_of(self, index: int) -> Prompt:
-        """The prompt of sample `index`."""
-        return self.groups[index // self.num_generations].prompt
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Response tokens of each sample, int64 [S]."""
-        return np.array([len(t) for t in self.tokens])
-
-    def of_groups(self, numbers: list[int]) -> "Samples":
-        """The samples of some of the groups, in the order given."""
-        rows = [n * self.num_generations + j for n in numbers for j in range(self.num_generations)]
-        return Samples(
-            [self.groups[n] for n in numbers],
-            self.num_generations,
-            self.numbers[rows],
-            *([values[i] for i in rows] for values in (self.tokens, self.logprob, self.full_logprob)),
-            self.is_truncated[rows],
-            self.rewards[rows],
-        )
-
-    def __add__(self, other: "Samples") -> "Samples":
-        """The other's groups after these."""
-        return Samples(
-            self.groups + other.groups,
-            self.num_generations,
-            np.concatenate((self.numbers, other.numbers)),
-            self.tokens + other.tokens,
-            self.logprob + other.logprob,
-            self.full_logprob + other.full_logprob,
-            np.concatenate((self.is_truncated, other.is_truncated)),
-            np.concatenate((self.rewards, other.rewards)),
-        )
-
-
-def digest(samples: Samples) -> str:
-    """SHA-256 over the name, length and token ids of all samples, ordered by name: equal digests are equal tokens."""
-    sha = hashlib.sha256()
-    for name, tokens in sorted(zip(samples.ids, samples.tokens, strict=True), key=lambda entry: entry[0]):
-        sha.update(np.array([*name, len(tokens)], "<i8").tobytes())
-        sha.update(tokens.astype("<i4").tobytes())
-    return sha.hexdigest()
-
-
-def has_zero_std(rewards: np.ndarray) -> np.ndarray:
-    """Whether a group's samples all got the same reward, bool [groups]: compared within their group they give no gradient.
-
-    rewards: [groups, generations].
-    """
-    return np.ptp(rewards, axis=1) < 1e-8
 
 
 @dataclass

@@ -35,7 +35,7 @@ from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError, say
-from bubblespec.idle.speculation import make_speculation
+from bubblespec.idle.set_up_speculation import make_speculation
 from bubblespec.learn.learner import Learner
 from bubblespec.learn.lora import add_adapter
 from bubblespec.learn.optimizer import Optimizer
@@ -43,11 +43,11 @@ from bubblespec.learn.streaming import GradientStream
 from bubblespec.learn.warm_start import DRAFTER_FILE
 from bubblespec.memory import choose_num_slots, choose_shared_rows
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Prompt
 from bubblespec.rewards.functions import check_arguments, load_reward
 from bubblespec.rewards.scorer import Scorer
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.rollout.shared_tail import make_shared_tail
+from bubblespec.samples import Prompt
 from bubblespec.telemetry.trace import describe_hardware
 from bubblespec.trainer import Trainer
 

@@ -72,9 +72,9 @@ def _parts(
 
 def _use(training: DrafterTraining, chains: Chains, accepted: np.ndarray, sampler: Sampler, learner: Learner) -> None:
     ranks, speculation = sampler.ranks, sampler.speculation
-    sampler.engine.runner.chains = chains
     source = LearnedDrafts(chains, sampler.engine, speculation.proposer.cost, ranks.clock)
     source.acceptance.expect(accepted)
+    source.follow(True)
     source.profile()
     speculation.proposer.sources.append(source)
     sampler.drafter = IdleTraining(training, chains, source, accepted, ranks.clock)

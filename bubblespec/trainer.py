@@ -16,9 +16,10 @@ from bubblespec.engine.noise import EVALUATION
 from bubblespec.errors import SaveFailed, say
 from bubblespec.learn.learner import Learner
 from bubblespec.ranks.collectives import Ranks, StopRequested
-from bubblespec.records import Group, Prompt, Span, StepRecord
+from bubblespec.records import Span, StepRecord
 from bubblespec.rewards.functions import RewardFunction, combine
 from bubblespec.rollout.sampler import Sampler
+from bubblespec.samples import Group, Prompt
 from bubblespec.telemetry.metrics import MetricsLogger
 from bubblespec.telemetry.report import (
     evaluation_metrics,

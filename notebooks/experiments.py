@@ -18,7 +18,7 @@ from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams, sample
 from bubblespec.engine.scheduler import num_gained
 from bubblespec.engine.verify import verify
-from bubblespec.records import Group, Prompt, Row, SampleId
+from bubblespec.samples import Group, Prompt, Row, SampleId
 
 MAX_NEW_TOKENS = 96
 SEED = 0

@@ -15,7 +15,7 @@ from bubblespec.data.prompts import PromptSet
 from bubblespec.data.selection import Selection
 from bubblespec.data.step_planner import InOrder
 from bubblespec.data.tail_batching import TailBatching
-from bubblespec.records import Group, Launch, Prompt, Samples
+from bubblespec.samples import Group, Launch, Prompt, Samples
 
 FILE = os.path.join(os.path.dirname(__file__), "data", "lengths.npz")
 CONFIG = "configs/smollm2_135m_cpu.yaml"

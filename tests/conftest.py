@@ -16,9 +16,10 @@ from transformers.models.qwen2_moe import modeling_qwen2_moe as qwen2_moe
 from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
 from bubblespec.errors import InputError
-from bubblespec.records import Group, Launch, RolloutRecord, Row, Samples
+from bubblespec.records import RolloutRecord
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.standing import Standing
+from bubblespec.samples import Group, Launch, Row, Samples
 
 torch.set_num_threads(1)
 transformers.utils.logging.set_verbosity_error()

@@ -4,6 +4,7 @@ Run as a script it is train.py under these conditions, or with --at and --kind t
 every rank gets SIGTERM in that part of the warm start: responses, training.
 """
 
+import math
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ from bubblespec import set_up_drafter
 from bubblespec.idle.drafter_training import TrainDrafter
 from bubblespec.learn import warm_start
 from bubblespec.ranks.progress import ProgressBoard
+from bubblespec.speculate import learned
 from bubblespec.speculate.learned import LearnedDrafts
 from tests.system import signalled_train
 
@@ -33,7 +35,8 @@ def train_always(patch=setattr) -> None:
 
 
 def chain_always(patch=setattr) -> None:
-    """Chains of three tokens in every forward, whatever they cost and whatever other sources know."""
+    """Chains of three tokens in every forward, whatever they cost or save and whatever other sources know."""
+    patch(learned, "LEAST_SAVED", -math.inf)
     patch(LearnedDrafts, "chance", 1.0)
     patch(LearnedDrafts, "choose", lambda source, active, count: 3)
 

@@ -14,7 +14,7 @@ from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import UnsupportedModel, _reference_logits, prepare_model, random_tokens
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.records import Row, SampleId
+from bubblespec.samples import Row, SampleId
 
 LONGEST = 64
 WINDOW = 16

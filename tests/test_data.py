@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from bubblespec.data.prompts import PromptSet, build_prompt_set, load_rows, make_tokenize, reasoning_gym_rows
 from bubblespec.errors import InputError
-from bubblespec.records import Prompt
+from bubblespec.samples import Prompt
 
 ROWS = [{"prompt": "one plus one", "answer": "2", "level": 1}, {"prompt": "two, doubled", "answer": "4", "level": 3}]
 CHATS = [

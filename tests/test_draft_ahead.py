@@ -27,8 +27,9 @@ from test_rollout_loop import (
 from bubblespec.idle.draft_ahead import LONGEST_FORWARDS, LONGEST_SHARE, REPLAN_TOKENS, DraftAhead
 from bubblespec.idle.draft_planning import Item
 from bubblespec.idle.work import Offer, RankView
-from bubblespec.records import POSITIONS, Draft, RolloutRecord, Row
+from bubblespec.records import POSITIONS, RolloutRecord
 from bubblespec.rollout.loop import RolloutLoop
+from bubblespec.samples import Draft, Row
 from bubblespec.simulate.world import SimulatedBoard, SimulatedRanks
 from bubblespec.simulate.world import World as VirtualTime
 

@@ -12,7 +12,8 @@ import pytest
 
 from bubblespec.idle.draft_planning import PATIENCE, PROBE_QUANTILE, Item, Outlook, afford, plan_items, undrafted
 from bubblespec.idle.rehearsal import NORMAL_QUANTILE, Coming, Worth, rehearse
-from bubblespec.records import POSITIONS, Draft, Group, Prompt, Row, SampleId
+from bubblespec.records import POSITIONS
+from bubblespec.samples import Draft, Group, Prompt, Row, SampleId
 from bubblespec.speculate.store import DraftStore
 from bubblespec.speculate.suffix import History
 

@@ -3,6 +3,7 @@
 The oracle has no cache and no batch: for each token of a chain, one packed forward of the drafter over all positions of one row.
 """
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,7 +27,8 @@ from bubblespec.learn import drafter_training
 from bubblespec.learn.drafter_training import BANDS, PASSES, DrafterTraining, Lesson, Lessons, lessons_of
 from bubblespec.learn.idle_training import IdleTraining
 from bubblespec.learn.microbatch import pack_responses
-from bubblespec.records import CHAIN_ROWS, Row, SampleId
+from bubblespec.records import CHAIN_ROWS
+from bubblespec.samples import Row, SampleId
 from bubblespec.speculate import learned
 from bubblespec.speculate.learned import Acceptance, LearnedDrafts
 from bubblespec.speculate.sources import TrackedRow
@@ -533,36 +535,102 @@ class Gathered:
         self.count, self.flat = count, flat
 
     def gather(self, array):
-        return np.array([array, [self.count]])
+        return np.array([array, [self.count, *array[1:]]])
 
     def sum_(self, tensor):
         return tensor + self.flat
 
 
 def idle_training(drafter, policy, clock=None) -> IdleTraining:
-    chains = Chains(drafter, ModelRunner(policy, 2, MAX_LENGTH, SEED), PARAMS)
-    source = LearnedDrafts(chains, SimpleNamespace(rows=[]), CostModel())
+    runner = ModelRunner(policy, 2, MAX_LENGTH, SEED)
+    chains = Chains(drafter, runner, PARAMS)
+    source = LearnedDrafts(chains, SimpleNamespace(rows=[], runner=runner), CostModel())
     return IdleTraining(make_training(drafter), chains, source, np.zeros(LONGEST), clock or Clock())
 
 
+def rests_of(saved: dict[int, list[tuple[float, float]]], num_steps: int, training: IdleTraining) -> list[bool]:
+    """In which steps the drafter rests, where chains save and rollouts take so many seconds on two ranks: by step, else nothing
+    of a second. A step without ranks has plain rollouts alone."""
+
+    def both(gathered, own):
+        gathered.append(own)
+        return np.stack((own, 0 * own))
+
+    rests = []
+    for step in range(num_steps):
+        gathered = []
+        gather = partial(both, gathered)
+        training.begin_step(SimpleNamespace(gather=gather))
+        assert len(gathered) == (step == 0 or not rests[-1]), "a drafter at rest has nothing to tell"
+        rests.append(training.source.rests)
+        by_rank = saved.get(step, [(0.0, 1.0)] * 2)
+        if by_rank and not rests[-1]:
+            training.source.saved_s = by_rank[0][0]
+            others = np.array([0.0, *by_rank[1]])
+            training.merge(
+                SimpleNamespace(world_size=2, gather=lambda own, others=others: np.stack((own, others))), by_rank[0][1]
+            )
+            assert training.source.saved_s == 0.0
+    return rests
+
+
 def test_a_drafter_that_does_not_pay_is_tried_now_and_then():
-    """Ten steps apart; in between nothing is learnt, kept or proposed. It stays on while any rank drafts."""
+    """After each trial in vain it rests for longer. It stays awake while chains save a share of what the slowest rank takes,
+    and after steps that had no chains for other reasons."""
     policy = make_policy("llama")
     training = idle_training(make_drafter(policy), policy)
     (lesson,) = make_lessons(policy, [(4, 9)])
     training.training.lessons.add(lesson)
-    drafted_by_others, is_on = 0, []
-    ranks = SimpleNamespace(gather=lambda own: np.array([own, [0, 0, drafted_by_others]]))
-    for step in range(35):
-        training.begin_step(ranks)
-        is_on.append(training.chains.is_on)
-        assert bool(training.slice_tokens()) == is_on[-1]
-        training.source.num_drafted, drafted_by_others = (5 if step == 10 else 0), (7 if step == 11 else 0)
-    assert [step for step, on in enumerate(is_on) if on] == [0, 10, 11, 12, 22, 32]
-    assert not training.chains.is_on and training.source.chance == 0.0
-    assert training.source.propose([SimpleNamespace(row=None)], [1], [5]) == [None]
+    share = 1.01 * learned.LEAST_SAVED
+    saved = {
+        10: [(0.0, 0.5), (share, 1.0)],
+        11: [],  # plain rollouts
+        12: [(share, 1.0), (0.0, 0.9)],
+        13: [(share, 0.9), (0.0, 1.0)],  # what the faster rank saves saves nothing
+    }
+    awake = [step for step, rests in enumerate(rests_of(saved, 150, training)) if not rests]
+    assert awake == [0, 10, 11, 12, 13, 23, 43, 83, 123]
     training.take(None, None)
-    assert training.new_lessons == []
+    assert training.source.rests and training.new_lessons == []
+
+
+def test_at_rest_no_rows_are_followed_and_no_memory_is_held():
+    policy = make_policy("llama")
+    training = idle_training(make_drafter(policy), policy)
+    source, runner = training.source, training.source.engine.runner
+    engine, rows = Generator(runner), [Row(SampleId(5, 0, n), (1, 2, 3), 9) for n in range(2)]
+    source.follow(True)
+    engine.run(rows, PARAMS)
+    assert runner.chains is training.chains and training.chains._hidden is not None
+    source.follow(False)
+    assert runner.chains is None and training.chains._hidden is None and not training.chains.cache.keys
+    again = [Row(SampleId(5, 0, n), (1, 2, 3), 9) for n in range(2)]
+    engine.reset()
+    engine.run(again, PARAMS)
+    assert training.chains._hidden is None
+    assert [row.tokens.tolist() for row in again] == [row.tokens.tolist() for row in rows]
+    source.follow(True)
+    engine.reset()
+    engine.run([Row(SampleId(6, 0, 0), (1, 2, 3), 9)], PARAMS)
+    assert training.chains._hidden is not None
+
+
+def test_what_chains_save_is_what_their_tokens_take_without_them():
+    """A forward takes 10 ms and 1 ms for a token, one of the drafter 0.5 ms; tokens are right with chance 0.8."""
+    clock = Clock()
+    rows = [Row(SampleId(0, 0, n), (1,), 50) for n in range(2)]
+    engine = SimpleNamespace(rows=rows, lengths=np.full(2, 20), scheduler=None)
+    source = LearnedDrafts(TimedChains(clock, 5e-4), engine, made_cost(10e-3, 0, 1e-3, 0, 0), clock)
+    source.own_cost = made_cost(0, 5e-4, 0, 0, 0)
+    source.acceptance.expect(0.8 ** np.arange(1, LONGEST + 1))
+    length = source.choose(2, 1)
+    (proposal,) = source.propose([TrackedRow(rows[1], None, True)], [0], [9])
+    assert length == len(proposal.tokens) > 1
+    tokens = 2 + sum(0.8**n for n in range(1, length + 1))
+    wanted = tokens * (10e-3 + 2e-3) / 2 - (10e-3 + (2 + length) * 1e-3 + length * 5e-4)
+    assert source.saved_s == pytest.approx(wanted, rel=1e-6) and wanted > 0
+    source.own_cost = made_cost(1.0, 0, 0, 0, 0)
+    assert source.propose([TrackedRow(rows[1], None, True)], [0], [9]) == [None] and source.saved_s == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("own, other", [(3, 1), (0, 2), (4, 0), (0, 0)])
@@ -574,7 +642,7 @@ def test_drafters_are_merged_by_the_updates_that_ranks_have_made(own, other):
     torch.manual_seed(7)
     theirs = torch.randn_like(before)
     training._num_updates = own
-    assert training.merge(Gathered(other, theirs * (other / max(own + other, 1)))) == own + other
+    assert training.merge(Gathered(other, theirs * (other / max(own + other, 1))), 1.0) == own + other
     after = torch.cat([p.detach().flatten() for p in params])
     wanted = before if own + other == 0 else (own * before + other * theirs) / (own + other)
     assert torch.allclose(after, wanted, rtol=1e-12, atol=0) and training._num_updates == 0
@@ -651,8 +719,6 @@ def test_the_length_is_that_with_most_tokens_a_second(seed):
 
 class TimedChains:
     """Chains that take as long as they are told, for all rows."""
-
-    is_on = True
 
     def __init__(self, clock: Clock, seconds: float, truth: int = 1):
         self.clock, self.seconds, self.truth = clock, seconds, truth

@@ -14,8 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bubblespec.idle.drafter_training import TrainDrafter
+from bubblespec.idle.speculation import Speculation
 from bubblespec.learn.idle_training import IdleTraining
 from bubblespec.learn.warm_start import DRAFTER_FILE, WEIGHTS_FILE
+from bubblespec.speculate.learned import LearnedDrafts
+from tests import clocks
 from tests.clocks import train_in_virtual_time
 from tests.drafting import chain_always, train_always
 from tests.runs import SHORT, digests, read, run, weights
@@ -77,14 +80,49 @@ def test_chains_change_nothing(plain, drafted):
     assert {WEIGHTS_FILE, DRAFTER_FILE} <= set(os.listdir(drafted / "checkpoint-4"))
 
 
-@pytest.mark.parametrize("method", [ALL, ALONE])
-def test_what_chains_win_decides_how_long_they_are(tmp_path, plain, capfd, method):
-    """By what they take in virtual time, which is nothing. In a step after one without any chain the drafter rests."""
+@pytest.mark.parametrize("method, token_s, rests", [(ALL, 1e-6, None), (ALONE, 1e-6, [0, 0, 0, 0]), (ALONE, 5e-4, [0, 1, 1, 1])])
+def test_what_chains_win_decides_how_long_they_are(monkeypatch, tmp_path, plain, capfd, method, token_s, rests):
+    """They themselves take nothing in virtual time, and the tokens that they add to a forward much or little."""
+    monkeypatch.setattr(clocks, "forward_seconds", lambda load: 5e-3 + token_s * load.tokens)
     train_in_virtual_time(*OPTIONS, *DRAFTER, method, f"run.output_dir={tmp_path}")
     assert_same_run(tmp_path, plain)
-    counted = [line for line in read(tmp_path) if any(key.startswith("drafter/chain_length/") for key in line)]
-    assert len(counted) > 1 or method == ALL
+    lines = [line for line in read(tmp_path) if "drafter/rests" in line]
+    has_chains = [any(key.startswith("drafter/chain_length/") for key in line) for line in lines]
+    if rests is not None:
+        assert [line["drafter/rests"] for line in lines] == rests and has_chains == [not at_rest for at_rest in rests]
+        assert (num_drafted(tmp_path) > 100) == (not rests[-1])
     assert capfd.readouterr().err.count("updates, accepted") == 1
+
+
+@pytest.mark.parametrize("method", [ALL, ALONE])
+def test_at_rest_nothing_of_it_is_left_but_the_samples(monkeypatch, tmp_path, plain, method, capfd):
+    """Chains that save nothing are tried in the first step. Without another source rollouts are then plain, without ticks, and
+    nothing is learnt from them."""
+    learnt, learn = [], Speculation.learn_rollout
+    monkeypatch.setattr(LearnedDrafts, "choose", lambda source, active, count: 0)
+    monkeypatch.setattr(Speculation, "learn_rollout", lambda *args, **times: learnt.append(args) or learn(*args, **times))
+    train_in_virtual_time(*OPTIONS, *DRAFTER, method, "rollout.placement=in_turn", f"run.output_dir={tmp_path}")
+    assert_same_run(tmp_path, plain)
+    assert len(learnt) == (1 if method == ALONE else 4)
+    lines = [line for line in read(tmp_path) if "drafter/rests" in line]
+    assert [line["drafter/rests"] for line in lines] == [0, 1, 1, 1]
+    assert ["idle/train_drafter/seconds" in line for line in lines] == [True, False, False, False]
+    assert [any("chain_length" in key for key in line) for line in lines] == [True, False, False, False]
+    if method == ALONE:
+        assert [line["progress/ticks"] > 0 for line in lines] == [True, False, False, False]
+    table = capfd.readouterr().err
+    assert "steps at rest: 3" in table and "active rows from 17" in table
+
+
+def test_a_rollout_without_drafts_is_one_without_the_drafter(monkeypatch, tmp_path, plain):
+    """Every second one is, so that drafts are held against it; the drafter does not rest for that."""
+    chain_always(monkeypatch.setattr)
+    train_in_virtual_time(*OPTIONS, *ALWAYS, ALONE, "speculative.check_every=1", f"run.output_dir={tmp_path}")
+    assert_same_run(tmp_path, plain)
+    lines = [line for line in read(tmp_path) if "drafter/rests" in line]
+    assert [line["drafter/rests"] for line in lines] == [0, 0, 0, 0]
+    assert [line["progress/ticks"] > 0 for line in lines] == [True, False, True, False]
+    assert [line.get("drafts/drafter/tokens", 0) > 0 for line in lines] == [True, False, True, False]
 
 
 @pytest.mark.parametrize("ranks, method", [(2, ALL), (2, ALONE), (4, ALL)])

@@ -24,9 +24,11 @@ from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.idle.draft_planning import Item, Outlook
 from bubblespec.idle.evaluation_ahead import next_evaluation, plan_evaluation
-from bubblespec.idle.speculation import Speculation, assemble
-from bubblespec.records import Draft, Group, RolloutRecord, Row, SampleId, Samples
+from bubblespec.idle.set_up_speculation import assemble
+from bubblespec.idle.speculation import Speculation
+from bubblespec.records import RolloutRecord
 from bubblespec.rollout.sampler import Sampler
+from bubblespec.samples import Draft, Group, Row, SampleId, Samples
 from bubblespec.speculate.store import DraftStore
 from bubblespec.speculate.windows import WINDOWS
 from tests.runs import digests, read, run, run_until_killed

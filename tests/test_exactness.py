@@ -10,7 +10,7 @@ from bubblespec.config import Config, load_config
 from bubblespec.engine.noise import gumbel
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Draft, Row, SampleId
+from bubblespec.samples import Draft, Row, SampleId
 from bubblespec.set_up import set_up
 from tests.system.disturbed_train import Disturbance, corrupt_drafts
 from tests.system.exactness import (

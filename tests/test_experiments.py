@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from bubblespec.records import Row, SampleId
+from bubblespec.samples import Row, SampleId
 from notebooks.experiments import LONGEST_DRAFT, LONGEST_RESPONSE, STOP_CHANCE, GivenDrafts, chi_square_p, trap_law, trap_lengths
 
 

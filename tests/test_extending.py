@@ -20,7 +20,7 @@ import os, sys, time
 import numpy as np
 from bubblespec.engine.generator import Generator
 from bubblespec.idle.loop_finder import LoopFinder
-from bubblespec.records import Draft
+from bubblespec.samples import Draft
 import train
 
 init, advance, merge, step = LoopFinder.__init__, LoopFinder.advance, LoopFinder.merge, Generator.step

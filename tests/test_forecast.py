@@ -8,8 +8,8 @@ from conftest import launch_of
 
 from bubblespec.idle.draft_planning import Outlook
 from bubblespec.idle.rehearsal import NORMAL_QUANTILE
-from bubblespec.records import Draft, Group, Launch, Prompt
 from bubblespec.rollout.forecast import admit_first, forecast, up_to_cut
+from bubblespec.samples import Draft, Group, Launch, Prompt
 from bubblespec.speculate.store import DraftStore
 from bubblespec.speculate.suffix import History
 

@@ -13,7 +13,7 @@ from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.records import Row, SampleId
+from bubblespec.samples import Row, SampleId
 from tests.reference_step import gumbel, log_distributions, noise_key, sample_response
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "mistral-window", "phi3", "olmo2", "gpt_neox", "gpt2"]

@@ -10,7 +10,8 @@ import pytest
 from bubblespec.idle.gradients import NUM_WANTED, GroupGradients
 from bubblespec.idle.work import RankView
 from bubblespec.ranks.progress import RankState
-from bubblespec.records import Group, IdleUse, Launch, Prompt, RolloutRecord, Row, Span
+from bubblespec.records import IdleUse, RolloutRecord, Span
+from bubblespec.samples import Group, Launch, Prompt, Row
 
 GROUPS = [Group(Prompt(uid, "", (1,) * 4, {}), 0) for uid in (50, 60, 70)]
 TOKEN_S = 1e-3

@@ -16,7 +16,7 @@ from bubblespec.engine.model import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Draft, Row, SampleId
+from bubblespec.samples import Draft, Row, SampleId
 from bubblespec.set_up import set_up
 from bubblespec.telemetry.report import speculation_metrics
 

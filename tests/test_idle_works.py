@@ -18,8 +18,8 @@ from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.idle.work import Offer, RankView
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.ranks.progress import RankState
-from bubblespec.records import Row
 from bubblespec.rollout.loop import RolloutLoop
+from bubblespec.samples import Row
 from bubblespec.simulate.world import SimulatedBoard, SimulatedRanks
 from bubblespec.simulate.world import World as VirtualTime
 

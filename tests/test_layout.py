@@ -18,7 +18,8 @@ FLOORS = [
     {"engine", "ranks", "config"},
     {"config_combinations"},
     {"config_checks"},
-    {"errors", "records"},
+    {"records"},
+    {"errors", "samples"},
 ]
 
 

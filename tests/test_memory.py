@@ -24,7 +24,7 @@ from bubblespec.learn import drafter_training
 from bubblespec.learn.drafter_training import DrafterTraining, Lesson
 from bubblespec.learn.optimizer import MOMENTS, Optimizer
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Group, Prompt, Row, SampleId
+from bubblespec.samples import Group, Prompt, Row, SampleId
 from tests.warm import ROOT, python
 
 CPU = Ranks(torch.device("cpu"))

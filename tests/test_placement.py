@@ -10,9 +10,9 @@ import torch
 from conftest import launch_of, make_rows
 
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Group, Prompt, Row, Samples, digest
 from bubblespec.rollout.placement import gather_samples, place_in_turn
 from bubblespec.rollout.standing import Standing
+from bubblespec.samples import Group, Prompt, Row, Samples, digest
 
 UIDS = (900, 17, 2**62 + 5, 3, 44)
 GROUPS = [Group(Prompt(uid, f"prompt {uid}", (uid % 7, 1), {"answer": str(uid)}), 7 + uid % 2) for uid in UIDS]

@@ -10,8 +10,8 @@ from test_rollout_loop import ALONE, MAX_LENGTH, PARAMS, SEED, as_dict, new_mode
 
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.records import Draft, Row, SampleId
 from bubblespec.rollout.loop import RolloutLoop
+from bubblespec.samples import Draft, Row, SampleId
 from bubblespec.speculate import sources
 from bubblespec.speculate.proposer import UNKNOWN_PRIOR, Proposer, make_proposer
 from bubblespec.speculate.sources import OwnDrafts, Proposal, TrackedRow
@@ -347,3 +347,37 @@ def test_a_made_up_source_changes_no_token(fixed_window):
     assert set(counts.by_source) == {"aligned", "guess"} and all(accepted > 10 for _, accepted in counts.by_source.values())
     assert sum(proposed for proposed, _ in counts.by_source.values()) == counts.draft_tokens
     assert sum(accepted for _, accepted in counts.by_source.values()) == counts.accepted_tokens < counts.draft_tokens
+
+
+def test_a_source_at_rest_is_not_asked():
+    """Nor told of tokens; once awake it is asked again."""
+
+    class Sleeper:
+        rests, chance = True, 1.0
+
+        def __init__(self):
+            self.asked, self.told = 0, 0
+
+        def begin(self):
+            pass
+
+        def track(self, tracked):
+            pass
+
+        def propose(self, rows, lengths, limits):
+            self.asked += 1
+            return [Proposal(np.array([7]), ("other",))] * len(rows)
+
+        def observe(self, tracked, tokens):
+            self.told += 1
+
+    sleeper, one = Sleeper(), row()
+    proposer = Proposer([OwnDrafts(), sleeper], cost(), fixed_window=3, clock=Clock())
+    proposer.begin()
+    proposer.track(one, draft([1, 2, 3]), STEP)
+    assert proposer.awake == [proposer.sources[0]]
+    assert forward(proposer, [one], [[1, 2, 9, 7, 7, 7]]) == [[1, 2, 3]]
+    assert (sleeper.asked, sleeper.told) == (0, 0)
+    sleeper.rests = False
+    assert forward(proposer, [one], [[1, 2, 9, 7, 7, 7]]) == [[7]]
+    assert (sleeper.asked, sleeper.told) == (1, 1)

@@ -15,7 +15,7 @@ from bubblespec.engine.generator import Generator
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.records import Row, SampleId
+from bubblespec.samples import Row, SampleId
 from tests.runs import read
 from tests.warm import ROOT, launch, python
 

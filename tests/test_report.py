@@ -10,10 +10,11 @@ from conftest import samples_of
 
 from bubblespec.config import RewardConfig
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Acceptance, Group, Prompt, RolloutRecord, Row, Samples, Span, StepRecord, digest
+from bubblespec.records import Acceptance, RolloutRecord, Span, StepRecord
 from bubblespec.rewards import scorer as scoring
 from bubblespec.rewards.functions import FAILURE_KINDS, RewardFailure
 from bubblespec.rewards.scorer import Scorer
+from bubblespec.samples import Group, Prompt, Row, Samples, digest
 from bubblespec.telemetry import report
 from bubblespec.telemetry.report import evaluation_metrics, peak_memory_gb, rollout_metrics, timing_metrics
 

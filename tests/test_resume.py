@@ -25,8 +25,8 @@ from bubblespec.checkpoint import (
 )
 from bubblespec.config import load_config
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Group, Samples
 from bubblespec.rollout.sampler import Sampler
+from bubblespec.samples import Group, Samples
 from bubblespec.set_up import set_up
 from bubblespec.speculate.store import HEADER
 from tests.clocks import train_in_virtual_time, virtual_time

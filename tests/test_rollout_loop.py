@@ -22,8 +22,9 @@ from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.idle.draft_planning import Item, Outlook, plan_items
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.ranks.progress import ProgressBoard, RankState
-from bubblespec.records import Draft, Group, Load, Prompt, RolloutRecord, Row, SampleId
+from bubblespec.records import Load, RolloutRecord
 from bubblespec.rollout.loop import RolloutLoop
+from bubblespec.samples import Draft, Group, Prompt, Row, SampleId
 from bubblespec.simulate.world import SimulatedBoard, SimulatedRanks
 from bubblespec.simulate.world import World as VirtualTime
 from bubblespec.speculate.proposer import make_proposer

@@ -13,9 +13,10 @@ from bubblespec.data.prompts import PromptSet
 from bubblespec.data.step_planner import InOrder
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import ForwardRecord, Group, Launch, Load, Prompt, RolloutRecord, Samples, Span, StepRecord
+from bubblespec.records import ForwardRecord, Load, RolloutRecord, Span, StepRecord
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.sampler import Sampler
+from bubblespec.samples import Group, Launch, Prompt, Samples
 from tests.runs import ALWAYS_DRAFT, digests, read, run, same_weights, weights
 
 WANTED = 6
@@ -127,7 +128,7 @@ def test_stages_of_a_rollout_follow_one_another(monkeypatch, is_second):
         draft_ahead=lambda step, planner, used, num_slots: used_so_far.append(used) or SimpleNamespace(merge=clock.passes(0.75)),
         learn_rollout=learn_rollout,
         store={groups[1].sample(0): "a draft"},
-        proposer=SimpleNamespace(cost=SimpleNamespace(coefficients=np.array([3.0, 0.5, 0.25, 9.0, 0.125]))),
+        proposer=SimpleNamespace(awake=[1], cost=SimpleNamespace(coefficients=np.array([3.0, 0.5, 0.25, 9.0, 0.125]))),
         has_drafts=False,
         is_plain=False,
         overhead_s=4.0,

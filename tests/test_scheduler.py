@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from bubblespec.engine.scheduler import Batch, Scheduler
-from bubblespec.records import Load, Row, SampleId
+from bubblespec.records import Load
+from bubblespec.samples import Row, SampleId
 
 STOP = 9
 

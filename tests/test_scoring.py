@@ -20,11 +20,11 @@ from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
 from bubblespec.ranks.collectives import Ranks, StopRequested, signals_stop
-from bubblespec.records import Group, Prompt, Row
 from bubblespec.rewards.functions import load_reward
 from bubblespec.rewards.scorer import Scorer, Scoring
 from bubblespec.rewards.workers import RewardWorkers
 from bubblespec.rollout.loop import RolloutLoop
+from bubblespec.samples import Group, Prompt, Row
 from bubblespec.set_up import set_up
 from tests.ranks import run_ranks
 from tests.runs import ALWAYS_DRAFT, SHORT, digests, read, run, same_weights, weights

@@ -20,12 +20,12 @@ from bubblespec.engine.shared_runner import SharedRunner
 from bubblespec.idle.draft_planning import Outlook
 from bubblespec.ranks.joint import RankJoint
 from bubblespec.ranks.progress import RankState
-from bubblespec.records import Draft
 from bubblespec.rollout.balance import Expected
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.placement import place_in_turn
 from bubblespec.rollout.shared_tail import ASK_EVERY, OwnersPropose, SharedTail, make_shared_tail
 from bubblespec.rollout.standing import Standing
+from bubblespec.samples import Draft
 from bubblespec.simulate.world import SimulatedBoard, SimulatedRanks, World
 from bubblespec.speculate.proposer import make_proposer
 from bubblespec.speculate.suffix import History

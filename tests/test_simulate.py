@@ -26,8 +26,9 @@ from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.ranks.progress import LINGER_S, RankState
-from bubblespec.records import Draft, Load, Row, SampleId
+from bubblespec.records import Load
 from bubblespec.rollout.placement import place_in_turn
+from bubblespec.samples import Draft, Row, SampleId
 from bubblespec.simulate import __main__
 from bubblespec.simulate.__main__ import BLANK, nested
 from bubblespec.simulate.analytic import GPUS, MODELS, analytic_cost

@@ -9,7 +9,7 @@ import pytest
 
 from bubblespec.config import config_of_sections
 from bubblespec.errors import InputError
-from bubblespec.records import Group, SampleId, digest
+from bubblespec.samples import Group, SampleId, digest
 from bubblespec.simulate import __main__
 from bubblespec.simulate.__main__ import BLANK, nested
 from bubblespec.simulate.cost import RATES, ForwardCost

@@ -19,7 +19,7 @@ from bubblespec.engine.sampling import SamplingParams, sample
 from bubblespec.engine.shared_runner import SharedRunner
 from bubblespec.engine.slices import CannotCut, Heads, cut, head_slice, plan_cuts, sample_slices, share_heads, share_of
 from bubblespec.learn.lora import add_adapter
-from bubblespec.records import Row, SampleId
+from bubblespec.samples import Row, SampleId
 from tests.joint import run_together
 
 LONGEST = 64

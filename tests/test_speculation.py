@@ -29,32 +29,13 @@ from bubblespec.engine.generator import Generator
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.idle.draft_planning import Item
-from bubblespec.idle.speculation import (
-    MAX_AUTO_LOOKAHEAD,
-    Speculation,
-    assemble,
-    make_speculation,
-    profile,
-)
+from bubblespec.idle.set_up_speculation import assemble, make_speculation, profile
+from bubblespec.idle.speculation import MAX_AUTO_LOOKAHEAD, Speculation
 from bubblespec.ranks.collectives import Ranks, StopRequested
 from bubblespec.ranks.progress import ProgressBoard
-from bubblespec.records import (
-    POSITIONS,
-    Acceptance,
-    Draft,
-    ForwardRecord,
-    Group,
-    IdleUse,
-    Launch,
-    Load,
-    Prompt,
-    RolloutRecord,
-    Row,
-    SampleId,
-    Samples,
-    Span,
-)
+from bubblespec.records import POSITIONS, Acceptance, ForwardRecord, IdleUse, Load, RolloutRecord, Span
 from bubblespec.rollout.sampler import Sampler
+from bubblespec.samples import Draft, Group, Launch, Prompt, Row, SampleId, Samples
 from bubblespec.speculate.windows import CostModel
 from bubblespec.telemetry.report import speculation_metrics
 from tests.clocks import Clock, forward_seconds

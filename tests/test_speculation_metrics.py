@@ -25,8 +25,9 @@ from bubblespec.engine.generator import Generator
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.idle.draft_planning import Item
-from bubblespec.records import Acceptance, Draft, Group, Prompt, RolloutRecord, Span, StepRecord, total_s
+from bubblespec.records import Acceptance, RolloutRecord, Span, StepRecord, total_s
 from bubblespec.rollout.loop import RolloutLoop
+from bubblespec.samples import Draft, Group, Prompt
 from bubblespec.speculate.proposer import make_proposer
 from bubblespec.speculate.store import DraftStore
 from bubblespec.speculate.suffix import History

@@ -9,7 +9,7 @@ from conftest import samples_of
 
 from bubblespec.data.prompts import PromptSet
 from bubblespec.data.step_planner import InOrder
-from bubblespec.records import Group, Prompt
+from bubblespec.samples import Group, Prompt
 
 SEED, OF_STEP, GENERATIONS = 11, 4, 2
 

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Draft, SampleId
+from bubblespec.samples import Draft, SampleId
 from bubblespec.speculate.store import DraftStore, exchange
 
 

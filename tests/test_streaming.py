@@ -19,7 +19,7 @@ from bubblespec.learn.microbatch_cost import MicrobatchCost
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.learn.streaming import GradientStream
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Row, Samples
+from bubblespec.samples import Row, Samples
 from tests.ranks import run_ranks
 
 # What is streamed is scaled behind the backward pass, what is not before it. In the model's own precision that is the same.

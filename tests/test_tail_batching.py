@@ -15,8 +15,8 @@ from bubblespec.data.selection import NO_CUT, Selection
 from bubblespec.data.step_planner import InOrder
 from bubblespec.data.tail_batching import MIN_SEEN, TailBatching, best_num_launched, scaled
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Group, Launch, Prompt, Samples
 from bubblespec.rewards.scorer import Scoring
+from bubblespec.samples import Group, Launch, Prompt, Samples
 from bubblespec.set_up import set_up
 from tests.runs import SHORT, digests, run
 

@@ -16,8 +16,9 @@ from bubblespec.engine.model import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import ForwardRecord, Load, RolloutRecord, Row, SampleId, Span
+from bubblespec.records import ForwardRecord, Load, RolloutRecord, Span
 from bubblespec.rollout.loop import RolloutLoop
+from bubblespec.samples import Row, SampleId
 from bubblespec.telemetry.timeline import COLOURS, KINDS, draw, gather_lanes, step_spans, trace
 from tests.runs import read, run
 

@@ -14,18 +14,8 @@ from conftest import samples_of
 from bubblespec.config import Config, DataConfig, ModelConfig, RunConfig
 from bubblespec.errors import InputError
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import (
-    Draft,
-    ForwardRecord,
-    Group,
-    Load,
-    Prompt,
-    RolloutRecord,
-    SampleId,
-    Span,
-    StepRecord,
-    digest,
-)
+from bubblespec.records import ForwardRecord, Load, RolloutRecord, Span, StepRecord
+from bubblespec.samples import Draft, Group, Prompt, SampleId, digest
 from bubblespec.simulate.cost import cost_from_trace
 from bubblespec.telemetry import trace
 from bubblespec.telemetry.trace import Recorder, list_steps, read_meta, read_table

@@ -18,9 +18,10 @@ from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.learn.learner import Learner
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Acceptance, ForwardRecord, Group, Prompt, RolloutRecord, Span, StepRecord, digest
+from bubblespec.records import Acceptance, ForwardRecord, RolloutRecord, Span, StepRecord
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.sampler import Sampler
+from bubblespec.samples import Group, Prompt, digest
 from bubblespec.trainer import Trainer, expected_best
 from tests.runs import SHORT, weights
 

@@ -19,7 +19,7 @@ from bubblespec.learn.losses import policy_loss
 from bubblespec.learn.microbatch import plan_microbatches
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Group, Prompt, Samples
+from bubblespec.samples import Group, Prompt, Samples
 from tests.reference_step import Response, kl_estimate, log_distributions, minibatch_loss
 
 NUM_PROMPTS, GENERATIONS = 4, 3

@@ -49,9 +49,32 @@ def test_cost_fit_follows_a_change_and_leaves_interruptions_out():
 @pytest.mark.parametrize("times, is_counted", [(4.99, True), (5.01, False)])
 def test_five_times_slower_is_an_interruption(times, is_counted):
     cost = CostModel(refresh=1)
+    cost.anchor(4, 8, 2, 100, 3e-3)
     before = cost.coefficients.copy()
     cost.observe(4, 8, 2, 100, times * cost.seconds(4, 8, 2, 100))
     assert (cost.coefficients != before).any() == is_counted
+
+
+def test_a_slow_machine_is_learnt_without_a_profile():
+    """No forward is then like what is expected of an unknown machine; interruptions are left out all the same."""
+    truth, cost, rng = known_cost(0.1, 2e-3, 3e-3, 0.0, 1e-6), CostModel(), np.random.default_rng(0)
+    for number in range(200):
+        rows = int(rng.integers(1, 65))
+        load = (rows, rows, 0, rows * int(rng.integers(10, 400)))
+        cost.observe(*load, truth.seconds(*load) * (50 if number % 20 == 0 else 1))
+    assert cost.seconds(8, 8, 0, 800) == pytest.approx(truth.seconds(8, 8, 0, 800), rel=0.02)
+
+
+def test_costs_are_worked_out_only_when_somebody_asks(monkeypatch):
+    """Plain decoding observes every forward, and never asks."""
+    cost, fits, fit = CostModel(refresh=20), [], CostModel.fit
+    monkeypatch.setattr(CostModel, "fit", lambda cost: fits.append(len(cost._observed)) or fit(cost))
+    for _ in range(50):
+        cost.observe(4, 4, 0, 100, 2e-3)
+    assert fits == []
+    assert cost.seconds(4, 4, 0, 100) == pytest.approx(2e-3, rel=1e-3) and fits == [50]
+    cost.observe(4, 4, 0, 100, 2e-3)
+    assert cost.seconds(4, 4, 0, 100) == pytest.approx(2e-3, rel=1e-3) and fits == [50]
 
 
 @pytest.mark.parametrize("chance", [0.2, 0.7, 0.98])

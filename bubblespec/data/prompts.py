@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from bubblespec.errors import InputError
-from bubblespec.records import Prompt
+from bubblespec.samples import Prompt
 
 _EXTRA = 1 << 40  # beyond any epoch: extra prompts are drawn in orders of their own
 FILE_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}

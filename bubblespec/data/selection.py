@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bubblespec.records import Launch
+from bubblespec.samples import Launch
 
 NO_CUT = 1 << 62
 

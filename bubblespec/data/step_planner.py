@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from bubblespec.data.prompts import PromptSet
-from bubblespec.records import Group, Launch, SampleId, Samples
+from bubblespec.samples import Group, Launch, SampleId, Samples
 
 
 class StepPlanner(Protocol):

@@ -15,7 +15,7 @@ import numpy as np
 
 from bubblespec.data.prompts import PromptSet
 from bubblespec.data.step_planner import load_visits, save_visits
-from bubblespec.records import Group, Launch, SampleId, Samples
+from bubblespec.samples import Group, Launch, SampleId, Samples
 
 # auto: what is looked at, and how sure a gain must be.
 NUM_CYCLES_KEPT = 16  # steps of groups whose lengths are remembered

@@ -39,7 +39,6 @@ class Chains:
         length = runner.max_length + LONGEST
         if runner.kernel == "flash_attn":
             length = -(-length // PAGE) * PAGE
-        self.is_on = True  # else nothing is kept, and nothing may be drafted
         self.num_slots = min(runner.num_slots, MOST_ROWS)  # rows are in the first slots: in the others nothing is kept
         self.cache = KVCache(self.num_slots, length, int(runner.graphs is not None))
         self.graphs: ForwardGraphs | None = None
@@ -89,7 +88,7 @@ class Chains:
 
     def note(self, batch: Batch, hidden: torch.Tensor) -> None:
         """Keep the states of what a forward has fed, [N or more, H], rejected drafts included: those are fed again."""
-        if not self.is_on or len(batch.count) > MOST_ROWS:
+        if len(batch.count) > MOST_ROWS:
             # What has been kept of rejected drafts must not pass for the states of what is fed in their place.
             active = slice(len(batch.count))
             self._behind[active] = np.minimum(self._behind[active], batch.start)

@@ -11,7 +11,8 @@ import numpy as np
 
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.engine.scheduler import Proposer, Runner, Scheduler
-from bubblespec.records import Load, Row
+from bubblespec.records import Load
+from bubblespec.samples import Row
 
 
 class Generator:

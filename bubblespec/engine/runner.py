@@ -18,7 +18,7 @@ from bubblespec.engine.ragged import ragged
 from bubblespec.engine.sampling import SamplingParams, sample
 from bubblespec.engine.scheduler import Batch
 from bubblespec.engine.verify import verify
-from bubblespec.records import Row
+from bubblespec.samples import Row
 
 KEYS_AHEAD = 64  # positions whose noise keys are made at once
 
@@ -66,7 +66,7 @@ class ModelRunner:
         self._stream_key = np.zeros((num_slots, max_length, 4), np.int32)
         self._keyed = np.zeros(num_slots, np.int64)
         self.chains: Follower | None = None
-        """Where there is a drafter."""
+        """Where there is a drafter, while it follows the rows."""
 
     def place(self, slot: int, row: Row) -> None:
         """See `Runner`: the slot's noise is that of the row."""

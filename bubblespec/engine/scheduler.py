@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from bubblespec.engine.ragged import ragged
-from bubblespec.records import Load, Row
+from bubblespec.records import Load
+from bubblespec.samples import Row
 
 if TYPE_CHECKING:  # it comes with torch
     from bubblespec.engine.sampling import SamplingParams

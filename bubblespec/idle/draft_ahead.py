@@ -17,7 +17,8 @@ from bubblespec.idle.draft_planning import Item
 from bubblespec.idle.work import Offer, RankView
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.ranks.progress import RankState
-from bubblespec.records import POSITIONS, Draft, Row, SampleId
+from bubblespec.records import POSITIONS
+from bubblespec.samples import Draft, Row, SampleId
 from bubblespec.speculate.proposer import Proposer
 from bubblespec.speculate.store import DraftStore, exchange
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bubblespec.idle.rehearsal import NORMAL_QUANTILE, Coming, Worth
-from bubblespec.records import Draft, Group, Row, SampleId
+from bubblespec.samples import Draft, Group, Row, SampleId
 from bubblespec.speculate.store import DraftStore
 from bubblespec.speculate.suffix import History
 

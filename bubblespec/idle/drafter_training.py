@@ -7,7 +7,8 @@ import numpy as np
 from bubblespec.idle.work import Offer, RankView
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.ranks.progress import RankState
-from bubblespec.records import Row, Span
+from bubblespec.records import Span
+from bubblespec.samples import Row
 
 NUM_WANTED = 2  # slices that a rank asks for at a time: the next tick is some milliseconds away
 # What a slice saves in later rollouts is not known, so it comes after whatever saves something.
@@ -22,7 +23,7 @@ class Training(Protocol):
 
     def slice_tokens(self) -> int: ...
     def run_slice(self, limit_s: float) -> float: ...
-    def merge(self, ranks: Ranks) -> int: ...
+    def merge(self, ranks: Ranks, rollout_s: float) -> int: ...
 
 
 class TrainDrafter:
@@ -92,7 +93,7 @@ class TrainDrafter:
 
     def merge(self, ranks: Ranks) -> None:
         """All ranks go on with the mean of what each has learnt."""
-        self.training.merge(ranks)
+        self.training.merge(ranks, self.view.record.own_s)
         self.view.record.idle[self.name].seconds = self._seconds
 
     def _slice_s(self) -> float:

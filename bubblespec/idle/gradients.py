@@ -13,7 +13,8 @@ import numpy as np
 from bubblespec.idle.work import Offer, RankView
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.ranks.progress import RankState
-from bubblespec.records import Launch, Row, Span, has_zero_std
+from bubblespec.records import Span
+from bubblespec.samples import Launch, Row, has_zero_std
 
 NUM_WANTED = 2  # slices that a rank asks for at a time: the next tick is some milliseconds away
 

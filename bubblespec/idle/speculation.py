@@ -3,8 +3,6 @@
 All of it is the same on every rank, as it is learnt from what the ranks have exchanged; so all ranks plan alike.
 """
 
-import itertools
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,8 +11,6 @@ import numpy as np
 
 from bubblespec.config import Config
 from bubblespec.data.step_planner import StepPlanner
-from bubblespec.engine.generator import Generator
-from bubblespec.engine.sampling import SamplingParams
 from bubblespec.idle.account import Account
 from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.idle.draft_planning import Item, Outlook, afford, plan_items, undrafted
@@ -22,13 +18,12 @@ from bubblespec.idle.evaluation_ahead import plan_evaluation
 from bubblespec.idle.rehearsal import rehearse
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.ranks.progress import ProgressBoard
-from bubblespec.ranks.shared_board import make_board
-from bubblespec.records import POSITIONS, Draft, Group, Prompt, RolloutRecord, Row, SampleId, Samples
-from bubblespec.speculate.evaluation import EvaluationDrafts, make_evaluation_drafts
-from bubblespec.speculate.proposer import Proposer, make_proposer
+from bubblespec.records import POSITIONS, RolloutRecord
+from bubblespec.samples import Draft, Group, Row, SampleId, Samples
+from bubblespec.speculate.evaluation import EvaluationDrafts
+from bubblespec.speculate.proposer import Proposer
 from bubblespec.speculate.store import DraftStore, exchange
 from bubblespec.speculate.suffix import History
-from bubblespec.speculate.windows import CostModel
 
 MAX_AUTO_LOOKAHEAD = 16
 MOST_PACE = 2.0  # by which a rollout may seem to be slower or faster than those before
@@ -186,7 +181,10 @@ class Speculation:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the next rollout is to be one without drafts: to see what that takes, or because drafts have lost too much."""
+        """Whether the next rollout is to be one without drafts: as nothing would be proposed, to see what that takes, or because
+        drafts have lost too much."""
+        if self.has_drafts and not self.proposer.awake:
+            return True
         return self.has_drafts and not self.config.tail_batching.enabled and self.account.is_plain
 
     def learn_rollout(
@@ -295,64 +293,3 @@ def _part(state: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
 
 def _average(old: float | None, new: float) -> float:
     return new if old is None else 0.7 * old + 0.3 * new
-
-
-class _FixedDrafts:
-    """Proposes meaningless drafts of one length: for timing forwards."""
-
-    def __init__(self, length: int):
-        self.length = length
-
-    def propose(self, rows, lengths, room, budget):
-        return [np.ones(self.length, np.int64)] * len(rows) if self.length else [None] * len(rows)
-
-    def observe(self, rows, tokens, num_draft, num_accepted):
-        pass
-
-
-def profile(engine: Generator, params: SamplingParams, cost: CostModel, num_forwards: int = 3, *, clock=time) -> None:
-    """Time forwards of few and many rows, short and long ones, with short and long drafts. Each is run once before it counts."""
-    capacity, length = engine.num_slots, engine.max_length
-    for count, size, window in itertools.product(
-        sorted({1, max(1, capacity // 4), capacity}), sorted({min(8, length - 1), min(512, length // 2)}), (0, 3, 15)
-    ):
-        if count * (window + 1) > engine.max_batch_tokens or size + window + num_forwards + 2 > length:
-            continue
-        engine.reset()
-        drafts = _FixedDrafts(window)
-        engine.add([Row(SampleId(0, 0, sample), (1,) * size, length - size) for sample in range(count)])
-        while engine.queue or (engine.lengths <= size).any():
-            engine.step(params, drafts)
-        for _ in range(num_forwards):
-            started = clock.perf_counter()
-            _, load = engine.step(params, drafts)
-            if load is not None:
-                cost.anchor(*load[:4], clock.perf_counter() - started)
-    engine.reset()
-
-
-def make_speculation(
-    config: Config, ranks: Ranks, engine: Generator, params: SamplingParams, held_out: Sequence[Prompt] = ()
-) -> Speculation | None:
-    """None where nothing is drafted, deferred, streamed, shared or placed by expectation. Makes a process group and times
-    forwards: all ranks must call it together."""
-    has_drafts = config.speculative.method != "none" or config.tail_batching.enabled
-    shares_tail = config.rollout.shared_tail_rows not in (0, "auto") and ranks.world_size > 1
-    if not (has_drafts or shares_tail or config.optim.stream_gradients) and config.rollout.placement == "in_turn":
-        return None
-    cost = CostModel()
-    if has_drafts:
-        profile(engine, params, cost, clock=ranks.clock)
-    board = make_board(ranks, config.bubble.progress_timeout_s, config.bubble.progress_backend)
-    return assemble(config, ranks, board, cost, held_out)
-
-
-def assemble(config: Config, ranks: Ranks, board: ProgressBoard, cost: CostModel, held_out: Sequence[Prompt] = ()) -> Speculation:
-    """A run's speculation at its beginning. cost: of forwards, as profiled; held_out: prompts of evaluations."""
-    speculative = config.speculative
-    history = History(speculative.max_history_tokens)
-    has_drafts = "bubble" in speculative.method or config.tail_batching.enabled
-    options = {"has_drafts": has_drafts, "fixed_window": speculative.fixed_window, "clock": ranks.clock}
-    proposer = make_proposer(speculative.method, history, cost, **options)
-    evaluation = make_evaluation_drafts(config, proposer, held_out)
-    return Speculation(config, ranks, board, proposer, DraftStore(config.bubble.max_draft_tokens), history, evaluation)

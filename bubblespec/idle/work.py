@@ -13,7 +13,8 @@ import numpy as np
 from bubblespec.engine.generator import Generator
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.ranks.progress import RankState
-from bubblespec.records import RolloutRecord, Row
+from bubblespec.records import RolloutRecord
+from bubblespec.samples import Row
 
 
 class Offer(NamedTuple):

@@ -19,7 +19,7 @@ from bubblespec.engine.noise import stream_keys
 from bubblespec.engine.packing import to_device
 from bubblespec.engine.unrolled import UnrolledPacking
 from bubblespec.learn.microbatch import Microbatch
-from bubblespec.records import SampleId
+from bubblespec.samples import SampleId
 
 PASSES = 3  # of the unrolled drafter; later tokens of a chain are right too seldom to learn from
 MAX_GRAD_NORM = 0.5

@@ -10,11 +10,10 @@ from bubblespec.learn.drafter_training import SEQUENCES_PER_UPDATE, DrafterTrain
 from bubblespec.learn.microbatch import Microbatch
 from bubblespec.learn.warm_start import measure
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import CHAIN_ROWS
+from bubblespec.records import CHAIN_ROWS, CHOSEN_LENGTHS
 from bubblespec.speculate.learned import LearnedDrafts
 
 MEASURED = 4  # of the latest responses say how much is accepted, before they are learnt from
-TRY_EVERY = 10  # steps, where chains do not pay: between them the drafter costs nothing
 SHARE_PER_STEP = 0.25  # of the buffer is filled anew by one step, at the most
 AVERAGE = 0.2  # weight of the latest slice in the seconds of a token
 
@@ -29,13 +28,13 @@ class IdleTraining:
         self.new_lessons: list[Lesson] = []  # of the latest step, not learnt from yet
         self._num_added = 0  # sequences in the gradient that no update has been made by yet
         self._num_updates = 0  # since the ranks' drafters were last the same
-        self._num_unused = -1  # steps in a row in which no rank has drafted anything; -1 before the first
+        self._rolled_out = np.zeros(2)  # of this step: seconds saved, and taken, on the slowest rank
         self._num_measured = training.num_updates  # updates when `accepted` was measured
 
     @torch.no_grad()
     def take(self, batch: Microbatch, hidden: torch.Tensor) -> None:
         """Some of the sequences of a micro-batch of the policy's training, see `Learner.on_hidden`."""
-        if not self.chains.is_on:
+        if self.source.rests:
             return
         room = SHARE_PER_STEP * self.training.lessons.max_tokens - sum(len(lesson.hidden) for lesson in self.new_lessons)
         if room > 0:
@@ -43,14 +42,15 @@ class IdleTraining:
 
     def begin_step(self, ranks: Ranks) -> None:
         """All ranks together, before a rollout: learn from the latest responses from now on. If the drafter has changed since it
-        was last measured, they say first how much of it is accepted. Where no chain has paid for itself in a step, there are none
-        and no training in the next ones, but for one in TRY_EVERY."""
+        was last measured, they say first how much of it is accepted. Where it rested in the last step there is nothing to do."""
+        rested, (saved_s, rollout_s) = self.source.rests, self._rolled_out
+        self.source.begin_step(saved_s / rollout_s if rollout_s else None)
+        self._rolled_out = np.zeros(2)
+        if rested:
+            return
         new, self.new_lessons = self.new_lessons, []
-        made = ranks.gather(np.array([len(new), self.training.num_updates - self._num_measured, self.source.num_drafted]))
-        self.source.num_drafted = 0
-        has_new, has_changed, has_drafted = made.sum(axis=0) > 0
-        self._num_unused = 0 if has_drafted else self._num_unused + 1
-        self.chains.is_on = self._num_unused % TRY_EVERY == 0
+        made = ranks.gather(np.array([len(new), self.training.num_updates - self._num_measured]))
+        has_new, has_changed = made.sum(axis=0) > 0
         if has_new and has_changed:
             self._num_measured = self.training.num_updates
             self.accepted = measure(self.training, self.chains, new[:MEASURED], ranks)
@@ -60,7 +60,7 @@ class IdleTraining:
 
     def slice_tokens(self) -> int:
         """Tokens of a slice: those of the shortest response; 0 where there is nothing to learn."""
-        return min((len(lesson.hidden) for lesson in self.training.lessons), default=0) if self.chains.is_on else 0
+        return min((len(lesson.hidden) for lesson in self.training.lessons), default=0)
 
     def run_slice(self, limit_s: float) -> float:
         """Learn from a response that is expected to take no longer, if there is one. Returns the seconds that it took."""
@@ -83,10 +83,13 @@ class IdleTraining:
         return seconds
 
     @torch.no_grad()
-    def merge(self, ranks: Ranks) -> int:
-        """All ranks together: the mean of their drafters, by updates made since the last time. Returns how many all have made."""
-        counts = ranks.gather(np.array([self._num_updates], np.float64))[:, 0]
-        total, own, self._num_updates = counts.sum(), self._num_updates, 0
+    def merge(self, ranks: Ranks, rollout_s: float) -> int:
+        """All ranks together, after a rollout that took this rank `rollout_s`: the mean of their drafters, by updates made since
+        the last time. Returns how many all have made."""
+        measured = ranks.gather(np.array([self._num_updates, self.source.saved_s, rollout_s]))
+        self._rolled_out += measured[measured[:, 2].argmax(), 1:]
+        self.source.saved_s, own, self._num_updates = 0.0, self._num_updates, 0
+        total = measured[:, 0].sum()
         if ranks.world_size > 1 and total:
             training = self.training
             flat = ranks.sum_(torch.cat([p.reshape(-1) for p in training.masters]) * (own / total))
@@ -98,11 +101,13 @@ class IdleTraining:
         return int(total)
 
     def metrics(self, ranks: Ranks) -> dict[str, float]:
-        """Of a step: what is accepted, and the mean length of chains by active rows."""
-        chosen = ranks.gather(self.source.take_chosen()).sum(axis=0)
+        """Of a step: what is accepted, and which lengths of chains were chosen, by active rows."""
         metrics = {f"drafter/accepted_{n + 1}": float(self.accepted[n]) for n in range(LONGEST)}
         metrics["drafter/tokens_a_pass"] = 1.0 + float(self.accepted.sum())
-        for rows, counts in zip(CHAIN_ROWS, chosen, strict=True):
+        metrics |= {"drafter/num_updates": self.training.num_updates, "drafter/rests": int(self.source.rests)}
+        chosen = () if self.source.rests else ranks.gather(self.source.take_chosen()).sum(axis=0)
+        for rows, counts in zip(CHAIN_ROWS, chosen, strict=False):
             if counts.sum():
                 metrics[f"drafter/chain_length/rows_{rows}"] = float(counts @ np.arange(len(counts)) / counts.sum())
-        return metrics | {"drafter/num_updates": self.training.num_updates}
+                metrics[f"{CHOSEN_LENGTHS}{rows}"] = counts.tolist()
+        return metrics

@@ -30,7 +30,8 @@ from bubblespec.learn.microbatch_cost import MicrobatchCost
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.learn.out_of_memory import TokenBudget, run_within_memory
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import SampleId, Samples, Span
+from bubblespec.records import Span
+from bubblespec.samples import SampleId, Samples
 
 # What sampling/logp_difference/mean may be at temperature 1; beyond it something else than rounding is at work. Rounding alone
 # gives 1e-7 in float64 (the generator's are kept in float32), 3e-7 to 1e-4 in float32 and 2e-3 to 3e-2 in bfloat16, measured on

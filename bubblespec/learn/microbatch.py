@@ -9,7 +9,7 @@ from bubblespec.config import Config
 from bubblespec.engine.packing import to_device
 from bubblespec.learn.losses import common_factor, local_weights
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import SampleId, Samples
+from bubblespec.samples import SampleId, Samples
 
 
 @dataclass

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from bubblespec.errors import InputError
 from bubblespec.learn.microbatch import Microbatch, make_microbatch
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Samples
+from bubblespec.samples import Samples
 
 Result = TypeVar("Result")
 

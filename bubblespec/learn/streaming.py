@@ -18,7 +18,8 @@ from bubblespec.learn.advantages import estimate_advantages
 from bubblespec.learn.learner import Learner
 from bubblespec.learn.losses import local_weights
 from bubblespec.learn.microbatch import pack_responses
-from bubblespec.records import Row, Span
+from bubblespec.records import Span
+from bubblespec.samples import Row
 
 
 class Piece(NamedTuple):

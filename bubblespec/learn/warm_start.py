@@ -27,7 +27,7 @@ from bubblespec.errors import InputError
 from bubblespec.learn.drafter_training import SEQUENCES_PER_UPDATE, DrafterTraining, lessons_of
 from bubblespec.learn.microbatch import pack_responses
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Group, Row
+from bubblespec.samples import Group, Row
 
 EPOCHS = 8
 LAST_RATE = 0.1  # of the learning rate, at the end of the warm start and after it

@@ -17,9 +17,10 @@ from transformers import PreTrainedTokenizerBase
 from bubblespec.config import RewardConfig
 from bubblespec.errors import InputError
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Group, Row, SampleId, Span
+from bubblespec.records import Span
 from bubblespec.rewards.functions import FAILURE_KINDS, RewardFailure, RewardFunction, Sample, score
 from bubblespec.rewards.workers import Answer, RewardWorkers
+from bubblespec.samples import Group, Row, SampleId
 
 ERRORS_FILE = "reward_errors.jsonl"
 MOST_LOGGED = 20  # failures of a batch that a rank writes to ERRORS_FILE

@@ -11,10 +11,10 @@ from bubblespec.idle.draft_planning import Outlook, expected_length
 from bubblespec.idle.rehearsal import NORMAL_QUANTILE
 from bubblespec.idle.speculation import Speculation
 from bubblespec.ranks.progress import RankState
-from bubblespec.records import Launch
 from bubblespec.rollout.balance import Expected
 from bubblespec.rollout.moves import Move, Unfinished, expected_left, plan_moves
 from bubblespec.rollout.standing import Standing
+from bubblespec.samples import Launch
 from bubblespec.speculate.store import DraftStore
 
 OVERHEAD_TICKS = 2.0  # from a decision to the first forward of a row that has moved

@@ -18,9 +18,10 @@ from bubblespec.idle.arbiter import Arbiter
 from bubblespec.idle.work import IdleWork, RankView
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.ranks.progress import MAX_WORKS, ProgressBoard, RankState
-from bubblespec.records import ForwardRecord, IdleUse, RolloutRecord, Row, Span
+from bubblespec.records import ForwardRecord, IdleUse, RolloutRecord, Span
 from bubblespec.rollout.shared_tail import SharedTail
 from bubblespec.rollout.standing import Standing
+from bubblespec.samples import Row
 from bubblespec.speculate.proposer import Proposer
 from bubblespec.speculate.windows import CostModel
 

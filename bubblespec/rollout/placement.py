@@ -6,7 +6,7 @@ Nothing after `gather_samples` depends on which rank generated what, or when.
 import numpy as np
 
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Group, Row, Samples
+from bubblespec.samples import Group, Row, Samples
 
 
 def place_in_turn(num_groups: int, num_generations: int, num_ranks: int) -> np.ndarray:

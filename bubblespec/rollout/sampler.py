@@ -21,7 +21,7 @@ from bubblespec.idle.work import IdleWork
 from bubblespec.learn.idle_training import IdleTraining
 from bubblespec.learn.streaming import GradientStream
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Group, Launch, RolloutRecord, Row, Samples, Span, StepRecord, has_zero_std
+from bubblespec.records import RolloutRecord, Span, StepRecord
 from bubblespec.rewards.functions import combine, overlong_penalty
 from bubblespec.rewards.scorer import Scorer, Scoring
 from bubblespec.rollout.balance import ends_s, place_rows, plain_s
@@ -31,6 +31,7 @@ from bubblespec.rollout.placement import gather_samples, place_in_turn
 from bubblespec.rollout.shared_tail import SharedTail
 from bubblespec.rollout.standing import Standing
 from bubblespec.rollout.take_over import TakeOver
+from bubblespec.samples import Group, Launch, Row, Samples, has_zero_std
 from bubblespec.speculate.store import DraftStore
 
 
@@ -226,10 +227,13 @@ class Sampler:
         loop, speculation = RolloutLoop(self.engine, self.ranks, self.params, on_finished=on_finished), self.speculation
         ordered = dict(rows)
         if speculation is not None:
+            if self.drafter is not None:
+                self.drafter.source.follow(self._has_drafter)
             ordered = speculation.begin(rows, step)
             if standing.launch.selects and standing.expected is not None:
                 ordered = {place: rows[place] for place in admit_first(list(ordered), standing.launch, standing.expected)}
-            loop.board, loop.cost, loop.tail = speculation.board, speculation.proposer.cost, self.tail
+            loop.board, loop.tail = speculation.board, self.tail
+            loop.cost = speculation.proposer.cost if self._learns else None
             loop.works = self._idle_works(standing, step, used, scoring)
             loop.proposer = speculation.proposer if speculation.has_drafts and not speculation.is_plain else None
         record = loop.run(ordered, standing)
@@ -244,12 +248,13 @@ class Sampler:
         what is deferred, as drafts."""
         begin_s = self.ranks.clock.perf_counter()
         deferred = standing.deferred().tolist()
-        is_over = np.ones(len(standing.owners), bool)
-        is_over[deferred] = False
-        ids = [name for name, over in zip(standing.launch.ids, is_over, strict=True) if over]
-        overhead_s, work_s = self._work(rollout)
-        of_rows = self._plain_s(list(rows.values()), overhead_s)
-        self.speculation.learn_rollout(rollout, ids, plain_s=of_rows, work_s=work_s, was_plain=self.speculation.is_plain)
+        if self._learns:
+            is_over = np.ones(len(standing.owners), bool)
+            is_over[deferred] = False
+            ids = [name for name, over in zip(standing.launch.ids, is_over, strict=True) if over]
+            overhead_s, work_s = self._work(rollout)
+            of_rows = self._plain_s(list(rows.values()), overhead_s)
+            self.speculation.learn_rollout(rollout, ids, plain_s=of_rows, work_s=work_s, was_plain=self.speculation.is_plain)
         if standing.selection is not None:
             self.speculation.keep([rows[place] for place in deferred if place in rows], step)
         for work in works:
@@ -257,6 +262,13 @@ class Sampler:
         span = Span("exchange", begin_s, self.ranks.clock.perf_counter())
         self.speculation.overhead_s += span.end_s - span.begin_s
         return span
+
+    @property
+    def _learns(self) -> bool:
+        """Whether what a rollout takes matters to a later one: tokens may be proposed in it, rows placed by expectation, or the
+        last of them shared."""
+        placement, may_propose = self.config.rollout.placement, bool(self.speculation.proposer.awake)
+        return may_propose or placement != "in_turn" or self.tail is not None
 
     def _work(self, rollout: RolloutRecord) -> tuple[float, float]:
         """Seconds of a typical forward beside the engine, and of all forwards with rows of the step, by the cost model."""
@@ -289,10 +301,15 @@ class Sampler:
         if self.stream is not None and scoring is not None and len(used) == len(standing.launch.groups):
             gradients = self._group_gradients(standing.launch, scoring)
         drafter = None
-        if self.drafter is not None:
+        if self._has_drafter:
             limit_s = self.config.idle.max_slice_s
             drafter = TrainDrafter(self.drafter, max_slice_s=limit_s, num_ranks=self.ranks.world_size, clock=self.ranks.clock)
         return [work for work in (self._take_over(standing, step), gradients, draft_ahead, drafter) if work is not None]
+
+    @property
+    def _has_drafter(self) -> bool:
+        """Whether the next rollout may have chains, and train what drafts them."""
+        return self.drafter is not None and not self.drafter.source.rests and not self.speculation.is_plain
 
     def _group_gradients(self, launch: Launch, scoring: Scoring) -> GroupGradients:
         """Of a step's first rollout: with dynamic sampling whatever differs in it is trained on, and of later ones not all is."""

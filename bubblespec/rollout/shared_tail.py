@@ -24,11 +24,12 @@ from bubblespec.idle.speculation import Speculation
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.ranks.joint import RankJoint
 from bubblespec.ranks.progress import RankState
-from bubblespec.records import RolloutRecord, Row, SampleId, Span
+from bubblespec.records import RolloutRecord, Span
 from bubblespec.rollout.balance import MIN_GAIN
 from bubblespec.rollout.forecast import OVERHEAD_TICKS, unfinished_rows
 from bubblespec.rollout.shared_gain import pays
 from bubblespec.rollout.standing import Standing
+from bubblespec.samples import Row, SampleId
 from bubblespec.speculate.windows import CostModel
 
 NUMBERS_PER_TOKEN = 3  # its id and both log-probabilities, all exact as float64

@@ -8,8 +8,8 @@ it as soon as it knows.
 import numpy as np
 
 from bubblespec.data.selection import Selection
-from bubblespec.records import Launch, Row
 from bubblespec.rollout.balance import Expected
+from bubblespec.samples import Launch, Row
 
 
 class Standing:

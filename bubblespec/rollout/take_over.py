@@ -14,9 +14,9 @@ import numpy as np
 from bubblespec.idle.work import Offer, RankView
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.ranks.progress import RankState
-from bubblespec.records import Row
 from bubblespec.rollout.moves import MAX_MOVES, Move
 from bubblespec.rollout.standing import Standing
+from bubblespec.samples import Row
 
 NUMBERS_PER_TOKEN = 3  # its id and both log-probabilities, all exact as float64
 

@@ -14,7 +14,7 @@ from bubblespec.config import Config
 from bubblespec.data.step_planner import StepPlanner, save_visits
 from bubblespec.data.tail_batching import MOST_OVER_SAMPLING, TailBatching, scaled
 from bubblespec.errors import InputError
-from bubblespec.records import Group, Prompt, SampleId
+from bubblespec.samples import Group, Prompt, SampleId
 
 
 class DataOrder:

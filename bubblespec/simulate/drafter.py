@@ -47,8 +47,6 @@ def _powers(chance: float) -> np.ndarray:
 class SimulatedChains:
     """As `Chains`, for a `SimulatedRunner`, which knows what each row will say."""
 
-    is_on = True
-
     def __init__(self, runner: SimulatedRunner, model: DrafterModel):
         self.runner, self.model = runner, model
         self._accepted = model.accepted()

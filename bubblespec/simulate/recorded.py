@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 
 from bubblespec.errors import InputError
-from bubblespec.records import Prompt, SampleId, Samples, digest
+from bubblespec.samples import Prompt, SampleId, Samples, digest
 from bubblespec.simulate.drafter import DrafterModel
 from bubblespec.simulate.drafting import STOP, DraftModel
 from bubblespec.simulate.shared import SharedModel

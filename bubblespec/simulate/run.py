@@ -11,11 +11,13 @@ from tqdm import tqdm
 from bubblespec.config import Config
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
-from bubblespec.idle.speculation import Speculation, assemble, profile
+from bubblespec.idle.set_up_speculation import assemble, profile
+from bubblespec.idle.speculation import Speculation
 from bubblespec.memory import AUTO_SHARED_ROWS, most_slots
-from bubblespec.records import Group, Row, Span, digest
+from bubblespec.records import Span
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.rollout.shared_tail import SharedTail, expects_gain
+from bubblespec.samples import Group, Row, digest
 from bubblespec.simulate.deferral import Texts, make_planner, steps_that_fit
 from bubblespec.simulate.drafter import SimulatedChains
 from bubblespec.simulate.runner import ProposalTime, SimulatedGenerator, SimulatedRunner

@@ -12,7 +12,8 @@ from bubblespec.engine.generator import Generator
 from bubblespec.engine.ragged import ragged
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.engine.scheduler import Batch, Proposer, num_accepted
-from bubblespec.records import Load, Row
+from bubblespec.records import Load
+from bubblespec.samples import Row
 from bubblespec.simulate.world import World
 from bubblespec.speculate.sources import TrackedRow
 

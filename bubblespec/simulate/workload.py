@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bubblespec.errors import InputError
-from bubblespec.records import Group, Launch, Prompt, SampleId, Samples
+from bubblespec.samples import Group, Launch, Prompt, SampleId, Samples
 from bubblespec.simulate.drafter import DrafterModel
 from bubblespec.simulate.drafting import STOP, TEXT, VOCABULARY, DraftModel, edited, keyed_random
 from bubblespec.simulate.shared import SharedModel

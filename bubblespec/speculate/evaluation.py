@@ -13,7 +13,7 @@ import numpy as np
 
 from bubblespec.config import Config
 from bubblespec.engine.noise import EVALUATION
-from bubblespec.records import Draft, Group, Prompt, Row, SampleId, Samples
+from bubblespec.samples import Draft, Group, Prompt, Row, SampleId, Samples
 from bubblespec.speculate.proposer import Proposer, make_proposer
 from bubblespec.speculate.store import DraftStore
 from bubblespec.speculate.suffix import History

@@ -3,6 +3,9 @@
 A chain of n tokens adds n draft tokens of each row to the forward, and n forwards of the drafter before it. How many of them are
 accepted is measured by position; so are the seconds of the drafter's forwards. For the rows that are there the length is chosen
 that gives most tokens a second, none among them (TLT's choice of a strategy by the number of running requests, arXiv 2511.16665).
+
+Whether any length pays or not, a drafter costs: hidden states are kept, ticks taken, and idle ranks train it. So where chains are
+expected to have saved next to nothing of a step, it rests in the next ones, longer after each step in which it was tried in vain.
 """
 
 import time
@@ -20,6 +23,8 @@ NAME = "drafter"
 MEMORY = 2000.0  # chains over which acceptance is averaged
 PRIOR_CHAINS = 20.0  # that what training measured counts for
 UNKNOWN = 0.3  # chance of each token before anything is known
+LEAST_SAVED = 0.03  # of a step's rollouts, by chains: about what a drafter costs that is not at rest
+FIRST_REST, LONGEST_REST = 9, 39  # steps
 
 
 class Acceptance:
@@ -52,7 +57,11 @@ class Acceptance:
 
 
 class LearnedDrafts:
-    """The drafter's chains for rows of an engine; implements `DraftSource`."""
+    """The drafter's chains for rows of an engine; implements `DraftSource`.
+
+    rests: in this step nothing is kept, learnt or drafted. saved_s: seconds that chains are expected to have saved; whoever asks
+    sets it back.
+    """
 
     def __init__(self, chains: Chains, engine: Generator, cost: CostModel, clock=time):
         """cost: of the policy's forwards."""
@@ -60,7 +69,9 @@ class LearnedDrafts:
         self.acceptance = Acceptance()
         self.own_cost = CostModel()  # of the drafter's chains: rows stand for its forwards, tokens for those that it feeds
         self.chosen = np.zeros((len(CHAIN_ROWS), LONGEST + 1), np.int64)  # forwards by rows and length of the chain
-        self.num_drafted = 0  # chains; whoever asks sets it back
+        self.saved_s = 0.0
+        self.rests = False
+        self._steps_left = self._rest = 0  # of this rest, and of the latest one in all
         self._proposed: dict[int, np.ndarray] = {}  # by id() of the row
 
     def profile(self) -> None:
@@ -73,11 +84,27 @@ class LearnedDrafts:
                 self.own_cost.anchor(1, count, 0, 0, self.clock.perf_counter() - begin_s)
         self.engine.reset()
 
+    def begin_step(self, saved: float | None) -> None:
+        """Whether it rests in the step that begins; the same on all ranks, as they are told the same. saved: share of the last
+        step's rollouts that chains have saved, None where there were none that could have had any."""
+        if self.rests:
+            self._steps_left -= 1
+            self.rests = self._steps_left > 0
+        elif saved is not None:
+            self.rests = saved < LEAST_SAVED
+            self._rest = min(max(2 * self._rest + 1, FIRST_REST), LONGEST_REST) if self.rests else 0
+            self._steps_left = self._rest
+
+    def follow(self, is_on: bool) -> None:
+        """Keep what chains need of an engine's rows, from before they are there on; or nothing, and give the memory back."""
+        runner = self.engine.runner
+        if runner.chains is not None and not is_on:
+            self.chains.release()
+        runner.chains = self.chains if is_on else None
+
     @property
     def chance(self) -> float:
         """Of the next token of another proposal: below it a chain gains more than that, its own time taken off."""
-        if not self.chains.is_on:
-            return 0.0
         active = max(len(self.engine.rows), 1)
         length = self.choose(active, 1)
         if not length:
@@ -98,8 +125,6 @@ class LearnedDrafts:
     def propose(self, rows: list[TrackedRow], lengths: list[int], limits: list[int]) -> list[Proposal | None]:
         """See `DraftSource`."""
         proposals: list[Proposal | None] = [None] * len(rows)
-        if not self.chains.is_on:
-            return proposals
         active = len(self.engine.rows)
         slot_of = {id(row): slot for slot, row in enumerate(self.engine.rows)}
         place_of = {slot_of[id(tracked.row)]: place for place, tracked in enumerate(rows) if id(tracked.row) in slot_of}
@@ -111,8 +136,9 @@ class LearnedDrafts:
             return proposals
         begin_s = self.clock.perf_counter()
         tokens, slots, caught_up = self.chains.draft(self.engine.scheduler, np.array(sorted(place_of)), length)
-        self.num_drafted += len(slots)
         if len(slots):
+            gained, expected_s = self._forecast(active, len(slots))
+            self.saved_s += float(gained[length] / gained[0] * expected_s[0] - expected_s[length])
             seconds = self.clock.perf_counter() - begin_s
             self.own_cost.observe(length, caught_up + (length - 1) * len(slots), 0, 0, seconds)
         for slot, chain in zip(slots.tolist(), tokens, strict=True):
@@ -128,12 +154,18 @@ class LearnedDrafts:
 
     def choose(self, active: int, count: int) -> int:
         """Tokens of a chain for `count` of `active` rows that gives most tokens a second; 0 for none."""
+        gained, seconds = self._forecast(active, count)
+        return int((gained / seconds).argmax())
+
+    def _forecast(self, active: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens that all rows gain in a forward, and its seconds with those of the drafter, by the length of the chains, float64
+        [LONGEST + 1]."""
         lengths = np.arange(LONGEST + 1)
         gained = active + count * np.concatenate(([0.0], np.cumsum(self.acceptance.chances())))
         fed, positions = active + count * lengths, int(self.engine.lengths.sum())
         seconds = self.cost.seconds(active, fed, count * (lengths > 0), positions)
         own = self.own_cost.seconds(lengths, count * np.maximum(lengths, 1))
-        return int((gained / (seconds + np.where(lengths > 0, own, 0.0))).argmax())
+        return gained, seconds + np.where(lengths > 0, own, 0.0)
 
     def take_chosen(self) -> np.ndarray:
         """Forwards since the last call by active rows (CHAIN_ROWS) and length of their chains, int64 [., LONGEST + 1]."""

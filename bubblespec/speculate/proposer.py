@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bubblespec.records import POSITIONS, Acceptance, Draft, Row
+from bubblespec.records import POSITIONS, Acceptance
+from bubblespec.samples import Draft, Row
 from bubblespec.speculate.sources import ALIGNED, DraftSource, OwnDrafts, SuffixMatches, TrackedRow
 from bubblespec.speculate.suffix import OWN, SOURCE_NAMES, History
 from bubblespec.speculate.windows import WINDOWS, CostModel, Survival, choose_windows
@@ -41,6 +42,11 @@ class Proposer:
         self._pause = self._backoff = 0  # forwards to go without looking for proposals
         self._overhead_s = 0.0  # of looking for them, exponentially weighted
         self._rows: dict[int, TrackedRow] = {}
+
+    @property
+    def awake(self) -> list[DraftSource]:
+        """The sources that may have something to propose."""
+        return [source for source in self.sources if not getattr(source, "rests", False)]
 
     def begin(self) -> None:
         """A new rollout: forget rows, count anew, and go on with the estimates."""
@@ -85,7 +91,7 @@ class Proposer:
         length_of, limits = lengths.tolist(), np.minimum(room, longest).tolist()
         for i in asked:
             tracked[i].kind = None
-        for source in self.sources:
+        for source in self.awake:
             chance = getattr(source, "chance", 0.0)
             open_rows = [i for i in asked if drafts[i] is None or survival[i] < chance]
             answers = source.propose(
@@ -115,7 +121,7 @@ class Proposer:
 
     def observe(self, rows: list[Row], tokens: list[np.ndarray], num_draft: np.ndarray, num_accepted: np.ndarray) -> None:
         """As the engine's `Proposer` has it: learn from what was accepted, and take in the new tokens."""
-        started = self.clock.perf_counter()
+        started, sources = self.clock.perf_counter(), self.awake
         for row, gained, drafted, accepted in zip(rows, tokens, num_draft.tolist(), num_accepted.tolist(), strict=True):
             tracked = self._rows.get(id(row))
             if tracked is None:
@@ -128,7 +134,7 @@ class Proposer:
                 expected = tracked.draft.tokens[tracked.num_gained : tracked.num_gained + len(gained)]
                 tracked.is_aligned = len(expected) == len(gained) and bool((expected == gained).all())
             tracked.num_gained += len(gained)
-            for source in self.sources:
+            for source in sources:
                 source.observe(tracked, gained)
         self._spent_s += self.clock.perf_counter() - started
 

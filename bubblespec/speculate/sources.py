@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from bubblespec.records import Draft, Row
+from bubblespec.samples import Draft, Row
 from bubblespec.speculate.suffix import SOURCE_NAMES, GroupIndex, History
 from bubblespec.speculate.windows import match_bucket
 
@@ -50,7 +50,8 @@ class DraftSource(Protocol):
     """One place where draft tokens come from.
 
     It is asked for the rows that no source before it has a proposal for. One with an attribute `chance`, of its next token's
-    being accepted, is asked for those as well whose proposal is accepted less often."""
+    being accepted, is asked for those as well whose proposal is accepted less often. One with an attribute `rests` is not asked
+    while that is true."""
 
     def begin(self) -> None:
         """A new rollout: forget all rows."""

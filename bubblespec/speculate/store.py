@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import Draft, SampleId
+from bubblespec.samples import Draft, SampleId
 
 HEADER = 7  # uid, visit, sample, number of tokens, finished, version, holder
 

@@ -14,6 +14,7 @@ import numpy as np
 from bubblespec.records import ACCEPT_BINS
 
 WINDOWS = np.array(ACCEPT_BINS)
+SLOWEST = 5.0  # times the expected seconds
 MATCH_EDGES = (2, 4, 8, 16)  # survival is estimated by source and by which of these the match length reaches
 
 
@@ -34,39 +35,52 @@ class CostModel:
         self._anchors = np.zeros((self.NUM_TERMS, self.NUM_TERMS + 1))
         self._moments = np.zeros_like(self._anchors)  # of x / seconds, and their sum, which is the right-hand side
         self._observed: list[tuple[float, ...]] = []  # since the last fit: a row of x, and its seconds
-        self.coefficients = np.array([1e-3, 0.0, 1e-4, 0.0, 0.0])
+        self._coefficients = np.array([1e-3, 0.0, 1e-4, 0.0, 0.0])
+
+    @property
+    def coefficients(self) -> np.ndarray:
+        """a to e, float64 [5]: worked out anew where enough has been observed since they were last asked for."""
+        if len(self._observed) >= self.refresh:
+            self.fit()
+        return self._coefficients
+
+    @coefficients.setter
+    def coefficients(self, coefficients: np.ndarray) -> None:
+        self._coefficients = coefficients
 
     def anchor(self, rows: int, tokens: int, wide_rows: int, positions: int, seconds: float) -> None:
         """One forward of the profile; it is never forgotten."""
-        self._anchors += self.ANCHOR_WEIGHT * _moments([(1.0, rows, tokens, wide_rows, positions, seconds)], 1.0)
+        self._anchors += self.ANCHOR_WEIGHT * _moments(np.array([(1.0, rows, tokens, wide_rows, positions, seconds)]), 1.0)
         self.fit()
 
     def observe(self, rows: int, tokens: int, wide_rows: int, positions: int, seconds: float) -> None:
-        """One forward. Five times slower than expected is an interruption: left out."""
-        if seconds < 5 * self.seconds(rows, tokens, wide_rows, positions):
-            self._observed.append((1.0, rows, tokens, wide_rows, positions, seconds))
-        if len(self._observed) >= self.refresh:
-            self.fit()
+        """One forward. Nothing is worked out here: plain decoding waits for this, and asks for no coefficients."""
+        self._observed.append((1.0, rows, tokens, wide_rows, positions, seconds))
 
     def fit(self) -> None:
-        """Work the coefficients out anew from all that was observed."""
+        """Work the coefficients out anew from all that was observed. Five times slower than expected is an interruption: left
+        out. Where nothing is known yet, than the median of what was observed."""
         if self._observed:
-            self._moments *= self.forgetting ** len(self._observed)
-            self._moments += _moments(self._observed, self.forgetting)
+            observed = np.array(self._observed, np.float64)
             self._observed.clear()
+            ratio = observed[:, -1] / (observed[:, :-1] @ self._coefficients)
+            is_known = self._anchors.any() or self._moments.any()
+            observed = observed[ratio < SLOWEST * (1.0 if is_known else np.median(ratio))]
+            self._moments *= self.forgetting ** len(observed)
+            self._moments += _moments(observed, self.forgetting)
         moments = self._anchors + self._moments
         matrix, target = moments[:, :-1], moments[:, -1]
         ridge = np.diag(np.maximum(np.diag(matrix), 1e-12)) * 1e-6
         # Times do not shrink with more rows or tokens: a negative coefficient is set to 0, and the others are fitted again.
         free = np.ones(self.NUM_TERMS, bool)
-        self.coefficients = np.zeros(self.NUM_TERMS)
+        self._coefficients = np.zeros(self.NUM_TERMS)
         while free.any():
             fitted = np.linalg.solve((matrix + ridge)[np.ix_(free, free)], target[free])
             if (fitted >= 0).all():
-                self.coefficients[free] = fitted
+                self._coefficients[free] = fitted
                 break
             free[np.flatnonzero(free)[fitted < 0]] = False
-        self.coefficients = np.maximum(self.coefficients, [1e-6, 0.0, 1e-7, 0.0, 0.0])
+        self._coefficients = np.maximum(self._coefficients, [1e-6, 0.0, 1e-7, 0.0, 0.0])
 
     def seconds(self, rows, tokens, wide_rows=0, positions=0):
         """Expected seconds of a forward; of numbers or of arrays of one shape."""
@@ -74,10 +88,10 @@ class CostModel:
         return a + b * rows + c * tokens + d * wide_rows + e * positions
 
 
-def _moments(observed: list[tuple[float, ...]], forgetting: float) -> np.ndarray:
-    """Sums over forwards of what the normal equations need, the latest last and with weight 1; of relative errors."""
-    x = np.array(observed, np.float64)
-    x = x[:, :-1] / x[:, -1:]
+def _moments(observed: np.ndarray, forgetting: float) -> np.ndarray:
+    """Sums over forwards of what the normal equations need, the latest last and with weight 1; of relative errors. observed:
+    float64 [forwards, NUM_TERMS + 1]."""
+    x = observed[:, :-1] / observed[:, -1:]
     weighted = x * forgetting ** np.arange(len(x) - 1, -1, -1)[:, None]
     return np.concatenate((weighted.T @ x, weighted.sum(axis=0)[:, None]), axis=1)
 

@@ -14,7 +14,8 @@ import numpy as np
 from tqdm import tqdm
 
 from bubblespec.errors import InputError, say
-from bubblespec.records import ACCEPT_BINS, Samples
+from bubblespec.records import ACCEPT_BINS, CHOSEN_LENGTHS
+from bubblespec.samples import Samples
 from bubblespec.telemetry.timeline import save_timeline
 
 TABLE_KEYS = (
@@ -45,6 +46,9 @@ class MetricsLogger:
         self._bar = tqdm(total=max_steps, initial=first_step, unit="step", dynamic_ncols=True, file=sys.stderr)
         self.evaluations: list[tuple[int, dict[str, Any]]] = []
         self.history: list[dict[str, Any]] = []
+        self.chosen: dict[int, np.ndarray] = {}  # of all steps, see `_chain_table`
+        self.num_rests = 0  # steps in which the drafter rested
+        self._last_step = first_step
         for record in records:
             if record["step"] == first_step:  # the purge has just hidden this evaluation's points
                 self._write_scalars(record.pop("step"), record)
@@ -54,9 +58,14 @@ class MetricsLogger:
         if not self.is_main:
             return
         self._write(step, metrics)
+        self._last_step = step
         counts = metrics.get("rollout/spec_accepted_lengths")
         if counts and sum(counts):
             self._draw("add_histogram", "rollout/spec_accepted_lengths", np.repeat(ACCEPT_BINS, counts), step)
+        for key in (key for key in metrics if key.startswith(CHOSEN_LENGTHS)):
+            rows = int(key.removeprefix(CHOSEN_LENGTHS))
+            self.chosen[rows] = self.chosen.get(rows, 0) + np.array(metrics[key])
+        self.num_rests += metrics.get("drafter/rests", 0)
         self.history.append({key: metrics.get(key, float("nan")) for key in TABLE_KEYS})
         shown = (
             f"reward {metrics['reward']:.3f}, {metrics['perf/throughput']:.0f} tokens/s, {metrics['timing_s/step']:.2f} s/step"
@@ -82,7 +91,7 @@ class MetricsLogger:
         for number, i in enumerate(chosen):
             prompt, reply = samples.prompt_of(i).text, tokenizer.decode(samples.tokens[i].tolist())
             text = f"reward {rewards[i]:.3f}\n\nprompt: {prompt}\n\ncompletion:\n{reply}"
-            self._draw("add_text", f"sample_{number}", "    " + text.replace("\n", "\n    "), step)
+            self._draw("add_text", f"sample_{number}", _as_code(text), step)
 
     def log_timeline(self, step: int, lanes: list[np.ndarray], method: str) -> None:
         """A trace and a picture of one step; see `gather_lanes` for the lanes."""
@@ -111,10 +120,15 @@ class MetricsLogger:
         self._file.close()
         if self._waiting:
             say(f"warning: the last {len(self._waiting)} lines of metrics.jsonl are lost")
+        table = _table(self.history, self.evaluations) if self.history else ""
+        if self.chosen:
+            of_chains = _chain_table(self.chosen, self.num_rests)
+            self._draw("add_text", "drafter/chosen_lengths", _as_code(of_chains), self._last_step)
+            table += "\n\n" + of_chains
         if self._tensorboard is not None:
             self._draw("close")
-        if self.history:
-            say(_table(self.history, self.evaluations))
+        if table:
+            say(table)
 
     def _write(self, step: int, metrics: dict[str, Any]) -> None:
         """JSON has no NaN and no infinity: such a value is null in the file."""
@@ -202,3 +216,18 @@ def _table(history: list[dict], evaluations: list[tuple[int, dict]]) -> str:
         for key in (key for key, value in evaluations[0][1].items() if not isinstance(value, str)):
             lines.append(f"{key:28}" + "".join(f"{metrics[key]:12.3f}" for _, metrics in evaluations))
     return "\n".join(lines)
+
+
+def _chain_table(chosen: dict[int, np.ndarray], num_rests: int) -> str:
+    """The lengths of chains that were chosen, by active rows: of which length so many forwards of all ranks were. chosen: by the
+    least number of rows (CHAIN_ROWS) forwards by length, int64 [lengths]; num_rests: steps without any choice."""
+    width = len(next(iter(chosen.values())))
+    lines = [f"{'forwards by length of chain':28}" + "".join(f"{length or 'none':>12}" for length in range(width))]
+    for rows, counts in sorted(chosen.items()):
+        lines.append(f"{'active rows from ' + str(rows):28}" + "".join(f"{count:12d}" for count in counts.tolist()))
+    return "\n".join([*lines, f"steps at rest: {num_rests}"])
+
+
+def _as_code(text: str) -> str:
+    """As TensorBoard shows it with the lines and spaces that it has."""
+    return "    " + text.replace("\n", "\n    ")

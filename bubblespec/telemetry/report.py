@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import RolloutRecord, Samples, StepRecord, digest, has_zero_std, total_s
+from bubblespec.records import RolloutRecord, StepRecord, total_s
+from bubblespec.samples import Samples, digest, has_zero_std
 
 
 def rollout_metrics(record: StepRecord, functions: list[str]) -> dict:

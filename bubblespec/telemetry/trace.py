@@ -49,7 +49,8 @@ import torch
 from bubblespec.config import Config, flatten
 from bubblespec.errors import InputError, say
 from bubblespec.ranks.collectives import Ranks
-from bubblespec.records import ForwardRecord, RolloutRecord, SampleId, StepRecord, digest, total_s
+from bubblespec.records import ForwardRecord, RolloutRecord, StepRecord, total_s
+from bubblespec.samples import SampleId, digest
 
 if TYPE_CHECKING:  # a tenth of a second that only a recorded run pays
     import pyarrow

@@ -21,7 +21,8 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 from bubblespec.config import load_config
 from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.ranks.collectives import Ranks, ranks_from_environment
-from bubblespec.records import Draft, Load, Row, SampleId
+from bubblespec.records import Load
+from bubblespec.samples import Draft, Row, SampleId
 from bubblespec.set_up import set_up
 from bubblespec.trainer import Trainer
 from train import train

@@ -29,7 +29,7 @@ from bubblespec.engine.noise import gumbel, stream_keys
 from bubblespec.engine.sampling import SamplingParams, restrict
 from bubblespec.errors import InputError
 from bubblespec.ranks.collectives import ranks_from_environment
-from bubblespec.records import Row
+from bubblespec.samples import Row
 from bubblespec.set_up import set_up
 from bubblespec.trainer import Trainer
 
