@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from benchmarks import gpu_parts, gpu_ticks
+from benchmarks import gpu_parts, gpu_shared, gpu_ticks
 from benchmarks.gpu_parts import NEEDS_CUDA, SHAPES, Bench, Figure, build, make_bench
 from bubblespec.engine.model import forward_hidden, output_head
 from bubblespec.engine.packing import pack_sequences
@@ -129,12 +129,13 @@ def out_of_memory(bench: Bench) -> Figure:
 PARTS: dict[str, tuple[Callable[[Bench], Iterator[Figure]], float]] = {
     "parity": (gpu_parts.parity, 40.0),
     "forward": (gpu_parts.forwards, 70.0),
-    "decode": (gpu_parts.decoding, 80.0),
+    "decode": (gpu_parts.decoding, 70.0),
     "windows": (gpu_parts.windows, 50.0),
     "noise": (gpu_parts.noise, 15.0),
-    "composition": (gpu_parts.composition, 60.0),
-    "paired": (gpu_parts.paired, 60.0),
+    "composition": (gpu_parts.composition, 50.0),
+    "paired": (gpu_parts.paired, 50.0),
     "ticks": (gpu_ticks.ticks, 45.0),
+    "shared": (gpu_shared.shared, 40.0),
     "trainer": (trainer, 30.0),
 }
 

@@ -24,7 +24,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from benchmarks.shared import main, make_parser
 from benchmarks.tail_batching import measure
-from bubblespec import memory
+from bubblespec import memory_needs
 from bubblespec.config import load_config
 from bubblespec.errors import InputError
 from bubblespec.learn.advantages import estimate_advantages
@@ -118,7 +118,7 @@ class Arm:
             name: sum(step[name] for step in self.steps[skip:])
             for name in ("step_s", "seconds", "idle", "forwards", "tokens", "gained_tokens", "row_forwards")
         }
-        engine, needs = self.trainer.sampler.engine, memory.work_out(self.trainer.config, self.trainer.learner.model, 1)
+        engine, needs = self.trainer.sampler.engine, memory_needs.work_out(self.trainer.config, self.trainer.learner.model, 1)
         bytes_ = needs.lasting + engine.num_slots * needs.whole_slot + max(needs.rollout, needs.training)
         return {
             "seconds_per_token": total["step_s"] / total["tokens"],

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from bubblespec.config import Config
 from bubblespec.errors import InputError
 from bubblespec.learn.optimizer import Optimizer
-from bubblespec.memory import slot_bytes
+from bubblespec.memory_needs import shared_slot_bytes, shared_slots, slot_bytes
 from bubblespec.ranks.collectives import Ranks
 
 
@@ -44,10 +44,14 @@ def check_moments(optimizer: Optimizer, checkpoint: str | None) -> None:
 
 
 def check_memory(config: Config, ranks: Ranks, model: PreTrainedModel, num_slots: int) -> None:
-    """Whether the engine's slots fit into what is free now. Ranks on the CPUs of one machine share its memory."""
+    """Whether the slots of the engine, and those that all ranks share, fit into what is free now. Ranks on the CPUs of one
+    machine share its memory."""
     max_length = config.rollout.max_prompt_length + config.rollout.max_completion_length
-    host_bytes = num_slots * max_length * 32  # a position's token, two log-probabilities and noise key; see Generator
-    cache_bytes = num_slots * slot_bytes(config, model)
+    num_shared, slot = shared_slots(config, ranks.world_size), slot_bytes(config, model)
+    # A position's token, two log-probabilities and noise key; see Generator.
+    host_bytes = (num_slots + num_shared) * max_length * 32
+    cache_bytes = num_slots * slot + num_shared * shared_slot_bytes(slot, model, ranks.world_size)
+    shared = f" and the {num_shared} of rollout.shared_tail_rows" if num_shared else ""
     num_sharing = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     needs = [(num_sharing * host_bytes, free_host_bytes(), "of memory")]
     if ranks.device.type == "cuda":
@@ -57,8 +61,8 @@ def check_memory(config: Config, ranks: Ranks, model: PreTrainedModel, num_slots
     for needed, free, where in needs:
         if needed > free:
             raise InputError(
-                f"rollout.num_slots: {num_slots} slots of {max_length} tokens need {needed / 1e9:.3g} GB for keys and values on "
-                f"the ranks of this machine, but {free / 1e9:.3g} GB {where} are free; "
+                f"rollout.num_slots: {num_slots} slots of {max_length} tokens{shared} need {needed / 1e9:.3g} GB for keys and "
+                f"values on the ranks of this machine, but {free / 1e9:.3g} GB {where} are free; "
                 "lower rollout.num_slots or rollout.max_completion_length"
             )
 

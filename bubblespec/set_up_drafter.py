@@ -29,6 +29,8 @@ def warm_start(sampler: Sampler, learner: Learner, step: int, plans: dict[str, P
     if "bubble" in config.speculative.method:
         sampler.speculation.keep(rows, step)
     sampler.engine.release()
+    if sampler.tail is not None:  # its graphs share memory with the engine's
+        sampler.tail.engine.release()
     ids = frequent_ids(rows, sampler.params.stop_token_ids, config.drafter.vocab_size, ranks)
     try:
         drafter = Drafter(learner.model, ids, config.run.seed)
@@ -77,5 +79,9 @@ def _use(training: DrafterTraining, chains: Chains, accepted: np.ndarray, sample
     source.follow(True)
     source.profile()
     speculation.proposer.sources.append(source)
+    if (tail := sampler.tail) is not None:
+        runner = tail.engine.runner
+        runner.chains = Chains(training.drafter, runner, sampler.params)
+        tail.draft_with(source, runner.chains)
     sampler.drafter = IdleTraining(training, chains, source, accepted, ranks.clock)
     learner.on_hidden = sampler.drafter.take

@@ -17,6 +17,8 @@ class Meeting:
 class ThreadJoint:
     """A `Joint` of one of these threads. Each rank adds up in an order of its own, as rounding may differ between ranks."""
 
+    can_capture = False
+
     def __init__(self, meeting: Meeting, rank: int):
         self.meeting, self.rank, self.size, self.num_sums = meeting, rank, meeting.size, 0
 

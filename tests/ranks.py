@@ -1,4 +1,5 @@
-"""Ranks as processes of a test, in a gloo group on loopback. The test process holds the key-value store, as torchrun does."""
+"""Ranks as processes of a test, on loopback: in a gloo group, or with a card each in one of NCCL. The test process holds the
+key-value store, as torchrun does."""
 
 import json
 from datetime import timedelta
@@ -12,11 +13,17 @@ from tests.warm import start
 PARENT_STORE = -1
 
 
-def start_rank(scenario, rank: int, world_size: int, port: int, store_rank: int, folder, arguments) -> None:
+def start_rank(scenario, rank: int, world_size: int, port: int, store_rank: int, folder, arguments, device: str = "cpu") -> None:
     torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     store = dist.TCPStore("127.0.0.1", port, is_master=rank == store_rank, wait_for_workers=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
-    result = scenario(Ranks(torch.device("cpu")), *arguments)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+    ranks = Ranks(torch.device(device))
+    result = scenario(ranks, *arguments)
+    for free in ranks.before_end:
+        free()
     with open(folder / f"{rank}.json", "w", encoding="utf-8") as file:
         json.dump(result, file)
     dist.destroy_process_group()  # must not wait for the ranks that are missing
@@ -30,13 +37,15 @@ def run_ranks(
     missing: int | None = None,
     store_rank: int = PARENT_STORE,
     timeout_s: float = 240,
+    device: str = "cpu",
 ) -> list:
     """What `scenario(ranks, *arguments)` returned on each rank; None for the rank that is expected to go missing."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = server.port
     if store_rank != PARENT_STORE:
         del server  # the rank takes over the port
-    processes = [start(start_rank, scenario, rank, world_size, port, store_rank, folder, arguments) for rank in range(world_size)]
+    common = (world_size, port, store_rank, folder, arguments, device)
+    processes = [start(start_rank, scenario, rank, *common) for rank in range(world_size)]
     try:
         for rank, process in enumerate(processes):
             if rank != missing:

@@ -3,6 +3,7 @@
 The oracle has no cache and no batch: for each token of a chain, one packed forward of the drafter over all positions of one row.
 """
 
+import copy
 from functools import partial
 from types import SimpleNamespace
 
@@ -23,17 +24,20 @@ from bubblespec.engine.noise import gumbel, random_bits, stream_keys
 from bubblespec.engine.packing import pack_sequences
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
+from bubblespec.engine.shared_runner import SharedRunner
 from bubblespec.learn import drafter_training
 from bubblespec.learn.drafter_training import BANDS, PASSES, DrafterTraining, Lesson, Lessons, lessons_of
 from bubblespec.learn.idle_training import IdleTraining
 from bubblespec.learn.microbatch import pack_responses
 from bubblespec.records import CHAIN_ROWS
+from bubblespec.rollout.shared_tail import OwnersPropose
 from bubblespec.samples import Row, SampleId
 from bubblespec.speculate import learned
 from bubblespec.speculate.learned import Acceptance, LearnedDrafts
 from bubblespec.speculate.sources import TrackedRow
 from bubblespec.speculate.windows import CostModel
 from tests.clocks import Clock
+from tests.joint import run_together
 from tests.reference_step import gumbel as reference_gumbel
 from tests.reference_step import noise_key
 from tests.reference_step import random_bits as reference_bits
@@ -236,6 +240,27 @@ def check_chains(name: str, most_rows: int, max_batch_tokens: int, kernel: str) 
     assert drafts.num_checked > 30
     assert max(drafts.caught_up) > 3 and max(drafts.contexts) > chains_module.CONTEXT + 3
     return runner.chains
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_chains_in_slices_are_those_of_the_row_alone(short_memory, size):
+    """All ranks decode the same rows together; each drafts for its own ones, over hidden states that all have computed."""
+    model = make_policy("llama")
+    parts, plain = (model, make_drafter(model)), Generator(ModelRunner(model, 8, MAX_LENGTH, SEED))
+    truth = {row.id: row.tokens.tolist() for row in plain.run(make_rows(4, 3), PARAMS)}
+
+    def of_rank(joint):
+        (policy, drafter), rows = copy.deepcopy(parts), make_rows(4, 3)
+        runner = SharedRunner(policy, 5, MAX_LENGTH, SEED, joint, max_batch_tokens=64)
+        engine = Generator(runner)
+        runner.chains = Chains(drafter, runner, PARAMS)
+        drafts = CheckedDrafts(engine, policy, drafter, truth, np.random.default_rng(joint.rank), 1.0)
+        own = {id(row) for row in rows[joint.rank :: size]}
+        engine.run(rows, PARAMS, OwnersPropose(drafts, own, lambda numbers: joint.gather(torch.from_numpy(numbers)).numpy()))
+        assert {row.id: row.tokens.tolist() for row in rows} == truth
+        return drafts.num_checked
+
+    assert min(run_together(size, of_rank)) > 5
 
 
 def test_what_is_kept_of_rejected_drafts_is_not_taken_for_what_is_fed_while_there_are_too_many_rows(monkeypatch):

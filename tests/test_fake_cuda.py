@@ -35,10 +35,12 @@ from bubblespec.engine.noise import gumbel, random_bits
 from bubblespec.engine.packing import PAGE, pack_rows, pack_sequences
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams, sample
+from bubblespec.engine.shared_runner import SharedRunner
 from bubblespec.engine.verify import RULES, verify
 from bubblespec.learn.learner import Learner
 from bubblespec.learn.optimizer import Optimizer
-from bubblespec.memory import HEADROOM, choose_num_slots, work_out
+from bubblespec.memory import HEADROOM, choose_num_slots
+from bubblespec.memory_needs import work_out
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.ranks.progress import MAX_WORKS, NUM_NUMBERS, ProgressBoard, RankState
 
@@ -372,6 +374,7 @@ def test_graphs_take_all_from_their_one_input(cuda, monkeypatch, kernel):
         captured.append(hidden)
         return lambda: None, hidden, pool
 
+    monkeypatch.setattr(graphs, "rehearse", lambda run: run())
     monkeypatch.setattr(graphs, "capture", capture)
     engine = make_engine(cuda, monkeypatch, kernel)
     uploads = run_engine(cuda, engine, Drafts())
@@ -381,6 +384,55 @@ def test_graphs_take_all_from_their_one_input(cuda, monkeypatch, kernel):
     assert all(is_on_gpu(h, torch.bfloat16) for h in captured)
     for shape, graph in engine.runner.graphs._graphs.items():
         assert is_on_gpu(graph.inputs, torch.int64) and graph.inputs.shape == (6, shape.tokens + 1)
+
+
+class Together:
+    """A `Joint` of two ranks that are both this one."""
+
+    rank, size, can_capture = 0, 2, True
+
+    def __init__(self):
+        self.sums = []
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        assert tensor.device == DEVICE and tensor.is_contiguous()
+        self.sums.append(tensor.numel())
+        return tensor.mul_(2)
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        assert tensor.device == DEVICE
+        return torch.stack([tensor, tensor])
+
+
+@pytest.mark.parametrize("kernel", KERNELS[1:])
+def test_graphs_of_forwards_in_slices(cuda, monkeypatch, kernel):
+    """The same of a forward that two ranks compute together. Before, each size of sum was made once."""
+    joint, captured = Together(), []
+    rehearsed = lambda run: (run(), joint.sums.append("alone"))  # noqa: E731
+
+    def capture(run, pool):
+        cuda.clear()
+        before = len(joint.sums)
+        hidden = run()
+        assert cuda.waits == [] and cuda.uploads == 0 and cuda.products == {torch.bfloat16}
+        captured.append(joint.sums[before:])
+        return lambda: None, hidden, pool
+
+    monkeypatch.setattr(graphs, "rehearse", rehearsed)
+    monkeypatch.setattr(graphs, "capture", capture)
+    make_engine(cuda, monkeypatch, kernel)  # sets up `cuda.sampled`
+    engine = Generator(SharedRunner(make_fake(), 4, 100, 0, joint, max_batch_tokens=32, kernel=kernel))
+    answer = cuda.answer
+    cuda.answer = lambda tensor: answer(tensor) if tensor.ndim else np.zeros(())  # no rank has failed
+    with torch.inference_mode():
+        engine.runner.graphs._capture()
+    assert cuda.waits == ["shared_graphs._on_all"], "to hear of it"
+    run_engine(cuda, engine, Drafts())
+    shapes = engine.runner.graphs.shapes
+    assert engine.runner.graphs.num_replays == engine.num_forwards and not engine.runner.graphs.is_off
+    assert joint.sums[: len(shapes)] == ["alone"] * len(shapes)
+    assert captured == [[64 * shape.tokens] * 2 for shape in shapes], "behind the attention and behind the MLP"
+    assert joint.sums[len(shapes) :][: len(shapes)] == [64 * shape.tokens for shape in shapes]
 
 
 EXTRAS = {

@@ -78,7 +78,21 @@ def flash_attn_varlen_func(
     return varlen_attn(query, key, value, cu_q, begin, max_q, max_k, scale=softmax_scale, window_size=window_size, **options)
 
 
-class Tape(TorchDispatchMode):
+class NoWaits(TorchDispatchMode):
+    """Raises where the host would have to wait for a GPU."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten.item.default, torch.ops.aten.is_nonzero.default, torch.ops.aten.nonzero.default):
+            raise RuntimeError("called a synchronizing CUDA operation")
+        return function(*args, **(kwargs or {}))
+
+
+def rehearse(run) -> None:
+    with NoWaits():
+        run()
+
+
+class Tape(NoWaits):
     """Records tensor operations; replays them on the memory that they had."""
 
     def __init__(self):
@@ -86,9 +100,7 @@ class Tape(TorchDispatchMode):
         self.calls = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function in (torch.ops.aten.item.default, torch.ops.aten.is_nonzero.default, torch.ops.aten.nonzero.default):
-            raise RuntimeError("called a synchronizing CUDA operation")
-        result = function(*args, **(kwargs or {}))
+        result = super().__torch_dispatch__(function, types, args, kwargs)
         self.calls.append((function, args, kwargs or {}, result))
         return result
 
@@ -108,7 +120,6 @@ class Captures:
         self.pools: list = []
 
     def __call__(self, run, pool):
-        run()
         tape = Tape()
         with tape:
             hidden = run()
@@ -129,6 +140,7 @@ def stand_in(monkeypatch) -> Captures:
     captures = Captures()
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
+    monkeypatch.setattr(graphs, "rehearse", rehearse)
     monkeypatch.setattr(graphs, "capture", captures)
     monkeypatch.setattr("bubblespec.engine.runner.can_capture", lambda device, kernel: kernel != "sdpa")
     return captures

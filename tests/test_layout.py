@@ -13,6 +13,7 @@ FLOORS = [
     {"set_up_drafter"},
     {"rollout", "checkpoint", "checks"},
     {"memory"},
+    {"memory_needs"},
     {"idle", "learn", "telemetry", "rewards", "workloads"},
     {"speculate", "data"},
     {"engine", "ranks", "config"},

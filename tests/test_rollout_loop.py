@@ -88,6 +88,20 @@ def plain(model, step: int, prompts=PROMPTS, num_generations: int = 2, limit: in
     return as_dict(engine.run(rows_of(step, prompts, num_generations, limit), PARAMS)), engine.num_forwards
 
 
+def check_plain(ranks_rows: list[list[Row]]) -> None:
+    """The rows of all ranks are those of `plain_rows`, each on one rank, tokens and log-probabilities alike."""
+    wanted, found = {row.id: row for row in plain_rows()}, [row for rows in ranks_rows for row in rows]
+    assert len(found) == len(wanted) and as_dict(found) == as_dict(list(wanted.values()))
+    for row in found:
+        for name in ("logprob", "full_logprob"):
+            np.testing.assert_allclose(getattr(row, name), getattr(wanted[row.id], name), atol=1e-6)
+
+
+def plain_rows() -> list[Row]:
+    """Three responses to each of four prompts, generated plainly."""
+    return Generator(ModelRunner(new_model(), 64, MAX_LENGTH, SEED)).run(rows_of(0, FOUR_PROMPTS, 3), PARAMS)
+
+
 def one_rank() -> ProgressBoard:
     ranks = Ranks(torch.device("cpu"))
     ranks.clock = Clock()

@@ -76,7 +76,7 @@ def with_and_without(ranks: Ranks, folder: str) -> dict:
 
 
 def test_sharding_changes_no_bit_and_divides_the_state(tmp_path):
-    from bubblespec.memory import largest_share  # here, as the ranks need not import it
+    from bubblespec.memory_needs import largest_share  # here, as the ranks need not import it
 
     results = run_ranks(tmp_path, with_and_without, 3, str(tmp_path), timeout_s=200)
     sizes = [[p.numel() for p in Small(torch.float32).parameters() if p.requires_grad and p.ndim == n] for n in (2, 1)]

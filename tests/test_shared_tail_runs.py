@@ -76,7 +76,7 @@ def test_killed_or_stopped_in_the_middle_of_it_and_resumed(plain, tmp_path, kind
 
 
 def test_with_a_learned_drafter(plain, tmp_path):
-    """Its chains are for rows of a rank's own engine; those in the other one have none."""
+    """Chains in a rank's own engine before it, and in that of all ranks in it."""
     drafter = ("drafter.warm_start=1500", "drafter.buffer_tokens=3000", "speculative.fixed_window=3")
     method = ("speculative.method=suffix+drafter", *drafter)
     run(tmp_path, 2, *method, *SHARED, script=("tests/drafting.py",))

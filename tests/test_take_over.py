@@ -4,7 +4,7 @@ each is on one rank. Moves are drawn at random from what a tick has told, far mo
 import numpy as np
 import pytest
 from conftest import launch_of
-from test_rollout_loop import FOUR_PROMPTS, LIMIT, MAX_LENGTH, PARAMS, SEED, groups_of, new_model, pass_time, plain
+from test_rollout_loop import FOUR_PROMPTS, LIMIT, MAX_LENGTH, PARAMS, SEED, check_plain, groups_of, new_model, pass_time
 
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.runner import ModelRunner
@@ -75,27 +75,13 @@ def play(num_ranks: int, num_slots: int, chance: float, max_batch_tokens: int = 
 
 @pytest.mark.parametrize("num_ranks, num_slots, chance", [(2, 24, 0.2), (2, 2, 0.1), (3, 2, 0.3), (4, 24, 0.5)])
 def test_any_moves_leave_the_responses_as_they_are(num_ranks, num_slots, chance):
-    wanted, _ = plain(new_model(), 0, FOUR_PROMPTS, 3)
-    reference = {row.id: row for row in plain_rows()}
     ranks = play(num_ranks, num_slots, chance)
-    found = {}
+    check_plain([list(result["rows"].values()) for result in ranks])
     for rank, result in enumerate(ranks):
         assert (result["owners"] == ranks[0]["owners"]).all()
         assert sorted(result["rows"]) == np.flatnonzero(result["owners"] == rank).tolist()
         assert {id(row) for row in result["told"]} == {id(row) for row in result["rows"].values()}
         assert len(result["told"]) == len(result["rows"]) and result["record"].taken_rows == len(result["taken"])
-        for row in result["rows"].values():
-            assert row.id not in found
-            found[row.id] = (row.tokens.tolist(), row.finish)
-            for name in ("logprob", "full_logprob"):
-                np.testing.assert_allclose(getattr(row, name), getattr(reference[row.id], name), atol=1e-6)
-    assert found == wanted
     num_taken, num_moves = sum(len(result["taken"]) for result in ranks), ranks[0]["num_moves"]
     assert 0 < num_taken < num_moves, "some had ended before they could go"
     assert any(length > 0 for result in ranks for length in result["taken"]), "some were in flight"
-
-
-def plain_rows():
-    engine = Generator(ModelRunner(new_model(), 64, MAX_LENGTH, SEED))
-    standing = Standing(launch_of(groups_of(0, FOUR_PROMPTS), 3), np.zeros(12, np.int64), 0)
-    return engine.run(list(standing.make_rows(LIMIT).values()), PARAMS)

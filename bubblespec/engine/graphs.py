@@ -123,22 +123,36 @@ class ForwardGraphs:
         self.pool = self.states = None
 
     def _capture(self) -> None:
-        self.pool = None if self.beside is None else self.beside.pool
+        """Graphs of all shapes, or of none."""
+        try:
+            self._record(self._rehearse())
+        except RuntimeError as error:  # the model's own code runs here
+            self._go_without(error)
+
+    def _rehearse(self) -> dict[Shape, torch.Tensor]:
+        """What the graphs read, by shape; each forward has been run once."""
         weight = next(self.model.parameters())
         device = weight.device
         if self.state_size:
             self.states = torch.zeros(self.shapes[0].tokens, self.state_size, dtype=weight.dtype, device=device)
         nothing = CachePacking(self.cache, *np.zeros((2, 0), np.int64), np.zeros((2, 0), np.int64), device)
-        try:
-            for shape in self.shapes:
-                inputs = torch.from_numpy(pad(np.zeros(0, np.int64), nothing, shape.tokens)).to(device)
-                replay, hidden, self.pool = capture(partial(self._run, inputs, shape), self.pool)
-                self._graphs[shape] = _Graph(inputs, replay, hidden)
-        except RuntimeError as error:  # the model's own code runs here
-            self.clear()
-            self.is_off = True
-            reason = " ".join(str(error).split())[:200]
-            tqdm.write(f"warning: no CUDA graphs, as a forward cannot be captured (rollout.enforce_eager): {reason}", sys.stderr)
+        inputs = {}
+        for shape in self.shapes:
+            inputs[shape] = torch.from_numpy(pad(np.zeros(0, np.int64), nothing, shape.tokens)).to(device)
+            rehearse(partial(self._run, inputs[shape], shape))
+        return inputs
+
+    def _record(self, inputs: dict[Shape, torch.Tensor]) -> None:
+        self.pool = None if self.beside is None else self.beside.pool
+        for shape in self.shapes:
+            replay, hidden, self.pool = capture(partial(self._run, inputs[shape], shape), self.pool)
+            self._graphs[shape] = _Graph(inputs[shape], replay, hidden)
+
+    def _go_without(self, error: RuntimeError) -> None:
+        self.clear()
+        self.is_off = True
+        reason = " ".join(str(error).split())[:200]
+        tqdm.write(f"warning: no CUDA graphs, as a forward cannot be captured (rollout.enforce_eager): {reason}", sys.stderr)
 
     def _run(self, inputs: torch.Tensor, shape: Shape) -> torch.Tensor:
         ids, slot, position = inputs[:3, : shape.tokens]
@@ -186,18 +200,24 @@ def pad(tokens: np.ndarray, packing: CachePacking, size: int) -> np.ndarray:
     return inputs
 
 
+def rehearse(run: Callable[[], torch.Tensor]) -> None:
+    """Run what is to be recorded: libraries set themselves up at their first call, which must not be. CUDA only.
+
+    Raises RuntimeError if `run` waits for the GPU, which no graph can: found here it does less harm than amid a capture.
+    """
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
 def capture(run: Callable[[], torch.Tensor], pool: tuple | None) -> tuple[Callable[[], None], torch.Tensor, tuple]:
     """Record `run` without its being run: (a call that runs it, what it returns, the pool with its memory). CUDA only.
 
     pool: of an earlier capture, to share its memory; so what that one returned is valid until this is replayed, and vice versa.
-    Raises RuntimeError if `run` waits for the GPU, which no graph can.
     """
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")  # found here it does less harm than in the midst of a capture
-    try:
-        run()  # libraries set themselves up at their first call, which must not be recorded
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
     graph = torch.cuda.CUDAGraph()
     # NCCL's watchdog asks for events meanwhile, in a thread of its own.
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):

@@ -121,9 +121,11 @@ class ModelRunner:
     def _hidden(self, tokens: np.ndarray, packing: CachePacking) -> torch.Tensor:
         """Hidden states of the packed tokens, [N or more, hidden]; with a graph valid until the next forward."""
         hidden = self.graphs.forward(tokens, packing) if self.graphs is not None else None
-        if hidden is None:
-            hidden = forward_hidden(self.model, to_device(tokens, self.device), packing, self.kernel)
-        return hidden
+        return self._launch(tokens, packing) if hidden is None else hidden
+
+    def _launch(self, tokens: np.ndarray, packing: CachePacking) -> torch.Tensor:
+        """Without a graph."""
+        return forward_hidden(self.model, to_device(tokens, self.device), packing, self.kernel)
 
     def noise_keys(self, slots: np.ndarray, position: np.ndarray) -> torch.Tensor:
         """Keys of the noise of response positions, int32 [T, 4]. slots, position: int64 [T], rows one after the other."""

@@ -1,7 +1,7 @@
 """The runner of a forward that all ranks compute together: `ModelRunner` with slices of the weights (slices.py).
 
 All ranks plan the same forward (the same rows in the same slots), hold keys and values of their own heads alone, and get the same
-tokens. There are no CUDA graphs of such forwards yet: on a GPU their kernels are launched one by one.
+tokens. On GPUs such forwards are CUDA graphs too, with the sums over ranks inside (shared_graphs.py).
 """
 
 from functools import partial
@@ -10,10 +10,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from bubblespec.engine.graphs import ForwardGraphs
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import TOLERANCE, forward_hidden, output_head, random_tokens
 from bubblespec.engine.packing import CachePacking, pack_rows
 from bubblespec.engine.runner import ModelRunner
+from bubblespec.engine.shared_graphs import SharedGraphs
 from bubblespec.engine.slices import CannotCut, Joint, cut, head_slice, plan_cuts, sample_slices
 from bubblespec.errors import EndsRun
 
@@ -24,17 +26,32 @@ MODEL_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, AttributeError)
 class SharedRunner(ModelRunner):
     """A `Runner` of one of several ranks that run in lockstep."""
 
-    def __init__(self, model: PreTrainedModel, num_slots: int, max_length: int, seed: int, joint: Joint, **options):
-        """options: as of `ModelRunner`. Raises CannotCut for a model that so many ranks cannot share."""
-        super().__init__(model, num_slots, max_length, seed, enforce_eager=True, **options)
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        num_slots: int,
+        max_length: int,
+        seed: int,
+        joint: Joint,
+        *,
+        enforce_eager: bool = False,
+        beside: ForwardGraphs | None = None,
+        **options,
+    ):
+        """enforce_eager, options: as of `ModelRunner`; beside: graphs whose memory these share. Raises CannotCut for a model that
+        so many ranks cannot share."""
+        super().__init__(model, num_slots, max_length, seed, enforce_eager=enforce_eager or not joint.can_capture, **options)
         self.joint, self.cuts = joint, plan_cuts(model, joint.rank, joint.size)
+        if self.graphs is not None:
+            parts = {"cuts": self.cuts, "joint": joint, "beside": beside}
+            self.graphs = SharedGraphs(model, self.cache, self.kernel, self.max_batch_tokens, **parts)
         head = output_head(model)
         self.head = partial(head_slice, head, joint)
         self.sample = partial(sample_slices, vocab_size=head.out_features, joint=joint)
 
-    def _hidden(self, tokens: np.ndarray, packing: CachePacking) -> torch.Tensor:
+    def _launch(self, tokens: np.ndarray, packing: CachePacking) -> torch.Tensor:
         with cut(self.cuts, self.joint):
-            return super()._hidden(tokens, packing)
+            return super()._launch(tokens, packing)
 
     @torch.inference_mode()
     def check(self) -> None:

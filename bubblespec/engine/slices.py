@@ -35,6 +35,8 @@ class Joint(Protocol):
 
     rank: int
     size: int
+    can_capture: bool
+    """Whether sums may be part of a CUDA graph."""
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in place."""

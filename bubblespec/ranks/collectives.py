@@ -127,6 +127,8 @@ class Ranks:
         self.is_main = self.rank == 0
         self.place = "set-up"  # what the ranks are doing, for the message that names a missing one
         self.must_stop = False  # whether this rank has been told to stop; `meet` tells the others
+        # Called before the process group ends. NCCL waits at its end for CUDA graphs with its collectives in them to go.
+        self.before_end: list[Callable[[], None]] = []
         self.clock = time  # of rollouts: the `time` module, or a substitute with perf_counter, monotonic and sleep
         self.roll_call = RollCall(self.rank, self.world_size) if self.world_size > 1 else None
 
@@ -246,8 +248,8 @@ def ranks_from_environment(device: str, timeout_s: float) -> Iterator[Ranks]:
         store.set_timeout(limit)
         store = store_of_this_start(store, rank, world_size, timeout_s)
         dist.init_process_group("nccl" if use_cuda else "gloo", timeout=limit, store=store, rank=rank, world_size=world_size)
+    ranks = Ranks(target, timeout_s)
     try:
-        ranks = Ranks(target, timeout_s)
         yield ranks
         ranks.place = "the end of the run"
         ranks.barrier()  # not after an error: the other ranks may hang; the launcher ends them when this process exits
@@ -255,6 +257,8 @@ def ranks_from_environment(device: str, timeout_s: float) -> Iterator[Ranks]:
         say_once(error)
         raise
     finally:
+        for free in ranks.before_end:
+            free()
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -11,6 +11,8 @@ class RankJoint:
 
     def __init__(self, ranks: Ranks):
         self.ranks, self.rank, self.size = ranks, ranks.rank, ranks.world_size
+        # Gloo's sums go through the host.
+        self.can_capture = ranks.device.type == "cuda" and dist.is_initialized() and dist.get_backend() == "nccl"
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in place. On a GPU the host does not wait for it: a rank that is missing is found at the next gather,

@@ -3,6 +3,10 @@
 A forward of all ranks together has a share of the weights to read on each of them, and collectives in every layer; the rows of
 all ranks are in it. How long such forwards take was measured at the start of the run, as a cost of the same form as that of
 forwards of one rank. A pure function of what all ranks know, so that they decide alike.
+
+What ranks give up for it is left out: the idle time of those that would be done first, in which they would draft coming steps. By
+the time that few rows are left all such work has been given to ranks, so no offer says what it is worth, and how far a rank is
+with it the others do not know. What has been drafted by then is kept, and goes on in the next idle time.
 """
 
 import numpy as np

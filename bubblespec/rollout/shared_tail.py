@@ -3,16 +3,19 @@
 Entered at a tick, by what all ranks know. Each rank takes its unfinished rows out of its engine, all ranks get the tokens of all
 of them, and the same engine on every rank (shared_runner.py) feeds prompts and tokens again and goes on. Its forwards are in
 lockstep: whatever could differ between ranks is exchanged. Tokens are the same by themselves, as every rank works them out from
-what all have told; drafts are proposed by the rank that owns the row, which knows its text; a wish to stop is asked for every few
-forwards. When the last row is done, each rank has its own rows' results, and the rollout ends with the next tick.
+what all have told; drafts, those of the learned drafter too, are proposed by the rank that owns the row, which knows its text; a
+wish to stop is asked for every few forwards. When the last row is done, each rank has its own rows' results, and the rollout ends
+with the next tick.
 """
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
 from bubblespec.config import Config
+from bubblespec.engine.chains import Chains
 from bubblespec.engine.generator import Generator
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
@@ -30,6 +33,7 @@ from bubblespec.rollout.forecast import OVERHEAD_TICKS, unfinished_rows
 from bubblespec.rollout.shared_gain import pays
 from bubblespec.rollout.standing import Standing
 from bubblespec.samples import Row, SampleId
+from bubblespec.speculate.learned import LearnedDrafts
 from bubblespec.speculate.windows import CostModel
 
 NUMBERS_PER_TOKEN = 3  # its id and both log-probabilities, all exact as float64
@@ -48,11 +52,19 @@ class SharedTail:
         most_rows: int,
         max_new_tokens: int,
         is_worth_it: Callable[[Standing], bool] | None = None,
+        *,
+        frees_memory: bool = False,
     ):
         """most_rows: of all ranks, with which it is entered, at most the engine's slots; is_worth_it: a pure function of what all
-        ranks know; None enters it with so many rows always."""
+        ranks know; None enters it with so many rows always; frees_memory: of keys, values and graphs, each time it is left."""
         self.engine, self.ranks, self.most_rows, self.max_new_tokens = engine, ranks, most_rows, max_new_tokens
+        self.frees_memory = frees_memory
+        self._drafter: tuple[LearnedDrafts, Chains] | None = None
         self._is_worth_it = is_worth_it
+
+    def draft_with(self, source: LearnedDrafts, chains: Chains) -> None:
+        """The learned drafter drafts for rows in here too. source: one of the proposer's; chains: of this engine."""
+        self._drafter = source, chains
 
     def is_due(self, standing: Standing, states: list[RankState]) -> bool:
         """Whether all ranks enter it at this tick. Where some rows are not trained on, never: what is left of these is not
@@ -87,16 +99,19 @@ class SharedTail:
         engine.reset()  # the weights have changed since the last time
         engine.add([rows[place] for place in sorted(rows)])
         before, num_steps = engine.num_forwards, 0
-        while not engine.is_idle:
-            if num_steps % ASK_EVERY == 0 and self.ranks.gather(np.array([self.ranks.must_stop], np.uint8)).any():
-                break
-            finished, _ = engine.step(params, drafts)
-            num_steps += 1
-            for row in finished:
-                if id(row) in is_own:
-                    on_finished(row)
+        with contextlib.nullcontext() if self._drafter is None else self._drafter[0].elsewhere(self._drafter[1], engine):
+            while not engine.is_idle:
+                if num_steps % ASK_EVERY == 0 and self.ranks.gather(np.array([self.ranks.must_stop], np.uint8)).any():
+                    break
+                finished, _ = engine.step(params, drafts)
+                num_steps += 1
+                for row in finished:
+                    if id(row) in is_own:
+                        on_finished(row)
         engine.collect()
-        engine.release()
+        engine.reset()
+        if self.frees_memory:
+            engine.release()
         record.shared.append(Span("shared", began_s, clock.perf_counter()))
         record.shared_rows += len(own)
         record.shared_forwards += engine.num_forwards - before
@@ -188,6 +203,7 @@ def make_shared_tail(
     limit = config.rollout.max_completion_length
     runner: ModelRunner = engine.runner
     options = {"max_batch_tokens": max(runner.max_batch_tokens, most_rows), "kernel": runner.kernel, "rule": runner.rule}
+    options |= {"enforce_eager": runner.graphs is None, "beside": runner.graphs}
     ranks.place = "shared tail's set-up"
     try:
         shared = SharedRunner(runner.model, most_rows, runner.max_length, runner.seed, RankJoint(ranks), **options)
@@ -196,14 +212,16 @@ def make_shared_tail(
         if wanted != "auto" and ranks.is_main:
             say(f"warning: rollout.shared_tail_rows: {error}; the last rows are decoded by the ranks that have them")
         return None
-    together = Generator(shared)
-    if wanted != "auto":
-        return SharedTail(together, ranks, most_rows, limit)
-    shared_cost = measure(together, engine, params, ranks)
-    if shared_cost is None:
-        return None
-    shape = {"num_ranks": ranks.world_size, "num_slots": engine.num_slots}
-    return SharedTail(together, ranks, most_rows, limit, expects_gain(speculation, shared_cost, **shape))
+    together, is_worth_it, frees_memory = Generator(shared), None, config.rollout.free_cache_engine
+    if wanted == "auto":
+        shared_cost = measure(together, engine, params, ranks)
+        if shared_cost is None or frees_memory:
+            together.release()
+        if shared_cost is None:
+            return None
+        is_worth_it = expects_gain(speculation, shared_cost, num_ranks=ranks.world_size, num_slots=engine.num_slots)
+    ranks.before_end.append(shared.release)
+    return SharedTail(together, ranks, most_rows, limit, is_worth_it, frees_memory=frees_memory)
 
 
 def expects_gain(
@@ -235,7 +253,6 @@ def measure(together: Generator, alone: Generator, params: SamplingParams, ranks
     for count in sorted({1, together.num_slots}):
         for length in sorted({8, min(512, together.max_length // 2)}):
             time_forwards(together, count, length, params, cost, ranks)
-    together.release()
     return ranks.gather(cost.coefficients).mean(axis=0)
 
 

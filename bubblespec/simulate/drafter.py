@@ -47,8 +47,9 @@ def _powers(chance: float) -> np.ndarray:
 class SimulatedChains:
     """As `Chains`, for a `SimulatedRunner`, which knows what each row will say."""
 
-    def __init__(self, runner: SimulatedRunner, model: DrafterModel):
-        self.runner, self.model = runner, model
+    def __init__(self, runner: SimulatedRunner, model: DrafterModel, cost=None):
+        """cost: of a rank's own forwards, by default the runner's."""
+        self.runner, self.model, self.cost = runner, model, runner.cost if cost is None else cost
         self._accepted = model.accepted()
 
     def draft(self, scheduler: Scheduler, slots: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, int]:
@@ -68,7 +69,7 @@ class SimulatedChains:
 
     def rehearse(self, num_rows: int) -> None:
         """See `Chains`."""
-        seconds = self.runner.cost.seconds(Load(num_rows, num_rows, 0, 0, 0, 0))
+        seconds = self.cost.seconds(Load(num_rows, num_rows, 0, 0, 0, 0))
         self.runner.world.compute(self.runner.rank, self.model.share * seconds)
 
     def _num_right(self, slots: np.ndarray, position: np.ndarray) -> np.ndarray:
@@ -79,4 +80,4 @@ class SimulatedChains:
     def _seconds(self, scheduler: Scheduler, slots: np.ndarray, tokens: int) -> float:
         """Of a forward of the drafter."""
         load = Load(len(slots), tokens, 0, int(scheduler.length[slots].sum()), 0, 0)
-        return self.model.share * self.runner.cost.seconds(load)
+        return self.model.share * self.cost.seconds(load)

@@ -13,7 +13,8 @@ from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
 from bubblespec.idle.set_up_speculation import assemble, profile
 from bubblespec.idle.speculation import Speculation
-from bubblespec.memory import AUTO_SHARED_ROWS, most_slots
+from bubblespec.memory import most_slots
+from bubblespec.memory_needs import AUTO_SHARED_ROWS
 from bubblespec.records import Span
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.rollout.shared_tail import SharedTail, expects_gain
@@ -205,7 +206,11 @@ class _Rank:
             shape = {"num_ranks": world.num_ranks, "num_slots": engine.num_slots}
             is_worth_it = expects_gain(self.sampler.speculation, profiled.coefficients, **shape)
         ranks = SimulatedRanks(world, self.ranks.rank, model.exchange_us * 1e-6)
-        return SharedTail(shared, ranks, most_rows, config.rollout.max_completion_length, is_worth_it)
+        tail = SharedTail(shared, ranks, most_rows, config.rollout.max_completion_length, is_worth_it)
+        for source in self.sampler.speculation.proposer.sources:
+            if isinstance(source, LearnedDrafts):
+                tail.draft_with(source, SimulatedChains(shared.runner, self.workload.drafter, cost))
+        return tail
 
     def _text(self, row: Row, so_far: np.ndarray) -> np.ndarray:
         return self.texts.text(row.id, row.max_new_tokens, so_far)

@@ -8,8 +8,10 @@ Whether any length pays or not, a drafter costs: hidden states are kept, ticks t
 expected to have saved next to nothing of a step, it rests in the next ones, longer after each step in which it was tried in vain.
 """
 
+import contextlib
 import time
 from bisect import bisect_right
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -74,6 +76,17 @@ class LearnedDrafts:
         self._steps_left = self._rest = 0  # of this rest, and of the latest one in all
         self._proposed: dict[int, np.ndarray] = {}  # by id() of the row
 
+    @contextlib.contextmanager
+    def elsewhere(self, chains: Chains, engine: Generator) -> Iterator[None]:
+        """Within it proposals are for rows of another engine, which has chains of its own, of the same drafter."""
+        own = self.chains, self.engine
+        chains.is_on = self.chains.is_on
+        self.chains, self.engine = chains, engine
+        try:
+            yield
+        finally:
+            self.chains, self.engine = own
+
     def profile(self) -> None:
         """Time the drafter's forwards of few and many rows, before any row is there. Each is run once before it counts."""
         for count in sorted({1, min(8, self.engine.num_slots), min(MOST_ROWS, self.engine.num_slots)}):
@@ -129,7 +142,7 @@ class LearnedDrafts:
         slot_of = {id(row): slot for slot, row in enumerate(self.engine.rows)}
         place_of = {slot_of[id(tracked.row)]: place for place, tracked in enumerate(rows) if id(tracked.row) in slot_of}
         if not place_of or active > MOST_ROWS:
-            return proposals  # rows in another engine, that of all ranks together, have no chains
+            return proposals
         length = self.choose(active, len(place_of))
         self.chosen[bisect_right(CHAIN_ROWS, active) - 1, length] += 1
         if not length:
