@@ -575,7 +575,7 @@ def idle_training(drafter, policy, clock=None) -> IdleTraining:
 
 def rests_of(saved: dict[int, list[tuple[float, float]]], num_steps: int, training: IdleTraining) -> list[bool]:
     """In which steps the drafter rests, where chains save and rollouts take so many seconds on two ranks: by step, else nothing
-    of a second. A step without ranks has plain rollouts alone."""
+    of a second. A step without ranks has plain rollouts alone; only in step 84 was the drafter not asked."""
 
     def both(gathered, own):
         gathered.append(own)
@@ -590,12 +590,12 @@ def rests_of(saved: dict[int, list[tuple[float, float]]], num_steps: int, traini
         rests.append(training.source.rests)
         by_rank = saved.get(step, [(0.0, 1.0)] * 2)
         if by_rank and not rests[-1]:
-            training.source.saved_s = by_rank[0][0]
-            others = np.array([0.0, *by_rank[1]])
+            training.source.saved_s, training.source.num_asked = by_rank[0][0], 0
+            others = np.array([0.0, step != 84, *by_rank[1]])
             training.merge(
                 SimpleNamespace(world_size=2, gather=lambda own, others=others: np.stack((own, others))), by_rank[0][1]
             )
-            assert training.source.saved_s == 0.0
+            assert training.source.saved_s == training.source.num_asked == 0
     return rests
 
 
@@ -612,9 +612,10 @@ def test_a_drafter_that_does_not_pay_is_tried_now_and_then():
         11: [],  # plain rollouts
         12: [(share, 1.0), (0.0, 0.9)],
         13: [(share, 0.9), (0.0, 1.0)],  # what the faster rank saves saves nothing
+        83: [(share, 1.0), (share, 1.0)],
     }
     awake = [step for step, rests in enumerate(rests_of(saved, 150, training)) if not rests]
-    assert awake == [0, 10, 11, 12, 13, 23, 43, 83, 123]
+    assert awake == [0, 10, 11, 12, 13, 23, 43, 83, 84, 85, 95, 115]
     training.take(None, None)
     assert training.source.rests and training.new_lessons == []
 

@@ -86,9 +86,11 @@ class IdleTraining:
     def merge(self, ranks: Ranks, rollout_s: float) -> int:
         """All ranks together, after a rollout that took this rank `rollout_s`: the mean of their drafters, by updates made since
         the last time. Returns how many all have made."""
-        measured = ranks.gather(np.array([self._num_updates, self.source.saved_s, rollout_s]))
-        self._rolled_out += measured[measured[:, 2].argmax(), 1:]
-        self.source.saved_s, own, self._num_updates = 0.0, self._num_updates, 0
+        source, own = self.source, self._num_updates
+        measured = ranks.gather(np.array([own, source.num_asked, source.saved_s, rollout_s]))
+        if measured[:, 1].any():  # else other sources had drafts for all rows, and nothing was tried
+            self._rolled_out += measured[measured[:, 3].argmax(), 2:]
+        self._num_updates, source.num_asked, source.saved_s = 0, 0, 0.0
         total = measured[:, 0].sum()
         if ranks.world_size > 1 and total:
             training = self.training

@@ -61,8 +61,8 @@ class Acceptance:
 class LearnedDrafts:
     """The drafter's chains for rows of an engine; implements `DraftSource`.
 
-    rests: in this step nothing is kept, learnt or drafted. saved_s: seconds that chains are expected to have saved; whoever asks
-    sets it back.
+    rests: in this step nothing is kept, learnt or drafted. saved_s: seconds that chains are expected to have saved; num_asked:
+    forwards in which there was a choice; whoever asks for them sets them back.
     """
 
     def __init__(self, chains: Chains, engine: Generator, cost: CostModel, clock=time):
@@ -71,7 +71,7 @@ class LearnedDrafts:
         self.acceptance = Acceptance()
         self.own_cost = CostModel()  # of the drafter's chains: rows stand for its forwards, tokens for those that it feeds
         self.chosen = np.zeros((len(CHAIN_ROWS), LONGEST + 1), np.int64)  # forwards by rows and length of the chain
-        self.saved_s = 0.0
+        self.saved_s, self.num_asked = 0.0, 0
         self.rests = False
         self._steps_left = self._rest = 0  # of this rest, and of the latest one in all
         self._proposed: dict[int, np.ndarray] = {}  # by id() of the row
@@ -144,6 +144,7 @@ class LearnedDrafts:
         if not place_of or active > MOST_ROWS:
             return proposals
         length = self.choose(active, len(place_of))
+        self.num_asked += 1
         self.chosen[bisect_right(CHAIN_ROWS, active) - 1, length] += 1
         if not length:
             return proposals
