@@ -115,7 +115,7 @@ def test_stages_of_a_rollout_follow_one_another(monkeypatch, is_second):
         clock.now += 2
         return np.arange(4.0)[:, None]
 
-    def learn_rollout(record, ids, *, plain_s, work_s, was_plain):
+    def learn_rollout(record, ids, *, plain_s, work_s, spent_s, was_plain):
         told.append((record, ids, plain_s, was_plain))
         clock.now += 0.25
 
@@ -325,3 +325,15 @@ def test_ranks_and_speculation_leave_dynamic_sampling_unchanged(plain, tmp_path,
     if ranks == 2:
         assert same_weights(weights(tmp_path, 3), weights(plain, 3))
         assert all(line["bubble/store_tokens"] >= 0 and line["progress/ticks"] > 0 for line in read(tmp_path)[:-1])
+
+
+def test_work_of_a_rollout_is_its_forwards_without_what_precedes_the_first():
+    """Forwards of 1.5 s, half a second of it for proposals, with half a second beside them; plans take 3 s before the first. One
+    without rows of the step does not count."""
+    of_engine = SimpleNamespace(seconds=lambda rows, *load: 2.0 * rows)
+    sampler = make_sampler(speculation=SimpleNamespace(proposer=SimpleNamespace(cost=of_engine)))
+    load = Load(1, 1, 0, 9, 0, 0)
+    times = ((0.0, 5.0, 1), (5.0, 7.0, 1), (7.0, 9.0, 1), (9.0, 11.0, 0))
+    forwards = [ForwardRecord(begin_s, end_s, 1.0, 0.5, *load, own, 1 - own, 0) for begin_s, end_s, own in times]
+    assert sampler._work(RolloutRecord(0.0, 11.0, forwards, [])) == (0.5, 3 * (2.0 + 1.0), 3 * (1.0 + 1.0))
+    assert sampler._work(RolloutRecord(0.0, 11.0, forwards[3:], [])) == (0.0, 0.0, 0.0)

@@ -134,7 +134,9 @@ def recorded(
 def learn(speculation: Speculation, record: RolloutRecord, ids: list[SampleId] | None = None, **options) -> None:
     """After a rollout that took as long as it would have without drafts."""
     speculation.learn_rollout(
-        record, ids or [], **({"plain_s": record.total_s, "work_s": record.own_s, "was_plain": False} | options)
+        record,
+        ids or [],
+        **(dict.fromkeys(("work_s", "spent_s"), record.own_s) | {"plain_s": record.total_s, "was_plain": False} | options),
     )
 
 
@@ -265,6 +267,15 @@ def test_a_slow_moment_of_the_machine_is_not_the_fault_of_drafts():
     learn(speculation, slow, plain_s=10.0, work_s=8.0)
     pace = 0.9 * 1.5 + 0.1 * 3.0
     assert speculation.pace == pytest.approx(pace) and slow.idle["draft_ahead"].brought_s == pytest.approx(2 * pace - 1.0)
+
+
+def test_what_a_rollout_takes_besides_its_forwards_is_not_their_pace():
+    """Four forwards of a second in place of the 16 that plain decoding makes, and 14 s of plans and set-up: that is a loss."""
+    speculation = make(make_config())
+    record = recorded(own_forwards=4, own_s=18.0, total_s=18.0)
+    record.idle["draft_ahead"] = IdleUse()
+    learn(speculation, record, plain_s=16.0, work_s=4.0, spent_s=4.0)
+    assert speculation.pace == pytest.approx(1.0) and record.idle["draft_ahead"].brought_s == pytest.approx(16.0 - 18.0)
 
 
 def test_whole_rollouts_without_drafts():

@@ -188,20 +188,20 @@ class Speculation:
         return self.has_drafts and not self.config.tail_batching.enabled and self.account.is_plain
 
     def learn_rollout(
-        self, record: RolloutRecord, ids: list[SampleId], *, plain_s: float, work_s: float, was_plain: bool
+        self, record: RolloutRecord, ids: list[SampleId], *, plain_s: float, work_s: float, spent_s: float, was_plain: bool
     ) -> None:
         """Exchange what each rank has measured in a rollout, so that all of them plan alike. The drafts of its samples, `ids` of
         all ranks, go: those have had their turn. Where a rollout is abandoned this is not called, and they stay.
 
-        plain_s, work_s: what this rank's rows would have taken without drafts, and what they took, by its cost model; was_plain:
-        there were none.
+        plain_s, work_s: what this rank's rows would have taken without drafts, and what they took, by its cost model; spent_s:
+        what that work took by the clock; was_plain: there were no drafts.
         """
         ages, counts = np.zeros((MAX_AUTO_LOOKAHEAD + 1, 2)), record.acceptance
         for age, of_age in counts.by_age.items():
             ages[min(age, MAX_AUTO_LOOKAHEAD)] += of_age
         seen = (counts.before_divergence.ravel(), counts.after_divergence)
         overhead_s, self.overhead_s = (0.0, self.overhead_s) if was_plain else (self.overhead_s, 0.0)
-        times = [plain_s, work_s, record.own_s, record.total_s, overhead_s]
+        times = [plain_s, work_s, spent_s, record.total_s, overhead_s]
         own = (ages.ravel(), *seen, [record.own_forwards, *times], self.proposer.cost.coefficients)
         measured = self.ranks.gather(np.concatenate(own))
         for age, (drafted, accepted) in enumerate(measured[:, : ages.size].sum(axis=0).reshape(ages.shape)):
@@ -212,24 +212,25 @@ class Speculation:
         self.seen = 0.7 * self.seen + measured[:, ages.size : size].sum(axis=0).reshape(self.seen.shape)
         self.forwards = _average(self.forwards or None, float(measured[:, size].max()))
         self.shared_cost = measured[:, size + 6 :].mean(axis=0)
-        plain_s, work_s, own_s, total_s, overhead_s = measured[:, size + 1 : size + 6].max(axis=0).tolist()
-        won_s = self._settle(plain_s, work_s, own_s, total_s=total_s, overhead_s=overhead_s, was_plain=was_plain)
+        plain_s, work_s, spent_s, total_s, overhead_s = measured[:, size + 1 : size + 6].max(axis=0).tolist()
+        won_s = self._settle(plain_s, work_s, spent_s, total_s=total_s, overhead_s=overhead_s, was_plain=was_plain)
         if DraftAhead.name in record.idle:
             record.idle[DraftAhead.name].brought_s = won_s
         self.store.drop(ids)
 
     def _settle(
-        self, plain_s: float, work_s: float, own_s: float, *, total_s: float, overhead_s: float, was_plain: bool
+        self, plain_s: float, work_s: float, spent_s: float, *, total_s: float, overhead_s: float, was_plain: bool
     ) -> float:
         """Account for a rollout, by seconds of the slowest rank. Single rollouts of the same work differ by a fifth on a machine
         that does other things too. So its work is what the cost model says of its forwards, like that of a plain rollout, at the
-        pace of recent ones; only a plain rollout counts as it was measured. Returns the seconds that drafts have won."""
+        pace of recent ones; only a plain rollout counts as it was measured. What a rollout takes besides, plans and set-up, is no
+        pace: it would be as much without drafts, however many forwards that takes. Returns the seconds that drafts have won."""
         if work_s > 0:
-            pace = own_s / work_s
+            pace = spent_s / work_s
             if self.account.num_settled:
                 pace = min(max(pace, self.pace / MOST_PACE), self.pace * MOST_PACE)
             self.pace = pace if not self.account.num_settled else 0.9 * self.pace + 0.1 * pace
-        actual_s = total_s if was_plain else self.pace * work_s + total_s - own_s + overhead_s
+        actual_s = total_s if was_plain else self.pace * work_s + total_s - spent_s + overhead_s
         return self.account.settle(self.pace * plain_s, actual_s, was_plain)
 
     def learn_samples(self, step: int, samples: Samples, rewards: np.ndarray) -> None:

@@ -252,9 +252,9 @@ class Sampler:
             is_over = np.ones(len(standing.owners), bool)
             is_over[deferred] = False
             ids = [name for name, over in zip(standing.launch.ids, is_over, strict=True) if over]
-            overhead_s, work_s = self._work(rollout)
-            of_rows = self._plain_s(list(rows.values()), overhead_s)
-            self.speculation.learn_rollout(rollout, ids, plain_s=of_rows, work_s=work_s, was_plain=self.speculation.is_plain)
+            overhead_s, *work = self._work(rollout)
+            times = dict(zip(("work_s", "spent_s"), work, strict=True), plain_s=self._plain_s(list(rows.values()), overhead_s))
+            self.speculation.learn_rollout(rollout, ids, **times, was_plain=self.speculation.is_plain)
         if standing.selection is not None:
             self.speculation.keep([rows[place] for place in deferred if place in rows], step)
         for work in works:
@@ -270,15 +270,17 @@ class Sampler:
         placement, may_propose = self.config.rollout.placement, bool(self.speculation.proposer.awake)
         return may_propose or placement != "in_turn" or self.tail is not None
 
-    def _work(self, rollout: RolloutRecord) -> tuple[float, float]:
-        """Seconds of a typical forward beside the engine, and of all forwards with rows of the step, by the cost model."""
+    def _work(self, rollout: RolloutRecord) -> tuple[float, float, float]:
+        """Seconds of a typical forward beside the engine, and of all forwards with rows of the step: by the cost model, and by
+        the clock."""
         own = [f for f in rollout.forwards if f.own_rows]
         if not own:
-            return 0.0, 0.0
+            return 0.0, 0.0, 0.0
         overhead_s = float(np.median([f.end_s - f.begin_s - f.engine_s - f.propose_s for f in own]))
         rows, tokens, wide_rows, positions = np.array([(f.rows, f.tokens, f.wide_rows, f.positions) for f in own]).T
         engine_s = self.speculation.proposer.cost.seconds(rows, tokens, wide_rows, positions)
-        return overhead_s, float(engine_s.sum()) + len(own) * overhead_s + sum(f.propose_s for f in own)
+        beside_s = len(own) * overhead_s + sum(f.propose_s for f in own)
+        return overhead_s, float(engine_s.sum()) + beside_s, sum(f.engine_s for f in own) + beside_s
 
     def _plain_s(self, rows: list[Row], overhead_s: float) -> float:
         """Seconds that this rank's rows, in the order in which they were admitted, would have taken without drafts."""
