@@ -54,10 +54,9 @@ def choose_num_slots(config: Config, model: PreTrainedModel, has_moments: bool, 
     spare = spare_slots(config) if ranks.device.type == "cuda" else 0
     fitting = int(ranks.gather(np.array([room // needs.whole_slot])).min()) - spare
     if fitting < 1:
-        activations = free_beside - room - needs.shared
         shared = f" and {needs.shared / 1e9:.2f} GB of rollout.shared_tail_rows" if needs.shared else ""
         raise InputError(
-            f"rollout.num_slots: a slot of {needs.whole_slot / 1e9:.2f} GB and {activations / 1e9:.2f} GB of "
+            f"rollout.num_slots: a slot of {needs.whole_slot / 1e9:.2f} GB and {(free_beside - room) / 1e9:.2f} GB of "
             f"activations{shared} do not fit the {free / 1e9:.2f} GB that model and optimizer leave free; lower "
             "optim.max_tokens_per_microbatch or rollout.max_completion_length, or set optim.shard_state (see bubblespec.memory)"
         )
@@ -72,17 +71,17 @@ def choose_shared_rows(config: Config, model: PreTrainedModel, has_moments: bool
         return 0 if wanted == "auto" else wanted
     needs = work_out(config, model, ranks.world_size)
     spare = spare_slots(config) if ranks.device.type == "cuda" else 0
-    left = _room(config, needs, has_moments, ranks.device)[2] - (num_slots + spare) * needs.whole_slot
+    _, free_beside, room = _room(config, needs, has_moments, ranks.device)
+    left = min(room - (num_slots + spare) * needs.whole_slot, free_beside - needs.training)  # they stay in a gradient step
     fitting = ranks.gather(np.array([left // needs.shared_row])).min() - spare
     return int(min(max(fitting, 0), AUTO_SHARED_ROWS))
 
 
 def _room(config: Config, needs: Needs, has_moments: bool, device: torch.device) -> tuple[float, float, float]:
-    """Bytes that are free, that are left of them beside what the run makes later, and of these the bytes for slots."""
+    """Bytes that are free, that are left of them beside what the run makes later, and of these the bytes for keys and values."""
     free, total = free_bytes(device)
-    free_beside = free - HEADROOM * total - (0 if has_moments else needs.moments) - needs.drafter
-    room = needs.room_for_cache(free_beside, config.rollout.free_cache_engine, config.optim.stream_gradients)
-    return free, free_beside, room - needs.shared
+    free_beside = free - HEADROOM * total - (0 if has_moments else needs.moments) - needs.drafter - needs.shared
+    return free, free_beside, needs.room_for_cache(free_beside, config.rollout.free_cache_engine, config.optim.stream_gradients)
 
 
 def free_bytes(device: torch.device) -> tuple[float, float]:
@@ -112,6 +111,7 @@ def table(config: Config, model: PreTrainedModel, world_size: int) -> str:
         f"{needs.masters / 1e9:8.2f}  master weights, float32, {where}" if needs.masters else None,
         f"{needs.moments / 1e9:8.2f}  moments, {precision}, {where}",
         f"{needs.drafter / 1e9:8.2f}  drafter: weights, gradients, optimizer state, part of the head" if needs.drafter else None,
+        f"{needs.shared / 1e9:8.2f}  of {rollout.shared_tail_rows} rows that all ranks decode together" if needs.shared else None,
         f"{needs.lasting / 1e9:8.2f}  lasting",
         f"{needs.activations / 1e9:8.2f}  activations of {optim.max_tokens_per_microbatch} tokens, {with_or_without[0]} "
         f"checkpointing ({other / 1e9:.2f} {with_or_without[1]})",
@@ -119,7 +119,6 @@ def table(config: Config, model: PreTrainedModel, world_size: int) -> str:
         f"{needs.rollout / 1e9:8.2f}  or, in the rollout, a forward of {rollout.max_batch_tokens} tokens",
         f"{needs.slot / 1e9:8.2f}  keys and values of a slot, {rollout.max_prompt_length + rollout.max_completion_length} tokens",
         f"{needs.drafter_slot / 1e9:8.2f}  of the drafter for a slot" if needs.drafter_slot else None,
-        f"{needs.shared / 1e9:8.2f}  of {rollout.shared_tail_rows} rows that all ranks decode together" if needs.shared else None,
         f"{needs.drafter_lesson / 1e9:8.2f}  for training the drafter on a piece of a response" if needs.drafter_slot else None,
     ]
     for name, total in CARDS.items():

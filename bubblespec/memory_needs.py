@@ -77,7 +77,7 @@ class Needs:
     @property
     def lasting(self) -> int:
         """Bytes that are there all the time."""
-        return self.weights + self.reference + self.gradients + self.masters + self.moments + self.drafter
+        return self.weights + self.reference + self.gradients + self.masters + self.moments + self.drafter + self.shared
 
     @property
     def whole_slot(self) -> int:

@@ -29,8 +29,6 @@ def warm_start(sampler: Sampler, learner: Learner, step: int, plans: dict[str, P
     if "bubble" in config.speculative.method:
         sampler.speculation.keep(rows, step)
     sampler.engine.release()
-    if sampler.tail is not None:  # its graphs share memory with the engine's
-        sampler.tail.engine.release()
     ids = frequent_ids(rows, sampler.params.stop_token_ids, config.drafter.vocab_size, ranks)
     try:
         drafter = Drafter(learner.model, ids, config.run.seed)

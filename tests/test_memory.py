@@ -158,6 +158,12 @@ def test_rows_that_all_ranks_share_take_what_slots_leave(monkeypatch):
         return memory.choose_shared_rows(config, model, True, num_slots, Ranks3())
 
     assert [chosen(3.5 * row), chosen(0.5 * row), chosen(-0.5 * row)] == [3, 0, 0]
+    config.rollout.free_cache_engine = True  # of slots, but these rows' stay in a gradient step
+    assert chosen(3.5 * row) == 3
+    monkeypatch.setattr(memory.Needs, "training", property(lambda needs: needs.rollout + 2 * needs.slot + 2 * row))
+    assert chosen(3.5 * row) == 1
+    config.rollout.free_cache_engine = False
+    monkeypatch.undo()
     assert chosen(40 * row) == 5, "the least of all ranks"
     assert chosen(0.5 * row, wanted=9) == 9
 

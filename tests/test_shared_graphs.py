@@ -118,12 +118,14 @@ def test_they_share_the_memory_of_the_engines_graphs_and_come_again_after_a_rele
         together.release()
         assert together.runner.cache.num_bytes() == 0
         found.append(tokens_of(together.run(rows(), PARAMS)))
+        alone.release()
+        found.append(tokens_of(alone.run(rows(), PARAMS)))
         return found
 
-    assert run_together(2, of_rank) == [[wanted] * 5] * 2
+    assert run_together(2, of_rank) == [[wanted] * 6] * 2
     for rank in range(2):
-        assert captures[rank].sizes == SIZES * 3
-        assert captures[rank].pools == [None] + [("the pool",)] * (3 * len(SIZES) - 1)
+        assert captures[rank].sizes == SIZES * 4
+        assert captures[rank].pools == [None] + [("the pool",)] * (4 * len(SIZES) - 1)
 
 
 @pytest.mark.parametrize("stage, at", [("rehearse", 0), ("rehearse", 5), ("capture", 0), ("capture", 3)])

@@ -38,9 +38,11 @@ class SharedGraphs(ForwardGraphs):
         joint: Joint,
         beside: ForwardGraphs | None = None,
     ):
-        """cuts: this rank's part of the model; beside: see `ForwardGraphs`."""
+        """cuts: this rank's part of the model; beside: graphs that share memory with these, whichever are captured first."""
         super().__init__(model, cache, kernel, max_batch_tokens, beside=beside)
         self.cuts, self.joint = cuts, joint
+        if beside is not None:
+            beside.beside = self
 
     def _capture(self) -> None:
         """Graphs of all shapes on all ranks, or of none on any."""
@@ -75,7 +77,7 @@ class SharedGraphs(ForwardGraphs):
         except RuntimeError as error:  # the model's own code runs here
             problem = error
         failed = self.joint.gather(torch.full((1,), float(problem is not None), device=self.model.device))
-        if failed.any():
+        if failed.cpu().any():
             self._go_without(problem)
             return None
         return made

@@ -52,13 +52,10 @@ class SharedTail:
         most_rows: int,
         max_new_tokens: int,
         is_worth_it: Callable[[Standing], bool] | None = None,
-        *,
-        frees_memory: bool = False,
     ):
         """most_rows: of all ranks, with which it is entered, at most the engine's slots; is_worth_it: a pure function of what all
-        ranks know; None enters it with so many rows always; frees_memory: of keys, values and graphs, each time it is left."""
+        ranks know; None enters it with so many rows always."""
         self.engine, self.ranks, self.most_rows, self.max_new_tokens = engine, ranks, most_rows, max_new_tokens
-        self.frees_memory = frees_memory
         self._drafter: tuple[LearnedDrafts, Chains] | None = None
         self._is_worth_it = is_worth_it
 
@@ -109,9 +106,7 @@ class SharedTail:
                     if id(row) in is_own:
                         on_finished(row)
         engine.collect()
-        engine.reset()
-        if self.frees_memory:
-            engine.release()
+        engine.reset()  # memory and graphs stay: they are few rows, and capturing may take as long as what is gained
         record.shared.append(Span("shared", began_s, clock.perf_counter()))
         record.shared_rows += len(own)
         record.shared_forwards += engine.num_forwards - before
@@ -212,16 +207,15 @@ def make_shared_tail(
         if wanted != "auto" and ranks.is_main:
             say(f"warning: rollout.shared_tail_rows: {error}; the last rows are decoded by the ranks that have them")
         return None
-    together, is_worth_it, frees_memory = Generator(shared), None, config.rollout.free_cache_engine
+    together, is_worth_it = Generator(shared), None
     if wanted == "auto":
         shared_cost = measure(together, engine, params, ranks)
-        if shared_cost is None or frees_memory:
-            together.release()
         if shared_cost is None:
+            together.release()
             return None
         is_worth_it = expects_gain(speculation, shared_cost, num_ranks=ranks.world_size, num_slots=engine.num_slots)
     ranks.before_end.append(shared.release)
-    return SharedTail(together, ranks, most_rows, limit, is_worth_it, frees_memory=frees_memory)
+    return SharedTail(together, ranks, most_rows, limit, is_worth_it)
 
 
 def expects_gain(
