@@ -26,7 +26,8 @@ from tests.joint import run_together
 
 def small(vocab: int = 512, **changes) -> transformers.PretrainedConfig:
     sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
-    return transformers.Qwen2Config(vocab_size=vocab, num_key_value_heads=2, max_position_embeddings=4096, **sizes | changes)
+    sizes |= {"num_key_value_heads": 2, "max_position_embeddings": 4096}
+    return transformers.Qwen2Config(vocab_size=vocab, **sizes | changes)
 
 
 def make_config(dtype: str = "float32", max_tokens: int = 8192, **optim) -> Config:
