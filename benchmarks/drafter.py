@@ -118,12 +118,12 @@ def train_on(trainer: Trainer, num_steps: int) -> list[dict]:
             record = trainer.sample(step)
             advantages = estimate_advantages(record.rewards, loss.advantage_estimator, loss.scale_rewards)
             trainer.report(record, trainer.update(record, advantages.ravel()))
+            steps.append({"step": step, "num_updates": drafter.training.num_updates, "reward": record.rewards.mean()})
+            steps[-1]["seconds"] = {span.kind: span.end_s - span.begin_s for span in record.stages}
             lessons = list(drafter.new_lessons)
-            arms = {"adapted": drafter.training, "static": frozen}
-            by_arm = {arm: 1 + measure(of, drafter.chains, lessons, trainer.ranks).sum() for arm, of in arms.items()}
-            seconds = {span.kind: span.end_s - span.begin_s for span in record.stages}
-            steps.append({"step": step, "num_updates": drafter.training.num_updates, "reward": record.rewards.mean()} | by_arm)
-            steps[-1]["seconds"] = seconds
+            if trainer.ranks.gather(np.array([len(lessons)])).any():  # without a gradient there are none
+                for arm, of in {"adapted": drafter.training, "static": frozen}.items():
+                    steps[-1][arm] = 1 + measure(of, drafter.chains, lessons, trainer.ranks).sum()
             trainer.evaluate_if_due()
     return steps
 

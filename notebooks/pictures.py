@@ -285,7 +285,9 @@ def draw_acceptance(accepted: dict[str, list[float]]) -> Figure:
 
 
 def draw_adaptation(steps: list[dict]) -> Figure:
-    """Tokens a pass of the drafter that goes on learning in idle time, and of a copy that does not, on each step's responses."""
+    """Tokens a pass of the drafter that goes on learning in idle time, and of a copy that does not, on each step's responses; not
+    of steps in which nothing was learnt from."""
+    steps = [step for step in steps if "adapted" in step]
     figure, (axes,) = _figure(7, 2.8)
     for name, label, colour, style in (
         ("adapted", "trained in idle time", DRAFTED, "o-"),

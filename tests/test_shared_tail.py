@@ -103,9 +103,9 @@ def play(
 
         def noted(own, *arguments, **options):
             entered.append({place: len(row.tokens) for place, row in own.items()})
-            before = 0 if source is None else source.num_drafted
+            before = 0 if source is None else int(source.chosen[:, 1:].sum())
             run(own, *arguments, **options)
-            num_chains.append(0 if source is None else source.num_drafted - before)
+            num_chains.append(0 if source is None else int(source.chosen[:, 1:].sum()) - before)
 
         def watched(*arguments):
             if rank == 1 and stop_at is not None and tail.engine.num_forwards == stop_at:
