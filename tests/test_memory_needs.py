@@ -1,5 +1,7 @@
 """What parts of a run are said to need against real tensors and measured peaks of a small model."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -72,11 +74,11 @@ def test_rows_that_all_ranks_share_hold_what_they_are_said_to(heads, ranks):
     config, shape = make_config("float64"), dict(zip(("num_attention_heads", "num_key_value_heads"), heads, strict=True))
     shapes = small(hidden_size=96, **shape)
     config.rollout.shared_tail_rows = 5
+    model = transformers.AutoModelForCausalLM.from_config(shapes).double().eval()
+    prepare_model(model, 512)
 
     def of_rank(joint):
-        model = transformers.AutoModelForCausalLM.from_config(shapes).double().eval()
-        prepare_model(model, 512)
-        engine = Generator(SharedRunner(model, 5, 512, 0, joint))
+        engine = Generator(SharedRunner(copy.deepcopy(model), 5, 512, 0, joint))
         engine.run([Row(SampleId(0, 0, 0), (1, 2, 3), 4)], SamplingParams())
         return engine.runner.cache.num_bytes()
 

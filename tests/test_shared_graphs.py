@@ -222,10 +222,12 @@ def test_ranks_as_processes(tmp_path, device, num_ranks, kernel):
 
 @pytest.mark.parametrize("options, can", [({"enforce_eager": True}, True), ({}, False)])
 def test_no_graphs_where_they_are_not_wanted_or_sums_cannot_be_in_them(captures, options, can):
+    model = build("llama")
+
     def of_rank(joint):
         joint = captures["enter"](joint)
         joint.can_capture = can
-        runner = SharedRunner(build("llama"), 4, LONGEST, 3, joint, kernel="varlen", **options)
+        runner = SharedRunner(copy.deepcopy(model), 4, LONGEST, 3, joint, kernel="varlen", **options)
         return runner.graphs is None and runner.cache.num_spare == 0
 
     assert run_together(2, of_rank) == [True] * 2
