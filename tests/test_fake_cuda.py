@@ -342,11 +342,13 @@ def run_engine(cuda, engine: Generator, drafts: Drafts | None) -> set[int]:
     uploads, finished = set(), []
     while not engine.is_idle:
         cuda.clear()
-        calls = len(cuda.sampled)
+        calls, is_captured = len(cuda.sampled), engine.runner.graphs is not None and bool(engine.runner.graphs._graphs)
         finished += engine.step(PARAMS[2], drafts)[0]
         assert cuda.waits == ["packing.to_host"] * (len(cuda.sampled) - calls)
         uploads.add(cuda.uploads)
-        assert cuda.products == {torch.bfloat16} and cuda.largest_double < 4 * 32
+        # What is captured is not run here, so that without the head there is none.
+        has_products = not is_captured or len(cuda.sampled) > calls
+        assert cuda.products == ({torch.bfloat16} if has_products else set()) and cuda.largest_double < 4 * 32
     assert len(finished) == 8 and all(len(row.tokens) == 7 for row in finished)
     return uploads
 

@@ -77,7 +77,7 @@ class SharedGraphs(ForwardGraphs):
         except RuntimeError as error:  # the model's own code runs here
             problem = error
         failed = self.joint.gather(torch.full((1,), float(problem is not None), device=self.model.device))
-        if failed.cpu().any():
+        if failed.cpu().numpy().any():
             self._go_without(problem)
             return None
         return made
