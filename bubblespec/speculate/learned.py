@@ -80,7 +80,7 @@ class LearnedDrafts:
     def elsewhere(self, chains: Chains, engine: Generator) -> Iterator[None]:
         """Within it proposals are for rows of another engine, which has chains of its own, of the same drafter."""
         own = self.chains, self.engine
-        chains.is_on = self.chains.is_on
+        engine.runner.chains = chains if self.engine.runner.chains is not None else None  # where they are followed at all
         self.chains, self.engine = chains, engine
         try:
             yield
