@@ -252,8 +252,8 @@ class Sampler:
             is_over = np.ones(len(standing.owners), bool)
             is_over[deferred] = False
             ids = [name for name, over in zip(standing.launch.ids, is_over, strict=True) if over]
-            overhead_s, *work = self._work(rollout)
-            times = dict(zip(("work_s", "spent_s"), work, strict=True), plain_s=self._plain_s(list(rows.values()), overhead_s))
+            overhead_s, work_s, spent_s = self._work(rollout)
+            times = {"plain_s": self._plain_s(list(rows.values()), overhead_s), "work_s": work_s, "spent_s": spent_s}
             self.speculation.learn_rollout(rollout, ids, **times, was_plain=self.speculation.is_plain)
         if standing.selection is not None:
             self.speculation.keep([rows[place] for place in deferred if place in rows], step)
