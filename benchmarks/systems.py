@@ -2,7 +2,8 @@
 
 Each system is a training run of its own, from the same weights; the runs take their steps in turn, each time in an order drawn
 anew, so that a busy moment of the machine meets all of them, and none always finds what the same one leaves in the caches.
-`again` is `plain` once more: what it gains or loses is chance.
+`again` is `plain` once more: what it gains or loses is chance. With --one-by-one each run makes all its steps before the next one
+is set up, for models of which one run alone fits the memory: put `again` last, to see what the machine did meanwhile.
 
 Counted are seconds from barrier to barrier of whole steps: rollouts, rewards, gradients, the optimizer; evaluations
 (run.eval_steps) are made between them, and not counted, nor is the warm start of a drafter. As steps of short and long rounds are
@@ -11,6 +12,7 @@ system that learns from an earlier epoch is measured in the second one.
 """
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -136,8 +138,17 @@ class Arm:
 
 def run_seed(arguments: argparse.Namespace, ranks: Ranks, seed: int, folder: str) -> dict[str, dict]:
     """All systems with a seed."""
+    names, results = arguments.systems.split(","), {}
+    for together in [[name] for name in names] if arguments.one_by_one else [names]:
+        results.update(run_arms(arguments, ranks, seed, folder, together))
+        gc.collect()  # the runs that are over, with their weights, before the next are set up
+    return results
+
+
+def run_arms(arguments: argparse.Namespace, ranks: Ranks, seed: int, folder: str, names: list[str]) -> dict[str, dict]:
+    """Systems whose steps are made in turn."""
     arms = []
-    for name in arguments.systems.split(","):
+    for name in names:
         options = [*OFF, *SYSTEMS[name].overrides, *arguments.overrides]
         options += [f"run.seed={seed}", f"run.output_dir={folder}/{seed}_{name}"]
         arms.append(Arm(name, set_up(load_config(arguments.config, options), ranks)))
@@ -241,6 +252,7 @@ if __name__ == "__main__":
     parser.add_argument("--picture", help="PNG of speed-ups, and of held-out reward over seconds")
     parser.add_argument("--seeds", default="0", help="of the runs, with commas between")
     parser.add_argument("--skip", type=int, default=0, help="first steps that do not count")
+    parser.add_argument("--one-by-one", action="store_true", help="one system after the other, not their steps in turn")
     systems = f"the others are compared with the first; of {', '.join(SYSTEMS)}"
     parser.add_argument("--systems", default="plain,bubble,history,placement,drafter,tail,race,streamed,all", help=systems)
     sys.exit(main(run, parser))

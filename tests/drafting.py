@@ -16,7 +16,7 @@ from bubblespec import set_up_drafter
 from bubblespec.idle.drafter_training import TrainDrafter
 from bubblespec.learn import warm_start
 from bubblespec.ranks.progress import ProgressBoard
-from bubblespec.speculate import learned
+from bubblespec.speculate import rest
 from bubblespec.speculate.learned import LearnedDrafts
 from tests.system import signalled_train
 
@@ -36,7 +36,7 @@ def train_always(patch=setattr) -> None:
 
 def chain_always(patch=setattr) -> None:
     """Chains of three tokens in every forward, whatever they cost or save and whatever other sources know."""
-    patch(learned, "LEAST_SAVED", -math.inf)
+    patch(rest, "LEAST_SAVED", -math.inf)
     patch(LearnedDrafts, "chance", 1.0)
     patch(LearnedDrafts, "choose", lambda source, active, count: 3)
 

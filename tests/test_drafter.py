@@ -32,7 +32,7 @@ from bubblespec.learn.microbatch import pack_responses
 from bubblespec.records import CHAIN_ROWS
 from bubblespec.rollout.shared_tail import OwnersPropose
 from bubblespec.samples import Row, SampleId
-from bubblespec.speculate import learned
+from bubblespec.speculate import learned, rest
 from bubblespec.speculate.learned import Acceptance, LearnedDrafts
 from bubblespec.speculate.sources import TrackedRow
 from bubblespec.speculate.windows import CostModel
@@ -606,7 +606,7 @@ def test_a_drafter_that_does_not_pay_is_tried_now_and_then():
     training = idle_training(make_drafter(policy), policy)
     (lesson,) = make_lessons(policy, [(4, 9)])
     training.training.lessons.add(lesson)
-    share = 1.01 * learned.LEAST_SAVED
+    share = 1.01 * rest.LEAST_SAVED
     saved = {
         10: [(0.0, 0.5), (share, 1.0)],
         11: [],  # plain rollouts

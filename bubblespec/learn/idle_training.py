@@ -44,7 +44,7 @@ class IdleTraining:
         """All ranks together, before a rollout: learn from the latest responses from now on. If the drafter has changed since it
         was last measured, they say first how much of it is accepted. Where it rested in the last step there is nothing to do."""
         rested, (saved_s, rollout_s) = self.source.rests, self._rolled_out
-        self.source.begin_step(saved_s / rollout_s if rollout_s else None)
+        self.source.rest.begin_step(saved_s / rollout_s if rollout_s else None)
         self._rolled_out = np.zeros(2)
         if rested:
             return

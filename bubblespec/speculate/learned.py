@@ -3,9 +3,6 @@
 A chain of n tokens adds n draft tokens of each row to the forward, and n forwards of the drafter before it. How many of them are
 accepted is measured by position; so are the seconds of the drafter's forwards. For the rows that are there the length is chosen
 that gives most tokens a second, none among them (TLT's choice of a strategy by the number of running requests, arXiv 2511.16665).
-
-Whether any length pays or not, a drafter costs: hidden states are kept, ticks taken, and idle ranks train it. So where chains are
-expected to have saved next to nothing of a step, it rests in the next ones, longer after each step in which it was tried in vain.
 """
 
 import contextlib
@@ -18,6 +15,7 @@ import numpy as np
 from bubblespec.engine.chains import LONGEST, MOST_ROWS, Chains
 from bubblespec.engine.generator import Generator
 from bubblespec.records import CHAIN_ROWS
+from bubblespec.speculate.rest import Rest
 from bubblespec.speculate.sources import Proposal, TrackedRow
 from bubblespec.speculate.windows import CostModel
 
@@ -25,8 +23,6 @@ NAME = "drafter"
 MEMORY = 2000.0  # chains over which acceptance is averaged
 PRIOR_CHAINS = 20.0  # that what training measured counts for
 UNKNOWN = 0.3  # chance of each token before anything is known
-LEAST_SAVED = 0.03  # of a step's rollouts, by chains: about what a drafter costs that is not at rest
-FIRST_REST, LONGEST_REST = 9, 39  # steps
 
 
 class Acceptance:
@@ -61,8 +57,8 @@ class Acceptance:
 class LearnedDrafts:
     """The drafter's chains for rows of an engine; implements `DraftSource`.
 
-    rests: in this step nothing is kept, learnt or drafted. saved_s: seconds that chains are expected to have saved; num_asked:
-    forwards in which there was a choice; whoever asks for them sets them back.
+    saved_s: seconds that chains are expected to have saved; num_asked: forwards in which there was a choice; whoever asks for
+    them sets them back.
     """
 
     def __init__(self, chains: Chains, engine: Generator, cost: CostModel, clock=time):
@@ -72,8 +68,7 @@ class LearnedDrafts:
         self.own_cost = CostModel()  # of the drafter's chains: rows stand for its forwards, tokens for those that it feeds
         self.chosen = np.zeros((len(CHAIN_ROWS), LONGEST + 1), np.int64)  # forwards by rows and length of the chain
         self.saved_s, self.num_asked = 0.0, 0
-        self.rests = False
-        self._steps_left = self._rest = 0  # of this rest, and of the latest one in all
+        self.rest = Rest()
         self._proposed: dict[int, np.ndarray] = {}  # by id() of the row
 
     @contextlib.contextmanager
@@ -97,16 +92,10 @@ class LearnedDrafts:
                 self.own_cost.anchor(1, count, 0, 0, self.clock.perf_counter() - begin_s)
         self.engine.reset()
 
-    def begin_step(self, saved: float | None) -> None:
-        """Whether it rests in the step that begins; the same on all ranks, as they are told the same. saved: share of the last
-        step's rollouts that chains have saved, None where there were none that could have had any."""
-        if self.rests:
-            self._steps_left -= 1
-            self.rests = self._steps_left > 0
-        elif saved is not None:
-            self.rests = saved < LEAST_SAVED
-            self._rest = min(max(2 * self._rest + 1, FIRST_REST), LONGEST_REST) if self.rests else 0
-            self._steps_left = self._rest
+    @property
+    def rests(self) -> bool:
+        """In this step nothing is kept, learnt or drafted."""
+        return self.rest.is_on
 
     def follow(self, is_on: bool) -> None:
         """Keep what chains need of an engine's rows, from before they are there on; or nothing, and give the memory back."""
