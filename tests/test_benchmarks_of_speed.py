@@ -210,7 +210,9 @@ def test_systems_side_by_side(tmp_path, seeds, options):
     result = json.loads(out.read_text())
     assert list(result["systems"]) == names and list(result["seeds"]) == seeds.split(",")
     for name, system in result["systems"].items():
-        assert system["speedup"] == pytest.approx(np.median(system["speedups"])) and len(system["speedups"]) == len(result["seeds"])
+        assert system["speedup"] == pytest.approx(np.median(system["speedups"])) and len(system["speedups"]) == len(
+            result["seeds"]
+        )
         assert system["tokens_a_pass"] >= 1.0 and 0.0 <= system["idle_ratio"] <= 1.0 and system["memory_gb"] > 0
         assert bool(system["paper"]) == (name == "race")
     assert set(result["systems"]["plain"]["speedups"]) == {1.0} and result["systems"]["plain"]["tokens_a_pass"] == 1.0

@@ -301,7 +301,7 @@ def test_large_models_are_measured_in_parts():
     assert [shape_of(layer) for layer in first] == ["1024x3000"] * 2 + ["1024x50000"]
     calls = linear_choice._timed_calls(model[-1])
     with torch.inference_mode():
-        assert calls["generate", 4, "packed"]().shape == (1, 4, linear_choice.MOST_IN_LAYER // 1024)
+        assert calls["generate", LEVELS[2], "packed"]().shape == (1, LEVELS[2], linear_choice.MOST_IN_LAYER // 1024)
 
 
 @pytest.mark.parametrize("dtype, wanted", [(torch.float32, True), (torch.float64, False), (torch.bfloat16, False)])
