@@ -43,7 +43,8 @@ def held_out_rows(trainer: Trainer) -> list[Row]:
 
 
 def generate(engine: Generator, rows: list[Row], trainer: Trainer, proposer: Proposer | None) -> tuple[float, int]:
-    """Seconds and forwards of the engine until all rows are done, without their prompts' forwards."""
+    """Seconds and forwards of the engine until all rows are done, without their prompts' forwards. The proposer's cost model
+    learns from them, as in a run."""
     engine.reset()
     engine.add(rows)
     if proposer is not None:
@@ -51,9 +52,14 @@ def generate(engine: Generator, rows: list[Row], trainer: Trainer, proposer: Pro
         for row in rows:
             proposer.track(row, None, 0)
     engine.step(trainer.sampler.params, proposer)
+    if proposer is not None:
+        proposer.take_spent()
     begin_s, forwards = time.perf_counter(), engine.num_forwards
     while not engine.is_idle:
-        engine.step(trainer.sampler.params, proposer)
+        step_s = time.perf_counter()
+        load = engine.step(trainer.sampler.params, proposer)[1]
+        if proposer is not None:
+            proposer.cost.observe(*load[:4], time.perf_counter() - step_s - proposer.take_spent()[0])
     return time.perf_counter() - begin_s, engine.num_forwards - forwards
 
 

@@ -141,6 +141,7 @@ def run_seed(arguments: argparse.Namespace, ranks: Ranks, seed: int, folder: str
     names, results = arguments.systems.split(","), {}
     for together in [[name] for name in names] if arguments.one_by_one else [names]:
         results.update(run_arms(arguments, ranks, seed, folder, together))
+        gc.unfreeze()
         gc.collect()  # the runs that are over, with their weights, before the next are set up
     return results
 
@@ -157,6 +158,7 @@ def run_arms(arguments: argparse.Namespace, ranks: Ranks, seed: int, folder: str
         with arm.trainer.open():
             arm.trainer.warm_start()
         arm.evaluate()
+    gc.freeze()  # as in a run, see Trainer.open
     for step in range(num_steps):
         for number in np.random.default_rng((seed, step)).permutation(len(arms)).tolist():
             arms[number].step(ranks)

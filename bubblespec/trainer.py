@@ -1,6 +1,7 @@
 """A run: its parts, how far it is, and what happens between two steps of its loop (train.py). set_up.py makes the parts."""
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import IO
@@ -71,6 +72,8 @@ class Trainer:
         self.logger = MetricsLogger(run.output_dir, self.ranks.is_main, self.num_updates, run.max_steps)
         if self.config.trace.enabled:
             self.recorder = Recorder(self.config, self.ranks, self.num_updates)
+        # Python's collector leaves alone what is there now: to go through it takes 0.3 s, on each rank at another time.
+        gc.freeze()
         try:
             yield
         except StopRequested:
@@ -79,6 +82,7 @@ class Trainer:
             of = f"{self.num_updates} of {run.max_steps}"
             self.logger.say(f"told to stop after {of} updates; the same command goes on from there")
         finally:
+            gc.unfreeze()
             self.logger.close()
 
     def warm_start(self) -> None:

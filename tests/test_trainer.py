@@ -1,5 +1,6 @@
 """Evaluation against hand-worked values; and a run that cannot go on says so: through the entry point, in this process."""
 
+import gc
 import itertools
 import json
 import math
@@ -39,6 +40,7 @@ def test_steps_without_an_update_in_a_row_end_the_run(monkeypatch, tmp_path, cap
     original = Learner.accumulate_gradient
 
     def sometimes_broken(*arguments):
+        assert gc.get_freeze_count(), "Python's collector goes through everything in the middle of a step"
         measured = original(*arguments)
         step = len(read(tmp_path))
         return measured * math.nan if step in broken_steps else measured
@@ -49,6 +51,7 @@ def test_steps_without_an_update_in_a_row_end_the_run(monkeypatch, tmp_path, cap
 
     monkeypatch.setattr(Learner, "accumulate_gradient", sometimes_broken)
     assert run_main(monkeypatch, tmp_path, "optim.max_skipped_steps=2") == exit_code
+    assert not gc.get_freeze_count()
     lines = read(tmp_path)
     assert [line["skipped_updates"] for line in lines] == [int(step in broken_steps) for step in range(num_lines)]
     assert all((line["learning_rate"] == 0) == (line["loss"] is None) == bool(line["skipped_updates"]) for line in lines)
