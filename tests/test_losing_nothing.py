@@ -3,12 +3,12 @@ win."""
 
 import numpy as np
 import pytest
-from test_simulate import make_config
 
 from bubblespec.idle.speculation import Speculation
 from bubblespec.records import Load, RolloutRecord
 from bubblespec.simulate.run import SimulatedStep, simulate
 from bubblespec.simulate.workload import Synthetic, Workload
+from tests.simulated import make_config
 
 
 class FastCore:

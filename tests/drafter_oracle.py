@@ -1,0 +1,110 @@
+"""A drafter for tests, what it learns from, and its chains by a plain transcription: no cache and no batch, but for each token
+one packed forward of the drafter over all positions of one row."""
+
+import numpy as np
+import torch
+import transformers
+from conftest import GQA, VOCAB, small_config
+
+from bubblespec.engine.drafter import Drafter
+from bubblespec.engine.model import forward_hidden, output_head, prepare_model
+from bubblespec.engine.packing import pack_sequences
+from bubblespec.engine.sampling import SamplingParams
+from bubblespec.learn.drafter_training import DrafterTraining, Lesson, lessons_of
+from bubblespec.learn.microbatch import pack_responses
+from bubblespec.samples import SampleId
+from tests.reference_step import gumbel as reference_gumbel
+from tests.reference_step import noise_key
+
+NAMES = ["llama", "qwen2", "qwen3", "mistral-window", "gpt2", "gpt_neox", "qwen3_moe"]
+SEED = 5
+STOP = (5, 11)
+PARAMS = SamplingParams(temperature=0.8, top_k=20, stop_token_ids=STOP, min_length=3)
+MAX_LENGTH = 120
+
+
+def make_policy(name: str, dtype: torch.dtype = torch.float64) -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    if name == "qwen3_moe":
+        experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        config = transformers.Qwen3MoeConfig(**GQA, **experts, head_dim=16)
+    else:
+        config = small_config(name)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+    prepare_model(model, MAX_LENGTH)
+    return model
+
+
+def make_drafter(policy, ids=None) -> Drafter:
+    """Of some of the tokens, the stop tokens among them, with weights unlike those that it begins with."""
+    drafter = Drafter(policy, np.sort(np.array([*STOP, *range(20, 70)])) if ids is None else ids)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for param in drafter.parameters():
+            param.add_(0.05 * torch.randn_like(param))
+    return drafter
+
+
+# The oracle
+
+
+@torch.no_grad()
+def states_of(policy, tokens: list[int]) -> torch.Tensor:
+    """The policy's hidden states, [L, H], of one sequence."""
+    return forward_hidden(policy, torch.tensor(tokens), pack_sequences([len(tokens)], torch.device("cpu")))
+
+
+def body(drafter: Drafter, hidden: list[torch.Tensor], tokens: list[int]) -> torch.Tensor:
+    """The drafter's state at the last of these positions, [H]."""
+    packing = pack_sequences([len(tokens)], torch.device("cpu"))
+    return drafter(torch.stack(hidden), torch.tensor(tokens), packing)[-1]
+
+
+def head(drafter: Drafter, state: torch.Tensor) -> torch.Tensor:
+    return output_head(drafter.policy)(state)[drafter.ids]
+
+
+def draw(drafter: Drafter, logits: torch.Tensor, name: SampleId, position: int, params: SamplingParams) -> int:
+    """Of logits over the drafter's tokens what the sample would say at this place of its response."""
+    logits = (logits / params.temperature).tolist()
+    if position < params.min_length:
+        logits = [-np.inf if token in params.stop_token_ids else x for token, x in zip(drafter.ids, logits, strict=True)]
+    if params.top_k:
+        least = sorted(logits)[-params.top_k] if len(logits) > params.top_k else -np.inf
+        logits = [x if x >= least else -np.inf for x in logits]
+    noise = reference_gumbel(noise_key(SEED, *name, position), VOCAB)[drafter.ids]
+    return int(drafter.ids[int((torch.tensor(logits, dtype=torch.float64) + noise).argmax())])
+
+
+@torch.no_grad()
+def chain_of(drafter, hidden, tokens, name: SampleId, position: int, length: int, params=PARAMS) -> list[int]:
+    """hidden: [P, H], the policy's from where the row's context begins; tokens: P, the ones after these; position: of the chain
+    in the response."""
+    hidden, tokens, chain = list(hidden), list(tokens), []
+    for number in range(length):
+        hidden.append(body(drafter, hidden, tokens))
+        chain.append(draw(drafter, head(drafter, hidden[-1]), name, position + number, params))
+        tokens.append(chain[-1])
+    return chain
+
+
+# Training
+
+
+def make_training(drafter: Drafter, temperature: float = 0.8, **options) -> DrafterTraining:
+    options = {"learning_rate": 1e-3, "max_tokens": 10_000, "seed": SEED} | options
+    return DrafterTraining(drafter, "sdpa", temperature=temperature, **options)
+
+
+def make_lessons(policy, sizes: list[tuple[int, int]], tokens=None, max_tokens=None) -> list[Lesson]:
+    """sizes: tokens of prompt and response of each. tokens: of the responses, by default any."""
+    random = np.random.default_rng(4)
+    prompts = [random.integers(12, VOCAB, size).tolist() for size, _ in sizes]
+    if tokens is None:
+        tokens = [random.integers(12, VOCAB, size) for _, size in sizes]
+    names = [SampleId(10 + number, 2, number % 3) for number in range(len(sizes))]
+    zeros = [np.zeros(len(t), np.float32) for t in tokens]
+    batch = pack_responses(prompts, tokens, zeros, ids=names, order=list(range(len(sizes))), device=torch.device("cpu"))
+    packing = pack_sequences(batch.sequence_lengths, torch.device("cpu"))
+    with torch.no_grad():
+        return lessons_of(batch, forward_hidden(policy, batch.input_ids, packing), max_tokens)

@@ -1,0 +1,65 @@
+"""Simulated runs for tests: a cost, a configuration, a workload, and texts."""
+
+import numpy as np
+
+from bubblespec.config import config_of_sections
+from bubblespec.engine.generator import Generator
+from bubblespec.records import Load
+from bubblespec.samples import Row
+from bubblespec.simulate.__main__ import BLANK, nested
+from bubblespec.simulate.drafting import STOP, VOCABULARY
+from bubblespec.simulate.run import simulate
+from bubblespec.simulate.workload import Synthetic, Workload
+
+
+class LinearCost:
+    """Seconds of a forward, and every load that it was asked for."""
+
+    propose_s = 0.0
+
+    def __init__(self, forward_s=10e-3, row_s=0.0, token_s=20e-6, position_s=10e-9):
+        self.prices, self.loads = (forward_s, row_s, token_s, position_s), []
+
+    def seconds(self, load: Load) -> float:
+        self.loads.append(load)
+        forward_s, row_s, token_s, position_s = self.prices
+        return forward_s + row_s * load.rows + token_s * load.tokens + position_s * load.positions
+
+    def propose_seconds(self, num_rows: int) -> float:
+        return self.propose_s * num_rows
+
+
+def make_config(method: str = "bubble+suffix", prompts: int = 4, generations: int = 4, longest: int = 300, **others):
+    rollout = {"num_prompts_per_step": prompts, "num_generations": generations, "max_completion_length": longest}
+    sections = nested(BLANK) | {"rollout": rollout, "speculative": {"method": method}}
+    return config_of_sections(sections, [f"{key.replace('__', '.')}={value}" for key, value in others.items()], "the test")
+
+
+def make_workload(prompts: int = 4, generations: int = 4, **spec) -> Workload:
+    return Workload(Synthetic(**({"mean": 60.0, "max": 300, "prompt": 16, "steps": 4} | spec)), prompts, generations)
+
+
+def run(method: str, num_ranks: int = 2, cores: int | None = None, cost=None, config: dict | None = None, **spec):
+    return simulate(make_config(method, **(config or {})), make_workload(**spec), cost or LinearCost(), num_ranks, cores=cores)
+
+
+def figures(steps) -> list[dict]:
+    return [vars(step) | {"lanes": [lane.tolist() for lane in step.lanes]} for step in steps]
+
+
+def true_text(length: int, seed: int = 0) -> np.ndarray:
+    return np.append(np.random.default_rng(seed).integers(0, VOCABULARY, length - 1), STOP)
+
+
+def first_mismatch(draft: np.ndarray, true: np.ndarray) -> int:
+    both = min(len(draft), len(true))
+    return int(np.append(np.flatnonzero(draft[:both] != true[:both]), both)[0])
+
+
+def run_to_end(engine: Generator, rows: list[Row], *arguments) -> list[Load]:
+    """The load of each forward."""
+    loads = []
+    engine.add(rows)
+    while not engine.is_idle:
+        loads.append(engine.step(*arguments)[1])
+    return loads
