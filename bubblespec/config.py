@@ -245,7 +245,8 @@ class SpeculativeConfig:
     """Propose this many draft tokens always, instead of planning windows by their cost (for ablation)."""
     check_every: int = key(50, at_least(0), resume=SAFE)
     """Rollouts after which one is made without drafts, to see what drafts save. Besides, rollouts are made without drafts for a
-    while where these have lost more than 3% of the run's time. 0: never, and drafts may lose what they do."""
+    while where these have lost more than 2.5% of the run's time. Neither with tail batching. 0: never, and drafts may lose what
+    they do."""
     max_history_tokens: int = key(4_000_000, at_least(0), resume=SAFE)
     """Tokens of earlier epochs' responses kept for suffix matching; the oldest are dropped first."""
 
@@ -272,7 +273,8 @@ class DrafterConfig:
     """The learned drafter, where speculative.method names it. Changes the time of a run, and no token."""
 
     path: str | None = key(None, resume=SAFE)
-    """Folder of a saved drafter of this policy, a checkpoint's among them; without one it is trained before the first step."""
+    """Folder of a saved drafter of this policy, a checkpoint's among them; without one, and without one that this run has saved,
+    it is trained before the first step."""
     warm_start: int = key(50_000, at_least(1), resume=SAFE)
     """Tokens of the policy's own responses, to the prompts of the first steps, that it is trained on before the first step."""
     buffer_tokens: int = key(50_000, at_least(1), resume=SAFE)

@@ -40,7 +40,6 @@ from bubblespec.learn.learner import Learner
 from bubblespec.learn.lora import add_adapter
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.learn.streaming import GradientStream
-from bubblespec.learn.warm_start import DRAFTER_FILE
 from bubblespec.memory import choose_num_slots, choose_shared_rows
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.rewards.functions import check_arguments, load_reward
@@ -149,11 +148,9 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
         stream=GradientStream(learner) if config.optim.stream_gradients else None,
         tail=make_shared_tail(config, ranks, engine, sampling, speculation, most_rows=shared_rows),
     )
-    if "drafter" in config.speculative.method:
-        saved = checkpoint if checkpoint and os.path.isfile(os.path.join(checkpoint, DRAFTER_FILE)) else None
-        if saved or config.drafter.path:
-            key = "run.resume_from_checkpoint" if saved else "drafter.path"
-            set_up_drafter.load(saved or config.drafter.path, sampler, learner, key, read_plans(linear))
+    if "drafter" in config.speculative.method and (found := set_up_drafter.find(config, checkpoint)) is not None:
+        folder, key = found
+        set_up_drafter.load(folder, sampler, learner, key, read_plans(linear))
     lock = claim_output_dir(config, ranks)
     return Trainer(
         config=config,

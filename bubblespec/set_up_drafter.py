@@ -1,20 +1,37 @@
 """The learned drafter of a run: made by a warm start or read from a folder, and put into the engine, the proposer and the
 learner."""
 
-import numpy as np
+import os
+import shutil
 
+import numpy as np
+from safetensors import SafetensorError
+
+from bubblespec.config import Config
 from bubblespec.engine.chains import Chains
 from bubblespec.engine.drafter import Drafter
 from bubblespec.engine.linear import Plan, use_plans
-from bubblespec.errors import InputError
+from bubblespec.errors import InputError, say
 from bubblespec.learn.drafter_training import DrafterTraining
 from bubblespec.learn.idle_training import IdleTraining
 from bubblespec.learn.learner import Learner
-from bubblespec.learn.warm_start import frequent_ids, generate, learn_from, load_drafter, train
+from bubblespec.learn.warm_start import DRAFTER_FILE, frequent_ids, generate, learn_from, load_drafter, save_drafter, train
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.speculate.learned import LearnedDrafts
 
 MOST_STEPS = 256  # whose prompts a warm start answers
+KEPT = "drafter"  # folder in run.output_dir of what a warm start has made
+
+
+def find(config: Config, checkpoint: str | None) -> tuple[str, str] | None:
+    """The folder of the saved drafter that a run goes on with, and the key that says so; None where it is to train one. The warm
+    start's own is for a run that has ended before its first checkpoint."""
+    if checkpoint and os.path.isfile(os.path.join(checkpoint, DRAFTER_FILE)):
+        return checkpoint, "run.resume_from_checkpoint"
+    if config.drafter.path:
+        return config.drafter.path, "drafter.path"
+    kept = os.path.join(config.run.output_dir, KEPT)
+    return (kept, "run.output_dir") if os.path.isfile(os.path.join(kept, DRAFTER_FILE)) else None
 
 
 def warm_start(sampler: Sampler, learner: Learner, step: int, plans: dict[str, Plan]) -> None:
@@ -41,6 +58,21 @@ def warm_start(sampler: Sampler, learner: Learner, step: int, plans: dict[str, P
     accepted = train(training, chains, ranks)
     training.lessons.shrink(config.drafter.buffer_tokens)
     _use(training, chains, accepted, sampler, learner)
+
+
+def keep(sampler: Sampler) -> None:
+    """On rank 0, after a warm start: save the drafter for `find`. What cannot be written is said, and not kept."""
+    folder = os.path.join(sampler.config.run.output_dir, KEPT)
+    temporary = os.path.join(sampler.config.run.output_dir, f"tmp-{KEPT}")
+    try:
+        for old in (temporary, folder):
+            shutil.rmtree(old, ignore_errors=True)
+        os.makedirs(temporary)
+        save_drafter(temporary, sampler.drafter.training, sampler.drafter.accepted)
+        os.rename(temporary, folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        say(f"warning: the drafter could not be kept in {folder}: {' '.join(str(error).split())}, and the run goes on")
 
 
 def load(folder: str, sampler: Sampler, learner: Learner, key: str, plans: dict[str, Plan]) -> None:

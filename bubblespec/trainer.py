@@ -91,6 +91,7 @@ class Trainer:
             began_s = self.ranks.clock.perf_counter()
             set_up_drafter.warm_start(self.sampler, self.learner, self.num_updates, read_plans(self.linear))
             if self.ranks.is_main:
+                set_up_drafter.keep(self.sampler)
                 drafter, seconds = self.sampler.drafter, self.ranks.clock.perf_counter() - began_s
                 by_place = " ".join(f"{share:.2f}" for share in drafter.accepted)
                 self.logger.say(f"drafter: {drafter.training.num_updates} updates, accepted {by_place}, {seconds:.0f} s")

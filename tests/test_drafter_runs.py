@@ -3,6 +3,7 @@
 Whether chains are drawn and whether the drafter is trained in idle time depends on the clock; here it does not (drafting.py).
 """
 
+import errno
 import json
 import os
 import shutil
@@ -13,10 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from bubblespec import set_up_drafter
 from bubblespec.idle.drafter_training import TrainDrafter
 from bubblespec.idle.speculation import Speculation
 from bubblespec.learn.idle_training import IdleTraining
 from bubblespec.learn.warm_start import DRAFTER_FILE, WEIGHTS_FILE
+from bubblespec.set_up_drafter import KEPT
 from bubblespec.speculate.learned import LearnedDrafts
 from tests import clocks
 from tests.clocks import train_in_virtual_time
@@ -186,17 +189,31 @@ def test_spoilt_weights_change_nothing(monkeypatch, tmp_path, plain, drafted, ch
     assert num_drafted(tmp_path / "run") > 0 and "updates, accepted" not in capfd.readouterr().err
 
 
-def test_a_killed_run_goes_on_with_the_saved_drafter(tmp_path, plain):
-    done = run(tmp_path, 2, *ALWAYS, ALL, check=False, short=OPTIONS, script=(*SCRIPT, "--at", "3", "--kind", "ranks-die"))
+@pytest.mark.parametrize("at, folder", [(3, "checkpoint-2"), (1, KEPT)])
+def test_a_killed_run_goes_on_with_the_saved_drafter(tmp_path, plain, at, folder):
+    """Of its newest checkpoint, or before the first one with what the warm start has made."""
+    done = run(tmp_path, 2, *ALWAYS, ALL, check=False, short=OPTIONS, script=(*SCRIPT, "--at", str(at), "--kind", "ranks-die"))
     assert done.returncode == -signal.SIGKILL and done.stderr.count("updates, accepted") == 1, done.stderr[-3000:]
-    with open(tmp_path / "checkpoint-2" / DRAFTER_FILE, encoding="utf-8") as file:
+    assert ("checkpoint-2" in os.listdir(tmp_path)) == (at == 3)
+    with open(tmp_path / folder / DRAFTER_FILE, encoding="utf-8") as file:
         saved = json.load(file)
     done = run(tmp_path, 2, *ALWAYS, ALL, short=OPTIONS, script=SCRIPT)
     assert "updates, accepted" not in done.stderr
     assert_same_run(tmp_path, plain)
-    resumed = [line for line in read(tmp_path) if line["step"] == 2][-1]
+    resumed = [line for line in read(tmp_path) if line["step"] == (2 if at == 3 else 0)][-1]
     assert resumed["drafter/num_updates"] == saved["num_updates"] and num_drafted(tmp_path) > 0
     assert resumed["drafter/accepted_1"] == pytest.approx(saved["accepted"][0])
+
+
+def test_a_drafter_that_cannot_be_kept_is_said_and_the_run_goes_on(monkeypatch, tmp_path, plain, capfd):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(set_up_drafter, "save_drafter", full)
+    train_in_virtual_time(*OPTIONS, *DRAFTER, ALONE, f"run.output_dir={tmp_path}")
+    assert_same_run(tmp_path, plain)
+    assert capfd.readouterr().err.count("warning: the drafter could not be kept") == 1
+    assert not {KEPT, f"tmp-{KEPT}"} & set(os.listdir(tmp_path))
 
 
 @pytest.mark.parametrize("place", ["responses", "training"])
