@@ -135,7 +135,8 @@ def train_on(trainer: Trainer, num_steps: int) -> list[dict]:
 
 
 def run(arguments: argparse.Namespace, folder: str) -> None:
-    config = load_config(arguments.config, [f"run.output_dir={folder}", *arguments.overrides])
+    begins = [f"run.output_dir={folder}", "run.resume_from_checkpoint=none"]
+    config = load_config(arguments.config, [*begins, *arguments.overrides])
     if "drafter" not in config.speculative.method:
         raise InputError(f"speculative.method: {config.speculative.method}; give one with the drafter (drafter, say)")
     with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:

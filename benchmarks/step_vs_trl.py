@@ -43,9 +43,10 @@ def summarise(jobs: dict[str, list[dict]], num_warmup: int) -> dict[str, dict]:
             ratios = np.concatenate(base) / np.concatenate(seconds)
             summary[arm]["speedup"] = float(np.sum(base) / np.sum(seconds))
             summary[arm]["speedup_median_step"] = float(np.median(ratios))
+    trl = summary.get("trl", {}).get("tokens_per_second")
     for s in summary.values():
-        if base and "tokens_per_second" in s:
-            s["speedup_by_tokens"] = s["tokens_per_second"] / summary["trl"]["tokens_per_second"]
+        if trl and "tokens_per_second" in s:
+            s["speedup_by_tokens"] = s["tokens_per_second"] / trl
     return summary
 
 

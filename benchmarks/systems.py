@@ -141,6 +141,9 @@ def run_seed(arguments: argparse.Namespace, ranks: Ranks, seed: int, folder: str
     names, results = arguments.systems.split(","), {}
     for together in [[name] for name in names] if arguments.one_by_one else [names]:
         results.update(run_arms(arguments, ranks, seed, folder, together))
+        for free in ranks.before_end:  # each holds a run's model
+            free()
+        ranks.before_end.clear()
         gc.unfreeze()
         gc.collect()  # the runs that are over, with their weights, before the next are set up
     return results
@@ -165,7 +168,10 @@ def run_arms(arguments: argparse.Namespace, ranks: Ranks, seed: int, folder: str
         if ranks.is_main and ((step + 1) % 10 == 0 or step + 1 == num_steps):
             text = ", ".join(f"{arm.name} {1e6 * arm.result()['seconds_per_token']:.0f}" for arm in arms)
             print(f"seed {seed}, {step + 1} steps, us/token: {text}", flush=True)
-    return {arm.name: arm.result(arguments.skip) for arm in arms}
+    results = {arm.name: arm.result(arguments.skip) for arm in arms}
+    for arm in arms:
+        arm.trainer.sampler.scorer.close()
+    return results
 
 
 def summarise(seeds: dict[int, dict[str, dict]]) -> dict[str, dict]:

@@ -55,6 +55,7 @@ COMPARED = {
     "model.lora_r": 0,
     "loss.delta": None,
     "reward.overlong_buffer_length": 0,
+    "optim.lr_scheduler": "constant",
 }
 STEPS_BEYOND = 16  # of the measured ones: so that drafts are made as in a long run
 
@@ -317,6 +318,8 @@ def check(config: Config) -> None:
     for key, value in COMPARED.items():
         if flatten(config)[key] != value:
             raise InputError(f"{key}: {flatten(config)[key]}; the comparison is made for {value} alone")
+    if config.model.device != "cpu" and torch.cuda.is_available():
+        raise InputError(f"model.device: {config.model.device}; the comparison is made on CPUs alone, give cpu")
 
 
 if __name__ == "__main__":  # a rank of an arm's job

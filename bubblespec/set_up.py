@@ -148,7 +148,7 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
         stream=GradientStream(learner) if config.optim.stream_gradients else None,
         tail=make_shared_tail(config, ranks, engine, sampling, speculation, most_rows=shared_rows),
     )
-    if "drafter" in config.speculative.method and (found := set_up_drafter.find(config, checkpoint)) is not None:
+    if "drafter" in config.speculative.method and (found := set_up_drafter.find(config, checkpoint, ranks)) is not None:
         folder, key = found
         set_up_drafter.load(folder, sampler, learner, key, read_plans(linear))
     lock = claim_output_dir(config, ranks)

@@ -1,13 +1,14 @@
 """The learned drafter of a run: made by a warm start or read from a folder, and put into the engine, the proposer and the
 learner."""
 
+import json
 import os
 import shutil
 
 import numpy as np
 from safetensors import SafetensorError
 
-from bubblespec.config import Config
+from bubblespec.config import Config, flatten
 from bubblespec.engine.chains import Chains
 from bubblespec.engine.drafter import Drafter
 from bubblespec.engine.linear import Plan, use_plans
@@ -16,22 +17,34 @@ from bubblespec.learn.drafter_training import DrafterTraining
 from bubblespec.learn.idle_training import IdleTraining
 from bubblespec.learn.learner import Learner
 from bubblespec.learn.warm_start import DRAFTER_FILE, frequent_ids, generate, learn_from, load_drafter, save_drafter, train
+from bubblespec.ranks.collectives import Ranks
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.speculate.learned import LearnedDrafts
 
 MOST_STEPS = 256  # whose prompts a warm start answers
 KEPT = "drafter"  # folder in run.output_dir of what a warm start has made
+MADE_BY_FILE = "made_by.json"  # in it: these keys of the configuration
+MADE_BY = ("drafter.warm_start", "drafter.vocab_size", "drafter.learning_rate")
 
 
-def find(config: Config, checkpoint: str | None) -> tuple[str, str] | None:
+def find(config: Config, checkpoint: str | None, ranks: Ranks) -> tuple[str, str] | None:
     """The folder of the saved drafter that a run goes on with, and the key that says so; None where it is to train one. The warm
-    start's own is for a run that has ended before its first checkpoint."""
+    start's own is for a run that has ended before its first checkpoint, and goes on with the same settings."""
     if checkpoint and os.path.isfile(os.path.join(checkpoint, DRAFTER_FILE)):
         return checkpoint, "run.resume_from_checkpoint"
     if config.drafter.path:
         return config.drafter.path, "drafter.path"
     kept = os.path.join(config.run.output_dir, KEPT)
-    return (kept, "run.output_dir") if os.path.isfile(os.path.join(kept, DRAFTER_FILE)) else None
+    fits = config.run.resume_from_checkpoint != "none" and _made_by(kept) == {key: flatten(config)[key] for key in MADE_BY}
+    return (kept, "run.output_dir") if ranks.gather(np.array([fits])).all() else None
+
+
+def _made_by(folder: str) -> dict | None:
+    try:
+        with open(os.path.join(folder, MADE_BY_FILE), encoding="utf-8") as file:
+            return json.load(file)
+    except (OSError, ValueError):
+        return None
 
 
 def warm_start(sampler: Sampler, learner: Learner, step: int, plans: dict[str, Plan]) -> None:
@@ -69,6 +82,8 @@ def keep(sampler: Sampler) -> None:
             shutil.rmtree(old, ignore_errors=True)
         os.makedirs(temporary)
         save_drafter(temporary, sampler.drafter.training, sampler.drafter.accepted)
+        with open(os.path.join(temporary, MADE_BY_FILE), "w", encoding="utf-8") as file:
+            json.dump({key: flatten(sampler.config)[key] for key in MADE_BY}, file)
         os.rename(temporary, folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)

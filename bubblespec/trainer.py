@@ -87,7 +87,8 @@ class Trainer:
 
     def warm_start(self) -> None:
         """Train a drafter before the first step, where one is wanted and there is none yet. Raises StopRequested, InputError."""
-        if "drafter" in self.config.speculative.method and self.sampler.drafter is None:
+        is_over = self.num_updates >= self.config.run.max_steps
+        if "drafter" in self.config.speculative.method and self.sampler.drafter is None and not is_over:
             began_s = self.ranks.clock.perf_counter()
             set_up_drafter.warm_start(self.sampler, self.learner, self.num_updates, read_plans(self.linear))
             if self.ranks.is_main:

@@ -243,6 +243,20 @@ def test_the_head_follows_the_weights_and_is_fit_for_training_after_a_chain():
     assert torch.allclose(drafter.logits(state), output_head(policy)(state)[:, [3, 4]], rtol=0, atol=1e-12)
 
 
+def test_chains_may_be_longer_than_what_their_rows_can_get():
+    policy = make_policy("llama")
+    runner = ModelRunner(policy, 1, 12, SEED)
+    chains = runner.chains = Chains(make_drafter(policy), runner, PARAMS)
+    engine, lengths = Generator(runner), []
+    engine.add([Row(SampleId(0, 3, 0), (7,), 11)])
+    while not engine.is_idle:
+        engine.step(SamplingParams(temperature=0.8))
+        if engine.rows:
+            lengths.append(int(engine.lengths[0]))
+            assert chains.draft(engine.scheduler, np.array([0]), LONGEST)[0].shape == (1, LONGEST)
+    assert lengths[-1] == 11, "of 12 positions"
+
+
 # Noise
 
 

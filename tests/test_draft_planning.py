@@ -300,9 +300,12 @@ def test_undrafted_counts_what_no_draft_has():
     known = Outlook()
     known.learn(np.array([2, 4, 6]), np.array([10, 20, 30]))
     rows = [Row(SampleId(n, 1, 0), (1,) * length, 50) for n, length in enumerate((4, 6, 4, 4, 4))]
-    assert undrafted(rows, [None, None, draft(7, True), draft(15), draft(20)], known).tolist() == pytest.approx(
-        [20, 30, 0, 5, 10]
-    )
+    drafts, history = [None, None, draft(7, True), draft(15), draft(20)], History(1000)
+    assert undrafted(rows, drafts, known, history).tolist() == pytest.approx([20, 30, 0, 5, 10])
+    for uid, lengths in ((0, (90, 110)), (2, (50,)), (3, (40,))):
+        for length in lengths:
+            history.add(uid, np.zeros(length, np.int32), 0.0, 0)
+    assert undrafted(rows, drafts, known, history).tolist() == pytest.approx([100, 30, 0, 25, 10])
 
 
 def test_an_allowance_goes_to_the_nearest_steps():

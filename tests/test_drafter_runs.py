@@ -15,11 +15,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bubblespec import set_up_drafter
+from bubblespec.config import flatten, load_config
 from bubblespec.idle.drafter_training import TrainDrafter
 from bubblespec.idle.speculation import Speculation
 from bubblespec.learn.idle_training import IdleTraining
 from bubblespec.learn.warm_start import DRAFTER_FILE, WEIGHTS_FILE
-from bubblespec.set_up_drafter import KEPT
+from bubblespec.ranks.collectives import Ranks
+from bubblespec.set_up_drafter import KEPT, MADE_BY, MADE_BY_FILE
 from bubblespec.speculate.learned import LearnedDrafts
 from tests import clocks
 from tests.clocks import train_in_virtual_time
@@ -203,6 +205,34 @@ def test_a_killed_run_goes_on_with_the_saved_drafter(tmp_path, plain, at, folder
     resumed = [line for line in read(tmp_path) if line["step"] == (2 if at == 3 else 0)][-1]
     assert resumed["drafter/num_updates"] == saved["num_updates"] and num_drafted(tmp_path) > 0
     assert resumed["drafter/accepted_1"] == pytest.approx(saved["accepted"][0])
+
+
+def test_which_saved_drafter_a_run_goes_on_with(tmp_path):
+    """A checkpoint's, else the one that is asked for, else what the warm start has made with these settings."""
+
+    def found(*overrides: str, checkpoint: str | None = None):
+        config = load_config("configs/tiny_cpu.yaml", [*DRAFTER, f"run.output_dir={tmp_path}", *overrides])
+        return set_up_drafter.find(config, checkpoint, Ranks(torch.device("cpu")))
+
+    assert found() is None and found("drafter.path=there") == ("there", "drafter.path")
+    kept, checkpoint = tmp_path / KEPT, tmp_path / "checkpoint-2"
+    for folder in (kept, checkpoint):
+        folder.mkdir()
+    (checkpoint / DRAFTER_FILE).touch()
+    config = flatten(load_config("configs/tiny_cpu.yaml", [*DRAFTER, f"run.output_dir={tmp_path}"]))
+    (kept / MADE_BY_FILE).write_text(json.dumps({key: config[key] for key in MADE_BY}))
+    assert found() == (str(kept), "run.output_dir")
+    assert found("drafter.warm_start=1600") is None and found("run.resume_from_checkpoint=none") is None
+    assert found("drafter.path=there", checkpoint=str(checkpoint)) == (str(checkpoint), "run.resume_from_checkpoint")
+    (kept / MADE_BY_FILE).write_text("half")
+    assert found() is None
+
+
+def test_a_run_that_is_over_trains_no_drafter(tmp_path, capfd):
+    options = [*OPTIONS, *DRAFTER, "run.max_steps=1", "tail_batching.enabled=true", f"run.output_dir={tmp_path}"]
+    train_in_virtual_time(*options, "speculative.method=none")
+    train_in_virtual_time(*options, ALL)
+    assert "updates, accepted" not in capfd.readouterr().err and not (tmp_path / KEPT).exists()
 
 
 def test_a_drafter_that_cannot_be_kept_is_said_and_the_run_goes_on(monkeypatch, tmp_path, plain, capfd):

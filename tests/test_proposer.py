@@ -75,6 +75,17 @@ def test_the_draft_first_and_matches_after_its_first_mismatch():
     assert proposer.acceptance.by_source == {"aligned": [6, 4], "own": [6, 6]}
 
 
+@pytest.mark.parametrize("asked_before", [True, False])
+def test_a_row_that_is_tracked_again_has_said_it_once(asked_before):
+    """As where a draft was interrupted, or a row comes back from another rank: its last words do not occur before."""
+    proposer, own = make("suffix"), row(tokens=range(10, 40))
+    proposer.track(own, None, STEP)
+    if asked_before:
+        assert proposer.propose([own], np.array([30]), np.array([99]), 99) == [None]
+    proposer.track(own, None, STEP)
+    assert proposer.propose([own], np.array([30]), np.array([99]), 99) == [None]
+
+
 def test_bubble_alone_proposes_nothing_after_a_mismatch():
     proposer = make("bubble")
     own = row()

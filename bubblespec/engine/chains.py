@@ -123,7 +123,8 @@ class Chains:
         state = states[to_device(np.cumsum(count) - 1, self.runner.device)]
         self._known[slots] += count
         generated = (scheduler.length - scheduler.prompt_length)[slots]
-        position = generated[:, None] + np.arange(length)
+        # A chain may be longer than its row can get; what is too long of it is cut off later.
+        position = np.minimum(generated[:, None] + np.arange(length), self.runner.max_length - 1)
         keys = self.runner.noise_keys(np.repeat(slots, length), position.ravel()).view(len(slots), length, 4)
         position = to_device(position, self.runner.device)
         chain, one = [], np.ones(len(slots), np.int64)

@@ -76,7 +76,7 @@ def share_heads(num_heads: int, num_key_heads: int, rank: int, size: int) -> Hea
     of_rank = [other * num_key_heads // size for other in range(size)]
     group = of_rank[rank]
     members = [other for other, its_group in enumerate(of_rank) if its_group == group]
-    if fold < len(members):
+    if fold < -(-size // num_key_heads):  # of the group with most ranks: all ranks say the same
         raise CannotCut(f"{num_heads} query heads and {num_key_heads} key/value heads are too few for {size} ranks")
     query = share_of(fold, members.index(rank), len(members))
     return Heads(slice(group * fold + query.start, group * fold + query.stop), slice(group, group + 1))

@@ -119,7 +119,8 @@ class DraftAhead:
         engine, unfinished = self.view.engine, self.view.unfinished
         self._count_spent()
         if unfinished and self._rows:
-            self._pause([row for row in engine.collect() if id(row) in self._rows and not self._may_go_on(self._rows[id(row)])])
+            rows = [row for row in (*engine.rows, *engine.queue) if id(row) in self._rows]
+            self._pause([row for row in rows if not self._may_go_on(self._rows[id(row)])])
         prefilling = [*engine.queue, *engine.prefilling()]
         if any(id(row) in unfinished for row in prefilling):
             self.view.max_prefill_tokens = None

@@ -160,9 +160,12 @@ def look_ahead(
     return coming, drafts, totals + margin * is_probe
 
 
-def undrafted(rows: list[Row], drafts: list[Draft | None], outlook: Outlook) -> np.ndarray:
+def undrafted(rows: list[Row], drafts: list[Draft | None], outlook: Outlook, history: History) -> np.ndarray:
     """Expected tokens of each row that no draft has, float64 [rows]."""
     guesses, _ = outlook.guess(np.array([len(row.prompt) for row in rows]))
+    for number, row in enumerate(rows):
+        if known := history.lengths(row.id.uid):
+            guesses[number] = np.mean(known)
     pairs = zip(guesses, drafts, strict=True)
     return np.array(
         [guess if d is None else expected_length(d, guess, outlook) - len(d.tokens) for guess, d in pairs], np.float64

@@ -7,7 +7,7 @@ import numpy as np
 from bubblespec.idle.work import Offer, RankView
 from bubblespec.ranks.collectives import Ranks
 from bubblespec.ranks.progress import RankState
-from bubblespec.records import Span
+from bubblespec.records import Span, total_s
 from bubblespec.samples import Row
 
 NUM_WANTED = 2  # slices that a rank asks for at a time: the next tick is some milliseconds away
@@ -93,7 +93,8 @@ class TrainDrafter:
 
     def merge(self, ranks: Ranks) -> None:
         """All ranks go on with the mean of what each has learnt."""
-        self.training.merge(ranks, self.view.record.own_s)
+        record = self.view.record
+        self.training.merge(ranks, record.own_s + total_s(record.shared, "shared"))
         self.view.record.idle[self.name].seconds = self._seconds
 
     def _slice_s(self) -> float:

@@ -89,7 +89,7 @@ class Speculation:
         drafts = [self.store.get(row.id) for row in rows.values()]
         for row in rows.values():
             self.track(row, step)
-        missing, places = undrafted(list(rows.values()), drafts, self.outlook), list(rows)
+        missing, places = undrafted(list(rows.values()), drafts, self.outlook, self.history), list(rows)
         return {places[i]: rows[places[i]] for i in np.argsort(-missing, kind="stable").tolist()}
 
     def track(self, row: Row, step: int) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from bubblespec.samples import Draft, Row
+from bubblespec.samples import Draft, Row, SampleId
 from bubblespec.speculate.suffix import SOURCE_NAMES, GroupIndex, History
 from bubblespec.speculate.windows import match_bucket
 
@@ -97,21 +97,24 @@ class SuffixMatches:
         self._members: dict[tuple[int, int], list[TrackedRow]] = {}  # by (uid, visit)
         self._groups: dict[tuple[int, int], GroupIndex] = {}  # built when one of their rows first needs them
         self._not_indexed: dict[tuple[int, int], list[tuple[int, np.ndarray]]] = {}  # (sample, tokens) that a group lacks
+        self._num_known: dict[SampleId, int] = {}  # tokens of each sample so far
 
     def begin(self) -> None:
         """Forget rows and groups; the history stays."""
         self._members.clear()
         self._groups.clear()
         self._not_indexed.clear()
+        self._num_known.clear()
 
     def track(self, tracked: TrackedRow) -> None:
-        """Its draft and tokens are matched against from now on."""
+        """Its draft and tokens are matched against from now on. It may have been tracked before, with fewer tokens."""
         uid, visit, sample = tracked.row.id
         self._members.setdefault((uid, visit), []).append(tracked)
         if tracked.draft is not None and (uid, visit) in self._groups:
             self._groups[uid, visit].add_draft(sample, tracked.draft.tokens)
-        if len(tracked.row.tokens):
-            self.observe(tracked, tracked.row.tokens)
+        known = self._num_known.get(tracked.row.id, 0)
+        if len(tracked.row.tokens) > known:
+            self.observe(tracked, tracked.row.tokens[known:])
 
     def propose(self, rows: list[TrackedRow], lengths: list[int], limits: list[int]) -> list[Proposal | None]:
         """What follows the longest match."""
@@ -125,6 +128,7 @@ class SuffixMatches:
         """Taken into the index when the group is next asked."""
         uid, visit, sample = tracked.row.id
         self._not_indexed.setdefault((uid, visit), []).append((sample, tokens))
+        self._num_known[tracked.row.id] = self._num_known.get(tracked.row.id, 0) + len(tokens)
 
     def _group(self, row: Row) -> GroupIndex:
         """The row's group index with all tokens of all its rows in it."""
