@@ -36,7 +36,7 @@ def find(config: Config, checkpoint: str | None, ranks: Ranks) -> tuple[str, str
         return config.drafter.path, "drafter.path"
     kept = os.path.join(config.run.output_dir, KEPT)
     fits = config.run.resume_from_checkpoint != "none" and _made_by(kept) == {key: flatten(config)[key] for key in MADE_BY}
-    return (kept, "run.output_dir") if ranks.gather(np.array([fits])).all() else None
+    return (kept, "run.output_dir") if ranks.gather(np.array([fits], np.int64)).all() else None
 
 
 def _made_by(folder: str) -> dict | None:
