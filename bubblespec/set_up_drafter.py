@@ -35,8 +35,14 @@ def find(config: Config, checkpoint: str | None, ranks: Ranks) -> tuple[str, str
     if config.drafter.path:
         return config.drafter.path, "drafter.path"
     kept = os.path.join(config.run.output_dir, KEPT)
-    fits = config.run.resume_from_checkpoint != "none" and _made_by(kept) == {key: flatten(config)[key] for key in MADE_BY}
+    fits = config.run.resume_from_checkpoint != "none" and _made_by(kept) == _settings(config)
     return (kept, "run.output_dir") if ranks.gather(np.array([fits], np.int64)).all() else None
+
+
+def _settings(config: Config) -> dict:
+    """What a warm start's drafter depends on, and a continuation may change."""
+    keys = flatten(config)
+    return {key: keys[key] for key in MADE_BY}
 
 
 def _made_by(folder: str) -> dict | None:
@@ -83,7 +89,7 @@ def keep(sampler: Sampler) -> None:
         os.makedirs(temporary)
         save_drafter(temporary, sampler.drafter.training, sampler.drafter.accepted)
         with open(os.path.join(temporary, MADE_BY_FILE), "w", encoding="utf-8") as file:
-            json.dump({key: flatten(sampler.config)[key] for key in MADE_BY}, file)
+            json.dump(_settings(sampler.config), file)
         os.rename(temporary, folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
