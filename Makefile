@@ -19,7 +19,7 @@ lint: .venv/installed
 
 smollm2: .venv/installed
 	$(BIN)/pip install -q gguf==0.19.0
-	$(BIN)/python -m bubblespec.workloads.smollm2 --output models/smollm2-135m-instruct
+	$(BIN)/python -m scripts.fetch_smollm2 --output models/smollm2-135m-instruct
 
 .venv/installed: requirements.txt pyproject.toml
 	$(PYTHON) -m venv .venv

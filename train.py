@@ -1,4 +1,5 @@
-"""Train a language model with synchronous RL: torchrun --nproc_per_node=8 train.py --config FILE [section.key=value ...]"""
+"""Train a language model with synchronous RL: torchrun --nproc_per_node=8 train.py --config FILE
+[section.key=value ...]"""
 
 import argparse
 import logging
@@ -8,10 +9,10 @@ import sys
 import transformers
 
 from bubblespec.config import load_config
+from bubblespec.dist.ranks import ranks_from_environment, say_once, signals_stop
 from bubblespec.errors import EndsRun
 from bubblespec.learn.advantages import estimate_advantages
-from bubblespec.ranks.collectives import ranks_from_environment, say_once, signals_stop
-from bubblespec.set_up import set_up
+from bubblespec.setup import set_up
 from bubblespec.trainer import Trainer
 
 
@@ -23,7 +24,9 @@ def train(trainer: Trainer) -> None:
         trainer.evaluate_if_due()
         for step in range(trainer.num_updates, trainer.config.run.max_steps):
             record = trainer.sample(step)
-            advantages = estimate_advantages(record.rewards, loss.advantage_estimator, loss.scale_rewards)
+            advantages = estimate_advantages(
+                record.rewards, loss.advantage_estimator, loss.scale_rewards
+            )
             metrics = trainer.update(record, advantages.ravel())
             trainer.report(record, metrics)
             trainer.evaluate_if_due()
@@ -41,7 +44,10 @@ def main() -> int:
         logging.disable(logging.WARNING)
     try:
         config = load_config(arguments.config, arguments.overrides)
-        with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks, signals_stop(ranks):
+        with (
+            ranks_from_environment(config.model.device, config.run.timeout_s) as ranks,
+            signals_stop(ranks),
+        ):
             train(set_up(config, ranks))
     except EndsRun as error:  # one line; anything else keeps its traceback
         say_once(error)

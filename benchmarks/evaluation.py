@@ -1,8 +1,9 @@
-"""Evaluations with drafts against plain ones: torchrun --nproc_per_node=2 benchmarks/evaluation.py --config F [--json OUT]
+"""Evaluations with drafts against plain ones: torchrun --nproc_per_node=2 benchmarks/evaluation.py
+--config F [--json OUT]
 
-A run as `train.py` makes it, but from the second on each evaluation is made twice under the same weights, without and with
-drafts, in alternating order, and their tokens are compared. Seconds are from one barrier to the next, so the slowest rank's, with
-scoring in them.
+A run as `train.py` makes it, but from the second on each evaluation is made twice under the same
+weights, without and with drafts, in alternating order, and their tokens are compared. Seconds are
+from one barrier to the next, so the slowest rank's, with scoring in them.
 """
 
 import argparse
@@ -16,10 +17,10 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from benchmarks.shared import main, make_parser
 from bubblespec.config import load_config
+from bubblespec.dist.ranks import ranks_from_environment
 from bubblespec.errors import InputError
 from bubblespec.learn.advantages import estimate_advantages
-from bubblespec.ranks.collectives import ranks_from_environment
-from bubblespec.set_up import set_up
+from bubblespec.setup import set_up
 from bubblespec.trainer import Trainer
 
 ARMS = ("plain", "drafts")
@@ -29,7 +30,9 @@ def timed(trainer: Trainer, arm: str) -> dict:
     """One evaluation."""
     sampler = trainer.sampler
     if arm == "plain":
-        plain = dataclasses.replace(sampler, speculation=dataclasses.replace(sampler.speculation, evaluation=None))
+        plain = dataclasses.replace(
+            sampler, speculation=dataclasses.replace(sampler.speculation, evaluation=None)
+        )
         trainer = dataclasses.replace(trainer, sampler=plain)
     trainer.ranks.barrier()
     began_s = time.perf_counter()
@@ -55,7 +58,10 @@ def paired(trainer: Trainer, number: int) -> dict:
 
 
 def summarise(evaluations: list[dict]) -> dict:
-    total = {key: sum(e[key] for e in evaluations) for key in ("plain_s", "drafts_s", "plain_forwards", "drafts_forwards")}
+    total = {
+        key: sum(e[key] for e in evaluations)
+        for key in ("plain_s", "drafts_s", "plain_forwards", "drafts_forwards")
+    }
     return {
         "speedup": total["plain_s"] / total["drafts_s"],
         "forward_reduction": 1 - total["drafts_forwards"] / total["plain_forwards"],
@@ -69,9 +75,13 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
     with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
         trainer = set_up(config, ranks)
         if trainer.sampler.speculation is None or trainer.sampler.speculation.evaluation is None:
-            raise InputError(f"speculative.method: {config.speculative.method}; give one with drafts to compare with none")
+            raise InputError(
+                f"speculative.method: {config.speculative.method}; give one with drafts to compare with none"
+            )
         if not 0 < config.run.eval_steps <= config.run.max_steps:
-            raise InputError(f"run.eval_steps: {config.run.eval_steps}; give at most run.max_steps = {config.run.max_steps}")
+            raise InputError(
+                f"run.eval_steps: {config.run.eval_steps}; give at most run.max_steps = {config.run.max_steps}"
+            )
         evaluations = []
         if ranks.is_main:
             print("updates  plain s  drafts s  ratio     forwards  accepted  same digest")
@@ -89,7 +99,12 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
             if step < config.run.max_steps:
                 record = trainer.sampler.sample(step)
                 loss = config.loss
-                trainer.update(record, estimate_advantages(record.rewards, loss.advantage_estimator, loss.scale_rewards).ravel())
+                trainer.update(
+                    record,
+                    estimate_advantages(
+                        record.rewards, loss.advantage_estimator, loss.scale_rewards
+                    ).ravel(),
+                )
         if ranks.is_main:
             summary = summarise(evaluations)
             print(
@@ -98,7 +113,11 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
             )
             if arguments.json:
                 with open(arguments.json, "w", encoding="utf-8") as file:
-                    entry = {"config": arguments.config, "overrides": arguments.overrides, "evaluations": evaluations}
+                    entry = {
+                        "config": arguments.config,
+                        "overrides": arguments.overrides,
+                        "evaluations": evaluations,
+                    }
                     json.dump(summary | entry, file)
 
 

@@ -1,6 +1,8 @@
-"""What the shared tail costs and gains, for gpu_suite.py: sums over ranks, and steps of all ranks together against one rank's.
+"""What the shared tail costs and gains, for gpu_suite.py: sums over ranks, and steps of all ranks
+together against one rank's.
 
-With one card NCCL has one rank, which has all of the weights: what is measured is the overhead of exchanges and sampling.
+With one card NCCL has one rank, which has all of the weights: what is measured is the overhead of
+exchanges and sampling.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,20 +12,21 @@ from transformers import PreTrainedModel
 
 from benchmarks.gpu_parts import NEEDS_CUDA, SHAPES, Bench, Figure, build, make_rows, start_decoding
 from benchmarks.gpu_processes import run_processes
-from bubblespec.engine.generator import Generator
+from bubblespec.dist.joint import RankJoint
+from bubblespec.dist.ranks import Ranks
+from bubblespec.engine.engine import Engine
 from bubblespec.engine.graphs import capture, rehearse
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.engine.shared_runner import SharedRunner
-from bubblespec.ranks.collectives import Ranks
-from bubblespec.ranks.joint import RankJoint
 
 MOST_RANKS = 8
 SUMS = 50  # one after the other in a graph
 
 
 def shared(bench: Bench) -> Iterator[Figure]:
-    """Sums of hidden states over ranks, eager and in a graph; steps of few rows, of one rank and of all together."""
+    """Sums of hidden states over ranks, eager and in a graph; steps of few rows, of one rank and of
+    all together."""
     bench.forget()
     if bench.device.type == "cuda":
         yield from run_processes(measure, "nccl", min(torch.cuda.device_count(), MOST_RANKS), False)
@@ -38,7 +41,9 @@ def measure(bench: Bench, ranks: Ranks) -> list[Figure]:
     where = f"{ranks.world_size} ranks"
     figures = []
     for tokens in (1, 16) if bench.is_small else (1, 16, 64, 256):
-        tensor = torch.zeros(tokens, model.config.hidden_size, dtype=bench.dtype, device=bench.device)
+        tensor = torch.zeros(
+            tokens, model.config.hidden_size, dtype=bench.dtype, device=bench.device
+        )
         note = f"{tensor.numel() * tensor.element_size()} bytes"
         eager_s = bench.seconds(lambda t=tensor: joint.sum_(t))
         figures.append(Figure(f"{where}, sum of {tokens} tokens, eager", eager_s * 1e6, "us", note))
@@ -51,7 +56,16 @@ def measure(bench: Bench, ranks: Ranks) -> list[Figure]:
     for rows in (1, 4) if bench.is_small else (1, 4, 16):
         for kind, is_shared in (("alone", False), ("together", True)):
             for launched in ("eager", "graphs"):
-                figures.append(step(bench, model, joint, rows, is_shared, f"{where}, {rows} rows {kind}, {launched}"))
+                figures.append(
+                    step(
+                        bench,
+                        model,
+                        joint,
+                        rows,
+                        is_shared,
+                        f"{where}, {rows} rows {kind}, {launched}",
+                    )
+                )
     return figures
 
 
@@ -67,16 +81,29 @@ def recorded_sums(joint: RankJoint, tensor: torch.Tensor) -> Callable[[], None]:
     return capture(sums, None)[0]
 
 
-def step(bench: Bench, model: PreTrainedModel, joint: RankJoint, rows: int, is_shared: bool, case: str) -> Figure:
-    """A step of the engine with so many rows. Alone, every rank has them; together, all of them have the same ones."""
+def step(
+    bench: Bench, model: PreTrainedModel, joint: RankJoint, rows: int, is_shared: bool, case: str
+) -> Figure:
+    """A step of the engine with so many rows. Alone, every rank has them; together, all of them
+    have the same ones."""
     is_eager = case.endswith("eager")
     if not is_eager and not joint.can_capture:
         return Figure(case, None, note=NEEDS_CUDA)
     options = {"kernel": bench.kernel, "enforce_eager": is_eager}
-    runner = SharedRunner(model, rows, 256, 0, joint, **options) if is_shared else ModelRunner(model, rows, 256, 0, **options)
-    engine = Generator(runner)
+    runner = (
+        SharedRunner(model, rows, 256, 0, joint, **options)
+        if is_shared
+        else ModelRunner(model, rows, 256, 0, **options)
+    )
+    engine = Engine(runner)
     start_decoding(engine, make_rows(model, rows, 64, 150))
     step_s = bench.seconds(lambda: engine.step(SamplingParams()))
-    note = "" if is_eager else "cannot be captured" if runner.graphs.is_off else f"{len(runner.graphs.shapes)} graphs"
+    note = (
+        ""
+        if is_eager
+        else "cannot be captured"
+        if runner.graphs.is_off
+        else f"{len(runner.graphs.shapes)} graphs"
+    )
     engine.release()
     return Figure(case, step_s * 1e3, "ms a step", note)

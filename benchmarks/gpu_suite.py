@@ -1,9 +1,11 @@
-"""All that is to be measured on one GPU, in one command of under 8 minutes: python benchmarks/gpu_suite.py [--json OUT]
+"""All that is to be measured on one GPU, in one command of under 8 minutes: python
+benchmarks/gpu_suite.py [--json OUT]
 
-No network, no downloads: models have random weights in the shapes of Qwen2.5-1.5B and 7B. Needs torch, transformers and numpy;
-the last part, `trainer`, all of requirements.txt. Each part has its own time, after which it stops, and a part that fails costs
-the rest of its own rows. The file is written after every part. With --cpu, or without a GPU, the same parts run at tiny sizes:
-their figures mean nothing, but they run. docs/results/README.md says what each part is for.
+No network, no downloads: models have random weights in the shapes of Qwen2.5-1.5B and 7B. Needs
+torch, transformers and numpy; the last part, `trainer`, all of requirements.txt. Each part has its
+own time, after which it stops, and a part that fails costs the rest of its own rows. The file is
+written after every part. With --cpu, or without a GPU, the same parts run at tiny sizes: their
+figures mean nothing, but they run. docs/results/README.md says what each part is for.
 """
 
 import argparse
@@ -37,7 +39,8 @@ CPU_PATIENCE = 10.0  # the small form takes seconds a part, but who knows on wha
 
 
 def trainer(bench: Bench) -> Iterator[Figure]:
-    """What the trainer's tests cannot see on a CPU: fused AdamW, the driver's count of free memory, memory that runs out."""
+    """What the trainer's tests cannot see on a CPU: fused AdamW, the driver's count of free memory,
+    memory that runs out."""
     bench.forget()
     for check in (adamw, free_memory, out_of_memory):
         try:
@@ -47,7 +50,8 @@ def trainer(bench: Bench) -> Iterator[Figure]:
 
 
 def adamw(bench: Bench) -> Figure:
-    """The first update of a bfloat16 model's float32 masters, which is -lr * g / (|g| + epsilon) for a gradient g."""
+    """The first update of a bfloat16 model's float32 masters, which is -lr * g / (|g| + epsilon)
+    for a gradient g."""
     from bubblespec.config import OptimConfig
     from bubblespec.learn.optimizer import Optimizer
 
@@ -57,15 +61,27 @@ def adamw(bench: Bench) -> Figure:
     optimizer = Optimizer(model, config, 10)
     tokens = torch.arange(60, device=bench.device)
     hidden = forward_hidden(model, tokens, pack_sequences([60], bench.device))
-    torch.nn.functional.cross_entropy(output_head(model)(hidden[:-1]).float(), tokens[1:]).backward()
+    torch.nn.functional.cross_entropy(
+        output_head(model)(hidden[:-1]).float(), tokens[1:]
+    ).backward()
     wanted = {
-        param: master.double() - config.learning_rate * (g := optimizer.grads[param].double()) / (g.abs() + config.adam_epsilon)
+        param: master.double()
+        - config.learning_rate
+        * (g := optimizer.grads[param].double())
+        / (g.abs() + config.adam_epsilon)
         for param, master in optimizer.updated.items()
     }
     optimizer.step(0)
-    off = max(float((optimizer.updated[param] - value).abs().max()) for param, value in wanted.items())
+    off = max(
+        float((optimizer.updated[param] - value).abs().max()) for param, value in wanted.items()
+    )
     is_fused = optimizer.adamw.param_groups[0]["fused"]
-    return Figure("AdamW, first update", off / config.learning_rate, "of the step", f"largest error; fused: {bool(is_fused)}")
+    return Figure(
+        "AdamW, first update",
+        off / config.learning_rate,
+        "of the step",
+        f"largest error; fused: {bool(is_fused)}",
+    )
 
 
 def free_memory(bench: Bench) -> Figure:
@@ -76,20 +92,26 @@ def free_memory(bench: Bench) -> Figure:
     filler = torch.empty(1 << 30, dtype=torch.uint8, device=bench.device)
     after = torch.cuda.mem_get_info()[0]
     del filler
-    return Figure("free memory", (before - after) / 2**30, "GiB less", f"after taking 1 GiB, of {total / 2**30:.1f} GiB")
+    return Figure(
+        "free memory",
+        (before - after) / 2**30,
+        "GiB less",
+        f"after taking 1 GiB, of {total / 2**30:.1f} GiB",
+    )
 
 
 def out_of_memory(bench: Bench) -> Figure:
-    """A gradient in so little memory that its micro-batch must be split, against the gradient in all of it."""
+    """A gradient in so little memory that its micro-batch must be split, against the gradient in
+    all of it."""
     if bench.device.type != "cuda":
         return Figure("out of memory", None, note=NEEDS_CUDA)
     from bubblespec.config import OptimConfig
+    from bubblespec.dist.ranks import Ranks
     from bubblespec.learn.learner import response_logprobs
     from bubblespec.learn.microbatch import make_microbatch
     from bubblespec.learn.optimizer import Optimizer
     from bubblespec.learn.out_of_memory import TokenBudget, run_within_memory
-    from bubblespec.ranks.collectives import Ranks
-    from bubblespec.samples import Group, Prompt, Samples
+    from bubblespec.types import Group, Prompt, Samples
 
     model = build(SHAPES[bench.policy] | {"num_hidden_layers": 8}, bench.device, torch.bfloat16)
     model.requires_grad_(True)
@@ -98,16 +120,27 @@ def out_of_memory(bench: Bench) -> Figure:
     tokens = rng.integers(1, model.config.vocab_size, (count, length)).astype(np.int32)
     unknown = [np.zeros(length, np.float32)] * count
     groups = [Group(Prompt(i, "", (1, 2, 3), {}), 0) for i in range(count)]
-    fields = {"numbers": np.zeros(count, np.int64), "is_truncated": np.zeros(count, bool), "rewards": np.zeros((count, 1))}
-    samples = Samples(groups, 1, tokens=list(tokens), logprob=unknown, full_logprob=unknown, **fields)
+    fields = {
+        "numbers": np.zeros(count, np.int64),
+        "is_truncated": np.zeros(count, bool),
+        "rewards": np.zeros((count, 1)),
+    }
+    samples = Samples(
+        groups, 1, tokens=list(tokens), logprob=unknown, full_logprob=unknown, **fields
+    )
 
     def accumulate(batch) -> None:
-        logprob, _ = response_logprobs(model, batch, temperature=1.0, max_logits=1 << 22, kernel=bench.kernel)
+        logprob, _ = response_logprobs(
+            model, batch, temperature=1.0, max_logits=1 << 22, kernel=bench.kernel
+        )
         (-logprob.sum() / (count * length)).backward()
 
     def gradient() -> tuple[torch.Tensor, int]:
         optimizer.clear()
-        batches, budget = [make_microbatch(samples, list(range(count)), bench.device)], TokenBudget(count * (length + 3))
+        batches, budget = (
+            [make_microbatch(samples, list(range(count)), bench.device)],
+            TokenBudget(count * (length + 3)),
+        )
         parts = {"samples": samples, "budget": budget, "ranks": Ranks(bench.device)}
         run_within_memory(accumulate, batches, restart=optimizer.clear, **parts)
         return optimizer.flat_grad.to("cpu", copy=True), len(batches)
@@ -118,11 +151,15 @@ def out_of_memory(bench: Bench) -> Figure:
     needed = torch.cuda.max_memory_allocated() - lasting
     gc.collect()
     torch.cuda.empty_cache()
-    filler = torch.empty(torch.cuda.mem_get_info()[0] - int(0.6 * needed), dtype=torch.uint8, device=bench.device)
+    filler = torch.empty(
+        torch.cuda.mem_get_info()[0] - int(0.6 * needed), dtype=torch.uint8, device=bench.device
+    )
     got, pieces = gradient()
     del filler
     off = float((got - wanted).abs().max() / wanted.abs().max())
-    return Figure("out of memory", off, "of the gradient", f"largest difference after splitting into {pieces}")
+    return Figure(
+        "out of memory", off, "of the gradient", f"largest difference after splitting into {pieces}"
+    )
 
 
 # Seconds of each part on a GPU.
@@ -176,7 +213,12 @@ def environment(bench: Bench) -> dict:
 
     def said_by(*command: str) -> str | None:
         try:
-            return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip() or None
+            return (
+                subprocess.run(
+                    command, capture_output=True, text=True, check=True, cwd=ROOT
+                ).stdout.strip()
+                or None
+            )
         except (OSError, subprocess.CalledProcessError):
             return None
 
@@ -189,10 +231,22 @@ def environment(bench: Bench) -> dict:
     has_gpu = bench.device.type == "cuda"
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hardware": torch.cuda.get_device_name() if has_gpu else f"{platform.machine()}, {os.cpu_count()} CPUs",
-        "driver": said_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if has_gpu else None,
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
-        | {"transformers": transformers.__version__, "numpy": np.__version__, "flash_attn": version("flash-attn")},
+        "hardware": torch.cuda.get_device_name()
+        if has_gpu
+        else f"{platform.machine()}, {os.cpu_count()} CPUs",
+        "driver": said_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        if has_gpu
+        else None,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+        }
+        | {
+            "transformers": transformers.__version__,
+            "numpy": np.__version__,
+            "flash_attn": version("flash-attn"),
+        },
         "commit": said_by("git", "describe", "--always", "--dirty", "--abbrev=12"),
         "kernels": bench.kernels,
         "is_small": bench.is_small,
@@ -208,7 +262,11 @@ def run(arguments: argparse.Namespace) -> None:
         raise InputError(f"--json: no folder for {arguments.json}")
     bench = make_bench(arguments.cpu or not torch.cuda.is_available())
     result = environment(bench) | {"parts": {}}
-    print(", ".join(f"{key} {value}" for key, value in result.items() if key not in ("parts", "is_small")))
+    print(
+        ", ".join(
+            f"{key} {value}" for key, value in result.items() if key not in ("parts", "is_small")
+        )
+    )
     print("| part | case | figure | note |\n|---|---|---|---|", flush=True)
     end = time.perf_counter() + TOTAL_S
     for name in tqdm(arguments.only or list(PARTS), unit="part"):
@@ -219,10 +277,16 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", help="write the figures there; the file must not exist")
-    parser.add_argument("--cpu", action="store_true", help="tiny sizes on the CPU, also where there is a GPU")
-    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help=f"of {', '.join(PARTS)}")
+    parser.add_argument(
+        "--cpu", action="store_true", help="tiny sizes on the CPU, also where there is a GPU"
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="PART", help=f"of {', '.join(PARTS)}"
+    )
     torch.set_num_threads(1)
     try:
         run(parser.parse_args())

@@ -1,4 +1,5 @@
-"""Draw the learning curves of runs: python benchmarks/learning_curve.py RUN_DIR [RUN_DIR ...] --output FILE.png"""
+"""Draw the learning curves of runs: python benchmarks/learning_curve.py RUN_DIR [RUN_DIR ...]
+--output FILE.png"""
 
 import argparse
 import json
@@ -28,17 +29,34 @@ def main() -> None:
         name = os.path.basename(os.path.normpath(run))
         x = [s["step"] for s in steps]
         rewards.plot(x, [s["reward"] for s in steps], color=colour, alpha=0.35, linewidth=1)
-        rewards.plot([e["step"] for e in evaluations], [e["eval/reward"] for e in evaluations], "o-", color=colour, label=name)
+        rewards.plot(
+            [e["step"] for e in evaluations],
+            [e["eval/reward"] for e in evaluations],
+            "o-",
+            color=colour,
+            label=name,
+        )
         if number == 0:
-            for key, label in (("median", "median"), ("p99", "99th percentile"), ("max", "longest")):
-                lengths.plot(x, [s[f"completions/{key}_length"] for s in steps], label=label, linewidth=1)
+            for key, label in (
+                ("median", "median"),
+                ("p99", "99th percentile"),
+                ("max", "longest"),
+            ):
+                lengths.plot(
+                    x, [s[f"completions/{key}_length"] for s in steps], label=label, linewidth=1
+                )
             lengths.set_title(f"response tokens, {name}", fontsize=10)
     rewards.set_title("reward: training (thin), held-out (dots)", fontsize=10)
     rewards.set_ylim(0, 1.02)
     lengths.set_ylim(0, lengths.get_ylim()[1] * 1.2)  # room for the legend
     for axes in (rewards, lengths):
         axes.set_xlabel("step")
-        axes.legend(frameon=False, fontsize=8, ncols=3, loc="lower right" if axes is rewards else "upper right")
+        axes.legend(
+            frameon=False,
+            fontsize=8,
+            ncols=3,
+            loc="lower right" if axes is rewards else "upper right",
+        )
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(arguments.output, dpi=110)
 

@@ -1,9 +1,11 @@
-"""Speculation against none, paired: torchrun --nproc_per_node=2 benchmarks/paired_rollout.py --config F [--json OUT] [overrides]
+"""Speculation against none, paired: torchrun --nproc_per_node=2 benchmarks/paired_rollout.py
+--config F [--json OUT] [overrides]
 
-For each training step the *same batch* is rolled out with the *same weights* twice, without and with speculation, in
-alternating order; the tokens are compared; then the policy is trained on them and the next step follows. Wall time is from
-one barrier to the next, so it is the slowest rank's, with the exchange of drafts in it. With --useless-drafts all
-drafts are replaced by random tokens: what speculation costs at worst.
+For each training step the *same batch* is rolled out with the *same weights* twice, without and
+with speculation, in alternating order; the tokens are compared; then the policy is trained on them
+and the next step follows. Wall time is from one barrier to the next, so it is the slowest rank's,
+with the exchange of drafts in it. With --useless-drafts all drafts are replaced by random tokens:
+what speculation costs at worst.
 """
 
 import argparse
@@ -21,23 +23,26 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from benchmarks.shared import main, make_parser, plain_engine
 from bubblespec.config import load_config
-from bubblespec.engine.generator import Generator
+from bubblespec.dist.ranks import ranks_from_environment
+from bubblespec.engine.engine import Engine
 from bubblespec.errors import InputError
 from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.learn.advantages import estimate_advantages
-from bubblespec.ranks.collectives import ranks_from_environment
 from bubblespec.records import StepRecord
 from bubblespec.rollout.loop import RolloutLoop
-from bubblespec.samples import Row
-from bubblespec.set_up import set_up
+from bubblespec.setup import set_up
 from bubblespec.telemetry.report import speculation_metrics
 from bubblespec.trainer import Trainer
+from bubblespec.types import Row
 
-PAPER = "paper (arXiv 2605.08862, its own hardware): decoding steps -50%, rollout throughput up to 1.8x"
+PAPER = (
+    "paper (arXiv 2605.08862, its own hardware): decoding steps -50%, rollout throughput up to 1.8x"
+)
 
 
 def timed(trainer: Trainer, action) -> tuple[float, int]:
-    """Seconds on the slowest rank, and its forwards (the most of any rank while it had rows of its own)."""
+    """Seconds on the slowest rank, and its forwards (the most of any rank while it had rows of its
+    own)."""
     trainer.ranks.barrier()
     started = time.perf_counter()
     forwards = action()
@@ -60,21 +65,32 @@ def make_drafts_useless(trainer: Trainer) -> None:
 
 
 def paired_step(
-    trainer: Trainer, plain: Generator, step: int, inspect: Callable[[list[Row], list[Row]], None] | None = None
+    trainer: Trainer,
+    plain: Engine,
+    step: int,
+    inspect: Callable[[list[Row], list[Row]], None] | None = None,
 ) -> dict:
-    """Roll out a step twice, then learn from it. inspect(rows of none, rows of speculation): before the weights change."""
+    """Roll out a step twice, then learn from it. inspect(rows of none, rows of speculation): before
+    the weights change."""
     config, ranks, sampler = trainer.config, trainer.ranks, trainer.sampler
     speculation, launch = sampler.speculation, sampler.planner.launch(step)
     standing, plain_rows, scoring = sampler.begin(launch, step)
-    rows = {"none": plain_rows, "speculation": standing.make_rows(config.rollout.max_completion_length)}
+    rows = {
+        "none": plain_rows,
+        "speculation": standing.make_rows(config.rollout.max_completion_length),
+    }
     outcome = {}
 
     def without():
         return RolloutLoop(plain, ranks, sampler.params).run(rows["none"], standing).own_forwards
 
     def speculative():
-        outcome["rollout"], works = sampler.roll_out(standing, rows["speculation"], step, launch.groups)
-        outcome["exchange"] = sampler.exchange(outcome["rollout"], works, standing, rows["speculation"], step)
+        outcome["rollout"], works = sampler.roll_out(
+            standing, rows["speculation"], step, launch.groups
+        )
+        outcome["exchange"] = sampler.exchange(
+            outcome["rollout"], works, standing, rows["speculation"], step
+        )
         return outcome["rollout"].own_forwards
 
     arms = [("none", without), ("speculation", speculative)]
@@ -88,7 +104,9 @@ def paired_step(
         inspect(*map(list, zip(*pairs, strict=True)))
     samples = sampler.gather(standing, rows["none"], scoring)
     rewards = sampler.combined(samples).reshape(len(launch.groups), -1)
-    advantages = estimate_advantages(rewards, config.loss.advantage_estimator, config.loss.scale_rewards).ravel()
+    advantages = estimate_advantages(
+        rewards, config.loss.advantage_estimator, config.loss.scale_rewards
+    ).ravel()
     trainer.learner.update(samples, advantages, step)
     speculation.learn_samples(step, samples, rewards.ravel())
     sampler.planner.finish(samples, {})
@@ -106,14 +124,24 @@ def paired_step(
         drafts={},
         used=launch.groups,
     )
-    known = {"store_tokens": speculation.store.num_tokens, "accepted_by_age": speculation.accepted_by_age}
+    known = {
+        "store_tokens": speculation.store.num_tokens,
+        "accepted_by_age": speculation.accepted_by_age,
+    }
     result |= speculation_metrics(ranks, record, **known)
-    result |= {"rows": len(samples), "tokens": int(samples.lengths.sum()), "longest": int(samples.lengths.max())}
+    result |= {
+        "rows": len(samples),
+        "tokens": int(samples.lengths.sum()),
+        "longest": int(samples.lengths.max()),
+    }
     return result | {"exchange_s": result["timing_s/exchange"], "reward": float(rewards.mean())}
 
 
 def summarise(steps: list[dict]) -> dict:
-    total = {key: sum(s[key] for s in steps) for key in ("none_s", "speculation_s", "none_forwards", "speculation_forwards")}
+    total = {
+        key: sum(s[key] for s in steps)
+        for key in ("none_s", "speculation_s", "none_forwards", "speculation_forwards")
+    }
     ratios = [s["none_s"] / s["speculation_s"] for s in steps]
     return {
         "speedup": total["none_s"] / total["speculation_s"],
@@ -157,7 +185,15 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
             )
             if arguments.json:
                 with open(arguments.json, "w", encoding="utf-8") as file:
-                    json.dump({**summary, "config": arguments.config, "overrides": arguments.overrides, "steps": steps}, file)
+                    json.dump(
+                        {
+                            **summary,
+                            "config": arguments.config,
+                            "overrides": arguments.overrides,
+                            "steps": steps,
+                        },
+                        file,
+                    )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
-"""What forwards of a model take on a device: python benchmarks/profile_cost.py --model FOLDER [--device cuda] [--json OUT]
+"""What forwards of a model take on a device: python benchmarks/profile_cost.py --model FOLDER
+[--device cuda] [--json OUT]
 
-Times the engine's forwards over a grid: decoding rows at several context lengths, all or half of them with drafts of several
-lengths, and prompts fed in chunks, alone and beside decoding rows. Fits `ForwardCost` and prints what was measured, what the fit
-says, and its error at places of the grid that it has not seen. --json writes the cost, for simulated runs on this machine.
+Times the engine's forwards over a grid: decoding rows at several context lengths, all or half of
+them with drafts of several lengths, and prompts fed in chunks, alone and beside decoding rows. Fits
+`ForwardCost` and prints what was measured, what the fit says, and its error at places of the grid
+that it has not seen. --json writes the cost, for simulated runs on this machine.
 
-Tokens are random, so drafts are refused; a forward costs the same whatever they are. Each place of the grid is run once before it
-counts. Host work between forwards, and finding proposals, is not in these times; a recorded run (`trace.enabled`) has both.
+Tokens are random, so drafts are refused; a forward costs the same whatever they are. Each place of
+the grid is run once before it counts. Host work between forwards, and finding proposals, is not in
+these times; a recorded run (`trace.enabled`) has both.
 """
 
 import argparse
@@ -21,15 +24,15 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bubblespec.engine.attention import choose_kernel
-from bubblespec.engine.generator import Generator
+from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
 from bubblespec.records import Load
-from bubblespec.samples import Row, SampleId
 from bubblespec.simulate.cost import ForwardCost
 from bubblespec.telemetry.trace import describe_hardware, describe_versions
+from bubblespec.types import Row, SampleId
 
 NUM_CHUNKS = 2  # timed of each prompt: the second attends to the first
 
@@ -48,14 +51,17 @@ class RandomDrafts:
 
 
 class Profile:
-    """Forwards of one engine, timed. Each measurement: what it was, and the loads and seconds of its forwards."""
+    """Forwards of one engine, timed. Each measurement: what it was, and the loads and seconds of
+    its forwards."""
 
-    def __init__(self, engine: Generator, vocab_size: int, repeats: int):
+    def __init__(self, engine: Engine, vocab_size: int, repeats: int):
         self.engine, self.vocab_size, self.repeats = engine, vocab_size, repeats
         self.rng = np.random.default_rng(0)
         self.num_prompts = 0
 
-    def timed_step(self, drafts: RandomDrafts | None = None, max_prefill_tokens: int | None = None) -> tuple[Load, float]:
+    def timed_step(
+        self, drafts: RandomDrafts | None = None, max_prefill_tokens: int | None = None
+    ) -> tuple[Load, float]:
         device = self.engine.runner.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -70,10 +76,15 @@ class Profile:
         self.num_prompts += 1
         prompt = tuple(self.rng.integers(0, self.vocab_size, length).tolist())
         room = self.engine.max_length - length
-        self.engine.add([Row(SampleId(self.num_prompts, 0, sample), prompt, room) for sample in range(num_rows)])
+        self.engine.add(
+            [Row(SampleId(self.num_prompts, 0, sample), prompt, room) for sample in range(num_rows)]
+        )
 
-    def decode(self, num_rows: int, length: int, num_drafting: int, window: int) -> list[tuple[Load, float]]:
-        """Rows of `length` positions, the first `num_drafting` of them with drafts of `window` tokens."""
+    def decode(
+        self, num_rows: int, length: int, num_drafting: int, window: int
+    ) -> list[tuple[Load, float]]:
+        """Rows of `length` positions, the first `num_drafting` of them with drafts of `window`
+        tokens."""
         self.start_decoding(num_rows, length)
         drafts = RandomDrafts(num_drafting, window, self.vocab_size) if window else None
         return [self.timed_step(drafts) for _ in range(1 + self.repeats)][1:]
@@ -96,7 +107,9 @@ class Profile:
             self.engine.step(SamplingParams())
 
 
-def grid(rows: list[int], lengths: list[int], windows: list[int], chunks: list[int], *, most_tokens: int) -> Iterator[tuple]:
+def grid(
+    rows: list[int], lengths: list[int], windows: list[int], chunks: list[int], *, most_tokens: int
+) -> Iterator[tuple]:
     """Name and arguments of each measurement whose forwards have at most `most_tokens` tokens."""
     for num_rows in rows:
         for length in lengths:
@@ -114,16 +127,24 @@ def measure(profile: Profile, places: list[tuple]) -> list[tuple[tuple, list[tup
     """Forwards of each place of the grid."""
     name, *arguments = places[0]
     getattr(profile, name)(*arguments)  # memory, kernels and caches are made
-    return [(place, getattr(profile, place[0])(*place[1:])) for place in tqdm(places, unit="place", dynamic_ncols=True)]
+    return [
+        (place, getattr(profile, place[0])(*place[1:]))
+        for place in tqdm(places, unit="place", dynamic_ncols=True)
+    ]
 
 
 def print_table(measured: list[tuple[tuple, list[tuple[Load, float]]]], cost: ForwardCost) -> None:
-    print("| rows | positions | tokens | drafting rows x tokens | prompt chunk | ms measured | ms fitted | ratio |")
+    print(
+        "| rows | positions | tokens | drafting rows x tokens | prompt chunk | ms measured | ms fitted | ratio |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     for (name, num_rows, _, *rest), forwards in measured:
         seconds = np.median([seconds for _, seconds in forwards])
         fitted = np.median([cost.seconds(load) for load, _ in forwards])
-        positions, tokens = (np.median([getattr(load, name) for load, _ in forwards]) for name in ("positions", "tokens"))
+        positions, tokens = (
+            np.median([getattr(load, name) for load, _ in forwards])
+            for name in ("positions", "tokens")
+        )
         drafts, chunk = (f"{rest[0]} x {rest[1]}", "") if name == "decode" else ("", rest[0])
         print(
             f"| {num_rows} | {positions:.0f} | {tokens:.0f} | {drafts} | {chunk} | {1e3 * seconds:.2f} | {1e3 * fitted:.2f} "
@@ -148,7 +169,12 @@ def run(arguments: argparse.Namespace) -> None:
         raise InputError("--device: cuda, but torch sees no GPU; use cpu or auto")
     on_gpu = arguments.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-    rows, lengths, windows, chunks = arguments.rows, arguments.lengths, arguments.windows, arguments.chunks
+    rows, lengths, windows, chunks = (
+        arguments.rows,
+        arguments.lengths,
+        arguments.windows,
+        arguments.chunks,
+    )
     model = load_model(arguments.model, arguments.dtype, device)
     grown = (2 + arguments.repeats) * (1 + max(windows))
     max_length = max(max(lengths) + grown, NUM_CHUNKS * max(chunks) + 2)
@@ -157,15 +183,30 @@ def run(arguments: argparse.Namespace) -> None:
     except ValueError as error:
         raise InputError(f"--model: {error}") from error
     most_tokens = max(arguments.max_tokens, max(rows))
-    runner = ModelRunner(model, max(rows) + 1, max_length, seed=0, max_batch_tokens=most_tokens, kernel=kernel)
-    profile = Profile(Generator(runner), model.get_input_embeddings().num_embeddings, arguments.repeats)
+    runner = ModelRunner(
+        model, max(rows) + 1, max_length, seed=0, max_batch_tokens=most_tokens, kernel=kernel
+    )
+    profile = Profile(
+        Engine(runner), model.get_input_embeddings().num_embeddings, arguments.repeats
+    )
     hardware, versions = describe_hardware(device), describe_versions()
     print(f"{arguments.model}, {arguments.dtype}, {kernel}; {hardware}; {versions}")
     measured = measure(profile, list(grid(rows, lengths, windows, chunks, most_tokens=most_tokens)))
     forwards = [forward for _, timed in measured for forward in timed]
-    loads, seconds = np.array([load for load, _ in forwards]), np.array([seconds for _, seconds in forwards])
-    cost = ForwardCost.fit(loads, seconds, groups=np.repeat(range(len(measured)), [len(timed) for _, timed in measured]))
-    cost.hardware, cost.versions, cost.model = hardware, versions, f"{arguments.model}, {arguments.dtype}"
+    loads, seconds = (
+        np.array([load for load, _ in forwards]),
+        np.array([seconds for _, seconds in forwards]),
+    )
+    cost = ForwardCost.fit(
+        loads,
+        seconds,
+        groups=np.repeat(range(len(measured)), [len(timed) for _, timed in measured]),
+    )
+    cost.hardware, cost.versions, cost.model = (
+        hardware,
+        versions,
+        f"{arguments.model}, {arguments.dtype}",
+    )
     print_table(measured, cost)
     print(
         f"{len(forwards)} forwards; at places that the fit has not seen its error is {cost.error_median:.1%} (median), "
@@ -181,16 +222,28 @@ def numbers(text: str) -> list[int]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="Hugging Face folder of a causal language model")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", required=True, help="Hugging Face folder of a causal language model"
+    )
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float64"])
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    parser.add_argument("--rows", type=numbers, default=[1, 2, 8, 32], help="rows that decode together")
+    parser.add_argument(
+        "--rows", type=numbers, default=[1, 2, 8, 32], help="rows that decode together"
+    )
     parser.add_argument("--lengths", type=numbers, default=[32, 256], help="positions of each row")
-    parser.add_argument("--windows", type=numbers, default=[0, 1, 3, 7, 15], help="draft tokens of a row")
-    parser.add_argument("--chunks", type=numbers, default=[8, 32, 128, 512], help="prompt tokens fed at once")
+    parser.add_argument(
+        "--windows", type=numbers, default=[0, 1, 3, 7, 15], help="draft tokens of a row"
+    )
+    parser.add_argument(
+        "--chunks", type=numbers, default=[8, 32, 128, 512], help="prompt tokens fed at once"
+    )
     parser.add_argument("--max-tokens", type=int, default=1024, help="most tokens of a forward")
-    parser.add_argument("--repeats", type=int, default=3, help="timed forwards at each place of the grid")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="timed forwards at each place of the grid"
+    )
     parser.add_argument("--json", help="write the fitted cost there")
     arguments = parser.parse_args()
     for name, least in (("rows", 1), ("lengths", 1), ("windows", 0), ("chunks", 1)):

@@ -1,12 +1,16 @@
-"""Simulated rollouts against measured ones: python benchmarks/replay_fidelity.py --runs RUN_DIR ... [--cores 2] [--json OUT]
+"""Simulated rollouts against measured ones: python benchmarks/replay_fidelity.py --runs RUN_DIR ...
+[--cores 2] [--json OUT]
 
-RUN_DIRs are output_dirs of runs with trace.enabled, of one configuration but for speculative.method: some with `none` and some
-with another, all of the same steps and ranks. The cost of forwards is fitted on the median run of each method; the workload is
-that of the first run with drafts. Then both methods are simulated, and compared with the median run of each: seconds of all
-rollouts from their begin to the end of the slowest rank's, and the ratio of the two methods. The spread of the measured runs
-(least and most) is given beside it: no simulation can be nearer than that.
+RUN_DIRs are output_dirs of runs with trace.enabled, of one configuration but for
+speculative.method: some with `none` and some with another, all of the same steps and ranks. The
+cost of forwards is fitted on the median run of each method; the workload is that of the first run
+with drafts. Then both methods are simulated, and compared with the median run of each: seconds of
+all rollouts from their begin to the end of the slowest rank's, and the ratio of the two methods.
+The spread of the measured runs (least and most) is given beside it: no simulation can be nearer
+than that.
 
-Where more ranks than cores run, the forwards of their traces are slow already: give --cores, and --cost-runs with fewer ranks.
+Where more ranks than cores run, the forwards of their traces are slow already: give --cores, and
+--cost-runs with fewer ranks.
 """
 
 import argparse
@@ -27,7 +31,8 @@ from bubblespec.telemetry.trace import FOLDER, read_meta, read_table
 
 
 def total_of_slowest(run_dir: str, column: str) -> float:
-    """Sum over a run's rollouts of a column of the trace's steps, each of the rank where it is largest."""
+    """Sum over a run's rollouts of a column of the trace's steps, each of the rank where it is
+    largest."""
     table = read_table(os.path.join(run_dir, FOLDER), "steps")
     step, values = table["step"].to_numpy(), table[column].to_numpy()
     return float(sum(values[step == number].max() for number in np.unique(step)))
@@ -38,14 +43,18 @@ def measured_s(run_dir: str) -> float:
     return total_of_slowest(run_dir, "total_s")
 
 
-def compare(run_dirs: list[str], cores: int | None = None, cost_runs: list[str] | None = None) -> dict:
+def compare(
+    run_dirs: list[str], cores: int | None = None, cost_runs: list[str] | None = None
+) -> dict:
     """The figures that `main` prints. Raises InputError for runs that do not match."""
     metas = {run: read_meta(os.path.join(run, FOLDER)) for run in run_dirs}
     by_method: dict[str, list[str]] = {}
     for run, meta in metas.items():
         by_method.setdefault(meta["config"]["speculative.method"], []).append(run)
     if len(by_method) != 2 or "none" not in by_method:
-        raise InputError(f"--runs: methods {', '.join(sorted(by_method))}; give runs of none and of one other")
+        raise InputError(
+            f"--runs: methods {', '.join(sorted(by_method))}; give runs of none and of one other"
+        )
     if len({meta["world_size"] for meta in metas.values()}) > 1:
         raise InputError("--runs: their numbers of ranks differ")
     method = next(name for name in by_method if name != "none")
@@ -56,9 +65,16 @@ def compare(run_dirs: list[str], cores: int | None = None, cost_runs: list[str] 
     median_runs = [sorted(runs, key=measured_s)[len(runs) // 2] for runs in by_method.values()]
     cost = cost_from_traces([os.path.join(run, FOLDER) for run in cost_runs or median_runs])
     config = config_of_sections(nested(workload.config), [], "meta.json")
-    result = {"ranks": workload.world_size, "steps": workload.num_steps, "cost_error_median": cost.error_median, "methods": {}}
+    result = {
+        "ranks": workload.world_size,
+        "steps": workload.num_steps,
+        "cost_error_median": cost.error_median,
+        "methods": {},
+    }
     for name in ("none", method):
-        arm = dataclasses.replace(config, speculative=dataclasses.replace(config.speculative, method=name))
+        arm = dataclasses.replace(
+            config, speculative=dataclasses.replace(config.speculative, method=name)
+        )
         steps = simulate(arm, workload, cost, workload.world_size, cores=cores)
         if any(step.digest != workload.digests[step.step] for step in steps):
             raise AssertionError("the simulated responses are not those of the run")
@@ -69,20 +85,28 @@ def compare(run_dirs: list[str], cores: int | None = None, cost_runs: list[str] 
             "simulated_s": simulated,
             "error": simulated / float(np.median(seconds)) - 1,
             "forwards": sum(step.forwards for step in steps),
-            "measured_forwards": [int(total_of_slowest(run, "own_forwards")) for run in by_method[name]],
+            "measured_forwards": [
+                int(total_of_slowest(run, "own_forwards")) for run in by_method[name]
+            ],
         }
     plain, other = result["methods"].values()
-    result["measured_ratio"] = float(np.median(plain["measured_s"]) / np.median(other["measured_s"]))
+    result["measured_ratio"] = float(
+        np.median(plain["measured_s"]) / np.median(other["measured_s"])
+    )
     result["simulated_ratio"] = plain["simulated_s"] / other["simulated_s"]
     result["ratio_error"] = result["simulated_ratio"] / result["measured_ratio"] - 1
     return result
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", nargs="+", required=True)
     parser.add_argument("--cores", type=int)
-    parser.add_argument("--cost-runs", nargs="+", metavar="RUN_DIR", help="fit the cost of forwards on these")
+    parser.add_argument(
+        "--cost-runs", nargs="+", metavar="RUN_DIR", help="fit the cost of forwards on these"
+    )
     parser.add_argument("--json")
     arguments = parser.parse_args()
     try:
@@ -93,7 +117,9 @@ def main() -> int:
     print(
         f"{result['ranks']} ranks, {result['steps']} steps; a forward's cost is off by {result['cost_error_median']:.0%} (median)"
     )
-    print("| method | measured s: median (least to most) | simulated s | error | forwards measured | simulated |")
+    print(
+        "| method | measured s: median (least to most) | simulated s | error | forwards measured | simulated |"
+    )
     print("|---" * 6 + "|")
     for name, row in result["methods"].items():
         seconds = row["measured_s"]

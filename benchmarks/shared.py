@@ -1,4 +1,5 @@
-"""What the benchmarks of whole runs have in common: their command line, and an engine for the rollouts without speculation."""
+"""What the benchmarks of whole runs have in common: their command line, and an engine for the
+rollouts without speculation."""
 
 import argparse
 import sys
@@ -7,7 +8,7 @@ from collections.abc import Callable
 
 import transformers
 
-from bubblespec.engine.generator import Generator
+from bubblespec.engine.engine import Engine
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.errors import InputError
 from bubblespec.trainer import Trainer
@@ -23,7 +24,8 @@ def make_parser(description: str) -> argparse.ArgumentParser:
 
 
 def main(run: Callable[[argparse.Namespace, str], None], parser: argparse.ArgumentParser) -> int:
-    """The exit code. run: is given the arguments and a folder for its training runs, of which nothing is kept."""
+    """The exit code. run: is given the arguments and a folder for its training runs, of which
+    nothing is kept."""
     arguments = parser.parse_intermixed_args()
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -38,11 +40,17 @@ def main(run: Callable[[argparse.Namespace, str], None], parser: argparse.Argume
 def check_arms(arguments: argparse.Namespace, arms: dict) -> None:
     """Raises InputError if --arms names one that there is not."""
     if unknown := set(arguments.arms.split(",")) - arms.keys():
-        raise InputError(f"--arms: {', '.join(sorted(unknown))} unknown; valid are {', '.join(arms)}")
+        raise InputError(
+            f"--arms: {', '.join(sorted(unknown))} unknown; valid are {', '.join(arms)}"
+        )
 
 
-def plain_engine(trainer: Trainer) -> Generator:
+def plain_engine(trainer: Trainer) -> Engine:
     """An engine of its own: the trainer's holds drafts from step to step."""
     engine, learner = trainer.sampler.engine, trainer.learner
     options = {"max_batch_tokens": engine.max_batch_tokens, "kernel": learner.kernel}
-    return Generator(ModelRunner(learner.model, engine.num_slots, engine.max_length, trainer.config.run.seed, **options))
+    return Engine(
+        ModelRunner(
+            learner.model, engine.num_slots, engine.max_length, trainer.config.run.seed, **options
+        )
+    )

@@ -1,16 +1,21 @@
-"""The published systems side by side, simulated: python benchmarks/simulated_systems.py --json OUT [--lengths 8k,16k] ...
+"""The published systems side by side, simulated: python benchmarks/simulated_systems.py --json OUT
+[--lengths 8k,16k] ...
 
-Eight H200s by their data sheet (see configs/cost), 64 prompts of 8 responses a step, lognormal lengths whose mean is an eighth of
-the maximum, first mismatch of a draft after 500 tokens, and 2 tokens a forward by suffix matches after it. Each system is one
-switch of this trainer; what is compared are seconds of rollout for each token that is trained on, with those of plain order with
-prompts in turn. Updates take no time in the simulator, so streamed gradients are not there, and neither is what all systems have
-in common. A learned drafter is as good as --drafter says, and there from the first step on.
+Eight H200s by their data sheet (see configs/cost), 64 prompts of 8 responses a step, lognormal
+lengths whose mean is an eighth of the maximum, first mismatch of a draft after 500 tokens, and 2
+tokens a forward by suffix matches after it. Each system is one switch of this trainer; what is
+compared are seconds of rollout for each token that is trained on, with those of plain order with
+prompts in turn. Updates take no time in the simulator, so streamed gradients are not there, and
+neither is what all systems have in common. A learned drafter is as good as --drafter says, and
+there from the first step on.
 
-Lengths are scaled down: a simulated token stands for max / --longest real ones. So prompts, responses and first mismatches are
-that much shorter, an attended position costs that much more, and seconds count so many times.
+Lengths are scaled down: a simulated token stands for max / --longest real ones. So prompts,
+responses and first mismatches are that much shorter, an attended position costs that much more, and
+seconds count so many times.
 
-OUT keeps every run: what is in it is not run again. --picture draws the systems by length, --ablation the best combination with
-each part taken out or changed, which is simulated for the first of --sizes, at 16k if that is among --lengths, else at the last.
+OUT keeps every run: what is in it is not run again. --picture draws the systems by length,
+--ablation the best combination with each part taken out or changed, which is simulated for the
+first of --sizes, at 16k if that is among --lengths, else at the last.
 """
 
 import argparse
@@ -37,7 +42,9 @@ from bubblespec.simulate.run import SimulatedStep, counted, simulate
 from bubblespec.simulate.workload import Synthetic, Workload, parse
 
 SIZES = ("7b", "32b")
-FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "configs", "cost")
+FOLDER = os.path.join(
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "configs", "cost"
+)
 RANKS, GENERATIONS = 8, 8
 SHARE_OF_LONGEST = 8  # the mean of the lengths is so much below their maximum
 PROMPT, MISMATCH, TOKENS_A_PASS, EDITED = 256, 500, 2.0, 0.2
@@ -64,12 +71,18 @@ class System(NamedTuple):
 SYSTEMS = {
     "plain": System(),
     "drafts of idle time": System(
-        {IDLE: "bubble+suffix"}, paper="BubbleSpec (2605.08862): rollouts up to 1.8x, decoding steps -50%"
+        {IDLE: "bubble+suffix"},
+        paper="BubbleSpec (2605.08862): rollouts up to 1.8x, decoding steps -50%",
     ),
     "drafts of the epoch before": System(
-        {IDLE: "suffix"}, second_epoch=True, paper="RhymeRL (2508.18588), HistoSpec alone: 1.50x (2.34x over 1.56x)"
+        {IDLE: "suffix"},
+        second_epoch=True,
+        paper="RhymeRL (2508.18588), HistoSpec alone: 1.50x (2.34x over 1.56x)",
     ),
-    "balanced placement": System({PLACEMENT: "balanced"}, paper="RhymeRL, HistoPipe: 1.43x, two-tier 1.56x (a step off-policy)"),
+    "balanced placement": System(
+        {PLACEMENT: "balanced"},
+        paper="RhymeRL, HistoPipe: 1.43x, two-tier 1.56x (a step off-policy)",
+    ),
     "learned drafter": System({IDLE: "drafter"}, paper="TLT (2511.16665): 1.7x end to end"),
     "tail batching": System(
         {TAIL: True, RATIO: 1.25},
@@ -112,7 +125,10 @@ class Setting:
 
 def scaled(cost: ForwardCost, scale: float) -> ForwardCost:
     """Of forwards whose rows have `scale` positions for each one that they seem to have."""
-    rates = {name: rate * (scale if name in ("positions", "pairs") else 1.0) for name, rate in cost.rates.items()}
+    rates = {
+        name: rate * (scale if name in ("positions", "pairs") else 1.0)
+        for name, rate in cost.rates.items()
+    }
     return dataclasses.replace(cost, rates=rates)
 
 
@@ -132,24 +148,51 @@ def simulate_run(setting: Setting, size: str, longest: int, system: System) -> d
     )
     workload = Workload(spec, setting.prompts, GENERATIONS)
     drafter = workload.drafter = system.drafter or setting.drafter
-    given = {"rollout.num_prompts_per_step": setting.prompts, "rollout.num_generations": GENERATIONS}
-    given |= {"rollout.max_completion_length": setting.longest, "rollout.max_prompt_length": 2 * spec.prompt}
+    given = {
+        "rollout.num_prompts_per_step": setting.prompts,
+        "rollout.num_generations": GENERATIONS,
+    }
+    given |= {
+        "rollout.max_completion_length": setting.longest,
+        "rollout.max_prompt_length": 2 * spec.prompt,
+    }
     given |= {"rollout.max_batch_tokens": 8192, PLACEMENT: "in_turn", IDLE: "none"}
     given["bubble.max_draft_tokens"] = 1 << 28  # host memory is not what this is about
     config = config_of_sections(nested(BLANK | given | system.overrides), [], "a system")
     cost = scaled(ForwardCost.load(os.path.join(FOLDER, f"h200_{size}.json")), scale)
     steps = simulate(config, workload, cost, RANKS)
-    return figures(steps[len(steps) // 2 :] if system.second_epoch else counted(steps), config, cost, drafter, scale=scale)
+    return figures(
+        steps[len(steps) // 2 :] if system.second_epoch else counted(steps),
+        config,
+        cost,
+        drafter,
+        scale=scale,
+    )
 
 
-def figures(steps: list[SimulatedStep], config: Config, cost: ForwardCost, drafter: DrafterModel, *, scale: float) -> dict:
-    """Totals in real seconds and simulated tokens, and two bounds on the seconds: of the longest row of each step by itself, and
-    of all tokens in forwards without a free slot."""
+def figures(
+    steps: list[SimulatedStep],
+    config: Config,
+    cost: ForwardCost,
+    drafter: DrafterModel,
+    *,
+    scale: float,
+) -> dict:
+    """Totals in real seconds and simulated tokens, and two bounds on the seconds: of the longest
+    row of each step by itself, and of all tokens in forwards without a free slot."""
     found = totals(steps)
-    mean = found["response_tokens"] / (len(steps) * config.rollout.num_prompts_per_step * GENERATIONS)
-    slots = most_slots(config, RANKS) if config.rollout.num_slots == "auto" else int(config.rollout.num_slots)
+    mean = found["response_tokens"] / (
+        len(steps) * config.rollout.num_prompts_per_step * GENERATIONS
+    )
+    slots = (
+        most_slots(config, RANKS)
+        if config.rollout.num_slots == "auto"
+        else int(config.rollout.num_slots)
+    )
     full_s = cost.seconds((slots, slots, 0, slots * mean / 2, 0, 0)) / slots
-    longest_s = sum(step.longest_tokens * alone_s(config, cost, drafter, step.longest_tokens) for step in steps)
+    longest_s = sum(
+        step.longest_tokens * alone_s(config, cost, drafter, step.longest_tokens) for step in steps
+    )
     found |= {"longest_s": longest_s, "full_s": found["response_tokens"] / RANKS * full_s}
     for name, is_long in (("short", False), ("long", True)):
         of_kind = [step.seconds for step in steps if step.is_long_round == is_long]
@@ -160,7 +203,8 @@ def figures(steps: list[SimulatedStep], config: Config, cost: ForwardCost, draft
 
 
 def alone_s(config: Config, cost: ForwardCost, drafter: DrafterModel, length: int) -> float:
-    """Seconds for each token of a row that is alone on its rank, beyond the first mismatch of its draft."""
+    """Seconds for each token of a row that is alone on its rank, beyond the first mismatch of its
+    draft."""
     method, plain_s = config.speculative.method, cost.seconds((1, 1, 0, length / 2, 0, 0))
     found = [plain_s]
     if "suffix" in method or config.tail_batching.enabled:
@@ -173,20 +217,35 @@ def alone_s(config: Config, cost: ForwardCost, drafter: DrafterModel, length: in
     return min(found)
 
 
-def wanted_runs(sizes: list[str], lengths: list[int], has_changes: bool) -> list[tuple[str, int, str, System]]:
+def wanted_runs(
+    sizes: list[str], lengths: list[int], has_changes: bool
+) -> list[tuple[str, int, str, System]]:
     """(size, longest, name, system), baselines before what is compared with them."""
     systems = BASELINES | SYSTEMS
-    runs = [(size, longest, name, system) for size in sizes for longest in lengths for name, system in systems.items()]
+    runs = [
+        (size, longest, name, system)
+        for size in sizes
+        for longest in lengths
+        for name, system in systems.items()
+    ]
     if has_changes:
         of_best = SYSTEMS[CHANGED]
         longest = 16 * K if 16 * K in lengths else lengths[-1]
         for name, change in CHANGES.items():
-            runs.append((sizes[0], longest, f"{CHANGED}; {name}", of_best._replace(overrides=of_best.overrides | change)))
+            runs.append(
+                (
+                    sizes[0],
+                    longest,
+                    f"{CHANGED}; {name}",
+                    of_best._replace(overrides=of_best.overrides | change),
+                )
+            )
     return runs
 
 
 def read(path: str | None, settings: dict) -> list[dict]:
-    """The runs of a file, none where there is no file. Raises InputError for a file of other settings."""
+    """The runs of a file, none where there is no file. Raises InputError for a file of other
+    settings."""
     if path is None or not os.path.exists(path):
         return []
     try:
@@ -204,7 +263,11 @@ def read(path: str | None, settings: dict) -> list[dict]:
 def write(path: str | None, settings: dict, runs: list[dict]) -> None:
     if path is None:
         return
-    report = {"settings": settings, "papers": {name: system.paper for name, system in SYSTEMS.items()}, "runs": runs}
+    report = {
+        "settings": settings,
+        "papers": {name: system.paper for name, system in SYSTEMS.items()},
+        "runs": runs,
+    }
     with open(f"{path}.part", "w", encoding="utf-8") as file:
         json.dump(report, file, indent=1)
     os.replace(f"{path}.part", path)
@@ -217,38 +280,70 @@ def compare(runs: list[dict]) -> None:
         name = run["system"] if run["system"] in BASELINES else "plain"
         if run["system"] in SYSTEMS and SYSTEMS[run["system"]].second_epoch:
             name = "plain, second epoch"
-        run["speedup"] = by_name[run["size"], run["longest"], name]["seconds_per_token"] / run["seconds_per_token"]
+        run["speedup"] = (
+            by_name[run["size"], run["longest"], name]["seconds_per_token"]
+            / run["seconds_per_token"]
+        )
 
 
 def table(runs: list[dict], size: str) -> str:
     """Speed-ups of a size as Markdown: a line a system, a column a length."""
     of_size = {(run["system"], run["longest"]): run for run in runs if run["size"] == size}
     lengths = sorted({longest for _, longest in of_size})
-    lines = [["", *(f"{longest // K}k" for longest in lengths), "reported"], ["---"] * (len(lengths) + 2)]
+    lines = [
+        ["", *(f"{longest // K}k" for longest in lengths), "reported"],
+        ["---"] * (len(lengths) + 2),
+    ]
     for name, system in SYSTEMS.items():
-        cells = [f"{of_size[name, n]['speedup']:.2f}x" if (name, n) in of_size else "" for n in lengths]
+        cells = [
+            f"{of_size[name, n]['speedup']:.2f}x" if (name, n) in of_size else "" for n in lengths
+        ]
         lines.append([name, *cells, system.paper])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def changes_of(runs: list[dict]) -> dict[str, dict]:
     """The best combination and its changes, by name."""
-    changed = {run["system"].partition("; ")[2]: run for run in runs if run["system"].startswith(f"{CHANGED}; ")}
+    changed = {
+        run["system"].partition("; ")[2]: run
+        for run in runs
+        if run["system"].startswith(f"{CHANGED}; ")
+    }
     if not changed:
         return {}
     one = next(iter(changed.values()))
-    best = next(run for run in runs if (run["size"], run["longest"], run["system"]) == (one["size"], one["longest"], CHANGED))
+    best = next(
+        run
+        for run in runs
+        if (run["size"], run["longest"], run["system"]) == (one["size"], one["longest"], CHANGED)
+    )
     return {CHANGED: best} | changed
 
 
 def table_of_changes(runs: list[dict]) -> str:
-    """As Markdown, with what bounds each: shares of the seconds that the longest rows alone, and full forwards, would take."""
-    lines = [["", "rollouts", "short round", "long round", "waiting", "longest rows alone", "forwards without a free slot"]]
+    """As Markdown, with what bounds each: shares of the seconds that the longest rows alone, and
+    full forwards, would take."""
+    lines = [
+        [
+            "",
+            "rollouts",
+            "short round",
+            "long round",
+            "waiting",
+            "longest rows alone",
+            "forwards without a free slot",
+        ]
+    ]
     lines.append(["---"] * len(lines[0]))
     for name, run in changes_of(runs).items():
-        rounds = [f"{run[f'{kind}_round_s']:.1f} s" if run[f"{kind}_round_s"] else "" for kind in ("short", "long")]
+        rounds = [
+            f"{run[f'{kind}_round_s']:.1f} s" if run[f"{kind}_round_s"] else ""
+            for kind in ("short", "long")
+        ]
         shares = [f"{run[bound] / run['seconds']:.2f}" for bound in ("longest_s", "full_s")]
-        lines.append([name, f"{run['speedup']:.2f}x", *rounds, f"{run['bubble_ratio']:.2f}", *shares])
+        lines.append(
+            [name, f"{run['speedup']:.2f}x", *rounds, f"{run['bubble_ratio']:.2f}", *shares]
+        )
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -259,9 +354,23 @@ def draw_systems(runs: list[dict], heading: str) -> Figure:
     panels = figure.subplots(1, len(sizes), sharey=True, squeeze=False)
     for panel, size in zip(panels[0], sizes, strict=True):
         for number, name in enumerate(SYSTEMS):
-            points = sorted((run["longest"], run["speedup"]) for run in runs if (run["size"], run["system"]) == (size, name))
-            style = {"color": "#888888", "linestyle": "--"} if name == "plain" else {"color": f"C{number - 1}", "marker": "o"}
-            panel.plot([longest for longest, _ in points], [speedup for _, speedup in points], label=name, markersize=4, **style)
+            points = sorted(
+                (run["longest"], run["speedup"])
+                for run in runs
+                if (run["size"], run["system"]) == (size, name)
+            )
+            style = (
+                {"color": "#888888", "linestyle": "--"}
+                if name == "plain"
+                else {"color": f"C{number - 1}", "marker": "o"}
+            )
+            panel.plot(
+                [longest for longest, _ in points],
+                [speedup for _, speedup in points],
+                label=name,
+                markersize=4,
+                **style,
+            )
         lengths = sorted({run["longest"] for run in runs if run["size"] == size})
         panel.set_xscale("log", base=2)
         panel.set_xticks(lengths, [f"{longest // K}k" for longest in lengths])
@@ -271,14 +380,23 @@ def draw_systems(runs: list[dict], heading: str) -> Figure:
         panel.spines[["top", "right"]].set_visible(False)
     panels[0, 0].set_ylabel("rollouts: speed-up over plain")
     panels[0, 0].set_ylim(bottom=0)
-    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=9)
+    figure.legend(
+        *panels[0, 0].get_legend_handles_labels(),
+        loc="outside right center",
+        frameon=False,
+        fontsize=9,
+    )
     figure.suptitle(heading, fontsize=9)
     return figure
 
 
 def draw_changes(runs: list[dict], heading: str) -> Figure:
     """A figure of bars: the best combination, and what is left of it without each of its parts."""
-    bars = {name: run["speedup"] for name, run in changes_of(runs).items() if name == CHANGED or name.startswith("without")}
+    bars = {
+        name: run["speedup"]
+        for name, run in changes_of(runs).items()
+        if name == CHANGED or name.startswith("without")
+    }
     figure = Figure(figsize=(8, 1.0 + 0.42 * len(bars)), layout="constrained")
     axes = figure.subplots()
     colours = ["#1b9e77"] + ["#5aa5e0"] * (len(bars) - 1)
@@ -299,16 +417,34 @@ def heading_of(settings: dict) -> str:
 
 
 def run(arguments: argparse.Namespace, folder: str) -> None:
-    sizes, lengths = arguments.sizes.split(","), [as_tokens(text) for text in arguments.lengths.split(",")]
+    sizes, lengths = (
+        arguments.sizes.split(","),
+        [as_tokens(text) for text in arguments.lengths.split(",")],
+    )
     if unknown := [size for size in sizes if size not in SIZES]:
         raise InputError(f"--sizes: {', '.join(unknown)} unknown; valid are {', '.join(SIZES)}")
-    if arguments.longest < 100 or arguments.steps < 2 or arguments.steps % 2 or arguments.prompts < RANKS:
-        raise InputError(f"--longest: at least 100; --steps: an even number; --prompts: at least {RANKS}")
+    if (
+        arguments.longest < 100
+        or arguments.steps < 2
+        or arguments.steps % 2
+        or arguments.prompts < RANKS
+    ):
+        raise InputError(
+            f"--longest: at least 100; --steps: an even number; --prompts: at least {RANKS}"
+        )
     drafter = parse(DrafterModel, arguments.drafter, "--drafter")
-    setting = Setting(arguments.longest, arguments.steps, arguments.prompts, arguments.seed, drafter)
-    costs = {size: describe_cost(ForwardCost.load(os.path.join(FOLDER, f"h200_{size}.json"))) for size in SIZES}
+    setting = Setting(
+        arguments.longest, arguments.steps, arguments.prompts, arguments.seed, drafter
+    )
+    costs = {
+        size: describe_cost(ForwardCost.load(os.path.join(FOLDER, f"h200_{size}.json")))
+        for size in SIZES
+    }
     settings = dataclasses.asdict(setting) | {"costs": costs}
-    runs, wanted = read(arguments.json, settings), wanted_runs(sizes, lengths, bool(arguments.ablation))
+    runs, wanted = (
+        read(arguments.json, settings),
+        wanted_runs(sizes, lengths, bool(arguments.ablation)),
+    )
     known = {(entry["size"], entry["longest"], entry["system"]) for entry in runs}
     missing = [one for one in wanted if one[:3] not in known]
     for size, longest, name, system in (bar := tqdm(missing, unit="run")):
@@ -319,7 +455,9 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
     compare(runs)
     write(arguments.json, settings, runs)
     for size in dict.fromkeys(entry["size"] for entry in runs):
-        print(f"{costs[size]}; {RANKS} ranks, {arguments.prompts} prompts x {GENERATIONS}\n{table(runs, size)}\n")
+        print(
+            f"{costs[size]}; {RANKS} ranks, {arguments.prompts} prompts x {GENERATIONS}\n{table(runs, size)}\n"
+        )
     if changes_of(runs):
         print(table_of_changes(runs))
     for path, draw in ((arguments.picture, draw_systems), (arguments.ablation, draw_changes)):
@@ -336,15 +474,26 @@ def as_tokens(text: str) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="The published systems side by side, simulated on eight H200s")
+    parser = argparse.ArgumentParser(
+        description="The published systems side by side, simulated on eight H200s"
+    )
     parser.add_argument("--json", help="the runs; what it has is kept, what is missing is added")
-    parser.add_argument("--lengths", default="8k,16k,32k,64k", help="tokens of the longest response")
+    parser.add_argument(
+        "--lengths", default="8k,16k,32k,64k", help="tokens of the longest response"
+    )
     parser.add_argument("--sizes", default="7b,32b", help=f"of {', '.join(SIZES)}")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--prompts", type=int, default=64, help="of a step")
-    parser.add_argument("--longest", type=int, default=500, help="simulated tokens that stand for the longest response")
+    parser.add_argument(
+        "--longest",
+        type=int,
+        default=500,
+        help="simulated tokens that stand for the longest response",
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--drafter", default="tokens_a_pass=2.5,share=0.05", metavar="NAME=VALUE,...")
+    parser.add_argument(
+        "--drafter", default="tokens_a_pass=2.5,share=0.05", metavar="NAME=VALUE,..."
+    )
     parser.add_argument("--picture", help="PNG of the systems by length")
     parser.add_argument("--ablation", help="PNG of the best combination without each of its parts")
     return parser

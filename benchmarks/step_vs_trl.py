@@ -1,9 +1,11 @@
-"""A whole training step against TRL's GRPOTrainer: python benchmarks/step_vs_trl.py --config F [--json OUT] [overrides]
+"""A whole training step against TRL's GRPOTrainer: python benchmarks/step_vs_trl.py --config F
+[--json OUT] [overrides]
 
-The arms are those of trl_arms.py, which says what they have in common and what a step is. Each arm is a job of its own; the jobs
-follow each other in turn, forwards and backwards. The first steps of a job are not counted, and the others' medians are taken.
-Tokens a step and tokens a second are given beside the seconds: with tail batching a short and a long round are steps of very
-different size, so what counts there are seconds for each token that is trained on."""
+The arms are those of trl_arms.py, which says what they have in common and what a step is. Each arm
+is a job of its own; the jobs follow each other in turn, forwards and backwards. The first steps of
+a job are not counted, and the others' medians are taken. Tokens a step and tokens a second are
+given beside the seconds: with tail batching a short and a long round are steps of very different
+size, so what counts there are seconds for each token that is trained on."""
 
 import argparse
 import json
@@ -22,8 +24,9 @@ from bubblespec.errors import InputError
 
 
 def summarise(jobs: dict[str, list[dict]], num_warmup: int) -> dict[str, dict]:
-    """Medians over the counted steps of all jobs of an arm, or its error; and how much faster than TRL: all steps together, the
-    median over steps, which have the same prompts in every arm but those with tail batching, and by tokens a second."""
+    """Medians over the counted steps of all jobs of an arm, or its error; and how much faster than
+    TRL: all steps together, the median over steps, which have the same prompts in every arm but
+    those with tail batching, and by tokens a second."""
     summary = {}
     base = [run["seconds"][num_warmup:] for run in jobs.get("trl", []) if "error" not in run]
     for arm, runs in jobs.items():
@@ -32,7 +35,9 @@ def summarise(jobs: dict[str, list[dict]], num_warmup: int) -> dict[str, dict]:
             summary[arm] = {"error": (errors or ["not run"])[0]}
             continue
         counted = {
-            key: [value for run in runs for value in run[key][num_warmup:]] for key in runs[0] if isinstance(runs[0][key], list)
+            key: [value for run in runs for value in run[key][num_warmup:]]
+            for key in runs[0]
+            if isinstance(runs[0][key], list)
         }
         summary[arm] = {key: statistics.median(values) for key, values in counted.items()}
         summary[arm]["tokens_per_second"] = sum(counted["tokens"]) / sum(counted["seconds"])
@@ -60,7 +65,11 @@ def print_table(summary: dict[str, dict]) -> None:
         if "error" in s:
             print(f"| {arm} | does not run: {s['error']} | | | | | | | |")
             continue
-        ratio = f"{s['speedup']:.2f}x, {s['speedup_median_step']:.2f}x, {s['speedup_by_tokens']:.2f}x" if "speedup" in s else "-"
+        ratio = (
+            f"{s['speedup']:.2f}x, {s['speedup_median_step']:.2f}x, {s['speedup_by_tokens']:.2f}x"
+            if "speedup" in s
+            else "-"
+        )
         print(
             f"| {arm} | {s['seconds']:.2f} | {s['processor_seconds']:.2f} | {s['tokens']:.0f} "
             f"| {s['median_length']:.0f}, {s['longest']:.0f} | {s['tokens_per_second']:.0f} "
@@ -69,28 +78,46 @@ def print_table(summary: dict[str, dict]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_arguments(parser)
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=["trl", "trl-cb", "none", "bubble+suffix", "all"])
+    parser.add_argument(
+        "--arms", nargs="+", choices=ARMS, default=["trl", "trl-cb", "none", "bubble+suffix", "all"]
+    )
     parser.add_argument("--rounds", type=int, default=1, help="jobs of each arm")
     parser.add_argument("--warmup", type=int, default=1, help="first steps that are not counted")
     arguments = parser.parse_intermixed_args()
     try:
         if not 0 <= arguments.warmup < arguments.steps:
-            raise InputError(f"--warmup: {arguments.warmup} of {arguments.steps} steps leaves none to count")
+            raise InputError(
+                f"--warmup: {arguments.warmup} of {arguments.steps} steps leaves none to count"
+            )
         check(load_config(arguments.config, arguments.overrides))
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     jobs: dict[str, list[dict]] = {arm: [] for arm in arguments.arms}
-    order = [arm for turn in range(arguments.rounds) for arm in (arguments.arms if turn % 2 == 0 else arguments.arms[::-1])]
+    order = [
+        arm
+        for turn in range(arguments.rounds)
+        for arm in (arguments.arms if turn % 2 == 0 else arguments.arms[::-1])
+    ]
     for arm in tqdm(order, unit="job"):
         jobs[arm].append(job(arguments, arm, arguments.overrides))
     summary = summarise(jobs, arguments.warmup)
     print_table(summary)
     if arguments.json:
         with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump({"config": arguments.config, "overrides": arguments.overrides, "summary": summary, "jobs": jobs}, file)
+            json.dump(
+                {
+                    "config": arguments.config,
+                    "overrides": arguments.overrides,
+                    "summary": summary,
+                    "jobs": jobs,
+                },
+                file,
+            )
     return 0
 
 

@@ -1,14 +1,18 @@
-"""Systems side by side: torchrun --nproc_per_node=2 benchmarks/systems.py --config F --json OUT [--picture PNG] [overrides]
+"""Systems side by side: torchrun --nproc_per_node=2 benchmarks/systems.py --config F --json OUT
+[--picture PNG] [overrides]
 
-Each system is a training run of its own, from the same weights; the runs take their steps in turn, each time in an order drawn
-anew, so that a busy moment of the machine meets all of them, and none always finds what the same one leaves in the caches.
-`again` is `plain` once more: what it gains or loses is chance. With --one-by-one each run makes all its steps before the next one
-is set up, for models of which one run alone fits the memory: put `again` last, to see what the machine did meanwhile.
+Each system is a training run of its own, from the same weights; the runs take their steps in turn,
+each time in an order drawn anew, so that a busy moment of the machine meets all of them, and none
+always finds what the same one leaves in the caches. `again` is `plain` once more: what it gains or
+loses is chance. With --one-by-one each run makes all its steps before the next one is set up, for
+models of which one run alone fits the memory: put `again` last, to see what the machine did
+meanwhile.
 
-Counted are seconds from barrier to barrier of whole steps: rollouts, rewards, gradients, the optimizer; evaluations
-(run.eval_steps) are made between them, and not counted, nor is the warm start of a drafter. As steps of short and long rounds are
-of different size, speeds are of seconds for each token that is trained on. The first steps count, unless --skip says otherwise: a
-system that learns from an earlier epoch is measured in the second one.
+Counted are seconds from barrier to barrier of whole steps: rollouts, rewards, gradients, the
+optimizer; evaluations (run.eval_steps) are made between them, and not counted, nor is the warm
+start of a drafter. As steps of short and long rounds are of different size, speeds are of seconds
+for each token that is trained on. The first steps count, unless --skip says otherwise: a system
+that learns from an earlier epoch is measured in the second one.
 """
 
 import argparse
@@ -28,10 +32,10 @@ from benchmarks.shared import main, make_parser
 from benchmarks.tail_batching import measure
 from bubblespec import memory_needs
 from bubblespec.config import load_config
+from bubblespec.dist.ranks import Ranks, ranks_from_environment
 from bubblespec.errors import InputError
 from bubblespec.learn.advantages import estimate_advantages
-from bubblespec.ranks.collectives import Ranks, ranks_from_environment
-from bubblespec.set_up import set_up
+from bubblespec.setup import set_up
 from bubblespec.trainer import Trainer
 
 matplotlib.use("Agg")
@@ -52,10 +56,15 @@ OFF = (
     "rollout.placement=in_turn",
 )
 DRAFTS, DRAFTER = "speculative.method=bubble+suffix", "speculative.method=drafter"
-TAIL, STREAMED, BALANCED = "tail_batching.enabled=true", "optim.stream_gradients=true", "rollout.placement=balanced"
+TAIL, STREAMED, BALANCED = (
+    "tail_batching.enabled=true",
+    "optim.stream_gradients=true",
+    "rollout.placement=balanced",
+)
 RACE = "tail_batching.response_over_sampling_ratio=1.25"
 ALL = "speculative.method=bubble+suffix+drafter"
-# The papers' own hardware, models and baselines: what each is about, not what to expect of a machine.
+# The papers' own hardware, models and baselines: what each is about, not what to expect of a
+# machine.
 BUBBLESPEC = "rollouts up to 1.8x, -50% decoding steps (arXiv 2605.08862)"
 RHYMERL = "2.6x end to end; placement alone 1.43x (arXiv 2508.18588)"
 TLT = "1.7x end to end (arXiv 2511.16665)"
@@ -68,13 +77,21 @@ SYSTEMS = {
     "drafts": System((DRAFTS,), BUBBLESPEC),
     "placement": System((BALANCED,), RHYMERL),
     "drafter": System((DRAFTER,), TLT),
-    "tail": System((TAIL,), ROLLPACKER.format("prompts deferred only, rollouts 1.14x / 1.64x / 2.60x at 8k / 16k / 32k")),
-    "race": System((TAIL, RACE), ROLLPACKER.format("biased race as well, rollouts 1.7x / 3.1x / 4.0x")),
+    "tail": System(
+        (TAIL,),
+        ROLLPACKER.format(
+            "prompts deferred only, rollouts 1.14x / 1.64x / 2.60x at 8k / 16k / 32k"
+        ),
+    ),
+    "race": System(
+        (TAIL, RACE), ROLLPACKER.format("biased race as well, rollouts 1.7x / 3.1x / 4.0x")
+    ),
     "streamed": System((STREAMED,), ROLLPACKER.format("streamed gradients alone 1.08x")),
     "all": System((ALL, TAIL, BALANCED), ""),
     "all+streamed": System((ALL, TAIL, BALANCED, STREAMED), ""),
 }
-# race: rows of 1.25 times the responses; RollPacker's ablation in rollout seconds 82/277/673 without and 47/88/170 with both.
+# race: rows of 1.25 times the responses; RollPacker's ablation in rollout seconds 82/277/673
+# without and 47/88/170 with both.
 
 
 class Arm:
@@ -89,7 +106,9 @@ class Arm:
         """Where run.eval_steps wants it."""
         run, done = self.trainer.config.run, len(self.steps)
         if run.eval_steps and (done % run.eval_steps == 0 or done == run.max_steps):
-            self.curve.append((sum(step["step_s"] for step in self.steps), self.trainer.evaluate()["eval/reward"]))
+            self.curve.append(
+                (sum(step["step_s"] for step in self.steps), self.trainer.evaluate()["eval/reward"])
+            )
 
     def step(self, ranks: Ranks) -> None:
         """One whole step, on all ranks."""
@@ -97,11 +116,15 @@ class Arm:
         ranks.barrier()
         began_s = time.perf_counter()
         record = trainer.sampler.sample(step)
-        advantages = estimate_advantages(record.rewards, loss.advantage_estimator, loss.scale_rewards)
+        advantages = estimate_advantages(
+            record.rewards, loss.advantage_estimator, loss.scale_rewards
+        )
         trainer.update(record, advantages.ravel())
         ranks.barrier()
         counts = [rollout.acceptance for rollout in record.rollouts]
-        gained = np.array([[sum(c.gained_tokens for c in counts), sum(c.row_forwards for c in counts)]])
+        gained = np.array(
+            [[sum(c.gained_tokens for c in counts), sum(c.row_forwards for c in counts)]]
+        )
         gained, row_forwards = ranks.gather(gained).sum(axis=(0, 1)).tolist()
         self.steps.append(
             {
@@ -118,16 +141,31 @@ class Arm:
         """Of all steps but the first `skip`."""
         total = {
             name: sum(step[name] for step in self.steps[skip:])
-            for name in ("step_s", "seconds", "idle", "forwards", "tokens", "gained_tokens", "row_forwards")
+            for name in (
+                "step_s",
+                "seconds",
+                "idle",
+                "forwards",
+                "tokens",
+                "gained_tokens",
+                "row_forwards",
+            )
         }
-        engine, needs = self.trainer.sampler.engine, memory_needs.work_out(self.trainer.config, self.trainer.learner.model, 1)
-        bytes_ = needs.lasting + engine.num_slots * needs.whole_slot + max(needs.rollout, needs.training)
+        engine, needs = (
+            self.trainer.sampler.engine,
+            memory_needs.work_out(self.trainer.config, self.trainer.learner.model, 1),
+        )
+        bytes_ = (
+            needs.lasting + engine.num_slots * needs.whole_slot + max(needs.rollout, needs.training)
+        )
         return {
             "seconds_per_token": total["step_s"] / total["tokens"],
             "rollout_seconds_per_token": total["seconds"] / total["tokens"],
             "forwards_per_token": total["forwards"] / total["tokens"],
             "idle_ratio": total["idle"] / total["seconds"],
-            "tokens_a_pass": total["gained_tokens"] / total["row_forwards"] if total["row_forwards"] else 1.0,
+            "tokens_a_pass": total["gained_tokens"] / total["row_forwards"]
+            if total["row_forwards"]
+            else 1.0,
             "length_ratio": self.steps[-1].get("tail/length_ratio", 1.0),
             "memory_gb": bytes_ / 1e9,
             "seconds": [step["step_s"] for step in self.steps],
@@ -136,7 +174,9 @@ class Arm:
         }
 
 
-def run_seed(arguments: argparse.Namespace, ranks: Ranks, seed: int, folder: str) -> dict[str, dict]:
+def run_seed(
+    arguments: argparse.Namespace, ranks: Ranks, seed: int, folder: str
+) -> dict[str, dict]:
     """All systems with a seed."""
     names, results = arguments.systems.split(","), {}
     for together in [[name] for name in names] if arguments.one_by_one else [names]:
@@ -149,7 +189,9 @@ def run_seed(arguments: argparse.Namespace, ranks: Ranks, seed: int, folder: str
     return results
 
 
-def run_arms(arguments: argparse.Namespace, ranks: Ranks, seed: int, folder: str, names: list[str]) -> dict[str, dict]:
+def run_arms(
+    arguments: argparse.Namespace, ranks: Ranks, seed: int, folder: str, names: list[str]
+) -> dict[str, dict]:
     """Systems whose steps are made in turn."""
     arms = []
     for name in names:
@@ -166,7 +208,9 @@ def run_arms(arguments: argparse.Namespace, ranks: Ranks, seed: int, folder: str
         for number in np.random.default_rng((seed, step)).permutation(len(arms)).tolist():
             arms[number].step(ranks)
         if ranks.is_main and ((step + 1) % 10 == 0 or step + 1 == num_steps):
-            text = ", ".join(f"{arm.name} {1e6 * arm.result()['seconds_per_token']:.0f}" for arm in arms)
+            text = ", ".join(
+                f"{arm.name} {1e6 * arm.result()['seconds_per_token']:.0f}" for arm in arms
+            )
             print(f"seed {seed}, {step + 1} steps, us/token: {text}", flush=True)
     results = {arm.name: arm.result(arguments.skip) for arm in arms}
     for arm in arms:
@@ -175,13 +219,15 @@ def run_arms(arguments: argparse.Namespace, ranks: Ranks, seed: int, folder: str
 
 
 def summarise(seeds: dict[int, dict[str, dict]]) -> dict[str, dict]:
-    """By system: medians over the seeds, speed-ups over the first system; and the held-out reward at the end, on average."""
+    """By system: medians over the seeds, speed-ups over the first system; and the held-out reward
+    at the end, on average."""
     runs = list(seeds.values())
     first = next(iter(runs[0]))
     summary = {}
     for name in runs[0]:
         whole, rollout = (
-            [arms[first][key] / arms[name][key] for arms in runs] for key in ("seconds_per_token", "rollout_seconds_per_token")
+            [arms[first][key] / arms[name][key] for arms in runs]
+            for key in ("seconds_per_token", "rollout_seconds_per_token")
         )
         rewards = [arms[name]["curve"][-1][1] for arms in runs if arms[name]["curve"]]
         numbers = [key for key, value in runs[0][name].items() if isinstance(value, float)]
@@ -198,22 +244,31 @@ def summarise(seeds: dict[int, dict[str, dict]]) -> dict[str, dict]:
 
 
 def draw(seeds: dict[int, dict[str, dict]], summary: dict[str, dict], path: str) -> None:
-    """Speed-ups of whole steps and of rollouts; and held-out reward over seconds of training, the mean of all seeds."""
+    """Speed-ups of whole steps and of rollouts; and held-out reward over seconds of training, the
+    mean of all seeds."""
     has_curves = all(system["rewards"] for system in summary.values())
-    figure, axes = plt.subplots(1, 1 + has_curves, figsize=(6 + 5 * has_curves, 4), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(
+        1, 1 + has_curves, figsize=(6 + 5 * has_curves, 4), layout="constrained", squeeze=False
+    )
     bars, names = axes[0, 0], list(summary)
     for number, name in enumerate(names):
         system = summary[name]
         bars.barh(number, system["speedup"], 0.6, color=f"C{number % 10}")
-        bars.plot(system["speedups"], [number] * len(system["speedups"]), ".", color="black", markersize=4)
+        bars.plot(
+            system["speedups"], [number] * len(system["speedups"]), ".", color="black", markersize=4
+        )
         bars.plot(system["rollout_speedup"], number, "|", color="black", markersize=14)
     bars.axvline(1, color="grey", linewidth=0.8)
     bars.set_yticks(range(len(names)), names)
     bars.invert_yaxis()
     bars.set_xlabel("speed-up of whole steps (dots: seeds; line: rollouts alone)")
     for number, name in enumerate(names if has_curves else []):
-        curves = np.array([arms[name]["curve"] for arms in seeds.values()])  # [seeds, evaluations, 2]
-        axes[0, 1].plot(*curves.mean(axis=0).T, "o-", color=f"C{number % 10}", label=name, markersize=3)
+        curves = np.array(
+            [arms[name]["curve"] for arms in seeds.values()]
+        )  # [seeds, evaluations, 2]
+        axes[0, 1].plot(
+            *curves.mean(axis=0).T, "o-", color=f"C{number % 10}", label=name, markersize=3
+        )
     if has_curves:
         axes[0, 1].set_xlabel("seconds of training, without evaluations")
         axes[0, 1].set_ylabel("held-out reward")
@@ -227,7 +282,9 @@ def draw(seeds: dict[int, dict[str, dict]], summary: dict[str, dict], path: str)
 def report(arguments: argparse.Namespace, seeds: dict[int, dict[str, dict]]) -> None:
     """Print the table, and write what was asked for."""
     summary = summarise(seeds)
-    print("system            whole  rollouts  us/token   idle  tokens/pass  length ratio  memory  held-out  paper")
+    print(
+        "system            whole  rollouts  us/token   idle  tokens/pass  length ratio  memory  held-out  paper"
+    )
     for name, system in summary.items():
         reward = f"{system['reward']:.3f}" if system["rewards"] else "-"
         print(
@@ -238,19 +295,31 @@ def report(arguments: argparse.Namespace, seeds: dict[int, dict[str, dict]]) -> 
     if arguments.picture:
         draw(seeds, summary, arguments.picture)
     if arguments.json:
-        result = {"systems": summary, "config": arguments.config, "overrides": arguments.overrides, "skip": arguments.skip}
+        result = {
+            "systems": summary,
+            "config": arguments.config,
+            "overrides": arguments.overrides,
+            "skip": arguments.skip,
+        }
         with open(arguments.json, "w", encoding="utf-8") as file:
             json.dump({**result, "seeds": seeds}, file)
 
 
 def run(arguments: argparse.Namespace, folder: str) -> None:
     if unknown := set(arguments.systems.split(",")) - SYSTEMS.keys():
-        raise InputError(f"--systems: {', '.join(sorted(unknown))} unknown; valid are {', '.join(SYSTEMS)}")
+        raise InputError(
+            f"--systems: {', '.join(sorted(unknown))} unknown; valid are {', '.join(SYSTEMS)}"
+        )
     config = load_config(arguments.config, arguments.overrides)
     if not 0 <= arguments.skip < config.run.max_steps:
-        raise InputError(f"--skip: {arguments.skip}; give at least 0 and less than run.max_steps = {config.run.max_steps}")
+        raise InputError(
+            f"--skip: {arguments.skip}; give at least 0 and less than run.max_steps = {config.run.max_steps}"
+        )
     with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
-        seeds = {seed: run_seed(arguments, ranks, seed, folder) for seed in map(int, arguments.seeds.split(","))}
+        seeds = {
+            seed: run_seed(arguments, ranks, seed, folder)
+            for seed in map(int, arguments.seeds.split(","))
+        }
         if ranks.is_main:
             report(arguments, seeds)
 
@@ -260,7 +329,15 @@ if __name__ == "__main__":
     parser.add_argument("--picture", help="PNG of speed-ups, and of held-out reward over seconds")
     parser.add_argument("--seeds", default="0", help="of the runs, with commas between")
     parser.add_argument("--skip", type=int, default=0, help="first steps that do not count")
-    parser.add_argument("--one-by-one", action="store_true", help="one system after the other, not their steps in turn")
+    parser.add_argument(
+        "--one-by-one",
+        action="store_true",
+        help="one system after the other, not their steps in turn",
+    )
     systems = f"the others are compared with the first; of {', '.join(SYSTEMS)}"
-    parser.add_argument("--systems", default="plain,bubble,history,placement,drafter,tail,race,streamed,all", help=systems)
+    parser.add_argument(
+        "--systems",
+        default="plain,bubble,history,placement,drafter,tail,race,streamed,all",
+        help=systems,
+    )
     sys.exit(main(run, parser))

@@ -1,9 +1,12 @@
-"""Scheduling of rollouts against plain order: torchrun --nproc_per_node=2 benchmarks/tail_batching.py --config F [overrides]
+"""Scheduling of rollouts against plain order: torchrun --nproc_per_node=2
+benchmarks/tail_batching.py --config F [overrides]
 
-Each arm is a run of its own, of the same weights at the beginning; they take their steps in turn, each time in another order. If
-optim.learning_rate is 0 the weights stay the same, and all arms generate the same samples, in an order of their own; else each
-trains its own policy. What counts is seconds of rollout (waiting and exchange in it) for each token that is trained on,
-on the slowest rank; short and long rounds count up to the last long one, when nothing that has been paid for is waiting.
+Each arm is a run of its own, of the same weights at the beginning; they take their steps in turn,
+each time in another order. If optim.learning_rate is 0 the weights stay the same, and all arms
+generate the same samples, in an order of their own; else each trains its own policy. What counts is
+seconds of rollout (waiting and exchange in it) for each token that is trained on, on the slowest
+rank; short and long rounds count up to the last long one, when nothing that has been paid for is
+waiting.
 """
 
 import argparse
@@ -17,15 +20,17 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from benchmarks.shared import check_arms, main, make_parser
 from bubblespec.config import load_config
+from bubblespec.dist.ranks import Ranks, ranks_from_environment
 from bubblespec.learn.advantages import estimate_advantages
-from bubblespec.ranks.collectives import Ranks, ranks_from_environment
 from bubblespec.records import StepRecord, total_s
-from bubblespec.set_up import set_up
+from bubblespec.setup import set_up
 from bubblespec.trainer import Trainer
 
 NONE, DRAFTS = "speculative.method=none", "speculative.method=bubble+suffix"
 IN_ORDER, TAIL = "tail_batching.enabled=false", "tail_batching.enabled=true"
-IN_TURN, BALANCED, TAKE_OVER = (f"rollout.placement={name}" for name in ("in_turn", "balanced", "balanced+take_over"))
+IN_TURN, BALANCED, TAKE_OVER = (
+    f"rollout.placement={name}" for name in ("in_turn", "balanced", "balanced+take_over")
+)
 ARMS = {
     "plain": (NONE, IN_ORDER, IN_TURN),
     "balanced": (NONE, IN_ORDER, BALANCED),
@@ -42,7 +47,11 @@ PAPER = "RollPacker (arXiv 2509.21009), prompts deferred only, its own hardware:
 def measure(ranks: Ranks, record: StepRecord) -> dict:
     """A step's rollouts: seconds on the slowest rank, and what was trained on."""
     waited_s = sum(rollout.wait_s for rollout in record.rollouts) + total_s(record.stages, "wait")
-    gen_s = total_s(record.stages, "gen") + total_s(record.stages, "wait") + total_s(record.spans, "exchange")
+    gen_s = (
+        total_s(record.stages, "gen")
+        + total_s(record.stages, "wait")
+        + total_s(record.spans, "exchange")
+    )
     forwards = sum(rollout.own_forwards for rollout in record.rollouts)
     by_rank = ranks.gather(np.array([gen_s, waited_s, forwards]))
     lengths = record.generated.lengths
@@ -61,7 +70,9 @@ def take_step(trainer: Trainer, step: int, learns: bool) -> dict:
     trainer.ranks.barrier()
     record = trainer.sampler.sample(step)
     if learns:
-        advantages = estimate_advantages(record.rewards, loss.advantage_estimator, loss.scale_rewards)
+        advantages = estimate_advantages(
+            record.rewards, loss.advantage_estimator, loss.scale_rewards
+        )
         trainer.learner.update(record.samples, advantages.ravel(), step)
     return measure(trainer.ranks, record) | trainer.sampler.planner.metrics()
 
@@ -70,7 +81,10 @@ def summarise(steps: list[dict]) -> dict:
     """An arm up to its last long round, or all of it."""
     longs = [number for number, step in enumerate(steps) if step.get("tail/is_long_round")]
     counted = steps[: longs[-1] + 1] if longs else steps
-    total = {name: sum(step[name] for step in counted) for name in ("seconds", "idle", "forwards", "tokens")}
+    total = {
+        name: sum(step[name] for step in counted)
+        for name in ("seconds", "idle", "forwards", "tokens")
+    }
     return {
         "seconds_per_token": total["seconds"] / total["tokens"],
         "idle_ratio": total["idle"] / total["seconds"],
@@ -85,7 +99,10 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
     check_arms(arguments, ARMS)
     names = arguments.arms.split(",")
     configs = [
-        load_config(arguments.config, [*arguments.overrides, *ARMS[name], f"run.output_dir={folder}/{name}"]) for name in names
+        load_config(
+            arguments.config, [*arguments.overrides, *ARMS[name], f"run.output_dir={folder}/{name}"]
+        )
+        for name in names
     ]
     with ranks_from_environment(configs[0].model.device, configs[0].run.timeout_s) as ranks:
         trainers = [set_up(config, ranks) for config in configs]
@@ -93,18 +110,23 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
         steps: dict[str, list[dict]] = {name: [] for name in names}
         for step in range(configs[0].run.max_steps):
             turn = step % len(names)
-            for name, trainer in [*zip(names, trainers, strict=True)][turn:] + [*zip(names, trainers, strict=True)][:turn]:
+            for name, trainer in [*zip(names, trainers, strict=True)][turn:] + [
+                *zip(names, trainers, strict=True)
+            ][:turn]:
                 steps[name].append(take_step(trainer, step, learns))
             if ranks.is_main and (step + 1) % 10 == 0:
                 print(
-                    f"{step + 1} steps: " + ", ".join(f"{n} {sum(s['seconds'] for s in steps[n]):.1f} s" for n in names),
+                    f"{step + 1} steps: "
+                    + ", ".join(f"{n} {sum(s['seconds'] for s in steps[n]):.1f} s" for n in names),
                     flush=True,
                 )
         if ranks.is_main:
             report(arguments, {name: summarise(of_arm) for name, of_arm in steps.items()}, steps)
 
 
-def report(arguments: argparse.Namespace, arms: dict[str, dict], steps: dict[str, list[dict]]) -> None:
+def report(
+    arguments: argparse.Namespace, arms: dict[str, dict], steps: dict[str, list[dict]]
+) -> None:
     first = next(iter(arms.values()))
     for name, arm in arms.items():
         arm["speedup"] = first["seconds_per_token"] / arm["seconds_per_token"]
@@ -118,7 +140,15 @@ def report(arguments: argparse.Namespace, arms: dict[str, dict], steps: dict[str
         last = list(arms.values())[-1]
         result = {"speedup": last["speedup"], "length_ratio": last["length_ratio"], "arms": arms}
         with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump({**result, "config": arguments.config, "overrides": arguments.overrides, "steps": steps}, file)
+            json.dump(
+                {
+                    **result,
+                    "config": arguments.config,
+                    "overrides": arguments.overrides,
+                    "steps": steps,
+                },
+                file,
+            )
 
 
 if __name__ == "__main__":

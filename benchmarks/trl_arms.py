@@ -1,18 +1,24 @@
-"""Training runs of this trainer and of TRL's GRPOTrainer on the same problem, each a job of its own that measures its steps.
+"""Training runs of this trainer and of TRL's GRPOTrainer on the same problem, each a job of its own
+that measures its steps.
 
-TRL is a dependency of these comparisons alone: pip install --no-deps trl==1.16.0 (into a folder of its own, given by PYTHONPATH).
+TRL is a dependency of these comparisons alone: pip install --no-deps trl==1.16.0 (into a folder of
+its own, given by PYTHONPATH).
 
-Arms: trl (generation by `model.generate`), trl-cb (its generation by transformers' continuous batching), none (this trainer
-without speculation), bubble+suffix and bubble+suffix+drafter (with it), all and all+drafter (with tail batching too). All have
-the same model, prompts in the same order (but for tail batching, which defers some), group size, limits, reward functions, global
-batch, loss (one update a batch, no KL), AdamW and clipping, in float32 on two ranks with one thread each. Tokens differ: each
-samples in its own way.
+Arms: trl (generation by `model.generate`), trl-cb (its generation by transformers' continuous
+batching), none (this trainer without speculation), bubble+suffix and bubble+suffix+drafter (with
+it), all and all+drafter (with tail batching too). All have the same model, prompts in the same
+order (but for tail batching, which defers some), group size, limits, reward functions, global
+batch, loss (one update a batch, no KL), AdamW and clipping, in float32 on two ranks with one thread
+each. Tokens differ: each samples in its own way.
 
-A step lasts from the end of one to the end of the next, with everything in it: data, generation, rewards, learning, logging. What
-is before the first step of this trainer's loop (the warm start of a drafter) is in that step.
+A step lasts from the end of one to the end of the next, with everything in it: data, generation,
+rewards, learning, logging. What is before the first step of this trainer's loop (the warm start of
+a drafter) is in that step.
 
-What TRL is given to run well on a CPU: SDPA, K/V cache, no gradient checkpointing, no logging, no old-policy forward, and the
---trl-microbatches that suit it. What differs by design: this trainer packs without padding, and computes no gradient where a
+What TRL is given to run well on a CPU: SDPA, K/V cache, no gradient checkpointing, no logging, no
+old-policy forward, and the
+--trl-microbatches that suit it. What differs by design: this trainer packs without padding, and
+computes no gradient where a
 group's equal rewards make it zero.
 """
 
@@ -86,7 +92,10 @@ def saver(model: torch.nn.Module, folder: str | None, every: int) -> Callable[[i
 
     def save(num_steps: int) -> None:
         if folder and num_steps % every == 0 and int(os.environ.get("RANK", "0")) == 0:
-            torch.save({name: tensor.clone() for name, tensor in model.state_dict().items()}, weights_file(folder, num_steps))
+            torch.save(
+                {name: tensor.clone() for name, tensor in model.state_dict().items()},
+                weights_file(folder, num_steps),
+            )
 
     return save
 
@@ -99,8 +108,8 @@ def run_own(config: Config, num_steps: int, folder: str | None, every: int) -> d
     """Steps of this trainer, through the loop of train.py as it is. folder, every: see `saver`."""
     import train as entry
     from bubblespec import trainer as trainer_module
-    from bubblespec.ranks.collectives import ranks_from_environment
-    from bubblespec.set_up import set_up
+    from bubblespec.dist.ranks import ranks_from_environment
+    from bubblespec.setup import set_up
 
     steps = []
 
@@ -133,7 +142,14 @@ def run_own(config: Config, num_steps: int, folder: str | None, every: int) -> d
     }
 
 
-def run_trl(config: Config, num_steps: int, microbatches: int, continuous_batching: bool, folder: str | None, every: int) -> dict:
+def run_trl(
+    config: Config,
+    num_steps: int,
+    microbatches: int,
+    continuous_batching: bool,
+    folder: str | None,
+    every: int,
+) -> dict:
     """The same by TRL. Raises InputError for what TRL has under no option of its own."""
     import torch.distributed as dist
     from datasets import Dataset
@@ -142,15 +158,20 @@ def run_trl(config: Config, num_steps: int, microbatches: int, continuous_batchi
 
     from bubblespec.data.prompts import make_tokenize
     from bubblespec.rewards.functions import load_reward
-    from bubblespec.set_up import load_prompts, stop_tokens
+    from bubblespec.setup import load_prompts, stop_tokens
 
     rollout, optim, loss = config.rollout, config.optim, config.loss
     torch.manual_seed(config.run.seed)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_pretrained(
+        config.model.path, dtype=torch.float32, attn_implementation="sdpa"
+    )
     model.generation_config.eos_token_id = list(stop_tokens(config, model, tokenizer))
     prompt_set, _ = load_prompts(config, tokenizer)
-    batches = [prompt_set.batch(config.run.seed, step, rollout.num_prompts_per_step) for step in range(num_steps)]
+    batches = [
+        prompt_set.batch(config.run.seed, step, rollout.num_prompts_per_step)
+        for step in range(num_steps)
+    ]
     prompts = [prompt for batch in batches for prompt in batch]
     lengths: list[list[int]] = []  # of this rank, by step
 
@@ -158,7 +179,9 @@ def run_trl(config: Config, num_steps: int, microbatches: int, continuous_batchi
         def reward(prompts_, completions, completion_ids, number, **kwargs):
             names = sorted({name for i in number for name in prompts[i].columns})
             columns = {name: [prompts[i].columns.get(name) for i in number] for name in names}
-            return function(prompts=prompts_, completions=completions, completion_ids=completion_ids, **columns)
+            return function(
+                prompts=prompts_, completions=completions, completion_ids=completion_ids, **columns
+            )
 
         def named(prompts, completions, completion_ids, number, **kwargs):
             if function is functions[0]:
@@ -235,14 +258,18 @@ def run_trl(config: Config, num_steps: int, microbatches: int, continuous_batchi
         model=model,
         reward_funcs=[rewarder(function) for function in functions],
         args=arguments,
-        train_dataset=Dataset.from_list([{"prompt": prompt.text, "number": i} for i, prompt in enumerate(prompts)]),
+        train_dataset=Dataset.from_list(
+            [{"prompt": prompt.text, "number": i} for i, prompt in enumerate(prompts)]
+        ),
         processing_class=tokenizer,
         callbacks=[Callback()],
     )
     given = trainer._tokenize_prompts([prompt.text for prompt in batches[0]])[0]
     tokenize = make_tokenize(tokenizer)
     if [list(ids) for ids in given] != [list(tokenize(prompt.text)) for prompt in batches[0]]:
-        raise InputError("TRL tokenises these prompts in another way, so the arms would not have the same work")
+        raise InputError(
+            "TRL tokenises these prompts in another way, so the arms would not have the same work"
+        )
     trainer.train()
     everyone = [None] * world_size
     if world_size > 1:
@@ -250,7 +277,9 @@ def run_trl(config: Config, num_steps: int, microbatches: int, continuous_batchi
     else:
         everyone = [lengths]
     by_step = [np.concatenate([rank[step] for rank in everyone]) for step in range(num_steps)]
-    assert all(len(step) == rows for step in by_step), "a step of TRL has another number of sequences"
+    assert all(len(step) == rows for step in by_step), (
+        "a step of TRL has another number of sequences"
+    )
     if dist.is_initialized():
         dist.destroy_process_group()
     return {
@@ -268,8 +297,16 @@ def run_arm(arguments: argparse.Namespace) -> int:
     """In a job of its own: rank 0 writes what it measured to --json."""
     arm, num_steps = arguments.arm, arguments.steps
     with tempfile.TemporaryDirectory() as folder:
-        overrides = [*arguments.overrides, "run.eval_steps=0", "run.save_steps=0", f"run.output_dir={arguments.folder or folder}"]
-        overrides += [f"run.max_steps={num_steps + STEPS_BEYOND}", f"run.logging_steps={num_steps + STEPS_BEYOND}"]
+        overrides = [
+            *arguments.overrides,
+            "run.eval_steps=0",
+            "run.save_steps=0",
+            f"run.output_dir={arguments.folder or folder}",
+        ]
+        overrides += [
+            f"run.max_steps={num_steps + STEPS_BEYOND}",
+            f"run.logging_steps={num_steps + STEPS_BEYOND}",
+        ]
         config = load_config(arguments.config, [*overrides, *OWN.get(arm, ())])
         if arm in OWN:
             measured = run_own(config, num_steps, arguments.weights, arguments.every)
@@ -283,21 +320,53 @@ def run_arm(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def job(arguments: argparse.Namespace, arm: str, overrides: list[str], weights: str | None = None, every: int = 1) -> dict:
-    """One arm's steps, in a job of two ranks; {"error": ...} if it fails. arguments: of `add_arguments`. weights: a folder for
-    the policy's, after every so many steps."""
+def job(
+    arguments: argparse.Namespace,
+    arm: str,
+    overrides: list[str],
+    weights: str | None = None,
+    every: int = 1,
+) -> dict:
+    """One arm's steps, in a job of two ranks; {"error": ...} if it fails. arguments: of
+    `add_arguments`. weights: a folder for the policy's, after every so many steps."""
     with tempfile.TemporaryDirectory() as folder:
         out, log = os.path.join(folder, "arm.json"), os.path.join(folder, "log")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={arguments.nproc_per_node}"]
-        command += [os.path.abspath(__file__), "--arm", arm, "--config", arguments.config, "--json", out, "--folder", folder]
-        command += ["--steps", str(arguments.steps), "--trl-microbatches", str(arguments.trl_microbatches), *overrides]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc_per_node={arguments.nproc_per_node}",
+        ]
+        command += [
+            os.path.abspath(__file__),
+            "--arm",
+            arm,
+            "--config",
+            arguments.config,
+            "--json",
+            out,
+            "--folder",
+            folder,
+        ]
+        command += [
+            "--steps",
+            str(arguments.steps),
+            "--trl-microbatches",
+            str(arguments.trl_microbatches),
+            *overrides,
+        ]
         command += ["--weights", weights, "--every", str(every)] if weights else []
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         with open(log, "wb") as file:
-            code = subprocess.run(command, env=environment, stdout=file, stderr=subprocess.STDOUT).returncode
+            code = subprocess.run(
+                command, env=environment, stdout=file, stderr=subprocess.STDOUT
+            ).returncode
         if code or not os.path.exists(out):
             with open(log, encoding="utf-8", errors="replace") as file:
-                lines = [line.strip() for line in file if "Error" in line or line.startswith("error")]
+                lines = [
+                    line.strip() for line in file if "Error" in line or line.startswith("error")
+                ]
             return {"error": (lines or [f"exit code {code}"])[0]}
         with open(out, encoding="utf-8") as file:
             return json.load(file)
@@ -308,7 +377,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", required=True)
     parser.add_argument("--json")
     parser.add_argument("--steps", type=int, default=5, help="of each job")
-    parser.add_argument("--trl-microbatches", type=int, default=1, help="into which TRL splits a rank's sequences")
+    parser.add_argument(
+        "--trl-microbatches", type=int, default=1, help="into which TRL splits a rank's sequences"
+    )
     parser.add_argument("--nproc-per-node", type=int, default=2)
     parser.add_argument("overrides", nargs="*")
 
@@ -317,9 +388,13 @@ def check(config: Config) -> None:
     """Raises InputError for what the arm of TRL is not set up for."""
     for key, value in COMPARED.items():
         if flatten(config)[key] != value:
-            raise InputError(f"{key}: {flatten(config)[key]}; the comparison is made for {value} alone")
+            raise InputError(
+                f"{key}: {flatten(config)[key]}; the comparison is made for {value} alone"
+            )
     if config.model.device != "cpu" and torch.cuda.is_available():
-        raise InputError(f"model.device: {config.model.device}; the comparison is made on CPUs alone, give cpu")
+        raise InputError(
+            f"model.device: {config.model.device}; the comparison is made on CPUs alone, give cpu"
+        )
 
 
 if __name__ == "__main__":  # a rank of an arm's job

@@ -1,8 +1,10 @@
-"""Checkpoints: written to a temporary folder, flushed to disk, renamed. A folder named checkpoint-N is therefore complete unless
-the disk fails, which its SHA256SUMS detects (`sha256sum -c SHA256SUMS`): a run never resumes from a damaged one.
+"""Checkpoints: written to a temporary folder, flushed to disk, renamed. A folder named checkpoint-N
+is therefore complete unless the disk fails, which its SHA256SUMS detects (`sha256sum -c
+SHA256SUMS`): a run never resumes from a damaged one.
 
-Noise is a function of a sample's name, and batches are one of the step and of what was drawn before it: weights, optimizer state,
-the step number and the planner's state are all that exactness needs; drafts and histories are saved too, for speed.
+Noise is a function of a sample's name, and batches are one of the step and of what was drawn before
+it: weights, optimizer state, the step number and the planner's state are all that exactness needs;
+drafts and histories are saved too, for speed.
 """
 
 import contextlib
@@ -22,11 +24,11 @@ from transformers import PreTrainedModel
 
 from bubblespec.config import Config, config_to_yaml, flatten, load_config, resume_classes
 from bubblespec.config_checks import ROUNDING, SAFE
+from bubblespec.dist.ranks import Ranks
 from bubblespec.errors import InputError, say
 from bubblespec.learn.idle_training import IdleTraining
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.learn.warm_start import save_drafter
-from bubblespec.ranks.collectives import Ranks
 
 STATE_FILE = "trainer_state.json"
 SUMS_FILE = "SHA256SUMS"
@@ -50,11 +52,11 @@ def save_checkpoint(
     drafter: IdleTraining | None,
     ranks: Ranks,
 ) -> str | None:
-    """Save after `step` updates; all ranks call it. evaluated: updates before the last evaluation, or -1; linear: the choice of
-    linear layers' kernels, see `set_up.choose_linear`.
+    """Save after `step` updates; all ranks call it. evaluated: updates before the last evaluation,
+    or -1; linear: the choice of linear layers' kernels, see `set_up.choose_linear`.
 
-    Returns None, or in one line why it failed (a full disk, for instance): then nothing is left of it, and the checkpoints
-    before it stay. The answer is the same on every rank.
+    Returns None, or in one line why it failed (a full disk, for instance): then nothing is left of
+    it, and the checkpoints before it stay. The answer is the same on every rank.
     """
     problem = ""
     optimizer_state = optimizer.state_dict(ranks)
@@ -73,7 +75,9 @@ def save_checkpoint(
             os.makedirs(temporary)
             model.save_pretrained(temporary)
             tokenizer.save_pretrained(temporary)
-            with open(os.path.join(temporary, "optimizer.pt"), "wb") as file:  # of an own file's failure torch gives no reason
+            with open(
+                os.path.join(temporary, "optimizer.pt"), "wb"
+            ) as file:  # of an own file's failure torch gives no reason
                 torch.save(optimizer_state, file)
             np.savez(os.path.join(temporary, PLANNER_FILE), **planner)
             if speculation is not None:
@@ -83,12 +87,22 @@ def save_checkpoint(
             with open(os.path.join(temporary, STATE_FILE), "w", encoding="utf-8") as file:
                 json.dump(state, file, indent=1)
             _commit(temporary, os.path.join(config.run.output_dir, f"checkpoint-{step}"))
-        except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: torch.save's word for a failed write
+        except (
+            OSError,
+            RuntimeError,
+            SafetensorError,
+        ) as error:  # RuntimeError: torch.save's word for a failed write
             shutil.rmtree(temporary, ignore_errors=True)
             reason = error.__context__ if isinstance(error.__context__, OSError) else error
             problem = " ".join(str(reason).split()) or type(reason).__name__
-        else:  # checkpoints beyond this one are damaged, or of a continuation that was given up: they are not counted
-            saved = [folder for folder in list_checkpoints(config.run.output_dir) if step_of(folder) <= step]
+        # checkpoints beyond this one are damaged, or of a continuation that was given up: they are
+        # not counted
+        else:
+            saved = [
+                folder
+                for folder in list_checkpoints(config.run.output_dir)
+                if step_of(folder) <= step
+            ]
             for old in saved[: -config.run.keep_last]:
                 shutil.rmtree(old, ignore_errors=True)
     return ranks.gather_text(problem)[0] or None
@@ -98,7 +112,9 @@ def _commit(temporary: str, final: str) -> None:
     """Checksums, everything on disk, and only then the name that counts."""
     names = sorted(os.listdir(temporary), key=lambda name: (name == STATE_FILE, name))
     with open(os.path.join(temporary, SUMS_FILE), "w", encoding="utf-8") as file:
-        file.writelines(f"{digest}  {name}\n" for name, digest in _digests(temporary, names).items())
+        file.writelines(
+            f"{digest}  {name}\n" for name, digest in _digests(temporary, names).items()
+        )
     for name in [*names, SUMS_FILE]:
         _flush(os.path.join(temporary, name))
     _flush(temporary)
@@ -108,10 +124,13 @@ def _commit(temporary: str, final: str) -> None:
 
 
 def find_damage(folder: str) -> str | None:
-    """What is wrong with the files of a checkpoint, or None if they are as they were written. Reads all of them."""
+    """What is wrong with the files of a checkpoint, or None if they are as they were written. Reads
+    all of them."""
     try:
         with open(os.path.join(folder, SUMS_FILE), encoding="utf-8") as file:
-            wanted = {name: digest for digest, name in (line.rstrip("\n").split("  ", 1) for line in file)}
+            wanted = {
+                name: digest for digest, name in (line.rstrip("\n").split("  ", 1) for line in file)
+            }
     except (OSError, ValueError) as error:  # ValueError: a line of another form, or not UTF-8
         return f"{SUMS_FILE} cannot be read ({error})"
     if not wanted or list(wanted)[-1] != STATE_FILE:  # which is written last
@@ -120,7 +139,10 @@ def find_damage(folder: str) -> str | None:
         digests = _digests(folder, list(wanted))
     except OSError as error:
         return f"a file cannot be read: {error}"
-    return next((f"{name} is not as it was written" for name in wanted if digests[name] != wanted[name]), None)
+    return next(
+        (f"{name} is not as it was written" for name in wanted if digests[name] != wanted[name]),
+        None,
+    )
 
 
 def _digests(folder: str, names: list[str]) -> dict[str, str]:
@@ -135,14 +157,17 @@ def _digests(folder: str, names: list[str]) -> dict[str, str]:
 
 
 def lock_output_dir(config: Config) -> IO:
-    """Make the folder ours until the returned file is closed or this process ends, leave the configuration in it, and clear
-    away saves that were not finished. Raises InputError if another run has it, or it cannot be written to."""
+    """Make the folder ours until the returned file is closed or this process ends, leave the
+    configuration in it, and clear away saves that were not finished. Raises InputError if another
+    run has it, or it cannot be written to."""
     output_dir = config.run.output_dir
     try:
         os.makedirs(output_dir, exist_ok=True)
         file = open(os.path.join(output_dir, ".lock"), "w")  # noqa: SIM115 (open as long as the run)
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # lockf, not flock: no child that outlives us inherits it
+            fcntl.lockf(
+                file, fcntl.LOCK_EX | fcntl.LOCK_NB
+            )  # lockf, not flock: no child that outlives us inherits it
         except OSError as error:
             raise InputError(f"run.output_dir: {output_dir} is in use by another run") from error
         resolved = os.path.join(output_dir, CONFIG_FILE)
@@ -152,7 +177,9 @@ def lock_output_dir(config: Config) -> IO:
     except OSError as error:
         with contextlib.suppress(OSError):
             os.remove(os.path.join(output_dir, CONFIG_FILE + ".tmp"))
-        raise InputError(f"run.output_dir: cannot write to {output_dir}: {error.strerror}") from error
+        raise InputError(
+            f"run.output_dir: cannot write to {output_dir}: {error.strerror}"
+        ) from error
     for name in os.listdir(output_dir):
         if name.startswith("tmp-checkpoint-"):
             shutil.rmtree(os.path.join(output_dir, name), ignore_errors=True)
@@ -162,7 +189,9 @@ def lock_output_dir(config: Config) -> IO:
 def list_checkpoints(output_dir: str) -> list[str]:
     """Checkpoint folders, oldest first."""
     names = os.listdir(output_dir) if os.path.isdir(output_dir) else []
-    folders = [os.path.join(output_dir, name) for name in names if re.fullmatch(r"checkpoint-\d+", name)]
+    folders = [
+        os.path.join(output_dir, name) for name in names if re.fullmatch(r"checkpoint-\d+", name)
+    ]
     return sorted(folders, key=step_of)
 
 
@@ -172,9 +201,10 @@ def step_of(folder: str) -> int:
 
 
 def find_checkpoint(config: Config, ranks: Ranks) -> str | None:
-    """The folder to continue from, or None for a fresh start; rank 0 looks, as that reads every file of it once, and all ranks
-    get its answer. Raises InputError on all of them where continuing would not be exact, where output_dir holds a run of another
-    configuration, whose files would be overwritten, or where it holds checkpoints, but none that is whole."""
+    """The folder to continue from, or None for a fresh start; rank 0 looks, as that reads every
+    file of it once, and all ranks get its answer. Raises InputError on all of them where continuing
+    would not be exact, where output_dir holds a run of another configuration, whose files would be
+    overwritten, or where it holds checkpoints, but none that is whole."""
     answer = {}
     if ranks.is_main:
         try:
@@ -207,7 +237,9 @@ def _find_checkpoint(config: Config, world_size: int) -> str | None:
     else:
         folder = wanted
         if not os.path.isfile(os.path.join(folder, STATE_FILE)):
-            raise InputError(f"run.resume_from_checkpoint: {folder} is not a checkpoint (it has no {STATE_FILE})")
+            raise InputError(
+                f"run.resume_from_checkpoint: {folder} is not a checkpoint (it has no {STATE_FILE})"
+            )
         if damage := find_damage(folder):
             raise InputError(f"run.resume_from_checkpoint: {folder} is damaged: {damage}")
     state = read_state(folder)
@@ -216,11 +248,16 @@ def _find_checkpoint(config: Config, world_size: int) -> str | None:
             f"run.resume_from_checkpoint: {folder} is of another version, whose samples have other noise: continuing would not "
             "be the same run (give another run.output_dir for a new one)"
         )
-    other = [f"{key}: {here} here, but {there}" for key, here, there in _check_same_run(config, state["config"], folder)]
+    other = [
+        f"{key}: {here} here, but {there}"
+        for key, here, there in _check_same_run(config, state["config"], folder)
+    ]
     if world_size != state["world_size"]:
         other.append(f"{world_size} ranks here, but {state['world_size']}")
     for difference in other:
-        say(f"warning: {difference} in {folder}; the run goes on, but its weights are the same to rounding only")
+        say(
+            f"warning: {difference} in {folder}; the run goes on, but its weights are the same to rounding only"
+        )
     return folder
 
 
@@ -242,8 +279,8 @@ def _newest_whole(folders: list[str]) -> str | None:
 
 
 def _check_same_run(config: Config, saved: dict, where: str) -> list[tuple[str, object, object]]:
-    """Raises InputError if a key differs that must not; returns the key, its value here and there, of those that change rounding
-    alone."""
+    """Raises InputError if a key differs that must not; returns the key, its value here and there,
+    of those that change rounding alone."""
     current, classes, rounding = flatten(config), resume_classes(config), []
     for key in sorted(saved.keys() | current.keys()):
         if key not in current:
@@ -262,8 +299,8 @@ def _check_same_run(config: Config, saved: dict, where: str) -> list[tuple[str, 
 
 
 def load_optimizer(folder: str, optimizer: Optimizer) -> None:
-    """Restore the optimizer. The file is mapped, not read: a rank takes its share out of it, and ranks of one machine share its
-    pages."""
+    """Restore the optimizer. The file is mapped, not read: a rank takes its share out of it, and
+    ranks of one machine share its pages."""
     path = os.path.join(folder, "optimizer.pt")
     optimizer.load_state_dict(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
 
@@ -278,7 +315,8 @@ def load_arrays(folder: str, name: str) -> dict[str, np.ndarray] | None:
 
 
 def read_state(folder: str) -> dict:
-    """step: updates done; evaluated: updates before the last evaluation, or -1; world_size; config: all its keys, flat."""
+    """step: updates done; evaluated: updates before the last evaluation, or -1; world_size; config:
+    all its keys, flat."""
     with open(os.path.join(folder, STATE_FILE), encoding="utf-8") as file:
         return json.load(file)
 

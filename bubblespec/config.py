@@ -1,8 +1,10 @@
-"""Configuration: typed dataclasses, filled from a YAML file and dotted overrides, checked before anything heavy starts.
+"""Configuration: typed dataclasses, filled from a YAML file and dotted overrides, checked before
+anything heavy starts.
 
-A key is declared once: its type and default, a line below that says what it is, and in `key(...)` its bounds and whether a
-continued run may have another value (`resume`; by default it may not). Leaf names are TRL's where TRL has one, verl's otherwise.
-Every mistake ends in an `InputError` of one line that names the key.
+A key is declared once: its type and default, a line below that says what it is, and in `key(...)`
+its bounds and whether a continued run may have another value (`resume`; by default it may not).
+Leaf names are TRL's where TRL has one, verl's otherwise. Every mistake ends in an `InputError` of
+one line that names the key.
 """
 
 import dataclasses
@@ -12,12 +14,29 @@ from typing import Any, Literal
 
 from omegaconf import MISSING, OmegaConf
 
-from bubblespec.config_checks import EXACT, ROUNDING, SAFE, UINT64, Bound, above, at_least, at_most, escape, fill, key
+from bubblespec.config_checks import (
+    EXACT,
+    ROUNDING,
+    SAFE,
+    UINT64,
+    Bound,
+    above,
+    at_least,
+    at_most,
+    escape,
+    fill,
+    key,
+)
 from bubblespec.config_combinations import check_combinations
 from bubblespec.errors import InputError
 
-COUNTER = "the noise counter's field"  # of uid, visit, sample and position; a prompt has at most one visit a step
-TEMPERATURE = (at_least(0), at_most(1e4), at_least(1e-3, or_else=0))  # logits divided by less leave the range of float32
+# of uid, visit, sample and position; a prompt has at most one visit a step
+COUNTER = "the noise counter's field"
+TEMPERATURE = (
+    at_least(0),
+    at_most(1e4),
+    at_least(1e-3, or_else=0),
+)  # logits divided by less leave the range of float32
 DECAY = Bound(lambda decay: 0 <= decay < 1, "at least 0 and below 1")
 
 
@@ -34,18 +53,21 @@ class ModelConfig:
     attention: Literal["auto", "sdpa", "varlen", "flash_attn"] = "auto"
     """Attention kernel; auto takes the fastest that is importable on the device (sdpa on CPU)."""
     cpu_linear: Literal["auto", "torch"] = key("auto", resume=ROUNDING)
-    """Products of linear layers on a CPU in float32: auto measures for a second at the start which kernels are fastest, and may
-    keep a second copy of the weights for generation; torch has no choice to make, so that float32 tokens repeat bit for bit."""
+    """Products of linear layers on a CPU in float32: auto measures for a second at the start which
+    kernels are fastest, and may keep a second copy of the weights for generation; torch has no
+    choice to make, so that float32 tokens repeat bit for bit."""
     gradient_checkpointing: bool = key(False, resume=ROUNDING)
     """Recompute activations in the backward pass: less memory, more time."""
     trust_remote_code: bool = key(False, resume=SAFE)
     """Allow model and tokenizer folders to run their own code."""
     lora_r: int = key(0, at_least(0))
-    """Rank of a LoRA adapter, trained in place of the weights (needs requirements-lora.txt); 0 trains all weights."""
+    """Rank of a LoRA adapter, trained in place of the weights (needs requirements-lora.txt); 0
+    trains all weights."""
     lora_alpha: int = key(32, at_least(1))
     """The adapter's output is scaled by lora_alpha / lora_r."""
     lora_target_modules: list[str] = key(["all-linear"])
-    """Names of the layers that get an adapter; [all-linear] is all linear layers but the output head."""
+    """Names of the layers that get an adapter; [all-linear] is all linear layers but the output
+    head."""
 
 
 @dataclass
@@ -65,13 +87,15 @@ class DataConfig:
     """The prompts, and the columns that rewards read."""
 
     path: str | None = None
-    """A JSON/JSONL/CSV/Parquet file, a folder or glob of them, or a hub dataset; needs a `prompt` column (see columns)."""
+    """A JSON/JSONL/CSV/Parquet file, a folder or glob of them, or a hub dataset; needs a `prompt`
+    column (see columns)."""
     name: str | None = None
     """Subset of a hub dataset."""
     split: str = "train"
     """Split of a hub dataset."""
     columns: dict[str, str] = key({})
-    """Columns by other names: {prompt: question} takes `prompt` from `question`; a dot reaches into a nested column."""
+    """Columns by other names: {prompt: question} takes `prompt` from `question`; a dot reaches into
+    a nested column."""
     tasks: list[TaskConfig] = key([])
     """Mixture of reasoning-gym tasks (instead of `path`)."""
     size: int = key(10_000, at_least(1), at_most(1 << 24))
@@ -79,7 +103,8 @@ class DataConfig:
     seed: int = key(1, at_least(0), UINT64)
     """Seed of the problems made from `tasks`; held-out problems come from another one."""
     eval_path: str | None = None
-    """Held-out file, folder, glob or hub dataset (default: the split below, or rows held out of `path`)."""
+    """Held-out file, folder, glob or hub dataset (default: the split below, or rows held out of
+    `path`)."""
     eval_split: str | None = None
     """Held-out split of a hub dataset."""
     as_chat: bool = False
@@ -97,19 +122,24 @@ class RewardConfig:
     weights: list[float] | None = None
     """One weight per function (default: all 1)."""
     num_workers: int = key(2, at_least(0), resume=SAFE)
-    """Processes on each rank that score finished responses, one at a time, while others are generated; 0 scores them in the main
-    process, many in one call, without protection from functions that hang, crash, or leave processes behind."""
+    """Processes on each rank that score finished responses, one at a time, while others are
+    generated; 0 scores them in the main process, many in one call, without protection from
+    functions that hang, crash, or leave processes behind."""
     timeout_s: float = key(60.0, above(0), resume=SAFE)
     """Seconds that a function may take for one response in a worker; taking longer is an error."""
     adaptive_timeout: bool = key(False, resume=SAFE)
-    """Lower the time-out of a function to 1.5 times the slowest answer so far to the same task (the data's column `task`) with a
-    reward above 0, within 2 and 30 seconds (RollPacker). Rewards may then depend on how fast the machine is."""
+    """Lower the time-out of a function to 1.5 times the slowest answer so far to the same task (the
+    data's column `task`) with a reward above 0, within 2 and 30 seconds (RollPacker). Rewards may
+    then depend on how fast the machine is."""
     reward_on_error: float | None = 0.0
-    """Reward of a response for which a function raises, times out, crashes or returns no finite number; null ends the run."""
+    """Reward of a response for which a function raises, times out, crashes or returns no finite
+    number; null ends the run."""
     overlong_buffer_length: int = key(0, at_least(0))
-    """Soft overlong punishment (DAPO): a response loses reward in these last tokens before max_completion_length; 0 is off."""
+    """Soft overlong punishment (DAPO): a response loses reward in these last tokens before
+    max_completion_length; 0 is off."""
     overlong_penalty_factor: float = key(1.0, at_least(0), at_most(1e6))
-    """What a response of max_completion_length loses; in the buffer the loss grows linearly up to it."""
+    """What a response of max_completion_length loses; in the buffer the loss grows linearly up to
+    it."""
 
 
 @dataclass
@@ -133,26 +163,36 @@ class RolloutConfig:
     top_k: int = key(0, at_least(0))
     """Keep the k best tokens; 0 keeps all."""
     dynamic_sampling: bool = False
-    """Replace groups whose responses all got the same reward, which teach nothing, by groups of further prompts (DAPO)."""
+    """Replace groups whose responses all got the same reward, which teach nothing, by groups of
+    further prompts (DAPO)."""
     dynamic_sampling_max_batches: int = key(4, at_least(1), at_most(1 << 16))
-    """Most batches generated in a step, the first among them; groups that they cannot replace stay in."""
+    """Most batches generated in a step, the first among them; groups that they cannot replace stay
+    in."""
     placement: Literal["in_turn", "balanced", "balanced+take_over"] = key("balanced", resume=SAFE)
-    """Which rank generates what: prompts in turn, or samples so that all ranks are expected to end together; with take_over a
-    rank that has finished takes samples of the slowest one. Changes the time of a run, and no token."""
-    shared_tail_rows: int | str = key("auto", at_least(0, or_else="auto"), at_most(1 << 10), resume=SAFE)
-    """With at most so many rows left on all ranks together, these decode them together, each with a slice of the weights; 0:
-    never; auto: where measured costs say that it is faster, with up to 16 rows. Changes the time of a run, and no token."""
+    """Which rank generates what: prompts in turn, or samples so that all ranks are expected to end
+    together; with take_over a rank that has finished takes samples of the slowest one. Changes the
+    time of a run, and no token."""
+    shared_tail_rows: int | str = key(
+        "auto", at_least(0, or_else="auto"), at_most(1 << 10), resume=SAFE
+    )
+    """With at most so many rows left on all ranks together, these decode them together, each with a
+    slice of the weights; 0: never; auto: where measured costs say that it is faster, with up to 16
+    rows. Changes the time of a run, and no token."""
     stop_token_ids: list[int] | None = key(None, at_least(0))
-    """Tokens that end a response (default: those of the model's generation config and tokenizer)."""
+    """Tokens that end a response (default: those of the model's generation config and
+    tokenizer)."""
     num_slots: int | str = key("auto", at_least(1, or_else="auto"), at_most(1 << 20), resume=SAFE)
-    """Rows that one rank decodes at the same time, drafts of coming steps included; more rows wait in a queue. auto takes as many
-    as fit into free memory, up to what is useful; give a number where float32 or bfloat16 tokens must repeat bit for bit."""
+    """Rows that one rank decodes at the same time, drafts of coming steps included; more rows wait
+    in a queue. auto takes as many as fit into free memory, up to what is useful; give a number
+    where float32 or bfloat16 tokens must repeat bit for bit."""
     free_cache_engine: bool = key(False, resume=SAFE)
-    """Give the keys and values back during the gradient step: room for more slots, but unfinished drafts are prefilled again."""
+    """Give the keys and values back during the gradient step: room for more slots, but unfinished
+    drafts are prefilled again."""
     max_batch_tokens: int = key(2048, at_least(1), at_most(1 << 24), resume=SAFE)
     """Most tokens in one forward; prompts are prefilled in chunks under it."""
     enforce_eager: bool = key(False, resume=SAFE)
-    """Launch every kernel by itself, instead of replaying CUDA graphs of forwards of up to 1024 tokens (GPUs; one more slot)."""
+    """Launch every kernel by itself, instead of replaying CUDA graphs of forwards of up to 1024
+    tokens (GPUs; one more slot)."""
 
 
 @dataclass
@@ -171,26 +211,36 @@ class EvalConfig:
 class LossConfig:
     """Advantages and loss; docs/recipes.md has the settings of published recipes."""
 
-    advantage_estimator: Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = "grpo"
-    """What rewards are compared with: the mean of the group (grpo), of the group's other samples (rloo), of the batch
-    (reinforce_plus_plus), of the group and then the batch (reinforce_plus_plus_baseline)."""
+    advantage_estimator: Literal[
+        "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
+    ] = "grpo"
+    """What rewards are compared with: the mean of the group (grpo), of the group's other samples
+    (rloo), of the batch (reinforce_plus_plus), of the group and then the batch
+    (reinforce_plus_plus_baseline)."""
     scale_rewards: Literal["group", "batch", "none"] | None = None
-    """Which standard deviation divides the advantages (default: group for grpo, none for rloo, batch for reinforce_plus_plus)."""
+    """Which standard deviation divides the advantages (default: group for grpo, none for rloo,
+    batch for reinforce_plus_plus)."""
     loss_type: Literal["grpo", "dr_grpo", "dapo", "cispo"] = "dapo"
-    """How tokens are averaged: per sequence (grpo), by a constant (dr_grpo), over all tokens of the update (dapo, cispo);
-    cispo also clips the weight of a token's gradient instead of the gradient."""
+    """How tokens are averaged: per sequence (grpo), by a constant (dr_grpo), over all tokens of the
+    update (dapo, cispo); cispo also clips the weight of a token's gradient instead of the
+    gradient."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    """A probability ratio for each token, or one for each sequence, the geometric mean of its tokens' (GSPO)."""
+    """A probability ratio for each token, or one for each sequence, the geometric mean of its
+    tokens' (GSPO)."""
     epsilon_low: float = key(0.2, at_least(0), at_most(1e6))
     """Lower clip of the probability ratio: 1 - epsilon_low; cispo has none."""
     epsilon_high: float = key(0.2, at_least(0), at_most(1e6))
-    """Upper clip of the probability ratio: 1 + epsilon_high; with cispo the largest weight itself, as in TRL (5, say)."""
+    """Upper clip of the probability ratio: 1 + epsilon_high; with cispo the largest weight itself,
+    as in TRL (5, say)."""
     delta: float | None = None
-    """Dual clip: where the advantage is negative, the ratio counts as at most this (verl's clip_ratio_c; 3, say)."""
+    """Dual clip: where the advantage is negative, the ratio counts as at most this (verl's
+    clip_ratio_c; 3, say)."""
     kl_coef: float = key(0.0, at_least(0), at_most(1e6))
-    """Weight of the KL to the initial policy; above 0 a reference copy is kept (with LoRA none: the adapter is turned off)."""
+    """Weight of the KL to the initial policy; above 0 a reference copy is kept (with LoRA none: the
+    adapter is turned off)."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimate of that KL whose gradient is taken; docs/recipes.md says what each of them pulls towards."""
+    """Estimate of that KL whose gradient is taken; docs/recipes.md says what each of them pulls
+    towards."""
     num_iterations: int = key(1, at_least(1), at_most(1 << 12))
     """Passes over a batch; 1, with one minibatch, is strictly on-policy."""
     num_minibatches: int = key(1, at_least(1))
@@ -220,12 +270,15 @@ class OptimConfig:
     max_grad_norm: float = key(1.0, at_least(0), at_most(1e12))
     """Global gradient norm limit; 0 does not clip."""
     max_skipped_steps: int = key(5, at_least(0), resume=SAFE)
-    """Steps in a row whose update may be left out for a non-finite loss or gradient; one more ends the run."""
+    """Steps in a row whose update may be left out for a non-finite loss or gradient; one more ends
+    the run."""
     shard_state: bool = key(False, resume=SAFE)
-    """Keep master weights and moments of a share of the parameters on each rank, instead of all on every rank."""
+    """Keep master weights and moments of a share of the parameters on each rank, instead of all on
+    every rank."""
     stream_gradients: bool = key(False, resume=ROUNDING)
-    """Ranks that wait in a rollout compute gradients of their finished samples; needs advantages within the group and one update
-    a step. With it equal tokens give weights that are equal up to the order of summation, instead of bit for bit."""
+    """Ranks that wait in a rollout compute gradients of their finished samples; needs advantages
+    within the group and one update a step. With it equal tokens give weights that are equal up to
+    the order of summation, instead of bit for bit."""
     max_tokens_per_microbatch: int = key(8192, at_most(1 << 32), resume=ROUNDING)
     """Most tokens (prompts and responses) in one forward and backward."""
     max_logits_per_chunk: int = key(1 << 26, at_least(1), resume=ROUNDING)
@@ -234,21 +287,25 @@ class OptimConfig:
 
 @dataclass
 class SpeculativeConfig:
-    """Drafts and how they are accepted. Changes the time of a run, and no token (but see `rule`)."""
+    """Drafts and how they are accepted. Changes the time of a run, and no token (but see
+    `rule`)."""
 
     method: str = key("bubble+suffix", resume=SAFE)
-    """Where drafts come from, joined by +: idle time (bubble), matches in earlier text (suffix), a learned layer (drafter, see
-    its section); or none (the plain trainer)."""
+    """Where drafts come from, joined by +: idle time (bubble), matches in earlier text (suffix), a
+    learned layer (drafter, see its section); or none (the plain trainer)."""
     rule: Literal["coupled", "point_mass"] = "coupled"
-    """When a draft token is accepted; coupled shares its noise with the draft, point_mass does not (for ablation)."""
+    """When a draft token is accepted; coupled shares its noise with the draft, point_mass does not
+    (for ablation)."""
     fixed_window: int | None = key(None, at_least(0, or_else="null"), resume=SAFE)
-    """Propose this many draft tokens always, instead of planning windows by their cost (for ablation)."""
+    """Propose this many draft tokens always, instead of planning windows by their cost (for
+    ablation)."""
     check_every: int = key(50, at_least(0), resume=SAFE)
-    """Rollouts after which one is made without drafts, to see what drafts save. Besides, rollouts are made without drafts for a
-    while where these have lost more than 2.5% of the run's time. Neither with tail batching. 0: never, and drafts may lose what
-    they do."""
+    """Rollouts after which one is made without drafts, to see what drafts save. Besides, rollouts
+    are made without drafts for a while where these have lost more than 2.5% of the run's time.
+    Neither with tail batching. 0: never, and drafts may lose what they do."""
     max_history_tokens: int = key(4_000_000, at_least(0), resume=SAFE)
-    """Tokens of earlier epochs' responses kept for suffix matching; the oldest are dropped first."""
+    """Tokens of earlier epochs' responses kept for suffix matching; the oldest are dropped
+    first."""
 
 
 @dataclass
@@ -256,33 +313,40 @@ class BubbleConfig:
     """Drafting ahead in idle time. Changes the time of a run, and no token."""
 
     lookahead: int | str = key("auto", at_least(0, or_else="auto"), resume=SAFE)
-    """Steps to draft ahead; 0 drafts nothing; auto goes as deep as max_draft_tokens and the measured drift make worth while."""
+    """Steps to draft ahead; 0 drafts nothing; auto goes as deep as max_draft_tokens and the
+    measured drift make worth while."""
     max_draft_tokens: int = key(2_000_000, at_least(0), resume=SAFE)
-    """Tokens of drafts that are stored (4 bytes each): of coming steps, and as many of the last evaluation."""
+    """Tokens of drafts that are stored (4 bytes each): of coming steps, and as many of the last
+    evaluation."""
     max_slowdown: float = key(1.0, at_least(0), at_most(1e9), resume=SAFE)
-    """How much slower drafts may make the forwards of a rank that still decodes; 0 drafts only once its rows are done."""
+    """How much slower drafts may make the forwards of a rank that still decodes; 0 drafts only once
+    its rows are done."""
     progress_backend: Literal["shm", "gloo", "nccl"] = key("shm", resume=SAFE)
-    """What carries the progress ticks: memory that the ranks of a machine share (gloo where they are on several), a gloo side
-    group, or nccl on a stream of its own."""
+    """What carries the progress ticks: memory that the ranks of a machine share (gloo where they
+    are on several), a gloo side group, or nccl on a stream of its own."""
     progress_timeout_s: float = key(600.0, above(0), at_most(1e8), resume=SAFE)
     """Seconds without a tick after which the job ends, naming the rank that did not answer."""
 
 
 @dataclass
 class DrafterConfig:
-    """The learned drafter, where speculative.method names it. Changes the time of a run, and no token."""
+    """The learned drafter, where speculative.method names it. Changes the time of a run, and no
+    token."""
 
     path: str | None = key(None, resume=SAFE)
-    """Folder of a saved drafter of this policy, a checkpoint's among them; without one, and without one that this run has saved,
-    it is trained before the first step."""
+    """Folder of a saved drafter of this policy, a checkpoint's among them; without one, and without
+    one that this run has saved, it is trained before the first step."""
     warm_start: int = key(50_000, at_least(1), resume=SAFE)
-    """Tokens of the policy's own responses, to the prompts of the first steps, that it is trained on before the first step."""
+    """Tokens of the policy's own responses, to the prompts of the first steps, that it is trained
+    on before the first step."""
     buffer_tokens: int = key(50_000, at_least(1), resume=SAFE)
-    """Tokens of recent responses, with their hidden states, that each rank keeps for training it in idle time."""
+    """Tokens of recent responses, with their hidden states, that each rank keeps for training it in
+    idle time."""
     vocab_size: int = key(16_384, at_least(1), resume=SAFE)
     """Most token ids that it can draft: the most frequent ones of the warm start."""
     learning_rate: float = key(1e-3, above(0), at_most(1.0), resume=SAFE)
-    """Of its own AdamW at the start of the warm start; a tenth of it at the end and in idle time."""
+    """Of its own AdamW at the start of the warm start; a tenth of it at the end and in idle
+    time."""
 
 
 @dataclass
@@ -290,21 +354,24 @@ class IdleConfig:
     """What ranks do while they wait, beside drafts (see bubble)."""
 
     max_slice_s: float = key(0.05, above(0), at_most(1e4), resume=SAFE)
-    """Seconds of a piece of work that is not interrupted: a rank is late by about so much at most when the rollout ends. What is
-    expected to take longer is not begun: larger models need more."""
+    """Seconds of a piece of work that is not interrupted: a rank is late by about so much at most
+    when the rollout ends. What is expected to take longer is not begun: larger models need more."""
 
 
 @dataclass
 class TailBatchingConfig:
-    """Which prompts make up a step: short rounds that leave their slowest prompts for later, and long rounds of these."""
+    """Which prompts make up a step: short rounds that leave their slowest prompts for later, and
+    long rounds of these."""
 
     enabled: bool = False
-    """Short and long rounds, instead of the data's order. The same responses are trained on, in another order."""
+    """Short and long rounds, instead of the data's order. The same responses are trained on, in
+    another order."""
     over_sampling_ratio: int | float | str = key("auto", at_least(1, or_else="auto"), at_most(4))
-    """Prompts that a short round launches for each that it trains on; auto: by recent lengths, and 1 where deferring gains
-    nothing."""
+    """Prompts that a short round launches for each that it trains on; auto: by recent lengths, and
+    1 where deferring gains nothing."""
     response_over_sampling_ratio: float = key(1.0, at_least(1), at_most(4))
-    """Responses of a prompt that a short round launches for each that it trains on: a race, which favours short responses."""
+    """Responses of a prompt that a short round launches for each that it trains on: a race, which
+    favours short responses."""
 
 
 @dataclass
@@ -315,20 +382,25 @@ class RunConfig:
     """Folder of checkpoints, metrics and TensorBoard files."""
     seed: int = key(0, at_least(0), UINT64)
     """Seed of batches and sampling noise."""
-    max_steps: int = key(100, at_least(1), at_most(1 << 31, COUNTER), resume=SAFE)  # see resume_classes
+    max_steps: int = key(
+        100, at_least(1), at_most(1 << 31, COUNTER), resume=SAFE
+    )  # see resume_classes
     """Training steps."""
     eval_steps: int = key(0, at_least(0), resume=SAFE)
     """Evaluate every so many steps, and before the first and after the last; 0 never."""
     save_steps: int = key(0, at_least(0), resume=SAFE)
     """Save a checkpoint every so many steps and after the last; 0 only after the last."""
     logging_steps: int = key(10, at_least(1), resume=SAFE)
-    """Write sample completions to TensorBoard every so many steps; metrics are written every step."""
+    """Write sample completions to TensorBoard every so many steps; metrics are written every
+    step."""
     timeline_steps: list[int] = key([], at_least(0), resume=SAFE)
-    """Steps (from 0) of which a timeline of all ranks is written: a trace and a picture in output_dir/timeline."""
+    """Steps (from 0) of which a timeline of all ranks is written: a trace and a picture in
+    output_dir/timeline."""
     keep_last: int = key(2, at_least(1), resume=SAFE)
     """Checkpoints kept; older ones are deleted."""
     resume_from_checkpoint: str = key("auto", resume=SAFE)
-    """auto continues from the newest checkpoint in output_dir, none starts anew, else a checkpoint folder."""
+    """auto continues from the newest checkpoint in output_dir, none starts anew, else a checkpoint
+    folder."""
     timeout_s: float = key(1800.0, above(0), at_most(1e8), resume=SAFE)
     """Seconds a collective may wait for the slowest rank before the job ends."""
 
@@ -338,7 +410,8 @@ class TraceConfig:
     """Recording for the simulator."""
 
     enabled: bool = key(False, resume=SAFE)
-    """Record responses, drafts and every forward with its load and time into output_dir/trace, for replay."""
+    """Record responses, drafts and every forward with its load and time into output_dir/trace, for
+    replay."""
 
 
 @dataclass
@@ -367,7 +440,9 @@ def load_config(path: str, overrides: list[str] = ()) -> Config:
         raise InputError(f"--config: no file at {path}")
     try:
         base = OmegaConf.load(path)
-    except Exception as error:  # PyYAML and OmegaConf raise many kinds; all mean a file that is not valid YAML
+    except (
+        Exception
+    ) as error:  # PyYAML and OmegaConf raise many kinds; all mean a file that is not valid YAML
         raise InputError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
     return check_combinations(fill(Config, base, overrides, path))
 
@@ -384,10 +459,19 @@ def config_to_yaml(config: Config) -> str:
 
 def flatten(config: Config) -> dict[str, Any]:
     """`{"section.key": value}` of a resolved configuration."""
-    return {f"{s}.{k}": v for s, keys in dataclasses.asdict(config).items() for k, v in keys.items()}
+    return {
+        f"{s}.{k}": v for s, keys in dataclasses.asdict(config).items() for k, v in keys.items()
+    }
 
 
 def resume_classes(config: Config) -> dict[str, str]:
-    """`{"section.key": EXACT, ROUNDING or SAFE}`. run.max_steps is exact if the learning rate's course depends on it."""
-    classes = {f"{s.name}.{f.name}": f.metadata.get("resume", EXACT) for s in fields(Config) for f in fields(s.type)}
-    return classes if config.optim.lr_scheduler == "constant" else classes | {"run.max_steps": EXACT}
+    """`{"section.key": EXACT, ROUNDING or SAFE}`. run.max_steps is exact if the learning rate's
+    course depends on it."""
+    classes = {
+        f"{s.name}.{f.name}": f.metadata.get("resume", EXACT)
+        for s in fields(Config)
+        for f in fields(s.type)
+    }
+    return (
+        classes if config.optim.lr_scheduler == "constant" else classes | {"run.max_steps": EXACT}
+    )

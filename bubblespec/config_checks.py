@@ -1,4 +1,5 @@
-"""Declarations of configuration keys (bounds, class on resume), and the code that fills and checks sections by them.
+"""Declarations of configuration keys (bounds, class on resume), and the code that fills and checks
+sections by them.
 
 No key is named here. A mistake is an `InputError` of one line that names the key.
 """
@@ -19,7 +20,8 @@ from bubblespec.errors import InputError
 
 # What may happen if a run is continued from a checkpoint with another value of a key.
 EXACT = "exact"  # other tokens or updates: refused
-ROUNDING = "rounding"  # the same sums in another order: a warning, as a run out of memory must be able to lower it
+# the same sums in another order: a warning, as a run out of memory must be able to lower it
+ROUNDING = "rounding"
 SAFE = "safe"  # the same tokens and updates, with other timing or reports: accepted
 
 
@@ -33,7 +35,9 @@ class Bound(NamedTuple):
 def at_least(limit: float, or_else: Any = None) -> Bound:
     """or_else: another valid value, named in the message."""
     text = f"at least {limit}" if or_else is None else f"{or_else}, or at least {limit}"
-    return Bound(lambda value: value == or_else or (not isinstance(value, str) and value >= limit), text)
+    return Bound(
+        lambda value: value == or_else or (not isinstance(value, str) and value >= limit), text
+    )
 
 
 def above(limit: float) -> Bound:
@@ -41,17 +45,24 @@ def above(limit: float) -> Bound:
 
 
 def at_most(limit: float, why: str = "") -> Bound:
-    """Without `why` it is a technical limit: larger sizes exhaust the machine before anything is checked, or overflow."""
+    """Without `why` it is a technical limit: larger sizes exhaust the machine before anything is
+    checked, or overflow."""
     return Bound(lambda value: value <= limit, f"at most {limit}{why and f' ({why})'}")
 
 
-UINT64 = Bound(lambda value: value < 1 << 64, f"below {1 << 64} = 2**64: random numbers are keyed by 64 bits")
-_INT64 = Bound(lambda value: not isinstance(value, int) or value < 1 << 63, f"below {1 << 63} = 2**63: integers have 64 bits")
+UINT64 = Bound(
+    lambda value: value < 1 << 64, f"below {1 << 64} = 2**64: random numbers are keyed by 64 bits"
+)
+_INT64 = Bound(
+    lambda value: not isinstance(value, int) or value < 1 << 63,
+    f"below {1 << 63} = 2**63: integers have 64 bits",
+)
 _FINITE = Bound(lambda value: not isinstance(value, float) or math.isfinite(value), "finite")
 
 
 def key(default: Any, *bounds: Bound, resume: str = EXACT) -> Any:
-    """A field of a section: its default, what its value (or each element of its list) must be, and its class on resume."""
+    """A field of a section: its default, what its value (or each element of its list) must be, and
+    its class on resume."""
     metadata = {"bounds": bounds, "resume": resume}
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=lambda: copy.copy(default), metadata=metadata)
@@ -65,7 +76,8 @@ def require(holds: bool, name: str, value: Any, what: str) -> None:
 
 
 def fill(schema: type, base: Any, overrides: list[str], source: str) -> Any:
-    """`schema` filled from `base` and then the overrides, each value within its bounds; source: what an error calls `base`."""
+    """`schema` filled from `base` and then the overrides, each value within its bounds; source:
+    what an error calls `base`."""
     layers = [base]
     for override in overrides:
         if not override.partition("=")[0].strip(". ") or "=" not in override:
@@ -73,12 +85,16 @@ def fill(schema: type, base: Any, overrides: list[str], source: str) -> Any:
         try:
             layers.append(OmegaConf.from_dotlist([override]))
         except Exception as error:
-            raise InputError(f"override '{override}': not valid YAML: {' '.join(str(error).split())}") from error
+            raise InputError(
+                f"override '{override}': not valid YAML: {' '.join(str(error).split())}"
+            ) from error
     merged = OmegaConf.structured(schema)
     for layer in layers:
         plain = OmegaConf.to_container(layer)
         if not isinstance(plain, dict):
-            raise InputError(f"{source}: expected sections (model, data, ...), found {type(plain).__name__}")
+            raise InputError(
+                f"{source}: expected sections (model, data, ...), found {type(plain).__name__}"
+            )
         _check_keys(plain, schema, schema)
         merged = _merge(merged, layer)
     try:
@@ -93,14 +109,19 @@ def fill(schema: type, base: Any, overrides: list[str], source: str) -> Any:
 
 
 def _check_bounds(section: Any, prefix: str = "") -> None:
-    """Each value against the bounds of its key, which null and auto need not meet. A text that cannot be null is not empty."""
+    """Each value against the bounds of its key, which null and auto need not meet. A text that
+    cannot be null is not empty."""
     for field in dataclasses.fields(section):
         name, value = f"{prefix}{field.name}", getattr(section, field.name)
         if field.type is str and not value.strip():
             raise InputError(f"{name}: is empty")
         declared = field.metadata.get("bounds", ())
         bounds = (_FINITE, *declared) if UINT64 in declared else (_FINITE, *declared, _INT64)
-        items = {f"{name}[{i}]": item for i, item in enumerate(value)} if isinstance(value, list) else {name: value}
+        items = (
+            {f"{name}[{i}]": item for i, item in enumerate(value)}
+            if isinstance(value, list)
+            else {name: value}
+        )
         for place, item in items.items():
             if dataclasses.is_dataclass(item):
                 _check_bounds(item, f"{place}.")
@@ -110,10 +131,12 @@ def _check_bounds(section: Any, prefix: str = "") -> None:
 
 
 def _check_keys(given: dict, schema: type, root: type, prefix: str = "") -> None:
-    """Raise InputError for unknown keys, naming the nearest valid one, and for lists and sections of the wrong type.
+    """Raise InputError for unknown keys, naming the nearest valid one, and for lists and sections
+    of the wrong type.
 
-    OmegaConf would report the former without the section and the latter in terms of its own classes.
-    root: the whole configuration, which has `schema` at `prefix`; a misplaced key is looked up in its sections.
+    OmegaConf would report the former without the section and the latter in terms of its own
+    classes. root: the whole configuration, which has `schema` at `prefix`; a misplaced key is
+    looked up in its sections.
     """
     types = typing.get_type_hints(schema)
     for leaf, value in given.items():
@@ -125,9 +148,13 @@ def _check_keys(given: dict, schema: type, root: type, prefix: str = "") -> None
                 raise InputError(f"{name}: is a section, not a value")
             _check_keys(value, types[leaf], root, f"{name}.")
         if typing.get_origin(types[leaf]) is dict and isinstance(value, list):
-            raise InputError(f"{name}: is a mapping; give it as a whole, as in {name}={{name: value}}")
+            raise InputError(
+                f"{name}: is a mapping; give it as a whole, as in {name}={{name: value}}"
+            )
         element = _list_element(types[leaf])
-        if element is None or value is None or str(value).startswith("${"):  # OmegaConf checks None and references
+        if (
+            element is None or value is None or str(value).startswith("${")
+        ):  # OmegaConf checks None and references
             continue
         if not isinstance(value, list):
             raise InputError(f"{name}: is a list; give it as a whole, as in {name}=[...]")
@@ -155,16 +182,26 @@ def _list_element(hint: Any) -> type | None:
 
 
 def _nearest(leaf: str, siblings: list[str], root: type, prefix: str) -> str:
-    """The right name in the wrong section, else the key of the same section that is spelled most alike."""
+    """The right name in the wrong section, else the key of the same section that is spelled most
+    alike."""
     sections = {s.name: s.type for s in dataclasses.fields(root)}
-    elsewhere = [f"{s}.{leaf}" for s, schema in sections.items() if leaf in {f.name for f in dataclasses.fields(schema)}]
+    elsewhere = [
+        f"{s}.{leaf}"
+        for s, schema in sections.items()
+        if leaf in {f.name for f in dataclasses.fields(schema)}
+    ]
     alike = [f"{prefix}{m}" for m in difflib.get_close_matches(leaf, siblings, n=1)]
     matches = elsewhere or alike
-    return f"; did you mean {' or '.join(matches)}?" if matches else f"; valid are {', '.join(sorted(siblings))}"
+    return (
+        f"; did you mean {' or '.join(matches)}?"
+        if matches
+        else f"; valid are {', '.join(sorted(siblings))}"
+    )
 
 
 def escape(value: Any) -> Any:
-    """`${` is written so that it is read as text, not as a reference; a backslash in front of it counts as an escape."""
+    """`${` is written so that it is read as text, not as a reference; a backslash in front of it
+    counts as an escape."""
     if isinstance(value, dict):
         return {k: escape(v) for k, v in value.items()}
     if isinstance(value, list):

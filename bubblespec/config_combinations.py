@@ -1,4 +1,5 @@
-"""Which values of configuration keys go together: what bounds of single keys (config.py) cannot express."""
+"""Which values of configuration keys go together: what bounds of single keys (config.py) cannot
+express."""
 
 from bubblespec.config_checks import require
 from bubblespec.errors import InputError
@@ -7,12 +8,29 @@ METHODS = ("bubble", "suffix", "drafter")  # sources of drafts that speculative.
 
 
 def check_combinations(config):
-    """The same configuration, a `config.Config`. Raises InputError, naming the key and the nearest valid value."""
-    model, data, reward, rollout, optim = config.model, config.data, config.reward, config.rollout, config.optim
-    require(bool(model.lora_target_modules), "model.lora_target_modules", "[]", "[all-linear], or names of layers")
+    """The same configuration, a `config.Config`. Raises InputError, naming the key and the nearest
+    valid value."""
+    model, data, reward, rollout, optim = (
+        config.model,
+        config.data,
+        config.reward,
+        config.rollout,
+        config.optim,
+    )
+    require(
+        bool(model.lora_target_modules),
+        "model.lora_target_modules",
+        "[]",
+        "[all-linear], or names of layers",
+    )
     longest = rollout.max_prompt_length + rollout.max_completion_length
     longer = max(("max_completion_length", "max_prompt_length"), key=vars(rollout).get)
-    require(longest <= 1 << 20, f"rollout.{longer}", getattr(rollout, longer), f"below {1 << 20}, prompt and response together")
+    require(
+        longest <= 1 << 20,
+        f"rollout.{longer}",
+        getattr(rollout, longer),
+        f"below {1 << 20}, prompt and response together",
+    )
     require(
         rollout.min_completion_length <= rollout.max_completion_length,
         "rollout.min_completion_length",
@@ -32,7 +50,9 @@ def check_combinations(config):
         f"at least {longest} = rollout.max_prompt_length + rollout.max_completion_length, so that every response fits",
     )
     if rollout.dynamic_sampling and rollout.num_generations == 1:
-        raise InputError("rollout.dynamic_sampling: needs rollout.num_generations of at least 2, as one response never differs")
+        raise InputError(
+            "rollout.dynamic_sampling: needs rollout.num_generations of at least 2, as one response never differs"
+        )
     _check_loss(config)
     if optim.stream_gradients:
         _check_streaming(config.loss)
@@ -44,7 +64,9 @@ def check_combinations(config):
         f"none, or some of {', '.join(METHODS)}, joined by +",
     )
     if rollout.temperature == 0:
-        raise InputError("rollout.temperature: 0 gives equal responses, so no policy gradient; training needs it above 0")
+        raise InputError(
+            "rollout.temperature: 0 gives equal responses, so no policy gradient; training needs it above 0"
+        )
     if bool(data.path) == bool(data.tasks):
         raise InputError("data.path, data.tasks: give exactly one of them")
     for name in ("name", "eval_path", "eval_split"):
@@ -62,23 +84,32 @@ def check_combinations(config):
         raise InputError("reward.functions: give at least one reward function")
     for path in reward.functions:
         if reward.functions.count(path) > 1:
-            raise InputError(f"reward.functions: '{path}' is given more than once; give it once with a larger weight")
+            raise InputError(
+                f"reward.functions: '{path}' is given more than once; give it once with a larger weight"
+            )
     if reward.weights is not None and len(reward.weights) != len(reward.functions):
         raise InputError(
             f"reward.weights: {len(reward.weights)} weights for {len(reward.functions)} reward.functions; give one each"
         )
     if config.run.eval_steps and not config.eval.num_prompts:
-        raise InputError("eval.num_prompts: 0, but run.eval_steps asks for evaluations; give at least 1")
+        raise InputError(
+            "eval.num_prompts: 0, but run.eval_steps asks for evaluations; give at least 1"
+        )
     return config
 
 
 def _check_streaming(loss) -> None:
-    """A sample's part of the gradient must be known, up to a common factor, before all samples are."""
+    """A sample's part of the gradient must be known, up to a common factor, before all samples
+    are."""
     needs = "true needs advantages that a group has by itself, and"
     if loss.advantage_estimator.startswith("reinforce_plus_plus"):
-        raise InputError(f"optim.stream_gradients: {needs} loss.advantage_estimator={loss.advantage_estimator} takes the batch's")
+        raise InputError(
+            f"optim.stream_gradients: {needs} loss.advantage_estimator={loss.advantage_estimator} takes the batch's"
+        )
     if loss.scale_rewards == "batch":
-        raise InputError(f"optim.stream_gradients: {needs} loss.scale_rewards=batch divides them by the batch's")
+        raise InputError(
+            f"optim.stream_gradients: {needs} loss.scale_rewards=batch divides them by the batch's"
+        )
     for name in ("num_iterations", "num_minibatches"):
         if (value := getattr(loss, name)) > 1:
             raise InputError(
@@ -113,12 +144,24 @@ def _check_loss(config) -> None:
         )
     if loss.loss_type == "cispo":
         if loss.importance_sampling_level == "sequence":
-            raise InputError("loss.importance_sampling_level: sequence, but cispo weights single tokens; give token")
+            raise InputError(
+                "loss.importance_sampling_level: sequence, but cispo weights single tokens; give token"
+            )
         if loss.delta is not None:
-            raise InputError("loss.delta: has no meaning with cispo, which caps every weight at loss.epsilon_high; leave it out")
+            raise InputError(
+                "loss.delta: has no meaning with cispo, which caps every weight at loss.epsilon_high; leave it out"
+            )
         require(
-            loss.epsilon_high >= 1, "loss.epsilon_high", loss.epsilon_high, "at least 1 with cispo: the largest weight (5, say)"
+            loss.epsilon_high >= 1,
+            "loss.epsilon_high",
+            loss.epsilon_high,
+            "at least 1 with cispo: the largest weight (5, say)",
         )
     elif loss.delta is not None:
         least = 1 + loss.epsilon_high
-        require(loss.delta > least, "loss.delta", loss.delta, f"above 1 + loss.epsilon_high = {least:g} (3, say)")
+        require(
+            loss.delta > least,
+            "loss.delta",
+            loss.delta,
+            f"above 1 + loss.epsilon_high = {least:g} (3, say)",
+        )

@@ -1,4 +1,5 @@
-"""Exceptions that end a run with one line instead of a traceback, and `say` for lines on the screen."""
+"""Exceptions that end a run with one line instead of a traceback, and `say` for lines on the
+screen."""
 
 import contextlib
 import sys
@@ -28,20 +29,23 @@ class RunFailed(EndsRun, RuntimeError):
 
 
 class RankTimeout(EndsRun, RuntimeError):
-    """A rank hangs or has died; the message names it. All other ranks raise the same, once the first of them has said it."""
+    """A rank hangs or has died; the message names it. All other ranks raise the same, once the
+    first of them has said it."""
 
     exit_code = 3
     is_said = True
 
 
 class SaveFailed(EndsRun, RuntimeError):
-    """The state of a run that ends could not be saved. The message says why, the same on all ranks."""
+    """The state of a run that ends could not be saved. The message says why, the same on all
+    ranks."""
 
     exit_code = 4
 
 
 def say(line: str) -> None:
-    """Print a line to stderr. If that is a log on a full disk, the line is lost and the run continues."""
+    """Print a line to stderr. If that is a log on a full disk, the line is lost and the run
+    continues."""
     with contextlib.suppress(OSError):
         tqdm.write(line, file=sys.stderr)  # not into a progress bar
         sys.stderr.flush()

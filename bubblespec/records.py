@@ -1,6 +1,8 @@
-"""What has happened: forwards and what they had to do, spans of time, what came of proposals and of idle time, rollouts, steps.
+"""What has happened: forwards and what they had to do, spans of time, what came of proposals and of
+idle time, rollouts, steps.
 
-Plain data: what was measured and counted on one rank, for the metrics, for timelines, and for those who learn from it.
+Plain data: what was measured and counted on one rank, for the metrics, for timelines, and for those
+who learn from it.
 """
 
 import math
@@ -10,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bubblespec.samples import Draft, Group, SampleId, Samples
+from bubblespec.types import Draft, Group, SampleId, Samples
 
 
 class Load(NamedTuple):
@@ -48,7 +50,8 @@ class ForwardRecord(NamedTuple):
     """One forward of a rollout on one rank: what it had to do, for whom, and how long it took."""
 
     begin_s: float
-    """Where the forward before it, or a wait, has ended, by the rank's clock: the host's work in between is in it."""
+    """Where the forward before it, or a wait, has ended, by the rank's clock: the host's work in
+    between is in it."""
     end_s: float
     engine_s: float
     """Seconds in the engine, less propose_s."""
@@ -70,7 +73,8 @@ class ForwardRecord(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """For timelines: draft soft (beside rows of this step), draft hard (without), prefill, verify or decode."""
+        """For timelines: draft soft (beside rows of this step), draft hard (without), prefill,
+        verify or decode."""
         if self.ahead_rows:
             return "draft soft" if self.own_rows else "draft hard"
         return "prefill" if self.prompt_tokens else "verify" if self.draft_tokens else "decode"
@@ -78,20 +82,24 @@ class ForwardRecord(NamedTuple):
 
 # Numbers of active rows, each up to the next, by which chains of the drafter are counted.
 CHAIN_ROWS = (1, 2, 3, 5, 9, 17, 33, 65)
-# The metric of how many forwards there were by length of the chain, followed by a number of CHAIN_ROWS.
+# The metric of how many forwards there were by length of the chain, followed by a number of
+# CHAIN_ROWS.
 CHOSEN_LENGTHS = "drafter/chosen_lengths/rows_"
 # Lower bounds of the bins of `Acceptance.accepted_lengths`, in tokens.
 ACCEPT_BINS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-# Lower bounds of the stretches of a response in which acceptance is counted, in tokens: later tokens may be harder to foresee.
+# Lower bounds of the stretches of a response in which acceptance is counted, in tokens: later
+# tokens may be harder to foresee.
 POSITIONS = (0, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-# Where a proposal comes from: the sample's own draft up to their first difference (aligned), else suffix matches in that draft
-# (own), in another sample's draft or tokens (sibling), in the prompt or the row's tokens (self), in earlier epochs; the drafter.
+# Where a proposal comes from: the sample's own draft up to their first difference (aligned), else
+# suffix matches in that draft (own), in another sample's draft or tokens (sibling), in the prompt
+# or the row's tokens (self), in earlier epochs; the drafter.
 SOURCES = ("aligned", "own", "sibling", "self", "history", "drafter")
 
 
 @dataclass
 class Acceptance:
-    """What came of proposals in one rollout on one rank. Counts rows of its step, not those drafted for coming ones."""
+    """What came of proposals in one rollout on one rank. Counts rows of its step, not those drafted
+    for coming ones."""
 
     row_forwards: int = 0
     """Decodes and verifications, one for each row of a forward."""
@@ -101,16 +109,22 @@ class Acceptance:
     accepted_tokens: int = 0
     covered_tokens: int = 0
     """Tokens for which there was a proposal, right or wrong."""
-    before_divergence: np.ndarray = field(default_factory=lambda: np.zeros((len(POSITIONS), 2), np.int64))
-    """Tokens tried and accepted of drafts up to their first difference from the response, which is counted as tried; by where in
-    the response the verification began (POSITIONS), int64 [positions, 2]."""
+    before_divergence: np.ndarray = field(
+        default_factory=lambda: np.zeros((len(POSITIONS), 2), np.int64)
+    )
+    """Tokens tried and accepted of drafts up to their first difference from the response, which is
+    counted as tried; by where in the response the verification began (POSITIONS), int64 [positions,
+    2]."""
     after_divergence: list[int] = field(default_factory=lambda: [0, 0])
-    """[tokens gained, those that the own draft gave] of rows behind that difference, as far as their draft reaches."""
+    """[tokens gained, those that the own draft gave] of rows behind that difference, as far as
+    their draft reaches."""
     by_source: dict[str, list[int]] = field(default_factory=dict)
     """[proposed, accepted] by name (SOURCES)."""
     by_age: dict[int, list[int]] = field(default_factory=dict)
     """[proposed, accepted] of aligned drafts, by the updates since they were last extended."""
-    accepted_lengths: np.ndarray = field(default_factory=lambda: np.zeros(len(ACCEPT_BINS), np.int64))
+    accepted_lengths: np.ndarray = field(
+        default_factory=lambda: np.zeros(len(ACCEPT_BINS), np.int64)
+    )
     """Verifications by accepted tokens, int64 [bins]."""
 
 
@@ -119,11 +133,13 @@ class IdleUse:
     """What came of one use of idle time in one rollout on one rank."""
 
     seconds: float = 0.0
-    """That this rank has spent on it, in hard bubbles and, where it slowed rows of its own down, beside them."""
+    """That this rank has spent on it, in hard bubbles and, where it slowed rows of its own down,
+    beside them."""
     expected_s: float = 0.0
     """Of wall time, that the offers which this rank was given were expected to save."""
     brought_s: float = 0.0
-    """Of wall time, that the use as a whole is estimated to have saved in this rollout's step; the same on every rank."""
+    """Of wall time, that the use as a whole is estimated to have saved in this rollout's step; the
+    same on every rank."""
 
 
 @dataclass
@@ -138,7 +154,8 @@ class RolloutRecord:
     slices: list[Span] = field(default_factory=list)
     """Pieces of idle work that took no forwards."""
     shared: list[Span] = field(default_factory=list)
-    """In which all ranks together decoded the last rows of all of them (shared_tail.py); its forwards are not in `forwards`."""
+    """In which all ranks together decoded the last rows of all of them (shared_tail.py); its
+    forwards are not in `forwards`."""
     shared_rows: int = 0
     """Of this rank, that were unfinished when it began."""
     shared_forwards: int = 0
@@ -166,7 +183,13 @@ class RolloutRecord:
     @property
     def own_s(self) -> float:
         """Seconds until this rank's rows of this step were done."""
-        return max((forward.end_s for forward in self.forwards if forward.own_rows), default=self.began_s) - self.began_s
+        return (
+            max(
+                (forward.end_s for forward in self.forwards if forward.own_rows),
+                default=self.began_s,
+            )
+            - self.began_s
+        )
 
     @property
     def wait_s(self) -> float:
@@ -190,7 +213,9 @@ class RolloutRecord:
             )
             for f in self.forwards
         ]
-        for span in sorted((*started, *self.waits, *self.slices, *self.shared), key=lambda span: span.begin_s):
+        for span in sorted(
+            (*started, *self.waits, *self.slices, *self.shared), key=lambda span: span.begin_s
+        ):
             if spans and spans[-1].kind == span.kind:
                 span = Span(span.kind, spans.pop().begin_s, span.end_s)
             spans.append(span)
@@ -207,7 +232,8 @@ class StepRecord:
     rewards: np.ndarray
     """float64 [groups, generations], of those, combined."""
     generated: Samples
-    """Everything that had its turn, groups that dynamic sampling has replaced included, but none that is deferred."""
+    """Everything that had its turn, groups that dynamic sampling has replaced included, but none
+    that is deferred."""
     all_rewards: np.ndarray
     """float64 [groups, generations], of everything."""
     owners: np.ndarray
@@ -226,7 +252,8 @@ class StepRecord:
     expected_s: float = math.nan
     """In which this rank was expected to be done with its rows; NaN where nobody knew."""
     deferred: dict[SampleId, int] = field(default_factory=dict)
-    """Samples that were launched and have not had their turn, with the tokens that they had when the rollout ended."""
+    """Samples that were launched and have not had their turn, with the tokens that they had when
+    the rollout ended."""
 
     @property
     def seconds(self) -> float:

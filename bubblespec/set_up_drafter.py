@@ -1,5 +1,5 @@
-"""The learned drafter of a run: made by a warm start or read from a folder, and put into the engine, the proposer and the
-learner."""
+"""The learned drafter of a run: made by a warm start or read from a folder, and put into the
+engine, the proposer and the learner."""
 
 import json
 import os
@@ -9,6 +9,8 @@ import numpy as np
 from safetensors import SafetensorError
 
 from bubblespec.config import Config, flatten
+from bubblespec.dist.ranks import Ranks
+from bubblespec.draft.learned import LearnedDrafts
 from bubblespec.engine.chains import Chains
 from bubblespec.engine.drafter import Drafter
 from bubblespec.engine.linear import Plan, use_plans
@@ -16,10 +18,16 @@ from bubblespec.errors import InputError, say
 from bubblespec.learn.drafter_training import DrafterTraining
 from bubblespec.learn.idle_training import IdleTraining
 from bubblespec.learn.learner import Learner
-from bubblespec.learn.warm_start import DRAFTER_FILE, frequent_ids, generate, learn_from, load_drafter, save_drafter, train
-from bubblespec.ranks.collectives import Ranks
+from bubblespec.learn.warm_start import (
+    DRAFTER_FILE,
+    frequent_ids,
+    generate,
+    learn_from,
+    load_drafter,
+    save_drafter,
+    train,
+)
 from bubblespec.rollout.sampler import Sampler
-from bubblespec.speculate.learned import LearnedDrafts
 
 MOST_STEPS = 256  # whose prompts a warm start answers
 KEPT = "drafter"  # folder in run.output_dir of what a warm start has made
@@ -28,8 +36,9 @@ MADE_BY = ("drafter.warm_start", "drafter.vocab_size", "drafter.learning_rate")
 
 
 def find(config: Config, checkpoint: str | None, ranks: Ranks) -> tuple[str, str] | None:
-    """The folder of the saved drafter that a run goes on with, and the key that says so; None where it is to train one. The warm
-    start's own is for a run that has ended before its first checkpoint, and goes on with the same settings."""
+    """The folder of the saved drafter that a run goes on with, and the key that says so; None where
+    it is to train one. The warm start's own is for a run that has ended before its first
+    checkpoint, and goes on with the same settings."""
     if checkpoint and os.path.isfile(os.path.join(checkpoint, DRAFTER_FILE)):
         return checkpoint, "run.resume_from_checkpoint"
     if config.drafter.path:
@@ -54,9 +63,9 @@ def _made_by(folder: str) -> dict | None:
 
 
 def warm_start(sampler: Sampler, learner: Learner, step: int, plans: dict[str, Plan]) -> None:
-    """Before `step`, on all ranks together: answer its prompts and those of later steps, and train a drafter on that. The answers
-    become drafts of their steps. plans: of linear layers. Raises StopRequested, and InputError for a policy that can have
-    none."""
+    """Before `step`, on all ranks together: answer its prompts and those of later steps, and train
+    a drafter on that. The answers become drafts of their steps. plans: of linear layers. Raises
+    StopRequested, and InputError for a policy that can have none."""
     config, ranks, planner = sampler.config, sampler.ranks, sampler.planner
     ranks.place = "warm start of the drafter"
     depth = min(MOST_STEPS, config.run.max_steps - step - 1)
@@ -80,7 +89,8 @@ def warm_start(sampler: Sampler, learner: Learner, step: int, plans: dict[str, P
 
 
 def keep(sampler: Sampler) -> None:
-    """On rank 0, after a warm start: save the drafter for `find`. What cannot be written is said, and not kept."""
+    """On rank 0, after a warm start: save the drafter for `find`. What cannot be written is said,
+    and not kept."""
     folder = os.path.join(sampler.config.run.output_dir, KEPT)
     temporary = os.path.join(sampler.config.run.output_dir, f"tmp-{KEPT}")
     try:
@@ -93,13 +103,17 @@ def keep(sampler: Sampler) -> None:
         os.rename(temporary, folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        say(f"warning: the drafter could not be kept in {folder}: {' '.join(str(error).split())}, and the run goes on")
+        say(
+            f"warning: the drafter could not be kept in {folder}: {' '.join(str(error).split())}, and the run goes on"
+        )
 
 
 def load(folder: str, sampler: Sampler, learner: Learner, key: str, plans: dict[str, Plan]) -> None:
     """Use a saved drafter. key: of the configuration, which named the folder. Raises InputError."""
     drafter, about = load_drafter(folder, learner.model, sampler.config.run.seed, key)
-    training, chains = _parts(drafter, sampler, learner, plans, sampler.config.drafter.buffer_tokens)
+    training, chains = _parts(
+        drafter, sampler, learner, plans, sampler.config.drafter.buffer_tokens
+    )
     training.num_updates = about["num_updates"]
     for group in training.optimizer.param_groups:
         group["lr"] = about["learning_rate"]
@@ -123,7 +137,13 @@ def _parts(
     return training, Chains(drafter, runner, sampler.params)
 
 
-def _use(training: DrafterTraining, chains: Chains, accepted: np.ndarray, sampler: Sampler, learner: Learner) -> None:
+def _use(
+    training: DrafterTraining,
+    chains: Chains,
+    accepted: np.ndarray,
+    sampler: Sampler,
+    learner: Learner,
+) -> None:
     ranks, speculation = sampler.ranks, sampler.speculation
     source = LearnedDrafts(chains, sampler.engine, speculation.proposer.cost, ranks.clock)
     source.acceptance.expect(accepted)

@@ -1,4 +1,5 @@
-"""A run: its parts, how far it is, and what happens between two steps of its loop (train.py). set_up.py makes the parts."""
+"""A run: its parts, how far it is, and what happens between two steps of its loop (train.py).
+set_up.py makes the parts."""
 
 import contextlib
 import gc
@@ -12,15 +13,14 @@ from transformers import PreTrainedTokenizerBase
 from bubblespec import set_up_drafter
 from bubblespec.checkpoint import save_checkpoint
 from bubblespec.config import Config
+from bubblespec.dist.ranks import Ranks, StopRequested
 from bubblespec.engine.linear import read_plans
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.errors import SaveFailed, say
 from bubblespec.learn.learner import Learner
-from bubblespec.ranks.collectives import Ranks, StopRequested
 from bubblespec.records import Span, StepRecord
 from bubblespec.rewards.functions import RewardFunction, combine
 from bubblespec.rollout.sampler import Sampler
-from bubblespec.samples import Group, Prompt
 from bubblespec.telemetry.metrics import MetricsLogger
 from bubblespec.telemetry.report import (
     evaluation_metrics,
@@ -35,6 +35,7 @@ from bubblespec.telemetry.report import (
 )
 from bubblespec.telemetry.timeline import gather_lanes
 from bubblespec.telemetry.trace import Recorder
+from bubblespec.types import Group, Prompt
 
 
 @dataclass(kw_only=True)
@@ -56,7 +57,8 @@ class Trainer:
     evaluated: int
     """Updates before the last evaluation, or -1."""
     linear: dict | None
-    """The choice of linear layers' kernels, which a continuation keeps; see `set_up.choose_linear`."""
+    """The choice of linear layers' kernels, which a continuation keeps; see
+    `set_up.choose_linear`."""
     lock: IO | None
     """Keeps output_dir ours; on rank 0."""
     logger: MetricsLogger | None = None
@@ -66,13 +68,17 @@ class Trainer:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """Around the loop. It ends here when the run is told to stop, on all ranks alike: after an update, whose state is saved.
-        A rollout or evaluation is abandoned, and made again, the same, by the continuation. Raises SaveFailed."""
+        """Around the loop. It ends here when the run is told to stop, on all ranks alike: after an
+        update, whose state is saved. A rollout or evaluation is abandoned, and made again, the
+        same, by the continuation. Raises SaveFailed."""
         run = self.config.run
-        self.logger = MetricsLogger(run.output_dir, self.ranks.is_main, self.num_updates, run.max_steps)
+        self.logger = MetricsLogger(
+            run.output_dir, self.ranks.is_main, self.num_updates, run.max_steps
+        )
         if self.config.trace.enabled:
             self.recorder = Recorder(self.config, self.ranks, self.num_updates)
-        # Python's collector leaves alone what is there now: to go through it takes 0.3 s, on each rank at another time.
+        # Python's collector leaves alone what is there now: to go through it takes 0.3 s, on each
+        # rank at another time.
         gc.freeze()
         try:
             yield
@@ -86,49 +92,75 @@ class Trainer:
             self.logger.close()
 
     def warm_start(self) -> None:
-        """Train a drafter before the first step, where one is wanted and there is none yet. Raises StopRequested, InputError."""
+        """Train a drafter before the first step, where one is wanted and there is none yet. Raises
+        StopRequested, InputError."""
         is_over = self.num_updates >= self.config.run.max_steps
-        if "drafter" in self.config.speculative.method and self.sampler.drafter is None and not is_over:
+        if (
+            "drafter" in self.config.speculative.method
+            and self.sampler.drafter is None
+            and not is_over
+        ):
             began_s = self.ranks.clock.perf_counter()
-            set_up_drafter.warm_start(self.sampler, self.learner, self.num_updates, read_plans(self.linear))
+            set_up_drafter.warm_start(
+                self.sampler, self.learner, self.num_updates, read_plans(self.linear)
+            )
             if self.ranks.is_main:
                 set_up_drafter.keep(self.sampler)
                 drafter, seconds = self.sampler.drafter, self.ranks.clock.perf_counter() - began_s
                 by_place = " ".join(f"{share:.2f}" for share in drafter.accepted)
-                self.logger.say(f"drafter: {drafter.training.num_updates} updates, accepted {by_place}, {seconds:.0f} s")
+                self.logger.say(
+                    f"drafter: {drafter.training.num_updates} updates, accepted {by_place}, {seconds:.0f} s"
+                )
 
     def sample(self, step: int) -> StepRecord:
         """The step's samples and rewards, the same on all ranks. Raises StopRequested."""
         timeline_steps = self.config.run.timeline_steps
         if step in timeline_steps or step - 1 in timeline_steps:
-            self.ranks.barrier()  # lanes begin together, and what drawing took is not counted as waiting in the step after it
+            # lanes begin together, and what drawing took is not counted as waiting in the step
+            # after it
+            self.ranks.barrier()
         return self.sampler.sample(step)
 
     def update(self, record: StepRecord, advantages: np.ndarray) -> dict[str, float]:
-        """All updates of a step; see `Learner.update`. advantages: float64 [S]. Not left half done when the run is told to stop.
-        Raises RunFailed after too many steps without an update."""
+        """All updates of a step; see `Learner.update`. advantages: float64 [S]. Not left half done
+        when the run is told to stop. Raises RunFailed after too many steps without an update."""
         self.ranks.place = f"training of step {record.step}"
         if self.config.rollout.free_cache_engine:
             self.sampler.engine.release()
         metrics, spans = self.learner.update(record.samples, advantages, record.step)
         if self.config.reward.overlong_buffer_length:
-            metrics["rewards/overlong_penalty/mean"] = float(self.sampler.overlong(record.samples).mean())
+            metrics["rewards/overlong_penalty/mean"] = float(
+                self.sampler.overlong(record.samples).mean()
+            )
         self.num_updates = record.step + 1
         record.spans.extend(spans)
-        record.stages.append(Span("train", record.stages[-1].end_s, self.ranks.clock.perf_counter()))
+        record.stages.append(
+            Span("train", record.stages[-1].end_s, self.ranks.clock.perf_counter())
+        )
         return metrics
 
     def report(self, record: StepRecord, metrics: dict[str, float]) -> None:
-        """Write the step's numbers, and whatever else is wanted of it: samples, timeline, trace. metrics: of the update."""
-        ranks, run, step, speculation = self.ranks, self.config.run, record.step, self.sampler.speculation
+        """Write the step's numbers, and whatever else is wanted of it: samples, timeline, trace.
+        metrics: of the update."""
+        ranks, run, step, speculation = (
+            self.ranks,
+            self.config.run,
+            record.step,
+            self.sampler.speculation,
+        )
         metrics |= rollout_metrics(record, list(self.rewards)) | self.sampler.scorer.take_metrics()
         metrics |= self.sampler.planner.metrics()
         if speculation is None or not speculation.has_drafts:
             metrics |= forward_metrics(ranks, record)
         else:
-            known = {"store_tokens": speculation.store.num_tokens, "accepted_by_age": speculation.accepted_by_age}
+            known = {
+                "store_tokens": speculation.store.num_tokens,
+                "accepted_by_age": speculation.accepted_by_age,
+            }
             metrics |= speculation_metrics(ranks, record, **known)
-        metrics |= timing_metrics(ranks, record, metrics.pop("timing_s/sync")) | placement_metrics(ranks, record)
+        metrics |= timing_metrics(ranks, record, metrics.pop("timing_s/sync")) | placement_metrics(
+            ranks, record
+        )
         metrics |= idle_metrics(ranks, record) | shared_tail_metrics(ranks, record)
         if self.sampler.drafter is not None:
             metrics |= self.sampler.drafter.metrics(ranks)
@@ -140,21 +172,26 @@ class Trainer:
         if step in run.timeline_steps:
             spans = [span for rollout in record.rollouts for span in rollout.spans] + record.spans
             lanes = gather_lanes(ranks, sorted(spans, key=lambda span: span.begin_s), record.stages)
-            of_round = {0: ", short round", 1: ", long round"}.get(metrics.get("tail/is_long_round"), "")
+            of_round = {0: ", short round", 1: ", long round"}.get(
+                metrics.get("tail/is_long_round"), ""
+            )
             self.logger.log_timeline(step, lanes, self.config.speculative.method + of_round)
 
     def evaluate_if_due(self) -> None:
-        """Evaluate where run.eval_steps wants it; what was evaluated before the run was interrupted is not evaluated again."""
+        """Evaluate where run.eval_steps wants it; what was evaluated before the run was interrupted
+        is not evaluated again."""
         run, done = self.config.run, self.num_updates
         is_due = run.eval_steps and (done % run.eval_steps == 0 or done == run.max_steps)
         if is_due and self.evaluated != done:
             self.logger.log_evaluation(done, self.evaluate())
 
     def evaluate(self) -> dict[str, float | str]:
-        """Held-out mean reward and pass@k, under noise that is the same at every evaluation, so that curves are paired.
+        """Held-out mean reward and pass@k, under noise that is the same at every evaluation, so
+        that curves are paired.
 
-        pass@k is the expected best of k samples by the first reward function: for a 0/1 reward the usual unbiased estimator
-        (Chen et al. 2021, arXiv 2107.03374, equation 1). Raises StopRequested, and then the evaluation is still to be made.
+        pass@k is the expected best of k samples by the first reward function: for a 0/1 reward the
+        usual unbiased estimator (Chen et al. 2021, arXiv 2107.03374, equation 1). Raises
+        StopRequested, and then the evaluation is still to be made.
         """
         settings, params, clock = self.config.eval, self.sampler.params, self.ranks.clock
         began_s = clock.perf_counter()
@@ -162,7 +199,9 @@ class Trainer:
         if settings.temperature is not None:
             params = replace(params, temperature=settings.temperature)
         groups = [Group(prompt, EVALUATION) for prompt in self.eval_prompts]
-        samples, rollout = self.sampler.evaluate(groups, settings.num_generations, params, self.num_updates)
+        samples, rollout = self.sampler.evaluate(
+            groups, settings.num_generations, params, self.num_updates
+        )
         seconds = clock.perf_counter() - began_s
         metrics = {
             # Without the overlong penalty, which shapes training alone.
@@ -188,8 +227,8 @@ class Trainer:
             self.save(is_last)
 
     def save(self, is_last: bool) -> None:
-        """Save a checkpoint. Called by all ranks: they go on together once it is on disk. If that fails the run goes on, with a
-        warning; but if this is its last save, raises SaveFailed."""
+        """Save a checkpoint. Called by all ranks: they go on together once it is on disk. If that
+        fails the run goes on, with a warning; but if this is its last save, raises SaveFailed."""
         done, speculation = self.num_updates, self.sampler.speculation
         self.ranks.place = f"save after {done} updates"
         problem = save_checkpoint(
@@ -217,7 +256,8 @@ class Trainer:
 
 
 def expected_best(rewards: np.ndarray, k: int) -> float:
-    """Expected maximum of k of the n rewards drawn without replacement: sum over i of r_(i) C(i-1, k-1) / C(n, k)."""
+    """Expected maximum of k of the n rewards drawn without replacement: sum over i of r_(i) C(i-1,
+    k-1) / C(n, k)."""
     ordered, n = np.sort(rewards), len(rewards)
     weight, total = 1.0, 0.0
     best_share = k / n  # probability that the largest is among the k drawn

@@ -1,4 +1,5 @@
-"""What exactness.ipynb runs: drafts of any quality for the real engine, and a policy so small that its law is a formula.
+"""What exactness.ipynb runs: drafts of any quality for the real engine, and a policy so small that
+its law is a formula.
 
 Shape legend: R responses, n draft tokens of each, L longest response, V vocabulary.
 """
@@ -8,17 +9,22 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from benchmarks.accept_rules import load_prompts, one_step, policy_gradient, verify_by_rejection
-from bubblespec.engine.generator import Generator
+from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.noise import stream_keys
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams, sample
 from bubblespec.engine.scheduler import num_gained
 from bubblespec.engine.verify import verify
-from bubblespec.samples import Group, Prompt, Row, SampleId
+from bubblespec.types import Group, Prompt, Row, SampleId
 
 MAX_NEW_TOKENS = 96
 SEED = 0
@@ -31,7 +37,8 @@ LONGEST_DRAFT, LONGEST_RESPONSE = 8, 60
 class GivenDrafts:
     """A `Proposer` of the tokens of given responses, each at its own place, `window` at a time.
 
-    drafts: int64 tokens by sample. is_drafted: bool, for each token that a row has gained, whether a draft gave it.
+    drafts: int64 tokens by sample. is_drafted: bool, for each token that a row has gained, whether
+    a draft gave it.
     """
 
     def __init__(self, drafts: dict[SampleId, np.ndarray], window: int = 16):
@@ -40,7 +47,9 @@ class GivenDrafts:
         self.num_draft = self.num_accepted = 0
 
     def propose(self, rows, lengths, room, budget):
-        return [self.drafts[row.id][n : n + self.window] for row, n in zip(rows, lengths, strict=True)]
+        return [
+            self.drafts[row.id][n : n + self.window] for row, n in zip(rows, lengths, strict=True)
+        ]
 
     def observe(self, rows, tokens, num_draft, num_accepted):
         self.num_draft += int(num_draft.sum())
@@ -66,22 +75,40 @@ class Setting:
     """Prompts that the update was not made with."""
     params: SamplingParams = field(default_factory=SamplingParams)
 
-    def respond(self, rows: list[Row], drafts: GivenDrafts | None = None, *, slots: int = 64, rule="coupled", older=False) -> int:
-        """Generate rows to their end, in place, with the real engine. Returns the forwards that it took."""
+    def respond(
+        self,
+        rows: list[Row],
+        drafts: GivenDrafts | None = None,
+        *,
+        slots: int = 64,
+        rule="coupled",
+        older=False,
+    ) -> int:
+        """Generate rows to their end, in place, with the real engine. Returns the forwards that it
+        took."""
         longest = max(len(row.prompt) + row.max_new_tokens for row in rows)
         model, batch_tokens = self.older if older else self.policy, max(2048, 2 * slots)
-        engine = Generator(ModelRunner(model, slots, longest, SEED, max_batch_tokens=batch_tokens, rule=rule))
+        engine = Engine(
+            ModelRunner(model, slots, longest, SEED, max_batch_tokens=batch_tokens, rule=rule)
+        )
         engine.run(rows, self.params, drafts)
         return engine.num_forwards
 
 
 def make_rows(groups: list[Group], num_generations: int, max_new_tokens: int) -> list[Row]:
     """The rows of groups, those of a group adjacent."""
-    return [Row(group.sample(j), group.prompt.token_ids, max_new_tokens) for group in groups for j in range(num_generations)]
+    return [
+        Row(group.sample(j), group.prompt.token_ids, max_new_tokens)
+        for group in groups
+        for j in range(num_generations)
+    ]
 
 
-def tiny_setting(folder: str = "configs/tiny_policy", learning_rate: float = 2e-4, num_prompts: int = 8) -> Setting:
-    """The tiny policy before and after one AdamW step on 24 of its own responses, with random advantages of +1 and -1."""
+def tiny_setting(
+    folder: str = "configs/tiny_policy", learning_rate: float = 2e-4, num_prompts: int = 8
+) -> Setting:
+    """The tiny policy before and after one AdamW step on 24 of its own responses, with random
+    advantages of +1 and -1."""
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
@@ -91,20 +118,37 @@ def tiny_setting(folder: str = "configs/tiny_policy", learning_rate: float = 2e-
     setting = Setting(policy, copy.deepcopy(policy), tokenizer, prompts[::2], params)
     trained_on = make_rows([Group(prompt, 0) for prompt in prompts[1::2]], 3, MAX_NEW_TOKENS)
     setting.respond(trained_on)
-    one_step(policy, setting.older, policy_gradient(policy, trained_on, params.temperature, SEED), learning_rate)
+    one_step(
+        policy,
+        setting.older,
+        policy_gradient(policy, trained_on, params.temperature, SEED),
+        learning_rate,
+    )
     return setting
 
 
 def own_softmax(setting: Setting, prompt: tuple[int, ...]) -> np.ndarray:
-    """The policy's next-token probabilities, float64 [V], by a forward of transformers itself, not by the engine."""
-    plain = AutoModelForCausalLM.from_config(copy.deepcopy(setting.policy.config), attn_implementation="eager").double().eval()
+    """The policy's next-token probabilities, float64 [V], by a forward of transformers itself, not
+    by the engine."""
+    plain = (
+        AutoModelForCausalLM.from_config(
+            copy.deepcopy(setting.policy.config), attn_implementation="eager"
+        )
+        .double()
+        .eval()
+    )
     plain.load_state_dict(setting.policy.state_dict())
     with torch.inference_mode():
-        return (plain(torch.tensor([prompt])).logits[0, -1] / setting.params.temperature).softmax(-1).numpy()
+        return (
+            (plain(torch.tensor([prompt])).logits[0, -1] / setting.params.temperature)
+            .softmax(-1)
+            .numpy()
+        )
 
 
 def chi_square_p(counts: np.ndarray, law: np.ndarray) -> float:
-    """Pearson's test: the chance that draws from `law` are as far from it as `counts`. Cells expected below 5 are pooled.
+    """Pearson's test: the chance that draws from `law` are as far from it as `counts`. Cells
+    expected below 5 are pooled.
 
     counts, law: [cells], law sums to 1. Returns 0 where something impossible was counted.
     """
@@ -129,16 +173,22 @@ def trap_law() -> np.ndarray:
     return law
 
 
-def trap_lengths(rule: str, keeps: str, num_rows: int, *, distance: float = 0.3, seed: int = 1) -> np.ndarray:
-    """Lengths int64 [R] of responses that come of one draft each, by `rule`, and plain sampling after it.
+def trap_lengths(
+    rule: str, keeps: str, num_rows: int, *, distance: float = 0.3, seed: int = 1
+) -> np.ndarray:
+    """Lengths int64 [R] of responses that come of one draft each, by `rule`, and plain sampling
+    after it.
 
-    Drafts are made by an older policy, whose logits are `distance` away, with the noise of the responses under the coupled
-    rule and with other noise under the others. keeps: "by clock" cuts them at lengths that have nothing to do with their
-    content; "finished" keeps those that reach the stop token within n tokens, up to it, and no other.
+    Drafts are made by an older policy, whose logits are `distance` away, with the noise of the
+    responses under the coupled rule and with other noise under the others. keeps: "by clock" cuts
+    them at lengths that have nothing to do with their content; "finished" keeps those that reach
+    the stop token within n tokens, up to it, and no other.
     """
     rest = (1 - STOP_CHANCE) / (NUM_TOKENS - 1)
     log_p = torch.tensor([STOP_CHANCE] + [rest] * (NUM_TOKENS - 1), dtype=torch.float64).log()
-    shift = torch.randn(NUM_TOKENS, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    shift = torch.randn(
+        NUM_TOKENS, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     log_q = (log_p + distance * shift).log_softmax(-1)
     params = SamplingParams(stop_token_ids=(STOP,))
     keys, other_keys = (_keys(num_rows, LONGEST_RESPONSE, s) for s in (seed, seed + 1))
@@ -146,7 +196,9 @@ def trap_lengths(rule: str, keeps: str, num_rows: int, *, distance: float = 0.3,
 
     draft_keys = (keys if rule == "coupled" else other_keys)[:, :LONGEST_DRAFT].reshape(-1, 4)
     flat = positions[:, :LONGEST_DRAFT].flatten()
-    draft = sample(log_q.expand(len(flat), -1), draft_keys, flat, params)[0].view(num_rows, LONGEST_DRAFT)
+    draft = sample(log_q.expand(len(flat), -1), draft_keys, flat, params)[0].view(
+        num_rows, LONGEST_DRAFT
+    )
     is_stop = (draft == STOP).numpy()
     if keeps == "finished":
         counts = np.where(is_stop.any(1), is_stop.argmax(1) + 1, 0)
@@ -158,7 +210,9 @@ def trap_lengths(rule: str, keeps: str, num_rows: int, *, distance: float = 0.3,
     fed = positions[:, : LONGEST_DRAFT + 1][is_fed]
     fed_keys, log_ps = keys[:, : LONGEST_DRAFT + 1][is_fed], log_p.expand(len(fed), -1)
     if rule == "rejection":
-        result = verify_by_rejection(log_ps, log_q.expand(len(fed_drafts), -1), fed_drafts, counts, keys=fed_keys)
+        result = verify_by_rejection(
+            log_ps, log_q.expand(len(fed_drafts), -1), fed_drafts, counts, keys=fed_keys
+        )
         accepted, token = (t.numpy() for t in result)
     else:
         options = {"num_generated": fed, "params": params, "rule": rule}
@@ -167,11 +221,21 @@ def trap_lengths(rule: str, keeps: str, num_rows: int, *, distance: float = 0.3,
     gained = num_gained(token, accepted, counts, params.stop_token_ids, limit=room)
     last = token[np.cumsum(counts + 1) - (counts + 1) + gained - 1]
 
-    # Tokens do not depend on those before them, so what plain sampling puts at every place is known at once.
+    # Tokens do not depend on those before them, so what plain sampling puts at every place is known
+    # at once.
     every, none = positions.flatten(), np.empty(0, np.int64)
-    no_draft, noise = np.zeros(len(every), np.int64), "point_mass" if rule == "point_mass" else "coupled"
+    no_draft, noise = (
+        np.zeros(len(every), np.int64),
+        "point_mass" if rule == "point_mass" else "coupled",
+    )
     plain = verify(
-        log_p.expand(len(every), -1), none, no_draft, keys.reshape(-1, 4), num_generated=every, params=params, rule=noise
+        log_p.expand(len(every), -1),
+        none,
+        no_draft,
+        keys.reshape(-1, 4),
+        num_generated=every,
+        params=params,
+        rule=noise,
     ).token
     stops_later = (plain.reshape(num_rows, -1) == STOP) & (positions.numpy() >= gained[:, None])
     later = np.where(stops_later.any(1), stops_later.argmax(1) + 1, LONGEST_RESPONSE)

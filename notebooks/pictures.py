@@ -1,4 +1,5 @@
-"""The notebooks' pictures. Every function makes one figure and returns it; a notebook shows what its cell's last line returns."""
+"""The notebooks' pictures. Every function makes one figure and returns it; a notebook shows what
+its cell's last line returns."""
 
 import numpy as np
 from matplotlib.colors import to_rgba
@@ -9,16 +10,33 @@ from matplotlib.ticker import MaxNLocator
 from bubblespec.telemetry.timeline import COLOURS, draw_lanes
 from notebooks.reading import Run, compare, num_response_tokens, seconds_by_kind, seconds_so_far
 
-PLAIN, DRAFTED, NOTHING = "#5aa5e0", "#1b9e77", "#ffffff"  # the first two as decode and verify in timelines
+PLAIN, DRAFTED, NOTHING = (
+    "#5aa5e0",
+    "#1b9e77",
+    "#ffffff",
+)  # the first two as decode and verify in timelines
 STAGES = {
     "gen": ("generate", "#5aa5e0"),
     "bubble": ("wait for the slowest", "#c8c8c8"),
     "reward": ("reward, exchange", "#e78ac3"),
 }
 STAGES |= {"train": ("train", "#7b52ab"), "sync": ("sync", "#1a1a1a")}
-SOURCES = {"aligned": ("its own draft", "#1b9e77"), "own": ("own draft, re-synchronised", "#7fcdbb")}
-SOURCES |= {"sibling": ("siblings", "#f2c230"), "self": ("itself", "#e3701a"), "history": ("earlier epochs", "#8c510a")}
-RULES = ("#8c8c8c", "#1b9e77", "#5aa5e0", "#f2c230", "#d62728")  # plain order, ours, and what RollPacker does
+SOURCES = {
+    "aligned": ("its own draft", "#1b9e77"),
+    "own": ("own draft, re-synchronised", "#7fcdbb"),
+}
+SOURCES |= {
+    "sibling": ("siblings", "#f2c230"),
+    "self": ("itself", "#e3701a"),
+    "history": ("earlier epochs", "#8c510a"),
+}
+RULES = (
+    "#8c8c8c",
+    "#1b9e77",
+    "#5aa5e0",
+    "#f2c230",
+    "#d62728",
+)  # plain order, ours, and what RollPacker does
 SIZE = 9
 
 
@@ -39,7 +57,8 @@ def _label(axes, title: str, x: str = "", y: str = "") -> None:
 
 
 def draw_origins(panels: dict[str, list[list[bool]]]) -> Figure:
-    """Where tokens came from: panels by title, in each a row of pixels a response, coloured by whether a draft gave the token."""
+    """Where tokens came from: panels by title, in each a row of pixels a response, coloured by
+    whether a draft gave the token."""
     figure, axes = _figure(10, 3.2, 1, len(panels), sharex=True, sharey=True)
     longest = max(len(row) for rows in panels.values() for row in rows)
     for one, (title, rows) in zip(axes, panels.items(), strict=True):
@@ -49,13 +68,19 @@ def draw_origins(panels: dict[str, list[list[bool]]]) -> Figure:
         one.imshow(image, aspect="auto", interpolation="nearest")
         _label(one, title, "response token")
     axes[0].set_ylabel("response", fontsize=SIZE)
-    handles = [Patch(facecolor=PLAIN, label="sampled after its forward"), Patch(facecolor=DRAFTED, label="accepted draft token")]
-    figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=SIZE)
+    handles = [
+        Patch(facecolor=PLAIN, label="sampled after its forward"),
+        Patch(facecolor=DRAFTED, label="accepted draft token"),
+    ]
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=SIZE
+    )
     return figure
 
 
 def draw_law(law: np.ndarray, counts: dict[str, np.ndarray], names: list[str]) -> Figure:
-    """Bars of a law over tokens, and what was counted, with whiskers of two standard errors. law, counts: [tokens]."""
+    """Bars of a law over tokens, and what was counted, with whiskers of two standard errors. law,
+    counts: [tokens]."""
     figure, (axes,) = _figure(8, 3.2)
     place = np.arange(len(law))
     axes.bar(place, law, width=0.8, color="#dddddd", label="softmax of the logits")
@@ -63,7 +88,13 @@ def draw_law(law: np.ndarray, counts: dict[str, np.ndarray], names: list[str]) -
         share = count / count.sum()
         error = 2 * np.sqrt(law * (1 - law) / count.sum())
         axes.errorbar(
-            place + 0.3 * (number - (len(counts) - 1) / 2), share, error, fmt="o", markersize=3, linewidth=1, label=label
+            place + 0.3 * (number - (len(counts) - 1) / 2),
+            share,
+            error,
+            fmt="o",
+            markersize=3,
+            linewidth=1,
+            label=label,
         )
     axes.set_xticks(place, names)
     _label(axes, "", "next token", "share of samples")
@@ -72,15 +103,32 @@ def draw_law(law: np.ndarray, counts: dict[str, np.ndarray], names: list[str]) -
 
 
 def draw_trap(law: np.ndarray, lengths: dict[str, np.ndarray], longest: int = 25) -> Figure:
-    """Histograms of response lengths against their law. law: [lengths], from 1; lengths: responses by title."""
+    """Histograms of response lengths against their law. law: [lengths], from 1; lengths: responses
+    by title."""
     figure, axes = _figure(10, 5, 2, 2, sharex=True, sharey=True)
     mean = law @ np.arange(1, len(law) + 1)
     for one, (title, found) in zip(axes, lengths.items(), strict=True):
         share = np.bincount(found, minlength=len(law) + 1)[1:] / len(found)
-        one.bar(np.arange(1, longest + 1), share[:longest], width=0.9, color="#9ecae1", label="responses")
-        one.plot(np.arange(1, longest + 1), law[:longest], color="#222222", linewidth=1.2, label="law of the policy")
-        one.axvline(mean, color="#222222", linewidth=1, linestyle=":", label=f"true mean {mean:.2f}")
-        one.axvline(found.mean(), color="#d62728", linewidth=1.5, label=f"their mean {found.mean():.2f}")
+        one.bar(
+            np.arange(1, longest + 1),
+            share[:longest],
+            width=0.9,
+            color="#9ecae1",
+            label="responses",
+        )
+        one.plot(
+            np.arange(1, longest + 1),
+            law[:longest],
+            color="#222222",
+            linewidth=1.2,
+            label="law of the policy",
+        )
+        one.axvline(
+            mean, color="#222222", linewidth=1, linestyle=":", label=f"true mean {mean:.2f}"
+        )
+        one.axvline(
+            found.mean(), color="#d62728", linewidth=1.5, label=f"their mean {found.mean():.2f}"
+        )
         _label(one, title)
         one.legend(frameon=False, fontsize=SIZE - 1)
     for one in axes[2:]:
@@ -91,7 +139,8 @@ def draw_trap(law: np.ndarray, lengths: dict[str, np.ndarray], longest: int = 25
 
 
 def draw_ratios(ratios: dict[str, np.ndarray]) -> Figure:
-    """Mean length of what rules have trained on up to each step, over the policy's; one line a rule. ratios: [steps]."""
+    """Mean length of what rules have trained on up to each step, over the policy's; one line a
+    rule. ratios: [steps]."""
     figure, (axes,) = _figure(10, 3.6)
     axes.axhline(1.0, color="#222222", linewidth=1)
     for (name, ratio), colour in zip(ratios.items(), RULES, strict=True):
@@ -103,17 +152,33 @@ def draw_ratios(ratios: dict[str, np.ndarray]) -> Figure:
 
 
 def draw_quantiles(lengths: dict[str, np.ndarray], true: np.ndarray) -> Figure:
-    """How often responses of some lengths were trained on, over how often they occur, in tenths of the true lengths. lengths:
-    int64 [responses] by rule; true: int64 [responses]."""
+    """How often responses of some lengths were trained on, over how often they occur, in tenths of
+    the true lengths. lengths: int64 [responses] by rule; true: int64 [responses]."""
     figure, (axes,) = _figure(10, 3.6)
     edges = np.unique(np.quantile(true, [*np.linspace(0, 0.9, 10), 0.95, 0.99]).astype(int))
-    expected = np.bincount(np.searchsorted(edges, true, side="right") - 1, minlength=len(edges)) / len(true)
+    expected = np.bincount(
+        np.searchsorted(edges, true, side="right") - 1, minlength=len(edges)
+    ) / len(true)
     axes.axhline(1.0, color="#222222", linewidth=1)
     for (name, found), colour in zip(lengths.items(), RULES, strict=True):
-        shares = np.bincount(np.maximum(np.searchsorted(edges, found, side="right") - 1, 0), minlength=len(edges)) / len(found)
-        axes.plot(range(len(edges)), shares / expected, marker="o", markersize=4, label=name, color=colour, linewidth=1.6)
+        shares = np.bincount(
+            np.maximum(np.searchsorted(edges, found, side="right") - 1, 0), minlength=len(edges)
+        ) / len(found)
+        axes.plot(
+            range(len(edges)),
+            shares / expected,
+            marker="o",
+            markersize=4,
+            label=name,
+            color=colour,
+            linewidth=1.6,
+        )
     axes.set_xticks(range(len(edges)), [f"{edge}+" for edge in edges])
-    _label(axes, "how often responses were trained on, over how often the policy gives them", "length of the response (tokens)")
+    _label(
+        axes,
+        "how often responses were trained on, over how often the policy gives them",
+        "length of the response (tokens)",
+    )
     axes.set_ylim(0, None)
     axes.legend(frameon=False, fontsize=SIZE, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
@@ -122,7 +187,9 @@ def draw_quantiles(lengths: dict[str, np.ndarray], true: np.ndarray) -> Figure:
 def draw_timelines(timelines: dict[str, list[np.ndarray]]) -> Figure:
     """The lanes of one step or several, by title, on one scale of seconds."""
     lanes_in_all = sum(len(lanes) for lanes in timelines.values())
-    figure, axes = _figure(10, 1.1 + 0.8 * len(timelines) + 0.3 * lanes_in_all, len(timelines), sharex=True)
+    figure, axes = _figure(
+        10, 1.1 + 0.8 * len(timelines) + 0.3 * lanes_in_all, len(timelines), sharex=True
+    )
     handles = {}
     for one, (title, lanes) in zip(axes, timelines.items(), strict=True):
         handles |= {patch.get_label(): patch for patch in draw_lanes(one, lanes)}
@@ -131,7 +198,9 @@ def draw_timelines(timelines: dict[str, list[np.ndarray]]) -> Figure:
     axes[-1].set_xlim(0, max(lane[:, 2].max() for lanes in timelines.values() for lane in lanes))
     axes[-1].set_xlabel("seconds since the step began", fontsize=SIZE)
     ordered = [handles[kind] for kind in COLOURS if kind in handles]
-    figure.legend(handles=ordered, loc="outside lower center", ncols=5, frameon=False, fontsize=SIZE)
+    figure.legend(
+        handles=ordered, loc="outside lower center", ncols=5, frameon=False, fontsize=SIZE
+    )
     return figure
 
 
@@ -144,17 +213,32 @@ def draw_kinds(timelines: dict[str, list[np.ndarray]]) -> Figure:
         seconds = seconds_by_kind(lanes)
         for kind, colour in colours.items():
             if kind in seconds:
-                handles[kind] = axes.barh(place, seconds[kind], left=left, color=colour, edgecolor="#999999", linewidth=0.4)
+                handles[kind] = axes.barh(
+                    place,
+                    seconds[kind],
+                    left=left,
+                    color=colour,
+                    edgecolor="#999999",
+                    linewidth=0.4,
+                )
                 left += seconds[kind]
     _bars_down(axes, list(timelines), "seconds (mean of the ranks)")
     ordered = [kind for kind in colours if kind in handles]
     labels = ["between forwards" if kind == "between" else kind for kind in ordered]
-    figure.legend([handles[kind] for kind in ordered], labels, loc="outside lower center", ncols=6, frameon=False, fontsize=SIZE)
+    figure.legend(
+        [handles[kind] for kind in ordered],
+        labels,
+        loc="outside lower center",
+        ncols=6,
+        frameon=False,
+        fontsize=SIZE,
+    )
     return figure
 
 
 def draw_stages(runs: list[Run]) -> Figure:
-    """Seconds of whole runs by stage, mean over ranks: a stacked bar a run, with its speed-up over the first one's steps."""
+    """Seconds of whole runs by stage, mean over ranks: a stacked bar a run, with its speed-up over
+    the first one's steps."""
     figure, (axes,) = _figure(10, 1.0 + 0.45 * len(runs))
     left = np.zeros(len(runs))
     for stage, (label, colour) in STAGES.items():
@@ -163,7 +247,9 @@ def draw_stages(runs: list[Run]) -> Figure:
         left += seconds
     for place, run in enumerate(runs):
         speedup = compare(run, runs[0]).step_speedup
-        axes.text(left[place], place, f"  {left[place]:.1f} s, {speedup:.2f}x", va="center", fontsize=SIZE)
+        axes.text(
+            left[place], place, f"  {left[place]:.1f} s, {speedup:.2f}x", va="center", fontsize=SIZE
+        )
     _bars_down(axes, [run.name for run in runs], "seconds of training steps (mean of the ranks)")
     axes.set_xlim(0, 1.15 * left.max())
     figure.legend(loc="outside lower center", ncols=len(STAGES), frameon=False, fontsize=SIZE)
@@ -171,14 +257,25 @@ def draw_stages(runs: list[Run]) -> Figure:
 
 
 def draw_tail(runs: list[Run]) -> Figure:
-    """What a rollout's seconds and forwards follow: the longest response. A point a step and run."""
+    """What a rollout's seconds and forwards follow: the longest response. A point a step and
+    run."""
     figure, axes = _figure(10, 3.4, 1, 2)
     for number, run in enumerate(runs):
         longest = run.column("completions/max_length")
         axes[0].plot(longest, run.rollout_s, "o", markersize=4, color=f"C{number}", label=run.name)
-        axes[1].plot(longest, run.column("rollout/forwards"), "o", markersize=4, color=f"C{number}", label=run.name)
+        axes[1].plot(
+            longest,
+            run.column("rollout/forwards"),
+            "o",
+            markersize=4,
+            color=f"C{number}",
+            label=run.name,
+        )
     for one, title, unit in zip(
-        axes, ("time of a rollout", "forwards on the slowest rank"), ("seconds", "forwards"), strict=True
+        axes,
+        ("time of a rollout", "forwards on the slowest rank"),
+        ("seconds", "forwards"),
+        strict=True,
     ):
         _label(one, title, "longest response of the step (tokens)", unit)
         one.set_ylim(0)
@@ -187,15 +284,25 @@ def draw_tail(runs: list[Run]) -> Figure:
 
 
 def draw_drafts(run: Run) -> Figure:
-    """Response tokens of every step by where they came from: sources of drafts, or a forward of their own."""
+    """Response tokens of every step by where they came from: sources of drafts, or a forward of
+    their own."""
     figure, (axes,) = _figure(10, 3.2)
     left, steps = np.zeros(len(run.steps)), run.column("step")
     for source, (label, colour) in SOURCES.items():
-        tokens = np.nan_to_num(run.column(f"drafts/{source}/accept_rate") * run.column(f"drafts/{source}/tokens"))
+        tokens = np.nan_to_num(
+            run.column(f"drafts/{source}/accept_rate") * run.column(f"drafts/{source}/tokens")
+        )
         if tokens.any():
             axes.bar(steps, tokens, bottom=left, width=0.85, color=colour, label=label)
             left += tokens
-    axes.bar(steps, num_response_tokens(run) - left, bottom=left, width=0.85, color=PLAIN, label="sampled after a forward")
+    axes.bar(
+        steps,
+        num_response_tokens(run) - left,
+        bottom=left,
+        width=0.85,
+        color=PLAIN,
+        label="sampled after a forward",
+    )
     _label(axes, "", "step", "response tokens")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.legend(loc="outside lower center", ncols=6, frameon=False, fontsize=SIZE)
@@ -206,7 +313,9 @@ def draw_steps(runs: list[Run]) -> Figure:
     """Seconds of every step's rollout, a line a run."""
     figure, (axes,) = _figure(10, 2.8)
     for number, run in enumerate(runs):
-        axes.plot(run.column("step"), run.rollout_s, linewidth=1.3, color=f"C{number}", label=run.name)
+        axes.plot(
+            run.column("step"), run.rollout_s, linewidth=1.3, color=f"C{number}", label=run.name
+        )
     _label(axes, "", "step", "seconds of the rollout")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(0)
@@ -214,12 +323,24 @@ def draw_steps(runs: list[Run]) -> Figure:
     return figure
 
 
-def draw_scaling(found: dict[float, tuple[float, float]], label: str, waiting_of: str = "none") -> Figure:
-    """Speed-up, and share of the rollouts spent waiting, over what was varied: {value: (speed-up, share)}."""
+def draw_scaling(
+    found: dict[float, tuple[float, float]], label: str, waiting_of: str = "none"
+) -> Figure:
+    """Speed-up, and share of the rollouts spent waiting, over what was varied: {value: (speed-up,
+    share)}."""
     figure, axes = _figure(10, 3.0, 1, 2)
     values = list(found)
-    for one, number, unit in ((axes[0], 0, "rollout speed-up over none"), (axes[1], 1, f"share spent waiting, {waiting_of}")):
-        one.plot(values, [found[value][number] for value in values], "o-", color=f"C{number}", markersize=5)
+    for one, number, unit in (
+        (axes[0], 0, "rollout speed-up over none"),
+        (axes[1], 1, f"share spent waiting, {waiting_of}"),
+    ):
+        one.plot(
+            values,
+            [found[value][number] for value in values],
+            "o-",
+            color=f"C{number}",
+            markersize=5,
+        )
         one.set_xscale("log", base=2)
         one.set_xticks(values, [f"{value:g}" for value in values])
         one.set_ylim(0, 1.1 * max(found[value][number] for value in values))
@@ -229,19 +350,30 @@ def draw_scaling(found: dict[float, tuple[float, float]], label: str, waiting_of
 
 
 def draw_learning(runs: list[Run]) -> Figure:
-    """Training reward (thin) and held-out reward (dots), over steps and over seconds. Equal curves lie on one another, the first
-    one widest."""
+    """Training reward (thin) and held-out reward (dots), over steps and over seconds. Equal curves
+    lie on one another, the first one widest."""
     figure, axes = _figure(10, 3.4, 1, 2, sharey=True)
     for number, run in enumerate(runs):
         width = 1 + 3 * (len(runs) - 1 - number) / max(len(runs) - 1, 1)
-        steps, updates = run.column("step") + 1, np.array([line["step"] for line in run.evaluations], float)
+        steps, updates = (
+            run.column("step") + 1,
+            np.array([line["step"] for line in run.evaluations], float),
+        )
         held_out = [line["eval/reward"] for line in run.evaluations]
         for one, x, x_held_out in (
             (axes[0], steps, updates),
             (axes[1], seconds_so_far(run, steps), seconds_so_far(run, updates)),
         ):
             one.plot(x, run.column("reward"), color=f"C{number}", alpha=0.35, linewidth=width)
-            one.plot(x_held_out, held_out, "o-", color=f"C{number}", linewidth=width, markersize=3 + width, label=run.name)
+            one.plot(
+                x_held_out,
+                held_out,
+                "o-",
+                color=f"C{number}",
+                linewidth=width,
+                markersize=3 + width,
+                label=run.name,
+            )
     _label(axes[0], "over steps", "updates", "reward: training (pale), held-out (dots)")
     _label(axes[1], "over time", "seconds of training steps")
     axes[1].legend(frameon=False, fontsize=SIZE, loc="lower right")
@@ -249,34 +381,58 @@ def draw_learning(runs: list[Run]) -> Figure:
 
 
 def draw_training(arms: dict[str, dict], seeds: dict[str, dict[str, dict]]) -> Figure:
-    """Training runs by what is switched on: their whole steps' speed-up over the first (a dot a seed), and held-out reward over
-    seconds of training (pale: seeds; dots: their mean). See benchmarks/systems.py."""
+    """Training runs by what is switched on: their whole steps' speed-up over the first (a dot a
+    seed), and held-out reward over seconds of training (pale: seeds; dots: their mean). See
+    benchmarks/systems.py."""
     figure, axes = _figure(10, 3.4, 1, 2)
     for number, (name, arm) in enumerate(arms.items()):
         axes[0].bar(number, arm["speedup"], width=0.7, color=f"C{number}", alpha=0.6)
-        axes[0].plot([number] * len(arm["speedups"]), arm["speedups"], "o", color=f"C{number}", markersize=4)
-        curves = [np.array(of_seed[name]["curve"]) for of_seed in seeds.values() if of_seed[name]["curve"]]
+        axes[0].plot(
+            [number] * len(arm["speedups"]), arm["speedups"], "o", color=f"C{number}", markersize=4
+        )
+        curves = [
+            np.array(of_seed[name]["curve"]) for of_seed in seeds.values() if of_seed[name]["curve"]
+        ]
         for curve in curves:
             axes[1].plot(*curve.T, color=f"C{number}", alpha=0.3, linewidth=1)
         if curves:
-            axes[1].plot(*np.mean(curves, axis=0).T, "o-", color=f"C{number}", linewidth=1.5, markersize=4, label=name)
+            axes[1].plot(
+                *np.mean(curves, axis=0).T,
+                "o-",
+                color=f"C{number}",
+                linewidth=1.5,
+                markersize=4,
+                label=name,
+            )
     axes[0].axhline(1.0, color="#999999", linewidth=1, linestyle=":")
     axes[0].set_xticks(range(len(arms)), list(arms), fontsize=SIZE, rotation=30)
     _label(axes[0], "whole steps, seconds a token", "", f"speed-up over {next(iter(arms))}")
-    _label(axes[1], "reward against time", "seconds of training, without evaluations", "held-out reward")
+    _label(
+        axes[1],
+        "reward against time",
+        "seconds of training, without evaluations",
+        "held-out reward",
+    )
     if axes[1].lines:
         axes[1].legend(frameon=False, fontsize=SIZE, loc="lower right")
     return figure
 
 
 def draw_acceptance(accepted: dict[str, list[float]]) -> Figure:
-    """Chance that the first n tokens of a chain are all right, by the noise that it was drawn with; see benchmarks/drafter.py."""
+    """Chance that the first n tokens of a chain are all right, by the noise that it was drawn with;
+    see benchmarks/drafter.py."""
     figure, (axes,) = _figure(7, 3.0)
     labels = {"coupled": "the row's own noise", "point_mass": "other noise"}
     for number, (name, shares) in enumerate(accepted.items()):
         place = np.arange(1, len(shares) + 1) + 0.38 * (number - (len(accepted) - 1) / 2)
         tokens = f"{1 + sum(shares):.2f} tokens a pass"
-        axes.bar(place, shares, width=0.36, color=(DRAFTED, "#b0b0b0")[number % 2], label=f"{labels.get(name, name)}: {tokens}")
+        axes.bar(
+            place,
+            shares,
+            width=0.36,
+            color=(DRAFTED, "#b0b0b0")[number % 2],
+            label=f"{labels.get(name, name)}: {tokens}",
+        )
     axes.set_xticks(range(1, len(shares) + 1))
     axes.set_ylim(0, 1)
     _label(axes, "", "tokens of a chain", "chance that all are right")
@@ -285,8 +441,8 @@ def draw_acceptance(accepted: dict[str, list[float]]) -> Figure:
 
 
 def draw_adaptation(steps: list[dict]) -> Figure:
-    """Tokens a pass of the drafter that goes on learning in idle time, and of a copy that does not, on each step's responses; not
-    of steps in which nothing was learnt from."""
+    """Tokens a pass of the drafter that goes on learning in idle time, and of a copy that does not,
+    on each step's responses; not of steps in which nothing was learnt from."""
     steps = [step for step in steps if "adapted" in step]
     figure, (axes,) = _figure(7, 2.8)
     for name, label, colour, style in (
@@ -294,7 +450,12 @@ def draw_adaptation(steps: list[dict]) -> Figure:
         ("static", "as it was after the warm start", "#8c8c8c", "s--"),
     ):
         axes.plot(
-            [step["step"] for step in steps], [step[name] for step in steps], style, color=colour, label=label, markersize=5
+            [step["step"] for step in steps],
+            [step[name] for step in steps],
+            style,
+            color=colour,
+            label=label,
+            markersize=5,
         )
     _label(axes, "", "step", "tokens a pass")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -1,6 +1,8 @@
-"""Finished or running runs, read from their folders and compared: what ablation.ipynb and bubble_anatomy.ipynb work on.
+"""Finished or running runs, read from their folders and compared: what ablation.ipynb and
+bubble_anatomy.ipynb work on.
 
-A run's folder holds config.yaml and metrics.jsonl, as train.py leaves them; with run.timeline_steps also timeline/step_*.json.
+A run's folder holds config.yaml and metrics.jsonl, as train.py leaves them; with run.timeline_steps
+also timeline/step_*.json.
 """
 
 import json
@@ -15,7 +17,13 @@ from bubblespec.config import Config, flatten, load_config
 from bubblespec.errors import InputError, say
 from bubblespec.telemetry.timeline import KINDS
 
-NEEDED = ("timing_s/gen", "timing_s/bubble", "timing_s/step", "reward", "rollout/digest")  # what every step's line has
+NEEDED = (
+    "timing_s/gen",
+    "timing_s/bubble",
+    "timing_s/step",
+    "reward",
+    "rollout/digest",
+)  # what every step's line has
 
 
 @dataclass
@@ -36,28 +44,46 @@ class Run:
 
     def column(self, key: str) -> np.ndarray:
         """A metric of all steps, float64 [steps]; NaN where a line has none."""
-        return np.array([math.nan if line.get(key) is None else line[key] for line in self.steps], float)
+        return np.array(
+            [math.nan if line.get(key) is None else line[key] for line in self.steps], float
+        )
 
     @property
     def rollout_s(self) -> np.ndarray:
-        """Seconds of each step's rollout, waiting for the slowest rank and moving drafts included, float64 [steps]."""
-        return self.column("timing_s/gen") + self.column("timing_s/bubble") + np.nan_to_num(self.column("timing_s/exchange"))
+        """Seconds of each step's rollout, waiting for the slowest rank and moving drafts included,
+        float64 [steps]."""
+        return (
+            self.column("timing_s/gen")
+            + self.column("timing_s/bubble")
+            + np.nan_to_num(self.column("timing_s/exchange"))
+        )
 
 
 def read_runs(folder: str) -> list[Run]:
-    """All runs in a folder, those without speculation first. Subfolders that are no run are left out with a line that says why.
+    """All runs in a folder, those without speculation first. Subfolders that are no run are left
+    out with a line that says why.
 
     Raises InputError where the folder holds no run, and for files that are damaged.
     """
     if not os.path.isdir(folder):
         raise InputError(f"RUNS: no folder at {folder}")
     if os.path.isfile(os.path.join(folder, "metrics.jsonl")):
-        raise InputError(f"RUNS: {folder} is one run's folder; give the folder that holds the folders of several")
-    names = sorted(n for n in os.listdir(folder) if os.path.isdir(os.path.join(folder, n)) and not n.startswith("."))
+        raise InputError(
+            f"RUNS: {folder} is one run's folder; give the folder that holds the folders of several"
+        )
+    names = sorted(
+        n
+        for n in os.listdir(folder)
+        if os.path.isdir(os.path.join(folder, n)) and not n.startswith(".")
+    )
     problems, runs = [], []
     for name in names:
         path = os.path.join(folder, name)
-        missing = [file for file in ("metrics.jsonl", "config.yaml") if not os.path.isfile(os.path.join(path, file))]
+        missing = [
+            file
+            for file in ("metrics.jsonl", "config.yaml")
+            if not os.path.isfile(os.path.join(path, file))
+        ]
         if missing:
             problems.append(f"{path} has no {missing[0]}")
             continue
@@ -67,14 +93,18 @@ def read_runs(folder: str) -> list[Run]:
         else:
             problems.append(f"{path} has not finished a step yet")
     if not runs:
-        raise InputError(f"RUNS: no run in {folder}" + (f": {'; '.join(problems)}" if problems else ": it has no subfolders"))
+        raise InputError(
+            f"RUNS: no run in {folder}"
+            + (f": {'; '.join(problems)}" if problems else ": it has no subfolders")
+        )
     for problem in problems:
         say(f"left out: {problem}")
     return sorted(runs, key=lambda run: (run.method != "none", run.name))
 
 
 def read_run(folder: str) -> Run:
-    """One run. A torn last line, as a kill leaves it, is left out with a line that says so. Raises InputError."""
+    """One run. A torn last line, as a kill leaves it, is left out with a line that says so. Raises
+    InputError."""
     config = load_config(os.path.join(folder, "config.yaml"))
     path = os.path.join(folder, "metrics.jsonl")
     try:
@@ -82,7 +112,9 @@ def read_run(folder: str) -> Run:
             text = file.read()
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
-    lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    lines = [
+        (number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()
+    ]
     steps, evaluations = {}, {}
     for number, line in lines:
         try:
@@ -100,14 +132,21 @@ def read_run(folder: str) -> Run:
             raise InputError(f"{path}, line {number}: not a line of metrics: it has no {absent[0]}")
         (evaluations if is_evaluation else steps)[record["step"]] = record
     name = os.path.basename(os.path.normpath(folder))
-    return Run(name, folder, config, [steps[s] for s in sorted(steps)], [evaluations[s] for s in sorted(evaluations)])
+    return Run(
+        name,
+        folder,
+        config,
+        [steps[s] for s in sorted(steps)],
+        [evaluations[s] for s in sorted(evaluations)],
+    )
 
 
 @dataclass
 class Comparison:
     """A run against another, over the steps that both have.
 
-    Speed-ups are times of the other divided by times of this run; NaN where a figure was not recorded.
+    Speed-ups are times of the other divided by times of this run; NaN where a figure was not
+    recorded.
     """
 
     num_steps: int
@@ -144,23 +183,35 @@ def compare(run: Run, other: Run) -> Comparison:
         num_steps=len(common),
         rollout_speedup=float(others.rollout_s.sum() / mine.rollout_s.sum()),
         median_speedup=float(np.median(ratio)),
-        step_speedup=float(others.column("timing_s/step").sum() / mine.column("timing_s/step").sum()),
-        forwards=float(mine.column("rollout/forwards").sum() / others.column("rollout/forwards").sum() - 1),
+        step_speedup=float(
+            others.column("timing_s/step").sum() / mine.column("timing_s/step").sum()
+        ),
+        forwards=float(
+            mine.column("rollout/forwards").sum() / others.column("rollout/forwards").sum() - 1
+        ),
         num_same=len(common) - len(differing),
         first_difference=differing[0] if differing else None,
     )
 
 
 def accepted_share(run: Run) -> float:
-    """Drafted tokens that were accepted, of all that were verified in the run; NaN where none was."""
-    accepted, wasted = (np.nansum(run.column(f"rollout/spec_{kind}_tokens")) for kind in ("accepted", "wasted"))
+    """Drafted tokens that were accepted, of all that were verified in the run; NaN where none
+    was."""
+    accepted, wasted = (
+        np.nansum(run.column(f"rollout/spec_{kind}_tokens")) for kind in ("accepted", "wasted")
+    )
     return float(accepted / (accepted + wasted)) if accepted + wasted else math.nan
 
 
 def num_response_tokens(run: Run) -> np.ndarray:
-    """Response tokens of every step, float64 [steps]; of a run without dynamic sampling, whose batches have one size."""
+    """Response tokens of every step, float64 [steps]; of a run without dynamic sampling, whose
+    batches have one size."""
     rollout = run.config.rollout
-    return run.column("completions/mean_length") * rollout.num_prompts_per_step * rollout.num_generations
+    return (
+        run.column("completions/mean_length")
+        * rollout.num_prompts_per_step
+        * rollout.num_generations
+    )
 
 
 def ablation_table(runs: list[Run], baseline: Run) -> str:
@@ -178,16 +229,28 @@ def ablation_table(runs: list[Run], baseline: Run) -> str:
     rows = []
     for run in runs:
         c = compare(run, baseline)
-        figures = [f"{run.rollout_s.sum():.1f} s", *(_times(x) for x in (c.rollout_speedup, c.median_speedup, c.step_speedup))]
-        figures += [_or_dash(c.forwards, "{:+.0%}"), _or_dash(accepted_share(run), "{:.2f}"), c.tokens]
+        figures = [
+            f"{run.rollout_s.sum():.1f} s",
+            *(_times(x) for x in (c.rollout_speedup, c.median_speedup, c.step_speedup)),
+        ]
+        figures += [
+            _or_dash(c.forwards, "{:+.0%}"),
+            _or_dash(accepted_share(run), "{:.2f}"),
+            c.tokens,
+        ]
         rows.append([run.name, run.method, *figures])
     return markdown([*header, f"tokens against {baseline.name}"], rows)
 
 
 def settings_table(runs: list[Run]) -> str:
-    """The keys of the configuration that differ between runs, as a Markdown table; run.output_dir is left out."""
+    """The keys of the configuration that differ between runs, as a Markdown table; run.output_dir
+    is left out."""
     flat = [flatten(run.config) for run in runs]
-    keys = [key for key in flat[0] if key != "run.output_dir" and any(f[key] != flat[0][key] for f in flat)]
+    keys = [
+        key
+        for key in flat[0]
+        if key != "run.output_dir" and any(f[key] != flat[0][key] for f in flat)
+    ]
     return markdown(
         ["run", *(keys or ["no key differs"])],
         [[run.name, *(str(f[k]) for k in keys or [])] for run, f in zip(runs, flat, strict=True)],
@@ -195,7 +258,8 @@ def settings_table(runs: list[Run]) -> str:
 
 
 def learning_table(runs: list[Run]) -> str:
-    """Rewards of every run: training at its beginning and end, and held out, as a Markdown table."""
+    """Rewards of every run: training at its beginning and end, and held out, as a Markdown
+    table."""
     header = [
         "run",
         "steps",
@@ -209,31 +273,54 @@ def learning_table(runs: list[Run]) -> str:
     for run in runs:
         reward, share = run.column("reward"), max(1, len(run.steps) // 10)
         held_out = [line["eval/reward"] for line in run.evaluations] or [math.nan]
-        figures = [np.nanmean(reward[:share]), np.nanmean(reward[-share:]), held_out[0], held_out[-1]]
+        figures = [
+            np.nanmean(reward[:share]),
+            np.nanmean(reward[-share:]),
+            held_out[0],
+            held_out[-1],
+        ]
         seconds = f"{run.column('timing_s/step').sum():.1f}"
-        rows.append([run.name, str(len(run.steps)), *(_or_dash(float(x), "{:.3f}") for x in figures), seconds])
+        rows.append(
+            [
+                run.name,
+                str(len(run.steps)),
+                *(_or_dash(float(x), "{:.3f}") for x in figures),
+                seconds,
+            ]
+        )
     return markdown(header, rows)
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
+    )
 
 
 def seconds_so_far(run: Run, updates: np.ndarray) -> np.ndarray:
-    """Seconds of training steps before as many updates, float64; evaluation and saving are not counted. NaN beyond the run."""
-    ends = {line["step"] + 1: total for line, total in zip(run.steps, np.cumsum(run.column("timing_s/step")), strict=True)}
+    """Seconds of training steps before as many updates, float64; evaluation and saving are not
+    counted. NaN beyond the run."""
+    ends = {
+        line["step"] + 1: total
+        for line, total in zip(run.steps, np.cumsum(run.column("timing_s/step")), strict=True)
+    }
     return np.array([0.0 if n == 0 else ends.get(int(n), math.nan) for n in updates])
 
 
 def read_timeline(run: Run, step: int) -> list[np.ndarray]:
-    """A step's lanes: by rank float64 [events, 3] with the kind's place in KINDS, begin and end in seconds. Raises InputError."""
+    """A step's lanes: by rank float64 [events, 3] with the kind's place in KINDS, begin and end in
+    seconds. Raises InputError."""
     path = os.path.join(run.folder, "timeline", f"step_{step:05d}.json")
     try:
         with open(path, encoding="utf-8") as file:
             events = [event for event in json.load(file)["traceEvents"] if event["ph"] == "X"]
         lanes = [
-            [(KINDS.index(e["name"]), e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in events if e["tid"] == rank]
+            [
+                (KINDS.index(e["name"]), e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6)
+                for e in events
+                if e["tid"] == rank
+            ]
             for rank in sorted({e["tid"] for e in events})
         ]
     except FileNotFoundError as error:
@@ -245,7 +332,10 @@ def read_timeline(run: Run, step: int) -> list[np.ndarray]:
 
 def timeline_steps(run: Run) -> list[int]:
     folder = os.path.join(run.folder, "timeline")
-    matches = [re.fullmatch(r"step_(\d+)\.json", name) for name in (os.listdir(folder) if os.path.isdir(folder) else [])]
+    matches = [
+        re.fullmatch(r"step_(\d+)\.json", name)
+        for name in (os.listdir(folder) if os.path.isdir(folder) else [])
+    ]
     return sorted(int(match[1]) for match in matches if match)
 
 
@@ -260,10 +350,12 @@ def common_timelines(one: Run, other: Run) -> list[int]:
 
 
 def seconds_by_kind(lanes: list[np.ndarray]) -> dict[str, float]:
-    """Seconds of a step by kind on the mean rank, and under "between" what no event covers: work on the host."""
+    """Seconds of a step by kind on the mean rank, and under "between" what no event covers: work on
+    the host."""
     end = max(lane[:, 2].max() for lane in lanes)
     seconds = {
-        k: sum(float((lane[lane[:, 0] == n, 2] - lane[lane[:, 0] == n, 1]).sum()) for lane in lanes) for n, k in enumerate(KINDS)
+        k: sum(float((lane[lane[:, 0] == n, 2] - lane[lane[:, 0] == n, 1]).sum()) for lane in lanes)
+        for n, k in enumerate(KINDS)
     }
     seconds = {kind: total / len(lanes) for kind, total in seconds.items() if total}
     return seconds | {"between": end - sum(seconds.values())}
@@ -271,7 +363,13 @@ def seconds_by_kind(lanes: list[np.ndarray]) -> dict[str, float]:
 
 def _only(run: Run, steps: list[int]) -> Run:
     wanted = set(steps)
-    return Run(run.name, run.folder, run.config, [line for line in run.steps if line["step"] in wanted], run.evaluations)
+    return Run(
+        run.name,
+        run.folder,
+        run.config,
+        [line for line in run.steps if line["step"] in wanted],
+        run.evaluations,
+    )
 
 
 def _times(ratio: float) -> str:

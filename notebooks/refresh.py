@@ -1,7 +1,7 @@
 """Executes notebooks and stores their outputs: python -m notebooks.refresh [NAME ...]
 
-By default all of them. People read notebooks on the web before they run them; tests/test_notebooks.py compares the stored text
-with that of a fresh execution.
+By default all of them. People read notebooks on the web before they run them;
+tests/test_notebooks.py compares the stored text with that of a fresh execution.
 """
 
 import os
@@ -15,7 +15,8 @@ TIME_LIMIT_S = 300  # for any cell, on a busy machine
 
 
 def execute(notebook, folder: str) -> None:
-    """From top to bottom, in place, in a kernel that begins in `folder`. Raises CellExecutionError."""
+    """From top to bottom, in place, in a kernel that begins in `folder`. Raises
+    CellExecutionError."""
     client = NotebookClient(
         notebook,
         timeout=TIME_LIMIT_S,
@@ -27,7 +28,9 @@ def execute(notebook, folder: str) -> None:
 
 
 def main() -> int:
-    names = sys.argv[1:] or sorted(name.removesuffix(".ipynb") for name in os.listdir(FOLDER) if name.endswith(".ipynb"))
+    names = sys.argv[1:] or sorted(
+        name.removesuffix(".ipynb") for name in os.listdir(FOLDER) if name.endswith(".ipynb")
+    )
     for name in names:
         path = os.path.join(FOLDER, f"{name}.ipynb")
         if not os.path.isfile(path):
@@ -38,7 +41,9 @@ def main() -> int:
         for cell in notebook.cells:
             if cell.cell_type == "code":  # warnings are of the machine that has executed it
                 cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
-        notebook.metadata["language_info"] = {"name": "python"}  # not the version of the machine that has executed it
+        notebook.metadata["language_info"] = {
+            "name": "python"
+        }  # not the version of the machine that has executed it
         nbformat.write(notebook, path)
         print(path)
     return 0

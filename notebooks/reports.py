@@ -11,7 +11,8 @@ DRAFTER_KEYS = ("accepted", "by_rows", "steps", "config")  # of benchmarks/draft
 
 
 def read_report(path: str, keys: tuple[str, ...]) -> dict:
-    """A benchmark's JSON. Raises InputError for a file that is not there or has not all of the keys."""
+    """A benchmark's JSON. Raises InputError for a file that is not there or has not all of the
+    keys."""
     try:
         with open(path, encoding="utf-8") as file:
             report = json.load(file)
@@ -30,9 +31,31 @@ def systems_table(report: dict) -> str:
     rows = []
     for name, system in report["systems"].items():
         reward = "-" if system["reward"] is None else f"{system['reward']:.3f}"
-        speeds = [f"{system['speedup']:.2f}x", f"{system['rollout_speedup']:.2f}x", f"{system['idle_ratio']:.0%}"]
-        rows.append([name, *speeds, f"{system['tokens_a_pass']:.2f}", f"{system['length_ratio']:.3f}", reward, system["paper"]])
-    names = ["system", "whole steps", "rollouts", "waiting", "tokens a pass", "length ratio", "held-out reward", "its paper"]
+        speeds = [
+            f"{system['speedup']:.2f}x",
+            f"{system['rollout_speedup']:.2f}x",
+            f"{system['idle_ratio']:.0%}",
+        ]
+        rows.append(
+            [
+                name,
+                *speeds,
+                f"{system['tokens_a_pass']:.2f}",
+                f"{system['length_ratio']:.3f}",
+                reward,
+                system["paper"],
+            ]
+        )
+    names = [
+        "system",
+        "whole steps",
+        "rollouts",
+        "waiting",
+        "tokens a pass",
+        "length ratio",
+        "held-out reward",
+        "its paper",
+    ]
     return markdown(names, rows)
 
 
@@ -48,4 +71,13 @@ def chains_table(report: dict) -> str:
         ]
         for count in report["by_rows"]
     ]
-    return markdown(["rows together", "tokens a forward and row", "mean length of chains", "speed-up", "rows that differ"], rows)
+    return markdown(
+        [
+            "rows together",
+            "tokens a forward and row",
+            "mean length of chains",
+            "speed-up",
+            "rows that differ",
+        ],
+        rows,
+    )

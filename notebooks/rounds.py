@@ -1,7 +1,9 @@
-"""What tail_batching.ipynb plays: which lengths different rules train on, with a policy that stands still.
+"""What tail_batching.ipynb plays: which lengths different rules train on, with a policy that stands
+still.
 
-`python -m notebooks.rounds` lets SmolLM2 (`make smollm2`) answer the prompts of its first steps, and keeps the lengths in
-data/lengths.npz. The notebook plays the rules on those: the trainer's own planner and selection, and what RollPacker does.
+`python -m notebooks.rounds` lets SmolLM2 (`make smollm2`) answer the prompts of its first steps,
+and keeps the lengths in data/lengths.npz. The notebook plays the rules on those: the trainer's own
+planner and selection, and what RollPacker does.
 """
 
 import os
@@ -12,10 +14,10 @@ import numpy as np
 
 from bubblespec.config import load_config
 from bubblespec.data.prompts import PromptSet
+from bubblespec.data.schedule import InOrder
 from bubblespec.data.selection import Selection
-from bubblespec.data.step_planner import InOrder
 from bubblespec.data.tail_batching import TailBatching
-from bubblespec.samples import Group, Launch, Prompt, Samples
+from bubblespec.types import Group, Launch, Prompt, Samples
 
 FILE = os.path.join(os.path.dirname(__file__), "data", "lengths.npz")
 CONFIG = "configs/smollm2_135m_cpu.yaml"
@@ -47,13 +49,17 @@ class Played:
     is_long: list[bool]
     """Whether a step was a long round."""
     sequential: int
-    """Tokens of the longest response of each rollout, less those that it had from an earlier one."""
+    """Tokens of the longest response of each rollout, less those that it had from an earlier
+    one."""
 
 
 def rules(num_prompts: int, num_generations: int, prompts: PromptSet, seed: int) -> dict:
     """Planners by what they do."""
     order = (prompts, seed, num_prompts, num_generations)
-    defers, races = {"over_sampling_ratio": 1.25}, {"response_over_sampling_ratio": NUM_SAMPLES / num_generations}
+    defers, races = (
+        {"over_sampling_ratio": 1.25},
+        {"response_over_sampling_ratio": NUM_SAMPLES / num_generations},
+    )
     return {
         "plain order": InOrder(*order),
         "deferred, same samples (ours)": TailBatching(*order, **defers),
@@ -69,10 +75,19 @@ def play(planner, length_of: Lengths, num_steps: int) -> Played:
     for step in range(num_steps):
         launch = planner.launch(step)
         played.is_long.append(getattr(planner, "is_long_round", False))
-        lengths = np.array([length_of(group, number) for group in launch.groups for number in range(launch.num_generations)])
+        lengths = np.array(
+            [
+                length_of(group, number)
+                for group in launch.groups
+                for number in range(launch.num_generations)
+            ]
+        )
         is_in = Selection(launch).judge(lengths, np.ones(len(lengths), bool)).is_in
         chosen = np.flatnonzero(is_in)
-        groups = [launch.groups[place // launch.num_generations] for place in chosen[:: launch.num_kept].tolist()]
+        groups = [
+            launch.groups[place // launch.num_generations]
+            for place in chosen[:: launch.num_kept].tolist()
+        ]
         cut = int(lengths[chosen].max())
         so_far = [before.pop(name, 0) for name in launch.ids]
         played.lengths.append(lengths[chosen])
@@ -84,29 +99,51 @@ def play(planner, length_of: Lengths, num_steps: int) -> Played:
         tokens = [np.empty(length, np.int32) for length in lengths[chosen].tolist()]
         none = np.empty((len(tokens), 0))
         planner.finish(
-            Samples(groups, launch.num_kept, chosen % launch.num_generations, tokens, tokens, tokens, none, none), deferred
+            Samples(
+                groups,
+                launch.num_kept,
+                chosen % launch.num_generations,
+                tokens,
+                tokens,
+                tokens,
+                none,
+                none,
+            ),
+            deferred,
         )
     return played
 
 
 def ratios(played: Played, true_mean: float) -> np.ndarray:
-    """Mean length of all that was trained on up to each step, over the policy's, float64 [steps]."""
+    """Mean length of all that was trained on up to each step, over the policy's, float64
+    [steps]."""
     totals = np.cumsum([lengths.sum() for lengths in played.lengths])
     return totals / np.cumsum([len(lengths) for lengths in played.lengths]) / true_mean
 
 
 def load() -> tuple[dict, Lengths, float]:
-    """The rules over the recorded prompts; the lengths; and the mean length of the samples of plain order."""
+    """The rules over the recorded prompts; the lengths; and the mean length of the samples of plain
+    order."""
     recorded = np.load(FILE)
-    uids, table, (seed, num_prompts, num_generations) = recorded["uids"], recorded["lengths"], recorded["order"].tolist()
+    uids, table, (seed, num_prompts, num_generations) = (
+        recorded["uids"],
+        recorded["lengths"],
+        recorded["order"].tolist(),
+    )
     prompts = PromptSet([Prompt(uid, "", (0,), {}) for uid in uids.tolist()], 0)
     in_order = prompts.prompts
-    prompts.batch = lambda seed, step, count: in_order[step * count : (step + 1) * count]  # as they were drawn
+    prompts.batch = lambda seed, step, count: in_order[
+        step * count : (step + 1) * count
+    ]  # as they were drawn
     row_of = {uid: row for row, uid in enumerate(uids.tolist())}
     num_drawn = NUM_STEPS * num_prompts
     true_mean = float(table[:num_drawn, 0, :num_generations].mean())
     found = rules(num_prompts, num_generations, prompts, seed)
-    return found, lambda group, number: int(table[row_of[group.prompt.uid], group.visit, number]), true_mean
+    return (
+        found,
+        lambda group, number: int(table[row_of[group.prompt.uid], group.visit, number]),
+        true_mean,
+    )
 
 
 def record() -> None:
@@ -117,25 +154,34 @@ def record() -> None:
     from tqdm import tqdm
     from transformers import AutoTokenizer
 
-    from bubblespec.ranks.collectives import Ranks
-    from bubblespec.set_up import load_prompts, set_up
+    from bubblespec.dist.ranks import Ranks
+    from bubblespec.setup import load_prompts, set_up
 
     with tempfile.TemporaryDirectory() as folder:
-        config = load_config(CONFIG, ["speculative.method=none", f"run.output_dir={folder}", "reward.num_workers=0"])
+        config = load_config(
+            CONFIG, ["speculative.method=none", f"run.output_dir={folder}", "reward.num_workers=0"]
+        )
         trainer = set_up(config, Ranks(torch.device("cpu")))
         trainer.lock.close()
     prompts, _ = load_prompts(config, AutoTokenizer.from_pretrained(config.model.path))
     rollout, seed = config.rollout, config.run.seed
-    batches = [prompts.batch(seed, step, rollout.num_prompts_per_step) for step in range(NUM_STEPS + NUM_SPARE)]
+    batches = [
+        prompts.batch(seed, step, rollout.num_prompts_per_step)
+        for step in range(NUM_STEPS + NUM_SPARE)
+    ]
     drawn = [prompt for batch in batches for prompt in batch]
     lengths = np.zeros((len(drawn), 2, NUM_SAMPLES), np.int16)
     for begin in tqdm(range(0, len(drawn), 16), desc="answers", unit="batch"):
         for visit in (0, ANEW):
             groups = [Group(prompt, visit) for prompt in drawn[begin : begin + 16]]
-            samples, _ = trainer.sampler.evaluate(groups, NUM_SAMPLES, trainer.sampler.params, version=0)
+            samples, _ = trainer.sampler.evaluate(
+                groups, NUM_SAMPLES, trainer.sampler.params, version=0
+            )
             lengths[begin : begin + 16, visit] = samples.lengths.reshape(-1, NUM_SAMPLES)
     order = np.array([seed, rollout.num_prompts_per_step, rollout.num_generations])
-    np.savez_compressed(FILE, uids=np.array([prompt.uid for prompt in drawn]), lengths=lengths, order=order)
+    np.savez_compressed(
+        FILE, uids=np.array([prompt.uid for prompt in drawn]), lengths=lengths, order=order
+    )
 
 
 if __name__ == "__main__":

@@ -28,12 +28,26 @@ class Case:
 
 def run_case(case: Case, cost, method: str) -> list[SimulatedStep]:
     """Its steps with a speculative.method, prompts in turn. cost: see `simulate`."""
-    spec = Synthetic(case.mean, case.longest, prompt=64, run=case.mismatch, tokens_a_pass=2.0, steps=case.steps)
+    spec = Synthetic(
+        case.mean, case.longest, prompt=64, run=case.mismatch, tokens_a_pass=2.0, steps=case.steps
+    )
     prompts = case.ranks * case.rows // GENERATIONS
-    rollout = {"num_prompts_per_step": prompts, "num_generations": GENERATIONS, "max_completion_length": case.longest}
+    rollout = {
+        "num_prompts_per_step": prompts,
+        "num_generations": GENERATIONS,
+        "max_completion_length": case.longest,
+    }
     rollout["placement"] = "in_turn"
-    sections = nested(BLANK) | {"rollout": rollout | {"max_batch_tokens": 8192}, "speculative": {"method": method}}
-    return simulate(config_of_sections(sections, [], "a case"), Workload(spec, prompts, GENERATIONS), cost, case.ranks)
+    sections = nested(BLANK) | {
+        "rollout": rollout | {"max_batch_tokens": 8192},
+        "speculative": {"method": method},
+    }
+    return simulate(
+        config_of_sections(sections, [], "a case"),
+        Workload(spec, prompts, GENERATIONS),
+        cost,
+        case.ranks,
+    )
 
 
 def total_s(steps: list[SimulatedStep]) -> float:

@@ -9,17 +9,18 @@ import torch
 
 import train
 from bubblespec.config import load_config
-from bubblespec.engine.generator import Generator
+from bubblespec.dist.ranks import Ranks
+from bubblespec.engine.engine import Engine
 from bubblespec.learn import learner
-from bubblespec.ranks.collectives import Ranks
 from bubblespec.records import Load
 from bubblespec.rewards import scorer
-from bubblespec.set_up import set_up
+from bubblespec.setup import set_up
 from bubblespec.telemetry import timeline
 
 
 class Clock:
-    """Stands in for the `time` module: sleeping takes no time of ours, and a look at the clock a microsecond of its own."""
+    """Stands in for the `time` module: sleeping takes no time of ours, and a look at the clock a
+    microsecond of its own."""
 
     def __init__(self):
         self.now = 0.0
@@ -35,7 +36,8 @@ class Clock:
 
 
 class ClockThatSkips:
-    """The `time` module, ahead by `skipped` seconds: a time-out ends at once where a test wants it to, and nowhere else."""
+    """The `time` module, ahead by `skipped` seconds: a time-out ends at once where a test wants it
+    to, and nowhere else."""
 
     def __init__(self):
         self.skipped = 0.0
@@ -47,15 +49,18 @@ class ClockThatSkips:
 
 def forward_seconds(load: Load) -> float:
     """Of a forward in a run in virtual time: those of a small model on a CPU, roughly."""
-    return 5e-3 + 1e-4 * load.rows + 5e-5 * load.tokens + 1e-4 * load.wide_rows + 1e-7 * load.positions
+    return (
+        5e-3 + 1e-4 * load.rows + 5e-5 * load.tokens + 1e-4 * load.wide_rows + 1e-7 * load.positions
+    )
 
 
 @contextlib.contextmanager
 def virtual_time() -> Iterator[Ranks]:
-    """The one rank of a run in this process; time passes in the engine's forwards alone, `forward_seconds` in each."""
-    clock, step = Clock(), Generator.step
+    """The one rank of a run in this process; time passes in the engine's forwards alone,
+    `forward_seconds` in each."""
+    clock, step = Clock(), Engine.step
 
-    def timed_step(engine: Generator, *arguments) -> tuple:
+    def timed_step(engine: Engine, *arguments) -> tuple:
         finished, load = step(engine, *arguments)
         if load is not None:
             clock.sleep(forward_seconds(load))
@@ -64,7 +69,7 @@ def virtual_time() -> Iterator[Ranks]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (scorer, timeline, learner):
             patch.setattr(module, "time", clock)
-        patch.setattr(Generator, "step", timed_step)
+        patch.setattr(Engine, "step", timed_step)
         ranks = Ranks(torch.device("cpu"))
         ranks.clock = clock
         yield ranks

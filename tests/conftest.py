@@ -19,19 +19,26 @@ from bubblespec.errors import InputError
 from bubblespec.records import RolloutRecord
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.standing import Standing
-from bubblespec.samples import Group, Launch, Row, Samples
+from bubblespec.types import Group, Launch, Row, Samples
 
 torch.set_num_threads(1)
 transformers.utils.logging.set_verbosity_error()
 
-SHOWN_FAILURES, SHOWN_LINES = 3, 10  # at the very end: whoever reads the last lines of a log sees what has failed
+SHOWN_FAILURES, SHOWN_LINES = (
+    3,
+    10,
+)  # at the very end: whoever reads the last lines of a log sees what has failed
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_sessionfinish(session):
     result = yield
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    failed = [] if reporter is None else [*reporter.stats.get("failed", []), *reporter.stats.get("error", [])]
+    failed = (
+        []
+        if reporter is None
+        else [*reporter.stats.get("failed", []), *reporter.stats.get("error", [])]
+    )
     for report in failed[:SHOWN_FAILURES]:
         reporter.write_line(f"\n{report.nodeid} ({report.when})", red=True)
         *lines, place = report.longreprtext.splitlines() or [""]
@@ -89,15 +96,17 @@ def launch_of(groups: list[Group], num_generations: int) -> Launch:
 def make_rows(groups: list[Group], num_generations: int, max_new_tokens: int) -> list[Row]:
     """The rows of groups, those of a group adjacent."""
     launch = launch_of(groups, num_generations)
-    return list(Standing(launch, np.zeros(len(launch.ids), np.int64), 0).make_rows(max_new_tokens).values())
+    return list(
+        Standing(launch, np.zeros(len(launch.ids), np.int64), 0).make_rows(max_new_tokens).values()
+    )
 
 
 MOST_ROWS = 64  # of a rank
 
 
 def run_loop(loop: RolloutLoop, rows: list[Row]) -> RolloutRecord:
-    """Generate rows of whatever groups, with none to choose from: all of them are trained on. Each rank may have others, as
-    nobody asks how long they are."""
+    """Generate rows of whatever groups, with none to choose from: all of them are trained on. Each
+    rank may have others, as nobody asks how long they are."""
     owners = np.full(MOST_ROWS, -1)
     owners[: len(rows)] = loop.ranks.rank
     return loop.run(dict(enumerate(rows)), Standing(launch_of([], 0), owners, loop.ranks.rank))
@@ -105,9 +114,19 @@ def run_loop(loop: RolloutLoop, rows: list[Row]) -> RolloutRecord:
 
 def samples_of(groups: list[Group], tokens: list[np.ndarray], **fields) -> Samples:
     """Responses with these tokens, as many of each group. fields: where they are not 0."""
-    num_generations, unknown = len(tokens) // len(groups), [np.zeros(len(of_sample), np.float32) for of_sample in tokens]
-    fields = {"numbers": np.tile(np.arange(num_generations), len(groups)), "is_truncated": np.zeros(len(tokens), bool)} | fields
-    fields = {"logprob": unknown, "full_logprob": unknown, "rewards": np.zeros((len(tokens), 1))} | fields
+    num_generations, unknown = (
+        len(tokens) // len(groups),
+        [np.zeros(len(of_sample), np.float32) for of_sample in tokens],
+    )
+    fields = {
+        "numbers": np.tile(np.arange(num_generations), len(groups)),
+        "is_truncated": np.zeros(len(tokens), bool),
+    } | fields
+    fields = {
+        "logprob": unknown,
+        "full_logprob": unknown,
+        "rewards": np.zeros((len(tokens), 1)),
+    } | fields
     return Samples(groups, num_generations, tokens=tokens, **fields)
 
 
@@ -131,11 +150,14 @@ def is_alive(pid: int) -> bool:
 
 @pytest.fixture
 def exact_norms(monkeypatch):
-    """RMSNorms in the precision of the model. transformers' compute in float32 whatever that is, forward and backward, where the
-    last bit of a float64 may decide a float32's: two ways to sum the same gradient may then differ by 1e-7 of it."""
+    """RMSNorms in the precision of the model. transformers' compute in float32 whatever that is,
+    forward and backward, where the last bit of a float64 may decide a float32's: two ways to sum
+    the same gradient may then differ by 1e-7 of it."""
 
     def forward(norm, hidden):
-        return norm.weight * (hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + norm.variance_epsilon))
+        return norm.weight * (
+            hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + norm.variance_epsilon)
+        )
 
     mixtures = (qwen2_moe.Qwen2MoeRMSNorm, qwen3_moe.Qwen3MoeRMSNorm, mixtral.MixtralRMSNorm)
     for norm in (llama.LlamaRMSNorm, qwen2.Qwen2RMSNorm, *mixtures):
@@ -146,7 +168,9 @@ def exact_norms(monkeypatch):
 def make_model():
     """make_model(name, dtype) -> a small random causal LM, the same at every call."""
 
-    def make(name: str = "llama", dtype: torch.dtype = torch.float64) -> transformers.PreTrainedModel:
+    def make(
+        name: str = "llama", dtype: torch.dtype = torch.float64
+    ) -> transformers.PreTrainedModel:
         torch.manual_seed(0)
         return transformers.AutoModelForCausalLM.from_config(small_config(name)).to(dtype).eval()
 

@@ -1,5 +1,5 @@
-"""A drafter for tests, what it learns from, and its chains by a plain transcription: no cache and no batch, but for each token
-one packed forward of the drafter over all positions of one row."""
+"""A drafter for tests, what it learns from, and its chains by a plain transcription: no cache and
+no batch, but for each token one packed forward of the drafter over all positions of one row."""
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from bubblespec.engine.packing import pack_sequences
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.learn.drafter_training import DrafterTraining, Lesson, lessons_of
 from bubblespec.learn.microbatch import pack_responses
-from bubblespec.samples import SampleId
+from bubblespec.types import SampleId
 from tests.reference_step import gumbel as reference_gumbel
 from tests.reference_step import noise_key
 
@@ -36,7 +36,8 @@ def make_policy(name: str, dtype: torch.dtype = torch.float64) -> transformers.P
 
 
 def make_drafter(policy, ids=None) -> Drafter:
-    """Of some of the tokens, the stop tokens among them, with weights unlike those that it begins with."""
+    """Of some of the tokens, the stop tokens among them, with weights unlike those that it begins
+    with."""
     drafter = Drafter(policy, np.sort(np.array([*STOP, *range(20, 70)])) if ids is None else ids)
     torch.manual_seed(1)
     with torch.no_grad():
@@ -51,7 +52,9 @@ def make_drafter(policy, ids=None) -> Drafter:
 @torch.no_grad()
 def states_of(policy, tokens: list[int]) -> torch.Tensor:
     """The policy's hidden states, [L, H], of one sequence."""
-    return forward_hidden(policy, torch.tensor(tokens), pack_sequences([len(tokens)], torch.device("cpu")))
+    return forward_hidden(
+        policy, torch.tensor(tokens), pack_sequences([len(tokens)], torch.device("cpu"))
+    )
 
 
 def body(drafter: Drafter, hidden: list[torch.Tensor], tokens: list[int]) -> torch.Tensor:
@@ -64,11 +67,17 @@ def head(drafter: Drafter, state: torch.Tensor) -> torch.Tensor:
     return output_head(drafter.policy)(state)[drafter.ids]
 
 
-def draw(drafter: Drafter, logits: torch.Tensor, name: SampleId, position: int, params: SamplingParams) -> int:
-    """Of logits over the drafter's tokens what the sample would say at this place of its response."""
+def draw(
+    drafter: Drafter, logits: torch.Tensor, name: SampleId, position: int, params: SamplingParams
+) -> int:
+    """Of logits over the drafter's tokens what the sample would say at this place of its
+    response."""
     logits = (logits / params.temperature).tolist()
     if position < params.min_length:
-        logits = [-np.inf if token in params.stop_token_ids else x for token, x in zip(drafter.ids, logits, strict=True)]
+        logits = [
+            -np.inf if token in params.stop_token_ids else x
+            for token, x in zip(drafter.ids, logits, strict=True)
+        ]
     if params.top_k:
         least = sorted(logits)[-params.top_k] if len(logits) > params.top_k else -np.inf
         logits = [x if x >= least else -np.inf for x in logits]
@@ -77,9 +86,11 @@ def draw(drafter: Drafter, logits: torch.Tensor, name: SampleId, position: int, 
 
 
 @torch.no_grad()
-def chain_of(drafter, hidden, tokens, name: SampleId, position: int, length: int, params=PARAMS) -> list[int]:
-    """hidden: [P, H], the policy's from where the row's context begins; tokens: P, the ones after these; position: of the chain
-    in the response."""
+def chain_of(
+    drafter, hidden, tokens, name: SampleId, position: int, length: int, params=PARAMS
+) -> list[int]:
+    """hidden: [P, H], the policy's from where the row's context begins; tokens: P, the ones after
+    these; position: of the chain in the response."""
     hidden, tokens, chain = list(hidden), list(tokens), []
     for number in range(length):
         hidden.append(body(drafter, hidden, tokens))
@@ -96,7 +107,9 @@ def make_training(drafter: Drafter, temperature: float = 0.8, **options) -> Draf
     return DrafterTraining(drafter, "sdpa", temperature=temperature, **options)
 
 
-def make_lessons(policy, sizes: list[tuple[int, int]], tokens=None, max_tokens=None) -> list[Lesson]:
+def make_lessons(
+    policy, sizes: list[tuple[int, int]], tokens=None, max_tokens=None
+) -> list[Lesson]:
     """sizes: tokens of prompt and response of each. tokens: of the responses, by default any."""
     random = np.random.default_rng(4)
     prompts = [random.integers(12, VOCAB, size).tolist() for size, _ in sizes]
@@ -104,7 +117,9 @@ def make_lessons(policy, sizes: list[tuple[int, int]], tokens=None, max_tokens=N
         tokens = [random.integers(12, VOCAB, size) for _, size in sizes]
     names = [SampleId(10 + number, 2, number % 3) for number in range(len(sizes))]
     zeros = [np.zeros(len(t), np.float32) for t in tokens]
-    batch = pack_responses(prompts, tokens, zeros, ids=names, order=list(range(len(sizes))), device=torch.device("cpu"))
+    batch = pack_responses(
+        prompts, tokens, zeros, ids=names, order=list(range(len(sizes))), device=torch.device("cpu")
+    )
     packing = pack_sequences(batch.sequence_lengths, torch.device("cpu"))
     with torch.no_grad():
         return lessons_of(batch, forward_hidden(policy, batch.input_ids, packing), max_tokens)

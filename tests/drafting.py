@@ -1,7 +1,9 @@
-"""Training of the drafter that depends on no clock: slices at every tick, beside rows of the rank's own.
+"""Training of the drafter that depends on no clock: slices at every tick, beside rows of the rank's
+own.
 
-Run as a script it is train.py under these conditions, or with --at and --kind that of system/signalled_train.py; with --in PLACE
-every rank gets SIGTERM in that part of the warm start: responses, training.
+Run as a script it is train.py under these conditions, or with --at and --kind that of
+system/signalled_train.py; with --in PLACE every rank gets SIGTERM in that part of the warm start:
+responses, training.
 """
 
 import math
@@ -13,11 +15,11 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import train
 from bubblespec import set_up_drafter
+from bubblespec.dist.progress import ProgressBoard
+from bubblespec.draft import rest
+from bubblespec.draft.learned import LearnedDrafts
 from bubblespec.idle.drafter_training import TrainDrafter
 from bubblespec.learn import warm_start
-from bubblespec.ranks.progress import ProgressBoard
-from bubblespec.speculate import rest
-from bubblespec.speculate.learned import LearnedDrafts
 from tests.system import signalled_train
 
 
@@ -35,7 +37,8 @@ def train_always(patch=setattr) -> None:
 
 
 def chain_always(patch=setattr) -> None:
-    """Chains of three tokens in every forward, whatever they cost or save and whatever other sources know."""
+    """Chains of three tokens in every forward, whatever they cost or save and whatever other
+    sources know."""
     patch(rest, "LEAST_SAVED", -math.inf)
     patch(LearnedDrafts, "chance", 1.0)
     patch(LearnedDrafts, "choose", lambda source, active, count: 3)

@@ -15,7 +15,8 @@ class Meeting:
 
 
 class ThreadJoint:
-    """A `Joint` of one of these threads. Each rank adds up in an order of its own, as rounding may differ between ranks."""
+    """A `Joint` of one of these threads. Each rank adds up in an order of its own, as rounding may
+    differ between ranks."""
 
     can_capture = False
 

@@ -41,7 +41,13 @@ def act(word: str, argument: str):
     if word == "allocate":
         return [float(len(bytearray(1 << 60)))]
     if word == "wrong":
-        return {"nan": [float("nan")], "inf": [float("inf")], "text": ["1.0"], "two": [1.0, 2.0], "none at all": []}[argument]
+        return {
+            "nan": [float("nan")],
+            "inf": [float("inf")],
+            "text": ["1.0"],
+            "two": [1.0, 2.0],
+            "none at all": [],
+        }[argument]
     if word == "die":
         end_process(argument)
     if word == "hang":
@@ -76,7 +82,11 @@ def act(word: str, argument: str):
         print("said", end="")
         return [1.0]
     if word == "report":
-        facts = {"torch": "torch" in sys.modules, "threads": os.environ["OMP_NUM_THREADS"], "hash": hash("a string") >> 16}
+        facts = {
+            "torch": "torch" in sys.modules,
+            "threads": os.environ["OMP_NUM_THREADS"],
+            "hash": hash("a string") >> 16,
+        }
         facts |= {"nice": os.nice(0), "nice session": session_niceness()}
         return [None if facts[argument] is None else float(facts[argument])]
     raise ValueError(word)
@@ -107,7 +117,9 @@ os.closerange(0, 256)
 time.sleep(3600)
 """
     if how == "command":
-        subprocess.Popen([sys.executable, "-S", "-c", stay], pass_fds=[writer], start_new_session=True)
+        subprocess.Popen(
+            [sys.executable, "-S", "-c", stay], pass_fds=[writer], start_new_session=True
+        )
     elif os.fork() == 0:
         if how in ("setsid", "twice"):
             os.setsid()
@@ -120,7 +132,8 @@ time.sleep(3600)
 
 
 def print_much(count: int) -> None:
-    """Bytes to standard output, a quarter of them to standard error, and a quarter from another process."""
+    """Bytes to standard output, a quarter of them to standard error, and a quarter from another
+    process."""
     quarter = count // 4
     for _ in range(2):
         print("x" * (quarter - 1))
@@ -131,7 +144,8 @@ def print_much(count: int) -> None:
 
 
 def hang_in_a_call(prompts, completions, completion_ids, **columns) -> list[float]:
-    """Length of the completion; but the call whose number is in the file BUBBLESPEC_TEST_HANG/at hangs. It counts in files."""
+    """Length of the completion; but the call whose number is in the file BUBBLESPEC_TEST_HANG/at
+    hangs. It counts in files."""
     folder = os.environ.get("BUBBLESPEC_TEST_HANG")
     if folder and os.path.exists(f"{folder}/at"):
         with open(f"{folder}/calls", "a") as file:
@@ -196,7 +210,8 @@ def crash_or_match(prompts, completions, completion_ids, answer, **columns) -> l
 
 
 def fails_for_some(prompts, completions, completion_ids, **columns) -> list[float]:
-    """Differs between responses; raises for one in sixteen of them, if it is asked for that alone, and else for all."""
+    """Differs between responses; raises for one in sixteen of them, if it is asked for that alone,
+    and else for all."""
     if any(sum(ids) % 16 == 0 for ids in completion_ids):
         raise ValueError("not this one")
     return [float(sum(ids) % 7) for ids in completion_ids]

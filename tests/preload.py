@@ -1,4 +1,5 @@
-"""What processes of tests need, imported once in the process that they are forked from: see warm.py."""
+"""What processes of tests need, imported once in the process that they are forked from: see
+warm.py."""
 
 import datasets  # noqa: F401
 import matplotlib.pyplot  # noqa: F401

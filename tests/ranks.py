@@ -1,5 +1,5 @@
-"""Ranks as processes of a test, on loopback: in a gloo group, or with a card each in one of NCCL. The test process holds the
-key-value store, as torchrun does."""
+"""Ranks as processes of a test, on loopback: in a gloo group, or with a card each in one of NCCL.
+The test process holds the key-value store, as torchrun does."""
 
 import json
 from datetime import timedelta
@@ -7,19 +7,30 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from bubblespec.ranks.collectives import Ranks
+from bubblespec.dist.ranks import Ranks
 from tests.warm import start
 
 PARENT_STORE = -1
 
 
-def start_rank(scenario, rank: int, world_size: int, port: int, store_rank: int, folder, arguments, device: str = "cpu") -> None:
+def start_rank(
+    scenario,
+    rank: int,
+    world_size: int,
+    port: int,
+    store_rank: int,
+    folder,
+    arguments,
+    device: str = "cpu",
+) -> None:
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
     store = dist.TCPStore("127.0.0.1", port, is_master=rank == store_rank, wait_for_workers=False)
     backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+    )
     ranks = Ranks(torch.device(device))
     result = scenario(ranks, *arguments)
     for free in ranks.before_end:
@@ -39,7 +50,8 @@ def run_ranks(
     timeout_s: float = 240,
     device: str = "cpu",
 ) -> list:
-    """What `scenario(ranks, *arguments)` returned on each rank; None for the rank that is expected to go missing."""
+    """What `scenario(ranks, *arguments)` returned on each rank; None for the rank that is expected
+    to go missing."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = server.port
     if store_rank != PARENT_STORE:
@@ -55,5 +67,8 @@ def run_ranks(
         for process in processes:
             process.kill()
             process.join()
-    texts = [None if rank == missing else (folder / f"{rank}.json").read_text() for rank in range(world_size)]
+    texts = [
+        None if rank == missing else (folder / f"{rank}.json").read_text()
+        for rank in range(world_size)
+    ]
     return [text and json.loads(text) for text in texts]

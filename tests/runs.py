@@ -1,4 +1,5 @@
-"""Runs of train.py as tests need them: a few steps of the tiny workload on real ranks, and what they have left behind.
+"""Runs of train.py as tests need them: a few steps of the tiny workload on real ranks, and what
+they have left behind.
 
 In float64, where tokens must be equal.
 """
@@ -22,11 +23,13 @@ SHORT = [
     "run.eval_steps=0",
     "run.save_steps=2",
     "model.dtype=float64",
-    "speculative.check_every=0",  # or a busy machine, on which drafts seem to lose, has rollouts without any
+    # or a busy machine, on which drafts seem to lose, has rollouts without any
+    "speculative.check_every=0",
 ]
 
 
-# Whatever a forward takes on this machine: without it measured times decide whether anything is drafted.
+# Whatever a forward takes on this machine: without it measured times decide whether anything is
+# drafted.
 ALWAYS_DRAFT = "bubble.max_slowdown=1000.0"
 
 
@@ -39,8 +42,11 @@ def run(
     short=SHORT,
     script=("train.py",),
 ) -> subprocess.CompletedProcess:
-    """A run to its end, which with `check` must be a good one; `ranks` 0 is a plain `python train.py`."""
-    done = launch(ranks, [*script, "--config", config, *short, f"run.output_dir={output_dir}", *overrides])
+    """A run to its end, which with `check` must be a good one; `ranks` 0 is a plain `python
+    train.py`."""
+    done = launch(
+        ranks, [*script, "--config", config, *short, f"run.output_dir={output_dir}", *overrides]
+    )
     assert not check or done.returncode == 0, done.stderr[-3000:]
     return done
 

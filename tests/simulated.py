@@ -3,13 +3,13 @@
 import numpy as np
 
 from bubblespec.config import config_of_sections
-from bubblespec.engine.generator import Generator
+from bubblespec.engine.engine import Engine
 from bubblespec.records import Load
-from bubblespec.samples import Row
 from bubblespec.simulate.__main__ import BLANK, nested
 from bubblespec.simulate.drafting import STOP, VOCABULARY
 from bubblespec.simulate.run import simulate
 from bubblespec.simulate.workload import Synthetic, Workload
+from bubblespec.types import Row
 
 
 class LinearCost:
@@ -29,18 +29,47 @@ class LinearCost:
         return self.propose_s * num_rows
 
 
-def make_config(method: str = "bubble+suffix", prompts: int = 4, generations: int = 4, longest: int = 300, **others):
-    rollout = {"num_prompts_per_step": prompts, "num_generations": generations, "max_completion_length": longest}
+def make_config(
+    method: str = "bubble+suffix",
+    prompts: int = 4,
+    generations: int = 4,
+    longest: int = 300,
+    **others,
+):
+    rollout = {
+        "num_prompts_per_step": prompts,
+        "num_generations": generations,
+        "max_completion_length": longest,
+    }
     sections = nested(BLANK) | {"rollout": rollout, "speculative": {"method": method}}
-    return config_of_sections(sections, [f"{key.replace('__', '.')}={value}" for key, value in others.items()], "the test")
+    return config_of_sections(
+        sections, [f"{key.replace('__', '.')}={value}" for key, value in others.items()], "the test"
+    )
 
 
 def make_workload(prompts: int = 4, generations: int = 4, **spec) -> Workload:
-    return Workload(Synthetic(**({"mean": 60.0, "max": 300, "prompt": 16, "steps": 4} | spec)), prompts, generations)
+    return Workload(
+        Synthetic(**({"mean": 60.0, "max": 300, "prompt": 16, "steps": 4} | spec)),
+        prompts,
+        generations,
+    )
 
 
-def run(method: str, num_ranks: int = 2, cores: int | None = None, cost=None, config: dict | None = None, **spec):
-    return simulate(make_config(method, **(config or {})), make_workload(**spec), cost or LinearCost(), num_ranks, cores=cores)
+def run(
+    method: str,
+    num_ranks: int = 2,
+    cores: int | None = None,
+    cost=None,
+    config: dict | None = None,
+    **spec,
+):
+    return simulate(
+        make_config(method, **(config or {})),
+        make_workload(**spec),
+        cost or LinearCost(),
+        num_ranks,
+        cores=cores,
+    )
 
 
 def figures(steps) -> list[dict]:
@@ -56,7 +85,7 @@ def first_mismatch(draft: np.ndarray, true: np.ndarray) -> int:
     return int(np.append(np.flatnonzero(draft[:both] != true[:both]), both)[0])
 
 
-def run_to_end(engine: Generator, rows: list[Row], *arguments) -> list[Load]:
+def run_to_end(engine: Engine, rows: list[Row], *arguments) -> list[Load]:
     """The load of each forward."""
     loads = []
     engine.add(rows)

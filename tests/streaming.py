@@ -1,6 +1,8 @@
-"""Streaming that depends on no clock: whatever is ready is computed, at every tick and beside rows of the rank's own.
+"""Streaming that depends on no clock: whatever is ready is computed, at every tick and beside rows
+of the rank's own.
 
-Run as a script it is train.py under these conditions, or with --at and --kind that of system/signalled_train.py.
+Run as a script it is train.py under these conditions, or with --at and --kind that of
+system/signalled_train.py.
 """
 
 import os
@@ -9,12 +11,15 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import train
+from bubblespec.dist.progress import ProgressBoard
 from bubblespec.idle.gradients import GroupGradients
 from bubblespec.learn.microbatch_cost import MicrobatchCost
-from bubblespec.ranks.progress import ProgressBoard
 from tests.system import signalled_train
 
-SECONDS = (1e-3, 1e-4)  # of a micro-batch and of a token, whatever they are: slices are the same on any machine
+SECONDS = (
+    1e-3,
+    1e-4,
+)  # of a micro-batch and of a token, whatever they are: slices are the same on any machine
 STREAMED = ("optim.stream_gradients=true", "reward.num_workers=0", "idle.max_slice_s=0.02")
 
 
@@ -40,7 +45,9 @@ def stream_always(patch=setattr) -> None:
     patch(GroupGradients, "offers", beside_rows)
     patch(GroupGradients, "_can_begin", can_begin_beside_rows)
     # In this process, and of every row at the next tick.
-    patch(GroupGradients, "scores_beside_rows", property(lambda work: True, lambda work, value: None))
+    patch(
+        GroupGradients, "scores_beside_rows", property(lambda work: True, lambda work, value: None)
+    )
     patch(MicrobatchCost, "_fit", lambda cost: SECONDS)
     patch(MicrobatchCost, "is_known", True)
     patch(MicrobatchCost, "_coefficients", property(lambda cost: SECONDS, lambda cost, value: None))

@@ -1,4 +1,5 @@
-"""The rejection rule, with which benchmarks/accept_rules.py and exactness.ipynb compare the rules of the engine."""
+"""The rejection rule, with which benchmarks/accept_rules.py and exactness.ipynb compare the rules
+of the engine."""
 
 import numpy as np
 import pytest
@@ -28,7 +29,8 @@ def drawn(log_q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("distance", [0.05, 0.5, 2.0])
 def test_acceptance_and_law(distance):
-    """Accepted with chance 1 - TV; accepted or refused, the token has p's law, and so has the one after it."""
+    """Accepted with chance 1 - TV; accepted or refused, the token has p's law, and so has the one
+    after it."""
     count = 10_000
     keys = keys_of(2 * count, seed=3)
     for seed in range(3):
@@ -36,7 +38,9 @@ def test_acceptance_and_law(distance):
         log_q = (log_p + distance * random_logits(seed + 20, 10)).log_softmax(-1)
         draft = drawn(log_q.expand(count, 10), keys[::2])
         ones = np.ones(count, np.int64)
-        accepted, token = verify_by_rejection(log_p.expand(2 * count, 10), log_q.expand(count, 10), draft, ones, keys=keys)
+        accepted, token = verify_by_rejection(
+            log_p.expand(2 * count, 10), log_q.expand(count, 10), draft, ones, keys=keys
+        )
         distance_tv = float((log_p.exp() - log_q.exp()).abs().sum() / 2)
         assert stats.binomtest(int(accepted.sum()), count, 1 - distance_tv).pvalue > 1e-4
         for tokens in token.view(-1, 2).T:
@@ -55,20 +59,30 @@ def test_a_ragged_batch_is_its_rows_one_by_one(dtype):
     accepted, token = verify_by_rejection(log_p, log_q, draft, counts, keys=keys)
     assert set(accepted.tolist()) >= {0, 1, 2} and (accepted.numpy() <= counts).all()
     for row, n in enumerate(counts):
-        whole, own = slice(last[row] - n, last[row] + 1), slice(last[row] - n - row, last[row] - row)
-        alone, tokens = verify_by_rejection(log_p[whole], log_q[own], draft[own], counts[row : row + 1], keys=keys[whole])
+        whole, own = (
+            slice(last[row] - n, last[row] + 1),
+            slice(last[row] - n - row, last[row] - row),
+        )
+        alone, tokens = verify_by_rejection(
+            log_p[whole], log_q[own], draft[own], counts[row : row + 1], keys=keys[whole]
+        )
         assert alone.tolist() == [accepted[row]] and torch.equal(tokens, token[whole])
         assert tokens[: accepted[row]].tolist() == draft[own][: accepted[row]].tolist()
-    assert torch.equal(token[last], drawn(log_p[last], keys[last])), "after a whole draft plain sampling goes on"
+    assert torch.equal(token[last], drawn(log_p[last], keys[last])), (
+        "after a whole draft plain sampling goes on"
+    )
 
 
 def test_nothing_is_left_to_resample():
-    """q above p everywhere by rounding: a refusal, however rare, still gives a token that p allows."""
+    """q above p everywhere by rounding: a refusal, however rare, still gives a token that p
+    allows."""
     log_p = torch.tensor([float("-inf"), 0.5, 0.3, 0.2], dtype=torch.float64).log_softmax(-1)
     count = 200
     log_q = (log_p + 1.0).expand(count, 4)  # far too much, so that refusals are not rare
     draft, ones = torch.ones(count, dtype=torch.int64), np.ones(count, np.int64)
-    accepted, token = verify_by_rejection(log_p.expand(2 * count, 4), log_q, draft, ones, keys=keys_of(2 * count))
+    accepted, token = verify_by_rejection(
+        log_p.expand(2 * count, 4), log_q, draft, ones, keys=keys_of(2 * count)
+    )
     assert 0 < accepted.sum() < count and (token > 0).all()
 
 
@@ -76,7 +90,11 @@ def test_nothing_is_left_to_resample():
 def test_what_both_policies_are_certain_of_is_accepted(monkeypatch, bits):
     """With p = q = 1 whatever the acceptance test's number is: the largest is below 1 too."""
     log_p = torch.tensor([float("-inf"), 0.0, float("-inf")]).expand(2, 3)
-    monkeypatch.setattr(accept_rules, "random_bits", lambda keys, size: torch.full((len(keys), size), bits, dtype=torch.int32))
+    monkeypatch.setattr(
+        accept_rules,
+        "random_bits",
+        lambda keys, size: torch.full((len(keys), size), bits, dtype=torch.int32),
+    )
     accepted, token = verify_by_rejection(
         log_p, log_p[:1], torch.ones(1, dtype=torch.int64), np.ones(1, np.int64), keys=keys_of(2)
     )

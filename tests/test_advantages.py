@@ -8,17 +8,22 @@ import pytest
 
 from bubblespec.config import LossConfig
 from bubblespec.learn.advantages import ESTIMATORS, estimate_advantages
-from bubblespec.samples import has_zero_std
+from bubblespec.types import has_zero_std
 from tests import reference_step
 
-REWARDS = np.random.default_rng(0).normal(size=(5, 6)) * np.array([[1], [10], [0.1], [1], [3]]) + np.arange(5)[:, None]
+REWARDS = (
+    np.random.default_rng(0).normal(size=(5, 6)) * np.array([[1], [10], [0.1], [1], [3]])
+    + np.arange(5)[:, None]
+)
 
 
 @pytest.mark.parametrize(
     "estimator, scale",
     [
         *itertools.product(["grpo", "rloo"], ["group", "batch", "none", None]),
-        *itertools.product(["reinforce_plus_plus", "reinforce_plus_plus_baseline"], ["batch", "none", None]),
+        *itertools.product(
+            ["reinforce_plus_plus", "reinforce_plus_plus_baseline"], ["batch", "none", None]
+        ),
     ],
 )
 @pytest.mark.parametrize("generations", [6, 2, 1])
@@ -38,24 +43,37 @@ def test_every_estimator_can_be_configured():
 
 def test_hand_worked_example():
     rewards = np.array([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 0.0]])
-    # Deviations 1/2 in group 0: sample variance 4 (1/4) / 3. Group 1: 3 (1/16) + 9/16 = 3/4, over 3.
+    # Deviations 1/2 in group 0: sample variance 4 (1/4) / 3. Group 1: 3 (1/16) + 9/16 = 3/4, over
+    # 3.
     first, second = (1 / 3) ** 0.5 + 1e-4, (1 / 4) ** 0.5 + 1e-4
-    wanted = [[0.5 / first, -0.5 / first, -0.5 / first, 0.5 / first], [0.25 / second] * 3 + [-0.75 / second]]
+    wanted = [
+        [0.5 / first, -0.5 / first, -0.5 / first, 0.5 / first],
+        [0.25 / second] * 3 + [-0.75 / second],
+    ]
     np.testing.assert_allclose(estimate_advantages(rewards, "grpo", "group"), wanted, rtol=1e-14)
     # All eight: five ones, mean 5/8, squares 5 (9/64) + 3 (25/64) = 120/64, over 7.
     whole = (120 / 64 / 7) ** 0.5 + 1e-4
-    wanted = [[0.5 / whole, -0.5 / whole, -0.5 / whole, 0.5 / whole], [0.25 / whole] * 3 + [-0.75 / whole]]
+    wanted = [
+        [0.5 / whole, -0.5 / whole, -0.5 / whole, 0.5 / whole],
+        [0.25 / whole] * 3 + [-0.75 / whole],
+    ]
     np.testing.assert_allclose(estimate_advantages(rewards, "grpo", "batch"), wanted, rtol=1e-14)
     np.testing.assert_array_equal(
-        estimate_advantages(rewards, "grpo", "none"), [[0.5, -0.5, -0.5, 0.5], [0.25, 0.25, 0.25, -0.75]]
+        estimate_advantages(rewards, "grpo", "none"),
+        [[0.5, -0.5, -0.5, 0.5], [0.25, 0.25, 0.25, -0.75]],
     )
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_single_generation_has_advantage_zero(scale):
     for estimator in ("grpo", "rloo"):
-        np.testing.assert_array_equal(estimate_advantages(np.array([[1.0], [3.0], [-2.0]]), estimator, scale), np.zeros((3, 1)))
-        np.testing.assert_array_equal(estimate_advantages(np.array([[7.0]]), estimator, scale), [[0.0]])
+        np.testing.assert_array_equal(
+            estimate_advantages(np.array([[1.0], [3.0], [-2.0]]), estimator, scale),
+            np.zeros((3, 1)),
+        )
+        np.testing.assert_array_equal(
+            estimate_advantages(np.array([[7.0]]), estimator, scale), [[0.0]]
+        )
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
@@ -69,7 +87,8 @@ def test_groups_without_variance_have_advantage_zero(scale):
 
 def test_equal_rewards_that_float_sums_do_not_reproduce_stay_near_zero():
     rewards = np.full((1, 7), 0.1)
-    # The mean may be off by an ulp or two of 0.1 (1.4e-17 each), which 1e-4 cannot blow up beyond 1e-12.
+    # The mean may be off by an ulp or two of 0.1 (1.4e-17 each), which 1e-4 cannot blow up beyond
+    # 1e-12.
     assert abs(estimate_advantages(rewards, "grpo", "group")).max() < 1e-12
 
 
@@ -86,7 +105,10 @@ def test_rewards_are_left_as_they_are():
         ([[1, 1], [0, 1], [0, 0], [2, 2]], [True, False, True, True]),
         ([[0, 1], [1, 0]], [False, False]),
         ([[0.1, 0.1, 0.1]], [True]),
-        ([[0.1 + 0.2, 0.3], [0.1 + 0.2, 0.3 + 1e-7]], [True, False]),  # sums of the same rewards in another order
+        (
+            [[0.1 + 0.2, 0.3], [0.1 + 0.2, 0.3 + 1e-7]],
+            [True, False],
+        ),  # sums of the same rewards in another order
         ([[1e-6, 0.0]], [False]),
         ([[1], [2]], [True, True]),
     ],
@@ -98,14 +120,24 @@ def test_groups_without_variance(rewards, zero):
 def test_reinforce_plus_plus_knows_no_groups():
     """The same rewards with one generation each give the same advantages."""
     alone = estimate_advantages(REWARDS.reshape(-1, 1), "reinforce_plus_plus")
-    np.testing.assert_array_equal(alone.reshape(REWARDS.shape), estimate_advantages(REWARDS, "reinforce_plus_plus"))
+    np.testing.assert_array_equal(
+        alone.reshape(REWARDS.shape), estimate_advantages(REWARDS, "reinforce_plus_plus")
+    )
 
 
 @pytest.mark.parametrize(
     "estimator, scale",
-    [("grpo", "group"), ("rloo", "none"), ("reinforce_plus_plus", "batch"), ("reinforce_plus_plus_baseline", "batch")],
+    [
+        ("grpo", "group"),
+        ("rloo", "none"),
+        ("reinforce_plus_plus", "batch"),
+        ("reinforce_plus_plus_baseline", "batch"),
+    ],
 )
 def test_scale_left_out_is_the_estimators_own(estimator, scale):
-    left_out, given = estimate_advantages(REWARDS, estimator), estimate_advantages(REWARDS, estimator, scale)
+    left_out, given = (
+        estimate_advantages(REWARDS, estimator),
+        estimate_advantages(REWARDS, estimator, scale),
+    )
     np.testing.assert_array_equal(left_out, given)
     np.testing.assert_array_equal(estimate_advantages(np.array([[7.0]]), estimator), [[0.0]])

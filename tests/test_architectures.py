@@ -1,5 +1,5 @@
-"""Architectures of many families: what is served gives the tokens of `model.generate`, also beyond a sliding window, and what is
-refused is told why."""
+"""Architectures of many families: what is served gives the tokens of `model.generate`, also beyond
+a sliding window, and what is refused is told why."""
 
 import numpy as np
 import pytest
@@ -10,17 +10,35 @@ from transformers import GenerationConfig
 
 from bubblespec.engine import attention
 from bubblespec.engine.attention import choose_kernel
-from bubblespec.engine.generator import Generator
-from bubblespec.engine.model import UnsupportedModel, _reference_logits, prepare_model, random_tokens
+from bubblespec.engine.engine import Engine
+from bubblespec.engine.model import (
+    UnsupportedModel,
+    _reference_logits,
+    prepare_model,
+    random_tokens,
+)
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.samples import Row, SampleId
+from bubblespec.types import Row, SampleId
 
 LONGEST = 64
 WINDOW = 16
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1}
-LATENT = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
-DEEPSEEK = {**SMALL, **LATENT, **EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
+LATENT = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+DEEPSEEK = {
+    **SMALL,
+    **LATENT,
+    **EXPERTS,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
 HYBRID = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 YARN = {
     "rope_type": "yarn",
@@ -41,25 +59,50 @@ INKLING = {
     "num_experts_per_tok": 2,
     "n_shared_experts": 1,
 }
-# Moshi's own defaults are those of a 7B model; its window is in the cache of `generate` alone, not in a mask.
-MOSHI = {k: v for k, v in SMALL.items() if k not in ("intermediate_size", "eos_token_id", "bos_token_id")}
+# Moshi's own defaults are those of a 7B model; its window is in the cache of `generate` alone, not
+# in a mask.
+MOSHI = {
+    k: v for k, v in SMALL.items() if k not in ("intermediate_size", "eos_token_id", "bos_token_id")
+}
 
 SERVED = {
-    # Attention returned as a view: a model that takes a view of it fails at the first forward of one row.
-    "afmoe": lambda: transformers.AfmoeConfig(**GQA, **EXPERTS, **HYBRID, head_dim=16, num_dense_layers=1, num_experts=4),
+    # Attention returned as a view: a model that takes a view of it fails at the first forward of
+    # one row.
+    "afmoe": lambda: transformers.AfmoeConfig(
+        **GQA, **EXPERTS, **HYBRID, head_dim=16, num_dense_layers=1, num_experts=4
+    ),
     # Parts in float32 whatever the model's type: routers, norms, rotary angles applied to queries.
     "deepseek_v2": lambda: transformers.DeepseekV2Config(**DEEPSEEK),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(**DEEPSEEK),
     "dots1": lambda: transformers.Dots1Config(
-        **GQA, **EXPERTS, **HYBRID, head_dim=16, n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1
+        **GQA,
+        **EXPERTS,
+        **HYBRID,
+        head_dim=16,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
     ),
     "exaone_moe": lambda: transformers.ExaoneMoeConfig(
-        **GQA, **EXPERTS, **HYBRID, head_dim=16, num_experts=4, num_shared_experts=1, first_k_dense_replace=1
+        **GQA,
+        **EXPERTS,
+        **HYBRID,
+        head_dim=16,
+        num_experts=4,
+        num_shared_experts=1,
+        first_k_dense_replace=1,
     ),
     "glm4_moe": lambda: transformers.Glm4MoeConfig(
-        **GQA, **EXPERTS, head_dim=16, n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1
+        **GQA,
+        **EXPERTS,
+        head_dim=16,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
     ),
-    "minimax_m2": lambda: transformers.MiniMaxM2Config(**GQA, num_experts_per_tok=2, num_local_experts=4, head_dim=16),
+    "minimax_m2": lambda: transformers.MiniMaxM2Config(
+        **GQA, num_experts_per_tok=2, num_local_experts=4, head_dim=16
+    ),
     "mixtral": lambda: transformers.MixtralConfig(**GQA, num_local_experts=4),
     # Windows of some layers, and a rule of length without a window.
     "gemma3": lambda: transformers.Gemma3TextConfig(
@@ -70,16 +113,24 @@ SERVED = {
     # A window that never slides within LONGEST.
     "phimoe": lambda: transformers.PhimoeConfig(**GQA, num_local_experts=4, sliding_window=LONGEST),
     "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
-        **GQA, **EXPERTS, num_experts=4, shared_expert_intermediate_size=32, **{**QWEN_WINDOW, "use_sliding_window": False}
+        **GQA,
+        **EXPERTS,
+        num_experts=4,
+        shared_expert_intermediate_size=32,
+        **{**QWEN_WINDOW, "use_sliding_window": False},
     ),
 }
 
 
-def build(config: transformers.PretrainedConfig, dtype: torch.dtype = torch.float64) -> transformers.PreTrainedModel:
+def build(
+    config: transformers.PretrainedConfig, dtype: torch.dtype = torch.float64
+) -> transformers.PreTrainedModel:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     for parameter in model.parameters():
-        if parameter.dim() > 1 and not parameter.std() > 0:  # routers start as zeros, or as whatever the memory held
+        if (
+            parameter.dim() > 1 and not parameter.std() > 0
+        ):  # routers start as zeros, or as whatever the memory held
             torch.nn.init.normal_(parameter, std=0.2)
     return model.to(dtype)
 
@@ -92,11 +143,20 @@ def test_greedy_equals_generate(name):
         reference.set_experts_implementation("eager")  # torch's grouped product has no float64
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(1, VOCAB, n).tolist()) for n in (1, 9, 38)]
-    config = GenerationConfig(max_new_tokens=LONGEST - 38, do_sample=False, eos_token_id=None, pad_token_id=0)
-    wanted = [reference.generate(torch.tensor([p]), generation_config=config)[0, len(p) :].tolist() for p in prompts]
-    assert len({token for tokens in wanted for token in tokens}) > 3, "the oracle must not be constant"
+    config = GenerationConfig(
+        max_new_tokens=LONGEST - 38, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    wanted = [
+        reference.generate(torch.tensor([p]), generation_config=config)[0, len(p) :].tolist()
+        for p in prompts
+    ]
+    assert len({token for tokens in wanted for token in tokens}) > 3, (
+        "the oracle must not be constant"
+    )
     prepare_model(model, LONGEST)
-    engine = Generator(ModelRunner(model, num_slots=2, max_length=LONGEST, seed=0, max_batch_tokens=16))
+    engine = Engine(
+        ModelRunner(model, num_slots=2, max_length=LONGEST, seed=0, max_batch_tokens=16)
+    )
     rows = [Row(SampleId(i, 1, 0), prompt, LONGEST - 38) for i, prompt in enumerate(prompts)]
     engine.run(rows, SamplingParams(temperature=0.0))
     assert [row.tokens.tolist() for row in rows] == wanted
@@ -104,31 +164,58 @@ def test_greedy_equals_generate(name):
 
 NO_WINDOW = rf"layer 0 has a sliding window of {WINDOW} tokens, but hands no sliding window to its attention function"
 REFUSED = {
-    "phimoe": (lambda: transformers.PhimoeConfig(**GQA, num_local_experts=4, sliding_window=WINDOW), NO_WINDOW),
-    "qwen2_moe": (
-        lambda: transformers.Qwen2MoeConfig(**GQA, **EXPERTS, **QWEN_WINDOW, num_experts=4, shared_expert_intermediate_size=32),
+    "phimoe": (
+        lambda: transformers.PhimoeConfig(**GQA, num_local_experts=4, sliding_window=WINDOW),
         NO_WINDOW,
     ),
-    "moshi": (lambda: transformers.MoshiConfig(**MOSHI, ffn_dim=96, sliding_window=WINDOW), NO_WINDOW),
-    "llama4": (lambda: transformers.Llama4TextConfig(**GQA, head_dim=16), r"attention of another kind \(chunked_attention\)"),
+    "qwen2_moe": (
+        lambda: transformers.Qwen2MoeConfig(
+            **GQA, **EXPERTS, **QWEN_WINDOW, num_experts=4, shared_expert_intermediate_size=32
+        ),
+        NO_WINDOW,
+    ),
+    "moshi": (
+        lambda: transformers.MoshiConfig(**MOSHI, ffn_dim=96, sliding_window=WINDOW),
+        NO_WINDOW,
+    ),
+    "llama4": (
+        lambda: transformers.Llama4TextConfig(**GQA, head_dim=16),
+        r"attention of another kind \(chunked_attention\)",
+    ),
     "llama4_without_chunks": (
-        lambda: transformers.Llama4TextConfig(**GQA, head_dim=16, layer_types=["full_attention"] * 2),
+        lambda: transformers.Llama4TextConfig(
+            **GQA, head_dim=16, layer_types=["full_attention"] * 2
+        ),
         "scales attention by a token's place in the input",
     ),
     "inkling": (
         lambda: transformers.InklingTextConfig(**GQA, **INKLING),
         r"a state beside its keys and values \(hybrid, hybrid_sliding\)",
     ),
-    "deepseek_v32": (lambda: transformers.DeepseekV32Config(**DEEPSEEK), r"attention of another kind \(indexed_attention\)"),
+    "deepseek_v32": (
+        lambda: transformers.DeepseekV32Config(**DEEPSEEK),
+        r"attention of another kind \(indexed_attention\)",
+    ),
     "gpt_oss": (
-        lambda: transformers.GptOssConfig(**GQA, num_local_experts=4, num_experts_per_tok=2, head_dim=16),
+        lambda: transformers.GptOssConfig(
+            **GQA, num_local_experts=4, num_experts_per_tok=2, head_dim=16
+        ),
         r"attention arguments \['s_aux'\]",
     ),
     "doge": (lambda: transformers.DogeConfig(**GQA), "an attention mask of its own"),
-    "nemotron": (lambda: transformers.NemotronConfig(**GQA, head_dim=16), "does not pass the arguments of its forward on"),
-    "electra": (lambda: transformers.ElectraConfig(**SMALL, embedding_size=48), "its output head takes vectors of 48"),
+    "nemotron": (
+        lambda: transformers.NemotronConfig(**GQA, head_dim=16),
+        "does not pass the arguments of its forward on",
+    ),
+    "electra": (
+        lambda: transformers.ElectraConfig(**SMALL, embedding_size=48),
+        "its output head takes vectors of 48",
+    ),
     # Head sizes that contradict each other: the model fails without the engine too.
-    "inconsistent": (lambda: transformers.DeepseekV3Config(**{**DEEPSEEK, "head_dim": 24}), "its own forward fails, without the"),
+    "inconsistent": (
+        lambda: transformers.DeepseekV3Config(**{**DEEPSEEK, "head_dim": 24}),
+        "its own forward fails, without the",
+    ),
 }
 
 
@@ -138,21 +225,30 @@ def test_refused_with_what_it_is(name, dtype):
     config, why = REFUSED[name]
     with pytest.raises(UnsupportedModel, match=why) as error:
         prepare_model(build(config(), dtype), LONGEST)
-    assert "\n" not in str(error.value) and ("recurrent" in str(error.value)) is ("recurrent" in why)
+    assert "\n" not in str(error.value) and ("recurrent" in str(error.value)) is (
+        "recurrent" in why
+    )
 
 
 @pytest.mark.parametrize("name, sizes", [("deepseek_v2", {(24, 16)}), ("olmo3", {(16, 16)})])
 def test_kernels_for_heads_of_one_size_alone(name, sizes, monkeypatch):
-    """Latent attention has larger heads for queries and keys than for values, which the CUDA kernels do not take."""
+    """Latent attention has larger heads for queries and keys than for values, which the CUDA
+    kernels do not take."""
     monkeypatch.setattr(attention, "_has_varlen", lambda: True)
     monkeypatch.setattr(attention.importlib.util, "find_spec", lambda package: None)
     found = prepare_model(build(SERVED[name]()), LONGEST)
     assert found == sizes
     cuda = torch.device("cuda"), torch.bfloat16
     assert choose_kernel("auto", *cuda, found) == ("varlen" if name == "olmo3" else "sdpa")
-    assert choose_kernel("auto", *cuda, frozenset({(512, 512)})) == choose_kernel("sdpa", *cuda, found) == "sdpa"
+    assert (
+        choose_kernel("auto", *cuda, frozenset({(512, 512)}))
+        == choose_kernel("sdpa", *cuda, found)
+        == "sdpa"
+    )
     if name == "deepseek_v2":
-        with pytest.raises(ValueError, match="query and key heads have 24 and its value heads 16; use sdpa"):
+        with pytest.raises(
+            ValueError, match="query and key heads have 24 and its value heads 16; use sdpa"
+        ):
             choose_kernel("varlen", *cuda, found)
 
 
@@ -165,7 +261,9 @@ def test_a_forward_of_one_row_is_checked():
             raise RuntimeError("view size is not compatible")
 
     model.model.layers[0].mlp.register_forward_pre_hook(fail)
-    with pytest.raises(UnsupportedModel, match="its forward over packed tokens fails: view size is not compatible"):
+    with pytest.raises(
+        UnsupportedModel, match="its forward over packed tokens fails: view size is not compatible"
+    ):
         prepare_model(model, LONGEST)
 
 
@@ -177,13 +275,20 @@ def test_the_tolerance_is_that_of_the_least_precise_part():
         if hasattr(model.config, "num_experts_per_tok"):
             model.set_experts_implementation("eager")
         found[name] = _reference_logits(model, random_tokens(model, 12))[1]
-    assert {name for name, dtype in found.items() if dtype == torch.float32} >= {"deepseek_v2", "glm4_moe", "minimax_m2", "dots1"}
+    assert {name for name, dtype in found.items() if dtype == torch.float32} >= {
+        "deepseek_v2",
+        "glm4_moe",
+        "minimax_m2",
+        "dots1",
+    }
     assert found["llama"] == found["olmo3"] == torch.float64, found
 
 
 def scaled_by(factor: float):
     correct = attention._cached_sdpa
-    return lambda *tensors, scaling, window: correct(*tensors, scaling=scaling * factor, window=window)
+    return lambda *tensors, scaling, window: correct(
+        *tensors, scaling=scaling * factor, window=window
+    )
 
 
 def without_window(*tensors, scaling, window):
@@ -209,7 +314,8 @@ def test_smallest_mistakes_are_refused_in_float64(monkeypatch):
 
 @pytest.mark.parametrize("at, refused", [(WINDOW, True), (LONGEST, False)])
 def test_checked_beyond_the_window(at, refused):
-    """A model with a rule of its own that starts at a length: found if a window is told of there, and reached at all."""
+    """A model with a rule of its own that starts at a length: found if a window is told of there,
+    and reached at all."""
     model = build(transformers.MistralConfig(**GQA, sliding_window=WINDOW))
 
     def rule(module, args, kwargs, output):
@@ -228,7 +334,12 @@ def test_a_window_handed_over_but_not_in_the_mask_is_refused(monkeypatch):
     """transformers' own SDPA looks at masks alone, so such a model attends to everything."""
     model = build(transformers.LlamaConfig(**GQA))
     for layer in model.model.layers:
-        layer.self_attn.register_forward_pre_hook(lambda m, a, kw: (a, {**kw, "sliding_window": 40}), with_kwargs=True)
-    with pytest.raises(UnsupportedModel, match=r"hands a sliding window of 40 tokens .* its own mask shows other positions"):
+        layer.self_attn.register_forward_pre_hook(
+            lambda m, a, kw: (a, {**kw, "sliding_window": 40}), with_kwargs=True
+        )
+    with pytest.raises(
+        UnsupportedModel,
+        match=r"hands a sliding window of 40 tokens .* its own mask shows other positions",
+    ):
         prepare_model(model, LONGEST)
     prepare_model(model, 40)

@@ -1,4 +1,5 @@
-"""The attention seam: every kernel against SDPA, and the grouping of ragged rows against one row at a time."""
+"""The attention seam: every kernel against SDPA, and the grouping of ragged rows against one row at
+a time."""
 
 import importlib.util
 import types
@@ -17,18 +18,27 @@ LONG = 32  # a row that feeds more among rows that feed little attends on its ow
 
 
 def feed(model, cache, sequences, start, count, kernel="sdpa", device="cpu"):
-    """Hidden states of sequences[r][start[r] : start[r] + count[r]] for all rows r in one packed forward."""
+    """Hidden states of sequences[r][start[r] : start[r] + count[r]] for all rows r in one packed
+    forward."""
     packing = pack_rows(cache, np.array(start), np.array(count), torch.device(device))
     fed = np.concatenate([s[a : a + n] for s, a, n in zip(sequences, start, count, strict=True)])
     return forward_hidden(model, torch.from_numpy(fed).to(device), packing, kernel)
 
 
-COUNTS = [[1, 1, 1, 1, 1], [LONG + 9, 1, 1, 0, 1], [0, 5, 0, 2, 0], [3, LONG + 1, 7, LONG, 30], [2, 6, 3, 1, 2], [0, 0, 0, 0, 1]]
+COUNTS = [
+    [1, 1, 1, 1, 1],
+    [LONG + 9, 1, 1, 0, 1],
+    [0, 5, 0, 2, 0],
+    [3, LONG + 1, 7, LONG, 30],
+    [2, 6, 3, 1, 2],
+    [0, 0, 0, 0, 1],
+]
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "gpt_neox"])
 def test_ragged_forwards_equal_each_sequence_alone(make_model, name):
-    """Five rows advance by different counts in each forward; oracle: the model's own forward of each whole sequence."""
+    """Five rows advance by different counts in each forward; oracle: the model's own forward of
+    each whole sequence."""
     reference, model = make_model(name), make_model(name)
     prepare_model(model, 300)
     rng = np.random.default_rng(0)
@@ -43,13 +53,15 @@ def test_ragged_forwards_equal_each_sequence_alone(make_model, name):
                 parts.append(part)
             start += count
         for sequence, length, parts in zip(sequences, start, got, strict=True):
-            wanted = reference.base_model(torch.from_numpy(sequence[:length])[None]).last_hidden_state[0]
+            wanted = reference.base_model(
+                torch.from_numpy(sequence[:length])[None]
+            ).last_hidden_state[0]
             torch.testing.assert_close(torch.cat(parts), wanted, rtol=1e-9, atol=1e-9)
 
 
 def attend_row_by_row(query, keys, values, start, count, *, scaling, window):
-    """Plain attention, one token at a time: the softmax of its scores over the positions that it sees. query: [N, H, D]; keys,
-    values: [slots, positions, K, D]."""
+    """Plain attention, one token at a time: the softmax of its scores over the positions that it
+    sees. query: [N, H, D]; keys, values: [slots, positions, K, D]."""
     fold, out = query.shape[1] // keys.shape[2], []
     for slot, (begin, n) in enumerate(zip(start.tolist(), count.tolist(), strict=True)):
         for position in range(begin, begin + n):
@@ -63,15 +75,18 @@ def attend_row_by_row(query, keys, values, start, count, *, scaling, window):
 @pytest.mark.parametrize("window", [None, 1, 9, 64])
 @pytest.mark.parametrize("heads, kv_heads", [(4, 4), (6, 2), (4, 1)])
 def test_groups_of_ragged_rows_equal_rows_one_by_one(heads, kv_heads, window):
-    """Rows that verify drafts of all widths, rows that decode, prompts and rows that feed nothing, in random order and by width;
-    value heads are smaller than key heads. Forwards of one group and of many, padded and not."""
+    """Rows that verify drafts of all widths, rows that decode, prompts and rows that feed nothing,
+    in random order and by width; value heads are smaller than key heads. Forwards of one group and
+    of many, padded and not."""
     rng, generator = np.random.default_rng(heads), torch.Generator().manual_seed(heads)
     layer, seen = types.SimpleNamespace(layer_idx=0), set()
     widths = [[1], [0, 1], [4], [0, 1, 2, 3, 8, 16], [1] * 12 + [16], [1] * 8 + [60]]
     for case in range(3 * len(widths)):
         cache, rows = KVCache(24, 160), int(rng.integers(1, 24))
         cache.keys[0] = torch.randn(24, 160, kv_heads, 8, generator=generator, dtype=torch.float64)
-        cache.values[0] = torch.randn(24, 160, kv_heads, 5, generator=generator, dtype=torch.float64)
+        cache.values[0] = torch.randn(
+            24, 160, kv_heads, 5, generator=generator, dtype=torch.float64
+        )
         count = rng.choice(widths[case % len(widths)], rows)
         count[rng.integers(rows)] = max(count.max(), 1)
         if case >= len(widths):  # groups without padding
@@ -80,11 +95,20 @@ def test_groups_of_ragged_rows_equal_rows_one_by_one(heads, kv_heads, window):
         packing = pack_rows(cache, start, count, torch.device("cpu"))
         shape = (1, heads, int(count.sum()))
         query = torch.randn(*shape, 8, generator=generator, dtype=torch.float64)
-        key, value = (torch.randn(1, kv_heads, shape[2], d, generator=generator, dtype=torch.float64) for d in (8, 5))
+        key, value = (
+            torch.randn(1, kv_heads, shape[2], d, generator=generator, dtype=torch.float64)
+            for d in (8, 5)
+        )
         options = {"scaling": 0.3, "sliding_window": window, "packing": packing}
         got = bubblespec_attention(layer, query, key, value, None, **options)[0][0]
         wanted = attend_row_by_row(
-            query[0].transpose(0, 1), cache.keys[0], cache.values[0], start, count, scaling=0.3, window=window
+            query[0].transpose(0, 1),
+            cache.keys[0],
+            cache.values[0],
+            start,
+            count,
+            scaling=0.3,
+            window=window,
         )
         torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
         seen.add((len(packing.groups) > 1, packing.padding is not None))
@@ -92,7 +116,8 @@ def test_groups_of_ragged_rows_equal_rows_one_by_one(heads, kv_heads, window):
 
 
 def test_rollback_is_lowering_the_length(make_model):
-    """Positions beyond a row's length may hold anything: feeding other tokens there first changes nothing."""
+    """Positions beyond a row's length may hold anything: feeding other tokens there first changes
+    nothing."""
     model = make_model()
     prepare_model(model, 100)
     rng = np.random.default_rng(1)
@@ -109,9 +134,13 @@ def test_rollback_is_lowering_the_length(make_model):
 def test_choice_of_kernel():
     cpu, cuda, half = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
     assert choose_kernel("auto", cpu, half) == choose_kernel("auto", cuda, torch.float32) == "sdpa"
-    with pytest.raises(ValueError, match=r"model.attention: varlen runs on CUDA only; on cpu use sdpa"):
+    with pytest.raises(
+        ValueError, match=r"model.attention: varlen runs on CUDA only; on cpu use sdpa"
+    ):
         choose_kernel("varlen", cpu, half)
-    with pytest.raises(ValueError, match=r"model.attention: varlen computes in bfloat16; for float32 use sdpa"):
+    with pytest.raises(
+        ValueError, match=r"model.attention: varlen computes in bfloat16; for float32 use sdpa"
+    ):
         choose_kernel("varlen", cuda, torch.float32)
     if importlib.util.find_spec("flash_attn") is None:
         assert choose_kernel("auto", cuda, half) == "varlen"
@@ -139,8 +168,12 @@ def test_cuda_kernels_equal_sdpa(make_model, name, kernel):
                 parts.append(feed(model, cache, sequences, start, count, chosen, "cuda"))
                 start += count
             lengths = [30, 7, 100]
-            whole = torch.from_numpy(np.concatenate([s[:n] for s, n in zip(sequences, lengths, strict=False)])).cuda()
-            parts.append(forward_hidden(model, whole, pack_sequences(lengths, whole.device), chosen))
+            whole = torch.from_numpy(
+                np.concatenate([s[:n] for s, n in zip(sequences, lengths, strict=False)])
+            ).cuda()
+            parts.append(
+                forward_hidden(model, whole, pack_sequences(lengths, whole.device), chosen)
+            )
             results.append(torch.cat(parts).float())
     scale = results[0].abs().max()
     assert (results[0] - results[1]).abs().max() / scale < 0.03

@@ -1,6 +1,8 @@
-"""Bad input through the real entry point: one line that names the key, exit code 2, and nothing left behind or changed.
+"""Bad input through the real entry point: one line that names the key, exit code 2, and nothing
+left behind or changed.
 
-Most of it runs `train.main` in this process, which takes half a second; what concerns several ranks is launched for real.
+Most of it runs `train.main` in this process, which takes half a second; what concerns several ranks
+is launched for real.
 """
 
 import contextlib
@@ -24,13 +26,13 @@ import transformers
 
 import train
 from bubblespec import checks
-from bubblespec import set_up as set_up_module
+from bubblespec import setup as set_up_module
 from bubblespec.config import Config, flatten, load_config
+from bubblespec.dist.ranks import ranks_from_environment
 from bubblespec.engine.drafter import Drafter
 from bubblespec.errors import InputError
 from bubblespec.learn.drafter_training import DrafterTraining
 from bubblespec.learn.warm_start import DRAFTER_FILE, WEIGHTS_FILE, save_drafter
-from bubblespec.ranks.collectives import ranks_from_environment
 from tests.warm import ROOT, launch
 
 TINY = os.path.join(ROOT, "configs", "tiny_policy")
@@ -51,7 +53,8 @@ MESSAGE = {"role": "user", "content": "1 + 1 ="}
 
 @pytest.fixture(autouse=True)
 def surroundings(tmp_path, monkeypatch):
-    """Run from the root as users do, with a cache of our own, no GPU, and nothing of `main` left behind in this process."""
+    """Run from the root as users do, with a cache of our own, no GPU, and nothing of `main` left
+    behind in this process."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -61,7 +64,13 @@ def surroundings(tmp_path, monkeypatch):
 
 
 def options(output_dir, *overrides: str) -> list[str]:
-    return ["--config", os.path.join(ROOT, "configs", "tiny_cpu.yaml"), *SHORT, f"run.output_dir={output_dir}", *overrides]
+    return [
+        "--config",
+        os.path.join(ROOT, "configs", "tiny_cpu.yaml"),
+        *SHORT,
+        f"run.output_dir={output_dir}",
+        *overrides,
+    ]
 
 
 def run(monkeypatch, output_dir, *overrides: str) -> tuple[int, str]:
@@ -74,7 +83,8 @@ def run(monkeypatch, output_dir, *overrides: str) -> tuple[int, str]:
 
 
 def contents(folder) -> dict[str, str]:
-    """Every file and folder below, with a digest of what it holds; empty if there is nothing. The empty lock is no content."""
+    """Every file and folder below, with a digest of what it holds; empty if there is nothing. The
+    empty lock is no content."""
     found = {}
     for place, folders, files in os.walk(folder):
         found |= {os.path.join(place, name): "folder" for name in folders}
@@ -88,7 +98,8 @@ def contents(folder) -> dict[str, str]:
 
 @pytest.fixture
 def refusal(monkeypatch, tmp_path):
-    """refusal(*overrides, output_dir=...) -> the one line of a run that never starts and changes nothing."""
+    """refusal(*overrides, output_dir=...) -> the one line of a run that never starts and changes
+    nothing."""
 
     def check(*overrides: str, output_dir=tmp_path / "out") -> str:
         before, existed = contents(output_dir), os.path.exists(output_dir)
@@ -136,7 +147,9 @@ def edit_json(path, **keys) -> None:
 
 def edit_weights(folder, edit) -> None:
     weights = safetensors.torch.load_file(folder / "model.safetensors")
-    safetensors.torch.save_file(edit(weights), folder / "model.safetensors", metadata={"format": "pt"})
+    safetensors.torch.save_file(
+        edit(weights), folder / "model.safetensors", metadata={"format": "pt"}
+    )
 
 
 # Data
@@ -178,25 +191,33 @@ def test_data_by_relative_path_is_not_looked_for_on_the_hub(refusal, tmp_path, m
 
 def test_data_that_is_neither_here_nor_on_the_hub(refusal):
     message = refusal("data.tasks=[]", "data.path=nobody/nothing")
-    assert message.startswith("data.path: cannot load nobody/nothing (no such file or folder, so taken for a hub dataset)")
+    assert message.startswith(
+        "data.path: cannot load nobody/nothing (no such file or folder, so taken for a hub dataset)"
+    )
 
 
 def test_held_out_data_is_named_as_such(refusal, data, tmp_path):
     overrides = [*data("good.jsonl", GOOD), "eval.num_prompts=2"]
     assert refusal(*overrides, "data.eval_path=/none.jsonl").startswith("data.eval_path: no JSON")
     assert refusal(*overrides, "data.eval_split=test").startswith("data.eval_split: cannot load")
-    assert "data.eval_path, data.eval_split: all training" in refusal(*overrides, "eval.num_prompts=4", "data.eval_split=train")
+    assert "data.eval_path, data.eval_split: all training" in refusal(
+        *overrides, "eval.num_prompts=4", "data.eval_split=train"
+    )
     (tmp_path / "bad.jsonl").write_text('{"prompt": 3}\n')
     message = refusal(*overrides, f"data.eval_path={tmp_path / 'bad.jsonl'}")
     assert message.startswith("data.eval_path: the prompt of row 0 is 3")
 
 
-@pytest.mark.parametrize("override, key", [("data.split=test", "data.path"), ("data.name=main", "data.name")])
+@pytest.mark.parametrize(
+    "override, key", [("data.split=test", "data.path"), ("data.name=main", "data.name")]
+)
 def test_files_have_no_splits_and_subsets_that_would_be_ignored(refusal, data, override, key):
     assert refusal(*data("good.jsonl", GOOD), override).startswith(f"{key}: ")
 
 
-def test_long_prompts_are_dropped_with_a_count_and_not_all_of_them(refusal, data, monkeypatch, tmp_path):
+def test_long_prompts_are_dropped_with_a_count_and_not_all_of_them(
+    refusal, data, monkeypatch, tmp_path
+):
     rows = [*GOOD, {"prompt": "1 + " * 200, "answer": ""}]
     code, said = run(monkeypatch, tmp_path / "some", *data("some.jsonl", rows))
     assert code == 0 and "data: 1 prompts over rollout.max_prompt_length = 160 dropped" in said
@@ -208,11 +229,17 @@ def test_long_prompts_are_dropped_with_a_count_and_not_all_of_them(refusal, data
 
 def test_chat_prompts_need_a_template_that_takes_them(refusal, data, policy):
     chat = data("chat.jsonl", [{"prompt": [MESSAGE], "answer": "2"}] * 4)
-    assert refusal(*chat) == "model.path: its tokenizer has no chat template, but data has chat prompts"
+    assert (
+        refusal(*chat)
+        == "model.path: its tokenizer has no chat template, but data has chat prompts"
+    )
     assert refusal("data.as_chat=true").startswith("model.path: its tokenizer has no chat template")
     folder = policy()
     for template, says in [
-        ("{{ raise_exception('no system role') }}", "refuses the prompt of row 0: TemplateError: no system role"),
+        (
+            "{{ raise_exception('no system role') }}",
+            "refuses the prompt of row 0: TemplateError: no system role",
+        ),
         ("{{ messages", "refuses the prompt of row 0: TemplateSyntaxError"),
         ("{{ messages[0].content + 3 }}", "refuses the prompt of row 0: TypeError"),
         ("{# nothing #}", "the prompt of row 0 has no tokens"),
@@ -261,9 +288,15 @@ def test_reward_that_cannot_be_called(refusal, tmp_path, monkeypatch, path, says
 def test_reward_whose_column_the_data_lacks(refusal, data, tmp_path):
     message = refusal(*data("rows.jsonl", [{"prompt": "1 + 1 =", "level": 1}] * 4))
     assert message.startswith("reward.functions: bubblespec.rewards.exact_match cannot be called")
-    assert "the columns ['level'] of the data" in message and message.endswith("missing a required argument: 'answer'")
+    assert "the columns ['level'] of the data" in message and message.endswith(
+        "missing a required argument: 'answer'"
+    )
     (tmp_path / "held_out.jsonl").write_text('{"prompt": "2 + 2 ="}\n')
-    message = refusal(*data("good.jsonl", GOOD), "eval.num_prompts=1", f"data.eval_path={tmp_path / 'held_out.jsonl'}")
+    message = refusal(
+        *data("good.jsonl", GOOD),
+        "eval.num_prompts=1",
+        f"data.eval_path={tmp_path / 'held_out.jsonl'}",
+    )
     assert "no further columns of the held-out data" in message and "'answer'" in message
 
 
@@ -284,15 +317,28 @@ def cut_weights(folder) -> None:
 
 
 def drop_a_weight(folder) -> None:
-    edit_weights(folder, lambda weights: {k: v for k, v in weights.items() if k != "model.layers.1.mlp.up_proj.weight"})
+    edit_weights(
+        folder,
+        lambda weights: {
+            k: v for k, v in weights.items() if k != "model.layers.1.mlp.up_proj.weight"
+        },
+    )
 
 
 def break_a_weight(folder) -> None:
-    edit_weights(folder, lambda weights: {k: v.fill_(torch.nan) if "layers.1.mlp" in k else v for k, v in weights.items()})
+    edit_weights(
+        folder,
+        lambda weights: {
+            k: v.fill_(torch.nan) if "layers.1.mlp" in k else v for k, v in weights.items()
+        },
+    )
 
 
 def shrink_embedding(folder) -> None:
-    edit_weights(folder, lambda weights: {k: v[:200].clone() if len(v) == 312 else v for k, v in weights.items()})
+    edit_weights(
+        folder,
+        lambda weights: {k: v[:200].clone() if len(v) == 312 else v for k, v in weights.items()},
+    )
     edit_json(folder / "config.json", vocab_size=200)
 
 
@@ -318,7 +364,9 @@ def test_damaged_model_folder(refusal, policy, damage, says):
     damage(folder)
     message = refusal(f"model.path={folder}")
     assert (
-        message.startswith("model.path: ") and says in message and str(folder) in message.replace("LlamaForCausalLM", str(folder))
+        message.startswith("model.path: ")
+        and says in message
+        and str(folder) in message.replace("LlamaForCausalLM", str(folder))
     )
 
 
@@ -339,8 +387,20 @@ def test_configuration_and_weights_of_different_models(refusal, policy, keys, sa
     assert message.startswith("model.path: ") and says in message
 
 
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 32}
-LIKE_TINY = {"vocab_size": 312, "max_position_embeddings": 1024, "pad_token_id": 1, "bos_token_id": None, "eos_token_id": 0}
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 32,
+}
+LIKE_TINY = {
+    "vocab_size": 312,
+    "max_position_embeddings": 1024,
+    "pad_token_id": 1,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+}
 
 
 @pytest.mark.parametrize(
@@ -348,12 +408,22 @@ LIKE_TINY = {"vocab_size": 312, "max_position_embeddings": 1024, "pad_token_id":
     [
         (
             "CausalLM",
-            transformers.MambaConfig(vocab_size=312, hidden_size=32, num_hidden_layers=1, state_size=4),
+            transformers.MambaConfig(
+                vocab_size=312, hidden_size=32, num_hidden_layers=1, state_size=4
+            ),
             "recurrent state",
         ),
-        ("Seq2SeqLM", transformers.T5Config(vocab_size=312, d_model=32, d_ff=32, num_layers=1, num_heads=2), "encoder-decoder"),
+        (
+            "Seq2SeqLM",
+            transformers.T5Config(vocab_size=312, d_model=32, d_ff=32, num_layers=1, num_heads=2),
+            "encoder-decoder",
+        ),
         ("CausalLM", transformers.Gemma2Config(**SIZES, **LIKE_TINY, head_dim=16), "softcap"),
-        ("CausalLM", transformers.BloomConfig(vocab_size=312, hidden_size=32, n_layer=1, n_head=2), "attention interface"),
+        (
+            "CausalLM",
+            transformers.BloomConfig(vocab_size=312, hidden_size=32, n_layer=1, n_head=2),
+            "attention interface",
+        ),
     ],
 )
 def test_model_that_the_engine_cannot_serve(refusal, policy, auto_class, config, says):
@@ -366,15 +436,22 @@ def test_model_that_the_engine_cannot_serve(refusal, policy, auto_class, config,
 
 def test_model_that_is_not_there(refusal, tmp_path):
     for path in (tmp_path / "none", tmp_path, "nobody/nothing"):
-        assert refusal(f"model.path={path}").startswith(f"model.path: cannot load AutoTokenizer from {path}: ")
+        assert refusal(f"model.path={path}").startswith(
+            f"model.path: cannot load AutoTokenizer from {path}: "
+        )
 
 
 def test_stop_tokens_that_do_not_exist(refusal, policy):
-    assert refusal("rollout.stop_token_ids=[312]") == "rollout.stop_token_ids: 312 is beyond the model's 312 tokens"
+    assert (
+        refusal("rollout.stop_token_ids=[312]")
+        == "rollout.stop_token_ids: 312 is beyond the model's 312 tokens"
+    )
     folder = policy(eos_token_id=None)
     os.remove(folder / "generation_config.json")
     edit_json(folder / "tokenizer_config.json", eos_token=None)
-    assert refusal(f"model.path={folder}").startswith("rollout.stop_token_ids: neither model nor tokenizer has an end")
+    assert refusal(f"model.path={folder}").startswith(
+        "rollout.stop_token_ids: neither model nor tokenizer has an end"
+    )
 
 
 # Foreign code
@@ -414,13 +491,23 @@ class Model(LlamaForCausalLM):
 
 
 def test_model_code_runs_only_if_trusted(refusal, policy, monkeypatch, tmp_path):
-    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    folder = policy(model_type="our_own", auto_map={"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"})
+    monkeypatch.setattr(
+        transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
+    folder = policy(
+        model_type="our_own",
+        auto_map={"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"},
+    )
     (folder / "code.py").write_text(CODE.format(mark=str(tmp_path / "mark")))
     message = refusal(f"model.path={folder}")
-    assert message.startswith(f"model.path: {folder} brings code of its own") and "model.trust_remote_code=true" in message
+    assert (
+        message.startswith(f"model.path: {folder} brings code of its own")
+        and "model.trust_remote_code=true" in message
+    )
     assert not (tmp_path / "mark").exists()
-    code, said = run(monkeypatch, tmp_path / "trusted", f"model.path={folder}", "model.trust_remote_code=true")
+    code, said = run(
+        monkeypatch, tmp_path / "trusted", f"model.path={folder}", "model.trust_remote_code=true"
+    )
     assert code == 0 and (tmp_path / "mark").exists(), said
 
 
@@ -441,9 +528,14 @@ def test_dataset_scripts_are_never_run(refusal, monkeypatch, tmp_path):
 
 
 def test_device_that_is_not_there(refusal):
-    assert refusal("model.device=cuda") == "model.device: cuda, but torch sees no GPU; use cpu or auto"
+    assert (
+        refusal("model.device=cuda") == "model.device: cuda, but torch sees no GPU; use cpu or auto"
+    )
     for kernel in ("varlen", "flash_attn"):
-        assert refusal(f"model.attention={kernel}") == f"model.attention: {kernel} runs on CUDA only; on cpu use sdpa"
+        assert (
+            refusal(f"model.attention={kernel}")
+            == f"model.attention: {kernel} runs on CUDA only; on cpu use sdpa"
+        )
 
 
 def test_more_ranks_than_gpus_is_said_by_every_rank_alike(monkeypatch):
@@ -452,7 +544,10 @@ def test_more_ranks_than_gpus_is_said_by_every_rank_alike(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     for rank in ("0", "7"):
         monkeypatch.setenv("LOCAL_RANK", rank)
-        with pytest.raises(InputError, match="--nproc_per_node: 8 ranks, but only 4 GPUs"), ranks_from_environment("auto", 1.0):
+        with (
+            pytest.raises(InputError, match="--nproc_per_node: 8 ranks, but only 4 GPUs"),
+            ranks_from_environment("auto", 1.0),
+        ):
             pass
 
 
@@ -461,12 +556,15 @@ def test_bfloat16_runs_on_cpu(monkeypatch, tmp_path):
 
 
 def test_slots_beyond_the_memory_are_refused_before_they_are_made(refusal, monkeypatch):
-    """3 layers of keys and values of 96 float32 numbers, and 32 bytes beside them, for each of 50 x 168 positions."""
+    """3 layers of keys and values of 96 float32 numbers, and 32 bytes beside them, for each of 50 x
+    168 positions."""
     needed = 50 * 168 * (3 * 2 * 96 * 4 + 32)
     slots = ["rollout.num_slots=50", "rollout.num_generations=25"]
     monkeypatch.setattr(checks, "free_host_bytes", lambda: needed - 1)
     message = refusal(*slots)
-    assert message.startswith(f"rollout.num_slots: 50 slots of 168 tokens need {needed / 1e9:.3g} GB for keys and values")
+    assert message.startswith(
+        f"rollout.num_slots: 50 slots of 168 tokens need {needed / 1e9:.3g} GB for keys and values"
+    )
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(checks, "free_host_bytes", lambda: 2 * needed - 1)
     assert refusal(*slots).startswith("rollout.num_slots: ")
@@ -483,8 +581,16 @@ def test_free_memory_is_that_of_this_machine():
 
 def test_absurd_slots_of_a_long_context_are_refused_on_any_machine(refusal, policy):
     folder = policy(max_position_embeddings=1 << 20)
-    sizes = ["rollout.max_completion_length=1000000", "rollout.num_slots=1000000", "rollout.max_batch_tokens=1000000"]
-    more = ["optim.max_tokens_per_microbatch=2000000", "rollout.num_generations=4096", "rollout.num_prompts_per_step=10"]
+    sizes = [
+        "rollout.max_completion_length=1000000",
+        "rollout.num_slots=1000000",
+        "rollout.max_batch_tokens=1000000",
+    ]
+    more = [
+        "optim.max_tokens_per_microbatch=2000000",
+        "rollout.num_generations=4096",
+        "rollout.num_prompts_per_step=10",
+    ]
     message = refusal(f"model.path={folder}", *sizes, *more)
     assert message.startswith("rollout.num_slots: 40960 slots of 1000160 tokens need 9.57e+04 GB")
 
@@ -505,7 +611,13 @@ def finished(tmp_path_factory):
 def test_folder_that_cannot_be_made_or_written(refusal, tmp_path):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "taken" / "config.yaml").mkdir(parents=True)
-    places = [tmp_path / "file", tmp_path / "file" / "below", "/proc/none/below", "/dev/null", tmp_path / ("x" * 300)]
+    places = [
+        tmp_path / "file",
+        tmp_path / "file" / "below",
+        "/proc/none/below",
+        "/dev/null",
+        tmp_path / ("x" * 300),
+    ]
     for place in [*places, tmp_path / "taken"]:
         before = contents(tmp_path)
         message = refusal(output_dir=place)
@@ -516,16 +628,19 @@ def test_folder_that_cannot_be_made_or_written(refusal, tmp_path):
 
 def test_folder_of_another_run_stays_as_it_is(refusal, finished):
     message = refusal("optim.learning_rate=0.5", output_dir=finished)
-    assert message.startswith("optim.learning_rate: 0.5 here, but 0.0002 in") and "another run.output_dir" in message
-    assert refusal("run.resume_from_checkpoint=none", output_dir=finished).startswith("run.output_dir: ")
+    assert (
+        message.startswith("optim.learning_rate: 0.5 here, but 0.0002 in")
+        and "another run.output_dir" in message
+    )
+    assert refusal("run.resume_from_checkpoint=none", output_dir=finished).startswith(
+        "run.output_dir: "
+    )
 
 
 def test_folder_in_use_stays_as_it_is(refusal, tmp_path):
     """Another process holds the lock, of either kind that Linux has."""
     (tmp_path / "out").mkdir()
-    code = (
-        "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, 2); fcntl.lockf(f, 2); print('held', flush=True); input()"
-    )
+    code = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, 2); fcntl.lockf(f, 2); print('held', flush=True); input()"
     holder = [sys.executable, "-c", code, str(tmp_path / "out" / ".lock")]
     with subprocess.Popen(holder, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"held\n"
@@ -551,16 +666,25 @@ def checkpoint(finished, tmp_path):
 
 
 def reseal(folder) -> None:
-    """Checksums of the spoiled files, if checkpoints have any: what a whole checkpoint of another model would have."""
+    """Checksums of the spoiled files, if checkpoints have any: what a whole checkpoint of another
+    model would have."""
     path = folder / "SHA256SUMS"
     if path.exists():
         names = [line.split("  ", 1)[1] for line in path.read_text().splitlines()]
-        sums = [f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in names]
+        sums = [
+            f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n"
+            for name in names
+        ]
         path.write_text("".join(sums))
 
 
 def other_vocabulary(folder) -> None:
-    edit_weights(folder, lambda weights: {k: torch.cat((v, v[:8])) if len(v) == 312 else v for k, v in weights.items()})
+    edit_weights(
+        folder,
+        lambda weights: {
+            k: torch.cat((v, v[:8])) if len(v) == 312 else v for k, v in weights.items()
+        },
+    )
     edit_json(folder / "config.json", vocab_size=320)
 
 
@@ -594,7 +718,14 @@ def drafter(tmp_path_factory):
     """The folder of a drafter of the tiny policy."""
     folder = tmp_path_factory.mktemp("drafter")
     model = transformers.AutoModelForCausalLM.from_pretrained(TINY)
-    training = DrafterTraining(Drafter(model, np.arange(5)), "sdpa", learning_rate=1e-3, temperature=1.0, max_tokens=10, seed=0)
+    training = DrafterTraining(
+        Drafter(model, np.arange(5)),
+        "sdpa",
+        learning_rate=1e-3,
+        temperature=1.0,
+        max_tokens=10,
+        seed=0,
+    )
     save_drafter(folder, training, np.full(5, 0.5))
     return folder
 
@@ -641,7 +772,9 @@ def test_drafter_that_is_none(refusal, drafter, tmp_path, spoilt):
 
 
 def test_drafter_that_is_not_there(refusal):
-    assert refusal("speculative.method=drafter", "drafter.path=/nowhere").startswith("drafter.path: ")
+    assert refusal("speculative.method=drafter", "drafter.path=/nowhere").startswith(
+        "drafter.path: "
+    )
 
 
 @pytest.mark.parametrize("method", ["drafters", "none+drafter", "drafter+drafter", "bubble+", "3"])
@@ -650,7 +783,10 @@ def test_methods_that_there_are_not(refusal, method):
     assert message.startswith("speculative.method") and "bubble, suffix, drafter" in message
 
 
-@pytest.mark.parametrize("override", ["warm_start=0", "buffer_tokens=0", "vocab_size=-1", "learning_rate=0", "warm_start=many"])
+@pytest.mark.parametrize(
+    "override",
+    ["warm_start=0", "buffer_tokens=0", "vocab_size=-1", "learning_rate=0", "warm_start=many"],
+)
 def test_sizes_of_a_drafter(refusal, override):
     message = refusal("speculative.method=drafter", f"drafter.{override}")
     assert message.startswith(f"drafter.{override.partition('=')[0]}")
@@ -681,28 +817,46 @@ def test_checkpoint_with_a_key_that_is_no_more(refusal, checkpoint):
     edit_json(state, config=json.loads(state.read_text())["config"] | {"bubble.order": "global"})
     reseal(checkpoint)
     message = refusal("run.max_steps=2", f"run.resume_from_checkpoint={checkpoint}")
-    assert message == f"bubble.order: unknown key in {checkpoint}, which another version has written"
+    assert (
+        message == f"bubble.order: unknown key in {checkpoint}, which another version has written"
+    )
 
 
 def test_pickled_optimizer_runs_no_code(refusal, checkpoint, tmp_path):
     torch.save({"adamw": Mark(tmp_path / "mark")}, checkpoint / "optimizer.pt")
     reseal(checkpoint)
     message = refusal("run.max_steps=2", f"run.resume_from_checkpoint={checkpoint}")
-    assert message.startswith("run.resume_from_checkpoint: ") and "Weights only load failed" in message
+    assert (
+        message.startswith("run.resume_from_checkpoint: ") and "Weights only load failed" in message
+    )
     assert not (tmp_path / "mark").exists()
 
 
 # Every key
 
 
-ODD = ["0", "-1", "1000000000000", "99999999999999999999999", "nan", "-inf", "1e-320", "abc", "null", "[1]", "{a: 1}", "''"]
+ODD = [
+    "0",
+    "-1",
+    "1000000000000",
+    "99999999999999999999999",
+    "nan",
+    "-inf",
+    "1e-320",
+    "abc",
+    "null",
+    "[1]",
+    "{a: 1}",
+    "''",
+]
 MINIMAL = "model: {path: some/model}\ndata: {path: train.jsonl}\nrun: {output_dir: out}\n"
 
 
 @pytest.mark.parametrize("key", list(flatten(Config())))
 def test_no_value_of_any_key_ends_in_a_traceback(key, tmp_path):
-    """Loaded, or refused in a line that names the key: some values are wrong only beside another one, which comes first then.
-    What loads is finite, and no integer is beyond the range of the machine's."""
+    """Loaded, or refused in a line that names the key: some values are wrong only beside another
+    one, which comes first then. What loads is finite, and no integer is beyond the range of the
+    machine's."""
     path = tmp_path / "config.yaml"
     path.write_text(MINIMAL)
     for value in ODD:
@@ -743,10 +897,16 @@ SIZES_AND_RATES = [
 
 @pytest.mark.parametrize("key", SIZES_AND_RATES)
 def test_sizes_that_load_also_set_up(key, tmp_path, monkeypatch):
-    """Or are refused in a line that names the key: 1, and what exhausts memory or a number's range, with speculation on."""
+    """Or are refused in a line that names the key: 1, and what exhausts memory or a number's range,
+    with speculation on."""
     monkeypatch.setattr(set_up_module, "claim_output_dir", lambda config, ranks: None)
     for value in ("1", "1000000000", "1000000000000"):
-        overrides = [*SHORT, "speculative.method=bubble+suffix", "run.output_dir=unused", f"{key}={value}"]
+        overrides = [
+            *SHORT,
+            "speculative.method=bubble+suffix",
+            "run.output_dir=unused",
+            f"{key}={value}",
+        ]
         try:
             config = load_config("configs/tiny_cpu.yaml", overrides)
             with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
@@ -768,27 +928,54 @@ def nothing(prompts, completions, completion_ids, **columns):
     "overrides, says, is_started",
     [
         (["rollout.num_generations=0"], "rollout.num_generations: 0 must be at least 1", False),
-        (["rollout.num_prompts_per_step=1"], "rollout.num_prompts_per_step: 1 prompts for 2 ranks", False),
+        (
+            ["rollout.num_prompts_per_step=1"],
+            "rollout.num_prompts_per_step: 1 prompts for 2 ranks",
+            False,
+        ),
         (["run.output_dir=/proc/none"], "run.output_dir: cannot write to", False),
-        (["reward.functions=[user_rewards_of_ranks.nothing]"], "reward.functions: all of them returned None", True),
+        (
+            ["reward.functions=[user_rewards_of_ranks.nothing]"],
+            "reward.functions: all of them returned None",
+            True,
+        ),
     ],
 )
 def test_ranks_say_it_once_and_all_end(tmp_path, overrides, says, is_started):
-    """Whether the line comes before the ranks have met, from all of them, from rank 0 alone, or in the middle of the run."""
+    """Whether the line comes before the ranks have met, from all of them, from rank 0 alone, or in
+    the middle of the run."""
     (tmp_path / "user_rewards_of_ranks.py").write_text(NO_REWARD)
     paths = os.pathsep.join((ROOT, str(tmp_path)))
     command = ["train.py", *options(tmp_path / "out", *overrides)]
     if is_started:
-        launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": paths}
+        launcher = [
+            "-m",
+            "torch.distributed.run",
+            "--nproc_per_node=2",
+            "--rdzv-backend=c10d",
+            "--rdzv-endpoint=localhost:0",
+        ]
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": paths,
+        }
         done = subprocess.run(
-            [sys.executable, *launcher, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+            [sys.executable, *launcher, *command],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
         )
         # The launcher's own exit code, and the ranks'.
         assert done.returncode == 1 and "exitcode  : 2 " in done.stderr, done.stderr[-3000:]
     else:
         done = launch(2, command)
         assert done.returncode == 2, done.stderr[-3000:]
-    errors = re.findall(r"error: .*" + re.escape(says), done.stderr)  # behind the progress bar, if there is one already
+    errors = re.findall(
+        r"error: .*" + re.escape(says), done.stderr
+    )  # behind the progress bar, if there is one already
     assert len(errors) == 1 and done.stderr.count("error: ") == 1, done.stderr[-3000:]
     assert (tmp_path / "out").exists() == is_started

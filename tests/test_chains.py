@@ -1,4 +1,5 @@
-"""Chains of the learned drafter in an engine, against a plain transcription; and the noise that they are drawn with."""
+"""Chains of the learned drafter in an engine, against a plain transcription; and the noise that
+they are drawn with."""
 
 import copy
 from types import SimpleNamespace
@@ -13,35 +14,65 @@ from bubblespec.engine import chains as chains_module
 from bubblespec.engine import runner as runner_module
 from bubblespec.engine.chains import LONGEST, Chains
 from bubblespec.engine.drafter import Drafter
-from bubblespec.engine.generator import Generator
+from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import output_head
 from bubblespec.engine.noise import gumbel, random_bits, stream_keys
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.engine.shared_runner import SharedRunner
 from bubblespec.rollout.shared_tail import OwnersPropose
-from bubblespec.samples import Row, SampleId
-from tests.drafter_oracle import MAX_LENGTH, NAMES, PARAMS, SEED, chain_of, make_drafter, make_policy, states_of
+from bubblespec.types import Row, SampleId
+from tests.drafter_oracle import (
+    MAX_LENGTH,
+    NAMES,
+    PARAMS,
+    SEED,
+    chain_of,
+    make_drafter,
+    make_policy,
+    states_of,
+)
 from tests.joint import run_together
 from tests.reference_step import noise_key
 from tests.reference_step import random_bits as reference_bits
 
 
 class CheckedDrafts:
-    """A proposer that draws chains for some rows now and then, compares them with the oracle, and proposes what is sure to have
-    rejected and accepted drafts: true tokens, and wrong ones behind them."""
+    """A proposer that draws chains for some rows now and then, compares them with the oracle, and
+    proposes what is sure to have rejected and accepted drafts: true tokens, and wrong ones behind
+    them."""
 
-    def __init__(self, engine: Generator, policy, drafter: Drafter, truth: dict, random: np.random.Generator, share: float):
+    def __init__(
+        self,
+        engine: Engine,
+        policy,
+        drafter: Drafter,
+        truth: dict,
+        random: np.random.Generator,
+        share: float,
+    ):
         self.share = share  # of the forwards that have chains before them
-        self.engine, self.policy, self.drafter, self.truth, self.random = engine, policy, drafter, truth, random
+        self.engine, self.policy, self.drafter, self.truth, self.random = (
+            engine,
+            policy,
+            drafter,
+            truth,
+            random,
+        )
         self.num_checked, self.caught_up, self.contexts = 0, [], []
 
     def propose(self, rows, lengths, room, budget):
         engine, random, scheduler = self.engine, self.random, self.engine.scheduler
         chains = engine.runner.chains
         if len(engine.rows) <= chains_module.MOST_ROWS and random.random() < self.share:
-            slots = [slot for slot, row in enumerate(engine.rows) if any(row is r for r in rows) and random.random() < 0.8]
-            self.check(chains, scheduler, np.array(slots, np.int64), int(random.integers(1, LONGEST + 1)))
+            slots = [
+                slot
+                for slot, row in enumerate(engine.rows)
+                if any(row is r for r in rows) and random.random() < 0.8
+            ]
+            self.check(
+                chains, scheduler, np.array(slots, np.int64), int(random.integers(1, LONGEST + 1))
+            )
         drafts = []
         for row, known, fits in zip(rows, lengths.tolist(), room.tolist(), strict=True):
             count = min(int(random.choice([0, 1, 3, 8, 40])), fits)
@@ -81,8 +112,15 @@ class CheckedDrafts:
 def make_rows(count: int, num_generations: int, first: int = 0) -> list[Row]:
     """Prompts of one token among them, and long ones; samples of a prompt are adjacent."""
     random = np.random.default_rng(first)
-    prompts = [tuple(random.integers(12, VOCAB, size).tolist()) for size in random.choice([1, 2, 9, 50], count)]
-    return [Row(SampleId(first + u, 3, j), p, 60) for u, p in enumerate(prompts) for j in range(num_generations)]
+    prompts = [
+        tuple(random.integers(12, VOCAB, size).tolist())
+        for size in random.choice([1, 2, 9, 50], count)
+    ]
+    return [
+        Row(SampleId(first + u, 3, j), p, 60)
+        for u, p in enumerate(prompts)
+        for j in range(num_generations)
+    ]
 
 
 @pytest.fixture
@@ -92,7 +130,7 @@ def short_memory(monkeypatch):
     monkeypatch.setattr(chains_module, "CONTEXT", 12)
 
 
-def disturb(engine: Generator, random: np.random.Generator) -> None:
+def disturb(engine: Engine, random: np.random.Generator) -> None:
     """Drop a row and add it again, or begin anew with only some rows staying."""
     if random.random() < 0.06 and engine.rows:
         row = engine.rows[int(random.integers(len(engine.rows)))]
@@ -106,9 +144,11 @@ def disturb(engine: Generator, random: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("most_rows, max_batch_tokens", [(32, 64), (4, 16)])
 @pytest.mark.parametrize("name", NAMES)
-def test_chains_are_those_of_the_row_alone(monkeypatch, short_memory, name, most_rows, max_batch_tokens):
-    """Rows finish, move, share prompts, have drafts rejected, are dropped and come again; with more than MOST_ROWS of them
-    nothing is kept for a while."""
+def test_chains_are_those_of_the_row_alone(
+    monkeypatch, short_memory, name, most_rows, max_batch_tokens
+):
+    """Rows finish, move, share prompts, have drafts rejected, are dropped and come again; with more
+    than MOST_ROWS of them nothing is kept for a while."""
     if (name not in NAMES[:1]) and most_rows == 4:
         pytest.skip("what is kept does not depend on the architecture")
     monkeypatch.setattr(chains_module, "MOST_ROWS", most_rows)
@@ -121,7 +161,9 @@ def test_chains_by_graphs_are_the_same(monkeypatch, short_memory):
     captures = stand_in(monkeypatch)
     graphs = check_chains("llama", 32, 64, "varlen").graphs
     assert graphs.num_replays > 40 and not graphs.is_off
-    largest = [size for size, pool in zip(captures.sizes, captures.pools, strict=True) if pool is None]
+    largest = [
+        size for size, pool in zip(captures.sizes, captures.pools, strict=True) if pool is None
+    ]
     assert set(largest) == {64}, "the drafter's take the memory of the policy's"
 
 
@@ -130,12 +172,14 @@ def check_chains(name: str, most_rows: int, max_batch_tokens: int, kernel: str) 
     policy = make_policy(name)
     drafter = make_drafter(policy)
     truth = {}
-    plain = Generator(ModelRunner(policy, 8, MAX_LENGTH, SEED))
+    plain = Engine(ModelRunner(policy, 8, MAX_LENGTH, SEED))
     for first in (0, 50):
         truth |= {row.id: row.tokens.tolist() for row in plain.run(make_rows(4, 3, first), PARAMS)}
     random = np.random.default_rng(2)
-    runner = ModelRunner(policy, 5, MAX_LENGTH, SEED, max_batch_tokens=max_batch_tokens, kernel=kernel)
-    engine = Generator(runner)
+    runner = ModelRunner(
+        policy, 5, MAX_LENGTH, SEED, max_batch_tokens=max_batch_tokens, kernel=kernel
+    )
+    engine = Engine(runner)
     runner.chains = Chains(drafter, runner, PARAMS)
     drafts = CheckedDrafts(engine, policy, drafter, truth, random, 0.25 if most_rows == 32 else 1.0)
     for first in (0, 50):
@@ -144,7 +188,9 @@ def check_chains(name: str, most_rows: int, max_batch_tokens: int, kernel: str) 
         while not engine.is_idle:
             engine.step(PARAMS, drafts)
             disturb(engine, random)
-        assert {row.id: row.tokens.tolist() for row in rows} == {row.id: truth[row.id] for row in rows}
+        assert {row.id: row.tokens.tolist() for row in rows} == {
+            row.id: truth[row.id] for row in rows
+        }
         engine.release()
         assert runner.chains.cache.num_bytes() == 0
     assert drafts.num_checked > 30
@@ -154,35 +200,53 @@ def check_chains(name: str, most_rows: int, max_batch_tokens: int, kernel: str) 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_chains_in_slices_are_those_of_the_row_alone(short_memory, size):
-    """All ranks decode the same rows together; each drafts for its own ones, over hidden states that all have computed."""
+    """All ranks decode the same rows together; each drafts for its own ones, over hidden states
+    that all have computed."""
     model = make_policy("llama")
-    parts, plain = (model, make_drafter(model)), Generator(ModelRunner(model, 8, MAX_LENGTH, SEED))
+    parts, plain = (model, make_drafter(model)), Engine(ModelRunner(model, 8, MAX_LENGTH, SEED))
     truth = {row.id: row.tokens.tolist() for row in plain.run(make_rows(4, 3), PARAMS)}
 
     def of_rank(joint):
         (policy, drafter), rows = copy.deepcopy(parts), make_rows(4, 3)
         runner = SharedRunner(policy, 5, MAX_LENGTH, SEED, joint, max_batch_tokens=64)
-        engine = Generator(runner)
+        engine = Engine(runner)
         runner.chains = Chains(drafter, runner, PARAMS)
-        drafts = CheckedDrafts(engine, policy, drafter, truth, np.random.default_rng(joint.rank), 1.0)
+        drafts = CheckedDrafts(
+            engine, policy, drafter, truth, np.random.default_rng(joint.rank), 1.0
+        )
         own = {id(row) for row in rows[joint.rank :: size]}
-        engine.run(rows, PARAMS, OwnersPropose(drafts, own, lambda numbers: joint.gather(torch.from_numpy(numbers)).numpy()))
+        engine.run(
+            rows,
+            PARAMS,
+            OwnersPropose(
+                drafts, own, lambda numbers: joint.gather(torch.from_numpy(numbers)).numpy()
+            ),
+        )
         assert {row.id: row.tokens.tolist() for row in rows} == truth
         return drafts.num_checked
 
     assert min(run_together(size, of_rank)) > 5
 
 
-def test_what_is_kept_of_rejected_drafts_is_not_taken_for_what_is_fed_while_there_are_too_many_rows(monkeypatch):
+def test_what_is_kept_of_rejected_drafts_is_not_taken_for_what_is_fed_while_there_are_too_many_rows(
+    monkeypatch,
+):
     monkeypatch.setattr(chains_module, "MOST_ROWS", 2)
     policy = make_policy("llama")
     runner = ModelRunner(policy, 3, MAX_LENGTH, SEED)
-    engine, runner.chains = Generator(runner), Chains(make_drafter(policy), runner, PARAMS)
+    engine, runner.chains = Engine(runner), Chains(make_drafter(policy), runner, PARAMS)
     rows = [Row(SampleId(number, 0, 0), (20 + number, 30, 40), 60) for number in range(3)]
-    truth = {row.id: row.tokens.tolist() for row in Generator(ModelRunner(policy, 3, MAX_LENGTH, SEED)).run(rows, PARAMS)}
+    truth = {
+        row.id: row.tokens.tolist()
+        for row in Engine(ModelRunner(policy, 3, MAX_LENGTH, SEED)).run(rows, PARAMS)
+    }
     rows = [Row(row.id, row.prompt, 60) for row in rows]
-    drafts = CheckedDrafts(engine, policy, runner.chains.drafter, truth, np.random.default_rng(0), 0.0)
-    wrong = SimpleNamespace(propose=lambda rows, *_: [np.ones(8, np.int64)] * len(rows), observe=drafts.observe)
+    drafts = CheckedDrafts(
+        engine, policy, runner.chains.drafter, truth, np.random.default_rng(0), 0.0
+    )
+    wrong = SimpleNamespace(
+        propose=lambda rows, *_: [np.ones(8, np.int64)] * len(rows), observe=drafts.observe
+    )
     engine.add(rows[:2])
     for _ in range(3):
         engine.step(PARAMS, wrong)
@@ -200,7 +264,7 @@ def test_samples_of_a_prompt_all_begin_with_its_states(monkeypatch):
     monkeypatch.setattr(chains_module, "CONTEXT", 12)
     policy = make_policy("llama")
     runner = ModelRunner(policy, 4, MAX_LENGTH, SEED)
-    engine, runner.chains = Generator(runner), Chains(make_drafter(policy), runner, PARAMS)
+    engine, runner.chains = Engine(runner), Chains(make_drafter(policy), runner, PARAMS)
     prompt = tuple(range(12, 42))
     engine.add([Row(SampleId(1, 0, number), prompt, 20) for number in range(3)])
     while engine.prefilling():
@@ -220,7 +284,7 @@ def test_a_drafter_with_spoilt_weights_still_drafts_its_tokens(value):
             param.fill_(value)
     for params in (PARAMS, SamplingParams(top_p=0.9), SamplingParams(temperature=0.0)):
         runner = ModelRunner(policy, 4, MAX_LENGTH, SEED)
-        engine, runner.chains = Generator(runner), Chains(drafter, runner, params)
+        engine, runner.chains = Engine(runner), Chains(drafter, runner, params)
         engine.add(make_rows(2, 1))
         for _ in range(4):
             engine.step(params)
@@ -238,16 +302,20 @@ def test_the_head_follows_the_weights_and_is_fit_for_training_after_a_chain():
     assert state.grad is not None
     with torch.no_grad():
         policy.lm_head.weight.mul_(2.0)
-    assert torch.allclose(drafter.logits(state), output_head(policy)(state)[:, drafter.ids], rtol=0, atol=1e-12)
+    assert torch.allclose(
+        drafter.logits(state), output_head(policy)(state)[:, drafter.ids], rtol=0, atol=1e-12
+    )
     drafter.restrict_to(np.array([3, 4]))
-    assert torch.allclose(drafter.logits(state), output_head(policy)(state)[:, [3, 4]], rtol=0, atol=1e-12)
+    assert torch.allclose(
+        drafter.logits(state), output_head(policy)(state)[:, [3, 4]], rtol=0, atol=1e-12
+    )
 
 
 def test_chains_may_be_longer_than_what_their_rows_can_get():
     policy = make_policy("llama")
     runner = ModelRunner(policy, 1, 12, SEED)
     chains = runner.chains = Chains(make_drafter(policy), runner, PARAMS)
-    engine, lengths = Generator(runner), []
+    engine, lengths = Engine(runner), []
     engine.add([Row(SampleId(0, 3, 0), (7,), 11)])
     while not engine.is_idle:
         engine.step(SamplingParams(temperature=0.8))
@@ -268,7 +336,9 @@ def test_noise_of_some_tokens_is_that_of_the_whole_vocabulary():
     for dtype in (torch.float32, torch.float64):
         assert torch.equal(gumbel(keys, ids, dtype), gumbel(keys, 5000, dtype)[:, ids.long()])
     words = [[int(word) % 2**32 for word in key] for key in keys.tolist()]
-    assert random_bits(keys, ids).tolist() == [[reference_bits(key, int(token)) for token in ids] for key in words]
+    assert random_bits(keys, ids).tolist() == [
+        [reference_bits(key, int(token)) for token in ids] for key in words
+    ]
 
 
 @pytest.mark.parametrize("ahead", [0, 3])
@@ -288,8 +358,12 @@ def test_noise_keys_are_those_of_the_rows_in_the_slots(monkeypatch, ahead):
         slots = np.sort(random.choice(4, int(random.integers(1, 5)), replace=False))
         position = random.integers(2, 30, (len(slots), 3))
         found = runner.noise_keys(np.repeat(slots, 3), position.ravel()).numpy()
-        for slot, place_in_response, key in zip(np.repeat(slots, 3), position.ravel(), found, strict=True):
-            assert [int(word) % 2**32 for word in key] == noise_key(SEED, *names[int(slot)], int(place_in_response))
+        for slot, place_in_response, key in zip(
+            np.repeat(slots, 3), position.ravel(), found, strict=True
+        ):
+            assert [int(word) % 2**32 for word in key] == noise_key(
+                SEED, *names[int(slot)], int(place_in_response)
+            )
         if number % 2:
             place(int(random.integers(4)), number)
         else:

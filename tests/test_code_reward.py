@@ -24,7 +24,9 @@ def patience(monkeypatch):
 
 def grade(text: str, tests, chat: bool = False) -> float | None:
     completion = [{"role": "assistant", "content": text}] if chat else text
-    return passes_tests(prompts=["p"], completions=[completion], completion_ids=[[1]], tests=[tests], level=[3])[0]
+    return passes_tests(
+        prompts=["p"], completions=[completion], completion_ids=[[1]], tests=[tests], level=[3]
+    )[0]
 
 
 @pytest.mark.parametrize(
@@ -84,14 +86,20 @@ def test_no_program_passes_that_does_not_get_to_the_end_of_the_tests(program):
 
 
 @pytest.mark.parametrize(
-    "program", ["import sys\nassert sys.stdin.read() == ''", "import sys\nfor _ in range(200): print('x' * 100_000)"]
+    "program",
+    [
+        "import sys\nassert sys.stdin.read() == ''",
+        "import sys\nfor _ in range(200): print('x' * 100_000)",
+    ],
 )
 def test_input_is_empty_and_output_goes_nowhere(program, capfd):
     assert run_program(program, "pass")
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("program", ["while True: pass", "while True: print('x' * 100_000)", "x = 9 ** 9 ** 9"])
+@pytest.mark.parametrize(
+    "program", ["while True: pass", "while True: print('x' * 100_000)", "x = 9 ** 9 ** 9"]
+)
 def test_busy_programs_end_at_the_cpu_limit(monkeypatch, program):
     monkeypatch.setattr(module, "CPU_LIMIT_S", 1)
     monkeypatch.setattr(module, "WALL_LIMIT_S", 3600.0)
@@ -117,10 +125,11 @@ for n in range(8):
 
 
 def test_nothing_that_a_program_has_started_outlives_it(monkeypatch, tmp_path):
-    """A bounded fork bomb. For users other than root no process can be started at all. The second program runs into the time
-    limit, which is raised until it had the time to start them."""
+    """A bounded fork bomb. For users other than root no process can be started at all. The second
+    program runs into the time limit, which is raised until it had the time to start them."""
     mark = f"bubblespec-test-{os.getpid()}-{time.time_ns()}"
-    program = f"import ctypes\nctypes.CDLL(None).prctl(15, b'{mark[-12:]}')\n{FORKS}"  # PR_SET_NAME, which children inherit
+    # PR_SET_NAME, which children inherit
+    program = f"import ctypes\nctypes.CDLL(None).prctl(15, b'{mark[-12:]}')\n{FORKS}"
 
     def survivors() -> list[str]:
         found = []
@@ -140,7 +149,10 @@ def test_nothing_that_a_program_has_started_outlives_it(monkeypatch, tmp_path):
     note = tmp_path / "started"
     for wall_s in (1.0, 8.0, 64.0, 512.0):
         monkeypatch.setattr(module, "WALL_LIMIT_S", wall_s)
-        assert not run_program(f"{program}open({str(note)!r}, 'w')\ntime.sleep(3600)", "pass") and survivors() == []
+        assert (
+            not run_program(f"{program}open({str(note)!r}, 'w')\ntime.sleep(3600)", "pass")
+            and survivors() == []
+        )
         if note.exists():
             break
     assert note.exists()
@@ -170,7 +182,10 @@ open("scratch", "w").write("mine")
 
 def test_the_folder_is_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(module.tempfile, "tempdir", str(tmp_path))
-    assert run_program("import os\nos.makedirs('a/b')\nopen('a/b/c', 'w').write('x')", "assert os.path.exists('a/b/c')")
+    assert run_program(
+        "import os\nos.makedirs('a/b')\nopen('a/b/c', 'w').write('x')",
+        "assert os.path.exists('a/b/c')",
+    )
     assert list(tmp_path.iterdir()) == []
 
 

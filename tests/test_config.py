@@ -1,4 +1,5 @@
-"""Configuration files: what loads, what is refused, and that every refusal is one line with the key in it."""
+"""Configuration files: what loads, what is refused, and that every refusal is one line with the key
+in it."""
 
 import ast
 import inspect
@@ -8,12 +9,21 @@ import pytest
 from conftest import refusal
 
 from bubblespec import config as module
-from bubblespec.config import Config, LossConfig, OptimConfig, RolloutConfig, config_to_yaml, load_config
+from bubblespec.config import (
+    Config,
+    LossConfig,
+    OptimConfig,
+    RolloutConfig,
+    config_to_yaml,
+    load_config,
+)
 from bubblespec.errors import InputError
 from bubblespec.learn.advantages import estimate_advantages
 
 MINIMAL = "model: {path: some/model}\ndata: {path: train.jsonl}\nrun: {output_dir: out}\n"
-TASKS = MINIMAL.replace("path: train.jsonl", "tasks: [{name: chain_sum, weight: 2, config: {min_terms: 2}}]")
+TASKS = MINIMAL.replace(
+    "path: train.jsonl", "tasks: [{name: chain_sum, weight: 2, config: {min_terms: 2}}]"
+)
 
 
 @pytest.fixture
@@ -30,8 +40,16 @@ def load(tmp_path):
 
 def test_defaults_are_those_of_the_dataclasses(load):
     config = load()
-    assert (config.model.path, config.data.path, config.run.output_dir) == ("some/model", "train.jsonl", "out")
-    assert config.loss == LossConfig() and config.optim == OptimConfig() and config.rollout == RolloutConfig()
+    assert (config.model.path, config.data.path, config.run.output_dir) == (
+        "some/model",
+        "train.jsonl",
+        "out",
+    )
+    assert (
+        config.loss == LossConfig()
+        and config.optim == OptimConfig()
+        and config.rollout == RolloutConfig()
+    )
 
 
 def test_overrides_win_over_the_file_and_the_last_one_wins(load):
@@ -74,12 +92,20 @@ def test_override_replaces_a_list_of_tasks(load):
         ("modl.path=x", "modl", "did you mean model?"),
         ("model.pth=x", "model.pth", "did you mean model.path?"),
         ("optim.learnin_rate=1", "optim.learnin_rate", "did you mean optim.learning_rate?"),
-        ("rollout.learning_rate=1", "rollout.learning_rate", "did you mean optim.learning_rate or drafter.learning_rate?"),
+        (
+            "rollout.learning_rate=1",
+            "rollout.learning_rate",
+            "did you mean optim.learning_rate or drafter.learning_rate?",
+        ),
         ("max_steps=1", "max_steps", "did you mean run.max_steps?"),
         ("model.seed=1", "model.seed", "did you mean data.seed or run.seed?"),
         ("zzzz=1", "zzzz", "valid are bubble, data, drafter, eval, idle, loss, model"),
         ("reward.zzzz=1", "reward.zzzz", "valid are adaptive_timeout, functions"),
-        ("data.tasks=[{name: a}, {name: a, wieght: 2}]", "data.tasks[1].wieght", "did you mean data.tasks[1].weight?"),
+        (
+            "data.tasks=[{name: a}, {name: a, wieght: 2}]",
+            "data.tasks[1].wieght",
+            "did you mean data.tasks[1].weight?",
+        ),
     ],
 )
 def test_unknown_key_is_named_with_the_nearest_valid_one(load, override, key, hint):
@@ -91,7 +117,9 @@ def test_unknown_keys_of_the_file_are_named_as_well(load):
     assert refusal(load, MINIMAL + "optim: {learnin_rate: 1}\n").startswith(
         "optim.learnin_rate: unknown key; did you mean optim.l"
     )
-    assert refusal(load, TASKS.replace("weight", "wieght")).startswith("data.tasks[0].wieght: unknown key; did you mean")
+    assert refusal(load, TASKS.replace("weight", "wieght")).startswith(
+        "data.tasks[0].wieght: unknown key; did you mean"
+    )
     assert refusal(load, "hello").startswith("hello: unknown key")
 
 
@@ -132,7 +160,8 @@ def test_wrong_type_names_the_key(load, override, key):
 
 
 @pytest.mark.parametrize(
-    "override, valid", [("loss.loss_type=gpro", "'grpo', 'dr_grpo', 'dapo'"), ("model.dtype=fp16", "'bfloat16'")]
+    "override, valid",
+    [("loss.loss_type=gpro", "'grpo', 'dr_grpo', 'dapo'"), ("model.dtype=fp16", "'bfloat16'")],
 )
 def test_wrong_choice_lists_the_valid_ones(load, override, valid):
     message = refusal(load, MINIMAL, override)
@@ -146,7 +175,11 @@ def test_wrong_choice_lists_the_valid_ones(load, override, valid):
         (["rollout.num_generations=4097"], "rollout.num_generations", "at most 4096"),
         (["model.lora_r=-1"], "model.lora_r", "at least 0"),
         (["model.lora_alpha=0"], "model.lora_alpha", "at least 1"),
-        (["model.lora_target_modules=[]"], "model.lora_target_modules", "[all-linear], or names of layers"),
+        (
+            ["model.lora_target_modules=[]"],
+            "model.lora_target_modules",
+            "[all-linear], or names of layers",
+        ),
         (["run.max_steps=2147483649"], "run.max_steps", "at most 2147483648"),
         (["run.seed=-1"], "run.seed", "at least 0"),
         (
@@ -158,7 +191,11 @@ def test_wrong_choice_lists_the_valid_ones(load, override, valid):
         (["data.seed=-1"], "data.seed", "at least 0"),
         (["rollout.num_slots=9223372036854775808"], "rollout.num_slots", "at most 1048576"),
         (["run.max_steps=9223372036854775808"], "run.max_steps", "at most 2147483648"),
-        (["run.save_steps=9223372036854775808"], "run.save_steps", "below 9223372036854775808 = 2**63: integers have 64 bits"),
+        (
+            ["run.save_steps=9223372036854775808"],
+            "run.save_steps",
+            "below 9223372036854775808 = 2**63: integers have 64 bits",
+        ),
         (["rollout.top_p=0"], "rollout.top_p", "above 0"),
         (["rollout.top_p=1.5"], "rollout.top_p", "at most 1"),
         (["rollout.temperature=0"], "rollout.temperature", "above 0"),
@@ -170,29 +207,61 @@ def test_wrong_choice_lists_the_valid_ones(load, override, valid):
         (["run.timeout_s=0"], "run.timeout_s", "above 0"),
         (["run.timeout_s=inf"], "run.timeout_s", "finite"),
         (["rollout.stop_token_ids=[3,-1]"], "rollout.stop_token_ids[1]", "at least 0"),
-        (["rollout.min_completion_length=513"], "rollout.min_completion_length", "at most rollout.max_completion_length = 512"),
+        (
+            ["rollout.min_completion_length=513"],
+            "rollout.min_completion_length",
+            "at most rollout.max_completion_length = 512",
+        ),
         (["rollout.num_slots=0"], "rollout.num_slots", "auto, or at least 1"),
         (["rollout.num_slots=many"], "rollout.num_slots", "auto, or at least 1"),
         (["rollout.max_batch_tokens=0"], "rollout.max_batch_tokens", "at least 1"),
-        (["rollout.num_slots=4096"], "rollout.max_batch_tokens", "at least rollout.num_slots = 4096"),
-        (["optim.max_tokens_per_microbatch=1023"], "optim.max_tokens_per_microbatch", "at least 1024"),
-        (["rollout.max_completion_length=1048576"], "rollout.max_completion_length", "below 1048576"),
+        (
+            ["rollout.num_slots=4096"],
+            "rollout.max_batch_tokens",
+            "at least rollout.num_slots = 4096",
+        ),
+        (
+            ["optim.max_tokens_per_microbatch=1023"],
+            "optim.max_tokens_per_microbatch",
+            "at least 1024",
+        ),
+        (
+            ["rollout.max_completion_length=1048576"],
+            "rollout.max_completion_length",
+            "below 1048576",
+        ),
         (["run.eval_steps=5"], "eval.num_prompts", "at least 1"),
         (["run.timeline_steps=[3,-1]"], "run.timeline_steps[1]", "at least 0"),
         (["reward.functions=[]"], "reward.functions", "at least one"),
         (["reward.num_workers=-1"], "reward.num_workers", "at least 0"),
         (["reward.timeout_s=0"], "reward.timeout_s", "above 0"),
         (["reward.reward_on_error=nan"], "reward.reward_on_error", "finite"),
-        (["reward.overlong_buffer_length=513"], "reward.overlong_buffer_length", "at most rollout.max_completion_length = 512"),
+        (
+            ["reward.overlong_buffer_length=513"],
+            "reward.overlong_buffer_length",
+            "at most rollout.max_completion_length = 512",
+        ),
         (["reward.overlong_buffer_length=-1"], "reward.overlong_buffer_length", "at least 0"),
         (["reward.overlong_penalty_factor=-1"], "reward.overlong_penalty_factor", "at least 0"),
         (["loss.num_minibatches=0"], "loss.num_minibatches", "at least 1"),
-        (["loss.num_minibatches=3"], "loss.num_minibatches", "a divisor of rollout.num_prompts_per_step = 16"),
+        (
+            ["loss.num_minibatches=3"],
+            "loss.num_minibatches",
+            "a divisor of rollout.num_prompts_per_step = 16",
+        ),
         (["loss.delta=1.2"], "loss.delta", "above 1 + loss.epsilon_high = 1.2"),
         (["loss.loss_type=cispo"], "loss.epsilon_high", "at least 1 with cispo"),
-        (["loss.loss_type=cispo", "loss.epsilon_high=5", "loss.delta=9"], "loss.delta", "leave it out"),
         (
-            ["loss.loss_type=cispo", "loss.epsilon_high=5", "loss.importance_sampling_level=sequence"],
+            ["loss.loss_type=cispo", "loss.epsilon_high=5", "loss.delta=9"],
+            "loss.delta",
+            "leave it out",
+        ),
+        (
+            [
+                "loss.loss_type=cispo",
+                "loss.epsilon_high=5",
+                "loss.importance_sampling_level=sequence",
+            ],
             "loss.importance_sampling_level",
             "give token",
         ),
@@ -207,9 +276,21 @@ def test_wrong_choice_lists_the_valid_ones(load, override, valid):
         (["data.path=null"], "data.path, data.tasks", "exactly one"),
         (["data.path=''"], "data.path, data.tasks", "exactly one"),
         (["data.tasks=[{name: a}]"], "data.path, data.tasks", "exactly one"),
-        (["data.path=null", "data.tasks=[{name: a}, {name: a, weight: 0}]"], "data.tasks[1].weight", "above 0"),
-        (["data.path=null", "data.tasks=[{name: a, weight: inf}]"], "data.tasks[0].weight", "finite"),
-        (["data.path=null", "data.tasks=[{name: a}]", "data.eval_path=b.jsonl"], "data.eval_path", "leave it out"),
+        (
+            ["data.path=null", "data.tasks=[{name: a}, {name: a, weight: 0}]"],
+            "data.tasks[1].weight",
+            "above 0",
+        ),
+        (
+            ["data.path=null", "data.tasks=[{name: a, weight: inf}]"],
+            "data.tasks[0].weight",
+            "finite",
+        ),
+        (
+            ["data.path=null", "data.tasks=[{name: a}]", "data.eval_path=b.jsonl"],
+            "data.eval_path",
+            "leave it out",
+        ),
     ],
 )
 def test_impossible_values_name_the_key_and_what_is_possible(load, overrides, key, nearest):
@@ -248,9 +329,16 @@ def test_one_response_a_prompt_has_no_group(load, estimator, kl_coef):
     """Every advantage is 0, so a run would learn nothing, or only to stay where it is."""
     assert not estimate_advantages(np.array([[0.0], [1.0], [3.0]]), estimator).any()
     message = refusal(
-        load, MINIMAL, "rollout.num_generations=1", f"loss.advantage_estimator={estimator}", f"loss.kl_coef={kl_coef}"
+        load,
+        MINIMAL,
+        "rollout.num_generations=1",
+        f"loss.advantage_estimator={estimator}",
+        f"loss.kl_coef={kl_coef}",
     )
-    assert message.startswith(f"rollout.num_generations: 1, but {estimator} compares") and "reinforce_plus_plus" in message
+    assert (
+        message.startswith(f"rollout.num_generations: 1, but {estimator} compares")
+        and "reinforce_plus_plus" in message
+    )
 
 
 @pytest.mark.parametrize("section, key", [("model", "model.path"), ("run", "run.output_dir")])
@@ -260,7 +348,9 @@ def test_key_without_a_default_must_be_given(load, section, key):
 
 
 def test_task_without_a_name_is_refused(load):
-    assert refusal(load, TASKS.replace("name: chain_sum, ", "")).startswith("data.tasks[0].name: has no default")
+    assert refusal(load, TASKS.replace("name: chain_sum, ", "")).startswith(
+        "data.tasks[0].name: has no default"
+    )
 
 
 @pytest.mark.parametrize(
@@ -287,18 +377,34 @@ def test_missing_file_and_folder_are_named(tmp_path):
             load_config(path)
 
 
-@pytest.mark.parametrize("override", ["run.seed", "=3", ".=3", "run.seed={", "run.seed=[1", "run.output_dir=${a"])
+@pytest.mark.parametrize(
+    "override", ["run.seed", "=3", ".=3", "run.seed={", "run.seed=[1", "run.output_dir=${a"]
+)
 def test_malformed_override_is_quoted(load, override):
     assert refusal(load, MINIMAL, override).startswith(f"override '{override}'")
 
 
-TEXTS = ["plain", "${model.path}", "\\${x}", "$\\boxed{${a${b}}}$", "null", "1e-6", "two\nlines: é", "end\\", ""]
+TEXTS = [
+    "plain",
+    "${model.path}",
+    "\\${x}",
+    "$\\boxed{${a${b}}}$",
+    "null",
+    "1e-6",
+    "two\nlines: é",
+    "end\\",
+    "",
+]
 
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_resolved_configuration_round_trips(load, text):
     config = load(
-        TASKS, "optim.learning_rate=1e-6", "optim.adam_epsilon=1e-17", "rollout.stop_token_ids=[3]", "reward.weights=[0.1]"
+        TASKS,
+        "optim.learning_rate=1e-6",
+        "optim.adam_epsilon=1e-17",
+        "rollout.stop_token_ids=[3]",
+        "reward.weights=[0.1]",
     )
     config.data.system_prompt = text
     config.data.tasks[0].config = {"text": text, "nested": {"list": [1, 2.5, None, True, text]}}
@@ -316,6 +422,10 @@ def test_every_field_has_a_docstring_line_below_it():
             if isinstance(statement, ast.AnnAssign):
                 below = node.body[number + 1] if number + 1 < len(node.body) else None
                 is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-                if not is_text or not str(below.value.value).strip() or below.lineno != statement.end_lineno + 1:
+                if (
+                    not is_text
+                    or not str(below.value.value).strip()
+                    or below.lineno != statement.end_lineno + 1
+                ):
                     undocumented.append(f"{node.name}.{statement.target.id}")
     assert undocumented == []

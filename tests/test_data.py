@@ -15,14 +15,26 @@ from conftest import refusal
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from bubblespec.data.prompts import PromptSet, build_prompt_set, load_rows, make_tokenize, reasoning_gym_rows
+from bubblespec.data.prompts import (
+    PromptSet,
+    build_prompt_set,
+    load_rows,
+    make_tokenize,
+    reasoning_gym_rows,
+)
 from bubblespec.errors import InputError
-from bubblespec.samples import Prompt
+from bubblespec.types import Prompt
 
-ROWS = [{"prompt": "one plus one", "answer": "2", "level": 1}, {"prompt": "two, doubled", "answer": "4", "level": 3}]
+ROWS = [
+    {"prompt": "one plus one", "answer": "2", "level": 1},
+    {"prompt": "two, doubled", "answer": "4", "level": 3},
+]
 CHATS = [
     {"prompt": [{"role": "user", "content": "hi"}], "answer": "a"},
-    {"prompt": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}], "answer": "b"},
+    {
+        "prompt": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}],
+        "answer": "b",
+    },
 ]
 
 
@@ -47,7 +59,10 @@ def write(path, rows: list) -> str:
     elif path.suffix == ".csv":
         lines = [
             ",".join(rows[0]),
-            *(",".join(f'"{value}"' if "," in str(value) else str(value) for value in r.values()) for r in rows),
+            *(
+                ",".join(f'"{value}"' if "," in str(value) else str(value) for value in r.values())
+                for r in rows
+            ),
         ]
         path.write_text("\n".join(lines) + "\n")
     else:
@@ -79,7 +94,9 @@ def test_rows_of_a_file_arrive_with_all_columns(tmp_path, suffix):
 
 
 def test_csv_rows_arrive_with_numbers_as_numbers(tmp_path):
-    assert load(write(tmp_path / "rows.csv", ROWS)) == [{**row, "answer": int(row["answer"])} for row in ROWS]
+    assert load(write(tmp_path / "rows.csv", ROWS)) == [
+        {**row, "answer": int(row["answer"])} for row in ROWS
+    ]
 
 
 def test_folder_and_glob_take_the_files_in_name_order(tmp_path):
@@ -99,7 +116,10 @@ def test_names_with_glob_characters_are_taken_as_they_are(tmp_path):
 
 def test_column_that_only_some_rows_have_is_none_elsewhere(tmp_path):
     rows = [{"prompt": "x", "a": 1}, {"prompt": "y", "b": 2}]
-    assert load(write(tmp_path / "rows.jsonl", rows)) == [{"prompt": "x", "a": 1, "b": None}, {"prompt": "y", "a": None, "b": 2}]
+    assert load(write(tmp_path / "rows.jsonl", rows)) == [
+        {"prompt": "x", "a": 1, "b": None},
+        {"prompt": "y", "a": None, "b": 2},
+    ]
 
 
 def test_changed_file_is_read_again_and_only_the_cache_is_written(tmp_path, cache):
@@ -107,7 +127,9 @@ def test_changed_file_is_read_again_and_only_the_cache_is_written(tmp_path, cach
     assert load(path) == ROWS[:1]
     write(tmp_path / "data" / "rows.jsonl", ROWS[1:])
     assert load(path) == ROWS[1:]
-    assert sorted(os.listdir(tmp_path)) == ["cache", "data"] and os.listdir(tmp_path / "data") == ["rows.jsonl"]
+    assert sorted(os.listdir(tmp_path)) == ["cache", "data"] and os.listdir(tmp_path / "data") == [
+        "rows.jsonl"
+    ]
     assert any(cache.rglob("*.arrow"))
 
 
@@ -115,9 +137,17 @@ def test_changed_file_is_read_again_and_only_the_cache_is_written(tmp_path, cach
     "name, content, says",
     [
         ("torn.jsonl", '{"prompt": "x"}\n\n{"prompt": "y"\n', "torn.jsonl, line 3 is not JSON"),
-        ("middle.jsonl", '{"prompt": "x"}\n{"prompt": "y"\n{"prompt": "z"}\n', "middle.jsonl, line 2 is not JSON"),
+        (
+            "middle.jsonl",
+            '{"prompt": "x"}\n{"prompt": "y"\n{"prompt": "z"}\n',
+            "middle.jsonl, line 2 is not JSON",
+        ),
         ("text.jsonl", "hello\n", "text.jsonl, line 1 is not JSON"),
-        ("latin.jsonl", b'{"prompt": "x"}\n{"prompt": "\xff"}\n', "latin.jsonl, line 2 is not UTF-8"),
+        (
+            "latin.jsonl",
+            b'{"prompt": "x"}\n{"prompt": "\xff"}\n',
+            "latin.jsonl, line 2 is not UTF-8",
+        ),
         ("wide.jsonl", '{"prompt": "x"}\n'.encode("utf-16"), "wide.jsonl, line 1 is not UTF-8"),
         ("half.jsonl", '{"prompt": "\\ud800"}\n', "half.jsonl"),
         ("number.jsonl", '{"prompt": "x"}\n3\n', "number.jsonl, line 2 is not an object"),
@@ -126,15 +156,26 @@ def test_changed_file_is_read_again_and_only_the_cache_is_written(tmp_path, cach
         ("array.json", '[{"prompt": "x"},\n {"prompt" "y"}]', "array.json, line 2 is not JSON"),
         ("texts.json", '["x", "y"]', "texts.json, item 0 is not an object"),
         ("lines.json", '{"prompt": "x"}\n{"prompt"\n', "lines.json, line 2 is not JSON"),
-        ("nested.json", '{"rows": [{"prompt": "x"}]}', "nested.json has no prompt column; it has ['rows']"),
+        (
+            "nested.json",
+            '{"rows": [{"prompt": "x"}]}',
+            "nested.json has no prompt column; it has ['rows']",
+        ),
         ("open.csv", 'prompt,answer\n"x,1\ny,2\n', "open.csv, split train: Error tokenizing"),
         ("ragged.csv", "prompt,answer\nx,1\ny,2,3,4\n", "Expected 2 fields in line 3, saw 4"),
-        ("other.csv", "question,answer\nx,1\n", "other.csv has no prompt column; it has ['question', 'answer']"),
+        (
+            "other.csv",
+            "question,answer\nx,1\n",
+            "other.csv has no prompt column; it has ['question', 'answer']",
+        ),
         ("not.parquet", "hello", "not.parquet, split train: "),
         ("header.csv", "prompt,answer\n", "header.csv has no rows"),
         ("blank.jsonl", "\n \n\n", "blank.jsonl has no rows"),
         ("list.json", "[]", "list.json has no rows"),
-        *((f"empty.{suffix}", "", f"empty.{suffix} is empty") for suffix in ("jsonl", "json", "csv", "parquet")),
+        *(
+            (f"empty.{suffix}", "", f"empty.{suffix} is empty")
+            for suffix in ("jsonl", "json", "csv", "parquet")
+        ),
         ("clash.jsonl", '{"prompt": "x", "completions": 1}\n', "has the column completions"),
         ("hole.csv", "prompt,answer\nx,1\n,2\n", "the prompt of row 1 is None"),
     ],
@@ -160,7 +201,9 @@ def test_parquet_that_is_torn_or_has_no_rows_is_refused(tmp_path):
     write(path, ROWS * 100)
     path.write_bytes(path.read_bytes()[:200])
     assert "torn.parquet" in refusal(load, path)
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), tmp_path / "none.parquet")
+    pyarrow.parquet.write_table(
+        pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), tmp_path / "none.parquet"
+    )
     assert "none.parquet" in refusal(load, tmp_path / "none.parquet")
 
 
@@ -176,13 +219,21 @@ def test_mixed_formats_are_refused(tmp_path):
 def test_prompts_carry_text_tokens_and_the_other_columns(tmp_path):
     rows = load_rows(write(tmp_path / "rows.jsonl", ROWS), None, "train")
     first, second = build_prompt_set(rows, words, 10).prompts
-    assert (first.text, first.token_ids, first.columns) == ("one plus one", (3, 4, 3), {"answer": "2", "level": 1})
+    assert (first.text, first.token_ids, first.columns) == (
+        "one plus one",
+        (3, 4, 3),
+        {"answer": "2", "level": 1},
+    )
     assert (second.text, second.columns) == ("two, doubled", {"answer": "4", "level": 3})
 
 
 def test_prompts_over_the_limit_are_dropped_and_counted():
     prompts = build(["a b c", "a b", "a b c d", "a"], longest=2)
-    assert [p.text for p in prompts.prompts] == ["a b", "a"] and prompts.num_dropped == 2 and len(prompts) == 2
+    assert (
+        [p.text for p in prompts.prompts] == ["a b", "a"]
+        and prompts.num_dropped == 2
+        and len(prompts) == 2
+    )
     assert build(["a b c"], longest=3).num_dropped == 0
 
 
@@ -221,14 +272,20 @@ def test_chat_and_system_prompt(prompt, as_chat, system_prompt, wanted):
     ],
 )
 def test_prompt_of_another_kind_names_the_row(prompt, part, as_chat, system_prompt):
-    assert part in refusal(lambda: build(["fine", prompt], as_chat=as_chat, system_prompt=system_prompt))
+    assert part in refusal(
+        lambda: build(["fine", prompt], as_chat=as_chat, system_prompt=system_prompt)
+    )
 
 
 def test_uids_are_63_bit_and_distinct_even_for_equal_prompts():
-    prompts = build(["a"] * 50 + [f"word {i}" for i in range(500)] + [[USER], [SYSTEM], [USER]]).prompts
+    prompts = build(
+        ["a"] * 50 + [f"word {i}" for i in range(500)] + [[USER], [SYSTEM], [USER]]
+    ).prompts
     uids = {p.uid for p in prompts}
     assert len(uids) == len(prompts) and all(0 <= uid < 1 << 63 for uid in uids)
-    assert max(uids) > 1 << 60, "553 uniform 63-bit numbers that all stay below 2**60 have probability (1/8)**553"
+    assert max(uids) > 1 << 60, (
+        "553 uniform 63-bit numbers that all stay below 2**60 have probability (1/8)**553"
+    )
 
 
 def test_uids_are_the_same_in_every_process_and_version():
@@ -269,9 +326,7 @@ def test_strings_get_the_tokenizers_special_tokens(tokenizer):
 def test_chats_get_the_special_tokens_of_their_template_only(tokenizer, monkeypatch):
     with pytest.raises(InputError, match=r"model\.path: its tokenizer has no chat template"):
         make_tokenize(tokenizer)([USER])
-    template = (
-        "<s> {% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
-    )
+    template = "<s> {% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
     monkeypatch.setattr(tokenizer, "chat_template", template)
     assert make_tokenize(tokenizer)([USER]) == [0, 1, 3, 2]
 
@@ -288,7 +343,9 @@ def uids(prompts: PromptSet, seed: int, step: int, size: int) -> list[int]:
 
 
 def test_batch_is_the_same_in_any_order_of_calls():
-    wanted = {(seed, step): uids(numbered(23), seed, step, 5) for seed in (0, 1) for step in range(20)}
+    wanted = {
+        (seed, step): uids(numbered(23), seed, step, 5) for seed in (0, 1) for step in range(20)
+    }
     order = list(wanted) * 2
     random.Random(0).shuffle(order)
     one = numbered(23)
@@ -302,7 +359,9 @@ def test_batch_is_the_same_in_a_fresh_process():
         "print([[p.uid for p in prompts.batch(7, step, 5)] for step in (11, 3, 1000003)])"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "77"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
+    )
     assert json.loads(done.stdout) == [uids(numbered(23), 7, step, 5) for step in (11, 3, 1000003)]
 
 
@@ -310,8 +369,14 @@ def test_batch_is_the_same_in_a_fresh_process():
 def test_every_epoch_covers_distinct_prompts(count, size):
     prompts, per_epoch = numbered(count), count // size
     for epoch in range(4):
-        seen = [uid for index in range(per_epoch) for uid in uids(prompts, 3, epoch * per_epoch + index, size)]
-        assert len(seen) == per_epoch * size == len(set(seen)), "no prompt twice, only the remainder is left out"
+        seen = [
+            uid
+            for index in range(per_epoch)
+            for uid in uids(prompts, 3, epoch * per_epoch + index, size)
+        ]
+        assert len(seen) == per_epoch * size == len(set(seen)), (
+            "no prompt twice, only the remainder is left out"
+        )
 
 
 def test_remainder_differs_between_epochs_so_every_prompt_is_trained_on():
@@ -321,20 +386,29 @@ def test_remainder_differs_between_epochs_so_every_prompt_is_trained_on():
 
 def test_all_64_bits_of_the_seed_count():
     prompts = numbered(40)
-    batches = [tuple(uids(prompts, seed, 5, 40)) for seed in (2**63 - 1, 2**63, 2**63 + 1, 2**64 - 1, 0)]
-    extra = [tuple(p.uid for p in prompts.extra(seed, 5, 40, set())) for seed in (2**63, 2**63 + 1, 2**64 - 1, 0)]
+    batches = [
+        tuple(uids(prompts, seed, 5, 40)) for seed in (2**63 - 1, 2**63, 2**63 + 1, 2**64 - 1, 0)
+    ]
+    extra = [
+        tuple(p.uid for p in prompts.extra(seed, 5, 40, set()))
+        for seed in (2**63, 2**63 + 1, 2**64 - 1, 0)
+    ]
     assert len({*batches, *extra}) == 9
 
 
 def test_seeds_and_epochs_shuffle_differently():
     prompts = numbered(40)
-    batches = {(seed, step): tuple(uids(prompts, seed, step, 40)) for seed in range(4) for step in range(4)}
+    batches = {
+        (seed, step): tuple(uids(prompts, seed, step, 40)) for seed in range(4) for step in range(4)
+    }
     assert len(set(batches.values())) == 16
     assert all(batch != tuple(range(40)) for batch in batches.values())
 
 
 def test_too_few_prompts_for_a_batch_are_refused():
-    assert "rollout.num_prompts_per_step: 5, but the data has 4 usable prompts" in refusal(numbered(4).batch, 0, 0, 5)
+    assert "rollout.num_prompts_per_step: 5, but the data has 4 usable prompts" in refusal(
+        numbered(4).batch, 0, 0, 5
+    )
 
 
 # Procedural problems
@@ -347,7 +421,10 @@ GCD = {"name": "gcd", "weight": 1.0, "config": {}}
 def test_rows_of_tasks_have_prompt_answer_task_and_entry():
     for row in reasoning_gym_rows([SUMS, GCD], 20, 1):
         assert row["prompt"] == row["entry"]["question"] and row["answer"] == row["entry"]["answer"]
-        assert row["task"] in ("chain_sum", "gcd") and row["entry"]["metadata"]["source_dataset"] == row["task"]
+        assert (
+            row["task"] in ("chain_sum", "gcd")
+            and row["entry"]["metadata"]["source_dataset"] == row["task"]
+        )
 
 
 def test_row_depends_on_tasks_seed_and_number_only():
@@ -359,16 +436,20 @@ def test_row_depends_on_tasks_seed_and_number_only():
 
 
 def test_seeds_of_training_and_held_out_problems_share_none():
-    first, second = ({r["prompt"] for r in reasoning_gym_rows([LONG], 300, seed)} for seed in (1, 501))
+    first, second = (
+        {r["prompt"] for r in reasoning_gym_rows([LONG], 300, seed)} for seed in (1, 501)
+    )
     assert len(first) == 300 and not first & second
 
 
 def test_mixture_follows_the_weights():
     count = 1200
     found = collections.Counter(
-        r["entry"]["metadata"]["difficulty"]["num_terms"][0] for r in reasoning_gym_rows([SUMS, LONG], count, 1)
+        r["entry"]["metadata"]["difficulty"]["num_terms"][0]
+        for r in reasoning_gym_rows([SUMS, LONG], count, 1)
     )
-    # Binomial(1200, 3/4): standard deviation 15, so 60 is four of them; equal weights would be 300 away.
+    # Binomial(1200, 3/4): standard deviation 15, so 60 is four of them; equal weights would be 300
+    # away.
     assert abs(found[2] - 900) < 60 and found[2] + found[6] == count
 
 
@@ -381,10 +462,16 @@ def test_mixture_follows_the_weights():
             "(chain_sums): Dataset 'chain_sums' not registered; did you mean chain_sum?",
         ),
         ({"name": "chain_sum", "weight": 1, "config": {"terms": 1}}, "'terms'"),
-        ({"name": "chain_sum", "weight": 1, "config": {"min_terms": 0}}, "min_terms must be positive"),
+        (
+            {"name": "chain_sum", "weight": 1, "config": {"min_terms": 0}},
+            "min_terms must be positive",
+        ),
         ({"name": "chain_sum", "weight": 1, "config": {"min_terms": "a"}}, "'str' and 'int'"),
         ({"name": "chain_sum", "weight": 1, "config": {"size": 5}}, "'size'"),
-        ({"name": "chain_sum", "weight": 1e9, "config": {"min_terms": 2.5}}, "cannot make problem 0"),
+        (
+            {"name": "chain_sum", "weight": 1e9, "config": {"min_terms": 2.5}},
+            "cannot make problem 0",
+        ),
     ],
 )
 def test_wrong_task_or_parameter_names_the_task(task, part):
@@ -399,7 +486,9 @@ def test_extra_prompts_are_others_and_a_function_of_the_step():
     assert len(set(first)) == 6 and not used & set(first)
     assert first == [p.uid for p in prompts.extra(0, 5, 6, used)]
     assert [p.uid for p in prompts.extra(0, 5, 3, used)] == first[:3]
-    assert first != [p.uid for p in prompts.extra(0, 6, 6, used)] and first != [p.uid for p in prompts.extra(1, 5, 6, used)]
+    assert first != [p.uid for p in prompts.extra(0, 6, 6, used)] and first != [
+        p.uid for p in prompts.extra(1, 5, 6, used)
+    ]
     following = [p.uid for p in prompts.extra(0, 5, 30, used | set(first))]
     assert sorted([*used, *first, *following]) == list(range(30)), "what is left, and no more"
 
@@ -408,16 +497,27 @@ def test_extra_prompts_are_others_and_a_function_of_the_step():
 
 
 def test_columns_come_from_others_at_the_top_or_inside(tmp_path):
-    rows = [{"question": f"q{n}", "prompt": "old", "model": {"truth": n, "style": "rule"}} for n in range(3)]
-    path = write(tmp_path / "rows.jsonl", rows)
-    loaded = list(load_rows(path, None, "train", columns={"prompt": "question", "answer": "model.truth"}))
-    assert [(row["prompt"], row["answer"], row["question"]) for row in loaded] == [(f"q{n}", n, f"q{n}") for n in range(3)]
-    swapped = list(load_rows(path, None, "train", columns={"prompt": "question", "question": "prompt"}))
-    assert [(row["prompt"], row["question"]) for row in swapped] == [(f"q{n}", "old") for n in range(3)]
-    chats = write(tmp_path / "chats.jsonl", [{"source": row["prompt"]} for row in CHATS])
-    assert [row["prompt"] for row in load_rows(chats, None, "train", columns={"prompt": "source"})] == [
-        row["prompt"] for row in CHATS
+    rows = [
+        {"question": f"q{n}", "prompt": "old", "model": {"truth": n, "style": "rule"}}
+        for n in range(3)
     ]
+    path = write(tmp_path / "rows.jsonl", rows)
+    loaded = list(
+        load_rows(path, None, "train", columns={"prompt": "question", "answer": "model.truth"})
+    )
+    assert [(row["prompt"], row["answer"], row["question"]) for row in loaded] == [
+        (f"q{n}", n, f"q{n}") for n in range(3)
+    ]
+    swapped = list(
+        load_rows(path, None, "train", columns={"prompt": "question", "question": "prompt"})
+    )
+    assert [(row["prompt"], row["question"]) for row in swapped] == [
+        (f"q{n}", "old") for n in range(3)
+    ]
+    chats = write(tmp_path / "chats.jsonl", [{"source": row["prompt"]} for row in CHATS])
+    assert [
+        row["prompt"] for row in load_rows(chats, None, "train", columns={"prompt": "source"})
+    ] == [row["prompt"] for row in CHATS]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Ranks as gloo processes that only meet: signals make all stop at the same place, and a rank that is missing is named."""
+"""Ranks as gloo processes that only meet: signals make all stop at the same place, and a rank that
+is missing is named."""
 
 import contextlib
 import os
@@ -12,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from bubblespec.dist import ranks as distributed
+from bubblespec.dist.progress import ProgressBoard, RankState
+from bubblespec.dist.ranks import Ranks, StopRequested, signals_stop
 from bubblespec.errors import RankTimeout
-from bubblespec.ranks import collectives as distributed
-from bubblespec.ranks.collectives import Ranks, StopRequested, signals_stop
-from bubblespec.ranks.progress import ProgressBoard, RankState
 from tests.clocks import Clock, ClockThatSkips
 from tests.ranks import run_ranks
 from tests.warm import launch
@@ -25,7 +26,8 @@ HANG_S = 120.0  # a time-out that no test waits for
 
 @pytest.fixture
 def usual_signals():
-    """As a shell starts a command in the foreground: in the background it has it ignore Ctrl-C, and nohup a hang-up."""
+    """As a shell starts a command in the foreground: in the background it has it ignore Ctrl-C, and
+    nohup a hang-up."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -89,11 +91,14 @@ def meets_without(ranks: Ranks, collective: str, fate: str, missing: int) -> str
         store.set("hangs", str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP if fate == "hangs" else signal.SIGKILL)
     if fate == "dies" and ranks.rank == (missing + 1) % ranks.world_size:
-        with contextlib.suppress(dist.DistStoreError):  # in a forward while the third rank sees the connection break
+        with contextlib.suppress(
+            dist.DistStoreError
+        ):  # in a forward while the third rank sees the connection break
             store.wait([f"roll_call/ended/{(missing + 2) % 3}"], timedelta(seconds=1))
 
     def nap(seconds: float) -> None:
-        """In the collective, or while others may still see it break. The time-out comes once all have come who will."""
+        """In the collective, or while others may still see it break. The time-out comes once all
+        have come who will."""
         time.sleep(seconds)
         counts = [ranks.roll_call._last(rank)[0] for rank in survivors]
         has_begun = store.check(["hangs" if fate == "hangs" else f"roll_call/ended/{ranks.rank}"])
@@ -113,19 +118,26 @@ def meets_without(ranks: Ranks, collective: str, fate: str, missing: int) -> str
     raise AssertionError("no time-out")
 
 
-@pytest.mark.parametrize("collective, fate, missing", [("gather_ragged", "hangs", 1), ("sum", "dies", 0), ("meet", "dies", 2)])
+@pytest.mark.parametrize(
+    "collective, fate, missing",
+    [("gather_ragged", "hangs", 1), ("sum", "dies", 0), ("meet", "dies", 2)],
+)
 def test_a_rank_missing_from_a_collective_is_named(tmp_path, capfd, collective, fate, missing):
     results = run_ranks(tmp_path, meets_without, 3, collective, fate, missing, missing=missing)
     line, *others = [result for result in results if result]
     assert others == [line]
-    assert line.startswith(f"rank {missing} missing in training of step 7 (") and line.endswith("last heard: in round 4")
+    assert line.startswith(f"rank {missing} missing in training of step 7 (") and line.endswith(
+        "last heard: in round 4"
+    )
     assert capfd.readouterr().err.count(f"error: {line}\n") == 1 and "\n" not in line
-    assert (f"no answer for {HANG_S:g} s" in line) == (fate == "hangs"), "a broken connection is not waited for"
+    assert (f"no answer for {HANG_S:g} s" in line) == (fate == "hangs"), (
+        "a broken connection is not waited for"
+    )
 
 
 SLOW_TO_SAY = """
 import sys, time
-from bubblespec.ranks import collectives as distributed
+from bubblespec.dist import ranks as distributed
 from bubblespec.errors import InputError
 
 say = distributed.say
@@ -158,13 +170,17 @@ def test_a_collective_is_awaited_for_as_long_as_the_time_out_says(monkeypatch, c
     ranks = Ranks(torch.device("cpu"), timeout_s=7.0)
     ranks.world_size, ranks.roll_call, ranks.place = 2, distributed.RollCall(0, 2), "the test"
     never = SimpleNamespace(is_completed=lambda: False)
-    with pytest.raises(RankTimeout, match=r"^rank 1 missing in the test \(no answer for 7 s\); last heard: in the start$"):
+    with pytest.raises(
+        RankTimeout,
+        match=r"^rank 1 missing in the test \(no answer for 7 s\); last heard: in the start$",
+    ):
         ranks.complete(lambda: never)
     assert 7.0 < clock.now < 7.1 and capsys.readouterr().err.count("error: ") == 1
 
 
 def stops_at(ranks: Ranks, stopped: int) -> list:
-    """One rank is told to stop in a rollout with ticks, one in a wait; where each rank has got to, round after round."""
+    """One rank is told to stop in a rollout with ticks, one in a wait; where each rank has got to,
+    round after round."""
     seen = []
     board = ProgressBoard(ranks, 60, interval_s=0)
     board.begin()

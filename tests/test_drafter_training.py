@@ -11,7 +11,7 @@ from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.learn import drafter_training
 from bubblespec.learn.drafter_training import BANDS, PASSES, Lesson, Lessons
-from bubblespec.samples import SampleId
+from bubblespec.types import SampleId
 from tests.drafter_oracle import (
     MAX_LENGTH,
     NAMES,
@@ -66,12 +66,19 @@ def test_long_responses_are_learnt_in_pieces_of_bounded_length(monkeypatch):
             wanted = states[end - piece.context_length :][: len(whole) - 1]
             assert torch.allclose(piece.hidden, wanted, rtol=0, atol=1e-10)
     limited = make_lessons(policy, sizes, max_tokens=150)
-    assert sum(len(lesson.hidden) for lesson in limited) <= 150 < sum(len(lesson.hidden) for lesson in lessons)
-    assert [lesson.first for lesson in limited] == [lesson.first for lesson in lessons[: len(limited)]]
+    assert (
+        sum(len(lesson.hidden) for lesson in limited)
+        <= 150
+        < sum(len(lesson.hidden) for lesson in lessons)
+    )
+    assert [lesson.first for lesson in limited] == [
+        lesson.first for lesson in lessons[: len(limited)]
+    ]
 
 
 def chain_states(drafter, lesson: Lesson, start: int, length: int) -> list[torch.Tensor]:
-    """The drafter's states, [H] each, in a chain that goes on from position `start` with the tokens of the lesson."""
+    """The drafter's states, [H] each, in a chain that goes on from position `start` with the tokens
+    of the lesson."""
     hidden, states = list(lesson.hidden[: start + 1]), []
     for number in range(length):
         states.append(body(drafter, hidden, lesson.tokens[1 : start + number + 2].tolist()))
@@ -83,7 +90,8 @@ SIZES = [(1, 7), (4, 9), (12, 3), (3, 1)]
 
 
 def starts_of(lesson: Lesson) -> range:
-    """Positions where a chain may begin whose first token is of the response: the token two places on."""
+    """Positions where a chain may begin whose first token is of the response: the token two places
+    on."""
     return range(max(lesson.context_length - 2, 0), len(lesson.tokens) - 2)
 
 
@@ -97,7 +105,9 @@ def test_an_unrolled_pass_is_a_token_of_the_chains_from_all_positions(name):
         for number, (logits, started) in enumerate(training._passes(batch, LONGEST)):
             places = torch.nonzero(batch.counts)[started].tolist()
             wanted = {
-                (row, start + number): head(drafter, chain_states(drafter, lesson, start, number + 1)[-1])
+                (row, start + number): head(
+                    drafter, chain_states(drafter, lesson, start, number + 1)[-1]
+                )
                 for row, lesson in enumerate(lessons)
                 for start in starts_of(lesson)
                 if start + number + 2 < len(lesson.tokens)
@@ -119,7 +129,9 @@ def test_the_gradient_is_that_of_the_loss_as_written_down(name):
                 place = start + number
                 if place + 2 < len(lesson.tokens):
                     teacher = (head(drafter, lesson.hidden[place + 1]) / 0.8).softmax(-1).detach()
-                    said = (head(drafter, chain_states(drafter, lesson, start, number + 1)[-1]) / 0.8).log_softmax(-1)
+                    said = (
+                        head(drafter, chain_states(drafter, lesson, start, number + 1)[-1]) / 0.8
+                    ).log_softmax(-1)
                     losses.append(-(teacher * said).sum())
     wanted = torch.stack(losses).mean()
     policy.zero_grad(set_to_none=True)
@@ -163,8 +175,15 @@ def test_what_is_accepted_is_what_chains_from_each_position_get_right(monkeypatc
     sizes = [(1, 12), (3, 25), (20, 9), (5, 1), (2, 2)]
     for number, (_, size) in enumerate(sizes):
         name = SampleId(10 + number, 2, number % 3)
-        noise = [reference_gumbel(noise_key(SEED, *name, place), VOCAB)[ids].argmax() for place in range(size)]
-        tokens.append(np.where(random.random(size) < 0.2, random.choice(ids, size), ids[torch.stack(noise).numpy()]))
+        noise = [
+            reference_gumbel(noise_key(SEED, *name, place), VOCAB)[ids].argmax()
+            for place in range(size)
+        ]
+        tokens.append(
+            np.where(
+                random.random(size) < 0.2, random.choice(ids, size), ids[torch.stack(noise).numpy()]
+            )
+        )
     lessons = make_lessons(policy, sizes, tokens)
     right, count = np.zeros((2, LONGEST))
     for lesson in lessons:
@@ -196,11 +215,15 @@ def test_lessons_stay_within_their_budget_and_keep_rare_lengths(seed):
     random = np.random.default_rng(seed)
     lessons, added = Lessons(4000), []
     for number in range(600):
-        size = int(random.choice([1, 5, 20, 40, 300, 900, 5000], p=[0.1, 0.3, 0.3, 0.2, 0.06, 0.03, 0.01]))
+        size = int(
+            random.choice([1, 5, 20, 40, 300, 900, 5000], p=[0.1, 0.3, 0.3, 0.2, 0.06, 0.03, 0.01])
+        )
         added.append(any_lesson(size, number))
         lessons.add(added[-1])
         kept = list(lessons)
-        assert lessons.num_tokens == sum(len(lesson.hidden) for lesson in kept) <= lessons.max_tokens
+        assert (
+            lessons.num_tokens == sum(len(lesson.hidden) for lesson in kept) <= lessons.max_tokens
+        )
         assert len(lessons) == len(kept)
         if number == 400:
             lessons.shrink(2500)
@@ -209,7 +232,10 @@ def test_lessons_stay_within_their_budget_and_keep_rare_lengths(seed):
         sizes.setdefault(len(lesson.hidden), []).append(lesson.id.uid)
     assert set(sizes) == {5, 20, 40, 300, 900}
     for size, numbers in sizes.items():  # of each length the latest
-        assert numbers == [lesson.id.uid for lesson in added if len(lesson.hidden) == size][-len(numbers) :]
+        assert (
+            numbers
+            == [lesson.id.uid for lesson in added if len(lesson.hidden) == size][-len(numbers) :]
+        )
     assert len(lessons) > 20 and BANDS > 3
 
 

@@ -1,4 +1,5 @@
-"""Evaluations with the responses of the one before as drafts: against plain generation, and apart from training."""
+"""Evaluations with the responses of the one before as drafts: against plain generation, and apart
+from training."""
 
 from dataclasses import replace
 
@@ -19,7 +20,9 @@ from test_rollout_loop import (
 from test_speculation import RANKS, make, make_config, make_sampler
 
 from bubblespec.config import Config
-from bubblespec.engine.generator import Generator
+from bubblespec.draft.store import DraftStore
+from bubblespec.draft.windows import WINDOWS
+from bubblespec.engine.engine import Engine
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.idle.draft_planning import Item, Outlook
@@ -28,65 +31,86 @@ from bubblespec.idle.set_up_speculation import assemble
 from bubblespec.idle.speculation import Speculation
 from bubblespec.records import RolloutRecord
 from bubblespec.rollout.sampler import Sampler
-from bubblespec.samples import Draft, Group, Row, SampleId, Samples
-from bubblespec.speculate.store import DraftStore
-from bubblespec.speculate.windows import WINDOWS
+from bubblespec.types import Draft, Group, Row, SampleId, Samples
 from tests.runs import digests, read, run, run_until_killed
 
 GROUPS = [Group(prompt, EVALUATION) for prompt in PROMPTS]
 
 
-def make_evaluation(config: Config, model, num_slots: int = 24, num_ticks: int = 30) -> tuple[Speculation, Sampler]:
+def make_evaluation(
+    config: Config, model, num_slots: int = 24, num_ticks: int = 30
+) -> tuple[Speculation, Sampler]:
     """num_ticks: after which the other rank has no rows left."""
     speculation = assemble(config, RANKS, BoardWithSlowRank(num_ticks), fixed_cost(), PROMPTS)
-    return speculation, make_sampler(speculation, Generator(ModelRunner(model, num_slots, MAX_LENGTH, SEED)))
+    return speculation, make_sampler(
+        speculation, Engine(ModelRunner(model, num_slots, MAX_LENGTH, SEED))
+    )
 
 
 def by_id(samples: Samples) -> dict:
-    return {sample: tokens.tolist() for sample, tokens in zip(samples.ids, samples.tokens, strict=True)}
+    return {
+        sample: tokens.tolist() for sample, tokens in zip(samples.ids, samples.tokens, strict=True)
+    }
 
 
 def plain(model, num_generations: int = 2, params=PARAMS) -> tuple[dict, int]:
     """What plain generation gives under the weights as they are, and in how many forwards."""
-    engine = Generator(ModelRunner(model, 64, MAX_LENGTH, SEED))
-    rows = [Row(group.sample(number), group.prompt.token_ids, LIMIT) for group in GROUPS for number in range(num_generations)]
+    engine = Engine(ModelRunner(model, 64, MAX_LENGTH, SEED))
+    rows = [
+        Row(group.sample(number), group.prompt.token_ids, LIMIT)
+        for group in GROUPS
+        for number in range(num_generations)
+    ]
     done = as_dict(engine.run(rows, params))
     return {sample: tokens for sample, (tokens, _) in done.items()}, engine.num_forwards
 
 
-def evaluate(sampler: Sampler, version: int, num_generations: int = 2, params=PARAMS) -> tuple[dict, RolloutRecord]:
+def evaluate(
+    sampler: Sampler, version: int, num_generations: int = 2, params=PARAMS
+) -> tuple[dict, RolloutRecord]:
     samples, record = sampler.evaluate(GROUPS, num_generations, params, version)
     return by_id(samples), record
 
 
 def test_under_the_same_weights_an_evaluation_is_verified_window_by_window():
-    """All is accepted, so that no more forwards are needed than the longest response has windows; but for two, in which prompts
-    are fed and the first tokens sampled."""
+    """All is accepted, so that no more forwards are needed than the longest response has windows;
+    but for two, in which prompts are fed and the first tokens sampled."""
     model = new_model()
     speculation, sampler = make_evaluation(make_config("bubble"), model)
     wanted, num_forwards = plain(model)
     first, record = evaluate(sampler, 0)
-    assert first == wanted and record.own_forwards == num_forwards and record.acceptance.draft_tokens == 0
+    assert (
+        first == wanted
+        and record.own_forwards == num_forwards
+        and record.acceptance.draft_tokens == 0
+    )
     longest = max(map(len, wanted.values()))
     assert longest > 20
-    for version, fixed_window, most in ((4, 8, 2 + -(-longest // 9)), (8, None, 2 + -(-longest // 9))):
+    for version, fixed_window, most in (
+        (4, 8, 2 + -(-longest // 9)),
+        (8, None, 2 + -(-longest // 9)),
+    ):
         speculation.evaluation.proposer.fixed_window = fixed_window
         again, record = evaluate(sampler, version)
         assert again == wanted and record.own_forwards <= most < num_forwards / 3
         assert record.acceptance.draft_tokens == record.acceptance.accepted_tokens > 0
         assert set(record.acceptance.by_source) == {"aligned"}
-    assert len(WINDOWS) > 1 and record.own_forwards < 2 + -(-longest // 9), "planned windows get wider than 8"
+    assert len(WINDOWS) > 1 and record.own_forwards < 2 + -(-longest // 9), (
+        "planned windows get wider than 8"
+    )
 
 
 @pytest.mark.parametrize("num_slots", [3, 24])
 @pytest.mark.parametrize("method", ["bubble", "suffix", "bubble+suffix"])
 def test_evaluations_are_those_of_plain_generation(method, num_slots):
-    """Under weights that change between them, with more and with fewer responses than the one before had, at another temperature,
-    and with rows that wait for slots."""
+    """Under weights that change between them, with more and with fewer responses than the one
+    before had, at another temperature, and with rows that wait for slots."""
     model = new_model()
     _, sampler = make_evaluation(make_config(method), model, num_slots)
     accepted = 0
-    for version, (num_generations, temperature) in enumerate([(2, 0.9), (2, 0.9), (4, 0.9), (1, 0.9), (3, 0.5), (3, 0.5)]):
+    for version, (num_generations, temperature) in enumerate(
+        [(2, 0.9), (2, 0.9), (4, 0.9), (1, 0.9), (3, 0.5), (3, 0.5)]
+    ):
         update(model, version)
         params = replace(PARAMS, temperature=temperature)
         made, record = evaluate(sampler, 2 * version, num_generations, params)
@@ -96,12 +120,14 @@ def test_evaluations_are_those_of_plain_generation(method, num_slots):
     assert accepted > 20
 
 
-# Of an evaluation, and, as what drafts have won is settled with seconds of the machine's clock, not the same in any two runs.
+# Of an evaluation, and, as what drafts have won is settled with seconds of the machine's clock, not
+# the same in any two runs.
 APART = ("evaluation.", "account", "pace")
 
 
 def test_nothing_of_an_evaluation_is_in_what_training_knows():
-    """Steps between evaluations: what training has learnt and keeps is the same as without them, and nothing of it is drafted."""
+    """Steps between evaluations: what training has learnt and keeps is the same as without them,
+    and nothing of it is drafted."""
 
     def live(evaluates: bool) -> Speculation:
         model, config = new_model(), make_config()
@@ -118,10 +144,18 @@ def test_nothing_of_an_evaluation_is_in_what_training_knows():
         return speculation
 
     plain, speculation = (
-        {key: array for key, array in live(evaluates).state_dict().items() if not key.startswith(APART)}
+        {
+            key: array
+            for key, array in live(evaluates).state_dict().items()
+            if not key.startswith(APART)
+        }
         for evaluates in (False, True)
     )
-    assert plain.keys() == speculation.keys() and len(plain["drafts.tokens"]) and len(plain["survival.counts"])
+    assert (
+        plain.keys() == speculation.keys()
+        and len(plain["drafts.tokens"])
+        and len(plain["survival.counts"])
+    )
     assert [key for key in plain if not np.array_equal(plain[key], speculation[key])] == []
 
 
@@ -134,7 +168,9 @@ def test_the_longest_responses_are_kept_where_not_all_fit(bound):
         made, record = evaluate(sampler, version)
         store = speculation.evaluation.store
         assert made == wanted and store.num_tokens <= bound < sum(map(len, wanted.values()))
-    kept = {sample: len(tokens) for sample, tokens in wanted.items() if store.get(sample) is not None}
+    kept = {
+        sample: len(tokens) for sample, tokens in wanted.items() if store.get(sample) is not None
+    }
     left = bound - sum(kept.values())
     assert all(len(wanted[sample]) > left for sample in wanted if sample not in kept)
     assert bool(kept) == (record.acceptance.accepted_tokens > 0) == (bound > 0)
@@ -164,9 +200,15 @@ def test_a_saved_evaluation_is_the_draft_of_a_restored_run(tmp_path):
     assert len(restored.evaluation.store) == 0
     with np.load(tmp_path / "state.npz") as arrays:
         restored.load_state_dict(dict(arrays))
-    assert {sample: restored.evaluation.store.get(sample).tokens.tolist() for sample in wanted} == wanted
+    assert {
+        sample: restored.evaluation.store.get(sample).tokens.tolist() for sample in wanted
+    } == wanted
     made, record = evaluate(sampler, 3)
-    assert made == wanted and record.acceptance.accepted_tokens > 20 and set(record.acceptance.by_age) == {3}
+    assert (
+        made == wanted
+        and record.acceptance.accepted_tokens > 20
+        and set(record.acceptance.by_age) == {3}
+    )
     without = make(make_config("none"))
     without.load_state_dict(speculation.state_dict())
     assert without.evaluation is None
@@ -185,7 +227,8 @@ def test_evaluations_are_plain_where_speculation_is_off_or_draws_other_noise():
 
 @pytest.mark.parametrize("evaluates_first", [False, True])
 def test_a_coming_evaluation_is_drafted_by_ranks_that_wait(evaluates_first):
-    """In the last rollouts before it, under newer weights than those of the evaluation before, if there was one."""
+    """In the last rollouts before it, under newer weights than those of the evaluation before, if
+    there was one."""
     model, config = new_model(), make_config(lookahead=1)
     config.speculative.check_every = 0
     config.eval.num_generations, config.run.eval_steps, config.run.max_steps = 2, 4, 4
@@ -195,9 +238,15 @@ def test_a_coming_evaluation_is_drafted_by_ranks_that_wait(evaluates_first):
     for step in range(4):
         rollouts = sampler.sample(step).rollouts
         update(model, step)
-    drafts = [speculation.store.get(name) for group in GROUPS for name in map(group.sample, range(2))]
-    assert {draft.version for draft in drafts} <= {2, 3} and all(draft.is_finished for draft in drafts)
-    assert all(forward.own_rows == 0 or forward.ahead_rows == 0 for forward in rollouts[0].forwards), "and never beside rows"
+    drafts = [
+        speculation.store.get(name) for group in GROUPS for name in map(group.sample, range(2))
+    ]
+    assert {draft.version for draft in drafts} <= {2, 3} and all(
+        draft.is_finished for draft in drafts
+    )
+    assert all(
+        forward.own_rows == 0 or forward.ahead_rows == 0 for forward in rollouts[0].forwards
+    ), "and never beside rows"
     made, record = evaluate(sampler, 4)
     assert made == plain(model)[0]
     assert record.acceptance.by_age.keys() <= {1, 2} and len(speculation.store) == 0
@@ -210,7 +259,9 @@ def test_drafts_made_anew_are_what_the_weights_of_then_generate():
     config.eval.num_generations, config.run.eval_steps, config.run.max_steps = 2, 3, 3
     speculation, sampler = make_evaluation(config, model, num_ticks=150)
     evaluate(sampler, 0)
-    stale = {name: draft.tokens.tolist() for name, draft in speculation.evaluation.store._drafts.items()}
+    stale = {
+        name: draft.tokens.tolist() for name, draft in speculation.evaluation.store._drafts.items()
+    }
     sampler.sample(0)
     for number in range(3):
         update(model, number)
@@ -232,10 +283,17 @@ def test_drafts_made_anew_are_what_the_weights_of_then_generate():
     ],
 )
 def test_what_is_planned_of_an_evaluation(changed):
-    """All that is not finished, or stale; the longest groups first; dearer where more of it is expected to be wrong."""
+    """All that is not finished, or stale; the longest groups first; dearer where more of it is
+    expected to be wrong."""
     options = {"step": 6, "eval_steps": 8, "temperature": None, "version": 0}
 
-    def planned(step: int, eval_steps: int, temperature: float | None, version: int, share_behind: float = 0.25) -> list[Item]:
+    def planned(
+        step: int,
+        eval_steps: int,
+        temperature: float | None,
+        version: int,
+        share_behind: float = 0.25,
+    ) -> list[Item]:
         config = make_config()
         config.speculative.check_every = 0
         config.run.eval_steps, config.run.max_steps = eval_steps, 8
@@ -244,15 +302,22 @@ def test_what_is_planned_of_an_evaluation(changed):
         evaluation.share_behind = share_behind
         for length, group in enumerate(GROUPS, 10):
             evaluation.store.put(group.sample(0), Draft(np.zeros(length, np.int32), True, version))
-            evaluation.store.put(group.sample(1), Draft(np.zeros(length + 5, np.int32), True, version))
+            evaluation.store.put(
+                group.sample(1), Draft(np.zeros(length + 5, np.int32), True, version)
+            )
         cost, shape = np.array([1e-2, 1e-3, 1e-3, 0.0, 0.0]), {"num_ranks": 2, "num_slots": 8}
         return plan_evaluation(config, step, evaluation, made, Outlook(), cost, **shape)
 
     made = DraftStore(1000)
     items = planned(**options)
-    assert [item.id for item in items] == [group.sample(number) for group in GROUPS[::-1] for number in (0, 1)]
-    assert not any(item.pays for item in items) and all(item.saves_s > 0 and item.costs_s > 0 for item in items)
-    # 17 tokens, of which a quarter is behind the difference: there a token costs 2 ms, and a whole forward beside no other row
+    assert [item.id for item in items] == [
+        group.sample(number) for group in GROUPS[::-1] for number in (0, 1)
+    ]
+    assert not any(item.pays for item in items) and all(
+        item.saves_s > 0 and item.costs_s > 0 for item in items
+    )
+    # 17 tokens, of which a quarter is behind the difference: there a token costs 2 ms, and a whole
+    # forward beside no other row
     assert items[1].saves_s == pytest.approx(17 / 4 * 12e-3)
     assert items[1].costs_s == pytest.approx(17 * 3 / 4 * 1e-3 + 17 / 4 * (2e-3 + 1e-2 / 8))
     assert planned(**options, share_behind=0.5)[1].saves_s > items[1].saves_s
@@ -260,7 +325,9 @@ def test_what_is_planned_of_an_evaluation(changed):
     for number, sample in enumerate(item.id for item in items[:3]):
         made.put(sample, Draft(np.zeros(5, np.int32), number > 0, 5))
     left = {item.id for item in planned(**options)}
-    assert left == {item.id for item in items} - {items[1].id, items[2].id}, "made in the rollout before"
+    assert left == {item.id for item in items} - {items[1].id, items[2].id}, (
+        "made in the rollout before"
+    )
 
 
 def test_which_evaluation_comes_next():
@@ -299,7 +366,8 @@ def evaluations(folder) -> dict[int, dict]:
 
 
 def test_evaluations_of_runs_are_the_same_with_and_without_drafts(tmp_path):
-    """On one and on two ranks; after a kill; and where the number of responses has changed since."""
+    """On one and on two ranks; after a kill; and where the number of responses has changed
+    since."""
     run(tmp_path / "plain", 1, *EVALUATED, "speculative.method=none")
     run(tmp_path / "drafts", 2, *EVALUATED)
     plain, drafts = evaluations(tmp_path / "plain"), evaluations(tmp_path / "drafts")
@@ -307,9 +375,14 @@ def test_evaluations_of_runs_are_the_same_with_and_without_drafts(tmp_path):
     assert plain.keys() == drafts.keys() == {0, 3, 6}
     for step, line in plain.items():
         is_measured = {"timing_s/eval", "eval/forwards", "eval/spec_accept_rate"}
-        assert all(line[key] == pytest.approx(drafts[step][key]) for key in line.keys() - is_measured - {"eval/digest"})
+        assert all(
+            line[key] == pytest.approx(drafts[step][key])
+            for key in line.keys() - is_measured - {"eval/digest"}
+        )
         assert line["eval/digest"] == drafts[step]["eval/digest"]
-        assert line["eval/spec_accept_rate"] == 0 and (drafts[step]["eval/spec_accept_rate"] > 0.3) == (step > 0)
+        assert line["eval/spec_accept_rate"] == 0 and (
+            drafts[step]["eval/spec_accept_rate"] > 0.3
+        ) == (step > 0)
         assert step == 0 or drafts[step]["eval/forwards"] < line["eval/forwards"]
     assert len({line["eval/digest"] for line in plain.values()}) > 1
 
@@ -318,6 +391,9 @@ def test_evaluations_of_runs_are_the_same_with_and_without_drafts(tmp_path):
     before = evaluations(killed)
     run(killed, 2, *EVALUATED)
     after = evaluations(killed)
-    assert [step for step in after if after[step]["eval/digest"] == plain[step]["eval/digest"]] == [3, 6]
+    assert [step for step in after if after[step]["eval/digest"] == plain[step]["eval/digest"]] == [
+        3,
+        6,
+    ]
     assert before.keys() == {0, 3} and after[0] == before[0] and after[3] != before[3]
     assert after[3]["eval/spec_accept_rate"] > 0.3

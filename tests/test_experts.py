@@ -1,4 +1,5 @@
-"""Mixture-of-experts models: their memory is worked out, and they are trained, in every precision."""
+"""Mixture-of-experts models: their memory is worked out, and they are trained, in every
+precision."""
 
 import os
 import shutil
@@ -12,20 +13,30 @@ from test_update import gradient, make_config, make_samples, oracle
 
 from bubblespec import memory, memory_needs
 from bubblespec.config import load_config
+from bubblespec.dist.ranks import Ranks
 from bubblespec.engine.model import prepare_model
 from bubblespec.errors import InputError
-from bubblespec.ranks.collectives import Ranks
-from bubblespec.set_up import set_up
+from bubblespec.setup import set_up
 from tests.runs import SHORT, read
 from train import train
 
 TINY = "configs/tiny_policy"
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-HEADS = {"num_key_value_heads": 4, "head_dim": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+HEADS = {
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+}
 CONFIGS = {
-    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(**GQA, **EXPERTS, shared_expert_intermediate_size=32),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
+        **GQA, **EXPERTS, shared_expert_intermediate_size=32
+    ),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**GQA, **EXPERTS, head_dim=16),
-    "mixtral": lambda: transformers.MixtralConfig(**GQA, num_local_experts=8, num_experts_per_tok=2),
+    "mixtral": lambda: transformers.MixtralConfig(
+        **GQA, num_local_experts=8, num_experts_per_tok=2
+    ),
     "deepseek_v2": lambda: transformers.DeepseekV2Config(
         **GQA | HEADS,
         n_routed_experts=8,
@@ -39,14 +50,17 @@ CONFIGS = {
         topk_group=1,
     ),
 }
-SLOT = {"deepseek_v2": 2 * 4 * (16 + 16)}  # layers, heads, key and value; the others: 2 layers, 2 heads, twice 16
+SLOT = {
+    "deepseek_v2": 2 * 4 * (16 + 16)
+}  # layers, heads, key and value; the others: 2 layers, 2 heads, twice 16
 
 
 UNUSED = 7
 
 
 def make(name: str, dtype: torch.dtype):
-    """A small random model; no token goes to the last expert, whose logit is always between two pairs of others."""
+    """A small random model; no token goes to the last expert, whose logit is always between two
+    pairs of others."""
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).eval()
     with torch.no_grad():
@@ -60,9 +74,12 @@ def make(name: str, dtype: torch.dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_memory_is_worked_out(name, dtype):
-    """What is counted on the meta device is what a real forward keeps for its backward, but for a few integers."""
+    """What is counted on the meta device is what a real forward keeps for its backward, but for a
+    few integers."""
     model, shapes = make(name, dtype), memory_needs.meta_model(CONFIGS[name](), dtype)
-    needs = memory_needs.work_out(load_config("configs/tiny_cpu.yaml", ["run.output_dir=x"]), shapes, 1)
+    needs = memory_needs.work_out(
+        load_config("configs/tiny_cpu.yaml", ["run.output_dir=x"]), shapes, 1
+    )
     assert needs.weights == sum(p.numel() for p in model.parameters()) * dtype.itemsize
     assert needs.slot == (160 + 400) * SLOT.get(name, 2 * 2 * 32) * dtype.itemsize
     model.set_attn_implementation(memory_needs._SHAPES_ONLY)
@@ -76,20 +93,43 @@ def test_memory_is_worked_out(name, dtype):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        keep(model.base_model(input_ids=torch.arange(512)[None] % 97, use_cache=False).last_hidden_state)
-    measured = sum(t.untyped_storage().nbytes() for address, t in kept.items() if address not in weights)
-    assert memory_needs._saved_bytes(shapes, 512) == pytest.approx(measured, rel=0.12 if dtype == torch.float64 else 1e-4)
-    assert 0 < memory_needs.activation_bytes(shapes, 512, True) < memory_needs.activation_bytes(shapes, 512, False)
+        keep(
+            model.base_model(
+                input_ids=torch.arange(512)[None] % 97, use_cache=False
+            ).last_hidden_state
+        )
+    measured = sum(
+        t.untyped_storage().nbytes() for address, t in kept.items() if address not in weights
+    )
+    assert memory_needs._saved_bytes(shapes, 512) == pytest.approx(
+        measured, rel=0.12 if dtype == torch.float64 else 1e-4
+    )
+    assert (
+        0
+        < memory_needs.activation_bytes(shapes, 512, True)
+        < memory_needs.activation_bytes(shapes, 512, False)
+    )
 
 
 def test_what_cannot_be_worked_out_is_said():
-    """JetMoe sorts tokens by experts with code of its own, which reads how many each of them gets."""
+    """JetMoe sorts tokens by experts with code of its own, which reads how many each of them
+    gets."""
     config = transformers.JetMoeConfig(
-        vocab_size=97, hidden_size=64, num_hidden_layers=2, num_key_value_heads=4, kv_channels=16, intermediate_size=96
+        vocab_size=97,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_key_value_heads=4,
+        kv_channels=16,
+        intermediate_size=96,
     )
-    with pytest.raises(InputError, match=r"^model.path: the memory that JetMoeForCausalLM needs cannot be worked out") as error:
+    with pytest.raises(
+        InputError,
+        match=r"^model.path: the memory that JetMoeForCausalLM needs cannot be worked out",
+    ) as error:
         memory_needs.work_out(
-            load_config("configs/tiny_cpu.yaml", ["run.output_dir=x"]), memory_needs.meta_model(config, torch.float32), 1
+            load_config("configs/tiny_cpu.yaml", ["run.output_dir=x"]),
+            memory_needs.meta_model(config, torch.float32),
+            1,
         )
     assert "\n" not in str(error.value)
 
@@ -115,14 +155,19 @@ def test_the_command_prints_it(tmp_path, monkeypatch, capsys):
     ],
 )
 def test_gradient_equals_the_plain_computation(name, dtype, tolerance):
-    """The oracle is the model's own forward in float64, one sequence after the other and expert by expert."""
+    """The oracle is the model's own forward in float64, one sequence after the other and expert by
+    expert."""
     plain, model = make(name, torch.float64), make(name, dtype)
     plain.set_attn_implementation("sdpa")
     plain.set_experts_implementation("eager")
     samples, config = make_samples(), make_config()
     wanted, wanted_loss = oracle(plain, samples, config)
     unused = [p for key, p in plain.named_parameters() if key.endswith("experts.gate_up_proj")]
-    assert unused and not any(p.grad[UNUSED].any() for p in unused) and all(p.grad[:UNUSED].any() for p in unused)
+    assert (
+        unused
+        and not any(p.grad[UNUSED].any() for p in unused)
+        and all(p.grad[:UNUSED].any() for p in unused)
+    )
     prepare_model(model, 64)
     got, metrics = gradient(model, samples, config)
     scale = wanted.abs().max()
@@ -140,18 +185,35 @@ def test_a_policy_with_experts_is_trained(tmp_path, dtype):
     config.vocab_size, config.max_position_embeddings = 312, 1024
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "policy")
-    options = [f"model.path={tmp_path / 'policy'}", f"model.dtype={dtype}", "model.gradient_checkpointing=true"]
-    options += ["run.max_steps=2", "rollout.max_completion_length=24", "reward.functions=[tests.test_experts.num_tokens]"]
+    options = [
+        f"model.path={tmp_path / 'policy'}",
+        f"model.dtype={dtype}",
+        "model.gradient_checkpointing=true",
+    ]
+    options += [
+        "run.max_steps=2",
+        "rollout.max_completion_length=24",
+        "reward.functions=[tests.test_experts.num_tokens]",
+    ]
     options += [f"run.output_dir={tmp_path / 'run'}", "eval.num_prompts=0", "loss.kl_coef=0.1"]
-    trainer = set_up(load_config("configs/tiny_cpu.yaml", [*SHORT, *options]), Ranks(torch.device("cpu")))
+    trainer = set_up(
+        load_config("configs/tiny_cpu.yaml", [*SHORT, *options]), Ranks(torch.device("cpu"))
+    )
     before = [p.detach().clone() for p in trainer.learner.model.parameters()]
     train(trainer)
     trainer.lock.close()
     lines = read(tmp_path / "run")
-    assert [line["skipped_updates"] for line in lines] == [0, 0] and all(line["grad_norm"] > 0 for line in lines)
+    assert [line["skipped_updates"] for line in lines] == [0, 0] and all(
+        line["grad_norm"] > 0 for line in lines
+    )
     assert lines[0]["kl"] == 0 and lines[1]["kl"] > 0
-    assert all(line["sampling/logp_difference/max"] < {"float32": 1e-3, "float64": 3e-6}[dtype] for line in lines)
-    assert not any(torch.equal(a, b) for a, b in zip(before, trainer.learner.model.parameters(), strict=True))
+    assert all(
+        line["sampling/logp_difference/max"] < {"float32": 1e-3, "float64": 3e-6}[dtype]
+        for line in lines
+    )
+    assert not any(
+        torch.equal(a, b) for a, b in zip(before, trainer.learner.model.parameters(), strict=True)
+    )
 
 
 def num_tokens(completion_ids, **columns) -> list[float]:

@@ -1,8 +1,10 @@
-"""What runs on a GPU, on CUDA tensors that are not there: shapes, types and devices, but no values, and no card.
+"""What runs on a GPU, on CUDA tensors that are not there: shapes, types and devices, but no values,
+and no card.
 
-`FakeCuda` lets torch work out what every operation would give. It raises where tensors of two devices meet, where a kernel is
-called with a keyword it does not have, and where a shape depends on values; and it notes every point at which the host would
-have to wait for the GPU. Values that the host asks for are made up (`FakeCuda.answer`).
+`FakeCuda` lets torch work out what every operation would give. It raises where tensors of two
+devices meet, where a kernel is called with a keyword it does not have, and where a shape depends on
+values; and it notes every point at which the host would have to wait for the GPU. Values that the
+host asks for are made up (`FakeCuda.answer`).
 """
 
 import contextlib
@@ -25,10 +27,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 import bubblespec
+from bubblespec.dist.progress import MAX_WORKS, NUM_NUMBERS, ProgressBoard, RankState
+from bubblespec.dist.ranks import Ranks
 from bubblespec.engine import graphs, sampling
 from bubblespec.engine import runner as runner_module
 from bubblespec.engine.attention import NAME, choose_kernel
-from bubblespec.engine.generator import Generator
+from bubblespec.engine.engine import Engine
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import enable_gradient_checkpointing, forward_hidden, prepare_model
 from bubblespec.engine.noise import gumbel, random_bits
@@ -41,23 +45,28 @@ from bubblespec.learn.learner import Learner
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.memory import HEADROOM, choose_num_slots
 from bubblespec.memory_needs import work_out
-from bubblespec.ranks.collectives import Ranks
-from bubblespec.ranks.progress import MAX_WORKS, NUM_NUMBERS, ProgressBoard, RankState
 
 DEVICE = torch.device("cuda", 0)
 SOURCES = str(Path(bubblespec.__file__).parent)
 KERNELS = ("sdpa", "varlen", "flash_attn")
 aten = torch.ops.aten
-ON_THE_WAY_TO_NUMPY = {aten.detach.default, aten.to.dtype_layout, aten.resolve_conj.default, aten.resolve_neg.default}
+ON_THE_WAY_TO_NUMPY = {
+    aten.detach.default,
+    aten.to.dtype_layout,
+    aten.resolve_conj.default,
+    aten.resolve_neg.default,
+}
 
 
 class FakeCuda(FakeTensorMode):
-    """While it is on, tensors are fake; those on `DEVICE` are what a program on a GPU would have there.
+    """While it is on, tensors are fake; those on `DEVICE` are what a program on a GPU would have
+    there.
 
-    waits: "file.function" of this project for every time that the host would wait for the GPU: values that it reads, and copies
-    in either direction that do not say non_blocking; uploads: how many copies to the device there were, of either kind.
-    products: types of what matrix products and attention kernels were given; largest_double: elements of the largest
-    float64 tensor on the device. answer: what the host gets to see of a tensor, by default zeros.
+    waits: "file.function" of this project for every time that the host would wait for the GPU:
+    values that it reads, and copies in either direction that do not say non_blocking; uploads: how
+    many copies to the device there were, of either kind. products: types of what matrix products
+    and attention kernels were given; largest_double: elements of the largest float64 tensor on the
+    device. answer: what the host gets to see of a tensor, by default zeros.
     """
 
     def __init__(self):
@@ -72,18 +81,24 @@ class FakeCuda(FakeTensorMode):
         self.calls: Counter[str] = Counter()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        # A torch without CUDA cannot guard such a device, nor has it a thread for its gradients. So whatever is compiled sees
-        # the meta device; this file, the rules of fake tensors and the code under test see the fake one.
+        # A torch without CUDA cannot guard such a device, nor has it a thread for its gradients. So
+        # whatever is compiled sees the meta device; this file, the rules of fake tensors and the
+        # code under test see the fake one.
         if function is torch.ops.prim.device.default:
             return torch.device("meta")
         kwargs = dict(kwargs or {})
         if "device" in kwargs and kwargs["device"] is not None and kwargs["device"].type == "meta":
             kwargs["device"] = DEVICE
-        if function in ON_THE_WAY_TO_NUMPY and not isinstance(args[0], FakeTensor):  # what `_read` has given
+        if function in ON_THE_WAY_TO_NUMPY and not isinstance(
+            args[0], FakeTensor
+        ):  # what `_read` has given
             return args[0]
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         on_gpu = any(t.device.type == "cuda" for t in tensors)
-        if on_gpu and (function is aten._local_scalar_dense.default or kwargs.get("device") == torch.device("cpu")):
+        if on_gpu and (
+            function is aten._local_scalar_dense.default
+            or kwargs.get("device") == torch.device("cpu")
+        ):
             return self._read(function, args[0])
         if function in (aten._to_copy.default, aten.copy_.default):
             self._upload(function, args, kwargs)
@@ -92,8 +107,14 @@ class FakeCuda(FakeTensorMode):
         result = super().__torch_dispatch__(function, types, args, kwargs)
         if function is aten.lift_fresh.default:
             result.constant = None  # else what is done to single numbers is done to real ones
-        doubles = (t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.dtype == torch.float64)
-        self.largest_double = max([self.largest_double, *(t.numel() for t in doubles if t.device.type == "cuda")])
+        doubles = (
+            t
+            for t in tree_leaves(result)
+            if isinstance(t, torch.Tensor) and t.dtype == torch.float64
+        )
+        self.largest_double = max(
+            [self.largest_double, *(t.numel() for t in doubles if t.device.type == "cuda")]
+        )
         return result
 
     def _read(self, function, tensor: torch.Tensor):
@@ -104,7 +125,11 @@ class FakeCuda(FakeTensorMode):
 
     def _upload(self, function, args, kwargs) -> None:
         target, source = args[:2] if function is aten.copy_.default else (None, args[0])
-        to = target.device if target is not None else torch.device(kwargs.get("device") or source.device)
+        to = (
+            target.device
+            if target is not None
+            else torch.device(kwargs.get("device") or source.device)
+        )
         if source.device.type == to.type:
             return
         assert to.type == "cuda", f"{place()}: a copy into memory of the host that exists"
@@ -114,20 +139,35 @@ class FakeCuda(FakeTensorMode):
             self.waits.append(place())
 
     def _check(self, function, args, kwargs) -> None:
-        """What a GPU does not do, or does only after the host has waited, although fake tensors can."""
+        """What a GPU does not do, or does only after the host has waited, although fake tensors
+        can."""
         name = function.name()
-        if name.startswith(("aten::index.", "aten::index_put", "aten::_index_put", "aten::_unsafe_index")):
+        if name.startswith(
+            ("aten::index.", "aten::index_put", "aten::_index_put", "aten::_unsafe_index")
+        ):
             for index in args[1]:
-                assert index is None or index.device.type == "cuda", f"{place()}: an index on the CPU"
-                assert index is None or index.dtype == torch.int64, f"{place()}: an index of {index.dtype}"
+                assert index is None or index.device.type == "cuda", (
+                    f"{place()}: an index on the CPU"
+                )
+                assert index is None or index.dtype == torch.int64, (
+                    f"{place()}: an index of {index.dtype}"
+                )
         if name == "aten::segment_reduce" and not kwargs.get("unsafe"):
             self.waits.append(place())  # it looks whether the lengths fit
         if name == "torch_attn::_varlen_attn":
-            bound = dict(zip((a.name for a in function._schema.arguments), args, strict=False)) | kwargs
+            bound = (
+                dict(zip((a.name for a in function._schema.arguments), args, strict=False)) | kwargs
+            )
             check_attention(*args[:5], bound.get("seqused_k"), *args[5:7])
-            assert all(t.is_contiguous() for t in args[:3]), f"{place()}: the kernel takes contiguous tensors"
+            assert all(t.is_contiguous() for t in args[:3]), (
+                f"{place()}: the kernel takes contiguous tensors"
+            )
         if name in PRODUCTS:
-            given = {t.dtype for t in tree_leaves(args) if isinstance(t, torch.Tensor) and t.is_floating_point()}
+            given = {
+                t.dtype
+                for t in tree_leaves(args)
+                if isinstance(t, torch.Tensor) and t.is_floating_point()
+            }
             assert len(given) == 1, f"{place()}: a product of {given}"
             self.products |= given
         self.calls[name] += 1
@@ -150,7 +190,9 @@ def check_attention(query, key, value, cu_q, cu_k, used, max_q, max_k) -> None:
     """What the kernels for variable lengths ask for."""
     assert query.dtype == key.dtype == value.dtype == torch.bfloat16
     lengths = [t for t in (cu_q, cu_k, used) if t is not None]
-    assert all(t.dtype == torch.int32 and t.is_contiguous() for t in lengths) and len(cu_q) == len(cu_k)
+    assert all(t.dtype == torch.int32 and t.is_contiguous() for t in lengths) and len(cu_q) == len(
+        cu_k
+    )
     assert all(t.device == DEVICE for t in (query, key, value, *lengths))
     assert type(max_q) is type(max_k) is int and 0 < max_q <= max_k
 
@@ -175,18 +217,40 @@ def flash_attn_varlen_func(
 ):
     """The signature of flash_attn 2.8, and what that asks for."""
     check_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, None, max_seqlen_q, max_seqlen_k)
-    assert all(t.stride(-1) == 1 for t in (q, k, v)) and causal and window_size[1] == 0 and dropout_p == 0.0
+    assert (
+        all(t.stride(-1) == 1 for t in (q, k, v))
+        and causal
+        and window_size[1] == 0
+        and dropout_p == 0.0
+    )
     if block_table is not None:
-        assert block_table.dtype == torch.int32 and block_table.device == DEVICE and block_table.stride(-1) == 1
-        assert k.ndim == v.ndim == 4 and k.shape[1] % 256 == 0 and len(block_table) == len(cu_seqlens_q) - 1
+        assert (
+            block_table.dtype == torch.int32
+            and block_table.device == DEVICE
+            and block_table.stride(-1) == 1
+        )
+        assert (
+            k.ndim == v.ndim == 4
+            and k.shape[1] % 256 == 0
+            and len(block_table) == len(cu_seqlens_q) - 1
+        )
         assert block_table.shape[1] * k.shape[1] >= max_seqlen_k
     return q + (k.sum() + v.sum()) * 0.0
 
 
 @pytest.fixture
 def cuda(monkeypatch):
-    monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
-    monkeypatch.setattr(FakeTensor, "is_cuda", property(lambda tensor: tensor.fake_device.type == "cuda"), raising=False)
+    monkeypatch.setitem(
+        sys.modules,
+        "flash_attn",
+        types.SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func),
+    )
+    monkeypatch.setattr(
+        FakeTensor,
+        "is_cuda",
+        property(lambda tensor: tensor.fake_device.type == "cuda"),
+        raising=False,
+    )
     with FakeCuda() as fake:
         yield fake
 
@@ -229,7 +293,9 @@ def test_mistakes_are_seen(cuda):
         lambda: index.to(DEVICE),
         lambda: values.new_tensor(1.0),
         lambda: values.copy_(torch.zeros(5)),
-        lambda: torch.segment_reduce(values, "sum", lengths=torch.zeros(1, dtype=torch.int64, device=DEVICE)),
+        lambda: torch.segment_reduce(
+            values, "sum", lengths=torch.zeros(1, dtype=torch.int64, device=DEVICE)
+        ),
     ):
         wait()
         assert len(cuda.waits) == 1, inspect.getsource(wait)
@@ -248,7 +314,9 @@ def test_whole_sequences(cuda, name, kernel):
     hidden = forward_hidden(model, tokens, pack_sequences([10, 3, 40, 7], DEVICE), kernel)
     assert is_on_gpu(hidden, torch.bfloat16) and hidden.shape == (60, 64)
     hidden.sum().backward()
-    assert all(is_on_gpu(p.grad, torch.bfloat16) for p in model.base_model.parameters() if p.requires_grad)
+    assert all(
+        is_on_gpu(p.grad, torch.bfloat16) for p in model.base_model.parameters() if p.requires_grad
+    )
     assert cuda.products == {torch.bfloat16} and cuda.waits == [] and cuda.largest_double == 0
     assert cuda.calls["torch_attn::_varlen_attn"] == (kernel == "varlen")
 
@@ -284,7 +352,8 @@ PARAMS = [
 @pytest.mark.parametrize("at_once", [1 << 26, 3 * VOCAB])
 @torch.inference_mode()
 def test_sampling_and_verification(cuda, monkeypatch, params, at_once):
-    """Whole, and in chunks of three positions. Vectors may be float64, but nothing with a vocabulary."""
+    """Whole, and in chunks of three positions. Vectors may be float64, but nothing with a
+    vocabulary."""
     monkeypatch.setitem(sampling.MAX_LOGITS_AT_ONCE, "cuda", at_once)
     counts = np.array([0, 3, 0, 4])
     positions, drafts = int(counts.sum()) + len(counts), int(counts.sum())
@@ -293,7 +362,9 @@ def test_sampling_and_verification(cuda, monkeypatch, params, at_once):
     generated = torch.zeros(positions, dtype=torch.int64, device=DEVICE)
     draft, none = np.zeros(drafts, np.int64), np.zeros(positions, np.int64)
     cuda.clear()
-    assert is_on_gpu(random_bits(keys, VOCAB), torch.int32) and is_on_gpu(gumbel(keys, VOCAB), torch.float32)
+    assert is_on_gpu(random_bits(keys, VOCAB), torch.int32) and is_on_gpu(
+        gumbel(keys, VOCAB), torch.float32
+    )
     token, logprob, full_logprob = sample(logits, keys, generated, params)
     assert is_on_gpu(token, torch.int64) and len(token) == positions
     assert is_on_gpu(logprob, torch.float32) and is_on_gpu(full_logprob, torch.float32)
@@ -301,10 +372,14 @@ def test_sampling_and_verification(cuda, monkeypatch, params, at_once):
     for rule, (tokens, num_draft) in itertools.product(RULES, ((draft, counts), (draft[:0], none))):
         cuda.clear()
         cuda.answer = lambda tensor: np.broadcast_to([[0.0], [-1.0], [-2.0]], tensor.shape)
-        verified = verify(logits, tokens, num_draft, keys, num_generated=generated, params=params, rule=rule)
+        verified = verify(
+            logits, tokens, num_draft, keys, num_generated=generated, params=params, rule=rule
+        )
         assert cuda.waits == ["packing.to_host"] and cuda.largest_double == 3 * positions
         assert verified.token.dtype == np.int64 and verified.token.tolist() == [0] * positions
-        assert verified.accepted.tolist() == num_draft.tolist(), "all drafts are of the token that the host finds everywhere"
+        assert verified.accepted.tolist() == num_draft.tolist(), (
+            "all drafts are of the token that the host finds everywhere"
+        )
         assert (verified.logprob == -1).all() and (verified.full_logprob == -2).all()
 
 
@@ -318,7 +393,7 @@ class Drafts:
         assert (num_accepted <= num_draft).all()
 
 
-def make_engine(cuda, monkeypatch, kernel: str, **options) -> Generator:
+def make_engine(cuda, monkeypatch, kernel: str, **options) -> Engine:
     """An engine whose forwards find tokens made up, of which some are those of the drafts."""
     rng, cuda.sampled = np.random.default_rng(0), []
 
@@ -333,22 +408,31 @@ def make_engine(cuda, monkeypatch, kernel: str, **options) -> Generator:
 
     monkeypatch.setattr(runner_module, "verify", watched)
     cuda.answer = answer
-    return Generator(ModelRunner(make_fake(), 4, 100, seed=0, max_batch_tokens=32, kernel=kernel, **options))
+    return Engine(
+        ModelRunner(make_fake(), 4, 100, seed=0, max_batch_tokens=32, kernel=kernel, **options)
+    )
 
 
-def run_engine(cuda, engine: Generator, drafts: Drafts | None) -> set[int]:
-    """All rows to their end; one wait a forward, and none where nothing is sampled. How many copies to the device there were."""
+def run_engine(cuda, engine: Engine, drafts: Drafts | None) -> set[int]:
+    """All rows to their end; one wait a forward, and none where nothing is sampled. How many copies
+    to the device there were."""
     engine.add(make_rows(make_prompts(4), 2, 7))
     uploads, finished = set(), []
     while not engine.is_idle:
         cuda.clear()
-        calls, is_captured = len(cuda.sampled), engine.runner.graphs is not None and bool(engine.runner.graphs._graphs)
+        calls, is_captured = (
+            len(cuda.sampled),
+            engine.runner.graphs is not None and bool(engine.runner.graphs._graphs),
+        )
         finished += engine.step(PARAMS[2], drafts)[0]
         assert cuda.waits == ["packing.to_host"] * (len(cuda.sampled) - calls)
         uploads.add(cuda.uploads)
         # What is captured is not run here, so that without the head there is none.
         has_products = not is_captured or len(cuda.sampled) > calls
-        assert cuda.products == ({torch.bfloat16} if has_products else set()) and cuda.largest_double < 4 * 32
+        assert (
+            cuda.products == ({torch.bfloat16} if has_products else set())
+            and cuda.largest_double < 4 * 32
+        )
     assert len(finished) == 8 and all(len(row.tokens) == 7 for row in finished)
     return uploads
 
@@ -360,13 +444,19 @@ def test_a_step_of_the_engine_waits_once(cuda, monkeypatch, kernel, drafts):
     engine = make_engine(cuda, monkeypatch, kernel, enforce_eager=True)
     uploads = run_engine(cuda, engine, drafts)
     assert engine.runner.graphs is None and len(cuda.sampled) < engine.num_forwards
-    assert max(uploads) <= 11, "tokens, where they go, what verification needs: none of it once a row or a layer"
-    assert all(is_on_gpu(t, torch.bfloat16) for t in (*engine.runner.cache.keys.values(), *engine.runner.cache.values.values()))
+    assert max(uploads) <= 11, (
+        "tokens, where they go, what verification needs: none of it once a row or a layer"
+    )
+    assert all(
+        is_on_gpu(t, torch.bfloat16)
+        for t in (*engine.runner.cache.keys.values(), *engine.runner.cache.values.values())
+    )
 
 
 @pytest.mark.parametrize("kernel", KERNELS[1:])
 def test_graphs_take_all_from_their_one_input(cuda, monkeypatch, kernel):
-    """In what is captured nothing waits and nothing comes from the host; each forward then writes one tensor."""
+    """In what is captured nothing waits and nothing comes from the host; each forward then writes
+    one tensor."""
     captured = []
 
     def capture(run, pool):
@@ -381,8 +471,12 @@ def test_graphs_take_all_from_their_one_input(cuda, monkeypatch, kernel):
     engine = make_engine(cuda, monkeypatch, kernel)
     uploads = run_engine(cuda, engine, Drafts())
     assert min(uploads) == 1 and max(uploads) <= 7, "the input, and what verification needs"
-    assert engine.runner.graphs.num_replays == engine.num_forwards and not engine.runner.graphs.is_off
-    assert [h.shape for h in captured] == [(shape.tokens, 64) for shape in engine.runner.graphs.shapes]
+    assert (
+        engine.runner.graphs.num_replays == engine.num_forwards and not engine.runner.graphs.is_off
+    )
+    assert [h.shape for h in captured] == [
+        (shape.tokens, 64) for shape in engine.runner.graphs.shapes
+    ]
     assert all(is_on_gpu(h, torch.bfloat16) for h in captured)
     for shape, graph in engine.runner.graphs._graphs.items():
         assert is_on_gpu(graph.inputs, torch.int64) and graph.inputs.shape == (6, shape.tokens + 1)
@@ -408,7 +502,8 @@ class Together:
 
 @pytest.mark.parametrize("kernel", KERNELS[1:])
 def test_graphs_of_forwards_in_slices(cuda, monkeypatch, kernel):
-    """The same of a forward that two ranks compute together. Before, each size of sum was made once."""
+    """The same of a forward that two ranks compute together. Before, each size of sum was made
+    once."""
     joint, captured = Together(), []
     rehearsed = lambda run: (run(), joint.sums.append("alone"))  # noqa: E731
 
@@ -423,17 +518,24 @@ def test_graphs_of_forwards_in_slices(cuda, monkeypatch, kernel):
     monkeypatch.setattr(graphs, "rehearse", rehearsed)
     monkeypatch.setattr(graphs, "capture", capture)
     make_engine(cuda, monkeypatch, kernel)  # sets up `cuda.sampled`
-    engine = Generator(SharedRunner(make_fake(), 4, 100, 0, joint, max_batch_tokens=32, kernel=kernel))
-    answer, cuda.answer = cuda.answer, lambda tensor: np.zeros(tuple(tensor.shape))  # no rank has failed
+    engine = Engine(SharedRunner(make_fake(), 4, 100, 0, joint, max_batch_tokens=32, kernel=kernel))
+    answer, cuda.answer = (
+        cuda.answer,
+        lambda tensor: np.zeros(tuple(tensor.shape)),
+    )  # no rank has failed
     with torch.inference_mode():
         engine.runner.graphs._capture()
     assert cuda.waits == ["shared_graphs._on_all"], "to hear of it"
     cuda.answer = answer
     run_engine(cuda, engine, Drafts())
     shapes = engine.runner.graphs.shapes
-    assert engine.runner.graphs.num_replays == engine.num_forwards and not engine.runner.graphs.is_off
+    assert (
+        engine.runner.graphs.num_replays == engine.num_forwards and not engine.runner.graphs.is_off
+    )
     assert joint.sums[: len(shapes)] == ["alone"] * len(shapes)
-    assert captured == [[64 * shape.tokens] * 2 for shape in shapes], "behind the attention and behind the MLP"
+    assert captured == [[64 * shape.tokens] * 2 for shape in shapes], (
+        "behind the attention and behind the MLP"
+    )
     assert joint.sums[len(shapes) :][: len(shapes)] == [64 * shape.tokens for shape in shapes]
 
 
@@ -468,17 +570,28 @@ def check_update(cuda, extra: dict, kernel: str, has_checkpoints: bool = False) 
     optimizer, ranks = Optimizer(model, config.optim, 10, Ranks(DEVICE)), Ranks(DEVICE)
     cuda.answer = lambda tensor: np.full(tuple(tensor.shape), 5.0)
     cuda.clear()
-    learner = Learner(config=config, ranks=ranks, model=model, reference=reference, optimizer=optimizer, kernel=kernel)
+    learner = Learner(
+        config=config,
+        ranks=ranks,
+        model=model,
+        reference=reference,
+        optimizer=optimizer,
+        kernel=kernel,
+    )
     metrics, _ = learner.update(make_samples(), ADVANTAGES, 0)
     assert metrics["grad_norm"] == 5.0 and metrics["skipped_updates"] == 0
     updates = extra.get("num_iterations", 1) * extra.get("num_minibatches", 1)
     assert cuda.waits == ["learner._sum_over_ranks", "optimizer.step"] * updates
     assert cuda.products == {torch.bfloat16} and cuda.largest_double < 10 * 20
     assert cuda.calls["aten::_fused_adamw_"] == 2 * updates
-    assert is_on_gpu(optimizer.flat_grad, torch.float32) and all(is_on_gpu(p, torch.bfloat16) for p in model.parameters())
+    assert is_on_gpu(optimizer.flat_grad, torch.float32) and all(
+        is_on_gpu(p, torch.bfloat16) for p in model.parameters()
+    )
     for param, master in optimizer.updated.items():
         assert param.grad is None and is_on_gpu(master, torch.float32)
-        assert all(is_on_gpu(moment, torch.float32) for moment in optimizer.local.state[master].values())
+        assert all(
+            is_on_gpu(moment, torch.float32) for moment in optimizer.local.state[master].values()
+        )
 
 
 def test_a_checkpoint_goes_to_the_host_and_back(cuda):
@@ -488,16 +601,25 @@ def test_a_checkpoint_goes_to_the_host_and_back(cuda):
     for _ in range(2):
         optimizer = Optimizer(model, config.optim, 10)
         if states:
-            on_host = {name: {k: torch.zeros(v.shape) for k, v in t.items()} for name, t in states[0]["parameters"].items()}
+            on_host = {
+                name: {k: torch.zeros(v.shape) for k, v in t.items()}
+                for name, t in states[0]["parameters"].items()
+            }
             optimizer.load_state_dict({"num_updates": 3, "parameters": on_host})
         else:
             optimizer.step(0)
         cuda.clear()
         states.append(optimizer.state_dict())
         assert cuda.waits == ["optimizer.state_dict"] * (1 + 3 * len(optimizer.params))
-    assert all(t.dtype == torch.float32 and t.device.type == "cpu" for p in states[1]["parameters"].values() for t in p.values())
+    assert all(
+        t.dtype == torch.float32 and t.device.type == "cpu"
+        for p in states[1]["parameters"].values()
+        for t in p.values()
+    )
     for master in optimizer.updated.values():
-        assert all(is_on_gpu(t, torch.float32) for t in (master, *optimizer.local.state[master].values()))
+        assert all(
+            is_on_gpu(t, torch.float32) for t in (master, *optimizer.local.state[master].values())
+        )
 
 
 def test_a_model_is_checked_on_the_device(cuda):
@@ -512,43 +634,69 @@ def test_collectives(cuda, monkeypatch):
     """Of one rank they are nothing; of two, what goes to the others is on the device."""
     ranks = Ranks(DEVICE)
     tensor = torch.zeros(3, device=DEVICE)
-    assert ranks.sum_(tensor) is tensor and ranks.gather(np.arange(3)).tolist() == [[0, 1, 2]] and not cuda.waits
+    assert (
+        ranks.sum_(tensor) is tensor
+        and ranks.gather(np.arange(3)).tolist() == [[0, 1, 2]]
+        and not cuda.waits
+    )
     sent = []
 
     def all_gather(everyone, own, async_op, group=None):
-        assert everyone.device == own.device == DEVICE and everyone.dtype == own.dtype and everyone.numel() == 2 * own.numel()
+        assert (
+            everyone.device == own.device == DEVICE
+            and everyone.dtype == own.dtype
+            and everyone.numel() == 2 * own.numel()
+        )
         sent.append(own.numel())
         return types.SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
 
-    monkeypatch.setattr("bubblespec.ranks.collectives.all_gather", all_gather)
-    monkeypatch.setattr("bubblespec.ranks.progress.all_gather", all_gather)
+    monkeypatch.setattr("bubblespec.dist.ranks.all_gather", all_gather)
+    monkeypatch.setattr("bubblespec.dist.progress.all_gather", all_gather)
     monkeypatch.setattr("torch.distributed.new_group", lambda **options: options)
     monkeypatch.setattr("torch.cuda.Stream", lambda device: device)
     monkeypatch.setattr("torch.cuda.stream", contextlib.nullcontext)
     ranks.world_size, ranks.roll_call = 2, types.SimpleNamespace(enter=lambda place: None)
     cuda.answer = lambda tensor: np.ones(tuple(tensor.shape))
-    assert ranks.gather(np.zeros((2, 3))).shape == (2, 2, 3) and ranks.gather_text("a") == ["\x01", "\x01"]
+    assert ranks.gather(np.zeros((2, 3))).shape == (2, 2, 3) and ranks.gather_text("a") == [
+        "\x01",
+        "\x01",
+    ]
     assert cuda.waits == ["collectives.gather"] * 6  # of three collectives: there and back
     board = ProgressBoard(ranks, 60.0)
     for num_facts in (0, 5, 5, 0):  # another number of them needs other buffers
         cuda.clear()
         board.begin()
         states = board.poll(lambda count=num_facts: RankState(0, facts=np.zeros(count)))
-        assert [state[:3] for state in states] == [(1, (1,) * MAX_WORKS, True)] * 2 and board.must_stop
+        assert [state[:3] for state in states] == [
+            (1, (1,) * MAX_WORKS, True)
+        ] * 2 and board.must_stop
         assert all(state.facts.tolist() == [1.0] * num_facts for state in states)
-        assert cuda.waits == ["progress._receive"] and cuda.uploads == 1 and sent[-1] == NUM_NUMBERS + num_facts
+        assert (
+            cuda.waits == ["progress._receive"]
+            and cuda.uploads == 1
+            and sent[-1] == NUM_NUMBERS + num_facts
+        )
 
 
 def test_slots_by_what_the_card_has_free(monkeypatch):
-    """Five, one that graphs spare, and half of another; two of them are in memory that the allocator holds and nobody uses."""
+    """Five, one that graphs spare, and half of another; two of them are in memory that the
+    allocator holds and nobody uses."""
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(small_config("llama"), dtype=torch.bfloat16)
+        model = transformers.AutoModelForCausalLM.from_config(
+            small_config("llama"), dtype=torch.bfloat16
+        )
     config = make_config()
-    config.model.dtype, config.model.attention, config.rollout.num_slots = "bfloat16", "varlen", "auto"
+    config.model.dtype, config.model.attention, config.rollout.num_slots = (
+        "bfloat16",
+        "varlen",
+        "auto",
+    )
     needs, total = work_out(config, model, 1), 10**12
     room = 6.5 * needs.slot + max(needs.rollout, needs.training) + needs.moments + HEADROOM * total
     reserved = {"memory_reserved": 3 * needs.slot, "memory_allocated": needs.slot}
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(room) - 2 * needs.slot, total))
+    monkeypatch.setattr(
+        torch.cuda, "mem_get_info", lambda device: (int(room) - 2 * needs.slot, total)
+    )
     for name, size in reserved.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, size=size: size)
     config.rollout.free_cache_engine = False
@@ -558,4 +706,7 @@ def test_slots_by_what_the_card_has_free(monkeypatch):
 
 
 def test_the_choice_of_kernel(cuda):
-    assert [choose_kernel(kernel, DEVICE, torch.bfloat16) for kernel in ("sdpa", "varlen")] == ["sdpa", "varlen"]
+    assert [choose_kernel(kernel, DEVICE, torch.bfloat16) for kernel in ("sdpa", "varlen")] == [
+        "sdpa",
+        "varlen",
+    ]

@@ -1,5 +1,6 @@
-"""What may go wrong: damaged checkpoints, a changed configuration, a full disk; and last, a run of train.py that is stopped,
-killed in a save, and loses a rank under `--max-restarts`, and must end as if nothing had happened.
+"""What may go wrong: damaged checkpoints, a changed configuration, a full disk; and last, a run of
+train.py that is stopped, killed in a save, and loses a rank under `--max-restarts`, and must end as
+if nothing had happened.
 """
 
 import json
@@ -29,32 +30,61 @@ from bubblespec.checkpoint import (
     save_checkpoint,
     step_of,
 )
-from bubblespec.config import Config, DataConfig, ModelConfig, RunConfig, flatten, load_config, resume_classes
+from bubblespec.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    RunConfig,
+    flatten,
+    load_config,
+    resume_classes,
+)
 from bubblespec.config_checks import EXACT, ROUNDING, SAFE
+from bubblespec.dist.ranks import Ranks
 from bubblespec.errors import InputError
 from bubblespec.learn.optimizer import Optimizer
-from bubblespec.ranks.collectives import Ranks
-from bubblespec.set_up import set_up
+from bubblespec.setup import set_up
 from bubblespec.telemetry.metrics import MetricsLogger
 from tests.runs import run
-from tests.system.exactness import SHORT, first_difference, launch, read_metrics, read_weights, same_weights
+from tests.system.exactness import (
+    SHORT,
+    first_difference,
+    launch,
+    read_metrics,
+    read_weights,
+    same_weights,
+)
 from tests.system.faults import Run
 from train import train
 
 ALONE = Ranks(torch.device("cpu"))
-SAVED_FILES = ("model.safetensors", "optimizer.pt", PLANNER_FILE, SPECULATION_FILE, STATE_FILE, SUMS_FILE)
+SAVED_FILES = (
+    "model.safetensors",
+    "optimizer.pt",
+    PLANNER_FILE,
+    SPECULATION_FILE,
+    STATE_FILE,
+    SUMS_FILE,
+)
 METRICS = {"reward": 0.5, "perf/throughput": 100.0, "timing_s/step": 2.0}
 
 
 class Tokenizer:
     def save_pretrained(self, folder: str) -> None:
-        for name in ("tokenizer.json", "vocab.json"):  # before and after the state file in the alphabet
+        for name in (
+            "tokenizer.json",
+            "vocab.json",
+        ):  # before and after the state file in the alphabet
             with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
                 file.write("{}")
 
 
 def make_config(folder, **changes) -> Config:
-    config = Config(model=ModelConfig(path="m"), data=DataConfig(path="d"), run=RunConfig(output_dir=str(folder)))
+    config = Config(
+        model=ModelConfig(path="m"),
+        data=DataConfig(path="d"),
+        run=RunConfig(output_dir=str(folder)),
+    )
     for key, value in changes.items():
         section, _, name = key.partition("__")
         setattr(getattr(config, section), name, value)
@@ -63,7 +93,8 @@ def make_config(folder, **changes) -> Config:
 
 @pytest.fixture
 def saver(tmp_path, make_model):
-    """save(step, ...) saves what has had `step` updates; config and optimizer are attributes of it."""
+    """save(step, ...) saves what has had `step` updates; config and optimizer are attributes of
+    it."""
     transformers.utils.logging.disable_progress_bar()
     model = make_model("llama", torch.float32)
     config = make_config(tmp_path / "out")
@@ -75,10 +106,19 @@ def saver(tmp_path, make_model):
             optimizer.flat_grad.fill_(1.0 + step)
         optimizer.step(step)
         parts = {"model": model, "tokenizer": Tokenizer(), "optimizer": optimizer, "drafter": None}
-        parts |= {"planner": {"uids": np.arange(step)}, "speculation": {"drafts.tokens": np.arange(step)}, "linear": None}
+        parts |= {
+            "planner": {"uids": np.arange(step)},
+            "speculation": {"drafts.tokens": np.arange(step)},
+            "linear": None,
+        }
         return save_checkpoint(config, step=step, evaluated=evaluated, ranks=ALONE, **parts)
 
-    save.config, save.optimizer, save.model, save.folder = config, optimizer, model, config.run.output_dir
+    save.config, save.optimizer, save.model, save.folder = (
+        config,
+        optimizer,
+        model,
+        config.run.output_dir,
+    )
     return save
 
 
@@ -125,7 +165,14 @@ def test_a_whole_checkpoint_is_found_and_loads(saver):
 
 
 @pytest.mark.parametrize(
-    "damage", [lambda p: flip_bit(p, 0.5), lambda p: flip_bit(p, 1.0), lambda p: cut(p, 0.9), lambda p: cut(p, 0.0), os.remove]
+    "damage",
+    [
+        lambda p: flip_bit(p, 0.5),
+        lambda p: flip_bit(p, 1.0),
+        lambda p: cut(p, 0.9),
+        lambda p: cut(p, 0.0),
+        os.remove,
+    ],
 )
 def test_every_damaged_file_is_noticed(saver, damage):
     saver(1)
@@ -152,9 +199,16 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(saver, capfd):
     flip_bit(os.path.join(checkpoint(saver.folder, 2), "model.safetensors"), 0.7)
     assert find_checkpoint(saver.config, ALONE) == checkpoint(saver.folder, 1)
     lines = capfd.readouterr().err.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("warning: ") and "checkpoint-2 is damaged: model.safetensors" in lines[0]
+    assert (
+        len(lines) == 1
+        and lines[0].startswith("warning: ")
+        and "checkpoint-2 is damaged: model.safetensors" in lines[0]
+    )
     saver.config.run.resume_from_checkpoint = checkpoint(saver.folder, 2)
-    with pytest.raises(InputError, match=r"run.resume_from_checkpoint: .*checkpoint-2 is damaged: model.safetensors"):
+    with pytest.raises(
+        InputError,
+        match=r"run.resume_from_checkpoint: .*checkpoint-2 is damaged: model.safetensors",
+    ):
         find_checkpoint(saver.config, ALONE)
 
 
@@ -163,13 +217,15 @@ def test_without_a_whole_checkpoint_a_run_does_not_start_over(saver):
         saver(step)
         cut(os.path.join(checkpoint(saver.folder, step), "optimizer.pt"), 0.5)
     with pytest.raises(
-        InputError, match=r"run.output_dir: .*checkpoint-1 is damaged: optimizer.pt.*no other checkpoint is whole"
+        InputError,
+        match=r"run.output_dir: .*checkpoint-1 is damaged: optimizer.pt.*no other checkpoint is whole",
     ):
         find_checkpoint(saver.config, ALONE)
 
 
 def test_a_damaged_checkpoint_takes_no_place_of_a_whole_one(saver):
-    """With keep_last 1 and a damaged checkpoint-5, checkpoint-3 must not be deleted as the older of two."""
+    """With keep_last 1 and a damaged checkpoint-5, checkpoint-3 must not be deleted as the older of
+    two."""
     saver.config.run.keep_last = 1
     saver(5)
     flip_bit(os.path.join(checkpoint(saver.folder, 5), STATE_FILE), 0.5)
@@ -178,7 +234,10 @@ def test_a_damaged_checkpoint_takes_no_place_of_a_whole_one(saver):
     assert list_checkpoints(saver.folder) == [checkpoint(saver.folder, step) for step in (3, 5)]
     assert find_checkpoint(saver.config, ALONE) == checkpoint(saver.folder, 3)
     saver(5)  # reached again: replaced
-    assert list_checkpoints(saver.folder) == [checkpoint(saver.folder, 5)] and find_damage(checkpoint(saver.folder, 5)) is None
+    assert (
+        list_checkpoints(saver.folder) == [checkpoint(saver.folder, 5)]
+        and find_damage(checkpoint(saver.folder, 5)) is None
+    )
 
 
 def test_unfinished_saves_are_cleared_away_and_the_folder_is_locked(saver):
@@ -186,7 +245,9 @@ def test_unfinished_saves_are_cleared_away_and_the_folder_is_locked(saver):
     os.makedirs(os.path.join(saver.folder, "tmp-checkpoint-2"))
     lock = lock_output_dir(saver.config)
     assert sorted(os.listdir(saver.folder)) == [".lock", "checkpoint-1", "config.yaml"]
-    child = os.fork()  # POSIX locks are another process's concern, and a forked child must not keep ours
+    child = (
+        os.fork()
+    )  # POSIX locks are another process's concern, and a forked child must not keep ours
     if child == 0:
         try:
             lock_output_dir(saver.config)
@@ -210,7 +271,8 @@ def test_unfinished_saves_are_cleared_away_and_the_folder_is_locked(saver):
 
 # --- configurations ---
 
-# Another value ends a continuation, which is the class of a key whose declaration does not say `resume`.
+# Another value ends a continuation, which is the class of a key whose declaration does not say
+# `resume`.
 EXACT_KEYS = """
 model.path model.dtype model.device model.attention model.lora_r model.lora_alpha model.lora_target_modules
 data.path data.name data.split data.columns data.tasks data.size data.seed data.eval_path data.eval_split data.as_chat
@@ -233,8 +295,12 @@ run.seed
 def test_every_key_is_classified_on_purpose():
     classes = resume_classes(make_config("o"))
     exact = {key for key, kind in classes.items() if kind == EXACT}
-    assert exact == set(EXACT_KEYS.split()), "declare a new key's `resume` in config.py, or list it here"
-    assert set(classes.values()) == {EXACT, ROUNDING, SAFE} and set(classes) == set(flatten(make_config("o")))
+    assert exact == set(EXACT_KEYS.split()), (
+        "declare a new key's `resume` in config.py, or list it here"
+    )
+    assert set(classes.values()) == {EXACT, ROUNDING, SAFE} and set(classes) == set(
+        flatten(make_config("o"))
+    )
 
 
 def changed(value):
@@ -251,7 +317,10 @@ def test_a_continuation_is_refused_passed_or_warned_about_by_the_class_of_the_ke
     classes = resume_classes(saver.config)
     for key, value in flatten(saver.config).items():
         section, name = key.split(".")
-        if key in ("run.output_dir", "run.resume_from_checkpoint"):  # say where to look, not what to do
+        if key in (
+            "run.output_dir",
+            "run.resume_from_checkpoint",
+        ):  # say where to look, not what to do
             continue
         setattr(getattr(saver.config, section), name, changed(value))
         if classes[key] != EXACT:
@@ -263,7 +332,9 @@ def test_a_continuation_is_refused_passed_or_warned_about_by_the_class_of_the_ke
         is_said = said.startswith(f"warning: {key}: ") and said.count("\n") == 1
         assert is_said if classes[key] == ROUNDING else said == "", (key, said)
         setattr(getattr(saver.config, section), name, value)
-    assert {section.name for section in fields(Config)} == {key.split(".")[0] for key in flatten(saver.config)}
+    assert {section.name for section in fields(Config)} == {
+        key.split(".")[0] for key in flatten(saver.config)
+    }
 
 
 def test_steps_may_be_added_unless_the_learning_rate_ends_with_them(saver):
@@ -283,15 +354,22 @@ def test_another_number_of_ranks_is_said(saver, capfd):
 
 
 def test_a_checkpoint_is_on_disk_before_it_has_its_name(saver, monkeypatch):
-    """Every file, whole, and the folder that lists them; then the name; then the folder that has the name. A power failure
-    between two of these leaves either no checkpoint of that name or a whole one."""
+    """Every file, whole, and the folder that lists them; then the name; then the folder that has
+    the name. A power failure between two of these leaves either no checkpoint of that name or a
+    whole one."""
     calls, fsync, rename = [], os.fsync, os.rename
     unfinished, final = os.path.join(saver.folder, "tmp-checkpoint-2"), checkpoint(saver.folder, 2)
 
     def recorded_fsync(descriptor: int) -> None:
         fsync(descriptor)
         path = os.readlink(f"/proc/self/fd/{descriptor}")
-        calls.append(("on disk", path, sorted(os.listdir(path)) if os.path.isdir(path) else os.path.getsize(path)))
+        calls.append(
+            (
+                "on disk",
+                path,
+                sorted(os.listdir(path)) if os.path.isdir(path) else os.path.getsize(path),
+            )
+        )
 
     def recorded_rename(source: str, target: str) -> None:
         rename(source, target)
@@ -304,7 +382,8 @@ def test_a_checkpoint_is_on_disk_before_it_has_its_name(saver, monkeypatch):
     assert {*SAVED_FILES, "config.json"} <= set(names)
     *files, folder, named, parent = calls
     assert sorted(files) == [
-        ("on disk", os.path.join(unfinished, name), os.path.getsize(os.path.join(final, name))) for name in names
+        ("on disk", os.path.join(unfinished, name), os.path.getsize(os.path.join(final, name)))
+        for name in names
     ]
     assert folder == ("on disk", unfinished, names) and named == ("named", unfinished, final)
     assert parent == ("on disk", saver.folder, ["checkpoint-2"])
@@ -324,7 +403,8 @@ def test_the_newest_checkpoints_are_kept(saver):
 
 
 class FullDisk:
-    """No file of this process can grow beyond `size` bytes: a write fails in the middle, as on a full disk."""
+    """No file of this process can grow beyond `size` bytes: a write fails in the middle, as on a
+    full disk."""
 
     def __init__(self, size: int):
         self.size = size
@@ -339,17 +419,25 @@ class FullDisk:
 
 @pytest.mark.parametrize("size", [0, 1000, 40_000, 200_000])
 def test_a_save_that_fails_leaves_what_was_there(saver, size):
-    """The limit hits another file each time: the configuration, the weights, the optimizer's state."""
+    """The limit hits another file each time: the configuration, the weights, the optimizer's
+    state."""
     assert saver(1) is None
     with FullDisk(size):
         problem = saver(2)
-    assert "File too large" in problem and "\n" not in problem, "the system's reason, whichever library was writing"
-    assert os.listdir(saver.folder) == ["checkpoint-1"] and find_damage(checkpoint(saver.folder, 1)) is None
+    assert "File too large" in problem and "\n" not in problem, (
+        "the system's reason, whichever library was writing"
+    )
+    assert (
+        os.listdir(saver.folder) == ["checkpoint-1"]
+        and find_damage(checkpoint(saver.folder, 1)) is None
+    )
     assert saver(3) is None and find_checkpoint(saver.config, ALONE) == checkpoint(saver.folder, 3)
 
 
 def test_metrics_wait_for_room(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # of TensorBoard's thread, see below
+    monkeypatch.setattr(
+        threading, "excepthook", lambda _: None
+    )  # of TensorBoard's thread, see below
     logger = MetricsLogger(str(tmp_path), True, 0, 10)
     logger.log(0, METRICS)
     size = os.path.getsize(tmp_path / "metrics.jsonl")
@@ -368,7 +456,9 @@ def test_metrics_wait_for_room(tmp_path, capsys, monkeypatch):
 
 def test_curves_fail_without_ending_the_run(tmp_path, capsys, monkeypatch):
     """Room for the lines, none for TensorBoard's files."""
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # TensorBoard lets the exception out of its thread, too
+    monkeypatch.setattr(
+        threading, "excepthook", lambda _: None
+    )  # TensorBoard lets the exception out of its thread, too
     logger = MetricsLogger(str(tmp_path), True, 0, 10)
     with FullDisk(2000):
         for step in range(10):
@@ -385,14 +475,23 @@ def test_curves_fail_without_ending_the_run(tmp_path, capsys, monkeypatch):
 
 # --- runs of train.py ---
 
-ALONE_OPTIONS = [*SHORT, "rollout.num_prompts_per_step=4", "rollout.max_completion_length=24", "run.max_steps=3"]
+ALONE_OPTIONS = [
+    *SHORT,
+    "rollout.num_prompts_per_step=4",
+    "rollout.max_completion_length=24",
+    "run.max_steps=3",
+]
 ALONE_OPTIONS += ["eval.num_prompts=4", "run.eval_steps=2"]
 
 
 def train_alone(folder, stop_at: str | None = None) -> None:
-    """A run of this process, which is told to stop at the second forward of a rollout or evaluation."""
+    """A run of this process, which is told to stop at the second forward of a rollout or
+    evaluation."""
     ranks = Ranks(torch.device("cpu"))
-    trainer = set_up(load_config("configs/tiny_cpu_bulk.yaml", [*ALONE_OPTIONS, f"run.output_dir={folder}"]), ranks)
+    trainer = set_up(
+        load_config("configs/tiny_cpu_bulk.yaml", [*ALONE_OPTIONS, f"run.output_dir={folder}"]),
+        ranks,
+    )
     engine_step, forwards = trainer.sampler.engine.step, []
 
     def step(*arguments) -> tuple:
@@ -433,19 +532,29 @@ def alone(tmp_path_factory):
     ],
 )
 def test_a_run_that_is_stopped_goes_on_where_it_was(alone, tmp_path, place, done):
-    """What was abandoned is made again: no line is missing, none is there twice, and the bits are the same."""
+    """What was abandoned is made again: no line is missing, none is there twice, and the bits are
+    the same."""
     folder = str(tmp_path)
     train_alone(folder, place)
     assert [step_of(path) for path in list_checkpoints(folder)] == ([done] if done else [])
     assert len(read_metrics(folder)) == done
     train_alone(folder)
     assert first_difference(read_metrics(alone), read_metrics(folder)) is None
-    assert evaluations(alone) == evaluations(folder) and [line["step"] for line in evaluations(folder)] == [0, 2, 3]
+    assert evaluations(alone) == evaluations(folder) and [
+        line["step"] for line in evaluations(folder)
+    ] == [0, 2, 3]
     assert same_weights(read_weights(alone, 3), read_weights(folder, 3))
 
 
 STEPS = 6
-OPTIONS = [*SHORT, f"run.max_steps={STEPS}", "run.save_steps=1", "eval.num_prompts=4", "run.eval_steps=3", "run.keep_last=2"]
+OPTIONS = [
+    *SHORT,
+    f"run.max_steps={STEPS}",
+    "run.save_steps=1",
+    "eval.num_prompts=4",
+    "run.eval_steps=3",
+    "run.keep_last=2",
+]
 
 
 def signalled(kind: str, at: int) -> tuple[str, ...]:
@@ -454,7 +563,13 @@ def signalled(kind: str, at: int) -> tuple[str, ...]:
 
 def launched(kind: str, at: int, folder, *options: str) -> tuple[int, str]:
     """A run under the real torchrun: its exit code, and what it said."""
-    script = (*signalled(kind, at), "--config", "configs/tiny_cpu_bulk.yaml", *OPTIONS, f"run.output_dir={folder}")
+    script = (
+        *signalled(kind, at),
+        "--config",
+        "configs/tiny_cpu_bulk.yaml",
+        *OPTIONS,
+        f"run.output_dir={folder}",
+    )
     command = launch(2, *script)
     return Run([*command[:4], *options, *command[4:]], str(folder)).end()
 
@@ -467,7 +582,9 @@ def test_stopped_and_killed_runs_end_as_an_undisturbed_one(tmp_path):
     # Told to stop, twice, through the launcher: the state of the step that was done is saved.
     _, said = launched("launcher", 1, folder)
     assert f"told to stop after 2 of {STEPS} updates" in said, said[-3000:]
-    assert len(read_metrics(str(folder))) == 2 and checkpoint(str(folder), 2) in list_checkpoints(str(folder))
+    assert len(read_metrics(str(folder))) == 2 and checkpoint(str(folder), 2) in list_checkpoints(
+        str(folder)
+    )
 
     # Every rank on its own: they end well.
     said = run(folder, 2, "run.save_steps=0", short=OPTIONS, script=signalled("ranks", 3)).stderr
@@ -480,11 +597,14 @@ def test_stopped_and_killed_runs_end_as_an_undisturbed_one(tmp_path):
     assert len(read_metrics(str(folder))) == 5 and (folder / "tmp-checkpoint-5").is_dir()
     assert checkpoint(str(folder), 5) not in list_checkpoints(str(folder))
 
-    # One rank dies, the run is started anew by its launcher, and the lock does not stand in the way.
+    # One rank dies, the run is started anew by its launcher, and the lock does not stand in the
+    # way.
     code, said = launched("rank-dies", 5, folder, "--max-restarts=1")
     assert code == 0, said[-3000:]
     assert "rank 1 missing in " in said
 
     assert first_difference(read_metrics(str(whole)), read_metrics(str(folder))) is None
     assert same_weights(read_weights(str(whole), STEPS), read_weights(str(folder), STEPS))
-    assert evaluations(whole) == evaluations(folder) and [line["step"] for line in evaluations(folder)] == [0, 3, 6]
+    assert evaluations(whole) == evaluations(folder) and [
+        line["step"] for line in evaluations(folder)
+    ] == [0, 3, 6]

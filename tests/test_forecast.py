@@ -6,18 +6,22 @@ import numpy as np
 import pytest
 from conftest import launch_of
 
+from bubblespec.draft.store import DraftStore
+from bubblespec.draft.suffix import History
 from bubblespec.idle.draft_planning import Outlook
 from bubblespec.idle.rehearsal import NORMAL_QUANTILE
 from bubblespec.rollout.forecast import admit_first, forecast, up_to_cut
-from bubblespec.samples import Draft, Group, Launch, Prompt
-from bubblespec.speculate.store import DraftStore
-from bubblespec.speculate.suffix import History
+from bubblespec.types import Draft, Group, Launch, Prompt
 
-GROUPS = [Group(Prompt(uid, "", (1,) * tokens, {}), 3) for uid, tokens in ((1, 10), (2, 20), (3, 30), (4, 10))]
+GROUPS = [
+    Group(Prompt(uid, "", (1,) * tokens, {}), 3)
+    for uid, tokens in ((1, 10), (2, 20), (3, 30), (4, 10))
+]
 
 
 def make_speculation() -> SimpleNamespace:
-    """Recent responses are three times as long as their prompts, the half of them by 4 longer and the half by 4 shorter."""
+    """Recent responses are three times as long as their prompts, the half of them by 4 longer and
+    the half by 4 shorter."""
     outlook = Outlook()
     prompts = np.repeat([10, 20, 30], 20)
     outlook.learn(prompts, 3 * prompts + np.tile([-4, 4], 30))
@@ -33,7 +37,9 @@ def test_the_best_that_is_known_counts():
     found = forecast(launch_of(GROUPS, 2), speculation)
     assert found.draft_tokens.tolist() == [7, 7, 0, 0, 0, 0, 0, 0]
     assert found.tokens.tolist() == pytest.approx([0, 23, 60, 60, 90, 90, 7, 7])
-    assert found.margins.tolist() == pytest.approx([0, 4, 4, 4, 4, 4, 2 * NORMAL_QUANTILE, 2 * NORMAL_QUANTILE])
+    assert found.margins.tolist() == pytest.approx(
+        [0, 4, 4, 4, 4, 4, 2 * NORMAL_QUANTILE, 2 * NORMAL_QUANTILE]
+    )
     assert found.groups.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert found.prompt_tokens.tolist() == [10, 10, 20, 20, 30, 30, 10, 10]
 
@@ -44,7 +50,9 @@ def test_where_not_all_are_trained_on_no_row_is_expected_beyond_the_last_that_is
     speculation.store.put(GROUPS[2].sample(0), Draft(np.zeros(50, np.int32), False, 0))
     expected = forecast(launch, speculation)
     capped = up_to_cut(expected, launch)
-    assert (expected.tokens + expected.draft_tokens).tolist() == pytest.approx([30, 30, 60, 60, 90, 90, 30, 30])
+    assert (expected.tokens + expected.draft_tokens).tolist() == pytest.approx(
+        [30, 30, 60, 60, 90, 90, 30, 30]
+    )
     assert capped.draft_tokens.tolist() == pytest.approx([0, 0, 0, 0, 30, 0, 0, 0])
     assert capped.tokens.tolist() == pytest.approx([30, 30, 30, 30, 0, 30, 30, 30])
 

@@ -9,20 +9,32 @@ from conftest import VOCAB
 from transformers import GenerationConfig
 
 from bubblespec.config import RolloutConfig
-from bubblespec.engine.generator import Generator
+from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.samples import Row, SampleId
+from bubblespec.types import Row, SampleId
 from tests.reference_step import gumbel, log_distributions, noise_key, sample_response
 
-ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "mistral-window", "phi3", "olmo2", "gpt_neox", "gpt2"]
+ARCHITECTURES = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "mistral-window",
+    "phi3",
+    "olmo2",
+    "gpt_neox",
+    "gpt2",
+]
 STOP = (5, 11)
 PLAIN = SamplingParams()
 
 
-def make_engine(model, num_slots: int, *, seed: int = 0, max_length: int = 100, **options) -> Generator:
-    return Generator(ModelRunner(model, num_slots, max_length, seed, **options))
+def make_engine(
+    model, num_slots: int, *, seed: int = 0, max_length: int = 100, **options
+) -> Engine:
+    return Engine(ModelRunner(model, num_slots, max_length, seed, **options))
 
 
 def make_prompts(count: int, longest: int = 40) -> list[tuple[int, ...]]:
@@ -31,7 +43,11 @@ def make_prompts(count: int, longest: int = 40) -> list[tuple[int, ...]]:
 
 
 def make_rows(prompts, num_generations: int, max_new_tokens: int = 30) -> list[Row]:
-    return [Row(SampleId(100 + u, 3, j), p, max_new_tokens) for u, p in enumerate(prompts) for j in range(num_generations)]
+    return [
+        Row(SampleId(100 + u, 3, j), p, max_new_tokens)
+        for u, p in enumerate(prompts)
+        for j in range(num_generations)
+    ]
 
 
 def as_dict(rows: list[Row]) -> dict:
@@ -42,12 +58,19 @@ def as_dict(rows: list[Row]) -> dict:
 def test_greedy_equals_generate(make_model, name):
     reference, model = make_model(name), make_model(name)
     prompts = make_prompts(6)
-    config = GenerationConfig(max_new_tokens=25, do_sample=False, eos_token_id=list(STOP), pad_token_id=0)
-    wanted = [reference.generate(torch.tensor([p]), generation_config=config)[0, len(p) :].tolist() for p in prompts]
+    config = GenerationConfig(
+        max_new_tokens=25, do_sample=False, eos_token_id=list(STOP), pad_token_id=0
+    )
+    wanted = [
+        reference.generate(torch.tensor([p]), generation_config=config)[0, len(p) :].tolist()
+        for p in prompts
+    ]
     assert len({tuple(w) for w in wanted}) > 3, "the oracle must not be one constant continuation"
     prepare_model(model, 100)
     engine = make_engine(model, 4, max_batch_tokens=16)
-    rows = engine.run(make_rows(prompts, 1, 25), SamplingParams(temperature=0.0, stop_token_ids=STOP))
+    rows = engine.run(
+        make_rows(prompts, 1, 25), SamplingParams(temperature=0.0, stop_token_ids=STOP)
+    )
     assert [row.tokens.tolist() for row in rows] == wanted
 
 
@@ -58,16 +81,32 @@ def baseline():
     from conftest import small_config
 
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(small_config("llama")).to(torch.float64).eval()
+    model = (
+        transformers.AutoModelForCausalLM.from_config(small_config("llama"))
+        .to(torch.float64)
+        .eval()
+    )
     prepare_model(model, 100)
     prompts = make_prompts(7)
     params = SamplingParams(temperature=0.9, top_p=0.97, stop_token_ids=STOP, min_length=2)
-    return model, prompts, params, as_dict(make_engine(model, 64, seed=5).run(make_rows(prompts, 4), params))
+    return (
+        model,
+        prompts,
+        params,
+        as_dict(make_engine(model, 64, seed=5).run(make_rows(prompts, 4), params)),
+    )
 
 
 @pytest.mark.parametrize(
     "num_slots, max_batch_tokens, order",
-    [(1, 1, "given"), (3, 7, "given"), (5, 64, "reversed"), (8, 2048, "shuffled"), (64, 64, "shuffled"), (2, 2, "reversed")],
+    [
+        (1, 1, "given"),
+        (3, 7, "given"),
+        (5, 64, "reversed"),
+        (8, 2048, "shuffled"),
+        (64, 64, "shuffled"),
+        (2, 2, "reversed"),
+    ],
 )
 def test_schedule_leaves_tokens_unchanged(baseline, num_slots, max_batch_tokens, order):
     model, prompts, params, wanted = baseline
@@ -102,13 +141,22 @@ def test_rows_dropped_and_added_between_forwards(baseline):
             engine.drop(row)
             partial = row.tokens.tolist()
             assert partial == wanted[row.id.uid, row.id.sample][0][: len(partial)]
-            engine.add([Row(SampleId(row.id.uid, row.id.visit, row.id.sample), row.prompt, row.max_new_tokens)])
+            engine.add(
+                [
+                    Row(
+                        SampleId(row.id.uid, row.id.visit, row.id.sample),
+                        row.prompt,
+                        row.max_new_tokens,
+                    )
+                ]
+            )
             dropped += 1
     assert dropped == 25 and as_dict(finished) == wanted
 
 
 class Drafter:
-    """Proposes `made` of the true continuation, each token replaced at random with probability `corrupted`."""
+    """Proposes `made` of the true continuation, each token replaced at random with probability
+    `corrupted`."""
 
     def __init__(self, wanted: dict, corrupted: float):
         self.wanted, self.corrupted, self.rng = wanted, corrupted, np.random.default_rng(3)
@@ -118,14 +166,18 @@ class Drafter:
         drafts = []
         for row, length in zip(rows, lengths, strict=True):
             truth = np.array(self.wanted[row.id.uid, row.id.sample][0])[length:]
-            draft = np.concatenate((truth, self.rng.integers(1, VOCAB, 3)))[: self.rng.integers(0, 9)]
+            draft = np.concatenate((truth, self.rng.integers(1, VOCAB, 3)))[
+                : self.rng.integers(0, 9)
+            ]
             wrong = self.rng.random(len(draft)) < self.corrupted
             draft[wrong] = self.rng.integers(1, VOCAB, wrong.sum())
             drafts.append(draft if self.rng.random() < 0.8 else None)
         return drafts
 
     def observe(self, rows, tokens, num_draft, num_accepted):
-        assert all(n <= len(gained) for n, gained in zip(num_accepted.tolist(), tokens, strict=True))
+        assert all(
+            n <= len(gained) for n, gained in zip(num_accepted.tolist(), tokens, strict=True)
+        )
         self.num_draft += num_draft.sum()
         self.num_accepted += num_accepted.sum()
         self.num_gained += sum(len(t) for t in tokens)
@@ -154,7 +206,8 @@ def test_drafts_leave_tokens_unchanged(baseline, corrupted, num_slots, max_batch
 
 
 def test_dropped_rows_go_on_after_their_tokens(baseline):
-    """A row taken out and added again, by the same object, is not generated from the start, and ends the same."""
+    """A row taken out and added again, by the same object, is not generated from the start, and
+    ends the same."""
     model, prompts, params, wanted = baseline
     engine = make_engine(model, 4, seed=5, max_batch_tokens=8)
     rows = make_rows(prompts, 4)
@@ -167,9 +220,13 @@ def test_dropped_rows_go_on_after_their_tokens(baseline):
     engine.reset()
     assert any(len(row.tokens) for row in half)
     rest = [row for row in rows if row.finish is None]
-    assert as_dict(engine.run(rest, params)) == {key: value for key, value in wanted.items() if key in as_dict(rest)}
+    assert as_dict(engine.run(rest, params)) == {
+        key: value for key, value in wanted.items() if key in as_dict(rest)
+    }
     assert as_dict(rows) == wanted
-    for again, row in zip(make_engine(model, 64, seed=5).run(make_rows(prompts, 4), params), rows, strict=True):
+    for again, row in zip(
+        make_engine(model, 64, seed=5).run(make_rows(prompts, 4), params), rows, strict=True
+    ):
         np.testing.assert_allclose(row.logprob, again.logprob, atol=1e-6)
 
 
@@ -204,7 +261,8 @@ def test_reset_forgets_the_cache_when_weights_change(make_model):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_kept_rows_go_on_after_a_reset(baseline, seed):
-    """Any of the rows in slots, wherever they are, end as they would have; all others are forgotten, and so is the queue."""
+    """Any of the rows in slots, wherever they are, end as they would have; all others are
+    forgotten, and so is the queue."""
     model, prompts, params, wanted = baseline
     engine = make_engine(model, 9, seed=5)
     engine.add(make_rows(prompts, 4))
@@ -217,14 +275,17 @@ def test_kept_rows_go_on_after_a_reset(baseline, seed):
     engine.reset(kept)
     assert not engine.queue
     assert sorted(map(id, engine.rows)) == sorted(map(id, kept))
-    assert all(row in engine.decoding() for row in kept) and not any(row in engine.decoding() for row in others)
+    assert all(row in engine.decoding() for row in kept) and not any(
+        row in engine.decoding() for row in others
+    )
     again = make_rows(prompts, 4)  # beside them, and in the slots that are free now
     assert as_dict(engine.run(again, params)) == wanted
     assert as_dict(kept) == {key: wanted[key] for key in as_dict(kept)} and engine.is_idle
 
 
 def test_nobody_shares_the_prompt_of_a_row_kept_while_weights_changed(make_model):
-    """Neither from the kept row, nor from a slot whose row was left, nor from one that the kept row frees later on."""
+    """Neither from the kept row, nor from a slot whose row was left, nor from one that the kept row
+    frees later on."""
     model = make_model()
     prepare_model(model, 100)
     prompts = make_prompts(2)
@@ -239,11 +300,14 @@ def test_nobody_shares_the_prompt_of_a_row_kept_while_weights_changed(make_model
     engine.reset([short[0], long[2]])
     after = as_dict(engine.run(make_rows(prompts, 4), PLAIN))
     assert after == as_dict(make_engine(model, 4).run(make_rows(prompts, 4), PLAIN))
-    assert len(long[2].tokens) == 40 and len(short[0].tokens) == 12, "the kept rows have ended among them"
+    assert len(long[2].tokens) == 40 and len(short[0].tokens) == 12, (
+        "the kept rows have ended among them"
+    )
 
 
 def test_collect_reads_rows_and_leaves_them(baseline):
-    """After any number of forwards it gives what was generated so far; generation goes on as if nobody had looked."""
+    """After any number of forwards it gives what was generated so far; generation goes on as if
+    nobody had looked."""
     model, prompts, params, wanted = baseline
     engine = make_engine(model, 6, seed=5, max_batch_tokens=16)
     rows = make_rows(prompts, 4)
@@ -252,20 +316,27 @@ def test_collect_reads_rows_and_leaves_them(baseline):
     while not engine.is_idle:
         finished += len(engine.step(params)[0])
         unfinished = engine.collect()
-        assert len(unfinished) == len(rows) - finished and all(row.finish is None for row in unfinished)
+        assert len(unfinished) == len(rows) - finished and all(
+            row.finish is None for row in unfinished
+        )
         for row in unfinished:
             tokens = row.tokens.tolist()
-            assert tokens == wanted[row.id.uid, row.id.sample][0][: len(tokens)] and len(row.logprob) == len(tokens)
+            assert tokens == wanted[row.id.uid, row.id.sample][0][: len(tokens)] and len(
+                row.logprob
+            ) == len(tokens)
             seen.add(len(tokens))
     assert as_dict(rows) == wanted and len(seen) > 20
 
 
 def test_a_row_decodes_once_all_but_its_last_token_are_cached(make_model):
-    """A prompt of 30 tokens, or 20 and 10 of the response, takes 4 forwards of 8 tokens; from then on each gives a token."""
+    """A prompt of 30 tokens, or 20 and 10 of the response, takes 4 forwards of 8 tokens; from then
+    on each gives a token."""
     model = make_model()
     prepare_model(model, 100)
     for known in (0, 10):
-        row = Row(SampleId(1, 1, 0), tuple(range(1, 31 - known)), 20 + known, np.arange(1, known + 1))
+        row = Row(
+            SampleId(1, 1, 0), tuple(range(1, 31 - known)), 20 + known, np.arange(1, known + 1)
+        )
         waiting = Row(SampleId(2, 1, 0), (1, 2), 5)
         engine = make_engine(model, 1, max_batch_tokens=8)
         engine.add([row, waiting])
@@ -279,14 +350,16 @@ def test_a_row_decodes_once_all_but_its_last_token_are_cached(make_model):
 
 
 def test_the_load_of_a_forward(make_model):
-    """Counted by hand: two rows of one prompt and one of another, then plain decoding, then drafts of 3 tokens."""
+    """Counted by hand: two rows of one prompt and one of another, then plain decoding, then drafts
+    of 3 tokens."""
     model = make_model()
     prepare_model(model, 100)
     engine = make_engine(model, 4)
     assert engine.step(PLAIN) == ([], None)
     engine.add([*make_rows([(1, 2, 3, 4, 5)], 2), Row(SampleId(7, 3, 0), (6, 7, 8), 30)])
     loads = [tuple(engine.step(PLAIN)[1]) for _ in range(2)]
-    # The second row of the first prompt waits for the first, copies 4 positions, and feeds the last token.
+    # The second row of the first prompt waits for the first, copies 4 positions, and feeds the last
+    # token.
     assert loads == [(3, 5 + 0 + 3, 2, 5 + 0 + 3, 4 + 2, 0), (3, 3, 0, 6 + 5 + 4, 0, 0)]
     before = engine.lengths - 1
 
@@ -303,7 +376,8 @@ def test_the_load_of_a_forward(make_model):
 
 @pytest.mark.parametrize("is_drafted", [False, True])
 def test_a_stop_token_at_the_limit_is_a_stop(make_model, is_drafted):
-    """Where the last token that fits is a stop token, the response has ended by itself: nothing was cut off."""
+    """Where the last token that fits is a stop token, the response has ended by itself: nothing was
+    cut off."""
     model = make_model()
     prepare_model(model, 100)
     (free,) = make_engine(model, 1).run(make_rows([(1, 2, 3)], 1, 20), PLAIN)
@@ -325,7 +399,8 @@ def test_a_stop_token_at_the_limit_is_a_stop(make_model, is_drafted):
 
 @pytest.mark.parametrize("num_slots, max_batch_tokens", [(6, 12), (3, 3), (5, 64)])
 def test_a_forward_keeps_to_its_budget_and_its_rows_limits(make_model, num_slots, max_batch_tokens):
-    """Drafts that are far too long: the proposer is told what has room, and of what exceeds it nothing is fed."""
+    """Drafts that are far too long: the proposer is told what has room, and of what exceeds it
+    nothing is fed."""
     model = make_model()
     prepare_model(model, 100)
     engine = make_engine(model, num_slots, max_batch_tokens=max_batch_tokens)
@@ -335,20 +410,36 @@ def test_a_forward_keeps_to_its_budget_and_its_rows_limits(make_model, num_slots
         def propose(self, rows, lengths, room, budget):
             known = [engine.lengths[engine.rows.index(row)] - len(row.prompt) for row in rows]
             assert lengths.tolist() == known
-            told.append((budget, [row.max_new_tokens - n - 1 for row, n in zip(rows, known, strict=True)], room.tolist()))
+            told.append(
+                (
+                    budget,
+                    [row.max_new_tokens - n - 1 for row, n in zip(rows, known, strict=True)],
+                    room.tolist(),
+                )
+            )
             return [np.full(50, 7)] * len(rows)
 
         def observe(self, rows, tokens, num_draft, num_accepted):
-            assert all(n <= len(gained) for n, gained in zip(num_accepted.tolist(), tokens, strict=True))
+            assert all(
+                n <= len(gained) for n, gained in zip(num_accepted.tolist(), tokens, strict=True)
+            )
 
-    engine.add([Row(SampleId(u, 3, j), prompt, 4 + 3 * j) for u, prompt in enumerate(make_prompts(3, 15)) for j in range(4)])
+    engine.add(
+        [
+            Row(SampleId(u, 3, j), prompt, 4 + 3 * j)
+            for u, prompt in enumerate(make_prompts(3, 15))
+            for j in range(4)
+        ]
+    )
     while not engine.is_idle:
         count = len(told)
         _, load = engine.step(PLAIN, TooMany())
         assert load.tokens <= max_batch_tokens
         if len(told) > count:
             budget, wanted_room, room = told[-1]
-            assert room == wanted_room and load.tokens - load.draft_tokens + budget == max_batch_tokens
+            assert (
+                room == wanted_room and load.tokens - load.draft_tokens + budget == max_batch_tokens
+            )
             assert load.draft_tokens == min(budget, sum(room))
     assert any(budget < sum(room) for budget, _, room in told) == (max_batch_tokens < 64)
 
@@ -366,7 +457,8 @@ def test_the_limit_on_prefills_is_for_all_prompts_of_a_forward_together(make_mod
 
 
 def test_a_limit_on_prefills_slows_prompts_only(make_model):
-    """The caller's limit changes the number of forwards, not the tokens; the least there is lets prompts get on."""
+    """The caller's limit changes the number of forwards, not the tokens; the least there is lets
+    prompts get on."""
     model = make_model()
     prepare_model(model, 100)
     engine = make_engine(model, 2)
@@ -389,27 +481,46 @@ def test_rows_that_do_not_fit_are_refused(make_model):
     engine = make_engine(model, 2, max_length=20)
     with pytest.raises(ValueError, match="do not fit max_length = 20"):
         engine.add(make_rows([tuple(range(10))], 1, 11))
-    for known, says in ((3, "3 of at most 3 tokens has none left"), (4, "4 of at most 3 tokens has none left")):
+    for known, says in (
+        (3, "3 of at most 3 tokens has none left"),
+        (4, "4 of at most 3 tokens has none left"),
+    ):
         with pytest.raises(ValueError, match=says):
             engine.add([Row(SampleId(1, 3, 0), (1, 2), 3, np.ones(known, np.int64))])
-    engine.add([Row(SampleId(1, 3, 0), (1, 2), 3, np.ones(2, np.int64)), *make_rows([tuple(range(10))], 1, 10)])
+    engine.add(
+        [
+            Row(SampleId(1, 3, 0), (1, 2), 3, np.ones(2, np.int64)),
+            *make_rows([tuple(range(10))], 1, 10),
+        ]
+    )
     assert len(engine.queue) == 2, "what just fits is taken, and of what does not fit nothing"
 
 
 def test_tokens_and_recorded_logprobs_are_those_of_the_plain_computation(make_model):
-    """Oracle: reference_step.py, whose log-probabilities are truncated by transformers' own warpers."""
+    """Oracle: reference_step.py, whose log-probabilities are truncated by transformers' own
+    warpers."""
     from transformers import TopKLogitsWarper, TopPLogitsWarper
 
     reference, model = make_model(), make_model()
     prepare_model(model, 100)
     params = SamplingParams(temperature=0.8, top_p=0.9, top_k=20, stop_token_ids=STOP, min_length=4)
     rollout = RolloutConfig(
-        temperature=0.8, top_p=0.9, top_k=20, stop_token_ids=list(STOP), min_completion_length=4, max_completion_length=30
+        temperature=0.8,
+        top_p=0.9,
+        top_k=20,
+        stop_token_ids=list(STOP),
+        min_completion_length=4,
+        max_completion_length=30,
     )
     finishes = set()
     for row in make_engine(model, 3, seed=1 << 40).run(make_rows(make_prompts(6), 3), params):
-        response = sample_response(reference, list(row.prompt), (1 << 40, row.id.uid, row.id.visit, row.id.sample), rollout)
-        assert row.tokens.tolist() == response.tokens and (row.finish == "length") == response.is_truncated
+        response = sample_response(
+            reference, list(row.prompt), (1 << 40, row.id.uid, row.id.visit, row.id.sample), rollout
+        )
+        assert (
+            row.tokens.tolist() == response.tokens
+            and (row.finish == "length") == response.is_truncated
+        )
         finishes.add(row.finish)
         with torch.no_grad():
             logprobs = log_distributions(reference, response, 0.8)
@@ -417,12 +528,15 @@ def test_tokens_and_recorded_logprobs_are_those_of_the_plain_computation(make_mo
         chosen = torch.from_numpy(row.tokens)[:, None]
         kept = TopPLogitsWarper(0.9)(None, TopKLogitsWarper(20)(None, logprobs))
         np.testing.assert_allclose(row.full_logprob, logprobs.gather(1, chosen)[:, 0], atol=1e-5)
-        np.testing.assert_allclose(row.logprob, kept.log_softmax(-1).gather(1, chosen)[:, 0], atol=1e-5)
+        np.testing.assert_allclose(
+            row.logprob, kept.log_softmax(-1).gather(1, chosen)[:, 0], atol=1e-5
+        )
     assert finishes == {"stop", "length"}
 
 
 def test_float32_first_differences_are_near_ties(make_model):
-    """In float32 another batch shape may round differently; a row may then only leave the other at a near tie."""
+    """In float32 another batch shape may round differently; a row may then only leave the other at
+    a near tie."""
     model, exact = make_model(dtype=torch.float32), make_model()
     prepare_model(model, 100)
     results = []

@@ -1,5 +1,5 @@
-"""The configurations for GPUs, run on CPU: two steps of each with a shrunken Qwen2 and data of the same form, and the memory
-that their headers give."""
+"""The configurations for GPUs, run on CPU: two steps of each with a shrunken Qwen2 and data of the
+same form, and the memory that their headers give."""
 
 import json
 import os
@@ -43,11 +43,23 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SOLUTION = "Each has {n}, so 2 * {n} = <<2*{n}={m}>>{m}.\n#### {m}"
-# What a row of each data set looks like: the columns that the configuration reads, and some that it does not.
+# What a row of each data set looks like: the columns that the configuration reads, and some that it
+# does not.
 ROWS = {
-    "0.5b": lambda n: {"question": f"Two boxes have {n} each. How many?", "answer": SOLUTION.format(n=n, m=2 * n)},
-    "1.5b": lambda n: {"problem": f"Find $2 \\cdot {n}$.", "answer": f"{2 * n}", "solution": f"It is $\\boxed{{{2 * n}}}$."},
-    "7b": lambda n: {"prompt": f"Find $2 \\cdot {n}$.", "solution": f"{2 * n}", "reward_model": {"ground_truth": f"{2 * n}"}},
+    "0.5b": lambda n: {
+        "question": f"Two boxes have {n} each. How many?",
+        "answer": SOLUTION.format(n=n, m=2 * n),
+    },
+    "1.5b": lambda n: {
+        "problem": f"Find $2 \\cdot {n}$.",
+        "answer": f"{2 * n}",
+        "solution": f"It is $\\boxed{{{2 * n}}}$.",
+    },
+    "7b": lambda n: {
+        "prompt": f"Find $2 \\cdot {n}$.",
+        "solution": f"{2 * n}",
+        "reward_model": {"ground_truth": f"{2 * n}"},
+    },
 }
 
 
@@ -58,27 +70,40 @@ def path_of(size: str) -> str:
 def full_size(size: str) -> transformers.PretrainedConfig:
     vocab = 152_064 if size == "7b" else 151_936
     return transformers.Qwen2Config(
-        **QWEN[size], vocab_size=vocab, tie_word_embeddings=size != "7b", max_position_embeddings=131_072
+        **QWEN[size],
+        vocab_size=vocab,
+        tie_word_embeddings=size != "7b",
+        max_position_embeddings=131_072,
     )
 
 
 @pytest.fixture(scope="module")
 def make_model(tmp_path_factory):
-    """make_model(size) -> the folder of a random model of the same architecture with its own tokenizer and a chat template."""
+    """make_model(size) -> the folder of a random model of the same architecture with its own
+    tokenizer and a chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator([], trainers.BpeTrainer(special_tokens=special, initial_alphabet=alphabet, show_progress=False))
+    tokenizer.train_from_iterator(
+        [],
+        trainers.BpeTrainer(special_tokens=special, initial_alphabet=alphabet, show_progress=False),
+    )
 
     def make(size: str) -> str:
         folder = tmp_path_factory.mktemp(f"model_{size}")
-        fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+        fast = transformers.PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+        )
         fast.chat_template = TEMPLATE
         fast.save_pretrained(folder)
         config = full_size(size)
-        config.vocab_size, config.num_hidden_layers, config.layer_types = len(fast), 2, ["full_attention"] * 2
+        config.vocab_size, config.num_hidden_layers, config.layer_types = (
+            len(fast),
+            2,
+            ["full_attention"] * 2,
+        )
         config.hidden_size, config.intermediate_size = 8 * config.num_attention_heads, 128
         config.initializer_range = 0.2  # wide enough that responses end at different lengths
         config.eos_token_id = fast.eos_token_id
@@ -121,11 +146,15 @@ def shrunken(size: str, model: str, folder) -> list[str]:
 
 
 def shrunken_reward(prompts, completions, completion_ids, answer, **columns):
-    """Something to learn for a random model; the configuration's own reward is called, and must know every answer."""
+    """Something to learn for a random model; the configuration's own reward is called, and must
+    know every answer."""
     from bubblespec.rewards.functions import math_equivalence
 
     known = math_equivalence(
-        prompts, [[{"role": "assistant", "content": f"\\boxed{{{a.split()[-1]}}}"}] for a in answer], None, answer
+        prompts,
+        [[{"role": "assistant", "content": f"\\boxed{{{a.split()[-1]}}}"}] for a in answer],
+        None,
+        answer,
     )
     assert known == [1.0] * len(answer) and all(prompt[0]["role"] == "system" for prompt in prompts)
     assert not any(math_equivalence(prompts, completions, completion_ids, answer))
@@ -145,9 +174,13 @@ def train(size: str, make_model, folder, ranks: int, *overrides: str, monkeypatc
     return steps
 
 
-@pytest.mark.parametrize("size, dtype, ranks", [("0.5b", "bfloat16", 0), ("1.5b", "float32", 0), ("7b", "bfloat16", 2)])
+@pytest.mark.parametrize(
+    "size, dtype, ranks", [("0.5b", "bfloat16", 0), ("1.5b", "float32", 0), ("7b", "bfloat16", 2)]
+)
 def test_two_steps_with_a_shrunken_model(make_model, tmp_path, monkeypatch, size, dtype, ranks):
-    steps = train(size, make_model, tmp_path, ranks, f"model.dtype={dtype}", monkeypatch=monkeypatch)
+    steps = train(
+        size, make_model, tmp_path, ranks, f"model.dtype={dtype}", monkeypatch=monkeypatch
+    )
     limit = 1e-4 if dtype == "float32" else 0.2
     assert all(line["sampling/logp_difference/max"] < limit for line in steps)
     assert all(("kl" in line) == (size == "0.5b") for line in steps)
@@ -162,7 +195,8 @@ def test_two_steps_with_a_shrunken_model(make_model, tmp_path, monkeypatch, size
 
 @pytest.mark.parametrize("size", SIZES)
 def test_headers_give_the_memory_that_is_worked_out(size, tmp_path):
-    """The comment at the top is what `python -m bubblespec.memory` prints for the published model."""
+    """The comment at the top is what `python -m bubblespec.memory` prints for the published
+    model."""
     full_size(size).save_pretrained(tmp_path)
     config = load_config(path_of(size))
     name, config.model.path = config.model.path, str(tmp_path)

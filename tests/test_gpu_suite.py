@@ -1,4 +1,5 @@
-"""The GPU suite in its CPU form: every part has figures, or says what it needs; failures and time's end cost their own rows."""
+"""The GPU suite in its CPU form: every part has figures, or says what it needs; failures and time's
+end cost their own rows."""
 
 import json
 import math
@@ -26,7 +27,11 @@ def test_every_part_measures_something(monkeypatch, tmp_path, capsys):
     out = tmp_path / "cpu.json"
     assert run_suite(monkeypatch, "--json", str(out)) == 0
     result = json.loads(out.read_text())
-    assert result["versions"]["torch"] == torch.__version__ and result["kernels"] == ["sdpa"] and result["is_small"]
+    assert (
+        result["versions"]["torch"] == torch.__version__
+        and result["kernels"] == ["sdpa"]
+        and result["is_small"]
+    )
     assert list(result["parts"]) == list(gpu_suite.PARTS)
     printed = capsys.readouterr().out
     for name, part in result["parts"].items():
@@ -34,15 +39,29 @@ def test_every_part_measures_something(monkeypatch, tmp_path, capsys):
         values = [row["value"] for row in part["rows"] if row["value"] is not None]
         assert values and all(math.isfinite(v) and v >= 0 for v in values), name
         for row in part["rows"]:
-            assert row["value"] is not None or row["note"] in (NEEDS_CUDA, "the engine has no such switch"), row
+            assert row["value"] is not None or row["note"] in (
+                NEEDS_CUDA,
+                "the engine has no such switch",
+            ), row
             assert f"| {name} | {row['case']} |" in printed
-    cases = {(name, row["case"]): row for name, part in result["parts"].items() for row in part["rows"]}
+    cases = {
+        (name, row["case"]): row for name, part in result["parts"].items() for row in part["rows"]
+    }
     assert cases["parity", "bfloat16 varlen"]["note"] == NEEDS_CUDA
     assert 0 < cases["parity", "bfloat16 sdpa"]["value"] < 0.2
-    assert all(row["value"] == 0 for (name, _), row in cases.items() if name == "composition" and row["unit"]), "float32"
-    assert "0 rows part" in cases["paired", "bubble+suffix"]["note"] and cases["paired", "drafted tokens accepted"]["value"] > 0.5
+    assert all(
+        row["value"] == 0
+        for (name, _), row in cases.items()
+        if name == "composition" and row["unit"]
+    ), "float32"
+    assert (
+        "0 rows part" in cases["paired", "bubble+suffix"]["note"]
+        and cases["paired", "drafted tokens accepted"]["value"] > 0.5
+    )
     assert cases["trainer", "AdamW, first update"]["value"] < 1e-3
-    assert re.fullmatch(r"\d+ ticks in 60 steps", cases["ticks", "gloo, 2 processes, ticks"]["note"])
+    assert re.fullmatch(
+        r"\d+ ticks in 60 steps", cases["ticks", "gloo, 2 processes, ticks"]["note"]
+    )
 
 
 def test_a_part_that_fails_or_takes_too_long_costs_its_own_rows(monkeypatch, tmp_path):
@@ -68,10 +87,14 @@ def test_a_part_that_fails_or_takes_too_long_costs_its_own_rows(monkeypatch, tmp
     found = json.loads(out.read_text())["parts"]
     assert [row["value"] for row in found["failing"]["rows"]] == [1.0, None]
     assert (
-        found["failing"]["error"] == found["failing"]["rows"][1]["note"] == "RuntimeError: CUDA error: an illegal memory access"
+        found["failing"]["error"]
+        == found["failing"]["rows"][1]["note"]
+        == "RuntimeError: CUDA error: an illegal memory access"
     )
     assert found["endless"]["error"] == "stopped: its time was over"
-    assert [row["value"] for row in found["endless"]["rows"]] == [2.0, 2.0, 2.0, None], "0.5 s of it, which is 0.05 s of a GPU"
+    assert [row["value"] for row in found["endless"]["rows"]] == [2.0, 2.0, 2.0, None], (
+        "0.5 s of it, which is 0.05 s of a GPU"
+    )
     assert found["simple"]["rows"] == [{"case": "only", "value": 3.0, "unit": "ms", "note": ""}]
 
 

@@ -1,4 +1,5 @@
-"""Recomputing layers changes neither log-probabilities nor gradients, in models whose training mode is another function."""
+"""Recomputing layers changes neither log-probabilities nor gradients, in models whose training mode
+is another function."""
 
 import copy
 
@@ -9,7 +10,12 @@ from conftest import GQA, SMALL, VOCAB
 from test_update import gradient, make_config, make_samples
 
 from bubblespec.config import ModelConfig
-from bubblespec.engine.model import UnsupportedModel, enable_gradient_checkpointing, forward_hidden, prepare_model
+from bubblespec.engine.model import (
+    UnsupportedModel,
+    enable_gradient_checkpointing,
+    forward_hidden,
+    prepare_model,
+)
 from bubblespec.engine.packing import pack_sequences
 from bubblespec.learn.lora import add_adapter
 
@@ -24,19 +30,44 @@ RANDOM_IN_TRAINING = {
         attention_dropout=0.5,
         layerdrop=0.5,
     ),
-    "seed_oss": lambda: transformers.SeedOssConfig(**GQA, head_dim=16, residual_dropout=0.5, attention_dropout=0.5),
-    "starcoder2": lambda: transformers.Starcoder2Config(
-        **GQA, residual_dropout=0.5, embedding_dropout=0.5, attention_dropout=0.5, sliding_window=None
+    "seed_oss": lambda: transformers.SeedOssConfig(
+        **GQA, head_dim=16, residual_dropout=0.5, attention_dropout=0.5
     ),
-    "mixtral": lambda: transformers.MixtralConfig(**GQA, **EXPERTS, router_jitter_noise=0.5, attention_dropout=0.5),
-    "phimoe": lambda: transformers.PhimoeConfig(**GQA, **EXPERTS, input_jitter_noise=0.5, router_jitter_noise=0.5),
-    "phi3": lambda: transformers.Phi3Config(**GQA, resid_pdrop=0.5, embd_pdrop=0.5, attention_dropout=0.5),
-    "gpt_neox": lambda: transformers.GPTNeoXConfig(**SMALL, hidden_dropout=0.5, attention_dropout=0.5),
+    "starcoder2": lambda: transformers.Starcoder2Config(
+        **GQA,
+        residual_dropout=0.5,
+        embedding_dropout=0.5,
+        attention_dropout=0.5,
+        sliding_window=None,
+    ),
+    "mixtral": lambda: transformers.MixtralConfig(
+        **GQA, **EXPERTS, router_jitter_noise=0.5, attention_dropout=0.5
+    ),
+    "phimoe": lambda: transformers.PhimoeConfig(
+        **GQA, **EXPERTS, input_jitter_noise=0.5, router_jitter_noise=0.5
+    ),
+    "phi3": lambda: transformers.Phi3Config(
+        **GQA, resid_pdrop=0.5, embd_pdrop=0.5, attention_dropout=0.5
+    ),
+    "gpt_neox": lambda: transformers.GPTNeoXConfig(
+        **SMALL, hidden_dropout=0.5, attention_dropout=0.5
+    ),
     "gpt2": lambda: transformers.GPT2Config(
-        vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5, initializer_range=0.2
+        vocab_size=VOCAB,
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        attn_pdrop=0.5,
+        resid_pdrop=0.5,
+        embd_pdrop=0.5,
+        initializer_range=0.2,
     ),
     "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
-        **GQA, num_experts=4, moe_intermediate_size=32, shared_expert_intermediate_size=32, attention_dropout=0.5
+        **GQA,
+        num_experts=4,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        attention_dropout=0.5,
     ),
 }
 
@@ -44,7 +75,9 @@ RANDOM_IN_TRAINING = {
 def compute(name: str, has_checkpoints: bool, dtype: torch.dtype, has_adapter: bool):
     """Gradient and metrics of one step, and how often a norm of the layers has run."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(RANDOM_IN_TRAINING[name]()).to(dtype).eval()
+    model = (
+        transformers.AutoModelForCausalLM.from_config(RANDOM_IN_TRAINING[name]()).to(dtype).eval()
+    )
     if has_adapter:
         add_adapter(model, ModelConfig(path="", lora_r=4), seed=3)
         for parameter_name, parameter in model.named_parameters():
@@ -56,13 +89,21 @@ def compute(name: str, has_checkpoints: bool, dtype: torch.dtype, has_adapter: b
     layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == 2)
     calls = []
     for layer in layers:
-        inner = next(m for child, m in layer.named_modules() if isinstance(m, torch.nn.LayerNorm) or "norm" in child)
+        inner = next(
+            m
+            for child, m in layer.named_modules()
+            if isinstance(m, torch.nn.LayerNorm) or "norm" in child
+        )
         inner.register_forward_pre_hook(lambda module, _: calls.append(module))
     config = make_config()
     config.model.gradient_checkpointing = has_checkpoints
     got, metrics = gradient(model, make_samples(), config)
     assert not any(module.training for module in model.modules())
-    return got, {key: value for key, value in metrics.items() if not key.startswith("timing_s")}, len(calls)
+    return (
+        got,
+        {key: value for key, value in metrics.items() if not key.startswith("timing_s")},
+        len(calls),
+    )
 
 
 def check(name: str, dtype: torch.dtype = torch.float64, has_adapter: bool = False) -> None:
@@ -112,5 +153,7 @@ def test_a_copy_has_layers_of_its_own(make_model):
 
 
 def test_a_model_without_layers_to_checkpoint_is_refused():
-    with pytest.raises(UnsupportedModel, match=r"^model.gradient_checkpointing: Linear has no layers"):
+    with pytest.raises(
+        UnsupportedModel, match=r"^model.gradient_checkpointing: Linear has no layers"
+    ):
         enable_gradient_checkpointing(torch.nn.Linear(2, 2))

@@ -1,4 +1,5 @@
-"""Which samples a rank may stream and when: the use of idle time by itself, against groups and rewards made by hand."""
+"""Which samples a rank may stream and when: the use of idle time by itself, against groups and
+rewards made by hand."""
 
 import itertools
 from types import SimpleNamespace
@@ -7,11 +8,11 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from bubblespec.dist.progress import RankState
 from bubblespec.idle.gradients import NUM_WANTED, GroupGradients
 from bubblespec.idle.work import RankView
-from bubblespec.ranks.progress import RankState
 from bubblespec.records import IdleUse, RolloutRecord, Span
-from bubblespec.samples import Group, Launch, Prompt, Row
+from bubblespec.types import Group, Launch, Prompt, Row
 
 GROUPS = [Group(Prompt(uid, "", (1,) * 4, {}), 0) for uid in (50, 60, 70)]
 TOKEN_S = 1e-3
@@ -47,12 +48,19 @@ class Stream:
 
 
 class World:
-    """Some ranks with a launch of three groups of two; `scored` are rows that a rank has not taken yet."""
+    """Some ranks with a launch of three groups of two; `scored` are rows that a rank has not taken
+    yet."""
 
     def __init__(self, num_ranks: int, num_kept: int = 2, num_generations: int = 2, **options):
-        self.launch = Launch(GROUPS, 2 if num_kept < num_generations else 3, num_generations, num_kept)
+        self.launch = Launch(
+            GROUPS, 2 if num_kept < num_generations else 3, num_generations, num_kept
+        )
         self.scored = [[] for _ in range(num_ranks)]
-        self.streams, self.works, self.num_takes = [Stream() for _ in range(num_ranks)], [], [0] * num_ranks
+        self.streams, self.works, self.num_takes = (
+            [Stream() for _ in range(num_ranks)],
+            [],
+            [0] * num_ranks,
+        )
         for rank in range(num_ranks):
 
             def take(rank=rank):
@@ -60,14 +68,25 @@ class World:
                 taken, self.scored[rank] = self.scored[rank], []
                 return taken
 
-            work = GroupGradients(self.launch, self.streams[rank], take, **{"max_slice_s": 0.010} | options)
+            work = GroupGradients(
+                self.launch, self.streams[rank], take, **{"max_slice_s": 0.010} | options
+            )
             released = []
-            engine = SimpleNamespace(is_idle=True, released=released, release=lambda released=released: released.append(True))
+            engine = SimpleNamespace(
+                is_idle=True,
+                released=released,
+                release=lambda released=released: released.append(True),
+            )
             work.begin(RankView(rank, engine, {}, RolloutRecord(idle={"gradients": IdleUse()})))
             self.works.append(work)
 
     def score(self, rank: int, group: int, number: int, reward: float, length: int = 5) -> Row:
-        row = Row(GROUPS[group].sample(number), GROUPS[group].prompt.token_ids, 20, np.ones(length, np.int64))
+        row = Row(
+            GROUPS[group].sample(number),
+            GROUPS[group].prompt.token_ids,
+            20,
+            np.ones(length, np.int64),
+        )
         self.scored[rank].append((row, reward))
         return row
 
@@ -97,16 +116,24 @@ def test_a_group_on_two_ranks_is_complete_once_both_have_told():
     assert world.streams[1].groups == [([None, second], [0.5, 2.0])]
     offers = world.tick()
     assert [(offer.rank, offer.beside_rows) for offer in offers] == [(0, False), (1, False)]
-    assert all(offer.costs_s == pytest.approx(0.005) and offer.saves_s == pytest.approx(0.00125) for offer in offers)
+    assert all(
+        offer.costs_s == pytest.approx(0.005) and offer.saves_s == pytest.approx(0.00125)
+        for offer in offers
+    )
     assert not world.works[0].advance(), "nothing was given yet"
     world.give(offers, 0, 1)
-    assert world.works[0].advance() is False and world.streams[0].slices == [[first.id]] and not world.streams[1].slices
+    assert (
+        world.works[0].advance() is False
+        and world.streams[0].slices == [[first.id]]
+        and not world.streams[1].slices
+    )
     assert [offer.rank for offer in world.tick()] == [1]
     assert len(world.streams[0].groups) == 1, "a group is complete once"
 
 
 def test_late_and_missing_rewards_keep_their_groups_out():
-    """A reward that fails or times out is never told: the group's other samples wait for it in vain."""
+    """A reward that fails or times out is never told: the group's other samples wait for it in
+    vain."""
     world = World(1)
     for group in range(3):
         world.score(0, group, 0, 1.0)
@@ -152,17 +179,23 @@ def test_slices_hold_the_longest_that_fit():
     assert world.works[0].wanted() == 0
     assert world.works[0].advance() is True and world.works[0].advance() is False
     uids = [group.prompt.uid for group in GROUPS]
-    done = [[lengths[2 * uids.index(name.uid) + name.sample] for name in names] for names in world.streams[0].slices]
+    done = [
+        [lengths[2 * uids.index(name.uid) + name.sample] for name in names]
+        for names in world.streams[0].slices
+    ]
     assert done == [[7, 3], [6, 2]]
     assert world.tick() == [] and world.works[0].wanted() == 0
     record = world.works[0].view.record
     assert len(record.slices) == 2
     world.works[0].merge(SimpleNamespace(gather=lambda array: np.stack((array, [0.5]))))
-    assert record.idle["gradients"] == IdleUse(seconds=pytest.approx(3.0), brought_s=pytest.approx((0.009 + 0.5) / 2))
+    assert record.idle["gradients"] == IdleUse(
+        seconds=pytest.approx(3.0), brought_s=pytest.approx((0.009 + 0.5) / 2)
+    )
 
 
 def test_rows_of_its_own_come_first():
-    """Also those that have come from another rank after slices were given; and in-process rewards wait for them."""
+    """Also those that have come from another rank after slices were given; and in-process rewards
+    wait for them."""
     world = World(1, scores_beside_rows=False)
     for place in range(4):
         world.score(0, place // 2, place % 2, float(place % 2))

@@ -1,4 +1,5 @@
-"""The step's own Python work grows no faster than its tokens. Operations are counted, not seconds."""
+"""The step's own Python work grows no faster than its tokens. Operations are counted, not
+seconds."""
 
 import shutil
 import sys
@@ -11,14 +12,14 @@ from conftest import make_rows
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bubblespec.config import load_config
-from bubblespec.engine.generator import Generator
+from bubblespec.dist.ranks import Ranks
+from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.ranks.collectives import Ranks
-from bubblespec.samples import Draft, Row, SampleId
-from bubblespec.set_up import set_up
+from bubblespec.setup import set_up
 from bubblespec.telemetry.report import speculation_metrics
+from bubblespec.types import Draft, Row, SampleId
 
 TINY_POLICY = Path("configs/tiny_policy")
 WRONG_EVERY = 32  # tokens of a draft
@@ -42,14 +43,31 @@ def spoiled(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def one_step(folder: Path, num_rows: int, length: int) -> None:
-    """Rows of `length` tokens are generated without speculation, then with a draft for each of them, and are trained on."""
+    """Rows of `length` tokens are generated without speculation, then with a draft for each of
+    them, and are trained on."""
     num_generations = min(4, num_rows)
-    overrides = [f"rollout.max_completion_length={length}", f"rollout.min_completion_length={length}"]
-    overrides += [f"rollout.num_prompts_per_step={num_rows // num_generations}", f"rollout.num_generations={num_generations}"]
-    # Windows of a fixed size and no drafting ahead: what is planned by measured times would make the count one of times.
-    overrides += [f"rollout.num_slots={2 * num_rows}", "speculative.fixed_window=7", "bubble.lookahead=0"]
-    overrides += [f"optim.max_tokens_per_microbatch={max(4096, 160 + length)}", "eval.num_prompts=0", "run.eval_steps=0"]
-    # torch's own products: how often others are measured, and how well they do, depends on the clock.
+    overrides = [
+        f"rollout.max_completion_length={length}",
+        f"rollout.min_completion_length={length}",
+    ]
+    overrides += [
+        f"rollout.num_prompts_per_step={num_rows // num_generations}",
+        f"rollout.num_generations={num_generations}",
+    ]
+    # Windows of a fixed size and no drafting ahead: what is planned by measured times would make
+    # the count one of times.
+    overrides += [
+        f"rollout.num_slots={2 * num_rows}",
+        "speculative.fixed_window=7",
+        "bubble.lookahead=0",
+    ]
+    overrides += [
+        f"optim.max_tokens_per_microbatch={max(4096, 160 + length)}",
+        "eval.num_prompts=0",
+        "run.eval_steps=0",
+    ]
+    # torch's own products: how often others are measured, and how well they do, depends on the
+    # clock.
     overrides += [f"model.path={folder}", f"run.output_dir={folder}/run", "model.cpu_linear=torch"]
     save_model(folder, 160 + length)
     trainer = set_up(load_config("configs/tiny_cpu.yaml", overrides), Ranks(torch.device("cpu")))
@@ -64,13 +82,16 @@ def one_step(folder: Path, num_rows: int, length: int) -> None:
     trainer.update(record, np.random.default_rng(0).choice((-1.0, 1.0), num_rows))
     metrics = speculation_metrics(trainer.ranks, record, store_tokens=0, accepted_by_age={})
     trainer.lock.close()
-    assert all(np.array_equal(row.tokens, tokens) for row, tokens in zip(rows, samples.tokens, strict=True))
+    assert all(
+        np.array_equal(row.tokens, tokens) for row, tokens in zip(rows, samples.tokens, strict=True)
+    )
     assert all(len(tokens) == length for tokens in samples.tokens)
     assert metrics["rollout/spec_accept_length"] > 3, "drafts must have been verified"
 
 
 def count_calls(function, *arguments) -> int:
-    """Calls that the package's own functions make while `function` runs: of each other, and of the libraries."""
+    """Calls that the package's own functions make while `function` runs: of each other, and of the
+    libraries."""
     count = 0
 
     def profile(frame, event, argument):
@@ -95,7 +116,8 @@ def test_calls_grow_at_most_linearly(tmp_path, over):
         folder = tmp_path / f"{num_rows}_{length}"
         folder.mkdir()
         counts.append(count_calls(one_step, folder, num_rows, length))
-    # Four times the work twice: linear growth makes the second difference four times the first, quadratic sixteen times.
+    # Four times the work twice: linear growth makes the second difference four times the first,
+    # quadratic sixteen times.
     first, second = np.diff(counts)
     assert 0 < second <= 4.4 * first
 
@@ -112,13 +134,16 @@ class CountedRow(Row):
 def test_rows_are_not_searched_for(make_model):
     model = make_model("llama", torch.float32)
     prepare_model(model, 64)
-    engine = Generator(ModelRunner(model, num_slots=64, max_length=64, seed=0))
+    engine = Engine(ModelRunner(model, num_slots=64, max_length=64, seed=0))
     engine.add([CountedRow(SampleId(u, 0, 0), (1, 2, 3 + u % 8), 20) for u in range(64)])
     for _ in range(4):
         engine.step(SamplingParams())
     CountedRow.comparisons = 0
     kept = engine.decoding()[::2]
     engine.reset(kept)
-    assert sorted(row.id.uid for row in engine.rows) == sorted(row.id.uid for row in kept) and len(kept) == 32
+    assert (
+        sorted(row.id.uid for row in engine.rows) == sorted(row.id.uid for row in kept)
+        and len(kept) == 32
+    )
     assert engine.decoding() and len(engine.collect()) == 32
     assert CountedRow.comparisons == 0

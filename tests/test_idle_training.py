@@ -7,16 +7,24 @@ import numpy as np
 import pytest
 import torch
 
+from bubblespec.draft import rest
+from bubblespec.draft.learned import LearnedDrafts
+from bubblespec.draft.windows import CostModel
 from bubblespec.engine.chains import LONGEST, Chains
-from bubblespec.engine.generator import Generator
+from bubblespec.engine.engine import Engine
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.learn.idle_training import IdleTraining
-from bubblespec.samples import Row, SampleId
-from bubblespec.speculate import rest
-from bubblespec.speculate.learned import LearnedDrafts
-from bubblespec.speculate.windows import CostModel
+from bubblespec.types import Row, SampleId
 from tests.clocks import Clock
-from tests.drafter_oracle import MAX_LENGTH, PARAMS, SEED, make_drafter, make_lessons, make_policy, make_training
+from tests.drafter_oracle import (
+    MAX_LENGTH,
+    PARAMS,
+    SEED,
+    make_drafter,
+    make_lessons,
+    make_policy,
+    make_training,
+)
 
 
 class Gathered:
@@ -41,9 +49,12 @@ def idle_training(drafter, policy, clock=None) -> IdleTraining:
     return IdleTraining(make_training(drafter), chains, source, np.zeros(LONGEST), clock or Clock())
 
 
-def rests_of(saved: dict[int, list[tuple[float, float]]], num_steps: int, training: IdleTraining) -> list[bool]:
-    """In which steps the drafter rests, where chains save and rollouts take so many seconds on two ranks: by step, else nothing
-    of a second. A step without ranks has plain rollouts alone; only in step 84 was the drafter not asked."""
+def rests_of(
+    saved: dict[int, list[tuple[float, float]]], num_steps: int, training: IdleTraining
+) -> list[bool]:
+    """In which steps the drafter rests, where chains save and rollouts take so many seconds on two
+    ranks: by step, else nothing of a second. A step without ranks has plain rollouts alone; only in
+    step 84 was the drafter not asked."""
 
     def both(gathered, own):
         gathered.append(own)
@@ -54,22 +65,27 @@ def rests_of(saved: dict[int, list[tuple[float, float]]], num_steps: int, traini
         gathered = []
         gather = partial(both, gathered)
         training.begin_step(SimpleNamespace(gather=gather))
-        assert len(gathered) == (step == 0 or not rests[-1]), "a drafter at rest has nothing to tell"
+        assert len(gathered) == (step == 0 or not rests[-1]), (
+            "a drafter at rest has nothing to tell"
+        )
         rests.append(training.source.rests)
         by_rank = saved.get(step, [(0.0, 1.0)] * 2)
         if by_rank and not rests[-1]:
             training.source.saved_s, training.source.num_asked = by_rank[0][0], 0
             others = np.array([0.0, step != 84, *by_rank[1]])
             training.merge(
-                SimpleNamespace(world_size=2, gather=lambda own, others=others: np.stack((own, others))), by_rank[0][1]
+                SimpleNamespace(
+                    world_size=2, gather=lambda own, others=others: np.stack((own, others))
+                ),
+                by_rank[0][1],
             )
             assert training.source.saved_s == training.source.num_asked == 0
     return rests
 
 
 def test_a_drafter_that_does_not_pay_is_tried_now_and_then():
-    """After each trial in vain it rests for longer. It stays awake while chains save a share of what the slowest rank takes,
-    and after steps that had no chains for other reasons."""
+    """After each trial in vain it rests for longer. It stays awake while chains save a share of
+    what the slowest rank takes, and after steps that had no chains for other reasons."""
     policy = make_policy("llama")
     training = idle_training(make_drafter(policy), policy)
     (lesson,) = make_lessons(policy, [(4, 9)])
@@ -92,12 +108,14 @@ def test_at_rest_no_rows_are_followed_and_no_memory_is_held():
     policy = make_policy("llama")
     training = idle_training(make_drafter(policy), policy)
     source, runner = training.source, training.source.engine.runner
-    engine, rows = Generator(runner), [Row(SampleId(5, 0, n), (1, 2, 3), 9) for n in range(2)]
+    engine, rows = Engine(runner), [Row(SampleId(5, 0, n), (1, 2, 3), 9) for n in range(2)]
     source.follow(True)
     engine.run(rows, PARAMS)
     assert runner.chains is training.chains and training.chains._hidden is not None
     source.follow(False)
-    assert runner.chains is None and training.chains._hidden is None and not training.chains.cache.keys
+    assert (
+        runner.chains is None and training.chains._hidden is None and not training.chains.cache.keys
+    )
     again = [Row(SampleId(5, 0, n), (1, 2, 3), 9) for n in range(2)]
     engine.reset()
     engine.run(again, PARAMS)
@@ -118,7 +136,9 @@ def test_drafters_are_merged_by_the_updates_that_ranks_have_made(own, other):
     torch.manual_seed(7)
     theirs = torch.randn_like(before)
     training._num_updates = own
-    assert training.merge(Gathered(other, theirs * (other / max(own + other, 1))), 1.0) == own + other
+    assert (
+        training.merge(Gathered(other, theirs * (other / max(own + other, 1))), 1.0) == own + other
+    )
     after = torch.cat([p.detach().flatten() for p in params])
     wanted = before if own + other == 0 else (own * before + other * theirs) / (own + other)
     assert torch.allclose(after, wanted, rtol=1e-12, atol=0) and training._num_updates == 0
@@ -136,7 +156,9 @@ def test_slices_are_lessons_that_fit_and_eight_make_an_update():
         assert training.training.num_updates == number // 8
     training.token_s = 1.0
     learnt, backward = [], training.training.backward
-    training.training.backward = lambda lessons, share: learnt.extend(lessons) or backward(lessons, share)
+    training.training.backward = lambda lessons, share: (
+        learnt.extend(lessons) or backward(lessons, share)
+    )
     for _ in range(6):
         training.token_s = 1.0
         training.run_slice(5.5)

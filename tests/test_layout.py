@@ -1,4 +1,5 @@
-"""The package's structure, read from its imports: they point down, nothing imports in a circle, and README shows it as it is."""
+"""The package's structure, read from its imports: they point down, nothing imports in a circle, and
+README shows it as it is."""
 
 import ast
 from pathlib import Path
@@ -6,30 +7,34 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "bubblespec"
-# A room is a file or a folder of the package. It may import rooms on the floors below it, and within itself.
+# A room is a file or a folder of the package. It may import rooms on the floors below it, and
+# within itself.
 FLOORS = [
-    {"set_up"},
+    {"setup"},
     {"trainer", "simulate"},
     {"set_up_drafter"},
     {"rollout", "checkpoint", "checks"},
     {"memory"},
     {"memory_needs"},
-    {"idle", "learn", "telemetry", "rewards", "workloads"},
-    {"speculate", "data"},
-    {"engine", "ranks", "config"},
+    {"idle", "learn", "telemetry", "rewards"},
+    {"draft", "data"},
+    {"engine", "dist", "config"},
     {"config_combinations"},
     {"config_checks"},
     {"records"},
-    {"errors", "samples"},
+    {"errors", "types"},
 ]
 
 
 def name_of(path: Path) -> str:
-    return ".".join(("bubblespec", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
+    return ".".join(("bubblespec", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(
+        ".__init__"
+    )
 
 
 def imports_of(path: Path, modules: set[str]) -> set[str]:
-    """The package's modules that a file imports: anywhere in it, also in functions and for type checking alone."""
+    """The package's modules that a file imports: anywhere in it, also in functions and for type
+    checking alone."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -60,7 +65,9 @@ def test_imports_point_down(graph):
         upward = [
             other
             for other in imported - {"bubblespec"}
-            if module != "bubblespec" and room(other) != room(module) and floor[room(other)] <= floor[room(module)]
+            if module != "bubblespec"
+            and room(other) != room(module)
+            and floor[room(other)] <= floor[room(module)]
         ]
         assert not upward, f"{module} imports {upward}, which are not on a floor below it"
 
@@ -72,7 +79,9 @@ def test_no_imports_in_a_circle(graph):
         assert module not in path, " -> ".join((*path[path.index(module) :], module))
         if module not in done:
             for other in graph[module] - {"bubblespec"}:
-                if not other.startswith(f"{module}.") and not module.startswith(f"{other}."):  # a package and what it exports
+                if not other.startswith(f"{module}.") and not module.startswith(
+                    f"{other}."
+                ):  # a package and what it exports
                     visit(other, (*path, module))
             done.add(module)
 
@@ -82,9 +91,11 @@ def test_no_imports_in_a_circle(graph):
 
 def test_checks_see_what_they_look_for(tmp_path):
     file = tmp_path / "file.py"
-    file.write_text("if TYPE_CHECKING:\n    from bubblespec.trainer import Trainer\ndef f():\n    import bubblespec.set_up\n")
-    known = {"bubblespec.trainer", "bubblespec.set_up", "bubblespec.engine"}
-    assert imports_of(file, known) == {"bubblespec.trainer", "bubblespec.set_up"}
+    file.write_text(
+        "if TYPE_CHECKING:\n    from bubblespec.trainer import Trainer\ndef f():\n    import bubblespec.setup\n"
+    )
+    known = {"bubblespec.trainer", "bubblespec.setup", "bubblespec.engine"}
+    assert imports_of(file, known) == {"bubblespec.trainer", "bubblespec.setup"}
 
 
 def test_readme_shows_every_room():

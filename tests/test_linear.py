@@ -1,4 +1,5 @@
-"""The kernels of linear layers on a CPU against products in float64, the choice between them, and a run that goes on with it."""
+"""The kernels of linear layers on a CPU against products in float64, the choice between them, and a
+run that goes on with it."""
 
 import copy
 import json
@@ -10,9 +11,10 @@ import torch
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM
 
-from bubblespec import set_up as set_up_module
+from bubblespec import setup as set_up_module
 from bubblespec.checkpoint import list_checkpoints, read_state
 from bubblespec.config import load_config
+from bubblespec.dist.ranks import Ranks
 from bubblespec.engine import linear_choice
 from bubblespec.engine.linear import (
     COPIES,
@@ -31,8 +33,7 @@ from bubblespec.engine.linear_choice import TIMINGS, can_choose, choose, count_s
 from bubblespec.engine.model import forward_hidden, output_head, prepare_model
 from bubblespec.engine.packing import pack_sequences
 from bubblespec.learn.optimizer import Optimizer
-from bubblespec.ranks.collectives import Ranks
-from bubblespec.set_up import choose_linear, set_up
+from bubblespec.setup import choose_linear, set_up
 from tests.runs import SHORT, same_weights, weights
 from train import train
 
@@ -58,9 +59,12 @@ def layer_of(weight: torch.Tensor, bias: torch.Tensor | None, plan: Plan) -> Fas
     return layer
 
 
-def assert_rounds_like_a_product(found: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None):
-    """found = a @ b (+ bias) in float32: at most n eps sum |a| |b| off for sums of n terms, in whatever order (Higham,
-    Accuracy and stability of numerical algorithms, equation 3.5; n eps < 0.01 here, and eps is twice the unit roundoff)."""
+def assert_rounds_like_a_product(
+    found: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None
+):
+    """found = a @ b (+ bias) in float32: at most n eps sum |a| |b| off for sums of n terms, in
+    whatever order (Higham, Accuracy and stability of numerical algorithms, equation 3.5; n eps <
+    0.01 here, and eps is twice the unit roundoff)."""
     a, b = a.double(), b.double()
     exact, size, terms = a @ b, a.abs() @ b.abs(), a.shape[-1]
     if bias is not None:
@@ -73,22 +77,34 @@ def assert_rounds_like_a_product(found: torch.Tensor, a: torch.Tensor, b: torch.
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 31, 33, 200])
 @pytest.mark.parametrize("copy", COPIES)
 def test_generation_by_a_copy(copy, rows, has_bias):
-    x, weight, bias = random(1, rows, K), random(M, K, seed=1), random(M, seed=2) if has_bias else None
+    x, weight, bias = (
+        random(1, rows, K),
+        random(M, K, seed=1),
+        random(M, seed=2) if has_bias else None,
+    )
     layer = layer_of(weight, bias, Plan(copy, ALWAYS))
     with torch.inference_mode():
         found = layer(x)
         assert_rounds_like_a_product(found[0], x[0], weight.t(), bias)
         assert_rounds_like_a_product(linear(x, weight, bias)[0], x[0], weight.t(), bias)
         # Of any strides, as attention may leave them.
-        assert_rounds_like_a_product(layer(random(K, rows).t()), random(K, rows).t(), weight.t(), bias)
+        assert_rounds_like_a_product(
+            layer(random(K, rows).t()), random(K, rows).t(), weight.t(), bias
+        )
         assert layer(x[:, :0]).shape == (1, 0, M)
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("products", [ALL, (False, True, False), (True, False, True), (False, False, False)])
+@pytest.mark.parametrize(
+    "products", [ALL, (False, True, False), (True, False, True), (False, False, False)]
+)
 @pytest.mark.parametrize("rows", [1, 130, 515])
 def test_training(rows, products, has_bias):
-    x, weight, grad = random(1, rows, K).requires_grad_(), random(M, K, seed=1).requires_grad_(), random(1, rows, M, seed=3)
+    x, weight, grad = (
+        random(1, rows, K).requires_grad_(),
+        random(M, K, seed=1).requires_grad_(),
+        random(1, rows, M, seed=3),
+    )
     bias = random(M, seed=2).requires_grad_() if has_bias else None
     result = differentiable_linear(x, weight, bias, products)
     result.backward(grad)
@@ -112,7 +128,8 @@ def test_gradients_that_nobody_wants_are_not_computed():
 def test_training_uses_the_plan_from_some_rows_on(monkeypatch):
     layer, seen = layer_of(random(M, K), None, Plan(products=ALL)), []
     monkeypatch.setattr(
-        "bubblespec.engine.linear.onednn_linear", lambda x, weight, bias=None: seen.append(len(x)) or x @ weight.t()
+        "bubblespec.engine.linear.onednn_linear",
+        lambda x, weight, bias=None: seen.append(len(x)) or x @ weight.t(),
     )
     layer(random(MIN_TRAINING_ROWS - 1, K))
     with torch.inference_mode():
@@ -132,11 +149,15 @@ def test_levels():
 
 @pytest.mark.parametrize("copy", COPIES)
 def test_generation_uses_the_current_weights(copy, make_model):
-    """After an optimizer's step, a change in place, and a load; also through the embedding, where the head is tied to it."""
+    """After an optimizer's step, a change in place, and a load; also through the embedding, where
+    the head is tied to it."""
     model = make_model("llama", torch.float32)
     model.lm_head.weight = model.model.embed_tokens.weight
     use_plans(model, {shape: Plan(copy, ALWAYS) for shape in count_shapes(model)})
-    config = load_config("configs/tiny_cpu.yaml", ["run.output_dir=x", "optim.learning_rate=0.1", "optim.warmup_steps=0"])
+    config = load_config(
+        "configs/tiny_cpu.yaml",
+        ["run.output_dir=x", "optim.learning_rate=0.1", "optim.warmup_steps=0"],
+    )
     optimizer = Optimizer(model, config.optim, 10)
     layers = [module for module in model.modules() if isinstance(module, FastLinear)]
     assert model.lm_head in layers and len(layers) == 2 * 7 + 1
@@ -158,12 +179,20 @@ def test_generation_uses_the_current_weights(copy, make_model):
 
     first = check()
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    for action, does_change in ((step, layers), (change, [model.lm_head]), (lambda: model.load_state_dict(state), layers)):
+    for action, does_change in (
+        (step, layers),
+        (change, [model.lm_head]),
+        (lambda: model.load_state_dict(state), layers),
+    ):
         before = check()
         action()
         if action is step:
             refresh_copies(model)
-        changed = [layer for layer, a, b in zip(layers, before, check(), strict=True) if not torch.equal(a, b)]
+        changed = [
+            layer
+            for layer, a, b in zip(layers, before, check(), strict=True)
+            if not torch.equal(a, b)
+        ]
         assert changed == list(does_change)
     assert all(torch.equal(a, b) for a, b in zip(first, check(), strict=True))
 
@@ -207,8 +236,12 @@ def test_a_whole_model(copy, checkpointing, make_model):
         if checkpointing:
             set_up_module.enable_gradient_checkpointing(model)
         with torch.inference_mode():
-            logits = output_head(model)(forward_hidden(model, tokens, pack_sequences(lengths, tokens.device))).double()
-        output_head(model)(forward_hidden(model, tokens, pack_sequences(lengths, tokens.device))).logsumexp(-1).sum().backward()
+            logits = output_head(model)(
+                forward_hidden(model, tokens, pack_sequences(lengths, tokens.device))
+            ).double()
+        output_head(model)(
+            forward_hidden(model, tokens, pack_sequences(lengths, tokens.device))
+        ).logsumexp(-1).sum().backward()
         return logits, {name: p.grad.double() for name, p in model.named_parameters()}
 
     exact, exact_grads = run(make_model("qwen2"))
@@ -219,7 +252,11 @@ def test_a_whole_model(copy, checkpointing, make_model):
     def error(a: torch.Tensor, b: torch.Tensor) -> float:
         return ((a - b).norm() / b.norm()).item()
 
-    assert all(isinstance(module, FastLinear) for module in fast.modules() if isinstance(module, torch.nn.Linear))
+    assert all(
+        isinstance(module, FastLinear)
+        for module in fast.modules()
+        if isinstance(module, torch.nn.Linear)
+    )
     assert error(found, exact) <= 3 * error(plain, exact) < 1e-5
     for name, wanted in exact_grads.items():
         assert error(grads[name], wanted) <= 3 * error(plain_grads[name], wanted) + 10 * EPS
@@ -229,7 +266,8 @@ def test_a_whole_model(copy, checkpointing, make_model):
 
 
 def times_of(**faster: float) -> np.ndarray:
-    """What `measure` returns for one shape: 1 ms each but those named, and no overhead of autograd."""
+    """What `measure` returns for one shape: 1 ms each but those named, and no overhead of
+    autograd."""
     row = dict.fromkeys(TIMINGS, 1e-3) | {("copy", copy): 1e-6 for copy in COPIES}
     for name, seconds in faster.items():
         kind, *of = name.split("_")
@@ -246,7 +284,10 @@ def times_of(**faster: float) -> np.ndarray:
         (times_of(generate_packed=0.95e-3, train_True=0.95e-3), Plan()),  # not by a margin
         (times_of(generate_packed=0.8e-3), Plan("packed", ALWAYS)),
         (times_of(generate_packed=0.8e-3, generate_transposed=0.7e-3), Plan("transposed", ALWAYS)),
-        (times_of(generate_packed=0.8e-3, generate_1_packed=2e-3), Plan("packed", (False, True, True, True, True))),
+        (
+            times_of(generate_packed=0.8e-3, generate_1_packed=2e-3),
+            Plan("packed", (False, True, True, True, True)),
+        ),
         (times_of(generate_packed=0.8e-3, copy_packed=30e-3), Plan()),  # its making costs more
         (times_of(train_True=0.5e-3), Plan(products=ALL)),
         (times_of(train_True=0.5e-3, train_2_True=2e-3), Plan(products=(True, True, False))),
@@ -274,37 +315,55 @@ class Clock:
 
 
 def test_measure(make_model):
-    """All shapes in few rounds once time is up; model, gradients and the run's random numbers stay as they are."""
+    """All shapes in few rounds once time is up; model, gradients and the run's random numbers stay
+    as they are."""
     model = make_model("qwen2", torch.float32)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     torch.manual_seed(3)
     state, clock = torch.get_rng_state(), Clock()
     seconds = measure(model, clock)
     assert torch.equal(torch.get_rng_state(), state)
-    assert {type(module) for module in model.modules() if isinstance(module, torch.nn.Linear)} == {torch.nn.Linear}
+    assert {type(module) for module in model.modules() if isinstance(module, torch.nn.Linear)} == {
+        torch.nn.Linear
+    }
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
     shapes = count_shapes(model)
     assert shapes == {"64x96": 4, "96x64": 2, "64x64": 4, "64x97": 1, "64x32": 4}
-    assert seconds.shape == (len(shapes) + 1, len(TIMINGS)) and (seconds[:-1] == 1).all() and (seconds > 0).all()
+    assert (
+        seconds.shape == (len(shapes) + 1, len(TIMINGS))
+        and (seconds[:-1] == 1).all()
+        and (seconds > 0).all()
+    )
     layers, generation = sum(shapes.values()), len(LEVELS) * (1 + len(COPIES))
-    rounds = linear_choice.MIN_ROUNDS * 2 * (generation * layers + (len(TIMINGS) - generation) * len(shapes))
+    rounds = (
+        linear_choice.MIN_ROUNDS
+        * 2
+        * (generation * layers + (len(TIMINGS) - generation) * len(shapes))
+    )
     assert clock.now < 2 * (rounds + len(shapes) * len(TIMINGS) + 2 * 20) + 10
     assert choose(list(shapes), seconds) == dict.fromkeys(shapes, Plan())
 
 
 def test_large_models_are_measured_in_parts():
     model = torch.nn.Sequential(
-        *(torch.nn.Linear(1024, 3000, bias=False) for _ in range(6)), torch.nn.Linear(1024, 50_000, bias=False)
+        *(torch.nn.Linear(1024, 3000, bias=False) for _ in range(6)),
+        torch.nn.Linear(1024, 50_000, bias=False),
     )
     first = linear_choice._first_layers(model, count_shapes(model))
     assert [shape_of(layer) for layer in first] == ["1024x3000"] * 2 + ["1024x50000"]
     calls = linear_choice._timed_calls(model[-1])
     with torch.inference_mode():
-        assert calls["generate", LEVELS[2], "packed"]().shape == (1, LEVELS[2], linear_choice.MOST_IN_LAYER // 1024)
+        assert calls["generate", LEVELS[2], "packed"]().shape == (
+            1,
+            LEVELS[2],
+            linear_choice.MOST_IN_LAYER // 1024,
+        )
 
 
-@pytest.mark.parametrize("dtype, wanted", [(torch.float32, True), (torch.float64, False), (torch.bfloat16, False)])
+@pytest.mark.parametrize(
+    "dtype, wanted", [(torch.float32, True), (torch.float64, False), (torch.bfloat16, False)]
+)
 def test_only_float32_on_a_cpu_has_a_choice(dtype, wanted):
     assert can_choose(torch.nn.Linear(4, 4).to(dtype)) == wanted
     assert not can_choose(torch.nn.Linear(4, 4, device="meta", dtype=dtype))
@@ -312,13 +371,21 @@ def test_only_float32_on_a_cpu_has_a_choice(dtype, wanted):
 
 def config_of(folder, *overrides: str):
     """A float32 run whose forwards do not depend on the clock."""
-    options = [*SHORT, "model.dtype=float32", "speculative.method=none", "rollout.num_slots=16", "optim.learning_rate=1e-3"]
+    options = [
+        *SHORT,
+        "model.dtype=float32",
+        "speculative.method=none",
+        "rollout.num_slots=16",
+        "optim.learning_rate=1e-3",
+    ]
     return load_config("configs/tiny_cpu.yaml", [*options, f"run.output_dir={folder}", *overrides])
 
 
 def faked(seconds: np.ndarray):
     """`measure` of a machine on which every shape takes these times."""
-    return lambda model: np.vstack([np.repeat(seconds[:1], len(count_shapes(model)), axis=0), seconds[-1:]])
+    return lambda model: np.vstack(
+        [np.repeat(seconds[:1], len(count_shapes(model)), axis=0), seconds[-1:]]
+    )
 
 
 FAST, PLAIN = times_of(generate_packed=0.5e-3, train_True=0.5e-3), times_of()
@@ -327,7 +394,10 @@ FAST, PLAIN = times_of(generate_packed=0.5e-3, train_True=0.5e-3), times_of()
 def test_ranks_decide_together(monkeypatch, make_model):
     """By their mean, whatever each of them has measured."""
     model, mine = make_model("llama", torch.float32), iter([FAST, PLAIN])
-    everyone = [faked(FAST)(model), faked(times_of(generate_packed=1.5e-3, train_True=0.6e-3))(model)]
+    everyone = [
+        faked(FAST)(model),
+        faked(times_of(generate_packed=1.5e-3, train_True=0.6e-3))(model),
+    ]
 
     class Two(Ranks):
         def gather(self, array):
@@ -338,7 +408,9 @@ def test_ranks_decide_together(monkeypatch, make_model):
         monkeypatch.setattr(set_up_module, "measure", faked(next(mine)))
         chosen.append(choose_linear(config, Two(torch.device("cpu")), model, None))
     assert chosen[0] == chosen[1]
-    assert set(chosen[0]["plans"].values()) == {Plan("packed", ALWAYS, ALL)}  # sqrt(0.5 * 1.5) and sqrt(0.5 * 0.6)
+    assert set(chosen[0]["plans"].values()) == {
+        Plan("packed", ALWAYS, ALL)
+    }  # sqrt(0.5 * 1.5) and sqrt(0.5 * 0.6)
 
 
 @pytest.mark.parametrize("override", ["model.cpu_linear=torch", "model.dtype=float64"])
@@ -346,23 +418,31 @@ def test_switched_off(monkeypatch, tmp_path, override):
     monkeypatch.setattr(set_up_module, "measure", None)
     trainer = set_up(config_of(tmp_path, override), Ranks(torch.device("cpu")))
     trainer.lock.close()
-    assert trainer.linear is None and not any(isinstance(module, FastLinear) for module in trainer.learner.model.modules())
+    assert trainer.linear is None and not any(
+        isinstance(module, FastLinear) for module in trainer.learner.model.modules()
+    )
 
 
 def test_a_continued_run_keeps_the_choice(monkeypatch, tmp_path):
-    """Whatever would be measured now, so that its weights are those of the run that was not interrupted, to the bit; but on
-    another processor it chooses anew."""
+    """Whatever would be measured now, so that its weights are those of the run that was not
+    interrupted, to the bit; but on another processor it chooses anew."""
 
     def run(folder, seconds, *overrides: str):
         monkeypatch.setattr(set_up_module, "measure", faked(seconds))
-        trainer = set_up(config_of(folder, "loss.kl_coef=0.1", *overrides), Ranks(torch.device("cpu")))
+        trainer = set_up(
+            config_of(folder, "loss.kl_coef=0.1", *overrides), Ranks(torch.device("cpu"))
+        )
         train(trainer)
         trainer.lock.close()
         return trainer
 
     whole = run(tmp_path / "whole", FAST)
     assert set(whole.linear["plans"].values()) == {Plan("packed", ALWAYS, ALL)}
-    plans = {module.plan for module in whole.learner.reference.modules() if isinstance(module, FastLinear)}
+    plans = {
+        module.plan
+        for module in whole.learner.reference.modules()
+        if isinstance(module, FastLinear)
+    }
     assert plans == {Plan(products=ALL)}
     run(tmp_path / "parts", FAST, "run.max_steps=2")
     (folder,) = list_checkpoints(tmp_path / "parts")
@@ -372,8 +452,12 @@ def test_a_continued_run_keeps_the_choice(monkeypatch, tmp_path):
     assert same_weights(weights(tmp_path / "parts", 4), weights(tmp_path / "whole", 4))
 
     monkeypatch.setattr(set_up_module, "describe_hardware", lambda device: {"cpu": "another"})
-    config = config_of(tmp_path / "parts", "run.max_steps=5", f"run.resume_from_checkpoint={os.path.abspath(folder)}")
+    config = config_of(
+        tmp_path / "parts",
+        "run.max_steps=5",
+        f"run.resume_from_checkpoint={os.path.abspath(folder)}",
+    )
     model = whole.learner.model
-    assert choose_linear(config, Ranks(torch.device("cpu")), model, read_state(folder)["linear"])["hardware"] == {
-        "cpu": "another"
-    }
+    assert choose_linear(config, Ranks(torch.device("cpu")), model, read_state(folder)["linear"])[
+        "hardware"
+    ] == {"cpu": "another"}

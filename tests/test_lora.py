@@ -1,4 +1,5 @@
-"""LoRA: what an adapted model computes, what of it is trained, and whole runs with it. Skipped without peft."""
+"""LoRA: what an adapted model computes, what of it is trained, and whole runs with it. Skipped
+without peft."""
 
 import copy
 import os
@@ -10,12 +11,12 @@ from test_update import gradient, make_config, make_samples, oracle
 from transformers import AutoModelForCausalLM
 
 from bubblespec.config import ModelConfig, load_config
+from bubblespec.dist.ranks import Ranks
 from bubblespec.engine.model import enable_gradient_checkpointing, output_head, prepare_model
 from bubblespec.errors import InputError
 from bubblespec.learn.lora import adapter_disabled, add_adapter
 from bubblespec.learn.optimizer import Optimizer
-from bubblespec.ranks.collectives import Ranks
-from bubblespec.set_up import set_up
+from bubblespec.setup import set_up
 from tests.runs import run, run_until_killed
 from tests.system.exactness import SHORT, largest_change, read_metrics, read_weights, same_weights
 from train import train
@@ -32,7 +33,9 @@ TOKENS = torch.arange(1, 13)[None]
 
 
 def lora_config(*targets: str) -> ModelConfig:
-    return ModelConfig(path="", lora_r=RANK, lora_alpha=ALPHA, lora_target_modules=list(targets) or ["all-linear"])
+    return ModelConfig(
+        path="", lora_r=RANK, lora_alpha=ALPHA, lora_target_modules=list(targets) or ["all-linear"]
+    )
 
 
 def adapt(model, *targets: str):
@@ -51,29 +54,39 @@ def adapter_of(model) -> dict[str, torch.nn.Parameter]:
 
 
 def merged(base, adapter: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Adapted weights by the formula, W + alpha / r B A (Hu et al. 2021, arXiv 2106.09685, section 4.1)."""
+    """Adapted weights by the formula, W + alpha / r B A (Hu et al. 2021, arXiv 2106.09685, section
+    4.1)."""
     weights = dict(base.named_parameters())
     for name, a in adapter.items():
         if "lora_A" in name:
             layer = name.partition(".lora_A")[0]
             change = ALPHA / RANK * adapter[name.replace("lora_A", "lora_B")] @ a
-            is_transposed = "Conv1D" in type(base.get_submodule(layer)).__name__  # GPT-2 stores [in, out]
-            weights[f"{layer}.weight"] = weights[f"{layer}.weight"] + (change.T if is_transposed else change)
+            is_transposed = (
+                "Conv1D" in type(base.get_submodule(layer)).__name__
+            )  # GPT-2 stores [in, out]
+            weights[f"{layer}.weight"] = weights[f"{layer}.weight"] + (
+                change.T if is_transposed else change
+            )
     return weights
 
 
 class Merged(torch.nn.Module):
-    """A plain model with the weights of the formula; its parameters are the adapter's, in the order that they are given in."""
+    """A plain model with the weights of the formula; its parameters are the adapter's, in the order
+    that they are given in."""
 
     def __init__(self, base, adapter: dict[str, torch.Tensor]):
         super().__init__()
         self.names = list(adapter)
-        self.values = torch.nn.ParameterList(parameter.detach().clone() for parameter in adapter.values())
+        self.values = torch.nn.ParameterList(
+            parameter.detach().clone() for parameter in adapter.values()
+        )
         self.base = (base,)  # in a tuple: not a part of this module
 
     def forward(self, input_ids):
         adapter = dict(zip(self.names, self.values, strict=True))
-        return torch.func.functional_call(self.base[0], merged(self.base[0], adapter), (input_ids,), {"use_cache": False})
+        return torch.func.functional_call(
+            self.base[0], merged(self.base[0], adapter), (input_ids,), {"use_cache": False}
+        )
 
 
 # One model
@@ -92,7 +105,9 @@ def test_a_new_adapter_changes_nothing_and_is_the_same_everywhere(make_model):
     a, b = adapter_of(first), adapter_of(second)
     assert all(torch.equal(a[name], b[name]) for name in a.keys() | b.keys())
     add_adapter(other := make_model(), lora_config(), seed=4)
-    assert not any(torch.equal(a[name], value) for name, value in adapter_of(other).items() if "lora_A" in name)
+    assert not any(
+        torch.equal(a[name], value) for name, value in adapter_of(other).items() if "lora_A" in name
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
@@ -105,7 +120,9 @@ def test_logits_are_those_of_merged_weights(make_model, name):
         assert (wanted - base(TOKENS).logits).abs().max() > 0.1
         prepare_model(model, 64)  # the engine's own check passes too, unmerged
     head = output_head(model)
-    assert type(head) is torch.nn.Linear and not any("embed" in name or "lm_head" in name for name in adapter_of(model))
+    assert type(head) is torch.nn.Linear and not any(
+        "embed" in name or "lm_head" in name for name in adapter_of(model)
+    )
 
 
 def test_only_the_adapter_is_trained_in_the_models_dtype(make_model):
@@ -114,16 +131,21 @@ def test_only_the_adapter_is_trained_in_the_models_dtype(make_model):
     adapter = adapter_of(model)
     assert {id(p) for p in optimizer.params} == {id(p) for p in adapter.values()}
     assert len(adapter) == 2 * 2 * 7  # A and B, layers, linear layers of each
-    assert {p.dtype for p in optimizer.params} == {torch.bfloat16} and {m.dtype for m in optimizer.updated.values()} == {
-        torch.float32
-    }
+    assert {p.dtype for p in optimizer.params} == {torch.bfloat16} and {
+        m.dtype for m in optimizer.updated.values()
+    } == {torch.float32}
 
 
-@pytest.mark.parametrize("name, targets", [("llama", []), ("qwen2", ["q_proj", "v_proj"]), ("gpt2", [])])
+@pytest.mark.parametrize(
+    "name, targets", [("llama", []), ("qwen2", ["q_proj", "v_proj"]), ("gpt2", [])]
+)
 @pytest.mark.parametrize("kl_coef, checkpointing", [(0.0, False), (0.3, False), (0.3, True)])
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out")
-def test_loss_and_gradient_equal_those_of_merged_weights(make_model, name, targets, kl_coef, checkpointing):
-    """The same oracle as for full training, on weights merged by the formula; the reference of the KL is the base."""
+def test_loss_and_gradient_equal_those_of_merged_weights(
+    make_model, name, targets, kl_coef, checkpointing
+):
+    """The same oracle as for full training, on weights merged by the formula; the reference of the
+    KL is the base."""
     base, model = make_model(name), adapt(make_model(name), *targets)
     prepare_model(model, 64)
     samples, config = make_samples(), make_config(kl_coef=kl_coef)
@@ -132,19 +154,27 @@ def test_loss_and_gradient_equal_those_of_merged_weights(make_model, name, targe
     if checkpointing:
         enable_gradient_checkpointing(model)
         config.model.gradient_checkpointing = True
-    frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+    frozen = {
+        name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad
+    }
     got, metrics = gradient(model, samples, config, reference=model if kl_coef else None)
     torch.testing.assert_close(got, wanted, rtol=1e-8, atol=1e-10)
     assert abs(metrics["loss"] - wanted_loss) < 1e-10
     assert got.abs().max() > 1e-3
     now = dict(model.named_parameters())
-    assert all(torch.equal(now[name], value) and now[name].grad is None for name, value in frozen.items())
-    assert any(not torch.equal(now[name], value) for name, value in zip(plain.names, plain.values, strict=True))
+    assert all(
+        torch.equal(now[name], value) and now[name].grad is None for name, value in frozen.items()
+    )
+    assert any(
+        not torch.equal(now[name], value)
+        for name, value in zip(plain.names, plain.values, strict=True)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_base_as_reference_is_the_base_to_the_bit(make_model, dtype):
-    """Gradients with the adapter turned off in between equal those with a second model; bfloat16 has its own way to collect."""
+    """Gradients with the adapter turned off in between equal those with a second model; bfloat16
+    has its own way to collect."""
     results = []
     for reference_is_own in (True, False):
         model = adapt(make_model(dtype=dtype))
@@ -152,7 +182,9 @@ def test_the_base_as_reference_is_the_base_to_the_bit(make_model, dtype):
         prepare_model(model, 64)
         if not reference_is_own:
             prepare_model(reference, 64)
-        results.append(gradient(model, make_samples(), make_config(kl_coef=0.3), reference=reference))
+        results.append(
+            gradient(model, make_samples(), make_config(kl_coef=0.3), reference=reference)
+        )
     assert torch.equal(results[0][0], results[1][0])
     assert results[0][1]["kl"] == results[1][1]["kl"] > 0
 
@@ -163,8 +195,12 @@ def test_the_adapter_is_off_only_within(make_model):
     with pytest.raises(RuntimeError, match="in between"), adapter_disabled(model):
         assert torch.equal(model(TOKENS).logits, base(TOKENS).logits)
         raise RuntimeError("in between")
-    assert torch.equal(model(TOKENS).logits, adapted) and not torch.equal(adapted, base(TOKENS).logits)
-    assert {name for name, p in model.named_parameters() if p.requires_grad} == adapter_of(model).keys()
+    assert torch.equal(model(TOKENS).logits, adapted) and not torch.equal(
+        adapted, base(TOKENS).logits
+    )
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == adapter_of(
+        model
+    ).keys()
     with adapter_disabled(base):  # has none
         assert all(p.requires_grad for p in base.parameters())
 
@@ -172,10 +208,22 @@ def test_the_adapter_is_off_only_within(make_model):
 @pytest.mark.parametrize(
     "targets, rank, says",
     [
-        (["q_proj", "qproj"], 4, "lora_target_modules: the model has no 'qproj'; its linear layers are down_proj, gate_proj, "),
+        (
+            ["q_proj", "qproj"],
+            4,
+            "lora_target_modules: the model has no 'qproj'; its linear layers are down_proj, gate_proj, ",
+        ),
         (["all-linear", "lm_head"], 4, "lora_target_modules: the model has no 'all-linear'"),
-        (["q_proj", "lm_head"], 4, "lora_target_modules: the embedding and the output head cannot have an adapter"),
-        (["embed_tokens"], 4, "lora_target_modules: the embedding and the output head cannot have an adapter"),
+        (
+            ["q_proj", "lm_head"],
+            4,
+            "lora_target_modules: the embedding and the output head cannot have an adapter",
+        ),
+        (
+            ["embed_tokens"],
+            4,
+            "lora_target_modules: the embedding and the output head cannot have an adapter",
+        ),
         (["input_layernorm"], 4, "lora_target_modules: Target module LlamaRMSNorm"),
         (["all-linear"], 65, "lora_r: 65 must be at most 64, the model's hidden size"),
     ],
@@ -188,7 +236,10 @@ def test_what_cannot_be_adapted_gets_one_line(make_model, targets, rank, says):
 
 def test_without_peft_the_requirements_file_is_named(make_model, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(InputError, match=r"^model.lora_r: LoRA needs peft .*; pip install -r requirements-lora.txt$"):
+    with pytest.raises(
+        InputError,
+        match=r"^model.lora_r: LoRA needs peft .*; pip install -r requirements-lora.txt$",
+    ):
         add_adapter(make_model(), lora_config(), 0)
 
 
@@ -211,23 +262,28 @@ def digests(folder) -> list[str]:
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    """An uninterrupted run on two ranks without speculation, which the other runs are compared with."""
+    """An uninterrupted run on two ranks without speculation, which the other runs are compared
+    with."""
     folder = tmp_path_factory.mktemp("two_ranks")
     run(folder, 2, *SAVED, "speculative.method=none", config=CONFIG, short=OPTIONS)
-    assert largest_change(read_weights(folder, 2), read_weights(folder, STEPS)) > 1e-3, "the adapter must have learned something"
+    assert largest_change(read_weights(folder, 2), read_weights(folder, STEPS)) > 1e-3, (
+        "the adapter must have learned something"
+    )
     return folder
 
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory):
-    """A run on one rank with speculation that ended after two steps and was continued: its folder and its parts."""
+    """A run on one rank with speculation that ended after two steps and was continued: its folder
+    and its parts."""
     folder = tmp_path_factory.mktemp("one_rank")
     run_here(folder, "run.max_steps=2")
     return folder, run_here(folder)
 
 
 def test_speculation_and_a_kill_leave_digests_and_weights_unchanged(two_ranks, tmp_path):
-    """SIGKILL to all processes after a checkpoint and a step beyond it; drafts are verified by the adapted model."""
+    """SIGKILL to all processes after a checkpoint and a step beyond it; drafts are verified by the
+    adapted model."""
     proposing = (*SAVED, "speculative.fixed_window=6")  # whatever a forward takes on this machine
     run_until_killed(tmp_path, 2, 3, *proposing, config=CONFIG, short=OPTIONS)
     run(tmp_path, 2, *proposing, config=CONFIG, short=OPTIONS)
@@ -248,7 +304,8 @@ def test_one_rank_and_a_resumed_run_have_the_same_digests(two_ranks, resumed, tm
 
 
 def test_the_first_step_is_that_of_full_training(two_ranks, tmp_path):
-    """B = 0 at the start, so the KL to the base is nothing, and no token differs from those of a run without an adapter."""
+    """B = 0 at the start, so the KL to the base is nothing, and no token differs from those of a
+    run without an adapter."""
     run_here(tmp_path, "model.lora_r=0", "run.max_steps=2")
     full, lora = read_metrics(tmp_path), read_metrics(two_ranks)
     assert full[0]["rollout/digest"] == lora[0]["rollout/digest"]
@@ -264,13 +321,17 @@ def test_a_checkpoint_is_an_adapter_that_peft_and_transformers_load(resumed):
     base = AutoModelForCausalLM.from_pretrained("configs/tiny_policy", dtype=torch.float64)
     with torch.no_grad():
         before = base(TOKENS).logits
-        by_transformers = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)(TOKENS).logits
+        by_transformers = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)(
+            TOKENS
+        ).logits
         by_peft = peft.PeftModel.from_pretrained(base, checkpoint)
         trained = copy.deepcopy(trainer.learner.model)
         trained.set_attn_implementation("sdpa")
         wanted = trained(TOKENS).logits
         assert torch.equal(by_peft(TOKENS).logits, wanted) and torch.equal(by_transformers, wanted)
-        torch.testing.assert_close(by_peft.merge_and_unload()(TOKENS).logits, wanted, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            by_peft.merge_and_unload()(TOKENS).logits, wanted, rtol=1e-9, atol=1e-9
+        )
     assert (wanted - before).abs().max() > 1e-2
     assert not os.path.exists(os.path.join(checkpoint, "model.safetensors"))
 
@@ -279,7 +340,10 @@ def test_another_adapter_is_another_run(resumed):
     folder, _ = resumed
     for override, says in (
         ("model.lora_r=8", "model.lora_r: 8 here, but 4 in"),
-        ("model.lora_target_modules=[q_proj]", "model.lora_target_modules: ['q_proj'] here, but ['all-linear'] in"),
+        (
+            "model.lora_target_modules=[q_proj]",
+            "model.lora_target_modules: ['q_proj'] here, but ['all-linear'] in",
+        ),
         ("model.lora_r=0", "model.lora_r: 0 here, but 4 in"),
     ):
         with pytest.raises(InputError) as error:
@@ -290,5 +354,7 @@ def test_another_adapter_is_another_run(resumed):
 def test_an_adapter_is_not_a_model_to_start_from(resumed, tmp_path):
     folder, _ = resumed
     for rank in (0, 4):
-        with pytest.raises(InputError, match=r"^model.path: .* is a LoRA adapter; merge it into its base"):
+        with pytest.raises(
+            InputError, match=r"^model.path: .* is a LoRA adapter; merge it into its base"
+        ):
             run_here(tmp_path, f"model.path={folder}/checkpoint-{STEPS}", f"model.lora_r={rank}")

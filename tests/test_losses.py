@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from bubblespec.config import LossConfig
-from bubblespec.learn.losses import cispo_loss, importance_ratio, kl_penalty, policy_loss, token_logprobs, token_weights
+from bubblespec.learn.losses import (
+    cispo_loss,
+    importance_ratio,
+    kl_penalty,
+    policy_loss,
+    token_logprobs,
+    token_weights,
+)
 from tests.reference_step import kl_estimate, mean_loss, token_losses
 
 RNG = np.random.default_rng(0)
@@ -17,10 +24,15 @@ M = 200
 def plain_losses(logprob, old, advantages: list[float], lengths: list[int], **loss):
     """reference_step.token_losses of each sequence, [M], and the clips, bool [3, M]."""
     sequences = zip(logprob.split(lengths), old.split(lengths), advantages, strict=True)
-    by_sequence = [token_losses(p, o, advantage, LossConfig(**loss)) for p, o, advantage in sequences]
+    by_sequence = [
+        token_losses(p, o, advantage, LossConfig(**loss)) for p, o, advantage in sequences
+    ]
     none = logprob.new_zeros(len(logprob), dtype=torch.bool).split(lengths)
     names = ("low", "high", "delta")
-    clips = [torch.cat([by_name.get(name, n) for (_, by_name), n in zip(by_sequence, none, strict=True)]) for name in names]
+    clips = [
+        torch.cat([by_name.get(name, n) for (_, by_name), n in zip(by_sequence, none, strict=True)])
+        for name in names
+    ]
     return torch.cat([values for values, _ in by_sequence]), torch.stack(clips)
 
 
@@ -38,8 +50,12 @@ def test_policy_loss_and_its_gradient(delta):
     assert all(count > 5 for count in is_clipped.sum(1)[: 2 if delta is None else 3])
     loss.sum().backward()
     ratio = (logprob - old).exp().detach()
-    np.testing.assert_allclose(logprob.grad, torch.where(is_clipped.any(0), 0.0, -ratio * advantage), rtol=1e-12)
-    np.testing.assert_allclose(logprob.grad, torch.autograd.grad(wanted.sum(), logprob)[0], rtol=1e-12)
+    np.testing.assert_allclose(
+        logprob.grad, torch.where(is_clipped.any(0), 0.0, -ratio * advantage), rtol=1e-12
+    )
+    np.testing.assert_allclose(
+        logprob.grad, torch.autograd.grad(wanted.sum(), logprob)[0], rtol=1e-12
+    )
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -50,23 +66,34 @@ def test_on_policy_gradient_is_the_plain_policy_gradient(level):
     ratio = importance_ratio(logprob, logprob.detach(), torch.tensor([M - 7, 7]), level)
     loss, is_clipped = policy_loss(ratio, advantage, epsilon_low=0.2, epsilon_high=0.2)
     loss.sum().backward()
-    assert torch.equal(loss.detach(), -advantage) and torch.equal(logprob.grad, -advantage) and not is_clipped.any()
+    assert (
+        torch.equal(loss.detach(), -advantage)
+        and torch.equal(logprob.grad, -advantage)
+        and not is_clipped.any()
+    )
 
 
 def test_sequence_ratio_is_the_geometric_mean_with_its_own_gradient():
-    """Against the paper's first form, whose one ratio a sequence is differentiated through the mean over its tokens."""
+    """Against the paper's first form, whose one ratio a sequence is differentiated through the mean
+    over its tokens."""
     lengths = torch.tensor([5, 1, 30, 14])
     logprob = torch.from_numpy(RNG.normal(-1, 0.5, 50)).requires_grad_()
     old = torch.from_numpy(logprob.detach().numpy() + RNG.normal(0, 0.4, 50))
     advantage = torch.tensor([1.0, -2.0, 0.5, -0.1], dtype=torch.float64)
     weight = torch.tensor([0.1, 0.7, 0.2, 0.4], dtype=torch.float64).repeat_interleave(lengths)
     ratio = importance_ratio(logprob, old, lengths, "sequence")
-    loss, _ = policy_loss(ratio, advantage.repeat_interleave(lengths), epsilon_low=0.5, epsilon_high=0.5)
+    loss, _ = policy_loss(
+        ratio, advantage.repeat_interleave(lengths), epsilon_low=0.5, epsilon_high=0.5
+    )
     options = {"importance_sampling_level": "sequence", "epsilon_low": 0.5, "epsilon_high": 0.5}
     wanted, _ = plain_losses(logprob, old, advantage.tolist(), lengths.tolist(), **options)
-    np.testing.assert_allclose(ratio[:5].detach(), (logprob - old)[:5].mean().exp().detach().expand(5), rtol=1e-14)
+    np.testing.assert_allclose(
+        ratio[:5].detach(), (logprob - old)[:5].mean().exp().detach().expand(5), rtol=1e-14
+    )
     torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=0)
-    (got,), (gradient,) = (torch.autograd.grad((weight * values).sum(), logprob) for values in (loss, wanted))
+    (got,), (gradient,) = (
+        torch.autograd.grad((weight * values).sum(), logprob) for values in (loss, wanted)
+    )
     np.testing.assert_allclose(got, gradient, rtol=1e-10)
 
 
@@ -74,18 +101,25 @@ def test_cispo_caps_the_weight_and_keeps_every_gradient():
     logprob = torch.from_numpy(RNG.normal(-1, 0.5, M)).requires_grad_()
     old = torch.from_numpy(logprob.detach().numpy() + RNG.normal(0, 0.4, M))
     advantage = torch.from_numpy(RNG.normal(0, 1, M))
-    loss, is_clipped = cispo_loss(logprob, importance_ratio(logprob, old, torch.tensor([M]), "token"), advantage, 1.2)
+    loss, is_clipped = cispo_loss(
+        logprob, importance_ratio(logprob, old, torch.tensor([M]), "token"), advantage, 1.2
+    )
     loss.sum().backward()
-    wanted, wanted_clips = plain_losses(logprob, old, advantage.tolist(), [1] * M, loss_type="cispo", epsilon_high=1.2)
+    wanted, wanted_clips = plain_losses(
+        logprob, old, advantage.tolist(), [1] * M, loss_type="cispo", epsilon_high=1.2
+    )
     torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=0)
     assert torch.equal(is_clipped, wanted_clips)
-    weight = [min(math.exp(p - o), 1.2) for p, o in zip(logprob.tolist(), old.tolist(), strict=True)]
+    weight = [
+        min(math.exp(p - o), 1.2) for p, o in zip(logprob.tolist(), old.tolist(), strict=True)
+    ]
     np.testing.assert_allclose(logprob.grad, -np.array(weight) * advantage.numpy(), rtol=1e-12)
     assert (logprob.grad != 0).all() and 20 < is_clipped.sum() < M - 20
 
 
 def test_kl_estimators_have_the_means_and_gradients_that_they_claim():
-    """Over a whole vocabulary: the mean value, and the mean gradient by the policy's logits, each weighted by the policy."""
+    """Over a whole vocabulary: the mean value, and the mean gradient by the policy's logits, each
+    weighted by the policy."""
     logits = torch.randn(50, dtype=torch.float64, requires_grad=True)
     policy, reference = logits.log_softmax(-1), torch.randn(50, dtype=torch.float64).log_softmax(-1)
     probability = policy.exp().detach()
@@ -96,9 +130,13 @@ def test_kl_estimators_have_the_means_and_gradients_that_they_claim():
     pulls = {"k1": torch.zeros_like(logits), "k2": of_forward, "k3": of_backward}
     for estimator, pull in pulls.items():
         estimate = kl_penalty(policy, reference, estimator)
-        torch.testing.assert_close(estimate, kl_estimate(policy, reference, estimator), rtol=1e-13, atol=1e-14)
+        torch.testing.assert_close(
+            estimate, kl_estimate(policy, reference, estimator), rtol=1e-13, atol=1e-14
+        )
         if estimator != "k2":
-            assert math.isclose((probability * estimate).sum().item(), forward.item(), rel_tol=1e-10)
+            assert math.isclose(
+                (probability * estimate).sum().item(), forward.item(), rel_tol=1e-10
+            )
         if estimator != "k1":
             assert (estimate >= 0).all()
         (gradient,) = torch.autograd.grad((probability * estimate).sum(), logits, retain_graph=True)
@@ -110,9 +148,13 @@ def test_token_weights_give_the_published_means(loss_type):
     lengths = np.array([3, 1, 7, 4])
     is_used = np.array([True, True, False, True])
     losses = [torch.from_numpy(RNG.normal(size=n)) for n in lengths]
-    wanted = mean_loss([values for values, used in zip(losses, is_used, strict=True) if used], 4, loss_type, 10)
+    wanted = mean_loss(
+        [values for values, used in zip(losses, is_used, strict=True) if used], 4, loss_type, 10
+    )
     weights = token_weights(loss_type, lengths, is_used, max_completion_length=10)
-    assert math.isclose(sum(w * v.sum() for w, v in zip(weights, losses, strict=True)), wanted, rel_tol=1e-12)
+    assert math.isclose(
+        sum(w * v.sum() for w, v in zip(weights, losses, strict=True)), wanted, rel_tol=1e-12
+    )
 
 
 def test_weights_without_any_used_sequence_are_zero():
@@ -135,7 +177,9 @@ def test_token_logprobs_whole_and_in_chunks(max_logits):
     wanted = full.gather(1, target[:, None])[:, 0]
     wanted.dot(torch.linspace(-1, 1, 20, dtype=torch.float64)).backward()
     torch.testing.assert_close(logprob, wanted, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(entropy, -(full.exp() * full).sum(-1).detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        entropy, -(full.exp() * full).sum(-1).detach(), rtol=1e-12, atol=1e-12
+    )
     torch.testing.assert_close(got, (hidden.grad, head.weight.grad), rtol=1e-12, atol=1e-12)
     assert not entropy.requires_grad
 

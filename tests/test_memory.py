@@ -13,14 +13,14 @@ from test_memory_needs import make_config, small
 
 from bubblespec import checks, memory
 from bubblespec.config import Config, load_config
-from bubblespec.engine.generator import Generator
+from bubblespec.dist.ranks import Ranks
+from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
 from bubblespec.memory_needs import meta_model, work_out
-from bubblespec.ranks.collectives import Ranks
-from bubblespec.samples import Row, SampleId
+from bubblespec.types import Row, SampleId
 from tests.warm import ROOT, python
 
 CPU = Ranks(torch.device("cpu"))
@@ -35,7 +35,9 @@ class Ranks3:
         return np.stack([array, np.full_like(array, 5), np.full_like(array, 7)])
 
 
-def slots_on_cuda(monkeypatch, config: Config, free: float, has_moments: bool = True, ranks=Ranks3) -> int:
+def slots_on_cuda(
+    monkeypatch, config: Config, free: float, has_moments: bool = True, ranks=Ranks3
+) -> int:
     """`free` bytes of a card of 1 GB, of which the allocator holds some itself."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free - 1000, 10**9))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 51_000)
@@ -51,8 +53,15 @@ def test_slots_fill_what_is_free_and_all_ranks_take_the_least(monkeypatch):
     base = needs.rollout + memory.HEADROOM * 1e9
     assert slots_on_cuda(monkeypatch, config, base + 4.5 * needs.slot) == 4
     assert slots_on_cuda(monkeypatch, config, base + 5.5 * needs.slot) == 5
-    assert slots_on_cuda(monkeypatch, config, base + 9.5 * needs.slot) == 5, "the least of all ranks"
-    assert slots_on_cuda(monkeypatch, config, base + 4.5 * needs.slot + needs.moments, has_moments=False) == 4
+    assert slots_on_cuda(monkeypatch, config, base + 9.5 * needs.slot) == 5, (
+        "the least of all ranks"
+    )
+    assert (
+        slots_on_cuda(
+            monkeypatch, config, base + 4.5 * needs.slot + needs.moments, has_moments=False
+        )
+        == 4
+    )
     with pytest.raises(InputError, match=r"^rollout.num_slots: .* optim.max_tokens_per_microbatch"):
         slots_on_cuda(monkeypatch, config, base + 0.5 * needs.slot)
     config = make_config(max_tokens=8192)  # now the gradient step needs more
@@ -73,7 +82,8 @@ def slots_that_fit(config: Config) -> list[int]:
 
 
 def test_streamed_gradients_are_there_beside_forwards(monkeypatch):
-    """Both count; where keys and values are given back before the first slice, what is freed is as without streaming."""
+    """Both count; where keys and values are given back before the first slice, what is freed is as
+    without streaming."""
     config = make_config(max_tokens=8192)
     config.optim.stream_gradients = True
     needs = work_out(config, meta_model(small(), torch.float32), 3)
@@ -81,11 +91,22 @@ def test_streamed_gradients_are_there_beside_forwards(monkeypatch):
     assert slots_on_cuda(monkeypatch, config, free) == 2
     with_streaming = slots_that_fit(config)
     config.rollout.free_cache_engine = True
-    assert slots_on_cuda(monkeypatch, config, needs.training + memory.HEADROOM * 1e9 + 2.5 * needs.slot) == 5
+    assert (
+        slots_on_cuda(
+            monkeypatch, config, needs.training + memory.HEADROOM * 1e9 + 2.5 * needs.slot
+        )
+        == 5
+    )
     config.optim.stream_gradients, config.rollout.free_cache_engine = False, False
     room = 80e9
-    assert needs.room_for_cache(room, False, True) == needs.room_for_cache(room, False) - min(needs.rollout, needs.training)
-    assert needs.room_for_cache(room, True, True) == needs.room_for_cache(room, True) == room - needs.rollout
+    assert needs.room_for_cache(room, False, True) == needs.room_for_cache(room, False) - min(
+        needs.rollout, needs.training
+    )
+    assert (
+        needs.room_for_cache(room, True, True)
+        == needs.room_for_cache(room, True)
+        == room - needs.rollout
+    )
     without = slots_that_fit(config)
     assert len(without) == 2 and all(a < b for a, b in zip(with_streaming, without, strict=True))
 
@@ -160,7 +181,9 @@ def test_rows_that_all_ranks_share_take_what_slots_leave(monkeypatch):
     assert [chosen(3.5 * row), chosen(0.5 * row), chosen(-0.5 * row)] == [3, 0, 0]
     config.rollout.free_cache_engine = True  # of slots, but these rows' stay in a gradient step
     assert chosen(3.5 * row) == 3
-    monkeypatch.setattr(memory.Needs, "training", property(lambda needs: needs.rollout + 2 * needs.slot + 2 * row))
+    monkeypatch.setattr(
+        memory.Needs, "training", property(lambda needs: needs.rollout + 2 * needs.slot + 2 * row)
+    )
     assert chosen(3.5 * row) == 1
     config.rollout.free_cache_engine = False
     monkeypatch.undo()
@@ -177,16 +200,23 @@ def test_rows_that_are_asked_for_are_counted_before_slots(monkeypatch):
     assert needs.shared == 40 * needs.shared_row > 5 * needs.slot
     free = needs.rollout + memory.HEADROOM * 1e9 + 4.5 * needs.slot
     assert slots_on_cuda(monkeypatch, config, free + needs.shared) == 4
-    with pytest.raises(InputError, match=r"GB of activations and 0.02 GB of rollout.shared_tail_rows do not fit the 0.\d+ GB"):
+    with pytest.raises(
+        InputError,
+        match=r"GB of activations and 0.02 GB of rollout.shared_tail_rows do not fit the 0.\d+ GB",
+    ):
         slots_on_cuda(monkeypatch, config, free)
     assert all(a < b for a, b in zip(slots_that_fit(config), without, strict=True))
     printed = memory.table(config, model, 2)
-    assert f"{work_out(config, model, 2).shared / 1e9:8.2f}  of 40 rows that all ranks decode together" in printed.splitlines()
+    assert (
+        f"{work_out(config, model, 2).shared / 1e9:8.2f}  of 40 rows that all ranks decode together"
+        in printed.splitlines()
+    )
 
 
 def test_rows_that_are_asked_for_are_refused_where_they_do_not_fit(monkeypatch):
-    """By hand: 3 slots of 512 positions on each of 2 ranks, and 4 rows of which a rank has one of two key/value heads. A position
-    has keys and values of 4 layers and 2 heads of 32 numbers in float32, and 32 bytes on the host."""
+    """By hand: 3 slots of 512 positions on each of 2 ranks, and 4 rows of which a rank has one of
+    two key/value heads. A position has keys and values of 4 layers and 2 heads of 32 numbers in
+    float32, and 32 bytes on the host."""
     config, model = make_config(), meta_model(small(), torch.float32)
     config.rollout.shared_tail_rows = 4
     needed = 512 * (3 * (4 * 2 * 2 * 32 * 4 + 32) + 4 * (4 * 2 * 32 * 4 + 32))
@@ -194,14 +224,16 @@ def test_rows_that_are_asked_for_are_refused_where_they_do_not_fit(monkeypatch):
     monkeypatch.setattr(checks, "free_host_bytes", lambda: needed)
     checks.check_memory(config, ranks, model, 3)
     monkeypatch.setattr(checks, "free_host_bytes", lambda: needed - 1)
-    with pytest.raises(InputError, match=r"3 slots of 512 tokens and the 4 of rollout.shared_tail_rows need"):
+    with pytest.raises(
+        InputError, match=r"3 slots of 512 tokens and the 4 of rollout.shared_tail_rows need"
+    ):
         checks.check_memory(config, ranks, model, 3)
 
 
 def test_released_keys_and_values_are_made_again():
     model = transformers.AutoModelForCausalLM.from_config(small()).double().eval()
     prepare_model(model, 512)
-    engine = Generator(ModelRunner(model, 3, 64, seed=0))
+    engine = Engine(ModelRunner(model, 3, 64, seed=0))
 
     def generate() -> list[list[int]]:
         rows = [Row(SampleId(1, 0, j), (1, 2, 3), 20) for j in range(4)]
@@ -221,10 +253,30 @@ def test_released_keys_and_values_are_made_again():
 
 def test_the_command_prints_the_sum(tmp_path):
     small().save_pretrained(tmp_path)
-    done = python("-m", "bubblespec.memory", "--config", "configs/qwen2.5_7b.yaml", "--world-size", "4", f"model.path={tmp_path}")
+    done = python(
+        "-m",
+        "bubblespec.memory",
+        "--config",
+        "configs/qwen2.5_7b.yaml",
+        "--world-size",
+        "4",
+        f"model.path={tmp_path}",
+    )
     assert done.returncode == 0, done.stderr
-    said = {name: float(number) for number, name in re.findall(r"^ *(\d+\.\d+)  (\w+)", done.stdout, re.MULTILINE)}
-    assert {"weights", "gradients", "master", "moments", "lasting", "activations", "loss", "keys"} <= said.keys()
+    said = {
+        name: float(number)
+        for number, name in re.findall(r"^ *(\d+\.\d+)  (\w+)", done.stdout, re.MULTILINE)
+    }
+    assert {
+        "weights",
+        "gradients",
+        "master",
+        "moments",
+        "lasting",
+        "activations",
+        "loss",
+        "keys",
+    } <= said.keys()
     config = load_config(os.path.join(ROOT, "configs/qwen2.5_7b.yaml"))
     needs = work_out(config, meta_model(small(), torch.bfloat16), 4)
     assert said["activations"] == pytest.approx(needs.activations / 1e9, abs=0.005)
@@ -240,7 +292,11 @@ def test_the_command_prints_the_sum(tmp_path):
     ],
 )
 def test_bad_input_is_one_line(arguments, says, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["memory", "--config", os.path.join(ROOT, "configs/qwen2.5_7b.yaml"), *arguments])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["memory", "--config", os.path.join(ROOT, "configs/qwen2.5_7b.yaml"), *arguments],
+    )
     assert memory.main() == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {says}") and error.count("\n") == 1
@@ -248,7 +304,10 @@ def test_bad_input_is_one_line(arguments, says, monkeypatch, capsys):
 
 def test_what_does_not_fit_is_said():
     config = make_config("bfloat16")
-    model = meta_model(small(vocab=50_000, hidden_size=8192, intermediate_size=20_000, num_hidden_layers=10), torch.bfloat16)
+    model = meta_model(
+        small(vocab=50_000, hidden_size=8192, intermediate_size=20_000, num_hidden_layers=10),
+        torch.bfloat16,
+    )
     printed = memory.table(config, model, 8).splitlines()
     assert "8 x 80 GB: DOES NOT FIT" in printed[-3] and "8 x 141 GB: DOES NOT FIT" in printed[-2]
     config.optim.shard_state = True

@@ -1,4 +1,5 @@
-"""metrics.jsonl and TensorBoard: valid JSON, the same curves in both, nothing double after a resume."""
+"""metrics.jsonl and TensorBoard: valid JSON, the same curves in both, nothing double after a
+resume."""
 
 import json
 import math
@@ -8,9 +9,9 @@ import pytest
 from conftest import samples_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from bubblespec.samples import Group, Prompt
-from bubblespec.speculate.windows import WINDOWS
+from bubblespec.draft.windows import WINDOWS
 from bubblespec.telemetry.metrics import MetricsLogger
+from bubblespec.types import Group, Prompt
 
 BASE = {"reward": 0.5, "perf/throughput": 100.0, "timing_s/step": 2.0}
 
@@ -27,11 +28,14 @@ def read(folder) -> list[dict]:
 
 def curves(folder) -> dict[str, list[tuple[int, float]]]:
     events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
-    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    return {
+        tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]
+    }
 
 
 def curves_of_lines(lines: list[dict]) -> dict[str, list[tuple[int, float]]]:
-    """What the curves must be: every number of metrics.jsonl, in float32 as TensorBoard stores it."""
+    """What the curves must be: every number of metrics.jsonl, in float32 as TensorBoard stores
+    it."""
     found: dict[str, list[tuple[int, float]]] = {}
     for line in lines:
         for key, value in line.items():
@@ -40,7 +44,9 @@ def curves_of_lines(lines: list[dict]) -> dict[str, list[tuple[int, float]]]:
     return found
 
 
-def run(folder, steps: range, evaluate_at: tuple[int, ...] = (), close: bool = True, **more) -> MetricsLogger:
+def run(
+    folder, steps: range, evaluate_at: tuple[int, ...] = (), close: bool = True, **more
+) -> MetricsLogger:
     """The trainer's order: a step's line, then the evaluation after it."""
     logger = MetricsLogger(str(folder), True, steps.start, 100)
     if steps.start == 0 and 0 in evaluate_at:
@@ -75,7 +81,9 @@ def test_lines_are_on_disk_before_the_run_ends(tmp_path):
     logger.close()
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, np.float64("nan"), np.float32("inf")])
+@pytest.mark.parametrize(
+    "value", [math.nan, math.inf, -math.inf, np.float64("nan"), np.float32("inf")]
+)
 def test_numbers_that_json_lacks_are_null(tmp_path, value):
     run(tmp_path, range(1), grad_norm=value)
     assert read(tmp_path) == [{"step": 0, **BASE, "reward": 0.0, "grad_norm": None}]
@@ -83,7 +91,9 @@ def test_numbers_that_json_lacks_are_null(tmp_path, value):
     assert point[0] == 0 and (math.isnan(point[1]) if math.isnan(value) else point[1] == value)
 
 
-@pytest.mark.parametrize("value, wanted", [(np.float32(0.5), 0.5), (np.int64(3), 3), (np.float64(0.25), 0.25)])
+@pytest.mark.parametrize(
+    "value, wanted", [(np.float32(0.5), 0.5), (np.int64(3), 3), (np.float64(0.25), 0.25)]
+)
 def test_numpy_numbers_are_numbers_in_both(tmp_path, value, wanted):
     run(tmp_path, range(1), entropy=value)
     assert read(tmp_path)[0]["entropy"] == wanted and curves(tmp_path)["entropy"] == [(0, wanted)]
@@ -91,7 +101,8 @@ def test_numpy_numbers_are_numbers_in_both(tmp_path, value, wanted):
 
 @pytest.mark.parametrize("lost", [0, 1, 5, 40])
 def test_resumed_run_writes_each_step_once(tmp_path, lost):
-    """A run is killed in step 6, perhaps in the middle of its last line, and continues from the checkpoint after step 4."""
+    """A run is killed in step 6, perhaps in the middle of its last line, and continues from the
+    checkpoint after step 4."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for folder in (whole, killed):
         folder.mkdir()
@@ -115,7 +126,11 @@ def test_step_whose_line_lost_only_its_end_is_kept_whole(tmp_path):
 def test_fresh_start_drops_what_a_run_without_checkpoint_left(tmp_path):
     run(tmp_path, range(3), (0, 2))
     run(tmp_path, range(2), (0,))
-    assert [(line["step"], "eval/reward" in line) for line in read(tmp_path)] == [(0, True), (0, False), (1, False)]
+    assert [(line["step"], "eval/reward" in line) for line in read(tmp_path)] == [
+        (0, True),
+        (0, False),
+        (1, False),
+    ]
     assert curves(tmp_path) == curves_of_lines(read(tmp_path))
 
 
@@ -141,7 +156,10 @@ def test_samples_go_to_tensorboard_with_prompt_reply_and_reward(tmp_path):
     logger.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert events.Histograms("completions/length")[0].histogram_value.num == 4
-    texts = [events.Tensors(f"sample_{i}/text_summary")[0].tensor_proto.string_val[0].decode() for i in range(2)]
+    texts = [
+        events.Tensors(f"sample_{i}/text_summary")[0].tensor_proto.string_val[0].decode()
+        for i in range(2)
+    ]
     assert "reward 0.000" in texts[0] and "question 0" in texts[0] and texts[0].endswith("    a")
     assert "reward 1.000" in texts[1] and "question 1" in texts[1] and texts[1].endswith("    g")
 
@@ -170,7 +188,12 @@ def test_table_compares_first_and_last_tenth(tmp_path, capsys):
 def test_table_has_the_chains_that_were_chosen(tmp_path, capsys):
     """Of all steps together, on the screen and in TensorBoard; without a drafter there is none."""
     key = "drafter/chosen_lengths/rows_"
-    logger = run(tmp_path, range(2), close=False, **{"drafter/rests": 0, f"{key}1": [1, 0, 2], f"{key}17": [5, 1, 0]})
+    logger = run(
+        tmp_path,
+        range(2),
+        close=False,
+        **{"drafter/rests": 0, f"{key}1": [1, 0, 2], f"{key}17": [5, 1, 0]},
+    )
     logger.log(2, {**BASE, "drafter/rests": 1})
     logger.log(3, {**BASE, "drafter/rests": 0, f"{key}2": [0, 100, 0]})
     logger.close()
@@ -187,7 +210,9 @@ def test_table_has_the_chains_that_were_chosen(tmp_path, capsys):
     (text,) = events.Tensors("drafter/chosen_lengths/text_summary")
     assert text.step == 3
     shown = text.tensor_proto.string_val[0].decode().splitlines()
-    assert [line.split() for line in shown] == wanted and all(line.startswith("    ") for line in shown)
+    assert [line.split() for line in shown] == wanted and all(
+        line.startswith("    ") for line in shown
+    )
     (tmp_path / "plain").mkdir()
     run(tmp_path / "plain", range(1))
     assert "length of chain" not in capsys.readouterr().err

@@ -28,7 +28,9 @@ def test_first_fit_takes_the_first_microbatch_with_room(count):
         lengths = rng.integers(1, 120, count)  # some longer than a micro-batch may be
         given = rng.permutation(count).tolist()
         for indices in (given, np.argsort(-lengths, kind="stable").tolist()):
-            assert _first_fit(indices, lengths, max_tokens) == first_fit_by_search(indices, lengths, max_tokens)
+            assert _first_fit(indices, lengths, max_tokens) == first_fit_by_search(
+                indices, lengths, max_tokens
+            )
 
 
 class CountingLength(int):
@@ -53,8 +55,8 @@ def test_first_fit_looks_at_few_microbatches_however_many_there_are():
 
 
 def test_sequences_are_attended_with_others_more_than_half_as_long():
-    """Padding at most doubles a group's work. Each group's index gives its sequences' own tokens, longest first, the last token
-    of each as its padding; the order puts all of them back."""
+    """Padding at most doubles a group's work. Each group's index gives its sequences' own tokens,
+    longest first, the last token of each as its padding; the order puts all of them back."""
     lengths = [1, 7, 40, 20, 21, 3, 2, 40, 9]
     tokens = torch.arange(sum(lengths))
     groups, order = pack_sequences(lengths, torch.device("cpu")).groups
@@ -64,7 +66,9 @@ def test_sequences_are_attended_with_others_more_than_half_as_long():
         padded = tokens[index].reshape(count, longest)
         for row, sequence in zip(padded, whole[len(members) :], strict=False):
             assert longest < 2 * len(sequence)
-            assert row.tolist() == sequence.tolist() + [int(sequence[-1])] * (longest - len(sequence))
+            assert row.tolist() == sequence.tolist() + [int(sequence[-1])] * (
+                longest - len(sequence)
+            )
             members.append(sequence)
         unpadded.append(tokens[index][real])
     assert [len(sequence) for sequence in members] == sorted(lengths, reverse=True)

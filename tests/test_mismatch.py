@@ -1,4 +1,5 @@
-"""A run says once that training does not compute what generation did, and never where the difference is rounding."""
+"""A run says once that training does not compute what generation did, and never where the
+difference is rounding."""
 
 from types import SimpleNamespace
 
@@ -6,10 +7,10 @@ import pytest
 import torch
 
 from bubblespec.config import Config, ModelConfig, load_config
+from bubblespec.dist.ranks import Ranks
 from bubblespec.learn import learner as update
 from bubblespec.learn.learner import Learner
-from bubblespec.ranks.collectives import Ranks
-from bubblespec.set_up import set_up
+from bubblespec.setup import set_up
 from tests.runs import SHORT, read
 from train import train
 
@@ -22,7 +23,9 @@ def make_learner(dtype: str, temperature: float, rank: int = 0) -> Learner:
     ranks = Ranks(torch.device("cpu"))
     ranks.rank, ranks.is_main = rank, rank == 0
     model = SimpleNamespace(dtype=getattr(torch, dtype))
-    return Learner(config=config, ranks=ranks, model=model, reference=None, optimizer=None, kernel="sdpa")
+    return Learner(
+        config=config, ranks=ranks, model=model, reference=None, optimizer=None, kernel="sdpa"
+    )
 
 
 @pytest.mark.parametrize(
@@ -43,7 +46,9 @@ def test_it_is_said_by_dtype_and_temperature(capsys, dtype, temperature, passes,
     for step in (4, 5):
         learner.warn_of_mismatch({MEAN: warns}, step)
     said = capsys.readouterr().err
-    assert said.startswith(f"warning: in step 4 log-probabilities in training differ from those in generation by {warns:.1e} ")
+    assert said.startswith(
+        f"warning: in step 4 log-probabilities in training differ from those in generation by {warns:.1e} "
+    )
     assert said.count("\n") == 1 and f"more than {dtype} rounds" in said and "dropout" in said
 
 
@@ -61,9 +66,16 @@ def test_a_run_says_it_once(monkeypatch, tmp_path, capsys, error):
         return logprob + error, entropy
 
     monkeypatch.setattr(update, "response_logprobs", disturbed)
-    options = [*SHORT, "run.max_steps=3", "run.save_steps=0", "rollout.max_completion_length=16", "eval.num_prompts=0"]
+    options = [
+        *SHORT,
+        "run.max_steps=3",
+        "run.save_steps=0",
+        "rollout.max_completion_length=16",
+        "eval.num_prompts=0",
+    ]
     trainer = set_up(
-        load_config("configs/tiny_cpu_bulk.yaml", [*options, f"run.output_dir={tmp_path}"]), Ranks(torch.device("cpu"))
+        load_config("configs/tiny_cpu_bulk.yaml", [*options, f"run.output_dir={tmp_path}"]),
+        Ranks(torch.device("cpu")),
     )
     train(trainer)
     trainer.lock.close()

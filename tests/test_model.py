@@ -6,9 +6,18 @@ from conftest import GQA, SMALL, VOCAB
 
 from bubblespec.engine.model import UnsupportedModel, prepare_model
 
-STATE_SPACE = transformers.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=4, pad_token_id=0)
-ENCODER_DECODER = transformers.T5Config(vocab_size=VOCAB, d_model=32, d_ff=32, num_layers=1, num_heads=2, pad_token_id=0)
-DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 64}
+STATE_SPACE = transformers.MambaConfig(
+    vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=4, pad_token_id=0
+)
+ENCODER_DECODER = transformers.T5Config(
+    vocab_size=VOCAB, d_model=32, d_ff=32, num_layers=1, num_heads=2, pad_token_id=0
+)
+DYNAMIC = {
+    "rope_type": "dynamic",
+    "factor": 2.0,
+    "rope_theta": 10_000.0,
+    "original_max_position_embeddings": 64,
+}
 
 
 @pytest.mark.parametrize(
@@ -22,8 +31,16 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0, "origi
             "attention interface",
         ),
         ("AutoModelForCausalLM", transformers.Gemma2Config(**GQA, head_dim=16), "softcap"),
-        ("AutoModelForCausalLM", transformers.GraniteConfig(**GQA, logits_scaling=3.0), "differ from the model's own"),
-        ("AutoModelForCausalLM", transformers.LlamaConfig(**SMALL, rope_parameters=DYNAMIC), "dynamic rotary scaling"),
+        (
+            "AutoModelForCausalLM",
+            transformers.GraniteConfig(**GQA, logits_scaling=3.0),
+            "differ from the model's own",
+        ),
+        (
+            "AutoModelForCausalLM",
+            transformers.LlamaConfig(**SMALL, rope_parameters=DYNAMIC),
+            "dynamic rotary scaling",
+        ),
         ("AutoModel", transformers.LlamaConfig(**SMALL), "no output head"),
     ],
 )
@@ -41,7 +58,13 @@ def test_too_long_for_the_positions(make_model):
 
 def test_dropout_is_turned_off():
     config = transformers.GPT2Config(
-        vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=2, attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5
+        vocab_size=VOCAB,
+        n_embd=32,
+        n_layer=1,
+        n_head=2,
+        attn_pdrop=0.5,
+        resid_pdrop=0.5,
+        embd_pdrop=0.5,
     )
     model = transformers.AutoModelForCausalLM.from_config(config).train()
     prepare_model(model, 100)

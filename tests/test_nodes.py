@@ -1,4 +1,5 @@
-"""More than one machine: two launchers that find each other over loopback, each with one rank, against one with two ranks."""
+"""More than one machine: two launchers that find each other over loopback, each with one rank,
+against one with two ranks."""
 
 import os
 import socket
@@ -10,7 +11,7 @@ import pytest
 
 from bubblespec.checkpoint import STATE_FILE
 from bubblespec.errors import InputError
-from bubblespec.set_up import check_all_see
+from bubblespec.setup import check_all_see
 from tests.runs import SHORT, digests, read, run, same_weights, weights
 from tests.warm import ROOT
 
@@ -22,11 +23,36 @@ def run_on_two_nodes(output_dir, *overrides: str) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--rdzv-backend=c10d"]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=2",
+        "--nproc_per_node=1",
+        "--rdzv-backend=c10d",
+    ]
     launch += [f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test", "--local-addr=127.0.0.1"]
-    train = ["train.py", "--config", "configs/tiny_cpu_bulk.yaml", *SHORTER, f"run.output_dir={output_dir}", *overrides]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    options = {"cwd": ROOT, "env": environment, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    train = [
+        "train.py",
+        "--config",
+        "configs/tiny_cpu_bulk.yaml",
+        *SHORTER,
+        f"run.output_dir={output_dir}",
+        *overrides,
+    ]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    options = {
+        "cwd": ROOT,
+        "env": environment,
+        "stdout": subprocess.DEVNULL,
+        "stderr": subprocess.PIPE,
+        "text": True,
+    }
     nodes = [subprocess.Popen([*launch, *train], **options) for _ in range(2)]
     try:
         said = [node.communicate(timeout=300)[1] for node in nodes]
@@ -37,12 +63,23 @@ def run_on_two_nodes(output_dir, *overrides: str) -> None:
 
 
 def test_two_nodes_give_the_bits_of_one(tmp_path):
-    """And whatever else only saves memory changes nothing: sharded state, slots chosen by free memory, a cache that is freed."""
+    """And whatever else only saves memory changes nothing: sharded state, slots chosen by free
+    memory, a cache that is freed."""
     run(tmp_path / "one", 2, short=SHORTER)
-    run_on_two_nodes(tmp_path / "two", "optim.shard_state=true", "rollout.num_slots=auto", "rollout.free_cache_engine=true")
-    assert digests(tmp_path / "two") == digests(tmp_path / "one") and len(digests(tmp_path / "one")) == 2
+    run_on_two_nodes(
+        tmp_path / "two",
+        "optim.shard_state=true",
+        "rollout.num_slots=auto",
+        "rollout.free_cache_engine=true",
+    )
+    assert (
+        digests(tmp_path / "two") == digests(tmp_path / "one")
+        and len(digests(tmp_path / "one")) == 2
+    )
     assert same_weights(weights(tmp_path / "two", 2), weights(tmp_path / "one", 2))
-    assert all("timing_s/gen/rank_1" in line for line in read(tmp_path / "two") if "rollout/digest" in line)
+    assert all(
+        "timing_s/gen/rank_1" in line for line in read(tmp_path / "two") if "rollout/digest" in line
+    )
 
 
 class TwoRanks:
@@ -61,8 +98,13 @@ def test_all_ranks_must_see_the_checkpoint(tmp_path):
     (whole / STATE_FILE).write_text("{}")
     check_all_see(None, TwoRanks(True))
     check_all_see(str(whole), TwoRanks(True))
-    for folder, other_sees, blind in ((whole, False, "rank 1"), (tmp_path / "checkpoint-4", True, "rank 0")):
-        with pytest.raises(InputError, match=rf"^run.output_dir: {blind} cannot see .*{folder.name}; .*share") as error:
+    for folder, other_sees, blind in (
+        (whole, False, "rank 1"),
+        (tmp_path / "checkpoint-4", True, "rank 0"),
+    ):
+        with pytest.raises(
+            InputError, match=rf"^run.output_dir: {blind} cannot see .*{folder.name}; .*share"
+        ) as error:
             check_all_see(str(folder), TwoRanks(other_sees))
         assert "\n" not in str(error.value)
     with pytest.raises(InputError, match="rank 0 and rank 1 cannot see"):

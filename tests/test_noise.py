@@ -1,4 +1,5 @@
-"""The noise generator: published test vectors, independence of streams, and the law of its output."""
+"""The noise generator: published test vectors, independence of streams, and the law of its
+output."""
 
 import itertools
 import math
@@ -9,7 +10,15 @@ import torch
 from scipy import stats
 
 from bubblespec.engine import noise
-from bubblespec.engine.noise import EVALUATION, MAX_POSITIONS, MAX_SAMPLES, gumbel, philox4x32, random_bits, stream_keys
+from bubblespec.engine.noise import (
+    EVALUATION,
+    MAX_POSITIONS,
+    MAX_SAMPLES,
+    gumbel,
+    philox4x32,
+    random_bits,
+    stream_keys,
+)
 from tests import reference_step
 
 
@@ -23,7 +32,11 @@ def keys_for(seed=0, uid=0, step=0, sample=0, position=0) -> torch.Tensor:
     [  # Random123's known answers for philox4x32, 10 rounds
         ([0] * 4, (0, 0), "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
         ([0xFFFFFFFF] * 4, (0xFFFFFFFF, 0xFFFFFFFF), "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-        ([0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344], (0xA4093822, 0x299F31D0), "d16cfe09 94fdcceb 5001e420 24126ea1"),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            (0xA4093822, 0x299F31D0),
+            "d16cfe09 94fdcceb 5001e420 24126ea1",
+        ),
     ],
 )
 def test_philox_known_answers(counter, key, wanted):
@@ -31,7 +44,9 @@ def test_philox_known_answers(counter, key, wanted):
     assert " ".join(f"{word:08x}" for word in got) == wanted
 
 
-@pytest.mark.parametrize("seed", [0, 1, (1 << 32) - 1, 1 << 32, (1 << 32) + 1, 0x0123456789ABCDEF, (1 << 63) - 1])
+@pytest.mark.parametrize(
+    "seed", [0, 1, (1 << 32) - 1, 1 << 32, (1 << 32) + 1, 0x0123456789ABCDEF, (1 << 63) - 1]
+)
 def test_keys_are_philox_of_the_whole_seed_and_counter(seed):
     """All 64 bits of the seed, and every field at its place: written out with integers."""
     fields = (seed, (1 << 62) + 12345, EVALUATION + 7, MAX_SAMPLES - 2, MAX_POSITIONS - 3)
@@ -51,20 +66,27 @@ def test_no_two_positions_share_a_stream():
 
 
 def test_streams_are_a_pure_function_of_their_key():
-    """In any batch, alone, and for another vocabulary size, token v of a stream has the same bits."""
+    """In any batch, alone, and for another vocabulary size, token v of a stream has the same
+    bits."""
     keys = keys_for(uid=[3, 4, 5], position=[0, 1, 2])
     bits = random_bits(keys, 1000)
     assert torch.equal(bits[1:2], random_bits(keys[1:2], 1000))
     assert torch.equal(bits[:, :300], random_bits(keys, 300))
     assert torch.equal(bits.flip(0), random_bits(keys.flip(0), 1000))
-    assert not torch.equal(bits, random_bits(keys_for(seed=1, uid=[3, 4, 5], position=[0, 1, 2]), 1000))
+    assert not torch.equal(
+        bits, random_bits(keys_for(seed=1, uid=[3, 4, 5], position=[0, 1, 2]), 1000)
+    )
 
 
 def test_bits_equal_integer_arithmetic():
-    keys = keys_for(seed=(1 << 63) + 5, uid=(1 << 63) - 1, step=EVALUATION + 3, sample=9, position=[0, 77])
+    keys = keys_for(
+        seed=(1 << 63) + 5, uid=(1 << 63) - 1, step=EVALUATION + 3, sample=9, position=[0, 77]
+    )
     bits = random_bits(keys, 500)
     words = [[word % (1 << 32) for word in key] for key in keys.tolist()]
-    assert [[reference_step.random_bits(key, v) for v in range(500)] for key in words] == bits.tolist()
+    assert [
+        [reference_step.random_bits(key, v) for v in range(500)] for key in words
+    ] == bits.tolist()
 
 
 def test_bits_are_uniform_and_independent_of_neighbouring_streams():
@@ -74,40 +96,58 @@ def test_bits_are_uniform_and_independent_of_neighbouring_streams():
     assert stats.chisquare(counts).pvalue > 1e-4
     each_bit = torch.stack([(bits >> i) & 1 for i in range(31)]).double().mean(dim=(1, 2))
     assert (each_bit - 0.5).abs().max() < 5 * 0.5 / bits.numel() ** 0.5
-    # Neighbouring positions, samples, steps and tokens: the product moments of independent uniforms.
+    # Neighbouring positions, samples, steps and tokens: the product moments of independent
+    # uniforms.
     u = bits.double() / 2**31 - 0.5
     others = [
-        random_bits(keys_for(uid=1, position=positions, **c), 5000).double() / 2**31 - 0.5 for c in ({"sample": 1}, {"step": 1})
+        random_bits(keys_for(uid=1, position=positions, **c), 5000).double() / 2**31 - 0.5
+        for c in ({"sample": 1}, {"step": 1})
     ]
-    for a, b in ((u[1:], u[:-1]), (u[:, 1:], u[:, :-1]), (u, others[0]), (u, others[1]), (u[:, 2:], u[:, :-2])):
+    for a, b in (
+        (u[1:], u[:-1]),
+        (u[:, 1:], u[:, :-1]),
+        (u, others[0]),
+        (u, others[1]),
+        (u[:, 2:], u[:, :-2]),
+    ):
         correlation = (a * b).mean() * 12
         assert abs(correlation) < 5 / a.numel() ** 0.5
 
 
 def test_gumbel_law():
-    """Kolmogorov-Smirnov against the Gumbel distribution, and the far tail, where low-resolution noise would end."""
+    """Kolmogorov-Smirnov against the Gumbel distribution, and the far tail, where low-resolution
+    noise would end."""
     drawn = gumbel(keys_for(uid=2, position=np.arange(100)), 5000, torch.float64).flatten().numpy()
     assert stats.kstest(drawn, "gumbel_r").pvalue > 1e-4
     beyond_ten = (drawn > 10).sum()
-    assert abs(beyond_ten - drawn.size * stats.gumbel_r.sf(10)) < 5 * (drawn.size * stats.gumbel_r.sf(10)) ** 0.5
+    assert (
+        abs(beyond_ten - drawn.size * stats.gumbel_r.sf(10))
+        < 5 * (drawn.size * stats.gumbel_r.sf(10)) ** 0.5
+    )
     assert gumbel(keys_for(), 10).isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_largest_and_smallest_random_bits_give_finite_noise(monkeypatch, dtype):
-    """The 64 largest of 2**31 numbers are 2**31 in float32, and so u = 1, whose noise would be infinite. All of them are taken
-    for u = 1 - 2**-24; what is smaller has the noise of its own u."""
-    bits = torch.tensor([[2**31 - 1, 2**31 - 2, 2**31 - 64, 2**31 - 1024, 2**30, 1, 0]], dtype=torch.int32)
+    """The 64 largest of 2**31 numbers are 2**31 in float32, and so u = 1, whose noise would be
+    infinite. All of them are taken for u = 1 - 2**-24; what is smaller has the noise of its own
+    u."""
+    bits = torch.tensor(
+        [[2**31 - 1, 2**31 - 2, 2**31 - 64, 2**31 - 1024, 2**30, 1, 0]], dtype=torch.int32
+    )
     monkeypatch.setattr(noise, "random_bits", lambda keys, vocab_size: bits)
     found = gumbel(keys_for(), bits.shape[1], dtype)[0].double()
     tails = [2.0**-24] * 3 + [1023.5 * 2.0**-31, 0.5 - 2.0**-32]  # 1 - u
-    wanted = [-math.log(-math.log(tail)) for tail in tails] + [-math.log(-math.log1p(-u)) for u in (1.5 * 2.0**-31, 2.0**-32)]
+    wanted = [-math.log(-math.log(tail)) for tail in tails] + [
+        -math.log(-math.log1p(-u)) for u in (1.5 * 2.0**-31, 2.0**-32)
+    ]
     assert found.isfinite().all()
     np.testing.assert_allclose(found, wanted, rtol=1e-4 if dtype == torch.float32 else 1e-12)
 
 
 def test_float32_and_float64_noise_agree():
-    """To rounding where a token can win; the very negative end, which cannot, is allowed to be coarse."""
+    """To rounding where a token can win; the very negative end, which cannot, is allowed to be
+    coarse."""
     keys = keys_for(uid=2, position=np.arange(20))
     exact = gumbel(keys, 5000, torch.float64)
     difference = (gumbel(keys, 5000).double() - exact).abs()

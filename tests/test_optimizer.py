@@ -1,4 +1,5 @@
-"""The flat-buffer optimizer against reference_step.py, with float32 master weights against torch's AdamW, and across a save."""
+"""The flat-buffer optimizer against reference_step.py, with float32 master weights against torch's
+AdamW, and across a save."""
 
 import copy
 import io
@@ -8,8 +9,8 @@ import pytest
 import torch
 
 from bubblespec.config import OptimConfig
+from bubblespec.dist.ranks import Ranks
 from bubblespec.learn.optimizer import Optimizer, learning_rate_factor
-from bubblespec.ranks.collectives import Ranks
 from tests.reference_step import adamw_update
 
 STEPS = 8
@@ -21,7 +22,9 @@ class Small(torch.nn.Module):
     def __init__(self, dtype: torch.dtype):
         super().__init__()
         torch.manual_seed(0)
-        self.layers = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.LayerNorm(7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(5, 7), torch.nn.LayerNorm(7), torch.nn.Tanh(), torch.nn.Linear(7, 3)
+        )
         self.frozen = torch.nn.Parameter(torch.ones(4), requires_grad=False)
         self.to(dtype)
 
@@ -49,12 +52,15 @@ CONFIG = OptimConfig(
     weight_decay=0.1,
     adam_beta1=0.8,
     adam_beta2=0.95,
-    adam_epsilon=0.5,  # wide, so that an update depends on the size of its gradient and clipping shows
+    # wide, so that an update depends on the size of its gradient and clipping shows
+    adam_epsilon=0.5,
     max_grad_norm=20.0,
 )
 
 
-def oracle(model: Small, config: OptimConfig) -> tuple[list[torch.Tensor], list[float], list[float]]:
+def oracle(
+    model: Small, config: OptimConfig
+) -> tuple[list[torch.Tensor], list[float], list[float]]:
     """Final weights, norms before clipping and learning rates, as reference_step.py has them."""
     moments, norms, rates = {}, [], []
     for step in range(STEPS):
@@ -78,13 +84,21 @@ def test_steps_are_clipping_and_adamw(limit):
         norms.append(norm)
         rates.append(rate)
     # Warm-up 1/2, 1; then half a cosine over the 6 steps that are left.
-    assert rates == pytest.approx([0.025, 0.05] + [0.025 * (1 + math.cos(math.pi * k / 6)) for k in range(6)], rel=1e-12)
+    assert rates == pytest.approx(
+        [0.025, 0.05] + [0.025 * (1 + math.cos(math.pi * k / 6)) for k in range(6)], rel=1e-12
+    )
     wanted, wanted_norms, wanted_rates = oracle(Small(torch.float64), config)
     assert min(wanted_norms) < 20 < max(wanted_norms), "some steps are clipped and some are not"
-    assert norms == pytest.approx(wanted_norms, rel=1e-10) and rates == pytest.approx(wanted_rates, rel=1e-12)
+    assert norms == pytest.approx(wanted_norms, rel=1e-10) and rates == pytest.approx(
+        wanted_rates, rel=1e-12
+    )
     torch.testing.assert_close(values(model), wanted, rtol=1e-12, atol=1e-12)
-    unclipped, _, _ = oracle(Small(torch.float64), OptimConfig(**{**vars(config), "max_grad_norm": 20.0 - limit}))
-    assert any((a - b).abs().max() > 1e-3 for a, b in zip(unclipped, wanted, strict=True)), "clipping must show"
+    unclipped, _, _ = oracle(
+        Small(torch.float64), OptimConfig(**{**vars(config), "max_grad_norm": 20.0 - limit})
+    )
+    assert any((a - b).abs().max() > 1e-3 for a, b in zip(unclipped, wanted, strict=True)), (
+        "clipping must show"
+    )
 
 
 def test_clipped_gradient_has_the_norm_of_the_limit():
@@ -114,7 +128,9 @@ def test_gradients_are_cleared_and_frozen_parameters_stay():
     backward(fresh, 1)
     wanted = torch.cat([p.grad.flatten() for p in fresh.parameters() if p.requires_grad])
     torch.testing.assert_close(again, wanted, rtol=0, atol=0)
-    assert torch.equal(model.frozen, torch.ones(4, dtype=torch.float64)) and model.frozen.grad is None
+    assert (
+        torch.equal(model.frozen, torch.ones(4, dtype=torch.float64)) and model.frozen.grad is None
+    )
 
 
 def test_weight_decay_is_for_matrices_only():
@@ -150,7 +166,9 @@ def test_bfloat16_gradients_accumulate_in_float32():
     for scale in (256.0, 1.0, 1.0):
         (scale * model.weight).sum().backward()
     # bfloat16 has 8 significant bits, so there 256 + 1 would be 256.
-    assert optimizer.flat_grad.dtype == torch.float32 and optimizer.flat_grad.tolist() == [258.0] * 3
+    assert (
+        optimizer.flat_grad.dtype == torch.float32 and optimizer.flat_grad.tolist() == [258.0] * 3
+    )
     assert model.weight.grad is None
 
 
@@ -166,9 +184,13 @@ def test_updates_below_bfloat16_resolution_add_up():
             adamw.zero_grad()
             module.weight.sum().backward()
             adamw.step()
-    assert torch.equal(naive.weight, torch.ones(3, dtype=torch.bfloat16)), "what the masters are there to prevent"
+    assert torch.equal(naive.weight, torch.ones(3, dtype=torch.bfloat16)), (
+        "what the masters are there to prevent"
+    )
     assert torch.equal(optimizer.updated[model.weight], wanted.weight.detach())
-    assert model.weight.dtype == torch.bfloat16 and torch.equal(model.weight.detach(), wanted.weight.detach().bfloat16())
+    assert model.weight.dtype == torch.bfloat16 and torch.equal(
+        model.weight.detach(), wanted.weight.detach().bfloat16()
+    )
     assert model.weight.max() < 1
 
 
@@ -198,13 +220,17 @@ def test_bfloat16_steps_equal_adamw_on_float32_masters():
         adamw.param_groups[0]["lr"] = adamw.param_groups[1]["lr"] = rate
         adamw.step()
         assert norm == pytest.approx(wanted_norm, rel=1e-6)
-        # Clipping rounds differently in float32, so values agree to its precision; the model is the rounded masters exactly.
+        # Clipping rounds differently in float32, so values agree to its precision; the model is the
+        # rounded masters exactly.
         updated = [optimizer.updated[p] for p in optimizer.params]
         torch.testing.assert_close(updated, masters, rtol=1e-5, atol=1e-6)
         with torch.no_grad():
             for new, master in zip(updated, masters, strict=True):
                 master.copy_(new)
-        assert all(torch.equal(p.detach(), m.bfloat16()) for p, m in zip(optimizer.params, updated, strict=True))
+        assert all(
+            torch.equal(p.detach(), m.bfloat16())
+            for p, m in zip(optimizer.params, updated, strict=True)
+        )
 
 
 # Saving
@@ -213,7 +239,9 @@ def test_bfloat16_steps_equal_adamw_on_float32_masters():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_saved_and_loaded_optimizer_continues_bit_for_bit(dtype):
     config = copy.copy(CONFIG)
-    config.learning_rate = 1e-3  # small beside bfloat16's resolution, so masters and weights drift apart
+    config.learning_rate = (
+        1e-3  # small beside bfloat16's resolution, so masters and weights drift apart
+    )
     model = Small(dtype)
     optimizer = Optimizer(model, config, STEPS)
     for step in range(STEPS):
@@ -234,7 +262,10 @@ def test_saved_and_loaded_optimizer_continues_bit_for_bit(dtype):
         backward(other, step)
         continued.step(step)
     assert all(torch.equal(a, b) for a, b in zip(values(other), values(model), strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(continued.updated.values(), optimizer.updated.values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(continued.updated.values(), optimizer.updated.values(), strict=True)
+    )
     assert any(not torch.equal(a, b) for a, b in zip(values(other), saved_weights, strict=True))
 
 
@@ -249,11 +280,17 @@ def test_saved_and_loaded_optimizer_continues_bit_for_bit(dtype):
         ("linear", 0, {0: 1, 3: 0.75, 6: 0.5, 11: 1 / 12, 12: 0}),
         ("linear", 4, {0: 0.25, 3: 1, 4: 1, 6: 0.75, 8: 0.5, 11: 0.125, 12: 0}),
         ("cosine", 0, {0: 1, 4: 0.75, 6: 0.5, 8: 0.25, 12: 0}),
-        ("cosine", 4, {0: 0.25, 3: 1, 4: 1, 6: (2 + 2**0.5) / 4, 8: 0.5, 10: (2 - 2**0.5) / 4, 12: 0}),
+        (
+            "cosine",
+            4,
+            {0: 0.25, 3: 1, 4: 1, 6: (2 + 2**0.5) / 4, 8: 0.5, 10: (2 - 2**0.5) / 4, 12: 0},
+        ),
         ("linear", 12, {0: 1 / 12, 11: 1}),
         ("cosine", 20, {0: 0.05, 11: 0.6}),
     ],
 )
 def test_learning_rate_factor(scheduler, warmup, wanted):
     config = OptimConfig(lr_scheduler=scheduler, warmup_steps=warmup)
-    assert {step: learning_rate_factor(config, step, 12) for step in wanted} == pytest.approx(wanted, abs=1e-15)
+    assert {step: learning_rate_factor(config, step, 12) for step in wanted} == pytest.approx(
+        wanted, abs=1e-15
+    )

@@ -1,4 +1,5 @@
-"""Placement, canonical order and digest of a step's samples, with one rank and with several played by one process."""
+"""Placement, canonical order and digest of a step's samples, with one rank and with several played
+by one process."""
 
 import concurrent.futures
 import hashlib
@@ -9,17 +10,21 @@ import pytest
 import torch
 from conftest import launch_of, make_rows
 
-from bubblespec.ranks.collectives import Ranks
+from bubblespec.dist.ranks import Ranks
 from bubblespec.rollout.placement import gather_samples, place_in_turn
 from bubblespec.rollout.standing import Standing
-from bubblespec.samples import Group, Prompt, Row, Samples, digest
+from bubblespec.types import Group, Prompt, Row, Samples, digest
 
 UIDS = (900, 17, 2**62 + 5, 3, 44)
-GROUPS = [Group(Prompt(uid, f"prompt {uid}", (uid % 7, 1), {"answer": str(uid)}), 7 + uid % 2) for uid in UIDS]
+GROUPS = [
+    Group(Prompt(uid, f"prompt {uid}", (uid % 7, 1), {"answer": str(uid)}), 7 + uid % 2)
+    for uid in UIDS
+]
 
 
 def finished_rows(groups: list[Group], num_generations: int) -> list[Row]:
-    """Rows whose tokens, log-probabilities and length tell prompt and generation; the longest are cut off."""
+    """Rows whose tokens, log-probabilities and length tell prompt and generation; the longest are
+    cut off."""
     rows = make_rows(groups, num_generations, 10)
     for row in rows:
         length = 1 + (row.id.uid + 3 * row.id.sample) % 5
@@ -32,31 +37,56 @@ def finished_rows(groups: list[Group], num_generations: int) -> list[Row]:
 
 def rewards_of(rows: list[Row]) -> np.ndarray:
     """float64 [rows, 2]; the second function does not apply to odd samples."""
-    return np.array([[row.id.uid % 1000 + row.id.sample / 8, np.nan if row.id.sample % 2 else 1.0] for row in rows]).reshape(
-        len(rows), 2
-    )
+    return np.array(
+        [
+            [row.id.uid % 1000 + row.id.sample / 8, np.nan if row.id.sample % 2 else 1.0]
+            for row in rows
+        ]
+    ).reshape(len(rows), 2)
 
 
-def gather(groups: list[Group], num_generations: int, owners: list[int] | None = None, ranks=None) -> Samples:
+def gather(
+    groups: list[Group], num_generations: int, owners: list[int] | None = None, ranks=None
+) -> Samples:
     ranks = ranks or Ranks(torch.device("cpu"))
-    owners = place_in_turn(len(groups), num_generations, ranks.world_size) if owners is None else np.array(owners)
-    rows, numbers = finished_rows(groups, num_generations), np.tile(np.arange(num_generations), len(groups))
+    owners = (
+        place_in_turn(len(groups), num_generations, ranks.world_size)
+        if owners is None
+        else np.array(owners)
+    )
+    rows, numbers = (
+        finished_rows(groups, num_generations),
+        np.tile(np.arange(num_generations), len(groups)),
+    )
     own = [row for row, owner in zip(rows, owners.tolist(), strict=True) if owner == ranks.rank]
-    return gather_samples(groups, owners, numbers=numbers, rows=own, rewards=rewards_of(own), ranks=ranks)
+    return gather_samples(
+        groups, owners, numbers=numbers, rows=own, rewards=rewards_of(own), ranks=ranks
+    )
 
 
 def same(a: Samples, b: Samples) -> bool:
     arrays = [
-        (x, y) for name in ("tokens", "logprob", "full_logprob") for x, y in zip(getattr(a, name), getattr(b, name), strict=True)
+        (x, y)
+        for name in ("tokens", "logprob", "full_logprob")
+        for x, y in zip(getattr(a, name), getattr(b, name), strict=True)
     ]
-    arrays += [(getattr(a, name), getattr(b, name)) for name in ("numbers", "is_truncated", "rewards")]
-    return all(x.dtype == y.dtype and np.array_equal(x, y, equal_nan=x.dtype.kind == "f") for x, y in arrays)
+    arrays += [
+        (getattr(a, name), getattr(b, name)) for name in ("numbers", "is_truncated", "rewards")
+    ]
+    return all(
+        x.dtype == y.dtype and np.array_equal(x, y, equal_nan=x.dtype.kind == "f")
+        for x, y in arrays
+    )
 
 
-@pytest.mark.parametrize("num_groups, world_size", [(8, 1), (8, 2), (7, 3), (3, 3), (2, 5), (1, 1), (0, 2)])
+@pytest.mark.parametrize(
+    "num_groups, world_size", [(8, 1), (8, 2), (7, 3), (3, 3), (2, 5), (1, 1), (0, 2)]
+)
 def test_every_group_has_one_rank_and_shares_are_even(num_groups, world_size):
     owners = place_in_turn(num_groups, 3, world_size).reshape(num_groups, 3)
-    assert (owners == owners[:, :1]).all() and set(owners.ravel().tolist()) <= set(range(world_size))
+    assert (owners == owners[:, :1]).all() and set(owners.ravel().tolist()) <= set(
+        range(world_size)
+    )
     sizes = [int((owners[:, 0] == rank).sum()) for rank in range(world_size)]
     assert max(sizes) - min(sizes) <= 1
 
@@ -82,10 +112,15 @@ def test_samples_of_one_rank_are_in_canonical_order():
     rows = finished_rows(GROUPS, 3)
     assert len(samples) == 15 and samples.num_generations == 3 and samples.groups == GROUPS
     for i, row in enumerate(rows):
-        assert samples.prompt_of(i).uid == row.id.uid and i % 3 == row.id.sample and samples.ids[i] == row.id
+        assert (
+            samples.prompt_of(i).uid == row.id.uid
+            and i % 3 == row.id.sample
+            and samples.ids[i] == row.id
+        )
         assert samples.tokens[i].tolist() == row.tokens.tolist()
         assert (
-            samples.logprob[i].tolist() == row.logprob.tolist() and samples.full_logprob[i].tolist() == row.full_logprob.tolist()
+            samples.logprob[i].tolist() == row.logprob.tolist()
+            and samples.full_logprob[i].tolist() == row.full_logprob.tolist()
         )
         assert samples.is_truncated[i] == (row.finish == "length")
     assert samples.lengths.tolist() == [len(row.tokens) for row in rows]
@@ -97,7 +132,11 @@ class PlayedRanks:
     """Ranks as threads of one process: every exchange waits for all of them."""
 
     def __init__(self, world_size: int):
-        self.world_size, self.barrier, self.slots = world_size, threading.Barrier(world_size, timeout=120), [None] * world_size
+        self.world_size, self.barrier, self.slots = (
+            world_size,
+            threading.Barrier(world_size, timeout=120),
+            [None] * world_size,
+        )
         self.of_thread = threading.local()
 
     @property
@@ -111,7 +150,9 @@ class PlayedRanks:
         self.barrier.wait()
         return gathered
 
-    def run(self, rank: int, groups: list[Group], num_generations: int, owners: list[int] | None) -> Samples:
+    def run(
+        self, rank: int, groups: list[Group], num_generations: int, owners: list[int] | None
+    ) -> Samples:
         self.of_thread.rank = rank
         return gather(groups, num_generations, owners, self)
 
@@ -120,7 +161,9 @@ UNEVEN = [2] * 3 + [0] * 3 + [2] * 6 + [0] * 3
 DIVIDED = [0, 1, 2, 2, 2, 0, 1, 1, 0, 2, 0, 0, 2, 1, 2]  # a group on several ranks
 
 
-@pytest.mark.parametrize("world_size, owners", [(2, None), (3, None), (5, None), (7, None), (3, UNEVEN), (3, DIVIDED)])
+@pytest.mark.parametrize(
+    "world_size, owners", [(2, None), (3, None), (5, None), (7, None), (3, UNEVEN), (3, DIVIDED)]
+)
 def test_any_ranks_gather_the_same_samples(world_size, owners):
     ranks = PlayedRanks(world_size)
     with concurrent.futures.ThreadPoolExecutor(world_size) as pool:
@@ -135,7 +178,9 @@ def test_any_ranks_gather_the_same_samples(world_size, owners):
 def test_digest_is_sha256_of_uid_visit_sample_length_and_tokens():
     samples = gather(GROUPS, 2)
     sha = hashlib.sha256()
-    for row in sorted(finished_rows(GROUPS, 2), key=lambda row: (row.id.uid, row.id.visit, row.id.sample)):
+    for row in sorted(
+        finished_rows(GROUPS, 2), key=lambda row: (row.id.uid, row.id.visit, row.id.sample)
+    ):
         for number in (row.id.uid, row.id.visit, row.id.sample, len(row.tokens)):
             sha.update(number.to_bytes(8, "little", signed=True))
         for token in row.tokens.tolist():

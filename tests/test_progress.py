@@ -1,5 +1,6 @@
-"""The progress board: same ticks everywhere, a common end, and a name for whoever goes missing, between real gloo processes; and
-how soon, in virtual time or by a clock that the test moves. Nothing here depends on how long anything takes.
+"""The progress board: same ticks everywhere, a common end, and a name for whoever goes missing,
+between real gloo processes; and how soon, in virtual time or by a clock that the test moves.
+Nothing here depends on how long anything takes.
 
 The ranks only sleep instead of decoding.
 """
@@ -17,10 +18,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from bubblespec.dist import ranks as distributed
+from bubblespec.dist.progress import LINGER_S, NUM_NUMBERS, ProgressBoard, RankState
+from bubblespec.dist.ranks import BROKEN_S, GRACE_S, Ranks, RollCall
 from bubblespec.errors import RankTimeout
-from bubblespec.ranks import collectives as distributed
-from bubblespec.ranks.collectives import BROKEN_S, GRACE_S, Ranks, RollCall
-from bubblespec.ranks.progress import LINGER_S, NUM_NUMBERS, ProgressBoard, RankState
 from bubblespec.simulate.world import SimulatedBoard, SimulatedRanks, World
 from tests.clocks import Clock, ClockThatSkips
 from tests.ranks import run_ranks
@@ -29,7 +30,8 @@ HANG_S = 120.0  # a time-out that no test waits for
 
 
 class Player:
-    """A rank in one rollout: `steps` decoding steps of `step_s` seconds, then drafts of `draft_s` seconds until all are done."""
+    """A rank in one rollout: `steps` decoding steps of `step_s` seconds, then drafts of `draft_s`
+    seconds until all are done."""
 
     def __init__(self, board: ProgressBoard, steps: int, step_s: float, draft_s: float):
         self.board, self.steps, self.step_s, self.draft_s = board, steps, step_s, draft_s
@@ -42,7 +44,9 @@ class Player:
         return RankState(self.steps, (len(self.ticks),))
 
     def act(self, states: list[RankState]) -> None:
-        self.ticks.append([(state.unfinished_rows, state.wanted_offers[0], state.must_stop) for state in states])
+        self.ticks.append(
+            [(state.unfinished_rows, state.wanted_offers[0], state.must_stop) for state in states]
+        )
         self.read.append(self.board.are_others_done)
 
     def poll(self) -> None:
@@ -50,7 +54,8 @@ class Player:
             self.act(states)
 
     def turn(self) -> None:
-        """A step, a draft, or a wait if drafts take no time or the others wait for this rank alone; then look at the board."""
+        """A step, a draft, or a wait if drafts take no time or the others wait for this rank alone;
+        then look at the board."""
         if self.steps:
             self.clock.sleep(self.step_s)
             self.steps -= 1
@@ -68,19 +73,29 @@ class Player:
 
 
 def healthy(ranks: Ranks, num_rollouts: int) -> dict:
-    """Rollouts of random lengths, one rank slower than the others; in half of them the others draft, in half they wait.
+    """Rollouts of random lengths, one rank slower than the others; in half of them the others
+    draft, in half they wait.
 
-    Where they draft, the slow rank takes its first step only when each of them has drafted three times: they could not, if they
-    stood still until a tick that is not complete.
+    Where they draft, the slow rank takes its first step only when each of them has drafted three
+    times: they could not, if they stood still until a tick that is not complete.
     """
-    board, store = ProgressBoard(ranks, timeout_s=HANG_S), dist.distributed_c10d._get_default_store()
+    board, store = (
+        ProgressBoard(ranks, timeout_s=HANG_S),
+        dist.distributed_c10d._get_default_store(),
+    )
     rng = np.random.default_rng(ranks.rank)
     rollouts, sums = [], []
     for number in range(num_rollouts):
         is_slow = number % ranks.world_size == ranks.rank
         steps = int(rng.integers(4, 8)) if is_slow else int(rng.integers(0, 12))
-        player = Player(board, steps, 0.01 if is_slow else float(rng.uniform(0.001, 0.004)), 0.002 * (number % 2))
-        # On odd ranks another collective comes before the first tick, on even ones after it: they must not be mixed up.
+        player = Player(
+            board,
+            steps,
+            0.01 if is_slow else float(rng.uniform(0.001, 0.004)),
+            0.002 * (number % 2),
+        )
+        # On odd ranks another collective comes before the first tick, on even ones after it: they
+        # must not be mixed up.
         before = torch.tensor([10.0**ranks.rank])
         if ranks.rank % 2:
             ranks.sum_(before)
@@ -88,23 +103,40 @@ def healthy(ranks: Ranks, num_rollouts: int) -> dict:
         if ranks.rank % 2 == 0:
             ranks.sum_(before)
         if number % 2 and is_slow:
-            store.wait([f"drafted/{number}/{rank}" for rank in range(ranks.world_size) if rank != ranks.rank])
+            store.wait(
+                [
+                    f"drafted/{number}/{rank}"
+                    for rank in range(ranks.world_size)
+                    if rank != ranks.rank
+                ]
+            )
         while not board.is_over:
             player.turn()
             if player.drafted == 3:
                 store.set(f"drafted/{number}/{ranks.rank}", "")
         calls = []
-        assert board.poll(partial(calls.append, 1)) is None and board.wait(partial(calls.append, 1)) is None
+        assert (
+            board.poll(partial(calls.append, 1)) is None
+            and board.wait(partial(calls.append, 1)) is None
+        )
         after, same_group = torch.tensor([10.0**ranks.rank]), torch.tensor([10.0**ranks.rank])
         ranks.sum_(after)
         dist.all_reduce(same_group, group=board._group)  # would meet a tick that was left behind
-        rollouts.append({"ticks": player.ticks, "read": player.read, "drafted": player.drafted, "calls": len(calls)})
+        rollouts.append(
+            {
+                "ticks": player.ticks,
+                "read": player.read,
+                "drafted": player.drafted,
+                "calls": len(calls),
+            }
+        )
         sums.append([before.item(), after.item(), same_group.item()])
     return {"rollouts": rollouts, "sums": sums}
 
 
 def with_missing(ranks: Ranks, fate: str, missing: int) -> str:
-    """Rank `missing` hangs or dies after its fifth step, before or after it has posted the next tick: what the others raise."""
+    """Rank `missing` hangs or dies after its fifth step, before or after it has posted the next
+    tick: what the others raise."""
     clock = distributed.time = ranks.clock = ClockThatSkips()
     board = ProgressBoard(ranks, HANG_S, interval_s=0)
     player, store = Player(board, 1000, 0.01, 0.0), dist.distributed_c10d._get_default_store()
@@ -118,13 +150,26 @@ def with_missing(ranks: Ranks, fate: str, missing: int) -> str:
                 elif fate == "dies before posting":
                     player.state = lambda: os.kill(os.getpid(), signal.SIGKILL)
                 else:
-                    os.kill(os.getpid(), signal.SIGKILL)  # after a poll there is always a tick in flight
-            elif number == 5 and fate != "hangs" and ranks.world_size > 2 and ranks.rank == (missing + 1) % 3:
-                with contextlib.suppress(dist.DistStoreError):  # in a forward while the third rank sees the connection break
+                    os.kill(
+                        os.getpid(), signal.SIGKILL
+                    )  # after a poll there is always a tick in flight
+            elif (
+                number == 5
+                and fate != "hangs"
+                and ranks.world_size > 2
+                and ranks.rank == (missing + 1) % 3
+            ):
+                with contextlib.suppress(
+                    dist.DistStoreError
+                ):  # in a forward while the third rank sees the connection break
                     store.wait([f"roll_call/ended/{(missing + 2) % 3}"], timedelta(seconds=1))
-            if fate == "hangs" and store.check(["hangs"]) and ranks.roll_call.count > int(store.get("hangs").split()[0]):
-                # This rank has posted the tick that all wait for. Rank 0 runs into the time-out first, while rank 2 is in a
-                # forward that takes longer.
+            if (
+                fate == "hangs"
+                and store.check(["hangs"])
+                and ranks.roll_call.count > int(store.get("hangs").split()[0])
+            ):
+                # This rank has posted the tick that all wait for. Rank 0 runs into the time-out
+                # first, while rank 2 is in a forward that takes longer.
                 if ranks.rank == 2:
                     store.set("posted", "")
                     store.wait(["said"])
@@ -144,24 +189,38 @@ def with_missing(ranks: Ranks, fate: str, missing: int) -> str:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_all_ranks_read_the_same_ticks_and_end_by_the_same(tmp_path, world_size):
     results = run_ranks(tmp_path, healthy, world_size, 6)
-    for number, same_rollout in enumerate(zip(*(result["rollouts"] for result in results), strict=True)):
+    for number, same_rollout in enumerate(
+        zip(*(result["rollouts"] for result in results), strict=True)
+    ):
         ticks = same_rollout[0]["ticks"]
         assert all(rollout["ticks"] == ticks and rollout["calls"] == 0 for rollout in same_rollout)
         is_done = np.array(ticks)[:, :, 0] == 0
-        assert is_done[-1].all() and not is_done[:-1].all(axis=1).any(), "the first tick with all ranks done is the last"
+        assert is_done[-1].all() and not is_done[:-1].all(axis=1).any(), (
+            "the first tick with all ranks done is the last"
+        )
         assert len(ticks) >= 2, "the slowest rank had not begun at the first"
         for tick, states in enumerate(ticks):
             assert len(states) == world_size
-            assert all(wanted_offers == tick for _, wanted_offers, _ in states), "a tick is posted after the last was acted on"
+            assert all(wanted_offers == tick for _, wanted_offers, _ in states), (
+                "a tick is posted after the last was acted on"
+            )
             for rank, rollout in enumerate(same_rollout):
-                assert rollout["read"][tick] == all(steps == 0 for other, (steps, *_) in enumerate(states) if other != rank)
-        drafted = [rollout["drafted"] for rank, rollout in enumerate(same_rollout) if rank != number % world_size]
+                assert rollout["read"][tick] == all(
+                    steps == 0 for other, (steps, *_) in enumerate(states) if other != rank
+                )
+        drafted = [
+            rollout["drafted"]
+            for rank, rollout in enumerate(same_rollout)
+            if rank != number % world_size
+        ]
         assert (min(drafted) >= 3) if number % 2 else not any(drafted)
     everyone = sum(10.0**rank for rank in range(world_size))
     assert all(sums == [everyone] * 3 for result in results for sums in result["sums"])
 
 
-@pytest.mark.parametrize("draft_s", [0.003, 0.06], ids=["short drafts", "drafts longer than a step"])
+@pytest.mark.parametrize(
+    "draft_s", [0.003, 0.06], ids=["short drafts", "drafts longer than a step"]
+)
 def test_a_drafting_rank_overruns_the_last_step_by_one_draft_at_most(draft_s):
     """In virtual time. Rank 1 decodes 6 steps, rank 0 drafts, and they begin up to 20 ms apart."""
     world, left, last_step, drafted, ticks = World(2), [], [], [], []
@@ -187,10 +246,14 @@ def test_a_drafting_rank_overruns_the_last_step_by_one_draft_at_most(draft_s):
     late_s = np.array(left) - last_step
     assert late_s.min() > 0 and late_s.max() < draft_s + LINGER_S
     assert min(drafted) > 0.8, "a rank does not stand still until a tick is complete"
-    assert draft_s > 0.05 or min(ticks) >= 3, "the slowest rank posts at the latest at every second step"
+    assert draft_s > 0.05 or min(ticks) >= 3, (
+        "the slowest rank posts at the latest at every second step"
+    )
 
 
-@pytest.mark.parametrize("fate, missing", [("hangs", 1), ("dies before posting", 2), ("dies after posting", 0)])
+@pytest.mark.parametrize(
+    "fate, missing", [("hangs", 1), ("dies before posting", 2), ("dies after posting", 0)]
+)
 def test_a_missing_rank_is_named(tmp_path, capfd, fate, missing):
     results = run_ranks(tmp_path, with_missing, 3, fate, missing, missing=missing)
     survivors = [result for result in results if result]
@@ -199,7 +262,9 @@ def test_a_missing_rank_is_named(tmp_path, capfd, fate, missing):
     assert line.startswith(f"rank {missing} missing in tick "), line
     assert re.search(r"last heard: 99\d unfinished rows, ", line) and "\n" not in line
     assert capfd.readouterr().err.count(f"error: {line}\n") == 1
-    assert (f"no answer for {HANG_S:g} s" in line) == (fate == "hangs"), "a broken connection is not waited for"
+    assert (f"no answer for {HANG_S:g} s" in line) == (fate == "hangs"), (
+        "a broken connection is not waited for"
+    )
 
 
 def test_the_end_of_the_store_is_an_error_too(tmp_path, capfd):
@@ -224,8 +289,8 @@ class SilentBoard(ProgressBoard):
 
 @pytest.fixture
 def roll_call(monkeypatch):
-    """roll_call(at, timeline) -> rank 0's of as many ranks as `at` has counts, and its clock. The others are there in the store
-    alone; timeline: what is set in it, by the second."""
+    """roll_call(at, timeline) -> rank 0's of as many ranks as `at` has counts, and its clock. The
+    others are there in the store alone; timeline: what is set in it, by the second."""
 
     def make(at: list[int], timeline: dict[float, str]) -> tuple[RollCall, Clock]:
         store, clock = dist.HashStore(), Clock()
@@ -253,7 +318,8 @@ def test_a_tick_is_awaited_for_as_long_as_the_time_out_says(roll_call, capsys, i
     ranks.world_size, ranks.roll_call, ranks.clock = 2, call, clock
     board = SilentBoard(ranks, timeout_s=7.0)
     with pytest.raises(
-        RankTimeout, match=r"^rank 1 missing in tick 0 of the set-up \(no answer for 7 s\); last heard: in a place"
+        RankTimeout,
+        match=r"^rank 1 missing in tick 0 of the set-up \(no answer for 7 s\); last heard: in a place",
     ):
         if is_done:
             board.wait(lambda: RankState(0))
@@ -266,9 +332,19 @@ def test_a_tick_is_awaited_for_as_long_as_the_time_out_says(roll_call, capsys, i
 @pytest.mark.parametrize(
     "at, timeline, waited_s, named",
     [
-        ([3, 2, 3], {}, 0.0, "rank 1"),  # rank 2 has come, and is in a forward: it is not waited for
+        (
+            [3, 2, 3],
+            {},
+            0.0,
+            "rank 1",
+        ),  # rank 2 has come, and is in a forward: it is not waited for
         ([3, 2, 2], {}, 0.0, "rank 1 and rank 2"),
-        ([3, 3, 3], {0.5: "ended/2"}, 0.5, "rank 1"),  # none is behind: whoever does not run into the time-out is missing
+        (
+            [3, 3, 3],
+            {0.5: "ended/2"},
+            0.5,
+            "rank 1",
+        ),  # none is behind: whoever does not run into the time-out is missing
         ([3, 3, 3], {}, GRACE_S, "rank 1 and rank 2"),
     ],
 )
@@ -283,7 +359,11 @@ def test_who_is_named_at_a_time_out(roll_call, at, timeline, waited_s, named):
 @pytest.mark.parametrize(
     "timeline, waited_s, named",
     [
-        ({4.0: "ended/2"}, 4.0, "rank 1"),  # rank 2 was behind in a forward, and sees the broken connection too
+        (
+            {4.0: "ended/2"},
+            4.0,
+            "rank 1",
+        ),  # rank 2 was behind in a forward, and sees the broken connection too
         ({4.0: "verdict"}, 4.0, ""),
         ({}, BROKEN_S, "rank 1 and rank 2"),
     ],
@@ -313,7 +393,8 @@ def test_one_process_needs_no_group():
 
 
 def test_a_busy_rank_ticks_at_intervals_and_tells_its_end_at_once():
-    """Steps of 0.1 s, each tick complete at the poll after it was posted, and 0.25 s from there to the next one."""
+    """Steps of 0.1 s, each tick complete at the poll after it was posted, and 0.25 s from there to
+    the next one."""
     ranks = Ranks(torch.device("cpu"))
     ranks.clock = Clock()
     player = Player(ProgressBoard(ranks, timeout_s=100, interval_s=0.25), 10, 0.1, 0.0)

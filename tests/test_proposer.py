@@ -1,6 +1,8 @@
-"""What rows propose, forward by forward: where proposals come from, how they are counted, and when none are looked for.
+"""What rows propose, forward by forward: where proposals come from, how they are counted, and when
+none are looked for.
 
-The engine is played by `forward`, which accepts what agrees with a given truth. All counts are counted by hand.
+The engine is played by `forward`, which accepts what agrees with a given truth. All counts are
+counted by hand.
 """
 
 import numpy as np
@@ -8,15 +10,15 @@ import pytest
 from conftest import VOCAB, run_loop
 from test_rollout_loop import ALONE, MAX_LENGTH, PARAMS, SEED, as_dict, new_model, plain, rows_of
 
-from bubblespec.engine.generator import Generator
+from bubblespec.draft import sources
+from bubblespec.draft.proposer import UNKNOWN_PRIOR, Proposer, make_proposer
+from bubblespec.draft.sources import OwnDrafts, Proposal, TrackedRow
+from bubblespec.draft.suffix import GroupIndex, History
+from bubblespec.draft.windows import WINDOWS, CostModel
+from bubblespec.engine.engine import Engine
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.rollout.loop import RolloutLoop
-from bubblespec.samples import Draft, Row, SampleId
-from bubblespec.speculate import sources
-from bubblespec.speculate.proposer import UNKNOWN_PRIOR, Proposer, make_proposer
-from bubblespec.speculate.sources import OwnDrafts, Proposal, TrackedRow
-from bubblespec.speculate.suffix import GroupIndex, History
-from bubblespec.speculate.windows import WINDOWS, CostModel
+from bubblespec.types import Draft, Row, SampleId
 from tests.clocks import Clock
 
 STEP = 5
@@ -29,7 +31,10 @@ def cost(a: float = 1.0, b: float = 1e-6, c: float = 1e-6) -> CostModel:
 
 
 def make(
-    method: str = "bubble+suffix", fixed_window: int | None = 3, costs: CostModel | None = None, history: History | None = None
+    method: str = "bubble+suffix",
+    fixed_window: int | None = 3,
+    costs: CostModel | None = None,
+    history: History | None = None,
 ) -> Proposer:
     options = {"has_drafts": "bubble" in method, "fixed_window": fixed_window, "clock": Clock()}
     proposer = make_proposer(method, history or History(1000), costs or cost(), **options)
@@ -45,9 +50,11 @@ def draft(tokens, version: int = 4) -> Draft:
     return Draft(np.array(tokens, np.int32), True, version)
 
 
-def forward(proposer: Proposer, rows: list[Row], truths: list, room: int = 400, budget: int = 4000) -> list[list[int]]:
-    """One forward of rows that have followed their truths so far; returns what each proposed. Rows gain what they accept and
-    one token more."""
+def forward(
+    proposer: Proposer, rows: list[Row], truths: list, room: int = 400, budget: int = 4000
+) -> list[list[int]]:
+    """One forward of rows that have followed their truths so far; returns what each proposed. Rows
+    gain what they accept and one token more."""
     lengths = np.array([len(r.tokens) for r in rows])
     proposed = proposer.propose(rows, lengths, np.full(len(rows), room), budget)
     proposed = [[] if p is None else p.tolist() for p in proposed]
@@ -65,7 +72,8 @@ def forward(proposer: Proposer, rows: list[Row], truths: list, room: int = 400, 
 
 
 def test_the_draft_first_and_matches_after_its_first_mismatch():
-    """The second of four forwards meets a replaced token; what then comes is found around it in the same draft."""
+    """The second of four forwards meets a replaced token; what then comes is found around it in the
+    same draft."""
     proposer = make()
     own = row()
     proposer.track(own, draft(range(10, 40)), STEP)
@@ -77,7 +85,8 @@ def test_the_draft_first_and_matches_after_its_first_mismatch():
 
 @pytest.mark.parametrize("asked_before", [True, False])
 def test_a_row_that_is_tracked_again_has_said_it_once(asked_before):
-    """As where a draft was interrupted, or a row comes back from another rank: its last words do not occur before."""
+    """As where a draft was interrupted, or a row comes back from another rank: its last words do
+    not occur before."""
     proposer, own = make("suffix"), row(tokens=range(10, 40))
     proposer.track(own, None, STEP)
     if asked_before:
@@ -97,7 +106,8 @@ def test_bubble_alone_proposes_nothing_after_a_mismatch():
 
 
 def test_the_sampled_token_after_a_window_decides_too():
-    """All of the window is right, but the token after it is not the draft's: the row has left its draft."""
+    """All of the window is right, but the token after it is not the draft's: the row has left its
+    draft."""
     proposer = make("bubble")
     own = row()
     proposer.track(own, draft(range(10, 40)), STEP)
@@ -106,7 +116,8 @@ def test_the_sampled_token_after_a_window_decides_too():
 
 
 def test_a_draft_ends_where_it_ends():
-    """Also one that is right: the last window is what is left of it, and then there is nothing, or what matches elsewhere."""
+    """Also one that is right: the last window is what is left of it, and then there is nothing, or
+    what matches elsewhere."""
     for method, wanted in (("bubble", []), ("bubble+suffix", [21, 22, 23])):
         proposer = make(method)
         own, sibling = row(0), row(1)
@@ -129,7 +140,9 @@ def test_suffix_alone_uses_no_draft_but_other_samples_and_epochs():
     late = row(2)
     proposer.track(late, None, STEP)
     assert forward(proposer, [own, late], [range(50, 70), range(50, 70)])[0] == [54, 55, 56]
-    assert set(proposer.acceptance.by_source) == {"history", "sibling"} or set(proposer.acceptance.by_source) == {"history"}
+    assert set(proposer.acceptance.by_source) == {"history", "sibling"} or set(
+        proposer.acceptance.by_source
+    ) == {"history"}
     assert not proposer.acceptance.by_age
 
 
@@ -159,7 +172,9 @@ def test_a_fixed_window_is_always_full(window):
     proposer.track(own, draft(range(1000)), STEP)
     for _ in range(3):
         done = len(own.tokens)
-        assert forward(proposer, [own], [range(1000)], budget=5) == [list(range(done, done + window))]
+        assert forward(proposer, [own], [range(1000)], budget=5) == [
+            list(range(done, done + window))
+        ]
         assert len(own.tokens) == done + window + 1
 
 
@@ -174,7 +189,8 @@ def test_planned_windows_grow_with_what_a_forward_costs_and_keep_to_the_budget()
 
 
 def test_counts_of_a_rollout():
-    """One row with an old draft that goes wrong, one without a draft, and a row drafted ahead, which is not counted."""
+    """One row with an old draft that goes wrong, one without a draft, and a row drafted ahead,
+    which is not counted."""
     proposer = make("bubble")
     old, bare, ahead = row(0), row(1), row(0, visit=STEP + 1)
     proposer.track(old, draft(range(10, 18), version=2), STEP)
@@ -190,19 +206,27 @@ def test_counts_of_a_rollout():
     assert counts.by_source == {"aligned": [6, 3]} and counts.by_age == {3: [6, 3]}
     assert counts.before_divergence[0].tolist() == [4, 3] and not counts.before_divergence[1:].any()
     assert counts.after_divergence == [1, 0]
-    assert {int(WINDOWS[i]): int(n) for i, n in enumerate(counts.accepted_lengths) if n} == {0: 1, 3: 1}
+    assert {int(WINDOWS[i]): int(n) for i, n in enumerate(counts.accepted_lengths) if n} == {
+        0: 1,
+        3: 1,
+    }
     spent_s, looked_up = proposer.take_spent()
     assert spent_s > 0 and looked_up == 9 and proposer.take_spent() == (0.0, 0)
-    # The chances of drafts are learnt from rows drafted ahead too: 9 of 9 tokens right at age 4, 3 of 4 trials at age 3.
+    # The chances of drafts are learnt from rows drafted ahead too: 9 of 9 tokens right at age 4, 3
+    # of 4 trials at age 3.
     estimate = proposer.survival.estimate
     assert estimate(("aligned", 4), 0.5) == pytest.approx((9 + 4) / (9 + 8), abs=0.02)
     assert estimate(("aligned", 3), 0.5) == pytest.approx((3 + 4) / (4 + 8), abs=0.02)
     proposer.begin()
     assert proposer.acceptance.row_forwards == 0 and not proposer.acceptance.by_age
-    assert forward(proposer, [ahead], [range(10, 40)]) == [[]], "a new rollout has forgotten the rows"
+    assert forward(proposer, [ahead], [range(10, 40)]) == [[]], (
+        "a new rollout has forgotten the rows"
+    )
 
 
-@pytest.mark.parametrize("accepted, lowest", [(0, 0), (1, 1), (5, 4), (6, 6), (7, 6), (127, 96), (128, 128), (150, 128)])
+@pytest.mark.parametrize(
+    "accepted, lowest", [(0, 0), (1, 1), (5, 4), (6, 6), (7, 6), (127, 96), (128, 128), (150, 128)]
+)
 def test_accepted_lengths_are_binned_by_windows(accepted, lowest):
     """A verification with 5 accepted tokens belongs to the bin of 4 and up."""
     proposer = make(fixed_window=150)
@@ -223,7 +247,8 @@ def count_looks(proposer: Proposer) -> list:
 
 
 def test_a_pause_follows_proposals_that_do_not_pay_and_ends():
-    """Looked for in the first forward, then after 1, 3, 7, 15 and at most 16 without; at once again as soon as they pay."""
+    """Looked for in the first forward, then after 1, 3, 7, 15 and at most 16 without; at once again
+    as soon as they pay."""
     dear, cheap = cost(1e-9, 0.0, 1.0), cost()  # a token costs what it brings at best
     proposer = make("bubble", fixed_window=None, costs=dear)
     own = row()
@@ -248,7 +273,8 @@ def test_a_pause_follows_proposals_that_do_not_pay_and_ends():
 
 
 def test_a_new_rollout_begins_without_a_pause():
-    """The last rows of a rollout have left their drafts behind; the next one's rows have new ones, from their first token on."""
+    """The last rows of a rollout have left their drafts behind; the next one's rows have new ones,
+    from their first token on."""
     proposer = make("bubble", fixed_window=None)
     own = row()
     proposer.track(own, None, STEP)
@@ -261,7 +287,8 @@ def test_a_new_rollout_begins_without_a_pause():
 
 
 def test_tokens_of_a_continued_row_are_indexed_once_and_in_order(monkeypatch):
-    """Those it came with, and those it has gained before anybody asked and since; a draft of a late sibling comes in too."""
+    """Those it came with, and those it has gained before anybody asked and since; a draft of a late
+    sibling comes in too."""
     texts, drafts = {}, []
 
     class Recorder(GroupIndex):
@@ -288,12 +315,16 @@ def test_tokens_of_a_continued_row_are_indexed_once_and_in_order(monkeypatch):
     for _ in range(2):
         forward(proposer, [own, continued, late], [*truths, range(60, 90)])
     proposer.sources[1]._group(own)
-    assert texts == {r.id.sample: r.tokens.tolist() for r in (own, continued, late)} and len(texts[1]) > 5
+    assert (
+        texts == {r.id.sample: r.tokens.tolist() for r in (own, continued, late)}
+        and len(texts[1]) > 5
+    )
     assert drafts == [0, 2]
 
 
 class Guesses:
-    """A made-up `DraftSource`: a guess at the whole response of some samples. Notes what it is told and asked."""
+    """A made-up `DraftSource`: a guess at the whole response of some samples. Notes what it is told
+    and asked."""
 
     def __init__(self, guesses: dict[SampleId, list[int]]):
         self.guesses = guesses
@@ -306,10 +337,17 @@ class Guesses:
     def track(self, tracked: TrackedRow) -> None:
         self.gained[tracked.row.id] = tracked.row.tokens.tolist()
 
-    def propose(self, rows: list[TrackedRow], lengths: list[int], limits: list[int]) -> list[Proposal | None]:
+    def propose(
+        self, rows: list[TrackedRow], lengths: list[int], limits: list[int]
+    ) -> list[Proposal | None]:
         self.asked.append([tracked.row.id for tracked in rows])
-        assert [len(self.gained[tracked.row.id]) for tracked in rows] == lengths and all(limit > 0 for limit in limits)
-        rest = [self.guesses.get(t.row.id, [])[n : n + limit] for t, n, limit in zip(rows, lengths, limits, strict=True)]
+        assert [len(self.gained[tracked.row.id]) for tracked in rows] == lengths and all(
+            limit > 0 for limit in limits
+        )
+        rest = [
+            self.guesses.get(t.row.id, [])[n : n + limit]
+            for t, n, limit in zip(rows, lengths, limits, strict=True)
+        ]
         return [Proposal(np.array(tokens), ("guess",)) if tokens else None for tokens in rest]
 
     def observe(self, tracked: TrackedRow, tokens: np.ndarray) -> None:
@@ -317,7 +355,8 @@ class Guesses:
 
 
 def test_a_source_is_asked_for_rows_that_none_before_it_serves():
-    """Three rows: one with a draft that goes wrong in the second forward, one with a guess alone, and one with neither."""
+    """Three rows: one with a draft that goes wrong in the second forward, one with a guess alone,
+    and one with neither."""
     drafted, guessed, bare = row(0), row(1), row(2)
     guesses = Guesses({drafted.id: list(range(70, 99)), guessed.id: [20, 21, 99, *range(23, 40)]})
     proposer = Proposer([OwnDrafts(), guesses], cost(), fixed_window=3, clock=Clock())
@@ -330,20 +369,32 @@ def test_a_source_is_asked_for_rows_that_none_before_it_serves():
     assert [p[1] for p in proposed] == [[20, 21, 99], [23, 24, 25], [27, 28, 29]]
     assert [p[2] for p in proposed] == [[], [], []]
     assert guesses.asked == [[guessed.id, bare.id]] * 2 + [[drafted.id, guessed.id, bare.id]]
-    assert guesses.begins == 1 and guesses.gained == {each.id: each.tokens.tolist() for each in (drafted, guessed, bare)}
+    assert guesses.begins == 1 and guesses.gained == {
+        each.id: each.tokens.tolist() for each in (drafted, guessed, bare)
+    }
     counts = proposer.acceptance
-    assert counts.by_source == {"aligned": [6, 4], "guess": [12, 2 + 3 + 3 + 3]} and set(counts.by_age) == {1}
+    assert counts.by_source == {"aligned": [6, 4], "guess": [12, 2 + 3 + 3 + 3]} and set(
+        counts.by_age
+    ) == {1}
     assert counts.draft_tokens == 18 and counts.accepted_tokens == 15
-    assert proposer.survival.estimate(("guess",), UNKNOWN_PRIOR) == pytest.approx((11 + 4) / (12 + 8), abs=0.02)
-    assert forward(proposer, [guessed], [range(20, 40)], room=0) == [[]] and guesses.asked[-1] == [], "no room, no question"
+    assert proposer.survival.estimate(("guess",), UNKNOWN_PRIOR) == pytest.approx(
+        (11 + 4) / (12 + 8), abs=0.02
+    )
+    assert (
+        forward(proposer, [guessed], [range(20, 40)], room=0) == [[]] and guesses.asked[-1] == []
+    ), "no room, no question"
 
 
 @pytest.mark.parametrize("fixed_window", [None, 4])
 def test_a_made_up_source_changes_no_token(fixed_window):
-    """In the real engine: drafts for some rows, and guesses of which every seventh token is wrong for all."""
+    """In the real engine: drafts for some rows, and guesses of which every seventh token is wrong
+    for all."""
     model = new_model()
     wanted, num_forwards = plain(model, 0)
-    wrong = {sample: [(t + (n % 7 == 6)) % VOCAB for n, t in enumerate(tokens)] for sample, (tokens, _) in wanted.items()}
+    wrong = {
+        sample: [(t + (n % 7 == 6)) % VOCAB for n, t in enumerate(tokens)]
+        for sample, (tokens, _) in wanted.items()
+    }
     guesses = Guesses(wrong)
     proposer = Proposer([OwnDrafts(), guesses], cost(), fixed_window=fixed_window, clock=Clock())
     proposer.begin()
@@ -351,13 +402,19 @@ def test_a_made_up_source_changes_no_token(fixed_window):
     for each in rows:
         tokens = wanted[each.id][0]
         proposer.track(each, None if each.id.sample else draft([*tokens[:-3], 1, 1, 1]), STEP)
-    engine = Generator(ModelRunner(model, 24, MAX_LENGTH, SEED))
+    engine = Engine(ModelRunner(model, 24, MAX_LENGTH, SEED))
     record = run_loop(RolloutLoop(engine, ALONE, PARAMS, proposer=proposer), rows)
     assert as_dict(rows) == wanted and engine.num_forwards < num_forwards
     counts = record.acceptance
-    assert set(counts.by_source) == {"aligned", "guess"} and all(accepted > 10 for _, accepted in counts.by_source.values())
+    assert set(counts.by_source) == {"aligned", "guess"} and all(
+        accepted > 10 for _, accepted in counts.by_source.values()
+    )
     assert sum(proposed for proposed, _ in counts.by_source.values()) == counts.draft_tokens
-    assert sum(accepted for _, accepted in counts.by_source.values()) == counts.accepted_tokens < counts.draft_tokens
+    assert (
+        sum(accepted for _, accepted in counts.by_source.values())
+        == counts.accepted_tokens
+        < counts.draft_tokens
+    )
 
 
 def test_a_source_at_rest_is_not_asked():

@@ -28,15 +28,28 @@ from notebooks.reading import (
 
 def line(step: int, seconds: float, **changed) -> dict:
     """A step that generates for `seconds`, waits for 1 s, and takes 2 s for the rest."""
-    found = {"step": step, "reward": 0.5, "rollout/digest": f"digest {step}", "completions/mean_length": 3.0}
-    found |= {"timing_s/gen": seconds, "timing_s/bubble": 1.0, "timing_s/train": 2.0, "timing_s/step": seconds + 3.0}
+    found = {
+        "step": step,
+        "reward": 0.5,
+        "rollout/digest": f"digest {step}",
+        "completions/mean_length": 3.0,
+    }
+    found |= {
+        "timing_s/gen": seconds,
+        "timing_s/bubble": 1.0,
+        "timing_s/train": 2.0,
+        "timing_s/step": seconds + 3.0,
+    }
     return found | changed
 
 
 def make_run(folder, lines: list, *overrides: str) -> str:
     """Write a run's folder; lines that are text are written as they are."""
     os.makedirs(folder)
-    config = load_config("configs/tiny_cpu.yaml", ["rollout.num_prompts_per_step=2", "rollout.num_generations=4", *overrides])
+    config = load_config(
+        "configs/tiny_cpu.yaml",
+        ["rollout.num_prompts_per_step=2", "rollout.num_generations=4", *overrides],
+    )
     (folder / "config.yaml").write_text(config_to_yaml(config))
     (folder / "metrics.jsonl").write_text(
         "".join(entry if isinstance(entry, str) else json.dumps(entry) + "\n" for entry in lines)
@@ -55,16 +68,25 @@ def test_runs_are_compared_over_the_steps_that_both_have(tmp_path):
         "rollout/spec_accepted_tokens": 30,
         "rollout/spec_wasted_tokens": 10,
     }
-    lines = [line(1, 3.5, **spec), line(2, 0.5, **spec, reward=None), line(3, 18.5, **spec), line(4, 1.0)]
+    lines = [
+        line(1, 3.5, **spec),
+        line(2, 0.5, **spec, reward=None),
+        line(3, 18.5, **spec),
+        line(4, 1.0),
+    ]
     lines[2]["rollout/digest"] = "another"
     make_run(tmp_path / "a", lines, SUFFIX)
     plain, other = read_runs(str(tmp_path))
-    assert (plain.name, other.name, other.method) == ("z", "a", "suffix"), "the run without speculation comes first"
+    assert (plain.name, other.name, other.method) == ("z", "a", "suffix"), (
+        "the run without speculation comes first"
+    )
     assert other.rollout_s.tolist() == [5.0, 2.0, 20.0, 2.0]
     found = compare(other, plain)
     assert found.num_steps == 3 and found.num_same == 2 and found.first_difference == 3
     assert found.tokens == "differ from step 3 on (2 of 3 the same)"
-    assert found.rollout_speedup == pytest.approx(30 / 27) and found.median_speedup == 2.0  # of 2, 5 and 0.5
+    assert (
+        found.rollout_speedup == pytest.approx(30 / 27) and found.median_speedup == 2.0
+    )  # of 2, 5 and 0.5
     assert found.step_speedup == pytest.approx(36 / (6.5 + 3.5 + 21.5)) and found.forwards == -0.5
     assert accepted_share(other) == pytest.approx(0.75) and np.isnan(accepted_share(plain))
     assert np.isnan(other.column("reward")).tolist() == [False, True, False, False]
@@ -74,7 +96,9 @@ def test_runs_are_compared_over_the_steps_that_both_have(tmp_path):
 
 def test_evaluations_are_by_updates_and_seconds_are_of_steps_alone(tmp_path):
     held_out = [{"step": n, "eval/reward": r} for n, r in ((0, 0.25), (2, 0.75))]
-    run = read_run(make_run(tmp_path / "a", [held_out[0], line(0, 1.0), line(1, 3.0, reward=0.7), held_out[1]]))
+    run = read_run(
+        make_run(tmp_path / "a", [held_out[0], line(0, 1.0), line(1, 3.0, reward=0.7), held_out[1]])
+    )
     assert len(run.steps) == 2 and [e["eval/reward"] for e in run.evaluations] == [0.25, 0.75]
     seconds = seconds_so_far(run, np.array([0, 1, 2, 3]))
     assert seconds[:3].tolist() == [0.0, 4.0, 10.0] and np.isnan(seconds[3])
@@ -82,10 +106,18 @@ def test_evaluations_are_by_updates_and_seconds_are_of_steps_alone(tmp_path):
 
 
 def test_settings_that_differ_are_named_and_no_others(tmp_path):
-    folders = [make_run(tmp_path / name, [line(0, 1.0)], *o) for name, o in (("a", [NONE]), ("b", [SUFFIX, "run.seed=3"]))]
+    folders = [
+        make_run(tmp_path / name, [line(0, 1.0)], *o)
+        for name, o in (("a", [NONE]), ("b", [SUFFIX, "run.seed=3"]))
+    ]
     runs = [read_run(folder) for folder in folders]
     table = settings_table(runs).splitlines()
-    assert table == ["| run | speculative.method | run.seed |", "| --- | --- | --- |", "| a | none | 0 |", "| b | suffix | 3 |"]
+    assert table == [
+        "| run | speculative.method | run.seed |",
+        "| --- | --- | --- |",
+        "| a | none | 0 |",
+        "| b | suffix | 3 |",
+    ]
     assert settings_table(runs[:1]).splitlines()[0] == "| run | no key differs |"
 
 
@@ -101,13 +133,18 @@ def test_damaged_metrics_are_one_line(tmp_path, lines, says):
     make_run(tmp_path / "a", lines)
     with pytest.raises(InputError, match=says) as caught:
         read_runs(str(tmp_path))
-    assert "\n" not in str(caught.value) and str(tmp_path / "a" / "metrics.jsonl") in str(caught.value)
+    assert "\n" not in str(caught.value) and str(tmp_path / "a" / "metrics.jsonl") in str(
+        caught.value
+    )
 
 
 def test_torn_last_line_is_left_out_with_a_line(tmp_path, capfd):
     run = read_run(make_run(tmp_path / "a", [line(0, 1.0), line(1, 1.0), '{"step": 2, "rew']))
     assert len(run.steps) == 2
-    assert capfd.readouterr().err == f"left out: the last line of {tmp_path}/a/metrics.jsonl, which is torn\n"
+    assert (
+        capfd.readouterr().err
+        == f"left out: the last line of {tmp_path}/a/metrics.jsonl, which is torn\n"
+    )
 
 
 def test_folders_without_a_run_are_one_line(tmp_path, capfd):
@@ -121,7 +158,10 @@ def test_folders_without_a_run_are_one_line(tmp_path, capfd):
         read_runs(str(tmp_path))
     make_run(tmp_path / "run", [line(0, 1.0)])
     assert [run.name for run in read_runs(str(tmp_path))] == ["run"]
-    said = [f"left out: {tmp_path}/empty has no metrics.jsonl", f"left out: {tmp_path}/just begun has not finished a step yet"]
+    said = [
+        f"left out: {tmp_path}/empty has no metrics.jsonl",
+        f"left out: {tmp_path}/just begun has not finished a step yet",
+    ]
     assert capfd.readouterr().err.splitlines() == said
     with pytest.raises(InputError, match="is one run's folder"):
         read_runs(str(tmp_path / "run"))
@@ -129,7 +169,12 @@ def test_folders_without_a_run_are_one_line(tmp_path, capfd):
     with pytest.raises(InputError, match="modle: unknown key"):
         read_runs(str(tmp_path))
     with pytest.raises(InputError, match="a and b have no step in common"):
-        compare(*(read_run(make_run(tmp_path / "x" / name, [line(s, 1.0)])) for s, name in enumerate("ab")))
+        compare(
+            *(
+                read_run(make_run(tmp_path / "x" / name, [line(s, 1.0)]))
+                for s, name in enumerate("ab")
+            )
+        )
 
 
 def test_timelines_are_read_as_they_were_written(tmp_path):
@@ -145,8 +190,12 @@ def test_timelines_are_read_as_they_were_written(tmp_path):
     assert timeline_steps(run) == [12]
     found = read_timeline(run, 12)
     assert all(np.allclose(a, b, atol=1e-9) for a, b in zip(found, lanes, strict=True))
-    assert seconds_by_kind(found) == pytest.approx({"decode": 1.5, "wait": 0.25, "train": 0.125, "between": 0.125})
-    with pytest.raises(InputError, match=r"no .*step_00003.json: the run was not told run.timeline_steps=\[3\]"):
+    assert seconds_by_kind(found) == pytest.approx(
+        {"decode": 1.5, "wait": 0.25, "train": 0.125, "between": 0.125}
+    )
+    with pytest.raises(
+        InputError, match=r"no .*step_00003.json: the run was not told run.timeline_steps=\[3\]"
+    ):
         read_timeline(run, 3)
     assert common_timelines(run, run) == [12]
     with pytest.raises(InputError, match="have no timeline of a common step"):
@@ -166,15 +215,31 @@ def test_pictures_show_the_figures(tmp_path):
     }
     evaluations = [{"step": 0, "eval/reward": 0.25}, {"step": 2, "eval/reward": 0.75}]
     plain = read_run(make_run(tmp_path / "plain", [line(0, 5.0), line(1, 5.0), *evaluations], NONE))
-    fast = read_run(make_run(tmp_path / "fast", [line(0, 1.0, **sources), line(1, 1.0), *evaluations], SUFFIX))
+    fast = read_run(
+        make_run(tmp_path / "fast", [line(0, 1.0, **sources), line(1, 1.0), *evaluations], SUFFIX)
+    )
 
     def widths(axes, vertical=False):
-        return [[b.get_height() if vertical else b.get_width() for b in bars] for bars in axes.containers]
+        return [
+            [b.get_height() if vertical else b.get_width() for b in bars]
+            for bars in axes.containers
+        ]
 
     axes = draw_stages([plain, fast]).axes[0]
-    assert widths(axes)[0] == [10.0, 2.0] and widths(axes)[1] == [2.0, 2.0] and widths(axes)[3] == [4.0, 4.0]
+    assert (
+        widths(axes)[0] == [10.0, 2.0]
+        and widths(axes)[1] == [2.0, 2.0]
+        and widths(axes)[3] == [4.0, 4.0]
+    )
     assert [text.get_text().strip() for text in axes.texts] == ["16.0 s, 1.00x", "8.0 s, 2.00x"]
-    assert widths(draw_drafts(fast).axes[0], vertical=True) == [[10.0, 0.0], [3.0, 0.0], [11.0, 24.0]]
+    assert widths(draw_drafts(fast).axes[0], vertical=True) == [
+        [10.0, 0.0],
+        [3.0, 0.0],
+        [11.0, 24.0],
+    ]
     over_steps, over_seconds = draw_learning([plain, fast]).axes
     assert over_steps.lines[1].get_xydata().tolist() == [[0, 0.25], [2, 0.75]]
-    assert [over_seconds.lines[i].get_xydata().tolist() for i in (1, 3)] == [[[0, 0.25], [16, 0.75]], [[0, 0.25], [8, 0.75]]]
+    assert [over_seconds.lines[i].get_xydata().tolist() for i in (1, 3)] == [
+        [[0, 0.25], [16, 0.75]],
+        [[0, 0.25], [8, 0.75]],
+    ]

@@ -1,4 +1,5 @@
-"""The README's examples are run as they stand there: a user's own data, model and reward, and the engine alone."""
+"""The README's examples are run as they stand there: a user's own data, model and reward, and the
+engine alone."""
 
 import json
 import os
@@ -11,11 +12,11 @@ from conftest import GQA
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 from bubblespec.data.prompts import build_prompt_set, make_tokenize
-from bubblespec.engine.generator import Generator
+from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.samples import Row, SampleId
+from bubblespec.types import Row, SampleId
 from tests.runs import read
 from tests.warm import ROOT, launch, python
 
@@ -24,7 +25,8 @@ RUNS = ("runs/my_data", "runs/my_model", "runs/my_reward")
 
 
 def blocks(heading: str) -> list[tuple[str, str, str]]:
-    """(language, file name or "", text) of the fenced blocks below a heading of the README, in their order."""
+    """(language, file name or "", text) of the fenced blocks below a heading of the README, in
+    their order."""
     with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as file:
         section = file.read().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     return BLOCK.findall(section)
@@ -40,13 +42,19 @@ def execute(text: str, folder) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with the files of "Your own run" and a model of another architecture, in which its commands have been run."""
+    """A folder with the files of "Your own run" and a model of another architecture, in which its
+    commands have been run."""
     folder = tmp_path_factory.mktemp("own_run")
     for name in ("train.py", "configs"):
         os.symlink(os.path.join(ROOT, name), folder / name)
     tokenizer = AutoTokenizer.from_pretrained(os.path.join(ROOT, "configs/tiny_policy"))
     torch.manual_seed(0)
-    shape = {**GQA, "vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "max_position_embeddings": 1024}
+    shape = {
+        **GQA,
+        "vocab_size": len(tokenizer),
+        "eos_token_id": tokenizer.eos_token_id,
+        "max_position_embeddings": 1024,
+    }
     AutoModelForCausalLM.from_config(Qwen2Config(**shape)).save_pretrained(folder / "my_model")
     tokenizer.save_pretrained(folder / "my_model")
     for language, name, text in blocks("Your own run"):
@@ -66,19 +74,29 @@ def test_own_run_takes_its_steps(folder, run):
 
 
 def test_own_data_is_what_the_policy_answers(folder):
-    """The first step's reward is the share of right answers that the engine alone gives to the problems of the file."""
+    """The first step's reward is the share of right answers that the engine alone gives to the
+    problems of the file."""
     with open(folder / "my_problems.jsonl", encoding="utf-8") as file:
         problems = [json.loads(line) for line in file]
     tokenizer = AutoTokenizer.from_pretrained(folder / "configs/tiny_policy")
     model = AutoModelForCausalLM.from_pretrained(folder / "configs/tiny_policy").eval()
     prepare_model(model, max_length=128)
-    engine = Generator(ModelRunner(model, num_slots=16, max_length=128, seed=0))
+    engine = Engine(ModelRunner(model, num_slots=16, max_length=128, seed=0))
     prompts = build_prompt_set(problems, make_tokenize(tokenizer), max_prompt_length=64).prompts
-    answers = {prompt.uid: problem["answer"] for prompt, problem in zip(prompts, problems, strict=True)}
-    rows = [Row(SampleId(p.uid, 0, j), p.token_ids, max_new_tokens=64) for p in prompts for j in range(8)]
+    answers = {
+        prompt.uid: problem["answer"] for prompt, problem in zip(prompts, problems, strict=True)
+    }
+    rows = [
+        Row(SampleId(p.uid, 0, j), p.token_ids, max_new_tokens=64)
+        for p in prompts
+        for j in range(8)
+    ]
     engine.run(rows, SamplingParams(stop_token_ids=(tokenizer.eos_token_id,)))
     texts = [tokenizer.decode(row.tokens, skip_special_tokens=True) for row in rows]
-    right = [text.endswith(f"<answer>{answers[row.id.uid]}</answer>") for text, row in zip(texts, rows, strict=True)]
+    right = [
+        text.endswith(f"<answer>{answers[row.id.uid]}</answer>")
+        for text, row in zip(texts, rows, strict=True)
+    ]
     assert 0 < sum(right) < 16
     assert read(folder / "runs/my_data")[0]["rewards/exact_match/mean"] == sum(right) / 16
 
@@ -88,14 +106,21 @@ def test_own_model_is_the_one_trained(folder):
     assert (config.model_type, config.hidden_size) == ("qwen2", GQA["hidden_size"])
     digests = {run: [line["rollout/digest"] for line in read(folder / run)] for run in RUNS}
     assert digests["runs/my_model"] != digests["runs/my_data"]
-    # another reward: the same first rollout, other weights, and a reward that can be worked out from the lengths
+    # another reward: the same first rollout, other weights, and a reward that can be worked out
+    # from the lengths
     assert digests["runs/my_reward"][0] == digests["runs/my_data"][0]
 
 
 def test_own_reward_is_used(folder):
-    for line, other in zip(read(folder / "runs/my_reward"), read(folder / "runs/my_data"), strict=True):
-        assert line["rewards/brevity/mean"] == pytest.approx(-0.001 * line["completions/mean_length"])
-        assert line["reward"] == pytest.approx(line["rewards/is_right/mean"] + line["rewards/brevity/mean"])
+    for line, other in zip(
+        read(folder / "runs/my_reward"), read(folder / "runs/my_data"), strict=True
+    ):
+        assert line["rewards/brevity/mean"] == pytest.approx(
+            -0.001 * line["completions/mean_length"]
+        )
+        assert line["reward"] == pytest.approx(
+            line["rewards/is_right/mean"] + line["rewards/brevity/mean"]
+        )
         if line["rollout/digest"] == other["rollout/digest"]:
             assert line["rewards/is_right/mean"] == other["rewards/exact_match/mean"]
 
@@ -105,14 +130,17 @@ def test_engine_example(tmp_path):
     (tmp_path / "example.py").write_text(code, encoding="utf-8")
     output = python(str(tmp_path / "example.py")).stdout
     got = {
-        int(sample): (tokens, finish) for sample, tokens, finish in re.findall(r"^(\d+) \[(.*?)\] (\w+)$", output, re.M | re.S)
+        int(sample): (tokens, finish)
+        for sample, tokens, finish in re.findall(r"^(\d+) \[(.*?)\] (\w+)$", output, re.M | re.S)
     }
     assert sorted(got) == list(range(8))
     # the same rows, one after the other
     model = AutoModelForCausalLM.from_pretrained(os.path.join(ROOT, "configs/tiny_policy")).eval()
     prepare_model(model, max_length=256)
-    engine = Generator(ModelRunner(model, num_slots=1, max_length=256, seed=0))
+    engine = Engine(ModelRunner(model, num_slots=1, max_length=256, seed=0))
     rows = [Row(SampleId(1, 0, j), prompt=(5, 6, 7), max_new_tokens=20) for j in range(8)]
     for row in engine.run(rows, SamplingParams()):
         tokens, finish = got[row.id.sample]
-        assert [int(token) for token in tokens.split()] == row.tokens.tolist() and finish == row.finish
+        assert [
+            int(token) for token in tokens.split()
+        ] == row.tokens.tolist() and finish == row.finish

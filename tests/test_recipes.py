@@ -1,5 +1,5 @@
-"""The recipes of docs/recipes.md, each loaded from its own fragment and trained for several updates of one batch, against the
-papers' formulas as reference_step.py has them."""
+"""The recipes of docs/recipes.md, each loaded from its own fragment and trained for several updates
+of one batch, against the papers' formulas as reference_step.py has them."""
 
 import copy
 import re
@@ -14,14 +14,25 @@ from omegaconf import OmegaConf
 from test_update import NUM_PROMPTS, gradients, make_learner, make_samples, moved, responses_of
 
 from bubblespec.config import Config, load_config
+from bubblespec.dist.ranks import Ranks
 from bubblespec.engine.model import prepare_model
 from bubblespec.learn.advantages import estimate_advantages
-from bubblespec.ranks.collectives import Ranks
 from tests import reference_step
 
 PAGE = (Path(__file__).parent.parent / "docs" / "recipes.md").read_text(encoding="utf-8")
-FRAGMENTS = dict(re.findall(r"^## ([^\n]+)\n(?:(?!^## ).)*?^```yaml\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
-RECIPES = ["GRPO", "Dr. GRPO", "DAPO", "GSPO", "CISPO", "RLOO", "REINFORCE++", "REINFORCE++-baseline"]
+FRAGMENTS = dict(
+    re.findall(r"^## ([^\n]+)\n(?:(?!^## ).)*?^```yaml\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+)
+RECIPES = [
+    "GRPO",
+    "Dr. GRPO",
+    "DAPO",
+    "GSPO",
+    "CISPO",
+    "RLOO",
+    "REINFORCE++",
+    "REINFORCE++-baseline",
+]
 GENERATIONS = 6
 REWARDS = np.random.default_rng(3).normal(size=(NUM_PROMPTS, GENERATIONS))
 REWARDS[2] = 0.5  # a group without a gradient, unless the baseline is the batch's
@@ -37,35 +48,57 @@ def recipe_config(name: str, tmp_path: Path) -> Config:
     """The published fragment itself, as a user would load it."""
     needed = "model: {path: some/model}\ndata: {path: train.jsonl}\nrun: {output_dir: out}\n"
     path = tmp_path / "recipe.yaml"
-    path.write_text(OmegaConf.to_yaml(OmegaConf.merge(OmegaConf.create(needed), OmegaConf.create(FRAGMENTS[name]))))
+    path.write_text(
+        OmegaConf.to_yaml(
+            OmegaConf.merge(OmegaConf.create(needed), OmegaConf.create(FRAGMENTS[name]))
+        )
+    )
     return load_config(str(path))
 
 
 def training_config(name: str, tmp_path: Path, **loss) -> Config:
-    """The recipe's loss on the small batch of these tests: 2 passes of 2 minibatches, at a rate that leaves the old policy."""
+    """The recipe's loss on the small batch of these tests: 2 passes of 2 minibatches, at a rate
+    that leaves the old policy."""
     config = recipe_config(name, tmp_path)
     config.rollout.temperature, config.rollout.max_completion_length = 0.8, 20
     config.loss.num_iterations = config.loss.num_minibatches = 2
-    for key, value in {"epsilon_low": 0.05, "epsilon_high": 0.05, **CLIPS.get(name, {}), **loss}.items():
+    for key, value in {
+        "epsilon_low": 0.05,
+        "epsilon_high": 0.05,
+        **CLIPS.get(name, {}),
+        **loss,
+    }.items():
         setattr(config.loss, key, value)
-    config.optim.learning_rate, config.optim.max_grad_norm, config.optim.max_tokens_per_microbatch = 4e-4, 0.0, 64
+    (
+        config.optim.learning_rate,
+        config.optim.max_grad_norm,
+        config.optim.max_tokens_per_microbatch,
+    ) = 4e-4, 0.0, 64
     return config
 
 
-def train(model, reference, samples, advantages, config, ranks=None) -> tuple[list[torch.Tensor], dict]:
+def train(
+    model, reference, samples, advantages, config, ranks=None
+) -> tuple[list[torch.Tensor], dict]:
     """Gradients of all updates and the metrics."""
     return gradients(make_learner(model, config, reference, ranks), samples, np.asarray(advantages))
 
 
 def recipe_advantages(loss) -> list[float]:
-    groups = reference_step.estimate_advantages(REWARDS.tolist(), loss.advantage_estimator, loss.scale_rewards)
+    groups = reference_step.estimate_advantages(
+        REWARDS.tolist(), loss.advantage_estimator, loss.scale_rewards
+    )
     return [advantage for group in groups for advantage in group]
 
 
 def check_against_the_page(make_model, config) -> dict:
     samples, advantages = make_samples(generations=GENERATIONS), recipe_advantages(config.loss)
     np.testing.assert_allclose(
-        estimate_advantages(REWARDS, config.loss.advantage_estimator, config.loss.scale_rewards).ravel(), advantages, atol=1e-14
+        estimate_advantages(
+            REWARDS, config.loss.advantage_estimator, config.loss.scale_rewards
+        ).ravel(),
+        advantages,
+        atol=1e-14,
     )
     plain = make_model()
     plain.set_attn_implementation("sdpa")
@@ -73,18 +106,30 @@ def check_against_the_page(make_model, config) -> dict:
     packed, packed_reference = make_model(), copy.deepcopy(reference)
     for model in (packed, packed_reference) if reference else (packed,):
         prepare_model(model, 64)
-    wanted = reference_step.train_on(plain, reference, responses_of(samples), advantages, config=config, step=0, moments={})
+    wanted = reference_step.train_on(
+        plain, reference, responses_of(samples), advantages, config=config, step=0, moments={}
+    )
     got, metrics = train(packed, packed_reference, samples, advantages, config)
     assert len(got) == len(wanted) == 4
     for number, (mine, update) in enumerate(zip(got, wanted, strict=True)):
         assert update.gradient.any()
         torch.testing.assert_close(mine, update.gradient, rtol=1e-7, atol=1e-9 if number else 1e-11)
-    assert metrics["loss"] == pytest.approx(statistics.fmean(update.loss for update in wanted), rel=1e-8, abs=1e-10)
+    assert metrics["loss"] == pytest.approx(
+        statistics.fmean(update.loss for update in wanted), rel=1e-8, abs=1e-10
+    )
     # Two passes over the samples; those without a gradient are not counted.
-    counted = zip([clips for update in wanted for clips in update.clips], samples.tokens * 2, advantages * 2, strict=True)
-    counted = [(clips, len(tokens)) for clips, tokens, advantage in counted if advantage or reference]
+    counted = zip(
+        [clips for update in wanted for clips in update.clips],
+        samples.tokens * 2,
+        advantages * 2,
+        strict=True,
+    )
+    counted = [
+        (clips, len(tokens)) for clips, tokens, advantage in counted if advantage or reference
+    ]
     shares = {
-        name: sum(int(clips[name].sum()) for clips, _ in counted if name in clips) / sum(length for _, length in counted)
+        name: sum(int(clips[name].sum()) for clips, _ in counted if name in clips)
+        / sum(length for _, length in counted)
         for name in ("low", "high", "delta")
     }
     shares["region"] = shares["low"] + shares["high"]
@@ -127,12 +172,18 @@ def test_dual_clip(make_model, tmp_path):
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("loss_type", ["dapo", "cispo"])
 def test_kl_estimators(make_model, tmp_path, estimator, loss_type):
-    changes = {"kl_coef": 0.3, "kl_estimator": estimator, "loss_type": loss_type, "epsilon_high": 1.05 - (loss_type == "dapo")}
+    changes = {
+        "kl_coef": 0.3,
+        "kl_estimator": estimator,
+        "loss_type": loss_type,
+        "epsilon_high": 1.05 - (loss_type == "dapo"),
+    }
     check_against_the_page(make_model, training_config("GRPO", tmp_path, **changes))
 
 
 class ThreadRanks(Ranks):
-    """Ranks that are threads of this process, with collectives that sum in the order of the ranks."""
+    """Ranks that are threads of this process, with collectives that sum in the order of the
+    ranks."""
 
     def __init__(self, rank: int, world_size: int, board: list, barrier: threading.Barrier):
         super().__init__(torch.device("cpu"))
@@ -155,7 +206,8 @@ class ThreadRanks(Ranks):
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", RECIPES)
 def test_number_of_ranks_changes_nothing_but_rounding(make_model, tmp_path, name, world_size):
-    """All updates, so that later minibatches and their old log-probabilities are those of every rank."""
+    """All updates, so that later minibatches and their old log-probabilities are those of every
+    rank."""
     config = training_config(name, tmp_path)
     samples, advantages = make_samples(generations=GENERATIONS), recipe_advantages(config.loss)
 
@@ -171,7 +223,13 @@ def test_number_of_ranks_changes_nothing_but_rounding(make_model, tmp_path, name
     models = [make_both() for _ in range(world_size)]
 
     def work(rank):
-        by_rank[rank] = train(*models[rank], samples, advantages, config, ThreadRanks(rank, world_size, board, barrier))
+        by_rank[rank] = train(
+            *models[rank],
+            samples,
+            advantages,
+            config,
+            ThreadRanks(rank, world_size, board, barrier),
+        )
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(world_size)]
     for thread in threads:
@@ -187,9 +245,13 @@ def test_number_of_ranks_changes_nothing_but_rounding(make_model, tmp_path, name
 
 
 def test_minibatches_are_whole_groups_in_the_order_of_the_batch(make_model, tmp_path):
-    """The gradient of the first update is that of the first half of the prompts alone, made as a batch of its own."""
+    """The gradient of the first update is that of the first half of the prompts alone, made as a
+    batch of its own."""
     config = training_config("DAPO", tmp_path)
-    samples, advantages = make_samples(generations=GENERATIONS), np.random.default_rng(0).normal(size=NUM_PROMPTS * GENERATIONS)
+    samples, advantages = (
+        make_samples(generations=GENERATIONS),
+        np.random.default_rng(0).normal(size=NUM_PROMPTS * GENERATIONS),
+    )
     model = make_model()
     prepare_model(model, 64)
     both, _ = train(model, None, samples, advantages, config)
@@ -203,18 +265,32 @@ def test_minibatches_are_whole_groups_in_the_order_of_the_batch(make_model, tmp_
 
 
 def test_several_updates_depend_on_tokens_alone(make_model, tmp_path):
-    """Bit for bit: the old policy's log-probabilities are those of the trainer, whatever the generator's were."""
+    """Bit for bit: the old policy's log-probabilities are those of the trainer, whatever the
+    generator's were."""
     results = []
     for noise in (0.0, 0.5):
         model, samples = make_model(dtype=torch.float32), make_samples(generations=GENERATIONS)
         samples.full_logprob = [values + np.float32(noise) for values in samples.full_logprob]
         prepare_model(model, 64)
-        results.append(train(model, None, samples, np.linspace(-1, 1, len(samples)), training_config("GSPO", tmp_path)))
+        results.append(
+            train(
+                model,
+                None,
+                samples,
+                np.linspace(-1, 1, len(samples)),
+                training_config("GSPO", tmp_path),
+            )
+        )
     assert all(torch.equal(a, b) for a, b in zip(results[0][0], results[1][0], strict=True))
-    assert results[0][1]["sampling/logp_difference/mean"] != results[1][1]["sampling/logp_difference/mean"]
+    assert (
+        results[0][1]["sampling/logp_difference/mean"]
+        != results[1][1]["sampling/logp_difference/mean"]
+    )
 
 
-def test_one_update_needs_one_forward_and_minibatches_one_more_each_but_the_first(make_model, tmp_path):
+def test_one_update_needs_one_forward_and_minibatches_one_more_each_but_the_first(
+    make_model, tmp_path
+):
     calls = {}
     for minibatches, iterations in [(1, 1), (1, 3), (2, 1), (2, 3)]:
         config = training_config("DAPO", tmp_path)
@@ -223,6 +299,12 @@ def test_one_update_needs_one_forward_and_minibatches_one_more_each_but_the_firs
         model, seen = make_model(), []
         prepare_model(model, 64)
         model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, seen=seen: seen.append(1))
-        train(model, None, make_samples(generations=GENERATIONS), np.linspace(-1, 1, NUM_PROMPTS * GENERATIONS), config)
+        train(
+            model,
+            None,
+            make_samples(generations=GENERATIONS),
+            np.linspace(-1, 1, NUM_PROMPTS * GENERATIONS),
+            config,
+        )
         calls[minibatches, iterations] = len(seen)
     assert calls == {(1, 1): 1, (1, 3): 3, (2, 1): 2 + 1, (2, 3): 6 + 1}

@@ -1,4 +1,5 @@
-"""Whole steps of the trainer, speculation included, against reference_step.py: tokens, rewards, advantages, updates, weights."""
+"""Whole steps of the trainer, speculation included, against reference_step.py: tokens, rewards,
+advantages, updates, weights."""
 
 import copy
 
@@ -9,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 import train as script
 from bubblespec.config import load_config
-from bubblespec.ranks.collectives import Ranks
-from bubblespec.set_up import set_up
+from bubblespec.dist.ranks import Ranks
+from bubblespec.setup import set_up
 from bubblespec.trainer import Trainer
 from tests.reference_step import grpo_step
 from tests.runs import read
@@ -20,7 +21,8 @@ STEPS = 2
 SHORT = [
     "model.dtype=float64",
     "data.tasks=[{name: chain_sum, weight: 1.0, config: {min_terms: 2, max_terms: 5, min_digits: 1, max_digits: 1}}]",
-    "data.size=4",  # the second step has the same prompts, for which the first one's responses are drafts
+    # the second step has the same prompts, for which the first one's responses are drafts
+    "data.size=4",
     "reward.functions=[tests.test_reference_step.reward]",
     "rollout.num_prompts_per_step=4",
     "rollout.num_generations=3",
@@ -34,14 +36,35 @@ SHORT = [
 ]
 RECIPES = {
     "GRPO": [
-        *("rollout.temperature=0.8", "rollout.top_p=0.98", "rollout.top_k=40", "rollout.min_completion_length=12"),
-        *("loss.loss_type=grpo", "loss.kl_coef=0.1", "loss.num_iterations=2", "loss.num_minibatches=2", "loss.epsilon_low=0.02"),
+        *(
+            "rollout.temperature=0.8",
+            "rollout.top_p=0.98",
+            "rollout.top_k=40",
+            "rollout.min_completion_length=12",
+        ),
+        *(
+            "loss.loss_type=grpo",
+            "loss.kl_coef=0.1",
+            "loss.num_iterations=2",
+            "loss.num_minibatches=2",
+            "loss.epsilon_low=0.02",
+        ),
         *("loss.epsilon_high=0.03", "loss.mask_truncated_completions=true"),
-        *("optim.learning_rate=2e-4", "optim.weight_decay=0.1", "optim.lr_scheduler=cosine", "optim.warmup_steps=0"),
+        *(
+            "optim.learning_rate=2e-4",
+            "optim.weight_decay=0.1",
+            "optim.lr_scheduler=cosine",
+            "optim.warmup_steps=0",
+        ),
     ],
     "GSPO, leave-one-out": [
         *("rollout.temperature=1.1", "loss.loss_type=dr_grpo", "loss.advantage_estimator=rloo"),
-        *("loss.importance_sampling_level=sequence", "loss.epsilon_low=0.01", "loss.epsilon_high=0.01", "loss.num_iterations=2"),
+        *(
+            "loss.importance_sampling_level=sequence",
+            "loss.epsilon_low=0.01",
+            "loss.epsilon_high=0.01",
+            "loss.num_iterations=2",
+        ),
         *("optim.learning_rate=2e-4", "optim.warmup_steps=3", "optim.max_grad_norm=0"),
     ],
 }
@@ -71,25 +94,43 @@ def test_steps_of_the_trainer_are_those_of_the_page(tmp_path, monkeypatch, name)
     reference = copy.deepcopy(plain) if config.loss.kl_coef else None
     initial, moments, clipped, truncated = copy.deepcopy(plain), {}, 0, 0
     for step, (samples, advantages, metrics) in enumerate(seen):
-        prompts = [(group.prompt.uid, group.visit, list(group.prompt.token_ids)) for group in samples.groups]
+        prompts = [
+            (group.prompt.uid, group.visit, list(group.prompt.token_ids))
+            for group in samples.groups
+        ]
         assert {visit for _, visit, _ in prompts} == {step}, "each step is an epoch"
-        groups, rewards, wanted, updates = grpo_step(plain, reference, prompts, reward, config=config, step=step, moments=moments)
+        groups, rewards, wanted, updates = grpo_step(
+            plain, reference, prompts, reward, config=config, step=step, moments=moments
+        )
         responses = [response for group in groups for response in group]
-        assert [tokens.tolist() for tokens in samples.tokens] == [response.tokens for response in responses]
+        assert [tokens.tolist() for tokens in samples.tokens] == [
+            response.tokens for response in responses
+        ]
         assert samples.is_truncated.tolist() == [response.is_truncated for response in responses]
         assert samples.rewards.tolist() == [[value] for group in rewards for value in group]
         np.testing.assert_allclose(advantages, np.ravel(wanted), rtol=1e-9, atol=1e-13)
-        losses, norms = ([getattr(update, key) for update in updates] for key in ("loss", "grad_norm"))
+        losses, norms = (
+            [getattr(update, key) for update in updates] for key in ("loss", "grad_norm")
+        )
         assert metrics["loss"] == pytest.approx(np.mean(losses), rel=1e-9, abs=1e-12)
         assert metrics["grad_norm"] == pytest.approx(np.mean(norms), rel=1e-9)
         assert metrics["learning_rate"] == pytest.approx(updates[-1].learning_rate, rel=1e-12)
         assert metrics["skipped_updates"] == 0
-        clipped += sum(int(is_clipped.sum()) for update in updates for clips in update.clips for is_clipped in clips.values())
+        clipped += sum(
+            int(is_clipped.sum())
+            for update in updates
+            for clips in update.clips
+            for is_clipped in clips.values()
+        )
         truncated += sum(response.is_truncated for response in responses)
     assert len(seen) == STEPS
     named = dict(plain.named_parameters())
     for key, parameter in trainer.learner.model.named_parameters():
         torch.testing.assert_close(parameter, named[key], rtol=1e-9, atol=1e-9, msg=key)
         assert (named[key] - initial.get_parameter(key)).abs().max() > 1e-4, key
-    assert clipped > 0 and 0 < truncated < len(responses) * STEPS, "clips and the length limit must show"
-    assert sum(line["rollout/spec_accepted_tokens"] for line in read(tmp_path)) > 0, "so must drafts"
+    assert clipped > 0 and 0 < truncated < len(responses) * STEPS, (
+        "clips and the length limit must show"
+    )
+    assert sum(line["rollout/spec_accepted_tokens"] for line in read(tmp_path)) > 0, (
+        "so must drafts"
+    )

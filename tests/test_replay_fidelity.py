@@ -1,8 +1,9 @@
 """Simulated rollouts against the measured ones of recorded runs.
 
-tests/data/fidelity holds traces of the tiny policy, 12 steps with 32 rows, on 1 and 2 ranks of a machine with 2 cores, one run of
-each method: train.py with configs/tiny_cpu_bulk.yaml, rollout.num_prompts_per_step=8, rollout.num_generations=4 and
-speculative.check_every=0. There two runs of the same thing differ by up to a fifth with drafts and a twentieth without.
+tests/data/fidelity holds traces of the tiny policy, 12 steps with 32 rows, on 1 and 2 ranks of a
+machine with 2 cores, one run of each method: train.py with configs/tiny_cpu_bulk.yaml,
+rollout.num_prompts_per_step=8, rollout.num_generations=4 and speculative.check_every=0. There two
+runs of the same thing differ by up to a fifth with drafts and a twentieth without.
 """
 
 from pathlib import Path
@@ -21,14 +22,18 @@ def runs(ranks: str) -> list[str]:
 
 @pytest.mark.parametrize("ranks", ["1_rank", "2_ranks"])
 def test_time_is_within_a_tenth(ranks):
-    """Without drafts to the forward. With them what a rank drafts follows from the times of single forwards, which differ between
-    runs too."""
+    """Without drafts to the forward. With them what a rank drafts follows from the times of single
+    forwards, which differ between runs too."""
     found = compare(runs(ranks))
     none, ours = found["methods"].values()
     assert none["forwards"] == none["measured_forwards"][0]
-    assert abs(none["error"]) < 0.10 and abs(ours["error"]) < 0.10 and abs(found["ratio_error"]) < 0.10
+    assert (
+        abs(none["error"]) < 0.10 and abs(ours["error"]) < 0.10 and abs(found["ratio_error"]) < 0.10
+    )
     assert abs(ours["forwards"] / ours["measured_forwards"][0] - 1) < 0.25
-    assert ours["forwards"] < 0.75 * none["forwards"], "drafts made a difference that the simulation had to find"
+    assert ours["forwards"] < 0.75 * none["forwards"], (
+        "drafts made a difference that the simulation had to find"
+    )
 
 
 @pytest.mark.parametrize(

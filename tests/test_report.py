@@ -9,14 +9,19 @@ import torch
 from conftest import samples_of
 
 from bubblespec.config import RewardConfig
-from bubblespec.ranks.collectives import Ranks
+from bubblespec.dist.ranks import Ranks
 from bubblespec.records import Acceptance, RolloutRecord, Span, StepRecord
 from bubblespec.rewards import scorer as scoring
 from bubblespec.rewards.functions import FAILURE_KINDS, RewardFailure
 from bubblespec.rewards.scorer import Scorer
-from bubblespec.samples import Group, Prompt, Row, Samples, digest
 from bubblespec.telemetry import report
-from bubblespec.telemetry.report import evaluation_metrics, peak_memory_gb, rollout_metrics, timing_metrics
+from bubblespec.telemetry.report import (
+    evaluation_metrics,
+    peak_memory_gb,
+    rollout_metrics,
+    timing_metrics,
+)
+from bubblespec.types import Group, Prompt, Row, Samples, digest
 
 LENGTHS = [1, 2, 4, 9]
 
@@ -24,11 +29,22 @@ LENGTHS = [1, 2, 4, 9]
 def make_samples(rewards: list[list[float]]) -> Samples:
     groups = [Group(Prompt(5, "p", (1, 2, 3), {}), 0), Group(Prompt(6, "q", (1,), {}), 2)]
     tokens = [np.arange(n, dtype=np.int32) for n in LENGTHS]
-    return samples_of(groups, tokens, is_truncated=np.array([False, False, False, True]), rewards=np.array(rewards))
+    return samples_of(
+        groups,
+        tokens,
+        is_truncated=np.array([False, False, False, True]),
+        rewards=np.array(rewards),
+    )
 
 
 def record(
-    samples: Samples, rewards=((1.0, 1.0), (1.0, 1.0)), *, num_chosen: int = 2, num_batches: int = 1, stages=(), waits=()
+    samples: Samples,
+    rewards=((1.0, 1.0), (1.0, 1.0)),
+    *,
+    num_chosen: int = 2,
+    num_batches: int = 1,
+    stages=(),
+    waits=(),
 ) -> StepRecord:
     rewards = np.array(rewards)
     return StepRecord(
@@ -68,7 +84,9 @@ def test_rollout_metrics_of_a_hand_worked_step():
         "frac_reward_zero_std": 0.5,
         "completions/mean_length": 4.0,
         "completions/median_length": 3.0,
-        "completions/p99_length": pytest.approx(4 + 0.97 * 5),  # position 0.99 x 3 = 2.97 of the sorted lengths
+        "completions/p99_length": pytest.approx(
+            4 + 0.97 * 5
+        ),  # position 0.99 x 3 = 2.97 of the sorted lengths
         "completions/max_length": 9,
         "completions/clipped_ratio": 0.25,
         "rollout/digest": digest(samples),
@@ -90,8 +108,12 @@ def test_an_evaluations_metrics_are_of_both_ranks():
 
 def test_replaced_groups_are_counted_and_reported_with_the_others():
     samples = make_samples([[1.0]] * 4)
-    found = rollout_metrics(record(samples, [[3.0, 1.0], [0.5, 0.5]], num_chosen=1, num_batches=2), ["my.match"])
-    assert found["dynamic_sampling/num_batches"] == 2 and found["dynamic_sampling/num_replaced"] == 1
+    found = rollout_metrics(
+        record(samples, [[3.0, 1.0], [0.5, 0.5]], num_chosen=1, num_batches=2), ["my.match"]
+    )
+    assert (
+        found["dynamic_sampling/num_batches"] == 2 and found["dynamic_sampling/num_replaced"] == 1
+    )
     assert found["reward"] == 1.25 and found["rollout/digest"] == digest(samples)
 
 
@@ -110,16 +132,22 @@ def test_functions_of_one_name_are_told_apart():
 
 
 def stages(*seconds: float) -> list:
-    """Generation, waiting, reward and training, the first three in two batches of a quarter and three quarters."""
+    """Generation, waiting, reward and training, the first three in two batches of a quarter and
+    three quarters."""
     parts = [0.25 * s for s in seconds[:3]] + [0.75 * s for s in seconds[:3]] + [seconds[3]]
     ends = 100.0 + np.cumsum(parts)
     kinds = ("gen", "wait", "reward") * 2 + ("train",)
-    return [Span(kind, float(end - part), float(end)) for kind, part, end in zip(kinds, parts, ends, strict=True)]
+    return [
+        Span(kind, float(end - part), float(end))
+        for kind, part, end in zip(kinds, parts, ends, strict=True)
+    ]
 
 
 def test_timing_of_one_rank():
     samples = make_samples([[0.0]] * 4)
-    found = timing_metrics(Ranks(torch.device("cpu")), record(samples, stages=stages(4.0, 1.0, 0.5, 2.5)), 0.25)
+    found = timing_metrics(
+        Ranks(torch.device("cpu")), record(samples, stages=stages(4.0, 1.0, 0.5, 2.5)), 0.25
+    )
     assert found == {
         "timing_s/gen": 4.0,
         "timing_s/bubble": 1.0,
@@ -129,7 +157,8 @@ def test_timing_of_one_rank():
         "timing_s/step": 8.0,
         "bubble/ratio": 0.2,
         "bubble/slowest_rank": 0,
-        "perf/throughput": (16 + 8) / 8,  # 1 + 2 + 4 + 9 response tokens, and prompts of 3 and 1 tokens twice each
+        "perf/throughput": (16 + 8)
+        / 8,  # 1 + 2 + 4 + 9 response tokens, and prompts of 3 and 1 tokens twice each
         "perf/total_num_tokens": 24,
     }
 
@@ -139,10 +168,24 @@ def test_timing_of_two_ranks():
     waits = [Span("wait", 100.25, 100.5), Span("wait", 102.0, 102.75)]
     step = record(samples, stages=stages(3.0, 3.0, 0.5, 1.5), waits=waits)
     found = timing_metrics(TwoRanks([6.0, 0.0, 0.75, 1.25, 0.25]), step, 0.5)
-    by_rank = {"gen": (2.0, 6.0), "bubble": (4.0, 0.0), "reward": (0.5, 0.75), "train": (1.0, 1.25), "sync": (0.5, 0.25)}
+    by_rank = {
+        "gen": (2.0, 6.0),
+        "bubble": (4.0, 0.0),
+        "reward": (0.5, 0.75),
+        "train": (1.0, 1.25),
+        "sync": (0.5, 0.25),
+    }
     wanted = {f"timing_s/{name}": sum(seconds) / 2 for name, seconds in by_rank.items()}
-    wanted |= {f"timing_s/{name}/rank_{rank}": seconds[rank] for name, seconds in by_rank.items() for rank in range(2)}
-    wanted |= {"timing_s/step": 8.0, "bubble/ratio": pytest.approx(4 / 12), "bubble/slowest_rank": 1}
+    wanted |= {
+        f"timing_s/{name}/rank_{rank}": seconds[rank]
+        for name, seconds in by_rank.items()
+        for rank in range(2)
+    }
+    wanted |= {
+        "timing_s/step": 8.0,
+        "bubble/ratio": pytest.approx(4 / 12),
+        "bubble/slowest_rank": 1,
+    }
     assert found == wanted | {"perf/throughput": 24 / 8 / 2, "perf/total_num_tokens": 24}
 
 
@@ -155,7 +198,9 @@ def test_timing_of_two_ranks():
         ("linux", "cuda", 5_000_000_000, 1e9, 5.0),
     ],
 )
-def test_peak_memory_is_that_of_the_rank_that_needed_most(monkeypatch, platform, device, peak, other, wanted):
+def test_peak_memory_is_that_of_the_rank_that_needed_most(
+    monkeypatch, platform, device, peak, other, wanted
+):
     ranks = TwoRanks([other])
     ranks.device = torch.device(device)
     monkeypatch.setattr(report.sys, "platform", platform)
@@ -173,12 +218,19 @@ def test_peak_memory_is_at_least_what_is_used_now():
 
 
 def test_failures_and_seconds_of_rewards_are_summed_over_ranks_and_the_batches_of_a_step():
-    """Two functions, two batches. The other rank has one failure of each kind of the second function, 1.5 s, of them 0.5 s before
-    the end of the rollouts, and 4 rows."""
+    """Two functions, two batches. The other rank has one failure of each kind of the second
+    function, 1.5 s, of them 0.5 s before the end of the rollouts, and 4 rows."""
     ranks = TwoRanks([0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.5, 0.5, 4.0])
-    scorer = Scorer(RewardConfig(num_workers=0), {"a.f": None, "a.g": None}, None, ranks, output_dir="")
+    scorer = Scorer(
+        RewardConfig(num_workers=0), {"a.f": None, "a.g": None}, None, ranks, output_dir=""
+    )
     failure = {kind: RewardFailure(kind, "") for kind in FAILURE_KINDS}
-    scorer.count([(0, 0, failure["timeout"]), (2, 0, failure["timeout"]), (2, 1, failure["value"])], 3, 0.25, 0.0)
+    scorer.count(
+        [(0, 0, failure["timeout"]), (2, 0, failure["timeout"]), (2, 1, failure["value"])],
+        3,
+        0.25,
+        0.0,
+    )
     scorer.count([(1, 0, failure["exception"])], 2, 2.0, 1.5)
     assert scorer.take_metrics() == {
         "reward/errors": 3 + 1 + 2 * 4,
@@ -193,8 +245,8 @@ def test_failures_and_seconds_of_rewards_are_summed_over_ranks_and_the_batches_o
 
 
 def test_seconds_of_rewards_are_those_of_the_calls(monkeypatch):
-    """In this process, by a clock that only the function moves: it takes 3 s a call. What is scored before the rollouts are over
-    overlaps with them."""
+    """In this process, by a clock that only the function moves: it takes 3 s a call. What is scored
+    before the rollouts are over overlaps with them."""
     clock = SimpleNamespace(now=5.0)
     monkeypatch.setattr(scoring, "time", SimpleNamespace(monotonic=lambda: clock.now))
 
@@ -202,14 +254,30 @@ def test_seconds_of_rewards_are_those_of_the_calls(monkeypatch):
         clock.now += 3.0
         return [float(len(c)) for c in completions]
 
-    tokenizer = SimpleNamespace(batch_decode=lambda ids, skip_special_tokens: ["x" * len(i) for i in ids])
-    scorer = Scorer(RewardConfig(num_workers=0), {"a.f": slow}, tokenizer, Ranks(torch.device("cpu")), output_dir="")
+    tokenizer = SimpleNamespace(
+        batch_decode=lambda ids, skip_special_tokens: ["x" * len(i) for i in ids]
+    )
+    scorer = Scorer(
+        RewardConfig(num_workers=0),
+        {"a.f": slow},
+        tokenizer,
+        Ranks(torch.device("cpu")),
+        output_dir="",
+    )
     group = Group(Prompt(5, "p", (1, 2, 3), {}), 0)
     rows = [Row(group.sample(j), group.prompt.token_ids, 9, np.arange(j + 1)) for j in range(2)]
     assert scorer.begin([group]).collect(rows).tolist() == [[1.0], [2.0]]
-    assert scorer.take_metrics() == {"reward/errors": 0, "reward/function_s": 3.0, "reward/overlapped_share": 0.0}
+    assert scorer.take_metrics() == {
+        "reward/errors": 0,
+        "reward/function_s": 3.0,
+        "reward/overlapped_share": 0.0,
+    }
     begun = scorer.begin([group])
     begun.on_finished(rows[1])
     assert len(begun.take_scored()) == 1
     assert begun.collect(rows).tolist() == [[1.0], [2.0]]
-    assert scorer.take_metrics() == {"reward/errors": 0, "reward/function_s": 6.0, "reward/overlapped_share": 0.5}
+    assert scorer.take_metrics() == {
+        "reward/errors": 0,
+        "reward/function_s": 6.0,
+        "reward/overlapped_share": 0.5,
+    }

@@ -1,8 +1,10 @@
-"""A run that is killed goes on with the samples of the undisturbed one: around the end of an epoch, and where dynamic sampling
-has begun to replace groups. Over epochs a sample's name alone decides about its noise.
+"""A run that is killed goes on with the samples of the undisturbed one: around the end of an epoch,
+and where dynamic sampling has begun to replace groups. Over epochs a sample's name alone decides
+about its noise.
 
-A kill is an exception that nothing catches, out of the engine or the optimizer: what the next start finds is what a process that
-is gone has left, the last checkpoint. In virtual time, so that what is drafted ahead is the same in every run of the test.
+A kill is an exception that nothing catches, out of the engine or the optimizer: what the next start
+finds is what a process that is gone has left, the last checkpoint. In virtual time, so that what is
+drafted ahead is the same in every run of the test.
 """
 
 import json
@@ -24,11 +26,11 @@ from bubblespec.checkpoint import (
     step_of,
 )
 from bubblespec.config import load_config
-from bubblespec.ranks.collectives import Ranks
+from bubblespec.dist.ranks import Ranks
+from bubblespec.draft.store import HEADER
 from bubblespec.rollout.sampler import Sampler
-from bubblespec.samples import Group, Samples
-from bubblespec.set_up import set_up
-from bubblespec.speculate.store import HEADER
+from bubblespec.setup import set_up
+from bubblespec.types import Group, Samples
 from tests.clocks import train_in_virtual_time, virtual_time
 from tests.runs import ALWAYS_DRAFT, SHORT, digests, read, same_weights, weights
 from train import train
@@ -51,8 +53,8 @@ class Killed(BaseException):
 
 
 class Life:
-    """Runs of one folder, one after the other. `batches`: of each step the batches that its last run generated, each as (uid,
-    visit) of its groups."""
+    """Runs of one folder, one after the other. `batches`: of each step the batches that its last
+    run generated, each as (uid, visit) of its groups."""
 
     def __init__(self, monkeypatch, folder, *options: str):
         self.monkeypatch, self.folder = monkeypatch, folder
@@ -60,7 +62,8 @@ class Life:
         self.batches: dict[int, list[list[tuple[int, int]]]] = {}
 
     def live(self, dies_at: tuple[int, int, int | str] | None = None) -> None:
-        """Run on, to the end or to a kill: (step, batch of it, forward of that batch), or "update" in place of the forward."""
+        """Run on, to the end or to a kill: (step, batch of it, forward of that batch), or "update"
+        in place of the forward."""
         with virtual_time() as ranks:
             self._live(ranks, dies_at)
 
@@ -127,7 +130,13 @@ def check_same(life: Life, whole: Life) -> None:
 )
 def test_killed_around_the_end_of_an_epoch(monkeypatch, tmp_path, size, save_steps, kills):
     per_epoch = size // PROMPTS
-    whole = Life(monkeypatch, tmp_path / "whole", f"data.size={size}", "run.save_steps=0", "speculative.method=none")
+    whole = Life(
+        monkeypatch,
+        tmp_path / "whole",
+        f"data.size={size}",
+        "run.save_steps=0",
+        "speculative.method=none",
+    )
     whole.live()
     for start in range(0, STEPS - per_epoch + 1, per_epoch):
         epoch = [uid for step in range(start, start + per_epoch) for uid, _ in whole.names(step)]
@@ -135,7 +144,14 @@ def test_killed_around_the_end_of_an_epoch(monkeypatch, tmp_path, size, save_ste
     orders = {tuple(uid for uid, _ in whole.names(step)) for step in range(STEPS)}
     assert len(orders) == STEPS, "another order in each epoch"
 
-    life = Life(monkeypatch, tmp_path / "run", f"data.size={size}", f"run.save_steps={save_steps}", "run.keep_last=9", *DRAFTING)
+    life = Life(
+        monkeypatch,
+        tmp_path / "run",
+        f"data.size={size}",
+        f"run.save_steps={save_steps}",
+        "run.keep_last=9",
+        *DRAFTING,
+    )
     for kill in kills:
         life.live(kill)
         assert life.batches[kill[0]] == whole.batches[kill[0]], "what was being generated"
@@ -145,9 +161,13 @@ def test_killed_around_the_end_of_an_epoch(monkeypatch, tmp_path, size, save_ste
     if save_steps == 1:  # each checkpoint has drafts of the step that comes next
         step_of_name = {name: step for step in range(STEPS) for name in whole.names(step)}
         ahead = [
-            (step_of(folder) - 1, step_of_name[name]) for folder in list_checkpoints(life.folder) for name in drafts_in(folder)
+            (step_of(folder) - 1, step_of_name[name])
+            for folder in list_checkpoints(life.folder)
+            for name in drafts_in(folder)
         ]
-        assert any(step // per_epoch > saved // per_epoch for saved, step in ahead), "drafts of the next epoch"
+        assert any(step // per_epoch > saved // per_epoch for saved, step in ahead), (
+            "drafts of the next epoch"
+        )
 
 
 def drafts_in(folder: str) -> list[tuple[int, int]]:
@@ -158,9 +178,12 @@ def drafts_in(folder: str) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("size", [26, 13])
 def test_killed_where_groups_are_replaced(monkeypatch, tmp_path, size):
-    """Of 26 prompts an epoch is longer than the run; of 13 it has 3 steps, and what replaces groups comes up again as well."""
+    """Of 26 prompts an epoch is longer than the run; of 13 it has 3 steps, and what replaces groups
+    comes up again as well."""
     dynamic = (f"data.size={size}", *DYNAMIC)
-    whole = Life(monkeypatch, tmp_path / "whole", *dynamic, "run.save_steps=0", "speculative.method=none")
+    whole = Life(
+        monkeypatch, tmp_path / "whole", *dynamic, "run.save_steps=0", "speculative.method=none"
+    )
     whole.live()
     replaced = [step for step, batches in whole.batches.items() if len(batches) > 1]
     assert len(replaced) >= 3
@@ -168,7 +191,9 @@ def test_killed_where_groups_are_replaced(monkeypatch, tmp_path, size):
         uids = [uid for uid, _ in whole.names(step)]
         assert len(set(uids)) == len(uids), "a prompt's noise would be used twice"
     drawn = [name for step in range(STEPS) for name in whole.names(step)]
-    assert len(set(drawn)) == len(drawn) and max(visit for _, visit in drawn) >= (1 if size == 26 else 3)
+    assert len(set(drawn)) == len(drawn) and max(visit for _, visit in drawn) >= (
+        1 if size == 26 else 3
+    )
 
     life = Life(monkeypatch, tmp_path / "run", *dynamic, "run.save_steps=1", *DRAFTING)
     for step, where in zip([*replaced[:2], replaced[-1]], (0, 5, "update"), strict=True):
@@ -181,7 +206,8 @@ def test_killed_where_groups_are_replaced(monkeypatch, tmp_path, size):
 
 @pytest.mark.parametrize("dynamic", [(), DYNAMIC], ids=["all groups", "dynamic sampling"])
 def test_killed_in_short_and_in_long_rounds(monkeypatch, tmp_path, dynamic):
-    """Short rounds of 6 prompts, of which 4 are trained on: the third step is a long round. Over the end of an epoch, too."""
+    """Short rounds of 6 prompts, of which 4 are trained on: the third step is a long round. Over
+    the end of an epoch, too."""
     tail = (
         "data.size=13",
         "rollout.max_completion_length=48",
@@ -189,10 +215,18 @@ def test_killed_in_short_and_in_long_rounds(monkeypatch, tmp_path, dynamic):
         "tail_batching.over_sampling_ratio=1.5",
         *dynamic,
     )
-    whole = Life(monkeypatch, tmp_path / "whole", *tail, "run.save_steps=0", "speculative.method=none")
+    whole = Life(
+        monkeypatch, tmp_path / "whole", *tail, "run.save_steps=0", "speculative.method=none"
+    )
     whole.live()
     rounds = [line["tail/is_long_round"] for line in read(whole.folder)]
-    assert rounds == [0, 0, 1, 0, 0] and [len(whole.batches[step][0]) for step in range(STEPS)] == [6, 6, 4, 6, 6]
+    assert rounds == [0, 0, 1, 0, 0] and [len(whole.batches[step][0]) for step in range(STEPS)] == [
+        6,
+        6,
+        4,
+        6,
+        6,
+    ]
     life = Life(monkeypatch, tmp_path / "run", *tail, "run.save_steps=1", *DRAFTING)
     for kill in [(1, 0, 5), (1, 0, "update"), (2, 0, 0), (2, 0, 1), (2, 0, "update"), (3, 0, 2)]:
         if kill[2] == "update":
@@ -201,9 +235,14 @@ def test_killed_in_short_and_in_long_rounds(monkeypatch, tmp_path, dynamic):
         assert life.batches[kill[0]] == whole.batches[kill[0]][: kill[1] + 1]
     life.live()
     check_same(life, whole)
-    figures = [[{key: line[key] for key in line if key.startswith("tail/")} for line in read(x.folder)] for x in (life, whole)]
+    figures = [
+        [{key: line[key] for key in line if key.startswith("tail/")} for line in read(x.folder)]
+        for x in (life, whole)
+    ]
     for figure in (figure for of_run in figures for figure in of_run):
-        del figure["tail/length_ratio"]  # counts what deferred samples have, which hangs on how fast they came
+        del figure[
+            "tail/length_ratio"
+        ]  # counts what deferred samples have, which hangs on how fast they came
     assert figures[0] == figures[1]
 
 
@@ -212,27 +251,59 @@ def test_every_method_gives_the_same_samples_over_an_epochs_end(tmp_path, dynami
     """Epochs of 2 steps: what is drafted for a prompt's next visit is not taken for this one's."""
     drafted = {}
     for method in ("none", "bubble", "suffix", "bubble+suffix"):
-        options = ("data.size=9", "run.save_steps=0", f"speculative.method={method}", "bubble.lookahead=3", ALWAYS_DRAFT)
+        options = (
+            "data.size=9",
+            "run.save_steps=0",
+            f"speculative.method={method}",
+            "bubble.lookahead=3",
+            ALWAYS_DRAFT,
+        )
         train_in_virtual_time(*OPTIONS, *options, *dynamic, f"run.output_dir={tmp_path / method}")
-        assert digests(tmp_path / method) == digests(tmp_path / "none") and len(digests(tmp_path / method)) == STEPS
+        assert (
+            digests(tmp_path / method) == digests(tmp_path / "none")
+            and len(digests(tmp_path / method)) == STEPS
+        )
         assert same_weights(weights(tmp_path / method, STEPS), weights(tmp_path / "none", STEPS))
         lines = read(tmp_path / method)
-        drafted[method] = [sum(line.get(f"drafts/{name}/tokens", 0) for line in lines[2:]) for name in ("aligned", "history")]
+        drafted[method] = [
+            sum(line.get(f"drafts/{name}/tokens", 0) for line in lines[2:])
+            for name in ("aligned", "history")
+        ]
     assert drafted["none"] == [0, 0]
-    assert min(drafted["bubble"][0], drafted["suffix"][1], drafted["bubble+suffix"][0]) > 50, "there was something to be wrong"
+    assert min(drafted["bubble"][0], drafted["suffix"][1], drafted["bubble+suffix"][0]) > 50, (
+        "there was something to be wrong"
+    )
 
 
 def test_a_prompt_gets_other_samples_at_each_visit(tmp_path):
-    """Where the weights stand still: a sample is a function of its name, and of nothing else that has changed in between."""
-    options = ("data.size=4", "run.max_steps=3", "optim.learning_rate=0", "run.save_steps=0", "rollout.temperature=4")
+    """Where the weights stand still: a sample is a function of its name, and of nothing else that
+    has changed in between."""
+    options = (
+        "data.size=4",
+        "run.max_steps=3",
+        "optim.learning_rate=0",
+        "run.save_steps=0",
+        "rollout.temperature=4",
+    )
     seen: list[Samples] = []
     with virtual_time() as ranks:
-        trainer = set_up(load_config("configs/tiny_cpu_bulk.yaml", [*OPTIONS, *options, f"run.output_dir={tmp_path}"]), ranks)
+        trainer = set_up(
+            load_config(
+                "configs/tiny_cpu_bulk.yaml", [*OPTIONS, *options, f"run.output_dir={tmp_path}"]
+            ),
+            ranks,
+        )
         update = trainer.update
-        trainer.update = lambda record, advantages: seen.append(record.samples) or update(record, advantages)
+        trainer.update = lambda record, advantages: (
+            seen.append(record.samples) or update(record, advantages)
+        )
         train(trainer)
         trainer.lock.close()
-        by_name = {name: tokens.tolist() for samples in seen for name, tokens in zip(samples.ids, samples.tokens, strict=True)}
+        by_name = {
+            name: tokens.tolist()
+            for samples in seen
+            for name, tokens in zip(samples.ids, samples.tokens, strict=True)
+        }
         assert len(by_name) == 3 * 4 * 4 and {name.visit for name in by_name} == {0, 1, 2}
         texts: dict[int, list] = {}
         for name, tokens in by_name.items():
@@ -243,12 +314,17 @@ def test_a_prompt_gets_other_samples_at_each_visit(tmp_path):
         for visit in (0, 1, 2):
             groups = [Group(group.prompt, visit) for group in seen[0].groups]
             again, _ = trainer.sampler.evaluate(groups, 4, trainer.sampler.params, version=3)
-            assert all(by_name[name] == tokens.tolist() for name, tokens in zip(again.ids, again.tokens, strict=True))
+            assert all(
+                by_name[name] == tokens.tolist()
+                for name, tokens in zip(again.ids, again.tokens, strict=True)
+            )
 
 
 def test_a_checkpoint_of_before_is_refused(monkeypatch, tmp_path):
     """One without a format, whose noise was keyed by the step; whole in all else."""
-    life = Life(monkeypatch, tmp_path, "run.save_steps=1", "run.max_steps=1", "speculative.method=none")
+    life = Life(
+        monkeypatch, tmp_path, "run.save_steps=1", "run.max_steps=1", "speculative.method=none"
+    )
     life.live()
     (folder,) = list_checkpoints(tmp_path)
     path = os.path.join(folder, STATE_FILE)
@@ -257,19 +333,31 @@ def test_a_checkpoint_of_before_is_refused(monkeypatch, tmp_path):
     assert state.pop("format") == FORMAT
     with open(path, "w", encoding="utf-8") as file:
         json.dump(state, file)
-    sums = _digests(folder, sorted(set(os.listdir(folder)) - {SUMS_FILE}, key=lambda name: name == STATE_FILE))
+    sums = _digests(
+        folder, sorted(set(os.listdir(folder)) - {SUMS_FILE}, key=lambda name: name == STATE_FILE)
+    )
     with open(os.path.join(folder, SUMS_FILE), "w", encoding="utf-8") as file:
         file.writelines(f"{digest}  {name}\n" for name, digest in sums.items())
     assert find_damage(folder) is None
     for wanted in ("auto", folder):
-        config = load_config("configs/tiny_cpu_bulk.yaml", [*life.options, f"run.resume_from_checkpoint={wanted}"])
+        config = load_config(
+            "configs/tiny_cpu_bulk.yaml", [*life.options, f"run.resume_from_checkpoint={wanted}"]
+        )
         message = refusal(set_up, config, Ranks(torch.device("cpu")))
         assert message.startswith(f"run.resume_from_checkpoint: {folder} is of another version")
 
 
 def test_drafts_of_samples_that_have_had_their_turn_are_gone(monkeypatch, tmp_path):
-    """Also where groups are replaced by others whose drafts are being made at that time; and no sample is twice in the engine."""
-    options = [*OPTIONS, *DYNAMIC, *DRAFTING, "data.size=13", "run.max_steps=8", f"run.output_dir={tmp_path}"]
+    """Also where groups are replaced by others whose drafts are being made at that time; and no
+    sample is twice in the engine."""
+    options = [
+        *OPTIONS,
+        *DYNAMIC,
+        *DRAFTING,
+        "data.size=13",
+        "run.max_steps=8",
+        f"run.output_dir={tmp_path}",
+    ]
     num_replacements = 0
     with virtual_time() as ranks:
         trainer = set_up(load_config("configs/tiny_cpu_bulk.yaml", options), ranks)
@@ -284,7 +372,12 @@ def test_drafts_of_samples_that_have_had_their_turn_are_gone(monkeypatch, tmp_pa
         for step in range(8):
             record = trainer.sample(step)
             num_replacements += len(record.generated.groups) - PROMPTS
-            visits = dict(zip(*(array.tolist() for array in sampler.planner.state_dict().values()), strict=True))
+            visits = dict(
+                zip(
+                    *(array.tolist() for array in sampler.planner.state_dict().values()),
+                    strict=True,
+                )
+            )
             stored = list(sampler.speculation.store._drafts)
             assert stored or step >= 6
             assert all(name.visit >= visits.get(name.uid, 0) for name in stored)

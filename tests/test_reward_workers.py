@@ -1,6 +1,8 @@
-"""Reward functions that hang, crash, raise and lie, in processes of their own: each costs its sample alone, and nothing is left.
+"""Reward functions that hang, crash, raise and lie, in processes of their own: each costs its
+sample alone, and nothing is left.
 
-Time-outs are long against what the well-behaved functions take, so that a busy machine does not trip them.
+Time-outs are long against what the well-behaved functions take, so that a busy machine does not
+trip them.
 """
 
 import itertools
@@ -14,8 +16,8 @@ from pathlib import Path
 import pytest
 from conftest import is_alive
 
+from bubblespec.dist import processes
 from bubblespec.errors import InputError
-from bubblespec.ranks import processes
 from bubblespec.rewards import workers as reward_workers
 from bubblespec.rewards.functions import Sample, call_one
 from bubblespec.rewards.process import NICENESS
@@ -54,7 +56,9 @@ def ask(workers: RewardWorkers, texts: list[str]) -> list[Answer]:
 
 def outcomes(workers: RewardWorkers, texts: list[str]) -> list:
     """Values, and kinds of failures."""
-    return [answer.failure.kind if answer.failure else answer.value for answer in ask(workers, texts)]
+    return [
+        answer.failure.kind if answer.failure else answer.value for answer in ask(workers, texts)
+    ]
 
 
 def eventually(condition) -> bool:
@@ -90,7 +94,8 @@ def pids_in(path) -> list[int]:
     ],
 )
 def test_a_failure_costs_its_sample_alone(make_workers, bad, kind):
-    """First, in the middle and last; one worker, so that what comes after a crash needs its replacement."""
+    """First, in the middle and last; one worker, so that what comes after a crash needs its
+    replacement."""
     texts = [bad, "value 0.1", "value 0.2", bad, bad, "value -3", "none", bad]
     assert outcomes(make_workers(), texts) == [kind, 0.1, 0.2, kind, kind, -3.0, None, kind]
 
@@ -102,7 +107,9 @@ def clock(monkeypatch) -> ClockThatSkips:
     return clock
 
 
-def answers_after_time_out(workers: RewardWorkers, clock: ClockThatSkips, texts: list[str], is_hanging) -> list[Answer]:
+def answers_after_time_out(
+    workers: RewardWorkers, clock: ClockThatSkips, texts: list[str], is_hanging
+) -> list[Answer]:
     """The clock is put forward by the time-out once `is_hanging`."""
     for i, text in enumerate(texts):
         workers.submit(i, 0, sample(text))
@@ -113,16 +120,21 @@ def answers_after_time_out(workers: RewardWorkers, clock: ClockThatSkips, texts:
 
 
 def test_what_hangs_is_killed_with_its_children(make_workers, clock, tmp_path):
-    """It ignores SIGTERM, is stuck in C, or has children: all have ended at the time-out, and the rest is scored."""
+    """It ignores SIGTERM, is stuck in C, or has children: all have ended at the time-out, and the
+    rest is scored."""
     notes = {how: tmp_path / how for how in ("sleeping", "in-C", "children")}
-    texts = [f"hang {how} {path}" for how, path in notes.items()] + [f"value {number}" for number in range(3)]
+    texts = [f"hang {how} {path}" for how, path in notes.items()] + [
+        f"value {number}" for number in range(3)
+    ]
     answers = answers_after_time_out(
         make_workers(num_workers=3, timeout_s=900.0),
         clock,
         texts,
         lambda: [len(pids_in(path)) for path in notes.values()] == [1, 1, 4],
     )
-    assert [a.failure.kind for a in answers[:3]] == ["timeout"] * 3 and [a.value for a in answers[3:]] == [0.0, 1.0, 2.0]
+    assert [a.failure.kind for a in answers[:3]] == ["timeout"] * 3 and [
+        a.value for a in answers[3:]
+    ] == [0.0, 1.0, 2.0]
     assert "no answer within 900 s" in str(answers[0].failure)
     assert not any(is_alive(pid) for path in notes.values() for pid in pids_in(path))
 
@@ -130,23 +142,35 @@ def test_what_hangs_is_killed_with_its_children(make_workers, clock, tmp_path):
 def test_a_crash_is_found_while_an_orphan_holds_the_connection(make_workers, tmp_path):
     path = tmp_path / "orphan"
     answers = ask(make_workers(timeout_s=PATIENCE_S), [f"die orphan {path}", "value 1"])
-    assert answers[0].failure.kind == "crash" and "exit code 4" in str(answers[0].failure) and answers[1].value == 1.0
+    assert (
+        answers[0].failure.kind == "crash"
+        and "exit code 4" in str(answers[0].failure)
+        and answers[1].value == 1.0
+    )
     assert len(pids_in(path)) == 1 and not is_alive(*pids_in(path))
 
 
 def test_failures_say_what_happened(make_workers):
     texts = ["raise first\nsecond", "die segfault", "die killed", "die exit code", "wrong inf"]
     failures = [answer.failure for answer in ask(make_workers(), texts)]
-    assert "raised ZeroDivisionError at " in failures[0].message and failures[0].message.endswith("first second")
+    assert "raised ZeroDivisionError at " in failures[0].message and failures[0].message.endswith(
+        "first second"
+    )
     assert "in act" in failures[0].trace and failures[0].trace.rstrip().endswith("second")
-    assert "SIGSEGV" in failures[1].message and "SIGKILL" in failures[2].message and "exit code 3" in failures[3].message
+    assert (
+        "SIGSEGV" in failures[1].message
+        and "SIGKILL" in failures[2].message
+        and "exit code 3" in failures[3].message
+    )
     assert failures[4].message == "value inf is not finite"
 
 
 def test_a_child_that_returns_from_the_function_answers_nothing(make_workers):
     workers = make_workers()
     for round_number in range(3):
-        assert outcomes(workers, [f"fork {n}" for n in range(4)]) == [0.0, 1.0, 2.0, 3.0], round_number
+        assert outcomes(workers, [f"fork {n}" for n in range(4)]) == [0.0, 1.0, 2.0, 3.0], (
+            round_number
+        )
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
@@ -159,10 +183,15 @@ def test_values_are_those_of_a_call_in_this_process(make_workers, num_workers):
 
 
 def test_workers_take_work_as_they_are_free(make_workers, tmp_path):
-    """The first sample waits for what the last one does: with two workers the others do not queue behind it."""
+    """The first sample waits for what the last one does: with two workers the others do not queue
+    behind it."""
     path = tmp_path / "mark"
     texts = [f"wait {path}", *[f"value {n}" for n in range(10)], f"touch {path}"]
-    assert outcomes(make_workers(num_workers=2, timeout_s=PATIENCE_S), texts) == [1.0, *map(float, range(10)), 2.0]
+    assert outcomes(make_workers(num_workers=2, timeout_s=PATIENCE_S), texts) == [
+        1.0,
+        *map(float, range(10)),
+        2.0,
+    ]
 
 
 def test_workers_are_light_and_single_threaded(make_workers):
@@ -170,7 +199,8 @@ def test_workers_are_light_and_single_threaded(make_workers):
 
 
 def test_workers_give_way_to_ranks_that_decode(make_workers):
-    """Also where Linux shares the cores among sessions first, which a new session shows: this one may be older than that."""
+    """Also where Linux shares the cores among sessions first, which a new session shows: this one
+    may be older than that."""
     nice, nice_session = outcomes(make_workers(), ["report nice", "report nice session"])
     assert nice == min(os.nice(0) + NICENESS, 19)
     report = "from tests.misbehaving_rewards import session_niceness; print(session_niceness())"
@@ -189,7 +219,13 @@ def test_the_order_of_sets_is_that_of_one_seed_in_all_workers(make_workers, monk
     """Strings hash in them as they do under PYTHONHASHSEED=0, whatever the trainer's seed is."""
     monkeypatch.setenv("PYTHONHASHSEED", "5")
     command = [sys.executable, "-c", "print(hash('a string') >> 16)"]
-    done = subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": "0"}, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONHASHSEED": "0"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert outcomes(make_workers(), ["report hash"]) == [float(done.stdout)]
 
 
@@ -199,8 +235,14 @@ def test_columns_chats_and_several_functions(make_workers):
     text = "<answer>4</answer>"
     for key, prompt in (("text", "p"), ("chat", [{"role": "user", "content": "p"}])):
         for function in (0, 1):
-            workers.submit((key, function), function, Sample(prompt, text, [1, 2], {"answer": "4", "level": None}))
-    assert {key: answer.value for key, answer in workers.collect()} == {(k, f): 1.0 for k in ("text", "chat") for f in (0, 1)}
+            workers.submit(
+                (key, function),
+                function,
+                Sample(prompt, text, [1, 2], {"answer": "4", "level": None}),
+            )
+    assert {key: answer.value for key, answer in workers.collect()} == {
+        (k, f): 1.0 for k in ("text", "chat") for f in (0, 1)
+    }
 
 
 def test_a_function_that_a_worker_cannot_import_ends_the_run(make_workers):
@@ -221,14 +263,27 @@ def test_huge_numbers_have_a_limit_of_their_own(make_workers):
     workers = make_workers(["bubblespec.rewards.math_equivalence"], timeout_s=PATIENCE_S)
     for key, text in enumerate(["<answer>9^{9^{9}}</answer>", "<answer>0.5</answer>"]):
         workers.submit(key, 0, sample(text, answer="1/2"))
-    assert {key: (answer.value, answer.failure) for key, answer in workers.collect()} == {0: (0.0, None), 1: (1.0, None)}
+    assert {key: (answer.value, answer.failure) for key, answer in workers.collect()} == {
+        0: (0.0, None),
+        1: (1.0, None),
+    }
 
 
 # The adaptive time-out
 
 
 @pytest.mark.parametrize(
-    "slowest, wanted", [(None, 30.0), (0.0, 2.0), (1.0, 2.0), (4 / 3, 2.0), (2.0, 3.0), (10.0, 15.0), (20.0, 30.0), (99.0, 30.0)]
+    "slowest, wanted",
+    [
+        (None, 30.0),
+        (0.0, 2.0),
+        (1.0, 2.0),
+        (4 / 3, 2.0),
+        (2.0, 3.0),
+        (10.0, 15.0),
+        (20.0, 30.0),
+        (99.0, 30.0),
+    ],
 )
 def test_adaptive_timeout_is_rollpackers(slowest, wanted):
     assert adaptive_timeout(slowest) == pytest.approx(wanted)
@@ -236,7 +291,8 @@ def test_adaptive_timeout_is_rollpackers(slowest, wanted):
 
 @pytest.fixture
 def ask_in(make_workers, monkeypatch):
-    """ask_in(workers, text, seconds, task) -> seconds that a worker was given for it. How long it took is made up: `seconds`."""
+    """ask_in(workers, text, seconds, task) -> seconds that a worker was given for it. How long it
+    took is made up: `seconds`."""
     limits, answer_s, ask_worker = [], [], reward_workers._Worker.ask
 
     def ask_and_note(worker, work: bytes, limit_s: float) -> Answer:
@@ -254,7 +310,9 @@ def ask_in(make_workers, monkeypatch):
     return run
 
 
-def test_adaptive_timeout_follows_correct_answers_but_not_the_first_of_a_worker(make_workers, ask_in):
+def test_adaptive_timeout_follows_correct_answers_but_not_the_first_of_a_worker(
+    make_workers, ask_in
+):
     workers, kind = make_workers(is_adaptive=True), Kind(0, None)
     for seconds, text, limit_s, next_limit_s in [
         (2.5, "value 1", 30, 30),  # it may have imported something
@@ -266,14 +324,18 @@ def test_adaptive_timeout_follows_correct_answers_but_not_the_first_of_a_worker(
         (0.01, "value 1", 2.25, 2.25),
         (60, "value 1", 2.25, 30),
     ]:
-        assert ask_in(workers, text, seconds) == limit_s and workers.limit_s(kind, is_first=False) == next_limit_s, text
+        assert (
+            ask_in(workers, text, seconds) == limit_s
+            and workers.limit_s(kind, is_first=False) == next_limit_s
+        ), text
         assert workers.limit_s(kind, is_first=True) == 30
     assert make_workers(timeout_s=1.5, is_adaptive=True).limit_s(kind, is_first=False) == 1.5
     assert make_workers(timeout_s=77.0).limit_s(kind, is_first=False) == 77.0
 
 
 def test_adaptive_timeout_is_each_tasks_own(make_workers, ask_in):
-    """By the column `task`; samples without one share theirs. A worker's first call for each has the longest limit."""
+    """By the column `task`; samples without one share theirs. A worker's first call for each has
+    the longest limit."""
     workers = make_workers(is_adaptive=True)
     for task in ("sums", "proofs", None, 7):
         assert ask_in(workers, "value 1", 50, task) == 30
@@ -289,7 +351,10 @@ def test_adaptive_timeout_is_each_functions_own(make_workers, ask_in):
     workers = make_workers([OBEY, OBEY], is_adaptive=True)
     for _ in range(2):
         ask_in(workers, "value 1", 3, "sums")
-    assert workers.limit_s(Kind(0, "sums"), is_first=False) == 4.5 and workers.limit_s(Kind(1, "sums"), is_first=False) == 30
+    assert (
+        workers.limit_s(Kind(0, "sums"), is_first=False) == 4.5
+        and workers.limit_s(Kind(1, "sums"), is_first=False) == 30
+    )
 
 
 def test_seconds_are_those_in_the_function(make_workers):
@@ -311,7 +376,9 @@ def test_take_gives_each_answer_once_and_never_waits(make_workers, tmp_path):
         workers.submit(key, 0, sample(text))
     taken = []
     assert eventually(lambda: taken.extend(workers.take()) or len(taken) == 2)
-    assert [(key, answer.value) for key, answer in taken] == [(0, 1.0), (1, None)] and taken[1][1].failure.kind == "exception"
+    assert [(key, answer.value) for key, answer in taken] == [(0, 1.0), (1, None)] and taken[1][
+        1
+    ].failure.kind == "exception"
     assert workers.take() == []
     mark.touch()
     assert {key: answer.value for key, answer in workers.collect()} == {2: 1.0, 3: 3.0}
@@ -346,15 +413,20 @@ def test_take_gives_nothing_of_a_batch_that_was_given_up(make_workers, tmp_path)
 
 
 def test_what_is_printed_is_shown_up_to_a_limit_and_counted(make_workers, capfd):
-    """100 MB in a call, by the function and by what it starts, on both streams: the batch has its reward, and the next batch has
-    its own room."""
+    """100 MB in a call, by the function and by what it starts, on both streams: the batch has its
+    reward, and the next batch has its own room."""
     workers, size = make_workers(), 100_000_000
     assert outcomes(workers, [f"print {size}", "say"]) == [float(size), 1.0]
     limit = reward_workers.MOST_SHOWN
     left_out = size + len("to output\nto error\nsaid") - limit
     line = f"warning: {left_out} bytes that reward functions printed are left out; {limit} of each batch are shown"
     shown, said = capfd.readouterr()
-    assert said == f"{line}\n" and len(shown) == limit + 1 and set(shown[:-1]) == {"x"} and shown.endswith("\n")
+    assert (
+        said == f"{line}\n"
+        and len(shown) == limit + 1
+        and set(shown[:-1]) == {"x"}
+        and shown.endswith("\n")
+    )
     assert outcomes(workers, ["say"]) == [1.0]
     assert capfd.readouterr() == ("to output\nsaid", "to error\n")
 
@@ -407,7 +479,8 @@ def test_what_detaches_itself_ends_with_its_worker(make_workers, clock, tmp_path
 
 @pytest.mark.parametrize("how", WAYS)
 def test_what_calls_leave_does_not_pile_up(make_workers, tmp_path, capfd, how):
-    """What the first call has left may stay. A call that leaves more ends its worker with all of it."""
+    """What the first call has left may stay. A call that leaves more ends its worker with all of
+    it."""
     path = tmp_path / "pids"
     workers = make_workers()
     for round_number in range(3):
@@ -418,7 +491,9 @@ def test_what_calls_leave_does_not_pile_up(make_workers, tmp_path, capfd, how):
         assert len(pids_in(path)) == 2 * round_number + 2
         assert eventually(lambda: not any(is_alive(pid) for pid in pids_in(path)))
     said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: ")]
-    assert len(said) == 1 and said[0].startswith(f"warning: reward {OBEY}: a call has left processes behind; ")
+    assert len(said) == 1 and said[0].startswith(
+        f"warning: reward {OBEY}: a call has left processes behind; "
+    )
 
 
 def test_a_pool_may_be_kept_from_call_to_call(make_workers, capfd):
@@ -455,7 +530,9 @@ time.sleep(3600)
 
 def test_workers_die_with_a_trainer_that_is_killed(tmp_path):
     path = tmp_path / "pids"
-    with subprocess.Popen([sys.executable, "-c", SCRIPT, str(path)], stdout=subprocess.PIPE, text=True) as trainer:
+    with subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(path)], stdout=subprocess.PIPE, text=True
+    ) as trainer:
         keepers = [int(pid) for pid in trainer.stdout.readline().split()]
         assert len(keepers) == 3 and eventually(lambda: len(pids_in(path)) == 2 + len(WAYS))
         pids = [*keepers, *pids_in(path)]
@@ -467,7 +544,9 @@ def test_workers_die_with_a_trainer_that_is_killed(tmp_path):
 def test_interpreter_ends_while_workers_hang(tmp_path):
     """An error in the trainer must reach the end of its process."""
     script = SCRIPT.replace("time.sleep(3600)", "raise SystemExit(5)")
-    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "pids")], stdout=subprocess.PIPE, text=True) as trainer:
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path / "pids")], stdout=subprocess.PIPE, text=True
+    ) as trainer:
         pids = [int(pid) for pid in trainer.stdout.readline().split()]
         assert trainer.wait(timeout=PATIENCE_S) == 5
     assert len(pids) == 3 and eventually(lambda: not any(is_alive(pid) for pid in pids))
@@ -477,14 +556,17 @@ assert os.path.exists("/proc/self/stat"), "these tests look for processes there"
 
 
 def test_a_process_that_changes_its_parent_meanwhile_is_found(monkeypatch):
-    """Its parent ends when the ancestor that adopts it has been read already, in the first reading or in the second."""
+    """Its parent ends when the ancestor that adopts it has been read already, in the first reading
+    or in the second."""
     for moves_at in (1, 2, 3, 4):  # before so many lists of children have been read
         reads = itertools.count(1)
         moved = {"keeper": ["worker", "orphan"], "worker": ["parent"]}
         before = {"keeper": ["worker"], "worker": ["parent"], "parent": ["orphan"]}
         has_moved = []
 
-        def children_of(pid, reads=reads, before=before, moved=moved, has_moved=has_moved, moves_at=moves_at):
+        def children_of(
+            pid, reads=reads, before=before, moved=moved, has_moved=has_moved, moves_at=moves_at
+        ):
             if next(reads) >= moves_at:
                 has_moved.append(True)
             return list((moved if has_moved else before).get(pid, []))

@@ -1,4 +1,5 @@
-"""Shipped reward functions on hand-worked examples, and what happens to functions that misbehave."""
+"""Shipped reward functions on hand-worked examples, and what happens to functions that
+misbehave."""
 
 import math
 import sys
@@ -112,7 +113,10 @@ def test_answer_format(text, wanted, chat):
 
 def test_answer_format_takes_linear_time():
     started = time.perf_counter()
-    assert call(answer_format, ["<answer" * 200_000, "<answer>" + "x" * 1_000_000], False) == [0.0, 0.0]
+    assert call(answer_format, ["<answer" * 200_000, "<answer>" + "x" * 1_000_000], False) == [
+        0.0,
+        0.0,
+    ]
     assert time.perf_counter() - started < 60, "in quadratic time this takes many minutes"
 
 
@@ -158,7 +162,14 @@ def test_math_equivalence_works_outside_the_main_thread():
     found = []
 
     def target():
-        found.extend(call(math_equivalence, ["<answer>0.5</answer>", "<answer>1</answer>"], False, answer=["1/2", "1/2"]))
+        found.extend(
+            call(
+                math_equivalence,
+                ["<answer>0.5</answer>", "<answer>1</answer>"],
+                False,
+                answer=["1/2", "1/2"],
+            )
+        )
 
     thread = threading.Thread(target=target)
     thread.start()
@@ -167,26 +178,45 @@ def test_math_equivalence_works_outside_the_main_thread():
 
 
 def test_math_equivalence_gives_up_on_numbers_too_large_to_work_out(monkeypatch):
-    assert call(math_equivalence, ["<answer>5</answer>"], False, answer=["5"]) == [1.0]  # imports what it needs
+    assert call(math_equivalence, ["<answer>5</answer>"], False, answer=["5"]) == [
+        1.0
+    ]  # imports what it needs
     monkeypatch.setattr(module, "MATH_LIMIT_S", 2)
     started = time.perf_counter()
-    assert call(math_equivalence, ["<answer>9^{9^{9}}</answer>", "<answer>5</answer>"], False, answer=["5", "5"]) == [0.0, 1.0]
+    assert call(
+        math_equivalence,
+        ["<answer>9^{9^{9}}</answer>", "<answer>5</answer>"],
+        False,
+        answer=["5", "5"],
+    ) == [0.0, 1.0]
     assert time.perf_counter() - started < 60, "without the limit this takes hours"
 
 
 @both
 def test_reasoning_gym_score_is_the_scorers_own(chat):
-    tasks = [{"name": name, "weight": 1.0, "config": {}} for name in ("chain_sum", "countdown", "basic_arithmetic")]
+    tasks = [
+        {"name": name, "weight": 1.0, "config": {}}
+        for name in ("chain_sum", "countdown", "basic_arithmetic")
+    ]
     rows = reasoning_gym_rows(tasks, 24, 1)
     texts = [
-        [f"<answer>{row['answer']}</answer>", f"it is <answer>{row['answer']} or so</answer>", "none"][i % 3]
+        [
+            f"<answer>{row['answer']}</answer>",
+            f"it is <answer>{row['answer']} or so</answer>",
+            "none",
+        ][i % 3]
         for i, row in enumerate(rows)
     ]
     columns = {name: [row[name] for row in rows] for name in ("task", "entry", "answer")}
     found = call(reasoning_gym_score, texts, chat, **columns)
-    scorers = {task["name"]: reasoning_gym.create_dataset(task["name"], size=1, seed=9) for task in tasks}
+    scorers = {
+        task["name"]: reasoning_gym.create_dataset(task["name"], size=1, seed=9) for task in tasks
+    }
     answers = [[row["answer"], f"{row['answer']} or so", None][i % 3] for i, row in enumerate(rows)]
-    assert found == [scorers[r["task"]].score_answer(a, entry=r["entry"]) for r, a in zip(rows, answers, strict=True)]
+    assert found == [
+        scorers[r["task"]].score_answer(a, entry=r["entry"])
+        for r, a in zip(rows, answers, strict=True)
+    ]
     assert {r["task"] for r in rows} == set(scorers) and found[0::3] == [1.0] * 8
     assert max(found[2::3]) <= 0.01, "no answer: some scorers still give a hundredth"
 
@@ -202,8 +232,18 @@ def test_functions_get_trls_arguments():
         return [0.0] * len(prompts)
 
     chat = [{"role": "user", "content": "hi"}]
-    score({"a.record": record}, [Sample("text", "x", [1], {"answer": 1}), Sample(chat, "y", [2, 3], {"level": "low"})])
-    assert calls == [(["text", chat], ["x", as_chat("y")], [[1], [2, 3]], {"answer": [1, None], "level": [None, "low"]})]
+    score(
+        {"a.record": record},
+        [Sample("text", "x", [1], {"answer": 1}), Sample(chat, "y", [2, 3], {"level": "low"})],
+    )
+    assert calls == [
+        (
+            ["text", chat],
+            ["x", as_chat("y")],
+            [[1], [2, 3]],
+            {"answer": [1, None], "level": [None, "low"]},
+        )
+    ]
 
 
 def test_every_function_has_its_column_in_the_given_order():
@@ -266,7 +306,10 @@ def test_exception_of_a_function_names_it_and_stays_the_cause():
     with pytest.raises(InputError) as caught:
         score({"my.raising": raising}, SAMPLES[:1])
     line = raising.__code__.co_firstlineno + 1
-    assert str(caught.value) == f"reward my.raising: raised ZeroDivisionError at {__file__}:{line}: first line second line"
+    assert (
+        str(caught.value)
+        == f"reward my.raising: raised ZeroDivisionError at {__file__}:{line}: first line second line"
+    )
     cause = caught.value.__cause__
     assert isinstance(cause, ZeroDivisionError)
     frames = []
@@ -287,12 +330,22 @@ def test_failures_are_told_apart_where_they_are_asked_for():
             raise ValueError("no b")
         return [ord(c) for c in completions]
 
-    functions = {"my.fragile": fragile, "my.wrong": lambda **kwargs: [1.0, 0.5, math.nan][: len(kwargs["prompts"])]}
+    functions = {
+        "my.fragile": fragile,
+        "my.wrong": lambda **kwargs: [1.0, 0.5, math.nan][: len(kwargs["prompts"])],
+    }
     failures = []
     found = score(functions, SAMPLES, failures)
     np.testing.assert_array_equal(found, [[97, 1], [np.nan, 0.5], [99, np.nan]])
-    assert [(i, number, failure.kind) for i, number, failure in failures] == [(1, 0, "exception"), (2, 1, "value")]
-    assert "no b" in str(failures[0][2]) and "fragile" in failures[0][2].trace and sizes == [3, 1, 1, 1]
+    assert [(i, number, failure.kind) for i, number, failure in failures] == [
+        (1, 0, "exception"),
+        (2, 1, "value"),
+    ]
+    assert (
+        "no b" in str(failures[0][2])
+        and "fragile" in failures[0][2].trace
+        and sizes == [3, 1, 1, 1]
+    )
 
 
 def test_function_that_does_not_take_the_columns_is_named():
@@ -320,7 +373,14 @@ def test_combine_refuses_samples_without_any_reward():
 @pytest.mark.parametrize(
     "length, wanted",
     # DAPO's own numbers: 16384 expected, 4096 more tolerated.
-    [(1, 0.0), (16384, 0.0), (16385, -1 / 4096), (18432, -0.5), (20479, -4095 / 4096), (20480, -1.0)],
+    [
+        (1, 0.0),
+        (16384, 0.0),
+        (16385, -1 / 4096),
+        (18432, -0.5),
+        (20479, -4095 / 4096),
+        (20480, -1.0),
+    ],
 )
 def test_overlong_penalty(length, wanted):
     assert overlong_penalty(np.array([length]), 20480, 4096, 1.0).tolist() == [wanted]
@@ -339,9 +399,18 @@ def test_load_reward_imports_the_function():
         ("", "'' is not a dotted path"),
         (".exact_match", "'.exact_match' is not a dotted path"),
         ("..rewards.exact_match", "cannot import '..rewards.exact_match'"),
-        ("no_such_module.reward", "cannot import 'no_such_module.reward': ModuleNotFoundError: No module named 'no_such_module'"),
-        ("bubblespec.rewards.exact_mach", "cannot import 'bubblespec.rewards.exact_mach': AttributeError"),
-        ("bubblespec.rewards.functions.MATH_LIMIT_S", "'bubblespec.rewards.functions.MATH_LIMIT_S' is not a function"),
+        (
+            "no_such_module.reward",
+            "cannot import 'no_such_module.reward': ModuleNotFoundError: No module named 'no_such_module'",
+        ),
+        (
+            "bubblespec.rewards.exact_mach",
+            "cannot import 'bubblespec.rewards.exact_mach': AttributeError",
+        ),
+        (
+            "bubblespec.rewards.functions.MATH_LIMIT_S",
+            "'bubblespec.rewards.functions.MATH_LIMIT_S' is not a function",
+        ),
     ],
 )
 def test_load_reward_names_the_path(path, part):
@@ -350,7 +419,12 @@ def test_load_reward_names_the_path(path, part):
 
 
 @pytest.mark.parametrize(
-    "code, part", [("def f(:\n", "SyntaxError"), ("1 / 0\n", "ZeroDivisionError"), ("import nothing_at_all\n", "nothing_at_all")]
+    "code, part",
+    [
+        ("def f(:\n", "SyntaxError"),
+        ("1 / 0\n", "ZeroDivisionError"),
+        ("import nothing_at_all\n", "nothing_at_all"),
+    ],
 )
 def test_load_reward_names_a_module_that_fails(tmp_path, monkeypatch, code, part):
     (tmp_path / "broken_rewards.py").write_text(code)

@@ -1,4 +1,5 @@
-"""Sampling: its law against softmax, truncation against transformers' warpers, and the log-probabilities it records."""
+"""Sampling: its law against softmax, truncation against transformers' warpers, and the
+log-probabilities it records."""
 
 import numpy as np
 import pytest
@@ -13,13 +14,18 @@ V = 40
 
 
 def some_logits(seed: int = 0, rows: int = 1) -> torch.Tensor:
-    return torch.randn(rows, V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 1.5
+    return (
+        torch.randn(rows, V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        * 1.5
+    )
 
 
 def draw(logits: torch.Tensor, count: int, params: SamplingParams, num_generated: int = 0):
     """`count` samples from one row of logits, each with its own stream."""
     zero = np.zeros(count, np.int64)
-    keys = torch.from_numpy(stream_keys(3, zero + 17, np.arange(count) // 1000, zero, np.arange(count) % 1000))
+    keys = torch.from_numpy(
+        stream_keys(3, zero + 17, np.arange(count) // 1000, zero, np.arange(count) % 1000)
+    )
     return sample(logits.expand(count, -1), keys, torch.full((count,), num_generated), params)
 
 
@@ -60,7 +66,9 @@ def test_chi_square_against_softmax(params, dtype):
 def test_greedy_takes_the_best_and_is_certain():
     logits = some_logits(1, rows=50)
     keys = torch.zeros(50, 4, dtype=torch.int32)
-    token, logprob, full_logprob = sample(logits, keys, torch.zeros(50, dtype=torch.int64), SamplingParams(temperature=0.0))
+    token, logprob, full_logprob = sample(
+        logits, keys, torch.zeros(50, dtype=torch.int64), SamplingParams(temperature=0.0)
+    )
     assert torch.equal(token, logits.argmax(-1)) and not logprob.any()
     np.testing.assert_allclose(full_logprob, logits.log_softmax(-1).max(-1).values)
 
@@ -70,12 +78,15 @@ def test_restrict_equals_transformers_warpers():
     for top_k, top_p in ((5, 1.0), (0, 0.5), (20, 0.9), (0, 0.999), (V, 1.0), (1, 0.1)):
         wanted = logits if top_k == 0 else TopKLogitsWarper(top_k)(None, logits)
         wanted = wanted if top_p == 1 else TopPLogitsWarper(top_p)(None, wanted)
-        got = restrict(logits, torch.zeros(200, dtype=torch.int64), SamplingParams(top_k=top_k, top_p=top_p))
+        got = restrict(
+            logits, torch.zeros(200, dtype=torch.int64), SamplingParams(top_k=top_k, top_p=top_p)
+        )
         assert torch.equal(got, wanted), (top_k, top_p)
 
 
 def test_the_nucleus_ends_where_its_probability_is_reached():
-    """Of four equal tokens two have exactly half: a third is not needed. Of equal tokens the first are taken."""
+    """Of four equal tokens two have exactly half: a third is not needed. Of equal tokens the first
+    are taken."""
     logits = torch.zeros(1, 4, dtype=torch.float64)
     for top_p, kept in ((0.5, 2), (0.500001, 3), (0.25, 1), (0.75, 3)):
         found = restrict(logits, torch.zeros(1, dtype=torch.int64), SamplingParams(top_p=top_p))

@@ -1,4 +1,5 @@
-"""The scheduler alone, with a runner that has texts for a model: what a forward feeds, and what every slot then has."""
+"""The scheduler alone, with a runner that has texts for a model: what a forward feeds, and what
+every slot then has."""
 
 import subprocess
 import sys
@@ -8,16 +9,28 @@ import pytest
 
 from bubblespec.engine.scheduler import Batch, Scheduler
 from bubblespec.records import Load
-from bubblespec.samples import Row, SampleId
+from bubblespec.types import Row, SampleId
 
 STOP = 9
 
 
 class TextRunner:
-    """Each row says its text. In place of keys and values a slot has the tokens that they were computed from, -1 for none."""
+    """Each row says its text. In place of keys and values a slot has the tokens that they were
+    computed from, -1 for none."""
 
-    def __init__(self, num_slots: int, max_length: int, max_batch_tokens: int, texts: dict[SampleId, list[int]]):
-        self.num_slots, self.max_length, self.max_batch_tokens, self.texts = num_slots, max_length, max_batch_tokens, texts
+    def __init__(
+        self,
+        num_slots: int,
+        max_length: int,
+        max_batch_tokens: int,
+        texts: dict[SampleId, list[int]],
+    ):
+        self.num_slots, self.max_length, self.max_batch_tokens, self.texts = (
+            num_slots,
+            max_length,
+            max_batch_tokens,
+            texts,
+        )
         self.cache = np.full((num_slots, max_length), -1)
         self.rows: list[Row | None] = [None] * num_slots
         self.calls: list[tuple] = []
@@ -40,18 +53,30 @@ class TextRunner:
 
     def forward(self, batch: Batch, params=None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         self.cache[batch.index[0], batch.index[1]] = batch.tokens
-        for slot, (start, count) in enumerate(zip(batch.start.tolist(), batch.count.tolist(), strict=True)):
+        for slot, (start, count) in enumerate(
+            zip(batch.start.tolist(), batch.count.tolist(), strict=True)
+        ):
             assert (batch.index[1, batch.index[0] == slot] == np.arange(start, start + count)).all()
             known = [*self.rows[slot].prompt, *self.texts[self.rows[slot].id]]
-            assert self.cache[slot, :start].tolist() == known[:start], "what is attended to is the row's own"
+            assert self.cache[slot, :start].tolist() == known[:start], (
+                "what is attended to is the row's own"
+            )
         accepted, said = [], []
         drafts = np.split(batch.draft, np.cumsum(batch.num_draft))[:-1]
-        for slot, generated, draft in zip(batch.slots.tolist(), batch.generated.tolist(), drafts, strict=True):
-            text = (self.texts[self.rows[slot].id] + [0] * len(draft))[generated : generated + len(draft) + 1]
+        for slot, generated, draft in zip(
+            batch.slots.tolist(), batch.generated.tolist(), drafts, strict=True
+        ):
+            text = (self.texts[self.rows[slot].id] + [0] * len(draft))[
+                generated : generated + len(draft) + 1
+            ]
             is_right = [*(a == b for a, b in zip(draft.tolist(), text, strict=False)), False]
             accepted.append(is_right.index(False))
             said += text
-        return np.array(accepted, np.int64), np.array(said, np.int64), np.stack((-np.array(said), np.array(said))).astype(float)
+        return (
+            np.array(accepted, np.int64),
+            np.array(said, np.int64),
+            np.stack((-np.array(said), np.array(said))).astype(float),
+        )
 
 
 class FixedDrafts:
@@ -62,7 +87,10 @@ class FixedDrafts:
         return [np.array(self.drafts[row.id]) if row.id in self.drafts else None for row in rows]
 
     def observe(self, rows, tokens, num_draft, num_accepted):
-        self.seen += [(row.id.uid, t.tolist(), n, a) for row, t, n, a in zip(rows, tokens, num_draft, num_accepted, strict=True)]
+        self.seen += [
+            (row.id.uid, t.tolist(), n, a)
+            for row, t, n, a in zip(rows, tokens, num_draft, num_accepted, strict=True)
+        ]
 
 
 def test_importing_it_does_not_import_torch():
@@ -71,7 +99,8 @@ def test_importing_it_does_not_import_torch():
 
 
 def test_batches_and_their_results_by_hand():
-    """Two rows of one prompt and a third that waits; then a draft that is half right; then a row that ends and is replaced."""
+    """Two rows of one prompt and a third that waits; then a draft that is half right; then a row
+    that ends and is replaced."""
     ids = [SampleId(uid, 2, sample) for uid, sample in ((1, 0), (1, 1), (5, 0))]
     runner = TextRunner(2, 10, 4, {ids[0]: [4, 3, 2, STOP], ids[1]: [6, 7, 6], ids[2]: [8]})
     scheduler = Scheduler(runner)
@@ -82,15 +111,23 @@ def test_batches_and_their_results_by_hand():
     def step(proposer=None) -> tuple[dict, list[Row]]:
         batch = scheduler.schedule(proposer)
         fields = {name: value.tolist() for name, value in vars(batch).items() if name != "load"}
-        return fields | {"load": batch.load}, scheduler.update(batch, runner.forward(batch), (STOP,), proposer)
+        return fields | {"load": batch.load}, scheduler.update(
+            batch, runner.forward(batch), (STOP,), proposer
+        )
 
     first, finished = step()
     assert first == {
         "start": [0, 0], "count": [3, 0], "index": [[0, 0, 0], [0, 1, 2]], "tokens": [1, 2, 3], "slots": [0], "generated": [0],
         "num_draft": [0], "draft": [], "load": Load(2, 3, 1, 3, 2, 0),
     }  # fmt: skip
-    assert finished == [] and [row.id for row in scheduler.prefilling()] == [ids[1]] and scheduler.decoding() == rows[:1]
-    proposer = FixedDrafts({ids[0]: [3, 5, 1]})  # of which two fit into the forward, and one is right
+    assert (
+        finished == []
+        and [row.id for row in scheduler.prefilling()] == [ids[1]]
+        and scheduler.decoding() == rows[:1]
+    )
+    proposer = FixedDrafts(
+        {ids[0]: [3, 5, 1]}
+    )  # of which two fit into the forward, and one is right
     second, _ = step(proposer)
     assert second == {
         "start": [3, 2], "count": [3, 1], "index": [[0, 0, 0, 1], [3, 4, 5, 2]], "tokens": [4, 3, 5, 3], "slots": [0, 1],
@@ -100,8 +137,15 @@ def test_batches_and_their_results_by_hand():
     assert scheduler.length[:2].tolist() == [6, 4] and scheduler.cached[:2].tolist() == [5, 3]
     assert runner.calls == [("place", 0, ids[0], []), ("place", 1, ids[1], []), ("share", 0, 1, 2)]
     _, finished = step()
-    assert [(row.id, row.finish, row.tokens.tolist()) for row in finished] == [(ids[0], "stop", [4, 3, 2, STOP])]
-    assert rows[0].logprob.tolist() == [-4, -3, -2, -STOP] and rows[0].full_logprob.tolist() == [4, 3, 2, STOP]
+    assert [(row.id, row.finish, row.tokens.tolist()) for row in finished] == [
+        (ids[0], "stop", [4, 3, 2, STOP])
+    ]
+    assert rows[0].logprob.tolist() == [-4, -3, -2, -STOP] and rows[0].full_logprob.tolist() == [
+        4,
+        3,
+        2,
+        STOP,
+    ]
     assert runner.calls[3:] == [("place", 0, ids[2], [])]
     _, finished = step()
     assert [(row.id, row.finish) for row in finished] == [(ids[1], "length"), (ids[2], "length")]
@@ -119,13 +163,18 @@ def test_a_reset_places_the_rows_that_stay_with_their_tokens():
         scheduler.update(batch, runner.forward(batch), ())
     runner.calls.clear()
     scheduler.reset([rows[0], rows[2]])
-    assert runner.calls == [("move", 2, 1, 5), ("place", 0, ids[0], [1, 2, 3]), ("place", 1, ids[2], [1, 2, 3])]
+    assert runner.calls == [
+        ("move", 2, 1, 5),
+        ("place", 0, ids[0], [1, 2, 3]),
+        ("place", 1, ids[2], [1, 2, 3]),
+    ]
     assert scheduler.rows == [rows[0], rows[2]] == scheduler.decoding()
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_rows_get_their_texts_however_they_are_scheduled(seed):
-    """Slots, budgets, drafts, drops and resets at random. What is attended to is checked in every forward."""
+    """Slots, budgets, drafts, drops and resets at random. What is attended to is checked in every
+    forward."""
     rng = np.random.default_rng(seed)
     prompts = [tuple(rng.integers(20, 90, rng.integers(1, 12)).tolist()) for _ in range(5)]
     ids = [SampleId(u, 0, sample) for u in range(len(prompts)) for sample in range(4)]
@@ -137,18 +186,26 @@ def test_rows_get_their_texts_however_they_are_scheduled(seed):
     class Guesses:
         def propose(self, rows, lengths, room, budget):
             guesses = [
-                np.array(texts[row.id][n : n + rng.integers(0, 8)], np.int64) for row, n in zip(rows, lengths, strict=True)
+                np.array(texts[row.id][n : n + rng.integers(0, 8)], np.int64)
+                for row, n in zip(rows, lengths, strict=True)
             ]
-            return [np.where(rng.random(len(g)) < 0.2, 15, g) if rng.random() < 0.7 else None for g in guesses]
+            return [
+                np.where(rng.random(len(g)) < 0.2, 15, g) if rng.random() < 0.7 else None
+                for g in guesses
+            ]
 
         def observe(self, rows, tokens, num_draft, num_accepted):
-            assert all(len(t) > a or t[-1] == STOP for t, a in zip(tokens, num_accepted, strict=True))
+            assert all(
+                len(t) > a or t[-1] == STOP for t, a in zip(tokens, num_accepted, strict=True)
+            )
 
     scheduler.add(rows)
     num_finished = 0
     while scheduler.rows or scheduler.queue:
         proposer = Guesses() if rng.random() < 0.7 else None
-        batch = scheduler.schedule(proposer, int(rng.integers(0, 20)) if rng.random() < 0.5 else None)
+        batch = scheduler.schedule(
+            proposer, int(rng.integers(0, 20)) if rng.random() < 0.5 else None
+        )
         assert batch.load.tokens == len(batch.tokens) <= runner.max_batch_tokens
         num_finished += len(scheduler.update(batch, runner.forward(batch), (STOP,), proposer))
         if rng.random() < 0.1 and (waiting := scheduler.collect()):
@@ -156,10 +213,16 @@ def test_rows_get_their_texts_however_they_are_scheduled(seed):
             scheduler.drop(row)
             scheduler.add([row])
         if rng.random() < 0.05:
-            others = [row for row in scheduler.collect() if row not in (staying := scheduler.decoding()[:2])]
+            others = [
+                row
+                for row in scheduler.collect()
+                if row not in (staying := scheduler.decoding()[:2])
+            ]
             scheduler.reset(staying)
             scheduler.add(others)
-    assert num_finished == len(rows) and all(row.tokens.tolist() == texts[row.id] and row.finish == "stop" for row in rows)
+    assert num_finished == len(rows) and all(
+        row.tokens.tolist() == texts[row.id] and row.finish == "stop" for row in rows
+    )
 
 
 def test_a_forward_must_hold_a_token_of_each_slot():

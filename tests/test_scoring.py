@@ -1,4 +1,5 @@
-"""Scores of a rank's rows: the same with any number of workers, begun while others decode, and what failures leave behind."""
+"""Scores of a rank's rows: the same with any number of workers, begun while others decode, and what
+failures leave behind."""
 
 import json
 import os
@@ -14,18 +15,18 @@ import torch
 from conftest import make_rows, run_loop
 
 from bubblespec.config import RewardConfig, load_config
-from bubblespec.engine.generator import Generator
+from bubblespec.dist.ranks import Ranks, StopRequested, signals_stop
+from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
-from bubblespec.ranks.collectives import Ranks, StopRequested, signals_stop
 from bubblespec.rewards.functions import load_reward
 from bubblespec.rewards.scorer import Scorer, Scoring
 from bubblespec.rewards.workers import RewardWorkers
 from bubblespec.rollout.loop import RolloutLoop
-from bubblespec.samples import Group, Prompt, Row
-from bubblespec.set_up import set_up
+from bubblespec.setup import set_up
+from bubblespec.types import Group, Prompt, Row
 from tests.ranks import run_ranks
 from tests.runs import ALWAYS_DRAFT, SHORT, digests, read, run, same_weights, weights
 from train import train
@@ -39,7 +40,8 @@ CLOCKED = ("reward/function_s", "reward/overlapped_share")
 
 
 class Words:
-    """Decodes token n as "n", leaving token 0 out as a special token; or as the n-th of the given texts."""
+    """Decodes token n as "n", leaving token 0 out as a special token; or as the n-th of the given
+    texts."""
 
     def __init__(self, texts: list[str] | None = None):
         self.texts = texts
@@ -52,13 +54,20 @@ class Words:
 
 @pytest.fixture
 def make_scorer(tmp_path):
-    """make_scorer(texts, num_workers, ..., functions, ranks) -> a Scorer whose files go to tmp_path, closed at the end."""
+    """make_scorer(texts, num_workers, ..., functions, ranks) -> a Scorer whose files go to
+    tmp_path, closed at the end."""
     made = []
 
     def make(texts=None, functions=(OBEY,), ranks=None, **options) -> Scorer:
-        loaded = functions if isinstance(functions, dict) else {path: load_reward(path) for path in functions}
+        loaded = (
+            functions
+            if isinstance(functions, dict)
+            else {path: load_reward(path) for path in functions}
+        )
         config = RewardConfig(functions=list(loaded), **options)
-        made.append(Scorer(config, loaded, Words(texts), ranks or Ranks(CPU), output_dir=str(tmp_path)))
+        made.append(
+            Scorer(config, loaded, Words(texts), ranks or Ranks(CPU), output_dir=str(tmp_path))
+        )
         return made[-1]
 
     yield make
@@ -74,7 +83,9 @@ def finished_rows(count: int) -> list[Row]:
     return rows
 
 
-def scores(scorer: Scorer, rows: list[Row], told: list[int] = (), step: int | None = 7) -> np.ndarray:
+def scores(
+    scorer: Scorer, rows: list[Row], told: list[int] = (), step: int | None = 7
+) -> np.ndarray:
     """Rewards of rows of one prompt, some of which are told of as they finish."""
     scoring = scorer.begin(GROUPS[:1], step)
     for i in told:
@@ -107,12 +118,15 @@ def test_rows_are_scored_with_their_own_prompts_text_and_columns(make_scorer):
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_rank_without_rows_has_no_scores(make_scorer, num_workers):
     functions = ["bubblespec.rewards.exact_match", "bubblespec.rewards.answer_format"]
-    assert make_scorer(functions=functions, num_workers=num_workers).begin([]).collect([]).shape == (0, 2)
+    assert make_scorer(functions=functions, num_workers=num_workers).begin([]).collect(
+        []
+    ).shape == (0, 2)
 
 
 @pytest.mark.parametrize("chosen", [0.0, -1.0])
 def test_any_number_of_workers_gives_the_same_rewards(make_scorer, tmp_path, chosen):
-    """Values, functions that do not apply, exceptions and wrong values, told of in any order or not at all."""
+    """Values, functions that do not apply, exceptions and wrong values, told of in any order or not
+    at all."""
     texts = [
         "value 0.5",
         "raise boom",
@@ -131,10 +145,19 @@ def test_any_number_of_workers_gives_the_same_rewards(make_scorer, tmp_path, cho
         scorer = make_scorer(texts, num_workers=num_workers, reward_on_error=chosen)
         np.testing.assert_array_equal(scores(scorer, finished_rows(10), told)[:, 0], wanted)
         metrics = scorer.take_metrics()
-        assert metrics.pop("reward/function_s") > 0 and 0 <= metrics.pop("reward/overlapped_share") <= 1
-        assert metrics == {"reward/errors": 5, "reward/errors/exception": 2, "reward/errors/value": 3}
+        assert (
+            metrics.pop("reward/function_s") > 0
+            and 0 <= metrics.pop("reward/overlapped_share") <= 1
+        )
+        assert metrics == {
+            "reward/errors": 5,
+            "reward/errors/exception": 2,
+            "reward/errors/value": 3,
+        }
         assert scorer.take_metrics() == {"reward/errors": 0, "reward/function_s": 0.0}
-        logs.append([(e["sample"], e["kind"], e["message"]) for e in errors_in(tmp_path)[5 * len(logs) :]])
+        logs.append(
+            [(e["sample"], e["kind"], e["message"]) for e in errors_in(tmp_path)[5 * len(logs) :]]
+        )
     assert logs[1] == logs[2] == logs[3] and [e[:2] for e in logs[0]] == [e[:2] for e in logs[1]]
 
 
@@ -148,11 +171,20 @@ def test_failures_are_written_with_their_samples(make_scorer, tmp_path, capsys):
         (7, 900, 2, OBEY, "crash"),
         (7, 900, 3, OBEY, "exception"),
     ]
-    assert found[0]["prompt"] == "prompt 900" and found[0]["completion"].endswith("x end") and len(found[0]["completion"]) == 2000
+    assert (
+        found[0]["prompt"] == "prompt 900"
+        and found[0]["completion"].endswith("x end")
+        and len(found[0]["completion"]) == 2000
+    )
     assert "in act" in found[0]["trace"] and "SIGSEGV" in found[1]["message"]
-    warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    warnings = [
+        line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")
+    ]
     assert len(warnings) == 2, "one for each kind"
-    assert "(exception, step 7, prompt 900, sample 1); 2 of 5" in warnings[0] and "(crash, step 7, prompt 900" in warnings[1]
+    assert (
+        "(exception, step 7, prompt 900, sample 1); 2 of 5" in warnings[0]
+        and "(crash, step 7, prompt 900" in warnings[1]
+    )
 
 
 def test_the_log_of_a_batch_has_an_end(make_scorer, tmp_path):
@@ -164,11 +196,15 @@ def test_the_log_of_a_batch_has_an_end(make_scorer, tmp_path):
 
 def test_failures_of_an_unwritable_log_are_a_warning(make_scorer, tmp_path, capsys):
     (tmp_path / "reward_errors.jsonl").mkdir()
-    assert scores(make_scorer(["raise x", "value 1"], num_workers=0), finished_rows(2)).tolist() == [[0.0], [1.0]]
+    assert scores(
+        make_scorer(["raise x", "value 1"], num_workers=0), finished_rows(2)
+    ).tolist() == [[0.0], [1.0]]
     assert "Is a directory" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("num_workers, bad", [(0, "raise boom"), (1, "raise boom"), (1, "die killed"), (0, "wrong inf")])
+@pytest.mark.parametrize(
+    "num_workers, bad", [(0, "raise boom"), (1, "raise boom"), (1, "die killed"), (0, "wrong inf")]
+)
 def test_failures_may_be_made_to_end_the_run(make_scorer, num_workers, bad):
     scorer = make_scorer(["value 1", bad, "value 2"], num_workers=num_workers, reward_on_error=None)
     with pytest.raises(InputError, match=r"^reward tests.misbehaving_rewards.obey: "):
@@ -177,10 +213,14 @@ def test_failures_may_be_made_to_end_the_run(make_scorer, num_workers, bad):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_function_that_fails_for_all_responses_of_a_step_ends_the_run(make_scorer, num_workers):
-    """Such as one that asks for a column which the data has not; another function that works does not save it."""
+    """Such as one that asks for a column which the data has not; another function that works does
+    not save it."""
     functions = ["bubblespec.rewards.answer_format", "bubblespec.rewards.code.passes_tests"]
     scorer = make_scorer(functions=functions, num_workers=num_workers)
-    with pytest.raises(InputError, match=r"passes_tests: failed for all 3 responses of a step; raised TypeError.*'tests'"):
+    with pytest.raises(
+        InputError,
+        match=r"passes_tests: failed for all 3 responses of a step; raised TypeError.*'tests'",
+    ):
         scores(scorer, finished_rows(3))
 
 
@@ -195,8 +235,11 @@ def test_a_later_batch_of_the_step_may_fail_as_a_whole(make_scorer):
 
 
 def test_other_ranks_decide_whether_all_have_failed(make_scorer):
-    """The other rank has a response that is well; alone this rank would have ended the run. Failures of all are counted."""
-    others = SimpleNamespace(gather=lambda own: np.stack((own, [1.0, 0.0, 2.0, 0.0, 0.5, 0.5, 4.0])), meet=lambda: None)
+    """The other rank has a response that is well; alone this rank would have ended the run.
+    Failures of all are counted."""
+    others = SimpleNamespace(
+        gather=lambda own: np.stack((own, [1.0, 0.0, 2.0, 0.0, 0.5, 0.5, 4.0])), meet=lambda: None
+    )
     scorer = make_scorer(["raise x", "raise y"], num_workers=0, ranks=others)
     assert scores(scorer, finished_rows(2)).tolist() == [[0.0], [0.0]]
     metrics = scorer.take_metrics()
@@ -208,14 +251,17 @@ def test_other_ranks_decide_whether_all_have_failed(make_scorer):
 
 
 def test_responses_are_scored_while_others_decode(make_scorer, make_model, tmp_path):
-    """Generation does not go on until the first response has been scored, which therefore needs nothing from after it."""
+    """Generation does not go on until the first response has been scored, which therefore needs
+    nothing from after it."""
     model = make_model()
     prepare_model(model, 64)
-    engine = Generator(ModelRunner(model, 4, 64, seed=0))
+    engine = Engine(ModelRunner(model, 4, 64, seed=0))
     marks = [tmp_path / f"scored {n}" for n in range(4)]
     scorer = make_scorer(None, num_workers=1, timeout_s=PATIENCE_S)
     scorer.tokenizer = SimpleNamespace(
-        batch_decode=lambda ids, skip_special_tokens: [f"touch {marks[len(i) // 4 - 1]}" for i in ids]
+        batch_decode=lambda ids, skip_special_tokens: [
+            f"touch {marks[len(i) // 4 - 1]}" for i in ids
+        ]
     )
     rows = make_rows(GROUPS[:1], 4, 16)
     for n, row in enumerate(rows):
@@ -238,10 +284,18 @@ def test_responses_are_scored_while_others_decode(make_scorer, make_model, tmp_p
 # Scores as they come
 
 
-# What two functions are told, each by its half of the completion, and what comes of it: a number, None where it does not apply,
-# or the kind of failure. Without a text for which an empty list is returned: in one call with another that has two values for
-# one sample, the number of values would be right.
-HALVES = {"value 0.5": 0.5, "value -2": -2.0, "value 3": 3.0, "none": None, "raise boom": "exception", "wrong nan": "value"}
+# What two functions are told, each by its half of the completion, and what comes of it: a number,
+# None where it does not apply, or the kind of failure. Without a text for which an empty list is
+# returned: in one call with another that has two values for one sample, the number of values would
+# be right.
+HALVES = {
+    "value 0.5": 0.5,
+    "value -2": -2.0,
+    "value 3": 3.0,
+    "none": None,
+    "raise boom": "exception",
+    "wrong nan": "value",
+}
 HALVES |= {"wrong two": "value", "exit 0": "exception", "die killed": "crash"}
 HALF_FUNCTIONS = ["tests.misbehaving_rewards.obey_left", "tests.misbehaving_rewards.obey_right"]
 
@@ -258,20 +312,34 @@ def take(scoring: Scoring, count: int) -> list[tuple[Row, np.ndarray]]:
 
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
 def test_what_is_handed_out_changes_no_result(make_scorer, tmp_path, num_workers):
-    """Rows are told of, and scores taken, at random: what `collect` gives, counts and logs is what the functions were told to do.
-    What was handed out is the same, once for each row at most, never for a row with a failure, and never for one not told of.
-    Some rows are not told of before `collect`, others are dropped, as those of deferred groups."""
+    """Rows are told of, and scores taken, at random: what `collect` gives, counts and logs is what
+    the functions were told to do. What was handed out is the same, once for each row at most, never
+    for a row with a failure, and never for one not told of. Some rows are not told of before
+    `collect`, others are dropped, as those of deferred groups."""
     rng = random.Random(num_workers)
-    scorer = make_scorer([], functions=HALF_FUNCTIONS, num_workers=num_workers, reward_on_error=-7.0)
+    scorer = make_scorer(
+        [], functions=HALF_FUNCTIONS, num_workers=num_workers, reward_on_error=-7.0
+    )
     kinds = [text for text in HALVES if num_workers or "die" not in text]
-    weights = [0.1 if text == "die killed" else 0.4 if isinstance(HALVES[text], str) else 2.0 for text in kinds]
+    weights = [
+        0.1 if text == "die killed" else 0.4 if isinstance(HALVES[text], str) else 2.0
+        for text in kinds
+    ]
     num_handed_out = num_logged = 0
     for round_number in range(10):
         halves = [rng.choices(kinds, weights, k=2) for _ in range(rng.randint(2, 14))]
         halves.append(["value 3", "value 0.5"])  # else a function could fail for all
         scorer.tokenizer = Words([" / ".join(pair) for pair in halves])
-        rows, found = finished_rows(len(halves)), [[HALVES[half] for half in pair] for pair in halves]
-        wanted = np.array([[-7.0 if isinstance(x, str) else np.nan if x is None else x for x in pair] for pair in found])
+        rows, found = (
+            finished_rows(len(halves)),
+            [[HALVES[half] for half in pair] for pair in halves],
+        )
+        wanted = np.array(
+            [
+                [-7.0 if isinstance(x, str) else np.nan if x is None else x for x in pair]
+                for pair in found
+            ]
+        )
         scored = {i for i, pair in enumerate(found) if not any(isinstance(x, str) for x in pair)}
         numbers = list(range(len(rows)))
         told = rng.sample(numbers, rng.randint(len(rows) // 2, len(rows)))
@@ -294,7 +362,12 @@ def test_what_is_handed_out_changes_no_result(make_scorer, tmp_path, num_workers
 
         kept = [i for i in numbers if i not in dropped]
         np.testing.assert_array_equal(scoring.collect([rows[i] for i in kept]), wanted[kept])
-        failed = [(i, path, x) for i in kept for path, x in zip(HALF_FUNCTIONS, found[i], strict=True) if isinstance(x, str)]
+        failed = [
+            (i, path, x)
+            for i in kept
+            for path, x in zip(HALF_FUNCTIONS, found[i], strict=True)
+            if isinstance(x, str)
+        ]
         assert scorer.take_metrics()["reward/errors"] == len(failed)
         logged = errors_in(tmp_path)[num_logged:] if failed or num_logged else []
         num_logged += len(logged)
@@ -321,7 +394,9 @@ def test_failures_that_end_the_run_do_so_in_collect_alone(make_scorer, num_worke
 
 def test_a_row_is_handed_out_once_all_functions_have_scored_it(make_scorer, tmp_path):
     mark = tmp_path / "mark"
-    scorer = make_scorer([f"value 1 / wait {mark}", "value 2 / value 3"], functions=HALF_FUNCTIONS, num_workers=2)
+    scorer = make_scorer(
+        [f"value 1 / wait {mark}", "value 2 / value 3"], functions=HALF_FUNCTIONS, num_workers=2
+    )
     rows, scoring = finished_rows(2), scorer.begin(GROUPS[:1])
     for row in rows:
         scoring.on_finished(row)
@@ -348,7 +423,10 @@ def test_without_workers_what_has_finished_is_scored_in_one_call(make_scorer):
     assert scoring.take_scored() == [] and calls == []
     for i in (3, 1):
         scoring.on_finished(rows[i])
-    assert [(row.id.sample, rewards.tolist()) for row, rewards in scoring.take_scored()] == [(3, [3.0]), (1, [1.0])]
+    assert [(row.id.sample, rewards.tolist()) for row, rewards in scoring.take_scored()] == [
+        (3, [3.0]),
+        (1, [1.0]),
+    ]
     assert scoring.take_scored() == []
     scoring.on_finished(rows[5])
     scoring.on_finished(rows[4])
@@ -369,7 +447,8 @@ def test_seconds_after_the_end_of_the_rollouts_do_not_overlap(make_scorer, tmp_p
 
 
 def signal_when(condition) -> threading.Thread:
-    """A thread that sends this process SIGTERM once `condition()` holds, while its signals are handled."""
+    """A thread that sends this process SIGTERM once `condition()` holds, while its signals are
+    handled."""
 
     def wait() -> None:
         deadline = time.monotonic() + PATIENCE_S
@@ -385,7 +464,8 @@ def signal_when(condition) -> threading.Thread:
 
 
 def stops_in_a_reward(ranks: Ranks, folder: str) -> str:
-    """Rank 0 waits for a reward that hangs, rank 1 for rank 0; only rank 1 is sent a signal, when it has come to the meeting."""
+    """Rank 0 waits for a reward that hangs, rank 1 for rank 0; only rank 1 is sent a signal, when
+    it has come to the meeting."""
     path = os.path.join(folder, "hangs")
     texts = [f"hang sleeping {path}" if ranks.rank == 0 else "value 1", "value 2"]
     config = RewardConfig(functions=[OBEY], num_workers=1, timeout_s=3600.0)
@@ -395,7 +475,9 @@ def stops_in_a_reward(ranks: Ranks, folder: str) -> str:
     try:
         with signals_stop(ranks):
             if ranks.rank == 1:
-                thread = signal_when(lambda: ranks.roll_call.count > before and os.path.exists(path))
+                thread = signal_when(
+                    lambda: ranks.roll_call.count > before and os.path.exists(path)
+                )
             try:
                 scores(scorer, finished_rows(2))
             except StopRequested:
@@ -414,10 +496,13 @@ def test_all_ranks_stop_while_one_waits_for_a_reward(tmp_path):
 
 
 def test_answers_to_what_was_given_up_are_dropped(make_scorer, tmp_path):
-    """The next batch gets its own, though the worker was at one of the batch before and others were queued behind it."""
+    """The next batch gets its own, though the worker was at one of the batch before and others were
+    queued behind it."""
     mark = tmp_path / "mark"
     ranks = Ranks(CPU)
-    scorer = make_scorer([f"wait {mark}", "value 5", f"touch {mark}"], num_workers=1, ranks=ranks, timeout_s=3600.0)
+    scorer = make_scorer(
+        [f"wait {mark}", "value 5", f"touch {mark}"], num_workers=1, ranks=ranks, timeout_s=3600.0
+    )
     ranks.must_stop = True
     with pytest.raises(StopRequested):
         scores(scorer, finished_rows(2))
@@ -430,7 +515,9 @@ def test_answers_to_what_was_given_up_are_dropped(make_scorer, tmp_path):
 
 def test_a_stop_between_two_takings_gives_up_what_is_pending(make_scorer, tmp_path):
     mark, ranks = tmp_path / "mark", Ranks(CPU)
-    scorer = make_scorer(["value 5", f"wait {mark}", "value 6"], num_workers=1, ranks=ranks, timeout_s=3600.0)
+    scorer = make_scorer(
+        ["value 5", f"wait {mark}", "value 6"], num_workers=1, ranks=ranks, timeout_s=3600.0
+    )
     rows = finished_rows(3)
     given_up = scorer.begin(GROUPS[:1])
     for row in rows:
@@ -444,7 +531,10 @@ def test_a_stop_between_two_takings_gives_up_what_is_pending(make_scorer, tmp_pa
     scoring.on_finished(rows[2])
     mark.touch()
     handed_out += take(scoring, 1)
-    assert [(row.id.sample, rewards.tolist()) for row, rewards in handed_out] == [(0, [5.0]), (2, [6.0])]
+    assert [(row.id.sample, rewards.tolist()) for row, rewards in handed_out] == [
+        (0, [5.0]),
+        (2, [6.0]),
+    ]
     assert scoring.collect(rows[1:]).tolist() == [[1.0], [6.0]]
     assert not (tmp_path / "reward_errors.jsonl").exists()
 
@@ -453,7 +543,8 @@ def test_a_stop_between_two_takings_gives_up_what_is_pending(make_scorer, tmp_pa
 
 
 def train_here(folder, monkeypatch, *overrides: str) -> int:
-    """A run of one rank in this process. Returns how many responses the workers had been told of by the end of their rollout."""
+    """A run of one rank in this process. Returns how many responses the workers had been told of by
+    the end of their rollout."""
     told, collect_scores = [], Scoring.collect
 
     def collect(scoring: Scoring, rows: list[Row]) -> np.ndarray:
@@ -461,10 +552,22 @@ def train_here(folder, monkeypatch, *overrides: str) -> int:
         return collect_scores(scoring, rows)
 
     monkeypatch.setattr(Scoring, "collect", collect)
-    options = [*SHORT, "run.max_steps=2", "run.eval_steps=2", "eval.num_prompts=4", "eval.num_generations=2", ALWAYS_DRAFT]
+    options = [
+        *SHORT,
+        "run.max_steps=2",
+        "run.eval_steps=2",
+        "eval.num_prompts=4",
+        "eval.num_generations=2",
+        ALWAYS_DRAFT,
+    ]
     ranks = Ranks(CPU)
     with signals_stop(ranks):
-        trainer = set_up(load_config("configs/tiny_cpu_bulk.yaml", [*options, f"run.output_dir={folder}", *overrides]), ranks)
+        trainer = set_up(
+            load_config(
+                "configs/tiny_cpu_bulk.yaml", [*options, f"run.output_dir={folder}", *overrides]
+            ),
+            ranks,
+        )
         train(trainer)
     trainer.sampler.scorer.close()
     trainer.lock.close()
@@ -472,13 +575,24 @@ def train_here(folder, monkeypatch, *overrides: str) -> int:
     return sum(told)
 
 
-HANGING = ["reward.functions=[tests.misbehaving_rewards.hang_in_a_call]", "reward.timeout_s=3600", "reward.num_workers=1"]
-HANGING += ["rollout.num_prompts_per_step=4", "rollout.max_completion_length=24", "run.save_steps=0"]
+HANGING = [
+    "reward.functions=[tests.misbehaving_rewards.hang_in_a_call]",
+    "reward.timeout_s=3600",
+    "reward.num_workers=1",
+]
+HANGING += [
+    "rollout.num_prompts_per_step=4",
+    "rollout.max_completion_length=24",
+    "run.save_steps=0",
+]
 
 
-def test_a_run_that_is_stopped_while_rewards_hang_goes_on_where_it_was(tmp_path, monkeypatch, capfd):
-    """The signal comes when the rollout is over and only the reward is waited for: first in a step, then in the evaluation after
-    it. The run saves and ends as any other that is stopped; its continuation makes the rollout or the evaluation again."""
+def test_a_run_that_is_stopped_while_rewards_hang_goes_on_where_it_was(
+    tmp_path, monkeypatch, capfd
+):
+    """The signal comes when the rollout is over and only the reward is waited for: first in a step,
+    then in the evaluation after it. The run saves and ends as any other that is stopped; its
+    continuation makes the rollout or the evaluation again."""
     train_here(tmp_path / "undisturbed", monkeypatch, *HANGING)
     collect, waiting = RewardWorkers.collect, []
 
@@ -506,19 +620,30 @@ def test_a_run_that_is_stopped_while_rewards_hang_goes_on_where_it_was(tmp_path,
     assert same_weights(weights(folder, 2), weights(tmp_path / "undisturbed", 2))
     keys = ("step", "reward", "eval/reward", "reward/errors")
     lines, wanted = read(folder), read(tmp_path / "undisturbed")
-    assert [[line.get(key) for key in keys] for line in lines] == [[line.get(key) for key in keys] for line in wanted]
+    assert [[line.get(key) for key in keys] for line in lines] == [
+        [line.get(key) for key in keys] for line in wanted
+    ]
 
 
 def test_workers_leave_digests_rewards_and_weights_unchanged(tmp_path, monkeypatch):
     """With and without drafts in the rollout: these are not scored."""
     assert train_here(tmp_path / "0", monkeypatch, "reward.num_workers=0") == 0
-    for name, overrides in [("1", ["reward.num_workers=1"]), ("3", ["reward.num_workers=3", "speculative.method=none"])]:
+    for name, overrides in [
+        ("1", ["reward.num_workers=1"]),
+        ("3", ["reward.num_workers=3", "speculative.method=none"]),
+    ]:
         assert train_here(tmp_path / name, monkeypatch, *overrides) == 2 * 8 * 4 + 2 * 4 * 2
         assert digests(tmp_path / name) == digests(tmp_path / "0")
         assert same_weights(weights(tmp_path / name, 2), weights(tmp_path / "0", 2))
         for line, wanted in zip(read(tmp_path / name), read(tmp_path / "0"), strict=True):
-            keys = [key for key in wanted if "reward" in key and "timing" not in key and key not in CLOCKED]
-            assert {key: line[key] for key in keys} == {key: wanted[key] for key in keys} and len(keys) >= 2
+            keys = [
+                key
+                for key in wanted
+                if "reward" in key and "timing" not in key and key not in CLOCKED
+            ]
+            assert {key: line[key] for key in keys} == {key: wanted[key] for key in keys} and len(
+                keys
+            ) >= 2
             assert line.get("reward/errors", 0) == line.get("eval/reward/errors", 0) == 0
 
 
@@ -531,5 +656,7 @@ def test_a_run_goes_on_beside_a_reward_that_crashes_and_raises(tmp_path):
         assert sum(line.get(f"reward/errors/{kind}", 0) for line in lines) > 0
         assert f"({kind}, step " in done.stderr
     assert all(0 < line["reward/errors"] < 32 and "timing_s/reward" in line for line in lines)
-    logged = [json.loads(line) for line in (tmp_path / "reward_errors.jsonl").read_text().splitlines()]
+    logged = [
+        json.loads(line) for line in (tmp_path / "reward_errors.jsonl").read_text().splitlines()
+    ]
     assert {error["kind"] for error in logged} == {"crash", "exception"}

@@ -6,19 +6,22 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from bubblespec import set_up
+from bubblespec import setup as set_up
 from bubblespec.config import Config, DataConfig, ModelConfig, RunConfig
 
 TINY = "configs/tiny_policy"
 
 
 def load(device: str):
-    config = Config(model=ModelConfig(path=TINY), data=DataConfig(path="d"), run=RunConfig(output_dir="o"))
+    config = Config(
+        model=ModelConfig(path=TINY), data=DataConfig(path="d"), run=RunConfig(output_dir="o")
+    )
     return set_up._load_model(config, None, torch.device(device))
 
 
 def test_weights_go_straight_to_the_device(monkeypatch):
-    """They are on it as soon as transformers has loaded them: no copy of the whole model has been in the machine's memory."""
+    """They are on it as soon as transformers has loaded them: no copy of the whole model has been
+    in the machine's memory."""
     original, places = AutoModelForCausalLM.from_pretrained, []
 
     def noted(*args, **kwargs):
@@ -34,5 +37,7 @@ def test_weights_go_straight_to_the_device(monkeypatch):
 def test_weights_are_those_of_the_file():
     model, saved = load("cpu"), load_file(os.path.join(TINY, "model.safetensors"))
     state = model.state_dict()
-    assert saved.keys() <= state.keys() and all(torch.equal(state[name], tensor) for name, tensor in saved.items())
+    assert saved.keys() <= state.keys() and all(
+        torch.equal(state[name], tensor) for name, tensor in saved.items()
+    )
     assert not hasattr(model, "_hf_hook"), "no hook runs in its forward"

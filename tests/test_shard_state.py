@@ -1,13 +1,13 @@
-"""Sharded optimizer state against the same optimizer without sharding: equal bits on three ranks, in every precision; what
-each rank holds; and states that any number of ranks can load."""
+"""Sharded optimizer state against the same optimizer without sharding: equal bits on three ranks,
+in every precision; what each rank holds; and states that any number of ranks can load."""
 
 import copy
 
 import torch
 from test_optimizer import CONFIG, STEPS, Small
 
+from bubblespec.dist.ranks import Ranks
 from bubblespec.learn.optimizer import MOMENTS, Optimizer
-from bubblespec.ranks.collectives import Ranks
 from tests.ranks import run_ranks
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -16,7 +16,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 def make(dtype: torch.dtype, shard_state: bool, ranks: Ranks | None) -> tuple[Small, Optimizer]:
     config = copy.copy(CONFIG)
     config.shard_state = shard_state
-    config.learning_rate = 1e-3  # small beside bfloat16's resolution, so masters and weights drift apart
+    config.learning_rate = (
+        1e-3  # small beside bfloat16's resolution, so masters and weights drift apart
+    )
     model = Small(dtype)
     return model, Optimizer(model, config, STEPS, ranks)
 
@@ -29,7 +31,9 @@ def train(model: Small, optimizer: Optimizer, ranks: Ranks, steps: range) -> lis
         optimizer.reduce(ranks)
         before = [param._version for param in optimizer.params]
         norms.append(optimizer.step(step)[0])
-        assert all(param._version > was for param, was in zip(optimizer.params, before, strict=True)), "copies are told"
+        assert all(
+            param._version > was for param, was in zip(optimizer.params, before, strict=True)
+        ), "copies are told"
     return norms
 
 
@@ -40,25 +44,39 @@ def bits(tensors) -> list[list[float]]:
 def state_size(optimizer: Optimizer) -> int:
     """Numbers in this rank's moments and masters."""
     tensors = [state[key] for state in optimizer.local.state.values() for key in MOMENTS]
-    return sum(t.numel() for t in tensors + (list(optimizer.updated.values()) if optimizer.has_masters else []))
+    return sum(
+        t.numel()
+        for t in tensors + (list(optimizer.updated.values()) if optimizer.has_masters else [])
+    )
 
 
 def same_state(a: dict, b: dict) -> bool:
-    flat = [{(n, k): t for n, entry in s["parameters"].items() for k, t in entry.items()} for s in (a, b)]
+    flat = [
+        {(n, k): t for n, entry in s["parameters"].items() for k, t in entry.items()}
+        for s in (a, b)
+    ]
     assert flat[0].keys() == flat[1].keys() and flat[0]
-    return a["num_updates"] == b["num_updates"] and all(torch.equal(flat[0][key], flat[1][key]) for key in flat[0])
+    return a["num_updates"] == b["num_updates"] and all(
+        torch.equal(flat[0][key], flat[1][key]) for key in flat[0]
+    )
 
 
 def with_and_without(ranks: Ranks, folder: str) -> dict:
     seen = {}
     for name, dtype in DTYPES.items():
-        (plain_model, plain), (model, sharded) = (make(dtype, shard, ranks) for shard in (False, True))
-        assert sharded.state_dict(ranks) == ({"num_updates": 0, "parameters": {}} if ranks.is_main else None)
+        (plain_model, plain), (model, sharded) = (
+            make(dtype, shard, ranks) for shard in (False, True)
+        )
+        assert sharded.state_dict(ranks) == (
+            {"num_updates": 0, "parameters": {}} if ranks.is_main else None
+        )
         half, rest = range(STEPS // 2), range(STEPS // 2, STEPS)
         norms = [train(model, sharded, ranks, half), train(plain_model, plain, ranks, half)]
         state = sharded.state_dict(ranks)
         if ranks.is_main:
-            assert same_state(state, plain.state_dict()), "a state does not show whether it was sharded"
+            assert same_state(state, plain.state_dict()), (
+                "a state does not show whether it was sharded"
+            )
             torch.save({"model": model.state_dict(), "optimizer": state}, f"{folder}/{name}.pt")
         ranks.barrier()
         saved = torch.load(f"{folder}/{name}.pt", mmap=True, weights_only=True)
@@ -71,7 +89,11 @@ def with_and_without(ranks: Ranks, folder: str) -> dict:
             continued.load_state_dict(saved["optimizer"])
             train(again, continued, ranks, rest)
             runs.append(bits(again.parameters()))
-        seen[name] = {"norms": norms, "runs": runs, "sizes": [state_size(sharded), state_size(plain)]}
+        seen[name] = {
+            "norms": norms,
+            "runs": runs,
+            "sizes": [state_size(sharded), state_size(plain)],
+        }
     return seen
 
 
@@ -79,18 +101,28 @@ def test_sharding_changes_no_bit_and_divides_the_state(tmp_path):
     from bubblespec.memory_needs import largest_share  # here, as the ranks need not import it
 
     results = run_ranks(tmp_path, with_and_without, 3, str(tmp_path), timeout_s=200)
-    sizes = [[p.numel() for p in Small(torch.float32).parameters() if p.requires_grad and p.ndim == n] for n in (2, 1)]
+    sizes = [
+        [p.numel() for p in Small(torch.float32).parameters() if p.requires_grad and p.ndim == n]
+        for n in (2, 1)
+    ]
     for name, dtype in DTYPES.items():
         of_name = [result[name] for result in results]
         start = bits(Small(dtype).parameters())
         for result in of_name:
             assert result["norms"][0] == result["norms"][1]
-            assert all(run == of_name[0]["runs"][0] for run in result["runs"]) and result["runs"][0] != start
+            assert (
+                all(run == of_name[0]["runs"][0] for run in result["runs"])
+                and result["runs"][0] != start
+            )
         copies = 3 if name == "bfloat16" else 2
         whole = copies * sum(map(sum, sizes))
         assert [result["sizes"][1] for result in of_name] == [whole] * 3
         assert sum(result["sizes"][0] for result in of_name) == whole
-        assert max(result["sizes"][0] for result in of_name) == copies * largest_share(sizes, 3) < 0.6 * whole
+        assert (
+            max(result["sizes"][0] for result in of_name)
+            == copies * largest_share(sizes, 3)
+            < 0.6 * whole
+        )
     # One rank loads what three have saved.
     for name, dtype in DTYPES.items():
         saved = torch.load(tmp_path / f"{name}.pt", weights_only=True)

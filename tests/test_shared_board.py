@@ -1,5 +1,6 @@
-"""Ticks through shared memory, between real processes: the same states of the same ticks everywhere, whatever their size; a rank
-that is gone is noticed; and where the ranks have no memory in common, they all know."""
+"""Ticks through shared memory, between real processes: the same states of the same ticks
+everywhere, whatever their size; a rank that is gone is noticed; and where the ranks have no memory
+in common, they all know."""
 
 import mmap
 import os
@@ -13,11 +14,19 @@ import numpy as np
 import pytest
 import torch
 
+from bubblespec.dist import shared_board
+from bubblespec.dist.progress import ProgressBoard, RankState
+from bubblespec.dist.ranks import Ranks
+from bubblespec.dist.shared_board import (
+    HEADER,
+    MAX_NUMBERS,
+    SharedBoard,
+    SharedMemory,
+    has_ended,
+    make_board,
+    open_shared,
+)
 from bubblespec.errors import RankTimeout
-from bubblespec.ranks import shared_board
-from bubblespec.ranks.collectives import Ranks
-from bubblespec.ranks.progress import ProgressBoard, RankState
-from bubblespec.ranks.shared_board import HEADER, MAX_NUMBERS, SharedBoard, SharedMemory, has_ended, make_board, open_shared
 from tests.ranks import run_ranks
 
 
@@ -43,19 +52,23 @@ def play(board: ProgressBoard, rng: np.random.Generator, rollout: int) -> int:
         tick, steps = board.num_ticks - 1, max(steps - 1, 0)
         for other, told in enumerate(states):
             assert told.wanted_offers[0] == tick
-            np.testing.assert_array_equal(told.facts, numbers_of(other, rollout, tick, 3 + tick % 5))
+            np.testing.assert_array_equal(
+                told.facts, numbers_of(other, rollout, tick, 3 + tick % 5)
+            )
     board.ranks.barrier()
     return board.num_ticks
 
 
 def many_ticks(ranks: Ranks, num_rollouts: int) -> dict:
-    """Rollouts of ticks with facts that each rank can work out of the others. Returns how many ticks there were, and what is left
-    of the file."""
+    """Rollouts of ticks with facts that each rank can work out of the others. Returns how many
+    ticks there were, and what is left of the file."""
     board, rng = make_board(ranks, 60.0, "shm"), np.random.default_rng(ranks.rank)
     board.interval_s = 0
     right = sum(play(board, rng, rollout) for rollout in range(num_rollouts))
     left = [
-        name for name in os.listdir("/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()) if "bubblespec-" in name
+        name
+        for name in os.listdir("/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir())
+        if "bubblespec-" in name
     ]
     return {"is_shared": isinstance(board, SharedBoard), "right": right, "left": left}
 
@@ -82,7 +95,11 @@ def with_dead_rank(ranks: Ranks) -> str:
 
 def test_a_rank_that_is_gone_is_noticed_and_named(tmp_path, capfd):
     line, nothing = run_ranks(tmp_path, with_dead_rank, 2, missing=1)
-    assert nothing is None and line.startswith("rank 1 missing in tick 5") and "the process of rank 1 has ended" in line
+    assert (
+        nothing is None
+        and line.startswith("rank 1 missing in tick 5")
+        and "the process of rank 1 has ended" in line
+    )
 
 
 def without_common_memory(ranks: Ranks) -> list:
@@ -98,7 +115,9 @@ def test_where_one_rank_does_not_see_it_all_use_collectives(tmp_path):
 
 def test_one_rank_and_other_backends_have_a_plain_board():
     alone = Ranks(torch.device("cpu"))
-    assert all(type(make_board(alone, 60.0, backend)) is ProgressBoard for backend in ("shm", "gloo"))
+    assert all(
+        type(make_board(alone, 60.0, backend)) is ProgressBoard for backend in ("shm", "gloo")
+    )
 
 
 @pytest.fixture
@@ -111,7 +130,11 @@ def test_what_is_not_all_there_is_not_read(shared):
     numbers = np.array([1.0, 2.0, 3.0])
     assert shared.read(0, 0) is None
     shared.write(0, 0, numbers)
-    assert shared.read(0, 0).tolist() == [1, 2, 3] and shared.read(0, 1) is None and shared.read(1, 0) is None
+    assert (
+        shared.read(0, 0).tolist() == [1, 2, 3]
+        and shared.read(0, 1) is None
+        and shared.read(1, 0) is None
+    )
     shared.numbers[0, 0, 1] = 7.0
     assert shared.read(0, 0) is None, "written again, or not yet"
     shared.write(0, 2, numbers[:2])
@@ -124,7 +147,9 @@ def test_what_is_not_all_there_is_not_read(shared):
 
 
 def test_processes_that_have_ended_are_told_from_others():
-    child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    child = subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE
+    )
     assert not has_ended(child.pid) and not has_ended(os.getpid())
     child.stdin.close()
     while not has_ended(child.pid):  # nobody has waited for it

@@ -1,6 +1,7 @@
 """Graphs of forwards that all ranks compute together, with their sums inside.
 
-Ranks are threads, and graphs are `Tape`s: a sum is recorded without being computed, as NCCL's are, and computed at each replay.
+Ranks are threads, and graphs are `Tape`s: a sum is recorded without being computed, as NCCL's are,
+and computed at each replay.
 """
 
 import copy
@@ -16,15 +17,15 @@ from test_graphs import Captures, Tape, feed, rehearse, stand_in
 from test_slices import LONGEST, Drafts, build
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from bubblespec.dist.joint import RankJoint
+from bubblespec.dist.ranks import Ranks, ranks_from_environment
 from bubblespec.engine import graphs
-from bubblespec.engine.generator import Generator
+from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.engine.shared_runner import SharedRunner
-from bubblespec.ranks.collectives import Ranks, ranks_from_environment
-from bubblespec.ranks.joint import RankJoint
-from bubblespec.samples import Row, SampleId
+from bubblespec.types import Row, SampleId
 from tests.joint import ThreadJoint, run_together
 from tests.ranks import run_ranks
 
@@ -74,27 +75,38 @@ def tokens_of(rows: list[Row]) -> list[tuple[list[int], str]]:
 
 
 def plain_rows(model) -> list[Row]:
-    return Generator(ModelRunner(model, 8, LONGEST, 3)).run(rows(), PARAMS)
+    return Engine(ModelRunner(model, 8, LONGEST, 3)).run(rows(), PARAMS)
 
 
-@pytest.mark.parametrize("name, size", [("uneven, tied", 2), ("biases everywhere", 2), ("mistral-window", 4)])
+@pytest.mark.parametrize(
+    "name, size", [("uneven, tied", 2), ("biases everywhere", 2), ("mistral-window", 4)]
+)
 def test_rows_are_those_of_plain_generation(captures, name, size):
-    """Prompts in chunks, drafts right and wrong, rows that end. Every forward is a replay, with two sums over ranks a layer."""
+    """Prompts in chunks, drafts right and wrong, rows that end. Every forward is a replay, with two
+    sums over ranks a layer."""
     model = build(name)
     wanted = plain_rows(model)
 
     def of_rank(joint):
         joint, own = captures["enter"](joint), rows()
-        runner = SharedRunner(copy.deepcopy(model), 4, LONGEST, 3, joint, kernel="varlen", max_batch_tokens=32)
-        engine, drafts = Generator(runner), Drafts({row.id: row.tokens for row in wanted})
+        runner = SharedRunner(
+            copy.deepcopy(model), 4, LONGEST, 3, joint, kernel="varlen", max_batch_tokens=32
+        )
+        engine, drafts = Engine(runner), Drafts({row.id: row.tokens for row in wanted})
         sums = []
         record = runner.graphs._record
-        runner.graphs._record = lambda inputs: (sums.append(joint.num_sums), record(inputs), sums.append(joint.num_sums))
+        runner.graphs._record = lambda inputs: (
+            sums.append(joint.num_sums),
+            record(inputs),
+            sums.append(joint.num_sums),
+        )
         engine.run(own, PARAMS, drafts)
         assert drafts.num_accepted > 30 and not runner.graphs.is_off
         assert runner.graphs.num_replays == engine.num_forwards > 10
         assert sums == [len(SIZES)] * 2, "one of each size before it, and none while recording"
-        assert joint.num_sums == len(SIZES) + 2 * model.config.num_hidden_layers * engine.num_forwards
+        assert (
+            joint.num_sums == len(SIZES) + 2 * model.config.num_hidden_layers * engine.num_forwards
+        )
         return own
 
     for own in run_together(size, of_rank):
@@ -105,16 +117,19 @@ def test_rows_are_those_of_plain_generation(captures, name, size):
 
 
 def test_they_share_the_memory_of_the_engines_graphs_and_come_again_after_a_release(captures):
-    """What one replay has returned is spoilt by the next, of whichever graph; nobody reads it then."""
+    """What one replay has returned is spoilt by the next, of whichever graph; nobody reads it
+    then."""
     model = build("llama")
     wanted = tokens_of(plain_rows(model))
 
     def of_rank(joint):
         joint, own_model = captures["enter"](joint), copy.deepcopy(model)
-        alone = Generator(ModelRunner(own_model, 8, LONGEST, 3, kernel="varlen", max_batch_tokens=32))
+        alone = Engine(ModelRunner(own_model, 8, LONGEST, 3, kernel="varlen", max_batch_tokens=32))
         options = {"kernel": "varlen", "max_batch_tokens": 32, "beside": alone.runner.graphs}
-        together = Generator(SharedRunner(own_model, 8, LONGEST, 3, joint, **options))
-        found = [tokens_of(engine.run(rows(), PARAMS)) for engine in (alone, together, alone, together)]
+        together = Engine(SharedRunner(own_model, 8, LONGEST, 3, joint, **options))
+        found = [
+            tokens_of(engine.run(rows(), PARAMS)) for engine in (alone, together, alone, together)
+        ]
         together.release()
         assert together.runner.cache.num_bytes() == 0
         found.append(tokens_of(together.run(rows(), PARAMS)))
@@ -128,9 +143,12 @@ def test_they_share_the_memory_of_the_engines_graphs_and_come_again_after_a_rele
         assert captures[rank].pools == [None] + [("the pool",)] * (4 * len(SIZES) - 1)
 
 
-@pytest.mark.parametrize("stage, at", [("rehearse", 0), ("rehearse", 5), ("capture", 0), ("capture", 3)])
+@pytest.mark.parametrize(
+    "stage, at", [("rehearse", 0), ("rehearse", 5), ("capture", 0), ("capture", 3)]
+)
 def test_what_fails_on_one_rank_is_agreed_on_by_all(captures, monkeypatch, capsys, stage, at):
-    """Its memory runs out: no rank has graphs, none waits for another, and forwards go on without."""
+    """Its memory runs out: no rank has graphs, none waits for another, and forwards go on
+    without."""
     model, tried = build("llama"), []
     wanted = tokens_of(plain_rows(model))
     original = {"rehearse": rehearse, "capture": graphs.capture}[stage]
@@ -150,9 +168,17 @@ def test_what_fails_on_one_rank_is_agreed_on_by_all(captures, monkeypatch, capsy
         joint = captures["enter"](joint)
         if joint.rank == 1:
             failing.count = 0
-        engine = Generator(SharedRunner(copy.deepcopy(model), 8, LONGEST, 3, joint, kernel="varlen", max_batch_tokens=32))
+        engine = Engine(
+            SharedRunner(
+                copy.deepcopy(model), 8, LONGEST, 3, joint, kernel="varlen", max_batch_tokens=32
+            )
+        )
         found = tokens_of(engine.run(rows(), PARAMS))
-        assert engine.runner.graphs.is_off and engine.runner.graphs.num_replays == 0 and not engine.runner.graphs._graphs
+        assert (
+            engine.runner.graphs.is_off
+            and engine.runner.graphs.num_replays == 0
+            and not engine.runner.graphs._graphs
+        )
         return found
 
     assert run_together(3, of_rank) == [wanted] * 3
@@ -162,7 +188,8 @@ def test_what_fails_on_one_rank_is_agreed_on_by_all(captures, monkeypatch, capsy
 
 
 def forwards_in_processes(ranks: Ranks, kernel: str) -> dict:
-    """Forwards of every size of graph, in slices: largest differences from those of the whole model, launched and replayed."""
+    """Forwards of every size of graph, in slices: largest differences from those of the whole
+    model, launched and replayed."""
     device, on_gpu = ranks.device, ranks.device.type == "cuda"
     with pytest.MonkeyPatch.context() as patch:
         joint = RankJoint(ranks)
@@ -189,11 +216,13 @@ def forwards_in_processes(ranks: Ranks, kernel: str) -> dict:
                     for runner in (whole, launched, replayed)
                 )
                 scale = wanted.abs().max().clamp(min=1.0)
-                differences = np.maximum(differences, [((hidden - wanted).abs().max() / scale).item() for hidden in got])
+                differences = np.maximum(
+                    differences, [((hidden - wanted).abs().max() / scale).item() for hidden in got]
+                )
                 start += count
         num_forwards = len(replayed.graphs.shapes)
         assert replayed.graphs.num_replays == num_forwards and launched.graphs is None
-        engine = Generator(replayed)
+        engine = Engine(replayed)
         engine.run([Row(SampleId(n, 0, 0), (1, 2, 3 + n), 20) for n in range(5)], PARAMS)
         assert replayed.graphs.num_replays == num_forwards + engine.num_forwards
         return {"launched": float(differences[0]), "replayed": float(differences[1])}
@@ -209,11 +238,16 @@ def cards(count: int) -> list:
     [
         ("cpu", 1, "varlen"),
         ("cpu", 2, "varlen"),
-        *(pytest.param("cuda", n, kernel, marks=cards(n)) for n in (1, 2) for kernel in ("varlen", "flash_attn")),
+        *(
+            pytest.param("cuda", n, kernel, marks=cards(n))
+            for n in (1, 2)
+            for kernel in ("varlen", "flash_attn")
+        ),
     ],
 )
 def test_ranks_as_processes(tmp_path, device, num_ranks, kernel):
-    """Over gloo with tapes for graphs; on GPUs over NCCL, whose end waits until graphs with its sums in them are gone."""
+    """Over gloo with tapes for graphs; on GPUs over NCCL, whose end waits until graphs with its
+    sums in them are gone."""
     if kernel == "flash_attn":
         pytest.importorskip("flash_attn")
     for found in run_ranks(tmp_path, forwards_in_processes, num_ranks, kernel, device=device):
@@ -227,17 +261,25 @@ def test_no_graphs_where_they_are_not_wanted_or_sums_cannot_be_in_them(captures,
     def of_rank(joint):
         joint = captures["enter"](joint)
         joint.can_capture = can
-        runner = SharedRunner(copy.deepcopy(model), 4, LONGEST, 3, joint, kernel="varlen", **options)
+        runner = SharedRunner(
+            copy.deepcopy(model), 4, LONGEST, 3, joint, kernel="varlen", **options
+        )
         return runner.graphs is None and runner.cache.num_spare == 0
 
     assert run_together(2, of_rank) == [True] * 2
 
 
-@pytest.mark.parametrize("device, backend, can", [("cuda", "nccl", True), ("cuda", "gloo", False), ("cpu", "gloo", False)])
+@pytest.mark.parametrize(
+    "device, backend, can",
+    [("cuda", "nccl", True), ("cuda", "gloo", False), ("cpu", "gloo", False)],
+)
 def test_only_sums_of_nccl_can_be_in_a_graph(monkeypatch, device, backend, can):
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_backend", lambda: backend)
-    assert RankJoint(SimpleNamespace(device=torch.device(device), rank=0, world_size=2)).can_capture == can
+    assert (
+        RankJoint(SimpleNamespace(device=torch.device(device), rank=0, world_size=2)).can_capture
+        == can
+    )
 
 
 def test_graphs_go_before_the_process_group_does(monkeypatch):
@@ -246,6 +288,8 @@ def test_graphs_go_before_the_process_group_does(monkeypatch):
     with pytest.raises(KeyError), ranks_from_environment("cpu", 1.0) as ranks:
         ranks.before_end.append(lambda: order.append("graphs"))
         monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
-        monkeypatch.setattr("torch.distributed.destroy_process_group", lambda: order.append("group"))
+        monkeypatch.setattr(
+            "torch.distributed.destroy_process_group", lambda: order.append("group")
+        )
         raise KeyError
     assert order == ["graphs", "group"]

@@ -1,5 +1,6 @@
-"""The shared tail within a rollout, in virtual time: entered with rows of all lengths, with drafts, moves and stops; responses
-are those of plain generation, and the loop ends as it does without it."""
+"""The shared tail within a rollout, in virtual time: entered with rows of all lengths, with drafts,
+moves and stops; responses are those of plain generation, and the loop ends as it does without
+it."""
 
 import copy
 from types import SimpleNamespace
@@ -26,25 +27,25 @@ from test_rollout_loop import (
 from test_take_over import Moves, TakeAnyTime
 
 from bubblespec.config import Config
+from bubblespec.dist.joint import RankJoint
+from bubblespec.dist.progress import RankState
+from bubblespec.draft.learned import LearnedDrafts
+from bubblespec.draft.proposer import Proposer, make_proposer
+from bubblespec.draft.suffix import History
 from bubblespec.engine.chains import Chains
 from bubblespec.engine.drafter import Drafter
-from bubblespec.engine.generator import Generator
+from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.shared_runner import SharedRunner
 from bubblespec.idle.draft_planning import Outlook
-from bubblespec.ranks.joint import RankJoint
-from bubblespec.ranks.progress import RankState
 from bubblespec.rollout.balance import Expected
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.placement import place_in_turn
 from bubblespec.rollout.shared_tail import ASK_EVERY, OwnersPropose, SharedTail, make_shared_tail
 from bubblespec.rollout.standing import Standing
-from bubblespec.samples import Draft
 from bubblespec.simulate.world import SimulatedBoard, SimulatedRanks, World
-from bubblespec.speculate.learned import LearnedDrafts
-from bubblespec.speculate.proposer import Proposer, make_proposer
-from bubblespec.speculate.suffix import History
+from bubblespec.types import Draft
 from tests.clocks import forward_seconds
 
 NUM_ROWS = 12  # of four prompts, three responses each
@@ -67,21 +68,26 @@ def play(
     has_drafter: bool = False,
     stop_at: int | None = None,
 ) -> list[dict]:
-    """A rollout; what each rank has made of it. chance: of moves at random; drafts: tokens by sample; has_drafter: every forward
-    of decoding rows verifies chains; stop_at: the forward of the tail in which rank 1 is told to stop."""
+    """A rollout; what each rank has made of it. chance: of moves at random; drafts: tokens by
+    sample; has_drafter: every forward of decoding rows verifies chains; stop_at: the forward of the
+    tail in which rank 1 is told to stop."""
     world, results = World(num_ranks), {}
 
     def work(rank: int) -> None:
         ranks, model = SimulatedRanks(world, rank), new_model()
-        engine = Generator(ModelRunner(model, 4, MAX_LENGTH, SEED))
+        engine = Engine(ModelRunner(model, 4, MAX_LENGTH, SEED))
         pass_time(engine, ranks)
         shared = SharedRunner(model, NUM_ROWS, MAX_LENGTH, SEED, RankJoint(ranks))
-        tail = SharedTail(Generator(shared), ranks, most_rows, LIMIT)
-        standing = Standing(launch_of(groups_of(0, FOUR_PROMPTS), 3), place_in_turn(4, 3, num_ranks), rank)
+        tail = SharedTail(Engine(shared), ranks, most_rows, LIMIT)
+        standing = Standing(
+            launch_of(groups_of(0, FOUR_PROMPTS), 3), place_in_turn(4, 3, num_ranks), rank
+        )
         rows, told, entered, num_chains = standing.make_rows(LIMIT), [], [], []
         proposer = None
         if drafts is not None:
-            proposer = make_proposer("bubble+suffix", History(1000), fixed_cost(), has_drafts=True, clock=ranks.clock)
+            proposer = make_proposer(
+                "bubble+suffix", History(1000), fixed_cost(), has_drafts=True, clock=ranks.clock
+            )
             proposer.begin()
             for row in rows.values():
                 proposer.track(row, Draft(drafts[row.id], False, 0), version=1)
@@ -94,7 +100,9 @@ def play(
             source = LearnedDrafts(engine.runner.chains, engine, fixed_cost(), ranks.clock)
             source.choose = lambda active, count: 3
             tail.draft_with(source, shared.chains)
-            proposer = Proposer([source], source.cost, uses_drafts=False, fixed_window=3, clock=ranks.clock)
+            proposer = Proposer(
+                [source], source.cost, uses_drafts=False, fixed_window=3, clock=ranks.clock
+            )
             for row in rows.values():
                 proposer.track(row, None, version=1)
         moves = Moves(chance)
@@ -114,11 +122,29 @@ def play(
 
         tail.run, shared.forward = noted, watched
         board = SimulatedBoard(ranks, 120, interval_s=0)
-        loop = RolloutLoop(engine, ranks, PARAMS, proposer=proposer, board=board, works=works, on_finished=told.append, tail=tail)
+        loop = RolloutLoop(
+            engine,
+            ranks,
+            PARAMS,
+            proposer=proposer,
+            board=board,
+            works=works,
+            on_finished=told.append,
+            tail=tail,
+        )
         record = loop.run(rows, standing)
-        results[rank] = {"rows": rows, "told": told, "entered": entered, "record": record, "board": board, "chains": num_chains}
+        results[rank] = {
+            "rows": rows,
+            "told": told,
+            "entered": entered,
+            "record": record,
+            "board": board,
+            "chains": num_chains,
+        }
         assert engine.is_idle and tail.engine.is_idle
-        assert source is None or source.engine is engine, "the next rollout's rows are in its own engine"
+        assert source is None or source.engine is engine, (
+            "the next rollout's rows are in its own engine"
+        )
 
     world.run(work)
     return [results[rank] for rank in range(num_ranks)]
@@ -131,7 +157,9 @@ def check(ranks: list[dict]) -> None:
         assert sorted(map(id, result["told"])) == sorted(id(row) for row in result["rows"].values())
 
 
-@pytest.mark.parametrize("num_ranks, most_rows", [(2, 1), (2, 7), (3, 3), (3, 12), (4, 3), (4, 7), (4, 12)])
+@pytest.mark.parametrize(
+    "num_ranks, most_rows", [(2, 1), (2, 7), (3, 3), (3, 12), (4, 3), (4, 7), (4, 12)]
+)
 def test_the_responses_are_those_of_plain_generation(num_ranks, most_rows):
     ranks = play(num_ranks, most_rows)
     check(ranks)
@@ -139,7 +167,9 @@ def test_the_responses_are_those_of_plain_generation(num_ranks, most_rows):
     assert {len(times) for times in entered} == {1}, "all ranks enter it together, and once"
     lengths = [length for (rows,) in entered for length in rows.values()]
     assert 0 < len(lengths) <= most_rows and (most_rows == 12 or max(lengths) > 0)
-    assert {result["record"].shared_forwards for result in ranks} == {ranks[0]["record"].shared_forwards}
+    assert {result["record"].shared_forwards for result in ranks} == {
+        ranks[0]["record"].shared_forwards
+    }
     assert [result["record"].shared_rows for result in ranks] == [len(rows) for (rows,) in entered]
     for result in ranks:
         (span,) = result["record"].shared
@@ -149,7 +179,8 @@ def test_the_responses_are_those_of_plain_generation(num_ranks, most_rows):
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_with_drafts_of_the_ranks_that_own_the_rows(num_ranks):
-    """Drafts that are right up to some token: in the tail as well most of them is accepted, in far fewer forwards."""
+    """Drafts that are right up to some token: in the tail as well most of them is accepted, in far
+    fewer forwards."""
     wanted = {row.id: row.tokens.astype(np.int32).copy() for row in plain_rows()}
     for number, tokens in enumerate(wanted.values()):
         tokens[24 + number :] += 1
@@ -157,14 +188,21 @@ def test_with_drafts_of_the_ranks_that_own_the_rows(num_ranks):
     check(drafted)
     assert drafted[0]["record"].shared_forwards < 0.8 * plainly[0]["record"].shared_forwards
     counts = [result["record"].acceptance for result in drafted]
-    assert all(count.accepted_tokens > 0 for count, result in zip(counts, drafted, strict=True) if result["rows"])
+    assert all(
+        count.accepted_tokens > 0
+        for count, result in zip(counts, drafted, strict=True)
+        if result["rows"]
+    )
     gained = sum(count.gained_tokens for count in counts)
-    assert gained == sum(len(tokens) for tokens in wanted.values()), "each row is counted once, by its own rank"
+    assert gained == sum(len(tokens) for tokens in wanted.values()), (
+        "each row is counted once, by its own rank"
+    )
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_with_chains_of_a_learned_drafter(num_ranks):
-    """Each rank drafts for its own rows, in every forward after those that feed prompts and tokens again."""
+    """Each rank drafts for its own rows, in every forward after those that feed prompts and tokens
+    again."""
     plainly, drafted = play(num_ranks, 12), play(num_ranks, 12, has_drafter=True)
     check(drafted)
     for result in drafted:
@@ -190,13 +228,15 @@ def test_all_leave_it_when_one_is_told_to_stop(stop_at):
         assert len(result["entered"]) == 1, "nobody enters it again"
         assert result["record"].shared_forwards <= stop_at + ASK_EVERY
         for row in result["rows"].values():
-            assert row.tokens.tolist() == wanted[row.id][0][: len(row.tokens)] and len(row.tokens) > 0
+            assert (
+                row.tokens.tolist() == wanted[row.id][0][: len(row.tokens)] and len(row.tokens) > 0
+            )
 
 
 def test_when_it_is_due():
     launch = launch_of(groups_of(0, FOUR_PROMPTS), 3)
     standing, states = Standing(launch, place_in_turn(4, 3, 2), 0), [RankState(2), RankState(0)]
-    tail = SharedTail(Generator(ModelRunner(new_model(), 4, MAX_LENGTH, SEED)), None, 3, LIMIT)
+    tail = SharedTail(Engine(ModelRunner(new_model(), 4, MAX_LENGTH, SEED)), None, 3, LIMIT)
     standing.told[:] = -1
     assert not tail.is_due(standing, states), "nothing is left"
     standing.told[2:5] = 7
@@ -215,7 +255,10 @@ def test_when_it_is_due():
 def test_proposals_of_all_ranks_reach_all():
     """More than fits: drafts are cut, on all ranks alike."""
     rows = plain_rows()[:6]
-    lengths, room = np.array([len(row.tokens) for row in rows]), np.array([400, 400, 0, 3, 400, 400])
+    lengths, room = (
+        np.array([len(row.tokens) for row in rows]),
+        np.array([400, 400, 0, 3, 400, 400]),
+    )
 
     class Fixed:
         def __init__(self, rank: int):
@@ -223,7 +266,10 @@ def test_proposals_of_all_ranks_reach_all():
 
         def propose(self, rows, lengths, room, budget):
             self.budget = budget
-            return [None if number == 1 else np.arange(300) + 1000 * self.rank for number in range(len(rows))]
+            return [
+                None if number == 1 else np.arange(300) + 1000 * self.rank
+                for number in range(len(rows))
+            ]
 
         def observe(self, rows, tokens, num_draft, num_accepted):
             self.seen += zip(map(id, rows), map(len, tokens), num_draft, num_accepted, strict=True)
@@ -233,16 +279,27 @@ def test_proposals_of_all_ranks_reach_all():
     fixed = [Fixed(0), Fixed(1)]
     ask = lambda rank, gather: OwnersPropose(fixed[rank], own[rank], gather)  # noqa: E731
     for rank in range(2):
-        ask(rank, lambda numbers, rank=rank: told.setdefault(rank, numbers)[None] * 0).propose(rows, lengths, room, 2000)
+        ask(rank, lambda numbers, rank=rank: told.setdefault(rank, numbers)[None] * 0).propose(
+            rows, lengths, room, 2000
+        )
     everyone = np.stack([told[0], told[1]])
     for rank in range(2):
         proposer = ask(rank, lambda numbers: everyone)
         drafts = proposer.propose(rows, lengths, room, 2000)
-        assert [None if draft is None else len(draft) for draft in drafts] == [300, None, None, 3, 209, 300]
+        assert [None if draft is None else len(draft) for draft in drafts] == [
+            300,
+            None,
+            None,
+            3,
+            209,
+            300,
+        ]
         assert drafts[5][0] == 1000 and drafts[4][-1] == 208
         proposer.observe(rows, [np.arange(n) for n in range(6)], np.arange(6) * 2, np.arange(6))
     assert fixed[0].budget == 512
-    assert fixed[0].seen == [(id(rows[n]), n, 2 * n, n) for n in range(5)] and fixed[1].seen == [(id(rows[5]), 5, 10, 5)]
+    assert fixed[0].seen == [(id(rows[n]), n, 2 * n, n) for n in range(5)] and fixed[1].seen == [
+        (id(rows[5]), 5, 10, 5)
+    ]
 
 
 def test_the_engine_is_as_good_as_new_for_each_rollout():
@@ -254,25 +311,40 @@ def test_the_engine_is_as_good_as_new_for_each_rollout():
 
     def work(rank: int) -> None:
         ranks, model = SimulatedRanks(world, rank), copy.deepcopy(first)
-        tail = SharedTail(Generator(SharedRunner(model, NUM_ROWS, MAX_LENGTH, SEED, RankJoint(ranks))), ranks, 12, LIMIT)
-        engine, board = Generator(ModelRunner(model, 12, MAX_LENGTH, SEED)), SimulatedBoard(ranks, 120, interval_s=0)
+        tail = SharedTail(
+            Engine(SharedRunner(model, NUM_ROWS, MAX_LENGTH, SEED, RankJoint(ranks))),
+            ranks,
+            12,
+            LIMIT,
+        )
+        engine, board = (
+            Engine(ModelRunner(model, 12, MAX_LENGTH, SEED)),
+            SimulatedBoard(ranks, 120, interval_s=0),
+        )
         pass_time(engine, ranks)
         for step in range(2):
-            standing = Standing(launch_of(groups_of(0, FOUR_PROMPTS), 3), place_in_turn(4, 3, 2), rank)
+            standing = Standing(
+                launch_of(groups_of(0, FOUR_PROMPTS), 3), place_in_turn(4, 3, 2), rank
+            )
             rows = standing.make_rows(LIMIT)
             RolloutLoop(engine, ranks, PARAMS, board=board, tail=tail).run(rows, standing)
-            found.setdefault(step, {}).update({row.id: (row.tokens.tolist(), row.finish) for row in rows.values()})
+            found.setdefault(step, {}).update(
+                {row.id: (row.tokens.tolist(), row.finish) for row in rows.values()}
+            )
             model.load_state_dict(second.state_dict())
 
     world.run(work)
-    assert [found[0], found[1]] == [plain(model, 0, FOUR_PROMPTS, 3)[0] for model in (first, second)]
+    assert [found[0], found[1]] == [
+        plain(model, 0, FOUR_PROMPTS, 3)[0] for model in (first, second)
+    ]
 
 
 # Set-up
 
 
 def set_up_tail(rows, slowdown: float, name: str = "llama") -> list:
-    """What `make_shared_tail` gives two ranks whose shared forwards take `slowdown` times those of one rank, and what it says."""
+    """What `make_shared_tail` gives two ranks whose shared forwards take `slowdown` times those of
+    one rank, and what it says."""
     world, found = World(2, meeting_s=1e-6), [None, None]
     config = Config()
     config.rollout.shared_tail_rows, config.rollout.max_completion_length = rows, LIMIT
@@ -280,13 +352,19 @@ def set_up_tail(rows, slowdown: float, name: str = "llama") -> list:
     def work(rank: int) -> None:
         ranks = SimulatedRanks(world, rank)
         torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(small_config(name)).to(torch.float64).eval()
+        model = (
+            transformers.AutoModelForCausalLM.from_config(small_config(name))
+            .to(torch.float64)
+            .eval()
+        )
         prepare_model(model, MAX_LENGTH)
-        engine = Generator(ModelRunner(model, 4, MAX_LENGTH, SEED))
+        engine = Engine(ModelRunner(model, 4, MAX_LENGTH, SEED))
         pass_time(engine, ranks)
         board = SimulatedBoard(ranks, 120, interval_s=5e-3)
         speculation = SimpleNamespace(shared_cost=FORWARDS, outlook=Outlook(), board=board)
-        found[rank] = make_shared_tail(config, ranks, engine, PARAMS, speculation, most_rows=16 if rows == "auto" else rows)
+        found[rank] = make_shared_tail(
+            config, ranks, engine, PARAMS, speculation, most_rows=16 if rows == "auto" else rows
+        )
 
     forward = SharedRunner.forward
 
@@ -304,14 +382,17 @@ FORWARDS = np.array([5e-3, 1e-4, 5e-5, 1e-4, 1e-7])  # as `forward_seconds`
 
 
 @pytest.mark.parametrize(
-    "rows, slowdown, is_there", [("auto", 0.3, True), ("auto", 1.0, False), (8, 30.0, True), (0, 0.1, False)]
+    "rows, slowdown, is_there",
+    [("auto", 0.3, True), ("auto", 1.0, False), (8, 30.0, True), (0, 0.1, False)],
 )
 def test_auto_goes_by_what_forwards_take(rows, slowdown, is_there):
     tails = set_up_tail(rows, slowdown)
     assert [tail is not None for tail in tails] == [is_there] * 2
     if is_there:
         assert tails[0].engine.is_idle and tails[0].most_rows == (16 if rows == "auto" else rows)
-        assert (tails[0].engine.runner.cache.num_bytes() > 0) == (rows == "auto"), "what was made for measuring stays"
+        assert (tails[0].engine.runner.cache.num_bytes() > 0) == (rows == "auto"), (
+            "what was made for measuring stays"
+        )
         for tail in tails:
             (free,) = tail.ranks.before_end
             free()
@@ -319,7 +400,8 @@ def test_auto_goes_by_what_forwards_take(rows, slowdown, is_there):
 
 
 def test_with_auto_it_is_entered_where_it_is_expected_to_pay():
-    """Two rows, each of which needs 30 tokens more, one on each rank: 30 forwards alone, 30 at a third of the time together."""
+    """Two rows, each of which needs 30 tokens more, one on each rank: 30 forwards alone, 30 at a
+    third of the time together."""
     tail, _ = set_up_tail("auto", 0.3)
     launch, states = launch_of(groups_of(0, FOUR_PROMPTS), 3), [RankState(1), RankState(1)]
     totals, zeros = np.full(12, 35.0), np.zeros(12)

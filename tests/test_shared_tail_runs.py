@@ -1,5 +1,6 @@
-"""Whole runs whose last rows are decoded by all ranks together: digests and weights of runs without it, on 2 and 4 ranks, with
-drafts, and where all ranks are killed or one is told to stop in the middle of it."""
+"""Whole runs whose last rows are decoded by all ranks together: digests and weights of runs without
+it, on 2 and 4 ranks, with drafts, and where all ranks are killed or one is told to stop in the
+middle of it."""
 
 import signal
 
@@ -41,8 +42,17 @@ def test_digests_are_those_of_a_run_without_it(plain, tmp_path, ranks, method):
 
 
 def test_with_gradients_streamed_and_rows_that_move(plain, tmp_path):
-    run(tmp_path, 2, *DRAFTING, *SHARED, "rollout.placement=balanced+take_over", "optim.stream_gradients=true")
-    assert digests(tmp_path)[0] == digests(plain)[0]  # later weights are equal up to the order of summation
+    run(
+        tmp_path,
+        2,
+        *DRAFTING,
+        *SHARED,
+        "rollout.placement=balanced+take_over",
+        "optim.stream_gradients=true",
+    )
+    assert (
+        digests(tmp_path)[0] == digests(plain)[0]
+    )  # later weights are equal up to the order of summation
     assert any("shared_tail/rows" in line for line in read(tmp_path))
 
 
@@ -51,11 +61,20 @@ def test_tail_batching_shares_the_tails_of_its_long_rounds(tmp_path):
     tail = ("tail_batching.enabled=true", "tail_batching.over_sampling_ratio=1.5")
     found = []
     for name, rows in (("without", 0), ("with", 12)):
-        run(tmp_path / name, 2, *DRAFTING, *tail, f"rollout.shared_tail_rows={rows}", "run.max_steps=4")
+        run(
+            tmp_path / name,
+            2,
+            *DRAFTING,
+            *tail,
+            f"rollout.shared_tail_rows={rows}",
+            "run.max_steps=4",
+        )
         found.append(digests(tmp_path / name))
     assert found[0] == found[1]
     rounds = {
-        bool(line["tail/is_long_round"]): "shared_tail/rows" in line for line in read(tmp_path / "with") if "reward" in line
+        bool(line["tail/is_long_round"]): "shared_tail/rows" in line
+        for line in read(tmp_path / "with")
+        if "reward" in line
     }
     assert rounds == {True: True, False: False}
 
@@ -68,7 +87,9 @@ def test_killed_or_stopped_in_the_middle_of_it_and_resumed(plain, tmp_path, kind
     if kind == "tail-dies":
         assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
     else:
-        assert done.returncode == 0 and "told to stop after 3 of 4 updates" in done.stderr, done.stderr[-3000:]
+        assert done.returncode == 0 and "told to stop after 3 of 4 updates" in done.stderr, (
+            done.stderr[-3000:]
+        )
     assert len(digests(tmp_path)) == 3, "the step in which it came is not done"
     run(tmp_path, 2, *method)
     check(tmp_path, plain, most_rows=32)
@@ -77,7 +98,11 @@ def test_killed_or_stopped_in_the_middle_of_it_and_resumed(plain, tmp_path, kind
 
 def test_with_a_learned_drafter(plain, tmp_path):
     """Chains in a rank's own engine before it, and in that of all ranks in it."""
-    drafter = ("drafter.warm_start=1500", "drafter.buffer_tokens=3000", "speculative.fixed_window=3")
+    drafter = (
+        "drafter.warm_start=1500",
+        "drafter.buffer_tokens=3000",
+        "speculative.fixed_window=3",
+    )
     method = ("speculative.method=suffix+drafter", *drafter)
     run(tmp_path, 2, *method, *SHARED, script=("tests/drafting.py",))
     check(tmp_path, plain)

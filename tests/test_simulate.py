@@ -1,4 +1,5 @@
-"""Simulated runs: against calculations by hand, of good and bad drafts, and with the learned drafter."""
+"""Simulated runs: against calculations by hand, of good and bad drafts, and with the learned
+drafter."""
 
 import hashlib
 
@@ -6,6 +7,9 @@ import numpy as np
 import pytest
 from conftest import make_rows
 
+from bubblespec.draft.learned import LearnedDrafts
+from bubblespec.draft.proposer import Proposer
+from bubblespec.draft.windows import CostModel
 from bubblespec.engine.chains import LONGEST
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.records import Load
@@ -17,20 +21,24 @@ from bubblespec.simulate.run import simulate
 from bubblespec.simulate.runner import SimulatedGenerator, SimulatedRunner
 from bubblespec.simulate.workload import Workload
 from bubblespec.simulate.world import SimulatedRanks, World
-from bubblespec.speculate.learned import LearnedDrafts
-from bubblespec.speculate.proposer import Proposer
-from bubblespec.speculate.windows import CostModel
 from bubblespec.telemetry.timeline import KINDS
 from tests.simulated import LinearCost, figures, make_config, make_workload, run, run_to_end
 
 
-def seconds_by_hand(workload: Workload, step: int, num_ranks: int, slots: int, cost: LinearCost) -> tuple[float, int]:
-    """Continuous batching of one response a prompt, where every prompt fits into a forward: each row's first forward feeds
-    its prompt, every further one a token. Returns the slowest rank's seconds, and most forwards."""
+def seconds_by_hand(
+    workload: Workload, step: int, num_ranks: int, slots: int, cost: LinearCost
+) -> tuple[float, int]:
+    """Continuous batching of one response a prompt, where every prompt fits into a forward: each
+    row's first forward feeds its prompt, every further one a token. Returns the slowest rank's
+    seconds, and most forwards."""
     seconds, forwards = [], []
     owners = place_in_turn(workload.num_prompts, 1, num_ranks)
     for rank in range(num_ranks):
-        prompts = [prompt for prompt, owner in zip(workload.batch(step), owners, strict=True) if owner == rank]
+        prompts = [
+            prompt
+            for prompt, owner in zip(workload.batch(step), owners, strict=True)
+            if owner == rank
+        ]
         waiting = [(len(p.token_ids), len(workload.response(step, p.uid, 0))) for p in prompts]
         active, total, count = [], 0.0, 0
         while waiting or active:
@@ -41,7 +49,9 @@ def seconds_by_hand(workload: Workload, step: int, num_ranks: int, slots: int, c
             positions = [prompt + done for prompt, done, _ in active]
             total += cost.seconds(Load(len(active), sum(fed), 0, sum(positions), 0, 0))
             count += 1
-            active = [[prompt, done + 1, length] for prompt, done, length in active if done + 1 < length]
+            active = [
+                [prompt, done + 1, length] for prompt, done, length in active if done + 1 < length
+            ]
         seconds.append(total)
         forwards.append(count)
     return max(seconds), max(forwards)
@@ -50,8 +60,13 @@ def seconds_by_hand(workload: Workload, step: int, num_ranks: int, slots: int, c
 @pytest.mark.parametrize(("num_ranks", "slots"), [(1, 64), (3, 64), (3, 2)])
 def test_none_takes_what_a_calculation_by_hand_says(num_ranks, slots):
     workload = make_workload(prompts=13, generations=1)
-    alone = {"loss__advantage_estimator": "reinforce_plus_plus", "loss__scale_rewards": "none"}  # one response a prompt
-    config = make_config("none", 13, 1, rollout__num_slots=slots, rollout__placement="in_turn", **alone)
+    alone = {
+        "loss__advantage_estimator": "reinforce_plus_plus",
+        "loss__scale_rewards": "none",
+    }  # one response a prompt
+    config = make_config(
+        "none", 13, 1, rollout__num_slots=slots, rollout__placement="in_turn", **alone
+    )
     steps = simulate(config, workload, LinearCost(), num_ranks)
     for step in steps:
         seconds, forwards = seconds_by_hand(workload, step.step, num_ranks, slots, LinearCost())
@@ -63,12 +78,20 @@ def test_none_takes_what_a_calculation_by_hand_says(num_ranks, slots):
 
 
 def test_rows_are_placed_where_nothing_is_drafted_too():
-    """Seven prompts of four equally long responses on four ranks: in turn three ranks have eight rows, balanced all have seven.
-    A forward itself takes as long as one more row in it, so nine to eight, but for prompts that are fed on more ranks. The first
-    steps know neither lengths nor costs."""
+    """Seven prompts of four equally long responses on four ranks: in turn three ranks have eight
+    rows, balanced all have seven. A forward itself takes as long as one more row in it, so nine to
+    eight, but for prompts that are fed on more ranks. The first steps know neither lengths nor
+    costs."""
     cost = ForwardCost([1], [5e-3], 10e-3, dict.fromkeys(RATES, 0.0))
     in_turn, balanced = (
-        run("none", 4, cost=cost, config={"prompts": 7, "rollout__placement": name}, prompts=7, sigma=0.0)
+        run(
+            "none",
+            4,
+            cost=cost,
+            config={"prompts": 7, "rollout__placement": name},
+            prompts=7,
+            sigma=0.0,
+        )
         for name in ("in_turn", "balanced")
     )
     assert [step.digest for step in balanced] == [step.digest for step in in_turn]
@@ -91,7 +114,10 @@ def test_tokens_are_those_of_the_workload_whatever_the_method_and_the_ranks():
         for prompt in sorted(workload.batch(step), key=lambda p: p.uid):
             for sample in range(4):
                 tokens = workload.response(step, prompt.uid, sample)
-                sha.update(np.array([prompt.uid, 0, sample, len(tokens)], "<i8").tobytes() + tokens.astype("<i4").tobytes())
+                sha.update(
+                    np.array([prompt.uid, 0, sample, len(tokens)], "<i8").tobytes()
+                    + tokens.astype("<i4").tobytes()
+                )
         wanted.append(sha.hexdigest())
     for method, num_ranks, tokens_a_pass in (
         ("none", 1, 2),
@@ -115,8 +141,8 @@ def test_eight_ranks_with_every_option():
 
 
 def test_good_drafts_save_forwards_and_bad_ones_do_not():
-    """Forwards of the slowest rank after the first step. Drafts that are wrong from their first token on, and no match after it,
-    are given up; perfect ones leave next to nothing to decode."""
+    """Forwards of the slowest rank after the first step. Drafts that are wrong from their first
+    token on, and no match after it, are given up; perfect ones leave next to nothing to decode."""
 
     def forwards(method: str, **spec) -> int:
         return sum(step.forwards for step in run(method, 2, steps=6, **spec)[1:])
@@ -138,7 +164,9 @@ def test_perfect_drafts_are_never_refused():
 
 
 def test_an_epoch_before_saves_forwards():
-    none, ours = ([step.forwards for step in run(m, epochs=2, edited=0.1)] for m in ("none", "suffix"))
+    none, ours = (
+        [step.forwards for step in run(m, epochs=2, edited=0.1)] for m in ("none", "suffix")
+    )
     assert ours[:2] == none[:2], "of made-up tokens nothing matches by chance"
     assert sum(ours[2:]) < 0.6 * sum(none[2:])
 
@@ -152,11 +180,19 @@ def make_drafter(world: World, workload: Workload, model: DrafterModel, slots: i
         world, 0, slots, 2000, max_batch_tokens=512, cost=cost or LinearCost(),
         text=lambda row, _: workload.response(workload.step_of(row.id), row.id.uid, row.id.sample),
     )  # fmt: skip
-    engine, profiled, clock = SimulatedGenerator(runner), CostModel(), SimulatedRanks(world, 0).clock
+    engine, profiled, clock = (
+        SimulatedGenerator(runner),
+        CostModel(),
+        SimulatedRanks(world, 0).clock,
+    )
     profiled.coefficients = np.array([10e-3, 0.0, 20e-6, 0.0, 10e-9])
     source = LearnedDrafts(SimulatedChains(runner, model), engine, profiled, clock)
     source.acceptance.expect(model.accepted())
-    return engine, source, Proposer([source], profiled, uses_drafts=False, fixed_window=LONGEST, clock=clock)
+    return (
+        engine,
+        source,
+        Proposer([source], profiled, uses_drafts=False, fixed_window=LONGEST, clock=clock),
+    )
 
 
 @pytest.mark.parametrize("tokens_a_pass", [1.0, 2.0, 3.0, 6.0])
@@ -169,7 +205,10 @@ def test_tokens_a_pass_are_those_of_a_chain_with_one_chance(tokens_a_pass):
 @pytest.mark.parametrize("tokens_a_pass", [2.0, 3.0])
 def test_a_drafter_is_accepted_as_often_as_it_should(tokens_a_pass):
     """By what the source has measured, and by what the engine's forwards gained."""
-    workload, model = make_workload(1, 8, mean=1200.0, max=1500, sigma=0.1), DrafterModel(tokens_a_pass, 0.001)
+    workload, model = (
+        make_workload(1, 8, mean=1200.0, max=1500, sigma=0.1),
+        DrafterModel(tokens_a_pass, 0.001),
+    )
     engine, source, proposer = make_drafter(World(1), workload, model)
     rows = make_rows(workload.launch(0).groups, 8, 1500)
     for row in rows:
@@ -179,16 +218,25 @@ def test_a_drafter_is_accepted_as_often_as_it_should(tokens_a_pass):
         np.testing.assert_array_equal(row.tokens, workload.response(0, row.id.uid, row.id.sample))
     chosen = source.take_chosen()
     assert chosen.sum() > 400
-    assert chosen[:, LONGEST].sum() > 0.95 * chosen.sum(), "a drafter that costs nothing drafts all it can"
+    assert chosen[:, LONGEST].sum() > 0.95 * chosen.sum(), (
+        "a drafter that costs nothing drafts all it can"
+    )
     tried, right = source.acceptance.seen.T
-    np.testing.assert_allclose(np.cumprod(right / tried), model.accepted(), atol=0.035)  # about 3 standard errors
+    np.testing.assert_allclose(
+        np.cumprod(right / tried), model.accepted(), atol=0.035
+    )  # about 3 standard errors
     counts = proposer.acceptance
     assert counts.gained_tokens / counts.row_forwards == pytest.approx(tokens_a_pass, rel=0.04)
 
 
 def test_chains_take_the_time_of_the_drafter_s_forwards():
-    """The first forward catches up, with 64 positions at the most; the others feed a token a row."""
-    world, workload, cost = World(1), make_workload(1, 2, mean=400.0, sigma=0.0, prompt=200), LinearCost()
+    """The first forward catches up, with 64 positions at the most; the others feed a token a
+    row."""
+    world, workload, cost = (
+        World(1),
+        make_workload(1, 2, mean=400.0, sigma=0.0, prompt=200),
+        LinearCost(),
+    )
     engine, source, _ = make_drafter(world, workload, DrafterModel(2.0, 0.25), cost=cost)
     rows = make_rows(workload.launch(0).groups, 2, 300)
     engine.add(rows)
@@ -208,7 +256,8 @@ def test_chains_take_the_time_of_the_drafter_s_forwards():
 
 
 def test_a_drafter_shortens_a_tail_of_few_long_rows():
-    """Two rows decode alone for most of a step. One that is seldom right is found out and costs next to nothing."""
+    """Two rows decode alone for most of a step. One that is seldom right is found out and costs
+    next to nothing."""
 
     def seconds(method: str, tokens_a_pass: float = 1.0) -> float:
         workload = make_workload(2, 1, mean=250.0, sigma=0.3)
@@ -224,8 +273,8 @@ def test_a_drafter_shortens_a_tail_of_few_long_rows():
 
 
 def test_shares_of_waiting_add_up():
-    """Lanes cover each rank's time but for what the host does between forwards, and the white and the pale are what the bubble
-    ratio counts in a run without speculation."""
+    """Lanes cover each rank's time but for what the host does between forwards, and the white and
+    the pale are what the bubble ratio counts in a run without speculation."""
     for step in run("none", 3):
         waits = [lane[lane[:, 0] == KINDS.index("wait")] for lane in step.lanes]
         waited = [of_rank[:, 2] - of_rank[:, 1] for of_rank in waits]

@@ -1,5 +1,5 @@
-"""Tail batching in virtual time: the real planner, loop and sampler on made-up and on recorded responses, whose weights drift or
-stay as they are."""
+"""Tail batching in virtual time: the real planner, loop and sampler on made-up and on recorded
+responses, whose weights drift or stay as they are."""
 
 import json
 from collections import Counter
@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from bubblespec.config import config_of_sections
+from bubblespec.draft.suffix import GroupIndex
 from bubblespec.errors import InputError
-from bubblespec.samples import Group, SampleId, digest
 from bubblespec.simulate import __main__
 from bubblespec.simulate.__main__ import BLANK, nested
 from bubblespec.simulate.cost import RATES, ForwardCost
@@ -18,22 +18,37 @@ from bubblespec.simulate.drafting import STOP, VOCABULARY, DraftModel, edit_shar
 from bubblespec.simulate.recorded import RecordedWorkload
 from bubblespec.simulate.run import _Rank, counted, simulate
 from bubblespec.simulate.workload import Synthetic, Workload
-from bubblespec.speculate.suffix import GroupIndex
+from bubblespec.types import Group, SampleId, digest
 
 NEVER = float("inf")
 # 10 ms for a forward, 20 us for each token of it.
 COST = ForwardCost([1], [20e-6], 10e-3, dict.fromkeys(RATES, 0.0))
 
 
-def make_config(method: str = "none", tail: bool = True, *, prompts: int = 8, longest: int = 400, ratio: float | str = 1.5):
-    rollout = {"num_prompts_per_step": prompts, "num_generations": 3, "max_completion_length": longest}
+def make_config(
+    method: str = "none",
+    tail: bool = True,
+    *,
+    prompts: int = 8,
+    longest: int = 400,
+    ratio: float | str = 1.5,
+):
+    rollout = {
+        "num_prompts_per_step": prompts,
+        "num_generations": 3,
+        "max_completion_length": longest,
+    }
     sections = {"rollout": rollout, "speculative": {"method": method}}
     tail_batching = {"enabled": tail, "over_sampling_ratio": ratio}
-    return config_of_sections(nested(BLANK) | sections | {"tail_batching": tail_batching}, [], "the test")
+    return config_of_sections(
+        nested(BLANK) | sections | {"tail_batching": tail_batching}, [], "the test"
+    )
 
 
 def make_workload(prompts: int = 8, **spec) -> Workload:
-    return Workload(Synthetic(**({"mean": 40.0, "max": 400, "prompt": 8, "steps": 9} | spec)), prompts, 3)
+    return Workload(
+        Synthetic(**({"mean": 40.0, "max": 400, "prompt": 8, "steps": 9} | spec)), prompts, 3
+    )
 
 
 @pytest.fixture
@@ -42,7 +57,10 @@ def trained(monkeypatch) -> list[tuple]:
     found, of_samples = [], digest
 
     def note(samples) -> str:
-        found.extend((name, tokens.tolist()) for name, tokens in zip(samples.ids, samples.tokens, strict=True))
+        found.extend(
+            (name, tokens.tolist())
+            for name, tokens in zip(samples.ids, samples.tokens, strict=True)
+        )
         return of_samples(samples)
 
     monkeypatch.setattr("bubblespec.simulate.run.digest", note)
@@ -52,17 +70,27 @@ def trained(monkeypatch) -> list[tuple]:
 def in_order(workload: Workload, num_steps: int) -> dict[SampleId, list[int]]:
     """What each sample says at home, in the data's order."""
     ids = [name for step in range(num_steps) for name in workload.launch(step).ids]
-    return {name: workload.response(workload.step_of(name), name.uid, name.sample).tolist() for name in ids}
+    return {
+        name: workload.response(workload.step_of(name), name.uid, name.sample).tolist()
+        for name in ids
+    }
 
 
 @pytest.mark.parametrize("run", [20.0, NEVER])
 def test_any_number_of_ranks_and_any_method_train_on_the_same(run, trained):
-    """Each (name, tokens) once, of steps with the same digests; and none that plain order does not have by then."""
+    """Each (name, tokens) once, of steps with the same digests; and none that plain order does not
+    have by then."""
     first = None
     for method, num_ranks in (("none", 1), ("bubble+suffix", 2), ("none", 8)):
         trained.clear()
         steps = simulate(make_config(method), make_workload(run=run), COST, num_ranks)
-        found = sorted(trained), [(step.digest, step.is_long_round, step.num_deferred, step.response_tokens) for step in steps]
+        found = (
+            sorted(trained),
+            [
+                (step.digest, step.is_long_round, step.num_deferred, step.response_tokens)
+                for step in steps
+            ],
+        )
         first = first or found
         assert found == first, (method, num_ranks)
         assert sum(step.is_long_round for step in steps) == 3
@@ -74,15 +102,20 @@ def test_any_number_of_ranks_and_any_method_train_on_the_same(run, trained):
 
 
 def test_without_drift_these_are_the_tokens_of_plain_order(trained):
-    """By a step with nothing in the queue, key by key; what plain steps train on is that as well."""
+    """By a step with nothing in the queue, key by key; what plain steps train on is that as
+    well."""
     steps = simulate(make_config(), make_workload(run=NEVER), COST, 2)
     num_steps = max(step.step for step in steps if step.num_deferred == 0) + 1
     assert num_steps > 5 and steps[num_steps - 1].is_long_round
     by_tail = Counter(map(str, trained[: num_steps * 24]))
     trained.clear()
-    plain = simulate(make_config(tail=False), make_workload(run=NEVER), COST, 2, num_steps=num_steps)
+    plain = simulate(
+        make_config(tail=False), make_workload(run=NEVER), COST, 2, num_steps=num_steps
+    )
     assert Counter(map(str, trained)) == by_tail
-    assert sum(step.response_tokens for step in plain) == sum(step.response_tokens for step in steps[:num_steps])
+    assert sum(step.response_tokens for step in plain) == sum(
+        step.response_tokens for step in steps[:num_steps]
+    )
     assert {step.length_ratio for step in steps if step.num_deferred == 0} == {1.0}
 
 
@@ -95,7 +128,9 @@ def test_a_heavy_tail_is_shortened():
     """Lognormal lengths of which a few are ten times as long as most: ranks wait much less."""
     spec = {"mean": 60.0, "max": 800, "sigma": 1.5, "steps": 9, "run": 100.0}
     arms = [("none", False), ("none", True), ("bubble+suffix", False), ("bubble+suffix", True)]
-    found = [simulate(make_config(*arm, longest=800), make_workload(**spec), COST, 4) for arm in arms]
+    found = [
+        simulate(make_config(*arm, longest=800), make_workload(**spec), COST, 4) for arm in arms
+    ]
     plain, tail, drafts, both = map(seconds_per_token, found)
     assert tail < plain / 1.4 and both < min(tail, drafts)
     waiting = [np.mean([step.bubble_ratio for step in steps]) for steps in found]
@@ -104,13 +139,17 @@ def test_a_heavy_tail_is_shortened():
 
 def test_the_same_run_takes_the_same_time():
     def figures() -> list:
-        return [vars(step) | {"lanes": 0} for step in simulate(make_config("bubble+suffix"), make_workload(run=30.0), COST, 3)]
+        return [
+            vars(step) | {"lanes": 0}
+            for step in simulate(make_config("bubble+suffix"), make_workload(run=30.0), COST, 3)
+        ]
 
     assert figures() == figures()
 
 
 def test_what_is_over_is_forgotten(monkeypatch):
-    """At the end of a long run no more responses, prompts and names are kept than after a few steps."""
+    """At the end of a long run no more responses, prompts and names are kept than after a few
+    steps."""
     kept, forget = [], Workload.forget
 
     def count(workload: Workload, step: int) -> None:
@@ -119,7 +158,11 @@ def test_what_is_over_is_forgotten(monkeypatch):
 
     of_names, run_step = [], _Rank._run_step
     monkeypatch.setattr(Workload, "forget", count)
-    monkeypatch.setattr(_Rank, "_run_step", lambda rank, step: (run_step(rank, step), of_names.append(len(rank.texts._launched))))
+    monkeypatch.setattr(
+        _Rank,
+        "_run_step",
+        lambda rank, step: (run_step(rank, step), of_names.append(len(rank.texts._launched))),
+    )
     simulate(make_config(longest=60), make_workload(mean=20.0, max=60, run=30.0, steps=60), COST, 2)
     kept = kept[60:]  # what was asked for before the first step, to count tokens
     assert len(kept) == 60
@@ -157,7 +200,9 @@ def test_responses_of_later_weights_leave_each_other_as_late_as_they_should(drif
     """Age 0: the response at home."""
     model, true, found = DraftModel(100.0, 2.0, drifts), true_text(4000), []
     for uid in range(400):
-        one, other = (model.later((0, uid, 0), true, 9000, STOP, age) if age else true for age in ages)
+        one, other = (
+            model.later((0, uid, 0), true, 9000, STOP, age) if age else true for age in ages
+        )
         found.append(first_mismatch(one, other))
     assert np.mean(found) == pytest.approx(wanted, rel=0.15)  # 3 standard errors
 
@@ -165,11 +210,14 @@ def test_responses_of_later_weights_leave_each_other_as_late_as_they_should(drif
 @pytest.mark.parametrize("ages", [(0, 1), (2, 5)])
 @pytest.mark.parametrize("tokens_a_pass", [1.0, 2.0, 4.0])
 def test_after_that_they_share_as_much_as_a_draft_and_its_response(tokens_a_pass, ages):
-    """Tokens a pass of the real suffix index, where both have left what they had in common from the start."""
+    """Tokens a pass of the real suffix index, where both have left what they had in common from the
+    start."""
     model, gained, passes = DraftModel(1.0, tokens_a_pass), 0, 0
     for uid in range(6):
         true, index, done = true_text(1500, uid), GroupIndex(), 0
-        draft, response = (model.later((0, uid, 0), true, 9000, STOP, age) if age else true for age in ages)
+        draft, response = (
+            model.later((0, uid, 0), true, 9000, STOP, age) if age else true for age in ages
+        )
         index.add_draft(0, draft)
         while done < len(response):
             proposed, *_ = index.propose(0, 128)
@@ -186,7 +234,8 @@ def test_a_share_of_edits_and_tokens_a_pass_are_each_other_the_other_way_round(t
 
 
 def test_earlier_drafts_know_nothing_of_later_responses():
-    """A draft made before home leaves the response at home; what later weights say leaves it somewhere else."""
+    """A draft made before home leaves the response at home; what later weights say leaves it
+    somewhere else."""
     model, true, nothing = DraftModel(100.0, 2.0), true_text(2000), np.empty(0, np.int64)
     agreed = []
     for uid in range(200):
@@ -207,9 +256,13 @@ def launched_at(step: int, workload: Workload, version: int) -> tuple[Texts, Gro
 
 @pytest.mark.parametrize("drift", [0, 1])
 def test_a_deferred_sample_goes_on_from_what_it_has(drift):
-    """Whatever tokens a draft of it has, what comes after them begins with them, ends as a response does, and once more so under
-    still later weights."""
-    workload, nothing, differ = make_workload(run=40.0, mean=200.0, drift=drift), np.empty(0, np.int64), 0
+    """Whatever tokens a draft of it has, what comes after them begins with them, ends as a response
+    does, and once more so under still later weights."""
+    workload, nothing, differ = (
+        make_workload(run=40.0, mean=200.0, drift=drift),
+        np.empty(0, np.int64),
+        0,
+    )
     texts, group = launched_at(0, workload, 0)
     for sample in map(group.sample, range(3)):
         texts.version = 0
@@ -261,7 +314,9 @@ def test_a_recorded_run_is_simulated_as_far_as_its_prompts_reach(trained):
     workload = RecordedWorkload(RECORDED)
     workload.drafts = DraftModel(NEVER)
     config = config_of_sections(
-        nested(workload.config), ["speculative.method=none", "tail_batching.enabled=true"], "the recorded run"
+        nested(workload.config),
+        ["speculative.method=none", "tail_batching.enabled=true"],
+        "the recorded run",
     )
     for ratio, fewer in ((1.25, 2), (1.0, 1), ("auto", 2)):
         config.tail_batching.over_sampling_ratio = ratio
@@ -271,17 +326,24 @@ def test_a_recorded_run_is_simulated_as_far_as_its_prompts_reach(trained):
     steps = simulate(config, workload, COST, 2)
     assert len(steps) == workload.num_steps - 2 and any(step.is_long_round for step in steps)
     names = [name for name, _ in trained]
-    assert len(set(names)) == len(names) == len(steps) * workload.num_prompts * workload.num_generations
+    assert (
+        len(set(names))
+        == len(names)
+        == len(steps) * workload.num_prompts * workload.num_generations
+    )
     for name, tokens in trained:
         assert workload.response(workload.step_of(name), name.uid, name.sample).tolist() == tokens
 
 
 def test_a_trace_that_starts_late_goes_on_with_its_visits():
-    """Prompts are named by how often the run had drawn them, also before its first recorded step."""
+    """Prompts are named by how often the run had drawn them, also before its first recorded
+    step."""
     workload = RecordedWorkload(RECORDED)
     workload._visits = {(step, uid): visit + 3 for (step, uid), visit in workload._visits.items()}
     planner = make_planner(make_config(), workload)
-    assert [group.name for group in planner.launch(0).groups[:8]] == [group.name for group in workload.launch(0).groups]
+    assert [group.name for group in planner.launch(0).groups[:8]] == [
+        group.name for group in workload.launch(0).groups
+    ]
     assert {group.visit for group in planner.launch(0).groups} == {3}
 
 
@@ -301,11 +363,27 @@ def test_what_cannot_be_simulated_is_refused():
 
 
 def test_the_command_line_compares_seconds_per_trained_token(tmp_path, monkeypatch, capsys):
-    """Of as many steps of both, up to the last long round; the same figures again from the functions."""
+    """Of as many steps of both, up to the last long round; the same figures again from the
+    functions."""
     COST.save(str(tmp_path / "cost.json"))
-    arguments = ["--synthetic", "mean=40,max=400,steps=8,prompt=8,run=30", "--cost-model", str(tmp_path / "cost.json")]
-    arguments += ["--ranks", "2", "--json", str(tmp_path / "out.json"), "tail_batching.enabled=true"]
-    arguments += ["tail_batching.over_sampling_ratio=1.5", "rollout.num_prompts_per_step=8", "rollout.num_generations=3"]
+    arguments = [
+        "--synthetic",
+        "mean=40,max=400,steps=8,prompt=8,run=30",
+        "--cost-model",
+        str(tmp_path / "cost.json"),
+    ]
+    arguments += [
+        "--ranks",
+        "2",
+        "--json",
+        str(tmp_path / "out.json"),
+        "tail_batching.enabled=true",
+    ]
+    arguments += [
+        "tail_batching.over_sampling_ratio=1.5",
+        "rollout.num_prompts_per_step=8",
+        "rollout.num_generations=3",
+    ]
     monkeypatch.setattr("sys.argv", ["simulate", *arguments, "speculative.method=none"])
     assert __main__.main() == 0
     printed = capsys.readouterr().out
@@ -313,10 +391,19 @@ def test_the_command_line_compares_seconds_per_trained_token(tmp_path, monkeypat
     plain, tail = report["methods"]["none"], report["methods"]["tail"]
     steps = simulate(make_config(), make_workload(steps=8, run=30.0), COST, 2)
     assert [step["seconds"] for step in tail["steps"]] == [step.seconds for step in steps]
-    assert len(counted(steps)) == 6 and steps[5].is_long_round and len(steps) == len(plain["steps"]) == 8
+    assert (
+        len(counted(steps)) == 6
+        and steps[5].is_long_round
+        and len(steps) == len(plain["steps"]) == 8
+    )
     assert tail["total"]["seconds_per_token"] == pytest.approx(seconds_per_token(steps), rel=1e-12)
-    assert plain["total"]["seconds"] == pytest.approx(sum(step["seconds"] for step in plain["steps"][:6]), rel=1e-12)
+    assert plain["total"]["seconds"] == pytest.approx(
+        sum(step["seconds"] for step in plain["steps"][:6]), rel=1e-12
+    )
     ratio = plain["total"]["seconds_per_token"] / tail["total"]["seconds_per_token"]
-    assert next(line.split()[-1] for line in printed.splitlines() if line.startswith("rollout ")) == f"{ratio:.2f}x"
+    assert (
+        next(line.split()[-1] for line in printed.splitlines() if line.startswith("rollout "))
+        == f"{ratio:.2f}x"
+    )
     assert "step 5, a long round" in printed and "step 4 " in printed
     assert report["config"]["tail_batching"]["over_sampling_ratio"] == 1.5

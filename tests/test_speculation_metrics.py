@@ -1,4 +1,5 @@
-"""What a step reports of its speculation, by value: from counts made by hand, from what the engine said, by a hand-made clock."""
+"""What a step reports of its speculation, by value: from counts made by hand, from what the engine
+said, by a hand-made clock."""
 
 import itertools
 from types import SimpleNamespace
@@ -21,18 +22,18 @@ from test_rollout_loop import (
 )
 from test_speculation import SamePrompts, learn, make, make_config, make_sampler, recorded
 
-from bubblespec.engine.generator import Generator
+from bubblespec.draft.proposer import make_proposer
+from bubblespec.draft.store import DraftStore
+from bubblespec.draft.suffix import History
+from bubblespec.draft.windows import WINDOWS
+from bubblespec.engine.engine import Engine
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.idle.draft_planning import Item
 from bubblespec.records import Acceptance, RolloutRecord, Span, StepRecord, total_s
 from bubblespec.rollout.loop import RolloutLoop
-from bubblespec.samples import Draft, Group, Prompt
-from bubblespec.speculate.proposer import make_proposer
-from bubblespec.speculate.store import DraftStore
-from bubblespec.speculate.suffix import History
-from bubblespec.speculate.windows import WINDOWS
 from bubblespec.telemetry.report import speculation_metrics
+from bubblespec.types import Draft, Group, Prompt
 
 
 def histogram(**counts: int) -> np.ndarray:
@@ -65,9 +66,13 @@ def metrics_of(ranks, rollouts: list[RolloutRecord], spans=(), num_tokens: int =
 
 
 def test_metrics_of_two_ranks_by_hand():
-    """This rank takes longer over its rows, in fewer forwards, and is the one that others wait for."""
+    """This rank takes longer over its rows, in fewer forwards, and is the one that others wait
+    for."""
     counts = Acceptance(50, 80, 60, 30, 45)
-    counts.by_source, counts.accepted_lengths = {"aligned": [40, 25], "self": [20, 5]}, histogram(of_0=3, of_4=2)
+    counts.by_source, counts.accepted_lengths = (
+        {"aligned": [40, 25], "self": [20, 5]},
+        histogram(of_0=3, of_4=2),
+    )
     seconds = {"own_s": 8.0, "wait_s": 0.5, "total_s": 8.5, "propose_s": 0.5}
     here = recorded(30, 5, **seconds, drafted_tokens=40, num_ticks=17, acceptance=counts)
     counts = Acceptance(25, 40, 40, 12, 15)
@@ -80,10 +85,14 @@ def test_metrics_of_two_ranks_by_hand():
     exchanges = [Span("exchange", 1.0, 1.25), Span("sync", 1.25, 3.0), Span("exchange", 3.0, 3.5)]
     sent: list[np.ndarray | str] = []
     first = SimpleNamespace(
-        gather=lambda array: (sent.append(array), array[None])[1], gather_text=lambda text: (sent.append(text), [text])[1]
+        gather=lambda array: (sent.append(array), array[None])[1],
+        gather_text=lambda text: (sent.append(text), [text])[1],
     )
     metrics_of(first, [there], [Span("exchange", 0.0, 9.0)])
-    second = SimpleNamespace(gather=lambda array: np.stack((array, sent.pop(0))), gather_text=lambda text: [text, sent.pop(0)])
+    second = SimpleNamespace(
+        gather=lambda array: np.stack((array, sent.pop(0))),
+        gather_text=lambda text: [text, sent.pop(0)],
+    )
     found = metrics_of(second, [here], exchanges)
     assert not sent
     assert found == {
@@ -117,21 +126,34 @@ def test_metrics_of_two_ranks_by_hand():
 
 def test_metrics_of_a_rank_that_had_nothing_to_do():
     found = metrics_of(ALONE, [RolloutRecord()])
-    rates = ["rollout/spec_accept_length", "rollout/spec_accept_rate", "rollout/spec_coverage", "bubble/overrun_s"]
-    assert [found[key] for key in rates] == [0.0, 0.0, 0.0, 0.0] and "drafts/aligned/tokens" not in found
+    rates = [
+        "rollout/spec_accept_length",
+        "rollout/spec_accept_rate",
+        "rollout/spec_coverage",
+        "bubble/overrun_s",
+    ]
+    assert [found[key] for key in rates] == [
+        0.0,
+        0.0,
+        0.0,
+        0.0,
+    ] and "drafts/aligned/tokens" not in found
 
 
 def test_rollouts_of_a_step_are_counted_together(monkeypatch):
-    """Dynamic sampling generates several batches a step. Against what the engine tells the proposer, forward by forward."""
+    """Dynamic sampling generates several batches a step. Against what the engine tells the
+    proposer, forward by forward."""
     model, config = new_model(), make_config(lookahead=1)
     config.rollout.dynamic_sampling = True
-    engine = Generator(ModelRunner(model, 24, MAX_LENGTH, SEED))
+    engine = Engine(ModelRunner(model, 24, MAX_LENGTH, SEED))
     speculation = make(config, BoardWithSlowRank(90))
     proposer = speculation.proposer
     seen, observe, grown, merge = [], proposer.observe, [], DraftAhead.merge
 
     def listening(rows, tokens, num_draft, num_accepted):
-        for row, gained, drafted, accepted in zip(rows, tokens, num_draft.tolist(), num_accepted.tolist(), strict=True):
+        for row, gained, drafted, accepted in zip(
+            rows, tokens, num_draft.tolist(), num_accepted.tolist(), strict=True
+        ):
             seen.append((row.id.visit, len(gained), drafted, accepted))
         observe(rows, tokens, num_draft, num_accepted)
 
@@ -164,22 +186,35 @@ def test_rollouts_of_a_step_are_counted_together(monkeypatch):
         counted = [entry[1:] for entry in seen if entry[0] == step]
         gained, drafted, accepted = (sum(column) for column in zip(*counted, strict=True))
         assert gained == num_tokens and (drafted > 10 or not step)
-        found = speculation_metrics(ALONE, record, store_tokens=speculation.store.num_tokens, accepted_by_age={})
+        found = speculation_metrics(
+            ALONE, record, store_tokens=speculation.store.num_tokens, accepted_by_age={}
+        )
         verified = [n for _, length, n in counted if length]
         bins = np.searchsorted(WINDOWS, verified, side="right") - 1
         wanted = {
-            "rollout/forwards": num_forwards - sum(rollout.hard_forwards for rollout in record.rollouts),
+            "rollout/forwards": num_forwards
+            - sum(rollout.hard_forwards for rollout in record.rollouts),
             "rollout/spec_accept_length": gained / len(counted),
             "rollout/spec_accept_rate": accepted / max(drafted, 1),
-            "rollout/spec_coverage": sum(min(n + 1, length) for _, length, n in counted) / num_tokens,
+            "rollout/spec_coverage": sum(min(n + 1, length) for _, length, n in counted)
+            / num_tokens,
             "rollout/spec_accepted_tokens": accepted,
             "rollout/spec_wasted_tokens": drafted - accepted,
             "rollout/spec_accepted_lengths": np.bincount(bins, minlength=len(WINDOWS)).tolist(),
             "bubble/drafted_tokens": sum(grown),
-            "bubble/store_tokens": sum(len(draft.tokens) for draft in speculation.store._drafts.values()),
+            "bubble/store_tokens": sum(
+                len(draft.tokens) for draft in speculation.store._drafts.values()
+            ),
         }
         assert {key: found[key] for key in wanted} == wanted
-        assert sum(value for key, value in found.items() if key.startswith("drafts/") and key.endswith("tokens")) == drafted
+        assert (
+            sum(
+                value
+                for key, value in found.items()
+                if key.startswith("drafts/") and key.endswith("tokens")
+            )
+            == drafted
+        )
 
 
 def test_shares_by_age_take_in_each_rollout_of_a_step_once():
@@ -226,11 +261,12 @@ class TimedBoard(BoardWithSlowRank):
 
 @pytest.mark.parametrize("what", ["rows alone", "rows and waiting", "rows, drafts and waiting"])
 def test_seconds_of_a_rollout_by_a_clock_that_only_forwards_and_waiting_move(what):
-    """A forward takes one second: `own_s` ends with the rank's last row, `total_s` with the rollout, and `wait_s` is neither."""
+    """A forward takes one second: `own_s` ends with the rank's last row, `total_s` with the
+    rollout, and `wait_s` is neither."""
     clock = Clock()
     board = TimedBoard(60, clock)
     proposer = make_proposer("bubble", History(10), fixed_cost(), has_drafts=True, clock=clock)
-    engine = Generator(ModelRunner(new_model(), 24, MAX_LENGTH, SEED))
+    engine = Engine(ModelRunner(new_model(), 24, MAX_LENGTH, SEED))
     forward = engine.step
 
     def timed_forward(*arguments):
@@ -243,21 +279,38 @@ def test_seconds_of_a_rollout_by_a_clock_that_only_forwards_and_waiting_move(wha
     for row in rows:
         proposer.track(row, None, 0)
     if what != "rows alone":
-        names = [(group.sample(number), group.prompt.token_ids) for group in groups_of(1) for number in range(2)]
+        names = [
+            (group.sample(number), group.prompt.token_ids)
+            for group in groups_of(1)
+            for number in range(2)
+        ]
         items = [Item(*name, 1, pays=False) for name in names if "drafts" in what]
         options = {"version": 0, "max_new_tokens": LIMIT, "max_slowdown": 1.0}
         works = [DraftAhead(lambda seen: items, DraftStore(10**6), proposer, **options)]
-    record = run_loop(RolloutLoop(engine, board.ranks, PARAMS, proposer=proposer, board=board, works=works), rows)
+    record = run_loop(
+        RolloutLoop(engine, board.ranks, PARAMS, proposer=proposer, board=board, works=works), rows
+    )
     own, hard = record.own_forwards, record.hard_forwards
     assert own + hard == engine.num_forwards and own >= 12 > 6 == len(rows)
     assert (hard > 5) == (what == "rows, drafts and waiting") == any(work.drafts for work in works)
-    assert (board.num_waits > 5 if works else board.num_waits == 0) if what != "rows, drafts and waiting" else True
-    assert (record.own_s, record.wait_s, record.total_s) == (own, board.num_waits / 4, own + hard + board.num_waits / 4)
+    assert (
+        (board.num_waits > 5 if works else board.num_waits == 0)
+        if what != "rows, drafts and waiting"
+        else True
+    )
+    assert (record.own_s, record.wait_s, record.total_s) == (
+        own,
+        board.num_waits / 4,
+        own + hard + board.num_waits / 4,
+    )
     assert total_s(record.spans, "wait") == record.wait_s
     assert total_s(record.spans, "draft hard") == hard
     assert record.num_ticks == (board.num_ticks if works else 0)
     found = metrics_of(ALONE, [record])
-    assert found["bubble/overrun_s"] == hard + board.num_waits / 4 and found["bubble/ratio_before_drafting"] == 0
+    assert (
+        found["bubble/overrun_s"] == hard + board.num_waits / 4
+        and found["bubble/ratio_before_drafting"] == 0
+    )
 
 
 @pytest.mark.parametrize("fixed_window", [None, 3])
@@ -265,23 +318,32 @@ def test_seconds_of_proposals_are_those_of_finding_and_of_learning_from_them(fix
     """Each look at the clock takes one second, so two looks are one second apart."""
     ticks = itertools.count()
     clock = SimpleNamespace(perf_counter=lambda: float(next(ticks)))
-    proposer = make_proposer("bubble", History(10), fixed_cost(), has_drafts=True, fixed_window=fixed_window, clock=clock)
+    proposer = make_proposer(
+        "bubble", History(10), fixed_cost(), has_drafts=True, fixed_window=fixed_window, clock=clock
+    )
     proposer.begin()
     row, other = rows_of(0, PROMPTS[:1])
     proposer.track(row, Draft(np.arange(9, dtype=np.int32), True, 0), 0)
     draft, nothing = proposer.propose([row, other], np.zeros(2, np.int64), np.full(2, 20), 100)
     assert proposer.take_spent() == (1.0, 2) and len(draft) > 2 and nothing is None
-    assert proposer._overhead_s == pytest.approx(0.1 if fixed_window is None else 0.0), "a tenth of the latest"
-    proposer.observe([row, other], [draft[:2], draft[:1]], np.array([len(draft), 0]), np.array([1, 0]))
+    assert proposer._overhead_s == pytest.approx(0.1 if fixed_window is None else 0.0), (
+        "a tenth of the latest"
+    )
+    proposer.observe(
+        [row, other], [draft[:2], draft[:1]], np.array([len(draft), 0]), np.array([1, 0])
+    )
     assert proposer.take_spent() == (1.0, 0)
 
 
 def test_a_forward_is_timed_without_its_proposals():
-    """Again each look takes a second: one for proposals, one for what came of them, and three between these in the engine."""
+    """Again each look takes a second: one for proposals, one for what came of them, and three
+    between these in the engine."""
     ticks = itertools.count()
     clock = SimpleNamespace(perf_counter=lambda: float(next(ticks)))
-    proposer = make_proposer("bubble", History(10), fixed_cost(), has_drafts=True, fixed_window=3, clock=clock)
-    engine = Generator(ModelRunner(new_model(), 24, MAX_LENGTH, SEED))
+    proposer = make_proposer(
+        "bubble", History(10), fixed_cost(), has_drafts=True, fixed_window=3, clock=clock
+    )
+    engine = Engine(ModelRunner(new_model(), 24, MAX_LENGTH, SEED))
     proposer.begin()
     rows = rows_of(0)
     for row in rows:
@@ -289,7 +351,15 @@ def test_a_forward_is_timed_without_its_proposals():
     ranks = SimpleNamespace(rank=0, must_stop=False, clock=clock)
     record = run_loop(RolloutLoop(engine, ranks, PARAMS, proposer=proposer), rows)
     decodes = [forward for forward in record.forwards if forward.looked_up_rows]
-    assert len(decodes) > 10 and {(forward.propose_s, forward.engine_s) for forward in decodes} == {(2.0, 3.0)}
-    assert all(forward.looked_up_rows == forward.rows for forward in decodes if not forward.prompt_tokens)
+    assert len(decodes) > 10 and {(forward.propose_s, forward.engine_s) for forward in decodes} == {
+        (2.0, 3.0)
+    }
+    assert all(
+        forward.looked_up_rows == forward.rows for forward in decodes if not forward.prompt_tokens
+    )
     found = metrics_of(ALONE, [record])
-    assert found["timing_s/propose"] == sum(forward.propose_s for forward in record.forwards) >= 2.0 * len(decodes)
+    assert (
+        found["timing_s/propose"]
+        == sum(forward.propose_s for forward in record.forwards)
+        >= 2.0 * len(decodes)
+    )

@@ -1,4 +1,5 @@
-"""The order of the data: which prompts a step draws, and how often each has been drawn before, against a plain transcription."""
+"""The order of the data: which prompts a step draws, and how often each has been drawn before,
+against a plain transcription."""
 
 import random
 from collections import Counter
@@ -8,14 +9,16 @@ import pytest
 from conftest import samples_of
 
 from bubblespec.data.prompts import PromptSet
-from bubblespec.data.step_planner import InOrder
-from bubblespec.samples import Group, Prompt
+from bubblespec.data.schedule import InOrder
+from bubblespec.types import Group, Prompt
 
 SEED, OF_STEP, GENERATIONS = 11, 4, 2
 
 
 def make_prompts(count: int) -> PromptSet:
-    return PromptSet([Prompt(1000 + number, f"prompt {number}", (number,), {}) for number in range(count)], 0)
+    return PromptSet(
+        [Prompt(1000 + number, f"prompt {number}", (number,), {}) for number in range(count)], 0
+    )
 
 
 def make_planner(num_prompts: int) -> InOrder:
@@ -33,18 +36,24 @@ def names(groups: list[Group]) -> list[tuple[int, int]]:
 
 
 def num_replaced(step: int) -> list[int]:
-    """How many groups each further batch of a step asks for: as dynamic sampling does, by what has been generated."""
+    """How many groups each further batch of a step asks for: as dynamic sampling does, by what has
+    been generated."""
     return random.Random(step).choices((0, 1, 3), k=2)
 
 
 def run(planner: InOrder, step: int) -> list[list[Group]]:
     """The batches of a step from its beginning to its end."""
     launch = planner.launch(step)
-    assert launch.num_generations == launch.num_kept == GENERATIONS and launch.num_trained == len(launch.groups) == OF_STEP
+    assert (
+        launch.num_generations == launch.num_kept == GENERATIONS
+        and launch.num_trained == len(launch.groups) == OF_STEP
+    )
     assert not launch.selects
     batches = [launch.groups]
     for count in num_replaced(step):
-        batches.append(planner.replacements(step, count, [group for batch in batches for group in batch]))
+        batches.append(
+            planner.replacements(step, count, [group for batch in batches for group in batch])
+        )
     finish(planner, [group for batch in batches for group in batch])
     return batches
 
@@ -65,7 +74,9 @@ def test_a_visit_is_how_often_the_prompt_was_drawn_before(size):
                 wanted = prompts.extra(SEED, step, num_replaced(step)[number - 1], set(of_step))
             uids = [prompt.uid for prompt in wanted]
             assert names(batch) == [(uid, sum(uid == before for before in drawn)) for uid in uids]
-            assert [group.prompt.token_ids for group in batch] == [prompt.token_ids for prompt in wanted]
+            assert [group.prompt.token_ids for group in batch] == [
+                prompt.token_ids for prompt in wanted
+            ]
             of_step += uids
         drawn += of_step
     assert max(Counter(drawn).values()) > 8, "many epochs"
@@ -84,11 +95,16 @@ def test_no_name_is_drawn_twice(size):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_upcoming_is_what_will_be_launched(size):
-    """While a step is under way, as far ahead as it is asked for; groups that replace others in between are not foreseen."""
+    """While a step is under way, as far ahead as it is asked for; groups that replace others in
+    between are not foreseen."""
     planner = make_planner(size)
     for step in range(20):
         now, upcoming = planner.launch(step).groups, planner.upcoming(step, 7)
-        assert len(upcoming) == 7 and planner.upcoming(step, 2) == upcoming[:2] and planner.upcoming(step, 0) == []
+        assert (
+            len(upcoming) == 7
+            and planner.upcoming(step, 2) == upcoming[:2]
+            and planner.upcoming(step, 0) == []
+        )
         ahead = make_planner(size)
         ahead.load_state_dict(planner.state_dict())
         finish(ahead, now)
@@ -118,11 +134,15 @@ def test_replacements_are_groups_that_the_step_has_not_used(count):
     for step in range(10):
         used = planner.launch(step).groups
         while more := planner.replacements(step, count, used):
-            assert names(planner.replacements(step, count, used)) == names(more), "the same when asked again"
+            assert names(planner.replacements(step, count, used)) == names(more), (
+                "the same when asked again"
+            )
             assert not {group.prompt.uid for group in used} & {group.prompt.uid for group in more}
             assert len(more) == min(count, 30 - len(used))
             used = used + more
-        assert sorted(group.prompt.uid for group in used) == list(range(1000, 1030)), "until there are no more"
+        assert sorted(group.prompt.uid for group in used) == list(range(1000, 1030)), (
+            "until there are no more"
+        )
         finish(planner, used[: OF_STEP + 3])
 
 
@@ -135,7 +155,9 @@ def test_a_saved_state_goes_on_as_the_run_would_have():
         resumed = make_planner(14)
         resumed.load_state_dict(states[step])
         steps = range(step, step + 6)
-        assert [[names(batch) for batch in run(resumed, coming)] for coming in steps] == batches[step : step + 6]
+        assert [[names(batch) for batch in run(resumed, coming)] for coming in steps] == batches[
+            step : step + 6
+        ]
 
 
 def test_a_state_is_replaced_not_added_to():
@@ -146,12 +168,15 @@ def test_a_state_is_replaced_not_added_to():
 
 
 def test_an_abandoned_step_is_launched_the_same_again():
-    """Whatever was looked up, and drawn for it, before it was given up: it has not been finished."""
+    """Whatever was looked up, and drawn for it, before it was given up: it has not been
+    finished."""
     planner = make_planner(12)
     for step in range(12):
         first, upcoming = planner.launch(step).groups, planner.upcoming(step, 3)
         more = planner.replacements(step, 3, first)
         assert names(planner.launch(step).groups) == names(first)
         assert names(planner.replacements(step, 3, first)) == names(more)
-        assert [names(groups) for groups in planner.upcoming(step, 3)] == [names(groups) for groups in upcoming]
+        assert [names(groups) for groups in planner.upcoming(step, 3)] == [
+            names(groups) for groups in upcoming
+        ]
         run(planner, step)

@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 
-from bubblespec.ranks.collectives import Ranks
-from bubblespec.samples import Draft, SampleId
-from bubblespec.speculate.store import DraftStore, exchange
+from bubblespec.dist.ranks import Ranks
+from bubblespec.draft.store import DraftStore, exchange
+from bubblespec.types import Draft, SampleId
 
 
 def draft(*tokens: int, finished: bool = False, version: int = 0) -> Draft:
@@ -14,7 +14,9 @@ def draft(*tokens: int, finished: bool = False, version: int = 0) -> Draft:
 
 def contents(store: DraftStore, keys) -> dict:
     found = {key: store.get(key) for key in keys}
-    return {k: (d.tokens.tolist(), d.is_finished, d.version) for k, d in found.items() if d is not None}
+    return {
+        k: (d.tokens.tolist(), d.is_finished, d.version) for k, d in found.items() if d is not None
+    }
 
 
 BIG = (1 << 63) - 1

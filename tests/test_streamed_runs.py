@@ -1,4 +1,5 @@
-"""Whole runs with streamed gradients against the same without: equal tokens, and weights equal up to the order of summation.
+"""Whole runs with streamed gradients against the same without: equal tokens, and weights equal up
+to the order of summation.
 
 Whether a slice runs depends on the clock; here it does not (streaming.py).
 """
@@ -11,11 +12,11 @@ import pytest
 import torch
 
 from bubblespec.config import load_config
+from bubblespec.dist.ranks import StopRequested
 from bubblespec.idle.gradients import GroupGradients
 from bubblespec.learn.learner import Learner
-from bubblespec.ranks.collectives import StopRequested
 from bubblespec.rollout.loop import RolloutLoop
-from bubblespec.set_up import set_up
+from bubblespec.setup import set_up
 from tests.clocks import train_in_virtual_time, virtual_time
 from tests.runs import SHORT, digests, read, run, weights
 from tests.streaming import STREAMED, stream_always
@@ -38,17 +39,22 @@ SCRIPT = ("tests/streaming.py",)
 
 def close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     """Adam divides gradients by their size: what is rounded in small ones shows in the weights."""
-    return a.keys() == b.keys() and all(torch.allclose(a[name], b[name], rtol=0, atol=1e-6) for name in a)
+    return a.keys() == b.keys() and all(
+        torch.allclose(a[name], b[name], rtol=0, atol=1e-6) for name in a
+    )
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """The same run in virtual time, with nothing streamed: its gradients are scaled behind the backward pass too, in which
-    transformers' norms round to float32. Without streaming the tokens are the same."""
+    """The same run in virtual time, with nothing streamed: its gradients are scaled behind the
+    backward pass too, in which transformers' norms round to float32. Without streaming the tokens
+    are the same."""
     folder, off = tmp_path_factory.mktemp("plain"), tmp_path_factory.mktemp("off")
     train_in_virtual_time(*OPTIONS, *NOTHING_STREAMED, f"run.output_dir={folder}")
     train_in_virtual_time(*OPTIONS, f"run.output_dir={off}")
-    assert digests(off) == digests(folder) and not any(line["stream/share"] for line in read(folder))
+    assert digests(off) == digests(folder) and not any(
+        line["stream/share"] for line in read(folder)
+    )
     return folder
 
 
@@ -62,7 +68,9 @@ def assert_same_run(streamed, plain) -> None:
 
 def test_one_rank_streams_and_trains_alike(monkeypatch, tmp_path, plain):
     stream_always(partial(monkeypatch.setattr, raising=False))
-    train_in_virtual_time(*OPTIONS, *STREAMED, "run.timeline_steps=[1]", f"run.output_dir={tmp_path}")
+    train_in_virtual_time(
+        *OPTIONS, *STREAMED, "run.timeline_steps=[1]", f"run.output_dir={tmp_path}"
+    )
     assert_same_run(tmp_path, plain)
     lines = read(tmp_path)
     assert sum(line["stream/share"] > 0 for line in lines) > STEPS / 2
@@ -116,7 +124,8 @@ RULES = {
 
 @pytest.mark.parametrize("rule", RULES)
 def test_whatever_decides_what_is_trained_on(monkeypatch, tmp_path, rule):
-    """Only groups that are trained on as a whole, with rewards for all samples, are streamed; the run is that without."""
+    """Only groups that are trained on as a whole, with rewards for all samples, are streamed; the
+    run is that without."""
     common = [*FEW, *RULES[rule]]
     train_in_virtual_time(*common, *NOTHING_STREAMED, f"run.output_dir={tmp_path / 'plain'}")
     stream_always(partial(monkeypatch.setattr, raising=False))
@@ -128,20 +137,30 @@ def test_whatever_decides_what_is_trained_on(monkeypatch, tmp_path, rule):
     if rule == "failing rewards":
         num_failed = 0
         for groups, samples in noted:
-            failed = {name[:2] for name, tokens in zip(samples.ids, samples.tokens, strict=True) if tokens.sum() % 16 == 0}
+            failed = {
+                name[:2]
+                for name, tokens in zip(samples.ids, samples.tokens, strict=True)
+                if tokens.sum() % 16 == 0
+            }
             assert not groups & failed
             num_failed += len(failed)
         assert num_failed > 0
 
 
 def test_an_abandoned_step_leaves_no_gradient(monkeypatch, tmp_path):
-    """Told to stop once something has been streamed; the step that is made again has the gradient of its samples alone."""
+    """Told to stop once something has been streamed; the step that is made again has the gradient
+    of its samples alone."""
     stream_always(partial(monkeypatch.setattr, raising=False))
     options = [*FEW, *STREAMED, "run.max_steps=1", "run.save_steps=0"]
     end, norms = GroupGradients.end, []
     for name, is_stopped in (("undisturbed", False), ("stopped", True)):
         with virtual_time() as ranks:
-            trainer = set_up(load_config("configs/tiny_cpu_bulk.yaml", [*options, f"run.output_dir={tmp_path / name}"]), ranks)
+            trainer = set_up(
+                load_config(
+                    "configs/tiny_cpu_bulk.yaml", [*options, f"run.output_dir={tmp_path / name}"]
+                ),
+                ranks,
+            )
             if is_stopped:
 
                 def stopped_end(work, ranks=ranks):
@@ -175,7 +194,13 @@ def test_the_record_has_slices_between_forwards(monkeypatch, tmp_path):
     for record in records:
         for span in record.slices:
             assert record.began_s <= span.begin_s <= span.end_s <= record.ended_s
-            assert not any(f.begin_s < span.end_s and span.begin_s < f.end_s for f in record.forwards)
-        assert record.idle["gradients"].seconds == pytest.approx(sum(end - begin for _, begin, end in record.slices))
+            assert not any(
+                f.begin_s < span.end_s and span.begin_s < f.end_s for f in record.forwards
+            )
+        assert record.idle["gradients"].seconds == pytest.approx(
+            sum(end - begin for _, begin, end in record.slices)
+        )
         kinds = [span.kind for span in record.spans]
-        assert kinds.count("gradient") <= len(record.slices) and np.all(np.diff([span.begin_s for span in record.spans]) >= 0)
+        assert kinds.count("gradient") <= len(record.slices) and np.all(
+            np.diff([span.begin_s for span in record.spans]) >= 0
+        )

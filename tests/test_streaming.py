@@ -1,4 +1,5 @@
-"""Streamed gradients against the same update without: one gradient in float64, whatever was computed before the update began."""
+"""Streamed gradients against the same update without: one gradient in float64, whatever was
+computed before the update began."""
 
 import copy
 
@@ -8,9 +9,19 @@ import torch
 from conftest import refusal, samples_of
 from test_lora import adapt
 from test_out_of_memory import SmallMemory
-from test_update import GENERATIONS, NUM_PROMPTS, gradient, gradients, make_config, make_learner, make_samples, moved
+from test_update import (
+    GENERATIONS,
+    NUM_PROMPTS,
+    gradient,
+    gradients,
+    make_config,
+    make_learner,
+    make_samples,
+    moved,
+)
 
 from bubblespec.config import load_config
+from bubblespec.dist.ranks import Ranks
 from bubblespec.engine.model import prepare_model
 from bubblespec.learn.advantages import estimate_advantages
 from bubblespec.learn.learner import Learner
@@ -18,11 +29,11 @@ from bubblespec.learn.losses import common_factor, local_weights, token_weights
 from bubblespec.learn.microbatch_cost import MicrobatchCost
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.learn.streaming import GradientStream
-from bubblespec.ranks.collectives import Ranks
-from bubblespec.samples import Row, Samples
+from bubblespec.types import Row, Samples
 from tests.ranks import run_ranks
 
-# What is streamed is scaled behind the backward pass, what is not before it. In the model's own precision that is the same.
+# What is streamed is scaled behind the backward pass, what is not before it. In the model's own
+# precision that is the same.
 pytestmark = pytest.mark.usefixtures("exact_norms")
 
 REWARDS = np.random.default_rng(3).integers(0, 3, (NUM_PROMPTS, GENERATIONS)).astype(float)
@@ -31,7 +42,12 @@ CASES = {
     "grpo": {"loss_type": "grpo"},
     "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none"},
     "dapo": {"loss_type": "dapo"},
-    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4},
+    "gspo": {
+        "loss_type": "grpo",
+        "importance_sampling_level": "sequence",
+        "epsilon_low": 3e-4,
+        "epsilon_high": 4e-4,
+    },
     "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
     "rloo": {"advantage_estimator": "rloo"},
     "kl": {"kl_coef": 0.3},
@@ -42,7 +58,9 @@ CASES = {
 
 
 def advantages_of(rewards: np.ndarray, config) -> np.ndarray:
-    return estimate_advantages(rewards, config.loss.advantage_estimator, config.loss.scale_rewards).ravel()
+    return estimate_advantages(
+        rewards, config.loss.advantage_estimator, config.loss.scale_rewards
+    ).ravel()
 
 
 def streaming(config):
@@ -53,11 +71,17 @@ def streaming(config):
 
 def row_of(samples: Samples, i: int) -> Row:
     finish = "length" if samples.is_truncated[i] else "stop"
-    fields = {"tokens": samples.tokens[i].astype(np.int64), "full_logprob": samples.full_logprob[i], "finish": finish}
+    fields = {
+        "tokens": samples.tokens[i].astype(np.int64),
+        "full_logprob": samples.full_logprob[i],
+        "finish": finish,
+    }
     return Row(samples.ids[i], samples.prompt_of(i).token_ids, 20, **fields)
 
 
-def stream_groups(learner: Learner, samples: Samples, groups, own=lambda place: True, slice_size: int = 2) -> GradientStream:
+def stream_groups(
+    learner: Learner, samples: Samples, groups, own=lambda place: True, slice_size: int = 2
+) -> GradientStream:
     """What a rank does while it waits: its own samples of these groups, a few in a slice."""
     stream = GradientStream(learner)
     stream.begin()
@@ -90,11 +114,15 @@ def reference_of(model, config):
 @pytest.mark.parametrize("with_adapter", [False, True])
 @pytest.mark.parametrize("groups", [[2], [3, 0], [0, 1, 2, 3]])
 @pytest.mark.parametrize("case", CASES)
-def test_the_gradient_and_the_metrics_are_those_without_streaming(make_model, case, groups, with_adapter):
+def test_the_gradient_and_the_metrics_are_those_without_streaming(
+    make_model, case, groups, with_adapter
+):
     config, samples = make_config(**CASES[case]), make_samples()
     advantages = advantages_of(REWARDS, config)
     plain = prepared(make_model, with_adapter)
-    wanted, wanted_metrics = gradient(plain, samples, config, advantages, reference=reference_of(plain, config))
+    wanted, wanted_metrics = gradient(
+        plain, samples, config, advantages, reference=reference_of(plain, config)
+    )
     model = prepared(make_model, with_adapter)
     learner = make_learner(model, streaming(config), reference=reference_of(model, config))
     stream_groups(learner, samples, groups)
@@ -107,13 +135,16 @@ def test_the_gradient_and_the_metrics_are_those_without_streaming(make_model, ca
         assert metrics[name] == pytest.approx(wanted_metrics[name], rel=1e-9, abs=1e-12), name
     assert metrics.keys() == wanted_metrics.keys()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-7)  # Adam divides small gradients by themselves
+        torch.testing.assert_close(
+            ours, theirs, rtol=0, atol=1e-7
+        )  # Adam divides small gradients by themselves
     assert not learner.streamed.ids and not learner.optimizer.flat_grad.any()
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo", "cispo"])
 def test_weights_are_a_common_factor_times_local_ones(loss_type):
-    """The published means, in float64; and a sample's local weight does not depend on the others."""
+    """The published means, in float64; and a sample's local weight does not depend on the
+    others."""
     rng = np.random.default_rng(1)
     lengths, is_used = rng.integers(1, 50, 40), rng.random(40) < 0.8
     published = {
@@ -122,7 +153,9 @@ def test_weights_are_a_common_factor_times_local_ones(loss_type):
         "dapo": np.full(40, 1 / lengths[is_used].sum()),
         "cispo": np.full(40, 1 / lengths[is_used].sum()),
     }[loss_type]
-    weights = common_factor(loss_type, lengths, is_used, 64) * local_weights(loss_type, lengths, is_used)
+    weights = common_factor(loss_type, lengths, is_used, 64) * local_weights(
+        loss_type, lengths, is_used
+    )
     np.testing.assert_allclose(weights, np.where(is_used, published, 0.0), rtol=1e-15)
     assert np.array_equal(weights, token_weights(loss_type, lengths, is_used, 64))
     alone = [local_weights(loss_type, lengths[i : i + 1], is_used[i : i + 1])[0] for i in range(40)]
@@ -131,10 +164,18 @@ def test_weights_are_a_common_factor_times_local_ones(loss_type):
 
 def test_nothing_is_computed_twice_and_nothing_left_out(make_model, monkeypatch):
     samples, config = make_samples(), streaming(make_config(loss_type="grpo"))
-    learner, original, fed = make_learner(prepared(make_model), config), Learner.accumulate_gradient, []
+    learner, original, fed = (
+        make_learner(prepared(make_model), config),
+        Learner.accumulate_gradient,
+        [],
+    )
 
     def noting(self, batch, *arguments):
-        fed.append(sorted(map(tuple, np.split(batch.target.numpy(), np.cumsum(batch.lengths.numpy())[:-1]))))
+        fed.append(
+            sorted(
+                map(tuple, np.split(batch.target.numpy(), np.cumsum(batch.lengths.numpy())[:-1]))
+            )
+        )
         return original(self, batch, *arguments)
 
     monkeypatch.setattr(Learner, "accumulate_gradient", noting)
@@ -143,7 +184,11 @@ def test_nothing_is_computed_twice_and_nothing_left_out(make_model, monkeypatch)
     advantages = advantages_of(REWARDS, config)
     learner.update(samples, advantages, 0)
     assert num_before and len(fed) > num_before
-    wanted = [tuple(tokens.tolist()) for tokens, advantage in zip(samples.tokens, advantages, strict=True) if advantage]
+    wanted = [
+        tuple(tokens.tolist())
+        for tokens, advantage in zip(samples.tokens, advantages, strict=True)
+        if advantage
+    ]
     assert sorted(tokens for batch in fed for tokens in batch) == sorted(wanted)
 
 
@@ -169,8 +214,11 @@ def test_what_an_abandoned_rollout_has_left_is_forgotten(make_model):
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_out_of_memory_in_a_slice_leaves_all_to_the_update(make_model, monkeypatch, capsys, in_backward):
-    """Also what was streamed before; and nothing is streamed after it in this step, but in the next."""
+def test_out_of_memory_in_a_slice_leaves_all_to_the_update(
+    make_model, monkeypatch, capsys, in_backward
+):
+    """Also what was streamed before; and nothing is streamed after it in this step, but in the
+    next."""
     samples, config = make_samples(), streaming(make_config(max_tokens=30))
     advantages = advantages_of(REWARDS, config)
     wanted, _ = gradient(prepared(make_model), samples, config, advantages)
@@ -190,7 +238,9 @@ def test_out_of_memory_in_a_slice_leaves_all_to_the_update(make_model, monkeypat
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_out_of_memory_in_the_update_brings_back_what_was_streamed(make_model, monkeypatch, in_backward):
+def test_out_of_memory_in_the_update_brings_back_what_was_streamed(
+    make_model, monkeypatch, in_backward
+):
     samples, config = make_samples(), make_config(max_tokens=200)
     advantages = advantages_of(REWARDS, config)
     wanted, wanted_metrics = gradient(prepared(make_model), samples, config, advantages)
@@ -206,26 +256,42 @@ def test_out_of_memory_in_the_update_brings_back_what_was_streamed(make_model, m
 
 
 def streamed_on_two_ranks(ranks: Ranks, model, shard_state: bool) -> dict:
-    """Each rank streams every other sample of some groups; both streamed and plain updates, two each."""
+    """Each rank streams every other sample of some groups; both streamed and plain updates, two
+    each."""
     results = {}
     for streams in (False, True):
         own, config = copy.deepcopy(model), make_config(loss_type="grpo")
         prepare_model(own, 64)
-        config.optim.stream_gradients, config.optim.shard_state = True, shard_state  # streamed or not, scaled at the end
+        config.optim.stream_gradients, config.optim.shard_state = (
+            True,
+            shard_state,
+        )  # streamed or not, scaled at the end
         optimizer = Optimizer(own, config.optim, 10, ranks)
-        learner = Learner(config=config, ranks=ranks, model=own, reference=None, optimizer=optimizer, kernel="sdpa")
+        learner = Learner(
+            config=config,
+            ranks=ranks,
+            model=own,
+            reference=None,
+            optimizer=optimizer,
+            kernel="sdpa",
+        )
         norms, shares = [], []
         for step in range(2):
             samples = make_samples(step)
             if streams:
-                stream_groups(learner, samples, [0, 2, 3][step:], own=lambda place: place % 2 == ranks.rank)
+                stream_groups(
+                    learner, samples, [0, 2, 3][step:], own=lambda place: place % 2 == ranks.rank
+                )
             seen, metrics = gradients(learner, samples, advantages_of(REWARDS, config))
             results[streams, step] = seen[0]
             shares.append(metrics.get("stream/share"))
             norms.append(metrics["grad_norm"])
         results["weights", streams] = torch.cat([p.detach().flatten() for p in own.parameters()])
     return {
-        "differences": [float((results[True, s] - results[False, s]).norm() / results[False, s].norm()) for s in range(2)],
+        "differences": [
+            float((results[True, s] - results[False, s]).norm() / results[False, s].norm())
+            for s in range(2)
+        ],
         "weights": float((results["weights", True] - results["weights", False]).abs().max()),
         "shares": shares,
     }
@@ -234,7 +300,11 @@ def streamed_on_two_ranks(ranks: Ranks, model, shard_state: bool) -> dict:
 @pytest.mark.parametrize("shard_state", [False, True])
 def test_two_ranks_stream_parts_of_a_group_each(make_model, tmp_path, shard_state):
     for result in run_ranks(tmp_path, streamed_on_two_ranks, 2, make_model(), shard_state):
-        assert result["differences"][0] < 1e-12 and result["differences"][1] < 1e-7 and result["weights"] < 1e-7
+        assert (
+            result["differences"][0] < 1e-12
+            and result["differences"][1] < 1e-7
+            and result["weights"] < 1e-7
+        )
         assert result["shares"][0] == 1 and 0.2 < result["shares"][1] < 1
 
 
@@ -245,14 +315,22 @@ def test_costs_are_learnt():
     cost = MicrobatchCost()
     assert not cost.is_known
     cost.observe(2, 200, 1.0)
-    assert cost.seconds(100) == pytest.approx(0.5) and cost.max_tokens(0.25) == 50, "by the token, while only one size is known"
+    assert cost.seconds(100) == pytest.approx(0.5) and cost.max_tokens(0.25) == 50, (
+        "by the token, while only one size is known"
+    )
     cost = MicrobatchCost()
     rng = np.random.default_rng(0)
     for _ in range(20):
         num_batches, num_tokens = int(rng.integers(1, 5)), int(rng.integers(10, 400))
         cost.observe(num_batches, num_tokens, 0.01 * num_batches + 1e-3 * num_tokens)
-    assert cost.seconds(100) == pytest.approx(0.11) and cost.max_tokens(0.1) in (89, 90) and cost.max_tokens(0.005) == 0
-    assert cost.tokens_s(100) == pytest.approx(0.1), "a slice is a micro-batch more than the update would have"
+    assert (
+        cost.seconds(100) == pytest.approx(0.11)
+        and cost.max_tokens(0.1) in (89, 90)
+        and cost.max_tokens(0.005) == 0
+    )
+    assert cost.tokens_s(100) == pytest.approx(0.1), (
+        "a slice is a micro-batch more than the update would have"
+    )
     for _ in range(60):
         cost.observe(1, 100, 0.2)
         cost.observe(1, 50, 0.1)
@@ -274,8 +352,14 @@ def test_an_update_teaches_what_a_slice_takes(make_model):
 @pytest.mark.parametrize(
     ("key", "overrides"),
     [
-        ("loss.advantage_estimator=reinforce_plus_plus ", ["loss.advantage_estimator=reinforce_plus_plus"]),
-        ("loss.advantage_estimator=reinforce_plus_plus_baseline", ["loss.advantage_estimator=reinforce_plus_plus_baseline"]),
+        (
+            "loss.advantage_estimator=reinforce_plus_plus ",
+            ["loss.advantage_estimator=reinforce_plus_plus"],
+        ),
+        (
+            "loss.advantage_estimator=reinforce_plus_plus_baseline",
+            ["loss.advantage_estimator=reinforce_plus_plus_baseline"],
+        ),
         ("loss.scale_rewards=batch", ["loss.scale_rewards=batch"]),
         ("loss.num_iterations=2", ["loss.num_iterations=2"]),
         ("loss.num_minibatches=2", ["loss.num_minibatches=2"]),
@@ -283,16 +367,30 @@ def test_an_update_teaches_what_a_slice_takes(make_model):
 )
 def test_what_cannot_be_streamed_is_refused_by_key(key, overrides):
     load_config("configs/tiny_cpu.yaml", ["run.output_dir=x", *overrides])
-    message = refusal(load_config, "configs/tiny_cpu.yaml", ["run.output_dir=x", "optim.stream_gradients=true", *overrides])
+    message = refusal(
+        load_config,
+        "configs/tiny_cpu.yaml",
+        ["run.output_dir=x", "optim.stream_gradients=true", *overrides],
+    )
     assert message.startswith("optim.stream_gradients: ") and key in message
 
 
 def test_masked_and_useless_samples_are_no_pieces(make_model):
     config = streaming(make_config(mask_truncated_completions=True))
-    samples = samples_of(make_samples().groups, make_samples().tokens, is_truncated=np.arange(12) == 1)
+    samples = samples_of(
+        make_samples().groups, make_samples().tokens, is_truncated=np.arange(12) == 1
+    )
     stream = GradientStream(make_learner(prepared(make_model), config))
     rows = [row_of(samples, place) for place in range(3)]
-    assert [piece.row.id.sample for piece in stream.pieces(rows, np.array([0.0, 1.0, 2.0]))] == [0, 2]
-    assert [piece.row.id.sample for piece in stream.pieces([None, *rows[1:]], np.array([0.0, 1.0, 2.0]))] == [2]
+    assert [piece.row.id.sample for piece in stream.pieces(rows, np.array([0.0, 1.0, 2.0]))] == [
+        0,
+        2,
+    ]
+    assert [
+        piece.row.id.sample for piece in stream.pieces([None, *rows[1:]], np.array([0.0, 1.0, 2.0]))
+    ] == [2]
     assert not stream.pieces(rows, np.ones(3)), "equal rewards"
-    assert [piece.row.id.sample for piece in stream.pieces(rows, np.array([0.0, 0.5, 1.0]))] == [0, 2]
+    assert [piece.row.id.sample for piece in stream.pieces(rows, np.array([0.0, 0.5, 1.0]))] == [
+        0,
+        2,
+    ]

@@ -1,4 +1,5 @@
-"""Suffix drafts: proposals against a brute-force search, resynchronisation, preferences, and the bounded history."""
+"""Suffix drafts: proposals against a brute-force search, resynchronisation, preferences, and the
+bounded history."""
 
 import io
 import os
@@ -9,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bubblespec.speculate.suffix import (
+from bubblespec.draft.suffix import (
     HISTORY,
     LIVE_LAG,
     OWN,
@@ -33,11 +34,14 @@ def ints(*values: int) -> np.ndarray:
 def random_events(
     rng: np.random.Generator, alphabet: int, samples: int = 3, count: int = 40
 ) -> list[tuple[str, int, np.ndarray]]:
-    """What happens to a group: drafts first (not for every sample), then rows that grow by a few tokens at a time."""
+    """What happens to a group: drafts first (not for every sample), then rows that grow by a few
+    tokens at a time."""
     drafted = [j for j in range(samples) if rng.random() < 0.7]
     events = [("draft", j, rng.integers(alphabet, size=rng.integers(0, 40))) for j in drafted]
     for _ in range(count):
-        events.append(("extend", int(rng.integers(samples)), rng.integers(alphabet, size=rng.integers(0, 5))))
+        events.append(
+            ("extend", int(rng.integers(samples)), rng.integers(alphabet, size=rng.integers(0, 5)))
+        )
     return events
 
 
@@ -55,8 +59,11 @@ def common_suffix(a: list[int], b: list[int], most: int = 8) -> int:
     return length
 
 
-def brute_force(events, history, sample: int, limit: int, orders: tuple[int, ...], prompt=()) -> tuple[list[int], int, int]:
-    """What a row that was proposed nothing before has to get, by plain search through everything."""
+def brute_force(
+    events, history, sample: int, limit: int, orders: tuple[int, ...], prompt=()
+) -> tuple[list[int], int, int]:
+    """What a row that was proposed nothing before has to get, by plain search through
+    everything."""
     texts, live, draft, row = [([-2] * 8 + list(prompt), None, SELF)], {}, None, list(PAD)
     # (text number, end), in the order in which they became searchable
     places = [(0, end) for end in range(8, 8 + len(prompt))]
@@ -73,14 +80,20 @@ def brute_force(events, history, sample: int, limit: int, orders: tuple[int, ...
         text = texts[live[j]][0]
         before = len(text)
         text += tokens.tolist()
-        places += [(live[j], end) for end in range(max(8, before - LIVE_LAG + 1), len(text) - LIVE_LAG + 1)]
+        places += [
+            (live[j], end) for end in range(max(8, before - LIVE_LAG + 1), len(text) - LIVE_LAG + 1)
+        ]
         row = text if j == sample else row
 
     candidates = []  # (score, length, text, end, source), most trusted first
     if draft is not None:
         at = len(row) if len(row) < len(draft) else None
         for n, distance in OWN_RADIUS:
-            near = [e for e in range(8, len(draft)) if abs(e - len(row)) <= distance and draft[e - n : e] == row[-n:]]
+            near = [
+                e
+                for e in range(8, len(draft))
+                if abs(e - len(row)) <= distance and draft[e - n : e] == row[-n:]
+            ]
             if near:
                 at = min(near, key=lambda e: (abs(e - len(row)), -e))
                 break
@@ -88,13 +101,19 @@ def brute_force(events, history, sample: int, limit: int, orders: tuple[int, ...
             length = common_suffix(draft[:at], row)
             candidates.append((length + OWN_BONUS, length, draft, at, OWN))
     for n in orders:
-        shared = [place for place in reversed(places) if texts[place[0]][0][place[1] - n : place[1]] == row[-n:]]
+        shared = [
+            place
+            for place in reversed(places)
+            if texts[place[0]][0][place[1] - n : place[1]] == row[-n:]
+        ]
         if shared:
             other = [place for place in shared if texts[place[0]][1] != texts[shared[0][0]][1]]
             for number, end in shared[:1] + other[:1]:
                 text, owner, kind = texts[number]
                 length = common_suffix(text[:end], row)
-                candidates.append((length, length, text, end, kind if owner in (sample, None) else SIBLING))
+                candidates.append(
+                    (length, length, text, end, kind if owner in (sample, None) else SIBLING)
+                )
             break
     ranked = sorted(enumerate(history), key=lambda item: (-item[1][1], item[0]))
     for n in orders:
@@ -110,11 +129,15 @@ def brute_force(events, history, sample: int, limit: int, orders: tuple[int, ...
             break
     if not candidates:
         return [], 0, OWN
-    _, length, text, end, source = max(candidates, key=lambda candidate: candidate[0])  # of equals the first
+    _, length, text, end, source = max(
+        candidates, key=lambda candidate: candidate[0]
+    )  # of equals the first
     return text[end : end + limit], length, source
 
 
-def decode(index: GroupIndex, responses: list[np.ndarray], limit: int = 16) -> list[tuple[list[int], int, int]]:
+def decode(
+    index: GroupIndex, responses: list[np.ndarray], limit: int = 16
+) -> list[tuple[list[int], int, int]]:
     """Play responses through an index in lockstep; returns every proposal."""
     done, proposals = [0] * len(responses), []
     while any(n < len(response) for n, response in zip(done, responses, strict=True)):
@@ -152,14 +175,19 @@ def test_equals_brute_force(orders, alphabet):
     sources = set()
     for _ in range(60):
         events = random_events(rng, alphabet, count=int(rng.integers(40)))
-        history = [(rng.integers(alphabet, size=rng.integers(1, 40)), float(rng.integers(2))) for _ in range(rng.integers(4))]
+        history = [
+            (rng.integers(alphabet, size=rng.integers(1, 40)), float(rng.integers(2)))
+            for _ in range(rng.integers(4))
+        ]
         prompt = rng.integers(alphabet, size=rng.integers(40)).tolist()
         index = build(events, history, orders=orders, prompt=prompt)
         for sample in range(3):
             limit = int(rng.integers(1, 9))
             tokens, length, source = index.propose(sample, limit)
             assert tokens.dtype == np.int32
-            assert (tokens.tolist(), length, source) == brute_force(events, history, sample, limit, orders, prompt)
+            assert (tokens.tolist(), length, source) == brute_force(
+                events, history, sample, limit, orders, prompt
+            )
             sources.add(source)
     assert sources == {OWN, SIBLING, SELF, HISTORY}
 
@@ -177,7 +205,8 @@ def test_what_the_prompt_says_is_proposed():
 
 @pytest.mark.parametrize("alphabet", [2, 5])
 def test_with_all_orders_no_match_is_longer(alphabet):
-    """The property that `orders` trades away, stated without the index's rules: over a whole decode, nothing longer exists."""
+    """The property that `orders` trades away, stated without the index's rules: over a whole
+    decode, nothing longer exists."""
     rng = np.random.default_rng(1)
     responses = [rng.integers(alphabet, size=60) for _ in range(3)]
     history = [(rng.integers(alphabet, size=50), 0.0) for _ in range(2)]
@@ -191,9 +220,20 @@ def test_with_all_orders_no_match_is_longer(alphabet):
         ]
         row = texts[2 + j]
         lag = [1, 1, LIVE_LAG, LIVE_LAG, LIVE_LAG]
-        longest = max(common_suffix(x[:e], row) for x, d in zip(texts, lag, strict=True) for e in range(8, len(x) - d + 1))
-        following = [x[e : e + 4] for x in texts for e in range(8, len(x)) if common_suffix(x[:e], row) == length]
-        assert length >= (longest if longest >= 2 else 0)  # a continued match may lie where the index does not reach yet
+        longest = max(
+            common_suffix(x[:e], row)
+            for x, d in zip(texts, lag, strict=True)
+            for e in range(8, len(x) - d + 1)
+        )
+        following = [
+            x[e : e + 4]
+            for x in texts
+            for e in range(8, len(x))
+            if common_suffix(x[:e], row) == length
+        ]
+        assert length >= (
+            longest if longest >= 2 else 0
+        )  # a continued match may lie where the index does not reach yet
         assert tokens.tolist() in following or (longest < 2 and len(tokens) == 0)
         index.extend(j, responses[j][done[j] : done[j] + 1])
         done[j] += 1
@@ -215,13 +255,18 @@ def test_growing_equals_building_at_once():
 
 
 def test_continued_match_equals_a_new_search(monkeypatch):
-    """In a text without repetitions there is one right place, whether it is carried on or searched for."""
+    """In a text without repetitions there is one right place, whether it is carried on or searched
+    for."""
     rng = np.random.default_rng(3)
     draft = rng.permutation(100_000)[:300]
     response = edited(rng, draft, 0.03, 100_000)
     searched = []
     search = GroupIndex._search_group
-    monkeypatch.setattr(GroupIndex, "_search_group", lambda self, context: searched.append(self) or search(self, context))
+    monkeypatch.setattr(
+        GroupIndex,
+        "_search_group",
+        lambda self, context: searched.append(self) or search(self, context),
+    )
     index = build([("draft", 1, draft)])
     done = compared = carried_on = 0
     while done < len(response):
@@ -244,7 +289,10 @@ def test_continued_match_equals_a_new_search(monkeypatch):
     [
         ([10, 11, 12, 99, 14, 15, 16, 17], [8, 0]),  # one token replaced: the draft just goes on
         ([10, 11, 12, 14, 15, 16, 17, 18], [8, 1]),  # one deleted: seen at once
-        ([10, 11, 12, 99, 13, 14, 15, 16], [8, 0, 1]),  # one inserted: seen when the next token is known
+        (
+            [10, 11, 12, 99, 13, 14, 15, 16],
+            [8, 0, 1],
+        ),  # one inserted: seen when the next token is known
         ([10, 11, 12, 16, 17, 18, 19], [8, 0, 2]),  # three deleted: two tokens are needed
     ],
 )
@@ -256,7 +304,11 @@ def test_resynchronises_with_the_own_draft(response, lengths):
         tokens, length, source = index.propose(5, 16)
         assert source == OWN
         proposals.append(length)
-        accepted = common_suffix(response[done : done + len(tokens)][::-1], tokens[: len(response) - done].tolist()[::-1], 99)
+        accepted = common_suffix(
+            response[done : done + len(tokens)][::-1],
+            tokens[: len(response) - done].tolist()[::-1],
+            99,
+        )
         index.extend(5, np.array(response[done : done + accepted + 1]))
         done += accepted + 1
     assert proposals == lengths
@@ -266,12 +318,20 @@ def test_expected_place_follows_the_shift():
     draft = np.arange(100, 200)
     index = build([("draft", 0, draft), ("extend", 0, ints(100, 101, 1, 2, 3, 102, 103))])
     assert index.propose(0, 2)[0].tolist() == [104, 105]
-    index.extend(0, ints(104, 7))  # replaced after the insertion: the draft goes on three places before the row
+    index.extend(
+        0, ints(104, 7)
+    )  # replaced after the insertion: the draft goes on three places before the row
     assert index.propose(0, 2)[0].tolist() == [106, 107]
 
 
 def test_a_draft_that_keeps_failing_gives_way():
-    index = build([("draft", 0, np.arange(100, 160)), ("draft", 1, np.arange(200, 300)), ("extend", 0, ints(100, 201, 202))])
+    index = build(
+        [
+            ("draft", 0, np.arange(100, 160)),
+            ("draft", 1, np.arange(200, 300)),
+            ("extend", 0, ints(100, 201, 202)),
+        ]
+    )
     sources = []
     for token in range(203, 210):  # the row goes the sibling's way
         sources.append(index.propose(0, 8)[2])
@@ -295,8 +355,12 @@ def test_position_zero_prefers_own_then_sibling_then_history():
 def test_longer_match_beats_trust_and_equal_match_does_not():
     row = ints(50, 1, 2, 3)
     sibling, longer, equal = ints(60, 2, 3, 70), ints(61, 1, 2, 3, 71), ints(62, 2, 3, 72)
-    assert build([("draft", 1, sibling), ("extend", 0, row)], [(longer, 0.0)]).propose(0, 1)[0].tolist() == [71]
-    assert build([("draft", 1, sibling), ("extend", 0, row)], [(equal, 0.0)]).propose(0, 1)[0].tolist() == [70]
+    assert build([("draft", 1, sibling), ("extend", 0, row)], [(longer, 0.0)]).propose(0, 1)[
+        0
+    ].tolist() == [71]
+    assert build([("draft", 1, sibling), ("extend", 0, row)], [(equal, 0.0)]).propose(0, 1)[
+        0
+    ].tolist() == [70]
 
 
 def test_a_continued_match_stays_in_a_tie():
@@ -312,7 +376,9 @@ def test_a_continued_match_stays_in_a_tie():
 def test_history_prefers_reward_then_recency():
     texts = [ints(9, 1, 2, 30), ints(9, 1, 2, 31), ints(9, 1, 2, 32)]
     for rewards, wanted in (((0, 1, 0), 31), ((0, 0, 1), 32), ((1, 1, 1), 30), ((0, 1, 1), 31)):
-        index = build([("extend", 0, ints(5, 1, 2))], list(zip(texts, map(float, rewards), strict=True)))
+        index = build(
+            [("extend", 0, ints(5, 1, 2))], list(zip(texts, map(float, rewards), strict=True))
+        )
         assert index.propose(0, 3)[0].tolist() == [wanted]
 
 
@@ -320,7 +386,9 @@ def test_live_tokens_serve_siblings_and_their_own_row():
     index = build([("extend", 0, np.arange(30)), ("extend", 1, ints(90, 10, 11))])
     tokens, length, source = index.propose(1, 50)
     assert (tokens.tolist(), length, source) == (list(range(12, 30)), 2, SIBLING)
-    index.extend(0, np.arange(30, 34))  # a continuation grows with its source, and the proposal above stays as it was
+    index.extend(
+        0, np.arange(30, 34)
+    )  # a continuation grows with its source, and the proposal above stays as it was
     assert index.propose(1, 50)[0].tolist() == list(range(12, 34)) and len(tokens) == 18
     index.extend(0, ints(3, 4))
     tokens, length, source = index.propose(0, 3)
@@ -342,15 +410,26 @@ def test_edges():
     assert index.propose(0, 0)[0].tolist() == []
     index.extend(0, ints(1, 2, 3))  # the draft is used up
     assert index.propose(0, 4)[0].tolist() == []
-    index.add_draft(0, ints(1, 2, 3, 0, 4))  # token 0, as a stop token may be, is a token like any other
+    index.add_draft(
+        0, ints(1, 2, 3, 0, 4)
+    )  # token 0, as a stop token may be, is a token like any other
     assert index.propose(0, 4)[0].tolist() == [0, 4]
     one = build([("draft", 1, ints(8, 9)), ("extend", 0, ints(5, 8))], min_match=1)
     assert one.propose(0, 4)[0].tolist() == [9]
-    assert build([("draft", 1, ints(8, 9)), ("extend", 0, ints(5, 8))]).propose(0, 4)[0].tolist() == []
+    assert (
+        build([("draft", 1, ints(8, 9)), ("extend", 0, ints(5, 8))]).propose(0, 4)[0].tolist() == []
+    )
 
 
 @pytest.mark.parametrize(
-    "options", [{"min_match": 0}, {"min_match": 9}, {"orders": (2, 4)}, {"orders": (9, 2)}, {"orders": (4, 1)}]
+    "options",
+    [
+        {"min_match": 0},
+        {"min_match": 9},
+        {"orders": (2, 4)},
+        {"orders": (9, 2)},
+        {"orders": (4, 1)},
+    ],
 )
 def test_refuses_impossible_sizes(options):
     with pytest.raises(ValueError, match=r"min_match|orders"):
@@ -362,12 +441,24 @@ def test_find_nearest_equals_brute_force():
     rng = np.random.default_rng(4)
     found = 0
     for _ in range(2000):
-        text = rng.choice([0, 1, 256, 65536, 1 << 24], size=rng.integers(3, 30), p=(0.6, 0.1, 0.1, 0.1, 0.1)).astype(np.int32)
-        n, centre, radius = int(rng.integers(1, 3)), int(rng.integers(3, 35)), int(rng.integers(1, 8))
+        text = rng.choice(
+            [0, 1, 256, 65536, 1 << 24], size=rng.integers(3, 30), p=(0.6, 0.1, 0.1, 0.1, 0.1)
+        ).astype(np.int32)
+        n, centre, radius = (
+            int(rng.integers(1, 3)),
+            int(rng.integers(3, 35)),
+            int(rng.integers(1, 8)),
+        )
         ngram = text[:n] if rng.random() < 0.5 else rng.permutation(text)[:n]
-        ends = [e for e in range(3, len(text)) if abs(e - centre) <= radius and (text[e - n : e] == ngram).all()]
+        ends = [
+            e
+            for e in range(3, len(text))
+            if abs(e - centre) <= radius and (text[e - n : e] == ngram).all()
+        ]
         wanted = min(ends, key=lambda e: (abs(e - centre), -e), default=-1)
-        assert find_nearest(text.tobytes(), ngram.tobytes(), centre, radius=radius, lowest=3) == wanted
+        assert (
+            find_nearest(text.tobytes(), ngram.tobytes(), centre, radius=radius, lowest=3) == wanted
+        )
         found += wanted >= 0
     assert found > 500
 
@@ -379,7 +470,9 @@ def test_drafts_pay_after_the_first_mismatch():
     for j, response in enumerate(responses):
         index.add_draft(j, edited(rng, response, 0.02, 200))
     tokens_per_pass = sum(map(len, responses)) / len(decode(index, responses))
-    assert tokens_per_pass > 7  # 16 edits apart on average; a draft that ends at its first mismatch gives 1.1
+    assert (
+        tokens_per_pass > 7
+    )  # 16 edits apart on average; a draft that ends at its first mismatch gives 1.1
 
 
 def test_proposals_do_not_depend_on_the_process():
@@ -398,7 +491,10 @@ print(hashlib.sha256(repr(decode(index, [edited(rng, text, 0.1, 4) for _ in rang
     environments = [dict(os.environ, PYTHONHASHSEED=salt, PYTHONPATH=".") for salt in ("1", "2")]
     root = Path(__file__).parents[1]
     outputs = [
-        subprocess.run([sys.executable, "-c", code], env=env, cwd=root, capture_output=True, check=True) for env in environments
+        subprocess.run(
+            [sys.executable, "-c", code], env=env, cwd=root, capture_output=True, check=True
+        )
+        for env in environments
     ]
     assert outputs[0].stdout == outputs[1].stdout and len(outputs[0].stdout) == 65
 
@@ -410,7 +506,9 @@ def test_history_drops_the_oldest_first():
     history.add(1, ints(3, 3, 3), 0.0, step=2)
     assert history.num_tokens == 10 and len(history.get(1)) == 2
     history.add(3, ints(4), 0.0, step=3)
-    assert [tokens.tolist() for tokens, _ in history.get(1)] == [[3, 3, 3]] and history.num_tokens == 7
+    assert [tokens.tolist() for tokens, _ in history.get(1)] == [
+        [3, 3, 3]
+    ] and history.num_tokens == 7
     history.add(4, np.zeros(11, np.int64), 0.0, step=4)  # would empty the store and still not fit
     history.add(4, ints(), 0.0, step=4)
     assert history.get(4) == [] and history.num_tokens == 7
@@ -422,7 +520,13 @@ def test_history_gives_latest_step_then_best_reward():
     history = History(max_tokens=100)
     for step, reward, token in ((0, 1.0, 1), (4, 0.0, 2), (4, 1.0, 3), (4, 1.0, 4), (2, 5.0, 5)):
         history.add(7, ints(token), reward, step)
-    assert [(int(tokens[0]), reward) for tokens, reward in history.get(7)] == [(3, 1.0), (4, 1.0), (2, 0.0), (5, 5.0), (1, 1.0)]
+    assert [(int(tokens[0]), reward) for tokens, reward in history.get(7)] == [
+        (3, 1.0),
+        (4, 1.0),
+        (2, 0.0),
+        (5, 5.0),
+        (1, 1.0),
+    ]
     assert history.get(8) == []
 
 
@@ -437,7 +541,12 @@ def test_history_state_round_trip():
     rng = np.random.default_rng(7)
     history = History(max_tokens=400)
     for step in range(60):
-        history.add(int(rng.integers(4)) + (1 << 62), rng.integers(1000, size=rng.integers(1, 20)), float(rng.normal()), step)
+        history.add(
+            int(rng.integers(4)) + (1 << 62),
+            rng.integers(1000, size=rng.integers(1, 20)),
+            float(rng.normal()),
+            step,
+        )
     file = io.BytesIO()
     np.savez(file, **history.state_dict())
     file.seek(0)

@@ -1,5 +1,6 @@
-"""Tail batching: which groups are trained on, by sorting final lengths; the planner's books against a list of all that was drawn;
-and whole steps of an engine, whose weights stay as they are, against plain order."""
+"""Tail batching: which groups are trained on, by sorting final lengths; the planner's books against
+a list of all that was drawn; and whole steps of an engine, whose weights stay as they are, against
+plain order."""
 
 import itertools
 import random
@@ -11,13 +12,13 @@ import torch
 
 from bubblespec.config import load_config
 from bubblespec.data.prompts import PromptSet
+from bubblespec.data.schedule import InOrder
 from bubblespec.data.selection import NO_CUT, Selection
-from bubblespec.data.step_planner import InOrder
 from bubblespec.data.tail_batching import MIN_SEEN, TailBatching, best_num_launched, scaled
-from bubblespec.ranks.collectives import Ranks
+from bubblespec.dist.ranks import Ranks
 from bubblespec.rewards.scorer import Scoring
-from bubblespec.samples import Group, Launch, Prompt, Samples
-from bubblespec.set_up import set_up
+from bubblespec.setup import set_up
+from bubblespec.types import Group, Launch, Prompt, Samples
 from tests.runs import SHORT, digests, run
 
 SEED = 5
@@ -30,7 +31,10 @@ def make_launch(num_groups: int, num_trained: int, num_generations: int, num_kep
 
 def shortest(lengths: list[list[int]], num_trained: int, num_kept: int) -> set[tuple[int, int]]:
     """(group, number) of what is trained on, by the final lengths."""
-    kept = [sorted(range(len(of_group)), key=lambda n, of_group=of_group: (of_group[n], n))[:num_kept] for of_group in lengths]
+    kept = [
+        sorted(range(len(of_group)), key=lambda n, of_group=of_group: (of_group[n], n))[:num_kept]
+        for of_group in lengths
+    ]
     longest = [max(lengths[g][n] for n in kept[g]) for g in range(len(lengths))]
     trained = sorted(range(len(lengths)), key=lambda g: (longest[g], g))[:num_trained]
     return {(g, n) for g in trained for n in kept[g]}
@@ -38,24 +42,34 @@ def shortest(lengths: list[list[int]], num_trained: int, num_kept: int) -> set[t
 
 @pytest.mark.parametrize("sizes", [(5, 4, 3, 3), (6, 4, 4, 3), (4, 4, 3, 2), (3, 1, 1, 1)])
 def test_what_is_judged_early_holds_at_the_end(sizes):
-    """Rows grow at random speeds. Whatever is in or out at any time is so by the final lengths; and rows that are out need not go
-    on for the rest to be judged."""
+    """Rows grow at random speeds. Whatever is in or out at any time is so by the final lengths; and
+    rows that are out need not go on for the rest to be judged."""
     rng, launch = random.Random(str(sizes)), make_launch(*sizes)
     num_groups, num_trained, num_generations, num_kept = sizes
     num_saved = 0
     for _ in range(200):
-        final = [[rng.choice((1, 2, 2, 3, 5, 8)) for _ in range(num_generations)] for _ in range(num_groups)]
+        final = [
+            [rng.choice((1, 2, 2, 3, 5, 8)) for _ in range(num_generations)]
+            for _ in range(num_groups)
+        ]
         truth = shortest(final, num_trained, num_kept)
         selection, so_far = Selection(launch), np.zeros(num_groups * num_generations, int)
         goal, before = np.array(final).ravel(), (set(), set())
         while True:
             is_in, is_out, num_done, cut = selection.judge(so_far, so_far == goal)
-            places = [{divmod(place, num_generations) for place in np.flatnonzero(flags).tolist()} for flags in (is_in, is_out)]
+            places = [
+                {divmod(place, num_generations) for place in np.flatnonzero(flags).tolist()}
+                for flags in (is_in, is_out)
+            ]
             assert places[0] <= truth and not places[1] & truth
             assert before[0] <= places[0] and before[1] <= places[1], "what is sure stays sure"
             before = places
             assert (cut < NO_CUT) == (num_done >= num_trained)
-            for place in np.flatnonzero((so_far >= cut) & (so_far < goal)).tolist() if num_kept == num_generations else ():
+            for place in (
+                np.flatnonzero((so_far >= cut) & (so_far < goal)).tolist()
+                if num_kept == num_generations
+                else ()
+            ):
                 assert is_out[place]
             open_rows = [i for i in range(len(goal)) if so_far[i] < goal[i] and not is_out[i]]
             if not open_rows:
@@ -68,7 +82,9 @@ def test_what_is_judged_early_holds_at_the_end(sizes):
 
 def test_without_choice_all_are_in_once_they_have_finished():
     selection = Selection(make_launch(2, 2, 2, 2))
-    is_in, is_out, num_done, _ = selection.judge(np.array([3, 9, 1, 1]), np.array([True, True, True, False]))
+    is_in, is_out, num_done, _ = selection.judge(
+        np.array([3, 9, 1, 1]), np.array([True, True, True, False])
+    )
     assert num_done == 1 and is_in.tolist() == [True, True, False, False] and not is_out.any()
 
 
@@ -83,9 +99,13 @@ def length_of(name, scale: int = 6) -> int:
 
 
 def play(planner, step: int, replaced: int = 0) -> tuple[Launch, Samples, dict]:
-    """A step of a planner: launch, selection by final lengths, finish. replaced: groups that dynamic sampling draws as well."""
+    """A step of a planner: launch, selection by final lengths, finish. replaced: groups that
+    dynamic sampling draws as well."""
     launch = planner.launch(step)
-    lengths = [[length_of(group.sample(n)) for n in range(launch.num_generations)] for group in launch.groups]
+    lengths = [
+        [length_of(group.sample(n)) for n in range(launch.num_generations)]
+        for group in launch.groups
+    ]
     chosen = sorted(shortest(lengths, launch.num_trained, launch.num_kept))
     groups = [launch.groups[g] for g in sorted({g for g, _ in chosen})]
     cut = max(lengths[g][n] for g, n in chosen)
@@ -96,23 +116,34 @@ def play(planner, step: int, replaced: int = 0) -> tuple[Launch, Samples, dict]:
         if (g, n) not in chosen
     }
     groups += planner.replacements(step, replaced, launch.groups)
-    numbers = [n for _, n in chosen] + list(range(launch.num_kept)) * (len(groups) - launch.num_trained)
+    numbers = [n for _, n in chosen] + list(range(launch.num_kept)) * (
+        len(groups) - launch.num_trained
+    )
     lengths = [lengths[g][n] for g, n in chosen]
-    lengths += [length_of(group.sample(n)) for group in groups[launch.num_trained :] for n in range(launch.num_kept)]
+    lengths += [
+        length_of(group.sample(n))
+        for group in groups[launch.num_trained :]
+        for n in range(launch.num_kept)
+    ]
     tokens = [np.zeros(length, np.int32) for length in lengths]
     none = np.empty((len(tokens), 0))
-    samples = Samples(groups, launch.num_kept, np.array(numbers), tokens, tokens, tokens, none, none)
+    samples = Samples(
+        groups, launch.num_kept, np.array(numbers), tokens, tokens, tokens, none, none
+    )
     planner.finish(samples, deferred)
     return launch, samples, deferred
 
 
-def make_planner(size: int = 23, ratio: float | str = 1.5, prompts: int = 4, **options) -> TailBatching:
+def make_planner(
+    size: int = 23, ratio: float | str = 1.5, prompts: int = 4, **options
+) -> TailBatching:
     return TailBatching(make_prompts(size), SEED, prompts, 3, over_sampling_ratio=ratio, **options)
 
 
 @pytest.mark.parametrize("size, ratio", [(23, 1.5), (8, 1.25), (5, 2.0), (40, 1.0), (12, "auto")])
 def test_every_group_that_the_data_order_names_is_trained_on_once(size, ratio):
-    """Over many epochs: what was trained on and what is queued are the first groups of plain order, under the same names."""
+    """Over many epochs: what was trained on and what is queued are the first groups of plain order,
+    under the same names."""
     planner, plain = make_planner(size, ratio), InOrder(make_prompts(size), SEED, 4, 3)
     trained, was_deferred, longs = [], [], 0
     for step in range(80):
@@ -122,10 +153,18 @@ def test_every_group_that_the_data_order_names_is_trained_on_once(size, ratio):
         trained += [group.name for group in samples.groups]
         if len(queue) >= 4:
             longs += 1
-            assert [group.name for group in samples.groups] == queue[:4], "the oldest first, all of them"
+            assert [group.name for group in samples.groups] == queue[:4], (
+                "the oldest first, all of them"
+            )
         else:
-            assert len(launch.groups) == (scaled(4, ratio) if ratio != "auto" else len(launch.groups))
-        was_deferred += [group.name for group in launch.groups if group.name not in {g.name for g in samples.groups}]
+            assert len(launch.groups) == (
+                scaled(4, ratio) if ratio != "auto" else len(launch.groups)
+            )
+        was_deferred += [
+            group.name
+            for group in launch.groups
+            if group.name not in {g.name for g in samples.groups}
+        ]
     assert len(set(was_deferred)) == len(was_deferred), "no group is deferred twice"
     seen = trained + [group.name for group in planner.deferred]
     in_order = []
@@ -140,7 +179,9 @@ def test_every_group_that_the_data_order_names_is_trained_on_once(size, ratio):
 def test_a_ratio_of_one_is_plain_order():
     planner, plain = make_planner(9, 1.0), InOrder(make_prompts(9), SEED, 4, 3)
     for step in range(12):
-        assert [g.name for g in planner.launch(step).groups] == [g.name for g in plain.launch(step).groups]
+        assert [g.name for g in planner.launch(step).groups] == [
+            g.name for g in plain.launch(step).groups
+        ]
         play(planner, step, replaced=2), play(plain, step, replaced=2)
 
 
@@ -170,23 +211,30 @@ def test_the_figures_of_a_step_are_those_of_all_steps_so_far():
         metrics = planner.metrics()
         waiting = [length for _, lengths in queue.values() for length in lengths]
         launched = trained + waiting
-        assert metrics["tail/length_ratio"] == pytest.approx(np.mean(trained) / np.mean(launched), rel=1e-12)
+        assert metrics["tail/length_ratio"] == pytest.approx(
+            np.mean(trained) / np.mean(launched), rel=1e-12
+        )
         assert metrics["tail/num_deferred"] == len(queue)
-        assert metrics["tail/oldest_deferred_steps"] == (step + 1 - min(since for since, _ in queue.values()) if queue else 0)
+        assert metrics["tail/oldest_deferred_steps"] == (
+            step + 1 - min(since for since, _ in queue.values()) if queue else 0
+        )
         assert metrics["tail/cut_length"] == samples.lengths.max()
         is_long.append(metrics["tail/is_long_round"])
     assert 0 < sum(is_long) < 40
 
 
 def test_a_race_within_groups_favours_short_responses_and_deferral_alone_does_not():
-    """Mean length of what was trained on, over that of all samples of the prompts that the data order has named."""
+    """Mean length of what was trained on, over that of all samples of the prompts that the data
+    order has named."""
     ratios = []
     for options in ({}, {"response_over_sampling_ratio": 4 / 3}):
         planner, lengths = make_planner(**options), []
         for step in range(240):
             launch, samples, _ = play(planner, step)
             assert samples.num_generations == 3
-            assert (launch.num_generations == 4) == (bool(options) and not planner.metrics()["tail/is_long_round"])
+            assert (launch.num_generations == 4) == (
+                bool(options) and not planner.metrics()["tail/is_long_round"]
+            )
             lengths += samples.lengths.tolist()
         order = InOrder(make_prompts(23), SEED, 4, 3)
         true = [length_of(name) for step in range(240) for name in play(order, step)[0].ids]
@@ -195,7 +243,8 @@ def test_a_race_within_groups_favours_short_responses_and_deferral_alone_does_no
 
 
 def test_what_comes_next_is_foreseen_as_far_as_it_can_be():
-    """Deferred groups first; then what short rounds launch, in so far as it does not hang on lengths."""
+    """Deferred groups first; then what short rounds launch, in so far as it does not hang on
+    lengths."""
     planner, foreseen = make_planner(23, 1.5), {}
     for step in range(30):
         for ahead, batch in enumerate(planner.upcoming(step, 5)):
@@ -204,7 +253,11 @@ def test_what_comes_next_is_foreseen_as_far_as_it_can_be():
         assert foreseen[step, step + 1][: len(head)] == head
         launch, *_ = play(planner, step)
         for before in range(max(step - 5, 0), step):
-            coming = foreseen[before, step][len(head) :] if before == step - 1 else foreseen[before, step]
+            coming = (
+                foreseen[before, step][len(head) :]
+                if before == step - 1
+                else foreseen[before, step]
+            )
             names = [group.name for group in launch.groups]
             if planner.metrics()["tail/is_long_round"]:
                 assert set(coming) <= set(names) or before == step - 1
@@ -213,13 +266,18 @@ def test_what_comes_next_is_foreseen_as_far_as_it_can_be():
     assert planner.upcoming(30, 0) == []
 
 
-def expected_tokens(rng: np.random.Generator, longest: np.ndarray, prompts: int, launched: int, steps: int = 1000) -> float:
-    """Sequential tokens for each group trained on, by playing steps with fresh draws: a deferred group keeps what it has, and
-    verifying 64 tokens of its 8 responses takes as long as decoding one after all others; or it is decoded again."""
+def expected_tokens(
+    rng: np.random.Generator, longest: np.ndarray, prompts: int, launched: int, steps: int = 1000
+) -> float:
+    """Sequential tokens for each group trained on, by playing steps with fresh draws: a deferred
+    group keeps what it has, and verifying 64 tokens of its 8 responses takes as long as decoding
+    one after all others; or it is decoded again."""
     queue, tokens, trained = [], 0.0, 0
     for _ in range(steps):
         if len(queue) >= prompts:
-            again = max(longest - cut for longest, cut in queue[:prompts]) + sum(8 * cut / 64 for _, cut in queue[:prompts])
+            again = max(longest - cut for longest, cut in queue[:prompts]) + sum(
+                8 * cut / 64 for _, cut in queue[:prompts]
+            )
             tokens += min(again, max(longest for longest, _ in queue[:prompts]))
             del queue[:prompts]
         else:
@@ -272,7 +330,8 @@ TAIL = ["tail_batching.enabled=true", "tail_batching.over_sampling_ratio=1.5"]
 
 def sampler_of(folder, *options: str):
     return set_up(
-        load_config("configs/tiny_cpu.yaml", [*OPTIONS, f"run.output_dir={folder}", *options]), Ranks(torch.device("cpu"))
+        load_config("configs/tiny_cpu.yaml", [*OPTIONS, f"run.output_dir={folder}", *options]),
+        Ranks(torch.device("cpu")),
     )
 
 
@@ -281,13 +340,17 @@ def tokens_by_name(samples: Samples) -> dict:
 
 
 def test_with_fixed_weights_the_same_samples_are_trained_on(tmp_path, monkeypatch):
-    """Over an epoch's end: key by key the tokens of plain order, and what is queued has a beginning of them. Only what is trained
-    on is scored."""
+    """Over an epoch's end: key by key the tokens of plain order, and what is queued has a beginning
+    of them. Only what is trained on is scored."""
     plain, truth = sampler_of(tmp_path / "plain").sampler, {}
     for step in range(24):
         truth |= tokens_by_name(plain.sample(step).generated)
     scored, collect = [], Scoring.collect
-    monkeypatch.setattr(Scoring, "collect", lambda self, rows: scored.extend(row.id for row in rows) or collect(self, rows))
+    monkeypatch.setattr(
+        Scoring,
+        "collect",
+        lambda self, rows: scored.extend(row.id for row in rows) or collect(self, rows),
+    )
     sampler, trained = sampler_of(tmp_path / "tail", *TAIL).sampler, {}
     for step in range(16):
         new = tokens_by_name(sampler.sample(step).generated)
@@ -295,8 +358,15 @@ def test_with_fixed_weights_the_same_samples_are_trained_on(tmp_path, monkeypatc
         trained |= new
     assert {name: truth[name] for name in trained} == trained and scored == list(trained)
     queue = {group.sample(n) for group in sampler.planner.deferred for n in range(4)}
-    assert queue | trained.keys() == set(list(truth)[: len(queue) + len(trained)]) and not queue & trained.keys()
-    drafts = {name: draft.tokens.tolist() for name in queue if (draft := sampler.speculation.store.get(name)) is not None}
+    assert (
+        queue | trained.keys() == set(list(truth)[: len(queue) + len(trained)])
+        and not queue & trained.keys()
+    )
+    drafts = {
+        name: draft.tokens.tolist()
+        for name in queue
+        if (draft := sampler.speculation.store.get(name)) is not None
+    }
     assert drafts and all(truth[name][: len(tokens)] == tokens for name, tokens in drafts.items())
     assert len(drafts) == len(sampler.speculation.store), "nothing else is kept"
 

@@ -1,12 +1,23 @@
-"""Rows that change ranks within a rollout, in virtual time: whatever moves when, the responses are those of plain generation, and
-each is on one rank. Moves are drawn at random from what a tick has told, far more of them than would pay."""
+"""Rows that change ranks within a rollout, in virtual time: whatever moves when, the responses are
+those of plain generation, and each is on one rank. Moves are drawn at random from what a tick has
+told, far more of them than would pay."""
 
 import numpy as np
 import pytest
 from conftest import launch_of
-from test_rollout_loop import FOUR_PROMPTS, LIMIT, MAX_LENGTH, PARAMS, SEED, check_plain, groups_of, new_model, pass_time
+from test_rollout_loop import (
+    FOUR_PROMPTS,
+    LIMIT,
+    MAX_LENGTH,
+    PARAMS,
+    SEED,
+    check_plain,
+    groups_of,
+    new_model,
+    pass_time,
+)
 
-from bubblespec.engine.generator import Generator
+from bubblespec.engine.engine import Engine
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.idle.work import Offer
 from bubblespec.rollout.loop import RolloutLoop
@@ -36,7 +47,9 @@ class Moves:
     def plan(self, standing: Standing, states) -> list[Move]:
         places = np.flatnonzero(standing.told >= 0)
         drawn = places[self.random.random(len(places)) < self.chance]
-        targets = (standing.owners[drawn] + self.random.integers(1, len(states), len(drawn))) % len(states)
+        targets = (standing.owners[drawn] + self.random.integers(1, len(states), len(drawn))) % len(
+            states
+        )
         self.num += len(drawn)
         return [
             Move(row, int(standing.owners[row]), target, saves_s=1.0, costs_s=1.0)
@@ -50,14 +63,20 @@ def play(num_ranks: int, num_slots: int, chance: float, max_batch_tokens: int = 
 
     def work(rank: int) -> None:
         ranks = SimulatedRanks(world, rank)
-        engine = Generator(ModelRunner(new_model(), num_slots, MAX_LENGTH, SEED, max_batch_tokens=max_batch_tokens))
+        engine = Engine(
+            ModelRunner(new_model(), num_slots, MAX_LENGTH, SEED, max_batch_tokens=max_batch_tokens)
+        )
         pass_time(engine, ranks)
         launch = launch_of(groups_of(0, FOUR_PROMPTS), 3)
         standing = Standing(launch, place_in_turn(4, 3, num_ranks), rank)
         rows, moves, told, taken = standing.make_rows(LIMIT), Moves(chance), [], []
-        take_over = TakeAnyTime(standing, moves.plan, LIMIT, lambda row: taken.append(len(row.tokens)))
+        take_over = TakeAnyTime(
+            standing, moves.plan, LIMIT, lambda row: taken.append(len(row.tokens))
+        )
         board = SimulatedBoard(ranks, 120, interval_s=0)
-        loop = RolloutLoop(engine, ranks, PARAMS, board=board, works=[take_over], on_finished=told.append)
+        loop = RolloutLoop(
+            engine, ranks, PARAMS, board=board, works=[take_over], on_finished=told.append
+        )
         record = loop.run(rows, standing)
         assert engine.is_idle
         results[rank] = {
@@ -73,7 +92,9 @@ def play(num_ranks: int, num_slots: int, chance: float, max_batch_tokens: int = 
     return [results[rank] for rank in range(num_ranks)]
 
 
-@pytest.mark.parametrize("num_ranks, num_slots, chance", [(2, 24, 0.2), (2, 2, 0.1), (3, 2, 0.3), (4, 24, 0.5)])
+@pytest.mark.parametrize(
+    "num_ranks, num_slots, chance", [(2, 24, 0.2), (2, 2, 0.1), (3, 2, 0.3), (4, 24, 0.5)]
+)
 def test_any_moves_leave_the_responses_as_they_are(num_ranks, num_slots, chance):
     ranks = play(num_ranks, num_slots, chance)
     check_plain([list(result["rows"].values()) for result in ranks])
@@ -81,7 +102,9 @@ def test_any_moves_leave_the_responses_as_they_are(num_ranks, num_slots, chance)
         assert (result["owners"] == ranks[0]["owners"]).all()
         assert sorted(result["rows"]) == np.flatnonzero(result["owners"] == rank).tolist()
         assert {id(row) for row in result["told"]} == {id(row) for row in result["rows"].values()}
-        assert len(result["told"]) == len(result["rows"]) and result["record"].taken_rows == len(result["taken"])
+        assert len(result["told"]) == len(result["rows"]) and result["record"].taken_rows == len(
+            result["taken"]
+        )
     num_taken, num_moves = sum(len(result["taken"]) for result in ranks), ranks[0]["num_moves"]
     assert 0 < num_taken < num_moves, "some had ended before they could go"
     assert any(length > 0 for result in ranks for length in result["taken"]), "some were in flight"

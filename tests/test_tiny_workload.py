@@ -11,7 +11,7 @@ from reasoning_gym.utils import extract_answer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bubblespec.data.prompts import reasoning_gym_rows
-from bubblespec.workloads import tiny
+from scripts import tiny_policy as tiny
 
 SHIPPED = Path(__file__).parent.parent / "configs" / "tiny_policy"
 
@@ -87,9 +87,20 @@ def test_labels_cover_exactly_the_solution_and_eos():
 
 
 def test_a_short_run_learns_and_can_be_loaded(tmp_path, monkeypatch):
-    monkeypatch.setattr(tiny, "BATCH_TOKENS", 1000)  # small steps and short samples keep the test quick
+    monkeypatch.setattr(
+        tiny, "BATCH_TOKENS", 1000
+    )  # small steps and short samples keep the test quick
     monkeypatch.setattr(tiny, "MAX_RESPONSE_TOKENS", 40)
-    arguments = ["--output", str(tmp_path), "--max-steps", "50", "--seconds", "3600", "--problems", "2"]
+    arguments = [
+        "--output",
+        str(tmp_path),
+        "--max-steps",
+        "50",
+        "--seconds",
+        "3600",
+        "--problems",
+        "2",
+    ]
     tiny.main(arguments)
     quality = json.loads((tmp_path / "quality.json").read_text())
     (stage,) = quality["stages"]
@@ -117,7 +128,14 @@ def test_the_same_seed_gives_the_same_data_and_weights():
 
 
 @pytest.mark.parametrize(
-    "bad", [["--seconds", "0"], ["--max-steps", "0"], ["--stop-accuracy", "1.5"], ["--seed", "-1"], ["--problems", "1"]]
+    "bad",
+    [
+        ["--seconds", "0"],
+        ["--max-steps", "0"],
+        ["--stop-accuracy", "1.5"],
+        ["--seed", "-1"],
+        ["--problems", "1"],
+    ],
 )
 def test_bad_arguments_end_with_one_line(tmp_path, bad):
     with pytest.raises(SystemExit) as caught:

@@ -10,7 +10,16 @@ import shutil
 import pytest
 
 from tests.clocks import train_in_virtual_time
-from tests.runs import ALWAYS_DRAFT, SHORT, digests, read, run, run_until_killed, same_weights, weights
+from tests.runs import (
+    ALWAYS_DRAFT,
+    SHORT,
+    digests,
+    read,
+    run,
+    run_until_killed,
+    same_weights,
+    weights,
+)
 
 
 @pytest.fixture(scope="module")
@@ -28,13 +37,21 @@ def test_a_run_leaves_what_it_promises(two_ranks):
     wanted += " timing_s/gen timing_s/bubble timing_s/reward timing_s/train timing_s/sync timing_s/step perf/throughput"
     wanted += " bubble/ratio bubble/slowest_rank timing_s/gen/rank_1 rewards/exact_match/mean clip_ratio/region_mean"
     assert all(key in line for line in lines for key in wanted.split())
-    # Every rank has room for all of its rows: one forward for each token of the longest response, and one before them for its
-    # prompt, if other samples of it are on the same rank.
-    assert all(line["rollout/forwards"] - line["completions/max_length"] in (0, 1) for line in lines)
+    # Every rank has room for all of its rows: one forward for each token of the longest response,
+    # and one before them for its prompt, if other samples of it are on the same rank.
+    assert all(
+        line["rollout/forwards"] - line["completions/max_length"] in (0, 1) for line in lines
+    )
     assert len(set(digests(two_ranks))) == 4
-    assert sorted(name for name in os.listdir(two_ranks) if name.startswith("checkpoint")) == ["checkpoint-2", "checkpoint-4"]
-    assert not same_weights(weights(two_ranks, 2), weights(two_ranks, 4)), "the policy must have learned something"
-    # The generator and the training forward are the same weights: their log-probabilities agree to float32 storage.
+    assert sorted(name for name in os.listdir(two_ranks) if name.startswith("checkpoint")) == [
+        "checkpoint-2",
+        "checkpoint-4",
+    ]
+    assert not same_weights(weights(two_ranks, 2), weights(two_ranks, 4)), (
+        "the policy must have learned something"
+    )
+    # The generator and the training forward are the same weights: their log-probabilities agree to
+    # float32 storage.
     assert all(line["sampling/logp_difference/max"] < 1e-5 for line in lines)
 
 
@@ -42,16 +59,22 @@ def test_checkpoint_loads_with_transformers(two_ranks):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = os.path.join(two_ranks, "checkpoint-4")
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
     assert model.config._attn_implementation != "bubblespec"
-    text = tokenizer("State the final answer to the following arithmetic problem: 4 + 3 =", return_tensors="pt")
+    text = tokenizer(
+        "State the final answer to the following arithmetic problem: 4 + 3 =", return_tensors="pt"
+    )
     reply = model.generate(text["input_ids"], max_new_tokens=20, do_sample=False)
     assert reply.shape[1] > text["input_ids"].shape[1]
 
 
 @pytest.mark.parametrize("ranks", [0, 1, 4])
 def test_rank_count_leaves_digests_unchanged(two_ranks, tmp_path, ranks):
-    """0 is a plain `python train.py`. Losses and gradients agree to rounding, as summation order differs."""
+    """0 is a plain `python train.py`. Losses and gradients agree to rounding, as summation order
+    differs."""
     run(tmp_path, ranks)
     assert digests(tmp_path) == digests(two_ranks)
     for a, b in zip(read(tmp_path), read(two_ranks), strict=True):
@@ -60,7 +83,8 @@ def test_rank_count_leaves_digests_unchanged(two_ranks, tmp_path, ranks):
 
 
 def test_schedule_leaves_digests_and_weights_unchanged(two_ranks, tmp_path):
-    """Few slots and a small token budget: another order of admission, other batches, the same bits."""
+    """Few slots and a small token budget: another order of admission, other batches, the same
+    bits."""
     run(tmp_path, 2, "speculative.method=none", "rollout.num_slots=3", "rollout.max_batch_tokens=5")
     assert digests(tmp_path) == digests(two_ranks)
     assert same_weights(weights(tmp_path), weights(two_ranks))
@@ -68,9 +92,14 @@ def test_schedule_leaves_digests_and_weights_unchanged(two_ranks, tmp_path):
 
 @pytest.fixture(scope="module")
 def drafted(tmp_path_factory):
-    """A run that drafts ahead, in virtual time: how much is drafted and verified does not depend on the machine."""
+    """A run that drafts ahead, in virtual time: how much is drafted and verified does not depend on
+    the machine."""
     folder = tmp_path_factory.mktemp("drafted")
-    options = ("speculative.method=bubble+suffix", "run.timeline_steps=[0,1,2]", f"run.output_dir={folder}")
+    options = (
+        "speculative.method=bubble+suffix",
+        "run.timeline_steps=[0,1,2]",
+        f"run.output_dir={folder}",
+    )
     train_in_virtual_time(*SHORT, ALWAYS_DRAFT, *options)
     return folder
 
@@ -84,34 +113,53 @@ def test_drafts_are_made_verified_and_accepted(two_ranks, drafted):
         assert line["drafts/aligned/accept_rate"] > 0.8 and line["rollout/spec_accept_length"] > 2
         assert line["rollout/forwards"] < 0.7 * other["rollout/forwards"]
     kinds = set()
-    assert {path.stem for path in (drafted / "timeline").iterdir()} == {f"step_{step:05d}" for step in range(3)}, "of 4 steps"
+    assert {path.stem for path in (drafted / "timeline").iterdir()} == {
+        f"step_{step:05d}" for step in range(3)
+    }, "of 4 steps"
     for step in range(3):
-        found = json.loads((drafted / "timeline" / f"step_{step:05d}.json").read_text(encoding="utf-8"))
+        found = json.loads(
+            (drafted / "timeline" / f"step_{step:05d}.json").read_text(encoding="utf-8")
+        )
         kinds |= {event["name"] for event in found["traceEvents"] if event["ph"] == "X"}
     assert {"prefill", "verify", "draft soft", "exchange"} <= kinds
 
 
 @pytest.mark.parametrize(
     "overrides",
-    [("speculative.method=bubble+suffix", ALWAYS_DRAFT), ("speculative.method=suffix", "speculative.fixed_window=4")],
+    [
+        ("speculative.method=bubble+suffix", ALWAYS_DRAFT),
+        ("speculative.method=suffix", "speculative.fixed_window=4"),
+    ],
 )
 def test_speculation_leaves_digests_and_weights_unchanged(two_ranks, tmp_path, overrides):
-    """Drafts made ahead by any rank, matched or not, in windows planned or fixed: the same tokens."""
+    """Drafts made ahead by any rank, matched or not, in windows planned or fixed: the same
+    tokens."""
     run(tmp_path, 2, *overrides)
     assert digests(tmp_path) == digests(two_ranks)
     assert same_weights(weights(tmp_path), weights(two_ranks))
     lines = read(tmp_path)
-    assert all(line["rollout/spec_accept_length"] >= 1 and "bubble/drafted_tokens" in line for line in lines)
-    if ALWAYS_DRAFT not in overrides:  # a fixed window asks for no time: the same proposals on every machine
+    assert all(
+        line["rollout/spec_accept_length"] >= 1 and "bubble/drafted_tokens" in line
+        for line in lines
+    )
+    if (
+        ALWAYS_DRAFT not in overrides
+    ):  # a fixed window asks for no time: the same proposals on every machine
         assert sum(line["rollout/spec_accept_length"] for line in lines) > 1.1 * len(lines)
 
 
 def test_four_ranks_go_on_with_the_drafts_of_one(two_ranks, drafted, tmp_path):
-    """From the checkpoint after two steps, which has drafts of the next two: each is with the rank that owns its row."""
+    """From the checkpoint after two steps, which has drafts of the next two: each is with the rank
+    that owns its row."""
     folder = tmp_path / "on"
     shutil.copytree(drafted, folder)
     shutil.rmtree(folder / "checkpoint-4")
-    options = ("bubble.lookahead=2", "rollout.num_slots=5", "speculative.fixed_window=6", ALWAYS_DRAFT)
+    options = (
+        "bubble.lookahead=2",
+        "rollout.num_slots=5",
+        "speculative.fixed_window=6",
+        ALWAYS_DRAFT,
+    )
     run(folder, 4, "speculative.method=bubble+suffix", *options)
     assert digests(folder) == digests(two_ranks)
     lines = read(folder)
@@ -134,7 +182,9 @@ def test_kill_and_resume_continues_exactly(two_ranks, tmp_path, method):
 def test_resume_refuses_another_configuration(two_ranks):
     done = run(two_ranks, 0, "optim.learning_rate=0.5", check=False)
     assert done.returncode == 2
-    assert done.stderr.strip().splitlines()[-1].startswith("error: optim.learning_rate: 0.5 here, but")
+    assert (
+        done.stderr.strip().splitlines()[-1].startswith("error: optim.learning_rate: 0.5 here, but")
+    )
     done = run(two_ranks, 0, "run.resume_from_checkpoint=none", check=False)
     assert done.returncode == 2 and "run.output_dir" in done.stderr
     assert len(digests(two_ranks)) == 4
@@ -146,19 +196,28 @@ def test_resume_refuses_another_configuration(two_ranks):
         ("rollout.max_prompt_length=2000", "beyond the model's 1024 positions"),
         ("model.path=/nowhere", "model.path: cannot load"),
         ("reward.functions=[math.nothing]", "reward.functions: cannot import 'math.nothing'"),
-        ("rollout.num_prompts_per_step=500", "data.size: 200 must be at least rollout.num_prompts_per_step = 500"),
+        (
+            "rollout.num_prompts_per_step=500",
+            "data.size: 200 must be at least rollout.num_prompts_per_step = 500",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, override, says):
     overrides = [override, "optim.max_tokens_per_microbatch=10000"]
     done = run(tmp_path / "out", 0, *overrides, check=False)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert done.returncode == 2 and len(errors) == 1 and says in errors[0] and "Traceback" not in done.stderr
+    assert (
+        done.returncode == 2
+        and len(errors) == 1
+        and says in errors[0]
+        and "Traceback" not in done.stderr
+    )
     assert not (tmp_path / "out").exists()
 
 
 def test_several_updates_of_a_batch_with_an_overlong_penalty_on_any_number_of_ranks(tmp_path):
-    """Four updates a step, whose reward is the function's and the penalty; evaluation is not penalised."""
+    """Four updates a step, whose reward is the function's and the penalty; evaluation is not
+    penalised."""
     options = [
         "run.max_steps=2",
         "run.eval_steps=2",
@@ -177,11 +236,27 @@ def test_several_updates_of_a_batch_with_an_overlong_penalty_on_any_number_of_ra
     assert digests(tmp_path / "0") == digests(tmp_path / "2")
     steps = [[line for line in lines[ranks] if "loss" in line] for ranks in (0, 2)]
     for one, two in zip(*steps, strict=True):
-        (plain,) = [v for k, v in one.items() if k.startswith("rewards/") and k != "rewards/overlong_penalty/mean"]
-        assert one["rewards/overlong_penalty/mean"] == pytest.approx(-10 * one["completions/mean_length"] / 48)
+        (plain,) = [
+            v
+            for k, v in one.items()
+            if k.startswith("rewards/") and k != "rewards/overlong_penalty/mean"
+        ]
+        assert one["rewards/overlong_penalty/mean"] == pytest.approx(
+            -10 * one["completions/mean_length"] / 48
+        )
         assert one["reward"] == pytest.approx(plain + one["rewards/overlong_penalty/mean"])
-        for key in ("loss", "grad_norm", "entropy", "clip_ratio/low_mean", "clip_ratio/high_mean", "reward"):
+        for key in (
+            "loss",
+            "grad_norm",
+            "entropy",
+            "clip_ratio/low_mean",
+            "clip_ratio/high_mean",
+            "reward",
+        ):
             assert one[key] == pytest.approx(two[key], rel=1e-6, abs=1e-9), key
     for line in lines[0]:
         if "eval/reward" in line:
-            assert line["eval/reward"] == pytest.approx(line["eval/pass@1"]) and line["eval/reward"] >= 0
+            assert (
+                line["eval/reward"] == pytest.approx(line["eval/pass@1"])
+                and line["eval/reward"] >= 0
+            )

@@ -1,4 +1,5 @@
-"""Evaluation against hand-worked values; and a run that cannot go on says so: through the entry point, in this process."""
+"""Evaluation against hand-worked values; and a run that cannot go on says so: through the entry
+point, in this process."""
 
 import gc
 import itertools
@@ -15,32 +16,47 @@ from conftest import samples_of
 
 import train
 from bubblespec.config import Config
+from bubblespec.dist.ranks import Ranks
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.learn.learner import Learner
-from bubblespec.ranks.collectives import Ranks
 from bubblespec.records import Acceptance, ForwardRecord, RolloutRecord, Span, StepRecord
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.sampler import Sampler
-from bubblespec.samples import Group, Prompt, digest
 from bubblespec.trainer import Trainer, expected_best
+from bubblespec.types import Group, Prompt, digest
 from tests.runs import SHORT, weights
 
 
 def run_main(monkeypatch, folder, *overrides: str) -> int:
-    options = [*SHORT, "run.max_steps=6", "run.save_steps=0", "eval.num_prompts=0", f"run.output_dir={folder}", *overrides]
-    monkeypatch.setattr(sys, "argv", ["train.py", "--config", "configs/tiny_cpu_bulk.yaml", *options])
+    options = [
+        *SHORT,
+        "run.max_steps=6",
+        "run.save_steps=0",
+        "eval.num_prompts=0",
+        f"run.output_dir={folder}",
+        *overrides,
+    ]
+    monkeypatch.setattr(
+        sys, "argv", ["train.py", "--config", "configs/tiny_cpu_bulk.yaml", *options]
+    )
     monkeypatch.delenv("RANK", raising=False)
     return train.main()
 
 
-@pytest.mark.parametrize("broken_steps, exit_code, num_lines", [((1, 3, 4), 0, 6), ((2, 3, 4), 1, 4)])
-def test_steps_without_an_update_in_a_row_end_the_run(monkeypatch, tmp_path, capsys, broken_steps, exit_code, num_lines):
+@pytest.mark.parametrize(
+    "broken_steps, exit_code, num_lines", [((1, 3, 4), 0, 6), ((2, 3, 4), 1, 4)]
+)
+def test_steps_without_an_update_in_a_row_end_the_run(
+    monkeypatch, tmp_path, capsys, broken_steps, exit_code, num_lines
+):
     """Two may follow each other, three may not."""
     original = Learner.accumulate_gradient
 
     def sometimes_broken(*arguments):
-        assert gc.get_freeze_count(), "Python's collector goes through everything in the middle of a step"
+        assert gc.get_freeze_count(), (
+            "Python's collector goes through everything in the middle of a step"
+        )
         measured = original(*arguments)
         step = len(read(tmp_path))
         return measured * math.nan if step in broken_steps else measured
@@ -53,8 +69,13 @@ def test_steps_without_an_update_in_a_row_end_the_run(monkeypatch, tmp_path, cap
     assert run_main(monkeypatch, tmp_path, "optim.max_skipped_steps=2") == exit_code
     assert not gc.get_freeze_count()
     lines = read(tmp_path)
-    assert [line["skipped_updates"] for line in lines] == [int(step in broken_steps) for step in range(num_lines)]
-    assert all((line["learning_rate"] == 0) == (line["loss"] is None) == bool(line["skipped_updates"]) for line in lines)
+    assert [line["skipped_updates"] for line in lines] == [
+        int(step in broken_steps) for step in range(num_lines)
+    ]
+    assert all(
+        (line["learning_rate"] == 0) == (line["loss"] is None) == bool(line["skipped_updates"])
+        for line in lines
+    )
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     if exit_code:
         assert len(errors) == 1 and "not finite in 3 steps in a row, up to step 4" in errors[0]
@@ -69,10 +90,14 @@ def make_trainer(config: Config, sampler: dict, **fields) -> Trainer:
     """With these parts of it and of its sampler, and no others."""
     common = {"config": config, "ranks": Ranks(torch.device("cpu"))}
     made = Sampler(**dict.fromkeys(Sampler.__dataclass_fields__) | common | sampler)
-    return Trainer(**dict.fromkeys(Trainer.__dataclass_fields__) | common | {"sampler": made} | fields)
+    return Trainer(
+        **dict.fromkeys(Trainer.__dataclass_fields__) | common | {"sampler": made} | fields
+    )
 
 
-@pytest.mark.parametrize("rewards", [[0.0, 1.0, 0.0, 0.0, 1.0], [0.3, -2.0, 0.5, 0.5, 7.0, 0.1], [1.0], [0.0, 0.0]])
+@pytest.mark.parametrize(
+    "rewards", [[0.0, 1.0, 0.0, 0.0, 1.0], [0.3, -2.0, 0.5, 0.5, 7.0, 0.1], [1.0], [0.0, 0.0]]
+)
 def test_expected_best_is_the_mean_over_all_choices(rewards):
     for k in range(1, len(rewards) + 1):
         wanted = statistics.fmean(max(chosen) for chosen in itertools.combinations(rewards, k))
@@ -80,8 +105,8 @@ def test_expected_best_is_the_mean_over_all_choices(rewards):
 
 
 def test_an_evaluation_by_hand(monkeypatch):
-    """Two prompts with four responses each; the second function applies to the first prompt alone, and weighs 10 there. The
-    overlong penalty, which is on, is no part of it."""
+    """Two prompts with four responses each; the second function applies to the first prompt alone,
+    and weighs 10 there. The overlong penalty, which is on, is no part of it."""
     config = Config()
     config.rollout.max_completion_length, config.reward.overlong_buffer_length = 6, 6
     config.eval.num_generations, config.eval.temperature = 4, 0.25
@@ -97,12 +122,17 @@ def test_an_evaluation_by_hand(monkeypatch):
             row.logprob = row.full_logprob = np.zeros(length, np.float32)
             loop.on_finished(row)
         forwards = [ForwardRecord(*[0.0] * 4, *[0] * 6, own_rows, 0, 0) for own_rows in (8, 5)]
-        return RolloutRecord(forwards=forwards, acceptance=Acceptance(draft_tokens=8, accepted_tokens=5))
+        return RolloutRecord(
+            forwards=forwards, acceptance=Acceptance(draft_tokens=8, accepted_tokens=5)
+        )
 
     monkeypatch.setattr(RolloutLoop, "run", generate)
     rewards = np.array([first, second]).T
     scoring = SimpleNamespace(on_finished=lambda row: None, collect=lambda rows: rewards)
-    scorer = SimpleNamespace(begin=lambda groups, step: used.append(step) or scoring, take_metrics=lambda: {"reward/errors": 3})
+    scorer = SimpleNamespace(
+        begin=lambda groups, step: used.append(step) or scoring,
+        take_metrics=lambda: {"reward/errors": 3},
+    )
     parts = {"params": sampling, "scorer": scorer, "reward_weights": [1.0, 10.0]}
     trainer = make_trainer(config, parts, eval_prompts=prompts, num_updates=12)
     trainer.ranks.clock = SimpleNamespace(perf_counter=iter((2.0, 5.5)).__next__)
@@ -112,9 +142,13 @@ def test_an_evaluation_by_hand(monkeypatch):
         "eval/completions/clipped_ratio": 3 / 8,
         "eval/reward/errors": 3,
         "eval/pass@1": (2 / 4 + 1 / 4) / 2,
-        "eval/pass@2": pytest.approx((5 / 6 + 3 / 6) / 2),  # of 6 pairs, 1 and 3 have no right answer
+        "eval/pass@2": pytest.approx(
+            (5 / 6 + 3 / 6) / 2
+        ),  # of 6 pairs, 1 and 3 have no right answer
         "eval/pass@4": 1.0,
-        "eval/digest": digest(samples_of([Group(p, EVALUATION) for p in prompts], [np.arange(n) for n in lengths])),
+        "eval/digest": digest(
+            samples_of([Group(p, EVALUATION) for p in prompts], [np.arange(n) for n in lengths])
+        ),
         "eval/forwards": 2,
         "eval/spec_accept_rate": 5 / 8,
         "timing_s/eval": 3.5,
@@ -129,12 +163,15 @@ def test_an_evaluation_by_hand(monkeypatch):
 
 
 def test_the_overlong_penalty_of_a_step_is_in_its_rewards_and_its_metrics():
-    """Of at most 10 tokens the last 4 cost up to 2; the second function, which weighs 10, applies to one sample."""
+    """Of at most 10 tokens the last 4 cost up to 2; the second function, which weighs 10, applies
+    to one sample."""
     config = Config()
     config.rollout.max_completion_length = 10
     config.reward.overlong_buffer_length, config.reward.overlong_penalty_factor = 4, 2.0
     spans = [Span("sync", 1.0, 2.0)]
-    learner = SimpleNamespace(update=lambda samples, advantages, step: ({"loss": 0.5 + step}, spans))
+    learner = SimpleNamespace(
+        update=lambda samples, advantages, step: ({"loss": 0.5 + step}, spans)
+    )
     trainer = make_trainer(config, {"reward_weights": [1.0, 10.0]}, learner=learner)
     trainer.ranks.clock = SimpleNamespace(perf_counter=lambda: 9.0)
     tokens = [np.zeros(n, np.int32) for n in (3, 6, 8, 10)]
@@ -142,13 +179,21 @@ def test_the_overlong_penalty_of_a_step_is_in_its_rewards_and_its_metrics():
     samples = samples_of([Group(Prompt(1, "p", (1,), {}), 0)], tokens, rewards=rewards)
 
     def update(step: int) -> tuple[StepRecord, dict[str, float]]:
-        fields = {"step": step, "samples": samples, "stages": [Span("reward", 0.5, 0.75)], "spans": [Span("exchange", 0.5, 0.6)]}
+        fields = {
+            "step": step,
+            "samples": samples,
+            "stages": [Span("reward", 0.5, 0.75)],
+            "spans": [Span("exchange", 0.5, 0.6)],
+        }
         record = StepRecord(**dict.fromkeys(StepRecord.__dataclass_fields__) | fields)
         return record, trainer.update(record, np.zeros(4))
 
     assert trainer.sampler.combined(samples).tolist() == [1.0, 0.5, 2.5 - 1.0, 1.0 - 2.0]
     record, metrics = update(7)
-    assert metrics == {"loss": 7.5, "rewards/overlong_penalty/mean": -3.0 / 4} and trainer.num_updates == 8
+    assert (
+        metrics == {"loss": 7.5, "rewards/overlong_penalty/mean": -3.0 / 4}
+        and trainer.num_updates == 8
+    )
     assert record.spans == [Span("exchange", 0.5, 0.6), *spans]
     assert record.stages == [Span("reward", 0.5, 0.75), Span("train", 0.75, 9.0)]
     config.reward.overlong_buffer_length = 0

@@ -1,6 +1,8 @@
-"""Loss and gradient of one off-policy batch against TRL's own GRPOTrainer (an optional dependency of the tests).
+"""Loss and gradient of one off-policy batch against TRL's own GRPOTrainer (an optional dependency
+of the tests).
 
-TRL computes log-probabilities in float32, whatever the model is; that rounding is all that the tolerances allow for.
+TRL computes log-probabilities in float32, whatever the model is; that rounding is all that the
+tolerances allow for.
 """
 
 import copy
@@ -13,10 +15,10 @@ import torch
 import transformers
 from test_update import ADVANTAGES, make_config, make_learner, make_samples
 
+from bubblespec.dist.ranks import Ranks
 from bubblespec.engine.model import prepare_model
 from bubblespec.learn.learner import _sum_over_ranks, _training_metrics, response_logprobs
 from bubblespec.learn.microbatch import make_minibatches
-from bubblespec.ranks.collectives import Ranks
 
 trl = pytest.importorskip("trl")
 
@@ -27,8 +29,17 @@ CASES = {
     "dr_grpo": {"loss_type": "dr_grpo"},
     "dapo": {"loss_type": "dapo", "epsilon_high": 0.28},
     "cispo": {"loss_type": "cispo", "epsilon_high": 1.3},
-    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 0.03, "epsilon_high": 0.04},
-    "gspo averaged over tokens": {"loss_type": "dapo", "importance_sampling_level": "sequence", "epsilon_low": 0.03},
+    "gspo": {
+        "loss_type": "grpo",
+        "importance_sampling_level": "sequence",
+        "epsilon_low": 0.03,
+        "epsilon_high": 0.04,
+    },
+    "gspo averaged over tokens": {
+        "loss_type": "dapo",
+        "importance_sampling_level": "sequence",
+        "epsilon_low": 0.03,
+    },
     "dual clip": {"loss_type": "dapo", "delta": 1.4},
     "dual clip of sequences": {
         "loss_type": "grpo",
@@ -42,9 +53,14 @@ CASES = {
 }
 
 
-def padded(sequences: list, width: int, on_the_left: bool, dtype=torch.int64) -> tuple[torch.Tensor, torch.Tensor]:
+def padded(
+    sequences: list, width: int, on_the_left: bool, dtype=torch.int64
+) -> tuple[torch.Tensor, torch.Tensor]:
     """[S, width] and its mask, as TRL pads: prompts on the left, completions on the right."""
-    values, mask = torch.zeros(len(sequences), width, dtype=dtype), torch.zeros(len(sequences), width, dtype=torch.int64)
+    values, mask = (
+        torch.zeros(len(sequences), width, dtype=dtype),
+        torch.zeros(len(sequences), width, dtype=torch.int64),
+    )
     for i, sequence in enumerate(sequences):
         where = slice(width - len(sequence), width) if on_the_left else slice(0, len(sequence))
         values[i, where], mask[i, where] = torch.as_tensor(np.asarray(sequence)).to(dtype), 1
@@ -75,7 +91,9 @@ def trl_loss_and_gradient(model, samples, old: list, reference: list, loss: dict
         train_dataset=datasets.Dataset.from_dict({"prompt": ["1"] * len(samples)}),
         processing_class=transformers.AutoTokenizer.from_pretrained(TOKENIZER),
     )
-    prompts, prompt_mask = padded([samples.prompt_of(i).token_ids for i in range(len(samples))], 12, True)
+    prompts, prompt_mask = padded(
+        [samples.prompt_of(i).token_ids for i in range(len(samples))], 12, True
+    )
     tokens, mask = padded(samples.tokens, 20, False)
     inputs = {
         "prompt_ids": prompts,
@@ -87,13 +105,19 @@ def trl_loss_and_gradient(model, samples, old: list, reference: list, loss: dict
         "old_per_token_logps": padded(old, 20, False, torch.float64)[0],
         "ref_per_token_logps": padded(reference, 20, False, torch.float64)[0],
     }
-    trainer.beta = kl_coef  # set so late because TRL would look for a reference model, whose log-probabilities are given here
+    # set so late because TRL would look for a reference model, whose log-probabilities are given
+    # here
+    trainer.beta = kl_coef
     trainer.current_gradient_accumulation_steps = 1  # what Trainer.train sets
     trainer.model.train()
     value = trainer.compute_loss(trainer.model, inputs)
     value.backward()
     gradient = torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
-    return value.item(), gradient, {key: values[-1] for key, values in trainer._metrics["train"].items()}
+    return (
+        value.item(),
+        gradient,
+        {key: values[-1] for key, values in trainer._metrics["train"].items()},
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -109,7 +133,9 @@ def test_loss_and_gradient_equal_trl(make_model, tmp_path, name):
         samples, np.ones(len(samples), bool), config=config, ranks=ranks, max_tokens=1 << 20
     )
     with torch.no_grad():
-        now, _ = response_logprobs(model, batch, temperature=config.rollout.temperature, max_logits=1 << 26, kernel="sdpa")
+        now, _ = response_logprobs(
+            model, batch, temperature=config.rollout.temperature, max_logits=1 << 26, kernel="sdpa"
+        )
     rng = torch.Generator().manual_seed(2)
     batch.old = now + 0.3 * torch.randn(now.shape, generator=rng, dtype=torch.float64)
     batch.reference = now + 0.3 * torch.randn(now.shape, generator=rng, dtype=torch.float64)
@@ -117,10 +143,14 @@ def test_loss_and_gradient_equal_trl(make_model, tmp_path, name):
     for parts, values in zip(by_sample, (batch.old, batch.reference), strict=True):
         for i, part in zip(batch.order, values.split(batch.lengths.tolist()), strict=True):
             parts[i] = part
-    wanted, wanted_gradient, wanted_metrics = trl_loss_and_gradient(theirs, samples, *by_sample, CASES[name], tmp_path)
+    wanted, wanted_gradient, wanted_metrics = trl_loss_and_gradient(
+        theirs, samples, *by_sample, CASES[name], tmp_path
+    )
 
     reference = model if config.loss.kl_coef else None  # its log-probabilities are given
-    measured = make_learner(model, config, reference).accumulate_gradient(batch, ADVANTAGES, weights)
+    measured = make_learner(model, config, reference).accumulate_gradient(
+        batch, ADVANTAGES, weights
+    )
     total = _sum_over_ranks([measured], ranks, factor)
     metrics = _training_metrics([total], config.loss.delta is not None, reference is not None)
     gradient = factor * torch.cat([p.grad.flatten() for p in model.parameters()])
@@ -135,8 +165,13 @@ def test_loss_and_gradient_equal_trl(make_model, tmp_path, name):
     elif config.loss.importance_sampling_level == "token":
         for clip in ("low", "high", "region"):
             key = f"clip_ratio/{clip}_mean"
-            assert metrics[key] == pytest.approx(wanted_metrics[key], abs=1e-6) and metrics[key] > 0.02
+            assert (
+                metrics[key] == pytest.approx(wanted_metrics[key], abs=1e-6) and metrics[key] > 0.02
+            )
     else:  # TRL's mean is over sequences, ours over tokens
-        assert wanted_metrics["clip_ratio/region_mean"] > 0.02 and metrics["clip_ratio/region_mean"] > 0.02
+        assert (
+            wanted_metrics["clip_ratio/region_mean"] > 0.02
+            and metrics["clip_ratio/region_mean"] > 0.02
+        )
     if config.loss.delta is not None:
         assert metrics["clip_ratio/delta_mean"] > 0.02

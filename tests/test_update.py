@@ -12,14 +12,14 @@ import torch
 from conftest import VOCAB, samples_of
 
 from bubblespec.config import Config, LossConfig, ModelConfig, OptimConfig, RolloutConfig
+from bubblespec.dist.ranks import Ranks
 from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
 from bubblespec.learn import learner as update
 from bubblespec.learn.learner import Learner
 from bubblespec.learn.losses import policy_loss
 from bubblespec.learn.microbatch import plan_microbatches
 from bubblespec.learn.optimizer import Optimizer
-from bubblespec.ranks.collectives import Ranks
-from bubblespec.samples import Group, Prompt, Samples
+from bubblespec.types import Group, Prompt, Samples
 from tests.reference_step import Response, kl_estimate, log_distributions, minibatch_loss
 
 NUM_PROMPTS, GENERATIONS = 4, 3
@@ -27,8 +27,14 @@ NUM_PROMPTS, GENERATIONS = 4, 3
 
 def make_samples(seed: int = 0, generations: int = GENERATIONS) -> Samples:
     rng = np.random.default_rng(seed)
-    prompts = [Prompt(i, "x", tuple(rng.integers(1, VOCAB, rng.integers(1, 12)).tolist()), {}) for i in range(NUM_PROMPTS)]
-    tokens = [rng.integers(1, VOCAB, rng.integers(1, 20)).astype(np.int32) for _ in range(NUM_PROMPTS * generations)]
+    prompts = [
+        Prompt(i, "x", tuple(rng.integers(1, VOCAB, rng.integers(1, 12)).tolist()), {})
+        for i in range(NUM_PROMPTS)
+    ]
+    tokens = [
+        rng.integers(1, VOCAB, rng.integers(1, 20)).astype(np.int32)
+        for _ in range(NUM_PROMPTS * generations)
+    ]
     logprob = [rng.normal(-3, 0.1, len(t)).astype(np.float32) for t in tokens]
     truncated = np.arange(len(tokens)) % 5 == 2
     groups = [Group(prompt, 0) for prompt in prompts]
@@ -40,7 +46,9 @@ def make_config(max_tokens: int = 64, **loss) -> Config:
         model=ModelConfig(path=""),
         rollout=RolloutConfig(temperature=0.8, max_completion_length=20),
         loss=LossConfig(**loss),
-        optim=OptimConfig(learning_rate=1e-3, max_tokens_per_microbatch=max_tokens, max_grad_norm=0.0),
+        optim=OptimConfig(
+            learning_rate=1e-3, max_tokens_per_microbatch=max_tokens, max_grad_norm=0.0
+        ),
     )
 
 
@@ -52,21 +60,34 @@ def moved(model):
     other = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in other.parameters():
-            parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+            parameter.add_(
+                0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+            )
     return other
 
 
 def make_learner(model, config, reference=None, ranks=None) -> Learner:
     ranks = ranks or Ranks(torch.device("cpu"))
     optimizer = Optimizer(model, config.optim, 10)
-    return Learner(config=config, ranks=ranks, model=model, reference=reference, optimizer=optimizer, kernel="sdpa")
+    return Learner(
+        config=config,
+        ranks=ranks,
+        model=model,
+        reference=reference,
+        optimizer=optimizer,
+        kernel="sdpa",
+    )
 
 
 def gradients(learner: Learner, samples, advantages=ADVANTAGES) -> tuple[list[torch.Tensor], dict]:
-    """The reduced gradient of each update of one step, taken just before it, and the step's metrics."""
+    """The reduced gradient of each update of one step, taken just before it, and the step's
+    metrics."""
     optimizer, seen = learner.optimizer, []
     original = optimizer.step
-    optimizer.step = lambda *arguments: (seen.append(optimizer.flat_grad.clone()), original(*arguments))[1]
+    optimizer.step = lambda *arguments: (
+        seen.append(optimizer.flat_grad.clone()),
+        original(*arguments),
+    )[1]
     return seen, learner.update(samples, advantages, 0)[0]
 
 
@@ -79,11 +100,17 @@ def gradient(model, samples, config, advantages=ADVANTAGES, **options) -> tuple[
 def responses_of(samples: Samples) -> list[Response]:
     """As reference_step.py has them."""
     prompts = [list(samples.prompt_of(i).token_ids) for i in range(len(samples))]
-    return [Response(*r) for r in zip(prompts, [t.tolist() for t in samples.tokens], samples.is_truncated, strict=True)]
+    return [
+        Response(*r)
+        for r in zip(
+            prompts, [t.tolist() for t in samples.tokens], samples.is_truncated, strict=True
+        )
+    ]
 
 
 def oracle(model, samples, config, reference=None) -> tuple[torch.Tensor, float]:
-    """Gradient and loss of one update, on-policy, as reference_step.py has them. Leaves the gradient in the parameters."""
+    """Gradient and loss of one update, on-policy, as reference_step.py has them. Leaves the
+    gradient in the parameters."""
     model.zero_grad()
     loss, _ = minibatch_loss(model, reference, responses_of(samples), ADVANTAGES.tolist(), config)
     loss.backward()
@@ -149,7 +176,10 @@ def test_gradient_does_not_depend_on_the_generators_logprobs(make_model):
         prepare_model(model, 64)
         results.append(gradient(model, samples, make_config()))
     assert torch.equal(results[0][0], results[1][0])
-    assert results[0][1]["sampling/logp_difference/mean"] != results[1][1]["sampling/logp_difference/mean"]
+    assert (
+        results[0][1]["sampling/logp_difference/mean"]
+        != results[1][1]["sampling/logp_difference/mean"]
+    )
 
 
 def test_zero_advantages_are_skipped_without_changing_the_gradient(make_model):
@@ -159,14 +189,17 @@ def test_zero_advantages_are_skipped_without_changing_the_gradient(make_model):
     prepare_model(model, 64)
     prepare_model(tiny, 64)
     skipped, metrics = gradient(model, make_samples(), make_config(), advantages)
-    computed, _ = gradient(tiny, make_samples(), make_config(), np.where(advantages == 0, 1e-300, advantages))
+    computed, _ = gradient(
+        tiny, make_samples(), make_config(), np.where(advantages == 0, 1e-300, advantages)
+    )
     torch.testing.assert_close(skipped, computed, rtol=1e-12, atol=1e-15)
     nothing, metrics = gradient(model, make_samples(), make_config(), np.zeros_like(advantages))
     assert not nothing.any() and metrics["loss"] == 0.0 and "entropy" not in metrics
 
 
 def test_later_iterations_clip_against_the_first(make_model):
-    """With a large learning rate the second iteration's ratios leave the clip range, and its gradient is the clipped one."""
+    """With a large learning rate the second iteration's ratios leave the clip range, and its
+    gradient is the clipped one."""
     model = make_model()
     prepare_model(model, 64)
     config = make_config(num_iterations=3, epsilon_low=0.05, epsilon_high=0.05)
@@ -206,13 +239,15 @@ def test_plan_is_balanced_complete_and_within_its_budget():
 
 
 def test_every_reduction_is_a_span_of_its_own(make_model, monkeypatch):
-    """Two updates train between their reductions: joined, the spans would cover that time too. Each look at the clock takes
-    twice as long as the one before."""
+    """Two updates train between their reductions: joined, the spans would cover that time too. Each
+    look at the clock takes twice as long as the one before."""
     clock = itertools.count()
     monkeypatch.setattr(update, "time", SimpleNamespace(perf_counter=lambda: 2.0 ** next(clock)))
     model = make_model()
     prepare_model(model, 100)
-    metrics, spans = make_learner(model, make_config(num_iterations=2)).update(make_samples(), ADVANTAGES, 0)
+    metrics, spans = make_learner(model, make_config(num_iterations=2)).update(
+        make_samples(), ADVANTAGES, 0
+    )
     assert spans == [("sync", 1.0, 2.0), ("sync", 4.0, 8.0)]
     assert metrics["timing_s/sync"] == (2 - 1) + (8 - 4)
 
@@ -222,12 +257,19 @@ def infinite_loss(*arguments, **options):
     return loss + math.inf, is_clipped
 
 
-NOT_FINITE = ["loss", "gradient", "another rank", "the loss alone", "the loss of another rank alone"]
+NOT_FINITE = [
+    "loss",
+    "gradient",
+    "another rank",
+    "the loss alone",
+    "the loss of another rank alone",
+]
 
 
 @pytest.mark.parametrize("where", NOT_FINITE)
 def test_an_update_that_is_not_finite_changes_nothing(make_model, monkeypatch, where):
-    """Weights and the optimizer's moments are as if the step had not been, and the next one is whole."""
+    """Weights and the optimizer's moments are as if the step had not been, and the next one is
+    whole."""
     runs = []
     for broken in (False, True):
         model, ranks = make_model(), Ranks(torch.device("cpu"))
@@ -252,20 +294,27 @@ def test_an_update_that_is_not_finite_changes_nothing(make_model, monkeypatch, w
             metrics, _ = learner.update(make_samples(), advantages, 0)
             ranks.sum_ = original
             restore()
-            assert metrics["skipped_updates"] == learner.num_skipped_in_a_row == 1 and metrics["learning_rate"] == 0
+            assert (
+                metrics["skipped_updates"] == learner.num_skipped_in_a_row == 1
+                and metrics["learning_rate"] == 0
+            )
             assert math.isfinite(metrics["loss"]) == (where in ("gradient", "another rank"))
             assert math.isfinite(metrics["grad_norm"]) == where.endswith("alone")
             assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
         metrics, _ = learner.update(make_samples(1), ADVANTAGES, 1)
-        assert metrics["skipped_updates"] == learner.num_skipped_in_a_row == 0 and metrics["learning_rate"] > 0
+        assert (
+            metrics["skipped_updates"] == learner.num_skipped_in_a_row == 0
+            and metrics["learning_rate"] > 0
+        )
         assert not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
         runs.append([p.detach() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
 def test_the_first_update_is_on_policy_after_a_restart_too(make_model, monkeypatch):
-    """Its ratio is exactly 1, whatever a forward's rounding is: here each forward is off by more than the one before. Memory runs
-    out in the second; the old policy of the batches done again is then not that of the first attempt."""
+    """Its ratio is exactly 1, whatever a forward's rounding is: here each forward is off by more
+    than the one before. Memory runs out in the second; the old policy of the batches done again is
+    then not that of the first attempt."""
     calls, ratios = itertools.count(), []
     plain_logprobs, plain_ratio = update.response_logprobs, update.importance_ratio
 
@@ -287,7 +336,9 @@ def test_the_first_update_is_on_policy_after_a_restart_too(make_model, monkeypat
     gradient(model, make_samples(), make_config(num_iterations=2))
     num_done = len(ratios) // 2 + 1  # the first attempt's one, and as many in each update
     assert len(ratios) % 2 == 1 and num_done > 4
-    assert all((ratio == 1).all() for ratio in ratios[:num_done]) and not any((ratio == 1).any() for ratio in ratios[num_done:])
+    assert all((ratio == 1).all() for ratio in ratios[:num_done]) and not any(
+        (ratio == 1).any() for ratio in ratios[num_done:]
+    )
 
 
 def test_updates_left_out_are_counted(make_model, monkeypatch):
@@ -308,12 +359,19 @@ def test_updates_left_out_are_counted(make_model, monkeypatch):
 
 
 def plain_metrics(model, reference, samples, config, is_trained: list[bool]) -> dict[str, float]:
-    """From whole-vocabulary log-probabilities, sequence by sequence, over the tokens that are trained on."""
+    """From whole-vocabulary log-probabilities, sequence by sequence, over the tokens that are
+    trained on."""
     entropy, kl, mismatch, responses = [], [], [], responses_of(samples)
     for i in np.flatnonzero(is_trained):
         with torch.no_grad():
-            log_p, log_q = (log_distributions(m, responses[i], config.rollout.temperature) for m in (model, reference))
-        p, q = (values.gather(1, torch.tensor(responses[i].tokens)[:, None])[:, 0] for values in (log_p, log_q))
+            log_p, log_q = (
+                log_distributions(m, responses[i], config.rollout.temperature)
+                for m in (model, reference)
+            )
+        p, q = (
+            values.gather(1, torch.tensor(responses[i].tokens)[:, None])[:, 0]
+            for values in (log_p, log_q)
+        )
         entropy += (-(log_p.exp() * log_p).sum(-1)).tolist()
         kl += kl_estimate(p, q, "k3").tolist()
         mismatch += (p - torch.from_numpy(samples.full_logprob[i])).abs().tolist()
@@ -331,9 +389,14 @@ def test_metrics_of_an_update_are_those_of_the_plain_computation(make_model):
     plain = make_model()
     plain.set_attn_implementation("sdpa")
     reference = moved(plain)
-    samples, config = make_samples(), make_config(loss_type="dapo", kl_coef=0.3, mask_truncated_completions=True)
+    samples, config = (
+        make_samples(),
+        make_config(loss_type="dapo", kl_coef=0.3, mask_truncated_completions=True),
+    )
     # Far off in both directions, and furthest in a masked sample.
-    samples.full_logprob = [values + np.float32((-1) ** i) for i, values in enumerate(samples.full_logprob)]
+    samples.full_logprob = [
+        values + np.float32((-1) ** i) for i, values in enumerate(samples.full_logprob)
+    ]
     samples.full_logprob[2] = samples.full_logprob[2] + np.float32(50)
     assert samples.is_truncated[2]
     wanted = plain_metrics(plain, reference, samples, config, ~samples.is_truncated)
@@ -342,13 +405,20 @@ def test_metrics_of_an_update_are_those_of_the_plain_computation(make_model):
     for model in (packed, packed_reference):
         prepare_model(model, 64)
     _, metrics = gradient(packed, samples, config, reference=packed_reference)
-    wanted |= {"grad_norm": wanted_gradient.square().sum().sqrt().item(), "learning_rate": 1e-3, "skipped_updates": 0}
+    wanted |= {
+        "grad_norm": wanted_gradient.square().sum().sqrt().item(),
+        "learning_rate": 1e-3,
+        "skipped_updates": 0,
+    }
     wanted |= {f"clip_ratio/{which}_mean": 0.0 for which in ("low", "high", "region")}
-    assert {key: value for key, value in metrics.items() if key != "timing_s/sync"} == pytest.approx(wanted, rel=1e-8)
+    assert {
+        key: value for key, value in metrics.items() if key != "timing_s/sync"
+    } == pytest.approx(wanted, rel=1e-8)
 
 
 def test_metrics_of_several_updates_are_means_and_the_largest(make_model):
-    """Losses and norms, before clipping, over the updates; the generator against the old policy, which stays the same."""
+    """Losses and norms, before clipping, over the updates; the generator against the old policy,
+    which stays the same."""
     model = make_model()
     prepare_model(model, 64)
     samples, config = make_samples(), make_config(num_iterations=3, num_minibatches=2)
@@ -365,18 +435,35 @@ def test_metrics_of_several_updates_are_means_and_the_largest(make_model):
     assert metrics["grad_norm"] == pytest.approx(sum(norms) / 6, rel=1e-12)
     assert metrics["loss"] == pytest.approx(sum(losses) / 6, rel=1e-12)
     for key in ("mean", "max"):
-        assert metrics[f"sampling/logp_difference/{key}"] == pytest.approx(wanted[f"sampling/logp_difference/{key}"], rel=1e-8)
+        assert metrics[f"sampling/logp_difference/{key}"] == pytest.approx(
+            wanted[f"sampling/logp_difference/{key}"], rel=1e-8
+        )
 
 
 def test_measurements_are_summed_over_microbatches_and_ranks_but_the_largest_is_the_largest():
-    """Three ranks, of which the last has the largest difference; this one, without a micro-batch, gives zeros."""
-    names = ["loss", "entropy", "low", "high", "delta", "kl", "mismatch", "tokens", "largest_mismatch"]
+    """Three ranks, of which the last has the largest difference; this one, without a micro-batch,
+    gives zeros."""
+    names = [
+        "loss",
+        "entropy",
+        "low",
+        "high",
+        "delta",
+        "kl",
+        "mismatch",
+        "tokens",
+        "largest_mismatch",
+    ]
     others, given = np.arange(18.0).reshape(2, 9), []
-    ranks = SimpleNamespace(gather=lambda array: (given.append(array), np.vstack((array, others)))[1])
+    ranks = SimpleNamespace(
+        gather=lambda array: (given.append(array), np.vstack((array, others)))[1]
+    )
     measured = [torch.arange(9.0, dtype=torch.float64) + shift for shift in (2.0, 0.5)]
     total = update._sum_over_ranks(measured, ranks)
     assert given[0].tolist() == [2 * n + 2.5 for n in range(8)] + [10.0]
-    assert total == dict(zip(names, [2 * n + 2.5 + n + n + 9 for n in range(8)] + [17.0], strict=True))
+    assert total == dict(
+        zip(names, [2 * n + 2.5 + n + n + 9 for n in range(8)] + [17.0], strict=True)
+    )
     assert update._sum_over_ranks([], ranks)["largest_mismatch"] == 17 and not given[1].any()
 
 
@@ -385,15 +472,22 @@ def test_only_samples_with_a_gradient_are_computed(make_model, max_tokens):
     """Neither masked ones nor those of zero advantage are fed to the model, in any forward."""
     model, samples, fed = make_model(), make_samples(), []
     prepare_model(model, 64)
-    model.model.embed_tokens.register_forward_pre_hook(lambda _, inputs: fed.append(inputs[0].numel()))
-    config, advantages = make_config(max_tokens, num_iterations=2, mask_truncated_completions=True), ADVANTAGES.copy()
+    model.model.embed_tokens.register_forward_pre_hook(
+        lambda _, inputs: fed.append(inputs[0].numel())
+    )
+    config, advantages = (
+        make_config(max_tokens, num_iterations=2, mask_truncated_completions=True),
+        ADVANTAGES.copy(),
+    )
     advantages[[0, 7]] = 0.0  # sample 7 is truncated as well
     gradient(model, samples, config, advantages)
     used = [i for i in range(len(samples)) if not samples.is_truncated[i] and advantages[i]]
     assert len(used) == 12 - 1 - 2
     assert max(fed) <= max_tokens
     # Of a response all but the last token are fed.
-    assert sum(fed) == 2 * sum(len(samples.prompt_of(i).token_ids) + len(samples.tokens[i]) - 1 for i in used)
+    assert sum(fed) == 2 * sum(
+        len(samples.prompt_of(i).token_ids) + len(samples.tokens[i]) - 1 for i in used
+    )
 
 
 def test_a_step_without_a_gradient_has_a_loss_and_no_means(make_model):

@@ -1,7 +1,8 @@
-"""Verification of drafts: its output law against exact enumeration, token identity, acceptance rates, and the selection trap.
+"""Verification of drafts: its output law against exact enumeration, token identity, acceptance
+rates, and the selection trap.
 
-The policy is a Markov chain: a table of logits [V, V], by previous token. `decode` generates from it speculatively, many rows
-at once, and asks `verify` for every token. Its law is known exactly.
+The policy is a Markov chain: a table of logits [V, V], by previous token. `decode` generates from
+it speculatively, many rows at once, and asks `verify` for every token. Its law is known exactly.
 """
 
 import numpy as np
@@ -28,7 +29,9 @@ PARAMS = {
 
 
 def random_table(seed: int, size: int = V) -> torch.Tensor:
-    return torch.randn(size, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        size, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 POLICY = random_table(9)
@@ -45,7 +48,8 @@ def keys_of(rows: int, positions: int, seed: int = 0) -> torch.Tensor:
 KEYS = keys_of(ROWS, LIMIT + LONGEST_DRAFT)
 
 
-# Drafters: (previous token, keys, response tokens so far, params), each [rows, ...], to the next draft token [rows].
+# Drafters: (previous token, keys, response tokens so far, params), each [rows, ...], to the next
+# draft token [rows].
 
 
 def sampled_from(table):
@@ -60,22 +64,31 @@ def least_likely(previous, keys, num_generated, params):
 
 
 def uniform(previous, keys, num_generated, params):
-    return sample(torch.zeros(len(previous), V, dtype=torch.float64), keys, num_generated, SamplingParams())[0]
+    return sample(
+        torch.zeros(len(previous), V, dtype=torch.float64), keys, num_generated, SamplingParams()
+    )[0]
 
 
-DRAFTERS = {"same weights": sampled_from(POLICY), "older weights": sampled_from(OLDER), "least likely": least_likely}
+DRAFTERS = {
+    "same weights": sampled_from(POLICY),
+    "older weights": sampled_from(OLDER),
+    "least likely": least_likely,
+}
 DRAFTERS["random"] = uniform
 
 
 def by_clock(draft, num_passes):
     """Lengths that have nothing to do with what the drafts are, none at all among them."""
-    return np.random.Generator(np.random.Philox(key=num_passes)).integers(0, LONGEST_DRAFT + 1, len(draft))
+    return np.random.Generator(np.random.Philox(key=num_passes)).integers(
+        0, LONGEST_DRAFT + 1, len(draft)
+    )
 
 
 def decode(rule, params, drafter, cut=by_clock, limit=LIMIT, keys=KEYS, draft_keys=None):
     """Generate from POLICY speculatively. keys: [rows, at least limit + LONGEST_DRAFT, 4].
 
-    Returns tokens int64 [rows, limit], -1 after the end, and as many logprob, full_logprob, and the share of drafts accepted.
+    Returns tokens int64 [rows, limit], -1 after the end, and as many logprob, full_logprob, and the
+    share of drafts accepted.
     """
     draft_keys = keys if draft_keys is None else draft_keys
     tokens = np.full((len(keys), limit), -1)
@@ -87,7 +100,14 @@ def decode(rule, params, drafter, cut=by_clock, limit=LIMIT, keys=KEYS, draft_ke
         chain = [torch.from_numpy(np.where(length[rows] == 0, START, last))]
         position = torch.from_numpy(length[rows])[:, None] + torch.arange(LONGEST_DRAFT + 1)
         for i in range(LONGEST_DRAFT):
-            chain.append(drafter(chain[-1], draft_keys[torch.from_numpy(rows), position[:, i]], position[:, i], params))
+            chain.append(
+                drafter(
+                    chain[-1],
+                    draft_keys[torch.from_numpy(rows), position[:, i]],
+                    position[:, i],
+                    params,
+                )
+            )
         chain = torch.stack(chain, 1)
         counts = cut(chain[:, 1:].numpy(), num_passes)
         is_fed = torch.arange(LONGEST_DRAFT + 1) <= torch.from_numpy(counts)[:, None]
@@ -101,7 +121,9 @@ def decode(rule, params, drafter, cut=by_clock, limit=LIMIT, keys=KEYS, draft_ke
             rule=rule,
         )
         accepted, token, *both = result
-        gained = num_gained(token, accepted, counts, params.stop_token_ids, limit=limit - length[rows])
+        gained = num_gained(
+            token, accepted, counts, params.stop_token_ids, limit=limit - length[rows]
+        )
         first = np.cumsum(counts + 1) - (counts + 1)
         offset = np.arange(gained.sum()) - np.repeat(np.cumsum(gained) - gained, gained)
         source = np.repeat(first, gained) + offset
@@ -109,13 +131,18 @@ def decode(rule, params, drafter, cut=by_clock, limit=LIMIT, keys=KEYS, draft_ke
         tokens[target] = token[source]
         logprobs[(slice(None), *target)] = np.stack(both)[:, source]
         length[rows] += gained
-        num_passes, num_accepted, num_drafted = num_passes + 1, num_accepted + accepted.sum(), num_drafted + counts.sum()
+        num_passes, num_accepted, num_drafted = (
+            num_passes + 1,
+            num_accepted + accepted.sum(),
+            num_drafted + counts.sum(),
+        )
         rows = rows[(tokens[rows, length[rows] - 1] != STOP) & (length[rows] < limit)]
     return tokens, *logprobs, num_accepted / max(num_drafted, 1)
 
 
 def transition(params: SamplingParams, step: int) -> np.ndarray:
-    """Oracle: probabilities [V, V] of token `step`, by previous token, from transformers' warpers."""
+    """Oracle: probabilities [V, V] of token `step`, by previous token, from transformers'
+    warpers."""
     logits = POLICY.clone()
     if step < params.min_length:
         logits[:, STOP] = float("-inf")
@@ -167,7 +194,8 @@ def assert_law(counts: np.ndarray, law: np.ndarray) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(
-    "setting, drafter", [*(("plain", d) for d in DRAFTERS), *((s, "older weights") for s in PARAMS if s != "plain")]
+    "setting, drafter",
+    [*(("plain", d) for d in DRAFTERS), *((s, "older weights") for s in PARAMS if s != "plain")],
 )
 def test_output_law(rule, setting, drafter):
     params = PARAMS[setting]
@@ -183,13 +211,16 @@ def test_output_law(rule, setting, drafter):
     for step in range(LIMIT):
         rows = np.flatnonzero(tokens[:, step] >= 0)
         pair = previous[rows, step], tokens[rows, step]
-        np.testing.assert_allclose(logprob[rows, step], np.log(transition(params, step)[pair]), atol=1e-10)
+        np.testing.assert_allclose(
+            logprob[rows, step], np.log(transition(params, step)[pair]), atol=1e-10
+        )
         np.testing.assert_allclose(full_logprob[rows, step], untruncated[pair], atol=1e-10)
 
 
 @pytest.mark.parametrize("setting", PARAMS)
 def test_coupled_tokens_are_those_of_plain_sampling(setting):
-    """One by one, whatever the drafts; and drafts by the same weights and noise are never refused."""
+    """One by one, whatever the drafts; and drafts by the same weights and noise are never
+    refused."""
     params = PARAMS[setting]
     rows = 3000
     keys, wanted = KEYS[:rows], np.full((rows, LIMIT), -1)
@@ -209,7 +240,15 @@ def test_without_drafts_it_is_plain_sampling(rule):
     logits, keys = random_table(5, 50), keys_of(1, 50)[0]
     num_generated, empty = torch.arange(50), np.empty(0, np.int64)
     params = SamplingParams(temperature=0.9, top_p=0.9, stop_token_ids=(3,), min_length=10)
-    got = verify(logits, empty, np.zeros(50, np.int64), keys, num_generated=num_generated, params=params, rule=rule)
+    got = verify(
+        logits,
+        empty,
+        np.zeros(50, np.int64),
+        keys,
+        num_generated=num_generated,
+        params=params,
+        rule=rule,
+    )
     if rule == "point_mass":
         assert not np.array_equal(got.token, sample(logits, keys, num_generated, params)[0].numpy())
         keys = keys + torch.tensor([FRESH, 0, 0, 0], dtype=torch.int32)
@@ -217,13 +256,20 @@ def test_without_drafts_it_is_plain_sampling(rule):
     plain = sample(logits, keys, num_generated, params)
     assert all(np.array_equal(a, b.numpy()) for a, b in zip(got[1:], plain, strict=True))
     nothing = verify(
-        logits[:0], empty, np.zeros(0, np.int64), keys[:0], num_generated=num_generated[:0], params=params, rule=rule
+        logits[:0],
+        empty,
+        np.zeros(0, np.int64),
+        keys[:0],
+        num_generated=num_generated[:0],
+        params=params,
+        rule=rule,
     )
     assert [len(t) for t in nothing] == [0] * 4
 
 
 def test_tokens_gained():
-    """Rows: plain; stop token accepted, draft going on; stop after the refusal; stop comes next; limit; both; an empty draft."""
+    """Rows: plain; stop token accepted, draft going on; stop after the refusal; stop comes next;
+    limit; both; an empty draft."""
     rows = [  # tokens at the n + 1 positions, accepted, limit, tokens gained
         ([4, 5, 6, 7], 3, 10, 4),
         ([4, 9, 6, 7], 3, 10, 2),
@@ -240,8 +286,13 @@ def test_tokens_gained():
     counts = np.array([len(r[0]) - 1 for r in rows])
     accepted, limit, wanted = (np.array([r[i] for r in rows]) for i in (1, 2, 3))
     assert num_gained(token, accepted, counts, (8, 9), limit=limit).tolist() == wanted.tolist()
-    assert num_gained(token, accepted, counts, (), limit=limit).tolist() == np.minimum(accepted + 1, limit).tolist()
-    assert num_gained(*(np.zeros(0, np.int64),) * 3, (9,), limit=np.zeros(0, np.int64)).tolist() == []
+    assert (
+        num_gained(token, accepted, counts, (), limit=limit).tolist()
+        == np.minimum(accepted + 1, limit).tolist()
+    )
+    assert (
+        num_gained(*(np.zeros(0, np.int64),) * 3, (9,), limit=np.zeros(0, np.int64)).tolist() == []
+    )
 
 
 def finished_only(draft, num_passes):
@@ -264,8 +315,8 @@ def test_selection_trap():
 @pytest.mark.parametrize("distance", [0.05, 0.5, 2.0])
 @pytest.mark.parametrize("rule", RULES)
 def test_acceptance_rates(rule, distance):
-    """Against exact values. Gumbel-max picks token i for p and q at once with chance 1 / sum_j max(p_j / p_i, q_j / q_i):
-    i wins the race of exponential clocks of rates p and of rates q."""
+    """Against exact values. Gumbel-max picks token i for p and q at once with chance 1 / sum_j
+    max(p_j / p_i, q_j / q_i): i wins the race of exponential clocks of rates p and of rates q."""
     count = 10_000
     keys = keys_of(count, 2, seed=3)
     for seed in range(3):
@@ -294,7 +345,8 @@ def test_acceptance_rates(rule, distance):
 
 
 def random_ragged(rows: int, vocab: int, dtype=torch.float64):
-    """Arguments of `verify`: 1 in 4 rows without a draft, the others with up to 6 tokens, drafted by nearby logits."""
+    """Arguments of `verify`: 1 in 4 rows without a draft, the others with up to 6 tokens, drafted
+    by nearby logits."""
     generator = np.random.Generator(np.random.Philox(key=9))
     counts = generator.integers(0, 7, rows) * (generator.random(rows) < 0.75)
     total = counts.sum() + rows
@@ -302,7 +354,9 @@ def random_ragged(rows: int, vocab: int, dtype=torch.float64):
     keys = keys_of(1, total, seed=4)[0]
     num_generated = torch.from_numpy(generator.integers(0, 9, total))
     drafted = torch.from_numpy(np.delete(np.arange(total), np.cumsum(counts + 1) - 1))
-    older = logits[drafted] + 0.3 * torch.from_numpy(generator.normal(size=(len(drafted), vocab))).to(dtype)
+    older = logits[drafted] + 0.3 * torch.from_numpy(
+        generator.normal(size=(len(drafted), vocab))
+    ).to(dtype)
     params = SamplingParams(top_p=0.95, stop_token_ids=(2,), min_length=4)
     draft = sample(older, keys[drafted], num_generated[drafted], params)[0].numpy()
     return logits, draft, counts, keys, num_generated, params
@@ -310,21 +364,31 @@ def random_ragged(rows: int, vocab: int, dtype=torch.float64):
 
 def assert_same(got, wanted) -> None:
     assert np.array_equal(got[0], wanted[0]) and np.array_equal(got[1], wanted[1])
-    torch.testing.assert_close(tuple(map(torch.from_numpy, got[2:])), tuple(map(torch.from_numpy, wanted[2:])))
+    torch.testing.assert_close(
+        tuple(map(torch.from_numpy, got[2:])), tuple(map(torch.from_numpy, wanted[2:]))
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("rule", RULES)
 def test_a_ragged_batch_is_its_rows_one_by_one(rule, dtype):
     logits, draft, counts, keys, num_generated, params = random_ragged(60, 20, dtype)
-    batch = verify(logits, draft, counts, keys, num_generated=num_generated, params=params, rule=rule)
+    batch = verify(
+        logits, draft, counts, keys, num_generated=num_generated, params=params, rule=rule
+    )
     assert set(np.unique(batch.accepted)) >= {0, 1, 2} and (batch.accepted <= counts).all()
     assert torch.from_numpy(batch.logprob).dtype == dtype
     singles, at, drafted = [], 0, 0
     for n in counts:
         whole, own = slice(at, at + n + 1), slice(drafted, drafted + n)
         row = verify(
-            logits[whole], draft[own], np.array([n]), keys[whole], num_generated=num_generated[whole], params=params, rule=rule
+            logits[whole],
+            draft[own],
+            np.array([n]),
+            keys[whole],
+            num_generated=num_generated[whole],
+            params=params,
+            rule=rule,
         )
         accepted = row.accepted.item()
         assert row.token[:accepted].tolist() == draft[own][:accepted].tolist()
@@ -353,8 +417,18 @@ def test_parts_of_a_stream_are_independent():
 def test_arguments_that_cannot_be_verified():
     logits, draft, counts, keys, num_generated, params = random_ragged(5, 20)
     with pytest.raises(ValueError, match="'rejection' is none of"):
-        verify(logits, draft, counts, keys, num_generated=num_generated, params=params, rule="rejection")
+        verify(
+            logits,
+            draft,
+            counts,
+            keys,
+            num_generated=num_generated,
+            params=params,
+            rule="rejection",
+        )
     with pytest.raises(ValueError, match="do not fit"):
         verify(logits, draft[:-1], counts, keys, num_generated=num_generated, params=params)
     with pytest.raises(ValueError, match="do not fit"):
-        verify(logits[:-1], draft, counts, keys[:-1], num_generated=num_generated[:-1], params=params)
+        verify(
+            logits[:-1], draft, counts, keys[:-1], num_generated=num_generated[:-1], params=params
+        )

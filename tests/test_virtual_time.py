@@ -8,20 +8,20 @@ import pytest
 import torch
 from conftest import make_rows
 
-from bubblespec.engine.generator import Generator
+from bubblespec.dist.progress import LINGER_S, RankState
+from bubblespec.dist.ranks import Ranks
+from bubblespec.draft.proposer import make_proposer
+from bubblespec.draft.suffix import History
+from bubblespec.draft.windows import CostModel
+from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.ranks.collectives import Ranks
-from bubblespec.ranks.progress import LINGER_S, RankState
 from bubblespec.records import Load
-from bubblespec.samples import Draft, Row, SampleId
 from bubblespec.simulate.drafting import STOP
 from bubblespec.simulate.runner import ProposalTime, SimulatedGenerator, SimulatedRunner
 from bubblespec.simulate.world import SimulatedBoard, SimulatedRanks, World
-from bubblespec.speculate.proposer import make_proposer
-from bubblespec.speculate.suffix import History
-from bubblespec.speculate.windows import CostModel
+from bubblespec.types import Draft, Row, SampleId
 from tests.simulated import LinearCost, make_workload, run_to_end
 
 
@@ -32,7 +32,11 @@ def test_a_meeting_ends_for_all_when_the_last_has_come():
         ranks = SimulatedRanks(world, rank)
         ranks.clock.sleep([3.0, 1.0, 7.0][rank])
         gathered = ranks.gather(np.array([10 * rank]))
-        ends[rank] = (world.now[rank], gathered.ravel().tolist(), [len(a) for a in ranks.gather_ragged(np.zeros(rank))])
+        ends[rank] = (
+            world.now[rank],
+            gathered.ravel().tolist(),
+            [len(a) for a in ranks.gather_ragged(np.zeros(rank))],
+        )
         ranks.meet()
 
     world.run(work)
@@ -73,7 +77,8 @@ def test_a_tick_is_complete_after_the_last_post_and_wakes_who_waits():
 
 
 def test_the_earliest_rank_goes_first_whatever_threads_do():
-    """A rank sees a tick as complete from the time on that it is, though the other thread has run ahead to post it."""
+    """A rank sees a tick as complete from the time on that it is, though the other thread has run
+    ahead to post it."""
     world, complete = World(2, tick_s=0.0, post_s=0.0), []
 
     def work(rank: int) -> None:
@@ -107,7 +112,8 @@ def test_an_error_in_one_rank_ends_all():
 
 
 def test_ranks_that_share_cores_are_slower():
-    """Three forwards on two cores, begun at 0: the third finds both cores busy. One begun when all are over does not."""
+    """Three forwards on two cores, begun at 0: the third finds both cores busy. One begun when all
+    are over does not."""
     world, ends = World(3, cores=2), {}
 
     def work(rank: int) -> None:
@@ -131,29 +137,40 @@ def test_a_run_without_the_simulator_reads_the_real_clock():
 
 
 def rows_to_generate() -> list[Row]:
-    prompts = {uid: tuple((7 * uid + 3 * i) % 90 + 1 for i in range(5 + 6 * uid)) for uid in range(5)}
-    return [Row(SampleId(uid, 3, sample), prompt, 12 + 9 * uid) for uid, prompt in prompts.items() for sample in range(3)]
+    prompts = {
+        uid: tuple((7 * uid + 3 * i) % 90 + 1 for i in range(5 + 6 * uid)) for uid in range(5)
+    }
+    return [
+        Row(SampleId(uid, 3, sample), prompt, 12 + 9 * uid)
+        for uid, prompt in prompts.items()
+        for sample in range(3)
+    ]
 
 
-@pytest.mark.parametrize(("slots", "budget", "window"), [(6, 16, None), (15, 2048, None), (4, 9, 3), (15, 64, 5)])
+@pytest.mark.parametrize(
+    ("slots", "budget", "window"), [(6, 16, None), (15, 2048, None), (4, 9, 3), (15, 64, 5)]
+)
 def test_forwards_are_those_of_the_real_engine(make_model, slots, budget, window):
-    """The real engine generates; the simulated one is told the texts, and makes the same forwards: rows, tokens, positions,
-    prompts and drafts of each, with shared prefills, chunks, a queue, and windows of suffix matches."""
+    """The real engine generates; the simulated one is told the texts, and makes the same forwards:
+    rows, tokens, positions, prompts and drafts of each, with shared prefills, chunks, a queue, and
+    windows of suffix matches."""
     model = make_model()
     prepare_model(model, 128)
     params = SamplingParams(0.8, stop_token_ids=tuple(range(6)))  # stops come soon enough
 
     drafts = {}
     if window is not None:  # what the model says, with every fifth token replaced
-        for row in Generator(ModelRunner(model, 15, 128, seed=5)).run(rows_to_generate(), params):
+        for row in Engine(ModelRunner(model, 15, 128, seed=5)).run(rows_to_generate(), params):
             tokens = row.tokens.copy()
             tokens[4::5] = (tokens[4::5] + 1) % 90 + 6
             drafts[row.id] = Draft(tokens, True, 2)
 
-    def loads_of(engine: Generator, rows: list[Row]) -> tuple[list[Load], dict]:
+    def loads_of(engine: Engine, rows: list[Row]) -> tuple[list[Load], dict]:
         if window is None:
             return run_to_end(engine, rows, params), {}
-        proposer = make_proposer("bubble+suffix", History(0), CostModel(), has_drafts=True, fixed_window=window)
+        proposer = make_proposer(
+            "bubble+suffix", History(0), CostModel(), has_drafts=True, fixed_window=window
+        )
         proposer.begin()
         for row in rows:
             proposer.track(row, drafts[row.id], 3)
@@ -162,7 +179,7 @@ def test_forwards_are_those_of_the_real_engine(make_model, slots, budget, window
         return loads, counts | arrays | {"looked_up_rows": proposer.take_spent()[1]}
 
     real = rows_to_generate()
-    wanted = loads_of(Generator(ModelRunner(model, slots, 128, seed=5, max_batch_tokens=budget)), real)
+    wanted = loads_of(Engine(ModelRunner(model, slots, 128, seed=5, max_batch_tokens=budget)), real)
     texts = {row.id: row.tokens for row in real}
     known, cost = rows_to_generate(), LinearCost()
     world, text = World(1, cores=1), lambda row, so_far: texts[row.id]
@@ -182,8 +199,12 @@ def test_skipped_forwards_are_the_same_forwards(slots):
         cost, workload = LinearCost(), make_workload()
         world = World(1, cores)
         text = lambda row, _: workload.response(workload.step_of(row.id), row.id.uid, row.id.sample)  # noqa: E731
-        engine = SimulatedGenerator(SimulatedRunner(world, 0, slots, 340, max_batch_tokens=64, cost=cost, text=text))
-        rows = engine.run(make_rows(workload.launch(1).groups, 4, 300), SamplingParams(stop_token_ids=(STOP,)))
+        engine = SimulatedGenerator(
+            SimulatedRunner(world, 0, slots, 340, max_batch_tokens=64, cost=cost, text=text)
+        )
+        rows = engine.run(
+            make_rows(workload.launch(1).groups, 4, 300), SamplingParams(stop_token_ids=(STOP,))
+        )
         return cost.loads, world.now, engine.num_forwards, [row.tokens.tolist() for row in rows]
 
     skipping, one_by_one = run_all(None), run_all(1)
@@ -194,8 +215,12 @@ def test_looking_for_proposals_takes_virtual_time():
     """For the rows that are tracked and have room: the others are not looked at."""
     world = World(1)
     clock = SimulatedRanks(world, 0).clock
-    proposer = make_proposer("suffix", History(0), CostModel(), has_drafts=False, fixed_window=4, clock=clock)
-    proposer.sources.insert(0, ProposalTime(SimpleNamespace(propose_seconds=lambda n: 0.5 + 0.25 * n), clock))
+    proposer = make_proposer(
+        "suffix", History(0), CostModel(), has_drafts=False, fixed_window=4, clock=clock
+    )
+    proposer.sources.insert(
+        0, ProposalTime(SimpleNamespace(propose_seconds=lambda n: 0.5 + 0.25 * n), clock)
+    )
     proposer.begin()
     rows = [Row(SampleId(1, 0, sample), (1, 2), 50) for sample in range(5)]
     for row in rows[:4]:

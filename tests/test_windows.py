@@ -1,11 +1,12 @@
-"""Window planning: the cost fit against known costs, survival against known chances, windows against exhaustive search."""
+"""Window planning: the cost fit against known costs, survival against known chances, windows
+against exhaustive search."""
 
 import itertools
 
 import numpy as np
 import pytest
 
-from bubblespec.speculate.windows import WINDOWS, CostModel, Survival, choose_windows, match_bucket
+from bubblespec.draft.windows import WINDOWS, CostModel, Survival, choose_windows, match_bucket
 
 
 def known_cost(a=3e-3, b=5e-5, c=8e-5, d=6e-5, e=5e-7) -> CostModel:
@@ -30,7 +31,13 @@ def test_cost_fit_recovers_known_costs_through_noise():
     for _ in range(300):
         load = some_load(rng)
         cost.observe(*load, truth.seconds(*load) * rng.uniform(0.9, 1.1))
-    for load in ((1, 1, 0, 50), (1, 32, 1, 90), (8, 8, 0, 2000), (32, 128, 20, 4000), (64, 64, 0, 9000)):
+    for load in (
+        (1, 1, 0, 50),
+        (1, 32, 1, 90),
+        (8, 8, 0, 2000),
+        (32, 128, 20, 4000),
+        (64, 64, 0, 9000),
+    ):
         assert cost.seconds(*load) == pytest.approx(truth.seconds(*load), rel=0.08)
 
 
@@ -42,7 +49,9 @@ def test_cost_fit_follows_a_change_and_leaves_interruptions_out():
             load = some_load(rng)
             seconds = truth.seconds(*load)
             cost.observe(*load, seconds if rng.random() < 0.98 else 50 * seconds)
-        assert cost.seconds(16, 60, 10, 2000) == pytest.approx(truth.seconds(16, 60, 10, 2000), rel=0.1)
+        assert cost.seconds(16, 60, 10, 2000) == pytest.approx(
+            truth.seconds(16, 60, 10, 2000), rel=0.1
+        )
     assert (cost.coefficients >= 0).all()
 
 
@@ -56,7 +65,8 @@ def test_five_times_slower_is_an_interruption(times, is_counted):
 
 
 def test_a_slow_machine_is_learnt_without_a_profile():
-    """No forward is then like what is expected of an unknown machine; interruptions are left out all the same."""
+    """No forward is then like what is expected of an unknown machine; interruptions are left out
+    all the same."""
     truth, cost, rng = known_cost(0.1, 2e-3, 3e-3, 0.0, 1e-6), CostModel(), np.random.default_rng(0)
     for number in range(200):
         rows = int(rng.integers(1, 65))
@@ -68,7 +78,9 @@ def test_a_slow_machine_is_learnt_without_a_profile():
 def test_costs_are_worked_out_only_when_somebody_asks(monkeypatch):
     """Plain decoding observes every forward, and never asks."""
     cost, fits, fit = CostModel(refresh=20), [], CostModel.fit
-    monkeypatch.setattr(CostModel, "fit", lambda cost: fits.append(len(cost._observed)) or fit(cost))
+    monkeypatch.setattr(
+        CostModel, "fit", lambda cost: fits.append(len(cost._observed)) or fit(cost)
+    )
     for _ in range(50):
         cost.observe(4, 4, 0, 100, 2e-3)
     assert fits == []
@@ -94,7 +106,9 @@ def test_survival_converges_to_the_chance(chance):
 def rate(windows, survival, cost):
     gained = sum(sum(s**i for i in range(1, w + 1)) for w, s in zip(windows, survival, strict=True))
     rows = len(windows)
-    return (rows + gained) / cost.seconds(rows, rows + sum(windows), sum(w > 0 for w in windows), 100)
+    return (rows + gained) / cost.seconds(
+        rows, rows + sum(windows), sum(w > 0 for w in windows), 100
+    )
 
 
 def test_survival_drifts_back_to_the_prior_by_the_share_given():
@@ -111,7 +125,11 @@ def test_what_was_seen_elsewhere_counts_until_something_is_seen_here():
     there.observe(("self", 1), 8, 2)
     here.adopt(there)
     assert here.estimate(("own", 1), 0.5) == pytest.approx((4 + 8 * 0.5) / (4 + 8))
-    assert here.estimate(("self", 1), 0.5) == there.estimate(("self", 1), 0.5) == pytest.approx((2 + 8 * 0.5) / (3 + 8))
+    assert (
+        here.estimate(("self", 1), 0.5)
+        == there.estimate(("self", 1), 0.5)
+        == pytest.approx((2 + 8 * 0.5) / (3 + 8))
+    )
     here.observe(("self", 1), 5, 5)
     assert here.estimate(("self", 1), 0.5) > there.estimate(("self", 1), 0.5)
 
@@ -133,19 +151,25 @@ def ladders(available):
 
 
 def test_windows_are_nearly_the_best_with_a_price_of_wide_rows():
-    """Greedy is no longer optimal then: it must come within 3% of the best of all combinations, and 0.5% on average."""
+    """Greedy is no longer optimal then: it must come within 3% of the best of all combinations, and
+    0.5% on average."""
     lost = []
     for seed in range(40):
         rng = np.random.default_rng(seed)
         survival, available = rng.uniform(0.05, 0.99, 3), rng.integers(0, 9, 3)
         cost = known_cost(a=rng.uniform(1e-4, 1e-3), d=rng.uniform(0, 4e-4))
         chosen, _ = choose_windows(survival, available, cost, 100, budget=100)
-        lost.append(1 - rate(chosen, survival, cost) / max(rate(w, survival, cost) for w in ladders(available)))
+        lost.append(
+            1
+            - rate(chosen, survival, cost)
+            / max(rate(w, survival, cost) for w in ladders(available))
+        )
     assert max(lost) < 0.03 and np.mean(lost) < 0.005
 
 
 def test_windows_turn_off_where_they_do_not_pay():
-    """Poor drafts, a large batch at which every token costs what it brings, and proposals that take longer than they save."""
+    """Poor drafts, a large batch at which every token costs what it brings, and proposals that take
+    longer than they save."""
     good, poor = np.full(64, 0.9), np.full(64, 0.02)
     plenty = np.full(64, 32)
     assert not choose_windows(poor, plenty, known_cost(), 0, budget=4096)[0].any()
@@ -158,7 +182,9 @@ def test_windows_turn_off_where_they_do_not_pay():
 
 
 def test_windows_respect_the_budget_and_prefer_the_better_row():
-    windows, _ = choose_windows(np.array([0.99, 0.6]), np.array([64, 64]), known_cost(c=1e-6), 0, budget=20)
+    windows, _ = choose_windows(
+        np.array([0.99, 0.6]), np.array([64, 64]), known_cost(c=1e-6), 0, budget=20
+    )
     assert windows.sum() <= 20 and windows[0] > windows[1]
     assert not choose_windows(np.array([0.9]), np.array([0]), known_cost(), 0, budget=100)[0].any()
 

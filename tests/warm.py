@@ -1,7 +1,9 @@
-"""Warm processes: forks of one that has imported everything, so that they start in milliseconds, not after seconds of imports.
+"""Warm processes: forks of one that has imported everything, so that they start in milliseconds,
+not after seconds of imports.
 
-A fork is a process of its own in all that tests look at (memory, signals, files, its end), but for two things: it shares the hash
-seed of its siblings, and no torchrun stands above it. Runs under the real launcher are in test_faults.py and test_nodes.py.
+A fork is a process of its own in all that tests look at (memory, signals, files, its end), but for
+two things: it shares the hash seed of its siblings, and no torchrun stands above it. Runs under the
+real launcher are in test_faults.py and test_nodes.py.
 """
 
 import atexit
@@ -20,7 +22,12 @@ from multiprocessing.process import BaseProcess
 import torch.distributed as dist
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+SINGLE_THREADED = {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
 TIMEOUT_S = 300.0  # a hang guard
 
 _context = multiprocessing.get_context("forkserver")
@@ -41,9 +48,11 @@ def _received(passed) -> _File:
     return _File(passed.detach())
 
 
-def start(target: Callable, *arguments, stdout: int = 1, stderr: int = 2, **environment: str | None) -> BaseProcess:
-    """Start target(*arguments) in a process with this one's environment but for `environment`, where None unsets a variable.
-    stdout, stderr: descriptors that it writes to."""
+def start(
+    target: Callable, *arguments, stdout: int = 1, stderr: int = 2, **environment: str | None
+) -> BaseProcess:
+    """Start target(*arguments) in a process with this one's environment but for `environment`,
+    where None unsets a variable. stdout, stderr: descriptors that it writes to."""
     before = os.environ.get("PYTHONPATH")
     os.environ.update(SINGLE_THREADED, PYTHONPATH=ROOT)
     try:
@@ -53,14 +62,20 @@ def start(target: Callable, *arguments, stdout: int = 1, stderr: int = 2, **envi
             del os.environ["PYTHONPATH"]
         else:
             os.environ["PYTHONPATH"] = before
-    variables = {name: value for name, value in {**os.environ, **environment}.items() if value is not None}
-    process = _context.Process(target=_begin, args=(_File(stdout), _File(stderr), variables, target, arguments))
+    variables = {
+        name: value for name, value in {**os.environ, **environment}.items() if value is not None
+    }
+    process = _context.Process(
+        target=_begin, args=(_File(stdout), _File(stderr), variables, target, arguments)
+    )
     process.daemon = True
     process.start()
     return process
 
 
-def _begin(stdout: _File, stderr: _File, variables: dict[str, str], target: Callable, arguments: tuple) -> None:
+def _begin(
+    stdout: _File, stderr: _File, variables: dict[str, str], target: Callable, arguments: tuple
+) -> None:
     for number, file in ((1, stdout), (2, stderr)):
         os.dup2(file.number, number)
         os.close(file.number)
@@ -97,8 +112,9 @@ def launch(
     folder: str = ROOT,
     **environment: str | None,
 ) -> subprocess.CompletedProcess:
-    """Run `python *arguments` to its end on `ranks` ranks as torchrun starts them, or, with 0, as one process that knows of none.
-    As soon as a rank fails, the others are ended. Raises TimeoutExpired."""
+    """Run `python *arguments` to its end on `ranks` ranks as torchrun starts them, or, with 0, as
+    one process that knows of none. As soon as a rank fails, the others are ended. Raises
+    TimeoutExpired."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if ranks else None
     processes, deadline = [], time.monotonic() + TIMEOUT_S
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as error:
@@ -112,8 +128,17 @@ def launch(
             for rank in range(max(ranks, 1)):
                 place = {}
                 if ranks:
-                    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-                    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+                    place = {
+                        "RANK": rank,
+                        "LOCAL_RANK": rank,
+                        "WORLD_SIZE": ranks,
+                        "LOCAL_WORLD_SIZE": ranks,
+                    }
+                    place |= {
+                        "MASTER_ADDR": "127.0.0.1",
+                        "MASTER_PORT": store.port,
+                        "TORCHELASTIC_USE_AGENT_STORE": True,
+                    }
                 variables = {**{name: str(value) for name, value in place.items()}, **environment}
                 files = {"stdout": out.fileno(), "stderr": error.fileno()}
                 processes.append(start(_python, arguments, str(folder), **files, **variables))
@@ -135,6 +160,8 @@ def launch(
         return end(next((process.exitcode for process in processes if process.exitcode), 0))
 
 
-def python(*arguments: str, folder: str = ROOT, **environment: str | None) -> subprocess.CompletedProcess:
+def python(
+    *arguments: str, folder: str = ROOT, **environment: str | None
+) -> subprocess.CompletedProcess:
     """Run `python *arguments` to its end."""
     return launch(0, list(arguments), folder, **environment)

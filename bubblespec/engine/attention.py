@@ -1,10 +1,12 @@
-"""Attention over packed tokens: one function registered with transformers, for all models that use its attention interface.
+"""Attention over packed tokens: one function registered with transformers, for all models that use
+its attention interface.
 
-`bubblespec_attention` receives the packing as an extra keyword of the model's forward. SDPA is the reference on every device;
-`varlen` (torch) and `flash_attn` (the package) are CUDA kernels for the same contract, each checked by a parity test.
+`bubblespec_attention` receives the packing as an extra keyword of the model's forward. SDPA is the
+reference on every device; `varlen` (torch) and `flash_attn` (the package) are CUDA kernels for the
+same contract, each checked by a parity test.
 
-Shape legend: N packed tokens, R rows, Q padded new tokens of a row, L attended positions, H query heads, K key/value heads,
-G = H / K, D head dimension.
+Shape legend: N packed tokens, R rows, Q padded new tokens of a row, L attended positions, H query
+heads, K key/value heads, G = H / K, D head dimension.
 """
 
 import functools
@@ -25,14 +27,26 @@ HALF = (torch.bfloat16, torch.float16)  # what the CUDA kernels compute in
 LARGEST_HEAD = 256  # of the CUDA kernels
 NAME = "bubblespec"  # a name with "flash" in it would make transformers look for that package
 RECORDER = "bubblespec_recorder"
-_IGNORED = {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "is_causal", "dropout"}
+_IGNORED = {
+    "position_ids",
+    "cache_position",
+    "use_cache",
+    "output_attentions",
+    "output_hidden_states",
+    "is_causal",
+    "dropout",
+}
 
 
 def choose_kernel(
-    requested: str, device: torch.device, dtype: torch.dtype, head_sizes: frozenset[tuple[int, int]] = frozenset()
+    requested: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_sizes: frozenset[tuple[int, int]] = frozenset(),
 ) -> str:
-    """Resolve `auto`: SDPA on CPU and for a `dtype` or `head_sizes` (see `prepare_model`) that the CUDA kernels do not support,
-    else flash_attn if importable, else torch's kernel if torch is new enough. Raises ValueError for an impossible request."""
+    """Resolve `auto`: SDPA on CPU and for a `dtype` or `head_sizes` (see `prepare_model`) that the
+    CUDA kernels do not support, else flash_attn if importable, else torch's kernel if torch is new
+    enough. Raises ValueError for an impossible request."""
     unfit = sorted((key, value) for key, value in head_sizes if key != value or key > LARGEST_HEAD)
     if requested == "auto":
         if device.type != "cuda" or dtype not in HALF or unfit:
@@ -41,18 +55,26 @@ def choose_kernel(
             return "flash_attn"
         return "varlen" if _has_varlen() else "sdpa"
     if requested != "sdpa" and device.type != "cuda":
-        raise ValueError(f"model.attention: {requested} runs on CUDA only; on {device.type} use sdpa")
+        raise ValueError(
+            f"model.attention: {requested} runs on CUDA only; on {device.type} use sdpa"
+        )
     if requested != "sdpa" and dtype not in HALF:
-        raise ValueError(f"model.attention: {requested} computes in bfloat16; for {str(dtype).partition('.')[2]} use sdpa")
+        raise ValueError(
+            f"model.attention: {requested} computes in bfloat16; for {str(dtype).partition('.')[2]} use sdpa"
+        )
     if requested != "sdpa" and unfit:
         raise ValueError(
             f"model.attention: {requested} takes heads of one size up to {LARGEST_HEAD}; this model's query and key heads have "
             f"{unfit[0][0]} and its value heads {unfit[0][1]}; use sdpa"
         )
     if requested == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
-        raise ValueError("model.attention: flash_attn is not installed (see requirements-flash.txt); use varlen or sdpa")
+        raise ValueError(
+            "model.attention: flash_attn is not installed (see requirements-flash.txt); use varlen or sdpa"
+        )
     if requested == "varlen" and not _has_varlen():
-        raise ValueError(f"model.attention: varlen needs torch 2.12 or newer, this is {torch.__version__}; use sdpa")
+        raise ValueError(
+            f"model.attention: varlen needs torch 2.12 or newer, this is {torch.__version__}; use sdpa"
+        )
     return requested
 
 
@@ -78,10 +100,15 @@ def bubblespec_attention(
     kernel: str = "sdpa",
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """query: [1, H, N, D]; key, value: [1, K, N, D]. Returns [1, N, H, D], contiguous: models take a view of it."""
+    """query: [1, H, N, D]; key, value: [1, K, N, D]. Returns [1, N, H, D], contiguous: models take
+    a view of it."""
     unknown = {name for name, given in kwargs.items() if given is not None and name not in _IGNORED}
     if unknown or attention_mask is not None:
-        what = f"the attention arguments {sorted(unknown)}" if unknown else "an attention mask of its own"
+        what = (
+            f"the attention arguments {sorted(unknown)}"
+            if unknown
+            else "an attention mask of its own"
+        )
         raise ValueError(f"this model passes {what}, which the generation engine does not support")
     if packing is None:
         raise ValueError(
@@ -93,13 +120,24 @@ def bubblespec_attention(
     if isinstance(packing, UnrolledPacking):
         out = packing.attend(query, key, value, scaling=scaling)
     elif isinstance(packing, SequencePacking):
-        attend = {"sdpa": _sequences_sdpa, "varlen": _sequences_varlen, "flash_attn": _sequences_flash}[kernel]
+        attend = {
+            "sdpa": _sequences_sdpa,
+            "varlen": _sequences_varlen,
+            "flash_attn": _sequences_flash,
+        }[kernel]
         out = attend(packing, query, key, value, scaling=scaling, window=sliding_window)
     else:
         packing.cache.write(module.layer_idx, packing.slot, packing.position, key, value)
-        cached_key, cached_value = packing.cache.keys[module.layer_idx], packing.cache.values[module.layer_idx]
-        attend = {"sdpa": _cached_sdpa, "varlen": _cached_varlen, "flash_attn": _cached_flash}[kernel]
-        out = attend(packing, query, cached_key, cached_value, scaling=scaling, window=sliding_window)
+        cached_key, cached_value = (
+            packing.cache.keys[module.layer_idx],
+            packing.cache.values[module.layer_idx],
+        )
+        attend = {"sdpa": _cached_sdpa, "varlen": _cached_varlen, "flash_attn": _cached_flash}[
+            kernel
+        ]
+        out = attend(
+            packing, query, cached_key, cached_value, scaling=scaling, window=sliding_window
+        )
     return out[None].contiguous(), None
 
 
@@ -113,22 +151,34 @@ class LayerMask(NamedTuple):
     window: int | None
     """The sliding window passed to its attention function."""
     shows: Callable | None
-    """Its mask as transformers defines it, a function of the row, the head and the positions of query and key; None if it is
-    causal, or made by the model itself."""
+    """Its mask as transformers defines it, a function of the row, the head and the positions of
+    query and key; None if it is causal, or made by the model itself."""
 
 
 def record_masks(model: torch.nn.Module, tokens: torch.Tensor) -> list[LayerMask]:
-    """The mask of each attention call in the model's own forward of tokens [T]. The model keeps the recording attention."""
+    """The mask of each attention call in the model's own forward of tokens [T]. The model keeps the
+    recording attention."""
     made, seen = [], []
 
     def make_mask(*args, mask_function, **kwargs) -> torch.Tensor:
-        made.append((sdpa_mask(*args, mask_function=mask_function, **{**kwargs, "allow_is_causal_skip": False}), mask_function))
+        made.append(
+            (
+                sdpa_mask(
+                    *args, mask_function=mask_function, **{**kwargs, "allow_is_causal_skip": False}
+                ),
+                mask_function,
+            )
+        )
         return made[-1][0]
 
-    def attend(module, query, key, value, attention_mask, sliding_window=None, **kwargs) -> tuple[torch.Tensor, None]:
+    def attend(
+        module, query, key, value, attention_mask, sliding_window=None, **kwargs
+    ) -> tuple[torch.Tensor, None]:
         shows = next((function for mask, function in made if mask is attention_mask), None)
         seen.append(LayerMask(module.layer_idx, sliding_window, shows))
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None  # the result is not used
+        return query.new_zeros(
+            1, query.shape[2], query.shape[1], value.shape[-1]
+        ), None  # the result is not used
 
     AttentionInterface.register(RECORDER, attend)
     AttentionMaskInterface.register(RECORDER, make_mask)
@@ -137,19 +187,39 @@ def record_masks(model: torch.nn.Module, tokens: torch.Tensor) -> list[LayerMask
     return seen
 
 
-def _cached_sdpa(packing: CachePacking, query, cached_key, cached_value, *, scaling, window) -> torch.Tensor:
+def _cached_sdpa(
+    packing: CachePacking, query, cached_key, cached_value, *, scaling, window
+) -> torch.Tensor:
     padding = packing.padding
     if padding is not None:
         query = query.index_select(0, padding[0])
     options = {"scaling": scaling, "window": window}
-    attended = [_attend_group(packing, group, query, cached_key, cached_value, **options) for group in packing.groups]
+    attended = [
+        _attend_group(packing, group, query, cached_key, cached_value, **options)
+        for group in packing.groups
+    ]
     out = attended[0] if len(attended) == 1 else torch.cat(attended)
     return out if padding is None else out.index_select(0, padding[1])
 
 
-def _attend_group(packing: CachePacking, group: AttentionGroup, query, cached_key, cached_value, *, scaling, window):
-    """Query heads of one key/value head are folded into the query axis, so keys and values are never repeated."""
-    rows, queries, num_heads, kv_heads = group.num_rows, group.num_queries, query.shape[1], cached_key.shape[2]
+def _attend_group(
+    packing: CachePacking,
+    group: AttentionGroup,
+    query,
+    cached_key,
+    cached_value,
+    *,
+    scaling,
+    window,
+):
+    """Query heads of one key/value head are folded into the query axis, so keys and values are
+    never repeated."""
+    rows, queries, num_heads, kv_heads = (
+        group.num_rows,
+        group.num_queries,
+        query.shape[1],
+        cached_key.shape[2],
+    )
     fold = num_heads // kv_heads
     query = query[group.places].reshape(rows, queries, kv_heads, fold, -1).permute(0, 2, 3, 1, 4)
     query = query.reshape(rows, kv_heads, fold * queries, -1)
@@ -157,15 +227,24 @@ def _attend_group(packing: CachePacking, group: AttentionGroup, query, cached_ke
     key, value = (t[slots, : group.length].transpose(1, 2) for t in (cached_key, cached_value))
     mask = packing.mask(group, fold, window, query.dtype)
     out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
-    return out.reshape(rows, kv_heads, fold, queries, -1).permute(0, 3, 1, 2, 4).reshape(rows * queries, num_heads, -1)
+    return (
+        out.reshape(rows, kv_heads, fold, queries, -1)
+        .permute(0, 3, 1, 2, 4)
+        .reshape(rows * queries, num_heads, -1)
+    )
 
 
-def _sequences_sdpa(packing: SequencePacking, query, key, value, *, scaling, window) -> torch.Tensor:
+def _sequences_sdpa(
+    packing: SequencePacking, query, key, value, *, scaling, window
+) -> torch.Tensor:
     fold = query.shape[1] // key.shape[1]
     groups, packed_order = packing.groups
     attended = []
     for num_sequences, length, gather, keep in groups:
-        q, k, v = (t.index_select(0, gather).unflatten(0, (num_sequences, length)) for t in (query, key, value))
+        q, k, v = (
+            t.index_select(0, gather).unflatten(0, (num_sequences, length))
+            for t in (query, key, value)
+        )
         if fold > 1:
             k, v = k.repeat_interleave(fold, dim=2), v.repeat_interleave(fold, dim=2)
         mask = None
@@ -174,20 +253,35 @@ def _sequences_sdpa(packing: SequencePacking, query, key, value, *, scaling, win
             distance = position[:, None] - position
             mask = (distance >= 0) & (distance < window)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling)
+        out = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling
+        )
         attended.append(out.transpose(1, 2).flatten(0, 1).index_select(0, keep))
     return torch.cat(attended).index_select(0, packed_order)
 
 
-def _cached_varlen(packing: CachePacking, query, cached_key, cached_value, *, scaling, window) -> torch.Tensor:
+def _cached_varlen(
+    packing: CachePacking, query, cached_key, cached_value, *, scaling, window
+) -> torch.Tensor:
     v = packing.varlen
     key, value = (t.flatten(0, 1) for t in (cached_key, cached_value))
     return _varlen(
-        query, key, value, cu_q=v.cu_q, cu_k=v.cu_k, max_q=v.max_q, max_k=v.max_k, scaling=scaling, window=window, used=v.used
+        query,
+        key,
+        value,
+        cu_q=v.cu_q,
+        cu_k=v.cu_k,
+        max_q=v.max_q,
+        max_k=v.max_k,
+        scaling=scaling,
+        window=window,
+        used=v.used,
     )
 
 
-def _sequences_varlen(packing: SequencePacking, query, key, value, *, scaling, window) -> torch.Tensor:
+def _sequences_varlen(
+    packing: SequencePacking, query, key, value, *, scaling, window
+) -> torch.Tensor:
     cumulative, longest = packing.varlen
     return _varlen(
         query,
@@ -204,13 +298,20 @@ def _sequences_varlen(packing: SequencePacking, query, key, value, *, scaling, w
 
 
 def _varlen(query, key, value, *, cu_q, cu_k, max_q, max_k, scaling, window, used) -> torch.Tensor:
-    """torch's variable-length kernel; one split, so that a row's result does not depend on the other rows."""
+    """torch's variable-length kernel; one split, so that a row's result does not depend on the
+    other rows."""
     look_back = -1 if window is None else window - 1
     if not _has_varlen():
-        # benchmarks/gpu_suite.py runs on torch 2.11 too, where the operator knows `seqused_k` already, and never splits.
-        is_causal, keys = look_back < 0, {"window_size_left": look_back, "window_size_right": 0, "seqused_k": used}
+        # benchmarks/gpu_suite.py runs on torch 2.11 too, where the operator knows `seqused_k`
+        # already, and never splits.
+        is_causal, keys = (
+            look_back < 0,
+            {"window_size_left": look_back, "window_size_right": 0, "seqused_k": used},
+        )
         tensors = (query.contiguous(), key.contiguous(), value.contiguous(), cu_q, cu_k)
-        return torch.ops.aten._flash_attention_forward(*tensors, max_q, max_k, 0.0, is_causal, False, scale=scaling, **keys)[0]
+        return torch.ops.aten._flash_attention_forward(
+            *tensors, max_q, max_k, 0.0, is_causal, False, scale=scaling, **keys
+        )[0]
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn(
@@ -229,7 +330,9 @@ def _varlen(query, key, value, *, cu_q, cu_k, max_q, max_k, scaling, window, use
     )
 
 
-def _cached_flash(packing: CachePacking, query, cached_key, cached_value, *, scaling, window) -> torch.Tensor:
+def _cached_flash(
+    packing: CachePacking, query, cached_key, cached_value, *, scaling, window
+) -> torch.Tensor:
     """The flash_attn package has no `seqused_k`; its paged form expresses the same."""
     from flash_attn import flash_attn_varlen_func
 
@@ -251,7 +354,9 @@ def _cached_flash(packing: CachePacking, query, cached_key, cached_value, *, sca
     )
 
 
-def _sequences_flash(packing: SequencePacking, query, key, value, *, scaling, window) -> torch.Tensor:
+def _sequences_flash(
+    packing: SequencePacking, query, key, value, *, scaling, window
+) -> torch.Tensor:
     from flash_attn import flash_attn_varlen_func
 
     cumulative, longest = packing.varlen

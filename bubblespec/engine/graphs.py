@@ -1,16 +1,18 @@
-"""CUDA graphs of the packed forward: a forward of few tokens as one launch, instead of hundreds whose launching from Python takes
-longer than the GPU needs to run them.
+"""CUDA graphs of the packed forward: a forward of few tokens as one launch, instead of hundreds
+whose launching from Python takes longer than the GPU needs to run them.
 
-A graph replays the same kernels on the same addresses. So a forward is padded to a fixed number of tokens, and all that changes
-from one to the next (token ids, where they are written, where the rows' keys begin and how many there are) is copied into one
-tensor at a fixed address. Padding follows the real tokens, in sequences of one token that write and read positions of a spare
-slot: their results are finite, and not used. Each token of a forward is computed independently, except for attention, which
-sees its own sequence only; so the real tokens' results are those of the unpadded forward, up to the rounding of matrix
-products of another height.
+A graph replays the same kernels on the same addresses. So a forward is padded to a fixed number of
+tokens, and all that changes from one to the next (token ids, where they are written, where the
+rows' keys begin and how many there are) is copied into one tensor at a fixed address. Padding
+follows the real tokens, in sequences of one token that write and read positions of a spare slot:
+their results are finite, and not used. Each token of a forward is computed independently, except
+for attention, which sees its own sequence only; so the real tokens' results are those of the
+unpadded forward, up to the rounding of matrix products of another height.
 
-Graphs exist for some token counts. All are captured at the first forward, before anything is timed: captured during a rollout,
-they would count as slow forwards in the planner's cost model. The largest is captured first and the others share its memory.
-They contain the addresses of keys, values and weights: weights must be changed in place (optimizers do, LoRA too), and after the
+Graphs exist for some token counts. All are captured at the first forward, before anything is timed:
+captured during a rollout, they would count as slow forwards in the planner's cost model. The
+largest is captured first and the others share its memory. They contain the addresses of keys,
+values and weights: weights must be changed in place (optimizers do, LoRA too), and after the
 cache's memory is given back `clear` must be called.
 
 Shape legend: N tokens of a forward, B >= N tokens of a graph, which has room for B sequences.
@@ -32,10 +34,12 @@ from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import forward_hidden
 from bubblespec.engine.packing import CachePacking, Varlen
 
-# No step is larger than a third beyond 8 tokens: below some 250 tokens weights are read for longer than is computed with them,
-# so that padding costs next to nothing. Larger forwards keep a GPU busy for as long as launching them takes.
+# No step is larger than a third beyond 8 tokens: below some 250 tokens weights are read for longer
+# than is computed with them, so that padding costs next to nothing. Larger forwards keep a GPU busy
+# for as long as launching them takes.
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-# New tokens of a row up to which attention has one block of queries for it, whatever the bound that it is told.
+# New tokens of a row up to which attention has one block of queries for it, whatever the bound that
+# it is told.
 NARROW = 64
 
 
@@ -50,7 +54,8 @@ class Shape(NamedTuple):
 
 @dataclass
 class PaddedPacking:
-    """The part of a `CachePacking` that attention reads, with everything that changes between forwards on the device."""
+    """The part of a `CachePacking` that attention reads, with everything that changes between
+    forwards on the device."""
 
     cache: KVCache
     slot: torch.Tensor
@@ -66,7 +71,8 @@ class _Graph:
 
 
 class ForwardGraphs:
-    """Graphs of one model over one cache, which must have a spare slot. shapes: largest first; num_replays: forwards so far."""
+    """Graphs of one model over one cache, which must have a spare slot. shapes: largest first;
+    num_replays: forwards so far."""
 
     def __init__(
         self,
@@ -78,10 +84,19 @@ class ForwardGraphs:
         state_size: int = 0,
         beside: "ForwardGraphs | None" = None,
     ):
-        """state_size: of the hidden states that the forward reads, where the model is a drafter; beside: graphs with which these
-        share their memory, where those have been captured before."""
-        self.model, self.cache, self.kernel, self.state_size, self.beside = model, cache, kernel, state_size, beside
-        self.states: torch.Tensor | None = None  # at a fixed address, [B of the largest, state_size]
+        """state_size: of the hidden states that the forward reads, where the model is a drafter;
+        beside: graphs with which these share their memory, where those have been captured
+        before."""
+        self.model, self.cache, self.kernel, self.state_size, self.beside = (
+            model,
+            cache,
+            kernel,
+            state_size,
+            beside,
+        )
+        self.states: torch.Tensor | None = (
+            None  # at a fixed address, [B of the largest, state_size]
+        )
         self.shapes = graph_shapes(max_batch_tokens, cache.slot_length)
         self.num_replays = 0
         self.is_off = False  # this model's forward cannot be captured
@@ -89,11 +104,15 @@ class ForwardGraphs:
         self._graphs: dict[Shape, _Graph] = {}
 
     def forward(
-        self, tokens: np.ndarray | torch.Tensor, packing: CachePacking, states: torch.Tensor | None = None
+        self,
+        tokens: np.ndarray | torch.Tensor,
+        packing: CachePacking,
+        states: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """Last hidden states [B, hidden] of packed tokens int64 [N], on the host or on the device. They are valid until the next
-        forward of these graphs or those beside them; those of the N tokens come first, the others are invalid. None if there is
-        no graph for the forward. states: [N, state_size], where the model is a drafter."""
+        """Last hidden states [B, hidden] of packed tokens int64 [N], on the host or on the device.
+        They are valid until the next forward of these graphs or those beside them; those of the N
+        tokens come first, the others are invalid. None if there is no graph for the forward.
+        states: [N, state_size], where the model is a drafter."""
         shape = self.shape_of(packing)
         if shape is None or self.is_off:
             return None
@@ -102,7 +121,9 @@ class ForwardGraphs:
             if self.is_off:
                 return None
         graph, is_on_host = self._graphs[shape], isinstance(tokens, np.ndarray)
-        padded = pad(tokens if is_on_host else np.zeros(len(tokens), np.int64), packing, shape.tokens)
+        padded = pad(
+            tokens if is_on_host else np.zeros(len(tokens), np.int64), packing, shape.tokens
+        )
         graph.inputs.copy_(torch.from_numpy(padded), non_blocking=True)
         if not is_on_host:
             graph.inputs[0, : len(tokens)] = tokens
@@ -115,7 +136,9 @@ class ForwardGraphs:
     def shape_of(self, packing: CachePacking) -> Shape | None:
         """The smallest shape that fits the forward."""
         tokens, longest = packing.index.shape[1], int(packing.count.max())
-        return min((s for s in self.shapes if s.tokens >= tokens and s.max_q >= longest), default=None)
+        return min(
+            (s for s in self.shapes if s.tokens >= tokens and s.max_q >= longest), default=None
+        )
 
     def clear(self) -> None:
         """Give graphs and their memory back; the next forward captures them again."""
@@ -134,11 +157,17 @@ class ForwardGraphs:
         weight = next(self.model.parameters())
         device = weight.device
         if self.state_size:
-            self.states = torch.zeros(self.shapes[0].tokens, self.state_size, dtype=weight.dtype, device=device)
-        nothing = CachePacking(self.cache, *np.zeros((2, 0), np.int64), np.zeros((2, 0), np.int64), device)
+            self.states = torch.zeros(
+                self.shapes[0].tokens, self.state_size, dtype=weight.dtype, device=device
+            )
+        nothing = CachePacking(
+            self.cache, *np.zeros((2, 0), np.int64), np.zeros((2, 0), np.int64), device
+        )
         inputs = {}
         for shape in self.shapes:
-            inputs[shape] = torch.from_numpy(pad(np.zeros(0, np.int64), nothing, shape.tokens)).to(device)
+            inputs[shape] = torch.from_numpy(pad(np.zeros(0, np.int64), nothing, shape.tokens)).to(
+                device
+            )
             rehearse(partial(self._run, inputs[shape], shape))
         return inputs
 
@@ -152,12 +181,22 @@ class ForwardGraphs:
         self.clear()
         self.is_off = True
         reason = " ".join(str(error).split())[:200]
-        tqdm.write(f"warning: no CUDA graphs, as a forward cannot be captured (rollout.enforce_eager): {reason}", sys.stderr)
+        tqdm.write(
+            f"warning: no CUDA graphs, as a forward cannot be captured (rollout.enforce_eager): {reason}",
+            sys.stderr,
+        )
 
     def _run(self, inputs: torch.Tensor, shape: Shape) -> torch.Tensor:
         ids, slot, position = inputs[:3, : shape.tokens]
         cu_q, cu_k, used = inputs[3:].to(torch.int32)
-        varlen = Varlen(cu_q, cu_k, used[: shape.tokens], shape.max_q, self.cache.slot_length, self.cache.slot_length)
+        varlen = Varlen(
+            cu_q,
+            cu_k,
+            used[: shape.tokens],
+            shape.max_q,
+            self.cache.slot_length,
+            self.cache.slot_length,
+        )
         packing = PaddedPacking(self.cache, slot, position, varlen)
         if self.states is not None:
             return self.model(self.states[: shape.tokens], ids, packing, self.kernel)
@@ -177,8 +216,9 @@ def graph_shapes(max_batch_tokens: int, slot_length: int) -> list[Shape]:
 
 
 def pad(tokens: np.ndarray, packing: CachePacking, size: int) -> np.ndarray:
-    """What a graph of `size` = B tokens reads, int64 [6, B + 1]: token ids, slots and positions (B each); where the sequences'
-    new tokens begin, and where their keys begin in the flattened cache (B + 1 each); how many keys they have (B).
+    """What a graph of `size` = B tokens reads, int64 [6, B + 1]: token ids, slots and positions (B
+    each); where the sequences' new tokens begin, and where their keys begin in the flattened cache
+    (B + 1 each); how many keys they have (B).
 
     Sequences are the rows that feed something, then one for each token of padding, then empty ones.
     """
@@ -201,9 +241,11 @@ def pad(tokens: np.ndarray, packing: CachePacking, size: int) -> np.ndarray:
 
 
 def rehearse(run: Callable[[], torch.Tensor]) -> None:
-    """Run what is to be recorded: libraries set themselves up at their first call, which must not be. CUDA only.
+    """Run what is to be recorded: libraries set themselves up at their first call, which must not
+    be. CUDA only.
 
-    Raises RuntimeError if `run` waits for the GPU, which no graph can: found here it does less harm than amid a capture.
+    Raises RuntimeError if `run` waits for the GPU, which no graph can: found here it does less harm
+    than amid a capture.
     """
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
@@ -213,10 +255,14 @@ def rehearse(run: Callable[[], torch.Tensor]) -> None:
         torch.cuda.set_sync_debug_mode(mode)
 
 
-def capture(run: Callable[[], torch.Tensor], pool: tuple | None) -> tuple[Callable[[], None], torch.Tensor, tuple]:
-    """Record `run` without its being run: (a call that runs it, what it returns, the pool with its memory). CUDA only.
+def capture(
+    run: Callable[[], torch.Tensor], pool: tuple | None
+) -> tuple[Callable[[], None], torch.Tensor, tuple]:
+    """Record `run` without its being run: (a call that runs it, what it returns, the pool with its
+    memory). CUDA only.
 
-    pool: of an earlier capture, to share its memory; so what that one returned is valid until this is replayed, and vice versa.
+    pool: of an earlier capture, to share its memory; so what that one returned is valid until this
+    is replayed, and vice versa.
     """
     graph = torch.cuda.CUDAGraph()
     # NCCL's watchdog asks for events meanwhile, in a thread of its own.

@@ -1,15 +1,18 @@
-"""Keys and values of all rows, one contiguous slot per row. The caller tracks lengths; lowering one rolls the row back."""
+"""Keys and values of all rows, one contiguous slot per row. The caller tracks lengths; lowering one
+rolls the row back."""
 
 import torch
 
 
 class KVCache:
-    """`keys[layer]` and `values[layer]`: [num_slots + num_spare, slot_length, key/value heads, head dimension].
+    """`keys[layer]` and `values[layer]`: [num_slots + num_spare, slot_length, key/value heads, head
+    dimension].
 
     Spare slots belong to no row: padding of fixed-size forwards writes there.
 
-    A layer's tensors are made at its first write, in the shape and type of its keys and values: model configurations name those
-    in too many ways. They start as zeros, because masked positions are multiplied by zero and must be finite.
+    A layer's tensors are made at its first write, in the shape and type of its keys and values:
+    model configurations name those in too many ways. They start as zeros, because masked positions
+    are multiplied by zero and must be finite.
     """
 
     def __init__(self, num_slots: int, slot_length: int, num_spare: int = 0):
@@ -17,7 +20,14 @@ class KVCache:
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
 
-    def write(self, layer: int, slot: torch.Tensor, position: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    def write(
+        self,
+        layer: int,
+        slot: torch.Tensor,
+        position: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> None:
         """Store N new entries. slot, position: int64 [N]; key, value: [N, heads, dimension]."""
         if layer not in self.keys:
             slots = self.num_slots + self.num_spare
@@ -39,4 +49,6 @@ class KVCache:
 
     def num_bytes(self) -> int:
         """Bytes of the tensors that exist; 0 before the first forward."""
-        return sum(t.numel() * t.element_size() for t in (*self.keys.values(), *self.values.values()))
+        return sum(
+            t.numel() * t.element_size() for t in (*self.keys.values(), *self.values.values())
+        )

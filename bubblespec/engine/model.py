@@ -1,7 +1,9 @@
-"""A Hugging Face causal LM for engine and trainer: hidden states of packed tokens, the output head, and checks of the model.
+"""A Hugging Face causal LM for engine and trainer: hidden states of packed tokens, the output head,
+and checks of the model.
 
-The model's code is not patched. `prepare_model` refuses, with the reason, every model that the packed forward cannot compute
-exactly: first by its configuration, then by its masks, and by comparing a packed forward with the model's own on random tokens.
+The model's code is not patched. `prepare_model` refuses, with the reason, every model that the
+packed forward cannot compute exactly: first by its configuration, then by its masks, and by
+comparing a packed forward with the model's own on random tokens.
 """
 
 import functools
@@ -19,17 +21,44 @@ from bubblespec.engine import attention
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.packing import CachePacking, SequencePacking, pack_rows, pack_sequences
 
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-3}  # of the largest logit; 0.1 for less precise types
+TOLERANCE = {
+    torch.float64: 1e-9,
+    torch.float32: 2e-3,
+}  # of the largest logit; 0.1 for less precise types
 CHECKED = 12  # positions compared in each check
-LONGEST_CHECK = 8300  # tokens: beyond the usual windows, up to 8,192, and no more than seconds on a GPU
+LONGEST_CHECK = (
+    8300  # tokens: beyond the usual windows, up to 8,192, and no more than seconds on a GPU
+)
 SERVED = {"full_attention", "sliding_attention"}  # of the kinds in a configuration's `layer_types`
 RECURRENT = {"linear_attention", "conv"}
 BESIDE = {"hybrid", "hybrid_sliding"}
 NO_ATTENTION = {"moe", "mlp"}
-# Operators whose rounding depends on the shape of the batch: sums of products, and functions with one implementation for whole
-# vectors of elements and another for the remainder.
-PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "linear", "convolution", "grouped_mm", "grouped_mm_fallback"}
-FUNCTIONS = {"sigmoid", "softmax", "log_softmax", "exp", "log", "log1p", "tanh", "silu", "gelu", "softplus"}
+# Operators whose rounding depends on the shape of the batch: sums of products, and functions with
+# one implementation for whole vectors of elements and another for the remainder.
+PRODUCTS = {
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "mv",
+    "addmv",
+    "linear",
+    "convolution",
+    "grouped_mm",
+    "grouped_mm_fallback",
+}
+FUNCTIONS = {
+    "sigmoid",
+    "softmax",
+    "log_softmax",
+    "exp",
+    "log",
+    "log1p",
+    "tanh",
+    "silu",
+    "gelu",
+    "softplus",
+}
 
 
 class UnsupportedModel(ValueError):
@@ -37,11 +66,18 @@ class UnsupportedModel(ValueError):
 
 
 def forward_hidden(
-    model: PreTrainedModel, input_ids: torch.Tensor, packing: CachePacking | SequencePacking, kernel: str = "sdpa"
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    packing: CachePacking | SequencePacking,
+    kernel: str = "sdpa",
 ) -> torch.Tensor:
     """Last hidden states [N, hidden] of packed input_ids [N]; positions come from the packing."""
     out = model.base_model(
-        input_ids=input_ids[None], position_ids=packing.position[None], use_cache=False, packing=packing, kernel=kernel
+        input_ids=input_ids[None],
+        position_ids=packing.position[None],
+        use_cache=False,
+        packing=packing,
+        kernel=kernel,
     )
     return out.last_hidden_state[0]
 
@@ -52,18 +88,25 @@ def output_head(model: PreTrainedModel) -> torch.nn.Module:
 
 
 def prepare_model(model: PreTrainedModel, max_length: int) -> frozenset[tuple[int, int]]:
-    """Switch the model to the packed attention and to evaluation mode, and check that it still gives the model's own logits.
+    """Switch the model to the packed attention and to evaluation mode, and check that it still
+    gives the model's own logits.
 
-    max_length: longest prompt plus response, in tokens. Returns the sizes of its key and value heads, each pair that occurs.
-    Raises UnsupportedModel.
+    max_length: longest prompt plus response, in tokens. Returns the sizes of its key and value
+    heads, each pair that occurs. Raises UnsupportedModel.
     """
     _check_configuration(model, max_length)
-    model.eval()  # for good: the probability ratio compares two forwards of the same weights, so nothing in them may be random
+    # for good: the probability ratio compares two forwards of the same weights, so nothing in them
+    # may be random
+    model.eval()
     if model.dtype == torch.float64:
-        model.set_experts_implementation("eager")  # transformers' default, a grouped product, has no float64
+        model.set_experts_implementation(
+            "eager"
+        )  # transformers' default, a grouped product, has no float64
     for module in model.modules():
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):
-            module.warn_if_padding_and_no_attention_mask = _do_nothing  # it reads token ids back from the device in every forward
+            module.warn_if_padding_and_no_attention_mask = (
+                _do_nothing  # it reads token ids back from the device in every forward
+            )
     try:
         with torch.no_grad():
             head_sizes = _compare(model, CHECKED)
@@ -73,7 +116,9 @@ def prepare_model(model: PreTrainedModel, max_length: int) -> frozenset[tuple[in
                 _compare(model, longer)
     except Exception as error:  # the model's own code runs here
         what = "" if isinstance(error, ValueError) else "its forward over packed tokens fails: "
-        raise UnsupportedModel(f"{type(model).__name__}: {what}{' '.join(str(error).split())}") from error
+        raise UnsupportedModel(
+            f"{type(model).__name__}: {what}{' '.join(str(error).split())}"
+        ) from error
     model.set_attn_implementation(attention.NAME)
     return head_sizes
 
@@ -88,14 +133,20 @@ def _do_nothing(*args, **kwargs) -> None:
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
-    """Recompute each layer in the backward pass instead of storing its activations. Raises UnsupportedModel.
+    """Recompute each layer in the backward pass instead of storing its activations. Raises
+    UnsupportedModel.
 
-    The model stays in evaluation mode: transformers' own switch takes effect in training mode only, where dropout and router
-    noise would make the trained function differ from the one that generated.
+    The model stays in evaluation mode: transformers' own switch takes effect in training mode only,
+    where dropout and router noise would make the trained function differ from the one that
+    generated.
     """
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = [
+        module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
+    ]
     if not layers:
-        raise UnsupportedModel(f"model.gradient_checkpointing: {type(model).__name__} has no layers that can be checkpointed")
+        raise UnsupportedModel(
+            f"model.gradient_checkpointing: {type(model).__name__} has no layers that can be checkpointed"
+        )
     for layer in layers:
         layer.forward = functools.partial(_checkpointed, layer.forward)
 
@@ -109,10 +160,16 @@ def _checkpointed(forward: Callable, *args, **kwargs):
 def _check_configuration(model: PreTrainedModel, max_length: int) -> None:
     name, config = type(model).__name__, model.config
     if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModel(f"{name}: an encoder-decoder model; the engine serves decoder-only models")
+        raise UnsupportedModel(
+            f"{name}: an encoder-decoder model; the engine serves decoder-only models"
+        )
     config = _decoder(model)
     kinds = set(getattr(config, "layer_types", None) or [])
-    other, beside, recurrent = kinds - SERVED - RECURRENT - BESIDE - NO_ATTENTION, kinds & BESIDE, kinds & RECURRENT
+    other, beside, recurrent = (
+        kinds - SERVED - RECURRENT - BESIDE - NO_ATTENTION,
+        kinds & BESIDE,
+        kinds & RECURRENT,
+    )
     if other:
         raise UnsupportedModel(
             f"{name}: attention of another kind ({', '.join(sorted(other))}); the engine computes full and sliding-window "
@@ -134,7 +191,9 @@ def _check_configuration(model: PreTrainedModel, max_length: int) -> None:
             "packed one"
         )
     if not getattr(model, "_supports_attention_backend", False):
-        raise UnsupportedModel(f"{name}: does not use transformers' attention interface, so the engine cannot serve it unpatched")
+        raise UnsupportedModel(
+            f"{name}: does not use transformers' attention interface, so the engine cannot serve it unpatched"
+        )
     if model.get_output_embeddings() is None:
         raise UnsupportedModel(f"{name}: has no output head; give a causal language model")
     limit = getattr(config, "max_position_embeddings", None)
@@ -153,24 +212,29 @@ def _check_configuration(model: PreTrainedModel, max_length: int) -> None:
 
 
 def _windows(model: PreTrainedModel) -> list[int | None]:
-    """The sliding window of each layer by the configuration, read as transformers' own cache reads it."""
+    """The sliding window of each layer by the configuration, read as transformers' own cache reads
+    it."""
     layers = DynamicCache(config=model.config).layers
     return [layer.sliding_window if layer.is_sliding else None for layer in layers]
 
 
 def _longer_check(model: PreTrainedModel, max_length: int) -> int | None:
-    """Length of a second check, beyond the windows and limits of rotary scaling within max_length; None if there are none."""
+    """Length of a second check, beyond the windows and limits of rotary scaling within max_length;
+    None if there are none."""
     rope = getattr(_decoder(model), "rope_parameters", None) or {}
     lengths = [window for window in _windows(model) if window is not None]
     if rope.get("llama_4_scaling_beta"):
         lengths.append(rope.get("original_max_position_embeddings"))
-    reached = [n for n in lengths if n is not None and n < max_length and n + CHECKED <= LONGEST_CHECK]
+    reached = [
+        n for n in lengths if n is not None and n < max_length and n + CHECKED <= LONGEST_CHECK
+    ]
     length = min(max(reached, default=0) + CHECKED, max_length)
     return length if length > CHECKED else None
 
 
 def _check_masks(model: PreTrainedModel, max_length: int) -> None:
-    """The packed attention derives a layer's mask from its window alone, so mask and window must agree up to max_length."""
+    """The packed attention derives a layer's mask from its window alone, so mask and window must
+    agree up to max_length."""
     device, windows = model.device, _windows(model)
     position = torch.arange(max_length, device=device)
     some = torch.linspace(0, max_length - 1, 16, device=device).long()[:, None]
@@ -183,7 +247,9 @@ def _check_masks(model: PreTrainedModel, max_length: int) -> None:
                 f"layer {layer} has a sliding window of {wanted} tokens, but hands {handed} to its attention function, so the "
                 f"engine cannot apply it; keep prompt and response within {wanted} tokens together"
             )
-        for query, key in ((some, position), (position[:, None], position[:1])) if shows is not None else ():
+        for query, key in (
+            ((some, position), (position[:, None], position[:1])) if shows is not None else ()
+        ):
             distance = query - key
             seen = (distance >= 0) & (distance < (window or max_length))
             try:
@@ -201,15 +267,18 @@ def _check_masks(model: PreTrainedModel, max_length: int) -> None:
 
 def random_tokens(model: PreTrainedModel, length: int) -> torch.Tensor:
     """Token ids [length] to check a model on, the same at every call."""
-    tokens = torch.randint(_decoder(model).vocab_size, (length,), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        _decoder(model).vocab_size, (length,), generator=torch.Generator().manual_seed(0)
+    )
     return tokens.to(model.device)
 
 
 class _LeastPrecise(TorchDispatchMode):
-    """`dtype`: the least precise floating type among results whose rounding depends on the shape of the batch.
+    """`dtype`: the least precise floating type among results whose rounding depends on the shape of
+    the batch.
 
-    Results that depend on one token's numbers alone (norms) or on positions alone (rotary angles) are the same in every forward,
-    and may be of any type.
+    Results that depend on one token's numbers alone (norms) or on positions alone (rotary angles)
+    are the same in every forward, and may be of any type.
     """
 
     def __init__(self):
@@ -219,7 +288,9 @@ class _LeastPrecise(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.embedding.default or any(_storage(tensor) in self.from_tokens for tensor in _floats(args)):
+        if func is torch.ops.aten.embedding.default or any(
+            _storage(tensor) in self.from_tokens for tensor in _floats(args)
+        ):
             name = func.__name__.split(".")[0].strip("_")
             by_shape = name in PRODUCTS | FUNCTIONS or "attention" in name
             for tensor in _floats([result]):
@@ -241,25 +312,33 @@ def _storage(tensor: torch.Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())
 
 
-def _reference_logits(model: PreTrainedModel, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
-    """The model's own logits at the last positions [CHECKED, V], and the least precise type that it computes in."""
+def _reference_logits(
+    model: PreTrainedModel, tokens: torch.Tensor
+) -> tuple[torch.Tensor, torch.dtype]:
+    """The model's own logits at the last positions [CHECKED, V], and the least precise type that it
+    computes in."""
     model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     try:
         with _LeastPrecise() as precision:
             if len(tokens) == CHECKED:
                 logits = model(input_ids=tokens[None], use_cache=False).logits[0]
             else:  # without the logits of all positions, which may be many gigabytes
-                hidden = model.base_model(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
+                hidden = model.base_model(
+                    input_ids=tokens[None], use_cache=False
+                ).last_hidden_state[0]
                 logits = output_head(model)(hidden[-CHECKED:])
     except Exception as error:
         raise ValueError(f"its own forward fails, without the engine: {error}") from error
     if not logits.isfinite().all():
-        raise ValueError("its logits are not finite: the weights are damaged, or too large for their type")
+        raise ValueError(
+            "its logits are not finite: the weights are damaged, or too large for their type"
+        )
     return logits, precision.dtype
 
 
 def _compare(model: PreTrainedModel, length: int) -> frozenset[tuple[int, int]]:
-    """The model's own logits against a packed training forward and cached ones: two ragged rows in two chunks, and one row alone.
+    """The model's own logits against a packed training forward and cached ones: two ragged rows in
+    two chunks, and one row alone.
 
     Returns the sizes of key and value heads.
     """
@@ -267,7 +346,9 @@ def _compare(model: PreTrainedModel, length: int) -> frozenset[tuple[int, int]]:
     reference, dtype = _reference_logits(model, tokens)
     model.set_attn_implementation(attention.NAME)
     head, device = output_head(model), tokens.device
-    packed = forward_hidden(model, tokens.repeat(2), pack_sequences([length] * 2, device))[-CHECKED:]
+    packed = forward_hidden(model, tokens.repeat(2), pack_sequences([length] * 2, device))[
+        -CHECKED:
+    ]
     if getattr(head, "in_features", packed.shape[-1]) != packed.shape[-1]:
         raise ValueError(
             f"its output head takes vectors of {head.in_features} and its hidden states have {packed.shape[-1]}: it computes "
@@ -277,7 +358,9 @@ def _compare(model: PreTrainedModel, length: int) -> frozenset[tuple[int, int]]:
 
     def cached(start: list[int], count: list[int]) -> torch.Tensor:
         fed = torch.cat([tokens[begin : begin + n] for begin, n in zip(start, count, strict=True)])
-        return forward_hidden(model, fed, pack_rows(cache, np.array(start), np.array(count), device))
+        return forward_hidden(
+            model, fed, pack_rows(cache, np.array(start), np.array(count), device)
+        )
 
     cached([0, 0], [length - 3, 1])
     chunks = cached([length - 3, 1], [2, length - 1])
@@ -294,4 +377,6 @@ def _compare(model: PreTrainedModel, length: int) -> frozenset[tuple[int, int]]:
                 f"logits through {what} differ from the model's own by {difference:.1e} of their size; "
                 "it computes something (between tokens, or on the logits) that the engine does not know of"
             )
-    return frozenset((cache.keys[layer].shape[-1], cache.values[layer].shape[-1]) for layer in cache.keys)
+    return frozenset(
+        (cache.keys[layer].shape[-1], cache.values[layer].shape[-1]) for layer in cache.keys
+    )

@@ -1,9 +1,11 @@
-"""Counter-based Gumbel noise: the same numbers on every device, and for any batch, rank or schedule.
+"""Counter-based Gumbel noise: the same numbers on every device, and for any batch, rank or
+schedule.
 
-Two layers. Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") turns the 128-bit counter
-(prompt uid, visit, sample, position) into a 128-bit stream key. Philox is a bijection of its counter, so two different
-counters never share a stream. Then a 32-bit integer mixer, keyed by those four words, turns each token id into 31 random
-bits. Philox for every vocabulary entry would cost 3.5 times as many operations.
+Two layers. Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") turns
+the 128-bit counter (prompt uid, visit, sample, position) into a 128-bit stream key. Philox is a
+bijection of its counter, so two different counters never share a stream. Then a 32-bit integer
+mixer, keyed by those four words, turns each token id into 31 random bits. Philox for every
+vocabulary entry would cost 3.5 times as many operations.
 
 Shape legend: N streams, V vocabulary.
 """
@@ -13,32 +15,44 @@ import torch
 
 MAX_POSITIONS = 1 << 20
 MAX_SAMPLES = 1 << 12
-EVALUATION = 1 << 31  # the visit of held-out prompts, so that evaluation never shares a stream with training
+EVALUATION = (
+    1 << 31
+)  # the visit of held-out prompts, so that evaluation never shares a stream with training
 
-# triple32 of Chris Wellons' hash-prospector (github.com/skeeto/hash-prospector): xorshift-multiply rounds with bias near that of
-# a random function. The key words added between the rounds are ours.
+# triple32 of Chris Wellons' hash-prospector (github.com/skeeto/hash-prospector): xorshift-multiply
+# rounds with bias near that of a random function. The key words added between the rounds are ours.
 _MIXER = ((17, 0xED5AD4BB), (11, 0xAC4C1B51), (15, 0x31848BAB))
 _LAST_SHIFT = 14
 
 
 def philox4x32(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
-    """Ten rounds of Philox4x32. counter: uint32 [N, 4]; key: two 32-bit words. Returns uint32 [N, 4]."""
+    """Ten rounds of Philox4x32. counter: uint32 [N, 4]; key: two 32-bit words. Returns uint32 [N,
+    4]."""
     low_bits, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
-    even, odd = counter.T[0::2].astype(np.uint64), counter.T[1::2].astype(np.uint64)  # words 0 and 2, words 1 and 3
+    even, odd = (
+        counter.T[0::2].astype(np.uint64),
+        counter.T[1::2].astype(np.uint64),
+    )  # words 0 and 2, words 1 and 3
     multiplier = np.array([[0xD2511F53], [0xCD9E8D57]], np.uint64)
     for i in range(10):
         product = even * multiplier
-        round_key = [[(key[0] + i * 0x9E3779B9) & 0xFFFFFFFF], [(key[1] + i * 0xBB67AE85) & 0xFFFFFFFF]]
+        round_key = [
+            [(key[0] + i * 0x9E3779B9) & 0xFFFFFFFF],
+            [(key[1] + i * 0xBB67AE85) & 0xFFFFFFFF],
+        ]
         even = (product >> shift)[::-1] ^ odd ^ np.array(round_key, np.uint64)
         odd = (product & low_bits)[::-1]
     return np.stack((even, odd), axis=1).reshape(4, -1).T.astype(np.uint32)
 
 
-def stream_keys(seed: int, uid: np.ndarray, visit: np.ndarray, sample: np.ndarray, position: np.ndarray) -> np.ndarray:
+def stream_keys(
+    seed: int, uid: np.ndarray, visit: np.ndarray, sample: np.ndarray, position: np.ndarray
+) -> np.ndarray:
     """128-bit keys of N noise streams, int32 [N, 4].
 
-    uid: int64 [N], prompts. visit, sample, position: int64 [N]; position counts response tokens from 0. The counter's
-    fields are disjoint bits (uid 64, visit 32, sample 12, position 20), so no two streams of a run share a key.
+    uid: int64 [N], prompts. visit, sample, position: int64 [N]; position counts response tokens
+    from 0. The counter's fields are disjoint bits (uid 64, visit 32, sample 12, position 20), so no
+    two streams of a run share a key.
     """
     counter = np.empty((len(uid), 4), dtype=np.uint32)
     uid = uid.astype(np.uint64)
@@ -50,23 +64,30 @@ def stream_keys(seed: int, uid: np.ndarray, visit: np.ndarray, sample: np.ndarra
 
 
 def random_bits(keys: torch.Tensor, tokens: int | torch.Tensor) -> torch.Tensor:
-    """31 random bits per stream and token. keys: int32 [N, 4]; tokens: ids int32 [V], or V for all from 0. Returns int32 [N, V],
-    each in [0, 2**31).
+    """31 random bits per stream and token. keys: int32 [N, 4]; tokens: ids int32 [V], or V for all
+    from 0. Returns int32 [N, V], each in [0, 2**31).
 
     Integer arithmetic modulo 2**32 only: bit-identical on every device.
     """
-    ids = torch.arange(tokens, dtype=torch.int32, device=keys.device) if isinstance(tokens, int) else tokens
+    ids = (
+        torch.arange(tokens, dtype=torch.int32, device=keys.device)
+        if isinstance(tokens, int)
+        else tokens
+    )
     x = ids + keys[:, :1]
     for i, (shift, multiplier) in enumerate(_MIXER):
         _xorshift_(x, shift).mul_(_as_int32(multiplier)).add_(keys[:, i + 1, None])
     return _xorshift_(x, _LAST_SHIFT).bitwise_and_(0x7FFFFFFF)
 
 
-def gumbel(keys: torch.Tensor, tokens: int | torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def gumbel(
+    keys: torch.Tensor, tokens: int | torch.Tensor, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     """Standard Gumbel noise, dtype [N, V], for int32 keys [N, 4]; tokens: see `random_bits`.
 
-    With u uniform in (0, 1), and so 1 - u too, -log(-log(1 - u)) has the Gumbel law exp(-exp(-g)). Written with log1p it
-    keeps full relative precision for small u, which is where the winners come from.
+    With u uniform in (0, 1), and so 1 - u too, -log(-log(1 - u)) has the Gumbel law exp(-exp(-g)).
+    Written with log1p it keeps full relative precision for small u, which is where the winners come
+    from.
     """
     u = random_bits(keys, tokens).to(dtype).add_(0.5).mul_(2.0**-31)
     u.clamp_(max=1.0 - 2.0**-24)
@@ -74,7 +95,8 @@ def gumbel(keys: torch.Tensor, tokens: int | torch.Tensor, dtype: torch.dtype = 
 
 
 def _xorshift_(x: torch.Tensor, shift: int) -> torch.Tensor:
-    """x ^= x >> shift with a logical shift; torch's shift of a signed integer is arithmetic, hence the mask."""
+    """x ^= x >> shift with a logical shift; torch's shift of a signed integer is arithmetic, hence
+    the mask."""
     return x.bitwise_xor_((x >> shift).bitwise_and_((1 << (32 - shift)) - 1))
 
 

@@ -1,9 +1,12 @@
-"""Packed forwards: the tokens of many rows in one [1, N] input, and the indices by which attention reads them.
+"""Packed forwards: the tokens of many rows in one [1, N] input, and the indices by which attention
+reads them.
 
-Two layouts. `CachePacking` feeds new tokens of rows whose past lies in the K/V cache (prefill, decode and verification are
-all this). `SequencePacking` is a training micro-batch: whole sequences one after the other, no cache.
+Two layouts. `CachePacking` feeds new tokens of rows whose past lies in the K/V cache (prefill,
+decode and verification are all this). `SequencePacking` is a training micro-batch: whole sequences
+one after the other, no cache.
 
-Shape legend: N packed tokens, R rows, Q padded new tokens of a row, L attended positions, G query heads per key/value head.
+Shape legend: N packed tokens, R rows, Q padded new tokens of a row, L attended positions, G query
+heads per key/value head.
 """
 
 from dataclasses import dataclass, field
@@ -16,31 +19,36 @@ import torch
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.ragged import ragged
 
-# Rows of adjacent slots are padded to the longest of them and attended in one call, as long as that costs less than another
-# call. The cost of a call over R rows, in microseconds: CALL + R * (ROW + QUERY * Q + KEY * L + PAIR * Q * L), fitted to 100
-# shapes on one CPU thread with 4 heads of 24 (SDPA alone has CALL = 18, the rest is slicing). Only the ratios matter.
+# Rows of adjacent slots are padded to the longest of them and attended in one call, as long as that
+# costs less than another call. The cost of a call over R rows, in microseconds: CALL + R * (ROW +
+# QUERY * Q + KEY * L + PAIR * Q * L), fitted to 100 shapes on one CPU thread with 4 heads of 24
+# (SDPA alone has CALL = 18, the rest is slicing). Only the ratios matter.
 CALL, ROW, QUERY, KEY, PAIR = 40.0, 1.1, 0.42, 0.057, 0.0053
-# A CPU takes the exponentials of what is left of a row of scores behind a multiple of LANES one by one. From LANES / 2 on it is
-# sooner done with whole LANES, of which the last are masked: 16 queries of 63 positions take 1.5 times what those of 64 do.
+# A CPU takes the exponentials of what is left of a row of scores behind a multiple of LANES one by
+# one. From LANES / 2 on it is sooner done with whole LANES, of which the last are masked: 16
+# queries of 63 positions take 1.5 times what those of 64 do.
 LANES = 16
 PAGE = 256  # positions; the flash_attn package requires multiples of it
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy to a GPU without waiting for its queued work; on a CPU share the array's memory. After a copy the array may be changed
-    at once: memory that is not pinned has been read when the call returns."""
+    """Copy to a GPU without waiting for its queued work; on a CPU share the array's memory. After a
+    copy the array may be changed at once: memory that is not pinned has been read when the call
+    returns."""
     return torch.from_numpy(array).to(device, non_blocking=True)
 
 
 def to_host(*vectors: torch.Tensor) -> tuple[np.ndarray, ...]:
-    """Vectors of one length, from a GPU in one copy and as float64, in which token ids are exact; on a CPU as they are."""
+    """Vectors of one length, from a GPU in one copy and as float64, in which token ids are exact;
+    on a CPU as they are."""
     if vectors[0].device.type == "cpu":
         return tuple(vector.numpy() for vector in vectors)
     return tuple(torch.stack([vector.double() for vector in vectors]).cpu().numpy())
 
 
 class AttentionGroup(NamedTuple):
-    """Rows of adjacent slots, attended in one call with their new tokens padded to Q and their positions to L."""
+    """Rows of adjacent slots, attended in one call with their new tokens padded to Q and their
+    positions to L."""
 
     first_slot: int
     num_rows: int
@@ -57,7 +65,8 @@ class AttentionGroup(NamedTuple):
 
 @dataclass
 class CachePacking:
-    """New tokens of rows in slots 0..R-1, in slot order. `slot` and `position` are `index` on the device."""
+    """New tokens of rows in slots 0..R-1, in slot order. `slot` and `position` are `index` on the
+    device."""
 
     cache: KVCache
     start: np.ndarray
@@ -113,44 +122,57 @@ class CachePacking:
 
     @cached_property
     def padding(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The padded order, in which each row of a group has Q queries: int64 [places], the packed token at each place, and int64
-        [N], the places of the packed tokens. None if nothing is padded. What pads a row is its last token; one without any gets
-        some other row's."""
+        """The padded order, in which each row of a group has Q queries: int64 [places], the packed
+        token at each place, and int64 [N], the places of the packed tokens. None if nothing is
+        padded. What pads a row is its last token; one without any gets some other row's."""
         if self.groups[-1].places.stop == self.index.shape[1]:
             return None
         row, offset = self._places
         first, num_tokens = self.count.cumsum() - self.count, self.index.shape[1]
-        packed = np.minimum(first[row] + np.minimum(offset, np.maximum(self.count[row] - 1, 0)), num_tokens - 1)
+        packed = np.minimum(
+            first[row] + np.minimum(offset, np.maximum(self.count[row] - 1, 0)), num_tokens - 1
+        )
         places = np.flatnonzero(offset < self.count[row])
         return to_device(packed, self.device), to_device(places, self.device)
 
     @cached_property
     def _unseen(self) -> tuple[int, torch.Tensor]:
-        """M, the most positions of any group, and int64 [places], by how much the position at each place is below M - 1."""
+        """M, the most positions of any group, and int64 [places], by how much the position at each
+        place is below M - 1."""
         most = max(group.length for group in self.groups)
         if self.padding is None:
             return most, most - 1 - self.position
         row, offset = self._places
-        # What pads a row sees what its last token sees; a row without tokens sees what is there, or position 0.
+        # What pads a row sees what its last token sees; a row without tokens sees what is there, or
+        # position 0.
         position = np.minimum(self.start[row] + offset, np.maximum(self.ends[row] - 1, 0))
         return most, to_device(most - 1 - position, self.device)
 
-    def mask(self, group: AttentionGroup, heads_per_kv: int, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
-        """Additive mask [R, 1, G * Q, L]: query q sees position k if q - window < k <= q. Shared by all layers. None if every
-        query sees every position."""
+    def mask(
+        self, group: AttentionGroup, heads_per_kv: int, window: int | None, dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """Additive mask [R, 1, G * Q, L]: query q sees position k if q - window < k <= q. Shared by
+        all layers. None if every query sees every position."""
         if group.sees_all and (window is None or window >= group.length):
             return None
         wanted = (group.first_slot, heads_per_kv, window)
         if wanted not in self._masks:
             most, unseen = self._unseen
-            # Whether q sees k depends on k - q alone: each query's mask is a piece of one vector, with k = q at M - 1.
+            # Whether q sees k depends on k - q alone: each query's mask is a piece of one vector,
+            # with k = q at M - 1.
             if window not in self._vectors:
                 vector = torch.full((2 * most - 1,), float("-inf"), dtype=dtype, device=self.device)
                 vector[max(most - (window or most), 0) : most] = 0.0
                 self._vectors[window] = vector
-            mask = self._vectors[window].unfold(0, group.length, 1).index_select(0, unseen[group.places])
+            mask = (
+                self._vectors[window]
+                .unfold(0, group.length, 1)
+                .index_select(0, unseen[group.places])
+            )
             mask = mask.view(group.num_rows, group.num_queries, group.length)
-            self._masks[wanted] = (mask.repeat(1, heads_per_kv, 1) if heads_per_kv > 1 else mask)[:, None]
+            self._masks[wanted] = (mask.repeat(1, heads_per_kv, 1) if heads_per_kv > 1 else mask)[
+                :, None
+            ]
         return self._masks[wanted]
 
     @cached_property
@@ -167,7 +189,8 @@ class CachePacking:
 
 @dataclass
 class Varlen:
-    """S sequences of new tokens and their keys in the flattened cache, for variable-length kernels."""
+    """S sequences of new tokens and their keys in the flattened cache, for variable-length
+    kernels."""
 
     cu_q: torch.Tensor
     """int32 [S + 1], offset of each sequence's new tokens."""
@@ -183,15 +206,17 @@ class Varlen:
 
     @cached_property
     def paged(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """For a cache read in pages: cumulative numbers of keys int32 [S + 1], and pages of each sequence, int32 [S, pages of a
-        slot]. PAGE must divide the slot length; a sequence of more than one key must begin at the beginning of a page."""
+        """For a cache read in pages: cumulative numbers of keys int32 [S + 1], and pages of each
+        sequence, int32 [S, pages of a slot]. PAGE must divide the slot length; a sequence of more
+        than one key must begin at the beginning of a page."""
         pages = torch.arange(self.slot_length // PAGE, dtype=torch.int32, device=self.used.device)
         lengths = torch.nn.functional.pad(self.used.cumsum(0, dtype=torch.int32), (1, 0))
         return lengths, self.cu_k[:-1, None] // PAGE + pages
 
 
 def _cheapest_cuts(count: np.ndarray, length: np.ndarray) -> list[tuple[int, int]]:
-    """[begin, end) of the groups that rows are attended in: cut at the best place, then each half again, while that saves time.
+    """[begin, end) of the groups that rows are attended in: cut at the best place, then each half
+    again, while that saves time.
 
     count, length: int64 [R], new tokens and attended positions of each row.
     """
@@ -207,7 +232,9 @@ def _cheapest_cuts(count: np.ndarray, length: np.ndarray) -> list[tuple[int, int
             continue
         rows = np.arange(1, size)
         left = rows * _row_cost(np.maximum.accumulate(q)[:-1], np.maximum.accumulate(n)[:-1])
-        right = rows * _row_cost(np.maximum.accumulate(q[::-1])[:-1], np.maximum.accumulate(n[::-1])[:-1])
+        right = rows * _row_cost(
+            np.maximum.accumulate(q[::-1])[:-1], np.maximum.accumulate(n[::-1])[:-1]
+        )
         both = left + right[::-1]
         best = int(both.argmin())
         if both[best] + CALL >= whole:
@@ -221,7 +248,9 @@ def _row_cost(queries, length):
     return ROW + QUERY * queries + (KEY + PAIR * queries) * length
 
 
-def pack_rows(cache: KVCache, start: np.ndarray, count: np.ndarray, device: torch.device) -> CachePacking:
+def pack_rows(
+    cache: KVCache, start: np.ndarray, count: np.ndarray, device: torch.device
+) -> CachePacking:
     """start, count: int64 [R], cached positions and new tokens of slots 0..R-1."""
     slot, offset = ragged(count)
     return CachePacking(cache, start, count, np.array((slot, start[slot] + offset)), device)
@@ -238,11 +267,13 @@ class SequencePacking:
 
     @cached_property
     def groups(self) -> tuple[list[tuple[int, int, torch.Tensor, torch.Tensor]], torch.Tensor]:
-        """Sequences of similar length, padded to the longest of them, which at most doubles a group's work.
+        """Sequences of similar length, padded to the longest of them, which at most doubles a
+        group's work.
 
-        Returns the groups, each (number of sequences, padded length, index [sequences * padded length] of the packed tokens
-        with the last one repeated as padding, index [M] of the real tokens among those), and the order [N] that puts
-        the groups' real tokens, one group after the other, back into packed order.
+        Returns the groups, each (number of sequences, padded length, index [sequences * padded
+        length] of the packed tokens with the last one repeated as padding, index [M] of the real
+        tokens among those), and the order [N] that puts the groups' real tokens, one group after
+        the other, back into packed order.
         """
         device = self.position.device
         lengths = np.asarray(self.lengths)
@@ -269,7 +300,8 @@ class SequencePacking:
 
 
 def pack_sequences(lengths: list[int], device: torch.device) -> SequencePacking:
-    """The packing of whole sequences of these lengths, one after the other, each with positions from 0."""
+    """The packing of whole sequences of these lengths, one after the other, each with positions
+    from 0."""
     lengths_array = np.asarray(lengths)
     first = np.cumsum(lengths_array) - lengths_array
     position = np.arange(lengths_array.sum()) - np.repeat(first, lengths_array)

@@ -1,6 +1,8 @@
-"""A model's forward over the batch that the scheduler has planned: keys and values, CUDA graphs, noise and verification.
+"""A model's forward over the batch that the scheduler has planned: keys and values, CUDA graphs,
+noise and verification.
 
-Shape legend: R active rows, N tokens in a forward, M rows that sample in it, T positions sampled, T = M + draft tokens.
+Shape legend: R active rows, N tokens in a forward, M rows that sample in it, T positions sampled, T
+= M + draft tokens.
 """
 
 from typing import Protocol
@@ -18,20 +20,22 @@ from bubblespec.engine.ragged import ragged
 from bubblespec.engine.sampling import SamplingParams, sample
 from bubblespec.engine.scheduler import Batch
 from bubblespec.engine.verify import verify
-from bubblespec.samples import Row
+from bubblespec.types import Row
 
 KEYS_AHEAD = 64  # positions whose noise keys are made at once
 
 
 class Follower(Protocol):
-    """What keeps something of its own for the rows in slots (`Chains`). Its first four methods are `Runner`'s."""
+    """What keeps something of its own for the rows in slots (`Chains`). Its first four methods are
+    `Runner`'s."""
 
     def place(self, slot: int) -> None: ...
     def move(self, source: int, target: int) -> None: ...
     def share(self, source: int, target: int, length: int) -> None: ...
     def release(self) -> None: ...
     def note(self, batch: Batch, hidden: torch.Tensor) -> None:
-        """A forward has computed these hidden states, [N or more, hidden]; valid until the next one."""
+        """A forward has computed these hidden states, [N or more, hidden]; valid until the next
+        one."""
 
 
 class ModelRunner:
@@ -49,20 +53,29 @@ class ModelRunner:
         rule: str = "coupled",
         enforce_eager: bool = False,
     ):
-        """max_length: longest prompt plus response in tokens; max_batch_tokens: most tokens in a forward, at least num_slots;
-        kernel: see attention.py; rule: of verify.py; enforce_eager: no CUDA graphs, which need a kernel for variable lengths on
-        CUDA anyway."""
-        self.num_slots, self.max_length, self.max_batch_tokens = num_slots, max_length, max_batch_tokens
+        """max_length: longest prompt plus response in tokens; max_batch_tokens: most tokens in a
+        forward, at least num_slots; kernel: see attention.py; rule: of verify.py; enforce_eager: no
+        CUDA graphs, which need a kernel for variable lengths on CUDA anyway."""
+        self.num_slots, self.max_length, self.max_batch_tokens = (
+            num_slots,
+            max_length,
+            max_batch_tokens,
+        )
         self.model, self.head, self.kernel = model, output_head(model), kernel
         self.sample = sample
         self.device = model.device
         self.seed, self.rule = seed, rule
         slot_length = -(-max_length // PAGE) * PAGE if kernel == "flash_attn" else max_length
         has_graphs = not enforce_eager and can_capture(self.device, kernel)
-        self.cache = KVCache(num_slots, slot_length, int(has_graphs))  # tensors are made at the first forward
-        self.graphs = ForwardGraphs(model, self.cache, kernel, max_batch_tokens) if has_graphs else None
+        self.cache = KVCache(
+            num_slots, slot_length, int(has_graphs)
+        )  # tensors are made at the first forward
+        self.graphs = (
+            ForwardGraphs(model, self.cache, kernel, max_batch_tokens) if has_graphs else None
+        )
         self._noise_key = np.zeros((num_slots, 3), np.int64)  # uid, visit, sample
-        # Keys of the noise streams of each response position, worked out ahead of its first `_keyed` positions.
+        # Keys of the noise streams of each response position, worked out ahead of its first
+        # `_keyed` positions.
         self._stream_key = np.zeros((num_slots, max_length, 4), np.int32)
         self._keyed = np.zeros(num_slots, np.int64)
         self.chains: Follower | None = None
@@ -98,8 +111,11 @@ class ModelRunner:
             self.chains.release()
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, params: SamplingParams) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """See `Runner`. The host waits for the GPU once, and not at all where nothing is sampled."""
+    def forward(
+        self, batch: Batch, params: SamplingParams
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """See `Runner`. The host waits for the GPU once, and not at all where nothing is
+        sampled."""
         packing = CachePacking(self.cache, batch.start, batch.count, batch.index, self.device)
         hidden = self._hidden(batch.tokens, packing)
         if self.chains is not None:
@@ -114,12 +130,22 @@ class ModelRunner:
         keys = self.noise_keys(batch.slots[row], position)
         position = to_device(position, self.device)
         logits = self.head(hidden)
-        how = {"num_generated": position, "params": params, "rule": self.rule, "sample": self.sample}
+        how = {
+            "num_generated": position,
+            "params": params,
+            "rule": self.rule,
+            "sample": self.sample,
+        }
         verified = verify(logits, batch.draft, batch.num_draft, keys, **how)
-        return verified.accepted, verified.token, np.array((verified.logprob, verified.full_logprob))
+        return (
+            verified.accepted,
+            verified.token,
+            np.array((verified.logprob, verified.full_logprob)),
+        )
 
     def _hidden(self, tokens: np.ndarray, packing: CachePacking) -> torch.Tensor:
-        """Hidden states of the packed tokens, [N or more, hidden]; with a graph valid until the next forward."""
+        """Hidden states of the packed tokens, [N or more, hidden]; with a graph valid until the
+        next forward."""
         hidden = self.graphs.forward(tokens, packing) if self.graphs is not None else None
         return self._launch(tokens, packing) if hidden is None else hidden
 
@@ -128,15 +154,16 @@ class ModelRunner:
         return forward_hidden(self.model, to_device(tokens, self.device), packing, self.kernel)
 
     def noise_keys(self, slots: np.ndarray, position: np.ndarray) -> torch.Tensor:
-        """Keys of the noise of response positions, int32 [T, 4]. slots, position: int64 [T], rows one after the other."""
+        """Keys of the noise of response positions, int32 [T, 4]. slots, position: int64 [T], rows
+        one after the other."""
         needed = np.zeros(self.num_slots, np.int64)
         np.maximum.at(needed, slots, position + 1)
         self._make_keys(np.flatnonzero(needed > self._keyed), needed)
         return to_device(self._stream_key[slots, position], self.device)
 
     def _make_keys(self, slots: np.ndarray, needed: np.ndarray) -> None:
-        """Keys of the first `needed` response positions of these slots, int64 [slots], and of KEYS_AHEAD more: a key at a time
-        costs as much as many."""
+        """Keys of the first `needed` response positions of these slots, int64 [slots], and of
+        KEYS_AHEAD more: a key at a time costs as much as many."""
         if len(slots) == 0:
             return
         end = np.minimum(needed[slots] + KEYS_AHEAD, self.max_length)

@@ -1,14 +1,18 @@
-"""What each forward feeds, and what the rows gain from it: slots, queue, shared prefills, budgets, drafts. numpy alone.
+"""What each forward feeds, and what the rows gain from it: slots, queue, shared prefills, budgets,
+drafts. numpy alone.
 
-Active rows always occupy slots 0..R-1, so attention reads the cache through a slice and never gathers it: the slot of a
-finished row is refilled from the queue at once, or else the last active row moves into it. Rows with the same prompt share
-one prefill: the first of them computes the prompt's keys and values, the others copy them and feed only its last token.
+Active rows always occupy slots 0..R-1, so attention reads the cache through a slice and never
+gathers it: the slot of a finished row is refilled from the queue at once, or else the last active
+row moves into it. Rows with the same prompt share one prefill: the first of them computes the
+prompt's keys and values, the others copy them and feed only its last token.
 
-A forward feeds "n new tokens of row r", whether they are a prompt, one sampled token, or that token and a draft after it.
-Draft tokens come from a `Proposer`, of which nothing else is known here: a `Runner` verifies which of them the row would have
-sampled anyway, and rolling back the others is lowering the row's length.
+A forward feeds "n new tokens of row r", whether they are a prompt, one sampled token, or that token
+and a draft after it. Draft tokens come from a `Proposer`, of which nothing else is known here: a
+`Runner` verifies which of them the row would have sampled anyway, and rolling back the others is
+lowering the row's length.
 
-Shape legend: R active rows, N tokens in a forward, M rows that sample in it, S draft tokens, T = M + S positions sampled.
+Shape legend: R active rows, N tokens in a forward, M rows that sample in it, S draft tokens, T = M
++ S positions sampled.
 """
 
 from collections import deque
@@ -20,7 +24,7 @@ import numpy as np
 
 from bubblespec.engine.ragged import ragged
 from bubblespec.records import Load
-from bubblespec.samples import Row
+from bubblespec.types import Row
 
 if TYPE_CHECKING:  # it comes with torch
     from bubblespec.engine.sampling import SamplingParams
@@ -39,7 +43,8 @@ class Batch:
     tokens: np.ndarray
     """int64 [N], the new tokens."""
     slots: np.ndarray
-    """int64 [M], the slots of the rows that sample, ascending: they feed all their known tokens, and their drafts."""
+    """int64 [M], the slots of the rows that sample, ascending: they feed all their known tokens,
+    and their drafts."""
     generated: np.ndarray
     """int64 [M], response tokens that these rows have."""
     num_draft: np.ndarray
@@ -52,12 +57,22 @@ class Batch:
 class Proposer(Protocol):
     """Where draft tokens come from."""
 
-    def propose(self, rows: list[Row], lengths: np.ndarray, room: np.ndarray, budget: int) -> list[np.ndarray | None]:
-        """Draft tokens int64 [n] for each of the rows about to decode, or None. lengths: int64 [rows], response tokens so
-        far; room: int64 [rows], most draft tokens of each; budget: most draft tokens together (what exceeds either is cut)."""
+    def propose(
+        self, rows: list[Row], lengths: np.ndarray, room: np.ndarray, budget: int
+    ) -> list[np.ndarray | None]:
+        """Draft tokens int64 [n] for each of the rows about to decode, or None. lengths: int64
+        [rows], response tokens so far; room: int64 [rows], most draft tokens of each; budget: most
+        draft tokens together (what exceeds either is cut)."""
 
-    def observe(self, rows: list[Row], tokens: list[np.ndarray], num_draft: np.ndarray, num_accepted: np.ndarray) -> None:
-        """Rows have gained `tokens`, of which a draft of `num_draft` tokens gave the first `num_accepted`, int64 [rows]."""
+    def observe(
+        self,
+        rows: list[Row],
+        tokens: list[np.ndarray],
+        num_draft: np.ndarray,
+        num_accepted: np.ndarray,
+    ) -> None:
+        """Rows have gained `tokens`, of which a draft of `num_draft` tokens gave the first
+        `num_accepted`, int64 [rows]."""
 
 
 class Runner(Protocol):
@@ -69,60 +84,84 @@ class Runner(Protocol):
     max_batch_tokens: int
     """Most tokens in a forward, at least num_slots."""
 
-    def forward(self, batch: Batch, params: "SamplingParams") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Feed the batch, and verify its drafts. Returns, as `Verified` has them, accepted int64 [M], the tokens int64 [T], and
-        both log-probabilities [2, T]."""
+    def forward(
+        self, batch: Batch, params: "SamplingParams"
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Feed the batch, and verify its drafts. Returns, as `Verified` has them, accepted int64
+        [M], the tokens int64 [T], and both log-probabilities [2, T]."""
 
     def place(self, slot: int, row: Row) -> None:
-        """A row, with its tokens so far in it, comes into a slot; or stays in it while what computes it has changed."""
+        """A row, with its tokens so far in it, comes into a slot; or stays in it while what
+        computes it has changed."""
 
     def move(self, source: int, target: int, length: int) -> None:
-        """The row in slot `source` goes on in slot `target`; its first `length` positions have keys and values."""
+        """The row in slot `source` goes on in slot `target`; its first `length` positions have keys
+        and values."""
 
     def share(self, source: int, target: int, length: int) -> None:
-        """The first `length` positions of both slots' rows are the same; only `source` has keys and values of them."""
+        """The first `length` positions of both slots' rows are the same; only `source` has keys and
+        values of them."""
 
     def release(self) -> None:
         """Give the memory of keys and values back until the next forward. No slot has a row."""
 
 
 class Scheduler:
-    """Slots and queue. For each forward `schedule` is followed by `update`, with what the runner made of the batch."""
+    """Slots and queue. For each forward `schedule` is followed by `update`, with what the runner
+    made of the batch."""
 
     def __init__(self, runner: Runner):
         num_slots, max_length = runner.num_slots, runner.max_length
         if runner.max_batch_tokens < num_slots:
-            raise ValueError(f"max_batch_tokens = {runner.max_batch_tokens} is below num_slots = {num_slots}")
+            raise ValueError(
+                f"max_batch_tokens = {runner.max_batch_tokens} is below num_slots = {num_slots}"
+            )
         self.runner, self.max_batch_tokens = runner, runner.max_batch_tokens
         self.queue: deque[Row] = deque()
         self.rows: list[Row] = []  # the row in each of slots 0..R-1
-        # Per slot. A row's known tokens are tokens[: length], of which the first `cached` have keys and values.
+        # Per slot. A row's known tokens are tokens[: length], of which the first `cached` have keys
+        # and values.
         self.tokens = np.zeros((num_slots, max_length), np.int64)
         self.length = np.zeros(num_slots, np.int64)
         self.cached = np.zeros(num_slots, np.int64)
         self.prompt_length = np.zeros(num_slots, np.int64)
         self.limit = np.zeros(num_slots, np.int64)
         self.logprobs = np.zeros((num_slots, max_length, 2), np.float32)
-        # The prompt whose keys and values a slot holds, also after its row has finished; -1 for none.
+        # The prompt whose keys and values a slot holds, also after its row has finished; -1 for
+        # none.
         self.prompt_id = np.full(num_slots, -1, np.int64)
         self._prompt_ids: dict[tuple[int, ...], int] = {}
         # What moves with a row to another slot.
-        self._per_slot = (self.tokens, self.length, self.cached, self.prompt_length, self.limit, self.logprobs, self.prompt_id)
+        self._per_slot = (
+            self.tokens,
+            self.length,
+            self.cached,
+            self.prompt_length,
+            self.limit,
+            self.logprobs,
+            self.prompt_id,
+        )
 
     def add(self, rows: list[Row]) -> None:
-        """Queue rows, see `Generator.add`."""
+        """Queue rows, see `Engine.add`."""
         longest = self.tokens.shape[1]
         for row in rows:
-            if not (row.prompt and row.max_new_tokens > 0 and len(row.prompt) + row.max_new_tokens <= longest):
+            if not (
+                row.prompt
+                and row.max_new_tokens > 0
+                and len(row.prompt) + row.max_new_tokens <= longest
+            ):
                 raise ValueError(
                     f"a prompt of {len(row.prompt)} and up to {row.max_new_tokens} new tokens do not fit max_length = {longest}"
                 )
             if len(row.tokens) >= row.max_new_tokens:
-                raise ValueError(f"a row with {len(row.tokens)} of at most {row.max_new_tokens} tokens has none left to generate")
+                raise ValueError(
+                    f"a row with {len(row.tokens)} of at most {row.max_new_tokens} tokens has none left to generate"
+                )
         self.queue.extend(rows)
 
     def drop(self, row: Row) -> None:
-        """Take a row out, see `Generator.drop`."""
+        """Take a row out, see `Engine.drop`."""
         if row in self.queue:
             self.queue.remove(row)
         else:
@@ -131,20 +170,26 @@ class Scheduler:
             self._free(slot)
 
     def collect(self) -> list[Row]:
-        """The rows in slots, with their tokens so far in them, and those in the queue as they are. All stay where they are."""
+        """The rows in slots, with their tokens so far in them, and those in the queue as they are.
+        All stay where they are."""
         return [self._take_results(slot) for slot in range(len(self.rows))] + list(self.queue)
 
     def decoding(self) -> list[Row]:
         """Rows whose prompt and all of whose tokens but the last are in the cache."""
         active = len(self.rows)
-        return [self.rows[slot] for slot in np.flatnonzero(self.cached[:active] == self.length[:active] - 1)]
+        return [
+            self.rows[slot]
+            for slot in np.flatnonzero(self.cached[:active] == self.length[:active] - 1)
+        ]
 
     def prefilling(self) -> list[Row]:
-        """Active rows whose prompt is not whole in the cache; its last token is fed when they first sample."""
+        """Active rows whose prompt is not whole in the cache; its last token is fed when they first
+        sample."""
         return [self.rows[slot] for slot in self._prefilling()]
 
     def reset(self, staying: Collection[Row] = ()) -> None:
-        """Forget all rows but those `staying`, and whose prompts are in the cache, see `Generator.reset`."""
+        """Forget all rows but those `staying`, and whose prompts are in the cache, see
+        `Engine.reset`."""
         self.queue.clear()
         stay = {id(row) for row in staying}
         for slot in reversed(range(len(self.rows))):
@@ -155,16 +200,21 @@ class Scheduler:
         self.prompt_id.fill(-1)  # so that nobody shares the prompt of a row that has stayed
         self._prompt_ids.clear()
 
-    def schedule(self, proposer: Proposer | None = None, max_prefill_tokens: int | None = None) -> Batch | None:
-        """Admit rows, and plan a forward of every row's next tokens; None without rows. max_prefill_tokens: most tokens of rows
-        that do not decode yet, by default max_batch_tokens."""
+    def schedule(
+        self, proposer: Proposer | None = None, max_prefill_tokens: int | None = None
+    ) -> Batch | None:
+        """Admit rows, and plan a forward of every row's next tokens; None without rows.
+        max_prefill_tokens: most tokens of rows that do not decode yet, by default
+        max_batch_tokens."""
         while self.queue and len(self.rows) < len(self.tokens):
             self.rows.append(self.queue.popleft())
             self._place(len(self.rows) - 1)
         active = len(self.rows)
         if not active:
             return None
-        count = self._plan(proposer, self.max_batch_tokens if max_prefill_tokens is None else max_prefill_tokens)
+        count = self._plan(
+            proposer, self.max_batch_tokens if max_prefill_tokens is None else max_prefill_tokens
+        )
         start = self.cached[:active].copy()
         ends = start + count
         num_prompt = np.minimum(np.maximum(self.prompt_length[:active] - 1 - start, 0), count)
@@ -172,7 +222,14 @@ class Scheduler:
         length = self.length[slots]
         num_draft = ends[slots] - length
         wide = np.count_nonzero(count > 1)
-        load = Load(active, int(count.sum()), wide, int(ends.sum()), int(num_prompt.sum()), int(num_draft.sum()))
+        load = Load(
+            active,
+            int(count.sum()),
+            wide,
+            int(ends.sum()),
+            int(num_prompt.sum()),
+            int(num_draft.sum()),
+        )
         slot, offset = ragged(count)
         position = start[slot] + offset
         draft = np.empty(0, np.int64)
@@ -181,7 +238,17 @@ class Scheduler:
             draft = self.tokens[slots[row], length[row] + offset]
         generated = length - self.prompt_length[slots]
         index = np.array((slot, position))  # a quarter of what np.stack takes
-        return Batch(start, count, index, self.tokens[slot, position], slots, generated, num_draft, draft, load)
+        return Batch(
+            start,
+            count,
+            index,
+            self.tokens[slot, position],
+            slots,
+            generated,
+            num_draft,
+            draft,
+            load,
+        )
 
     def update(
         self,
@@ -190,7 +257,8 @@ class Scheduler:
         stop_token_ids: tuple[int, ...],
         proposer: Proposer | None = None,
     ) -> list[Row]:
-        """Append what the rows have gained by a forward, see `Runner.forward`. Returns those that it has ended."""
+        """Append what the rows have gained by a forward, see `Runner.forward`. Returns those that
+        it has ended."""
         self.cached[: len(batch.count)] = batch.start + batch.count
         if len(batch.slots) == 0:
             return []
@@ -203,8 +271,9 @@ class Scheduler:
         return np.flatnonzero(self.cached[:active] < self.prompt_length[:active] - 1)
 
     def _plan(self, proposer: Proposer | None, max_prefill_tokens: int) -> np.ndarray:
-        """New tokens of each active row in this forward, int64 [R]: decoding rows first, then prompts under the token budget,
-        then drafts, which are written behind the known tokens of their rows."""
+        """New tokens of each active row in this forward, int64 [R]: decoding rows first, then
+        prompts under the token budget, then drafts, which are written behind the known tokens of
+        their rows."""
         active = len(self.rows)
         wanted = self.length[:active] - self.cached[:active]
         if wanted.max() > 1:
@@ -229,9 +298,12 @@ class Scheduler:
         return count
 
     def _write_drafts(self, proposer: Proposer, slots: np.ndarray, budget: int) -> np.ndarray:
-        """Ask for drafts and put them behind the rows' known tokens; returns their lengths, int64 [slots]."""
+        """Ask for drafts and put them behind the rows' known tokens; returns their lengths, int64
+        [slots]."""
         generated = self.length[slots] - self.prompt_length[slots]
-        room = self.limit[slots] - generated - 1  # the sampled token after the draft needs a place too
+        room = (
+            self.limit[slots] - generated - 1
+        )  # the sampled token after the draft needs a place too
         drafts = proposer.propose([self.rows[s] for s in slots.tolist()], generated, room, budget)
         lengths = np.zeros(len(slots), np.int64)
         for i, draft in enumerate(drafts):
@@ -275,17 +347,28 @@ class Scheduler:
             self.logprobs[slots, generated] = logprobs.T
         else:
             first = (num_draft + 1).cumsum() - (num_draft + 1)
-            gained = num_gained(token, accepted, num_draft, stop_token_ids, limit=self.limit[slots] - generated)
+            gained = num_gained(
+                token, accepted, num_draft, stop_token_ids, limit=self.limit[slots] - generated
+            )
             row, offset = ragged(gained)
             source = first[row] + offset
             self.tokens[slots[row], begin[row] + offset] = token[source]
             self.logprobs[slots[row], generated[row] + offset] = logprobs[:, source].T
         self.length[slots] = begin + gained
-        # Keys and values are those of the accepted tokens; whatever lies behind them is overwritten before it is read.
+        # Keys and values are those of the accepted tokens; whatever lies behind them is overwritten
+        # before it is read.
         self.cached[slots] = begin + gained - 1
         if proposer is not None:
-            tokens = [token[begin:end] for begin, end in zip(first.tolist(), (first + gained).tolist(), strict=True)]
-            proposer.observe([self.rows[slot] for slot in slots.tolist()], tokens, num_draft, np.minimum(accepted, gained))
+            tokens = [
+                token[begin:end]
+                for begin, end in zip(first.tolist(), (first + gained).tolist(), strict=True)
+            ]
+            proposer.observe(
+                [self.rows[slot] for slot in slots.tolist()],
+                tokens,
+                num_draft,
+                np.minimum(accepted, gained),
+            )
 
     def _finish(self, slots: np.ndarray, stop_token_ids: tuple[int, ...]) -> list[Row]:
         """Take out the rows in `slots` whose last token ends them."""
@@ -294,8 +377,11 @@ class Scheduler:
         finished: list[Row] = []
         if not (stopped | full).any():
             return finished
-        for slot, by_stop in zip(slots[stopped | full][::-1], stopped[stopped | full][::-1], strict=True):
-            # From the last slot down, so that the row moving into a freed slot is never one that has finished too.
+        for slot, by_stop in zip(
+            slots[stopped | full][::-1], stopped[stopped | full][::-1], strict=True
+        ):
+            # From the last slot down, so that the row moving into a freed slot is never one that
+            # has finished too.
             row = self._take_results(slot)
             row.finish = "stop" if by_stop else "length"
             finished.append(row)
@@ -303,14 +389,19 @@ class Scheduler:
         return finished
 
     def _place(self, slot: int) -> None:
-        """Write a row at its beginning into its slot, whose keys and values stay if they are those of its prompt."""
+        """Write a row at its beginning into its slot, whose keys and values stay if they are those
+        of its prompt."""
         row = self.rows[slot]
         prompt_id = self._prompt_ids.setdefault(row.prompt, len(self._prompt_ids))
         length, known = len(row.prompt), len(row.tokens)
-        self.cached[slot] = min(self.cached[slot], length - 1) if self.prompt_id[slot] == prompt_id else 0
+        self.cached[slot] = (
+            min(self.cached[slot], length - 1) if self.prompt_id[slot] == prompt_id else 0
+        )
         self.tokens[slot, :length] = row.prompt
         self.tokens[slot, length : length + known] = row.tokens
-        self.logprobs[slot, :known] = np.stack((row.logprob, row.full_logprob), axis=1) if len(row.logprob) else 0.0
+        self.logprobs[slot, :known] = (
+            np.stack((row.logprob, row.full_logprob), axis=1) if len(row.logprob) else 0.0
+        )
         self.prompt_length[slot], self.length[slot] = length, length + known
         self.limit[slot] = row.max_new_tokens
         self.prompt_id[slot] = prompt_id
@@ -343,8 +434,8 @@ class Scheduler:
 def num_accepted(token: np.ndarray, draft: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Draft tokens of each row before its first wrong one, int64 [R].
 
-    token: int64 [T], what the row samples in place of each draft token and after the last; draft: int64 [S]; counts: int64 [R],
-    draft tokens of each row.
+    token: int64 [T], what the row samples in place of each draft token and after the last; draft:
+    int64 [S]; counts: int64 [R], draft tokens of each row.
     """
     if len(draft) == 0:
         return np.zeros(len(counts), np.int64)
@@ -358,11 +449,18 @@ def num_accepted(token: np.ndarray, draft: np.ndarray, counts: np.ndarray) -> np
 
 
 def num_gained(
-    token: np.ndarray, accepted: np.ndarray, counts: np.ndarray, stop_token_ids: tuple[int, ...], *, limit: np.ndarray
+    token: np.ndarray,
+    accepted: np.ndarray,
+    counts: np.ndarray,
+    stop_token_ids: tuple[int, ...],
+    *,
+    limit: np.ndarray,
 ) -> np.ndarray:
-    """Tokens each row gains by a verification, int64 [R]: the accepted and the next, cut after a stop token and at `limit`.
+    """Tokens each row gains by a verification, int64 [R]: the accepted and the next, cut after a
+    stop token and at `limit`.
 
-    All on the host. token: int64 [T]; accepted, counts: int64 [R]; limit: int64 [R], tokens a row may still get, at least 1.
+    All on the host. token: int64 [T]; accepted, counts: int64 [R]; limit: int64 [R], tokens a row
+    may still get, at least 1.
     """
     stop_at = np.where(is_stop(token, stop_token_ids), ragged(counts + 1)[1], len(token))
     first_stop = np.minimum.reduceat(stop_at, np.cumsum(counts + 1) - (counts + 1))

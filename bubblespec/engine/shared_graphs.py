@@ -1,13 +1,16 @@
 """CUDA graphs of forwards that all ranks compute together, with the sums over ranks inside.
 
-A sum in a graph waits for the same graph on the other ranks. So all ranks have graphs, captured in the same order, or none has
-any; and a rank on which something fails must not leave the others in a sum that it never comes to. So nothing is exchanged in
-either of the two stages of capturing, and after each the ranks tell each other how it went:
+A sum in a graph waits for the same graph on the other ranks. So all ranks have graphs, captured in
+the same order, or none has any; and a rank on which something fails must not leave the others in a
+sum that it never comes to. So nothing is exchanged in either of the two stages of capturing, and
+after each the ranks tell each other how it went:
 
-1. Every rank runs each forward without its sums. What may fail on one rank alone, such as memory that runs out, fails here.
+1. Every rank runs each forward without its sums. What may fail on one rank alone, such as memory
+   that runs out, fails here.
 2. Each records its graphs: a sum that is recorded is not computed, and nobody waits.
 
-Between the two the ranks add up zeros in every size that the graphs will, as NCCL connects them when it first meets a size.
+Between the two the ranks add up zeros in every size that the graphs will, as NCCL connects them
+when it first meets a size.
 """
 
 from collections.abc import Callable
@@ -24,8 +27,8 @@ T = TypeVar("T")
 
 
 class SharedGraphs(ForwardGraphs):
-    """`ForwardGraphs` of a forward in slices. All ranks call `forward` with the same packing, in the same order, and `clear`
-    alike."""
+    """`ForwardGraphs` of a forward in slices. All ranks call `forward` with the same packing, in
+    the same order, and `clear` alike."""
 
     def __init__(
         self,
@@ -38,7 +41,8 @@ class SharedGraphs(ForwardGraphs):
         joint: Joint,
         beside: ForwardGraphs | None = None,
     ):
-        """cuts: this rank's part of the model; beside: graphs that share memory with these, whichever are captured first."""
+        """cuts: this rank's part of the model; beside: graphs that share memory with these,
+        whichever are captured first."""
         super().__init__(model, cache, kernel, max_batch_tokens, beside=beside)
         self.cuts, self.joint = cuts, joint
         if beside is not None:
@@ -57,7 +61,9 @@ class SharedGraphs(ForwardGraphs):
         """Of every size that is summed in a graph, largest first."""
         weight = next(self.model.parameters())
         widths = {part.module.out_features for part in self.cuts if part.is_rowwise}
-        sizes = sorted({shape.tokens * width for shape in self.shapes for width in widths}, reverse=True)
+        sizes = sorted(
+            {shape.tokens * width for shape in self.shapes for width in widths}, reverse=True
+        )
         largest = weight.new_zeros(sizes[0])
         return [largest[:size] for size in sizes]
 
@@ -70,13 +76,16 @@ class SharedGraphs(ForwardGraphs):
             super()._record(inputs)
 
     def _on_all(self, stage: Callable[[], T]) -> T | None:
-        """What a stage returns, in which nothing is exchanged; None, and no rank has graphs, if it fails on any rank."""
+        """What a stage returns, in which nothing is exchanged; None, and no rank has graphs, if it
+        fails on any rank."""
         made, problem = None, None
         try:
             made = stage()
         except RuntimeError as error:  # the model's own code runs here
             problem = error
-        failed = self.joint.gather(torch.full((1,), float(problem is not None), device=self.model.device))
+        failed = self.joint.gather(
+            torch.full((1,), float(problem is not None), device=self.model.device)
+        )
         if failed.cpu().numpy().any():
             self._go_without(problem)
             return None
@@ -91,7 +100,8 @@ class SharedGraphs(ForwardGraphs):
 
 
 class _Alone:
-    """What layers see of a `Joint`, without other ranks: what they compute has the right shape, and means nothing."""
+    """What layers see of a `Joint`, without other ranks: what they compute has the right shape, and
+    means nothing."""
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor

@@ -1,10 +1,13 @@
-"""One forward computed by all ranks together, each with a slice of the weights that it holds anyway.
+"""One forward computed by all ranks together, each with a slice of the weights that it holds
+anyway.
 
-Every rank has the whole model, so a slice is a view of its parameters: nothing is copied or moved. The configuration's
-`base_model_tp_plan` names the linear layers that are cut. A "colwise" layer computes some of its outputs, attention heads or
-hidden units of an MLP; the "rowwise" layer behind it takes these as its inputs, and the sum over ranks of what it gives is the
-layer's output (Megatron-LM, Shoeybi et al. 2019, arXiv 1909.08053, section 3). Whatever else there is, every rank computes whole.
-The output head gives the logits of a slice of the vocabulary, from which the ranks sample together (`sample_slices`).
+Every rank has the whole model, so a slice is a view of its parameters: nothing is copied or moved.
+The configuration's `base_model_tp_plan` names the linear layers that are cut. A "colwise" layer
+computes some of its outputs, attention heads or hidden units of an MLP; the "rowwise" layer behind
+it takes these as its inputs, and the sum over ranks of what it gives is the layer's output
+(Megatron-LM, Shoeybi et al. 2019, arXiv 1909.08053, section 3). Whatever else there is, every rank
+computes whole. The output head gives the logits of a slice of the vocabulary, from which the ranks
+sample together (`sample_slices`).
 
 Shape legend: N packed tokens, T positions sampled, V vocabulary, v of it on this rank, P ranks.
 """
@@ -23,7 +26,10 @@ from bubblespec.engine import sampling
 from bubblespec.engine.noise import gumbel
 from bubblespec.engine.sampling import SamplingParams, restrict
 
-KEYS_AND_VALUES = ("k_proj", "v_proj")  # cut by key/value heads; all other layers of an attention by query heads
+KEYS_AND_VALUES = (
+    "k_proj",
+    "v_proj",
+)  # cut by key/value heads; all other layers of an attention by query heads
 
 
 class CannotCut(ValueError):
@@ -46,7 +52,8 @@ class Joint(Protocol):
 
 
 class Heads(NamedTuple):
-    """This rank's share of an attention layer: query heads and the key/value heads that they look at."""
+    """This rank's share of an attention layer: query heads and the key/value heads that they look
+    at."""
 
     query: slice
     key: slice
@@ -62,13 +69,15 @@ class Cut(NamedTuple):
 
 
 def share_of(count: int, rank: int, size: int) -> slice:
-    """Of `count` things in a row those of one rank; the numbers of any two ranks differ by at most 1."""
+    """Of `count` things in a row those of one rank; the numbers of any two ranks differ by at most
+    1."""
     return slice(count * rank // size, count * (rank + 1) // size)
 
 
 def share_heads(num_heads: int, num_key_heads: int, rank: int, size: int) -> Heads:
-    """Whole groups of the query heads that look at one key/value head, where there are as many as ranks. Else several ranks share
-    a group: each has some of its query heads, and all have its key/value head. Raises CannotCut if some rank would have none."""
+    """Whole groups of the query heads that look at one key/value head, where there are as many as
+    ranks. Else several ranks share a group: each has some of its query heads, and all have its
+    key/value head. Raises CannotCut if some rank would have none."""
     fold = num_heads // num_key_heads
     if num_key_heads >= size:
         key = share_of(num_key_heads, rank, size)
@@ -77,9 +86,13 @@ def share_heads(num_heads: int, num_key_heads: int, rank: int, size: int) -> Hea
     group = of_rank[rank]
     members = [other for other, its_group in enumerate(of_rank) if its_group == group]
     if fold < -(-size // num_key_heads):  # of the group with most ranks: all ranks say the same
-        raise CannotCut(f"{num_heads} query heads and {num_key_heads} key/value heads are too few for {size} ranks")
+        raise CannotCut(
+            f"{num_heads} query heads and {num_key_heads} key/value heads are too few for {size} ranks"
+        )
     query = share_of(fold, members.index(rank), len(members))
-    return Heads(slice(group * fold + query.start, group * fold + query.stop), slice(group, group + 1))
+    return Heads(
+        slice(group * fold + query.start, group * fold + query.stop), slice(group, group + 1)
+    )
 
 
 def plan_cuts(model: PreTrainedModel, rank: int, size: int) -> list[Cut]:
@@ -97,7 +110,11 @@ def plan_cuts(model: PreTrainedModel, rank: int, size: int) -> list[Cut]:
                 styles[name] = style
         if sorted(set(styles.values())) != ["colwise", "rowwise"]:
             continue
-        heads = share_heads(num_heads, num_key_heads, rank, size) if hasattr(parent, "layer_idx") else None
+        heads = (
+            share_heads(num_heads, num_key_heads, rank, size)
+            if hasattr(parent, "layer_idx")
+            else None
+        )
         for name, style in styles.items():
             module, is_rowwise = getattr(parent, name), style == "rowwise"
             width = module.in_features if is_rowwise else module.out_features
@@ -106,11 +123,19 @@ def plan_cuts(model: PreTrainedModel, rank: int, size: int) -> list[Cut]:
                 count = num_key_heads if name in KEYS_AND_VALUES else num_heads
                 own = heads.key if name in KEYS_AND_VALUES else heads.query
             if width % count or width < size:
-                raise CannotCut(f"{parent_name}.{name} has {width} features, which {size} ranks cannot share by heads")
+                raise CannotCut(
+                    f"{parent_name}.{name} has {width} features, which {size} ranks cannot share by heads"
+                )
             own = share_of(count, rank, size) if own is None else own
-            cuts.append(Cut(module, is_rowwise, slice(own.start * width // count, own.stop * width // count)))
+            cuts.append(
+                Cut(
+                    module, is_rowwise, slice(own.start * width // count, own.stop * width // count)
+                )
+            )
     if not cuts:
-        raise CannotCut(f"{type(model).__name__} has no plan of layers to cut (base_model_tp_plan of its configuration)")
+        raise CannotCut(
+            f"{type(model).__name__} has no plan of layers to cut (base_model_tp_plan of its configuration)"
+        )
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear):
         raise CannotCut(f"{type(model).__name__} has an output head that is not a linear layer")
@@ -119,7 +144,9 @@ def plan_cuts(model: PreTrainedModel, rank: int, size: int) -> list[Cut]:
 
 def _is_linear(module: torch.nn.Module) -> bool:
     """A linear layer, or one with a LoRA adapter."""
-    return isinstance(module, torch.nn.Linear) or isinstance(getattr(module, "base_layer", None), torch.nn.Linear)
+    return isinstance(module, torch.nn.Linear) or isinstance(
+        getattr(module, "base_layer", None), torch.nn.Linear
+    )
 
 
 @contextlib.contextmanager
@@ -134,10 +161,17 @@ def cut(cuts: list[Cut], joint: Joint) -> Iterator[None]:
     try:
         for module, is_rowwise, part in cuts:
             if not is_rowwise:
-                for layer in [module] if isinstance(module, torch.nn.Linear) else [module.base_layer, *module.lora_B.values()]:
+                for layer in (
+                    [module]
+                    if isinstance(module, torch.nn.Linear)
+                    else [module.base_layer, *module.lora_B.values()]
+                ):
                     change(layer, partial(_some_outputs, layer, part))
             elif isinstance(module, torch.nn.Linear):
-                change(module, partial(_summed, partial(_some_inputs, module, part), module.bias, joint))
+                change(
+                    module,
+                    partial(_summed, partial(_some_inputs, module, part), module.bias, joint),
+                )
             else:
                 for layer in (module.base_layer, *module.lora_A.values()):
                     change(layer, partial(_some_inputs, layer, part))
@@ -157,7 +191,9 @@ def _some_inputs(layer: torch.nn.Linear, part: slice, x: torch.Tensor) -> torch.
     return linear(x, layer.weight[:, part])
 
 
-def _summed(forward: Callable, bias: torch.Tensor | None, joint: Joint, x: torch.Tensor) -> torch.Tensor:
+def _summed(
+    forward: Callable, bias: torch.Tensor | None, joint: Joint, x: torch.Tensor
+) -> torch.Tensor:
     out = joint.sum_(forward(x))
     return out if bias is None else out + bias
 
@@ -176,20 +212,27 @@ def sample_slices(
     vocab_size: int,
     joint: Joint,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`sampling.sample` from slices of the vocabulary: logits are this rank's, [T, v]. Returns the same, equal to the bit on all
-    ranks, however they round: it is worked out from what they have exchanged.
+    """`sampling.sample` from slices of the vocabulary: logits are this rank's, [T, v]. Returns the
+    same, equal to the bit on all ranks, however they round: it is worked out from what they have
+    exchanged.
 
-    Of a position each rank tells its best token, the largest perturbed logit, and sums of exponentials. Truncation to the best
-    tokens needs all logits, which are then exchanged.
+    Of a position each rank tells its best token, the largest perturbed logit, and sums of
+    exponentials. Truncation to the best tokens needs all logits, which are then exchanged.
     """
     if 0 < params.top_k < vocab_size or params.top_p < 1.0:
         return sampling.sample(_whole(logits, vocab_size, joint), keys, num_generated, params)
     first = share_of(vocab_size, joint.rank, joint.size).start
-    own_stops = [token - first for token in params.stop_token_ids if first <= token < first + logits.shape[1]]
-    own_params = SamplingParams(params.temperature, stop_token_ids=tuple(own_stops), min_length=params.min_length)
+    own_stops = [
+        token - first for token in params.stop_token_ids if first <= token < first + logits.shape[1]
+    ]
+    own_params = SamplingParams(
+        params.temperature, stop_token_ids=tuple(own_stops), min_length=params.min_length
+    )
     rows = max(1, sampling.MAX_LOGITS_AT_ONCE[logits.device.type] // logits.shape[1])
     chunks = zip(logits.split(rows), keys.split(rows), num_generated.split(rows), strict=True)
-    of_ranks = joint.gather(torch.cat([_best_of_slice(*chunk, own_params, first) for chunk in chunks]))
+    of_ranks = joint.gather(
+        torch.cat([_best_of_slice(*chunk, own_params, first) for chunk in chunks])
+    )
     best, token, chosen, full_sums, sums = of_ranks.unbind(-1)
     winner = best.argmax(0)[None]
     dtype = _precision(logits)
@@ -201,8 +244,9 @@ def sample_slices(
 
 
 def _best_of_slice(logits, keys, num_generated, params: SamplingParams, first: int) -> torch.Tensor:
-    """Of each position: the largest perturbed logit of the slice, its token, its logit, and the logarithms of the sums of
-    exponentials over the slice, of all logits and of those allowed; float64 [T, 5]."""
+    """Of each position: the largest perturbed logit of the slice, its token, its logit, and the
+    logarithms of the sums of exponentials over the slice, of all logits and of those allowed;
+    float64 [T, 5]."""
     logits = logits.to(_precision(logits))
     if params.temperature not in (0.0, 1.0):
         logits = logits / params.temperature
@@ -226,4 +270,7 @@ def _whole(logits: torch.Tensor, vocab_size: int, joint: Joint) -> torch.Tensor:
     widest = max(share.stop - share.start for share in shares)
     logits = logits.to(_precision(logits))
     padded = torch.nn.functional.pad(logits, (0, widest - logits.shape[1]))
-    return torch.cat([part[:, : s.stop - s.start] for part, s in zip(joint.gather(padded), shares, strict=True)], dim=1)
+    return torch.cat(
+        [part[:, : s.stop - s.start] for part, s in zip(joint.gather(padded), shares, strict=True)],
+        dim=1,
+    )

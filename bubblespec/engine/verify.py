@@ -1,16 +1,21 @@
-"""Exact verification of draft tokens: which of them the current policy would have sampled, and what it samples after them.
+"""Exact verification of draft tokens: which of them the current policy would have sampled, and what
+it samples after them.
 
-Under both rules every token has exactly the law of plain sampling. p is the current policy after temperature and truncation,
-x the draft token, y a token sampled from p. y does not depend on the draft, so drafts may be selected by their content, which
-the usual rejection rule does not allow (notebooks/exactness.ipynb; the rule is in benchmarks/accept_rules.py).
+Under both rules every token has exactly the law of plain sampling. p is the current policy after
+temperature and truncation, x the draft token, y a token sampled from p. y does not depend on the
+draft, so drafts may be selected by their content, which the usual rejection rule does not allow
+(notebooks/exactness.ipynb; the rule is in benchmarks/accept_rules.py).
 
-coupled     accept while y = x, with y from the noise that plain sampling would use. The draft cannot change y at all. A draft
-            made with the same noise under nearby weights q is nearly always accepted: the chance of y = x is at least
-            (1 - TV) / (1 + TV) (Daliri, Musco and Suresh 2024, "Coupling without communication and drafter-invariant
-            speculative decoding"), and TV is the total variation distance of p and q.
-point_mass  the same with noise that no draft has seen, so y is independent of x: accepted with chance p(x).
+coupled     accept while y = x, with y from the noise that plain sampling would use. The draft
+            cannot change y at all. A draft made with the same noise under nearby weights q is
+            nearly always accepted: the chance of y = x is at least (1 - TV) / (1 + TV) (Daliri,
+            Musco and Suresh 2024, "Coupling without communication and drafter-invariant speculative
+            decoding"), and TV is the total variation distance of p and q.
+point_mass  the same with noise that no draft has seen, so y is independent of x: accepted with
+chance p(x).
 
-Shape legend: R rows, n draft tokens of a row, S draft tokens of all rows, T = S + R positions, V vocabulary.
+Shape legend: R rows, n draft tokens of a row, S draft tokens of all rows, T = S + R positions, V
+vocabulary.
 """
 
 from collections.abc import Callable
@@ -25,14 +30,15 @@ from bubblespec.engine.scheduler import num_accepted
 
 RULES = ("coupled", "point_mass")
 
-# Plain sampling and drafts read a stream at the token ids, from 0. At FRESH + token id, beyond any vocabulary, each stream has
-# noise that no draft has used.
+# Plain sampling and drafts read a stream at the token ids, from 0. At FRESH + token id, beyond any
+# vocabulary, each stream has noise that no draft has used.
 FRESH = 1 << 29
 
 
 class Verified(NamedTuple):
-    """Result of a verification, on the host. With `first` a row's first position, token[first : first + accepted] are its
-    accepted draft tokens, and token[first + accepted] comes next. Entries after a rejected token are invalid."""
+    """Result of a verification, on the host. With `first` a row's first position, token[first :
+    first + accepted] are its accepted draft tokens, and token[first + accepted] comes next. Entries
+    after a rejected token are invalid."""
 
     accepted: np.ndarray
     """int64 [R], leading draft tokens accepted."""
@@ -55,16 +61,19 @@ def verify(
     rule: str = "coupled",
     sample: Callable = sampling.sample,
 ) -> Verified:
-    """Verify the drafts of R rows; a row without a draft is sampled plainly, from the fresh noise under point_mass.
+    """Verify the drafts of R rows; a row without a draft is sampled plainly, from the fresh noise
+    under point_mass.
 
-    logits: [T, V], rows one after the other, each with n + 1 positions, which predict its draft tokens and the one after them;
-    draft: int64 [S] and counts: int64 [R], n of each row, both on the host; keys: int32 [T, 4] and num_generated: int64 [T], of
-    every position, as in `sample`. The host waits for the device once. sample: what samples from these logits, where they are a
+    logits: [T, V], rows one after the other, each with n + 1 positions, which predict its draft
+    tokens and the one after them; draft: int64 [S] and counts: int64 [R], n of each row, both on
+    the host; keys: int32 [T, 4] and num_generated: int64 [T], of every position, as in `sample`.
+    The host waits for the device once. sample: what samples from these logits, where they are a
     slice of the vocabulary something else than `sampling.sample`.
 
-    Length limits and stop tokens are the caller's affair: see `num_gained` in scheduler.py. Under point_mass, a row's every
-    token must come from here, or else a choice of drafts by content chooses the plain noise of the rows left without one. Raises
-    ValueError for another rule, and for lengths that do not fit.
+    Length limits and stop tokens are the caller's affair: see `num_gained` in scheduler.py. Under
+    point_mass, a row's every token must come from here, or else a choice of drafts by content
+    chooses the plain noise of the rows left without one. Raises ValueError for another rule, and
+    for lengths that do not fit.
     """
     if rule not in RULES:
         raise ValueError(f"accept rule {rule!r} is none of {', '.join(RULES)}")
@@ -79,7 +88,8 @@ def verify(
 
 
 def further(keys: torch.Tensor, offset: int) -> torch.Tensor:
-    """Keys of the same streams read from `offset` on: a stream's token ids are added to its key's first word."""
+    """Keys of the same streams read from `offset` on: a stream's token ids are added to its key's
+    first word."""
     keys = keys.clone()
     keys[:, 0] += offset
     return keys

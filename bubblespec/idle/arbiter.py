@@ -1,13 +1,13 @@
 """Who does what in idle time: the offers of all works, given to ranks tick by tick.
 
-Its answers depend on the offers and the ticks so far alone, which are the same on every rank: no offer is given twice, and nobody
-has to agree on anything.
+Its answers depend on the offers and the ticks so far alone, which are the same on every rank: no
+offer is given twice, and nobody has to agree on anything.
 """
 
 from collections import deque
 
+from bubblespec.dist.progress import RankState
 from bubblespec.idle.work import Offer
-from bubblespec.ranks.progress import RankState
 
 NO_TIME_S = 1e-9
 
@@ -21,17 +21,19 @@ class Arbiter:
         self._idle_only: list[deque[Offer]] = [deque() for _ in range(num_works)]
 
     def update(self, work: int, offers: list[Offer] | None) -> None:
-        """A work's offers from now on, most urgent first, in place of those that it has made before; None: they stay."""
+        """A work's offers from now on, most urgent first, in place of those that it has made
+        before; None: they stay."""
         if offers is not None:
             self._beside_rows[work] = deque(offer for offer in offers if offer.beside_rows)
             self._idle_only[work] = deque(offer for offer in offers if not offer.beside_rows)
 
     def assign(self, states: list[RankState]) -> list[list[tuple[int, Offer]]]:
-        """The offers that each rank gets for its wishes in a tick, by rank; each with the number of its work.
+        """The offers that each rank gets for its wishes in a tick, by rank; each with the number of
+        its work.
 
-        A rank with rows of its own gets what is worth slowing them down for, most saved first. A rank without does one thing at
-        a time: it gets offers of the work alone whose most urgent one saves most for a second spent; those worth slowing down
-        rows for before others.
+        A rank with rows of its own gets what is worth slowing them down for, most saved first. A
+        rank without does one thing at a time: it gets offers of the work alone whose most urgent
+        one saves most for a second spent; those worth slowing down rows for before others.
         """
         given: list[list[tuple[int, Offer]]] = []
         for rank, state in enumerate(states):
@@ -40,13 +42,22 @@ class Arbiter:
             if state.is_done:
                 heads = {work: self._next(work, True, rank) for work in range(len(wanted))}
                 saved = {work: _per_second(queue[place]) for work, (queue, place) in _there(heads)}
-                wanted = [count if work == max(saved, key=saved.get, default=None) else 0 for work, count in enumerate(wanted)]
+                wanted = [
+                    count if work == max(saved, key=saved.get, default=None) else 0
+                    for work, count in enumerate(wanted)
+                ]
             self._give(given[rank], list(wanted), state.is_done, rank)
         return given
 
-    def _give(self, given: list[tuple[int, Offer]], wanted: list[int], is_done: bool, rank: int) -> None:
+    def _give(
+        self, given: list[tuple[int, Offer]], wanted: list[int], is_done: bool, rank: int
+    ) -> None:
         while True:
-            heads = {work: self._next(work, is_done, rank) for work, count in enumerate(wanted) if count > 0}
+            heads = {
+                work: self._next(work, is_done, rank)
+                for work, count in enumerate(wanted)
+                if count > 0
+            }
             there = dict(_there(heads))
             if not there:
                 return
@@ -58,7 +69,11 @@ class Arbiter:
 
     def _next(self, work: int, is_done: bool, rank: int) -> tuple[deque[Offer], int] | None:
         """Where a work's most urgent offer for a rank is."""
-        for queue in (self._beside_rows[work], self._idle_only[work]) if is_done else (self._beside_rows[work],):
+        for queue in (
+            (self._beside_rows[work], self._idle_only[work])
+            if is_done
+            else (self._beside_rows[work],)
+        ):
             for place, offer in enumerate(queue):
                 if offer.rank is None or offer.rank == rank:
                     return queue, place

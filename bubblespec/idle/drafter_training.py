@@ -1,19 +1,22 @@
-"""Training the drafter, a use of idle time: a rank that has nothing better to do learns from recent responses, slice by slice."""
+"""Training the drafter, a use of idle time: a rank that has nothing better to do learns from recent
+responses, slice by slice."""
 
 from typing import Protocol
 
 import numpy as np
 
+from bubblespec.dist.progress import RankState
+from bubblespec.dist.ranks import Ranks
 from bubblespec.idle.work import Offer, RankView
-from bubblespec.ranks.collectives import Ranks
-from bubblespec.ranks.progress import RankState
 from bubblespec.records import Span, total_s
-from bubblespec.samples import Row
+from bubblespec.types import Row
 
 NUM_WANTED = 2  # slices that a rank asks for at a time: the next tick is some milliseconds away
 # What a slice saves in later rollouts is not known, so it comes after whatever saves something.
 LITTLE_S = 1e-9
-MOST_SHARE = 0.05  # a slice is no longer than this share of the rollout so far: the others wait for its end
+MOST_SHARE = (
+    0.05  # a slice is no longer than this share of the rollout so far: the others wait for its end
+)
 
 
 class Training(Protocol):
@@ -34,7 +37,9 @@ class TrainDrafter:
     def __init__(self, training: Training, *, max_slice_s: float, num_ranks: int, clock):
         """max_slice_s: see `IdleConfig`."""
         self.training, self.max_slice_s, self.clock = training, max_slice_s, clock
-        self._wishes = np.zeros(num_ranks)  # seconds of a slice of each rank, 0 where it cannot do any
+        self._wishes = np.zeros(
+            num_ranks
+        )  # seconds of a slice of each rank, 0 where it cannot do any
         self._num_granted = 0
         self._seconds = 0.0
 
@@ -89,7 +94,8 @@ class TrainDrafter:
         return 0
 
     def end(self) -> None:
-        """What has been learnt stays; what has been added to the gradient goes on in the next rollout."""
+        """What has been learnt stays; what has been added to the gradient goes on in the next
+        rollout."""
 
     def merge(self, ranks: Ranks) -> None:
         """All ranks go on with the mean of what each has learnt."""
@@ -99,7 +105,9 @@ class TrainDrafter:
 
     def _slice_s(self) -> float:
         """Expected seconds of the shortest slice; a little where none has been timed."""
-        return self.training.slice_tokens() * self.training.token_s or LITTLE_S * bool(self.training.slice_tokens())
+        return self.training.slice_tokens() * self.training.token_s or LITTLE_S * bool(
+            self.training.slice_tokens()
+        )
 
     def _limit_s(self) -> float:
         elapsed_s = self.clock.perf_counter() - self.view.record.began_s

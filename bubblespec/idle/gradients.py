@@ -1,8 +1,10 @@
-"""Gradients of finished groups, a use of idle time: a rank that waits computes those of its own samples, a slice at a time.
+"""Gradients of finished groups, a use of idle time: a rank that waits computes those of its own
+samples, a slice at a time.
 
-Every rank tells the others the rewards of the samples that it has finished and scored. A group is complete once all rewards that
-it is trained on are known; then each rank knows the advantages of those of its samples that it generated itself. A reward that
-comes late or not at all keeps its group out, and the update computes those gradients as if nothing had been streamed.
+Every rank tells the others the rewards of the samples that it has finished and scored. A group is
+complete once all rewards that it is trained on are known; then each rank knows the advantages of
+those of its samples that it generated itself. A reward that comes late or not at all keeps its
+group out, and the update computes those gradients as if nothing had been streamed.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,11 +12,11 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from bubblespec.dist.progress import RankState
+from bubblespec.dist.ranks import Ranks
 from bubblespec.idle.work import Offer, RankView
-from bubblespec.ranks.collectives import Ranks
-from bubblespec.ranks.progress import RankState
 from bubblespec.records import Span
-from bubblespec.samples import Launch, Row, has_zero_std
+from bubblespec.types import Launch, Row, has_zero_std
 
 NUM_WANTED = 2  # slices that a rank asks for at a time: the next tick is some milliseconds away
 
@@ -63,24 +65,37 @@ class GroupGradients:
         only_differing: bool = False,
         frees_cache: bool = False,
     ):
-        """take_rewards: this rank's rows that are trained on, finished and scored since the last call, with their rewards.
+        """take_rewards: this rank's rows that are trained on, finished and scored since the last
+        call, with their rewards.
 
-        max_slice_s: see `IdleConfig`; scores_beside_rows: `take_rewards` takes no time, so that it can be called while rows of
-        this rank are unfinished; only_differing: leave out groups of equal rewards, which dynamic sampling replaces; frees_cache:
-        there is no memory for a slice beside keys and values.
+        max_slice_s: see `IdleConfig`; scores_beside_rows: `take_rewards` takes no time, so that it
+        can be called while rows of this rank are unfinished; only_differing: leave out groups of
+        equal rewards, which dynamic sampling replaces; frees_cache: there is no memory for a slice
+        beside keys and values.
         """
         self.stream, self.take_rewards, self.max_slice_s = stream, take_rewards, max_slice_s
-        self.scores_beside_rows, self.only_differing, self.frees_cache = scores_beside_rows, only_differing, frees_cache
+        self.scores_beside_rows, self.only_differing, self.frees_cache = (
+            scores_beside_rows,
+            only_differing,
+            frees_cache,
+        )
         self.num_kept = launch.num_kept
         self._places = {name: place for place, name in enumerate(launch.ids)}
         self._rows: dict[int, Row] = {}  # this rank's scored ones, by place
         shape = (len(launch.groups), launch.num_generations)
-        self._own_rewards, self._rewards = np.full(shape, np.nan), np.full(shape, np.nan)  # the latter as of the last tick
+        self._own_rewards, self._rewards = (
+            np.full(shape, np.nan),
+            np.full(shape, np.nan),
+        )  # the latter as of the last tick
         self._is_complete = np.zeros(len(launch.groups), bool)
-        self._pieces: list[Piece] = []  # of complete groups, not computed yet, in order of their tokens
+        self._pieces: list[
+            Piece
+        ] = []  # of complete groups, not computed yet, in order of their tokens
         self._num_granted = 0  # slices
         self._wishes: list[Wish] = []  # of all ranks, in the last tick
-        self._seconds = self._spared_s = 0.0  # of this rank's slices, and what the update is spared by them
+        self._seconds = self._spared_s = (
+            0.0  # of this rank's slices, and what the update is spared by them
+        )
 
     def facts(self) -> np.ndarray:
         """Rewards of this rank's samples, NaN elsewhere, and what it could do."""
@@ -93,7 +108,9 @@ class GroupGradients:
     def hear(self, facts: list[np.ndarray]) -> None:
         """The samples of groups that have become complete can be computed from now on."""
         self._wishes = [Wish(int(of_rank[-3]), *of_rank[-2:].tolist()) for of_rank in facts]
-        told = np.fmax.reduce([of_rank[:-3] for of_rank in facts])  # of each sample one rank knows the reward
+        told = np.fmax.reduce(
+            [of_rank[:-3] for of_rank in facts]
+        )  # of each sample one rank knows the reward
         self._rewards = told.reshape(self._rewards.shape)
         is_complete = np.isfinite(self._rewards).sum(axis=1) == self.num_kept
         for group in np.flatnonzero(is_complete & ~self._is_complete).tolist():
@@ -101,13 +118,17 @@ class GroupGradients:
             rewards = self._rewards[group, numbers]
             if self.only_differing and has_zero_std(rewards[None])[0]:
                 continue
-            rows = [self._rows.get(group * self._rewards.shape[1] + number) for number in numbers.tolist()]
+            rows = [
+                self._rows.get(group * self._rewards.shape[1] + number)
+                for number in numbers.tolist()
+            ]
             self._pieces += self.stream.pieces(rows, rewards)
         self._pieces.sort(key=lambda piece: piece.num_tokens)
         self._is_complete = is_complete
 
     def offers(self, states: list[RankState]) -> list[Offer] | None:
-        """Each rank's own slices. What is left for the update is shared by all ranks, so a slice saves each of them its part."""
+        """Each rank's own slices. What is left for the update is shared by all ranks, so a slice
+        saves each of them its part."""
         return [
             Offer((rank, number), wish.spared_s / len(states), wish.slice_s, False, rank)
             for rank, wish in enumerate(self._wishes if states else [])
@@ -163,7 +184,10 @@ class GroupGradients:
     def _wish(self) -> Wish:
         if not self._can_begin():
             return Wish(0, 0.0, 0.0)
-        size, limit = sum(piece.num_tokens for piece in self._next_slice()), self.stream.max_tokens(self.max_slice_s)
+        size, limit = (
+            sum(piece.num_tokens for piece in self._next_slice()),
+            self.stream.max_tokens(self.max_slice_s),
+        )
         total = sum(piece.num_tokens for piece in self._pieces if piece.num_tokens <= limit)
         return Wish(-(-total // size), self.stream.seconds(size), self.stream.spared_s(size))
 

@@ -7,28 +7,35 @@ from collections.abc import Sequence
 import numpy as np
 
 from bubblespec.config import Config
-from bubblespec.engine.generator import Generator
+from bubblespec.dist.progress import ProgressBoard
+from bubblespec.dist.ranks import Ranks
+from bubblespec.dist.shared_board import make_board
+from bubblespec.draft.evaluation import make_evaluation_drafts
+from bubblespec.draft.proposer import make_proposer
+from bubblespec.draft.store import DraftStore
+from bubblespec.draft.suffix import History
+from bubblespec.draft.windows import CostModel
+from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.idle.speculation import Speculation
-from bubblespec.ranks.collectives import Ranks
-from bubblespec.ranks.progress import ProgressBoard
-from bubblespec.ranks.shared_board import make_board
-from bubblespec.samples import Prompt, Row, SampleId
-from bubblespec.speculate.evaluation import make_evaluation_drafts
-from bubblespec.speculate.proposer import make_proposer
-from bubblespec.speculate.store import DraftStore
-from bubblespec.speculate.suffix import History
-from bubblespec.speculate.windows import CostModel
+from bubblespec.types import Prompt, Row, SampleId
 
 
 def make_speculation(
-    config: Config, ranks: Ranks, engine: Generator, params: SamplingParams, held_out: Sequence[Prompt] = ()
+    config: Config,
+    ranks: Ranks,
+    engine: Engine,
+    params: SamplingParams,
+    held_out: Sequence[Prompt] = (),
 ) -> Speculation | None:
-    """None where nothing is drafted, deferred, streamed, shared or placed by expectation. Makes a process group and times
-    forwards: all ranks must call it together."""
+    """None where nothing is drafted, deferred, streamed, shared or placed by expectation. Makes a
+    process group and times forwards: all ranks must call it together."""
     has_drafts = config.speculative.method != "none" or config.tail_batching.enabled
     shares_tail = config.rollout.shared_tail_rows not in (0, "auto") and ranks.world_size > 1
-    if not (has_drafts or shares_tail or config.optim.stream_gradients) and config.rollout.placement == "in_turn":
+    if (
+        not (has_drafts or shares_tail or config.optim.stream_gradients)
+        and config.rollout.placement == "in_turn"
+    ):
         return None
     cost = CostModel()
     if has_drafts:
@@ -37,15 +44,34 @@ def make_speculation(
     return assemble(config, ranks, board, cost, held_out)
 
 
-def assemble(config: Config, ranks: Ranks, board: ProgressBoard, cost: CostModel, held_out: Sequence[Prompt] = ()) -> Speculation:
-    """A run's speculation at its beginning. cost: of forwards, as profiled; held_out: prompts of evaluations."""
+def assemble(
+    config: Config,
+    ranks: Ranks,
+    board: ProgressBoard,
+    cost: CostModel,
+    held_out: Sequence[Prompt] = (),
+) -> Speculation:
+    """A run's speculation at its beginning. cost: of forwards, as profiled; held_out: prompts of
+    evaluations."""
     speculative = config.speculative
     history = History(speculative.max_history_tokens)
     has_drafts = "bubble" in speculative.method or config.tail_batching.enabled
-    options = {"has_drafts": has_drafts, "fixed_window": speculative.fixed_window, "clock": ranks.clock}
+    options = {
+        "has_drafts": has_drafts,
+        "fixed_window": speculative.fixed_window,
+        "clock": ranks.clock,
+    }
     proposer = make_proposer(speculative.method, history, cost, **options)
     evaluation = make_evaluation_drafts(config, proposer, held_out)
-    return Speculation(config, ranks, board, proposer, DraftStore(config.bubble.max_draft_tokens), history, evaluation)
+    return Speculation(
+        config,
+        ranks,
+        board,
+        proposer,
+        DraftStore(config.bubble.max_draft_tokens),
+        history,
+        evaluation,
+    )
 
 
 class _FixedDrafts:
@@ -61,17 +87,27 @@ class _FixedDrafts:
         pass
 
 
-def profile(engine: Generator, params: SamplingParams, cost: CostModel, num_forwards: int = 3, *, clock=time) -> None:
-    """Time forwards of few and many rows, short and long ones, with short and long drafts. Each is run once before it counts."""
+def profile(
+    engine: Engine, params: SamplingParams, cost: CostModel, num_forwards: int = 3, *, clock=time
+) -> None:
+    """Time forwards of few and many rows, short and long ones, with short and long drafts. Each is
+    run once before it counts."""
     capacity, length = engine.num_slots, engine.max_length
     for count, size, window in itertools.product(
-        sorted({1, max(1, capacity // 4), capacity}), sorted({min(8, length - 1), min(512, length // 2)}), (0, 3, 15)
+        sorted({1, max(1, capacity // 4), capacity}),
+        sorted({min(8, length - 1), min(512, length // 2)}),
+        (0, 3, 15),
     ):
-        if count * (window + 1) > engine.max_batch_tokens or size + window + num_forwards + 2 > length:
+        if (
+            count * (window + 1) > engine.max_batch_tokens
+            or size + window + num_forwards + 2 > length
+        ):
             continue
         engine.reset()
         drafts = _FixedDrafts(window)
-        engine.add([Row(SampleId(0, 0, sample), (1,) * size, length - size) for sample in range(count)])
+        engine.add(
+            [Row(SampleId(0, 0, sample), (1,) * size, length - size) for sample in range(count)]
+        )
         while engine.queue or (engine.lengths <= size).any():
             engine.step(params, drafts)
         for _ in range(num_forwards):

@@ -1,6 +1,8 @@
-"""Speculation over a run: the drafts, histories and estimates that live from step to step, and what they say about the next one.
+"""Speculation over a run: the drafts, histories and estimates that live from step to step, and what
+they say about the next one.
 
-All of it is the same on every rank, as it is learnt from what the ranks have exchanged; so all ranks plan alike.
+All of it is the same on every rank, as it is learnt from what the ranks have exchanged; so all
+ranks plan alike.
 """
 
 from collections.abc import Sequence
@@ -10,24 +12,26 @@ from functools import partial
 import numpy as np
 
 from bubblespec.config import Config
-from bubblespec.data.step_planner import StepPlanner
+from bubblespec.data.schedule import StepPlanner
+from bubblespec.dist.progress import ProgressBoard
+from bubblespec.dist.ranks import Ranks
+from bubblespec.draft.evaluation import EvaluationDrafts
+from bubblespec.draft.proposer import Proposer
+from bubblespec.draft.store import DraftStore, exchange
+from bubblespec.draft.suffix import History
 from bubblespec.idle.account import Account
 from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.idle.draft_planning import Item, Outlook, afford, plan_items, undrafted
 from bubblespec.idle.evaluation_ahead import plan_evaluation
 from bubblespec.idle.rehearsal import rehearse
-from bubblespec.ranks.collectives import Ranks
-from bubblespec.ranks.progress import ProgressBoard
 from bubblespec.records import POSITIONS, RolloutRecord
-from bubblespec.samples import Draft, Group, Row, SampleId, Samples
-from bubblespec.speculate.evaluation import EvaluationDrafts
-from bubblespec.speculate.proposer import Proposer
-from bubblespec.speculate.store import DraftStore, exchange
-from bubblespec.speculate.suffix import History
+from bubblespec.types import Draft, Group, Row, SampleId, Samples
 
 MAX_AUTO_LOOKAHEAD = 16
 MOST_PACE = 2.0  # by which a rollout may seem to be slower or faster than those before
-RETRY_STEPS = 8  # where even the freshest drafts are refused, one step in so many drafts all the same: they may have got better
+# where even the freshest drafts are refused, one step in so many drafts all the same: they may have
+# got better
+RETRY_STEPS = 8
 MIN_AGE_SHARE = 0.2  # drafts so old that less of them is accepted are not worth making
 
 
@@ -55,7 +59,8 @@ class Speculation:
     shared_cost: np.ndarray | None = None
     """Coefficients of the ranks' cost models, their mean; None before the first rollout."""
     overhead_s: float = 0.0
-    """Seconds that this rank has spent on drafts outside of rollouts, plans and the exchange, since they were accounted for."""
+    """Seconds that this rank has spent on drafts outside of rollouts, plans and the exchange, since
+    they were accounted for."""
     pace: float = 1.0
     """Seconds of the slowest rank over what the cost model says of its forwards."""
     account: Account = field(init=False)
@@ -66,7 +71,8 @@ class Speculation:
 
     @property
     def has_drafts(self) -> bool:
-        """Whether tokens are proposed at all; else what is known of lengths and costs serves placement alone."""
+        """Whether tokens are proposed at all; else what is known of lengths and costs serves
+        placement alone."""
         return bool(self.proposer.sources)
 
     def lookahead(self, step: int) -> int:
@@ -79,17 +85,23 @@ class Speculation:
             return min(int(bubble.lookahead), remaining)
         affordable = int(bubble.max_draft_tokens // max(self.tokens_per_step, 1.0))
         too_old = [age for age, share in self.accepted_by_age.items() if share < MIN_AGE_SHARE]
-        depth = min(MAX_AUTO_LOOKAHEAD, affordable, remaining, *(age - 1 for age in too_old if age > 0))
+        depth = min(
+            MAX_AUTO_LOOKAHEAD, affordable, remaining, *(age - 1 for age in too_old if age > 0)
+        )
         return max(depth, 1 if remaining and affordable and step % RETRY_STEPS == 0 else 0)
 
     def begin(self, rows: dict[int, Row], step: int) -> dict[int, Row]:
-        """A rollout of these rows of `step` is about to begin, under weights that have had so many updates. Returns the rows in
-        the order in which they should be generated: where rows wait for slots, those with the most to decode must not wait."""
+        """A rollout of these rows of `step` is about to begin, under weights that have had so many
+        updates. Returns the rows in the order in which they should be generated: where rows wait
+        for slots, those with the most to decode must not wait."""
         self.proposer.begin()
         drafts = [self.store.get(row.id) for row in rows.values()]
         for row in rows.values():
             self.track(row, step)
-        missing, places = undrafted(list(rows.values()), drafts, self.outlook, self.history), list(rows)
+        missing, places = (
+            undrafted(list(rows.values()), drafts, self.outlook, self.history),
+            list(rows),
+        )
         return {places[i]: rows[places[i]] for i in np.argsort(-missing, kind="stable").tolist()}
 
     def track(self, row: Row, step: int) -> None:
@@ -97,24 +109,32 @@ class Speculation:
         self.proposer.track(row, self.store.get(row.id), version=step)
 
     def keep(self, rows: Sequence[Row], step: int) -> None:
-        """The tokens of rows that will go on in a later step become drafts, in the stores of all ranks. A draft that has turned
-        out right so far and is longer stays."""
+        """The tokens of rows that will go on in a later step become drafts, in the stores of all
+        ranks. A draft that has turned out right so far and is longer stays."""
         drafts = {}
         for row in rows:
             old, length = self.store.get(row.id), len(row.tokens)
-            if length and not (old is not None and len(old.tokens) > length and np.array_equal(old.tokens[:length], row.tokens)):
+            if length and not (
+                old is not None
+                and len(old.tokens) > length
+                and np.array_equal(old.tokens[:length], row.tokens)
+            ):
                 drafts[row.id] = Draft(row.tokens.astype(np.int32), row.finish is not None, step)
         exchange(self.store, drafts, self.ranks)
 
-    def draft_ahead(self, step: int, planner: StepPlanner, used: list[Group], num_slots: int) -> DraftAhead | None:
-        """Drafting ahead during a rollout of `step`; None where nothing is to be drafted. used: the groups that the step has
-        drawn so far, those of this rollout included."""
+    def draft_ahead(
+        self, step: int, planner: StepPlanner, used: list[Group], num_slots: int
+    ) -> DraftAhead | None:
+        """Drafting ahead during a rollout of `step`; None where nothing is to be drafted. used: the
+        groups that the step has drawn so far, those of this rollout included."""
         depth, begin_s = self.lookahead(step), self.ranks.clock.perf_counter()
         batches = planner.upcoming(step, depth, used) if depth else []
         of_evaluation = self._items_of_evaluation(step, num_slots)
         if not any(batches) and not of_evaluation:
             return None
-        drafting = self._plan(batches, step, num_slots, {group.name for group in planner.deferred}, of_evaluation)
+        drafting = self._plan(
+            batches, step, num_slots, {group.name for group in planner.deferred}, of_evaluation
+        )
         self.overhead_s += self.ranks.clock.perf_counter() - begin_s
         return drafting
 
@@ -126,17 +146,26 @@ class Speculation:
         deferred: set[tuple[int, int]],
         of_evaluation: Sequence[Item] = (),
     ) -> DraftAhead:
-        """deferred: names of groups that come before all others; of_evaluation: what comes after all others."""
+        """deferred: names of groups that come before all others; of_evaluation: what comes after
+        all others."""
 
-        judged: set[int] = set()  # steps ahead of which a rollout was played through: the only ones that news change
+        judged: set[int] = (
+            set()
+        )  # steps ahead of which a rollout was played through: the only ones that news change
 
         def plan(news: np.ndarray) -> list[Item]:
             if not news.any():
                 items = self._items(batches, num_slots, deferred, self.seen)
                 judged.update(item.steps_ahead for item in items if item.costs_s > 0)
                 return [*items, *of_evaluation]
-            nearby = [groups if ahead in judged else [] for ahead, groups in enumerate(batches, start=1)]
-            return [] if self.config.tail_batching.enabled else self._items(nearby, num_slots, deferred, self.seen + news)
+            nearby = [
+                groups if ahead in judged else [] for ahead, groups in enumerate(batches, start=1)
+            ]
+            return (
+                []
+                if self.config.tail_batching.enabled
+                else self._items(nearby, num_slots, deferred, self.seen + news)
+            )
 
         return DraftAhead(
             plan,
@@ -149,7 +178,13 @@ class Speculation:
             older=None if self.evaluation is None else self.evaluation.store,
         )
 
-    def _items(self, batches: list[list[Group]], num_slots: int, deferred: set[tuple[int, int]], seen: np.ndarray) -> list[Item]:
+    def _items(
+        self,
+        batches: list[list[Group]],
+        num_slots: int,
+        deferred: set[tuple[int, int]],
+        seen: np.ndarray,
+    ) -> list[Item]:
         """What to draft, as far as is known now; seen: as `self.seen`."""
         worth = None
         if self.shared_cost is not None:
@@ -166,65 +201,100 @@ class Speculation:
         )
         items = afford(items, self.account.allowance_s, self.ranks.world_size)
         if self.config.tail_batching.enabled:
-            # A short round has no tail that drafts beside its rows could save: they are for ranks that wait.
+            # A short round has no tail that drafts beside its rows could save: they are for ranks
+            # that wait.
             idle_only = [replace(item, pays=False) for item in items]
             items = sorted(idle_only, key=lambda item: item.id[:2] not in deferred)
         return items
 
     def _items_of_evaluation(self, step: int, num_slots: int) -> list[Item]:
         """What to draft of the coming evaluation during a rollout of `step`."""
-        drafts_ahead = "bubble" in self.config.speculative.method and self.config.bubble.lookahead != 0
+        drafts_ahead = (
+            "bubble" in self.config.speculative.method and self.config.bubble.lookahead != 0
+        )
         if self.evaluation is None or self.shared_cost is None or not drafts_ahead:
             return []
         known = (self.evaluation, self.store, self.outlook, self.shared_cost)
-        return plan_evaluation(self.config, step, *known, num_ranks=self.ranks.world_size, num_slots=num_slots)
+        return plan_evaluation(
+            self.config, step, *known, num_ranks=self.ranks.world_size, num_slots=num_slots
+        )
 
     @property
     def is_plain(self) -> bool:
-        """Whether the next rollout is to be one without drafts: as nothing would be proposed, to see what that takes, or because
-        drafts have lost too much."""
+        """Whether the next rollout is to be one without drafts: as nothing would be proposed, to
+        see what that takes, or because drafts have lost too much."""
         if self.has_drafts and not self.proposer.awake:
             return True
         return self.has_drafts and not self.config.tail_batching.enabled and self.account.is_plain
 
     def learn_rollout(
-        self, record: RolloutRecord, ids: list[SampleId], *, plain_s: float, work_s: float, spent_s: float, was_plain: bool
+        self,
+        record: RolloutRecord,
+        ids: list[SampleId],
+        *,
+        plain_s: float,
+        work_s: float,
+        spent_s: float,
+        was_plain: bool,
     ) -> None:
-        """Exchange what each rank has measured in a rollout, so that all of them plan alike. The drafts of its samples, `ids` of
-        all ranks, go: those have had their turn. Where a rollout is abandoned this is not called, and they stay.
+        """Exchange what each rank has measured in a rollout, so that all of them plan alike. The
+        drafts of its samples, `ids` of all ranks, go: those have had their turn. Where a rollout is
+        abandoned this is not called, and they stay.
 
-        plain_s, work_s: what this rank's rows would have taken without drafts, and what they took, by its cost model; spent_s:
-        what that work took by the clock; was_plain: there were no drafts.
+        plain_s, work_s: what this rank's rows would have taken without drafts, and what they took,
+        by its cost model; spent_s: what that work took by the clock; was_plain: there were no
+        drafts.
         """
         ages, counts = np.zeros((MAX_AUTO_LOOKAHEAD + 1, 2)), record.acceptance
         for age, of_age in counts.by_age.items():
             ages[min(age, MAX_AUTO_LOOKAHEAD)] += of_age
         seen = (counts.before_divergence.ravel(), counts.after_divergence)
-        overhead_s, self.overhead_s = (0.0, self.overhead_s) if was_plain else (self.overhead_s, 0.0)
+        overhead_s, self.overhead_s = (
+            (0.0, self.overhead_s) if was_plain else (self.overhead_s, 0.0)
+        )
         times = [plain_s, work_s, spent_s, record.total_s, overhead_s]
         own = (ages.ravel(), *seen, [record.own_forwards, *times], self.proposer.cost.coefficients)
         measured = self.ranks.gather(np.concatenate(own))
-        for age, (drafted, accepted) in enumerate(measured[:, : ages.size].sum(axis=0).reshape(ages.shape)):
+        for age, (drafted, accepted) in enumerate(
+            measured[:, : ages.size].sum(axis=0).reshape(ages.shape)
+        ):
             if drafted >= 20:
-                self.accepted_by_age[age] = _average(self.accepted_by_age.get(age), accepted / drafted)
+                self.accepted_by_age[age] = _average(
+                    self.accepted_by_age.get(age), accepted / drafted
+                )
         size = ages.size + self.seen.size
         # Where nothing is drafted any more, what was seen is forgotten, and drafts are tried again.
-        self.seen = 0.7 * self.seen + measured[:, ages.size : size].sum(axis=0).reshape(self.seen.shape)
+        self.seen = 0.7 * self.seen + measured[:, ages.size : size].sum(axis=0).reshape(
+            self.seen.shape
+        )
         self.forwards = _average(self.forwards or None, float(measured[:, size].max()))
         self.shared_cost = measured[:, size + 6 :].mean(axis=0)
-        plain_s, work_s, spent_s, total_s, overhead_s = measured[:, size + 1 : size + 6].max(axis=0).tolist()
-        won_s = self._settle(plain_s, work_s, spent_s, total_s=total_s, overhead_s=overhead_s, was_plain=was_plain)
+        plain_s, work_s, spent_s, total_s, overhead_s = (
+            measured[:, size + 1 : size + 6].max(axis=0).tolist()
+        )
+        won_s = self._settle(
+            plain_s, work_s, spent_s, total_s=total_s, overhead_s=overhead_s, was_plain=was_plain
+        )
         if DraftAhead.name in record.idle:
             record.idle[DraftAhead.name].brought_s = won_s
         self.store.drop(ids)
 
     def _settle(
-        self, plain_s: float, work_s: float, spent_s: float, *, total_s: float, overhead_s: float, was_plain: bool
+        self,
+        plain_s: float,
+        work_s: float,
+        spent_s: float,
+        *,
+        total_s: float,
+        overhead_s: float,
+        was_plain: bool,
     ) -> float:
-        """Account for a rollout, by seconds of the slowest rank. Single rollouts of the same work differ by a fifth on a machine
-        that does other things too. So its work is what the cost model says of its forwards, like that of a plain rollout, at the
-        pace of recent ones; only a plain rollout counts as it was measured. What a rollout takes besides, plans and set-up, is no
-        pace: it would be as much without drafts, however many forwards that takes. Returns the seconds that drafts have won."""
+        """Account for a rollout, by seconds of the slowest rank. Single rollouts of the same work
+        differ by a fifth on a machine that does other things too. So its work is what the cost
+        model says of its forwards, like that of a plain rollout, at the pace of recent ones; only a
+        plain rollout counts as it was measured. What a rollout takes besides, plans and set-up, is
+        no pace: it would be as much without drafts, however many forwards that takes. Returns the
+        seconds that drafts have won."""
         if work_s > 0:
             pace = spent_s / work_s
             if self.account.num_settled:
@@ -234,28 +304,37 @@ class Speculation:
         return self.account.settle(self.pace * plain_s, actual_s, was_plain)
 
     def learn_samples(self, step: int, samples: Samples, rewards: np.ndarray) -> None:
-        """Take in what a step has generated, the same on every rank: lengths, and histories for the prompts' next epoch. Its
-        samples have had their turn, and need no drafts. rewards: float64 [S]."""
+        """Take in what a step has generated, the same on every rank: lengths, and histories for the
+        prompts' next epoch. Its samples have had their turn, and need no drafts. rewards: float64
+        [S]."""
         self.store.drop(samples.ids)
         lengths = samples.lengths
         self.tokens_per_step = _average(self.tokens_per_step or None, float(lengths.sum()))
-        self.outlook.learn(np.repeat([len(g.prompt.token_ids) for g in samples.groups], samples.num_generations), lengths)
+        self.outlook.learn(
+            np.repeat([len(g.prompt.token_ids) for g in samples.groups], samples.num_generations),
+            lengths,
+        )
         if "suffix" in self.config.speculative.method:
             for i, tokens in enumerate(samples.tokens):
                 self.history.add(samples.prompt_of(i).uid, tokens, float(rewards[i]), step)
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Drafts, history and estimates as arrays. They change no token, only how soon it is there. All is the same on every
-        rank, but for the shares of proposals accepted so far, of which any rank's will do; costs are measured anew at a start.
+        """Drafts, history and estimates as arrays. They change no token, only how soon it is there.
+        All is the same on every rank, but for the shares of proposals accepted so far, of which any
+        rank's will do; costs are measured anew at a start.
         """
-        ages = np.array([[age, share] for age, share in self.accepted_by_age.items()], np.float64).reshape(-1, 2)
+        ages = np.array(
+            [[age, share] for age, share in self.accepted_by_age.items()], np.float64
+        ).reshape(-1, 2)
         parts = {
             "drafts": self.store.state_dict(),
             "history": self.history.state_dict(),
             "survival": self.proposer.survival.state_dict(),
             "evaluation": {} if self.evaluation is None else self.evaluation.state_dict(),
         }
-        flat = {f"{name}.{key}": array for name, part in parts.items() for key, array in part.items()}
+        flat = {
+            f"{name}.{key}": array for name, part in parts.items() for key, array in part.items()
+        }
         averages = np.array([self.tokens_per_step, self.forwards])
         cost = np.empty(0) if self.shared_cost is None else self.shared_cost
         shares = {"accepted_by_age": ages, "seen": self.seen}
@@ -273,7 +352,11 @@ class Speculation:
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
         """Take over a saved state."""
-        for name, part in (("drafts", self.store), ("history", self.history), ("survival", self.proposer.survival)):
+        for name, part in (
+            ("drafts", self.store),
+            ("history", self.history),
+            ("survival", self.proposer.survival),
+        ):
             part.load_state_dict(_part(state, name))
         if self.evaluation is not None:
             self.evaluation.load_state_dict(_part(state, "evaluation"))
@@ -289,7 +372,11 @@ class Speculation:
 
 
 def _part(state: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
-    return {key.removeprefix(f"{name}."): array for key, array in state.items() if key.startswith(f"{name}.")}
+    return {
+        key.removeprefix(f"{name}."): array
+        for key, array in state.items()
+        if key.startswith(f"{name}.")
+    }
 
 
 def _average(old: float | None, new: float) -> float:

@@ -1,7 +1,9 @@
-"""The interface for uses of idle time: what they offer, what they see of their rank, and how the rollout loop drives them.
+"""The interface for uses of idle time: what they offer, what they see of their rank, and how the
+rollout loop drives them.
 
-Idle time is hard where a rank has finished its rows and waits for the slowest one, and soft where it still decodes, but so few
-rows that others could join its forwards at little cost. Imports types alone, of engine, ranks and records.
+Idle time is hard where a rank has finished its rows and waits for the slowest one, and soft where
+it still decodes, but so few rows that others could join its forwards at little cost. Imports types
+alone, of engine, ranks and records.
 """
 
 from collections.abc import Callable, Hashable
@@ -10,11 +12,11 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from bubblespec.engine.generator import Generator
-from bubblespec.ranks.collectives import Ranks
-from bubblespec.ranks.progress import RankState
+from bubblespec.dist.progress import RankState
+from bubblespec.dist.ranks import Ranks
+from bubblespec.engine.engine import Engine
 from bubblespec.records import RolloutRecord
-from bubblespec.samples import Row
+from bubblespec.types import Row
 
 
 class Offer(NamedTuple):
@@ -25,9 +27,11 @@ class Offer(NamedTuple):
     saves_s: float
     """Seconds of the run's wall time that it is expected to save."""
     costs_s: float
-    """Seconds that the rank which does it is expected to spend on it. In a hard bubble they cost the run nothing."""
+    """Seconds that the rank which does it is expected to spend on it. In a hard bubble they cost
+    the run nothing."""
     beside_rows: bool
-    """Whether it is worth slowing down a rank's own rows for; else it goes to ranks that have nothing else to do."""
+    """Whether it is worth slowing down a rank's own rows for; else it goes to ranks that have
+    nothing else to do."""
     rank: int | None = None
     """The only rank that can do it, or None for any."""
 
@@ -37,7 +41,7 @@ class RankView:
     """What a use of idle time sees of its own rank during a rollout."""
 
     rank: int
-    engine: Generator
+    engine: Engine
     unfinished: dict[int, Row]
     """Rows of this step that are not done, by id()."""
     record: RolloutRecord
@@ -49,7 +53,8 @@ class RankView:
     let_go: Callable[[int], None] | None = None
     """The row of a place is another rank's from now on."""
     max_prefill_tokens: int | None = None
-    """Most prompt tokens in one forward, None for no limit: a use may set it, to feed prompts of its own a little at a time."""
+    """Most prompt tokens in one forward, None for no limit: a use may set it, to feed prompts of
+    its own a little at a time."""
 
 
 class IdleWork(Protocol):
@@ -59,21 +64,24 @@ class IdleWork(Protocol):
     """In metrics (`idle/NAME/...`)."""
 
     def facts(self) -> np.ndarray:
-        """What this rank tells the others in the next tick, float64, of one length on all ranks; whatever its offers need beside
-        the ranks' states."""
+        """What this rank tells the others in the next tick, float64, of one length on all ranks;
+        whatever its offers need beside the ranks' states."""
 
     def hear(self, facts: list[np.ndarray]) -> None:
         """What all ranks have told of this work in a tick that has completed, by rank."""
 
     def offers(self, states: list[RankState]) -> list[Offer] | None:
-        """Every piece that there is and nobody has been given, most urgent first; None where nothing has changed.
+        """Every piece that there is and nobody has been given, most urgent first; None where
+        nothing has changed.
 
-        Asked before the first tick, with no states, and after every tick, with those of all ranks. The same on every rank: from
-        these, from what `hear` was given, and from what the ranks have in common.
+        Asked before the first tick, with no states, and after every tick, with those of all ranks.
+        The same on every rank: from these, from what `hear` was given, and from what the ranks have
+        in common.
         """
 
     def begin(self, view: RankView) -> list[Row]:
-        """The rollout begins. Returns the rows in the engine, from the rollout before, that this work goes on with."""
+        """The rollout begins. Returns the rows in the engine, from the rollout before, that this
+        work goes on with."""
 
     def wanted(self) -> int:
         """How many more offers this rank could begin now, if it were given them."""
@@ -82,17 +90,21 @@ class IdleWork(Protocol):
         """A rank has been given the offer, and no other rank has. Called on all ranks."""
 
     def advance(self) -> bool:
-        """Between two forwards: put rows into the engine, or do a slice of the work so short that nobody waits for it; returns
-        whether there is another slice to do. No collectives: the other ranks may be anywhere."""
+        """Between two forwards: put rows into the engine, or do a slice of the work so short that
+        nobody waits for it; returns whether there is another slice to do. No collectives: the other
+        ranks may be anywhere."""
 
     def finish(self, row: Row) -> bool:
         """A row that is not of this step is done. Returns whether it was this work's."""
 
     def make_room(self, count: int) -> int:
-        """Rows of this step have come to this rank: give up to `count` slots back; returns how many."""
+        """Rows of this step have come to this rank: give up to `count` slots back; returns how
+        many."""
 
     def end(self) -> None:
-        """The last tick: all ranks leave the rollout, whatever is unfinished. No forward comes after it."""
+        """The last tick: all ranks leave the rollout, whatever is unfinished. No forward comes
+        after it."""
 
     def merge(self, ranks: Ranks) -> None:
-        """After the rollout, on all ranks together: bring what each has done to where it is needed. Collectives may be used."""
+        """After the rollout, on all ranks together: bring what each has done to where it is needed.
+        Collectives may be used."""

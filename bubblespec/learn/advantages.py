@@ -1,22 +1,26 @@
 """Advantages from rewards: one number a sample, for all its tokens.
 
-An estimator is a function of the rewards and of what divides them, with a name in ESTIMATORS and in config.LossConfig.
-Throughout, rewards are float64 [prompts, generations], and advantages of the same shape.
+An estimator is a function of the rewards and of what divides them, with a name in ESTIMATORS and in
+config.LossConfig. Throughout, rewards are float64 [prompts, generations], and advantages of the
+same shape.
 """
 
 import numpy as np
 
 
 def grpo(rewards: np.ndarray, scale: str | None) -> np.ndarray:
-    """Against the mean of the prompt's own group (Shao et al. 2024, arXiv 2402.03300, section 4.1.2)."""
+    """Against the mean of the prompt's own group (Shao et al. 2024, arXiv 2402.03300, section
+    4.1.2)."""
     return divided(centred_by_group(rewards), rewards, scale or "group")
 
 
 def rloo(rewards: np.ndarray, scale: str | None) -> np.ndarray:
-    """Against the mean of the group's other samples (Ahmadian et al. 2024, arXiv 2402.14740, section 3.2)."""
+    """Against the mean of the group's other samples (Ahmadian et al. 2024, arXiv 2402.14740,
+    section 3.2)."""
     centred, generations = centred_by_group(rewards), rewards.shape[1]
     if generations > 1:
-        # r - (G mean - r) / (G - 1), so written because equal rewards then leave no more rounding than in grpo.
+        # r - (G mean - r) / (G - 1), so written because equal rewards then leave no more rounding
+        # than in grpo.
         centred = centred * (generations / (generations - 1))
     return divided(centred, rewards, scale or "none")
 
@@ -28,7 +32,8 @@ def reinforce_plus_plus(rewards: np.ndarray, scale: str | None) -> np.ndarray:
 
 
 def reinforce_plus_plus_baseline(rewards: np.ndarray, scale: str | None) -> np.ndarray:
-    """Against the mean of the group, and then that of the batch, which is 0 by then (the same paper's other variant)."""
+    """Against the mean of the group, and then that of the batch, which is 0 by then (the same
+    paper's other variant)."""
     centred = centred_by_group(rewards)
     return divided(centred, centred, scale or "batch")
 
@@ -41,11 +46,14 @@ ESTIMATORS = {
 }
 
 
-def estimate_advantages(rewards: np.ndarray, estimator: str, scale_rewards: str | None = None) -> np.ndarray:
-    """Advantages by one of ESTIMATORS, divided as its paper does unless `scale_rewards` says otherwise (see `divided`).
+def estimate_advantages(
+    rewards: np.ndarray, estimator: str, scale_rewards: str | None = None
+) -> np.ndarray:
+    """Advantages by one of ESTIMATORS, divided as its paper does unless `scale_rewards` says
+    otherwise (see `divided`).
 
-    A single generation has no group to compare with: its advantage is 0, except under reinforce_plus_plus, which knows no
-    groups.
+    A single generation has no group to compare with: its advantage is 0, except under
+    reinforce_plus_plus, which knows no groups.
     """
     if rewards.size == 1:
         return np.zeros_like(rewards)
@@ -58,8 +66,9 @@ def centred_by_group(rewards: np.ndarray) -> np.ndarray:
 
 
 def divided(centred: np.ndarray, spread: np.ndarray, scale: str) -> np.ndarray:
-    """centred / (std + 1e-4), with the sample standard deviation of `spread` in each group ("group") or in the whole batch
-    ("batch"; Liu et al. 2025, arXiv 2508.08221), or no division ("none"; Dr. GRPO, arXiv 2503.20783)."""
+    """centred / (std + 1e-4), with the sample standard deviation of `spread` in each group
+    ("group") or in the whole batch ("batch"; Liu et al. 2025, arXiv 2508.08221), or no division
+    ("none"; Dr. GRPO, arXiv 2503.20783)."""
     if scale == "batch":
         return centred / (spread.std(ddof=1) + 1e-4)
     if scale == "group" and spread.shape[1] > 1:

@@ -1,8 +1,9 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) through peft, an optional package.
 
-The adapter is put into the model in place and stays unmerged: the model that generates is the one that is trained, to the bit.
-Merging for the rollout would be faster, but in bfloat16 the merged weights round most of a small update away. With the adapter
-off the model is its base, so the reference of a KL term needs no second copy of the weights.
+The adapter is put into the model in place and stays unmerged: the model that generates is the one
+that is trained, to the bit. Merging for the rollout would be faster, but in bfloat16 the merged
+weights round most of a small update away. With the adapter off the model is its base, so the
+reference of a KL term needs no second copy of the weights.
 """
 
 import contextlib
@@ -15,24 +16,34 @@ from bubblespec.config import ModelConfig
 from bubblespec.errors import InputError
 
 
-def add_adapter(model: PreTrainedModel, config: ModelConfig, seed: int, checkpoint: str | None = None) -> None:
-    """Put an adapter of rank config.lora_r into a freshly loaded model, in its dtype, and freeze everything else.
+def add_adapter(
+    model: PreTrainedModel, config: ModelConfig, seed: int, checkpoint: str | None = None
+) -> None:
+    """Put an adapter of rank config.lora_r into a freshly loaded model, in its dtype, and freeze
+    everything else.
 
-    It is that of `checkpoint`, or a new one: B = 0, so the model computes what it did before, and A from `seed`, so that all
-    ranks have the same. Call before the model goes to a GPU, whose random numbers are others. Raises InputError.
+    It is that of `checkpoint`, or a new one: B = 0, so the model computes what it did before, and A
+    from `seed`, so that all ranks have the same. Call before the model goes to a GPU, whose random
+    numbers are others. Raises InputError.
     """
     try:
         from peft import LoraConfig, load_peft_weights, set_peft_model_state_dict
         from peft.tuners.tuners_utils import BaseTunerLayer
     except ImportError as error:
-        raise InputError(f"model.lora_r: LoRA needs peft ({error}); pip install -r requirements-lora.txt") from error
+        raise InputError(
+            f"model.lora_r: LoRA needs peft ({error}); pip install -r requirements-lora.txt"
+        ) from error
     if config.lora_r > model.config.hidden_size:
-        raise InputError(f"model.lora_r: {config.lora_r} must be at most {model.config.hidden_size}, the model's hidden size")
+        raise InputError(
+            f"model.lora_r: {config.lora_r} must be at most {model.config.hidden_size}, the model's hidden size"
+        )
     targets = config.lora_target_modules
     lora = LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
-        target_modules=_check_targets(model, targets) if targets != ["all-linear"] else "all-linear",
+        target_modules=_check_targets(model, targets)
+        if targets != ["all-linear"]
+        else "all-linear",
         lora_dropout=0.0,  # the probability ratio compares two forwards of the same weights
         task_type="CAUSAL_LM",
     )
@@ -41,9 +52,13 @@ def add_adapter(model: PreTrainedModel, config: ModelConfig, seed: int, checkpoi
             torch.manual_seed(seed)
             model.add_adapter(lora)
     except ValueError as error:  # a module of a kind that peft has no adapter for
-        raise InputError(f"model.lora_target_modules: {str(error).strip().splitlines()[0]}") from error
+        raise InputError(
+            f"model.lora_target_modules: {str(error).strip().splitlines()[0]}"
+        ) from error
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
-        if isinstance(module, BaseTunerLayer):  # often one tensor, of which an adapter would change only one use
+        if isinstance(
+            module, BaseTunerLayer
+        ):  # often one tensor, of which an adapter would change only one use
             raise InputError(
                 "model.lora_target_modules: the embedding and the output head cannot have an adapter; leave them out"
             )
@@ -51,12 +66,15 @@ def add_adapter(model: PreTrainedModel, config: ModelConfig, seed: int, checkpoi
         result = set_peft_model_state_dict(model, load_peft_weights(checkpoint, device="cpu"))
         missing = [key for key in result.missing_keys if "lora_" in key]
         if missing or result.unexpected_keys:
-            raise InputError(f"run.resume_from_checkpoint: the adapter in {checkpoint} is not one of this model")
+            raise InputError(
+                f"run.resume_from_checkpoint: the adapter in {checkpoint} is not one of this model"
+            )
 
 
 @contextlib.contextmanager
 def adapter_disabled(model: PreTrainedModel) -> Iterator[None]:
-    """Within it the model computes what its base does, to the bit. A model without an adapter stays as it is."""
+    """Within it the model computes what its base does, to the bit. A model without an adapter stays
+    as it is."""
     if not hasattr(model, "peft_config"):
         yield
         return
@@ -72,6 +90,14 @@ def _check_targets(model: PreTrainedModel, targets: list[str]) -> list[str]:
     names = [f".{name}" for name, _ in model.named_modules()]
     for target in targets:
         if not any(name.endswith(f".{target}") for name in names):
-            linear = sorted({name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)})
-            raise InputError(f"model.lora_target_modules: the model has no '{target}'; its linear layers are {', '.join(linear)}")
+            linear = sorted(
+                {
+                    name.rpartition(".")[2]
+                    for name, m in model.named_modules()
+                    if isinstance(m, torch.nn.Linear)
+                }
+            )
+            raise InputError(
+                f"model.lora_target_modules: the model has no '{target}'; its linear layers are {', '.join(linear)}"
+            )
     return targets

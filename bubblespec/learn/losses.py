@@ -1,9 +1,11 @@
 """The policy loss, token by token, and the weights that turn token losses into one number.
 
-Every normalisation is a weight per token worked out from the *global* minibatch, so a rank can sum its own tokens in any
-order and any split into micro-batches, and 1, 2 or 4 ranks get the same loss. docs/recipes.md maps recipes to these functions.
+Every normalisation is a weight per token worked out from the *global* minibatch, so a rank can sum
+its own tokens in any order and any split into micro-batches, and 1, 2 or 4 ranks get the same loss.
+docs/recipes.md maps recipes to these functions.
 
-Shape legend: M response tokens of a micro-batch, S sequences of the global minibatch (of the batch, if it has one), V vocabulary.
+Shape legend: M response tokens of a micro-batch, S sequences of the global minibatch (of the batch,
+if it has one), V vocabulary.
 """
 
 import numpy as np
@@ -11,18 +13,23 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 
-def importance_ratio(logprob: torch.Tensor, old_logprob: torch.Tensor, lengths: torch.Tensor, level: str) -> torch.Tensor:
-    """policy / old policy for every token, or, at level "sequence", for its whole sequence (GSPO, arXiv 2507.18071).
+def importance_ratio(
+    logprob: torch.Tensor, old_logprob: torch.Tensor, lengths: torch.Tensor, level: str
+) -> torch.Tensor:
+    """policy / old policy for every token, or, at level "sequence", for its whole sequence (GSPO,
+    arXiv 2507.18071).
 
     logprob, old_logprob: [M]; lengths: int64, tokens of each sequence, which sum to M. Returns [M].
 
-    A sequence's ratio is the geometric mean of its tokens' (equation 7). Each token carries that value with the gradient of
-    its own log-probability (GSPO-token, equation 14): where a sequence's tokens share advantage and weight, as they do
-    here, the gradients of both forms are the same, and no sum over segments, in no fixed order on a GPU, is differentiated.
+    A sequence's ratio is the geometric mean of its tokens' (equation 7). Each token carries that
+    value with the gradient of its own log-probability (GSPO-token, equation 14): where a sequence's
+    tokens share advantage and weight, as they do here, the gradients of both forms are the same,
+    and no sum over segments, in no fixed order on a GPU, is differentiated.
     """
     log_ratio = logprob - old_logprob
     if level == "sequence":
-        # On a GPU a check of the lengths, and finding their sum, would wait for all that is computed before.
+        # On a GPU a check of the lengths, and finding their sum, would wait for all that is
+        # computed before.
         mean = torch.segment_reduce(log_ratio.detach(), "mean", lengths=lengths, unsafe=True)
         mean = mean.repeat_interleave(lengths, output_size=len(log_ratio))
         log_ratio = mean + (logprob - logprob.detach())
@@ -30,13 +37,20 @@ def importance_ratio(logprob: torch.Tensor, old_logprob: torch.Tensor, lengths: 
 
 
 def policy_loss(
-    ratio: torch.Tensor, advantage: torch.Tensor, *, epsilon_low: float, epsilon_high: float, delta: float | None = None
+    ratio: torch.Tensor,
+    advantage: torch.Tensor,
+    *,
+    epsilon_low: float,
+    epsilon_high: float,
+    delta: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """PPO's clipped surrogate per token (Schulman et al. 2017, equation 7), with separate clips (DAPO, arXiv 2503.14476).
+    """PPO's clipped surrogate per token (Schulman et al. 2017, equation 7), with separate clips
+    (DAPO, arXiv 2503.14476).
 
-    With `delta`, above 1 + epsilon_high, a negative advantage costs at most delta times itself (dual clip, Ye et al. 2020,
-    arXiv 1912.09729, equation 5). ratio, advantage: [M]. Returns (loss [M], where the token's loss is bounded, bool [3, M]:
-    by the lower clip, by the upper clip, by delta).
+    With `delta`, above 1 + epsilon_high, a negative advantage costs at most delta times itself
+    (dual clip, Ye et al. 2020, arXiv 1912.09729, equation 5). ratio, advantage: [M]. Returns (loss
+    [M], where the token's loss is bounded, bool [3, M]: by the lower clip, by the upper clip, by
+    delta).
     """
     clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
     bounded = ratio if delta is None else ratio.clamp(max=delta)
@@ -50,22 +64,28 @@ def policy_loss(
 def cispo_loss(
     logprob: torch.Tensor, ratio: torch.Tensor, advantage: torch.Tensor, epsilon_high: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """REINFORCE with a capped importance weight that carries no gradient (CISPO, MiniMax-M1, arXiv 2506.13585, equation 4).
+    """REINFORCE with a capped importance weight that carries no gradient (CISPO, MiniMax-M1, arXiv
+    2506.13585, equation 4).
 
-    No token loses its gradient: the weight alone is cut, to at most epsilon_high. All tensors: [M]. Returns as `policy_loss`,
-    a capped weight counting as an upper clip, whatever the sign of the advantage.
+    No token loses its gradient: the weight alone is cut, to at most epsilon_high. All tensors: [M].
+    Returns as `policy_loss`, a capped weight counting as an upper clip, whatever the sign of the
+    advantage.
     """
     is_high = ratio > epsilon_high
     loss = -ratio.detach().clamp(max=epsilon_high) * advantage * logprob
     return loss, torch.stack((torch.zeros_like(is_high), is_high, torch.zeros_like(is_high)))
 
 
-def kl_penalty(logprob: torch.Tensor, reference_logprob: torch.Tensor, estimator: str) -> torch.Tensor:
-    """Schulman's estimators of KL(policy || reference) per token (joschu.net/blog/kl-approx.html). [M] -> [M].
+def kl_penalty(
+    logprob: torch.Tensor, reference_logprob: torch.Tensor, estimator: str
+) -> torch.Tensor:
+    """Schulman's estimators of KL(policy || reference) per token (joschu.net/blog/kl-approx.html).
+    [M] -> [M].
 
-    With d = log policy - log reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. As values, k1 and k3 are unbiased and k3 is
-    never negative. As losses, what counts is the gradient, which for samples of the policy itself has these means: k1 none
-    at all (it is noise), k2 that of KL(policy || reference), k3 that of KL(reference || policy).
+    With d = log policy - log reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. As values, k1
+    and k3 are unbiased and k3 is never negative. As losses, what counts is the gradient, which for
+    samples of the policy itself has these means: k1 none at all (it is noise), k2 that of KL(policy
+    || reference), k3 that of KL(reference || policy).
     """
     difference = logprob - reference_logprob
     if estimator == "k1":
@@ -75,21 +95,30 @@ def kl_penalty(logprob: torch.Tensor, reference_logprob: torch.Tensor, estimator
     return torch.expm1(-difference) + difference
 
 
-def token_weights(loss_type: str, lengths: np.ndarray, is_used: np.ndarray, max_completion_length: int) -> np.ndarray:
-    """Weight of each token of each sequence, float64 [S], so that the loss is the weighted sum over all tokens.
+def token_weights(
+    loss_type: str, lengths: np.ndarray, is_used: np.ndarray, max_completion_length: int
+) -> np.ndarray:
+    """Weight of each token of each sequence, float64 [S], so that the loss is the weighted sum over
+    all tokens.
 
-    lengths: response tokens; is_used: False for sequences that are masked out of the loss (they still count as sequences).
-    grpo: mean over sequences of the mean over their tokens (arXiv 2402.03300, equation 3); dr_grpo: sum over tokens / (S *
-    max_completion_length) (arXiv 2503.20783); dapo, cispo: mean over all used tokens (DAPO, arXiv 2503.14476,
-    equation 12; CISPO, arXiv 2506.13585, equation 4). S is what one update is made on.
+    lengths: response tokens; is_used: False for sequences that are masked out of the loss (they
+    still count as sequences). grpo: mean over sequences of the mean over their tokens (arXiv
+    2402.03300, equation 3); dr_grpo: sum over tokens / (S * max_completion_length) (arXiv
+    2503.20783); dapo, cispo: mean over all used tokens (DAPO, arXiv 2503.14476, equation 12; CISPO,
+    arXiv 2506.13585, equation 4). S is what one update is made on.
 
     It is a factor common to the whole update times what each sequence says by itself.
     """
-    return common_factor(loss_type, lengths, is_used, max_completion_length) * local_weights(loss_type, lengths, is_used)
+    return common_factor(loss_type, lengths, is_used, max_completion_length) * local_weights(
+        loss_type, lengths, is_used
+    )
 
 
-def common_factor(loss_type: str, lengths: np.ndarray, is_used: np.ndarray, max_completion_length: int) -> float:
-    """The part of `token_weights` that all sequences of the update have in common; known once all of them are."""
+def common_factor(
+    loss_type: str, lengths: np.ndarray, is_used: np.ndarray, max_completion_length: int
+) -> float:
+    """The part of `token_weights` that all sequences of the update have in common; known once all
+    of them are."""
     if loss_type == "grpo":
         return 1.0 / len(lengths)
     if loss_type == "dr_grpo":
@@ -104,19 +133,34 @@ def local_weights(loss_type: str, lengths: np.ndarray, is_used: np.ndarray) -> n
 
 
 def token_logprobs(
-    hidden: torch.Tensor, head: torch.nn.Module, target: torch.Tensor, *, temperature: float, max_logits: int
+    hidden: torch.Tensor,
+    head: torch.nn.Module,
+    target: torch.Tensor,
+    *,
+    temperature: float,
+    max_logits: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each target and entropy of its distribution, softmax(logits / temperature).
+    """Log-probability of each target and entropy of its distribution, softmax(logits /
+    temperature).
 
-    hidden: [M, hidden size]; target: int64 [M]. Returns float [M] twice; the entropy carries no gradient. At most `max_logits`
-    logits exist at once: above that, chunks are computed one by one and again in the backward pass.
+    hidden: [M, hidden size]; target: int64 [M]. Returns float [M] twice; the entropy carries no
+    gradient. At most `max_logits` logits exist at once: above that, chunks are computed one by one
+    and again in the backward pass.
     """
     vocab = head.weight.shape[0]
     if hidden.shape[0] * vocab <= max_logits:
         return _logprob_and_entropy(hidden, head, target, temperature)
     rows = max(1, max_logits // vocab)
     parts = [
-        checkpoint(_logprob_and_entropy, h, head, t, temperature, use_reentrant=False, preserve_rng_state=False)
+        checkpoint(
+            _logprob_and_entropy,
+            h,
+            head,
+            t,
+            temperature,
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
         for h, t in zip(hidden.split(rows), target.split(rows), strict=True)
     ]
     logprobs, entropies = zip(*parts, strict=True)

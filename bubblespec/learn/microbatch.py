@@ -1,4 +1,5 @@
-"""What a rank trains on in one forward and backward: minibatches of whole groups, balanced over ranks, packed without padding."""
+"""What a rank trains on in one forward and backward: minibatches of whole groups, balanced over
+ranks, packed without padding."""
 
 from dataclasses import dataclass
 
@@ -6,15 +7,16 @@ import numpy as np
 import torch
 
 from bubblespec.config import Config
+from bubblespec.dist.ranks import Ranks
 from bubblespec.engine.packing import to_device
 from bubblespec.learn.losses import common_factor, local_weights
-from bubblespec.ranks.collectives import Ranks
-from bubblespec.samples import SampleId, Samples
+from bubblespec.types import SampleId, Samples
 
 
 @dataclass
 class Microbatch:
-    """B packed sequences, prompt and response each, on the device: N tokens fed, of which M predict a response token."""
+    """B packed sequences, prompt and response each, on the device: N tokens fed, of which M predict
+    a response token."""
 
     order: list[int]
     """Each sequence's place among the samples, [B]."""
@@ -38,11 +40,14 @@ class Microbatch:
     """Their log-probabilities under the reference, float [M], once known."""
 
 
-def plan_microbatches(lengths: np.ndarray, world_size: int, max_tokens: int) -> list[list[list[int]]]:
+def plan_microbatches(
+    lengths: np.ndarray, world_size: int, max_tokens: int
+) -> list[list[list[int]]]:
     """Sample indices by rank and micro-batch. lengths: int64 [S], tokens (0 = not trained on).
 
-    Longest first to the rank with the least work so far (linear cost in tokens), then, again longest first, into the first
-    micro-batch with room. A pure function of the lengths, so equal tokens give equal micro-batches.
+    Longest first to the rank with the least work so far (linear cost in tokens), then, again
+    longest first, into the first micro-batch with room. A pure function of the lengths, so equal
+    tokens give equal micro-batches.
     """
     load = np.zeros(world_size)
     per_rank: list[list[int]] = [[] for _ in range(world_size)]
@@ -56,14 +61,18 @@ def plan_microbatches(lengths: np.ndarray, world_size: int, max_tokens: int) -> 
 
 
 def _first_fit(indices: list[int], lengths: np.ndarray, max_tokens: int) -> list[list[int]]:
-    """Each sample into the first micro-batch with room, found by descending a tree of the most room below each node: looking
-    through all micro-batches would take time quadratic in the number of samples."""
+    """Each sample into the first micro-batch with room, found by descending a tree of the most room
+    below each node: looking through all micro-batches would take time quadratic in the number of
+    samples."""
     leaves = 1 << max(len(indices) - 1, 0).bit_length()
-    # Node 1 is the root, node n has the children 2n and 2n + 1, and the leaves stand for micro-batches.
+    # Node 1 is the root, node n has the children 2n and 2n + 1, and the leaves stand for
+    # micro-batches.
     room = [max_tokens] * (2 * leaves)
     microbatches: list[list[int]] = [[] for _ in indices]
     for index in indices:
-        needed = min(lengths[index], max_tokens)  # a sample that is too long has a micro-batch to itself
+        needed = min(
+            lengths[index], max_tokens
+        )  # a sample that is too long has a micro-batch to itself
         node = 1
         while node < leaves:
             node = 2 * node if room[2 * node] >= needed else 2 * node + 1
@@ -77,7 +86,10 @@ def _first_fit(indices: list[int], lengths: np.ndarray, max_tokens: int) -> list
 
 def make_microbatch(samples: Samples, order: list[int], device: torch.device) -> Microbatch:
     """Of the samples at these places."""
-    prompts, tokens = [samples.prompt_of(i).token_ids for i in order], [samples.tokens[i] for i in order]
+    prompts, tokens = (
+        [samples.prompt_of(i).token_ids for i in order],
+        [samples.tokens[i] for i in order],
+    )
     generated, ids = [samples.full_logprob[i] for i in order], [samples.ids[i] for i in order]
     return pack_responses(prompts, tokens, generated, ids=ids, order=order, device=device)
 
@@ -91,12 +103,17 @@ def pack_responses(
     order: list[int],
     device: torch.device,
 ) -> Microbatch:
-    """Each sequence is its prompt and its response without the last token, which predicts nothing. generated: the tokens'
-    log-probabilities as the generator has them; ids, order: see `Microbatch`."""
-    fed = np.concatenate([np.concatenate((p, t[:-1])) for p, t in zip(prompts, tokens, strict=True)])
+    """Each sequence is its prompt and its response without the last token, which predicts nothing.
+    generated: the tokens' log-probabilities as the generator has them; ids, order: see
+    `Microbatch`."""
+    fed = np.concatenate(
+        [np.concatenate((p, t[:-1])) for p, t in zip(prompts, tokens, strict=True)]
+    )
     sequence_lengths = [len(p) + len(t) - 1 for p, t in zip(prompts, tokens, strict=True)]
     ends = np.cumsum(sequence_lengths)
-    predicts = np.concatenate([np.arange(end - len(t), end) for end, t in zip(ends, tokens, strict=True)])
+    predicts = np.concatenate(
+        [np.arange(end - len(t), end) for end, t in zip(ends, tokens, strict=True)]
+    )
     return Microbatch(
         order=order,
         lengths=to_device(np.array([len(t) for t in tokens]), device),
@@ -112,30 +129,41 @@ def pack_responses(
 def make_minibatches(
     samples: Samples, has_gradient: np.ndarray, *, config: Config, ranks: Ranks, max_tokens: int
 ) -> tuple[list[list[Microbatch]], np.ndarray, list[float]]:
-    """This rank's micro-batches of every minibatch; the weight of each sample's tokens, float64 [S], and by what the
-    gradient of each minibatch is to be scaled: with streamed gradients the factor that its samples have in common, else 1.
+    """This rank's micro-batches of every minibatch; the weight of each sample's tokens, float64
+    [S], and by what the gradient of each minibatch is to be scaled: with streamed gradients the
+    factor that its samples have in common, else 1.
 
-    Minibatches are whole groups, in the order of the batch, whatever the number of ranks. Each is normalised by its own
-    counts, as if it were the whole batch of its update.
+    Minibatches are whole groups, in the order of the batch, whatever the number of ranks. Each is
+    normalised by its own counts, as if it were the whole batch of its update.
     """
     loss, generations = config.loss, samples.num_generations
     lengths, is_used = samples.lengths, is_in_loss(samples, config)
-    sequence_lengths = lengths + np.array([len(samples.prompt_of(i).token_ids) for i in range(len(samples))])
+    sequence_lengths = lengths + np.array(
+        [len(samples.prompt_of(i).token_ids) for i in range(len(samples))]
+    )
     minibatches, factors, weights = [], [], local_weights(loss.loss_type, lengths, is_used)
     for groups in np.array_split(np.arange(len(samples.groups)), loss.num_minibatches):
         members = (groups[:, None] * generations + np.arange(generations)).ravel()
         limit = config.rollout.max_completion_length
         factor = common_factor(loss.loss_type, lengths[members], is_used[members], limit)
-        if not config.optim.stream_gradients:  # what is streamed is computed before the factor is known
+        if (
+            not config.optim.stream_gradients
+        ):  # what is streamed is computed before the factor is known
             weights[members], factor = factor * weights[members], 1.0
         factors.append(factor)
         to_train = np.zeros_like(sequence_lengths)
         to_train[members] = np.where(has_gradient, sequence_lengths, 0)[members]
         plan = plan_microbatches(to_train, ranks.world_size, max_tokens)
-        minibatches.append([make_microbatch(samples, order, ranks.device) for order in plan[ranks.rank]])
+        minibatches.append(
+            [make_microbatch(samples, order, ranks.device) for order in plan[ranks.rank]]
+        )
     return minibatches, weights, factors
 
 
 def is_in_loss(samples: Samples, config: Config) -> np.ndarray:
     """Which samples are in the loss, bool [S]."""
-    return ~samples.is_truncated if config.loss.mask_truncated_completions else np.ones(len(samples), bool)
+    return (
+        ~samples.is_truncated
+        if config.loss.mask_truncated_completions
+        else np.ones(len(samples), bool)
+    )

@@ -1,4 +1,5 @@
-"""Seconds of a micro-batch, learnt from those before it: how many tokens may be in one that must not take long."""
+"""Seconds of a micro-batch, learnt from those before it: how many tokens may be in one that must
+not take long."""
 
 import numpy as np
 
@@ -13,14 +14,16 @@ class MicrobatchCost:
         self._coefficients: tuple[float, float] | None = None
 
     def observe(self, num_microbatches: int, num_tokens: int, seconds: float) -> None:
-        """So many micro-batches with so many tokens together have taken so long; they count as one of their mean size."""
+        """So many micro-batches with so many tokens together have taken so long; they count as one
+        of their mean size."""
         features = np.array([1.0, num_tokens / num_microbatches])
         self._products = FORGETTING * self._products + np.outer(features, features)
         self._seconds = FORGETTING * self._seconds + features * seconds / num_microbatches
         self._coefficients = self._fit()
 
     def _fit(self) -> tuple[float, float]:
-        """Through the origin where the sizes so far are too alike to tell, or one of the two would be negative."""
+        """Through the origin where the sizes so far are too alike to tell, or one of the two would
+        be negative."""
         (count, tokens), (_, squares) = self._products
         determinant = count * squares - tokens * tokens
         if determinant > 1e-3 * count * squares:

@@ -1,9 +1,11 @@
-"""AdamW on one flat gradient buffer: micro-batches accumulate into it locally, ranks sum it once, the norm is one operation.
+"""AdamW on one flat gradient buffer: micro-batches accumulate into it locally, ranks sum it once,
+the norm is one operation.
 
-A bfloat16 model gets float32 gradients and float32 master weights; other models are updated in place. With
-optim.shard_state a rank keeps masters and moments of its own share of the parameters alone, updates those, and sends them to
-all (ZeRO stage 1, Rajbhandari et al. 2020, arXiv 1910.02054). A parameter is never divided, so it is updated by the same
-operations on the same numbers as without: equal bits. The gradient buffer stays whole on every rank.
+A bfloat16 model gets float32 gradients and float32 master weights; other models are updated in
+place. With optim.shard_state a rank keeps masters and moments of its own share of the parameters
+alone, updates those, and sends them to all (ZeRO stage 1, Rajbhandari et al. 2020, arXiv
+1910.02054). A parameter is never divided, so it is updated by the same operations on the same
+numbers as without: equal bits. The gradient buffer stays whole on every rank.
 """
 
 import contextlib
@@ -13,7 +15,7 @@ import numpy as np
 import torch
 
 from bubblespec.config import OptimConfig
-from bubblespec.ranks.collectives import Ranks
+from bubblespec.dist.ranks import Ranks
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's names
 
@@ -21,51 +23,76 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's names
 class Optimizer:
     """With `ranks` and optim.shard_state, all ranks must make, step and save it together."""
 
-    def __init__(self, model: torch.nn.Module, config: OptimConfig, max_steps: int, ranks: Ranks | None = None):
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        config: OptimConfig,
+        max_steps: int,
+        ranks: Ranks | None = None,
+    ):
         self.config, self.max_steps, self.ranks = config, max_steps, ranks
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.names, self.params = [name for name, _ in named], [p for _, p in named]
         self.has_masters = self.params[0].dtype == torch.bfloat16
         dtype = torch.float32 if self.has_masters else self.params[0].dtype
-        self.flat_grad = torch.zeros(sum(p.numel() for p in self.params), dtype=dtype, device=self.params[0].device)
+        self.flat_grad = torch.zeros(
+            sum(p.numel() for p in self.params), dtype=dtype, device=self.params[0].device
+        )
         self.grads = {}  # by parameter, its part of the flat buffer
-        for param, view in zip(self.params, torch.split(self.flat_grad, [p.numel() for p in self.params]), strict=True):
+        for param, view in zip(
+            self.params, torch.split(self.flat_grad, [p.numel() for p in self.params]), strict=True
+        ):
             self.grads[param] = view.view_as(param)
             if self.has_masters:
                 param.register_post_accumulate_grad_hook(_move_grad_to(self.grads[param]))
             else:  # autograd accumulates right into the flat buffer
                 param.grad = self.grads[param]
-        self.updated: dict[torch.Tensor, torch.Tensor] = {}  # this rank's parameters, and what AdamW updates for them
+        self.updated: dict[
+            torch.Tensor, torch.Tensor
+        ] = {}  # this rank's parameters, and what AdamW updates for them
         options = {
             "lr": config.learning_rate,
             "betas": (config.adam_beta1, config.adam_beta2),
             "eps": config.adam_epsilon,
-            "fused": self.flat_grad.is_cuda or None,  # on CUDA the default makes a copy of all moments in every step
+            "fused": self.flat_grad.is_cuda
+            or None,  # on CUDA the default makes a copy of all moments in every step
         }
         groups = [
-            {"params": [p for p in self.params if p.ndim >= 2], "weight_decay": config.weight_decay},
+            {
+                "params": [p for p in self.params if p.ndim >= 2],
+                "weight_decay": config.weight_decay,
+            },
             {"params": [p for p in self.params if p.ndim < 2], "weight_decay": 0.0},
         ]
         if config.shard_state and ranks is not None and ranks.world_size > 1:
             from torch.distributed.optim import ZeroRedundancyOptimizer  # takes seconds to import
 
-            # It gives each rank its share, and sends the updated parameters. Saving is our own: its consolidate_state_dict
-            # needs room for two whole shares on every GPU.
-            self.adamw = ZeroRedundancyOptimizer([g for g in groups if g["params"]], self._make_adamw, **options)
+            # It gives each rank its share, and sends the updated parameters. Saving is our own: its
+            # consolidate_state_dict needs room for two whole shares on every GPU.
+            self.adamw = ZeroRedundancyOptimizer(
+                [g for g in groups if g["params"]], self._make_adamw, **options
+            )
             self.local = self.adamw.optim
         else:
             self.adamw = self.local = self._make_adamw(groups, **options)
         self.owner = [0] * len(self.params)  # the first rank that updates each parameter
         if ranks is not None:
-            self.owner = ranks.gather(np.array([p in self.updated for p in self.params], np.uint8)).argmax(axis=0).tolist()
+            self.owner = (
+                ranks.gather(np.array([p in self.updated for p in self.params], np.uint8))
+                .argmax(axis=0)
+                .tolist()
+            )
 
     def _make_adamw(self, groups: list[dict], **options) -> torch.optim.AdamW:
-        """AdamW on the given parameters, or on float32 masters of them, from which they are copied after every step."""
+        """AdamW on the given parameters, or on float32 masters of them, from which they are copied
+        after every step."""
         given = [p for group in groups for p in group["params"]]
         self.updated = {p: p.detach().float() if self.has_masters else p for p in given}
         for param, master in self.updated.items():
             master.grad = self.grads[param]
-        adamw = torch.optim.AdamW([{**g, "params": [self.updated[p] for p in g["params"]]} for g in groups], **options)
+        adamw = torch.optim.AdamW(
+            [{**g, "params": [self.updated[p] for p in g["params"]]} for g in groups], **options
+        )
         if self.has_masters and given:
             adamw.register_step_post_hook(_copy_to(given, list(self.updated.values())))
         return adamw
@@ -79,9 +106,11 @@ class Optimizer:
         self.flat_grad.zero_()
 
     def step(self, step: int, is_finite: bool = True) -> tuple[float, float]:
-        """Clip, update, clear the gradients. Returns (gradient norm before clipping, learning rate).
+        """Clip, update, clear the gradients. Returns (gradient norm before clipping, learning
+        rate).
 
-        Where the gradient is not finite, or the loss was not (`is_finite`), nothing but the gradients is changed.
+        Where the gradient is not finite, or the loss was not (`is_finite`), nothing but the
+        gradients is changed.
         """
         grad_norm = torch.linalg.vector_norm(self.flat_grad).item()
         if not (is_finite and math.isfinite(grad_norm)):
@@ -90,37 +119,50 @@ class Optimizer:
         limit = self.config.max_grad_norm
         if limit and grad_norm > limit:
             self.flat_grad.mul_(limit / grad_norm)
-        learning_rate = self.config.learning_rate * learning_rate_factor(self.config, step, self.max_steps)
+        learning_rate = self.config.learning_rate * learning_rate_factor(
+            self.config, step, self.max_steps
+        )
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate
-        with contextlib.nullcontext() if self.adamw is self.local else self.ranks.watch():  # sharded: sends what it has updated
+        with (
+            contextlib.nullcontext() if self.adamw is self.local else self.ranks.watch()
+        ):  # sharded: sends what it has updated
             self.adamw.step()
         if (
             self.adamw is not self.local
-        ):  # what others have sent goes past the version counters, by which copies are told to be old
+            # what others have sent goes past the version counters, by which copies are told to be old
+        ):
             torch.autograd.graph.increment_version(self.params)
         self.clear()
         return grad_norm, learning_rate
 
     def state_dict(self, ranks: Ranks | None = None) -> dict | None:
-        """Number of updates, and by parameter name its moments and master, on the CPU. The same whether sharded or not.
+        """Number of updates, and by parameter name its moments and master, on the CPU. The same
+        whether sharded or not.
 
-        Called by all ranks together, with `ranks`, if the state is sharded: it is gathered tensor by tensor. Only rank 0
-        gets it; the others get None.
+        Called by all ranks together, with `ranks`, if the state is sharded: it is gathered tensor
+        by tensor. Only rank 0 gets it; the others get None.
         """
         is_main = ranks is None or ranks.is_main
         states = [self.local.state[t] for t in self.updated.values() if t in self.local.state]
         parameters: dict[str, dict[str, torch.Tensor]] = {}
-        # Without an update there are no moments, and the masters are the weights. Rank 0 has a share always.
+        # Without an update there are no moments, and the masters are the weights. Rank 0 has a
+        # share always.
         num_updates = int(states[0]["step"]) if states else 0
         if ranks is not None:
             num_updates = int(ranks.gather(np.array([num_updates])).max())
-        for name, param, owner in zip(self.names, self.params, self.owner, strict=True) if num_updates else ():
+        for name, param, owner in (
+            zip(self.names, self.params, self.owner, strict=True) if num_updates else ()
+        ):
             tensors = self._tensors_of(param)
             for key in (*MOMENTS, "master") if self.has_masters else MOMENTS:
                 tensor = tensors.get(key)
                 if owner != 0:
-                    tensor = torch.empty_like(param, dtype=self.flat_grad.dtype) if tensor is None else tensor
+                    tensor = (
+                        torch.empty_like(param, dtype=self.flat_grad.dtype)
+                        if tensor is None
+                        else tensor
+                    )
                     ranks.broadcast_(tensor, owner)
                 if is_main:
                     parameters.setdefault(name, {})[key] = tensor.detach().cpu()
@@ -138,10 +180,15 @@ class Optimizer:
             return
         name_of = dict(zip(self.params, self.names, strict=True))
         local_state = self.local.state_dict()
-        for index, (param, target) in enumerate(self.updated.items()):  # in the order that AdamW counts them
+        for index, (param, target) in enumerate(
+            self.updated.items()
+        ):  # in the order that AdamW counts them
             tensors = state["parameters"][name_of[param]]
             moments = {key: tensors[key].to(target.device, copy=True) for key in MOMENTS}
-            local_state["state"][index] = {"step": torch.tensor(float(state["num_updates"])), **moments}
+            local_state["state"][index] = {
+                "step": torch.tensor(float(state["num_updates"])),
+                **moments,
+            }
             if self.has_masters:
                 with torch.no_grad():
                     target.copy_(tensors["master"])
@@ -149,7 +196,8 @@ class Optimizer:
 
 
 def learning_rate_factor(config: OptimConfig, step: int, max_steps: int) -> float:
-    """Share of the peak learning rate at `step`: linear warm-up, then constant, or down to 0 at `max_steps`."""
+    """Share of the peak learning rate at `step`: linear warm-up, then constant, or down to 0 at
+    `max_steps`."""
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(max_steps - config.warmup_steps, 1)

@@ -1,8 +1,9 @@
 """Out of memory in a micro-batch: split it and go on.
 
-A backward pass that runs out of memory may have added part of its gradient already, so the rank starts its update again, with
-micro-batches of at most half the tokens. The others wait for it in the reduction. Sums are taken in another order then: the
-gradient is the same but for rounding, as with a smaller optim.max_tokens_per_microbatch from the start.
+A backward pass that runs out of memory may have added part of its gradient already, so the rank
+starts its update again, with micro-batches of at most half the tokens. The others wait for it in
+the reduction. Sums are taken in another order then: the gradient is the same but for rounding, as
+with a smaller optim.max_tokens_per_microbatch from the start.
 """
 
 import sys
@@ -15,10 +16,10 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from bubblespec.dist.ranks import Ranks
 from bubblespec.errors import InputError
 from bubblespec.learn.microbatch import Microbatch, make_microbatch
-from bubblespec.ranks.collectives import Ranks
-from bubblespec.samples import Samples
+from bubblespec.types import Samples
 
 Result = TypeVar("Result")
 
@@ -32,7 +33,8 @@ class TokenBudget:
 
 
 def split(batch: Microbatch, samples: Samples, max_tokens: int) -> list[Microbatch]:
-    """Micro-batches of whole neighbouring sequences with at most `max_tokens`, longer ones alone; `batch` itself if it is one."""
+    """Micro-batches of whole neighbouring sequences with at most `max_tokens`, longer ones alone;
+    `batch` itself if it is one."""
     cuts, total = [0], 0
     for number, length in enumerate(batch.sequence_lengths):
         if total and total + length > max_tokens:
@@ -61,8 +63,9 @@ def run_within_memory(
     budget: TokenBudget,
     ranks: Ranks,
 ) -> list[Result]:
-    """work(batch) for every micro-batch. Where memory runs out, `microbatches` is split in place, `restart` takes back what was
-    done, and all is done again. Raises InputError if one sequence alone does not fit."""
+    """work(batch) for every micro-batch. Where memory runs out, `microbatches` is split in place,
+    `restart` takes back what was done, and all is done again. Raises InputError if one sequence
+    alone does not fit."""
     while True:
         results, batch = [], None
         try:
@@ -88,4 +91,6 @@ def run_within_memory(
             f"{budget.max_tokens}. Lower optim.max_tokens_per_microbatch to that, as every such split costs time",
             file=sys.stderr,
         )
-        microbatches[:] = [part for whole in microbatches for part in split(whole, samples, budget.max_tokens)]
+        microbatches[:] = [
+            part for whole in microbatches for part in split(whole, samples, budget.max_tokens)
+        ]

@@ -1,9 +1,11 @@
-"""Streamed gradients (RollPacker's stream trainer, arXiv 2509.21009): parts of an update's gradient, computed during its rollout.
+"""Streamed gradients (RollPacker's stream trainer, arXiv 2509.21009): parts of an update's
+gradient, computed during its rollout.
 
-A group whose rewards are all known gives its samples' advantages, and what a sample adds to the gradient is known up to one
-factor, the same for all samples of the update (losses.py). So a rank that has nothing else to do adds up the gradients of its own
-finished samples; the update then computes those of the others alone, and scales the sum once. A slice is one micro-batch, so
-small that nobody waits long for its end.
+A group whose rewards are all known gives its samples' advantages, and what a sample adds to the
+gradient is known up to one factor, the same for all samples of the update (losses.py). So a rank
+that has nothing else to do adds up the gradients of its own finished samples; the update then
+computes those of the others alone, and scales the sum once. A slice is one micro-batch, so small
+that nobody waits long for its end.
 """
 
 import sys
@@ -19,7 +21,7 @@ from bubblespec.learn.learner import Learner
 from bubblespec.learn.losses import local_weights
 from bubblespec.learn.microbatch import pack_responses
 from bubblespec.records import Span
-from bubblespec.samples import Row
+from bubblespec.types import Row
 
 
 class Piece(NamedTuple):
@@ -52,7 +54,9 @@ class GradientStream:
         rows: None for the samples of other ranks; rewards: float64 [samples], of all of them.
         """
         loss = self.learner.config.loss
-        advantages = estimate_advantages(rewards[None], loss.advantage_estimator, loss.scale_rewards)[0].tolist()
+        advantages = estimate_advantages(
+            rewards[None], loss.advantage_estimator, loss.scale_rewards
+        )[0].tolist()
         return [
             Piece(row, advantage)
             for row, advantage in zip(rows, advantages, strict=True)
@@ -63,7 +67,8 @@ class GradientStream:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it is known how long a slice takes (in the first step it is not), and there is memory for it."""
+        """Whether it is known how long a slice takes (in the first step it is not), and there is
+        memory for it."""
         return self.learner.cost.is_known and not self._has_failed
 
     def seconds(self, num_tokens: int) -> float:
@@ -71,7 +76,8 @@ class GradientStream:
         return self.learner.cost.seconds(num_tokens)
 
     def spared_s(self, num_tokens: int) -> float:
-        """What the update is expected to be spared by it: less than it takes, as a slice is a micro-batch more."""
+        """What the update is expected to be spared by it: less than it takes, as a slice is a
+        micro-batch more."""
         return self.learner.cost.tokens_s(num_tokens)
 
     def max_tokens(self, limit_s: float) -> int:
@@ -79,10 +85,14 @@ class GradientStream:
         return min(self.learner.cost.max_tokens(limit_s), self.learner.budget.max_tokens)
 
     def add(self, pieces: list[Piece]) -> Span:
-        """One slice: add the gradients of these samples. Returns when that was. Where there is no memory for it, everything that
-        this rank has streamed is forgotten, so that the update computes it, and nothing more is streamed in this step."""
+        """One slice: add the gradients of these samples. Returns when that was. Where there is no
+        memory for it, everything that this rank has streamed is forgotten, so that the update
+        computes it, and nothing more is streamed in this step."""
         learner, rows = self.learner, [piece.row for piece in pieces]
-        lengths, begin_s = np.array([len(row.tokens) for row in rows]), learner.ranks.clock.perf_counter()
+        lengths, begin_s = (
+            np.array([len(row.tokens) for row in rows]),
+            learner.ranks.clock.perf_counter(),
+        )
         weights = local_weights(learner.config.loss.loss_type, lengths, np.ones(len(rows), bool))
         advantages = np.array([piece.advantage for piece in pieces])
         measured = None
@@ -98,7 +108,8 @@ class GradientStream:
             measured = learner.accumulate_gradient(batch, advantages, weights)
             measured[0].item()  # waits for a GPU: a slice has ended only then
         except torch.OutOfMemoryError:
-            pass  # dealt with below, where the exception does not hold the tensors of the pass any more
+            # dealt with below, where the exception does not hold the tensors of the pass any more
+            pass
         num_tokens = sum(piece.num_tokens for piece in pieces)
         if measured is None:
             self._give_up(num_tokens)
@@ -110,7 +121,8 @@ class GradientStream:
         return span
 
     def _give_up(self, num_tokens: int) -> None:
-        """The pass that has failed may have added part of its gradient, so all of it is done again."""
+        """The pass that has failed may have added part of its gradient, so all of it is done
+        again."""
         self._has_failed = True
         self.learner.optimizer.clear()
         self.learner.streamed.clear()

@@ -1,9 +1,11 @@
-"""A reward that runs code: 1 if the Python program of a completion passes the tests of the column `tests`.
+"""A reward that runs code: 1 if the Python program of a completion passes the tests of the column
+`tests`.
 
-The program runs in its own process with limits on CPU time, wall time, memory and files, without the trainer's environment or
-file descriptors, in an empty temporary folder; it and all that it has started is killed at the end. That protects the run from a
-faulty program. **It is not a security sandbox**: the program has the user's rights on files and network, and a malicious one
-can forge a success. Run untrusted code in a container or a virtual machine.
+The program runs in its own process with limits on CPU time, wall time, memory and files, without
+the trainer's environment or file descriptors, in an empty temporary folder; it and all that it has
+started is killed at the end. That protects the run from a faulty program. **It is not a security
+sandbox**: the program has the user's rights on files and network, and a malicious one can forge a
+success. Run untrusted code in a container or a virtual machine.
 """
 
 import contextlib
@@ -27,14 +29,12 @@ KEEPER_LIMIT_S = 5.0  # for the keeper to end after a verdict
 MEMORY_LIMIT = 1 << 30  # bytes of address space, for each process
 FILE_LIMIT = 16 << 20  # bytes of each file
 _ROOT = str(Path(__file__).resolve().parents[2])
-_BOOT = (
-    "import sys; sys.path.insert(0, sys.argv.pop()); from bubblespec.rewards.code_process import main; del sys.path[0]; main()"
-)
+_BOOT = "import sys; sys.path.insert(0, sys.argv.pop()); from bubblespec.rewards.code_process import main; del sys.path[0]; main()"
 
 
 def passes_tests(prompts, completions, completion_ids, tests, **columns) -> list[float | None]:
-    """1 if all tests pass, else 0; None without tests. `tests`: Python statements, such as asserts, as text or a list of texts,
-    which see the names that the program has defined."""
+    """1 if all tests pass, else 0; None without tests. `tests`: Python statements, such as asserts,
+    as text or a list of texts, which see the names that the program has defined."""
     scores: list[float | None] = []
     for completion, given in zip(completions, tests, strict=True):
         if not given:
@@ -52,12 +52,23 @@ def program_in(text: str) -> str:
 
 
 def run_program(program: str, tests: str) -> bool:
-    """Whether the program, and then the tests in the same module, run to their end within the limits."""
+    """Whether the program, and then the tests in the same module, run to their end within the
+    limits."""
     secret = secrets.token_bytes(16)
     reader, writer = os.pipe()
     folder = tempfile.TemporaryDirectory(prefix="bubblespec-", ignore_cleanup_errors=True)
-    with open(reader, "rb", buffering=0) as reader, open(writer, "wb", buffering=0) as verdict, folder as place:
-        job = {"program": program, "tests": tests, "secret": secret.hex(), "verdict": verdict.fileno(), "trainer": os.getpid()}
+    with (
+        open(reader, "rb", buffering=0) as reader,
+        open(writer, "wb", buffering=0) as verdict,
+        folder as place,
+    ):
+        job = {
+            "program": program,
+            "tests": tests,
+            "secret": secret.hex(),
+            "verdict": verdict.fileno(),
+            "trainer": os.getpid(),
+        }
         job |= {"cpu_s": CPU_LIMIT_S, "memory": MEMORY_LIMIT, "file": FILE_LIMIT}
         keeper = subprocess.Popen(
             [sys.executable, "-I", "-c", _BOOT, _ROOT],
@@ -84,8 +95,8 @@ def run_program(program: str, tests: str) -> bool:
 
 
 def _was_killed(keeper: subprocess.Popen) -> bool:
-    """Whether the program got to its end because it had killed what keeps it. The program ends right after its verdict, and its
-    keeper with it; one that lives on was not killed."""
+    """Whether the program got to its end because it had killed what keeps it. The program ends
+    right after its verdict, and its keeper with it; one that lives on was not killed."""
     try:
         return keeper.wait(timeout=KEEPER_LIMIT_S) != 0
     except subprocess.TimeoutExpired:

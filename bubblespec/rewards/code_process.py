@@ -1,6 +1,7 @@
 """The process in which a program of `passes_tests` runs, under limits. It imports nothing heavy.
 
-A success is reported by a secret number that the program does not get: exit codes and printed text count for nothing.
+A success is reported by a secret number that the program does not get: exit codes and printed text
+count for nothing.
 """
 
 import json
@@ -8,18 +9,27 @@ import os
 import resource
 import sys
 
-from bubblespec.ranks.processes import fork_with_keeper
+from bubblespec.dist.processes import fork_with_keeper
 
 
 def main() -> None:
-    """Run the job on standard input in a child. This process becomes its keeper, which kills all that the program has started."""
+    """Run the job on standard input in a child. This process becomes its keeper, which kills all
+    that the program has started."""
     job = json.loads(sys.stdin.readline())
     verdict = job["verdict"]
     fork_with_keeper(job["trainer"], verdict)
     try:
         os.closerange(3, verdict)
         os.closerange(verdict + 1, 1 << 16)
-        _limit({"CPU": job["cpu_s"], "AS": job["memory"], "FSIZE": job["file"], "CORE": 0, "NOFILE": 64})
+        _limit(
+            {
+                "CPU": job["cpu_s"],
+                "AS": job["memory"],
+                "FSIZE": job["file"],
+                "CORE": 0,
+                "NOFILE": 64,
+            }
+        )
         module = {"__name__": "completion"}
         exec(compile(job["program"], "completion.py", "exec"), module)
         exec(compile(job["tests"], "tests.py", "exec"), module)

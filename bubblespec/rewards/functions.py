@@ -1,10 +1,12 @@
-"""Reward functions: how they are loaded, checked and called, how their values are combined, and those that are shipped.
+"""Reward functions: how they are loaded, checked and called, how their values are combined, and
+those that are shipped.
 
-A reward function has TRL's signature `f(prompts, completions, completion_ids, **columns) -> list[float | None]`: prompts and
-completions are strings, or lists of chat messages if the prompt is a chat; every further column of the data is a keyword
-argument with one value per sample. None means that the function does not apply to that sample. A call may have any number of
-samples: one in a worker process, in the main process all of a rank's that are finished and not scored yet. What a function
-gives a sample must not depend on the others.
+A reward function has TRL's signature `f(prompts, completions, completion_ids, **columns) ->
+list[float | None]`: prompts and completions are strings, or lists of chat messages if the prompt is
+a chat; every further column of the data is a keyword argument with one value per sample. None means
+that the function does not apply to that sample. A call may have any number of samples: one in a
+worker process, in the main process all of a rank's that are finished and not scored yet. What a
+function gives a sample must not depend on the others.
 """
 
 import importlib
@@ -23,10 +25,12 @@ from bubblespec.errors import InputError
 
 RewardFunction = Callable[..., list[float | None]]
 
-# How a reward can fail: the function raised, returned no finite number, took too long, or ended its process.
+# How a reward can fail: the function raised, returned no finite number, took too long, or ended its
+# process.
 FAILURE_KINDS = ("exception", "value", "timeout", "crash")
 
-# Seconds for one comparison by math-verify, which would evaluate a completion such as 9^{9^9} forever.
+# Seconds for one comparison by math-verify, which would evaluate a completion such as 9^{9^9}
+# forever.
 MATH_LIMIT_S = 5
 
 
@@ -34,7 +38,9 @@ def load_reward(path: str) -> RewardFunction:
     """Import `package.module.function`. Raises InputError naming the path."""
     module_name, _, name = path.rpartition(".")
     if not module_name:
-        raise InputError(f"reward.functions: '{path}' is not a dotted path such as my_module.my_reward")
+        raise InputError(
+            f"reward.functions: '{path}' is not a dotted path such as my_module.my_reward"
+        )
     try:
         function = getattr(importlib.import_module(module_name), name)
     except Exception as error:  # the module's own code runs here
@@ -46,9 +52,11 @@ def load_reward(path: str) -> RewardFunction:
     return function
 
 
-def check_arguments(path: str, function: RewardFunction, columns: Collection[str], source: str) -> None:
-    """Raises InputError if the function cannot be called with the samples and these columns of the data (`source`, for the
-    error): before the run starts, rather than after its first rollout."""
+def check_arguments(
+    path: str, function: RewardFunction, columns: Collection[str], source: str
+) -> None:
+    """Raises InputError if the function cannot be called with the samples and these columns of the
+    data (`source`, for the error): before the run starts, rather than after its first rollout."""
     try:
         signature = inspect.signature(function)
     except (ValueError, TypeError):  # some that are written in C have none
@@ -76,7 +84,8 @@ class Sample(NamedTuple):
 
 
 class RewardFailure(Exception):
-    """A reward that could not be computed. kind: one of FAILURE_KINDS; trace: the exception's traceback, if there was one."""
+    """A reward that could not be computed. kind: one of FAILURE_KINDS; trace: the exception's
+    traceback, if there was one."""
 
     def __init__(self, kind: str, message: str, trace: str = ""):
         super().__init__(message)
@@ -86,37 +95,53 @@ class RewardFailure(Exception):
 def call(function: RewardFunction, samples: list[Sample]) -> list[float | RewardFailure | None]:
     """One value per sample: a finite number, None, or the failure if the returned value is neither.
 
-    Raises RewardFailure if the whole call fails: an exception, or a result that is no list of the right length.
+    Raises RewardFailure if the whole call fails: an exception, or a result that is no list of the
+    right length.
     """
     as_messages = [
-        s.completion if isinstance(s.prompt, str) else [{"role": "assistant", "content": s.completion}] for s in samples
+        s.completion
+        if isinstance(s.prompt, str)
+        else [{"role": "assistant", "content": s.completion}]
+        for s in samples
     ]
     names = sorted({name for sample in samples for name in sample.columns})
     columns = {name: [sample.columns.get(name) for sample in samples] for name in names}
     ids = [sample.completion_ids for sample in samples]
     try:
-        values = function(prompts=[s.prompt for s in samples], completions=as_messages, completion_ids=ids, **columns)
+        values = function(
+            prompts=[s.prompt for s in samples],
+            completions=as_messages,
+            completion_ids=ids,
+            **columns,
+        )
     except (Exception, SystemExit) as error:
-        raise RewardFailure("exception", f"raised {_describe(error)}", traceback.format_exc()) from error
+        raise RewardFailure(
+            "exception", f"raised {_describe(error)}", traceback.format_exc()
+        ) from error
     try:
         length = None if isinstance(values, (str, bytes, dict, set)) else len(values)
     except TypeError:
         length = None
     if length is None:
-        raise RewardFailure("value", f"returned {type(values).__name__}, not a list with one value a sample")
+        raise RewardFailure(
+            "value", f"returned {type(values).__name__}, not a list with one value a sample"
+        )
     if length != len(samples):
         raise RewardFailure("value", f"returned {length} values for {len(samples)} samples")
     return [None if value is None else _number(value) for value in values]
 
 
 def score(
-    functions: dict[str, RewardFunction], samples: list[Sample], failures: list[tuple[int, int, RewardFailure]] | None = None
+    functions: dict[str, RewardFunction],
+    samples: list[Sample],
+    failures: list[tuple[int, int, RewardFailure]] | None = None,
 ) -> np.ndarray:
-    """Rewards float64 [samples, functions], NaN where a function does not apply. All samples are in one call.
+    """Rewards float64 [samples, functions], NaN where a function does not apply. All samples are in
+    one call.
 
-    A failure is raised as an InputError that names the function. With a list of `failures` it is appended there instead, as
-    (sample, function, failure), with NaN as the reward; a call that fails as a whole is then repeated sample by sample, to
-    find the samples for which it fails.
+    A failure is raised as an InputError that names the function. With a list of `failures` it is
+    appended there instead, as (sample, function, failure), with NaN as the reward; a call that
+    fails as a whole is then repeated sample by sample, to find the samples for which it fails.
     """
     rewards = np.full((len(samples), len(functions)), np.nan)
     for number, (path, function) in enumerate(functions.items()):
@@ -124,7 +149,9 @@ def score(
             values = call(function, samples)
         except RewardFailure as failure:
             if failures is None:
-                print(failure.trace, end="", file=sys.stderr)  # the user's own code: one line is not enough to find the mistake
+                print(
+                    failure.trace, end="", file=sys.stderr
+                )  # the user's own code: one line is not enough to find the mistake
                 raise InputError(f"reward {path}: {failure}") from (failure.__cause__ or failure)
             values = [call_one(function, sample) for sample in samples]
         for i, value in enumerate(values):
@@ -158,10 +185,13 @@ def combine(rewards: np.ndarray, weights: list[float]) -> np.ndarray:
     return np.nansum(rewards * np.asarray(weights), axis=1)
 
 
-def overlong_penalty(lengths: np.ndarray, max_length: int, buffer_length: int, factor: float) -> np.ndarray:
+def overlong_penalty(
+    lengths: np.ndarray, max_length: int, buffer_length: int, factor: float
+) -> np.ndarray:
     """Soft overlong punishment (DAPO, arXiv 2503.14476, equation 13), float64 [S], 0 or negative.
 
-    lengths: response tokens. Nothing up to max_length - buffer_length, then linearly down to -factor at max_length.
+    lengths: response tokens. Nothing up to max_length - buffer_length, then linearly down to
+    -factor at max_length.
     """
     if buffer_length == 0:
         return np.zeros(len(lengths))
@@ -170,19 +200,27 @@ def overlong_penalty(lengths: np.ndarray, max_length: int, buffer_length: int, f
 
 
 def exact_match(prompts, completions, completion_ids, answer, **columns) -> list[float]:
-    """1 if the final answer, or the whole completion if nothing is tagged as one, equals the column `answer` as text, else 0."""
+    """1 if the final answer, or the whole completion if nothing is tagged as one, equals the column
+    `answer` as text, else 0."""
     texts = [text_of(c) for c in completions]
     given = [text.strip() if final_answer(text) is None else final_answer(text) for text in texts]
     return [float(g == str(a).strip()) for g, a in zip(given, answer, strict=True)]
 
 
-def reasoning_gym_score(prompts, completions, completion_ids, task, entry, **columns) -> list[float]:
-    """The score that reasoning-gym's own scorer of the sample's task gives to the final answer; 0 to 1."""
+def reasoning_gym_score(
+    prompts, completions, completion_ids, task, entry, **columns
+) -> list[float]:
+    """The score that reasoning-gym's own scorer of the sample's task gives to the final answer; 0
+    to 1."""
     import reasoning_gym
 
     scores = []
     for completion, name, item in zip(completions, task, entry, strict=True):
-        scores.append(reasoning_gym.get_score_answer_fn(name)(answer=final_answer(text_of(completion)), entry=item))
+        scores.append(
+            reasoning_gym.get_score_answer_fn(name)(
+                answer=final_answer(text_of(completion)), entry=item
+            )
+        )
     return scores
 
 
@@ -193,15 +231,20 @@ def answer_format(prompts, completions, completion_ids, **columns) -> list[float
 
 
 def math_equivalence(prompts, completions, completion_ids, answer, **columns) -> list[float | None]:
-    """1 if the completion's answer equals the column `answer` as mathematics (the math-verify library), else 0; None if the
-    reference itself cannot be parsed. Of a reference with its solution, as GSM8K has, what follows the last #### counts."""
+    """1 if the completion's answer equals the column `answer` as mathematics (the math-verify
+    library), else 0; None if the reference itself cannot be parsed. Of a reference with its
+    solution, as GSM8K has, what follows the last #### counts."""
     from math_verify import parse, verify
 
     # The library's time-outs are signals, which only the main thread may set.
     limit_s = MATH_LIMIT_S if threading.current_thread() is threading.main_thread() else None
     scores: list[float | None] = []
     for completion, reference in zip(completions, answer, strict=True):
-        gold = [] if reference is None else parse(f"${_reference_answer(reference)}$", parsing_timeout=limit_s)
+        gold = (
+            []
+            if reference is None
+            else parse(f"${_reference_answer(reference)}$", parsing_timeout=limit_s)
+        )
         if not gold:
             scores.append(None)
             continue
@@ -234,7 +277,9 @@ def _number(value) -> float | RewardFailure:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         return RewardFailure("value", f"value {value!r:.200} is not a number or None")
-    return number if math.isfinite(number) else RewardFailure("value", f"value {value} is not finite")
+    return (
+        number if math.isfinite(number) else RewardFailure("value", f"value {value} is not finite")
+    )
 
 
 def _describe(error: BaseException) -> str:

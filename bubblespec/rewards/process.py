@@ -1,8 +1,10 @@
-"""A reward worker's process: it computes one sample with one function at a time, for the trainer (workers.py).
+"""A reward worker's process: it computes one sample with one function at a time, for the trainer
+(workers.py).
 
-It imports the modules of the reward functions and nothing else of weight. A function may keep processes from one call to the
-next, such as a pool: as many as ran after its first call. If a later call leaves more of them, it is answered, and then the
-trainer ends the worker with all its processes and replaces it.
+It imports the modules of the reward functions and nothing else of weight. A function may keep
+processes from one call to the next, such as a pool: as many as ran after its first call. If a later
+call leaves more of them, it is answered, and then the trainer ends the worker with all its
+processes and replaces it.
 """
 
 import contextlib
@@ -13,11 +15,13 @@ import socket
 import sys
 import time
 
+from bubblespec.dist.processes import children_of, descendants_of
 from bubblespec.errors import InputError
-from bubblespec.ranks.processes import children_of, descendants_of
 from bubblespec.rewards.functions import RewardFailure, Sample, call_one, load_reward
 
-NICENESS = 10  # a tenth of a core on which a rank decodes, all of an idle one. At 19 a reward may run into its time-out
+# a tenth of a core on which a rank decodes, all of an idle one. At 19 a reward may run into its
+# time-out
+NICENESS = 10
 GIVE_WAY_LIMIT_S = 5.0
 EXIT_GRACE_S = 0.1  # for processes to end that a call has started
 MOST_ZOMBIES = 64
@@ -39,7 +43,13 @@ def main() -> None:
         _reply(connection, {"problem": str(error)})
         return
     _reply(connection, {})
-    stream, own_pid, number, called, num_allowed = connection.makefile("rb"), os.getpid(), 0, set(), 0
+    stream, own_pid, number, called, num_allowed = (
+        connection.makefile("rb"),
+        os.getpid(),
+        0,
+        set(),
+        0,
+    )
     while header := stream.read(8):
         work = stream.read(int.from_bytes(header, "little"))
         number += 1
@@ -58,7 +68,13 @@ def main() -> None:
         failure = None
         if isinstance(value, RewardFailure):
             value, failure = None, (value.kind, value.message[:2000], value.trace[-10_000:])
-        reply = {"number": number, "value": value, "failure": failure, "seconds": ended_s - began_s, "ended_s": ended_s}
+        reply = {
+            "number": number,
+            "value": value,
+            "failure": failure,
+            "seconds": ended_s - began_s,
+            "ended_s": ended_s,
+        }
         _reply(connection, reply | {"has_lingering": has_lingering})
 
 
@@ -69,11 +85,14 @@ def _compute(functions: list, work: bytes) -> tuple[int | None, float | RewardFa
         function, sample = pickle.loads(work)
         return function, call_one(functions[function], Sample(*sample))
     except BaseException as error:  # from unpickling, or of a kind that is no Exception
-        return function, RewardFailure("exception", f"raised {type(error).__name__}: {' '.join(str(error).split())}")
+        return function, RewardFailure(
+            "exception", f"raised {type(error).__name__}: {' '.join(str(error).split())}"
+        )
 
 
 def _started_processes() -> tuple[list[int], int]:
-    """Processes that run under the keeper beside this one, and the number of zombies among its descendants."""
+    """Processes that run under the keeper beside this one, and the number of zombies among its
+    descendants."""
     if sys.platform != "linux":
         return [], 0
     keeper = os.getppid()
@@ -87,7 +106,8 @@ def _started_processes() -> tuple[list[int], int]:
 
 
 def _has_lingering(num_allowed: int) -> bool:
-    """Whether more than `num_allowed` processes still run. Those that are about to end get EXIT_GRACE_S seconds for it."""
+    """Whether more than `num_allowed` processes still run. Those that are about to end get
+    EXIT_GRACE_S seconds for it."""
     deadline = time.monotonic() + EXIT_GRACE_S
     while True:
         running, num_ended = _started_processes()
@@ -103,9 +123,11 @@ def _reply(connection: socket.socket, reply: dict) -> None:
 
 
 def _give_way() -> None:
-    """Lower the priority of this process and of what it starts, so that they take few cycles from ranks that decode."""
+    """Lower the priority of this process and of what it starts, so that they take few cycles from
+    ranks that decode."""
     os.nice(NICENESS)
-    # Linux may share the cores among sessions first ("autogroup", sched(7)), and this process has a session of its own.
+    # Linux may share the cores among sessions first ("autogroup", sched(7)), and this process has a
+    # session of its own.
     deadline = time.monotonic() + GIVE_WAY_LIMIT_S
     while time.monotonic() < deadline:
         try:

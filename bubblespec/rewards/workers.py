@@ -1,10 +1,12 @@
-"""Worker processes for reward functions, on the trainer's side: a function that hangs or crashes does not harm the trainer.
+"""Worker processes for reward functions, on the trainer's side: a function that hangs or crashes
+does not harm the trainer.
 
-A unit of work is one sample and one function; units are begun in the order in which they come. Each worker process has a thread
-here that sends it one unit at a time and waits for the answer. A worker that takes too long or dies is killed with all that it
-has started, and replaced; only its current unit is lost. Workers are started with exec, not forked: the trainer has threads of
-CUDA and of the process group. Between each worker (`bubblespec.rewards.process`) and the trainer is a keeper process
-(`fork_with_keeper`).
+A unit of work is one sample and one function; units are begun in the order in which they come. Each
+worker process has a thread here that sends it one unit at a time and waits for the answer. A worker
+that takes too long or dies is killed with all that it has started, and replaced; only its current
+unit is lost. Workers are started with exec, not forked: the trainer has threads of CUDA and of the
+process group. Between each worker (`bubblespec.rewards.process`) and the trainer is a keeper
+process (`fork_with_keeper`).
 """
 
 import contextlib
@@ -27,7 +29,8 @@ from bubblespec.rewards.functions import RewardFailure, Sample
 
 START_LIMIT_S = 300.0  # to start Python and import the functions
 START_ATTEMPTS = 3
-# RollPacker's bounds of the adaptive time-out and its factor on the slowest correct answer (arXiv 2509.21009).
+# RollPacker's bounds of the adaptive time-out and its factor on the slowest correct answer (arXiv
+# 2509.21009).
 ADAPTIVE_FACTOR, ADAPTIVE_LEAST_S, ADAPTIVE_MOST_S = 1.5, 2.0, 30.0
 LONGEST_ANSWER = 1 << 20  # bytes; real ones are far shorter
 POLL_STOP_S = 0.2  # how often a waiting trainer checks whether the run is to stop
@@ -36,7 +39,7 @@ MOST_SHOWN = 1 << 16  # bytes printed by the functions that are shown for each b
 _BOOT = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
-from bubblespec.ranks.processes import fork_with_keeper
+from bubblespec.dist.processes import fork_with_keeper
 fork_with_keeper(int(sys.argv[3]), int(sys.argv[2]))
 from bubblespec.rewards.process import main
 main()
@@ -53,7 +56,8 @@ class Answer(NamedTuple):
     seconds: float
     """Time inside the function."""
     ended_s: float
-    """When it returned or was given up, by time.monotonic, which all processes of a machine share."""
+    """When it returned or was given up, by time.monotonic, which all processes of a machine
+    share."""
 
 
 class Kind(NamedTuple):
@@ -68,7 +72,9 @@ class Kind(NamedTuple):
 class RewardWorkers:
     """`num_workers` processes that call the functions at `paths`. To be used by one thread."""
 
-    def __init__(self, paths: list[str], num_workers: int, timeout_s: float, is_adaptive: bool = False):
+    def __init__(
+        self, paths: list[str], num_workers: int, timeout_s: float, is_adaptive: bool = False
+    ):
         self.paths, self.timeout_s, self.is_adaptive = paths, timeout_s, is_adaptive
         self._units: queue.SimpleQueue = queue.SimpleQueue()
         self._answers: queue.SimpleQueue = queue.SimpleQueue()
@@ -81,12 +87,16 @@ class RewardWorkers:
         self._output_lock = threading.Lock()  # of the two below
         self._room, self._num_omitted = MOST_SHOWN, 0  # bytes of what functions print
         self._has_warned = False
-        self._threads = [threading.Thread(target=self._serve, name=f"reward worker {n}", daemon=True) for n in range(num_workers)]
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"reward worker {n}", daemon=True)
+            for n in range(num_workers)
+        ]
         for thread in self._threads:
             thread.start()
 
     def submit(self, key: Hashable, function: int, sample: Sample) -> None:
-        """Queue one sample for one function, given by its place in `paths`. `key` comes back with the answer."""
+        """Queue one sample for one function, given by its place in `paths`. `key` comes back with
+        the answer."""
         try:
             work = pickle.dumps((function, sample))
         except Exception as error:  # objects with code of their own
@@ -98,8 +108,8 @@ class RewardWorkers:
         self._units.put((self._batch, key, Kind(function, _task_of(sample)), work))
 
     def take(self) -> list[tuple[Hashable, Answer]]:
-        """The pending answers that are there by now: each is handed out once, here or in `collect`. Never waits, and leaves an
-        error that ends the run to `collect`."""
+        """The pending answers that are there by now: each is handed out once, here or in `collect`.
+        Never waits, and leaves an error that ends the run to `collect`."""
         taken = []
         for _ in range(self._answers.qsize()):  # only the trainer's thread takes from it
             answer = self._answers.get()
@@ -109,8 +119,11 @@ class RewardWorkers:
                 taken.append(answer[1:])
         return taken
 
-    def collect(self, must_stop: Callable[[], bool] = lambda: False) -> Iterator[tuple[Hashable, Answer]]:
-        """All pending answers, as they come in. Every unit gets one, within its time-out plus the start of a worker.
+    def collect(
+        self, must_stop: Callable[[], bool] = lambda: False
+    ) -> Iterator[tuple[Hashable, Answer]]:
+        """All pending answers, as they come in. Every unit gets one, within its time-out plus the
+        start of a worker.
 
         must_stop: called every POLL_STOP_S seconds; once it is true, pending answers are abandoned.
         """
@@ -145,14 +158,15 @@ class RewardWorkers:
         self._count_output()
 
     def limit_s(self, kind: "Kind", is_first: bool) -> float:
-        """Seconds for the next call of a kind. If it is the first in that worker it may have things to import."""
+        """Seconds for the next call of a kind. If it is the first in that worker it may have things
+        to import."""
         if not self.is_adaptive:
             return self.timeout_s
         return min(self.timeout_s, adaptive_timeout(None if is_first else self._slowest.get(kind)))
 
     def show(self, descriptor: int, text: bytes) -> None:
-        """Copy what a worker has printed to this process's standard output (1) or error (2), up to a limit. Never blocks: text
-        that nobody reads there is omitted too."""
+        """Copy what a worker has printed to this process's standard output (1) or error (2), up to
+        a limit. Never blocks: text that nobody reads there is omitted too."""
         with self._output_lock:
             shown, num_sent = text[: self._room], 0
             self._room -= len(shown)
@@ -168,7 +182,9 @@ class RewardWorkers:
         with self._output_lock:
             count, self._num_omitted, self._room = self._num_omitted, 0, MOST_SHOWN
         if count:
-            say(f"warning: {count} bytes that reward functions printed are left out; {MOST_SHOWN} of each batch are shown")
+            say(
+                f"warning: {count} bytes that reward functions printed are left out; {MOST_SHOWN} of each batch are shown"
+            )
 
     def _accept(self, answer: tuple) -> bool:
         """Whether an answer is to a unit of the current batch, which is then no longer pending."""
@@ -194,7 +210,12 @@ class RewardWorkers:
                     return
                 batch, key, kind, work = unit
                 answer = worker.ask(work, self.limit_s(kind, kind not in worker.called))
-                if answer.failure is None and answer.value and answer.value > 0 and kind in worker.called:
+                if (
+                    answer.failure is None
+                    and answer.value
+                    and answer.value > 0
+                    and kind in worker.called
+                ):
                     with self._lock:
                         self._slowest[kind] = max(self._slowest.get(kind, 0.0), answer.seconds)
                 worker.called.add(kind)
@@ -215,7 +236,8 @@ class RewardWorkers:
                 self._stop(worker)
 
     def _start(self) -> "_Worker | None":
-        """A worker that has imported the functions; None once the pool is closed. Raises InputError."""
+        """A worker that has imported the functions; None once the pool is closed. Raises
+        InputError."""
         for _ in range(START_ATTEMPTS):
             with self._lock:
                 if self._is_closed:
@@ -238,7 +260,8 @@ class RewardWorkers:
 
 
 def adaptive_timeout(slowest_correct_s: float | None) -> float:
-    """RollPacker's time-out, from the seconds of the slowest answer so far that earned a reward above 0; None: no such answer."""
+    """RollPacker's time-out, from the seconds of the slowest answer so far that earned a reward
+    above 0; None: no such answer."""
     if slowest_correct_s is None:
         return ADAPTIVE_MOST_S
     return min(max(ADAPTIVE_FACTOR * slowest_correct_s, ADAPTIVE_LEAST_S), ADAPTIVE_MOST_S)
@@ -265,7 +288,12 @@ class _Worker:
         self._socket, theirs = socket.socketpair()
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
         # The order of sets of strings depends on this seed: rewards must not depend on the worker.
-        environment = {**os.environ, **threads, "TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0"}
+        environment = {
+            **os.environ,
+            **threads,
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONHASHSEED": "0",
+        }
         arguments = [json.dumps(sys.path), str(theirs.fileno()), str(os.getpid()), *paths]
         with theirs:
             self.process = subprocess.Popen(
@@ -294,7 +322,8 @@ class _Worker:
             return self._how_it_ended()
 
     def ask(self, work: bytes, limit_s: float) -> Answer:
-        """Compute one unit in at most limit_s seconds. After a time-out or crash the worker must be replaced."""
+        """Compute one unit in at most limit_s seconds. After a time-out or crash the worker must be
+        replaced."""
         started = time.monotonic()
         self._num_asked += 1
         try:
@@ -324,7 +353,9 @@ class _Worker:
         self.kill()
         try:
             self.process.wait(timeout=30)
-        except subprocess.TimeoutExpired:  # the kernel may be in its way; it will not answer any more
+        except (
+            subprocess.TimeoutExpired
+        ):  # the kernel may be in its way; it will not answer any more
             self.process.kill()
         for descriptor in self._outputs:
             self._show_output(descriptor)
@@ -332,16 +363,21 @@ class _Worker:
             file.close()
 
     def _receive(self, deadline: float) -> dict:
-        """The next answer. Raises TimeoutError, EOFError if the worker has ended, ValueError if it is no answer."""
+        """The next answer. Raises TimeoutError, EOFError if the worker has ended, ValueError if it
+        is no answer."""
         while b"\n" not in self._buffer:
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
                 raise TimeoutError
             ready = [descriptor for descriptor, _ in self._poll.poll(1000 * min(remaining_s, 1.0))]
-            for descriptor in self._outputs.keys() & ready:  # what was printed before an answer is in the pipe when that comes
+            for descriptor in (
+                self._outputs.keys() & ready
+            ):  # what was printed before an answer is in the pipe when that comes
                 self._show_output(descriptor)
             if self._socket.fileno() not in ready:
-                if not ready and self._exit_status():  # a process that it has started keeps the socket open
+                if (
+                    not ready and self._exit_status()
+                ):  # a process that it has started keeps the socket open
                     raise EOFError
                 continue
             chunk = self._socket.recv(1 << 16)

@@ -1,4 +1,5 @@
-"""What the rows of a rollout are expected to need, from what every rank knows: drafts, earlier epochs, recent lengths.
+"""What the rows of a rollout are expected to need, from what every rank knows: drafts, earlier
+epochs, recent lengths.
 
 So all ranks place rows and move them alike.
 """
@@ -7,22 +8,23 @@ from dataclasses import replace
 
 import numpy as np
 
+from bubblespec.dist.progress import RankState
+from bubblespec.draft.store import DraftStore
 from bubblespec.idle.draft_planning import Outlook, expected_length
 from bubblespec.idle.rehearsal import NORMAL_QUANTILE
 from bubblespec.idle.speculation import Speculation
-from bubblespec.ranks.progress import RankState
 from bubblespec.rollout.balance import Expected
 from bubblespec.rollout.moves import Move, Unfinished, expected_left, plan_moves
 from bubblespec.rollout.standing import Standing
-from bubblespec.samples import Launch
-from bubblespec.speculate.store import DraftStore
+from bubblespec.types import Launch
 
 OVERHEAD_TICKS = 2.0  # from a decision to the first forward of a row that has moved
 MOST_MOVED_TOKENS = 1 << 17  # in a tick
 
 
 def forecast(launch: Launch, speculation: Speculation, store: DraftStore | None = None) -> Expected:
-    """Of the rows of a rollout that is about to begin. store: where their drafts are, by default those of coming steps."""
+    """Of the rows of a rollout that is about to begin. store: where their drafts are, by default
+    those of coming steps."""
     store = speculation.store if store is None else store
     num_generations, outlook = launch.num_generations, speculation.outlook
     prompt_tokens = np.array([len(group.prompt.token_ids) for group in launch.groups])
@@ -48,18 +50,22 @@ def forecast(launch: Launch, speculation: Speculation, store: DraftStore | None 
 
 
 def up_to_cut(expected: Expected, launch: Launch) -> Expected:
-    """What the rows are expected to need of it until the rollout is over: none gets longer than the last that is trained on."""
+    """What the rows are expected to need of it until the rollout is over: none gets longer than the
+    last that is trained on."""
     longest = (expected.tokens + expected.draft_tokens).reshape(len(launch.groups), -1).max(axis=1)
     cut = np.sort(longest)[launch.num_trained - 1]
     draft_tokens = np.minimum(expected.draft_tokens, cut)
-    return replace(expected, tokens=np.minimum(expected.tokens, cut - draft_tokens), draft_tokens=draft_tokens)
+    return replace(
+        expected, tokens=np.minimum(expected.tokens, cut - draft_tokens), draft_tokens=draft_tokens
+    )
 
 
 def admit_first(places: list[int], launch: Launch, expected: Expected) -> list[int]:
     """The order in which a rank should admit its rows where not all of them are trained on.
 
-    First come those of the groups that are expected to be among the shortest; of each other group one, which has to outlast them
-    to be out; and then the rest, of which most need not be begun. places: in the order of a rollout that trains on all.
+    First come those of the groups that are expected to be among the shortest; of each other group
+    one, which has to outlast them to be out; and then the rest, of which most need not be begun.
+    places: in the order of a rollout that trains on all.
     """
     totals = (expected.tokens + expected.draft_tokens).reshape(len(launch.groups), -1)
     is_trained = np.zeros(len(launch.groups), bool)
@@ -73,10 +79,15 @@ def admit_first(places: list[int], launch: Launch, expected: Expected) -> list[i
     return first + probes + rest
 
 
-def unfinished_rows(standing: Standing, expected: Expected, outlook: Outlook) -> tuple[np.ndarray, Unfinished]:
-    """The rows that are not done as of the last tick, of all ranks, and their places in the launch, int64 [N]."""
+def unfinished_rows(
+    standing: Standing, expected: Expected, outlook: Outlook
+) -> tuple[np.ndarray, Unfinished]:
+    """The rows that are not done as of the last tick, of all ranks, and their places in the launch,
+    int64 [N]."""
     places = np.flatnonzero(standing.told >= 0)
-    places = places[np.argsort(standing.told[places] == 0, kind="stable")]  # those that wait come after those in slots
+    places = places[
+        np.argsort(standing.told[places] == 0, kind="stable")
+    ]  # those that wait come after those in slots
     so_far, totals = standing.told[places], expected.tokens + expected.draft_tokens
     left = expected_left(so_far, totals[places], expected.margins[places], outlook)
     return places, Unfinished(standing.owners[places], so_far, left, expected.prompt_tokens[places])
@@ -87,7 +98,11 @@ class Mover:
 
     def __init__(self, expected: Expected, speculation: Speculation, num_slots: int):
         """expected: see `forecast`. Needs a shared cost."""
-        self.expected, self.outlook, self.cost = expected, speculation.outlook, speculation.shared_cost
+        self.expected, self.outlook, self.cost = (
+            expected,
+            speculation.outlook,
+            speculation.shared_cost,
+        )
         self.num_slots, self.overhead_s = num_slots, OVERHEAD_TICKS * speculation.board.interval_s
 
     def plan(self, standing: Standing, states: list[RankState]) -> list[Move]:
@@ -95,7 +110,11 @@ class Mover:
         if all(not state.is_done for state in states):
             return []
         places, rows = unfinished_rows(standing, self.expected, self.outlook)
-        options = {"num_ranks": len(states), "num_slots": self.num_slots, "overhead_s": self.overhead_s}
+        options = {
+            "num_ranks": len(states),
+            "num_slots": self.num_slots,
+            "overhead_s": self.overhead_s,
+        }
         moves = plan_moves(rows, self.cost, **options)
         moved = np.cumsum([rows.so_far[move.row] for move in moves])
         return [

@@ -1,10 +1,12 @@
-"""The rollout loop: forwards, the ticks between them, and idle time given to those who make use of it.
+"""The rollout loop: forwards, the ticks between them, and idle time given to those who make use of
+it.
 
-A rank generates its rows of a step. At every tick the ranks tell each other how far their rows are and how much idle work they
-could take on; every rank draws the same conclusions: it drops rows that this step is not going to train on, and assigns the
-offers of idle work (`IdleWork`), rows to take over from another rank among them. All leave at the same tick, with whatever is
-unfinished of that work. Plain generation is the same loop without any of this, and without ticks: nobody needs to know how far
-anyone is.
+A rank generates its rows of a step. At every tick the ranks tell each other how far their rows are
+and how much idle work they could take on; every rank draws the same conclusions: it drops rows that
+this step is not going to train on, and assigns the offers of idle work (`IdleWork`), rows to take
+over from another rank among them. All leave at the same tick, with whatever is unfinished of that
+work. Plain generation is the same loop without any of this, and without ticks: nobody needs to know
+how far anyone is.
 """
 
 import math
@@ -12,18 +14,18 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from bubblespec.engine.generator import Generator
+from bubblespec.dist.progress import MAX_WORKS, ProgressBoard, RankState
+from bubblespec.dist.ranks import Ranks
+from bubblespec.draft.proposer import Proposer
+from bubblespec.draft.windows import CostModel
+from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.idle.arbiter import Arbiter
 from bubblespec.idle.work import IdleWork, RankView
-from bubblespec.ranks.collectives import Ranks
-from bubblespec.ranks.progress import MAX_WORKS, ProgressBoard, RankState
 from bubblespec.records import ForwardRecord, IdleUse, RolloutRecord, Span
 from bubblespec.rollout.shared_tail import SharedTail
 from bubblespec.rollout.standing import Standing
-from bubblespec.samples import Row
-from bubblespec.speculate.proposer import Proposer
-from bubblespec.speculate.windows import CostModel
+from bubblespec.types import Row
 
 
 class RolloutLoop:
@@ -31,7 +33,7 @@ class RolloutLoop:
 
     def __init__(
         self,
-        engine: Generator,
+        engine: Engine,
         ranks: Ranks,
         params: SamplingParams,
         *,
@@ -42,21 +44,38 @@ class RolloutLoop:
         on_finished: Callable[[Row], None] | None = None,
         tail: SharedTail | None = None,
     ):
-        """proposer: where draft tokens come from, which knows the rows already; board: needed where there are works, or rows to
-        choose from; cost: learns from every forward; on_finished: called with each row of this rank that is trained on, once it
-        is done and that is sure; tail: decodes the last rows of all ranks, where there is a board; on all ranks or on none."""
-        self.engine, self.ranks, self.params, self.proposer, self.cost = engine, ranks, params, proposer, cost
+        """proposer: where draft tokens come from, which knows the rows already; board: needed where
+        there are works, or rows to choose from; cost: learns from every forward; on_finished:
+        called with each row of this rank that is trained on, once it is done and that is sure;
+        tail: decodes the last rows of all ranks, where there is a board; on all ranks or on
+        none."""
+        self.engine, self.ranks, self.params, self.proposer, self.cost = (
+            engine,
+            ranks,
+            params,
+            proposer,
+            cost,
+        )
         self.board, self.works, self.on_finished, self.tail = board, list(works), on_finished, tail
         self.clock = ranks.clock
         self.record = RolloutRecord()
-        self.view = RankView(ranks.rank, engine, {}, self.record, take=self._take, give=self._give, let_go=self._let_go)
+        self.view = RankView(
+            ranks.rank,
+            engine,
+            {},
+            self.record,
+            take=self._take,
+            give=self._give,
+            let_go=self._let_go,
+        )
 
     def run(self, rows: dict[int, Row], standing: Standing) -> RolloutRecord:
-        """Generate the rows to their end, or until they are out, on the weights as they are. A rank that is told to stop leaves
-        them unfinished; where there are ticks, all ranks do.
+        """Generate the rows to their end, or until they are out, on the weights as they are. A rank
+        that is told to stop leaves them unfinished; where there are ticks, all ranks do.
 
-        rows: this rank's by their place in `standing`, in the order in which they should be generated; the same afterwards, with
-        rows that have gone to another rank left out and those that have come added.
+        rows: this rank's by their place in `standing`, in the order in which they should be
+        generated; the same afterwards, with rows that have gone to another rank left out and those
+        that have come added.
         """
         self.rows, self.standing = rows, standing
         self._places = {id(row): place for place, row in rows.items()}
@@ -78,18 +97,23 @@ class RolloutLoop:
     def _run_with_ticks(self) -> None:
         board = self.board
         if len(self.works) > MAX_WORKS:
-            raise ValueError(f"{len(self.works)} uses of idle time; a tick has room for the wishes of {MAX_WORKS}")
+            raise ValueError(
+                f"{len(self.works)} uses of idle time; a tick has room for the wishes of {MAX_WORKS}"
+            )
         self.arbiter = Arbiter(len(self.works))
         self.record.idle = {work.name: IdleUse() for work in self.works}
         for number, work in enumerate(self.works):
             self.arbiter.update(number, work.offers([]))
         board.begin()
         while True:
-            while (states := board.poll(self._state, is_urgent=not self.view.unfinished)) is not None:
+            while (
+                states := board.poll(self._state, is_urgent=not self.view.unfinished)
+            ) is not None:
                 self._act_on(states)
             if board.is_over:
                 break
-            # Where the last tick is about to complete, nothing is started: all would wait for its end.
+            # Where the last tick is about to complete, nothing is started: all would wait for its
+            # end.
             is_ending = not self.view.unfinished and board.are_others_done
             goes_on = False if is_ending else self._advance()
             if not is_ending and not self.engine.is_idle:
@@ -124,15 +148,20 @@ class RolloutLoop:
         standing = self.standing
         standing.judge()
         judgement = standing.judgement
-        out = [row for row in self.view.unfinished.values() if judgement.is_out[self._places[id(row)]]]
+        out = [
+            row for row in self.view.unfinished.values() if judgement.is_out[self._places[id(row)]]
+        ]
         if out:
             self._drop(out)
-        for place in np.flatnonzero(judgement.is_in & (standing.owners == self.ranks.rank)).tolist():
+        for place in np.flatnonzero(
+            judgement.is_in & (standing.owners == self.ranks.rank)
+        ).tolist():
             self._tell(place)
 
     def _drop(self, rows: list[Row]) -> None:
-        """Take rows out of the engine; they keep their tokens. Those that wait go first, so that none of them takes the slot of
-        another, and then from the last slot down, so that few rows move."""
+        """Take rows out of the engine; they keep their tokens. Those that wait go first, so that
+        none of them takes the slot of another, and then from the last slot down, so that few rows
+        move."""
         slots = {id(row): slot for slot, row in enumerate(self.engine.rows)}
         for row in sorted(rows, key=lambda row: slots.get(id(row), len(slots)), reverse=True):
             self.engine.drop(row)
@@ -163,10 +192,12 @@ class RolloutLoop:
         del self.view.unfinished[id(row)], self._places[id(row)]
 
     def _share_tail(self) -> None:
-        """Go on with the unfinished rows of all ranks, on all of them together. No row is on its way from one rank to another:
-        those given away at the last tick have come with this one."""
+        """Go on with the unfinished rows of all ranks, on all of them together. No row is on its
+        way from one rank to another: those given away at the last tick have come with this one."""
         unfinished = self.view.unfinished
-        for row in [row for row in (*self.engine.queue, *self.engine.rows[::-1]) if id(row) in unfinished]:
+        for row in [
+            row for row in (*self.engine.queue, *self.engine.rows[::-1]) if id(row) in unfinished
+        ]:
             self.engine.drop(row)
 
         def finish(row: Row) -> None:
@@ -175,7 +206,9 @@ class RolloutLoop:
             self._tell(self._places[id(row)])
 
         own = {self._places[name]: row for name, row in unfinished.items()}
-        self.tail.run(own, self.standing, self.params, self.proposer, on_finished=finish, record=self.record)
+        self.tail.run(
+            own, self.standing, self.params, self.proposer, on_finished=finish, record=self.record
+        )
         if self.proposer is not None:
             self.proposer.take_spent()
         self.board.go_on()
@@ -203,7 +236,9 @@ class RolloutLoop:
     def _advance(self) -> bool:
         """A slice of each work; whether there is more to do of any."""
         goes_on = any([work.advance() for work in self.works])  # noqa: C419 (of each)
-        self._last_s = max(self._last_s, *(span.end_s for span in self.record.slices[-1:]), -math.inf)
+        self._last_s = max(
+            self._last_s, *(span.end_s for span in self.record.slices[-1:]), -math.inf
+        )
         return goes_on
 
     def _state(self) -> RankState:
@@ -212,7 +247,9 @@ class RolloutLoop:
         facts = [self.standing.facts(), *(work.facts() for work in self.works)]
         self._ends = np.cumsum([len(of) for of in facts])[:-1]  # the same on all ranks
         wanted = tuple(work.wanted() for work in self.works)
-        return RankState(len(self.view.unfinished), wanted, self.ranks.must_stop, np.concatenate(facts))
+        return RankState(
+            len(self.view.unfinished), wanted, self.ranks.must_stop, np.concatenate(facts)
+        )
 
     def _wait(self) -> None:
         begin = self.clock.perf_counter()
@@ -227,8 +264,19 @@ class RolloutLoop:
         ahead_rows = len(engine.rows) + len(engine.queue) - own_rows
         finished, load = engine.step(self.params, self.proposer, self.view.max_prefill_tokens)
         end = self.clock.perf_counter()
-        propose_s, looked_up_rows = self.proposer.take_spent() if self.proposer is not None else (0.0, 0)
-        record = ForwardRecord(self._last_s, end, end - begin - propose_s, propose_s, *load, own_rows, ahead_rows, looked_up_rows)
+        propose_s, looked_up_rows = (
+            self.proposer.take_spent() if self.proposer is not None else (0.0, 0)
+        )
+        record = ForwardRecord(
+            self._last_s,
+            end,
+            end - begin - propose_s,
+            propose_s,
+            *load,
+            own_rows,
+            ahead_rows,
+            looked_up_rows,
+        )
         self.record.forwards.append(record)
         self._last_s = end
         if self.cost is not None:

@@ -1,11 +1,13 @@
-"""The shared tail: when few rows are left on all ranks, all ranks decode them together, each with a slice of the weights.
+"""The shared tail: when few rows are left on all ranks, all ranks decode them together, each with a
+slice of the weights.
 
-Entered at a tick, by what all ranks know. Each rank takes its unfinished rows out of its engine, all ranks get the tokens of all
-of them, and the same engine on every rank (shared_runner.py) feeds prompts and tokens again and goes on. Its forwards are in
-lockstep: whatever could differ between ranks is exchanged. Tokens are the same by themselves, as every rank works them out from
-what all have told; drafts, those of the learned drafter too, are proposed by the rank that owns the row, which knows its text; a
-wish to stop is asked for every few forwards. When the last row is done, each rank has its own rows' results, and the rollout ends
-with the next tick.
+Entered at a tick, by what all ranks know. Each rank takes its unfinished rows out of its engine,
+all ranks get the tokens of all of them, and the same engine on every rank (shared_runner.py) feeds
+prompts and tokens again and goes on. Its forwards are in lockstep: whatever could differ between
+ranks is exchanged. Tokens are the same by themselves, as every rank works them out from what all
+have told; drafts, those of the learned drafter too, are proposed by the rank that owns the row,
+which knows its text; a wish to stop is asked for every few forwards. When the last row is done,
+each rank has its own rows' results, and the rollout ends with the next tick.
 """
 
 import contextlib
@@ -15,8 +17,13 @@ from dataclasses import replace
 import numpy as np
 
 from bubblespec.config import Config
+from bubblespec.dist.joint import RankJoint
+from bubblespec.dist.progress import RankState
+from bubblespec.dist.ranks import Ranks
+from bubblespec.draft.learned import LearnedDrafts
+from bubblespec.draft.windows import CostModel
 from bubblespec.engine.chains import Chains
-from bubblespec.engine.generator import Generator
+from bubblespec.engine.engine import Engine
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.engine.scheduler import Proposer
@@ -24,17 +31,12 @@ from bubblespec.engine.shared_runner import SharedRunner
 from bubblespec.engine.slices import CannotCut
 from bubblespec.errors import say
 from bubblespec.idle.speculation import Speculation
-from bubblespec.ranks.collectives import Ranks
-from bubblespec.ranks.joint import RankJoint
-from bubblespec.ranks.progress import RankState
 from bubblespec.records import RolloutRecord, Span
 from bubblespec.rollout.balance import MIN_GAIN
 from bubblespec.rollout.forecast import OVERHEAD_TICKS, unfinished_rows
 from bubblespec.rollout.shared_gain import pays
 from bubblespec.rollout.standing import Standing
-from bubblespec.samples import Row, SampleId
-from bubblespec.speculate.learned import LearnedDrafts
-from bubblespec.speculate.windows import CostModel
+from bubblespec.types import Row, SampleId
 
 NUMBERS_PER_TOKEN = 3  # its id and both log-probabilities, all exact as float64
 ASK_EVERY = 8  # forwards between two questions whether any rank has been told to stop
@@ -43,31 +45,43 @@ TIMED = 3  # forwards of each kind that are timed at the start, after one that d
 
 
 class SharedTail:
-    """The engine of all ranks together, and when to use it. Made once a run, by all ranks together."""
+    """The engine of all ranks together, and when to use it. Made once a run, by all ranks
+    together."""
 
     def __init__(
         self,
-        engine: Generator,
+        engine: Engine,
         ranks: Ranks,
         most_rows: int,
         max_new_tokens: int,
         is_worth_it: Callable[[Standing], bool] | None = None,
     ):
-        """most_rows: of all ranks, with which it is entered, at most the engine's slots; is_worth_it: a pure function of what all
-        ranks know; None enters it with so many rows always."""
-        self.engine, self.ranks, self.most_rows, self.max_new_tokens = engine, ranks, most_rows, max_new_tokens
+        """most_rows: of all ranks, with which it is entered, at most the engine's slots;
+        is_worth_it: a pure function of what all ranks know; None enters it with so many rows
+        always."""
+        self.engine, self.ranks, self.most_rows, self.max_new_tokens = (
+            engine,
+            ranks,
+            most_rows,
+            max_new_tokens,
+        )
         self._drafter: tuple[LearnedDrafts, Chains] | None = None
         self._is_worth_it = is_worth_it
 
     def draft_with(self, source: LearnedDrafts, chains: Chains) -> None:
-        """The learned drafter drafts for rows in here too. source: one of the proposer's; chains: of this engine."""
+        """The learned drafter drafts for rows in here too. source: one of the proposer's; chains:
+        of this engine."""
         self._drafter = source, chains
 
     def is_due(self, standing: Standing, states: list[RankState]) -> bool:
-        """Whether all ranks enter it at this tick. Where some rows are not trained on, never: what is left of these is not
-        finished anyway."""
+        """Whether all ranks enter it at this tick. Where some rows are not trained on, never: what
+        is left of these is not finished anyway."""
         left = int((standing.told >= 0).sum())
-        if standing.selection is not None or any(state.must_stop for state in states) or not 0 < left <= self.most_rows:
+        if (
+            standing.selection is not None
+            or any(state.must_stop for state in states)
+            or not 0 < left <= self.most_rows
+        ):
             return False
         return self._is_worth_it is None or self._is_worth_it(standing)
 
@@ -81,10 +95,11 @@ class SharedTail:
         on_finished: Callable[[Row], None],
         record: RolloutRecord,
     ) -> None:
-        """Generate the unfinished rows of all ranks to their end, on all ranks together. If any rank has been told to stop, all
-        leave, and the rows keep their tokens so far.
+        """Generate the unfinished rows of all ranks to their end, on all ranks together. If any
+        rank has been told to stop, all leave, and the rows keep their tokens so far.
 
-        own: this rank's, by place; proposer: on all ranks or on none; on_finished: called with each of the own rows.
+        own: this rank's, by place; proposer: on all ranks or on none; on_finished: called with each
+        of the own rows.
         """
         clock, engine = self.ranks.clock, self.engine
         began_s = clock.perf_counter()
@@ -96,9 +111,16 @@ class SharedTail:
         engine.reset()  # the weights have changed since the last time
         engine.add([rows[place] for place in sorted(rows)])
         before, num_steps = engine.num_forwards, 0
-        with contextlib.nullcontext() if self._drafter is None else self._drafter[0].elsewhere(self._drafter[1], engine):
+        with (
+            contextlib.nullcontext()
+            if self._drafter is None
+            else self._drafter[0].elsewhere(self._drafter[1], engine)
+        ):
             while not engine.is_idle:
-                if num_steps % ASK_EVERY == 0 and self.ranks.gather(np.array([self.ranks.must_stop], np.uint8)).any():
+                if (
+                    num_steps % ASK_EVERY == 0
+                    and self.ranks.gather(np.array([self.ranks.must_stop], np.uint8)).any()
+                ):
                     break
                 finished, _ = engine.step(params, drafts)
                 num_steps += 1
@@ -106,13 +128,16 @@ class SharedTail:
                     if id(row) in is_own:
                         on_finished(row)
         engine.collect()
-        engine.reset()  # memory and graphs stay: they are few rows, and capturing may take as long as what is gained
+        # memory and graphs stay: they are few rows, and capturing may take as long as what is
+        # gained
+        engine.reset()
         record.shared.append(Span("shared", began_s, clock.perf_counter()))
         record.shared_rows += len(own)
         record.shared_forwards += engine.num_forwards - before
 
     def _gather(self, own: dict[int, Row], standing: Standing) -> dict[int, Row]:
-        """The unfinished rows of all ranks, by place: the own ones as they are, of the others copies."""
+        """The unfinished rows of all ranks, by place: the own ones as they are, of the others
+        copies."""
         rows = dict(own)
         for rank, parcel in enumerate(self.ranks.gather_ragged(_pack(own))):
             for place, columns in _unpack(parcel) if rank != self.ranks.rank else ():
@@ -144,21 +169,29 @@ def _unpack(parcel: np.ndarray) -> list[tuple[int, np.ndarray]]:
 
 
 class OwnersPropose:
-    """The engine's `Proposer` where all ranks have all rows: each asks its own one for its own rows, and all get all drafts."""
+    """The engine's `Proposer` where all ranks have all rows: each asks its own one for its own
+    rows, and all get all drafts."""
 
-    def __init__(self, proposer: Proposer, is_own: set[int], gather: Callable[[np.ndarray], np.ndarray]):
+    def __init__(
+        self, proposer: Proposer, is_own: set[int], gather: Callable[[np.ndarray], np.ndarray]
+    ):
         """is_own: id() of the own rows; gather: see `Ranks`."""
         self.proposer, self.is_own, self.gather = proposer, is_own, gather
 
-    def propose(self, rows: list[Row], lengths: np.ndarray, room: np.ndarray, budget: int) -> list[np.ndarray | None]:
-        """See `Proposer`. What is exchanged has one size on all ranks: the lengths of all drafts, and room for tokens."""
+    def propose(
+        self, rows: list[Row], lengths: np.ndarray, room: np.ndarray, budget: int
+    ) -> list[np.ndarray | None]:
+        """See `Proposer`. What is exchanged has one size on all ranks: the lengths of all drafts,
+        and room for tokens."""
         own, drafts = self._own(rows), [None] * len(rows)
         numbers = np.zeros(len(rows) + MOST_DRAFT_TOKENS, np.int64)
         if own:
             budget = min(budget, MOST_DRAFT_TOKENS)
             begin = len(rows)
             for place, draft in zip(
-                own, self.proposer.propose([rows[i] for i in own], lengths[own], room[own], budget), strict=True
+                own,
+                self.proposer.propose([rows[i] for i in own], lengths[own], room[own], budget),
+                strict=True,
             ):
                 if draft is not None:
                     count = min(len(draft), int(room[place]), len(numbers) - begin)
@@ -171,10 +204,18 @@ class OwnersPropose:
                 begin += int(told[place])
         return drafts
 
-    def observe(self, rows: list[Row], tokens: list[np.ndarray], num_draft: np.ndarray, num_accepted: np.ndarray) -> None:
+    def observe(
+        self,
+        rows: list[Row],
+        tokens: list[np.ndarray],
+        num_draft: np.ndarray,
+        num_accepted: np.ndarray,
+    ) -> None:
         """See `Proposer`: of the own rows."""
         if own := self._own(rows):
-            self.proposer.observe([rows[i] for i in own], [tokens[i] for i in own], num_draft[own], num_accepted[own])
+            self.proposer.observe(
+                [rows[i] for i in own], [tokens[i] for i in own], num_draft[own], num_accepted[own]
+            )
 
     def _own(self, rows: list[Row]) -> list[int]:
         return [place for place, row in enumerate(rows) if id(row) in self.is_own]
@@ -183,37 +224,47 @@ class OwnersPropose:
 def make_shared_tail(
     config: Config,
     ranks: Ranks,
-    engine: Generator,
+    engine: Engine,
     params: SamplingParams,
     speculation: Speculation | None,
     *,
     most_rows: int,
 ) -> SharedTail | None:
-    """None where there is one rank, the key says so, the model cannot be cut, or, with auto, it is measured not to pay. Computes
-    forwards: all ranks must call it together. speculation: where a run has any; without it there are no ticks; most_rows: of
-    `choose_shared_rows`."""
+    """None where there is one rank, the key says so, the model cannot be cut, or, with auto, it is
+    measured not to pay. Computes forwards: all ranks must call it together. speculation: where a
+    run has any; without it there are no ticks; most_rows: of `choose_shared_rows`."""
     wanted = config.rollout.shared_tail_rows
     if ranks.world_size == 1 or not most_rows or speculation is None:
         return None
     limit = config.rollout.max_completion_length
     runner: ModelRunner = engine.runner
-    options = {"max_batch_tokens": max(runner.max_batch_tokens, most_rows), "kernel": runner.kernel, "rule": runner.rule}
+    options = {
+        "max_batch_tokens": max(runner.max_batch_tokens, most_rows),
+        "kernel": runner.kernel,
+        "rule": runner.rule,
+    }
     options |= {"enforce_eager": runner.graphs is None, "beside": runner.graphs}
     ranks.place = "shared tail's set-up"
     try:
-        shared = SharedRunner(runner.model, most_rows, runner.max_length, runner.seed, RankJoint(ranks), **options)
+        shared = SharedRunner(
+            runner.model, most_rows, runner.max_length, runner.seed, RankJoint(ranks), **options
+        )
         shared.check()
     except CannotCut as error:
         if wanted != "auto" and ranks.is_main:
-            say(f"warning: rollout.shared_tail_rows: {error}; the last rows are decoded by the ranks that have them")
+            say(
+                f"warning: rollout.shared_tail_rows: {error}; the last rows are decoded by the ranks that have them"
+            )
         return None
-    together, is_worth_it = Generator(shared), None
+    together, is_worth_it = Engine(shared), None
     if wanted == "auto":
         shared_cost = measure(together, engine, params, ranks)
         if shared_cost is None:
             together.release()
             return None
-        is_worth_it = expects_gain(speculation, shared_cost, num_ranks=ranks.world_size, num_slots=engine.num_slots)
+        is_worth_it = expects_gain(
+            speculation, shared_cost, num_ranks=ranks.world_size, num_slots=engine.num_slots
+        )
     ranks.before_end.append(shared.release)
     return SharedTail(together, ranks, most_rows, limit, is_worth_it)
 
@@ -221,7 +272,8 @@ def make_shared_tail(
 def expects_gain(
     speculation: Speculation, shared_cost: np.ndarray, *, num_ranks: int, num_slots: int
 ) -> Callable[[Standing], bool]:
-    """Whether it is worth it by the costs of forwards, measured alone and together, and by what the rows are expected to need."""
+    """Whether it is worth it by the costs of forwards, measured alone and together, and by what the
+    rows are expected to need."""
 
     def is_worth_it(standing: Standing) -> bool:
         if standing.expected is None or speculation.shared_cost is None:
@@ -234,12 +286,16 @@ def expects_gain(
     return is_worth_it
 
 
-def measure(together: Generator, alone: Generator, params: SamplingParams, ranks: Ranks) -> np.ndarray | None:
-    """The cost of shared forwards, coefficients of a `CostModel`, the same on all ranks; None where a forward of one row takes
-    no less time together than alone, so that it cannot pay."""
+def measure(
+    together: Engine, alone: Engine, params: SamplingParams, ranks: Ranks
+) -> np.ndarray | None:
+    """The cost of shared forwards, coefficients of a `CostModel`, the same on all ranks; None where
+    a forward of one row takes no less time together than alone, so that it cannot pay."""
     params = replace(params, stop_token_ids=())  # nothing is to end a row
     cost = CostModel()
-    seconds = [np.median(time_forwards(engine, 1, 8, params, cost, ranks)) for engine in (alone, together)]
+    seconds = [
+        np.median(time_forwards(engine, 1, 8, params, cost, ranks)) for engine in (alone, together)
+    ]
     alone_s, together_s = ranks.gather(np.array(seconds)).max(axis=0).tolist()
     if together_s >= (1 - MIN_GAIN) * alone_s:
         return None
@@ -251,13 +307,21 @@ def measure(together: Generator, alone: Generator, params: SamplingParams, ranks
 
 
 def time_forwards(
-    engine: Generator, count: int, length: int, params: SamplingParams, cost: CostModel, ranks: Ranks
+    engine: Engine,
+    count: int,
+    length: int,
+    params: SamplingParams,
+    cost: CostModel,
+    ranks: Ranks,
 ) -> list[float]:
-    """Seconds of plain forwards of so many rows behind so many tokens, of which `cost` learns too. The result of each has come
-    back to the host."""
+    """Seconds of plain forwards of so many rows behind so many tokens, of which `cost` learns too.
+    The result of each has come back to the host."""
     length, seconds = max(min(length, engine.max_length - TIMED - 2), 1), []
     engine.reset()
-    rows = [Row(SampleId(0, 0, sample), (1,) * length, engine.max_length - length) for sample in range(count)]
+    rows = [
+        Row(SampleId(0, 0, sample), (1,) * length, engine.max_length - length)
+        for sample in range(count)
+    ]
     engine.add(rows)
     while engine.queue or (len(engine.rows) and (engine.lengths <= length).any()):
         engine.step(params)

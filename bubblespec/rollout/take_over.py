@@ -1,8 +1,10 @@
-"""Taking rows over, a use of idle time: a rank that has none left goes on with some of the rank that is expected to end last.
+"""Taking rows over, a use of idle time: a rank that has none left goes on with some of the rank
+that is expected to end last.
 
-Decided by all ranks alike, from what a tick has told. The row's tokens, with their log-probabilities, travel in the next tick, to
-all ranks, who know from the decision how long they are; the new rank feeds prompt and tokens again and goes on. A row that ends
-before it can be sent stays where it is.
+Decided by all ranks alike, from what a tick has told. The row's tokens, with their
+log-probabilities, travel in the next tick, to all ranks, who know from the decision how long they
+are; the new rank feeds prompt and tokens again and goes on. A row that ends before it can be sent
+stays where it is.
 """
 
 import math
@@ -11,12 +13,12 @@ from collections.abc import Callable
 
 import numpy as np
 
+from bubblespec.dist.progress import RankState
+from bubblespec.dist.ranks import Ranks
 from bubblespec.idle.work import Offer, RankView
-from bubblespec.ranks.collectives import Ranks
-from bubblespec.ranks.progress import RankState
 from bubblespec.rollout.moves import MAX_MOVES, Move
 from bubblespec.rollout.standing import Standing
-from bubblespec.samples import Row
+from bubblespec.types import Row
 
 NUMBERS_PER_TOKEN = 3  # its id and both log-probabilities, all exact as float64
 
@@ -34,14 +36,18 @@ class TakeOver:
         on_taken: Callable[[Row], None],
         clock=time,
     ):
-        """plan_moves: a pure function of what all ranks know; on_taken: called with each row that has come to this rank; clock:
-        see `Ranks`."""
+        """plan_moves: a pure function of what all ranks know; on_taken: called with each row that
+        has come to this rank; clock: see `Ranks`."""
         self.clock = clock
         self.standing, self.max_new_tokens, self.on_taken = standing, max_new_tokens, on_taken
         self._plan_moves = plan_moves
         self._moves: list[tuple[Move, int]] = []  # under way, with the tokens that go with each
-        self._parcels: list[np.ndarray] = []  # of each of these, what this rank sends with the next tick
-        self._end_s = math.nan  # when the rollout was expected to end before any row moved, by this rank's clock
+        self._parcels: list[
+            np.ndarray
+        ] = []  # of each of these, what this rank sends with the next tick
+        self._end_s = (
+            math.nan
+        )  # when the rollout was expected to end before any row moved, by this rank's clock
 
     def facts(self) -> np.ndarray:
         """The rows that go with this tick."""
@@ -68,9 +74,15 @@ class TakeOver:
         self._moves, self._parcels = [], []
 
     def offers(self, states: list[RankState]) -> list[Offer]:
-        """The moves that would end the rollout sooner, each for the rank that is to have the row."""
-        self._planned = {move.row: move for move in self._plan_moves(self.standing, states)} if states else {}
-        return [Offer(move.row, move.saves_s, move.costs_s, False, move.target) for move in self._planned.values()]
+        """The moves that would end the rollout sooner, each for the rank that is to have the
+        row."""
+        self._planned = (
+            {move.row: move for move in self._plan_moves(self.standing, states)} if states else {}
+        )
+        return [
+            Offer(move.row, move.saves_s, move.costs_s, False, move.target)
+            for move in self._planned.values()
+        ]
 
     def begin(self, view: RankView) -> list[Row]:
         """No row stays from the rollout before."""
@@ -82,14 +94,18 @@ class TakeOver:
         return 0 if self.view.unfinished else MAX_MOVES
 
     def start(self, offer: Offer, rank: int) -> None:
-        """The rank that has the row packs it. What the row has gained since the tick is generated again."""
+        """The rank that has the row packs it. What the row has gained since the tick is generated
+        again."""
         move, length = self._planned[offer.key], int(self.standing.told[offer.key])
         if math.isnan(self._end_s):
             self._end_s = self.clock.perf_counter() + move.ends_s
         parcel = np.zeros(_size(length))
         if move.source == self.view.rank and (row := self.view.give(move.row)) is not None:
             parcel[0] = 1.0
-            parcel[1:] = np.concatenate((row.tokens[:length], row.logprob[:length], row.full_logprob[:length]), dtype=np.float64)
+            parcel[1:] = np.concatenate(
+                (row.tokens[:length], row.logprob[:length], row.full_logprob[:length]),
+                dtype=np.float64,
+            )
         self._moves.append((move, length))
         self._parcels.append(parcel)
 

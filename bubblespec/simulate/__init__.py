@@ -1,4 +1,5 @@
-"""What a workload would take on other hardware: the real rollout code, in virtual time, on recorded or made-up responses.
+"""What a workload would take on other hardware: the real rollout code, in virtual time, on recorded
+or made-up responses.
 
 May import: rollout, telemetry and what lies below.
 """

@@ -1,17 +1,21 @@
 """What a forward takes: seconds as a function of its load, fitted on measured forwards.
 
-    T = c + f(tokens) + per row, wide row, position, prompt token, draft token, and attended pair beyond decoding
+    T = c + f(tokens) + per row, wide row, position, prompt token, draft token, and attended pair
+    beyond decoding
 
-f is piecewise linear with knots at powers of two and never falls. So it covers a GPU, whose forwards take the same time up to
-saturation and then grow with the tokens, and a CPU, whose forwards grow from the first token on. Beyond the last knot f goes on
-with its last slope; knots end where there is something measured beyond them. All coefficients are 0 or more.
+f is piecewise linear with knots at powers of two and never falls. So it covers a GPU, whose
+forwards take the same time up to saturation and then grow with the tokens, and a CPU, whose
+forwards grow from the first token on. Beyond the last knot f goes on with its last slope; knots end
+where there is something measured beyond them. All coefficients are 0 or more.
 
-Pairs: a row that feeds n tokens over p positions attends to about n * p of them, where a decoding row attends to p. A load
-knows sums over rows alone, so tokens * positions / rows is taken, less the positions themselves.
+Pairs: a row that feeds n tokens over p positions attends to about n * p of them, where a decoding
+row attends to p. A load knows sums over rows alone, so tokens * positions / rows is taken, less the
+positions themselves.
 
-Errors count relative to the time of a forward, so that short forwards weigh as much as long ones. What takes three times its
-prediction is an interruption and left out. Where forwards do not tell two causes apart (a decoding row feeds one token, always),
-the tokens get the cost: a weak ridge lies on everything else.
+Errors count relative to the time of a forward, so that short forwards weigh as much as long ones.
+What takes three times its prediction is an interruption and left out. Where forwards do not tell
+two causes apart (a decoding row feeds one token, always), the tokens get the cost: a weak ridge
+lies on everything else.
 """
 
 import itertools
@@ -29,7 +33,9 @@ from bubblespec.telemetry.trace import read_meta, read_table
 
 FORMAT = 1
 RATES = ("rows", "wide_rows", "positions", "prompt_tokens", "draft_tokens", "pairs")
-RIDGE = 1e-5  # on all but the tokens, in squared relative errors of a forward of which they make up all
+RIDGE = (
+    1e-5  # on all but the tokens, in squared relative errors of a forward of which they make up all
+)
 SMOOTHING = 1e-4  # the same on the change of slope at a knot: it decides where nothing was measured
 INTERRUPTED = 3.0  # times its prediction
 NUM_REFITS = 4
@@ -74,13 +80,18 @@ class ForwardCost:
         kind: Literal["measured", "analytic"] = "measured",
         groups: np.ndarray | None = None,
     ) -> "ForwardCost":
-        """loads: [N, 6], the fields of `Load`; seconds: [N], above 0; groups: [N], forwards of one group are held out together
-        (default: those of equal loads). Raises ValueError if there are too few forwards."""
+        """loads: [N, 6], the fields of `Load`; seconds: [N], above 0; groups: [N], forwards of one
+        group are held out together (default: those of equal loads). Raises ValueError if there are
+        too few forwards."""
         loads, seconds = np.asarray(loads, np.float64), np.asarray(seconds, np.float64)
         if len(loads) < MIN_FORWARDS:
-            raise ValueError(f"{len(loads)} forwards are too few to fit their cost; {MIN_FORWARDS} are needed")
+            raise ValueError(
+                f"{len(loads)} forwards are too few to fit their cost; {MIN_FORWARDS} are needed"
+            )
         _, group = np.unique(loads if groups is None else groups, axis=0, return_inverse=True)
-        is_held_out = (np.random.default_rng(0).permutation(group.max() + 1) % HELD_OUT == 0)[group.ravel()]
+        is_held_out = (np.random.default_rng(0).permutation(group.max() + 1) % HELD_OUT == 0)[
+            group.ravel()
+        ]
         knots = _knots(loads[:, 1])
         errors = np.zeros(1)
         if is_held_out.any() and not is_held_out.all():
@@ -101,7 +112,9 @@ class ForwardCost:
         """Seconds of a forward; load: the fields of `Load`."""
         rows, tokens, wide_rows, positions, prompt_tokens, draft_tokens = load
         i = max(bisect_right(self.knots, tokens) - 1, 0)
-        per_row, per_wide_row, per_position, per_prompt_token, per_draft_token, per_pair = self._rates
+        per_row, per_wide_row, per_position, per_prompt_token, per_draft_token, per_pair = (
+            self._rates
+        )
         return (
             self._at_knots[i]
             + self.slopes[i] * (tokens - self.knots[i])
@@ -114,7 +127,8 @@ class ForwardCost:
         )
 
     def propose_seconds(self, num_rows: int) -> float:
-        """Seconds of looking for proposals for so many rows, and of taking in what came of them; 0 for none."""
+        """Seconds of looking for proposals for so many rows, and of taking in what came of them; 0
+        for none."""
         return self.propose[0] + self.propose[1] * num_rows if num_rows else 0.0
 
     def save(self, path: str) -> None:
@@ -139,15 +153,32 @@ class ForwardCost:
 
 
 def cost_from_trace(folder: str) -> ForwardCost:
-    """The cost of forwards on the machine that recorded a trace, host work between them included. Raises InputError."""
+    """The cost of forwards on the machine that recorded a trace, host work between them included.
+    Raises InputError."""
     return cost_from_traces([folder])
 
 
 def cost_from_traces(folders: list[str]) -> ForwardCost:
     """The same from several traces of one machine, model and number of ranks."""
     meta, tables = read_meta(folders[0]), [read_table(folder, "forwards") for folder in folders]
-    columns = {name: np.concatenate([table[name].to_numpy() for table in tables]) for name in tables[0].column_names}
-    loads = np.stack([columns[name] for name in ("rows", "tokens", "wide_rows", "positions", "prompt_tokens", "draft_tokens")], 1)
+    columns = {
+        name: np.concatenate([table[name].to_numpy() for table in tables])
+        for name in tables[0].column_names
+    }
+    loads = np.stack(
+        [
+            columns[name]
+            for name in (
+                "rows",
+                "tokens",
+                "wide_rows",
+                "positions",
+                "prompt_tokens",
+                "draft_tokens",
+            )
+        ],
+        1,
+    )
     has_looked = columns["looked_up_rows"] > 0
     propose_s = np.where(has_looked, columns["propose_s"], 0.0)
     try:
@@ -162,13 +193,15 @@ def cost_from_traces(folders: list[str]) -> ForwardCost:
 
 
 def fit_propose(rows: np.ndarray, seconds: np.ndarray) -> list[float]:
-    """Seconds of looking for proposals at all, and for each row, from forwards that did; rows, seconds: [N]."""
+    """Seconds of looking for proposals at all, and for each row, from forwards that did; rows,
+    seconds: [N]."""
     features = np.stack((np.ones(len(rows)), rows), axis=1)
     return _refit(features, seconds, np.zeros((2, 2))).tolist()
 
 
 def _knots(tokens: np.ndarray) -> np.ndarray:
-    """Powers of two, int64 [K]; the last is far enough below the largest that its slope is measured."""
+    """Powers of two, int64 [K]; the last is far enough below the largest that its slope is
+    measured."""
     count = max(1, math.ceil(math.log2(max(tokens.max() / 1.5, 1.0))))
     return 2 ** np.arange(count, dtype=np.int64)
 
@@ -198,12 +231,15 @@ def _solve(loads: np.ndarray, seconds: np.ndarray, knots: np.ndarray) -> np.ndar
 
 
 def _refit(features: np.ndarray, seconds: np.ndarray, penalty: np.ndarray) -> np.ndarray:
-    """Least squares of relative errors, without interruptions. The first fit counts errors relative to what was measured, which
-    interruptions hardly move; the further ones relative to the fit before, as the mean time is wanted."""
+    """Least squares of relative errors, without interruptions. The first fit counts errors relative
+    to what was measured, which interruptions hardly move; the further ones relative to the fit
+    before, as the mean time is wanted."""
     scale, is_kept = seconds, np.ones(len(seconds), bool)
     for _ in range(1 + NUM_REFITS):
         weighted = features[is_kept] / scale[is_kept, None]
-        solution = nonnegative(weighted.T @ weighted + penalty, weighted.T @ (seconds[is_kept] / scale[is_kept]))
+        solution = nonnegative(
+            weighted.T @ weighted + penalty, weighted.T @ (seconds[is_kept] / scale[is_kept])
+        )
         scale = np.maximum(features @ solution, 1e-9)
         is_kept = seconds < INTERRUPTED * scale
         if not is_kept.any():
@@ -212,13 +248,16 @@ def _refit(features: np.ndarray, seconds: np.ndarray, penalty: np.ndarray) -> np
 
 
 def nonnegative(gram: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """x >= 0 with the least x' gram x / 2 - target' x, by active sets (Lawson and Hanson 1974, Solving Least Squares Problems,
-    algorithm NNLS). gram: [K, K], positive semi-definite; target: [K]."""
+    """x >= 0 with the least x' gram x / 2 - target' x, by active sets (Lawson and Hanson 1974,
+    Solving Least Squares Problems, algorithm NNLS). gram: [K, K], positive semi-definite; target:
+    [K]."""
     size = np.sqrt(np.maximum(np.diag(gram), 1e-300))
     gram, target = gram / np.outer(size, size), target / size
     gram = gram + 1e-12 * np.eye(len(gram))
     x, is_free = np.zeros(len(target)), np.zeros(len(target), bool)
-    for _ in range(10 * len(target)):  # each round frees one; it ends by itself unless rounding makes it turn in circles
+    for _ in range(
+        10 * len(target)
+    ):  # each round frees one; it ends by itself unless rounding makes it turn in circles
         slope = np.where(is_free, -np.inf, target - gram @ x)
         if slope.max() <= 1e-10 * np.abs(target).max():
             break
@@ -253,11 +292,25 @@ def _problem(content: Any) -> str | None:
         return "model must be a text"
     if content["kind"] not in ("measured", "analytic"):
         return "kind must be measured or analytic"
-    numbers = [*content["knots"], *content["slopes"], *content["propose"], *content["rates"].values()]
+    numbers = [
+        *content["knots"],
+        *content["slopes"],
+        *content["propose"],
+        *content["rates"].values(),
+    ]
     for number in (*numbers, content["constant"], content["error_median"], content["error_p90"]):
-        if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number) or number < 0:
+        if (
+            isinstance(number, bool)
+            or not isinstance(number, (int, float))
+            or not math.isfinite(number)
+            or number < 0
+        ):
             return f"{number!r} must be a number, finite and at least 0"
     knots = content["knots"]
-    if not knots or len(knots) != len(content["slopes"]) or any(a >= b for a, b in itertools.pairwise(knots)):
+    if (
+        not knots
+        or len(knots) != len(content["slopes"])
+        or any(a >= b for a, b in itertools.pairwise(knots))
+    ):
         return "knots must ascend, with one slope each"
     return None if len(content["propose"]) == 2 else "propose must be two numbers"

@@ -1,8 +1,10 @@
-"""Tail batching over a workload: its planner, and what samples say whose turn comes later than planned.
+"""Tail batching over a workload: its planner, and what samples say whose turn comes later than
+planned.
 
-Weights drift. A sample that is launched at step h and deferred is finished by the weights of a later step v, and says something
-else by then: its response at h up to a first mismatch, and a text that has left it after that (`DraftModel.later`). Its tokens
-from step h, and what was drafted of it before h or between h and v, are drafts of what it says at v.
+Weights drift. A sample that is launched at step h and deferred is finished by the weights of a
+later step v, and says something else by then: its response at h up to a first mismatch, and a text
+that has left it after that (`DraftModel.later`). Its tokens from step h, and what was drafted of it
+before h or between h and v, are drafts of what it says at v.
 """
 
 import math
@@ -11,10 +13,10 @@ from collections.abc import Iterable
 import numpy as np
 
 from bubblespec.config import Config
-from bubblespec.data.step_planner import StepPlanner, save_visits
+from bubblespec.data.schedule import StepPlanner, save_visits
 from bubblespec.data.tail_batching import MOST_OVER_SAMPLING, TailBatching, scaled
 from bubblespec.errors import InputError
-from bubblespec.samples import Group, Prompt, SampleId
+from bubblespec.types import Group, Prompt, SampleId
 
 
 class DataOrder:
@@ -30,18 +32,25 @@ class DataOrder:
 
 
 def make_planner(config: Config, workload) -> StepPlanner:
-    """The rule for what makes up a step: the workload itself, whose steps are in order, or tail batching over it."""
+    """The rule for what makes up a step: the workload itself, whose steps are in order, or tail
+    batching over it."""
     if not config.tail_batching.enabled:
         return workload
     ratio = config.tail_batching.over_sampling_ratio
-    planner = TailBatching(DataOrder(workload), 0, workload.num_prompts, workload.num_generations, over_sampling_ratio=ratio)
+    planner = TailBatching(
+        DataOrder(workload),
+        0,
+        workload.num_prompts,
+        workload.num_generations,
+        over_sampling_ratio=ratio,
+    )
     planner.load_state_dict(planner.state_dict() | save_visits(workload.first_visits()))
     return planner
 
 
 def steps_that_fit(config: Config, workload) -> int:
-    """How many steps the prompts of a workload are enough for. Raises InputError where that is none, or tail batching cannot be
-    simulated."""
+    """How many steps the prompts of a workload are enough for. Raises InputError where that is
+    none, or tail batching cannot be simulated."""
     tail = config.tail_batching
     if not tail.enabled:
         return workload.num_steps
@@ -51,12 +60,20 @@ def steps_that_fit(config: Config, workload) -> int:
         return workload.num_steps
     for key in ("rollout.dynamic_sampling", "tail_batching.enabled"):
         if workload.config.get(key, False):
-            raise InputError(f"tail_batching.enabled: not simulated for a run with {key}; its steps are not the data's order")
-    ratio = MOST_OVER_SAMPLING if tail.over_sampling_ratio == "auto" else float(tail.over_sampling_ratio)
+            raise InputError(
+                f"tail_batching.enabled: not simulated for a run with {key}; its steps are not the data's order"
+            )
+    ratio = (
+        MOST_OVER_SAMPLING
+        if tail.over_sampling_ratio == "auto"
+        else float(tail.over_sampling_ratio)
+    )
     # Before its last short round all but one group of a step may be waiting.
     beyond = math.ceil((scaled(workload.num_prompts, ratio) - 1) / workload.num_prompts)
     if workload.num_steps <= beyond:
-        raise InputError(f"tail_batching.enabled: {workload.num_steps} recorded steps; at least {beyond + 1} are needed")
+        raise InputError(
+            f"tail_batching.enabled: {workload.num_steps} recorded steps; at least {beyond + 1} are needed"
+        )
     return workload.num_steps - beyond
 
 
@@ -65,7 +82,9 @@ class Texts:
 
     def __init__(self, workload):
         self.workload, self.version = workload, workload.first_step
-        self._launched: dict[tuple[int, int], int] = {}  # the step that has launched a group, by its name, until it is trained
+        self._launched: dict[
+            tuple[int, int], int
+        ] = {}  # the step that has launched a group, by its name, until it is trained
 
     def begin(self, step: int, groups: Iterable[Group]) -> None:
         """A step launches these groups, or goes on with them."""
@@ -84,9 +103,15 @@ class Texts:
 
     def text(self, sample: SampleId, limit: int, so_far: np.ndarray) -> np.ndarray:
         """How it goes on after `so_far`, int64 [L], those tokens included."""
-        workload, home, launched = self.workload, self.workload.step_of(sample), self._launched.get(sample[:2])
+        workload, home, launched = (
+            self.workload,
+            self.workload.step_of(sample),
+            self._launched.get(sample[:2]),
+        )
         if launched is None:
-            return workload.draft(home, sample.uid, sample.sample, max(home - self.version, 1), limit, so_far)
+            return workload.draft(
+                home, sample.uid, sample.sample, max(home - self.version, 1), limit, so_far
+            )
         true = workload.response(home, sample.uid, sample.sample)[:limit]
         if self.version == launched:
             return true

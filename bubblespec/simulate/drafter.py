@@ -1,7 +1,9 @@
-"""A learned drafter in virtual time: chains that are right for so many tokens, and what its forwards take.
+"""A learned drafter in virtual time: chains that are right for so many tokens, and what its
+forwards take.
 
-Each token of a chain is right with one chance if all before it are. How many are right where a chain begins is a function of the
-sample and the position alone. It is there from the first step on: warm start and training take no time here.
+Each token of a chain is right with one chance if all before it are. How many are right where a
+chain begins is a function of the sample and the position alone. It is there from the first step on:
+warm start and training take no time here.
 """
 
 from dataclasses import dataclass
@@ -21,9 +23,11 @@ class DrafterModel:
     """How good a drafter is, and what it costs."""
 
     tokens_a_pass: float = 2.0
-    """What a row gains in a forward that verifies a chain of LONGEST tokens, from 1 to 1 + LONGEST: `drafter/tokens_a_pass`."""
+    """What a row gains in a forward that verifies a chain of LONGEST tokens, from 1 to 1 + LONGEST:
+    `drafter/tokens_a_pass`."""
     share: float = 0.05
-    """Seconds of a forward of the drafter over those of a forward of the policy with the same load."""
+    """Seconds of a forward of the drafter over those of a forward of the policy with the same
+    load."""
 
     def __post_init__(self):
         if not 1 <= self.tokens_a_pass <= 1 + LONGEST:
@@ -32,11 +36,14 @@ class DrafterModel:
             raise InputError(f"share: {self.share} must be from 0 to 1")
 
     def accepted(self) -> np.ndarray:
-        """Chance that the first n tokens of a chain are all right, float64 [LONGEST] for n = 1, 2, ..."""
+        """Chance that the first n tokens of a chain are all right, float64 [LONGEST] for n = 1, 2,
+        ..."""
         low, high = 0.0, 1.0  # 1 + p + ... + p**LONGEST grows with p
         for _ in range(60):
             middle = (low + high) / 2
-            low, high = (middle, high) if _powers(middle).sum() < self.tokens_a_pass - 1 else (low, middle)
+            low, high = (
+                (middle, high) if _powers(middle).sum() < self.tokens_a_pass - 1 else (low, middle)
+            )
         return _powers(high)
 
 
@@ -52,12 +59,16 @@ class SimulatedChains:
         self.runner, self.model, self.cost = runner, model, runner.cost if cost is None else cost
         self._accepted = model.accepted()
 
-    def draft(self, scheduler: Scheduler, slots: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, int]:
+    def draft(
+        self, scheduler: Scheduler, slots: np.ndarray, length: int
+    ) -> tuple[np.ndarray, np.ndarray, int]:
         """See `Chains`."""
         runner, cached = self.runner, scheduler.cached[slots]
         count = np.minimum(cached - runner.drafter_knows[slots], CONTEXT)
         runner.drafter_knows[slots] = cached
-        seconds = self._seconds(scheduler, slots, int(count.sum())) + (length - 1) * self._seconds(scheduler, slots, len(slots))
+        seconds = self._seconds(scheduler, slots, int(count.sum())) + (length - 1) * self._seconds(
+            scheduler, slots, len(slots)
+        )
         runner.world.compute(runner.rank, seconds)
         begin = (scheduler.length - scheduler.prompt_length)[slots]
         position = begin[:, None] + np.arange(length)
@@ -65,7 +76,11 @@ class SimulatedChains:
         said = runner.said[slots[:, None], np.minimum(position, end)].astype(np.int64)
         is_right = np.arange(length) < self._num_right(slots, begin)[:, None]
         # Whatever stands behind the end of a text is no token.
-        return np.where(is_right & (position < end), said, np.abs(said) ^ 1), slots, int(count.sum())
+        return (
+            np.where(is_right & (position < end), said, np.abs(said) ^ 1),
+            slots,
+            int(count.sum()),
+        )
 
     def rehearse(self, num_rows: int) -> None:
         """See `Chains`."""
@@ -73,7 +88,8 @@ class SimulatedChains:
         self.runner.world.compute(self.runner.rank, self.model.share * seconds)
 
     def _num_right(self, slots: np.ndarray, position: np.ndarray) -> np.ndarray:
-        """Tokens of the chains of these slots, from a position of their responses on, that are right, int64."""
+        """Tokens of the chains of these slots, from a position of their responses on, that are
+        right, int64."""
         bits = stream_keys(0, *self.runner.name[slots].T, position)[:, 0].view(np.uint32)
         return ((bits[:, None] + 0.5) * 2.0**-32 < self._accepted).sum(axis=1)
 

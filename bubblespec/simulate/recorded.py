@@ -1,5 +1,5 @@
-"""A workload from the trace of a real run: its prompts, responses and rewards, and its drafts as far as
-they were recorded."""
+"""A workload from the trace of a real run: its prompts, responses and rewards, and its drafts as
+far as they were recorded."""
 
 import os
 from collections import Counter
@@ -7,14 +7,25 @@ from collections import Counter
 import numpy as np
 
 from bubblespec.errors import InputError
-from bubblespec.samples import Prompt, SampleId, Samples, digest
 from bubblespec.simulate.drafter import DrafterModel
 from bubblespec.simulate.drafting import STOP, DraftModel
 from bubblespec.simulate.shared import SharedModel
 from bubblespec.simulate.workload import Planned
 from bubblespec.telemetry.trace import FOLDER, list_steps, read_meta, read_table
+from bubblespec.types import Prompt, SampleId, Samples, digest
 
-COLUMNS = ("step", "batch", "uid", "sample", "prompt_tokens", "tokens", "stopped", "reward", "draft_tokens", "draft_finished")
+COLUMNS = (
+    "step",
+    "batch",
+    "uid",
+    "sample",
+    "prompt_tokens",
+    "tokens",
+    "stopped",
+    "reward",
+    "draft_tokens",
+    "draft_finished",
+)
 
 
 GONE = ("bubble.order", "bubble.uses_soft_bubbles")  # keys of versions that wrote format 1
@@ -22,28 +33,36 @@ BEFORE = {"rollout.placement": "in_turn"}  # what versions did that did not have
 
 
 class RecordedWorkload(Planned):
-    """The same as `Workload`, from a trace. A draft that was recorded says what it said, whatever the age of the weights, and
-    goes on as the response does at the same places; what was not recorded comes from `drafts`.
+    """The same as `Workload`, from a trace. A draft that was recorded says what it said, whatever
+    the age of the weights, and goes on as the response does at the same places; what was not
+    recorded comes from `drafts`.
 
-    config: of the run, flat; digests: of its steps; mean_run: tokens of the recorded drafts to their first mismatch, infinite if
-    there was none, None where no draft was recorded. Of dynamic sampling the first batch of each step is simulated.
+    config: of the run, flat; digests: of its steps; mean_run: tokens of the recorded drafts to
+    their first mismatch, infinite if there was none, None where no draft was recorded. Of dynamic
+    sampling the first batch of each step is simulated.
     """
 
     def __init__(self, run_dir: str):
         folder = os.path.join(run_dir, FOLDER)
         meta = read_meta(folder)
         try:
-            self.config = BEFORE | {key: value for key, value in meta["config"].items() if key not in GONE}
+            self.config = BEFORE | {
+                key: value for key, value in meta["config"].items() if key not in GONE
+            }
             self.world_size = int(meta["world_size"])
             self.limit = int(self.config["rollout.max_completion_length"])
         except (KeyError, TypeError, ValueError) as error:
-            raise InputError(f"{folder}: meta.json has no whole config and world_size ({error})") from error
+            raise InputError(
+                f"{folder}: meta.json has no whole config and world_size ({error})"
+            ) from error
         steps = list_steps(folder)
         if steps != list(range(steps[0], steps[0] + len(steps))):
             raise InputError(f"{folder}: the steps {steps} are not consecutive")
         self.first_step, self.num_steps = steps[0], len(steps)
         self._batches: dict[int, list[Prompt]] = {step: [] for step in steps}
-        self._responses: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray | None, bool]] = {}  # response, draft, finished
+        self._responses: dict[
+            tuple[int, int, int], tuple[np.ndarray, np.ndarray | None, bool]
+        ] = {}  # response, draft, finished
         self._rewards: dict[tuple[int, int], list[float]] = {}
         self._visits: dict[tuple[int, int], int] = {}  # by (step, uid)
         self.stop_token_ids = tuple(sorted(self._read(folder))) or (STOP,)
@@ -55,8 +74,12 @@ class RecordedWorkload(Planned):
                 f"{folder}: its steps do not all have {self.num_prompts} prompts with {self.num_generations} responses"
             )
         self.max_length = max(len(tokens) for tokens, *_ in self._responses.values())
-        self.max_prompt_length = max(len(p.token_ids) for batch in self._batches.values() for p in batch)
-        self.digests = {step: self._digest(step) for step in steps}  # of what is simulated; those of format 1 had other names
+        self.max_prompt_length = max(
+            len(p.token_ids) for batch in self._batches.values() for p in batch
+        )
+        self.digests = {
+            step: self._digest(step) for step in steps
+        }  # of what is simulated; those of format 1 had other names
         self.mean_run = self._mean_run()
         self.drafter = DrafterModel()
         self.shared: SharedModel | None = None  # where the shared tail is simulated
@@ -65,16 +88,31 @@ class RecordedWorkload(Planned):
     def _read(self, folder: str) -> set[int]:
         """All responses. Returns the tokens that ended some."""
         table, stops, turns = read_table(folder, "responses"), set(), Counter()
-        # Format 1 does not have the visit: it is how often the trace itself has had the prompt before.
-        visits = table["visit"].to_pylist() if "visit" in table.column_names else [None] * len(table)
+        # Format 1 does not have the visit: it is how often the trace itself has had the prompt
+        # before.
+        visits = (
+            table["visit"].to_pylist() if "visit" in table.column_names else [None] * len(table)
+        )
         columns = [table[name].to_pylist() for name in COLUMNS]
-        for visit, step, batch, uid, sample, prompt, tokens, stopped, reward, draft, finished in zip(
-            visits, *columns, strict=True
-        ):
+        for (
+            visit,
+            step,
+            batch,
+            uid,
+            sample,
+            prompt,
+            tokens,
+            stopped,
+            reward,
+            draft,
+            finished,
+        ) in zip(visits, *columns, strict=True):
             if batch:
                 continue
             if not tokens or (not stopped and len(tokens) != self.limit):
-                raise InputError(f"{folder}: a response of step {step} has {len(tokens)} tokens, and no end")
+                raise InputError(
+                    f"{folder}: a response of step {step} has {len(tokens)} tokens, and no end"
+                )
             if stopped:
                 stops.add(tokens[-1])
             if (step, uid) not in self._rewards:
@@ -100,7 +138,18 @@ class RecordedWorkload(Planned):
         launch = self.launch(step)
         numbers = np.tile(np.arange(self.num_generations), len(launch.groups))
         tokens = [self.response(step, name.uid, name.sample) for name in launch.ids]
-        return digest(Samples(launch.groups, self.num_generations, numbers, tokens, [], [], np.empty(0, bool), np.empty((0, 0))))
+        return digest(
+            Samples(
+                launch.groups,
+                self.num_generations,
+                numbers,
+                tokens,
+                [],
+                [],
+                np.empty(0, bool),
+                np.empty((0, 0)),
+            )
+        )
 
     def batch(self, step: int) -> list[Prompt]:
         return self._batches[step]
@@ -123,7 +172,9 @@ class RecordedWorkload(Planned):
     def response(self, step: int, uid: int, sample: int) -> np.ndarray:
         return self._responses[step, uid, sample][0]
 
-    def draft(self, step: int, uid: int, sample: int, age: int, limit: int, so_far: np.ndarray) -> np.ndarray:
+    def draft(
+        self, step: int, uid: int, sample: int, age: int, limit: int, so_far: np.ndarray
+    ) -> np.ndarray:
         """See `Workload.draft`."""
         tokens, draft, is_finished = self._responses[step, uid, sample]
         true = tokens[:limit]
@@ -133,7 +184,9 @@ class RecordedWorkload(Planned):
         if draft is None or not len(draft):
             return self.drafts.text((step, uid, sample), true, limit, stop, age, so_far)
         whole = draft if is_finished else np.concatenate((draft, tokens[len(draft) :]))
-        if len(whole) < limit and whole[-1] not in self.stop_token_ids:  # it has left its response, and outgrown it
+        if (
+            len(whole) < limit and whole[-1] not in self.stop_token_ids
+        ):  # it has left its response, and outgrown it
             whole = np.append(whole, stop)
         return whole[:limit]
 

@@ -1,4 +1,5 @@
-"""A run's rollouts in virtual time: every rank runs the real scheduling code, on an engine that knows what will be said."""
+"""A run's rollouts in virtual time: every rank runs the real scheduling code, on an engine that
+knows what will be said."""
 
 import copy
 from dataclasses import dataclass, field
@@ -9,6 +10,8 @@ import numpy as np
 from tqdm import tqdm
 
 from bubblespec.config import Config
+from bubblespec.draft.learned import LearnedDrafts
+from bubblespec.draft.windows import CostModel
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
 from bubblespec.idle.set_up_speculation import assemble, profile
@@ -18,15 +21,13 @@ from bubblespec.memory_needs import AUTO_SHARED_ROWS
 from bubblespec.records import Span
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.rollout.shared_tail import SharedTail, expects_gain
-from bubblespec.samples import Group, Row, digest
 from bubblespec.simulate.deferral import Texts, make_planner, steps_that_fit
 from bubblespec.simulate.drafter import SimulatedChains
 from bubblespec.simulate.runner import ProposalTime, SimulatedGenerator, SimulatedRunner
 from bubblespec.simulate.shared import SharedCost
 from bubblespec.simulate.world import SimulatedBoard, SimulatedRanks, World
-from bubblespec.speculate.learned import LearnedDrafts
-from bubblespec.speculate.windows import CostModel
 from bubblespec.telemetry.timeline import KINDS
+from bubblespec.types import Group, Row, digest
 
 
 @dataclass
@@ -55,7 +56,8 @@ class SimulatedStep:
     num_deferred: int = 0
     """Prompts that wait for a long round."""
     length_ratio: float = 1.0
-    """Mean length of all responses trained on so far over that of all launched, as far as those have got."""
+    """Mean length of all responses trained on so far over that of all launched, as far as those
+    have got."""
     digest: str = ""
     lanes: list[np.ndarray] = field(default_factory=list, repr=False)
     """By rank, see `draw` in timeline.py."""
@@ -71,11 +73,12 @@ def simulate(
     num_steps: int | None = None,
     shows_progress: bool = False,
 ) -> list[SimulatedStep]:
-    """The steps of a workload (`Workload` or `RecordedWorkload`), the last of which ends it as run.max_steps does a run.
+    """The steps of a workload (`Workload` or `RecordedWorkload`), the last of which ends it as
+    run.max_steps does a run.
 
-    cost: an object with seconds(load), and with propose_seconds(rows) where proposals take time; cores: see `World`; num_steps:
-    by default `steps_that_fit`. Training, rewards and the moving of drafts take no time here. Raises InputError where the
-    configuration does not fit the workload.
+    cost: an object with seconds(load), and with propose_seconds(rows) where proposals take time;
+    cores: see `World`; num_steps: by default `steps_that_fit`. Training, rewards and the moving of
+    drafts take no time here. Raises InputError where the configuration does not fit the workload.
     """
     _check(config, workload, num_ranks)
     most = steps_that_fit(config, workload)
@@ -85,21 +88,36 @@ def simulate(
     config.reward.overlong_buffer_length = 0  # rewards are those of the workload
     world = World(num_ranks, cores)
     steps = [SimulatedStep(step) for step in range(workload.first_step, config.run.max_steps)]
-    total = sum(_length(workload, step.step, config.rollout.max_completion_length) for step in steps)
+    total = sum(
+        _length(workload, step.step, config.rollout.max_completion_length) for step in steps
+    )
     if workload.shared is None or num_ranks == 1:
         config.rollout.shared_tail_rows = 0
     profiled = None
     if _has_drafts(config) or config.rollout.shared_tail_rows != 0:
         profiled = _profiled(config, workload, cost, world)
     elif config.rollout.placement != "in_turn" and num_ranks > 1:
-        profiled = CostModel()  # as in `make_speculation`: placement learns what forwards take from those of the run
-    with tqdm(total=total, unit="tok", unit_scale=True, desc=config.speculative.method, disable=not shows_progress) as bar:
-        world.run(lambda rank: _Rank(config, workload, cost, profiled, world=world, rank=rank, bar=bar).run(steps))
+        profiled = (
+            CostModel()
+        )  # as in `make_speculation`: placement learns what forwards take from those of the run
+    with tqdm(
+        total=total,
+        unit="tok",
+        unit_scale=True,
+        desc=config.speculative.method,
+        disable=not shows_progress,
+    ) as bar:
+        world.run(
+            lambda rank: _Rank(
+                config, workload, cost, profiled, world=world, rank=rank, bar=bar
+            ).run(steps)
+        )
     return steps
 
 
 def counted(steps: list[SimulatedStep]) -> list[SimulatedStep]:
-    """Those up to the last long round, when next to nothing that has been paid for is waiting; without any, all."""
+    """Those up to the last long round, when next to nothing that has been paid for is waiting;
+    without any, all."""
     longs = [number for number, step in enumerate(steps) if step.is_long_round]
     return steps[: longs[-1] + 1] if longs else steps
 
@@ -110,12 +128,14 @@ def _has_drafts(config: Config) -> bool:
 
 
 def _profiled(config: Config, workload, cost, world: World) -> CostModel:
-    """What `profile` measures at the start of a run. All ranks do that at the same time, so where they share cores all are
-    busy; and all measure the same, so once is enough."""
+    """What `profile` measures at the start of a run. All ranks do that at the same time, so where
+    they share cores all are busy; and all measure the same, so once is enough."""
     slowdown = 1.0 if world.cores is None else max(1.0, world.num_ranks / world.cores)
     slowed = SimpleNamespace(seconds=lambda load: slowdown * cost.seconds(load))
     alone, profiled = World(1), CostModel()
-    engine = _make_engine(config, workload, slowed, alone, rank=0, num_ranks=world.num_ranks, text=_endless)
+    engine = _make_engine(
+        config, workload, slowed, alone, rank=0, num_ranks=world.num_ranks, text=_endless
+    )
     # With these parameters nothing ends a row: the workload's stop token may be 0.
     profile(engine, SamplingParams(), profiled, clock=SimulatedRanks(alone, 0).clock)
     return profiled
@@ -125,12 +145,22 @@ def _endless(row: Row, so_far: np.ndarray) -> np.ndarray:
     return np.zeros(row.max_new_tokens, np.int64)
 
 
-def _make_engine(config: Config, workload, cost, world: World, *, rank: int, num_ranks: int, text) -> SimulatedGenerator:
+def _make_engine(
+    config: Config, workload, cost, world: World, *, rank: int, num_ranks: int, text
+) -> SimulatedGenerator:
     rollout = config.rollout
     num_slots = most_slots(config, num_ranks) if rollout.num_slots == "auto" else rollout.num_slots
     max_length = workload.max_prompt_length + rollout.max_completion_length
     return SimulatedGenerator(
-        SimulatedRunner(world, rank, num_slots, max_length, max_batch_tokens=rollout.max_batch_tokens, cost=cost, text=text)
+        SimulatedRunner(
+            world,
+            rank,
+            num_slots,
+            max_length,
+            max_batch_tokens=rollout.max_batch_tokens,
+            cost=cost,
+            text=text,
+        )
     )
 
 
@@ -138,12 +168,22 @@ def _check(config: Config, workload, num_ranks: int) -> None:
     for key in ("num_prompts_per_step", "num_generations"):
         there = getattr(workload, key.replace("_per_step", ""))
         if getattr(config.rollout, key) != there:
-            raise InputError(f"rollout.{key}: {getattr(config.rollout, key)}, but the workload has {there}")
+            raise InputError(
+                f"rollout.{key}: {getattr(config.rollout, key)}, but the workload has {there}"
+            )
     if workload.num_prompts < num_ranks:
-        raise InputError(f"--ranks: {num_ranks} ranks for {workload.num_prompts} prompts a step; give at most that many ranks")
-    slots = most_slots(config, num_ranks) if config.rollout.num_slots == "auto" else config.rollout.num_slots
+        raise InputError(
+            f"--ranks: {num_ranks} ranks for {workload.num_prompts} prompts a step; give at most that many ranks"
+        )
+    slots = (
+        most_slots(config, num_ranks)
+        if config.rollout.num_slots == "auto"
+        else config.rollout.num_slots
+    )
     if config.rollout.max_batch_tokens < slots:
-        raise InputError(f"rollout.max_batch_tokens: {config.rollout.max_batch_tokens} is below the {slots} slots")
+        raise InputError(
+            f"rollout.max_batch_tokens: {config.rollout.max_batch_tokens} is below the {slots} slots"
+        )
 
 
 def _length(workload, step: int, limit: int) -> int:
@@ -159,11 +199,25 @@ def _length(workload, step: int, limit: int) -> int:
 class _Rank:
     """One rank's engine and speculation, from step to step."""
 
-    def __init__(self, config: Config, workload, cost, profiled: CostModel | None, *, world: World, rank: int, bar: tqdm):
+    def __init__(
+        self,
+        config: Config,
+        workload,
+        cost,
+        profiled: CostModel | None,
+        *,
+        world: World,
+        rank: int,
+        bar: tqdm,
+    ):
         self.workload, self.texts, self.bar = workload, Texts(workload), bar
         self.ranks = SimulatedRanks(world, rank)
-        engine = _make_engine(config, workload, cost, world, rank=rank, num_ranks=world.num_ranks, text=self._text)
-        engine.may_skip = profiled is None  # speculation learns from every forward, in rollouts without drafts as well
+        engine = _make_engine(
+            config, workload, cost, world, rank=rank, num_ranks=world.num_ranks, text=self._text
+        )
+        engine.may_skip = (
+            profiled is None
+        )  # speculation learns from every forward, in rollouts without drafts as well
         self.sampler = Sampler(
             config=config,
             ranks=self.ranks,
@@ -172,13 +226,17 @@ class _Rank:
             planner=make_planner(config, workload),
             scorer=self,
             reward_weights=[1.0],
-            speculation=None if profiled is None else self._speculation(config, cost, copy.deepcopy(profiled), engine),
+            speculation=None
+            if profiled is None
+            else self._speculation(config, cost, copy.deepcopy(profiled), engine),
         )
         if config.rollout.shared_tail_rows:
             self.sampler.tail = self._tail(config, cost, engine)
         self.ranks.barrier()
 
-    def _speculation(self, config: Config, cost, profiled: CostModel, engine: SimulatedGenerator) -> Speculation:
+    def _speculation(
+        self, config: Config, cost, profiled: CostModel, engine: SimulatedGenerator
+    ) -> Speculation:
         board = SimulatedBoard(self.ranks, config.bubble.progress_timeout_s)
         speculation = assemble(config, self.ranks, board, profiled)
         if hasattr(cost, "propose_seconds") and _has_drafts(config):
@@ -192,21 +250,36 @@ class _Rank:
         return speculation
 
     def _tail(self, config: Config, cost, engine: SimulatedGenerator) -> SharedTail:
-        world, model, most_rows = self.ranks.world, self.workload.shared, config.rollout.shared_tail_rows
+        world, model, most_rows = (
+            self.ranks.world,
+            self.workload.shared,
+            config.rollout.shared_tail_rows,
+        )
         most_rows = AUTO_SHARED_ROWS if most_rows == "auto" else most_rows
         together = SharedCost(cost, model, world.num_ranks)
         limits = {"max_batch_tokens": engine.max_batch_tokens, "cost": together}
-        runner = SimulatedRunner(world, self.ranks.rank, most_rows, engine.max_length, text=self._text, **limits)
+        runner = SimulatedRunner(
+            world, self.ranks.rank, most_rows, engine.max_length, text=self._text, **limits
+        )
         shared = SimulatedGenerator(runner)
         is_worth_it = None
         if config.rollout.shared_tail_rows == "auto":
             alone, profiled = World(1), CostModel()
-            runner = SimulatedRunner(alone, 0, most_rows, engine.max_length, text=_endless, **limits)
-            profile(SimulatedGenerator(runner), SamplingParams(), profiled, clock=SimulatedRanks(alone, 0).clock)
+            runner = SimulatedRunner(
+                alone, 0, most_rows, engine.max_length, text=_endless, **limits
+            )
+            profile(
+                SimulatedGenerator(runner),
+                SamplingParams(),
+                profiled,
+                clock=SimulatedRanks(alone, 0).clock,
+            )
             shape = {"num_ranks": world.num_ranks, "num_slots": engine.num_slots}
             is_worth_it = expects_gain(self.sampler.speculation, profiled.coefficients, **shape)
         ranks = SimulatedRanks(world, self.ranks.rank, model.exchange_us * 1e-6)
-        tail = SharedTail(shared, ranks, most_rows, config.rollout.max_completion_length, is_worth_it)
+        tail = SharedTail(
+            shared, ranks, most_rows, config.rollout.max_completion_length, is_worth_it
+        )
         for source in self.sampler.speculation.proposer.sources:
             if isinstance(source, LearnedDrafts):
                 tail.draft_with(source, SimulatedChains(shared.runner, self.workload.drafter, cost))
@@ -228,20 +301,32 @@ class _Rank:
         self.texts.end(record.generated.groups)
         (rollout,), (gen, wait, _) = record.rollouts, record.stages
         # Without speculation the engine takes many forwards at once.
-        forwards = engine.num_forwards - forwards_before if self.sampler.speculation is None else rollout.own_forwards
+        forwards = (
+            engine.num_forwards - forwards_before
+            if self.sampler.speculation is None
+            else rollout.own_forwards
+        )
         spans = rollout.spans
         if wait.end_s > wait.begin_s:
-            spans.append(wait if not spans or spans[-1].kind != "wait" else Span("wait", spans.pop().begin_s, wait.end_s))
+            spans.append(
+                wait
+                if not spans or spans[-1].kind != "wait"
+                else Span("wait", spans.pop().begin_s, wait.end_s)
+            )
         waited_s = rollout.wait_s + wait.end_s - wait.begin_s
         draft_tokens, accepted = rollout.acceptance.draft_tokens, rollout.acceptance.accepted_tokens
         counts = [rollout.drafted_tokens, draft_tokens, draft_tokens - accepted]
-        numbers = ranks.gather(np.array([wait.end_s - gen.begin_s, forwards, waited_s, *counts], np.float64))
+        numbers = ranks.gather(
+            np.array([wait.end_s - gen.begin_s, forwards, waited_s, *counts], np.float64)
+        )
         lanes = ranks.gather_ragged(_lane(spans, gen.begin_s))
         if ranks.is_main:
             result.seconds = float(numbers[:, 0].max())
             result.forwards = int(numbers[:, 1].max())
             result.bubble_ratio = float(numbers[:, 2].mean() / result.seconds)
-            result.drafted_tokens, result.proposed_tokens, result.refused_tokens = numbers[:, 3:].sum(axis=0).astype(int).tolist()
+            result.drafted_tokens, result.proposed_tokens, result.refused_tokens = (
+                numbers[:, 3:].sum(axis=0).astype(int).tolist()
+            )
             result.response_tokens = int(record.generated.lengths.sum())
             result.longest_tokens = int(record.generated.lengths.max())
             result.digest = digest(record.generated)
@@ -259,7 +344,8 @@ class _Rank:
 
 @dataclass
 class _Rewards:
-    """As `Scoring`: the workload's rewards, which take no time. Whatever was drafted, a row must be its response."""
+    """As `Scoring`: the workload's rewards, which take no time. Whatever was drafted, a row must be
+    its response."""
 
     workload: Any
     texts: Texts
@@ -271,9 +357,15 @@ class _Rewards:
         self.bar.update(len(row.tokens))
 
     def collect(self, rows: list[Row]) -> np.ndarray:
-        rewards = [self.workload.rewards(self.workload.step_of(row.id), row.id.uid)[row.id.sample] for row in rows]
+        rewards = [
+            self.workload.rewards(self.workload.step_of(row.id), row.id.uid)[row.id.sample]
+            for row in rows
+        ]
         return np.array(rewards, np.float64).reshape(-1, 1)
 
 
 def _lane(spans: list[Span], began_s: float) -> np.ndarray:
-    return np.array([(KINDS.index(kind), begin - began_s, end - began_s) for kind, begin, end in spans], np.float64).ravel()
+    return np.array(
+        [(KINDS.index(kind), begin - began_s, end - began_s) for kind, begin, end in spans],
+        np.float64,
+    ).ravel()

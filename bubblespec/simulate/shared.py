@@ -2,9 +2,10 @@
 
     T = launch + (forward of one rank with the same load - launch) / ranks + all-reduces
 
-Every rank reads a share of the weights and of the keys and values, and computes that share; starting kernels takes as long as
-before, as if these forwards were CUDA graphs too. Shares are taken to be equal: key/value heads that ranks have in common are
-counted once. An all-reduce has one latency for any number of rows, as in the tail they are few.
+Every rank reads a share of the weights and of the keys and values, and computes that share;
+starting kernels takes as long as before, as if these forwards were CUDA graphs too. Shares are
+taken to be equal: key/value heads that ranks have in common are counted once. An all-reduce has one
+latency for any number of rows, as in the tail they are few.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,5 @@
-"""What is generated in a simulated run: the prompts of each step, their responses, and what drafts of them say."""
+"""What is generated in a simulated run: the prompts of each step, their responses, and what drafts
+of them say."""
 
 import dataclasses
 import math
@@ -9,18 +10,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from bubblespec.errors import InputError
-from bubblespec.samples import Group, Launch, Prompt, SampleId, Samples
 from bubblespec.simulate.drafter import DrafterModel
 from bubblespec.simulate.drafting import STOP, TEXT, VOCABULARY, DraftModel, edited, keyed_random
 from bubblespec.simulate.shared import SharedModel
+from bubblespec.types import Group, Launch, Prompt, SampleId, Samples
 
-SHARED_VARIANCE = 0.5  # of the logarithm of a made-up length, what the samples of a prompt have in common
+SHARED_VARIANCE = (
+    0.5  # of the logarithm of a made-up length, what the samples of a prompt have in common
+)
 MIN_LENGTH = 4
 
 
 @dataclass(frozen=True)
 class Synthetic:
-    """Made-up responses: lengths are lognormal, tokens random, every prompt occurs once an epoch."""
+    """Made-up responses: lengths are lognormal, tokens random, every prompt occurs once an
+    epoch."""
 
     mean: float = 2000.0
     """Of the lengths before they are cut."""
@@ -40,8 +44,9 @@ class Synthetic:
     epochs: int = 1
     """Of equally many steps."""
     edited: float = 0.2
-    """Share of a response's tokens that is replaced, inserted or omitted against the same sample of the epoch before (RhymeRL,
-    arXiv 2508.18588, finds responses of adjacent epochs very similar)."""
+    """Share of a response's tokens that is replaced, inserted or omitted against the same sample of
+    the epoch before (RhymeRL, arXiv 2508.18588, finds responses of adjacent epochs very
+    similar)."""
     seed: int = 0
 
     def __post_init__(self):
@@ -62,7 +67,9 @@ class Synthetic:
             if not least <= value <= most:
                 raise InputError(f"{name}: {value} must be from {least:g} to {most:g}")
         if self.steps % self.epochs:
-            raise InputError(f"epochs: {self.steps} steps are not {self.epochs} epochs of equally many")
+            raise InputError(
+                f"epochs: {self.steps} steps are not {self.epochs} epochs of equally many"
+            )
 
 
 def parse(kind: type, text: str, option: str):
@@ -84,8 +91,8 @@ def parse(kind: type, text: str, option: str):
 
 
 class Planned:
-    """A workload as the `StepPlanner` of its steps, as far as their rollouts need one; `batch(step)` gives their prompts, and
-    `is_endless` says that it does so for any step."""
+    """A workload as the `StepPlanner` of its steps, as far as their rollouts need one;
+    `batch(step)` gives their prompts, and `is_endless` says that it does so for any step."""
 
     is_endless = False
 
@@ -96,7 +103,9 @@ class Planned:
 
     def launch(self, step: int) -> Launch:
         """See `StepPlanner`."""
-        return Launch(self._groups(step), self.num_prompts, self.num_generations, self.num_generations)
+        return Launch(
+            self._groups(step), self.num_prompts, self.num_generations, self.num_generations
+        )
 
     def upcoming(self, step: int, depth: int, used: list[Group] | None = None) -> list[list[Group]]:
         """See `StepPlanner`."""
@@ -122,10 +131,11 @@ class Planned:
 
 
 class Workload(Planned):
-    """Steps first_step .. first_step + num_steps - 1, and any further ones. A made-up one; see `recorded` for one from a run.
+    """Steps first_step .. first_step + num_steps - 1, and any further ones. A made-up one; see
+    `recorded` for one from a run.
 
-    stop_token_ids: tokens that end responses; max_prompt_length, max_length: tokens of the longest prompt and response that may
-    occur.
+    stop_token_ids: tokens that end responses; max_prompt_length, max_length: tokens of the longest
+    prompt and response that may occur.
     """
 
     first_step = 0
@@ -146,7 +156,9 @@ class Workload(Planned):
     def batch(self, step: int) -> list[Prompt]:
         batch = self._batches.get(step)
         if batch is None:
-            batch = self._batches[step] = [self._prompt(step, number) for number in range(self.num_prompts)]
+            batch = self._batches[step] = [
+                self._prompt(step, number) for number in range(self.num_prompts)
+            ]
         return batch
 
     def _prompt(self, step: int, number: int) -> Prompt:
@@ -177,20 +189,33 @@ class Workload(Planned):
         if step >= self.steps_per_epoch:
             before = self._make(step - self.steps_per_epoch, uid, sample)
             return edited(
-                before, spec.max, STOP, 0, share=spec.edited, random=keyed_random(spec.seed, step, uid, sample + 1, TEXT)
+                before,
+                spec.max,
+                STOP,
+                0,
+                share=spec.edited,
+                random=keyed_random(spec.seed, step, uid, sample + 1, TEXT),
             )
         common = keyed_random(spec.seed, step, uid, 1 << 12, TEXT).standard_normal()
         random = keyed_random(spec.seed, step, uid, sample + 1, TEXT)
-        score = math.sqrt(SHARED_VARIANCE) * common + math.sqrt(1 - SHARED_VARIANCE) * random.standard_normal()
+        score = (
+            math.sqrt(SHARED_VARIANCE) * common
+            + math.sqrt(1 - SHARED_VARIANCE) * random.standard_normal()
+        )
         # The mean of a lognormal is exp(mu + sigma**2 / 2).
-        length = max(round(spec.mean * math.exp(spec.sigma * score - spec.sigma**2 / 2)), MIN_LENGTH)
+        length = max(
+            round(spec.mean * math.exp(spec.sigma * score - spec.sigma**2 / 2)), MIN_LENGTH
+        )
         tokens = random.integers(0, VOCABULARY, min(length, spec.max))
         if length <= spec.max:
             tokens[-1] = STOP
         return tokens
 
-    def draft(self, step: int, uid: int, sample: int, age: int, limit: int, so_far: np.ndarray) -> np.ndarray:
-        """The whole draft as weights `age` updates before those of its step continue it after `so_far`; age 0 is the response."""
+    def draft(
+        self, step: int, uid: int, sample: int, age: int, limit: int, so_far: np.ndarray
+    ) -> np.ndarray:
+        """The whole draft as weights `age` updates before those of its step continue it after
+        `so_far`; age 0 is the response."""
         true = self.response(step, uid, sample)[:limit]
         if age <= 0:
             return true
@@ -201,7 +226,8 @@ class Workload(Planned):
         return np.zeros(self.num_generations)
 
     def forget(self, step: int) -> None:
-        """No rank needs this step or an earlier one any more; of deferred prompts it is made again."""
+        """No rank needs this step or an earlier one any more; of deferred prompts it is made
+        again."""
         for key in [key for key in self._responses if key[0] <= step]:
             del self._responses[key]
         for old in [old for old in self._batches if old <= step]:

@@ -1,8 +1,10 @@
-"""Virtual time for several ranks in one process: their clocks, their collectives and their progress board.
+"""Virtual time for several ranks in one process: their clocks, their collectives and their progress
+board.
 
-Each rank is a thread, and exactly one of them runs at any time. A rank's clock moves only when it is told to (a forward takes
-so long, a rank sleeps), and wherever a rank looks at what others have done, all that are behind it in time go first. So what
-happens is a function of the inputs alone, however the machine schedules the threads.
+Each rank is a thread, and exactly one of them runs at any time. A rank's clock moves only when it
+is told to (a forward takes so long, a rank sleeps), and wherever a rank looks at what others have
+done, all that are behind it in time go first. So what happens is a function of the inputs alone,
+however the machine schedules the threads.
 """
 
 import math
@@ -12,8 +14,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from bubblespec.ranks.collectives import Ranks
-from bubblespec.ranks.progress import LINGER_S, NAP_S, ProgressBoard, RankState
+from bubblespec.dist.progress import LINGER_S, NAP_S, ProgressBoard, RankState
+from bubblespec.dist.ranks import Ranks
 
 
 class _Abandoned(BaseException):
@@ -23,9 +25,9 @@ class _Abandoned(BaseException):
 class World:
     """Clocks and meetings of `num_ranks` ranks.
 
-    now: each rank's time in seconds; cores: processor cores that the ranks share, or None where each has a device of its own;
-    meeting_s: what a collective takes once all have come to it; tick_s: the same of a progress tick; post_s: what a rank pays to
-    start one.
+    now: each rank's time in seconds; cores: processor cores that the ranks share, or None where
+    each has a device of its own; meeting_s: what a collective takes once all have come to it;
+    tick_s: the same of a progress tick; post_s: what a rank pays to start one.
     """
 
     def __init__(
@@ -40,7 +42,9 @@ class World:
         self.num_ranks, self.cores = num_ranks, cores
         self.meeting_s, self.tick_s, self.post_s = meeting_s, tick_s, post_s
         self.now = [0.0] * num_ranks
-        self._wake = [0.0] * num_ranks  # when each rank goes on; infinite while another has to wake it
+        self._wake = [
+            0.0
+        ] * num_ranks  # when each rank goes on; infinite while another has to wake it
         self._tick_awaited: list[int | None] = [None] * num_ranks
         self._batons = [threading.Lock() for _ in range(num_ranks)]
         for baton in self._batons:
@@ -56,7 +60,10 @@ class World:
     def run(self, work: Callable[[int], None]) -> None:
         """`work(rank)` on every rank, to the end of all. Raises what a rank raises."""
         self._ended.acquire()
-        threads = [threading.Thread(target=self._thread, args=(rank, work), daemon=True) for rank in range(self.num_ranks)]
+        threads = [
+            threading.Thread(target=self._thread, args=(rank, work), daemon=True)
+            for rank in range(self.num_ranks)
+        ]
         for thread in threads:
             thread.start()
         self._batons[0].release()
@@ -95,7 +102,8 @@ class World:
         self.now[rank] += seconds
 
     def wait(self, rank: int, until: float) -> None:
-        """Let all that happens before `until` happen; infinite: until another rank wakes this one."""
+        """Let all that happens before `until` happen; infinite: until another rank wakes this
+        one."""
         wake = self._wake
         wake[rank] = until
         if until == math.inf or min(wake) < until or wake.index(until) != rank:
@@ -106,19 +114,21 @@ class World:
         self.now[rank] = max(self.now[rank], wake[rank])
 
     def compute(self, rank: int, seconds: float) -> None:
-        """A forward. Where ranks share cores, it takes longer by the ratio of busy ranks to cores as it begins: an approximation,
-        since that may change before it ends."""
+        """A forward. Where ranks share cores, it takes longer by the ratio of busy ranks to cores
+        as it begins: an approximation, since that may change before it ends."""
         if self.cores is not None and self.num_ranks > self.cores:
             begin = self.now[rank]
             self.wait(rank, begin)
-            num_busy = 1 + sum(end > begin for other, end in enumerate(self._busy_until) if other != rank)
+            num_busy = 1 + sum(
+                end > begin for other, end in enumerate(self._busy_until) if other != rank
+            )
             seconds *= max(1.0, num_busy / self.cores)
             self._busy_until[rank] = begin + seconds
         self.now[rank] += seconds
 
     def meet(self, rank: int, brought, seconds: float | None = None):
-        """Come to the next collective; returns what all ranks bring, by rank, once the last has come. seconds: what it
-        takes then, by default meeting_s."""
+        """Come to the next collective; returns what all ranks bring, by rank, once the last has
+        come. seconds: what it takes then, by default meeting_s."""
         number = self._meetings[rank]
         self._meetings[rank] += 1
         present = self._present.setdefault(number, {})
@@ -127,7 +137,9 @@ class World:
             self.wait(rank, math.inf)
         else:
             del self._present[number]
-            over = max(self.now) + (self.meeting_s if seconds is None else seconds)  # all are here, so none can be later
+            over = max(self.now) + (
+                self.meeting_s if seconds is None else seconds
+            )  # all are here, so none can be later
             self._wake[:] = [over] * self.num_ranks
             self.now[rank] = over
         return [present[other] for other in range(self.num_ranks)]
@@ -137,17 +149,25 @@ class World:
         self.now[rank] += self.post_s
         posted = self._posted.setdefault(tick, {})
         posted[rank] = state
-        self._complete_at[tick] = max(self._complete_at.get(tick, 0.0), self.now[rank] + self.tick_s)
+        self._complete_at[tick] = max(
+            self._complete_at.get(tick, 0.0), self.now[rank] + self.tick_s
+        )
         if len(posted) == self.num_ranks:
             self._posted.pop(tick - 2, None)  # all have read the one before this, to post to this
             self._complete_at.pop(tick - 2, None)
             for other, awaited in enumerate(self._tick_awaited):
                 if awaited == tick:
-                    self._wake[other] = max(min(self._wake[other], self._complete_at[tick]), self.now[other])
+                    self._wake[other] = max(
+                        min(self._wake[other], self._complete_at[tick]), self.now[other]
+                    )
 
     def complete_at(self, tick: int) -> float:
         """When a tick is complete, as far as is known: infinite while a rank has yet to post."""
-        return self._complete_at[tick] if len(self._posted.get(tick, ())) == self.num_ranks else math.inf
+        return (
+            self._complete_at[tick]
+            if len(self._posted.get(tick, ())) == self.num_ranks
+            else math.inf
+        )
 
     def await_tick(self, rank: int, tick: int, until: float) -> None:
         """Rest until a tick is complete, and no longer than `until`."""
@@ -198,8 +218,8 @@ class SimulatedRanks(Ranks):
 
 
 class SimulatedBoard(ProgressBoard):
-    """The progress board with ticks in virtual time. A rank that has nothing to do sees a tick the moment it is complete, not
-    up to NAP_S later."""
+    """The progress board with ticks in virtual time. A rank that has nothing to do sees a tick the
+    moment it is complete, not up to NAP_S later."""
 
     def _connect(self, backend: str | None) -> None:
         self._world, self._rank = self.ranks.world, self.ranks.rank

@@ -1,6 +1,8 @@
-"""Metrics of a run on rank 0: metrics.jsonl and TensorBoard with the same keys, a progress bar, and a table at the end.
+"""Metrics of a run on rank 0: metrics.jsonl and TensorBoard with the same keys, a progress bar, and
+a table at the end.
 
-A full disk does not end a run: lines wait in memory until they can be written. TensorBoard's curves then have a gap.
+A full disk does not end a run: lines wait in memory until they can be written. TensorBoard's curves
+then have a gap.
 """
 
 import contextlib
@@ -15,17 +17,31 @@ from tqdm import tqdm
 
 from bubblespec.errors import InputError, say
 from bubblespec.records import ACCEPT_BINS, CHOSEN_LENGTHS
-from bubblespec.samples import Samples
 from bubblespec.telemetry.timeline import save_timeline
+from bubblespec.types import Samples
 
 TABLE_KEYS = (
-    *("reward", "frac_reward_zero_std", "completions/mean_length", "completions/max_length", "entropy"),
-    *("timing_s/gen", "timing_s/bubble", "timing_s/train", "timing_s/step", "perf/throughput", "bubble/ratio"),
+    *(
+        "reward",
+        "frac_reward_zero_std",
+        "completions/mean_length",
+        "completions/max_length",
+        "entropy",
+    ),
+    *(
+        "timing_s/gen",
+        "timing_s/bubble",
+        "timing_s/train",
+        "timing_s/step",
+        "perf/throughput",
+        "bubble/ratio",
+    ),
 )
 
 
 class MetricsLogger:
-    """Does nothing on ranks other than 0. `first_step` > 0 continues a run: later lines of the file are cut off first."""
+    """Does nothing on ranks other than 0. `first_step` > 0 continues a run: later lines of the file
+    are cut off first."""
 
     def __init__(self, output_dir: str, is_main: bool, first_step: int, max_steps: int):
         self.is_main = is_main
@@ -43,7 +59,9 @@ class MetricsLogger:
         self._tensorboard = None
         self._is_drawing = True  # False after a failure, until a line can be written again
         self._purge_step = first_step  # curves from here on, of an earlier run, are hidden
-        self._bar = tqdm(total=max_steps, initial=first_step, unit="step", dynamic_ncols=True, file=sys.stderr)
+        self._bar = tqdm(
+            total=max_steps, initial=first_step, unit="step", dynamic_ncols=True, file=sys.stderr
+        )
         self.evaluations: list[tuple[int, dict[str, Any]]] = []
         self.history: list[dict[str, Any]] = []
         self.chosen: dict[int, np.ndarray] = {}  # of all steps, see `_chain_table`
@@ -54,36 +72,44 @@ class MetricsLogger:
                 self._write_scalars(record.pop("step"), record)
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
-        """One line of metrics.jsonl and one point of each curve; `step` counts finished steps from 0."""
+        """One line of metrics.jsonl and one point of each curve; `step` counts finished steps from
+        0."""
         if not self.is_main:
             return
         self._write(step, metrics)
         self._last_step = step
         counts = metrics.get("rollout/spec_accepted_lengths")
         if counts and sum(counts):
-            self._draw("add_histogram", "rollout/spec_accepted_lengths", np.repeat(ACCEPT_BINS, counts), step)
+            self._draw(
+                "add_histogram",
+                "rollout/spec_accepted_lengths",
+                np.repeat(ACCEPT_BINS, counts),
+                step,
+            )
         for key in (key for key in metrics if key.startswith(CHOSEN_LENGTHS)):
             rows = int(key.removeprefix(CHOSEN_LENGTHS))
             self.chosen[rows] = self.chosen.get(rows, 0) + np.array(metrics[key])
         self.num_rests += metrics.get("drafter/rests", 0)
         self.history.append({key: metrics.get(key, float("nan")) for key in TABLE_KEYS})
-        shown = (
-            f"reward {metrics['reward']:.3f}, {metrics['perf/throughput']:.0f} tokens/s, {metrics['timing_s/step']:.2f} s/step"
-        )
+        shown = f"reward {metrics['reward']:.3f}, {metrics['perf/throughput']:.0f} tokens/s, {metrics['timing_s/step']:.2f} s/step"
         with contextlib.suppress(OSError):  # the screen may be a log on a full disk
             self._bar.set_postfix_str(shown)
             self._bar.update()
 
     def log_evaluation(self, step: int, metrics: dict[str, Any]) -> None:
-        """Evaluations are lines of their own: {"step": ..., "eval/...": ...}; `step` is the number of updates so far."""
+        """Evaluations are lines of their own: {"step": ..., "eval/...": ...}; `step` is the number
+        of updates so far."""
         if not self.is_main:
             return
         self._write(step, metrics)
         self.evaluations.append((step, metrics))
         self.say(f"step {step}: held-out reward {metrics['eval/reward']:.3f}")
 
-    def log_samples(self, step: int, samples: Samples, rewards: np.ndarray, tokenizer, *, count: int = 4) -> None:
-        """Length histogram and a few completions with their rewards. rewards: float64 [S], combined."""
+    def log_samples(
+        self, step: int, samples: Samples, rewards: np.ndarray, tokenizer, *, count: int = 4
+    ) -> None:
+        """Length histogram and a few completions with their rewards. rewards: float64 [S],
+        combined."""
         if not self.is_main:
             return
         self._draw("add_histogram", "completions/length", samples.lengths, step)
@@ -132,8 +158,14 @@ class MetricsLogger:
 
     def _write(self, step: int, metrics: dict[str, Any]) -> None:
         """JSON has no NaN and no infinity: such a value is null in the file."""
-        plain = {key: value.item() if isinstance(value, np.generic) else value for key, value in metrics.items()}
-        line = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in plain.items()}
+        plain = {
+            key: value.item() if isinstance(value, np.generic) else value
+            for key, value in metrics.items()
+        }
+        line = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in plain.items()
+        }
         self._append([json.dumps({"step": step, **line}, allow_nan=False) + "\n"])
         self._write_scalars(step, plain)
 
@@ -148,14 +180,17 @@ class MetricsLogger:
         except OSError as error:
             self._file.truncate(self._size)  # no partial line stays
             if not was_waiting:
-                self.say(f"warning: metrics.jsonl cannot be written ({error.strerror}); its lines wait in memory")
+                self.say(
+                    f"warning: metrics.jsonl cannot be written ({error.strerror}); its lines wait in memory"
+                )
             return
         self._size = self._file.tell()
         self._waiting = []
         self._is_drawing = True
 
     def _draw(self, method: str, *arguments, **options) -> None:
-        """Call TensorBoard's writer. Errors, which its thread raises at a later call, disable it until a line can be written."""
+        """Call TensorBoard's writer. Errors, which its thread raises at a later call, disable it
+        until a line can be written."""
         from torch.utils.tensorboard import SummaryWriter
 
         if not self._is_drawing:
@@ -167,7 +202,9 @@ class MetricsLogger:
                 self._purge_step = None
             getattr(self._tensorboard, method)(*arguments, **options)
         except OSError as error:
-            self.say(f"warning: TensorBoard's files cannot be written ({error.strerror}); its curves will have a gap")
+            self.say(
+                f"warning: TensorBoard's files cannot be written ({error.strerror}); its curves will have a gap"
+            )
             self._tensorboard, self._is_drawing = None, False
 
     def _write_scalars(self, step: int, metrics: dict[str, Any]) -> None:
@@ -177,7 +214,8 @@ class MetricsLogger:
 
 
 def _drop_steps_from(path: str, first_step: int) -> list[dict]:
-    """Drop the lines that an interrupted run wrote after its last checkpoint, as those steps are run again.
+    """Drop the lines that an interrupted run wrote after its last checkpoint, as those steps are
+    run again.
 
     Returns the remaining lines.
     """
@@ -193,13 +231,16 @@ def _drop_steps_from(path: str, first_step: int) -> list[dict]:
                 is_whole = False
             if not is_whole:
                 continue  # torn by a kill
-            # An evaluation at `first_step` was made before the step of that number, by the run that saved the checkpoint.
+            # An evaluation at `first_step` was made before the step of that number, by the run that
+            # saved the checkpoint.
             is_evaluation = "eval/reward" in record
             if record["step"] < first_step or (is_evaluation and record["step"] == first_step > 0):
                 records.append(record)
     temporary = path + ".tmp"
     with open(temporary, "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)  # the last line may have lost its end
+        file.writelines(
+            json.dumps(record) + "\n" for record in records
+        )  # the last line may have lost its end
     os.replace(temporary, path)
     return records
 
@@ -214,17 +255,26 @@ def _table(history: list[dict], evaluations: list[tuple[int, dict]]) -> str:
     if evaluations:
         lines += ["", f"{'':28}" + "".join(f"{'step ' + str(step):>12}" for step, _ in evaluations)]
         for key in (key for key, value in evaluations[0][1].items() if not isinstance(value, str)):
-            lines.append(f"{key:28}" + "".join(f"{metrics[key]:12.3f}" for _, metrics in evaluations))
+            lines.append(
+                f"{key:28}" + "".join(f"{metrics[key]:12.3f}" for _, metrics in evaluations)
+            )
     return "\n".join(lines)
 
 
 def _chain_table(chosen: dict[int, np.ndarray], num_rests: int) -> str:
-    """The lengths of chains that were chosen, by active rows: of which length so many forwards of all ranks were. chosen: by the
-    least number of rows (CHAIN_ROWS) forwards by length, int64 [lengths]; num_rests: steps without any choice."""
+    """The lengths of chains that were chosen, by active rows: of which length so many forwards of
+    all ranks were. chosen: by the least number of rows (CHAIN_ROWS) forwards by length, int64
+    [lengths]; num_rests: steps without any choice."""
     width = len(next(iter(chosen.values())))
-    lines = [f"{'forwards by length of chain':28}" + "".join(f"{length or 'none':>12}" for length in range(width))]
+    lines = [
+        f"{'forwards by length of chain':28}"
+        + "".join(f"{length or 'none':>12}" for length in range(width))
+    ]
     for rows, counts in sorted(chosen.items()):
-        lines.append(f"{'active rows from ' + str(rows):28}" + "".join(f"{count:12d}" for count in counts.tolist()))
+        lines.append(
+            f"{'active rows from ' + str(rows):28}"
+            + "".join(f"{count:12d}" for count in counts.tolist())
+        )
     return "\n".join([*lines, f"steps at rest: {num_rests}"])
 
 

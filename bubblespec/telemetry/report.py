@@ -7,13 +7,14 @@ import sys
 import numpy as np
 import torch
 
-from bubblespec.ranks.collectives import Ranks
+from bubblespec.dist.ranks import Ranks
 from bubblespec.records import RolloutRecord, StepRecord, total_s
-from bubblespec.samples import Samples, digest, has_zero_std
+from bubblespec.types import Samples, digest, has_zero_std
 
 
 def rollout_metrics(record: StepRecord, functions: list[str]) -> dict:
-    """What was generated and how it scored, groups that dynamic sampling has replaced included. functions: dotted paths."""
+    """What was generated and how it scored, groups that dynamic sampling has replaced included.
+    functions: dotted paths."""
     samples, rewards = record.generated, record.all_rewards
     lengths = samples.lengths
     metrics = {
@@ -33,7 +34,9 @@ def rollout_metrics(record: StepRecord, functions: list[str]) -> dict:
     short = [path.rsplit(".", 1)[-1] for path in functions]
     for number, path in enumerate(functions):
         values = samples.rewards[:, number]
-        name = short[number] if short.count(short[number]) == 1 else path  # two modules may use one name
+        name = (
+            short[number] if short.count(short[number]) == 1 else path
+        )  # two modules may use one name
         if not np.isnan(values).all():
             metrics[f"rewards/{name}/mean"] = float(np.nanmean(values))
     return metrics
@@ -45,10 +48,15 @@ def forward_metrics(ranks: Ranks, record: StepRecord) -> dict:
     return {"rollout/forwards": int(ranks.gather(np.array([own])).max())}
 
 
-def evaluation_metrics(ranks: Ranks, samples: Samples, rollout: RolloutRecord, seconds: float) -> dict:
-    """How an evaluation was generated; forwards are those of the rank that took most. seconds: of all of it."""
+def evaluation_metrics(
+    ranks: Ranks, samples: Samples, rollout: RolloutRecord, seconds: float
+) -> dict:
+    """How an evaluation was generated; forwards are those of the rank that took most. seconds: of
+    all of it."""
     counts = rollout.acceptance
-    gathered = ranks.gather(np.array([rollout.own_forwards, counts.draft_tokens, counts.accepted_tokens]))
+    gathered = ranks.gather(
+        np.array([rollout.own_forwards, counts.draft_tokens, counts.accepted_tokens])
+    )
     drafted, accepted = gathered[:, 1:].sum(axis=0).tolist()
     return {
         "eval/digest": digest(samples),
@@ -58,11 +66,13 @@ def evaluation_metrics(ranks: Ranks, samples: Samples, rollout: RolloutRecord, s
     }
 
 
-def speculation_metrics(ranks: Ranks, record: StepRecord, *, store_tokens: int, accepted_by_age: dict[int, float]) -> dict:
+def speculation_metrics(
+    ranks: Ranks, record: StepRecord, *, store_tokens: int, accepted_by_age: dict[int, float]
+) -> dict:
     """The step's speculation, summed over ranks; forwards are those of the slowest rank.
 
-    store_tokens: in the store of drafts after the step; accepted_by_age: share of draft tokens, by updates
-    since they were last extended.
+    store_tokens: in the store of drafts after the step; accepted_by_age: share of draft tokens, by
+    updates since they were last extended.
     """
     rollouts, counts = record.rollouts, [rollout.acceptance for rollout in record.rollouts]
 
@@ -73,14 +83,22 @@ def speculation_metrics(ranks: Ranks, record: StepRecord, *, store_tokens: int, 
     own_s, total_seconds, wait_s, own_forwards = (
         total(rollouts, name) for name in ("own_s", "total_s", "wait_s", "own_forwards")
     )
-    total_seconds -= sum(total_s(rollout.shared, "shared") for rollout in rollouts)  # the rows of all ranks: not one's own
+    total_seconds -= sum(
+        total_s(rollout.shared, "shared") for rollout in rollouts
+    )  # the rows of all ranks: not one's own
     times = ranks.gather(np.array([own_s, total_seconds, wait_s, own_forwards, propose_s]))
     slowest = int(times[:, 0].argmax())
     rollout_s = times[slowest, 0]
     names = ("row_forwards", "gained_tokens", "draft_tokens", "accepted_tokens", "covered_tokens")
-    own = [*(total(counts, name) for name in names), total(rollouts, "drafted_tokens"), total(rollouts, "hard_forwards")]
+    own = [
+        *(total(counts, name) for name in names),
+        total(rollouts, "drafted_tokens"),
+        total(rollouts, "hard_forwards"),
+    ]
     sums = ranks.gather(np.array([*own, *total(counts, "accepted_lengths")], np.int64)).sum(axis=0)
-    row_forwards, gained, drafted, accepted, covered, drafted_ahead, hard_forwards = sums[:7].tolist()
+    row_forwards, gained, drafted, accepted, covered, drafted_ahead, hard_forwards = sums[
+        :7
+    ].tolist()
     metrics = {
         "rollout/forwards": int(times[slowest, 3]),
         "rollout/spec_accept_length": gained / max(row_forwards, 1),
@@ -100,7 +118,9 @@ def speculation_metrics(ranks: Ranks, record: StepRecord, *, store_tokens: int, 
     }
     by_source: dict[str, np.ndarray] = {}
     for text in ranks.gather_text(json.dumps([entry.by_source for entry in counts])):
-        for name, of_source in ((name, of) for entry in json.loads(text) for name, of in entry.items()):
+        for name, of_source in (
+            (name, of) for entry in json.loads(text) for name, of in entry.items()
+        ):
             by_source[name] = by_source.get(name, 0) + np.array(of_source)
     for name, (drafted, accepted) in sorted(by_source.items()):
         metrics[f"drafts/{name}/accept_rate"] = int(accepted) / int(drafted)
@@ -115,13 +135,19 @@ def peak_memory_gb(ranks: Ranks) -> float:
     if ranks.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(ranks.device)
     else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+            1 if sys.platform == "darwin" else 1024
+        )
     return float(ranks.gather(np.array([peak])).max() / 1e9)
 
 
 def placement_metrics(ranks: Ranks, record: StepRecord) -> dict:
-    """How far the ranks' work lay from what was expected, as a share of the slowest rank's; and rows that changed ranks."""
-    own_s, taken = (sum(getattr(rollout, name) for rollout in record.rollouts) for name in ("own_s", "taken_rows"))
+    """How far the ranks' work lay from what was expected, as a share of the slowest rank's; and
+    rows that changed ranks."""
+    own_s, taken = (
+        sum(getattr(rollout, name) for rollout in record.rollouts)
+        for name in ("own_s", "taken_rows")
+    )
     expected_s, own_s, taken = ranks.gather(np.array([record.expected_s, own_s, taken])).T
     if np.isnan(expected_s).any():
         return {}
@@ -132,12 +158,15 @@ def placement_metrics(ranks: Ranks, record: StepRecord) -> dict:
 
 
 def shared_tail_metrics(ranks: Ranks, record: StepRecord) -> dict:
-    """Of rollouts whose last rows all ranks decoded together; nothing where there were none, on no rank."""
+    """Of rollouts whose last rows all ranks decoded together; nothing where there were none, on no
+    rank."""
     shared = [rollout for rollout in record.rollouts if rollout.shared]
     if not shared:
         return {}
     seconds = sum(total_s(rollout.shared, "shared") for rollout in shared)
-    rows, seconds = ranks.gather(np.array([sum(rollout.shared_rows for rollout in shared), seconds])).T
+    rows, seconds = ranks.gather(
+        np.array([sum(rollout.shared_rows for rollout in shared), seconds])
+    ).T
     return {
         "shared_tail/rows": int(rows.sum()),
         "shared_tail/forwards": sum(rollout.shared_forwards for rollout in shared),
@@ -146,12 +175,15 @@ def shared_tail_metrics(ranks: Ranks, record: StepRecord) -> dict:
 
 
 def idle_metrics(ranks: Ranks, record: StepRecord) -> dict:
-    """What became of idle time: of each use seconds spent on the mean rank, and seconds of wall time that it was expected to save
-    and is estimated to have saved."""
+    """What became of idle time: of each use seconds spent on the mean rank, and seconds of wall
+    time that it was expected to save and is estimated to have saved."""
     metrics = {}
     for name in sorted({name for rollout in record.rollouts for name in rollout.idle}):
         uses = [rollout.idle[name] for rollout in record.rollouts if name in rollout.idle]
-        own = [sum(getattr(use, field) for use in uses) for field in ("seconds", "expected_s", "brought_s")]
+        own = [
+            sum(getattr(use, field) for use in uses)
+            for field in ("seconds", "expected_s", "brought_s")
+        ]
         seconds, expected_s, brought_s = ranks.gather(np.array(own)).T
         metrics[f"idle/{name}/seconds"] = float(seconds.mean())
         metrics[f"idle/{name}/expected_s"] = float(expected_s.sum())
@@ -160,11 +192,14 @@ def idle_metrics(ranks: Ranks, record: StepRecord) -> dict:
 
 
 def timing_metrics(ranks: Ranks, record: StepRecord, sync_s: float) -> dict:
-    """Where the step's time went, on the mean rank and by rank. sync_s: reductions of gradients, within train.
+    """Where the step's time went, on the mean rank and by rank. sync_s: reductions of gradients,
+    within train.
 
     `bubble/ratio` is the share of all ranks' rollout time that was spent waiting.
     """
-    gen, wait, reward, train = (total_s(record.stages, kind) for kind in ("gen", "wait", "reward", "train"))
+    gen, wait, reward, train = (
+        total_s(record.stages, kind) for kind in ("gen", "wait", "reward", "train")
+    )
     wait_s = sum(rollout.wait_s for rollout in record.rollouts)  # within gen
     own = np.array([gen - wait_s, wait + wait_s, reward, train - sync_s, sync_s])
     by_rank = ranks.gather(own)  # [ranks, 5]
@@ -172,14 +207,21 @@ def timing_metrics(ranks: Ranks, record: StepRecord, sync_s: float) -> dict:
     for i, name in enumerate(("gen", "bubble", "reward", "train", "sync")):
         metrics[f"timing_s/{name}"] = float(by_rank[:, i].mean())
         if ranks.world_size > 1:
-            metrics |= {f"timing_s/{name}/rank_{rank}": float(value) for rank, value in enumerate(by_rank[:, i])}
+            metrics |= {
+                f"timing_s/{name}/rank_{rank}": float(value)
+                for rank, value in enumerate(by_rank[:, i])
+            }
     samples = record.generated
     response_tokens = int(samples.lengths.sum())
-    prompt_tokens = sum(len(group.prompt.token_ids) for group in samples.groups) * samples.num_generations
+    prompt_tokens = (
+        sum(len(group.prompt.token_ids) for group in samples.groups) * samples.num_generations
+    )
     return metrics | {
         "timing_s/step": record.seconds,
         "bubble/ratio": float(by_rank[:, 1].sum() / by_rank[:, :2].sum()),
         "bubble/slowest_rank": int(by_rank[:, 0].argmax()),
-        "perf/throughput": float((response_tokens + prompt_tokens) / record.seconds / ranks.world_size),
+        "perf/throughput": float(
+            (response_tokens + prompt_tokens) / record.seconds / ranks.world_size
+        ),
         "perf/total_num_tokens": response_tokens + prompt_tokens,
     }

@@ -1,4 +1,5 @@
-"""What each rank did when, in chosen steps: a trace for Perfetto or chrome://tracing, and the same as a picture.
+"""What each rank did when, in chosen steps: a trace for Perfetto or chrome://tracing, and the same
+as a picture.
 
 A rank notes spans of time by its own clock. Clocks of different machines have different zeros;
 barriers, which all ranks leave at about the same time, say how far they are apart.
@@ -14,10 +15,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:  # for annotations alone: who only reads timelines waits for no import of torch
-    from bubblespec.ranks.collectives import Ranks
+    from bubblespec.dist.ranks import Ranks
     from bubblespec.records import Span
 
-# In the order of the legend. Useful work is in strong colours; waiting is pale, and what no span covers is white.
+# In the order of the legend. Useful work is in strong colours; waiting is pale, and what no span
+# covers is white.
 COLOURS = {
     "prefill": "#08519c",
     "decode": "#5aa5e0",
@@ -40,10 +42,11 @@ NUM_BARRIERS = 11
 
 
 def step_spans(spans: list[Span], stages: list[Span]) -> list[tuple[str, float, float]]:
-    """A whole step in order of time: what `spans` leave free of waiting, reward and training gets that stage's kind.
+    """A whole step in order of time: what `spans` leave free of waiting, reward and training gets
+    that stage's kind.
 
-    stages: the step's (gen, wait, reward, train, ...), one after the other. In gen what is between the spans, the work on the
-    host between two forwards, stays free.
+    stages: the step's (gen, wait, reward, train, ...), one after the other. In gen what is between
+    the spans, the work on the host between two forwards, stays free.
     """
     filled = []
     for kind, begin, end in stages:
@@ -53,30 +56,42 @@ def step_spans(spans: list[Span], stages: list[Span]) -> list[tuple[str, float, 
             filled.append((kind, begin, inner_begin))
             begin = inner_end
         filled.append((kind, begin, end))
-    return sorted([*spans, *(stage for stage in filled if stage[2] > stage[1])], key=lambda span: span[1])
+    return sorted(
+        [*spans, *(stage for stage in filled if stage[2] > stage[1])], key=lambda span: span[1]
+    )
 
 
 def clock_offsets(ranks: Ranks) -> np.ndarray:
-    """How far each rank's clock is ahead of rank 0's, float64 [ranks], in seconds. To be called by all ranks together."""
+    """How far each rank's clock is ahead of rank 0's, float64 [ranks], in seconds. To be called by
+    all ranks together."""
     times = []
     for _ in range(NUM_BARRIERS):
         ranks.barrier()
         times.append(time.perf_counter())
     by_rank = ranks.gather(np.array(times))
-    return np.median(by_rank - by_rank[0], axis=1)  # on a busy machine a rank is late to leave some of them
+    return np.median(
+        by_rank - by_rank[0], axis=1
+    )  # on a busy machine a rank is late to leave some of them
 
 
 def gather_lanes(ranks: Ranks, spans: list[Span], stages: list[Span]) -> list[np.ndarray]:
-    """All ranks' steps, on every rank: a list by rank of float64 [spans, 3] with the kind's place in KINDS, begin and end in
-    seconds since the first rank began the step. To be called by all ranks together; see `step_spans` for the arguments."""
+    """All ranks' steps, on every rank: a list by rank of float64 [spans, 3] with the kind's place
+    in KINDS, begin and end in seconds since the first rank began the step. To be called by all
+    ranks together; see `step_spans` for the arguments."""
     offsets = clock_offsets(ranks)
     zero = offsets[ranks.rank] + (ranks.gather(np.array(stages[0][1])) - offsets).min()
-    numbers = np.array([(KINDS.index(kind), begin - zero, end - zero) for kind, begin, end in step_spans(spans, stages)])
+    numbers = np.array(
+        [
+            (KINDS.index(kind), begin - zero, end - zero)
+            for kind, begin, end in step_spans(spans, stages)
+        ]
+    )
     return [lane.reshape(-1, 3) for lane in ranks.gather_ragged(numbers.ravel())]
 
 
 def save_timeline(output_dir: str, step: int, lanes: list[np.ndarray], method: str) -> np.ndarray:
-    """Write output_dir/timeline/step_00012.json and .png. Returns the picture, uint8 [height, width, 4]."""
+    """Write output_dir/timeline/step_00012.json and .png. Returns the picture, uint8 [height,
+    width, 4]."""
     from matplotlib.image import imsave
 
     folder = os.path.join(output_dir, "timeline")
@@ -91,29 +106,63 @@ def save_timeline(output_dir: str, step: int, lanes: list[np.ndarray], method: s
 
 
 def trace(lanes: list[np.ndarray], title: str) -> dict:
-    """The step in Chrome's trace event format: one process, one thread a rank, one complete ("X") event a stretch of time.
+    """The step in Chrome's trace event format: one process, one thread a rank, one complete ("X")
+    event a stretch of time.
 
     Times are in microseconds, as the format has it.
     """
     events = [{"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "args": {"name": title}}]
     for rank, lane in enumerate(lanes):
-        events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}})
-        events.append({"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": rank, "args": {"sort_index": rank}})
-        begin, end = np.rint(lane[:, 1:].T * 1e9).astype(np.int64)  # whole nanoseconds: rounding makes no overlaps
-        for kind, ts, dur in zip(lane[:, 0].astype(int), begin / 1000, (end - begin) / 1000, strict=True):
-            events.append({"ph": "X", "name": KINDS[kind], "pid": 0, "tid": rank, "ts": float(ts), "dur": float(dur)})
+        events.append(
+            {
+                "ph": "M",
+                "name": "thread_name",
+                "pid": 0,
+                "tid": rank,
+                "args": {"name": f"rank {rank}"},
+            }
+        )
+        events.append(
+            {
+                "ph": "M",
+                "name": "thread_sort_index",
+                "pid": 0,
+                "tid": rank,
+                "args": {"sort_index": rank},
+            }
+        )
+        begin, end = np.rint(lane[:, 1:].T * 1e9).astype(
+            np.int64
+        )  # whole nanoseconds: rounding makes no overlaps
+        for kind, ts, dur in zip(
+            lane[:, 0].astype(int), begin / 1000, (end - begin) / 1000, strict=True
+        ):
+            events.append(
+                {
+                    "ph": "X",
+                    "name": KINDS[kind],
+                    "pid": 0,
+                    "tid": rank,
+                    "ts": float(ts),
+                    "dur": float(dur),
+                }
+            )
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def draw(lanes: list[np.ndarray], title: str) -> np.ndarray:
     """One lane a rank over seconds, coloured by kind. Returns uint8 [height, width, 4]."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # half a second that only a step with a picture pays
+    from matplotlib.backends.backend_agg import (
+        FigureCanvasAgg,
+    )  # half a second that only a step with a picture pays
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 1.5 + 0.4 * len(lanes)), dpi=DPI, layout="constrained")
     axes = figure.add_subplot()
     handles = draw_lanes(axes, lanes)
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9
+    )
     axes.set_title(title, fontsize=10)
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
@@ -125,10 +174,14 @@ def draw_lanes(axes, lanes: list[np.ndarray]) -> list:
     from matplotlib.patches import Patch
 
     for rank, lane in enumerate(lanes):
-        for number in np.unique(lane[:, 0]).astype(int):  # one collection a kind and lane, however many forwards
+        for number in np.unique(lane[:, 0]).astype(
+            int
+        ):  # one collection a kind and lane, however many forwards
             begin, end = lane[lane[:, 0] == number, 1:].T
             stretches = np.stack((begin, end - begin), axis=1)
-            axes.broken_barh(stretches, (rank - 0.4, 0.8), facecolors=COLOURS[KINDS[number]], linewidth=0)
+            axes.broken_barh(
+                stretches, (rank - 0.4, 0.8), facecolors=COLOURS[KINDS[number]], linewidth=0
+            )
     axes.set_xlabel("seconds")
     axes.set_xlim(0, max(lane[:, 2].max() for lane in lanes))
     axes.set_yticks(range(len(lanes)), [f"rank {rank}" for rank in range(len(lanes))])

@@ -1,10 +1,12 @@
-"""A run recorded for replay (`trace.enabled`): its responses, the drafts they had, and every forward with its load and time.
+"""A run recorded for replay (`trace.enabled`): its responses, the drafts they had, and every
+forward with its load and time.
 
-output_dir/trace holds meta.json and three Parquet files a step. The steps file is written last: a step counts if it has one. All
-files are written aside and renamed, and a continued run writes the steps anew that come after its checkpoint. At MOST_BYTES
-recording stops, and the run goes on.
+output_dir/trace holds meta.json and three Parquet files a step. The steps file is written last: a
+step counts if it has one. All files are written aside and renamed, and a continued run writes the
+steps anew that come after its checkpoint. At MOST_BYTES recording stops, and the run goes on.
 
-responses-00012.parquet: a row for each response of the step, replaced groups of dynamic sampling included, in canonical order
+responses-00012.parquet: a row for each response of the step, replaced groups of dynamic sampling
+included, in canonical order
 
 | column | type | meaning |
 |---|---|---|
@@ -18,8 +20,9 @@ responses-00012.parquet: a row for each response of the step, replaced groups of
 | draft_finished | bool | the draft ends as a response does |
 | draft_version | int32 | updates before the draft was last extended; -1 if there is none |
 
-forwards-00012.parquet: a row for each forward, by rank, batch and time: step (int32), rank, batch (int16), and the fields of
-`ForwardRecord` (times float64 in seconds since that rank began that batch's rollout, positions int64, other counts int32)
+forwards-00012.parquet: a row for each forward, by rank, batch and time: step (int32), rank, batch
+(int16), and the fields of `ForwardRecord` (times float64 in seconds since that rank began that
+batch's rollout, positions int64, other counts int32)
 
 steps-00012.parquet: a row for each rank; times are float64, in seconds
 
@@ -47,10 +50,10 @@ import numpy as np
 import torch
 
 from bubblespec.config import Config, flatten
+from bubblespec.dist.ranks import Ranks
 from bubblespec.errors import InputError, say
-from bubblespec.ranks.collectives import Ranks
 from bubblespec.records import ForwardRecord, RolloutRecord, StepRecord, total_s
-from bubblespec.samples import SampleId, digest
+from bubblespec.types import SampleId, digest
 
 if TYPE_CHECKING:  # a tenth of a second that only a recorded run pays
     import pyarrow
@@ -77,7 +80,10 @@ COLUMNS = {
         "draft_version": "int32",
     },
     "forwards": {"step": "int32", "rank": "int16", "batch": "int16"}
-    | {name: "float64" if name.endswith("_s") else "int64" if name == "positions" else "int32" for name in ForwardRecord._fields},
+    | {
+        name: "float64" if name.endswith("_s") else "int64" if name == "positions" else "int32"
+        for name in ForwardRecord._fields
+    },
     "steps": {"step": "int32", "rank": "int16", "digest": "string"}
     | dict.fromkeys(("own_s", "wait_s", "total_s"), "float64")
     | {"own_forwards": "int32", "drafted_tokens": "int64"}
@@ -92,7 +98,8 @@ class Recorder:
     """Writes the trace of a run. Made by all ranks together; only rank 0 writes."""
 
     def __init__(self, config: Config, ranks: Ranks, first_step: int):
-        """first_step: steps from here on, left by an earlier start, are removed. Raises InputError."""
+        """first_step: steps from here on, left by an earlier start, are removed. Raises
+        InputError."""
         self.ranks = ranks
         self.folder = os.path.join(config.run.output_dir, FOLDER)
         self.num_bytes = 0  # on disk; rank 0 knows
@@ -108,16 +115,21 @@ class Recorder:
                     "versions": describe_versions(),
                     "config": flatten(config),
                 }
-                with _replaced(os.path.join(self.folder, META_FILE)) as path, open(path, "w", encoding="utf-8") as file:
+                with (
+                    _replaced(os.path.join(self.folder, META_FILE)) as path,
+                    open(path, "w", encoding="utf-8") as file,
+                ):
                     json.dump(meta, file, indent=1)
                 self.num_bytes = sum(entry.stat().st_size for entry in os.scandir(self.folder))
             except OSError as error:
-                raise InputError(f"trace.enabled: cannot write to {self.folder}: {error.strerror}") from error
+                raise InputError(
+                    f"trace.enabled: cannot write to {self.folder}: {error.strerror}"
+                ) from error
         self._stop_if_full(first_step)
 
     def write(self, record: StepRecord) -> None:
-        """The step is over: gather all ranks' forwards and write it. All ranks go on together, so that nobody counts the
-        writing as waiting for rank 0."""
+        """The step is over: gather all ranks' forwards and write it. All ranks go on together, so
+        that nobody counts the writing as waiting for rank 0."""
         if not self.is_on:
             return
         step, rollouts = record.step, record.rollouts
@@ -126,7 +138,9 @@ class Recorder:
         numbers += [total_s(record.stages, kind) for kind in ("gen", "wait", "reward", "train")]
         numbers += [total_s(record.spans, "exchange"), record.seconds]
         by_rank = self.ranks.gather(np.array(numbers, np.float64))
-        numbers_by_batch = [_forward_numbers(batch, rollout) for batch, rollout in enumerate(rollouts)]
+        numbers_by_batch = [
+            _forward_numbers(batch, rollout) for batch, rollout in enumerate(rollouts)
+        ]
         forwards = self.ranks.gather_ragged(np.concatenate(numbers_by_batch).ravel())
         if self.ranks.is_main:
             tables = {
@@ -140,7 +154,9 @@ class Recorder:
             except OSError as error:
                 self.is_on = False
                 reason = error.strerror or error
-                say(f"warning: {self.folder}: {reason}; recording stops before step {step}, and the run goes on")
+                say(
+                    f"warning: {self.folder}: {reason}; recording stops before step {step}, and the run goes on"
+                )
         self._stop_if_full(step + 1)
 
     def _stop_if_full(self, next_step: int) -> None:
@@ -148,7 +164,9 @@ class Recorder:
         if self.is_on and self.num_bytes > MOST_BYTES:
             self.is_on = False
             size = f"{self.num_bytes / 1e9:.2f} GB"
-            say(f"warning: {self.folder} has {size}, the most; recording stops before step {next_step}, and the run goes on")
+            say(
+                f"warning: {self.folder} has {size}, the most; recording stops before step {next_step}, and the run goes on"
+            )
         self.is_on = bool(self.ranks.gather(np.array([self.is_on], np.uint8))[0, 0])
 
     def _remove_from(self, first_step: int) -> None:
@@ -165,11 +183,18 @@ def describe_hardware(device: torch.device) -> dict[str, Any]:
         names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
         processor = names[0] if names else processor
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    return {"cpu": processor, "gpu": gpu, "cores": os.cpu_count(), "threads": torch.get_num_threads()}
+    return {
+        "cpu": processor,
+        "gpu": gpu,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
 
 
 def describe_versions() -> dict[str, str]:
-    return {"python": platform.python_version()} | {name: version(name) for name in ("torch", "transformers", "numpy")}
+    return {"python": platform.python_version()} | {
+        name: version(name) for name in ("torch", "transformers", "numpy")
+    }
 
 
 def read_meta(folder: str) -> dict[str, Any]:
@@ -193,14 +218,17 @@ def list_steps(folder: str) -> list[int]:
         names = os.listdir(folder)
     except OSError as error:
         raise InputError(f"{folder} is not a trace: {error.strerror}") from error
-    steps = sorted(int(match[1]) for name in names if (match := re.fullmatch(r"steps-(\d{5,})\.parquet", name)))
+    steps = sorted(
+        int(match[1]) for name in names if (match := re.fullmatch(r"steps-(\d{5,})\.parquet", name))
+    )
     if not steps:
         raise InputError(f"{folder}: no step is recorded there")
     return steps
 
 
 def read_table(folder: str, kind: str, steps: list[int] | None = None) -> "pyarrow.Table":
-    """All rows of a kind (responses, forwards, steps), of all steps or of some. Raises InputError."""
+    """All rows of a kind (responses, forwards, steps), of all steps or of some. Raises
+    InputError."""
     import pyarrow
     import pyarrow.parquet
 
@@ -210,8 +238,13 @@ def read_table(folder: str, kind: str, steps: list[int] | None = None) -> "pyarr
         try:
             tables.append(pyarrow.parquet.read_table(path, partitioning=None))
         except (OSError, pyarrow.ArrowException) as error:
-            raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())[:200]}") from error
-        if tables[-1].column_names not in (list(COLUMNS[kind]), [name for name in COLUMNS[kind] if name != "visit"]):
+            raise InputError(
+                f"{path}: cannot be read: {' '.join(str(error).split())[:200]}"
+            ) from error
+        if tables[-1].column_names not in (
+            list(COLUMNS[kind]),
+            [name for name in COLUMNS[kind] if name != "visit"],
+        ):
             raise InputError(f"{path}: its columns are not those of a trace")
     return pyarrow.concat_tables(tables)
 
@@ -222,7 +255,8 @@ def _path(folder: str, kind: str, step: int) -> str:
 
 @contextlib.contextmanager
 def _replaced(path: str):
-    """A temporary name to write to, which becomes `path` once it is written; an error leaves nothing."""
+    """A temporary name to write to, which becomes `path` once it is written; an error leaves
+    nothing."""
     temporary = path + ".tmp"
     try:
         yield temporary
@@ -238,8 +272,13 @@ def _write_table(folder: str, kind: str, step: int, columns: dict[str, Any]) -> 
     import pyarrow  # a tenth of a second that only a recorded run pays
     import pyarrow.parquet
 
-    types = {name: pyarrow.list_(pyarrow.int32()) if t == "list" else t for name, t in COLUMNS[kind].items()}
-    table = pyarrow.table([pyarrow.array(columns[name], t) for name, t in types.items()], names=list(types))
+    types = {
+        name: pyarrow.list_(pyarrow.int32()) if t == "list" else t
+        for name, t in COLUMNS[kind].items()
+    }
+    table = pyarrow.table(
+        [pyarrow.array(columns[name], t) for name, t in types.items()], names=list(types)
+    )
     with _replaced(_path(folder, kind, step)) as path:
         pyarrow.parquet.write_table(table, path, compression="zstd")
         return os.path.getsize(path)
@@ -266,7 +305,8 @@ def _response_columns(record: StepRecord) -> dict[str, Any]:
 
 
 def _forward_numbers(batch: int, rollout: RolloutRecord) -> np.ndarray:
-    """All forwards, float64 [forwards, 1 + fields of ForwardRecord], times since the rollout began. Counts are exact in it."""
+    """All forwards, float64 [forwards, 1 + fields of ForwardRecord], times since the rollout began.
+    Counts are exact in it."""
     numbers = np.array(rollout.forwards, np.float64).reshape(-1, len(ForwardRecord._fields))
     numbers[:, :2] -= rollout.began_s
     return np.insert(numbers, 0, batch, axis=1)
@@ -279,8 +319,16 @@ def _forward_columns(step: int, by_rank: list[np.ndarray]) -> dict[str, Any]:
     numbers = np.concatenate(tables)
     ranks = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
     columns = {name: numbers[:, 1 + i] for i, name in enumerate(fields)}
-    whole = {name: column if name.endswith("_s") else column.astype(np.int64) for name, column in columns.items()}
-    return {"step": [step] * len(numbers), "rank": ranks, "batch": numbers[:, 0].astype(np.int64), **whole}
+    whole = {
+        name: column if name.endswith("_s") else column.astype(np.int64)
+        for name, column in columns.items()
+    }
+    return {
+        "step": [step] * len(numbers),
+        "rank": ranks,
+        "batch": numbers[:, 0].astype(np.int64),
+        **whole,
+    }
 
 
 def _step_columns(step: int, digest: str, by_rank: np.ndarray) -> dict[str, Any]:
@@ -288,4 +336,9 @@ def _step_columns(step: int, digest: str, by_rank: np.ndarray) -> dict[str, Any]
     numbers = dict(zip(list(COLUMNS["steps"])[3:], by_rank.T, strict=True))
     for name in ("own_forwards", "drafted_tokens"):
         numbers[name] = numbers[name].astype(np.int64)
-    return {"step": [step] * len(by_rank), "rank": range(len(by_rank)), "digest": [digest] * len(by_rank), **numbers}
+    return {
+        "step": [step] * len(by_rank),
+        "rank": range(len(by_rank)),
+        "digest": [digest] * len(by_rank),
+        **numbers,
+    }

@@ -1,10 +1,12 @@
-"""train.py with disturbances: torchrun --nproc_per_node=2 tests/system/disturbed_train.py --config F [--preempt P] [--corrupt P]
-[overrides]
+"""train.py with disturbances: torchrun --nproc_per_node=2 tests/system/disturbed_train.py --config
+F [--preempt P] [--corrupt P] [overrides]
 
-Pre-emption: after a forward, with chance P, some rows are dropped from the engine, active or queued, of the own batch or run
-ahead, and added again at the end of the queue. Corruption: a share P of the drafts that a rank has made is spoilt before the
-exchange, so that all ranks still hold the same ones, and a share P of the proposals before the engine verifies them. None of
-it may change a token. The trainer is wrapped from outside and knows nothing of it; tests/system/exactness.py compares the runs.
+Pre-emption: after a forward, with chance P, some rows are dropped from the engine, active or
+queued, of the own batch or run ahead, and added again at the end of the queue. Corruption: a share
+P of the drafts that a rank has made is spoilt before the exchange, so that all ranks still hold the
+same ones, and a share P of the proposals before the engine verifies them. None of it may change a
+token. The trainer is wrapped from outside and knows nothing of it; tests/system/exactness.py
+compares the runs.
 """
 
 import argparse
@@ -19,12 +21,12 @@ import transformers
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 from bubblespec.config import load_config
+from bubblespec.dist.ranks import Ranks, ranks_from_environment
 from bubblespec.idle.draft_ahead import DraftAhead
-from bubblespec.ranks.collectives import Ranks, ranks_from_environment
 from bubblespec.records import Load
-from bubblespec.samples import Draft, Row, SampleId
-from bubblespec.set_up import set_up
+from bubblespec.setup import set_up
 from bubblespec.trainer import Trainer
+from bubblespec.types import Draft, Row, SampleId
 from train import train
 
 COUNTS = ("own rows pre-empted", "draft rows pre-empted", "drafts corrupted", "proposals corrupted")
@@ -38,19 +40,26 @@ def corrupt_tokens(tokens: np.ndarray, rng: np.random.Generator, vocab_size: int
     if kind == "cut":
         return tokens[: rng.integers(len(tokens) + 1)]
     if kind == "extend" or len(tokens) == 0:
-        return np.concatenate((tokens, rng.integers(0, vocab_size, rng.integers(1, 20)).astype(tokens.dtype)))
+        return np.concatenate(
+            (tokens, rng.integers(0, vocab_size, rng.integers(1, 20)).astype(tokens.dtype))
+        )
     wrong = rng.random(len(tokens)) < 0.2
     wrong[rng.integers(len(tokens))] = True
     return np.where(wrong, rng.integers(0, vocab_size, len(tokens)), tokens).astype(tokens.dtype)
 
 
 def corrupt_drafts(
-    drafts: dict[SampleId, Draft], rng: np.random.Generator, share: float, vocab_size: int, max_new_tokens: int
+    drafts: dict[SampleId, Draft],
+    rng: np.random.Generator,
+    share: float,
+    vocab_size: int,
+    max_new_tokens: int,
 ) -> tuple[dict[SampleId, Draft], int]:
-    """A share of the drafts with other tokens, with the wrong finished flag, or swapped with another sample's; and how many.
+    """A share of the drafts with other tokens, with the wrong finished flag, or swapped with
+    another sample's; and how many.
 
-    A draft that says it is unfinished keeps room for one more token: it will be drafted further, and the engine refuses a row
-    that is full already.
+    A draft that says it is unfinished keeps room for one more token: it will be drafted further,
+    and the engine refuses a row that is full already.
     """
     keys, result, count = list(drafts), dict(drafts), 0
     for key in keys:
@@ -59,7 +68,9 @@ def corrupt_drafts(
         count += 1
         kind, draft = rng.choice(("tokens", "flag", "swap"), p=(0.6, 0.2, 0.2)), result[key]
         if kind == "tokens":
-            result[key] = dataclasses.replace(draft, tokens=corrupt_tokens(draft.tokens, rng, vocab_size))
+            result[key] = dataclasses.replace(
+                draft, tokens=corrupt_tokens(draft.tokens, rng, vocab_size)
+            )
         elif kind == "flag":
             result[key] = dataclasses.replace(draft, is_finished=not draft.is_finished)
         else:
@@ -72,7 +83,8 @@ def corrupt_drafts(
 
 
 class Disturbance:
-    """Disturbs a trainer's rollouts from now on. `counts`: what it has done on this rank, by the names in COUNTS."""
+    """Disturbs a trainer's rollouts from now on. `counts`: what it has done on this rank, by the
+    names in COUNTS."""
 
     def __init__(self, trainer: Trainer, preempt: float, corrupt: float, seed: int = 0):
         self.trainer, self.preempt, self.corrupt = trainer, preempt, corrupt
@@ -86,8 +98,12 @@ class Disturbance:
         if speculation is not None:
             # Every draft pays, so that there are many to disturb.
             items = speculation._items
-            speculation._items = lambda *arguments: [dataclasses.replace(item, pays=True) for item in items(*arguments)]
-            speculation.board.interval_s = 0.0  # a tick at every forward: otherwise the clock chooses them
+            speculation._items = lambda *arguments: [
+                dataclasses.replace(item, pays=True) for item in items(*arguments)
+            ]
+            speculation.board.interval_s = (
+                0.0  # a tick at every forward: otherwise the clock chooses them
+            )
             self._draft_ahead, self._propose = speculation.draft_ahead, speculation.proposer.propose
             speculation.draft_ahead, speculation.proposer.propose = self.draft_ahead, self.propose
 
@@ -95,10 +111,15 @@ class Disturbance:
         result, engine = self._step(*arguments), self.trainer.sampler.engine
         if self.rng.random() < self.preempt:
             rows = [*engine.rows, *engine.queue]
-            taken = [rows[i] for i in self.rng.permutation(len(rows))[: self.rng.integers(1, MOST_ROWS + 1)]]
+            taken = [
+                rows[i]
+                for i in self.rng.permutation(len(rows))[: self.rng.integers(1, MOST_ROWS + 1)]
+            ]
             for row in taken:
                 engine.drop(row)
-                is_draft = self.drafting is not None and id(row) not in self.drafting.view.unfinished
+                is_draft = (
+                    self.drafting is not None and id(row) not in self.drafting.view.unfinished
+                )
                 self.counts["draft rows pre-empted" if is_draft else "own rows pre-empted"] += 1
             engine.add(taken)
         return result
@@ -110,7 +131,9 @@ class Disturbance:
 
             def merge_corrupted(ranks: Ranks) -> None:
                 longest = self.trainer.config.rollout.max_completion_length
-                drafting.drafts, count = corrupt_drafts(drafting.drafts, self.rng, self.corrupt, self.vocab_size, longest)
+                drafting.drafts, count = corrupt_drafts(
+                    drafting.drafts, self.rng, self.corrupt, self.vocab_size, longest
+                )
                 self.counts["drafts corrupted"] += count
                 merge(ranks)
 
@@ -141,7 +164,9 @@ def main() -> int:
         train(trainer)
         totals = ranks.gather(np.array(list(disturbance.counts.values()))).sum(axis=0).tolist()
         if ranks.is_main:
-            with open(os.path.join(config.run.output_dir, COUNTS_FILE), "w", encoding="utf-8") as file:
+            with open(
+                os.path.join(config.run.output_dir, COUNTS_FILE), "w", encoding="utf-8"
+            ) as file:
                 json.dump(dict(zip(COUNTS, totals, strict=True)), file)
     return 0
 

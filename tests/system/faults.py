@@ -1,9 +1,10 @@
-"""A run that is killed again and again ends as one that is not: python tests/system/faults.py [--kills N] [--steps N] [--ranks N]
-[--seed S] [--json OUT] [overrides]
+"""A run that is killed again and again ends as one that is not: python tests/system/faults.py
+[--kills N] [--steps N] [--ranks N] [--seed S] [--json OUT] [overrides]
 
-Runs of train.py in float64 with real learning, which save after every step: one without disturbance, and one that is killed at
-random moments spread over its steps and started again each time. Both must log the same `rollout/digest` at every step and end
-with the same weights to the bit; the exit code is 1 if they do not.
+Runs of train.py in float64 with real learning, which save after every step: one without
+disturbance, and one that is killed at random moments spread over its steps and started again each
+time. Both must log the same `rollout/digest` at every step and end with the same weights to the
+bit; the exit code is 1 if they do not.
 
 rank        SIGKILL to one rank, chosen at random; the launcher ends the others
 ranks       SIGKILL to all ranks at once
@@ -25,7 +26,7 @@ import time
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from bubblespec.ranks.processes import children_of
+from bubblespec.dist.processes import children_of
 from tests.conftest import is_alive
 from tests.system.exactness import (
     ROOT,
@@ -45,14 +46,20 @@ KINDS = (*VICTIMS, "save", "start")
 
 
 class Run:
-    """train.py under torchrun, in a session of its own. `said`: what it has written to stderr, after `end`."""
+    """train.py under torchrun, in a session of its own. `said`: what it has written to stderr,
+    after `end`."""
 
     def __init__(self, command: list[str], folder: str):
         self.folder = folder
         self.metrics_before = self._metrics_file()
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed in `end`)
         self.launcher = subprocess.Popen(
-            command, cwd=ROOT, env=environment(), stdout=self.log, stderr=self.log, start_new_session=True
+            command,
+            cwd=ROOT,
+            env=environment(),
+            stdout=self.log,
+            stderr=self.log,
+            start_new_session=True,
         )
         self.said = ""
         self.pids: set[int] = set()  # of all ranks seen
@@ -63,7 +70,9 @@ class Run:
         for pid in children_of(self.launcher.pid):
             try:
                 with open(f"/proc/{pid}/environ", "rb") as file:
-                    values = dict(entry.split(b"=", 1) for entry in file.read().split(b"\0") if b"=" in entry)
+                    values = dict(
+                        entry.split(b"=", 1) for entry in file.read().split(b"\0") if b"=" in entry
+                    )
             except OSError:  # it has just ended
                 continue
             if b"RANK" in values:
@@ -81,9 +90,13 @@ class Run:
 
     def wait_for_steps(self, count: int) -> None:
         """Until this run itself has logged a step, and there are `count` steps or more."""
-        self.wait_until("its first step", lambda: self._metrics_file() not in (None, self.metrics_before))
+        self.wait_until(
+            "its first step", lambda: self._metrics_file() not in (None, self.metrics_before)
+        )
         first = len(read_metrics(self.folder))
-        self.wait_until(f"step {count}", lambda: len(read_metrics(self.folder)) >= max(count, first))
+        self.wait_until(
+            f"step {count}", lambda: len(read_metrics(self.folder)) >= max(count, first)
+        )
 
     def is_saving(self) -> bool:
         return any(name.startswith("tmp-checkpoint-") for name in os.listdir(self.folder))
@@ -100,12 +113,15 @@ class Run:
         return chosen[0] if victim == "rank" and chosen else None
 
     def end(self) -> tuple[int, str]:
-        """Wait until the launcher and all ranks have ended; exit code of the launcher, and what was said."""
+        """Wait until the launcher and all ranks have ended; exit code of the launcher, and what was
+        said."""
         self.ranks()
         try:
             code = self.launcher.wait(RUN_TIMEOUT_S)
             deadline = time.monotonic() + 300
-            while any(is_alive(pid) for pid in self.pids):  # they die with their launcher, or find it dead once imported
+            while any(
+                is_alive(pid) for pid in self.pids
+            ):  # they die with their launcher, or find it dead once imported
                 if time.monotonic() > deadline:
                     raise RuntimeError("a rank has outlived its launcher")
                 time.sleep(0.01)
@@ -125,8 +141,11 @@ class Run:
         return os.stat(path).st_ino if os.path.exists(path) else None
 
 
-def live_and_die(command: list[str], folder: str, kind: str, steps: int, rng: random.Random) -> dict:
-    """Start or continue a run, and kill it at a random moment once `steps` steps are logged (or, `start`, before)."""
+def live_and_die(
+    command: list[str], folder: str, kind: str, steps: int, rng: random.Random
+) -> dict:
+    """Start or continue a run, and kill it at a random moment once `steps` steps are logged (or,
+    `start`, before)."""
     process = Run(command, folder)
     victim = kind if kind in VICTIMS else rng.choice(VICTIMS)
     logged_before = len(read_metrics(folder))
@@ -140,10 +159,18 @@ def live_and_die(command: list[str], folder: str, kind: str, steps: int, rng: ra
             time.sleep(rng.uniform(0, 0.03))
         else:
             time.sleep(rng.uniform(0, 1.5))
-    was_saving = kind != "start" and process.is_saving()  # before its start a run has not cleared away what the last has left
+    was_saving = (
+        kind != "start" and process.is_saving()
+    )  # before its start a run has not cleared away what the last has left
     rank = process.kill(victim, rng)
     code, said = process.end()
-    record = {"kind": kind, "victim": victim, "rank": rank, "exit_code": code, "was_saving": was_saving}
+    record = {
+        "kind": kind,
+        "victim": victim,
+        "rank": rank,
+        "exit_code": code,
+        "was_saving": was_saving,
+    }
     record |= {"steps_before": logged_before, "steps_after": len(read_metrics(folder))}
     return record | {"is_named": rank is not None and f"rank {rank} missing in " in said}
 
@@ -154,13 +181,21 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0, help="of the moments; what a moment hits depends on the machine too")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="of the moments; what a moment hits depends on the machine too",
+    )
     parser.add_argument("--json")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     arguments = parser.parse_intermixed_args()
     rng = random.Random(arguments.seed)
     folder = tempfile.mkdtemp(prefix="faults-")
-    steps, options = arguments.steps, ["--config", arguments.config, *SHORT, "run.keep_last=2", "run.save_steps=1"]
+    steps, options = (
+        arguments.steps,
+        ["--config", arguments.config, *SHORT, "run.keep_last=2", "run.save_steps=1"],
+    )
     options += [f"run.max_steps={steps}", *arguments.overrides]
     whole, killed = os.path.join(folder, "whole"), os.path.join(folder, "killed")
     run(launch(arguments.ranks, "train.py", *options, f"run.output_dir={whole}"))
@@ -173,9 +208,16 @@ def main() -> int:
         target = min(int(steps * (number + rng.random()) / len(kinds)), steps - 2)
         record = live_and_die(command, killed, kind, target, rng)
         records.append(record)
-        who = record["victim"] if record["rank"] is None else f"rank {record['rank']}{', named' if record['is_named'] else ''}"
+        who = (
+            record["victim"]
+            if record["rank"] is None
+            else f"rank {record['rank']}{', named' if record['is_named'] else ''}"
+        )
         where = ", in a save" if record["was_saving"] else ""
-        print(f"kill {number + 1:2} ({kind}): {who}{where}, at step {record['steps_after']}", flush=True)
+        print(
+            f"kill {number + 1:2} ({kind}): {who}{where}, at step {record['steps_after']}",
+            flush=True,
+        )
     run(command)
     step = first_difference(read_metrics(whole), read_metrics(killed))
     weights_equal = same_weights(read_weights(whole, steps), read_weights(killed, steps))
@@ -186,7 +228,16 @@ def main() -> int:
     print("equal weights to the bit" if weights_equal else "other weights")
     if arguments.json:
         with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump({**summary, "config": arguments.config, "overrides": arguments.overrides, "lives": records}, file, indent=1)
+            json.dump(
+                {
+                    **summary,
+                    "config": arguments.config,
+                    "overrides": arguments.overrides,
+                    "lives": records,
+                },
+                file,
+                indent=1,
+            )
     if step is None and weights_equal:
         shutil.rmtree(folder)
         return 0

@@ -1,10 +1,12 @@
-"""Where float32 rows differ: torchrun --nproc_per_node=2 tests/system/near_ties.py --config F [--json OUT] [overrides]
+"""Where float32 rows differ: torchrun --nproc_per_node=2 tests/system/near_ties.py --config F
+[--json OUT] [overrides]
 
-As in paired_rollout.py each step's batch is rolled out twice with the same weights, without and with speculation. A forward of
-another shape rounds differently, so a row may leave its twin, but only at a near tie. For each row's first difference a plain
-float64 forward of one sequence, by the model's own code, gives the logits there. Either the two arms' tokens are the two best
-after temperature and noise, with a gap below 1e-3; or one of them is in the nucleus of top_p only just, by less than 1e-4 of
-the probability. All else is a violation, and the exit code is 1.
+As in paired_rollout.py each step's batch is rolled out twice with the same weights, without and
+with speculation. A forward of another shape rounds differently, so a row may leave its twin, but
+only at a near tie. For each row's first difference a plain float64 forward of one sequence, by the
+model's own code, gives the logits there. Either the two arms' tokens are the two best after
+temperature and noise, with a gap below 1e-3; or one of them is in the nucleus of top_p only just,
+by less than 1e-4 of the probability. All else is a violation, and the exit code is 1.
 
 A row's tokens count up to its first difference: after it the two rows are different texts.
 """
@@ -25,13 +27,13 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 
 from benchmarks.paired_rollout import paired_step, plain_engine
 from bubblespec.config import load_config
+from bubblespec.dist.ranks import ranks_from_environment
 from bubblespec.engine.noise import gumbel, stream_keys
 from bubblespec.engine.sampling import SamplingParams, restrict
 from bubblespec.errors import InputError
-from bubblespec.ranks.collectives import ranks_from_environment
-from bubblespec.samples import Row
-from bubblespec.set_up import set_up
+from bubblespec.setup import set_up
 from bubblespec.trainer import Trainer
+from bubblespec.types import Row
 
 MAX_GAP = 1e-3
 MAX_NUCLEUS_GAP = 1e-4
@@ -40,7 +42,8 @@ KINDS = (NOISE, NUCLEUS, VIOLATION)
 
 
 def first_difference(a: np.ndarray, b: np.ndarray) -> int | None:
-    """The first position where two responses differ, or where one has ended; None if they are equal."""
+    """The first position where two responses differ, or where one has ended; None if they are
+    equal."""
     common = min(len(a), len(b))
     differs = np.flatnonzero(a[:common] != b[:common])
     if len(differs):
@@ -48,7 +51,9 @@ def first_difference(a: np.ndarray, b: np.ndarray) -> int | None:
     return None if len(a) == len(b) else common
 
 
-def judge(logits: torch.Tensor, key: torch.Tensor, position: int, params: SamplingParams, tokens: set[int]) -> tuple[str, float]:
+def judge(
+    logits: torch.Tensor, key: torch.Tensor, position: int, params: SamplingParams, tokens: set[int]
+) -> tuple[str, float]:
     """What made two samplers choose the two `tokens`, and how close it was.
 
     logits: float64 [V], exact; key: int32 [1, 4]; position: response tokens before this one.
@@ -66,7 +71,10 @@ def judge(logits: torch.Tensor, key: torch.Tensor, position: int, params: Sampli
     if set(best) == tokens and gap < MAX_GAP:
         return NOISE, gap
     if params.top_p < 1.0:
-        wide, narrow = best_two(params.top_p + MAX_NUCLEUS_GAP)[0][0], best_two(params.top_p - MAX_NUCLEUS_GAP)[0][0]
+        wide, narrow = (
+            best_two(params.top_p + MAX_NUCLEUS_GAP)[0][0],
+            best_two(params.top_p - MAX_NUCLEUS_GAP)[0][0],
+        )
         if {wide, narrow} == tokens:  # `wide` beats all others, but is it in the nucleus?
             probability = scaled[0].softmax(0)
             before = probability[probability > probability[wide]].sum()
@@ -75,7 +83,8 @@ def judge(logits: torch.Tensor, key: torch.Tensor, position: int, params: Sampli
 
 
 class NearTies:
-    """Compares rows and keeps count, on this rank. differences: (uid, visit, sample, position, kind, gap)."""
+    """Compares rows and keeps count, on this rank. differences: (uid, visit, sample, position,
+    kind, gap)."""
 
     def __init__(self, trainer: Trainer):
         self.trainer = trainer
@@ -106,7 +115,10 @@ class NearTies:
         if self._exact is None:
             config = self.trainer.config.model
             self._exact = AutoModelForCausalLM.from_pretrained(
-                config.path, trust_remote_code=config.trust_remote_code, dtype=torch.float64, attn_implementation="eager"
+                config.path,
+                trust_remote_code=config.trust_remote_code,
+                dtype=torch.float64,
+                attn_implementation="eager",
             ).to(self.trainer.ranks.device)
             self._exact.eval()
         self._exact.load_state_dict(self.trainer.learner.model.state_dict())
@@ -117,10 +129,23 @@ class NearTies:
         ranks = self.trainer.ranks
         rows, tokens = ranks.gather(np.array([self.num_rows, self.num_tokens])).sum(axis=0).tolist()
         names = [(*d[:4], KINDS.index(d[4])) for d in self.differences]
-        numbers = np.concatenate(ranks.gather_ragged(np.array(names, np.int64).ravel())).reshape(-1, 5).tolist()
-        gaps = np.concatenate(ranks.gather_ragged(np.array([d[5] for d in self.differences], np.float64))).tolist()
+        numbers = (
+            np.concatenate(ranks.gather_ragged(np.array(names, np.int64).ravel()))
+            .reshape(-1, 5)
+            .tolist()
+        )
+        gaps = np.concatenate(
+            ranks.gather_ragged(np.array([d[5] for d in self.differences], np.float64))
+        ).tolist()
         found = [
-            {"uid": n[0], "visit": n[1], "sample": n[2], "position": n[3], "kind": KINDS[n[4]], "gap": gap}
+            {
+                "uid": n[0],
+                "visit": n[1],
+                "sample": n[2],
+                "position": n[3],
+                "kind": KINDS[n[4]],
+                "gap": gap,
+            }
             for n, gap in zip(numbers, gaps, strict=True)
         ]
         return {"rows": rows, "tokens": tokens, "differences": found}
@@ -171,7 +196,15 @@ def main() -> int:
                 )
                 if arguments.json:
                     with open(arguments.json, "w", encoding="utf-8") as file:
-                        json.dump({"config": arguments.config, "overrides": arguments.overrides, **summary}, file, indent=1)
+                        json.dump(
+                            {
+                                "config": arguments.config,
+                                "overrides": arguments.overrides,
+                                **summary,
+                            },
+                            file,
+                            indent=1,
+                        )
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

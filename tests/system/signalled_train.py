@@ -1,4 +1,5 @@
-"""train.py that gets a signal at an exact place: tests/system/signalled_train.py --at STEP --kind KIND --config F [overrides]
+"""train.py that gets a signal at an exact place: tests/system/signalled_train.py --at STEP --kind
+KIND --config F [overrides]
 
 In the update of a step, when the step before is logged:
 launcher    SIGTERM to the launcher, and once that has reached the rank a second one
@@ -22,8 +23,8 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 
 import train
 from bubblespec import checkpoint
+from bubblespec.dist.ranks import Ranks
 from bubblespec.engine.shared_runner import SharedRunner
-from bubblespec.ranks.collectives import Ranks
 from bubblespec.trainer import Trainer
 
 KINDS = ("launcher", "ranks", "rank-dies", "ranks-die", "save-dies", "tail-dies", "tail-stops")
@@ -46,7 +47,9 @@ def send(kind: str, ranks: Ranks) -> None:
         to_launcher(ranks)
     elif kind == "ranks":
         os.kill(os.getpid(), signal.SIGTERM)
-    elif kind == "ranks-die" or (kind == "rank-dies" and is_last and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"):
+    elif kind == "ranks-die" or (
+        kind == "rank-dies" and is_last and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    ):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -64,7 +67,10 @@ def main() -> int:
         return update(trainer, record, advantages)
 
     def deadly_rename(source, target) -> None:
-        if arguments.kind == "save-dies" and os.path.basename(target) == f"checkpoint-{arguments.at + 1}":
+        if (
+            arguments.kind == "save-dies"
+            and os.path.basename(target) == f"checkpoint-{arguments.at + 1}"
+        ):
             os.kill(os.getpid(), signal.SIGKILL)
         rename(source, target)
 

@@ -1,23 +1,27 @@
-"""Draft tokens by suffix matching: where the last tokens of a row's response occurred before, propose what followed there.
+"""Draft tokens by suffix matching: where the last tokens of a row's response occurred before,
+propose what followed there.
 
-After prompt lookup (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding) and SuffixDecoding (Oliaro et al. 2024, arXiv
+After prompt lookup (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding) and SuffixDecoding
+(Oliaro et al. 2024, arXiv
 2411.04975), over the texts of a group of samples. docs/LOG.md compares the three.
 
-Sources, most trusted first: the row's own draft (made with the same noise under older weights), the other samples of its group
-(their drafts, and their tokens so far), its own earlier tokens, the prompt, and responses of earlier epochs. The longest match
-wins and trust breaks ties; a match in the own draft near its expected place counts for more, see `OWN_BONUS`.
+Sources, most trusted first: the row's own draft (made with the same noise under older weights), the
+other samples of its group (their drafts, and their tokens so far), its own earlier tokens, the
+prompt, and responses of earlier epochs. The longest match wins and trust breaks ties; a match in
+the own draft near its expected place counts for more, see `OWN_BONUS`.
 
-Texts are little-endian int32 tokens in `bytes`, because three operations at C speed then do all the work: a slice is an n-gram
-that can be a dict key, `find` is a search, and the XOR of two slices as integers gives the length of their common suffix.
-Such a length is exact; hashes are never compared in place of tokens.
-Every text begins with padding that stands for the prompt. All texts of a group follow the same prompt, so two responses that
-agree from their first token on match in full length, at position 0 as well.
+Texts are little-endian int32 tokens in `bytes`, because three operations at C speed then do all the
+work: a slice is an n-gram that can be a dict key, `find` is a search, and the XOR of two slices as
+integers gives the length of their common suffix. Such a length is exact; hashes are never compared
+in place of tokens. Every text begins with padding that stands for the prompt. All texts of a group
+follow the same prompt, so two responses that agree from their first token on match in full length,
+at position 0 as well.
 
-Cost: a proposal looks up a fixed number of n-grams, however long the texts are, and none where the last proposal was accepted and
-its match has full length.
+Cost: a proposal looks up a fixed number of n-grams, however long the texts are, and none where the
+last proposal was accepted and its match has full length.
 
-All positions, lengths and distances are in tokens. An "end" is the position in a padded text where a match ends and its
-continuation begins.
+All positions, lengths and distances are in tokens. An "end" is the position in a padded text where
+a match ends and its continuation begins.
 """
 
 from collections import deque
@@ -27,7 +31,9 @@ import numpy as np
 
 from bubblespec.records import SOURCES
 
-OWN, SIBLING, SELF, HISTORY = range(4)  # source of a proposal: own draft, other sample, prompt or own tokens, earlier epoch
+OWN, SIBLING, SELF, HISTORY = range(
+    4
+)  # source of a proposal: own draft, other sample, prompt or own tokens, earlier epoch
 SOURCE_NAMES = SOURCES[1:]
 
 PAD = -1  # never a token
@@ -36,23 +42,26 @@ PROMPT_OWNER = -1  # never a sample
 TOKEN_BYTES = 4
 END_BITS = 32  # an indexed place is text id << END_BITS | end
 END_MASK = (1 << END_BITS) - 1
-# A match near its expected place in the own draft is more likely right than its length says: it counts this many tokens longer,
-# and one less for every consecutive proposal of which nothing was accepted, so that a diverged draft loses its bonus. Measured on
-# outdated drafts of two policies: tokens per forward stay within 4% of the best fixed bonus, which is 6 on running sums and 0 on
+# A match near its expected place in the own draft is more likely right than its length says: it
+# counts this many tokens longer, and one less for every consecutive proposal of which nothing was
+# accepted, so that a diverged draft loses its bonus. Measured on outdated drafts of two policies:
+# tokens per forward stay within 4% of the best fixed bonus, which is 6 on running sums and 0 on
 # free text, where the wrong one costs 4 to 21%.
 OWN_BONUS = 6
-# (n, distance): how far from its expected place the last n tokens are searched in the own draft, largest n first. One token is
-# enough to detect that one was inserted or deleted. A wider search finds repetitions of the same words and measured worse;
-# matches further away are found like those in siblings, without the bonus.
+# (n, distance): how far from its expected place the last n tokens are searched in the own draft,
+# largest n first. One token is enough to detect that one was inserted or deleted. A wider search
+# finds repetitions of the same words and measured worse; matches further away are found like those
+# in siblings, without the bonus.
 OWN_RADIUS = ((2, 4), (1, 1))
-# Live tokens are indexed this far behind their end: the most recent place of an n-gram hides older ones, which is a loss as long
-# as hardly any tokens follow it.
+# Live tokens are indexed this far behind their end: the most recent place of an n-gram hides older
+# ones, which is a loss as long as hardly any tokens follow it.
 LIVE_LAG = 8
 NOTHING = np.empty(0, np.int32)
 
 
 def find_nearest(text: bytes, ngram: bytes, centre: int, *, radius: int, lowest: int) -> int:
-    """End of the occurrence of `ngram` nearest to `centre`: at most `radius` away, from `lowest` up, and with a token after it.
+    """End of the occurrence of `ngram` nearest to `centre`: at most `radius` away, from `lowest`
+    up, and with a token after it.
 
     Of two equally near ones the later. Returns -1 if there is none.
     """
@@ -76,12 +85,25 @@ def find_nearest(text: bytes, ngram: bytes, centre: int, *, radius: int, lowest:
 class _Row:
     """A live row: its tokens so far, its draft, and where its last proposal was taken from."""
 
-    __slots__ = ("at", "bonus", "cursor", "draft", "end", "indexed", "live_id", "recent", "shift", "source", "text")
+    __slots__ = (
+        "at",
+        "bonus",
+        "cursor",
+        "draft",
+        "end",
+        "indexed",
+        "live_id",
+        "recent",
+        "shift",
+        "source",
+        "text",
+    )
 
     def __init__(self, padding: bytes, live_id: int):
         self.text = bytearray(padding)
         self.live_id = live_id
-        self.recent = padding  # the end of `text`: all that is not indexed yet, and max_match tokens before it
+        # the end of `text`: all that is not indexed yet, and max_match tokens before it
+        self.recent = padding
         self.indexed = len(padding) // TOKEN_BYTES  # the next end to index
         self.draft = b""
         self.bonus = OWN_BONUS  # tokens that a match in the draft counts longer than it is
@@ -104,19 +126,28 @@ class GroupIndex:
         orders: tuple[int, ...] | None = None,
         prompt: Sequence[int] = (),
     ):
-        """history: (int tokens [L], reward) of earlier responses, most recent first; preferred by reward, then recency.
+        """history: (int tokens [L], reward) of earlier responses, most recent first; preferred by
+        reward, then recency.
 
-        min_match: shortest match outside the own draft. max_match: longer matches count as equal. orders: sizes of the indexed
-        n-grams, largest first. Of all places that share the row's last n tokens, for the largest such n, the most recent is
-        taken. The default (6, min_match) yields as much as all sizes from max_match down. prompt: tokens; matches in it count
-        as SELF.
+        min_match: shortest match outside the own draft. max_match: longer matches count as equal.
+        orders: sizes of the indexed n-grams, largest first. Of all places that share the row's last
+        n tokens, for the largest such n, the most recent is taken. The default (6, min_match)
+        yields as much as all sizes from max_match down. prompt: tokens; matches in it count as
+        SELF.
         """
         if not 1 <= min_match <= max_match:
-            raise ValueError(f"min_match = {min_match} and max_match = {max_match}: need 1 <= min_match <= max_match")
+            raise ValueError(
+                f"min_match = {min_match} and max_match = {max_match}: need 1 <= min_match <= max_match"
+            )
         if orders is None:
             orders = (6, min_match) if min_match < 6 <= max_match else (min_match,)
-        if list(orders) != sorted(set(orders), reverse=True) or not min_match <= orders[-1] <= orders[0] <= max_match:
-            raise ValueError(f"orders = {orders}: need descending sizes from min_match = {min_match} to max_match = {max_match}")
+        if (
+            list(orders) != sorted(set(orders), reverse=True)
+            or not min_match <= orders[-1] <= orders[0] <= max_match
+        ):
+            raise ValueError(
+                f"orders = {orders}: need descending sizes from min_match = {min_match} to max_match = {max_match}"
+            )
         self.max_match, self.min_match = max_match, orders[-1]
         self.sizes = tuple(TOKEN_BYTES * n for n in orders)
         self.window = TOKEN_BYTES * max_match
@@ -126,19 +157,26 @@ class GroupIndex:
         self.texts: list[bytes | bytearray] = []
         self.owners: list[int] = []
         self.kinds: list[int] = []
-        # The two most recent places of an n-gram in the group, of different samples: at most one is in the asking row's own text.
+        # The two most recent places of an n-gram in the group, of different samples: at most one is
+        # in the asking row's own text.
         self.latest: dict[bytes, int] = {}
         self.second: dict[bytes, int] = {}
-        # Best last, since what is indexed later replaces what was there. The index is made when it is first needed.
+        # Best last, since what is indexed later replaces what was there. The index is made when it
+        # is first needed.
         oldest_first = list(history)[::-1]
-        self.history = [self._pad(tokens) for tokens, _ in sorted(oldest_first, key=lambda pair: pair[1])]
+        self.history = [
+            self._pad(tokens) for tokens, _ in sorted(oldest_first, key=lambda pair: pair[1])
+        ]
         self.history_index: dict[bytes, int] | None = None
         if prompt:
             text = np.array((PROMPT_PAD,) * max_match + tuple(prompt), np.int32).tobytes()
-            self._index(text, self._register(text, PROMPT_OWNER, SELF), max_match, max_match + len(prompt))
+            self._index(
+                text, self._register(text, PROMPT_OWNER, SELF), max_match, max_match + len(prompt)
+            )
 
     def add_draft(self, sample: int, tokens: np.ndarray) -> None:
-        """Give `sample` a draft, int [L], aligned with its response, in place of any it had. Its siblings match into it too."""
+        """Give `sample` a draft, int [L], aligned with its response, in place of any it had. Its
+        siblings match into it too."""
         row = self._row(sample)
         row.draft, row.shift = self._pad(tokens), 0
         row.cursor, row.at, row.source, row.bonus = row.draft, 0, OWN, OWN_BONUS
@@ -158,17 +196,19 @@ class GroupIndex:
         row.recent = recent[-(self.window + TOKEN_BYTES * (end - stop)) :]
 
     def propose(self, sample: int, max_tokens: int) -> tuple[np.ndarray, int, int]:
-        """Tokens that may follow a row, int32 [0..max_tokens], the match length behind them, and their source.
+        """Tokens that may follow a row, int32 [0..max_tokens], the match length behind them, and
+        their source.
 
-        The match length is the number of last tokens, up to max_match, in which row and source agree. It is below min_match
-        for OWN only; 0 means that the draft continues at its expected place, as it does after one replaced token.
+        The match length is the number of last tokens, up to max_match, in which row and source
+        agree. It is below min_match for OWN only; 0 means that the draft continues at its expected
+        place, as it does after one replaced token.
         """
         row = self._row(sample)
         context = row.recent[-self.window :]
         wanted = int.from_bytes(context, "little")
         end = len(row.text) // TOKEN_BYTES
-        # The continued match is the first candidate and so wins ties. If it has full length, nothing can beat it and nothing is
-        # searched.
+        # The continued match is the first candidate and so wins ties. If it has full length,
+        # nothing can beat it and nothing is searched.
         best, score, text, at, source = -1, -1, row.cursor, row.at + end, row.source
         if TOKEN_BYTES * at < len(text):
             common = self._common(text, at, wanted)
@@ -176,13 +216,20 @@ class GroupIndex:
                 row.bonus = OWN_BONUS if common or end > row.end + 1 else max(row.bonus - 1, 0)
             if common >= self.min_match:
                 best, score = common, common + row.bonus if source == OWN else common
-        # A continued match of two tokens in the own draft is what the search would find, at distance 0.
+        # A continued match of two tokens in the own draft is what the search would find, at
+        # distance 0.
         if score < self.max_match and row.draft and (best < OWN_RADIUS[0][0] or source != OWN):
             place = self._search_own(row.draft, context, end + row.shift)
             if place >= 0:
                 common = self._common(row.draft, place, wanted)
                 if common + row.bonus > score:
-                    best, score, text, at, source = common, common + row.bonus, row.draft, place, OWN
+                    best, score, text, at, source = (
+                        common,
+                        common + row.bonus,
+                        row.draft,
+                        place,
+                        OWN,
+                    )
         if score < self.max_match:
             for place in self._search_group(context):
                 text_id = place >> END_BITS
@@ -190,7 +237,11 @@ class GroupIndex:
                 common = self._common(other, place & END_MASK, wanted)
                 if common > score:
                     best, score, text, at = common, common, other, place & END_MASK
-                    source = self.kinds[text_id] if self.owners[text_id] in (sample, PROMPT_OWNER) else SIBLING
+                    source = (
+                        self.kinds[text_id]
+                        if self.owners[text_id] in (sample, PROMPT_OWNER)
+                        else SIBLING
+                    )
         if score < self.max_match and self.history:
             place = self._search_history(context)
             if place is not None:
@@ -208,12 +259,21 @@ class GroupIndex:
         return np.frombuffer(data, np.int32), best, source
 
     def _search_own(self, draft: bytes, context: bytes, expected: int) -> int:
-        """End in the own draft, near the expected one, that continues `context`; else the expected one; -1 past the draft."""
+        """End in the own draft, near the expected one, that continues `context`; else the expected
+        one; -1 past the draft."""
         reach = OWN_RADIUS[0][1]
-        nearby = draft[TOKEN_BYTES * max(expected - reach - 1, 0) : TOKEN_BYTES * (expected + reach)]
+        nearby = draft[
+            TOKEN_BYTES * max(expected - reach - 1, 0) : TOKEN_BYTES * (expected + reach)
+        ]
         if context[-TOKEN_BYTES:] in nearby:  # mostly not, and this is far cheaper than the search
             for n, radius in OWN_RADIUS:
-                at = find_nearest(draft, context[-TOKEN_BYTES * n :], expected, radius=radius, lowest=self.max_match)
+                at = find_nearest(
+                    draft,
+                    context[-TOKEN_BYTES * n :],
+                    expected,
+                    radius=radius,
+                    lowest=self.max_match,
+                )
                 if at >= 0:
                     return at
         return expected if expected < len(draft) // TOKEN_BYTES else -1
@@ -234,7 +294,9 @@ class GroupIndex:
             for i, text in enumerate(self.history):
                 for size in self.sizes:
                     for end in range(self.max_match, len(text) // TOKEN_BYTES):
-                        index[text[TOKEN_BYTES * end - size : TOKEN_BYTES * end]] = i << END_BITS | end
+                        index[text[TOKEN_BYTES * end - size : TOKEN_BYTES * end]] = (
+                            i << END_BITS | end
+                        )
         for size in self.sizes:
             place = index.get(context[-size:])
             if place is not None:
@@ -242,12 +304,14 @@ class GroupIndex:
         return None
 
     def _common(self, text: bytes | bytearray, end: int, wanted: int) -> int:
-        """Length of the common suffix of text[:end] and the row's last max_match tokens, given as the integer `wanted`."""
+        """Length of the common suffix of text[:end] and the row's last max_match tokens, given as
+        the integer `wanted`."""
         there = int.from_bytes(text[TOKEN_BYTES * end - self.window : TOKEN_BYTES * end], "little")
         return self.max_match - ((there ^ wanted).bit_length() + 31 >> 5)
 
     def _index(self, text: bytes, text_id: int, begin: int, stop: int, *, offset: int = 0) -> None:
-        """Index the n-grams that end at begin .. stop - 1. offset: position of the first token of `text` in the whole text."""
+        """Index the n-grams that end at begin .. stop - 1. offset: position of the first token of
+        `text` in the whole text."""
         latest, second, owners = self.latest, self.second, self.owners
         owner = owners[text_id]
         for end in range(begin, stop):
@@ -277,19 +341,25 @@ class GroupIndex:
 
 
 class History:
-    """Responses of earlier epochs by prompt uid, at most max_tokens in all; the oldest are dropped first."""
+    """Responses of earlier epochs by prompt uid, at most max_tokens in all; the oldest are dropped
+    first."""
 
     def __init__(self, max_tokens: int):
         self.max_tokens = max_tokens
         self.num_tokens = 0
-        self.entries: dict[int, deque[tuple[np.ndarray, float, int]]] = {}  # (tokens, reward, step), oldest first
+        self.entries: dict[
+            int, deque[tuple[np.ndarray, float, int]]
+        ] = {}  # (tokens, reward, step), oldest first
         self.order: deque[int] = deque()  # uid of every entry, oldest first
 
     def add(self, uid: int, tokens: np.ndarray, reward: float, step: int) -> None:
-        """Store a copy of a response, int [L]. An empty one, or one that exceeds the bound by itself, is not stored."""
+        """Store a copy of a response, int [L]. An empty one, or one that exceeds the bound by
+        itself, is not stored."""
         if not 0 < len(tokens) <= self.max_tokens:
             return
-        self.entries.setdefault(uid, deque()).append((np.array(tokens, np.int32), float(reward), int(step)))
+        self.entries.setdefault(uid, deque()).append(
+            (np.array(tokens, np.int32), float(reward), int(step))
+        )
         self.order.append(uid)
         self.num_tokens += len(tokens)
         while self.num_tokens > self.max_tokens:
@@ -299,7 +369,8 @@ class History:
                 del self.entries[oldest]
 
     def get(self, uid: int) -> list[tuple[np.ndarray, float]]:
-        """(int32 tokens [L], reward) of a prompt, as `GroupIndex` takes them: latest step first, in a step best reward first."""
+        """(int32 tokens [L], reward) of a prompt, as `GroupIndex` takes them: latest step first, in
+        a step best reward first."""
         entries = sorted(self.entries.get(uid, ()), key=lambda entry: (-entry[2], -entry[1]))
         return [(tokens, reward) for tokens, reward, _ in entries]
 
@@ -308,7 +379,8 @@ class History:
         return [len(tokens) for tokens, _, _ in self.entries.get(uid, ())]
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """N responses of T tokens in all, oldest first: uid, step, length int64 [N], reward float64 [N], tokens int32 [T]."""
+        """N responses of T tokens in all, oldest first: uid, step, length int64 [N], reward float64
+        [N], tokens int32 [T]."""
         parts = {uid: iter(entries) for uid, entries in self.entries.items()}
         entries = [next(parts[uid]) for uid in self.order]
         return {
@@ -325,6 +397,8 @@ class History:
         self.order.clear()
         self.num_tokens = 0
         begin = 0
-        for uid, step, length, reward in zip(*(state[key].tolist() for key in ("uid", "step", "length", "reward")), strict=True):
+        for uid, step, length, reward in zip(
+            *(state[key].tolist() for key in ("uid", "step", "length", "reward")), strict=True
+        ):
             self.add(uid, state["tokens"][begin : begin + length], reward, step)
             begin += length

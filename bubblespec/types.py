@@ -1,4 +1,5 @@
-"""What is generated: prompts and groups of responses, the names of responses, rows in the making, drafts, and a step's samples.
+"""What is generated: prompts and groups of responses, the names of responses, rows in the making,
+drafts, and a step's samples.
 
 Plain data. This module imports none of the package's others, so each of them may import it.
 """
@@ -11,8 +12,8 @@ import numpy as np
 
 
 class SampleId(NamedTuple):
-    """The name of a response; with the run's seed, the key of its noise. A response is the same wherever and whenever it is
-    generated, as long as the weights are."""
+    """The name of a response; with the run's seed, the key of its noise. A response is the same
+    wherever and whenever it is generated, as long as the weights are."""
 
     uid: int
     """Of the prompt, 63 bits; the same in every run on the same data."""
@@ -54,7 +55,8 @@ class Group(NamedTuple):
 
 @dataclass(eq=False)
 class Row:
-    """One response to generate, and afterwards the response. A row with tokens goes on after them."""
+    """One response to generate, and afterwards the response. A row with tokens goes on after
+    them."""
 
     id: SampleId
     prompt: tuple[int, ...]
@@ -88,7 +90,8 @@ class Launch(NamedTuple):
 
     groups: list[Group]
     num_trained: int
-    """Of the groups: those whose longest response is shortest. The others are deferred to a later step."""
+    """Of the groups: those whose longest response is shortest. The others are deferred to a later
+    step."""
     num_generations: int
     """Responses of each group."""
     num_kept: int
@@ -102,7 +105,9 @@ class Launch(NamedTuple):
     @property
     def ids(self) -> list[SampleId]:
         """The name of each sample, by group, then by number."""
-        return [group.sample(number) for group in self.groups for number in range(self.num_generations)]
+        return [
+            group.sample(number) for group in self.groups for number in range(self.num_generations)
+        ]
 
 
 @dataclass
@@ -130,7 +135,10 @@ class Samples:
     def ids(self) -> list[SampleId]:
         """The name of each sample."""
         groups = (group for group in self.groups for _ in range(self.num_generations))
-        return [group.sample(number) for group, number in zip(groups, self.numbers.tolist(), strict=True)]
+        return [
+            group.sample(number)
+            for group, number in zip(groups, self.numbers.tolist(), strict=True)
+        ]
 
     def prompt_of(self, index: int) -> Prompt:
         """The prompt of sample `index`."""
@@ -148,7 +156,10 @@ class Samples:
             [self.groups[n] for n in numbers],
             self.num_generations,
             self.numbers[rows],
-            *([values[i] for i in rows] for values in (self.tokens, self.logprob, self.full_logprob)),
+            *(
+                [values[i] for i in rows]
+                for values in (self.tokens, self.logprob, self.full_logprob)
+            ),
             self.is_truncated[rows],
             self.rewards[rows],
         )
@@ -168,16 +179,20 @@ class Samples:
 
 
 def digest(samples: Samples) -> str:
-    """SHA-256 over the name, length and token ids of all samples, ordered by name: equal digests are equal tokens."""
+    """SHA-256 over the name, length and token ids of all samples, ordered by name: equal digests
+    are equal tokens."""
     sha = hashlib.sha256()
-    for name, tokens in sorted(zip(samples.ids, samples.tokens, strict=True), key=lambda entry: entry[0]):
+    for name, tokens in sorted(
+        zip(samples.ids, samples.tokens, strict=True), key=lambda entry: entry[0]
+    ):
         sha.update(np.array([*name, len(tokens)], "<i8").tobytes())
         sha.update(tokens.astype("<i4").tobytes())
     return sha.hexdigest()
 
 
 def has_zero_std(rewards: np.ndarray) -> np.ndarray:
-    """Whether a group's samples all got the same reward, bool [groups]: compared within their group they give no gradient.
+    """Whether a group's samples all got the same reward, bool [groups]: compared within their group
+    they give no gradient.
 
     rewards: [groups, generations].
     """

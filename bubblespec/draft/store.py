@@ -1,15 +1,16 @@
-"""The store of drafts: samples of coming steps, generated early with the noise that their own step will use.
+"""The store of drafts: samples of coming steps, generated early with the noise that their own step
+will use.
 
-Only token ids are kept: 4 bytes a token, no keys and values, no probabilities. All ranks hold the same store, since they put
-the same exchanged drafts into it in the same order.
+Only token ids are kept: 4 bytes a token, no keys and values, no probabilities. All ranks hold the
+same store, since they put the same exchanged drafts into it in the same order.
 """
 
 from collections.abc import Iterable
 
 import numpy as np
 
-from bubblespec.ranks.collectives import Ranks
-from bubblespec.samples import Draft, SampleId
+from bubblespec.dist.ranks import Ranks
+from bubblespec.types import Draft, SampleId
 
 HEADER = 7  # uid, visit, sample, number of tokens, finished, version, holder
 
@@ -30,7 +31,8 @@ class DraftStore:
         return self._drafts.get(sample)
 
     def put(self, sample: SampleId, draft: Draft) -> bool:
-        """Take a draft in place of an earlier one of its sample. False, and no change, if there is no room for it."""
+        """Take a draft in place of an earlier one of its sample. False, and no change, if there is
+        no room for it."""
         old = self._drafts.get(sample)
         growth = len(draft.tokens) - (len(old.tokens) if old else 0)
         if self.num_tokens + growth > self.max_tokens:
@@ -58,7 +60,8 @@ class DraftStore:
 
 
 def exchange(store: DraftStore, own: dict[SampleId, Draft], ranks: Ranks) -> int:
-    """Put every rank's new drafts into every rank's store; returns the number of tokens that all ranks offered."""
+    """Put every rank's new drafts into every rank's store; returns the number of tokens that all
+    ranks offered."""
     header, tokens = _pack(own)
     headers, all_tokens = ranks.gather_ragged(header), ranks.gather_ragged(tokens)
     for rank_header, rank_tokens in zip(headers, all_tokens, strict=True):
@@ -69,7 +72,10 @@ def exchange(store: DraftStore, own: dict[SampleId, Draft], ranks: Ranks) -> int
 
 def _pack(drafts: dict[SampleId, Draft]) -> tuple[np.ndarray, np.ndarray]:
     """Headers int64 [drafts * HEADER] and tokens int32, one draft after the other."""
-    header = [(*sample, len(d.tokens), int(d.is_finished), d.version, d.holder) for sample, d in drafts.items()]
+    header = [
+        (*sample, len(d.tokens), int(d.is_finished), d.version, d.holder)
+        for sample, d in drafts.items()
+    ]
     tokens = [d.tokens for d in drafts.values()]
     return np.array(header, np.int64).ravel(), np.concatenate([np.empty(0, np.int32), *tokens])
 
@@ -78,6 +84,11 @@ def _unpack(header: np.ndarray, tokens: np.ndarray) -> list[tuple[SampleId, Draf
     fields = header.reshape(-1, HEADER)
     parts = np.split(tokens, np.cumsum(fields[:, 3])[:-1]) if len(fields) else []
     return [
-        (SampleId(int(uid), int(visit), int(number)), Draft(part, bool(finished), int(version), int(holder)))
-        for (uid, visit, number, _, finished, version, holder), part in zip(fields, parts, strict=True)
+        (
+            SampleId(int(uid), int(visit), int(number)),
+            Draft(part, bool(finished), int(version), int(holder)),
+        )
+        for (uid, visit, number, _, finished, version, holder), part in zip(
+            fields, parts, strict=True
+        )
     ]
