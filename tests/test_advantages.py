@@ -9,7 +9,7 @@ import pytest
 from bubblespec.config import LossConfig
 from bubblespec.learn.advantages import ESTIMATORS, estimate_advantages
 from bubblespec.types import has_zero_std
-from tests import reference_step
+from tests.helpers import reference_step
 
 REWARDS = (
     np.random.default_rng(0).normal(size=(5, 6)) * np.array([[1], [10], [0.1], [1], [3]])

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import GQA, SMALL, VOCAB
 from transformers import GenerationConfig
 
 from bubblespec.engine import attention
@@ -20,6 +19,7 @@ from bubblespec.engine.model import (
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.types import Row, SampleId
+from tests.helpers.models import GQA, SMALL, VOCAB
 
 LONGEST = 64
 WINDOW = 16

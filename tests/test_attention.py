@@ -7,12 +7,12 @@ import types
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB
 
 from bubblespec.engine.attention import bubblespec_attention, choose_kernel
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import forward_hidden, prepare_model
 from bubblespec.engine.packing import pack_rows, pack_sequences
+from tests.helpers.models import VOCAB
 
 LONG = 32  # a row that feeds more among rows that feed little attends on its own
 

@@ -33,7 +33,7 @@ from bubblespec.engine.drafter import Drafter
 from bubblespec.errors import InputError
 from bubblespec.learn.drafter_training import DrafterTraining
 from bubblespec.learn.warm_start import DRAFTER_FILE, WEIGHTS_FILE, save_drafter
-from tests.warm import ROOT, launch
+from tests.helpers.warm import ROOT, launch
 
 TINY = os.path.join(ROOT, "configs", "tiny_policy")
 SHORT = [

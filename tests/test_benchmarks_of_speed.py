@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import generate, reward_vs_trl, shared, step_vs_trl, systems, tail_batching
 from bubblespec.errors import InputError
-from tests.warm import launch
+from tests.helpers.warm import launch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SMALL = [

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB
 from test_graphs import stand_in
 
 from bubblespec.engine import chains as chains_module
@@ -22,7 +21,7 @@ from bubblespec.engine.sampling import SamplingParams
 from bubblespec.engine.shared_runner import SharedRunner
 from bubblespec.rollout.shared_tail import OwnersPropose
 from bubblespec.types import Row, SampleId
-from tests.drafter_oracle import (
+from tests.helpers.drafter_oracle import (
     MAX_LENGTH,
     NAMES,
     PARAMS,
@@ -32,9 +31,10 @@ from tests.drafter_oracle import (
     make_policy,
     states_of,
 )
-from tests.joint import run_together
-from tests.reference_step import noise_key
-from tests.reference_step import random_bits as reference_bits
+from tests.helpers.joint import run_together
+from tests.helpers.models import VOCAB
+from tests.helpers.reference_step import noise_key
+from tests.helpers.reference_step import random_bits as reference_bits
 
 
 class CheckedDrafts:

@@ -6,10 +6,10 @@ import sys
 import time
 
 import pytest
-from conftest import is_alive
 
 from bubblespec.rewards import code as module
 from bubblespec.rewards.code import passes_tests, program_in, run_program
+from tests.helpers.checks import is_alive
 
 ADD = "def add(a, b):\n    return a + b\n"
 CHECK = "assert add(1, 2) == 3"

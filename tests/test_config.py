@@ -6,7 +6,6 @@ import inspect
 
 import numpy as np
 import pytest
-from conftest import refusal
 
 from bubblespec import config as module
 from bubblespec.config import (
@@ -19,6 +18,7 @@ from bubblespec.config import (
 )
 from bubblespec.errors import InputError
 from bubblespec.learn.advantages import estimate_advantages
+from tests.helpers.checks import refusal
 
 MINIMAL = "model: {path: some/model}\ndata: {path: train.jsonl}\nrun: {output_dir: out}\n"
 TASKS = MINIMAL.replace(

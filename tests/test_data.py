@@ -11,7 +11,6 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
-from conftest import refusal
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -24,6 +23,7 @@ from bubblespec.data.prompts import (
 )
 from bubblespec.errors import InputError
 from bubblespec.types import Prompt
+from tests.helpers.checks import refusal
 
 ROWS = [
     {"prompt": "one plus one", "answer": "2", "level": 1},

@@ -17,9 +17,9 @@ from bubblespec.dist import ranks as distributed
 from bubblespec.dist.progress import ProgressBoard, RankState
 from bubblespec.dist.ranks import Ranks, StopRequested, signals_stop
 from bubblespec.errors import RankTimeout
-from tests.clocks import Clock, ClockThatSkips
-from tests.ranks import run_ranks
-from tests.warm import launch
+from tests.helpers.clocks import Clock, ClockThatSkips
+from tests.helpers.ranks import run_ranks
+from tests.helpers.warm import launch
 
 HANG_S = 120.0  # a time-out that no test waits for
 

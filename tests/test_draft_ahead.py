@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from conftest import run_loop
 from test_rollout_loop import (
     ALONE,
     FOUR_PROMPTS,
@@ -33,6 +32,7 @@ from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.simulate.world import SimulatedBoard, SimulatedRanks
 from bubblespec.simulate.world import World as VirtualTime
 from bubblespec.types import Draft, Row
+from tests.helpers.rows import run_loop
 
 FORWARD_S, ROW_S = 1e-3, 5e-5  # of which half is the row's token
 

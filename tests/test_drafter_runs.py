@@ -25,16 +25,16 @@ from bubblespec.idle.speculation import Speculation
 from bubblespec.learn.idle_training import IdleTraining
 from bubblespec.learn.warm_start import DRAFTER_FILE, WEIGHTS_FILE
 from bubblespec.set_up_drafter import KEPT, MADE_BY, MADE_BY_FILE
-from tests import clocks
-from tests.clocks import train_in_virtual_time
-from tests.drafting import chain_always, train_always
-from tests.runs import SHORT, digests, read, run, weights
+from tests.helpers import clocks
+from tests.helpers.clocks import train_in_virtual_time
+from tests.helpers.drafting import chain_always, train_always
+from tests.helpers.runs import SHORT, digests, read, run, weights
 
 OPTIONS = [
     *SHORT,
     "rollout.num_prompts_per_step=6",
     "rollout.max_completion_length=24",
-    "reward.functions=[tests.streaming.reward]",
+    "reward.functions=[tests.helpers.streaming.reward]",
     "optim.learning_rate=1e-3",
     "eval.num_prompts=4",  # which are no training prompts
     "eval.num_generations=1",
@@ -42,7 +42,7 @@ OPTIONS = [
 DRAFTER = ["drafter.warm_start=1500", "drafter.buffer_tokens=3000"]
 ALWAYS = [*DRAFTER, "speculative.fixed_window=3"]
 ALL, ALONE = "speculative.method=bubble+suffix+drafter", "speculative.method=drafter"
-SCRIPT = ("tests/drafting.py",)
+SCRIPT = ("tests/helpers/drafting.py",)
 
 
 def close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

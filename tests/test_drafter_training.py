@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB
 
 from bubblespec.engine.chains import LONGEST, Chains
 from bubblespec.engine.drafter import Drafter
@@ -12,7 +11,7 @@ from bubblespec.engine.sampling import SamplingParams
 from bubblespec.learn import drafter_training
 from bubblespec.learn.drafter_training import BANDS, PASSES, Lesson, Lessons
 from bubblespec.types import SampleId
-from tests.drafter_oracle import (
+from tests.helpers.drafter_oracle import (
     MAX_LENGTH,
     NAMES,
     SEED,
@@ -25,8 +24,9 @@ from tests.drafter_oracle import (
     make_training,
     states_of,
 )
-from tests.reference_step import gumbel as reference_gumbel
-from tests.reference_step import noise_key
+from tests.helpers.models import VOCAB
+from tests.helpers.reference_step import gumbel as reference_gumbel
+from tests.helpers.reference_step import noise_key
 
 
 def test_lessons_are_the_ends_of_prompts_and_whole_responses():

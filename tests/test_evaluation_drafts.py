@@ -32,7 +32,7 @@ from bubblespec.idle.speculation import Speculation
 from bubblespec.records import RolloutRecord
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.types import Draft, Group, Row, SampleId, Samples
-from tests.runs import digests, read, run, run_until_killed
+from tests.helpers.runs import digests, read, run, run_until_killed
 
 GROUPS = [Group(prompt, EVALUATION) for prompt in PROMPTS]
 

@@ -8,7 +8,6 @@ import sys
 import pytest
 import torch
 import transformers
-from conftest import GQA
 from test_update import gradient, make_config, make_samples, oracle
 
 from bubblespec import memory, memory_needs
@@ -17,7 +16,8 @@ from bubblespec.dist.ranks import Ranks
 from bubblespec.engine.model import prepare_model
 from bubblespec.errors import InputError
 from bubblespec.setup import set_up
-from tests.runs import SHORT, read
+from tests.helpers.models import GQA
+from tests.helpers.runs import SHORT, read
 from train import train
 
 TINY = "configs/tiny_policy"

@@ -11,8 +11,8 @@ import sys
 import numpy as np
 import pytest
 
-from tests.runs import ALWAYS_DRAFT, SHORT
-from tests.warm import ROOT
+from tests.helpers.runs import ALWAYS_DRAFT, SHORT
+from tests.helpers.warm import ROOT
 
 # Samples of the next step that have no draft get one that says the same again and again: pieces for
 # the use of idle time. Which rank has looked at one leaves no other trace than this one. Rank 1 is

@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import VOCAB, small_config
 from test_generator import make_prompts, make_rows
 from test_update import ADVANTAGES, make_config, make_samples
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -45,6 +44,7 @@ from bubblespec.learn.learner import Learner
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.memory import HEADROOM, choose_num_slots
 from bubblespec.memory_needs import work_out
+from tests.helpers.models import VOCAB, small_config
 
 DEVICE = torch.device("cuda", 0)
 SOURCES = str(Path(bubblespec.__file__).parent)

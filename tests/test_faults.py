@@ -45,7 +45,7 @@ from bubblespec.errors import InputError
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.setup import set_up
 from bubblespec.telemetry.metrics import MetricsLogger
-from tests.runs import run
+from tests.helpers.runs import run
 from tests.system.exactness import (
     SHORT,
     first_difference,

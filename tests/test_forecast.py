@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import launch_of
 
 from bubblespec.draft.store import DraftStore
 from bubblespec.draft.suffix import History
@@ -12,6 +11,7 @@ from bubblespec.idle.draft_planning import Outlook
 from bubblespec.idle.rehearsal import NORMAL_QUANTILE
 from bubblespec.rollout.forecast import admit_first, forecast, up_to_cut
 from bubblespec.types import Draft, Group, Launch, Prompt
+from tests.helpers.rows import launch_of
 
 GROUPS = [
     Group(Prompt(uid, "", (1,) * tokens, {}), 3)

@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB
 from transformers import GenerationConfig
 
 from bubblespec.config import RolloutConfig
@@ -14,7 +13,8 @@ from bubblespec.engine.model import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.types import Row, SampleId
-from tests.reference_step import gumbel, log_distributions, noise_key, sample_response
+from tests.helpers.models import VOCAB
+from tests.helpers.reference_step import gumbel, log_distributions, noise_key, sample_response
 
 ARCHITECTURES = [
     "llama",
@@ -78,7 +78,8 @@ def test_greedy_equals_generate(make_model, name):
 def baseline():
     """Sampled rows of one schedule, which every other schedule must reproduce."""
     import transformers
-    from conftest import small_config
+
+    from tests.helpers.models import small_config
 
     torch.manual_seed(0)
     model = (

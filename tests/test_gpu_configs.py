@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from bubblespec import memory
 from bubblespec.config import load_config
-from tests.runs import digests, read, run, same_weights
+from tests.helpers.runs import digests, read, run, same_weights
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SIZES = ("0.5b", "1.5b", "7b")

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import gpu_suite
 from benchmarks.gpu_parts import NEEDS_CUDA, Figure
-from tests.clocks import Clock
+from tests.helpers.clocks import Clock
 
 
 def run_suite(monkeypatch, *arguments: str) -> int:

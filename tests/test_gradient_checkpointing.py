@@ -6,7 +6,6 @@ import copy
 import pytest
 import torch
 import transformers
-from conftest import GQA, SMALL, VOCAB
 from test_update import gradient, make_config, make_samples
 
 from bubblespec.config import ModelConfig
@@ -18,6 +17,7 @@ from bubblespec.engine.model import (
 )
 from bubblespec.engine.packing import pack_sequences
 from bubblespec.learn.lora import add_adapter
+from tests.helpers.models import GQA, SMALL, VOCAB
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 # What would show: probabilities of 0.5, and factors between 0.5 and 1.5.

@@ -13,7 +13,6 @@ import types
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB
 from test_generator import ARCHITECTURES, STOP, Drafter, as_dict, make_prompts, make_rows
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -28,6 +27,7 @@ from bubblespec.engine.packing import PAGE, pack_rows
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.learn.optimizer import Optimizer
+from tests.helpers.models import VOCAB
 
 LENGTH = 130
 # New tokens of five rows in one forward after the other: decoding, prompts, windows, rows that

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import make_rows
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bubblespec.config import load_config
@@ -20,6 +19,7 @@ from bubblespec.engine.sampling import SamplingParams
 from bubblespec.setup import set_up
 from bubblespec.telemetry.report import speculation_metrics
 from bubblespec.types import Draft, Row, SampleId
+from tests.helpers.rows import make_rows
 
 TINY_POLICY = Path("configs/tiny_policy")
 WRONG_EVERY = 32  # tokens of a draft

@@ -15,8 +15,8 @@ from bubblespec.engine.engine import Engine
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.learn.idle_training import IdleTraining
 from bubblespec.types import Row, SampleId
-from tests.clocks import Clock
-from tests.drafter_oracle import (
+from tests.helpers.clocks import Clock
+from tests.helpers.drafter_oracle import (
     MAX_LENGTH,
     PARAMS,
     SEED,

@@ -12,7 +12,6 @@ from collections import deque
 
 import numpy as np
 import pytest
-from conftest import run_loop
 from test_rollout_loop import (
     FOUR_PROMPTS,
     LIMIT,
@@ -35,6 +34,7 @@ from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.simulate.world import SimulatedBoard, SimulatedRanks
 from bubblespec.simulate.world import World as VirtualTime
 from bubblespec.types import Row
+from tests.helpers.rows import run_loop
 
 SLICE_S = 1e-3
 

@@ -14,7 +14,7 @@ from bubblespec.engine import chains as chains_module
 from bubblespec.engine.chains import LONGEST
 from bubblespec.records import CHAIN_ROWS
 from bubblespec.types import Row, SampleId
-from tests.clocks import Clock
+from tests.helpers.clocks import Clock
 
 
 def made_cost(*coefficients: float) -> CostModel:

@@ -34,7 +34,7 @@ from bubblespec.engine.model import forward_hidden, output_head, prepare_model
 from bubblespec.engine.packing import pack_sequences
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.setup import choose_linear, set_up
-from tests.runs import SHORT, same_weights, weights
+from tests.helpers.runs import SHORT, same_weights, weights
 from train import train
 
 pytestmark = pytest.mark.skipif(not has_onednn(), reason="this torch has no oneDNN")

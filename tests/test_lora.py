@@ -17,7 +17,7 @@ from bubblespec.errors import InputError
 from bubblespec.learn.lora import adapter_disabled, add_adapter
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.setup import set_up
-from tests.runs import run, run_until_killed
+from tests.helpers.runs import run, run_until_killed
 from tests.system.exactness import SHORT, largest_change, read_metrics, read_weights, same_weights
 from train import train
 

@@ -8,7 +8,7 @@ from bubblespec.idle.speculation import Speculation
 from bubblespec.records import Load, RolloutRecord
 from bubblespec.simulate.run import SimulatedStep, simulate
 from bubblespec.simulate.workload import Synthetic, Workload
-from tests.simulated import make_config
+from tests.helpers.simulated import make_config
 
 
 class FastCore:

@@ -15,7 +15,7 @@ from bubblespec.learn.losses import (
     token_logprobs,
     token_weights,
 )
-from tests.reference_step import kl_estimate, mean_loss, token_losses
+from tests.helpers.reference_step import kl_estimate, mean_loss, token_losses
 
 RNG = np.random.default_rng(0)
 M = 200

@@ -21,7 +21,7 @@ from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
 from bubblespec.memory_needs import meta_model, work_out
 from bubblespec.types import Row, SampleId
-from tests.warm import ROOT, python
+from tests.helpers.warm import ROOT, python
 
 CPU = Ranks(torch.device("cpu"))
 

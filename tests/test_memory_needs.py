@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import samples_of
 from test_update import make_learner
 
 from bubblespec import memory_needs
@@ -23,7 +22,8 @@ from bubblespec.learn import drafter_training
 from bubblespec.learn.drafter_training import DrafterTraining, Lesson
 from bubblespec.learn.optimizer import MOMENTS, Optimizer
 from bubblespec.types import Group, Prompt, Row, SampleId
-from tests.joint import run_together
+from tests.helpers.joint import run_together
+from tests.helpers.rows import samples_of
 
 
 def small(vocab: int = 512, **changes) -> transformers.PretrainedConfig:

@@ -6,12 +6,12 @@ import math
 
 import numpy as np
 import pytest
-from conftest import samples_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from bubblespec.draft.windows import WINDOWS
 from bubblespec.telemetry.metrics import MetricsLogger
 from bubblespec.types import Group, Prompt
+from tests.helpers.rows import samples_of
 
 BASE = {"reward": 0.5, "perf/throughput": 100.0, "timing_s/step": 2.0}
 

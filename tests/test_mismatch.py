@@ -11,7 +11,7 @@ from bubblespec.dist.ranks import Ranks
 from bubblespec.learn import learner as update
 from bubblespec.learn.learner import Learner
 from bubblespec.setup import set_up
-from tests.runs import SHORT, read
+from tests.helpers.runs import SHORT, read
 from train import train
 
 MEAN = "sampling/logp_difference/mean"

@@ -2,9 +2,9 @@
 
 import pytest
 import transformers
-from conftest import GQA, SMALL, VOCAB
 
 from bubblespec.engine.model import UnsupportedModel, prepare_model
+from tests.helpers.models import GQA, SMALL, VOCAB
 
 STATE_SPACE = transformers.MambaConfig(
     vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=4, pad_token_id=0

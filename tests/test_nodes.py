@@ -12,8 +12,8 @@ import pytest
 from bubblespec.checkpoint import STATE_FILE
 from bubblespec.errors import InputError
 from bubblespec.setup import check_all_see
-from tests.runs import SHORT, digests, read, run, same_weights, weights
-from tests.warm import ROOT
+from tests.helpers.runs import SHORT, digests, read, run, same_weights, weights
+from tests.helpers.warm import ROOT
 
 SHORTER = [*(o for o in SHORT if "_steps" not in o), "run.max_steps=2", "run.save_steps=0"]
 

@@ -19,7 +19,7 @@ from bubblespec.engine.noise import (
     random_bits,
     stream_keys,
 )
-from tests import reference_step
+from tests.helpers import reference_step
 
 
 def keys_for(seed=0, uid=0, step=0, sample=0, position=0) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from bubblespec.config import OptimConfig
 from bubblespec.dist.ranks import Ranks
 from bubblespec.learn.optimizer import Optimizer, learning_rate_factor
-from tests.reference_step import adamw_update
+from tests.helpers.reference_step import adamw_update
 
 STEPS = 8
 

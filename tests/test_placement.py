@@ -8,12 +8,12 @@ import threading
 import numpy as np
 import pytest
 import torch
-from conftest import launch_of, make_rows
 
 from bubblespec.dist.ranks import Ranks
 from bubblespec.rollout.placement import gather_samples, place_in_turn
 from bubblespec.rollout.standing import Standing
 from bubblespec.types import Group, Prompt, Row, Samples, digest
+from tests.helpers.rows import launch_of, make_rows
 
 UIDS = (900, 17, 2**62 + 5, 3, 44)
 GROUPS = [

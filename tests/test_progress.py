@@ -23,8 +23,8 @@ from bubblespec.dist.progress import LINGER_S, NUM_NUMBERS, ProgressBoard, RankS
 from bubblespec.dist.ranks import BROKEN_S, GRACE_S, Ranks, RollCall
 from bubblespec.errors import RankTimeout
 from bubblespec.simulate.world import SimulatedBoard, SimulatedRanks, World
-from tests.clocks import Clock, ClockThatSkips
-from tests.ranks import run_ranks
+from tests.helpers.clocks import Clock, ClockThatSkips
+from tests.helpers.ranks import run_ranks
 
 HANG_S = 120.0  # a time-out that no test waits for
 

@@ -7,7 +7,6 @@ counted by hand.
 
 import numpy as np
 import pytest
-from conftest import VOCAB, run_loop
 from test_rollout_loop import ALONE, MAX_LENGTH, PARAMS, SEED, as_dict, new_model, plain, rows_of
 
 from bubblespec.draft import sources
@@ -19,7 +18,9 @@ from bubblespec.engine.engine import Engine
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.types import Draft, Row, SampleId
-from tests.clocks import Clock
+from tests.helpers.clocks import Clock
+from tests.helpers.models import VOCAB
+from tests.helpers.rows import run_loop
 
 STEP = 5
 

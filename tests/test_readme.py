@@ -8,7 +8,6 @@ import shlex
 
 import pytest
 import torch
-from conftest import GQA
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 from bubblespec.data.prompts import build_prompt_set, make_tokenize
@@ -17,8 +16,9 @@ from bubblespec.engine.model import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.types import Row, SampleId
-from tests.runs import read
-from tests.warm import ROOT, launch, python
+from tests.helpers.models import GQA
+from tests.helpers.runs import read
+from tests.helpers.warm import ROOT, launch, python
 
 BLOCK = re.compile(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 RUNS = ("runs/my_data", "runs/my_model", "runs/my_reward")

@@ -17,7 +17,7 @@ from bubblespec.config import Config, load_config
 from bubblespec.dist.ranks import Ranks
 from bubblespec.engine.model import prepare_model
 from bubblespec.learn.advantages import estimate_advantages
-from tests import reference_step
+from tests.helpers import reference_step
 
 PAGE = (Path(__file__).parent.parent / "docs" / "recipes.md").read_text(encoding="utf-8")
 FRAGMENTS = dict(

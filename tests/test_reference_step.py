@@ -13,8 +13,8 @@ from bubblespec.config import load_config
 from bubblespec.dist.ranks import Ranks
 from bubblespec.setup import set_up
 from bubblespec.trainer import Trainer
-from tests.reference_step import grpo_step
-from tests.runs import read
+from tests.helpers.reference_step import grpo_step
+from tests.helpers.runs import read
 
 CONFIG = "configs/tiny_cpu_bulk.yaml"
 STEPS = 2

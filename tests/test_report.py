@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import samples_of
 
 from bubblespec.config import RewardConfig
 from bubblespec.dist.ranks import Ranks
@@ -22,6 +21,7 @@ from bubblespec.telemetry.report import (
     timing_metrics,
 )
 from bubblespec.types import Group, Prompt, Row, Samples, digest
+from tests.helpers.rows import samples_of
 
 LENGTHS = [1, 2, 4, 9]
 

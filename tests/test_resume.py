@@ -12,7 +12,6 @@ import os
 
 import pytest
 import torch
-from conftest import refusal
 
 from bubblespec.checkpoint import (
     FORMAT,
@@ -31,8 +30,9 @@ from bubblespec.draft.store import HEADER
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.setup import set_up
 from bubblespec.types import Group, Samples
-from tests.clocks import train_in_virtual_time, virtual_time
-from tests.runs import ALWAYS_DRAFT, SHORT, digests, read, same_weights, weights
+from tests.helpers.checks import refusal
+from tests.helpers.clocks import train_in_virtual_time, virtual_time
+from tests.helpers.runs import ALWAYS_DRAFT, SHORT, digests, read, same_weights, weights
 from train import train
 
 STEPS, PROMPTS = 5, 4

@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import is_alive
 
 from bubblespec.dist import processes
 from bubblespec.errors import InputError
@@ -22,10 +21,11 @@ from bubblespec.rewards import workers as reward_workers
 from bubblespec.rewards.functions import Sample, call_one
 from bubblespec.rewards.process import NICENESS
 from bubblespec.rewards.workers import Answer, Kind, RewardWorkers, adaptive_timeout
-from tests.clocks import ClockThatSkips
-from tests.misbehaving_rewards import obey
+from tests.helpers.checks import is_alive
+from tests.helpers.clocks import ClockThatSkips
+from tests.helpers.misbehaving_rewards import obey
 
-OBEY = "tests.misbehaving_rewards.obey"
+OBEY = "tests.helpers.misbehaving_rewards.obey"
 PATIENCE_S = 120.0  # for what must happen at some time
 
 
@@ -203,7 +203,9 @@ def test_workers_give_way_to_ranks_that_decode(make_workers):
     may be older than that."""
     nice, nice_session = outcomes(make_workers(), ["report nice", "report nice session"])
     assert nice == min(os.nice(0) + NICENESS, 19)
-    report = "from tests.misbehaving_rewards import session_niceness; print(session_niceness())"
+    report = (
+        "from tests.helpers.misbehaving_rewards import session_niceness; print(session_niceness())"
+    )
     done = subprocess.run(
         [sys.executable, "-c", report],
         start_new_session=True,

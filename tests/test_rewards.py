@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import reasoning_gym
 import torch
-from conftest import refusal
 
 from bubblespec.data.prompts import reasoning_gym_rows
 from bubblespec.errors import InputError
@@ -27,6 +26,7 @@ from bubblespec.rewards.functions import (
     reasoning_gym_score,
     score,
 )
+from tests.helpers.checks import refusal
 
 SAMPLES = [Sample("p", "a", [1], {}), Sample("q", "b", [2], {}), Sample("r", "c", [3], {})]
 

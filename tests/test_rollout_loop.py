@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import VOCAB, make_rows, run_loop, small_config
 
 from bubblespec.dist.progress import ProgressBoard, RankState
 from bubblespec.dist.ranks import Ranks
@@ -33,8 +32,10 @@ from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.simulate.world import SimulatedBoard, SimulatedRanks
 from bubblespec.simulate.world import World as VirtualTime
 from bubblespec.types import Draft, Group, Prompt, Row, SampleId
-from tests.clocks import Clock, forward_seconds
-from tests.ranks import run_ranks
+from tests.helpers.clocks import Clock, forward_seconds
+from tests.helpers.models import VOCAB, small_config
+from tests.helpers.ranks import run_ranks
+from tests.helpers.rows import make_rows, run_loop
 
 SEED = 5
 PARAMS = SamplingParams(temperature=0.9, stop_token_ids=(5, 11, 20, 33))

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import launch_of, make_rows, run_loop, samples_of
 
 from bubblespec.config import Config, ModelConfig, RolloutConfig
 from bubblespec.data.prompts import PromptSet
@@ -18,7 +17,8 @@ from bubblespec.records import ForwardRecord, Load, RolloutRecord, Span, StepRec
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.types import Group, Launch, Prompt, Samples
-from tests.runs import ALWAYS_DRAFT, digests, read, run, same_weights, weights
+from tests.helpers.rows import launch_of, make_rows, run_loop, samples_of
+from tests.helpers.runs import ALWAYS_DRAFT, digests, read, run, same_weights, weights
 
 WANTED = 6
 

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import make_rows, run_loop
 
 from bubblespec.config import RewardConfig, load_config
 from bubblespec.dist.ranks import Ranks, StopRequested, signals_stop
@@ -27,11 +26,12 @@ from bubblespec.rewards.workers import RewardWorkers
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.setup import set_up
 from bubblespec.types import Group, Prompt, Row
-from tests.ranks import run_ranks
-from tests.runs import ALWAYS_DRAFT, SHORT, digests, read, run, same_weights, weights
+from tests.helpers.ranks import run_ranks
+from tests.helpers.rows import make_rows, run_loop
+from tests.helpers.runs import ALWAYS_DRAFT, SHORT, digests, read, run, same_weights, weights
 from train import train
 
-OBEY = "tests.misbehaving_rewards.obey"
+OBEY = "tests.helpers.misbehaving_rewards.obey"
 PROMPTS = [Prompt(uid, f"prompt {uid}", (uid % 7, 1), {"answer": str(uid)}) for uid in (900, 17)]
 GROUPS = [Group(prompt, 4) for prompt in PROMPTS]
 PATIENCE_S = 120.0
@@ -207,7 +207,7 @@ def test_failures_of_an_unwritable_log_are_a_warning(make_scorer, tmp_path, caps
 )
 def test_failures_may_be_made_to_end_the_run(make_scorer, num_workers, bad):
     scorer = make_scorer(["value 1", bad, "value 2"], num_workers=num_workers, reward_on_error=None)
-    with pytest.raises(InputError, match=r"^reward tests.misbehaving_rewards.obey: "):
+    with pytest.raises(InputError, match=r"^reward tests.helpers.misbehaving_rewards.obey: "):
         scores(scorer, finished_rows(3))
 
 
@@ -297,7 +297,10 @@ HALVES = {
     "wrong nan": "value",
 }
 HALVES |= {"wrong two": "value", "exit 0": "exception", "die killed": "crash"}
-HALF_FUNCTIONS = ["tests.misbehaving_rewards.obey_left", "tests.misbehaving_rewards.obey_right"]
+HALF_FUNCTIONS = [
+    "tests.helpers.misbehaving_rewards.obey_left",
+    "tests.helpers.misbehaving_rewards.obey_right",
+]
 
 
 def take(scoring: Scoring, count: int) -> list[tuple[Row, np.ndarray]]:
@@ -576,7 +579,7 @@ def train_here(folder, monkeypatch, *overrides: str) -> int:
 
 
 HANGING = [
-    "reward.functions=[tests.misbehaving_rewards.hang_in_a_call]",
+    "reward.functions=[tests.helpers.misbehaving_rewards.hang_in_a_call]",
     "reward.timeout_s=3600",
     "reward.num_workers=1",
 ]
@@ -648,7 +651,7 @@ def test_workers_leave_digests_rewards_and_weights_unchanged(tmp_path, monkeypat
 
 
 def test_a_run_goes_on_beside_a_reward_that_crashes_and_raises(tmp_path):
-    reward = "reward.functions=[tests.misbehaving_rewards.crash_or_match]"
+    reward = "reward.functions=[tests.helpers.misbehaving_rewards.crash_or_match]"
     done = run(tmp_path, 2, reward, "reward.num_workers=1", "run.max_steps=2")
     lines = read(tmp_path)
     assert len(lines) == 2

@@ -8,7 +8,7 @@ from test_optimizer import CONFIG, STEPS, Small
 
 from bubblespec.dist.ranks import Ranks
 from bubblespec.learn.optimizer import MOMENTS, Optimizer
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 

@@ -27,7 +27,7 @@ from bubblespec.dist.shared_board import (
     open_shared,
 )
 from bubblespec.errors import RankTimeout
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 
 def numbers_of(rank: int, rollout: int, tick: int, count: int) -> np.ndarray:

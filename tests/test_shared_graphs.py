@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import VOCAB, small_config
 from test_graphs import Captures, Tape, feed, rehearse, stand_in
 from test_slices import LONGEST, Drafts, build
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -26,8 +25,9 @@ from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.engine.shared_runner import SharedRunner
 from bubblespec.types import Row, SampleId
-from tests.joint import ThreadJoint, run_together
-from tests.ranks import run_ranks
+from tests.helpers.joint import ThreadJoint, run_together
+from tests.helpers.models import VOCAB, small_config
+from tests.helpers.ranks import run_ranks
 
 PARAMS = SamplingParams(temperature=0.9, stop_token_ids=(5, 11))
 SIZES = [32, 24, 16, 8, 4, 2, 1]  # of the graphs of up to 32 tokens

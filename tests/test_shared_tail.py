@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import VOCAB, launch_of, small_config
 from test_rollout_loop import (
     FOUR_PROMPTS,
     LIMIT,
@@ -46,7 +45,9 @@ from bubblespec.rollout.shared_tail import ASK_EVERY, OwnersPropose, SharedTail,
 from bubblespec.rollout.standing import Standing
 from bubblespec.simulate.world import SimulatedBoard, SimulatedRanks, World
 from bubblespec.types import Draft
-from tests.clocks import forward_seconds
+from tests.helpers.clocks import forward_seconds
+from tests.helpers.models import VOCAB, small_config
+from tests.helpers.rows import launch_of
 
 NUM_ROWS = 12  # of four prompts, three responses each
 

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.runs import ALWAYS_DRAFT, digests, read, run, same_weights, weights
+from tests.helpers.runs import ALWAYS_DRAFT, digests, read, run, same_weights, weights
 
 SHARED = ("rollout.shared_tail_rows=12",)
 PLAIN = ("speculative.method=none", "rollout.placement=in_turn", "rollout.shared_tail_rows=0")
@@ -104,7 +104,7 @@ def test_with_a_learned_drafter(plain, tmp_path):
         "speculative.fixed_window=3",
     )
     method = ("speculative.method=suffix+drafter", *drafter)
-    run(tmp_path, 2, *method, *SHARED, script=("tests/drafting.py",))
+    run(tmp_path, 2, *method, *SHARED, script=("tests/helpers/drafting.py",))
     check(tmp_path, plain)
     assert sum(line.get("drafts/drafter/tokens", 0) for line in read(tmp_path)) > 0
 

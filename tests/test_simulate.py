@@ -5,7 +5,6 @@ import hashlib
 
 import numpy as np
 import pytest
-from conftest import make_rows
 
 from bubblespec.draft.learned import LearnedDrafts
 from bubblespec.draft.proposer import Proposer
@@ -22,7 +21,8 @@ from bubblespec.simulate.runner import SimulatedGenerator, SimulatedRunner
 from bubblespec.simulate.workload import Workload
 from bubblespec.simulate.world import SimulatedRanks, World
 from bubblespec.telemetry.timeline import KINDS
-from tests.simulated import LinearCost, figures, make_config, make_workload, run, run_to_end
+from tests.helpers.rows import make_rows
+from tests.helpers.simulated import LinearCost, figures, make_config, make_workload, run, run_to_end
 
 
 def seconds_by_hand(

@@ -29,8 +29,8 @@ from bubblespec.telemetry.trace import (
     read_meta,
     read_table,
 )
-from tests.simulated import LinearCost, figures, make_config, make_workload
-from tests.warm import ROOT, python
+from tests.helpers.simulated import LinearCost, figures, make_config, make_workload
+from tests.helpers.warm import ROOT, python
 
 
 def write_trace(

@@ -10,7 +10,7 @@ from bubblespec.draft.suffix import GroupIndex
 from bubblespec.records import Load
 from bubblespec.simulate.analytic import GPUS, MODELS, analytic_cost
 from bubblespec.simulate.drafting import STOP, DraftModel
-from tests.simulated import first_mismatch, make_workload, true_text
+from tests.helpers.simulated import first_mismatch, make_workload, true_text
 
 
 def test_a_draft_goes_on_from_what_it_has():

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import GQA, SMALL, VOCAB, small_config
 
 from bubblespec.config import ModelConfig
 from bubblespec.engine.engine import Engine
@@ -30,7 +29,8 @@ from bubblespec.engine.slices import (
 )
 from bubblespec.learn.lora import add_adapter
 from bubblespec.types import Row, SampleId
-from tests.joint import run_together
+from tests.helpers.joint import run_together
+from tests.helpers.models import GQA, SMALL, VOCAB, small_config
 
 LONGEST = 64
 UNEVEN = {

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import launch_of, samples_of
 from test_rollout_loop import (
     LIMIT,
     MAX_LENGTH,
@@ -47,7 +46,8 @@ from bubblespec.records import (
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.telemetry.report import speculation_metrics
 from bubblespec.types import Draft, Group, Launch, Prompt, Row, SampleId, Samples
-from tests.clocks import Clock, forward_seconds
+from tests.helpers.clocks import Clock, forward_seconds
+from tests.helpers.rows import launch_of, samples_of
 
 RANKS = Ranks(torch.device("cpu"))
 RANKS.clock = Clock()

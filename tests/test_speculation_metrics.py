@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import launch_of, run_loop, samples_of
 from test_rollout_loop import (
     ALONE,
     LIMIT,
@@ -34,6 +33,7 @@ from bubblespec.records import Acceptance, RolloutRecord, Span, StepRecord, tota
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.telemetry.report import speculation_metrics
 from bubblespec.types import Draft, Group, Prompt
+from tests.helpers.rows import launch_of, run_loop, samples_of
 
 
 def histogram(**counts: int) -> np.ndarray:

@@ -6,11 +6,11 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from conftest import samples_of
 
 from bubblespec.data.prompts import PromptSet
 from bubblespec.data.schedule import InOrder
 from bubblespec.types import Group, Prompt
+from tests.helpers.rows import samples_of
 
 SEED, OF_STEP, GENERATIONS = 11, 4, 2
 

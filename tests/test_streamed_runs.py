@@ -17,9 +17,9 @@ from bubblespec.idle.gradients import GroupGradients
 from bubblespec.learn.learner import Learner
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.setup import set_up
-from tests.clocks import train_in_virtual_time, virtual_time
-from tests.runs import SHORT, digests, read, run, weights
-from tests.streaming import STREAMED, stream_always
+from tests.helpers.clocks import train_in_virtual_time, virtual_time
+from tests.helpers.runs import SHORT, digests, read, run, weights
+from tests.helpers.streaming import STREAMED, stream_always
 from train import train
 
 STEPS = 20
@@ -29,12 +29,12 @@ OPTIONS = [
     "rollout.max_completion_length=24",
     f"run.max_steps={STEPS}",
     "run.save_steps=10",
-    "reward.functions=[tests.streaming.reward]",
+    "reward.functions=[tests.helpers.streaming.reward]",
     "optim.learning_rate=1e-3",
     "reward.num_workers=0",
 ]
 NOTHING_STREAMED = ("optim.stream_gradients=true", "idle.max_slice_s=1e-9")  # no slice is so short
-SCRIPT = ("tests/streaming.py",)
+SCRIPT = ("tests/helpers/streaming.py",)
 
 
 def close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -109,7 +109,7 @@ def noted_groups(monkeypatch) -> list[tuple[set, object]]:
 
 FEW = [*OPTIONS, "run.max_steps=4"]
 RULES = {
-    "failing rewards": ["reward.functions=[tests.misbehaving_rewards.fails_for_some]"],
+    "failing rewards": ["reward.functions=[tests.helpers.misbehaving_rewards.fails_for_some]"],
     "dynamic sampling": ["rollout.dynamic_sampling=true", "rollout.dynamic_sampling_max_batches=3"],
     "tail batching": ["tail_batching.enabled=true", "tail_batching.over_sampling_ratio=1.5"],
     "race": [

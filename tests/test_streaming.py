@@ -6,7 +6,6 @@ import copy
 import numpy as np
 import pytest
 import torch
-from conftest import refusal, samples_of
 from test_lora import adapt
 from test_out_of_memory import SmallMemory
 from test_update import (
@@ -30,7 +29,9 @@ from bubblespec.learn.microbatch_cost import MicrobatchCost
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.learn.streaming import GradientStream
 from bubblespec.types import Row, Samples
-from tests.ranks import run_ranks
+from tests.helpers.checks import refusal
+from tests.helpers.ranks import run_ranks
+from tests.helpers.rows import samples_of
 
 # What is streamed is scaled behind the backward pass, what is not before it. In the model's own
 # precision that is the same.

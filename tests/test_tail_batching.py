@@ -19,7 +19,7 @@ from bubblespec.dist.ranks import Ranks
 from bubblespec.rewards.scorer import Scoring
 from bubblespec.setup import set_up
 from bubblespec.types import Group, Launch, Prompt, Samples
-from tests.runs import SHORT, digests, run
+from tests.helpers.runs import SHORT, digests, run
 
 SEED = 5
 

@@ -4,7 +4,6 @@ told, far more of them than would pay."""
 
 import numpy as np
 import pytest
-from conftest import launch_of
 from test_rollout_loop import (
     FOUR_PROMPTS,
     LIMIT,
@@ -26,6 +25,7 @@ from bubblespec.rollout.placement import place_in_turn
 from bubblespec.rollout.standing import Standing
 from bubblespec.rollout.take_over import TakeOver
 from bubblespec.simulate.world import SimulatedBoard, SimulatedRanks, World
+from tests.helpers.rows import launch_of
 
 
 class TakeAnyTime(TakeOver):

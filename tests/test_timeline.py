@@ -9,7 +9,6 @@ import matplotlib.image
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB, run_loop
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from bubblespec.dist.ranks import Ranks
@@ -21,7 +20,9 @@ from bubblespec.records import ForwardRecord, Load, RolloutRecord, Span
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.telemetry.timeline import COLOURS, KINDS, draw, gather_lanes, step_spans, trace
 from bubblespec.types import Row, SampleId
-from tests.runs import read, run
+from tests.helpers.models import VOCAB
+from tests.helpers.rows import run_loop
+from tests.helpers.runs import read, run
 
 SPANS = [
     Span("prefill", 10.5, 11.0),

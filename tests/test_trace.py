@@ -10,7 +10,6 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
-from conftest import samples_of
 
 from bubblespec.config import Config, DataConfig, ModelConfig, RunConfig
 from bubblespec.dist.ranks import Ranks
@@ -20,8 +19,9 @@ from bubblespec.simulate.cost import cost_from_trace
 from bubblespec.telemetry import trace
 from bubblespec.telemetry.trace import Recorder, list_steps, read_meta, read_table
 from bubblespec.types import Draft, Group, Prompt, SampleId, digest
-from tests.clocks import forward_seconds, train_in_virtual_time
-from tests.runs import ALWAYS_DRAFT, SHORT, digests, read, run
+from tests.helpers.clocks import forward_seconds, train_in_virtual_time
+from tests.helpers.rows import samples_of
+from tests.helpers.runs import ALWAYS_DRAFT, SHORT, digests, read, run
 
 TRACED = "trace.enabled=true"
 BUBBLE = ["speculative.method=bubble+suffix", "bubble.lookahead=1", ALWAYS_DRAFT]

@@ -9,8 +9,8 @@ import shutil
 
 import pytest
 
-from tests.clocks import train_in_virtual_time
-from tests.runs import (
+from tests.helpers.clocks import train_in_virtual_time
+from tests.helpers.runs import (
     ALWAYS_DRAFT,
     SHORT,
     digests,

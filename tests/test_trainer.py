@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import samples_of
 
 import train
 from bubblespec.config import Config
@@ -25,7 +24,8 @@ from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.trainer import Trainer, expected_best
 from bubblespec.types import Group, Prompt, digest
-from tests.runs import SHORT, weights
+from tests.helpers.rows import samples_of
+from tests.helpers.runs import SHORT, weights
 
 
 def run_main(monkeypatch, folder, *overrides: str) -> int:

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB, samples_of
 
 from bubblespec.config import Config, LossConfig, ModelConfig, OptimConfig, RolloutConfig
 from bubblespec.dist.ranks import Ranks
@@ -20,7 +19,9 @@ from bubblespec.learn.losses import policy_loss
 from bubblespec.learn.microbatch import plan_microbatches
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.types import Group, Prompt, Samples
-from tests.reference_step import Response, kl_estimate, log_distributions, minibatch_loss
+from tests.helpers.models import VOCAB
+from tests.helpers.reference_step import Response, kl_estimate, log_distributions, minibatch_loss
+from tests.helpers.rows import samples_of
 
 NUM_PROMPTS, GENERATIONS = 4, 3
 

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import make_rows
 
 from bubblespec.dist.progress import LINGER_S, RankState
 from bubblespec.dist.ranks import Ranks
@@ -22,7 +21,8 @@ from bubblespec.simulate.drafting import STOP
 from bubblespec.simulate.runner import ProposalTime, SimulatedGenerator, SimulatedRunner
 from bubblespec.simulate.world import SimulatedBoard, SimulatedRanks, World
 from bubblespec.types import Draft, Row, SampleId
-from tests.simulated import LinearCost, make_workload, run_to_end
+from tests.helpers.rows import make_rows
+from tests.helpers.simulated import LinearCost, make_workload, run_to_end
 
 
 def test_a_meeting_ends_for_all_when_the_last_has_come():

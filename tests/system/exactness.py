@@ -33,7 +33,7 @@ from safetensors.torch import load_file
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 from bubblespec.checkpoint import SPECULATION_FILE, load_arrays
-from tests.runs import same_weights
+from tests.helpers.runs import same_weights
 from tests.system.disturbed_train import COUNTS, COUNTS_FILE
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))

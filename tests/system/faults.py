@@ -27,7 +27,7 @@ import time
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 from bubblespec.dist.processes import children_of
-from tests.conftest import is_alive
+from tests.helpers.checks import is_alive
 from tests.system.exactness import (
     ROOT,
     RUN_TIMEOUT_S,

@@ -8,7 +8,7 @@ system/signalled_train.py.
 import os
 import sys
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 import train
 from bubblespec.dist.progress import ProgressBoard

@@ -21,7 +21,7 @@ from multiprocessing.process import BaseProcess
 
 import torch.distributed as dist
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 SINGLE_THREADED = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -31,7 +31,7 @@ SINGLE_THREADED = {
 TIMEOUT_S = 300.0  # a hang guard
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.preload"])
+_context.set_forkserver_preload(["tests.helpers.preload"])
 
 
 class _File:

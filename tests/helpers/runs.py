@@ -12,7 +12,7 @@ import subprocess
 import torch
 from safetensors.torch import load_file
 
-from tests.warm import launch
+from tests.helpers.warm import launch
 
 SHORT = [
     "rollout.num_prompts_per_step=8",

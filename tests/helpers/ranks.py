@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from bubblespec.dist.ranks import Ranks
-from tests.warm import start
+from tests.helpers.warm import start
 
 PARENT_STORE = -1
 

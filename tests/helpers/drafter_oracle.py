@@ -4,7 +4,6 @@ no batch, but for each token one packed forward of the drafter over all position
 import numpy as np
 import torch
 import transformers
-from conftest import GQA, VOCAB, small_config
 
 from bubblespec.engine.drafter import Drafter
 from bubblespec.engine.model import forward_hidden, output_head, prepare_model
@@ -13,8 +12,9 @@ from bubblespec.engine.sampling import SamplingParams
 from bubblespec.learn.drafter_training import DrafterTraining, Lesson, lessons_of
 from bubblespec.learn.microbatch import pack_responses
 from bubblespec.types import SampleId
-from tests.reference_step import gumbel as reference_gumbel
-from tests.reference_step import noise_key
+from tests.helpers.models import GQA, VOCAB, small_config
+from tests.helpers.reference_step import gumbel as reference_gumbel
+from tests.helpers.reference_step import noise_key
 
 NAMES = ["llama", "qwen2", "qwen3", "mistral-window", "gpt2", "gpt_neox", "qwen3_moe"]
 SEED = 5

@@ -1,0 +1,1 @@
+"""What several test files use: import it as `tests.helpers.NAME`."""

@@ -1,0 +1,50 @@
+"""Rows to generate and samples by hand."""
+
+import numpy as np
+
+from bubblespec.records import RolloutRecord
+from bubblespec.rollout.loop import RolloutLoop
+from bubblespec.rollout.standing import Standing
+from bubblespec.types import Group, Launch, Row, Samples
+
+
+def launch_of(groups: list[Group], num_generations: int) -> Launch:
+    """A rollout of these groups that trains on all it generates."""
+    return Launch(groups, len(groups), num_generations, num_generations)
+
+
+def make_rows(groups: list[Group], num_generations: int, max_new_tokens: int) -> list[Row]:
+    """The rows of groups, those of a group adjacent."""
+    launch = launch_of(groups, num_generations)
+    return list(
+        Standing(launch, np.zeros(len(launch.ids), np.int64), 0).make_rows(max_new_tokens).values()
+    )
+
+
+MOST_ROWS = 64  # of a rank
+
+
+def run_loop(loop: RolloutLoop, rows: list[Row]) -> RolloutRecord:
+    """Generate rows of whatever groups, with none to choose from: all of them are trained on. Each
+    rank may have others, as nobody asks how long they are."""
+    owners = np.full(MOST_ROWS, -1)
+    owners[: len(rows)] = loop.ranks.rank
+    return loop.run(dict(enumerate(rows)), Standing(launch_of([], 0), owners, loop.ranks.rank))
+
+
+def samples_of(groups: list[Group], tokens: list[np.ndarray], **fields) -> Samples:
+    """Responses with these tokens, as many of each group. fields: where they are not 0."""
+    num_generations, unknown = (
+        len(tokens) // len(groups),
+        [np.zeros(len(of_sample), np.float32) for of_sample in tokens],
+    )
+    fields = {
+        "numbers": np.tile(np.arange(num_generations), len(groups)),
+        "is_truncated": np.zeros(len(tokens), bool),
+    } | fields
+    fields = {
+        "logprob": unknown,
+        "full_logprob": unknown,
+        "rewards": np.zeros((len(tokens), 1)),
+    } | fields
+    return Samples(groups, num_generations, tokens=tokens, **fields)
