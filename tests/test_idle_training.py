@@ -68,7 +68,7 @@ def rests_of(
         assert len(gathered) == (step == 0 or not rests[-1]), (
             "a drafter at rest has nothing to tell"
         )
-        rests.append(training.source.rests)
+        rests.append(not training.source.is_enabled)
         by_rank = saved.get(step, [(0.0, 1.0)] * 2)
         if by_rank and not rests[-1]:
             training.source.saved_s, training.source.num_asked = by_rank[0][0], 0
@@ -101,7 +101,7 @@ def test_a_drafter_that_does_not_pay_is_tried_now_and_then():
     awake = [step for step, rests in enumerate(rests_of(saved, 150, training)) if not rests]
     assert awake == [0, 10, 11, 12, 13, 23, 43, 83, 84, 85, 95, 115]
     training.take(None, None)
-    assert training.source.rests and training.new_lessons == []
+    assert not training.source.is_enabled and training.new_lessons == []
 
 
 def test_at_rest_no_rows_are_followed_and_no_memory_is_held():

@@ -11,7 +11,7 @@ from test_rollout_loop import ALONE, MAX_LENGTH, PARAMS, SEED, as_dict, new_mode
 
 from bubblespec.draft import sources
 from bubblespec.draft.proposer import UNKNOWN_PRIOR, Proposer, make_proposer
-from bubblespec.draft.sources import OwnDrafts, Proposal, TrackedRow
+from bubblespec.draft.sources import DraftSource, OwnDrafts, Proposal, TrackedRow
 from bubblespec.draft.suffix import GroupIndex, History
 from bubblespec.draft.windows import WINDOWS, CostModel
 from bubblespec.engine.engine import Engine
@@ -323,7 +323,7 @@ def test_tokens_of_a_continued_row_are_indexed_once_and_in_order(monkeypatch):
     assert drafts == [0, 2]
 
 
-class Guesses:
+class Guesses(DraftSource):
     """A made-up `DraftSource`: a guess at the whole response of some samples. Notes what it is told
     and asked."""
 
@@ -421,17 +421,12 @@ def test_a_made_up_source_changes_no_token(fixed_window):
 def test_a_source_at_rest_is_not_asked():
     """Nor told of tokens; once awake it is asked again."""
 
-    class Sleeper:
-        rests, chance = True, 1.0
+    class Sleeper(DraftSource):
+        is_enabled = False
+        chance = 1.0
 
         def __init__(self):
             self.asked, self.told = 0, 0
-
-        def begin(self):
-            pass
-
-        def track(self, tracked):
-            pass
 
         def propose(self, rows, lengths, limits):
             self.asked += 1
@@ -444,9 +439,9 @@ def test_a_source_at_rest_is_not_asked():
     proposer = Proposer([OwnDrafts(), sleeper], cost(), fixed_window=3, clock=Clock())
     proposer.begin()
     proposer.track(one, draft([1, 2, 3]), STEP)
-    assert proposer.awake == [proposer.sources[0]]
+    assert proposer.enabled_sources == [proposer.sources[0]]
     assert forward(proposer, [one], [[1, 2, 9, 7, 7, 7]]) == [[1, 2, 3]]
     assert (sleeper.asked, sleeper.told) == (0, 0)
-    sleeper.rests = False
+    sleeper.is_enabled = True
     assert forward(proposer, [one], [[1, 2, 9, 7, 7, 7]]) == [[7]]
     assert (sleeper.asked, sleeper.told) == (1, 1)

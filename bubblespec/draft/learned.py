@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from bubblespec.draft.rest import Rest
-from bubblespec.draft.sources import Proposal, TrackedRow
+from bubblespec.draft.sources import DraftSource, Proposal, TrackedRow
 from bubblespec.draft.windows import CostModel
 from bubblespec.engine.chains import LONGEST, MOST_ROWS, Chains
 from bubblespec.engine.engine import Engine
@@ -64,8 +64,8 @@ class Acceptance:
         return np.cumprod(right / tried)
 
 
-class LearnedDrafts:
-    """The drafter's chains for rows of an engine; implements `DraftSource`.
+class LearnedDrafts(DraftSource):
+    """The drafter's chains for rows of an engine.
 
     saved_s: seconds that chains are expected to have saved; num_asked: forwards in which there was
     a choice; whoever asks for them sets them back.
@@ -113,9 +113,9 @@ class LearnedDrafts:
         self.engine.reset()
 
     @property
-    def rests(self) -> bool:
-        """In this step nothing is kept, learnt or drafted."""
-        return self.rest.is_on
+    def is_enabled(self) -> bool:
+        """Otherwise nothing is kept, learned or drafted in this step."""
+        return not self.rest.is_on
 
     def follow(self, is_on: bool) -> None:
         """Keep what chains need of an engine's rows, from before they are there on; or nothing, and

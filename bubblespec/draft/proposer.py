@@ -51,9 +51,9 @@ class Proposer:
         self._rows: dict[int, TrackedRow] = {}
 
     @property
-    def awake(self) -> list[DraftSource]:
+    def enabled_sources(self) -> list[DraftSource]:
         """The sources that may have something to propose."""
-        return [source for source in self.sources if not getattr(source, "rests", False)]
+        return [source for source in self.sources if source.is_enabled]
 
     def begin(self) -> None:
         """A new rollout: forget rows, count anew, and go on with the estimates."""
@@ -103,8 +103,8 @@ class Proposer:
         length_of, limits = lengths.tolist(), np.minimum(room, longest).tolist()
         for i in asked:
             tracked[i].kind = None
-        for source in self.awake:
-            chance = getattr(source, "chance", 0.0)
+        for source in self.enabled_sources:
+            chance = source.chance
             open_rows = [i for i in asked if drafts[i] is None or survival[i] < chance]
             answers = source.propose(
                 [tracked[i] for i in open_rows],
@@ -150,7 +150,7 @@ class Proposer:
     ) -> None:
         """As the engine's `Proposer` has it: learn from what was accepted, and take in the new
         tokens."""
-        started, sources = self.clock.perf_counter(), self.awake
+        started, sources = self.clock.perf_counter(), self.enabled_sources
         for row, gained, drafted, accepted in zip(
             rows, tokens, num_draft.tolist(), num_accepted.tolist(), strict=True
         ):

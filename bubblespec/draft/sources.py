@@ -6,8 +6,9 @@ and after it. A source decides about time only: the engine accepts just what a r
 sampled. Imports speculation's own parts alone.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -48,38 +49,38 @@ class Proposal(NamedTuple):
     match, age, ...)."""
 
 
-class DraftSource(Protocol):
-    """One place where draft tokens come from.
+class DraftSource:
+    """One place where draft tokens come from; by default it knows nothing.
 
-    It is asked for the rows that no source before it has a proposal for. One with an attribute
-    `chance`, of its next token's being accepted, is asked for those as well whose proposal is
-    accepted less often. One with an attribute `rests` is not asked while that is true."""
+    It is asked for the rows that no source before it has a proposal for, and for those whose
+    proposal is accepted less often than `chance`."""
+
+    is_enabled = True
+    """Without it, the source is neither asked nor told about new tokens."""
+    chance = 0.0
+    """Expected acceptance rate below which it replaces another source's proposal."""
 
     def begin(self) -> None:
         """A new rollout: forget all rows."""
 
     def track(self, tracked: TrackedRow) -> None:
-        """Proposals for a row will be asked for from now on; it may have tokens already."""
+        """Proposals for a row will be asked for from now on; it may have tokens already, and may
+        have been tracked before with fewer."""
 
     def propose(
         self, rows: list[TrackedRow], lengths: list[int], limits: list[int]
-    ) -> list[Proposal | None]:
-        """A proposal for each row that no source before this one has one for. lengths: response
-        tokens so far; limits: most tokens to propose, at least 1."""
+    ) -> Sequence[Proposal | None]:
+        """A proposal for each row. lengths: response tokens so far; limits: maximum number of
+        tokens to propose, at least 1."""
+        return [None] * len(rows)
 
     def observe(self, tracked: TrackedRow, tokens: np.ndarray) -> None:
         """A row has gained `tokens`, int [at least 1]."""
 
 
-class OwnDrafts:
+class OwnDrafts(DraftSource):
     """The sample's own draft, as long as the row follows it; made with the same noise, so almost
     always right."""
-
-    def begin(self) -> None:
-        """Nothing is kept between calls."""
-
-    def track(self, tracked: TrackedRow) -> None:
-        """Nothing is kept between calls."""
 
     def propose(
         self, rows: list[TrackedRow], lengths: list[int], limits: list[int]
@@ -92,11 +93,8 @@ class OwnDrafts:
             for row, length, limit in zip(rows, lengths, limits, strict=True)
         ]
 
-    def observe(self, tracked: TrackedRow, tokens: np.ndarray) -> None:
-        """The proposer itself keeps track of which rows follow their drafts."""
 
-
-class SuffixMatches:
+class SuffixMatches(DraftSource):
     """What followed the row's last tokens elsewhere: in its draft, its group, its prompt, or
     responses of earlier epochs."""
 

@@ -223,7 +223,7 @@ class Speculation:
     def is_plain(self) -> bool:
         """Whether the next rollout is to be one without drafts: as nothing would be proposed, to
         see what that takes, or because drafts have lost too much."""
-        if self.has_drafts and not self.proposer.awake:
+        if self.has_drafts and not self.proposer.enabled_sources:
             return True
         return self.has_drafts and not self.config.tail_batching.enabled and self.account.is_plain
 

@@ -56,7 +56,7 @@ class IdleTraining:
     def take(self, batch: Microbatch, hidden: torch.Tensor) -> None:
         """Some of the sequences of a micro-batch of the policy's training, see
         `Learner.on_hidden`."""
-        if self.source.rests:
+        if not self.source.is_enabled:
             return
         room = SHARE_PER_STEP * self.training.lessons.max_tokens - sum(
             len(lesson.hidden) for lesson in self.new_lessons
@@ -68,7 +68,7 @@ class IdleTraining:
         """All ranks together, before a rollout: learn from the latest responses from now on. If the
         drafter has changed since it was last measured, they say first how much of it is accepted.
         Where it rested in the last step there is nothing to do."""
-        rested, (saved_s, rollout_s) = self.source.rests, self._rolled_out
+        rested, (saved_s, rollout_s) = not self.source.is_enabled, self._rolled_out
         self.source.rest.begin_step(saved_s / rollout_s if rollout_s else None)
         self._rolled_out = np.zeros(2)
         if rested:
@@ -141,9 +141,11 @@ class IdleTraining:
         metrics["drafter/tokens_a_pass"] = 1.0 + float(self.accepted.sum())
         metrics |= {
             "drafter/num_updates": self.training.num_updates,
-            "drafter/rests": int(self.source.rests),
+            "drafter/rests": int(not self.source.is_enabled),
         }
-        chosen = () if self.source.rests else ranks.gather(self.source.take_chosen()).sum(axis=0)
+        chosen = (
+            ranks.gather(self.source.take_chosen()).sum(axis=0) if self.source.is_enabled else ()
+        )
         for rows, counts in zip(CHAIN_ROWS, chosen, strict=False):
             if counts.sum():
                 metrics[f"drafter/chain_length/rows_{rows}"] = float(

@@ -335,7 +335,7 @@ class Sampler:
         placed by expectation, or the last of them shared."""
         placement, may_propose = (
             self.config.rollout.placement,
-            bool(self.speculation.proposer.awake),
+            bool(self.speculation.proposer.enabled_sources),
         )
         return may_propose or placement != "in_turn" or self.tail is not None
 
@@ -406,7 +406,7 @@ class Sampler:
         """Whether the next rollout may have chains, and train what drafts them."""
         return (
             self.drafter is not None
-            and not self.drafter.source.rests
+            and self.drafter.source.is_enabled
             and not self.speculation.is_plain
         )
 

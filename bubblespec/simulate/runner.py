@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from bubblespec.draft.sources import TrackedRow
+from bubblespec.draft.sources import DraftSource, TrackedRow
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.ragged import ragged
 from bubblespec.engine.sampling import SamplingParams
@@ -129,24 +129,15 @@ class SimulatedGenerator(Engine):
         scheduler.cached[:active] += count
 
 
-class ProposalTime:
+class ProposalTime(DraftSource):
     """A draft source that knows nothing: asked first, it lets the time of proposals pass.
     cost.propose_seconds(rows): seconds of looking for them for so many rows."""
 
     def __init__(self, cost, clock):
         self.cost, self.clock = cost, clock
 
-    def begin(self) -> None:
-        """See `DraftSource`."""
-
-    def track(self, tracked: TrackedRow) -> None:
-        """See `DraftSource`."""
-
     def propose(self, rows: list[TrackedRow], lengths: list[int], limits: list[int]) -> list[None]:
         """See `DraftSource`."""
         if rows:
             self.clock.sleep(self.cost.propose_seconds(len(rows)))
         return [None] * len(rows)
-
-    def observe(self, tracked: TrackedRow, tokens: np.ndarray) -> None:
-        """See `DraftSource`."""
