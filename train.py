@@ -12,7 +12,7 @@ from bubblespec.config import load_config
 from bubblespec.dist.ranks import ranks_from_environment, say_once, signals_stop
 from bubblespec.errors import EndsRun
 from bubblespec.learn.advantages import estimate_advantages
-from bubblespec.setup import set_up
+from bubblespec.setup import build
 from bubblespec.trainer import Trainer
 
 
@@ -48,7 +48,7 @@ def main() -> int:
             ranks_from_environment(config.model.device, config.run.timeout_s) as ranks,
             signals_stop(ranks),
         ):
-            train(set_up(config, ranks))
+            train(build(config, ranks))
     except EndsRun as error:  # one line; anything else keeps its traceback
         say_once(error)
         return error.exit_code

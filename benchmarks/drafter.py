@@ -30,7 +30,7 @@ from bubblespec.errors import InputError
 from bubblespec.learn.advantages import estimate_advantages
 from bubblespec.learn.drafter_training import DrafterTraining
 from bubblespec.learn.warm_start import learn_from, measure, save_drafter
-from bubblespec.setup import set_up
+from bubblespec.setup import build
 from bubblespec.trainer import Trainer
 from bubblespec.types import Group, Row
 
@@ -163,7 +163,7 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
             f"speculative.method: {config.speculative.method}; give one with the drafter (drafter, say)"
         )
     with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
-        trainer = set_up(config, ranks)
+        trainer = build(config, ranks)
         if not trainer.eval_prompts:
             raise InputError("eval.num_prompts: 0; held-out prompts are needed")
         begin_s = time.perf_counter()

@@ -20,7 +20,7 @@ from bubblespec.config import load_config
 from bubblespec.dist.ranks import ranks_from_environment
 from bubblespec.errors import InputError
 from bubblespec.learn.advantages import estimate_advantages
-from bubblespec.setup import set_up
+from bubblespec.setup import build
 from bubblespec.trainer import Trainer
 
 ARMS = ("plain", "drafts")
@@ -73,7 +73,7 @@ def summarise(evaluations: list[dict]) -> dict:
 def run(arguments: argparse.Namespace, folder: str) -> None:
     config = load_config(arguments.config, [*arguments.overrides, f"run.output_dir={folder}"])
     with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
-        trainer = set_up(config, ranks)
+        trainer = build(config, ranks)
         if trainer.sampler.speculation is None or trainer.sampler.speculation.evaluation is None:
             raise InputError(
                 f"speculative.method: {config.speculative.method}; give one with drafts to compare with none"

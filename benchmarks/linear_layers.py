@@ -32,7 +32,7 @@ from bubblespec.engine.linear_choice import (
 )
 from bubblespec.errors import InputError
 from bubblespec.learn.advantages import estimate_advantages
-from bubblespec.setup import set_up
+from bubblespec.setup import build
 from bubblespec.trainer import Trainer
 
 ARMS = ("torch", "auto")
@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
     }
     config = configs["auto"]
     with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
-        trainers = {arm: set_up(configs[arm], ranks) for arm in ARMS}
+        trainers = {arm: build(configs[arm], ranks) for arm in ARMS}
         if trainers["auto"].linear is None:
             raise InputError(
                 "model.dtype, model.device: there is a choice in float32 on a CPU alone"

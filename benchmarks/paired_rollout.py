@@ -30,7 +30,7 @@ from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.learn.advantages import estimate_advantages
 from bubblespec.records import StepRecord
 from bubblespec.rollout.loop import RolloutLoop
-from bubblespec.setup import set_up
+from bubblespec.setup import build
 from bubblespec.telemetry.report import speculation_metrics
 from bubblespec.trainer import Trainer
 from bubblespec.types import Row
@@ -156,7 +156,7 @@ def summarise(steps: list[dict]) -> dict:
 def run(arguments: argparse.Namespace, folder: str) -> None:
     config = load_config(arguments.config, [*arguments.overrides, f"run.output_dir={folder}"])
     with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
-        trainer = set_up(config, ranks)
+        trainer = build(config, ranks)
         if trainer.sampler.speculation is None:
             raise InputError("speculative.method: none; give the method to compare with it")
         if arguments.useless_drafts:

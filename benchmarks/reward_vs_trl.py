@@ -25,7 +25,7 @@ from benchmarks.trl_arms import ARMS, add_arguments, check, job, weights_file
 from bubblespec.config import load_config
 from bubblespec.dist.ranks import ranks_from_environment
 from bubblespec.errors import InputError
-from bubblespec.setup import set_up
+from bubblespec.setup import build
 from bubblespec.trainer import Trainer
 
 matplotlib.use("Agg")
@@ -121,7 +121,7 @@ def main() -> int:
             ]
             config = load_config(arguments.config, overrides)
             with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
-                trainer = set_up(config, ranks)
+                trainer = build(config, ranks)
                 before = held_out(trainer)
                 curves: dict[str, list[dict]] = {arm: [] for arm in arguments.arms}
                 for seed in tqdm(arguments.seeds, unit="seed"):

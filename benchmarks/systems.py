@@ -35,7 +35,7 @@ from bubblespec.config import load_config
 from bubblespec.dist.ranks import Ranks, ranks_from_environment
 from bubblespec.errors import InputError
 from bubblespec.learn.advantages import estimate_advantages
-from bubblespec.setup import set_up
+from bubblespec.setup import build
 from bubblespec.trainer import Trainer
 
 matplotlib.use("Agg")
@@ -197,7 +197,7 @@ def run_arms(
     for name in names:
         options = [*OFF, *SYSTEMS[name].overrides, *arguments.overrides]
         options += [f"run.seed={seed}", f"run.output_dir={folder}/{seed}_{name}"]
-        arms.append(Arm(name, set_up(load_config(arguments.config, options), ranks)))
+        arms.append(Arm(name, build(load_config(arguments.config, options), ranks)))
     num_steps = arms[0].trainer.config.run.max_steps
     for arm in arms:
         with arm.trainer.open():

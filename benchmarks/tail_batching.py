@@ -23,7 +23,7 @@ from bubblespec.config import load_config
 from bubblespec.dist.ranks import Ranks, ranks_from_environment
 from bubblespec.learn.advantages import estimate_advantages
 from bubblespec.records import StepRecord, total_s
-from bubblespec.setup import set_up
+from bubblespec.setup import build
 from bubblespec.trainer import Trainer
 
 NONE, DRAFTS = "speculative.method=none", "speculative.method=bubble+suffix"
@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
         for name in names
     ]
     with ranks_from_environment(configs[0].model.device, configs[0].run.timeout_s) as ranks:
-        trainers = [set_up(config, ranks) for config in configs]
+        trainers = [build(config, ranks) for config in configs]
         learns = configs[0].optim.learning_rate > 0
         steps: dict[str, list[dict]] = {name: [] for name in names}
         for step in range(configs[0].run.max_steps):

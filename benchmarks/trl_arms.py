@@ -109,7 +109,7 @@ def run_own(config: Config, num_steps: int, folder: str | None, every: int) -> d
     import train as entry
     from bubblespec import trainer as trainer_module
     from bubblespec.dist.ranks import ranks_from_environment
-    from bubblespec.setup import set_up
+    from bubblespec.setup import build
 
     steps = []
 
@@ -123,7 +123,7 @@ def run_own(config: Config, num_steps: int, folder: str | None, every: int) -> d
 
     trainer_module.MetricsLogger = Logger
     with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
-        trainer = set_up(config, ranks)
+        trainer = build(config, ranks)
         clock = Clock(saver(trainer.learner.model, folder, every))
         clock.begin()
         try:

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from bubblespec.config import Config, config_to_yaml, flatten, load_config, resume_classes
 from bubblespec.config_checks import ROUNDING, SAFE
 from bubblespec.dist.ranks import Ranks
-from bubblespec.errors import InputError, say
+from bubblespec.errors import InputError, log
 from bubblespec.learn.idle_training import IdleTraining
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.learn.warm_start import save_drafter
@@ -53,7 +53,7 @@ def save_checkpoint(
     ranks: Ranks,
 ) -> str | None:
     """Save after `step` updates; all ranks call it. evaluated: updates before the last evaluation,
-    or -1; linear: the choice of linear layers' kernels, see `set_up.choose_linear`.
+    or -1; linear: the choice of linear layers' kernels, see `setup.choose_linear`.
 
     Returns None, or in one line why it failed (a full disk, for instance): then nothing is left of
     it, and the checkpoints before it stay. The answer is the same on every rank.
@@ -255,7 +255,7 @@ def _find_checkpoint(config: Config, world_size: int) -> str | None:
     if world_size != state["world_size"]:
         other.append(f"{world_size} ranks here, but {state['world_size']}")
     for difference in other:
-        say(
+        log(
             f"warning: {difference} in {folder}; the run goes on, but its weights are the same to rounding only"
         )
     return folder
@@ -270,7 +270,7 @@ def _newest_whole(folders: list[str]) -> str | None:
             return folder
         damages.append(f"{folder} is damaged: {damage}")
         if folder != folders[0]:
-            say(f"warning: {damages[-1]}; looking at the one before")
+            log(f"warning: {damages[-1]}; looking at the one before")
     if damages:
         raise InputError(
             f"run.output_dir: {damages[-1]}, and no other checkpoint is whole; remove the damaged ones to start anew"

@@ -43,7 +43,7 @@ class SaveFailed(EndsRun, RuntimeError):
     exit_code = 4
 
 
-def say(line: str) -> None:
+def log(line: str) -> None:
     """Print a line to stderr. If that is a log on a full disk, the line is lost and the run
     continues."""
     with contextlib.suppress(OSError):

@@ -14,7 +14,7 @@ from bubblespec.draft.learned import LearnedDrafts
 from bubblespec.engine.chains import Chains
 from bubblespec.engine.drafter import Drafter
 from bubblespec.engine.linear import Plan, use_plans
-from bubblespec.errors import InputError, say
+from bubblespec.errors import InputError, log
 from bubblespec.learn.drafter_training import DrafterTraining
 from bubblespec.learn.idle_training import IdleTraining
 from bubblespec.learn.learner import Learner
@@ -103,7 +103,7 @@ def keep(sampler: Sampler) -> None:
         os.rename(temporary, folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        say(
+        log(
             f"warning: the drafter could not be kept in {folder}: {' '.join(str(error).split())}, and the run goes on"
         )
 

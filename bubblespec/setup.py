@@ -48,7 +48,7 @@ from bubblespec.engine.linear_choice import can_choose, choose, count_shapes, me
 from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.errors import InputError, say
+from bubblespec.errors import InputError, log
 from bubblespec.idle.set_up_speculation import make_speculation
 from bubblespec.learn.learner import Learner
 from bubblespec.learn.lora import add_adapter
@@ -64,7 +64,7 @@ from bubblespec.trainer import Trainer
 from bubblespec.types import Prompt
 
 
-def set_up(config: Config, ranks: Ranks) -> Trainer:
+def build(config: Config, ranks: Ranks) -> Trainer:
     """Load model, data and rewards, and continue from a checkpoint if there is one. Raises
     InputError for bad input."""
     torch.manual_seed(config.run.seed)
@@ -113,7 +113,7 @@ def set_up(config: Config, ranks: Ranks) -> Trainer:
         and config.tail_batching.response_over_sampling_ratio > 1
         and ranks.is_main
     ):
-        say(
+        log(
             "warning: tail_batching.response_over_sampling_ratio: a race within prompts trains on the shortest of their "
             "responses, which are no fair sample of what the policy says; 1 is free of that bias"
         )

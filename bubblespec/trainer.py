@@ -1,5 +1,5 @@
 """A run: its parts, how far it is, and what happens between two steps of its loop (train.py).
-set_up.py makes the parts."""
+setup.py makes the parts."""
 
 import contextlib
 import gc
@@ -16,7 +16,7 @@ from bubblespec.config import Config
 from bubblespec.dist.ranks import Ranks, StopRequested
 from bubblespec.engine.linear import read_plans
 from bubblespec.engine.noise import EVALUATION
-from bubblespec.errors import SaveFailed, say
+from bubblespec.errors import SaveFailed, log
 from bubblespec.learn.learner import Learner
 from bubblespec.records import Span, StepRecord
 from bubblespec.rewards.functions import RewardFunction, combine
@@ -58,7 +58,7 @@ class Trainer:
     """Updates before the last evaluation, or -1."""
     linear: dict | None
     """The choice of linear layers' kernels, which a continuation keeps; see
-    `set_up.choose_linear`."""
+    `setup.choose_linear`."""
     lock: IO | None
     """Keeps output_dir ours; on rank 0."""
     logger: MetricsLogger | None = None
@@ -252,7 +252,7 @@ class Trainer:
         if is_last:
             raise SaveFailed(line)
         if self.ranks.is_main:
-            say(f"warning: {line}, and the run goes on")
+            log(f"warning: {line}, and the run goes on")
 
 
 def expected_best(rewards: np.ndarray, k: int) -> float:

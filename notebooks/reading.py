@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bubblespec.config import Config, flatten, load_config
-from bubblespec.errors import InputError, say
+from bubblespec.errors import InputError, log
 from bubblespec.telemetry.timeline import KINDS
 
 NEEDED = (
@@ -98,7 +98,7 @@ def read_runs(folder: str) -> list[Run]:
             + (f": {'; '.join(problems)}" if problems else ": it has no subfolders")
         )
     for problem in problems:
-        say(f"left out: {problem}")
+        log(f"left out: {problem}")
     return sorted(runs, key=lambda run: (run.method != "none", run.name))
 
 
@@ -121,7 +121,7 @@ def read_run(folder: str) -> Run:
             record = json.loads(line)
         except json.JSONDecodeError as error:
             if number == lines[-1][0]:
-                say(f"left out: the last line of {path}, which is torn")
+                log(f"left out: the last line of {path}, which is torn")
                 break
             raise InputError(f"{path}, line {number}: not JSON: {error.msg}") from error
         if not isinstance(record, dict) or not isinstance(record.get("step"), int):

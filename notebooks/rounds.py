@@ -155,13 +155,13 @@ def record() -> None:
     from transformers import AutoTokenizer
 
     from bubblespec.dist.ranks import Ranks
-    from bubblespec.setup import load_prompts, set_up
+    from bubblespec.setup import build, load_prompts
 
     with tempfile.TemporaryDirectory() as folder:
         config = load_config(
             CONFIG, ["speculative.method=none", f"run.output_dir={folder}", "reward.num_workers=0"]
         )
-        trainer = set_up(config, Ranks(torch.device("cpu")))
+        trainer = build(config, Ranks(torch.device("cpu")))
         trainer.lock.close()
     prompts, _ = load_prompts(config, AutoTokenizer.from_pretrained(config.model.path))
     rollout, seed = config.rollout, config.run.seed

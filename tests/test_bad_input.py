@@ -572,7 +572,7 @@ def test_slots_beyond_the_memory_are_refused_before_they_are_made(refusal, monke
     config = load_config("configs/tiny_cpu.yaml", [*SHORT, *slots, "run.output_dir=unused"])
     monkeypatch.setattr(set_up_module, "claim_output_dir", lambda config, ranks: None)
     with ranks_from_environment("cpu", 1.0) as ranks:
-        set_up_module.set_up(config, ranks)
+        set_up_module.build(config, ranks)
 
 
 def test_free_memory_is_that_of_this_machine():
@@ -910,7 +910,7 @@ def test_sizes_that_load_also_set_up(key, tmp_path, monkeypatch):
         try:
             config = load_config("configs/tiny_cpu.yaml", overrides)
             with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
-                set_up_module.set_up(config, ranks)
+                set_up_module.build(config, ranks)
         except InputError as error:
             assert "\n" not in str(error) and key in str(error), (value, error)
 

@@ -11,7 +11,7 @@ from bubblespec.config import Config, load_config
 from bubblespec.dist.ranks import Ranks
 from bubblespec.engine.noise import gumbel
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.setup import set_up
+from bubblespec.setup import build
 from bubblespec.types import Draft, Row, SampleId
 from tests.system.disturbed_train import Disturbance, corrupt_drafts
 from tests.system.exactness import (
@@ -44,7 +44,7 @@ def run(
     ]
     options += [f"run.max_steps={STEPS}", "run.save_steps=1", *overrides]
     config = load_config("configs/tiny_cpu_bulk.yaml", options)
-    trainer = set_up(config, Ranks(torch.device("cpu")))
+    trainer = build(config, Ranks(torch.device("cpu")))
     disturbance = Disturbance(trainer, preempt, corrupt)
     train(trainer)
     trainer.lock.close()

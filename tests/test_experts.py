@@ -15,7 +15,7 @@ from bubblespec.config import load_config
 from bubblespec.dist.ranks import Ranks
 from bubblespec.engine.model import prepare_model
 from bubblespec.errors import InputError
-from bubblespec.setup import set_up
+from bubblespec.setup import build
 from tests.helpers.models import GQA
 from tests.helpers.runs import SHORT, read
 from train import train
@@ -196,7 +196,7 @@ def test_a_policy_with_experts_is_trained(tmp_path, dtype):
         "reward.functions=[tests.test_experts.num_tokens]",
     ]
     options += [f"run.output_dir={tmp_path / 'run'}", "eval.num_prompts=0", "loss.kl_coef=0.1"]
-    trainer = set_up(
+    trainer = build(
         load_config("configs/tiny_cpu.yaml", [*SHORT, *options]), Ranks(torch.device("cpu"))
     )
     before = [p.detach().clone() for p in trainer.learner.model.parameters()]

@@ -43,7 +43,7 @@ from bubblespec.config_checks import EXACT, ROUNDING, SAFE
 from bubblespec.dist.ranks import Ranks
 from bubblespec.errors import InputError
 from bubblespec.learn.optimizer import Optimizer
-from bubblespec.setup import set_up
+from bubblespec.setup import build
 from bubblespec.telemetry.metrics import MetricsLogger
 from tests.helpers.runs import run
 from tests.system.exactness import (
@@ -488,7 +488,7 @@ def train_alone(folder, stop_at: str | None = None) -> None:
     """A run of this process, which is told to stop at the second forward of a rollout or
     evaluation."""
     ranks = Ranks(torch.device("cpu"))
-    trainer = set_up(
+    trainer = build(
         load_config("configs/tiny_cpu_bulk.yaml", [*ALONE_OPTIONS, f"run.output_dir={folder}"]),
         ranks,
     )

@@ -16,7 +16,7 @@ from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.setup import set_up
+from bubblespec.setup import build
 from bubblespec.telemetry.report import speculation_metrics
 from bubblespec.types import Draft, Row, SampleId
 from tests.helpers.rows import make_rows
@@ -70,7 +70,7 @@ def one_step(folder: Path, num_rows: int, length: int) -> None:
     # clock.
     overrides += [f"model.path={folder}", f"run.output_dir={folder}/run", "model.cpu_linear=torch"]
     save_model(folder, 160 + length)
-    trainer = set_up(load_config("configs/tiny_cpu.yaml", overrides), Ranks(torch.device("cpu")))
+    trainer = build(load_config("configs/tiny_cpu.yaml", overrides), Ranks(torch.device("cpu")))
     sampler = trainer.sampler
     rows = make_rows(sampler.planner.launch(0).groups, num_generations, length)
     sampler.engine.run(rows, sampler.params)

@@ -33,7 +33,7 @@ from bubblespec.engine.linear_choice import TIMINGS, can_choose, choose, count_s
 from bubblespec.engine.model import forward_hidden, output_head, prepare_model
 from bubblespec.engine.packing import pack_sequences
 from bubblespec.learn.optimizer import Optimizer
-from bubblespec.setup import choose_linear, set_up
+from bubblespec.setup import build, choose_linear
 from tests.helpers.runs import SHORT, same_weights, weights
 from train import train
 
@@ -416,7 +416,7 @@ def test_ranks_decide_together(monkeypatch, make_model):
 @pytest.mark.parametrize("override", ["model.cpu_linear=torch", "model.dtype=float64"])
 def test_switched_off(monkeypatch, tmp_path, override):
     monkeypatch.setattr(set_up_module, "measure", None)
-    trainer = set_up(config_of(tmp_path, override), Ranks(torch.device("cpu")))
+    trainer = build(config_of(tmp_path, override), Ranks(torch.device("cpu")))
     trainer.lock.close()
     assert trainer.linear is None and not any(
         isinstance(module, FastLinear) for module in trainer.learner.model.modules()
@@ -429,7 +429,7 @@ def test_a_continued_run_keeps_the_choice(monkeypatch, tmp_path):
 
     def run(folder, seconds, *overrides: str):
         monkeypatch.setattr(set_up_module, "measure", faked(seconds))
-        trainer = set_up(
+        trainer = build(
             config_of(folder, "loss.kl_coef=0.1", *overrides), Ranks(torch.device("cpu"))
         )
         train(trainer)

@@ -16,7 +16,7 @@ from bubblespec.engine.model import enable_gradient_checkpointing, output_head, 
 from bubblespec.errors import InputError
 from bubblespec.learn.lora import adapter_disabled, add_adapter
 from bubblespec.learn.optimizer import Optimizer
-from bubblespec.setup import set_up
+from bubblespec.setup import build
 from tests.helpers.runs import run, run_until_killed
 from tests.system.exactness import SHORT, largest_change, read_metrics, read_weights, same_weights
 from train import train
@@ -250,7 +250,7 @@ def run_here(folder, *overrides: str):
     """A run on one rank in this process. Returns its parts as they are at the end."""
     options = [*OPTIONS, *SAVED, f"run.output_dir={folder}", *overrides]
     config = load_config(CONFIG, options)
-    trainer = set_up(config, Ranks(torch.device("cpu")))
+    trainer = build(config, Ranks(torch.device("cpu")))
     train(trainer)
     trainer.lock.close()
     return trainer

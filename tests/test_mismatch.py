@@ -10,7 +10,7 @@ from bubblespec.config import Config, ModelConfig, load_config
 from bubblespec.dist.ranks import Ranks
 from bubblespec.learn import learner as update
 from bubblespec.learn.learner import Learner
-from bubblespec.setup import set_up
+from bubblespec.setup import build
 from tests.helpers.runs import SHORT, read
 from train import train
 
@@ -73,7 +73,7 @@ def test_a_run_says_it_once(monkeypatch, tmp_path, capsys, error):
         "rollout.max_completion_length=16",
         "eval.num_prompts=0",
     ]
-    trainer = set_up(
+    trainer = build(
         load_config("configs/tiny_cpu_bulk.yaml", [*options, f"run.output_dir={tmp_path}"]),
         Ranks(torch.device("cpu")),
     )

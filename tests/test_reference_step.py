@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 import train as script
 from bubblespec.config import load_config
 from bubblespec.dist.ranks import Ranks
-from bubblespec.setup import set_up
+from bubblespec.setup import build
 from bubblespec.trainer import Trainer
 from tests.helpers.reference_step import grpo_step
 from tests.helpers.runs import read
@@ -79,7 +79,7 @@ def reward(completion_ids, **columns) -> list[float]:
 @pytest.mark.usefixtures("exact_norms")
 def test_steps_of_the_trainer_are_those_of_the_page(tmp_path, monkeypatch, name):
     config = load_config(CONFIG, [*SHORT, *RECIPES[name], f"run.output_dir={tmp_path}"])
-    trainer, seen, update = set_up(config, Ranks(torch.device("cpu"))), [], Trainer.update
+    trainer, seen, update = build(config, Ranks(torch.device("cpu"))), [], Trainer.update
 
     def noting(trainer, record, advantages):
         metrics = update(trainer, record, advantages)

@@ -28,7 +28,7 @@ from bubblespec.config import load_config
 from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.store import HEADER
 from bubblespec.rollout.sampler import Sampler
-from bubblespec.setup import set_up
+from bubblespec.setup import build
 from bubblespec.types import Group, Samples
 from tests.helpers.checks import refusal
 from tests.helpers.clocks import train_in_virtual_time, virtual_time
@@ -68,7 +68,7 @@ class Life:
             self._live(ranks, dies_at)
 
     def _live(self, ranks: Ranks, dies_at: tuple[int, int, int | str] | None) -> None:
-        trainer = set_up(load_config("configs/tiny_cpu_bulk.yaml", self.options), ranks)
+        trainer = build(load_config("configs/tiny_cpu_bulk.yaml", self.options), ranks)
         self.first_step, forwards = trainer.num_updates, 0
         place = None  # step and batch
         engine, optimizer = trainer.sampler.engine, trainer.learner.optimizer
@@ -287,7 +287,7 @@ def test_a_prompt_gets_other_samples_at_each_visit(tmp_path):
     )
     seen: list[Samples] = []
     with virtual_time() as ranks:
-        trainer = set_up(
+        trainer = build(
             load_config(
                 "configs/tiny_cpu_bulk.yaml", [*OPTIONS, *options, f"run.output_dir={tmp_path}"]
             ),
@@ -343,7 +343,7 @@ def test_a_checkpoint_of_before_is_refused(monkeypatch, tmp_path):
         config = load_config(
             "configs/tiny_cpu_bulk.yaml", [*life.options, f"run.resume_from_checkpoint={wanted}"]
         )
-        message = refusal(set_up, config, Ranks(torch.device("cpu")))
+        message = refusal(build, config, Ranks(torch.device("cpu")))
         assert message.startswith(f"run.resume_from_checkpoint: {folder} is of another version")
 
 
@@ -360,7 +360,7 @@ def test_drafts_of_samples_that_have_had_their_turn_are_gone(monkeypatch, tmp_pa
     ]
     num_replacements = 0
     with virtual_time() as ranks:
-        trainer = set_up(load_config("configs/tiny_cpu_bulk.yaml", options), ranks)
+        trainer = build(load_config("configs/tiny_cpu_bulk.yaml", options), ranks)
         sampler, step_engine = trainer.sampler, trainer.sampler.engine.step
 
         def forward(*arguments):

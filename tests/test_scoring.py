@@ -24,7 +24,7 @@ from bubblespec.rewards.functions import load_reward
 from bubblespec.rewards.scorer import Scorer, Scoring
 from bubblespec.rewards.workers import RewardWorkers
 from bubblespec.rollout.loop import RolloutLoop
-from bubblespec.setup import set_up
+from bubblespec.setup import build
 from bubblespec.types import Group, Prompt, Row
 from tests.helpers.ranks import run_ranks
 from tests.helpers.rows import make_rows, run_loop
@@ -565,7 +565,7 @@ def train_here(folder, monkeypatch, *overrides: str) -> int:
     ]
     ranks = Ranks(CPU)
     with signals_stop(ranks):
-        trainer = set_up(
+        trainer = build(
             load_config(
                 "configs/tiny_cpu_bulk.yaml", [*options, f"run.output_dir={folder}", *overrides]
             ),

@@ -16,7 +16,7 @@ from bubblespec.dist.ranks import StopRequested
 from bubblespec.idle.gradients import GroupGradients
 from bubblespec.learn.learner import Learner
 from bubblespec.rollout.loop import RolloutLoop
-from bubblespec.setup import set_up
+from bubblespec.setup import build
 from tests.helpers.clocks import train_in_virtual_time, virtual_time
 from tests.helpers.runs import SHORT, digests, read, run, weights
 from tests.helpers.streaming import STREAMED, stream_always
@@ -155,7 +155,7 @@ def test_an_abandoned_step_leaves_no_gradient(monkeypatch, tmp_path):
     end, norms = GroupGradients.end, []
     for name, is_stopped in (("undisturbed", False), ("stopped", True)):
         with virtual_time() as ranks:
-            trainer = set_up(
+            trainer = build(
                 load_config(
                     "configs/tiny_cpu_bulk.yaml", [*options, f"run.output_dir={tmp_path / name}"]
                 ),

@@ -17,7 +17,7 @@ from bubblespec.data.selection import NO_CUT, Selection
 from bubblespec.data.tail_batching import MIN_SEEN, TailBatching, best_num_launched, scaled
 from bubblespec.dist.ranks import Ranks
 from bubblespec.rewards.scorer import Scoring
-from bubblespec.setup import set_up
+from bubblespec.setup import build
 from bubblespec.types import Group, Launch, Prompt, Samples
 from tests.helpers.runs import SHORT, digests, run
 
@@ -329,7 +329,7 @@ TAIL = ["tail_batching.enabled=true", "tail_batching.over_sampling_ratio=1.5"]
 
 
 def sampler_of(folder, *options: str):
-    return set_up(
+    return build(
         load_config("configs/tiny_cpu.yaml", [*OPTIONS, f"run.output_dir={folder}", *options]),
         Ranks(torch.device("cpu")),
     )

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from bubblespec.errors import EndsRun, InputError, RankTimeout, say
+from bubblespec.errors import EndsRun, InputError, RankTimeout, log
 from bubblespec.dist.processes import die_with_parent
 
 # torch 2.13 renames the collective; 2.11 has the old name only.
@@ -95,7 +95,7 @@ class RollCall:
                 True,
             )
         if is_first:
-            say(f"\nerror: {line}")  # another rank's progress bar may stand where this would go
+            log(f"\nerror: {line}")  # another rank's progress bar may stand where this would go
         with contextlib.suppress(
             RuntimeError
         ):  # the launcher kills all as soon as one ends: not before the line is out
@@ -327,7 +327,7 @@ def say_once(error: EndsRun) -> None:
         store = None
     if store is None and os.environ.get("LOCAL_RANK", "0") != "0":
         return
-    say(f"error: {error}")
+    log(f"error: {error}")
     if store is not None:
         with contextlib.suppress(RuntimeError):
             store.set("error_is_said", "1")
@@ -378,7 +378,7 @@ def store_of_this_start(
                 return dist.PrefixStore(name, store)
         time.sleep(0.01)
     line = f"{' and '.join(f'rank {r}' for r in missing)} missing at the start (no answer for {timeout_s:g} s)"
-    say(f"error: {line}")
+    log(f"error: {line}")
     raise RankTimeout(line)
 
 

@@ -25,7 +25,7 @@ from bubblespec.dist.ranks import Ranks
 from bubblespec.engine.linear import refresh_copies
 from bubblespec.engine.model import forward_hidden, output_head
 from bubblespec.engine.packing import pack_sequences
-from bubblespec.errors import RunFailed, say
+from bubblespec.errors import RunFailed, log
 from bubblespec.learn.lora import adapter_disabled
 from bubblespec.learn.losses import (
     cispo_loss,
@@ -345,7 +345,7 @@ class Learner:
             return
         self.has_warned_of_mismatch = True
         if self.ranks.is_main:
-            say(
+            log(
                 f"warning: in step {step} log-probabilities in training differ from those in generation by {mean:.1e} on average "
                 f"(sampling/logp_difference/mean), far more than {str(dtype).removeprefix('torch.')} rounds; one of the two "
                 "computes something else: look for randomness in the model's own code (dropout, noise of a router), and try "

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator
 from typing import NamedTuple
 
-from bubblespec.errors import InputError, say
+from bubblespec.errors import InputError, log
 from bubblespec.rewards.functions import RewardFailure, Sample
 
 START_LIMIT_S = 300.0  # to start Python and import the functions
@@ -182,7 +182,7 @@ class RewardWorkers:
         with self._output_lock:
             count, self._num_omitted, self._room = self._num_omitted, 0, MOST_SHOWN
         if count:
-            say(
+            log(
                 f"warning: {count} bytes that reward functions printed are left out; {MOST_SHOWN} of each batch are shown"
             )
 
@@ -223,7 +223,7 @@ class RewardWorkers:
                     self._stop(worker)
                     if worker.has_lingering and not self._has_warned:
                         self._has_warned = True
-                        say(
+                        log(
                             f"warning: reward {self.paths[kind.function]}: a call has left processes behind; they are ended with "
                             "their worker, which is replaced (said once)"
                         )

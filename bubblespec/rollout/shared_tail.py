@@ -29,7 +29,7 @@ from bubblespec.engine.sampling import SamplingParams
 from bubblespec.engine.scheduler import Proposer
 from bubblespec.engine.shared_runner import SharedRunner
 from bubblespec.engine.slices import CannotCut
-from bubblespec.errors import say
+from bubblespec.errors import log
 from bubblespec.idle.speculation import Speculation
 from bubblespec.records import RolloutRecord, Span
 from bubblespec.rollout.balance import MIN_GAIN
@@ -252,7 +252,7 @@ def make_shared_tail(
         shared.check()
     except CannotCut as error:
         if wanted != "auto" and ranks.is_main:
-            say(
+            log(
                 f"warning: rollout.shared_tail_rows: {error}; the last rows are decoded by the ranks that have them"
             )
         return None

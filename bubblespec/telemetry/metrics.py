@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from bubblespec.errors import InputError, say
+from bubblespec.errors import InputError, log
 from bubblespec.records import ACCEPT_BINS, CHOSEN_LENGTHS
 from bubblespec.telemetry.timeline import save_timeline
 from bubblespec.types import Samples
@@ -145,7 +145,7 @@ class MetricsLogger:
         self._append([])
         self._file.close()
         if self._waiting:
-            say(f"warning: the last {len(self._waiting)} lines of metrics.jsonl are lost")
+            log(f"warning: the last {len(self._waiting)} lines of metrics.jsonl are lost")
         table = _table(self.history, self.evaluations) if self.history else ""
         if self.chosen:
             of_chains = _chain_table(self.chosen, self.num_rests)
@@ -154,7 +154,7 @@ class MetricsLogger:
         if self._tensorboard is not None:
             self._draw("close")
         if table:
-            say(table)
+            log(table)
 
     def _write(self, step: int, metrics: dict[str, Any]) -> None:
         """JSON has no NaN and no infinity: such a value is null in the file."""

@@ -51,7 +51,7 @@ import torch
 
 from bubblespec.config import Config, flatten
 from bubblespec.dist.ranks import Ranks
-from bubblespec.errors import InputError, say
+from bubblespec.errors import InputError, log
 from bubblespec.records import ForwardRecord, RolloutRecord, StepRecord, total_s
 from bubblespec.types import SampleId, digest
 
@@ -154,7 +154,7 @@ class Recorder:
             except OSError as error:
                 self.is_on = False
                 reason = error.strerror or error
-                say(
+                log(
                     f"warning: {self.folder}: {reason}; recording stops before step {step}, and the run goes on"
                 )
         self._stop_if_full(step + 1)
@@ -164,7 +164,7 @@ class Recorder:
         if self.is_on and self.num_bytes > MOST_BYTES:
             self.is_on = False
             size = f"{self.num_bytes / 1e9:.2f} GB"
-            say(
+            log(
                 f"warning: {self.folder} has {size}, the most; recording stops before step {next_step}, and the run goes on"
             )
         self.is_on = bool(self.ranks.gather(np.array([self.is_on], np.uint8))[0, 0])

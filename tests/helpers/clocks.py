@@ -14,7 +14,7 @@ from bubblespec.engine.engine import Engine
 from bubblespec.learn import learner
 from bubblespec.records import Load
 from bubblespec.rewards import scorer
-from bubblespec.setup import set_up
+from bubblespec.setup import build
 from bubblespec.telemetry import timeline
 
 
@@ -78,6 +78,6 @@ def virtual_time() -> Iterator[Ranks]:
 def train_in_virtual_time(*overrides: str, config: str = "configs/tiny_cpu_bulk.yaml") -> None:
     """What `python train.py` does, in this process and in virtual time."""
     with virtual_time() as ranks:
-        made = set_up(load_config(config, list(overrides)), ranks)
+        made = build(load_config(config, list(overrides)), ranks)
         train.train(made)
         made.lock.close()

@@ -24,7 +24,7 @@ from bubblespec.config import load_config
 from bubblespec.dist.ranks import Ranks, ranks_from_environment
 from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.records import Load
-from bubblespec.setup import set_up
+from bubblespec.setup import build
 from bubblespec.trainer import Trainer
 from bubblespec.types import Draft, Row, SampleId
 from train import train
@@ -159,7 +159,7 @@ def main() -> int:
     transformers.utils.logging.disable_progress_bar()
     config = load_config(arguments.config, arguments.overrides)
     with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
-        trainer = set_up(config, ranks)
+        trainer = build(config, ranks)
         disturbance = Disturbance(trainer, arguments.preempt, arguments.corrupt)
         train(trainer)
         totals = ranks.gather(np.array(list(disturbance.counts.values()))).sum(axis=0).tolist()

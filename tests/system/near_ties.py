@@ -31,7 +31,7 @@ from bubblespec.dist.ranks import ranks_from_environment
 from bubblespec.engine.noise import gumbel, stream_keys
 from bubblespec.engine.sampling import SamplingParams, restrict
 from bubblespec.errors import InputError
-from bubblespec.setup import set_up
+from bubblespec.setup import build
 from bubblespec.trainer import Trainer
 from bubblespec.types import Row
 
@@ -173,7 +173,7 @@ def main() -> int:
     try:
         config = load_config(arguments.config, arguments.overrides)
         with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
-            trainer = set_up(config, ranks)
+            trainer = build(config, ranks)
             if trainer.sampler.speculation is None:
                 raise InputError("speculative.method: none; give the method to compare with it")
             ties, plain = NearTies(trainer), plain_engine(trainer)
