@@ -1,85 +1,99 @@
-"""The draft store: its bound, its exchange between ranks, and its round trip."""
+"""The draft store: its limit, its exchange between ranks, and its saved state."""
 
 import numpy as np
-import torch
 
-from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.store import DraftStore, exchange
 from bubblespec.types import Draft, SampleId
+
+BIG = (1 << 63) - 1
 
 
 def draft(*tokens: int, finished: bool = False, version: int = 0) -> Draft:
     return Draft(np.array(tokens, np.int32), finished, version)
 
 
-def contents(store: DraftStore, keys) -> dict:
-    found = {key: store.get(key) for key in keys}
+def contents(store: DraftStore, ids) -> dict:
+    found = {sample: store.get(sample) for sample in ids}
     return {
-        k: (d.tokens.tolist(), d.is_finished, d.version) for k, d in found.items() if d is not None
+        sample: (d.tokens.tolist(), d.is_finished, d.version)
+        for sample, d in found.items()
+        if d is not None
     }
 
 
-BIG = (1 << 63) - 1
+def sample(number: int) -> SampleId:
+    return SampleId(5, 1, number)
 
 
-def test_bound_counts_growth_only():
+def test_limit_counts_growth_only():
     store = DraftStore(max_tokens=6)
-    first, second = SampleId(5, 1, 0), SampleId(5, 1, 1)
-    assert store.put(first, draft(1, 2, 3))
-    assert not store.put(second, draft(1, 2, 3, 4))
-    assert store.put(first, draft(1, 2, 3, 4, 5, 6)) and store.num_tokens == 6
-    assert store.get(second) is None
-    store.drop([second, SampleId(5, 0, 0), SampleId(1, 5, 0)])
-    assert len(store) == 1 and store.num_tokens == 6
-    store.drop([first, second])
+    assert store.put(sample(0), draft(1, 2, 3))
+    assert not store.put(sample(1), draft(1, 2, 3, 4))
+    assert store.put(sample(0), draft(1, 2, 3, 4, 5, 6)) and store.num_tokens == 6
+    store.drop([sample(1), SampleId(1, 5, 0)])
+    assert len(store) == 1 and store.num_tokens == 6 and store.get(sample(1)) is None
+    store.drop([sample(0), sample(1)])
     assert len(store) == 0 and store.num_tokens == 0
+
+
+def test_deferred_samples_displace_the_latest_drafts_of_coming_steps():
+    store = DraftStore(max_tokens=9)
+    for number in range(3):
+        store.put(sample(number), draft(1, 2, 3))
+    assert store.put(sample(7), draft(1, 2), is_deferred=True)
+    assert {*contents(store, map(sample, range(9)))} == {sample(0), sample(1), sample(7)}
+    assert store.put(sample(7), draft(1, 2, 3, 4)), "still deferred as it grows"
+    assert {*contents(store, map(sample, range(9)))} == {sample(0), sample(7)}
+    for number in range(4, 7):
+        assert store.put(sample(number), draft(*range(6)), is_deferred=True)
+    assert {*contents(store, map(sample, range(9)))} == {sample(n) for n in (4, 5, 6, 7)}
+    assert store.num_tokens == 22 and not store.put(sample(0), draft(1))
+
+    resumed = DraftStore(max_tokens=1)  # a smaller machine
+    resumed.load_state_dict(store.state_dict())
+    assert {*contents(resumed, map(sample, range(9)))} == {sample(n) for n in (4, 5, 6, 7)}
+    store.drop(map(sample, range(9)))
+    assert store.put(sample(7), draft(*range(9))) and not store.put(sample(6), draft(1))
 
 
 def test_exchange_gives_all_ranks_the_same_store():
     """Two ranks, whose collectives are played by hand."""
-    first = {SampleId(BIG, 2, 3): draft(7, 8, version=1), SampleId(1, 2, 0): draft(finished=True)}
-    own = [first, {SampleId(4, 3, 0): draft(9, finished=True, version=2)}]
-    sent = [[], []]
+    other = SampleId(BIG, 2, 3)
+    own = [
+        {sample(0): draft(7, 8, version=1), sample(2): draft(finished=True)},
+        {other: draft(9, finished=True, version=2)},
+        {},
+    ]
+    sent = [[] for _ in own]
 
-    class Recorder:
+    class Ranks:
         def __init__(self, rank):
             self.rank, self.turn = rank, 0
 
         def gather_ragged(self, array):
-            sent[self.rank].append(array)
-            return [array]
-
-    for rank in (0, 1):
-        exchange(DraftStore(100), own[rank], Recorder(rank))
-
-    class Both:
-        turn = -1
-
-        def gather_ragged(self, array):
+            if self.rank is not None:
+                sent[self.rank].append(array)
+                return [array]
             self.turn += 1
-            return [sent[0][self.turn], sent[1][self.turn]]
+            return [arrays[self.turn - 1] for arrays in sent]
 
-    store = DraftStore(100)
-    assert exchange(store, own[0], Both()) == 3
-    keys = [*own[0], *own[1]]
-    assert contents(store, keys) == {
-        SampleId(BIG, 2, 3): ([7, 8], False, 1),
-        SampleId(1, 2, 0): ([], True, 0),
-        SampleId(4, 3, 0): ([9], True, 2),
-    }
-
-
-def test_nothing_to_exchange():
-    store = DraftStore(10)
-    assert exchange(store, {}, Ranks(torch.device("cpu"))) == 0 and len(store) == 0
+    for rank in range(3):
+        exchange(DraftStore(100), own[rank], Ranks(rank), are_deferred=rank == 1)
+    for limit, kept in ((100, [sample(0), sample(2), other]), (2, [sample(2), other])):
+        store = DraftStore(limit)
+        exchange(store, own[0], Ranks(None))
+        expected = {name: d for drafts in own for name, d in drafts.items() if name in kept}
+        assert contents(store, [sample(0), sample(2), other]) == {
+            name: (d.tokens.tolist(), d.is_finished, d.version) for name, d in expected.items()
+        }
 
 
 def test_state_round_trip():
-    store, keys = DraftStore(100), [SampleId(BIG, 1, 0), SampleId(2, 1, 7), SampleId(2, 4, 7)]
-    for number, key in enumerate(keys):
-        store.put(key, draft(*range(number), finished=number == 1, version=number))
+    store, ids = DraftStore(100), [SampleId(BIG, 1, 0), sample(7), SampleId(2, 4, 7)]
+    for number, name in enumerate(ids):
+        store.put(name, draft(*range(number), finished=number == 1, version=number))
     again = DraftStore(100)
     again.load_state_dict(store.state_dict())
-    assert contents(again, keys) == contents(store, keys) and again.num_tokens == 3
+    assert contents(again, ids) == contents(store, ids) and again.num_tokens == 3
     again.load_state_dict(DraftStore(5).state_dict())
     assert len(again) == 0

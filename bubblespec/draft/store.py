@@ -5,23 +5,30 @@ Only token ids are kept: 4 bytes a token, no keys and values, no probabilities. 
 same store, since they put the same exchanged drafts into it in the same order.
 """
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
+from itertools import zip_longest
 
 import numpy as np
 
 from bubblespec.dist.ranks import Ranks
 from bubblespec.types import Draft, SampleId
 
-HEADER = 7  # uid, visit, sample, number of tokens, finished, version, holder
+HEADER = 7  # uid, visit, sample, number of tokens, flags, version, holder
+FINISHED, DEFERRED = 1, 2  # flags
 
 
 class DraftStore:
-    """Drafts by sample, of at most `max_tokens` together; what would exceed that is not taken."""
+    """Drafts by sample, of at most `max_tokens` together.
+
+    A draft of a coming step for which there is no room is refused. One of a deferred sample is what
+    has been generated of it, and is never lost: it displaces drafts of coming steps, the latest
+    first, as samples are drafted in the order in which they will be needed."""
 
     def __init__(self, max_tokens: int):
         self.max_tokens = max_tokens
         self.num_tokens = 0
         self._drafts: dict[SampleId, Draft] = {}
+        self._deferred: set[SampleId] = set()
 
     def __len__(self) -> int:
         return len(self._drafts)
@@ -30,15 +37,21 @@ class DraftStore:
         """The draft of a sample, if there is one."""
         return self._drafts.get(sample)
 
-    def put(self, sample: SampleId, draft: Draft) -> bool:
-        """Take a draft in place of an earlier one of its sample. False, and no change, if there is
-        no room for it."""
+    def put(self, sample: SampleId, draft: Draft, *, is_deferred: bool = False) -> bool:
+        """Take a draft in place of an earlier one of its sample; False, and no change, if there is
+        no room for it. is_deferred: the sample is, from now on."""
+        is_deferred |= sample in self._deferred
         old = self._drafts.get(sample)
         growth = len(draft.tokens) - (len(old.tokens) if old else 0)
-        if self.num_tokens + growth > self.max_tokens:
+        if not is_deferred and self.num_tokens + growth > self.max_tokens:
             return False
         self._drafts[sample] = draft
         self.num_tokens += growth
+        if is_deferred:
+            self._deferred.add(sample)
+            coming = (name for name in reversed([*self._drafts]) if name not in self._deferred)
+            while self.num_tokens > self.max_tokens and (name := next(coming, None)) is not None:
+                self.drop([name])
         return True
 
     def drop(self, ids: Iterable[SampleId]) -> None:
@@ -46,49 +59,60 @@ class DraftStore:
         for sample in ids:
             if sample in self._drafts:
                 self.num_tokens -= len(self._drafts.pop(sample).tokens)
+                self._deferred.discard(sample)
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """All drafts, as they go from rank to rank: a header and tokens, see `_pack`."""
-        return dict(zip(("header", "tokens"), _pack(self._drafts), strict=True))
+        header, tokens = _pack(self._drafts, self._deferred)
+        return {"header": header, "tokens": tokens}
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
         """Take over a saved state; no engine holds any of its drafts."""
-        self._drafts, self.num_tokens = {}, 0
-        for sample, draft in _unpack(state["header"], state["tokens"]):
+        self._drafts, self._deferred, self.num_tokens = {}, set(), 0
+        for sample, draft, is_deferred in _unpack(state["header"], state["tokens"]):
             draft.holder = -1
-            self.put(sample, draft)
+            self.put(sample, draft, is_deferred=is_deferred)
 
 
-def exchange(store: DraftStore, own: dict[SampleId, Draft], ranks: Ranks) -> int:
-    """Put every rank's new drafts into every rank's store; returns the number of tokens that all
-    ranks offered."""
-    header, tokens = _pack(own)
-    headers, all_tokens = ranks.gather_ragged(header), ranks.gather_ragged(tokens)
-    for rank_header, rank_tokens in zip(headers, all_tokens, strict=True):
-        for sample, draft in _unpack(rank_header, rank_tokens):
-            store.put(sample, draft)
-    return sum(len(t) for t in all_tokens)
+def exchange(
+    store: DraftStore, own: dict[SampleId, Draft], ranks: Ranks, *, are_deferred: bool = False
+) -> None:
+    """Put every rank's new drafts into every rank's store: the first of each rank, the second of
+    each, and so on. own: in the order in which they will be needed."""
+    header, tokens = _pack(own, own if are_deferred else ())
+    gathered = zip(ranks.gather_ragged(header), ranks.gather_ragged(tokens), strict=True)
+    for turn in zip_longest(*(_unpack(*of_rank) for of_rank in gathered)):
+        for sample, draft, is_deferred in filter(None, turn):
+            store.put(sample, draft, is_deferred=is_deferred)
 
 
-def _pack(drafts: dict[SampleId, Draft]) -> tuple[np.ndarray, np.ndarray]:
+def _pack(
+    drafts: dict[SampleId, Draft], deferred: Container[SampleId]
+) -> tuple[np.ndarray, np.ndarray]:
     """Headers int64 [drafts * HEADER] and tokens int32, one draft after the other."""
     header = [
-        (*sample, len(d.tokens), int(d.is_finished), d.version, d.holder)
-        for sample, d in drafts.items()
+        (
+            *sample,
+            len(draft.tokens),
+            FINISHED * draft.is_finished | DEFERRED * (sample in deferred),
+            draft.version,
+            draft.holder,
+        )
+        for sample, draft in drafts.items()
     ]
-    tokens = [d.tokens for d in drafts.values()]
+    tokens = [draft.tokens for draft in drafts.values()]
     return np.array(header, np.int64).ravel(), np.concatenate([np.empty(0, np.int32), *tokens])
 
 
-def _unpack(header: np.ndarray, tokens: np.ndarray) -> list[tuple[SampleId, Draft]]:
+def _unpack(header: np.ndarray, tokens: np.ndarray) -> list[tuple[SampleId, Draft, bool]]:
+    """(sample, draft, whether it is deferred) of each."""
     fields = header.reshape(-1, HEADER)
-    parts = np.split(tokens, np.cumsum(fields[:, 3])[:-1]) if len(fields) else []
+    parts = np.split(tokens, np.cumsum(fields[:, 3])[:-1])
     return [
         (
-            SampleId(int(uid), int(visit), int(number)),
-            Draft(part, bool(finished), int(version), int(holder)),
+            SampleId(uid, visit, number),
+            Draft(part, bool(flags & FINISHED), version, holder),
+            bool(flags & DEFERRED),
         )
-        for (uid, visit, number, _, finished, version, holder), part in zip(
-            fields, parts, strict=True
-        )
+        for (uid, visit, number, _, flags, version, holder), part in zip(fields.tolist(), parts)
     ]

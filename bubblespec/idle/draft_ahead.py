@@ -197,7 +197,8 @@ class DraftAhead:
 
     def merge(self, ranks: Ranks) -> None:
         """All ranks' drafts into all ranks' stores."""
-        exchange(self.store, self.drafts, ranks)
+        nearest_first = sorted(self.drafts, key=lambda name: self._items[name].steps_ahead)
+        exchange(self.store, {name: self.drafts[name] for name in nearest_first}, ranks)
 
     def _pause(self, rows: list[Row]) -> int:
         """Take rows out of the engine, for later in this rollout or in a later one; returns how

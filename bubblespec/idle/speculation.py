@@ -114,13 +114,14 @@ class Speculation:
         drafts = {}
         for row in rows:
             old, length = self.store.get(row.id), len(row.tokens)
-            if length and not (
-                old is not None
-                and len(old.tokens) > length
-                and np.array_equal(old.tokens[:length], row.tokens)
-            ):
+            if not length:
+                continue
+            goes_on = old is not None and len(old.tokens) > length
+            if goes_on and np.array_equal(old.tokens[:length], row.tokens):
+                drafts[row.id] = old
+            else:
                 drafts[row.id] = Draft(row.tokens.astype(np.int32), row.finish is not None, step)
-        exchange(self.store, drafts, self.ranks)
+        exchange(self.store, drafts, self.ranks, are_deferred=True)
 
     def draft_ahead(
         self, step: int, planner: StepPlanner, used: list[Group], num_slots: int
