@@ -15,7 +15,6 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from bubblespec.config import Config
-from bubblespec.draft.windows import WINDOWS
 from bubblespec.engine import attention, sampling
 from bubblespec.engine.chains import KEPT, LONGEST
 from bubblespec.engine.drafter import Drafter
@@ -24,6 +23,7 @@ from bubblespec.engine.model import enable_gradient_checkpointing, forward_hidde
 from bubblespec.engine.packing import PAGE, CachePacking, SequencePacking, pack_rows, pack_sequences
 from bubblespec.errors import InputError
 from bubblespec.learn.drafter_training import CONTEXT, PIECE, SEQUENCES_PER_UPDATE
+from bubblespec.planner.windows import WINDOWS
 
 # For a moment, beside what is saved. A backward holds gradients of about so much of what its layer
 # has saved:

@@ -21,7 +21,6 @@ from test_speculation import RANKS, make, make_config, make_sampler
 
 from bubblespec.config import Config
 from bubblespec.draft.store import DraftStore
-from bubblespec.draft.windows import WINDOWS
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.runner import ModelRunner
@@ -29,6 +28,7 @@ from bubblespec.idle.draft_planning import Item, Outlook
 from bubblespec.idle.evaluation_ahead import next_evaluation, plan_evaluation
 from bubblespec.idle.set_up_speculation import assemble
 from bubblespec.idle.speculation import Speculation
+from bubblespec.planner.windows import WINDOWS
 from bubblespec.records import RolloutRecord
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.types import Draft, Group, Row, SampleId, Samples

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from bubblespec.draft.windows import WINDOWS
+from bubblespec.planner.windows import WINDOWS
 from bubblespec.telemetry.metrics import MetricsLogger
 from bubblespec.types import Group, Prompt
 from tests.helpers.rows import samples_of

@@ -24,11 +24,11 @@ from test_speculation import SamePrompts, learn, make, make_config, make_sampler
 from bubblespec.draft.proposer import make_proposer
 from bubblespec.draft.store import DraftStore
 from bubblespec.draft.suffix import History
-from bubblespec.draft.windows import WINDOWS
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.idle.draft_planning import Item
+from bubblespec.planner.windows import WINDOWS
 from bubblespec.records import Acceptance, RolloutRecord, Span, StepRecord, total_s
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.telemetry.report import speculation_metrics

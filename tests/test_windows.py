@@ -6,7 +6,8 @@ import itertools
 import numpy as np
 import pytest
 
-from bubblespec.draft.windows import WINDOWS, CostModel, Survival, choose_windows, match_bucket
+from bubblespec.draft.windows import CostModel, Survival, match_bucket
+from bubblespec.planner.windows import WINDOWS, choose_windows
 
 
 def known_cost(a=3e-3, b=5e-5, c=8e-5, d=6e-5, e=5e-7) -> CostModel:

@@ -1,20 +1,10 @@
-"""How many draft tokens each row feeds in a forward: as many as pay for themselves.
-
-A forward takes T seconds, and a draft token is accepted only if all before it were. With survival
-s, the chance that one more token of a draft is right, the i-th token of a window adds s**i accepted
-tokens and the cost of one more token fed (the sum is that of Leviathan et al. 2023, arXiv
-2211.17192, equation 1). Windows are filled greedily, best first, up to the point where accepted
-tokens per second, rows plus sum of s**i over T, are highest. Where no draft token pays, the windows
-are empty, and the forward is plain decoding.
-"""
+"""What a forward costs, and how often draft tokens are accepted: what planner/windows.py chooses
+by."""
 
 import json
 
 import numpy as np
 
-from bubblespec.records import ACCEPT_BINS
-
-WINDOWS = np.array(ACCEPT_BINS)
 SLOWEST = 5.0  # times the expected seconds
 MATCH_EDGES = (
     2,
@@ -178,52 +168,3 @@ class Survival:
 def match_bucket(length: int) -> int:
     """How many of MATCH_EDGES a match of `length` tokens reaches."""
     return sum(length >= edge for edge in MATCH_EDGES)
-
-
-def choose_windows(
-    survival: np.ndarray,
-    available: np.ndarray,
-    cost: CostModel,
-    positions: int,
-    *,
-    budget: int,
-    overhead_s: float = 0.0,
-) -> tuple[np.ndarray, bool]:
-    """Draft tokens of each of R decoding rows, int64 [R], and whether they are worth having looked
-    for.
-
-    survival: float64 [R]; available: int64 [R], tokens proposed for each; positions: attended by
-    all rows together; budget: most draft tokens together; overhead_s: what finding the proposals
-    took.
-    """
-    rows, windows = len(survival), np.zeros(len(survival), np.int64)
-    drafted = np.flatnonzero(available)
-    if len(drafted) == 0:
-        return windows, False
-    s = np.minimum(np.maximum(survival[drafted], 1e-3), 1 - 1e-6)[:, None]
-    reach = np.minimum(WINDOWS, available[drafted, None])
-    tokens = reach[:, 1:] - reach[:, :-1]  # [rows with drafts, segments]
-    expected = s * (1 - s**reach) / (1 - s)  # sum of s**i up to each window
-    gain = expected[:, 1:] - expected[:, :-1]
-    is_first = np.zeros(tokens.shape)
-    is_first[:, 0] = 1.0
-    price = cost.coefficients[2] * tokens + cost.coefficients[3] * is_first
-    # A row's segments stay in order, the first with its price of a wide row on it.
-    density = np.minimum.accumulate(
-        np.where(tokens > 0, gain / np.maximum(price, 1e-12), -1.0), axis=1
-    ).ravel()
-    order = np.argsort(-density, kind="stable")
-    fed = np.cumsum(tokens.ravel()[order])
-    order = order[
-        : min(int(np.searchsorted(fed, budget, side="right")), np.count_nonzero(density > 0))
-    ]
-    fed = np.concatenate(([0], fed[: len(order)]))
-    gained = np.concatenate(([0.0], np.cumsum(gain.ravel()[order])))
-    wide = np.concatenate(([0.0], np.cumsum(is_first.ravel()[order])))
-    seconds = cost.seconds(rows, rows + fed, wide, positions)
-    best = int(((rows + gained) / seconds).argmax())
-    chosen = order[:best]
-    windows[drafted] = np.bincount(
-        chosen // tokens.shape[1], weights=tokens.ravel()[chosen], minlength=len(drafted)
-    )
-    return windows, bool((rows + gained[best]) / (seconds[best] + overhead_s) > rows / seconds[0])
