@@ -30,8 +30,7 @@ from bubblespec.engine.model import forward_hidden, output_head, prepare_model
 from bubblespec.engine.noise import gumbel, random_bits, stream_keys
 from bubblespec.engine.packing import pack_sequences
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.engine.sampling import SamplingParams
-from bubblespec.engine.verify import FRESH, further, verify
+from bubblespec.engine.sampling import FRESH, SamplingParams, further, verify
 from bubblespec.learn.losses import token_logprobs
 from bubblespec.types import Prompt, Row, SampleId
 

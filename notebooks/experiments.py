@@ -21,9 +21,7 @@ from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.noise import stream_keys
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.engine.sampling import SamplingParams, sample
-from bubblespec.engine.scheduler import num_gained
-from bubblespec.engine.verify import verify
+from bubblespec.engine.sampling import SamplingParams, num_gained, sample, verify
 from bubblespec.types import Group, Prompt, Row, SampleId
 
 MAX_NEW_TOKENS = 96

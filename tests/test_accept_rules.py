@@ -9,8 +9,7 @@ from scipy import stats
 from benchmarks import accept_rules
 from benchmarks.accept_rules import ACCEPT, verify_by_rejection
 from bubblespec.engine.noise import random_bits, stream_keys
-from bubblespec.engine.sampling import SamplingParams, sample
-from bubblespec.engine.verify import FRESH, further
+from bubblespec.engine.sampling import FRESH, SamplingParams, further, sample
 
 
 def keys_of(count: int, seed: int = 0) -> torch.Tensor:

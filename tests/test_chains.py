@@ -62,7 +62,7 @@ class CheckedDrafts:
         self.num_checked, self.caught_up, self.contexts = 0, [], []
 
     def propose(self, rows, lengths, room, budget):
-        engine, random, scheduler = self.engine, self.random, self.engine.scheduler
+        engine, random = self.engine, self.random
         chains = engine.runner.chains
         if len(engine.rows) <= chains_module.MOST_ROWS and random.random() < self.share:
             slots = [
@@ -71,7 +71,7 @@ class CheckedDrafts:
                 if any(row is r for r in rows) and random.random() < 0.8
             ]
             self.check(
-                chains, scheduler, np.array(slots, np.int64), int(random.integers(1, LONGEST + 1))
+                chains, engine, np.array(slots, np.int64), int(random.integers(1, LONGEST + 1))
             )
         drafts = []
         for row, known, fits in zip(rows, lengths.tolist(), room.tolist(), strict=True):
@@ -81,13 +81,13 @@ class CheckedDrafts:
             drafts.append(draft if len(draft) else None)
         return drafts
 
-    def check(self, chains: Chains, scheduler, slots: np.ndarray, length: int) -> None:
-        drawn, got, num_positions = chains.draft(scheduler, slots, length)
+    def check(self, chains: Chains, engine, slots: np.ndarray, length: int) -> None:
+        drawn, got, num_positions = chains.draft(engine, slots, length)
         assert drawn.shape == (len(got), length) and set(got.tolist()) <= set(slots.tolist())
         assert num_positions >= len(got)
         for slot, chain in zip(got.tolist(), drawn.tolist(), strict=True):
-            row, known = self.engine.rows[slot], int(scheduler.length[slot])
-            tokens = scheduler.tokens[slot, :known].tolist()
+            row, known = self.engine.rows[slot], int(engine.length[slot])
+            tokens = engine.tokens[slot, :known].tolist()
             assert tokens == [*row.prompt, *self.truth[row.id][: known - len(row.prompt)]]
             base = int(chains._base[slot])
             assert 0 <= base < known - 1
@@ -256,7 +256,7 @@ def test_what_is_kept_of_rejected_drafts_is_not_taken_for_what_is_fed_while_ther
     engine.drop(rows[2])
     for _ in range(2):
         engine.step(PARAMS)
-        drafts.check(runner.chains, engine.scheduler, np.arange(len(engine.rows)), 3)
+        drafts.check(runner.chains, engine, np.arange(len(engine.rows)), 3)
     assert drafts.num_checked == 2 * len(engine.rows) > 0
 
 
@@ -271,7 +271,7 @@ def test_samples_of_a_prompt_all_begin_with_its_states(monkeypatch):
         engine.step(PARAMS)
     while not (decoding := engine.decoding()) or len(decoding) < 3:
         engine.step(PARAMS)
-    _, slots, num_positions = runner.chains.draft(engine.scheduler, np.arange(3), 1)
+    _, slots, num_positions = runner.chains.draft(engine, np.arange(3), 1)
     assert slots.tolist() == [0, 1, 2] and num_positions == 3 * 12
 
 
@@ -288,7 +288,7 @@ def test_a_drafter_with_spoilt_weights_still_drafts_its_tokens(value):
         engine.add(make_rows(2, 1))
         for _ in range(4):
             engine.step(params)
-        drawn, slots, _ = runner.chains.draft(engine.scheduler, np.arange(2), 3)
+        drawn, slots, _ = runner.chains.draft(engine, np.arange(2), 3)
         assert len(slots) == 2 and set(drawn.ravel().tolist()) <= set(drafter.ids.tolist())
 
 
@@ -321,7 +321,7 @@ def test_chains_may_be_longer_than_what_their_rows_can_get():
         engine.step(SamplingParams(temperature=0.8))
         if engine.rows:
             lengths.append(int(engine.lengths[0]))
-            assert chains.draft(engine.scheduler, np.array([0]), LONGEST)[0].shape == (1, LONGEST)
+            assert chains.draft(engine, np.array([0]), LONGEST)[0].shape == (1, LONGEST)
     assert lengths[-1] == 11, "of 12 positions"
 
 

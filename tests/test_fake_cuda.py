@@ -37,9 +37,8 @@ from bubblespec.engine.model import enable_gradient_checkpointing, forward_hidde
 from bubblespec.engine.noise import gumbel, random_bits
 from bubblespec.engine.packing import PAGE, pack_rows, pack_sequences
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.engine.sampling import SamplingParams, sample
+from bubblespec.engine.sampling import RULES, SamplingParams, sample, verify
 from bubblespec.engine.shared_runner import SharedRunner
-from bubblespec.engine.verify import RULES, verify
 from bubblespec.learn.learner import Learner
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.memory import HEADROOM, choose_num_slots

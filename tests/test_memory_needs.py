@@ -195,7 +195,7 @@ def test_a_drafter_holds_what_it_is_said_to(dtype):
     chains = engine.runner.chains = Chains(drafter, engine.runner, SamplingParams())
     engine.add([Row(SampleId(0, 0, 0), (1, 2, 3), 4)])
     engine.step(SamplingParams())
-    assert chains.draft(engine.scheduler, np.array([0]), 2)[0].shape == (1, 2)
+    assert chains.draft(engine, np.array([0]), 2)[0].shape == (1, 2)
     assert 3 * needs.drafter_slot == chains.cache.num_bytes() + size([chains._hidden])
 
 

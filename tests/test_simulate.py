@@ -245,7 +245,7 @@ def test_chains_take_the_time_of_the_drafter_s_forwards():
         engine.step(params)
     for caught_up in (64, 3):
         begin_s, positions = world.now[0], int(engine.lengths.sum())
-        tokens, slots, count = source.chains.draft(engine.scheduler, np.arange(2), 4)
+        tokens, slots, count = source.chains.draft(engine, np.arange(2), 4)
         assert (tokens.shape, slots.tolist(), count) == ((2, 4), [0, 1], 2 * caught_up)
         fed = [2 * caught_up, 2, 2, 2]
         wanted = 0.25 * sum(cost.seconds(Load(2, n, 0, positions, 0, 0)) for n in fed)

@@ -12,9 +12,16 @@ from scipy import stats
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from bubblespec.engine.noise import random_bits, stream_keys
-from bubblespec.engine.sampling import MAX_LOGITS_AT_ONCE, SamplingParams, sample
-from bubblespec.engine.scheduler import num_gained
-from bubblespec.engine.verify import FRESH, RULES, further, verify
+from bubblespec.engine.sampling import (
+    FRESH,
+    MAX_LOGITS_AT_ONCE,
+    RULES,
+    SamplingParams,
+    further,
+    num_gained,
+    sample,
+    verify,
+)
 
 V, STOP, START = 6, 0, 1
 LIMIT, LONGEST_DRAFT = 6, 8  # drafts may run past the limit, and go on after a stop token

@@ -170,7 +170,7 @@ class LearnedDrafts(DraftSource):
             return proposals
         begin_s = self.clock.perf_counter()
         tokens, slots, caught_up = self.chains.draft(
-            self.engine.scheduler, np.array(sorted(place_of)), length
+            self.engine, np.array(sorted(place_of)), length
         )
         if len(slots):
             gained, expected_s = self._forecast(active, len(slots))

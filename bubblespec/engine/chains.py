@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from bubblespec.engine.drafter import Drafter
+from bubblespec.engine.engine import Batch, Engine
 from bubblespec.engine.graphs import ForwardGraphs
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.noise import gumbel
@@ -25,7 +26,6 @@ from bubblespec.engine.packing import PAGE, pack_rows, to_device
 from bubblespec.engine.ragged import ragged
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams, restrict
-from bubblespec.engine.scheduler import Batch, Scheduler
 
 KEPT = 128  # latest positions of a slot whose hidden states are kept
 CONTEXT = 64  # of these a row begins with, below KEPT by more than a verification feeds
@@ -129,12 +129,12 @@ class Chains:
 
     @torch.inference_mode()
     def draft(
-        self, scheduler: Scheduler, slots: np.ndarray, length: int
+        self, engine: Engine, slots: np.ndarray, length: int
     ) -> tuple[np.ndarray, np.ndarray, int]:
         """Chains for decoding rows, int64 [M, n], which of `slots` they are for, int64 [M], and
         with how many positions the drafter had to catch up. slots: int64, ascending; length: n, at
         most LONGEST. The host waits for the device once."""
-        count = self._catch_up(scheduler, slots)
+        count = self._catch_up(engine, slots)
         slots, count = slots[count > 0], count[count > 0]
         if len(slots) == 0:
             return np.empty((0, length), np.int64), slots, 0
@@ -142,11 +142,11 @@ class Chains:
         begin = self._known[slots]
         position = (self._base[slots] + begin)[row] + offset
         places = to_device(np.array((slots[row], position % KEPT)), self.runner.device)
-        tokens = to_device(scheduler.tokens[slots[row], position + 1], self.runner.device)
+        tokens = to_device(engine.tokens[slots[row], position + 1], self.runner.device)
         states = self._forward(self._hidden[places[0], places[1]], tokens, slots, begin, count)
         state = states[to_device(np.cumsum(count) - 1, self.runner.device)]
         self._known[slots] += count
-        generated = (scheduler.length - scheduler.prompt_length)[slots]
+        generated = (engine.length - engine.prompt_length)[slots]
         # A chain may be longer than its row can get; what is too long of it is cut off later.
         position = np.minimum(generated[:, None] + np.arange(length), self.runner.max_length - 1)
         keys = self.runner.noise_keys(np.repeat(slots, length), position.ravel()).view(
@@ -195,10 +195,10 @@ class Chains:
             allowed = gumbel(keys, ids.int(), logits.dtype).add_(allowed)
         return ids[allowed.argmax(-1)]
 
-    def _catch_up(self, scheduler: Scheduler, slots: np.ndarray) -> np.ndarray:
+    def _catch_up(self, engine: Engine, slots: np.ndarray) -> np.ndarray:
         """Positions that each row's cache lacks, int64; rows whose cache cannot be continued begin
         anew."""
-        known_to_policy = scheduler.cached[slots]
+        known_to_policy = engine.cached[slots]
         kept_from = np.maximum(self._first[slots], self._behind[slots] - KEPT)
         begins = (self._base[slots] < 0) | (self._base[slots] + self._known[slots] < kept_from)
         self._base[slots] = np.where(

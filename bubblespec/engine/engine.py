@@ -1,43 +1,143 @@
 """Continuous-batching generation as a stepper: add rows, run one packed forward at a time, drop
 rows, stop at any point.
 
-What a row's tokens are depends on the weights, the prompt and the row's noise key alone: not on the
-other rows, the order of admission, the chunk size, the number of slots or the drafts.
+A row's tokens depend on the weights, its prompt and its noise key alone: not on the other rows, the
+order of admission, the chunk size, the number of slots or the drafts.
+
+Active rows always occupy slots 0..R-1, so attention reads the cache through a slice and never
+gathers it: the slot of a finished row is refilled from the queue at once, or else the last active
+row moves into it. Rows with the same prompt share one prefill: the first of them computes the
+prompt's keys and values, the others copy them and feed only its last token.
+
+A forward feeds "n new tokens of row r", whether they are a prompt, one sampled token, or that token
+and a draft after it. Draft tokens come from a `Proposer`; a `Runner` verifies which of them the row
+would have sampled anyway, and rolling back the others is lowering the row's length.
+
+Shape legend: R active rows, N tokens in a forward, M rows that sample in it, S draft tokens, T = M
++ S positions sampled.
 """
 
 from collections import deque
 from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
-from bubblespec.engine.sampling import SamplingParams
-from bubblespec.engine.scheduler import Proposer, Runner, Scheduler
+from bubblespec.engine.ragged import ragged
+from bubblespec.engine.sampling import SamplingParams, is_stop, num_gained
 from bubblespec.records import Load
 from bubblespec.types import Row
 
 
+@dataclass
+class Batch:
+    """What a forward feeds, all on the host."""
+
+    start: np.ndarray
+    """int64 [R], positions of each active row that have keys and values."""
+    count: np.ndarray
+    """int64 [R], new tokens of each."""
+    index: np.ndarray
+    """int64 [2, N], slot and position of each new token, rows one after the other."""
+    tokens: np.ndarray
+    """int64 [N], the new tokens."""
+    slots: np.ndarray
+    """int64 [M], the slots of the rows that sample, ascending: they feed all their known tokens,
+    and their drafts."""
+    generated: np.ndarray
+    """int64 [M], response tokens that these rows have."""
+    num_draft: np.ndarray
+    """int64 [M], draft tokens of these rows."""
+    draft: np.ndarray
+    """int64 [S], the drafts one after the other."""
+    load: Load
+
+
+class Proposer(Protocol):
+    """Where draft tokens come from."""
+
+    def propose(
+        self, rows: list[Row], lengths: np.ndarray, room: np.ndarray, budget: int
+    ) -> list[np.ndarray | None]:
+        """Draft tokens int64 [n] for each of the rows about to decode, or None. lengths: int64
+        [rows], response tokens so far; room: int64 [rows], maximum draft tokens of each; budget:
+        of all together (what exceeds either is cut)."""
+
+    def observe(
+        self,
+        rows: list[Row],
+        tokens: list[np.ndarray],
+        num_draft: np.ndarray,
+        num_accepted: np.ndarray,
+    ) -> None:
+        """Rows have gained `tokens`, of which a draft of `num_draft` tokens gave the first
+        `num_accepted`, int64 [rows]."""
+
+
+class Runner(Protocol):
+    """What computes a forward: a model (`ModelRunner`), or in virtual time a recorded text."""
+
+    num_slots: int
+    max_length: int
+    """Prompt plus response in tokens."""
+    max_batch_tokens: int
+    """Maximum tokens in a forward, at least num_slots."""
+
+    def forward(
+        self, batch: Batch, params: SamplingParams
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Feed the batch, and verify its drafts. Returns, as `Verified` has them, accepted int64
+        [M], the tokens int64 [T], and both log-probabilities [2, T]."""
+
+    def place(self, slot: int, row: Row) -> None:
+        """A row, with its tokens so far in it, comes into a slot; or stays in it while what
+        computes it has changed."""
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """The row in slot `source` goes on in slot `target`; its first `length` positions have keys
+        and values."""
+
+    def share(self, source: int, target: int, length: int) -> None:
+        """The first `length` positions of both slots' rows are the same; only `source` has keys and
+        values of them."""
+
+    def release(self) -> None:
+        """Give the memory of keys and values back until the next forward. No slot has a row."""
+
+
 class Engine:
-    """A scheduler and the runner of what it plans."""
+    """Slots and queue, and the runner that computes the forwards."""
 
     def __init__(self, runner: Runner):
         """Raises ValueError if a token of each slot does not fit into one forward."""
-        self.runner, self.scheduler = runner, Scheduler(runner)
-        self.num_slots, self.max_length, self.max_batch_tokens = (
-            runner.num_slots,
-            runner.max_length,
-            runner.max_batch_tokens,
-        )
+        num_slots, max_length = runner.num_slots, runner.max_length
+        if runner.max_batch_tokens < num_slots:
+            raise ValueError(
+                f"max_batch_tokens = {runner.max_batch_tokens} is below num_slots = {num_slots}"
+            )
+        self.runner = runner
+        self.num_slots = num_slots
+        self.max_length = max_length
+        self.max_batch_tokens = runner.max_batch_tokens
         self.num_forwards = 0
-
-    @property
-    def rows(self) -> list[Row]:
-        """Active rows, by slot. Their tokens are in them once they have finished; see `collect`."""
-        return self.scheduler.rows
-
-    @property
-    def queue(self) -> deque[Row]:
+        self.queue: deque[Row] = deque()
         """Rows that wait for a slot."""
-        return self.scheduler.queue
+        self.rows: list[Row] = []
+        """Active rows, by slot. Their tokens are in them once they have finished; see
+        `collect`."""
+        # Per slot. A row's known tokens are tokens[: length], of which the first `cached` have keys
+        # and values.
+        self.tokens = np.zeros((num_slots, max_length), np.int64)
+        self.length = np.zeros(num_slots, np.int64)
+        self.cached = np.zeros(num_slots, np.int64)
+        self.prompt_length = np.zeros(num_slots, np.int64)
+        self.limit = np.zeros(num_slots, np.int64)
+        self.logprobs = np.zeros((num_slots, max_length, 2), np.float32)
+        # The prompt whose keys and values a slot holds, also after its row has finished; -1 for
+        # none.
+        self.prompt_id = np.full(num_slots, -1, np.int64)
+        self._prompt_ids: dict[tuple[int, ...], int] = {}
 
     @property
     def is_idle(self) -> bool:
@@ -47,31 +147,50 @@ class Engine:
     @property
     def lengths(self) -> np.ndarray:
         """Known tokens of each active row, prompt included, int64 [R]."""
-        return self.scheduler.length[: len(self.rows)].copy()
+        return self.length[: len(self.rows)].copy()
 
     def add(self, rows: list[Row]) -> None:
         """Queue rows; those with the same prompt should be adjacent, so that they share its
         prefill. Raises ValueError for a row that does not fit, or has all its tokens."""
-        self.scheduler.add(rows)
+        for row in rows:
+            prompt, limit = len(row.prompt), row.max_new_tokens
+            if not (prompt and limit > 0 and prompt + limit <= self.max_length):
+                raise ValueError(
+                    f"a prompt of {prompt} and up to {limit} new tokens do not fit max_length = "
+                    f"{self.max_length}"
+                )
+            if len(row.tokens) >= limit:
+                raise ValueError(
+                    f"a row with {len(row.tokens)} of at most {limit} tokens has none left to "
+                    f"generate"
+                )
+        self.queue.extend(rows)
 
     def drop(self, row: Row) -> None:
         """Take a row out before it has finished; it keeps its tokens so far, and goes on after them
         if it is added again."""
-        self.scheduler.drop(row)
+        if row in self.queue:
+            self.queue.remove(row)
+            return
+        slot = self.rows.index(row)
+        self._take_results(slot)
+        self._free(slot)
 
     def collect(self) -> list[Row]:
         """The rows in slots, with their tokens so far in them, and those in the queue as they are.
         All stay where they are."""
-        return self.scheduler.collect()
+        return [self._take_results(slot) for slot in range(len(self.rows))] + list(self.queue)
 
     def decoding(self) -> list[Row]:
         """Rows whose prompt and all of whose tokens but the last are in the cache."""
-        return self.scheduler.decoding()
+        active = len(self.rows)
+        slots = np.flatnonzero(self.cached[:active] == self.length[:active] - 1)
+        return [self.rows[slot] for slot in slots]
 
     def prefilling(self) -> list[Row]:
         """Active rows whose prompt is not whole in the cache yet; its last token is fed when they
         first sample."""
-        return self.scheduler.prefilling()
+        return [self.rows[slot] for slot in self._prefilling()]
 
     def reset(self, staying: Collection[Row] = ()) -> None:
         """Forget all rows, and all cached keys and values. Needed whenever the weights have
@@ -81,7 +200,15 @@ class Engine:
         have computed: what they then generate is a sample of no policy, and good for nothing but
         drafts.
         """
-        self.scheduler.reset(staying)
+        self.queue.clear()
+        stay = {id(row) for row in staying}
+        for slot in reversed(range(len(self.rows))):
+            if id(self.rows[slot]) not in stay:
+                self._free(slot)
+        for slot in range(len(self.rows)):
+            self.runner.place(slot, self._take_results(slot))
+        self.prompt_id.fill(-1)  # so that nobody shares the prompt of a row that has stayed
+        self._prompt_ids.clear()
 
     def release(self) -> None:
         """Forget all rows, and give the memory of keys and values back until the next forward."""
@@ -106,12 +233,218 @@ class Engine:
         """One forward: admit, feed every row's next tokens, sample where a row's known tokens end.
         Returns the finished rows, and what the forward had to do, or None without rows.
 
-        proposer: where drafts come from; max_prefill_tokens: most tokens fed of rows that do not
-        decode yet, by default max_batch_tokens.
+        proposer: where drafts come from; max_prefill_tokens: of rows that do not decode yet, by
+        default max_batch_tokens.
         """
-        batch = self.scheduler.schedule(proposer, max_prefill_tokens)
+        batch = self.schedule(proposer, max_prefill_tokens)
         if batch is None:
             return [], None
-        result = self.runner.forward(batch, params)
+        accepted, token, logprobs = self.runner.forward(batch, params)
         self.num_forwards += 1
-        return self.scheduler.update(batch, result, params.stop_token_ids, proposer), batch.load
+        self.cached[: len(batch.count)] = batch.start + batch.count
+        if len(batch.slots) == 0:
+            return [], batch.load
+        gained = self._append(batch, accepted, token, logprobs, params.stop_token_ids)
+        if proposer is not None:
+            begin = (batch.num_draft + 1).cumsum() - (batch.num_draft + 1)
+            spans = zip(begin.tolist(), (begin + gained).tolist(), strict=True)
+            proposer.observe(
+                [self.rows[slot] for slot in batch.slots.tolist()],
+                [token[begin:end] for begin, end in spans],
+                batch.num_draft,
+                np.minimum(accepted, gained),
+            )
+        return self._finish(batch.slots, params.stop_token_ids), batch.load
+
+    def schedule(
+        self, proposer: Proposer | None = None, max_prefill_tokens: int | None = None
+    ) -> Batch | None:
+        """Admit rows, and plan a forward of every row's next tokens; None without rows. See
+        `step`."""
+        while self.queue and len(self.rows) < self.num_slots:
+            self.rows.append(self.queue.popleft())
+            self._place(len(self.rows) - 1)
+        active = len(self.rows)
+        if not active:
+            return None
+        if max_prefill_tokens is None:
+            max_prefill_tokens = self.max_batch_tokens
+        count = self._plan(proposer, max_prefill_tokens)
+        start = self.cached[:active].copy()
+        ends = start + count
+        num_prompt = np.minimum(np.maximum(self.prompt_length[:active] - 1 - start, 0), count)
+        slots = (ends >= self.length[:active]).nonzero()[0]
+        length = self.length[slots]
+        num_draft = ends[slots] - length
+        load = Load(
+            active,
+            int(count.sum()),
+            np.count_nonzero(count > 1),
+            int(ends.sum()),
+            int(num_prompt.sum()),
+            int(num_draft.sum()),
+        )
+        slot, offset = ragged(count)
+        position = start[slot] + offset
+        draft = np.empty(0, np.int64)
+        if load.draft_tokens:
+            row, offset = ragged(num_draft)
+            draft = self.tokens[slots[row], length[row] + offset]
+        return Batch(
+            start,
+            count,
+            np.array((slot, position)),  # a quarter of what np.stack takes
+            self.tokens[slot, position],
+            slots,
+            length - self.prompt_length[slots],
+            num_draft,
+            draft,
+            load,
+        )
+
+    def _prefilling(self) -> np.ndarray:
+        """Slots of rows whose prompt is not whole in the cache."""
+        active = len(self.rows)
+        return np.flatnonzero(self.cached[:active] < self.prompt_length[:active] - 1)
+
+    def _plan(self, proposer: Proposer | None, max_prefill_tokens: int) -> np.ndarray:
+        """New tokens of each active row in this forward, int64 [R]: decoding rows first, then
+        prompts under the token budget, then drafts, which are written behind the known tokens of
+        their rows."""
+        active = len(self.rows)
+        wanted = self.length[:active] - self.cached[:active]
+        if wanted.max() > 1:
+            self._share_prefills()
+            wanted = self.length[:active] - self.cached[:active]
+        prefilling = wanted > 1
+        count = np.where(prefilling, 0, wanted)
+        budget = int(self.max_batch_tokens - count.sum())
+        # Prompts alone must get on, whatever the caller's limit is.
+        prefill_budget = max(max_prefill_tokens, 1)
+        leaders = set()
+        for slot in np.flatnonzero(prefilling):
+            if self.cached[slot] < self.prompt_length[slot] - 1:
+                if self.prompt_id[slot] in leaders:
+                    continue  # another row is computing this prompt
+                leaders.add(self.prompt_id[slot])
+            count[slot] = min(wanted[slot], budget, prefill_budget)
+            budget -= int(count[slot])
+            prefill_budget -= int(count[slot])
+        if proposer is not None and budget > 0 and len(decoding := (~prefilling).nonzero()[0]):
+            count[decoding] += self._write_drafts(proposer, decoding, budget)
+        return count
+
+    def _write_drafts(self, proposer: Proposer, slots: np.ndarray, budget: int) -> np.ndarray:
+        """Ask for drafts and put them behind the rows' known tokens; returns their lengths, int64
+        [slots]."""
+        generated = self.length[slots] - self.prompt_length[slots]
+        room = self.limit[slots] - generated - 1  # the token after the draft needs a position too
+        drafts = proposer.propose([self.rows[s] for s in slots.tolist()], generated, room, budget)
+        lengths = np.zeros(len(slots), np.int64)
+        for i, draft in enumerate(drafts):
+            if draft is None:
+                continue
+            fitting = min(len(draft), int(room[i]), budget)
+            begin = self.length[slots[i]]
+            self.tokens[slots[i], begin : begin + fitting] = draft[:fitting]
+            lengths[i] = fitting
+            budget -= fitting
+        return lengths
+
+    def _share_prefills(self) -> None:
+        """Rows that still need a prompt which another slot holds whole get its keys and values."""
+        needy = self._prefilling()
+        if len(needy) == 0:
+            return
+        whole = np.flatnonzero(self.cached >= self.prompt_length - 1)[::-1]
+        first_with = dict(zip(self.prompt_id[whole].tolist(), whole.tolist(), strict=True))
+        for slot in needy:
+            source = first_with.get(int(self.prompt_id[slot]))
+            if source is not None:
+                self.cached[slot] = self.prompt_length[slot] - 1
+                self.runner.share(source, int(slot), int(self.cached[slot]))
+
+    def _append(
+        self,
+        batch: Batch,
+        accepted: np.ndarray,
+        token: np.ndarray,
+        logprobs: np.ndarray,
+        stop_token_ids: tuple[int, ...],
+    ) -> np.ndarray:
+        """Write what the rows have gained behind their known tokens; returns how many tokens that
+        is, int64 [M]."""
+        slots, num_draft, generated = batch.slots, batch.num_draft, batch.generated
+        begin = self.length[slots]
+        if len(token) == len(slots):  # no drafts; what follows gives the same
+            gained = np.ones(len(slots), np.int64)
+            self.tokens[slots, begin] = token
+            self.logprobs[slots, generated] = logprobs.T
+        else:
+            limit = self.limit[slots] - generated
+            gained = num_gained(token, accepted, num_draft, stop_token_ids, limit=limit)
+            row, offset = ragged(gained)
+            source = ((num_draft + 1).cumsum() - (num_draft + 1))[row] + offset
+            self.tokens[slots[row], begin[row] + offset] = token[source]
+            self.logprobs[slots[row], generated[row] + offset] = logprobs[:, source].T
+        self.length[slots] = begin + gained
+        # Keys and values are those of the accepted tokens; whatever lies behind them is overwritten
+        # before it is read.
+        self.cached[slots] = begin + gained - 1
+        return gained
+
+    def _finish(self, slots: np.ndarray, stop_token_ids: tuple[int, ...]) -> list[Row]:
+        """Take out the rows in `slots` whose last token ends them."""
+        stopped = is_stop(self.tokens[slots, self.length[slots] - 1], stop_token_ids)
+        ended = stopped | (self.length[slots] - self.prompt_length[slots] >= self.limit[slots])
+        finished: list[Row] = []
+        # From the last slot down, so that the row moving into a freed slot is never one that has
+        # finished too.
+        for i in ended.nonzero()[0][::-1].tolist():
+            row = self._take_results(slots[i])
+            row.finish = "stop" if stopped[i] else "length"
+            finished.append(row)
+            self._free(slots[i])
+        return finished
+
+    def _place(self, slot: int) -> None:
+        """Write a row at its beginning into its slot, whose keys and values stay if they are those
+        of its prompt."""
+        row = self.rows[slot]
+        prompt_id = self._prompt_ids.setdefault(row.prompt, len(self._prompt_ids))
+        length, known = len(row.prompt), len(row.tokens)
+        has_prompt = self.prompt_id[slot] == prompt_id
+        self.cached[slot] = min(self.cached[slot], length - 1) if has_prompt else 0
+        self.tokens[slot, :length] = row.prompt
+        self.tokens[slot, length : length + known] = row.tokens
+        self.logprobs[slot, :known] = 0.0
+        if len(row.logprob):
+            self.logprobs[slot, :known] = np.stack((row.logprob, row.full_logprob), axis=1)
+        self.prompt_length[slot], self.length[slot] = length, length + known
+        self.limit[slot] = row.max_new_tokens
+        self.prompt_id[slot] = prompt_id
+        self.runner.place(slot, row)
+
+    def _take_results(self, slot: int) -> Row:
+        row = self.rows[slot]
+        begin, end = self.prompt_length[slot], self.length[slot]
+        row.tokens = self.tokens[slot, begin:end].copy()
+        row.logprob, row.full_logprob = self.logprobs[slot, : end - begin].T.copy()
+        return row
+
+    def _free(self, slot: int) -> None:
+        """Refill a slot from the queue, or move the last active row into it."""
+        if self.queue:
+            self.rows[slot] = self.queue.popleft()
+            self._place(slot)
+            return
+        last = len(self.rows) - 1
+        moved = self.rows.pop()
+        if slot == last:
+            return
+        self.rows[slot] = moved
+        self.runner.move(last, int(slot), int(self.cached[last]))
+        for array in (self.tokens, self.length, self.cached, self.prompt_length, self.limit):
+            array[slot] = array[last]
+        self.logprobs[slot], self.prompt_id[slot] = self.logprobs[last], self.prompt_id[last]
+        self.prompt_id[last] = -1

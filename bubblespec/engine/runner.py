@@ -11,15 +11,14 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from bubblespec.engine.engine import Batch
 from bubblespec.engine.graphs import ForwardGraphs, can_capture
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import forward_hidden, output_head
 from bubblespec.engine.noise import stream_keys
 from bubblespec.engine.packing import PAGE, CachePacking, to_device
 from bubblespec.engine.ragged import ragged
-from bubblespec.engine.sampling import SamplingParams, sample
-from bubblespec.engine.scheduler import Batch
-from bubblespec.engine.verify import verify
+from bubblespec.engine.sampling import SamplingParams, sample, verify
 from bubblespec.types import Row
 
 KEYS_AHEAD = 64  # positions whose noise keys are made at once

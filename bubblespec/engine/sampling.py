@@ -1,23 +1,44 @@
 """From logits to tokens: Gumbel-max with keyed noise, so a token is a pure function of its logits
-and its noise key.
+and its noise key; and exact verification of draft tokens with the same noise.
 
 argmax_v(log p_v + g_v) with standard Gumbel g is an exact sample of p (Gumbel 1954; Maddison et al.
 2014, "A* sampling").
 
-Shape legend: N positions to sample, V vocabulary.
+Under both accept rules every token has exactly the distribution of sampling without drafts. p is
+the current policy after temperature and truncation, x the draft token, y a token sampled from p. y
+does not depend on the draft, so drafts may be selected by their content, which the usual rejection
+rule does not allow (notebooks/exactness.ipynb; the rule is in benchmarks/accept_rules.py).
+
+coupled     accept while y = x, with y from the noise that sampling without drafts would use. The
+            draft cannot change y at all. A draft made with the same noise under nearby weights q is
+            nearly always accepted: the chance of y = x is at least (1 - TV) / (1 + TV) (Daliri,
+            Musco and Suresh 2024, "Coupling without communication and drafter-invariant speculative
+            decoding"), and TV is the total variation distance of p and q.
+point_mass  the same with noise that no draft has seen, so y is independent of x: accepted with
+            chance p(x).
+
+Shape legend: R rows, n draft tokens of a row, S draft tokens of all rows, T = S + R positions to
+sample, V vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from bubblespec.engine.noise import gumbel
-from bubblespec.engine.packing import to_device
+from bubblespec.engine.packing import to_device, to_host
+from bubblespec.engine.ragged import ragged
 
 # Positions are sampled in chunks of about this many logits: small enough for a processor's cache,
 # large enough for a GPU.
 MAX_LOGITS_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 26}
+RULES = ("coupled", "point_mass")
+# Sampling without drafts, and drafts, read a stream at the token ids, from 0. At FRESH + token id,
+# beyond any vocabulary, each stream has noise that no draft has used.
+FRESH = 1 << 29
 
 
 @dataclass(frozen=True)
@@ -36,65 +57,179 @@ class SamplingParams:
     """Response tokens before which stop tokens are barred."""
 
 
+class Verified(NamedTuple):
+    """Result of a verification, on the host. With `first` a row's first position, token[first :
+    first + accepted] are its accepted draft tokens, and token[first + accepted] comes next. Entries
+    after a rejected token are invalid."""
+
+    accepted: np.ndarray
+    """int64 [R], leading draft tokens accepted."""
+    token: np.ndarray
+    """int64 [T], see `sample`."""
+    logprob: np.ndarray
+    """[T], see `sample`."""
+    full_logprob: np.ndarray
+    """[T], see `sample`."""
+
+
 def sample(
     logits: torch.Tensor, keys: torch.Tensor, num_generated: torch.Tensor, params: SamplingParams
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One token for each of N positions.
+    """One token for each of T positions.
 
-    logits: [N, V]; keys: int32 [N, 4], noise streams; num_generated: int64 [N], response tokens
-    before this one. Returns token int64 [N], and float [N] twice: its log-probability under the
+    logits: [T, V]; keys: int32 [T, 4], noise streams; num_generated: int64 [T], response tokens
+    before this one. Returns token int64 [T], and float [T] twice: its log-probability under the
     distribution it was drawn from, and under the untruncated one (softmax of logits / temperature;
     of the logits themselves when greedy).
     """
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    rows = max(1, MAX_LOGITS_AT_ONCE[logits.device.type] // logits.shape[1])
-    chunks = zip(logits.split(rows), keys.split(rows), num_generated.split(rows), strict=True)
-    parts = [_sample_chunk(chunk.to(dtype), k, n, params) for chunk, k, n in chunks]
+    parts = [_sample_chunk(*chunk, params) for chunk in chunks(logits, keys, num_generated)]
     if len(parts) == 1:
         return parts[0]
     return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
 
+def chunks(logits: torch.Tensor, *others: torch.Tensor):
+    """Tensors of T positions in chunks of MAX_LOGITS_AT_ONCE, the logits at least in float32."""
+    rows = max(1, MAX_LOGITS_AT_ONCE[logits.device.type] // logits.shape[1])
+    for chunk, *rest in zip(*(t.split(rows) for t in (logits, *others)), strict=True):
+        yield (chunk if chunk.dtype == torch.float64 else chunk.float(), *rest)
+
+
 def _sample_chunk(logits, keys, num_generated, params):
-    if params.temperature not in (0.0, 1.0):
-        logits = logits / params.temperature
-    full_log_z = logits.logsumexp(-1)
-    allowed = restrict(logits, num_generated, params)
-    if params.temperature == 0.0:
-        token = allowed.argmax(-1)
-    else:
-        token = gumbel(keys, logits.shape[1], logits.dtype).add_(allowed).argmax(-1)
+    logits, allowed, perturbed = perturb(logits, keys, num_generated, params, logits.shape[1])
+    token = perturbed.argmax(-1)
     chosen = logits.gather(-1, token[:, None])[:, 0]
-    full_logprob = chosen - full_log_z
+    full_logprob = chosen - logits.logsumexp(-1)
     if params.temperature == 0.0:
         return token, torch.zeros_like(full_logprob), full_logprob
     logprob = full_logprob if allowed is logits else chosen - allowed.logsumexp(-1)
     return token, logprob, full_logprob
 
 
+def perturb(
+    logits: torch.Tensor,
+    keys: torch.Tensor,
+    num_generated: torch.Tensor,
+    params: SamplingParams,
+    ids: int | torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of logits [T, V]: divided by the temperature; with barred tokens at -inf (`restrict`); and
+    with noise, whose argmax is the sampled token. ids: see `gumbel`."""
+    if params.temperature not in (0.0, 1.0):
+        logits = logits / params.temperature
+    allowed = restrict(logits, num_generated, params)
+    if params.temperature == 0.0:
+        return logits, allowed, allowed
+    return logits, allowed, gumbel(keys, ids, logits.dtype).add_(allowed)
+
+
 def restrict(
     logits: torch.Tensor, num_generated: torch.Tensor, params: SamplingParams
 ) -> torch.Tensor:
-    """Logits [N, V] (already divided by the temperature) with barred tokens at -inf: stop tokens
+    """Logits [T, V] (already divided by the temperature) with barred tokens at -inf: stop tokens
     too early, then all but the top_k, then all outside the nucleus (the smallest set of best tokens
     with probability at least top_p)."""
     if params.stop_token_ids and params.min_length > 0:
         too_early = num_generated < params.min_length
         stop = to_device(np.array(params.stop_token_ids), logits.device)
-        barred = (
-            torch.zeros_like(logits, dtype=torch.bool).index_fill_(1, stop, True)
-            & too_early[:, None]
-        )
-        logits = logits.masked_fill(barred, float("-inf"))
+        is_stop_token = torch.zeros_like(logits, dtype=torch.bool).index_fill_(1, stop, True)
+        logits = logits.masked_fill(is_stop_token & too_early[:, None], float("-inf"))
     if 0 < params.top_k < logits.shape[1]:
         threshold = logits.topk(params.top_k).values[:, -1:]
         logits = logits.masked_fill(logits < threshold, float("-inf"))
     if params.top_p < 1.0:
         ordered, index = logits.sort(descending=True, stable=True)
         probability = ordered.softmax(-1)
-        before = probability.cumsum(-1) - probability
-        dropped = torch.zeros_like(logits, dtype=torch.bool).scatter_(
-            1, index, before >= params.top_p
-        )
+        is_dropped = probability.cumsum(-1) - probability >= params.top_p
+        dropped = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, index, is_dropped)
         logits = logits.masked_fill(dropped, float("-inf"))
     return logits
+
+
+def verify(
+    logits: torch.Tensor,
+    draft: np.ndarray,
+    counts: np.ndarray,
+    keys: torch.Tensor,
+    *,
+    num_generated: torch.Tensor,
+    params: SamplingParams,
+    rule: str = "coupled",
+    sample: Callable = sample,
+) -> Verified:
+    """Verify the drafts of R rows; a row without a draft is sampled, from the fresh noise under
+    point_mass.
+
+    logits: [T, V], rows one after the other, each with n + 1 positions, which predict its draft
+    tokens and the one after them; draft: int64 [S] and counts: int64 [R], n of each row, both on
+    the host; keys: int32 [T, 4] and num_generated: int64 [T], of every position, as in `sample`.
+    The host waits for the device once. sample: what samples from these logits, where they are a
+    shard of the vocabulary something else than `sampling.sample`.
+
+    Length limits and stop tokens are left to `num_gained`. Under point_mass, a row's every token
+    must come from here, or else a choice of drafts by content chooses the noise of the rows left
+    without one. Raises ValueError for another rule, and for lengths that do not fit.
+    """
+    if rule not in RULES:
+        raise ValueError(f"accept rule {rule!r} is none of {', '.join(RULES)}")
+    if len(logits) != len(counts) + len(draft) or len(draft) != counts.sum():
+        raise ValueError(
+            f"{len(logits)} positions and {len(draft)} draft tokens do not fit {len(counts)} rows "
+            f"of sum {counts.sum()}"
+        )
+    keys = further(keys, FRESH) if rule == "point_mass" else keys
+    token, logprob, full_logprob = to_host(*sample(logits, keys, num_generated, params))
+    token = token.astype(np.int64, copy=False)
+    return Verified(num_accepted(token, draft, counts), token, logprob, full_logprob)
+
+
+def further(keys: torch.Tensor, offset: int) -> torch.Tensor:
+    """Keys of the same streams read from `offset` on: a stream's token ids are added to its key's
+    first word."""
+    keys = keys.clone()
+    keys[:, 0] += offset
+    return keys
+
+
+def num_accepted(token: np.ndarray, draft: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Draft tokens of each row before its first wrong one, int64 [R].
+
+    token: int64 [T], what the row samples in place of each draft token and after the last; draft:
+    int64 [S]; counts: int64 [R], draft tokens of each row.
+    """
+    if len(draft) == 0:
+        return np.zeros(len(counts), np.int64)
+    ends = (counts + 1).cumsum()
+    is_wrong = np.ones(len(token), bool)  # as the position after a row's draft is taken to be
+    is_drafted = is_wrong.copy()
+    is_drafted[ends - 1] = False
+    is_wrong[is_drafted] = token[is_drafted] != draft
+    wrong, first = is_wrong.nonzero()[0], ends - counts - 1
+    return wrong[wrong.searchsorted(first)] - first
+
+
+def num_gained(
+    token: np.ndarray,
+    accepted: np.ndarray,
+    counts: np.ndarray,
+    stop_token_ids: tuple[int, ...],
+    *,
+    limit: np.ndarray,
+) -> np.ndarray:
+    """Tokens each row gains by a verification, int64 [R]: the accepted and the next, cut after a
+    stop token and at `limit`.
+
+    All on the host. token: int64 [T]; accepted, counts: int64 [R]; limit: int64 [R], tokens a row
+    may still get, at least 1.
+    """
+    stop_at = np.where(is_stop(token, stop_token_ids), ragged(counts + 1)[1], len(token))
+    first_stop = np.minimum.reduceat(stop_at, np.cumsum(counts + 1) - (counts + 1))
+    return np.minimum(np.minimum(accepted, first_stop) + 1, limit)
+
+
+def is_stop(token: np.ndarray, stop_token_ids: tuple[int, ...]) -> np.ndarray:
+    """bool [T]; np.isin takes ten times as long for a few stop tokens."""
+    is_any = np.zeros(len(token), bool)
+    for stop in stop_token_ids:
+        is_any |= token == stop
+    return is_any

@@ -23,10 +23,9 @@ from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.learned import LearnedDrafts
 from bubblespec.draft.windows import CostModel
 from bubblespec.engine.chains import Chains
-from bubblespec.engine.engine import Engine
+from bubblespec.engine.engine import Engine, Proposer
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.engine.scheduler import Proposer
 from bubblespec.engine.shared_runner import SharedRunner
 from bubblespec.engine.slices import CannotCut
 from bubblespec.errors import log

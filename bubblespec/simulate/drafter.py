@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from bubblespec.engine.chains import CONTEXT, LONGEST
+from bubblespec.engine.engine import Engine
 from bubblespec.engine.noise import stream_keys
-from bubblespec.engine.scheduler import Scheduler
 from bubblespec.errors import InputError
 from bubblespec.records import Load
 from bubblespec.simulate.runner import SimulatedRunner
@@ -60,17 +60,17 @@ class SimulatedChains:
         self._accepted = model.accepted()
 
     def draft(
-        self, scheduler: Scheduler, slots: np.ndarray, length: int
+        self, engine: Engine, slots: np.ndarray, length: int
     ) -> tuple[np.ndarray, np.ndarray, int]:
         """See `Chains`."""
-        runner, cached = self.runner, scheduler.cached[slots]
+        runner, cached = self.runner, engine.cached[slots]
         count = np.minimum(cached - runner.drafter_knows[slots], CONTEXT)
         runner.drafter_knows[slots] = cached
-        seconds = self._seconds(scheduler, slots, int(count.sum())) + (length - 1) * self._seconds(
-            scheduler, slots, len(slots)
+        seconds = self._seconds(engine, slots, int(count.sum())) + (length - 1) * self._seconds(
+            engine, slots, len(slots)
         )
         runner.world.compute(runner.rank, seconds)
-        begin = (scheduler.length - scheduler.prompt_length)[slots]
+        begin = (engine.length - engine.prompt_length)[slots]
         position = begin[:, None] + np.arange(length)
         end = runner.end[slots, None]
         said = runner.said[slots[:, None], np.minimum(position, end)].astype(np.int64)
@@ -93,7 +93,7 @@ class SimulatedChains:
         bits = stream_keys(0, *self.runner.name[slots].T, position)[:, 0].view(np.uint32)
         return ((bits[:, None] + 0.5) * 2.0**-32 < self._accepted).sum(axis=1)
 
-    def _seconds(self, scheduler: Scheduler, slots: np.ndarray, tokens: int) -> float:
+    def _seconds(self, engine: Engine, slots: np.ndarray, tokens: int) -> float:
         """Of a forward of the drafter."""
-        load = Load(len(slots), tokens, 0, int(scheduler.length[slots].sum()), 0, 0)
+        load = Load(len(slots), tokens, 0, int(engine.length[slots].sum()), 0, 0)
         return self.model.share * self.cost.seconds(load)

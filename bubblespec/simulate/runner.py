@@ -11,10 +11,9 @@ from collections.abc import Callable
 import numpy as np
 
 from bubblespec.draft.sources import DraftSource, TrackedRow
-from bubblespec.engine.engine import Engine
+from bubblespec.engine.engine import Batch, Engine, Proposer
 from bubblespec.engine.ragged import ragged
-from bubblespec.engine.sampling import SamplingParams
-from bubblespec.engine.scheduler import Batch, Proposer, num_accepted
+from bubblespec.engine.sampling import SamplingParams, num_accepted
 from bubblespec.records import Load
 from bubblespec.simulate.world import World
 from bubblespec.types import Row
@@ -108,11 +107,11 @@ class SimulatedGenerator(Engine):
     def _skip(self) -> None:
         """At once all forwards in which every row gets one more token and none ends: the same,
         sooner."""
-        scheduler, runner, active = self.scheduler, self.runner, len(self.rows)
+        runner, active = self.runner, len(self.rows)
         if active == 0 or (self.queue and active < self.num_slots) or len(self.decoding()) < active:
             return
-        length = scheduler.length[:active]
-        begin = length - scheduler.prompt_length[:active]
+        length = self.length[:active]
+        begin = length - self.prompt_length[:active]
         count = int((runner.end[:active] - begin).min()) - 1
         if count <= 0:
             return
@@ -123,10 +122,10 @@ class SimulatedGenerator(Engine):
                 runner.cost.seconds(Load(active, active, 0, positions + i * active, 0, 0)),
             )
         for slot, (known, said) in enumerate(zip(length.tolist(), begin.tolist(), strict=True)):
-            scheduler.tokens[slot, known : known + count] = runner.said[slot, said : said + count]
+            self.tokens[slot, known : known + count] = runner.said[slot, said : said + count]
         self.num_forwards += count
-        scheduler.length[:active] += count
-        scheduler.cached[:active] += count
+        self.length[:active] += count
+        self.cached[:active] += count
 
 
 class ProposalTime(DraftSource):

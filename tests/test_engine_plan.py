@@ -1,17 +1,16 @@
-"""The scheduler alone, with a runner that has texts for a model: what a forward feeds, and what
-every slot then has."""
-
-import subprocess
-import sys
+"""The engine with a runner that has texts for a model: what a forward feeds, and what every slot
+then has."""
 
 import numpy as np
 import pytest
 
-from bubblespec.engine.scheduler import Batch, Scheduler
+from bubblespec.engine.engine import Batch, Engine
+from bubblespec.engine.sampling import SamplingParams
 from bubblespec.records import Load
 from bubblespec.types import Row, SampleId
 
 STOP = 9
+PARAMS = SamplingParams(stop_token_ids=(STOP,))
 
 
 class TextRunner:
@@ -25,12 +24,8 @@ class TextRunner:
         max_batch_tokens: int,
         texts: dict[SampleId, list[int]],
     ):
-        self.num_slots, self.max_length, self.max_batch_tokens, self.texts = (
-            num_slots,
-            max_length,
-            max_batch_tokens,
-            texts,
-        )
+        self.num_slots, self.max_length = num_slots, max_length
+        self.max_batch_tokens, self.texts = max_batch_tokens, texts
         self.cache = np.full((num_slots, max_length), -1)
         self.rows: list[Row | None] = [None] * num_slots
         self.calls: list[tuple] = []
@@ -51,32 +46,26 @@ class TextRunner:
     def release(self) -> None:
         self.cache.fill(-1)
 
-    def forward(self, batch: Batch, params=None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def forward(self, batch: Batch, params) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        self.batch = batch
+        assert batch.load.tokens == len(batch.tokens) <= self.max_batch_tokens
         self.cache[batch.index[0], batch.index[1]] = batch.tokens
-        for slot, (start, count) in enumerate(
-            zip(batch.start.tolist(), batch.count.tolist(), strict=True)
-        ):
+        fed = zip(batch.start.tolist(), batch.count.tolist(), strict=True)
+        for slot, (start, count) in enumerate(fed):
             assert (batch.index[1, batch.index[0] == slot] == np.arange(start, start + count)).all()
             known = [*self.rows[slot].prompt, *self.texts[self.rows[slot].id]]
-            assert self.cache[slot, :start].tolist() == known[:start], (
-                "what is attended to is the row's own"
-            )
+            assert self.cache[slot, :start].tolist() == known[:start], "attends to its own tokens"
         accepted, said = [], []
         drafts = np.split(batch.draft, np.cumsum(batch.num_draft))[:-1]
-        for slot, generated, draft in zip(
-            batch.slots.tolist(), batch.generated.tolist(), drafts, strict=True
-        ):
-            text = (self.texts[self.rows[slot].id] + [0] * len(draft))[
-                generated : generated + len(draft) + 1
-            ]
+        sampled = zip(batch.slots.tolist(), batch.generated.tolist(), drafts, strict=True)
+        for slot, generated, draft in sampled:
+            padded = self.texts[self.rows[slot].id] + [0] * len(draft)
+            text = padded[generated : generated + len(draft) + 1]
             is_right = [*(a == b for a, b in zip(draft.tolist(), text, strict=False)), False]
             accepted.append(is_right.index(False))
             said += text
-        return (
-            np.array(accepted, np.int64),
-            np.array(said, np.int64),
-            np.stack((-np.array(said), np.array(said))).astype(float),
-        )
+        logprobs = np.stack((-np.array(said), np.array(said))).astype(float)
+        return np.array(accepted, np.int64), np.array(said, np.int64), logprobs
 
 
 class FixedDrafts:
@@ -93,82 +82,68 @@ class FixedDrafts:
         ]
 
 
-def test_importing_it_does_not_import_torch():
-    code = "import sys; import bubblespec.engine.scheduler; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 def test_batches_and_their_results_by_hand():
     """Two rows of one prompt and a third that waits; then a draft that is half right; then a row
     that ends and is replaced."""
     ids = [SampleId(uid, 2, sample) for uid, sample in ((1, 0), (1, 1), (5, 0))]
     runner = TextRunner(2, 10, 4, {ids[0]: [4, 3, 2, STOP], ids[1]: [6, 7, 6], ids[2]: [8]})
-    scheduler = Scheduler(runner)
-    assert scheduler.schedule() is None
+    engine = Engine(runner)
+    assert engine.step(PARAMS) == ([], None)
     rows = [Row(ids[0], (1, 2, 3), 7), Row(ids[1], (1, 2, 3), 3), Row(ids[2], (5, 6), 1)]
-    scheduler.add(rows)
+    engine.add(rows)
 
     def step(proposer=None) -> tuple[dict, list[Row]]:
-        batch = scheduler.schedule(proposer)
-        fields = {name: value.tolist() for name, value in vars(batch).items() if name != "load"}
-        return fields | {"load": batch.load}, scheduler.update(
-            batch, runner.forward(batch), (STOP,), proposer
-        )
+        finished, _ = engine.step(PARAMS, proposer)
+        return {
+            name: value if name == "load" else value.tolist()
+            for name, value in vars(runner.batch).items()
+        }, finished
 
     first, finished = step()
     assert first == {
         "start": [0, 0], "count": [3, 0], "index": [[0, 0, 0], [0, 1, 2]], "tokens": [1, 2, 3], "slots": [0], "generated": [0],
         "num_draft": [0], "draft": [], "load": Load(2, 3, 1, 3, 2, 0),
     }  # fmt: skip
-    assert (
-        finished == []
-        and [row.id for row in scheduler.prefilling()] == [ids[1]]
-        and scheduler.decoding() == rows[:1]
-    )
-    proposer = FixedDrafts(
-        {ids[0]: [3, 5, 1]}
-    )  # of which two fit into the forward, and one is right
+    assert finished == []
+    assert engine.prefilling() == rows[1:2] and engine.decoding() == rows[:1]
+    # Of this draft two tokens fit into the forward, and one is right.
+    proposer = FixedDrafts({ids[0]: [3, 5, 1]})
     second, _ = step(proposer)
     assert second == {
         "start": [3, 2], "count": [3, 1], "index": [[0, 0, 0, 1], [3, 4, 5, 2]], "tokens": [4, 3, 5, 3], "slots": [0, 1],
         "generated": [1, 0], "num_draft": [2, 0], "draft": [3, 5], "load": Load(2, 4, 1, 9, 0, 2),
     }  # fmt: skip
     assert proposer.seen == [(1, [3, 2], 2, 1), (1, [6], 0, 0)]
-    assert scheduler.length[:2].tolist() == [6, 4] and scheduler.cached[:2].tolist() == [5, 3]
+    assert engine.length[:2].tolist() == [6, 4] and engine.cached[:2].tolist() == [5, 3]
     assert runner.calls == [("place", 0, ids[0], []), ("place", 1, ids[1], []), ("share", 0, 1, 2)]
     _, finished = step()
     assert [(row.id, row.finish, row.tokens.tolist()) for row in finished] == [
         (ids[0], "stop", [4, 3, 2, STOP])
     ]
-    assert rows[0].logprob.tolist() == [-4, -3, -2, -STOP] and rows[0].full_logprob.tolist() == [
-        4,
-        3,
-        2,
-        STOP,
-    ]
+    assert rows[0].logprob.tolist() == [-4, -3, -2, -STOP]
+    assert rows[0].full_logprob.tolist() == [4, 3, 2, STOP]
     assert runner.calls[3:] == [("place", 0, ids[2], [])]
     _, finished = step()
     assert [(row.id, row.finish) for row in finished] == [(ids[1], "length"), (ids[2], "length")]
-    assert scheduler.rows == [] and runner.calls[4:] == []
+    assert engine.rows == [] and runner.calls[4:] == []
 
 
 def test_a_reset_places_the_rows_that_stay_with_their_tokens():
     ids = [SampleId(uid, 0, 0) for uid in range(3)]
     runner = TextRunner(3, 20, 20, {i: [1, 2, 3, 4, 5, 6] for i in ids})
-    scheduler = Scheduler(runner)
+    engine = Engine(runner)
     rows = [Row(i, (7, 8, 10 + i.uid), 6) for i in ids]
-    scheduler.add(rows)
+    engine.add(rows)
     for _ in range(3):
-        batch = scheduler.schedule()
-        scheduler.update(batch, runner.forward(batch), ())
+        engine.step(PARAMS)
     runner.calls.clear()
-    scheduler.reset([rows[0], rows[2]])
+    engine.reset([rows[0], rows[2]])
     assert runner.calls == [
         ("move", 2, 1, 5),
         ("place", 0, ids[0], [1, 2, 3]),
         ("place", 1, ids[2], [1, 2, 3]),
     ]
-    assert scheduler.rows == [rows[0], rows[2]] == scheduler.decoding()
+    assert engine.rows == [rows[0], rows[2]] == engine.decoding()
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -181,7 +156,7 @@ def test_rows_get_their_texts_however_they_are_scheduled(seed):
     texts = {i: [*rng.integers(10, 20, rng.integers(0, 25)).tolist(), STOP] for i in ids}
     num_slots = int(rng.integers(1, 9))
     runner = TextRunner(num_slots, 40, int(rng.integers(num_slots, 40)), texts)
-    scheduler, rows = Scheduler(runner), [Row(i, prompts[i.uid], 26) for i in ids]
+    engine, rows = Engine(runner), [Row(i, prompts[i.uid], 26) for i in ids]
 
     class Guesses:
         def propose(self, rows, lengths, room, budget):
@@ -199,27 +174,21 @@ def test_rows_get_their_texts_however_they_are_scheduled(seed):
                 len(t) > a or t[-1] == STOP for t, a in zip(tokens, num_accepted, strict=True)
             )
 
-    scheduler.add(rows)
+    engine.add(rows)
     num_finished = 0
-    while scheduler.rows or scheduler.queue:
+    while not engine.is_idle:
         proposer = Guesses() if rng.random() < 0.7 else None
-        batch = scheduler.schedule(
-            proposer, int(rng.integers(0, 20)) if rng.random() < 0.5 else None
-        )
-        assert batch.load.tokens == len(batch.tokens) <= runner.max_batch_tokens
-        num_finished += len(scheduler.update(batch, runner.forward(batch), (STOP,), proposer))
-        if rng.random() < 0.1 and (waiting := scheduler.collect()):
+        limit = int(rng.integers(0, 20)) if rng.random() < 0.5 else None
+        num_finished += len(engine.step(PARAMS, proposer, limit)[0])
+        if rng.random() < 0.1 and (waiting := engine.collect()):
             row = waiting[rng.integers(len(waiting))]
-            scheduler.drop(row)
-            scheduler.add([row])
+            engine.drop(row)
+            engine.add([row])
         if rng.random() < 0.05:
-            others = [
-                row
-                for row in scheduler.collect()
-                if row not in (staying := scheduler.decoding()[:2])
-            ]
-            scheduler.reset(staying)
-            scheduler.add(others)
+            staying = engine.decoding()[:2]
+            others = [row for row in engine.collect() if row not in staying]
+            engine.reset(staying)
+            engine.add(others)
     assert num_finished == len(rows) and all(
         row.tokens.tolist() == texts[row.id] and row.finish == "stop" for row in rows
     )
@@ -227,4 +196,4 @@ def test_rows_get_their_texts_however_they_are_scheduled(seed):
 
 def test_a_forward_must_hold_a_token_of_each_slot():
     with pytest.raises(ValueError, match="max_batch_tokens = 3 is below num_slots = 4"):
-        Scheduler(TextRunner(4, 10, 3, {}))
+        Engine(TextRunner(4, 10, 3, {}))
