@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+from torch.nn import Linear
 from transformers import PreTrainedModel
 
 from bubblespec.config import ModelConfig
@@ -35,15 +36,18 @@ def add_adapter(
         ) from error
     if config.lora_r > model.config.hidden_size:
         raise InputError(
-            f"model.lora_r: {config.lora_r} must be at most {model.config.hidden_size}, the model's hidden size"
+            f"model.lora_r: {config.lora_r} must be at most {model.config.hidden_size}, "
+            "the model's hidden size"
         )
     targets = config.lora_target_modules
+    if targets == ["all-linear"]:
+        targets = "all-linear"
+    else:
+        _check_targets(model, targets)
     lora = LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
-        target_modules=_check_targets(model, targets)
-        if targets != ["all-linear"]
-        else "all-linear",
+        target_modules=targets,
         lora_dropout=0.0,  # the probability ratio compares two forwards of the same weights
         task_type="CAUSAL_LM",
     )
@@ -51,21 +55,20 @@ def add_adapter(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model.add_adapter(lora)
-    except ValueError as error:  # a module of a kind that peft has no adapter for
+    except ValueError as error:  # a kind of module that peft has no adapter for
         raise InputError(
             f"model.lora_target_modules: {str(error).strip().splitlines()[0]}"
         ) from error
-    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
-        if isinstance(
-            module, BaseTunerLayer
-        ):  # often one tensor, of which an adapter would change only one use
-            raise InputError(
-                "model.lora_target_modules: the embedding and the output head cannot have an adapter; leave them out"
-            )
+    # They are often one tensor, and an adapter would change only one of its two uses.
+    embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
+    if any(isinstance(module, BaseTunerLayer) for module in embeddings):
+        raise InputError(
+            "model.lora_target_modules: the embedding and the output head cannot have an adapter; "
+            "leave them out"
+        )
     if checkpoint is not None:
         result = set_peft_model_state_dict(model, load_peft_weights(checkpoint, device="cpu"))
-        missing = [key for key in result.missing_keys if "lora_" in key]
-        if missing or result.unexpected_keys:
+        if result.unexpected_keys or any("lora_" in key for key in result.missing_keys):
             raise InputError(
                 f"run.resume_from_checkpoint: the adapter in {checkpoint} is not one of this model"
             )
@@ -85,19 +88,13 @@ def adapter_disabled(model: PreTrainedModel) -> Iterator[None]:
         model.enable_adapters()
 
 
-def _check_targets(model: PreTrainedModel, targets: list[str]) -> list[str]:
+def _check_targets(model: PreTrainedModel, targets: list[str]) -> None:
     """peft skips a name that it does not find, as long as it finds another."""
-    names = [f".{name}" for name, _ in model.named_modules()]
+    modules = dict(model.named_modules())
     for target in targets:
-        if not any(name.endswith(f".{target}") for name in names):
-            linear = sorted(
-                {
-                    name.rpartition(".")[2]
-                    for name, m in model.named_modules()
-                    if isinstance(m, torch.nn.Linear)
-                }
-            )
+        if not any(f".{name}".endswith(f".{target}") for name in modules):
+            linear = {n.rpartition(".")[2] for n, m in modules.items() if isinstance(m, Linear)}
             raise InputError(
-                f"model.lora_target_modules: the model has no '{target}'; its linear layers are {', '.join(linear)}"
+                f"model.lora_target_modules: the model has no '{target}'; its linear layers are "
+                f"{', '.join(sorted(linear))}"
             )
-    return targets

@@ -28,8 +28,7 @@ def importance_ratio(
     """
     log_ratio = logprob - old_logprob
     if level == "sequence":
-        # On a GPU a check of the lengths, and finding their sum, would wait for all that is
-        # computed before.
+        # On a GPU, checking the lengths or finding their sum would wait for all earlier work.
         mean = torch.segment_reduce(log_ratio.detach(), "mean", lengths=lengths, unsafe=True)
         mean = mean.repeat_interleave(lengths, output_size=len(log_ratio))
         log_ratio = mean + (logprob - logprob.detach())

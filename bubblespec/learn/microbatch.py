@@ -1,5 +1,5 @@
-"""What a rank trains on in one forward and backward: minibatches of whole groups, balanced over
-ranks, packed without padding."""
+"""Micro-batches, each one forward and backward: minibatches of whole groups, balanced over ranks,
+packed without padding; and how long they take."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ class Microbatch:
     a response token."""
 
     order: list[int]
-    """Each sequence's place among the samples, [B]."""
+    """Each sequence's index among the samples, [B]."""
     lengths: torch.Tensor
     """Response tokens of each, int64 [B]."""
     input_ids: torch.Tensor
@@ -61,18 +61,15 @@ def plan_microbatches(
 
 
 def _first_fit(indices: list[int], lengths: np.ndarray, max_tokens: int) -> list[list[int]]:
-    """Each sample into the first micro-batch with room, found by descending a tree of the most room
-    below each node: looking through all micro-batches would take time quadratic in the number of
-    samples."""
+    """Each sample into the first micro-batch with room, found by descending a tree of the maximum
+    room below each node: a search through all micro-batches would take quadratic time."""
     leaves = 1 << max(len(indices) - 1, 0).bit_length()
     # Node 1 is the root, node n has the children 2n and 2n + 1, and the leaves stand for
     # micro-batches.
     room = [max_tokens] * (2 * leaves)
     microbatches: list[list[int]] = [[] for _ in indices]
     for index in indices:
-        needed = min(
-            lengths[index], max_tokens
-        )  # a sample that is too long has a micro-batch to itself
+        needed = min(lengths[index], max_tokens)  # one that is too long gets its own micro-batch
         node = 1
         while node < leaves:
             node = 2 * node if room[2 * node] >= needed else 2 * node + 1
@@ -85,13 +82,15 @@ def _first_fit(indices: list[int], lengths: np.ndarray, max_tokens: int) -> list
 
 
 def make_microbatch(samples: Samples, order: list[int], device: torch.device) -> Microbatch:
-    """Of the samples at these places."""
-    prompts, tokens = (
+    """The samples at these indices."""
+    return pack_responses(
         [samples.prompt_of(i).token_ids for i in order],
         [samples.tokens[i] for i in order],
+        [samples.full_logprob[i] for i in order],
+        ids=[samples.ids[i] for i in order],
+        order=order,
+        device=device,
     )
-    generated, ids = [samples.full_logprob[i] for i in order], [samples.ids[i] for i in order]
-    return pack_responses(prompts, tokens, generated, ids=ids, order=order, device=device)
 
 
 def pack_responses(
@@ -127,43 +126,88 @@ def pack_responses(
 
 
 def make_minibatches(
-    samples: Samples, has_gradient: np.ndarray, *, config: Config, ranks: Ranks, max_tokens: int
+    samples: Samples, has_gradient: np.ndarray, *, config: Config, ranks: Ranks
 ) -> tuple[list[list[Microbatch]], np.ndarray, list[float]]:
     """This rank's micro-batches of every minibatch; the weight of each sample's tokens, float64
-    [S], and by what the gradient of each minibatch is to be scaled: with streamed gradients the
-    factor that its samples have in common, else 1.
+    [S]; and the factor by which each minibatch's gradient is to be scaled: with streamed gradients
+    the one that its samples have in common (it is known only now), otherwise 1.
 
     Minibatches are whole groups, in the order of the batch, whatever the number of ranks. Each is
     normalised by its own counts, as if it were the whole batch of its update.
     """
     loss, generations = config.loss, samples.num_generations
     lengths, is_used = samples.lengths, is_in_loss(samples, config)
-    sequence_lengths = lengths + np.array(
-        [len(samples.prompt_of(i).token_ids) for i in range(len(samples))]
-    )
+    prompt_lengths = [len(samples.prompt_of(i).token_ids) for i in range(len(samples))]
+    to_train = np.where(has_gradient, lengths + np.array(prompt_lengths), 0)
     minibatches, factors, weights = [], [], local_weights(loss.loss_type, lengths, is_used)
     for groups in np.array_split(np.arange(len(samples.groups)), loss.num_minibatches):
         members = (groups[:, None] * generations + np.arange(generations)).ravel()
-        limit = config.rollout.max_completion_length
-        factor = common_factor(loss.loss_type, lengths[members], is_used[members], limit)
-        if (
-            not config.optim.stream_gradients
-        ):  # what is streamed is computed before the factor is known
-            weights[members], factor = factor * weights[members], 1.0
+        factor = common_factor(
+            loss.loss_type, lengths[members], is_used[members], config.rollout.max_completion_length
+        )
+        if not config.optim.stream_gradients:
+            weights[members] *= factor
+            factor = 1.0
         factors.append(factor)
-        to_train = np.zeros_like(sequence_lengths)
-        to_train[members] = np.where(has_gradient, sequence_lengths, 0)[members]
-        plan = plan_microbatches(to_train, ranks.world_size, max_tokens)
+        own = plan_microbatches(
+            to_train[members], ranks.world_size, config.optim.max_tokens_per_microbatch
+        )[ranks.rank]
         minibatches.append(
-            [make_microbatch(samples, order, ranks.device) for order in plan[ranks.rank]]
+            [make_microbatch(samples, members[order].tolist(), ranks.device) for order in own]
         )
     return minibatches, weights, factors
 
 
 def is_in_loss(samples: Samples, config: Config) -> np.ndarray:
     """Which samples are in the loss, bool [S]."""
-    return (
-        ~samples.is_truncated
-        if config.loss.mask_truncated_completions
-        else np.ones(len(samples), bool)
-    )
+    if config.loss.mask_truncated_completions:
+        return ~samples.is_truncated
+    return np.ones(len(samples), bool)
+
+
+class MicrobatchCost:
+    """Seconds of a micro-batch, a + b * tokens with both at least 0, by least squares in which
+    older observations count less and less."""
+
+    FORGETTING = 0.9
+
+    def __init__(self):
+        self._products, self._seconds = np.zeros((2, 2)), np.zeros(2)  # sums over [1, tokens]
+        self._coefficients: tuple[float, float] | None = None
+
+    def observe(self, num_microbatches: int, num_tokens: int, seconds: float) -> None:
+        """These micro-batches, with so many tokens together, have taken so long; they count as one
+        of their mean size."""
+        features = np.array([1.0, num_tokens / num_microbatches])
+        self._products = self.FORGETTING * self._products + np.outer(features, features)
+        self._seconds = self.FORGETTING * self._seconds + features * seconds / num_microbatches
+        self._coefficients = self._fit()
+
+    def _fit(self) -> tuple[float, float]:
+        """Through the origin if the sizes so far are too alike to tell, or if a or b would be
+        negative."""
+        (count, tokens), (_, squares) = self._products
+        if count * squares - tokens * tokens > 1e-3 * count * squares:
+            a, b = np.linalg.solve(self._products, self._seconds).tolist()
+            if a >= 0 and b > 0:
+                return a, b
+        return 0.0, float(self._seconds[1] / squares)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there was an observation: nothing can be asked before."""
+        return self._coefficients is not None
+
+    def seconds(self, num_tokens: int) -> float:
+        """Of a micro-batch of so many tokens."""
+        a, b = self._coefficients
+        return a + b * num_tokens
+
+    def tokens_s(self, num_tokens: int) -> float:
+        """Seconds that so many tokens add to a micro-batch that is computed anyway."""
+        return self._coefficients[1] * num_tokens
+
+    def max_tokens(self, limit_s: float) -> int:
+        """Maximum number of tokens that take at most `limit_s` seconds."""
+        a, b = self._coefficients
+        return int(max(limit_s - a, 0.0) / max(b, 1e-12))

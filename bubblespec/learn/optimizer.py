@@ -8,7 +8,6 @@ alone, updates those, and sends them to all (ZeRO stage 1, Rajbhandari et al. 20
 numbers as without: equal bits. The gradient buffer stays whole on every rank.
 """
 
-import contextlib
 import math
 
 import numpy as np
@@ -39,35 +38,33 @@ class Optimizer:
             sum(p.numel() for p in self.params), dtype=dtype, device=self.params[0].device
         )
         self.grads = {}  # by parameter, its part of the flat buffer
-        for param, view in zip(
-            self.params, torch.split(self.flat_grad, [p.numel() for p in self.params]), strict=True
-        ):
+        views = torch.split(self.flat_grad, [p.numel() for p in self.params])
+        for param, view in zip(self.params, views, strict=True):
             self.grads[param] = view.view_as(param)
             if self.has_masters:
                 param.register_post_accumulate_grad_hook(_move_grad_to(self.grads[param]))
             else:  # autograd accumulates right into the flat buffer
                 param.grad = self.grads[param]
-        self.updated: dict[
-            torch.Tensor, torch.Tensor
-        ] = {}  # this rank's parameters, and what AdamW updates for them
+        # this rank's parameters, and what AdamW updates for them
+        self.updated: dict[torch.Tensor, torch.Tensor] = {}
         options = {
             "lr": config.learning_rate,
             "betas": (config.adam_beta1, config.adam_beta2),
             "eps": config.adam_epsilon,
-            "fused": self.flat_grad.is_cuda
-            or None,  # on CUDA the default makes a copy of all moments in every step
+            # on CUDA the default makes a copy of all moments in every step
+            "fused": self.flat_grad.is_cuda or None,
         }
+        matrices, others = (
+            [p for p in self.params if (p.ndim >= 2) == is_matrix] for is_matrix in (True, False)
+        )
         groups = [
-            {
-                "params": [p for p in self.params if p.ndim >= 2],
-                "weight_decay": config.weight_decay,
-            },
-            {"params": [p for p in self.params if p.ndim < 2], "weight_decay": 0.0},
+            {"params": matrices, "weight_decay": config.weight_decay},
+            {"params": others, "weight_decay": 0.0},
         ]
         if config.shard_state and ranks is not None and ranks.world_size > 1:
             from torch.distributed.optim import ZeroRedundancyOptimizer  # takes seconds to import
 
-            # It gives each rank its share, and sends the updated parameters. Saving is our own: its
+            # It gives each rank its share and sends the updated parameters. Saving is our own: its
             # consolidate_state_dict needs room for two whole shares on every GPU.
             self.adamw = ZeroRedundancyOptimizer(
                 [g for g in groups if g["params"]], self._make_adamw, **options
@@ -77,11 +74,8 @@ class Optimizer:
             self.adamw = self.local = self._make_adamw(groups, **options)
         self.owner = [0] * len(self.params)  # the first rank that updates each parameter
         if ranks is not None:
-            self.owner = (
-                ranks.gather(np.array([p in self.updated for p in self.params], np.uint8))
-                .argmax(axis=0)
-                .tolist()
-            )
+            is_updated = np.array([p in self.updated for p in self.params], np.uint8)
+            self.owner = ranks.gather(is_updated).argmax(axis=0).tolist()
 
     def _make_adamw(self, groups: list[dict], **options) -> torch.optim.AdamW:
         """AdamW on the given parameters, or on float32 masters of them, from which they are copied
@@ -124,14 +118,12 @@ class Optimizer:
         )
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate
-        with (
-            contextlib.nullcontext() if self.adamw is self.local else self.ranks.watch()
-        ):  # sharded: sends what it has updated
+        if self.adamw is self.local:
             self.adamw.step()
-        if (
-            self.adamw is not self.local
-            # what others have sent goes past the version counters, by which copies are told to be old
-        ):
+        else:
+            with self.ranks.watch():  # sends what it has updated
+                self.adamw.step()
+            # received parameters bypass the version counters, which tell that copies are outdated
             torch.autograd.graph.increment_version(self.params)
         self.clear()
         return grad_norm, learning_rate
@@ -144,28 +136,25 @@ class Optimizer:
         by tensor. Only rank 0 gets it; the others get None.
         """
         is_main = ranks is None or ranks.is_main
+        # Without an update there are no moments, and the masters are the weights. Rank 0 always has
+        # a share.
         states = [self.local.state[t] for t in self.updated.values() if t in self.local.state]
-        parameters: dict[str, dict[str, torch.Tensor]] = {}
-        # Without an update there are no moments, and the masters are the weights. Rank 0 has a
-        # share always.
         num_updates = int(states[0]["step"]) if states else 0
         if ranks is not None:
             num_updates = int(ranks.gather(np.array([num_updates])).max())
-        for name, param, owner in (
-            zip(self.names, self.params, self.owner, strict=True) if num_updates else ()
-        ):
-            tensors = self._tensors_of(param)
-            for key in (*MOMENTS, "master") if self.has_masters else MOMENTS:
-                tensor = tensors.get(key)
-                if owner != 0:
-                    tensor = (
-                        torch.empty_like(param, dtype=self.flat_grad.dtype)
-                        if tensor is None
-                        else tensor
-                    )
-                    ranks.broadcast_(tensor, owner)
-                if is_main:
-                    parameters.setdefault(name, {})[key] = tensor.detach().cpu()
+        keys = (*MOMENTS, "master") if self.has_masters else MOMENTS
+        parameters: dict[str, dict[str, torch.Tensor]] = {}
+        if num_updates:
+            for name, param, owner in zip(self.names, self.params, self.owner, strict=True):
+                tensors = self._tensors_of(param)
+                for key in keys:
+                    tensor = tensors.get(key)
+                    if owner != 0:
+                        if tensor is None:
+                            tensor = torch.empty_like(param, dtype=self.flat_grad.dtype)
+                        ranks.broadcast_(tensor, owner)
+                    if is_main:
+                        parameters.setdefault(name, {})[key] = tensor.detach().cpu()
         return {"num_updates": num_updates, "parameters": parameters} if is_main else None
 
     def _tensors_of(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -180,15 +169,12 @@ class Optimizer:
             return
         name_of = dict(zip(self.params, self.names, strict=True))
         local_state = self.local.state_dict()
-        for index, (param, target) in enumerate(
-            self.updated.items()
-        ):  # in the order that AdamW counts them
+        # in the order in which AdamW counts them
+        for index, (param, target) in enumerate(self.updated.items()):
             tensors = state["parameters"][name_of[param]]
             moments = {key: tensors[key].to(target.device, copy=True) for key in MOMENTS}
-            local_state["state"][index] = {
-                "step": torch.tensor(float(state["num_updates"])),
-                **moments,
-            }
+            step = torch.tensor(float(state["num_updates"]))
+            local_state["state"][index] = {"step": step, **moments}
             if self.has_masters:
                 with torch.no_grad():
                     target.copy_(tensors["master"])
