@@ -9,7 +9,6 @@ figures mean nothing, but they run. docs/results/README.md says what each part i
 """
 
 import argparse
-import gc
 import json
 import os
 import platform
@@ -39,10 +38,10 @@ CPU_PATIENCE = 10.0  # the small form takes seconds a part, but who knows on wha
 
 
 def trainer(bench: Bench) -> Iterator[Figure]:
-    """What the trainer's tests cannot see on a CPU: fused AdamW, the driver's count of free memory,
-    memory that runs out."""
+    """What the trainer's tests cannot see on a CPU: fused AdamW and the driver's count of free
+    memory."""
     bench.forget()
-    for check in (adamw, free_memory, out_of_memory):
+    for check in (adamw, free_memory):
         try:
             yield check(bench)
         except Exception as error:
@@ -97,68 +96,6 @@ def free_memory(bench: Bench) -> Figure:
         (before - after) / 2**30,
         "GiB less",
         f"after taking 1 GiB, of {total / 2**30:.1f} GiB",
-    )
-
-
-def out_of_memory(bench: Bench) -> Figure:
-    """A gradient in so little memory that its micro-batch must be split, against the gradient in
-    all of it."""
-    if bench.device.type != "cuda":
-        return Figure("out of memory", None, note=NEEDS_CUDA)
-    from bubblespec.config import OptimConfig
-    from bubblespec.dist.ranks import Ranks
-    from bubblespec.learn.learner import response_logprobs
-    from bubblespec.learn.microbatch import make_microbatch
-    from bubblespec.learn.optimizer import Optimizer
-    from bubblespec.learn.out_of_memory import TokenBudget, run_within_memory
-    from bubblespec.types import Group, Prompt, Samples
-
-    model = build(SHAPES[bench.policy] | {"num_hidden_layers": 8}, bench.device, torch.bfloat16)
-    model.requires_grad_(True)
-    optimizer = Optimizer(model, OptimConfig(), 10)
-    count, length, rng = 16, 1024, np.random.default_rng(0)
-    tokens = rng.integers(1, model.config.vocab_size, (count, length)).astype(np.int32)
-    unknown = [np.zeros(length, np.float32)] * count
-    groups = [Group(Prompt(i, "", (1, 2, 3), {}), 0) for i in range(count)]
-    fields = {
-        "numbers": np.zeros(count, np.int64),
-        "is_truncated": np.zeros(count, bool),
-        "rewards": np.zeros((count, 1)),
-    }
-    samples = Samples(
-        groups, 1, tokens=list(tokens), logprob=unknown, full_logprob=unknown, **fields
-    )
-
-    def accumulate(batch) -> None:
-        logprob, _ = response_logprobs(
-            model, batch, temperature=1.0, max_logits=1 << 22, kernel=bench.kernel
-        )
-        (-logprob.sum() / (count * length)).backward()
-
-    def gradient() -> tuple[torch.Tensor, int]:
-        optimizer.clear()
-        batches, budget = (
-            [make_microbatch(samples, list(range(count)), bench.device)],
-            TokenBudget(count * (length + 3)),
-        )
-        parts = {"samples": samples, "budget": budget, "ranks": Ranks(bench.device)}
-        run_within_memory(accumulate, batches, restart=optimizer.clear, **parts)
-        return optimizer.flat_grad.to("cpu", copy=True), len(batches)
-
-    lasting = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    wanted, _ = gradient()
-    needed = torch.cuda.max_memory_allocated() - lasting
-    gc.collect()
-    torch.cuda.empty_cache()
-    filler = torch.empty(
-        torch.cuda.mem_get_info()[0] - int(0.6 * needed), dtype=torch.uint8, device=bench.device
-    )
-    got, pieces = gradient()
-    del filler
-    off = float((got - wanted).abs().max() / wanted.abs().max())
-    return Figure(
-        "out of memory", off, "of the gradient", f"largest difference after splitting into {pieces}"
     )
 
 

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from test_lora import adapt
-from test_out_of_memory import SmallMemory
 from test_update import (
     GENERATIONS,
     NUM_PROMPTS,
@@ -25,7 +24,7 @@ from bubblespec.engine.model import prepare_model
 from bubblespec.learn.advantages import estimate_advantages
 from bubblespec.learn.learner import Learner
 from bubblespec.learn.losses import common_factor, local_weights, token_weights
-from bubblespec.learn.microbatch_cost import MicrobatchCost
+from bubblespec.learn.microbatch import MicrobatchCost
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.learn.streaming import GradientStream
 from bubblespec.types import Row, Samples
@@ -214,48 +213,6 @@ def test_what_an_abandoned_rollout_has_left_is_forgotten(make_model):
     assert torch.equal(gradients(learner, samples, advantages)[0][0], wanted)
 
 
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_out_of_memory_in_a_slice_leaves_all_to_the_update(
-    make_model, monkeypatch, capsys, in_backward
-):
-    """Also what was streamed before; and nothing is streamed after it in this step, but in the
-    next."""
-    samples, config = make_samples(), streaming(make_config(max_tokens=30))
-    advantages = advantages_of(REWARDS, config)
-    wanted, _ = gradient(prepared(make_model), samples, config, advantages)
-    learner = make_learner(prepared(make_model), config)
-    stream = stream_groups(learner, samples, [0, 2], slice_size=1)
-    learner.cost.observe(1, 10, 1.0)
-    assert stream.is_ready
-    pieces = stream.pieces([row_of(samples, place) for place in range(9, 12)], REWARDS[3])
-    memory = SmallMemory(monkeypatch, max(piece.num_tokens for piece in pieces), in_backward)
-    stream.add(pieces)
-    assert memory.num_failed == 1 and not stream.is_ready and not learner.streamed.ids
-    assert "out of memory in a streamed micro-batch" in capsys.readouterr().err
-    seen, metrics = gradients(learner, samples, advantages)
-    assert torch.equal(seen[0], wanted) and metrics["stream/share"] == 0
-    stream.begin()
-    assert stream.is_ready
-
-
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_out_of_memory_in_the_update_brings_back_what_was_streamed(
-    make_model, monkeypatch, in_backward
-):
-    samples, config = make_samples(), make_config(max_tokens=200)
-    advantages = advantages_of(REWARDS, config)
-    wanted, wanted_metrics = gradient(prepared(make_model), samples, config, advantages)
-    learner = make_learner(prepared(make_model), streaming(config))
-    stream_groups(learner, samples, [0], slice_size=1)
-    num_streamed = len(learner.streamed.ids)
-    memory = SmallMemory(monkeypatch, 40, in_backward)
-    seen, metrics = gradients(learner, samples, advantages)
-    assert num_streamed and memory.num_failed > 0
-    assert_same_gradient(seen[0], wanted)
-    for name in metrics.keys() & wanted_metrics.keys() - {"timing_s/sync"}:
-        assert metrics[name] == pytest.approx(wanted_metrics[name], rel=1e-7, abs=1e-12), name
-
-
 def streamed_on_two_ranks(ranks: Ranks, model, shard_state: bool) -> dict:
     """Each rank streams every other sample of some groups; both streamed and plain updates, two
     each."""
@@ -344,7 +301,7 @@ def test_an_update_teaches_what_a_slice_takes(make_model):
     assert not stream.is_ready
     learner.update(make_samples(), advantages_of(REWARDS, learner.config), 0)
     assert stream.is_ready and stream.seconds(10) > 0
-    assert stream.max_tokens(1e9) == learner.budget.max_tokens
+    assert stream.max_tokens(1e9) == learner.config.optim.max_tokens_per_microbatch
 
 
 # Configuration

@@ -130,7 +130,7 @@ def test_loss_and_gradient_equal_trl(make_model, tmp_path, name):
     prepare_model(model, 64)
     ranks = Ranks(torch.device("cpu"))
     (((batch,),), weights, (factor,)) = make_minibatches(
-        samples, np.ones(len(samples), bool), config=config, ranks=ranks, max_tokens=1 << 20
+        samples, np.ones(len(samples), bool), config=config, ranks=ranks
     )
     with torch.no_grad():
         now, _ = response_logprobs(

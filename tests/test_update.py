@@ -239,18 +239,16 @@ def test_plan_is_balanced_complete_and_within_its_budget():
     assert fullest > 850, "micro-batches should be nearly full"
 
 
-def test_every_reduction_is_a_span_of_its_own(make_model, monkeypatch):
-    """Two updates train between their reductions: joined, the spans would cover that time too. Each
-    look at the clock takes twice as long as the one before."""
-    clock = itertools.count()
-    monkeypatch.setattr(update, "time", SimpleNamespace(perf_counter=lambda: 2.0 ** next(clock)))
-    model = make_model()
+def test_reductions_are_timed_by_the_ranks_clock(make_model):
+    """Each is a span of its own: two updates train between theirs. Each look at this clock takes
+    twice as long as the one before."""
+    model, ranks, looks = make_model(), Ranks(torch.device("cpu")), itertools.count()
+    ranks.clock = SimpleNamespace(perf_counter=lambda: 2.0 ** next(looks))
     prepare_model(model, 100)
-    metrics, spans = make_learner(model, make_config(num_iterations=2)).update(
-        make_samples(), ADVANTAGES, 0
-    )
-    assert spans == [("sync", 1.0, 2.0), ("sync", 4.0, 8.0)]
-    assert metrics["timing_s/sync"] == (2 - 1) + (8 - 4)
+    learner = make_learner(model, make_config(num_iterations=2), ranks=ranks)
+    metrics, spans = learner.update(make_samples(), ADVANTAGES, 0)
+    assert spans == [("sync", 2.0, 4.0), ("sync", 16.0, 32.0)]
+    assert metrics["timing_s/sync"] == (4 - 2) + (32 - 16)
 
 
 def infinite_loss(*arguments, **options):
@@ -312,22 +310,18 @@ def test_an_update_that_is_not_finite_changes_nothing(make_model, monkeypatch, w
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
-def test_the_first_update_is_on_policy_after_a_restart_too(make_model, monkeypatch):
-    """Its ratio is exactly 1, whatever a forward's rounding is: here each forward is off by more
-    than the one before. Memory runs out in the second; the old policy of the batches done again is
-    then not that of the first attempt."""
+def test_the_first_update_is_exactly_on_policy(make_model, monkeypatch):
+    """Its ratio is 1 whatever a forward's rounding is: here each forward is off by more than the
+    one before."""
     calls, ratios = itertools.count(), []
-    plain_logprobs, plain_ratio = update.response_logprobs, update.importance_ratio
+    exact_logprobs, exact_ratio = update.response_logprobs, update.importance_ratio
 
     def rough_logprobs(*arguments, **options):
-        number = next(calls)
-        if number == 1:
-            raise torch.OutOfMemoryError
-        logprob, entropy = plain_logprobs(*arguments, **options)
-        return logprob + 1e-3 * number, entropy
+        logprob, entropy = exact_logprobs(*arguments, **options)
+        return logprob + 1e-3 * next(calls), entropy
 
     def recorded_ratio(*arguments):
-        ratios.append(plain_ratio(*arguments))
+        ratios.append(exact_ratio(*arguments))
         return ratios[-1]
 
     monkeypatch.setattr(update, "response_logprobs", rough_logprobs)
@@ -335,11 +329,10 @@ def test_the_first_update_is_on_policy_after_a_restart_too(make_model, monkeypat
     model = make_model()
     prepare_model(model, 64)
     gradient(model, make_samples(), make_config(num_iterations=2))
-    num_done = len(ratios) // 2 + 1  # the first attempt's one, and as many in each update
-    assert len(ratios) % 2 == 1 and num_done > 4
-    assert all((ratio == 1).all() for ratio in ratios[:num_done]) and not any(
-        (ratio == 1).any() for ratio in ratios[num_done:]
-    )
+    first, second = ratios[: len(ratios) // 2], ratios[len(ratios) // 2 :]
+    assert len(first) == len(second) > 2
+    assert all((ratio == 1).all() for ratio in first)
+    assert not any((ratio == 1).any() for ratio in second)
 
 
 def test_updates_left_out_are_counted(make_model, monkeypatch):
@@ -444,17 +437,6 @@ def test_metrics_of_several_updates_are_means_and_the_largest(make_model):
 def test_measurements_are_summed_over_microbatches_and_ranks_but_the_largest_is_the_largest():
     """Three ranks, of which the last has the largest difference; this one, without a micro-batch,
     gives zeros."""
-    names = [
-        "loss",
-        "entropy",
-        "low",
-        "high",
-        "delta",
-        "kl",
-        "mismatch",
-        "tokens",
-        "largest_mismatch",
-    ]
     others, given = np.arange(18.0).reshape(2, 9), []
     ranks = SimpleNamespace(
         gather=lambda array: (given.append(array), np.vstack((array, others)))[1]
@@ -463,9 +445,9 @@ def test_measurements_are_summed_over_microbatches_and_ranks_but_the_largest_is_
     total = update._sum_over_ranks(measured, ranks)
     assert given[0].tolist() == [2 * n + 2.5 for n in range(8)] + [10.0]
     assert total == dict(
-        zip(names, [2 * n + 2.5 + n + n + 9 for n in range(8)] + [17.0], strict=True)
+        zip(update.MEASURED, [2 * n + 2.5 + n + n + 9 for n in range(8)] + [17.0], strict=True)
     )
-    assert update._sum_over_ranks([], ranks)["largest_mismatch"] == 17 and not given[1].any()
+    assert update._sum_over_ranks([], ranks)["max_mismatch"] == 17 and not given[1].any()
 
 
 @pytest.mark.parametrize("max_tokens", [32, 10_000])

@@ -11,7 +11,6 @@ import train
 from bubblespec.config import load_config
 from bubblespec.dist.ranks import Ranks
 from bubblespec.engine.engine import Engine
-from bubblespec.learn import learner
 from bubblespec.records import Load
 from bubblespec.rewards import scorer
 from bubblespec.setup import build
@@ -67,7 +66,7 @@ def virtual_time() -> Iterator[Ranks]:
         return finished, load
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (scorer, timeline, learner):
+        for module in (scorer, timeline):
             patch.setattr(module, "time", clock)
         patch.setattr(Engine, "step", timed_step)
         ranks = Ranks(torch.device("cpu"))

@@ -13,7 +13,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 import train
 from bubblespec.dist.progress import ProgressBoard
 from bubblespec.idle.gradients import GroupGradients
-from bubblespec.learn.microbatch_cost import MicrobatchCost
+from bubblespec.learn.microbatch import MicrobatchCost
 from tests.system import signalled_train
 
 SECONDS = (
