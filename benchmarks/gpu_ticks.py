@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from benchmarks.gpu_parts import NEEDS_CUDA, SHAPES, Bench, Figure, build, make_rows, start_decoding
 from benchmarks.gpu_processes import run_processes
-from bubblespec.dist.progress import NUM_NUMBERS, ProgressBoard, RankState
 from bubblespec.dist.ranks import Ranks, all_gather
 from bubblespec.engine.sampling import SamplingParams
+from bubblespec.rollout.board import NUM_NUMBERS, ProgressBoard, RankState
 
 TICK_STEPS = 60
 

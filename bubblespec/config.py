@@ -321,9 +321,10 @@ class BubbleConfig:
     max_slowdown: float = key(1.0, at_least(0), at_most(1e9), resume=SAFE)
     """How much slower drafts may make the forwards of a rank that still decodes; 0 drafts only once
     its rows are done."""
-    progress_backend: Literal["shm", "gloo", "nccl"] = key("shm", resume=SAFE)
-    """What carries the progress ticks: memory that the ranks of a machine share (gloo where they
-    are on several), a gloo side group, or nccl on a stream of its own."""
+    progress_backend: Literal["auto", "nccl", "gloo", "shm"] = key("auto", resume=SAFE)
+    """What carries the progress ticks: nccl on a stream of its own, a gloo group, or memory that
+    the ranks of one machine share (shm); auto takes nccl on GPUs, shm on one machine's CPUs, and
+    gloo across machines."""
     progress_timeout_s: float = key(600.0, above(0), at_most(1e8), resume=SAFE)
     """Seconds without a tick after which the job ends, naming the rank that did not answer."""
 

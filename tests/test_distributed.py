@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from bubblespec.dist import ranks as distributed
-from bubblespec.dist.progress import ProgressBoard, RankState
 from bubblespec.dist.ranks import Ranks, StopRequested, signals_stop
 from bubblespec.errors import RankTimeout
+from bubblespec.rollout.board import ProgressBoard, RankState
 from tests.helpers.clocks import Clock, ClockThatSkips
 from tests.helpers.ranks import run_ranks
 from tests.helpers.warm import launch
@@ -140,13 +140,13 @@ import sys, time
 from bubblespec.dist import ranks as distributed
 from bubblespec.errors import InputError
 
-say = distributed.say
+log = distributed.log
 
-def say_late(line):
+def log_late(line):
     time.sleep(1)
-    say(line)
+    log(line)
 
-distributed.say = say_late
+distributed.log = log_late
 if "grouped" in sys.argv:
     distributed.dist.init_process_group("gloo")
 distributed.say_once(InputError("wrong"))

@@ -28,8 +28,9 @@ from bubblespec.idle.draft_ahead import LONGEST_FORWARDS, LONGEST_SHARE, REPLAN_
 from bubblespec.idle.draft_planning import Item
 from bubblespec.idle.work import Offer, RankView
 from bubblespec.records import POSITIONS, RolloutRecord
+from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.loop import RolloutLoop
-from bubblespec.simulate.world import SimulatedBoard, SimulatedRanks
+from bubblespec.simulate.world import SimulatedRanks, SimulatedTicks
 from bubblespec.simulate.world import World as VirtualTime
 from bubblespec.types import Draft, Row
 from tests.helpers.rows import run_loop
@@ -307,7 +308,9 @@ def play_two_ranks(num_rollouts: int) -> list[list[dict]]:
 
     def work(rank: int) -> None:
         ranks = SimulatedRanks(time, rank)
-        world = World(new_model(), 10, SimulatedBoard(ranks, 120, interval_s=0))
+        world = World(
+            new_model(), 10, ProgressBoard(ranks, 120, SimulatedTicks(ranks), interval_s=0)
+        )
         pass_time(world.engine, ranks)
         for step in range(num_rollouts):
             rows, asked, offered, given = (

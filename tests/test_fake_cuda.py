@@ -26,7 +26,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 import bubblespec
-from bubblespec.dist.progress import MAX_WORKS, NUM_NUMBERS, ProgressBoard, RankState
 from bubblespec.dist.ranks import Ranks
 from bubblespec.engine import graphs, sampling
 from bubblespec.engine import runner as runner_module
@@ -43,6 +42,7 @@ from bubblespec.learn.learner import Learner
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.memory import HEADROOM, choose_num_slots
 from bubblespec.memory_needs import work_out
+from bubblespec.rollout.board import MAX_WORKS, NUM_NUMBERS, ProgressBoard, RankState
 from tests.helpers.models import VOCAB, small_config
 
 DEVICE = torch.device("cuda", 0)
@@ -650,7 +650,7 @@ def test_collectives(cuda, monkeypatch):
         return types.SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
 
     monkeypatch.setattr("bubblespec.dist.ranks.all_gather", all_gather)
-    monkeypatch.setattr("bubblespec.dist.progress.all_gather", all_gather)
+    monkeypatch.setattr("bubblespec.rollout.board.all_gather", all_gather)
     monkeypatch.setattr("torch.distributed.new_group", lambda **options: options)
     monkeypatch.setattr("torch.cuda.Stream", lambda device: device)
     monkeypatch.setattr("torch.cuda.stream", contextlib.nullcontext)
@@ -660,7 +660,7 @@ def test_collectives(cuda, monkeypatch):
         "\x01",
         "\x01",
     ]
-    assert cuda.waits == ["collectives.gather"] * 6  # of three collectives: there and back
+    assert cuda.waits == ["ranks.gather"] * 6  # of three collectives: there and back
     board = ProgressBoard(ranks, 60.0)
     for num_facts in (0, 5, 5, 0):  # another number of them needs other buffers
         cuda.clear()
@@ -671,7 +671,7 @@ def test_collectives(cuda, monkeypatch):
         ] * 2 and board.must_stop
         assert all(state.facts.tolist() == [1.0] * num_facts for state in states)
         assert (
-            cuda.waits == ["progress._receive"]
+            cuda.waits == ["board.receive"]
             and cuda.uploads == 1
             and sent[-1] == NUM_NUMBERS + num_facts
         )

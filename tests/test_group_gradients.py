@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from bubblespec.dist.progress import RankState
 from bubblespec.idle.gradients import NUM_WANTED, GroupGradients
 from bubblespec.idle.work import RankView
 from bubblespec.records import IdleUse, RolloutRecord, Span
+from bubblespec.rollout.board import RankState
 from bubblespec.types import Group, Launch, Prompt, Row
 
 GROUPS = [Group(Prompt(uid, "", (1,) * 4, {}), 0) for uid in (50, 60, 70)]

@@ -25,13 +25,13 @@ from test_rollout_loop import (
     rows_of,
 )
 
-from bubblespec.dist.progress import RankState
 from bubblespec.dist.ranks import Ranks
 from bubblespec.idle.arbiter import Arbiter
 from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.idle.work import Offer, RankView
+from bubblespec.rollout.board import ProgressBoard, RankState
 from bubblespec.rollout.loop import RolloutLoop
-from bubblespec.simulate.world import SimulatedBoard, SimulatedRanks
+from bubblespec.simulate.world import SimulatedRanks, SimulatedTicks
 from bubblespec.simulate.world import World as VirtualTime
 from bubblespec.types import Row
 from tests.helpers.rows import run_loop
@@ -244,7 +244,9 @@ def play(
 
     def work(rank: int) -> None:
         ranks = SimulatedRanks(time, rank)
-        world = World(new_model(), 10, SimulatedBoard(ranks, 120, interval_s=0))
+        world = World(
+            new_model(), 10, ProgressBoard(ranks, 120, SimulatedTicks(ranks), interval_s=0)
+        )
         pass_time(world.engine, ranks)
         for step in range(num_rollouts):
             rows = rows_of(step, FOUR_PROMPTS[1:] if rank else FOUR_PROMPTS[:1])

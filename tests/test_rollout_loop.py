@@ -15,7 +15,6 @@ import pytest
 import torch
 import transformers
 
-from bubblespec.dist.progress import ProgressBoard, RankState
 from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.proposer import make_proposer
 from bubblespec.draft.store import DraftStore
@@ -28,8 +27,9 @@ from bubblespec.engine.sampling import SamplingParams
 from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.idle.draft_planning import Item, Outlook, plan_items
 from bubblespec.records import Load, RolloutRecord
+from bubblespec.rollout.board import ProgressBoard, RankState
 from bubblespec.rollout.loop import RolloutLoop
-from bubblespec.simulate.world import SimulatedBoard, SimulatedRanks
+from bubblespec.simulate.world import SimulatedRanks, SimulatedTicks
 from bubblespec.simulate.world import World as VirtualTime
 from bubblespec.types import Draft, Group, Prompt, Row, SampleId
 from tests.helpers.clocks import Clock, forward_seconds
@@ -549,7 +549,7 @@ def play_in_virtual_time(num_rollouts: int) -> list[list[dict]]:
     def work(rank: int) -> None:
         ranks = SimulatedRanks(time, rank)
         results[rank] = play_two_ranks(
-            ranks, SimulatedBoard(ranks, 120, interval_s=0), num_rollouts
+            ranks, ProgressBoard(ranks, 120, SimulatedTicks(ranks), interval_s=0), num_rollouts
         )
 
     time.run(work)

@@ -27,7 +27,6 @@ from test_take_over import Moves, TakeAnyTime
 
 from bubblespec.config import Config
 from bubblespec.dist.joint import RankJoint
-from bubblespec.dist.progress import RankState
 from bubblespec.draft.learned import LearnedDrafts
 from bubblespec.draft.proposer import Proposer, make_proposer
 from bubblespec.draft.suffix import History
@@ -39,11 +38,12 @@ from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.shared_runner import SharedRunner
 from bubblespec.idle.draft_planning import Outlook
 from bubblespec.rollout.balance import Expected
+from bubblespec.rollout.board import ProgressBoard, RankState
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.placement import place_in_turn
 from bubblespec.rollout.shared_tail import ASK_EVERY, OwnersPropose, SharedTail, make_shared_tail
 from bubblespec.rollout.standing import Standing
-from bubblespec.simulate.world import SimulatedBoard, SimulatedRanks, World
+from bubblespec.simulate.world import SimulatedRanks, SimulatedTicks, World
 from bubblespec.types import Draft
 from tests.helpers.clocks import forward_seconds
 from tests.helpers.models import VOCAB, small_config
@@ -122,7 +122,7 @@ def play(
             return forward(*arguments)
 
         tail.run, shared.forward = noted, watched
-        board = SimulatedBoard(ranks, 120, interval_s=0)
+        board = ProgressBoard(ranks, 120, SimulatedTicks(ranks), interval_s=0)
         loop = RolloutLoop(
             engine,
             ranks,
@@ -320,7 +320,7 @@ def test_the_engine_is_as_good_as_new_for_each_rollout():
         )
         engine, board = (
             Engine(ModelRunner(model, 12, MAX_LENGTH, SEED)),
-            SimulatedBoard(ranks, 120, interval_s=0),
+            ProgressBoard(ranks, 120, SimulatedTicks(ranks), interval_s=0),
         )
         pass_time(engine, ranks)
         for step in range(2):
@@ -361,7 +361,7 @@ def set_up_tail(rows, slowdown: float, name: str = "llama") -> list:
         prepare_model(model, MAX_LENGTH)
         engine = Engine(ModelRunner(model, 4, MAX_LENGTH, SEED))
         pass_time(engine, ranks)
-        board = SimulatedBoard(ranks, 120, interval_s=5e-3)
+        board = ProgressBoard(ranks, 120, SimulatedTicks(ranks), interval_s=5e-3)
         speculation = SimpleNamespace(shared_cost=FORWARDS, outlook=Outlook(), board=board)
         found[rank] = make_shared_tail(
             config, ranks, engine, PARAMS, speculation, most_rows=16 if rows == "auto" else rows

@@ -25,7 +25,6 @@ from test_rollout_loop import (
 )
 
 from bubblespec.config import Config
-from bubblespec.dist.progress import ProgressBoard
 from bubblespec.dist.ranks import Ranks, StopRequested
 from bubblespec.draft.windows import CostModel
 from bubblespec.engine.engine import Engine
@@ -43,6 +42,7 @@ from bubblespec.records import (
     RolloutRecord,
     Span,
 )
+from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.telemetry.report import speculation_metrics
 from bubblespec.types import Draft, Group, Launch, Prompt, Row, SampleId, Samples

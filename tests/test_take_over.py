@@ -19,12 +19,13 @@ from test_rollout_loop import (
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.idle.work import Offer
+from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.moves import MAX_MOVES, Move
 from bubblespec.rollout.placement import place_in_turn
 from bubblespec.rollout.standing import Standing
 from bubblespec.rollout.take_over import TakeOver
-from bubblespec.simulate.world import SimulatedBoard, SimulatedRanks, World
+from bubblespec.simulate.world import SimulatedRanks, SimulatedTicks, World
 from tests.helpers.rows import launch_of
 
 
@@ -73,7 +74,7 @@ def play(num_ranks: int, num_slots: int, chance: float, max_batch_tokens: int = 
         take_over = TakeAnyTime(
             standing, moves.plan, LIMIT, lambda row: taken.append(len(row.tokens))
         )
-        board = SimulatedBoard(ranks, 120, interval_s=0)
+        board = ProgressBoard(ranks, 120, SimulatedTicks(ranks), interval_s=0)
         loop = RolloutLoop(
             engine, ranks, PARAMS, board=board, works=[take_over], on_finished=told.append
         )

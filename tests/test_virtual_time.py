@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from bubblespec.dist.progress import LINGER_S, RankState
 from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.proposer import make_proposer
 from bubblespec.draft.suffix import History
@@ -17,9 +16,10 @@ from bubblespec.engine.model import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.records import Load
+from bubblespec.rollout.board import LINGER_S, ProgressBoard, RankState
 from bubblespec.simulate.drafting import STOP
 from bubblespec.simulate.runner import ProposalTime, SimulatedGenerator, SimulatedRunner
-from bubblespec.simulate.world import SimulatedBoard, SimulatedRanks, World
+from bubblespec.simulate.world import SimulatedRanks, SimulatedTicks, World
 from bubblespec.types import Draft, Row, SampleId
 from tests.helpers.rows import make_rows
 from tests.helpers.simulated import LinearCost, make_workload, run_to_end
@@ -53,7 +53,7 @@ def test_a_tick_is_complete_after_the_last_post_and_wakes_who_waits():
 
     def work(rank: int) -> None:
         ranks = SimulatedRanks(world, rank)
-        board = SimulatedBoard(ranks, 100.0)
+        board = ProgressBoard(ranks, 100.0, SimulatedTicks(ranks))
         if rank == 1:
             first = board.wait(lambda: state(True))
             seen["first"] = (world.now[1], [s.is_done for s in first])
@@ -82,15 +82,15 @@ def test_the_earliest_rank_goes_first_whatever_threads_do():
     world, complete = World(2, tick_s=0.0, post_s=0.0), []
 
     def work(rank: int) -> None:
-        board = SimulatedBoard(SimulatedRanks(world, rank), 100.0)
+        ticks = SimulatedTicks(SimulatedRanks(world, rank))
         if rank == 0:
             world.advance(0, 5.0)
-            world.post(0, 0, [0.0])
+            ticks.post(np.zeros(1), "")
         else:
-            world.post(1, 0, [0.0])
+            ticks.post(np.zeros(1), "")
             for _ in range(7):
                 world.advance(1, 1.0)
-                complete.append(board._is_complete())
+                complete.append(ticks.is_complete())
 
     world.run(work)
     assert complete == [False] * 4 + [True] * 3

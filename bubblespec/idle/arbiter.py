@@ -6,8 +6,8 @@ offer is given twice, and nobody has to agree on anything.
 
 from collections import deque
 
-from bubblespec.dist.progress import RankState
 from bubblespec.idle.work import Offer
+from bubblespec.rollout.board import RankState
 
 NO_TIME_S = 1e-9
 

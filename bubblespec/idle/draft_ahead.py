@@ -16,13 +16,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from bubblespec.dist.progress import RankState
 from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.proposer import Proposer
 from bubblespec.draft.store import DraftStore, exchange
 from bubblespec.idle.draft_planning import Item
 from bubblespec.idle.work import Offer, RankView
 from bubblespec.records import POSITIONS
+from bubblespec.rollout.board import RankState
 from bubblespec.types import Draft, Row, SampleId
 
 # A forward in a hard bubble is no longer than so many of a single row, or than this share of the

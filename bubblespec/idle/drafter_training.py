@@ -5,10 +5,10 @@ from typing import Protocol
 
 import numpy as np
 
-from bubblespec.dist.progress import RankState
 from bubblespec.dist.ranks import Ranks
 from bubblespec.idle.work import Offer, RankView
 from bubblespec.records import Span, total_s
+from bubblespec.rollout.board import RankState
 from bubblespec.types import Row
 
 NUM_WANTED = 2  # slices that a rank asks for at a time: the next tick is some milliseconds away

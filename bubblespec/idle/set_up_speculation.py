@@ -7,9 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from bubblespec.config import Config
-from bubblespec.dist.progress import ProgressBoard
 from bubblespec.dist.ranks import Ranks
-from bubblespec.dist.shared_board import make_board
 from bubblespec.draft.evaluation import make_evaluation_drafts
 from bubblespec.draft.proposer import make_proposer
 from bubblespec.draft.store import DraftStore
@@ -18,6 +16,7 @@ from bubblespec.draft.windows import CostModel
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.idle.speculation import Speculation
+from bubblespec.rollout.board import ProgressBoard
 from bubblespec.types import Prompt, Row, SampleId
 
 
@@ -40,7 +39,8 @@ def make_speculation(
     cost = CostModel()
     if has_drafts:
         profile(engine, params, cost, clock=ranks.clock)
-    board = make_board(ranks, config.bubble.progress_timeout_s, config.bubble.progress_backend)
+    bubble = config.bubble
+    board = ProgressBoard(ranks, bubble.progress_timeout_s, bubble.progress_backend)
     return assemble(config, ranks, board, cost, held_out)
 
 

@@ -13,7 +13,6 @@ import numpy as np
 
 from bubblespec.config import Config
 from bubblespec.data.schedule import StepPlanner
-from bubblespec.dist.progress import ProgressBoard
 from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.evaluation import EvaluationDrafts
 from bubblespec.draft.proposer import Proposer
@@ -25,6 +24,7 @@ from bubblespec.idle.draft_planning import Item, Outlook, afford, plan_items, un
 from bubblespec.idle.evaluation_ahead import plan_evaluation
 from bubblespec.idle.rehearsal import rehearse
 from bubblespec.records import POSITIONS, RolloutRecord
+from bubblespec.rollout.board import ProgressBoard
 from bubblespec.types import Draft, Group, Row, SampleId, Samples
 
 MAX_AUTO_LOOKAHEAD = 16

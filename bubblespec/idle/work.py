@@ -12,10 +12,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from bubblespec.dist.progress import RankState
 from bubblespec.dist.ranks import Ranks
 from bubblespec.engine.engine import Engine
 from bubblespec.records import RolloutRecord
+from bubblespec.rollout.board import RankState
 from bubblespec.types import Row
 
 

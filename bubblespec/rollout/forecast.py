@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from bubblespec.dist.progress import RankState
 from bubblespec.draft.store import DraftStore
 from bubblespec.idle.draft_planning import Outlook, expected_length
 from bubblespec.idle.rehearsal import NORMAL_QUANTILE
 from bubblespec.idle.speculation import Speculation
 from bubblespec.rollout.balance import Expected
+from bubblespec.rollout.board import RankState
 from bubblespec.rollout.moves import Move, Unfinished, expected_left, plan_moves
 from bubblespec.rollout.standing import Standing
 from bubblespec.types import Launch

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from bubblespec.dist.progress import MAX_WORKS, ProgressBoard, RankState
 from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.proposer import Proposer
 from bubblespec.draft.windows import CostModel
@@ -23,6 +22,7 @@ from bubblespec.engine.sampling import SamplingParams
 from bubblespec.idle.arbiter import Arbiter
 from bubblespec.idle.work import IdleWork, RankView
 from bubblespec.records import ForwardRecord, IdleUse, RolloutRecord, Span
+from bubblespec.rollout.board import MAX_WORKS, ProgressBoard, RankState
 from bubblespec.rollout.shared_tail import SharedTail
 from bubblespec.rollout.standing import Standing
 from bubblespec.types import Row

@@ -18,7 +18,6 @@ import numpy as np
 
 from bubblespec.config import Config
 from bubblespec.dist.joint import RankJoint
-from bubblespec.dist.progress import RankState
 from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.learned import LearnedDrafts
 from bubblespec.draft.windows import CostModel
@@ -32,6 +31,7 @@ from bubblespec.errors import log
 from bubblespec.idle.speculation import Speculation
 from bubblespec.records import RolloutRecord, Span
 from bubblespec.rollout.balance import MIN_GAIN
+from bubblespec.rollout.board import RankState
 from bubblespec.rollout.forecast import OVERHEAD_TICKS, unfinished_rows
 from bubblespec.rollout.shared_gain import pays
 from bubblespec.rollout.standing import Standing

@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from bubblespec.dist.progress import RankState
 from bubblespec.dist.ranks import Ranks
 from bubblespec.idle.work import Offer, RankView
+from bubblespec.rollout.board import RankState
 from bubblespec.rollout.moves import MAX_MOVES, Move
 from bubblespec.rollout.standing import Standing
 from bubblespec.types import Row

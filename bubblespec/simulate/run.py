@@ -19,13 +19,14 @@ from bubblespec.idle.speculation import Speculation
 from bubblespec.memory import most_slots
 from bubblespec.memory_needs import AUTO_SHARED_ROWS
 from bubblespec.records import Span
+from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.rollout.shared_tail import SharedTail, expects_gain
 from bubblespec.simulate.deferral import Texts, make_planner, steps_that_fit
 from bubblespec.simulate.drafter import SimulatedChains
 from bubblespec.simulate.runner import ProposalTime, SimulatedGenerator, SimulatedRunner
 from bubblespec.simulate.shared import SharedCost
-from bubblespec.simulate.world import SimulatedBoard, SimulatedRanks, World
+from bubblespec.simulate.world import SimulatedRanks, SimulatedTicks, World
 from bubblespec.telemetry.timeline import KINDS
 from bubblespec.types import Group, Row, digest
 
@@ -237,7 +238,9 @@ class _Rank:
     def _speculation(
         self, config: Config, cost, profiled: CostModel, engine: SimulatedGenerator
     ) -> Speculation:
-        board = SimulatedBoard(self.ranks, config.bubble.progress_timeout_s)
+        board = ProgressBoard(
+            self.ranks, config.bubble.progress_timeout_s, SimulatedTicks(self.ranks)
+        )
         speculation = assemble(config, self.ranks, board, profiled)
         if hasattr(cost, "propose_seconds") and _has_drafts(config):
             speculation.proposer.sources.insert(0, ProposalTime(cost, self.ranks.clock))

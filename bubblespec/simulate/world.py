@@ -14,8 +14,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from bubblespec.dist.progress import LINGER_S, NAP_S, ProgressBoard, RankState
 from bubblespec.dist.ranks import Ranks
+from bubblespec.rollout.board import LINGER_S, Transport
 
 
 class _Abandoned(BaseException):
@@ -53,7 +53,7 @@ class World:
         self._ended = threading.Lock()
         self._meetings = [0] * num_ranks
         self._present: dict[int, dict[int, object]] = {}  # by meeting, what each rank has brought
-        self._posted: dict[int, dict[int, RankState]] = {}  # by tick, each rank's state
+        self._posted: dict[int, dict[int, np.ndarray]] = {}  # by tick, each rank's numbers
         self._complete_at: dict[int, float] = {}  # ticks to which all ranks have posted
         self._busy_until = [0.0] * num_ranks  # the end of each rank's last forward
 
@@ -144,11 +144,11 @@ class World:
             self.now[rank] = over
         return [present[other] for other in range(self.num_ranks)]
 
-    def post(self, rank: int, tick: int, state: RankState) -> None:
+    def post(self, rank: int, tick: int, numbers: np.ndarray) -> None:
         """Start a tick on this rank; complete `tick_s` after the last rank has."""
         self.now[rank] += self.post_s
         posted = self._posted.setdefault(tick, {})
-        posted[rank] = state
+        posted[rank] = numbers
         self._complete_at[tick] = max(
             self._complete_at.get(tick, 0.0), self.now[rank] + self.tick_s
         )
@@ -175,7 +175,7 @@ class World:
         self.wait(rank, min(until, max(self.complete_at(tick), self.now[rank])))
         self._tick_awaited[rank] = None
 
-    def states(self, tick: int) -> list[RankState]:
+    def posted(self, tick: int) -> list[np.ndarray]:
         posted = self._posted[tick]
         return [posted[rank] for rank in range(self.num_ranks)]
 
@@ -217,40 +217,29 @@ class SimulatedRanks(Ranks):
         return self.world.meet(self.rank, array, self.meeting_s)
 
 
-class SimulatedBoard(ProgressBoard):
-    """The progress board with ticks in virtual time. A rank that has nothing to do sees a tick the
-    moment it is complete, not up to NAP_S later."""
+class SimulatedTicks(Transport):
+    """Ticks in virtual time. A rank that has nothing to do sees a tick the moment it is complete,
+    not up to NAP_S later."""
 
-    def _connect(self, backend: str | None) -> None:
-        self._world, self._rank = self.ranks.world, self.ranks.rank
-        self._tick = 0  # of the whole run
-        self._numbers = np.empty(0)
+    def __init__(self, ranks: SimulatedRanks):
+        super().__init__(ranks.clock)
+        self._world, self._rank, self._tick = ranks.world, ranks.rank, -1  # of the whole run
 
-    def _allocate(self, num_numbers: int) -> None:
-        self._numbers = np.zeros(num_numbers)
+    def post(self, numbers: np.ndarray, name: str) -> None:
+        self._tick += 1
+        self._world.post(self._rank, self._tick, numbers)
 
-    def _post(self) -> None:
-        self._world.post(self._rank, self._tick, RankState.from_numbers(self._numbers.copy()))
-
-    def _is_complete(self) -> bool:
+    def is_complete(self) -> bool:
         now = self._world.now[self._rank]
         if self._world.complete_at(self._tick) == math.inf:
             self._world.wait(self._rank, now)  # those behind may yet post before now
         return self._world.complete_at(self._tick) <= now
 
-    def _linger(self) -> None:
+    def receive(self) -> list[np.ndarray]:
+        return self._world.posted(self._tick)
+
+    def linger(self) -> None:
         self._world.await_tick(self._rank, self._tick, self._world.now[self._rank] + LINGER_S)
 
-    def wait(self, state: Callable[[], RankState]) -> list[RankState] | None:
-        while not self.is_over:
-            if (states := self.poll(state)) is not None:
-                return states
-            if self._in_flight:
-                self._world.await_tick(self._rank, self._tick, math.inf)
-            else:
-                self._clock.sleep(NAP_S)
-        return None
-
-    def _receive(self) -> list[RankState]:
-        self._tick += 1
-        return self._world.states(self._tick - 1)
+    def nap(self) -> None:
+        self._world.await_tick(self._rank, self._tick, math.inf)

@@ -11,9 +11,9 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 import train
-from bubblespec.dist.progress import ProgressBoard
 from bubblespec.idle.gradients import GroupGradients
 from bubblespec.learn.microbatch import MicrobatchCost
+from bubblespec.rollout.board import ProgressBoard
 from tests.system import signalled_train
 
 SECONDS = (

@@ -1,0 +1,379 @@
+"""The progress board: during a rollout the ranks tell each other how far they are, and none of them
+ever waits for it.
+
+A tick is one asynchronous all-gather of a small state. A rank posts its state, continues to decode,
+checks between two forwards whether the tick is complete, and then posts the next one, so the
+slowest rank sets the pace. All ranks read the same states of the same ticks: a decision that is a
+pure function of a tick is the same on all ranks without further agreement. The tick in which every
+rank is done, or any has been told to stop, is the last; all ranks leave the rollout at it.
+
+Ticks are NCCL collectives on GPUs, memory shared by the ranks of one machine on CPUs, and gloo
+collectives across machines.
+"""
+
+import contextlib
+import math
+import os
+import tempfile
+import zlib
+from collections.abc import Callable
+from datetime import timedelta
+from typing import NamedTuple, NoReturn
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+
+from bubblespec.dist.ranks import Ranks, all_gather, one_line
+from bubblespec.errors import InputError
+
+# A rank that is done waits this long for its tick: otherwise it would start another draft although
+# the last tick is about to complete, and everyone would wait for that.
+LINGER_S = 2e-3
+NAP_S = 2e-4
+# The slowest rank pays for ticks with everyone's time, so they have a minimum distance, and their
+# share of it is limited.
+INTERVAL_S = 1e-2
+MAX_SHARE = 0.04
+
+MAX_WORKS = 4  # uses of idle time in a rollout
+NUM_NUMBERS = 2 + MAX_WORKS
+NO_FACTS = np.empty(0)
+
+MAX_NUMBERS = 1 << 20  # per rank and tick in shared memory; only pages that are written take memory
+HEADER = 4  # tick + 1, count of numbers, checksum, process id
+LOOK_S = 0.5  # how often a waiting rank checks that the other processes are alive
+
+
+class RankState(NamedTuple):
+    """What a rank tells the others in a tick."""
+
+    unfinished_rows: int
+    """Of this rollout and this rank."""
+    wanted_offers: tuple[int, ...] = ()
+    """Offers that it could take on of each use of idle time, of at most MAX_WORKS."""
+    must_stop: bool = False
+    """It has been told to end the run."""
+    facts: np.ndarray = NO_FACTS
+    """float64, whatever else a decision needs; of the same length on all ranks in a tick."""
+
+    @property
+    def is_done(self) -> bool:
+        """None of its rows of this rollout is left."""
+        return self.unfinished_rows == 0
+
+    def numbers(self) -> np.ndarray:
+        """As a tick carries it, float64 [NUM_NUMBERS + facts]."""
+        wanted = (*self.wanted_offers, *[0] * MAX_WORKS)[:MAX_WORKS]
+        return np.concatenate(((self.unfinished_rows, self.must_stop, *wanted), self.facts))
+
+    @classmethod
+    def from_numbers(cls, numbers: np.ndarray) -> "RankState":
+        """The inverse of `numbers`, with MAX_WORKS wanted offers."""
+        unfinished_rows, must_stop, *wanted = numbers[:NUM_NUMBERS].tolist()
+        return cls(
+            int(unfinished_rows), tuple(map(int, wanted)), bool(must_stop), numbers[NUM_NUMBERS:]
+        )
+
+    def __str__(self) -> str:
+        told = "" if self.must_stop else "not "
+        return f"{self.unfinished_rows} unfinished rows, {self.wanted_offers} wanted, {told}told to stop"
+
+
+class Transport:
+    """Carries the numbers of ticks; this one is for a single rank. At most one tick is in
+    flight."""
+
+    def __init__(self, clock):
+        self._clock = clock
+
+    def post(self, numbers: np.ndarray, name: str) -> None:
+        """Start a tick with this rank's numbers, float64 [n], n equal on all ranks; name: what it
+        is called in messages."""
+        self._numbers = [numbers]
+
+    def is_complete(self) -> bool:
+        """Whether all ranks' numbers are there. Raises RuntimeError if a rank has left."""
+        return True
+
+    def receive(self) -> list[np.ndarray]:
+        """The numbers of all ranks, by rank, of the tick that is complete."""
+        return self._numbers
+
+    def linger(self) -> None:
+        """Sleep until the tick in flight is complete, for at most LINGER_S."""
+        end = self._clock.monotonic() + LINGER_S
+        while not self.is_complete() and self._clock.monotonic() < end:
+            self._clock.sleep(NAP_S)
+
+    def nap(self) -> None:
+        """Sleep between two polls for the tick in flight."""
+        self._clock.sleep(NAP_S)
+
+
+class Collectives(Transport):
+    """Ticks as all-gathers in a process group of their own; with NCCL on a stream of their own. All
+    ranks make it together."""
+
+    def __init__(self, ranks: Ranks, timeout_s: float, backend: str):
+        super().__init__(ranks.clock)
+        self._ranks = ranks
+        self._device = ranks.device if backend == "nccl" else torch.device("cpu")
+        self._stream = torch.cuda.Stream(self._device) if backend == "nccl" else None
+        # Gloo's time-out frees the thread that waits in the collective, for a clean exit. NCCL's
+        # would end the process before the board has said why.
+        limit_s = timeout_s if backend == "gloo" else 2 * timeout_s
+        self._group = dist.new_group(backend=backend, timeout=timedelta(seconds=limit_s))
+        # connects the ranks: NCCL does so at its first collective
+        ranks.complete(lambda: self._gather(np.zeros(NUM_NUMBERS)))
+
+    def _gather(self, numbers: np.ndarray) -> dist.Work:
+        with self._on_stream():
+            self._own = torch.from_numpy(numbers).to(self._device, non_blocking=True)
+            self._everyone = self._own.new_empty(self._ranks.world_size * len(numbers))
+            return all_gather(self._everyone, self._own, group=self._group, async_op=True)
+
+    def _on_stream(self) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def post(self, numbers: np.ndarray, name: str) -> None:
+        self._ranks.roll_call.enter(name)
+        self._work = self._gather(numbers)
+
+    def is_complete(self) -> bool:
+        return self._work.is_completed()
+
+    def receive(self) -> list[np.ndarray]:
+        with self._on_stream():
+            self._work.wait()  # raises if it failed, and orders the stream behind the collective
+            return list(self._everyone.cpu().numpy().reshape(self._ranks.world_size, -1))
+
+
+class SharedMemory(Transport):
+    """Ticks through memory that all ranks of a machine have mapped: a write, a few reads, and no
+    threads. (An all-gather over gloo takes 0.5 ms to post, and its threads as much again.)
+
+    Each rank has two places of a header and numbers. It writes tick n into place n % 2, which it
+    only reaches again once all have posted tick n + 1, and so have read tick n. The roll call is
+    not told of these ticks, as asking the job's store takes longer than a tick.
+    """
+
+    def __init__(self, clock, words: np.ndarray, rank: int):
+        """words: int64 [num_ranks, 2, HEADER + MAX_NUMBERS], see `open_shared`."""
+        super().__init__(clock)
+        self._headers, self._numbers = words[:, :, :HEADER], words.view(np.float64)[:, :, HEADER:]
+        self._rank, self._tick = rank, -1  # of the whole run
+        self._look_at = 0.0
+
+    def post(self, numbers: np.ndarray, name: str) -> None:
+        if len(numbers) > MAX_NUMBERS:
+            raise ValueError(f"{len(numbers)} numbers in a tick; there is room for {MAX_NUMBERS}")
+        self._tick += 1
+        self._received: list[np.ndarray | None] = [None] * len(self._headers)
+        self._look_at = self._clock.monotonic() + LOOK_S
+        place = self._rank, self._tick % 2
+        self._numbers[place][: len(numbers)] = numbers
+        self._headers[place][1:] = len(numbers), self._checksum(numbers), os.getpid()
+        self._headers[place][0] = self._tick + 1
+
+    def is_complete(self) -> bool:
+        missing = []
+        for rank, numbers in enumerate(self._received):
+            if numbers is None and (found := self._read(rank)) is None:
+                missing.append(rank)
+            elif numbers is None:
+                self._received[rank] = found
+        if missing and self._clock.monotonic() > self._look_at:
+            self._look_at = self._clock.monotonic() + LOOK_S
+            for rank in missing:
+                if has_ended(int(self._headers[rank, :, 3].max())):
+                    raise RuntimeError(f"the process of rank {rank} has ended")
+        return not missing
+
+    def receive(self) -> list[np.ndarray]:
+        return self._received
+
+    def _read(self, rank: int) -> np.ndarray | None:
+        """What a rank has posted to the tick in flight; None if not all of it is visible yet."""
+        posted, count, checksum, _ = self._headers[rank, self._tick % 2].tolist()
+        if posted != self._tick + 1:
+            return None
+        numbers = self._numbers[rank, self._tick % 2, :count].copy()
+        return numbers if self._checksum(numbers) == checksum else None
+
+    def _checksum(self, numbers: np.ndarray) -> int:
+        """Depends on the tick, too: where its number becomes visible first, everything else is what
+        was written two ticks before, which is right by itself."""
+        return zlib.crc32(numbers.tobytes(), self._tick & 0xFFFFFFFF)
+
+
+def open_shared(ranks: Ranks) -> np.ndarray | None:
+    """Memory for `SharedMemory`; all ranks call it together. None, on all of them, where they are
+    not on one machine or it has no room."""
+    shape, path, words = (ranks.world_size, 2, HEADER + MAX_NUMBERS), "", None
+    if ranks.is_main:
+        with contextlib.suppress(OSError):
+            handle, path = tempfile.mkstemp(prefix="bubblespec-", dir="/dev/shm")
+            os.truncate(handle, 8 * math.prod(shape))
+            os.close(handle)
+    path = ranks.gather_text(path)[0]
+    with contextlib.suppress(OSError, ValueError):  # not there: made on another machine, or nowhere
+        words = np.asarray(np.memmap(path, np.int64, "r+", shape=shape))
+        words[ranks.rank, :, 3] = os.getpid()
+    is_common = ranks.gather(np.array([words is not None], np.uint8)).all()
+    if ranks.is_main and path:
+        os.unlink(path)  # the memory stays as long as it is mapped
+    return words if is_common else None
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process of this machine has ended, reaped by its parent or not."""
+    try:
+        return psutil.Process(pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def make_transport(ranks: Ranks, timeout_s: float, backend: str) -> Transport:
+    """All ranks call it together. backend: see `BubbleConfig.progress_backend`. Raises InputError
+    where it is not possible."""
+    if backend == "nccl" and ranks.device.type != "cuda":
+        raise InputError("bubble.progress_backend: nccl needs GPUs; use auto, shm or gloo")
+    if ranks.world_size == 1:
+        return Transport(ranks.clock)
+    if backend == "auto" and ranks.device.type == "cuda":
+        backend = "nccl"
+    if backend in ("auto", "shm"):
+        if (words := open_shared(ranks)) is not None:
+            return SharedMemory(ranks.clock, words, ranks.rank)
+        if backend == "shm":
+            raise InputError(
+                "bubble.progress_backend: shm, but the ranks share no memory; use auto or gloo"
+            )
+        backend = "gloo"
+    return Collectives(ranks, timeout_s, backend)
+
+
+class ProgressBoard:
+    """Ticks of one job, rollout after rollout. All ranks make it together.
+
+    num_ticks: ticks of this rollout that this rank has read; last_states: the states of the last of
+    them, by rank, or None; is_over: the last tick has been read; must_stop: a rank was told to stop
+    in it, so the rollout is to be abandoned.
+
+    timeout_s: seconds without a completed tick after which the job ends. transport: what carries
+    the ticks, or the name of a backend. interval_s: seconds between two ticks of a rank that is not
+    done, at least, and more where ticks are expensive; that it is done it tells at once.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        timeout_s: float,
+        transport: Transport | str = "auto",
+        interval_s: float = INTERVAL_S,
+    ):
+        self.ranks, self.timeout_s, self.interval_s = ranks, timeout_s, interval_s
+        self._tick_s = 0.0  # moving average: what posting a tick takes of a rank that has work
+        self._clock = ranks.clock
+        self._in_flight = False
+        if isinstance(transport, str):
+            transport = make_transport(ranks, timeout_s, transport)
+        self._transport = transport
+        self.begin()
+
+    def begin(self) -> None:
+        """A new rollout: ticks count from 0. Raises RuntimeError while a tick of the last one is in
+        flight."""
+        if self._in_flight:
+            raise RuntimeError(
+                "progress: a rollout must run to its last tick before the next one begins"
+            )
+        self.num_ticks = 0
+        self.last_states: list[RankState] | None = None
+        self.is_over = self.must_stop = False
+        self._last_tick_s = -math.inf
+        self.go_on()
+
+    def go_on(self) -> None:
+        """The ranks have done something else together since the last tick: the time-out counts from
+        now."""
+        self._deadline = self._clock.monotonic() + self.timeout_s
+
+    @property
+    def are_others_done(self) -> bool:
+        """As of the last tick they all wait for this rank: once done, it should wait for the end
+        and not start a draft."""
+        return self.last_states is not None and all(
+            state.is_done for rank, state in enumerate(self.last_states) if rank != self.ranks.rank
+        )
+
+    def poll(
+        self, state: Callable[[], RankState], is_urgent: bool = True
+    ) -> list[RankState] | None:
+        """The states of all ranks in the tick that has just completed, once per tick; otherwise
+        None. Does not block.
+
+        Call it between forwards until it returns None: `while (states := board.poll(state)) is not
+        None: act(states)`. If no tick is in flight it posts one with `state()`, which therefore
+        includes what was done about the tick before; if that is not urgent, only after the
+        interval. A rank that is done never waits for the interval. After the last tick nothing is
+        posted. Raises RankTimeout.
+        """
+        if self.is_over or (not self._in_flight and not is_urgent and self._is_too_soon()):
+            return None
+        own = None if self._in_flight else state()
+        if own is not None and not own.is_done and self._is_too_soon():
+            return None
+        begin_s = self._clock.monotonic()
+        try:
+            if own is not None:
+                self._in_flight = True
+                self._transport.post(own.numbers(), self._tick_name())
+                if not own.is_done:
+                    self._tick_s += 0.1 * (self._clock.monotonic() - begin_s - self._tick_s)
+                    return None  # it has work to do, and no tick completes at once
+                self._transport.linger()
+            if self._transport.is_complete():
+                return self._take()
+        except RuntimeError as error:  # from the collective or the store: a rank has left
+            self._fail(one_line(error))
+        if self._clock.monotonic() > self._deadline:
+            self._fail(f"no answer for {self.timeout_s:g} s")
+        return None
+
+    def _is_too_soon(self) -> bool:
+        interval_s = max(self.interval_s, self._tick_s / MAX_SHARE) if self.interval_s else 0.0
+        return self._clock.monotonic() < self._last_tick_s + interval_s
+
+    def wait(self, state: Callable[[], RankState]) -> list[RankState] | None:
+        """Poll, asleep in between, until a tick completes: for a rank that has nothing to do. None
+        after the last tick."""
+        while not self.is_over:
+            if (states := self.poll(state)) is not None:
+                return states
+            if self._in_flight:
+                self._transport.nap()
+            else:
+                self._clock.sleep(NAP_S)
+        return None
+
+    def _take(self) -> list[RankState]:
+        self.last_states = [
+            RankState.from_numbers(numbers) for numbers in self._transport.receive()
+        ]
+        self._in_flight = False
+        self.must_stop = any(state.must_stop for state in self.last_states)
+        self.num_ticks += 1
+        self.is_over = self.must_stop or all(state.is_done for state in self.last_states)
+        self._last_tick_s = self._clock.monotonic()
+        self.go_on()
+        return self.last_states
+
+    def _tick_name(self) -> str:
+        return f"tick {self.num_ticks} of the {self.ranks.place}"
+
+    def _fail(self, reason: str) -> NoReturn:
+        describe = (lambda rank: str(self.last_states[rank])) if self.last_states else None
+        self.ranks.roll_call.fail(self._tick_name(), reason, self._deadline, describe)

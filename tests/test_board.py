@@ -1,0 +1,409 @@
+"""The progress board: the same ticks everywhere, a common end, and a name for whoever goes missing,
+between real processes; how soon, in virtual time or by a clock that the test moves.
+
+The ranks only sleep instead of decoding, and nothing depends on how long anything takes.
+"""
+
+import contextlib
+import os
+import re
+import signal
+import time
+from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from bubblespec.dist import ranks as distributed
+from bubblespec.dist.ranks import BROKEN_S, GRACE_S, Ranks, RollCall
+from bubblespec.errors import RankTimeout
+from bubblespec.rollout import board as boards
+from bubblespec.rollout.board import (
+    HEADER,
+    LINGER_S,
+    MAX_NUMBERS,
+    ProgressBoard,
+    RankState,
+    SharedMemory,
+    Transport,
+    make_transport,
+)
+from bubblespec.simulate.world import SimulatedRanks, SimulatedTicks, World
+from tests.helpers.checks import refusal
+from tests.helpers.clocks import Clock, ClockThatSkips
+from tests.helpers.ranks import run_ranks
+
+HANG_S = 120.0  # a time-out that no test waits for
+
+
+def facts_of(rank: int, tick: int) -> np.ndarray:
+    """Different numbers of them from tick to tick."""
+    return np.random.default_rng((rank, tick)).random(3 + tick % 5)
+
+
+class Player:
+    """A rank in one rollout: `steps` decoding steps of `step_s` seconds, then drafts of `draft_s`
+    seconds until all are done."""
+
+    def __init__(self, board: ProgressBoard, steps: int, step_s: float, draft_s: float):
+        self.board, self.steps, self.step_s, self.draft_s = board, steps, step_s, draft_s
+        self.clock = board.ranks.clock
+        self.drafted, self.ticks, self.ends = 0, [], []
+        board.begin()
+
+    def state(self) -> RankState:
+        """`wanted_offers` counts the ticks that were acted on before this one was posted."""
+        tick = len(self.ticks)
+        return RankState(self.steps, (tick,), facts=facts_of(self.board.ranks.rank, tick))
+
+    def act(self, states: list[RankState]) -> None:
+        tick, rank = len(self.ticks), self.board.ranks.rank
+        for other, state in enumerate(states):
+            assert state.wanted_offers[0] == tick
+            np.testing.assert_array_equal(state.facts, facts_of(other, tick))
+        done = [state.is_done for other, state in enumerate(states) if other != rank]
+        assert self.board.are_others_done == all(done)
+        self.ticks.append([state.unfinished_rows for state in states])
+
+    def poll(self) -> None:
+        while (states := self.board.poll(self.state)) is not None:
+            self.act(states)
+
+    def turn(self) -> None:
+        """A step, a draft, or a wait if drafts take no time or the others wait for this rank alone;
+        then look at the board."""
+        if self.steps:
+            self.clock.sleep(self.step_s)
+            self.steps -= 1
+        elif self.draft_s and not self.board.are_others_done:
+            self.clock.sleep(self.draft_s)
+            self.drafted += 1
+        elif (states := self.board.wait(self.state)) is not None:
+            self.act(states)
+        self.ends.append(self.clock.monotonic())
+        self.poll()
+
+    def play(self) -> None:
+        while not self.board.is_over:
+            self.turn()
+
+
+def healthy(ranks: Ranks, backend: str, num_rollouts: int) -> list:
+    """Rollouts of random lengths, one rank slower than the others; in half of them the others
+    draft, in half they wait.
+
+    Where they draft, the slow rank takes its first step only when each of them has drafted three
+    times: they could not, if they stood still until a tick that is not complete.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    board, rng = ProgressBoard(ranks, HANG_S, backend), np.random.default_rng(ranks.rank)
+    rollouts = []
+    for number in range(num_rollouts):
+        is_slow = number % ranks.world_size == ranks.rank
+        steps = int(rng.integers(4, 8)) if is_slow else int(rng.integers(0, 12))
+        player = Player(board, steps, 0.01 if is_slow else 0.002, 0.002 * (number % 2))
+        # On odd ranks another collective comes before the first tick, on even ones after it: they
+        # must not be mixed up.
+        before = torch.tensor([10.0**ranks.rank])
+        if ranks.rank % 2:
+            ranks.sum_(before)
+        player.poll()
+        if ranks.rank % 2 == 0:
+            ranks.sum_(before)
+        others = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
+        if number % 2 and is_slow:
+            store.wait([f"drafted/{number}/{rank}" for rank in others])
+        while not board.is_over:
+            player.turn()
+            if player.drafted == 3:
+                store.set(f"drafted/{number}/{ranks.rank}", "")
+        calls = []
+        assert board.poll(partial(calls.append, 1)) is None
+        assert board.wait(partial(calls.append, 1)) is None
+        after = ranks.sum_(torch.tensor([10.0**ranks.rank]))
+        rollouts.append([player.ticks, player.drafted, before.item(), after.item(), len(calls)])
+    return rollouts
+
+
+@pytest.mark.parametrize("backend", ["auto", "gloo"])
+def test_all_ranks_read_the_same_ticks_and_end_by_the_same(tmp_path, backend):
+    results = run_ranks(tmp_path, healthy, 3, backend, 6)
+    for number, same_rollout in enumerate(zip(*results, strict=True)):
+        ticks = same_rollout[0][0]
+        is_done = np.array(ticks) == 0
+        assert is_done[-1].all() and not is_done[:-1].all(axis=1).any(), (
+            "the first tick with all ranks done is the last"
+        )
+        assert len(ticks) >= 2, "the slowest rank had not begun at the first"
+        for rank, (own_ticks, drafted, before, after, num_calls) in enumerate(same_rollout):
+            assert own_ticks == ticks and before == after == 111.0 and num_calls == 0
+            if rank != number % 3:
+                assert (drafted >= 3) if number % 2 else drafted == 0
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("bubblespec-")]
+
+
+@pytest.mark.parametrize("draft_s", [0.004, 0.1])
+def test_the_end_is_read_within_one_draft(draft_s):
+    """In virtual time. Rank 1 decodes 6 steps, rank 0 drafts, and they begin up to 20 ms apart."""
+    world, left, last_step, drafted, ticks = World(2), [], [], [], []
+
+    def work(rank: int) -> None:
+        ranks = SimulatedRanks(world, rank)
+        board = ProgressBoard(ranks, 30, SimulatedTicks(ranks))
+        rng = np.random.default_rng(rank)
+        for _ in range(100):
+            player = Player(board, 6 if rank else 0, 0.015, draft_s)
+            ranks.clock.sleep(rng.uniform(0, 0.02))
+            began = ranks.clock.monotonic()
+            player.poll()
+            player.play()
+            if rank:
+                last_step.append(player.ends[5])
+                ticks.append(len(player.ticks))
+            else:
+                left.append(ranks.clock.monotonic())
+                drafted.append(player.drafted * draft_s / (left[-1] - began))
+            ranks.barrier()
+
+    world.run(work)
+    late_s = np.array(left) - last_step
+    assert late_s.min() > 0 and late_s.max() < draft_s + LINGER_S
+    assert min(drafted) > 0.8, "a rank does not stand still until a tick is complete"
+    assert draft_s > 0.05 or min(ticks) >= 3, (
+        "the slowest rank posts at the latest at every second step"
+    )
+
+
+def test_a_busy_rank_ticks_at_intervals_and_tells_its_end_at_once():
+    """Steps of 0.1 s, each tick complete at the poll after it was posted, and 0.25 s from there to
+    the next one."""
+    ranks = Ranks(torch.device("cpu"))
+    ranks.clock = Clock()
+    player = Player(ProgressBoard(ranks, timeout_s=100, interval_s=0.25), 10, 0.1, 0.0)
+    player.poll()
+    with pytest.raises(RuntimeError, match="last tick"):
+        player.board.begin()
+    player.play()
+    assert player.ticks == [[10], [6], [2], [0]]
+    assert player.board.is_over and player.board.poll(player.state) is None
+    player.board.begin()
+
+
+def with_missing(ranks: Ranks, backend: str, fate: str, missing: int) -> str:
+    """Rank `missing` hangs or dies after its fifth step, before or after it has posted the next
+    tick: what the others raise."""
+    clock = distributed.time = ranks.clock = ClockThatSkips()
+    board = ProgressBoard(ranks, HANG_S, backend, interval_s=0)
+    player, store = Player(board, 1000, 0.01, 0.0), dist.distributed_c10d._get_default_store()
+    player.poll()
+    try:
+        for number in range(1000):
+            if number == 5 and ranks.rank == missing:
+                if fate == "hangs":
+                    store.set("hangs", f"{ranks.roll_call.count} {os.getpid()}")
+                    time.sleep(600)
+                elif fate == "dies before posting":
+                    player.state = lambda: os.kill(os.getpid(), signal.SIGKILL)
+                else:  # after a poll there is always a tick in flight
+                    os.kill(os.getpid(), signal.SIGKILL)
+            elif fate != "hangs" and (number, ranks.rank, ranks.world_size) == (
+                5,
+                (missing + 1) % 3,
+                3,
+            ):
+                # in a forward while the third rank sees the connection break
+                with contextlib.suppress(dist.DistStoreError):
+                    store.wait([f"roll_call/ended/{(missing + 2) % 3}"], timedelta(seconds=1))
+            if (
+                fate == "hangs"
+                and store.check(["hangs"])
+                and ranks.roll_call.count > int(store.get("hangs").split()[0])
+            ):
+                # This rank has posted the tick that all wait for. Rank 0 runs into the time-out
+                # first, while rank 2 is in a forward that takes longer.
+                if ranks.rank == 2:
+                    store.set("posted", "")
+                    store.wait(["said"])
+                else:
+                    store.wait(["posted"])
+                clock.skipped += HANG_S + 1
+            player.turn()
+    except RankTimeout as error:
+        if fate == "hangs":
+            store.set("said", "")
+            if ranks.rank == 2:  # frees the threads of both in the collective
+                os.kill(int(store.get("hangs").split()[1]), signal.SIGKILL)
+        return str(error)
+    raise AssertionError("no time-out")
+
+
+@pytest.mark.parametrize(
+    "backend, fate, missing",
+    [
+        ("gloo", "hangs", 1),
+        ("gloo", "dies before posting", 2),
+        ("gloo", "dies after posting", 0),
+        ("shm", "dies before posting", 1),
+    ],
+)
+def test_a_missing_rank_is_named(tmp_path, capfd, backend, fate, missing):
+    results = run_ranks(tmp_path, with_missing, 3, backend, fate, missing, missing=missing)
+    survivors = [result for result in results if result]
+    assert len(survivors) == 2 and survivors[0] == survivors[1]
+    line = survivors[0]
+    assert line.startswith(f"rank {missing} missing in tick "), line
+    assert re.search(r"last heard: 99\d unfinished rows, ", line) and "\n" not in line
+    assert capfd.readouterr().err.count(f"error: {line}\n") == 1
+    assert (f"no answer for {HANG_S:g} s" in line) == (fate == "hangs"), (
+        "a broken connection is not waited for"
+    )
+
+
+def test_the_end_of_the_store_is_an_error_too(tmp_path, capfd):
+    """Without torchrun it is rank 0 that holds the store."""
+    arguments = ("gloo", "dies after posting", 0)
+    _, line = run_ranks(tmp_path, with_missing, 2, *arguments, missing=0, store_rank=0)
+    assert line.startswith("the job's key-value store has ended") and "no answer" not in line
+    assert f"error: {line}" in capfd.readouterr().err
+
+
+@pytest.fixture
+def roll_call(monkeypatch):
+    """roll_call(at, timeline) -> rank 0's of as many ranks as `at` has counts, and its clock. The
+    others are there in the store alone; timeline: what is set in it, by the second."""
+
+    def make(at: list[int], timeline: dict[float, str]) -> tuple[RollCall, Clock]:
+        store, clock = dist.HashStore(), Clock()
+        monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+        monkeypatch.setattr(distributed, "time", clock)
+        made, sleep = RollCall(0, len(at)), clock.sleep
+        made.count = at[0]
+        for rank, count in enumerate(at[1:], 1):
+            made._store.set(f"at/{rank}", f"{count} a place")
+
+        def sleep_and_hear(seconds: float) -> None:
+            sleep(seconds)
+            for second in [second for second in timeline if second <= clock.now]:
+                made._store.set(timeline.pop(second), "1")
+
+        clock.sleep = sleep_and_hear
+        return made, clock
+
+    return make
+
+
+class NoAnswer(Transport):
+    def is_complete(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+def test_a_tick_is_awaited_for_as_long_as_the_time_out_says(roll_call, capsys, is_done):
+    call, clock = roll_call([0, 0], {})
+    ranks = Ranks(torch.device("cpu"))
+    ranks.world_size, ranks.roll_call, ranks.clock = 2, call, clock
+    board = ProgressBoard(ranks, 7.0, NoAnswer(clock))
+    message = (
+        r"^rank 1 missing in tick 0 of the set-up \(no answer for 7 s\); last heard: in a place"
+    )
+    with pytest.raises(RankTimeout, match=message):
+        if is_done:
+            board.wait(lambda: RankState(0))
+        while True:
+            board.poll(lambda: RankState(1))
+            clock.sleep(0.01)
+    assert 7.0 < clock.now < 7.02
+    assert capsys.readouterr().err.count("error: ") == 1
+
+
+@pytest.mark.parametrize(
+    "at, timeline, waited_s, named",
+    [
+        # rank 2 has come, and is in a forward: it is not waited for
+        ([3, 2, 3], {}, 0.0, "rank 1"),
+        ([3, 2, 2], {}, 0.0, "rank 1 and rank 2"),
+        # none is behind: whoever does not run into the time-out is missing
+        ([3, 3, 3], {0.5: "ended/2"}, 0.5, "rank 1"),
+        ([3, 3, 3], {}, GRACE_S, "rank 1 and rank 2"),
+    ],
+)
+def test_who_is_named_at_a_time_out(roll_call, at, timeline, waited_s, named):
+    call, clock = roll_call(at, timeline)
+    with pytest.raises(RankTimeout, match=f"^{named} missing in here"):
+        call.fail("here", "no answer", clock.monotonic() - 1e-3)
+    assert waited_s <= clock.now < waited_s + 0.05
+
+
+@pytest.mark.parametrize(
+    "timeline, waited_s, named",
+    [
+        # rank 2 was behind in a forward, and sees the broken connection too
+        ({4.0: "ended/2"}, 4.0, "^rank 1 missing in here"),
+        ({4.0: "verdict"}, 4.0, "^1$"),
+        ({}, BROKEN_S, "^rank 1 and rank 2 missing in here"),
+    ],
+)
+def test_a_broken_connection_is_told_by_all_who_are_left(roll_call, timeline, waited_s, named):
+    """Long before the time-out, and with some patience for those that are in a forward."""
+    call, clock = roll_call([3, 2, 2], timeline)
+    with pytest.raises(RankTimeout, match=named):
+        call.fail("here", "connection reset", clock.monotonic() + 1800)
+    assert waited_s <= clock.now < waited_s + 0.05
+
+
+def test_shared_numbers_are_read_only_when_all_of_them_are_visible():
+    """Memory may show another rank's header before its numbers, after them, or in part."""
+    words = np.zeros((2, 2, HEADER + MAX_NUMBERS), np.int64)
+    clock, numbers = Clock(), np.array([1.0, 2.0, 3.0])
+    reader, writer = (SharedMemory(clock, words, rank) for rank in range(2))
+    reader.post(numbers, "")
+    assert not reader.is_complete()
+    writer.post(numbers, "")
+    first = words[1, 0].copy()
+    writer._numbers[1, 0, 1] = 7.0
+    assert not reader.is_complete(), "not all of the numbers"
+    writer._numbers[1, 0, 1] = 2.0
+    assert reader.is_complete() and [n.tolist() for n in reader.receive()] == [[1, 2, 3]] * 2
+    for tick in (1, 2):
+        reader.post(numbers[:tick], "")
+        writer.post(numbers[:tick], "")
+    second = words[1, 0].copy()
+    words[1, 0] = first
+    assert not reader.is_complete(), "nothing of the tick"
+    words[1, 0, 0] = second[0]
+    assert not reader.is_complete(), "its number alone: the rest is of the tick two before"
+    words[1, 0] = second
+    assert reader.is_complete() and reader.receive()[1].tolist() == [1, 2]
+    with pytest.raises(ValueError, match="there is room for"):
+        writer.post(np.empty(MAX_NUMBERS + 1), "")
+
+
+def without_common_memory(ranks: Ranks) -> list[str]:
+    """Rank 1 is on another machine, as far as it can see."""
+    if ranks.rank == 1:
+        boards.np = SimpleNamespace(**{**vars(np), "memmap": lambda *_, **__: open("/nowhere")})
+    chosen = type(make_transport(ranks, 60.0, "auto")).__name__
+    return [chosen, refusal(make_transport, ranks, 60.0, "shm")]
+
+
+def test_where_one_rank_does_not_see_the_memory_all_use_collectives(tmp_path):
+    (chosen, message), other = run_ranks(tmp_path, without_common_memory, 2)
+    assert other == [chosen, message] and chosen == "Collectives"
+    assert message.startswith("bubble.progress_backend: shm, but the ranks share no memory")
+
+
+def test_ticks_on_gpus_are_nccl_collectives(monkeypatch):
+    made = []
+    monkeypatch.setattr(boards, "Collectives", lambda *arguments: made.append(arguments[2]))
+    monkeypatch.setattr(boards, "open_shared", lambda ranks: None)
+    for device in ("cuda", "cpu"):
+        ranks = SimpleNamespace(device=torch.device(device), world_size=2, clock=time)
+        make_transport(ranks, 60.0, "auto")
+    assert made == ["nccl", "gloo"]
+    ranks.world_size = 1
+    assert type(make_transport(ranks, 60.0, "auto")) is Transport
+    assert refusal(make_transport, ranks, 60.0, "nccl").startswith("bubble.progress_backend: nccl")
