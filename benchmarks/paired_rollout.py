@@ -73,7 +73,7 @@ def paired_step(
     """Roll out a step twice, then learn from it. inspect(rows of none, rows of speculation): before
     the weights change."""
     config, ranks, sampler = trainer.config, trainer.ranks, trainer.sampler
-    speculation, launch = sampler.speculation, sampler.planner.launch(step)
+    speculation, launch = sampler.speculation, sampler.schedule.launch(step)
     standing, plain_rows, scoring = sampler.begin(launch, step)
     rows = {
         "none": plain_rows,
@@ -109,7 +109,7 @@ def paired_step(
     ).ravel()
     trainer.learner.update(samples, advantages, step)
     speculation.learn_samples(step, samples, rewards.ravel())
-    sampler.planner.finish(samples, {})
+    sampler.schedule.finish(samples, {})
     record = StepRecord(
         step=step,
         samples=samples,

@@ -132,7 +132,7 @@ class Arm:
                 **measure(ranks, record),
                 "gained_tokens": gained,
                 "row_forwards": row_forwards,
-                **trainer.sampler.planner.metrics(),
+                **trainer.sampler.schedule.metrics(),
             }
         )
         self.evaluate()

@@ -74,7 +74,7 @@ def take_step(trainer: Trainer, step: int, learns: bool) -> dict:
             record.rewards, loss.advantage_estimator, loss.scale_rewards
         )
         trainer.learner.update(record.samples, advantages.ravel(), step)
-    return measure(trainer.ranks, record) | trainer.sampler.planner.metrics()
+    return measure(trainer.ranks, record) | trainer.sampler.schedule.metrics()
 
 
 def summarise(steps: list[dict]) -> dict:

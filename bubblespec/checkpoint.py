@@ -3,7 +3,7 @@ is therefore complete unless the disk fails, which its SHA256SUMS detects (`sha2
 SHA256SUMS`): a run never resumes from a damaged one.
 
 Noise is a function of a sample's name, and batches are one of the step and of what was drawn before
-it: weights, optimizer state, the step number and the planner's state are all that exactness needs;
+it: weights, optimizer state, the step number and the schedule's state are all that exactness needs;
 drafts and histories are saved too, for speed.
 """
 
@@ -46,7 +46,7 @@ def save_checkpoint(
     model: PreTrainedModel,
     tokenizer,
     optimizer: Optimizer,
-    planner: dict[str, np.ndarray],
+    schedule: dict[str, np.ndarray],
     speculation: dict[str, np.ndarray] | None,
     linear: dict | None,
     drafter: IdleTraining | None,
@@ -79,7 +79,7 @@ def save_checkpoint(
                 os.path.join(temporary, "optimizer.pt"), "wb"
             ) as file:  # of an own file's failure torch gives no reason
                 torch.save(optimizer_state, file)
-            np.savez(os.path.join(temporary, PLANNER_FILE), **planner)
+            np.savez(os.path.join(temporary, PLANNER_FILE), **schedule)
             if speculation is not None:
                 np.savez(os.path.join(temporary, SPECULATION_FILE), **speculation)
             if drafter is not None:

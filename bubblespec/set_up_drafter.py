@@ -66,10 +66,10 @@ def warm_start(sampler: Sampler, learner: Learner, step: int, plans: dict[str, P
     """Before `step`, on all ranks together: answer its prompts and those of later steps, and train
     a drafter on that. The answers become drafts of their steps. plans: of linear layers. Raises
     StopRequested, and InputError for a policy that can have none."""
-    config, ranks, planner = sampler.config, sampler.ranks, sampler.planner
+    config, ranks, schedule = sampler.config, sampler.ranks, sampler.schedule
     ranks.place = "warm start of the drafter"
     depth = min(MOST_STEPS, config.run.max_steps - step - 1)
-    batches = [planner.launch(step).groups, *planner.upcoming(step, depth)]
+    batches = [schedule.launch(step).groups, *schedule.upcoming(step, depth)]
     rows = generate(batches, config, sampler.engine, sampler.params, ranks)
     if "bubble" in config.speculative.method:
         sampler.speculation.keep(rows, step)

@@ -38,7 +38,7 @@ from bubblespec.data.prompts import (
     make_tokenize,
     reasoning_gym_rows,
 )
-from bubblespec.data.schedule import InOrder, StepPlanner
+from bubblespec.data.schedule import InOrder, StepSchedule
 from bubblespec.data.tail_batching import TailBatching
 from bubblespec.dist.ranks import Ranks
 from bubblespec.engine.attention import choose_kernel
@@ -167,10 +167,10 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         else 0
     )
     speculation = make_speculation(config, ranks, engine, sampling, eval_prompts)
-    planner = make_planner(config, train_prompts)
+    schedule = make_schedule(config, train_prompts)
     with _says_what_does_not_fit(checkpoint):
         if checkpoint:
-            planner.load_state_dict(np.load(os.path.join(checkpoint, PLANNER_FILE)))
+            schedule.load_state_dict(np.load(os.path.join(checkpoint, PLANNER_FILE)))
         if (
             checkpoint
             and speculation is not None
@@ -190,7 +190,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         ranks=ranks,
         engine=engine,
         params=sampling,
-        planner=planner,
+        schedule=schedule,
         scorer=Scorer(config.reward, functions, tokenizer, ranks, output_dir=config.run.output_dir),
         reward_weights=config.reward.weights or [1.0] * len(functions),
         speculation=speculation,
@@ -236,7 +236,7 @@ def choose_linear(
     return {"hardware": hardware, "plans": choose(list(count_shapes(model)), seconds)}
 
 
-def make_planner(config: Config, prompts: PromptSet) -> StepPlanner:
+def make_schedule(config: Config, prompts: PromptSet) -> StepSchedule:
     """The rule for what makes up a step."""
     rollout, tail = config.rollout, config.tail_batching
     order = (prompts, config.run.seed, rollout.num_prompts_per_step, rollout.num_generations)

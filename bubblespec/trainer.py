@@ -149,7 +149,7 @@ class Trainer:
             self.sampler.speculation,
         )
         metrics |= rollout_metrics(record, list(self.rewards)) | self.sampler.scorer.take_metrics()
-        metrics |= self.sampler.planner.metrics()
+        metrics |= self.sampler.schedule.metrics()
         if speculation is None or not speculation.has_drafts:
             metrics |= forward_metrics(ranks, record)
         else:
@@ -238,7 +238,7 @@ class Trainer:
             model=self.learner.model,
             tokenizer=self.tokenizer,
             optimizer=self.learner.optimizer,
-            planner=self.sampler.planner.state_dict(),
+            schedule=self.sampler.schedule.state_dict(),
             speculation=speculation.state_dict() if speculation is not None else None,
             linear=self.linear,
             drafter=self.sampler.drafter,

@@ -33,11 +33,12 @@ class DrawnAnew(TailBatching):
     """RollPacker's own: a deferred prompt is answered anew in its long round."""
 
     def launch(self, step: int) -> Launch:
-        """See `StepPlanner`."""
+        """See `StepSchedule`."""
         launch = super().launch(step)
-        if not self.is_long_round:
-            return launch
-        return launch._replace(groups=[Group(group.prompt, ANEW) for group in launch.groups])
+        if self.is_long_round:
+            launch = launch._replace(groups=[Group(group.prompt, ANEW) for group in launch.groups])
+            self._launched = launch
+        return launch
 
 
 @dataclass

@@ -107,7 +107,7 @@ def saver(tmp_path, make_model):
         optimizer.step(step)
         parts = {"model": model, "tokenizer": Tokenizer(), "optimizer": optimizer, "drafter": None}
         parts |= {
-            "planner": {"uids": np.arange(step)},
+            "schedule": {"uids": np.arange(step)},
             "speculation": {"drafts.tokens": np.arange(step)},
             "linear": None,
         }

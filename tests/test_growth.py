@@ -72,7 +72,7 @@ def one_step(folder: Path, num_rows: int, length: int) -> None:
     save_model(folder, 160 + length)
     trainer = build(load_config("configs/tiny_cpu.yaml", overrides), Ranks(torch.device("cpu")))
     sampler = trainer.sampler
-    rows = make_rows(sampler.planner.launch(0).groups, num_generations, length)
+    rows = make_rows(sampler.schedule.launch(0).groups, num_generations, length)
     sampler.engine.run(rows, sampler.params)
     for row in rows:
         draft = Draft(spoiled(row.tokens, trainer.learner.model.config.vocab_size), True, 0)

@@ -374,7 +374,7 @@ def test_drafts_of_samples_that_have_had_their_turn_are_gone(monkeypatch, tmp_pa
             num_replacements += len(record.generated.groups) - PROMPTS
             visits = dict(
                 zip(
-                    *(array.tolist() for array in sampler.planner.state_dict().values()),
+                    *(array.tolist() for array in sampler.schedule.state_dict().values()),
                     strict=True,
                 )
             )

@@ -137,13 +137,14 @@ def test_stages_of_a_rollout_follow_one_another(monkeypatch, is_second):
     used_so_far: list[list[Group]] = []
     speculation = SimpleNamespace(
         begin=lambda rows, step: dict(rows),
-        draft_ahead=lambda step, planner, used, num_slots: (
+        draft_ahead=lambda step, schedule, used, num_slots: (
             used_so_far.append(used) or SimpleNamespace(merge=clock.passes(0.75))
         ),
         learn_rollout=learn_rollout,
         store={groups[1].sample(0): "a draft"},
         proposer=SimpleNamespace(
-            awake=[1], cost=SimpleNamespace(coefficients=np.array([3.0, 0.5, 0.25, 9.0, 0.125]))
+            enabled_sources=[1],
+            cost=SimpleNamespace(coefficients=np.array([3.0, 0.5, 0.25, 9.0, 0.125])),
         ),
         has_drafts=False,
         is_plain=False,
@@ -248,7 +249,7 @@ def sample_with(
 
     monkeypatch.setattr(Sampler, "_sample_groups", generate)
     record = make_sampler(
-        config=Config(model=ModelConfig(path=""), rollout=rollout), planner=planner
+        config=Config(model=ModelConfig(path=""), rollout=rollout), schedule=planner
     ).sample(step)
     drawn = planner.state_dict()
     assert drawn["uids"].tolist() == [uid for batch in batches for uid in batch], (

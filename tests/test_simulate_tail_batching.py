@@ -13,7 +13,7 @@ from bubblespec.errors import InputError
 from bubblespec.simulate import __main__
 from bubblespec.simulate.__main__ import BLANK, nested
 from bubblespec.simulate.cost import RATES, ForwardCost
-from bubblespec.simulate.deferral import Texts, make_planner, steps_that_fit
+from bubblespec.simulate.deferral import Texts, make_schedule, steps_that_fit
 from bubblespec.simulate.drafting import STOP, VOCABULARY, DraftModel, edit_share, tokens_a_pass_of
 from bubblespec.simulate.recorded import RecordedWorkload
 from bubblespec.simulate.run import _Rank, counted, simulate
@@ -340,7 +340,7 @@ def test_a_trace_that_starts_late_goes_on_with_its_visits():
     step."""
     workload = RecordedWorkload(RECORDED)
     workload._visits = {(step, uid): visit + 3 for (step, uid), visit in workload._visits.items()}
-    planner = make_planner(make_config(), workload)
+    planner = make_schedule(make_config(), workload)
     assert [group.name for group in planner.launch(0).groups[:8]] == [
         group.name for group in workload.launch(0).groups
     ]

@@ -75,7 +75,7 @@ def make(config: Config, board=None, ranks: Ranks = RANKS) -> Speculation:
 
 
 class SamePrompts:
-    """A `StepPlanner` by which every step starts the same prompts, each time on a further visit."""
+    """A `StepSchedule` by which every step starts the same prompts, each time on a further visit."""
 
     deferred = ()
 

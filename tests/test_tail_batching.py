@@ -56,7 +56,7 @@ def test_what_is_judged_early_holds_at_the_end(sizes):
         selection, so_far = Selection(launch), np.zeros(num_groups * num_generations, int)
         goal, before = np.array(final).ravel(), (set(), set())
         while True:
-            is_in, is_out, num_done, cut = selection.judge(so_far, so_far == goal)
+            is_in, is_out, cut = selection.judge(so_far, so_far == goal)
             places = [
                 {divmod(place, num_generations) for place in np.flatnonzero(flags).tolist()}
                 for flags in (is_in, is_out)
@@ -64,7 +64,9 @@ def test_what_is_judged_early_holds_at_the_end(sizes):
             assert places[0] <= truth and not places[1] & truth
             assert before[0] <= places[0] and before[1] <= places[1], "what is sure stays sure"
             before = places
-            assert (cut < NO_CUT) == (num_done >= num_trained)
+            if num_kept == num_generations:
+                num_done = (so_far == goal).reshape(num_groups, -1).all(axis=1).sum()
+                assert (cut < NO_CUT) == (num_done >= num_trained)
             for place in (
                 np.flatnonzero((so_far >= cut) & (so_far < goal)).tolist()
                 if num_kept == num_generations
@@ -82,10 +84,10 @@ def test_what_is_judged_early_holds_at_the_end(sizes):
 
 def test_without_choice_all_are_in_once_they_have_finished():
     selection = Selection(make_launch(2, 2, 2, 2))
-    is_in, is_out, num_done, _ = selection.judge(
+    is_in, is_out, cut = selection.judge(
         np.array([3, 9, 1, 1]), np.array([True, True, True, False])
     )
-    assert num_done == 1 and is_in.tolist() == [True, True, False, False] and not is_out.any()
+    assert cut == NO_CUT and is_in.tolist() == [True, True, False, False] and not is_out.any()
 
 
 def make_prompts(count: int) -> PromptSet:
@@ -357,7 +359,7 @@ def test_with_fixed_weights_the_same_samples_are_trained_on(tmp_path, monkeypatc
         assert not new.keys() & trained.keys()
         trained |= new
     assert {name: truth[name] for name in trained} == trained and scored == list(trained)
-    queue = {group.sample(n) for group in sampler.planner.deferred for n in range(4)}
+    queue = {group.sample(n) for group in sampler.schedule.deferred for n in range(4)}
     assert (
         queue | trained.keys() == set(list(truth)[: len(queue) + len(trained)])
         and not queue & trained.keys()
@@ -376,8 +378,8 @@ def test_the_race_trains_on_other_samples(tmp_path):
     for step in range(8):
         record = trainer.sampler.sample(step)
         assert record.samples.num_generations == 4
-    assert record.deferred or trainer.sampler.planner.metrics()["tail/is_long_round"]
-    assert len(trainer.sampler.speculation.store) <= 4 * len(trainer.sampler.planner.deferred)
+    assert record.deferred or trainer.sampler.schedule.metrics()["tail/is_long_round"]
+    assert len(trainer.sampler.speculation.store) <= 4 * len(trainer.sampler.schedule.deferred)
 
 
 def test_any_ranks_train_on_the_same_tokens(tmp_path):

@@ -5,7 +5,9 @@ rewards read. The batch of step t is a pure function of (seed, t), so any rank c
 of any later step, which is what drafting ahead needs.
 """
 
+import codecs
 import difflib
+import functools
 import glob
 import hashlib
 import itertools
@@ -30,7 +32,6 @@ class PromptSet:
     def __init__(self, prompts: list[Prompt], num_dropped: int):
         self.prompts = prompts
         self.num_dropped = num_dropped
-        self._order: tuple[tuple[int, int], np.ndarray] | None = None
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -41,37 +42,31 @@ class PromptSet:
         would collide)."""
         steps_per_epoch = len(self.prompts) // num_prompts
         if steps_per_epoch == 0:
-            dropped = (
-                f"; {self.num_dropped} more are over rollout.max_prompt_length"
-                if self.num_dropped
-                else ""
-            )
+            too_long = f"; {self.num_dropped} more are over rollout.max_prompt_length"
             raise InputError(
-                f"rollout.num_prompts_per_step: {num_prompts}, but the data has {len(self.prompts)} usable prompts{dropped}"
+                f"rollout.num_prompts_per_step: {num_prompts}, but the data has "
+                f"{len(self.prompts)} usable prompts{too_long if self.num_dropped else ''}"
             )
         epoch, index = divmod(step, steps_per_epoch)
-        if self._order is None or self._order[0] != (seed, epoch):
-            order = _shuffled(len(self.prompts), seed, epoch)
-            self._order = ((seed, epoch), order)
-        order = self._order[1]
+        order = _shuffled(len(self.prompts), seed, epoch)
         return [self.prompts[i] for i in order[index * num_prompts : (index + 1) * num_prompts]]
 
     def extra(self, seed: int, step: int, num_prompts: int, used: set[int]) -> list[Prompt]:
         """Further prompts for `step`, none of those with a uid in `used`: its noise keys would be
         used again. A pure function of the arguments; fewer than `num_prompts` if there are no
         more."""
-        order = _shuffled(len(self.prompts), seed, _EXTRA + step)
-        return list(
-            itertools.islice(
-                (p for p in map(self.prompts.__getitem__, order) if p.uid not in used), num_prompts
-            )
-        )
+        shuffled = (self.prompts[i] for i in _shuffled(len(self.prompts), seed, _EXTRA + step))
+        unused = (prompt for prompt in shuffled if prompt.uid not in used)
+        return list(itertools.islice(unused, num_prompts))
 
 
-def _shuffled(count: int, *key: int) -> np.ndarray:
-    """The numbers below `count` in an order of this key, two integers of 64 bits."""
-    words = np.array(key, np.uint64)  # a list with one above 2**63 would go through floats
-    return np.random.Generator(np.random.Philox(key=words)).permutation(count)
+@functools.lru_cache(maxsize=4)  # this epoch, the next, and extra prompts: all asked for repeatedly
+def _shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
+    """The numbers below `count` in an order of this key, two integers of 64 bits; read-only."""
+    words = np.array((seed, epoch), np.uint64)  # a list with one above 2**63 would become floats
+    order = np.random.Generator(np.random.Philox(key=words)).permutation(count)
+    order.flags.writeable = False
+    return order
 
 
 def build_prompt_set(
@@ -104,7 +99,8 @@ def build_prompt_set(
             token_ids = tokenize(text)
         except TemplateRefusal as error:
             raise InputError(
-                f"{key}: the chat template of model.path refuses the prompt of row {number}: {error}"
+                f"{key}: the chat template of model.path refuses the prompt of row {number}: "
+                f"{error}"
             ) from error
         if not token_ids:
             raise InputError(f"{key}: the prompt of row {number} has no tokens")
@@ -136,12 +132,9 @@ def make_tokenize(tokenizer) -> Callable[[str | list[dict]], list[int]]:
             rendered = tokenizer.apply_chat_template(
                 text, add_generation_prompt=True, tokenize=False
             )
-        except (
-            Exception
-        ) as error:  # a template is a program of the model's folder, and ends in any way
-            raise TemplateRefusal(
-                f"{type(error).__name__}: {' '.join(str(error).split())}"
-            ) from error
+        except Exception as error:  # a template is a program, and fails in any way
+            message = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise TemplateRefusal(message) from error
         return tokenizer(rendered, add_special_tokens=False)["input_ids"]
 
     return tokenize
@@ -165,23 +158,15 @@ def load_rows(
     """
     import datasets
 
-    datasets.logging.set_verbosity(
-        datasets.logging.CRITICAL
-    )  # what it logs as errors we raise, in a line of our own
-    is_local = (
-        os.path.exists(path)
-        or path.startswith((".", "/", "~"))
-        or _suffix(path) in FILE_FORMATS
-        or "*" in path
-    )
+    # What it logs as errors we raise, in a line of our own.
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    is_path = os.path.exists(path) or path.startswith((".", "/", "~")) or "*" in path
     files = _data_files(path)
-    if not files and is_local:
+    if not files and (is_path or _suffix(path) in FILE_FORMATS):
         raise InputError(f"{key}: no JSON, JSONL, CSV or Parquet file at {path}")
-    formats = {FILE_FORMATS[_suffix(file)] for file in files}
+    formats = sorted({FILE_FORMATS[_suffix(file)] for file in files})
     if len(formats) > 1:
-        raise InputError(
-            f"{key}: {path} mixes the formats {sorted(formats)}; give files of one format"
-        )
+        raise InputError(f"{key}: {path} mixes the formats {formats}; give files of one format")
     for file in files:
         if os.path.getsize(file) == 0:
             raise InputError(f"{key}: {file} is empty")
@@ -191,32 +176,27 @@ def load_rows(
         )
     try:
         if files:
-            as_patterns = [glob.escape(file) for file in files]
-            dataset = datasets.load_dataset(formats.pop(), data_files=as_patterns, split=split)
+            patterns = [glob.escape(file) for file in files]
+            dataset = datasets.load_dataset(formats[0], data_files=patterns, split=split)
         else:
             dataset = datasets.load_dataset(path, name, split=split)
         names, rows = dataset.column_names, list(dataset)
     except Exception as error:  # `datasets` raises many kinds
         cause = error.__cause__ or error  # DatasetGenerationError says nothing itself
-        place = path if files else f"{path} (no such file or folder, so taken for a hub dataset)"
-        has_rows = "corresponds to no data" not in str(
-            cause
-        )  # the word of `datasets` for files without a row
-        unknown = (
-            f"cannot load {place}, split {split}: {' '.join(str(cause).split())}"
-            if has_rows
-            else f"{path} has no rows"
-        )
-        reason = _first_bad_line(files) or unknown
-        raise InputError(f"{key}: {reason}") from error
+        what = path if files else f"{path} (no such file or folder, so taken for a hub dataset)"
+        reason = f"cannot load {what}, split {split}: {' '.join(str(cause).split())}"
+        if "corresponds to no data" in str(cause):  # the words of `datasets` for files without rows
+            reason = f"{path} has no rows"
+        bad_line = next(filter(None, map(_find_bad_line, files)), None)
+        raise InputError(f"{key}: {bad_line or reason}") from error
     rows, names = _map_columns(rows, names, columns or {}, path)
     if "prompt" not in names:  # for JSON without objects `datasets` makes up columns
-        raise InputError(
-            f"{key}: {_first_bad_line(files) or f'{path} has no prompt column; it has {names}'}"
-        )
+        bad_line = next(filter(None, map(_find_bad_line, files)), None)
+        raise InputError(f"{key}: {bad_line or f'{path} has no prompt column; it has {names}'}")
     if clash := {"prompts", "completions", "completion_ids"}.intersection(names):
         raise InputError(
-            f"{key}: {path} has the column {min(clash)}, a name of what rewards are given anyway; rename it"
+            f"{key}: {path} has the column {min(clash)}, a name of what rewards are given anyway; "
+            "rename it"
         )
     if not rows:
         raise InputError(f"{key}: {path} has no rows")
@@ -225,12 +205,8 @@ def load_rows(
 
 def _data_files(path: str) -> list[str]:
     """The files of known formats at a path, in a folder or of a glob."""
-    if os.path.isfile(path):
-        files = [path]
-    else:
-        files = sorted(
-            glob.glob(os.path.join(glob.escape(path), "*") if os.path.isdir(path) else path)
-        )
+    pattern = os.path.join(glob.escape(path), "*") if os.path.isdir(path) else path
+    files = [path] if os.path.isfile(path) else sorted(glob.glob(pattern))
     return [file for file in files if _suffix(file) in FILE_FORMATS]
 
 
@@ -254,10 +230,9 @@ def _map_columns(
                 raise InputError(f"data.columns.{name}: not every row of {path} has a '{source}'")
             values = [value[key] for value in values]
         added[name] = values
-    rows = [
-        {**row, **{name: values[i] for name, values in added.items()}} for i, row in enumerate(rows)
-    ]
-    return rows, [*names, *(name for name in added if name not in names)]
+    for name, values in added.items():
+        rows = [row | {name: value} for row, value in zip(rows, values, strict=True)]
+    return rows, list(dict.fromkeys([*names, *added]))
 
 
 def reasoning_gym_rows(tasks: Sequence, size: int, seed: int) -> list[dict]:
@@ -275,15 +250,14 @@ def reasoning_gym_rows(tasks: Sequence, size: int, seed: int) -> list[dict]:
             # Item i of a reasoning-gym task draws from seed + i: seeds far apart keep mixtures and
             # held-out sets disjoint.
             task_seed = random.Random(f"{seed}/{number}").getrandbits(48)
-            sources.append(
-                reasoning_gym.create_dataset(
-                    task["name"], size=size, seed=task_seed, **task["config"]
-                )
+            source = reasoning_gym.create_dataset(
+                task["name"], size=size, seed=task_seed, **task["config"]
             )
         except Exception as error:  # each task checks its parameters in its own way
             known = difflib.get_close_matches(task["name"], reasoning_gym.factory.DATASETS, n=1)
             near = f"; did you mean {known[0]}?" if known and known[0] != task["name"] else ""
             raise InputError(f"data.tasks[{number}] ({task['name']}): {error}{near}") from error
+        sources.append(source)
     weights = [task["weight"] for task in tasks]
     rows = []
     for i in range(size):
@@ -294,14 +268,8 @@ def reasoning_gym_rows(tasks: Sequence, size: int, seed: int) -> list[dict]:
             raise InputError(
                 f"data.tasks[{which}] ({tasks[which]['name']}): cannot make problem {i}: {error}"
             ) from error
-        rows.append(
-            {
-                "prompt": entry["question"],
-                "answer": entry["answer"],
-                "task": tasks[which]["name"],
-                "entry": entry,
-            }
-        )
+        columns = {"prompt": entry["question"], "answer": entry["answer"], "entry": entry}
+        rows.append(columns | {"task": tasks[which]["name"]})
     return rows
 
 
@@ -335,50 +303,36 @@ def _find_problem(prompt) -> str | None:
     return None
 
 
-def _first_bad_line(files: list[str]) -> str | None:
-    """Where a file is not text, or not JSON objects, one a line (or a list of them in .json):
+def _find_bad_line(path: str) -> str | None:
+    """Where a file is not text, or not JSON objects, one per line (or a list of them in .json):
     `datasets` names neither the file nor a line that counts from the file's start."""
-    for path in files:
-        if FILE_FORMATS[_suffix(path)] == "parquet":
-            continue
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                try:
-                    line.decode("utf-8-sig" if number == 1 else "utf-8")
-                except UnicodeDecodeError as error:
-                    return f"{path}, line {number} is not UTF-8: {error.reason}"
-        if FILE_FORMATS[_suffix(path)] == "json" and (reason := _first_bad_json(path)):
-            return reason
-    return None
-
-
-def _first_bad_json(path: str) -> str | None:
-    with open(path, encoding="utf-8-sig") as file:
-        if _suffix(path) == ".json":
-            text = file.read()
-            file.seek(0)
-            try:
-                whole = json.loads(text)
-            except json.JSONDecodeError as error:
-                if text.lstrip().startswith("["):
-                    return f"{path}, line {error.lineno} is not JSON: {error.msg}"
-            else:
-                items = whole if isinstance(whole, list) else [whole]
-                wrong = next(
-                    (n for n, item in enumerate(items) if not isinstance(item, dict)), None
-                )
-                return (
-                    None
-                    if wrong is None
-                    else f"{path}, item {wrong} is not an object with a prompt"
-                )
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                return f"{path}, line {number} is not JSON: {error.msg}"
-            if not isinstance(row, dict):
-                return f"{path}, line {number} is not an object with a prompt"
+    if FILE_FORMATS[_suffix(path)] == "parquet":
+        return None
+    with open(path, "rb") as file:
+        data = file.read().removeprefix(codecs.BOM_UTF8)
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        number = data.count(b"\n", 0, error.start) + 1
+        return f"{path}, line {number} is not UTF-8: {error.reason}"
+    if FILE_FORMATS[_suffix(path)] != "json":
+        return None
+    if _suffix(path) == ".json":
+        try:
+            whole = json.loads(text)
+        except json.JSONDecodeError as error:
+            if text.lstrip().startswith("["):
+                return f"{path}, line {error.lineno} is not JSON: {error.msg}"
+        else:
+            for number, item in enumerate(whole if isinstance(whole, list) else [whole]):
+                if not isinstance(item, dict):
+                    return f"{path}, item {number} is not an object with a prompt"
+            return None
+    for number, line in enumerate(text.split("\n"), 1):
+        try:
+            row = json.loads(line) if line.strip() else {}
+        except json.JSONDecodeError as error:
+            return f"{path}, line {number} is not JSON: {error.msg}"
+        if not isinstance(row, dict):
+            return f"{path}, line {number} is not an object with a prompt"
     return None

@@ -1,7 +1,7 @@
 """Which groups make up a step, and which ones come next: the same on every rank, and part of what a
 checkpoint saves.
 
-A planner names groups by prompt and visit. What it decides depends on the data, the step and the
+A schedule names groups by prompt and visit. What it decides depends on the data, the step and the
 responses that have had their turn, never on a clock or a rank: any number of ranks on any machine
 trains on the same tokens. tail_batching.py has another one.
 """
@@ -12,10 +12,10 @@ from typing import Protocol
 import numpy as np
 
 from bubblespec.data.prompts import PromptSet
-from bubblespec.types import Group, Launch, SampleId, Samples
+from bubblespec.types import Group, Launch, Prompt, SampleId, Samples
 
 
-class StepPlanner(Protocol):
+class StepSchedule(Protocol):
     """The rule of a run."""
 
     def launch(self, step: int) -> Launch:
@@ -37,14 +37,14 @@ class StepPlanner(Protocol):
         """Groups that were launched and whose turn is still to come, the oldest first."""
 
     def finish(self, samples: Samples, deferred: dict[SampleId, int]) -> None:
-        """A step is over. samples: those that have had their turn, which are never drawn again
-        under the same name; deferred: see `StepRecord`."""
+        """A step that was launched is over. samples: those that have had their turn, which are
+        never drawn again under the same name; deferred: see `StepRecord`."""
 
     def metrics(self) -> dict[str, float]:
         """Of the step that is over, where there is anything to say."""
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """All that the rule depends on beside the data and the configuration."""
+        """All that the rule depends on besides the data and the configuration."""
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
         """Take over a saved state."""
@@ -55,46 +55,35 @@ class InOrder:
 
     def __init__(self, prompts: PromptSet, seed: int, num_prompts: int, num_generations: int):
         """num_prompts: of a step; num_generations: responses of each."""
-        self.prompts, self.seed, self.num_prompts, self.num_generations = (
-            prompts,
-            seed,
-            num_prompts,
-            num_generations,
-        )
+        self.prompts = prompts
+        self.seed = seed
+        self.num_prompts = num_prompts
+        self.num_generations = num_generations
         self.deferred: list[Group] = []
-        self._visits: Counter[int] = Counter()  # by uid
+        self._visits: Counter[int] = Counter()  # of the steps that are over, by uid
 
     def launch(self, step: int) -> Launch:
-        """See `StepPlanner`."""
-        return Launch(
-            self._draw(step, Counter()),
-            self.num_prompts,
-            self.num_generations,
-            self.num_generations,
-        )
+        """See `StepSchedule`."""
+        groups = self._draw(step, Counter())
+        return Launch(groups, self.num_prompts, self.num_generations, self.num_generations)
 
     def upcoming(self, step: int, depth: int, used: list[Group] | None = None) -> list[list[Group]]:
-        """See `StepPlanner`. Replacements that `step` is still going to draw are not foreseen."""
-        drawn = Counter(
-            group.prompt.uid for group in (self.launch(step).groups if used is None else used)
-        )  # and not over yet
-        batches = []
-        for coming in range(step + 1, step + 1 + depth):
-            batches.append(self._draw(coming, drawn))
-            drawn.update(group.prompt.uid for group in batches[-1])
-        return batches
+        """See `StepSchedule`. Replacements that `step` is still going to draw are not foreseen."""
+        used = self.launch(step).groups if used is None else used
+        drawn = Counter(group.prompt.uid for group in used)
+        return [self._draw(coming, drawn) for coming in range(step + 1, step + 1 + depth)]
 
     def replacements(self, step: int, count: int, used: list[Group]) -> list[Group]:
-        """See `StepPlanner`. In an order of the step's own."""
-        drawn = self.prompts.extra(self.seed, step, count, {group.prompt.uid for group in used})
-        return [Group(prompt, self._visits[prompt.uid]) for prompt in drawn]
+        """See `StepSchedule`. In an order of the step's own."""
+        prompts = self.prompts.extra(self.seed, step, count, {group.prompt.uid for group in used})
+        return name_groups(prompts, self._visits, Counter())
 
     def finish(self, samples: Samples, deferred: dict[SampleId, int]) -> None:
-        """See `StepPlanner`."""
+        """See `StepSchedule`."""
         self._visits.update(group.prompt.uid for group in samples.groups)
 
     def metrics(self) -> dict[str, float]:
-        """See `StepPlanner`."""
+        """See `StepSchedule`."""
         return {}
 
     def state_dict(self) -> dict[str, np.ndarray]:
@@ -102,13 +91,22 @@ class InOrder:
         return save_visits(self._visits)
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-        """See `StepPlanner`."""
+        """See `StepSchedule`."""
         self._visits = load_visits(state)
 
     def _draw(self, step: int, drawn: Counter[int]) -> list[Group]:
-        """The prompts of a step. drawn: visits, by uid, on top of those that are over."""
         prompts = self.prompts.batch(self.seed, step, self.num_prompts)
-        return [Group(prompt, self._visits[prompt.uid] + drawn[prompt.uid]) for prompt in prompts]
+        return name_groups(prompts, self._visits, drawn)
+
+
+def name_groups(prompts: list[Prompt], visits: Counter[int], drawn: Counter[int]) -> list[Group]:
+    """The next visit of each prompt. visits: by uid; drawn: further ones that are not over yet, to
+    which these are added."""
+    groups = []
+    for prompt in prompts:
+        groups.append(Group(prompt, visits[prompt.uid] + drawn[prompt.uid]))
+        drawn[prompt.uid] += 1
+    return groups
 
 
 def save_visits(visits: Counter[int]) -> dict[str, np.ndarray]:

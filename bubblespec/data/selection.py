@@ -26,8 +26,6 @@ class Judgement(NamedTuple):
     """bool [S], trained on in this step."""
     is_out: np.ndarray
     """bool [S], not trained on in it."""
-    num_done: int
-    """Groups that have all the responses that they will be trained on."""
     cut: int
     """A group with a row of as many tokens that has not finished is out; NO_CUT while too few
     groups are done."""
@@ -47,36 +45,28 @@ class Selection:
         lengths: int64 [S], tokens so far, by group and number; is_finished: bool [S].
         """
         finished = is_finished.reshape(self.shape)
-        least = (
-            lengths.reshape(self.shape) + ~finished
-        )  # an unfinished row gets at least one more token
-        first, behind = _ahead(least, finished, self.num_kept)  # within each group
-        longest = np.where(first, least, 0).max(axis=1)
+        # an unfinished row gets at least one more token
+        bound = lengths.reshape(self.shape) + ~finished
+        first, behind = _ahead(bound, finished, self.num_kept)  # within each group
+        longest = np.where(first, bound, 0).max(axis=1)
         is_done = (finished | ~first).all(axis=1)
-        group_first, group_behind = _ahead(longest[None], is_done[None], self.num_trained)
-        group_in, group_out = (group_first & is_done)[0], group_behind[0]
-        rows_out = behind | group_out[:, None]
-        num_done, cut = int(is_done.sum()), NO_CUT
-        if num_done >= self.num_trained:
-            cut = int(np.partition(longest[is_done], self.num_trained - 1)[self.num_trained - 1])
-        return Judgement((group_in[:, None] & first).ravel(), rows_out.ravel(), num_done, cut)
+        group_first, group_behind = _ahead(longest, is_done, self.num_trained)
+        is_in = (group_first & is_done)[:, None] & first
+        done = np.sort(longest[is_done])
+        cut = int(done[self.num_trained - 1]) if len(done) >= self.num_trained else NO_CUT
+        return Judgement(is_in.ravel(), (behind | group_behind[:, None]).ravel(), cut)
 
 
-def _ahead(least: np.ndarray, is_final: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+def _ahead(bound: np.ndarray, is_final: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Of entries that are known by a lower bound, along the last axis: the `count` with the
     smallest bounds (ties: the first in order), and those behind `count` entries that are final.
-    bool of the shape of `least`.
+    bool of the shape of `bound`.
 
     Bounds only grow, and those of final entries not at all. So a final entry of the first kind will
     stay among the smallest, and an entry of the second kind will never be among them.
     """
-    order = np.argsort(least, axis=-1, kind="stable")
-    rank = np.empty_like(order)
-    np.put_along_axis(
-        rank, order, np.broadcast_to(np.arange(least.shape[-1]), least.shape), axis=-1
-    )
+    order = np.argsort(bound, axis=-1, kind="stable")
+    rank = np.argsort(order, axis=-1)
     final = np.take_along_axis(is_final, order, axis=-1)
-    before = np.cumsum(final, axis=-1) - final  # final entries in front of each, in order
-    behind = np.empty_like(is_final)
-    np.put_along_axis(behind, order, before >= count, axis=-1)
-    return rank < count, behind
+    num_final_before = np.cumsum(final, axis=-1) - final  # in front of each, in order
+    return rank < count, np.take_along_axis(num_final_before >= count, rank, axis=-1)

@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 
 from bubblespec.config import Config
-from bubblespec.data.schedule import StepPlanner
+from bubblespec.data.schedule import StepSchedule
 from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.evaluation import EvaluationDrafts
 from bubblespec.draft.proposer import Proposer
@@ -124,17 +124,17 @@ class Speculation:
         exchange(self.store, drafts, self.ranks, are_deferred=True)
 
     def draft_ahead(
-        self, step: int, planner: StepPlanner, used: list[Group], num_slots: int
+        self, step: int, schedule: StepSchedule, used: list[Group], num_slots: int
     ) -> DraftAhead | None:
         """Drafting ahead during a rollout of `step`; None where nothing is to be drafted. used: the
         groups that the step has drawn so far, those of this rollout included."""
         depth, begin_s = self.lookahead(step), self.ranks.clock.perf_counter()
-        batches = planner.upcoming(step, depth, used) if depth else []
+        batches = schedule.upcoming(step, depth, used) if depth else []
         of_evaluation = self._items_of_evaluation(step, num_slots)
         if not any(batches) and not of_evaluation:
             return None
         drafting = self._plan(
-            batches, step, num_slots, {group.name for group in planner.deferred}, of_evaluation
+            batches, step, num_slots, {group.name for group in schedule.deferred}, of_evaluation
         )
         self.overhead_s += self.ranks.clock.perf_counter() - begin_s
         return drafting

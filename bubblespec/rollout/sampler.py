@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bubblespec.config import Config
-from bubblespec.data.schedule import StepPlanner
+from bubblespec.data.schedule import StepSchedule
 from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.store import DraftStore
 from bubblespec.engine.engine import Engine
@@ -45,7 +45,7 @@ class Sampler:
     ranks: Ranks
     engine: Engine
     params: SamplingParams
-    planner: StepPlanner
+    schedule: StepSchedule
     scorer: Scorer
     reward_weights: list[float]
     """One for each reward function."""
@@ -65,12 +65,12 @@ class Sampler:
             self.stream.begin()
         if self.drafter is not None:
             self.drafter.begin_step(self.ranks)
-        record = self._sample_groups(self.planner.launch(step), step)
+        record = self._sample_groups(self.schedule.launch(step), step)
         if rollout.dynamic_sampling:
             record = self._replace_groups(record)
         if self.speculation is not None:
             self.speculation.learn_samples(step, record.generated, record.all_rewards.ravel())
-        self.planner.finish(record.generated, record.deferred)
+        self.schedule.finish(record.generated, record.deferred)
         return record
 
     def evaluate(
@@ -121,7 +121,7 @@ class Sampler:
             missing = wanted - int(useful.sum())
             # As many as will fill the gap at the rate so far, at most a whole batch.
             count = min(wanted, math.ceil(missing / max(useful.mean(), 1e-9))) if missing > 0 else 0
-            groups = self.planner.replacements(step, count, record.used)
+            groups = self.schedule.replacements(step, count, record.used)
             if not groups:
                 break
             more = self._sample_groups(
@@ -377,7 +377,7 @@ class Sampler:
         draft_ahead = None
         if not self.speculation.is_plain:
             draft_ahead = self.speculation.draft_ahead(
-                step, self.planner, used, self.engine.num_slots
+                step, self.schedule, used, self.engine.num_slots
             )
         gradients = None
         if (

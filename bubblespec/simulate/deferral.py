@@ -1,4 +1,4 @@
-"""Tail batching over a workload: its planner, and what samples say whose turn comes later than
+"""Tail batching over a workload: its schedule, and what samples say whose turn comes later than
 planned.
 
 Weights drift. A sample that is launched at step h and deferred is finished by the weights of a
@@ -13,14 +13,14 @@ from collections.abc import Iterable
 import numpy as np
 
 from bubblespec.config import Config
-from bubblespec.data.schedule import StepPlanner, save_visits
-from bubblespec.data.tail_batching import MOST_OVER_SAMPLING, TailBatching, scaled
+from bubblespec.data.schedule import StepSchedule, save_visits
+from bubblespec.data.tail_batching import MAX_OVER_SAMPLING, TailBatching, scaled
 from bubblespec.errors import InputError
 from bubblespec.types import Group, Prompt, SampleId
 
 
 class DataOrder:
-    """A workload's prompts in its order, as far as a planner needs a `PromptSet`."""
+    """A workload's prompts in its order, as far as a schedule needs a `PromptSet`."""
 
     def __init__(self, workload):
         self.workload = workload
@@ -31,21 +31,21 @@ class DataOrder:
         return self.workload.batch(self.workload.first_step + step)
 
 
-def make_planner(config: Config, workload) -> StepPlanner:
+def make_schedule(config: Config, workload) -> StepSchedule:
     """The rule for what makes up a step: the workload itself, whose steps are in order, or tail
     batching over it."""
     if not config.tail_batching.enabled:
         return workload
     ratio = config.tail_batching.over_sampling_ratio
-    planner = TailBatching(
+    schedule = TailBatching(
         DataOrder(workload),
         0,
         workload.num_prompts,
         workload.num_generations,
         over_sampling_ratio=ratio,
     )
-    planner.load_state_dict(planner.state_dict() | save_visits(workload.first_visits()))
-    return planner
+    schedule.load_state_dict(schedule.state_dict() | save_visits(workload.first_visits()))
+    return schedule
 
 
 def steps_that_fit(config: Config, workload) -> int:
@@ -64,9 +64,7 @@ def steps_that_fit(config: Config, workload) -> int:
                 f"tail_batching.enabled: not simulated for a run with {key}; its steps are not the data's order"
             )
     ratio = (
-        MOST_OVER_SAMPLING
-        if tail.over_sampling_ratio == "auto"
-        else float(tail.over_sampling_ratio)
+        MAX_OVER_SAMPLING if tail.over_sampling_ratio == "auto" else float(tail.over_sampling_ratio)
     )
     # Before its last short round all but one group of a step may be waiting.
     beyond = math.ceil((scaled(workload.num_prompts, ratio) - 1) / workload.num_prompts)

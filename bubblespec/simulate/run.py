@@ -22,7 +22,7 @@ from bubblespec.records import Span
 from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.rollout.shared_tail import SharedTail, expects_gain
-from bubblespec.simulate.deferral import Texts, make_planner, steps_that_fit
+from bubblespec.simulate.deferral import Texts, make_schedule, steps_that_fit
 from bubblespec.simulate.drafter import SimulatedChains
 from bubblespec.simulate.runner import ProposalTime, SimulatedGenerator, SimulatedRunner
 from bubblespec.simulate.shared import SharedCost
@@ -224,7 +224,7 @@ class _Rank:
             ranks=self.ranks,
             engine=engine,
             params=SamplingParams(stop_token_ids=workload.stop_token_ids),
-            planner=make_planner(config, workload),
+            schedule=make_schedule(config, workload),
             scorer=self,
             reward_weights=[1.0],
             speculation=None
@@ -333,7 +333,7 @@ class _Rank:
             result.response_tokens = int(record.generated.lengths.sum())
             result.longest_tokens = int(record.generated.lengths.max())
             result.digest = digest(record.generated)
-            planned = self.sampler.planner.metrics()
+            planned = self.sampler.schedule.metrics()
             result.is_long_round = bool(planned.get("tail/is_long_round", False))
             result.num_deferred = planned.get("tail/num_deferred", 0)
             result.length_ratio = planned.get("tail/length_ratio", 1.0)

@@ -91,31 +91,31 @@ def parse(kind: type, text: str, option: str):
 
 
 class Planned:
-    """A workload as the `StepPlanner` of its steps, as far as their rollouts need one;
+    """A workload as the `StepSchedule` of its steps, as far as their rollouts need one;
     `batch(step)` gives their prompts, and `is_endless` says that it does so for any step."""
 
     is_endless = False
 
     @property
     def deferred(self) -> list[Group]:
-        """See `StepPlanner`."""
+        """See `StepSchedule`."""
         return []
 
     def launch(self, step: int) -> Launch:
-        """See `StepPlanner`."""
+        """See `StepSchedule`."""
         return Launch(
             self._groups(step), self.num_prompts, self.num_generations, self.num_generations
         )
 
     def upcoming(self, step: int, depth: int, used: list[Group] | None = None) -> list[list[Group]]:
-        """See `StepPlanner`."""
+        """See `StepSchedule`."""
         return [self._groups(coming) for coming in range(step + 1, step + 1 + depth)]
 
     def finish(self, samples: Samples, deferred: dict[SampleId, int]) -> None:
-        """See `StepPlanner`. What is drawn when is known from the start."""
+        """See `StepSchedule`. What is drawn when is known from the start."""
 
     def metrics(self) -> dict[str, float]:
-        """See `StepPlanner`."""
+        """See `StepSchedule`."""
         return {}
 
     def first_visits(self) -> Counter[int]:

@@ -1,0 +1,140 @@
+"""The order of the data: which prompts a step draws, and how often each has been drawn before,
+against a plain transcription."""
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from bubblespec.data.prompts import PromptSet, _shuffled
+from bubblespec.data.schedule import InOrder
+from bubblespec.types import Group, Prompt
+from tests.helpers.rows import samples_of
+
+SEED, OF_STEP, GENERATIONS = 11, 4, 2
+
+
+def make_prompts(count: int) -> PromptSet:
+    return PromptSet(
+        [Prompt(1000 + number, f"prompt {number}", (number,), {}) for number in range(count)], 0
+    )
+
+
+def make_schedule(num_prompts: int) -> InOrder:
+    return InOrder(make_prompts(num_prompts), SEED, OF_STEP, GENERATIONS)
+
+
+def finish(schedule: InOrder, groups: list[Group]) -> None:
+    """All of a step have had their turn."""
+    schedule.finish(samples_of(groups, [np.zeros(1, np.int32)] * len(groups) * GENERATIONS), {})
+
+
+def names(groups: list[Group]) -> list[tuple[int, int]]:
+    """uid and visit of each."""
+    return [(group.prompt.uid, group.visit) for group in groups]
+
+
+def num_replaced(step: int) -> list[int]:
+    """How many groups each further batch of a step asks for, as dynamic sampling does."""
+    return random.Random(step).choices((0, 1, 3), k=2)
+
+
+def run(schedule: InOrder, step: int) -> list[list[Group]]:
+    """The batches of a step from its beginning to its end."""
+    launch = schedule.launch(step)
+    assert launch.num_generations == launch.num_kept == GENERATIONS
+    assert launch.num_trained == len(launch.groups) == OF_STEP and not launch.selects
+    batches = [launch.groups]
+    for count in num_replaced(step):
+        batches.append(schedule.replacements(step, count, sum(batches, [])))
+    finish(schedule, sum(batches, []))
+    return batches
+
+
+# With and without a remainder, replacements that run out of prompts, and a whole epoch in a step.
+SIZES = [14, 12, 5, 4]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_visit_is_how_often_the_prompt_was_drawn_before(size):
+    """By a list of all draws, searched from its beginning each time. No prompt is drawn twice in a
+    step, and no sample twice in a run."""
+    prompts, schedule, drawn, samples = make_prompts(size), make_schedule(size), [], []
+    for step in range(40):
+        of_step = []
+        for number, batch in enumerate(run(schedule, step)):
+            wanted = prompts.batch(SEED, step, OF_STEP)
+            if number:
+                wanted = prompts.extra(SEED, step, num_replaced(step)[number - 1], set(of_step))
+            uids = [prompt.uid for prompt in wanted]
+            assert names(batch) == [(uid, drawn.count(uid)) for uid in uids]
+            assert [group.prompt for group in batch] == wanted
+            of_step += uids
+            samples += [group.sample(n) for group in batch for n in range(GENERATIONS)]
+        assert len(set(of_step)) == len(of_step)
+        drawn += of_step
+    assert max(Counter(drawn).values()) > 8, "many epochs"
+    assert len(set(samples)) == len(samples)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_upcoming_is_what_will_be_launched(size):
+    """While a step is under way, as far ahead as it is asked for; a prompt that is drawn as a
+    replacement in between comes up under its next visit."""
+    schedule = make_schedule(size)
+    for step in range(20):
+        now, upcoming = schedule.launch(step).groups, schedule.upcoming(step, 7)
+        assert schedule.upcoming(step, 2) == upcoming[:2] and schedule.upcoming(step, 0) == []
+        ahead = make_schedule(size)
+        ahead.load_state_dict(schedule.state_dict())
+        finish(ahead, now)
+        for number, foreseen in enumerate(upcoming, step + 1):
+            launched = ahead.launch(number).groups
+            assert names(launched) == names(foreseen)
+            finish(ahead, launched)
+        replaced = {group.prompt.uid for batch in run(schedule, step)[1:] for group in batch}
+        assert names(schedule.launch(step + 1).groups) == [
+            (uid, visit + (uid in replaced)) for uid, visit in names(upcoming[0])
+        ]
+
+
+@pytest.mark.parametrize("count", [1, 5, 100])
+def test_replacements_are_groups_that_the_step_has_not_used(count):
+    schedule = make_schedule(30)
+    for step in range(10):
+        used = schedule.launch(step).groups
+        while more := schedule.replacements(step, count, used):
+            assert names(schedule.replacements(step, count, used)) == names(more), "asked again"
+            assert not {group.prompt.uid for group in used} & {group.prompt.uid for group in more}
+            assert len(more) == min(count, 30 - len(used))
+            used = used + more
+        assert sorted(group.prompt.uid for group in used) == list(range(1000, 1030))
+        finish(schedule, used[: OF_STEP + 3])
+
+
+def test_a_saved_state_replaces_another_and_goes_on_as_the_run_would_have():
+    whole, states, batches = make_schedule(14), [], []
+    for step in range(30):
+        states.append(whole.state_dict())
+        batches.append([names(batch) for batch in run(whole, step)])
+    resumed = make_schedule(14)
+    for step in range(25):
+        resumed.load_state_dict(states[step])
+        steps = range(step, step + 6)
+        assert [[names(batch) for batch in run(resumed, coming)] for coming in steps] == batches[
+            step : step + 6
+        ]
+
+
+def test_each_order_of_the_data_is_computed_once_around_an_epochs_end():
+    """Looking ahead over the end, drawing and replacing again and again."""
+    _shuffled.cache_clear()
+    schedule = make_schedule(14)
+    for step in (2, 3):
+        for _ in range(5):
+            groups = schedule.launch(step).groups
+            schedule.upcoming(step, 2)
+            schedule.replacements(step, 2, groups)
+        finish(schedule, groups)
+    assert _shuffled.cache_info().misses == 2 + 2, "two epochs, and the replacements of two steps"
