@@ -12,13 +12,12 @@ from transformers import PreTrainedModel
 
 from benchmarks.gpu_parts import NEEDS_CUDA, SHAPES, Bench, Figure, build, make_rows, start_decoding
 from benchmarks.gpu_processes import run_processes
-from bubblespec.dist.joint import RankJoint
 from bubblespec.dist.ranks import Ranks
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.graphs import capture, rehearse
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.engine.shared_runner import SharedRunner
+from bubblespec.engine.tensor_parallel import TPGroup
 
 MOST_RANKS = 8
 SUMS = 50  # one after the other in a graph
@@ -37,7 +36,7 @@ def shared(bench: Bench) -> Iterator[Figure]:
 @torch.inference_mode()
 def measure(bench: Bench, ranks: Ranks) -> list[Figure]:
     """On all ranks together."""
-    model, joint = build(SHAPES[bench.policy], bench.device, bench.dtype), RankJoint(ranks)
+    model, tp = build(SHAPES[bench.policy], bench.device, bench.dtype), TPGroup(ranks)
     where = f"{ranks.world_size} ranks"
     figures = []
     for tokens in (1, 16) if bench.is_small else (1, 16, 64, 256):
@@ -45,13 +44,13 @@ def measure(bench: Bench, ranks: Ranks) -> list[Figure]:
             tokens, model.config.hidden_size, dtype=bench.dtype, device=bench.device
         )
         note = f"{tensor.numel() * tensor.element_size()} bytes"
-        eager_s = bench.seconds(lambda t=tensor: joint.sum_(t))
+        eager_s = bench.seconds(lambda t=tensor: tp.sum_(t))
         figures.append(Figure(f"{where}, sum of {tokens} tokens, eager", eager_s * 1e6, "us", note))
         case = f"{where}, sum of {tokens} tokens, in a graph"
-        if not joint.can_capture:
+        if not tp.can_capture:
             figures.append(Figure(case, None, note=NEEDS_CUDA))
             continue
-        graph_s = bench.seconds(recorded_sums(joint, tensor)) / SUMS
+        graph_s = bench.seconds(recorded_sums(tp, tensor)) / SUMS
         figures.append(Figure(case, graph_s * 1e6, "us", f"{note}; of {SUMS} in a row"))
     for rows in (1, 4) if bench.is_small else (1, 4, 16):
         for kind, is_shared in (("alone", False), ("together", True)):
@@ -60,7 +59,7 @@ def measure(bench: Bench, ranks: Ranks) -> list[Figure]:
                     step(
                         bench,
                         model,
-                        joint,
+                        tp,
                         rows,
                         is_shared,
                         f"{where}, {rows} rows {kind}, {launched}",
@@ -69,12 +68,12 @@ def measure(bench: Bench, ranks: Ranks) -> list[Figure]:
     return figures
 
 
-def recorded_sums(joint: RankJoint, tensor: torch.Tensor) -> Callable[[], None]:
+def recorded_sums(tp: TPGroup, tensor: torch.Tensor) -> Callable[[], None]:
     """Replays SUMS sums, one after the other."""
 
     def sums() -> torch.Tensor:
         for _ in range(SUMS):
-            joint.sum_(tensor)
+            tp.sum_(tensor)
         return tensor
 
     rehearse(sums)
@@ -82,19 +81,15 @@ def recorded_sums(joint: RankJoint, tensor: torch.Tensor) -> Callable[[], None]:
 
 
 def step(
-    bench: Bench, model: PreTrainedModel, joint: RankJoint, rows: int, is_shared: bool, case: str
+    bench: Bench, model: PreTrainedModel, tp: TPGroup, rows: int, is_shared: bool, case: str
 ) -> Figure:
     """A step of the engine with so many rows. Alone, every rank has them; together, all of them
     have the same ones."""
     is_eager = case.endswith("eager")
-    if not is_eager and not joint.can_capture:
+    if not is_eager and not tp.can_capture:
         return Figure(case, None, note=NEEDS_CUDA)
     options = {"kernel": bench.kernel, "enforce_eager": is_eager}
-    runner = (
-        SharedRunner(model, rows, 256, 0, joint, **options)
-        if is_shared
-        else ModelRunner(model, rows, 256, 0, **options)
-    )
+    runner = ModelRunner(model, rows, 256, 0, tp=tp if is_shared else None, **options)
     engine = Engine(runner)
     start_decoding(engine, make_rows(model, rows, 64, 150))
     step_s = bench.seconds(lambda: engine.step(SamplingParams()))

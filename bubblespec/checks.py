@@ -67,7 +67,7 @@ def check_memory(config: Config, ranks: Ranks, model: PreTrainedModel, num_slots
     # A position's token, two log-probabilities and noise key; see Engine.
     host_bytes = (num_slots + num_shared) * max_length * 32
     cache_bytes = num_slots * slot + num_shared * shared_slot_bytes(slot, model, ranks.world_size)
-    shared = f" and the {num_shared} of rollout.shared_tail_rows" if num_shared else ""
+    shared = f" and the {num_shared} of rollout.tp_tail_max_rows" if num_shared else ""
     num_sharing = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     needs = [(num_sharing * host_bytes, free_host_bytes(), "of memory")]
     if ranks.device.type == "cuda":

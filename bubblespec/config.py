@@ -172,7 +172,7 @@ class RolloutConfig:
     """Which rank generates what: prompts in turn, or samples so that all ranks are expected to end
     together; with take_over a rank that has finished takes samples of the slowest one. Changes the
     time of a run, and no token."""
-    shared_tail_rows: int | str = key(
+    tp_tail_max_rows: int | str = key(
         "auto", at_least(0, or_else="auto"), at_most(1 << 10), resume=SAFE
     )
     """With at most so many rows left on all ranks together, these decode them together, each with a

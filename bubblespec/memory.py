@@ -78,7 +78,7 @@ def choose_num_slots(
     fitting = int(ranks.gather(np.array([room // needs.whole_slot])).min()) - spare
     if fitting < 1:
         shared = (
-            f" and {needs.shared / 1e9:.2f} GB of rollout.shared_tail_rows" if needs.shared else ""
+            f" and {needs.shared / 1e9:.2f} GB of rollout.tp_tail_max_rows" if needs.shared else ""
         )
         raise InputError(
             f"rollout.num_slots: a slot of {needs.whole_slot / 1e9:.2f} GB and {(free_beside - room) / 1e9:.2f} GB of "
@@ -88,13 +88,13 @@ def choose_num_slots(
     return min(fitting, most)
 
 
-def choose_shared_rows(
+def choose_tp_rows(
     config: Config, model: PreTrainedModel, has_moments: bool, num_slots: int, ranks: Ranks
 ) -> int:
-    """rollout.shared_tail_rows, or for auto as many as fit beside the engine's slots into what is
+    """rollout.tp_tail_max_rows, or for auto as many as fit beside the engine's slots into what is
     free, at most AUTO_SHARED_ROWS; the same on all ranks (they must call it together). has_moments:
     as in `choose_num_slots`."""
-    wanted = config.rollout.shared_tail_rows
+    wanted = config.rollout.tp_tail_max_rows
     if wanted != "auto" or ranks.world_size == 1:
         return 0 if wanted == "auto" else wanted
     needs = work_out(config, model, ranks.world_size)
@@ -168,7 +168,7 @@ def table(config: Config, model: PreTrainedModel, world_size: int) -> str:
         f"{needs.drafter / 1e9:8.2f}  drafter: weights, gradients, optimizer state, part of the head"
         if needs.drafter
         else None,
-        f"{needs.shared / 1e9:8.2f}  of {rollout.shared_tail_rows} rows that all ranks decode together"
+        f"{needs.shared / 1e9:8.2f}  of {rollout.tp_tail_max_rows} rows that all ranks decode together"
         if needs.shared
         else None,
         f"{needs.lasting / 1e9:8.2f}  lasting",

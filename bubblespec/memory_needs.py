@@ -67,7 +67,7 @@ class Needs:
     """Keys and values of one row that all ranks decode together, of the heads of the rank with most
     of them, and what the drafter keeps for it; 0 where no rows can be."""
     shared: int
-    """Of as many of them as rollout.shared_tail_rows asks for, spare ones included; 0 for auto,
+    """Of as many of them as rollout.tp_tail_max_rows asks for, spare ones included; 0 for auto,
     which takes what slots leave."""
     drafter: int
     """Where there is a learned drafter, what it adds to what lasts: weights, gradients, master
@@ -143,7 +143,7 @@ def work_out(config: Config, model: PreTrainedModel, world_size: int) -> Needs:
         drafter_bytes(config, shapes) if "drafter" in config.speculative.method else (0, 0, 0, 0)
     )
     slot, shared_row, sampled = slot_bytes(config, shapes), 0, sampling_bytes(fed, vocab, size)
-    if world_size > 1 and config.rollout.shared_tail_rows != 0:
+    if world_size > 1 and config.rollout.tp_tail_max_rows != 0:
         shared_row = shared_slot_bytes(slot, shapes, world_size) + drafter_slot
         sampled = max(sampled, shared_sampling_bytes(config, vocab, size, world_size))
     return Needs(
@@ -222,8 +222,8 @@ def spare_slots(config: Config) -> int:
 
 
 def shared_slots(config: Config, world_size: int) -> int:
-    """Slots that rollout.shared_tail_rows asks for, spare ones included; 0 for auto."""
-    wanted = config.rollout.shared_tail_rows
+    """Slots that rollout.tp_tail_max_rows asks for, spare ones included; 0 for auto."""
+    wanted = config.rollout.tp_tail_max_rows
     return 0 if wanted in (0, "auto") or world_size == 1 else wanted + spare_slots(config)
 
 
@@ -251,7 +251,7 @@ def shared_sampling_bytes(config: Config, vocab: int, size: int, world_size: int
     allowed the ranks exchange their logits: this rank's in float32, padded, those of all ranks, and
     these in a row."""
     rollout, speculative = config.rollout, config.speculative
-    rows = AUTO_SHARED_ROWS if rollout.shared_tail_rows == "auto" else rollout.shared_tail_rows
+    rows = AUTO_SHARED_ROWS if rollout.tp_tail_max_rows == "auto" else rollout.tp_tail_max_rows
     window = int(WINDOWS[-1]) if speculative.fixed_window is None else speculative.fixed_window
     window = 0 if speculative.method == "none" else window
     positions, own = (

@@ -154,7 +154,7 @@ class RolloutRecord:
     slices: list[Span] = field(default_factory=list)
     """Pieces of idle work that took no forwards."""
     shared: list[Span] = field(default_factory=list)
-    """In which all ranks together decoded the last rows of all of them (shared_tail.py); its
+    """In which all ranks together decoded the last rows of all of them (tp_tail.py); its
     forwards are not in `forwards`."""
     shared_rows: int = 0
     """Of this rank, that were unfinished when it began."""

@@ -54,11 +54,11 @@ from bubblespec.learn.learner import Learner
 from bubblespec.learn.lora import add_adapter
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.learn.streaming import GradientStream
-from bubblespec.memory import choose_num_slots, choose_shared_rows
+from bubblespec.memory import choose_num_slots, choose_tp_rows
 from bubblespec.rewards.functions import check_arguments, load_reward
 from bubblespec.rewards.scorer import Scorer
 from bubblespec.rollout.sampler import Sampler
-from bubblespec.rollout.shared_tail import make_shared_tail
+from bubblespec.rollout.tp_tail import make_tp_tail
 from bubblespec.telemetry.trace import describe_hardware
 from bubblespec.trainer import Trainer
 from bubblespec.types import Prompt
@@ -162,8 +162,8 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     )
     engine = Engine(runner)
     shared_rows = (
-        choose_shared_rows(config, model, state["step"] > 0, num_slots, ranks)
-        if rollout.shared_tail_rows
+        choose_tp_rows(config, model, state["step"] > 0, num_slots, ranks)
+        if rollout.tp_tail_max_rows
         else 0
     )
     speculation = make_speculation(config, ranks, engine, sampling, eval_prompts)
@@ -195,7 +195,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         reward_weights=config.reward.weights or [1.0] * len(functions),
         speculation=speculation,
         stream=GradientStream(learner) if config.optim.stream_gradients else None,
-        tail=make_shared_tail(config, ranks, engine, sampling, speculation, most_rows=shared_rows),
+        tail=make_tp_tail(config, ranks, engine, sampling, speculation, max_rows=shared_rows),
     )
     if (
         "drafter" in config.speculative.method

@@ -18,8 +18,7 @@ from bubblespec.engine.model import output_head
 from bubblespec.engine.noise import gumbel, random_bits, stream_keys
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.engine.shared_runner import SharedRunner
-from bubblespec.rollout.shared_tail import OwnersPropose
+from bubblespec.rollout.tp_tail import OwnersPropose
 from bubblespec.types import Row, SampleId
 from tests.helpers.drafter_oracle import (
     MAX_LENGTH,
@@ -208,7 +207,7 @@ def test_chains_in_slices_are_those_of_the_row_alone(short_memory, size):
 
     def of_rank(joint):
         (policy, drafter), rows = copy.deepcopy(parts), make_rows(4, 3)
-        runner = SharedRunner(policy, 5, MAX_LENGTH, SEED, joint, max_batch_tokens=64)
+        runner = ModelRunner(policy, 5, MAX_LENGTH, SEED, tp=joint, max_batch_tokens=64)
         engine = Engine(runner)
         runner.chains = Chains(drafter, runner, PARAMS)
         drafts = CheckedDrafts(

@@ -37,7 +37,6 @@ from bubblespec.engine.noise import gumbel, random_bits
 from bubblespec.engine.packing import PAGE, pack_rows, pack_sequences
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import RULES, SamplingParams, sample, verify
-from bubblespec.engine.shared_runner import SharedRunner
 from bubblespec.learn.learner import Learner
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.memory import HEADROOM, choose_num_slots
@@ -517,14 +516,16 @@ def test_graphs_of_forwards_in_slices(cuda, monkeypatch, kernel):
     monkeypatch.setattr(graphs, "rehearse", rehearsed)
     monkeypatch.setattr(graphs, "capture", capture)
     make_engine(cuda, monkeypatch, kernel)  # sets up `cuda.sampled`
-    engine = Engine(SharedRunner(make_fake(), 4, 100, 0, joint, max_batch_tokens=32, kernel=kernel))
+    engine = Engine(
+        ModelRunner(make_fake(), 4, 100, 0, tp=joint, max_batch_tokens=32, kernel=kernel)
+    )
     answer, cuda.answer = (
         cuda.answer,
         lambda tensor: np.zeros(tuple(tensor.shape)),
     )  # no rank has failed
     with torch.inference_mode():
         engine.runner.graphs._capture()
-    assert cuda.waits == ["shared_graphs._on_all"], "to hear of it"
+    assert cuda.waits == ["graphs._on_all"], "to hear of it"
     cuda.answer = answer
     run_engine(cuda, engine, Drafts())
     shapes = engine.runner.graphs.shapes

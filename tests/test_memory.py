@@ -175,8 +175,8 @@ def test_rows_that_all_ranks_share_take_what_slots_leave(monkeypatch):
 
     def chosen(room: float, wanted="auto", num_slots: int = 2) -> int:
         slots_on_cuda(monkeypatch, config, base + room)
-        config.rollout.shared_tail_rows = wanted
-        return memory.choose_shared_rows(config, model, True, num_slots, Ranks3())
+        config.rollout.tp_tail_max_rows = wanted
+        return memory.choose_tp_rows(config, model, True, num_slots, Ranks3())
 
     assert [chosen(3.5 * row), chosen(0.5 * row), chosen(-0.5 * row)] == [3, 0, 0]
     config.rollout.free_cache_engine = True  # of slots, but these rows' stay in a gradient step
@@ -195,14 +195,14 @@ def test_rows_that_are_asked_for_are_counted_before_slots(monkeypatch):
     config, model = make_config(max_tokens=512), meta_model(small(), torch.float32)
     config.rollout.max_batch_tokens = 4000
     without = slots_that_fit(config)
-    config.rollout.shared_tail_rows = 40
+    config.rollout.tp_tail_max_rows = 40
     needs = work_out(config, model, 3)
     assert needs.shared == 40 * needs.shared_row > 5 * needs.slot
     free = needs.rollout + memory.HEADROOM * 1e9 + 4.5 * needs.slot
     assert slots_on_cuda(monkeypatch, config, free + needs.shared) == 4
     with pytest.raises(
         InputError,
-        match=r"GB of activations and 0.02 GB of rollout.shared_tail_rows do not fit the 0.\d+ GB",
+        match=r"GB of activations and 0.02 GB of rollout.tp_tail_max_rows do not fit the 0.\d+ GB",
     ):
         slots_on_cuda(monkeypatch, config, free)
     assert all(a < b for a, b in zip(slots_that_fit(config), without, strict=True))
@@ -218,14 +218,14 @@ def test_rows_that_are_asked_for_are_refused_where_they_do_not_fit(monkeypatch):
     two key/value heads. A position has keys and values of 4 layers and 2 heads of 32 numbers in
     float32, and 32 bytes on the host."""
     config, model = make_config(), meta_model(small(), torch.float32)
-    config.rollout.shared_tail_rows = 4
+    config.rollout.tp_tail_max_rows = 4
     needed = 512 * (3 * (4 * 2 * 2 * 32 * 4 + 32) + 4 * (4 * 2 * 32 * 4 + 32))
     ranks = SimpleNamespace(device=torch.device("cpu"), world_size=2)
     monkeypatch.setattr(checks, "free_host_bytes", lambda: needed)
     checks.check_memory(config, ranks, model, 3)
     monkeypatch.setattr(checks, "free_host_bytes", lambda: needed - 1)
     with pytest.raises(
-        InputError, match=r"3 slots of 512 tokens and the 4 of rollout.shared_tail_rows need"
+        InputError, match=r"3 slots of 512 tokens and the 4 of rollout.tp_tail_max_rows need"
     ):
         checks.check_memory(config, ranks, model, 3)
 

@@ -16,7 +16,6 @@ from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.engine.shared_runner import SharedRunner
 from bubblespec.errors import InputError
 from bubblespec.learn import drafter_training
 from bubblespec.learn.drafter_training import DrafterTraining, Lesson
@@ -93,12 +92,12 @@ def test_rows_that_all_ranks_share_hold_what_they_are_said_to(heads, ranks):
         dict(zip(("num_attention_heads", "num_key_value_heads"), heads, strict=True)),
     )
     shapes = small(hidden_size=96, **shape)
-    config.rollout.shared_tail_rows = 5
+    config.rollout.tp_tail_max_rows = 5
     model = transformers.AutoModelForCausalLM.from_config(shapes).double().eval()
     prepare_model(model, 512)
 
     def of_rank(joint):
-        engine = Engine(SharedRunner(copy.deepcopy(model), 5, 512, 0, joint))
+        engine = Engine(ModelRunner(copy.deepcopy(model), 5, 512, 0, tp=joint))
         engine.run([Row(SampleId(0, 0, 0), (1, 2, 3), 4)], SamplingParams())
         return engine.runner.cache.num_bytes()
 
@@ -108,10 +107,10 @@ def test_rows_that_all_ranks_share_hold_what_they_are_said_to(heads, ranks):
         needs.shared == 5 * needs.shared_row == max(run_together(ranks, of_rank)) < 5 * needs.slot
     )
     assert memory_needs.work_out(config, meta, 1).shared_row == 0
-    config.rollout.shared_tail_rows = "auto"
+    config.rollout.tp_tail_max_rows = "auto"
     auto = memory_needs.work_out(config, meta, ranks)
     assert (auto.shared_row, auto.shared) == (needs.shared_row, 0)
-    config.rollout.shared_tail_rows, config.model.dtype, config.model.attention = (
+    config.rollout.tp_tail_max_rows, config.model.dtype, config.model.attention = (
         5,
         "bfloat16",
         "varlen",
@@ -125,13 +124,13 @@ def test_logits_that_ranks_exchange_count():
     and what the sampler makes of these."""
     config, meta = make_config(), memory_needs.meta_model(small(vocab=511), torch.float32)
     config.rollout.max_batch_tokens, config.speculative.fixed_window = 15, 4
-    config.rollout.shared_tail_rows = 3
+    config.rollout.tp_tail_max_rows = 3
     without = memory_needs.work_out(config, meta, 2).rollout
-    config.rollout.shared_tail_rows = 0
+    config.rollout.tp_tail_max_rows = 0
     assert memory_needs.work_out(config, meta, 2).rollout == without, (
         "a rank's own forward holds more"
     )
-    config.rollout.top_p, config.rollout.shared_tail_rows = 0.9, 3
+    config.rollout.top_p, config.rollout.tp_tail_max_rows = 0.9, 3
     own, shared = 15 * 511 * (4 + 16), 15 * (256 * 3 * 4 + 512 * 4 + 511 * 4 + 511 * 16)
     assert memory_needs.work_out(config, meta, 2).rollout - without == shared - own
 

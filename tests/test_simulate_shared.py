@@ -35,7 +35,7 @@ def played(
 ) -> tuple[float, list[str], int]:
     """Seconds, digests and forwards before the tail, of all steps on four ranks."""
     config, workload = make_config(method, tail), make_workload(steps=4)
-    config.rollout.shared_tail_rows, workload.shared = rows, model
+    config.rollout.tp_tail_max_rows, workload.shared = rows, model
     steps = simulate(config, workload, COST, 4)
     return (
         sum(step.seconds for step in steps),
@@ -65,7 +65,7 @@ def test_the_same_run_takes_the_same_time():
 def test_the_command_line(tmp_path, monkeypatch, capsys):
     COST.save(str(tmp_path / "cost.json"))
     command = f"--synthetic mean=40,max=400,prompt=8,steps=2 --ranks 4 --cost-model {tmp_path}/cost.json rollout.placement=in_turn"
-    options = "rollout.num_prompts_per_step=8 rollout.num_generations=3 speculative.method=none rollout.shared_tail_rows=6"
+    options = "rollout.num_prompts_per_step=8 rollout.num_generations=3 speculative.method=none rollout.tp_tail_max_rows=6"
     argv = ["simulate", *command.split(), *options.split(), "--json", str(tmp_path / "out.json")]
 
     def call(*more: str) -> int:

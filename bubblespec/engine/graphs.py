@@ -15,14 +15,24 @@ largest is captured first and the others share its memory. They contain the addr
 values and weights: weights must be changed in place (optimizers do, LoRA too), and after the
 cache's memory is given back `clear` must be called.
 
+A forward of several ranks has their sums in its graphs, and a sum waits for the same graph on the
+other ranks. So all ranks have graphs, captured in the same order, or none has any; and a rank on
+which something fails must not leave the others in a sum that it never reaches. So nothing is
+exchanged in either of the two stages of capturing, and after each the ranks tell each other how it
+went. First every rank runs each forward without its sums: what may fail on one rank alone, such as
+memory that runs out, fails here. Then each records its graphs: a sum that is recorded is not
+computed, and nobody waits. Between the two the ranks add up zeros in every size that the graphs
+will, as NCCL connects them when it first meets a size.
+
 Shape legend: N tokens of a forward, B >= N tokens of a graph, which has room for B sequences.
 """
 
+import contextlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +43,9 @@ from bubblespec.engine.drafter import Drafter
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import forward_hidden
 from bubblespec.engine.packing import CachePacking, Varlen
+from bubblespec.engine.tensor_parallel import Shards
+
+T = TypeVar("T")
 
 # No step is larger than a third beyond 8 tokens: below some 250 tokens weights are read for longer
 # than is computed with them, so that padding costs next to nothing. Larger forwards keep a GPU busy
@@ -49,7 +62,7 @@ class Shape(NamedTuple):
     tokens: int
     """Tokens, padding included."""
     max_q: int
-    """Most new tokens of a sequence."""
+    """Maximum new tokens of a sequence."""
 
 
 @dataclass
@@ -72,7 +85,8 @@ class _Graph:
 
 class ForwardGraphs:
     """Graphs of one model over one cache, which must have a spare slot. shapes: largest first;
-    num_replays: forwards so far."""
+    num_replays: forwards so far. Where ranks compute together, all of them call `forward` with the
+    same packing, in the same order, and `clear` alike."""
 
     def __init__(
         self,
@@ -82,21 +96,18 @@ class ForwardGraphs:
         max_batch_tokens: int,
         *,
         state_size: int = 0,
+        shards: Shards | None = None,
         beside: "ForwardGraphs | None" = None,
     ):
         """state_size: of the hidden states that the forward reads, where the model is a drafter;
-        beside: graphs with which these share their memory, where those have been captured
-        before."""
-        self.model, self.cache, self.kernel, self.state_size, self.beside = (
-            model,
-            cache,
-            kernel,
-            state_size,
-            beside,
-        )
-        self.states: torch.Tensor | None = (
-            None  # at a fixed address, [B of the largest, state_size]
-        )
+        shards: this rank's part, where all ranks compute together; beside: graphs that share memory
+        with these, where they have been captured before (with shards, whichever come first)."""
+        self.model, self.cache, self.kernel = model, cache, kernel
+        self.state_size, self.shards, self.beside = state_size, shards, beside
+        if shards is not None and beside is not None:
+            beside.beside = self
+        # At a fixed address, [B of the largest, state_size].
+        self.states: torch.Tensor | None = None
         self.shapes = graph_shapes(max_batch_tokens, cache.slot_length)
         self.num_replays = 0
         self.is_off = False  # this model's forward cannot be captured
@@ -146,57 +157,82 @@ class ForwardGraphs:
         self.pool = self.states = None
 
     def _capture(self) -> None:
-        """Graphs of all shapes, or of none."""
+        """Graphs of all shapes, or of none; on all ranks, or on none."""
+        rehearsed = self._on_all(lambda: (self._sums_of_zeros(), self._rehearse()))
+        if rehearsed is not None:
+            zeros, inputs = rehearsed
+            for tensor in zeros:
+                self.shards.tp.sum_(tensor)
+            self._on_all(lambda: self._record(inputs))
+
+    def _on_all(self, stage: Callable[[], T]) -> T | None:
+        """What a stage returns, in which nothing is exchanged; None, and no rank has graphs, if it
+        fails on any rank."""
+        result, problem = None, None
         try:
-            self._record(self._rehearse())
+            result = stage()
         except RuntimeError as error:  # the model's own code runs here
-            self._go_without(error)
+            problem = error
+        failed = problem is not None
+        if self.shards is not None:
+            own = torch.full((1,), float(failed), device=self.model.device)
+            failed = bool(self.shards.tp.gather(own).cpu().numpy().any())
+        if not failed:
+            return result
+        self.clear()
+        self.is_off = True
+        if problem is not None:  # otherwise it is another rank's, which reports it
+            reason = " ".join(str(problem).split())[:200]
+            tqdm.write(
+                "warning: no CUDA graphs, as a forward cannot be captured "
+                f"(rollout.enforce_eager): {reason}",
+                sys.stderr,
+            )
+        return None
+
+    def _sums_of_zeros(self) -> list[torch.Tensor]:
+        """Zeros of every size that is summed over ranks in a graph, largest first."""
+        if self.shards is None:
+            return []
+        widths = {spec.module.out_features for spec in self.shards.specs if spec.is_rowwise}
+        sizes = {shape.tokens * width for shape in self.shapes for width in widths}
+        zeros = next(self.model.parameters()).new_zeros(max(sizes))
+        return [zeros[:size] for size in sorted(sizes, reverse=True)]
 
     def _rehearse(self) -> dict[Shape, torch.Tensor]:
-        """What the graphs read, by shape; each forward has been run once."""
+        """What the graphs read, by shape; each forward has been run once, without sums over
+        ranks."""
         weight = next(self.model.parameters())
-        device = weight.device
+        device, largest = weight.device, self.shapes[0].tokens
         if self.state_size:
-            self.states = torch.zeros(
-                self.shapes[0].tokens, self.state_size, dtype=weight.dtype, device=device
-            )
+            self.states = weight.new_zeros(largest, self.state_size)
         nothing = CachePacking(
             self.cache, *np.zeros((2, 0), np.int64), np.zeros((2, 0), np.int64), device
         )
         inputs = {}
-        for shape in self.shapes:
-            inputs[shape] = torch.from_numpy(pad(np.zeros(0, np.int64), nothing, shape.tokens)).to(
-                device
-            )
-            rehearse(partial(self._run, inputs[shape], shape))
+        with self._sharded(sum_=lambda tensor: tensor):
+            for shape in self.shapes:
+                padded = pad(np.zeros(0, np.int64), nothing, shape.tokens)
+                inputs[shape] = torch.from_numpy(padded).to(device)
+                rehearse(partial(self._run, inputs[shape], shape))
         return inputs
 
     def _record(self, inputs: dict[Shape, torch.Tensor]) -> None:
         self.pool = None if self.beside is None else self.beside.pool
-        for shape in self.shapes:
-            replay, hidden, self.pool = capture(partial(self._run, inputs[shape], shape), self.pool)
-            self._graphs[shape] = _Graph(inputs[shape], replay, hidden)
+        with self._sharded():
+            for shape in self.shapes:
+                run = partial(self._run, inputs[shape], shape)
+                replay, hidden, self.pool = capture(run, self.pool)
+                self._graphs[shape] = _Graph(inputs[shape], replay, hidden)
 
-    def _go_without(self, error: RuntimeError) -> None:
-        self.clear()
-        self.is_off = True
-        reason = " ".join(str(error).split())[:200]
-        tqdm.write(
-            f"warning: no CUDA graphs, as a forward cannot be captured (rollout.enforce_eager): {reason}",
-            sys.stderr,
-        )
+    def _sharded(self, **options) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext() if self.shards is None else self.shards.applied(**options)
 
     def _run(self, inputs: torch.Tensor, shape: Shape) -> torch.Tensor:
         ids, slot, position = inputs[:3, : shape.tokens]
         cu_q, cu_k, used = inputs[3:].to(torch.int32)
-        varlen = Varlen(
-            cu_q,
-            cu_k,
-            used[: shape.tokens],
-            shape.max_q,
-            self.cache.slot_length,
-            self.cache.slot_length,
-        )
+        length = self.cache.slot_length
+        varlen = Varlen(cu_q, cu_k, used[: shape.tokens], shape.max_q, length, length)
         packing = PaddedPacking(self.cache, slot, position, varlen)
         if self.states is not None:
             return self.model(self.states[: shape.tokens], ids, packing, self.kernel)

@@ -1,10 +1,11 @@
-"""A model's forward over the batch that the scheduler has planned: keys and values, CUDA graphs,
-noise and verification.
+"""A model's forward over the batch that the engine has planned: keys and values, CUDA graphs,
+noise and verification; on one rank, or on all ranks of a tensor-parallel group together.
 
 Shape legend: R active rows, N tokens in a forward, M rows that sample in it, T positions sampled, T
 = M + draft tokens.
 """
 
+import contextlib
 from typing import Protocol
 
 import numpy as np
@@ -19,6 +20,7 @@ from bubblespec.engine.noise import stream_keys
 from bubblespec.engine.packing import PAGE, CachePacking, to_device
 from bubblespec.engine.ragged import ragged
 from bubblespec.engine.sampling import SamplingParams, sample, verify
+from bubblespec.engine.tensor_parallel import Shards, TPGroup
 from bubblespec.types import Row
 
 KEYS_AHEAD = 64  # positions whose noise keys are made at once
@@ -51,27 +53,32 @@ class ModelRunner:
         kernel: str = "sdpa",
         rule: str = "coupled",
         enforce_eager: bool = False,
+        tp: TPGroup | None = None,
+        beside: ForwardGraphs | None = None,
     ):
-        """max_length: longest prompt plus response in tokens; max_batch_tokens: most tokens in a
-        forward, at least num_slots; kernel: see attention.py; rule: of verify.py; enforce_eager: no
-        CUDA graphs, which need a kernel for variable lengths on CUDA anyway."""
-        self.num_slots, self.max_length, self.max_batch_tokens = (
-            num_slots,
-            max_length,
-            max_batch_tokens,
-        )
-        self.model, self.head, self.kernel = model, output_head(model), kernel
-        self.sample = sample
-        self.device = model.device
+        """max_length: prompt plus response in tokens; max_batch_tokens: of a forward, at least
+        num_slots; kernel: see attention.py; rule: see sampling.py; enforce_eager: no CUDA graphs,
+        which need a kernel for variable lengths on CUDA anyway; tp: ranks that compute each forward
+        together, over the same rows in the same slots; beside: graphs whose memory this one's
+        share. Raises TPUnsupported for a model that so many ranks cannot share."""
+        self.num_slots, self.max_length = num_slots, max_length
+        self.max_batch_tokens, self.kernel = max_batch_tokens, kernel
+        self.model, self.device = model, model.device
         self.seed, self.rule = seed, rule
+        self.shards = None if tp is None else Shards(model, tp)
+        self.head, self.sample = output_head(model), sample
+        if self.shards is not None:
+            self.head, self.sample = self.shards.logits, self.shards.sample
         slot_length = -(-max_length // PAGE) * PAGE if kernel == "flash_attn" else max_length
         has_graphs = not enforce_eager and can_capture(self.device, kernel)
-        self.cache = KVCache(
-            num_slots, slot_length, int(has_graphs)
-        )  # tensors are made at the first forward
-        self.graphs = (
-            ForwardGraphs(model, self.cache, kernel, max_batch_tokens) if has_graphs else None
-        )
+        has_graphs = has_graphs and (tp is None or tp.can_capture)
+        # Its tensors are made at the first forward.
+        self.cache = KVCache(num_slots, slot_length, int(has_graphs))
+        self.graphs: ForwardGraphs | None = None
+        if has_graphs:
+            self.graphs = ForwardGraphs(
+                model, self.cache, kernel, max_batch_tokens, shards=self.shards, beside=beside
+            )
         self._noise_key = np.zeros((num_slots, 3), np.int64)  # uid, visit, sample
         # Keys of the noise streams of each response position, worked out ahead of its first
         # `_keyed` positions.
@@ -126,31 +133,27 @@ class ModelRunner:
         packed = (np.cumsum(batch.count)[batch.slots] - sampled)[row] + offset
         hidden = hidden[to_device(packed, self.device)]
         position = batch.generated[row] + offset
-        keys = self.noise_keys(batch.slots[row], position)
-        position = to_device(position, self.device)
-        logits = self.head(hidden)
-        how = {
-            "num_generated": position,
-            "params": params,
-            "rule": self.rule,
-            "sample": self.sample,
-        }
-        verified = verify(logits, batch.draft, batch.num_draft, keys, **how)
-        return (
-            verified.accepted,
-            verified.token,
-            np.array((verified.logprob, verified.full_logprob)),
+        verified = verify(
+            self.head(hidden),
+            batch.draft,
+            batch.num_draft,
+            self.noise_keys(batch.slots[row], position),
+            num_generated=to_device(position, self.device),
+            params=params,
+            rule=self.rule,
+            sample=self.sample,
         )
+        logprobs = np.array((verified.logprob, verified.full_logprob))
+        return verified.accepted, verified.token, logprobs
 
     def _hidden(self, tokens: np.ndarray, packing: CachePacking) -> torch.Tensor:
         """Hidden states of the packed tokens, [N or more, hidden]; with a graph valid until the
         next forward."""
-        hidden = self.graphs.forward(tokens, packing) if self.graphs is not None else None
-        return self._launch(tokens, packing) if hidden is None else hidden
-
-    def _launch(self, tokens: np.ndarray, packing: CachePacking) -> torch.Tensor:
-        """Without a graph."""
-        return forward_hidden(self.model, to_device(tokens, self.device), packing, self.kernel)
+        hidden = None if self.graphs is None else self.graphs.forward(tokens, packing)
+        if hidden is not None:
+            return hidden
+        with contextlib.nullcontext() if self.shards is None else self.shards.applied():
+            return forward_hidden(self.model, to_device(tokens, self.device), packing, self.kernel)
 
     def noise_keys(self, slots: np.ndarray, position: np.ndarray) -> torch.Tensor:
         """Keys of the noise of response positions, int32 [T, 4]. slots, position: int64 [T], rows

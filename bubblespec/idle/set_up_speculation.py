@@ -30,7 +30,7 @@ def make_speculation(
     """None where nothing is drafted, deferred, streamed, shared or placed by expectation. Makes a
     process group and times forwards: all ranks must call it together."""
     has_drafts = config.speculative.method != "none" or config.tail_batching.enabled
-    shares_tail = config.rollout.shared_tail_rows not in (0, "auto") and ranks.world_size > 1
+    shares_tail = config.rollout.tp_tail_max_rows not in (0, "auto") and ranks.world_size > 1
     if (
         not (has_drafts or shares_tail or config.optim.stream_gradients)
         and config.rollout.placement == "in_turn"

@@ -23,8 +23,8 @@ from bubblespec.idle.arbiter import Arbiter
 from bubblespec.idle.work import IdleWork, RankView
 from bubblespec.records import ForwardRecord, IdleUse, RolloutRecord, Span
 from bubblespec.rollout.board import MAX_WORKS, ProgressBoard, RankState
-from bubblespec.rollout.shared_tail import SharedTail
 from bubblespec.rollout.standing import Standing
+from bubblespec.rollout.tp_tail import TPTail
 from bubblespec.types import Row
 
 
@@ -42,7 +42,7 @@ class RolloutLoop:
         works: Sequence[IdleWork] = (),
         cost: CostModel | None = None,
         on_finished: Callable[[Row], None] | None = None,
-        tail: SharedTail | None = None,
+        tail: TPTail | None = None,
     ):
         """proposer: where draft tokens come from, which knows the rows already; board: needed where
         there are works, or rows to choose from; cost: learns from every forward; on_finished:

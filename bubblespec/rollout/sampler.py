@@ -31,9 +31,9 @@ from bubblespec.rollout.balance import ends_s, place_rows, plain_s
 from bubblespec.rollout.forecast import Mover, admit_first, forecast, up_to_cut
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.placement import gather_samples, place_in_turn
-from bubblespec.rollout.shared_tail import SharedTail
 from bubblespec.rollout.standing import Standing
 from bubblespec.rollout.take_over import TakeOver
+from bubblespec.rollout.tp_tail import TPTail
 from bubblespec.types import Group, Launch, Row, Samples, has_zero_std
 
 
@@ -54,7 +54,7 @@ class Sampler:
     """Where gradients are streamed."""
     drafter: IdleTraining | None = None
     """Where there is a learned drafter."""
-    tail: SharedTail | None = None
+    tail: TPTail | None = None
     """Where the last rows of a rollout may be decoded by all ranks together."""
 
     def sample(self, step: int) -> StepRecord:

@@ -78,7 +78,7 @@ def main() -> int:
     parser.add_argument(
         "--shared-tail",
         metavar="NAME=VALUE,...",
-        help="simulate the shared tail, by rollout.shared_tail_rows: all_reduce_us, layers, launch_ms, exchange_us",
+        help="simulate the shared tail, by rollout.tp_tail_max_rows: all_reduce_us, layers, launch_ms, exchange_us",
     )
     parser.add_argument("--ranks", type=int, help="default: those of the trace, or 8")
     parser.add_argument(
@@ -249,7 +249,7 @@ def arms_of(config: Config, shares_tail: bool = False) -> dict[str, Config]:
     plain = {
         "speculative": {"method": "none"},
         "tail_batching": {"enabled": False},
-        "rollout": {"shared_tail_rows": 0},
+        "rollout": {"tp_tail_max_rows": 0},
     }
     sections = {
         name: dataclasses.replace(getattr(config, name), **values) for name, values in plain.items()

@@ -21,7 +21,7 @@ from bubblespec.memory_needs import AUTO_SHARED_ROWS
 from bubblespec.records import Span
 from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.sampler import Sampler
-from bubblespec.rollout.shared_tail import SharedTail, expects_gain
+from bubblespec.rollout.tp_tail import TPTail, expects_gain
 from bubblespec.simulate.deferral import Texts, make_schedule, steps_that_fit
 from bubblespec.simulate.drafter import SimulatedChains
 from bubblespec.simulate.runner import ProposalTime, SimulatedGenerator, SimulatedRunner
@@ -93,9 +93,9 @@ def simulate(
         _length(workload, step.step, config.rollout.max_completion_length) for step in steps
     )
     if workload.shared is None or num_ranks == 1:
-        config.rollout.shared_tail_rows = 0
+        config.rollout.tp_tail_max_rows = 0
     profiled = None
-    if _has_drafts(config) or config.rollout.shared_tail_rows != 0:
+    if _has_drafts(config) or config.rollout.tp_tail_max_rows != 0:
         profiled = _profiled(config, workload, cost, world)
     elif config.rollout.placement != "in_turn" and num_ranks > 1:
         profiled = (
@@ -231,7 +231,7 @@ class _Rank:
             if profiled is None
             else self._speculation(config, cost, copy.deepcopy(profiled), engine),
         )
-        if config.rollout.shared_tail_rows:
+        if config.rollout.tp_tail_max_rows:
             self.sampler.tail = self._tail(config, cost, engine)
         self.ranks.barrier()
 
@@ -252,11 +252,11 @@ class _Rank:
             speculation.proposer.sources.append(drafts)
         return speculation
 
-    def _tail(self, config: Config, cost, engine: SimulatedGenerator) -> SharedTail:
+    def _tail(self, config: Config, cost, engine: SimulatedGenerator) -> TPTail:
         world, model, most_rows = (
             self.ranks.world,
             self.workload.shared,
-            config.rollout.shared_tail_rows,
+            config.rollout.tp_tail_max_rows,
         )
         most_rows = AUTO_SHARED_ROWS if most_rows == "auto" else most_rows
         together = SharedCost(cost, model, world.num_ranks)
@@ -266,7 +266,7 @@ class _Rank:
         )
         shared = SimulatedGenerator(runner)
         is_worth_it = None
-        if config.rollout.shared_tail_rows == "auto":
+        if config.rollout.tp_tail_max_rows == "auto":
             alone, profiled = World(1), CostModel()
             runner = SimulatedRunner(
                 alone, 0, most_rows, engine.max_length, text=_endless, **limits
@@ -280,9 +280,7 @@ class _Rank:
             shape = {"num_ranks": world.num_ranks, "num_slots": engine.num_slots}
             is_worth_it = expects_gain(self.sampler.speculation, profiled.coefficients, **shape)
         ranks = SimulatedRanks(world, self.ranks.rank, model.exchange_us * 1e-6)
-        tail = SharedTail(
-            shared, ranks, most_rows, config.rollout.max_completion_length, is_worth_it
-        )
+        tail = TPTail(shared, ranks, most_rows, config.rollout.max_completion_length, is_worth_it)
         for source in self.sampler.speculation.proposer.sources:
             if isinstance(source, LearnedDrafts):
                 tail.draft_with(source, SimulatedChains(shared.runner, self.workload.drafter, cost))

@@ -24,7 +24,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 import train
 from bubblespec import checkpoint
 from bubblespec.dist.ranks import Ranks
-from bubblespec.engine.shared_runner import SharedRunner
+from bubblespec.engine.runner import ModelRunner
 from bubblespec.trainer import Trainer
 
 KINDS = ("launcher", "ranks", "rank-dies", "ranks-die", "save-dies", "tail-dies", "tail-stops")
@@ -74,11 +74,13 @@ def main() -> int:
             os.kill(os.getpid(), signal.SIGKILL)
         rename(source, target)
 
-    forward, num_forwards = SharedRunner.forward, 0
+    forward, num_forwards = ModelRunner.forward, 0
 
     def signalled_forward(runner, *batch):
         nonlocal num_forwards
-        ranks = runner.joint.ranks
+        if runner.shards is None:
+            return forward(runner, *batch)
+        ranks = runner.shards.tp.ranks
         if arguments.kind.startswith("tail-") and ranks.place == f"rollout of step {arguments.at}":
             num_forwards += 1
             if num_forwards == 2 and arguments.kind == "tail-dies":
@@ -87,7 +89,7 @@ def main() -> int:
                 os.kill(os.getpid(), signal.SIGTERM)
         return forward(runner, *batch)
 
-    SharedRunner.forward = signalled_forward
+    ModelRunner.forward = signalled_forward
     Trainer.update, checkpoint.os.rename = signalled_update, deadly_rename
     return train.main()
 

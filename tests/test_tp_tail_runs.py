@@ -8,8 +8,8 @@ import pytest
 
 from tests.helpers.runs import ALWAYS_DRAFT, digests, read, run, same_weights, weights
 
-SHARED = ("rollout.shared_tail_rows=12",)
-PLAIN = ("speculative.method=none", "rollout.placement=in_turn", "rollout.shared_tail_rows=0")
+SHARED = ("rollout.tp_tail_max_rows=12",)
+PLAIN = ("speculative.method=none", "rollout.placement=in_turn", "rollout.tp_tail_max_rows=0")
 DRAFTING = ("speculative.method=bubble+suffix", "bubble.lookahead=2", ALWAYS_DRAFT)
 SIGNALLED = ("tests/system/signalled_train.py", "--at", "3", "--kind")
 
@@ -66,7 +66,7 @@ def test_tail_batching_shares_the_tails_of_its_long_rounds(tmp_path):
             2,
             *DRAFTING,
             *tail,
-            f"rollout.shared_tail_rows={rows}",
+            f"rollout.tp_tail_max_rows={rows}",
             "run.max_steps=4",
         )
         found.append(digests(tmp_path / name))
@@ -82,7 +82,7 @@ def test_tail_batching_shares_the_tails_of_its_long_rounds(tmp_path):
 @pytest.mark.parametrize("kind, method", [("tail-dies", DRAFTING), ("tail-stops", PLAIN[:2])])
 def test_killed_or_stopped_in_the_middle_of_it_and_resumed(plain, tmp_path, kind, method):
     """Entered with the first tick, with most rows of the step."""
-    method = (*method, "rollout.shared_tail_rows=32")
+    method = (*method, "rollout.tp_tail_max_rows=32")
     done = run(tmp_path, 2, *method, check=False, script=(*SIGNALLED, kind))
     if kind == "tail-dies":
         assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]

@@ -26,7 +26,6 @@ from test_rollout_loop import (
 from test_take_over import Moves, TakeAnyTime
 
 from bubblespec.config import Config
-from bubblespec.dist.joint import RankJoint
 from bubblespec.draft.learned import LearnedDrafts
 from bubblespec.draft.proposer import Proposer, make_proposer
 from bubblespec.draft.suffix import History
@@ -35,14 +34,14 @@ from bubblespec.engine.drafter import Drafter
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.engine.shared_runner import SharedRunner
+from bubblespec.engine.tensor_parallel import TPGroup
 from bubblespec.idle.draft_planning import Outlook
 from bubblespec.rollout.balance import Expected
 from bubblespec.rollout.board import ProgressBoard, RankState
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.placement import place_in_turn
-from bubblespec.rollout.shared_tail import ASK_EVERY, OwnersPropose, SharedTail, make_shared_tail
 from bubblespec.rollout.standing import Standing
+from bubblespec.rollout.tp_tail import STOP_INTERVAL, OwnersPropose, TPTail, make_tp_tail
 from bubblespec.simulate.world import SimulatedRanks, SimulatedTicks, World
 from bubblespec.types import Draft
 from tests.helpers.clocks import forward_seconds
@@ -78,8 +77,8 @@ def play(
         ranks, model = SimulatedRanks(world, rank), new_model()
         engine = Engine(ModelRunner(model, 4, MAX_LENGTH, SEED))
         pass_time(engine, ranks)
-        shared = SharedRunner(model, NUM_ROWS, MAX_LENGTH, SEED, RankJoint(ranks))
-        tail = SharedTail(Engine(shared), ranks, most_rows, LIMIT)
+        shared = ModelRunner(model, NUM_ROWS, MAX_LENGTH, SEED, tp=TPGroup(ranks))
+        tail = TPTail(Engine(shared), ranks, most_rows, LIMIT)
         standing = Standing(
             launch_of(groups_of(0, FOUR_PROMPTS), 3), place_in_turn(4, 3, num_ranks), rank
         )
@@ -227,7 +226,7 @@ def test_all_leave_it_when_one_is_told_to_stop(stop_at):
     for result in ranks:
         assert result["board"].is_over and result["board"].must_stop
         assert len(result["entered"]) == 1, "nobody enters it again"
-        assert result["record"].shared_forwards <= stop_at + ASK_EVERY
+        assert result["record"].shared_forwards <= stop_at + STOP_INTERVAL
         for row in result["rows"].values():
             assert (
                 row.tokens.tolist() == wanted[row.id][0][: len(row.tokens)] and len(row.tokens) > 0
@@ -237,7 +236,7 @@ def test_all_leave_it_when_one_is_told_to_stop(stop_at):
 def test_when_it_is_due():
     launch = launch_of(groups_of(0, FOUR_PROMPTS), 3)
     standing, states = Standing(launch, place_in_turn(4, 3, 2), 0), [RankState(2), RankState(0)]
-    tail = SharedTail(Engine(ModelRunner(new_model(), 4, MAX_LENGTH, SEED)), None, 3, LIMIT)
+    tail = TPTail(Engine(ModelRunner(new_model(), 4, MAX_LENGTH, SEED)), None, 3, LIMIT)
     standing.told[:] = -1
     assert not tail.is_due(standing, states), "nothing is left"
     standing.told[2:5] = 7
@@ -249,58 +248,45 @@ def test_when_it_is_due():
     selecting = Standing(launch._replace(num_trained=3), place_in_turn(4, 3, 2), 0)
     selecting.told[:] = standing.told
     assert not tail.is_due(selecting, states), "some are not trained on"
-    tail = SharedTail(tail.engine, None, 3, LIMIT, is_worth_it=lambda standing: False)
+    tail = TPTail(tail.engine, None, 3, LIMIT, is_worth_it=lambda standing: False)
     assert not tail.is_due(standing, states)
 
 
 def test_proposals_of_all_ranks_reach_all():
-    """More than fits: drafts are cut, on all ranks alike."""
+    """More than has room: drafts are cut, on all ranks alike."""
     rows = plain_rows()[:6]
-    lengths, room = (
-        np.array([len(row.tokens) for row in rows]),
-        np.array([400, 400, 0, 3, 400, 400]),
-    )
+    lengths = np.array([len(row.tokens) for row in rows])
+    room = np.array([400, 400, 0, 3, 400, 400])
 
     class Fixed:
         def __init__(self, rank: int):
             self.rank, self.seen = rank, []
 
         def propose(self, rows, lengths, room, budget):
-            self.budget = budget
-            return [
-                None if number == 1 else np.arange(300) + 1000 * self.rank
-                for number in range(len(rows))
-            ]
+            draft = np.arange(300) + 1000 * self.rank
+            return [None if number == 1 else draft for number in range(len(rows))]
 
         def observe(self, rows, tokens, num_draft, num_accepted):
             self.seen += zip(map(id, rows), map(len, tokens), num_draft, num_accepted, strict=True)
 
-    told = {}
+    fixed, exchanged = [Fixed(0), Fixed(1)], {}
     own = [{id(row) for row in rows[:5]}, {id(rows[5])}]
-    fixed = [Fixed(0), Fixed(1)]
-    ask = lambda rank, gather: OwnersPropose(fixed[rank], own[rank], gather)  # noqa: E731
-    for rank in range(2):
-        ask(rank, lambda numbers, rank=rank: told.setdefault(rank, numbers)[None] * 0).propose(
-            rows, lengths, room, 2000
-        )
-    everyone = np.stack([told[0], told[1]])
-    for rank in range(2):
-        proposer = ask(rank, lambda numbers: everyone)
-        drafts = proposer.propose(rows, lengths, room, 2000)
-        assert [None if draft is None else len(draft) for draft in drafts] == [
-            300,
-            None,
-            None,
-            3,
-            209,
-            300,
-        ]
-        assert drafts[5][0] == 1000 and drafts[4][-1] == 208
-        proposer.observe(rows, [np.arange(n) for n in range(6)], np.arange(6) * 2, np.arange(6))
-    assert fixed[0].budget == 512
-    assert fixed[0].seen == [(id(rows[n]), n, 2 * n, n) for n in range(5)] and fixed[1].seen == [
-        (id(rows[5]), 5, 10, 5)
-    ]
+    for gathers in (lambda rank, numbers: exchanged.setdefault(rank, numbers)[None], None):
+        for rank in range(2):
+            gather = (
+                (lambda numbers: np.stack([exchanged[0], exchanged[1]]))
+                if gathers is None
+                else (lambda numbers, rank=rank: gathers(rank, numbers))
+            )
+            proposer = OwnersPropose(fixed[rank], own[rank], gather)
+            drafts = proposer.propose(rows, lengths, room, 2000)
+            if gathers is None:
+                assert [len(draft) for draft in drafts] == [64, 0, 0, 3, 64, 64]
+                assert drafts[5][0] == 1000 and drafts[4][-1] == 63
+                tokens = [np.arange(n) for n in range(6)]
+                proposer.observe(rows, tokens, np.arange(6) * 2, np.arange(6))
+    assert fixed[0].seen == [(id(rows[n]), n, 2 * n, n) for n in range(5)]
+    assert fixed[1].seen == [(id(rows[5]), 5, 10, 5)]
 
 
 def test_the_engine_is_as_good_as_new_for_each_rollout():
@@ -312,8 +298,8 @@ def test_the_engine_is_as_good_as_new_for_each_rollout():
 
     def work(rank: int) -> None:
         ranks, model = SimulatedRanks(world, rank), copy.deepcopy(first)
-        tail = SharedTail(
-            Engine(SharedRunner(model, NUM_ROWS, MAX_LENGTH, SEED, RankJoint(ranks))),
+        tail = TPTail(
+            Engine(ModelRunner(model, NUM_ROWS, MAX_LENGTH, SEED, tp=TPGroup(ranks))),
             ranks,
             12,
             LIMIT,
@@ -344,11 +330,11 @@ def test_the_engine_is_as_good_as_new_for_each_rollout():
 
 
 def set_up_tail(rows, slowdown: float, name: str = "llama") -> list:
-    """What `make_shared_tail` gives two ranks whose shared forwards take `slowdown` times those of
+    """What `make_tp_tail` gives two ranks whose shared forwards take `slowdown` times those of
     one rank, and what it says."""
     world, found = World(2, meeting_s=1e-6), [None, None]
     config = Config()
-    config.rollout.shared_tail_rows, config.rollout.max_completion_length = rows, LIMIT
+    config.rollout.tp_tail_max_rows, config.rollout.max_completion_length = rows, LIMIT
 
     def work(rank: int) -> None:
         ranks = SimulatedRanks(world, rank)
@@ -363,18 +349,19 @@ def set_up_tail(rows, slowdown: float, name: str = "llama") -> list:
         pass_time(engine, ranks)
         board = ProgressBoard(ranks, 120, SimulatedTicks(ranks), interval_s=5e-3)
         speculation = SimpleNamespace(shared_cost=FORWARDS, outlook=Outlook(), board=board)
-        found[rank] = make_shared_tail(
-            config, ranks, engine, PARAMS, speculation, most_rows=16 if rows == "auto" else rows
+        found[rank] = make_tp_tail(
+            config, ranks, engine, PARAMS, speculation, max_rows=16 if rows == "auto" else rows
         )
 
-    forward = SharedRunner.forward
+    forward = ModelRunner.forward
 
     def timed(runner, batch, params):
-        runner.joint.ranks.clock.sleep(slowdown * forward_seconds(batch.load))
+        if runner.shards is not None:
+            runner.shards.tp.ranks.clock.sleep(slowdown * forward_seconds(batch.load))
         return forward(runner, batch, params)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SharedRunner, "forward", timed)
+        patch.setattr(ModelRunner, "forward", timed)
         world.run(work)
     return found
 
@@ -390,7 +377,7 @@ def test_auto_goes_by_what_forwards_take(rows, slowdown, is_there):
     tails = set_up_tail(rows, slowdown)
     assert [tail is not None for tail in tails] == [is_there] * 2
     if is_there:
-        assert tails[0].engine.is_idle and tails[0].most_rows == (16 if rows == "auto" else rows)
+        assert tails[0].engine.is_idle and tails[0].max_rows == (16 if rows == "auto" else rows)
         assert (tails[0].engine.runner.cache.num_bytes() > 0) == (rows == "auto"), (
             "what was made for measuring stays"
         )
@@ -421,7 +408,7 @@ def test_a_model_that_cannot_be_cut_is_named_once_where_it_was_asked_for(capfd):
     assert set_up_tail(8, 0.1, "gpt2") == [None, None]
     said = capfd.readouterr().err.strip().splitlines()
     assert said == [
-        "warning: rollout.shared_tail_rows: GPT2LMHeadModel has no plan of layers to cut (base_model_tp_plan of its "
+        "warning: rollout.tp_tail_max_rows: GPT2LMHeadModel has no plan of layers to shard (base_model_tp_plan of its "
         "configuration); the last rows are decoded by the ranks that have them"
     ]
     assert set_up_tail("auto", 0.1, "gpt2") == [None, None] and not capfd.readouterr().err

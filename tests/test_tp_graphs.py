@@ -13,17 +13,16 @@ import pytest
 import torch
 import transformers
 from test_graphs import Captures, Tape, feed, rehearse, stand_in
-from test_slices import LONGEST, Drafts, build
+from test_tensor_parallel import LONGEST, Drafts, build
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from bubblespec.dist.joint import RankJoint
 from bubblespec.dist.ranks import Ranks, ranks_from_environment
 from bubblespec.engine import graphs
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.engine.shared_runner import SharedRunner
+from bubblespec.engine.tensor_parallel import TPGroup
 from bubblespec.types import Row, SampleId
 from tests.helpers.joint import ThreadJoint, run_together
 from tests.helpers.models import VOCAB, small_config
@@ -89,8 +88,8 @@ def test_rows_are_those_of_plain_generation(captures, name, size):
 
     def of_rank(joint):
         joint, own = captures["enter"](joint), rows()
-        runner = SharedRunner(
-            copy.deepcopy(model), 4, LONGEST, 3, joint, kernel="varlen", max_batch_tokens=32
+        runner = ModelRunner(
+            copy.deepcopy(model), 4, LONGEST, 3, tp=joint, kernel="varlen", max_batch_tokens=32
         )
         engine, drafts = Engine(runner), Drafts({row.id: row.tokens for row in wanted})
         sums = []
@@ -126,7 +125,7 @@ def test_they_share_the_memory_of_the_engines_graphs_and_come_again_after_a_rele
         joint, own_model = captures["enter"](joint), copy.deepcopy(model)
         alone = Engine(ModelRunner(own_model, 8, LONGEST, 3, kernel="varlen", max_batch_tokens=32))
         options = {"kernel": "varlen", "max_batch_tokens": 32, "beside": alone.runner.graphs}
-        together = Engine(SharedRunner(own_model, 8, LONGEST, 3, joint, **options))
+        together = Engine(ModelRunner(own_model, 8, LONGEST, 3, tp=joint, **options))
         found = [
             tokens_of(engine.run(rows(), PARAMS)) for engine in (alone, together, alone, together)
         ]
@@ -169,8 +168,8 @@ def test_what_fails_on_one_rank_is_agreed_on_by_all(captures, monkeypatch, capsy
         if joint.rank == 1:
             failing.count = 0
         engine = Engine(
-            SharedRunner(
-                copy.deepcopy(model), 8, LONGEST, 3, joint, kernel="varlen", max_batch_tokens=32
+            ModelRunner(
+                copy.deepcopy(model), 8, LONGEST, 3, tp=joint, kernel="varlen", max_batch_tokens=32
             )
         )
         found = tokens_of(engine.run(rows(), PARAMS))
@@ -192,10 +191,10 @@ def forwards_in_processes(ranks: Ranks, kernel: str) -> dict:
     model, launched and replayed."""
     device, on_gpu = ranks.device, ranks.device.type == "cuda"
     with pytest.MonkeyPatch.context() as patch:
-        joint = RankJoint(ranks)
+        joint = TPGroup(ranks)
         if not on_gpu:
             stand_in(patch)
-            joint = type("Joint", (Recorded, RankJoint), {})(ranks)
+            joint = type("Joint", (Recorded, TPGroup), {})(ranks)
             joint.can_capture = True
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(small_config("qwen2"))
@@ -203,8 +202,8 @@ def forwards_in_processes(ranks: Ranks, kernel: str) -> dict:
         prepare_model(model, 256)
         whole = ModelRunner(model, 40, 256, 0, kernel=kernel, enforce_eager=True)
         options = {"kernel": kernel, "max_batch_tokens": 256}
-        launched = SharedRunner(model, 40, 256, 0, joint, enforce_eager=True, **options)
-        replayed = SharedRunner(model, 40, 256, 0, joint, **options)
+        launched = ModelRunner(model, 40, 256, 0, tp=joint, enforce_eager=True, **options)
+        replayed = ModelRunner(model, 40, 256, 0, tp=joint, **options)
         ranks.before_end.append(replayed.release)
         sequences = np.random.default_rng(3).integers(1, VOCAB, (40, 256))
         rng, start, differences = np.random.default_rng(4), np.zeros(40, np.int64), np.zeros(2)
@@ -261,8 +260,8 @@ def test_no_graphs_where_they_are_not_wanted_or_sums_cannot_be_in_them(captures,
     def of_rank(joint):
         joint = captures["enter"](joint)
         joint.can_capture = can
-        runner = SharedRunner(
-            copy.deepcopy(model), 4, LONGEST, 3, joint, kernel="varlen", **options
+        runner = ModelRunner(
+            copy.deepcopy(model), 4, LONGEST, 3, tp=joint, kernel="varlen", **options
         )
         return runner.graphs is None and runner.cache.num_spare == 0
 
@@ -277,7 +276,7 @@ def test_only_sums_of_nccl_can_be_in_a_graph(monkeypatch, device, backend, can):
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_backend", lambda: backend)
     assert (
-        RankJoint(SimpleNamespace(device=torch.device(device), rank=0, world_size=2)).can_capture
+        TPGroup(SimpleNamespace(device=torch.device(device), rank=0, world_size=2)).can_capture
         == can
     )
 

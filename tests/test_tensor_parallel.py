@@ -16,16 +16,13 @@ from bubblespec.engine.noise import stream_keys
 from bubblespec.engine.packing import pack_rows
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams, sample
-from bubblespec.engine.shared_runner import SharedRunner
-from bubblespec.engine.slices import (
-    CannotCut,
-    Heads,
-    cut,
-    head_slice,
-    plan_cuts,
-    sample_slices,
-    share_heads,
-    share_of,
+from bubblespec.engine.tensor_parallel import (
+    Shards,
+    TPUnsupported,
+    plan_shards,
+    sample_shards,
+    shard_heads,
+    shard_of,
 )
 from bubblespec.learn.lora import add_adapter
 from bubblespec.types import Row, SampleId
@@ -98,11 +95,12 @@ def whole_and_sliced(
     def of_rank(joint):
         with torch.inference_mode():
             own = copy.deepcopy(model)
-            with cut(plan_cuts(own, joint.rank, size), joint):
+            shards = Shards(own, joint)
+            with shards.applied():
                 return logits(
                     own,
                     KVCache(2, LONGEST),
-                    lambda hidden: head_slice(output_head(own), joint, hidden),
+                    shards.logits,
                 )
 
     return logits(model, KVCache(2, LONGEST), output_head(model)), run_together(size, of_rank)
@@ -119,7 +117,7 @@ def test_slices_give_the_logits_of_the_whole_model(name, size):
         size = 2  # 4 heads without groups on 3 ranks are as good as on 4; 3 is for uneven ones
     wanted, slices = whole_and_sliced(model, size, FED)
     assert [part.shape[1] for part in slices] == [
-        len(range(VOCAB)[share_of(VOCAB, rank, size)]) for rank in range(size)
+        len(range(VOCAB)[shard_of(VOCAB, rank, size)]) for rank in range(size)
     ]
     assert (torch.cat(slices, dim=1) - wanted).abs().max() < 1e-12 * max(
         wanted.abs().max().item(), 1.0
@@ -161,7 +159,7 @@ def test_every_layer_is_shared_and_nothing_is_copied():
     """Of a llama all seven layers of each block: the parts of the ranks make up the whole, and are
     views of its parameters."""
     model = build("uneven, tied")
-    cuts = [plan_cuts(model, rank, 2) for rank in range(2)]
+    cuts = [plan_shards(model, rank, 2) for rank in range(2)]
     assert len(cuts[0]) == 7 * model.config.num_hidden_layers
     for first, second in zip(*cuts, strict=True):
         width = first.module.in_features if first.is_rowwise else first.module.out_features
@@ -189,35 +187,35 @@ def test_heads_are_shared_by_all_ranks(heads, key_heads):
         if heads // key_heads < -(-size // key_heads):
             for rank in range(size):  # or some would wait for the others
                 with pytest.raises(
-                    CannotCut,
+                    TPUnsupported,
                     match=f"{heads} query heads and {key_heads} key/value heads are too few",
                 ):
-                    share_heads(heads, key_heads, rank, size)
+                    shard_heads(heads, key_heads, rank, size)
             continue
-        shares = [share_heads(heads, key_heads, rank, size) for rank in range(size)]
-        assert [q for share in shares for q in range(heads)[share.query]] == list(range(heads))
+        shares = [shard_heads(heads, key_heads, rank, size) for rank in range(size)]
+        assert [q for share in shares for q in range(heads)[share[0]]] == list(range(heads))
         for share in shares:
             fold = heads // key_heads
-            looked_at = {q // fold for q in range(heads)[share.query]}
-            keys = range(key_heads)[share.key]
-            assert looked_at == set(keys) and len(range(heads)[share.query]) % len(keys) == 0
+            looked_at = {q // fold for q in range(heads)[share[0]]}
+            keys = range(key_heads)[share[1]]
+            assert looked_at == set(keys) and len(range(heads)[share[0]]) % len(keys) == 0
 
 
 def test_two_ranks_share_a_group_of_seven():
-    assert [share_heads(28, 4, rank, 8) for rank in (0, 1, 7)] == [
-        Heads(slice(0, 3), slice(0, 1)),
-        Heads(slice(3, 7), slice(0, 1)),
-        Heads(slice(24, 28), slice(3, 4)),
+    assert [shard_heads(28, 4, rank, 8) for rank in (0, 1, 7)] == [
+        (slice(0, 3), slice(0, 1)),
+        (slice(3, 7), slice(0, 1)),
+        (slice(24, 28), slice(3, 4)),
     ]
 
 
 @pytest.mark.parametrize(
     "name, why",
-    [("gpt2", "has no plan of layers to cut"), ("phi3", "has no plan of layers to cut")],
+    [("gpt2", "has no plan of layers to shard"), ("phi3", "has no plan of layers to shard")],
 )
 def test_architectures_without_a_plan_are_refused(make_model, name, why):
-    with pytest.raises(CannotCut, match=why):
-        plan_cuts(make_model(name), 0, 2)
+    with pytest.raises(TPUnsupported, match=why):
+        plan_shards(make_model(name), 0, 2)
 
 
 def test_a_plan_that_is_wrong_is_found(make_model):
@@ -226,16 +224,17 @@ def test_a_plan_that_is_wrong_is_found(make_model):
     prepare_model(model, LONGEST)
 
     def check(joint):
-        runner = SharedRunner(copy.deepcopy(model), 2, LONGEST, 0, joint)
-        runner.check()
-        runner.cuts = [
+        runner = ModelRunner(copy.deepcopy(model), 2, LONGEST, 0, tp=joint)
+        runner.shards.check()
+        runner.shards.specs = [
             c._replace(part=slice(0, 48)) if c.part == slice(48, 96) and c.is_rowwise else c
-            for c in runner.cuts
+            for c in runner.shards.specs
         ]
         with pytest.raises(
-            CannotCut, match=r"LlamaForCausalLM computed in slices, .* differs from the whole model"
+            TPUnsupported,
+            match=r"LlamaForCausalLM computed in shards, .* differs from the whole model",
         ):
-            runner.check()
+            runner.shards.check()
 
     run_together(2, check)
 
@@ -249,8 +248,10 @@ def test_a_model_whose_code_fails_in_slices_is_refused(make_model):
         )
 
     def check(joint):
-        with pytest.raises(CannotCut, match="forward of LlamaForCausalLM in slices fails: mat1"):
-            SharedRunner(copy.deepcopy(model), 2, LONGEST, 0, joint).check()
+        with pytest.raises(
+            TPUnsupported, match="forward of LlamaForCausalLM in shards fails: mat1"
+        ):
+            ModelRunner(copy.deepcopy(model), 2, LONGEST, 0, tp=joint).shards.check()
 
     run_together(2, check)
 
@@ -283,8 +284,8 @@ def test_samples_of_slices_are_those_of_the_whole(name, size, offset, monkeypatc
     wanted = sample(logits, keys, generated, PARAMS[name])
 
     def of_rank(joint):
-        own = logits[:, share_of(VOCAB, joint.rank, size)]
-        return sample_slices(own, keys, generated, PARAMS[name], vocab_size=VOCAB, joint=joint)
+        own = logits[:, shard_of(VOCAB, joint.rank, size)]
+        return sample_shards(own, keys, generated, PARAMS[name], vocab_size=VOCAB, tp=joint)
 
     for token, *logprobs in run_together(size, of_rank):
         assert torch.equal(token, wanted[0])
@@ -328,10 +329,10 @@ def test_rows_of_a_shared_engine_are_those_of_a_plain_one(name, size, rule):
             known = min(len(of.tokens) // 2, 7)
             row.tokens, row.logprob = of.tokens[:known].copy(), of.logprob[:known].copy()
             row.full_logprob = of.full_logprob[:known].copy()
-        runner = SharedRunner(
-            copy.deepcopy(model), 4, LONGEST, 3, joint, max_batch_tokens=24, rule=rule
+        runner = ModelRunner(
+            copy.deepcopy(model), 4, LONGEST, 3, tp=joint, max_batch_tokens=24, rule=rule
         )
-        runner.check()
+        runner.shards.check()
         Engine(runner).run(own, params, drafts)
         keys = runner.cache.keys[0].shape
         return own, drafts.num_accepted, keys
@@ -341,7 +342,7 @@ def test_rows_of_a_shared_engine_are_those_of_a_plain_one(name, size, rule):
         assert [row.tokens.tolist() for row in own] == [row.tokens.tolist() for row in wanted]
         assert [row.finish for row in own] == [row.finish for row in wanted]
         config = model.config
-        heads = share_heads(config.num_attention_heads, config.num_key_value_heads, rank, size).key
+        heads = shard_heads(config.num_attention_heads, config.num_key_value_heads, rank, size)[1]
         assert shape[2] == heads.stop - heads.start, "a rank holds keys of its own heads alone"
         for row, of in zip(own, wanted, strict=True):
             np.testing.assert_allclose(row.logprob, of.logprob, rtol=1e-6)

@@ -1,0 +1,303 @@
+"""Tensor parallelism: one forward computed by all ranks together, each with a shard of the weights
+that it holds anyway.
+
+Every rank has the whole model, so a shard is a view of its parameters: nothing is copied or moved.
+The configuration's `base_model_tp_plan` names the linear layers that are sharded. A "colwise" layer
+computes some of its outputs, attention heads or hidden units of an MLP; the "rowwise" layer behind
+it takes these as its inputs, and its output is the sum over ranks (Megatron-LM, Shoeybi et al.
+2019, arXiv 1909.08053, section 3). Every rank computes all else whole. The output head gives the
+logits of a shard of the vocabulary, from which the ranks sample together (`sample_shards`).
+
+Shape legend: N packed tokens, T positions sampled, V vocabulary, v of it on this rank, P ranks.
+"""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.functional import linear, pad
+from transformers import PreTrainedModel
+
+from bubblespec.dist.ranks import Ranks, all_gather
+from bubblespec.engine import sampling
+from bubblespec.engine.kv_cache import KVCache
+from bubblespec.engine.model import TOLERANCE, forward_hidden, output_head, random_tokens
+from bubblespec.engine.packing import pack_rows
+from bubblespec.engine.sampling import SamplingParams
+from bubblespec.errors import EndsRun
+
+KEYS_AND_VALUES = ("k_proj", "v_proj")  # sharded by key/value heads, other layers by query heads
+CHECKED = 12  # tokens
+# What code that expects all of its heads may raise.
+MODEL_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, AttributeError)
+
+
+class TPUnsupported(ValueError):
+    """This model cannot be computed by so many ranks together; the message says why."""
+
+
+class TPGroup:
+    """The ranks of a run, and the collectives of their common forwards: all ranks call the same in
+    the same order."""
+
+    def __init__(self, ranks: Ranks):
+        self.ranks, self.rank, self.size = ranks, ranks.rank, ranks.world_size
+        is_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+        self.can_capture = ranks.device.type == "cuda" and is_nccl
+        """Whether sums may be part of a CUDA graph. Gloo's go through the host."""
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks, in place. On a GPU the host does not wait for it: a rank that is missing
+        is found at the next gather, which comes after it in the stream."""
+        if tensor.device.type == "cuda":
+            dist.all_reduce(tensor)
+            return tensor
+        return self.ranks.sum_(tensor)
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Equally shaped tensors of all ranks: [P, ...]. The host waits for it."""
+        if tensor.device.type == "cpu":
+            return torch.from_numpy(self.ranks.gather(tensor.numpy()))
+        everyone = tensor.new_empty(self.size, *tensor.shape)
+        own = tensor.contiguous().view(-1)
+        self.ranks.complete(lambda: all_gather(everyone.view(-1), own, async_op=True))
+        return everyone
+
+
+class ShardSpec(NamedTuple):
+    """A linear layer of which this rank computes a part."""
+
+    module: torch.nn.Module
+    is_rowwise: bool
+    part: slice
+    """Of its outputs; of its inputs where it is rowwise."""
+
+
+class Shards:
+    """This rank's part of a model."""
+
+    def __init__(self, model: PreTrainedModel, tp: TPGroup):
+        """Raises TPUnsupported, on all ranks or on none."""
+        self.model, self.tp = model, tp
+        self.specs = plan_shards(model, tp.rank, tp.size)
+
+    @contextlib.contextmanager
+    def applied(self, sum_: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Iterator[None]:
+        """Within it the model's layers compute this rank's parts. Their parameters stay as they
+        are. sum_: in place of that over ranks."""
+        changed: list[torch.nn.Module] = []
+
+        def change(module: torch.nn.Module, forward: Callable) -> None:
+            module.forward = forward  # hides that of its class
+            changed.append(module)
+
+        try:
+            for module, is_rowwise, part in self.specs:
+                base = getattr(module, "base_layer", module)  # of a layer with a LoRA adapter
+                if is_rowwise:
+                    adapters = () if base is module else module.lora_A.values()
+                    for layer in (base, *adapters):
+                        change(layer, partial(_row_shard, layer, part))
+                    change(
+                        module, partial(_summed, module.forward, base.bias, sum_ or self.tp.sum_)
+                    )
+                else:
+                    adapters = () if base is module else module.lora_B.values()
+                    for layer in (base, *adapters):
+                        change(layer, partial(_column_shard, layer, part))
+            yield
+        finally:
+            for module in changed:
+                vars(module).pop("forward", None)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """This rank's logits [T, v] of hidden states [T, hidden]."""
+        head = output_head(self.model)
+        return _column_shard(head, shard_of(head.out_features, self.tp.rank, self.tp.size), hidden)
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        keys: torch.Tensor,
+        num_generated: torch.Tensor,
+        params: SamplingParams,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`sampling.sample` from this rank's logits [T, v]."""
+        vocab_size = output_head(self.model).out_features
+        return sample_shards(logits, keys, num_generated, params, vocab_size=vocab_size, tp=self.tp)
+
+    @torch.inference_mode()
+    def check(self) -> None:
+        """On all ranks together: whether shards give what the whole model gives. Raises
+        TPUnsupported on all of them if not."""
+        model, name = self.model, type(self.model).__name__
+        tokens, count = random_tokens(model, CHECKED), np.array([CHECKED])
+
+        def hidden() -> torch.Tensor:
+            packing = pack_rows(KVCache(1, CHECKED), 0 * count, count, model.device)
+            return forward_hidden(model, tokens, packing)
+
+        try:
+            with self.applied():
+                sharded = hidden()
+        except EndsRun:  # a rank is missing
+            raise
+        except MODEL_ERRORS as error:  # alike on all ranks: before the first sum of a layer
+            raise TPUnsupported(
+                f"the forward of {name} in shards fails: {' '.join(str(error).split())}"
+            ) from error
+        whole = hidden()
+        difference = (sharded - whole).abs().max() / whole.abs().max().clamp(min=1.0)
+        largest = self.tp.gather(difference.double()[None]).max().item()
+        if not largest <= TOLERANCE.get(model.dtype, 0.1):
+            raise TPUnsupported(
+                f"{name} computed in shards, as base_model_tp_plan of its configuration says, "
+                f"differs from the whole model by {largest:.1e}"
+            )
+
+
+def shard_of(count: int, rank: int, size: int) -> slice:
+    """One rank's of `count` things in a row; the numbers of any two ranks differ by at most 1."""
+    return slice(count * rank // size, count * (rank + 1) // size)
+
+
+def shard_heads(num_heads: int, num_key_heads: int, rank: int, size: int) -> tuple[slice, slice]:
+    """One rank's query heads, and the key/value heads that they look at.
+
+    Whole groups of the query heads that look at one key/value head, where there are as many as
+    ranks. Else several ranks share a group: each has some of its query heads, and all have its
+    key/value head. Raises TPUnsupported if some rank would have none.
+    """
+    fold = num_heads // num_key_heads
+    if num_key_heads >= size:
+        key = shard_of(num_key_heads, rank, size)
+        return slice(key.start * fold, key.stop * fold), key
+    groups = [other * num_key_heads // size for other in range(size)]
+    group = groups[rank]
+    members = [other for other in range(size) if groups[other] == group]
+    if fold < -(-size // num_key_heads):  # of the largest group: all ranks say the same
+        raise TPUnsupported(
+            f"{num_heads} query heads and {num_key_heads} key/value heads are too few for "
+            f"{size} ranks"
+        )
+    query = shard_of(fold, members.index(rank), len(members))
+    return (
+        slice(group * fold + query.start, group * fold + query.stop),
+        slice(group, group + 1),
+    )
+
+
+def plan_shards(model: PreTrainedModel, rank: int, size: int) -> list[ShardSpec]:
+    """This rank's part of every layer that is sharded. Raises TPUnsupported."""
+    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
+    plan = getattr(config, "base_model_tp_plan", None) or {}
+    num_heads = getattr(config, "num_attention_heads", 0)
+    num_key_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    specs: list[ShardSpec] = []
+    for parent_name, parent in model.base_model.named_modules():
+        styles = {}
+        for child, module in parent.named_children():
+            style = plan.get(re.sub(r"\b\d+\b", "*", f"{parent_name}.{child}"))
+            is_linear = isinstance(getattr(module, "base_layer", module), torch.nn.Linear)
+            if style in ("colwise", "rowwise") and is_linear:
+                styles[child] = style
+        if set(styles.values()) != {"colwise", "rowwise"}:
+            continue
+        for child, style in styles.items():
+            module, is_rowwise = getattr(parent, child), style == "rowwise"
+            width = count = module.in_features if is_rowwise else module.out_features
+            own = shard_of(count, rank, size)
+            if hasattr(parent, "layer_idx"):  # an attention
+                query, key = shard_heads(num_heads, num_key_heads, rank, size)
+                is_key = child in KEYS_AND_VALUES
+                own, count = (key, num_key_heads) if is_key else (query, num_heads)
+            if width % count or width < size:
+                raise TPUnsupported(
+                    f"{parent_name}.{child} has {width} features, which {size} ranks cannot share "
+                    f"by heads"
+                )
+            part = slice(own.start * width // count, own.stop * width // count)
+            specs.append(ShardSpec(module, is_rowwise, part))
+    if not specs:
+        raise TPUnsupported(
+            f"{name} has no plan of layers to shard (base_model_tp_plan of its configuration)"
+        )
+    if not isinstance(model.get_output_embeddings(), torch.nn.Linear):
+        raise TPUnsupported(f"{name} has an output head that is not a linear layer")
+    return specs
+
+
+def _column_shard(layer: torch.nn.Linear, part: slice, x: torch.Tensor) -> torch.Tensor:
+    return linear(x, layer.weight[part], None if layer.bias is None else layer.bias[part])
+
+
+def _row_shard(layer: torch.nn.Linear, part: slice, x: torch.Tensor) -> torch.Tensor:
+    """Without the bias: it is added once, to the sum over ranks."""
+    return linear(x, layer.weight[:, part])
+
+
+def _summed(
+    forward: Callable, bias: torch.Tensor | None, sum_: Callable, x: torch.Tensor
+) -> torch.Tensor:
+    out = sum_(forward(x))
+    return out if bias is None else out + bias
+
+
+def sample_shards(
+    logits: torch.Tensor,
+    keys: torch.Tensor,
+    num_generated: torch.Tensor,
+    params: SamplingParams,
+    *,
+    vocab_size: int,
+    tp: TPGroup,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`sampling.sample` from shards of the vocabulary: logits are this rank's, [T, v]. Returns the
+    same, equal to the bit on all ranks, however they round: it is worked out from what they have
+    exchanged.
+
+    Of each position the ranks exchange their best token, the largest perturbed logit, and sums of
+    exponentials. top_k and top_p need all logits, which are then exchanged.
+    """
+    if 0 < params.top_k < vocab_size or params.top_p < 1.0:
+        return sampling.sample(_whole(logits, vocab_size, tp), keys, num_generated, params)
+    first = shard_of(vocab_size, tp.rank, tp.size).start
+    stops = [t - first for t in params.stop_token_ids if first <= t < first + logits.shape[1]]
+    own = SamplingParams(
+        params.temperature, stop_token_ids=tuple(stops), min_length=params.min_length
+    )
+    chunks = sampling.chunks(logits, keys, num_generated)
+    of_ranks = tp.gather(torch.cat([_best_of_shard(*chunk, own, first) for chunk in chunks]))
+    best, token, chosen, full_sums, sums = of_ranks.unbind(-1)
+    winner = best.argmax(0)[None]
+    token, chosen = token.gather(0, winner)[0].long(), chosen.gather(0, winner)[0]
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    full_logprob = (chosen - full_sums.logsumexp(0)).to(dtype)
+    if params.temperature == 0.0:
+        return token, torch.zeros_like(full_logprob), full_logprob
+    return token, (chosen - sums.logsumexp(0)).to(dtype), full_logprob
+
+
+def _best_of_shard(logits, keys, num_generated, params: SamplingParams, first: int) -> torch.Tensor:
+    """Of each position: the largest perturbed logit of the shard, its token, its logit, and the
+    logarithms of the sums of exponentials over the shard, of all logits and of those allowed;
+    float64 [T, 5]."""
+    ids = torch.arange(first, first + logits.shape[1], dtype=torch.int32, device=logits.device)
+    logits, allowed, perturbed = sampling.perturb(logits, keys, num_generated, params, ids)
+    best, index = perturbed.max(-1)
+    chosen = logits.gather(-1, index[:, None])[:, 0]
+    sums = [values.logsumexp(-1) for values in (logits, allowed)]
+    return torch.stack([column.double() for column in (best, index + first, chosen, *sums)], dim=-1)
+
+
+def _whole(logits: torch.Tensor, vocab_size: int, tp: TPGroup) -> torch.Tensor:
+    """The logits of all ranks, [T, V]."""
+    widths = [len(range(vocab_size)[shard_of(vocab_size, r, tp.size)]) for r in range(tp.size)]
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    shards = tp.gather(pad(logits, (0, max(widths) - logits.shape[1])))
+    return torch.cat([s[:, :width] for s, width in zip(shards, widths, strict=True)], dim=1)

@@ -1,0 +1,279 @@
+"""The tensor-parallel tail: when few rows are left on all ranks, all ranks decode them together,
+each with a shard of the weights.
+
+Entered at a tick, by what all ranks know. Each rank takes its unfinished rows out of its engine,
+all ranks get the tokens of all of them, and an engine that is the same on every rank feeds prompts
+and tokens again and goes on. Its forwards are in lockstep: whatever could differ between ranks is
+exchanged. Tokens are the same by themselves, as every rank works them out from what all have
+exchanged; drafts, those of the learned drafter too, are proposed by the rank that owns the row,
+which knows its text; whether to stop is asked every few forwards. When the last row is done, each
+rank has its own rows' results, and the rollout ends with the next tick.
+"""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from bubblespec.config import Config
+from bubblespec.dist.ranks import Ranks
+from bubblespec.draft.learned import LearnedDrafts
+from bubblespec.draft.windows import CostModel
+from bubblespec.engine.chains import Chains
+from bubblespec.engine.engine import Engine, Proposer
+from bubblespec.engine.runner import ModelRunner
+from bubblespec.engine.sampling import SamplingParams
+from bubblespec.engine.tensor_parallel import TPGroup, TPUnsupported
+from bubblespec.errors import log
+from bubblespec.idle.set_up_speculation import profile
+from bubblespec.idle.speculation import Speculation
+from bubblespec.planner.tail import MIN_GAIN, use_tp_tail
+from bubblespec.records import RolloutRecord, Span
+from bubblespec.rollout.board import RankState
+from bubblespec.rollout.codec import decode_rows, encode_rows
+from bubblespec.rollout.forecast import OVERHEAD_TICKS, unfinished_rows
+from bubblespec.rollout.standing import Standing
+from bubblespec.types import Row, SampleId
+
+STOP_INTERVAL = 8  # forwards between two questions whether any rank has been told to stop
+MAX_DRAFT_TOKENS = 64  # of a row
+NUM_TIMED = 3  # forwards at the start, after those that do not count
+
+
+class TPTail:
+    """The engine of all ranks together, and when to use it. Made once a run, by all ranks
+    together."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        ranks: Ranks,
+        max_rows: int,
+        max_new_tokens: int,
+        is_worth_it: Callable[[Standing], bool] | None = None,
+    ):
+        """max_rows: of all ranks, with which it is entered, at most the engine's slots;
+        is_worth_it: a pure function of what all ranks know; None enters it with so many rows
+        always."""
+        self.engine, self.ranks, self.max_rows = engine, ranks, max_rows
+        self.max_new_tokens = max_new_tokens
+        self._drafter: tuple[LearnedDrafts, Chains] | None = None
+        self._is_worth_it = is_worth_it
+
+    def draft_with(self, source: LearnedDrafts, chains: Chains) -> None:
+        """The learned drafter drafts for rows in here too. source: one of the proposer's; chains:
+        of this engine."""
+        self._drafter = source, chains
+
+    def is_due(self, standing: Standing, states: list[RankState]) -> bool:
+        """Whether all ranks enter it at this tick. Where some rows are not trained on, never: what
+        is left of these is not finished anyway."""
+        num_left = int((standing.told >= 0).sum())
+        if standing.selection is not None or any(state.must_stop for state in states):
+            return False
+        if not 0 < num_left <= self.max_rows:
+            return False
+        return self._is_worth_it is None or self._is_worth_it(standing)
+
+    def run(
+        self,
+        own: dict[int, Row],
+        standing: Standing,
+        params: SamplingParams,
+        proposer: Proposer | None,
+        *,
+        on_finished: Callable[[Row], None],
+        record: RolloutRecord,
+    ) -> None:
+        """Generate the unfinished rows of all ranks to their end, on all ranks together. If any
+        rank has been told to stop, all leave, and the rows keep their tokens so far.
+
+        own: this rank's, by index; proposer: on all ranks or on none; on_finished: called with each
+        of the own rows.
+        """
+        ranks, engine = self.ranks, self.engine
+        began_s = ranks.clock.perf_counter()
+        rows = self._gather(own, standing)
+        if not rows:  # all have ended since the tick
+            return
+        is_own = {id(row) for row in own.values()}
+        drafts = None if proposer is None else OwnersPropose(proposer, is_own, ranks.gather)
+        engine.reset()  # the weights have changed since the last time
+        engine.add([rows[index] for index in sorted(rows)])
+        before, num_steps = engine.num_forwards, 0
+        with contextlib.ExitStack() as stack:
+            if self._drafter is not None:
+                source, chains = self._drafter
+                stack.enter_context(source.elsewhere(chains, engine))
+            while not engine.is_idle:
+                if num_steps % STOP_INTERVAL == 0:
+                    if ranks.gather(np.array([ranks.must_stop], np.uint8)).any():
+                        break
+                finished, _ = engine.step(params, drafts)
+                num_steps += 1
+                for row in finished:
+                    if id(row) in is_own:
+                        on_finished(row)
+        engine.collect()
+        # Memory and graphs stay: they are few rows, and capturing may take as long as what is
+        # gained.
+        engine.reset()
+        record.shared.append(Span("shared", began_s, ranks.clock.perf_counter()))
+        record.shared_rows += len(own)
+        record.shared_forwards += engine.num_forwards - before
+
+    def _gather(self, own: dict[int, Row], standing: Standing) -> dict[int, Row]:
+        """The unfinished rows of all ranks, by index: the own ones as they are, of the others
+        copies."""
+        rows = dict(own)
+        for rank, numbers in enumerate(self.ranks.gather_ragged(encode_rows(own))):
+            for known in decode_rows(numbers) if rank != self.ranks.rank else ():
+                row = rows[known.index] = standing.make_row(known.index, self.max_new_tokens)
+                row.tokens, row.logprob = known.tokens, known.logprob
+                row.full_logprob = known.full_logprob
+        return rows
+
+
+class OwnersPropose:
+    """The engine's `Proposer` where all ranks have all rows: each asks its own one for its own
+    rows, and all get all drafts."""
+
+    def __init__(
+        self, proposer: Proposer, is_own: set[int], gather: Callable[[np.ndarray], np.ndarray]
+    ):
+        """is_own: id() of the own rows; gather: see `Ranks`."""
+        self.proposer, self.is_own, self.gather = proposer, is_own, gather
+
+    def propose(
+        self, rows: list[Row], lengths: np.ndarray, room: np.ndarray, budget: int
+    ) -> list[np.ndarray | None]:
+        """See `Proposer`. What is exchanged has one size on all ranks."""
+        own, numbers = self._own(rows), np.full((len(rows), MAX_DRAFT_TOKENS), -1)
+        if own:
+            room = np.minimum(room, MAX_DRAFT_TOKENS)
+            own_rows = [rows[i] for i in own]
+            drafts = self.proposer.propose(own_rows, lengths[own], room[own], budget)
+            for i, draft in zip(own, drafts, strict=True):
+                if draft is not None:
+                    draft = draft[: room[i]]
+                    numbers[i, : len(draft)] = draft
+        return [tokens[tokens >= 0] for tokens in self.gather(numbers).max(axis=0)]
+
+    def observe(
+        self,
+        rows: list[Row],
+        tokens: list[np.ndarray],
+        num_draft: np.ndarray,
+        num_accepted: np.ndarray,
+    ) -> None:
+        """See `Proposer`: of the own rows."""
+        if own := self._own(rows):
+            self.proposer.observe(
+                [rows[i] for i in own], [tokens[i] for i in own], num_draft[own], num_accepted[own]
+            )
+
+    def _own(self, rows: list[Row]) -> list[int]:
+        return [i for i, row in enumerate(rows) if id(row) in self.is_own]
+
+
+def make_tp_tail(
+    config: Config,
+    ranks: Ranks,
+    engine: Engine,
+    params: SamplingParams,
+    speculation: Speculation | None,
+    *,
+    max_rows: int,
+) -> TPTail | None:
+    """None where there is one rank, the key says so, the model cannot be sharded, or, with auto,
+    it is measured not to pay. Computes forwards: all ranks must call it together. speculation:
+    where a run has any; without it there are no ticks; max_rows: of `choose_tp_rows`."""
+    wanted = config.rollout.tp_tail_max_rows
+    if ranks.world_size == 1 or not max_rows or speculation is None:
+        return None
+    alone: ModelRunner = engine.runner
+    ranks.place = "set-up of the tensor-parallel tail"
+    try:
+        runner = ModelRunner(
+            alone.model,
+            max_rows,
+            alone.max_length,
+            alone.seed,
+            max_batch_tokens=max(alone.max_batch_tokens, max_rows),
+            kernel=alone.kernel,
+            rule=alone.rule,
+            enforce_eager=alone.graphs is None,
+            tp=TPGroup(ranks),
+            beside=alone.graphs,
+        )
+        runner.shards.check()
+    except TPUnsupported as error:
+        if wanted != "auto" and ranks.is_main:
+            log(
+                f"warning: rollout.tp_tail_max_rows: {error}; the last rows are decoded by the "
+                f"ranks that have them"
+            )
+        return None
+    together, is_worth_it = Engine(runner), None
+    if wanted == "auto":
+        tp_cost = measure(together, engine, params, ranks)
+        if tp_cost is None:
+            together.release()
+            return None
+        shape = {"num_ranks": ranks.world_size, "num_slots": engine.num_slots}
+        is_worth_it = expects_gain(speculation, tp_cost, **shape)
+    ranks.before_end.append(runner.release)
+    return TPTail(together, ranks, max_rows, config.rollout.max_completion_length, is_worth_it)
+
+
+def expects_gain(
+    speculation: Speculation, tp_cost: np.ndarray, *, num_ranks: int, num_slots: int
+) -> Callable[[Standing], bool]:
+    """Whether it is worth it by the costs of forwards, measured alone and together, and by what the
+    rows are expected to need."""
+
+    def is_worth_it(standing: Standing) -> bool:
+        if standing.expected is None or speculation.shared_cost is None:
+            return False
+        _, rows = unfinished_rows(standing, standing.expected, speculation.outlook)
+        return use_tp_tail(
+            rows.owners,
+            rows.left,
+            rows.prompt_tokens + rows.so_far,
+            speculation.shared_cost,
+            tp_cost,
+            num_ranks=num_ranks,
+            num_slots=num_slots,
+            overhead_s=OVERHEAD_TICKS * speculation.board.interval_s,
+        )
+
+    return is_worth_it
+
+
+def measure(
+    together: Engine, alone: Engine, params: SamplingParams, ranks: Ranks
+) -> np.ndarray | None:
+    """The cost of forwards of all ranks together, coefficients of a `CostModel`, the same on all
+    ranks; None where a forward of one row takes no less time together than alone, so that it cannot
+    pay."""
+    params = replace(params, stop_token_ids=())  # nothing is to end a row
+    seconds = [_seconds_of_a_forward(engine, params, ranks) for engine in (alone, together)]
+    alone_s, together_s = ranks.gather(np.array(seconds)).max(axis=0).tolist()
+    if together_s >= (1 - MIN_GAIN) * alone_s:
+        return None
+    cost = CostModel()
+    profile(together, params, cost, clock=ranks.clock)
+    return ranks.gather(cost.coefficients).mean(axis=0)
+
+
+def _seconds_of_a_forward(engine: Engine, params: SamplingParams, ranks: Ranks) -> float:
+    """Of one row; its result has come back to the host."""
+    engine.reset()
+    engine.add([Row(SampleId(0, 0, 0), (1, 1), min(2 * NUM_TIMED, engine.max_length - 2))])
+    seconds = []
+    while not engine.is_idle:
+        began_s = ranks.clock.perf_counter()
+        engine.step(params)
+        seconds.append(ranks.clock.perf_counter() - began_s)
+    return float(np.median(seconds[-NUM_TIMED:]))
