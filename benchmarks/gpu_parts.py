@@ -22,7 +22,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from bubblespec.draft.proposer import make_proposer
 from bubblespec.draft.suffix import History
-from bubblespec.draft.windows import CostModel
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.graphs import ForwardGraphs, can_capture
 from bubblespec.engine.kv_cache import KVCache
@@ -31,6 +30,7 @@ from bubblespec.engine.noise import gumbel, stream_keys
 from bubblespec.engine.packing import pack_rows
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams, sample
+from bubblespec.planner.costs import CostModel
 from bubblespec.types import Draft, Row, SampleId
 
 NEEDS_CUDA = "needs CUDA"

@@ -168,10 +168,9 @@ class RolloutConfig:
     dynamic_sampling_max_batches: int = key(4, at_least(1), at_most(1 << 16))
     """Most batches generated in a step, the first among them; groups that they cannot replace stay
     in."""
-    placement: Literal["in_turn", "balanced", "balanced+take_over"] = key("balanced", resume=SAFE)
+    placement: Literal["in_turn", "balanced"] = key("balanced", resume=SAFE)
     """Which rank generates what: prompts in turn, or samples so that all ranks are expected to end
-    together; with take_over a rank that has finished takes samples of the slowest one. Changes the
-    time of a run, and no token."""
+    together. Changes the time of a run, and no token."""
     tp_tail_max_rows: int | str = key(
         "auto", at_least(0, or_else="auto"), at_most(1 << 10), resume=SAFE
     )
@@ -296,13 +295,10 @@ class SpeculativeConfig:
     rule: Literal["coupled", "point_mass"] = "coupled"
     """When a draft token is accepted; coupled shares its noise with the draft, point_mass does not
     (for ablation)."""
-    fixed_window: int | None = key(None, at_least(0, or_else="null"), resume=SAFE)
-    """Propose this many draft tokens always, instead of planning windows by their cost (for
-    ablation)."""
-    check_every: int = key(50, at_least(0), resume=SAFE)
-    """Rollouts after which one is made without drafts, to see what drafts save. Besides, rollouts
-    are made without drafts for a while where these have lost more than 2.5% of the run's time.
-    Neither with tail batching. 0: never, and drafts may lose what they do."""
+    planning: Literal["by_cost", "always", "idle_only"] = key("by_cost", resume=SAFE)
+    """What is drafted alongside a rank's own rows, and how many draft tokens are verified: by_cost
+    does what measured costs say is faster; always, whatever it costs; idle_only drafts on ranks
+    that wait, and nowhere else."""
     max_history_tokens: int = key(4_000_000, at_least(0), resume=SAFE)
     """Tokens of earlier epochs' responses kept for suffix matching; the oldest are dropped
     first."""
@@ -318,9 +314,6 @@ class BubbleConfig:
     max_draft_tokens: int = key(2_000_000, at_least(0), resume=SAFE)
     """Tokens of drafts that are stored (4 bytes each): of coming steps, and as many of the last
     evaluation."""
-    max_slowdown: float = key(1.0, at_least(0), at_most(1e9), resume=SAFE)
-    """How much slower drafts may make the forwards of a rank that still decodes; 0 drafts only once
-    its rows are done."""
     progress_backend: Literal["auto", "nccl", "gloo", "shm"] = key("auto", resume=SAFE)
     """What carries the progress ticks: nccl on a stream of its own, a gloo group, or memory that
     the ranks of one machine share (shm); auto takes nccl on GPUs, shm on one machine's CPUs, and

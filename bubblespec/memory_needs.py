@@ -252,7 +252,7 @@ def shared_sampling_bytes(config: Config, vocab: int, size: int, world_size: int
     these in a row."""
     rollout, speculative = config.rollout, config.speculative
     rows = AUTO_SHARED_ROWS if rollout.tp_tail_max_rows == "auto" else rollout.tp_tail_max_rows
-    window = int(WINDOWS[-1]) if speculative.fixed_window is None else speculative.fixed_window
+    window = int(WINDOWS[-1])
     window = 0 if speculative.method == "none" else window
     positions, own = (
         min(rows * (1 + window), max(rollout.max_batch_tokens, rows)),

@@ -133,11 +133,10 @@ class IdleUse:
     """What came of one use of idle time in one rollout on one rank."""
 
     seconds: float = 0.0
-    """That this rank has spent on it, in hard bubbles and, where it slowed rows of its own down,
-    beside them."""
+    """That this rank has spent on it, waiting or alongside rows of its own."""
     expected_s: float = 0.0
-    """Of wall time, that the offers which this rank was given were expected to save."""
-    brought_s: float = 0.0
+    """Of wall time, that the jobs which this rank was given were expected to save."""
+    saved_s: float = 0.0
     """Of wall time, that the use as a whole is estimated to have saved in this rollout's step; the
     same on every rank."""
 
@@ -162,10 +161,6 @@ class RolloutRecord:
     num_ticks: int = 0
     drafted_tokens: int = 0
     """For coming steps."""
-    taken_rows: int = 0
-    """Rows that came from another rank."""
-    first_taken_s: float = math.inf
-    """When the first of them came, to a rank that had finished its own."""
     acceptance: Acceptance = field(default_factory=Acceptance)
     idle: dict[str, IdleUse] = field(default_factory=dict)
     """By the name of the use."""
@@ -205,16 +200,11 @@ class RolloutRecord:
     def spans(self) -> list[Span]:
         """What the rank did when, in order of time; forwards of one kind in a row are one span."""
         spans: list[Span] = []
-        started = [
-            Span(
-                "take over" if f.own_rows and f.begin_s >= self.first_taken_s else f.kind,
-                f.end_s - f.engine_s - f.propose_s,
-                f.end_s,
-            )
-            for f in self.forwards
-        ]
+        forwards = (
+            Span(f.kind, f.end_s - f.engine_s - f.propose_s, f.end_s) for f in self.forwards
+        )
         for span in sorted(
-            (*started, *self.waits, *self.slices, *self.shared), key=lambda span: span.begin_s
+            (*forwards, *self.waits, *self.slices, *self.shared), key=lambda span: span.begin_s
         ):
             if spans and spans[-1].kind == span.kind:
                 span = Span(span.kind, spans.pop().begin_s, span.end_s)

@@ -72,7 +72,7 @@ def warm_start(sampler: Sampler, learner: Learner, step: int, plans: dict[str, P
     batches = [schedule.launch(step).groups, *schedule.upcoming(step, depth)]
     rows = generate(batches, config, sampler.engine, sampler.params, ranks)
     if "bubble" in config.speculative.method:
-        sampler.speculation.keep(rows, step)
+        sampler.keep_as_drafts(rows, step, are_deferred=False)
     sampler.engine.release()
     ids = frequent_ids(rows, sampler.params.stop_token_ids, config.drafter.vocab_size, ranks)
     try:
@@ -144,12 +144,12 @@ def _use(
     sampler: Sampler,
     learner: Learner,
 ) -> None:
-    ranks, speculation = sampler.ranks, sampler.speculation
-    source = LearnedDrafts(chains, sampler.engine, speculation.proposer.cost, ranks.clock)
+    ranks = sampler.ranks
+    source = LearnedDrafts(chains, sampler.engine, sampler.proposer.cost, ranks.clock)
     source.acceptance.expect(accepted)
     source.follow(True)
     source.profile()
-    speculation.proposer.sources.append(source)
+    sampler.proposer.sources.append(source)
     if (tail := sampler.tail) is not None:
         runner = tail.engine.runner
         runner.chains = Chains(training.drafter, runner, sampler.params)

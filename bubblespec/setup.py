@@ -49,7 +49,6 @@ from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError, log
-from bubblespec.idle.set_up_speculation import make_speculation
 from bubblespec.learn.learner import Learner
 from bubblespec.learn.lora import add_adapter
 from bubblespec.learn.optimizer import Optimizer
@@ -57,7 +56,7 @@ from bubblespec.learn.streaming import GradientStream
 from bubblespec.memory import choose_num_slots, choose_tp_rows
 from bubblespec.rewards.functions import check_arguments, load_reward
 from bubblespec.rewards.scorer import Scorer
-from bubblespec.rollout.sampler import Sampler
+from bubblespec.rollout.make_sampler import make_sampler
 from bubblespec.rollout.tp_tail import make_tp_tail
 from bubblespec.telemetry.trace import describe_hardware
 from bubblespec.trainer import Trainer
@@ -166,17 +165,10 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         if rollout.tp_tail_max_rows
         else 0
     )
-    speculation = make_speculation(config, ranks, engine, sampling, eval_prompts)
     schedule = make_schedule(config, train_prompts)
     with _says_what_does_not_fit(checkpoint):
         if checkpoint:
             schedule.load_state_dict(np.load(os.path.join(checkpoint, PLANNER_FILE)))
-        if (
-            checkpoint
-            and speculation is not None
-            and (saved := load_arrays(checkpoint, SPECULATION_FILE)) is not None
-        ):
-            speculation.load_state_dict(saved)
     learner = Learner(
         config=config,
         ranks=ranks,
@@ -185,18 +177,17 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         optimizer=optimizer,
         kernel=kernel,
     )
-    sampler = Sampler(
-        config=config,
-        ranks=ranks,
-        engine=engine,
-        params=sampling,
-        schedule=schedule,
-        scorer=Scorer(config.reward, functions, tokenizer, ranks, output_dir=config.run.output_dir),
-        reward_weights=config.reward.weights or [1.0] * len(functions),
-        speculation=speculation,
-        stream=GradientStream(learner) if config.optim.stream_gradients else None,
-        tail=make_tp_tail(config, ranks, engine, sampling, speculation, max_rows=shared_rows),
-    )
+    scorer = Scorer(config.reward, functions, tokenizer, ranks, output_dir=config.run.output_dir)
+    weights = config.reward.weights or [1.0] * len(functions)
+    parts = (config, ranks, engine, sampling, schedule, scorer)
+    sampler = make_sampler(*parts, reward_weights=weights)
+    with _says_what_does_not_fit(checkpoint):
+        saved = load_arrays(checkpoint, SPECULATION_FILE) if checkpoint else None
+        if saved is not None:
+            sampler.load_state_dict(saved)
+    if config.optim.stream_gradients:
+        sampler.stream = GradientStream(learner)
+    sampler.tail = make_tp_tail(config, sampler, max_rows=shared_rows)
     if (
         "drafter" in config.speculative.method
         and (found := set_up_drafter.find(config, checkpoint, ranks)) is not None

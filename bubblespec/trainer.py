@@ -142,22 +142,18 @@ class Trainer:
     def report(self, record: StepRecord, metrics: dict[str, float]) -> None:
         """Write the step's numbers, and whatever else is wanted of it: samples, timeline, trace.
         metrics: of the update."""
-        ranks, run, step, speculation = (
-            self.ranks,
-            self.config.run,
-            record.step,
-            self.sampler.speculation,
-        )
+        ranks, run, step, sampler = self.ranks, self.config.run, record.step, self.sampler
         metrics |= rollout_metrics(record, list(self.rewards)) | self.sampler.scorer.take_metrics()
         metrics |= self.sampler.schedule.metrics()
-        if speculation is None or not speculation.has_drafts:
+        if sampler.proposer is None:
             metrics |= forward_metrics(ranks, record)
         else:
-            known = {
-                "store_tokens": speculation.store.num_tokens,
-                "accepted_by_age": speculation.accepted_by_age,
-            }
-            metrics |= speculation_metrics(ranks, record, **known)
+            metrics |= speculation_metrics(
+                ranks,
+                record,
+                store_tokens=sampler.store.num_tokens,
+                accepted_by_age=sampler.stats.accepted_by_age,
+            )
         metrics |= timing_metrics(ranks, record, metrics.pop("timing_s/sync")) | placement_metrics(
             ranks, record
         )
@@ -229,7 +225,7 @@ class Trainer:
     def save(self, is_last: bool) -> None:
         """Save a checkpoint. Called by all ranks: they go on together once it is on disk. If that
         fails the run goes on, with a warning; but if this is its last save, raises SaveFailed."""
-        done, speculation = self.num_updates, self.sampler.speculation
+        done = self.num_updates
         self.ranks.place = f"save after {done} updates"
         problem = save_checkpoint(
             self.config,
@@ -238,8 +234,8 @@ class Trainer:
             model=self.learner.model,
             tokenizer=self.tokenizer,
             optimizer=self.learner.optimizer,
-            schedule=self.sampler.schedule.state_dict(),
-            speculation=speculation.state_dict() if speculation is not None else None,
+            planner=self.sampler.schedule.state_dict(),
+            speculation=self.sampler.state_dict(),
             linear=self.linear,
             drafter=self.sampler.drafter,
             ranks=self.ranks,

@@ -81,8 +81,6 @@ class Draft:
     """It ends as a response does."""
     version: int
     """Updates of the weights that last extended it."""
-    holder: int = -1
-    """The rank that has it in its engine, to go on with it in the next rollout, or -1."""
 
 
 class Launch(NamedTuple):

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-
 from bubblespec.idle.account import (
     DEEPEST,
     EARLY,

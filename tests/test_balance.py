@@ -5,7 +5,6 @@ import itertools
 
 import numpy as np
 import pytest
-
 from bubblespec.rollout.balance import Expected, longest_first, place_rows
 
 # Seconds of [a forward, a row, a token, a wide row, a position]. On the first a forward with 40

@@ -61,9 +61,9 @@ def test_paired_rollouts_generate_the_same_rows(tmp_path, option):
         "run.max_steps=3",
         f"run.output_dir={tmp_path}/run",
         "model.dtype=float64",
-        "bubble.max_slowdown=1000",
+        "speculative.planning=always",
     ]
-    overrides.append("speculative.check_every=0")
+    overrides.append()
     done = launch(
         2,
         [

@@ -56,14 +56,14 @@ class Player:
         board.begin()
 
     def state(self) -> RankState:
-        """`wanted_offers` counts the ticks that were acted on before this one was posted."""
+        """`capacities` counts the ticks that were acted on before this one was posted."""
         tick = len(self.ticks)
         return RankState(self.steps, (tick,), facts=facts_of(self.board.ranks.rank, tick))
 
     def act(self, states: list[RankState]) -> None:
         tick, rank = len(self.ticks), self.board.ranks.rank
         for other, state in enumerate(states):
-            assert state.wanted_offers[0] == tick
+            assert state.capacities[0] == tick
             np.testing.assert_array_equal(state.facts, facts_of(other, tick))
         done = [state.is_done for other, state in enumerate(states) if other != rank]
         assert self.board.are_others_done == all(done)

@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from bubblespec.idle.draft_planning import Item
+from bubblespec.idle.work import Offer, RankView
 from test_rollout_loop import (
     ALONE,
     FOUR_PROMPTS,
@@ -25,8 +27,6 @@ from test_rollout_loop import (
 )
 
 from bubblespec.idle.draft_ahead import LONGEST_FORWARDS, LONGEST_SHARE, REPLAN_TOKENS, DraftAhead
-from bubblespec.idle.draft_planning import Item
-from bubblespec.idle.work import Offer, RankView
 from bubblespec.records import POSITIONS, RolloutRecord
 from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.loop import RolloutLoop

@@ -9,9 +9,6 @@ from functools import partial
 
 import numpy as np
 import pytest
-
-from bubblespec.draft.store import DraftStore
-from bubblespec.draft.suffix import History
 from bubblespec.idle.draft_planning import (
     PATIENCE,
     PROBE_QUANTILE,
@@ -22,6 +19,9 @@ from bubblespec.idle.draft_planning import (
     undrafted,
 )
 from bubblespec.idle.rehearsal import NORMAL_QUANTILE, Coming, Worth, rehearse
+
+from bubblespec.draft.store import DraftStore
+from bubblespec.draft.suffix import History
 from bubblespec.records import POSITIONS
 from bubblespec.types import Draft, Group, Prompt, Row, SampleId
 

@@ -14,14 +14,14 @@ from functools import partial
 
 import pytest
 import torch
+from bubblespec.idle.drafter_training import TrainDrafter
+from bubblespec.idle.speculation import Speculation
 from safetensors.torch import load_file, save_file
 
 from bubblespec import set_up_drafter
 from bubblespec.config import flatten, load_config
 from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.learned import LearnedDrafts
-from bubblespec.idle.drafter_training import TrainDrafter
-from bubblespec.idle.speculation import Speculation
 from bubblespec.learn.idle_training import IdleTraining
 from bubblespec.learn.warm_start import DRAFTER_FILE, WEIGHTS_FILE
 from bubblespec.set_up_drafter import KEPT, MADE_BY, MADE_BY_FILE
@@ -40,7 +40,7 @@ OPTIONS = [
     "eval.num_generations=1",
 ]
 DRAFTER = ["drafter.warm_start=1500", "drafter.buffer_tokens=3000"]
-ALWAYS = [*DRAFTER, "speculative.fixed_window=3"]
+ALWAYS = [*DRAFTER, "speculative.planning=always"]
 ALL, ALONE = "speculative.method=bubble+suffix+drafter", "speculative.method=drafter"
 SCRIPT = ("tests/helpers/drafting.py",)
 
@@ -158,9 +158,7 @@ def test_a_rollout_without_drafts_is_one_without_the_drafter(monkeypatch, tmp_pa
     """Every second one is, so that drafts are held against it; the drafter does not rest for
     that."""
     chain_always(monkeypatch.setattr)
-    train_in_virtual_time(
-        *OPTIONS, *ALWAYS, ALONE, "speculative.check_every=1", f"run.output_dir={tmp_path}"
-    )
+    train_in_virtual_time(*OPTIONS, *ALWAYS, ALONE, f"run.output_dir={tmp_path}")
     assert_same_run(tmp_path, plain)
     lines = [line for line in read(tmp_path) if "drafter/rests" in line]
     assert [line["drafter/rests"] for line in lines] == [0, 0, 0, 0]

@@ -5,6 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from bubblespec.idle.draft_planning import Item, Outlook
+from bubblespec.idle.evaluation_ahead import next_evaluation, plan_evaluation
+from bubblespec.idle.set_up_speculation import assemble
+from bubblespec.idle.speculation import Speculation
 from test_rollout_loop import (
     LIMIT,
     MAX_LENGTH,
@@ -24,10 +28,6 @@ from bubblespec.draft.store import DraftStore
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.idle.draft_planning import Item, Outlook
-from bubblespec.idle.evaluation_ahead import next_evaluation, plan_evaluation
-from bubblespec.idle.set_up_speculation import assemble
-from bubblespec.idle.speculation import Speculation
 from bubblespec.planner.windows import WINDOWS
 from bubblespec.records import RolloutRecord
 from bubblespec.rollout.sampler import Sampler

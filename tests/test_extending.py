@@ -138,7 +138,7 @@ def run(project, output: str, ranks: int, *overrides: str) -> list[dict]:
 
 
 def test_the_changes_train_and_leave_tokens_exact(project):
-    exact = ("model.dtype=float64", "speculative.fixed_window=3")
+    exact = ("model.dtype=float64", "speculative.planning=always")
     plain = run(project, "plain", 1, *exact, "speculative.method=none")
     changed = run(project, "changed", 2, *exact, "speculative.method=bubble+bigrams", ALWAYS_DRAFT)
     assert [line["rollout/digest"] for line in plain] == [

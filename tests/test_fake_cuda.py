@@ -41,7 +41,7 @@ from bubblespec.learn.learner import Learner
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.memory import HEADROOM, choose_num_slots
 from bubblespec.memory_needs import work_out
-from bubblespec.rollout.board import MAX_WORKS, NUM_NUMBERS, ProgressBoard, RankState
+from bubblespec.rollout.board import MAX_TASKS, NUM_NUMBERS, ProgressBoard, RankState
 from tests.helpers.models import VOCAB, small_config
 
 DEVICE = torch.device("cuda", 0)
@@ -668,7 +668,7 @@ def test_collectives(cuda, monkeypatch):
         board.begin()
         states = board.poll(lambda count=num_facts: RankState(0, facts=np.zeros(count)))
         assert [state[:3] for state in states] == [
-            (1, (1,) * MAX_WORKS, True)
+            (1, (1,) * MAX_TASKS, True)
         ] * 2 and board.must_stop
         assert all(state.facts.tolist() == [1.0] * num_facts for state in states)
         assert (

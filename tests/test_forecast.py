@@ -4,12 +4,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-
-from bubblespec.draft.store import DraftStore
-from bubblespec.draft.suffix import History
 from bubblespec.idle.draft_planning import Outlook
 from bubblespec.idle.rehearsal import NORMAL_QUANTILE
 from bubblespec.rollout.forecast import admit_first, forecast, up_to_cut
+
+from bubblespec.draft.store import DraftStore
+from bubblespec.draft.suffix import History
 from bubblespec.types import Draft, Group, Launch, Prompt
 from tests.helpers.rows import launch_of
 

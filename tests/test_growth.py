@@ -58,7 +58,7 @@ def one_step(folder: Path, num_rows: int, length: int) -> None:
     # the count one of times.
     overrides += [
         f"rollout.num_slots={2 * num_rows}",
-        "speculative.fixed_window=7",
+        "speculative.planning=always",
         "bubble.lookahead=0",
     ]
     overrides += [

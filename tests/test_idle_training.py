@@ -9,11 +9,11 @@ import torch
 
 from bubblespec.draft import rest
 from bubblespec.draft.learned import LearnedDrafts
-from bubblespec.draft.windows import CostModel
 from bubblespec.engine.chains import LONGEST, Chains
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.learn.idle_training import IdleTraining
+from bubblespec.planner.costs import CostModel
 from bubblespec.types import Row, SampleId
 from tests.helpers.clocks import Clock
 from tests.helpers.drafter_oracle import (

@@ -133,7 +133,7 @@ def test_offers_are_given_by_the_ticks_alone():
             given = arbiter.assign(states)
             assert given == elsewhere.assign(states) and len(given) == world_size
             for rank, (state, got) in enumerate(zip(states, given, strict=True)):
-                wanted, works = list(state.wanted_offers), range(num_works)
+                wanted, works = list(state.capacities), range(num_works)
                 if state.is_done:
                     worth = {
                         work: there[0].saves_s / there[0].costs_s

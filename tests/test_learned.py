@@ -9,9 +9,9 @@ import pytest
 from bubblespec.draft import learned
 from bubblespec.draft.learned import Acceptance, LearnedDrafts
 from bubblespec.draft.sources import TrackedRow
-from bubblespec.draft.windows import CostModel
 from bubblespec.engine import chains as chains_module
 from bubblespec.engine.chains import LONGEST
+from bubblespec.planner.costs import CostModel
 from bubblespec.records import CHAIN_ROWS
 from bubblespec.types import Row, SampleId
 from tests.helpers.clocks import Clock

@@ -284,7 +284,7 @@ def resumed(tmp_path_factory):
 def test_speculation_and_a_kill_leave_digests_and_weights_unchanged(two_ranks, tmp_path):
     """SIGKILL to all processes after a checkpoint and a step beyond it; drafts are verified by the
     adapted model."""
-    proposing = (*SAVED, "speculative.fixed_window=6")  # whatever a forward takes on this machine
+    proposing = (*SAVED, "speculative.planning=always")  # whatever a forward takes on this machine
     run_until_killed(tmp_path, 2, 3, *proposing, config=CONFIG, short=OPTIONS)
     run(tmp_path, 2, *proposing, config=CONFIG, short=OPTIONS)
     assert sum(line["rollout/spec_accepted_tokens"] for line in read_metrics(tmp_path)) > 0

@@ -3,8 +3,8 @@ lose next to nothing, good ones win."""
 
 import numpy as np
 import pytest
-
 from bubblespec.idle.speculation import Speculation
+
 from bubblespec.records import Load, RolloutRecord
 from bubblespec.simulate.run import SimulatedStep, simulate
 from bubblespec.simulate.workload import Synthetic, Workload

@@ -5,7 +5,6 @@ import itertools
 
 import numpy as np
 import pytest
-
 from bubblespec.idle.draft_planning import Outlook
 from bubblespec.rollout.balance import MIN_GAIN, num_forwards
 from bubblespec.rollout.moves import MAX_MOVES, Move, Unfinished, expected_left, plan_moves

@@ -8,10 +8,10 @@ import threading
 import numpy as np
 import pytest
 import torch
-
-from bubblespec.dist.ranks import Ranks
 from bubblespec.rollout.placement import gather_samples, place_in_turn
 from bubblespec.rollout.standing import Standing
+
+from bubblespec.dist.ranks import Ranks
 from bubblespec.types import Group, Prompt, Row, Samples, digest
 from tests.helpers.rows import launch_of, make_rows
 

@@ -13,9 +13,9 @@ from bubblespec.draft import sources
 from bubblespec.draft.proposer import UNKNOWN_PRIOR, Proposer, make_proposer
 from bubblespec.draft.sources import DraftSource, OwnDrafts, Proposal, TrackedRow
 from bubblespec.draft.suffix import GroupIndex, History
-from bubblespec.draft.windows import CostModel
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.runner import ModelRunner
+from bubblespec.planner.costs import CostModel
 from bubblespec.planner.windows import WINDOWS
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.types import Draft, Row, SampleId

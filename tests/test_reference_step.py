@@ -32,7 +32,7 @@ SHORT = [
     "run.eval_steps=0",
     f"run.max_steps={STEPS}",
     "run.seed=12345678901",
-    "speculative.fixed_window=4",  # whatever a forward takes on this machine
+    "speculative.planning=always",  # whatever a forward takes on this machine
 ]
 RECIPES = {
     "GRPO": [

@@ -5,8 +5,6 @@ import math
 
 import numpy as np
 import pytest
-
-from bubblespec.idle import rehearsal
 from bubblespec.idle.rehearsal import (
     CAUTION,
     NORMAL_QUANTILE,
@@ -23,6 +21,8 @@ from bubblespec.idle.rehearsal import (
     length_factors,
     rehearse,
 )
+
+from bubblespec.idle import rehearsal
 from bubblespec.records import POSITIONS
 
 # Seconds of [a forward, a row, a token, a wide row, a position].

@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from bubblespec.idle.draft_planning import Item, Outlook, plan_items
 
 from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.proposer import make_proposer
 from bubblespec.draft.store import DraftStore
 from bubblespec.draft.suffix import History
-from bubblespec.draft.windows import CostModel
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.idle.draft_ahead import DraftAhead
-from bubblespec.idle.draft_planning import Item, Outlook, plan_items
+from bubblespec.planner.costs import CostModel
 from bubblespec.records import Load, RolloutRecord
 from bubblespec.rollout.board import ProgressBoard, RankState
 from bubblespec.rollout.loop import RolloutLoop

@@ -5,14 +5,14 @@ import hashlib
 
 import numpy as np
 import pytest
+from bubblespec.rollout.placement import place_in_turn
 
 from bubblespec.draft.learned import LearnedDrafts
 from bubblespec.draft.proposer import Proposer
-from bubblespec.draft.windows import CostModel
 from bubblespec.engine.chains import LONGEST
 from bubblespec.engine.sampling import SamplingParams
+from bubblespec.planner.costs import CostModel
 from bubblespec.records import Load
-from bubblespec.rollout.placement import place_in_turn
 from bubblespec.simulate.cost import RATES, ForwardCost
 from bubblespec.simulate.drafter import DrafterModel, SimulatedChains
 from bubblespec.simulate.drafting import STOP

@@ -8,6 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from bubblespec.idle.draft_planning import Item
+from bubblespec.idle.set_up_speculation import assemble, make_speculation, profile
+from bubblespec.idle.speculation import MAX_AUTO_LOOKAHEAD, Speculation
 from test_rollout_loop import (
     LIMIT,
     MAX_LENGTH,
@@ -26,13 +29,10 @@ from test_rollout_loop import (
 
 from bubblespec.config import Config
 from bubblespec.dist.ranks import Ranks, StopRequested
-from bubblespec.draft.windows import CostModel
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.idle.draft_ahead import DraftAhead
-from bubblespec.idle.draft_planning import Item
-from bubblespec.idle.set_up_speculation import assemble, make_speculation, profile
-from bubblespec.idle.speculation import MAX_AUTO_LOOKAHEAD, Speculation
+from bubblespec.planner.costs import CostModel
 from bubblespec.records import (
     POSITIONS,
     Acceptance,

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from bubblespec.idle.draft_planning import Item
 from test_rollout_loop import (
     ALONE,
     LIMIT,
@@ -27,7 +28,6 @@ from bubblespec.draft.suffix import History
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.idle.draft_ahead import DraftAhead
-from bubblespec.idle.draft_planning import Item
 from bubblespec.planner.windows import WINDOWS
 from bubblespec.records import Acceptance, RolloutRecord, Span, StepRecord, total_s
 from bubblespec.rollout.loop import RolloutLoop

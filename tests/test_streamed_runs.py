@@ -10,10 +10,10 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from bubblespec.idle.gradients import GroupGradients
 
 from bubblespec.config import load_config
 from bubblespec.dist.ranks import StopRequested
-from bubblespec.idle.gradients import GroupGradients
 from bubblespec.learn.learner import Learner
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.setup import build

@@ -9,11 +9,11 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from bubblespec.data.selection import NO_CUT, Selection
 
 from bubblespec.config import load_config
 from bubblespec.data.prompts import PromptSet
 from bubblespec.data.schedule import InOrder
-from bubblespec.data.selection import NO_CUT, Selection
 from bubblespec.data.tail_batching import MIN_SEEN, TailBatching, best_num_launched, scaled
 from bubblespec.dist.ranks import Ranks
 from bubblespec.rewards.scorer import Scoring

@@ -101,7 +101,7 @@ def test_with_a_learned_drafter(plain, tmp_path):
     drafter = (
         "drafter.warm_start=1500",
         "drafter.buffer_tokens=3000",
-        "speculative.fixed_window=3",
+        "speculative.planning=always",
     )
     method = ("speculative.method=suffix+drafter", *drafter)
     run(tmp_path, 2, *method, *SHARED, script=("tests/helpers/drafting.py",))

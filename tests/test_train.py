@@ -128,7 +128,7 @@ def test_drafts_are_made_verified_and_accepted(two_ranks, drafted):
     "overrides",
     [
         ("speculative.method=bubble+suffix", ALWAYS_DRAFT),
-        ("speculative.method=suffix", "speculative.fixed_window=4"),
+        ("speculative.method=suffix", "speculative.planning=always"),
     ],
 )
 def test_speculation_leaves_digests_and_weights_unchanged(two_ranks, tmp_path, overrides):
@@ -157,7 +157,7 @@ def test_four_ranks_go_on_with_the_drafts_of_one(two_ranks, drafted, tmp_path):
     options = (
         "bubble.lookahead=2",
         "rollout.num_slots=5",
-        "speculative.fixed_window=6",
+        "speculative.planning=always",
         ALWAYS_DRAFT,
     )
     run(folder, 4, "speculative.method=bubble+suffix", *options)

@@ -10,11 +10,11 @@ import torch
 from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.proposer import make_proposer
 from bubblespec.draft.suffix import History
-from bubblespec.draft.windows import CostModel
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
+from bubblespec.planner.costs import CostModel
 from bubblespec.records import Load
 from bubblespec.rollout.board import LINGER_S, ProgressBoard, RankState
 from bubblespec.simulate.drafting import STOP

@@ -6,7 +6,8 @@ import itertools
 import numpy as np
 import pytest
 
-from bubblespec.draft.windows import CostModel, Survival, match_bucket
+from bubblespec.draft.windows import Survival, match_bucket
+from bubblespec.planner.costs import CostModel
 from bubblespec.planner.windows import WINDOWS, choose_windows
 
 

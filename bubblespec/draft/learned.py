@@ -17,9 +17,9 @@ import numpy as np
 
 from bubblespec.draft.rest import Rest
 from bubblespec.draft.sources import DraftSource, Proposal, TrackedRow
-from bubblespec.draft.windows import CostModel
 from bubblespec.engine.chains import LONGEST, MOST_ROWS, Chains
 from bubblespec.engine.engine import Engine
+from bubblespec.planner.costs import CostModel
 from bubblespec.records import CHAIN_ROWS
 
 NAME = "drafter"

@@ -12,7 +12,8 @@ import numpy as np
 
 from bubblespec.draft.sources import ALIGNED, DraftSource, OwnDrafts, SuffixMatches, TrackedRow
 from bubblespec.draft.suffix import OWN, SOURCE_NAMES, History
-from bubblespec.draft.windows import CostModel, Survival
+from bubblespec.draft.windows import Survival
+from bubblespec.planner.costs import CostModel
 from bubblespec.planner.windows import WINDOWS, choose_windows
 from bubblespec.records import POSITIONS, Acceptance
 from bubblespec.types import Draft, Row

@@ -13,7 +13,7 @@ import numpy as np
 from bubblespec.dist.ranks import Ranks
 from bubblespec.types import Draft, SampleId
 
-HEADER = 7  # uid, visit, sample, number of tokens, flags, version, holder
+HEADER = 6  # uid, visit, sample, number of tokens, flags, version
 FINISHED, DEFERRED = 1, 2  # flags
 
 
@@ -67,10 +67,9 @@ class DraftStore:
         return {"header": header, "tokens": tokens}
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-        """Take over a saved state; no engine holds any of its drafts."""
+        """Take over a saved state."""
         self._drafts, self._deferred, self.num_tokens = {}, set(), 0
         for sample, draft, is_deferred in _unpack(state["header"], state["tokens"]):
-            draft.holder = -1
             self.put(sample, draft, is_deferred=is_deferred)
 
 
@@ -96,7 +95,6 @@ def _pack(
             len(draft.tokens),
             FINISHED * draft.is_finished | DEFERRED * (sample in deferred),
             draft.version,
-            draft.holder,
         )
         for sample, draft in drafts.items()
     ]
@@ -111,8 +109,8 @@ def _unpack(header: np.ndarray, tokens: np.ndarray) -> list[tuple[SampleId, Draf
     return [
         (
             SampleId(uid, visit, number),
-            Draft(part, bool(flags & FINISHED), version, holder),
+            Draft(part, bool(flags & FINISHED), version),
             bool(flags & DEFERRED),
         )
-        for (uid, visit, number, _, flags, version, holder), part in zip(fields.tolist(), parts)
+        for (uid, visit, number, _, flags, version), part in zip(fields.tolist(), parts)
     ]

@@ -1,1 +1,2 @@
-"""Decisions about time, as pure functions of what has been measured and of what all ranks know."""
+"""Every decision about time, as pure functions of what all ranks know: what forwards cost, how long
+responses get, which rank generates them, and what is worth drafting."""

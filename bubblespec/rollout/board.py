@@ -37,8 +37,8 @@ NAP_S = 2e-4
 INTERVAL_S = 1e-2
 MAX_SHARE = 0.04
 
-MAX_WORKS = 4  # uses of idle time in a rollout
-NUM_NUMBERS = 2 + MAX_WORKS
+MAX_TASKS = 4  # idle tasks of a rollout
+NUM_NUMBERS = 2 + MAX_TASKS
 NO_FACTS = np.empty(0)
 
 MAX_NUMBERS = 1 << 20  # per rank and tick in shared memory; only pages that are written take memory
@@ -51,8 +51,8 @@ class RankState(NamedTuple):
 
     unfinished_rows: int
     """Of this rollout and this rank."""
-    wanted_offers: tuple[int, ...] = ()
-    """Offers that it could take on of each use of idle time, of at most MAX_WORKS."""
+    capacities: tuple[int, ...] = ()
+    """Jobs that it could begin of each idle task, of MAX_TASKS at most."""
     must_stop: bool = False
     """It has been told to end the run."""
     facts: np.ndarray = NO_FACTS
@@ -65,12 +65,12 @@ class RankState(NamedTuple):
 
     def numbers(self) -> np.ndarray:
         """As a tick carries it, float64 [NUM_NUMBERS + facts]."""
-        wanted = (*self.wanted_offers, *[0] * MAX_WORKS)[:MAX_WORKS]
+        wanted = (*self.capacities, *[0] * MAX_TASKS)[:MAX_TASKS]
         return np.concatenate(((self.unfinished_rows, self.must_stop, *wanted), self.facts))
 
     @classmethod
     def from_numbers(cls, numbers: np.ndarray) -> "RankState":
-        """The inverse of `numbers`, with MAX_WORKS wanted offers."""
+        """The inverse of `numbers`, with MAX_TASKS capacities."""
         unfinished_rows, must_stop, *wanted = numbers[:NUM_NUMBERS].tolist()
         return cls(
             int(unfinished_rows), tuple(map(int, wanted)), bool(must_stop), numbers[NUM_NUMBERS:]
@@ -78,7 +78,9 @@ class RankState(NamedTuple):
 
     def __str__(self) -> str:
         told = "" if self.must_stop else "not "
-        return f"{self.unfinished_rows} unfinished rows, {self.wanted_offers} wanted, {told}told to stop"
+        return (
+            f"{self.unfinished_rows} unfinished rows, {self.capacities} wanted, {told}told to stop"
+        )
 
 
 class Transport:

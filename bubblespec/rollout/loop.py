@@ -1,12 +1,10 @@
-"""The rollout loop: forwards, the ticks between them, and idle time given to those who make use of
-it.
+"""The rollout loop: forwards, the ticks between them, and idle time given to tasks.
 
 A rank generates its rows of a step. At every tick the ranks tell each other how far their rows are
 and how much idle work they could take on; every rank draws the same conclusions: it drops rows that
-this step is not going to train on, and assigns the offers of idle work (`IdleWork`), rows to take
-over from another rank among them. All leave at the same tick, with whatever is unfinished of that
-work. Plain generation is the same loop without any of this, and without ticks: nobody needs to know
-how far anyone is.
+this step is not going to train on, and assigns the jobs of idle tasks. All leave at the same tick,
+with whatever is unfinished of those. A rollout without tasks is the same loop without ticks: nobody
+needs to know how far anyone is.
 """
 
 import math
@@ -16,15 +14,14 @@ import numpy as np
 
 from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.proposer import Proposer
-from bubblespec.draft.windows import CostModel
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.idle.arbiter import Arbiter
-from bubblespec.idle.work import IdleWork, RankView
+from bubblespec.idle.task import IdleTask, RankView, assign
+from bubblespec.planner.costs import CostModel
 from bubblespec.records import ForwardRecord, IdleUse, RolloutRecord, Span
-from bubblespec.rollout.board import MAX_WORKS, ProgressBoard, RankState
-from bubblespec.rollout.standing import Standing
+from bubblespec.rollout.board import MAX_TASKS, ProgressBoard, RankState
 from bubblespec.rollout.tp_tail import TPTail
+from bubblespec.rollout.table import Cutoff, RowTable
 from bubblespec.types import Row
 
 
@@ -39,54 +36,39 @@ class RolloutLoop:
         *,
         proposer: Proposer | None = None,
         board: ProgressBoard | None = None,
-        works: Sequence[IdleWork] = (),
+        tasks: Sequence[IdleTask] = (),
         cost: CostModel | None = None,
         on_finished: Callable[[Row], None] | None = None,
         tail: TPTail | None = None,
     ):
         """proposer: where draft tokens come from, which knows the rows already; board: needed where
-        there are works, or rows to choose from; cost: learns from every forward; on_finished:
-        called with each row of this rank that is trained on, once it is done and that is sure;
-        tail: decodes the last rows of all ranks, where there is a board; on all ranks or on
-        none."""
-        self.engine, self.ranks, self.params, self.proposer, self.cost = (
-            engine,
-            ranks,
-            params,
-            proposer,
-            cost,
-        )
-        self.board, self.works, self.on_finished, self.tail = board, list(works), on_finished, tail
+        there are tasks, a tail, or rows to choose from; cost: learns from every forward;
+        on_finished: called with each row of this rank that is trained on, once it is done and that
+        is certain; tail: decodes the last rows of all ranks; on all ranks or on none."""
+        self.engine, self.ranks, self.params = engine, ranks, params
+        self.proposer, self.cost = proposer, cost
+        self.board, self.tasks, self.on_finished, self.tail = board, list(tasks), on_finished, tail
         self.clock = ranks.clock
         self.record = RolloutRecord()
-        self.view = RankView(
-            ranks.rank,
-            engine,
-            {},
-            self.record,
-            take=self._take,
-            give=self._give,
-            let_go=self._let_go,
-        )
+        self.view = RankView(ranks.rank, engine, {}, self.record)
 
-    def run(self, rows: dict[int, Row], standing: Standing) -> RolloutRecord:
+    def run(self, rows: dict[int, Row], table: RowTable) -> RolloutRecord:
         """Generate the rows to their end, or until they are out, on the weights as they are. A rank
         that is told to stop leaves them unfinished; where there are ticks, all ranks do.
 
-        rows: this rank's by their place in `standing`, in the order in which they should be
-        generated; the same afterwards, with rows that have gone to another rank left out and those
-        that have come added.
+        rows: this rank's by their index in the table, in the order in which to generate them.
         """
-        self.rows, self.standing = rows, standing
-        self._places = {id(row): place for place, row in rows.items()}
-        self._told: set[int] = set()  # places of rows that on_finished has had
+        self.rows, self.table = rows, table
+        self.selects = table.launch.selects
+        self._index_of = {id(row): index for index, row in rows.items()}
+        self._handed_on: set[int] = set()  # indices of rows that on_finished has had
         self.view.unfinished = {id(row): row for row in rows.values()}
         if self.proposer is not None:
             self.record.acceptance = self.proposer.acceptance
-        self.engine.reset([row for work in self.works for row in work.begin(self.view)])
+        self.engine.reset()
         self.engine.add(list(rows.values()))
         self.record.began_s = self._last_s = self.clock.perf_counter()
-        if self.works or standing.selection is not None or self.tail is not None:
+        if self.tasks or self.selects or self.tail is not None:
             self._run_with_ticks()
         else:
             while self.view.unfinished and not self.ranks.must_stop:
@@ -96,160 +78,126 @@ class RolloutLoop:
 
     def _run_with_ticks(self) -> None:
         board = self.board
-        if len(self.works) > MAX_WORKS:
-            raise ValueError(
-                f"{len(self.works)} uses of idle time; a tick has room for the wishes of {MAX_WORKS}"
-            )
-        self.arbiter = Arbiter(len(self.works))
-        self.record.idle = {work.name: IdleUse() for work in self.works}
-        for number, work in enumerate(self.works):
-            self.arbiter.update(number, work.offers([]))
+        if len(self.tasks) > MAX_TASKS:
+            raise ValueError(f"{len(self.tasks)} idle tasks; a tick has room for {MAX_TASKS}")
+        self.record.idle = {task.name: IdleUse() for task in self.tasks}
+        for task in self.tasks:
+            task.begin(self.view)
+        if self.selects:
+            self._cutoff = self.table.cutoff()
         board.begin()
         while True:
-            while (
-                states := board.poll(self._state, is_urgent=not self.view.unfinished)
-            ) is not None:
+            is_urgent = not self.view.unfinished
+            while (states := board.poll(self._state, is_urgent=is_urgent)) is not None:
                 self._act_on(states)
+                is_urgent = not self.view.unfinished
             if board.is_over:
                 break
-            # Where the last tick is about to complete, nothing is started: all would wait for its
-            # end.
+            # Where the last tick is about to complete nothing is started: all would wait for it.
             is_ending = not self.view.unfinished and board.are_others_done
-            goes_on = False if is_ending else self._advance()
+            goes_on = False if is_ending else self._run_slices()
             if not is_ending and not self.engine.is_idle:
                 self._forward()
             elif not goes_on:
                 self._wait()
-        for work in self.works:
-            work.end()
+        for task in self.tasks:
+            task.end()
         self.record.num_ticks = board.num_ticks
 
     def _act_on(self, states: list[RankState]) -> None:
         """What a tick changes on this rank."""
-        by_rank = [np.split(state.facts, self._ends) for state in states]
-        self.standing.merge([facts[0] for facts in by_rank])
-        for number, work in enumerate(self.works, start=1):
-            work.hear([facts[number] for facts in by_rank])
-        if self.standing.selection is not None:
+        published = [np.split(state.facts, self._ends) for state in states]
+        self.table.sync([of_rank[0] for of_rank in published])
+        for number, task in enumerate(self.tasks, start=1):
+            task.receive([of_rank[number] for of_rank in published])
+        if self.selects:
             self._select()
-        if self.tail is not None and self.tail.is_due(self.standing, states):
+        if self.tail is not None and self.tail.is_due(self.table, states):
             self._share_tail()
             return
-        for number, work in enumerate(self.works):
-            self.arbiter.update(number, work.offers(states))
-        for rank, given in enumerate(self.arbiter.assign(states)):
-            for number, offer in given:
-                self.works[number].start(offer, rank)
+        jobs = [task.jobs() for task in self.tasks]
+        capacities = [state.capacities for state in states]
+        given = assign(jobs, capacities, [not state.is_done for state in states])
+        for rank, of_rank in enumerate(given):
+            for number, job in of_rank:
+                self.tasks[number].accept(job, rank)
                 if rank == self.ranks.rank:
-                    self.record.idle[self.works[number].name].expected_s += offer.saves_s
+                    self.record.idle[self.tasks[number].name].expected_s += job.saves_s
 
     def _select(self) -> None:
         """Drop own rows that are out, and hand on those that are in."""
-        standing = self.standing
-        standing.judge()
-        judgement = standing.judgement
-        out = [
-            row for row in self.view.unfinished.values() if judgement.is_out[self._places[id(row)]]
-        ]
+        self._cutoff: Cutoff = self.table.cutoff()
+        unfinished = self.view.unfinished.values()
+        out = [row for row in unfinished if self._cutoff.is_out[self._index_of[id(row)]]]
         if out:
             self._drop(out)
-        for place in np.flatnonzero(
-            judgement.is_in & (standing.owners == self.ranks.rank)
-        ).tolist():
-            self._tell(place)
+        own = self._cutoff.is_in & (self.table.rank_of == self.ranks.rank)
+        for index in np.flatnonzero(own).tolist():
+            self._hand_on(index)
 
     def _drop(self, rows: list[Row]) -> None:
         """Take rows out of the engine; they keep their tokens. Those that wait go first, so that
-        none of them takes the slot of another, and then from the last slot down, so that few rows
-        move."""
+        none of them takes the slot of another, and then from the last slot down."""
         slots = {id(row): slot for slot, row in enumerate(self.engine.rows)}
         for row in sorted(rows, key=lambda row: slots.get(id(row), len(slots)), reverse=True):
             self.engine.drop(row)
             self._note(row)
             del self.view.unfinished[id(row)]
 
-    def _take(self, place: int, row: Row) -> None:
-        """See `RankView.take`."""
-        self.rows[place], self._places[id(row)], self.view.unfinished[id(row)] = row, place, row
-        missing = 1 + len(self.engine.queue) + len(self.engine.rows) - self.engine.num_slots
-        for work in self.works if missing > 0 else ():
-            missing -= work.make_room(missing)
-        self.engine.add([row])
-        self.record.taken_rows += 1
-        self.record.first_taken_s = min(self.record.first_taken_s, self.clock.perf_counter())
-
-    def _give(self, place: int) -> Row | None:
-        """See `RankView.give`."""
-        row = self.rows[place]
-        if id(row) not in self.view.unfinished:
-            return None
-        self.engine.drop(row)
-        return row
-
-    def _let_go(self, place: int) -> None:
-        """See `RankView.let_go`."""
-        row = self.rows.pop(place)
-        del self.view.unfinished[id(row)], self._places[id(row)]
-
     def _share_tail(self) -> None:
-        """Go on with the unfinished rows of all ranks, on all of them together. No row is on its
-        way from one rank to another: those given away at the last tick have come with this one."""
+        """Go on with the unfinished rows of all ranks, on all of them together."""
         unfinished = self.view.unfinished
-        for row in [
-            row for row in (*self.engine.queue, *self.engine.rows[::-1]) if id(row) in unfinished
-        ]:
-            self.engine.drop(row)
+        for row in [*self.engine.queue, *self.engine.rows[::-1]]:
+            if id(row) in unfinished:
+                self.engine.drop(row)
 
         def finish(row: Row) -> None:
             del unfinished[id(row)]
             self._note(row)
-            self._tell(self._places[id(row)])
+            self._hand_on(self._index_of[id(row)])
 
-        own = {self._places[name]: row for name, row in unfinished.items()}
-        self.tail.run(
-            own, self.standing, self.params, self.proposer, on_finished=finish, record=self.record
-        )
+        own = {self._index_of[name]: row for name, row in unfinished.items()}
+        parts = {"on_finished": finish, "record": self.record}
+        self.tail.run(own, self.table, self.params, self.proposer, **parts)
         if self.proposer is not None:
             self.proposer.take_spent()
         self.board.go_on()
         self._last_s = self.clock.perf_counter()
 
-    def _tell(self, place: int) -> None:
+    def _hand_on(self, index: int) -> None:
         """A row is done, and trained on."""
-        if place not in self._told and self.on_finished is not None:
-            self._told.add(place)
-            self.on_finished(self.rows[place])
+        if index not in self._handed_on and self.on_finished is not None:
+            self._handed_on.add(index)
+            self.on_finished(self.rows[index])
 
     def _note(self, row: Row) -> None:
-        self.standing.note(self._places[id(row)], len(row.tokens), row.finish is not None)
+        self.table.note(self._index_of[id(row)], len(row.tokens), row.finish is not None)
 
     def _note_active(self) -> int:
-        """How far this rank's rows in slots are; returns the most tokens of any."""
+        """How far this rank's rows in slots are; returns the length of the longest."""
         longest = 0
         for row, length in zip(self.engine.rows, self.engine.lengths.tolist(), strict=True):
-            if (place := self._places.get(id(row))) is not None:
+            if (index := self._index_of.get(id(row))) is not None:
                 length -= len(row.prompt)
-                self.standing.note(place, length, False)
+                self.table.note(index, length, False)
                 longest = max(longest, length)
         return longest
 
-    def _advance(self) -> bool:
-        """A slice of each work; whether there is more to do of any."""
-        goes_on = any([work.advance() for work in self.works])  # noqa: C419 (of each)
-        self._last_s = max(
-            self._last_s, *(span.end_s for span in self.record.slices[-1:]), -math.inf
-        )
+    def _run_slices(self) -> bool:
+        """A slice of each task; whether there is more to do of any."""
+        goes_on = any([task.run_slice() for task in self.tasks])  # noqa: C419 (of each)
+        ended_s = (span.end_s for span in self.record.slices[-1:])
+        self._last_s = max(self._last_s, *ended_s, -math.inf)
         return goes_on
 
     def _state(self) -> RankState:
         """What this rank tells the others in the next tick."""
         self._note_active()
-        facts = [self.standing.facts(), *(work.facts() for work in self.works)]
+        facts = [self.table.local_state(), *(task.publish() for task in self.tasks)]
         self._ends = np.cumsum([len(of) for of in facts])[:-1]  # the same on all ranks
-        wanted = tuple(work.wanted() for work in self.works)
-        return RankState(
-            len(self.view.unfinished), wanted, self.ranks.must_stop, np.concatenate(facts)
-        )
+        wanted = tuple(task.capacity() for task in self.tasks)
+        num_unfinished = len(self.view.unfinished)
+        return RankState(num_unfinished, wanted, self.ranks.must_stop, np.concatenate(facts))
 
     def _wait(self) -> None:
         begin = self.clock.perf_counter()
@@ -264,31 +212,24 @@ class RolloutLoop:
         ahead_rows = len(engine.rows) + len(engine.queue) - own_rows
         finished, load = engine.step(self.params, self.proposer, self.view.max_prefill_tokens)
         end = self.clock.perf_counter()
-        propose_s, looked_up_rows = (
-            self.proposer.take_spent() if self.proposer is not None else (0.0, 0)
-        )
-        record = ForwardRecord(
-            self._last_s,
-            end,
-            end - begin - propose_s,
-            propose_s,
-            *load,
-            own_rows,
-            ahead_rows,
-            looked_up_rows,
-        )
+        propose_s, looked_up = 0.0, 0
+        if self.proposer is not None:
+            propose_s, looked_up = self.proposer.take_spent()
+        seconds = (self._last_s, end, end - begin - propose_s, propose_s)
+        record = ForwardRecord(*seconds, *load, own_rows, ahead_rows, looked_up)
         self.record.forwards.append(record)
-        self._last_s = end
         if self.cost is not None:
-            self.cost.observe(*load[:4], record.engine_s)
+            load_of_model = (load.rows, load.tokens, load.wide_rows, load.positions)
+            self.cost.observe(*load_of_model, end - self._last_s - propose_s)
+        self._last_s = end
         for row in finished:
             if unfinished.pop(id(row), None) is None:
-                any(work.finish(row) for work in self.works)
+                any(task.on_finished(row) for task in self.tasks)
                 continue
             self._note(row)
-            if self.standing.selection is None:
-                self._tell(self._places[id(row)])
-        if self.standing.selection is not None and unfinished:
+            if not self.selects:
+                self._hand_on(self._index_of[id(row)])
+        if self.selects and unfinished:
             longest = self._note_active()
-            if finished or longest >= self.standing.judgement.cut:
+            if finished or longest >= self._cutoff.limit:
                 self._select()

@@ -13,29 +13,33 @@ rank has its own rows' results, and the rollout ends with the next tick.
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bubblespec.config import Config
 from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.learned import LearnedDrafts
-from bubblespec.draft.windows import CostModel
+from bubblespec.planner.costs import CostModel
 from bubblespec.engine.chains import Chains
 from bubblespec.engine.engine import Engine, Proposer
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.engine.tensor_parallel import TPGroup, TPUnsupported
 from bubblespec.errors import log
-from bubblespec.idle.set_up_speculation import profile
-from bubblespec.idle.speculation import Speculation
 from bubblespec.planner.tail import MIN_GAIN, use_tp_tail
 from bubblespec.records import RolloutRecord, Span
 from bubblespec.rollout.board import RankState
 from bubblespec.rollout.codec import decode_rows, encode_rows
-from bubblespec.rollout.forecast import OVERHEAD_TICKS, unfinished_rows
-from bubblespec.rollout.standing import Standing
+from bubblespec.rollout.board import RankState
+from bubblespec.rollout.profile import profile
+from bubblespec.rollout.table import RowTable
 from bubblespec.types import Row, SampleId
 
+if TYPE_CHECKING:
+    from bubblespec.rollout.sampler import Sampler
+
+OVERHEAD_TICKS = 2.0  # from a decision to the first forward
 STOP_INTERVAL = 8  # forwards between two questions whether any rank has been told to stop
 MAX_DRAFT_TOKENS = 64  # of a row
 NUM_TIMED = 3  # forwards at the start, after those that do not count
@@ -51,7 +55,7 @@ class TPTail:
         ranks: Ranks,
         max_rows: int,
         max_new_tokens: int,
-        is_worth_it: Callable[[Standing], bool] | None = None,
+        is_worth_it: Callable[[RowTable], bool] | None = None,
     ):
         """max_rows: of all ranks, with which it is entered, at most the engine's slots;
         is_worth_it: a pure function of what all ranks know; None enters it with so many rows
@@ -66,20 +70,20 @@ class TPTail:
         of this engine."""
         self._drafter = source, chains
 
-    def is_due(self, standing: Standing, states: list[RankState]) -> bool:
+    def is_due(self, table: RowTable, states: list[RankState]) -> bool:
         """Whether all ranks enter it at this tick. Where some rows are not trained on, never: what
         is left of these is not finished anyway."""
-        num_left = int((standing.told >= 0).sum())
-        if standing.selection is not None or any(state.must_stop for state in states):
+        num_left = int((table.synced >= 0).sum())
+        if table.launch.selects or any(state.must_stop for state in states):
             return False
         if not 0 < num_left <= self.max_rows:
             return False
-        return self._is_worth_it is None or self._is_worth_it(standing)
+        return self._is_worth_it is None or self._is_worth_it(table)
 
     def run(
         self,
         own: dict[int, Row],
-        standing: Standing,
+        table: RowTable,
         params: SamplingParams,
         proposer: Proposer | None,
         *,
@@ -94,7 +98,7 @@ class TPTail:
         """
         ranks, engine = self.ranks, self.engine
         began_s = ranks.clock.perf_counter()
-        rows = self._gather(own, standing)
+        rows = self._gather(own, table)
         if not rows:  # all have ended since the tick
             return
         is_own = {id(row) for row in own.values()}
@@ -123,13 +127,13 @@ class TPTail:
         record.shared_rows += len(own)
         record.shared_forwards += engine.num_forwards - before
 
-    def _gather(self, own: dict[int, Row], standing: Standing) -> dict[int, Row]:
+    def _gather(self, own: dict[int, Row], table: RowTable) -> dict[int, Row]:
         """The unfinished rows of all ranks, by index: the own ones as they are, of the others
         copies."""
         rows = dict(own)
         for rank, numbers in enumerate(self.ranks.gather_ragged(encode_rows(own))):
             for known in decode_rows(numbers) if rank != self.ranks.rank else ():
-                row = rows[known.index] = standing.make_row(known.index, self.max_new_tokens)
+                row = rows[known.index] = table.make_row(known.index, self.max_new_tokens)
                 row.tokens, row.logprob = known.tokens, known.logprob
                 row.full_logprob = known.full_logprob
         return rows
@@ -177,20 +181,13 @@ class OwnersPropose:
         return [i for i, row in enumerate(rows) if id(row) in self.is_own]
 
 
-def make_tp_tail(
-    config: Config,
-    ranks: Ranks,
-    engine: Engine,
-    params: SamplingParams,
-    speculation: Speculation | None,
-    *,
-    max_rows: int,
-) -> TPTail | None:
+def make_tp_tail(config: Config, sampler: "Sampler", *, max_rows: int) -> TPTail | None:
     """None where there is one rank, the key says so, the model cannot be sharded, or, with auto,
-    it is measured not to pay. Computes forwards: all ranks must call it together. speculation:
-    where a run has any; without it there are no ticks; max_rows: of `choose_tp_rows`."""
+    it is measured not to pay. Computes forwards: all ranks must call it together. max_rows: of
+    `choose_tp_rows`."""
     wanted = config.rollout.tp_tail_max_rows
-    if ranks.world_size == 1 or not max_rows or speculation is None:
+    ranks, engine, params = sampler.ranks, sampler.engine, sampler.params
+    if ranks.world_size == 1 or not max_rows or sampler.board is None:
         return None
     alone: ModelRunner = engine.runner
     ranks.place = "set-up of the tensor-parallel tail"
@@ -221,31 +218,27 @@ def make_tp_tail(
         if tp_cost is None:
             together.release()
             return None
-        shape = {"num_ranks": ranks.world_size, "num_slots": engine.num_slots}
-        is_worth_it = expects_gain(speculation, tp_cost, **shape)
+        is_worth_it = expects_gain(sampler, tp_cost)
     ranks.before_end.append(runner.release)
     return TPTail(together, ranks, max_rows, config.rollout.max_completion_length, is_worth_it)
 
 
-def expects_gain(
-    speculation: Speculation, tp_cost: np.ndarray, *, num_ranks: int, num_slots: int
-) -> Callable[[Standing], bool]:
+def expects_gain(sampler: "Sampler", tp_cost: CostModel) -> Callable[[RowTable], bool]:
     """Whether it is worth it by the costs of forwards, measured alone and together, and by what the
     rows are expected to need."""
 
-    def is_worth_it(standing: Standing) -> bool:
-        if standing.expected is None or speculation.shared_cost is None:
+    def is_worth_it(table: RowTable) -> bool:
+        stats = sampler.stats
+        if table.rows is None or stats.shared_cost is None:
             return False
-        _, rows = unfinished_rows(standing, standing.expected, speculation.outlook)
+        indices, rows = table.unfinished()
         return use_tp_tail(
-            rows.owners,
-            rows.left,
-            rows.prompt_tokens + rows.so_far,
-            speculation.shared_cost,
+            rows,
+            table.rank_of[indices],
+            stats.shared_cost,
             tp_cost,
-            num_ranks=num_ranks,
-            num_slots=num_slots,
-            overhead_s=OVERHEAD_TICKS * speculation.board.interval_s,
+            num_slots=sampler.engine.num_slots,
+            overhead_s=OVERHEAD_TICKS * sampler.board.interval_s,
         )
 
     return is_worth_it
@@ -253,8 +246,8 @@ def expects_gain(
 
 def measure(
     together: Engine, alone: Engine, params: SamplingParams, ranks: Ranks
-) -> np.ndarray | None:
-    """The cost of forwards of all ranks together, coefficients of a `CostModel`, the same on all
+) -> CostModel | None:
+    """The cost of forwards of all ranks together, the same on all
     ranks; None where a forward of one row takes no less time together than alone, so that it cannot
     pay."""
     params = replace(params, stop_token_ids=())  # nothing is to end a row
@@ -264,7 +257,7 @@ def measure(
         return None
     cost = CostModel()
     profile(together, params, cost, clock=ranks.clock)
-    return ranks.gather(cost.coefficients).mean(axis=0)
+    return CostModel.from_parameters(ranks.gather(cost.parameters).mean(axis=0))
 
 
 def _seconds_of_a_forward(engine: Engine, params: SamplingParams, ranks: Ranks) -> float:

@@ -11,13 +11,13 @@ from tqdm import tqdm
 
 from bubblespec.config import Config
 from bubblespec.draft.learned import LearnedDrafts
-from bubblespec.draft.windows import CostModel
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
 from bubblespec.idle.set_up_speculation import assemble, profile
 from bubblespec.idle.speculation import Speculation
 from bubblespec.memory import most_slots
 from bubblespec.memory_needs import AUTO_SHARED_ROWS
+from bubblespec.planner.costs import CostModel
 from bubblespec.records import Span
 from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.sampler import Sampler

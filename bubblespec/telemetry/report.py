@@ -142,19 +142,13 @@ def peak_memory_gb(ranks: Ranks) -> float:
 
 
 def placement_metrics(ranks: Ranks, record: StepRecord) -> dict:
-    """How far the ranks' work lay from what was expected, as a share of the slowest rank's; and
-    rows that changed ranks."""
-    own_s, taken = (
-        sum(getattr(rollout, name) for rollout in record.rollouts)
-        for name in ("own_s", "taken_rows")
-    )
-    expected_s, own_s, taken = ranks.gather(np.array([record.expected_s, own_s, taken])).T
+    """How far the ranks' work lay from what was expected, as a share of the slowest rank's."""
+    own_s = sum(rollout.own_s for rollout in record.rollouts)
+    expected_s, own_s = ranks.gather(np.array([record.expected_s, own_s])).T
     if np.isnan(expected_s).any():
         return {}
-    return {
-        "placement/error": float(np.abs(expected_s - own_s).mean() / max(own_s.max(), 1e-9)),
-        "placement/taken_rows": int(taken.sum()),
-    }
+    error = float(np.abs(expected_s - own_s).mean() / max(own_s.max(), 1e-9))
+    return {"placement/error": error}
 
 
 def shared_tail_metrics(ranks: Ranks, record: StepRecord) -> dict:
@@ -182,12 +176,12 @@ def idle_metrics(ranks: Ranks, record: StepRecord) -> dict:
         uses = [rollout.idle[name] for rollout in record.rollouts if name in rollout.idle]
         own = [
             sum(getattr(use, field) for use in uses)
-            for field in ("seconds", "expected_s", "brought_s")
+            for field in ("seconds", "expected_s", "saved_s")
         ]
-        seconds, expected_s, brought_s = ranks.gather(np.array(own)).T
+        seconds, expected_s, saved_s = ranks.gather(np.array(own)).T
         metrics[f"idle/{name}/seconds"] = float(seconds.mean())
         metrics[f"idle/{name}/expected_s"] = float(expected_s.sum())
-        metrics[f"idle/{name}/brought_s"] = float(brought_s.mean())
+        metrics[f"idle/{name}/saved_s"] = float(saved_s.mean())
     return metrics
 
 

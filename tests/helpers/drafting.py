@@ -13,11 +13,12 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
+from bubblespec.idle.drafter_training import TrainDrafter
+
 import train
 from bubblespec import set_up_drafter
 from bubblespec.draft import rest
 from bubblespec.draft.learned import LearnedDrafts
-from bubblespec.idle.drafter_training import TrainDrafter
 from bubblespec.learn import warm_start
 from bubblespec.rollout.board import ProgressBoard
 from tests.system import signalled_train

@@ -1,10 +1,10 @@
 """Rows to generate and samples by hand."""
 
 import numpy as np
+from bubblespec.rollout.standing import Standing
 
 from bubblespec.records import RolloutRecord
 from bubblespec.rollout.loop import RolloutLoop
-from bubblespec.rollout.standing import Standing
 from bubblespec.types import Group, Launch, Row, Samples
 
 

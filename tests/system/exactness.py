@@ -55,7 +55,7 @@ class Arm:
 FEW_SLOTS = ("rollout.num_slots=6", "rollout.max_batch_tokens=48")
 # Proposals of a fixed length, or the planner would soon learn that corrupted ones do not pay, and
 # propose nothing.
-ALWAYS_PROPOSE = ("speculative.fixed_window=6",)
+ALWAYS_PROPOSE = ("speculative.planning=always",)
 ARMS = [
     Arm("none", "none"),
     Arm("bubble", "bubble"),
@@ -78,8 +78,7 @@ SHORT = (
     "rollout.num_prompts_per_step=8",
     "rollout.num_generations=4",
     "rollout.max_completion_length=64",
-    "bubble.max_slowdown=1000.0",
-    "speculative.check_every=0",
+    "speculative.planning=always",
     "eval.num_prompts=0",
     "run.eval_steps=0",
     "run.keep_last=9",

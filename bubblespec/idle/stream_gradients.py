@@ -7,15 +7,14 @@ those of its samples that it generated itself. A reward that comes late or not a
 group out, and the update computes those gradients as if nothing had been streamed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from bubblespec.dist.ranks import Ranks
-from bubblespec.idle.work import Offer, RankView
+from bubblespec.idle.task import IdleTask, Job
 from bubblespec.records import Span
-from bubblespec.rollout.board import RankState
 from bubblespec.types import Launch, Row, has_zero_std
 
 NUM_WANTED = 2  # slices that a rank asks for at a time: the next tick is some milliseconds away
@@ -39,18 +38,18 @@ class Stream(Protocol):
     def add(self, pieces: list[Piece]) -> Span: ...
 
 
-class Wish(NamedTuple):
+class Capacity(NamedTuple):
     """What a rank could do now."""
 
     num_slices: int
     slice_s: float
     """Expected seconds of one."""
-    spared_s: float
-    """Expected seconds of all ranks together that the update is spared by one."""
+    saved_s: float
+    """Expected seconds of all ranks together that one saves the update."""
 
 
-class GroupGradients:
-    """Streamed gradients in one rollout on one rank; implements `IdleWork`."""
+class StreamGradients(IdleTask):
+    """Streamed gradients in one rollout on one rank."""
 
     name = "gradients"
 
@@ -61,95 +60,76 @@ class GroupGradients:
         take_rewards: Callable[[], list[tuple[Row, float]]],
         *,
         max_slice_s: float,
-        scores_beside_rows: bool = True,
+        scores_in_workers: bool = True,
         only_differing: bool = False,
         frees_cache: bool = False,
     ):
         """take_rewards: this rank's rows that are trained on, finished and scored since the last
         call, with their rewards.
 
-        max_slice_s: see `IdleConfig`; scores_beside_rows: `take_rewards` takes no time, so that it
-        can be called while rows of this rank are unfinished; only_differing: leave out groups of
+        max_slice_s: see `IdleConfig`; scores_in_workers: rewards come from other processes, so
+        that `take_rewards` can be called while rows of this rank are unfinished; only_differing: leave out groups of
         equal rewards, which dynamic sampling replaces; frees_cache: there is no memory for a slice
         beside keys and values.
         """
         self.stream, self.take_rewards, self.max_slice_s = stream, take_rewards, max_slice_s
-        self.scores_beside_rows, self.only_differing, self.frees_cache = (
-            scores_beside_rows,
-            only_differing,
-            frees_cache,
-        )
-        self.num_kept = launch.num_kept
-        self._places = {name: place for place, name in enumerate(launch.ids)}
-        self._rows: dict[int, Row] = {}  # this rank's scored ones, by place
-        shape = (len(launch.groups), launch.num_generations)
-        self._own_rewards, self._rewards = (
-            np.full(shape, np.nan),
-            np.full(shape, np.nan),
-        )  # the latter as of the last tick
+        self.scores_in_workers, self.only_differing = scores_in_workers, only_differing
+        self.frees_cache, self.num_kept = frees_cache, launch.num_kept
+        self.shape = (len(launch.groups), launch.num_generations)
+        self._index_of = {sample: index for index, sample in enumerate(launch.ids)}
+        self._rows: dict[int, Row] = {}  # this rank's scored ones, by index in the launch
+        self._own_rewards = np.full(self.shape, np.nan)
         self._is_complete = np.zeros(len(launch.groups), bool)
-        self._pieces: list[
-            Piece
-        ] = []  # of complete groups, not computed yet, in order of their tokens
+        self._pieces: list[Piece] = []  # of complete groups, not computed yet, shortest first
         self._num_granted = 0  # slices
-        self._wishes: list[Wish] = []  # of all ranks, in the last tick
-        self._seconds = self._spared_s = (
-            0.0  # of this rank's slices, and what the update is spared by them
-        )
+        self._capacities: list[Capacity] = []  # of all ranks, in the last tick
+        self._seconds = 0.0  # of this rank's slices
+        self._saved_s = 0.0  # that the update saves by them
 
-    def facts(self) -> np.ndarray:
-        """Rewards of this rank's samples, NaN elsewhere, and what it could do."""
-        if self.scores_beside_rows or not self.view.unfinished:
+    def publish(self) -> np.ndarray:
+        """What this rank could do, and rewards of its samples, NaN elsewhere."""
+        if self.scores_in_workers or not self.view.unfinished:
             for row, reward in self.take_rewards():
-                place = self._places[row.id]
-                self._rows[place], self._own_rewards.flat[place] = row, reward
-        return np.append(self._own_rewards.ravel(), self._wish())
+                index = self._index_of[row.id]
+                self._rows[index], self._own_rewards.flat[index] = row, reward
+        return np.concatenate((self._capacity(), self._own_rewards.ravel()))
 
-    def hear(self, facts: list[np.ndarray]) -> None:
+    def receive(self, published: list[np.ndarray]) -> None:
         """The samples of groups that have become complete can be computed from now on."""
-        self._wishes = [Wish(int(of_rank[-3]), *of_rank[-2:].tolist()) for of_rank in facts]
-        told = np.fmax.reduce(
-            [of_rank[:-3] for of_rank in facts]
-        )  # of each sample one rank knows the reward
-        self._rewards = told.reshape(self._rewards.shape)
-        is_complete = np.isfinite(self._rewards).sum(axis=1) == self.num_kept
+        num_fields = len(Capacity._fields)
+        self._capacities = [Capacity(*of_rank[:num_fields].tolist()) for of_rank in published]
+        known = np.fmax.reduce([of_rank[num_fields:] for of_rank in published])
+        known = known.reshape(self.shape)  # one rank knows the reward of each sample
+        is_complete = np.isfinite(known).sum(axis=1) == self.num_kept
         for group in np.flatnonzero(is_complete & ~self._is_complete).tolist():
-            numbers = np.flatnonzero(np.isfinite(self._rewards[group]))
-            rewards = self._rewards[group, numbers]
+            numbers = np.flatnonzero(np.isfinite(known[group]))
+            rewards = known[group, numbers]
             if self.only_differing and has_zero_std(rewards[None])[0]:
                 continue
-            rows = [
-                self._rows.get(group * self._rewards.shape[1] + number)
-                for number in numbers.tolist()
-            ]
+            rows = [self._rows.get(group * self.shape[1] + n) for n in numbers.tolist()]
             self._pieces += self.stream.pieces(rows, rewards)
         self._pieces.sort(key=lambda piece: piece.num_tokens)
         self._is_complete = is_complete
 
-    def offers(self, states: list[RankState]) -> list[Offer] | None:
+    def jobs(self) -> Iterable[Job]:
         """Each rank's own slices. What is left for the update is shared by all ranks, so a slice
         saves each of them its part."""
         return [
-            Offer((rank, number), wish.spared_s / len(states), wish.slice_s, False, rank)
-            for rank, wish in enumerate(self._wishes if states else [])
-            for number in range(wish.num_slices)
+            Job((rank, number), able.saved_s / len(self._capacities), able.slice_s, False, rank)
+            for rank, able in enumerate(self._capacities)
+            for number in range(int(able.num_slices))
         ]
 
-    def begin(self, view: RankView) -> list[Row]:
-        """Nothing stays in the engine for it."""
-        self.view = view
-        return []
-
-    def wanted(self) -> int:
+    def capacity(self) -> int:
         """A few slices at a time, once this rank's rows are done."""
-        return max(min(self._wish().num_slices, NUM_WANTED - self._num_granted), 0)
+        return max(min(int(self._capacity().num_slices), NUM_WANTED - self._num_granted), 0)
 
-    def start(self, offer: Offer, rank: int) -> None:
+    def accept(self, job: Job, rank: int) -> None:
         """This rank may do one more slice."""
         self._num_granted += rank == self.view.rank
 
-    def advance(self) -> bool:
-        """One slice. Rows that have come from another rank go before."""
+    def run_slice(self) -> bool:
+        """One slice."""
         if not (self._num_granted and self._can_begin()):
             return False
         self._num_granted -= 1
@@ -160,36 +140,23 @@ class GroupGradients:
         self._pieces = [piece for piece in self._pieces if id(piece) not in taken]
         span = self.stream.add(pieces)
         self._seconds += span.end_s - span.begin_s
-        self._spared_s += self.stream.spared_s(sum(piece.num_tokens for piece in pieces))
+        self._saved_s += self.stream.spared_s(sum(piece.num_tokens for piece in pieces))
         self.view.record.slices.append(span)
         return bool(self._num_granted and self._can_begin())
 
-    def finish(self, row: Row) -> bool:
-        """It has no rows in the engine."""
-        return False
-
-    def make_room(self, count: int) -> int:
-        """It has none to give."""
-        return 0
-
-    def end(self) -> None:
-        """What was not computed is the update's."""
-
-    def merge(self, ranks: Ranks) -> None:
+    def finish(self, ranks: Ranks) -> None:
         """The update brings the gradients together, and takes so much less time on each rank."""
         use = self.view.record.idle[self.name]
         use.seconds = self._seconds
-        use.brought_s = float(ranks.gather(np.array([self._spared_s])).mean())
+        use.saved_s = float(ranks.gather(np.array([self._saved_s])).mean())
 
-    def _wish(self) -> Wish:
+    def _capacity(self) -> Capacity:
         if not self._can_begin():
-            return Wish(0, 0.0, 0.0)
-        size, limit = (
-            sum(piece.num_tokens for piece in self._next_slice()),
-            self.stream.max_tokens(self.max_slice_s),
-        )
+            return Capacity(0, 0.0, 0.0)
+        size = sum(piece.num_tokens for piece in self._next_slice())
+        limit = self.stream.max_tokens(self.max_slice_s)
         total = sum(piece.num_tokens for piece in self._pieces if piece.num_tokens <= limit)
-        return Wish(-(-total // size), self.stream.seconds(size), self.stream.spared_s(size))
+        return Capacity(-(-total // size), self.stream.seconds(size), self.stream.spared_s(size))
 
     def _next_slice(self) -> list[Piece]:
         """The longest samples that fit into one; none where all are too long for it."""

@@ -1,17 +1,10 @@
-"""Which rank generates which sample, and all ranks' samples in one canonical order.
-
-Nothing after `gather_samples` depends on which rank generated what, or when.
-"""
+"""All ranks' samples in one canonical order: nothing after it depends on which rank generated what,
+or when."""
 
 import numpy as np
 
 from bubblespec.dist.ranks import Ranks
 from bubblespec.types import Group, Row, Samples
-
-
-def place_in_turn(num_groups: int, num_generations: int, num_ranks: int) -> np.ndarray:
-    """The rank that generates each sample, int64 [groups x generations]: groups in turn."""
-    return np.repeat(np.arange(num_groups) % num_ranks, num_generations)
 
 
 def gather_samples(

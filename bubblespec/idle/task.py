@@ -1,0 +1,134 @@
+"""Work for idle time: what a task is, and which rank does what.
+
+Idle time is where a rank has finished its rows and waits for the slowest one. Where it still
+decodes, but so few rows that others could join its forwards at little cost, tasks may be
+co-scheduled. Knows types of the engine, ranks and records alone.
+"""
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from bubblespec.dist.ranks import Ranks
+from bubblespec.engine.engine import Engine
+from bubblespec.records import RolloutRecord
+from bubblespec.types import Row
+
+NOTHING = np.empty(0)
+
+
+class Job(NamedTuple):
+    """A piece of work that a rank could do."""
+
+    key: Hashable
+    """Which piece; the task knows it by this."""
+    saves_s: float
+    """Seconds of the run's wall time that it is expected to save."""
+    costs_s: float
+    """Seconds that it is expected to take; where a rank waits they cost the run nothing."""
+    co_scheduled: bool
+    """Whether it is worth slowing down a rank's own rows."""
+    rank: int | None = None
+    """The only rank that can do it, or None for any."""
+
+
+@dataclass
+class RankView:
+    """What a task sees of its own rank during a rollout."""
+
+    rank: int
+    engine: Engine
+    unfinished: dict[int, Row]
+    """Rows of this step that are not done, by id()."""
+    record: RolloutRecord
+    """Of this rollout, so far."""
+    max_prefill_tokens: int | None = None
+    """Prompt tokens in one forward at most, None for no limit: a task may set it, to feed prompts
+    of its own a little at a time."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether this rank has neither rows of its own nor others to generate."""
+        return not self.unfinished and self.engine.is_idle
+
+
+class IdleTask:
+    """One use of idle time in one rollout. Between its methods the loop runs forwards and ticks."""
+
+    name = "task"
+    """In metrics (`idle/NAME/...`)."""
+    view: RankView
+
+    def begin(self, view: RankView) -> None:
+        """The rollout begins."""
+        self.view = view
+
+    def publish(self) -> np.ndarray:
+        """What this rank tells the others in the next tick, float64, of one length on all ranks."""
+        return NOTHING
+
+    def receive(self, published: list[np.ndarray]) -> None:
+        """What all ranks have published in a tick that has completed, by rank."""
+
+    def jobs(self) -> Iterable[Job]:
+        """Every job that no rank has been given, most urgent first. Asked after every tick. The
+        same on every rank: from what was received, and from what ranks share."""
+        return ()
+
+    def capacity(self) -> int:
+        """How many more jobs this rank could begin now."""
+        return 0
+
+    def accept(self, job: Job, rank: int) -> None:
+        """A rank has been given the job, and no other rank has. Called on all ranks."""
+
+    def run_slice(self) -> bool:
+        """Between two forwards: put rows into the engine, or do a slice of work so short that nobody
+        waits for it; returns whether there is another slice to do. No collectives here."""
+        return False
+
+    def on_finished(self, row: Row) -> bool:
+        """A row that is not of this step is done. Returns whether it was this task's."""
+        return False
+
+    def end(self) -> None:
+        """The last tick: all ranks leave the rollout. No forward comes after it."""
+
+    def finish(self, ranks: Ranks) -> None:
+        """After the rollout, on all ranks together: bring what each has done to where it is needed.
+        Collectives may be used."""
+
+
+def assign(
+    jobs: list[Iterable[Job]], capacities: list[tuple[int, ...]], has_rows: list[bool]
+) -> list[list[tuple[int, Job]]]:
+    """The jobs that each rank gets in a tick, by rank, each with the number of its task.
+
+    jobs: of each task, most urgent first; capacities: of each rank, for each task; has_rows: of each
+    rank. A rank with rows of its own gets co-scheduled jobs alone, those that save most first. An
+    idle rank does one thing at a time: jobs of the task whose first one saves most per second. A
+    pure function of what all ranks know, so no job is given twice and nobody has to agree.
+    """
+    left = [list(of_task) for of_task in jobs]
+    given: list[list[tuple[int, Job]]] = []
+    for rank, (room, is_busy) in enumerate(zip(capacities, has_rows, strict=True)):
+        given.append([])
+
+        def next_of(task: int, rank: int = rank, is_busy: bool = is_busy) -> Job | None:
+            fits = (job for job in left[task] if job.rank is None or job.rank == rank)
+            return next((job for job in fits if job.co_scheduled or not is_busy), None)
+
+        room = list(room)
+        if not is_busy:
+            first = {task: next_of(task) for task in range(len(left)) if room[task] > 0}
+            worth = {t: j.saves_s / max(j.costs_s, 1e-9) for t, j in first.items() if j}
+            best = max(worth, key=worth.get, default=None)
+            room = [count if task == best else 0 for task, count in enumerate(room)]
+        while heads := {t: j for t in range(len(left)) if room[t] > 0 and (j := next_of(t))}:
+            task = max(heads, key=lambda t: heads[t].saves_s)
+            given[rank].append((task, heads[task]))
+            left[task].remove(heads[task])
+            room[task] -= 1
+    return given

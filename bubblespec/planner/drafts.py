@@ -1,0 +1,186 @@
+"""Which responses of coming steps to draft first, and which are worth slowing down own rows for.
+
+A draft saves nothing by itself. The first tokens of a response share their forwards with the whole
+batch, and a forward is saved only if no row needs it: so the longest responses are worth drafting
+together or not at all, and only if their drafts hold. The expected seconds of the coming rollout
+with the longest 0, 1, 2, ... responses drafted say how many.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import numpy as np
+
+from bubblespec.planner.costs import CostModel, seconds_of_course, time_points
+from bubblespec.planner.lengths import LengthModel
+from bubblespec.planner.rows import AcceptanceRates, Rows, forwards_survival
+from bubblespec.types import Draft, Group, SampleId
+
+CAUTION = 1.5  # drafts alongside a rank's own rows must win more than they cost by so much
+PATIENCE = 1.0  # what has more slack than so many rollouts can wait for fresher weights
+MAX_AUTO_LOOKAHEAD = 16
+RETRY_STEPS = (
+    8  # where even the freshest drafts are refused, one step in so many drafts all the same
+)
+MIN_ACCEPTED_SHARE = 0.2  # drafts so old that less of them is accepted are not worth making
+
+
+@dataclass(frozen=True)
+class DraftPlan:
+    """One response to draft."""
+
+    id: SampleId
+    prompt: tuple[int, ...]
+    co_scheduled: bool
+    """Whether it is worth slowing down a rank's own rows."""
+    saves_s: float
+    """Seconds that the whole draft is expected to save its step; 0 where nothing is known yet."""
+    costs_s: float
+    """Seconds that it takes to make what is missing, alongside other rows."""
+
+
+@dataclass(frozen=True)
+class DraftValue:
+    """What finished drafts of S responses are worth."""
+
+    pays: np.ndarray
+    """bool [S], worth drafting alongside own rows."""
+    saves_s: np.ndarray
+    """float64 [S], of the step's rollout."""
+    costs_s: np.ndarray
+    """float64 [S], of the rank that makes what is missing."""
+
+
+def draft_value(
+    coming: Rows, cost: CostModel, rates: AcceptanceRates, *, num_ranks: int, num_slots: int
+) -> DraftValue:
+    """The value of drafting the rows of a coming step to their ends.
+
+    Their rollout is expected to take `ends_s[k]` seconds with the longest k of them drafted; the
+    best k is where what is saved exceeds CAUTION times what the drafts cost by most.
+    """
+    _, row_s, token_s, _, kv_s = cost.coefficients.tolist()
+    missing = np.maximum(coming.expected - coming.drafted, 0.0)
+    is_open = missing > 0.0
+    decode_s = row_s + token_s + kv_s * (coming.prompt_tokens + coming.expected / 2)
+    costs_s = missing * decode_s
+    order = np.argsort(-np.where(is_open, coming.expected, -1.0), kind="stable")
+    num_open = int(is_open.sum())
+    seconds = _seconds_by_count(coming.take(order), cost, rates, num_ranks, num_slots)
+    spent_s = CAUTION * np.append(0.0, np.cumsum(costs_s[order])) / num_ranks
+    best = int((seconds + spent_s)[: num_open + 1].argmin())
+    pays, saves_s = np.zeros(len(coming), bool), np.zeros(len(coming))
+    pays[order[:best]] = True
+    # Beyond the best number drafts are for idle ranks; what they save is shared among them.
+    for chosen, saved_s in (
+        (order[:best], seconds[0] - seconds[best]),
+        (order[best:num_open], seconds[best] - seconds[num_open]),
+    ):
+        saves_s[chosen] = max(float(saved_s), 0.0) / max(len(chosen), 1)
+    return DraftValue(pays, saves_s, costs_s)
+
+
+def _seconds_by_count(
+    rows: Rows, cost: CostModel, rates: AcceptanceRates, num_ranks: int, num_slots: int
+) -> np.ndarray:
+    """Expected seconds of the slowest rank with the first k rows drafted, float64 [S + 1]; rows are
+    dealt to ranks in turn, longest first."""
+    whole = Rows(**{**vars(rows), "spread": 0.0 * rows.spread, "drafted": rows.expected})
+    points, width = time_points(rows, num_slots)
+    drafted, undrafted = (forwards_survival(of, rates, points) for of in (whole, rows))
+    token_s, context = (
+        float(cost.coefficients[2]),
+        float((rows.prompt_tokens + rows.expected).mean()),
+    )
+    rank_of = np.empty(len(rows), np.int64)
+    rank_of[np.argsort(-rows.expected, kind="stable")] = np.arange(len(rows)) % num_ranks
+    slowest = np.zeros(len(rows) + 1)
+    for rank in range(min(num_ranks, len(rows))):
+        own = np.flatnonzero(rank_of == rank)
+        active = _first_and_rest(drafted[own], undrafted[own])
+        logs = [np.log1p(-np.minimum(of[own], 1.0 - 1e-12)) for of in (drafted, undrafted)]
+        course = (active, np.exp(_first_and_rest(*logs)), width)
+        verified = _first_and_rest(rows.expected[own, None], rows.drafted[own, None])[:, 0]
+        ends_s = seconds_of_course(*course, cost, num_slots, (0.0, context)) + token_s * verified
+        slowest = np.maximum(slowest, ends_s[np.searchsorted(own, np.arange(len(rows) + 1))])
+    return slowest
+
+
+def _first_and_rest(first: np.ndarray, rest: np.ndarray) -> np.ndarray:
+    """Sums of the first k rows of `first` and all but the first k of `rest`, for k from 0 to the
+    number of rows: float64 [rows + 1, ...]."""
+    nothing = np.zeros((1, *first.shape[1:]))
+    before = np.concatenate((nothing, np.cumsum(first, axis=0)))
+    behind = np.concatenate((np.cumsum(rest[::-1], axis=0)[::-1], nothing))
+    return before + behind
+
+
+def plan_drafts(
+    batches: list[list[Group]],
+    num_generations: int,
+    get_draft: Callable[[SampleId], Draft | None],
+    lengths: LengthModel,
+    *,
+    cost: CostModel | None,
+    rates: AcceptanceRates,
+    forwards_per_step: float,
+    num_ranks: int,
+    num_slots: int,
+    planning: str = "by_cost",
+    deferred: Collection[tuple[int, int]] = (),
+) -> list[DraftPlan]:
+    """What is left to draft: first what is worth co-scheduling, then deferred groups, then by least
+    slack. Slack is the forwards that the rollouts until a response's step will have, minus the
+    tokens that it is expected to need. So a long response is begun many steps before its own, and
+    of equally long ones the nearest comes first.
+
+    batches: groups of the coming steps, nearest first; cost: None where nothing is known yet;
+    deferred: names of groups; planning: see `SpeculativeConfig`.
+    """
+    planned: list[tuple[tuple, DraftPlan]] = []
+    for ahead, groups in enumerate(batches):
+        ids = [group.sample(number) for group in groups for number in range(num_generations)]
+        drafts = [get_draft(sample) for sample in ids]
+        is_open = np.array([draft is None or not draft.is_finished for draft in drafts], bool)
+        if not is_open.any():
+            continue
+        rows = lengths.predict(groups, num_generations, drafts)
+        slack = ahead * forwards_per_step - (rows.expected - rows.drafted)
+        is_due = (slack < PATIENCE * forwards_per_step) & (planning != "idle_only")
+        value = DraftValue(*np.zeros((3, len(ids))))
+        if planning == "always":
+            is_due, value = np.ones(len(ids), bool), DraftValue(*np.ones((3, len(ids))))
+        elif cost is not None and (is_open & is_due).any():
+            value = draft_value(rows, cost, rates, num_ranks=num_ranks, num_slots=num_slots)
+        for row in np.flatnonzero(is_open).tolist():
+            plan = DraftPlan(
+                ids[row],
+                groups[row // num_generations].prompt.token_ids,
+                co_scheduled=bool(value.pays[row] and is_due[row]),
+                saves_s=float(value.saves_s[row]),
+                costs_s=float(value.costs_s[row]),
+            )
+            is_deferred = plan.id[:2] in deferred
+            order = (not plan.co_scheduled, not is_deferred, float(slack[row]))
+            planned.append((order, plan))
+    return [plan for _, plan in sorted(planned, key=lambda entry: entry[0])]
+
+
+def choose_lookahead(
+    wanted: int | str,
+    step: int,
+    *,
+    steps_left: int,
+    steps_stored: float,
+    accepted: dict[int, float],
+) -> int:
+    """How many steps to draft ahead of `step`.
+
+    wanted: a number, or auto: as deep as drafts can be stored and are still accepted; steps_stored:
+    of whose responses the store has room for; accepted: share of draft tokens, by age in updates.
+    """
+    if wanted != "auto":
+        return min(int(wanted), steps_left)
+    too_old = [age - 1 for age, share in accepted.items() if share < MIN_ACCEPTED_SHARE and age > 0]
+    depth = min(MAX_AUTO_LOOKAHEAD, int(steps_stored), steps_left, *too_old)
+    return max(depth, int(steps_left > 0 and steps_stored >= 1 and step % RETRY_STEPS == 0))

@@ -1,0 +1,152 @@
+"""What is known of the rows of a rollout, and how many forwards they are expected to need.
+
+A length is uncertain: it is taken to be log-logistic with a given mean and spread, which has the
+heavy tail of response lengths and a survival function in closed form. A draft that was made with
+the row's own noise holds up to its first mismatch; the chance of a mismatch is measured by position
+(`AcceptanceRates`), so the number of forwards that a drafted row needs has a distribution too.
+
+Shape legend: S rows, T points in time, counted in forwards.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from bubblespec.records import POSITIONS
+
+TYPICAL_WINDOW = 8.0  # draft tokens by which a row is verified in one forward
+MIN_RELATIVE_SPREAD = 0.02  # below it a length counts as known
+NUM_POINTS = 64
+# Counts that are believed before acceptance has been measured: [tried, accepted] before the first
+# mismatch, and [gained, given by the draft] after it.
+PRIOR_BEFORE = np.array([100.0, 99.99])
+PRIOR_AFTER = np.array([100.0, 10.0])
+POOLED_TOKENS = 20.0  # of all positions together, that count at each of them
+
+
+class AcceptanceRates(NamedTuple):
+    """How far drafts hold."""
+
+    edges: np.ndarray
+    """float64 [P + 1], response positions between which the hazard is constant."""
+    hazards: np.ndarray
+    """float64 [P], -log of the chance that the next draft token is accepted, before a mismatch."""
+    after: float
+    """Share of the tokens after the first mismatch that the draft still gives."""
+
+    def reaches(self, position: np.ndarray) -> np.ndarray:
+        """Chance that a draft holds for so many tokens, float64 like `position`."""
+        cumulative = np.append(0.0, np.cumsum(self.hazards * np.diff(self.edges)))
+        return np.exp(-np.interp(position, self.edges, cumulative))
+
+    def accepted(self, drafted: np.ndarray) -> np.ndarray:
+        """Expected tokens before the first mismatch of drafts of `drafted` tokens, float64 [S]."""
+        inside = np.clip(drafted[:, None] - self.edges[:-1], 0.0, np.diff(self.edges))
+        hazards = np.maximum(self.hazards, 1e-9)
+        return (self.reaches(self.edges[:-1]) * -np.expm1(-hazards * inside) / hazards).sum(axis=1)
+
+
+def acceptance_rates(counts: np.ndarray) -> AcceptanceRates:
+    """Rates from counts, drawn towards the priors where little has been measured.
+
+    counts: float64 [P + 1, 2], [tried, accepted] before the first mismatch by position (POSITIONS),
+    and last [gained, given by the draft] after it; see `Acceptance`.
+    """
+    before = counts[:-1]
+    after = counts[-1] + PRIOR_AFTER
+    tried, accepted = before.sum(axis=0) + PRIOR_BEFORE
+    pooled = before + POOLED_TOKENS * np.array([1.0, accepted / tried])
+    chances = np.clip(pooled[:, 1] / pooled[:, 0], 1e-6, 1.0 - 1e-9)
+    edges = np.array([*POSITIONS, 2 * POSITIONS[-1]], np.float64)
+    return AcceptanceRates(edges, -np.log(chances), float(after[1] / after[0]))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """S rows, as numpy columns."""
+
+    prompt_tokens: np.ndarray
+    """int64 [S]."""
+    group: np.ndarray
+    """int64 [S], rows with the same number have the same prompt."""
+    expected: np.ndarray
+    """float64 [S], mean of the response's length."""
+    spread: np.ndarray
+    """float64 [S], its standard deviation."""
+    drafted: np.ndarray
+    """float64 [S], tokens of the row's draft; 0 without one."""
+    generated: np.ndarray
+    """int64 [S], tokens that the row has."""
+
+    def __len__(self) -> int:
+        return len(self.expected)
+
+    def take(self, chosen: np.ndarray) -> "Rows":
+        """Some of the rows, in the order given. chosen: indices or a mask."""
+        return Rows(**{name: column[chosen] for name, column in vars(self).items()})
+
+
+def length_survival(mean: np.ndarray, spread: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Chance that lengths are above `tokens`; all of one shape, or broadcast to one."""
+    mean = np.maximum(mean, 1.0)
+    relative = np.maximum(spread / mean, MIN_RELATIVE_SPREAD)
+    variance = np.log1p(relative**2)
+    log_median = np.log(mean) - variance / 2
+    slope = np.pi / np.sqrt(3.0 * variance)
+    exponent = slope * (np.log(np.maximum(tokens, 1e-3)) - log_median)
+    return 1.0 / (1.0 + np.exp(np.clip(exponent, -60.0, 60.0)))
+
+
+def mean_length_beyond(mean: np.ndarray, spread: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Expected length of responses that have `tokens` and go on, float64 [S]."""
+    reach = np.maximum(mean + 6.0 * spread, 3.0 * tokens + 8.0) - tokens
+    steps = (np.arange(NUM_POINTS) + 0.5) / NUM_POINTS
+    beyond = tokens[:, None] + reach[:, None] * steps
+    column = (mean[:, None], spread[:, None])
+    left = length_survival(*column, beyond).mean(axis=1) * reach
+    return tokens + left / np.maximum(length_survival(mean, spread, tokens), 1e-12)
+
+
+def forwards_horizon(rows: Rows) -> float:
+    """Forwards after which next to no row is unfinished."""
+    known = np.maximum(rows.generated, 0)
+    longest = np.maximum(rows.expected + 4.0 * rows.spread, 1.5 * known) - known
+    return float(np.maximum(longest, 1.0).max(initial=1.0))
+
+
+def forwards_survival(rows: Rows, rates: AcceptanceRates, points: np.ndarray) -> np.ndarray:
+    """Chance that each row is unfinished after so many more forwards, float64 [S, T].
+
+    points: float64 [T], forwards. A row whose length is known ends exactly then.
+    """
+    known = np.maximum(rows.generated, rows.drafted)[:, None]
+    in_draft = np.maximum(rows.drafted - rows.generated, 0.0)
+    right = rates.accepted(in_draft)
+    of_draft = right / TYPICAL_WINDOW + (1.0 - rates.after) * (in_draft - right)
+    tokens = known + np.maximum(points - of_draft[:, None], 0.0)
+    column = (rows.expected[:, None], rows.spread[:, None])
+    survival = length_survival(*column, tokens) / length_survival(*column, known)
+    survival = np.where(points < of_draft[:, None], 1.0, survival)
+    is_exact = (rows.spread <= MIN_RELATIVE_SPREAD * rows.expected) & (in_draft == 0)
+    if is_exact.any():
+        left = np.maximum(rows.expected - rows.generated, 0.0)[is_exact]
+        survival[is_exact] = points < left[:, None]
+    is_whole = (in_draft > 0) & (rows.spread == 0.0)
+    if is_whole.any():
+        survival[is_whole] = _whole_draft_survival(in_draft[is_whole], rates, points)
+    return survival
+
+
+def _whole_draft_survival(
+    drafted: np.ndarray, rates: AcceptanceRates, points: np.ndarray
+) -> np.ndarray:
+    """The same for rows whose draft is finished, float64 [S, T]: after a mismatch at token u they
+    need u / TYPICAL_WINDOW + (1 - after) (drafted - u) forwards."""
+    slowest = (1.0 - rates.after) * drafted[:, None]
+    slope = (1.0 - rates.after) - 1.0 / TYPICAL_WINDOW
+    fastest = drafted[:, None] / TYPICAL_WINDOW
+    if slope <= 0.0:
+        return (points < fastest).astype(np.float64)
+    mismatch = np.clip((slowest - points) / slope, 0.0, drafted[:, None])
+    return np.where(points < fastest, 1.0, 1.0 - rates.reaches(mismatch))

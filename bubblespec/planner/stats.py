@@ -1,0 +1,180 @@
+"""What lives across the steps of a run and says what the next one will take: costs, lengths, how
+far drafts hold, and the guards. The same on every rank, as it is learned from what ranks have
+exchanged: one gather after each rollout."""
+
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+
+from bubblespec.dist.ranks import Ranks
+from bubblespec.planner.costs import KNOTS, CostModel, rollout_seconds
+from bubblespec.planner.drafts import MAX_AUTO_LOOKAHEAD
+from bubblespec.planner.guard import Guard
+from bubblespec.planner.lengths import LengthModel
+from bubblespec.planner.rows import AcceptanceRates, Rows, acceptance_rates
+from bubblespec.records import POSITIONS, RolloutRecord
+from bubblespec.types import Row, Samples
+
+FORGETTING = 0.7  # of counts, per rollout
+MIN_DRAFTED = 20  # tokens of an age, below which its share of accepted ones says nothing
+GUARDED = ("co_scheduled", "drafter", "tp_tail")
+
+
+@dataclass
+class Measured:
+    """What one rank has measured in a rollout; every field an array of one shape on all ranks."""
+
+    by_age: np.ndarray
+    """float64 [ages, 2], drafted and accepted tokens by age of the draft."""
+    counts: np.ndarray
+    """float64 [P + 1, 2], see `acceptance_rates`."""
+    cost: np.ndarray
+    """float64, parameters of the cost model."""
+    forwards: np.ndarray
+    """float64 [1], while the rank had rows of its own."""
+    seconds: np.ndarray
+    """float64 [2], measured, and modelled without drafts."""
+
+    def gather(self, ranks: Ranks) -> "list[Measured]":
+        """Those of all ranks, by rank."""
+        arrays = [getattr(self, entry.name) for entry in fields(self)]
+        ends = np.cumsum([array.size for array in arrays])[:-1]
+        everyone = ranks.gather(np.concatenate([array.ravel() for array in arrays]))
+        return [
+            Measured(
+                *(
+                    part.reshape(array.shape)
+                    for part, array in zip(np.split(of_rank, ends), arrays, strict=True)
+                )
+            )
+            for of_rank in everyone
+        ]
+
+
+@dataclass
+class RunStats:
+    """Made once per run, on every rank."""
+
+    cost: CostModel = field(default_factory=CostModel)
+    """Of this rank's forwards."""
+    shared_cost: CostModel | None = None
+    """Mean of all ranks'; None before the first rollout."""
+    lengths: LengthModel = field(default_factory=LengthModel)
+    counts: np.ndarray = field(default_factory=lambda: np.zeros((len(POSITIONS) + 1, 2)))
+    """Of drafts in recent rollouts, see `acceptance_rates`."""
+    accepted_by_age: dict[int, float] = field(default_factory=dict)
+    """Share of draft tokens that were accepted, by updates since the draft was last extended."""
+    forwards: float = 0.0
+    """Of the slowest rank in a rollout; exponentially weighted, as is the next."""
+    tokens_per_step: float = 0.0
+    """Of responses, over all ranks."""
+    guards: dict[str, Guard] = field(default_factory=dict)
+    """Of the mechanisms of this run that are guarded (GUARDED)."""
+
+    @property
+    def rates(self) -> AcceptanceRates:
+        """How far drafts hold."""
+        return acceptance_rates(self.counts)
+
+    def uses(self, mechanism: str) -> bool:
+        """Whether a mechanism is on in the next rollout."""
+        return mechanism not in self.guards or self.guards[mechanism].setting
+
+    def observe_rollout(
+        self,
+        record: RolloutRecord,
+        rows: list[Row],
+        ranks: Ranks,
+        num_slots: int,
+        planning_s: float,
+    ) -> None:
+        """A rollout is over, on all ranks together.
+
+        rows: this rank's, with their tokens; planning_s: seconds spent on drafts outside of it.
+        Returns the seconds that the model expects to have been saved, the same on every rank.
+        """
+        ages, counts = np.zeros((MAX_AUTO_LOOKAHEAD + 1, 2)), record.acceptance
+        for age, of_age in counts.by_age.items():
+            ages[min(age, MAX_AUTO_LOOKAHEAD)] += of_age
+        modelled_s = rollout_seconds(rows_as_generated(rows), self.cost, num_slots)
+        measured = Measured(
+            by_age=ages,
+            counts=np.vstack((counts.before_divergence, counts.after_divergence)).astype(float),
+            cost=self.cost.parameters,
+            forwards=np.array([float(record.own_forwards)]),
+            seconds=np.array([record.total_s + planning_s, modelled_s]),
+        ).gather(ranks)
+        for age, (drafted, accepted) in enumerate(sum(of.by_age for of in measured).tolist()):
+            if drafted >= MIN_DRAFTED:
+                share = accepted / drafted
+                self.accepted_by_age[age] = average(self.accepted_by_age.get(age, share), share)
+        # Where nothing is drafted any more, what was seen is forgotten, and drafts are tried again.
+        self.counts = FORGETTING * self.counts + sum(of.counts for of in measured)
+        forwards = max(float(of.forwards[0]) for of in measured)
+        self.forwards = average(self.forwards or forwards, forwards)
+        parameters = np.mean([of.cost for of in measured], axis=0)
+        self.shared_cost = CostModel.from_parameters(parameters)
+        measured_s, modelled_s = np.max([of.seconds for of in measured], axis=0).tolist()
+        for name, guard in self.guards.items():
+            others = (other for key, other in self.guards.items() if key != name)
+            is_free = not any(other.is_checking for other in others)
+            guard.observe(measured_s, modelled_s, may_check=is_free)
+        return modelled_s - measured_s
+
+    def observe_samples(self, samples: Samples) -> None:
+        """Learn lengths from what a step has generated."""
+        self.lengths.observe(samples)
+        tokens = float(samples.lengths.sum())
+        self.tokens_per_step = average(self.tokens_per_step or tokens, tokens)
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """As arrays. It changes no token, only how soon it is there; costs are measured again."""
+        ages = np.array(list(self.accepted_by_age.items()), np.float64).reshape(-1, 2)
+        cost = np.empty(0) if self.shared_cost is None else self.shared_cost.parameters
+        state = {f"lengths.{key}": array for key, array in self.lengths.state_dict().items()}
+        for name, guard in self.guards.items():
+            state |= {f"guard.{name}.{key}": a for key, a in guard.state_dict().items()}
+        averages = np.array([self.tokens_per_step, self.forwards])
+        return state | {
+            "accepted_by_age": ages,
+            "counts": self.counts,
+            "averages": averages,
+            "shared_cost": cost,
+        }
+
+    def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
+        """Take over a saved state."""
+        self.lengths.load_state_dict(part(state, "lengths"))
+        for name, guard in self.guards.items():
+            if saved := part(state, f"guard.{name}"):
+                guard.load_state_dict(saved)
+        self.tokens_per_step, self.forwards = map(float, state["averages"])
+        self.accepted_by_age = {int(age): float(share) for age, share in state["accepted_by_age"]}
+        self.counts = state["counts"]
+        if len(state["shared_cost"]) == CostModel.NUM_TERMS + len(KNOTS):
+            self.shared_cost = CostModel.from_parameters(state["shared_cost"])
+
+
+def rows_as_generated(rows: list[Row]) -> Rows:
+    """The rows of one rank after a rollout, as rows without drafts before it."""
+    groups = {name: number for number, name in enumerate(dict.fromkeys(r.id[:2] for r in rows))}
+    nothing = np.zeros(len(rows))
+    return Rows(
+        prompt_tokens=np.array([len(row.prompt) for row in rows], np.int64),
+        group=np.array([groups[row.id[:2]] for row in rows], np.int64),
+        expected=np.array([len(row.tokens) for row in rows], np.float64),
+        spread=nothing,
+        drafted=nothing,
+        generated=nothing.astype(np.int64),
+    )
+
+
+def part(state: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
+    """The arrays of one part of a saved state, by their names in it."""
+    prefix = f"{name}."
+    return {key.removeprefix(prefix): a for key, a in state.items() if key.startswith(prefix)}
+
+
+def average(old: float, new: float) -> float:
+    """Exponentially weighted."""
+    return 0.7 * old + 0.3 * new

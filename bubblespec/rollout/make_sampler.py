@@ -1,0 +1,75 @@
+"""A run's sampler is put together."""
+
+from bubblespec.config import Config
+from bubblespec.data.schedule import StepSchedule
+from bubblespec.dist.ranks import Ranks
+from bubblespec.draft.evaluation import make_evaluation_drafts
+from bubblespec.draft.proposer import make_proposer
+from bubblespec.draft.store import DraftStore
+from bubblespec.draft.suffix import History
+from bubblespec.engine.engine import Engine
+from bubblespec.engine.sampling import SamplingParams
+from bubblespec.planner.costs import CostModel
+from bubblespec.planner.guard import Guard
+from bubblespec.planner.stats import RunStats
+from bubblespec.rewards.scorer import Scorer
+from bubblespec.rollout.board import ProgressBoard
+from bubblespec.rollout.profile import profile
+from bubblespec.rollout.sampler import Sampler
+
+ALWAYS_WINDOW = 6  # draft tokens that are verified whatever that costs
+
+
+def make_sampler(
+    config: Config,
+    ranks: Ranks,
+    engine: Engine,
+    params: SamplingParams,
+    schedule: StepSchedule,
+    scorer: Scorer,
+    *,
+    reward_weights: list[float],
+    board: ProgressBoard | None = None,
+    cost: CostModel | None = None,
+) -> Sampler:
+    """All ranks call it together. board, cost: in virtual time, in
+    place of those that are made and measured here."""
+    method = config.speculative.method
+    has_drafts = method != "none" or config.tail_batching.enabled
+    uses_tail = config.rollout.tp_tail_max_rows != 0 and ranks.world_size > 1
+    if cost is None:
+        cost = CostModel()
+        if has_drafts:
+            profile(engine, params, cost, clock=ranks.clock)
+    if board is None and (has_drafts or uses_tail or config.optim.stream_gradients):
+        bubble = config.bubble
+        board = ProgressBoard(ranks, bubble.progress_timeout_s, bubble.progress_backend)
+    history = History(config.speculative.max_history_tokens)
+    proposer = evaluation = None
+    if has_drafts:
+        uses_drafts = "bubble" in method or config.tail_batching.enabled
+        window = ALWAYS_WINDOW if config.speculative.planning == "always" else None
+        options = {"has_drafts": uses_drafts, "fixed_window": window, "clock": ranks.clock}
+        proposer = make_proposer(method, history, cost, **options)
+        evaluation = make_evaluation_drafts(config, proposer) if method != "none" else None
+    guards = {}
+    is_guarded = config.speculative.planning == "by_cost"
+    if is_guarded and "bubble" in method and not config.tail_batching.enabled:
+        guards["co_scheduled"] = Guard()
+    if is_guarded and "drafter" in method:
+        guards["drafter"] = Guard()
+    return Sampler(
+        config=config,
+        ranks=ranks,
+        engine=engine,
+        params=params,
+        schedule=schedule,
+        scorer=scorer,
+        reward_weights=reward_weights,
+        stats=RunStats(cost=cost, guards=guards),
+        store=DraftStore(config.bubble.max_draft_tokens),
+        history=history,
+        proposer=proposer,
+        board=board,
+        evaluation=evaluation,
+    )

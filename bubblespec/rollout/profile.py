@@ -1,0 +1,50 @@
+"""Forwards are timed once before the first rollout."""
+
+import itertools
+import time
+
+import numpy as np
+
+from bubblespec.engine.engine import Engine
+from bubblespec.engine.sampling import SamplingParams
+from bubblespec.planner.costs import CostModel
+from bubblespec.types import Row, SampleId
+
+
+class _MeaninglessDrafts:
+    """Proposes drafts of one length, to time forwards."""
+
+    def __init__(self, length: int):
+        self.length = length
+
+    def propose(self, rows, lengths, room, budget):
+        return [np.ones(self.length, np.int64) if self.length else None] * len(rows)
+
+    def observe(self, rows, tokens, num_draft, num_accepted):
+        pass
+
+
+def profile(
+    engine: Engine, params: SamplingParams, cost: CostModel, num_forwards: int = 3, *, clock=time
+) -> None:
+    """Time forwards of few and many rows, short and long ones, with short and long drafts. Each is
+    run once before it counts."""
+    capacity, length = engine.num_slots, engine.max_length
+    counts = sorted({1, max(1, capacity // 4), capacity})
+    sizes = sorted({min(8, length - 1), min(512, length // 2)})
+    for count, size, window in itertools.product(counts, sizes, (0, 3, 15)):
+        is_too_long = size + window + num_forwards + 2 > length
+        if is_too_long or count * (window + 1) > engine.max_batch_tokens:
+            continue
+        engine.reset()
+        drafts = _MeaninglessDrafts(window)
+        rows = [Row(SampleId(0, 0, n), (1,) * size, length - size) for n in range(count)]
+        engine.add(rows)
+        while engine.queue or (engine.lengths <= size).any():
+            engine.step(params, drafts)
+        for _ in range(num_forwards):
+            began_s = clock.perf_counter()
+            _, load = engine.step(params, drafts)
+            if load is not None:
+                cost.anchor(*load[:4], clock.perf_counter() - began_s)
+    engine.reset()

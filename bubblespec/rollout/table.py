@@ -1,0 +1,133 @@
+"""The table of a rollout's rows: how far every row is, on all ranks, and which of them this step
+trains on.
+
+A sample is known here by its index in the launch: by group, then by number. What a rank knows of
+the others' rows is as old as the last tick; as rows only grow, whatever follows from a lower bound
+of their lengths holds for good, and every rank may act on it as soon as it knows.
+
+Of G groups the P are trained on whose longest response is shortest (RollPacker's short round, arXiv
+2509.21009, section 4); of equally long ones the first in the data order. With a race within groups,
+of a group's R responses only the K shortest count, by the same rule. So what is trained on is a
+function of the responses alone, of no clock and no rank.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from bubblespec.planner.rows import Rows
+from bubblespec.types import Launch, Row
+
+NO_LIMIT = 1 << 62
+
+
+class Cutoff(NamedTuple):
+    """What is certain by now."""
+
+    is_in: np.ndarray
+    """bool [S], trained on in this step."""
+    is_out: np.ndarray
+    """bool [S], not trained on in it."""
+    limit: int
+    """A group with an unfinished row of so many tokens is out; NO_LIMIT while too few are done."""
+
+
+class RowTable:
+    """Of one rollout, as one rank sees it."""
+
+    def __init__(self, launch: Launch, rank_of: np.ndarray, rank: int, rows: Rows | None = None):
+        """rank_of: int64 [S], the rank that generates each sample; rows: what they are expected to
+        need, where that is known."""
+        self.launch, self.rank_of, self.rank, self.rows = launch, rank_of, rank, rows
+        self.generated = np.zeros(len(rank_of), np.int64)
+        self.is_finished = np.zeros(len(rank_of), bool)
+        # Lengths as of the last tick, the same on all ranks; -1 for finished rows.
+        self.synced = np.zeros(len(rank_of), np.int64)
+
+    def make_rows(self, max_new_tokens: int) -> dict[int, Row]:
+        """This rank's rows, by index, those of a group adjacent."""
+        own = np.flatnonzero(self.rank_of == self.rank).tolist()
+        return {index: self.make_row(index, max_new_tokens) for index in own}
+
+    def make_row(self, index: int, max_new_tokens: int) -> Row:
+        """The row of a sample at its beginning."""
+        group, number = divmod(index, self.launch.num_generations)
+        group = self.launch.groups[group]
+        return Row(group.sample(number), group.prompt.token_ids, max_new_tokens)
+
+    def note(self, index: int, generated: int, is_finished: bool) -> None:
+        """A row of this rank has so many tokens now."""
+        self.generated[index], self.is_finished[index] = generated, is_finished
+
+    def local_state(self) -> np.ndarray:
+        """What this rank publishes in a tick, float64 [S]: twice the length, plus 1 once it is
+        final; 0 for rows of other ranks."""
+        own = self.rank_of == self.rank
+        return np.where(own, 2.0 * self.generated + self.is_finished, 0.0)
+
+    def sync(self, states: list[np.ndarray]) -> None:
+        """Take in what all ranks have published in a tick, by rank."""
+        known = np.maximum.reduce(states).astype(np.int64)
+        self.synced = np.where(known & 1, -1, known >> 1)
+        # Of own rows more is known than was published.
+        newest = np.maximum(known, 2 * self.generated + self.is_finished)
+        self.generated, self.is_finished = newest >> 1, (newest & 1).astype(bool)
+
+    def unfinished(self) -> tuple[np.ndarray, Rows]:
+        """Indices of the rows that are not done as of the last tick, int64 [N], and what is known of
+        them; only where their lengths were predicted."""
+        indices = np.flatnonzero(self.synced >= 0)
+        rows = self.rows.take(indices)
+        generated = self.synced[indices]
+        return indices, Rows(**{**vars(rows), "generated": generated, "drafted": 0.0 * generated})
+
+    def cutoff(self) -> Cutoff:
+        """What is certain by now of which rows are trained on. Once all rows have finished or are
+        out, those that are not out are all in."""
+        launch = self.launch
+        finished = self.is_finished.reshape(len(launch.groups), launch.num_generations)
+        # An unfinished row gets at least one more token.
+        bound = self.generated.reshape(finished.shape) + ~finished
+        kept, behind = _first(bound, finished, launch.num_kept)  # within each group
+        longest = np.where(kept, bound, 0).max(axis=1)
+        is_done = (finished | ~kept).all(axis=1)
+        is_first, is_behind = _first(longest[None], is_done[None], launch.num_trained)
+        is_in, is_out, limit = (is_first & is_done)[0], is_behind[0], NO_LIMIT
+        if is_done.sum() >= launch.num_trained:
+            done = longest[is_done]
+            limit = int(np.partition(done, launch.num_trained - 1)[launch.num_trained - 1])
+        rows_out = (behind | is_out[:, None]).ravel()
+        return Cutoff((is_in[:, None] & kept).ravel(), rows_out, limit)
+
+    def trained(self) -> np.ndarray:
+        """Indices of the samples that are trained on, int64, once the rollout is over."""
+        if self.launch.selects:
+            return np.flatnonzero(self.cutoff().is_in)
+        return np.arange(len(self.rank_of))
+
+    def deferred(self) -> np.ndarray:
+        """Indices of the samples whose turn comes in a later step, int64, once the rollout is over:
+        those of whole groups. What has lost a race within its group, or would only have run for it,
+        is not among them."""
+        launch = self.launch
+        is_deferred = np.ones(len(launch.groups), bool)
+        is_deferred[self.trained() // launch.num_generations] = False
+        group, number = np.divmod(np.arange(len(self.rank_of)), launch.num_generations)
+        return np.flatnonzero(is_deferred[group] & (number < launch.num_kept))
+
+
+def _first(bound: np.ndarray, is_final: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of entries that are known by a lower bound, along the last axis: the `count` smallest (ties:
+    the first in order), and those behind `count` entries that are final. bool like `bound`.
+
+    Bounds only grow, and those of final entries not at all. So a final entry of the first kind will
+    stay among the smallest, and an entry of the second kind will never be among them.
+    """
+    order = np.argsort(bound, axis=-1, kind="stable")
+    position = np.empty_like(order)
+    indices = np.broadcast_to(np.arange(bound.shape[-1]), bound.shape)
+    np.put_along_axis(position, order, indices, axis=-1)
+    final = np.take_along_axis(is_final, order, axis=-1)
+    behind = np.empty_like(is_final)
+    np.put_along_axis(behind, order, np.cumsum(final, axis=-1) - final >= count, axis=-1)
+    return position < count, behind
