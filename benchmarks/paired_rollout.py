@@ -52,16 +52,16 @@ def timed(trainer: Trainer, action) -> tuple[float, int]:
 
 
 def make_drafts_useless(trainer: Trainer) -> None:
-    merge, rng = DraftAhead.merge, np.random.default_rng(trainer.ranks.rank)
+    finish, rng = DraftAhead.finish, np.random.default_rng(trainer.ranks.rank)
     vocab_size = trainer.learner.model.get_input_embeddings().num_embeddings
 
-    def merge_useless(work, ranks):
-        for name, draft in work.drafts.items():
+    def finish_useless(task, ranks):
+        for name, draft in task.drafts.items():
             random = rng.integers(0, vocab_size, len(draft.tokens)).astype(np.int32)
-            work.drafts[name] = dataclasses.replace(draft, tokens=random)
-        merge(work, ranks)
+            task.drafts[name] = dataclasses.replace(draft, tokens=random)
+        finish(task, ranks)
 
-    DraftAhead.merge = merge_useless
+    DraftAhead.finish = finish_useless
 
 
 def paired_step(
@@ -73,23 +73,26 @@ def paired_step(
     """Roll out a step twice, then learn from it. inspect(rows of none, rows of speculation): before
     the weights change."""
     config, ranks, sampler = trainer.config, trainer.ranks, trainer.sampler
-    speculation, launch = sampler.speculation, sampler.schedule.launch(step)
-    standing, plain_rows, scoring = sampler.begin(launch, step)
+    stats, launch = sampler.stats, sampler.schedule.launch(step)
+    table, plain_rows, scoring = sampler.begin(launch, step)
     rows = {
         "none": plain_rows,
-        "speculation": standing.make_rows(config.rollout.max_completion_length),
+        "speculation": {
+            index: table.make_row(index, config.rollout.max_completion_length)
+            for index in plain_rows
+        },
     }
     outcome = {}
 
     def without():
-        return RolloutLoop(plain, ranks, sampler.params).run(rows["none"], standing).own_forwards
+        return RolloutLoop(plain, ranks, sampler.params).run(rows["none"], table).own_forwards
 
     def speculative():
-        outcome["rollout"], works = sampler.roll_out(
-            standing, rows["speculation"], step, launch.groups
+        outcome["rollout"], tasks = sampler.roll_out(
+            table, rows["speculation"], step, launch.groups
         )
-        outcome["exchange"] = sampler.exchange(
-            outcome["rollout"], works, standing, rows["speculation"], step
+        outcome["exchange"] = sampler.conclude(
+            outcome["rollout"], tasks, table, rows["speculation"], step
         )
         return outcome["rollout"].own_forwards
 
@@ -102,13 +105,13 @@ def paired_step(
     result["differing_rows"] = int(ranks.sum_(torch.tensor(differing)).item())
     if inspect is not None:
         inspect(*map(list, zip(*pairs, strict=True)))
-    samples = sampler.gather(standing, rows["none"], scoring)
+    samples = sampler.gather(table, rows["none"], scoring)
     rewards = sampler.combined(samples).reshape(len(launch.groups), -1)
     advantages = estimate_advantages(
         rewards, config.loss.advantage_estimator, config.loss.scale_rewards
     ).ravel()
     trainer.learner.update(samples, advantages, step)
-    speculation.learn_samples(step, samples, rewards.ravel())
+    sampler.observe_samples(step, samples, rewards.ravel())
     sampler.schedule.finish(samples, {})
     record = StepRecord(
         step=step,
@@ -116,7 +119,7 @@ def paired_step(
         rewards=rewards,
         generated=samples,
         all_rewards=rewards,
-        owners=standing.owners,
+        owners=table.rank_of,
         batch_sizes=[len(launch.groups)],
         rollouts=[outcome["rollout"]],
         stages=[],
@@ -125,8 +128,8 @@ def paired_step(
         used=launch.groups,
     )
     known = {
-        "store_tokens": speculation.store.num_tokens,
-        "accepted_by_age": speculation.accepted_by_age,
+        "store_tokens": sampler.store.num_tokens,
+        "accepted_by_age": stats.accepted_by_age,
     }
     result |= speculation_metrics(ranks, record, **known)
     result |= {
@@ -157,7 +160,7 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
     config = load_config(arguments.config, [*arguments.overrides, f"run.output_dir={folder}"])
     with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
         trainer = build(config, ranks)
-        if trainer.sampler.speculation is None:
+        if trainer.sampler.proposer is None:
             raise InputError("speculative.method: none; give the method to compare with it")
         if arguments.useless_drafts:
             make_drafts_useless(trainer)

@@ -20,8 +20,8 @@ from bubblespec.idle.task import IdleTask, RankView, assign
 from bubblespec.planner.costs import CostModel
 from bubblespec.records import ForwardRecord, IdleUse, RolloutRecord, Span
 from bubblespec.rollout.board import MAX_TASKS, ProgressBoard, RankState
-from bubblespec.rollout.tp_tail import TPTail
 from bubblespec.rollout.table import Cutoff, RowTable
+from bubblespec.rollout.tp_tail import TPTail
 from bubblespec.types import Row
 
 

@@ -38,8 +38,8 @@ from bubblespec.rewards.scorer import Scorer, Scoring
 from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.gather import gather_samples
 from bubblespec.rollout.loop import RolloutLoop
-from bubblespec.rollout.tp_tail import TPTail
 from bubblespec.rollout.table import RowTable
+from bubblespec.rollout.tp_tail import TPTail
 from bubblespec.types import Draft, Group, Launch, Row, Samples, has_zero_std
 
 
@@ -307,7 +307,8 @@ class Sampler:
             saved_s = self.stats.observe_rollout(rollout, own, *shape)
             if DraftAhead.name in rollout.idle:
                 rollout.idle[DraftAhead.name].saved_s = saved_s
-        self.store.drop(np.delete(np.array(table.launch.ids, object), deferred, axis=0))
+        have_had_their_turn = set(range(len(table.rank_of))).difference(deferred)
+        self.store.drop(table.launch.ids[index] for index in have_had_their_turn)
         if table.launch.selects:
             self.keep_as_drafts([rows[index] for index in deferred if index in rows], step)
         for task in tasks:

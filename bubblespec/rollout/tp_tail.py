@@ -20,18 +20,17 @@ import numpy as np
 from bubblespec.config import Config
 from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.learned import LearnedDrafts
-from bubblespec.planner.costs import CostModel
 from bubblespec.engine.chains import Chains
 from bubblespec.engine.engine import Engine, Proposer
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.engine.tensor_parallel import TPGroup, TPUnsupported
 from bubblespec.errors import log
+from bubblespec.planner.costs import CostModel
 from bubblespec.planner.tail import MIN_GAIN, use_tp_tail
 from bubblespec.records import RolloutRecord, Span
 from bubblespec.rollout.board import RankState
 from bubblespec.rollout.codec import decode_rows, encode_rows
-from bubblespec.rollout.board import RankState
 from bubblespec.rollout.profile import profile
 from bubblespec.rollout.table import RowTable
 from bubblespec.types import Row, SampleId

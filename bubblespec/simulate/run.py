@@ -13,14 +13,13 @@ from bubblespec.config import Config
 from bubblespec.draft.learned import LearnedDrafts
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
-from bubblespec.idle.set_up_speculation import assemble, profile
-from bubblespec.idle.speculation import Speculation
 from bubblespec.memory import most_slots
 from bubblespec.memory_needs import AUTO_SHARED_ROWS
 from bubblespec.planner.costs import CostModel
 from bubblespec.records import Span
 from bubblespec.rollout.board import ProgressBoard
-from bubblespec.rollout.sampler import Sampler
+from bubblespec.rollout.make_sampler import make_sampler
+from bubblespec.rollout.profile import profile
 from bubblespec.rollout.tp_tail import TPTail, expects_gain
 from bubblespec.simulate.deferral import Texts, make_schedule, steps_that_fit
 from bubblespec.simulate.drafter import SimulatedChains
@@ -219,38 +218,37 @@ class _Rank:
         engine.may_skip = (
             profiled is None
         )  # speculation learns from every forward, in rollouts without drafts as well
-        self.sampler = Sampler(
-            config=config,
-            ranks=self.ranks,
-            engine=engine,
-            params=SamplingParams(stop_token_ids=workload.stop_token_ids),
-            schedule=make_schedule(config, workload),
-            scorer=self,
-            reward_weights=[1.0],
-            speculation=None
-            if profiled is None
-            else self._speculation(config, cost, copy.deepcopy(profiled), engine),
+        needs_board = profiled is not None
+        board = (
+            SimulatedBoard(self.ranks, config.bubble.progress_timeout_s) if needs_board else None
         )
+        self.sampler = make_sampler(
+            config,
+            self.ranks,
+            engine,
+            SamplingParams(stop_token_ids=workload.stop_token_ids),
+            make_schedule(config, workload),
+            self,
+            reward_weights=[1.0],
+            board=board,
+            cost=CostModel() if profiled is None else copy.deepcopy(profiled),
+        )
+        if self.sampler.proposer is not None:
+            self._add_sources(config, cost)
         if config.rollout.tp_tail_max_rows:
             self.sampler.tail = self._tail(config, cost, engine)
         self.ranks.barrier()
 
-    def _speculation(
-        self, config: Config, cost, profiled: CostModel, engine: SimulatedGenerator
-    ) -> Speculation:
-        board = ProgressBoard(
-            self.ranks, config.bubble.progress_timeout_s, SimulatedTicks(self.ranks)
-        )
-        speculation = assemble(config, self.ranks, board, profiled)
-        if hasattr(cost, "propose_seconds") and _has_drafts(config):
-            speculation.proposer.sources.insert(0, ProposalTime(cost, self.ranks.clock))
+    def _add_sources(self, config: Config, cost) -> None:
+        proposer, engine = self.sampler.proposer, self.sampler.engine
+        if hasattr(cost, "propose_seconds"):
+            proposer.sources.insert(0, ProposalTime(cost, self.ranks.clock))
         if "drafter" in config.speculative.method:
             chains = SimulatedChains(engine.runner, self.workload.drafter)
-            drafts = LearnedDrafts(chains, engine, speculation.proposer.cost, self.ranks.clock)
+            drafts = LearnedDrafts(chains, engine, proposer.cost, self.ranks.clock)
             drafts.acceptance.expect(self.workload.drafter.accepted())
             drafts.profile()
-            speculation.proposer.sources.append(drafts)
-        return speculation
+            proposer.sources.append(drafts)
 
     def _tail(self, config: Config, cost, engine: SimulatedGenerator) -> TPTail:
         world, model, most_rows = (
@@ -277,11 +275,12 @@ class _Rank:
                 profiled,
                 clock=SimulatedRanks(alone, 0).clock,
             )
-            shape = {"num_ranks": world.num_ranks, "num_slots": engine.num_slots}
-            is_worth_it = expects_gain(self.sampler.speculation, profiled.coefficients, **shape)
+            is_worth_it = expects_gain(self.sampler, profiled)
         ranks = SimulatedRanks(world, self.ranks.rank, model.exchange_us * 1e-6)
-        tail = TPTail(shared, ranks, most_rows, config.rollout.max_completion_length, is_worth_it)
-        for source in self.sampler.speculation.proposer.sources:
+        tail = TPTail(
+            shared, ranks, max_rows, config.rollout.max_completion_length, is_worth_it
+        )
+        for source in self.sampler.proposer.sources if self.sampler.proposer else ():
             if isinstance(source, LearnedDrafts):
                 tail.draft_with(source, SimulatedChains(shared.runner, self.workload.drafter, cost))
         return tail
@@ -304,7 +303,7 @@ class _Rank:
         # Without speculation the engine takes many forwards at once.
         forwards = (
             engine.num_forwards - forwards_before
-            if self.sampler.speculation is None
+            if engine.may_skip
             else rollout.own_forwards
         )
         spans = rollout.spans
