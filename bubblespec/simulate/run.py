@@ -218,10 +218,10 @@ class _Rank:
         engine.may_skip = (
             profiled is None
         )  # speculation learns from every forward, in rollouts without drafts as well
-        needs_board = profiled is not None
-        board = (
-            SimulatedBoard(self.ranks, config.bubble.progress_timeout_s) if needs_board else None
-        )
+        board = None
+        if profiled is not None:
+            timeout_s = config.bubble.progress_timeout_s
+            board = ProgressBoard(self.ranks, timeout_s, SimulatedTicks(self.ranks))
         self.sampler = make_sampler(
             config,
             self.ranks,
@@ -277,9 +277,7 @@ class _Rank:
             )
             is_worth_it = expects_gain(self.sampler, profiled)
         ranks = SimulatedRanks(world, self.ranks.rank, model.exchange_us * 1e-6)
-        tail = TPTail(
-            shared, ranks, max_rows, config.rollout.max_completion_length, is_worth_it
-        )
+        tail = TPTail(shared, ranks, most_rows, config.rollout.max_completion_length, is_worth_it)
         for source in self.sampler.proposer.sources if self.sampler.proposer else ():
             if isinstance(source, LearnedDrafts):
                 tail.draft_with(source, SimulatedChains(shared.runner, self.workload.drafter, cost))
@@ -302,9 +300,7 @@ class _Rank:
         (rollout,), (gen, wait, _) = record.rollouts, record.stages
         # Without speculation the engine takes many forwards at once.
         forwards = (
-            engine.num_forwards - forwards_before
-            if engine.may_skip
-            else rollout.own_forwards
+            engine.num_forwards - forwards_before if engine.may_skip else rollout.own_forwards
         )
         spans = rollout.spans
         if wait.end_s > wait.begin_s:
