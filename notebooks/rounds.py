@@ -15,8 +15,8 @@ import numpy as np
 from bubblespec.config import load_config
 from bubblespec.data.prompts import PromptSet
 from bubblespec.data.schedule import InOrder
-from bubblespec.data.selection import Selection
 from bubblespec.data.tail_batching import TailBatching
+from bubblespec.rollout.table import RowTable
 from bubblespec.types import Group, Launch, Prompt, Samples
 
 FILE = os.path.join(os.path.dirname(__file__), "data", "lengths.npz")
@@ -83,7 +83,9 @@ def play(planner, length_of: Lengths, num_steps: int) -> Played:
                 for number in range(launch.num_generations)
             ]
         )
-        is_in = Selection(launch).judge(lengths, np.ones(len(lengths), bool)).is_in
+        table = RowTable(launch, np.zeros(len(lengths), np.int64), 0)
+        table.generated, table.is_finished = lengths, np.ones(len(lengths), bool)
+        is_in = table.cutoff().is_in
         chosen = np.flatnonzero(is_in)
         groups = [
             launch.groups[place // launch.num_generations]

@@ -14,16 +14,16 @@ from functools import partial
 
 import pytest
 import torch
-from bubblespec.idle.drafter_training import TrainDrafter
-from bubblespec.idle.speculation import Speculation
 from safetensors.torch import load_file, save_file
 
 from bubblespec import set_up_drafter
 from bubblespec.config import flatten, load_config
 from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.learned import LearnedDrafts
+from bubblespec.idle.train_drafter import TrainDrafter
 from bubblespec.learn.idle_training import IdleTraining
 from bubblespec.learn.warm_start import DRAFTER_FILE, WEIGHTS_FILE
+from bubblespec.planner.stats import RunStats
 from bubblespec.set_up_drafter import KEPT, MADE_BY, MADE_BY_FILE
 from tests.helpers import clocks
 from tests.helpers.clocks import train_in_virtual_time
@@ -123,11 +123,11 @@ def test_at_rest_nothing_of_it_is_left_but_the_samples(monkeypatch, tmp_path, pl
     """Chains that save nothing are tried in the first step in which other sources leave any rows to
     them. Without another source rollouts are then plain, without ticks, and nothing is learnt from
     them."""
-    learnt, learn = [], Speculation.learn_rollout
+    learnt, learn = [], RunStats.observe_rollout
     monkeypatch.setattr(LearnedDrafts, "choose", lambda source, active, count: 0)
     monkeypatch.setattr(
-        Speculation,
-        "learn_rollout",
+        RunStats,
+        "observe_rollout",
         lambda *args, **times: learnt.append(args) or learn(*args, **times),
     )
     train_in_virtual_time(

@@ -7,7 +7,6 @@ counted by hand.
 
 import numpy as np
 import pytest
-from test_rollout_loop import ALONE, MAX_LENGTH, PARAMS, SEED, as_dict, new_model, plain, rows_of
 
 from bubblespec.draft import sources
 from bubblespec.draft.proposer import UNKNOWN_PRIOR, Proposer, make_proposer
@@ -21,6 +20,16 @@ from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.types import Draft, Row, SampleId
 from tests.helpers.clocks import Clock
 from tests.helpers.models import VOCAB
+from tests.helpers.rollouts import (
+    ALONE,
+    MAX_LENGTH,
+    PARAMS,
+    SEED,
+    as_dict,
+    new_model,
+    plain,
+    rows_of,
+)
 from tests.helpers.rows import run_loop
 
 STEP = 5

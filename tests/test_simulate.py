@@ -5,13 +5,13 @@ import hashlib
 
 import numpy as np
 import pytest
-from bubblespec.rollout.placement import place_in_turn
 
 from bubblespec.draft.learned import LearnedDrafts
 from bubblespec.draft.proposer import Proposer
 from bubblespec.engine.chains import LONGEST
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.planner.costs import CostModel
+from bubblespec.planner.place import place_in_turn
 from bubblespec.records import Load
 from bubblespec.simulate.cost import RATES, ForwardCost
 from bubblespec.simulate.drafter import DrafterModel, SimulatedChains

@@ -10,10 +10,10 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from bubblespec.idle.gradients import GroupGradients
 
 from bubblespec.config import load_config
 from bubblespec.dist.ranks import StopRequested
+from bubblespec.idle.stream_gradients import StreamGradients
 from bubblespec.learn.learner import Learner
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.setup import build
@@ -152,7 +152,7 @@ def test_an_abandoned_step_leaves_no_gradient(monkeypatch, tmp_path):
     of its samples alone."""
     stream_always(partial(monkeypatch.setattr, raising=False))
     options = [*FEW, *STREAMED, "run.max_steps=1", "run.save_steps=0"]
-    end, norms = GroupGradients.end, []
+    end, norms = StreamGradients.end, []
     for name, is_stopped in (("undisturbed", False), ("stopped", True)):
         with virtual_time() as ranks:
             trainer = build(
@@ -167,10 +167,10 @@ def test_an_abandoned_step_leaves_no_gradient(monkeypatch, tmp_path):
                     ranks.must_stop = True
                     end(work)
 
-                monkeypatch.setattr(GroupGradients, "end", stopped_end)
+                monkeypatch.setattr(StreamGradients, "end", stopped_end)
                 with pytest.raises(StopRequested):
                     trainer.sample(0)
-                monkeypatch.setattr(GroupGradients, "end", end)
+                monkeypatch.setattr(StreamGradients, "end", end)
                 ranks.must_stop = False
                 assert trainer.learner.streamed.ids and trainer.learner.optimizer.flat_grad.any()
             train(trainer)

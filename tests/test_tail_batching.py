@@ -9,7 +9,6 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from bubblespec.data.selection import NO_CUT, Selection
 
 from bubblespec.config import load_config
 from bubblespec.data.prompts import PromptSet
@@ -17,11 +16,23 @@ from bubblespec.data.schedule import InOrder
 from bubblespec.data.tail_batching import MIN_SEEN, TailBatching, best_num_launched, scaled
 from bubblespec.dist.ranks import Ranks
 from bubblespec.rewards.scorer import Scoring
+from bubblespec.rollout.table import NO_LIMIT, RowTable
 from bubblespec.setup import build
 from bubblespec.types import Group, Launch, Prompt, Samples
 from tests.helpers.runs import SHORT, digests, run
 
 SEED = 5
+
+
+class Judge:
+    """What a table says of rows that are so far."""
+
+    def __init__(self, launch):
+        self.table = RowTable(launch, np.zeros(len(launch.ids), np.int64), 0)
+
+    def judge(self, lengths, is_finished):
+        self.table.generated, self.table.is_finished = lengths, is_finished
+        return self.table.cutoff()
 
 
 def make_launch(num_groups: int, num_trained: int, num_generations: int, num_kept: int) -> Launch:
@@ -53,7 +64,7 @@ def test_what_is_judged_early_holds_at_the_end(sizes):
             for _ in range(num_groups)
         ]
         truth = shortest(final, num_trained, num_kept)
-        selection, so_far = Selection(launch), np.zeros(num_groups * num_generations, int)
+        selection, so_far = Judge(launch), np.zeros(num_groups * num_generations, int)
         goal, before = np.array(final).ravel(), (set(), set())
         while True:
             is_in, is_out, cut = selection.judge(so_far, so_far == goal)
@@ -66,7 +77,7 @@ def test_what_is_judged_early_holds_at_the_end(sizes):
             before = places
             if num_kept == num_generations:
                 num_done = (so_far == goal).reshape(num_groups, -1).all(axis=1).sum()
-                assert (cut < NO_CUT) == (num_done >= num_trained)
+                assert (cut < NO_LIMIT) == (num_done >= num_trained)
             for place in (
                 np.flatnonzero((so_far >= cut) & (so_far < goal)).tolist()
                 if num_kept == num_generations
@@ -83,11 +94,11 @@ def test_what_is_judged_early_holds_at_the_end(sizes):
 
 
 def test_without_choice_all_are_in_once_they_have_finished():
-    selection = Selection(make_launch(2, 2, 2, 2))
+    selection = Judge(make_launch(2, 2, 2, 2))
     is_in, is_out, cut = selection.judge(
         np.array([3, 9, 1, 1]), np.array([True, True, True, False])
     )
-    assert cut == NO_CUT and is_in.tolist() == [True, True, False, False] and not is_out.any()
+    assert cut == NO_LIMIT and is_in.tolist() == [True, True, False, False] and not is_out.any()
 
 
 def make_prompts(count: int) -> PromptSet:

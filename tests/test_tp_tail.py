@@ -9,7 +9,30 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from test_rollout_loop import (
+
+from bubblespec.config import Config
+from bubblespec.draft.learned import LearnedDrafts
+from bubblespec.draft.proposer import Proposer, make_proposer
+from bubblespec.draft.suffix import History
+from bubblespec.engine.chains import Chains
+from bubblespec.engine.drafter import Drafter
+from bubblespec.engine.engine import Engine
+from bubblespec.engine.model import prepare_model
+from bubblespec.engine.runner import ModelRunner
+from bubblespec.engine.tensor_parallel import TPGroup
+from bubblespec.planner.costs import KNOTS, CostModel
+from bubblespec.planner.place import place_in_turn
+from bubblespec.planner.rows import Rows
+from bubblespec.planner.stats import RunStats
+from bubblespec.rollout.board import ProgressBoard, RankState
+from bubblespec.rollout.loop import RolloutLoop
+from bubblespec.rollout.table import RowTable
+from bubblespec.rollout.tp_tail import STOP_INTERVAL, OwnersPropose, TPTail, make_tp_tail
+from bubblespec.simulate.world import SimulatedRanks, SimulatedTicks, World
+from bubblespec.types import Draft
+from tests.helpers.clocks import forward_seconds
+from tests.helpers.models import VOCAB, small_config
+from tests.helpers.rollouts import (
     FOUR_PROMPTS,
     LIMIT,
     MAX_LENGTH,
@@ -23,29 +46,6 @@ from test_rollout_loop import (
     plain,
     plain_rows,
 )
-from test_take_over import Moves, TakeAnyTime
-
-from bubblespec.config import Config
-from bubblespec.draft.learned import LearnedDrafts
-from bubblespec.draft.proposer import Proposer, make_proposer
-from bubblespec.draft.suffix import History
-from bubblespec.engine.chains import Chains
-from bubblespec.engine.drafter import Drafter
-from bubblespec.engine.engine import Engine
-from bubblespec.engine.model import prepare_model
-from bubblespec.engine.runner import ModelRunner
-from bubblespec.engine.tensor_parallel import TPGroup
-from bubblespec.idle.draft_planning import Outlook
-from bubblespec.rollout.balance import Expected
-from bubblespec.rollout.board import ProgressBoard, RankState
-from bubblespec.rollout.loop import RolloutLoop
-from bubblespec.rollout.placement import place_in_turn
-from bubblespec.rollout.standing import Standing
-from bubblespec.rollout.tp_tail import STOP_INTERVAL, OwnersPropose, TPTail, make_tp_tail
-from bubblespec.simulate.world import SimulatedRanks, SimulatedTicks, World
-from bubblespec.types import Draft
-from tests.helpers.clocks import forward_seconds
-from tests.helpers.models import VOCAB, small_config
 from tests.helpers.rows import launch_of
 
 NUM_ROWS = 12  # of four prompts, three responses each
@@ -79,10 +79,10 @@ def play(
         pass_time(engine, ranks)
         shared = ModelRunner(model, NUM_ROWS, MAX_LENGTH, SEED, tp=TPGroup(ranks))
         tail = TPTail(Engine(shared), ranks, most_rows, LIMIT)
-        standing = Standing(
+        table = RowTable(
             launch_of(groups_of(0, FOUR_PROMPTS), 3), place_in_turn(4, 3, num_ranks), rank
         )
-        rows, told, entered, num_chains = standing.make_rows(LIMIT), [], [], []
+        rows, told, entered, num_chains = table.make_rows(LIMIT), [], [], []
         proposer = None
         if drafts is not None:
             proposer = make_proposer(
@@ -105,8 +105,6 @@ def play(
             )
             for row in rows.values():
                 proposer.track(row, None, version=1)
-        moves = Moves(chance)
-        works = [TakeAnyTime(standing, moves.plan, LIMIT, lambda row: None)] if chance else []
         run, forward = tail.run, shared.forward
 
         def noted(own, *arguments, **options):
@@ -128,11 +126,10 @@ def play(
             PARAMS,
             proposer=proposer,
             board=board,
-            works=works,
             on_finished=told.append,
             tail=tail,
         )
-        record = loop.run(rows, standing)
+        record = loop.run(rows, table)
         results[rank] = {
             "rows": rows,
             "told": told,
@@ -235,21 +232,21 @@ def test_all_leave_it_when_one_is_told_to_stop(stop_at):
 
 def test_when_it_is_due():
     launch = launch_of(groups_of(0, FOUR_PROMPTS), 3)
-    standing, states = Standing(launch, place_in_turn(4, 3, 2), 0), [RankState(2), RankState(0)]
+    table, states = RowTable(launch, place_in_turn(4, 3, 2), 0), [RankState(2), RankState(0)]
     tail = TPTail(Engine(ModelRunner(new_model(), 4, MAX_LENGTH, SEED)), None, 3, LIMIT)
-    standing.told[:] = -1
-    assert not tail.is_due(standing, states), "nothing is left"
-    standing.told[2:5] = 7
-    assert tail.is_due(standing, states)
-    assert not tail.is_due(standing, [RankState(2, must_stop=True), RankState(0)])
-    standing.told[5] = 0
-    assert not tail.is_due(standing, states), "too many rows"
-    standing.told[5] = -1
-    selecting = Standing(launch._replace(num_trained=3), place_in_turn(4, 3, 2), 0)
-    selecting.told[:] = standing.told
+    table.synced[:] = -1
+    assert not tail.is_due(table, states), "nothing is left"
+    table.synced[2:5] = 7
+    assert tail.is_due(table, states)
+    assert not tail.is_due(table, [RankState(2, must_stop=True), RankState(0)])
+    table.synced[5] = 0
+    assert not tail.is_due(table, states), "too many rows"
+    table.synced[5] = -1
+    selecting = RowTable(launch._replace(num_trained=3), place_in_turn(4, 3, 2), 0)
+    selecting.synced[:] = table.synced
     assert not tail.is_due(selecting, states), "some are not trained on"
-    tail = TPTail(tail.engine, None, 3, LIMIT, is_worth_it=lambda standing: False)
-    assert not tail.is_due(standing, states)
+    tail = TPTail(tail.engine, None, 3, LIMIT, is_worth_it=lambda table: False)
+    assert not tail.is_due(table, states)
 
 
 def test_proposals_of_all_ranks_reach_all():
@@ -310,11 +307,9 @@ def test_the_engine_is_as_good_as_new_for_each_rollout():
         )
         pass_time(engine, ranks)
         for step in range(2):
-            standing = Standing(
-                launch_of(groups_of(0, FOUR_PROMPTS), 3), place_in_turn(4, 3, 2), rank
-            )
-            rows = standing.make_rows(LIMIT)
-            RolloutLoop(engine, ranks, PARAMS, board=board, tail=tail).run(rows, standing)
+            table = RowTable(launch_of(groups_of(0, FOUR_PROMPTS), 3), place_in_turn(4, 3, 2), rank)
+            rows = table.make_rows(LIMIT)
+            RolloutLoop(engine, ranks, PARAMS, board=board, tail=tail).run(rows, table)
             found.setdefault(step, {}).update(
                 {row.id: (row.tokens.tolist(), row.finish) for row in rows.values()}
             )
@@ -348,10 +343,10 @@ def set_up_tail(rows, slowdown: float, name: str = "llama") -> list:
         engine = Engine(ModelRunner(model, 4, MAX_LENGTH, SEED))
         pass_time(engine, ranks)
         board = ProgressBoard(ranks, 120, SimulatedTicks(ranks), interval_s=5e-3)
-        speculation = SimpleNamespace(shared_cost=FORWARDS, outlook=Outlook(), board=board)
-        found[rank] = make_tp_tail(
-            config, ranks, engine, PARAMS, speculation, max_rows=16 if rows == "auto" else rows
-        )
+        stats = RunStats(shared_cost=CostModel.from_parameters(FORWARDS))
+        parts = {"ranks": ranks, "engine": engine, "params": PARAMS, "board": board, "stats": stats}
+        sampler = SimpleNamespace(**parts)
+        found[rank] = make_tp_tail(config, sampler, max_rows=16 if rows == "auto" else rows)
 
     forward = ModelRunner.forward
 
@@ -366,7 +361,7 @@ def set_up_tail(rows, slowdown: float, name: str = "llama") -> list:
     return found
 
 
-FORWARDS = np.array([5e-3, 1e-4, 5e-5, 1e-4, 1e-7])  # as `forward_seconds`
+FORWARDS = np.array([5e-3, 1e-4, 5e-5, 1e-4, 1e-7, *np.zeros(len(KNOTS))])  # as `forward_seconds`
 
 
 @pytest.mark.parametrize(
@@ -392,16 +387,16 @@ def test_with_auto_it_is_entered_where_it_is_expected_to_pay():
     third of the time together."""
     tail, _ = set_up_tail("auto", 0.3)
     launch, states = launch_of(groups_of(0, FOUR_PROMPTS), 3), [RankState(1), RankState(1)]
-    totals, zeros = np.full(12, 35.0), np.zeros(12)
-    expected = Expected(totals, zeros, zeros, np.repeat(np.arange(4), 3), np.full(12, 9))
-    standing = Standing(launch, place_in_turn(4, 3, 2), 0, expected)
-    standing.told[:] = -1
-    standing.told[[0, 3]] = 5
-    assert tail.is_due(standing, states)
-    standing.told[[0, 3]] = 34  # the last token: not worth two ticks
-    assert not tail.is_due(standing, states)
-    standing.told[[0, 3]], standing.expected = 5, None
-    assert not tail.is_due(standing, states), "nobody knows"
+    zeros = np.zeros(12)
+    expected = Rows(np.full(12, 9), np.repeat(np.arange(4), 3), zeros + 35.0, zeros, zeros, zeros)
+    table = RowTable(launch, place_in_turn(4, 3, 2), 0, expected)
+    table.synced[:] = -1
+    table.synced[[0, 3]] = 5
+    assert tail.is_due(table, states)
+    table.synced[[0, 3]] = 34  # the last token: not worth two ticks
+    assert not tail.is_due(table, states)
+    table.synced[[0, 3]], table.rows = 5, None
+    assert not tail.is_due(table, states), "nobody knows"
 
 
 def test_a_model_that_cannot_be_cut_is_named_once_where_it_was_asked_for(capfd):

@@ -13,12 +13,11 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from bubblespec.idle.drafter_training import TrainDrafter
-
 import train
 from bubblespec import set_up_drafter
 from bubblespec.draft import rest
 from bubblespec.draft.learned import LearnedDrafts
+from bubblespec.idle.train_drafter import TrainDrafter
 from bubblespec.learn import warm_start
 from bubblespec.rollout.board import ProgressBoard
 from tests.system import signalled_train
@@ -26,12 +25,12 @@ from tests.system import signalled_train
 
 def train_always(patch=setattr) -> None:
     """patch: as of pytest's monkeypatch, to take it back afterwards."""
-    offers = TrainDrafter.offers
+    jobs = TrainDrafter.jobs
 
-    def beside_rows(work, states):
-        return [offer._replace(beside_rows=True) for offer in offers(work, states) or ()]
+    def co_scheduled(task):
+        return [job._replace(co_scheduled=True) for job in jobs(task)]
 
-    patch(TrainDrafter, "offers", beside_rows)
+    patch(TrainDrafter, "jobs", co_scheduled)
     patch(TrainDrafter, "_can_begin", lambda work: work.training.slice_tokens() > 0)
     patch(TrainDrafter, "_limit_s", lambda work: 1e9)
     patch(ProgressBoard, "_is_too_soon", lambda board: False)

@@ -1,10 +1,10 @@
 """Rows to generate and samples by hand."""
 
 import numpy as np
-from bubblespec.rollout.standing import Standing
 
 from bubblespec.records import RolloutRecord
 from bubblespec.rollout.loop import RolloutLoop
+from bubblespec.rollout.table import RowTable
 from bubblespec.types import Group, Launch, Row, Samples
 
 
@@ -17,7 +17,7 @@ def make_rows(groups: list[Group], num_generations: int, max_new_tokens: int) ->
     """The rows of groups, those of a group adjacent."""
     launch = launch_of(groups, num_generations)
     return list(
-        Standing(launch, np.zeros(len(launch.ids), np.int64), 0).make_rows(max_new_tokens).values()
+        RowTable(launch, np.zeros(len(launch.ids), np.int64), 0).make_rows(max_new_tokens).values()
     )
 
 
@@ -29,7 +29,7 @@ def run_loop(loop: RolloutLoop, rows: list[Row]) -> RolloutRecord:
     rank may have others, as nobody asks how long they are."""
     owners = np.full(MOST_ROWS, -1)
     owners[: len(rows)] = loop.ranks.rank
-    return loop.run(dict(enumerate(rows)), Standing(launch_of([], 0), owners, loop.ranks.rank))
+    return loop.run(dict(enumerate(rows)), RowTable(launch_of([], 0), owners, loop.ranks.rank))
 
 
 def samples_of(groups: list[Group], tokens: list[np.ndarray], **fields) -> Samples:

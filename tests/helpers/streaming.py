@@ -11,7 +11,7 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 import train
-from bubblespec.idle.gradients import GroupGradients
+from bubblespec.idle.stream_gradients import StreamGradients
 from bubblespec.learn.microbatch import MicrobatchCost
 from bubblespec.rollout.board import ProgressBoard
 from tests.system import signalled_train
@@ -30,7 +30,7 @@ def reward(completion_ids, **columns) -> list[float]:
 
 def stream_always(patch=setattr) -> None:
     """patch: as of pytest's monkeypatch, to take it back afterwards."""
-    offers, can_begin = GroupGradients.offers, GroupGradients._can_begin
+    offers, can_begin = StreamGradients.offers, StreamGradients._can_begin
 
     def beside_rows(work, states):
         return [offer._replace(beside_rows=True) for offer in offers(work, states) or ()]
@@ -42,11 +42,11 @@ def stream_always(patch=setattr) -> None:
         finally:
             work.view.unfinished = unfinished
 
-    patch(GroupGradients, "offers", beside_rows)
-    patch(GroupGradients, "_can_begin", can_begin_beside_rows)
+    patch(StreamGradients, "offers", beside_rows)
+    patch(StreamGradients, "_can_begin", can_begin_beside_rows)
     # In this process, and of every row at the next tick.
     patch(
-        GroupGradients, "scores_beside_rows", property(lambda work: True, lambda work, value: None)
+        StreamGradients, "scores_beside_rows", property(lambda work: True, lambda work, value: None)
     )
     patch(MicrobatchCost, "_fit", lambda cost: SECONDS)
     patch(MicrobatchCost, "is_known", True)

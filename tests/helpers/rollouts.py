@@ -1,0 +1,229 @@
+"""Rollouts of one rank from step to step, on a small model, against generation without drafts.
+
+The other rank is played by `BoardWithSlowRank`, so that idle time is as long as a test wants it.
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import transformers
+
+from bubblespec.dist.ranks import Ranks
+from bubblespec.draft.proposer import make_proposer
+from bubblespec.draft.store import DraftStore
+from bubblespec.draft.suffix import History
+from bubblespec.engine.engine import Engine
+from bubblespec.engine.model import prepare_model
+from bubblespec.engine.runner import ModelRunner
+from bubblespec.engine.sampling import SamplingParams
+from bubblespec.idle.draft_ahead import DraftAhead
+from bubblespec.planner.costs import KNOTS, CostModel
+from bubblespec.planner.drafts import DraftPlan
+from bubblespec.records import Load, RolloutRecord
+from bubblespec.rollout.board import ProgressBoard, RankState
+from bubblespec.rollout.loop import RolloutLoop
+from bubblespec.types import Draft, Group, Prompt, Row, SampleId
+from tests.helpers.clocks import Clock
+from tests.helpers.models import VOCAB, small_config
+from tests.helpers.rows import make_rows, run_loop
+
+SEED = 5
+PARAMS = SamplingParams(temperature=0.9, stop_token_ids=(5, 11, 20, 33))
+LIMIT = 40
+MAX_LENGTH = 100
+ALONE = Ranks(torch.device("cpu"))
+# The same prompts in every step, each time on a further visit: what an earlier step has left in the
+# engine is a temptation to share it.
+PROMPTS = [Prompt(900 + n, "", tuple(range(1 + n, 4 + 5 * n)), {}) for n in range(3)]
+FOUR_PROMPTS = [*PROMPTS, Prompt(7, "", (9, 8, 7), {})]
+
+
+def groups_of(step: int, prompts=PROMPTS) -> list[Group]:
+    """What a step starts: its visit of each prompt has its number."""
+    return [Group(prompt, step) for prompt in prompts]
+
+
+def rows_of(step: int, prompts=PROMPTS, num_generations: int = 2, limit: int = LIMIT) -> list[Row]:
+    return make_rows(groups_of(step, prompts), num_generations, limit)
+
+
+def new_model() -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    config = small_config("llama")
+    config.num_hidden_layers, config.layer_types = 1, None
+    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.float64).eval()
+    prepare_model(model, MAX_LENGTH)
+    return model
+
+
+def update(model, number: int) -> None:
+    """Other weights, so near that some drafts stay right for a while."""
+    generator = torch.Generator().manual_seed(number)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(
+                1 + 0.05 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            )
+
+
+def fixed_cost(a: float = 1.0, b: float = 1e-4, c: float = 1e-4) -> CostModel:
+    """Costs that no measurement changes. By default draft rows and draft tokens are next to
+    free."""
+    cost = CostModel.from_parameters(np.array([a, b, c, 0.0, 0.0, *np.zeros(len(KNOTS))]))
+    cost.refresh = 1 << 60
+    return cost
+
+
+def as_dict(rows: list[Row]) -> dict:
+    return {row.id: (row.tokens.tolist(), row.finish) for row in rows}
+
+
+def plain(
+    model, step: int, prompts=PROMPTS, num_generations: int = 2, limit: int = LIMIT
+) -> tuple[dict, int]:
+    """What plain generation gives for a step under the weights as they are, and in how many
+    forwards."""
+    engine = Engine(ModelRunner(model, 64, MAX_LENGTH, SEED))
+    return as_dict(
+        engine.run(rows_of(step, prompts, num_generations, limit), PARAMS)
+    ), engine.num_forwards
+
+
+def check_plain(ranks_rows: list[list[Row]]) -> None:
+    """The rows of all ranks are those of `plain_rows`, each on one rank, tokens and
+    log-probabilities alike."""
+    wanted, found = (
+        {row.id: row for row in plain_rows()},
+        [row for rows in ranks_rows for row in rows],
+    )
+    assert len(found) == len(wanted) and as_dict(found) == as_dict(list(wanted.values()))
+    for row in found:
+        for name in ("logprob", "full_logprob"):
+            np.testing.assert_allclose(getattr(row, name), getattr(wanted[row.id], name), atol=1e-6)
+
+
+def plain_rows() -> list[Row]:
+    """Three responses to each of four prompts, generated plainly."""
+    return Engine(ModelRunner(new_model(), 64, MAX_LENGTH, SEED)).run(
+        rows_of(0, FOUR_PROMPTS, 3), PARAMS
+    )
+
+
+def one_rank() -> ProgressBoard:
+    ranks = Ranks(torch.device("cpu"))
+    ranks.clock = Clock()
+    return ProgressBoard(ranks, timeout_s=100, interval_s=0)
+
+
+class BoardWithSlowRank:
+    """The board as rank 0 of two sees it; rank 1 is done after `num_ticks` ticks. A tick is
+    complete between any two forwards, or, with a `lag`, only so many polls later."""
+
+    def __init__(self, num_ticks: int, lag: int = 0):
+        self.ranks = SimpleNamespace(rank=0, world_size=2, must_stop=False, clock=Clock())
+        self.last_tick, self.lag = num_ticks, lag
+
+    def begin(self) -> None:
+        self.num_ticks, self.num_polls, self.is_over, self.are_others_done = 0, 0, False, False
+
+    def poll(self, state, is_urgent: bool = True) -> list[RankState] | None:
+        self.num_polls += 1
+        return None if self.num_polls % (self.lag + 2) else self.wait(state)
+
+    def wait(self, state) -> list[RankState] | None:
+        if self.is_over:
+            return None
+        own = state()
+        self.num_ticks += 1
+        self.are_others_done = self.num_ticks >= self.last_tick
+        self.is_over = own.is_done and self.are_others_done
+        return [own, RankState(int(not self.are_others_done), facts=np.zeros_like(own.facts))]
+
+
+class World:
+    """One rank from step to step. `forwards` has, of the last rollout, own rows left and draft rows
+    in the engine by forward."""
+
+    def __init__(
+        self,
+        model,
+        num_slots: int,
+        board,
+        method="bubble+suffix",
+        cost=None,
+        max_tokens=10**6,
+        max_batch_tokens=256,
+    ):
+        self.model, self.board = model, board
+        has_drafts, cost = "bubble" in method, cost or fixed_cost()
+        self.proposer = make_proposer(
+            method, History(10**6), cost, has_drafts=has_drafts, clock=board.ranks.clock
+        )
+        self.engine = Engine(
+            ModelRunner(model, num_slots, MAX_LENGTH, SEED, max_batch_tokens=max_batch_tokens)
+        )
+        self.store = DraftStore(max_tokens)
+        self.forwards = []
+
+    def plans(self, coming, prompts=PROMPTS, num_generations: int = 2) -> list[DraftPlan]:
+        """All that is left to draft of some coming steps, in order."""
+        plans = []
+        for group in (group for visit in coming for group in groups_of(visit, prompts)):
+            for sample in map(group.sample, range(num_generations)):
+                draft = self.store.get(sample)
+                if draft is None or not draft.is_finished:
+                    plans.append(DraftPlan(sample, group.prompt.token_ids, True, 1.0, 1.0))
+        return plans
+
+    def rollout(
+        self, step, rows, plans, drafts=None, limit=LIMIT, max_slowdown=1.0
+    ) -> tuple[RolloutRecord, dict[SampleId, Draft]]:
+        """Nothing is drafted ahead where `plans` is None. Returns also the drafts that were
+        made."""
+        self.proposer.begin()
+        for row in rows:
+            draft = drafts[row.id] if drafts and row.id in drafts else self.store.get(row.id)
+            self.proposer.track(row, draft, step)
+        tasks = []
+        if plans is not None:
+            options = {"version": step, "max_new_tokens": limit, "max_slowdown": max_slowdown}
+            parts = (plans, self.store, self.proposer, self.proposer.cost)
+            tasks = [DraftAhead(*parts, **options)]
+        own, step_engine, self.forwards = {id(row) for row in rows}, self.engine.step, []
+
+        def noted_step(*arguments) -> tuple[list[Row], Load]:
+            num_ahead = sum(id(row) not in own for row in [*self.engine.rows, *self.engine.queue])
+            num_own = len(self.engine.rows) + len(self.engine.queue) - num_ahead
+            self.forwards.append((num_own, num_ahead))
+            return step_engine(*arguments)
+
+        self.engine.step = noted_step
+        loop = RolloutLoop(
+            self.engine,
+            self.board.ranks,
+            PARAMS,
+            proposer=self.proposer,
+            board=self.board,
+            tasks=tasks,
+        )
+        record = run_loop(loop, rows)
+        del self.engine.step
+        assert [
+            (forward.own_rows, forward.ahead_rows) for forward in record.forwards
+        ] == self.forwards
+        self.store.drop(row.id for row in rows)
+        for task in tasks:
+            task.finish(ALONE)
+        return record, tasks[0].drafts if tasks else {}
+
+
+def made_up(wanted: dict, seed: int) -> dict:
+    """Drafts right, wrong, cut, overlong and empty, and rows without one, by turns."""
+    rng, drafts = np.random.default_rng(seed), {}
+    for number, (key, (tokens, _)) in enumerate(wanted.items()):
+        noise = rng.integers(1, VOCAB, 60).tolist()
+        kinds = [tokens, noise, tokens[: len(tokens) // 2], tokens + noise, [], None]
+        kind = kinds[(number + seed) % len(kinds)]
+        drafts[key] = None if kind is None else Draft(np.array(kind, np.int32), number % 2 == 0, 0)
+    return drafts
