@@ -1,0 +1,6 @@
+"""A reward that differs between responses, whatever the policy."""
+
+
+def remainder(completion_ids, **columns) -> list[float]:
+    """Of the sum of the tokens by 7."""
+    return [float(sum(ids) % 7) for ids in completion_ids]
