@@ -1,9 +1,9 @@
 """Kernels of linear layers: torchrun --nproc_per_node=2 benchmarks/linear_layers.py --config F
 [--json OUT] [overrides]
 
-What model.cpu_linear=auto measures and chooses at the start of a run, in GFLOP/s beside those of a
-large square product; and then whole steps with it and with torch's products alone, in turn:
-rollouts and updates from one barrier to the next. Give optim.learning_rate=0 for the same samples
+What model.cpu_linear=auto chooses at the start of a run, and whole steps with it and with torch's
+products alone, in turn: rollouts and updates from one barrier to the next. Give
+optim.learning_rate=0 for the same samples
 in both arms, but for near ties.
 """
 
@@ -14,58 +14,19 @@ import sys
 import time
 
 import numpy as np
-import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
 
 from benchmarks.shared import main, make_parser
 from bubblespec.config import load_config
 from bubblespec.dist.ranks import ranks_from_environment
-from bubblespec.engine.linear import Plan
-from bubblespec.engine.linear_choice import (
-    MOST_IN_LAYER,
-    TIMINGS,
-    choose,
-    count_shapes,
-    measure,
-    training_rows,
-)
 from bubblespec.errors import InputError
 from bubblespec.learn.advantages import estimate_advantages
 from bubblespec.setup import build
 from bubblespec.trainer import Trainer
 
 ARMS = ("torch", "auto")
-SQUARE = 2048  # rows and columns of the large product
-
-
-def large_product() -> float:
-    """GFLOP/s of torch's product of two large matrices: what a core can do."""
-    a, b = torch.randn(2, SQUARE, SQUARE)
-    times = []
-    for _ in range(4):
-        begin = time.perf_counter()
-        torch.mm(a, b)
-        times.append(time.perf_counter() - begin)
-    return 2 * SQUARE**3 / min(times) / 1e9
-
-
-def print_shapes(shapes: dict[str, int], seconds: np.ndarray, plans: dict[str, Plan]) -> None:
-    """GFLOP/s of each timing, of which the choice for it is in brackets: columns torch, transposed,
-    packed, or torch, oneDNN."""
-    for shape, row in zip(shapes, seconds, strict=False):
-        num_in, num_out = map(int, shape.split("x"))
-        plan, times = plans[shape], dict(zip(TIMINGS, row, strict=True))
-        num_out = min(
-            num_out, max(1, MOST_IN_LAYER // num_in)
-        )  # of larger layers a part is measured
-        print(f"{shape}, {shapes[shape]} layers{'' if plan == Plan() else f', {plan}'}")
-        for timing, taken in times.items():
-            if timing[0] != "copy":
-                rows = timing[1] if timing[0] == "generate" else training_rows(num_in * num_out)
-                print(
-                    f"  {' '.join(map(str, timing)):24} {2e-9 * rows * num_in * num_out / taken:7.1f} GFLOP/s"
-                )
 
 
 def take_step(trainer: Trainer, step: int) -> tuple[float, float]:
@@ -97,14 +58,7 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
             raise InputError(
                 "model.dtype, model.device: there is a choice in float32 on a CPU alone"
             )
-        model = trainers["torch"].learner.model
-        peak, shapes, begin = large_product(), count_shapes(model), time.perf_counter()
-        seconds = measure(model)
         if ranks.is_main:
-            print(
-                f"measured in {time.perf_counter() - begin:.2f} s; {SQUARE} x {SQUARE} x {SQUARE}: {peak:.0f} GFLOP/s"
-            )
-            print_shapes(shapes, seconds, choose(list(shapes), seconds))
             print(
                 "used:",
                 {shape: tuple(plan) for shape, plan in trainers["auto"].linear["plans"].items()},
@@ -124,11 +78,10 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
             report(
                 arguments,
                 {arm: np.array(of_arm[1:] or of_arm) for arm, of_arm in steps.items()},
-                peak,
             )  # the first warms up
 
 
-def report(arguments: argparse.Namespace, times: dict[str, np.ndarray], peak: float) -> None:
+def report(arguments: argparse.Namespace, times: dict[str, np.ndarray]) -> None:
     """times: [steps, 2] of each arm, rollout and update."""
     ratio = {"rollout": 0, "update": 1}
     result = {
@@ -142,7 +95,6 @@ def report(arguments: argparse.Namespace, times: dict[str, np.ndarray], peak: fl
     print(", ".join(f"{name} {value:.3f}x" for name, value in result.items()))
     if arguments.json:
         whole = result | {
-            "large_product_gflops": peak,
             "steps": {arm: of_arm.tolist() for arm, of_arm in times.items()},
         }
         with open(arguments.json, "w", encoding="utf-8") as file:

@@ -43,8 +43,15 @@ from bubblespec.data.tail_batching import TailBatching
 from bubblespec.dist.ranks import Ranks
 from bubblespec.engine.attention import choose_kernel
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.linear import Plan, read_plans, use_plans
-from bubblespec.engine.linear_choice import can_choose, choose, count_shapes, measure
+from bubblespec.engine.linear import (
+    Plan,
+    can_choose,
+    choose,
+    measure,
+    measured_layers,
+    read_plans,
+    use_plans,
+)
 from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
@@ -144,9 +151,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         plans = read_plans(linear)
         use_plans(model, plans)
         if reference not in (None, model):  # it generates nothing
-            use_plans(
-                reference, {shape: Plan(products=plan.products) for shape, plan in plans.items()}
-            )
+            use_plans(reference, {shape: Plan(trains=plan.trains) for shape, plan in plans.items()})
     num_slots = choose_num_slots(config, model, state["step"] > 0, ranks)
     check_memory(config, ranks, model, num_slots)
     runner = ModelRunner(
@@ -224,7 +229,7 @@ def choose_linear(
     if ranks.gather(np.array([is_kept], np.uint8)).all():
         return saved
     seconds = np.exp(np.log(ranks.gather(measure(model))).mean(axis=0))
-    return {"hardware": hardware, "plans": choose(list(count_shapes(model)), seconds)}
+    return {"hardware": hardware, "plans": choose(list(measured_layers(model)), seconds)}
 
 
 def make_schedule(config: Config, prompts: PromptSet) -> StepSchedule:
