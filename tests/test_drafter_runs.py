@@ -171,17 +171,6 @@ def test_a_rollout_without_drafts_is_one_without_the_drafter(monkeypatch, tmp_pa
     ]
 
 
-@pytest.mark.parametrize("ranks, method", [(2, ALL), (2, ALONE), (4, ALL)])
-def test_ranks_chain_and_train_together(tmp_path, plain, ranks, method):
-    run(tmp_path, ranks, *ALWAYS, method, short=OPTIONS, script=SCRIPT)
-    assert_same_run(tmp_path, plain)
-    lines = read(tmp_path)
-    assert (
-        num_drafted(tmp_path) > 0 and sum(line["idle/train_drafter/seconds"] for line in lines) > 0
-    )
-    assert lines[-1]["drafter/num_updates"] > lines[0]["drafter/num_updates"]
-
-
 def test_slices_beside_rows_train_the_drafter_and_nothing_else(monkeypatch, tmp_path, plain):
     """As well right after a chain has used the policy's head, and after an evaluation."""
     patch = partial(monkeypatch.setattr, raising=False)

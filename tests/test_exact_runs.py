@@ -21,7 +21,6 @@ TINY = [
     "run.save_steps=2",
     "model.dtype=float64",
     "optim.learning_rate=1e-3",
-    "speculative.check_every=0",
 ]
 REWARD = "reward.functions=[tests.helpers.rewards.remainder]"
 SHAPES = {
@@ -36,7 +35,7 @@ SHAPES = {
         "rollout.dynamic_sampling_max_batches=2",
     ],
 }
-NO_DRAFTS = ["speculative.method=none", "rollout.shared_tail_rows=0"]
+NO_DRAFTS = ["speculative.method=none", "rollout.tp_tail_max_rows=0"]
 OPTIONS = {
     "few slots": ["rollout.num_slots=3", "rollout.max_batch_tokens=5"],
     "drafts": ["speculative.method=bubble+suffix", "bubble.lookahead=2", ALWAYS_DRAFT],
@@ -44,10 +43,10 @@ OPTIONS = {
         "speculative.method=bubble+suffix+drafter",
         "drafter.warm_start=1500",
         "drafter.buffer_tokens=3000",
-        "speculative.fixed_window=3",
+        ALWAYS_DRAFT,
     ],
     "streamed": ["optim.stream_gradients=true", "idle.max_slice_s=0.02"],
-    "tp tail": ["rollout.shared_tail_rows=6"],
+    "tp tail": ["rollout.tp_tail_max_rows=6"],
     "workers": ["reward.num_workers=1"],
 }
 METRICS = {  # that are above 0 where an option has been used

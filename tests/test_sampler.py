@@ -18,7 +18,7 @@ from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.types import Group, Launch, Prompt, Samples
 from tests.helpers.rows import launch_of, make_rows, run_loop, samples_of
-from tests.helpers.runs import ALWAYS_DRAFT, digests, read, run, same_weights, weights
+from tests.helpers.runs import read, run
 
 WANTED = 6
 
@@ -396,21 +396,6 @@ def test_dynamic_sampling_replaces_groups_in_a_run(plain):
         )
         if line["dynamic_sampling/num_batches"] > 1:
             assert line["frac_reward_zero_std"] > 0, "over all groups, the replaced ones included"
-
-
-@pytest.mark.parametrize("ranks, method", [(2, "bubble+suffix"), (1, "suffix"), (4, "bubble")])
-def test_ranks_and_speculation_leave_dynamic_sampling_unchanged(plain, tmp_path, ranks, method):
-    run(tmp_path, ranks, *DYNAMIC, f"speculative.method={method}", ALWAYS_DRAFT)
-    assert digests(tmp_path) == digests(plain)
-    for a, b in zip(read(tmp_path), read(plain), strict=True):
-        assert a["dynamic_sampling/num_batches"] == b["dynamic_sampling/num_batches"]
-        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-8)
-    if ranks == 2:
-        assert same_weights(weights(tmp_path, 3), weights(plain, 3))
-        assert all(
-            line["bubble/store_tokens"] >= 0 and line["progress/ticks"] > 0
-            for line in read(tmp_path)[:-1]
-        )
 
 
 def test_work_of_a_rollout_is_its_forwards_without_what_precedes_the_first():

@@ -4,7 +4,6 @@ to the order of summation.
 Whether a slice runs depends on the clock; here it does not (streaming.py).
 """
 
-import signal
 from functools import partial
 
 import numpy as np
@@ -18,7 +17,7 @@ from bubblespec.learn.learner import Learner
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.setup import build
 from tests.helpers.clocks import train_in_virtual_time, virtual_time
-from tests.helpers.runs import SHORT, digests, read, run, weights
+from tests.helpers.runs import SHORT, digests, read, weights
 from tests.helpers.streaming import STREAMED, stream_always
 from train import train
 
@@ -34,7 +33,6 @@ OPTIONS = [
     "reward.num_workers=0",
 ]
 NOTHING_STREAMED = ("optim.stream_gradients=true", "idle.max_slice_s=1e-9")  # no slice is so short
-SCRIPT = ("tests/helpers/streaming.py",)
 
 
 def close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -75,24 +73,6 @@ def test_one_rank_streams_and_trains_alike(monkeypatch, tmp_path, plain):
     lines = read(tmp_path)
     assert sum(line["stream/share"] > 0 for line in lines) > STEPS / 2
     assert "gradient" in (tmp_path / "timeline" / "step_00001.json").read_text()
-
-
-@pytest.mark.parametrize("options", [[], ["speculative.method=none", "optim.shard_state=true"]])
-def test_two_ranks_stream_and_train_alike(tmp_path, plain, options):
-    run(tmp_path, 2, *STREAMED, *options, script=SCRIPT, short=OPTIONS)
-    assert_same_run(tmp_path, plain)
-    assert max(line["stream/share"] for line in read(tmp_path)) > 0
-
-
-def test_a_run_killed_in_a_streamed_step_goes_on_alike(tmp_path, plain):
-    """In the update, when part of the gradient has been there for long."""
-    kill = ("--at", "13", "--kind", "ranks-die")
-    done = run(tmp_path, 2, *STREAMED, check=False, script=(*SCRIPT, *kill), short=OPTIONS)
-    assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
-    run(tmp_path, 2, *STREAMED, script=SCRIPT, short=OPTIONS)
-    lines = {line["step"]: line["rollout/digest"] for line in read(tmp_path)}
-    assert [lines[step] for step in sorted(lines)] == digests(plain)
-    assert close(weights(tmp_path, STEPS), weights(plain, STEPS))
 
 
 def noted_groups(monkeypatch) -> list[tuple[set, object]]:

@@ -19,7 +19,7 @@ from bubblespec.rewards.scorer import Scoring
 from bubblespec.rollout.table import NO_LIMIT, RowTable
 from bubblespec.setup import build
 from bubblespec.types import Group, Launch, Prompt, Samples
-from tests.helpers.runs import SHORT, digests, run
+from tests.helpers.runs import SHORT
 
 SEED = 5
 
@@ -391,19 +391,3 @@ def test_the_race_trains_on_other_samples(tmp_path):
         assert record.samples.num_generations == 4
     assert record.deferred or trainer.sampler.schedule.metrics()["tail/is_long_round"]
     assert len(trainer.sampler.speculation.store) <= 4 * len(trainer.sampler.schedule.deferred)
-
-
-def test_any_ranks_train_on_the_same_tokens(tmp_path):
-    """Short and long rounds on real ranks, with and without drafts ahead."""
-    arms = [(1, "none"), (2, "none"), (2, "bubble+suffix")]
-    for number, (ranks, method) in enumerate(arms):
-        run(
-            tmp_path / str(number),
-            ranks,
-            "run.max_steps=8",
-            f"speculative.method={method}",
-            "rollout.num_prompts_per_step=4",
-            *TAIL,
-        )
-    first, *others = [digests(tmp_path / str(number)) for number in range(len(arms))]
-    assert len(first) == 8 and all(other == first for other in others)

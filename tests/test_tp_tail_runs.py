@@ -31,31 +31,6 @@ def check(folder, plain, most_rows: int = 12) -> None:
         assert 0 < line["timing_s/shared_tail"] < line["timing_s/step"]
 
 
-@pytest.mark.parametrize("ranks, method", [(2, PLAIN[:2]), (2, DRAFTING), (4, DRAFTING)])
-def test_digests_are_those_of_a_run_without_it(plain, tmp_path, ranks, method):
-    run(tmp_path, ranks, *method, *SHARED)
-    check(tmp_path, plain)
-    if ranks == 2:
-        assert same_weights(weights(tmp_path), weights(plain))
-    if method is DRAFTING:
-        assert sum(line["rollout/spec_accepted_tokens"] for line in read(tmp_path)) > 0
-
-
-def test_with_gradients_streamed_and_rows_that_move(plain, tmp_path):
-    run(
-        tmp_path,
-        2,
-        *DRAFTING,
-        *SHARED,
-        "rollout.placement=balanced+take_over",
-        "optim.stream_gradients=true",
-    )
-    assert (
-        digests(tmp_path)[0] == digests(plain)[0]
-    )  # later weights are equal up to the order of summation
-    assert any("shared_tail/rows" in line for line in read(tmp_path))
-
-
 def test_tail_batching_shares_the_tails_of_its_long_rounds(tmp_path):
     """Short rounds leave rows unfinished, and do not."""
     tail = ("tail_batching.enabled=true", "tail_batching.over_sampling_ratio=1.5")
@@ -94,19 +69,6 @@ def test_killed_or_stopped_in_the_middle_of_it_and_resumed(plain, tmp_path, kind
     run(tmp_path, 2, *method)
     check(tmp_path, plain, most_rows=32)
     assert same_weights(weights(tmp_path), weights(plain))
-
-
-def test_with_a_learned_drafter(plain, tmp_path):
-    """Chains in a rank's own engine before it, and in that of all ranks in it."""
-    drafter = (
-        "drafter.warm_start=1500",
-        "drafter.buffer_tokens=3000",
-        "speculative.planning=always",
-    )
-    method = ("speculative.method=suffix+drafter", *drafter)
-    run(tmp_path, 2, *method, *SHARED, script=("tests/helpers/drafting.py",))
-    check(tmp_path, plain)
-    assert sum(line.get("drafts/drafter/tokens", 0) for line in read(tmp_path)) > 0
 
 
 def test_auto_measures_that_it_does_not_pay_over_gloo(tmp_path):

@@ -5,7 +5,6 @@ Runs are a few steps of the tiny workload, in float64 where tokens must be equal
 
 import json
 import os
-import shutil
 
 import pytest
 
@@ -71,23 +70,13 @@ def test_checkpoint_loads_with_transformers(two_ranks):
     assert reply.shape[1] > text["input_ids"].shape[1]
 
 
-@pytest.mark.parametrize("ranks", [0, 1, 4])
-def test_rank_count_leaves_digests_unchanged(two_ranks, tmp_path, ranks):
-    """0 is a plain `python train.py`. Losses and gradients agree to rounding, as summation order
-    differs."""
-    run(tmp_path, ranks)
+def test_a_run_without_a_launcher_is_that_of_two_ranks(two_ranks, tmp_path):
+    """`python train.py`. Losses and gradients agree to rounding, as summation order differs."""
+    run(tmp_path, 0)
     assert digests(tmp_path) == digests(two_ranks)
     for a, b in zip(read(tmp_path), read(two_ranks), strict=True):
         for key in ("loss", "grad_norm", "entropy", "reward"):
             assert a[key] == pytest.approx(b[key], rel=1e-8, abs=1e-10), key
-
-
-def test_schedule_leaves_digests_and_weights_unchanged(two_ranks, tmp_path):
-    """Few slots and a small token budget: another order of admission, other batches, the same
-    bits."""
-    run(tmp_path, 2, "speculative.method=none", "rollout.num_slots=3", "rollout.max_batch_tokens=5")
-    assert digests(tmp_path) == digests(two_ranks)
-    assert same_weights(weights(tmp_path), weights(two_ranks))
 
 
 @pytest.fixture(scope="module")
@@ -124,57 +113,14 @@ def test_drafts_are_made_verified_and_accepted(two_ranks, drafted):
     assert {"prefill", "verify", "draft soft", "exchange"} <= kinds
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("speculative.method=bubble+suffix", ALWAYS_DRAFT),
-        ("speculative.method=suffix", "speculative.planning=always"),
-    ],
-)
-def test_speculation_leaves_digests_and_weights_unchanged(two_ranks, tmp_path, overrides):
-    """Drafts made ahead by any rank, matched or not, in windows planned or fixed: the same
-    tokens."""
-    run(tmp_path, 2, *overrides)
-    assert digests(tmp_path) == digests(two_ranks)
-    assert same_weights(weights(tmp_path), weights(two_ranks))
-    lines = read(tmp_path)
-    assert all(
-        line["rollout/spec_accept_length"] >= 1 and "bubble/drafted_tokens" in line
-        for line in lines
-    )
-    if (
-        ALWAYS_DRAFT not in overrides
-    ):  # a fixed window asks for no time: the same proposals on every machine
-        assert sum(line["rollout/spec_accept_length"] for line in lines) > 1.1 * len(lines)
-
-
-def test_four_ranks_go_on_with_the_drafts_of_one(two_ranks, drafted, tmp_path):
-    """From the checkpoint after two steps, which has drafts of the next two: each is with the rank
-    that owns its row."""
-    folder = tmp_path / "on"
-    shutil.copytree(drafted, folder)
-    shutil.rmtree(folder / "checkpoint-4")
-    options = (
-        "bubble.lookahead=2",
-        "rollout.num_slots=5",
-        "speculative.planning=always",
-        ALWAYS_DRAFT,
-    )
-    run(folder, 4, "speculative.method=bubble+suffix", *options)
-    assert digests(folder) == digests(two_ranks)
-    lines = read(folder)
-    assert [line["step"] for line in lines] == [0, 1, 2, 3] and "timing_s/gen/rank_3" in lines[2]
-    assert lines[2]["drafts/aligned/tokens"] > 200 and lines[2]["drafts/aligned/accept_rate"] > 0.5
-
-
-@pytest.mark.parametrize("method", ["none", "bubble+suffix"])
-def test_kill_and_resume_continues_exactly(two_ranks, tmp_path, method):
-    """SIGKILL to all ranks in the middle, after a checkpoint and a step beyond it."""
-    run_until_killed(tmp_path, 2, 3, f"speculative.method={method}")
+def test_kill_and_resume_continues_exactly(two_ranks, tmp_path):
+    """SIGKILL to all ranks in the middle, after a checkpoint and a step beyond it, and a torn line
+    of metrics."""
+    run_until_killed(tmp_path, 2, 3, "speculative.method=bubble+suffix")
     assert len(read(tmp_path)) == 3 and (tmp_path / "checkpoint-2").is_dir()
     with open(tmp_path / "metrics.jsonl", "a", encoding="utf-8") as file:
         file.write('{"step": 3, "rew')  # a torn line, as a kill may leave
-    run(tmp_path, 2, f"speculative.method={method}")
+    run(tmp_path, 2, "speculative.method=bubble+suffix")
     assert digests(tmp_path) == digests(two_ranks)
     assert same_weights(weights(tmp_path), weights(two_ranks))
 
