@@ -7,12 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from bubblespec.config import RewardConfig
 from bubblespec.dist.ranks import Ranks
 from bubblespec.records import Acceptance, RolloutRecord, Span, StepRecord
-from bubblespec.rewards import scorer as scoring
-from bubblespec.rewards.functions import FAILURE_KINDS, RewardFailure
-from bubblespec.rewards.scorer import Scorer
 from bubblespec.telemetry import report
 from bubblespec.telemetry.report import (
     evaluation_metrics,
@@ -20,7 +16,7 @@ from bubblespec.telemetry.report import (
     rollout_metrics,
     timing_metrics,
 )
-from bubblespec.types import Group, Prompt, Row, Samples, digest
+from bubblespec.types import Group, Prompt, Samples, digest
 from tests.helpers.rows import samples_of
 
 LENGTHS = [1, 2, 4, 9]
@@ -215,69 +211,3 @@ def test_peak_memory_is_at_least_what_is_used_now():
     with open("/proc/self/statm") as file:
         resident = int(file.read().split()[1]) * resource.getpagesize()
     assert peak_memory_gb(Ranks(torch.device("cpu"))) > 0.98 * resident / 1e9 > 0.1
-
-
-def test_failures_and_seconds_of_rewards_are_summed_over_ranks_and_the_batches_of_a_step():
-    """Two functions, two batches. The other rank has one failure of each kind of the second
-    function, 1.5 s, of them 0.5 s before the end of the rollouts, and 4 rows."""
-    ranks = TwoRanks([0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.5, 0.5, 4.0])
-    scorer = Scorer(
-        RewardConfig(num_workers=0), {"a.f": None, "a.g": None}, None, ranks, output_dir=""
-    )
-    failure = {kind: RewardFailure(kind, "") for kind in FAILURE_KINDS}
-    scorer.count(
-        [(0, 0, failure["timeout"]), (2, 0, failure["timeout"]), (2, 1, failure["value"])],
-        3,
-        0.25,
-        0.0,
-    )
-    scorer.count([(1, 0, failure["exception"])], 2, 2.0, 1.5)
-    assert scorer.take_metrics() == {
-        "reward/errors": 3 + 1 + 2 * 4,
-        "reward/errors/exception": 1 + 2,
-        "reward/errors/value": 1 + 2,
-        "reward/errors/timeout": 2 + 2,
-        "reward/errors/crash": 2,
-        "reward/function_s": 0.25 + 2.0 + 2 * 1.5,
-        "reward/overlapped_share": (1.5 + 2 * 0.5) / (0.25 + 2.0 + 2 * 1.5),
-    }
-    assert scorer.take_metrics() == {"reward/errors": 0, "reward/function_s": 0.0}
-
-
-def test_seconds_of_rewards_are_those_of_the_calls(monkeypatch):
-    """In this process, by a clock that only the function moves: it takes 3 s a call. What is scored
-    before the rollouts are over overlaps with them."""
-    clock = SimpleNamespace(now=5.0)
-    monkeypatch.setattr(scoring, "time", SimpleNamespace(monotonic=lambda: clock.now))
-
-    def slow(prompts, completions, **columns) -> list[float]:
-        clock.now += 3.0
-        return [float(len(c)) for c in completions]
-
-    tokenizer = SimpleNamespace(
-        batch_decode=lambda ids, skip_special_tokens: ["x" * len(i) for i in ids]
-    )
-    scorer = Scorer(
-        RewardConfig(num_workers=0),
-        {"a.f": slow},
-        tokenizer,
-        Ranks(torch.device("cpu")),
-        output_dir="",
-    )
-    group = Group(Prompt(5, "p", (1, 2, 3), {}), 0)
-    rows = [Row(group.sample(j), group.prompt.token_ids, 9, np.arange(j + 1)) for j in range(2)]
-    assert scorer.begin([group]).collect(rows).tolist() == [[1.0], [2.0]]
-    assert scorer.take_metrics() == {
-        "reward/errors": 0,
-        "reward/function_s": 3.0,
-        "reward/overlapped_share": 0.0,
-    }
-    begun = scorer.begin([group])
-    begun.on_finished(rows[1])
-    assert len(begun.take_scored()) == 1
-    assert begun.collect(rows).tolist() == [[1.0], [2.0]]
-    assert scorer.take_metrics() == {
-        "reward/errors": 0,
-        "reward/function_s": 6.0,
-        "reward/overlapped_share": 0.5,
-    }

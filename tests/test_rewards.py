@@ -1,7 +1,6 @@
 """Shipped reward functions on hand-worked examples, and what happens to functions that
 misbehave."""
 
-import math
 import sys
 import threading
 import time
@@ -12,9 +11,9 @@ import reasoning_gym
 import torch
 
 from bubblespec.data.prompts import reasoning_gym_rows
-from bubblespec.errors import InputError
 from bubblespec.rewards import functions as module
 from bubblespec.rewards.functions import (
+    RewardFailure,
     Sample,
     answer_format,
     combine,
@@ -43,11 +42,6 @@ def call(function, texts: list[str], chat: bool, **columns) -> list:
         completion_ids=[[1]] * len(texts),
         **columns,
     )
-
-
-def score_values(values) -> np.ndarray:
-    """`score` of three samples with one function, `my.reward`, that returns `values`."""
-    return score({"my.reward": lambda **kwargs: values}, SAMPLES)
 
 
 both = pytest.mark.parametrize("chat", [False, True], ids=["string", "chat"])
@@ -232,128 +226,66 @@ def test_functions_get_trls_arguments():
         return [0.0] * len(prompts)
 
     chat = [{"role": "user", "content": "hi"}]
-    score(
-        {"a.record": record},
-        [Sample("text", "x", [1], {"answer": 1}), Sample(chat, "y", [2, 3], {"level": "low"})],
-    )
-    assert calls == [
-        (
-            ["text", chat],
-            ["x", as_chat("y")],
-            [[1], [2, 3]],
-            {"answer": [1, None], "level": [None, "low"]},
-        )
-    ]
-
-
-def test_every_function_has_its_column_in_the_given_order():
-    functions = {"a.one": lambda **k: [1, 2, 3], "a.two": lambda **k: [None, 0.5, None]}
-    found = score(functions, SAMPLES)
-    np.testing.assert_array_equal(found, [[1, np.nan], [2, 0.5], [3, np.nan]])
-    assert found.dtype == np.float64
+    samples = [Sample("text", "x", [1], {"answer": 1}), Sample(chat, "y", [2, 3], {"level": "low"})]
+    assert score(record, samples) == [0.0, 0.0]
+    columns = {"answer": [1, None], "level": [None, "low"]}
+    assert calls == [(["text", chat], ["x", as_chat("y")], [[1], [2, 3]], columns)]
 
 
 @pytest.mark.parametrize(
     "values",
     [
-        [1, 0.5, True],
-        (1.0, 0.5, 1),
-        np.array([1, 0.5, 1], np.float32),
-        torch.tensor([1, 0.5, 1]),
-        [np.float64(1), torch.tensor(0.5), np.bool_(True)],
+        [1, 0.5, None],
+        (1.0, 0.5, None),
+        [np.float64(1), torch.tensor(0.5), None],
     ],
-    ids=["list", "tuple", "array", "tensor", "scalars"],
 )
 def test_numbers_of_any_kind_are_taken(values):
-    np.testing.assert_array_equal(score_values(values)[:, 0], [1, 0.5, 1])
+    found = score(lambda **kwargs: values, SAMPLES)
+    assert found == [1.0, 0.5, None] and type(found[0]) is float
+    for whole in (np.array([1, 0.5, 1], np.float32), torch.tensor([1, 0.5, 1])):
+        assert score(lambda **kwargs: whole, SAMPLES) == [1, 0.5, 1]  # noqa: B023
 
 
 @pytest.mark.parametrize(
     "values, part",
     [
-        ([1.0, 2.0], "returned 2 values for 3 samples"),
-        ([1.0] * 4, "returned 4 values for 3 samples"),
-        ([], "returned 0 values for 3 samples"),
+        ([1.0, 2.0], "returned 2 values for 1 samples"),
+        ([], "returned 0 values for 1 samples"),
         (1.0, "returned float, not a list"),
         (None, "returned NoneType, not a list"),
-        (np.float64(1), "returned float64, not a list"),
         (np.array(1.0), "returned ndarray, not a list"),
         (torch.tensor(1.0), "returned Tensor, not a list"),
-        ("101", "returned str, not a list"),
-        ({0: 1.0, 1: 1.0, 2: 1.0}, "returned dict, not a list"),
-        ((x for x in [1.0, 2.0, 3.0]), "returned generator, not a list"),
-        ([1.0, math.nan, 1.0], "sample 1: value nan is not finite"),
-        ([1.0, 1.0, math.inf], "sample 2: value inf is not finite"),
-        ([-math.inf, 1.0, 1.0], "sample 0: value -inf is not finite"),
-        ([1.0, "1.0", 1.0], "sample 1: value '1.0' is not a number"),
-        ([1.0, "good", 1.0], "sample 1: value 'good' is not a number"),
-        ([1.0, 1j, 1.0], "sample 1: value 1j is not a number"),
-        ([1.0, [1.0], 1.0], "sample 1: value [1.0] is not a number"),
-        ([1.0, 10**400, 1.0], "0 is not a number"),
-        (np.ones((3, 2)), "sample 0: value array([1., 1.]) is not a number"),
+        ("1", "returned str, not a list"),
+        ({0: 1.0}, "returned dict, not a list"),
+        ([np.nan], "value nan is not finite"),
+        ([-np.inf], "value -inf is not finite"),
+        (["1.0"], "value '1.0' is not a number"),
+        ([1j], "value 1j is not a number"),
+        ([[1.0]], "value [1.0] is not a number"),
+        ([10**400], "0 is not a number"),
     ],
 )
-def test_wrong_values_name_the_function(values, part):
-    message = refusal(score_values, values)
-    assert message.startswith("reward my.reward: ") and part in message
+def test_wrong_values_are_failures(values, part):
+    (found,) = score(lambda **kwargs: values, SAMPLES[:1])
+    assert found.kind == "value" and part in found.message
 
 
-def raising(prompts, completions, completion_ids, **columns):
-    raise ZeroDivisionError("first line\nsecond line")
-
-
-def test_exception_of_a_function_names_it_and_stays_the_cause():
-    with pytest.raises(InputError) as caught:
-        score({"my.raising": raising}, SAMPLES[:1])
-    line = raising.__code__.co_firstlineno + 1
-    assert (
-        str(caught.value)
-        == f"reward my.raising: raised ZeroDivisionError at {__file__}:{line}: first line second line"
-    )
-    cause = caught.value.__cause__
-    assert isinstance(cause, ZeroDivisionError)
-    frames = []
-    trace = cause.__traceback__
-    while trace:
-        frames.append(trace.tb_frame.f_code.co_name)
-        trace = trace.tb_next
-    assert frames[-1] == "raising"
-
-
-def test_failures_are_told_apart_where_they_are_asked_for():
-    """A call that fails as a whole is repeated sample by sample, which tells whom it fails for."""
+def test_a_call_that_fails_as_a_whole_is_repeated_for_each_sample():
     sizes = []
 
     def fragile(prompts, completions, completion_ids, **columns):
         sizes.append(len(completions))
         if "b" in completions:
-            raise ValueError("no b")
+            raise ZeroDivisionError("first line\nsecond line")
         return [ord(c) for c in completions]
 
-    functions = {
-        "my.fragile": fragile,
-        "my.wrong": lambda **kwargs: [1.0, 0.5, math.nan][: len(kwargs["prompts"])],
-    }
-    failures = []
-    found = score(functions, SAMPLES, failures)
-    np.testing.assert_array_equal(found, [[97, 1], [np.nan, 0.5], [99, np.nan]])
-    assert [(i, number, failure.kind) for i, number, failure in failures] == [
-        (1, 0, "exception"),
-        (2, 1, "value"),
-    ]
-    assert (
-        "no b" in str(failures[0][2])
-        and "fragile" in failures[0][2].trace
-        and sizes == [3, 1, 1, 1]
-    )
-
-
-def test_function_that_does_not_take_the_columns_is_named():
-    def narrow(prompts, completions, completion_ids):
-        return [0.0]
-
-    message = refusal(score, {"my.narrow": narrow}, [Sample("p", "c", [1], {"answer": 1})])
-    assert message.startswith("reward my.narrow: raised TypeError") and "'answer'" in message
+    first, failure, last = score(fragile, SAMPLES)
+    assert (first, last) == (97, 99) and sizes == [3, 1, 1, 1]
+    line = fragile.__code__.co_firstlineno + 3
+    message = f"raised ZeroDivisionError at {__file__}:{line}: first line second line"
+    assert failure == RewardFailure("exception", message, failure.trace)
+    assert failure.trace.startswith("Traceback") and "in fragile" in failure.trace
 
 
 def test_combine_weights_the_functions_that_apply():
@@ -365,9 +297,6 @@ def test_combine_weights_the_functions_that_apply():
 def test_combine_refuses_samples_without_any_reward():
     rewards = np.array([[1.0, np.nan], [np.nan, np.nan], [np.nan, np.nan]])
     assert "returned None for 2 samples" in refusal(combine, rewards, [1.0, 1.0])
-
-
-# Loading functions
 
 
 @pytest.mark.parametrize(
@@ -388,6 +317,9 @@ def test_overlong_penalty(length, wanted):
     assert overlong_penalty(np.array([length]), 20480, 0, 1.0).tolist() == [0.0]
 
 
+# Loading functions
+
+
 def test_load_reward_imports_the_function():
     assert load_reward("bubblespec.rewards.exact_match") is exact_match
 
@@ -401,7 +333,7 @@ def test_load_reward_imports_the_function():
         ("..rewards.exact_match", "cannot import '..rewards.exact_match'"),
         (
             "no_such_module.reward",
-            "cannot import 'no_such_module.reward': ModuleNotFoundError: No module named 'no_such_module'",
+            "cannot import 'no_such_module.reward': ModuleNotFoundError: No module named",
         ),
         (
             "bubblespec.rewards.exact_mach",

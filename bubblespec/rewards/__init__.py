@@ -4,11 +4,7 @@ bubblespec.rewards.NAME.
 May import: ranks, config and what lies below.
 """
 
-from bubblespec.rewards.functions import (
-    answer_format,
-    exact_match,
-    math_equivalence,
-    reasoning_gym_score,
-)
-
-__all__ = ["answer_format", "exact_match", "math_equivalence", "reasoning_gym_score"]
+from bubblespec.rewards.functions import answer_format as answer_format
+from bubblespec.rewards.functions import exact_match as exact_match
+from bubblespec.rewards.functions import math_equivalence as math_equivalence
+from bubblespec.rewards.functions import reasoning_gym_score as reasoning_gym_score

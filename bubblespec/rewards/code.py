@@ -9,7 +9,6 @@ success. Run untrusted code in a container or a virtual machine.
 """
 
 import contextlib
-import io
 import json
 import os
 import re
@@ -18,7 +17,6 @@ import select
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 from bubblespec.rewards.functions import text_of
@@ -29,7 +27,13 @@ KEEPER_LIMIT_S = 5.0  # for the keeper to end after a verdict
 MEMORY_LIMIT = 1 << 30  # bytes of address space, for each process
 FILE_LIMIT = 16 << 20  # bytes of each file
 _ROOT = str(Path(__file__).resolve().parents[2])
-_BOOT = "import sys; sys.path.insert(0, sys.argv.pop()); from bubblespec.rewards.code_process import main; del sys.path[0]; main()"
+_BOOT = """
+import sys
+sys.path.insert(0, sys.argv.pop())
+from bubblespec.rewards.code_process import main
+del sys.path[0]
+main()
+"""
 
 
 def passes_tests(prompts, completions, completion_ids, tests, **columns) -> list[float | None]:
@@ -37,11 +41,9 @@ def passes_tests(prompts, completions, completion_ids, tests, **columns) -> list
     as text or a list of texts, which see the names that the program has defined."""
     scores: list[float | None] = []
     for completion, given in zip(completions, tests, strict=True):
-        if not given:
-            scores.append(None)
-            continue
-        checks = given if isinstance(given, str) else "\n".join(given)
-        scores.append(float(run_program(program_in(text_of(completion)), checks)))
+        checks = given if isinstance(given, str) else "\n".join(given or ())
+        passes = run_program(program_in(text_of(completion)), checks) if checks else None
+        scores.append(None if passes is None else float(passes))
     return scores
 
 
@@ -55,36 +57,35 @@ def run_program(program: str, tests: str) -> bool:
     """Whether the program, and then the tests in the same module, run to their end within the
     limits."""
     secret = secrets.token_bytes(16)
-    reader, writer = os.pipe()
-    folder = tempfile.TemporaryDirectory(prefix="bubblespec-", ignore_cleanup_errors=True)
+    reader, verdict = os.pipe()
+    job = {
+        "program": program,
+        "tests": tests,
+        "secret": secret.hex(),
+        "verdict": verdict,
+        "trainer": os.getpid(),
+        "limits": {"CPU": CPU_LIMIT_S, "AS": MEMORY_LIMIT, "FSIZE": FILE_LIMIT},
+    }
     with (
-        open(reader, "rb", buffering=0) as reader,
-        open(writer, "wb", buffering=0) as verdict,
-        folder as place,
+        open(reader, "rb") as reader,
+        tempfile.TemporaryDirectory(prefix="bubblespec-", ignore_cleanup_errors=True) as folder,
     ):
-        job = {
-            "program": program,
-            "tests": tests,
-            "secret": secret.hex(),
-            "verdict": verdict.fileno(),
-            "trainer": os.getpid(),
-        }
-        job |= {"cpu_s": CPU_LIMIT_S, "memory": MEMORY_LIMIT, "file": FILE_LIMIT}
         keeper = subprocess.Popen(
             [sys.executable, "-I", "-c", _BOOT, _ROOT],
             stdin=subprocess.PIPE,  # stays open: its end tells the keeper to kill the program
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            pass_fds=[verdict.fileno()],
-            cwd=place,
+            pass_fds=[verdict],
+            cwd=folder,
             env={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
             start_new_session=True,
         )
-        verdict.close()
+        os.close(verdict)
         try:
             keeper.stdin.write(json.dumps(job).encode() + b"\n")
             keeper.stdin.flush()
-            passed = _read(reader, len(secret), WALL_LIMIT_S) == secret
+            is_answered = select.select([reader], [], [], WALL_LIMIT_S)[0]
+            passed = bool(is_answered) and os.read(reader.fileno(), 64) == secret
             return passed and not _was_killed(keeper)
         except BrokenPipeError:  # the keeper was killed
             return False
@@ -95,22 +96,9 @@ def run_program(program: str, tests: str) -> bool:
 
 
 def _was_killed(keeper: subprocess.Popen) -> bool:
-    """Whether the program got to its end because it had killed what keeps it. The program ends
-    right after its verdict, and its keeper with it; one that lives on was not killed."""
+    """Whether the program got to its end because it had killed its keeper. The program ends right
+    after its verdict, and its keeper with it; one that lives on was not killed."""
     try:
         return keeper.wait(timeout=KEEPER_LIMIT_S) != 0
     except subprocess.TimeoutExpired:
         return False
-
-
-def _read(pipe: io.FileIO, size: int, limit_s: float) -> bytes:
-    """Up to `size` bytes: fewer where the pipe ends or after limit_s seconds."""
-    deadline, data = time.monotonic() + limit_s, b""
-    poll = select.poll()
-    poll.register(pipe, select.POLLIN)
-    while len(data) < size and poll.poll(max(1000 * (deadline - time.monotonic()), 0)):
-        chunk = pipe.read(size - len(data))
-        if not chunk:
-            break
-        data += chunk
-    return data

@@ -21,15 +21,7 @@ def main() -> None:
     try:
         os.closerange(3, verdict)
         os.closerange(verdict + 1, 1 << 16)
-        _limit(
-            {
-                "CPU": job["cpu_s"],
-                "AS": job["memory"],
-                "FSIZE": job["file"],
-                "CORE": 0,
-                "NOFILE": 64,
-            }
-        )
+        _limit(job["limits"] | {"CORE": 0, "NOFILE": 64})
         module = {"__name__": "completion"}
         exec(compile(job["program"], "completion.py", "exec"), module)
         exec(compile(job["tests"], "tests.py", "exec"), module)
@@ -44,6 +36,6 @@ def _limit(limits: dict[str, int]) -> None:
         limits = limits | {"NPROC": 0}  # no further process or thread; has no effect for root
     for name, value in limits.items():
         kind = getattr(resource, f"RLIMIT_{name}")
-        most = resource.getrlimit(kind)[1]
-        value = value if most == resource.RLIM_INFINITY else min(value, most)
+        hard = resource.getrlimit(kind)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (value, value))

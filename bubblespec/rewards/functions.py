@@ -5,15 +5,14 @@ A reward function has TRL's signature `f(prompts, completions, completion_ids, *
 list[float | None]`: prompts and completions are strings, or lists of chat messages if the prompt is
 a chat; every further column of the data is a keyword argument with one value per sample. None means
 that the function does not apply to that sample. A call may have any number of samples: one in a
-worker process, in the main process all of a rank's that are finished and not scored yet. What a
-function gives a sample must not depend on the others.
+worker process, in the main process all of a rank's that are finished and not scored yet. The value
+of a sample must not depend on the others.
 """
 
 import importlib
 import inspect
 import math
 import re
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Collection
@@ -34,6 +33,33 @@ FAILURE_KINDS = ("exception", "value", "timeout", "crash")
 MATH_LIMIT_S = 5
 
 
+class Sample(NamedTuple):
+    """What a reward function is given of one response."""
+
+    prompt: str | list[dict]
+    """Text, or chat messages."""
+    completion: str
+    """The response as text, without special tokens."""
+    completion_ids: list[int]
+    """Its tokens."""
+    columns: dict
+    """Other columns of the prompt's row, by name."""
+
+
+class RewardFailure(NamedTuple):
+    """A reward that could not be computed."""
+
+    kind: str
+    """One of FAILURE_KINDS."""
+    message: str
+    trace: str = ""
+    """The exception's traceback, if there was one."""
+
+
+Reward = float | None | RewardFailure
+"""A finite number, None where the function does not apply, or why there is none."""
+
+
 def load_reward(path: str) -> RewardFunction:
     """Import `package.module.function`. Raises InputError naming the path."""
     module_name, _, name = path.rpartition(".")
@@ -44,9 +70,7 @@ def load_reward(path: str) -> RewardFunction:
     try:
         function = getattr(importlib.import_module(module_name), name)
     except Exception as error:  # the module's own code runs here
-        raise InputError(
-            f"reward.functions: cannot import '{path}': {type(error).__name__}: {' '.join(str(error).split())}"
-        ) from error
+        raise InputError(f"reward.functions: cannot import '{path}': {one_line(error)}") from error
     if not callable(function) or isinstance(function, type):
         raise InputError(f"reward.functions: '{path}' is not a function")
     return function
@@ -66,110 +90,71 @@ def check_arguments(
     except TypeError as error:
         has = f"the columns {sorted(columns)}" if columns else "no further columns"
         raise InputError(
-            f"reward.functions: {path} cannot be called with prompts, completions, completion_ids and {has} of {source}: {error}"
+            f"reward.functions: {path} cannot be called with prompts, completions, completion_ids "
+            f"and {has} of {source}: {error}"
         ) from error
 
 
-class Sample(NamedTuple):
-    """What a reward function is given of one response."""
-
-    prompt: str | list[dict]
-    """Text, or chat messages."""
-    completion: str
-    """The response as text, without special tokens."""
-    completion_ids: list[int]
-    """Its tokens."""
-    columns: dict
-    """Other columns of the prompt's row, by name."""
+def score(function: RewardFunction, samples: list[Sample]) -> list[Reward]:
+    """One reward per sample, all in one call. If that fails as a whole, it is repeated sample by
+    sample, to find the samples for which it fails."""
+    values = _call(function, samples)
+    if not isinstance(values, RewardFailure):
+        return [_checked(value) for value in values]
+    if len(samples) == 1:
+        return [values]
+    return [reward for sample in samples for reward in score(function, [sample])]
 
 
-class RewardFailure(Exception):
-    """A reward that could not be computed. kind: one of FAILURE_KINDS; trace: the exception's
-    traceback, if there was one."""
-
-    def __init__(self, kind: str, message: str, trace: str = ""):
-        super().__init__(message)
-        self.kind, self.message, self.trace = kind, message, trace
-
-
-def call(function: RewardFunction, samples: list[Sample]) -> list[float | RewardFailure | None]:
-    """One value per sample: a finite number, None, or the failure if the returned value is neither.
-
-    Raises RewardFailure if the whole call fails: an exception, or a result that is no list of the
-    right length.
-    """
-    as_messages = [
+def _call(function: RewardFunction, samples: list[Sample]) -> list | RewardFailure:
+    completions = [
         s.completion
         if isinstance(s.prompt, str)
         else [{"role": "assistant", "content": s.completion}]
         for s in samples
     ]
     names = sorted({name for sample in samples for name in sample.columns})
-    columns = {name: [sample.columns.get(name) for sample in samples] for name in names}
-    ids = [sample.completion_ids for sample in samples]
     try:
-        values = function(
+        returned = function(
             prompts=[s.prompt for s in samples],
-            completions=as_messages,
-            completion_ids=ids,
-            **columns,
+            completions=completions,
+            completion_ids=[s.completion_ids for s in samples],
+            **{name: [s.columns.get(name) for s in samples] for name in names},
         )
     except (Exception, SystemExit) as error:
-        raise RewardFailure(
-            "exception", f"raised {_describe(error)}", traceback.format_exc()
-        ) from error
+        return failure_of(error)
     try:
-        length = None if isinstance(values, (str, bytes, dict, set)) else len(values)
+        values = None if isinstance(returned, str | bytes | dict | set) else list(returned)
     except TypeError:
-        length = None
-    if length is None:
-        raise RewardFailure(
-            "value", f"returned {type(values).__name__}, not a list with one value a sample"
-        )
-    if length != len(samples):
-        raise RewardFailure("value", f"returned {length} values for {len(samples)} samples")
-    return [None if value is None else _number(value) for value in values]
+        values = None
+    if values is None:
+        kind = type(returned).__name__
+        return RewardFailure("value", f"returned {kind}, not a list with one value per sample")
+    if len(values) != len(samples):
+        return RewardFailure("value", f"returned {len(values)} values for {len(samples)} samples")
+    return values
 
 
-def score(
-    functions: dict[str, RewardFunction],
-    samples: list[Sample],
-    failures: list[tuple[int, int, RewardFailure]] | None = None,
-) -> np.ndarray:
-    """Rewards float64 [samples, functions], NaN where a function does not apply. All samples are in
-    one call.
-
-    A failure is raised as an InputError that names the function. With a list of `failures` it is
-    appended there instead, as (sample, function, failure), with NaN as the reward; a call that
-    fails as a whole is then repeated sample by sample, to find the samples for which it fails.
-    """
-    rewards = np.full((len(samples), len(functions)), np.nan)
-    for number, (path, function) in enumerate(functions.items()):
-        try:
-            values = call(function, samples)
-        except RewardFailure as failure:
-            if failures is None:
-                print(
-                    failure.trace, end="", file=sys.stderr
-                )  # the user's own code: one line is not enough to find the mistake
-                raise InputError(f"reward {path}: {failure}") from (failure.__cause__ or failure)
-            values = [call_one(function, sample) for sample in samples]
-        for i, value in enumerate(values):
-            if isinstance(value, RewardFailure):
-                if failures is None:
-                    raise InputError(f"reward {path}: sample {i}: {value}") from value
-                failures.append((i, number, value))
-            elif value is not None:
-                rewards[i, number] = value
-    return rewards
-
-
-def call_one(function: RewardFunction, sample: Sample) -> float | RewardFailure | None:
-    """The value of one sample; see `call`."""
+def _checked(value) -> Reward:
+    if value is None:
+        return None
     try:
-        return call(function, [sample])[0]
-    except RewardFailure as failure:
-        return failure
+        if isinstance(value, str | bytes):
+            raise TypeError("text that float() would read")
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return RewardFailure("value", f"value {value!r:.200} is not a number or None")
+    if not math.isfinite(number):
+        return RewardFailure("value", f"value {value} is not finite")
+    return number
+
+
+def failure_of(error: BaseException) -> RewardFailure:
+    """Of an exception that is being handled."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    text = " ".join(str(error).split())
+    message = f"raised {type(error).__name__} at {frame.filename}:{frame.lineno}: {text}"
+    return RewardFailure("exception", message, traceback.format_exc())
 
 
 def combine(rewards: np.ndarray, weights: list[float]) -> np.ndarray:
@@ -177,10 +162,11 @@ def combine(rewards: np.ndarray, weights: list[float]) -> np.ndarray:
 
     Raises InputError where none applies: training such a sample on 0 would be a silent mistake.
     """
-    nothing = np.flatnonzero(np.isnan(rewards).all(axis=1))
-    if len(nothing):
+    num_missing = np.isnan(rewards).all(axis=1).sum()
+    if num_missing:
         raise InputError(
-            f"reward.functions: all of them returned None for {len(nothing)} samples; each needs at least one reward"
+            f"reward.functions: all of them returned None for {num_missing} samples; "
+            "each needs at least one reward"
         )
     return np.nansum(rewards * np.asarray(weights), axis=1)
 
@@ -210,18 +196,14 @@ def exact_match(prompts, completions, completion_ids, answer, **columns) -> list
 def reasoning_gym_score(
     prompts, completions, completion_ids, task, entry, **columns
 ) -> list[float]:
-    """The score that reasoning-gym's own scorer of the sample's task gives to the final answer; 0
-    to 1."""
+    """The score from 0 to 1 that reasoning-gym's own scorer of the sample's task gives to the final
+    answer."""
     import reasoning_gym
 
-    scores = []
-    for completion, name, item in zip(completions, task, entry, strict=True):
-        scores.append(
-            reasoning_gym.get_score_answer_fn(name)(
-                answer=final_answer(text_of(completion)), entry=item
-            )
-        )
-    return scores
+    return [
+        reasoning_gym.get_score_answer_fn(name)(answer=final_answer(text_of(c)), entry=item)
+        for c, name, item in zip(completions, task, entry, strict=True)
+    ]
 
 
 def answer_format(prompts, completions, completion_ids, **columns) -> list[float]:
@@ -232,19 +214,18 @@ def answer_format(prompts, completions, completion_ids, **columns) -> list[float
 
 def math_equivalence(prompts, completions, completion_ids, answer, **columns) -> list[float | None]:
     """1 if the completion's answer equals the column `answer` as mathematics (the math-verify
-    library), else 0; None if the reference itself cannot be parsed. Of a reference with its
-    solution, as GSM8K has, what follows the last #### counts."""
+    library), else 0; None if the reference itself cannot be parsed. If the reference is a whole
+    solution, as in GSM8K, what follows the last #### counts."""
     from math_verify import parse, verify
 
     # The library's time-outs are signals, which only the main thread may set.
     limit_s = MATH_LIMIT_S if threading.current_thread() is threading.main_thread() else None
     scores: list[float | None] = []
     for completion, reference in zip(completions, answer, strict=True):
-        gold = (
-            []
-            if reference is None
-            else parse(f"${_reference_answer(reference)}$", parsing_timeout=limit_s)
-        )
+        gold = []
+        if reference is not None:
+            wanted = str(reference).rpartition("####")[2].strip()
+            gold = parse(f"${wanted}$", parsing_timeout=limit_s)
         if not gold:
             scores.append(None)
             continue
@@ -253,10 +234,6 @@ def math_equivalence(prompts, completions, completion_ids, answer, **columns) ->
         parsed = parse(text if tagged is None else f"${tagged}$", parsing_timeout=limit_s)
         scores.append(float(verify(gold, parsed, timeout_seconds=limit_s)))
     return scores
-
-
-def _reference_answer(reference) -> str:
-    return str(reference).rpartition("####")[2].strip()
 
 
 def text_of(completion: str | list[dict]) -> str:
@@ -270,19 +247,6 @@ def final_answer(text: str) -> str | None:
     return answers[-1].strip() if answers else None
 
 
-def _number(value) -> float | RewardFailure:
-    try:
-        if isinstance(value, (str, bytes)):
-            raise TypeError("text that float() would read")
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        return RewardFailure("value", f"value {value!r:.200} is not a number or None")
-    return (
-        number if math.isfinite(number) else RewardFailure("value", f"value {value} is not finite")
-    )
-
-
-def _describe(error: BaseException) -> str:
-    """Kind, place and text of an exception in one line."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{type(error).__name__} at {frames[-1].filename}:{frames[-1].lineno}: {' '.join(str(error).split())}"
+def one_line(error: BaseException) -> str:
+    """Type and text of an exception."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -12,7 +12,6 @@ from bubblespec.config import load_config
 from bubblespec.dist.ranks import Ranks
 from bubblespec.engine.engine import Engine
 from bubblespec.records import Load
-from bubblespec.rewards import scorer
 from bubblespec.setup import build
 from bubblespec.telemetry import timeline
 
@@ -66,8 +65,7 @@ def virtual_time() -> Iterator[Ranks]:
         return finished, load
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (scorer, timeline):
-            patch.setattr(module, "time", clock)
+        patch.setattr(timeline, "time", clock)
         patch.setattr(Engine, "step", timed_step)
         ranks = Ranks(torch.device("cpu"))
         ranks.clock = clock
