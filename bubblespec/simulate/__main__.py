@@ -1,9 +1,10 @@
 """Would speculation help on this workload, on so many ranks, and why? An answer in virtual time,
 without the machine.
 
-python -m bubblespec.simulate --synthetic mean=2000,max=16000,run=500 --ranks 8 --cost-model FILE
-[section.key=value ...] python -m bubblespec.simulate --trace RUN_DIR --ranks 8 --cost-model FILE
+python -m bubblespec.simulate --synthetic mean=2000,max=16000,run=500 --ranks 8 --cost h200:7b
 [section.key=value ...]
+
+python -m bubblespec.simulate --trace RUN_DIR --ranks 8 --cost FILE [section.key=value ...]
 """
 
 import argparse
@@ -11,48 +12,31 @@ import dataclasses
 import json
 import os
 import sys
-import time
 from typing import Any
 
 from bubblespec.config import Config, config_of_sections
 from bubblespec.errors import InputError
-from bubblespec.simulate.cost import ForwardCost, cost_from_trace
-from bubblespec.simulate.deferral import steps_that_fit
-from bubblespec.simulate.drafter import DrafterModel
-from bubblespec.simulate.drafting import DraftModel
-from bubblespec.simulate.recorded import RecordedWorkload
-from bubblespec.simulate.run import SimulatedStep, counted, simulate
-from bubblespec.simulate.shared import SharedModel
-from bubblespec.simulate.workload import Synthetic, Workload, parse
+from bubblespec.simulate.cost import cost_from_trace, load_cost
+from bubblespec.simulate.recorded import RecordedWorkload, sections_of
+from bubblespec.simulate.run import SimulatedStep, counted, simulate, steps_that_fit
+from bubblespec.simulate.runner import DrafterModel
+from bubblespec.simulate.workload import Synthetic, SyntheticWorkload, Workload, parse
 from bubblespec.telemetry.timeline import save_timeline
 from bubblespec.telemetry.trace import FOLDER
 
 SECTIONS = ("rollout", "speculative", "bubble", "tail_batching")  # what overrides may change
-# What a made-up run has in place of the files of a real one.
-BLANK = {
-    "model.path": "none",
-    "data.path": "none",
-    "run.output_dir": "none",
-    "optim.max_tokens_per_microbatch": 1 << 24,
+COUNTS = ("forwards", "drafted_tokens", "proposed_tokens", "refused_tokens", "response_tokens")
+LABELS = {
+    "seconds": "rollout, seconds",
+    "forwards": "forwards on the slowest rank",
+    "idle_share": "idle time, share of the rollout",
+    "drafted_tokens": "tokens drafted ahead",
+    "proposed_tokens": "draft tokens proposed",
+    "refused_tokens": "of these refused",
+    "response_tokens": "tokens trained on",
+    "long_rounds": "long rounds",
+    "length_ratio": "mean length trained on over launched",
 }
-TABLE = (
-    ("rollout", "seconds", "{:.1f} s"),
-    ("forwards on the slowest rank", "forwards", "{:d}"),
-    ("share of the rollout spent waiting", "bubble_ratio", "{:.3f}"),
-    ("tokens drafted ahead", "drafted_tokens", "{:d}"),
-    ("draft tokens proposed", "proposed_tokens", "{:d}"),
-    ("of these refused", "refused_tokens", "{:d}"),
-    ("tokens trained on", "response_tokens", "{:d}"),
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Drafts:
-    """What of `DraftModel` can be given for a trace."""
-
-    run: float = 500.0
-    tokens_a_pass: float = 2.0
-    drift: int = 0
 
 
 def main() -> int:
@@ -64,40 +48,20 @@ def main() -> int:
     source.add_argument("--trace", metavar="RUN_DIR", help="output_dir of a run with trace.enabled")
     names = ", ".join(f.name for f in dataclasses.fields(Synthetic))
     source.add_argument("--synthetic", metavar="NAME=VALUE,...", help=f"of {names}")
-    parser.add_argument(
-        "--drafts",
-        metavar="NAME=VALUE,...",
-        help="of a trace, where none was recorded: run, tokens_a_pass, drift",
-    )
-    parser.add_argument(
-        "--drafter",
-        default="",
-        metavar="NAME=VALUE,...",
-        help="of a learned drafter: tokens_a_pass, share",
-    )
-    parser.add_argument(
-        "--shared-tail",
-        metavar="NAME=VALUE,...",
-        help="simulate the shared tail, by rollout.tp_tail_max_rows: all_reduce_us, layers, launch_ms, exchange_us",
-    )
+    names = ", ".join(f.name for f in dataclasses.fields(DrafterModel))
+    parser.add_argument("--drafter", default="", metavar="NAME=VALUE,...", help=f"of {names}")
     parser.add_argument("--ranks", type=int, help="default: those of the trace, or 8")
     parser.add_argument(
-        "--cores",
-        type=int,
-        help="processor cores that all ranks share; default: each rank has its own device",
-    )
-    parser.add_argument(
-        "--cost-model", metavar="FILE", help="seconds of a forward; default: fitted on the trace"
+        "--cost-model",
+        metavar="COST",
+        help="a file, or GPU:MODEL for a roofline; default: fitted on the trace",
     )
     parser.add_argument("--json", metavar="FILE", help="write the figures there; it must not exist")
-    parser.add_argument(
-        "--timeline-step", type=int, metavar="STEP", help="draw this step, into --output"
-    )
+    parser.add_argument("--timeline-step", type=int, metavar="STEP", help="draw it, into --output")
     parser.add_argument("--output", metavar="DIR")
     parser.add_argument("overrides", nargs="*", help=f"section.key=value of {', '.join(SECTIONS)}")
-    arguments = parser.parse_intermixed_args()
     try:
-        run(arguments)
+        run(parser.parse_intermixed_args())
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -109,227 +73,138 @@ def run(arguments: argparse.Namespace) -> None:
         raise InputError(f"--json: {arguments.json} exists")
     if (arguments.timeline_step is None) != (arguments.output is None):
         raise InputError("--timeline-step and --output go together")
-    for name in ("ranks", "cores"):
-        if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
-            raise InputError(f"--{name}: {getattr(arguments, name)} must be at least 1")
-    if arguments.trace:
-        workload, config = recorded(arguments)
-    else:
-        workload, config = made_up(arguments)
-    workload.drafter = parse(DrafterModel, arguments.drafter, "--drafter")
+    if arguments.ranks is not None and arguments.ranks < 1:
+        raise InputError(f"--ranks: {arguments.ranks} must be at least 1")
+    if not (arguments.trace or arguments.cost_model):
+        raise InputError("--cost-model: a synthetic workload says nothing of what a forward takes")
+    for override in arguments.overrides:
+        if override.split(".")[0] not in SECTIONS or "=" not in override:
+            raise InputError(f"{override}: give section.key=value of {', '.join(SECTIONS)}")
+    workload, config = recorded(arguments) if arguments.trace else synthetic(arguments)
+    drafter = parse(DrafterModel, arguments.drafter, "--drafter")
     if arguments.drafter and "drafter" not in config.speculative.method:
         raise InputError(f"--drafter: speculative.method={config.speculative.method} has none")
-    if arguments.shared_tail is not None:
-        workload.shared = parse(SharedModel, arguments.shared_tail, "--shared-tail")
     if arguments.cost_model:
-        cost = ForwardCost.load(arguments.cost_model)
-    elif arguments.trace:
-        cost = cost_from_trace(os.path.join(arguments.trace, FOLDER))
+        cost = load_cost(arguments.cost_model)
     else:
-        raise InputError(
-            "--cost-model: give one; made-up responses say nothing of what a forward takes"
-        )
+        cost = cost_from_trace(os.path.join(arguments.trace, FOLDER))
     num_ranks = arguments.ranks or (workload.world_size if arguments.trace else 8)
     num_steps = steps_that_fit(config, workload)
-    last = workload.first_step + num_steps - 1
-    if (
-        arguments.timeline_step is not None
-        and not workload.first_step <= arguments.timeline_step <= last
-    ):
-        raise InputError(
-            f"--timeline-step: {arguments.timeline_step} is none of the steps {workload.first_step} to {last}"
+    if arguments.timeline_step is not None and not 0 <= arguments.timeline_step < num_steps:
+        raise InputError(f"--timeline-step: {arguments.timeline_step} is not below {num_steps}")
+    results = {
+        method: simulate(
+            arm, workload, cost.seconds, num_ranks, drafter=drafter, shows_progress=True
         )
-    results, real_s = {}, {}
-    for method, arm in arms_of(config, workload.shared is not None).items():
-        started = time.perf_counter()
-        options = {"cores": arguments.cores, "num_steps": num_steps, "shows_progress": True}
-        results[method] = simulate(arm, workload, cost, num_ranks, **options)
-        real_s[method] = time.perf_counter() - started
-    print(f"{describe_cost(cost)}; {num_ranks} ranks, {num_steps} steps")
+        for method, arm in arms_of(config).items()
+    }
     num_counted = len(counted([*results.values()][-1]))
-    print(table(results, num_counted))
-    for method, steps in results.items():
-        seconds = sum(step.seconds for step in steps)
-        print(
-            f"{method}: {seconds / real_s[method]:.0f} simulated seconds a second", file=sys.stderr
-        )
-    if arguments.timeline_step is not None:
+    print(f"{cost.source}; {num_ranks} ranks, {num_counted} steps")
+    print(table({method: totals(steps[:num_counted]) for method, steps in results.items()}))
+    if arguments.output:
+        step = arguments.timeline_step
         for method, steps in results.items():
-            lanes = steps[arguments.timeline_step - workload.first_step].lanes
-            save_timeline(
-                os.path.join(arguments.output, method),
-                arguments.timeline_step,
-                lanes,
-                f"{method} (simulated)",
-            )
+            folder = os.path.join(arguments.output, method)
+            save_timeline(folder, step, steps[step].lanes, f"{method} (simulated)")
     if arguments.json:
         report = {
-            "cost": describe_cost(cost),
-            "cost_kind": cost.kind,
+            "cost": dataclasses.asdict(cost),
             "num_ranks": num_ranks,
-            "cores": arguments.cores,
-        }
-        report["workload"] = arguments.trace or dataclasses.asdict(workload.spec)
-        report["drafter"] = dataclasses.asdict(workload.drafter)
-        report["shared_tail"] = (
-            None if workload.shared is None else dataclasses.asdict(workload.shared)
-        )
-        report["config"] = {name: dataclasses.asdict(getattr(config, name)) for name in SECTIONS}
-        report["methods"] = {
-            method: {
-                "total": totals(steps[:num_counted]),
-                "real_s": real_s[method],
-                "steps": [plain(step) for step in steps],
-            }
-            for method, steps in results.items()
+            "workload": arguments.trace or arguments.synthetic,
+            "config": {name: dataclasses.asdict(getattr(config, name)) for name in SECTIONS},
+            "methods": {
+                method: {
+                    "total": totals(steps[:num_counted]),
+                    "steps": [{**vars(step), "lanes": None} for step in steps],
+                }
+                for method, steps in results.items()
+            },
         }
         with open(arguments.json, "w", encoding="utf-8") as file:
             json.dump(report, file, indent=1)
 
 
 def recorded(arguments: argparse.Namespace) -> tuple[RecordedWorkload, Config]:
+    """The workload and the configuration of a trace."""
     workload = RecordedWorkload(arguments.trace)
-    if arguments.drafts:
-        drafts = parse(Drafts, arguments.drafts, "--drafts")
-        workload.drafts = DraftModel(drafts.run, drafts.tokens_a_pass, bool(drafts.drift))
-    config = config_of_sections(
-        nested(workload.config),
-        checked_overrides(arguments),
-        f"{arguments.trace}/{FOLDER}/meta.json",
-    )
+    config = simulated_config(sections_of(workload.config, SECTIONS), arguments.overrides)
     if config.rollout.max_completion_length > workload.limit:
         raise InputError(
-            f"rollout.max_completion_length: the recorded responses are cut at {workload.limit}; give at most that"
+            f"rollout.max_completion_length: the recorded responses are cut at {workload.limit}"
         )
     return workload, config
 
 
-def made_up(arguments: argparse.Namespace) -> tuple[Workload, Config]:
-    if arguments.drafts:
-        raise InputError("--drafts: give its values in --synthetic")
+def synthetic(arguments: argparse.Namespace) -> tuple[Workload, Config]:
+    """The workload that --synthetic describes, and its configuration."""
     spec = parse(Synthetic, arguments.synthetic, "--synthetic")
-    given = {
-        "rollout.max_completion_length": spec.max,
-        "rollout.max_prompt_length": 2 * spec.prompt,
-    }
-    given["rollout.max_batch_tokens"] = 8192
-    config = config_of_sections(nested(BLANK | given), checked_overrides(arguments), "--synthetic")
+    config = simulated_config({"rollout": rollout_of(spec)}, arguments.overrides)
     if config.rollout.max_completion_length != spec.max:
         raise InputError("rollout.max_completion_length: give it as max in --synthetic")
-    return Workload(
-        spec, config.rollout.num_prompts_per_step, config.rollout.num_generations
-    ), config
+    rollout = config.rollout
+    return SyntheticWorkload(spec, rollout.num_prompts_per_step, rollout.num_generations), config
 
 
-def checked_overrides(arguments: argparse.Namespace) -> list[str]:
-    for override in arguments.overrides:
-        if override.split(".")[0] not in SECTIONS or "=" not in override:
-            raise InputError(
-                f"override '{override}': only section.key=value of {', '.join(SECTIONS)} is of use here"
-            )
-    return arguments.overrides
-
-
-def nested(flat: dict[str, Any]) -> dict[str, dict]:
-    sections: dict[str, dict] = {}
-    for name, value in flat.items():
-        section, _, key = name.partition(".")
-        sections.setdefault(section, {})[key] = value
-    return sections
-
-
-def describe_cost(cost: ForwardCost) -> str:
-    if cost.kind == "analytic":
-        return str(cost.hardware.get("source", "analytic, not measured"))
-    return f"forwards as measured on {cost.hardware.get('gpu') or cost.hardware.get('cpu') or 'an unnamed machine'}"
-
-
-def arms_of(config: Config, shares_tail: bool = False) -> dict[str, Config]:
-    """What is simulated, by name: the plain trainer, and the configuration as it is."""
-    plain = {
-        "speculative": {"method": "none"},
-        "tail_batching": {"enabled": False},
-        "rollout": {"tp_tail_max_rows": 0},
+def rollout_of(spec: Synthetic) -> dict[str, int]:
+    """The keys of the section `rollout` that fit a synthetic workload."""
+    return {
+        "max_completion_length": spec.max,
+        "max_prompt_length": 2 * spec.prompt,
+        "max_batch_tokens": 8192,
     }
-    sections = {
-        name: dataclasses.replace(getattr(config, name), **values) for name, values in plain.items()
+
+
+def simulated_config(sections: dict[str, dict], overrides: list[str] = ()) -> Config:
+    """A configuration of which a simulated run needs no more than `SECTIONS`."""
+    blank = {
+        "model": {"path": "none"},
+        "data": {"path": "none"},
+        "run": {"output_dir": "none"},
+        "optim": {"max_tokens_per_microbatch": 1 << 24},
     }
-    method = config.speculative.method
-    name = (
-        method
-        if not config.tail_batching.enabled
-        else "tail"
-        if method == "none"
-        else f"tail+{method}"
+    return config_of_sections(blank | sections, list(overrides), "the simulated configuration")
+
+
+def arms_of(config: Config) -> dict[str, Config]:
+    """What is simulated, by name: the trainer without speculation, and the configuration as is."""
+    method, is_tail = config.speculative.method, config.tail_batching.enabled
+    none = dataclasses.replace(
+        config,
+        speculative=dataclasses.replace(config.speculative, method="none"),
+        tail_batching=dataclasses.replace(config.tail_batching, enabled=False),
     )
-    if shares_tail:
-        name = "shared" if name == "none" else f"{name}+shared"
-    return {"none": dataclasses.replace(config, **sections), name: config}
+    name = method if not is_tail else "tail" if method == "none" else f"tail+{method}"
+    return {"none": none, name: config}
 
 
 def totals(steps: list[SimulatedStep]) -> dict[str, Any]:
-    """Over all of these steps; the share of waiting is that of the whole time."""
-    sums = {name: sum(getattr(step, name) for step in steps) for _, name, _ in TABLE}
-    sums["bubble_ratio"] = sum(step.bubble_ratio * step.seconds for step in steps) / sums["seconds"]
-    sums["seconds_per_token"] = sums["seconds"] / sums["response_tokens"]
-    sums["long_rounds"] = sum(step.is_long_round for step in steps)
-    return sums | {"num_steps": len(steps), "length_ratio": steps[-1].length_ratio}
+    """Over all of these steps; idle time as a share of all of their time."""
+    sums = {name: sum(getattr(step, name) for step in steps) for name in ("seconds", *COUNTS)}
+    idle_s = sum(step.idle_share * step.seconds for step in steps)
+    return sums | {
+        "idle_share": idle_s / sums["seconds"],
+        "seconds_per_token": sums["seconds"] / sums["response_tokens"],
+        "long_rounds": sum(step.is_long_round for step in steps),
+        "length_ratio": steps[-1].length_ratio,
+        "num_steps": len(steps),
+    }
 
 
-def plain(step: SimulatedStep) -> dict[str, Any]:
-    return {name: value for name, value in vars(step).items() if name != "lanes"}
-
-
-def table(results: dict[str, list[SimulatedStep]], num_counted: int) -> str:
-    """The totals, a column for each method, and the seconds of each step. Ratios are per token that
-    is trained on.
-
-    num_counted: steps that the totals are of. By a long round tail batching has trained on what
-    plain order has in as many steps, but for the few prompts that still wait.
-    """
-    sums = {method: totals(steps[:num_counted]) for method, steps in results.items()}
-    tokens = [values["response_tokens"] for values in sums.values()]
-    lines = [["", *sums, "ratio"]]
-    for label, name, form in TABLE:
-        each = [values[name] for values in sums.values()]
-        rates = (
-            each
-            if name == "bubble_ratio"
-            else [number / count for number, count in zip(each, tokens, strict=True)]
-        )
-        lines.append([label, *map(form.format, each), ratio(rates)])
-    if any(values["long_rounds"] for values in sums.values()):
-        lines.append(
-            [
-                "steps, of which long rounds",
-                *(f"{v['num_steps']}, {v['long_rounds']}" for v in sums.values()),
-                "",
-            ]
-        )
-        lines.append(
-            [
-                "mean length trained on over launched",
-                *(f"{v['length_ratio']:.3f}" for v in sums.values()),
-                "",
-            ]
-        )
-    for of_step in zip(*results.values(), strict=True):
-        seconds, rates = (
-            [step.seconds for step in of_step],
-            [step.seconds / step.response_tokens for step in of_step],
-        )
-        name = f"step {of_step[0].step}{', a long round' if of_step[-1].is_long_round else ''}"
-        lines.append([name, *(f"{s:.1f} s" for s in seconds), ratio(rates)])
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+def table(arms: dict[str, dict[str, Any]]) -> str:
+    """The totals, a column per method. The ratio of seconds is per token that is trained on: by a
+    long round tail batching has trained on what plain order has in as many steps, but for the few
+    prompts that still wait."""
+    lines = [["", *arms]]
+    for name, label in LABELS.items():
+        values = [sums[name] for sums in arms.values()]
+        lines.append([label, *(f"{v:.3f}" if isinstance(v, float) else str(v) for v in values)])
+    first, last = ([*arms.values()][i]["seconds_per_token"] for i in (0, -1))
+    lines.append(["speed-up of rollouts", *[""] * (len(arms) - 1), f"{first / last:.2f}x"])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
         for line in lines
     )
-
-
-def ratio(values: list[float]) -> str:
-    """The first over the last: how much less the method has than `none`."""
-    return f"{values[0] / values[-1]:.2f}x" if len(values) > 1 and values[0] and values[-1] else ""
 
 
 if __name__ == "__main__":

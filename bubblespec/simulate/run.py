@@ -1,30 +1,30 @@
-"""A run's rollouts in virtual time: every rank runs the real scheduling code, on an engine that
-knows what will be said."""
+"""A run's rollouts in virtual time: every rank runs the real sampler, on an engine that knows what
+will be said."""
 
 import copy
+import math
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 from bubblespec.config import Config
+from bubblespec.data.schedule import InOrder, save_visits
+from bubblespec.data.tail_batching import MAX_OVER_SAMPLING, TailBatching, scaled
 from bubblespec.draft.learned import LearnedDrafts
+from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
 from bubblespec.memory import most_slots
-from bubblespec.memory_needs import AUTO_SHARED_ROWS
 from bubblespec.planner.costs import CostModel
 from bubblespec.records import Span
 from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.make_sampler import make_sampler
 from bubblespec.rollout.profile import profile
-from bubblespec.rollout.tp_tail import TPTail, expects_gain
-from bubblespec.simulate.deferral import Texts, make_schedule, steps_that_fit
-from bubblespec.simulate.drafter import SimulatedChains
-from bubblespec.simulate.runner import ProposalTime, SimulatedGenerator, SimulatedRunner
-from bubblespec.simulate.shared import SharedCost
+from bubblespec.simulate.recorded import RecordedWorkload
+from bubblespec.simulate.runner import Cost, DrafterModel, SimulatedChains, SimulatedRunner, Text
+from bubblespec.simulate.workload import Texts, Workload
 from bubblespec.simulate.world import SimulatedRanks, SimulatedTicks, World
 from bubblespec.telemetry.timeline import KINDS
 from bubblespec.types import Group, Row, digest
@@ -38,9 +38,9 @@ class SimulatedStep:
     seconds: float = 0.0
     """From its begin to the end of its last rank."""
     forwards: int = 0
-    """Of the rank with most of them before its rows of this step were done."""
-    bubble_ratio: float = 0.0
-    """Share of the rollout that ranks spent waiting."""
+    """Of the rank with the most before its rows of this step were done."""
+    idle_share: float = 0.0
+    """Of the rollout, that ranks spent waiting."""
     drafted_tokens: int = 0
     """For coming steps."""
     proposed_tokens: int = 0
@@ -49,15 +49,14 @@ class SimulatedStep:
     """Of these, those that were not accepted."""
     response_tokens: int = 0
     """Of all responses that are trained on."""
-    longest_tokens: int = 0
+    max_tokens: int = 0
     """Of the longest of these."""
     is_long_round: bool = False
     """Of tail batching; so are the next two."""
     num_deferred: int = 0
     """Prompts that wait for a long round."""
     length_ratio: float = 1.0
-    """Mean length of all responses trained on so far over that of all launched, as far as those
-    have got."""
+    """Mean length of all responses trained on so far over that of all launched."""
     digest: str = ""
     lanes: list[np.ndarray] = field(default_factory=list, repr=False)
     """By rank, see `draw` in timeline.py."""
@@ -65,54 +64,59 @@ class SimulatedStep:
 
 def simulate(
     config: Config,
-    workload,
-    cost,
+    workload: Workload,
+    cost: Cost,
     num_ranks: int,
     *,
-    cores: int | None = None,
-    num_steps: int | None = None,
+    drafter: DrafterModel | None = None,
     shows_progress: bool = False,
 ) -> list[SimulatedStep]:
-    """The steps of a workload (`Workload` or `RecordedWorkload`), the last of which ends it as
-    run.max_steps does a run.
+    """The steps of a workload. cost(load): seconds of a forward; drafter: where the method has one.
 
-    cost: an object with seconds(load), and with propose_seconds(rows) where proposals take time;
-    cores: see `World`; num_steps: by default `steps_that_fit`. Training, rewards and the moving of
-    drafts take no time here. Raises InputError where the configuration does not fit the workload.
+    Training, rewards and the moving of drafts take no time. Raises InputError where the
+    configuration does not fit the workload.
     """
-    _check(config, workload, num_ranks)
-    most = steps_that_fit(config, workload)
     config = copy.deepcopy(config)
-    config.run.max_steps = workload.first_step + (most if num_steps is None else num_steps)
-    config.rollout.dynamic_sampling = False  # the first rollout of each step is simulated
-    config.reward.overlong_buffer_length = 0  # rewards are those of the workload
-    world = World(num_ranks, cores)
-    steps = [SimulatedStep(step) for step in range(workload.first_step, config.run.max_steps)]
-    total = sum(
-        _length(workload, step.step, config.rollout.max_completion_length) for step in steps
-    )
-    if workload.shared is None or num_ranks == 1:
-        config.rollout.tp_tail_max_rows = 0
-    profiled = None
-    if _has_drafts(config) or config.rollout.tp_tail_max_rows != 0:
-        profiled = _profiled(config, workload, cost, world)
-    elif config.rollout.placement != "in_turn" and num_ranks > 1:
-        profiled = (
-            CostModel()
-        )  # as in `make_speculation`: placement learns what forwards take from those of the run
-    with tqdm(
-        total=total,
-        unit="tok",
-        unit_scale=True,
-        desc=config.speculative.method,
-        disable=not shows_progress,
-    ) as bar:
-        world.run(
-            lambda rank: _Rank(
-                config, workload, cost, profiled, world=world, rank=rank, bar=bar
-            ).run(steps)
-        )
+    config.run.max_steps = num_steps = steps_that_fit(config, workload)
+    config.rollout.dynamic_sampling = False
+    config.rollout.tp_tail_max_rows = 0
+    config.reward.overlong_buffer_length = 0
+    _check(config, workload, num_ranks)
+    world, steps = World(num_ranks), [SimulatedStep(step) for step in range(num_steps)]
+    profiled = _profiled(config, workload, cost, num_ranks)
+    with tqdm(total=num_steps, unit="step", disable=not shows_progress) as bar:
+
+        def run_rank(rank: int) -> None:
+            own = _Rank(config, workload, cost, profiled, SimulatedRanks(world, rank), drafter)
+            for step in steps:
+                own.run_step(step)
+                bar.update(rank == 0)
+
+        world.run(run_rank)
     return steps
+
+
+def steps_that_fit(config: Config, workload: Workload) -> int:
+    """How many steps the prompts of a workload are enough for. Raises InputError where that is
+    none, or tail batching cannot be simulated."""
+    tail = config.tail_batching
+    if not tail.enabled:
+        return workload.num_steps
+    if tail.response_over_sampling_ratio != 1:
+        raise InputError("tail_batching.response_over_sampling_ratio: not simulated; leave it at 1")
+    if workload.is_endless:
+        return workload.num_steps
+    if isinstance(workload, RecordedWorkload) and workload.config.get("tail_batching.enabled"):
+        raise InputError("tail_batching.enabled: the recorded run has it already: use another run")
+    ratio = tail.over_sampling_ratio
+    ratio = MAX_OVER_SAMPLING if ratio == "auto" else float(ratio)
+    # Before its last short round all but one group of a step may be waiting.
+    beyond = math.ceil((scaled(workload.num_prompts, ratio) - 1) / workload.num_prompts)
+    if workload.num_steps <= beyond:
+        raise InputError(
+            f"tail_batching.enabled: {workload.num_steps} recorded steps; {beyond + 1} are needed"
+        )
+    return workload.num_steps - beyond
 
 
 def counted(steps: list[SimulatedStep]) -> list[SimulatedStep]:
@@ -122,246 +126,176 @@ def counted(steps: list[SimulatedStep]) -> list[SimulatedStep]:
     return steps[: longs[-1] + 1] if longs else steps
 
 
+def num_slots_of(config: Config, num_ranks: int) -> int:
+    """Slots of each rank."""
+    slots = config.rollout.num_slots
+    return most_slots(config, num_ranks) if slots == "auto" else slots
+
+
+def _check(config: Config, workload: Workload, num_ranks: int) -> None:
+    rollout = config.rollout
+    for key, there in (
+        ("num_prompts_per_step", workload.num_prompts),
+        ("num_generations", workload.num_generations),
+    ):
+        if getattr(rollout, key) != there:
+            raise InputError(
+                f"rollout.{key}: {getattr(rollout, key)}, but the workload has {there}"
+            )
+    if workload.num_prompts < num_ranks:
+        raise InputError(f"--ranks: {num_ranks} for {workload.num_prompts} prompts per step")
+    if rollout.max_batch_tokens < num_slots_of(config, num_ranks):
+        raise InputError(f"rollout.max_batch_tokens: {rollout.max_batch_tokens} is below the slots")
+
+
 def _has_drafts(config: Config) -> bool:
     """Whether any rows have anything to verify."""
     return config.speculative.method != "none" or config.tail_batching.enabled
 
 
-def _profiled(config: Config, workload, cost, world: World) -> CostModel:
-    """What `profile` measures at the start of a run. All ranks do that at the same time, so where
-    they share cores all are busy; and all measure the same, so once is enough."""
-    slowdown = 1.0 if world.cores is None else max(1.0, world.num_ranks / world.cores)
-    slowed = SimpleNamespace(seconds=lambda load: slowdown * cost.seconds(load))
-    alone, profiled = World(1), CostModel()
-    engine = _make_engine(
-        config, workload, slowed, alone, rank=0, num_ranks=world.num_ranks, text=_endless
-    )
-    # With these parameters nothing ends a row: the workload's stop token may be 0.
-    profile(engine, SamplingParams(), profiled, clock=SimulatedRanks(alone, 0).clock)
+def _profiled(config: Config, workload: Workload, cost: Cost, num_ranks: int) -> CostModel:
+    """What is measured of forwards at the start of a run; the same on all ranks."""
+
+    def endless(row: Row, so_far: np.ndarray) -> np.ndarray:
+        return np.zeros(row.max_new_tokens, np.int64)
+
+    profiled = CostModel()
+    if _has_drafts(config):
+        alone = SimulatedRanks(World(1), 0)
+        engine = _engine(config, workload, cost, alone, num_ranks, endless)
+        # Without stop tokens nothing ends a row.
+        profile(engine, SamplingParams(), profiled, clock=alone.clock)
     return profiled
 
 
-def _endless(row: Row, so_far: np.ndarray) -> np.ndarray:
-    return np.zeros(row.max_new_tokens, np.int64)
-
-
-def _make_engine(
-    config: Config, workload, cost, world: World, *, rank: int, num_ranks: int, text
-) -> SimulatedGenerator:
-    rollout = config.rollout
-    num_slots = most_slots(config, num_ranks) if rollout.num_slots == "auto" else rollout.num_slots
-    max_length = workload.max_prompt_length + rollout.max_completion_length
-    return SimulatedGenerator(
-        SimulatedRunner(
-            world,
-            rank,
-            num_slots,
-            max_length,
-            max_batch_tokens=rollout.max_batch_tokens,
-            cost=cost,
-            text=text,
-        )
+def _engine(
+    config: Config,
+    workload: Workload,
+    cost: Cost,
+    ranks: SimulatedRanks,
+    num_ranks: int,
+    text: Text,
+) -> Engine:
+    max_length = workload.max_prompt_length + config.rollout.max_completion_length
+    runner = SimulatedRunner(
+        ranks.world,
+        ranks.rank,
+        num_slots_of(config, num_ranks),
+        max_length,
+        max_batch_tokens=config.rollout.max_batch_tokens,
+        cost=cost,
+        text=text,
     )
-
-
-def _check(config: Config, workload, num_ranks: int) -> None:
-    for key in ("num_prompts_per_step", "num_generations"):
-        there = getattr(workload, key.replace("_per_step", ""))
-        if getattr(config.rollout, key) != there:
-            raise InputError(
-                f"rollout.{key}: {getattr(config.rollout, key)}, but the workload has {there}"
-            )
-    if workload.num_prompts < num_ranks:
-        raise InputError(
-            f"--ranks: {num_ranks} ranks for {workload.num_prompts} prompts a step; give at most that many ranks"
-        )
-    slots = (
-        most_slots(config, num_ranks)
-        if config.rollout.num_slots == "auto"
-        else config.rollout.num_slots
-    )
-    if config.rollout.max_batch_tokens < slots:
-        raise InputError(
-            f"rollout.max_batch_tokens: {config.rollout.max_batch_tokens} is below the {slots} slots"
-        )
-
-
-def _length(workload, step: int, limit: int) -> int:
-    lengths = [
-        min(len(workload.response(step, prompt.uid, sample)), limit)
-        for prompt in workload.batch(step)
-        for sample in range(workload.num_generations)
-    ]
-    workload.forget(step)
-    return sum(lengths)
+    return Engine(runner)
 
 
 class _Rank:
-    """One rank's engine and speculation, from step to step."""
+    """One rank's sampler, from step to step; the sampler's scorer as well. Rewards are those of the
+    workload and take no time."""
 
     def __init__(
         self,
         config: Config,
-        workload,
-        cost,
-        profiled: CostModel | None,
-        *,
-        world: World,
-        rank: int,
-        bar: tqdm,
+        workload: Workload,
+        cost: Cost,
+        profiled: CostModel,
+        ranks: SimulatedRanks,
+        drafter: DrafterModel | None,
     ):
-        self.workload, self.texts, self.bar = workload, Texts(workload), bar
-        self.ranks = SimulatedRanks(world, rank)
-        engine = _make_engine(
-            config, workload, cost, world, rank=rank, num_ranks=world.num_ranks, text=self._text
-        )
-        engine.may_skip = (
-            profiled is None
-        )  # speculation learns from every forward, in rollouts without drafts as well
+        self.workload, self.texts, self.ranks = workload, Texts(workload), ranks
+        engine = _engine(config, workload, cost, ranks, ranks.world_size, self._text)
+        order = (workload, 0, workload.num_prompts, workload.num_generations)
+        ratio = config.tail_batching.over_sampling_ratio
+        is_tail = config.tail_batching.enabled
+        schedule = TailBatching(*order, over_sampling_ratio=ratio) if is_tail else InOrder(*order)
+        schedule.load_state_dict(schedule.state_dict() | save_visits(workload.first_visits()))
         board = None
-        if profiled is not None:
+        if _has_drafts(config):
             timeout_s = config.bubble.progress_timeout_s
-            board = ProgressBoard(self.ranks, timeout_s, SimulatedTicks(self.ranks))
+            board = ProgressBoard(ranks, timeout_s, SimulatedTicks(ranks))
         self.sampler = make_sampler(
             config,
-            self.ranks,
+            ranks,
             engine,
             SamplingParams(stop_token_ids=workload.stop_token_ids),
-            make_schedule(config, workload),
+            schedule,
             self,
             reward_weights=[1.0],
             board=board,
-            cost=CostModel() if profiled is None else copy.deepcopy(profiled),
+            cost=copy.deepcopy(profiled),
         )
-        if self.sampler.proposer is not None:
-            self._add_sources(config, cost)
-        if config.rollout.tp_tail_max_rows:
-            self.sampler.tail = self._tail(config, cost, engine)
-        self.ranks.barrier()
-
-    def _add_sources(self, config: Config, cost) -> None:
-        proposer, engine = self.sampler.proposer, self.sampler.engine
-        if hasattr(cost, "propose_seconds"):
-            proposer.sources.insert(0, ProposalTime(cost, self.ranks.clock))
         if "drafter" in config.speculative.method:
-            chains = SimulatedChains(engine.runner, self.workload.drafter)
-            drafts = LearnedDrafts(chains, engine, proposer.cost, self.ranks.clock)
-            drafts.acceptance.expect(self.workload.drafter.accepted())
-            drafts.profile()
-            proposer.sources.append(drafts)
+            self._add_drafter(drafter or DrafterModel())
+        ranks.barrier()
 
-    def _tail(self, config: Config, cost, engine: SimulatedGenerator) -> TPTail:
-        world, model, most_rows = (
-            self.ranks.world,
-            self.workload.shared,
-            config.rollout.tp_tail_max_rows,
-        )
-        most_rows = AUTO_SHARED_ROWS if most_rows == "auto" else most_rows
-        together = SharedCost(cost, model, world.num_ranks)
-        limits = {"max_batch_tokens": engine.max_batch_tokens, "cost": together}
-        runner = SimulatedRunner(
-            world, self.ranks.rank, most_rows, engine.max_length, text=self._text, **limits
-        )
-        shared = SimulatedGenerator(runner)
-        is_worth_it = None
-        if config.rollout.tp_tail_max_rows == "auto":
-            alone, profiled = World(1), CostModel()
-            runner = SimulatedRunner(
-                alone, 0, most_rows, engine.max_length, text=_endless, **limits
-            )
-            profile(
-                SimulatedGenerator(runner),
-                SamplingParams(),
-                profiled,
-                clock=SimulatedRanks(alone, 0).clock,
-            )
-            is_worth_it = expects_gain(self.sampler, profiled)
-        ranks = SimulatedRanks(world, self.ranks.rank, model.exchange_us * 1e-6)
-        tail = TPTail(shared, ranks, most_rows, config.rollout.max_completion_length, is_worth_it)
-        for source in self.sampler.proposer.sources if self.sampler.proposer else ():
-            if isinstance(source, LearnedDrafts):
-                tail.draft_with(source, SimulatedChains(shared.runner, self.workload.drafter, cost))
-        return tail
+    def _add_drafter(self, drafter: DrafterModel) -> None:
+        proposer, engine = self.sampler.proposer, self.sampler.engine
+        chains = SimulatedChains(engine.runner, drafter)
+        drafts = LearnedDrafts(chains, engine, proposer.cost, self.ranks.clock)
+        drafts.acceptance.expect(drafter.accepted())
+        drafts.profile()
+        proposer.sources.append(drafts)
 
     def _text(self, row: Row, so_far: np.ndarray) -> np.ndarray:
         return self.texts.text(row.id, row.max_new_tokens, so_far)
 
-    def run(self, steps: list[SimulatedStep]) -> None:
-        for step in steps:
-            self._run_step(step)
-            if self.ranks.is_main:
-                self.workload.forget(step.step - 1)  # all ranks have left the step before
+    def begin(self, groups: list[Group], step: int) -> SimpleNamespace:
+        """As `Scorer.begin`; returns a `Scoring`."""
+        self.texts.begin(step, groups)
+        return SimpleNamespace(on_finished=self._check_row, collect=self._collect)
 
-    def _run_step(self, result: SimulatedStep) -> None:
-        ranks, engine = self.ranks, self.sampler.engine
-        forwards_before = engine.num_forwards
-        record = self.sampler.sample(result.step)
+    def _check_row(self, row: Row) -> None:
+        """Whatever was drafted, a row must be its response."""
+        assert np.array_equal(row.tokens, self.texts.text(row.id, row.max_new_tokens)), row.id
+
+    def _collect(self, rows: list[Row]) -> np.ndarray:
+        """float64 [rows, 1]."""
+        steps = [self.workload.step_of(row.id) for row in rows]
+        rewards = [
+            self.workload.rewards(step, row.id.uid)[row.id.sample]
+            for step, row in zip(steps, rows, strict=True)
+        ]
+        return np.array(rewards, np.float64).reshape(-1, 1)
+
+    def run_step(self, result: SimulatedStep) -> None:
+        """One step; rank 0 fills in its figures."""
+        ranks, record = self.ranks, self.sampler.sample(result.step)
         self.texts.end(record.generated.groups)
         (rollout,), (gen, wait, _) = record.rollouts, record.stages
-        # Without speculation the engine takes many forwards at once.
-        forwards = (
-            engine.num_forwards - forwards_before if engine.may_skip else rollout.own_forwards
+        spans, waited_s = rollout.spans, rollout.wait_s + wait.end_s - wait.begin_s
+        if wait.end_s > wait.begin_s:  # for the slowest rank, once its own idle work is over
+            if spans and spans[-1].kind == "wait":
+                wait = Span("wait", spans.pop().begin_s, wait.end_s)
+            spans.append(wait)
+        counts = rollout.acceptance
+        numbers = np.array(
+            [
+                wait.end_s - gen.begin_s,
+                rollout.own_forwards,
+                waited_s,
+                rollout.drafted_tokens,
+                counts.draft_tokens,
+                counts.draft_tokens - counts.accepted_tokens,
+            ]
         )
-        spans = rollout.spans
-        if wait.end_s > wait.begin_s:
-            spans.append(
-                wait
-                if not spans or spans[-1].kind != "wait"
-                else Span("wait", spans.pop().begin_s, wait.end_s)
-            )
-        waited_s = rollout.wait_s + wait.end_s - wait.begin_s
-        draft_tokens, accepted = rollout.acceptance.draft_tokens, rollout.acceptance.accepted_tokens
-        counts = [rollout.drafted_tokens, draft_tokens, draft_tokens - accepted]
-        numbers = ranks.gather(
-            np.array([wait.end_s - gen.begin_s, forwards, waited_s, *counts], np.float64)
-        )
-        lanes = ranks.gather_ragged(_lane(spans, gen.begin_s))
+        seconds, forwards, waited_s, drafted, proposed, refused = ranks.gather(numbers).T
+        lane = [
+            (KINDS.index(kind), begin - gen.begin_s, end - gen.begin_s)
+            for kind, begin, end in spans
+        ]
+        lanes = ranks.gather_ragged(np.array(lane, np.float64).ravel())
         if ranks.is_main:
-            result.seconds = float(numbers[:, 0].max())
-            result.forwards = int(numbers[:, 1].max())
-            result.bubble_ratio = float(numbers[:, 2].mean() / result.seconds)
-            result.drafted_tokens, result.proposed_tokens, result.refused_tokens = (
-                numbers[:, 3:].sum(axis=0).astype(int).tolist()
-            )
-            result.response_tokens = int(record.generated.lengths.sum())
-            result.longest_tokens = int(record.generated.lengths.max())
+            planned, lengths = self.sampler.schedule.metrics(), record.generated.lengths
+            result.seconds = float(seconds.max())
+            result.forwards = int(forwards.max())
+            result.idle_share = float(waited_s.mean() / result.seconds)
+            result.drafted_tokens = int(drafted.sum())
+            result.proposed_tokens = int(proposed.sum())
+            result.refused_tokens = int(refused.sum())
+            result.response_tokens = int(lengths.sum())
+            result.max_tokens = int(lengths.max())
             result.digest = digest(record.generated)
-            planned = self.sampler.schedule.metrics()
             result.is_long_round = bool(planned.get("tail/is_long_round", False))
             result.num_deferred = planned.get("tail/num_deferred", 0)
             result.length_ratio = planned.get("tail/length_ratio", 1.0)
             result.lanes = [lane.reshape(-1, 3) for lane in lanes]
-
-    def begin(self, groups: list[Group], step: int) -> "_Rewards":
-        """As `Scorer.begin`."""
-        self.texts.begin(step, groups)
-        return _Rewards(self.workload, self.texts, self.bar)
-
-
-@dataclass
-class _Rewards:
-    """As `Scoring`: the workload's rewards, which take no time. Whatever was drafted, a row must be
-    its response."""
-
-    workload: Any
-    texts: Texts
-    bar: tqdm
-
-    def on_finished(self, row: Row) -> None:
-        if not np.array_equal(row.tokens, self.texts.response(row.id, row.max_new_tokens)):
-            raise AssertionError(f"{row.id} in step {self.texts.version} is not its response")
-        self.bar.update(len(row.tokens))
-
-    def collect(self, rows: list[Row]) -> np.ndarray:
-        rewards = [
-            self.workload.rewards(self.workload.step_of(row.id), row.id.uid)[row.id.sample]
-            for row in rows
-        ]
-        return np.array(rewards, np.float64).reshape(-1, 1)
-
-
-def _lane(spans: list[Span], began_s: float) -> np.ndarray:
-    return np.array(
-        [(KINDS.index(kind), begin - began_s, end - began_s) for kind, begin, end in spans],
-        np.float64,
-    ).ravel()

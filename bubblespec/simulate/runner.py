@@ -1,31 +1,36 @@
-"""The generation engine without a model: it knows what each row will say, and each forward takes
-the time that a cost model says.
+"""A runner without a model: it knows what each row will say, and each forward takes the time that a
+cost model says. With it, a learned drafter that is right as often as it is told.
 
-Everything but the forward itself is the real `Engine`: queue, slots, shared prefills, budgets,
-drafts and their rollback. A draft token is accepted if it is the one that the row says there, which
-is what the coupled rule does.
+Everything but the forward is the real `Engine`: queue, slots, shared prefills, budgets, drafts and
+their rollback. A draft token is accepted if it is the one that the row says there, which is what
+the coupled rule does.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
+from scipy.optimize import brentq
 
-from bubblespec.draft.sources import DraftSource, TrackedRow
-from bubblespec.engine.engine import Batch, Engine, Proposer
+from bubblespec.engine.chains import CONTEXT, LONGEST
+from bubblespec.engine.engine import Batch, Engine
+from bubblespec.engine.noise import stream_keys
 from bubblespec.engine.ragged import ragged
 from bubblespec.engine.sampling import SamplingParams, num_accepted
+from bubblespec.errors import InputError
 from bubblespec.records import Load
 from bubblespec.simulate.world import World
 from bubblespec.types import Row
 
 NO_TOKEN = -2  # stands behind the end of a text: no draft has it
 Text = Callable[[Row, np.ndarray], np.ndarray]
+Cost = Callable[[Load], float]
 
 
 class SimulatedRunner:
     """A `Runner`. text(row, tokens so far): all that a row will have said at its end, int [L],
-    beginning with those tokens; asked for when the row comes into a slot, and when it goes on after
-    a reset. cost.seconds(load): of a forward."""
+    beginning with those tokens; asked for when the row comes into a slot. cost(load): seconds of a
+    forward."""
 
     def __init__(
         self,
@@ -35,24 +40,19 @@ class SimulatedRunner:
         max_length: int,
         *,
         max_batch_tokens: int,
-        cost,
+        cost: Cost,
         text: Text,
     ):
-        self.num_slots, self.max_length, self.max_batch_tokens = (
-            num_slots,
-            max_length,
-            max_batch_tokens,
-        )
+        self.num_slots, self.max_length = num_slots, max_length
+        self.max_batch_tokens = max_batch_tokens
         self.world, self.rank, self.cost, self.text = world, rank, cost, text
-        self.said = np.full(
-            (num_slots, max_length + 1), NO_TOKEN, np.int32
-        )  # the text of the row in each slot
+        self.said = np.full((num_slots, max_length + 1), NO_TOKEN, np.int32)  # text of each slot
         self.end = np.zeros(num_slots, np.int64)  # of that text
         self.name = np.zeros((num_slots, 3), np.int64)  # of its sample
         self.drafter_knows = np.zeros(num_slots, np.int64)  # positions, where there is a drafter
 
     def place(self, slot: int, row: Row) -> None:
-        """See `Runner`."""
+        """See `Runner`; so are the others."""
         text = self.text(row, row.tokens)[: row.max_new_tokens]
         self.end[slot] = len(text)
         self.said[slot, : len(text)] = text
@@ -60,83 +60,83 @@ class SimulatedRunner:
         self.name[slot], self.drafter_knows[slot] = row.id, 0
 
     def move(self, source: int, target: int, length: int) -> None:
-        """See `Runner`."""
         for array in (self.said, self.end, self.name, self.drafter_knows):
             array[target] = array[source]
 
     def share(self, source: int, target: int, length: int) -> None:
-        """See `Runner`. There are no keys and values."""
+        """There are no keys and values."""
 
     def release(self) -> None:
-        """See `Runner`."""
+        """There are no keys and values."""
 
     def forward(
         self, batch: Batch, params: SamplingParams
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """See `Runner`. Log-probabilities are 0."""
-        self.world.compute(self.rank, self.cost.seconds(batch.load))
-        if not batch.load.draft_tokens:
-            said = self.said[batch.slots, batch.generated].astype(np.int64)
-            return np.zeros_like(batch.slots), said, np.zeros((2, len(said)))
+        """Log-probabilities are 0."""
+        self.world.advance(self.rank, self.cost(batch.load))
         row, offset = ragged(batch.num_draft + 1)
         slot = batch.slots[row]
-        token = self.said[slot, np.minimum(batch.generated[row] + offset, self.end[slot])].astype(
-            np.int64
-        )
-        return num_accepted(token, batch.draft, batch.num_draft), token, np.zeros((2, len(token)))
+        position = np.minimum(batch.generated[row] + offset, self.end[slot])
+        token = self.said[slot, position].astype(np.int64)
+        accepted = num_accepted(token, batch.draft, batch.num_draft)
+        return accepted, token, np.zeros((2, len(token)))
 
 
-class SimulatedGenerator(Engine):
-    """On a `SimulatedRunner`, whose forwards may be many at once."""
+@dataclass(frozen=True)
+class DrafterModel:
+    """How good a learned drafter is, and what it costs."""
 
-    may_skip = True
-    """Whether nobody counts or times forwards one by one."""
+    accept_length: float = 2.0
+    """Tokens that a row gains in a forward that verifies a chain of LONGEST tokens."""
+    share: float = 0.05
+    """Seconds of a forward of the drafter over those of the policy with the same load."""
 
-    def step(
-        self,
-        params: SamplingParams,
-        proposer: Proposer | None = None,
-        max_prefill_tokens: int | None = None,
-    ) -> tuple[list[Row], Load | None]:
-        """See `Engine.step`. Plain forwards in which no row ends come before it, if they may and
-        ranks do not share cores."""
-        if self.may_skip and proposer is None and self.runner.world.cores is None:
-            self._skip()
-        return super().step(params, proposer, max_prefill_tokens)
+    def __post_init__(self):
+        if not 1 <= self.accept_length <= 1 + LONGEST:
+            raise InputError(f"accept_length: {self.accept_length} must be from 1 to {1 + LONGEST}")
+        if not 0 <= self.share <= 1:
+            raise InputError(f"share: {self.share} must be from 0 to 1")
 
-    def _skip(self) -> None:
-        """At once all forwards in which every row gets one more token and none ends: the same,
-        sooner."""
-        runner, active = self.runner, len(self.rows)
-        if active == 0 or (self.queue and active < self.num_slots) or len(self.decoding()) < active:
-            return
-        length = self.length[:active]
-        begin = length - self.prompt_length[:active]
-        count = int((runner.end[:active] - begin).min()) - 1
-        if count <= 0:
-            return
-        positions = int(length.sum())
-        for i in range(count):
-            runner.world.advance(
-                runner.rank,
-                runner.cost.seconds(Load(active, active, 0, positions + i * active, 0, 0)),
-            )
-        for slot, (known, said) in enumerate(zip(length.tolist(), begin.tolist(), strict=True)):
-            self.tokens[slot, known : known + count] = runner.said[slot, said : said + count]
-        self.num_forwards += count
-        self.length[:active] += count
-        self.cached[:active] += count
+    def accepted(self) -> np.ndarray:
+        """Chance that the first n tokens of a chain are all right, float64 [LONGEST] for n = 1, 2,
+        ...; each token is right with one chance if all before it are."""
+        powers = np.arange(1, LONGEST + 1)
+        gained = self.accept_length - 1
+        return brentq(lambda chance: (chance**powers).sum() - gained, 0.0, 1.0) ** powers
 
 
-class ProposalTime(DraftSource):
-    """A draft source that knows nothing: asked first, it lets the time of proposals pass.
-    cost.propose_seconds(rows): seconds of looking for them for so many rows."""
+class SimulatedChains:
+    """As `Chains`, for a `SimulatedRunner`. It is there from the first step on: warm start and
+    training take no time. How many tokens of a chain are right is a function of the sample and the
+    position."""
 
-    def __init__(self, cost, clock):
-        self.cost, self.clock = cost, clock
+    def __init__(self, runner: SimulatedRunner, model: DrafterModel):
+        self.runner, self.model = runner, model
+        self._accepted = model.accepted()
 
-    def propose(self, rows: list[TrackedRow], lengths: list[int], limits: list[int]) -> list[None]:
-        """See `DraftSource`."""
-        if rows:
-            self.clock.sleep(self.cost.propose_seconds(len(rows)))
-        return [None] * len(rows)
+    def draft(
+        self, engine: Engine, slots: np.ndarray, length: int
+    ) -> tuple[np.ndarray, np.ndarray, int]:
+        """See `Chains`; so is the next."""
+        runner, cached = self.runner, engine.cached[slots]
+        count = int(np.minimum(cached - runner.drafter_knows[slots], CONTEXT).sum())
+        runner.drafter_knows[slots] = cached
+        positions = int(engine.length[slots].sum())
+        self._advance(len(slots), count, positions)
+        for _ in range(length - 1):
+            self._advance(len(slots), len(slots), positions)
+        begin = (engine.length - engine.prompt_length)[slots]
+        position = begin[:, None] + np.arange(length)
+        end = runner.end[slots, None]
+        said = runner.said[slots[:, None], np.minimum(position, end)].astype(np.int64)
+        bits = stream_keys(0, *runner.name[slots].T, begin)[:, 0].view(np.uint32)
+        num_right = ((bits[:, None] + 0.5) * 2.0**-32 < self._accepted).sum(axis=1)
+        is_right = (np.arange(length) < num_right[:, None]) & (position < end)
+        return np.where(is_right, said, np.abs(said) ^ 1), slots, count
+
+    def rehearse(self, num_rows: int) -> None:
+        self._advance(num_rows, num_rows, 0)
+
+    def _advance(self, rows: int, tokens: int, positions: int) -> None:
+        seconds = self.runner.cost(Load(rows, tokens, 0, positions, 0, 0))
+        self.runner.world.advance(self.runner.rank, self.model.share * seconds)

@@ -4,27 +4,124 @@ of them say."""
 import dataclasses
 import math
 import sys
+from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from bubblespec.errors import InputError
-from bubblespec.simulate.drafter import DrafterModel
-from bubblespec.simulate.drafting import STOP, TEXT, VOCABULARY, DraftModel, edited, keyed_random
-from bubblespec.simulate.shared import SharedModel
-from bubblespec.types import Group, Launch, Prompt, SampleId, Samples
-
-SHARED_VARIANCE = (
-    0.5  # of the logarithm of a made-up length, what the samples of a prompt have in common
+from bubblespec.simulate.drafting import (
+    STOP,
+    TEXT,
+    VOCABULARY,
+    DraftModel,
+    Key,
+    edited,
+    keyed_random,
 )
+from bubblespec.types import Group, Prompt, SampleId
+
+SHARED_VARIANCE = 0.5  # of log length, what the samples of a prompt have in common
 MIN_LENGTH = 4
+
+
+class Workload(ABC):
+    """Steps of prompts with their responses, numbered from 0.
+
+    num_prompts, num_generations: of a step; num_steps: of the run; stop_token_ids: tokens that end
+    responses; max_prompt_length, max_length: upper bounds in tokens; drafts: what other weights
+    say.
+    """
+
+    num_prompts: int
+    num_generations: int
+    num_steps: int
+    max_prompt_length: int
+    max_length: int
+    stop_token_ids: tuple[int, ...] = (STOP,)
+    drafts: DraftModel
+    is_endless = False
+    """Whether there are prompts beyond the last step."""
+
+    @abstractmethod
+    def batch(self, seed: int, step: int, num_prompts: int) -> list[Prompt]:
+        """The prompts of a step, as `PromptSet.batch`."""
+
+    @abstractmethod
+    def step_of(self, sample: SampleId) -> int:
+        """The step that a sample belongs to in the order of the data."""
+
+    @abstractmethod
+    def response(self, step: int, uid: int, sample: int) -> np.ndarray:
+        """The tokens of a response, int64 [L], with the stop token where it is not cut off."""
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """As of `PromptSet`: those that a saved state may name, here none."""
+        return []
+
+    def first_visits(self) -> Counter[int]:
+        """How often each prompt was drawn before the first step, by uid."""
+        return Counter()
+
+    def rewards(self, step: int, uid: int) -> np.ndarray:
+        """Of all samples of a prompt, float64 [generations]."""
+        return np.zeros(self.num_generations)
+
+    def recorded_draft(self, key: Key, limit: int) -> np.ndarray | None:
+        """The draft that a recorded run had of a response, or None."""
+        return None
+
+    def stop_of(self, tokens: np.ndarray) -> int:
+        """The token that ends a response, or would."""
+        return int(tokens[-1]) if tokens[-1] in self.stop_token_ids else self.stop_token_ids[0]
+
+
+class Texts:
+    """What each sample says under the weights of each step, on one rank.
+
+    Before a sample is launched, weights of older steps draft it. If it is deferred, the weights of
+    the step that finishes it are newer than its own and say something else; its tokens from its own
+    step, and what was drafted in between, are its drafts.
+    """
+
+    def __init__(self, workload: Workload):
+        self.workload, self.version = workload, 0
+        self._launched: dict[tuple[int, int], int] = {}  # by group: its step, until it is trained
+
+    def begin(self, step: int, groups: Iterable[Group]) -> None:
+        """A step launches these groups, or continues them."""
+        self.version = step
+        for group in groups:
+            self._launched.setdefault(group.name, step)
+
+    def end(self, groups: Iterable[Group]) -> None:
+        """Groups have been trained on."""
+        for group in groups:
+            del self._launched[group.name]
+
+    def text(
+        self, sample: SampleId, limit: int, so_far: np.ndarray = np.empty(0, np.int64)
+    ) -> np.ndarray:
+        """What the present weights say if they continue `so_far`, with it, int64 [L <= limit]."""
+        workload, home = self.workload, self.workload.step_of(sample)
+        key = (home, sample.uid, sample.sample)
+        true = workload.response(*key)[:limit]
+        stop, launched = workload.stop_of(true), self._launched.get(sample[:2])
+        if launched == self.version:
+            return true
+        distance = min(self.version - home, -1) if launched is None else self.version - launched
+        text = workload.recorded_draft(key, limit) if launched is None else None
+        if text is None:
+            text = workload.drafts.text(key, true, limit, stop, distance)
+        return workload.drafts.continued(key, text, limit, stop, so_far)
 
 
 @dataclass(frozen=True)
 class Synthetic:
-    """Made-up responses: lengths are lognormal, tokens random, every prompt occurs once an
-    epoch."""
+    """Lengths are lognormal, tokens random, every prompt occurs once per epoch."""
 
     mean: float = 2000.0
     """Of the lengths before they are cut."""
@@ -35,8 +132,8 @@ class Synthetic:
     prompt: int = 256
     """Tokens of a prompt, on average."""
     run: float = 500.0
-    """See `DraftModel`; the next two as well."""
-    tokens_a_pass: float = 2.0
+    """`mean_run` of `DraftModel`; the next two are of it as well."""
+    accept_length: float = 2.0
     drift: int = 0
     """0 or 1."""
     steps: int = 6
@@ -44,102 +141,34 @@ class Synthetic:
     epochs: int = 1
     """Of equally many steps."""
     edited: float = 0.2
-    """Share of a response's tokens that is replaced, inserted or omitted against the same sample of
-    the epoch before (RhymeRL, arXiv 2508.18588, finds responses of adjacent epochs very
-    similar)."""
+    """Share of a response's tokens that differs from the same sample of the epoch before."""
     seed: int = 0
 
     def __post_init__(self):
-        for name, least, most in (
-            ("mean", 1, 1e6),
-            ("max", MIN_LENGTH, 1 << 20),
-            ("sigma", 0, 5),
-            ("prompt", 2, 1 << 20),
-            ("run", 1, math.inf),
-            ("tokens_a_pass", 1, 1000),
-            ("drift", 0, 1),
-            ("steps", 1, 10_000),
-            ("epochs", 1, 10_000),
-            ("edited", 0, 1),
-            ("seed", 0, (1 << 31) - 1),
-        ):
+        bounds = {
+            "mean": (1, 1e6),
+            "max": (MIN_LENGTH, 1 << 20),
+            "sigma": (0, 5),
+            "prompt": (2, 1 << 20),
+            "run": (1, math.inf),
+            "accept_length": (1, 1000),
+            "drift": (0, 1),
+            "steps": (1, 10_000),
+            "epochs": (1, 10_000),
+            "edited": (0, 1),
+            "seed": (0, (1 << 31) - 1),
+        }
+        for name, (low, high) in bounds.items():
             value = getattr(self, name)
-            if not least <= value <= most:
-                raise InputError(f"{name}: {value} must be from {least:g} to {most:g}")
+            if not low <= value <= high:
+                raise InputError(f"{name}: {value} must be from {low:g} to {high:g}")
         if self.steps % self.epochs:
-            raise InputError(
-                f"epochs: {self.steps} steps are not {self.epochs} epochs of equally many"
-            )
+            raise InputError(f"epochs: {self.steps} steps are not {self.epochs} equal epochs")
 
 
-def parse(kind: type, text: str, option: str):
-    """A dataclass of numbers from `name=value,name=value`. Raises InputError."""
-    fields = {field.name: field.type for field in dataclasses.fields(kind)}
-    given = {}
-    for part in filter(None, text.split(",")):
-        name, _, value = part.partition("=")
-        if name not in fields:
-            raise InputError(f"{option}: unknown name {name!r}; valid are {', '.join(fields)}")
-        try:
-            given[name] = fields[name](value)
-        except ValueError as error:
-            raise InputError(f"{option}: {name}={value} is no {fields[name].__name__}") from error
-    try:
-        return kind(**given)
-    except InputError as error:
-        raise InputError(f"{option}: {error}") from error
+class SyntheticWorkload(Workload):
+    """See `Synthetic`."""
 
-
-class Planned:
-    """A workload as the `StepSchedule` of its steps, as far as their rollouts need one;
-    `batch(step)` gives their prompts, and `is_endless` says that it does so for any step."""
-
-    is_endless = False
-
-    @property
-    def deferred(self) -> list[Group]:
-        """See `StepSchedule`."""
-        return []
-
-    def launch(self, step: int) -> Launch:
-        """See `StepSchedule`."""
-        return Launch(
-            self._groups(step), self.num_prompts, self.num_generations, self.num_generations
-        )
-
-    def upcoming(self, step: int, depth: int, used: list[Group] | None = None) -> list[list[Group]]:
-        """See `StepSchedule`."""
-        return [self._groups(coming) for coming in range(step + 1, step + 1 + depth)]
-
-    def finish(self, samples: Samples, deferred: dict[SampleId, int]) -> None:
-        """See `StepSchedule`. What is drawn when is known from the start."""
-
-    def metrics(self) -> dict[str, float]:
-        """See `StepSchedule`."""
-        return {}
-
-    def first_visits(self) -> Counter[int]:
-        """How often prompts had been drawn before the first step, by uid."""
-        return Counter()
-
-    def stop_of(self, tokens: np.ndarray) -> int:
-        """The token that ends a response, or another one where it is cut off."""
-        return int(tokens[-1]) if int(tokens[-1]) in self.stop_token_ids else self.stop_token_ids[0]
-
-    def _groups(self, step: int) -> list[Group]:
-        return [Group(prompt, self.visit(step, prompt.uid)) for prompt in self.batch(step)]
-
-
-class Workload(Planned):
-    """Steps first_step .. first_step + num_steps - 1, and any further ones. A made-up one; see
-    `recorded` for one from a run.
-
-    stop_token_ids: tokens that end responses; max_prompt_length, max_length: tokens of the longest
-    prompt and response that may occur.
-    """
-
-    first_step = 0
-    stop_token_ids = (STOP,)
     is_endless = True
 
     def __init__(self, spec: Synthetic, num_prompts: int, num_generations: int):
@@ -147,88 +176,62 @@ class Workload(Planned):
         self.num_steps, self.max_length = spec.steps, spec.max
         self.max_prompt_length = 2 * spec.prompt
         self.steps_per_epoch = spec.steps // spec.epochs if spec.epochs > 1 else sys.maxsize
-        self.drafts = DraftModel(spec.run, spec.tokens_a_pass, bool(spec.drift), spec.seed)
-        self.drafter = DrafterModel()
-        self.shared: SharedModel | None = None  # where the shared tail is simulated
+        self.drafts = DraftModel(spec.run, spec.accept_length, bool(spec.drift), spec.seed)
         self._batches: dict[int, list[Prompt]] = {}
-        self._responses: dict[tuple[int, int, int], np.ndarray] = {}
+        self._responses: dict[Key, np.ndarray] = {}
 
-    def batch(self, step: int) -> list[Prompt]:
-        batch = self._batches.get(step)
-        if batch is None:
-            batch = self._batches[step] = [
-                self._prompt(step, number) for number in range(self.num_prompts)
-            ]
-        return batch
+    def batch(self, seed: int, step: int, num_prompts: int) -> list[Prompt]:
+        if step not in self._batches:
+            first = step % self.steps_per_epoch  # the step that has the same prompts first
+            uids = range(first * self.num_prompts + 1, (first + 1) * self.num_prompts + 1)
+            self._batches[step] = [self._prompt(first, uid) for uid in uids]
+        return self._batches[step]
 
-    def _prompt(self, step: int, number: int) -> Prompt:
-        first = step % self.steps_per_epoch  # when the prompt occurs first
-        uid = first * self.num_prompts + number + 1
-        random = keyed_random(self.spec.seed, first, uid, 0, TEXT)
-        length = int(random.integers(max(self.spec.prompt // 2, 1), self.spec.prompt * 3 // 2 + 1))
+    def _prompt(self, step: int, uid: int) -> Prompt:
+        random = keyed_random(self.spec.seed, step, uid, 0, TEXT)
+        mean = self.spec.prompt
+        length = int(random.integers(max(mean // 2, 1), mean * 3 // 2 + 1))
         return Prompt(uid, "", tuple(random.integers(0, VOCABULARY, length).tolist()), {})
 
-    def visit(self, step: int, uid: int) -> int:
-        """How often the prompt has been drawn before this step."""
-        return step // self.steps_per_epoch
-
     def step_of(self, sample: SampleId) -> int:
-        """The step that a sample belongs to."""
         return (sample.uid - 1) // self.num_prompts + sample.visit * self.steps_per_epoch
 
     def response(self, step: int, uid: int, sample: int) -> np.ndarray:
-        """The tokens of a response, int64, with the stop token where it is not cut off."""
         key = (step, uid, sample)
-        tokens = self._responses.get(key)
-        if tokens is None:
-            tokens = self._responses[key] = self._make(step, uid, sample)
-        return tokens
+        if key not in self._responses:
+            self._responses[key] = self._make(*key)
+        return self._responses[key]
 
     def _make(self, step: int, uid: int, sample: int) -> np.ndarray:
-        spec = self.spec
+        spec, random = self.spec, keyed_random(self.spec.seed, step, uid, sample + 1, TEXT)
         if step >= self.steps_per_epoch:
             before = self._make(step - self.steps_per_epoch, uid, sample)
-            return edited(
-                before,
-                spec.max,
-                STOP,
-                0,
-                share=spec.edited,
-                random=keyed_random(spec.seed, step, uid, sample + 1, TEXT),
-            )
+            return edited(before, spec.max, STOP, 0, share=spec.edited, random=random)
         common = keyed_random(spec.seed, step, uid, 1 << 12, TEXT).standard_normal()
-        random = keyed_random(spec.seed, step, uid, sample + 1, TEXT)
-        score = (
-            math.sqrt(SHARED_VARIANCE) * common
-            + math.sqrt(1 - SHARED_VARIANCE) * random.standard_normal()
-        )
+        own = random.standard_normal()
+        score = math.sqrt(SHARED_VARIANCE) * common + math.sqrt(1 - SHARED_VARIANCE) * own
         # The mean of a lognormal is exp(mu + sigma**2 / 2).
-        length = max(
-            round(spec.mean * math.exp(spec.sigma * score - spec.sigma**2 / 2)), MIN_LENGTH
-        )
+        length = round(spec.mean * math.exp(spec.sigma * score - spec.sigma**2 / 2))
+        length = max(length, MIN_LENGTH)
         tokens = random.integers(0, VOCABULARY, min(length, spec.max))
         if length <= spec.max:
             tokens[-1] = STOP
         return tokens
 
-    def draft(
-        self, step: int, uid: int, sample: int, age: int, limit: int, so_far: np.ndarray
-    ) -> np.ndarray:
-        """The whole draft as weights `age` updates before those of its step continue it after
-        `so_far`; age 0 is the response."""
-        true = self.response(step, uid, sample)[:limit]
-        if age <= 0:
-            return true
-        return self.drafts.text((step, uid, sample), true, limit, self.stop_of(true), age, so_far)
 
-    def rewards(self, step: int, uid: int) -> np.ndarray:
-        """Of all samples of a prompt, float64 [generations]."""
-        return np.zeros(self.num_generations)
-
-    def forget(self, step: int) -> None:
-        """No rank needs this step or an earlier one any more; of deferred prompts it is made
-        again."""
-        for key in [key for key in self._responses if key[0] <= step]:
-            del self._responses[key]
-        for old in [old for old in self._batches if old <= step]:
-            del self._batches[old]
+def parse(kind: type, text: str, option: str):
+    """A dataclass of numbers from `name=value,name=value`. Raises InputError."""
+    types = {field.name: field.type for field in dataclasses.fields(kind)}
+    given = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        if name not in types:
+            raise InputError(f"{option}: unknown name {name!r}; valid are {', '.join(types)}")
+        try:
+            given[name] = types[name](value)
+        except ValueError as error:
+            raise InputError(f"{option}: {name}={value} is no {types[name].__name__}") from error
+    try:
+        return kind(**given)
+    except InputError as error:
+        raise InputError(f"{option}: {error}") from error

@@ -17,6 +17,9 @@ import torch
 from bubblespec.dist.ranks import Ranks
 from bubblespec.rollout.board import LINGER_S, Transport
 
+TICK_S = 1e-4  # a progress tick, once all ranks have posted to it
+POST_S = 1.2e-4  # what a rank pays to post to one
+
 
 class _Abandoned(BaseException):
     """Ends the threads of the other ranks after an error in one."""
@@ -25,26 +28,15 @@ class _Abandoned(BaseException):
 class World:
     """Clocks and meetings of `num_ranks` ranks.
 
-    now: each rank's time in seconds; cores: processor cores that the ranks share, or None where
-    each has a device of its own; meeting_s: what a collective takes once all have come to it;
-    tick_s: the same of a progress tick; post_s: what a rank pays to start one.
+    now: each rank's time in seconds. Each rank has a device of its own. meeting_s: seconds that a
+    collective takes once all ranks have come to it.
     """
 
-    def __init__(
-        self,
-        num_ranks: int,
-        cores: int | None = None,
-        meeting_s: float = 1e-3,
-        tick_s: float = 1e-4,
-        *,
-        post_s: float = 1.2e-4,
-    ):
-        self.num_ranks, self.cores = num_ranks, cores
-        self.meeting_s, self.tick_s, self.post_s = meeting_s, tick_s, post_s
+    def __init__(self, num_ranks: int, meeting_s: float = 1e-3):
+        self.num_ranks, self.meeting_s = num_ranks, meeting_s
         self.now = [0.0] * num_ranks
-        self._wake = [
-            0.0
-        ] * num_ranks  # when each rank goes on; infinite while another has to wake it
+        # When each rank continues; infinite while another has to wake it.
+        self._wake = [0.0] * num_ranks
         self._tick_awaited: list[int | None] = [None] * num_ranks
         self._batons = [threading.Lock() for _ in range(num_ranks)]
         for baton in self._batons:
@@ -55,7 +47,6 @@ class World:
         self._present: dict[int, dict[int, object]] = {}  # by meeting, what each rank has brought
         self._posted: dict[int, dict[int, np.ndarray]] = {}  # by tick, each rank's numbers
         self._complete_at: dict[int, float] = {}  # ticks to which all ranks have posted
-        self._busy_until = [0.0] * num_ranks  # the end of each rank's last forward
 
     def run(self, work: Callable[[int], None]) -> None:
         """`work(rank)` on every rank, to the end of all. Raises what a rank raises."""
@@ -113,22 +104,9 @@ class World:
                 raise _Abandoned
         self.now[rank] = max(self.now[rank], wake[rank])
 
-    def compute(self, rank: int, seconds: float) -> None:
-        """A forward. Where ranks share cores, it takes longer by the ratio of busy ranks to cores
-        as it begins: an approximation, since that may change before it ends."""
-        if self.cores is not None and self.num_ranks > self.cores:
-            begin = self.now[rank]
-            self.wait(rank, begin)
-            num_busy = 1 + sum(
-                end > begin for other, end in enumerate(self._busy_until) if other != rank
-            )
-            seconds *= max(1.0, num_busy / self.cores)
-            self._busy_until[rank] = begin + seconds
-        self.now[rank] += seconds
-
-    def meet(self, rank: int, brought, seconds: float | None = None):
-        """Come to the next collective; returns what all ranks bring, by rank, once the last has
-        come. seconds: what it takes then, by default meeting_s."""
+    def meet(self, rank: int, brought: object) -> list:
+        """Join the next collective; returns what all ranks bring, by rank, once the last has
+        come."""
         number = self._meetings[rank]
         self._meetings[rank] += 1
         present = self._present.setdefault(number, {})
@@ -137,21 +115,17 @@ class World:
             self.wait(rank, math.inf)
         else:
             del self._present[number]
-            over = max(self.now) + (
-                self.meeting_s if seconds is None else seconds
-            )  # all are here, so none can be later
+            over = max(self.now) + self.meeting_s  # all are here, so none can be later
             self._wake[:] = [over] * self.num_ranks
             self.now[rank] = over
         return [present[other] for other in range(self.num_ranks)]
 
     def post(self, rank: int, tick: int, numbers: np.ndarray) -> None:
-        """Start a tick on this rank; complete `tick_s` after the last rank has."""
-        self.now[rank] += self.post_s
+        """Start a tick on this rank; complete TICK_S after the last rank has."""
+        self.now[rank] += POST_S
         posted = self._posted.setdefault(tick, {})
         posted[rank] = numbers
-        self._complete_at[tick] = max(
-            self._complete_at.get(tick, 0.0), self.now[rank] + self.tick_s
-        )
+        self._complete_at[tick] = max(self._complete_at.get(tick, 0.0), self.now[rank] + TICK_S)
         if len(posted) == self.num_ranks:
             self._posted.pop(tick - 2, None)  # all have read the one before this, to post to this
             self._complete_at.pop(tick - 2, None)
@@ -198,23 +172,21 @@ class VirtualClock:
 class SimulatedRanks(Ranks):
     """One of the world's ranks: collectives are meetings in virtual time."""
 
-    def __init__(self, world: World, rank: int, meeting_s: float | None = None):
-        """meeting_s: of a collective, where it is not the world's."""
+    def __init__(self, world: World, rank: int):
         super().__init__(torch.device("cpu"))
-        self.meeting_s = meeting_s
         self.world, self.rank, self.world_size = world, rank, world.num_ranks
         self.is_main = rank == 0
         self.clock = VirtualClock(world, rank)
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.copy_(sum(self.world.meet(self.rank, tensor.clone(), self.meeting_s)))
+        return tensor.copy_(sum(self.world.meet(self.rank, tensor.clone())))
 
     def gather(self, array: np.ndarray) -> np.ndarray:
-        return np.stack(self.world.meet(self.rank, array, self.meeting_s))
+        return np.stack(self.world.meet(self.rank, array))
 
     def gather_ragged(self, array: np.ndarray) -> list[np.ndarray]:
         """The arrays themselves, not copies: they must not be written to."""
-        return self.world.meet(self.rank, array, self.meeting_s)
+        return self.world.meet(self.rank, array)
 
 
 class SimulatedTicks(Transport):

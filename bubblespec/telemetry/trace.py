@@ -1,39 +1,19 @@
 """A run recorded for replay (`trace.enabled`): its responses, the drafts they had, and every
 forward with its load and time.
 
-output_dir/trace holds meta.json and three Parquet files a step. The steps file is written last: a
-step counts if it has one. All files are written aside and renamed, and a continued run writes the
-steps anew that come after its checkpoint. At MOST_BYTES recording stops, and the run goes on.
+output_dir/trace holds meta.json and two Parquet files per step, responses-00012.parquet and
+forwards-00012.parquet, with the columns of COLUMNS. The responses are written last: a step counts
+if it has them. All files are written aside and renamed, and a continued run writes the steps again
+that come after its checkpoint. At MAX_BYTES recording stops, and the run continues.
 
-responses-00012.parquet: a row for each response of the step, replaced groups of dynamic sampling
-included, in canonical order
+responses: a row per response of the step, groups that dynamic sampling has replaced included, in
+canonical order. batch counts the step's rollouts; owner is the rank that generated the response;
+stopped says that it ended by itself, not at the length limit; reward is combined, with the overlong
+penalty; draft_tokens is its draft as its step began, null if it had none; draft_version counts the
+updates before the draft was last extended, -1 if there is none.
 
-| column | type | meaning |
-|---|---|---|
-| step, batch | int32, int16 | batch counts the step's rollouts (above 0 with dynamic sampling only) |
-| uid, visit, sample | int64, int32, int16 | the name of the sample, see `SampleId` |
-| owner | int16 | the rank that generated it |
-| prompt_tokens, tokens | list of int32 | the response's with its stop token |
-| stopped | bool | it has ended by itself, not at the length limit |
-| reward | float64 | combined, with the overlong penalty |
-| draft_tokens | list of int32 | its draft as it stood when its step began; null if it had none |
-| draft_finished | bool | the draft ends as a response does |
-| draft_version | int32 | updates before the draft was last extended; -1 if there is none |
-
-forwards-00012.parquet: a row for each forward, by rank, batch and time: step (int32), rank, batch
-(int16), and the fields of `ForwardRecord` (times float64 in seconds since that rank began that
-batch's rollout, positions int64, other counts int32)
-
-steps-00012.parquet: a row for each rank; times are float64, in seconds
-
-| column | type | meaning |
-|---|---|---|
-| step, rank, digest | int32, int16, string | digest: that of metrics.jsonl |
-| own_s, wait_s, total_s | | see `RolloutRecord`; over all batches of the step, as is everything here |
-| own_forwards, drafted_tokens | int32, int64 | forwards while own rows were left; tokens drafted ahead |
-| gen_s, meet_s | | stages of the step: rollout with its planning; waiting for all ranks at its end |
-| reward_s, train_s | | further stages: rewards, gathering and exchange; updates |
-| exchange_s, step_s | | moving drafts (within reward_s); the whole step, the sum of its stages |
+forwards: a row per forward, by rank, batch and time, with the fields of `ForwardRecord`; times are
+seconds since that rank began that batch's rollout.
 
 meta.json: format, config (flat), world_size, hardware and versions of the newest start.
 """
@@ -52,8 +32,8 @@ import torch
 from bubblespec.config import Config, flatten
 from bubblespec.dist.ranks import Ranks
 from bubblespec.errors import InputError, log
-from bubblespec.records import ForwardRecord, RolloutRecord, StepRecord, total_s
-from bubblespec.types import SampleId, digest
+from bubblespec.records import ForwardRecord, RolloutRecord, StepRecord
+from bubblespec.types import SampleId
 
 if TYPE_CHECKING:  # a tenth of a second that only a recorded run pays
     import pyarrow
@@ -62,8 +42,14 @@ FORMAT = 2
 READABLE = (1, 2)  # 1 has no column "visit"
 FOLDER = "trace"
 META_FILE = "meta.json"
-MOST_BYTES = 4 << 30  # of files
+MAX_BYTES = 4 << 30  # of files
+FILE_NAME = re.compile(r"(responses|forwards|steps)-(\d{5,})\.parquet(\.tmp)?")
 COLUMNS = {
+    "forwards": {"step": "int32", "rank": "int16", "batch": "int16"}
+    | {
+        name: "float64" if name.endswith("_s") else "int64" if name == "positions" else "int32"
+        for name in ForwardRecord._fields
+    },
     "responses": {
         "step": "int32",
         "batch": "int16",
@@ -79,19 +65,7 @@ COLUMNS = {
         "draft_finished": "bool",
         "draft_version": "int32",
     },
-    "forwards": {"step": "int32", "rank": "int16", "batch": "int16"}
-    | {
-        name: "float64" if name.endswith("_s") else "int64" if name == "positions" else "int32"
-        for name in ForwardRecord._fields
-    },
-    "steps": {"step": "int32", "rank": "int16", "digest": "string"}
-    | dict.fromkeys(("own_s", "wait_s", "total_s"), "float64")
-    | {"own_forwards": "int32", "drafted_tokens": "int64"}
-    | dict.fromkeys(("gen_s", "meet_s", "reward_s", "train_s", "exchange_s", "step_s"), "float64"),
 }
-
-
-_SUMMED = ("own_s", "wait_s", "total_s", "own_forwards", "drafted_tokens")  # over a step's rollouts
 
 
 class Recorder:
@@ -108,18 +82,7 @@ class Recorder:
             try:
                 os.makedirs(self.folder, exist_ok=True)
                 self._remove_from(first_step)
-                meta = {
-                    "format": FORMAT,
-                    "world_size": ranks.world_size,
-                    "hardware": describe_hardware(ranks.device),
-                    "versions": describe_versions(),
-                    "config": flatten(config),
-                }
-                with (
-                    _replaced(os.path.join(self.folder, META_FILE)) as path,
-                    open(path, "w", encoding="utf-8") as file,
-                ):
-                    json.dump(meta, file, indent=1)
+                self._write_meta(config)
                 self.num_bytes = sum(entry.stat().st_size for entry in os.scandir(self.folder))
             except OSError as error:
                 raise InputError(
@@ -128,52 +91,64 @@ class Recorder:
         self._stop_if_full(first_step)
 
     def write(self, record: StepRecord) -> None:
-        """The step is over: gather all ranks' forwards and write it. All ranks go on together, so
-        that nobody counts the writing as waiting for rank 0."""
+        """The step is over: gather all ranks' forwards and write it. All ranks continue together,
+        so that nobody counts the writing as waiting for rank 0."""
         if not self.is_on:
             return
-        step, rollouts = record.step, record.rollouts
+        step = record.step
         self.ranks.place = f"recording of step {step}"
-        numbers = [sum(getattr(rollout, name) for rollout in rollouts) for name in _SUMMED]
-        numbers += [total_s(record.stages, kind) for kind in ("gen", "wait", "reward", "train")]
-        numbers += [total_s(record.spans, "exchange"), record.seconds]
-        by_rank = self.ranks.gather(np.array(numbers, np.float64))
-        numbers_by_batch = [
-            _forward_numbers(batch, rollout) for batch, rollout in enumerate(rollouts)
-        ]
-        forwards = self.ranks.gather_ragged(np.concatenate(numbers_by_batch).ravel())
+        numbers = [_forward_numbers(i, rollout) for i, rollout in enumerate(record.rollouts)]
+        forwards = self.ranks.gather_ragged(np.concatenate(numbers).ravel())
         if self.ranks.is_main:
-            tables = {
-                "responses": _response_columns(record),
-                "forwards": _forward_columns(step, forwards),
-                "steps": _step_columns(step, digest(record.generated), by_rank),
-            }
             try:
-                for kind, columns in tables.items():
-                    self.num_bytes += _write_table(self.folder, kind, step, columns)
+                self._write_table("forwards", step, _forward_columns(step, forwards))
+                self._write_table("responses", step, _response_columns(record))
             except OSError as error:
                 self.is_on = False
-                reason = error.strerror or error
-                log(
-                    f"warning: {self.folder}: {reason}; recording stops before step {step}, and the run goes on"
-                )
+                reason = f"{self.folder}: {error.strerror or error}"
+                log(f"warning: {reason}; recording stops before step {step}, and the run goes on")
         self._stop_if_full(step + 1)
 
     def _stop_if_full(self, next_step: int) -> None:
         """Rank 0 says whether recording goes on."""
-        if self.is_on and self.num_bytes > MOST_BYTES:
+        if self.is_on and self.num_bytes > MAX_BYTES:
             self.is_on = False
-            size = f"{self.num_bytes / 1e9:.2f} GB"
-            log(
-                f"warning: {self.folder} has {size}, the most; recording stops before step {next_step}, and the run goes on"
-            )
+            size = f"{self.folder} has {self.num_bytes / 1e9:.2f} GB"
+            log(f"warning: {size}; recording stops before step {next_step}, and the run goes on")
         self.is_on = bool(self.ranks.gather(np.array([self.is_on], np.uint8))[0, 0])
 
     def _remove_from(self, first_step: int) -> None:
         for name in os.listdir(self.folder):
-            match = re.fullmatch(r"(?:responses|forwards|steps)-(\d{5,})\.parquet(\.tmp)?", name)
-            if match and (int(match[1]) >= first_step or match[2]):
+            match = FILE_NAME.fullmatch(name)
+            if match and (int(match[2]) >= first_step or match[3]):
                 os.remove(os.path.join(self.folder, name))
+
+    def _write_meta(self, config: Config) -> None:
+        meta = {
+            "format": FORMAT,
+            "world_size": self.ranks.world_size,
+            "hardware": describe_hardware(self.ranks.device),
+            "versions": describe_versions(),
+            "config": flatten(config),
+        }
+        with (
+            _replaced(os.path.join(self.folder, META_FILE)) as path,
+            open(path, "w", encoding="utf-8") as file,
+        ):
+            json.dump(meta, file, indent=1)
+
+    def _write_table(self, kind: str, step: int, columns: dict[str, Any]) -> None:
+        import pyarrow
+        import pyarrow.parquet
+
+        list_type = pyarrow.list_(pyarrow.int32())
+        arrays = {
+            name: pyarrow.array(columns[name], list_type if dtype == "list" else dtype)
+            for name, dtype in COLUMNS[kind].items()
+        }
+        with _replaced(_path(self.folder, kind, step)) as path:
+            pyarrow.parquet.write_table(pyarrow.table(arrays), path, compression="zstd")
+            self.num_bytes += os.path.getsize(path)
 
 
 def describe_hardware(device: torch.device) -> dict[str, Any]:
@@ -219,21 +194,22 @@ def list_steps(folder: str) -> list[int]:
     except OSError as error:
         raise InputError(f"{folder} is not a trace: {error.strerror}") from error
     steps = sorted(
-        int(match[1]) for name in names if (match := re.fullmatch(r"steps-(\d{5,})\.parquet", name))
+        int(match[2])
+        for name in names
+        if (match := FILE_NAME.fullmatch(name)) and match[1] == "responses" and not match[3]
     )
     if not steps:
         raise InputError(f"{folder}: no step is recorded there")
     return steps
 
 
-def read_table(folder: str, kind: str, steps: list[int] | None = None) -> "pyarrow.Table":
-    """All rows of a kind (responses, forwards, steps), of all steps or of some. Raises
-    InputError."""
+def read_table(folder: str, kind: str) -> "pyarrow.Table":
+    """All rows of a kind (responses, forwards). Raises InputError."""
     import pyarrow
     import pyarrow.parquet
 
     tables = []
-    for step in list_steps(folder) if steps is None else steps:
+    for step in list_steps(folder):
         path = _path(folder, kind, step)
         try:
             tables.append(pyarrow.parquet.read_table(path, partitioning=None))
@@ -241,10 +217,8 @@ def read_table(folder: str, kind: str, steps: list[int] | None = None) -> "pyarr
             raise InputError(
                 f"{path}: cannot be read: {' '.join(str(error).split())[:200]}"
             ) from error
-        if tables[-1].column_names not in (
-            list(COLUMNS[kind]),
-            [name for name in COLUMNS[kind] if name != "visit"],
-        ):
+        missing = COLUMNS[kind].keys() - set(tables[-1].column_names)
+        if missing - {"visit"}:
             raise InputError(f"{path}: its columns are not those of a trace")
     return pyarrow.concat_tables(tables)
 
@@ -265,23 +239,6 @@ def _replaced(path: str):
         with contextlib.suppress(OSError):
             os.remove(temporary)
         raise
-
-
-def _write_table(folder: str, kind: str, step: int, columns: dict[str, Any]) -> int:
-    """Returns the file's bytes."""
-    import pyarrow  # a tenth of a second that only a recorded run pays
-    import pyarrow.parquet
-
-    types = {
-        name: pyarrow.list_(pyarrow.int32()) if t == "list" else t
-        for name, t in COLUMNS[kind].items()
-    }
-    table = pyarrow.table(
-        [pyarrow.array(columns[name], t) for name, t in types.items()], names=list(types)
-    )
-    with _replaced(_path(folder, kind, step)) as path:
-        pyarrow.parquet.write_table(table, path, compression="zstd")
-        return os.path.getsize(path)
 
 
 def _response_columns(record: StepRecord) -> dict[str, Any]:
@@ -328,17 +285,4 @@ def _forward_columns(step: int, by_rank: list[np.ndarray]) -> dict[str, Any]:
         "rank": ranks,
         "batch": numbers[:, 0].astype(np.int64),
         **whole,
-    }
-
-
-def _step_columns(step: int, digest: str, by_rank: np.ndarray) -> dict[str, Any]:
-    """by_rank: float64 [ranks, numbers of a rank in the order of COLUMNS]."""
-    numbers = dict(zip(list(COLUMNS["steps"])[3:], by_rank.T, strict=True))
-    for name in ("own_forwards", "drafted_tokens"):
-        numbers[name] = numbers[name].astype(np.int64)
-    return {
-        "step": [step] * len(by_rank),
-        "rank": range(len(by_rank)),
-        "digest": [digest] * len(by_rank),
-        **numbers,
     }
