@@ -30,8 +30,8 @@ from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
 from bubblespec.records import Load
-from bubblespec.simulate.cost import ForwardCost
-from bubblespec.telemetry.trace import describe_hardware, describe_versions
+from bubblespec.simulate.cost import ForwardCost, fit_cost
+from bubblespec.telemetry.trace import describe_hardware
 from bubblespec.types import Row, SampleId
 
 NUM_CHUNKS = 2  # timed of each prompt: the second attends to the first
@@ -189,28 +189,19 @@ def run(arguments: argparse.Namespace) -> None:
     profile = Profile(
         Engine(runner), model.get_input_embeddings().num_embeddings, arguments.repeats
     )
-    hardware, versions = describe_hardware(device), describe_versions()
-    print(f"{arguments.model}, {arguments.dtype}, {kernel}; {hardware}; {versions}")
+    hardware = describe_hardware(device)
+    print(f"{arguments.model}, {arguments.dtype}, {kernel}; {hardware}")
     measured = measure(profile, list(grid(rows, lengths, windows, chunks, most_tokens=most_tokens)))
     forwards = [forward for _, timed in measured for forward in timed]
-    loads, seconds = (
-        np.array([load for load, _ in forwards]),
-        np.array([seconds for _, seconds in forwards]),
-    )
-    cost = ForwardCost.fit(
-        loads,
-        seconds,
-        groups=np.repeat(range(len(measured)), [len(timed) for _, timed in measured]),
-    )
-    cost.hardware, cost.versions, cost.model = (
-        hardware,
-        versions,
-        f"{arguments.model}, {arguments.dtype}",
-    )
+    loads = np.array([load for load, _ in forwards])
+    seconds = np.array([seconds for _, seconds in forwards])
+    groups = np.repeat(range(len(measured)), [len(timed) for _, timed in measured])
+    source = f"{arguments.model}, {arguments.dtype}, on {hardware['gpu'] or hardware['cpu']}"
+    cost, errors = fit_cost(loads, seconds, source, groups)
     print_table(measured, cost)
+    median, p90 = np.median(errors), np.quantile(errors, 0.9)
     print(
-        f"{len(forwards)} forwards; at places that the fit has not seen its error is {cost.error_median:.1%} (median), "
-        f"{cost.error_p90:.1%} (90th percentile)"
+        f"{len(forwards)} forwards; error at unseen places {median:.1%}, 90th percentile {p90:.1%}"
     )
     if arguments.json:
         cost.save(arguments.json)

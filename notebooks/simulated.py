@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from bubblespec.config import config_of_sections
-from bubblespec.simulate.__main__ import BLANK, nested
+from bubblespec.simulate.__main__ import rollout_of, simulated_config
+from bubblespec.simulate.cost import ForwardCost
 from bubblespec.simulate.run import SimulatedStep, simulate
-from bubblespec.simulate.workload import Synthetic, Workload
+from bubblespec.simulate.workload import Synthetic, SyntheticWorkload
 
 GENERATIONS = 4
 
@@ -26,28 +26,15 @@ class Case:
     steps: int
 
 
-def run_case(case: Case, cost, method: str) -> list[SimulatedStep]:
-    """Its steps with a speculative.method, prompts in turn. cost: see `simulate`."""
-    spec = Synthetic(
-        case.mean, case.longest, prompt=64, run=case.mismatch, tokens_a_pass=2.0, steps=case.steps
-    )
+def run_case(case: Case, cost: ForwardCost, method: str) -> list[SimulatedStep]:
+    """Its steps with a speculative.method, prompts in turn."""
+    spec = Synthetic(case.mean, case.longest, prompt=64, run=case.mismatch, steps=case.steps)
     prompts = case.ranks * case.rows // GENERATIONS
-    rollout = {
-        "num_prompts_per_step": prompts,
-        "num_generations": GENERATIONS,
-        "max_completion_length": case.longest,
-    }
-    rollout["placement"] = "in_turn"
-    sections = nested(BLANK) | {
-        "rollout": rollout | {"max_batch_tokens": 8192},
-        "speculative": {"method": method},
-    }
-    return simulate(
-        config_of_sections(sections, [], "a case"),
-        Workload(spec, prompts, GENERATIONS),
-        cost,
-        case.ranks,
-    )
+    rollout = rollout_of(spec) | {"placement": "in_turn"}
+    rollout |= {"num_prompts_per_step": prompts, "num_generations": GENERATIONS}
+    config = simulated_config({"rollout": rollout, "speculative": {"method": method}})
+    workload = SyntheticWorkload(spec, prompts, GENERATIONS)
+    return simulate(config, workload, cost.seconds, case.ranks)
 
 
 def total_s(steps: list[SimulatedStep]) -> float:

@@ -27,7 +27,8 @@ class RecordedWorkload(Workload):
         folder = os.path.join(run_dir, FOLDER)
         meta, steps = read_meta(folder), list_steps(folder)
         try:
-            self.config: dict[str, Any] = meta["config"]
+            # What runs did that did not have the key yet.
+            self.config: dict[str, Any] = {"rollout.placement": "in_turn"} | meta["config"]
             self.world_size = int(meta["world_size"])
             self.limit = int(self.config["rollout.max_completion_length"])
         except (KeyError, TypeError, ValueError) as error:

@@ -2,31 +2,26 @@
 
 import numpy as np
 
-from bubblespec.config import config_of_sections
 from bubblespec.engine.engine import Engine
 from bubblespec.records import Load
-from bubblespec.simulate.__main__ import BLANK, nested
+from bubblespec.simulate.__main__ import simulated_config
 from bubblespec.simulate.drafting import STOP, VOCABULARY
 from bubblespec.simulate.run import simulate
-from bubblespec.simulate.workload import Synthetic, Workload
+from bubblespec.simulate.runner import DrafterModel
+from bubblespec.simulate.workload import Synthetic, SyntheticWorkload
 from bubblespec.types import Row
 
 
 class LinearCost:
     """Seconds of a forward, and every load that it was asked for."""
 
-    propose_s = 0.0
-
     def __init__(self, forward_s=10e-3, row_s=0.0, token_s=20e-6, position_s=10e-9):
         self.prices, self.loads = (forward_s, row_s, token_s, position_s), []
 
-    def seconds(self, load: Load) -> float:
+    def __call__(self, load: Load) -> float:
         self.loads.append(load)
         forward_s, row_s, token_s, position_s = self.prices
         return forward_s + row_s * load.rows + token_s * load.tokens + position_s * load.positions
-
-    def propose_seconds(self, num_rows: int) -> float:
-        return self.propose_s * num_rows
 
 
 def make_config(
@@ -34,42 +29,36 @@ def make_config(
     prompts: int = 4,
     generations: int = 4,
     longest: int = 300,
-    **others,
+    **keys,
 ):
+    """keys: section__key=value."""
     rollout = {
         "num_prompts_per_step": prompts,
         "num_generations": generations,
         "max_completion_length": longest,
     }
-    sections = nested(BLANK) | {"rollout": rollout, "speculative": {"method": method}}
-    return config_of_sections(
-        sections, [f"{key.replace('__', '.')}={value}" for key, value in others.items()], "the test"
+    sections = {"rollout": rollout, "speculative": {"method": method}}
+    return simulated_config(
+        sections, [f"{key.replace('__', '.')}={value}" for key, value in keys.items()]
     )
 
 
-def make_workload(prompts: int = 4, generations: int = 4, **spec) -> Workload:
-    return Workload(
-        Synthetic(**({"mean": 60.0, "max": 300, "prompt": 16, "steps": 4} | spec)),
-        prompts,
-        generations,
-    )
+def make_workload(prompts: int = 4, generations: int = 4, **spec) -> SyntheticWorkload:
+    spec = {"mean": 60.0, "max": 300, "prompt": 16, "steps": 4} | spec
+    return SyntheticWorkload(Synthetic(**spec), prompts, generations)
 
 
 def run(
     method: str,
     num_ranks: int = 2,
-    cores: int | None = None,
     cost=None,
     config: dict | None = None,
-    **spec,
+    drafter: DrafterModel | None = None,
+    **workload,
 ):
-    return simulate(
-        make_config(method, **(config or {})),
-        make_workload(**spec),
-        cost or LinearCost(),
-        num_ranks,
-        cores=cores,
-    )
+    config = make_config(method, **(config or {}))
+    cost = cost or LinearCost()
+    return simulate(config, make_workload(**workload), cost, num_ranks, drafter=drafter)
 
 
 def figures(steps) -> list[dict]:
