@@ -25,6 +25,7 @@ from tests.helpers.rows import samples_of
 from tests.helpers.runs import ALWAYS_DRAFT, SHORT, read
 
 BUBBLE = ["speculative.method=bubble+suffix", "bubble.lookahead=1", ALWAYS_DRAFT]
+NO_FILES = ["run.save_steps=0", "trace.enabled=true"]
 DYNAMIC = [
     "rollout.dynamic_sampling=true",
     "rollout.dynamic_sampling_max_batches=3",
@@ -42,7 +43,7 @@ def rows_of(folder, kind: str, **wanted: int) -> list[dict]:
 def dynamic(tmp_path_factory):
     """One rank in virtual time, no speculation, several batches per step."""
     folder = tmp_path_factory.mktemp("dynamic")
-    options = ["speculative.method=none", "trace.enabled=true", f"run.output_dir={folder}"]
+    options = ["speculative.method=none", *NO_FILES, f"run.output_dir={folder}"]
     train_in_virtual_time(*SHORT, *DYNAMIC, *options)
     return folder
 
@@ -51,7 +52,7 @@ def dynamic(tmp_path_factory):
 def drafting(tmp_path_factory):
     """One rank in virtual time that drafts one step ahead."""
     folder = tmp_path_factory.mktemp("drafting")
-    train_in_virtual_time(*SHORT, *BUBBLE, "trace.enabled=true", f"run.output_dir={folder}")
+    train_in_virtual_time(*SHORT, *BUBBLE, *NO_FILES, f"run.output_dir={folder}")
     return folder
 
 
@@ -112,7 +113,7 @@ def test_drafts_and_costs_of_a_recorded_run(drafting):
 
 
 def test_recording_changes_no_token(drafting, tmp_path):
-    train_in_virtual_time(*SHORT, *BUBBLE, f"run.output_dir={tmp_path}")
+    train_in_virtual_time(*SHORT, *BUBBLE, "run.save_steps=0", f"run.output_dir={tmp_path}")
     assert [line["rollout/digest"] for line in read(tmp_path)] == [
         line["rollout/digest"] for line in read(drafting)
     ]
