@@ -150,4 +150,4 @@ class DraftAhead(IdleTask):
         _, row_s, token_s, _, kv_s = self.cost.coefficients.tolist()
         one_s = row_s + token_s + kv_s * (float(engine.lengths.mean()) if active else 0.0)
         drafting = active - len(self.view.unfinished)
-        return max(0, min(free, int(self._spare_s() / one_s) - drafting))
+        return max(0, int(min(free + drafting, self._spare_s() / one_s)) - drafting)
