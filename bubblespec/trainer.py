@@ -234,7 +234,7 @@ class Trainer:
             model=self.learner.model,
             tokenizer=self.tokenizer,
             optimizer=self.learner.optimizer,
-            planner=self.sampler.schedule.state_dict(),
+            schedule=self.sampler.schedule.state_dict(),
             speculation=self.sampler.state_dict(),
             linear=self.linear,
             drafter=self.sampler.drafter,

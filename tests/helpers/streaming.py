@@ -30,23 +30,23 @@ def reward(completion_ids, **columns) -> list[float]:
 
 def stream_always(patch=setattr) -> None:
     """patch: as of pytest's monkeypatch, to take it back afterwards."""
-    offers, can_begin = StreamGradients.offers, StreamGradients._can_begin
+    jobs, can_begin = StreamGradients.jobs, StreamGradients._can_begin
 
-    def beside_rows(work, states):
-        return [offer._replace(beside_rows=True) for offer in offers(work, states) or ()]
+    def co_scheduled(task):
+        return [job._replace(co_scheduled=True) for job in jobs(task)]
 
-    def can_begin_beside_rows(work) -> bool:
-        unfinished, work.view.unfinished = work.view.unfinished, {}
+    def can_begin_beside_rows(task) -> bool:
+        unfinished, task.view.unfinished = task.view.unfinished, {}
         try:
-            return can_begin(work)
+            return can_begin(task)
         finally:
-            work.view.unfinished = unfinished
+            task.view.unfinished = unfinished
 
-    patch(StreamGradients, "offers", beside_rows)
+    patch(StreamGradients, "jobs", co_scheduled)
     patch(StreamGradients, "_can_begin", can_begin_beside_rows)
     # In this process, and of every row at the next tick.
     patch(
-        StreamGradients, "scores_beside_rows", property(lambda work: True, lambda work, value: None)
+        StreamGradients, "scores_in_workers", property(lambda task: True, lambda task, value: None)
     )
     patch(MicrobatchCost, "_fit", lambda cost: SECONDS)
     patch(MicrobatchCost, "is_known", True)

@@ -1,0 +1,149 @@
+"""The idea of bubblespec in one file: python examples/minimal_loop.py
+
+Synchronous RL generates a batch, scores it, updates the policy, and only then generates the next
+batch. While the longest responses are finished, most of the machine waits. Here that idle time
+generates the *next* batch, with the weights of this step. Its tokens are drafts: after the update,
+one forward checks a whole draft, and keeps what the new weights would have said.
+
+Two things make drafts both useful and safe:
+
+- A token is argmax(logits / temperature + noise), with noise that depends only on the sample's name
+  and the token's position. A draft is made with the noise that its sample will have, so only the
+  change of the weights can make a token differ. Almost all are right.
+- A draft token is accepted only if it is the very token that the new weights give. So the tokens
+  are those of a loop without drafts, which the equal digests at the end show.
+
+The package does the same on many ranks, with drafts from several sources. See README.md.
+"""
+
+import hashlib
+import os
+
+import numpy as np
+import torch
+import transformers
+
+from bubblespec.data.prompts import build_prompt_set, make_tokenize, reasoning_gym_rows
+from bubblespec.engine.engine import Engine
+from bubblespec.engine.model import forward_hidden, output_head, prepare_model
+from bubblespec.engine.packing import pack_sequences
+from bubblespec.engine.runner import ModelRunner
+from bubblespec.engine.sampling import SamplingParams
+from bubblespec.learn.advantages import estimate_advantages
+from bubblespec.rewards.functions import exact_match
+from bubblespec.types import Prompt, Row, SampleId
+
+MODEL = os.path.join(os.path.dirname(__file__), "../configs/tiny_policy")
+SHORT = {"min_terms": 2, "max_terms": 4, "min_digits": 1, "max_digits": 1}
+LONG = {**SHORT, "min_terms": 10, "max_terms": 14}  # few, but each step waits for them
+TASKS = [
+    {"name": "chain_sum", "weight": 0.8, "config": SHORT},
+    {"name": "chain_sum", "weight": 0.2, "config": LONG},
+]
+NUM_STEPS = 8
+NUM_PROMPTS = 8
+NUM_GENERATIONS = 4
+MAX_PROMPT_LENGTH = 160
+MAX_NEW_TOKENS = 128
+LEARNING_RATE = 1e-4
+SEED = 0
+
+
+class OwnDrafts:
+    """Proposes the draft that a sample has, as long as its response follows it (a `Proposer` of the
+    engine)."""
+
+    def __init__(self, drafts: dict[SampleId, np.ndarray]):
+        self.remaining = dict(drafts)
+
+    def propose(self, rows, lengths, room, budget) -> list[np.ndarray | None]:
+        """All that is left of each row's draft; the engine feeds as much of it as fits."""
+        return [self.remaining.get(row.id) for row in rows]
+
+    def observe(self, rows, tokens, num_draft, num_accepted) -> None:
+        """Rows have gained tokens."""
+        for row, gained in zip(rows, tokens, strict=True):
+            draft = self.remaining.pop(row.id, np.empty(0, np.int64))
+            if len(draft) > len(gained) and np.array_equal(draft[: len(gained)], gained):
+                self.remaining[row.id] = draft[len(gained) :]
+
+
+def generate(
+    engine: Engine, params: SamplingParams, rows: list[Row], coming: list[Row], drafts: dict
+) -> dict[SampleId, np.ndarray]:
+    """Generate `rows` to their end, verifying their drafts; in slots that become free meanwhile,
+    begin `coming`, the rows of the next step. Returns what these have got so far: their drafts."""
+    engine.reset()  # keys and values of older weights are of no use
+    engine.add(rows + coming)
+    proposer = OwnDrafts(drafts)
+    while any(row.finish is None for row in rows):
+        engine.step(params, proposer)
+    engine.collect()  # the tokens of unfinished rows
+    return {row.id: row.tokens for row in coming if len(row.tokens)}
+
+
+def rows_of(prompts: list[Prompt], step: int) -> list[Row]:
+    """The responses of a step. Their names decide about their noise, so they contain the step."""
+    return [
+        Row(SampleId(prompt.uid, step, number), prompt.token_ids, MAX_NEW_TOKENS)
+        for prompt in prompts
+        for number in range(NUM_GENERATIONS)
+    ]
+
+
+def update(model, optimizer, rows: list[Row], advantages: np.ndarray, temperature: float) -> None:
+    """A step of policy gradient: GRPO's, as the samples are strictly on-policy and the probability
+    ratio is 1."""
+    lengths = np.array([len(row.prompt) + len(row.tokens) for row in rows])
+    ids = torch.from_numpy(np.concatenate([(*row.prompt, *row.tokens) for row in rows]))
+    hidden = forward_hidden(model, ids, pack_sequences(lengths, ids.device))  # one after the other
+    ends = lengths.cumsum()
+    response = np.concatenate(
+        [np.arange(end - len(row.tokens), end) for row, end in zip(rows, ends, strict=True)]
+    )
+    logits = output_head(model)(hidden[response - 1]) / temperature
+    logprob = logits.log_softmax(-1).gather(-1, ids[response, None])[:, 0]
+    weight = np.repeat(advantages, [len(row.tokens) for row in rows]) / len(response)
+    optimizer.zero_grad()
+    (-logprob * torch.from_numpy(weight)).sum().backward()
+    optimizer.step()
+
+
+def digest_of(rows: list[Row]) -> str:
+    """Equal digests are equal samples with equal tokens."""
+    text = repr([(*row.id, *row.tokens.tolist()) for row in rows])
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def train(num_steps: int, use_drafts: bool) -> list[tuple[str, int, float]]:
+    """Digest, forwards and mean reward of each step."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float64)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
+    num_slots, max_length = NUM_PROMPTS * NUM_GENERATIONS, MAX_PROMPT_LENGTH + MAX_NEW_TOKENS
+    prepare_model(model, max_length)
+    engine = Engine(ModelRunner(model, num_slots, max_length, SEED))
+    params = SamplingParams(stop_token_ids=(tokenizer.eos_token_id,))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    problems = reasoning_gym_rows(TASKS, 500, SEED)
+    prompts = build_prompt_set(problems, make_tokenize(tokenizer), MAX_PROMPT_LENGTH)
+    steps, drafts = [], {}
+    for step in range(num_steps):
+        batch, next_batch = (prompts.batch(SEED, s, NUM_PROMPTS) for s in (step, step + 1))
+        rows, num_forwards = rows_of(batch, step), engine.num_forwards
+        coming = rows_of(next_batch, step + 1) if use_drafts else []
+        drafts = generate(engine, params, rows, coming, drafts)
+        answers = np.repeat([prompt.columns["answer"] for prompt in batch], NUM_GENERATIONS)
+        texts = [tokenizer.decode(row.tokens, skip_special_tokens=True) for row in rows]
+        rewards = np.array(exact_match(None, texts, None, answers)).reshape(NUM_PROMPTS, -1)
+        advantages = estimate_advantages(rewards, "grpo").ravel()
+        update(model, optimizer, rows, advantages, params.temperature)
+        steps.append((digest_of(rows), engine.num_forwards - num_forwards, float(rewards.mean())))
+    return steps
+
+
+if __name__ == "__main__":
+    both = zip(train(NUM_STEPS, False), train(NUM_STEPS, True), strict=True)
+    print("step  reward  forwards without drafts, with   digests")
+    for step, ((digest, without, reward), (other, drafted, _)) in enumerate(both):
+        same = f"{digest} both" if digest == other else f"{digest} and {other}: NOT EQUAL"
+        print(f"{step:4}  {reward:6.2f}  {without:23}  {drafted:4}   {same}")

@@ -1,0 +1,12 @@
+"""The example that shows the idea in one file."""
+
+import runpy
+
+from tests.helpers.warm import ROOT
+
+
+def test_minimal_loop_has_the_tokens_of_a_loop_without_drafts():
+    train = runpy.run_path(f"{ROOT}/examples/minimal_loop.py")["train"]
+    plain, drafted = train(3, use_drafts=False), train(3, use_drafts=True)
+    assert [digest for digest, _, _ in drafted] == [digest for digest, _, _ in plain]
+    assert sum(forwards for _, forwards, _ in drafted) < 0.9 * sum(n for _, n, _ in plain)
