@@ -33,27 +33,6 @@ def test_first_fit_takes_the_first_microbatch_with_room(count):
             )
 
 
-class CountingLength(int):
-    comparisons = 0
-
-    def __le__(self, other):
-        CountingLength.comparisons += 1
-        return int(self) <= int(other)
-
-    __ge__ = None
-
-
-def test_first_fit_looks_at_few_microbatches_however_many_there_are():
-    def comparisons(count: int) -> int:
-        CountingLength.comparisons = 0
-        # Each takes more than half of a micro-batch, so that as many are open as there are samples.
-        assert len(_first_fit(list(range(count)), [CountingLength(6)] * count, 10)) == count
-        return CountingLength.comparisons
-
-    assert 0 < comparisons(64) <= 64 * 8
-    assert comparisons(1024) <= 1024 * 12
-
-
 def test_sequences_are_attended_with_others_more_than_half_as_long():
     """Padding at most doubles a group's work. Each group's index gives its sequences' own tokens,
     longest first, the last token of each as its padding; the order puts all of them back."""

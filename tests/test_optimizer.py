@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from bubblespec.config import OptimConfig
-from bubblespec.dist.ranks import Ranks
 from bubblespec.learn.optimizer import Optimizer, learning_rate_factor
 from tests.helpers.reference_step import adamw_update
 
@@ -101,36 +100,14 @@ def test_steps_are_clipping_and_adamw(limit):
     )
 
 
-def test_clipped_gradient_has_the_norm_of_the_limit():
-    model = Small(torch.float64)
-    optimizer = Optimizer(model, CONFIG, STEPS)
-    backward(model, 2)
-    gradients = [p.grad.clone() for p in model.parameters() if p.requires_grad]
-    norm = math.sqrt(sum(g.square().sum().item() for g in gradients))
-    assert optimizer.step(0)[0] == pytest.approx(norm, rel=1e-12) and norm > 100
-    for param, gradient in zip(optimizer.params, gradients, strict=True):
-        first_moment = optimizer.adamw.state[param]["exp_avg"]
-        torch.testing.assert_close(first_moment, 0.2 * gradient * (20.0 / norm), rtol=1e-12, atol=0)
-
-
 def test_gradients_are_cleared_and_frozen_parameters_stay():
     model = Small(torch.float64)
     optimizer = Optimizer(model, CONFIG, STEPS)
     backward(model, 0)
-    assert optimizer.flat_grad.abs().max() > 0
+    assert optimizer.flat_grad.any()
     optimizer.step(0)
-    assert optimizer.flat_grad.abs().max() == 0
-    backward(model, 1)
-    again = optimizer.flat_grad.clone()
-    fresh = copy.deepcopy(model)
-    for param in fresh.parameters():
-        param.grad = None
-    backward(fresh, 1)
-    wanted = torch.cat([p.grad.flatten() for p in fresh.parameters() if p.requires_grad])
-    torch.testing.assert_close(again, wanted, rtol=0, atol=0)
-    assert (
-        torch.equal(model.frozen, torch.ones(4, dtype=torch.float64)) and model.frozen.grad is None
-    )
+    assert not optimizer.flat_grad.any()
+    assert torch.equal(model.frozen, torch.ones_like(model.frozen)) and model.frozen.grad is None
 
 
 def test_weight_decay_is_for_matrices_only():
@@ -140,15 +117,6 @@ def test_weight_decay_is_for_matrices_only():
     optimizer.step(0)  # gradients of zero: only the decay moves weights
     for old, new in zip(before, values(model), strict=True):
         torch.testing.assert_close(new, old * (0.875 if old.ndim == 2 else 1.0), rtol=1e-15, atol=0)
-
-
-def test_reduce_of_one_rank_is_the_identity():
-    model = Small(torch.float32)
-    optimizer = Optimizer(model, CONFIG, STEPS)
-    backward(model, 0)
-    before = optimizer.flat_grad.clone()
-    optimizer.reduce(Ranks(torch.device("cpu")))
-    assert torch.equal(optimizer.flat_grad, before) and before.abs().max() > 0
 
 
 # bfloat16 weights with float32 masters

@@ -12,7 +12,7 @@ import torch
 
 from bubblespec.config import Config, LossConfig, ModelConfig, OptimConfig, RolloutConfig
 from bubblespec.dist.ranks import Ranks
-from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
+from bubblespec.engine.model import prepare_model
 from bubblespec.learn import learner as update
 from bubblespec.learn.learner import Learner
 from bubblespec.learn.losses import policy_loss
@@ -145,8 +145,8 @@ def test_microbatches_do_not_change_the_gradient(make_model):
         model = make_model("qwen2")
         prepare_model(model, 64)
         results.append(gradient(model, make_samples(), make_config(max_tokens))[0])
-    torch.testing.assert_close(results[0], results[2], rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(results[1], results[2], rtol=1e-9, atol=1e-12)
+    for got in results[:2]:
+        torch.testing.assert_close(got, results[2], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -183,21 +183,6 @@ def test_gradient_does_not_depend_on_the_generators_logprobs(make_model):
     )
 
 
-def test_zero_advantages_are_skipped_without_changing_the_gradient(make_model):
-    advantages = ADVANTAGES.copy()
-    advantages[:GENERATIONS] = 0.0
-    model, tiny = make_model(), make_model()
-    prepare_model(model, 64)
-    prepare_model(tiny, 64)
-    skipped, metrics = gradient(model, make_samples(), make_config(), advantages)
-    computed, _ = gradient(
-        tiny, make_samples(), make_config(), np.where(advantages == 0, 1e-300, advantages)
-    )
-    torch.testing.assert_close(skipped, computed, rtol=1e-12, atol=1e-15)
-    nothing, metrics = gradient(model, make_samples(), make_config(), np.zeros_like(advantages))
-    assert not nothing.any() and metrics["loss"] == 0.0 and "entropy" not in metrics
-
-
 def test_later_iterations_clip_against_the_first(make_model):
     """With a large learning rate the second iteration's ratios leave the clip range, and its
     gradient is the clipped one."""
@@ -207,23 +192,6 @@ def test_later_iterations_clip_against_the_first(make_model):
     config.optim.learning_rate = 0.02
     _, metrics = gradient(model, make_samples(), config)
     assert metrics["clip_ratio/region_mean"] > 0.1
-
-
-def test_gradient_checkpointing_recomputes_and_gives_the_same_gradient(make_model):
-    results, layer_calls = [], []
-    for checkpointing in (False, True):
-        model, config = make_model(), make_config()
-        prepare_model(model, 64)
-        calls = []
-        model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
-        if checkpointing:
-            enable_gradient_checkpointing(model)
-            config.model.gradient_checkpointing = True
-        results.append(gradient(model, make_samples(), config)[0])
-        layer_calls.append(len(calls))
-        assert not any(module.training for module in model.modules()), "the generator is next"
-    assert torch.equal(*results)
-    assert layer_calls[1] == 2 * layer_calls[0]
 
 
 def test_plan_is_balanced_complete_and_within_its_budget():
@@ -270,44 +238,38 @@ def test_an_update_that_is_not_finite_changes_nothing(make_model, monkeypatch, w
     """Weights and the optimizer's moments are as if the step had not been, and the next one is
     whole."""
     runs = []
-    for broken in (False, True):
+    for is_broken in (False, True):
         model, ranks = make_model(), Ranks(torch.device("cpu"))
         prepare_model(model, 100)
         learner = make_learner(model, make_config(), ranks=ranks)
         before = [p.detach().clone() for p in model.parameters()]
-        if broken:
-            advantages, restore, original = ADVANTAGES.copy(), lambda: None, ranks.sum_
-            if where == "loss":
-                advantages[4] = np.nan
-            elif where == "gradient":
-                handle = model.model.norm.weight.register_hook(lambda grad: grad * math.inf)
-                restore = handle.remove
-            elif where == "the loss alone":  # a constant has no gradient
-                monkeypatch.setattr(update, "policy_loss", infinite_loss)
-                restore = monkeypatch.undo
-            elif where == "the loss of another rank alone":
-                ranks.gather = lambda array: np.stack((array, np.full_like(array, math.nan)))
-                restore = functools.partial(delattr, ranks, "gather")
-            else:
-                ranks.sum_ = lambda tensor: tensor.add_(math.nan)
-            metrics, _ = learner.update(make_samples(), advantages, 0)
-            ranks.sum_ = original
-            restore()
-            assert (
-                metrics["skipped_updates"] == learner.num_skipped_in_a_row == 1
-                and metrics["learning_rate"] == 0
-            )
+        if is_broken:
+            advantages = ADVANTAGES.copy()
+            with monkeypatch.context() as patch:
+                if where == "loss":
+                    advantages[4] = np.nan
+                elif where == "gradient":
+                    hook = model.model.norm.weight.register_hook(lambda grad: grad * math.inf)
+                elif where == "the loss alone":  # a constant has no gradient
+                    patch.setattr(update, "policy_loss", infinite_loss)
+                elif where == "the loss of another rank alone":
+                    nan = functools.partial(np.full_like, fill_value=math.nan)
+                    patch.setattr(ranks, "gather", lambda array: np.stack((array, nan(array))))
+                else:
+                    patch.setattr(ranks, "sum_", lambda tensor: tensor.add_(math.nan))
+                metrics, _ = learner.update(make_samples(), advantages, 0)
+            if where == "gradient":
+                hook.remove()
+            assert metrics["skipped_updates"] == learner.num_skipped_in_a_row == 1
+            assert metrics["learning_rate"] == 0
             assert math.isfinite(metrics["loss"]) == (where in ("gradient", "another rank"))
             assert math.isfinite(metrics["grad_norm"]) == where.endswith("alone")
             assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
         metrics, _ = learner.update(make_samples(1), ADVANTAGES, 1)
-        assert (
-            metrics["skipped_updates"] == learner.num_skipped_in_a_row == 0
-            and metrics["learning_rate"] > 0
-        )
-        assert not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        assert metrics["skipped_updates"] == learner.num_skipped_in_a_row == 0
         runs.append([p.detach() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(before, runs[0], strict=True))
 
 
 def test_the_first_update_is_exactly_on_policy(make_model, monkeypatch):
@@ -337,12 +299,8 @@ def test_the_first_update_is_exactly_on_policy(make_model, monkeypatch):
 
 def test_updates_left_out_are_counted(make_model, monkeypatch):
     """The first and the third of four; the learning rate is that of the last update."""
-    numbers = itertools.count()
-
-    def sometimes_infinite(*arguments, **options):
-        return (infinite_loss if next(numbers) in (0, 2) else policy_loss)(*arguments, **options)
-
-    monkeypatch.setattr(update, "policy_loss", sometimes_infinite)
+    losses = itertools.cycle((infinite_loss, policy_loss))
+    monkeypatch.setattr(update, "policy_loss", lambda *args, **kw: next(losses)(*args, **kw))
     model = make_model()
     prepare_model(model, 64)
     _, metrics = gradient(model, make_samples(), make_config(10_000, num_iterations=4))
