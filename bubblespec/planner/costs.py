@@ -162,19 +162,35 @@ def rollout_seconds(
     if len(rows) == 0:
         return 0.0
     points, width = time_points(rows, num_slots)
-    survival = forwards_survival(rows, rates, points)
-    active = survival.sum(axis=0)
-    none_left = np.exp(np.log1p(-np.minimum(survival, 1.0 - 1e-12)).sum(axis=0))
-    return float(
-        seconds_of_course(active, none_left, width, cost, num_slots, mean_load(rows))
-    ) + prefill_seconds(rows, cost)
+    active, none_left = _admit(forwards_survival(rows, rates, points), num_slots)
+    course_s = seconds_of_course(active, none_left, width, cost, len(rows), mean_load(rows))
+    return float(course_s) + prefill_seconds(rows, cost)
+
+
+def _admit(survival: np.ndarray, num_slots: int) -> tuple[np.ndarray, np.ndarray]:
+    """Expected rows in slots at each point in time, and the chance that no row is left, float64
+    [T]. The rows that need most forwards begin at once, each other one as soon as half a slot is
+    expected to be free.
+
+    survival: float64 [S, T], of each row from where it begins.
+    """
+    survival = survival[np.argsort(-survival.sum(axis=1), kind="stable")]
+    ended = np.log1p(-np.minimum(survival, 1.0 - 1e-12))
+    active, log_none = survival[:num_slots].sum(axis=0), ended[:num_slots].sum(axis=0)
+    begin, num_points = 0, survival.shape[1]
+    for row in range(num_slots, len(survival)):
+        begin += int(np.argmax(active[begin:] <= num_slots - 0.5))
+        active[begin:] += survival[row, : num_points - begin]
+        log_none[:begin] = -np.inf
+        log_none[begin:] += ended[row, : num_points - begin]
+    return active, np.exp(log_none)
 
 
 def time_points(rows: Rows, num_slots: int) -> tuple[np.ndarray, float]:
     """Points in time, in forwards, at which the course of a rollout is looked at, float64 [T], and
     the forwards between two of them."""
-    left = np.maximum(rows.expected - rows.generated, 1.0)
-    horizon = max(forwards_horizon(rows), float(left.sum()) / num_slots)
+    left = np.sort(np.maximum(rows.expected - rows.generated, 1.0))[::-1]
+    horizon = forwards_horizon(rows) + float(left[num_slots:].sum()) / num_slots
     width = horizon / NUM_POINTS
     return (np.arange(NUM_POINTS) + 0.5) * width, width
 
@@ -200,8 +216,8 @@ def seconds_of_course(
 
     active: float64 [..., T], expected unfinished rows at each point in time; none_left: float64
     [..., T], chance that there are none; width: forwards between two points; load: `mean_load`.
-    Rows that find no slot are served later: the work done by time t is the least of what has come by
-    some time before and what the slots can do in the rest (a queue's backlog, Lindley 1952).
+    Rows that find no slot are served later: the work done by time t is the least of what has come
+    by some time before and what the slots can do in the rest (a queue's backlog, Lindley 1952).
     """
     any_left = np.clip(1.0 - none_left, 1e-9, 1.0)
     if (active > num_slots).any():

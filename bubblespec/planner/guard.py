@@ -4,18 +4,25 @@ faster setting is kept.
 Every setting of a mechanism gives the same tokens, so it is safe to try both. Rollouts differ in
 length, so what is compared is measured seconds over the seconds that the cost model expects of
 these responses without drafts: the model's error is in both settings alike. While the mechanism is
-clearly ahead by the model, nothing is tried: a control rollout would cost more than it tells.
+clearly ahead by the model, nothing is tried: rollouts without it would cost more than they tell.
+
+A single rollout says little, as machines are noisy. So both settings have blocks of rollouts in
+turn until the difference of their mean logarithms is clear in units of its standard error.
 """
 
 import numpy as np
 
 CLEAR_RATIO = 0.7  # measured over modelled: so much is no error of the model
-FIRST_CHECK = 6  # rollouts before the first comparison
-NUM_CONTROL = 3  # rollouts of a comparison that count
-INTERVAL = 12  # rollouts to the next comparison; doubled each time that one confirms the setting
+FIRST_CHECK = 4  # rollouts before the other setting is tried
+BLOCK = 3  # rollouts of a setting in turn
+INTERVAL = 12  # rollouts until what was confirmed is checked again; then four times as many
 MAX_INTERVAL = 192
-MARGIN = 0.02  # by which the other setting must be faster
-MEMORY = 12  # rollouts of a setting that are remembered
+MEMORY = 16  # rollouts of a setting that are remembered
+# Standard errors by which the other setting must be faster, or slower, for a decision.
+SWITCH, CONFIRM = 1.7, 0.7
+LOOKS_FASTER, MAX_SHARE = 0.3, 2  # then it goes on, up to so many times the rollouts of this one
+# The standard deviation of a rollout's logarithm before any are seen, and how many it counts for.
+PRIOR_STD, PRIOR_COUNT = 0.15, 6
 
 
 class Guard:
@@ -24,72 +31,78 @@ class Guard:
 
     def __init__(self, is_on: bool = True):
         self.is_on = is_on
-        self._ratios: dict[bool, list[float]] = {True: [], False: []}
+        self.is_checking = False  # the other setting is being tried
+        self._logs: dict[bool, list[float]] = {True: [], False: []}
+        self._until_decision = FIRST_CHECK  # rollouts
         self._interval = INTERVAL
-        self._until_check = FIRST_CHECK
-        self._control_left = 0  # rollouts of the running comparison
-        self._is_settling = 0  # rollouts after a change of the setting that are not counted
+        self._is_settling = False  # drafts of the other setting are used, or missing
 
     @property
     def setting(self) -> bool:
         """Whether the mechanism is on in the next rollout."""
-        return self.is_on != (self._control_left > 0)
+        return self.is_on != self.is_checking
 
     def observe(self, measured_s: float, modelled_s: float, may_check: bool = True) -> None:
         """A rollout is over that had `setting`: its seconds, and those expected without drafts.
 
         may_check: no other mechanism is being compared now.
         """
-        if modelled_s <= 0.0:
+        if min(measured_s, modelled_s) <= 0.0:
             return
         if self._is_settling:
-            self._is_settling -= 1  # drafts of the other setting were still used, or missing
+            self._is_settling = False
             return
-        ratios = self._ratios[self.setting]
-        ratios.append(measured_s / modelled_s)
-        del ratios[:-MEMORY]
-        if self._control_left:
-            self._control_left -= 1
-            if not self._control_left:
-                self._decide()
-            return
-        self._until_check -= 1
-        if self._until_check <= 0 and may_check:
-            if np.median(ratios) < CLEAR_RATIO:
-                self._until_check = 1
-            else:
-                self._control_left, self._is_settling = NUM_CONTROL, 1
+        logs = self._logs[self.setting]
+        logs.append(float(np.log(measured_s / modelled_s)))
+        del logs[:-MEMORY]
+        self._until_decision -= 1
+        if self._until_decision <= 0 or (self.is_checking and self._lead() < -SWITCH):
+            self._decide(may_check)
 
-    @property
-    def is_checking(self) -> bool:
-        """Whether the other setting is being tried."""
-        return self._control_left > 0
-
-    def _decide(self) -> None:
-        """Change the setting if the other was faster beyond doubt: by its median, and in most of
-        the control rollouts."""
-        here, there = self._ratios[self.is_on], self._ratios[not self.is_on][-NUM_CONTROL:]
-        limit = (1.0 - MARGIN) * float(np.median(here))
-        is_faster = np.median(there) < limit and np.sum(np.array(there) < limit) * 2 > len(there)
-        if is_faster:
-            self.is_on, self._interval = not self.is_on, INTERVAL
+    def _decide(self, may_check: bool) -> None:
+        """At the end of a block, or as soon as the other setting is clearly slower."""
+        lead, before = self._lead(), self.setting
+        if lead > SWITCH or lead < -CONFIRM:
+            is_change = lead > SWITCH
+            self.is_on ^= is_change
+            self.is_checking = False
+            self._logs[not self.is_on].clear()
+            # What has been switched off has lost time; it may not do so again soon.
+            self._until_decision = 2 * INTERVAL if is_change else self._interval
+            self._interval = min(4 * self._until_decision, MAX_INTERVAL)
         else:
-            self._is_settling = 1
-            self._interval = min(2 * self._interval, MAX_INTERVAL)
-        self._until_check = self._interval
+            self._until_decision = BLOCK
+            here, there = (self._logs[of] for of in (self.is_on, not self.is_on))
+            if self.is_checking:
+                self.is_checking = lead > LOOKS_FASTER and len(there) < MAX_SHARE * len(here)
+            elif may_check and np.median(here) > np.log(CLEAR_RATIO):
+                self.is_checking = True
+            else:
+                self._until_decision = 1
+        self._is_settling = self.setting != before
+
+    def _lead(self) -> float:
+        """By how much the other setting is faster, in standard errors; 0 where it is not known."""
+        here, there = (np.array(self._logs[of]) for of in (self.is_on, not self.is_on))
+        if not len(there):
+            return 0.0
+        squares = len(here) * here.var() + len(there) * there.var() + PRIOR_COUNT * PRIOR_STD**2
+        variance = squares / (len(here) + len(there) - 2 + PRIOR_COUNT)
+        error = np.sqrt(variance * (1 / len(here) + 1 / len(there)))
+        return float((here.mean() - there.mean()) / error)
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """All that it knows, as arrays."""
-        counts = (self.is_on, self._interval, self._until_check, self._control_left)
+        flags = (self.is_on, self.is_checking, self._is_settling)
+        counts = (self._until_decision, self._interval)
         return {
-            "counts": np.array([*counts, self._is_settling], np.int64),
-            "on": np.array(self._ratios[True]),
-            "off": np.array(self._ratios[False]),
+            "counts": np.array([*flags, *counts], np.int64),
+            "on": np.array(self._logs[True]),
+            "off": np.array(self._logs[False]),
         }
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
         """Take over a saved state."""
-        is_on, *counts = state["counts"].tolist()
-        self.is_on = bool(is_on)
-        self._interval, self._until_check, self._control_left, self._is_settling = counts
-        self._ratios = {True: state["on"].tolist(), False: state["off"].tolist()}
+        *flags, self._until_decision, self._interval = state["counts"].tolist()
+        self.is_on, self.is_checking, self._is_settling = map(bool, flags)
+        self._logs = {True: state["on"].tolist(), False: state["off"].tolist()}
