@@ -128,33 +128,6 @@ def test_noise_keys_are_the_same_in_any_blocks(baseline, monkeypatch, ahead):
     assert as_dict(make_engine(model, 5, seed=5).run(make_rows(prompts, 4), params)) == wanted
 
 
-def test_rows_dropped_and_added_between_forwards(baseline):
-    model, prompts, params, wanted = baseline
-    rng = np.random.default_rng(2)
-    engine = make_engine(model, 6, seed=5, max_batch_tokens=32)
-    engine.add(make_rows(prompts, 4))
-    finished, dropped = [], 0
-    while not engine.is_idle:
-        finished += engine.step(params)[0]
-        candidates = [*engine.rows, *engine.queue]
-        if candidates and dropped < 25 and rng.random() < 0.4:
-            row = candidates[rng.integers(len(candidates))]
-            engine.drop(row)
-            partial = row.tokens.tolist()
-            assert partial == wanted[row.id.uid, row.id.sample][0][: len(partial)]
-            engine.add(
-                [
-                    Row(
-                        SampleId(row.id.uid, row.id.visit, row.id.sample),
-                        row.prompt,
-                        row.max_new_tokens,
-                    )
-                ]
-            )
-            dropped += 1
-    assert dropped == 25 and as_dict(finished) == wanted
-
-
 class Drafter:
     """Proposes `made` of the true continuation, each token replaced at random with probability
     `corrupted`."""
@@ -306,75 +279,6 @@ def test_nobody_shares_the_prompt_of_a_row_kept_while_weights_changed(make_model
     )
 
 
-def test_collect_reads_rows_and_leaves_them(baseline):
-    """After any number of forwards it gives what was generated so far; generation goes on as if
-    nobody had looked."""
-    model, prompts, params, wanted = baseline
-    engine = make_engine(model, 6, seed=5, max_batch_tokens=16)
-    rows = make_rows(prompts, 4)
-    engine.add(rows)
-    finished, seen = 0, set()
-    while not engine.is_idle:
-        finished += len(engine.step(params)[0])
-        unfinished = engine.collect()
-        assert len(unfinished) == len(rows) - finished and all(
-            row.finish is None for row in unfinished
-        )
-        for row in unfinished:
-            tokens = row.tokens.tolist()
-            assert tokens == wanted[row.id.uid, row.id.sample][0][: len(tokens)] and len(
-                row.logprob
-            ) == len(tokens)
-            seen.add(len(tokens))
-    assert as_dict(rows) == wanted and len(seen) > 20
-
-
-def test_a_row_decodes_once_all_but_its_last_token_are_cached(make_model):
-    """A prompt of 30 tokens, or 20 and 10 of the response, takes 4 forwards of 8 tokens; from then
-    on each gives a token."""
-    model = make_model()
-    prepare_model(model, 100)
-    for known in (0, 10):
-        row = Row(
-            SampleId(1, 1, 0), tuple(range(1, 31 - known)), 20 + known, np.arange(1, known + 1)
-        )
-        waiting = Row(SampleId(2, 1, 0), (1, 2), 5)
-        engine = make_engine(model, 1, max_batch_tokens=8)
-        engine.add([row, waiting])
-        states = [row in engine.decoding()]
-        while row.finish is None:
-            engine.step(PLAIN)
-            states.append(row in engine.decoding())
-            assert waiting not in engine.decoding() or row.finish is not None
-        # The fourth forward samples already; of the 20 tokens the last ends the row.
-        assert states == [False] * 4 + [True] * 19 + [False]
-
-
-def test_the_load_of_a_forward(make_model):
-    """Counted by hand: two rows of one prompt and one of another, then plain decoding, then drafts
-    of 3 tokens."""
-    model = make_model()
-    prepare_model(model, 100)
-    engine = make_engine(model, 4)
-    assert engine.step(PLAIN) == ([], None)
-    engine.add([*make_rows([(1, 2, 3, 4, 5)], 2), Row(SampleId(7, 3, 0), (6, 7, 8), 30)])
-    loads = [tuple(engine.step(PLAIN)[1]) for _ in range(2)]
-    # The second row of the first prompt waits for the first, copies 4 positions, and feeds the last
-    # token.
-    assert loads == [(3, 5 + 0 + 3, 2, 5 + 0 + 3, 4 + 2, 0), (3, 3, 0, 6 + 5 + 4, 0, 0)]
-    before = engine.lengths - 1
-
-    class Three:
-        def propose(self, rows, lengths, room, budget):
-            return [np.array([1, 2, 3]), None, np.array([4, 5, 6])]
-
-        def observe(self, rows, tokens, num_draft, num_accepted):
-            pass
-
-    _, load = engine.step(PLAIN, Three())
-    assert tuple(load) == (3, 3 + 6, 2, int(before.sum()) + 3 + 6, 0, 6)
-
-
 @pytest.mark.parametrize("is_drafted", [False, True])
 def test_a_stop_token_at_the_limit_is_a_stop(make_model, is_drafted):
     """Where the last token that fits is a stop token, the response has ended by itself: nothing was
@@ -443,18 +347,6 @@ def test_a_forward_keeps_to_its_budget_and_its_rows_limits(make_model, num_slots
             )
             assert load.draft_tokens == min(budget, sum(room))
     assert any(budget < sum(room) for budget, _, room in told) == (max_batch_tokens < 64)
-
-
-def test_the_limit_on_prefills_is_for_all_prompts_of_a_forward_together(make_model):
-    model = make_model()
-    prepare_model(model, 100)
-    engine = make_engine(model, 4)
-    engine.add(make_rows([tuple(range(n, n + 20)) for n in (1, 30, 60)], 1, 5))
-    fed = []
-    while not engine.is_idle:
-        _, load = engine.step(PLAIN, max_prefill_tokens=6)
-        fed.append(load.prompt_tokens)
-    assert max(fed) <= 6 and sum(fed) == 3 * 19
 
 
 def test_a_limit_on_prefills_slows_prompts_only(make_model):

@@ -143,18 +143,6 @@ def test_with_an_adapter(targets):
     ).abs().max() < 1e-12
 
 
-def test_layers_are_whole_again_afterwards():
-    model = build("biases everywhere")
-    before, _ = whole_and_sliced(model, 2, FED)
-    again, _ = whole_and_sliced(model, 2, FED)
-    assert torch.equal(before, again)
-    assert not any(
-        "forward" in vars(module)
-        for module in model.modules()
-        if isinstance(module, torch.nn.Linear)
-    )
-
-
 def test_every_layer_is_shared_and_nothing_is_copied():
     """Of a llama all seven layers of each block: the parts of the ranks make up the whole, and are
     views of its parameters."""
@@ -199,14 +187,6 @@ def test_heads_are_shared_by_all_ranks(heads, key_heads):
             looked_at = {q // fold for q in range(heads)[share[0]]}
             keys = range(key_heads)[share[1]]
             assert looked_at == set(keys) and len(range(heads)[share[0]]) % len(keys) == 0
-
-
-def test_two_ranks_share_a_group_of_seven():
-    assert [shard_heads(28, 4, rank, 8) for rank in (0, 1, 7)] == [
-        (slice(0, 3), slice(0, 1)),
-        (slice(3, 7), slice(0, 1)),
-        (slice(24, 28), slice(3, 4)),
-    ]
 
 
 @pytest.mark.parametrize(

@@ -208,14 +208,6 @@ def test_with_chains_of_a_learned_drafter(num_ranks):
     assert drafted[0]["record"].shared_forwards < plainly[0]["record"].shared_forwards
 
 
-@pytest.mark.parametrize("num_ranks, chance", [(2, 0.2), (3, 0.4)])
-def test_rows_may_change_ranks_before_it(num_ranks, chance):
-    ranks = play(num_ranks, 4, chance=chance)
-    check(ranks)
-    assert sum(result["record"].taken_rows for result in ranks) > 0
-    assert all(len(result["entered"]) == 1 for result in ranks)
-
-
 @pytest.mark.parametrize("stop_at", [0, 5])
 def test_all_leave_it_when_one_is_told_to_stop(stop_at):
     ranks = play(3, 12, stop_at=stop_at)
