@@ -30,7 +30,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from benchmarks.shared import main, make_parser
 from benchmarks.tail_batching import measure
-from bubblespec import memory_needs
+from bubblespec import memory
 from bubblespec.config import load_config
 from bubblespec.dist.ranks import Ranks, ranks_from_environment
 from bubblespec.errors import InputError
@@ -153,11 +153,9 @@ class Arm:
         }
         engine, needs = (
             self.trainer.sampler.engine,
-            memory_needs.work_out(self.trainer.config, self.trainer.learner.model, 1),
+            memory.estimate(self.trainer.config, self.trainer.learner.model, 1),
         )
-        bytes_ = (
-            needs.lasting + engine.num_slots * needs.whole_slot + max(needs.rollout, needs.training)
-        )
+        bytes_ = needs.lasting + engine.num_slots * needs.slot + max(needs.rollout, needs.training)
         return {
             "seconds_per_token": total["step_s"] / total["tokens"],
             "rollout_seconds_per_token": total["seconds"] / total["tokens"],

@@ -157,8 +157,8 @@ def run_trl(
     from trl import GRPOConfig, GRPOTrainer
 
     from bubblespec.data.prompts import make_tokenize
+    from bubblespec.loading import load_prompts, stop_tokens
     from bubblespec.rewards.functions import load_reward
-    from bubblespec.setup import load_prompts, stop_tokens
 
     rollout, optim, loss = config.rollout, config.optim, config.loss
     torch.manual_seed(config.run.seed)
@@ -303,10 +303,7 @@ def run_arm(arguments: argparse.Namespace) -> int:
             "run.save_steps=0",
             f"run.output_dir={arguments.folder or folder}",
         ]
-        overrides += [
-            f"run.max_steps={num_steps + STEPS_BEYOND}",
-            f"run.logging_steps={num_steps + STEPS_BEYOND}",
-        ]
+        overrides.append(f"run.max_steps={num_steps + STEPS_BEYOND}")
         config = load_config(arguments.config, [*overrides, *OWN.get(arm, ())])
         if arm in OWN:
             measured = run_own(config, num_steps, arguments.weights, arguments.every)

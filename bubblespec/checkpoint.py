@@ -12,8 +12,11 @@ import fcntl
 import hashlib
 import json
 import os
+import pickle
 import re
 import shutil
+import zipfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO
 
@@ -25,7 +28,7 @@ from transformers import PreTrainedModel
 from bubblespec.config import Config, config_to_yaml, flatten, load_config, resume_classes
 from bubblespec.config_checks import ROUNDING, SAFE
 from bubblespec.dist.ranks import Ranks
-from bubblespec.errors import InputError, log
+from bubblespec.errors import InputError, log, one_line
 from bubblespec.learn.idle_training import IdleTraining
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.learn.warm_start import save_drafter
@@ -35,7 +38,18 @@ SUMS_FILE = "SHA256SUMS"
 CONFIG_FILE = "config.yaml"
 SPECULATION_FILE = "speculation.npz"
 PLANNER_FILE = "planner.npz"
+OPTIMIZER_FILE = "optimizer.pt"
 FORMAT = 2  # of checkpoints; those without one have noise keyed by the step
+# What reading files may raise that are torn or something else.
+UNREADABLE = (
+    OSError,
+    ValueError,
+    KeyError,
+    RuntimeError,
+    EOFError,
+    zipfile.BadZipFile,
+    pickle.UnpicklingError,
+)
 
 
 def save_checkpoint(
@@ -75,9 +89,8 @@ def save_checkpoint(
             os.makedirs(temporary)
             model.save_pretrained(temporary)
             tokenizer.save_pretrained(temporary)
-            with open(
-                os.path.join(temporary, "optimizer.pt"), "wb"
-            ) as file:  # of an own file's failure torch gives no reason
+            # torch gives no reason where it cannot write to a file that it has opened itself
+            with open(os.path.join(temporary, OPTIMIZER_FILE), "wb") as file:
                 torch.save(optimizer_state, file)
             np.savez(os.path.join(temporary, PLANNER_FILE), **schedule)
             if speculation is not None:
@@ -87,25 +100,21 @@ def save_checkpoint(
             with open(os.path.join(temporary, STATE_FILE), "w", encoding="utf-8") as file:
                 json.dump(state, file, indent=1)
             _commit(temporary, os.path.join(config.run.output_dir, f"checkpoint-{step}"))
-        except (
-            OSError,
-            RuntimeError,
-            SafetensorError,
-        ) as error:  # RuntimeError: torch.save's word for a failed write
+            _delete_old(config, step)
+        except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: of torch.save
             shutil.rmtree(temporary, ignore_errors=True)
             reason = error.__context__ if isinstance(error.__context__, OSError) else error
             problem = " ".join(str(reason).split()) or type(reason).__name__
-        # checkpoints beyond this one are damaged, or of a continuation that was given up: they are
-        # not counted
-        else:
-            saved = [
-                folder
-                for folder in list_checkpoints(config.run.output_dir)
-                if step_of(folder) <= step
-            ]
-            for old in saved[: -config.run.keep_last]:
-                shutil.rmtree(old, ignore_errors=True)
     return ranks.gather_text(problem)[0] or None
+
+
+def _delete_old(config: Config, step: int) -> None:
+    """Keep the newest run.keep_last. Checkpoints beyond `step` are damaged, or of a continuation
+    that was given up: they are not counted."""
+    folders = list_checkpoints(config.run.output_dir)
+    saved = [folder for folder in folders if step_of(folder) <= step]
+    for old in saved[: -config.run.keep_last]:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _commit(temporary: str, final: str) -> None:
@@ -298,26 +307,53 @@ def _check_same_run(config: Config, saved: dict, where: str) -> list[tuple[str, 
     return rounding
 
 
+@contextlib.contextmanager
+def refuse_what_does_not_fit(folder: str) -> Iterator[None]:
+    """Around reading the files of a checkpoint, which may be torn, of another model, or no
+    checkpoint's at all: raises InputError."""
+    try:
+        yield
+    except UNREADABLE as error:
+        raise InputError(
+            f"run.resume_from_checkpoint: the state in {folder} does not fit this run: "
+            f"{one_line(error)}"
+        ) from error
+
+
 def load_optimizer(folder: str, optimizer: Optimizer) -> None:
     """Restore the optimizer. The file is mapped, not read: a rank takes its share out of it, and
-    ranks of one machine share its pages."""
-    path = os.path.join(folder, "optimizer.pt")
-    optimizer.load_state_dict(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
+    ranks of one machine share its pages. Raises InputError."""
+    path = os.path.join(folder, OPTIMIZER_FILE)
+    with refuse_what_does_not_fit(folder):
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        if not isinstance(state, dict):
+            raise ValueError(f"{OPTIMIZER_FILE} holds a {type(state).__name__}")
+        optimizer.load_state_dict(state)
+    # AdamW loads moments of other shapes, and would fail at its first step.
+    for parameter, moments in optimizer.local.state.items():
+        if any(moments[name].shape != parameter.shape for name in ("exp_avg", "exp_avg_sq")):
+            raise InputError(
+                f"run.resume_from_checkpoint: the optimizer state in {folder} "
+                "is of a model of other shapes"
+            )
 
 
 def load_arrays(folder: str, name: str) -> dict[str, np.ndarray] | None:
-    """The arrays in a file of a checkpoint, or None if it has no such file."""
+    """The arrays in a file of a checkpoint, or None if it has no such file. Raises InputError."""
     path = os.path.join(folder, name)
     if not os.path.isfile(path):
         return None
-    with np.load(path) as arrays:  # refuses pickled objects
+    with refuse_what_does_not_fit(folder), np.load(path) as arrays:  # refuses pickled objects
         return dict(arrays)
 
 
 def read_state(folder: str) -> dict:
     """step: updates done; evaluated: updates before the last evaluation, or -1; world_size; config:
-    all its keys, flat."""
-    with open(os.path.join(folder, STATE_FILE), encoding="utf-8") as file:
+    all its keys, flat. Raises InputError."""
+    with (
+        refuse_what_does_not_fit(folder),
+        open(os.path.join(folder, STATE_FILE), encoding="utf-8") as file,
+    ):
         return json.load(file)
 
 

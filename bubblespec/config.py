@@ -268,9 +268,6 @@ class OptimConfig:
     """Term that keeps the division finite."""
     max_grad_norm: float = key(1.0, at_least(0), at_most(1e12))
     """Global gradient norm limit; 0 does not clip."""
-    max_skipped_steps: int = key(5, at_least(0), resume=SAFE)
-    """Steps in a row whose update may be left out for a non-finite loss or gradient; one more ends
-    the run."""
     shard_state: bool = key(False, resume=SAFE)
     """Keep master weights and moments of a share of the parameters on each rank, instead of all on
     every rank."""
@@ -280,8 +277,6 @@ class OptimConfig:
     the order of summation, instead of bit for bit."""
     max_tokens_per_microbatch: int = key(8192, at_most(1 << 32), resume=ROUNDING)
     """Most tokens (prompts and responses) in one forward and backward."""
-    max_logits_per_chunk: int = key(1 << 26, at_least(1), resume=ROUNDING)
-    """Most logits (tokens x vocabulary) of a micro-batch that exist at once."""
 
 
 @dataclass
@@ -299,9 +294,6 @@ class SpeculativeConfig:
     """What is drafted alongside a rank's own rows, and how many draft tokens are verified: by_cost
     does what measured costs say is faster; always, whatever it costs; idle_only drafts on ranks
     that wait, and nowhere else."""
-    max_history_tokens: int = key(4_000_000, at_least(0), resume=SAFE)
-    """Tokens of earlier epochs' responses kept for suffix matching; the oldest are dropped
-    first."""
 
 
 @dataclass
@@ -309,17 +301,12 @@ class BubbleConfig:
     """Drafting ahead in idle time. Changes the time of a run, and no token."""
 
     lookahead: int | str = key("auto", at_least(0, or_else="auto"), resume=SAFE)
-    """Steps to draft ahead; 0 drafts nothing; auto goes as deep as max_draft_tokens and the
-    measured drift make worth while."""
-    max_draft_tokens: int = key(2_000_000, at_least(0), resume=SAFE)
-    """Tokens of drafts that are stored (4 bytes each): of coming steps, and as many of the last
-    evaluation."""
+    """Steps to draft ahead; 0 drafts nothing; auto goes as deep as free memory and the measured
+    drift make worthwhile."""
     progress_backend: Literal["auto", "nccl", "gloo", "shm"] = key("auto", resume=SAFE)
     """What carries the progress ticks: nccl on a stream of its own, a gloo group, or memory that
     the ranks of one machine share (shm); auto takes nccl on GPUs, shm on one machine's CPUs, and
     gloo across machines."""
-    progress_timeout_s: float = key(600.0, above(0), at_most(1e8), resume=SAFE)
-    """Seconds without a tick after which the job ends, naming the rank that did not answer."""
 
 
 @dataclass
@@ -333,14 +320,6 @@ class DrafterConfig:
     warm_start: int = key(50_000, at_least(1), resume=SAFE)
     """Tokens of the policy's own responses, to the prompts of the first steps, that it is trained
     on before the first step."""
-    buffer_tokens: int = key(50_000, at_least(1), resume=SAFE)
-    """Tokens of recent responses, with their hidden states, that each rank keeps for training it in
-    idle time."""
-    vocab_size: int = key(16_384, at_least(1), resume=SAFE)
-    """Most token ids that it can draft: the most frequent ones of the warm start."""
-    learning_rate: float = key(1e-3, above(0), at_most(1.0), resume=SAFE)
-    """Of its own AdamW at the start of the warm start; a tenth of it at the end and in idle
-    time."""
 
 
 @dataclass
@@ -384,9 +363,6 @@ class RunConfig:
     """Evaluate every so many steps, and before the first and after the last; 0 never."""
     save_steps: int = key(0, at_least(0), resume=SAFE)
     """Save a checkpoint every so many steps and after the last; 0 only after the last."""
-    logging_steps: int = key(10, at_least(1), resume=SAFE)
-    """Write sample completions to TensorBoard every so many steps; metrics are written every
-    step."""
     timeline_steps: list[int] = key([], at_least(0), resume=SAFE)
     """Steps (from 0) of which a timeline of all ranks is written: a trace and a picture in
     output_dir/timeline."""
@@ -406,6 +382,25 @@ class TraceConfig:
     enabled: bool = key(False, resume=SAFE)
     """Record responses, drafts and every forward with its load and time into output_dir/trace, for
     replay."""
+
+
+# what took the place of keys that older configurations may have
+REMOVED = {
+    "bubble.max_slowdown": "give speculative.planning, by_cost (the default), always or idle_only",
+    "bubble.max_draft_tokens": "drafts take a share of the machine's free memory",
+    "bubble.progress_timeout_s": "give run.timeout_s, which counts for progress ticks, too",
+    "drafter.buffer_tokens": "each rank keeps 50,000 tokens of recent responses",
+    "drafter.learning_rate": "it is 1e-3 at the start of the warm start, and 1e-4 after it",
+    "drafter.vocab_size": "the drafter drafts the 16,384 most frequent tokens of the warm start",
+    "optim.max_logits_per_chunk": "at most 2**26 logits exist at once",
+    "optim.max_skipped_steps": "more than 5 skipped steps in a row end the run",
+    "run.logging_steps": "sample completions are written every 10 steps",
+    "rollout.shared_tail_rows": "it is called rollout.tp_tail_max_rows",
+    "speculative.check_every": "drafts are compared with none by what is measured; see "
+    "speculative.planning",
+    "speculative.fixed_window": "give speculative.planning=always for drafts whatever they cost",
+    "speculative.max_history_tokens": "history takes a share of the machine's free memory",
+}
 
 
 @dataclass
@@ -438,12 +433,14 @@ def load_config(path: str, overrides: list[str] = ()) -> Config:
         Exception
     ) as error:  # PyYAML and OmegaConf raise many kinds; all mean a file that is not valid YAML
         raise InputError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
-    return check_combinations(fill(Config, base, overrides, path))
+    return check_combinations(fill(Config, base, overrides, path, REMOVED))
 
 
 def config_of_sections(sections: dict[str, dict], overrides: list[str], source: str) -> Config:
     """The same from a dictionary of sections in place of a file; source: what an error calls it."""
-    return check_combinations(fill(Config, OmegaConf.create(escape(sections)), overrides, source))
+    return check_combinations(
+        fill(Config, OmegaConf.create(escape(sections)), overrides, source, REMOVED)
+    )
 
 
 def config_to_yaml(config: Config) -> str:

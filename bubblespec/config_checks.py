@@ -75,9 +75,11 @@ def require(holds: bool, name: str, value: Any, what: str) -> None:
         raise InputError(f"{name}: {value} must be {what}")
 
 
-def fill(schema: type, base: Any, overrides: list[str], source: str) -> Any:
-    """`schema` filled from `base` and then the overrides, each value within its bounds; source:
-    what an error calls `base`."""
+def fill(
+    schema: type, base: Any, overrides: list[str], source: str, removed: dict[str, str]
+) -> Any:
+    """`schema` filled from `base` and then the overrides, each value within its bounds. source:
+    what an error calls `base`; removed: former keys, and what took their place."""
     layers = [base]
     for override in overrides:
         if not override.partition("=")[0].strip(". ") or "=" not in override:
@@ -95,6 +97,9 @@ def fill(schema: type, base: Any, overrides: list[str], source: str) -> Any:
             raise InputError(
                 f"{source}: expected sections (model, data, ...), found {type(plain).__name__}"
             )
+        for name in (f"{s}.{k}" for s in plain if isinstance(plain[s], dict) for k in plain[s]):
+            if name in removed:
+                raise InputError(f"{name}: there is no such key any more: {removed[name]}")
         _check_keys(plain, schema, schema)
         merged = _merge(merged, layer)
     try:

@@ -49,3 +49,9 @@ def log(line: str) -> None:
     with contextlib.suppress(OSError):
         tqdm.write(line, file=sys.stderr)  # not into a progress bar
         sys.stderr.flush()
+
+
+def one_line(error: Exception) -> str:
+    """Its kind and the first sentences of its message, enough to tell what is wrong."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}{'...' if text[200:] else ''}"

@@ -1,234 +1,262 @@
-"""Whether a run fits, worked out before anything is loaded: python -m bubblespec.memory --config
-FILE [section.key=value ...]
+"""Memory of one rank: how many slots and shared rows fit, how many tokens of drafts and history,
+and, before a run, a table: python -m bubblespec.memory --config FILE [section.key=value ...]
 
-What the parts of a run need is in memory_needs.py. Here it is held against what is there: how many
-slots an engine gets, how many rows all ranks may decode together, and, as a table, what cards of
-two sizes have room for.
-
-All sizes are bytes of one rank; the table is in GB of 10^9 bytes.
+Weights, gradients, optimizer state, keys and values follow from shapes. What a gradient step needs
+besides is a rule of thumb in the table; a run on a GPU makes such a step and reads the peak.
 """
 
 import argparse
 import os
 import sys
+from dataclasses import dataclass
 
 import numpy as np
 import psutil
 import torch
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from bubblespec.config import Config, load_config
 from bubblespec.dist.ranks import Ranks
 from bubblespec.errors import InputError
-from bubblespec.memory_needs import (
-    AUTO_SHARED_ROWS,
-    Needs,
-    activation_bytes,
-    meta_model,
-    spare_slots,
-    work_out,
-)
+from bubblespec.learn.learner import MAX_LOGITS, Learner
+from bubblespec.learn.microbatch import make_microbatch
+from bubblespec.types import Group, Prompt, Samples
 
-CARDS = {
-    "80 GB": 79.1 * 2**30,
-    "141 GB": 139.7 * 2**30,
-}  # what torch sees of an H100 and of an H200
-# Kept free: the CUDA context, NCCL's buffers, CUDA graphs, fragmentation. A guess, not measured.
+# what torch sees of an H100 and of an H200
+CARDS = {"80 GB": 79.1 * 2**30, "141 GB": 139.7 * 2**30}
+# kept free: the CUDA context, NCCL's buffers, CUDA graphs, fragmentation
 HEADROOM = 0.06
+AUTO_TP_ROWS = 16
+SHARE_OF_HOST = 0.05  # of the free memory of the machine, for drafts and for history each
+DRAFT_TOKEN_BYTES, HISTORY_TOKEN_BYTES = 4, 100  # a token of history is in an index, too
 
 
-def rows_of_a_rank(config: Config, world_size: int) -> int:
-    """Responses that the rank with most of them generates in a step."""
-    return -(-config.rollout.num_prompts_per_step // world_size) * config.rollout.num_generations
+@dataclass(frozen=True)
+class Needs:
+    """Bytes of one rank."""
+
+    weights: int
+    """Of the policy, and of the reference model of a KL term."""
+    gradients: int
+    optimizer: int
+    """This rank's AdamW moments and, for bfloat16, float32 master weights."""
+    drafter: int
+    """A learned drafter, and its optimizer."""
+    training: int
+    """Activations and logits of a gradient step."""
+    rollout: int
+    """Logits of a forward of the rollout."""
+    slot: int
+    """Keys and values of one row."""
+    tp_row: int
+    """Keys and values of one row of the tensor-parallel tail: those of this rank's heads."""
+
+    @property
+    def lasting(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.drafter
+
+    def room_for_cache(self, room: float, config: Config) -> float:
+        """Bytes for keys and values, of `room` bytes besides what lasts."""
+        if config.rollout.free_cache_engine and room >= self.training:
+            return room - self.rollout
+        if config.optim.stream_gradients:  # forwards and gradients take turns in one rollout
+            return room - self.rollout - self.training
+        return room - max(self.rollout, self.training)
 
 
-def most_slots(config: Config, world_size: int) -> int:
+def estimate(config: Config, model: PreTrainedModel, world_size: int) -> Needs:
+    """model: of which only shapes are used (it may be on the meta device)."""
+    shape, size = model.config.get_text_config(decoder=True), model.dtype.itemsize
+    trained = [p.numel() for p in model.parameters() if p.requires_grad]
+    embeddings = model.get_input_embeddings().weight.numel()
+    layers, hidden, vocab = shape.num_hidden_layers, shape.hidden_size, shape.vocab_size
+    in_bfloat16 = model.dtype == torch.bfloat16
+    grad_size = 4 if in_bfloat16 else size
+    share = (
+        max(sum(trained) / world_size, max(trained)) if config.optim.shard_state else sum(trained)
+    )
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    slot = kv_bytes(shape, size) * max_length(config)
+    heads = num_kv_heads(shape)
+    # A decoder layer saves about this much per token for its backward: inputs of its projections,
+    # norms in float32, queries, keys and values.
+    inner = getattr(shape, "intermediate_size", None) or 4 * hidden
+    layer = (11 * hidden + 4 * inner) * size
+    per_token = layers * layer
+    if config.model.gradient_checkpointing:
+        per_token = layers * hidden * size + 1.5 * layer
+    tokens = config.optim.max_tokens_per_microbatch
+    # logits, their exponentials and two gradients, in float32 at least; the head's gradient twice
+    head = 4 * min(tokens * vocab, MAX_LOGITS) * max(size, 4) + 2 * embeddings * size
+    drafter = 0
+    if "drafter" in config.speculative.method:
+        # a layer and the projection into it: weights, gradients, moments, and float32 masters
+        parameters = (sum(trained) - embeddings) / layers + 2 * hidden**2
+        drafter = parameters * (2 * size + 16 if in_bfloat16 else 4 * size)
+        slot += slot / layers
+    return Needs(
+        weights=weights * (2 if config.loss.kl_coef > 0 and not config.model.lora_r else 1),
+        gradients=sum(trained) * grad_size,
+        optimizer=int(share * grad_size * (3 if in_bfloat16 else 2)),
+        drafter=int(drafter),
+        training=int(tokens * per_token + head),
+        rollout=int(config.rollout.max_batch_tokens * (vocab * size + layer)),
+        slot=int(slot),
+        tp_row=int(slot * -(-heads // world_size) / heads) if world_size > 1 else 0,
+    )
+
+
+def num_kv_heads(shape: PreTrainedConfig) -> int:
+    return getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+
+
+def kv_bytes(shape: PreTrainedConfig, size: int) -> int:
+    """Keys and values of one token. size: bytes of a number."""
+    head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    return 2 * shape.num_hidden_layers * num_kv_heads(shape) * head_dim * size
+
+
+def max_length(config: Config) -> int:
+    """Tokens of the longest prompt and response."""
+    return config.rollout.max_prompt_length + config.rollout.max_completion_length
+
+
+def max_slots(config: Config, world_size: int) -> int:
     """Slots beyond which more are of no use: one for each row of a rank, and as many again for rows
-    beyond an even share of what is trained on: drafts made ahead, prompts that may be deferred, or
-    many short rows placed against few long ones."""
-    rows = rows_of_a_rank(config, world_size)
+    beyond its share: drafts, deferred prompts, or many short rows placed against few long ones."""
+    rows = -(-config.rollout.num_prompts_per_step // world_size) * config.rollout.num_generations
     is_placed = world_size > 1 and config.rollout.placement != "in_turn"
-    may_have_more = (
-        "bubble" in config.speculative.method or config.tail_batching.enabled or is_placed
-    )
-    return min(rows * (2 if may_have_more else 1), config.rollout.max_batch_tokens)
+    has_more = "bubble" in config.speculative.method or config.tail_batching.enabled or is_placed
+    return min(rows * (2 if has_more else 1), config.rollout.max_batch_tokens)
 
 
-def choose_num_slots(
-    config: Config, model: PreTrainedModel, has_moments: bool, ranks: Ranks
-) -> int:
-    """rollout.num_slots, or for auto as many as fit into what is free now, the same on all ranks
-    (they must call it together).
+def spare_slots(config: Config, device: torch.device) -> int:
+    """Slots of no row, for the padding of forwards that are CUDA graphs."""
+    has_graphs = config.model.dtype == "bfloat16" and not config.rollout.enforce_eager
+    return int(device.type == "cuda" and has_graphs and config.model.attention != "sdpa")
 
-    Called when model and optimizer are on the device. has_moments: whether AdamW's moments are
-    there too; otherwise the first update makes them. On a CPU ranks may fill half of the memory
-    that is free. Raises InputError where not one slot fits.
+
+def choose_slots(config: Config, learner: Learner, ranks: Ranks) -> tuple[int, int]:
+    """rollout.num_slots and rollout.tp_tail_max_rows, auto replaced by what fits into the memory
+    that is free once model and optimizer are loaded; the same on all ranks, which call it together.
+    Raises InputError where they do not fit.
+
+    Ranks on CPUs fill half of the machine's free memory, as nothing there says what a gradient step
+    needs.
     """
-    rollout = config.rollout
-    most = most_slots(config, ranks.world_size)
-    if rollout.num_slots != "auto":
-        return (
-            rollout.num_slots
-            if "bubble" in config.speculative.method
-            else min(rollout.num_slots, most)
-        )
-    needs = work_out(config, model, ranks.world_size)
-    free, free_beside, room = _room(config, needs, has_moments, ranks.device)
-    spare = spare_slots(config) if ranks.device.type == "cuda" else 0
-    fitting = int(ranks.gather(np.array([room // needs.whole_slot])).min()) - spare
-    if fitting < 1:
-        shared = (
-            f" and {needs.shared / 1e9:.2f} GB of rollout.tp_tail_max_rows" if needs.shared else ""
-        )
+    rollout, model, optimizer = config.rollout, learner.model, learner.optimizer
+    needs = estimate(config, model, ranks.world_size)
+    wanted, free = rollout.num_slots, free_bytes(ranks.device)
+    useful = max_slots(config, ranks.world_size)
+    room = free / 2
+    if ranks.device.type == "cuda" and wanted == "auto":
+        updated = [p for group in optimizer.local.param_groups for p in group["params"]]
+        to_come = 0 if optimizer.local.state else 2 * sum(p.nbytes for p in updated)
+        peak = gradient_peak(config, learner)
+        room = free - HEADROOM * torch.cuda.mem_get_info(ranks.device)[1] - to_come - needs.drafter
+        room = Needs(**{**vars(needs), "training": peak}).room_for_cache(room, config)
+    spare = spare_slots(config, ranks.device)
+    shared = rollout.tp_tail_max_rows if ranks.world_size > 1 else 0
+    num_tp_rows = AUTO_TP_ROWS if shared == "auto" else shared
+    left = room - (num_tp_rows + spare if num_tp_rows else 0) * needs.tp_row
+    fitting = int(ranks.gather(np.array([left // needs.slot])).min()) - spare
+    if shared == "auto" and fitting < 1:
+        num_tp_rows, fitting = 0, int(ranks.gather(np.array([room // needs.slot])).min()) - spare
+    if wanted != "auto":
+        is_bounded = "bubble" not in config.speculative.method
+        num_slots = min(wanted, useful) if is_bounded else wanted
+        needed = (num_slots + spare) * needs.slot + num_tp_rows * needs.tp_row
+        fits = ranks.gather(np.array([needed <= free], np.uint8)).all()
+    else:
+        num_slots = min(fitting, useful)
+        needed, fits = needs.slot, fitting >= 1
+    if not fits:
         raise InputError(
-            f"rollout.num_slots: a slot of {needs.whole_slot / 1e9:.2f} GB and {(free_beside - room) / 1e9:.2f} GB of "
-            f"activations{shared} do not fit the {free / 1e9:.2f} GB that model and optimizer leave free; lower "
-            "optim.max_tokens_per_microbatch or rollout.max_completion_length, or set optim.shard_state (see bubblespec.memory)"
+            f"rollout.num_slots: {wanted}, but slots of {max_length(config)} tokens "
+            f"need {needed / 1e9:.3g} GB for keys and values, and {free / 1e9:.3g} GB are free "
+            "besides model and optimizer; lower rollout.num_slots, rollout.max_completion_length "
+            "or optim.max_tokens_per_microbatch, or set optim.shard_state"
         )
-    return min(fitting, most)
+    return num_slots, num_tp_rows
 
 
-def choose_tp_rows(
-    config: Config, model: PreTrainedModel, has_moments: bool, num_slots: int, ranks: Ranks
-) -> int:
-    """rollout.tp_tail_max_rows, or for auto as many as fit beside the engine's slots into what is
-    free, at most AUTO_SHARED_ROWS; the same on all ranks (they must call it together). has_moments:
-    as in `choose_num_slots`."""
-    wanted = config.rollout.tp_tail_max_rows
-    if wanted != "auto" or ranks.world_size == 1:
-        return 0 if wanted == "auto" else wanted
-    needs = work_out(config, model, ranks.world_size)
-    spare = spare_slots(config) if ranks.device.type == "cuda" else 0
-    _, free_beside, room = _room(config, needs, has_moments, ranks.device)
-    left = min(
-        room - (num_slots + spare) * needs.whole_slot, free_beside - needs.training
-    )  # they stay in a gradient step
-    fitting = ranks.gather(np.array([left // needs.shared_row])).min() - spare
-    return int(min(max(fitting, 0), AUTO_SHARED_ROWS))
-
-
-def _room(
-    config: Config, needs: Needs, has_moments: bool, device: torch.device
-) -> tuple[float, float, float]:
-    """Bytes that are free, that are left of them beside what the run makes later, and of these the
-    bytes for keys and values."""
-    free, total = free_bytes(device)
-    free_beside = (
-        free
-        - HEADROOM * total
-        - (0 if has_moments else needs.moments)
-        - needs.drafter
-        - needs.shared
+def gradient_peak(config: Config, learner: Learner) -> int:
+    """Bytes that a gradient step holds at its peak, measured on the GPU. The gradient is cleared
+    afterwards."""
+    device = learner.ranks.device
+    tokens, count = max_length(config), config.optim.max_tokens_per_microbatch // max_length(config)
+    half = [np.zeros(tokens - tokens // 2, np.int64)] * count
+    zeros = [np.zeros(len(t), np.float32) for t in half]
+    numbers = np.arange(count)
+    prompt = Prompt(0, "", (0,) * (tokens // 2), {})
+    samples = Samples(
+        [Group(prompt, 0)], count, numbers, half, zeros, zeros, numbers < 0, np.zeros((count, 1))
     )
-    return (
-        free,
-        free_beside,
-        needs.room_for_cache(
-            free_beside, config.rollout.free_cache_engine, config.optim.stream_gradients
-        ),
-    )
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    batch = make_microbatch(samples, numbers.tolist(), device)
+    learner.accumulate_gradient(batch, np.zeros(count), np.zeros(count))
+    learner.optimizer.clear()
+    return torch.cuda.max_memory_allocated(device) - before
 
 
-def free_bytes(device: torch.device) -> tuple[float, float]:
-    """What this rank may still allocate, and all that there is for it."""
+def free_bytes(device: torch.device) -> float:
+    """What this rank may still allocate. Ranks on the CPUs of one machine share its memory."""
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(
-            device
-        ), total
-    available = psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1")) / 2
-    return available, available
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    return free_host_bytes()
+
+
+def free_host_bytes() -> float:
+    """This rank's share of the memory of the machine that is available without swapping."""
+    return psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def host_token_budget(ranks: Ranks) -> tuple[int, int]:
+    """Tokens of drafts, and of history, that each rank may keep in the machine's memory; the same
+    on all ranks, which call it together."""
+    free = SHARE_OF_HOST * float(ranks.gather(np.array([free_host_bytes()])).min())
+    return int(free // DRAFT_TOKEN_BYTES), int(free // HISTORY_TOKEN_BYTES)
 
 
 def table(config: Config, model: PreTrainedModel, world_size: int) -> str:
-    """The sum, and for cards of 80 and 141 GB what it leaves."""
-    needs = work_out(config, model, world_size)
-    optim, rollout = config.optim, config.rollout
-    other = activation_bytes(
-        model, optim.max_tokens_per_microbatch, not config.model.gradient_checkpointing
-    )
-    precision = "float32" if model.dtype == torch.bfloat16 else config.model.dtype
-    where = (
-        f"this rank's share of {world_size}"
-        if optim.shard_state and world_size > 1
-        else "all on every rank"
-    )
-    rows, most = rows_of_a_rank(config, world_size), most_slots(config, world_size)
-    with_or_without = (
-        ("with", "without") if config.model.gradient_checkpointing else ("without", "with")
-    )
-    lines = [
-        f"{config.model.path}: {sum(p.numel() for p in model.parameters()) / 1e9:.2f} B parameters in {config.model.dtype}, "
-        f"{world_size} ranks; GB on each",
-        f"{needs.weights / 1e9:8.2f}  weights",
-        f"{needs.reference / 1e9:8.2f}  reference model" if needs.reference else None,
-        f"{needs.gradients / 1e9:8.2f}  gradients, {precision}",
-        f"{needs.masters / 1e9:8.2f}  master weights, float32, {where}" if needs.masters else None,
-        f"{needs.moments / 1e9:8.2f}  moments, {precision}, {where}",
-        f"{needs.drafter / 1e9:8.2f}  drafter: weights, gradients, optimizer state, part of the head"
-        if needs.drafter
-        else None,
-        f"{needs.shared / 1e9:8.2f}  of {rollout.tp_tail_max_rows} rows that all ranks decode together"
-        if needs.shared
-        else None,
-        f"{needs.lasting / 1e9:8.2f}  lasting",
-        f"{needs.activations / 1e9:8.2f}  activations of {optim.max_tokens_per_microbatch} tokens, {with_or_without[0]} "
-        f"checkpointing ({other / 1e9:.2f} {with_or_without[1]})",
-        f"{needs.head / 1e9:8.2f}  loss head: {optim.max_logits_per_chunk} logits at once",
-        f"{needs.rollout / 1e9:8.2f}  or, in the rollout, a forward of {rollout.max_batch_tokens} tokens",
-        f"{needs.slot / 1e9:8.2f}  keys and values of a slot, {rollout.max_prompt_length + rollout.max_completion_length} tokens",
-        f"{needs.drafter_slot / 1e9:8.2f}  of the drafter for a slot"
-        if needs.drafter_slot
-        else None,
-        f"{needs.drafter_lesson / 1e9:8.2f}  for training the drafter on a piece of a response"
-        if needs.drafter_slot
-        else None,
-    ]
+    """What each rank needs, and what it leaves of cards of two sizes."""
+    needs = estimate(config, model, world_size)
+    count = sum(p.numel() for p in model.parameters())
+    rows = {
+        "weights": needs.weights,
+        "gradients": needs.gradients,
+        "optimizer state": needs.optimizer,
+        "drafter": needs.drafter,
+        "lasting": needs.lasting,
+        "gradient step, estimated": needs.training,
+        "or a forward of the rollout": needs.rollout,
+        f"keys and values of {max_length(config)} tokens": needs.slot,
+    }
+    title = f"{config.model.path}: {count / 1e9:.2f} B parameters in {config.model.dtype}"
+    lines = [f"{title}, {world_size} ranks; GB on each"]
+    lines += [f"{size / 1e9:8.2f}  {name}" for name, size in rows.items() if size]
     for name, total in CARDS.items():
         room = total * (1 - HEADROOM) - needs.lasting
-        rooms = (
-            needs.room_for_cache(room, is_freed, optim.stream_gradients)
-            for is_freed in (False, True)
-        )
-        beside_step, freed = (
-            max(int((cache - needs.shared) // needs.whole_slot) - spare_slots(config), 0)
-            for cache in rooms
-        )
-        fitting = freed if rollout.free_cache_engine else beside_step
-        slots = min(fitting, most) if rollout.num_slots == "auto" else rollout.num_slots
-        lines.append(
-            f"{world_size} x {name}: {'fits' if 1 <= slots <= fitting else 'DOES NOT FIT'}, {(room - needs.training) / 1e9:.1f} "
-            f"left beside a gradient step ({HEADROOM:.0%} kept free); slots: {beside_step} fit, {freed} if freed for the step; "
-            f"{slots} used for {rows} rows"
-        )
-    lines.append(
-        f"rank 0 holds {needs.host_while_saving / 1e9:.1f} GB of optimizer state in the machine's memory while it saves"
-    )
-    if needs.host_lessons:
-        lines.append(
-            f"each rank holds {needs.host_lessons / 1e9:.1f} GB of responses for its drafter in the machine's memory"
-        )
-    return "\n".join(line for line in lines if line)
+        spare = spare_slots(config, torch.device("cuda"))
+        fitting = max(int(needs.room_for_cache(room, config) // needs.slot) - spare, 0)
+        wanted = config.rollout.num_slots
+        fits = room >= needs.training and fitting >= (1 if wanted == "auto" else wanted)
+        slots = f"{fitting} slots fit, {max_slots(config, world_size)} are of use"
+        lines.append(f"{world_size} x {name}: {'fits' if fits else 'DOES NOT FIT'}; {slots}")
+    return "\n".join(lines)
 
 
-def load_meta_model(config: Config) -> PreTrainedModel:
-    """From the model's config.json alone. Raises InputError."""
-    try:
-        architecture = AutoConfig.from_pretrained(
-            config.model.path, trust_remote_code=config.model.trust_remote_code
-        )
-        return meta_model(architecture, getattr(torch, config.model.dtype))
-    except (OSError, ValueError, KeyError) as error:
-        raise InputError(
-            f"model.path: cannot read the configuration of {config.model.path}: {str(error).strip().splitlines()[0]}"
-        ) from error
+def meta_model(architecture: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model on the meta device, where tensors have shapes and no memory."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(architecture, dtype=dtype)
 
 
 def main() -> int:
-    """Print what a rank needs and what fits. Returns the exit code: 2 for bad input."""
-    parser = argparse.ArgumentParser(
-        description="Memory of one rank, worked out from the configuration"
-    )
+    """Print the table. Returns the exit code: 2 for bad input."""
+    parser = argparse.ArgumentParser(description="Memory of one rank, before a run")
     parser.add_argument("--config", required=True, help="YAML file, see configs/")
     parser.add_argument("--world-size", type=int, default=8, help="number of ranks")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
@@ -237,7 +265,14 @@ def main() -> int:
         if arguments.world_size < 1:
             raise InputError(f"--world-size: {arguments.world_size} must be at least 1")
         config = load_config(arguments.config, arguments.overrides)
-        print(table(config, load_meta_model(config), arguments.world_size))
+        path, trusted = config.model.path, config.model.trust_remote_code
+        try:
+            architecture = AutoConfig.from_pretrained(path, trust_remote_code=trusted)
+            model = meta_model(architecture, getattr(torch, config.model.dtype))
+        except (OSError, ValueError, KeyError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise InputError(f"model.path: cannot read config.json of {path}: {reason}") from error
+        print(table(config, model, arguments.world_size))
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

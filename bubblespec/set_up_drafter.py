@@ -30,9 +30,12 @@ from bubblespec.learn.warm_start import (
 from bubblespec.rollout.sampler import Sampler
 
 MOST_STEPS = 256  # whose prompts a warm start answers
+BUFFER_TOKENS = 50_000  # of recent responses, with hidden states, that each rank keeps
+VOCAB_SIZE = 16_384  # most token ids that it drafts: the most frequent ones
+LEARNING_RATE = 1e-3  # at the start of the warm start
 KEPT = "drafter"  # folder in run.output_dir of what a warm start has made
 MADE_BY_FILE = "made_by.json"  # in it: these keys of the configuration
-MADE_BY = ("drafter.warm_start", "drafter.vocab_size", "drafter.learning_rate")
+MADE_BY = ("drafter.warm_start",)
 
 
 def find(config: Config, checkpoint: str | None, ranks: Ranks) -> tuple[str, str] | None:
@@ -74,17 +77,17 @@ def warm_start(sampler: Sampler, learner: Learner, step: int, plans: dict[str, P
     if "bubble" in config.speculative.method:
         sampler.keep_as_drafts(rows, step, are_deferred=False)
     sampler.engine.release()
-    ids = frequent_ids(rows, sampler.params.stop_token_ids, config.drafter.vocab_size, ranks)
+    ids = frequent_ids(rows, sampler.params.stop_token_ids, VOCAB_SIZE, ranks)
     try:
         drafter = Drafter(learner.model, ids, config.run.seed)
     except ValueError as error:
         raise InputError(f"speculative.method: no drafter for this policy: {error}") from error
     # All of the warm start is learnt from; only later fewer tokens are kept.
-    most = max(2 * config.drafter.warm_start, config.drafter.buffer_tokens)
+    most = max(2 * config.drafter.warm_start, BUFFER_TOKENS)
     training, chains = _parts(drafter, sampler, learner, plans, most)
     learn_from(training, learner.model, rows, config.optim.max_tokens_per_microbatch)
     accepted = train(training, chains, ranks)
-    training.lessons.shrink(config.drafter.buffer_tokens)
+    training.lessons.shrink(BUFFER_TOKENS)
     _use(training, chains, accepted, sampler, learner)
 
 
@@ -111,9 +114,7 @@ def keep(sampler: Sampler) -> None:
 def load(folder: str, sampler: Sampler, learner: Learner, key: str, plans: dict[str, Plan]) -> None:
     """Use a saved drafter. key: of the configuration, which named the folder. Raises InputError."""
     drafter, about = load_drafter(folder, learner.model, sampler.config.run.seed, key)
-    training, chains = _parts(
-        drafter, sampler, learner, plans, sampler.config.drafter.buffer_tokens
-    )
+    training, chains = _parts(drafter, sampler, learner, plans, BUFFER_TOKENS)
     training.num_updates = about["num_updates"]
     for group in training.optimizer.param_groups:
         group["lr"] = about["learning_rate"]
@@ -129,7 +130,7 @@ def _parts(
     training = DrafterTraining(
         drafter,
         learner.kernel,
-        learning_rate=config.drafter.learning_rate,
+        learning_rate=LEARNING_RATE,
         temperature=config.rollout.temperature,
         max_tokens=max_tokens,
         seed=config.run.seed,

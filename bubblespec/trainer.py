@@ -4,7 +4,7 @@ setup.py makes the parts."""
 import contextlib
 import gc
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import IO
 
 import numpy as np
@@ -37,6 +37,9 @@ from bubblespec.telemetry.timeline import gather_lanes
 from bubblespec.telemetry.trace import Recorder
 from bubblespec.types import Group, Prompt
 
+NEARLY_FULL = 0.98  # a store that is full has room for less than another response
+SAMPLE_STEPS = 10  # from one set of sample completions in TensorBoard to the next
+
 
 @dataclass(kw_only=True)
 class Trainer:
@@ -65,6 +68,8 @@ class Trainer:
     """While the run is open."""
     recorder: Recorder | None = None
     """Where the run is recorded."""
+    full: set[str] = field(default_factory=set)
+    """Stores that have filled their memory, of which a line has been printed."""
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
@@ -77,8 +82,8 @@ class Trainer:
         )
         if self.config.trace.enabled:
             self.recorder = Recorder(self.config, self.ranks, self.num_updates)
-        # Python's collector leaves alone what is there now: to go through it takes 0.3 s, on each
-        # rank at another time.
+        # Without this a collection takes 0.3 s, on each rank at another time, and makes stragglers.
+        gc.collect()
         gc.freeze()
         try:
             yield
@@ -161,9 +166,10 @@ class Trainer:
         if self.sampler.drafter is not None:
             metrics |= self.sampler.drafter.metrics(ranks)
         self.logger.log(step, metrics | {"perf/max_memory_gb": peak_memory_gb(ranks)})
+        self._log_full_stores()
         if self.recorder is not None:
             self.recorder.write(record)
-        if step % run.logging_steps == 0:
+        if step % SAMPLE_STEPS == 0:
             self.logger.log_samples(step, record.samples, record.rewards.ravel(), self.tokenizer)
         if step in run.timeline_steps:
             spans = [span for rollout in record.rollouts for span in rollout.spans] + record.spans
@@ -172,6 +178,17 @@ class Trainer:
                 metrics.get("tail/is_long_round"), ""
             )
             self.logger.log_timeline(step, lanes, self.config.speculative.method + of_round)
+
+    def _log_full_stores(self) -> None:
+        """Once: drafts or history fill their share of the machine's memory."""
+        stores = {"drafts": self.sampler.store, "history": self.sampler.history}
+        for name, store in stores.items() if self.ranks.is_main else ():
+            if store.num_tokens > NEARLY_FULL * store.max_tokens and name not in self.full:
+                self.full.add(name)
+                self.logger.say(
+                    f"{name}: {store.max_tokens} tokens fill their share of the machine's free "
+                    "memory; there is no room for more"
+                )
 
     def evaluate_if_due(self) -> None:
         """Evaluate where run.eval_steps wants it; what was evaluated before the run was interrupted

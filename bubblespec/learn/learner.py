@@ -44,6 +44,9 @@ from bubblespec.types import SampleId, Samples
 # dense and with experts, with weights from usual ones to so large ones that errors grow.
 MAX_MISMATCH = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.1}
 
+MAX_LOGITS = 1 << 26  # tokens x vocabulary, of a micro-batch, that exist at once
+MAX_SKIPPED_STEPS = 5
+
 # Measured in each micro-batch. All are summed over the micro-batches of an update except the last,
 # a maximum; low, high and delta count bounded tokens (policy_loss).
 MEASURED = ("loss", "entropy", "low", "high", "delta", "kl", "mismatch", "tokens", "max_mismatch")
@@ -112,7 +115,7 @@ class Learner:
         "sync" span for each of these reductions.
 
         An update whose loss or gradient is not finite is skipped, on all ranks alike;
-        `skipped_updates` counts them. Raises RunFailed after more than optim.max_skipped_steps
+        `skipped_updates` counts them. Raises RunFailed after more than MAX_SKIPPED_STEPS
         consecutive steps with such an update.
         """
         # Without a KL term a sample of zero advantage (a group of equal rewards) has zero gradient:
@@ -239,14 +242,14 @@ class Learner:
             model,
             batch,
             temperature=self.config.rollout.temperature,
-            max_logits=self.config.optim.max_logits_per_chunk,
+            max_logits=MAX_LOGITS,
             kernel=self.kernel,
             on_hidden=on_hidden,
         )
 
     def _count_skipped(self, num_skipped: int, step: int) -> None:
         self.num_skipped_in_a_row = self.num_skipped_in_a_row + 1 if num_skipped else 0
-        if self.num_skipped_in_a_row > self.config.optim.max_skipped_steps:
+        if self.num_skipped_in_a_row > MAX_SKIPPED_STEPS:
             raise RunFailed(
                 f"loss or gradient not finite in {self.num_skipped_in_a_row} steps in a row, "
                 f"up to step {step}; the weights are those before them. "

@@ -9,6 +9,7 @@ from bubblespec.draft.store import DraftStore
 from bubblespec.draft.suffix import History
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
+from bubblespec.memory import host_token_budget
 from bubblespec.planner.costs import CostModel
 from bubblespec.planner.guard import Guard
 from bubblespec.planner.stats import RunStats
@@ -17,6 +18,7 @@ from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.profile import profile
 from bubblespec.rollout.sampler import Sampler
 
+VIRTUAL_TOKENS = (1 << 28, 1 << 28)  # of drafts and history: the simulator is about time
 ALWAYS_WINDOW = 6  # draft tokens that are verified whatever that costs
 
 
@@ -34,6 +36,10 @@ def make_sampler(
 ) -> Sampler:
     """All ranks call it together. board, cost: in virtual time, in
     place of those that are made and measured here."""
+    in_virtual_time = cost is not None
+    max_draft_tokens, max_history_tokens = (
+        VIRTUAL_TOKENS if in_virtual_time else host_token_budget(ranks)
+    )
     method = config.speculative.method
     has_drafts = method != "none" or config.tail_batching.enabled
     uses_tail = config.rollout.tp_tail_max_rows != 0 and ranks.world_size > 1
@@ -42,16 +48,17 @@ def make_sampler(
         if has_drafts:
             profile(engine, params, cost, clock=ranks.clock)
     if board is None and (has_drafts or uses_tail or config.optim.stream_gradients):
-        bubble = config.bubble
-        board = ProgressBoard(ranks, bubble.progress_timeout_s, bubble.progress_backend)
-    history = History(config.speculative.max_history_tokens)
+        board = ProgressBoard(ranks, config.run.timeout_s, config.bubble.progress_backend)
+    history = History(max_history_tokens)
     proposer = evaluation = None
     if has_drafts:
         uses_drafts = "bubble" in method or config.tail_batching.enabled
         window = ALWAYS_WINDOW if config.speculative.planning == "always" else None
         options = {"has_drafts": uses_drafts, "fixed_window": window, "clock": ranks.clock}
         proposer = make_proposer(method, history, cost, **options)
-        evaluation = make_evaluation_drafts(config, proposer) if method != "none" else None
+        evaluation = (
+            make_evaluation_drafts(config, proposer, max_draft_tokens) if method != "none" else None
+        )
     guards = {}
     is_guarded = config.speculative.planning == "by_cost"
     if is_guarded and "bubble" in method and not config.tail_batching.enabled:
@@ -67,7 +74,7 @@ def make_sampler(
         scorer=scorer,
         reward_weights=reward_weights,
         stats=RunStats(cost=cost, guards=guards),
-        store=DraftStore(config.bubble.max_draft_tokens),
+        store=DraftStore(max_draft_tokens),
         history=history,
         proposer=proposer,
         board=board,

@@ -183,7 +183,7 @@ class OwnersPropose:
 def make_tp_tail(config: Config, sampler: "Sampler", *, max_rows: int) -> TPTail | None:
     """None where there is one rank, the key says so, the model cannot be sharded, or, with auto,
     it is measured not to pay. Computes forwards: all ranks must call it together. max_rows: of
-    `choose_tp_rows`."""
+    `choose_slots`."""
     wanted = config.rollout.tp_tail_max_rows
     ranks, engine, params = sampler.ranks, sampler.engine, sampler.params
     if ranks.world_size == 1 or not max_rows or sampler.board is None:

@@ -16,7 +16,7 @@ from bubblespec.draft.learned import LearnedDrafts
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
-from bubblespec.memory import most_slots
+from bubblespec.memory import max_slots
 from bubblespec.planner.costs import CostModel
 from bubblespec.records import Span
 from bubblespec.rollout.board import ProgressBoard
@@ -129,7 +129,7 @@ def counted(steps: list[SimulatedStep]) -> list[SimulatedStep]:
 def num_slots_of(config: Config, num_ranks: int) -> int:
     """Slots of each rank."""
     slots = config.rollout.num_slots
-    return most_slots(config, num_ranks) if slots == "auto" else slots
+    return max_slots(config, num_ranks) if slots == "auto" else slots
 
 
 def _check(config: Config, workload: Workload, num_ranks: int) -> None:
@@ -211,7 +211,7 @@ class _Rank:
         schedule.load_state_dict(schedule.state_dict() | save_visits(workload.first_visits()))
         board = None
         if _has_drafts(config):
-            timeout_s = config.bubble.progress_timeout_s
+            timeout_s = config.run.timeout_s
             board = ProgressBoard(ranks, timeout_s, SimulatedTicks(ranks))
         self.sampler = make_sampler(
             config,

@@ -1,0 +1,187 @@
+"""Model, tokenizer and prompts are loaded from the user's files, and what does not fit together is
+refused."""
+
+import os
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from bubblespec.config import Config
+from bubblespec.data.prompts import (
+    PromptSet,
+    build_prompt_set,
+    load_rows,
+    make_tokenize,
+    reasoning_gym_rows,
+)
+from bubblespec.errors import InputError, one_line
+from bubblespec.learn.lora import add_adapter
+from bubblespec.types import Prompt
+
+
+def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
+    """Raises InputError."""
+    return _load(AutoTokenizer, config, config.model.path)
+
+
+def load_model(config: Config, checkpoint: str | None, device: torch.device) -> PreTrainedModel:
+    """The policy of a checkpoint, or the initial one. With LoRA a checkpoint holds the adapter
+    alone.
+
+    It has the shapes that its configuration names and all of its weights: missing ones would be
+    random numbers. Raises InputError.
+    """
+    has_adapter = config.model.lora_r > 0
+    path = config.model.path if has_adapter or checkpoint is None else checkpoint
+    if os.path.isfile(os.path.join(path, "adapter_config.json")):
+        raise InputError(
+            f"model.path: {path} is a LoRA adapter; merge it into its base (merge_and_unload of "
+            "peft), and save that"
+        )
+    key = "model.path" if path == config.model.path else "run.resume_from_checkpoint"
+    if getattr(_load(AutoConfig, config, path), "is_encoder_decoder", False):
+        raise InputError(
+            f"{key}: {path} is an encoder-decoder model; the engine serves decoder-only models"
+        )
+    # Each tensor goes from the file to the device at once: the ranks of a machine never hold their
+    # models in its memory together.
+    options = {"dtype": getattr(torch, config.model.dtype), "device_map": {"": device}}
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, info = _load(AutoModelForCausalLM, config, path, **options)
+    if info["mismatched_keys"]:
+        name, there, wanted = sorted(info["mismatched_keys"])[0]
+        raise InputError(
+            f"{key}: {name} in the weights of {path} is {list(there)}, "
+            f"but its config.json asks for {list(wanted)}"
+        )
+    if info["missing_keys"]:
+        first, *others = sorted(info["missing_keys"])
+        more = f" and {len(others)} more" if others else ""
+        raise InputError(f"{key}: the weights of {path} lack {first}{more}")
+    if checkpoint:
+        check_same_architecture(config, model, checkpoint)
+    if has_adapter:
+        add_adapter(model, config.model, config.run.seed, checkpoint)
+    return model.to(device).eval()
+
+
+def _load(auto_class, config: Config, path: str, **options):
+    try:
+        return auto_class.from_pretrained(
+            path, trust_remote_code=config.model.trust_remote_code, **options
+        )
+    except Exception as error:  # someone else's files, and a dozen libraries that read them
+        if "trust_remote_code" in str(error):
+            raise InputError(
+                f"model.path: {path} brings code of its own, which is run only with "
+                "model.trust_remote_code=true; read it first"
+            ) from error
+        key = "model.path" if path == config.model.path else "run.resume_from_checkpoint"
+        raise InputError(
+            f"{key}: cannot load {auto_class.__name__} from {path}: {one_line(error)}"
+        ) from error
+
+
+def check_same_architecture(config: Config, model: PreTrainedModel, checkpoint: str) -> None:
+    """Refuse a checkpoint of another architecture than model.path: it has its own configuration, so
+    it would load. Raises InputError."""
+    initial = _load(AutoConfig, config, config.model.path)
+    names = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")
+    for name in names:
+        here, there = getattr(initial, name, None), getattr(model.config, name, None)
+        if here != there:
+            raise InputError(
+                f"run.resume_from_checkpoint: {checkpoint} holds another model: "
+                f"{name} is {there}, in model.path {here}"
+            )
+
+
+def check_vocabulary(
+    config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Every token that a prompt or a stop can be must have an embedding; more embeddings than
+    tokens are usual padding. Raises InputError."""
+    size = model.get_input_embeddings().num_embeddings
+    largest = max(tokenizer.get_vocab().values(), default=0)
+    if largest >= size:
+        raise InputError(
+            f"model.path: the tokenizer of {config.model.path} has token {largest}, "
+            f"but the model only {size} embeddings"
+        )
+    for token in config.rollout.stop_token_ids or []:
+        if token >= size:
+            raise InputError(f"rollout.stop_token_ids: {token} is beyond the model's {size} tokens")
+
+
+def stop_tokens(
+    config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> tuple[int, ...]:
+    """The configured stop tokens, or the model's and the tokenizer's end-of-sequence tokens. Raises
+    InputError if there are none."""
+    if config.rollout.stop_token_ids is not None:
+        return tuple(config.rollout.stop_token_ids)
+    of_model = model.generation_config.eos_token_id
+    of_model = of_model if isinstance(of_model, list) else [of_model]
+    stops = {tokenizer.eos_token_id, *of_model} - {None}
+    if not stops:
+        raise InputError(
+            "rollout.stop_token_ids: neither model nor tokenizer has an end-of-sequence token; "
+            "give one"
+        )
+    return tuple(sorted(stops))
+
+
+def load_prompts(
+    config: Config, tokenizer: PreTrainedTokenizerBase
+) -> tuple[PromptSet, list[Prompt]]:
+    """Training prompts and held-out prompts. A training prompt that is also held out is left out of
+    training, whether or not this run evaluates: the batches do not depend on that. Raises
+    InputError."""
+    data, count, longest = config.data, config.eval.num_prompts, config.rollout.max_prompt_length
+    options = {"system_prompt": data.system_prompt, "as_chat": data.as_chat}
+    tokenize = make_tokenize(tokenizer)
+
+    def prompts_of(rows, key: str) -> PromptSet:
+        return build_prompt_set(rows, tokenize, longest, key=key, **options)
+
+    held_out = []
+    if data.tasks:
+        tasks = [{"name": t.name, "weight": t.weight, "config": t.config} for t in data.tasks]
+        train = prompts_of(reasoning_gym_rows(tasks, data.size, data.seed), "data.tasks")
+        if count:
+            rows = reasoning_gym_rows(tasks, count, data.seed + 500)
+            held_out = prompts_of(rows, "data.tasks").prompts
+    else:
+        rows = load_rows(data.path, data.name, data.split, columns=data.columns)
+        train = prompts_of(rows, "data.path")
+        if count and (data.eval_path or data.eval_split):
+            key = "data.eval_path" if data.eval_path else "data.eval_split"
+            name = None if data.eval_path and os.path.exists(data.eval_path) else data.name
+            path, split = data.eval_path or data.path, data.eval_split or data.split
+            rows = load_rows(path, name, split, key=key, columns=data.columns)
+            held_out = prompts_of(rows, key).prompts[:count]
+        elif count:
+            if len(train) < 2:
+                raise InputError(
+                    f"data.path: {len(train)} usable prompts cannot be split into training and "
+                    f"held-out ones (and {train.num_dropped} over rollout.max_prompt_length)"
+                )
+            held_out = train.batch(0, 0, min(count, len(train) // 2))
+    if count and not held_out:
+        raise InputError(
+            f"rollout.max_prompt_length: no held-out prompt has at most {longest} tokens"
+        )
+    texts = {str(prompt.text) for prompt in held_out}
+    remaining = [prompt for prompt in train.prompts if str(prompt.text) not in texts]
+    if train.prompts and not remaining:
+        raise InputError(
+            "data.eval_path, data.eval_split: all training prompts are held out as well, so none "
+            "is left to train on"
+        )
+    return PromptSet(remaining, train.num_dropped), held_out
