@@ -20,11 +20,17 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from bubblespec.engine.packing import PAGE, AttentionGroup, CachePacking, SequencePacking
+from bubblespec.engine.packing import (
+    PAGE,
+    AttentionGroup,
+    CachePacking,
+    SequencePacking,
+    Varlen,
+)
 from bubblespec.engine.unrolled import UnrolledPacking
 
 HALF = (torch.bfloat16, torch.float16)  # what the CUDA kernels compute in
-LARGEST_HEAD = 256  # of the CUDA kernels
+MAX_HEAD_SIZE = 256  # of the CUDA kernels
 NAME = "bubblespec"  # a name with "flash" in it would make transformers look for that package
 RECORDER = "bubblespec_recorder"
 _IGNORED = {
@@ -47,7 +53,7 @@ def choose_kernel(
     """Resolve `auto`: SDPA on CPU and for a `dtype` or `head_sizes` (see `prepare_model`) that the
     CUDA kernels do not support, else flash_attn if importable, else torch's kernel if torch is new
     enough. Raises ValueError for an impossible request."""
-    unfit = sorted((key, value) for key, value in head_sizes if key != value or key > LARGEST_HEAD)
+    unfit = sorted((key, value) for key, value in head_sizes if key != value or key > MAX_HEAD_SIZE)
     if requested == "auto":
         if device.type != "cuda" or dtype not in HALF or unfit:
             return "sdpa"
@@ -60,20 +66,24 @@ def choose_kernel(
         )
     if requested != "sdpa" and dtype not in HALF:
         raise ValueError(
-            f"model.attention: {requested} computes in bfloat16; for {str(dtype).partition('.')[2]} use sdpa"
+            f"model.attention: {requested} computes in bfloat16; for "
+            f"{str(dtype).partition('.')[2]} use sdpa"
         )
     if requested != "sdpa" and unfit:
         raise ValueError(
-            f"model.attention: {requested} takes heads of one size up to {LARGEST_HEAD}; this model's query and key heads have "
-            f"{unfit[0][0]} and its value heads {unfit[0][1]}; use sdpa"
+            f"model.attention: {requested} takes heads of one size up to {MAX_HEAD_SIZE}; this "
+            f"model's query and key heads have {unfit[0][0]} and its value heads {unfit[0][1]}; "
+            f"use sdpa"
         )
     if requested == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
         raise ValueError(
-            "model.attention: flash_attn is not installed (see requirements-flash.txt); use varlen or sdpa"
+            "model.attention: flash_attn is not installed (see requirements-flash.txt); use varlen "
+            "or sdpa"
         )
     if requested == "varlen" and not _has_varlen():
         raise ValueError(
-            f"model.attention: varlen needs torch 2.12 or newer, this is {torch.__version__}; use sdpa"
+            f"model.attention: varlen needs torch 2.12 or newer, this is {torch.__version__}; use "
+            f"sdpa"
         )
     return requested
 
@@ -112,32 +122,29 @@ def bubblespec_attention(
         raise ValueError(f"this model passes {what}, which the generation engine does not support")
     if packing is None:
         raise ValueError(
-            "this model does not pass the arguments of its forward on to its attention function, as the engine needs"
+            "this model does not pass the arguments of its forward on to its attention function, "
+            "as the engine needs"
         )
     query, key, value = (t[0].transpose(0, 1) for t in (query, key, value))
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
+    how = {"scaling": scaling, "window": sliding_window}
     if isinstance(packing, UnrolledPacking):
         out = packing.attend(query, key, value, scaling=scaling)
     elif isinstance(packing, SequencePacking):
-        attend = {
-            "sdpa": _sequences_sdpa,
-            "varlen": _sequences_varlen,
-            "flash_attn": _sequences_flash,
-        }[kernel]
-        out = attend(packing, query, key, value, scaling=scaling, window=sliding_window)
+        if kernel == "sdpa":
+            out = _sequences_sdpa(packing, query, key, value, **how)
+        else:
+            out = VARLEN_KERNELS[kernel](packing.varlen, query, key, value, **how)
     else:
-        packing.cache.write(module.layer_idx, packing.slot, packing.position, key, value)
-        cached_key, cached_value = (
-            packing.cache.keys[module.layer_idx],
-            packing.cache.values[module.layer_idx],
-        )
-        attend = {"sdpa": _cached_sdpa, "varlen": _cached_varlen, "flash_attn": _cached_flash}[
-            kernel
-        ]
-        out = attend(
-            packing, query, cached_key, cached_value, scaling=scaling, window=sliding_window
-        )
+        cache, layer = packing.cache, module.layer_idx
+        cache.write(layer, packing.slot, packing.position, key, value)
+        key, value = cache.keys[layer], cache.values[layer]
+        if kernel == "sdpa":
+            out = _cached_sdpa(packing, query, key, value, **how)
+        else:
+            flat = key.flatten(0, 1), value.flatten(0, 1)
+            out = VARLEN_KERNELS[kernel](packing.varlen, query, *flat, **how)
     return out[None].contiguous(), None
 
 
@@ -193,9 +200,8 @@ def _cached_sdpa(
     padding = packing.padding
     if padding is not None:
         query = query.index_select(0, padding[0])
-    options = {"scaling": scaling, "window": window}
     attended = [
-        _attend_group(packing, group, query, cached_key, cached_value, **options)
+        _attend_group(packing, group, query, cached_key, cached_value, scaling, window)
         for group in packing.groups
     ]
     out = attended[0] if len(attended) == 1 else torch.cat(attended)
@@ -203,23 +209,12 @@ def _cached_sdpa(
 
 
 def _attend_group(
-    packing: CachePacking,
-    group: AttentionGroup,
-    query,
-    cached_key,
-    cached_value,
-    *,
-    scaling,
-    window,
-):
+    packing: CachePacking, group: AttentionGroup, query, cached_key, cached_value, scaling, window
+) -> torch.Tensor:
     """Query heads of one key/value head are folded into the query axis, so keys and values are
     never repeated."""
-    rows, queries, num_heads, kv_heads = (
-        group.num_rows,
-        group.num_queries,
-        query.shape[1],
-        cached_key.shape[2],
-    )
+    rows, queries = group.num_rows, group.num_queries
+    num_heads, kv_heads = query.shape[1], cached_key.shape[2]
     fold = num_heads // kv_heads
     query = query[group.places].reshape(rows, queries, kv_heads, fold, -1).permute(0, 2, 3, 1, 4)
     query = query.reshape(rows, kv_heads, fold * queries, -1)
@@ -227,11 +222,8 @@ def _attend_group(
     key, value = (t[slots, : group.length].transpose(1, 2) for t in (cached_key, cached_value))
     mask = packing.mask(group, fold, window, query.dtype)
     out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
-    return (
-        out.reshape(rows, kv_heads, fold, queries, -1)
-        .permute(0, 3, 1, 2, 4)
-        .reshape(rows * queries, num_heads, -1)
-    )
+    out = out.reshape(rows, kv_heads, fold, queries, -1).permute(0, 3, 1, 2, 4)
+    return out.reshape(rows * queries, num_heads, -1)
 
 
 def _sequences_sdpa(
@@ -260,85 +252,40 @@ def _sequences_sdpa(
     return torch.cat(attended).index_select(0, packed_order)
 
 
-def _cached_varlen(
-    packing: CachePacking, query, cached_key, cached_value, *, scaling, window
-) -> torch.Tensor:
-    v = packing.varlen
-    key, value = (t.flatten(0, 1) for t in (cached_key, cached_value))
-    return _varlen(
-        query,
-        key,
-        value,
-        cu_q=v.cu_q,
-        cu_k=v.cu_k,
-        max_q=v.max_q,
-        max_k=v.max_k,
-        scaling=scaling,
-        window=window,
-        used=v.used,
-    )
-
-
-def _sequences_varlen(
-    packing: SequencePacking, query, key, value, *, scaling, window
-) -> torch.Tensor:
-    cumulative, longest = packing.varlen
-    return _varlen(
-        query,
-        key,
-        value,
-        cu_q=cumulative,
-        cu_k=cumulative,
-        max_q=longest,
-        max_k=longest,
-        scaling=scaling,
-        window=window,
-        used=None,
-    )
-
-
-def _varlen(query, key, value, *, cu_q, cu_k, max_q, max_k, scaling, window, used) -> torch.Tensor:
+def _varlen(v: Varlen, query, key, value, *, scaling, window) -> torch.Tensor:
     """torch's variable-length kernel; one split, so that a row's result does not depend on the
     other rows."""
     look_back = -1 if window is None else window - 1
+    tensors = query.contiguous(), key.contiguous(), value.contiguous(), v.cu_q, v.cu_k
     if not _has_varlen():
         # benchmarks/gpu_suite.py runs on torch 2.11 too, where the operator knows `seqused_k`
         # already, and never splits.
-        is_causal, keys = (
-            look_back < 0,
-            {"window_size_left": look_back, "window_size_right": 0, "seqused_k": used},
-        )
-        tensors = (query.contiguous(), key.contiguous(), value.contiguous(), cu_q, cu_k)
+        keys = {"window_size_left": look_back, "window_size_right": 0, "seqused_k": v.used}
         return torch.ops.aten._flash_attention_forward(
-            *tensors, max_q, max_k, 0.0, is_causal, False, scale=scaling, **keys
+            *tensors, v.max_q, v.max_k, 0.0, look_back < 0, False, scale=scaling, **keys
         )[0]
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn(
-        query.contiguous(),
-        key.contiguous(),
-        value.contiguous(),
-        cu_q,
-        cu_k,
-        max_q,
-        max_k,
+        *tensors,
+        v.max_q,
+        v.max_k,
         scale=scaling,
         window_size=(look_back, 0),
         enable_gqa=query.shape[1] != key.shape[1],
-        seqused_k=used,
-        num_splits=1 if used is not None else None,
+        seqused_k=v.used,
+        num_splits=None if v.used is None else 1,
     )
 
 
-def _cached_flash(
-    packing: CachePacking, query, cached_key, cached_value, *, scaling, window
-) -> torch.Tensor:
+def _flash(v: Varlen, query, key, value, *, scaling, window) -> torch.Tensor:
     """The flash_attn package has no `seqused_k`; its paged form expresses the same."""
     from flash_attn import flash_attn_varlen_func
 
-    v = packing.varlen
-    cu_k, table = v.paged
-    key, value = (t.view(-1, PAGE, *t.shape[2:]) for t in (cached_key, cached_value))
+    cu_k, options = v.cu_k, {}
+    if v.used is not None:
+        cu_k, options["block_table"] = v.paged
+        key, value = (t.view(-1, PAGE, *t.shape[1:]) for t in (key, value))
     return flash_attn_varlen_func(
         query.contiguous(),
         key,
@@ -350,25 +297,8 @@ def _cached_flash(
         softmax_scale=scaling,
         causal=True,
         window_size=(-1 if window is None else window - 1, 0),
-        block_table=table,
+        **options,
     )
 
 
-def _sequences_flash(
-    packing: SequencePacking, query, key, value, *, scaling, window
-) -> torch.Tensor:
-    from flash_attn import flash_attn_varlen_func
-
-    cumulative, longest = packing.varlen
-    return flash_attn_varlen_func(
-        query,
-        key,
-        value,
-        cumulative,
-        cumulative,
-        longest,
-        longest,
-        softmax_scale=scaling,
-        causal=True,
-        window_size=(-1 if window is None else window - 1, 0),
-    )
+VARLEN_KERNELS = {"varlen": _varlen, "flash_attn": _flash}

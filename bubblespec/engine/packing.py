@@ -164,15 +164,12 @@ class CachePacking:
                 vector = torch.full((2 * most - 1,), float("-inf"), dtype=dtype, device=self.device)
                 vector[max(most - (window or most), 0) : most] = 0.0
                 self._vectors[window] = vector
-            mask = (
-                self._vectors[window]
-                .unfold(0, group.length, 1)
-                .index_select(0, unseen[group.places])
-            )
+            pieces = self._vectors[window].unfold(0, group.length, 1)
+            mask = pieces.index_select(0, unseen[group.places])
             mask = mask.view(group.num_rows, group.num_queries, group.length)
-            self._masks[wanted] = (mask.repeat(1, heads_per_kv, 1) if heads_per_kv > 1 else mask)[
-                :, None
-            ]
+            if heads_per_kv > 1:
+                mask = mask.repeat(1, heads_per_kv, 1)
+            self._masks[wanted] = mask[:, None]
         return self._masks[wanted]
 
     @cached_property
@@ -196,8 +193,9 @@ class Varlen:
     """int32 [S + 1], offset of each sequence's new tokens."""
     cu_k: torch.Tensor
     """int32 [S + 1], offset of its keys in the flattened cache."""
-    used: torch.Tensor
-    """int32 [S], number of its keys, of which the last are those of the new tokens."""
+    used: torch.Tensor | None
+    """int32 [S], number of its keys, of which the last are those of the new tokens; None where
+    keys are those of whole sequences."""
     max_q: int
     """Bound on the new tokens of a sequence."""
     max_k: int
@@ -293,10 +291,11 @@ class SequencePacking:
         return groups, to_device(np.argsort(np.concatenate(grouped)), device)
 
     @cached_property
-    def varlen(self) -> tuple[torch.Tensor, int]:
-        """(cumulative lengths int32 [sequences + 1], longest)."""
+    def varlen(self) -> Varlen:
+        """The same sequences for variable-length kernels, their keys being those of the tokens."""
         cumulative = np.concatenate(([0], np.cumsum(self.lengths))).astype(np.int32)
-        return to_device(cumulative, self.position.device), max(self.lengths)
+        offsets, longest = to_device(cumulative, self.position.device), max(self.lengths)
+        return Varlen(offsets, offsets, None, longest, longest, longest)
 
 
 def pack_sequences(lengths: list[int], device: torch.device) -> SequencePacking:
