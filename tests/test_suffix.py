@@ -2,10 +2,6 @@
 bounded history."""
 
 import io
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +9,7 @@ import pytest
 from bubblespec.draft.suffix import (
     HISTORY,
     LIVE_LAG,
+    ORDERS,
     OWN,
     OWN_BONUS,
     OWN_RADIUS,
@@ -23,7 +20,6 @@ from bubblespec.draft.suffix import (
     find_nearest,
 )
 
-ALL_ORDERS = tuple(range(8, 1, -1))
 PAD = [-1] * 8
 
 
@@ -45,8 +41,8 @@ def random_events(
     return events
 
 
-def build(events, history=(), **options) -> GroupIndex:
-    index = GroupIndex(history, **options)
+def build(events, history=(), prompt=()) -> GroupIndex:
+    index = GroupIndex(history, prompt=prompt)
     for kind, sample, tokens in events:
         (index.add_draft if kind == "draft" else index.extend)(sample, tokens)
     return index
@@ -59,9 +55,7 @@ def common_suffix(a: list[int], b: list[int], most: int = 8) -> int:
     return length
 
 
-def brute_force(
-    events, history, sample: int, limit: int, orders: tuple[int, ...], prompt=()
-) -> tuple[list[int], int, int]:
+def brute_force(events, history, sample: int, limit: int, prompt=()) -> tuple[list[int], int, int]:
     """What a row that was proposed nothing before has to get, by plain search through
     everything."""
     texts, live, draft, row = [([-2] * 8 + list(prompt), None, SELF)], {}, None, list(PAD)
@@ -100,7 +94,7 @@ def brute_force(
         if at is not None:
             length = common_suffix(draft[:at], row)
             candidates.append((length + OWN_BONUS, length, draft, at, OWN))
-    for n in orders:
+    for n in ORDERS:
         shared = [
             place
             for place in reversed(places)
@@ -116,7 +110,7 @@ def brute_force(
                 )
             break
     ranked = sorted(enumerate(history), key=lambda item: (-item[1][1], item[0]))
-    for n in orders:
+    for n in ORDERS:
         shared = [
             (PAD + tokens.tolist(), end)
             for _, (tokens, _) in ranked
@@ -168,9 +162,8 @@ def edited(rng: np.random.Generator, text: np.ndarray, rate: float, alphabet: in
     return np.array(out, np.int64)
 
 
-@pytest.mark.parametrize("orders", [ALL_ORDERS, (6, 2)])
 @pytest.mark.parametrize("alphabet", [2, 4, 12])
-def test_equals_brute_force(orders, alphabet):
+def test_equals_brute_force(alphabet):
     rng = np.random.default_rng(alphabet)
     sources = set()
     for _ in range(60):
@@ -180,13 +173,13 @@ def test_equals_brute_force(orders, alphabet):
             for _ in range(rng.integers(4))
         ]
         prompt = rng.integers(alphabet, size=rng.integers(40)).tolist()
-        index = build(events, history, orders=orders, prompt=prompt)
+        index = build(events, history, prompt)
         for sample in range(3):
             limit = int(rng.integers(1, 9))
             tokens, length, source = index.propose(sample, limit)
             assert tokens.dtype == np.int32
             assert (tokens.tolist(), length, source) == brute_force(
-                events, history, sample, limit, orders, prompt
+                events, history, sample, limit, prompt
             )
             sources.add(source)
     assert sources == {OWN, SIBLING, SELF, HISTORY}
@@ -201,42 +194,6 @@ def test_what_the_prompt_says_is_proposed():
     tokens, length, source = index.propose(0, 2)
     assert (tokens.tolist(), length, source) == ([7, 8], 2, SELF)
     assert index.propose(1, 2)[0].tolist() == []
-
-
-@pytest.mark.parametrize("alphabet", [2, 5])
-def test_with_all_orders_no_match_is_longer(alphabet):
-    """The property that `orders` trades away, stated without the index's rules: over a whole
-    decode, nothing longer exists."""
-    rng = np.random.default_rng(1)
-    responses = [rng.integers(alphabet, size=60) for _ in range(3)]
-    history = [(rng.integers(alphabet, size=50), 0.0) for _ in range(2)]
-    index = GroupIndex(history, orders=ALL_ORDERS)
-    done = [0, 0, 0]
-    for t in range(60 * 3):
-        j = t % 3
-        tokens, length, _ = index.propose(j, 4)
-        texts = [PAD + text.tolist() for text, _ in history] + [
-            PAD + r[:n].tolist() for r, n in zip(responses, done, strict=True)
-        ]
-        row = texts[2 + j]
-        lag = [1, 1, LIVE_LAG, LIVE_LAG, LIVE_LAG]
-        longest = max(
-            common_suffix(x[:e], row)
-            for x, d in zip(texts, lag, strict=True)
-            for e in range(8, len(x) - d + 1)
-        )
-        following = [
-            x[e : e + 4]
-            for x in texts
-            for e in range(8, len(x))
-            if common_suffix(x[:e], row) == length
-        ]
-        assert length >= (
-            longest if longest >= 2 else 0
-        )  # a continued match may lie where the index does not reach yet
-        assert tokens.tolist() in following or (longest < 2 and len(tokens) == 0)
-        index.extend(j, responses[j][done[j] : done[j] + 1])
-        done[j] += 1
 
 
 def test_growing_equals_building_at_once():
@@ -314,16 +271,6 @@ def test_resynchronises_with_the_own_draft(response, lengths):
     assert proposals == lengths
 
 
-def test_expected_place_follows_the_shift():
-    draft = np.arange(100, 200)
-    index = build([("draft", 0, draft), ("extend", 0, ints(100, 101, 1, 2, 3, 102, 103))])
-    assert index.propose(0, 2)[0].tolist() == [104, 105]
-    index.extend(
-        0, ints(104, 7)
-    )  # replaced after the insertion: the draft goes on three places before the row
-    assert index.propose(0, 2)[0].tolist() == [106, 107]
-
-
 def test_a_draft_that_keeps_failing_gives_way():
     index = build(
         [
@@ -350,17 +297,6 @@ def test_position_zero_prefers_own_then_sibling_then_history():
     assert index.propose(0, 2)[0].tolist() == [4, 5] and index.propose(0, 2)[2] == SIBLING
     index.add_draft(0, ints(1, 2, 3))
     assert index.propose(0, 4)[0].tolist() == [1, 2, 3] and index.propose(0, 4)[2] == OWN
-
-
-def test_longer_match_beats_trust_and_equal_match_does_not():
-    row = ints(50, 1, 2, 3)
-    sibling, longer, equal = ints(60, 2, 3, 70), ints(61, 1, 2, 3, 71), ints(62, 2, 3, 72)
-    assert build([("draft", 1, sibling), ("extend", 0, row)], [(longer, 0.0)]).propose(0, 1)[
-        0
-    ].tolist() == [71]
-    assert build([("draft", 1, sibling), ("extend", 0, row)], [(equal, 0.0)]).propose(0, 1)[
-        0
-    ].tolist() == [70]
 
 
 def test_a_continued_match_stays_in_a_tie():
@@ -399,7 +335,7 @@ def test_the_asking_row_does_not_hide_its_siblings():
     """The most recent place of an n-gram is in the row itself, the longer match in a sibling."""
     sibling = ints(1, 2, 3, 4, 5, 6, 7)
     row = np.concatenate([ints(80, 4, 5), np.arange(100, 100 + LIVE_LAG), ints(2, 3, 4, 5)])
-    index = build([("draft", 1, sibling), ("extend", 0, row)], orders=(2,))
+    index = build([("draft", 1, sibling), ("extend", 0, row)])
     assert (index.propose(0, 9)[0].tolist(), *index.propose(0, 9)[1:]) == ([6, 7], 4, SIBLING)
 
 
@@ -414,26 +350,6 @@ def test_edges():
         0, ints(1, 2, 3, 0, 4)
     )  # token 0, as a stop token may be, is a token like any other
     assert index.propose(0, 4)[0].tolist() == [0, 4]
-    one = build([("draft", 1, ints(8, 9)), ("extend", 0, ints(5, 8))], min_match=1)
-    assert one.propose(0, 4)[0].tolist() == [9]
-    assert (
-        build([("draft", 1, ints(8, 9)), ("extend", 0, ints(5, 8))]).propose(0, 4)[0].tolist() == []
-    )
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"min_match": 0},
-        {"min_match": 9},
-        {"orders": (2, 4)},
-        {"orders": (9, 2)},
-        {"orders": (4, 1)},
-    ],
-)
-def test_refuses_impossible_sizes(options):
-    with pytest.raises(ValueError, match=r"min_match|orders"):
-        GroupIndex(**options)
 
 
 def test_find_nearest_equals_brute_force():
@@ -442,25 +358,19 @@ def test_find_nearest_equals_brute_force():
     found = 0
     for _ in range(2000):
         text = rng.choice(
-            [0, 1, 256, 65536, 1 << 24], size=rng.integers(3, 30), p=(0.6, 0.1, 0.1, 0.1, 0.1)
+            [0, 1, 256, 65536, 1 << 24], size=rng.integers(8, 35), p=(0.6, 0.1, 0.1, 0.1, 0.1)
         ).astype(np.int32)
-        n, centre, radius = (
-            int(rng.integers(1, 3)),
-            int(rng.integers(3, 35)),
-            int(rng.integers(1, 8)),
-        )
+        n, centre, radius = rng.integers((1, 3, 1), (3, 40, 8)).tolist()
         ngram = text[:n] if rng.random() < 0.5 else rng.permutation(text)[:n]
         ends = [
             e
-            for e in range(3, len(text))
+            for e in range(8, len(text))
             if abs(e - centre) <= radius and (text[e - n : e] == ngram).all()
         ]
         wanted = min(ends, key=lambda e: (abs(e - centre), -e), default=-1)
-        assert (
-            find_nearest(text.tobytes(), ngram.tobytes(), centre, radius=radius, lowest=3) == wanted
-        )
+        assert find_nearest(text.tobytes(), ngram.tobytes(), centre, radius) == wanted
         found += wanted >= 0
-    assert found > 500
+    assert found > 300
 
 
 def test_drafts_pay_after_the_first_mismatch():
@@ -473,30 +383,6 @@ def test_drafts_pay_after_the_first_mismatch():
     assert (
         tokens_per_pass > 7
     )  # 16 edits apart on average; a draft that ends at its first mismatch gives 1.1
-
-
-def test_proposals_do_not_depend_on_the_process():
-    """Python salts the hash of `bytes`; no proposal may show it."""
-    code = """
-import hashlib, sys
-import numpy as np
-sys.path.insert(0, "tests")
-from test_suffix import GroupIndex, decode, edited
-rng = np.random.default_rng(6)
-text = rng.integers(4, size=200)
-index = GroupIndex([(edited(rng, text, 0.1, 4), float(i % 2)) for i in range(3)])
-index.add_draft(1, edited(rng, text, 0.1, 4))
-print(hashlib.sha256(repr(decode(index, [edited(rng, text, 0.1, 4) for _ in range(3)])).encode()).hexdigest())
-"""
-    environments = [dict(os.environ, PYTHONHASHSEED=salt, PYTHONPATH=".") for salt in ("1", "2")]
-    root = Path(__file__).parents[1]
-    outputs = [
-        subprocess.run(
-            [sys.executable, "-c", code], env=env, cwd=root, capture_output=True, check=True
-        )
-        for env in environments
-    ]
-    assert outputs[0].stdout == outputs[1].stdout and len(outputs[0].stdout) == 65
 
 
 def test_history_drops_the_oldest_first():
@@ -528,13 +414,6 @@ def test_history_gives_latest_step_then_best_reward():
         (1, 1.0),
     ]
     assert history.get(8) == []
-
-
-def test_history_keeps_a_copy():
-    history, tokens = History(max_tokens=10), np.array([1, 2], np.int32)
-    history.add(1, tokens, 0.0, step=0)
-    tokens[0] = 9
-    assert history.get(1)[0][0].tolist() == [1, 2]
 
 
 def test_history_state_round_trip():

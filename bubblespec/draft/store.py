@@ -112,5 +112,7 @@ def _unpack(header: np.ndarray, tokens: np.ndarray) -> list[tuple[SampleId, Draf
             Draft(part, bool(flags & FINISHED), version),
             bool(flags & DEFERRED),
         )
-        for (uid, visit, number, _, flags, version), part in zip(fields.tolist(), parts)
+        for (uid, visit, number, _, flags, version), part in zip(
+            fields.tolist(), parts[: len(fields)], strict=True
+        )
     ]

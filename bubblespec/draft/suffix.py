@@ -2,8 +2,8 @@
 propose what followed there.
 
 After prompt lookup (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding) and SuffixDecoding
-(Oliaro et al. 2024, arXiv
-2411.04975), over the texts of a group of samples. docs/LOG.md compares the three.
+(Oliaro et al. 2024, arXiv 2411.04975), over the texts of a group of samples. docs/LOG.md compares
+the three.
 
 Sources, most trusted first: the row's own draft (made with the same noise under older weights), the
 other samples of its group (their drafts, and their tokens so far), its own earlier tokens, the
@@ -31,15 +31,21 @@ import numpy as np
 
 from bubblespec.records import SOURCES
 
-OWN, SIBLING, SELF, HISTORY = range(
-    4
-)  # source of a proposal: own draft, other sample, prompt or own tokens, earlier epoch
+# Source of a proposal: own draft, other sample, prompt or own tokens, earlier epoch.
+OWN, SIBLING, SELF, HISTORY = range(4)
 SOURCE_NAMES = SOURCES[1:]
 
 PAD = -1  # never a token
 PROMPT_PAD = -2  # in front of the prompt, whose beginning is not the place where responses begin
 PROMPT_OWNER = -1  # never a sample
 TOKEN_BYTES = 4
+MIN_MATCH = 2  # tokens; shortest match outside the own draft
+MAX_MATCH = 8  # longer matches count as equal
+# Sizes of the indexed n-grams, largest first: of all places that share the row's last n tokens, for
+# the largest such n, the most recent is taken. These yield as much as all sizes from 8 down to 2.
+ORDERS = (6, MIN_MATCH)
+SIZES = tuple(TOKEN_BYTES * n for n in ORDERS)
+WINDOW = TOKEN_BYTES * MAX_MATCH
 END_BITS = 32  # an indexed place is text id << END_BITS | end
 END_MASK = (1 << END_BITS) - 1
 # A match near its expected place in the own draft is more likely right than its length says: it
@@ -57,29 +63,19 @@ OWN_RADIUS = ((2, 4), (1, 1))
 # ones, which is a loss as long as hardly any tokens follow it.
 LIVE_LAG = 8
 NOTHING = np.empty(0, np.int32)
+PADDING = np.full(MAX_MATCH, PAD, np.int32).tobytes()
 
 
-def find_nearest(text: bytes, ngram: bytes, centre: int, *, radius: int, lowest: int) -> int:
-    """End of the occurrence of `ngram` nearest to `centre`: at most `radius` away, from `lowest`
-    up, and with a token after it.
-
-    Of two equally near ones the later. Returns -1 if there is none.
-    """
-    size = len(ngram)
+def find_nearest(text: bytes, ngram: bytes, centre: int, radius: int) -> int:
+    """End of the occurrence of `ngram` nearest to `centre`: at most `radius` away, not in the
+    padding, and with a token after it. Of two equally near ones the later; -1 if there is none."""
     last = len(text) // TOKEN_BYTES - 1
-    low, high = max(lowest, centre - radius), min(last, centre + radius)
-    after = text.find(ngram, TOKEN_BYTES * max(centre, low) - size, TOKEN_BYTES * high)
-    while after >= 0 and after % TOKEN_BYTES:  # an occurrence across token borders is none
-        after = text.find(ngram, after + 1, TOKEN_BYTES * high)
-    begin = TOKEN_BYTES * low - size
-    before = text.rfind(ngram, begin, TOKEN_BYTES * min(centre - 1, high))
-    while before >= 0 and before % TOKEN_BYTES:
-        before = text.rfind(ngram, begin, before + size - 1)
-    after = (after + size) // TOKEN_BYTES if after >= 0 else -1
-    before = (before + size) // TOKEN_BYTES if before >= 0 else -1
-    if after < 0 or before < 0:
-        return max(after, before)
-    return after if after - centre <= centre - before else before
+    for distance in range(radius + 1):
+        for end in (centre + distance, centre - distance):
+            stop = TOKEN_BYTES * end
+            if MAX_MATCH <= end <= last and text[stop - len(ngram) : stop] == ngram:
+                return end
+    return -1
 
 
 class _Row:
@@ -99,12 +95,12 @@ class _Row:
         "text",
     )
 
-    def __init__(self, padding: bytes, live_id: int):
-        self.text = bytearray(padding)
+    def __init__(self, live_id: int):
+        self.text = bytearray(PADDING)
         self.live_id = live_id
-        # the end of `text`: all that is not indexed yet, and max_match tokens before it
-        self.recent = padding
-        self.indexed = len(padding) // TOKEN_BYTES  # the next end to index
+        # the end of `text`: all that is not indexed yet, and MAX_MATCH tokens before it
+        self.recent = PADDING
+        self.indexed = MAX_MATCH  # the next end to index
         self.draft = b""
         self.bonus = OWN_BONUS  # tokens that a match in the draft counts longer than it is
         self.shift = 0  # expected end in the draft, minus the end of `text`
@@ -118,40 +114,10 @@ class GroupIndex:
     """All that can propose tokens for the samples of one prompt in one visit."""
 
     def __init__(
-        self,
-        history: Iterable[tuple[np.ndarray, float]] = (),
-        *,
-        min_match: int = 2,
-        max_match: int = 8,
-        orders: tuple[int, ...] | None = None,
-        prompt: Sequence[int] = (),
+        self, history: Iterable[tuple[np.ndarray, float]] = (), *, prompt: Sequence[int] = ()
     ):
         """history: (int tokens [L], reward) of earlier responses, most recent first; preferred by
-        reward, then recency.
-
-        min_match: shortest match outside the own draft. max_match: longer matches count as equal.
-        orders: sizes of the indexed n-grams, largest first. Of all places that share the row's last
-        n tokens, for the largest such n, the most recent is taken. The default (6, min_match)
-        yields as much as all sizes from max_match down. prompt: tokens; matches in it count as
-        SELF.
-        """
-        if not 1 <= min_match <= max_match:
-            raise ValueError(
-                f"min_match = {min_match} and max_match = {max_match}: need 1 <= min_match <= max_match"
-            )
-        if orders is None:
-            orders = (6, min_match) if min_match < 6 <= max_match else (min_match,)
-        if (
-            list(orders) != sorted(set(orders), reverse=True)
-            or not min_match <= orders[-1] <= orders[0] <= max_match
-        ):
-            raise ValueError(
-                f"orders = {orders}: need descending sizes from min_match = {min_match} to max_match = {max_match}"
-            )
-        self.max_match, self.min_match = max_match, orders[-1]
-        self.sizes = tuple(TOKEN_BYTES * n for n in orders)
-        self.window = TOKEN_BYTES * max_match
-        self.padding = np.full(max_match, PAD, np.int32).tobytes()
+        reward, then recency. prompt: tokens; matches in it count as SELF."""
         self.rows: dict[int, _Row] = {}
         # By text id: the text, the sample it belongs to, and which source it is for that sample.
         self.texts: list[bytes | bytearray] = []
@@ -161,27 +127,25 @@ class GroupIndex:
         # in the asking row's own text.
         self.latest: dict[bytes, int] = {}
         self.second: dict[bytes, int] = {}
-        # Best last, since what is indexed later replaces what was there. The index is made when it
-        # is first needed.
+        # Best last, since what is indexed later replaces what was there.
         oldest_first = list(history)[::-1]
         self.history = [
-            self._pad(tokens) for tokens, _ in sorted(oldest_first, key=lambda pair: pair[1])
+            _pad(tokens) for tokens, _ in sorted(oldest_first, key=lambda pair: pair[1])
         ]
-        self.history_index: dict[bytes, int] | None = None
+        self.history_index: dict[bytes, int] | None = None  # made when it is first needed
         if prompt:
-            text = np.array((PROMPT_PAD,) * max_match + tuple(prompt), np.int32).tobytes()
-            self._index(
-                text, self._register(text, PROMPT_OWNER, SELF), max_match, max_match + len(prompt)
-            )
+            text = np.array((PROMPT_PAD,) * MAX_MATCH + tuple(prompt), np.int32).tobytes()
+            text_id = self._register(text, PROMPT_OWNER, SELF)
+            self._index(text, text_id, MAX_MATCH, MAX_MATCH + len(prompt))
 
     def add_draft(self, sample: int, tokens: np.ndarray) -> None:
         """Give `sample` a draft, int [L], aligned with its response, in place of any it had. Its
         siblings match into it too."""
         row = self._row(sample)
-        row.draft, row.shift = self._pad(tokens), 0
+        row.draft, row.shift = _pad(tokens), 0
         row.cursor, row.at, row.source, row.bonus = row.draft, 0, OWN, OWN_BONUS
         text_id = self._register(row.draft, sample, OWN)
-        self._index(row.draft, text_id, self.max_match, len(row.draft) // TOKEN_BYTES)
+        self._index(row.draft, text_id, MAX_MATCH, len(row.draft) // TOKEN_BYTES)
 
     def extend(self, sample: int, tokens: np.ndarray) -> None:
         """Append newly accepted tokens, int [A], to a live row."""
@@ -193,60 +157,52 @@ class GroupIndex:
         stop = max(end - LIVE_LAG + 1, row.indexed)
         self._index(recent, row.live_id, row.indexed, stop, offset=end - len(recent) // TOKEN_BYTES)
         row.indexed = stop
-        row.recent = recent[-(self.window + TOKEN_BYTES * (end - stop)) :]
+        row.recent = recent[-(WINDOW + TOKEN_BYTES * (end - stop)) :]
 
     def propose(self, sample: int, max_tokens: int) -> tuple[np.ndarray, int, int]:
         """Tokens that may follow a row, int32 [0..max_tokens], the match length behind them, and
         their source.
 
-        The match length is the number of last tokens, up to max_match, in which row and source
-        agree. It is below min_match for OWN only; 0 means that the draft continues at its expected
+        The match length is the number of last tokens, up to MAX_MATCH, in which row and source
+        agree. It is below MIN_MATCH for OWN only; 0 means that the draft continues at its expected
         place, as it does after one replaced token.
         """
         row = self._row(sample)
-        context = row.recent[-self.window :]
+        context = row.recent[-WINDOW:]
         wanted = int.from_bytes(context, "little")
         end = len(row.text) // TOKEN_BYTES
         # The continued match is the first candidate and so wins ties. If it has full length,
         # nothing can beat it and nothing is searched.
         best, score, text, at, source = -1, -1, row.cursor, row.at + end, row.source
         if TOKEN_BYTES * at < len(text):
-            common = self._common(text, at, wanted)
+            common = _common(text, at, wanted)
             if source == OWN and end > row.end:  # what was accepted is followed by one more token
                 row.bonus = OWN_BONUS if common or end > row.end + 1 else max(row.bonus - 1, 0)
-            if common >= self.min_match:
+            if common >= MIN_MATCH:
                 best, score = common, common + row.bonus if source == OWN else common
         # A continued match of two tokens in the own draft is what the search would find, at
         # distance 0.
-        if score < self.max_match and row.draft and (best < OWN_RADIUS[0][0] or source != OWN):
+        if score < MAX_MATCH and row.draft and (best < OWN_RADIUS[0][0] or source != OWN):
             place = self._search_own(row.draft, context, end + row.shift)
             if place >= 0:
-                common = self._common(row.draft, place, wanted)
+                common = _common(row.draft, place, wanted)
                 if common + row.bonus > score:
-                    best, score, text, at, source = (
-                        common,
-                        common + row.bonus,
-                        row.draft,
-                        place,
-                        OWN,
-                    )
-        if score < self.max_match:
+                    best, score = common, common + row.bonus
+                    text, at, source = row.draft, place, OWN
+        if score < MAX_MATCH:
             for place in self._search_group(context):
                 text_id = place >> END_BITS
                 other = self.texts[text_id]
-                common = self._common(other, place & END_MASK, wanted)
+                common = _common(other, place & END_MASK, wanted)
                 if common > score:
                     best, score, text, at = common, common, other, place & END_MASK
-                    source = (
-                        self.kinds[text_id]
-                        if self.owners[text_id] in (sample, PROMPT_OWNER)
-                        else SIBLING
-                    )
-        if score < self.max_match and self.history:
+                    is_own = self.owners[text_id] in (sample, PROMPT_OWNER)
+                    source = self.kinds[text_id] if is_own else SIBLING
+        if score < MAX_MATCH and self.history:
             place = self._search_history(context)
             if place is not None:
                 other = self.history[place >> END_BITS]
-                common = self._common(other, place & END_MASK, wanted)
+                common = _common(other, place & END_MASK, wanted)
                 if common > score:
                     best, text, at, source = common, other, place & END_MASK, HISTORY
         if best < 0:
@@ -262,24 +218,17 @@ class GroupIndex:
         """End in the own draft, near the expected one, that continues `context`; else the expected
         one; -1 past the draft."""
         reach = OWN_RADIUS[0][1]
-        nearby = draft[
-            TOKEN_BYTES * max(expected - reach - 1, 0) : TOKEN_BYTES * (expected + reach)
-        ]
-        if context[-TOKEN_BYTES:] in nearby:  # mostly not, and this is far cheaper than the search
+        begin, stop = max(expected - reach - 1, 0), expected + reach
+        # Mostly it is not there, and this is far cheaper than the search.
+        if context[-TOKEN_BYTES:] in draft[TOKEN_BYTES * begin : TOKEN_BYTES * stop]:
             for n, radius in OWN_RADIUS:
-                at = find_nearest(
-                    draft,
-                    context[-TOKEN_BYTES * n :],
-                    expected,
-                    radius=radius,
-                    lowest=self.max_match,
-                )
+                at = find_nearest(draft, context[-TOKEN_BYTES * n :], expected, radius)
                 if at >= 0:
                     return at
         return expected if expected < len(draft) // TOKEN_BYTES else -1
 
     def _search_group(self, context: bytes) -> tuple[int, ...]:
-        for size in self.sizes:
+        for size in SIZES:
             ngram = context[-size:]
             place = self.latest.get(ngram)
             if place is not None:
@@ -292,22 +241,15 @@ class GroupIndex:
         if index is None:
             index = self.history_index = {}
             for i, text in enumerate(self.history):
-                for size in self.sizes:
-                    for end in range(self.max_match, len(text) // TOKEN_BYTES):
-                        index[text[TOKEN_BYTES * end - size : TOKEN_BYTES * end]] = (
-                            i << END_BITS | end
-                        )
-        for size in self.sizes:
+                for size in SIZES:
+                    for end in range(MAX_MATCH, len(text) // TOKEN_BYTES):
+                        stop = TOKEN_BYTES * end
+                        index[text[stop - size : stop]] = i << END_BITS | end
+        for size in SIZES:
             place = index.get(context[-size:])
             if place is not None:
                 return place
         return None
-
-    def _common(self, text: bytes | bytearray, end: int, wanted: int) -> int:
-        """Length of the common suffix of text[:end] and the row's last max_match tokens, given as
-        the integer `wanted`."""
-        there = int.from_bytes(text[TOKEN_BYTES * end - self.window : TOKEN_BYTES * end], "little")
-        return self.max_match - ((there ^ wanted).bit_length() + 31 >> 5)
 
     def _index(self, text: bytes, text_id: int, begin: int, stop: int, *, offset: int = 0) -> None:
         """Index the n-grams that end at begin .. stop - 1. offset: position of the first token of
@@ -316,7 +258,7 @@ class GroupIndex:
         owner = owners[text_id]
         for end in range(begin, stop):
             here = TOKEN_BYTES * (end - offset)
-            for size in self.sizes:
+            for size in SIZES:
                 ngram = text[here - size : here]
                 previous = latest.get(ngram)
                 if previous is not None and owners[previous >> END_BITS] != owner:
@@ -326,7 +268,7 @@ class GroupIndex:
     def _row(self, sample: int) -> _Row:
         row = self.rows.get(sample)
         if row is None:
-            row = self.rows[sample] = _Row(self.padding, len(self.texts))
+            row = self.rows[sample] = _Row(len(self.texts))
             self._register(row.text, sample, SELF)
         return row
 
@@ -336,8 +278,16 @@ class GroupIndex:
         self.kinds.append(kind)
         return len(self.texts) - 1
 
-    def _pad(self, tokens: np.ndarray) -> bytes:
-        return self.padding + tokens.astype(np.int32).tobytes()
+
+def _pad(tokens: np.ndarray) -> bytes:
+    return PADDING + tokens.astype(np.int32).tobytes()
+
+
+def _common(text: bytes | bytearray, end: int, wanted: int) -> int:
+    """Length of the common suffix of text[:end] and the row's last MAX_MATCH tokens, given as the
+    integer `wanted`."""
+    there = int.from_bytes(text[TOKEN_BYTES * end - WINDOW : TOKEN_BYTES * end], "little")
+    return MAX_MATCH - ((there ^ wanted).bit_length() + 31 >> 5)
 
 
 class History:
@@ -347,9 +297,8 @@ class History:
     def __init__(self, max_tokens: int):
         self.max_tokens = max_tokens
         self.num_tokens = 0
-        self.entries: dict[
-            int, deque[tuple[np.ndarray, float, int]]
-        ] = {}  # (tokens, reward, step), oldest first
+        # by uid: (tokens, reward, step), oldest first
+        self.entries: dict[int, deque[tuple[np.ndarray, float, int]]] = {}
         self.order: deque[int] = deque()  # uid of every entry, oldest first
 
     def add(self, uid: int, tokens: np.ndarray, reward: float, step: int) -> None:
@@ -357,9 +306,8 @@ class History:
         itself, is not stored."""
         if not 0 < len(tokens) <= self.max_tokens:
             return
-        self.entries.setdefault(uid, deque()).append(
-            (np.array(tokens, np.int32), float(reward), int(step))
-        )
+        entry = (np.array(tokens, np.int32), float(reward), int(step))
+        self.entries.setdefault(uid, deque()).append(entry)
         self.order.append(uid)
         self.num_tokens += len(tokens)
         while self.num_tokens > self.max_tokens:
@@ -396,9 +344,8 @@ class History:
         self.entries.clear()
         self.order.clear()
         self.num_tokens = 0
+        columns = (state[key].tolist() for key in ("uid", "step", "length", "reward"))
         begin = 0
-        for uid, step, length, reward in zip(
-            *(state[key].tolist() for key in ("uid", "step", "length", "reward")), strict=True
-        ):
+        for uid, step, length, reward in zip(*columns, strict=True):
             self.add(uid, state["tokens"][begin : begin + length], reward, step)
             begin += length
