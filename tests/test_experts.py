@@ -91,11 +91,8 @@ def test_the_command_prints_it(tmp_path, monkeypatch, capsys):
     "name, dtype, tolerance",
     [
         ("qwen2_moe", torch.float64, 1e-10),
-        ("qwen3_moe", torch.float64, 1e-10),
-        ("mixtral", torch.float64, 1e-10),
-        ("qwen2_moe", torch.float32, 1e-4),
         ("qwen3_moe", torch.float32, 1e-4),
-        ("mixtral", torch.float32, 1e-4),
+        ("mixtral", torch.float64, 1e-10),
         ("deepseek_v2", torch.float32, 1e-4),
     ],
 )
@@ -120,45 +117,38 @@ def test_gradient_equals_the_plain_computation(name, dtype, tolerance):
     assert metrics["loss"] == pytest.approx(wanted_loss, rel=tolerance, abs=tolerance)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_a_policy_with_experts_is_trained(tmp_path, dtype):
+def test_a_policy_with_experts_is_trained(tmp_path):
     """Set up and two steps, with speculation, gradient checkpointing and a reference model."""
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        os.makedirs(tmp_path / "policy", exist_ok=True)
-        shutil.copy(os.path.join(TINY, name), tmp_path / "policy")
+    policy = tmp_path / "policy"
     config = CONFIGS["qwen3_moe"]()
     config.vocab_size, config.max_position_embeddings = 312, 1024
     torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "policy")
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(policy)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(os.path.join(TINY, name), policy)
     options = [
-        f"model.path={tmp_path / 'policy'}",
-        f"model.dtype={dtype}",
+        *SHORT,
+        f"model.path={policy}",
+        "model.dtype=float32",
         "model.gradient_checkpointing=true",
-    ]
-    options += [
         "run.max_steps=2",
         "rollout.max_completion_length=24",
         "reward.functions=[tests.test_experts.num_tokens]",
+        f"run.output_dir={tmp_path / 'run'}",
+        "eval.num_prompts=0",
+        "loss.kl_coef=0.1",
     ]
-    options += [f"run.output_dir={tmp_path / 'run'}", "eval.num_prompts=0", "loss.kl_coef=0.1"]
-    trainer = build(
-        load_config("configs/tiny_cpu.yaml", [*SHORT, *options]), Ranks(torch.device("cpu"))
-    )
+    trainer = build(load_config("configs/tiny_cpu.yaml", options), Ranks(torch.device("cpu")))
     before = [p.detach().clone() for p in trainer.learner.model.parameters()]
     train(trainer)
     trainer.lock.close()
     lines = read(tmp_path / "run")
-    assert [line["skipped_updates"] for line in lines] == [0, 0] and all(
-        line["grad_norm"] > 0 for line in lines
-    )
+    assert [line["skipped_updates"] for line in lines] == [0, 0]
+    assert all(line["grad_norm"] > 0 for line in lines)
     assert lines[0]["kl"] == 0 and lines[1]["kl"] > 0
-    assert all(
-        line["sampling/logp_difference/max"] < {"float32": 1e-3, "float64": 3e-6}[dtype]
-        for line in lines
-    )
-    assert not any(
-        torch.equal(a, b) for a, b in zip(before, trainer.learner.model.parameters(), strict=True)
-    )
+    assert all(line["sampling/logp_difference/max"] < 1e-3 for line in lines)
+    after = trainer.learner.model.parameters()
+    assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 def num_tokens(completion_ids, **columns) -> list[float]:

@@ -30,16 +30,6 @@ RANDOM_IN_TRAINING = {
         attention_dropout=0.5,
         layerdrop=0.5,
     ),
-    "seed_oss": lambda: transformers.SeedOssConfig(
-        **GQA, head_dim=16, residual_dropout=0.5, attention_dropout=0.5
-    ),
-    "starcoder2": lambda: transformers.Starcoder2Config(
-        **GQA,
-        residual_dropout=0.5,
-        embedding_dropout=0.5,
-        attention_dropout=0.5,
-        sliding_window=None,
-    ),
     "mixtral": lambda: transformers.MixtralConfig(
         **GQA, **EXPERTS, router_jitter_noise=0.5, attention_dropout=0.5
     ),
@@ -48,9 +38,6 @@ RANDOM_IN_TRAINING = {
     ),
     "phi3": lambda: transformers.Phi3Config(
         **GQA, resid_pdrop=0.5, embd_pdrop=0.5, attention_dropout=0.5
-    ),
-    "gpt_neox": lambda: transformers.GPTNeoXConfig(
-        **SMALL, hidden_dropout=0.5, attention_dropout=0.5
     ),
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=VOCAB,
@@ -61,13 +48,6 @@ RANDOM_IN_TRAINING = {
         resid_pdrop=0.5,
         embd_pdrop=0.5,
         initializer_range=0.2,
-    ),
-    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
-        **GQA,
-        num_experts=4,
-        moe_intermediate_size=32,
-        shared_expert_intermediate_size=32,
-        attention_dropout=0.5,
     ),
 }
 
@@ -99,11 +79,8 @@ def compute(name: str, has_checkpoints: bool, dtype: torch.dtype, has_adapter: b
     config.model.gradient_checkpointing = has_checkpoints
     got, metrics = gradient(model, make_samples(), config)
     assert not any(module.training for module in model.modules())
-    return (
-        got,
-        {key: value for key, value in metrics.items() if not key.startswith("timing_s")},
-        len(calls),
-    )
+    clock_free = {key: value for key, value in metrics.items() if "timing_s" not in key}
+    return got, clock_free, len(calls)
 
 
 def check(name: str, dtype: torch.dtype = torch.float64, has_adapter: bool = False) -> None:
@@ -125,7 +102,7 @@ def test_to_the_bit_in_other_types(dtype):
     check("mixtral", dtype)
 
 
-@pytest.mark.parametrize("name", ["opt", "seed_oss", "mixtral"])
+@pytest.mark.parametrize("name", ["opt", "mixtral"])
 def test_with_an_adapter(name):
     pytest.importorskip("peft", reason="pip install -r requirements-lora.txt")
     check(name, has_adapter=True)

@@ -30,7 +30,6 @@ from bubblespec.learn.streaming import GradientStream
 from bubblespec.types import Row, Samples
 from tests.helpers.checks import refusal
 from tests.helpers.ranks import run_ranks
-from tests.helpers.rows import samples_of
 
 # What is streamed is scaled behind the backward pass, what is not before it. In the model's own
 # precision that is the same.
@@ -308,47 +307,33 @@ def test_an_update_teaches_what_a_slice_takes(make_model):
 
 
 @pytest.mark.parametrize(
-    ("key", "overrides"),
+    "override",
     [
-        (
-            "loss.advantage_estimator=reinforce_plus_plus ",
-            ["loss.advantage_estimator=reinforce_plus_plus"],
-        ),
-        (
-            "loss.advantage_estimator=reinforce_plus_plus_baseline",
-            ["loss.advantage_estimator=reinforce_plus_plus_baseline"],
-        ),
-        ("loss.scale_rewards=batch", ["loss.scale_rewards=batch"]),
-        ("loss.num_iterations=2", ["loss.num_iterations=2"]),
-        ("loss.num_minibatches=2", ["loss.num_minibatches=2"]),
+        "loss.advantage_estimator=reinforce_plus_plus",
+        "loss.advantage_estimator=reinforce_plus_plus_baseline",
+        "loss.scale_rewards=batch",
+        "loss.num_iterations=2",
+        "loss.num_minibatches=2",
     ],
 )
-def test_what_cannot_be_streamed_is_refused_by_key(key, overrides):
-    load_config("configs/tiny_cpu.yaml", ["run.output_dir=x", *overrides])
+def test_what_cannot_be_streamed_is_refused_by_key(override):
+    options = ["run.output_dir=x", override]
+    load_config("configs/tiny_cpu.yaml", options)
     message = refusal(
-        load_config,
-        "configs/tiny_cpu.yaml",
-        ["run.output_dir=x", "optim.stream_gradients=true", *overrides],
+        load_config, "configs/tiny_cpu.yaml", [*options, "optim.stream_gradients=true"]
     )
-    assert message.startswith("optim.stream_gradients: ") and key in message
+    assert message.startswith("optim.stream_gradients: ") and override in message
 
 
 def test_masked_and_useless_samples_are_no_pieces(make_model):
-    config = streaming(make_config(mask_truncated_completions=True))
-    samples = samples_of(
-        make_samples().groups, make_samples().tokens, is_truncated=np.arange(12) == 1
-    )
+    config, samples = streaming(make_config(mask_truncated_completions=True)), make_samples()
+    samples.is_truncated = np.arange(12) == 1
     stream = GradientStream(make_learner(prepared(make_model), config))
     rows = [row_of(samples, place) for place in range(3)]
-    assert [piece.row.id.sample for piece in stream.pieces(rows, np.array([0.0, 1.0, 2.0]))] == [
-        0,
-        2,
-    ]
-    assert [
-        piece.row.id.sample for piece in stream.pieces([None, *rows[1:]], np.array([0.0, 1.0, 2.0]))
-    ] == [2]
-    assert not stream.pieces(rows, np.ones(3)), "equal rewards"
-    assert [piece.row.id.sample for piece in stream.pieces(rows, np.array([0.0, 0.5, 1.0]))] == [
-        0,
-        2,
-    ]
+
+    def numbers(rows, *rewards: float) -> list[int]:
+        return [piece.row.id.sample for piece in stream.pieces(rows, np.array(rewards))]
+
+    assert numbers(rows, 0.0, 1.0, 2.0) == numbers(rows, 0.0, 0.5, 1.0) == [0, 2]
+    assert numbers([None, *rows[1:]], 0.0, 1.0, 2.0) == [2]
+    assert numbers(rows, 1.0, 1.0, 1.0) == []
