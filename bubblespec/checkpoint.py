@@ -28,10 +28,9 @@ from transformers import PreTrainedModel
 from bubblespec.config import Config, config_to_yaml, flatten, load_config, resume_classes
 from bubblespec.config_checks import ROUNDING, SAFE
 from bubblespec.dist.ranks import Ranks
+from bubblespec.draft.drafter_training import DrafterTraining, save_drafter
 from bubblespec.errors import InputError, log, one_line
-from bubblespec.learn.idle_training import IdleTraining
 from bubblespec.learn.optimizer import Optimizer
-from bubblespec.learn.warm_start import save_drafter
 
 STATE_FILE = "trainer_state.json"
 SUMS_FILE = "SHA256SUMS"
@@ -63,7 +62,7 @@ def save_checkpoint(
     schedule: dict[str, np.ndarray],
     speculation: dict[str, np.ndarray] | None,
     linear: dict | None,
-    drafter: IdleTraining | None,
+    drafter: DrafterTraining | None,
     ranks: Ranks,
 ) -> str | None:
     """Save after `step` updates; all ranks call it. evaluated: updates before the last evaluation,
@@ -96,7 +95,7 @@ def save_checkpoint(
             if speculation is not None:
                 np.savez(os.path.join(temporary, SPECULATION_FILE), **speculation)
             if drafter is not None:
-                save_drafter(temporary, drafter.training, drafter.accepted)
+                save_drafter(temporary, drafter)
             with open(os.path.join(temporary, STATE_FILE), "w", encoding="utf-8") as file:
                 json.dump(state, file, indent=1)
             _commit(temporary, os.path.join(config.run.output_dir, f"checkpoint-{step}"))

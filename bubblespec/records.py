@@ -80,11 +80,6 @@ class ForwardRecord(NamedTuple):
         return "prefill" if self.prompt_tokens else "verify" if self.draft_tokens else "decode"
 
 
-# Numbers of active rows, each up to the next, by which chains of the drafter are counted.
-CHAIN_ROWS = (1, 2, 3, 5, 9, 17, 33, 65)
-# The metric of how many forwards there were by length of the chain, followed by a number of
-# CHAIN_ROWS.
-CHOSEN_LENGTHS = "drafter/chosen_lengths/rows_"
 # Lower bounds of the bins of `Acceptance.accepted_lengths`, in tokens.
 ACCEPT_BINS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 # Lower bounds of the stretches of a response in which acceptance is counted, in tokens: later

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from bubblespec import set_up_drafter
 from bubblespec.checkpoint import (
     PLANNER_FILE,
     SPECULATION_FILE,
@@ -112,11 +111,6 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     if config.optim.stream_gradients:
         sampler.stream = GradientStream(learner)
     sampler.tail = make_tp_tail(config, sampler, max_rows=max_tp_rows)
-    if "drafter" in config.speculative.method:
-        found = set_up_drafter.find(config, checkpoint, ranks)
-        if found is not None:
-            folder, key = found
-            set_up_drafter.load(folder, sampler, learner, key, read_plans(linear))
     lock = claim_output_dir(config, ranks)
     return Trainer(
         config=config,
@@ -128,6 +122,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         rewards=functions,
         num_updates=state["step"],
         saved=state["step"],
+        checkpoint=checkpoint,
         evaluated=state["evaluated"],
         linear=linear,
         lock=lock,

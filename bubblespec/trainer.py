@@ -10,10 +10,11 @@ from typing import IO
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from bubblespec import set_up_drafter
 from bubblespec.checkpoint import save_checkpoint
 from bubblespec.config import Config
 from bubblespec.dist.ranks import Ranks, StopRequested
+from bubblespec.draft.drafter import DrafterRunner
+from bubblespec.draft.drafter_training import make_drafter
 from bubblespec.engine.linear import read_plans
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.errors import SaveFailed, log
@@ -57,6 +58,8 @@ class Trainer:
     """Done by now, by the run that this one continues as well."""
     saved: int
     """Updates in the newest checkpoint."""
+    checkpoint: str | None
+    """The folder of the checkpoint that the run continues."""
     evaluated: int
     """Updates before the last evaluation, or -1."""
     linear: dict | None
@@ -97,25 +100,30 @@ class Trainer:
             self.logger.close()
 
     def warm_start(self) -> None:
-        """Train a drafter before the first step, where one is wanted and there is none yet. Raises
+        """Make the drafter before the first step, where one is wanted: read or trained. Raises
         StopRequested, InputError."""
-        is_over = self.num_updates >= self.config.run.max_steps
-        if (
-            "drafter" in self.config.speculative.method
-            and self.sampler.drafter is None
-            and not is_over
-        ):
-            began_s = self.ranks.clock.perf_counter()
-            set_up_drafter.warm_start(
-                self.sampler, self.learner, self.num_updates, read_plans(self.linear)
-            )
-            if self.ranks.is_main:
-                set_up_drafter.keep(self.sampler)
-                drafter, seconds = self.sampler.drafter, self.ranks.clock.perf_counter() - began_s
-                by_place = " ".join(f"{share:.2f}" for share in drafter.accepted)
-                self.logger.say(
-                    f"drafter: {drafter.training.num_updates} updates, accepted {by_place}, {seconds:.0f} s"
-                )
+        config, sampler, step = self.config, self.sampler, self.num_updates
+        if "drafter" not in config.speculative.method or step >= config.run.max_steps:
+            return
+        drafter, rows = make_drafter(
+            config,
+            self.ranks,
+            sampler.engine,
+            sampler.params,
+            sampler.schedule,
+            sampler.proposer.cost,
+            step=step,
+            plans=read_plans(self.linear),
+            checkpoint=self.checkpoint,
+        )
+        if "bubble" in config.speculative.method:
+            sampler.keep_as_drafts(rows, step, are_deferred=False)
+        sampler.proposer.sources.append(drafter.source)
+        if (tail := sampler.tail) is not None:
+            runner = DrafterRunner(drafter.drafter, tail.engine, sampler.params)
+            tail.draft_with(drafter.source, runner)
+        sampler.drafter = drafter
+        self.learner.on_hidden = drafter.take
 
     def sample(self, step: int) -> StepRecord:
         """The step's samples and rewards, the same on all ranks. Raises StopRequested."""

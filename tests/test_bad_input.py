@@ -29,10 +29,10 @@ from bubblespec import memory
 from bubblespec import setup as set_up_module
 from bubblespec.config import Config, flatten, load_config
 from bubblespec.dist.ranks import ranks_from_environment
-from bubblespec.engine.drafter import Drafter
+from bubblespec.draft.drafter import Drafter
+from bubblespec.draft.drafter_training import DRAFTER_FILE, WEIGHTS_FILE, save_drafter
 from bubblespec.errors import InputError
-from bubblespec.learn.drafter_training import DrafterTraining
-from bubblespec.learn.warm_start import DRAFTER_FILE, WEIGHTS_FILE, save_drafter
+from tests.helpers.drafter_oracle import make_training
 from tests.helpers.warm import ROOT, launch
 
 TINY = os.path.join(ROOT, "configs", "tiny_policy")
@@ -716,28 +716,17 @@ def drafter(tmp_path_factory):
     """The folder of a drafter of the tiny policy."""
     folder = tmp_path_factory.mktemp("drafter")
     model = transformers.AutoModelForCausalLM.from_pretrained(TINY)
-    training = DrafterTraining(
-        Drafter(model, np.arange(5)),
-        "sdpa",
-        learning_rate=1e-3,
-        temperature=1.0,
-        max_tokens=10,
-        seed=0,
-    )
-    save_drafter(folder, training, np.full(5, 0.5))
+    save_drafter(folder, make_training(Drafter(model, np.arange(5))))
     return folder
 
 
 SPOILT_DRAFTERS = {
-    "another policy": ({"hidden_size": 7}, "hidden_size 7"),
-    "another class": ({"policy": "GPT2LMHeadModel"}, "policy GPT2LMHeadModel"),
+    "another policy": ({"hidden_size": 7}, "hidden_size is 7"),
+    "another class": ({"policy": "GPT2LMHeadModel"}, "policy is GPT2LMHeadModel"),
     "no ids": ({"ids": []}, "ids"),
     "ids beyond the vocabulary": ({"ids": [1, 10**9]}, "ids"),
     "ids in no order": ({"ids": [3, 1]}, "ids"),
     "ids that are none": ({"ids": {"a": 1}}, ""),
-    "too little accepted": ({"accepted": [0.5]}, "accepted"),
-    "no number accepted": ({"accepted": ["x"] * 5}, ""),
-    "rate": ({"learning_rate": None}, ""),
     "updates": ({"num_updates": -1}, "num_updates"),
     "a list": ([1, 2], ""),
     "a number": (3, ""),

@@ -183,36 +183,3 @@ def test_table_compares_first_and_last_tenth(tmp_path, capsys):
     assert ["first", "2", "last", "2"] in table
     assert ["reward", "0.125", "4.625"] in table, "means of steps 0, 1 and of steps 18, 19, over 4"
     assert ["eval/reward", "0.000", "2.500"] in table
-
-
-def test_table_has_the_chains_that_were_chosen(tmp_path, capsys):
-    """Of all steps together, on the screen and in TensorBoard; without a drafter there is none."""
-    key = "drafter/chosen_lengths/rows_"
-    logger = run(
-        tmp_path,
-        range(2),
-        close=False,
-        **{"drafter/rests": 0, f"{key}1": [1, 0, 2], f"{key}17": [5, 1, 0]},
-    )
-    logger.log(2, {**BASE, "drafter/rests": 1})
-    logger.log(3, {**BASE, "drafter/rests": 0, f"{key}2": [0, 100, 0]})
-    logger.close()
-    wanted = [
-        ["forwards", "by", "length", "of", "chain", "none", "1", "2"],
-        ["active", "rows", "from", "1", "2", "0", "4"],
-        ["active", "rows", "from", "2", "0", "100", "0"],
-        ["active", "rows", "from", "17", "10", "2", "0"],
-        ["steps", "at", "rest:", "1"],
-    ]
-    assert [line.split() for line in capsys.readouterr().err.splitlines()][-5:] == wanted
-    assert read(tmp_path)[0][f"{key}17"] == [5, 1, 0]
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    (text,) = events.Tensors("drafter/chosen_lengths/text_summary")
-    assert text.step == 3
-    shown = text.tensor_proto.string_val[0].decode().splitlines()
-    assert [line.split() for line in shown] == wanted and all(
-        line.startswith("    ") for line in shown
-    )
-    (tmp_path / "plain").mkdir()
-    run(tmp_path / "plain", range(1))
-    assert "length of chain" not in capsys.readouterr().err

@@ -8,8 +8,8 @@ import sys
 import numpy as np
 import pytest
 
+from bubblespec.draft.drafter import MAX_CHAIN_LENGTH
 from bubblespec.draft.suffix import GroupIndex
-from bubblespec.engine.chains import LONGEST
 from bubblespec.errors import InputError
 from bubblespec.planner.place import place_in_turn
 from bubblespec.records import Load
@@ -146,7 +146,7 @@ def test_chains_are_accepted_with_one_chance_per_token():
     for accept_length in (1.0, 2.0, 6.0):
         accepted = DrafterModel(accept_length).accepted()
         assert 1 + accepted.sum() == pytest.approx(accept_length)
-        np.testing.assert_allclose(accepted, accepted[0] ** np.arange(1, LONGEST + 1))
+        np.testing.assert_allclose(accepted, accepted[0] ** np.arange(1, MAX_CHAIN_LENGTH + 1))
 
 
 # Tail batching

@@ -11,11 +11,10 @@ import torch
 import transformers
 
 from bubblespec.config import Config
-from bubblespec.draft.learned import LearnedDrafts
+from bubblespec.draft.drafter import Drafter, DrafterRunner
+from bubblespec.draft.drafter_source import DrafterSource
 from bubblespec.draft.proposer import Proposer, make_proposer
 from bubblespec.draft.suffix import History
-from bubblespec.engine.chains import Chains
-from bubblespec.engine.drafter import Drafter
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.runner import ModelRunner
@@ -51,11 +50,11 @@ from tests.helpers.rows import launch_of
 NUM_ROWS = 12  # of four prompts, three responses each
 
 
-class TimedChains(Chains):
+class TimedRunner(DrafterRunner):
     """A chain takes virtual time."""
 
     def draft(self, *arguments):
-        self.clock.sleep(1e-4)
+        self.engine.clock.sleep(1e-4)
         return super().draft(*arguments)
 
 
@@ -94,12 +93,12 @@ def play(
         source = None
         if has_drafter:
             drafter = Drafter(model, np.arange(VOCAB))
-            for runner in (engine.runner, shared):
-                runner.chains = TimedChains(drafter, runner, PARAMS)
-                runner.chains.clock = ranks.clock
-            source = LearnedDrafts(engine.runner.chains, engine, fixed_cost(), ranks.clock)
-            source.choose = lambda active, count: 3
-            tail.draft_with(source, shared.chains)
+            engine.clock = tail.engine.clock = ranks.clock
+            runner = TimedRunner(drafter, engine, PARAMS)
+            source = DrafterSource(runner, fixed_cost(), ranks.clock)
+            source.choose_length = lambda active, count: 3
+            source.enable(True)
+            tail.draft_with(source, TimedRunner(drafter, tail.engine, PARAMS))
             proposer = Proposer(
                 [source], source.cost, uses_drafts=False, fixed_window=3, clock=ranks.clock
             )
@@ -109,9 +108,9 @@ def play(
 
         def noted(own, *arguments, **options):
             entered.append({place: len(row.tokens) for place, row in own.items()})
-            before = 0 if source is None else int(source.chosen[:, 1:].sum())
+            before = 0 if source is None else int(source.chain_lengths[1:].sum())
             run(own, *arguments, **options)
-            num_chains.append(0 if source is None else int(source.chosen[:, 1:].sum()) - before)
+            num_chains.append(0 if source is None else int(source.chain_lengths[1:].sum()) - before)
 
         def watched(*arguments):
             if rank == 1 and stop_at is not None and tail.engine.num_forwards == stop_at:

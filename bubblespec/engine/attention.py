@@ -27,7 +27,6 @@ from bubblespec.engine.packing import (
     SequencePacking,
     Varlen,
 )
-from bubblespec.engine.unrolled import UnrolledPacking
 
 HALF = (torch.bfloat16, torch.float16)  # what the CUDA kernels compute in
 MAX_HEAD_SIZE = 256  # of the CUDA kernels
@@ -106,12 +105,12 @@ def bubblespec_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    packing: CachePacking | SequencePacking | UnrolledPacking | None = None,
+    packing=None,
     kernel: str = "sdpa",
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """query: [1, H, N, D]; key, value: [1, K, N, D]. Returns [1, N, H, D], contiguous: models take
-    a view of it."""
+    """query: [1, H, N, D]; key, value: [1, K, N, D]; packing: see packing.py, or one with an
+    `attend` of its own. Returns [1, N, H, D], contiguous: models take a view of it."""
     unknown = {name for name, given in kwargs.items() if given is not None and name not in _IGNORED}
     if unknown or attention_mask is not None:
         what = (
@@ -129,7 +128,7 @@ def bubblespec_attention(
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     how = {"scaling": scaling, "window": sliding_window}
-    if isinstance(packing, UnrolledPacking):
+    if hasattr(packing, "attend"):  # it has an attention of its own
         out = packing.attend(query, key, value, scaling=scaling)
     elif isinstance(packing, SequencePacking):
         if kernel == "sdpa":

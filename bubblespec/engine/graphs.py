@@ -37,9 +37,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedModel
 
-from bubblespec.engine.drafter import Drafter
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import forward_hidden
 from bubblespec.engine.packing import CachePacking, Varlen
@@ -90,7 +88,7 @@ class ForwardGraphs:
 
     def __init__(
         self,
-        model: PreTrainedModel | Drafter,
+        model: torch.nn.Module,
         cache: KVCache,
         kernel: str,
         max_batch_tokens: int,

@@ -27,13 +27,14 @@ KEYS_AHEAD = 64  # positions whose noise keys are made at once
 
 
 class Follower(Protocol):
-    """What keeps something of its own for the rows in slots (`Chains`). Its first four methods are
-    `Runner`'s."""
+    """What keeps something of its own for the rows in slots (`DrafterRunner`)."""
 
-    def place(self, slot: int) -> None: ...
-    def move(self, source: int, target: int) -> None: ...
-    def share(self, source: int, target: int, length: int) -> None: ...
-    def release(self) -> None: ...
+    def forget(self, slots: int) -> None:
+        """Another row is in this slot."""
+
+    def release(self) -> None:
+        """Give all memory back."""
+
     def note(self, batch: Batch, hidden: torch.Tensor) -> None:
         """A forward has computed these hidden states, [N or more, hidden]; valid until the next
         one."""
@@ -84,37 +85,36 @@ class ModelRunner:
         # `_keyed` positions.
         self._stream_key = np.zeros((num_slots, max_length, 4), np.int32)
         self._keyed = np.zeros(num_slots, np.int64)
-        self.chains: Follower | None = None
-        """Where there is a drafter, while it follows the rows."""
+        self.follower: Follower | None = None
 
     def place(self, slot: int, row: Row) -> None:
         """See `Runner`: the slot's noise is that of the row."""
         self._noise_key[slot] = row.id
         self._keyed[slot] = len(row.tokens)  # those before are not sampled again
-        if self.chains is not None:
-            self.chains.place(slot)
+        if self.follower is not None:
+            self.follower.forget(slot)
 
     def move(self, source: int, target: int, length: int) -> None:
         """See `Runner`: keys, values and noise keys are copied."""
         self.cache.copy(source, target, length)
         for array in (self._noise_key, self._stream_key, self._keyed):
             array[target] = array[source]
-        if self.chains is not None:
-            self.chains.move(source, target)
+        if self.follower is not None:
+            self.follower.forget(target)
 
     def share(self, source: int, target: int, length: int) -> None:
         """See `Runner`: keys and values are copied."""
         self.cache.copy(source, target, length)
-        if self.chains is not None:
-            self.chains.share(source, target, length)
+        if self.follower is not None:
+            self.follower.forget(target)
 
     def release(self) -> None:
         """See `Runner`."""
         self.cache.clear()
         if self.graphs is not None:  # they know the tensors by their addresses
             self.graphs.clear()
-        if self.chains is not None:
-            self.chains.release()
+        if self.follower is not None:
+            self.follower.release()
 
     @torch.inference_mode()
     def forward(
@@ -124,8 +124,8 @@ class ModelRunner:
         sampled."""
         packing = CachePacking(self.cache, batch.start, batch.count, batch.index, self.device)
         hidden = self._hidden(batch.tokens, packing)
-        if self.chains is not None:
-            self.chains.note(batch, hidden)
+        if self.follower is not None:
+            self.follower.note(batch, hidden)
         if len(batch.slots) == 0:
             return np.empty(0, np.int64), np.empty(0, np.int64), np.empty((2, 0))
         sampled = batch.num_draft + 1

@@ -8,7 +8,7 @@ import numpy as np
 
 from bubblespec.dist.ranks import Ranks
 from bubblespec.idle.task import IdleTask, Job
-from bubblespec.records import Span, total_s
+from bubblespec.records import Span
 
 NUM_WANTED = 2  # slices that are asked for at a time: the next tick is some milliseconds away
 # What a slice saves in later rollouts is not known, so it comes after whatever saves something.
@@ -17,13 +17,13 @@ MAX_SHARE = 0.05  # of the rollout so far that a slice may take: the others wait
 
 
 class Training(Protocol):
-    """What trains the drafter."""
+    """What trains the drafter (`DrafterTraining`)."""
 
     token_s: float
 
     def slice_tokens(self) -> int: ...
     def run_slice(self, limit_s: float) -> float: ...
-    def merge(self, ranks: Ranks, rollout_s: float) -> int: ...
+    def merge(self, ranks: Ranks) -> int: ...
 
 
 class TrainDrafter(IdleTask):
@@ -75,9 +75,8 @@ class TrainDrafter(IdleTask):
 
     def finish(self, ranks: Ranks) -> None:
         """All ranks go on with the mean of what each has learned."""
-        record = self.view.record
-        self.training.merge(ranks, record.own_s + total_s(record.shared, "shared"))
-        record.idle[self.name].seconds = self._seconds
+        self.training.merge(ranks)
+        self.view.record.idle[self.name].seconds = self._seconds
 
     def _slice_s(self) -> float:
         """Expected seconds of the shortest slice; a little where none has been timed."""

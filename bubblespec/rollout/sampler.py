@@ -16,6 +16,7 @@ import numpy as np
 from bubblespec.config import Config
 from bubblespec.data.schedule import StepSchedule
 from bubblespec.dist.ranks import Ranks
+from bubblespec.draft.drafter_training import DrafterTraining
 from bubblespec.draft.evaluation import EvaluationDrafts
 from bubblespec.draft.proposer import Proposer
 from bubblespec.draft.store import DraftStore, exchange
@@ -26,7 +27,6 @@ from bubblespec.idle.draft_ahead import MAX_SLOWDOWN, DraftAhead
 from bubblespec.idle.stream_gradients import StreamGradients
 from bubblespec.idle.task import IdleTask
 from bubblespec.idle.train_drafter import TrainDrafter
-from bubblespec.learn.idle_training import IdleTraining
 from bubblespec.learn.streaming import GradientStream
 from bubblespec.planner.costs import rollout_seconds
 from bubblespec.planner.drafts import choose_lookahead, plan_drafts
@@ -68,7 +68,7 @@ class Sampler:
     """None where evaluations have no drafts."""
     stream: GradientStream | None = None
     """Where gradients are streamed."""
-    drafter: IdleTraining | None = None
+    drafter: DrafterTraining | None = None
     """Where there is a learned drafter."""
     tail: TPTail | None = None
     """Where the last rows of a rollout may be decoded by all ranks together."""
@@ -80,8 +80,6 @@ class Sampler:
         StopRequested: the step is abandoned."""
         if self.stream is not None:
             self.stream.begin()
-        if self.drafter is not None:
-            self.drafter.begin_step(self.ranks)
         record = self._sample_groups(self.schedule.launch(step), step)
         if self.config.rollout.dynamic_sampling:
             record = self._replace_groups(record)
@@ -172,7 +170,7 @@ class Sampler:
         loop.on_finished = None if scoring is None else scoring.on_finished
         loop.cost = self.stats.cost if self.learns else None
         if self.drafter is not None:
-            self.drafter.source.follow(self.has_drafter)
+            self.drafter.source.enable(self.has_drafter)
         if self.proposer is not None:
             self.proposer.begin()
             for row in rows.values():
@@ -379,7 +377,7 @@ class Sampler:
         table, rows, scoring = self.begin(launch, None)
         loop = RolloutLoop(self.engine, self.ranks, params, on_finished=scoring.on_finished)
         if self.drafter is not None:
-            self.drafter.source.follow(False)  # it is not asked in an evaluation
+            self.drafter.source.enable(False)  # it is not asked in an evaluation
         if self.evaluation is not None and len(self.evaluation.store):
             loop.proposer = self.evaluation.begin(list(rows.values()), version)
         record = loop.run(rows, table)

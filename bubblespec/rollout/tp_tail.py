@@ -19,8 +19,8 @@ import numpy as np
 
 from bubblespec.config import Config
 from bubblespec.dist.ranks import Ranks
-from bubblespec.draft.learned import LearnedDrafts
-from bubblespec.engine.chains import Chains
+from bubblespec.draft.drafter import DrafterRunner
+from bubblespec.draft.drafter_source import DrafterSource
 from bubblespec.engine.engine import Engine, Proposer
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
@@ -61,13 +61,13 @@ class TPTail:
         always."""
         self.engine, self.ranks, self.max_rows = engine, ranks, max_rows
         self.max_new_tokens = max_new_tokens
-        self._drafter: tuple[LearnedDrafts, Chains] | None = None
+        self._drafter: tuple[DrafterSource, DrafterRunner] | None = None
         self._is_worth_it = is_worth_it
 
-    def draft_with(self, source: LearnedDrafts, chains: Chains) -> None:
-        """The learned drafter drafts for rows in here too. source: one of the proposer's; chains:
-        of this engine."""
-        self._drafter = source, chains
+    def draft_with(self, source: DrafterSource, runner: DrafterRunner) -> None:
+        """The drafter drafts for rows in here too. source: one of the proposer's; runner: of this
+        engine."""
+        self._drafter = source, runner
 
     def is_due(self, table: RowTable, states: list[RankState]) -> bool:
         """Whether all ranks enter it at this tick. Where some rows are not trained on, never: what
@@ -107,8 +107,8 @@ class TPTail:
         before, num_steps = engine.num_forwards, 0
         with contextlib.ExitStack() as stack:
             if self._drafter is not None:
-                source, chains = self._drafter
-                stack.enter_context(source.elsewhere(chains, engine))
+                source, drafter_runner = self._drafter
+                stack.enter_context(source.moved_to(drafter_runner))
             while not engine.is_idle:
                 if num_steps % STOP_INTERVAL == 0:
                     if ranks.gather(np.array([ranks.must_stop], np.uint8)).any():

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from bubblespec.config import Config
 from bubblespec.data.schedule import InOrder, save_visits
 from bubblespec.data.tail_batching import MAX_OVER_SAMPLING, TailBatching, scaled
-from bubblespec.draft.learned import LearnedDrafts
+from bubblespec.draft.drafter_source import DrafterSource
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
@@ -23,7 +23,13 @@ from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.make_sampler import make_sampler
 from bubblespec.rollout.profile import profile
 from bubblespec.simulate.recorded import RecordedWorkload
-from bubblespec.simulate.runner import Cost, DrafterModel, SimulatedChains, SimulatedRunner, Text
+from bubblespec.simulate.runner import (
+    Cost,
+    DrafterModel,
+    SimulatedDrafterRunner,
+    SimulatedRunner,
+    Text,
+)
 from bubblespec.simulate.workload import Texts, Workload
 from bubblespec.simulate.world import SimulatedRanks, SimulatedTicks, World
 from bubblespec.telemetry.timeline import KINDS
@@ -230,11 +236,10 @@ class _Rank:
 
     def _add_drafter(self, drafter: DrafterModel) -> None:
         proposer, engine = self.sampler.proposer, self.sampler.engine
-        chains = SimulatedChains(engine.runner, drafter)
-        drafts = LearnedDrafts(chains, engine, proposer.cost, self.ranks.clock)
-        drafts.acceptance.expect(drafter.accepted())
-        drafts.profile()
-        proposer.sources.append(drafts)
+        runner = SimulatedDrafterRunner(engine, drafter)
+        source = DrafterSource(runner, proposer.cost, self.ranks.clock)
+        source.profile()
+        proposer.sources.append(source)
 
     def _text(self, row: Row, so_far: np.ndarray) -> np.ndarray:
         return self.texts.text(row.id, row.max_new_tokens, so_far)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import brentq
 
-from bubblespec.engine.chains import CONTEXT, LONGEST
+from bubblespec.draft.drafter import CONTEXT, MAX_CHAIN_LENGTH
 from bubblespec.engine.engine import Batch, Engine
 from bubblespec.engine.noise import stream_keys
 from bubblespec.engine.ragged import ragged
@@ -87,38 +87,38 @@ class DrafterModel:
     """How good a learned drafter is, and what it costs."""
 
     accept_length: float = 2.0
-    """Tokens that a row gains in a forward that verifies a chain of LONGEST tokens."""
+    """Tokens that a row gains in a forward that verifies a chain of MAX_CHAIN_LENGTH tokens."""
     share: float = 0.05
     """Seconds of a forward of the drafter over those of the policy with the same load."""
 
     def __post_init__(self):
-        if not 1 <= self.accept_length <= 1 + LONGEST:
-            raise InputError(f"accept_length: {self.accept_length} must be from 1 to {1 + LONGEST}")
+        if not 1 <= self.accept_length <= 1 + MAX_CHAIN_LENGTH:
+            raise InputError(
+                f"accept_length: {self.accept_length} must be from 1 to {1 + MAX_CHAIN_LENGTH}"
+            )
         if not 0 <= self.share <= 1:
             raise InputError(f"share: {self.share} must be from 0 to 1")
 
     def accepted(self) -> np.ndarray:
-        """Chance that the first n tokens of a chain are all right, float64 [LONGEST] for n = 1, 2,
+        """Chance that the first n tokens of a chain are all right, float64 [MAX_CHAIN_LENGTH] for n = 1, 2,
         ...; each token is right with one chance if all before it are."""
-        powers = np.arange(1, LONGEST + 1)
+        powers = np.arange(1, MAX_CHAIN_LENGTH + 1)
         gained = self.accept_length - 1
         return brentq(lambda chance: (chance**powers).sum() - gained, 0.0, 1.0) ** powers
 
 
-class SimulatedChains:
-    """As `Chains`, for a `SimulatedRunner`. It is there from the first step on: warm start and
+class SimulatedDrafterRunner:
+    """As `DrafterRunner`, for a `SimulatedRunner`. It is there from the first step on: warm start and
     training take no time. How many tokens of a chain are right is a function of the sample and the
     position."""
 
-    def __init__(self, runner: SimulatedRunner, model: DrafterModel):
-        self.runner, self.model = runner, model
+    def __init__(self, engine: Engine, model: DrafterModel):
+        self.engine, self.runner, self.model = engine, engine.runner, model
         self._accepted = model.accepted()
 
-    def draft(
-        self, engine: Engine, slots: np.ndarray, length: int
-    ) -> tuple[np.ndarray, np.ndarray, int]:
-        """See `Chains`; so is the next."""
-        runner, cached = self.runner, engine.cached[slots]
+    def draft(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, int]:
+        """See `DrafterRunner`; so is the next."""
+        engine, runner, cached = self.engine, self.runner, self.engine.cached[slots]
         count = int(np.minimum(cached - runner.drafter_knows[slots], CONTEXT).sum())
         runner.drafter_knows[slots] = cached
         positions = int(engine.length[slots].sum())
@@ -134,7 +134,7 @@ class SimulatedChains:
         is_right = (np.arange(length) < num_right[:, None]) & (position < end)
         return np.where(is_right, said, np.abs(said) ^ 1), slots, count
 
-    def rehearse(self, num_rows: int) -> None:
+    def run_once(self, num_rows: int) -> None:
         self._advance(num_rows, num_rows, 0)
 
     def _advance(self, rows: int, tokens: int, positions: int) -> None:

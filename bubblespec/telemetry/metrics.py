@@ -16,7 +16,7 @@ import numpy as np
 from tqdm import tqdm
 
 from bubblespec.errors import InputError, log
-from bubblespec.records import ACCEPT_BINS, CHOSEN_LENGTHS
+from bubblespec.records import ACCEPT_BINS
 from bubblespec.telemetry.timeline import save_timeline
 from bubblespec.types import Samples
 
@@ -64,8 +64,6 @@ class MetricsLogger:
         )
         self.evaluations: list[tuple[int, dict[str, Any]]] = []
         self.history: list[dict[str, Any]] = []
-        self.chosen: dict[int, np.ndarray] = {}  # of all steps, see `_chain_table`
-        self.num_rests = 0  # steps in which the drafter rested
         self._last_step = first_step
         for record in records:
             if record["step"] == first_step:  # the purge has just hidden this evaluation's points
@@ -86,10 +84,6 @@ class MetricsLogger:
                 np.repeat(ACCEPT_BINS, counts),
                 step,
             )
-        for key in (key for key in metrics if key.startswith(CHOSEN_LENGTHS)):
-            rows = int(key.removeprefix(CHOSEN_LENGTHS))
-            self.chosen[rows] = self.chosen.get(rows, 0) + np.array(metrics[key])
-        self.num_rests += metrics.get("drafter/rests", 0)
         self.history.append({key: metrics.get(key, float("nan")) for key in TABLE_KEYS})
         shown = f"reward {metrics['reward']:.3f}, {metrics['perf/throughput']:.0f} tokens/s, {metrics['timing_s/step']:.2f} s/step"
         with contextlib.suppress(OSError):  # the screen may be a log on a full disk
@@ -147,10 +141,6 @@ class MetricsLogger:
         if self._waiting:
             log(f"warning: the last {len(self._waiting)} lines of metrics.jsonl are lost")
         table = _table(self.history, self.evaluations) if self.history else ""
-        if self.chosen:
-            of_chains = _chain_table(self.chosen, self.num_rests)
-            self._draw("add_text", "drafter/chosen_lengths", _as_code(of_chains), self._last_step)
-            table += "\n\n" + of_chains
         if self._tensorboard is not None:
             self._draw("close")
         if table:
@@ -259,23 +249,6 @@ def _table(history: list[dict], evaluations: list[tuple[int, dict]]) -> str:
                 f"{key:28}" + "".join(f"{metrics[key]:12.3f}" for _, metrics in evaluations)
             )
     return "\n".join(lines)
-
-
-def _chain_table(chosen: dict[int, np.ndarray], num_rests: int) -> str:
-    """The lengths of chains that were chosen, by active rows: of which length so many forwards of
-    all ranks were. chosen: by the least number of rows (CHAIN_ROWS) forwards by length, int64
-    [lengths]; num_rests: steps without any choice."""
-    width = len(next(iter(chosen.values())))
-    lines = [
-        f"{'forwards by length of chain':28}"
-        + "".join(f"{length or 'none':>12}" for length in range(width))
-    ]
-    for rows, counts in sorted(chosen.items()):
-        lines.append(
-            f"{'active rows from ' + str(rows):28}"
-            + "".join(f"{count:12d}" for count in counts.tolist())
-        )
-    return "\n".join([*lines, f"steps at rest: {num_rests}"])
 
 
 def _as_code(text: str) -> str:

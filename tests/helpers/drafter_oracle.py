@@ -1,16 +1,23 @@
 """A drafter for tests, what it learns from, and its chains by a plain transcription: no cache and
 no batch, but for each token one packed forward of the drafter over all positions of one row."""
 
+import time
+
 import numpy as np
 import torch
 import transformers
 
-from bubblespec.engine.drafter import Drafter
+from bubblespec.dist.ranks import Ranks
+from bubblespec.draft.drafter import Drafter, DrafterRunner
+from bubblespec.draft.drafter_source import DrafterSource
+from bubblespec.draft.drafter_training import DrafterTraining, Example
+from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import forward_hidden, output_head, prepare_model
 from bubblespec.engine.packing import pack_sequences
+from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.learn.drafter_training import DrafterTraining, Lesson, lessons_of
-from bubblespec.learn.microbatch import pack_responses
+from bubblespec.learn.microbatch import Microbatch, pack_responses
+from bubblespec.planner.costs import CostModel
 from bubblespec.types import SampleId
 from tests.helpers.models import GQA, VOCAB, small_config
 from tests.helpers.reference_step import gumbel as reference_gumbel
@@ -21,6 +28,7 @@ SEED = 5
 STOP = (5, 11)
 PARAMS = SamplingParams(temperature=0.8, top_k=20, stop_token_ids=STOP, min_length=3)
 MAX_LENGTH = 120
+ONE_RANK = Ranks(torch.device("cpu"))
 
 
 def make_policy(name: str, dtype: torch.dtype = torch.float64) -> transformers.PreTrainedModel:
@@ -102,24 +110,36 @@ def chain_of(
 # Training
 
 
-def make_training(drafter: Drafter, temperature: float = 0.8, **options) -> DrafterTraining:
+def make_training(drafter: Drafter, clock=time, **options) -> DrafterTraining:
+    engine = Engine(ModelRunner(drafter.policy, 2, MAX_LENGTH, SEED))
+    source = DrafterSource(DrafterRunner(drafter, engine, PARAMS), CostModel(), clock)
     options = {"learning_rate": 1e-3, "max_tokens": 10_000, "seed": SEED} | options
-    return DrafterTraining(drafter, "sdpa", temperature=temperature, **options)
+    return DrafterTraining(source, PARAMS, clock=clock, **options)
 
 
-def make_lessons(
-    policy, sizes: list[tuple[int, int]], tokens=None, max_tokens=None
-) -> list[Lesson]:
-    """sizes: tokens of prompt and response of each. tokens: of the responses, by default any."""
+def make_texts(sizes: list[tuple[int, int]]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Prompts and responses of these sizes."""
     random = np.random.default_rng(4)
-    prompts = [random.integers(12, VOCAB, size).tolist() for size, _ in sizes]
-    if tokens is None:
-        tokens = [random.integers(12, VOCAB, size) for _, size in sizes]
-    names = [SampleId(10 + number, 2, number % 3) for number in range(len(sizes))]
+    return [tuple(random.integers(12, VOCAB, size) for size in pair) for pair in sizes]
+
+
+def make_batch(policy, sizes: list[tuple[int, int]]) -> tuple[Microbatch, torch.Tensor]:
+    """A micro-batch of these texts, and the policy's hidden states."""
+    prompts, tokens = zip(*make_texts(sizes), strict=True)
     zeros = [np.zeros(len(t), np.float32) for t in tokens]
+    names = [SampleId(10 + number, 2, number % 3) for number in range(len(sizes))]
+    device = torch.device("cpu")
     batch = pack_responses(
-        prompts, tokens, zeros, ids=names, order=list(range(len(sizes))), device=torch.device("cpu")
+        prompts, tokens, zeros, ids=names, order=list(range(len(sizes))), device=device
     )
-    packing = pack_sequences(batch.sequence_lengths, torch.device("cpu"))
+    packing = pack_sequences(batch.sequence_lengths, device)
     with torch.no_grad():
-        return lessons_of(batch, forward_hidden(policy, batch.input_ids, packing), max_tokens)
+        return batch, forward_hidden(policy, batch.input_ids, packing)
+
+
+def make_examples(policy, sizes: list[tuple[int, int]]) -> list[Example]:
+    """What a gradient step over texts of these sizes gives to learn from."""
+    training = make_training(make_drafter(policy), max_tokens=1_000_000)
+    training.merge(ONE_RANK)
+    training.take(*make_batch(policy, sizes))
+    return list(training.examples)

@@ -2,11 +2,10 @@
 own.
 
 Run as a script it is train.py under these conditions, or with --at and --kind that of
-system/signalled_train.py; with --in PLACE every rank gets SIGTERM in that part of the warm start:
+system/signalled_train.py; with --in PART every rank gets SIGTERM in that part of the warm start:
 responses, training.
 """
 
-import math
 import os
 import signal
 import sys
@@ -14,11 +13,9 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 import train
-from bubblespec import set_up_drafter
-from bubblespec.draft import rest
-from bubblespec.draft.learned import LearnedDrafts
+from bubblespec.draft import drafter_training, proposer
+from bubblespec.draft.drafter_source import DrafterSource
 from bubblespec.idle.train_drafter import TrainDrafter
-from bubblespec.learn import warm_start
 from bubblespec.rollout.board import ProgressBoard
 from tests.system import signalled_train
 
@@ -39,22 +36,21 @@ def train_always(patch=setattr) -> None:
 def chain_always(patch=setattr) -> None:
     """Chains of three tokens in every forward, whatever they cost or save and whatever other
     sources know."""
-    patch(rest, "LEAST_SAVED", -math.inf)
-    patch(LearnedDrafts, "chance", 1.0)
-    patch(LearnedDrafts, "choose", lambda source, active, count: 3)
+    patch(proposer, "choose_windows", lambda survival, available, *_, **__: (available, True))
+    patch(DrafterSource, "chance", 1.0)
+    patch(DrafterSource, "choose_length", lambda source, active, count: 3)
 
 
-def stop_in(place: str) -> None:
+def stop_in(part: str) -> None:
     """SIGTERM to every rank once, in a part of the warm start."""
-    name = {"responses": "frequent_ids", "training": "average_gradients"}[place]
-    module = {"responses": set_up_drafter, "training": warm_start}[place]
-    original = getattr(module, name)
+    name = {"responses": "frequent_ids", "training": "train"}[part]
+    original = getattr(drafter_training, name)
 
     def signalled(*arguments):
         os.kill(os.getpid(), signal.SIGTERM)
         return original(*arguments)
 
-    setattr(module, name, signalled)
+    setattr(drafter_training, name, signalled)
 
 
 if __name__ == "__main__":

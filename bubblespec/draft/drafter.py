@@ -1,0 +1,338 @@
+"""The drafter: one decoder layer of the policy's own class that predicts the policy's next tokens,
+and how it drafts chains of them for the rows of an engine.
+
+At each position it reads the policy's last hidden state there and the embedding of the token after
+it, and estimates the policy's next hidden state; the policy's own output head, restricted to some
+token ids, turns that into logits. Where a hidden state is not known yet it continues from its own
+estimate (EAGLE, arXiv 2401.15077; TLT trains such a layer in idle time, arXiv 2511.16665). Tokens
+are drawn with the noise that the row itself will use.
+
+`DrafterRunner` keeps the hidden states of each slot's latest positions, which the policy's forwards
+compute anyway. Before a chain the drafter catches up: all positions that the policy has verified
+since the last chain go through it in one forward, over its own small cache of keys and values. From
+there it continues token by token; what this leaves in the cache is overwritten by the next
+catching up. A row whose states are no longer kept starts again from its last CONTEXT positions.
+
+Shape legend: N positions, H hidden size, V token ids that the drafter knows, R active rows, M rows
+that get a chain, n tokens of a chain.
+"""
+
+import copy
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch.nn.functional import linear
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from bubblespec.engine import attention
+from bubblespec.engine.engine import Batch, Engine
+from bubblespec.engine.graphs import ForwardGraphs
+from bubblespec.engine.kv_cache import KVCache
+from bubblespec.engine.model import output_head
+from bubblespec.engine.noise import gumbel
+from bubblespec.engine.packing import PAGE, pack_rows, to_device
+from bubblespec.engine.ragged import ragged
+from bubblespec.engine.sampling import SamplingParams, restrict
+
+PLACEHOLDER_VOCABULARY = 8  # of the layer's own embedding, which is not used
+NUM_KEPT = 128  # latest positions of a slot whose hidden states are kept
+CONTEXT = 64  # positions a row starts with; below NUM_KEPT by more than a verification feeds
+MAX_CHAIN_LENGTH = 5  # tokens
+MAX_GRAPH_TOKENS = 512  # of a CUDA graph: a few for each row
+MAX_ROWS = 128  # with more active rows no hidden states are kept and nothing is drafted
+
+
+class Drafter(torch.nn.Module):
+    """One decoder layer, its norms, and the projection that fuses its two inputs. Embedding and
+    output head are the policy's, as they are at each call."""
+
+    def __init__(self, policy: PreTrainedModel, ids: np.ndarray, seed: int = 0):
+        """ids: int [V], the tokens that it can draft, ascending. The layer starts as a copy of the
+        policy's last one. Raises ValueError if the policy's class cannot have a single layer."""
+        super().__init__()
+        self._policy = [policy]  # in a list: its parameters are not ours
+        self.ids = np.asarray(ids, np.int64)
+        self.device_ids = to_device(self.ids, policy.device)
+        weight, embedding = output_head(policy).weight, policy.get_input_embeddings().weight
+        sizes = (embedding.shape[1], weight.shape[1])
+        options = {"device": policy.device, "dtype": policy.dtype}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.body = _one_layer(policy).to(**options)
+            self.fuse = torch.nn.Linear(sum(sizes), sizes[1], bias=False, **options)
+        self.norms = torch.nn.ModuleList(torch.nn.RMSNorm(size, **options) for size in sizes)
+        self._head: list[torch.Tensor | None] = []
+        self._head_version = -1
+
+    @property
+    def policy(self) -> PreTrainedModel:
+        """Whose embedding and head it uses."""
+        return self._policy[0]
+
+    def params_of(self, params: SamplingParams) -> SamplingParams:
+        """The same parameters for the drafter's logits: stop tokens by their index in `ids`."""
+        index = {token: number for number, token in enumerate(self.ids.tolist())}
+        stops = tuple(index[token] for token in params.stop_token_ids if token in index)
+        return replace(params, stop_token_ids=stops)
+
+    def forward(
+        self, hidden: torch.Tensor, tokens: torch.Tensor, packing, kernel: str = "sdpa"
+    ) -> torch.Tensor:
+        """Estimates of the policy's next hidden states, [N, H]. hidden: [N, H], the policy's at
+        these positions; tokens: int64 [N], the ones after them; packing: as of a policy's
+        forward."""
+        with torch.no_grad():
+            embedded = self.policy.get_input_embeddings()(tokens)
+        token_norm, hidden_norm = self.norms
+        fused = self.fuse(torch.cat((token_norm(embedded), hidden_norm(hidden)), dim=-1))
+        out = self.body(
+            inputs_embeds=fused[None],
+            position_ids=packing.position[None],
+            use_cache=False,
+            packing=packing,
+            kernel=kernel,
+        )
+        return out.last_hidden_state[0]
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """The policy's logits of hidden states [N, H], for `ids` alone: [N, V]."""
+        head = output_head(self.policy)
+        if self._head_version != head.weight._version:
+            # Not an inference tensor, even if first needed while drafting: training uses it too.
+            with torch.inference_mode(False), torch.no_grad():
+                self._head = [
+                    None if t is None else t[self.device_ids] for t in (head.weight, head.bias)
+                ]
+            self._head_version = head.weight._version
+        return linear(states, *self._head)
+
+
+def draw(
+    drafter: Drafter,
+    logits: torch.Tensor,
+    keys: torch.Tensor,
+    num_generated: torch.Tensor,
+    params: SamplingParams,
+) -> torch.Tensor:
+    """The tokens that rows with these noise keys would sample from the drafter's logits [M, V]:
+    token ids, int64 [M]. keys: int32 [M, 4]; num_generated: int64 [M], tokens before them; params:
+    of `Drafter.params_of`."""
+    logits = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
+    if params.temperature not in (0.0, 1.0):
+        logits = logits / params.temperature
+    allowed = restrict(logits, num_generated, params)
+    if params.temperature:
+        allowed = gumbel(keys, drafter.device_ids.int(), logits.dtype).add_(allowed)
+    return drafter.device_ids[allowed.argmax(-1)]
+
+
+def _one_layer(policy: PreTrainedModel) -> PreTrainedModel:
+    """A decoder of the policy's class with one layer, a copy of the policy's last one with full
+    attention. What lies outside the layers, as the last norm, is copied too."""
+    number = _last_full_layer(policy.config.get_text_config(decoder=True))
+    try:
+        config = _one_layer_config(policy.config, number)
+        body = type(policy)._from_config(config, dtype=policy.dtype).base_model
+        body.set_attn_implementation(attention.NAME)
+    except Exception as error:  # the model's own code runs here
+        reason = " ".join(str(error).split())[:200]
+        message = f"{type(policy).__name__} cannot be made with one layer: {reason}"
+        raise ValueError(message) from error
+    source, target = (
+        [name for name, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)]
+        for model in (policy.base_model, body)
+    )
+    known, state = policy.base_model.state_dict(), {}
+    for name, tensor in body.state_dict().items():
+        if target and name.startswith(f"{target[0]}."):
+            name_there = source[number] + name.removeprefix(target[0])
+        else:
+            name_there = name
+        adapted = name_there.replace(".weight", ".base_layer.weight")  # with a LoRA adapter
+        found = known.get(name_there, known.get(adapted))
+        if found is not None and found.shape == tensor.shape:
+            state[name] = found.detach().clone()
+    body.load_state_dict(state, strict=False)
+    body.eval()
+    return body
+
+
+def _last_full_layer(config: PreTrainedConfig) -> int:
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    full = [number for number, kind in enumerate(kinds) if kind == "full_attention"]
+    return full[-1] if full else len(kinds) - 1
+
+
+def _one_layer_config(config: PreTrainedConfig, number: int) -> PreTrainedConfig:
+    config = copy.deepcopy(config)
+    decoder = config.get_text_config(decoder=True)
+    count = decoder.num_hidden_layers
+    for key, value in list(vars(decoder).items()):
+        if isinstance(value, list | tuple) and len(value) == count:  # one for each layer
+            setattr(decoder, key, type(value)([value[number]]))
+    decoder.num_hidden_layers = 1
+    decoder.vocab_size = PLACEHOLDER_VOCABULARY
+    # Full attention: training (`UnrolledPacking`) knows no window.
+    if getattr(decoder, "layer_types", None) == ["sliding_attention"]:
+        decoder.layer_types = ["full_attention"]
+    decoder.sliding_window = None
+    for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        setattr(decoder, key, None)
+    config.tie_word_embeddings = False
+    return config
+
+
+class DrafterRunner:
+    """The drafter's part of an engine. While it is enabled it follows the slots of the engine's
+    runner (see `Follower`)."""
+
+    def __init__(self, drafter: Drafter, engine: Engine, params: SamplingParams):
+        """params: of the rows."""
+        self.drafter, self.engine, self.params = drafter, engine, drafter.params_of(params)
+        runner = engine.runner
+        # Rows are in the first slots; in the others nothing is kept.
+        self.num_slots = min(runner.num_slots, MAX_ROWS)
+        length = runner.max_length + MAX_CHAIN_LENGTH
+        if runner.kernel == "flash_attn":
+            length = -(-length // PAGE) * PAGE
+        self.cache = KVCache(self.num_slots, length, int(runner.graphs is not None))
+        self.graphs: ForwardGraphs | None = None
+        if runner.graphs is not None:
+            self.graphs = ForwardGraphs(
+                drafter,
+                self.cache,
+                runner.kernel,
+                MAX_GRAPH_TOKENS,
+                state_size=drafter.fuse.out_features,
+                beside=runner.graphs,
+            )
+        self._hidden: torch.Tensor | None = None  # [slots, NUM_KEPT, H], by position % NUM_KEPT
+        # Per slot: hidden states have been kept without a gap for positions in [_first, _end); the
+        # drafter's cache begins at position _base (-1: it is empty) and holds _num_cached.
+        self._first, self._end, self._base, self._num_cached = np.zeros(
+            (4, runner.num_slots), np.int64
+        )
+        self.forget()
+
+    def enable(self, is_on: bool) -> None:
+        """Follow the engine's rows from now on, which must be before they are in slots; or stop,
+        and give the memory back."""
+        runner = self.engine.runner
+        if not is_on and runner.follower is not None:
+            self.release()
+        runner.follower = self if is_on else None
+
+    def forget(self, slots: int | slice = slice(None)) -> None:
+        """Other rows are in these slots, or the weights have changed. A row that moves to another
+        slot starts again there."""
+        self._first[slots] = self._end[slots] = self._num_cached[slots] = 0
+        self._base[slots] = -1
+
+    def release(self) -> None:
+        """Give all memory back."""
+        self.cache.clear()
+        if self.graphs is not None:
+            self.graphs.clear()
+        self._hidden = None
+        self.forget()
+
+    def note(self, batch: Batch, hidden: torch.Tensor) -> None:
+        """Keep the hidden states of what a forward has fed, [N or more, H]. Those of rejected draft
+        tokens are overwritten when their positions are fed again."""
+        if len(batch.count) > MAX_ROWS:
+            self.forget()
+            return
+        if self._hidden is None:
+            self._hidden = hidden.new_zeros(self.num_slots, NUM_KEPT, hidden.shape[1])
+        fed = np.flatnonzero(batch.count)
+        start, end = batch.start[fed], batch.start[fed] + batch.count[fed]
+        has_gap = start > self._end[fed]
+        self._first[fed] = np.where(has_gap, start, self._first[fed])
+        self._end[fed] = np.where(has_gap, end, np.maximum(self._end[fed], end))
+        slot, position = batch.index
+        latest = np.flatnonzero(position >= (batch.start + batch.count - NUM_KEPT)[slot])
+        states = hidden[: len(slot)]
+        if len(latest) < len(slot):
+            states = hidden[to_device(latest, hidden.device)]
+        index = to_device(np.array((slot[latest], position[latest] % NUM_KEPT)), hidden.device)
+        self._hidden[index[0], index[1]] = states
+
+    @torch.inference_mode()
+    def draft(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, int]:
+        """Chains for decoding rows, int64 [M, n], which of `slots` they are for, int64 [M], and how
+        many positions the drafter had to catch up with. slots: int64, ascending; length: n, at most
+        MAX_CHAIN_LENGTH. The host waits for the device once."""
+        engine, runner = self.engine, self.engine.runner
+        count = self._to_catch_up(slots)
+        slots, count = slots[count > 0], count[count > 0]
+        if len(slots) == 0:
+            return np.empty((0, length), np.int64), slots, 0
+        row, offset = ragged(count)
+        cached = self._num_cached[slots]
+        position = (self._base[slots] + cached)[row] + offset
+        index = to_device(np.array((slots[row], position % NUM_KEPT)), runner.device)
+        tokens = to_device(engine.tokens[slots[row], position + 1], runner.device)
+        states = self._forward(self._hidden[index[0], index[1]], tokens, slots, cached, count)
+        state = states[to_device(np.cumsum(count) - 1, runner.device)]
+        self._num_cached[slots] += count
+        generated = (engine.length - engine.prompt_length)[slots]
+        # A chain may be longer than its row can get; the excess is cut off later.
+        position = np.minimum(generated[:, None] + np.arange(length), runner.max_length - 1)
+        keys = runner.noise_keys(np.repeat(slots, length), position.ravel())
+        keys = keys.view(len(slots), length, 4)
+        position = to_device(position, runner.device)
+        chain, one = [], np.ones(len(slots), np.int64)
+        for number in range(length):
+            if number:
+                begin = self._num_cached[slots] + number - 1
+                state = self._forward(state, chain[-1], slots, begin, one)
+            logits = self.drafter.logits(state)
+            chain.append(
+                draw(self.drafter, logits, keys[:, number], position[:, number], self.params)
+            )
+        return torch.stack(chain, dim=1).cpu().numpy(), slots, int(count.sum())
+
+    @torch.inference_mode()
+    def run_once(self, num_rows: int) -> None:
+        """One forward of the drafter for one more token of `num_rows` empty rows, to be timed."""
+        policy, runner = self.drafter.policy, self.engine.runner
+        slots, zero = np.arange(num_rows), np.zeros(num_rows, np.int64)
+        size = (num_rows, self.drafter.fuse.out_features)
+        hidden = torch.ones(size, dtype=policy.dtype, device=policy.device)
+        state = self._forward(hidden, to_device(zero, policy.device), slots, zero, zero + 1)
+        keys = runner.noise_keys(slots, zero)
+        position = to_device(zero, policy.device)
+        draw(self.drafter, self.drafter.logits(state), keys, position, self.params).cpu()
+
+    def _to_catch_up(self, slots: np.ndarray) -> np.ndarray:
+        """Positions that each row's cache lacks, int64; 0 where hidden states are missing. Rows
+        whose cache cannot be continued start again."""
+        verified = self.engine.cached[slots]
+        kept_from = np.maximum(self._first[slots], self._end[slots] - NUM_KEPT)
+        base, cached = self._base[slots], self._num_cached[slots]
+        restarts = (base < 0) | (base + cached < kept_from)
+        self._base[slots] = np.where(restarts, np.maximum(kept_from, verified - CONTEXT), base)
+        self._num_cached[slots] = np.where(restarts, 0, cached)
+        lacking = verified - self._base[slots] - self._num_cached[slots]
+        return np.where(self._end[slots] >= verified, lacking, 0)
+
+    def _forward(
+        self,
+        hidden: torch.Tensor,
+        tokens: torch.Tensor,
+        slots: np.ndarray,
+        start: np.ndarray,
+        count: np.ndarray,
+    ) -> torch.Tensor:
+        """The drafter's states of new positions, `count` of each slot, from `start` on in its own
+        cache: [N, H]."""
+        starts, counts = np.zeros((2, slots[-1] + 1), np.int64)
+        starts[slots], counts[slots] = start, count
+        runner = self.engine.runner
+        packing = pack_rows(self.cache, starts, counts, runner.device)
+        states = self.graphs.forward(tokens, packing, hidden) if self.graphs is not None else None
+        if states is None:
+            return self.drafter(hidden, tokens, packing, runner.kernel)
+        return states[: len(tokens)]

@@ -1,0 +1,300 @@
+"""The drafter's chains in an engine, against a plain transcription; and the noise that they are
+drawn with."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from test_graphs import stand_in
+
+from bubblespec.draft import drafter as drafter_module
+from bubblespec.draft.drafter import MAX_CHAIN_LENGTH, Drafter, DrafterRunner
+from bubblespec.engine import runner as runner_module
+from bubblespec.engine.engine import Engine
+from bubblespec.engine.model import output_head
+from bubblespec.engine.noise import gumbel, random_bits
+from bubblespec.engine.runner import ModelRunner
+from bubblespec.engine.sampling import SamplingParams
+from bubblespec.types import Row, SampleId
+from tests.helpers.drafter_oracle import (
+    MAX_LENGTH,
+    NAMES,
+    PARAMS,
+    SEED,
+    chain_of,
+    make_drafter,
+    make_policy,
+    states_of,
+)
+from tests.helpers.models import VOCAB
+from tests.helpers.reference_step import noise_key
+from tests.helpers.reference_step import random_bits as reference_bits
+
+
+class CheckedDrafts:
+    """A proposer that compares chains for some rows with the oracle now and then, and proposes true
+    tokens with wrong ones after them, so that drafts are accepted and rejected."""
+
+    def __init__(self, runner: DrafterRunner, truth: dict, share: float):
+        """share: of the forwards before which chains are checked."""
+        self.runner, self.truth, self.share = runner, truth, share
+        self.random = np.random.default_rng(2)
+        self.num_checked, self.caught_up, self.contexts = 0, [], []
+
+    def propose(self, rows, lengths, room, budget):
+        random, active = self.random, self.runner.engine.rows
+        if len(active) <= drafter_module.MAX_ROWS and random.random() < self.share:
+            asked = [n for n, row in enumerate(active) if any(row is r for r in rows)]
+            slots = np.array([n for n in asked if random.random() < 0.8], np.int64)
+            self.check(slots, int(random.integers(1, MAX_CHAIN_LENGTH + 1)))
+        drafts = []
+        for row, known, fits in zip(rows, lengths.tolist(), room.tolist(), strict=True):
+            count = min(int(random.choice([0, 1, 3, 8, 40])), fits)
+            draft = np.array(self.truth[row.id][known : known + count], np.int64)
+            draft[int(random.integers(0, count + 1)) :] = 1
+            drafts.append(draft if len(draft) else None)
+        return drafts
+
+    def check(self, slots: np.ndarray, length: int) -> None:
+        engine, drafter = self.runner.engine, self.runner.drafter
+        chains, found, num_positions = self.runner.draft(slots, length)
+        assert chains.shape == (len(found), length) and set(found.tolist()) <= set(slots.tolist())
+        assert num_positions >= len(found)
+        for slot, chain in zip(found.tolist(), chains.tolist(), strict=True):
+            row, known = engine.rows[slot], int(engine.length[slot])
+            tokens = engine.tokens[slot, :known].tolist()
+            assert tokens == [*row.prompt, *self.truth[row.id][: known - len(row.prompt)]]
+            base = int(self.runner._base[slot])
+            assert 0 <= base < known - 1
+            states = states_of(drafter.policy, tokens[:-1])[base:]
+            generated = known - len(row.prompt)
+            assert chain == chain_of(drafter, states, tokens[base + 1 :], row.id, generated, length)
+            self.num_checked += 1
+            self.contexts.append(known - 1 - base)
+        if len(found):
+            self.caught_up.append(num_positions / len(found))
+
+    def observe(self, rows, tokens, num_draft, num_accepted):
+        pass
+
+
+def make_rows(count: int, num_generations: int, first: int = 0) -> list[Row]:
+    """Prompts of one token among them, and long ones; samples of a prompt are adjacent."""
+    random = np.random.default_rng(first)
+    prompts = [
+        tuple(random.integers(12, VOCAB, size).tolist())
+        for size in random.choice([1, 2, 9, 50], count)
+    ]
+    return [
+        Row(SampleId(first + uid, 3, sample), prompt, 60)
+        for uid, prompt in enumerate(prompts)
+        for sample in range(num_generations)
+    ]
+
+
+def make_engine(policy, num_slots: int, params=PARAMS, drafter=None, **options) -> DrafterRunner:
+    """An engine whose rows the drafter follows."""
+    engine = Engine(ModelRunner(policy, num_slots, MAX_LENGTH, SEED, **options))
+    runner = DrafterRunner(drafter or make_drafter(policy), engine, params)
+    runner.enable(True)
+    return runner
+
+
+def disturb(engine: Engine, random: np.random.Generator) -> None:
+    """Drop a row and add it again, or begin anew with only some rows staying."""
+    if random.random() < 0.06 and engine.rows:
+        row = engine.rows[int(random.integers(len(engine.rows)))]
+        engine.drop(row)
+        engine.add([row])
+    if random.random() < 0.03 and not engine.prefilling():
+        others = [*engine.queue]
+        engine.reset(list(engine.rows))
+        engine.add(others)
+
+
+@pytest.fixture
+def short_memory(monkeypatch):
+    """What is kept of a row is soon too little for its context."""
+    monkeypatch.setattr(drafter_module, "NUM_KEPT", 24)
+    monkeypatch.setattr(drafter_module, "CONTEXT", 12)
+
+
+@pytest.mark.parametrize("name, max_rows", [*((name, 32) for name in NAMES), ("llama", 4)])
+def test_chains_are_those_of_the_row_alone(monkeypatch, short_memory, name, max_rows):
+    """Rows finish, move, share prompts, have drafts rejected, are dropped and come again; with more
+    than MAX_ROWS of them nothing is kept for a while."""
+    monkeypatch.setattr(drafter_module, "MAX_ROWS", max_rows)
+    check_chains(name, 64 if max_rows == 32 else 16, "sdpa")
+
+
+def test_chains_by_graphs_are_the_same(monkeypatch, short_memory):
+    """All forwards of the drafter and of the policy are graphs, which share their memory."""
+    monkeypatch.setattr(drafter_module, "MAX_GRAPH_TOKENS", 40)
+    captures = stand_in(monkeypatch)
+    graphs = check_chains("llama", 64, "varlen").graphs
+    assert graphs.num_replays > 40 and not graphs.is_off
+    pairs = zip(captures.sizes, captures.pools, strict=True)
+    assert {size for size, pool in pairs if pool is None} == {64}, "the drafter uses the policy's"
+
+
+def check_chains(name: str, max_batch_tokens: int, kernel: str) -> DrafterRunner:
+    """Every chain of an engine with this kernel against that of its row alone."""
+    policy = make_policy(name)
+    plain = Engine(ModelRunner(policy, 8, MAX_LENGTH, SEED))
+    all_rows = plain.run(make_rows(4, 3) + make_rows(4, 3, 50), PARAMS)
+    truth = {row.id: row.tokens.tolist() for row in all_rows}
+    runner = make_engine(policy, 5, max_batch_tokens=max_batch_tokens, kernel=kernel)
+    engine = runner.engine
+    drafts = CheckedDrafts(runner, truth, 0.25 if drafter_module.MAX_ROWS == 32 else 1.0)
+    for first in (0, 50):
+        rows = make_rows(4, 3, first)
+        engine.add(rows)
+        while not engine.is_idle:
+            engine.step(PARAMS, drafts)
+            disturb(engine, drafts.random)
+        assert all(row.tokens.tolist() == truth[row.id] for row in rows)
+        engine.release()
+        assert runner.cache.num_bytes() == 0 and runner._hidden is None
+    assert drafts.num_checked > 30
+    assert max(drafts.caught_up) > 3 and max(drafts.contexts) > drafter_module.CONTEXT + 3
+    return runner
+
+
+def test_states_of_rejected_drafts_do_not_outlive_too_many_rows(monkeypatch):
+    monkeypatch.setattr(drafter_module, "MAX_ROWS", 2)
+    runner = make_engine(make_policy("llama"), 3)
+    engine = runner.engine
+    rows = [Row(SampleId(number, 0, 0), (20 + number, 30, 40), 60) for number in range(3)]
+    alone = Engine(ModelRunner(runner.drafter.policy, 3, MAX_LENGTH, SEED))
+    truth = {row.id: row.tokens.tolist() for row in alone.run(rows, PARAMS)}
+    rows = [Row(row.id, row.prompt, 60) for row in rows]
+    drafts = CheckedDrafts(runner, truth, 0.0)
+    wrong = SimpleNamespace(
+        propose=lambda rows, *_: [np.ones(8, np.int64)] * len(rows), observe=drafts.observe
+    )
+    engine.add(rows[:2])
+    for _ in range(3):
+        engine.step(PARAMS, wrong)
+    engine.add(rows[2:])
+    for _ in range(3):
+        engine.step(PARAMS)
+    engine.drop(rows[2])
+    for _ in range(2):
+        engine.step(PARAMS)
+        drafts.check(np.arange(len(engine.rows)), 3)
+    assert drafts.num_checked == 2 * len(engine.rows) > 0
+
+
+def test_disabled_it_keeps_nothing():
+    runner = make_engine(make_policy("llama"), 2)
+    engine, rows = runner.engine, make_rows(2, 1)
+    engine.run(rows, PARAMS)
+    assert runner._hidden is not None
+    runner.enable(False)
+    engine.reset()
+    again = engine.run(make_rows(2, 1), PARAMS)
+    assert runner._hidden is None and not runner.cache.keys
+    assert [row.tokens.tolist() for row in again] == [row.tokens.tolist() for row in rows]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
+def test_a_drafter_with_spoilt_weights_still_drafts_its_tokens(value):
+    policy = make_policy("llama")
+    drafter = make_drafter(policy)
+    with torch.no_grad():
+        for param in drafter.parameters():
+            param.fill_(value)
+    for params in (PARAMS, SamplingParams(top_p=0.9), SamplingParams(temperature=0.0)):
+        runner = make_engine(policy, 4, params, drafter)
+        runner.engine.add(make_rows(2, 1))
+        for _ in range(4):
+            runner.engine.step(params)
+        chains, slots, _ = runner.draft(np.arange(2), 3)
+        assert len(slots) == 2 and set(chains.ravel().tolist()) <= set(drafter.ids.tolist())
+
+
+def test_the_head_follows_the_weights_and_is_fit_for_training_after_a_chain():
+    policy = make_policy("llama")
+    drafter = make_drafter(policy)
+    state = torch.randn(3, 64, dtype=torch.float64, requires_grad=True)
+    with torch.inference_mode():
+        drafter.logits(state)
+    drafter.logits(state).sum().backward()
+    assert state.grad is not None
+    with torch.no_grad():
+        policy.lm_head.weight.mul_(2.0)
+    wanted = output_head(policy)(state)[:, drafter.ids]
+    assert torch.allclose(drafter.logits(state), wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_layer_begins_as_the_policys_last_one_with_full_attention(name):
+    policy = make_policy(name)
+    drafter = Drafter(policy, np.arange(12, VOCAB))
+    kinds = getattr(policy.config, "layer_types", None) or ["full_attention"]
+    full = [number for number, kind in enumerate(kinds) if kind == "full_attention"]
+    number = full[-1] if len(full) < len(kinds) and full else policy.config.num_hidden_layers - 1
+    values = {tensor.detach().numpy().tobytes() for tensor in policy.parameters()}
+    layers = [layer for layer in policy.base_model.children() if hasattr(layer, "__len__")]
+    layer = next(group for group in layers if len(group) == policy.config.num_hidden_layers)
+    ours = {tensor.detach().numpy().tobytes() for tensor in drafter.body.parameters()}
+    assert {t.detach().numpy().tobytes() for t in layer[number].parameters()} <= ours
+    assert len(ours - values) == 1, "its own embedding, which is not used"
+
+
+def test_chains_may_be_longer_than_what_their_rows_can_get():
+    policy = make_policy("llama")
+    engine = Engine(ModelRunner(policy, 1, 12, SEED))
+    runner, lengths = DrafterRunner(make_drafter(policy), engine, PARAMS), []
+    runner.enable(True)
+    engine.add([Row(SampleId(0, 3, 0), (7,), 11)])
+    while not engine.is_idle:
+        engine.step(SamplingParams(temperature=0.8))
+        if engine.rows:
+            lengths.append(int(engine.lengths[0]))
+            chains, _, _ = runner.draft(np.array([0]), MAX_CHAIN_LENGTH)
+            assert chains.shape == (1, MAX_CHAIN_LENGTH)
+    assert lengths[-1] == 11, "of 12 positions"
+
+
+# Noise
+
+
+def test_noise_of_some_tokens_is_that_of_the_whole_vocabulary():
+    random = np.random.default_rng(0)
+    keys = torch.from_numpy(random.integers(-(2**31), 2**31, (6, 4)).astype(np.int32))
+    ids = torch.from_numpy(np.sort(random.choice(5000, 40, replace=False)).astype(np.int32))
+    assert torch.equal(random_bits(keys, ids), random_bits(keys, 5000)[:, ids.long()])
+    for dtype in (torch.float32, torch.float64):
+        assert torch.equal(gumbel(keys, ids, dtype), gumbel(keys, 5000, dtype)[:, ids.long()])
+    words = [[int(word) % 2**32 for word in key] for key in keys.tolist()]
+    wanted = [[reference_bits(key, int(token)) for token in ids] for key in words]
+    assert random_bits(keys, ids).tolist() == wanted
+
+
+@pytest.mark.parametrize("ahead", [0, 3])
+def test_noise_keys_are_those_of_the_rows_in_the_slots(monkeypatch, ahead):
+    """In any order of positions, also after rows have moved, and up to the end of a slot."""
+    monkeypatch.setattr(runner_module, "KEYS_AHEAD", ahead)
+    runner, random = ModelRunner(make_policy("llama"), 4, 30, SEED), np.random.default_rng(0)
+    names = {}
+
+    def place(slot: int, number: int) -> None:
+        names[slot] = SampleId(2**62 + number, number, number % 4)
+        runner.place(slot, Row(names[slot], (1,), 20, np.arange(number % 3)))
+
+    for slot in range(4):
+        place(slot, slot)
+    for number in range(4, 20):
+        slots = np.sort(random.choice(4, int(random.integers(1, 5)), replace=False)).repeat(3)
+        position = random.integers(2, 30, len(slots))
+        found = runner.noise_keys(slots, position).numpy()
+        for slot, at, key in zip(slots.tolist(), position.tolist(), found, strict=True):
+            assert [int(word) % 2**32 for word in key] == noise_key(SEED, *names[slot], at)
+        if number % 2:
+            place(int(random.integers(4)), number)
+        else:
+            source, target = random.choice(4, 2, replace=False).tolist()
+            runner.move(source, target, 0)
+            names[target] = names[source]
