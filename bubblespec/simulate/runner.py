@@ -100,8 +100,8 @@ class DrafterModel:
             raise InputError(f"share: {self.share} must be from 0 to 1")
 
     def accepted(self) -> np.ndarray:
-        """Chance that the first n tokens of a chain are all right, float64 [MAX_CHAIN_LENGTH] for n = 1, 2,
-        ...; each token is right with one chance if all before it are."""
+        """Chance that the first 1, 2, ... tokens of a chain are all right, float64
+        [MAX_CHAIN_LENGTH]; each token is right with one chance if all before it are."""
         powers = np.arange(1, MAX_CHAIN_LENGTH + 1)
         gained = self.accept_length - 1
         return brentq(lambda chance: (chance**powers).sum() - gained, 0.0, 1.0) ** powers
