@@ -126,6 +126,7 @@ def plan_drafts(
     forwards_per_step: float,
     num_ranks: int,
     num_slots: int,
+    oldest_verified: int = MAX_AUTO_LOOKAHEAD,
     planning: str = "by_cost",
     deferred: Collection[tuple[int, int]] = (),
 ) -> list[DraftPlan]:
@@ -135,7 +136,9 @@ def plan_drafts(
     of equally long ones the nearest comes first.
 
     batches: groups of the coming steps, nearest first; cost: None where nothing is known yet;
-    deferred: names of groups; planning: see `SpeculativeConfig`.
+    oldest_verified: age in updates up to which drafts have been verified: one update beyond it is
+    tried alongside own rows, and no more; deferred: names of groups; planning: see
+    `SpeculativeConfig`.
     """
     planned: list[tuple[tuple, DraftPlan]] = []
     for ahead, groups in enumerate(batches):
@@ -146,7 +149,8 @@ def plan_drafts(
             continue
         rows = lengths.predict(groups, num_generations, drafts)
         slack = ahead * forwards_per_step - (rows.expected - rows.drafted)
-        is_due = (slack < PATIENCE * forwards_per_step) & (planning != "idle_only")
+        may_pay = planning != "idle_only" and ahead <= oldest_verified
+        is_due = (slack < PATIENCE * forwards_per_step) & may_pay
         value = DraftValue(*np.zeros((3, len(ids))))
         if planning == "always":
             is_due, value = np.ones(len(ids), bool), DraftValue(*np.ones((3, len(ids))))

@@ -238,6 +238,7 @@ class Sampler:
             forwards_per_step=stats.forwards,
             num_ranks=self.ranks.world_size,
             num_slots=self.engine.num_slots,
+            oldest_verified=max(stats.accepted_by_age, default=0),
             planning=planning,
             deferred={group.name for group in self.schedule.deferred},
         )
