@@ -7,21 +7,20 @@ with the longest 0, 1, 2, ... responses drafted say how many.
 """
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from bubblespec.planner.costs import CostModel, seconds_of_course, time_points
 from bubblespec.planner.lengths import LengthModel
-from bubblespec.planner.rows import AcceptanceRates, Rows, forwards_survival
+from bubblespec.planner.rows import AcceptanceRates, Rows, at_quantile, forwards_survival
 from bubblespec.types import Draft, Group, SampleId
 
 CAUTION = 1.5  # drafts alongside a rank's own rows must win more than they cost by so much
 PATIENCE = 1.0  # what has more slack than so many rollouts can wait for fresher weights
 MAX_AUTO_LOOKAHEAD = 16
-RETRY_STEPS = (
-    8  # where even the freshest drafts are refused, one step in so many drafts all the same
-)
+RETRY_STEPS = 8  # where even the freshest drafts are refused, one step in so many drafts again
+LENGTH_QUANTILES = (np.arange(8) + 0.5) / 8
 MIN_ACCEPTED_SHARE = 0.2  # drafts so old that less of them is accepted are not worth making
 
 
@@ -85,9 +84,13 @@ def _seconds_by_count(
 ) -> np.ndarray:
     """Expected seconds of the slowest rank with the first k rows drafted, float64 [S + 1]; rows are
     dealt to ranks in turn, longest first."""
-    whole = Rows(**{**vars(rows), "spread": 0.0 * rows.spread, "drafted": rows.expected})
     points, width = time_points(rows, num_slots)
-    drafted, undrafted = (forwards_survival(of, rates, points) for of in (whole, rows))
+    drafted, undrafted = np.zeros((2, len(rows), len(points)))
+    for quantile in LENGTH_QUANTILES:  # a draft ends where the response would have ended
+        known = at_quantile(rows, quantile)
+        whole = replace(known, drafted=known.expected)
+        drafted += forwards_survival(whole, rates, points) / len(LENGTH_QUANTILES)
+        undrafted += forwards_survival(known, rates, points) / len(LENGTH_QUANTILES)
     token_s, context = (
         float(cost.coefficients[2]),
         float((rows.prompt_tokens + rows.expected).mean()),

@@ -3,7 +3,7 @@
 A row beside a long one makes each of that row's forwards slower. Where rows cost much (a CPU), the
 few longest rows belong together, on a rank with little else; where the forward itself costs most (a
 GPU below saturation) it hardly matters who is beside whom, and long rows are spread, since lengths
-are uncertain. Both ways are tried, and the one is taken that is expected to end sooner.
+are uncertain. Several ways are tried, and the one is taken that is expected to end soonest.
 """
 
 from bisect import bisect_right
@@ -16,7 +16,7 @@ from bubblespec.planner.rows import TYPICAL_WINDOW, AcceptanceRates, Rows
 from bubblespec.types import Launch
 
 NUM_BISECTIONS = 12
-MIN_GAIN = 0.05  # of the expected time; what gains less is within the error of a cost model
+MIN_GAIN = 0.05  # by keeping long rows together; less is within the error of a cost model
 
 
 def place(
@@ -25,17 +25,21 @@ def place(
     """The rank of each row, int64 [S]. Expects ranks to admit their rows longest first. No rank is
     without rows if there are as many rows as ranks."""
     order = longest_first(rows)
-    work = _Work(rows.take(order), cost, num_slots)
-    spread, together = work.spread(num_ranks), work.keep_together(num_ranks)
     ordered = rows.take(order)
+    work = _Work(ordered, cost, num_slots)
+    ways = [np.arange(len(rows)) % num_ranks, work.spread(num_ranks), work.keep_together(num_ranks)]
+    in_turn = ordered.group % num_ranks
+    if len(np.unique(in_turn)) == num_ranks:
+        ways.append(in_turn)
 
     def slowest_s(ranks: np.ndarray) -> float:
         of_ranks = (ordered.take(ranks == rank) for rank in range(num_ranks))
         return max(rollout_seconds(own, cost, num_slots, rates) for own in of_ranks)
 
+    seconds = np.array([slowest_s(ranks) for ranks in ways])
+    seconds[2] /= 1.0 - MIN_GAIN  # long rows together
     placed = np.empty(len(order), np.int64)
-    is_better = slowest_s(together) < (1.0 - MIN_GAIN) * slowest_s(spread)
-    placed[order] = together if is_better else spread
+    placed[order] = ways[int(seconds.argmin())]
     return placed
 
 

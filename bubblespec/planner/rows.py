@@ -8,7 +8,7 @@ the row's own noise holds up to its first mismatch; the chance of a mismatch is 
 Shape legend: S rows, T points in time, counted in forwards.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -87,15 +87,28 @@ class Rows:
         return Rows(**{name: column[chosen] for name, column in vars(self).items()})
 
 
+def at_quantile(rows: Rows, quantile: float) -> Rows:
+    """The rows as if their lengths were known: a quantile of those that go beyond the draft."""
+    column = (rows.expected, rows.spread)
+    beyond = np.maximum(length_survival(*column, rows.drafted) * (1.0 - quantile), 1e-12)
+    log_median, slope = _log_logistic(*column)
+    length = np.exp(log_median + np.log((1.0 - beyond) / beyond) / slope)
+    length = np.where(rows.spread == 0.0, rows.expected, np.maximum(length, 1.0))
+    return replace(rows, expected=length, spread=0.0 * rows.spread)
+
+
 def length_survival(mean: np.ndarray, spread: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """Chance that lengths are above `tokens`; all of one shape, or broadcast to one."""
-    mean = np.maximum(mean, 1.0)
-    relative = np.maximum(spread / mean, MIN_RELATIVE_SPREAD)
-    variance = np.log1p(relative**2)
-    log_median = np.log(mean) - variance / 2
-    slope = np.pi / np.sqrt(3.0 * variance)
+    log_median, slope = _log_logistic(mean, spread)
     exponent = slope * (np.log(np.maximum(tokens, 1e-3)) - log_median)
     return 1.0 / (1.0 + np.exp(np.clip(exponent, -60.0, 60.0)))
+
+
+def _log_logistic(mean: np.ndarray, spread: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Logarithm of the median, and shape, of the distribution of lengths."""
+    mean = np.maximum(mean, 1.0)
+    variance = np.log1p(np.maximum(spread / mean, MIN_RELATIVE_SPREAD) ** 2)
+    return np.log(mean) - variance / 2, np.pi / np.sqrt(3.0 * variance)
 
 
 def mean_length_beyond(mean: np.ndarray, spread: np.ndarray, tokens: np.ndarray) -> np.ndarray:
