@@ -70,7 +70,8 @@ def test_passes_tests(text, tests, wanted, chat):
         "import sys; sys.exit(0)",
         "import os; os._exit(0)",
         "print('passed'); raise SystemExit",
-        "import os\nfor fd in range(3, 64):\n    try: os.write(fd, b'passed\\n')\n    except OSError: pass\nos._exit(0)",
+        "import os\nfor fd in range(3, 64):\n"
+        "    try: os.write(fd, b'passed\\n')\n    except OSError: pass\nos._exit(0)",
         "import os; os.kill(os.getpid(), 9)",
         "import ctypes; ctypes.string_at(0)",
         "import os, signal; os.kill(os.getppid(), signal.SIGKILL)",

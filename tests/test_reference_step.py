@@ -20,7 +20,8 @@ CONFIG = "configs/tiny_cpu_bulk.yaml"
 STEPS = 2
 SHORT = [
     "model.dtype=float64",
-    "data.tasks=[{name: chain_sum, weight: 1.0, config: {min_terms: 2, max_terms: 5, min_digits: 1, max_digits: 1}}]",
+    "data.tasks=[{name: chain_sum, weight: 1.0, "
+    "config: {min_terms: 2, max_terms: 5, min_digits: 1, max_digits: 1}}]",
     # the second step has the same prompts, for which the first one's responses are drafts
     "data.size=4",
     "reward.functions=[tests.test_reference_step.reward]",

@@ -27,7 +27,7 @@ from bubblespec.setup import build
 from bubblespec.types import Group, Prompt, Row
 from tests.helpers.ranks import run_ranks
 from tests.helpers.rows import make_rows, run_loop
-from tests.helpers.runs import ALWAYS_DRAFT, SHORT, digests, read, run, same_weights, weights
+from tests.helpers.runs import ALWAYS_DRAFT, SHORT, digests, read, same_weights, weights
 from train import train
 
 OBEY = "tests.helpers.misbehaving_rewards.obey"
@@ -153,15 +153,6 @@ def test_the_log_of_a_batch_has_an_end(make_scorer, tmp_path):
     scores(scorer, finished_rows(31), step=None)
     assert len(errors_in(tmp_path)) == 20 and errors_in(tmp_path)[0]["step"] is None
     assert scorer.take_metrics()["reward/errors"] == 30
-
-
-@pytest.mark.parametrize(
-    "num_workers, bad", [(0, "raise boom"), (1, "raise boom"), (1, "die killed"), (0, "wrong inf")]
-)
-def test_failures_may_be_made_to_end_the_run(make_scorer, num_workers, bad):
-    scorer = make_scorer(["value 1", bad, "value 2"], num_workers=num_workers, reward_on_error=None)
-    with pytest.raises(InputError, match=r"^reward tests.helpers.misbehaving_rewards.obey: "):
-        scores(scorer, finished_rows(3))
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -537,18 +528,3 @@ def test_a_run_that_is_stopped_while_rewards_hang_goes_on_where_it_was(
     for line, wanted in zip(read(folder), read(tmp_path / "undisturbed"), strict=True):
         for key in ("step", "reward", "eval/reward", "reward/errors"):
             assert line.get(key) == wanted.get(key)
-
-
-def test_a_run_goes_on_beside_a_reward_that_crashes_and_raises(tmp_path):
-    reward = "reward.functions=[tests.helpers.misbehaving_rewards.crash_or_match]"
-    done = run(tmp_path, 2, reward, "reward.num_workers=1", "run.max_steps=2")
-    lines = read(tmp_path)
-    assert len(lines) == 2
-    for kind in ("crash", "exception"):
-        assert sum(line.get(f"reward/errors/{kind}", 0) for line in lines) > 0
-        assert f"({kind}, step " in done.stderr
-    assert all(0 < line["reward/errors"] < 32 and "timing_s/reward" in line for line in lines)
-    logged = [
-        json.loads(line) for line in (tmp_path / "reward_errors.jsonl").read_text().splitlines()
-    ]
-    assert {error["kind"] for error in logged} == {"crash", "exception"}

@@ -36,8 +36,6 @@ def act(word: str, argument: str):
         sys.exit(int(argument))
     if word == "interrupt":
         raise KeyboardInterrupt
-    if word == "recurse":
-        return act(word, argument)
     if word == "allocate":
         return [float(len(bytearray(1 << 60)))]
     if word == "wrong":
@@ -194,19 +192,6 @@ def hang(how: str) -> None:
 def note_pid(path: str) -> None:
     with open(path, "a") as file:
         file.write(f"{os.getpid()}\n")
-
-
-def crash_or_match(prompts, completions, completion_ids, answer, **columns) -> list[float]:
-    """exact_match that ends its process for one prompt in four, and raises for another one."""
-    values = []
-    for text, wanted in zip(completions, answer, strict=True):
-        kind = sum(map(ord, wanted)) % 4
-        if kind == 0:
-            os._exit(7)
-        if kind == 1:
-            raise ValueError(f"no answer to {wanted}")
-        values.append(float(text.strip() == wanted))
-    return values
 
 
 def fails_for_some(prompts, completions, completion_ids, **columns) -> list[float]:
