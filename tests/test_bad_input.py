@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import io
 import json
-import math
 import os
 import pickle
 import re
@@ -27,7 +26,7 @@ import transformers
 import train
 from bubblespec import memory
 from bubblespec import setup as set_up_module
-from bubblespec.config import Config, flatten, load_config
+from bubblespec.config import load_config
 from bubblespec.dist.ranks import ranks_from_environment
 from bubblespec.draft.drafter import Drafter
 from bubblespec.draft.drafter_training import DRAFTER_FILE, WEIGHTS_FILE, save_drafter
@@ -764,21 +763,6 @@ def test_drafter_that_is_not_there(refusal):
     )
 
 
-@pytest.mark.parametrize("method", ["drafters", "none+drafter", "drafter+drafter", "bubble+", "3"])
-def test_methods_that_there_are_not(refusal, method):
-    message = refusal(f"speculative.method={method}")
-    assert message.startswith("speculative.method") and "bubble, suffix, drafter" in message
-
-
-@pytest.mark.parametrize(
-    "override",
-    ["warm_start=0", "warm_start=many"],
-)
-def test_sizes_of_a_drafter(refusal, override):
-    message = refusal("speculative.method=drafter", f"drafter.{override}")
-    assert message.startswith(f"drafter.{override.partition('=')[0]}")
-
-
 @pytest.mark.parametrize(
     "spoil, says",
     [
@@ -817,87 +801,6 @@ def test_pickled_optimizer_runs_no_code(refusal, checkpoint, tmp_path):
         message.startswith("run.resume_from_checkpoint: ") and "Weights only load failed" in message
     )
     assert not (tmp_path / "mark").exists()
-
-
-# Every key
-
-
-ODD = [
-    "0",
-    "-1",
-    "1000000000000",
-    "99999999999999999999999",
-    "nan",
-    "-inf",
-    "1e-320",
-    "abc",
-    "null",
-    "[1]",
-    "{a: 1}",
-    "''",
-]
-MINIMAL = "model: {path: some/model}\ndata: {path: train.jsonl}\nrun: {output_dir: out}\n"
-
-
-@pytest.mark.parametrize("key", list(flatten(Config())))
-def test_no_value_of_any_key_ends_in_a_traceback(key, tmp_path):
-    """Loaded, or refused in a line that names the key: some values are wrong only beside another
-    one, which comes first then. What loads is finite, and no integer is beyond the range of the
-    machine's."""
-    path = tmp_path / "config.yaml"
-    path.write_text(MINIMAL)
-    for value in ODD:
-        try:
-            config = load_config(str(path), [f"{key}={value}"])
-        except InputError as error:
-            assert "\n" not in str(error) and key in str(error), (value, error)
-            continue
-        loaded = flatten(config)[key]
-        assert not isinstance(loaded, float) or math.isfinite(loaded), value
-        assert not isinstance(loaded, int) or abs(loaded) < 1 << 63, value
-
-
-SIZES_AND_RATES = [
-    "rollout.num_prompts_per_step",
-    "rollout.num_generations",
-    "rollout.max_prompt_length",
-    "rollout.max_completion_length",
-    "rollout.min_completion_length",
-    "rollout.temperature",
-    "rollout.top_p",
-    "rollout.top_k",
-    "rollout.num_slots",
-    "rollout.max_batch_tokens",
-    "data.size",
-    "data.seed",
-    "eval.num_prompts",
-    "optim.learning_rate",
-    "optim.max_tokens_per_microbatch",
-    "run.seed",
-    "run.timeout_s",
-    "bubble.lookahead",
-    "speculative.fixed_window",
-]
-
-
-@pytest.mark.parametrize("key", SIZES_AND_RATES)
-def test_sizes_that_load_also_set_up(key, tmp_path, monkeypatch):
-    """Or are refused in a line that names the key: 1, and what exhausts memory or a number's range,
-    with speculation on."""
-    monkeypatch.setattr(set_up_module, "claim_output_dir", lambda config, ranks: None)
-    for value in ("1", "1000000000", "1000000000000"):
-        overrides = [
-            *SHORT,
-            "speculative.method=bubble+suffix",
-            "run.output_dir=unused",
-            f"{key}={value}",
-        ]
-        try:
-            config = load_config("configs/tiny_cpu.yaml", overrides)
-            with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
-                set_up_module.build(config, ranks)
-        except InputError as error:
-            assert "\n" not in str(error) and key in str(error), (value, error)
 
 
 # Several ranks

@@ -76,7 +76,7 @@ def one_step(folder: Path, num_rows: int, length: int) -> None:
     sampler.engine.run(rows, sampler.params)
     for row in rows:
         draft = Draft(spoiled(row.tokens, trainer.learner.model.config.vocab_size), True, 0)
-        sampler.speculation.store.put(row.id, draft)
+        sampler.store.put(row.id, draft)
     record = trainer.sample(0)
     samples = record.samples
     trainer.update(record, np.random.default_rng(0).choice((-1.0, 1.0), num_rows))
