@@ -31,7 +31,7 @@ OPTIONS = [
     "eval.num_prompts=4",  # which are no training prompts
     "eval.num_generations=1",
 ]
-DRAFTER = ["drafter.warm_start=1500", "drafter.buffer_tokens=3000"]
+DRAFTER = ["drafter.warm_start=600"]
 ALL, ALONE = "speculative.method=bubble+suffix+drafter", "speculative.method=drafter"
 SCRIPT = ("tests/helpers/drafting.py",)
 TRAINED = "drafter: trained with"

@@ -1,5 +1,5 @@
-"""What the drafter learns from and how, against plain transcriptions; its slices and the mean of the
-ranks' drafters."""
+"""What the drafter learns from and how, against plain transcriptions; its slices and the mean of
+the drafters of all ranks."""
 
 import numpy as np
 import pytest

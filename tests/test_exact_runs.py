@@ -42,7 +42,6 @@ OPTIONS = {
     "drafter": [
         "speculative.method=bubble+suffix+drafter",
         "drafter.warm_start=1500",
-        "drafter.buffer_tokens=3000",
         ALWAYS_DRAFT,
     ],
     "streamed": ["optim.stream_gradients=true", "idle.max_slice_s=0.02"],

@@ -49,10 +49,13 @@ PASSES = 3  # of the unrolled drafter; later tokens of a chain are rarely right
 MAX_GRAD_NORM = 0.5
 BETAS = (0.9, 0.95)
 SEQUENCES_PER_UPDATE = 8
+VOCAB_SIZE = 16_384  # token ids that it can draft
+BUFFER_TOKENS = 50_000  # of recent responses, with hidden states, that each rank keeps
 PIECE = 256  # response tokens of an example: a slice does not grow with the response
 CONTEXT = 16  # tokens before them; more, as chains have, taught nothing more
 EPOCHS = 8  # of the warm start
 MERGE_EVERY = 10  # updates of a rank in the warm start
+LEARNING_RATE = 1e-3  # of AdamW at the start of the warm start
 FINAL_RATE = 0.1  # of the learning rate, at the end of the warm start and after it
 MAX_STEPS = 256  # whose prompts a warm start answers
 SHARE_PER_STEP = 0.25  # of the buffer that one step may replace
@@ -362,8 +365,8 @@ def make_drafter(
     cost: of the policy's forwards; plans: of linear layers. Raises StopRequested, and InputError
     for a folder without such a drafter or a policy that can have none.
     """
-    model, settings, key = engine.runner.model, config.drafter, "drafter.path"
-    folder, rows, num_updates = settings.path, [], 0
+    model, key = engine.runner.model, "drafter.path"
+    folder, rows, num_updates = config.drafter.path, [], 0
     if checkpoint is not None and os.path.isfile(os.path.join(checkpoint, DRAFTER_FILE)):
         folder, key = checkpoint, "run.resume_from_checkpoint"
     if folder:
@@ -372,7 +375,7 @@ def make_drafter(
         ranks.place = "warm start of the drafter"
         began_s = ranks.clock.perf_counter()
         rows = generate(config, ranks, engine, params, schedule, step)
-        ids = frequent_ids(rows, params.stop_token_ids, settings.vocab_size, ranks)
+        ids = frequent_ids(rows, params.stop_token_ids, VOCAB_SIZE, ranks)
         try:
             drafter = Drafter(model, ids, config.run.seed)
         except ValueError as error:
@@ -382,15 +385,15 @@ def make_drafter(
     training = DrafterTraining(
         source,
         params,
-        learning_rate=FINAL_RATE * settings.learning_rate,
-        max_tokens=settings.buffer_tokens,
+        learning_rate=FINAL_RATE * LEARNING_RATE,
+        max_tokens=BUFFER_TOKENS,
         seed=config.run.seed,
         clock=ranks.clock,
     )
     training.num_updates = num_updates
     if not folder:
         examples = learn_from(model, rows, training.kernel)
-        train(training, examples, settings.learning_rate, ranks)
+        train(training, examples, LEARNING_RATE, ranks)
         for example in examples:
             training.add(example)
         seconds = ranks.clock.perf_counter() - began_s
