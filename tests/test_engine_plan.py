@@ -101,8 +101,9 @@ def test_batches_and_their_results_by_hand():
 
     first, finished = step()
     assert first == {
-        "start": [0, 0], "count": [3, 0], "index": [[0, 0, 0], [0, 1, 2]], "tokens": [1, 2, 3], "slots": [0], "generated": [0],
-        "num_draft": [0], "draft": [], "load": Load(2, 3, 1, 3, 2, 0),
+        "start": [0, 0], "count": [3, 0], "index": [[0, 0, 0], [0, 1, 2]], "tokens": [1, 2, 3],
+        "slots": [0], "generated": [0], "num_draft": [0], "draft": [],
+        "load": Load(2, 3, 1, 3, 2, 0),
     }  # fmt: skip
     assert finished == []
     assert engine.prefilling() == rows[1:2] and engine.decoding() == rows[:1]
@@ -110,8 +111,9 @@ def test_batches_and_their_results_by_hand():
     proposer = FixedDrafts({ids[0]: [3, 5, 1]})
     second, _ = step(proposer)
     assert second == {
-        "start": [3, 2], "count": [3, 1], "index": [[0, 0, 0, 1], [3, 4, 5, 2]], "tokens": [4, 3, 5, 3], "slots": [0, 1],
-        "generated": [1, 0], "num_draft": [2, 0], "draft": [3, 5], "load": Load(2, 4, 1, 9, 0, 2),
+        "start": [3, 2], "count": [3, 1], "index": [[0, 0, 0, 1], [3, 4, 5, 2]],
+        "tokens": [4, 3, 5, 3], "slots": [0, 1], "generated": [1, 0], "num_draft": [2, 0],
+        "draft": [3, 5], "load": Load(2, 4, 1, 9, 0, 2),
     }  # fmt: skip
     assert proposer.seen == [(1, [3, 2], 2, 1), (1, [6], 0, 0)]
     assert engine.length[:2].tolist() == [6, 4] and engine.cached[:2].tolist() == [5, 3]

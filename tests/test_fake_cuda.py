@@ -29,7 +29,7 @@ import bubblespec
 from bubblespec.dist.ranks import Ranks
 from bubblespec.engine import graphs, sampling
 from bubblespec.engine import runner as runner_module
-from bubblespec.engine.attention import NAME, choose_kernel
+from bubblespec.engine.attention import NAME
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import enable_gradient_checkpointing, forward_hidden, prepare_model
@@ -479,7 +479,7 @@ def test_graphs_take_all_from_their_one_input(cuda, monkeypatch, kernel):
 
 
 class Together:
-    """A `Joint` of two ranks that are both this one."""
+    """A `TPGroup` of two ranks that are both this one."""
 
     rank, size, can_capture = 0, 2, True
 
@@ -497,26 +497,24 @@ class Together:
 
 
 @pytest.mark.parametrize("kernel", KERNELS[1:])
-def test_graphs_of_forwards_in_slices(cuda, monkeypatch, kernel):
+def test_graphs_of_forwards_in_shards(cuda, monkeypatch, kernel):
     """The same of a forward that two ranks compute together. Before, each size of sum was made
     once."""
-    joint, captured = Together(), []
-    rehearsed = lambda run: (run(), joint.sums.append("alone"))  # noqa: E731
+    tp, captured = Together(), []
+    rehearsed = lambda run: (run(), tp.sums.append("alone"))  # noqa: E731
 
     def capture(run, pool):
         cuda.clear()
-        before = len(joint.sums)
+        before = len(tp.sums)
         hidden = run()
         assert cuda.waits == [] and cuda.uploads == 0 and cuda.products == {torch.bfloat16}
-        captured.append(joint.sums[before:])
+        captured.append(tp.sums[before:])
         return lambda: None, hidden, pool
 
     monkeypatch.setattr(graphs, "rehearse", rehearsed)
     monkeypatch.setattr(graphs, "capture", capture)
     make_engine(cuda, monkeypatch, kernel)  # sets up `cuda.sampled`
-    engine = Engine(
-        ModelRunner(make_fake(), 4, 100, 0, tp=joint, max_batch_tokens=32, kernel=kernel)
-    )
+    engine = Engine(ModelRunner(make_fake(), 4, 100, 0, tp=tp, max_batch_tokens=32, kernel=kernel))
     answer, cuda.answer = (
         cuda.answer,
         lambda tensor: np.zeros(tuple(tensor.shape)),
@@ -530,11 +528,11 @@ def test_graphs_of_forwards_in_slices(cuda, monkeypatch, kernel):
     assert (
         engine.runner.graphs.num_replays == engine.num_forwards and not engine.runner.graphs.is_off
     )
-    assert joint.sums[: len(shapes)] == ["alone"] * len(shapes)
+    assert tp.sums[: len(shapes)] == ["alone"] * len(shapes)
     assert captured == [[64 * shape.tokens] * 2 for shape in shapes], (
         "behind the attention and behind the MLP"
     )
-    assert joint.sums[len(shapes) :][: len(shapes)] == [64 * shape.tokens for shape in shapes]
+    assert tp.sums[len(shapes) :][: len(shapes)] == [64 * shape.tokens for shape in shapes]
 
 
 EXTRAS = {
@@ -674,10 +672,3 @@ def test_collectives(cuda, monkeypatch):
             and cuda.uploads == 1
             and sent[-1] == NUM_NUMBERS + num_facts
         )
-
-
-def test_the_choice_of_kernel(cuda):
-    assert [choose_kernel(kernel, DEVICE, torch.bfloat16) for kernel in ("sdpa", "varlen")] == [
-        "sdpa",
-        "varlen",
-    ]

@@ -121,13 +121,6 @@ def test_schedule_leaves_tokens_unchanged(baseline, num_slots, max_batch_tokens,
     assert {len(tokens) for tokens, _ in wanted.values()} != {30} and engine.is_idle
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 7])
-def test_noise_keys_are_the_same_in_any_blocks(baseline, monkeypatch, ahead):
-    model, prompts, params, wanted = baseline
-    monkeypatch.setattr("bubblespec.engine.runner.KEYS_AHEAD", ahead)
-    assert as_dict(make_engine(model, 5, seed=5).run(make_rows(prompts, 4), params)) == wanted
-
-
 class Drafter:
     """Proposes `made` of the true continuation, each token replaced at random with probability
     `corrupted`."""
@@ -202,21 +195,6 @@ def test_dropped_rows_go_on_after_their_tokens(baseline):
         make_engine(model, 64, seed=5).run(make_rows(prompts, 4), params), rows, strict=True
     ):
         np.testing.assert_allclose(row.logprob, again.logprob, atol=1e-6)
-
-
-def test_prompt_is_prefilled_once_per_group(make_model):
-    model = make_model()
-    prepare_model(model, 100)
-    prompt = tuple(range(1, 41))
-    engine = make_engine(model, 8)
-    engine.add(make_rows([prompt], 8, 10))
-    num_fed = 0
-    while not engine.is_idle:
-        _, load = engine.step(PLAIN)
-        num_fed += load.tokens
-    # 39 prompt positions once, then each row feeds the prompt's last token and 9 of its 10 tokens.
-    assert num_fed == 39 + 8 * 10
-    assert engine.num_forwards <= 11
 
 
 def test_reset_forgets_the_cache_when_weights_change(make_model):

@@ -1,4 +1,4 @@
-"""A forward in slices on 2 to 4 ranks, which are threads, against the whole model: hidden states,
+"""A forward in shards on 2 to 4 ranks, which are threads, against the whole model: hidden states,
 samples, generated rows."""
 
 import copy
@@ -26,8 +26,8 @@ from bubblespec.engine.tensor_parallel import (
 )
 from bubblespec.learn.lora import add_adapter
 from bubblespec.types import Row, SampleId
-from tests.helpers.joint import run_together
 from tests.helpers.models import GQA, SMALL, VOCAB, small_config
+from tests.helpers.tp import run_together
 
 LONGEST = 64
 UNEVEN = {
@@ -67,7 +67,7 @@ def build(name: str, dtype: torch.dtype = torch.float64) -> transformers.PreTrai
 
 
 @torch.inference_mode()
-def whole_and_sliced(
+def whole_and_sharded(
     model, size: int, fed: list[tuple[list[int], list[int]]]
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Logits of forwards of so many cached and new tokens of each row: of the whole model, and put
@@ -92,10 +92,10 @@ def whole_and_sliced(
             )
         return torch.cat(parts)
 
-    def of_rank(joint):
+    def of_rank(tp):
         with torch.inference_mode():
             own = copy.deepcopy(model)
-            shards = Shards(own, joint)
+            shards = Shards(own, tp)
             with shards.applied():
                 return logits(
                     own,
@@ -111,15 +111,15 @@ FED = [([0, 0], [9, 1]), ([9, 1], [1, 20]), ([10, 21], [4, 1]), ([14], [1])]
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_slices_give_the_logits_of_the_whole_model(name, size):
+def test_shards_give_the_logits_of_the_whole_model(name, size):
     model = build(name)
     if name == "gpt_neox" and size == 3:
         size = 2  # 4 heads without groups on 3 ranks are as good as on 4; 3 is for uneven ones
-    wanted, slices = whole_and_sliced(model, size, FED)
-    assert [part.shape[1] for part in slices] == [
+    wanted, shards = whole_and_sharded(model, size, FED)
+    assert [part.shape[1] for part in shards] == [
         len(range(VOCAB)[shard_of(VOCAB, rank, size)]) for rank in range(size)
     ]
-    assert (torch.cat(slices, dim=1) - wanted).abs().max() < 1e-12 * max(
+    assert (torch.cat(shards, dim=1) - wanted).abs().max() < 1e-12 * max(
         wanted.abs().max().item(), 1.0
     ) + 1e-12
 
@@ -136,10 +136,10 @@ def test_with_an_adapter(targets):
     for name, parameter in model.named_parameters():
         if "lora_B" in name:  # they start as zeros
             torch.nn.init.normal_(parameter.data, std=0.1)
-    base, _ = whole_and_sliced(build("biases everywhere"), 2, FED)
-    wanted, slices = whole_and_sliced(model, 3, FED)
+    base, _ = whole_and_sharded(build("biases everywhere"), 2, FED)
+    wanted, shards = whole_and_sharded(model, 3, FED)
     assert (wanted - base).abs().max() > 0.1 and (
-        torch.cat(slices, dim=1) - wanted
+        torch.cat(shards, dim=1) - wanted
     ).abs().max() < 1e-12
 
 
@@ -203,8 +203,8 @@ def test_a_plan_that_is_wrong_is_found(make_model):
     model = make_model("llama")
     prepare_model(model, LONGEST)
 
-    def check(joint):
-        runner = ModelRunner(copy.deepcopy(model), 2, LONGEST, 0, tp=joint)
+    def check(tp):
+        runner = ModelRunner(copy.deepcopy(model), 2, LONGEST, 0, tp=tp)
         runner.shards.check()
         runner.shards.specs = [
             c._replace(part=slice(0, 48)) if c.part == slice(48, 96) and c.is_rowwise else c
@@ -219,7 +219,7 @@ def test_a_plan_that_is_wrong_is_found(make_model):
     run_together(2, check)
 
 
-def test_a_model_whose_code_fails_in_slices_is_refused(make_model):
+def test_a_model_whose_code_fails_in_shards_is_refused(make_model):
     model = make_model("llama")
     prepare_model(model, LONGEST)
     for layer in model.model.layers:  # as code that knows how many heads it has
@@ -227,11 +227,11 @@ def test_a_model_whose_code_fails_in_slices_is_refused(make_model):
             lambda module, args: (args[0].view(1, -1, 64),)
         )
 
-    def check(joint):
+    def check(tp):
         with pytest.raises(
             TPUnsupported, match="forward of LlamaForCausalLM in shards fails: mat1"
         ):
-            ModelRunner(copy.deepcopy(model), 2, LONGEST, 0, tp=joint).shards.check()
+            ModelRunner(copy.deepcopy(model), 2, LONGEST, 0, tp=tp).shards.check()
 
     run_together(2, check)
 
@@ -250,7 +250,7 @@ PARAMS = {
 @pytest.mark.parametrize("offset", [0, 1 << 29])
 @pytest.mark.parametrize("name", PARAMS)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_samples_of_slices_are_those_of_the_whole(name, size, offset, monkeypatch):
+def test_samples_of_shards_are_those_of_the_whole(name, size, offset, monkeypatch):
     monkeypatch.setattr("bubblespec.engine.sampling.MAX_LOGITS_AT_ONCE", {"cpu": 1000})
     count = 300
     logits = 2 * torch.randn(
@@ -263,9 +263,9 @@ def test_samples_of_slices_are_those_of_the_whole(name, size, offset, monkeypatc
     generated = torch.from_numpy(numbers % 9)
     wanted = sample(logits, keys, generated, PARAMS[name])
 
-    def of_rank(joint):
-        own = logits[:, shard_of(VOCAB, joint.rank, size)]
-        return sample_shards(own, keys, generated, PARAMS[name], vocab_size=VOCAB, tp=joint)
+    def of_rank(tp):
+        own = logits[:, shard_of(VOCAB, tp.rank, size)]
+        return sample_shards(own, keys, generated, PARAMS[name], vocab_size=VOCAB, tp=tp)
 
     for token, *logprobs in run_together(size, of_rank):
         assert torch.equal(token, wanted[0])
@@ -293,7 +293,7 @@ class Drafts:
 
 @pytest.mark.parametrize("rule", ["coupled", "point_mass"])
 @pytest.mark.parametrize("name, size", [("uneven, tied", 2), ("qwen3", 4), ("uneven, tied", 4)])
-def test_rows_of_a_shared_engine_are_those_of_a_plain_one(name, size, rule):
+def test_rows_of_a_tensor_parallel_engine_are_those_of_a_plain_one(name, size, rule):
     """With drafts, right and wrong ones, few slots, and tokens that the rows have already."""
     model, params = build(name), SamplingParams(temperature=0.9, stop_token_ids=(5, 11))
     prompts = [tuple(range(1, 4 + 3 * n)) for n in range(5)]
@@ -303,14 +303,14 @@ def test_rows_of_a_shared_engine_are_those_of_a_plain_one(name, size, rule):
 
     wanted = Engine(ModelRunner(model, 10, LONGEST, 3, rule=rule)).run(rows(), params)
 
-    def of_rank(joint):
+    def of_rank(tp):
         own, drafts = rows(), Drafts({row.id: row.tokens for row in wanted})
         for row, of in zip(own, wanted, strict=True):
             known = min(len(of.tokens) // 2, 7)
             row.tokens, row.logprob = of.tokens[:known].copy(), of.logprob[:known].copy()
             row.full_logprob = of.full_logprob[:known].copy()
         runner = ModelRunner(
-            copy.deepcopy(model), 4, LONGEST, 3, tp=joint, max_batch_tokens=24, rule=rule
+            copy.deepcopy(model), 4, LONGEST, 3, tp=tp, max_batch_tokens=24, rule=rule
         )
         runner.shards.check()
         Engine(runner).run(own, params, drafts)

@@ -24,16 +24,16 @@ from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.engine.tensor_parallel import TPGroup
 from bubblespec.types import Row, SampleId
-from tests.helpers.joint import ThreadJoint, run_together
 from tests.helpers.models import VOCAB, small_config
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tp import ThreadTPGroup, run_together
 
 PARAMS = SamplingParams(temperature=0.9, stop_token_ids=(5, 11))
 SIZES = [32, 24, 16, 8, 4, 2, 1]  # of the graphs of up to 32 tokens
 
 
 class Recorded:
-    """Of a `Joint`: sums can be recorded."""
+    """Of a `TPGroup`: sums can be recorded."""
 
     can_capture = True
 
@@ -54,9 +54,9 @@ def captures(monkeypatch) -> dict[int, Captures]:
     def capture(run, pool):
         return by_rank[rank.number](run, pool)
 
-    def enter(joint: ThreadJoint) -> Recorded:
-        rank.number, by_rank[joint.rank] = joint.rank, Captures()
-        return type("Joint", (Recorded, ThreadJoint), {})(joint.meeting, joint.rank)
+    def enter(tp: ThreadTPGroup) -> Recorded:
+        rank.number, by_rank[tp.rank] = tp.rank, Captures()
+        return type("Group", (Recorded, ThreadTPGroup), {})(tp.meeting, tp.rank)
 
     stand_in(monkeypatch)
     monkeypatch.setattr(graphs, "capture", capture)
@@ -86,26 +86,24 @@ def test_rows_are_those_of_plain_generation(captures, name, size):
     model = build(name)
     wanted = plain_rows(model)
 
-    def of_rank(joint):
-        joint, own = captures["enter"](joint), rows()
+    def of_rank(tp):
+        tp, own = captures["enter"](tp), rows()
         runner = ModelRunner(
-            copy.deepcopy(model), 4, LONGEST, 3, tp=joint, kernel="varlen", max_batch_tokens=32
+            copy.deepcopy(model), 4, LONGEST, 3, tp=tp, kernel="varlen", max_batch_tokens=32
         )
         engine, drafts = Engine(runner), Drafts({row.id: row.tokens for row in wanted})
         sums = []
         record = runner.graphs._record
         runner.graphs._record = lambda inputs: (
-            sums.append(joint.num_sums),
+            sums.append(tp.num_sums),
             record(inputs),
-            sums.append(joint.num_sums),
+            sums.append(tp.num_sums),
         )
         engine.run(own, PARAMS, drafts)
         assert drafts.num_accepted > 30 and not runner.graphs.is_off
         assert runner.graphs.num_replays == engine.num_forwards > 10
         assert sums == [len(SIZES)] * 2, "one of each size before it, and none while recording"
-        assert (
-            joint.num_sums == len(SIZES) + 2 * model.config.num_hidden_layers * engine.num_forwards
-        )
+        assert tp.num_sums == len(SIZES) + 2 * model.config.num_hidden_layers * engine.num_forwards
         return own
 
     for own in run_together(size, of_rank):
@@ -121,11 +119,11 @@ def test_they_share_the_memory_of_the_engines_graphs_and_come_again_after_a_rele
     model = build("llama")
     wanted = tokens_of(plain_rows(model))
 
-    def of_rank(joint):
-        joint, own_model = captures["enter"](joint), copy.deepcopy(model)
+    def of_rank(tp):
+        tp, own_model = captures["enter"](tp), copy.deepcopy(model)
         alone = Engine(ModelRunner(own_model, 8, LONGEST, 3, kernel="varlen", max_batch_tokens=32))
         options = {"kernel": "varlen", "max_batch_tokens": 32, "beside": alone.runner.graphs}
-        together = Engine(ModelRunner(own_model, 8, LONGEST, 3, tp=joint, **options))
+        together = Engine(ModelRunner(own_model, 8, LONGEST, 3, tp=tp, **options))
         found = [
             tokens_of(engine.run(rows(), PARAMS)) for engine in (alone, together, alone, together)
         ]
@@ -163,13 +161,13 @@ def test_what_fails_on_one_rank_is_agreed_on_by_all(captures, monkeypatch, capsy
 
     monkeypatch.setattr(graphs, stage, short_of_memory)
 
-    def of_rank(joint):
-        joint = captures["enter"](joint)
-        if joint.rank == 1:
+    def of_rank(tp):
+        tp = captures["enter"](tp)
+        if tp.rank == 1:
             failing.count = 0
         engine = Engine(
             ModelRunner(
-                copy.deepcopy(model), 8, LONGEST, 3, tp=joint, kernel="varlen", max_batch_tokens=32
+                copy.deepcopy(model), 8, LONGEST, 3, tp=tp, kernel="varlen", max_batch_tokens=32
             )
         )
         found = tokens_of(engine.run(rows(), PARAMS))
@@ -187,23 +185,23 @@ def test_what_fails_on_one_rank_is_agreed_on_by_all(captures, monkeypatch, capsy
 
 
 def forwards_in_processes(ranks: Ranks, kernel: str) -> dict:
-    """Forwards of every size of graph, in slices: largest differences from those of the whole
+    """Forwards of every size of graph, in shards: largest differences from those of the whole
     model, launched and replayed."""
     device, on_gpu = ranks.device, ranks.device.type == "cuda"
     with pytest.MonkeyPatch.context() as patch:
-        joint = TPGroup(ranks)
+        tp = TPGroup(ranks)
         if not on_gpu:
             stand_in(patch)
-            joint = type("Joint", (Recorded, TPGroup), {})(ranks)
-            joint.can_capture = True
+            tp = type("Group", (Recorded, TPGroup), {})(ranks)
+            tp.can_capture = True
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(small_config("qwen2"))
         model = model.to(device, torch.bfloat16 if on_gpu else torch.float64).eval()
         prepare_model(model, 256)
         whole = ModelRunner(model, 40, 256, 0, kernel=kernel, enforce_eager=True)
         options = {"kernel": kernel, "max_batch_tokens": 256}
-        launched = ModelRunner(model, 40, 256, 0, tp=joint, enforce_eager=True, **options)
-        replayed = ModelRunner(model, 40, 256, 0, tp=joint, **options)
+        launched = ModelRunner(model, 40, 256, 0, tp=tp, enforce_eager=True, **options)
+        replayed = ModelRunner(model, 40, 256, 0, tp=tp, **options)
         ranks.before_end.append(replayed.release)
         sequences = np.random.default_rng(3).integers(1, VOCAB, (40, 256))
         rng, start, differences = np.random.default_rng(4), np.zeros(40, np.int64), np.zeros(2)
@@ -257,12 +255,10 @@ def test_ranks_as_processes(tmp_path, device, num_ranks, kernel):
 def test_no_graphs_where_they_are_not_wanted_or_sums_cannot_be_in_them(captures, options, can):
     model = build("llama")
 
-    def of_rank(joint):
-        joint = captures["enter"](joint)
-        joint.can_capture = can
-        runner = ModelRunner(
-            copy.deepcopy(model), 4, LONGEST, 3, tp=joint, kernel="varlen", **options
-        )
+    def of_rank(tp):
+        tp = captures["enter"](tp)
+        tp.can_capture = can
+        runner = ModelRunner(copy.deepcopy(model), 4, LONGEST, 3, tp=tp, kernel="varlen", **options)
         return runner.graphs is None and runner.cache.num_spare == 0
 
     assert run_together(2, of_rank) == [True] * 2

@@ -14,7 +14,6 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 from bubblespec.engine.noise import random_bits, stream_keys
 from bubblespec.engine.sampling import (
     FRESH,
-    MAX_LOGITS_AT_ONCE,
     RULES,
     SamplingParams,
     further,
@@ -403,15 +402,6 @@ def test_a_ragged_batch_is_its_rows_one_by_one(rule, dtype):
         singles.append(row)
         at, drafted = at + n + 1, drafted + n
     assert_same(batch, tuple(np.concatenate(column) for column in zip(*singles, strict=True)))
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_chunks_do_not_change_the_result(rule, monkeypatch):
-    *arguments, num_generated, params = random_ragged(60, 20)
-    options = {"num_generated": num_generated, "params": params, "rule": rule}
-    whole = verify(*arguments, **options)
-    monkeypatch.setitem(MAX_LOGITS_AT_ONCE, "cpu", 3 * 20)
-    assert_same(verify(*arguments, **options), whole)
 
 
 def test_parts_of_a_stream_are_independent():

@@ -113,7 +113,8 @@ def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
     ]
     if not layers:
         raise UnsupportedModel(
-            f"model.gradient_checkpointing: {type(model).__name__} has no layers that can be checkpointed"
+            f"model.gradient_checkpointing: {type(model).__name__} has no layers that can be "
+            f"checkpointed"
         )
     for layer in layers:
         layer.forward = functools.partial(_checkpointed, layer.forward)
@@ -140,42 +141,50 @@ def _check_configuration(model: PreTrainedModel, max_length: int) -> None:
     )
     if other:
         raise UnsupportedModel(
-            f"{name}: attention of another kind ({', '.join(sorted(other))}); the engine computes full and sliding-window "
+            f"{name}: attention of another kind ({', '.join(sorted(other))}); the engine computes "
+            f"full and sliding-window "
             "attention only"
         )
     if beside:
         raise UnsupportedModel(
-            f"{name}: attention with a state beside its keys and values ({', '.join(sorted(beside))}); the engine can only roll "
+            f"{name}: attention with a state beside its keys and values "
+            f"({', '.join(sorted(beside))}); the engine can only roll "
             "back layers whose whole state is a K/V cache"
         )
     if getattr(model, "_is_stateful", False) or recurrent:
         which = f" ({', '.join(sorted(recurrent))})" if recurrent else ""
         raise UnsupportedModel(
-            f"{name}: layers with a recurrent state{which}; the engine can only roll back layers whose state is a K/V cache"
+            f"{name}: layers with a recurrent state{which}; the engine can only roll back layers "
+            f"whose state is a K/V cache"
         )
     if getattr(config, "attn_temperature_tuning", False):
         raise UnsupportedModel(
-            f"{name}: scales attention by a token's place in the input (attn_temperature_tuning), which is not its position in a "
+            f"{name}: scales attention by a token's place in the input (attn_temperature_tuning), "
+            f"which is not its position in a "
             "packed one"
         )
     if not getattr(model, "_supports_attention_backend", False):
         raise UnsupportedModel(
-            f"{name}: does not use transformers' attention interface, so the engine cannot serve it unpatched"
+            f"{name}: does not use transformers' attention interface, so the engine cannot serve "
+            f"it unpatched"
         )
     if model.get_output_embeddings() is None:
         raise UnsupportedModel(f"{name}: has no output head; give a causal language model")
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and max_length > limit:
         raise UnsupportedModel(
-            f"rollout.max_prompt_length + rollout.max_completion_length = {max_length} is beyond the model's {limit} positions"
+            f"rollout.max_prompt_length + rollout.max_completion_length = {max_length} is beyond "
+            f"the model's {limit} positions"
         )
     rope = getattr(config, "rope_parameters", None) or {}
     for parameters in (rope, *(v for v in rope.values() if isinstance(v, dict))):
         original = parameters.get("original_max_position_embeddings") or limit
         if parameters.get("rope_type") in ("dynamic", "longrope") and max_length > original:
             raise UnsupportedModel(
-                f"{name}: its {parameters['rope_type']} rotary scaling changes with the longest row of a batch beyond {original} "
-                f"tokens, so a row's tokens would depend on its neighbours; keep prompt and response within {original}"
+                f"{name}: its {parameters['rope_type']} rotary scaling changes with the longest "
+                f"row of a batch beyond {original} "
+                f"tokens, so a row's tokens would depend on its neighbours; keep prompt and "
+                f"response within {original}"
             )
 
 
@@ -212,7 +221,8 @@ def _check_masks(model: PreTrainedModel, max_length: int) -> None:
         wanted = windows[layer] if layer < len(windows) else None
         if wanted is not None and wanted < max_length and window != wanted:
             raise ValueError(
-                f"layer {layer} has a sliding window of {wanted} tokens, but hands {handed} to its attention function, so the "
+                f"layer {layer} has a sliding window of {wanted} tokens, but hands {handed} to its "
+                f"attention function, so the "
                 f"engine cannot apply it; keep prompt and response within {wanted} tokens together"
             )
         for query, key in (
@@ -224,11 +234,13 @@ def _check_masks(model: PreTrainedModel, max_length: int) -> None:
                 shown = shows(row, head, query, key).expand_as(seen)
             except IndexError:  # it looks these positions up in the input, which was shorter
                 raise ValueError(
-                    f"layer {layer} has an attention mask that depends on the input, not on positions alone"
+                    f"layer {layer} has an attention mask that depends on the input, not on "
+                    f"positions alone"
                 ) from None
             if not (shown == seen).all():
                 raise ValueError(
-                    f"layer {layer} hands {handed} to its attention function, which is all that the engine knows of its mask; "
+                    f"layer {layer} hands {handed} to its attention function, which is all that "
+                    f"the engine knows of its mask; "
                     f"over {max_length} tokens its own mask shows other positions"
                 )
 
@@ -274,7 +286,8 @@ def _compare(model: PreTrainedModel, length: int) -> frozenset[tuple[int, int]]:
     ]
     if getattr(head, "in_features", packed.shape[-1]) != packed.shape[-1]:
         raise ValueError(
-            f"its output head takes vectors of {head.in_features} and its hidden states have {packed.shape[-1]}: it computes "
+            f"its output head takes vectors of {head.in_features} and its hidden states have "
+            f"{packed.shape[-1]}: it computes "
             "something in between, which the engine does not know of"
         )
     cache = KVCache(2, length)
@@ -297,8 +310,10 @@ def _compare(model: PreTrainedModel, length: int) -> frozenset[tuple[int, int]]:
         difference = ((head(hidden) - wanted).abs().max() / scale).item()
         if not difference <= TOLERANCE.get(model.dtype, 0.1):
             raise ValueError(
-                f"logits through {what} differ from the model's own by {difference:.1e} of their size; "
-                "it computes something (between tokens, or on the logits) that the engine does not know of"
+                f"logits through {what} differ from the model's own by {difference:.1e} of their "
+                f"size; "
+                "it computes something (between tokens, or on the logits) that the engine does not "
+                "know of"
             )
     return frozenset(
         (cache.keys[layer].shape[-1], cache.values[layer].shape[-1]) for layer in cache.keys

@@ -14,8 +14,8 @@ class Meeting:
         self.barrier = threading.Barrier(size, timeout=60)
 
 
-class ThreadJoint:
-    """A `Joint` of one of these threads. Each rank adds up in an order of its own, as rounding may
+class ThreadTPGroup:
+    """A `TPGroup` of one of these threads. Each rank adds up in an order of its own, as rounding may
     differ between ranks."""
 
     can_capture = False
@@ -38,13 +38,13 @@ class ThreadJoint:
         return tensor.copy_(total)
 
 
-def run_together(size: int, work: Callable[[ThreadJoint], object]) -> list:
-    """What work(joint) returns on each rank. Raises what the first rank that fails raises."""
+def run_together(size: int, work: Callable[[ThreadTPGroup], object]) -> list:
+    """What work(tp) returns on each rank. Raises what the first rank that fails raises."""
     meeting, results, errors = Meeting(size), [None] * size, []
 
     def run(rank: int) -> None:
         try:
-            results[rank] = work(ThreadJoint(meeting, rank))
+            results[rank] = work(ThreadTPGroup(meeting, rank))
         except BaseException as error:
             if not isinstance(error, threading.BrokenBarrierError):
                 errors.append(error)
