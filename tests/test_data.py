@@ -4,8 +4,6 @@ import collections
 import json
 import os
 import random
-import subprocess
-import sys
 
 import datasets
 import pyarrow
@@ -93,10 +91,9 @@ def test_rows_of_a_file_arrive_with_all_columns(tmp_path, suffix):
     assert load(write(tmp_path / f"chats.{suffix}", CHATS)) == CHATS
 
 
-def test_csv_rows_arrive_with_numbers_as_numbers(tmp_path):
-    assert load(write(tmp_path / "rows.csv", ROWS)) == [
-        {**row, "answer": int(row["answer"])} for row in ROWS
-    ]
+def test_csv_numbers_are_numbers_and_names_may_have_glob_characters(tmp_path):
+    numbers = [{**row, "answer": int(row["answer"])} for row in ROWS]
+    assert load(write(tmp_path / "rows[1].csv", ROWS)) == numbers
 
 
 def test_folder_and_glob_take_the_files_in_name_order(tmp_path):
@@ -106,20 +103,8 @@ def test_folder_and_glob_take_the_files_in_name_order(tmp_path):
     assert load(tmp_path / "folder") == ROWS
     assert load(tmp_path / "folder" / "*.jsonl") == ROWS
     assert load(tmp_path / "folder" / "[b].jsonl") == ROWS[1:]
-
-
-def test_names_with_glob_characters_are_taken_as_they_are(tmp_path):
-    assert load(write(tmp_path / "part[1].jsonl", ROWS)) == ROWS
-    write(tmp_path / "set[1]" / "rows.jsonl", ROWS)
-    assert load(tmp_path / "set[1]") == ROWS
-
-
-def test_column_that_only_some_rows_have_is_none_elsewhere(tmp_path):
-    rows = [{"prompt": "x", "a": 1}, {"prompt": "y", "b": 2}]
-    assert load(write(tmp_path / "rows.jsonl", rows)) == [
-        {"prompt": "x", "a": 1, "b": None},
-        {"prompt": "y", "a": None, "b": 2},
-    ]
+    write(tmp_path / "folder" / "c.csv", ROWS)
+    assert "mixes the formats ['csv', 'json']" in refusal(load, tmp_path / "folder")
 
 
 def test_changed_file_is_read_again_and_only_the_cache_is_written(tmp_path, cache):
@@ -137,45 +122,18 @@ def test_changed_file_is_read_again_and_only_the_cache_is_written(tmp_path, cach
     "name, content, says",
     [
         ("torn.jsonl", '{"prompt": "x"}\n\n{"prompt": "y"\n', "torn.jsonl, line 3 is not JSON"),
-        (
-            "middle.jsonl",
-            '{"prompt": "x"}\n{"prompt": "y"\n{"prompt": "z"}\n',
-            "middle.jsonl, line 2 is not JSON",
-        ),
-        ("text.jsonl", "hello\n", "text.jsonl, line 1 is not JSON"),
-        (
-            "latin.jsonl",
-            b'{"prompt": "x"}\n{"prompt": "\xff"}\n',
-            "latin.jsonl, line 2 is not UTF-8",
-        ),
-        ("wide.jsonl", '{"prompt": "x"}\n'.encode("utf-16"), "wide.jsonl, line 1 is not UTF-8"),
+        ("latin.jsonl", b'{"prompt": "x"}\n{"prompt": "\xff"}\n', "line 2 is not UTF-8"),
         ("half.jsonl", '{"prompt": "\\ud800"}\n', "half.jsonl"),
         ("number.jsonl", '{"prompt": "x"}\n3\n', "number.jsonl, line 2 is not an object"),
-        ("lists.jsonl", "[1, 2]\n[3, 4]\n", "lists.jsonl, line 1 is not an object"),
-        ("bad.json", '[{"prompt": "x"},', "bad.json, line 1 is not JSON"),
         ("array.json", '[{"prompt": "x"},\n {"prompt" "y"}]', "array.json, line 2 is not JSON"),
         ("texts.json", '["x", "y"]', "texts.json, item 0 is not an object"),
         ("lines.json", '{"prompt": "x"}\n{"prompt"\n', "lines.json, line 2 is not JSON"),
-        (
-            "nested.json",
-            '{"rows": [{"prompt": "x"}]}',
-            "nested.json has no prompt column; it has ['rows']",
-        ),
+        ("nested.json", '{"rows": [{"prompt": "x"}]}', "no prompt column; it has ['rows']"),
         ("open.csv", 'prompt,answer\n"x,1\ny,2\n', "open.csv, split train: Error tokenizing"),
-        ("ragged.csv", "prompt,answer\nx,1\ny,2,3,4\n", "Expected 2 fields in line 3, saw 4"),
-        (
-            "other.csv",
-            "question,answer\nx,1\n",
-            "other.csv has no prompt column; it has ['question', 'answer']",
-        ),
         ("not.parquet", "hello", "not.parquet, split train: "),
         ("header.csv", "prompt,answer\n", "header.csv has no rows"),
         ("blank.jsonl", "\n \n\n", "blank.jsonl has no rows"),
-        ("list.json", "[]", "list.json has no rows"),
-        *(
-            (f"empty.{suffix}", "", f"empty.{suffix} is empty")
-            for suffix in ("jsonl", "json", "csv", "parquet")
-        ),
+        ("empty.csv", "", "empty.csv is empty"),
         ("clash.jsonl", '{"prompt": "x", "completions": 1}\n', "has the column completions"),
         ("hole.csv", "prompt,answer\nx,1\n,2\n", "the prompt of row 1 is None"),
     ],
@@ -196,23 +154,6 @@ def test_broken_file_of_a_folder_is_named(tmp_path):
     assert f"{tmp_path / 'folder' / 'b.jsonl'} is empty" in refusal(load, tmp_path / "folder")
 
 
-def test_parquet_that_is_torn_or_has_no_rows_is_refused(tmp_path):
-    path = tmp_path / "torn.parquet"
-    write(path, ROWS * 100)
-    path.write_bytes(path.read_bytes()[:200])
-    assert "torn.parquet" in refusal(load, path)
-    pyarrow.parquet.write_table(
-        pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), tmp_path / "none.parquet"
-    )
-    assert "none.parquet" in refusal(load, tmp_path / "none.parquet")
-
-
-def test_mixed_formats_are_refused(tmp_path):
-    write(tmp_path / "folder" / "a.jsonl", ROWS)
-    write(tmp_path / "folder" / "b.csv", ROWS)
-    assert "mixes the formats ['csv', 'json']" in refusal(load, tmp_path / "folder")
-
-
 # Rows into prompts
 
 
@@ -225,16 +166,6 @@ def test_prompts_carry_text_tokens_and_the_other_columns(tmp_path):
         {"answer": "2", "level": 1},
     )
     assert (second.text, second.columns) == ("two, doubled", {"answer": "4", "level": 3})
-
-
-def test_prompts_over_the_limit_are_dropped_and_counted():
-    prompts = build(["a b c", "a b", "a b c d", "a"], longest=2)
-    assert (
-        [p.text for p in prompts.prompts] == ["a b", "a"]
-        and prompts.num_dropped == 2
-        and len(prompts) == 2
-    )
-    assert build(["a b c"], longest=3).num_dropped == 0
 
 
 USER, SYSTEM = {"role": "user", "content": "hi"}, {"role": "system", "content": "own"}
@@ -256,8 +187,7 @@ def test_chat_and_system_prompt(prompt, as_chat, system_prompt, wanted):
     assert build([prompt], as_chat=as_chat, system_prompt=system_prompt).prompts[0].text == wanted
 
 
-@pytest.mark.parametrize("system_prompt", [None, "be brief"])
-@pytest.mark.parametrize("as_chat", [False, True])
+@pytest.mark.parametrize("options", [{}, {"as_chat": True, "system_prompt": "be brief"}])
 @pytest.mark.parametrize(
     "prompt, part",
     [
@@ -271,10 +201,8 @@ def test_chat_and_system_prompt(prompt, as_chat, system_prompt, wanted):
         ([{"role": "user", "content": None}], "whose role or content is no text"),
     ],
 )
-def test_prompt_of_another_kind_names_the_row(prompt, part, as_chat, system_prompt):
-    assert part in refusal(
-        lambda: build(["fine", prompt], as_chat=as_chat, system_prompt=system_prompt)
-    )
+def test_prompt_of_another_kind_names_the_row(prompt, part, options):
+    assert part in refusal(lambda: build(["fine", prompt], **options))
 
 
 def test_uids_are_63_bit_and_distinct_even_for_equal_prompts():
@@ -298,16 +226,9 @@ def test_uids_follow_their_prompts_when_rows_are_reordered():
     shuffled = random.Random(0).sample(texts, len(texts))
     of = lambda prompts: sorted((p.text, p.uid) for p in prompts.prompts)  # noqa: E731
     assert shuffled != texts and of(build(shuffled)) == of(build(texts))
+    short = build(["a b c", *texts], longest=3)
+    assert short.num_dropped == 0 and build(["a b c d"], longest=3).num_dropped == 1
     assert of(build(texts[5:])) == [pair for pair in of(build(texts)) if pair[0] not in texts[:5]]
-
-
-def test_uids_do_not_depend_on_max_prompt_length():
-    texts = ["a b c", "a", "a b c", "a b", "a"]
-    everything = {(p.text, p.uid) for p in build(texts, longest=3).prompts}
-    assert len(everything) == 5
-    for longest in (1, 2):
-        kept = {(p.text, p.uid) for p in build(texts, longest=longest).prompts}
-        assert kept == {(text, uid) for text, uid in everything if len(text.split()) <= longest}
 
 
 @pytest.fixture(scope="module")
@@ -326,7 +247,10 @@ def test_strings_get_the_tokenizers_special_tokens(tokenizer):
 def test_chats_get_the_special_tokens_of_their_template_only(tokenizer, monkeypatch):
     with pytest.raises(InputError, match=r"model\.path: its tokenizer has no chat template"):
         make_tokenize(tokenizer)([USER])
-    template = "<s> {% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
+    template = (
+        "<s> {% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
+        "{% if add_generation_prompt %}assistant{% endif %}"
+    )
     monkeypatch.setattr(tokenizer, "chat_template", template)
     assert make_tokenize(tokenizer)([USER]) == [0, 1, 3, 2]
 
@@ -352,19 +276,6 @@ def test_batch_is_the_same_in_any_order_of_calls():
     assert all(uids(one, seed, step, 5) == wanted[seed, step] for seed, step in order)
 
 
-def test_batch_is_the_same_in_a_fresh_process():
-    code = (
-        "from bubblespec.data.prompts import Prompt, PromptSet\n"
-        "prompts = PromptSet([Prompt(i, '', (), {}) for i in range(23)], 0)\n"
-        "print([[p.uid for p in prompts.batch(7, step, 5)] for step in (11, 3, 1000003)])"
-    )
-    environment = {**os.environ, "PYTHONHASHSEED": "77"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
-    )
-    assert json.loads(done.stdout) == [uids(numbered(23), 7, step, 5) for step in (11, 3, 1000003)]
-
-
 @pytest.mark.parametrize("count, size", [(23, 5), (20, 5), (5, 5), (9, 1)])
 def test_every_epoch_covers_distinct_prompts(count, size):
     prompts, per_epoch = numbered(count), count // size
@@ -379,11 +290,6 @@ def test_every_epoch_covers_distinct_prompts(count, size):
         )
 
 
-def test_remainder_differs_between_epochs_so_every_prompt_is_trained_on():
-    prompts = numbered(23)
-    assert {uid for step in range(40) for uid in uids(prompts, 0, step, 5)} == set(range(23))
-
-
 def test_all_64_bits_of_the_seed_count():
     prompts = numbered(40)
     batches = [
@@ -394,15 +300,6 @@ def test_all_64_bits_of_the_seed_count():
         for seed in (2**63, 2**63 + 1, 2**64 - 1, 0)
     ]
     assert len({*batches, *extra}) == 9
-
-
-def test_seeds_and_epochs_shuffle_differently():
-    prompts = numbered(40)
-    batches = {
-        (seed, step): tuple(uids(prompts, seed, step, 40)) for seed in range(4) for step in range(4)
-    }
-    assert len(set(batches.values())) == 16
-    assert all(batch != tuple(range(40)) for batch in batches.values())
 
 
 def test_too_few_prompts_for_a_batch_are_refused():
@@ -466,8 +363,6 @@ def test_mixture_follows_the_weights():
             {"name": "chain_sum", "weight": 1, "config": {"min_terms": 0}},
             "min_terms must be positive",
         ),
-        ({"name": "chain_sum", "weight": 1, "config": {"min_terms": "a"}}, "'str' and 'int'"),
-        ({"name": "chain_sum", "weight": 1, "config": {"size": 5}}, "'size'"),
         (
             {"name": "chain_sum", "weight": 1e9, "config": {"min_terms": 2.5}},
             "cannot make problem 0",

@@ -1,5 +1,5 @@
-"""Whole runs of train.py: the tokens of every step are those of a run without drafts, and so are the
-weights, whatever is used to be faster, on any number of ranks, killed, stopped and resumed.
+"""Whole runs of train.py: the tokens of every step are those of a run without drafts, and so are
+the weights, whatever is used to be faster, on any number of ranks, killed, stopped and resumed.
 
 One reference run per shape: per set of options that decide which tokens are generated.
 """

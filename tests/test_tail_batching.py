@@ -58,7 +58,7 @@ def test_what_is_judged_early_holds_at_the_end(sizes):
     rng, launch = random.Random(str(sizes)), make_launch(*sizes)
     num_groups, num_trained, num_generations, num_kept = sizes
     num_saved = 0
-    for _ in range(200):
+    for _ in range(60):
         final = [
             [rng.choice((1, 2, 2, 3, 5, 8)) for _ in range(num_generations)]
             for _ in range(num_groups)
@@ -91,14 +91,6 @@ def test_what_is_judged_early_holds_at_the_end(sizes):
         assert places[0] == truth and len(places[0]) + len(places[1]) == len(goal)
         num_saved += int((goal - so_far).sum())
     assert num_saved > 0
-
-
-def test_without_choice_all_are_in_once_they_have_finished():
-    selection = Judge(make_launch(2, 2, 2, 2))
-    is_in, is_out, cut = selection.judge(
-        np.array([3, 9, 1, 1]), np.array([True, True, True, False])
-    )
-    assert cut == NO_LIMIT and is_in.tolist() == [True, True, False, False] and not is_out.any()
 
 
 def make_prompts(count: int) -> PromptSet:
@@ -187,15 +179,6 @@ def test_every_group_that_the_data_order_names_is_trained_on_once(size, ratio):
         in_order += [group.name for group in play(plain, step)[1].groups]
     assert Counter(seen) == Counter(in_order[: len(seen)])
     assert (longs > 5) == (ratio not in (1.0, "auto")) or ratio == "auto"
-
-
-def test_a_ratio_of_one_is_plain_order():
-    planner, plain = make_planner(9, 1.0), InOrder(make_prompts(9), SEED, 4, 3)
-    for step in range(12):
-        assert [g.name for g in planner.launch(step).groups] == [
-            g.name for g in plain.launch(step).groups
-        ]
-        play(planner, step, replaced=2), play(plain, step, replaced=2)
 
 
 def test_a_saved_planner_goes_on_the_same_from_anywhere_in_a_cycle():
@@ -356,7 +339,7 @@ def test_with_fixed_weights_the_same_samples_are_trained_on(tmp_path, monkeypatc
     """Over an epoch's end: key by key the tokens of plain order, and what is queued has a beginning
     of them. Only what is trained on is scored."""
     plain, truth = sampler_of(tmp_path / "plain").sampler, {}
-    for step in range(24):
+    for step in range(15):
         truth |= tokens_by_name(plain.sample(step).generated)
     scored, collect = [], Scoring.collect
     monkeypatch.setattr(
@@ -365,7 +348,7 @@ def test_with_fixed_weights_the_same_samples_are_trained_on(tmp_path, monkeypatc
         lambda self, rows: scored.extend(row.id for row in rows) or collect(self, rows),
     )
     sampler, trained = sampler_of(tmp_path / "tail", *TAIL).sampler, {}
-    for step in range(16):
+    for step in range(10):
         new = tokens_by_name(sampler.sample(step).generated)
         assert not new.keys() & trained.keys()
         trained |= new
@@ -378,16 +361,16 @@ def test_with_fixed_weights_the_same_samples_are_trained_on(tmp_path, monkeypatc
     drafts = {
         name: draft.tokens.tolist()
         for name in queue
-        if (draft := sampler.speculation.store.get(name)) is not None
+        if (draft := sampler.store.get(name)) is not None
     }
     assert drafts and all(truth[name][: len(tokens)] == tokens for name, tokens in drafts.items())
-    assert len(drafts) == len(sampler.speculation.store), "nothing else is kept"
+    assert len(drafts) == len(sampler.store), "nothing else is kept"
 
 
 def test_the_race_trains_on_other_samples(tmp_path):
     trainer = sampler_of(tmp_path, *TAIL, "tail_batching.response_over_sampling_ratio=1.25")
-    for step in range(8):
+    for step in range(4):
         record = trainer.sampler.sample(step)
         assert record.samples.num_generations == 4
     assert record.deferred or trainer.sampler.schedule.metrics()["tail/is_long_round"]
-    assert len(trainer.sampler.speculation.store) <= 4 * len(trainer.sampler.schedule.deferred)
+    assert len(trainer.sampler.store) <= 4 * len(trainer.sampler.schedule.deferred)
