@@ -19,6 +19,8 @@ from bubblespec.dist.ranks import Ranks
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.learn.learner import Learner
+from bubblespec.planner.costs import CostModel
+from bubblespec.planner.stats import RunStats
 from bubblespec.records import Acceptance, ForwardRecord, RolloutRecord, Span, StepRecord
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.sampler import Sampler
@@ -135,6 +137,7 @@ def test_an_evaluation_by_hand(monkeypatch):
         take_metrics=lambda: {"reward/errors": 3},
     )
     parts = {"params": sampling, "scorer": scorer, "reward_weights": [1.0, 10.0]}
+    parts |= {"engine": SimpleNamespace(num_slots=8), "stats": RunStats(cost=CostModel())}
     trainer = make_trainer(config, parts, eval_prompts=prompts, num_updates=12)
     trainer.ranks.clock = SimpleNamespace(perf_counter=iter((2.0, 5.5)).__next__)
     assert trainer.evaluate() == {
