@@ -141,16 +141,19 @@ class RewardWorkers:
 
     def _serve(self) -> None:
         """Feed one worker until the end, replacing it when needed. Runs in a thread."""
-        worker = self._start()
+        worker = None
+        with contextlib.suppress(OSError):  # it is tried again for the first unit
+            worker = self._start()
         while (unit := self._units.get()) is not None and not self._is_closed:
             future, kind, work = unit
             if not future.set_running_or_notify_cancel():
                 continue
-            is_first = kind not in worker.called
-            worker.called.add(kind)
             try:
+                worker = worker or self._start()
+                is_first = kind not in worker.called
+                worker.called.add(kind)
                 answer = worker.ask(work, self.limit_s(kind, is_first))
-            except InputError as error:
+            except (InputError, OSError) as error:  # none can be started
                 future.set_exception(error)
                 continue
             is_correct = isinstance(answer.reward, float) and answer.reward > 0
@@ -160,9 +163,10 @@ class RewardWorkers:
                     self._slowest[kind] = max(self._slowest.get(kind, 0.0), answer.seconds)
             if worker.is_spent or answer.has_leftovers:
                 self._end(worker)
-                worker = self._start()
+                worker = None
             future.set_result(answer)
-        self._end(worker)
+        if worker is not None:
+            self._end(worker)
 
     def _start(self) -> "_Worker":
         """A worker that is ready, or one with a `problem`."""

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 
@@ -83,6 +84,7 @@ def act(word: str, argument: str):
         facts = {
             "torch": "torch" in sys.modules,
             "threads": os.environ["OMP_NUM_THREADS"],
+            "main thread": threading.current_thread() is threading.main_thread(),
             "hash": hash("a string") >> 16,
         }
         facts |= {"nice": os.nice(0), "nice session": session_niceness()}

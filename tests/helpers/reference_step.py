@@ -74,11 +74,11 @@ def gumbel(key: list[int], vocab_size: int) -> torch.Tensor:
 
 
 def allowed_tokens(logits: torch.Tensor, num_generated: int, rollout) -> list[int]:
-    """What may be sampled, best first: no stop token before the minimum length, of the rest the top
-    k (Fan et al. 2018, arXiv 1805.04833), of those the nucleus, the fewest with probability top_p (Holtzman et al. 2019,
-        arXiv 1904.09751, section 3.1).
+    """What may be sampled, best first: no stop token before the minimum length, of the rest the
+    top k (Fan et al. 2018, arXiv 1805.04833), of those the nucleus, the fewest with probability
+    top_p (Holtzman et al. 2019, arXiv 1904.09751, section 3.1).
 
-        logits: [V], divided by the temperature.
+    logits: [V], divided by the temperature.
     """
     order = logits.sort(descending=True, stable=True).indices.tolist()
     if num_generated < rollout.min_completion_length:
