@@ -253,8 +253,9 @@ def _find_checkpoint(config: Config, world_size: int) -> str | None:
     state = read_state(folder)
     if state.get("format") != FORMAT:
         raise InputError(
-            f"run.resume_from_checkpoint: {folder} is of another version, whose samples have other noise: continuing would not "
-            "be the same run (give another run.output_dir for a new one)"
+            f"run.resume_from_checkpoint: {folder} is of another version, whose samples have other "
+            "noise: continuing would not be the same run (give another run.output_dir for a new "
+            "one)"
         )
     other = [
         f"{key}: {here} here, but {there}"
@@ -264,7 +265,8 @@ def _find_checkpoint(config: Config, world_size: int) -> str | None:
         other.append(f"{world_size} ranks here, but {state['world_size']}")
     for difference in other:
         log(
-            f"warning: {difference} in {folder}; the run goes on, but its weights are the same to rounding only"
+            f"warning: {difference} in {folder}; the run goes on, but its weights are the same to "
+            "rounding only"
         )
     return folder
 
@@ -281,7 +283,8 @@ def _newest_whole(folders: list[str]) -> str | None:
             log(f"warning: {damages[-1]}; looking at the one before")
     if damages:
         raise InputError(
-            f"run.output_dir: {damages[-1]}, and no other checkpoint is whole; remove the damaged ones to start anew"
+            f"run.output_dir: {damages[-1]}, and no other checkpoint is whole; remove the damaged "
+            "ones to start anew"
         )
     return None
 

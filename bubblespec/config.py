@@ -315,8 +315,8 @@ class DrafterConfig:
     token."""
 
     path: str | None = key(None, resume=SAFE)
-    """Folder of a saved drafter of this policy, a checkpoint's among them; without one, it is trained
-    before the first step. A continued run goes on with its checkpoint's."""
+    """Folder of a saved drafter of this policy, a checkpoint's among them; without one, it is
+    trained before the first step. A continued run goes on with its checkpoint's."""
     warm_start: int = key(50_000, at_least(1), resume=SAFE)
     """Tokens of the policy's own responses, to the prompts of the first steps, that it is trained
     on before the first step."""

@@ -1,5 +1,5 @@
-"""A run is built: model, data, rewards and engine loaded, checked, and continued from a checkpoint if
-there is one."""
+"""A run is built: model, data, rewards and engine are loaded, checked, and continued from a
+checkpoint if there is one."""
 
 import copy
 import os
@@ -263,5 +263,6 @@ def check_all_see(checkpoint: str | None, ranks: Ranks) -> None:
     if not by_rank.all():
         blind = " and ".join(f"rank {rank}" for rank in np.flatnonzero(by_rank[:, 0] == 0))
         raise InputError(
-            f"run.output_dir: {blind} cannot see {checkpoint}; give a folder that all machines share"
+            f"run.output_dir: {blind} cannot see {checkpoint}; "
+            "give a folder that all machines share"
         )

@@ -274,18 +274,21 @@ def test_unfinished_saves_are_cleared_away_and_the_folder_is_locked(saver):
 # Another value ends a continuation, which is the class of a key whose declaration does not say
 # `resume`.
 EXACT_KEYS = """
-model.path model.dtype model.device model.attention model.lora_r model.lora_alpha model.lora_target_modules
-data.path data.name data.split data.columns data.tasks data.size data.seed data.eval_path data.eval_split data.as_chat
-data.system_prompt
-reward.functions reward.weights reward.overlong_buffer_length reward.overlong_penalty_factor reward.reward_on_error
-rollout.num_prompts_per_step rollout.num_generations rollout.max_prompt_length rollout.max_completion_length
-rollout.min_completion_length rollout.temperature rollout.top_p rollout.top_k rollout.stop_token_ids
-rollout.dynamic_sampling rollout.dynamic_sampling_max_batches
+model.path model.dtype model.device model.attention model.lora_r model.lora_alpha
+model.lora_target_modules
+data.path data.name data.split data.columns data.tasks data.size data.seed data.eval_path
+data.eval_split data.as_chat data.system_prompt
+reward.functions reward.weights reward.overlong_buffer_length reward.overlong_penalty_factor
+reward.reward_on_error
+rollout.num_prompts_per_step rollout.num_generations rollout.max_prompt_length
+rollout.max_completion_length rollout.min_completion_length rollout.temperature rollout.top_p
+rollout.top_k rollout.stop_token_ids rollout.dynamic_sampling rollout.dynamic_sampling_max_batches
 eval.num_prompts
-loss.advantage_estimator loss.scale_rewards loss.loss_type loss.importance_sampling_level loss.epsilon_low loss.epsilon_high
-loss.delta loss.kl_coef loss.kl_estimator loss.num_iterations loss.num_minibatches loss.mask_truncated_completions
-optim.learning_rate optim.lr_scheduler optim.warmup_steps optim.weight_decay optim.adam_beta1 optim.adam_beta2
-optim.adam_epsilon optim.max_grad_norm
+loss.advantage_estimator loss.scale_rewards loss.loss_type loss.importance_sampling_level
+loss.epsilon_low loss.epsilon_high loss.delta loss.kl_coef loss.kl_estimator loss.num_iterations
+loss.num_minibatches loss.mask_truncated_completions
+optim.learning_rate optim.lr_scheduler optim.warmup_steps optim.weight_decay optim.adam_beta1
+optim.adam_beta2 optim.adam_epsilon optim.max_grad_norm
 speculative.rule
 tail_batching.enabled tail_batching.over_sampling_ratio tail_batching.response_over_sampling_ratio
 run.seed

@@ -268,7 +268,8 @@ def ranks_from_environment(device: str, timeout_s: float) -> Iterator[Ranks]:
     use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     if use_cuda and max(local_rank + 1, local_world_size) > torch.cuda.device_count():
         raise InputError(
-            f"--nproc_per_node: {local_world_size} ranks, but only {torch.cuda.device_count()} GPUs; each needs one of its own"
+            f"--nproc_per_node: {local_world_size} ranks, but only {torch.cuda.device_count()} "
+            "GPUs; each needs one of its own"
         )
     target = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     if use_cuda:
@@ -377,7 +378,8 @@ def store_of_this_start(
             ):
                 return dist.PrefixStore(name, store)
         time.sleep(0.01)
-    line = f"{' and '.join(f'rank {r}' for r in missing)} missing at the start (no answer for {timeout_s:g} s)"
+    names = " and ".join(f"rank {r}" for r in missing)
+    line = f"{names} missing at the start (no answer for {timeout_s:g} s)"
     log(f"error: {line}")
     raise RankTimeout(line)
 
