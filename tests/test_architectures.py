@@ -160,7 +160,10 @@ def test_greedy_equals_generate(name):
     assert [row.tokens.tolist() for row in rows] == wanted
 
 
-NO_WINDOW = rf"layer 0 has a sliding window of {WINDOW} tokens, but hands no sliding window to its attention function"
+NO_WINDOW = (
+    rf"layer 0 has a sliding window of {WINDOW} tokens, but hands no sliding window to its "
+    r"attention function"
+)
 REFUSED = {
     "phimoe": (
         lambda: transformers.PhimoeConfig(**GQA, num_local_experts=4, sliding_window=WINDOW),

@@ -311,8 +311,8 @@ def test_the_operator_of_torch_2_11(make_model, on_cpu, monkeypatch):
     """Where torch's function does not know `seqused_k`, the operator below it is called."""
 
     def operator(
-        query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *,
-        scale, window_size_left, window_size_right, seqused_k,
+        query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
+        return_debug_mask, *, scale, window_size_left, window_size_right, seqused_k,
     ) -> tuple:  # fmt: skip
         assert dropout_p == 0.0 and not return_debug_mask and is_causal == (window_size_left < 0)
         window, fold = (window_size_left, window_size_right), query.shape[1] > key.shape[1]

@@ -1,6 +1,6 @@
-"""The shared tail within a rollout, in virtual time: entered with rows of all lengths, with drafts,
-moves and stops; responses are those of plain generation, and the loop ends as it does without
-it."""
+"""The tensor-parallel tail within a rollout, in virtual time: entered with rows of all lengths,
+with drafts and stops; responses are those of generation without it, and the loop ends as it does
+without it."""
 
 import copy
 from types import SimpleNamespace
@@ -62,14 +62,13 @@ def play(
     num_ranks: int,
     most_rows: int,
     *,
-    chance: float = 0.0,
     drafts: dict | None = None,
     has_drafter: bool = False,
     stop_at: int | None = None,
 ) -> list[dict]:
-    """A rollout; what each rank has made of it. chance: of moves at random; drafts: tokens by
-    sample; has_drafter: every forward of decoding rows verifies chains; stop_at: the forward of the
-    tail in which rank 1 is told to stop."""
+    """A rollout; what each rank has made of it. drafts: tokens by sample; has_drafter: every
+    forward of decoding rows verifies chains; stop_at: the forward of the tail in which rank 1 is
+    told to stop."""
     world, results = World(num_ranks), {}
 
     def work(rank: int) -> None:
@@ -138,7 +137,7 @@ def play(
             "chains": num_chains,
         }
         assert engine.is_idle and tail.engine.is_idle
-        assert source is None or source.engine is engine, (
+        assert source is None or source.runner.engine is engine, (
             "the next rollout's rows are in its own engine"
         )
 
@@ -153,9 +152,7 @@ def check(ranks: list[dict]) -> None:
         assert sorted(map(id, result["told"])) == sorted(id(row) for row in result["rows"].values())
 
 
-@pytest.mark.parametrize(
-    "num_ranks, most_rows", [(2, 1), (2, 7), (3, 3), (3, 12), (4, 3), (4, 7), (4, 12)]
-)
+@pytest.mark.parametrize("num_ranks, most_rows", [(2, 1), (2, 7), (3, 12), (4, 7)])
 def test_the_responses_are_those_of_plain_generation(num_ranks, most_rows):
     ranks = play(num_ranks, most_rows)
     check(ranks)

@@ -23,8 +23,9 @@ from bubblespec.planner.drafts import DraftPlan
 from bubblespec.records import Load, RolloutRecord
 from bubblespec.rollout.board import ProgressBoard, RankState
 from bubblespec.rollout.loop import RolloutLoop
+from bubblespec.simulate.world import SimulatedRanks
 from bubblespec.types import Draft, Group, Prompt, Row, SampleId
-from tests.helpers.clocks import Clock
+from tests.helpers.clocks import Clock, forward_seconds
 from tests.helpers.models import VOCAB, small_config
 from tests.helpers.rows import make_rows, run_loop
 
@@ -108,6 +109,18 @@ def plain_rows() -> list[Row]:
     return Engine(ModelRunner(new_model(), 64, MAX_LENGTH, SEED)).run(
         rows_of(0, FOUR_PROMPTS, 3), PARAMS
     )
+
+
+def pass_time(engine: Engine, ranks: SimulatedRanks) -> None:
+    """From now on a forward takes virtual time."""
+    step = engine.step
+
+    def timed_step(*arguments) -> tuple[list[Row], Load]:
+        finished, load = step(*arguments)
+        ranks.clock.sleep(forward_seconds(load))
+        return finished, load
+
+    engine.step = timed_step
 
 
 def one_rank() -> ProgressBoard:
