@@ -28,20 +28,20 @@ from bubblespec.trainer import Trainer
 
 NONE, DRAFTS = "speculative.method=none", "speculative.method=bubble+suffix"
 IN_ORDER, TAIL = "tail_batching.enabled=false", "tail_batching.enabled=true"
-IN_TURN, BALANCED, TAKE_OVER = (
-    f"rollout.placement={name}" for name in ("in_turn", "balanced", "balanced+take_over")
-)
+IN_TURN, BALANCED = "rollout.placement=in_turn", "rollout.placement=balanced"
 ARMS = {
     "plain": (NONE, IN_ORDER, IN_TURN),
     "balanced": (NONE, IN_ORDER, BALANCED),
-    "take_over": (NONE, IN_ORDER, TAKE_OVER),
     "tail": (NONE, TAIL, IN_TURN),
     "drafts": (DRAFTS, IN_ORDER, IN_TURN),
     "tail+drafts": (DRAFTS, TAIL, IN_TURN),
     "tail+balanced": (NONE, TAIL, BALANCED),
     "all": (DRAFTS, TAIL, BALANCED),
 }
-PAPER = "RollPacker (arXiv 2509.21009), prompts deferred only, its own hardware: 1.14x / 1.64x / 2.60x at 8k / 16k / 32k tokens"
+PAPER = (
+    "RollPacker (arXiv 2509.21009), prompts deferred only, its own hardware: "
+    "1.14x / 1.64x / 2.60x at 8k / 16k / 32k tokens"
+)
 
 
 def measure(ranks: Ranks, record: StepRecord) -> dict:

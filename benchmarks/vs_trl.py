@@ -1,0 +1,521 @@
+"""Training steps of this trainer and of TRL's GRPOTrainer on the same problem: python
+benchmarks/vs_trl.py --config F [--json OUT] [--every N --picture PNG] [overrides]
+
+TRL is a dependency of this comparison alone: pip install --no-deps trl==1.16.0 (into a folder of
+its own, given by PYTHONPATH). Arms: trl (generation by `model.generate`), none (this trainer
+without speculation), bubble+suffix and bubble+suffix+drafter (with it), all and all+drafter (with
+tail batching too). All have the same model, prompts in the same order (but for tail batching, which
+defers some), group size, limits, reward functions, global batch, loss (one update per batch, no
+KL), AdamW and clipping, in float32 on two ranks with one thread each. Tokens differ: each samples
+in its own way. TRL gets SDPA, a K/V cache, no gradient checkpointing, no logging, no old-policy
+forward, and the --trl-microbatches that suit it.
+
+Each arm has a job of its own for each of --seeds. A step lasts from the end of one to the end of
+the next, with everything in it: data, generation, rewards, learning, logging. The first --warmup
+steps of a job are not counted. With tail batching a short and a long round are steps of very
+different size, so what counts there are tokens per second.
+
+With --every N the weights after every N steps are evaluated as well, on this trainer's held-out
+problems with the same noise for all arms; --picture draws the rewards over the seconds of training.
+Neither saving nor evaluating counts.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from bubblespec.config import Config, flatten, load_config
+from bubblespec.dist.ranks import ranks_from_environment
+from bubblespec.errors import InputError
+from bubblespec.setup import build
+from bubblespec.trainer import Trainer
+
+# Of this trainer: what is switched on.
+OWN = {
+    "none": ("speculative.method=none",),
+    "bubble+suffix": ("speculative.method=bubble+suffix",),
+    "bubble+suffix+drafter": ("speculative.method=bubble+suffix+drafter",),
+    "all": ("speculative.method=bubble+suffix", "tail_batching.enabled=true"),
+    "all+drafter": ("speculative.method=bubble+suffix+drafter", "tail_batching.enabled=true"),
+}
+ARMS = ("trl", *OWN)
+# What the arm of TRL is not set up for.
+COMPARED = {
+    "loss.advantage_estimator": "grpo",
+    "loss.kl_coef": 0.0,
+    "loss.num_iterations": 1,
+    "loss.num_minibatches": 1,
+    "rollout.dynamic_sampling": False,
+    "rollout.min_completion_length": 0,
+    "model.dtype": "float32",
+    "model.lora_r": 0,
+    "loss.delta": None,
+    "reward.overlong_buffer_length": 0,
+    "optim.lr_scheduler": "constant",
+}
+CURVE = ("seconds", "rewards")
+STEPS_BEYOND = 16  # of the measured ones: so that drafts are made as in a long run
+
+
+class Enough(Exception):
+    """All steps have been measured; raised on all ranks at the same step."""
+
+
+class Clock:
+    """When steps begin and end; what `at_end` does between them is not measured."""
+
+    def __init__(self, at_end: Callable[[int], None]):
+        self.at_end, self.seconds, self.processor_seconds = at_end, [], []
+
+    def begin(self) -> None:
+        self.begun = time.perf_counter(), time.process_time()
+
+    def end(self) -> None:
+        """Of a step, and the next begins."""
+        self.seconds.append(time.perf_counter() - self.begun[0])
+        self.processor_seconds.append(time.process_time() - self.begun[1])
+        self.at_end(len(self.seconds))
+        self.begin()
+
+
+def saver(model: torch.nn.Module, folder: str | None, every: int) -> Callable[[int], None]:
+    """Saves the weights in `folder` after every so many steps, on rank 0."""
+
+    def save(num_steps: int) -> None:
+        if folder and num_steps % every == 0 and int(os.environ.get("RANK", "0")) == 0:
+            torch.save(
+                {name: tensor.clone() for name, tensor in model.state_dict().items()},
+                weights_file(folder, num_steps),
+            )
+
+    return save
+
+
+def weights_file(folder: str, num_steps: int) -> str:
+    return os.path.join(folder, f"{num_steps}.pt")
+
+
+def run_own(config: Config, num_steps: int, folder: str | None, every: int) -> dict:
+    """Steps of this trainer, through the loop of train.py as it is. folder, every: see `saver`."""
+    import train as entry
+    from bubblespec import trainer as trainer_module
+
+    steps = []
+
+    class Logger(trainer_module.MetricsLogger):
+        def log(self, step, metrics):
+            super().log(step, metrics)
+            steps.append(metrics)
+            clock.end()
+            if len(steps) == num_steps:
+                raise Enough
+
+    trainer_module.MetricsLogger = Logger
+    with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
+        trainer = build(config, ranks)
+        clock = Clock(saver(trainer.learner.model, folder, every))
+        clock.begin()
+        try:
+            entry.train(trainer)
+        except Enough:
+            ranks.barrier()
+    rows = config.rollout.num_prompts_per_step * config.rollout.num_generations
+    return {
+        "seconds": clock.seconds,
+        "processor_seconds": clock.processor_seconds,
+        "tokens": [round(m["completions/mean_length"] * rows) for m in steps],
+        "longest": [m["completions/max_length"] for m in steps],
+        "median_length": [m["completions/median_length"] for m in steps],
+        "rewards": [m["reward"] for m in steps],
+        "zero_groups": [m["frac_reward_zero_std"] for m in steps],
+    }
+
+
+def run_trl(
+    config: Config, num_steps: int, microbatches: int, folder: str | None, every: int
+) -> dict:
+    """The same by TRL. Raises InputError for what TRL has under no option of its own."""
+    import torch.distributed as dist
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    from bubblespec.data.prompts import make_tokenize
+    from bubblespec.loading import load_prompts, stop_tokens
+    from bubblespec.rewards.functions import load_reward
+
+    rollout, optim, loss = config.rollout, config.optim, config.loss
+    torch.manual_seed(config.run.seed)
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    model = AutoModelForCausalLM.from_pretrained(
+        config.model.path, dtype=torch.float32, attn_implementation="sdpa"
+    )
+    model.generation_config.eos_token_id = list(stop_tokens(config, model, tokenizer))
+    prompt_set, _ = load_prompts(config, tokenizer)
+    batches = [
+        prompt_set.batch(config.run.seed, step, rollout.num_prompts_per_step)
+        for step in range(num_steps)
+    ]
+    prompts = [prompt for batch in batches for prompt in batch]
+    lengths: list[list[int]] = []  # of this rank, by step
+
+    def rewarder(function: Callable) -> Callable:
+        def reward(prompts_, completions, completion_ids, number, **kwargs):
+            names = sorted({name for i in number for name in prompts[i].columns})
+            columns = {name: [prompts[i].columns.get(name) for i in number] for name in names}
+            if function is functions[0]:
+                lengths.append([len(ids) for ids in completion_ids])
+            given = {"completions": completions, "completion_ids": completion_ids}
+            return function(prompts=prompts_, **given, **columns)
+
+        def named(prompts, completions, completion_ids, number, **kwargs):
+            return reward(prompts, completions, completion_ids, number)
+
+        named.__name__ = function.__name__
+        return named
+
+    functions = [load_reward(path) for path in config.reward.functions]
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    rows = rollout.num_prompts_per_step * rollout.num_generations
+    per_device, rest = divmod(rows, world_size * microbatches)
+    if rest:
+        raise InputError(
+            f"--trl-microbatches: {rows} sequences on {world_size} ranks are not {microbatches} parts"
+        )
+    rewards, zero_groups = [], []
+    clock = Clock(saver(model, folder, every))
+
+    class Callback(TrainerCallback):
+        def on_train_begin(self, *args, **kwargs):
+            clock.begin()
+
+        def on_step_end(self, *args, **kwargs):
+            clock.end()
+            rewards.append(trainer._metrics["train"]["reward"][-1])
+            zero_groups.append(trainer._metrics["train"]["frac_reward_zero_std"][-1])
+
+    arguments = GRPOConfig(
+        output_dir=config.run.output_dir,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=per_device,
+        gradient_accumulation_steps=microbatches,
+        num_generations=rollout.num_generations,
+        max_completion_length=rollout.max_completion_length,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        shuffle_dataset=False,
+        loss_type=loss.loss_type,
+        beta=0.0,
+        num_iterations=1,
+        epsilon=loss.epsilon_low,
+        epsilon_high=loss.epsilon_high,
+        scale_rewards=loss.scale_rewards or "group",
+        importance_sampling_level=loss.importance_sampling_level,
+        mask_truncated_completions=loss.mask_truncated_completions,
+        reward_weights=config.reward.weights,
+        learning_rate=optim.learning_rate,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=optim.warmup_steps,
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.adam_beta1,
+        adam_beta2=optim.adam_beta2,
+        adam_epsilon=optim.adam_epsilon,
+        max_grad_norm=optim.max_grad_norm,
+        max_steps=num_steps,
+        seed=config.run.seed,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        ddp_find_unused_parameters=False,
+    )
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=[rewarder(function) for function in functions],
+        args=arguments,
+        train_dataset=Dataset.from_list(
+            [{"prompt": prompt.text, "number": i} for i, prompt in enumerate(prompts)]
+        ),
+        processing_class=tokenizer,
+        callbacks=[Callback()],
+    )
+    given = trainer._tokenize_prompts([prompt.text for prompt in batches[0]])[0]
+    tokenize = make_tokenize(tokenizer)
+    if [list(ids) for ids in given] != [list(tokenize(prompt.text)) for prompt in batches[0]]:
+        raise InputError(
+            "TRL tokenises these prompts in another way, so the arms would not have the same work"
+        )
+    trainer.train()
+    everyone = [None] * world_size
+    if world_size > 1:
+        dist.all_gather_object(everyone, lengths)
+    else:
+        everyone = [lengths]
+    by_step = [np.concatenate([rank[step] for rank in everyone]) for step in range(num_steps)]
+    assert all(len(step) == rows for step in by_step), (
+        "a step of TRL has another number of sequences"
+    )
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return {
+        "seconds": clock.seconds,
+        "processor_seconds": clock.processor_seconds,
+        "tokens": [int(step.sum()) for step in by_step],
+        "longest": [int(step.max()) for step in by_step],
+        "median_length": [float(np.median(step)) for step in by_step],
+        "rewards": [float(r) for r in rewards],
+        "zero_groups": [float(z) for z in zero_groups],
+    }
+
+
+def run_arm(arguments: argparse.Namespace) -> None:
+    """In a job of its own: rank 0 writes what it measured to --json."""
+    arm, num_steps = arguments.arm, arguments.steps
+    with tempfile.TemporaryDirectory() as folder:
+        overrides = [
+            *arguments.overrides,
+            "run.eval_steps=0",
+            "run.save_steps=0",
+            f"run.output_dir={folder}",
+            f"run.max_steps={num_steps + STEPS_BEYOND}",
+            f"run.logging_steps={num_steps + STEPS_BEYOND}",
+        ]
+        config = load_config(arguments.config, [*overrides, *OWN.get(arm, ())])
+        saved = (arguments.weights, arguments.every)
+        if arm in OWN:
+            measured = run_own(config, num_steps, *saved)
+        else:
+            measured = run_trl(config, num_steps, arguments.trl_microbatches, *saved)
+    if int(os.environ.get("RANK", "0")) == 0:
+        measured["peak_memory_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+        with open(arguments.json, "w", encoding="utf-8") as file:
+            json.dump(measured, file)
+
+
+def run_job(arguments: argparse.Namespace, arm: str, seed: int, folder: str) -> dict:
+    """One arm's steps, in a job of several ranks; {"error": ...} if it fails. folder: for files,
+    and for the policy's weights where they are evaluated."""
+    out, log = os.path.join(folder, "arm.json"), os.path.join(folder, "log")
+    options = {
+        "arm": arm,
+        "config": arguments.config,
+        "json": out,
+        "steps": arguments.steps,
+        "trl-microbatches": arguments.trl_microbatches,
+    }
+    if arguments.every:
+        options |= {"weights": folder, "every": arguments.every}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc_per_node={arguments.nproc_per_node}", os.path.abspath(__file__)]
+    command += [f"--{name}={value}" for name, value in options.items()]
+    command += [*arguments.overrides, f"run.seed={seed}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with open(log, "wb") as file:
+        job = subprocess.run(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
+    if job.returncode or not os.path.exists(out):
+        with open(log, encoding="utf-8", errors="replace") as file:
+            lines = [line.strip() for line in file if "Error" in line or line.startswith("error")]
+        return {"error": (lines or [f"exit code {job.returncode}"])[0]}
+    with open(out, encoding="utf-8") as file:
+        return json.load(file)
+
+
+def check(config: Config) -> None:
+    """Raises InputError for what the arm of TRL is not set up for."""
+    for key, value in COMPARED.items():
+        found = flatten(config)[key]
+        if found != value:
+            raise InputError(f"{key}: {found}; the comparison is made for {value} alone")
+    if config.model.device != "cpu" and torch.cuda.is_available():
+        raise InputError(f"model.device: {config.model.device}; the comparison needs cpu")
+
+
+def summarise(jobs: dict[str, list[dict]], num_warmup: int) -> dict[str, dict]:
+    """Medians over the counted steps of all jobs of an arm, or its error; and how much faster than
+    TRL: all steps together, the median over steps, which have the same prompts in every arm but
+    those with tail batching, and by tokens a second."""
+    summary = {}
+    base = [run["seconds"][num_warmup:] for run in jobs.get("trl", []) if "error" not in run]
+    for arm, runs in jobs.items():
+        errors = [run["error"] for run in runs if "error" in run]
+        if errors or not runs:
+            summary[arm] = {"error": (errors or ["not run"])[0]}
+            continue
+        counted = {
+            key: [value for run in runs for value in run[key][num_warmup:]]
+            for key in runs[0]
+            if isinstance(runs[0][key], list)
+        }
+        summary[arm] = {key: statistics.median(values) for key, values in counted.items()}
+        summary[arm]["tokens_per_second"] = sum(counted["tokens"]) / sum(counted["seconds"])
+        summary[arm]["peak_memory_gb"] = max(run["peak_memory_gb"] for run in runs)
+        summary[arm]["steps"] = len(counted["seconds"])
+        seconds = [run["seconds"][num_warmup:] for run in runs]
+        if len(base) == len(seconds):
+            ratios = np.concatenate(base) / np.concatenate(seconds)
+            summary[arm]["speedup"] = float(np.sum(base) / np.sum(seconds))
+            summary[arm]["speedup_median_step"] = float(np.median(ratios))
+    trl = summary.get("trl", {}).get("tokens_per_second")
+    for s in summary.values():
+        if trl and "tokens_per_second" in s:
+            s["speedup_by_tokens"] = s["tokens_per_second"] / trl
+    return summary
+
+
+def print_table(summary: dict[str, dict]) -> None:
+    print(
+        "| arm | seconds per step | processor seconds, rank 0 | tokens per step | median, longest "
+        "| tokens/s | against trl: all steps, median step, by tokens | peak GB | reward |"
+    )
+    print("|---" * 9 + "|")
+    for arm, s in summary.items():
+        if "error" in s:
+            print(f"| {arm} | does not run: {s['error']} | | | | | | | |")
+            continue
+        ratio = (
+            f"{s['speedup']:.2f}x, {s['speedup_median_step']:.2f}x, {s['speedup_by_tokens']:.2f}x"
+            if "speedup" in s
+            else "-"
+        )
+        print(
+            f"| {arm} | {s['seconds']:.2f} | {s['processor_seconds']:.2f} | {s['tokens']:.0f} "
+            f"| {s['median_length']:.0f}, {s['longest']:.0f} | {s['tokens_per_second']:.0f} "
+            f"| {ratio} | {s['peak_memory_gb']:.2f} | {s['rewards']:.2f} |"
+        )
+
+
+def time_to(curve: dict, reward: float) -> float | None:
+    """Seconds until a reward is reached, on straight lines between evaluations; None where it is
+    not."""
+    seconds, rewards = curve["seconds"], curve["rewards"]
+    for n, (before, after) in enumerate(itertools.pairwise(rewards)):
+        if before < reward <= after:
+            return seconds[n] + (seconds[n + 1] - seconds[n]) * (reward - before) / (after - before)
+    return None
+
+
+def curve_of(job: dict, trainer: Trainer, folder: str, every: int) -> dict:
+    """{"seconds", "rewards"} by evaluation, the first of them before the first step."""
+    ends = [0.0, *np.cumsum(job["seconds"]).tolist()]
+    numbers = range(every, len(ends), every)
+    before = {name: tensor.clone() for name, tensor in trainer.learner.model.state_dict().items()}
+    rewards = [trainer.evaluate()["eval/reward"]]
+    for number in numbers:
+        trainer.learner.model.load_state_dict(torch.load(weights_file(folder, number)))
+        rewards.append(trainer.evaluate()["eval/reward"])
+    trainer.learner.model.load_state_dict(before)
+    return {"seconds": [0.0, *(ends[number] for number in numbers)], "rewards": rewards}
+
+
+def report_curves(curves: dict[str, list[dict]], reward: float) -> None:
+    """Print the seconds until a reward, against the first arm."""
+    times = {arm: [time_to(curve, reward) for curve in found] for arm, found in curves.items()}
+    first = next(iter(times.values()))
+    print(f"\n| arm | held-out reward at the end | seconds until {reward} | ratio |\n{'|---' * 4}|")
+    for arm, found in curves.items():
+        ratios = [a / b for a, b in zip(first, times[arm], strict=True) if a and b]
+        last = " ".join(f"{curve['rewards'][-1]:.3f}" for curve in found)
+        until = " ".join("-" if t is None else f"{t:.1f}" for t in times[arm])
+        print(f"| {arm} | {last} | {until} | {f'{np.median(ratios):.2f}x' if ratios else '-'} |")
+
+
+def draw(curves: dict[str, list[dict]], path: str) -> None:
+    """Held-out reward over seconds of training: a thin line per seed, a thick one for the mean."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for number, (arm, of_seeds) in enumerate(curves.items()):
+        style = {"color": f"C{number}"}
+        for curve in of_seeds:
+            axes.plot(curve["seconds"], curve["rewards"], linewidth=0.7, alpha=0.5, **style)
+        mean = [np.mean([curve[key] for curve in of_seeds], axis=0) for key in CURVE]
+        axes.plot(*mean, "o-", markersize=3, label=arm, **style)
+    axes.set_xlabel("seconds of training")
+    axes.set_ylabel("held-out reward")
+    axes.legend(frameon=False, loc="lower right")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    if not 0 <= arguments.warmup < arguments.steps:
+        raise InputError(f"--warmup: {arguments.warmup} of {arguments.steps} steps leaves none")
+    if not 0 <= arguments.every <= arguments.steps or (arguments.picture and not arguments.every):
+        raise InputError("--every: give 1 to --steps to evaluate, and to draw a --picture")
+    check(load_config(arguments.config, arguments.overrides))
+    jobs: dict[str, list[dict]] = {arm: [] for arm in arguments.arms}
+    curves: dict[str, list[dict]] = {arm: [] for arm in arguments.arms}
+    # Weights come and go: no copies of them for other kernels.
+    options = ["model.cpu_linear=torch", "speculative.method=none"]
+    with tempfile.TemporaryDirectory() as base:
+        options = [*arguments.overrides, *options, f"run.output_dir={base}/held_out"]
+        config = load_config(arguments.config, options)
+        with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
+            trainer = build(config, ranks) if arguments.every else None
+            for turn, seed in enumerate(tqdm(arguments.seeds, unit="seed")):
+                for arm in arguments.arms[:: -1 if turn % 2 else 1]:
+                    folder = os.path.join(base, f"{arm}_{seed}")
+                    os.mkdir(folder)
+                    job = run_job(arguments, arm, seed, folder)
+                    jobs[arm].append(job)
+                    if trainer is not None and "error" not in job:
+                        curves[arm].append(curve_of(job, trainer, folder, arguments.every))
+    summary = summarise(jobs, arguments.warmup)
+    print_table(summary)
+    if arguments.every:
+        curves = {arm: found for arm, found in curves.items() if len(found) == len(jobs[arm])}
+        report_curves(curves, arguments.reward)
+    if arguments.picture:
+        draw(curves, arguments.picture)
+    if arguments.json:
+        settings = {"config": arguments.config, "overrides": arguments.overrides}
+        with open(arguments.json, "w", encoding="utf-8") as file:
+            json.dump({**settings, "summary": summary, "jobs": jobs, "curves": curves}, file)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--json")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=["trl", "none", "all"])
+    parser.add_argument("--steps", type=int, default=5, help="of each job")
+    parser.add_argument("--warmup", type=int, default=1, help="first steps that are not counted")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="a job of each arm each")
+    parser.add_argument("--every", type=int, default=0, help="steps between two evaluations")
+    parser.add_argument("--reward", type=float, default=0.8, help="compare the seconds until it")
+    parser.add_argument("--picture", help="PNG of held-out reward over seconds")
+    parser.add_argument("--trl-microbatches", type=int, default=1, help="of a rank's sequences")
+    parser.add_argument("--nproc-per-node", type=int, default=2)
+    parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)  # a rank of a job
+    parser.add_argument("--weights", help=argparse.SUPPRESS)
+    parser.add_argument("overrides", nargs="*")
+    arguments = parser.parse_intermixed_args()
+    try:
+        (run_arm if arguments.arm else run)(arguments)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
