@@ -131,9 +131,10 @@ def report(
     for name, arm in arms.items():
         arm["speedup"] = first["seconds_per_token"] / arm["seconds_per_token"]
         print(
-            f"{name:10} {1e6 * arm['seconds_per_token']:8.1f} us/token  {arm['speedup']:.2f}x  idle {arm['idle_ratio']:.1%}  "
-            f"forwards {arm['forwards_per_token'] / first['forwards_per_token'] - 1:+.0%}  "
-            f"length ratio {arm['length_ratio']:.3f}  {arm['steps']} steps, {arm['long_rounds']} long"
+            f"{name:10} {1e6 * arm['seconds_per_token']:8.1f} us/token  {arm['speedup']:.2f}x  "
+            f"idle {arm['idle_ratio']:.1%}  forwards {arm['forwards_per_token'] / first['forwards_per_token'] - 1:+.0%}  "
+            f"length ratio {arm['length_ratio']:.3f}  {arm['steps']} steps, "
+            f"{arm['long_rounds']} long"
         )
     print(PAPER)
     if arguments.json:

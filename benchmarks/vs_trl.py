@@ -195,7 +195,7 @@ def run_trl(
     per_device, rest = divmod(rows, world_size * microbatches)
     if rest:
         raise InputError(
-            f"--trl-microbatches: {rows} sequences on {world_size} ranks are not {microbatches} parts"
+            f"--trl-microbatches: {rows} sequences on {world_size} ranks, {microbatches} parts"
         )
     rewards, zero_groups = [], []
     clock = Clock(saver(model, folder, every))
@@ -479,10 +479,10 @@ def run(arguments: argparse.Namespace) -> None:
                         curves[arm].append(curve_of(job, trainer, folder, arguments.every))
     summary = summarise(jobs, arguments.warmup)
     print_table(summary)
-    if arguments.every:
+    if any(curves.values()):
         curves = {arm: found for arm, found in curves.items() if len(found) == len(jobs[arm])}
         report_curves(curves, arguments.reward)
-    if arguments.picture:
+    if arguments.picture and any(curves.values()):
         draw(curves, arguments.picture)
     if arguments.json:
         settings = {"config": arguments.config, "overrides": arguments.overrides}
