@@ -296,7 +296,6 @@ def run_arm(arguments: argparse.Namespace) -> None:
             "run.save_steps=0",
             f"run.output_dir={folder}",
             f"run.max_steps={num_steps + STEPS_BEYOND}",
-            f"run.logging_steps={num_steps + STEPS_BEYOND}",
         ]
         config = load_config(arguments.config, [*overrides, *OWN.get(arm, ())])
         saved = (arguments.weights, arguments.every)
