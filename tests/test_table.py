@@ -1,0 +1,164 @@
+"""The table of rows: what ranks tell each other, and which rows are certainly trained on, against
+every way in which a rollout may go on."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from bubblespec.planner.rows import Rows
+from bubblespec.rollout.table import NO_LIMIT, RowTable
+from bubblespec.types import Group, Launch, Prompt
+
+PROMPTS = [Prompt(40 + n, "", (1,) * (n + 2), {}) for n in range(5)]
+
+
+def make_launch(groups=3, trained=None, generations=2, kept=None) -> Launch:
+    names = [Group(prompt, 3) for prompt in PROMPTS[:groups]]
+    return Launch(names, trained or groups, generations, kept or generations)
+
+
+def make_tables(launch: Launch, num_ranks: int = 2, rows: Rows | None = None) -> list[RowTable]:
+    rank_of = np.arange(len(launch.ids)) % num_ranks
+    return [RowTable(launch, rank_of, rank, rows) for rank in range(num_ranks)]
+
+
+def table_of(launch: Launch, lengths, finished) -> RowTable:
+    (table,) = make_tables(launch, 1)
+    for index, (length, is_finished) in enumerate(zip(lengths, finished, strict=True)):
+        table.note(index, int(length), bool(is_finished))
+    return table
+
+
+def tick(tables: list[RowTable]) -> None:
+    states = [table.local_state() for table in tables]
+    for table in tables:
+        table.sync(states)
+
+
+def test_rows_are_those_of_the_rank():
+    launch = make_launch()
+    made = [table.make_rows(9) for table in make_tables(launch)]
+    assert [list(rows) for rows in made] == [[0, 2, 4], [1, 3, 5]]
+    ids = {index: row.id for rows in made for index, row in rows.items()}
+    assert [ids[index] for index in range(6)] == launch.ids
+    assert made[1][5].prompt == PROMPTS[2].token_ids and made[1][5].max_new_tokens == 9
+
+
+def test_what_is_synced_is_the_same_on_all_ranks_and_never_older_than_what_is_known():
+    rng, tables = np.random.default_rng(0), make_tables(make_launch(4, generations=3), 3)
+    lengths = rng.integers(1, 12, 12)
+    reached = np.zeros(12, np.int64)
+    for _ in range(40):
+        published = [table.local_state() for table in tables]
+        at_tick = reached.copy()
+        # Ranks go on while the tick is in flight.
+        reached = np.minimum(reached + rng.integers(0, 3, 12), lengths)
+        for table in tables:
+            for index in np.flatnonzero(table.rank_of == table.rank).tolist():
+                table.note(index, int(reached[index]), bool(reached[index] == lengths[index]))
+        for table in tables:
+            table.sync(published)
+            own = table.rank_of == table.rank
+            np.testing.assert_array_equal(table.synced, np.where(at_tick < lengths, at_tick, -1))
+            np.testing.assert_array_equal(table.generated, np.where(own, reached, at_tick))
+            is_finished = np.where(own, reached == lengths, at_tick == lengths)
+            np.testing.assert_array_equal(table.is_finished, is_finished)
+    assert (tables[0].synced == -1).all()
+
+
+def test_unfinished_rows_are_those_of_the_last_tick():
+    column = np.arange(6.0)
+    whole = np.arange(6)
+    rows = Rows(whole, whole, column + 10, column, column + 2, 0 * whole)
+    tables = make_tables(make_launch(), rows=rows)
+    tables[0].note(0, 4, True)
+    tables[0].note(2, 6, False)
+    tick(tables)
+    tables[0].note(2, 8, True)  # after the tick
+    for table in tables:
+        indices, unfinished = table.unfinished()
+        assert indices.tolist() == [1, 2, 3, 4, 5]
+        assert unfinished.generated.tolist() == [0, 6, 0, 0, 0] and not unfinished.drafted.any()
+        assert unfinished.expected.tolist() == [11, 12, 13, 14, 15]
+
+
+def selected(launch: Launch, lengths) -> np.ndarray:
+    """What is trained on once all lengths are known, bool [S]."""
+    of_groups = np.reshape(lengths, (len(launch.groups), -1)).tolist()
+    chosen, longest = np.zeros(np.shape(of_groups), bool), []
+    for group, of_group in enumerate(of_groups):
+        kept = sorted(range(len(of_group)), key=lambda n: (of_group[n], n))[: launch.num_kept]
+        chosen[group, kept] = True
+        longest.append(max(of_group[number] for number in kept))
+    trained = sorted(range(len(longest)), key=lambda g: (longest[g], g))[: launch.num_trained]
+    chosen[[group for group in range(len(longest)) if group not in trained]] = False
+    return chosen.ravel()
+
+
+SHAPES = [(3, 1, 1, 1), (3, 2, 1, 1), (2, 1, 2, 2), (2, 2, 2, 1), (2, 1, 2, 1)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_early_verdicts_hold_however_the_rollout_goes_on(shape):
+    """Lengths up to 3: all states, and from each of them all ends. What is certain is said."""
+    launch, longest = make_launch(*shape), 3
+    size = len(launch.ids)
+    states = [(n, True) for n in range(1, longest + 1)] + [(n, False) for n in range(longest)]
+    said = 0
+    for state in itertools.product(states, repeat=size):
+        cutoff = table_of(launch, *zip(*state, strict=True)).cutoff()
+        ends = [[n] if done else range(n + 1, longest + 1) for n, done in state]
+        outcomes = np.array([selected(launch, lengths) for lengths in itertools.product(*ends)])
+        assert outcomes[:, cutoff.is_in].all() and not outcomes[:, cutoff.is_out].any()
+        said += int((cutoff.is_in | cutoff.is_out).sum())
+        if all(done for _, done in state):
+            np.testing.assert_array_equal(cutoff.is_in, outcomes[0])
+            np.testing.assert_array_equal(cutoff.is_out, ~outcomes[0])
+    assert said > 0
+
+
+@pytest.mark.parametrize("shape", [(5, 3, 4, 4), (5, 3, 4, 2), (4, 4, 5, 3), (5, 1, 3, 3)])
+def test_rows_that_are_out_need_not_be_finished(shape):
+    """Rows are dropped as soon as they are out, and what is left at the end is what would have been
+    selected from all."""
+    launch = make_launch(*shape)
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        lengths = rng.integers(1, 30, len(launch.ids))
+        (table,) = make_tables(launch, 1)
+        is_out = np.zeros(len(lengths), bool)
+        while not (table.is_finished | is_out).all():
+            for index in np.flatnonzero(~(table.is_finished | is_out)).tolist():
+                reached = min(int(table.generated[index] + rng.integers(0, 4)), lengths[index])
+                table.note(index, reached, reached == lengths[index])
+            cutoff = table.cutoff()
+            assert not (is_out & ~cutoff.is_out).any(), "a verdict is final"
+            is_out = cutoff.is_out
+            groups_out = is_out.reshape(len(launch.groups), -1).all(axis=1)
+            if cutoff.limit < NO_LIMIT:
+                unfinished = np.where(table.is_finished | is_out, 0, table.generated)
+                longest = unfinished.reshape(len(groups_out), -1).max(axis=1)
+                if launch.num_kept == launch.num_generations:
+                    assert (longest[~groups_out] < cutoff.limit).all()
+        wanted = selected(launch, lengths)
+        np.testing.assert_array_equal(table.trained(), np.flatnonzero(wanted))
+        groups, numbers = np.divmod(table.deferred(), launch.num_generations)
+        trained_groups = set((table.trained() // launch.num_generations).tolist())
+        assert set(groups.tolist()) == set(range(len(launch.groups))) - trained_groups
+        assert (numbers < launch.num_kept).all(), "what only ran for a race is not deferred"
+        assert len(groups) == (len(launch.groups) - launch.num_trained) * launch.num_kept
+
+
+def test_equal_lengths_are_decided_by_the_data_order():
+    launch = make_launch(4, 2, 2, 2)
+    assert table_of(launch, [5] * 8, [True] * 8).trained().tolist() == [0, 1, 2, 3]
+    race = make_launch(2, 2, 3, 2)
+    assert table_of(race, [7, 5, 5, 5, 5, 5], [True] * 6).trained().tolist() == [1, 2, 3, 4]
+
+
+def test_everything_is_trained_on_where_nothing_is_selected():
+    launch = make_launch()
+    table = table_of(launch, [1] * 6, [True] * 6)
+    assert not launch.selects
+    assert table.trained().tolist() == list(range(6)) and not len(table.deferred())
