@@ -151,7 +151,8 @@ class BoardWithSlowRank:
         self.num_ticks += 1
         self.are_others_done = self.num_ticks >= self.last_tick
         self.is_over = own.is_done and self.are_others_done
-        return [own, RankState(int(not self.are_others_done), facts=np.zeros_like(own.facts))]
+        nothing = {"capacities": (0,) * len(own.capacities), "facts": np.zeros_like(own.facts)}
+        return [own, RankState(int(not self.are_others_done), **nothing)]
 
 
 class World:

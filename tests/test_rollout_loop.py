@@ -1,0 +1,399 @@
+"""The rollout loop with drafting ahead: own rows against generation without drafts, drafts against
+what their own step generates.
+
+`Engine.run` in a fresh engine without a proposer is the oracle throughout. The other rank is played
+by `BoardWithSlowRank`, so that idle time is as long as a test wants it; at the end two ranks run
+against each other in virtual time. No test depends on how long anything takes.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from bubblespec.dist.ranks import Ranks
+from bubblespec.engine.engine import Engine
+from bubblespec.engine.runner import ModelRunner
+from bubblespec.idle.draft_ahead import DraftAhead
+from bubblespec.planner.drafts import DraftPlan
+from bubblespec.records import Load
+from bubblespec.rollout.board import ProgressBoard
+from bubblespec.rollout.loop import RolloutLoop
+from bubblespec.rollout.table import RowTable
+from bubblespec.simulate.world import SimulatedRanks, SimulatedTicks
+from bubblespec.simulate.world import World as VirtualTime
+from bubblespec.types import Launch, Prompt, Row
+from tests.helpers.clocks import Clock, forward_seconds
+from tests.helpers.rollouts import (
+    ALONE,
+    FOUR_PROMPTS,
+    LIMIT,
+    MAX_LENGTH,
+    PARAMS,
+    PROMPTS,
+    SEED,
+    BoardWithSlowRank,
+    World,
+    as_dict,
+    fixed_cost,
+    groups_of,
+    made_up,
+    new_model,
+    one_rank,
+    plain,
+    rows_of,
+    update,
+)
+from tests.helpers.rows import run_loop
+
+
+@pytest.mark.parametrize("num_slots", [2, 24])
+@pytest.mark.parametrize("drafting", ["none", "co-scheduled", "idle", "both"])
+def test_own_rows_are_those_generated_without_drafts(drafting, num_slots):
+    """Whatever is drafted alongside, from drafts right, wrong, cut, long and empty, under weights
+    that change in each step."""
+    model = new_model()
+    is_idle = drafting in ("idle", "both")
+    board = BoardWithSlowRank(120 if num_slots == 2 else 45) if is_idle else one_rank()
+    world = World(model, num_slots, board)
+    accepted = drafted = 0
+    for step in range(2):
+        update(model, step)
+        wanted, _ = plain(model, step)
+        drafts = made_up(wanted, step)
+        if step:  # every other row goes by what was drafted under the weights before
+            drafts = {key: draft for key, draft in drafts.items() if key.sample}
+        rows = rows_of(step)
+        plans = None if drafting == "none" else world.plans((step + 1, step + 2))
+        max_slowdown = 0.0 if drafting == "idle" else 1.0
+        record, _ = world.rollout(step, rows, plans, drafts, max_slowdown=max_slowdown)
+        assert as_dict(rows) == wanted
+        accepted += record.acceptance.accepted_tokens
+        drafted += record.drafted_tokens
+        assert record.own_forwards + record.hard_forwards == len(world.forwards)
+    assert accepted > 12
+    assert (drafted > 20) == (drafting != "none")
+
+
+def test_drafts_are_what_their_step_generates():
+    """Under the same weights: token for token, so all of them are accepted, in far fewer
+    forwards."""
+    model = new_model()
+    world = World(model, 24, BoardWithSlowRank(90), method="bubble")
+    world.rollout(0, rows_of(0), world.plans((1,)))
+    wanted, num_forwards = plain(model, 1)
+    assert len({len(tokens) for tokens, _ in wanted.values()}) > 2
+    for key, (tokens, _) in wanted.items():
+        assert world.store.get(key).tokens.tolist() == tokens and world.store.get(key).is_finished
+    rows = rows_of(1)
+    record, _ = world.rollout(1, rows, None)
+    assert as_dict(rows) == wanted
+    counts = record.acceptance
+    assert counts.draft_tokens == counts.accepted_tokens > 0.8 * counts.gained_tokens
+    assert set(counts.by_source) == {"aligned"} and set(counts.by_age) == {1}
+    assert record.own_forwards < 0.3 * num_forwards
+
+
+def test_drafts_go_on_from_their_tokens_in_later_rollouts():
+    """Each token is made once, and is that of generation without interruption."""
+    model = new_model()
+    world = World(model, 8, one_rank())
+    wanted, _ = plain(model, 9, limit=60)
+    total, finished_in = 0, []
+    for step in range(8):
+        rows, plans = rows_of(step, PROMPTS[:1], limit=12), world.plans((9,))
+        record, made = world.rollout(step, rows, plans, limit=60, max_slowdown=100.0)
+        assert as_dict(rows) == plain(model, step, PROMPTS[:1], limit=12)[0]
+        total += record.drafted_tokens
+        for key, draft in made.items():
+            tokens, _ = wanted[key]
+            assert draft.tokens.tolist() == tokens[: len(draft.tokens)] and draft.version == step
+            assert draft.is_finished == (len(draft.tokens) == len(tokens))
+            if draft.is_finished:
+                finished_in.append(step)
+    assert {key: world.store.get(key).tokens.tolist() for key in wanted} == {
+        key: tokens for key, (tokens, _) in wanted.items()
+    }
+    assert total == sum(len(tokens) for tokens, _ in wanted.values())
+    assert len(set(finished_in)) > 1 and max(finished_in) > 3, "several rollouts had their part"
+
+
+def test_a_full_store_keeps_to_its_bound():
+    model = new_model()
+    world = World(model, 8, BoardWithSlowRank(60), max_tokens=50)
+    for step in range(3):
+        rows = rows_of(step)
+        record, _ = world.rollout(step, rows, world.plans((step + 1,)))
+        assert as_dict(rows) == plain(model, step)[0]
+        assert record.drafted_tokens > 50 >= world.store.num_tokens > 0
+
+
+def test_a_rollout_without_tasks_has_no_ticks():
+    model = new_model()
+    world = World(model, 24, BoardWithSlowRank(60))
+    rows = rows_of(0)
+    record, made = world.rollout(0, rows, None)
+    assert as_dict(rows) == plain(model, 0)[0] and not made
+    assert record.drafted_tokens == record.hard_forwards == record.num_ticks == 0
+    assert record.own_forwards > 10 and not record.waits
+
+
+def test_a_rank_without_rows_only_drafts():
+    model = new_model()
+    world = World(model, 4, BoardWithSlowRank(200))
+    record, made = world.rollout(0, [], world.plans((1,)))
+    wanted, _ = plain(model, 1)
+    assert {key: draft.tokens.tolist() for key, draft in made.items()} == {
+        key: tokens for key, (tokens, _) in wanted.items()
+    }
+    assert record.own_forwards == record.own_s == 0
+    assert record.drafted_tokens == sum(len(tokens) for tokens, _ in wanted.values())
+
+
+@pytest.mark.parametrize("max_slowdown", [0.0, 1.0])
+def test_no_forward_begins_once_all_are_done(max_slowdown):
+    """A rank whose rows end after those of all others leaves at once, and drafts nothing that all
+    would wait for."""
+    model = new_model()
+    for lag in range(5):
+        world = World(model, 24, BoardWithSlowRank(1, lag))
+        plans = world.plans((1, 2))
+        record, _ = world.rollout(0, rows_of(0, limit=6), plans, max_slowdown=max_slowdown)
+        assert record.hard_forwards == 0 and (record.drafted_tokens > 0) == (max_slowdown > 0)
+
+
+def test_drafts_that_do_not_pay_wait_for_the_end_of_own_rows():
+    model = new_model()
+    for idle_only in (True, False):
+        world = World(model, 24, BoardWithSlowRank(60))
+        plans = [replace(plan, co_scheduled=not idle_only) for plan in world.plans((1,))]
+        world.rollout(0, rows_of(0), plans, max_slowdown=100.0)
+        alongside = sum(num_ahead for num_own, num_ahead in world.forwards if num_own)
+        assert (alongside == 0) == idle_only and world.store.num_tokens > 0
+
+
+@pytest.mark.parametrize("max_slowdown", [0.0, 0.3, 0.7])
+def test_drafts_slow_own_rows_within_bounds(max_slowdown):
+    """Rows cost 1 ms and a forward 1 ms: 6 own rows take 7 ms, of which `max_slowdown` may be
+    added, from the first forward on."""
+    world = World(new_model(), 24, BoardWithSlowRank(50), cost=fixed_cost(1e-3, 5e-4, 5e-4))
+    bound, most = int(max_slowdown * 7), 0
+    for step in range(2):
+        plans = world.plans((4, 5))
+        world.rollout(step, rows_of(step, limit=12), plans, limit=80, max_slowdown=max_slowdown)
+        most = max(most, *(num_ahead for num_own, num_ahead in world.forwards if num_own))
+        # On a rank that waits a forward may take twice as long as that of a single row, but drafts
+        # that have begun go on.
+        alone = [num_ahead for num_own, num_ahead in world.forwards if not num_own]
+        assert alone and max(alone) <= max(bound, 1)
+    assert most == bound
+
+
+def test_own_prompts_are_not_slowed_by_drafts():
+    """Prompts that take several forwards: the limit on prompt tokens alongside own rows is one for
+    the prompts of drafts."""
+    model = new_model()
+    prompts = [Prompt(50 + n, "", tuple(range(1 + n, 50 + n)), {}) for n in range(4)]
+    _, num_forwards = plain(model, 0, prompts, 1, limit=10)
+    engine = Engine(ModelRunner(model, 24, MAX_LENGTH, SEED, max_batch_tokens=30))
+    engine.run(rows_of(0, prompts, 1, 10), PARAMS)
+    assert engine.num_forwards > num_forwards + 4
+    cost = fixed_cost(1e-3, 1e-5, 1e-3)
+    world = World(model, 24, one_rank(), method="bubble", cost=cost, max_batch_tokens=30)
+    record, _ = world.rollout(0, rows_of(0, prompts, 1, 10), world.plans((1,)))
+    assert record.own_forwards <= engine.num_forwards
+
+
+# Rows to choose from, and being told to stop
+
+
+class Selecting:
+    """One rank's rollout of which not all is trained on."""
+
+    def __init__(self, launch: Launch, num_slots: int = 24, stop_after: int | None = None):
+        model, board = new_model(), one_rank()
+        self.engine = Engine(ModelRunner(model, num_slots, MAX_LENGTH, SEED))
+        self.table = RowTable(launch, np.zeros(len(launch.ids), np.int64), 0)
+        self.rows = self.table.make_rows(LIMIT)
+        self.handed_on: list[Row] = []
+        self.loop = RolloutLoop(self.engine, board.ranks, PARAMS, board=board)
+        self.loop.on_finished = self._hand_on
+        self.wanted = plain(model, 0, FOUR_PROMPTS, launch.num_generations)[0]
+        if stop_after is not None:
+            step_engine = self.engine.step
+
+            def step(*arguments):
+                board.ranks.must_stop = self.engine.num_forwards >= stop_after
+                return step_engine(*arguments)
+
+            self.engine.step = step
+        self.record = self.loop.run(self.rows, self.table)
+
+    def _hand_on(self, row: Row) -> None:
+        index = self.table.launch.ids.index(row.id)
+        assert self.table.cutoff().is_in[index] or not self.table.launch.selects, "certain"
+        assert row.finish is not None
+        self.handed_on.append(row)
+
+
+@pytest.mark.parametrize("num_slots", [3, 24])
+@pytest.mark.parametrize("trained, kept", [(4, 3), (2, 3), (4, 2), (2, 2)])
+def test_rows_are_handed_on_once_and_only_when_certain(num_slots, trained, kept):
+    played = Selecting(Launch(groups_of(0, FOUR_PROMPTS), trained, 3, kept), num_slots)
+    chosen = played.table.trained().tolist()
+    assert len(chosen) == trained * kept
+    ids = [played.table.launch.ids[index] for index in chosen]
+    assert sorted(row.id for row in played.handed_on) == sorted(ids)
+    for row in played.rows.values():
+        tokens, finish = played.wanted[row.id]
+        assert row.tokens.tolist() == tokens[: len(row.tokens)]
+        assert (row.tokens.tolist(), row.finish) == (tokens, finish) or row.id not in ids
+    generated = sum(len(row.tokens) for row in played.rows.values())
+    whole = sum(len(tokens) for tokens, _ in played.wanted.values())
+    assert (generated < whole) == played.table.launch.selects, "rows that are out are dropped"
+    assert played.engine.is_idle and (played.record.num_ticks > 0) == played.table.launch.selects
+
+
+@pytest.mark.parametrize("trained", [4, 2], ids=["without ticks", "with ticks"])
+def test_a_rank_that_is_told_to_stop_leaves_rows_unfinished(trained):
+    played = Selecting(Launch(groups_of(0, FOUR_PROMPTS), trained, 2, 2), stop_after=5)
+    assert any(row.finish is None for row in played.rows.values())
+    assert played.engine.num_forwards <= 7
+    for row in played.rows.values():
+        assert row.tokens.tolist() == played.wanted[row.id][0][: len(row.tokens)]
+
+
+# Times, by hand
+
+
+class CountingEngine:
+    """Decodes a token for each row in a forward, in (3, 2, 2) seconds; all rows have three."""
+
+    def __init__(self, clock: Clock):
+        self.clock, self.queue, self.num_forwards = clock, [], 0
+
+    def reset(self) -> None:
+        self.rows = []
+
+    def add(self, rows) -> None:
+        self.rows += rows
+
+    def step(self, *_) -> tuple[list, Load]:
+        self.clock.now += (3.0, 2.0, 2.0)[self.num_forwards]
+        self.num_forwards += 1
+        load = Load(len(self.rows), len(self.rows), 0, 10, 0, 0)
+        return (self.rows if self.num_forwards == 3 else []), load
+
+
+def test_a_rollout_is_timed_forward_by_forward():
+    ranks = Ranks(ALONE.device)
+    ranks.clock = Clock()
+    finished, rows = [], rows_of(0, PROMPTS[:1])
+    loop = RolloutLoop(CountingEngine(ranks.clock), ranks, PARAMS, on_finished=finished.append)
+    record = run_loop(loop, rows)
+    assert finished == rows and record.own_forwards == 3 and not record.waits
+    assert record.own_s == pytest.approx(7.0, abs=1e-4)
+    assert [forward.engine_s for forward in record.forwards] == pytest.approx([3, 2, 2], abs=1e-4)
+    begun = [forward.begin_s - record.began_s for forward in record.forwards]
+    assert begun == pytest.approx([0, 3, 5], abs=1e-4)
+    assert [forward.own_rows for forward in record.forwards] == [2, 2, 2]
+    assert [span.kind for span in record.spans] == ["decode"]
+
+
+# Two ranks
+
+
+def play_two_ranks(ranks: Ranks, board: ProgressBoard, num_rollouts: int) -> list[dict]:
+    """Rank 0 has one of four prompts and rank 1 three; both draft two steps ahead by one plan."""
+    prompts, owners = FOUR_PROMPTS, [0, 1, 1, 1]
+    world = World(new_model(), 10, board)
+    if isinstance(ranks, SimulatedRanks):
+        pass_time(world.engine, ranks)
+    results = []
+    for step in range(num_rollouts):
+        own = [prompt for prompt, rank in zip(prompts, owners, strict=True) if rank == ranks.rank]
+        rows = rows_of(step, own)
+        world.proposer.begin()
+        for row in rows:
+            world.proposer.track(row, world.store.get(row.id), step)
+        # The less urgent half waits for the end of a rank's rows.
+        plans = world.plans((step + 1, step + 2), prompts)
+        plans = [
+            replace(plan, co_scheduled=number < len(plans) // 2)
+            for number, plan in enumerate(plans)
+        ]
+        parts = (plans, world.store, world.proposer, world.proposer.cost)
+        ahead = DraftAhead(*parts, version=step, max_new_tokens=LIMIT)
+        loop = RolloutLoop(
+            world.engine, ranks, PARAMS, proposer=world.proposer, board=board, tasks=[ahead]
+        )
+        record = run_loop(loop, rows)
+        for group in groups_of(step, prompts):
+            world.store.drop(map(group.sample, range(2)))
+        ahead.finish(ranks)
+        results.append(describe(rows, ahead, world, plans) | {"ticks": record.num_ticks})
+    return results
+
+
+def describe(rows: list[Row], ahead: DraftAhead, world: World, plans: list[DraftPlan]) -> dict:
+    drafts = {plan.id: world.store.get(plan.id) for plan in plans}
+    return {
+        "rows": [[*row.id, row.tokens.tolist()] for row in rows],
+        "made": [[*key, draft.tokens.tolist()] for key, draft in ahead.drafts.items()],
+        "store": [
+            [*key, d.tokens.tolist(), d.is_finished, d.version] for key, d in drafts.items() if d
+        ],
+        "plans": [list(plan.id) for plan in plans],
+    }
+
+
+def play_in_virtual_time(num_rollouts: int) -> list[list[dict]]:
+    """Both ranks in this process; only forwards and ticks take time."""
+    time, results = VirtualTime(2), {}
+
+    def work(rank: int) -> None:
+        ranks = SimulatedRanks(time, rank)
+        board = ProgressBoard(ranks, 120, SimulatedTicks(ranks), interval_s=0)
+        results[rank] = play_two_ranks(ranks, board, num_rollouts)
+
+    time.run(work)
+    return [results[0], results[1]]
+
+
+def pass_time(engine: Engine, ranks: SimulatedRanks) -> None:
+    """From now on a forward takes virtual time."""
+    step = engine.step
+
+    def timed_step(*arguments) -> tuple[list[Row], Load]:
+        finished, load = step(*arguments)
+        ranks.clock.sleep(forward_seconds(load))
+        return finished, load
+
+    engine.step = timed_step
+
+
+def check_shared_work(everyone: list[list[dict]]) -> int:
+    """What must hold however long anything takes. Returns how many drafts were made."""
+    model, wanted, made = new_model(), {}, 0
+    for step in range(len(everyone[0]) + 2):
+        wanted |= plain(model, step, FOUR_PROMPTS)[0]
+    for step, both in enumerate(zip(*everyone, strict=True)):
+        for name in ("store", "plans", "ticks"):
+            assert both[0][name] == both[1][name], name
+        keys = [tuple(entry[:3]) for result in both for entry in result["made"]]
+        assert len(keys) == len(set(keys)), "no draft is made twice"
+        for result in both:
+            for *key, tokens in result["rows"]:
+                assert key[1] == step and tokens == wanted[tuple(key)][0]
+            for *key, tokens in result["made"]:
+                assert tokens == wanted[tuple(key)][0][: len(tokens)]
+        made += len(keys)
+    return made
+
+
+def test_two_ranks_share_the_work():
+    everyone = play_in_virtual_time(3)
+    made = check_shared_work(everyone)
+    by_rank = [sum(len(result["made"]) for result in results) for results in everyone]
+    assert min(by_rank) > 3 and sum(by_rank) == made > 15
+    assert play_in_virtual_time(3) == everyone, "a function of the inputs alone"
