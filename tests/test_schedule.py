@@ -45,10 +45,11 @@ def run(schedule: InOrder, step: int) -> list[list[Group]]:
     launch = schedule.launch(step)
     assert launch.num_generations == launch.num_kept == GENERATIONS
     assert launch.num_trained == len(launch.groups) == OF_STEP and not launch.selects
-    batches = [launch.groups]
+    batches, used = [launch.groups], list(launch.groups)
     for count in num_replaced(step):
-        batches.append(schedule.replacements(step, count, sum(batches, [])))
-    finish(schedule, sum(batches, []))
+        batches.append(schedule.replacements(step, count, used))
+        used += batches[-1]
+    finish(schedule, used)
     return batches
 
 

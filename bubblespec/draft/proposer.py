@@ -64,9 +64,8 @@ class Proposer:
         self._rows.clear()
         for source in self.sources:
             source.begin()
-        self._pause = self._backoff = (
-            0  # the last rollout's end, beyond its drafts, says nothing about this one's beginning
-        )
+        # The last rollout's end, beyond its drafts, says nothing about this one's beginning.
+        self._pause = self._backoff = 0
         self.survival.forget(0.05)
 
     def track(self, row: Row, draft: Draft | None, version: int, is_counted: bool = True) -> None:
@@ -115,14 +114,10 @@ class Proposer:
             )
             for i, proposal in zip(open_rows, answers, strict=True):
                 if proposal is not None and len(proposal.tokens):
-                    drafts[i], available[i], tracked[i].kind = (
-                        proposal.tokens,
-                        len(proposal.tokens),
-                        proposal.kind,
-                    )
-                    survival[i] = self.survival.estimate(
-                        proposal.kind, PRIORS.get(proposal.kind[0], UNKNOWN_PRIOR)
-                    )
+                    drafts[i], tracked[i].kind = proposal
+                    available[i] = len(proposal.tokens)
+                    prior = PRIORS.get(proposal.kind[0], UNKNOWN_PRIOR)
+                    survival[i] = self.survival.estimate(proposal.kind, prior)
         if self.fixed_window is not None:
             self._spent_s += self.clock.perf_counter() - started
             return drafts
@@ -164,12 +159,8 @@ class Proposer:
             if tracked.is_counted:
                 self._count(tracked, len(gained), drafted, accepted)
             if tracked.is_aligned:
-                expected = tracked.draft.tokens[
-                    tracked.num_gained : tracked.num_gained + len(gained)
-                ]
-                tracked.is_aligned = len(expected) == len(gained) and bool(
-                    (expected == gained).all()
-                )
+                begin, end = tracked.num_gained, tracked.num_gained + len(gained)
+                tracked.is_aligned = np.array_equal(tracked.draft.tokens[begin:end], gained)
             tracked.num_gained += len(gained)
             for source in sources:
                 source.observe(tracked, gained)
@@ -187,19 +178,15 @@ class Proposer:
             _add(counts.by_source, tracked.kind[0], drafted, accepted)
             if tracked.kind[0] == ALIGNED:
                 _add(counts.by_age, tracked.age, drafted, accepted)
+                verified = (min(accepted + 1, drafted), accepted)
                 counts.before_divergence[bisect_right(POSITIONS, tracked.num_gained) - 1] += (
-                    min(accepted + 1, drafted),
-                    accepted,
+                    verified
                 )
-        if (
-            tracked.draft is not None
-            and not tracked.is_aligned
-            and tracked.num_gained < len(tracked.draft.tokens)
-        ):
+        has_left_draft = tracked.draft is not None and not tracked.is_aligned
+        if has_left_draft and tracked.num_gained < len(tracked.draft.tokens):
+            is_own = drafted and tracked.kind[0] == SOURCE_NAMES[OWN]
             counts.after_divergence[0] += gained
-            counts.after_divergence[1] += (
-                accepted if drafted and tracked.kind[0] == SOURCE_NAMES[OWN] else 0
-            )
+            counts.after_divergence[1] += accepted if is_own else 0
 
 
 def _add(table: dict, key, num_draft: int, num_accepted: int) -> None:

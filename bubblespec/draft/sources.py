@@ -17,7 +17,7 @@ from bubblespec.draft.windows import match_bucket
 from bubblespec.types import Draft, Row, SampleId
 
 ALIGNED = "aligned"  # the row has followed its draft from the start
-OLDEST = 8  # drafts of so many updates or more are judged alike
+MAX_AGE = 8  # drafts of so many updates or more are judged alike
 
 
 @dataclass(eq=False)
@@ -86,12 +86,12 @@ class OwnDrafts(DraftSource):
         self, rows: list[TrackedRow], lengths: list[int], limits: list[int]
     ) -> list[Proposal | None]:
         """What comes next in the draft."""
-        return [
-            Proposal(row.draft.tokens[length : length + limit], (ALIGNED, min(row.age, OLDEST)))
-            if row.is_aligned and length < len(row.draft.tokens)
-            else None
-            for row, length, limit in zip(rows, lengths, limits, strict=True)
-        ]
+        proposals: list[Proposal | None] = []
+        for row, length, limit in zip(rows, lengths, limits, strict=True):
+            tokens = row.draft.tokens[length : length + limit] if row.is_aligned else ()
+            kind = (ALIGNED, min(row.age, MAX_AGE))
+            proposals.append(Proposal(tokens, kind) if len(tokens) else None)
+        return proposals
 
 
 class SuffixMatches(DraftSource):
@@ -101,12 +101,10 @@ class SuffixMatches(DraftSource):
     def __init__(self, history: History):
         self.history = history
         self._members: dict[tuple[int, int], list[TrackedRow]] = {}  # by (uid, visit)
-        self._groups: dict[
-            tuple[int, int], GroupIndex
-        ] = {}  # built when one of their rows first needs them
-        self._not_indexed: dict[
-            tuple[int, int], list[tuple[int, np.ndarray]]
-        ] = {}  # (sample, tokens) that a group lacks
+        # Built when one of their rows first needs them.
+        self._groups: dict[tuple[int, int], GroupIndex] = {}
+        # (sample, tokens) that a group lacks.
+        self._not_indexed: dict[tuple[int, int], list[tuple[int, np.ndarray]]] = {}
         self._num_known: dict[SampleId, int] = {}  # tokens of each sample so far
 
     def begin(self) -> None:
@@ -134,11 +132,8 @@ class SuffixMatches(DraftSource):
         proposals: list[Proposal | None] = []
         for tracked, limit in zip(rows, limits, strict=True):
             tokens, match, source = self._group(tracked.row).propose(tracked.row.id.sample, limit)
-            proposals.append(
-                Proposal(tokens, (SOURCE_NAMES[source], match_bucket(match)))
-                if len(tokens)
-                else None
-            )
+            kind = (SOURCE_NAMES[source], match_bucket(match))
+            proposals.append(Proposal(tokens, kind) if len(tokens) else None)
         return proposals
 
     def observe(self, tracked: TrackedRow, tokens: np.ndarray) -> None:

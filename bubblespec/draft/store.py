@@ -21,8 +21,8 @@ class DraftStore:
     """Drafts by sample, of at most `max_tokens` together.
 
     A draft of a coming step for which there is no room is refused. One of a deferred sample is what
-    has been generated of it, and is never lost: it displaces drafts of coming steps, the latest
-    first, as samples are drafted in the order in which they will be needed."""
+    has been generated of it, and is never lost: it displaces drafts of coming steps, those put
+    last first, as the most urgent ones are drafted first."""
 
     def __init__(self, max_tokens: int):
         self.max_tokens = max_tokens
@@ -49,9 +49,11 @@ class DraftStore:
         self.num_tokens += growth
         if is_deferred:
             self._deferred.add(sample)
-            coming = (name for name in reversed([*self._drafts]) if name not in self._deferred)
-            while self.num_tokens > self.max_tokens and (name := next(coming, None)) is not None:
+        if self.num_tokens > self.max_tokens:
+            for name in [name for name in reversed(self._drafts) if name not in self._deferred]:
                 self.drop([name])
+                if self.num_tokens <= self.max_tokens:
+                    break
         return True
 
     def drop(self, ids: Iterable[SampleId]) -> None:

@@ -116,7 +116,8 @@ class DraftAhead(IdleTask):
 
     def finish(self, ranks: Ranks) -> None:
         """All ranks' drafts into all ranks' stores."""
-        exchange(self.store, self.drafts, ranks)
+        most_urgent_first = (sample for sample in self._plans if sample in self.drafts)
+        exchange(self.store, {sample: self.drafts[sample] for sample in most_urgent_first}, ranks)
 
     def _note(self, row: Row) -> None:
         """A row's tokens as a draft, unless the store has it as it is."""
