@@ -159,7 +159,8 @@ model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
 assert model.lm_head.weight is model.model.embed_tokens.weight
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 chat = [{"role": "user", "content": "What is the capital of France?"}]
-batch = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+batch = tokenizer.apply_chat_template(chat, **options)
 output = model.generate(**batch, max_new_tokens=32, do_sample=False)[0]
 assert output[-1] == tokenizer.eos_token_id, "the answer does not end its turn"
 print(tokenizer.decode(output[batch["input_ids"].shape[1]:], skip_special_tokens=True))
