@@ -1,0 +1,347 @@
+"""Uses of idle time: which rank gets which job, and what each task does with it. Stand-ins for the
+engine, the gradient stream and the drafter's training."""
+
+import copy
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from bubblespec.draft.store import DraftStore
+from bubblespec.idle.draft_ahead import MAX_IDLE_FORWARDS, DraftAhead
+from bubblespec.idle.stream_gradients import NUM_WANTED, StreamGradients
+from bubblespec.idle.task import IdleTask, Job, RankView, assign
+from bubblespec.idle.train_drafter import MAX_SHARE, TrainDrafter
+from bubblespec.planner.drafts import DraftPlan
+from bubblespec.records import ForwardRecord, IdleUse, RolloutRecord, Span
+from bubblespec.types import Draft, Launch, Row, SampleId
+from tests.helpers.clocks import Clock
+from tests.helpers.rollouts import ALONE, fixed_cost, groups_of, rows_of
+
+# Who does what
+
+
+def random_jobs(rng: np.random.Generator, num_ranks: int) -> list[list[Job]]:
+    """Of three tasks: co-scheduled drafts and others, slices of some rank, slices of any."""
+    tasks = []
+    for task in range(3):
+        ranks = rng.integers(0, num_ranks, 8).tolist() if task == 1 else [None] * 8
+        tasks.append(
+            [
+                Job((task, n), *rng.uniform(0.1, 2.0, 2).tolist(), bool(n < 4 and task == 0), rank)
+                for n, rank in enumerate(ranks)
+            ]
+        )
+    return tasks
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_jobs_are_given_once_to_ranks_that_may_do_them(seed):
+    rng = np.random.default_rng(seed)
+    num_ranks = int(rng.integers(1, 5))
+    jobs, has_rows = random_jobs(rng, num_ranks), (rng.random(num_ranks) < 0.5).tolist()
+    capacities = [tuple(rng.integers(0, 4, 3).tolist()) for _ in range(num_ranks)]
+    before = copy.deepcopy((jobs, capacities, has_rows))
+    given = assign(jobs, capacities, has_rows)
+    assert (jobs, capacities, has_rows) == before and assign(*before) == given, "a pure function"
+    keys = [job.key for of_rank in given for _, job in of_rank]
+    assert len(keys) == len(set(keys)), "no job twice"
+    for rank, of_rank in enumerate(given):
+        tasks = [task for task, _ in of_rank]
+        assert all(tasks.count(task) <= capacities[rank][task] for task in range(3))
+        assert all(job.rank in (None, rank) for _, job in of_rank)
+        assert all(job in jobs[task] for task, job in of_rank)
+        if has_rows[rank]:
+            assert all(job.co_scheduled for _, job in of_rank)
+        else:
+            assert len(set(tasks)) <= 1, "a rank that waits does one thing at a time"
+
+
+def test_what_saves_most_comes_first():
+    drafts = [Job("a", 2.0, 1.0, True), Job("b", 1.0, 1.0, True)]
+    slices = [Job("c", 1.5, 0.5, False), Job("d", 1.5, 0.5, False)]
+    waiting = assign([drafts, slices], [(2, 2)], [False])
+    assert [job.key for _, job in waiting[0]] == ["c", "d"], "per second"
+    assert [job.key for _, job in assign([drafts, slices], [(2, 2)], [True])[0]] == ["a", "b"]
+    both = assign([drafts, slices], [(1, 0), (1, 1)], [True, False])
+    assert [[job.key for _, job in of_rank] for of_rank in both] == [["a"], ["c"]]
+    assert assign([drafts], [(0,)], [False]) == [[]] and assign([], [()], [False]) == [[]]
+
+
+def test_a_task_that_does_nothing_is_a_task():
+    task = IdleTask()
+    task.begin(view_of())
+    assert (list(task.jobs()), task.capacity(), task.run_slice()) == ([], 0, False)
+    assert len(task.publish()) == 0 and not task.on_finished(rows_of(0)[0])
+
+
+# Drafting ahead
+
+
+class SlotEngine:
+    """Slots without a model."""
+
+    def __init__(self, num_slots: int = 8, max_batch_tokens: int = 64):
+        self.num_slots, self.max_batch_tokens = num_slots, max_batch_tokens
+        self.rows, self.queue, self.is_prefilling = [], [], []
+        self.num_releases = 0
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.array([len(row.prompt) + len(row.tokens) for row in self.rows], np.int64)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.rows and not self.queue
+
+    def prefilling(self) -> list[Row]:
+        return self.is_prefilling
+
+    def add(self, rows: list[Row]) -> None:
+        self.rows += rows
+
+    def collect(self) -> list[Row]:
+        return self.rows
+
+    def release(self) -> None:
+        self.num_releases += 1
+
+
+def view_of(own: list[Row] | None = None, num_slots: int = 8) -> RankView:
+    engine, own = SlotEngine(num_slots), own or []
+    engine.add(own)
+    record = RolloutRecord()
+    for name in (DraftAhead.name, StreamGradients.name, TrainDrafter.name):
+        record.idle[name] = IdleUse()
+    return RankView(0, engine, {id(row): row for row in own}, record)
+
+
+def drafting(view: RankView, num_plans: int = 20, store=None, cost=None, **options) -> DraftAhead:
+    plans = [DraftPlan(SampleId(5, 1, n), (1, 2), n < 10, 1.0, 0.5) for n in range(num_plans)]
+    proposer = SimpleNamespace(track=lambda *_, **__: None)
+    options = {"version": 3, "max_new_tokens": 30, **options}
+    task = DraftAhead(plans, store or DraftStore(1000), proposer, cost or fixed_cost(), **options)
+    task.begin(view)
+    return task
+
+
+def give(task: DraftAhead, count: int, rank: int = 0) -> list[Job]:
+    jobs = list(task.jobs())[:count]
+    for job in jobs:
+        task.accept(job, rank)
+    return jobs
+
+
+def test_jobs_are_all_plans_that_no_rank_has():
+    task = drafting(view_of())
+    assert [job.co_scheduled for job in task.jobs()] == [True] * 10 + [False] * 10
+    mine, others = give(task, 2), give(task, 3, rank=1)
+    assert [job.key.sample for job in mine + others] == [0, 1, 2, 3, 4]
+    assert len(list(task.jobs())) == 15 and not task.view.engine.rows
+    task.run_slice()
+    assert [row.id for row in task.view.engine.rows] == [job.key for job in mine]
+
+
+def test_drafts_fill_free_slots():
+    task = drafting(view_of(num_slots=4))
+    assert task.capacity() == 8, "twice what fits: the next tick is some forwards away"
+    give(task, 6)
+    task.run_slice()
+    assert len(task.view.engine.rows) == 4 and task.capacity() == 0
+    task.view.engine.queue = rows_of(0)[:1]
+    assert task.capacity() == 0
+
+
+@pytest.mark.parametrize("max_slowdown, num_ahead", [(0.0, 0), (0.5, 3), (2.0, 14)])
+def test_co_scheduled_drafts_keep_to_a_slowdown(max_slowdown, num_ahead):
+    """Six own rows in 7 ms; each draft adds one."""
+    cost = fixed_cost(1e-3, 5e-4, 5e-4)
+    task = drafting(view_of(rows_of(0), 32), cost=cost, max_slowdown=max_slowdown)
+    give(task, 20)
+    task.run_slice()
+    assert len(task.view.engine.rows) - 6 == num_ahead
+
+
+def test_a_waiting_rank_keeps_forwards_short():
+    """The others wait for the end of its forward."""
+    task = drafting(view_of(num_slots=32), cost=fixed_cost(1e-3, 5e-4, 5e-4))
+    give(task, 20)
+    task.run_slice()
+    assert len(task.view.engine.rows) == int(MAX_IDLE_FORWARDS) - 1
+    task.view.record.forwards.append(ForwardRecord(0.0, 1.0, *[0] * 11))  # a second has passed
+    task.run_slice()
+    assert len(task.view.engine.rows) == 19, "2% of it"
+
+
+def test_prompts_of_drafts_are_fed_a_little_at_a_time():
+    own = rows_of(0)
+    task = drafting(view_of(own, 32), cost=fixed_cost(1e-3, 5e-4, 5e-4), max_slowdown=0.5)
+    give(task, 1)
+    task.view.engine.is_prefilling = own[:1]
+    task.run_slice()
+    assert task.view.max_prefill_tokens is None and len(task.view.engine.rows) == 6, "own first"
+    task.view.engine.is_prefilling = []
+    task.run_slice()
+    assert task.view.max_prefill_tokens == 7 and len(task.view.engine.rows) == 7
+
+
+def test_only_what_has_grown_is_noted():
+    store = DraftStore(1000)
+    for number in (0, 1):
+        store.put(SampleId(5, 1, number), Draft(np.arange(4, dtype=np.int32), False, 1))
+    task = drafting(view_of(), store=store)
+    give(task, 3)
+    task.run_slice()
+    first, second, third = task.view.engine.rows
+    assert first.tokens.tolist() == second.tokens.tolist() == [0, 1, 2, 3], "it goes on"
+    first.tokens = np.arange(9)
+    third.tokens, third.finish = np.arange(5), "stop"
+    assert task.on_finished(third) and not task.on_finished(rows_of(0)[0])
+    task.view.engine.rows.remove(third)
+    task.end()
+    assert {key.sample: len(draft.tokens) for key, draft in task.drafts.items()} == {0: 9, 2: 5}
+    assert task.view.record.drafted_tokens == 5 + 5
+    task.finish(ALONE)
+    assert store.get(third.id).is_finished and store.get(third.id).version == 3
+    assert store.get(second.id).version == 1
+
+
+# Streamed gradients
+
+
+class FakePiece(SimpleNamespace):
+    """num_tokens, sample, advantage."""
+
+
+class FakeStream:
+    """A token takes a millisecond and saves as much of the update."""
+
+    is_ready = True
+
+    def __init__(self, clock: Clock):
+        self.clock, self.done = clock, []
+
+    def pieces(self, rows, rewards) -> list[FakePiece]:
+        return [
+            FakePiece(num_tokens=len(row.tokens), sample=row.id, advantage=of - rewards.mean())
+            for row, of in zip(rows, rewards.tolist(), strict=True)
+            if row is not None
+        ]
+
+    def max_tokens(self, limit_s: float) -> int:
+        return int(limit_s * 1000)
+
+    def seconds(self, num_tokens: int) -> float:
+        return num_tokens / 1000
+
+    spared_s = seconds
+
+    def add(self, pieces) -> Span:
+        begin_s = self.clock.perf_counter()
+        self.clock.sleep(self.seconds(sum(piece.num_tokens for piece in pieces)))
+        self.done.append(pieces)
+        return Span("gradients", begin_s, self.clock.perf_counter())
+
+
+def streaming(rewards=(1.0, 0.0, 2.0, 2.0), own=None, **options):
+    """Two groups of two responses of 10, 20, 30 and 40 tokens, all of this rank and scored."""
+    launch = Launch(groups_of(0)[:2], 2, 2, 2)
+    rows = [Row(name, (1,), 50, np.arange(10 * n)) for n, name in enumerate(launch.ids, 1)]
+    scored = [list(zip(rows, rewards, strict=True))]
+    stream = FakeStream(Clock())
+    take = lambda: scored.pop() if scored else []  # noqa: E731
+    task = StreamGradients(launch, stream, take, **{"max_slice_s": 0.06, **options})
+    task.begin(view_of(own))
+    return task, stream
+
+
+def tick(task: IdleTask, *others: np.ndarray) -> None:
+    task.receive([task.publish(), *others])
+
+
+def test_gradients_of_complete_groups_are_computed_slice_by_slice():
+    task, stream = streaming()
+    assert task.capacity() == 0 and not list(task.jobs())
+    tick(task)
+    assert task.capacity() == NUM_WANTED
+    tick(task)
+    jobs = list(task.jobs())
+    assert [job.rank for job in jobs] == [0, 0] and not any(job.co_scheduled for job in jobs)
+    assert not task.run_slice() and not stream.done, "not before it is given"
+    for job in jobs:
+        task.accept(job, 1)
+    assert not task.run_slice(), "given to another rank"
+    for job in jobs:
+        task.accept(job, 0)
+    assert task.run_slice() and not task.run_slice()
+    sizes = [[piece.num_tokens for piece in pieces] for pieces in stream.done]
+    assert sizes == [[40, 20], [30, 10]], "the longest that fit into 60 ms"
+    by_sample = {piece.sample: piece.advantage for pieces in stream.done for piece in pieces}
+    assert list(by_sample.values()) == [0.0, -0.5, 0.0, 0.5]
+    task.finish(ALONE)
+    use = task.view.record.idle[task.name]
+    assert use.seconds == pytest.approx(0.1, abs=1e-3) and use.saved_s == pytest.approx(0.1)
+
+
+def test_groups_wait_for_all_their_rewards():
+    task, _ = streaming(rewards=(1.0, np.nan, 2.0, 0.0))
+    tick(task)
+    assert len(task._pieces) == 2, "the second group's"
+    theirs = np.concatenate((np.zeros(3), [np.nan, 0.5, np.nan, np.nan]))
+    tick(task, theirs)
+    assert len(task._pieces) == 4
+
+
+def test_equal_rewards_may_be_left_out_and_own_rows_come_first():
+    task, stream = streaming(only_differing=True)
+    tick(task)
+    assert [piece.num_tokens for piece in task._pieces] == [10, 20]
+    task, stream = streaming(own=rows_of(0))
+    tick(task)
+    assert task.capacity() == 0 and not list(task.jobs())
+    task, stream = streaming(own=rows_of(0), scores_in_workers=False)
+    assert np.isnan(task.publish()[3:]).all(), "scoring would keep the rows waiting"
+    task, stream = streaming(frees_cache=True)
+    tick(task)
+    task.accept(Job((0, 0), 1.0, 1.0, False, 0), 0)
+    task.run_slice()
+    assert task.view.engine.num_releases == 1 and len(stream.done) == 1
+
+
+# Training the drafter
+
+
+def training(elapsed_s: float, tokens: int = 10, own=None):
+    clock = Clock()
+    fake = SimpleNamespace(token_s=1e-3, slices=[], merged=[])
+    fake.slice_tokens = lambda: tokens
+    fake.run_slice = lambda limit_s: fake.slices.append(limit_s) or 0.01
+    fake.merge = fake.merged.append
+    task = TrainDrafter(fake, max_slice_s=0.5, num_ranks=2, clock=clock)
+    task.begin(view_of(own))
+    clock.sleep(elapsed_s)
+    return task, fake
+
+
+def test_the_drafter_is_trained_where_nothing_else_is_to_do():
+    task, fake = training(10.0)
+    task.receive([task.publish(), np.array([0.0])])
+    jobs = list(task.jobs())
+    assert [job.rank for job in jobs] == [0, 0] and task.capacity() == 2
+    drafts = [Job("draft", 1e-3, 1.0, False)]
+    assert assign([jobs, drafts], [(2, 1)], [False])[0] == [(1, drafts[0])], "it comes last"
+    for job in jobs:
+        task.accept(job, 0)
+    assert task.capacity() == 0 and task.run_slice() and not task.run_slice()
+    assert fake.slices == [0.5, 0.5] and not task.run_slice()
+    task.finish(ALONE)
+    assert task.view.record.idle[task.name].seconds == pytest.approx(0.02) and len(fake.merged) == 1
+
+
+def test_slices_of_the_drafter_are_short_and_wait_for_own_rows():
+    late, _ = training(0.21)
+    assert late.capacity() == 2 and late.publish() == [0.01]
+    early, _ = training(0.19)
+    assert MAX_SHARE * 0.2 == pytest.approx(0.01)
+    for task in (early, training(10.0, own=rows_of(0))[0], training(10.0, tokens=0)[0]):
+        assert task.capacity() == 0 and task.publish() == [0.0]
