@@ -25,6 +25,7 @@ from bubblespec.data.prompts import PromptSet
 from bubblespec.data.schedule import InOrder, StepSchedule
 from bubblespec.data.tail_batching import TailBatching
 from bubblespec.dist.ranks import Ranks
+from bubblespec.draft.drafter_training import read_drafter
 from bubblespec.engine.attention import choose_kernel
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.linear import (
@@ -111,6 +112,8 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     if config.optim.stream_gradients:
         sampler.stream = GradientStream(learner)
     sampler.tail = make_tp_tail(config, sampler, max_rows=max_tp_rows)
+    if "drafter" in config.speculative.method:
+        read_drafter(config, model, checkpoint)  # a bad one is refused before anything is written
     lock = claim_output_dir(config, ranks)
     return Trainer(
         config=config,

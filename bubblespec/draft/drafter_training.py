@@ -365,12 +365,10 @@ def make_drafter(
     cost: of the policy's forwards; plans: of linear layers. Raises StopRequested, and InputError
     for a folder without such a drafter or a policy that can have none.
     """
-    model, key = engine.runner.model, "drafter.path"
-    folder, rows, num_updates = config.drafter.path, [], 0
-    if checkpoint is not None and os.path.isfile(os.path.join(checkpoint, DRAFTER_FILE)):
-        folder, key = checkpoint, "run.resume_from_checkpoint"
-    if folder:
-        drafter, num_updates = load_drafter(folder, model, config.run.seed, key)
+    model, rows, num_updates = engine.runner.model, [], 0
+    saved = read_drafter(config, model, checkpoint)
+    if saved is not None:
+        drafter, num_updates = saved
     else:
         ranks.place = "warm start of the drafter"
         began_s = ranks.clock.perf_counter()
@@ -391,7 +389,7 @@ def make_drafter(
         clock=ranks.clock,
     )
     training.num_updates = num_updates
-    if not folder:
+    if saved is None:
         examples = learn_from(model, rows, training.kernel)
         train(training, examples, LEARNING_RATE, ranks)
         for example in examples:
@@ -511,6 +509,16 @@ def save_drafter(folder: str, training: DrafterTraining) -> None:
     }
     with open(os.path.join(folder, DRAFTER_FILE), "w", encoding="utf-8") as file:
         json.dump(about, file)
+
+
+def read_drafter(
+    config: Config, model: PreTrainedModel, checkpoint: str | None
+) -> tuple[Drafter, int] | None:
+    """The checkpoint's drafter, else that of drafter.path, else None; see `load_drafter`."""
+    folder, key = config.drafter.path, "drafter.path"
+    if checkpoint is not None and os.path.isfile(os.path.join(checkpoint, DRAFTER_FILE)):
+        folder, key = checkpoint, "run.resume_from_checkpoint"
+    return load_drafter(folder, model, config.run.seed, key) if folder else None
 
 
 def load_drafter(
