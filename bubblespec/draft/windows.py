@@ -44,11 +44,6 @@ class Survival:
             for kind in table:
                 table[kind] *= 1.0 - share
 
-    def adopt(self, other: "Survival") -> None:
-        """What has been observed elsewhere of kinds that have not been observed here."""
-        for kind in other._trials.keys() - self._trials.keys():
-            self._trials[kind], self._accepted[kind] = other._trials[kind], other._accepted[kind]
-
     def state_dict(self) -> dict[str, np.ndarray]:
         """K kinds as JSON texts [K]; trials and accepted, float64 [K, 2]."""
         return {

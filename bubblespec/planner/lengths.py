@@ -100,10 +100,3 @@ class LengthModel:
         self._recent, self._line = state["recent"], None
         pairs = map(tuple, state["of_prompt"].tolist())
         self._of_prompt = dict(zip(state["uids"].tolist(), pairs, strict=True))
-
-
-def remaining_tokens(rows: Rows) -> np.ndarray:
-    """Tokens that rows are expected to get beyond those they have, float64 [S]."""
-    so_far = np.maximum(rows.generated, 0).astype(np.float64)
-    beyond = mean_length_beyond(rows.expected, np.maximum(rows.spread, MIN_SPREAD), so_far)
-    return beyond - so_far
