@@ -332,12 +332,11 @@ def test_placement_is_no_worse_than_in_turn_and_the_same_everywhere(
         np.testing.assert_array_equal(place(rows.take(order), cost, rates, **shape), placed[order])
 
 
-def test_long_rows_stay_together_where_rows_cost_much_and_are_spread_where_they_do_not():
+def test_long_rows_are_spread():
     rows = make_rows([400.0] * 2 + [100.0] * 20)
     shape, rates = {"num_ranks": 2, "num_slots": 64}, acceptance_rates(NO_COUNTS)
-    placed = place(rows, cost_of((5e-3, 2e-3, 0.0, 0.0, 0.0)), rates, **shape)
-    assert placed[0] == placed[1] and (placed == placed[0]).sum() < 8, "with few others"
-    assert len(set(place(rows, cost_of(GPU), rates, **shape)[:2].tolist())) == 2
+    for terms in (CPU, GPU):
+        assert len(set(place(rows, cost_of(terms), rates, **shape)[:2].tolist())) == 2
 
 
 def test_admission_is_longest_first_and_what_may_be_out_comes_last():

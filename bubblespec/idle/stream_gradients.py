@@ -68,9 +68,9 @@ class StreamGradients(IdleTask):
         call, with their rewards.
 
         max_slice_s: see `IdleConfig`; scores_in_workers: rewards come from other processes, so
-        that `take_rewards` can be called while rows of this rank are unfinished; only_differing: leave out groups of
-        equal rewards, which dynamic sampling replaces; frees_cache: there is no memory for a slice
-        beside keys and values.
+        that `take_rewards` can be called while rows of this rank are unfinished; only_differing:
+        leave out groups of equal rewards, which dynamic sampling replaces; frees_cache: there is no
+        memory for a slice while keys and values are held.
         """
         self.stream, self.take_rewards, self.max_slice_s = stream, take_rewards, max_slice_s
         self.scores_in_workers, self.only_differing = scores_in_workers, only_differing

@@ -1,13 +1,5 @@
-"""Which rank generates which row, decided before a rollout so that the slowest rank ends soon.
-
-A row beside a long one makes each of that row's forwards slower. Where rows cost much (a CPU), the
-few longest rows belong together, on a rank with little else; where the forward itself costs most (a
-GPU below saturation) it hardly matters who is beside whom, and long rows are spread, since lengths
-are uncertain. Several ways are tried, and the one is taken that is expected to end soonest.
-"""
-
-from bisect import bisect_right
-from itertools import accumulate
+"""Which rank generates which row, decided before a rollout so that the slowest rank ends soon: the
+longest rows first, each to the rank that is expected to end first with it."""
 
 import numpy as np
 
@@ -15,32 +7,51 @@ from bubblespec.planner.costs import CostModel, rollout_seconds
 from bubblespec.planner.rows import TYPICAL_WINDOW, AcceptanceRates, Rows
 from bubblespec.types import Launch
 
-NUM_BISECTIONS = 12
-MIN_GAIN = 0.05  # by keeping long rows together; less is within the error of a cost model
-
 
 def place(
     rows: Rows, cost: CostModel, rates: AcceptanceRates, *, num_ranks: int, num_slots: int
 ) -> np.ndarray:
-    """The rank of each row, int64 [S]. Expects ranks to admit their rows longest first. No rank is
-    without rows if there are as many rows as ranks."""
-    order = longest_first(rows)
-    ordered = rows.take(order)
-    work = _Work(ordered, cost, num_slots)
-    ways = [np.arange(len(rows)) % num_ranks, work.spread(num_ranks), work.keep_together(num_ranks)]
-    in_turn = ordered.group % num_ranks
-    if len(np.unique(in_turn)) == num_ranks:
-        ways.append(in_turn)
+    """The rank of each row, int64 [S]; groups in turn where that is expected to end sooner. Expects
+    ranks to admit their rows longest first. No rank is without rows if there are enough of them."""
+    in_turn = rows.group % num_ranks
+    balanced = _longest_to_first(rows, cost, num_ranks, num_slots)
+    if len(np.unique(in_turn)) < min(num_ranks, len(rows)):
+        return balanced
 
-    def slowest_s(ranks: np.ndarray) -> float:
-        of_ranks = (ordered.take(ranks == rank) for rank in range(num_ranks))
+    def slowest_s(rank_of: np.ndarray) -> float:
+        of_ranks = (rows.take(rank_of == rank) for rank in range(num_ranks))
         return max(rollout_seconds(own, cost, num_slots, rates) for own in of_ranks)
 
-    seconds = np.array([slowest_s(ranks) for ranks in ways])
-    seconds[2] /= 1.0 - MIN_GAIN  # long rows together
-    placed = np.empty(len(order), np.int64)
-    placed[order] = ways[int(seconds.argmin())]
-    return placed
+    return in_turn if slowest_s(in_turn) < slowest_s(balanced) else balanced
+
+
+def _longest_to_first(rows: Rows, cost: CostModel, num_ranks: int, num_slots: int) -> np.ndarray:
+    """Longest first, each row to the rank whose time ends up smallest, int64 [S]. A rank's time is
+    that of the forwards of its longest row, or of as many as its slots need for all rows, with what
+    each row adds to them; a prompt is fed once per rank."""
+    forward_s, row_s, token_s, multi_row_s, kv_s = cost.coefficients.tolist()
+    forwards, verifications = expected_forwards(rows), rows.drafted / TYPICAL_WINDOW
+    context = rows.prompt_tokens + rows.expected / 2
+    row_seconds = forwards * (row_s + kv_s * context) + multi_row_s * verifications
+    row_seconds += token_s * np.maximum(rows.expected, rows.drafted)
+    prefill_s = multi_row_s + token_s * rows.prompt_tokens
+    longest, total, seconds, num_rows = np.zeros((4, num_ranks))
+    has_group = np.zeros((int(rows.group.max(initial=-1)) + 1, num_ranks), bool)
+    rank_of = np.empty(len(rows), np.int64)
+    for row in longest_first(rows).tolist():
+        group = rows.group[row]
+        added_s = row_seconds[row] + np.where(has_group[group], 0.0, prefill_s[row])
+        needed = np.maximum(longest, forwards[row])
+        needed = np.maximum(needed, (total + forwards[row]) / num_slots)
+        end_s = seconds + added_s + forward_s * needed
+        rank = np.lexsort((num_rows, np.round(end_s, 12)))[0]
+        seconds[rank] += added_s[rank]
+        longest[rank] = max(longest[rank], forwards[row])
+        total[rank] += forwards[row]
+        num_rows[rank] += 1
+        has_group[group, rank] = True
+        rank_of[row] = rank
+    return rank_of
 
 
 def place_in_turn(num_groups: int, num_generations: int, num_ranks: int) -> np.ndarray:
@@ -87,71 +98,3 @@ def longest_first(rows: Rows) -> np.ndarray:
 def expected_forwards(rows: Rows) -> np.ndarray:
     """Forwards that each row needs if its draft holds, float64 [S]."""
     return np.maximum(rows.expected - rows.drafted, 0.0) + rows.drafted / TYPICAL_WINDOW
-
-
-class _Work:
-    """The rows of a rollout, longest first, with what each costs a rank."""
-
-    def __init__(self, rows: Rows, cost: CostModel, num_slots: int):
-        self.forward_s, row_s, token_s, multi_row_s, kv_s = cost.coefficients.tolist()
-        self.num_slots, self.group = num_slots, rows.group
-        self.forwards = expected_forwards(rows)
-        context = rows.prompt_tokens + rows.expected / 2
-        tokens = np.maximum(rows.expected, rows.drafted)
-        verifications = rows.drafted / TYPICAL_WINDOW
-        self.seconds = self.forwards * (row_s + kv_s * context) + token_s * tokens
-        self.seconds += multi_row_s * verifications
-        self.prefill_s = multi_row_s + token_s * rows.prompt_tokens
-
-    def spread(self, num_ranks: int) -> np.ndarray:
-        """Longest first, each to the rank whose time ends up smallest."""
-        longest, total, seconds = (np.zeros(num_ranks) for _ in range(3))
-        num_rows = np.zeros(num_ranks, np.int64)
-        has_group = np.zeros((int(self.group.max(initial=-1)) + 1, num_ranks), bool)
-        placed = np.empty(len(self.forwards), np.int64)
-        for row, forwards in enumerate(self.forwards.tolist()):
-            group = self.group[row]
-            added_s = self.seconds[row] + np.where(has_group[group], 0.0, self.prefill_s[row])
-            slots = np.maximum(np.maximum(longest, forwards), (total + forwards) / self.num_slots)
-            end_s = seconds + added_s + self.forward_s * slots
-            rank = np.lexsort((num_rows, np.round(end_s, 12)))[0]
-            seconds[rank] += added_s[rank]
-            longest[rank] = max(longest[rank], forwards)
-            total[rank] += forwards
-            num_rows[rank] += 1
-            has_group[group, rank] = True
-            placed[row] = rank
-        return placed
-
-    def keep_together(self, num_ranks: int) -> np.ndarray:
-        """Consecutive rows to a rank, the longest ones to the first, so that the slowest rank takes
-        as little time as it can: the limit is found by bisection."""
-        size = len(self.forwards)
-        is_new = np.append(True, self.group[1:] != self.group[:-1])
-        own_s = self.seconds + np.where(is_new, self.prefill_s, 0.0)
-        seconds = list(accumulate(own_s.tolist(), initial=0.0))
-        total = list(accumulate(self.forwards.tolist(), initial=0.0))
-        forwards = self.forwards.tolist()
-
-        def rank_s(begin: int, end: int) -> float:
-            slowest = max(forwards[begin], (total[end] - total[begin]) / self.num_slots)
-            return self.forward_s * slowest + seconds[end] - seconds[begin]
-
-        def ends(limit_s: float) -> list[int]:
-            """Where each rank's rows end if each takes what it can within the limit, and leaves one
-            row to each after it."""
-            begin, found = 0, []
-            for left in reversed(range(num_ranks)):
-                last = max(size - left, min(begin + 1, size))
-                fits = range(begin + 1, last + 1)
-                end = begin + bisect_right(fits, limit_s, key=lambda end, b=begin: rank_s(b, end))
-                begin = max(end, min(begin + 1, size))
-                found.append(begin)
-            return found
-
-        low, high = 0.0, rank_s(0, size) if size else 0.0
-        for _ in range(NUM_BISECTIONS):
-            middle = (low + high) / 2
-            low, high = (low, middle) if ends(middle)[-1] == size else (middle, high)
-        counts = np.diff([0, *ends(high)])
-        return np.repeat(np.arange(num_ranks), counts)

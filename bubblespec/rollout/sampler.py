@@ -130,8 +130,8 @@ class Sampler:
         )
 
     def begin(self, launch: Launch, step: int | None) -> tuple[RowTable, dict[int, Row], Scoring]:
-        """A rollout's table, this rank's rows of it in the order in which to generate them, and what
-        scores them as they are done. step: None in an evaluation."""
+        """A rollout's table, this rank's rows of it in the order in which to generate them, and
+        what scores them as they are done. step: None in an evaluation."""
         ranks, stats = self.ranks, self.stats
         store = self.store if step is not None or self.evaluation is None else self.evaluation.store
         shape = {"num_ranks": ranks.world_size, "num_slots": self.engine.num_slots}
@@ -296,8 +296,8 @@ class Sampler:
         rows: dict[int, Row],
         step: int,
     ) -> Span:
-        """After a rollout, on all ranks together: what each has measured and made, and the tokens of
-        what is deferred, as drafts."""
+        """After a rollout, on all ranks together: what each has measured and made, and the tokens
+        of what is deferred, as drafts."""
         begin_s = self.ranks.clock.perf_counter()
         deferred = table.deferred().tolist() if table.launch.selects else []
         if self.learns:
@@ -348,8 +348,8 @@ class Sampler:
         return rollout_seconds(own, stats.shared_cost, self.engine.num_slots, stats.rates)
 
     def _replace_groups(self, record: StepRecord) -> StepRecord:
-        """Generate further groups until there are enough whose rewards differ, or as many batches as
-        allowed."""
+        """Generate further groups until there are enough whose rewards differ, or as many batches
+        as allowed."""
         rollout, step = self.config.rollout, record.step
         wanted = len(record.generated.groups)
         while len(record.batch_sizes) < rollout.dynamic_sampling_max_batches:
@@ -372,8 +372,8 @@ class Sampler:
     def evaluate(
         self, groups: list[Group], num_generations: int, params: SamplingParams, version: int
     ) -> tuple[Samples, RolloutRecord]:
-        """Samples of held-out prompts, of which those of the last evaluation may be drafts. version:
-        updates of the weights. Raises StopRequested."""
+        """Samples of held-out prompts, of which those of the last evaluation may be drafts.
+        version: updates of the weights. Raises StopRequested."""
         launch = Launch(groups, len(groups), num_generations, num_generations)
         table, rows, scoring = self.begin(launch, None)
         loop = RolloutLoop(self.engine, self.ranks, params, on_finished=scoring.on_finished)

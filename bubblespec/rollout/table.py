@@ -74,8 +74,8 @@ class RowTable:
         self.generated, self.is_finished = newest >> 1, (newest & 1).astype(bool)
 
     def unfinished(self) -> tuple[np.ndarray, Rows]:
-        """Indices of the rows that are not done as of the last tick, int64 [N], and what is known of
-        them; only where their lengths were predicted."""
+        """Indices of the rows that are not done as of the last tick, int64 [N], and what is known
+        of them; only where their lengths were predicted."""
         indices = np.flatnonzero(self.synced >= 0)
         rows = self.rows.take(indices)
         generated = self.synced[indices]
