@@ -111,7 +111,9 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         load_arrays_into(sampler, checkpoint, SPECULATION_FILE)
     if config.optim.stream_gradients:
         sampler.stream = GradientStream(learner)
-    sampler.tail = make_tp_tail(config, sampler, max_rows=max_tp_rows)
+    sampler.tail = make_tp_tail(
+        config, ranks, engine, params, sampler.board, sampler.stats, max_rows=max_tp_rows
+    )
     if "drafter" in config.speculative.method:
         read_drafter(config, model, checkpoint)  # a bad one is refused before anything is written
     lock = claim_output_dir(config, ranks)

@@ -3,7 +3,6 @@ with drafts and stops; responses are those of generation without it, and the loo
 without it."""
 
 import copy
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -332,9 +331,9 @@ def set_up_tail(rows, slowdown: float, name: str = "llama") -> list:
         pass_time(engine, ranks)
         board = ProgressBoard(ranks, 120, SimulatedTicks(ranks), interval_s=5e-3)
         stats = RunStats(shared_cost=CostModel.from_parameters(FORWARDS))
-        parts = {"ranks": ranks, "engine": engine, "params": PARAMS, "board": board, "stats": stats}
-        sampler = SimpleNamespace(**parts)
-        found[rank] = make_tp_tail(config, sampler, max_rows=16 if rows == "auto" else rows)
+        found[rank] = make_tp_tail(
+            config, ranks, engine, PARAMS, board, stats, max_rows=16 if rows == "auto" else rows
+        )
 
     forward = ModelRunner.forward
 

@@ -13,7 +13,6 @@ rank has its own rows' results, and the rollout ends with the next tick.
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -27,16 +26,14 @@ from bubblespec.engine.sampling import SamplingParams
 from bubblespec.engine.tensor_parallel import TPGroup, TPUnsupported
 from bubblespec.errors import log
 from bubblespec.planner.costs import CostModel
+from bubblespec.planner.stats import RunStats
 from bubblespec.planner.tail import MIN_GAIN, use_tp_tail
 from bubblespec.records import RolloutRecord, Span
-from bubblespec.rollout.board import RankState
+from bubblespec.rollout.board import ProgressBoard, RankState
 from bubblespec.rollout.codec import decode_rows, encode_rows
 from bubblespec.rollout.profile import profile
 from bubblespec.rollout.table import RowTable
 from bubblespec.types import Row, SampleId
-
-if TYPE_CHECKING:
-    from bubblespec.rollout.sampler import Sampler
 
 OVERHEAD_TICKS = 2.0  # from a decision to the first forward
 STOP_INTERVAL = 8  # forwards between two questions whether any rank has been told to stop
@@ -180,13 +177,21 @@ class OwnersPropose:
         return [i for i, row in enumerate(rows) if id(row) in self.is_own]
 
 
-def make_tp_tail(config: Config, sampler: "Sampler", *, max_rows: int) -> TPTail | None:
+def make_tp_tail(
+    config: Config,
+    ranks: Ranks,
+    engine: Engine,
+    params: SamplingParams,
+    board: ProgressBoard | None,
+    stats: RunStats,
+    *,
+    max_rows: int,
+) -> TPTail | None:
     """None where there is one rank, the key says so, the model cannot be sharded, or, with auto,
     it is measured not to pay. Computes forwards: all ranks must call it together. max_rows: of
     `choose_slots`."""
     wanted = config.rollout.tp_tail_max_rows
-    ranks, engine, params = sampler.ranks, sampler.engine, sampler.params
-    if ranks.world_size == 1 or not max_rows or sampler.board is None:
+    if ranks.world_size == 1 or not max_rows or board is None:
         return None
     alone: ModelRunner = engine.runner
     ranks.place = "set-up of the tensor-parallel tail"
@@ -217,30 +222,25 @@ def make_tp_tail(config: Config, sampler: "Sampler", *, max_rows: int) -> TPTail
         if tp_cost is None:
             together.release()
             return None
-        is_worth_it = expects_gain(sampler, tp_cost)
+
+        num_slots, overhead_s = engine.num_slots, OVERHEAD_TICKS * board.interval_s
+
+        def is_worth_it(table: RowTable) -> bool:
+            """By what forwards cost alone and together, and what the rows are expected to need."""
+            if table.rows is None or stats.shared_cost is None:
+                return False
+            indices, rows = table.unfinished()
+            return use_tp_tail(
+                rows,
+                table.rank_of[indices],
+                stats.shared_cost,
+                tp_cost,
+                num_slots=num_slots,
+                overhead_s=overhead_s,
+            )
+
     ranks.before_end.append(runner.release)
     return TPTail(together, ranks, max_rows, config.rollout.max_completion_length, is_worth_it)
-
-
-def expects_gain(sampler: "Sampler", tp_cost: CostModel) -> Callable[[RowTable], bool]:
-    """Whether it is worth it by the costs of forwards, measured alone and together, and by what the
-    rows are expected to need."""
-
-    def is_worth_it(table: RowTable) -> bool:
-        stats = sampler.stats
-        if table.rows is None or stats.shared_cost is None:
-            return False
-        indices, rows = table.unfinished()
-        return use_tp_tail(
-            rows,
-            table.rank_of[indices],
-            stats.shared_cost,
-            tp_cost,
-            num_slots=sampler.engine.num_slots,
-            overhead_s=OVERHEAD_TICKS * sampler.board.interval_s,
-        )
-
-    return is_worth_it
 
 
 def measure(
