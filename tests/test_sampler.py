@@ -1,194 +1,312 @@
-"""A step's samples: the stages of a rollout, timed by hand; and dynamic sampling, on hand-made
-rewards and in real runs."""
+"""A step's samples from end to end, on a small model and against generation without drafts; what is
+saved and learned between steps; dynamic sampling, on hand-made rewards and in real steps."""
 
 import math
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 from bubblespec.config import Config, ModelConfig, RolloutConfig
 from bubblespec.data.prompts import PromptSet
 from bubblespec.data.schedule import InOrder
 from bubblespec.dist.ranks import Ranks
-from bubblespec.engine.sampling import SamplingParams
+from bubblespec.draft.store import DraftStore
+from bubblespec.draft.suffix import History
+from bubblespec.engine.engine import Engine
+from bubblespec.engine.noise import EVALUATION
+from bubblespec.engine.runner import ModelRunner
+from bubblespec.planner.stats import RunStats
 from bubblespec.records import ForwardRecord, Load, RolloutRecord, Span, StepRecord
-from bubblespec.rollout.loop import RolloutLoop
+from bubblespec.rollout.board import ProgressBoard
+from bubblespec.rollout.make_sampler import make_sampler
 from bubblespec.rollout.sampler import Sampler
-from bubblespec.types import Group, Launch, Prompt, Samples
-from tests.helpers.rows import launch_of, make_rows, run_loop, samples_of
-from tests.helpers.runs import read, run
+from bubblespec.simulate.world import SimulatedRanks, SimulatedTicks
+from bubblespec.simulate.world import World as VirtualTime
+from bubblespec.types import Draft, Group, Launch, Prompt, Row, Samples
+from tests.helpers.rollouts import (
+    ALONE,
+    FOUR_PROMPTS,
+    LIMIT,
+    MAX_LENGTH,
+    PARAMS,
+    PROMPTS,
+    SEED,
+    BoardWithSlowRank,
+    as_dict,
+    fixed_cost,
+    new_model,
+    one_rank,
+    rows_of,
+    update,
+)
+from tests.helpers.rows import make_rows, samples_of
+from tests.helpers.simulated import make_config
 
 WANTED = 6
 
 
-class ClockByHand:
-    """Stands still until it is told."""
+class FakeScoring:
+    """The reward of a response is its length, modulo something."""
 
-    def __init__(self, now: float):
-        self.now = now
+    def __init__(self):
+        self.scored = []
 
-    def perf_counter(self) -> float:
-        return self.now
+    def on_finished(self, row: Row) -> None:
+        self.scored.append(row)
 
-    def passes(self, seconds: float):
-        """A function that takes so long, whatever its arguments."""
-        return lambda *_: setattr(self, "now", self.now + seconds)
-
-
-def make_sampler(**parts) -> Sampler:
-    return Sampler(**dict.fromkeys(Sampler.__dataclass_fields__) | parts)
+    def collect(self, rows: list[Row]) -> np.ndarray:
+        assert sorted(map(id, rows)) == sorted(map(id, self.scored)), "each once"
+        return np.array([[float(len(row.tokens) % 3)] for row in rows]).reshape(-1, 1)
 
 
-# One rollout
+def start(
+    method: str,
+    model,
+    board=None,
+    ranks: Ranks | None = None,
+    *,
+    prompts=FOUR_PROMPTS,
+    num_slots: int = 24,
+    **options,
+) -> Sampler:
+    """Two of the prompts in a step."""
+    config = make_config(method, 2, 2, LIMIT, **{"run__max_steps": 9, **options})
+    board = board or one_rank()
+    if ranks is None:
+        ranks = Ranks(ALONE.device)
+        ranks.clock = board.ranks.clock
+    runner = ModelRunner(model, num_slots, MAX_LENGTH, SEED, max_batch_tokens=256)
+    schedule = InOrder(PromptSet(list(prompts), 0), 0, 2, 2)
+    scorer = SimpleNamespace(begin=lambda groups, step: FakeScoring())
+    parts = (config, ranks, Engine(runner), PARAMS, schedule, scorer)
+    return make_sampler(*parts, reward_weights=[2.0], board=board, cost=fixed_cost())
 
 
-class Engine:
-    """Decodes a token for each row in a forward, in (3, 2, 2) seconds; all rows have three."""
-
-    def __init__(self, clock: ClockByHand):
-        self.clock, self.queue, self.num_forwards = clock, [], 0
-
-    def reset(self, staying) -> None:
-        self.rows = list(staying)
-
-    def add(self, rows) -> None:
-        self.rows += rows
-
-    def step(self, *_) -> tuple[list, Load]:
-        self.clock.now += (3.0, 2.0, 2.0)[self.num_forwards]
-        self.num_forwards += 1
-        load = Load(len(self.rows), len(self.rows), 0, 10, 0, 0)
-        return (self.rows if self.num_forwards == 3 else []), load
+def by_id(samples: Samples) -> dict:
+    return {name: tokens.tolist() for name, tokens in zip(samples.ids, samples.tokens, strict=True)}
 
 
-def test_a_rollout_without_speculation_is_timed_as_a_whole():
-    """Three forwards in 7 s."""
-    ranks = Ranks(torch.device("cpu"))
-    ranks.clock = ClockByHand(50.0)
-    finished, rows = [], make_rows([Group(Prompt(900, "p", (1,), {}), 0)], 2, 3)
-    record = run_loop(
-        RolloutLoop(Engine(ranks.clock), ranks, SamplingParams(), on_finished=finished.append), rows
-    )
-    assert (
-        finished == rows
-        and record.num_ticks == record.drafted_tokens == record.hard_forwards == 0
-        and not record.waits
-    )
-    assert (record.own_forwards, record.own_s, record.total_s, record.wait_s) == (3, 7.0, 7.0, 0.0)
-    assert record.spans == [Span("decode", 50.0, 57.0)]
-    assert [(f.begin_s, f.end_s, f.engine_s, f.own_rows) for f in record.forwards] == [
-        (50.0, 53.0, 3.0, 2),
-        (53.0, 55.0, 2.0, 2),
-        (55.0, 57.0, 2.0, 2),
-    ]
+def generated(model, groups: list[Group], num_generations: int = 2, params=PARAMS) -> dict:
+    """What generation without drafts gives under the weights as they are."""
+    rows = make_rows(groups, num_generations, LIMIT)
+    done = Engine(ModelRunner(model, 64, MAX_LENGTH, SEED)).run(rows, params)
+    return {name: tokens for name, (tokens, _) in as_dict(done).items()}
 
 
-def test_a_record_says_which_forwards_and_seconds_were_of_its_own_rows():
-    """A prefill, a decode with a drafted row beside it, a wait, and drafting alone."""
-    loads = [Load(2, 9, 2, 9, 9, 0), Load(3, 3, 0, 12, 0, 0), Load(2, 6, 1, 14, 0, 4)]
-    begun, own, ahead = [10.0, 12.0, 15.0], [2, 1, 0], [0, 1, 2]
-    parts = zip(begun, loads, own, ahead, strict=True)
-    forwards = [
-        ForwardRecord(begin, begin + 2.0, 1.0, 0.5, *load, of_step, drafted, 0)
-        for begin, load, of_step, drafted in parts
-    ]
-    record = RolloutRecord(10.0, 18.0, forwards, [Span("wait", 14.0, 15.0)])
-    assert (record.own_forwards, record.hard_forwards) == (2, 1)
-    assert (record.own_s, record.wait_s, record.total_s) == (4.0, 1.0, 8.0)
-    assert record.spans == [
-        Span("prefill", 10.5, 12.0),
-        Span("draft soft", 12.5, 14.0),
-        Span("wait", 14.0, 15.0),
-        Span("draft hard", 15.5, 17.0),
-    ]
+# Steps from end to end
 
 
-@pytest.mark.parametrize("is_second", [False, True])
-def test_stages_of_a_rollout_follow_one_another(monkeypatch, is_second):
-    """Generating takes 8 s, the slowest rank 4 s more, scoring 2 s and then the exchange of drafts
-    1 s. A further rollout of the step begins where the last one ended, 0.5 s before it looks at the
-    clock."""
-    clock, ranks, rollout = ClockByHand(100.0), Ranks(torch.device("cpu")), RolloutRecord()
-    groups = [Group(Prompt(uid, "p", (1,), {}), 0) for uid in (900, 17)]
-    ranks.clock, told = clock, []
+@pytest.mark.parametrize(
+    "method, planning",
+    [
+        ("none", "by_cost"),
+        ("suffix", "by_cost"),
+        ("bubble", "by_cost"),
+        ("bubble+suffix", "always"),
+    ],
+)
+def test_steps_are_those_generated_without_drafts(method, planning):
+    model = new_model()
+    board = BoardWithSlowRank(60)
+    sampler = start(method, model, board, speculative__planning=planning)
+    accepted, drafted = 0, 0
+    for step in range(3):
+        groups = sampler.schedule.launch(step).groups
+        record = sampler.sample(step)
+        assert record.samples.groups == groups and record.samples is record.generated
+        assert by_id(record.samples) == generated(model, groups)
+        lengths = record.samples.lengths.reshape(2, 2)
+        np.testing.assert_array_equal(record.rewards, 2.0 * (lengths % 3))
+        assert [span.kind for span in record.stages] == ["gen", "wait", "reward"]
+        (rollout,) = record.rollouts
+        accepted += rollout.acceptance.accepted_tokens
+        drafted += rollout.drafted_tokens
+        assert not any(sampler.store.get(name) for name in record.samples.ids), "had their turn"
+        update(model, step)
+    uses_drafts = "bubble" in method
+    assert (drafted > 0) == uses_drafts and (accepted > 0 or not uses_drafts)
+    assert (len(sampler.history.state_dict()["tokens"]) > 0) == ("suffix" in method)
 
-    def generate(loop, rows, standing):
-        clock.now += 8
-        for row in rows.values():
-            row.tokens, row.logprob, row.full_logprob = (
-                np.zeros(2, np.int64),
-                *np.zeros((2, 2), np.float32),
-            )
-        return rollout
 
-    def scored(rows) -> np.ndarray:
-        clock.now += 2
-        return np.arange(4.0)[:, None]
+@pytest.mark.parametrize("method", ["bubble+suffix", "none"])
+def test_a_saved_sampler_goes_on_alike(method):
+    """Drafts, history and statistics: the next steps propose and draft the same."""
+    ends = []
+    for is_resumed in (False, True):
+        model = new_model()
+        sampler = start(method, model, BoardWithSlowRank(40))
+        for step in range(2):
+            sampler.sample(step)
+            update(model, step)
+        if is_resumed:
+            state = {name: array.copy() for name, array in sampler.state_dict().items()}
+            schedule = sampler.schedule
+            sampler = start(method, model, BoardWithSlowRank(40))
+            sampler.schedule = schedule
+            sampler.load_state_dict(state)
+            for name, array in sampler.state_dict().items():
+                np.testing.assert_array_equal(array, state[name], err_msg=name)
+        record = sampler.sample(2)
+        counts = record.rollouts[0].acceptance
+        drafts = {name: draft.tokens.tolist() for name, draft in record.drafts.items()}
+        ends.append((by_id(record.samples), drafts, counts.draft_tokens, counts.by_source))
+    assert ends[0] == ends[1] and (len(ends[0][1]) > 0) == ("bubble" in method)
 
-    def learn_rollout(record, ids, *, plain_s, work_s, spent_s, was_plain):
-        told.append((record, ids, plain_s, was_plain))
-        clock.now += 0.25
 
-    monkeypatch.setattr(RolloutLoop, "run", generate)
-    monkeypatch.setattr(ranks, "meet", clock.passes(4))
-    scoring = SimpleNamespace(on_finished=None, collect=scored)
-    used_so_far: list[list[Group]] = []
-    speculation = SimpleNamespace(
-        begin=lambda rows, step: dict(rows),
-        draft_ahead=lambda step, schedule, used, num_slots: (
-            used_so_far.append(used) or SimpleNamespace(merge=clock.passes(0.75))
-        ),
-        learn_rollout=learn_rollout,
-        store={groups[1].sample(0): "a draft"},
-        proposer=SimpleNamespace(
-            enabled_sources=[1],
-            cost=SimpleNamespace(coefficients=np.array([3.0, 0.5, 0.25, 9.0, 0.125])),
-        ),
-        has_drafts=False,
-        is_plain=False,
-        overhead_s=4.0,
-        board=None,
-    )
-    sampler = make_sampler(
-        config=Config(rollout=RolloutConfig(num_generations=2)),
-        ranks=ranks,
-        engine=SimpleNamespace(num_slots=4),
-        scorer=SimpleNamespace(begin=lambda groups, step: told.append((groups, step)) or scoring),
-        reward_weights=[3.0],
-        speculation=speculation,
-    )
-    earlier = [Group(Prompt(99, "", (1,), {}), 0)]
-    before = SimpleNamespace(stages=[Span("reward", 99.0, 99.5)], used=earlier)
-    record = sampler._sample_groups(launch_of(groups, 2), 7, before if is_second else None)
-    all_used = [*earlier, *groups] if is_second else groups
-    assert used_so_far == [all_used] and record.used == all_used, (
-        "all that the step has drawn is no coming sample"
-    )
-    begin_s = 99.5 if is_second else 100.0
-    assert record.stages == [
-        Span("gen", begin_s, 108.0),
-        Span("wait", 108.0, 112.0),
-        Span("reward", 112.0, 115.0),
-    ]
-    assert record.spans == [Span("exchange", 114.0, 115.0)] and record.seconds == 115.0 - begin_s
-    assert (
-        record.rewards.tolist() == [[0.0, 3.0], [6.0, 9.0]] and ranks.place == "rollout of step 7"
-    )
-    # Two forwards, two prompts of a token, and four rows of two tokens that attend to 1 + 2 / 2
-    # positions on average.
-    plain_s = 2 * 3.0 + 2 * 0.25 + 8 * (0.5 + 0.25 + 0.125 * 2)
-    assert told == [
-        (groups, 7),
-        (rollout, record.samples.ids, plain_s, False),
-    ] and record.rollouts == [rollout]
-    assert speculation.overhead_s == 5.0, "the exchange"
-    assert (
-        record.drafts == {groups[1].sample(0): "a draft"}
-        and not record.deferred
-        and record.owners.tolist() == [0] * 4
-    )
+def test_a_state_that_lacks_parts_leaves_them_as_they_are():
+    sampler = start("bubble+suffix", new_model())
+    sampler.store.put(PROMPTS_ID, Draft(np.ones(3, np.int32), True, 0))
+    sampler.load_state_dict({})
+    assert sampler.store.get(PROMPTS_ID) is not None
+
+
+PROMPTS_ID = Group(PROMPTS[0], 0).sample(0)
+
+
+def test_guards_are_there_for_what_is_guarded():
+    """None where a setting says what to do, or nothing could be compared."""
+    assert set(start("bubble", new_model()).stats.guards) == {"co_scheduled"}
+    for method, planning in (("bubble", "always"), ("bubble", "idle_only"), ("suffix", "by_cost")):
+        assert not start(method, new_model(), speculative__planning=planning).stats.guards
+
+
+def test_a_guard_that_is_off_leaves_drafting_to_idle_ranks():
+    """There is one rank, which is never idle."""
+    for is_on in (True, False):
+        model = new_model()
+        sampler = start("bubble", model)
+        sampler.stats.guards["co_scheduled"].is_on = is_on
+        alongside = 0
+        for step in range(3):
+            record = sampler.sample(step)
+            forwards = record.rollouts[0].forwards
+            alongside += sum(forward.ahead_rows for forward in forwards if forward.own_rows)
+        assert (alongside > 0) == is_on
+
+
+MORE = [Prompt(60 + n, "", (4 + n, 2), {}) for n in range(6)]
+
+
+def test_what_is_deferred_becomes_drafts():
+    sampler = start("bubble", new_model())
+    rows = rows_of(7)
+    tokens = [np.arange(1, 9), np.arange(1, 5), np.arange(1, 7), np.empty(0, np.int64)]
+    for row, of_row in zip(rows, tokens, strict=False):
+        row.tokens = of_row
+    rows[0].finish = "stop"
+    sampler.store.put(rows[1].id, Draft(np.arange(1, 12, dtype=np.int32), True, 2))  # right so far
+    sampler.store.put(rows[2].id, Draft(np.arange(2, 12, dtype=np.int32), True, 2))  # wrong
+    sampler.keep_as_drafts(rows[:4], 5)
+    kept = [sampler.store.get(row.id) for row in rows[:4]]
+    assert [len(draft.tokens) for draft in kept[:3]] == [8, 11, 6] and kept[3] is None
+    assert [draft.is_finished for draft in kept[:3]] == [True, True, False]
+    assert [draft.version for draft in kept[:3]] == [5, 2, 5]
+
+
+# Evaluations
+
+HELD_OUT = [Group(prompt, EVALUATION) for prompt in PROMPTS]
+
+
+def test_an_evaluation_verifies_the_responses_of_the_last():
+    model = new_model()
+    sampler = start("bubble", model)
+    wanted, forwards = generated(model, HELD_OUT), []
+    for version in (0, 4):
+        samples, record = sampler.evaluate(HELD_OUT, 2, PARAMS, version)
+        assert by_id(samples) == wanted
+        forwards.append(record.own_forwards)
+    counts = record.acceptance
+    assert counts.draft_tokens == counts.accepted_tokens > 0 and set(counts.by_age) == {4}
+    assert forwards[1] < forwards[0] / 3
+    update(model, 0)
+    assert by_id(sampler.evaluate(HELD_OUT, 2, PARAMS, 5)[0]) == generated(model, HELD_OUT)
+
+
+def test_evaluations_leave_training_as_it_is():
+    """Steps between evaluations: what training has learned is the same as without them."""
+    states = []
+    for evaluates in (False, True):
+        model = new_model()
+        sampler = start("bubble+suffix", model, BoardWithSlowRank(40))
+        for step in range(3):
+            if evaluates:
+                sampler.evaluate(HELD_OUT, 2, PARAMS, step)
+            sampler.sample(step)
+            update(model, step)
+        state = sampler.state_dict()
+        # Seconds of the helper's clock, which moves at every look.
+        apart = ("evaluation.", "stats.guard")
+        states.append({name: a for name, a in state.items() if not name.startswith(apart)})
+    assert states[0].keys() == states[1].keys()
+    changed = [name for name in states[0] if not np.array_equal(states[0][name], states[1][name])]
+    assert changed == [] and len(states[0]["drafts.tokens"])
+
+
+# What is learned
+
+
+def test_lengths_are_learned_whatever_drafts_are():
+    """Placement and admission know the lengths of earlier epochs; and what is expected of a row is
+    the same for placement and for what is drafted."""
+    expected = {}
+    for method in ("none", "suffix", "bubble"):
+        sampler = start(method, new_model(), prompts=FOUR_PROMPTS)
+        for step in range(2):
+            record = sampler.sample(step)
+        lengths = sampler.stats.lengths
+        drafts = [sampler.store.get(name) for name in sampler.schedule.launch(2).ids]
+        table, rows, _ = sampler.begin(sampler.schedule.launch(2), 2)
+        predicted = lengths.predict(table.launch.groups, 2, drafts)
+        np.testing.assert_array_equal(table.rows.expected, predicted.expected)
+        order = table.rows.expected[list(rows)] - table.rows.drafted[list(rows)]
+        if method in ("none", "suffix"):
+            assert (np.diff(order) <= 0).all(), "longest first"
+            expected[method] = table.rows.expected.tolist()
+        assert len(record.samples) == 4
+    assert expected["none"] == expected["suffix"] and len(set(expected["none"])) > 1
+
+
+def play_two_ranks(num_steps: int, **options) -> list[list[StepRecord]]:
+    """Steps without drafts, in virtual time."""
+    time, results = VirtualTime(2), {}
+
+    def work(rank: int) -> None:
+        ranks = SimulatedRanks(time, rank)
+        board = ProgressBoard(ranks, 100, SimulatedTicks(ranks), interval_s=0)
+        sampler = start("none", new_model(), board, ranks, **options)
+        results[rank] = [sampler.sample(step) for step in range(num_steps)]
+
+    time.run(work)
+    return [results[0], results[1]]
+
+
+def test_placement_uses_the_lengths_of_earlier_epochs():
+    balanced, in_turn = play_two_ranks(4), play_two_ranks(4, rollout__placement="in_turn")
+    for both in (balanced, in_turn):
+        for of_ranks in zip(*both, strict=True):
+            assert by_id(of_ranks[0].samples) == by_id(of_ranks[1].samples)
+            np.testing.assert_array_equal(of_ranks[0].owners, of_ranks[1].owners)
+            assert set(of_ranks[0].owners.tolist()) == {0, 1}
+    for step in range(4):
+        assert by_id(balanced[0][step].samples) == by_id(in_turn[0][step].samples)
+    assert all(record.owners.tolist() == [0, 0, 1, 1] for record in in_turn[0])
+    assert any(record.owners.tolist() != [0, 0, 1, 1] for record in balanced[0][2:])
+    assert not any(math.isnan(record.expected_s) for record in balanced[0][2:])
+
+
+def test_a_rollout_counts_with_its_tensor_parallel_tail():
+    """Its seconds and forwards are in what was measured, as its tokens are in what is modelled."""
+    stats, rows = RunStats(cost=fixed_cost(a=1.0, b=0.0, c=0.0)), rows_of(0)
+    for row in rows:
+        row.tokens = np.ones(20, np.int64)
+    load = Load(6, 6, 0, 60, 0, 0)
+    forwards = [ForwardRecord(n, n + 1.0, 1.0, 0.0, *load, 6, 0, 0) for n in range(12)]
+    record = RolloutRecord(0.0, 16.0, forwards, shared=[Span("shared", 12.0, 16.0)])
+    record.shared_rows, record.shared_forwards = 2, 8
+    saved_s = stats.observe_rollout(record, rows, ALONE, num_slots=8, planning_s=0.5)
+    assert saved_s == pytest.approx(20.0 - 16.5, rel=0.02) and stats.forwards == 20
 
 
 # Dynamic sampling
@@ -248,9 +366,10 @@ def sample_with(
         )
 
     monkeypatch.setattr(Sampler, "_sample_groups", generate)
-    record = make_sampler(
-        config=Config(model=ModelConfig(path=""), rollout=rollout), schedule=planner
-    ).sample(step)
+    parts = {"stats": RunStats(), "store": DraftStore(0), "schedule": planner}
+    parts["history"] = History(0)
+    parts |= {"config": Config(model=ModelConfig(path=""), rollout=rollout)}
+    record = Sampler(**dict.fromkeys(Sampler.__dataclass_fields__) | parts).sample(step)
     drawn = planner.state_dict()
     assert drawn["uids"].tolist() == [uid for batch in batches for uid in batch], (
         "they have had their turn"
@@ -371,47 +490,19 @@ def test_samples_of_groups_and_joined_are_the_same_samples():
     )
 
 
-DYNAMIC = (
-    "rollout.dynamic_sampling=true",
-    "rollout.dynamic_sampling_max_batches=3",
-    "run.max_steps=3",
-    "run.save_steps=0",
-)
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("dynamic")
-    run(folder, 2, *DYNAMIC, "speculative.method=none")
-    return folder
-
-
-def test_dynamic_sampling_replaces_groups_in_a_run(plain):
-    lines = read(plain)
-    assert any(line["dynamic_sampling/num_batches"] > 1 for line in lines)
-    for line in lines:
-        assert 1 <= line["dynamic_sampling/num_batches"] <= 3
-        assert (line["dynamic_sampling/num_replaced"] > 0) == (
-            line["dynamic_sampling/num_batches"] > 1
-        )
-        if line["dynamic_sampling/num_batches"] > 1:
-            assert line["frac_reward_zero_std"] > 0, "over all groups, the replaced ones included"
-
-
-def test_work_of_a_rollout_is_its_forwards_without_what_precedes_the_first():
-    """Forwards of 1.5 s, half a second of it for proposals, with half a second beside them; plans
-    take 3 s before the first. One without rows of the step does not count."""
-    of_engine = SimpleNamespace(seconds=lambda rows, *load: 2.0 * rows)
-    sampler = make_sampler(speculation=SimpleNamespace(proposer=SimpleNamespace(cost=of_engine)))
-    load = Load(1, 1, 0, 9, 0, 0)
-    times = ((0.0, 5.0, 1), (5.0, 7.0, 1), (7.0, 9.0, 1), (9.0, 11.0, 0))
-    forwards = [
-        ForwardRecord(begin_s, end_s, 1.0, 0.5, *load, own, 1 - own, 0)
-        for begin_s, end_s, own in times
-    ]
-    assert sampler._work(RolloutRecord(0.0, 11.0, forwards, [])) == (
-        0.5,
-        3 * (2.0 + 1.0),
-        3 * (1.0 + 1.0),
-    )
-    assert sampler._work(RolloutRecord(0.0, 11.0, forwards[3:], [])) == (0.0, 0.0, 0.0)
+def test_dynamic_sampling_is_the_same_with_drafts():
+    """In steps of a small model: replacements are drafted and generated like any other group."""
+    options = {"rollout__dynamic_sampling": "true", "rollout__dynamic_sampling_max_batches": 3}
+    prompts, steps = [*FOUR_PROMPTS, *MORE], {}
+    for name in ("none", "bubble+suffix"):
+        model = new_model()
+        sampler = start(name, model, BoardWithSlowRank(40), prompts=prompts, **options)
+        steps[name] = []
+        for step in range(3):
+            record = sampler.sample(step)
+            generated_by_id = by_id(record.generated)
+            assert generated_by_id == generated(model, record.generated.groups)
+            steps[name].append((generated_by_id, by_id(record.samples), record.batch_sizes))
+            update(model, step)
+    assert steps["none"] == steps["bubble+suffix"]
+    assert max(len(batch_sizes) for _, _, batch_sizes in steps["none"]) > 1

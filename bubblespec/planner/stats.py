@@ -17,7 +17,6 @@ from bubblespec.types import Row, Samples
 
 FORGETTING = 0.7  # of counts, per rollout
 MIN_DRAFTED = 20  # tokens of an age, below which its share of accepted ones says nothing
-GUARDED = ("co_scheduled", "drafter", "tp_tail")
 
 
 @dataclass
@@ -31,7 +30,7 @@ class Measured:
     cost: np.ndarray
     """float64, parameters of the cost model."""
     forwards: np.ndarray
-    """float64 [1], while the rank had rows of its own."""
+    """float64 [1], while the rank had rows of its own, alone or in the shared tail."""
     seconds: np.ndarray
     """float64 [2], measured, and modelled without drafts."""
 
@@ -69,7 +68,7 @@ class RunStats:
     tokens_per_step: float = 0.0
     """Of responses, over all ranks."""
     guards: dict[str, Guard] = field(default_factory=dict)
-    """Of the mechanisms of this run that are guarded (GUARDED)."""
+    """Of the mechanisms of this run that are guarded: co_scheduled, drafter."""
 
     @property
     def rates(self) -> AcceptanceRates:
@@ -101,7 +100,7 @@ class RunStats:
             by_age=ages,
             counts=np.vstack((counts.before_divergence, counts.after_divergence)).astype(float),
             cost=self.cost.parameters,
-            forwards=np.array([float(record.own_forwards)]),
+            forwards=np.array([float(record.own_forwards + record.shared_forwards)]),
             seconds=np.array([record.total_s + planning_s, modelled_s]),
         ).gather(ranks)
         for age, (drafted, accepted) in enumerate(sum(of.by_age for of in measured).tolist()):

@@ -142,7 +142,10 @@ def peak_memory_gb(ranks: Ranks) -> float:
 
 
 def placement_metrics(ranks: Ranks, record: StepRecord) -> dict:
-    """How far the ranks' work lay from what was expected, as a share of the slowest rank's."""
+    """How far the ranks' work lay from what was expected, as a share of the slowest rank's; nothing
+    where they have shared some of it."""
+    if any(rollout.shared for rollout in record.rollouts):
+        return {}
     own_s = sum(rollout.own_s for rollout in record.rollouts)
     expected_s, own_s = ranks.gather(np.array([record.expected_s, own_s])).T
     if np.isnan(expected_s).any():
