@@ -11,11 +11,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bubblespec.dist.ranks import Ranks
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.idle.draft_ahead import DraftAhead
-from bubblespec.planner.drafts import DraftPlan
 from bubblespec.records import Load
 from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.loop import RolloutLoop
@@ -23,9 +21,8 @@ from bubblespec.rollout.table import RowTable
 from bubblespec.simulate.world import SimulatedRanks, SimulatedTicks
 from bubblespec.simulate.world import World as VirtualTime
 from bubblespec.types import Launch, Prompt, Row
-from tests.helpers.clocks import Clock, forward_seconds
+from tests.helpers.clocks import forward_seconds
 from tests.helpers.rollouts import (
-    ALONE,
     FOUR_PROMPTS,
     LIMIT,
     MAX_LENGTH,
@@ -263,101 +260,24 @@ def test_a_rank_that_is_told_to_stop_leaves_rows_unfinished(trained):
         assert row.tokens.tolist() == played.wanted[row.id][0][: len(row.tokens)]
 
 
-# Times, by hand
-
-
-class CountingEngine:
-    """Decodes a token for each row in a forward, in (3, 2, 2) seconds; all rows have three."""
-
-    def __init__(self, clock: Clock):
-        self.clock, self.queue, self.num_forwards = clock, [], 0
-
-    def reset(self) -> None:
-        self.rows = []
-
-    def add(self, rows) -> None:
-        self.rows += rows
-
-    def step(self, *_) -> tuple[list, Load]:
-        self.clock.now += (3.0, 2.0, 2.0)[self.num_forwards]
-        self.num_forwards += 1
-        load = Load(len(self.rows), len(self.rows), 0, 10, 0, 0)
-        return (self.rows if self.num_forwards == 3 else []), load
-
-
-def test_a_rollout_is_timed_forward_by_forward():
-    ranks = Ranks(ALONE.device)
-    ranks.clock = Clock()
-    finished, rows = [], rows_of(0, PROMPTS[:1])
-    loop = RolloutLoop(CountingEngine(ranks.clock), ranks, PARAMS, on_finished=finished.append)
-    record = run_loop(loop, rows)
-    assert finished == rows and record.own_forwards == 3 and not record.waits
-    assert record.own_s == pytest.approx(7.0, abs=1e-4)
-    assert [forward.engine_s for forward in record.forwards] == pytest.approx([3, 2, 2], abs=1e-4)
-    begun = [forward.begin_s - record.began_s for forward in record.forwards]
-    assert begun == pytest.approx([0, 3, 5], abs=1e-4)
-    assert [forward.own_rows for forward in record.forwards] == [2, 2, 2]
-    assert [span.kind for span in record.spans] == ["decode"]
-
-
 # Two ranks
 
 
-def play_two_ranks(ranks: Ranks, board: ProgressBoard, num_rollouts: int) -> list[dict]:
-    """Rank 0 has one of four prompts and rank 1 three; both draft two steps ahead by one plan."""
-    prompts, owners = FOUR_PROMPTS, [0, 1, 1, 1]
-    world = World(new_model(), 10, board)
-    if isinstance(ranks, SimulatedRanks):
-        pass_time(world.engine, ranks)
-    results = []
-    for step in range(num_rollouts):
-        own = [prompt for prompt, rank in zip(prompts, owners, strict=True) if rank == ranks.rank]
-        rows = rows_of(step, own)
-        world.proposer.begin()
-        for row in rows:
-            world.proposer.track(row, world.store.get(row.id), step)
-        # The less urgent half waits for the end of a rank's rows.
-        plans = world.plans((step + 1, step + 2), prompts)
-        plans = [
-            replace(plan, co_scheduled=number < len(plans) // 2)
-            for number, plan in enumerate(plans)
-        ]
-        parts = (plans, world.store, world.proposer, world.proposer.cost)
-        ahead = DraftAhead(*parts, version=step, max_new_tokens=LIMIT)
-        loop = RolloutLoop(
-            world.engine, ranks, PARAMS, proposer=world.proposer, board=board, tasks=[ahead]
-        )
-        record = run_loop(loop, rows)
-        for group in groups_of(step, prompts):
-            world.store.drop(map(group.sample, range(2)))
-        ahead.finish(ranks)
-        results.append(describe(rows, ahead, world, plans) | {"ticks": record.num_ticks})
-    return results
-
-
-def describe(rows: list[Row], ahead: DraftAhead, world: World, plans: list[DraftPlan]) -> dict:
-    drafts = {plan.id: world.store.get(plan.id) for plan in plans}
-    return {
-        "rows": [[*row.id, row.tokens.tolist()] for row in rows],
-        "made": [[*key, draft.tokens.tolist()] for key, draft in ahead.drafts.items()],
-        "store": [
-            [*key, d.tokens.tolist(), d.is_finished, d.version] for key, d in drafts.items() if d
-        ],
-        "plans": [list(plan.id) for plan in plans],
-    }
-
-
-def play_in_virtual_time(num_rollouts: int) -> list[list[dict]]:
-    """Both ranks in this process; only forwards and ticks take time."""
-    time, results = VirtualTime(2), {}
+def play_two_ranks(num_rollouts: int) -> list[list[dict]]:
+    """Rank 0 has one of four prompts and rank 1 three; both draft two steps ahead by one plan. Only
+    forwards and ticks take time."""
+    time, results = VirtualTime(2), [[], []]
 
     def work(rank: int) -> None:
         ranks = SimulatedRanks(time, rank)
         board = ProgressBoard(ranks, 120, SimulatedTicks(ranks), interval_s=0)
-        results[rank] = play_two_ranks(ranks, board, num_rollouts)
+        world = World(new_model(), 10, board)
+        pass_time(world.engine, ranks)
+        for step in range(num_rollouts):
+            results[rank].append(play_step(world, step, ranks))
 
     time.run(work)
-    return [results[0], results[1]]
+    return results
 
 
 def pass_time(engine: Engine, ranks: SimulatedRanks) -> None:
@@ -372,28 +292,42 @@ def pass_time(engine: Engine, ranks: SimulatedRanks) -> None:
     engine.step = timed_step
 
 
-def check_shared_work(everyone: list[list[dict]]) -> int:
-    """What must hold however long anything takes. Returns how many drafts were made."""
-    model, wanted, made = new_model(), {}, 0
-    for step in range(len(everyone[0]) + 2):
-        wanted |= plain(model, step, FOUR_PROMPTS)[0]
-    for step, both in enumerate(zip(*everyone, strict=True)):
-        for name in ("store", "plans", "ticks"):
-            assert both[0][name] == both[1][name], name
-        keys = [tuple(entry[:3]) for result in both for entry in result["made"]]
-        assert len(keys) == len(set(keys)), "no draft is made twice"
-        for result in both:
-            for *key, tokens in result["rows"]:
-                assert key[1] == step and tokens == wanted[tuple(key)][0]
-            for *key, tokens in result["made"]:
-                assert tokens == wanted[tuple(key)][0][: len(tokens)]
-        made += len(keys)
-    return made
+def play_step(world: World, step: int, ranks: SimulatedRanks) -> dict:
+    """A rank's rollout of a step, and what came of it."""
+    rows = rows_of(step, FOUR_PROMPTS[:1] if ranks.rank == 0 else FOUR_PROMPTS[1:])
+    world.proposer.begin()
+    for row in rows:
+        world.proposer.track(row, world.store.get(row.id), step)
+    # The less urgent half waits for the end of a rank's rows.
+    plans = world.plans((step + 1, step + 2), FOUR_PROMPTS)
+    half = len(plans) // 2
+    plans = [replace(plan, co_scheduled=number < half) for number, plan in enumerate(plans)]
+    parts = (plans, world.store, world.proposer, world.proposer.cost)
+    ahead = DraftAhead(*parts, version=step, max_new_tokens=LIMIT)
+    options = {"proposer": world.proposer, "board": world.board, "tasks": [ahead]}
+    record = run_loop(RolloutLoop(world.engine, ranks, PARAMS, **options), rows)
+    for group in groups_of(step, FOUR_PROMPTS):
+        world.store.drop(map(group.sample, range(2)))
+    ahead.finish(ranks)
+    drafts = {plan.id: world.store.get(plan.id) for plan in plans}
+    return {
+        "rows": as_dict(rows),
+        "made": {name: draft.tokens.tolist() for name, draft in ahead.drafts.items()},
+        "store": {name: draft.tokens.tolist() for name, draft in drafts.items() if draft},
+        "ticks": record.num_ticks,
+    }
 
 
 def test_two_ranks_share_the_work():
-    everyone = play_in_virtual_time(3)
-    made = check_shared_work(everyone)
-    by_rank = [sum(len(result["made"]) for result in results) for results in everyone]
-    assert min(by_rank) > 3 and sum(by_rank) == made > 15
-    assert play_in_virtual_time(3) == everyone, "a function of the inputs alone"
+    everyone, model, wanted = play_two_ranks(3), new_model(), {}
+    for step in range(5):
+        wanted |= plain(model, step, FOUR_PROMPTS)[0]
+    for first, second in zip(*everyone, strict=True):
+        assert first["store"] == second["store"] and first["ticks"] == second["ticks"]
+        assert not first["made"].keys() & second["made"].keys(), "no draft is made twice"
+        for result in (first, second):
+            assert result["rows"] == {name: wanted[name] for name in result["rows"]}
+            for name, tokens in result["made"].items():
+                assert tokens == wanted[name][0][: len(tokens)]
+    assert min(sum(len(result["made"]) for result in results) for results in everyone) > 3
+    assert play_two_ranks(3) == everyone, "a function of the inputs alone"

@@ -318,63 +318,46 @@ def reward_of(uid: int, sample: int, useful_every: int) -> float:
 
 
 def sample_with(
-    monkeypatch, useful_every: int, num_prompts: int = 40, step: int = 3, max_batches: int = 4
+    monkeypatch, useful_every: int, *, num_prompts: int = 40, step: int = 3, max_batches: int = 4
 ) -> tuple[StepRecord, list[list[int]]]:
     """A step over prompts with uids 0, 1, ...: its record, and the uids of each batch generated."""
-    prompts = PromptSet([Prompt(uid, str(uid), (1, 2), {}) for uid in range(num_prompts)], 0)
     rollout = RolloutConfig(
         num_prompts_per_step=WANTED,
         num_generations=2,
         dynamic_sampling=True,
         dynamic_sampling_max_batches=max_batches,
     )
-    planner, batches = InOrder(prompts, 0, WANTED, 2), []
-    forward = ForwardRecord(
-        0.0, 1.0, 1.0, 0.0, *Load(1, 1, 0, 1, 0, 0), own_rows=1, ahead_rows=0, looked_up_rows=0
-    )
+    prompts = [Prompt(uid, str(uid), (1, 2), {}) for uid in range(num_prompts)]
+    schedule, batches = InOrder(PromptSet(prompts, 0), 0, WANTED, 2), []
 
     def generate(sampler, launch: Launch, step, before=None):
-        groups, number = launch.groups, len(batches)
-        assert not launch.selects and launch.num_generations == 2
-        assert (before is None) == (number == 0)
-        if before is not None:
-            assert before.used == before.generated.groups
-            assert [group.prompt.uid for group in before.used] == [
-                uid for batch in batches for uid in batch
-            ]
-            assert before.stages[-1].end_s == float(number), "where the batch before it has ended"
-        batches.append([group.prompt.uid for group in groups])
-        rewards = np.array(
-            [[reward_of(uid, j, useful_every) for j in range(2)] for uid in batches[-1]]
-        )
-        tokens = [np.array([uid, j], np.int32) for uid in batches[-1] for j in range(2)]
-        truncated = np.array([uid % 5 == 0 for uid in batches[-1] for _ in range(2)])
-        samples = samples_of(groups, tokens, is_truncated=truncated, rewards=rewards.reshape(-1, 1))
+        number, uids = len(batches), [group.prompt.uid for group in launch.groups]
+        used = [] if before is None else before.used
+        assert [group.prompt.uid for group in used] == sum(batches, [])
+        batches.append(uids)
+        rewards = np.array([[reward_of(uid, j, useful_every) for j in range(2)] for uid in uids])
+        tokens = [np.array([uid, j], np.int32) for uid in uids for j in range(2)]
+        samples = samples_of(launch.groups, tokens, rewards=rewards.reshape(-1, 1))
         return StepRecord(
             step=step,
             samples=samples,
             rewards=rewards,
             generated=samples,
             all_rewards=rewards,
-            owners=np.repeat(batches[-1], 2),
-            batch_sizes=[len(groups)],
-            rollouts=[RolloutRecord(forwards=[forward] * 7)],
+            owners=np.repeat(uids, 2),
+            batch_sizes=[len(uids)],
+            rollouts=[RolloutRecord()],
             stages=[Span("gen", float(number), number + 1.0)],
-            spans=[Span("exchange", number + 0.5, number + 1.0)],
+            spans=[],
             drafts=dict.fromkeys(samples.ids[::3]),
-            used=groups if before is None else before.used + groups,
+            used=used + launch.groups,
         )
 
     monkeypatch.setattr(Sampler, "_sample_groups", generate)
-    parts = {"stats": RunStats(), "store": DraftStore(0), "schedule": planner}
-    parts["history"] = History(0)
-    parts |= {"config": Config(model=ModelConfig(path=""), rollout=rollout)}
+    parts = {"stats": RunStats(), "store": DraftStore(0), "history": History(0)}
+    parts |= {"schedule": schedule, "config": Config(model=ModelConfig(path=""), rollout=rollout)}
     record = Sampler(**dict.fromkeys(Sampler.__dataclass_fields__) | parts).sample(step)
-    drawn = planner.state_dict()
-    assert drawn["uids"].tolist() == [uid for batch in batches for uid in batch], (
-        "they have had their turn"
-    )
-    assert drawn["visits"].tolist() == [1] * len(record.generated.groups)
+    assert schedule.state_dict()["uids"].tolist() == sum(batches, []), "they have had their turn"
     return record, batches
 
 
@@ -382,86 +365,54 @@ def uids_of(samples: Samples) -> list[int]:
     return [group.prompt.uid for group in samples.groups]
 
 
-def test_useless_groups_are_replaced_by_the_first_useful_ones(monkeypatch):
-    record, batches = sample_with(monkeypatch, useful_every=2)
-    generated = [uid for batch in batches for uid in batch]
-    useful = [uid for uid in generated if uid % 2 == 0]
-    assert len(batches) > 1 and len(set(generated)) == len(generated), (
-        "a prompt's noise keys would be used twice"
-    )
-    assert uids_of(record.samples) == useful[:WANTED]
-    assert (
-        uids_of(record.generated) == generated
-        and record.owners.tolist() == np.repeat(generated, 2).tolist()
-    )
-    assert record.used == record.generated.groups
+@pytest.mark.parametrize("step", range(4))
+@pytest.mark.parametrize("useful_every", [1, 2, 3])
+def test_useless_groups_are_replaced_by_the_first_useful_ones(monkeypatch, useful_every, step):
+    record, batches = sample_with(monkeypatch, useful_every, step=step)
+    generated = sum(batches, [])
+    assert len(set(generated)) == len(generated), "a prompt's noise keys would be used twice"
+    useful = [uid for uid in generated if uid % useful_every == 0]
+    assert uids_of(record.samples)[: len(useful)] == useful[:WANTED] or len(useful) < WANTED
+    assert uids_of(record.generated) == generated and record.used == record.generated.groups
+    assert record.owners.tolist() == np.repeat(generated, 2).tolist()
     assert record.batch_sizes == [len(batch) for batch in batches]
-    assert [rollout.own_forwards for rollout in record.rollouts] == [7] * len(batches)
-    assert record.stages == [Span("gen", float(n), n + 1.0) for n in range(len(batches))]
-    assert record.spans == [Span("exchange", n + 0.5, n + 1.0) for n in range(len(batches))]
+    assert len(record.rollouts) == len(record.stages) == len(batches)
     assert len(record.drafts) == sum(-(-2 * len(batch) // 3) for batch in batches)
+    # As many are drawn as will fill the gap at the rate so far.
+    seen = []
+    for batch, following in zip(batches, batches[1:], strict=False):
+        seen += batch
+        num_useful = sum(uid % useful_every == 0 for uid in seen)
+        needed = math.ceil((WANTED - num_useful) * len(seen) / max(num_useful, 1e-9))
+        assert len(following) == min(WANTED, needed)
+    assert len(useful) >= WANTED or len(batches) == 4
     # Everything of a group goes with it.
     for samples, rewards in (
         (record.samples, record.rewards),
         (record.generated, record.all_rewards),
     ):
-        for n, uid in enumerate(uids_of(samples)):
-            for j in range(2):
-                assert samples.tokens[2 * n + j].tolist() == [uid, j]
-                assert rewards[n, j] == samples.rewards[2 * n + j, 0] == reward_of(uid, j, 2)
-                assert samples.is_truncated[2 * n + j] == (uid % 5 == 0)
-
-
-@pytest.mark.parametrize("useful_every", [2, 3])
-@pytest.mark.parametrize("step", range(4))
-def test_as_many_prompts_are_drawn_as_will_fill_the_gap(monkeypatch, useful_every, step):
-    _, batches = sample_with(monkeypatch, useful_every, step=step)
-    seen, useful = [], 0
-    for batch, following in zip(batches, [*batches[1:], None], strict=True):
-        seen += batch
-        useful = sum(uid % useful_every == 0 for uid in seen)
-        if following is None:
-            assert useful >= WANTED or len(batches) == 4
-        else:
-            assert len(following) == min(
-                WANTED, math.ceil((WANTED - useful) * len(seen) / useful) if useful else WANTED
-            )
-
-
-def test_nothing_more_is_generated_where_all_groups_are_useful(monkeypatch):
-    record, batches = sample_with(monkeypatch, useful_every=1)
-    assert (
-        len(batches) == 1 == len(record.batch_sizes)
-        and len(record.generated) == len(record.samples) == 2 * WANTED
-    )
+        for index, uid in enumerate(np.repeat(uids_of(samples), 2).tolist()):
+            group, number = divmod(index, 2)
+            assert samples.tokens[index].tolist() == [uid, number]
+            assert rewards[group, number] == samples.rewards[index, 0]
+            assert rewards[group, number] == reward_of(uid, number, useful_every)
 
 
 @pytest.mark.parametrize("max_batches", [1, 2, 3])
 def test_what_cannot_be_replaced_stays(monkeypatch, max_batches):
     record, batches = sample_with(monkeypatch, useful_every=1000, max_batches=max_batches)
-    assert len(batches) == max_batches and len(record.generated.groups) == max_batches * WANTED
-    assert uids_of(record.samples) == batches[0], (
-        "none is useful: the first batch is as good as any"
-    )
+    assert [len(batch) for batch in batches] == [WANTED] * max_batches
+    assert uids_of(record.samples) == batches[0], "none is useful: the first are as good as any"
 
 
-def test_data_may_run_out(monkeypatch):
-    record, batches = sample_with(
-        monkeypatch, useful_every=7, num_prompts=10, step=0, max_batches=9
-    )
-    assert sorted(uid for batch in batches for uid in batch) == list(range(10))
-    uids = uids_of(record.samples)
+@pytest.mark.parametrize("step", range(3))
+def test_data_may_run_out_and_groups_stay_in_their_order(monkeypatch, step):
+    options = {"num_prompts": 10, "step": step, "max_batches": 9}
+    record, batches = sample_with(monkeypatch, useful_every=7, **options)
+    generated, uids = sum(batches, []), uids_of(record.samples)
+    assert sorted(generated) == list(range(10))
     assert len(uids) == WANTED and {0, 7} <= set(uids), "both useful ones, and four others"
-
-
-def test_groups_that_are_kept_stay_in_their_order(monkeypatch):
-    """The useful ones are not put before the others, where there are too few of them."""
-    for step in range(5):
-        record, batches = sample_with(
-            monkeypatch, useful_every=7, num_prompts=10, step=step, max_batches=9
-        )
-        uids = uids_of(record.samples)
-        assert uids == [uid for batch in batches for uid in batch if uid in uids]
+    assert uids == [uid for uid in generated if uid in uids]
 
 
 def test_samples_of_groups_and_joined_are_the_same_samples():

@@ -86,7 +86,7 @@ class RunStats:
         ranks: Ranks,
         num_slots: int,
         planning_s: float,
-    ) -> None:
+    ) -> float:
         """A rollout is over, on all ranks together.
 
         rows: this rank's, with their tokens; planning_s: seconds spent on drafts outside of it.
