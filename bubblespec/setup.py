@@ -52,6 +52,7 @@ from bubblespec.loading import (
     stop_tokens,
 )
 from bubblespec.memory import choose_slots, max_length
+from bubblespec.planner.guard import Guard
 from bubblespec.rewards.functions import RewardFunction, check_arguments, load_reward
 from bubblespec.rewards.scorer import Scorer
 from bubblespec.rollout.make_sampler import make_sampler
@@ -114,6 +115,8 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     sampler.tail = make_tp_tail(
         config, ranks, engine, params, sampler.board, sampler.stats, max_rows=max_tp_rows
     )
+    if sampler.tail is not None and rollout.tp_tail_max_rows == "auto":
+        sampler.stats.guards["tp_tail"] = Guard()
     if "drafter" in config.speculative.method:
         read_drafter(config, model, checkpoint)  # a bad one is refused before anything is written
     lock = claim_output_dir(config, ranks)

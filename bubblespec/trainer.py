@@ -170,6 +170,7 @@ class Trainer:
         metrics |= timing_metrics(ranks, record, metrics.pop("timing_s/sync")) | placement_metrics(
             ranks, record
         )
+        metrics |= sampler.stats.metrics()
         metrics |= idle_metrics(ranks, record) | shared_tail_metrics(ranks, record)
         if self.sampler.drafter is not None:
             metrics |= self.sampler.drafter.metrics(ranks)

@@ -79,6 +79,10 @@ class RunStats:
         """Whether a mechanism is on in the next rollout."""
         return mechanism not in self.guards or self.guards[mechanism].setting
 
+    def metrics(self) -> dict[str, int]:
+        """Which of the guarded mechanisms the next rollout has."""
+        return {f"guard/{name}": int(guard.setting) for name, guard in self.guards.items()}
+
     def observe_rollout(
         self,
         record: RolloutRecord,
