@@ -127,10 +127,6 @@ class RewardConfig:
     functions that hang, crash, or leave processes behind."""
     timeout_s: float = key(60.0, above(0), resume=SAFE)
     """Seconds that a function may take for one response in a worker; taking longer is an error."""
-    adaptive_timeout: bool = key(False, resume=SAFE)
-    """Lower the time-out of a function to 1.5 times the slowest answer so far to the same task (the
-    data's column `task`) with a reward above 0, within 2 and 30 seconds (RollPacker). Rewards may
-    then depend on how fast the machine is."""
     reward_on_error: float | None = 0.0
     """Reward of a response for which a function raises, times out, crashes or returns no finite
     number; null ends the run."""

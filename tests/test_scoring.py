@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from bubblespec.config import RewardConfig, load_config
+from bubblespec.config import RewardConfig
 from bubblespec.dist.ranks import Ranks, StopRequested, signals_stop
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import prepare_model
@@ -23,12 +23,9 @@ from bubblespec.errors import InputError
 from bubblespec.rewards.functions import load_reward
 from bubblespec.rewards.scorer import Scorer, Scoring
 from bubblespec.rollout.loop import RolloutLoop
-from bubblespec.setup import build
 from bubblespec.types import Group, Prompt, Row
 from tests.helpers.ranks import run_ranks
 from tests.helpers.rows import make_rows, run_loop
-from tests.helpers.runs import ALWAYS_DRAFT, SHORT, digests, read, same_weights, weights
-from train import train
 
 OBEY = "tests.helpers.misbehaving_rewards.obey"
 PROMPTS = [Prompt(uid, f"prompt {uid}", (uid % 7, 1), {"answer": str(uid)}) for uid in (900, 17)]
@@ -57,15 +54,10 @@ def make_scorer(tmp_path):
     made = []
 
     def make(texts=None, functions=(OBEY,), ranks=None, **options) -> Scorer:
-        loaded = (
-            functions
-            if isinstance(functions, dict)
-            else {path: load_reward(path) for path in functions}
-        )
-        config = RewardConfig(functions=list(loaded), **options)
-        made.append(
-            Scorer(config, loaded, Words(texts), ranks or Ranks(CPU), output_dir=str(tmp_path))
-        )
+        if not isinstance(functions, dict):
+            functions = {path: load_reward(path) for path in functions}
+        config, ranks = RewardConfig(functions=list(functions), **options), ranks or Ranks(CPU)
+        made.append(Scorer(config, functions, Words(texts), ranks, output_dir=str(tmp_path)))
         return made[-1]
 
     yield make
@@ -81,9 +73,7 @@ def finished_rows(count: int) -> list[Row]:
     return rows
 
 
-def scores(
-    scorer: Scorer, rows: list[Row], told: list[int] = (), step: int | None = 7
-) -> np.ndarray:
+def scores(scorer: Scorer, rows: list[Row], told=(), step: int | None = 7) -> np.ndarray:
     """Rewards of rows of one prompt, some of which are told of as they finish."""
     scoring = scorer.begin(GROUPS[:1], step)
     for i in told:
@@ -115,13 +105,10 @@ def test_rows_are_scored_with_their_own_prompts_text_and_columns(make_scorer):
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_rank_without_rows_has_no_scores(make_scorer, num_workers):
-    functions = ["bubblespec.rewards.exact_match", "bubblespec.rewards.answer_format"]
-    assert make_scorer(functions=functions, num_workers=num_workers).begin([]).collect(
-        []
-    ).shape == (0, 2)
+    assert make_scorer(num_workers=num_workers).begin([]).collect([]).shape == (0, 1)
 
 
-@pytest.mark.parametrize("num_workers", [0, 1, 3])
+@pytest.mark.parametrize("num_workers", [0, 2])
 def test_any_number_of_workers_gives_the_same_rewards_and_failures(
     make_scorer, tmp_path, capsys, num_workers
 ):
@@ -204,10 +191,8 @@ def test_seconds_are_those_of_the_calls_by_the_ranks_clock(make_scorer):
         now[0] += 3.0
         return [float(len(c)) for c in completions]
 
-    scorer, rows = (
-        make_scorer(functions={"a.f": slow}, num_workers=0, ranks=ranks),
-        finished_rows(2),
-    )
+    scorer = make_scorer(functions={"a.f": slow}, num_workers=0, ranks=ranks)
+    rows = finished_rows(2)
     for told, seconds, share in ((), 3.0, 0.0), ((1,), 6.0, 0.5):
         scoring = scorer.begin(GROUPS[:1])
         for i in told:
@@ -225,47 +210,36 @@ def test_responses_are_scored_while_others_decode(make_scorer, make_model, tmp_p
     model = make_model()
     prepare_model(model, 64)
     engine = Engine(ModelRunner(model, 4, 64, seed=0))
-    marks = [tmp_path / f"scored {n}" for n in range(4)]
-    scorer = make_scorer(None, num_workers=1, timeout_s=PATIENCE_S)
+    scorer, mark = make_scorer(num_workers=1), []
     scorer.tokenizer = SimpleNamespace(
-        batch_decode=lambda ids, skip_special_tokens: [
-            f"touch {marks[len(i) // 4 - 1]}" for i in ids
-        ]
+        batch_decode=lambda ids, **options: [f"touch {tmp_path}/{len(i)}" for i in ids]
     )
-    rows = make_rows(GROUPS[:1], 4, 16)
+    rows, scoring = make_rows(GROUPS[:1], 4, 16), scorer.begin(GROUPS[:1])
     for n, row in enumerate(rows):
         row.max_new_tokens = 4 * (n + 1)
-    scoring = scorer.begin(GROUPS[:1])
-    finished = []
 
     def on_finished(row: Row) -> None:
         scoring.on_finished(row)
-        finished.append(row.id.sample)
-        deadline = time.monotonic() + PATIENCE_S
-        while not marks[row.id.sample].exists():
-            assert time.monotonic() < deadline, "not scored before the rollout goes on"
-            time.sleep(0.01)
+        take(scoring, 1)
+        mark.append((tmp_path / str(len(row.tokens))).exists())
 
     run_loop(RolloutLoop(engine, Ranks(CPU), SamplingParams(), on_finished=on_finished), rows)
-    assert finished == [0, 1, 2, 3] and scoring.collect(rows).tolist() == [[2.0]] * 4
+    assert mark == [True] * 4 and scoring.collect(rows).tolist() == [[2.0]] * 4
 
 
 # Scores as they come
 
 
 # What two functions are told, each by its half of the completion, and what comes of it: a number,
-# None where it does not apply, or the kind of failure. Without a text for which an empty list is
-# returned: in one call with another that has two values for one sample, the number of values would
-# be right.
+# None where it does not apply, or the kind of failure.
 HALVES = {
     "value 0.5": 0.5,
     "value -2": -2.0,
-    "value 3": 3.0,
     "none": None,
     "raise boom": "exception",
     "wrong nan": "value",
+    "die killed": "crash",
 }
-HALVES |= {"wrong two": "value", "exit 0": "exception", "die killed": "crash"}
 HALF_FUNCTIONS = [
     "tests.helpers.misbehaving_rewards.obey_left",
     "tests.helpers.misbehaving_rewards.obey_right",
@@ -289,14 +263,13 @@ def test_what_is_handed_out_changes_no_result(make_scorer, tmp_path, num_workers
     for a row with a failure, and never for one not told of. Some rows are not told of before
     `collect`, others are dropped, as those of deferred groups."""
     rng, num_logged = random.Random(num_workers), 0
-    scorer = make_scorer(
-        [], functions=HALF_FUNCTIONS, num_workers=num_workers, reward_on_error=-7.0
-    )
+    options = {"num_workers": num_workers, "reward_on_error": -7.0}
+    scorer = make_scorer([], functions=HALF_FUNCTIONS, **options)
     kinds = [text for text in HALVES if num_workers or "die" not in text]
     odds = [1 if isinstance(HALVES[text], str) else 4 for text in kinds]
-    for round_number in range(6):
+    for round_number in range(4):
         halves = [rng.choices(kinds, odds, k=2) for _ in range(rng.randint(2, 14))]
-        halves.append(["value 3", "value 0.5"])  # else a function could fail for all
+        halves.append(["value -2", "value 0.5"])  # else a function could fail for all
         scorer.tokenizer = Words([" / ".join(pair) for pair in halves])
         rows, found = finished_rows(len(halves)), [[HALVES[h] for h in pair] for pair in halves]
         failed = [[isinstance(reward, str) for reward in pair] for pair in found]
@@ -468,63 +441,3 @@ def test_a_stop_gives_up_what_is_pending(make_scorer, tmp_path):
     assert row is rows[3] and rewards.tolist() == [6.0]
     assert scoring.collect([rows[1], rows[3]]).tolist() == [[1.0], [6.0]]
     assert not (tmp_path / "reward_errors.jsonl").exists()
-
-
-# Whole runs
-
-
-def train_here(folder, *overrides: str) -> None:
-    """A run of one rank in this process."""
-    options = [
-        *SHORT,
-        ALWAYS_DRAFT,
-        "reward.functions=[tests.helpers.misbehaving_rewards.hang_in_a_call]",
-        "reward.timeout_s=3600",
-        "rollout.num_prompts_per_step=4",
-        "rollout.max_completion_length=24",
-        "run.save_steps=0",
-        "run.max_steps=2",
-        "run.eval_steps=2",
-        "eval.num_prompts=4",
-        "eval.num_generations=2",
-        f"run.output_dir={folder}",
-        *overrides,
-    ]
-    ranks = Ranks(CPU)
-    with signals_stop(ranks):
-        trainer = build(load_config("configs/tiny_cpu_bulk.yaml", options), ranks)
-        train(trainer)
-    trainer.sampler.scorer.close()
-    trainer.lock.close()
-
-
-def test_a_run_that_is_stopped_while_rewards_hang_goes_on_where_it_was(
-    tmp_path, monkeypatch, capfd
-):
-    """The signal comes when the second step's rollout is over and only a worker's reward is waited
-    for. The run saves and ends as any other that is stopped; its continuation makes the rollout
-    again. Digests, weights and rewards are those without workers."""
-    train_here(tmp_path / "undisturbed", "reward.num_workers=0")
-    wait_for_answers, waiting = Scoring._wait_for_answers, []
-
-    def wait_and_note(scoring: Scoring) -> None:
-        waiting.append(True)
-        wait_for_answers(scoring)
-        waiting.pop()
-
-    folder, num_evaluated, num_in_a_step = tmp_path / "run", 4 * 2, 4 * 4
-    (tmp_path / "at").write_text(str(num_evaluated + num_in_a_step + 3))
-    monkeypatch.setenv("BUBBLESPEC_TEST_HANG", str(tmp_path))
-    monkeypatch.setattr(Scoring, "_wait_for_answers", wait_and_note)
-    thread = signal_when(lambda: waiting and (tmp_path / "hangs").exists())
-    train_here(folder, "reward.num_workers=1")
-    thread.join()
-    monkeypatch.undo()
-    assert "told to stop after 1 of 2 updates" in capfd.readouterr().err
-    assert "checkpoint-1" in os.listdir(folder) and len(digests(folder)) == 1
-    train_here(folder, "reward.num_workers=2")
-    assert digests(folder) == digests(tmp_path / "undisturbed") and len(digests(folder)) == 2
-    assert same_weights(weights(folder, 2), weights(tmp_path / "undisturbed", 2))
-    for line, wanted in zip(read(folder), read(tmp_path / "undisturbed"), strict=True):
-        for key in ("step", "reward", "eval/reward", "reward/errors"):
-            assert line.get(key) == wanted.get(key)

@@ -72,30 +72,6 @@ def children_of(parent: int) -> list[int]:
     return pids
 
 
-def descendants_of(parent: int) -> tuple[list[int], int]:
-    """Process ids of the descendants that run, and the number of zombies among them. Linux only.
-
-    A process whose own parent ends becomes the child of an ancestor. If that happens behind the
-    reading of the ancestor's children it is found in neither place; so all are read twice."""
-    found = _walk(parent)[0]
-    running, num_ended = _walk(parent)
-    return running + [
-        pid for pid in found if pid not in running and _state_of(pid)[0] not in "ZX"
-    ], num_ended
-
-
-def _walk(parent: int) -> tuple[list[int], int]:
-    running, num_ended, pending = [], 0, children_of(parent)
-    while pending:
-        pid = pending.pop()
-        if _state_of(pid)[0] in "ZX":
-            num_ended += 1
-        else:
-            running.append(pid)
-            pending += children_of(pid)
-    return running, num_ended
-
-
 def _state_of(pid: int | str) -> tuple[str, int]:
     """Its state, a letter (see proc(5); X if it does not exist), and its parent."""
     try:

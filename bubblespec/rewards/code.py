@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import secrets
 import select
 import subprocess
@@ -19,6 +20,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from bubblespec.dist.processes import fork_with_keeper
 from bubblespec.rewards.functions import text_of
 
 CPU_LIMIT_S = 5  # lower than the wall time: what is slow on a busy machine should not fail
@@ -26,11 +28,10 @@ WALL_LIMIT_S = 20.0
 KEEPER_LIMIT_S = 5.0  # for the keeper to end after a verdict
 MEMORY_LIMIT = 1 << 30  # bytes of address space, for each process
 FILE_LIMIT = 16 << 20  # bytes of each file
-_ROOT = str(Path(__file__).resolve().parents[2])
 _BOOT = """
 import sys
 sys.path.insert(0, sys.argv.pop())
-from bubblespec.rewards.code_process import main
+from bubblespec.rewards.code import main
 del sys.path[0]
 main()
 """
@@ -55,23 +56,18 @@ def program_in(text: str) -> str:
 
 def run_program(program: str, tests: str) -> bool:
     """Whether the program, and then the tests in the same module, run to their end within the
-    limits."""
+    limits. A success is reported by a secret number that the program does not get: exit codes and
+    printed text count for nothing."""
     secret = secrets.token_bytes(16)
     reader, verdict = os.pipe()
-    job = {
-        "program": program,
-        "tests": tests,
-        "secret": secret.hex(),
-        "verdict": verdict,
-        "trainer": os.getpid(),
-        "limits": {"CPU": CPU_LIMIT_S, "AS": MEMORY_LIMIT, "FSIZE": FILE_LIMIT},
-    }
+    limits = {"CPU": CPU_LIMIT_S, "AS": MEMORY_LIMIT, "FSIZE": FILE_LIMIT, "CORE": 0, "NOFILE": 64}
+    job = [program, tests, secret.hex(), verdict, os.getpid(), limits]
     with (
         open(reader, "rb") as reader,
         tempfile.TemporaryDirectory(prefix="bubblespec-", ignore_cleanup_errors=True) as folder,
     ):
         keeper = subprocess.Popen(
-            [sys.executable, "-I", "-c", _BOOT, _ROOT],
+            [sys.executable, "-I", "-c", _BOOT, str(Path(__file__).resolve().parents[2])],
             stdin=subprocess.PIPE,  # stays open: its end tells the keeper to kill the program
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -102,3 +98,26 @@ def _was_killed(keeper: subprocess.Popen) -> bool:
         return keeper.wait(timeout=KEEPER_LIMIT_S) != 0
     except subprocess.TimeoutExpired:
         return False
+
+
+def main() -> None:
+    """Run the job on standard input in a child. This process becomes its keeper, which kills all
+    that the program has started."""
+    program, tests, secret, verdict, trainer, limits = json.loads(sys.stdin.readline())
+    fork_with_keeper(trainer, verdict)
+    try:
+        os.closerange(3, verdict)
+        os.closerange(verdict + 1, 1 << 16)
+        if os.getuid():
+            limits["NPROC"] = 0  # no further process or thread; has no effect for root
+        for name, value in limits.items():
+            kind = getattr(resource, f"RLIMIT_{name}")
+            hard = resource.getrlimit(kind)[1]  # may be lower already
+            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            resource.setrlimit(kind, (value, value))
+        module = {"__name__": "completion"}
+        exec(compile(program, "completion.py", "exec"), module)
+        exec(compile(tests, "tests.py", "exec"), module)
+        os.write(verdict, bytes.fromhex(secret))
+    finally:
+        os._exit(0)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bubblespec.errors import InputError
+from bubblespec.errors import InputError, one_line
 
 RewardFunction = Callable[..., list[float | None]]
 
@@ -41,7 +41,6 @@ class Sample(NamedTuple):
     completion: str
     """The response as text, without special tokens."""
     completion_ids: list[int]
-    """Its tokens."""
     columns: dict
     """Other columns of the prompt's row, by name."""
 
@@ -96,43 +95,38 @@ def check_arguments(
 
 
 def score(function: RewardFunction, samples: list[Sample]) -> list[Reward]:
-    """One reward per sample, all in one call. If that fails as a whole, it is repeated sample by
-    sample, to find the samples for which it fails."""
-    values = _call(function, samples)
-    if not isinstance(values, RewardFailure):
-        return [_checked(value) for value in values]
-    if len(samples) == 1:
-        return [values]
-    return [reward for sample in samples for reward in score(function, [sample])]
-
-
-def _call(function: RewardFunction, samples: list[Sample]) -> list | RewardFailure:
-    completions = [
-        s.completion
-        if isinstance(s.prompt, str)
-        else [{"role": "assistant", "content": s.completion}]
-        for s in samples
-    ]
+    """One reward per sample, all in one call. If that raises, it is repeated sample by sample, to
+    find the samples for which it does."""
     names = sorted({name for sample in samples for name in sample.columns})
     try:
         returned = function(
             prompts=[s.prompt for s in samples],
-            completions=completions,
+            completions=[_as_given(s) for s in samples],
             completion_ids=[s.completion_ids for s in samples],
             **{name: [s.columns.get(name) for s in samples] for name in names},
         )
     except (Exception, SystemExit) as error:
-        return failure_of(error)
+        if len(samples) == 1:
+            return [failure_of(error)]
+        return [reward for sample in samples for reward in score(function, [sample])]
     try:
         values = None if isinstance(returned, str | bytes | dict | set) else list(returned)
     except TypeError:
         values = None
     if values is None:
-        kind = type(returned).__name__
-        return RewardFailure("value", f"returned {kind}, not a list with one value per sample")
-    if len(values) != len(samples):
-        return RewardFailure("value", f"returned {len(values)} values for {len(samples)} samples")
-    return values
+        problem = f"returned {type(returned).__name__}, not a list with one value per sample"
+    elif len(values) != len(samples):
+        problem = f"returned {len(values)} values for {len(samples)} samples"
+    else:
+        return [_checked(value) for value in values]
+    return [RewardFailure("value", problem)] * len(samples)
+
+
+def _as_given(sample: Sample) -> str | list[dict]:
+    """The completion: a string, or chat messages if the prompt is a chat."""
+    if isinstance(sample.prompt, str):
+        return sample.completion
+    return [{"role": "assistant", "content": sample.completion}]
 
 
 def _checked(value) -> Reward:
@@ -245,8 +239,3 @@ def final_answer(text: str) -> str | None:
     """The text in the last `<answer>` tags, or None if there are none."""
     answers = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
     return answers[-1].strip() if answers else None
-
-
-def one_line(error: BaseException) -> str:
-    """Type and text of an exception."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"

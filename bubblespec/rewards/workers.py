@@ -1,12 +1,11 @@
-"""Worker processes for reward functions, on the trainer's side: a function that hangs or crashes
-does not harm the trainer.
+"""Worker processes for reward functions: one that hangs or crashes does not harm the trainer.
 
 A unit of work is one sample and one function; units are begun in the order in which they come. Each
-worker process has a thread here that sends it one unit at a time and waits for the answer. A worker
-that takes too long or dies is killed with all that it has started, and replaced; only its current
-unit is lost. Workers are started with exec, not forked: the trainer has threads of CUDA and of the
-process group. Between each worker (worker_process.py) and the trainer is a keeper process
-(`fork_with_keeper`).
+worker process has a thread in the trainer that sends it one unit at a time and waits for the
+answer. A worker that takes too long or dies is killed with all that it has started, and replaced;
+only its current unit is lost. Workers are started with exec, not forked: the trainer has threads of
+CUDA and of the process group. Between each worker and the trainer is a keeper process
+(`fork_with_keeper`). `main`, at the end, is what a worker runs.
 """
 
 import contextlib
@@ -24,31 +23,36 @@ from concurrent.futures import Future
 from multiprocessing.connection import Connection, wait
 from typing import NamedTuple
 
-from bubblespec.errors import InputError, log
-from bubblespec.rewards.functions import Reward, RewardFailure, Sample, one_line
+from bubblespec.errors import InputError, log, one_line
+from bubblespec.rewards.functions import (
+    Reward,
+    RewardFailure,
+    Sample,
+    failure_of,
+    load_reward,
+    score,
+)
 
 START_LIMIT_S = 300.0  # to start Python and import the functions
-START_ATTEMPTS = 3
-# RollPacker's adaptive time-out (arXiv 2509.21009): its factor on the slowest correct answer, and
-# its bounds.
-ADAPTIVE_FACTOR = 1.5
-MIN_ADAPTIVE_S = 2.0
-MAX_ADAPTIVE_S = 30.0
 MAX_ANSWER = 1 << 20  # bytes; real ones are far shorter
 MAX_SHOWN = 1 << 16  # bytes printed by the functions that are shown for each batch
+MAX_MESSAGE = 2000  # characters of a failure's message that are sent
+MAX_TRACE = 10_000
+# A tenth of a core on which a rank decodes, all of an idle one. At 19 a reward may time out.
+NICENESS = 10
 # Arguments: sys.path, the worker's connection, the trainer's process, paths of functions.
 _BOOT = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from bubblespec.dist.processes import fork_with_keeper
 fork_with_keeper(int(sys.argv[3]), int(sys.argv[2]))
-from bubblespec.rewards.worker_process import main
+from bubblespec.rewards.workers import main
 main()
 """
 
 
 class Answer(NamedTuple):
-    """A worker's answer to one unit."""
+    """What became of one unit."""
 
     reward: Reward
     seconds: float
@@ -56,32 +60,18 @@ class Answer(NamedTuple):
     ended_s: float
     """When it returned or was given up, by time.monotonic, which all processes of a machine
     share."""
-    has_leftovers: bool = False
-    """It has left processes behind."""
-
-
-class Kind(NamedTuple):
-    """Calls that are expected to take equally long: they share an adaptive time-out."""
-
-    function: int
-    """Its index."""
-    task: str | None
-    """What the sample's column `task` says, as text; None without one."""
 
 
 class RewardWorkers:
     """`num_workers` processes that call the functions at `paths`. To be used by one thread."""
 
-    def __init__(
-        self, paths: list[str], num_workers: int, timeout_s: float, is_adaptive: bool = False
-    ):
-        self.paths, self.timeout_s, self.is_adaptive = paths, timeout_s, is_adaptive
+    def __init__(self, paths: list[str], num_workers: int, timeout_s: float):
+        self.paths, self.timeout_s = paths, timeout_s
         self._units: queue.SimpleQueue = queue.SimpleQueue()
-        self._slowest: dict[Kind, float] = {}  # seconds of the slowest correct answer
         self._lock = threading.Lock()  # of all below
         self._workers: set[_Worker] = set()
         self._is_closed = False
-        self._num_printed = self._num_leaving = 0  # bytes, and calls with leftovers, in this batch
+        self._num_printed = 0  # bytes, in this batch
         self._threads = [
             threading.Thread(target=self._serve, name=f"reward worker {n}", daemon=True)
             for n in range(num_workers)
@@ -100,25 +90,18 @@ class RewardWorkers:
                 "reward.num_workers: a sample's columns cannot be sent to a worker "
                 f"({one_line(error)}); give 0"
             ) from error
-        task, future = sample.columns.get("task"), Future()
-        kind = Kind(function, None if task is None else str(task))
-        self._units.put((future, kind, work))
+        future = Future()
+        self._units.put((future, work))
         return future
 
     def end_batch(self) -> None:
-        """Report what was not shown of the functions' output, and calls that left processes."""
+        """Report what was not shown of the functions' output."""
         with self._lock:
-            num_omitted, num_leaving = self._num_printed - MAX_SHOWN, self._num_leaving
-            self._num_printed = self._num_leaving = 0
+            num_omitted, self._num_printed = self._num_printed - MAX_SHOWN, 0
         if num_omitted > 0:
             log(
                 f"\nwarning: {num_omitted} bytes that reward functions printed are left out; "
                 f"{MAX_SHOWN} of each batch are shown"
-            )
-        if num_leaving:
-            log(
-                f"warning: {num_leaving} calls of reward functions left processes behind; these "
-                "were ended with their workers, which were replaced"
             )
 
     def close(self) -> None:
@@ -133,35 +116,22 @@ class RewardWorkers:
             thread.join(timeout=30)
         self.end_batch()
 
-    def limit_s(self, kind: Kind, is_first: bool) -> float:
-        """Seconds for the next call of a kind. The first in a worker may have things to import."""
-        if not self.is_adaptive:
-            return self.timeout_s
-        return min(self.timeout_s, adaptive_timeout(None if is_first else self._slowest.get(kind)))
-
     def _serve(self) -> None:
         """Feed one worker until the end, replacing it when needed. Runs in a thread."""
         worker = None
         with contextlib.suppress(OSError):  # it is tried again for the first unit
             worker = self._start()
         while (unit := self._units.get()) is not None and not self._is_closed:
-            future, kind, work = unit
+            future, work = unit
             if not future.set_running_or_notify_cancel():
                 continue
             try:
                 worker = worker or self._start()
-                is_first = kind not in worker.called
-                worker.called.add(kind)
-                answer = worker.ask(work, self.limit_s(kind, is_first))
+                answer = worker.ask(work, self.timeout_s)
             except (InputError, OSError) as error:  # none can be started
                 future.set_exception(error)
                 continue
-            is_correct = isinstance(answer.reward, float) and answer.reward > 0
-            with self._lock:
-                self._num_leaving += answer.has_leftovers
-                if is_correct and not is_first:
-                    self._slowest[kind] = max(self._slowest.get(kind, 0.0), answer.seconds)
-            if worker.is_spent or answer.has_leftovers:
+            if worker.is_spent:
                 self._end(worker)
                 worker = None
             future.set_result(answer)
@@ -170,17 +140,13 @@ class RewardWorkers:
 
     def _start(self) -> "_Worker":
         """A worker that is ready, or one with a `problem`."""
-        for attempt in range(START_ATTEMPTS):
-            with self._lock:
-                worker = _Worker(self.paths, self._show)
-                self._workers.add(worker)
-                if self._is_closed:
-                    worker.kill()
-            worker.wait_until_ready()
-            if worker.problem is None or self._is_closed or attempt == START_ATTEMPTS - 1:
-                return worker
-            self._end(worker)
-        raise AssertionError("unreachable")
+        with self._lock:
+            worker = _Worker(self.paths, self._show)
+            self._workers.add(worker)
+            if self._is_closed:
+                worker.kill()
+        worker.wait_until_ready()
+        return worker
 
     def _end(self, worker: "_Worker") -> None:
         with self._lock:
@@ -196,14 +162,6 @@ class RewardWorkers:
             os.write(2, text[:room])
 
 
-def adaptive_timeout(slowest_correct_s: float | None) -> float:
-    """RollPacker's time-out, from the seconds of the slowest answer so far that earned a reward
-    above 0; None: no such answer."""
-    if slowest_correct_s is None:
-        return MAX_ADAPTIVE_S
-    return min(max(ADAPTIVE_FACTOR * slowest_correct_s, MIN_ADAPTIVE_S), MAX_ADAPTIVE_S)
-
-
 class _Worker:
     """A worker process, as seen from the trainer. Every wait for it has a time limit.
 
@@ -211,7 +169,6 @@ class _Worker:
     """
 
     def __init__(self, paths: list[str], show):
-        self.called: set[Kind] = set()
         self.is_spent = False  # must be replaced
         self.problem: str | None = None  # why it could not be started
         self._show = show
@@ -238,7 +195,7 @@ class _Worker:
     def wait_until_ready(self) -> None:
         """Wait for the imports; sets `problem` if they fail."""
         try:
-            self.problem = self._receive(time.monotonic() + START_LIMIT_S)
+            self.problem = self._receive(START_LIMIT_S)
         except TimeoutError:
             self.problem = f"not ready within {START_LIMIT_S:g} s"
         except (OSError, EOFError, ValueError):
@@ -254,7 +211,7 @@ class _Worker:
         begin_s = time.monotonic()
         try:
             self._connection.send_bytes(work)
-            value, failure, *times = self._receive(begin_s + limit_s)
+            value, failure, *times = self._receive(limit_s)
             return Answer(RewardFailure(*failure) if failure else value, *times)
         except TimeoutError:
             failure = RewardFailure("timeout", f"no answer within {limit_s:.6g} s")
@@ -280,9 +237,10 @@ class _Worker:
         for file in (self._connection, self.process.stdin, self.process.stdout):
             file.close()
 
-    def _receive(self, deadline: float):
+    def _receive(self, limit_s: float):
         """The next answer. Raises TimeoutError, EOFError or OSError if the worker has ended,
         ValueError if it is no answer."""
+        deadline = time.monotonic() + limit_s
         while (remaining_s := deadline - time.monotonic()) > 0:
             ready = wait(self._open, min(remaining_s, 1.0))
             # What was printed before an answer is in the pipe when that comes.
@@ -308,3 +266,49 @@ class _Worker:
         if code >= 0:
             return f"ended with exit code {code}"
         return f"was ended by {signal.Signals(-code).name}"
+
+
+def main() -> None:
+    """Answer the trainer's requests until the connection closes. Arguments: see `_BOOT`."""
+    connection, paths = Connection(int(sys.argv[2])), sys.argv[4:]
+    os.set_inheritable(connection.fileno(), False)
+    sys.argv = sys.argv[:1]
+    os.nice(NICENESS)
+    # If memory runs out it is the first to go, and is replaced. Where Linux first shares the cores
+    # among sessions ("autogroup", sched(7)), its session gets less of them.
+    for path, value in (("oom_score_adj", "1000"), ("autogroup", str(NICENESS))):
+        with contextlib.suppress(OSError), open(f"/proc/self/{path}", "w") as file:
+            file.write(value)
+    for file in (sys.stdout, sys.stderr):
+        file.reconfigure(line_buffering=True)  # it may be killed
+    try:
+        functions, problem = [load_reward(path) for path in paths], None
+    except InputError as error:
+        problem = str(error)
+    _send(connection, problem)
+    own_pid = os.getpid()
+    while problem is None:
+        try:
+            number, sample = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        began_s, failure = time.monotonic(), None
+        try:
+            (value,) = score(functions[number], [sample])
+        except BaseException as error:  # of a kind that is no Exception
+            value = failure_of(error)
+        ended_s = time.monotonic()
+        if os.getpid() != own_pid:
+            os._exit(0)  # a child that the function has forked, and which returned as well
+        with contextlib.suppress(Exception):  # the function may have closed or replaced them
+            sys.stdout.flush()
+            sys.stderr.flush()
+        if isinstance(value, RewardFailure):
+            failure = (value.kind, value.message[:MAX_MESSAGE], value.trace[-MAX_TRACE:])
+            value = None
+        _send(connection, (value, failure, ended_s - began_s, ended_s))
+
+
+def _send(connection: Connection, reply) -> None:
+    """As JSON: the trainer must not unpickle what a reward function could have made."""
+    connection.send_bytes(json.dumps(reply).encode())

@@ -1,7 +1,6 @@
 """Reward functions that do what the completion says, for the tests of reward workers."""
 
 import ctypes
-import multiprocessing
 import os
 import re
 import signal
@@ -69,10 +68,6 @@ def act(word: str, argument: str):
         for how in ways.split("+"):
             leave(how, path)
         return [float(os.getpid())]
-    if word == "pool":  # made once, kept for further calls, and used in each
-        if not _pool:
-            _pool.append(multiprocessing.get_context("fork").Pool(2))
-        return [_pool[0].apply(os.getppid)]
     if word == "print":
         print_much(int(argument))
         return [float(argument)]
@@ -87,22 +82,8 @@ def act(word: str, argument: str):
             "main thread": threading.current_thread() is threading.main_thread(),
             "hash": hash("a string") >> 16,
         }
-        facts |= {"nice": os.nice(0), "nice session": session_niceness()}
-        return [None if facts[argument] is None else float(facts[argument])]
+        return [float(os.nice(0) if argument == "nice" else facts[argument])]
     raise ValueError(word)
-
-
-_pool: list = []
-
-
-def session_niceness() -> int | None:
-    """Of this process's session, or None on systems without that."""
-    try:
-        with open("/proc/self/autogroup") as file:
-            words = file.read().split()
-    except OSError:
-        return None
-    return int(words[-1]) if words else None
 
 
 def leave(how: str, path: str) -> None:
@@ -141,19 +122,6 @@ def print_much(count: int) -> None:
     sys.stderr.write("e" * (quarter - 10))
     sys.stderr.flush()
     subprocess.run([sys.executable, "-S", "-c", f"print('y' * {quarter}, end='')"], check=True)
-
-
-def hang_in_a_call(prompts, completions, completion_ids, **columns) -> list[float]:
-    """Length of the completion; but the call whose number is in the file BUBBLESPEC_TEST_HANG/at
-    hangs. It counts in files."""
-    folder = os.environ.get("BUBBLESPEC_TEST_HANG")
-    if folder and os.path.exists(f"{folder}/at"):
-        with open(f"{folder}/calls", "a") as file:
-            file.write(".")
-        with open(f"{folder}/at") as file:
-            if os.path.getsize(f"{folder}/calls") == int(file.read()):
-                hang(f"sleeping {folder}/hangs")
-    return [float(len(ids)) for ids in completion_ids]
 
 
 def end_process(how: str) -> None:
