@@ -69,7 +69,7 @@ def test_own_rows_are_those_generated_without_drafts(drafting, num_slots):
         drafted += record.drafted_tokens
         assert record.own_forwards + record.hard_forwards == len(world.forwards)
     assert accepted > 12
-    assert (drafted > 20) == (drafting != "none")
+    assert (drafted > 10) == (drafting != "none")
 
 
 def test_drafts_are_what_their_step_generates():
@@ -319,8 +319,8 @@ def play_step(world: World, step: int, ranks: SimulatedRanks) -> dict:
 
 
 def test_two_ranks_share_the_work():
-    everyone, model, wanted = play_two_ranks(3), new_model(), {}
-    for step in range(5):
+    everyone, model, wanted = play_two_ranks(2), new_model(), {}
+    for step in range(4):
         wanted |= plain(model, step, FOUR_PROMPTS)[0]
     for first, second in zip(*everyone, strict=True):
         assert first["store"] == second["store"] and first["ticks"] == second["ticks"]
@@ -329,5 +329,5 @@ def test_two_ranks_share_the_work():
             assert result["rows"] == {name: wanted[name] for name in result["rows"]}
             for name, tokens in result["made"].items():
                 assert tokens == wanted[name][0][: len(tokens)]
-    assert min(sum(len(result["made"]) for result in results) for results in everyone) > 3
-    assert play_two_ranks(3) == everyone, "a function of the inputs alone"
+    assert min(sum(len(result["made"]) for result in results) for results in everyone) > 2
+    assert play_two_ranks(2) == everyone, "a function of the inputs alone"
