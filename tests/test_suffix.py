@@ -1,8 +1,6 @@
 """Suffix drafts: proposals against a brute-force search, resynchronisation, preferences, and the
 bounded history."""
 
-import io
-
 import numpy as np
 import pytest
 
@@ -58,14 +56,20 @@ def common_suffix(a: list[int], b: list[int], most: int = 8) -> int:
 def brute_force(events, history, sample: int, limit: int, prompt=()) -> tuple[list[int], int, int]:
     """What a row that was proposed nothing before has to get, by plain search through
     everything."""
-    texts, live, draft, row = [([-2] * 8 + list(prompt), None, SELF)], {}, None, list(PAD)
-    # (text number, end), in the order in which they became searchable
-    places = [(0, end) for end in range(8, 8 + len(prompt))]
+    texts, places = [], []  # (tokens, owner, kind); (text number, end) as they became searchable
+
+    def add(text: list[int], owner: int, kind: int) -> list[int]:
+        places.extend((len(texts), end) for end in range(8, len(text)))
+        texts.append((text, owner, kind))
+        return text
+
+    for text, _ in sorted(history[::-1], key=lambda item: item[1]):
+        add(PAD + text.tolist(), -2, HISTORY)
+    add([-2] * 8 + list(prompt), -1, SELF)
+    live, draft, row = {}, None, list(PAD)
     for kind, j, tokens in events:
         if kind == "draft":
-            text = PAD + tokens.tolist()
-            texts.append((text, j, OWN))
-            places += [(len(texts) - 1, end) for end in range(len(PAD), len(text))]
+            text = add(PAD + tokens.tolist(), j, OWN)
             draft = text if j == sample else draft
             continue
         if j not in live:
@@ -105,21 +109,8 @@ def brute_force(events, history, sample: int, limit: int, prompt=()) -> tuple[li
             for number, end in shared[:1] + other[:1]:
                 text, owner, kind = texts[number]
                 length = common_suffix(text[:end], row)
-                candidates.append(
-                    (length, length, text, end, kind if owner in (sample, None) else SIBLING)
-                )
-            break
-    ranked = sorted(enumerate(history), key=lambda item: (-item[1][1], item[0]))
-    for n in ORDERS:
-        shared = [
-            (PAD + tokens.tolist(), end)
-            for _, (tokens, _) in ranked
-            for end in range(len(tokens) + 7, 7, -1)
-            if (PAD + tokens.tolist())[end - n : end] == row[-n:]
-        ]
-        if shared:
-            length = common_suffix(shared[0][0][: shared[0][1]], row)
-            candidates.append((length, length, *shared[0], HISTORY))
+                source = SIBLING if 0 <= owner != sample else kind
+                candidates.append((length, length, text, end, source))
             break
     if not candidates:
         return [], 0, OWN
@@ -127,25 +118,6 @@ def brute_force(events, history, sample: int, limit: int, prompt=()) -> tuple[li
         candidates, key=lambda candidate: candidate[0]
     )  # of equals the first
     return text[end : end + limit], length, source
-
-
-def decode(
-    index: GroupIndex, responses: list[np.ndarray], limit: int = 16
-) -> list[tuple[list[int], int, int]]:
-    """Play responses through an index in lockstep; returns every proposal."""
-    done, proposals = [0] * len(responses), []
-    while any(n < len(response) for n, response in zip(done, responses, strict=True)):
-        for j, response in enumerate(responses):
-            if done[j] == len(response):
-                continue
-            tokens, length, source = index.propose(j, limit)
-            proposals.append((tokens.tolist(), length, source))
-            rest = response[done[j] :]
-            n = min(len(tokens), len(rest))
-            accepted = int(np.argmin(np.append(tokens[:n] == rest[:n], False)))
-            index.extend(j, rest[: accepted + 1])
-            done[j] += len(rest[: accepted + 1])
-    return proposals
 
 
 def edited(rng: np.random.Generator, text: np.ndarray, rate: float, alphabet: int) -> np.ndarray:
@@ -198,15 +170,12 @@ def test_what_the_prompt_says_is_proposed():
 
 def test_growing_equals_building_at_once():
     rng = np.random.default_rng(2)
-    first, second = rng.integers(3, size=50), rng.integers(3, size=70)
-    at_once = build([("extend", 0, first), ("extend", 1, second)])
-    growing = GroupIndex()
-    for sample, tokens in ((0, first), (1, second)):
-        while len(tokens):
+    texts = [rng.integers(3, size=50), rng.integers(3, size=70)]
+    at_once, growing = build([("extend", 0, texts[0]), ("extend", 1, texts[1])]), GroupIndex()
+    for sample, tokens in enumerate(texts):
+        for part in np.split(tokens, np.sort(rng.integers(50, size=30))):
             growing.propose(sample, 4)
-            n = int(rng.integers(0, 4))
-            growing.extend(sample, tokens[:n])
-            tokens = tokens[n:]
+            growing.extend(sample, part)
     assert growing.latest == at_once.latest and growing.second == at_once.second
     assert at_once.second and max(at_once.latest.values()) >> 32 == 1
 
@@ -375,72 +344,57 @@ def test_find_nearest_equals_brute_force():
 
 def test_drafts_pay_after_the_first_mismatch():
     rng = np.random.default_rng(5)
-    responses = [rng.integers(200, size=300) for _ in range(4)]
-    index = GroupIndex()
-    for j, response in enumerate(responses):
-        index.add_draft(j, edited(rng, response, 0.02, 200))
-    tokens_per_pass = sum(map(len, responses)) / len(decode(index, responses))
-    assert (
-        tokens_per_pass > 7
-    )  # 16 edits apart on average; a draft that ends at its first mismatch gives 1.1
+    num_tokens = num_forwards = 0
+    for _ in range(4):
+        response = rng.integers(200, size=300)
+        index, done = build([("draft", 0, edited(rng, response, 0.02, 200))]), 0
+        while done < len(response):
+            tokens = index.propose(0, 16)[0]
+            rest = response[done : done + len(tokens)]
+            right = common_suffix(tokens[: len(rest)].tolist()[::-1], rest.tolist()[::-1], 99)
+            index.extend(0, response[done : done + right + 1])
+            done += right + 1
+            num_forwards += 1
+        num_tokens += len(response)
+    # 16 edits apart on average; a draft that ends at its first mismatch gives 1.1.
+    assert num_tokens / num_forwards > 7
 
 
-def test_history_drops_the_oldest_first():
+def test_history_gives_the_latest_first_and_drops_the_oldest():
     history = History(max_tokens=10)
-    history.add(1, ints(1, 1, 1, 1), 1.0, step=0)
-    history.add(2, ints(2, 2, 2), 0.5, step=1)
-    history.add(1, ints(3, 3, 3), 0.0, step=2)
-    assert history.num_tokens == 10 and len(history.get(1)) == 2
-    history.add(3, ints(4), 0.0, step=3)
-    assert [tokens.tolist() for tokens, _ in history.get(1)] == [
-        [3, 3, 3]
-    ] and history.num_tokens == 7
-    history.add(4, np.zeros(11, np.int64), 0.0, step=4)  # would empty the store and still not fit
-    history.add(4, ints(), 0.0, step=4)
-    assert history.get(4) == [] and history.num_tokens == 7
-    history.add(5, np.zeros(10, np.int64), 0.0, step=5)
-    assert set(history.entries) == {5} and list(history.order) == [5]
-
-
-def test_history_gives_latest_step_then_best_reward():
-    history = History(max_tokens=100)
-    for step, reward, token in ((0, 1.0, 1), (4, 0.0, 2), (4, 1.0, 3), (4, 1.0, 4), (2, 5.0, 5)):
-        history.add(7, ints(token), reward, step)
-    assert [(int(tokens[0]), reward) for tokens, reward in history.get(7)] == [
-        (3, 1.0),
-        (4, 1.0),
-        (2, 0.0),
-        (5, 5.0),
-        (1, 1.0),
+    history.add(1, ints(1, 1, 1, 1), 1.0)
+    history.add(2, ints(2, 2, 2), 0.5)
+    history.add(1, ints(3, 3, 3), 0.0)
+    assert [(tokens.tolist(), reward) for tokens, reward in history.get(1)] == [
+        ([3, 3, 3], 0.0),
+        ([1, 1, 1, 1], 1.0),
     ]
-    assert history.get(8) == []
+    history.add(3, ints(4), 0.0)
+    assert [tokens.tolist() for tokens, _ in history.get(1)] == [[3, 3, 3]]
+    history.add(4, np.zeros(11, np.int64), 0.0)  # would empty the store and still not fit
+    history.add(4, ints(), 0.0)
+    assert history.get(4) == [] and history.num_tokens == 7
+    history.add(5, np.zeros(10, np.int64), 0.0)
+    assert set(history.entries) == {5} and list(history.order) == [5]
 
 
 def test_history_state_round_trip():
     rng = np.random.default_rng(7)
     history = History(max_tokens=400)
-    for step in range(60):
-        history.add(
-            int(rng.integers(4)) + (1 << 62),
-            rng.integers(1000, size=rng.integers(1, 20)),
-            float(rng.normal()),
-            step,
-        )
-    file = io.BytesIO()
-    np.savez(file, **history.state_dict())
-    file.seek(0)
-    state = dict(np.load(file))
+    for _ in range(60):
+        uid = int(rng.integers(4)) + (1 << 62)
+        history.add(uid, rng.integers(1000, size=rng.integers(1, 20)), float(rng.normal()))
+    state = history.state_dict()
     same, smaller = History(max_tokens=400), History(max_tokens=150)
-    same.add(3, ints(1, 2, 3), 0.0, step=0)  # replaced by the state
+    same.add(3, ints(1, 2, 3), 0.0)  # replaced by the state
     same.load_state_dict(state)
     smaller.load_state_dict(state)
+    assert 130 < smaller.num_tokens <= 150
+    assert list(smaller.order) == state["uid"][-len(smaller.order) :].tolist()
     for store in (history, same):  # both go on alike
-        store.add(1, np.arange(50), 1.0, step=99)
+        store.add(1, np.arange(50), 1.0)
     for key, value in history.state_dict().items():
         np.testing.assert_array_equal(same.state_dict()[key], value)
         assert same.state_dict()[key].dtype == value.dtype
-    assert same.num_tokens == history.num_tokens <= 400 and 130 < smaller.num_tokens <= 150
-    assert smaller.state_dict()["step"].tolist() == state["step"][-len(smaller.order) :].tolist()
-    empty = History(max_tokens=9)
-    empty.load_state_dict(History(max_tokens=9).state_dict())
-    assert empty.state_dict()["tokens"].dtype == np.int32 and len(empty.order) == 0
+    same.load_state_dict(History(max_tokens=9).state_dict())
+    assert same.state_dict()["tokens"].dtype == np.int32 and len(same.order) == same.num_tokens == 0

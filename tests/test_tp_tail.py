@@ -98,7 +98,7 @@ def play(
             source.enable(True)
             tail.draft_with(source, TimedRunner(drafter, tail.engine, PARAMS))
             proposer = Proposer(
-                [source], source.cost, uses_drafts=False, fixed_window=3, clock=ranks.clock
+                [source], source.cost, uses_drafts=False, always=True, clock=ranks.clock
             )
             for row in rows.values():
                 proposer.track(row, None, version=1)

@@ -15,8 +15,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from bubblespec.draft.drafter import MAX_CHAIN_LENGTH, MAX_ROWS, DrafterRunner
-from bubblespec.draft.sources import DraftSource, Proposal, TrackedRow
-from bubblespec.draft.windows import Survival
+from bubblespec.draft.sources import DraftSource, Proposal, Survival, TrackedRow
 from bubblespec.planner.costs import CostModel
 from bubblespec.planner.windows import choose_chain_length
 

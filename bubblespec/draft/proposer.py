@@ -1,7 +1,7 @@
 """What each row proposes in a forward: the first source that knows something, in a window that
 pays.
 
-Implements the engine's `Proposer`; sources are in sources.py, windows in windows.py.
+Implements the engine's `Proposer`; sources are in sources.py, windows in planner/windows.py.
 """
 
 import time
@@ -10,23 +10,24 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bubblespec.draft.sources import ALIGNED, DraftSource, OwnDrafts, SuffixMatches, TrackedRow
+from bubblespec.draft.sources import (
+    ALIGNED,
+    DraftSource,
+    OwnDrafts,
+    SuffixMatches,
+    Survival,
+    TrackedRow,
+)
 from bubblespec.draft.suffix import OWN, SOURCE_NAMES, History
-from bubblespec.draft.windows import Survival
 from bubblespec.planner.costs import CostModel
 from bubblespec.planner.windows import WINDOWS, choose_windows
 from bubblespec.records import POSITIONS, Acceptance
 from bubblespec.types import Draft, Row
 
-PRIORS = {
-    ALIGNED: 0.95,
-    "own": 0.8,
-    "sibling": 0.6,
-    "self": 0.5,
-    "history": 0.5,
-}  # of survival, by source
-UNKNOWN_PRIOR = 0.5  # of another source
-MAX_BACKOFF = 16
+PRIORS = {ALIGNED: 0.95, "own": 0.8, "sibling": 0.6}  # of survival, by source
+PRIOR = 0.5  # of another source
+MAX_BACKOFF = 16  # forwards
+ALWAYS_WINDOW = 6  # draft tokens that are verified whatever that costs
 
 
 class Proposer:
@@ -38,13 +39,13 @@ class Proposer:
         cost: CostModel,
         *,
         uses_drafts: bool = True,
-        fixed_window: int | None = None,
+        always: bool = False,
         clock=time,
     ):
-        """sources: in order of trust; uses_drafts: rows have their samples' drafts; fixed_window:
-        propose so many tokens always, instead of planning (for ablation); clock: see `Ranks`."""
+        """sources: in order of trust; uses_drafts: rows have their samples' drafts; always: propose
+        up to ALWAYS_WINDOW tokens whatever they cost, instead of planning; clock: see `Ranks`."""
         self.sources, self.cost = list(sources), cost
-        self.uses_drafts, self.fixed_window, self.clock = uses_drafts, fixed_window, clock
+        self.uses_drafts, self.always, self.clock = uses_drafts, always, clock
         self.survival = Survival()
         self.acceptance = Acceptance()
         self._spent_s, self._num_looked_up = 0.0, 0
@@ -97,7 +98,7 @@ class Proposer:
             return drafts
         started = self.clock.perf_counter()
         self._num_looked_up += len(rows)
-        longest = min(int(WINDOWS[-1]), budget) if self.fixed_window is None else self.fixed_window
+        longest = ALWAYS_WINDOW if self.always else min(int(WINDOWS[-1]), budget)
         survival, available = np.zeros(len(rows)), np.zeros(len(rows), np.int64)
         tracked = [self._rows.get(id(row)) for row in rows]
         asked = [i for i, fits in enumerate(room.tolist()) if fits > 0 and tracked[i] is not None]
@@ -116,23 +117,17 @@ class Proposer:
                 if proposal is not None and len(proposal.tokens):
                     drafts[i], tracked[i].kind = proposal
                     available[i] = len(proposal.tokens)
-                    prior = PRIORS.get(proposal.kind[0], UNKNOWN_PRIOR)
+                    prior = PRIORS.get(proposal.kind[0], PRIOR)
                     survival[i] = self.survival.estimate(proposal.kind, prior)
-        if self.fixed_window is not None:
-            self._spent_s += self.clock.perf_counter() - started
-            return drafts
-        positions = int(lengths.sum()) + sum(len(row.prompt) for row in rows)
-        windows, is_worth_it = choose_windows(
-            survival, available, self.cost, positions, budget=budget, overhead_s=self._overhead_s
-        )
-        if is_worth_it:
-            self._backoff = 0
-        else:  # look again after a while, less and less often
-            self._backoff = min(2 * self._backoff + 1, MAX_BACKOFF)
-            self._pause = self._backoff
-        drafts = [
-            draft[:n] if n else None for draft, n in zip(drafts, windows.tolist(), strict=True)
-        ]
+        if not self.always:
+            kv_tokens = int(lengths.sum()) + sum(len(row.prompt) for row in rows)
+            options = {"budget": budget, "overhead_s": self._overhead_s}
+            windows, pays = choose_windows(survival, available, self.cost, kv_tokens, **options)
+            # Where nothing pays, it is looked for again after a while, less and less often.
+            self._pause = self._backoff = 0 if pays else min(2 * self._backoff + 1, MAX_BACKOFF)
+            drafts = [
+                draft[:n] if n else None for draft, n in zip(drafts, windows.tolist(), strict=True)
+            ]
         seconds = self.clock.perf_counter() - started
         self._spent_s += seconds
         self._overhead_s += 0.1 * (seconds - self._overhead_s)
@@ -201,7 +196,7 @@ def make_proposer(
     cost: CostModel,
     *,
     has_drafts: bool,
-    fixed_window: int | None = None,
+    always: bool = False,
     clock=time,
 ) -> Proposer:
     """With the sources of `speculative.method`, in order of trust: own drafts, where samples have
@@ -211,4 +206,4 @@ def make_proposer(
         sources.append(OwnDrafts())
     if "suffix" in method:
         sources.append(SuffixMatches(history))
-    return Proposer(sources, cost, uses_drafts=has_drafts, fixed_window=fixed_window, clock=clock)
+    return Proposer(sources, cost, uses_drafts=has_drafts, always=always, clock=clock)

@@ -6,6 +6,7 @@ and after it. A source decides about time only: the engine accepts just what a r
 sampled. Imports speculation's own parts alone.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,11 +14,53 @@ from typing import NamedTuple
 import numpy as np
 
 from bubblespec.draft.suffix import SOURCE_NAMES, GroupIndex, History
-from bubblespec.draft.windows import match_bucket
 from bubblespec.types import Draft, Row, SampleId
 
 ALIGNED = "aligned"  # the row has followed its draft from the start
 MAX_AGE = 8  # drafts of so many updates or more are judged alike
+MATCH_EDGES = (2, 4, 8, 16)  # matches that reach the same of these lengths are judged alike
+
+
+class Survival:
+    """Probability that the next token of a draft is accepted, by kind of proposal.
+
+    An exponentially weighted share that starts at a prior. Between rollouts it drifts back to the
+    prior, so that a source that was given up is tried again now and then."""
+
+    PRIOR_WEIGHT = 8.0
+    MEMORY = 400.0  # trials
+
+    def __init__(self):
+        self._counts: dict[tuple, np.ndarray] = {}  # [trials, accepted] by kind
+
+    def estimate(self, kind: tuple, prior: float) -> float:
+        """The probability for a kind, which is `prior` where nothing was observed of it."""
+        trials, accepted = self._counts.get(kind, (0.0, 0.0))
+        return float((accepted + self.PRIOR_WEIGHT * prior) / (trials + self.PRIOR_WEIGHT))
+
+    def observe(self, kind: tuple, num_draft: int, num_accepted: int) -> None:
+        """Of `num_draft` tokens `num_accepted` were accepted; those after the first wrong one say
+        nothing."""
+        trials = min(num_accepted + 1, num_draft)
+        keep = max(0.0, 1.0 - trials / self.MEMORY)
+        before = self._counts.get(kind, np.zeros(2))
+        self._counts[kind] = keep * before + (trials, num_accepted)
+
+    def forget(self, share: float) -> None:
+        """Drift back to the priors by `share`."""
+        for counts in self._counts.values():
+            counts *= 1.0 - share
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """K kinds as JSON texts [K]; trials and accepted, float64 [K, 2]."""
+        kinds = [json.dumps(kind) for kind in self._counts]
+        counts = np.array(list(self._counts.values()), np.float64).reshape(-1, 2)
+        return {"kinds": np.array(kinds, np.str_), "counts": counts}
+
+    def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
+        """Take over a saved state."""
+        kinds = (tuple(json.loads(kind)) for kind in state["kinds"].tolist())
+        self._counts = dict(zip(kinds, state["counts"].copy(), strict=True))
 
 
 @dataclass(eq=False)
@@ -132,7 +175,7 @@ class SuffixMatches(DraftSource):
         proposals: list[Proposal | None] = []
         for tracked, limit in zip(rows, limits, strict=True):
             tokens, match, source = self._group(tracked.row).propose(tracked.row.id.sample, limit)
-            kind = (SOURCE_NAMES[source], match_bucket(match))
+            kind = (SOURCE_NAMES[source], sum(match >= edge for edge in MATCH_EDGES))
             proposals.append(Proposal(tokens, kind) if len(tokens) else None)
         return proposals
 

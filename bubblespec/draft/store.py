@@ -5,7 +5,7 @@ Only token ids are kept: 4 bytes a token, no keys and values, no probabilities. 
 same store, since they put the same exchanged drafts into it in the same order.
 """
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
 from itertools import zip_longest
 
 import numpy as np
@@ -13,8 +13,7 @@ import numpy as np
 from bubblespec.dist.ranks import Ranks
 from bubblespec.types import Draft, SampleId
 
-HEADER = 6  # uid, visit, sample, number of tokens, flags, version
-FINISHED, DEFERRED = 1, 2  # flags
+HEADER = 6  # uid, visit, sample, number of tokens, is_finished + 2 * is_deferred, version
 
 
 class DraftStore:
@@ -92,29 +91,18 @@ def _pack(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Headers int64 [drafts * HEADER] and tokens int32, one draft after the other."""
     header = [
-        (
-            *sample,
-            len(draft.tokens),
-            FINISHED * draft.is_finished | DEFERRED * (sample in deferred),
-            draft.version,
-        )
+        (*sample, len(draft.tokens), draft.is_finished + 2 * (sample in deferred), draft.version)
         for sample, draft in drafts.items()
     ]
     tokens = [draft.tokens for draft in drafts.values()]
     return np.array(header, np.int64).ravel(), np.concatenate([np.empty(0, np.int32), *tokens])
 
 
-def _unpack(header: np.ndarray, tokens: np.ndarray) -> list[tuple[SampleId, Draft, bool]]:
+def _unpack(header: np.ndarray, tokens: np.ndarray) -> Iterator[tuple[SampleId, Draft, bool]]:
     """(sample, draft, whether it is deferred) of each."""
     fields = header.reshape(-1, HEADER)
     parts = np.split(tokens, np.cumsum(fields[:, 3])[:-1])
-    return [
-        (
-            SampleId(uid, visit, number),
-            Draft(part, bool(flags & FINISHED), version),
-            bool(flags & DEFERRED),
-        )
-        for (uid, visit, number, _, flags, version), part in zip(
-            fields.tolist(), parts[: len(fields)], strict=True
-        )
-    ]
+    for (*sample, _, flags, version), part in zip(
+        fields.tolist(), parts[: len(fields)], strict=True
+    ):
+        yield SampleId(*sample), Draft(part, bool(flags & 1), version), flags >= 2

@@ -37,7 +37,7 @@ SOURCE_NAMES = SOURCES[1:]
 
 PAD = -1  # never a token
 PROMPT_PAD = -2  # in front of the prompt, whose beginning is not the place where responses begin
-PROMPT_OWNER = -1  # never a sample
+PROMPT_OWNER, HISTORY_OWNER = -1, -2  # never a sample
 TOKEN_BYTES = 4
 MIN_MATCH = 2  # tokens; shortest match outside the own draft
 MAX_MATCH = 8  # longer matches count as equal
@@ -81,20 +81,6 @@ def find_nearest(text: bytes, ngram: bytes, centre: int, radius: int) -> int:
 class _Row:
     """A live row: its tokens so far, its draft, and where its last proposal was taken from."""
 
-    __slots__ = (
-        "at",
-        "bonus",
-        "cursor",
-        "draft",
-        "end",
-        "indexed",
-        "live_id",
-        "recent",
-        "shift",
-        "source",
-        "text",
-    )
-
     def __init__(self, live_id: int):
         self.text = bytearray(PADDING)
         self.live_id = live_id
@@ -127,16 +113,13 @@ class GroupIndex:
         # in the asking row's own text.
         self.latest: dict[bytes, int] = {}
         self.second: dict[bytes, int] = {}
-        # Best last, since what is indexed later replaces what was there.
+        # Most trusted last, since what is indexed later replaces what was there.
         oldest_first = list(history)[::-1]
-        self.history = [
-            _pad(tokens) for tokens, _ in sorted(oldest_first, key=lambda pair: pair[1])
-        ]
-        self.history_index: dict[bytes, int] | None = None  # made when it is first needed
+        for tokens, _ in sorted(oldest_first, key=lambda pair: pair[1]):
+            self._add_text(_pad(tokens), HISTORY_OWNER, HISTORY)
         if prompt:
             text = np.array((PROMPT_PAD,) * MAX_MATCH + tuple(prompt), np.int32).tobytes()
-            text_id = self._register(text, PROMPT_OWNER, SELF)
-            self._index(text, text_id, MAX_MATCH, MAX_MATCH + len(prompt))
+            self._add_text(text, PROMPT_OWNER, SELF)
 
     def add_draft(self, sample: int, tokens: np.ndarray) -> None:
         """Give `sample` a draft, int [L], aligned with its response, in place of any it had. Its
@@ -144,8 +127,7 @@ class GroupIndex:
         row = self._row(sample)
         row.draft, row.shift = _pad(tokens), 0
         row.cursor, row.at, row.source, row.bonus = row.draft, 0, OWN, OWN_BONUS
-        text_id = self._register(row.draft, sample, OWN)
-        self._index(row.draft, text_id, MAX_MATCH, len(row.draft) // TOKEN_BYTES)
+        self._add_text(row.draft, sample, OWN)
 
     def extend(self, sample: int, tokens: np.ndarray) -> None:
         """Append newly accepted tokens, int [A], to a live row."""
@@ -196,15 +178,8 @@ class GroupIndex:
                 common = _common(other, place & END_MASK, wanted)
                 if common > score:
                     best, score, text, at = common, common, other, place & END_MASK
-                    is_own = self.owners[text_id] in (sample, PROMPT_OWNER)
-                    source = self.kinds[text_id] if is_own else SIBLING
-        if score < MAX_MATCH and self.history:
-            place = self._search_history(context)
-            if place is not None:
-                other = self.history[place >> END_BITS]
-                common = _common(other, place & END_MASK, wanted)
-                if common > score:
-                    best, text, at, source = common, other, place & END_MASK, HISTORY
+                    is_sibling = 0 <= self.owners[text_id] != sample
+                    source = SIBLING if is_sibling else self.kinds[text_id]
         if best < 0:
             return NOTHING, 0, OWN
         row.cursor, row.at, row.source, row.end = text, at - end, source, end
@@ -236,21 +211,6 @@ class GroupIndex:
                 return (place,) if other is None else (place, other)
         return ()
 
-    def _search_history(self, context: bytes) -> int | None:
-        index = self.history_index
-        if index is None:
-            index = self.history_index = {}
-            for i, text in enumerate(self.history):
-                for size in SIZES:
-                    for end in range(MAX_MATCH, len(text) // TOKEN_BYTES):
-                        stop = TOKEN_BYTES * end
-                        index[text[stop - size : stop]] = i << END_BITS | end
-        for size in SIZES:
-            place = index.get(context[-size:])
-            if place is not None:
-                return place
-        return None
-
     def _index(self, text: bytes, text_id: int, begin: int, stop: int, *, offset: int = 0) -> None:
         """Index the n-grams that end at begin .. stop - 1. offset: position of the first token of
         `text` in the whole text."""
@@ -271,6 +231,11 @@ class GroupIndex:
             row = self.rows[sample] = _Row(len(self.texts))
             self._register(row.text, sample, SELF)
         return row
+
+    def _add_text(self, text: bytes, owner: int, kind: int) -> None:
+        """A text that does not grow."""
+        text_id = self._register(text, owner, kind)
+        self._index(text, text_id, MAX_MATCH, len(text) // TOKEN_BYTES)
 
     def _register(self, text: bytes | bytearray, owner: int, kind: int) -> int:
         self.texts.append(text)
@@ -297,17 +262,15 @@ class History:
     def __init__(self, max_tokens: int):
         self.max_tokens = max_tokens
         self.num_tokens = 0
-        # by uid: (tokens, reward, step), oldest first
-        self.entries: dict[int, deque[tuple[np.ndarray, float, int]]] = {}
+        self.entries: dict[int, deque[tuple[np.ndarray, float]]] = {}  # by uid, oldest first
         self.order: deque[int] = deque()  # uid of every entry, oldest first
 
-    def add(self, uid: int, tokens: np.ndarray, reward: float, step: int) -> None:
+    def add(self, uid: int, tokens: np.ndarray, reward: float) -> None:
         """Store a copy of a response, int [L]. An empty one, or one that exceeds the bound by
         itself, is not stored."""
         if not 0 < len(tokens) <= self.max_tokens:
             return
-        entry = (np.array(tokens, np.int32), float(reward), int(step))
-        self.entries.setdefault(uid, deque()).append(entry)
+        self.entries.setdefault(uid, deque()).append((np.array(tokens, np.int32), float(reward)))
         self.order.append(uid)
         self.num_tokens += len(tokens)
         while self.num_tokens > self.max_tokens:
@@ -317,26 +280,19 @@ class History:
                 del self.entries[oldest]
 
     def get(self, uid: int) -> list[tuple[np.ndarray, float]]:
-        """(int32 tokens [L], reward) of a prompt, as `GroupIndex` takes them: latest step first, in
-        a step best reward first."""
-        entries = sorted(self.entries.get(uid, ()), key=lambda entry: (-entry[2], -entry[1]))
-        return [(tokens, reward) for tokens, reward, _ in entries]
-
-    def lengths(self, uid: int) -> list[int]:
-        """Of the responses kept of a prompt."""
-        return [len(tokens) for tokens, _, _ in self.entries.get(uid, ())]
+        """(int32 tokens [L], reward) of a prompt, most recent first, as `GroupIndex` takes them."""
+        return list(self.entries.get(uid, ()))[::-1]
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """N responses of T tokens in all, oldest first: uid, step, length int64 [N], reward float64
-        [N], tokens int32 [T]."""
+        """N responses of T tokens in all, oldest first: uid, length int64 [N], reward float64 [N],
+        tokens int32 [T]."""
         parts = {uid: iter(entries) for uid, entries in self.entries.items()}
         entries = [next(parts[uid]) for uid in self.order]
         return {
             "uid": np.array(self.order, np.int64),
-            "step": np.array([step for _, _, step in entries], np.int64),
-            "length": np.array([len(tokens) for tokens, _, _ in entries], np.int64),
-            "reward": np.array([reward for _, reward, _ in entries], np.float64),
-            "tokens": np.concatenate([NOTHING, *(tokens for tokens, _, _ in entries)]),
+            "length": np.array([len(tokens) for tokens, _ in entries], np.int64),
+            "reward": np.array([reward for _, reward in entries], np.float64),
+            "tokens": np.concatenate([NOTHING, *(tokens for tokens, _ in entries)]),
         }
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
@@ -344,8 +300,6 @@ class History:
         self.entries.clear()
         self.order.clear()
         self.num_tokens = 0
-        columns = (state[key].tolist() for key in ("uid", "step", "length", "reward"))
-        begin = 0
-        for uid, step, length, reward in zip(*columns, strict=True):
-            self.add(uid, state["tokens"][begin : begin + length], reward, step)
-            begin += length
+        texts = np.split(state["tokens"], np.cumsum(state["length"])[:-1])
+        for uid, tokens, reward in zip(state["uid"].tolist(), texts, state["reward"], strict=False):
+            self.add(uid, tokens, reward)

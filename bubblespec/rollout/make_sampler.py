@@ -19,7 +19,6 @@ from bubblespec.rollout.profile import profile
 from bubblespec.rollout.sampler import Sampler
 
 VIRTUAL_TOKENS = (1 << 28, 1 << 28)  # of drafts and history: the simulator is about time
-ALWAYS_WINDOW = 6  # draft tokens that are verified whatever that costs
 
 
 def make_sampler(
@@ -53,8 +52,8 @@ def make_sampler(
     proposer = evaluation = None
     if has_drafts:
         uses_drafts = "bubble" in method or config.tail_batching.enabled
-        window = ALWAYS_WINDOW if config.speculative.planning == "always" else None
-        options = {"has_drafts": uses_drafts, "fixed_window": window, "clock": ranks.clock}
+        always = config.speculative.planning == "always"
+        options = {"has_drafts": uses_drafts, "always": always, "clock": ranks.clock}
         proposer = make_proposer(method, history, cost, **options)
         evaluation = (
             make_evaluation_drafts(config, proposer, max_draft_tokens) if method != "none" else None

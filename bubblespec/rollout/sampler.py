@@ -337,7 +337,7 @@ class Sampler:
         if "suffix" in self.config.speculative.method:
             for index, tokens in enumerate(samples.tokens):
                 uid = samples.prompt_of(index).uid
-                self.history.add(uid, tokens, float(rewards[index]), step)
+                self.history.add(uid, tokens, float(rewards[index]))
 
     def _expected_s(self, table: RowTable) -> float:
         """Seconds in which this rank's rows are expected to be done; NaN where nobody knows."""
