@@ -30,13 +30,10 @@ from bubblespec.config_checks import (
 from bubblespec.config_combinations import check_combinations
 from bubblespec.errors import InputError
 
-# of uid, visit, sample and position; a prompt has at most one visit a step
+# of uid, visit, sample and position; a prompt has at most one visit per step
 COUNTER = "the noise counter's field"
-TEMPERATURE = (
-    at_least(0),
-    at_most(1e4),
-    at_least(1e-3, or_else=0),
-)  # logits divided by less leave the range of float32
+# logits divided by less leave the range of float32
+TEMPERATURE = (at_least(0), at_most(1e4), at_least(1e-3, or_else=0))
 DECAY = Bound(lambda decay: 0 <= decay < 1, "at least 0 and below 1")
 
 
@@ -53,21 +50,18 @@ class ModelConfig:
     attention: Literal["auto", "sdpa", "varlen", "flash_attn"] = "auto"
     """Attention kernel; auto takes the fastest that is importable on the device (sdpa on CPU)."""
     cpu_linear: Literal["auto", "torch"] = key("auto", resume=ROUNDING)
-    """Products of linear layers on a CPU in float32: auto measures for a second at the start which
-    kernels are fastest, and may keep a second copy of the weights for generation; torch has no
-    choice to make, so that float32 tokens repeat bit for bit."""
+    """Kernels of float32 linear layers on a CPU: auto measures for a second at the start, and may
+    keep a second copy of the weights; with torch, float32 tokens repeat bit for bit."""
     gradient_checkpointing: bool = key(False, resume=ROUNDING)
     """Recompute activations in the backward pass: less memory, more time."""
     trust_remote_code: bool = key(False, resume=SAFE)
     """Allow model and tokenizer folders to run their own code."""
     lora_r: int = key(0, at_least(0))
-    """Rank of a LoRA adapter, trained in place of the weights (needs requirements-lora.txt); 0
-    trains all weights."""
+    """Rank of a LoRA adapter (needs requirements-lora.txt); 0 trains all weights."""
     lora_alpha: int = key(32, at_least(1))
     """The adapter's output is scaled by lora_alpha / lora_r."""
     lora_target_modules: list[str] = key(["all-linear"])
-    """Names of the layers that get an adapter; [all-linear] is all linear layers but the output
-    head."""
+    """Layers that get an adapter; [all-linear]: all linear layers but the output head."""
 
 
 @dataclass
@@ -87,15 +81,14 @@ class DataConfig:
     """The prompts, and the columns that rewards read."""
 
     path: str | None = None
-    """A JSON/JSONL/CSV/Parquet file, a folder or glob of them, or a hub dataset; needs a `prompt`
-    column (see columns)."""
+    """JSON/JSONL/CSV/Parquet file, folder or glob, or hub dataset, with a column `prompt`."""
     name: str | None = None
     """Subset of a hub dataset."""
     split: str = "train"
     """Split of a hub dataset."""
     columns: dict[str, str] = key({})
-    """Columns by other names: {prompt: question} takes `prompt` from `question`; a dot reaches into
-    a nested column."""
+    """{prompt: question} takes the column `prompt` from `question`; a dot reaches into a nested
+    one."""
     tasks: list[TaskConfig] = key([])
     """Mixture of reasoning-gym tasks (instead of `path`)."""
     size: int = key(10_000, at_least(1), at_most(1 << 24))
@@ -103,8 +96,7 @@ class DataConfig:
     seed: int = key(1, at_least(0), UINT64)
     """Seed of the problems made from `tasks`; held-out problems come from another one."""
     eval_path: str | None = None
-    """Held-out file, folder, glob or hub dataset (default: the split below, or rows held out of
-    `path`)."""
+    """Held-out prompts, as in `path` (default: the split below, or rows held out of `path`)."""
     eval_split: str | None = None
     """Held-out split of a hub dataset."""
     as_chat: bool = False
@@ -122,20 +114,17 @@ class RewardConfig:
     weights: list[float] | None = None
     """One weight per function (default: all 1)."""
     num_workers: int = key(2, at_least(0), resume=SAFE)
-    """Processes on each rank that score finished responses, one at a time, while others are
-    generated; 0 scores them in the main process, many in one call, without protection from
-    functions that hang, crash, or leave processes behind."""
+    """Processes per rank that score finished responses while others are generated; 0 scores in the
+    main process, unprotected from functions that hang or crash."""
     timeout_s: float = key(60.0, above(0), resume=SAFE)
     """Seconds that a function may take for one response in a worker; taking longer is an error."""
     reward_on_error: float | None = 0.0
-    """Reward of a response for which a function raises, times out, crashes or returns no finite
-    number; null ends the run."""
+    """Reward where a function raises, times out, crashes or returns no finite number; null ends
+    the run."""
     overlong_buffer_length: int = key(0, at_least(0))
-    """Soft overlong punishment (DAPO): a response loses reward in these last tokens before
-    max_completion_length; 0 is off."""
+    """Soft overlong punishment (DAPO): a response loses reward in these last tokens; 0 is off."""
     overlong_penalty_factor: float = key(1.0, at_least(0), at_most(1e6))
-    """What a response of max_completion_length loses; in the buffer the loss grows linearly up to
-    it."""
+    """What a response of max_completion_length loses; in the buffer the loss grows linearly."""
 
 
 @dataclass
@@ -159,35 +148,29 @@ class RolloutConfig:
     top_k: int = key(0, at_least(0))
     """Keep the k best tokens; 0 keeps all."""
     dynamic_sampling: bool = False
-    """Replace groups whose responses all got the same reward, which teach nothing, by groups of
-    further prompts (DAPO)."""
+    """Replace groups of equal rewards, which teach nothing, by groups of other prompts (DAPO)."""
     dynamic_sampling_max_batches: int = key(4, at_least(1), at_most(1 << 16))
-    """Most batches generated in a step, the first among them; groups that they cannot replace stay
-    in."""
+    """Maximum number of batches per step; groups that they cannot replace stay in."""
     placement: Literal["in_turn", "balanced"] = key("balanced", resume=SAFE)
     """Which rank generates what: prompts in turn, or samples so that all ranks are expected to end
     together. Changes the time of a run, and no token."""
     tp_tail_max_rows: int | str = key(
         "auto", at_least(0, or_else="auto"), at_most(1 << 10), resume=SAFE
     )
-    """With at most so many rows left on all ranks together, these decode them together, each with a
-    slice of the weights; 0: never; auto: where measured costs say that it is faster, with up to 16
-    rows. Changes the time of a run, and no token."""
+    """With at most so many rows left, all ranks decode them together, each with a shard of the
+    weights; 0: never; auto: up to 16, where that is measured to be faster. Changes no token."""
     stop_token_ids: list[int] | None = key(None, at_least(0))
-    """Tokens that end a response (default: those of the model's generation config and
-    tokenizer)."""
+    """Tokens that end a response (default: the model's and the tokenizer's)."""
     num_slots: int | str = key("auto", at_least(1, or_else="auto"), at_most(1 << 20), resume=SAFE)
-    """Rows that one rank decodes at the same time, drafts of coming steps included; more rows wait
-    in a queue. auto takes as many as fit into free memory, up to what is useful; give a number
-    where float32 or bfloat16 tokens must repeat bit for bit."""
+    """Rows that one rank decodes at once, drafts included; others wait. auto: as many as fit into
+    memory, up to what is useful; give a number where float32 tokens must repeat bit for bit."""
     free_cache_engine: bool = key(False, resume=SAFE)
-    """Give the keys and values back during the gradient step: room for more slots, but unfinished
-    drafts are prefilled again."""
+    """Give keys and values back during the gradient step: more slots, but unfinished drafts are
+    prefilled again."""
     max_batch_tokens: int = key(2048, at_least(1), at_most(1 << 24), resume=SAFE)
-    """Most tokens in one forward; prompts are prefilled in chunks under it."""
+    """Maximum number of tokens in one forward; prompts are prefilled in chunks under it."""
     enforce_eager: bool = key(False, resume=SAFE)
-    """Launch every kernel by itself, instead of replaying CUDA graphs of forwards of up to 1024
-    tokens (GPUs; one more slot)."""
+    """No CUDA graphs (GPUs; they need one more slot)."""
 
 
 @dataclass
@@ -209,33 +192,26 @@ class LossConfig:
     advantage_estimator: Literal[
         "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
     ] = "grpo"
-    """What rewards are compared with: the mean of the group (grpo), of the group's other samples
-    (rloo), of the batch (reinforce_plus_plus), of the group and then the batch
-    (reinforce_plus_plus_baseline)."""
+    """What rewards are compared with: the mean of the group (grpo), of its other samples (rloo), of
+    the batch (reinforce_plus_plus), of group and then batch (reinforce_plus_plus_baseline)."""
     scale_rewards: Literal["group", "batch", "none"] | None = None
     """Which standard deviation divides the advantages (default: group for grpo, none for rloo,
     batch for reinforce_plus_plus)."""
     loss_type: Literal["grpo", "dr_grpo", "dapo", "cispo"] = "dapo"
-    """How tokens are averaged: per sequence (grpo), by a constant (dr_grpo), over all tokens of the
-    update (dapo, cispo); cispo also clips the weight of a token's gradient instead of the
-    gradient."""
+    """How tokens are averaged: per sequence (grpo), by a constant (dr_grpo), over the update (dapo,
+    cispo); cispo also clips the weight of a token's gradient instead of the gradient."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    """A probability ratio for each token, or one for each sequence, the geometric mean of its
-    tokens' (GSPO)."""
+    """A probability ratio per token, or per sequence, the geometric mean of its tokens' (GSPO)."""
     epsilon_low: float = key(0.2, at_least(0), at_most(1e6))
     """Lower clip of the probability ratio: 1 - epsilon_low; cispo has none."""
     epsilon_high: float = key(0.2, at_least(0), at_most(1e6))
-    """Upper clip of the probability ratio: 1 + epsilon_high; with cispo the largest weight itself,
-    as in TRL (5, say)."""
+    """Upper clip: 1 + epsilon_high; with cispo the largest weight itself, as in TRL (5, say)."""
     delta: float | None = None
-    """Dual clip: where the advantage is negative, the ratio counts as at most this (verl's
-    clip_ratio_c; 3, say)."""
+    """Dual clip: the ratio counts as at most this where the advantage is negative (3, say)."""
     kl_coef: float = key(0.0, at_least(0), at_most(1e6))
-    """Weight of the KL to the initial policy; above 0 a reference copy is kept (with LoRA none: the
-    adapter is turned off)."""
+    """Weight of the KL to the initial policy, of which a copy is kept (not with LoRA)."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimate of that KL whose gradient is taken; docs/recipes.md says what each of them pulls
-    towards."""
+    """Estimate of that KL whose gradient is taken; see docs/recipes.md."""
     num_iterations: int = key(1, at_least(1), at_most(1 << 12))
     """Passes over a batch; 1, with one minibatch, is strictly on-policy."""
     num_minibatches: int = key(1, at_least(1))
@@ -265,14 +241,12 @@ class OptimConfig:
     max_grad_norm: float = key(1.0, at_least(0), at_most(1e12))
     """Global gradient norm limit; 0 does not clip."""
     shard_state: bool = key(False, resume=SAFE)
-    """Keep master weights and moments of a share of the parameters on each rank, instead of all on
-    every rank."""
+    """Each rank keeps master weights and moments of a share of the parameters, instead of all."""
     stream_gradients: bool = key(False, resume=ROUNDING)
-    """Ranks that wait in a rollout compute gradients of their finished samples; needs advantages
-    within the group and one update a step. With it equal tokens give weights that are equal up to
-    the order of summation, instead of bit for bit."""
+    """Waiting ranks compute gradients of finished samples; needs advantages within the group and
+    one update per step. Weights are then equal up to the order of summation, not bit for bit."""
     max_tokens_per_microbatch: int = key(8192, at_most(1 << 32), resume=ROUNDING)
-    """Most tokens (prompts and responses) in one forward and backward."""
+    """Maximum number of tokens (prompts and responses) in one forward and backward."""
 
 
 @dataclass
@@ -282,14 +256,14 @@ class SpeculativeConfig:
 
     method: str = key("bubble+suffix", resume=SAFE)
     """Where drafts come from, joined by +: idle time (bubble), matches in earlier text (suffix), a
-    learned layer (drafter, see its section); or none (the plain trainer)."""
+    learned layer (drafter, see its section); or none."""
     rule: Literal["coupled", "point_mass"] = "coupled"
-    """When a draft token is accepted; coupled shares its noise with the draft, point_mass does not
+    """When a draft token is accepted: coupled shares its noise with the draft; point_mass does not
     (for ablation)."""
     planning: Literal["by_cost", "always", "idle_only"] = key("by_cost", resume=SAFE)
     """What is drafted alongside a rank's own rows, and how many draft tokens are verified: by_cost
-    does what measured costs say is faster; always, whatever it costs; idle_only drafts on ranks
-    that wait, and nowhere else."""
+    does what measured costs say is faster; always, whatever it costs; idle_only drafts on waiting
+    ranks alone."""
 
 
 @dataclass
@@ -297,12 +271,8 @@ class BubbleConfig:
     """Drafting ahead in idle time. Changes the time of a run, and no token."""
 
     lookahead: int | str = key("auto", at_least(0, or_else="auto"), resume=SAFE)
-    """Steps to draft ahead; 0 drafts nothing; auto goes as deep as free memory and the measured
-    drift make worthwhile."""
-    progress_backend: Literal["auto", "nccl", "gloo", "shm"] = key("auto", resume=SAFE)
-    """What carries the progress ticks: nccl on a stream of its own, a gloo group, or memory that
-    the ranks of one machine share (shm); auto takes nccl on GPUs, shm on one machine's CPUs, and
-    gloo across machines."""
+    """Steps to draft ahead; 0 drafts nothing; auto goes as deep as memory and the drift of the
+    weights make worthwhile."""
 
 
 @dataclass
@@ -311,20 +281,10 @@ class DrafterConfig:
     token."""
 
     path: str | None = key(None, resume=SAFE)
-    """Folder of a saved drafter of this policy, a checkpoint's among them; without one, it is
-    trained before the first step. A continued run goes on with its checkpoint's."""
+    """Folder of a saved drafter of this policy (a checkpoint has one); without it, one is trained
+    before the first step. A continued run goes on with its checkpoint's."""
     warm_start: int = key(50_000, at_least(1), resume=SAFE)
-    """Tokens of the policy's own responses, to the prompts of the first steps, that it is trained
-    on before the first step."""
-
-
-@dataclass
-class IdleConfig:
-    """What ranks do while they wait, beside drafts (see bubble)."""
-
-    max_slice_s: float = key(0.05, above(0), at_most(1e4), resume=SAFE)
-    """Seconds of a piece of work that is not interrupted: a rank is late by about so much at most
-    when the rollout ends. What is expected to take longer is not begun: larger models need more."""
+    """Tokens of the policy's own responses that it is trained on before the first step."""
 
 
 @dataclass
@@ -333,14 +293,11 @@ class TailBatchingConfig:
     long rounds of these."""
 
     enabled: bool = False
-    """Short and long rounds, instead of the data's order. The same responses are trained on, in
-    another order."""
+    """Short and long rounds, instead of the data's order; the same responses are trained on."""
     over_sampling_ratio: int | float | str = key("auto", at_least(1, or_else="auto"), at_most(4))
-    """Prompts that a short round launches for each that it trains on; auto: by recent lengths, and
-    1 where deferring gains nothing."""
+    """Prompts that a short round launches for each that it trains on; auto: by recent lengths."""
     response_over_sampling_ratio: float = key(1.0, at_least(1), at_most(4))
-    """Responses of a prompt that a short round launches for each that it trains on: a race, which
-    favours short responses."""
+    """The same of a prompt's responses: a race, which favours short ones."""
 
 
 @dataclass
@@ -351,22 +308,19 @@ class RunConfig:
     """Folder of checkpoints, metrics and TensorBoard files."""
     seed: int = key(0, at_least(0), UINT64)
     """Seed of batches and sampling noise."""
-    max_steps: int = key(
-        100, at_least(1), at_most(1 << 31, COUNTER), resume=SAFE
-    )  # see resume_classes
+    max_steps: int = key(100, at_least(1), at_most(1 << 31, COUNTER), resume=SAFE)
     """Training steps."""
     eval_steps: int = key(0, at_least(0), resume=SAFE)
     """Evaluate every so many steps, and before the first and after the last; 0 never."""
     save_steps: int = key(0, at_least(0), resume=SAFE)
     """Save a checkpoint every so many steps and after the last; 0 only after the last."""
     timeline_steps: list[int] = key([], at_least(0), resume=SAFE)
-    """Steps (from 0) of which a timeline of all ranks is written: a trace and a picture in
-    output_dir/timeline."""
+    """Steps (from 0) whose timeline of all ranks is written to output_dir/timeline."""
     keep_last: int = key(2, at_least(1), resume=SAFE)
     """Checkpoints kept; older ones are deleted."""
     resume_from_checkpoint: str = key("auto", resume=SAFE)
-    """auto continues from the newest checkpoint in output_dir, none starts anew, else a checkpoint
-    folder."""
+    """auto continues from the newest checkpoint in output_dir, none starts a new run, else a
+    checkpoint folder."""
     timeout_s: float = key(1800.0, above(0), at_most(1e8), resume=SAFE)
     """Seconds a collective may wait for the slowest rank before the job ends."""
 
@@ -376,24 +330,24 @@ class TraceConfig:
     """Recording for the simulator."""
 
     enabled: bool = key(False, resume=SAFE)
-    """Record responses, drafts and every forward with its load and time into output_dir/trace, for
-    replay."""
+    """Record responses, drafts and every forward with its load and time into output_dir/trace."""
 
 
 # what took the place of keys that older configurations may have
 REMOVED = {
     "bubble.max_slowdown": "give speculative.planning, by_cost (the default), always or idle_only",
     "bubble.max_draft_tokens": "drafts take a share of the machine's free memory",
+    "bubble.progress_backend": "it is nccl on GPUs, and shared memory or gloo on CPUs",
     "bubble.progress_timeout_s": "give run.timeout_s, which counts for progress ticks, too",
     "drafter.buffer_tokens": "each rank keeps 50,000 tokens of recent responses",
     "drafter.learning_rate": "it is 1e-3 at the start of the warm start, and 1e-4 after it",
     "drafter.vocab_size": "the drafter drafts the 16,384 most frequent tokens of the warm start",
+    "idle.max_slice_s": "a slice of work takes 0.05 s, or as long as its smallest piece",
     "optim.max_logits_per_chunk": "at most 2**26 logits exist at once",
     "optim.max_skipped_steps": "more than 5 skipped steps in a row end the run",
     "run.logging_steps": "sample completions are written every 10 steps",
     "rollout.shared_tail_rows": "it is called rollout.tp_tail_max_rows",
-    "speculative.check_every": "drafts are compared with none by what is measured; see "
-    "speculative.planning",
+    "speculative.check_every": "drafts are compared with none by what is measured",
     "speculative.fixed_window": "give speculative.planning=always for drafts whatever they cost",
     "speculative.max_history_tokens": "history takes a share of the machine's free memory",
 }
@@ -413,7 +367,6 @@ class Config:
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     bubble: BubbleConfig = field(default_factory=BubbleConfig)
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
-    idle: IdleConfig = field(default_factory=IdleConfig)
     tail_batching: TailBatchingConfig = field(default_factory=TailBatchingConfig)
     run: RunConfig = field(default_factory=RunConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
@@ -425,18 +378,15 @@ def load_config(path: str, overrides: list[str] = ()) -> Config:
         raise InputError(f"--config: no file at {path}")
     try:
         base = OmegaConf.load(path)
-    except (
-        Exception
-    ) as error:  # PyYAML and OmegaConf raise many kinds; all mean a file that is not valid YAML
+    except Exception as error:  # of many kinds; all mean a file that is not valid YAML
         raise InputError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
     return check_combinations(fill(Config, base, overrides, path, REMOVED))
 
 
 def config_of_sections(sections: dict[str, dict], overrides: list[str], source: str) -> Config:
     """The same from a dictionary of sections in place of a file; source: what an error calls it."""
-    return check_combinations(
-        fill(Config, OmegaConf.create(escape(sections)), overrides, source, REMOVED)
-    )
+    base = OmegaConf.create(escape(sections))
+    return check_combinations(fill(Config, base, overrides, source, REMOVED))
 
 
 def config_to_yaml(config: Config) -> str:
@@ -446,19 +396,15 @@ def config_to_yaml(config: Config) -> str:
 
 def flatten(config: Config) -> dict[str, Any]:
     """`{"section.key": value}` of a resolved configuration."""
-    return {
-        f"{s}.{k}": v for s, keys in dataclasses.asdict(config).items() for k, v in keys.items()
-    }
+    sections = dataclasses.asdict(config)
+    return {f"{s}.{k}": value for s, keys in sections.items() for k, value in keys.items()}
 
 
 def resume_classes(config: Config) -> dict[str, str]:
     """`{"section.key": EXACT, ROUNDING or SAFE}`. run.max_steps is exact if the learning rate's
     course depends on it."""
-    classes = {
-        f"{s.name}.{f.name}": f.metadata.get("resume", EXACT)
-        for s in fields(Config)
-        for f in fields(s.type)
-    }
-    return (
-        classes if config.optim.lr_scheduler == "constant" else classes | {"run.max_steps": EXACT}
-    )
+    keys = {f"{s.name}.{f.name}": f for s in fields(Config) for f in fields(s.type)}
+    classes = {name: f.metadata.get("resume", EXACT) for name, f in keys.items()}
+    if config.optim.lr_scheduler != "constant":
+        classes["run.max_steps"] = EXACT
+    return classes

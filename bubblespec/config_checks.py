@@ -87,28 +87,26 @@ def fill(
         try:
             layers.append(OmegaConf.from_dotlist([override]))
         except Exception as error:
-            raise InputError(
-                f"override '{override}': not valid YAML: {' '.join(str(error).split())}"
-            ) from error
+            reason = " ".join(str(error).split())
+            raise InputError(f"override '{override}': not valid YAML: {reason}") from error
     merged = OmegaConf.structured(schema)
     for layer in layers:
-        plain = OmegaConf.to_container(layer)
-        if not isinstance(plain, dict):
-            raise InputError(
-                f"{source}: expected sections (model, data, ...), found {type(plain).__name__}"
-            )
-        for name in (f"{s}.{k}" for s in plain if isinstance(plain[s], dict) for k in plain[s]):
-            if name in removed:
-                raise InputError(f"{name}: there is no such key any more: {removed[name]}")
-        _check_keys(plain, schema, schema)
+        given = OmegaConf.to_container(layer)
+        if not isinstance(given, dict):
+            found = type(given).__name__
+            raise InputError(f"{source}: expected sections (model, data, ...), found {found}")
+        for section, values in given.items():
+            for name in (f"{section}.{k}" for k in values) if isinstance(values, dict) else ():
+                if name in removed:
+                    raise InputError(f"{name}: there is no such key any more: {removed[name]}")
+        _check_keys(given, schema, schema)
         merged = _merge(merged, layer)
     try:
-        missing = sorted(OmegaConf.missing_keys(merged))
-        config = OmegaConf.to_object(merged) if not missing else None
+        for name in sorted(OmegaConf.missing_keys(merged)):
+            raise InputError(f"{name}: has no default, so it must be given")
+        config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:  # a reference ${...} to what does not exist
         raise InputError(f"{error.full_key}: {_first_line(error)}") from error
-    if missing:
-        raise InputError(f"{missing[0]}: has no default, so it must be given")
     _check_bounds(config)
     return config
 
@@ -120,28 +118,25 @@ def _check_bounds(section: Any, prefix: str = "") -> None:
         name, value = f"{prefix}{field.name}", getattr(section, field.name)
         if field.type is str and not value.strip():
             raise InputError(f"{name}: is empty")
-        declared = field.metadata.get("bounds", ())
-        bounds = (_FINITE, *declared) if UINT64 in declared else (_FINITE, *declared, _INT64)
-        items = (
-            {f"{name}[{i}]": item for i, item in enumerate(value)}
-            if isinstance(value, list)
-            else {name: value}
-        )
-        for place, item in items.items():
+        bounds = (_FINITE, *field.metadata.get("bounds", ()))
+        bounds += () if UINT64 in bounds else (_INT64,)
+        items = {name: value}
+        if isinstance(value, list):
+            items = {f"{name}[{index}]": item for index, item in enumerate(value)}
+        for key, item in items.items():
             if dataclasses.is_dataclass(item):
-                _check_bounds(item, f"{place}.")
+                _check_bounds(item, f"{key}.")
             elif item is not None and item != "auto":
                 for bound in bounds:
-                    require(bound.holds(item), place, item, bound.text)
+                    require(bound.holds(item), key, item, bound.text)
 
 
 def _check_keys(given: dict, schema: type, root: type, prefix: str = "") -> None:
     """Raise InputError for unknown keys, naming the nearest valid one, and for lists and sections
-    of the wrong type.
+    of the wrong type, which OmegaConf reports without the section or in terms of its own classes.
 
-    OmegaConf would report the former without the section and the latter in terms of its own
-    classes. root: the whole configuration, which has `schema` at `prefix`; a misplaced key is
-    looked up in its sections.
+    root: the whole configuration, which has `schema` at `prefix`; a misplaced key is looked up in
+    its sections.
     """
     types = typing.get_type_hints(schema)
     for leaf, value in given.items():
@@ -153,21 +148,17 @@ def _check_keys(given: dict, schema: type, root: type, prefix: str = "") -> None
                 raise InputError(f"{name}: is a section, not a value")
             _check_keys(value, types[leaf], root, f"{name}.")
         if typing.get_origin(types[leaf]) is dict and isinstance(value, list):
-            raise InputError(
-                f"{name}: is a mapping; give it as a whole, as in {name}={{name: value}}"
-            )
+            raise InputError(f"{name}: is a mapping; give it whole, as in {name}={{name: value}}")
         element = _list_element(types[leaf])
-        if (
-            element is None or value is None or str(value).startswith("${")
-        ):  # OmegaConf checks None and references
+        if element is None or value is None or str(value).startswith("${"):  # OmegaConf checks them
             continue
         if not isinstance(value, list):
             raise InputError(f"{name}: is a list; give it as a whole, as in {name}=[...]")
-        for number, item in enumerate(value if dataclasses.is_dataclass(element) else []):
+        for index, item in enumerate(value if dataclasses.is_dataclass(element) else []):
             if not isinstance(item, dict):
-                raise InputError(f"{name}[{number}]: is a section, not a value")
-            _check_keys(item, element, root, f"{name}[{number}].")
-            _merge(OmegaConf.structured(element), item, f"{name}[{number}].")
+                raise InputError(f"{name}[{index}]: is a section, not a value")
+            _check_keys(item, element, root, f"{name}[{index}].")
+            _merge(OmegaConf.structured(element), item, f"{name}[{index}].")
 
 
 def _merge(base: Any, layer: Any, prefix: str = "") -> Any:
@@ -180,28 +171,21 @@ def _merge(base: Any, layer: Any, prefix: str = "") -> Any:
 
 def _list_element(hint: Any) -> type | None:
     """The X of `list[X]` and `list[X] | None`."""
-    for part in (hint, *typing.get_args(hint)):
-        if typing.get_origin(part) is list:
-            return typing.get_args(part)[0]
-    return None
+    lists = (part for part in (hint, *typing.get_args(hint)) if typing.get_origin(part) is list)
+    return next((typing.get_args(part)[0] for part in lists), None)
 
 
 def _nearest(leaf: str, siblings: list[str], root: type, prefix: str) -> str:
     """The right name in the wrong section, else the key of the same section that is spelled most
     alike."""
-    sections = {s.name: s.type for s in dataclasses.fields(root)}
-    elsewhere = [
-        f"{s}.{leaf}"
-        for s, schema in sections.items()
-        if leaf in {f.name for f in dataclasses.fields(schema)}
-    ]
-    alike = [f"{prefix}{m}" for m in difflib.get_close_matches(leaf, siblings, n=1)]
-    matches = elsewhere or alike
-    return (
-        f"; did you mean {' or '.join(matches)}?"
-        if matches
-        else f"; valid are {', '.join(sorted(siblings))}"
-    )
+    names = {
+        f"{s.name}.{f.name}" for s in dataclasses.fields(root) for f in dataclasses.fields(s.type)
+    }
+    matches = sorted(name for name in names if name.endswith(f".{leaf}"))
+    matches = matches or [f"{prefix}{m}" for m in difflib.get_close_matches(leaf, siblings, n=1)]
+    if matches:
+        return f"; did you mean {' or '.join(matches)}?"
+    return f"; valid are {', '.join(sorted(siblings))}"
 
 
 def escape(value: Any) -> Any:

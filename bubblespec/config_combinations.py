@@ -1,6 +1,8 @@
 """Which values of configuration keys go together: what bounds of single keys (config.py) cannot
 express."""
 
+from collections.abc import Iterator
+
 from bubblespec.config_checks import require
 from bubblespec.errors import InputError
 
@@ -11,147 +13,102 @@ def check_combinations(config):
     """The same configuration, a `config.Config`. Raises InputError, naming the key and the nearest
     valid value."""
     _check_sizes(config)
-    _check_loss(config)
-    _check_rewards_and_data(config)
-    if config.optim.stream_gradients:
-        _check_streaming(config.loss)
-    names, rollout = config.speculative.method.split("+"), config.rollout
-    require(
-        names == ["none"] or (set(names) <= set(METHODS) and len(set(names)) == len(names)),
-        "speculative.method",
-        config.speculative.method,
-        f"none, or some of {', '.join(METHODS)}, joined by +",
-    )
-    if not config.model.lora_target_modules:
-        raise InputError("model.lora_target_modules: [] must be [all-linear], or names of layers")
-    if rollout.temperature == 0:
-        raise InputError(
-            "rollout.temperature: 0 gives equal responses, so no policy gradient; training needs "
-            "it above 0"
-        )
-    if config.run.eval_steps and not config.eval.num_prompts:
-        raise InputError(
-            "eval.num_prompts: 0, but run.eval_steps asks for evaluations; give at least 1"
-        )
+    for problems in (_loss_problems, _reward_problems, _data_problems, _streaming_problems):
+        for problem in problems(config):
+            raise InputError(problem)
+    method = config.speculative.method
+    names = method.split("+")
+    is_method = names == ["none"] or (set(names) <= set(METHODS) and len(set(names)) == len(names))
+    what = f"none, or some of {', '.join(METHODS)}, joined by +"
+    require(is_method, "speculative.method", method, what)
+    layers, num_evaluated = config.model.lora_target_modules, config.eval.num_prompts
+    what = "[all-linear], or names of layers"
+    require(bool(layers), "model.lora_target_modules", layers, what)
+    what = "at least 1, as run.eval_steps asks for evaluations"
+    require(num_evaluated or not config.run.eval_steps, "eval.num_prompts", num_evaluated, what)
     return config
 
 
 def _check_sizes(config) -> None:
-    rollout, tokens = config.rollout, config.optim.max_tokens_per_microbatch
-    longest = rollout.max_prompt_length + rollout.max_completion_length
+    rollout, max_response = config.rollout, config.rollout.max_completion_length
+    total = rollout.max_prompt_length + max_response
     longer = max(("max_completion_length", "max_prompt_length"), key=vars(rollout).get)
-    limit = f"{1 << 20}, prompt and response together"
-    require(longest <= 1 << 20, f"rollout.{longer}", getattr(rollout, longer), f"below {limit}")
-    for key, largest, name in (
-        ("rollout.min_completion_length", rollout.max_completion_length, "max_completion_length"),
-        ("reward.overlong_buffer_length", rollout.max_completion_length, "max_completion_length"),
-    ):
-        section, leaf = key.split(".")
-        value = getattr(getattr(config, section), leaf)
-        require(value <= largest, key, value, f"at most rollout.{name} = {largest}")
-    require(
-        rollout.num_slots == "auto" or rollout.max_batch_tokens >= rollout.num_slots,
-        "rollout.max_batch_tokens",
-        rollout.max_batch_tokens,
-        f"at least rollout.num_slots = {rollout.num_slots}, so that every row can decode in one "
-        "forward",
-    )
-    require(
-        tokens >= longest,
-        "optim.max_tokens_per_microbatch",
-        tokens,
-        f"at least {longest} = rollout.max_prompt_length + rollout.max_completion_length, so that "
-        "every response fits",
-    )
+    limit = f"below {1 << 20}, prompt and response together"
+    require(total <= 1 << 20, f"rollout.{longer}", getattr(rollout, longer), limit)
+    limit = f"at most rollout.max_completion_length = {max_response}"
+    shortest, buffer = rollout.min_completion_length, config.reward.overlong_buffer_length
+    require(shortest <= max_response, "rollout.min_completion_length", shortest, limit)
+    require(buffer <= max_response, "reward.overlong_buffer_length", buffer, limit)
+    slots, tokens = rollout.num_slots, rollout.max_batch_tokens
+    what = f"at least rollout.num_slots = {slots}, so that every row can decode in one forward"
+    require(slots == "auto" or tokens >= slots, "rollout.max_batch_tokens", tokens, what)
+    tokens = config.optim.max_tokens_per_microbatch
+    what = f"at least {total}, so that the longest prompt and response fit"
+    require(tokens >= total, "optim.max_tokens_per_microbatch", tokens, what)
+    what = "above 0, as equal responses have no policy gradient"
+    require(rollout.temperature > 0, "rollout.temperature", rollout.temperature, what)
+    num_prompts, size = rollout.num_prompts_per_step, config.data.size
+    what = f"at least rollout.num_prompts_per_step = {num_prompts}"
+    require(size >= num_prompts or not config.data.tasks, "data.size", size, what)
+    parts = config.loss.num_minibatches
+    what = f"a divisor of rollout.num_prompts_per_step = {num_prompts}"
+    require(num_prompts % parts == 0, "loss.num_minibatches", parts, what)
 
 
-def _check_loss(config) -> None:
-    """Combinations of estimator, loss and minibatches."""
+def _loss_problems(config) -> Iterator[str]:
     loss, rollout = config.loss, config.rollout
-    estimator = loss.advantage_estimator
-    if rollout.num_generations == 1:
-        if rollout.dynamic_sampling:
-            raise InputError(
-                "rollout.dynamic_sampling: needs rollout.num_generations of at least 2, as one "
-                "response never differs"
-            )
-        if estimator != "reinforce_plus_plus":
-            raise InputError(
-                f"rollout.num_generations: 1, but {estimator} compares a prompt's responses with "
-                "each other, so every advantage would be 0; give at least 2, or "
-                "loss.advantage_estimator=reinforce_plus_plus"
-            )
-    require(
-        rollout.num_prompts_per_step % loss.num_minibatches == 0,
-        "loss.num_minibatches",
-        loss.num_minibatches,
-        f"a divisor of rollout.num_prompts_per_step = {rollout.num_prompts_per_step}, so that all "
-        "updates are of one size",
-    )
-    if loss.scale_rewards == "group" and estimator.startswith("reinforce_plus_plus"):
-        raise InputError(
-            f"loss.scale_rewards: group, but {estimator} is scaled by the batch; leave it out or "
-            "give none"
+    estimator, delta, high = loss.advantage_estimator, loss.delta, loss.epsilon_high
+    if rollout.num_generations == 1 and rollout.dynamic_sampling:
+        yield "rollout.dynamic_sampling: needs rollout.num_generations of at least 2"
+    if rollout.num_generations == 1 and estimator != "reinforce_plus_plus":
+        yield (
+            f"rollout.num_generations: 1, but {estimator} compares a prompt's responses with each "
+            "other; give at least 2, or loss.advantage_estimator=reinforce_plus_plus"
         )
-    delta, high = loss.delta, loss.epsilon_high
+    if loss.scale_rewards == "group" and estimator.startswith("reinforce_plus_plus"):
+        yield f"loss.scale_rewards: group, but {estimator} is scaled by the batch; give none"
     if loss.loss_type != "cispo":
-        lowest = f"above 1 + loss.epsilon_high = {1 + high:g} (3, say)"
-        require(delta is None or delta > 1 + high, "loss.delta", delta, lowest)
+        if delta is not None and delta <= 1 + high:
+            yield f"loss.delta: {delta} must be above 1 + loss.epsilon_high = {1 + high:g} (3, say)"
         return
     if loss.importance_sampling_level == "sequence":
-        raise InputError(
-            "loss.importance_sampling_level: sequence, but cispo weights single tokens; give token"
-        )
+        yield "loss.importance_sampling_level: cispo weights single tokens; give token"
     if delta is not None:
-        raise InputError(
-            "loss.delta: has no meaning with cispo, which caps every weight at "
-            "loss.epsilon_high; leave it out"
-        )
-    what = "at least 1 with cispo: the largest weight (5, say)"
-    require(high >= 1, "loss.epsilon_high", high, what)
+        yield "loss.delta: cispo caps every weight at loss.epsilon_high; leave it out"
+    if high < 1:
+        yield f"loss.epsilon_high: {high} must be at least 1 with cispo (5, say)"
 
 
-def _check_rewards_and_data(config) -> None:
-    data, reward, num_prompts = config.data, config.reward, config.rollout.num_prompts_per_step
+def _reward_problems(config) -> Iterator[str]:
+    functions, weights = config.reward.functions, config.reward.weights
+    if not functions:
+        yield "reward.functions: give at least one reward function"
+    for path in functions:
+        if functions.count(path) > 1:
+            yield f"reward.functions: '{path}' is given more than once; give it a larger weight"
+    if weights is not None and len(weights) != len(functions):
+        yield f"reward.weights: {len(weights)} weights for {len(functions)} reward.functions"
+
+
+def _data_problems(config) -> Iterator[str]:
+    data = config.data
     if bool(data.path) == bool(data.tasks):
-        raise InputError("data.path, data.tasks: give exactly one of them")
-    if data.tasks:
-        for name in ("name", "eval_path", "eval_split"):
-            if getattr(data, name) is not None:
-                raise InputError(
-                    f"data.{name}: has no meaning with data.tasks, whose held-out problems come "
-                    "from another seed; leave it out"
-                )
-        smallest = f"at least rollout.num_prompts_per_step = {num_prompts}"
-        require(data.size >= num_prompts, "data.size", data.size, smallest)
-    if not reward.functions:
-        raise InputError("reward.functions: give at least one reward function")
-    for path in reward.functions:
-        if reward.functions.count(path) > 1:
-            raise InputError(
-                f"reward.functions: '{path}' is given more than once; give it once with a larger "
-                "weight"
-            )
-    if reward.weights is not None and len(reward.weights) != len(reward.functions):
-        raise InputError(
-            f"reward.weights: {len(reward.weights)} weights for {len(reward.functions)} "
-            "reward.functions; give one each"
-        )
+        yield "data.path, data.tasks: give exactly one of them"
+    for name in ("name", "eval_path", "eval_split") if data.tasks else ():
+        if getattr(data, name) is not None:
+            yield f"data.{name}: held-out problems of data.tasks have a seed; leave it out"
 
 
-def _check_streaming(loss) -> None:
+def _streaming_problems(config) -> Iterator[str]:
     """A sample's part of the gradient must be known, up to a common factor, before all samples
     are."""
-    needs = "optim.stream_gradients: true needs advantages that a group has by itself, and"
-    if loss.advantage_estimator.startswith("reinforce_plus_plus"):
-        raise InputError(
-            f"{needs} loss.advantage_estimator={loss.advantage_estimator} takes the batch's"
-        )
+    loss, needs = config.loss, "optim.stream_gradients: true needs"
+    if not config.optim.stream_gradients:
+        return
+    if (estimator := loss.advantage_estimator).startswith("reinforce_plus_plus"):
+        yield f"{needs} advantages within the group; {estimator} takes the batch's"
     if loss.scale_rewards == "batch":
-        raise InputError(f"{needs} loss.scale_rewards=batch divides them by the batch's")
+        yield f"{needs} advantages within the group; loss.scale_rewards divides them by the batch's"
     for name in ("num_iterations", "num_minibatches"):
         if (value := getattr(loss, name)) > 1:
-            raise InputError(
-                f"optim.stream_gradients: true needs one update per step, and loss.{name}={value} "
-                "makes several; give 1"
-            )
+            yield f"{needs} one update per step; loss.{name}={value} makes several; give 1"

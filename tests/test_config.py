@@ -106,7 +106,7 @@ def test_override_replaces_a_list_of_tasks(load):
         ),
         ("max_steps=1", "max_steps", "did you mean run.max_steps?"),
         ("model.seed=1", "model.seed", "did you mean data.seed or run.seed?"),
-        ("zzzz=1", "zzzz", "valid are bubble, data, drafter, eval, idle, loss, model"),
+        ("zzzz=1", "zzzz", "valid are bubble, data, drafter, eval, loss, model"),
         ("reward.zzzz=1", "reward.zzzz", "valid are functions"),
         (
             "data.tasks=[{name: a}, {name: a, wieght: 2}]",

@@ -44,7 +44,7 @@ OPTIONS = {
         "drafter.warm_start=1500",
         ALWAYS_DRAFT,
     ],
-    "streamed": ["optim.stream_gradients=true", "idle.max_slice_s=0.02"],
+    "streamed": ["optim.stream_gradients=true"],
     "tp tail": ["rollout.tp_tail_max_rows=6"],
     "workers": ["reward.num_workers=1"],
 }

@@ -250,7 +250,7 @@ def streaming(rewards=(1.0, 0.0, 2.0, 2.0), own=None, **options):
     scored = [list(zip(rows, rewards, strict=True))]
     stream = FakeStream(Clock())
     take = lambda: scored.pop() if scored else []  # noqa: E731
-    task = StreamGradients(launch, stream, take, **{"max_slice_s": 0.06, **options})
+    task = StreamGradients(launch, stream, take, **options)
     task.begin(view_of(own))
     return task, stream
 
@@ -275,9 +275,9 @@ def test_gradients_of_complete_groups_are_computed_slice_by_slice():
         task.accept(job, 0)
     assert task.run_slice() and not task.run_slice()
     sizes = [[piece.num_tokens for piece in pieces] for pieces in stream.done]
-    assert sizes == [[40, 20], [30, 10]], "the longest that fit into 60 ms"
+    assert sizes == [[40, 10], [30, 20]], "the longest that fit into 50 ms"
     by_sample = {piece.sample: piece.advantage for pieces in stream.done for piece in pieces}
-    assert list(by_sample.values()) == [0.0, -0.5, 0.0, 0.5]
+    assert list(by_sample.values()) == [0.0, 0.5, 0.0, -0.5]
     task.finish(ALONE)
     use = task.view.record.idle[task.name]
     assert use.seconds == pytest.approx(0.1, abs=1e-3) and use.saved_s == pytest.approx(0.1)
@@ -317,7 +317,7 @@ def training(elapsed_s: float, tokens: int = 10, own=None):
     fake.slice_tokens = lambda: tokens
     fake.run_slice = lambda limit_s: fake.slices.append(limit_s) or 0.01
     fake.merge = fake.merged.append
-    task = TrainDrafter(fake, max_slice_s=0.5, num_ranks=2, clock=clock)
+    task = TrainDrafter(fake, num_ranks=2, clock=clock)
     task.begin(view_of(own))
     clock.sleep(elapsed_s)
     return task, fake
@@ -333,7 +333,7 @@ def test_the_drafter_is_trained_where_nothing_else_is_to_do():
     for job in jobs:
         task.accept(job, 0)
     assert task.capacity() == 0 and task.run_slice() and not task.run_slice()
-    assert fake.slices == [0.5, 0.5] and not task.run_slice()
+    assert fake.slices == [0.05, 0.05] and not task.run_slice()
     task.finish(ALONE)
     assert task.view.record.idle[task.name].seconds == pytest.approx(0.02) and len(fake.merged) == 1
 

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from bubblespec.dist.ranks import Ranks
-from bubblespec.idle.task import IdleTask, Job
+from bubblespec.idle.task import SLICE_S, IdleTask, Job
 from bubblespec.records import Span
 from bubblespec.types import Launch, Row, has_zero_std
 
@@ -59,7 +59,6 @@ class StreamGradients(IdleTask):
         stream: Stream,
         take_rewards: Callable[[], list[tuple[Row, float]]],
         *,
-        max_slice_s: float,
         scores_in_workers: bool = True,
         only_differing: bool = False,
         frees_cache: bool = False,
@@ -67,12 +66,12 @@ class StreamGradients(IdleTask):
         """take_rewards: this rank's rows that are trained on, finished and scored since the last
         call, with their rewards.
 
-        max_slice_s: see `IdleConfig`; scores_in_workers: rewards come from other processes, so
-        that `take_rewards` can be called while rows of this rank are unfinished; only_differing:
-        leave out groups of equal rewards, which dynamic sampling replaces; frees_cache: there is no
-        memory for a slice while keys and values are held.
+        scores_in_workers: rewards come from other processes, so that `take_rewards` can be called
+        while rows of this rank are unfinished; only_differing: leave out groups of equal rewards,
+        which dynamic sampling replaces; frees_cache: there is no memory for a slice while keys and
+        values are held.
         """
-        self.stream, self.take_rewards, self.max_slice_s = stream, take_rewards, max_slice_s
+        self.stream, self.take_rewards = stream, take_rewards
         self.scores_in_workers, self.only_differing = scores_in_workers, only_differing
         self.frees_cache, self.num_kept = frees_cache, launch.num_kept
         self.shape = (len(launch.groups), launch.num_generations)
@@ -154,15 +153,14 @@ class StreamGradients(IdleTask):
         if not self._can_begin():
             return Capacity(0, 0.0, 0.0)
         size = sum(piece.num_tokens for piece in self._next_slice())
-        limit = self.stream.max_tokens(self.max_slice_s)
-        total = sum(piece.num_tokens for piece in self._pieces if piece.num_tokens <= limit)
+        total = sum(piece.num_tokens for piece in self._pieces)
         return Capacity(-(-total // size), self.stream.seconds(size), self.stream.spared_s(size))
 
     def _next_slice(self) -> list[Piece]:
-        """The longest samples that fit into one; none where all are too long for it."""
-        room, chosen = self.stream.max_tokens(self.max_slice_s), []
+        """The longest sample, and the longest others that fit into a slice with it."""
+        room, chosen = self.stream.max_tokens(SLICE_S), []
         for piece in reversed(self._pieces):
-            if piece.num_tokens <= room:
+            if not chosen or piece.num_tokens <= room:
                 chosen.append(piece)
                 room -= piece.num_tokens
         return chosen

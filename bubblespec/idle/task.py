@@ -17,6 +17,7 @@ from bubblespec.records import RolloutRecord
 from bubblespec.types import Row
 
 NOTHING = np.empty(0)
+SLICE_S = 0.05  # of work that is not interrupted; its smallest piece may take longer
 
 
 class Job(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from bubblespec.dist.ranks import Ranks
-from bubblespec.idle.task import IdleTask, Job
+from bubblespec.idle.task import SLICE_S, IdleTask, Job
 from bubblespec.records import Span
 
 NUM_WANTED = 2  # slices that are asked for at a time: the next tick is some milliseconds away
@@ -31,9 +31,8 @@ class TrainDrafter(IdleTask):
 
     name = "train_drafter"
 
-    def __init__(self, training: Training, *, max_slice_s: float, num_ranks: int, clock):
-        """max_slice_s: seconds of a piece of work that is not interrupted."""
-        self.training, self.max_slice_s, self.clock = training, max_slice_s, clock
+    def __init__(self, training: Training, *, num_ranks: int, clock):
+        self.training, self.clock = training, clock
         self._slices_s = np.zeros(num_ranks)  # of each rank, 0 where it cannot do any
         self._num_granted = 0
         self._seconds = 0.0
@@ -85,7 +84,7 @@ class TrainDrafter(IdleTask):
 
     def _limit_s(self) -> float:
         elapsed_s = self.clock.perf_counter() - self.view.record.began_s
-        return min(self.max_slice_s, MAX_SHARE * elapsed_s)
+        return min(max(SLICE_S, self._slice_s()), MAX_SHARE * elapsed_s)
 
     def _can_begin(self) -> bool:
         return self.view.is_idle and 0 < self._slice_s() <= self._limit_s()

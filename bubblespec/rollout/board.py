@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 
 from bubblespec.dist.ranks import Ranks, all_gather, one_line
-from bubblespec.errors import InputError
 
 # A rank that is done waits this long for its tick: otherwise it would start another draft although
 # the last tick is about to complete, and everyone would wait for that.
@@ -237,24 +236,15 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-def make_transport(ranks: Ranks, timeout_s: float, backend: str) -> Transport:
-    """All ranks call it together. backend: see `BubbleConfig.progress_backend`. Raises InputError
-    where it is not possible."""
-    if backend == "nccl" and ranks.device.type != "cuda":
-        raise InputError("bubble.progress_backend: nccl needs GPUs; use auto, shm or gloo")
+def make_transport(ranks: Ranks, timeout_s: float, backend: str = "auto") -> Transport:
+    """All ranks call it together. backend: auto, or nccl, gloo, or shm, where memory is shared."""
     if ranks.world_size == 1:
         return Transport(ranks.clock)
     if backend == "auto" and ranks.device.type == "cuda":
         backend = "nccl"
-    if backend in ("auto", "shm"):
-        if (words := open_shared(ranks)) is not None:
-            return SharedMemory(ranks.clock, words, ranks.rank)
-        if backend == "shm":
-            raise InputError(
-                "bubble.progress_backend: shm, but the ranks share no memory; use auto or gloo"
-            )
-        backend = "gloo"
-    return Collectives(ranks, timeout_s, backend)
+    if backend in ("auto", "shm") and (words := open_shared(ranks)) is not None:
+        return SharedMemory(ranks.clock, words, ranks.rank)
+    return Collectives(ranks, timeout_s, "nccl" if backend == "nccl" else "gloo")
 
 
 class ProgressBoard:

@@ -47,7 +47,7 @@ def make_sampler(
         if has_drafts:
             profile(engine, params, cost, clock=ranks.clock)
     if board is None and (has_drafts or uses_tail or config.optim.stream_gradients):
-        board = ProgressBoard(ranks, config.run.timeout_s, config.bubble.progress_backend)
+        board = ProgressBoard(ranks, config.run.timeout_s)
     history = History(max_history_tokens)
     proposer = evaluation = None
     if has_drafts:

@@ -207,8 +207,8 @@ class Sampler:
                 tasks.append(drafting)
             self.planning_s += self.ranks.clock.perf_counter() - begin_s
         if self.has_drafter:
-            limits = {"max_slice_s": self.config.idle.max_slice_s, "clock": self.ranks.clock}
-            tasks.append(TrainDrafter(self.drafter, num_ranks=self.ranks.world_size, **limits))
+            num_ranks, clock = self.ranks.world_size, self.ranks.clock
+            tasks.append(TrainDrafter(self.drafter, num_ranks=num_ranks, clock=clock))
         return tasks
 
     def _draft_ahead(self, step: int, used: list[Group]) -> DraftAhead | None:
@@ -268,7 +268,6 @@ class Sampler:
             launch,
             self.stream,
             take_rewards,
-            max_slice_s=self.config.idle.max_slice_s,
             scores_in_workers=self.config.reward.num_workers > 0,
             only_differing=self.config.rollout.dynamic_sampling,
             frees_cache=self.config.rollout.free_cache_engine,

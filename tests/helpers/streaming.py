@@ -20,7 +20,7 @@ SECONDS = (
     1e-3,
     1e-4,
 )  # of a micro-batch and of a token, whatever they are: slices are the same on any machine
-STREAMED = ("optim.stream_gradients=true", "reward.num_workers=0", "idle.max_slice_s=0.02")
+STREAMED = ("optim.stream_gradients=true", "reward.num_workers=0")
 
 
 def reward(completion_ids, **columns) -> list[float]:
