@@ -247,6 +247,8 @@ class Scoring:
     def _report(self, failed: list[Failed], num_rows: int) -> None:
         """Write failures to the file, and one warning for each kind of each function. Raises
         InputError if they end the run."""
+        if not failed:
+            return
         when = "evaluation" if self.step is None else f"step {self.step}"
         num_alike = Counter((function, failure.kind) for _, function, failure in failed)
         lines, samples = [], self._samples([row for row, _, _ in failed])
