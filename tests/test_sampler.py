@@ -230,7 +230,7 @@ def test_evaluations_leave_training_as_it_is():
     for evaluates in (False, True):
         model = new_model()
         sampler = start("bubble+suffix", model, BoardWithSlowRank(40))
-        for step in range(3):
+        for step in range(2):
             if evaluates:
                 sampler.evaluate(HELD_OUT, 2, PARAMS, step)
             sampler.sample(step)
@@ -449,7 +449,7 @@ def test_dynamic_sampling_is_the_same_with_drafts():
         model = new_model()
         sampler = start(name, model, BoardWithSlowRank(40), prompts=prompts, **options)
         steps[name] = []
-        for step in range(3):
+        for step in range(2):
             record = sampler.sample(step)
             generated_by_id = by_id(record.generated)
             assert generated_by_id == generated(model, record.generated.groups)
