@@ -86,8 +86,9 @@ class IdleTask:
         """A rank has been given the job, and no other rank has. Called on all ranks."""
 
     def run_slice(self) -> bool:
-        """Between two forwards: put rows into the engine, or do a slice of work that is so short that
-        nobody waits for it; returns whether there is another slice to do. No collectives here."""
+        """Between two forwards: put rows into the engine, or do a slice of work that is short
+        enough for nobody to wait for it; returns whether there is another slice to do. No
+        collectives here."""
         return False
 
     def on_finished(self, row: Row) -> bool:
@@ -108,8 +109,8 @@ def assign(
     """The jobs that each rank gets in a tick, by rank, each with the number of its task.
 
     jobs: of each task, most urgent first; capacities: of each rank, for each task; has_rows: of
-    each rank. A rank with rows of its own gets co-scheduled jobs alone, those that save most first. An
-    idle rank does one thing at a time: jobs of the task whose first one saves most per second. A
+    each rank. A rank with rows of its own gets co-scheduled jobs alone, those that save most first.
+    An idle rank does one thing at a time: jobs of the task whose first one saves most per second. A
     pure function of what all ranks know, so no job is given twice and nobody has to agree.
     """
     left = [list(of_task) for of_task in jobs]

@@ -91,10 +91,8 @@ def _seconds_by_count(
         whole = replace(known, drafted=known.expected)
         drafted += forwards_survival(whole, rates, points) / len(LENGTH_QUANTILES)
         undrafted += forwards_survival(known, rates, points) / len(LENGTH_QUANTILES)
-    token_s, context = (
-        float(cost.coefficients[2]),
-        float((rows.prompt_tokens + rows.expected).mean()),
-    )
+    token_s = float(cost.coefficients[2])
+    context = float((rows.prompt_tokens + rows.expected).mean())
     rank_of = np.empty(len(rows), np.int64)
     rank_of[np.argsort(-rows.expected, kind="stable")] = np.arange(len(rows)) % num_ranks
     slowest = np.zeros(len(rows) + 1)
