@@ -26,7 +26,7 @@ REWARDS = (
         ),
     ],
 )
-@pytest.mark.parametrize("generations", [6, 2, 1])
+@pytest.mark.parametrize("generations", [6, 1])
 def test_advantages_equal_the_plain_computation(estimator, scale, generations):
     rewards = REWARDS[:, :generations]
     advantages = estimate_advantages(rewards, estimator, scale)
@@ -65,18 +65,6 @@ def test_hand_worked_example():
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_single_generation_has_advantage_zero(scale):
-    for estimator in ("grpo", "rloo"):
-        np.testing.assert_array_equal(
-            estimate_advantages(np.array([[1.0], [3.0], [-2.0]]), estimator, scale),
-            np.zeros((3, 1)),
-        )
-        np.testing.assert_array_equal(
-            estimate_advantages(np.array([[7.0]]), estimator, scale), [[0.0]]
-        )
-
-
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_groups_without_variance_have_advantage_zero(scale):
     rewards = np.array([[0.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0.0, 1.0, 0.0]])
     advantages = estimate_advantages(rewards, "grpo", scale)
@@ -92,23 +80,14 @@ def test_equal_rewards_that_float_sums_do_not_reproduce_stay_near_zero():
     assert abs(estimate_advantages(rewards, "grpo", "group")).max() < 1e-12
 
 
-def test_rewards_are_left_as_they_are():
-    rewards = REWARDS.copy()
-    for scale in ("group", "batch", "none"):
-        estimate_advantages(rewards, "grpo", scale)
-    np.testing.assert_array_equal(rewards, REWARDS)
-
-
 @pytest.mark.parametrize(
     "rewards, zero",
     [
         ([[1, 1], [0, 1], [0, 0], [2, 2]], [True, False, True, True]),
         ([[0, 1], [1, 0]], [False, False]),
         ([[0.1, 0.1, 0.1]], [True]),
-        (
-            [[0.1 + 0.2, 0.3], [0.1 + 0.2, 0.3 + 1e-7]],
-            [True, False],
-        ),  # sums of the same rewards in another order
+        # sums of the same rewards in another order
+        ([[0.1 + 0.2, 0.3], [0.1 + 0.2, 0.3 + 1e-7]], [True, False]),
         ([[1e-6, 0.0]], [False]),
         ([[1], [2]], [True, True]),
     ],
@@ -135,9 +114,7 @@ def test_reinforce_plus_plus_knows_no_groups():
     ],
 )
 def test_scale_left_out_is_the_estimators_own(estimator, scale):
-    left_out, given = (
-        estimate_advantages(REWARDS, estimator),
-        estimate_advantages(REWARDS, estimator, scale),
-    )
+    left_out = estimate_advantages(REWARDS, estimator)
+    given = estimate_advantages(REWARDS, estimator, scale)
     np.testing.assert_array_equal(left_out, given)
     np.testing.assert_array_equal(estimate_advantages(np.array([[7.0]]), estimator), [[0.0]])

@@ -26,7 +26,7 @@ OPTIONS = [
     *SHORT,
     "rollout.num_prompts_per_step=6",
     "rollout.max_completion_length=24",
-    "reward.functions=[tests.helpers.streaming.reward]",
+    "reward.functions=[tests.helpers.rewards.remainder]",
     "optim.learning_rate=1e-3",
     "eval.num_prompts=4",  # which are no training prompts
     "eval.num_generations=1",

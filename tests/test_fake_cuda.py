@@ -577,7 +577,7 @@ def check_update(cuda, extra: dict, kernel: str, has_checkpoints: bool = False) 
     metrics, _ = learner.update(make_samples(), ADVANTAGES, 0)
     assert metrics["grad_norm"] == 5.0 and metrics["skipped_updates"] == 0
     updates = extra.get("num_iterations", 1) * extra.get("num_minibatches", 1)
-    assert cuda.waits == ["learner._sum_over_ranks", "optimizer.step"] * updates
+    assert cuda.waits == ["learner.sum_over_ranks", "optimizer.step"] * updates
     assert cuda.products == {torch.bfloat16} and cuda.largest_double < 10 * 20
     assert cuda.calls["aten::_fused_adamw_"] == 2 * updates
     assert is_on_gpu(optimizer.flat_grad, torch.float32) and all(

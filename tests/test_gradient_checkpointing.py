@@ -33,12 +33,6 @@ RANDOM_IN_TRAINING = {
     "mixtral": lambda: transformers.MixtralConfig(
         **GQA, **EXPERTS, router_jitter_noise=0.5, attention_dropout=0.5
     ),
-    "phimoe": lambda: transformers.PhimoeConfig(
-        **GQA, **EXPERTS, input_jitter_noise=0.5, router_jitter_noise=0.5
-    ),
-    "phi3": lambda: transformers.Phi3Config(
-        **GQA, resid_pdrop=0.5, embd_pdrop=0.5, attention_dropout=0.5
-    ),
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=VOCAB,
         n_embd=64,
@@ -97,15 +91,13 @@ def test_nothing_random_comes_back(name):
     check(name)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_to_the_bit_in_other_types(dtype):
-    check("mixtral", dtype)
+def test_to_the_bit_in_bfloat16():
+    check("mixtral", torch.bfloat16)
 
 
-@pytest.mark.parametrize("name", ["opt", "mixtral"])
-def test_with_an_adapter(name):
+def test_with_an_adapter():
     pytest.importorskip("peft", reason="pip install -r requirements-lora.txt")
-    check(name, has_adapter=True)
+    check("mixtral", has_adapter=True)
 
 
 def test_a_forward_without_gradients_is_not_checkpointed(make_model, monkeypatch):

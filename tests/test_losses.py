@@ -9,11 +9,12 @@ import torch
 from bubblespec.config import LossConfig
 from bubblespec.learn.losses import (
     cispo_loss,
+    common_factor,
     importance_ratio,
     kl_penalty,
+    local_weights,
     policy_loss,
     token_logprobs,
-    token_weights,
 )
 from tests.helpers.reference_step import kl_estimate, mean_loss, token_losses
 
@@ -66,11 +67,8 @@ def test_on_policy_gradient_is_the_plain_policy_gradient(level):
     ratio = importance_ratio(logprob, logprob.detach(), torch.tensor([M - 7, 7]), level)
     loss, is_clipped = policy_loss(ratio, advantage, epsilon_low=0.2, epsilon_high=0.2)
     loss.sum().backward()
-    assert (
-        torch.equal(loss.detach(), -advantage)
-        and torch.equal(logprob.grad, -advantage)
-        and not is_clipped.any()
-    )
+    assert torch.equal(loss.detach(), -advantage) and torch.equal(logprob.grad, -advantage)
+    assert not is_clipped.any()
 
 
 def test_sequence_ratio_is_the_geometric_mean_with_its_own_gradient():
@@ -144,22 +142,21 @@ def test_kl_estimators_have_the_means_and_gradients_that_they_claim():
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo", "cispo"])
-def test_token_weights_give_the_published_means(loss_type):
-    lengths = np.array([3, 1, 7, 4])
-    is_used = np.array([True, True, False, True])
+def test_weights_give_the_published_means(loss_type):
+    """Without any used sequence they are zero; a local weight does not depend on the others."""
+    lengths, is_used = np.array([3, 1, 7, 4]), np.array([True, True, False, True])
     losses = [torch.from_numpy(RNG.normal(size=n)) for n in lengths]
-    wanted = mean_loss(
-        [values for values, used in zip(losses, is_used, strict=True) if used], 4, loss_type, 10
-    )
-    weights = token_weights(loss_type, lengths, is_used, max_completion_length=10)
-    assert math.isclose(
-        sum(w * v.sum() for w, v in zip(weights, losses, strict=True)), wanted, rel_tol=1e-12
-    )
-
-
-def test_weights_without_any_used_sequence_are_zero():
-    for loss_type in ("grpo", "dr_grpo", "dapo", "cispo"):
-        assert not token_weights(loss_type, np.array([3, 2]), np.array([False, False]), 5).any()
+    used = [values for values, used in zip(losses, is_used, strict=True) if used]
+    wanted = mean_loss(used, 4, loss_type, 10)
+    local = local_weights(loss_type, lengths, is_used)
+    weights = local * common_factor(loss_type, lengths, is_used, 10)
+    mean = sum(w * v.sum() for w, v in zip(weights, losses, strict=True))
+    assert math.isclose(mean, wanted, rel_tol=1e-12)
+    alone = [local_weights(loss_type, lengths[i:][:1], is_used[i:][:1])[0] for i in range(4)]
+    assert alone == local.tolist()
+    none = np.zeros(4, bool)
+    assert not local_weights(loss_type, lengths, none).any()
+    assert math.isfinite(common_factor(loss_type, lengths, none, 10))
 
 
 @pytest.mark.parametrize("max_logits", [1 << 20, 97 * 3])

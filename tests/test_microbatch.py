@@ -21,16 +21,14 @@ def first_fit_by_search(indices, lengths, max_tokens):
     return microbatches
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 64, 201])
+@pytest.mark.parametrize("count", [0, 1, 7, 201])
 def test_first_fit_takes_the_first_microbatch_with_room(count):
     rng = np.random.default_rng(count)
     for max_tokens in (60, 100, 1000):
         lengths = rng.integers(1, 120, count)  # some longer than a micro-batch may be
-        given = rng.permutation(count).tolist()
-        for indices in (given, np.argsort(-lengths, kind="stable").tolist()):
-            assert _first_fit(indices, lengths, max_tokens) == first_fit_by_search(
-                indices, lengths, max_tokens
-            )
+        indices = rng.permutation(count).tolist()
+        wanted = first_fit_by_search(indices, lengths, max_tokens)
+        assert _first_fit(indices, lengths, max_tokens) == wanted
 
 
 def test_sequences_are_attended_with_others_more_than_half_as_long():

@@ -14,6 +14,7 @@ from bubblespec.dist.ranks import Ranks
 from bubblespec.setup import build
 from bubblespec.trainer import Trainer
 from tests.helpers.reference_step import grpo_step
+from tests.helpers.rewards import remainder
 from tests.helpers.runs import read
 
 CONFIG = "configs/tiny_cpu_bulk.yaml"
@@ -24,7 +25,7 @@ SHORT = [
     "config: {min_terms: 2, max_terms: 5, min_digits: 1, max_digits: 1}}]",
     # the second step has the same prompts, for which the first one's responses are drafts
     "data.size=4",
-    "reward.functions=[tests.test_reference_step.reward]",
+    "reward.functions=[tests.helpers.rewards.remainder]",
     "rollout.num_prompts_per_step=4",
     "rollout.num_generations=3",
     "rollout.max_completion_length=24",
@@ -36,50 +37,27 @@ SHORT = [
     "speculative.planning=always",  # whatever a forward takes on this machine
 ]
 RECIPES = {
-    "GRPO": [
-        *(
-            "rollout.temperature=0.8",
-            "rollout.top_p=0.98",
-            "rollout.top_k=40",
-            "rollout.min_completion_length=12",
-        ),
-        *(
-            "loss.loss_type=grpo",
-            "loss.kl_coef=0.1",
-            "loss.num_iterations=2",
-            "loss.num_minibatches=2",
-            "loss.epsilon_low=0.02",
-        ),
-        *("loss.epsilon_high=0.03", "loss.mask_truncated_completions=true"),
-        *(
-            "optim.learning_rate=2e-4",
-            "optim.weight_decay=0.1",
-            "optim.lr_scheduler=cosine",
-            "optim.warmup_steps=0",
-        ),
-    ],
-    "GSPO, leave-one-out": [
-        *("rollout.temperature=1.1", "loss.loss_type=dr_grpo", "loss.advantage_estimator=rloo"),
-        *(
-            "loss.importance_sampling_level=sequence",
-            "loss.epsilon_low=0.01",
-            "loss.epsilon_high=0.01",
-            "loss.num_iterations=2",
-        ),
-        *("optim.learning_rate=2e-4", "optim.warmup_steps=3", "optim.max_grad_norm=0"),
-    ],
+    "GRPO": """
+        rollout.temperature=0.8 rollout.top_p=0.98 rollout.top_k=40
+        rollout.min_completion_length=12
+        loss.loss_type=grpo loss.kl_coef=0.1 loss.num_iterations=2 loss.num_minibatches=2
+        loss.epsilon_low=0.02 loss.epsilon_high=0.03 loss.mask_truncated_completions=true
+        optim.learning_rate=2e-4 optim.weight_decay=0.1 optim.lr_scheduler=cosine
+        optim.warmup_steps=0
+    """,
+    "GSPO, leave-one-out": """
+        rollout.temperature=1.1
+        loss.loss_type=dr_grpo loss.advantage_estimator=rloo loss.num_iterations=2
+        loss.importance_sampling_level=sequence loss.epsilon_low=0.01 loss.epsilon_high=0.01
+        optim.learning_rate=2e-4 optim.warmup_steps=3 optim.max_grad_norm=0
+    """,
 }
-
-
-def reward(completion_ids, **columns) -> list[float]:
-    """Differs between responses, whatever the policy."""
-    return [float(sum(ids) % 7) for ids in completion_ids]
 
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.usefixtures("exact_norms")
 def test_steps_of_the_trainer_are_those_of_the_page(tmp_path, monkeypatch, name):
-    config = load_config(CONFIG, [*SHORT, *RECIPES[name], f"run.output_dir={tmp_path}"])
+    config = load_config(CONFIG, [*SHORT, *RECIPES[name].split(), f"run.output_dir={tmp_path}"])
     trainer, seen, update = build(config, Ranks(torch.device("cpu"))), [], Trainer.update
 
     def noting(trainer, record, advantages):
@@ -101,7 +79,7 @@ def test_steps_of_the_trainer_are_those_of_the_page(tmp_path, monkeypatch, name)
         ]
         assert {visit for _, visit, _ in prompts} == {step}, "each step is an epoch"
         groups, rewards, wanted, updates = grpo_step(
-            plain, reference, prompts, reward, config=config, step=step, moments=moments
+            plain, reference, prompts, remainder, config=config, step=step, moments=moments
         )
         responses = [response for group in groups for response in group]
         assert [tokens.tolist() for tokens in samples.tokens] == [

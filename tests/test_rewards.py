@@ -49,13 +49,11 @@ both = pytest.mark.parametrize("chat", [False, True], ids=["string", "chat"])
 @pytest.mark.parametrize(
     "text, wanted",
     [
-        ("<answer>4</answer>", "4"),
         ("2+2 = <answer> 4\n</answer> done", "4"),
         ("<answer>3</answer> no, <answer>4</answer>", "4"),
         ("<answer>two\nlines</answer>", "two\nlines"),
         ("<answer></answer>", ""),
         ("<answer>4", None),
-        ("4", None),
         ("", None),
     ],
 )
@@ -68,13 +66,11 @@ def test_final_answer_is_what_the_last_tags_hold(text, wanted):
     "text, answer, wanted",
     [
         ("4", "4", 1.0),
-        (" 4\n", "4 ", 1.0),
         ("so <answer>4</answer>", "4", 1.0),
         ("so <answer>4</answer>", 4, 1.0),
         ("so 4", "4", 0.0),
         ("<answer>04</answer>", "4", 0.0),
         ("4 <answer>5</answer>", "4", 0.0),
-        ("<answer></answer>", "4", 0.0),
         ("", "4", 0.0),
         ("Paris", "paris", 0.0),
     ],
@@ -92,10 +88,8 @@ def test_exact_match(text, answer, wanted, chat):
         ("<answer>4</answer> and more", 0.0),
         ("<answer>3</answer><answer>4</answer>", 0.0),
         ("<answer>3<answer>4</answer>", 0.0),
-        ("</answer><answer>4</answer>", 0.0),
         ("<answer></answer>", 0.0),
         ("<answer>4", 0.0),
-        ("4</answer>", 0.0),
         ("4", 0.0),
         ("", 0.0),
     ],
@@ -115,29 +109,23 @@ def test_answer_format_takes_linear_time():
     [
         ("1/2", "<answer>0.5</answer>", 1.0),
         ("1/2", "<answer>\\frac{1}{2}</answer>", 1.0),
-        ("1/2", "0.5", 1.0),
         ("\\frac{1}{2}", "<answer>2/4</answer>", 1.0),
         ("$\\frac12$", "so it is \\boxed{0.5}.", 1.0),
         ("0.5", "so it is $\\frac12$.", 1.0),
         (0.5, "<answer>1/2</answer>", 1.0),
-        (3, "<answer>3</answer>", 1.0),
         ("It is 6 * 7 = 42, and not 41.\n#### 42", "\\boxed{42}", 1.0),  # as in GSM8K
         ("It is 6 * 7 = 42, and not 41.\n#### 42", "\\boxed{41}", 0.0),
         ("#### 1,000", "\\boxed{1000}", 1.0),
-        ("1/2", "<answer>2/3</answer>", 0.0),
         ("1/3", "<answer>0.33</answer>", 0.0),
-        ("4", "<answer>-4</answer>", 0.0),
         ("1000", "<answer>1,000</answer>", 1.0),
         ("\\sqrt{8}", "<answer>2\\sqrt{2}</answer>", 1.0),
         ("x^2-1", "<answer>(x-1)(x+1)</answer>", 1.0),
         ("\\{1,2\\}", "<answer>\\{2,1\\}</answer>", 1.0),
-        ("\\{1,2\\}", "<answer>\\{1,3\\}</answer>", 0.0),
         ("(1,2)", "<answer>(2,1)</answer>", 0.0),
         ("[0,1)", "<answer>[0,1)</answer>", 1.0),
         ("[0,1)", "<answer>(0,1]</answer>", 0.0),
         ("5", "4, no: 5; so <answer>4</answer>", 0.0),
         ("5", "no idea", 0.0),
-        ("5", "<answer></answer>", 0.0),
         ("5", "", 0.0),
         ("", "<answer>5</answer>", None),
         (None, "<answer>None</answer>", None),
@@ -166,30 +154,19 @@ def test_math_equivalence_gives_up_on_numbers_too_large_to_work_out(monkeypatch)
 
 @both
 def test_reasoning_gym_score_is_the_scorers_own(chat):
-    tasks = [
-        {"name": name, "weight": 1.0, "config": {}}
-        for name in ("chain_sum", "countdown", "basic_arithmetic")
-    ]
-    rows = reasoning_gym_rows(tasks, 24, 1)
-    texts = [
-        [
-            f"<answer>{row['answer']}</answer>",
-            f"it is <answer>{row['answer']} or so</answer>",
-            "none",
-        ][i % 3]
-        for i, row in enumerate(rows)
-    ]
+    names = ("chain_sum", "countdown")
+    tasks = [{"name": name, "weight": 1.0, "config": {}} for name in names]
+    rows = reasoning_gym_rows(tasks, 12, 1)
+    answers = [[row["answer"], f"{row['answer']} or so", None][i % 3] for i, row in enumerate(rows)]
+    texts = ["none" if a is None else f"it is <answer>{a}</answer>" for a in answers]
     columns = {name: [row[name] for row in rows] for name in ("task", "entry", "answer")}
     found = call(reasoning_gym_score, texts, chat, **columns)
-    scorers = {
-        task["name"]: reasoning_gym.create_dataset(task["name"], size=1, seed=9) for task in tasks
-    }
-    answers = [[row["answer"], f"{row['answer']} or so", None][i % 3] for i, row in enumerate(rows)]
+    scorers = {name: reasoning_gym.create_dataset(name, size=1, seed=9) for name in names}
     assert found == [
-        scorers[r["task"]].score_answer(a, entry=r["entry"])
-        for r, a in zip(rows, answers, strict=True)
+        scorers[row["task"]].score_answer(answer, entry=row["entry"])
+        for row, answer in zip(rows, answers, strict=True)
     ]
-    assert {r["task"] for r in rows} == set(scorers) and found[0::3] == [1.0] * 8
+    assert {row["task"] for row in rows} == set(names) and found[0::3] == [1.0] * 4
     assert max(found[2::3]) <= 0.01, "no answer: some scorers still give a hundredth"
 
 
@@ -210,14 +187,7 @@ def test_functions_get_trls_arguments():
     assert calls == [(["text", chat], ["x", as_chat("y")], [[1], [2, 3]], columns)]
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        [1, 0.5, None],
-        (1.0, 0.5, None),
-        [np.float64(1), torch.tensor(0.5), None],
-    ],
-)
+@pytest.mark.parametrize("values", [(1, 0.5, None), [np.float64(1), torch.tensor(0.5), None]])
 def test_numbers_of_any_kind_are_taken(values):
     found = score(lambda **kwargs: values, SAMPLES)
     assert found == [1.0, 0.5, None] and type(found[0]) is float
@@ -231,13 +201,10 @@ def test_numbers_of_any_kind_are_taken(values):
         ([1.0, 2.0], "returned 2 values for 1 samples"),
         ([], "returned 0 values for 1 samples"),
         (1.0, "returned float, not a list"),
-        (None, "returned NoneType, not a list"),
-        (np.array(1.0), "returned ndarray, not a list"),
         (torch.tensor(1.0), "returned Tensor, not a list"),
         ("1", "returned str, not a list"),
         ({0: 1.0}, "returned dict, not a list"),
         ([np.nan], "value nan is not finite"),
-        ([-np.inf], "value -inf is not finite"),
         (["1.0"], "value '1.0' is not a number"),
         ([1j], "value 1j is not a number"),
         ([[1.0]], "value [1.0] is not a number"),
@@ -249,7 +216,13 @@ def test_wrong_values_are_failures(values, part):
     assert found.kind == "value" and part in found.message
 
 
-def test_a_call_that_fails_as_a_whole_is_repeated_for_each_sample():
+def test_a_list_of_the_wrong_length_is_a_failure_of_all_its_samples():
+    """One call for each would give lists of the right length."""
+    found = score(lambda **kwargs: [1.0], SAMPLES)
+    assert found == [RewardFailure("value", "returned 1 values for 3 samples")] * 3
+
+
+def test_a_call_that_raises_is_repeated_for_each_sample():
     sizes = []
 
     def fragile(prompts, completions, completion_ids, **columns):
@@ -280,14 +253,7 @@ def test_combine_refuses_samples_without_any_reward():
 @pytest.mark.parametrize(
     "length, wanted",
     # DAPO's own numbers: 16384 expected, 4096 more tolerated.
-    [
-        (1, 0.0),
-        (16384, 0.0),
-        (16385, -1 / 4096),
-        (18432, -0.5),
-        (20479, -4095 / 4096),
-        (20480, -1.0),
-    ],
+    [(1, 0.0), (16384, 0.0), (16385, -1 / 4096), (18432, -0.5), (20480, -1.0)],
 )
 def test_overlong_penalty(length, wanted):
     assert overlong_penalty(np.array([length]), 20480, 4096, 1.0).tolist() == [wanted]

@@ -148,10 +148,8 @@ def test_a_function_that_fails_for_all_responses_of_a_step_ends_the_run(make_sco
     not save it."""
     functions = ["bubblespec.rewards.answer_format", "bubblespec.rewards.code.passes_tests"]
     scorer = make_scorer(functions=functions, num_workers=num_workers)
-    with pytest.raises(
-        InputError,
-        match=r"passes_tests: failed for all 3 responses of a step; raised TypeError.*'tests'",
-    ):
+    says = r"passes_tests: failed for all 3 responses of a step; raised TypeError.*'tests'"
+    with pytest.raises(InputError, match=says):
         scores(scorer, finished_rows(3))
 
 

@@ -10,15 +10,13 @@ from bubblespec.dist.ranks import Ranks
 from bubblespec.learn.optimizer import MOMENTS, Optimizer
 from tests.helpers.ranks import run_ranks
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def make(dtype: torch.dtype, shard_state: bool, ranks: Ranks | None) -> tuple[Small, Optimizer]:
     config = copy.copy(CONFIG)
     config.shard_state = shard_state
-    config.learning_rate = (
-        1e-3  # small beside bfloat16's resolution, so masters and weights drift apart
-    )
+    config.learning_rate = 1e-3  # below bfloat16's resolution: masters and weights drift apart
     model = Small(dtype)
     return model, Optimizer(model, config, STEPS, ranks)
 
@@ -31,9 +29,8 @@ def train(model: Small, optimizer: Optimizer, ranks: Ranks, steps: range) -> lis
         optimizer.reduce(ranks)
         before = [param._version for param in optimizer.params]
         norms.append(optimizer.step(step)[0])
-        assert all(
-            param._version > was for param, was in zip(optimizer.params, before, strict=True)
-        ), "copies are told"
+        now = [param._version for param in optimizer.params]
+        assert all(n > b for n, b in zip(now, before, strict=True)), "copies are told"
     return norms
 
 
@@ -44,10 +41,8 @@ def bits(tensors) -> list[list[float]]:
 def state_size(optimizer: Optimizer) -> int:
     """Numbers in this rank's moments and masters."""
     tensors = [state[key] for state in optimizer.local.state.values() for key in MOMENTS]
-    return sum(
-        t.numel()
-        for t in tensors + (list(optimizer.updated.values()) if optimizer.has_masters else [])
-    )
+    masters = list(optimizer.updated.values()) if optimizer.has_masters else []
+    return sum(t.numel() for t in tensors + masters)
 
 
 def same_state(a: dict, b: dict) -> bool:
@@ -64,9 +59,8 @@ def same_state(a: dict, b: dict) -> bool:
 def with_and_without(ranks: Ranks, folder: str) -> dict:
     seen = {}
     for name, dtype in DTYPES.items():
-        (plain_model, plain), (model, sharded) = (
-            make(dtype, shard, ranks) for shard in (False, True)
-        )
+        plain_model, plain = make(dtype, False, ranks)
+        model, sharded = make(dtype, True, ranks)
         assert sharded.state_dict(ranks) == (
             {"num_updates": 0, "parameters": {}} if ranks.is_main else None
         )
@@ -74,9 +68,7 @@ def with_and_without(ranks: Ranks, folder: str) -> dict:
         norms = [train(model, sharded, ranks, half), train(plain_model, plain, ranks, half)]
         state = sharded.state_dict(ranks)
         if ranks.is_main:
-            assert same_state(state, plain.state_dict()), (
-                "a state does not show whether it was sharded"
-            )
+            assert same_state(state, plain.state_dict())  # does not show whether it was sharded
             torch.save({"model": model.state_dict(), "optimizer": state}, f"{folder}/{name}.pt")
         ranks.barrier()
         saved = torch.load(f"{folder}/{name}.pt", mmap=True, weights_only=True)
@@ -89,11 +81,8 @@ def with_and_without(ranks: Ranks, folder: str) -> dict:
             continued.load_state_dict(saved["optimizer"])
             train(again, continued, ranks, rest)
             runs.append(bits(again.parameters()))
-        seen[name] = {
-            "norms": norms,
-            "runs": runs,
-            "sizes": [state_size(sharded), state_size(plain)],
-        }
+        sizes = [state_size(sharded), state_size(plain)]
+        seen[name] = {"norms": norms, "runs": runs, "sizes": sizes}
     return seen
 
 
@@ -108,10 +97,8 @@ def test_sharding_changes_no_bit_and_divides_the_state(tmp_path):
         start = bits(Small(dtype).parameters())
         for result in of_name:
             assert result["norms"][0] == result["norms"][1]
-            assert (
-                all(run == of_name[0]["runs"][0] for run in result["runs"])
-                and result["runs"][0] != start
-            )
+            assert all(run == of_name[0]["runs"][0] for run in result["runs"])
+            assert result["runs"][0] != start
         copies = 3 if name == "bfloat16" else 2
         whole = copies * sum(map(sum, sizes))
         assert [result["sizes"][1] for result in of_name] == [whole] * 3

@@ -68,14 +68,12 @@ def moved(model):
 
 
 def make_learner(model, config, reference=None, ranks=None) -> Learner:
-    ranks = ranks or Ranks(torch.device("cpu"))
-    optimizer = Optimizer(model, config.optim, 10)
     return Learner(
         config=config,
-        ranks=ranks,
+        ranks=ranks or Ranks(torch.device("cpu")),
         model=model,
         reference=reference,
-        optimizer=optimizer,
+        optimizer=Optimizer(model, config.optim, 10),
         kernel="sdpa",
     )
 
@@ -85,10 +83,12 @@ def gradients(learner: Learner, samples, advantages=ADVANTAGES) -> tuple[list[to
     metrics."""
     optimizer, seen = learner.optimizer, []
     original = optimizer.step
-    optimizer.step = lambda *arguments: (
-        seen.append(optimizer.flat_grad.clone()),
-        original(*arguments),
-    )[1]
+
+    def noting(*arguments):
+        seen.append(optimizer.flat_grad.clone())
+        return original(*arguments)
+
+    optimizer.step = noting
     return seen, learner.update(samples, advantages, 0)[0]
 
 
@@ -101,12 +101,8 @@ def gradient(model, samples, config, advantages=ADVANTAGES, **options) -> tuple[
 def responses_of(samples: Samples) -> list[Response]:
     """As reference_step.py has them."""
     prompts = [list(samples.prompt_of(i).token_ids) for i in range(len(samples))]
-    return [
-        Response(*r)
-        for r in zip(
-            prompts, [t.tolist() for t in samples.tokens], samples.is_truncated, strict=True
-        )
-    ]
+    tokens = [t.tolist() for t in samples.tokens]
+    return list(map(Response, prompts, tokens, samples.is_truncated))
 
 
 def oracle(model, samples, config, reference=None) -> tuple[torch.Tensor, float]:
@@ -149,18 +145,17 @@ def test_microbatches_do_not_change_the_gradient(make_model):
         torch.testing.assert_close(got, results[2], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_ranks_share_the_work_and_sum_to_the_same_gradient(make_model, world_size):
+def test_ranks_share_the_work_and_sum_to_the_same_gradient(make_model):
     """Each rank's part is computed in turn; their sum is what the collective would give."""
     single = make_model()
     prepare_model(single, 64)
     wanted, _ = gradient(single, make_samples(), make_config())
     parts = []
-    for rank in range(world_size):
+    for rank in range(3):
         model = make_model()
         prepare_model(model, 64)
         ranks = Ranks(torch.device("cpu"))
-        ranks.rank, ranks.world_size = rank, world_size
+        ranks.rank, ranks.world_size = rank, 3
         ranks.sum_ = lambda tensor: tensor
         ranks.gather = lambda array: array[None]
         parts.append(gradient(model, make_samples(), make_config(), ranks=ranks)[0])
@@ -181,17 +176,6 @@ def test_gradient_does_not_depend_on_the_generators_logprobs(make_model):
         results[0][1]["sampling/logp_difference/mean"]
         != results[1][1]["sampling/logp_difference/mean"]
     )
-
-
-def test_later_iterations_clip_against_the_first(make_model):
-    """With a large learning rate the second iteration's ratios leave the clip range, and its
-    gradient is the clipped one."""
-    model = make_model()
-    prepare_model(model, 64)
-    config = make_config(num_iterations=3, epsilon_low=0.05, epsilon_high=0.05)
-    config.optim.learning_rate = 0.02
-    _, metrics = gradient(model, make_samples(), config)
-    assert metrics["clip_ratio/region_mean"] > 0.1
 
 
 def test_plan_is_balanced_complete_and_within_its_budget():
@@ -224,13 +208,7 @@ def infinite_loss(*arguments, **options):
     return loss + math.inf, is_clipped
 
 
-NOT_FINITE = [
-    "loss",
-    "gradient",
-    "another rank",
-    "the loss alone",
-    "the loss of another rank alone",
-]
+NOT_FINITE = ["loss", "gradient", "another rank", "the loss alone", "another rank's loss alone"]
 
 
 @pytest.mark.parametrize("where", NOT_FINITE)
@@ -252,7 +230,7 @@ def test_an_update_that_is_not_finite_changes_nothing(make_model, monkeypatch, w
                     hook = model.model.norm.weight.register_hook(lambda grad: grad * math.inf)
                 elif where == "the loss alone":  # a constant has no gradient
                     patch.setattr(update, "policy_loss", infinite_loss)
-                elif where == "the loss of another rank alone":
+                elif where == "another rank's loss alone":
                     nan = functools.partial(np.full_like, fill_value=math.nan)
                     patch.setattr(ranks, "gather", lambda array: np.stack((array, nan(array))))
                 else:
@@ -297,16 +275,6 @@ def test_the_first_update_is_exactly_on_policy(make_model, monkeypatch):
     assert not any((ratio == 1).any() for ratio in second)
 
 
-def test_updates_left_out_are_counted(make_model, monkeypatch):
-    """The first and the third of four; the learning rate is that of the last update."""
-    losses = itertools.cycle((infinite_loss, policy_loss))
-    monkeypatch.setattr(update, "policy_loss", lambda *args, **kw: next(losses)(*args, **kw))
-    model = make_model()
-    prepare_model(model, 64)
-    _, metrics = gradient(model, make_samples(), make_config(10_000, num_iterations=4))
-    assert (metrics["skipped_updates"], metrics["learning_rate"]) == (2, 1e-3)
-
-
 # Metrics
 
 
@@ -341,10 +309,8 @@ def test_metrics_of_an_update_are_those_of_the_plain_computation(make_model):
     plain = make_model()
     plain.set_attn_implementation("sdpa")
     reference = moved(plain)
-    samples, config = (
-        make_samples(),
-        make_config(loss_type="dapo", kl_coef=0.3, mask_truncated_completions=True),
-    )
+    samples = make_samples()
+    config = make_config(loss_type="dapo", kl_coef=0.3, mask_truncated_completions=True)
     # Far off in both directions, and furthest in a masked sample.
     samples.full_logprob = [
         values + np.float32((-1) ** i) for i, values in enumerate(samples.full_logprob)
@@ -400,12 +366,12 @@ def test_measurements_are_summed_over_microbatches_and_ranks_but_the_largest_is_
         gather=lambda array: (given.append(array), np.vstack((array, others)))[1]
     )
     measured = [torch.arange(9.0, dtype=torch.float64) + shift for shift in (2.0, 0.5)]
-    total = update._sum_over_ranks(measured, ranks)
+    total = update.sum_over_ranks(measured, ranks)
     assert given[0].tolist() == [2 * n + 2.5 for n in range(8)] + [10.0]
     assert total == dict(
         zip(update.MEASURED, [2 * n + 2.5 + n + n + 9 for n in range(8)] + [17.0], strict=True)
     )
-    assert update._sum_over_ranks([], ranks)["max_mismatch"] == 17 and not given[1].any()
+    assert update.sum_over_ranks([], ranks)["max_mismatch"] == 17 and not given[1].any()
 
 
 @pytest.mark.parametrize("max_tokens", [32, 10_000])
@@ -416,10 +382,8 @@ def test_only_samples_with_a_gradient_are_computed(make_model, max_tokens):
     model.model.embed_tokens.register_forward_pre_hook(
         lambda _, inputs: fed.append(inputs[0].numel())
     )
-    config, advantages = (
-        make_config(max_tokens, num_iterations=2, mask_truncated_completions=True),
-        ADVANTAGES.copy(),
-    )
+    config = make_config(max_tokens, num_iterations=2, mask_truncated_completions=True)
+    advantages = ADVANTAGES.copy()
     advantages[[0, 7]] = 0.0  # sample 7 is truncated as well
     gradient(model, samples, config, advantages)
     used = [i for i in range(len(samples)) if not samples.is_truncated[i] and advantages[i]]

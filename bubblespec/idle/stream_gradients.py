@@ -7,35 +7,17 @@ those of its samples that it generated itself. A reward that comes late or not a
 group out, and the update computes those gradients as if nothing had been streamed.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import numpy as np
 
 from bubblespec.dist.ranks import Ranks
 from bubblespec.idle.task import SLICE_S, IdleTask, Job
-from bubblespec.records import Span
+from bubblespec.learn.streaming import GradientStream, Piece
 from bubblespec.types import Launch, Row, has_zero_std
 
 NUM_WANTED = 2  # slices that a rank asks for at a time: the next tick is some milliseconds away
-
-
-class Piece(Protocol):
-    """A sample whose gradient can be computed."""
-
-    num_tokens: int
-
-
-class Stream(Protocol):
-    """What computes gradients before the update (`learn.streaming.GradientStream`)."""
-
-    is_ready: bool
-
-    def pieces(self, rows: Sequence[Row | None], rewards: np.ndarray) -> list[Piece]: ...
-    def max_tokens(self, limit_s: float) -> int: ...
-    def seconds(self, num_tokens: int) -> float: ...
-    def spared_s(self, num_tokens: int) -> float: ...
-    def add(self, pieces: list[Piece]) -> Span: ...
 
 
 class Capacity(NamedTuple):
@@ -56,7 +38,7 @@ class StreamGradients(IdleTask):
     def __init__(
         self,
         launch: Launch,
-        stream: Stream,
+        stream: GradientStream,
         take_rewards: Callable[[], list[tuple[Row, float]]],
         *,
         scores_in_workers: bool = True,
@@ -139,7 +121,7 @@ class StreamGradients(IdleTask):
         self._pieces = [piece for piece in self._pieces if id(piece) not in taken]
         span = self.stream.add(pieces)
         self._seconds += span.end_s - span.begin_s
-        self._saved_s += self.stream.spared_s(sum(piece.num_tokens for piece in pieces))
+        self._saved_s += self.stream.cost.tokens_s(sum(piece.num_tokens for piece in pieces))
         self.view.record.slices.append(span)
         return bool(self._num_granted and self._can_begin())
 
@@ -153,8 +135,8 @@ class StreamGradients(IdleTask):
         if not self._can_begin():
             return Capacity(0, 0.0, 0.0)
         size = sum(piece.num_tokens for piece in self._next_slice())
-        total = sum(piece.num_tokens for piece in self._pieces)
-        return Capacity(-(-total // size), self.stream.seconds(size), self.stream.spared_s(size))
+        total, cost = sum(piece.num_tokens for piece in self._pieces), self.stream.cost
+        return Capacity(-(-total // size), cost.seconds(size), cost.tokens_s(size))
 
     def _next_slice(self) -> list[Piece]:
         """The longest sample, and the longest others that fit into a slice with it."""
@@ -167,4 +149,4 @@ class StreamGradients(IdleTask):
 
     def _can_begin(self) -> bool:
         is_idle = not self.view.unfinished and (self.view.engine.is_idle or not self.frees_cache)
-        return is_idle and self.stream.is_ready and bool(self._next_slice())
+        return is_idle and self.stream.cost.is_known and bool(self._next_slice())

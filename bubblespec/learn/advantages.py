@@ -39,10 +39,8 @@ def reinforce_plus_plus_baseline(rewards: np.ndarray, scale: str | None) -> np.n
 
 
 ESTIMATORS = {
-    "grpo": grpo,
-    "rloo": rloo,
-    "reinforce_plus_plus": reinforce_plus_plus,
-    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    function.__name__: function
+    for function in (grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline)
 }
 
 

@@ -55,22 +55,18 @@ MEASURED = ("loss", "entropy", "low", "high", "delta", "kl", "mismatch", "tokens
 def response_logprobs(
     model: PreTrainedModel,
     batch: Microbatch,
-    *,
     temperature: float,
-    max_logits: int,
     kernel: str,
     on_hidden: Callable[[Microbatch, torch.Tensor], None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability and entropy of every response token, float [M] each, in one packed forward.
-    on_hidden: called with the batch and its hidden states, [N, hidden]."""
+    kernel: of attention; on_hidden: called with the batch and its hidden states, [N, hidden]."""
     packing = pack_sequences(batch.sequence_lengths, batch.input_ids.device)
     hidden = forward_hidden(model, batch.input_ids, packing, kernel)
     if on_hidden is not None:
         on_hidden(batch, hidden.detach())
-    predicting = hidden.index_select(0, batch.predicts)
-    return token_logprobs(
-        predicting, output_head(model), batch.target, temperature=temperature, max_logits=max_logits
-    )
+    hidden, head = hidden.index_select(0, batch.predicts), output_head(model)
+    return token_logprobs(hidden, head, batch.target, temperature, MAX_LOGITS)
 
 
 @dataclass
@@ -140,7 +136,7 @@ class Learner:
             spans.append(Span("sync", begin_s, self.ranks.clock.perf_counter()))
             if factor != 1.0:
                 self.optimizer.flat_grad.mul_(factor)
-            totals.append(_sum_over_ranks(self.streamed.measured + measured, self.ranks, factor))
+            totals.append(sum_over_ranks(self.streamed.measured + measured, self.ranks, factor))
             is_finite = math.isfinite(totals[-1]["loss"])
             grad_norm, learning_rate = self.optimizer.step(step, is_finite)
             grad_norms.append(grad_norm)
@@ -148,9 +144,7 @@ class Learner:
         refresh_copies(self.model)
         self._count_skipped(num_skipped, step)
         self.streamed = Streamed()
-        metrics = _training_metrics(
-            totals, self.config.loss.delta is not None, self.reference is not None
-        )
+        metrics = self.training_metrics(totals)
         self.warn_of_mismatch(metrics, step)
         if self.config.optim.stream_gradients:
             tokens = samples.lengths * has_gradient
@@ -215,11 +209,7 @@ class Learner:
             token_loss, is_clipped = cispo_loss(logprob, ratio, advantage, loss.epsilon_high)
         else:
             token_loss, is_clipped = policy_loss(
-                ratio,
-                advantage,
-                epsilon_low=loss.epsilon_low,
-                epsilon_high=loss.epsilon_high,
-                delta=loss.delta,
+                ratio, advantage, loss.epsilon_low, loss.epsilon_high, loss.delta
             )
         kl = torch.zeros_like(logprob)
         if self.reference is not None:
@@ -238,14 +228,8 @@ class Learner:
     def _logprobs(
         self, model: PreTrainedModel, batch: Microbatch, on_hidden: Callable | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return response_logprobs(
-            model,
-            batch,
-            temperature=self.config.rollout.temperature,
-            max_logits=MAX_LOGITS,
-            kernel=self.kernel,
-            on_hidden=on_hidden,
-        )
+        temperature = self.config.rollout.temperature
+        return response_logprobs(model, batch, temperature, self.kernel, on_hidden)
 
     def _count_skipped(self, num_skipped: int, step: int) -> None:
         self.num_skipped_in_a_row = self.num_skipped_in_a_row + 1 if num_skipped else 0
@@ -255,6 +239,28 @@ class Learner:
                 f"up to step {step}; the weights are those before them. "
                 "Look at optim.learning_rate, at the rewards and at model.dtype"
             )
+
+    def training_metrics(self, totals: list[dict[str, float]]) -> dict[str, float]:
+        """totals: `MEASURED` of each update. The loss is the mean over updates; other means are
+        over the tokens that were trained on in all updates, if there were any."""
+        total = {name: sum(update[name] for update in totals) for name in MEASURED}
+        if total["tokens"] == 0:
+            return {"loss": 0.0}
+        mean = {name: total[name] / total["tokens"] for name in MEASURED}
+        metrics = {
+            "loss": total["loss"] / len(totals),
+            "entropy": mean["entropy"],
+            "clip_ratio/low_mean": mean["low"],
+            "clip_ratio/high_mean": mean["high"],
+            "clip_ratio/region_mean": (total["low"] + total["high"]) / total["tokens"],
+            "sampling/logp_difference/mean": mean["mismatch"],
+            "sampling/logp_difference/max": max(update["max_mismatch"] for update in totals),
+        }
+        if self.config.loss.delta is not None:
+            metrics["clip_ratio/delta_mean"] = mean["delta"]
+        if self.reference is not None:
+            metrics["kl"] = mean["kl"]
+        return metrics
 
     def warn_of_mismatch(self, metrics: dict[str, float], step: int) -> None:
         """Warn, once per run, if generation and training differ by more than rounding: both should
@@ -275,7 +281,7 @@ class Learner:
             )
 
 
-def _sum_over_ranks(
+def sum_over_ranks(
     measured: list[torch.Tensor], ranks: Ranks, factor: float = 1.0
 ) -> dict[str, float]:
     """`MEASURED` of an update, from this rank's micro-batches; factor: of the loss."""
@@ -287,28 +293,3 @@ def _sum_over_ranks(
     by_rank = ranks.gather(local)
     total = np.append(by_rank[:, :-1].sum(axis=0), by_rank[:, -1].max())
     return dict(zip(MEASURED, total.tolist(), strict=True))
-
-
-def _training_metrics(
-    totals: list[dict[str, float]], has_delta: bool, has_reference: bool
-) -> dict[str, float]:
-    """totals: `MEASURED` of each update. The loss is the mean over updates; other means are over
-    the tokens that were trained on in all updates, if there were any."""
-    total = {name: sum(update[name] for update in totals) for name in MEASURED}
-    tokens = total["tokens"]
-    if tokens == 0:
-        return {"loss": 0.0}
-    metrics = {
-        "loss": total["loss"] / len(totals),
-        "entropy": total["entropy"] / tokens,
-        "clip_ratio/low_mean": total["low"] / tokens,
-        "clip_ratio/high_mean": total["high"] / tokens,
-        "clip_ratio/region_mean": (total["low"] + total["high"]) / tokens,
-        "sampling/logp_difference/mean": total["mismatch"] / tokens,
-        "sampling/logp_difference/max": max(update["max_mismatch"] for update in totals),
-    }
-    if has_delta:
-        metrics["clip_ratio/delta_mean"] = total["delta"] / tokens
-    if has_reference:
-        metrics["kl"] = total["kl"] / tokens
-    return metrics

@@ -38,7 +38,6 @@ def importance_ratio(
 def policy_loss(
     ratio: torch.Tensor,
     advantage: torch.Tensor,
-    *,
     epsilon_low: float,
     epsilon_high: float,
     delta: float | None = None,
@@ -94,30 +93,20 @@ def kl_penalty(
     return torch.expm1(-difference) + difference
 
 
-def token_weights(
-    loss_type: str, lengths: np.ndarray, is_used: np.ndarray, max_completion_length: int
-) -> np.ndarray:
-    """Weight of each token of each sequence, float64 [S], so that the loss is the weighted sum over
-    all tokens.
-
-    lengths: response tokens; is_used: False for sequences that are masked out of the loss (they
-    still count as sequences). grpo: mean over sequences of the mean over their tokens (arXiv
-    2402.03300, equation 3); dr_grpo: sum over tokens / (S * max_completion_length) (arXiv
-    2503.20783); dapo, cispo: mean over all used tokens (DAPO, arXiv 2503.14476, equation 12; CISPO,
-    arXiv 2506.13585, equation 4). S is what one update is made on.
-
-    It is a factor common to the whole update times what each sequence says by itself.
-    """
-    return common_factor(loss_type, lengths, is_used, max_completion_length) * local_weights(
-        loss_type, lengths, is_used
-    )
-
-
 def common_factor(
     loss_type: str, lengths: np.ndarray, is_used: np.ndarray, max_completion_length: int
 ) -> float:
-    """The part of `token_weights` that all sequences of the update have in common; known once all
-    of them are."""
+    """The part of a token's weight that all sequences of the update have in common; known once all
+    of them are. With `local_weights` the loss is the weighted sum over all tokens of
+
+    - grpo: the mean over sequences of the mean over their tokens (arXiv 2402.03300, equation 3);
+    - dr_grpo: the sum over tokens / (S * max_completion_length) (arXiv 2503.20783);
+    - dapo, cispo: the mean over all used tokens (DAPO, arXiv 2503.14476, equation 12; CISPO, arXiv
+      2506.13585, equation 4).
+
+    lengths: response tokens; is_used: False for sequences that are masked out of the loss (they
+    still count as sequences). S is what one update is made on.
+    """
     if loss_type == "grpo":
         return 1.0 / len(lengths)
     if loss_type == "dr_grpo":
@@ -126,7 +115,7 @@ def common_factor(
 
 
 def local_weights(loss_type: str, lengths: np.ndarray, is_used: np.ndarray) -> np.ndarray:
-    """The part of `token_weights` that depends on each sequence alone, float64 [S]."""
+    """The part of a token's weight that depends on its sequence alone, float64 [S]."""
     weight = 1.0 / np.maximum(lengths, 1) if loss_type == "grpo" else np.ones(len(lengths))
     return np.where(is_used, weight, 0.0)
 
@@ -135,7 +124,6 @@ def token_logprobs(
     hidden: torch.Tensor,
     head: torch.nn.Module,
     target: torch.Tensor,
-    *,
     temperature: float,
     max_logits: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -150,16 +138,9 @@ def token_logprobs(
     if hidden.shape[0] * vocab <= max_logits:
         return _logprob_and_entropy(hidden, head, target, temperature)
     rows = max(1, max_logits // vocab)
+    options = {"use_reentrant": False, "preserve_rng_state": False}
     parts = [
-        checkpoint(
-            _logprob_and_entropy,
-            h,
-            head,
-            t,
-            temperature,
-            use_reentrant=False,
-            preserve_rng_state=False,
-        )
+        checkpoint(_logprob_and_entropy, h, head, t, temperature, **options)
         for h, t in zip(hidden.split(rows), target.split(rows), strict=True)
     ]
     logprobs, entropies = zip(*parts, strict=True)

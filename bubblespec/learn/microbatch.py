@@ -61,23 +61,14 @@ def plan_microbatches(
 
 
 def _first_fit(indices: list[int], lengths: np.ndarray, max_tokens: int) -> list[list[int]]:
-    """Each sample into the first micro-batch with room, found by descending a tree of the maximum
-    room below each node: a search through all micro-batches would take quadratic time."""
-    leaves = 1 << max(len(indices) - 1, 0).bit_length()
-    # Node 1 is the root, node n has the children 2n and 2n + 1, and the leaves stand for
-    # micro-batches.
-    room = [max_tokens] * (2 * leaves)
+    """Each sample into the first micro-batch with room."""
+    room = np.full(len(indices), max_tokens)
     microbatches: list[list[int]] = [[] for _ in indices]
     for index in indices:
         needed = min(lengths[index], max_tokens)  # one that is too long gets its own micro-batch
-        node = 1
-        while node < leaves:
-            node = 2 * node if room[2 * node] >= needed else 2 * node + 1
-        microbatches[node - leaves].append(index)
-        room[node] -= needed
-        while node > 1:
-            node //= 2
-            room[node] = max(room[2 * node], room[2 * node + 1])
+        first = int((room >= needed).argmax())
+        microbatches[first].append(index)
+        room[first] -= needed
     return [microbatch for microbatch in microbatches if microbatch]
 
 

@@ -54,12 +54,12 @@ class Optimizer:
             # on CUDA the default makes a copy of all moments in every step
             "fused": self.flat_grad.is_cuda or None,
         }
-        matrices, others = (
-            [p for p in self.params if (p.ndim >= 2) == is_matrix] for is_matrix in (True, False)
-        )
         groups = [
-            {"params": matrices, "weight_decay": config.weight_decay},
-            {"params": others, "weight_decay": 0.0},
+            {
+                "params": [p for p in self.params if p.ndim >= 2],
+                "weight_decay": config.weight_decay,
+            },
+            {"params": [p for p in self.params if p.ndim < 2], "weight_decay": 0.0},
         ]
         if config.shard_state and ranks is not None and ranks.world_size > 1:
             from torch.distributed.optim import ZeroRedundancyOptimizer  # takes seconds to import
@@ -146,22 +146,17 @@ class Optimizer:
         parameters: dict[str, dict[str, torch.Tensor]] = {}
         if num_updates:
             for name, param, owner in zip(self.names, self.params, self.owner, strict=True):
-                tensors = self._tensors_of(param)
+                target = self.updated.get(param)  # None on ranks that do not update it
                 for key in keys:
-                    tensor = tensors.get(key)
+                    if target is None:
+                        tensor = torch.empty_like(param, dtype=self.flat_grad.dtype)
+                    else:
+                        tensor = target if key == "master" else self.local.state[target][key]
                     if owner != 0:
-                        if tensor is None:
-                            tensor = torch.empty_like(param, dtype=self.flat_grad.dtype)
                         ranks.broadcast_(tensor, owner)
                     if is_main:
                         parameters.setdefault(name, {})[key] = tensor.detach().cpu()
         return {"num_updates": num_updates, "parameters": parameters} if is_main else None
-
-    def _tensors_of(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
-        """A parameter's moments and master; empty on ranks that do not update it."""
-        if param not in self.updated:
-            return {}
-        return {**self.local.state[self.updated[param]], "master": self.updated[param]}
 
     def load_state_dict(self, state: dict) -> None:
         """Take what this rank needs from a `state_dict`, of whatever number of ranks."""

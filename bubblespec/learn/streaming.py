@@ -37,7 +37,7 @@ class GradientStream:
     """The gradient of the coming update, as far as this rank has computed it during the rollout."""
 
     def __init__(self, learner: Learner):
-        self.learner = learner
+        self.learner, self.cost = learner, learner.cost
 
     def begin(self) -> None:
         """A step begins. What an abandoned rollout has left is forgotten."""
@@ -60,24 +60,10 @@ class GradientStream:
             and not (loss.mask_truncated_completions and row.finish == "length")
         ]
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether it is known how long a slice takes; in the first step it is not."""
-        return self.learner.cost.is_known
-
-    def seconds(self, num_tokens: int) -> float:
-        """Expected, of a slice of so many tokens."""
-        return self.learner.cost.seconds(num_tokens)
-
-    def spared_s(self, num_tokens: int) -> float:
-        """Expected seconds by which the update becomes shorter: less than the slice takes, as it is
-        an additional micro-batch."""
-        return self.learner.cost.tokens_s(num_tokens)
-
     def max_tokens(self, limit_s: float) -> int:
         """Maximum number of tokens of a slice of at most `limit_s` seconds."""
         limit = self.learner.config.optim.max_tokens_per_microbatch
-        return min(self.learner.cost.max_tokens(limit_s), limit)
+        return min(self.cost.max_tokens(limit_s), limit)
 
     def add(self, pieces: list[Piece]) -> Span:
         """One slice: add the gradients of these samples. Returns when that was. Raises ValueError
@@ -103,5 +89,5 @@ class GradientStream:
         learner.streamed.ids.update(ids)
         learner.streamed.measured.append(measured)
         span = Span("gradient", begin_s, learner.ranks.clock.perf_counter())
-        learner.cost.observe(1, sum(piece.num_tokens for piece in pieces), span.end_s - begin_s)
+        self.cost.observe(1, sum(piece.num_tokens for piece in pieces), span.end_s - begin_s)
         return span

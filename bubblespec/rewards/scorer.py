@@ -273,8 +273,7 @@ class Scoring:
                 "completion": sample.completion[-MAX_LOGGED_CHARACTERS:],
             }
             lines.append(json.dumps(line) + "\n")
-        if failed:
-            self._write("".join(lines[:MAX_LOGGED]))
+        self._write("".join(lines[:MAX_LOGGED]))
 
     def _write(self, text: str) -> None:
         """Append to ERRORS_FILE."""

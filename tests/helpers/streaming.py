@@ -16,16 +16,9 @@ from bubblespec.learn.microbatch import MicrobatchCost
 from bubblespec.rollout.board import ProgressBoard
 from tests.system import signalled_train
 
-SECONDS = (
-    1e-3,
-    1e-4,
-)  # of a micro-batch and of a token, whatever they are: slices are the same on any machine
+# of a micro-batch and of a token, whatever they are: slices are the same on any machine
+SECONDS = (1e-3, 1e-4)
 STREAMED = ("optim.stream_gradients=true", "reward.num_workers=0")
-
-
-def reward(completion_ids, **columns) -> list[float]:
-    """Differs between responses, whatever the policy."""
-    return [float(sum(ids) % 7) for ids in completion_ids]
 
 
 def stream_always(patch=setattr) -> None:
@@ -45,10 +38,8 @@ def stream_always(patch=setattr) -> None:
     patch(StreamGradients, "jobs", co_scheduled)
     patch(StreamGradients, "_can_begin", can_begin_beside_rows)
     # In this process, and of every row at the next tick.
-    patch(
-        StreamGradients, "scores_in_workers", property(lambda task: True, lambda task, value: None)
-    )
-    patch(MicrobatchCost, "_fit", lambda cost: SECONDS)
+    always = property(lambda task: True, lambda task, value: None)
+    patch(StreamGradients, "scores_in_workers", always)
     patch(MicrobatchCost, "is_known", True)
     patch(MicrobatchCost, "_coefficients", property(lambda cost: SECONDS, lambda cost, value: None))
     patch(ProgressBoard, "_is_too_soon", lambda board: False)
