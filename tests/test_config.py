@@ -3,7 +3,7 @@ in it."""
 
 import ast
 import inspect
-import math
+import itertools
 
 import numpy as np
 import pytest
@@ -47,16 +47,10 @@ def rows_of(table: str) -> list[list[str]]:
 
 def test_defaults_are_those_of_the_dataclasses(load):
     config = load()
-    assert (config.model.path, config.data.path, config.run.output_dir) == (
-        "some/model",
-        "train.jsonl",
-        "out",
-    )
-    assert (
-        config.loss == LossConfig()
-        and config.optim == OptimConfig()
-        and config.rollout == RolloutConfig()
-    )
+    given = (config.model.path, config.data.path, config.run.output_dir)
+    assert given == ("some/model", "train.jsonl", "out")
+    assert config.loss == LossConfig() and config.optim == OptimConfig()
+    assert config.rollout == RolloutConfig()
 
 
 def test_overrides_win_over_the_file_and_the_last_one_wins(load):
@@ -66,26 +60,22 @@ def test_overrides_win_over_the_file_and_the_last_one_wins(load):
     assert (config.optim.weight_decay, config.run.seed) == (0.25, 4)
 
 
-def test_exponents_without_a_dot_are_numbers_in_the_file(load):
-    assert load(MINIMAL + "optim: {learning_rate: 1e-6}\n").optim.learning_rate == 1e-6
+# override | what the key is then
+OVERRIDES = """
+optim.learning_rate=1e-6 | 1e-6
+reward.functions=[a.b, c.d] | ["a.b", "c.d"]
+rollout.stop_token_ids=[1,2] | [1, 2]
+eval.temperature=0 | 0.0
+data.system_prompt=a=b | "a=b"
+run.output_dir=${model.path} | "some/model"
+model.path=3 | "3"
+"""
 
 
-@pytest.mark.parametrize(
-    "override, key, wanted",
-    [
-        ("reward.functions=[a.b]", "reward.functions", ["a.b"]),
-        ("reward.functions=[a.b, c.d]", "reward.functions", ["a.b", "c.d"]),
-        ("rollout.stop_token_ids=[1,2]", "rollout.stop_token_ids", [1, 2]),
-        ("run.timeline_steps=[0,12]", "run.timeline_steps", [0, 12]),
-        ("eval.temperature=0", "eval.temperature", 0.0),
-        ("data.system_prompt=a=b", "data.system_prompt", "a=b"),
-        ("run.output_dir=${model.path}", "run.output_dir", "some/model"),
-        ("model.path=3", "model.path", "3"),
-    ],
-)
-def test_overrides_of_every_kind(load, override, key, wanted):
-    section, name = key.split(".")
-    assert getattr(getattr(load(MINIMAL, override), section), name) == wanted
+@pytest.mark.parametrize("override, wanted", rows_of(OVERRIDES))
+def test_overrides_of_every_kind(load, override, wanted):
+    value = flatten(load(MINIMAL, override))[override.split("=")[0]]
+    assert value == ast.literal_eval(wanted) and type(value) is type(ast.literal_eval(wanted))
 
 
 def test_override_replaces_a_list_of_tasks(load):
@@ -93,40 +83,29 @@ def test_override_replaces_a_list_of_tasks(load):
     assert [(t.name, t.weight, t.config) for t in tasks] == [("countdown", 1.0, {"a": {"b": [1]}})]
 
 
-@pytest.mark.parametrize(
-    "override, key, hint",
-    [
-        ("modl.path=x", "modl", "did you mean model?"),
-        ("model.pth=x", "model.pth", "did you mean model.path?"),
-        ("optim.learnin_rate=1", "optim.learnin_rate", "did you mean optim.learning_rate?"),
-        (
-            "rollout.learning_rate=1",
-            "rollout.learning_rate",
-            "did you mean optim.learning_rate?",
-        ),
-        ("max_steps=1", "max_steps", "did you mean run.max_steps?"),
-        ("model.seed=1", "model.seed", "did you mean data.seed or run.seed?"),
-        ("zzzz=1", "zzzz", "valid are bubble, data, drafter, eval, loss, model"),
-        ("reward.zzzz=1", "reward.zzzz", "valid are functions"),
-        (
-            "data.tasks=[{name: a}, {name: a, wieght: 2}]",
-            "data.tasks[1].wieght",
-            "did you mean data.tasks[1].weight?",
-        ),
-    ],
-)
+# override | key | hint
+UNKNOWN = """
+modl.path=x | modl | did you mean model?
+optim.learnin_rate=1 | optim.learnin_rate | did you mean optim.learning_rate?
+rollout.learning_rate=1 | rollout.learning_rate | did you mean optim.learning_rate?
+max_steps=1 | max_steps | did you mean run.max_steps?
+model.seed=1 | model.seed | did you mean data.seed or run.seed?
+zzzz=1 | zzzz | valid are bubble, data, drafter, eval, loss, model
+data.tasks=[{name: a, wieght: 2}] | data.tasks[0].wieght | did you mean data.tasks[0].weight?
+"""
+
+
+@pytest.mark.parametrize("override, key, hint", rows_of(UNKNOWN))
 def test_unknown_key_is_named_with_the_nearest_valid_one(load, override, key, hint):
     message = refusal(load, MINIMAL, override)
     assert message.startswith(f"{key}: unknown key") and hint in message
 
 
 def test_unknown_keys_of_the_file_are_named_as_well(load):
-    assert refusal(load, MINIMAL + "optim: {learnin_rate: 1}\n").startswith(
-        "optim.learnin_rate: unknown key; did you mean optim.l"
-    )
-    assert refusal(load, TASKS.replace("weight", "wieght")).startswith(
-        "data.tasks[0].wieght: unknown key; did you mean"
-    )
+    message = refusal(load, MINIMAL + "optim: {learnin_rate: 1}\n")
+    assert message.startswith("optim.learnin_rate: unknown key; did you mean optim.l")
+    message = refusal(load, TASKS.replace("weight", "wieght"))
+    assert message.startswith("data.tasks[0].wieght: unknown key; did you mean")
     assert refusal(load, "hello").startswith("hello: unknown key")
 
 
@@ -236,21 +215,17 @@ def test_a_removed_key_is_answered_by_what_replaced_it(load, key):
     assert key not in flatten(Config())
 
 
-ODD = ["-1", "nan", "{a: 1}"]
-
-
-@pytest.mark.parametrize("key", flatten(Config()))
-def test_no_value_of_any_key_ends_in_a_traceback(load, key):
-    """Loaded, or refused in a line that names the key: some values are wrong only beside another
+@pytest.mark.parametrize("key, default", flatten(Config()).items())
+def test_no_value_of_any_key_ends_in_a_traceback(load, key, default):
+    """Loaded, or refused in a line that names the key: some values are wrong only alongside another
     one, which comes first then."""
-    for value in ODD:
-        try:
-            loaded = flatten(load(MINIMAL, f"{key}={value}"))[key]
-        except InputError as error:
-            assert "\n" not in str(error) and key in str(error), (value, error)
-            continue
-        assert not isinstance(loaded, float) or math.isfinite(loaded), value
-        assert not isinstance(loaded, int) or abs(loaded) < 1 << 63, value
+    value = "nan" if isinstance(default, float) else "{a: 1}"
+    try:
+        loaded = flatten(load(MINIMAL, f"{key}={value}"))[key]
+    except InputError as error:
+        assert "\n" not in str(error) and key in str(error)
+    else:
+        assert not isinstance(loaded, float)
 
 
 AT_THE_LIMIT = """
@@ -276,21 +251,13 @@ def test_values_at_the_limit_load(load, overrides):
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus_baseline"])
-@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
-def test_one_response_a_prompt_has_no_group(load, estimator, kl_coef):
+def test_one_response_per_prompt_has_no_group(load, estimator):
     """Every advantage is 0, so a run would learn nothing, or only to stay where it is."""
     assert not estimate_advantages(np.array([[0.0], [1.0], [3.0]]), estimator).any()
-    message = refusal(
-        load,
-        MINIMAL,
-        "rollout.num_generations=1",
-        f"loss.advantage_estimator={estimator}",
-        f"loss.kl_coef={kl_coef}",
-    )
-    assert (
-        message.startswith(f"rollout.num_generations: 1, but {estimator} compares")
-        and "reinforce_plus_plus" in message
-    )
+    options = ("rollout.num_generations=1", f"loss.advantage_estimator={estimator}")
+    message = refusal(load, MINIMAL, *options)
+    assert message.startswith(f"rollout.num_generations: 1, but {estimator} compares")
+    assert "reinforce_plus_plus" in message
 
 
 @pytest.mark.parametrize("section, key", [("model", "model.path"), ("run", "run.output_dir")])
@@ -300,9 +267,8 @@ def test_key_without_a_default_must_be_given(load, section, key):
 
 
 def test_task_without_a_name_is_refused(load):
-    assert refusal(load, TASKS.replace("name: chain_sum, ", "")).startswith(
-        "data.tasks[0].name: has no default"
-    )
+    message = refusal(load, TASKS.replace("name: chain_sum, ", ""))
+    assert message.startswith("data.tasks[0].name: has no default")
 
 
 @pytest.mark.parametrize(
@@ -336,28 +302,13 @@ def test_malformed_override_is_quoted(load, override):
     assert refusal(load, MINIMAL, override).startswith(f"override '{override}'")
 
 
-TEXTS = [
-    "plain",
-    "${model.path}",
-    "\\${x}",
-    "$\\boxed{${a${b}}}$",
-    "null",
-    "1e-6",
-    "two\nlines: é",
-    "end\\",
-    "",
-]
+TEXTS = ["plain", "\\${x} ${model.path}", "$\\boxed{${a${b}}}$", "null", "two\nlines: é\\", ""]
 
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_resolved_configuration_round_trips(load, text):
-    config = load(
-        TASKS,
-        "optim.learning_rate=1e-6",
-        "optim.adam_epsilon=1e-17",
-        "rollout.stop_token_ids=[3]",
-        "reward.weights=[0.1]",
-    )
+    numbers = ("optim.adam_epsilon=1e-17", "rollout.stop_token_ids=[3]", "reward.weights=[0.1]")
+    config = load(TASKS, "optim.learning_rate=1e-6", *numbers)
     config.data.system_prompt = text
     config.data.tasks[0].config = {"text": text, "nested": {"list": [1, 2.5, None, True, text]}}
     written = config_to_yaml(config)
@@ -366,18 +317,11 @@ def test_resolved_configuration_round_trips(load, text):
 
 
 def test_every_field_has_a_docstring_line_below_it():
-    undocumented = []
-    for node in ast.parse(inspect.getsource(module)).body:
-        if not isinstance(node, ast.ClassDef) or node.name == "Config":
+    for section in ast.parse(inspect.getsource(module)).body:
+        if not isinstance(section, ast.ClassDef) or section.name == "Config":
             continue
-        for number, statement in enumerate(node.body):
+        for statement, below in itertools.pairwise([*section.body, ast.Pass()]):
             if isinstance(statement, ast.AnnAssign):
-                below = node.body[number + 1] if number + 1 < len(node.body) else None
-                is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-                if (
-                    not is_text
-                    or not str(below.value.value).strip()
-                    or below.lineno != statement.end_lineno + 1
-                ):
-                    undocumented.append(f"{node.name}.{statement.target.id}")
-    assert undocumented == []
+                name = f"{section.name}.{statement.target.id}"
+                assert isinstance(below, ast.Expr) and below.value.value.strip(), name
+                assert below.lineno == statement.end_lineno + 1, name

@@ -1,5 +1,5 @@
-"""Rows pre-empted and drafts spoilt at random: the same tokens and weights. A short version of
-tests/system/exactness.py."""
+"""Rows preempted and drafts spoilt at random: the same tokens and weights. And what near_ties.py
+calls a near tie."""
 
 from types import SimpleNamespace
 
@@ -13,89 +13,65 @@ from bubblespec.engine.noise import gumbel
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.setup import build
 from bubblespec.types import Draft, Row, SampleId
-from tests.system.disturbed_train import Disturbance, corrupt_drafts
-from tests.system.exactness import (
-    ALWAYS_PROPOSE,
-    FEW_SLOTS,
-    SAMPLING,
-    SHORT,
-    first_difference,
-    largest_change,
-    read_metrics,
-    read_weights,
-    same_weights,
-)
-from tests.system.near_ties import NOISE, NUCLEUS, VIOLATION, NearTies, judge
-from tests.system.near_ties import first_difference as first_different_token
+from tests.helpers.disturbance import Disturbance, corrupt_drafts
+from tests.helpers.runs import EPOCHS, digests, max_change, same_weights, steps_of, weights
+from tests.system.near_ties import NOISE, NUCLEUS, VIOLATION, NearTies, first_difference, judge
 from train import train
 
 STEPS = 4
+OPTIONS = [
+    *EPOCHS,
+    "data.size=16",
+    "rollout.num_prompts_per_step=6",
+    "rollout.max_completion_length=32",
+    "rollout.temperature=0.7",
+    "rollout.top_p=0.95",
+    f"run.max_steps={STEPS}",
+    "run.save_steps=1",
+]
 
 
-def run(
-    folder, sampling: str, *overrides: str, preempt: float = 0.0, corrupt: float = 0.0
-) -> Disturbance:
-    options = [
-        *SHORT,
-        *SAMPLING[sampling],
-        "data.size=24",
-        "rollout.max_completion_length=48",
-        f"run.output_dir={folder}",
-    ]
-    options += [f"run.max_steps={STEPS}", "run.save_steps=1", *overrides]
-    config = load_config("configs/tiny_cpu_bulk.yaml", options)
-    trainer = build(config, Ranks(torch.device("cpu")))
+def run(folder, *overrides: str, preempt: float = 0.0, corrupt: float = 0.0) -> dict[str, int]:
+    """What has been disturbed in a run in this process."""
+    options = [*OPTIONS, *overrides, f"run.output_dir={folder}"]
+    trainer = build(load_config("configs/tiny_cpu_bulk.yaml", options), Ranks(torch.device("cpu")))
     disturbance = Disturbance(trainer, preempt, corrupt)
     train(trainer)
     trainer.lock.close()
-    return disturbance
+    return disturbance.counts
 
 
-@pytest.fixture(scope="module", params=SAMPLING)
-def reference(request, tmp_path_factory):
-    """Sampling setting and folder of a plain run, which the disturbed runs are compared with."""
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """The folder of a run without drafts."""
     folder = tmp_path_factory.mktemp("reference")
-    run(folder, request.param)
-    assert largest_change(read_weights(folder, 1), read_weights(folder, STEPS)) > 1e-6, (
-        "the policy must have learned something"
-    )
-    return request.param, folder
+    run(folder, "speculative.method=none")
+    moved = max_change(weights(folder, 1), weights(folder, STEPS))
+    assert moved > 1e-6, "the policy must have learned something"
+    return folder
 
 
 @pytest.mark.parametrize(
     "preempt, corrupt, overrides",
     [
-        (0.2, 0.0, ("speculative.method=none", *FEW_SLOTS)),
-        (
-            0.3,
-            0.0,
-            (
-                "speculative.method=bubble+suffix",
-                *ALWAYS_PROPOSE,
-                "rollout.num_slots=20",
-                "rollout.max_batch_tokens=80",
-            ),
-        ),
-        (0.0, 0.5, ("speculative.method=bubble+suffix", *ALWAYS_PROPOSE)),
+        (0.3, 0.0, ("rollout.num_slots=14", "rollout.max_batch_tokens=60")),
+        (0.0, 0.5, ()),
     ],
+    ids=["preempted", "corrupted"],
 )
 def test_disturbances_leave_tokens_and_weights_unchanged(
     reference, tmp_path, preempt, corrupt, overrides
 ):
-    sampling, folder = reference
-    counts = run(tmp_path, sampling, *overrides, preempt=preempt, corrupt=corrupt).counts
-    assert len(read_metrics(tmp_path)) == STEPS
-    assert first_difference(read_metrics(tmp_path), read_metrics(folder)) is None
-    assert same_weights(read_weights(tmp_path, STEPS), read_weights(folder, STEPS))
+    drafts = ("speculative.method=bubble+suffix", *overrides)
+    counts = run(tmp_path, *drafts, preempt=preempt, corrupt=corrupt)
+    assert len(digests(tmp_path)) == STEPS and digests(tmp_path) == digests(reference)
+    assert same_weights(weights(tmp_path, STEPS), weights(reference, STEPS))
     # They must have had something to disturb.
-    speculates = "speculative.method=none" not in overrides
-    assert (counts["own rows pre-empted"] > 20) == (preempt > 0)
-    assert (counts["draft rows pre-empted"] > 0) == (preempt > 0 and speculates)
+    assert (counts["own rows preempted"] > 20) == (preempt > 0)
+    assert (counts["draft rows preempted"] > 0) == (preempt > 0)
     assert (counts["drafts corrupted"] > 0) == (counts["proposals corrupted"] > 50) == (corrupt > 0)
-    if speculates:
-        assert (
-            sum(line["rollout/spec_accept_length"] for line in read_metrics(tmp_path)) > 1.1 * STEPS
-        )
+    lengths = [line["rollout/spec_accept_length"] for line in steps_of(tmp_path)]
+    assert sum(lengths) > 1.1 * STEPS
 
 
 def test_corrupted_drafts_are_what_a_store_may_hold():
@@ -116,14 +92,11 @@ def test_corrupted_drafts_are_what_a_store_may_hold():
     ), "the given ones are kept"
 
 
-# First differences in float32
-
-
-def test_first_different_token():
+def test_first_difference():
     a = np.array([4, 5, 6])
-    assert first_different_token(a, a.copy()) is None
-    assert first_different_token(a, np.array([4, 7, 6])) == 1
-    assert first_different_token(a, np.array([4, 5])) == 2
+    assert first_difference(a, a.copy()) is None
+    assert first_difference(a, np.array([4, 7, 6])) == 1
+    assert first_difference(a, np.array([4, 5])) == 2
 
 
 def test_a_first_difference_is_a_near_tie_or_a_violation():

@@ -17,8 +17,16 @@ from bubblespec.learn.lora import adapter_disabled, add_adapter
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.setup import build
 from tests.helpers.checks import refusal
-from tests.helpers.runs import run, run_until_killed
-from tests.system.exactness import SHORT, largest_change, read_metrics, read_weights, same_weights
+from tests.helpers.runs import (
+    EPOCHS,
+    digests,
+    max_change,
+    run,
+    run_until_killed,
+    same_weights,
+    steps_of,
+    weights,
+)
 from train import train
 
 peft = pytest.importorskip("peft", reason="pip install -r requirements-lora.txt")
@@ -27,7 +35,7 @@ RANK, ALPHA = 4, 12
 STEPS = 4
 LORA = ("model.lora_r=4", "model.lora_alpha=8", "optim.learning_rate=5e-3")
 CONFIG = "configs/tiny_cpu_bulk.yaml"
-OPTIONS = [*SHORT, *LORA, "rollout.max_completion_length=48", "loss.kl_coef=0.02"]
+OPTIONS = [*EPOCHS, *LORA, "rollout.max_completion_length=48", "loss.kl_coef=0.02"]
 SAVED = (f"run.max_steps={STEPS}", "run.save_steps=2")
 TOKENS = torch.arange(1, 13)[None]
 
@@ -211,10 +219,6 @@ def run_here(folder, *overrides: str):
     return trainer
 
 
-def digests(folder) -> list[str]:
-    return [line["rollout/digest"] for line in read_metrics(folder)]
-
-
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory):
     """A run on one rank with speculation that ended after two steps and was continued: its folder
@@ -232,13 +236,13 @@ def test_two_ranks_drafts_and_a_kill_leave_digests_and_weights_unchanged(resumed
     run_until_killed(killed, 2, 3, *proposing, config=CONFIG, short=OPTIONS)
     run(killed, 2, *proposing, config=CONFIG, short=OPTIONS)
     run_here(reference, "speculative.method=none")
-    assert sum(line["rollout/spec_accepted_tokens"] for line in read_metrics(killed)) > 0
+    assert sum(line["rollout/spec_accepted_tokens"] for line in steps_of(killed)) > 0
     assert digests(killed) == digests(resumed[0]) == digests(reference)
-    wanted = read_weights(reference, STEPS)
-    assert same_weights(read_weights(resumed[0], STEPS), wanted)
-    assert largest_change(read_weights(reference, 2), wanted) > 1e-3, "the adapter must learn"
-    assert largest_change(read_weights(killed, STEPS), wanted) < 1e-6
-    for a, b in zip(read_metrics(killed), read_metrics(reference), strict=True):
+    wanted = weights(reference, STEPS)
+    assert same_weights(weights(resumed[0], STEPS), wanted)
+    assert max_change(weights(reference, 2), wanted) > 1e-3, "the adapter must learn"
+    assert max_change(weights(killed, STEPS), wanted) < 1e-6
+    for a, b in zip(steps_of(killed), steps_of(reference), strict=True):
         for key in ("loss", "kl", "grad_norm", "entropy"):
             assert a[key] == pytest.approx(b[key], rel=1e-8, abs=1e-10), key
 
@@ -247,7 +251,7 @@ def test_the_first_step_is_that_of_full_training(resumed, tmp_path):
     """B = 0 at the start, so the KL to the base is nothing, and no token differs from those of a
     run without an adapter."""
     run_here(tmp_path, "model.lora_r=0", "run.max_steps=2")
-    full, lora = read_metrics(tmp_path), read_metrics(resumed[0])
+    full, lora = steps_of(tmp_path), steps_of(resumed[0])
     assert full[0]["rollout/digest"] == lora[0]["rollout/digest"]
     assert full[0]["entropy"] == pytest.approx(lora[0]["entropy"], rel=1e-9)
     assert lora[0]["kl"] == 0.0 and all(line["kl"] > 0 for line in lora[1:])

@@ -7,31 +7,16 @@ finds is what a process that is gone has left, the last checkpoint. In virtual t
 drafted ahead is the same in every run of the test.
 """
 
-import json
-import os
-
 import pytest
-import torch
 
-from bubblespec.checkpoint import (
-    FORMAT,
-    SPECULATION_FILE,
-    STATE_FILE,
-    SUMS_FILE,
-    _digests,
-    find_damage,
-    list_checkpoints,
-    load_arrays,
-    step_of,
-)
+from bubblespec.checkpoint import SPECULATION_FILE, list_checkpoints, load_arrays, step_of
 from bubblespec.config import load_config
 from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.store import HEADER
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.setup import build
 from bubblespec.types import Group, Samples
-from tests.helpers.checks import refusal
-from tests.helpers.clocks import train_in_virtual_time, virtual_time
+from tests.helpers.clocks import virtual_time
 from tests.helpers.runs import ALWAYS_DRAFT, SHORT, digests, read, same_weights, weights
 from train import train
 
@@ -118,25 +103,11 @@ def check_same(life: Life, whole: Life) -> None:
     assert same_weights(weights(life.folder, STEPS), weights(whole.folder, STEPS))
 
 
-@pytest.mark.parametrize(
-    "size, save_steps, kills",
-    [
-        # Epochs of 2 steps, of which 2 prompts are left out: they end before steps 2 and 4.
-        (10, 1, [(1, 0, "update"), (2, 0, 0), (2, 0, 2), (2, 0, "update"), (4, 0, 0)]),
-        # Epochs of 3 steps, and checkpoints that are not at their ends.
-        (12, 2, [(2, 0, "update"), (3, 0, 2), (4, 0, 0)]),
-    ],
-    ids=["with a remainder", "without"],
-)
-def test_killed_around_the_end_of_an_epoch(monkeypatch, tmp_path, size, save_steps, kills):
-    per_epoch = size // PROMPTS
-    whole = Life(
-        monkeypatch,
-        tmp_path / "whole",
-        f"data.size={size}",
-        "run.save_steps=0",
-        "speculative.method=none",
-    )
+def test_killed_around_the_end_of_an_epoch(monkeypatch, tmp_path):
+    """Epochs of 2 steps, of which 2 prompts are left out: they end before steps 2 and 4."""
+    per_epoch, data = 2, "data.size=10"
+    undisturbed = (data, "run.save_steps=0", "speculative.method=none")
+    whole = Life(monkeypatch, tmp_path / "whole", *undisturbed)
     whole.live()
     for start in range(0, STEPS - per_epoch + 1, per_epoch):
         epoch = [uid for step in range(start, start + per_epoch) for uid, _ in whole.names(step)]
@@ -144,30 +115,22 @@ def test_killed_around_the_end_of_an_epoch(monkeypatch, tmp_path, size, save_ste
     orders = {tuple(uid for uid, _ in whole.names(step)) for step in range(STEPS)}
     assert len(orders) == STEPS, "another order in each epoch"
 
-    life = Life(
-        monkeypatch,
-        tmp_path / "run",
-        f"data.size={size}",
-        f"run.save_steps={save_steps}",
-        "run.keep_last=9",
-        *DRAFTING,
-    )
-    for kill in kills:
+    saved = (data, "run.save_steps=1", "run.keep_last=9")
+    life = Life(monkeypatch, tmp_path / "run", *saved, *DRAFTING)
+    for kill in [(1, 0, "update"), (2, 0, 2), (4, 0, 0)]:
         life.live(kill)
         assert life.batches[kill[0]] == whole.batches[kill[0]], "what was being generated"
     life.live()
-    assert life.first_step == kills[-1][0] // save_steps * save_steps
+    assert life.first_step == 4
     check_same(life, whole)
-    if save_steps == 1:  # each checkpoint has drafts of the step that comes next
-        step_of_name = {name: step for step in range(STEPS) for name in whole.names(step)}
-        ahead = [
-            (step_of(folder) - 1, step_of_name[name])
-            for folder in list_checkpoints(life.folder)
-            for name in drafts_in(folder)
-        ]
-        assert any(step // per_epoch > saved // per_epoch for saved, step in ahead), (
-            "drafts of the next epoch"
-        )
+    step_of_name = {name: step for step in range(STEPS) for name in whole.names(step)}
+    ahead = [
+        (step_of(folder) - 1, step_of_name[name])
+        for folder in list_checkpoints(life.folder)
+        for name in drafts_in(folder)
+    ]
+    of_next_epoch = [step // per_epoch > saved // per_epoch for saved, step in ahead]
+    assert any(of_next_epoch), "checkpoints have drafts of the next epoch"
 
 
 def drafts_in(folder: str) -> list[tuple[int, int]]:
@@ -176,14 +139,11 @@ def drafts_in(folder: str) -> list[tuple[int, int]]:
     return [(uid, visit) for uid, visit in header[:, :2].tolist()]
 
 
-@pytest.mark.parametrize("size", [26, 13])
-def test_killed_where_groups_are_replaced(monkeypatch, tmp_path, size):
-    """Of 26 prompts an epoch is longer than the run; of 13 it has 3 steps, and what replaces groups
-    comes up again as well."""
-    dynamic = (f"data.size={size}", *DYNAMIC)
-    whole = Life(
-        monkeypatch, tmp_path / "whole", *dynamic, "run.save_steps=0", "speculative.method=none"
-    )
+def test_killed_where_groups_are_replaced(monkeypatch, tmp_path):
+    """An epoch has 3 steps, and what replaces groups comes up again as well."""
+    dynamic = ("data.size=13", *DYNAMIC)
+    undisturbed = (*dynamic, "run.save_steps=0", "speculative.method=none")
+    whole = Life(monkeypatch, tmp_path / "whole", *undisturbed)
     whole.live()
     replaced = [step for step, batches in whole.batches.items() if len(batches) > 1]
     assert len(replaced) >= 3
@@ -191,108 +151,49 @@ def test_killed_where_groups_are_replaced(monkeypatch, tmp_path, size):
         uids = [uid for uid, _ in whole.names(step)]
         assert len(set(uids)) == len(uids), "a prompt's noise would be used twice"
     drawn = [name for step in range(STEPS) for name in whole.names(step)]
-    assert len(set(drawn)) == len(drawn) and max(visit for _, visit in drawn) >= (
-        1 if size == 26 else 3
-    )
+    assert len(set(drawn)) == len(drawn) and max(visit for _, visit in drawn) >= 3
 
     life = Life(monkeypatch, tmp_path / "run", *dynamic, "run.save_steps=1", *DRAFTING)
-    for step, where in zip([*replaced[:2], replaced[-1]], (0, 5, "update"), strict=True):
-        kill = (step, 1 if where == 0 else len(whole.batches[step]) - 1, where)
+    for step, where in zip([replaced[0], replaced[-1]], (5, "update"), strict=True):
+        kill = (step, len(whole.batches[step]) - 1, where)
         life.live(kill)
         assert life.batches[step] == whole.batches[step][: kill[1] + 1]
     life.live()
     check_same(life, whole)
 
 
-@pytest.mark.parametrize("dynamic", [(), DYNAMIC], ids=["all groups", "dynamic sampling"])
-def test_killed_in_short_and_in_long_rounds(monkeypatch, tmp_path, dynamic):
+def test_killed_in_short_and_in_long_rounds(monkeypatch, tmp_path):
     """Short rounds of 6 prompts, of which 4 are trained on: the third step is a long round. Over
-    the end of an epoch, too."""
-    tail = (
-        "data.size=13",
-        "rollout.max_completion_length=48",
-        "tail_batching.enabled=true",
-        "tail_batching.over_sampling_ratio=1.5",
-        *dynamic,
-    )
-    whole = Life(
-        monkeypatch, tmp_path / "whole", *tail, "run.save_steps=0", "speculative.method=none"
-    )
+    the end of an epoch, and with groups that are replaced."""
+    tail = ("tail_batching.enabled=true", "tail_batching.over_sampling_ratio=1.5", *DYNAMIC)
+    tail = ("data.size=13", "rollout.max_completion_length=48", *tail)
+    undisturbed = (*tail, "run.save_steps=0", "speculative.method=none")
+    whole = Life(monkeypatch, tmp_path / "whole", *undisturbed)
     whole.live()
     rounds = [line["tail/is_long_round"] for line in read(whole.folder)]
-    assert rounds == [0, 0, 1, 0, 0] and [len(whole.batches[step][0]) for step in range(STEPS)] == [
-        6,
-        6,
-        4,
-        6,
-        6,
-    ]
+    assert rounds == [0, 0, 1, 0, 0]
+    assert [len(whole.batches[step][0]) for step in range(STEPS)] == [6, 6, 4, 6, 6]
     life = Life(monkeypatch, tmp_path / "run", *tail, "run.save_steps=1", *DRAFTING)
-    for kill in [(1, 0, 5), (1, 0, "update"), (2, 0, 0), (2, 0, 1), (2, 0, "update"), (3, 0, 2)]:
-        if kill[2] == "update":
-            kill = (kill[0], len(whole.batches[kill[0]]) - 1, "update")
+    last = len(whole.batches[2]) - 1
+    for kill in [(1, 0, 5), (2, 0, 1), (2, last, "update"), (3, 0, 2)]:
         life.live(kill)
         assert life.batches[kill[0]] == whole.batches[kill[0]][: kill[1] + 1]
     life.live()
     check_same(life, whole)
-    figures = [
-        [{key: line[key] for key in line if key.startswith("tail/")} for line in read(x.folder)]
-        for x in (life, whole)
-    ]
-    for figure in (figure for of_run in figures for figure in of_run):
-        del figure[
-            "tail/length_ratio"
-        ]  # counts what deferred samples have, which hangs on how fast they came
-    assert figures[0] == figures[1]
-
-
-@pytest.mark.parametrize("dynamic", [(), DYNAMIC], ids=["all groups", "dynamic sampling"])
-def test_every_method_gives_the_same_samples_over_an_epochs_end(tmp_path, dynamic):
-    """Epochs of 2 steps: what is drafted for a prompt's next visit is not taken for this one's."""
-    drafted = {}
-    for method in ("none", "bubble", "suffix", "bubble+suffix"):
-        options = (
-            "data.size=9",
-            "run.save_steps=0",
-            f"speculative.method={method}",
-            "bubble.lookahead=3",
-            ALWAYS_DRAFT,
-        )
-        train_in_virtual_time(*OPTIONS, *options, *dynamic, f"run.output_dir={tmp_path / method}")
-        assert (
-            digests(tmp_path / method) == digests(tmp_path / "none")
-            and len(digests(tmp_path / method)) == STEPS
-        )
-        assert same_weights(weights(tmp_path / method, STEPS), weights(tmp_path / "none", STEPS))
-        lines = read(tmp_path / method)
-        drafted[method] = [
-            sum(line.get(f"drafts/{name}/tokens", 0) for line in lines[2:])
-            for name in ("aligned", "history")
-        ]
-    assert drafted["none"] == [0, 0]
-    assert min(drafted["bubble"][0], drafted["suffix"][1], drafted["bubble+suffix"][0]) > 50, (
-        "there was something to be wrong"
-    )
+    # Not the length ratio: it counts what deferred samples have, which depends on forwards.
+    for line, other in zip(read(life.folder), read(whole.folder), strict=True):
+        names = {key for key in line if key.startswith("tail/")} - {"tail/length_ratio"}
+        assert names and {key: line[key] for key in names} == {key: other[key] for key in names}
 
 
 def test_a_prompt_gets_other_samples_at_each_visit(tmp_path):
     """Where the weights stand still: a sample is a function of its name, and of nothing else that
     has changed in between."""
-    options = (
-        "data.size=4",
-        "run.max_steps=3",
-        "optim.learning_rate=0",
-        "run.save_steps=0",
-        "rollout.temperature=4",
-    )
+    options = [*OPTIONS, "data.size=4", "run.max_steps=3", "run.save_steps=0"]
+    options += ["optim.learning_rate=0", "rollout.temperature=4", f"run.output_dir={tmp_path}"]
     seen: list[Samples] = []
     with virtual_time() as ranks:
-        trainer = build(
-            load_config(
-                "configs/tiny_cpu_bulk.yaml", [*OPTIONS, *options, f"run.output_dir={tmp_path}"]
-            ),
-            ranks,
-        )
+        trainer = build(load_config("configs/tiny_cpu_bulk.yaml", options), ranks)
         update = trainer.update
         trainer.update = lambda record, advantages: (
             seen.append(record.samples) or update(record, advantages)
@@ -300,14 +201,14 @@ def test_a_prompt_gets_other_samples_at_each_visit(tmp_path):
         train(trainer)
         trainer.lock.close()
         by_name = {
-            name: tokens.tolist()
+            name: tuple(tokens.tolist())
             for samples in seen
             for name, tokens in zip(samples.ids, samples.tokens, strict=True)
         }
         assert len(by_name) == 3 * 4 * 4 and {name.visit for name in by_name} == {0, 1, 2}
         texts: dict[int, list] = {}
         for name, tokens in by_name.items():
-            texts.setdefault(name.uid, []).append(tuple(tokens))
+            texts.setdefault(name.uid, []).append(tokens)
         assert len(texts) == PROMPTS
         for of_prompt in texts.values():
             assert len(set(of_prompt)) == len(of_prompt)
@@ -315,49 +216,16 @@ def test_a_prompt_gets_other_samples_at_each_visit(tmp_path):
             groups = [Group(group.prompt, visit) for group in seen[0].groups]
             again, _ = trainer.sampler.evaluate(groups, 4, trainer.sampler.params, version=3)
             assert all(
-                by_name[name] == tokens.tolist()
+                by_name[name] == tuple(tokens.tolist())
                 for name, tokens in zip(again.ids, again.tokens, strict=True)
             )
-
-
-def test_a_checkpoint_of_before_is_refused(monkeypatch, tmp_path):
-    """One without a format, whose noise was keyed by the step; whole in all else."""
-    life = Life(
-        monkeypatch, tmp_path, "run.save_steps=1", "run.max_steps=1", "speculative.method=none"
-    )
-    life.live()
-    (folder,) = list_checkpoints(tmp_path)
-    path = os.path.join(folder, STATE_FILE)
-    with open(path, encoding="utf-8") as file:
-        state = json.load(file)
-    assert state.pop("format") == FORMAT
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(state, file)
-    sums = _digests(
-        folder, sorted(set(os.listdir(folder)) - {SUMS_FILE}, key=lambda name: name == STATE_FILE)
-    )
-    with open(os.path.join(folder, SUMS_FILE), "w", encoding="utf-8") as file:
-        file.writelines(f"{digest}  {name}\n" for name, digest in sums.items())
-    assert find_damage(folder) is None
-    for wanted in ("auto", folder):
-        config = load_config(
-            "configs/tiny_cpu_bulk.yaml", [*life.options, f"run.resume_from_checkpoint={wanted}"]
-        )
-        message = refusal(build, config, Ranks(torch.device("cpu")))
-        assert message.startswith(f"run.resume_from_checkpoint: {folder} is of another version")
 
 
 def test_drafts_of_samples_that_have_had_their_turn_are_gone(monkeypatch, tmp_path):
     """Also where groups are replaced by others whose drafts are being made at that time; and no
     sample is twice in the engine."""
-    options = [
-        *OPTIONS,
-        *DYNAMIC,
-        *DRAFTING,
-        "data.size=13",
-        "run.max_steps=8",
-        f"run.output_dir={tmp_path}",
-    ]
+    options = [*OPTIONS, *DYNAMIC, *DRAFTING, "data.size=13", f"run.max_steps={STEPS}"]
+    options += [f"run.output_dir={tmp_path}"]
     num_replacements = 0
     with virtual_time() as ranks:
         trainer = build(load_config("configs/tiny_cpu_bulk.yaml", options), ranks)
@@ -369,17 +237,13 @@ def test_drafts_of_samples_that_have_had_their_turn_are_gone(monkeypatch, tmp_pa
             return step_engine(*arguments)
 
         monkeypatch.setattr(sampler.engine, "step", forward)
-        for step in range(8):
+        for step in range(STEPS):
             record = trainer.sample(step)
             num_replacements += len(record.generated.groups) - PROMPTS
-            visits = dict(
-                zip(
-                    *(array.tolist() for array in sampler.schedule.state_dict().values()),
-                    strict=True,
-                )
-            )
-            stored = list(sampler.speculation.store._drafts)
-            assert stored or step >= 6
+            state = (array.tolist() for array in sampler.schedule.state_dict().values())
+            visits = dict(zip(*state, strict=True))
+            stored = list(sampler.store._drafts)
+            assert stored or step >= STEPS - 2
             assert all(name.visit >= visits.get(name.uid, 0) for name in stored)
         trainer.lock.close()
-    assert num_replacements > 8
+    assert num_replacements > 4

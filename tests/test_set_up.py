@@ -1,43 +1,253 @@
-"""How a run's model is loaded."""
+"""How a run's model, prompts and drafter are loaded, and what does not fit together is refused."""
 
+import json
 import os
+import shutil
 
+import numpy as np
+import pytest
+import safetensors.torch
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
+from bubblespec.checkpoint import load_optimizer
 from bubblespec.config import Config, DataConfig, ModelConfig, RunConfig
-from bubblespec.loading import load_model
+from bubblespec.draft.drafter import Drafter
+from bubblespec.draft.drafter_training import (
+    DRAFTER_FILE,
+    WEIGHTS_FILE,
+    load_drafter,
+    save_drafter,
+)
+from bubblespec.learn.optimizer import Optimizer
+from bubblespec.loading import (
+    check_vocabulary,
+    load_model,
+    load_prompts,
+    load_tokenizer,
+    stop_tokens,
+)
+from tests.helpers.checks import refusal
+from tests.helpers.drafter_oracle import make_training
 
 TINY = "configs/tiny_policy"
+CPU = torch.device("cpu")
+UP = "model.layers.1.mlp.up_proj.weight"
 
 
-def load(device: str):
-    config = Config(
-        model=ModelConfig(path=TINY), data=DataConfig(path="d"), run=RunConfig(output_dir="o")
+def make_config(path=TINY) -> Config:
+    return Config(
+        model=ModelConfig(path=str(path)),
+        data=DataConfig(path="d"),
+        run=RunConfig(output_dir="o"),
     )
-    return load_model(config, None, torch.device(device))
+
+
+def load_all(config: Config) -> None:
+    model, tokenizer = load_model(config, None, CPU), load_tokenizer(config)
+    check_vocabulary(config, model, tokenizer)
+    stop_tokens(config, model, tokenizer)
+
+
+@pytest.fixture
+def policy(tmp_path):
+    """A copy of the tiny policy."""
+    return shutil.copytree(TINY, tmp_path / "policy")
+
+
+def edit_json(path, **keys) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+
+
+def edit_weights(folder, edit) -> None:
+    path = folder / "model.safetensors"
+    safetensors.torch.save_file(edit(load_file(path)), path, metadata={"format": "pt"})
 
 
 def test_weights_go_straight_to_the_device(monkeypatch):
     """They are on it as soon as transformers has loaded them: no copy of the whole model has been
     in the machine's memory."""
-    original, places = AutoModelForCausalLM.from_pretrained, []
+    original, devices = AutoModelForCausalLM.from_pretrained, []
 
     def noted(*args, **kwargs):
         loaded = original(*args, **kwargs)
-        places.extend(tensor.device.type for tensor in loaded[0].parameters())
+        devices.extend(tensor.device.type for tensor in loaded[0].parameters())
         return loaded
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", noted)
-    load("meta")
-    assert len(places) > 10 and set(places) == {"meta"}
+    load_model(make_config(), None, torch.device("meta"))
+    assert len(devices) > 10 and set(devices) == {"meta"}
 
 
 def test_weights_are_those_of_the_file():
-    model, saved = load("cpu"), load_file(os.path.join(TINY, "model.safetensors"))
+    model, saved = load_model(make_config(), None, CPU), load_file(f"{TINY}/model.safetensors")
     state = model.state_dict()
-    assert saved.keys() <= state.keys() and all(
-        torch.equal(state[name], tensor) for name, tensor in saved.items()
-    )
+    assert saved.keys() <= state.keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in saved.items())
     assert not hasattr(model, "_hf_hook"), "no hook runs in its forward"
+
+
+def put(name: str, content: bytes):
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def edit_config(**keys):
+    return lambda folder: edit_json(folder / "config.json", **keys)
+
+
+def drop_a_weight(folder) -> None:
+    edit_weights(folder, lambda weights: {k: v for k, v in weights.items() if k != UP})
+
+
+def shrink_embedding(folder) -> None:
+    def shrink(weights):
+        return {k: v[:200].clone() if len(v) == 312 else v for k, v in weights.items()}
+
+    edit_weights(folder, shrink)
+    edit_json(folder / "config.json", vocab_size=200)
+
+
+def other_architecture(folder) -> None:
+    os.remove(folder / "model.safetensors")
+    sizes = {"vocab_size": 312, "d_model": 32, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    T5ForConditionalGeneration(T5Config(**sizes)).save_pretrained(folder)
+
+
+def drop_stops(folder) -> None:
+    os.remove(folder / "generation_config.json")
+    edit_json(folder / "config.json", eos_token_id=None)
+    edit_json(folder / "tokenizer_config.json", eos_token=None)
+
+
+@pytest.mark.parametrize(
+    "damage, says",
+    [
+        (put("tokenizer.json", b"{"), "model.path: cannot load AutoTokenizer"),
+        (put("model.safetensors", b""), "SafetensorError: Error while deserializing header"),
+        (lambda folder: os.remove(folder / "model.safetensors"), "no file named model.safetensors"),
+        (put("config.json", b"{"), "not a valid JSON file"),
+        (drop_a_weight, f"model.path: the weights of POLICY lack {UP}"),
+        (shrink_embedding, "model.path: the tokenizer of POLICY has token 311, but the model only"),
+        (other_architecture, "model.path: POLICY is an encoder-decoder model"),
+        (put("adapter_config.json", b"{}"), "model.path: POLICY is a LoRA adapter; merge it"),
+        (drop_stops, "rollout.stop_token_ids: neither model nor tokenizer has an end"),
+        (edit_config(hidden_size=128), "but its config.json asks for [312, 128]"),
+        (edit_config(num_hidden_layers=5), "lack model.layers.3.input_layernorm.weight and 17"),
+        (edit_config(vocab_size="many"), "expected int, got str"),
+        (edit_config(model_type="nonsense"), "model type `nonsense`"),
+    ],
+)
+def test_damaged_model_folder(policy, damage, says):
+    damage(policy)
+    message = refusal(load_all, make_config(policy))
+    assert message.startswith(("model.path: ", "rollout.stop_token_ids: "))
+    assert says.replace("POLICY", str(policy)) in message
+
+
+@pytest.mark.parametrize(
+    "keys, says",
+    [
+        ({"vocab_size": 320}, "holds another model: vocab_size is 320, in model.path 312"),
+        ({"num_hidden_layers": 2}, "holds another model: num_hidden_layers is 2, in model.path 3"),
+        ({"intermediate_size": 64}, "config.json asks for"),
+    ],
+)
+def test_checkpoint_of_another_model(policy, keys, says):
+    edit_json(policy / "config.json", **keys)
+    if "vocab_size" in keys:
+
+        def grow(weights):
+            return {k: torch.cat((v, v[:8])) if len(v) == 312 else v for k, v in weights.items()}
+
+        edit_weights(policy, grow)
+    message = refusal(load_model, make_config(), str(policy), CPU)
+    assert message.startswith("run.resume_from_checkpoint: ") and says in message
+
+
+def without_last_row(value):
+    """Every tensor of two dimensions, however deep, without its last row."""
+    if isinstance(value, torch.Tensor):
+        return value[:-1].clone() if value.ndim == 2 else value
+    if isinstance(value, dict):
+        return {key: without_last_row(item) for key, item in value.items()}
+    return [without_last_row(item) for item in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize(
+    "edit, says",
+    [
+        (lambda state: {}, "does not fit this run"),
+        (lambda state: [1, 2], "does not fit this run"),
+        (without_last_row, "of a model of other shapes"),
+        (None, "does not fit this run"),
+    ],
+)
+def test_optimizer_of_another_model(tmp_path, edit, says):
+    config = make_config()
+    optimizer = Optimizer(load_model(config, None, CPU), config.optim, 10)
+    optimizer.flat_grad.fill_(1.0)
+    optimizer.step(0)
+    if edit is None:
+        (tmp_path / "optimizer.pt").write_bytes(b"hello")
+    else:
+        torch.save(edit(optimizer.state_dict()), tmp_path / "optimizer.pt")
+    message = refusal(load_optimizer, str(tmp_path), optimizer)
+    assert message.startswith("run.resume_from_checkpoint: ") and says in message
+
+
+@pytest.mark.parametrize(
+    "template, says",
+    [
+        ("{{ raise_exception('no system role') }}", "refuses the prompt of row 0: TemplateError"),
+        ("{{ messages", "refuses the prompt of row 0: TemplateSyntaxError"),
+        ("{{ messages[0].content + 3 }}", "refuses the prompt of row 0: TypeError"),
+        ("{# nothing #}", "the prompt of row 0 has no tokens"),
+    ],
+)
+def test_template_that_does_not_take_the_prompts(policy, tmp_path, template, says):
+    (policy / "chat_template.jinja").write_text(template)
+    config = make_config(policy)
+    config.data.path = str(tmp_path / "chat.jsonl")
+    prompt = [{"role": "user", "content": "1 + 1 ="}]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"prompt": prompt, "answer": "2"}) + "\n")
+    message = refusal(load_prompts, config, load_tokenizer(config))
+    assert message.startswith("data.path: ") and says in message
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory):
+    """A model, and the folder of a drafter of it."""
+    folder = tmp_path_factory.mktemp("drafter")
+    model = AutoModelForCausalLM.from_pretrained(TINY)
+    save_drafter(folder, make_training(Drafter(model, np.arange(5))))
+    return model, folder
+
+
+SPOILT_DRAFTERS = {
+    "another policy": ({"hidden_size": 7}, "hidden_size is 7"),
+    "ids beyond the vocabulary": ({"ids": [1, 10**9]}, "ids"),
+    "ids in no order": ({"ids": [3, 1]}, "ids"),
+    "a list": ([1, 2], ""),
+    "no JSON": ("{", ""),
+    "other weights": (None, ""),
+    "no folder": ("missing", ""),
+}
+
+
+@pytest.mark.parametrize("spoilt", SPOILT_DRAFTERS)
+def test_drafter_that_is_none(drafter, tmp_path, spoilt):
+    (content, says), (model, saved) = SPOILT_DRAFTERS[spoilt], drafter
+    folder = tmp_path / "drafter"
+    if content != "missing":
+        shutil.copytree(saved, folder)
+        load_drafter(str(folder), model, 0)
+        file = folder / DRAFTER_FILE
+        if isinstance(content, dict):
+            edit_json(file, **content)
+        elif content is None:
+            safetensors.torch.save_file({"norm.weight": torch.ones(3)}, folder / WEIGHTS_FILE)
+        else:
+            file.write_text(content if isinstance(content, str) else json.dumps(content))
+    message = refusal(load_drafter, str(folder), model, 0)
+    assert message.startswith("drafter.path: ") and str(folder) in message and says in message

@@ -12,8 +12,24 @@ import subprocess
 import torch
 from safetensors.torch import load_file
 
+from bubblespec.config import load_config
+from bubblespec.dist.ranks import Ranks
+from bubblespec.setup import build
 from tests.helpers.warm import launch
+from train import train
 
+# Few prompts, which come up several times: drafts are matched with earlier epochs too.
+EPOCHS = [
+    "model.dtype=float64",
+    "data.size=60",
+    "rollout.num_prompts_per_step=8",
+    "rollout.num_generations=4",
+    "rollout.max_completion_length=64",
+    "speculative.planning=always",
+    "eval.num_prompts=0",
+    "run.eval_steps=0",
+    "run.keep_last=9",
+]
 SHORT = [
     "rollout.num_prompts_per_step=8",
     "rollout.num_generations=4",
@@ -24,10 +40,7 @@ SHORT = [
     "run.save_steps=2",
     "model.dtype=float64",
 ]
-
-
-# Whatever a forward takes on this machine: without it measured times decide whether anything is
-# drafted.
+# Without it measured times decide whether anything is drafted.
 ALWAYS_DRAFT = "speculative.planning=always"
 
 
@@ -42,11 +55,21 @@ def run(
 ) -> subprocess.CompletedProcess:
     """A run to its end, which with `check` must be a good one; `ranks` 0 is a plain `python
     train.py`."""
-    done = launch(
-        ranks, [*script, "--config", config, *short, f"run.output_dir={output_dir}", *overrides]
-    )
+    options = ["--config", config, *short, f"run.output_dir={output_dir}", *overrides]
+    done = launch(ranks, [*script, *options])
     assert not check or done.returncode == 0, done.stderr[-3000:]
     return done
+
+
+def train_here(output_dir, *overrides: str, ranks: Ranks | None = None, short=SHORT) -> None:
+    """What `python train.py` does, in this process."""
+    ranks = ranks or Ranks(torch.device("cpu"))
+    options = [*short, f"run.output_dir={output_dir}", *overrides]
+    trainer = build(load_config("configs/tiny_cpu_bulk.yaml", options), ranks)
+    try:
+        train(trainer)
+    finally:
+        trainer.lock.close()
 
 
 def run_until_killed(output_dir, ranks: int, step: int, *overrides: str, **changes) -> None:
@@ -57,17 +80,33 @@ def run_until_killed(output_dir, ranks: int, step: int, *overrides: str, **chang
 
 
 def read(output_dir) -> list[dict]:
-    with open(os.path.join(output_dir, "metrics.jsonl"), encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+    """All lines of metrics that are complete."""
+    path = os.path.join(output_dir, "metrics.jsonl")
+    if not os.path.isfile(path):
+        return []
+    with open(path, encoding="utf-8") as file:
+        return [json.loads(line) for line in file if line.endswith("\n")]
+
+
+def steps_of(output_dir) -> list[dict]:
+    """The lines of training steps."""
+    return [line for line in read(output_dir) if "rollout/digest" in line]
 
 
 def digests(output_dir) -> list[str]:
-    return [line["rollout/digest"] for line in read(output_dir) if "rollout/digest" in line]
+    return [line["rollout/digest"] for line in steps_of(output_dir)]
 
 
 def weights(output_dir, step: int = 4) -> dict[str, torch.Tensor]:
-    return load_file(os.path.join(output_dir, f"checkpoint-{step}", "model.safetensors"))
+    """What a checkpoint holds of the policy: all weights, or with LoRA the adapter."""
+    folder = os.path.join(output_dir, f"checkpoint-{step}")
+    name = "adapter_model" if "adapter_model.safetensors" in os.listdir(folder) else "model"
+    return load_file(os.path.join(folder, f"{name}.safetensors"))
 
 
 def same_weights(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def max_change(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    return max((a[name] - b[name]).abs().max().item() for name in a)

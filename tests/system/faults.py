@@ -1,10 +1,10 @@
 """A run that is killed again and again ends as one that is not: python tests/system/faults.py
-[--kills N] [--steps N] [--ranks N] [--seed S] [--json OUT] [overrides]
+[--kills N] [--steps N] [--ranks N] [--seed S] [overrides]
 
 Runs of train.py in float64 with real learning, which save after every step: one without
-disturbance, and one that is killed at random moments spread over its steps and started again each
-time. Both must log the same `rollout/digest` at every step and end with the same weights to the
-bit; the exit code is 1 if they do not.
+disturbance, and one that is killed at random moments spread over its steps and restarted each time.
+Both must log the same `rollout/digest` at every step and end with the same weights to the bit; the
+exit code is 1 if they do not.
 
 rank        SIGKILL to one rank, chosen at random; the launcher ends the others
 ranks       SIGKILL to all ranks at once
@@ -14,7 +14,6 @@ start       one of these three, before the first step
 """
 
 import argparse
-import json
 import os
 import random
 import shutil
@@ -28,61 +27,48 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 
 from bubblespec.dist.processes import children_of
 from tests.helpers.checks import is_alive
-from tests.system.exactness import (
-    ROOT,
-    RUN_TIMEOUT_S,
-    SHORT,
-    environment,
-    first_difference,
-    launch,
-    read_metrics,
-    read_weights,
-    run,
-    same_weights,
-)
+from tests.helpers.runs import EPOCHS, digests, same_weights, weights
+from tests.helpers.warm import ROOT, SINGLE_THREADED
 
+TIMEOUT_S = 1200
 VICTIMS = ("rank", "ranks", "launcher")
 KINDS = (*VICTIMS, "save", "start")
 
 
 class Run:
-    """train.py under torchrun, in a session of its own. `said`: what it has written to stderr,
-    after `end`."""
+    """A script under the real torchrun, in a session of its own. options: of the launcher."""
 
-    def __init__(self, command: list[str], folder: str):
-        self.folder = folder
-        self.metrics_before = self._metrics_file()
+    def __init__(self, ranks: int, script: list[str], folder: str, *options: str):
+        self.folder, self.metrics_before = folder, self._metrics_file(folder)
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed in `end`)
+        launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", *options]
+        rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
         self.launcher = subprocess.Popen(
-            command,
+            [sys.executable, *launcher, *rendezvous, "--local-addr=127.0.0.1", *script],
             cwd=ROOT,
-            env=environment(),
+            env={**os.environ, **SINGLE_THREADED},
             stdout=self.log,
             stderr=self.log,
             start_new_session=True,
         )
-        self.said = ""
         self.pids: set[int] = set()  # of all ranks seen
 
-    def ranks(self) -> dict[int, int]:
+    def ranks(self) -> list[int]:
         """Process ids of the ranks that are alive."""
-        pids = {}
+        pids = []
         for pid in children_of(self.launcher.pid):
             try:
                 with open(f"/proc/{pid}/environ", "rb") as file:
-                    values = dict(
-                        entry.split(b"=", 1) for entry in file.read().split(b"\0") if b"=" in entry
-                    )
+                    if b"\0RANK=" in b"\0" + file.read():
+                        pids.append(pid)
             except OSError:  # it has just ended
                 continue
-            if b"RANK" in values:
-                pids[int(values[b"RANK"])] = pid
-        self.pids |= set(pids.values())
+        self.pids.update(pids)
         return pids
 
     def wait_until(self, what: str, holds) -> None:
         """Raises RuntimeError if the run ends before."""
-        deadline = time.monotonic() + RUN_TIMEOUT_S
+        deadline = time.monotonic() + TIMEOUT_S
         while not holds():
             if self.launcher.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the run did not get to {what}:\n{self.end()[1][-3000:]}")
@@ -90,38 +76,28 @@ class Run:
 
     def wait_for_steps(self, count: int) -> None:
         """Until this run itself has logged a step, and there are `count` steps or more."""
-        self.wait_until(
-            "its first step", lambda: self._metrics_file() not in (None, self.metrics_before)
-        )
-        first = len(read_metrics(self.folder))
-        self.wait_until(
-            f"step {count}", lambda: len(read_metrics(self.folder)) >= max(count, first)
-        )
+        old = (None, self.metrics_before)
+        self.wait_until("its first step", lambda: self._metrics_file(self.folder) not in old)
+        self.wait_until(f"step {count}", lambda: len(digests(self.folder)) >= count)
 
     def is_saving(self) -> bool:
         return any(name.startswith("tmp-checkpoint-") for name in os.listdir(self.folder))
 
-    def kill(self, victim: str, rng: random.Random) -> int | None:
-        """SIGKILL to `victim`. Returns the rank if it was one."""
+    def kill(self, victim: str, rng: random.Random) -> None:
         ranks = self.ranks()
         if victim == "launcher":
             self.launcher.kill()
-            return None
-        chosen = [rng.choice(sorted(ranks))] if victim == "rank" and ranks else sorted(ranks)
-        for rank in chosen:
-            os.kill(ranks[rank], signal.SIGKILL)
-        return chosen[0] if victim == "rank" and chosen else None
+        for pid in {"launcher": [], "rank": ranks and [rng.choice(ranks)]}.get(victim, ranks):
+            os.kill(pid, signal.SIGKILL)
 
     def end(self) -> tuple[int, str]:
-        """Wait until the launcher and all ranks have ended; exit code of the launcher, and what was
-        said."""
+        """Wait until the launcher and all ranks have ended; exit code of the launcher, and what it
+        and the ranks have written."""
         self.ranks()
         try:
-            code = self.launcher.wait(RUN_TIMEOUT_S)
+            code = self.launcher.wait(TIMEOUT_S)
             deadline = time.monotonic() + 300
-            while any(
-                is_alive(pid) for pid in self.pids
-            ):  # they die with their launcher, or find it dead once imported
+            while any(map(is_alive, self.pids)):  # ranks die with their launcher
                 if time.monotonic() > deadline:
                     raise RuntimeError("a rank has outlived its launcher")
                 time.sleep(0.01)
@@ -129,120 +105,69 @@ class Run:
             if self.launcher.poll() is None:
                 os.killpg(self.launcher.pid, signal.SIGKILL)
                 self.launcher.wait()
-        if not self.log.closed:
-            self.log.seek(0)
-            self.said = self.log.read()
-            self.log.close()
-        return code, self.said
+        self.log.seek(0)
+        with self.log:
+            return code, self.log.read()
 
-    def _metrics_file(self) -> int | None:
-        """A run that goes on writes the file anew."""
-        path = os.path.join(self.folder, "metrics.jsonl")
+    @staticmethod
+    def _metrics_file(folder: str) -> int | None:
+        """A run that goes on writes the file again."""
+        path = os.path.join(folder, "metrics.jsonl")
         return os.stat(path).st_ino if os.path.exists(path) else None
 
 
-def live_and_die(
-    command: list[str], folder: str, kind: str, steps: int, rng: random.Random
-) -> dict:
-    """Start or continue a run, and kill it at a random moment once `steps` steps are logged (or,
-    `start`, before)."""
-    process = Run(command, folder)
+def kill_once(run: Run, kind: str, steps: int, rng: random.Random) -> None:
+    """Kill a run at a random moment once `steps` steps are logged (or, `start`, before)."""
     victim = kind if kind in VICTIMS else rng.choice(VICTIMS)
-    logged_before = len(read_metrics(folder))
     if kind == "start":
-        process.wait_until("its ranks", process.ranks)
+        run.wait_until("its ranks", run.ranks)
         time.sleep(rng.uniform(0, 8))
     else:
-        process.wait_for_steps(steps)
+        run.wait_for_steps(steps)
         if kind == "save":
-            process.wait_until("a save", process.is_saving)
-            time.sleep(rng.uniform(0, 0.03))
-        else:
-            time.sleep(rng.uniform(0, 1.5))
-    was_saving = (
-        kind != "start" and process.is_saving()
-    )  # before its start a run has not cleared away what the last has left
-    rank = process.kill(victim, rng)
-    code, said = process.end()
-    record = {
-        "kind": kind,
-        "victim": victim,
-        "rank": rank,
-        "exit_code": code,
-        "was_saving": was_saving,
-    }
-    record |= {"steps_before": logged_before, "steps_after": len(read_metrics(folder))}
-    return record | {"is_named": rank is not None and f"rank {rank} missing in " in said}
+            run.wait_until("a save", run.is_saving)
+        time.sleep(rng.uniform(0, 0.03 if kind == "save" else 1.5))
+    run.kill(victim, rng)
+    run.end()
+    print(f"{kind}: {victim} killed at step {len(digests(run.folder))}", flush=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--config", default="configs/tiny_cpu_bulk.yaml")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        help="of the moments; what a moment hits depends on the machine too",
-    )
-    parser.add_argument("--json")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     arguments = parser.parse_intermixed_args()
-    rng = random.Random(arguments.seed)
+    rng, steps = random.Random(arguments.seed), arguments.steps
     folder = tempfile.mkdtemp(prefix="faults-")
-    steps, options = (
-        arguments.steps,
-        ["--config", arguments.config, *SHORT, "run.keep_last=2", "run.save_steps=1"],
-    )
-    options += [f"run.max_steps={steps}", *arguments.overrides]
     whole, killed = os.path.join(folder, "whole"), os.path.join(folder, "killed")
-    run(launch(arguments.ranks, "train.py", *options, f"run.output_dir={whole}"))
-    command = launch(arguments.ranks, "train.py", *options, f"run.output_dir={killed}")
+
+    def start(output_dir: str) -> Run:
+        script = ["train.py", "--config", "configs/tiny_cpu_bulk.yaml", *EPOCHS, "run.save_steps=1"]
+        script += [f"run.max_steps={steps}", "run.keep_last=2", *arguments.overrides]
+        return Run(arguments.ranks, [*script, f"run.output_dir={output_dir}"], output_dir)
+
+    def finish(output_dir: str) -> None:
+        code, said = start(output_dir).end()
+        if code:
+            raise RuntimeError(said[-3000:])
+
+    finish(whole)
     kinds = [KINDS[i % len(KINDS)] for i in range(arguments.kills)]
     rng.shuffle(kinds)
-    records = []
     for number, kind in enumerate(kinds):
         # Never at the very end: a run that has ended cannot be killed.
         target = min(int(steps * (number + rng.random()) / len(kinds)), steps - 2)
-        record = live_and_die(command, killed, kind, target, rng)
-        records.append(record)
-        who = (
-            record["victim"]
-            if record["rank"] is None
-            else f"rank {record['rank']}{', named' if record['is_named'] else ''}"
-        )
-        where = ", in a save" if record["was_saving"] else ""
-        print(
-            f"kill {number + 1:2} ({kind}): {who}{where}, at step {record['steps_after']}",
-            flush=True,
-        )
-    run(command)
-    step = first_difference(read_metrics(whole), read_metrics(killed))
-    weights_equal = same_weights(read_weights(whole, steps), read_weights(killed, steps))
-    summary = {"digests_equal": step is None, "weights_equal": weights_equal, "kills": len(records)}
-    summary["in_a_save"] = sum(record["was_saving"] for record in records)
-    print(f"{len(records)} kills, {summary['in_a_save']} of them in a save: ", end="")
-    print("equal digests, " if step is None else f"other digests from step {step} on, ", end="")
-    print("equal weights to the bit" if weights_equal else "other weights")
-    if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump(
-                {
-                    **summary,
-                    "config": arguments.config,
-                    "overrides": arguments.overrides,
-                    "lives": records,
-                },
-                file,
-                indent=1,
-            )
-    if step is None and weights_equal:
+        kill_once(start(killed), kind, target, rng)
+    finish(killed)
+    are_equal = digests(whole) == digests(killed)
+    are_equal &= same_weights(weights(whole, steps), weights(killed, steps))
+    print("equal digests and weights" if are_equal else f"different, see {folder}")
+    if are_equal:
         shutil.rmtree(folder)
-        return 0
-    print(f"the runs are kept in {folder}")
-    return 1
+    return 0 if are_equal else 1
 
 
 if __name__ == "__main__":

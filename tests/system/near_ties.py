@@ -30,7 +30,6 @@ from bubblespec.config import load_config
 from bubblespec.dist.ranks import ranks_from_environment
 from bubblespec.engine.noise import gumbel, stream_keys
 from bubblespec.engine.sampling import SamplingParams, restrict
-from bubblespec.errors import InputError
 from bubblespec.setup import build
 from bubblespec.trainer import Trainer
 from bubblespec.types import Row
@@ -125,42 +124,19 @@ class NearTies:
         return self._exact
 
     def gathered(self) -> dict:
-        """The counts of all ranks."""
-        ranks = self.trainer.ranks
-        rows, tokens = ranks.gather(np.array([self.num_rows, self.num_tokens])).sum(axis=0).tolist()
-        names = [(*d[:4], KINDS.index(d[4])) for d in self.differences]
-        numbers = (
-            np.concatenate(ranks.gather_ragged(np.array(names, np.int64).ravel()))
-            .reshape(-1, 5)
-            .tolist()
-        )
-        gaps = np.concatenate(
-            ranks.gather_ragged(np.array([d[5] for d in self.differences], np.float64))
-        ).tolist()
-        found = [
-            {
-                "uid": n[0],
-                "visit": n[1],
-                "sample": n[2],
-                "position": n[3],
-                "kind": KINDS[n[4]],
-                "gap": gap,
-            }
-            for n, gap in zip(numbers, gaps, strict=True)
-        ]
-        return {"rows": rows, "tokens": tokens, "differences": found}
-
-
-def summarise(counts: dict) -> dict:
-    found, kinds = counts["differences"], Counter(d["kind"] for d in counts["differences"])
-    return {
-        "passed": not kinds[VIOLATION],
-        "per_million_tokens": 1e6 * len(found) / max(counts["tokens"], 1),
-        "largest_gap": max((d["gap"] for d in found if d["kind"] == NOISE), default=0.0),
-        "largest_nucleus_gap": max((d["gap"] for d in found if d["kind"] == NUCLEUS), default=0.0),
-        **{f"num_{kind}": kinds[kind] for kind in KINDS},
-        **counts,
-    }
+        """The counts and differences of all ranks, and whether none is a violation."""
+        own = {"rows": self.num_rows, "tokens": self.num_tokens, "differences": self.differences}
+        parts = [json.loads(text) for text in self.trainer.ranks.gather_text(json.dumps(own))]
+        found = [difference for part in parts for difference in part["differences"]]
+        kinds = Counter(kind for *_, kind, _ in found)
+        return {
+            "passed": not kinds[VIOLATION],
+            "rows": sum(part["rows"] for part in parts),
+            "tokens": sum(part["tokens"] for part in parts),
+            **{f"num_{kind}": kinds[kind] for kind in KINDS},
+            "max_gap": max((gap for *_, gap in found), default=0.0),
+            "differences": found,
+        }
 
 
 def main() -> int:
@@ -170,44 +146,20 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_intermixed_args()
     transformers.utils.logging.disable_progress_bar()
-    try:
-        config = load_config(arguments.config, arguments.overrides)
-        with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
-            trainer = build(config, ranks)
-            if trainer.sampler.speculation is None:
-                raise InputError("speculative.method: none; give the method to compare with it")
-            ties, plain = NearTies(trainer), plain_engine(trainer)
-            for step in range(config.run.max_steps):
-                result = paired_step(trainer, plain, step, ties.inspect)
-                if ranks.is_main:
-                    print(
-                        f"step {step:3}: {result['differing_rows']} of {result['rows']} rows differ, accepted tokens a forward "
-                        f"{result['rollout/spec_accept_length']:.2f}, reward {result['reward']:.3f}",
-                        flush=True,
-                    )
-            summary = summarise(ties.gathered())
+    config = load_config(arguments.config, arguments.overrides)
+    with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
+        trainer = build(config, ranks)
+        ties, plain = NearTies(trainer), plain_engine(trainer)
+        for step in range(config.run.max_steps):
+            result = paired_step(trainer, plain, step, ties.inspect)
             if ranks.is_main:
-                print(
-                    f"{config.model.path}: {len(summary['differences'])} first differences in {summary['rows']} rows and "
-                    f"{summary['tokens']} compared tokens, {summary['per_million_tokens']:.1f} per million: "
-                    f"{summary['num_noise']} near ties, largest gap {summary['largest_gap']:.1e}; "
-                    f"{summary['num_nucleus']} at the edge of the nucleus, by at most {summary['largest_nucleus_gap']:.1e}; "
-                    f"{summary['num_violation']} violations"
-                )
-                if arguments.json:
-                    with open(arguments.json, "w", encoding="utf-8") as file:
-                        json.dump(
-                            {
-                                "config": arguments.config,
-                                "overrides": arguments.overrides,
-                                **summary,
-                            },
-                            file,
-                            indent=1,
-                        )
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+                print(f"step {step:3}: {result['differing_rows']} of {result['rows']} rows differ")
+        summary = ties.gathered()
+        if ranks.is_main:
+            print({key: value for key, value in summary.items() if key != "differences"})
+            if arguments.json:
+                with open(arguments.json, "w", encoding="utf-8") as file:
+                    json.dump(summary, file, indent=1)
     return 0 if summary["passed"] else 1
 
 

@@ -4,11 +4,11 @@ KIND --config F [overrides]
 In the update of a step, when the step before is logged:
 launcher    SIGTERM to the launcher, and once that has reached the rank a second one
 ranks       SIGTERM to every rank
-rank-dies   SIGKILL to the last rank, unless the launcher has started it anew
+rank-dies   SIGKILL to the last rank, unless the launcher has restarted it
 ranks-die   SIGKILL to every rank
 In the save after the update of a step, when everything is written and nothing has its name yet:
 save-dies   SIGKILL to rank 0
-In the shared tail of a step, in its second forward:
+In the TP tail of a step, in its second forward:
 tail-dies   SIGKILL to every rank
 tail-stops  SIGTERM to the last rank
 """
@@ -31,24 +31,19 @@ KINDS = ("launcher", "ranks", "rank-dies", "ranks-die", "save-dies", "tail-dies"
 PATIENCE_S = 120.0
 
 
-def to_launcher(ranks: Ranks) -> None:
-    """Its signal must reach this rank before the step goes on."""
-    if ranks.rank == 0:
-        os.kill(os.getppid(), signal.SIGTERM)
-        deadline = time.monotonic() + PATIENCE_S
-        while not ranks.must_stop and time.monotonic() < deadline:
-            time.sleep(0.01)
-        os.kill(os.getppid(), signal.SIGTERM)
-
-
 def send(kind: str, ranks: Ranks) -> None:
     is_last = ranks.rank == ranks.world_size - 1
-    if kind == "launcher":
-        to_launcher(ranks)
-    elif kind == "ranks":
+    is_restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if kind == "launcher" and ranks.rank == 0:
+        os.kill(os.getppid(), signal.SIGTERM)
+        deadline = time.monotonic() + PATIENCE_S
+        while not ranks.must_stop and time.monotonic() < deadline:  # it must reach this rank first
+            time.sleep(0.01)
+        os.kill(os.getppid(), signal.SIGTERM)
+    elif kind == "ranks" or (kind == "tail-stops" and is_last):
         os.kill(os.getpid(), signal.SIGTERM)
-    elif kind == "ranks-die" or (
-        kind == "rank-dies" and is_last and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    elif kind in ("ranks-die", "tail-dies") or (
+        kind == "rank-dies" and is_last and not is_restarted
     ):
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -59,34 +54,28 @@ def main() -> int:
     parser.add_argument("--kind", choices=KINDS, required=True)
     arguments, rest = parser.parse_known_args()
     sys.argv = ["train.py", *rest]
-    update, rename = Trainer.update, os.rename
+    step, kind = arguments.at, arguments.kind
+    update, rename, forward = Trainer.update, os.rename, ModelRunner.forward
+    num_forwards = 0
 
     def signalled_update(trainer, record, advantages):
-        if record.step == arguments.at:
-            send(arguments.kind, trainer.ranks)
+        if record.step == step and not kind.startswith("tail-"):
+            send(kind, trainer.ranks)
         return update(trainer, record, advantages)
 
     def deadly_rename(source, target) -> None:
-        if (
-            arguments.kind == "save-dies"
-            and os.path.basename(target) == f"checkpoint-{arguments.at + 1}"
-        ):
+        if kind == "save-dies" and os.path.basename(target) == f"checkpoint-{step + 1}":
             os.kill(os.getpid(), signal.SIGKILL)
         rename(source, target)
 
-    forward, num_forwards = ModelRunner.forward, 0
-
     def signalled_forward(runner, *batch):
         nonlocal num_forwards
-        if runner.shards is None:
-            return forward(runner, *batch)
-        ranks = runner.shards.tp.ranks
-        if arguments.kind.startswith("tail-") and ranks.place == f"rollout of step {arguments.at}":
-            num_forwards += 1
-            if num_forwards == 2 and arguments.kind == "tail-dies":
-                os.kill(os.getpid(), signal.SIGKILL)
-            elif num_forwards == 2 and ranks.rank == ranks.world_size - 1:
-                os.kill(os.getpid(), signal.SIGTERM)
+        if kind.startswith("tail-") and runner.shards is not None:
+            ranks = runner.shards.tp.ranks
+            num_forwards += ranks.place == f"rollout of step {step}"
+            if num_forwards == 2:
+                num_forwards += 1
+                send(kind, ranks)
         return forward(runner, *batch)
 
     ModelRunner.forward = signalled_forward

@@ -1,0 +1,123 @@
+"""Disturbs a run from outside; none of it may change a token.
+
+Preemption: after a forward, with probability `preempt`, some rows are dropped from the engine,
+active or queued, of the step or drafts, and added again at the end of the queue. Corruption: a
+share of the drafts that a rank has made is spoilt before the exchange, so that all ranks still hold
+the same ones, and a share of the proposals before the engine verifies them.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from bubblespec.dist.ranks import Ranks
+from bubblespec.idle.draft_ahead import DraftAhead
+from bubblespec.records import Load
+from bubblespec.trainer import Trainer
+from bubblespec.types import Draft, Row, SampleId
+
+COUNTS = ("own rows preempted", "draft rows preempted", "drafts corrupted", "proposals corrupted")
+MAX_ROWS = 4  # preempted after one forward
+
+
+def corrupt_tokens(tokens: np.ndarray, rng: np.random.Generator, vocab_size: int) -> np.ndarray:
+    """Some tokens replaced at random, or the end cut off, or garbage added to it."""
+    kind = rng.choice(("replace", "cut", "extend"))
+    if kind == "cut":
+        return tokens[: rng.integers(len(tokens) + 1)]
+    if kind == "extend" or len(tokens) == 0:
+        garbage = rng.integers(0, vocab_size, rng.integers(1, 20))
+        return np.concatenate((tokens, garbage.astype(tokens.dtype)))
+    wrong = rng.random(len(tokens)) < 0.2
+    wrong[rng.integers(len(tokens))] = True
+    return np.where(wrong, rng.integers(0, vocab_size, len(tokens)), tokens).astype(tokens.dtype)
+
+
+def corrupt_drafts(
+    drafts: dict[SampleId, Draft],
+    rng: np.random.Generator,
+    share: float,
+    vocab_size: int,
+    max_new_tokens: int,
+) -> tuple[dict[SampleId, Draft], int]:
+    """A share of the drafts with other tokens, with the wrong finished flag, or swapped with
+    another sample's; and how many.
+
+    A draft that says it is unfinished keeps room for one more token: it will be drafted further,
+    and the engine refuses a row that is full already.
+    """
+    keys, result, count = list(drafts), dict(drafts), 0
+    for key in keys:
+        if rng.random() >= share:
+            continue
+        count += 1
+        kind, draft = rng.choice(("tokens", "flag", "swap"), p=(0.6, 0.2, 0.2)), result[key]
+        if kind == "tokens":
+            tokens = corrupt_tokens(draft.tokens, rng, vocab_size)
+            result[key] = dataclasses.replace(draft, tokens=tokens)
+        elif kind == "flag":
+            result[key] = dataclasses.replace(draft, is_finished=not draft.is_finished)
+        else:
+            other = keys[rng.integers(len(keys))]
+            result[key], result[other] = result[other], draft
+    for key, draft in result.items():
+        if not draft.is_finished:
+            result[key] = dataclasses.replace(draft, tokens=draft.tokens[: max_new_tokens - 1])
+    return result, count
+
+
+class Disturbance:
+    """Disturbs a trainer's rollouts from now on. `counts`: what it has done on this rank, by the
+    names in COUNTS."""
+
+    def __init__(self, trainer: Trainer, preempt: float, corrupt: float, seed: int = 0):
+        self.trainer, self.preempt, self.corrupt = trainer, preempt, corrupt
+        self.rng = np.random.default_rng((seed, trainer.ranks.rank))
+        self.counts = dict.fromkeys(COUNTS, 0)
+        self.vocab_size = trainer.learner.model.get_input_embeddings().num_embeddings
+        self.drafting: DraftAhead | None = None
+        sampler = trainer.sampler
+        self._step, self._draft_ahead = sampler.engine.step, sampler._draft_ahead
+        sampler.engine.step, sampler._draft_ahead = self.step, self.draft_ahead
+        if sampler.board is not None:
+            sampler.board.interval_s = 0.0  # a tick at every forward: the clock chooses none
+        if sampler.proposer is not None:
+            self._propose = sampler.proposer.propose
+            sampler.proposer.propose = self.propose
+
+    def step(self, *arguments) -> tuple[list[Row], Load]:
+        result, engine = self._step(*arguments), self.trainer.sampler.engine
+        if self.rng.random() < self.preempt:
+            rows = [*engine.rows, *engine.queue]
+            chosen = self.rng.permutation(len(rows))[: self.rng.integers(1, MAX_ROWS + 1)]
+            taken = [rows[index] for index in chosen]
+            for row in taken:
+                engine.drop(row)
+                is_own = self.drafting is None or id(row) in self.drafting.view.unfinished
+                self.counts["own rows preempted" if is_own else "draft rows preempted"] += 1
+            engine.add(taken)
+        return result
+
+    def draft_ahead(self, *arguments) -> DraftAhead | None:
+        self.drafting = drafting = self._draft_ahead(*arguments)
+        if drafting is not None:
+            finish = drafting.finish
+
+            def finish_corrupted(ranks: Ranks) -> None:
+                max_tokens = self.trainer.config.rollout.max_completion_length
+                drafting.drafts, count = corrupt_drafts(
+                    drafting.drafts, self.rng, self.corrupt, self.vocab_size, max_tokens
+                )
+                self.counts["drafts corrupted"] += count
+                finish(ranks)
+
+            drafting.finish = finish_corrupted
+        return drafting
+
+    def propose(self, *arguments) -> list[np.ndarray | None]:
+        proposals = self._propose(*arguments)
+        for i, tokens in enumerate(proposals):
+            if tokens is not None and self.rng.random() < self.corrupt:
+                proposals[i] = corrupt_tokens(tokens, self.rng, self.vocab_size)
+                self.counts["proposals corrupted"] += 1
+        return proposals
