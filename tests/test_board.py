@@ -4,12 +4,10 @@ between real processes; how soon, in virtual time or by a clock that the test mo
 The ranks only sleep instead of decoding, and nothing depends on how long anything takes.
 """
 
-import contextlib
 import os
 import re
 import signal
 import time
-from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 
@@ -130,13 +128,11 @@ def healthy(ranks: Ranks, backend: str, num_rollouts: int) -> list:
 
 @pytest.mark.parametrize("backend", ["auto", "gloo"])
 def test_all_ranks_read_the_same_ticks_and_end_by_the_same(tmp_path, backend):
-    results = run_ranks(tmp_path, healthy, 3, backend, 6)
+    results = run_ranks(tmp_path, healthy, 3, backend, 4)
     for number, same_rollout in enumerate(zip(*results, strict=True)):
         ticks = same_rollout[0][0]
-        is_done = np.array(ticks) == 0
-        assert is_done[-1].all() and not is_done[:-1].all(axis=1).any(), (
-            "the first tick with all ranks done is the last"
-        )
+        is_done = np.array(ticks) == 0  # at the last tick all ranks, and at no earlier one
+        assert is_done[-1].all() and not is_done[:-1].all(axis=1).any()
         assert len(ticks) >= 2, "the slowest rank had not begun at the first"
         for rank, (own_ticks, drafted, before, after, num_calls) in enumerate(same_rollout):
             assert own_ticks == ticks and before == after == 111.0 and num_calls == 0
@@ -154,7 +150,7 @@ def test_the_end_is_read_within_one_draft(draft_s):
         ranks = SimulatedRanks(world, rank)
         board = ProgressBoard(ranks, 30, SimulatedTicks(ranks))
         rng = np.random.default_rng(rank)
-        for _ in range(100):
+        for _ in range(30):
             player = Player(board, 6 if rank else 0, 0.015, draft_s)
             ranks.clock.sleep(rng.uniform(0, 0.02))
             began = ranks.clock.monotonic()
@@ -209,19 +205,8 @@ def with_missing(ranks: Ranks, backend: str, fate: str, missing: int) -> str:
                     player.state = lambda: os.kill(os.getpid(), signal.SIGKILL)
                 else:  # after a poll there is always a tick in flight
                     os.kill(os.getpid(), signal.SIGKILL)
-            elif fate != "hangs" and (number, ranks.rank, ranks.world_size) == (
-                5,
-                (missing + 1) % 3,
-                3,
-            ):
-                # in a forward while the third rank sees the connection break
-                with contextlib.suppress(dist.DistStoreError):
-                    store.wait([f"roll_call/ended/{(missing + 2) % 3}"], timedelta(seconds=1))
-            if (
-                fate == "hangs"
-                and store.check(["hangs"])
-                and ranks.roll_call.count > int(store.get("hangs").split()[0])
-            ):
+            has_hung = fate == "hangs" and store.check(["hangs"])
+            if has_hung and ranks.roll_call.count > int(store.get("hangs").split()[0]):
                 # This rank has posted the tick that all wait for. Rank 0 runs into the time-out
                 # first, while rank 2 is in a forward that takes longer.
                 if ranks.rank == 2:
@@ -244,8 +229,6 @@ def with_missing(ranks: Ranks, backend: str, fate: str, missing: int) -> str:
     "backend, fate, missing",
     [
         ("gloo", "hangs", 1),
-        ("gloo", "dies before posting", 2),
-        ("gloo", "dies after posting", 0),
         ("shm", "dies before posting", 1),
     ],
 )
@@ -257,9 +240,8 @@ def test_a_missing_rank_is_named(tmp_path, capfd, backend, fate, missing):
     assert line.startswith(f"rank {missing} missing in tick "), line
     assert re.search(r"last heard: 99\d unfinished rows, ", line) and "\n" not in line
     assert capfd.readouterr().err.count(f"error: {line}\n") == 1
-    assert (f"no answer for {HANG_S:g} s" in line) == (fate == "hangs"), (
-        "a broken connection is not waited for"
-    )
+    # A broken connection is not waited for.
+    assert (f"no answer for {HANG_S:g} s" in line) == (fate == "hangs")
 
 
 def test_the_end_of_the_store_is_an_error_too(tmp_path, capfd):
@@ -306,9 +288,7 @@ def test_a_tick_is_awaited_for_as_long_as_the_time_out_says(roll_call, capsys, i
     ranks = Ranks(torch.device("cpu"))
     ranks.world_size, ranks.roll_call, ranks.clock = 2, call, clock
     board = ProgressBoard(ranks, 7.0, NoAnswer(clock))
-    message = (
-        r"^rank 1 missing in tick 0 of the set-up \(no answer for 7 s\); last heard: in a place"
-    )
+    message = r"^rank 1 missing in tick 0 of the set-up \(no answer for 7 s\); last heard: in a"
     with pytest.raises(RankTimeout, match=message):
         if is_done:
             board.wait(lambda: RankState(0))

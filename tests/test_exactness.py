@@ -12,8 +12,8 @@ from bubblespec.dist.ranks import Ranks
 from bubblespec.engine.noise import gumbel
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.setup import build
-from bubblespec.types import Draft, Row, SampleId
-from tests.helpers.disturbance import Disturbance, corrupt_drafts
+from bubblespec.types import Row, SampleId
+from tests.helpers.disturbance import Disturbance
 from tests.helpers.runs import EPOCHS, digests, max_change, same_weights, steps_of, weights
 from tests.system.near_ties import NOISE, NUCLEUS, VIOLATION, NearTies, first_difference, judge
 from train import train
@@ -72,24 +72,6 @@ def test_disturbances_leave_tokens_and_weights_unchanged(
     assert (counts["drafts corrupted"] > 0) == (counts["proposals corrupted"] > 50) == (corrupt > 0)
     lengths = [line["rollout/spec_accept_length"] for line in steps_of(tmp_path)]
     assert sum(lengths) > 1.1 * STEPS
-
-
-def test_corrupted_drafts_are_what_a_store_may_hold():
-    rng = np.random.default_rng(0)
-    ids = [SampleId(uid, 2, sample) for uid in range(20) for sample in range(4)]
-    drafts = {
-        key: Draft(np.arange(key.uid + key.sample, dtype=np.int32), key.uid % 2 == 0, 1)
-        for key in ids
-    }
-    result, count = corrupt_drafts(drafts, rng, 1.0, vocab_size=50, max_new_tokens=12)
-    assert count == 80 and result.keys() == drafts.keys()
-    assert all(d.tokens.dtype == np.int32 and (d.tokens < 50).all() for d in result.values())
-    assert all(d.is_finished or len(d.tokens) < 12 for d in result.values())
-    changed = [k for k, d in result.items() if not np.array_equal(d.tokens, drafts[k].tokens)]
-    assert len(changed) > 50 and any(result[k].is_finished != drafts[k].is_finished for k in drafts)
-    assert all(
-        np.array_equal(d.tokens, np.arange(key.uid + key.sample)) for key, d in drafts.items()
-    ), "the given ones are kept"
 
 
 def test_first_difference():

@@ -7,37 +7,23 @@ import os
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from bubblespec import memory
 from bubblespec.config import load_config
-from tests.helpers.runs import digests, read, run, same_weights
+from bubblespec.rewards.functions import math_equivalence
+from tests.helpers.runs import digests, read, run, same_weights, steps_of, train_here, weights
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SIZES = ("0.5b", "1.5b", "7b")
 # The published configurations, as far as memory depends on them.
+SIZE_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+SIZE_KEYS += ("num_key_value_heads", "vocab_size")
 QWEN = {
-    "0.5b": {
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-    },
-    "1.5b": {
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-    },
-    "7b": {
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-    },
+    "0.5b": (896, 4864, 24, 14, 2, 151_936),
+    "1.5b": (1536, 8960, 28, 12, 2, 151_936),
+    "7b": (3584, 18944, 28, 28, 4, 152_064),
 }
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -47,21 +33,24 @@ SOLUTION = "Each has {n}, so 2 * {n} = <<2*{n}={m}>>{m}.\n#### {m}"
 # What a row of each data set looks like: the columns that the configuration reads, and some that it
 # does not.
 ROWS = {
-    "0.5b": lambda n: {
-        "question": f"Two boxes have {n} each. How many?",
-        "answer": SOLUTION.format(n=n, m=2 * n),
+    "0.5b": {"question": "Two boxes have {n} each. How many?", "answer": SOLUTION},
+    "1.5b": {
+        "problem": "Find $2 \\cdot {n}$.",
+        "answer": "{m}",
+        "solution": "It is $\\boxed{{{m}}}$.",
     },
-    "1.5b": lambda n: {
-        "problem": f"Find $2 \\cdot {n}$.",
-        "answer": f"{2 * n}",
-        "solution": f"It is $\\boxed{{{2 * n}}}$.",
-    },
-    "7b": lambda n: {
-        "prompt": f"Find $2 \\cdot {n}$.",
-        "solution": f"{2 * n}",
-        "reward_model": {"ground_truth": f"{2 * n}"},
+    "7b": {
+        "prompt": "Find $2 \\cdot {n}$.",
+        "solution": "{m}",
+        "reward_model": {"ground_truth": "{m}"},
     },
 }
+
+
+def row_of(form, n: int):
+    if isinstance(form, dict):
+        return {key: row_of(part, n) for key, part in form.items()}
+    return form.format(n=n, m=2 * n)
 
 
 def path_of(size: str) -> str:
@@ -69,12 +58,10 @@ def path_of(size: str) -> str:
 
 
 def full_size(size: str) -> transformers.PretrainedConfig:
-    vocab = 152_064 if size == "7b" else 151_936
+    shape = dict(zip(SIZE_KEYS, QWEN[size], strict=True))
+    tied = size != "7b"
     return transformers.Qwen2Config(
-        **QWEN[size],
-        vocab_size=vocab,
-        tie_word_embeddings=size != "7b",
-        max_position_embeddings=131_072,
+        **shape, tie_word_embeddings=tied, max_position_embeddings=131_072
     )
 
 
@@ -100,11 +87,8 @@ def make_model(tmp_path_factory):
         fast.chat_template = TEMPLATE
         fast.save_pretrained(folder)
         config = full_size(size)
-        config.vocab_size, config.num_hidden_layers, config.layer_types = (
-            len(fast),
-            2,
-            ["full_attention"] * 2,
-        )
+        config.vocab_size, config.num_hidden_layers = len(fast), 2
+        config.layer_types = ["full_attention"] * 2
         config.hidden_size, config.intermediate_size = 8 * config.num_attention_heads, 128
         config.initializer_range = 0.2  # wide enough that responses end at different lengths
         config.eos_token_id = fast.eos_token_id
@@ -118,79 +102,70 @@ def make_model(tmp_path_factory):
 def shrunken(size: str, model: str, folder) -> list[str]:
     """Overrides that make a run small and local, and leave the rest of a configuration as it is."""
     data = folder / f"{size}.jsonl"
-    data.write_text("".join(json.dumps(ROWS[size](n)) + "\n" for n in range(40)), encoding="utf-8")
+    data.write_text(
+        "".join(json.dumps(row_of(ROWS[size], n)) + "\n" for n in range(40)), encoding="utf-8"
+    )
     config = load_config(path_of(size))
-    evaluation = ["data.eval_path=null", "data.eval_split=null"]
-    stop = ["rollout.stop_token_ids=[0,2]"] if config.rollout.stop_token_ids else []
-    overlong = ["reward.overlong_buffer_length=8"] if config.reward.overlong_buffer_length else []
-    return [
-        f"model.path={model}",
-        f"data.path={data}",
-        "data.name=null",
-        *evaluation,
-        *stop,
-        *overlong,
-        "rollout.num_prompts_per_step=4",
-        "rollout.num_generations=4",
-        "rollout.max_prompt_length=256",
-        "rollout.max_completion_length=24",
-        "rollout.max_batch_tokens=512",
-        "optim.max_tokens_per_microbatch=1024",
-        "eval.num_prompts=4",
-        "reward.num_workers=1",  # which import a lot
-        "run.max_steps=2",
-        "run.eval_steps=2",
-        "run.save_steps=2",
-        "reward.functions=[test_gpu_configs.shrunken_reward]",
-    ]
+    overrides = [f"model.path={model}", f"data.path={data}", *SHRUNKEN]
+    if config.rollout.stop_token_ids:
+        overrides.append("rollout.stop_token_ids=[0,2]")
+    if config.reward.overlong_buffer_length:
+        overrides.append("reward.overlong_buffer_length=8")
+    return overrides
+
+
+SHRUNKEN = [
+    "data.name=null",
+    "data.eval_path=null",
+    "data.eval_split=null",
+    "rollout.num_prompts_per_step=4",
+    "rollout.num_generations=4",
+    "rollout.max_prompt_length=256",
+    "rollout.max_completion_length=24",
+    "rollout.max_batch_tokens=512",
+    "optim.max_tokens_per_microbatch=1024",
+    "eval.num_prompts=4",
+    "reward.num_workers=0",
+    "run.max_steps=2",
+    "run.eval_steps=2",
+    "run.save_steps=2",
+    "reward.functions=[tests.test_gpu_configs.shrunken_reward]",
+]
 
 
 def shrunken_reward(prompts, completions, completion_ids, answer, **columns):
     """Something to learn for a random model; the configuration's own reward is called, and must
     know every answer."""
-    from bubblespec.rewards.functions import math_equivalence
-
-    known = math_equivalence(
-        prompts,
-        [[{"role": "assistant", "content": f"\\boxed{{{a.split()[-1]}}}"}] for a in answer],
-        None,
-        answer,
-    )
+    texts = [f"\\boxed{{{reference.split()[-1]}}}" for reference in answer]
+    right = [[{"role": "assistant", "content": text}] for text in texts]
+    known = math_equivalence(prompts, right, None, answer)
     assert known == [1.0] * len(answer) and all(prompt[0]["role"] == "system" for prompt in prompts)
     assert not any(math_equivalence(prompts, completions, completion_ids, answer))
     return [len(set(ids)) / 24 for ids in completion_ids]
 
 
-def train(size: str, make_model, folder, ranks: int, *overrides: str, monkeypatch) -> list[dict]:
-    monkeypatch.setenv("PYTHONPATH", os.path.join(ROOT, "tests"))
-    options = [*shrunken(size, make_model(size), folder), *overrides]
-    run(folder / "out", ranks, *options, config=path_of(size), short=())
-    lines = read(folder / "out")
-    steps = [line for line in lines if "rollout/digest" in line]
-    assert len(steps) == 2 and len(set(digests(folder / "out"))) == 2
-    assert all(line["grad_norm"] > 0 and line["reward_std"] > 0 for line in steps)
-    assert sum("eval/reward" in line for line in lines) == 2
-    assert load_config(str(folder / "out" / "config.yaml")).optim.shard_state
-    return steps
-
-
 @pytest.mark.parametrize(
     "size, dtype, ranks", [("0.5b", "bfloat16", 0), ("1.5b", "float32", 0), ("7b", "bfloat16", 2)]
 )
-def test_two_steps_with_a_shrunken_model(make_model, tmp_path, monkeypatch, size, dtype, ranks):
-    steps = train(
-        size, make_model, tmp_path, ranks, f"model.dtype={dtype}", monkeypatch=monkeypatch
-    )
+def test_two_steps_with_a_shrunken_model(make_model, tmp_path, size, dtype, ranks):
+    """In this process, or on ranks of their own."""
+    model, out = make_model(size), tmp_path / "out"
+    options = [*shrunken(size, model, tmp_path), f"model.dtype={dtype}"]
+    if ranks:
+        run(out, ranks, *options, config=path_of(size), short=())
+    else:
+        train_here(out, *options, config=path_of(size), short=())
+    steps = steps_of(out)
+    assert len(steps) == 2 and len(set(digests(out))) == 2
+    assert sum("eval/reward" in line for line in read(out)) == 2
     limit = 1e-4 if dtype == "float32" else 0.2
-    assert all(line["sampling/logp_difference/max"] < limit for line in steps)
-    assert all(("kl" in line) == (size == "0.5b") for line in steps)
-    name = "model.safetensors"
-    assert not same_weights(
-        *(
-            transformers.AutoModelForCausalLM.from_pretrained(f).state_dict()
-            for f in (make_model(size), tmp_path / "out/checkpoint-2")
-        )
-    ), name
+    for line in steps:
+        assert line["grad_norm"] > 0 and line["reward_std"] > 0
+        assert line["sampling/logp_difference/max"] < limit
+        assert ("kl" in line) == (size == "0.5b")
+    assert load_config(str(out / "config.yaml")).optim.shard_state
+    before = load_file(os.path.join(model, "model.safetensors"))
+    assert not same_weights(before, {k: v.to(before[k].dtype) for k, v in weights(out, 2).items()})
 
 
 @pytest.mark.parametrize("size", SIZES)

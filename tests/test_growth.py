@@ -46,29 +46,23 @@ def one_step(folder: Path, num_rows: int, length: int) -> None:
     """Rows of `length` tokens are generated without speculation, then with a draft for each of
     them, and are trained on."""
     num_generations = min(4, num_rows)
+    # Windows of a fixed size, no drafting ahead and torch's own products: what is planned by
+    # measured times would make the count one of times.
     overrides = [
         f"rollout.max_completion_length={length}",
         f"rollout.min_completion_length={length}",
-    ]
-    overrides += [
         f"rollout.num_prompts_per_step={num_rows // num_generations}",
         f"rollout.num_generations={num_generations}",
-    ]
-    # Windows of a fixed size and no drafting ahead: what is planned by measured times would make
-    # the count one of times.
-    overrides += [
         f"rollout.num_slots={2 * num_rows}",
         "speculative.planning=always",
         "bubble.lookahead=0",
-    ]
-    overrides += [
         f"optim.max_tokens_per_microbatch={max(4096, 160 + length)}",
         "eval.num_prompts=0",
         "run.eval_steps=0",
+        "model.cpu_linear=torch",
+        f"model.path={folder}",
+        f"run.output_dir={folder}/run",
     ]
-    # torch's own products: how often others are measured, and how well they do, depends on the
-    # clock.
-    overrides += [f"model.path={folder}", f"run.output_dir={folder}/run", "model.cpu_linear=torch"]
     save_model(folder, 160 + length)
     trainer = build(load_config("configs/tiny_cpu.yaml", overrides), Ranks(torch.device("cpu")))
     sampler = trainer.sampler
@@ -82,10 +76,8 @@ def one_step(folder: Path, num_rows: int, length: int) -> None:
     trainer.update(record, np.random.default_rng(0).choice((-1.0, 1.0), num_rows))
     metrics = speculation_metrics(trainer.ranks, record, store_tokens=0, accepted_by_age={})
     trainer.lock.close()
-    assert all(
-        np.array_equal(row.tokens, tokens) for row, tokens in zip(rows, samples.tokens, strict=True)
-    )
-    assert all(len(tokens) == length for tokens in samples.tokens)
+    for row, tokens in zip(rows, samples.tokens, strict=True):
+        assert np.array_equal(row.tokens, tokens) and len(tokens) == length
     assert metrics["rollout/spec_accept_length"] > 3, "drafts must have been verified"
 
 
@@ -141,9 +133,7 @@ def test_rows_are_not_searched_for(make_model):
     CountedRow.comparisons = 0
     kept = engine.decoding()[::2]
     engine.reset(kept)
-    assert (
-        sorted(row.id.uid for row in engine.rows) == sorted(row.id.uid for row in kept)
-        and len(kept) == 32
-    )
+    assert {row.id.uid for row in engine.rows} == {row.id.uid for row in kept}
+    assert len(kept) == len(engine.rows) == 32
     assert engine.decoding() and len(engine.collect()) == 32
     assert CountedRow.comparisons == 0

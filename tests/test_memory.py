@@ -13,15 +13,11 @@ import transformers
 from bubblespec import memory
 from bubblespec.config import Config, ModelConfig, OptimConfig, RolloutConfig
 from bubblespec.dist.ranks import Ranks
-from bubblespec.engine.engine import Engine
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import forward_hidden, prepare_model
 from bubblespec.engine.packing import pack_rows, pack_sequences
-from bubblespec.engine.runner import ModelRunner
-from bubblespec.engine.sampling import SamplingParams
 from bubblespec.learn.learner import Learner
 from bubblespec.learn.optimizer import Optimizer
-from bubblespec.types import Row, SampleId
 from tests.helpers.checks import refusal
 from tests.helpers.models import small_config
 from tests.helpers.warm import ROOT
@@ -74,9 +70,7 @@ def test_what_lasts_is_what_the_tensors_hold(dtype):
     assert needs.optimizer == state
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "gpt_neox", "gpt2"]
-)
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "phi3", "gpt_neox", "gpt2"])
 def test_keys_and_values_are_those_of_the_cache(name):
     model = transformers.AutoModelForCausalLM.from_config(small_config(name)).eval()
     prepare_model(model, 16)
@@ -197,24 +191,6 @@ def test_tokens_that_may_be_kept_are_a_share_of_free_memory(monkeypatch):
     assert memory.free_host_bytes() == pytest.approx(whole / 4, rel=0.5)
 
 
-def test_released_keys_and_values_are_made_again():
-    model = transformers.AutoModelForCausalLM.from_config(small()).double().eval()
-    prepare_model(model, 512)
-    engine = Engine(ModelRunner(model, 3, 64, seed=0))
-
-    def generate() -> list[list[int]]:
-        rows = [Row(SampleId(1, 0, j), (1, 2, 3), 20) for j in range(4)]
-        return [row.tokens.tolist() for row in engine.run(rows, SamplingParams())]
-
-    wanted = generate()
-    assert engine.runner.cache.num_bytes() > 0
-    engine.add([Row(SampleId(9, 0, 0), (7, 8), 20)])
-    engine.step(SamplingParams())
-    engine.release()
-    assert engine.runner.cache.num_bytes() == 0 and engine.is_idle
-    assert generate() == wanted
-
-
 # The command
 
 
@@ -228,9 +204,8 @@ def test_the_command_prints_a_table(monkeypatch, tmp_path, capsys):
     small().save_pretrained(tmp_path)
     assert main(monkeypatch, "--world-size", "4", f"model.path={tmp_path}") == 0
     printed = capsys.readouterr().out
-    sizes = dict(
-        (name, float(size)) for size, name in re.findall(r"^ *([\d.]+)  (\w+)", printed, re.M)
-    )
+    found = re.findall(r"^ *([\d.]+)  (\w+)", printed, re.M)
+    sizes = {name: float(size) for size, name in found}
     assert {"weights", "gradients", "optimizer", "lasting", "gradient", "keys"} <= sizes.keys()
     assert "4 x 80 GB: fits; " in printed and "4 x 141 GB: fits; " in printed
 

@@ -7,13 +7,12 @@ import subprocess
 import sys
 
 import numpy as np
-import pytest
 
 from bubblespec.checkpoint import STATE_FILE
-from bubblespec.errors import InputError
 from bubblespec.setup import check_all_see
-from tests.helpers.runs import SHORT, digests, read, run, same_weights, weights
-from tests.helpers.warm import ROOT
+from tests.helpers.checks import refusal
+from tests.helpers.runs import SHORT, digests, run, same_weights, steps_of, weights
+from tests.helpers.warm import ROOT, SINGLE_THREADED
 
 SHORTER = [*(o for o in SHORT if "_steps" not in o), "run.max_steps=2", "run.save_steps=0"]
 
@@ -23,37 +22,13 @@ def run_on_two_nodes(output_dir, *overrides: str) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nnodes=2",
-        "--nproc_per_node=1",
-        "--rdzv-backend=c10d",
-    ]
-    launch += [f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test", "--local-addr=127.0.0.1"]
-    train = [
-        "train.py",
-        "--config",
-        "configs/tiny_cpu_bulk.yaml",
-        *SHORTER,
-        f"run.output_dir={output_dir}",
-        *overrides,
-    ]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    options = {
-        "cwd": ROOT,
-        "env": environment,
-        "stdout": subprocess.DEVNULL,
-        "stderr": subprocess.PIPE,
-        "text": True,
-    }
-    nodes = [subprocess.Popen([*launch, *train], **options) for _ in range(2)]
+    launcher = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
+    launcher += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test"]
+    script = ["train.py", "--config", "configs/tiny_cpu_bulk.yaml", *SHORTER, *overrides]
+    command = [*launcher, "--local-addr=127.0.0.1", *script, f"run.output_dir={output_dir}"]
+    options = {"cwd": ROOT, "env": {**os.environ, **SINGLE_THREADED}, "text": True}
+    options |= {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    nodes = [subprocess.Popen([sys.executable, *command], **options) for _ in range(2)]
     try:
         said = [node.communicate(timeout=300)[1] for node in nodes]
     finally:
@@ -66,20 +41,12 @@ def test_two_nodes_give_the_bits_of_one(tmp_path):
     """And whatever else only saves memory changes nothing: sharded state, slots chosen by free
     memory, a cache that is freed."""
     run(tmp_path / "one", 2, short=SHORTER)
-    run_on_two_nodes(
-        tmp_path / "two",
-        "optim.shard_state=true",
-        "rollout.num_slots=auto",
-        "rollout.free_cache_engine=true",
-    )
-    assert (
-        digests(tmp_path / "two") == digests(tmp_path / "one")
-        and len(digests(tmp_path / "one")) == 2
-    )
+    saving = ("rollout.num_slots=auto", "rollout.free_cache_engine=true")
+    run_on_two_nodes(tmp_path / "two", "optim.shard_state=true", *saving)
+    assert digests(tmp_path / "two") == digests(tmp_path / "one")
+    assert len(digests(tmp_path / "one")) == 2
     assert same_weights(weights(tmp_path / "two", 2), weights(tmp_path / "one", 2))
-    assert all(
-        "timing_s/gen/rank_1" in line for line in read(tmp_path / "two") if "rollout/digest" in line
-    )
+    assert all("timing_s/gen/rank_1" in line for line in steps_of(tmp_path / "two"))
 
 
 class TwoRanks:
@@ -98,14 +65,9 @@ def test_all_ranks_must_see_the_checkpoint(tmp_path):
     (whole / STATE_FILE).write_text("{}")
     check_all_see(None, TwoRanks(True))
     check_all_see(str(whole), TwoRanks(True))
-    for folder, other_sees, blind in (
-        (whole, False, "rank 1"),
-        (tmp_path / "checkpoint-4", True, "rank 0"),
-    ):
-        with pytest.raises(
-            InputError, match=rf"^run.output_dir: {blind} cannot see .*{folder.name}; .*share"
-        ) as error:
-            check_all_see(str(folder), TwoRanks(other_sees))
-        assert "\n" not in str(error.value)
-    with pytest.raises(InputError, match="rank 0 and rank 1 cannot see"):
-        check_all_see(str(tmp_path / "checkpoint-4"), TwoRanks(False))
+    missing = tmp_path / "checkpoint-4"
+    cases = [(whole, False, "rank 1"), (missing, True, "rank 0"), (missing, False, "rank 0 and")]
+    for folder, other_sees, blind in cases:
+        message = refusal(check_all_see, str(folder), TwoRanks(other_sees))
+        assert message.startswith(f"run.output_dir: {blind}")
+        assert " cannot see " in message and folder.name in message and "share" in message

@@ -17,7 +17,7 @@ from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.types import Row, SampleId
 from tests.helpers.models import GQA
-from tests.helpers.runs import read
+from tests.helpers.runs import digests, read
 from tests.helpers.warm import ROOT, launch, python
 
 BLOCK = re.compile(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -49,12 +49,8 @@ def folder(tmp_path_factory):
         os.symlink(os.path.join(ROOT, name), folder / name)
     tokenizer = AutoTokenizer.from_pretrained(os.path.join(ROOT, "configs/tiny_policy"))
     torch.manual_seed(0)
-    shape = {
-        **GQA,
-        "vocab_size": len(tokenizer),
-        "eos_token_id": tokenizer.eos_token_id,
-        "max_position_embeddings": 1024,
-    }
+    shape = {**GQA, "vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
+    shape["max_position_embeddings"] = 1024
     AutoModelForCausalLM.from_config(Qwen2Config(**shape)).save_pretrained(folder / "my_model")
     tokenizer.save_pretrained(folder / "my_model")
     for language, name, text in blocks("Your own run"):
@@ -83,20 +79,12 @@ def test_own_data_is_what_the_policy_answers(folder):
     prepare_model(model, max_length=128)
     engine = Engine(ModelRunner(model, num_slots=16, max_length=128, seed=0))
     prompts = build_prompt_set(problems, make_tokenize(tokenizer), max_prompt_length=64).prompts
-    answers = {
-        prompt.uid: problem["answer"] for prompt, problem in zip(prompts, problems, strict=True)
-    }
-    rows = [
-        Row(SampleId(p.uid, 0, j), p.token_ids, max_new_tokens=64)
-        for p in prompts
-        for j in range(8)
-    ]
+    pairs = zip(prompts, problems, strict=True)
+    answers = {prompt.uid: f"<answer>{problem['answer']}</answer>" for prompt, problem in pairs}
+    rows = [Row(SampleId(p.uid, 0, j), p.token_ids, 64) for p in prompts for j in range(8)]
     engine.run(rows, SamplingParams(stop_token_ids=(tokenizer.eos_token_id,)))
     texts = [tokenizer.decode(row.tokens, skip_special_tokens=True) for row in rows]
-    right = [
-        text.endswith(f"<answer>{answers[row.id.uid]}</answer>")
-        for text, row in zip(texts, rows, strict=True)
-    ]
+    right = [text.endswith(answers[row.id.uid]) for text, row in zip(texts, rows, strict=True)]
     assert 0 < sum(right) < 16
     assert read(folder / "runs/my_data")[0]["rewards/exact_match/mean"] == sum(right) / 16
 
@@ -104,23 +92,18 @@ def test_own_data_is_what_the_policy_answers(folder):
 def test_own_model_is_the_one_trained(folder):
     config = AutoConfig.from_pretrained(folder / "runs/my_model/checkpoint-2")
     assert (config.model_type, config.hidden_size) == ("qwen2", GQA["hidden_size"])
-    digests = {run: [line["rollout/digest"] for line in read(folder / run)] for run in RUNS}
-    assert digests["runs/my_model"] != digests["runs/my_data"]
-    # another reward: the same first rollout, other weights, and a reward that can be worked out
-    # from the lengths
-    assert digests["runs/my_reward"][0] == digests["runs/my_data"][0]
+    of_data, of_model, of_reward = (digests(folder / run) for run in RUNS)
+    assert of_model != of_data
+    # Another reward: the same first rollout.
+    assert of_reward[0] == of_data[0]
 
 
 def test_own_reward_is_used(folder):
-    for line, other in zip(
-        read(folder / "runs/my_reward"), read(folder / "runs/my_data"), strict=True
-    ):
-        assert line["rewards/brevity/mean"] == pytest.approx(
-            -0.001 * line["completions/mean_length"]
-        )
-        assert line["reward"] == pytest.approx(
-            line["rewards/is_right/mean"] + line["rewards/brevity/mean"]
-        )
+    lines, others = read(folder / "runs/my_reward"), read(folder / "runs/my_data")
+    for line, other in zip(lines, others, strict=True):
+        brevity = line["rewards/brevity/mean"]
+        assert brevity == pytest.approx(-0.001 * line["completions/mean_length"])
+        assert line["reward"] == pytest.approx(line["rewards/is_right/mean"] + brevity)
         if line["rollout/digest"] == other["rollout/digest"]:
             assert line["rewards/is_right/mean"] == other["rewards/exact_match/mean"]
 
@@ -129,10 +112,8 @@ def test_engine_example(tmp_path):
     (code,) = (text for language, _, text in blocks("How it is laid out") if language == "python")
     (tmp_path / "example.py").write_text(code, encoding="utf-8")
     output = python(str(tmp_path / "example.py")).stdout
-    got = {
-        int(sample): (tokens, finish)
-        for sample, tokens, finish in re.findall(r"^(\d+) \[(.*?)\] (\w+)$", output, re.M | re.S)
-    }
+    printed = re.findall(r"^(\d+) \[(.*?)\] (\w+)$", output, re.M | re.S)
+    got = {int(sample): (tokens.split(), finish) for sample, tokens, finish in printed}
     assert sorted(got) == list(range(8))
     # the same rows, one after the other
     model = AutoModelForCausalLM.from_pretrained(os.path.join(ROOT, "configs/tiny_policy")).eval()
@@ -140,7 +121,4 @@ def test_engine_example(tmp_path):
     engine = Engine(ModelRunner(model, num_slots=1, max_length=256, seed=0))
     rows = [Row(SampleId(1, 0, j), prompt=(5, 6, 7), max_new_tokens=20) for j in range(8)]
     for row in engine.run(rows, SamplingParams()):
-        tokens, finish = got[row.id.sample]
-        assert [
-            int(token) for token in tokens.split()
-        ] == row.tokens.tolist() and finish == row.finish
+        assert got[row.id.sample] == (list(map(str, row.tokens.tolist())), row.finish)

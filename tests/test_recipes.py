@@ -2,6 +2,7 @@
 of one batch, against the papers' formulas as reference_step.py has them."""
 
 import copy
+import itertools
 import re
 import statistics
 import threading
@@ -10,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
 from test_update import NUM_PROMPTS, gradients, make_learner, make_samples, moved, responses_of
 
 from bubblespec.config import Config, load_config
@@ -48,11 +48,7 @@ def recipe_config(name: str, tmp_path: Path) -> Config:
     """The published fragment itself, as a user would load it."""
     needed = "model: {path: some/model}\ndata: {path: train.jsonl}\nrun: {output_dir: out}\n"
     path = tmp_path / "recipe.yaml"
-    path.write_text(
-        OmegaConf.to_yaml(
-            OmegaConf.merge(OmegaConf.create(needed), OmegaConf.create(FRAGMENTS[name]))
-        )
-    )
+    path.write_text(needed + FRAGMENTS[name])
     return load_config(str(path))
 
 
@@ -62,18 +58,11 @@ def training_config(name: str, tmp_path: Path, **loss) -> Config:
     config = recipe_config(name, tmp_path)
     config.rollout.temperature, config.rollout.max_completion_length = 0.8, 20
     config.loss.num_iterations = config.loss.num_minibatches = 2
-    for key, value in {
-        "epsilon_low": 0.05,
-        "epsilon_high": 0.05,
-        **CLIPS.get(name, {}),
-        **loss,
-    }.items():
+    clips = {"epsilon_low": 0.05, "epsilon_high": 0.05, **CLIPS.get(name, {})}
+    for key, value in {**clips, **loss}.items():
         setattr(config.loss, key, value)
-    (
-        config.optim.learning_rate,
-        config.optim.max_grad_norm,
-        config.optim.max_tokens_per_microbatch,
-    ) = 4e-4, 0.0, 64
+    config.optim.learning_rate, config.optim.max_grad_norm = 4e-4, 0.0
+    config.optim.max_tokens_per_microbatch = 64
     return config
 
 
@@ -93,13 +82,9 @@ def recipe_advantages(loss) -> list[float]:
 
 def check_against_the_page(make_model, config) -> dict:
     samples, advantages = make_samples(generations=GENERATIONS), recipe_advantages(config.loss)
-    np.testing.assert_allclose(
-        estimate_advantages(
-            REWARDS, config.loss.advantage_estimator, config.loss.scale_rewards
-        ).ravel(),
-        advantages,
-        atol=1e-14,
-    )
+    settings = (config.loss.advantage_estimator, config.loss.scale_rewards)
+    ours = estimate_advantages(REWARDS, *settings).ravel()
+    np.testing.assert_allclose(ours, advantages, atol=1e-14)
     plain = make_model()
     plain.set_attn_implementation("sdpa")
     reference = moved(plain) if config.loss.kl_coef else None
@@ -114,22 +99,20 @@ def check_against_the_page(make_model, config) -> dict:
     for number, (mine, update) in enumerate(zip(got, wanted, strict=True)):
         assert update.gradient.any()
         torch.testing.assert_close(mine, update.gradient, rtol=1e-7, atol=1e-9 if number else 1e-11)
-    assert metrics["loss"] == pytest.approx(
-        statistics.fmean(update.loss for update in wanted), rel=1e-8, abs=1e-10
-    )
+    loss = statistics.fmean(update.loss for update in wanted)
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-8, abs=1e-10)
     # Two passes over the samples; those without a gradient are not counted.
-    counted = zip(
-        [clips for update in wanted for clips in update.clips],
-        samples.tokens * 2,
-        advantages * 2,
-        strict=True,
-    )
+    clips = [clips for update in wanted for clips in update.clips]
     counted = [
-        (clips, len(tokens)) for clips, tokens, advantage in counted if advantage or reference
+        (of_sample, len(tokens))
+        for of_sample, tokens, advantage in zip(
+            clips, samples.tokens * 2, advantages * 2, strict=True
+        )
+        if advantage or reference
     ]
+    total = sum(length for _, length in counted)
     shares = {
-        name: sum(int(clips[name].sum()) for clips, _ in counted if name in clips)
-        / sum(length for _, length in counted)
+        name: sum(int(clips[name].sum()) for clips, _ in counted if name in clips) / total
         for name in ("low", "high", "delta")
     }
     shares["region"] = shares["low"] + shares["high"]
@@ -169,15 +152,12 @@ def test_dual_clip(make_model, tmp_path):
     assert check_against_the_page(make_model, config)["clip_ratio/delta_mean"] > 0.02
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-@pytest.mark.parametrize("loss_type", ["dapo", "cispo"])
+@pytest.mark.parametrize(
+    "estimator, loss_type", [("k1", "dapo"), ("k2", "cispo"), ("k3", "dapo"), ("k3", "cispo")]
+)
 def test_kl_estimators(make_model, tmp_path, estimator, loss_type):
-    changes = {
-        "kl_coef": 0.3,
-        "kl_estimator": estimator,
-        "loss_type": loss_type,
-        "epsilon_high": 1.05 - (loss_type == "dapo"),
-    }
+    changes = {"kl_coef": 0.3, "kl_estimator": estimator, "loss_type": loss_type}
+    changes["epsilon_high"] = 1.05 - (loss_type == "dapo")
     check_against_the_page(make_model, training_config("GRPO", tmp_path, **changes))
 
 
@@ -203,8 +183,7 @@ class ThreadRanks(Ranks):
         return np.stack(self._exchange(array))
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name, world_size", zip(RECIPES, itertools.cycle((2, 4))))
 def test_number_of_ranks_changes_nothing_but_rounding(make_model, tmp_path, name, world_size):
     """All updates, so that later minibatches and their old log-probabilities are those of every
     rank."""
@@ -223,13 +202,8 @@ def test_number_of_ranks_changes_nothing_but_rounding(make_model, tmp_path, name
     models = [make_both() for _ in range(world_size)]
 
     def work(rank):
-        by_rank[rank] = train(
-            *models[rank],
-            samples,
-            advantages,
-            config,
-            ThreadRanks(rank, world_size, board, barrier),
-        )
+        ranks = ThreadRanks(rank, world_size, board, barrier)
+        by_rank[rank] = train(*models[rank], samples, advantages, config, ranks)
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(world_size)]
     for thread in threads:
@@ -248,10 +222,8 @@ def test_minibatches_are_whole_groups_in_the_order_of_the_batch(make_model, tmp_
     """The gradient of the first update is that of the first half of the prompts alone, made as a
     batch of its own."""
     config = training_config("DAPO", tmp_path)
-    samples, advantages = (
-        make_samples(generations=GENERATIONS),
-        np.random.default_rng(0).normal(size=NUM_PROMPTS * GENERATIONS),
-    )
+    samples = make_samples(generations=GENERATIONS)
+    advantages = np.random.default_rng(0).normal(size=len(samples))
     model = make_model()
     prepare_model(model, 64)
     both, _ = train(model, None, samples, advantages, config)
@@ -272,39 +244,24 @@ def test_several_updates_depend_on_tokens_alone(make_model, tmp_path):
         model, samples = make_model(dtype=torch.float32), make_samples(generations=GENERATIONS)
         samples.full_logprob = [values + np.float32(noise) for values in samples.full_logprob]
         prepare_model(model, 64)
-        results.append(
-            train(
-                model,
-                None,
-                samples,
-                np.linspace(-1, 1, len(samples)),
-                training_config("GSPO", tmp_path),
-            )
-        )
+        config, advantages = training_config("GSPO", tmp_path), np.linspace(-1, 1, len(samples))
+        results.append(train(model, None, samples, advantages, config))
     assert all(torch.equal(a, b) for a, b in zip(results[0][0], results[1][0], strict=True))
-    assert (
-        results[0][1]["sampling/logp_difference/mean"]
-        != results[1][1]["sampling/logp_difference/mean"]
-    )
+    key = "sampling/logp_difference/mean"
+    assert results[0][1][key] != results[1][1][key]
 
 
+@pytest.mark.parametrize(
+    "minibatches, iterations, forwards", [(1, 1, 1), (1, 3, 3), (2, 1, 2 + 1), (2, 3, 6 + 1)]
+)
 def test_one_update_needs_one_forward_and_minibatches_one_more_each_but_the_first(
-    make_model, tmp_path
+    make_model, tmp_path, minibatches, iterations, forwards
 ):
-    calls = {}
-    for minibatches, iterations in [(1, 1), (1, 3), (2, 1), (2, 3)]:
-        config = training_config("DAPO", tmp_path)
-        config.loss.num_minibatches, config.loss.num_iterations = minibatches, iterations
-        config.optim.max_tokens_per_microbatch = 10_000
-        model, seen = make_model(), []
-        prepare_model(model, 64)
-        model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, seen=seen: seen.append(1))
-        train(
-            model,
-            None,
-            make_samples(generations=GENERATIONS),
-            np.linspace(-1, 1, NUM_PROMPTS * GENERATIONS),
-            config,
-        )
-        calls[minibatches, iterations] = len(seen)
-    assert calls == {(1, 1): 1, (1, 3): 3, (2, 1): 2 + 1, (2, 3): 6 + 1}
+    config, samples = training_config("DAPO", tmp_path), make_samples(generations=GENERATIONS)
+    config.loss.num_minibatches, config.loss.num_iterations = minibatches, iterations
+    config.optim.max_tokens_per_microbatch = 10_000
+    model, seen = make_model(), []
+    prepare_model(model, 64)
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: seen.append(1))
+    train(model, None, samples, np.linspace(-1, 1, len(samples)), config)
+    assert len(seen) == forwards

@@ -3,7 +3,6 @@ point, in this process."""
 
 import gc
 import itertools
-import json
 import math
 import statistics
 import sys
@@ -27,21 +26,20 @@ from bubblespec.rollout.sampler import Sampler
 from bubblespec.trainer import Trainer, expected_best
 from bubblespec.types import Group, Prompt, digest
 from tests.helpers.rows import samples_of
-from tests.helpers.runs import SHORT, weights
+from tests.helpers.runs import SHORT, read, weights
+
+OPTIONS = [
+    *SHORT,
+    "rollout.max_completion_length=16",
+    "run.max_steps=6",
+    "run.save_steps=0",
+    "eval.num_prompts=0",
+]
 
 
-def run_main(monkeypatch, folder, *overrides: str) -> int:
-    options = [
-        *SHORT,
-        "run.max_steps=6",
-        "run.save_steps=0",
-        "eval.num_prompts=0",
-        f"run.output_dir={folder}",
-        *overrides,
-    ]
-    monkeypatch.setattr(
-        sys, "argv", ["train.py", "--config", "configs/tiny_cpu_bulk.yaml", *options]
-    )
+def run_main(monkeypatch, folder) -> int:
+    options = ["--config", "configs/tiny_cpu_bulk.yaml", *OPTIONS, f"run.output_dir={folder}"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *options])
     monkeypatch.delenv("RANK", raising=False)
     return train.main()
 
@@ -56,29 +54,21 @@ def test_steps_without_an_update_in_a_row_end_the_run(
     original = Learner.accumulate_gradient
 
     def sometimes_broken(*arguments):
-        assert gc.get_freeze_count(), (
-            "Python's collector goes through everything in the middle of a step"
-        )
+        assert gc.get_freeze_count(), "a collection in the middle of a step takes long"
         measured = original(*arguments)
         step = len(read(tmp_path))
         return measured * math.nan if step in broken_steps else measured
-
-    def read(folder) -> list[dict]:
-        path = folder / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     monkeypatch.setattr(Learner, "accumulate_gradient", sometimes_broken)
     monkeypatch.setattr("bubblespec.learn.learner.MAX_SKIPPED_STEPS", 2)
     assert run_main(monkeypatch, tmp_path) == exit_code
     assert not gc.get_freeze_count()
     lines = read(tmp_path)
-    assert [line["skipped_updates"] for line in lines] == [
-        int(step in broken_steps) for step in range(num_lines)
-    ]
-    assert all(
-        (line["learning_rate"] == 0) == (line["loss"] is None) == bool(line["skipped_updates"])
-        for line in lines
-    )
+    assert len(lines) == num_lines
+    for step, line in enumerate(lines):
+        is_skipped = step in broken_steps
+        assert line["skipped_updates"] == is_skipped == (line["loss"] is None)
+        assert (line["learning_rate"] == 0) == is_skipped
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     if exit_code:
         assert len(errors) == 1 and "not finite in 3 steps in a row, up to step 4" in errors[0]
@@ -146,9 +136,8 @@ def test_an_evaluation_by_hand(monkeypatch):
         "eval/completions/clipped_ratio": 3 / 8,
         "eval/reward/errors": 3,
         "eval/pass@1": (2 / 4 + 1 / 4) / 2,
-        "eval/pass@2": pytest.approx(
-            (5 / 6 + 3 / 6) / 2
-        ),  # of 6 pairs, 1 and 3 have no right answer
+        # of 6 pairs, 1 and 3 have no right answer
+        "eval/pass@2": pytest.approx((5 / 6 + 3 / 6) / 2),
         "eval/pass@4": 1.0,
         "eval/digest": digest(
             samples_of([Group(p, EVALUATION) for p in prompts], [np.arange(n) for n in lengths])
@@ -183,21 +172,16 @@ def test_the_overlong_penalty_of_a_step_is_in_its_rewards_and_its_metrics():
     samples = samples_of([Group(Prompt(1, "p", (1,), {}), 0)], tokens, rewards=rewards)
 
     def update(step: int) -> tuple[StepRecord, dict[str, float]]:
-        fields = {
-            "step": step,
-            "samples": samples,
-            "stages": [Span("reward", 0.5, 0.75)],
-            "spans": [Span("exchange", 0.5, 0.6)],
-        }
+        fields = {"step": step, "samples": samples}
+        fields["stages"] = [Span("reward", 0.5, 0.75)]
+        fields["spans"] = [Span("exchange", 0.5, 0.6)]
         record = StepRecord(**dict.fromkeys(StepRecord.__dataclass_fields__) | fields)
         return record, trainer.update(record, np.zeros(4))
 
     assert trainer.sampler.combined(samples).tolist() == [1.0, 0.5, 2.5 - 1.0, 1.0 - 2.0]
     record, metrics = update(7)
-    assert (
-        metrics == {"loss": 7.5, "rewards/overlong_penalty/mean": -3.0 / 4}
-        and trainer.num_updates == 8
-    )
+    assert metrics == {"loss": 7.5, "rewards/overlong_penalty/mean": -3.0 / 4}
+    assert trainer.num_updates == 8
     assert record.spans == [Span("exchange", 0.5, 0.6), *spans]
     assert record.stages == [Span("reward", 0.5, 0.75), Span("train", 0.75, 9.0)]
     config.reward.overlong_buffer_length = 0

@@ -61,11 +61,17 @@ def run(
     return done
 
 
-def train_here(output_dir, *overrides: str, ranks: Ranks | None = None, short=SHORT) -> None:
+def train_here(
+    output_dir,
+    *overrides: str,
+    ranks: Ranks | None = None,
+    config: str = "configs/tiny_cpu_bulk.yaml",
+    short=SHORT,
+) -> None:
     """What `python train.py` does, in this process."""
     ranks = ranks or Ranks(torch.device("cpu"))
     options = [*short, f"run.output_dir={output_dir}", *overrides]
-    trainer = build(load_config("configs/tiny_cpu_bulk.yaml", options), ranks)
+    trainer = build(load_config(config, options), ranks)
     try:
         train(trainer)
     finally:
