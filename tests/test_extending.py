@@ -24,7 +24,9 @@ from bubblespec.idle.loop_finder import LoopFinder
 from bubblespec.types import Draft
 import train
 
-init, advance, merge, step = LoopFinder.__init__, LoopFinder.advance, LoopFinder.merge, Engine.step
+init, run_slice, finish, step = (
+    LoopFinder.__init__, LoopFinder.run_slice, LoopFinder.finish, Engine.step
+)
 is_slow = False
 
 def with_loops(self, samples, store):
@@ -35,17 +37,17 @@ def with_loops(self, samples, store):
     for sample in self.looping:
         store.put(sample, Draft(np.full(40, 7, np.int32), False, 0))
 
-def noted_advance(self):
+def noted_slice(self):
     before = len(self.given)
-    goes_on = advance(self)
+    goes_on = run_slice(self)
     if len(self.given) < before:
         with open("pieces", "a") as file:
             file.write(os.environ["RANK"] + "\\n")
     return goes_on
 
-def checked_merge(self, ranks):
+def checked_finish(self, ranks):
     dropped = {sample for sample in self.loops if sample in self.looping}
-    merge(self, ranks)
+    finish(self, ranks)
     assert all(self.store.get(sample) is None for sample in dropped)
 
 def slow_step(self, *arguments):
@@ -53,7 +55,8 @@ def slow_step(self, *arguments):
         time.sleep(0.5)
     return step(self, *arguments)
 
-LoopFinder.__init__, LoopFinder.advance, LoopFinder.merge = with_loops, noted_advance, checked_merge
+LoopFinder.__init__ = with_loops
+LoopFinder.run_slice, LoopFinder.finish = noted_slice, checked_finish
 Engine.step = slow_step
 sys.exit(train.main())
 """
@@ -96,7 +99,7 @@ def project(tmp_path_factory):
 def run(project, output: str, ranks: int, *overrides: str) -> list[dict]:
     """In processes that import the copy; without a launcher, which would take as long to start as
     one of them."""
-    options = [*SHORT, "rollout.max_completion_length=32", "run.max_steps=3", "run.save_steps=0"]
+    options = [*SHORT, "run.max_steps=3", "run.save_steps=0"]
     options += [f"run.output_dir={output}", "loss.advantage_estimator=sign", *overrides]
     command = [sys.executable, "drive.py", "--config", "configs/tiny_cpu_bulk.yaml", *options]
     with socket.socket() as probe:
