@@ -9,7 +9,7 @@ import sys
 import transformers
 
 from bubblespec.config import load_config
-from bubblespec.dist.ranks import ranks_from_environment, say_once, signals_stop
+from bubblespec.dist.ranks import ranks_from_environment, log_once, signals_stop
 from bubblespec.errors import EndsRun
 from bubblespec.learn.advantages import estimate_advantages
 from bubblespec.setup import build
@@ -50,7 +50,7 @@ def main() -> int:
         ):
             train(build(config, ranks))
     except EndsRun as error:  # one line; anything else keeps its traceback
-        say_once(error)
+        log_once(error)
         return error.exit_code
     return 0
 

@@ -346,6 +346,7 @@ REMOVED = {
     "optim.max_logits_per_chunk": "at most 2**26 logits exist at once",
     "optim.max_skipped_steps": "more than 5 skipped steps in a row end the run",
     "run.logging_steps": "sample completions are written every 10 steps",
+    "reward.adaptive_timeout": "reward.timeout_s counts for every response",
     "rollout.shared_tail_rows": "it is called rollout.tp_tail_max_rows",
     "speculative.check_every": "drafts are compared with none by what is measured",
     "speculative.fixed_window": "give speculative.planning=always for drafts whatever they cost",

@@ -1,4 +1,4 @@
-"""Exceptions that end a run with one line instead of a traceback, and `say` for lines on the
+"""Exceptions that end a run with one line instead of a traceback, and `log` for lines on the
 screen."""
 
 import contextlib
@@ -11,7 +11,7 @@ class EndsRun(Exception):
     """Ends the run with its message, one line, and with `exit_code`."""
 
     exit_code = 1
-    is_said = False  # whether this rank or another one has printed it
+    is_logged = False  # whether this rank or another one has printed it
 
 
 class InputError(EndsRun, ValueError):
@@ -30,10 +30,10 @@ class RunFailed(EndsRun, RuntimeError):
 
 class RankTimeout(EndsRun, RuntimeError):
     """A rank hangs or has died; the message names it. All other ranks raise the same, once the
-    first of them has said it."""
+    first of them has printed it."""
 
     exit_code = 3
-    is_said = True
+    is_logged = True
 
 
 class SaveFailed(EndsRun, RuntimeError):

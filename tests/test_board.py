@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from bubblespec.dist import ranks as distributed
-from bubblespec.dist.ranks import BROKEN_S, GRACE_S, Ranks, RollCall
+from bubblespec.dist.ranks import BROKEN_S, GRACE_S, Ranks, Watchdog
 from bubblespec.errors import RankTimeout
 from bubblespec.rollout import board as boards
 from bubblespec.rollout.board import (
@@ -199,14 +199,14 @@ def with_missing(ranks: Ranks, backend: str, fate: str, missing: int) -> str:
         for number in range(1000):
             if number == 5 and ranks.rank == missing:
                 if fate == "hangs":
-                    store.set("hangs", f"{ranks.roll_call.count} {os.getpid()}")
+                    store.set("hangs", f"{ranks.watchdog.count} {os.getpid()}")
                     time.sleep(600)
                 elif fate == "dies before posting":
                     player.state = lambda: os.kill(os.getpid(), signal.SIGKILL)
                 else:  # after a poll there is always a tick in flight
                     os.kill(os.getpid(), signal.SIGKILL)
             has_hung = fate == "hangs" and store.check(["hangs"])
-            if has_hung and ranks.roll_call.count > int(store.get("hangs").split()[0]):
+            if has_hung and ranks.watchdog.count > int(store.get("hangs").split()[0]):
                 # This rank has posted the tick that all wait for. Rank 0 runs into the time-out
                 # first, while rank 2 is in a forward that takes longer.
                 if ranks.rank == 2:
@@ -253,15 +253,15 @@ def test_the_end_of_the_store_is_an_error_too(tmp_path, capfd):
 
 
 @pytest.fixture
-def roll_call(monkeypatch):
-    """roll_call(at, timeline) -> rank 0's of as many ranks as `at` has counts, and its clock. The
+def watchdog(monkeypatch):
+    """watchdog(at, timeline) -> rank 0's of as many ranks as `at` has counts, and its clock. The
     others are there in the store alone; timeline: what is set in it, by the second."""
 
-    def make(at: list[int], timeline: dict[float, str]) -> tuple[RollCall, Clock]:
+    def make(at: list[int], timeline: dict[float, str]) -> tuple[Watchdog, Clock]:
         store, clock = dist.HashStore(), Clock()
         monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
         monkeypatch.setattr(distributed, "time", clock)
-        made, sleep = RollCall(0, len(at)), clock.sleep
+        made, sleep = Watchdog(0, len(at)), clock.sleep
         made.count = at[0]
         for rank, count in enumerate(at[1:], 1):
             made._store.set(f"at/{rank}", f"{count} a place")
@@ -283,10 +283,10 @@ class NoAnswer(Transport):
 
 
 @pytest.mark.parametrize("is_done", [False, True])
-def test_a_tick_is_awaited_for_as_long_as_the_time_out_says(roll_call, capsys, is_done):
-    call, clock = roll_call([0, 0], {})
+def test_a_tick_is_awaited_for_as_long_as_the_time_out_says(watchdog, capsys, is_done):
+    call, clock = watchdog([0, 0], {})
     ranks = Ranks(torch.device("cpu"))
-    ranks.world_size, ranks.roll_call, ranks.clock = 2, call, clock
+    ranks.world_size, ranks.watchdog, ranks.clock = 2, call, clock
     board = ProgressBoard(ranks, 7.0, NoAnswer(clock))
     message = r"^rank 1 missing in tick 0 of the set-up \(no answer for 7 s\); last heard: in a"
     with pytest.raises(RankTimeout, match=message):
@@ -310,8 +310,8 @@ def test_a_tick_is_awaited_for_as_long_as_the_time_out_says(roll_call, capsys, i
         ([3, 3, 3], {}, GRACE_S, "rank 1 and rank 2"),
     ],
 )
-def test_who_is_named_at_a_time_out(roll_call, at, timeline, waited_s, named):
-    call, clock = roll_call(at, timeline)
+def test_who_is_named_at_a_time_out(watchdog, at, timeline, waited_s, named):
+    call, clock = watchdog(at, timeline)
     with pytest.raises(RankTimeout, match=f"^{named} missing in here"):
         call.fail("here", "no answer", clock.monotonic() - 1e-3)
     assert waited_s <= clock.now < waited_s + 0.05
@@ -322,13 +322,13 @@ def test_who_is_named_at_a_time_out(roll_call, at, timeline, waited_s, named):
     [
         # rank 2 was behind in a forward, and sees the broken connection too
         ({4.0: "ended/2"}, 4.0, "^rank 1 missing in here"),
-        ({4.0: "verdict"}, 4.0, "^1$"),
+        ({4.0: "report"}, 4.0, "^1$"),
         ({}, BROKEN_S, "^rank 1 and rank 2 missing in here"),
     ],
 )
-def test_a_broken_connection_is_told_by_all_who_are_left(roll_call, timeline, waited_s, named):
+def test_a_broken_connection_is_told_by_all_who_are_left(watchdog, timeline, waited_s, named):
     """Long before the time-out, and with some patience for those that are in a forward."""
-    call, clock = roll_call([3, 2, 2], timeline)
+    call, clock = watchdog([3, 2, 2], timeline)
     with pytest.raises(RankTimeout, match=named):
         call.fail("here", "connection reset", clock.monotonic() + 1800)
     assert waited_s <= clock.now < waited_s + 0.05

@@ -43,12 +43,12 @@ def test_signals_only_note_a_wish_to_stop(usual_signals, monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
     with signals_stop(ranks):
         assert not ranks.must_stop
-        ranks.meet()
+        ranks.barrier_or_stop()
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGINT, signal.SIGHUP):
             signal.raise_signal(number)
         assert ranks.must_stop
         with pytest.raises(StopRequested):
-            ranks.meet()
+            ranks.barrier_or_stop()
         ranks.barrier()  # a save's collectives go on
         clock.sleep(0.9)
         signal.raise_signal(signal.SIGINT)
@@ -92,15 +92,15 @@ def meets_without(ranks: Ranks, collective: str, fate: str, missing: int) -> str
     if fate == "dies" and ranks.rank == (missing + 1) % ranks.world_size:
         # In a forward while the third rank sees the connection break.
         with contextlib.suppress(dist.DistStoreError):
-            store.wait([f"roll_call/ended/{(missing + 2) % 3}"], timedelta(seconds=1))
+            store.wait([f"watchdog/ended/{(missing + 2) % 3}"], timedelta(seconds=1))
 
     def nap(seconds: float) -> None:
         """In the collective, or while others may still see it break. The time-out comes once all
         have come who will."""
         time.sleep(seconds)
-        counts = [ranks.roll_call._last(rank)[0] for rank in survivors]
-        has_begun = store.check(["hangs" if fate == "hangs" else f"roll_call/ended/{ranks.rank}"])
-        if has_begun and min(counts) == max(counts) > ranks.roll_call._last(missing)[0]:
+        counts = [ranks.watchdog._last(rank)[0] for rank in survivors]
+        has_begun = store.check(["hangs" if fate == "hangs" else f"watchdog/ended/{ranks.rank}"])
+        if has_begun and min(counts) == max(counts) > ranks.watchdog._last(missing)[0]:
             clock.skipped = (HANG_S if fate == "hangs" else distributed.BROKEN_S) + 1
 
     clock.sleep = nap
@@ -145,7 +145,7 @@ def log_late(line):
 distributed.log = log_late
 if "grouped" in sys.argv:
     distributed.dist.init_process_group("gloo")
-distributed.say_once(InputError("wrong"))
+distributed.log_once(InputError("wrong"))
 sys.exit(2)
 """
 
@@ -164,7 +164,7 @@ def test_a_collective_is_awaited_for_as_long_as_the_time_out_says(monkeypatch, c
     monkeypatch.setattr(distributed, "time", clock)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     ranks = Ranks(torch.device("cpu"), timeout_s=7.0)
-    ranks.world_size, ranks.roll_call, ranks.place = 2, distributed.RollCall(0, 2), "the test"
+    ranks.world_size, ranks.watchdog, ranks.place = 2, distributed.Watchdog(0, 2), "the test"
     never = SimpleNamespace(is_completed=lambda: False)
     with pytest.raises(
         RankTimeout,
@@ -188,17 +188,17 @@ def stops_at(ranks: Ranks, stopped: int) -> list:
             ranks.must_stop = True
     seen.append([board.num_ticks, board.must_stop])
     try:
-        ranks.meet()
+        ranks.barrier_or_stop()
     except StopRequested:
         seen.append("stopped")
     ranks.must_stop = False
-    ranks.meet()
+    ranks.barrier_or_stop()
     with signals_stop(ranks):
         if ranks.rank == stopped:
             os.kill(os.getpid(), signal.SIGTERM)
         ranks.barrier()  # not a place to stop at
         try:
-            ranks.meet()
+            ranks.barrier_or_stop()
         except StopRequested:
             seen.append("stopped again")
         ranks.barrier()

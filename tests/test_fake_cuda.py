@@ -651,7 +651,7 @@ def test_collectives(cuda, monkeypatch):
     monkeypatch.setattr("torch.distributed.new_group", lambda **options: options)
     monkeypatch.setattr("torch.cuda.Stream", lambda device: device)
     monkeypatch.setattr("torch.cuda.stream", contextlib.nullcontext)
-    ranks.world_size, ranks.roll_call = 2, types.SimpleNamespace(enter=lambda place: None)
+    ranks.world_size, ranks.watchdog = 2, types.SimpleNamespace(enter=lambda place: None)
     cuda.answer = lambda tensor: np.ones(tuple(tensor.shape))
     assert ranks.gather(np.zeros((2, 3))).shape == (2, 2, 3) and ranks.gather_text("a") == [
         "\x01",

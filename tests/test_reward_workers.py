@@ -252,9 +252,9 @@ def test_workers_end_with_the_trainer(tmp_path, is_killed):
     path = tmp_path / "pids"
     command, pipe = [sys.executable, "-c", SCRIPT, str(path)], subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as trainer:
-        keepers = [int(pid) for pid in trainer.stdout.readline().split()]
-        assert len(keepers) == 3 and eventually(lambda: len(pids_in(path)) == 2 + len(WAYS))
-        pids = [*keepers, *pids_in(path)]
+        supervisors = [int(pid) for pid in trainer.stdout.readline().split()]
+        assert len(supervisors) == 3 and eventually(lambda: len(pids_in(path)) == 2 + len(WAYS))
+        pids = [*supervisors, *pids_in(path)]
         assert all(is_alive(pid) for pid in pids)
         if is_killed:
             trainer.kill()

@@ -393,13 +393,11 @@ def stops_in_a_reward(ranks: Ranks, folder: str) -> str:
     config = RewardConfig(functions=[OBEY], num_workers=1, timeout_s=3600.0)
     scorer = Scorer(config, {OBEY: load_reward(OBEY)}, Words(texts), ranks, output_dir=folder)
     ranks.barrier()
-    before = ranks.roll_call.count
+    before = ranks.watchdog.count
     try:
         with signals_stop(ranks):
             if ranks.rank == 1:
-                thread = signal_when(
-                    lambda: ranks.roll_call.count > before and os.path.exists(path)
-                )
+                thread = signal_when(lambda: ranks.watchdog.count > before and os.path.exists(path))
             try:
                 scores(scorer, finished_rows(2))
             except StopRequested:

@@ -36,7 +36,7 @@ def test_a_meeting_ends_for_all_when_the_last_has_come():
             gathered.ravel().tolist(),
             [len(a) for a in ranks.gather_ragged(np.zeros(rank))],
         )
-        ranks.meet()
+        ranks.barrier_or_stop()
 
     world.run(work)
     assert ends == {rank: (7.5, [0, 10, 20], [0, 1, 2]) for rank in range(3)}
@@ -105,13 +105,13 @@ def test_an_error_in_one_rank_ends_all():
     def work(rank: int) -> None:
         if rank == 1:
             raise ValueError("rank 1")
-        SimulatedRanks(world, rank).meet()
+        SimulatedRanks(world, rank).barrier_or_stop()
 
     with pytest.raises(ValueError, match="rank 1"):
         world.run(work)
     other = World(2)
     with pytest.raises(RuntimeError, match="wait for each other"):
-        other.run(lambda rank: SimulatedRanks(other, rank).meet() if rank == 0 else None)
+        other.run(lambda rank: SimulatedRanks(other, rank).barrier_or_stop() if rank == 0 else None)
 
 
 def test_a_run_without_the_simulator_reads_the_real_clock():

@@ -23,31 +23,30 @@ def die_with_parent(by: int = signal.SIGKILL) -> None:
 def kill_group(leader: int) -> None:
     """SIGKILL to a process and whatever it has started in its group. The leader must not have been
     reaped yet: until then its id cannot be reused."""
-    with contextlib.suppress(
-        ProcessLookupError, PermissionError
-    ):  # some systems refuse to signal a zombie
+    # some systems refuse to signal a zombie
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
 
 
-def fork_with_keeper(parent: int, descriptor: int) -> None:
+def fork_with_supervisor(parent: int, descriptor: int) -> None:
     """Fork. The child returns from here, in its own session and without standard input. This
-    process becomes its keeper and never returns: it ends as the child ends, with the same exit code
+    process becomes its supervisor and never returns: it ends as the child ends, with the same exit code
     or signal, after killing all that the child has started. It does so at once when its standard
     input can be read or is closed, or when `parent` has ended.
 
-    On Linux the keeper adopts the child's orphans, so that it also kills those outside the child's
-    group or session; elsewhere it kills the group only. descriptor: closed in the keeper.
+    On Linux the supervisor adopts the child's orphans, so that it also kills those outside the child's
+    group or session; elsewhere it kills the group only. descriptor: closed in the supervisor.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    keeper = os.getpid()
+    supervisor = os.getpid()
     child = os.fork()
     if child:
         os.close(descriptor)
-        _keep(child, parent)
+        _supervise(child, parent)
     os.setsid()
     die_with_parent()
-    if os.getppid() != keeper:  # it had died before the request
+    if os.getppid() != supervisor:  # it had died before the request
         os._exit(0)
     nowhere = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nowhere, 0)
@@ -64,11 +63,8 @@ def children_of(parent: int) -> list[int]:
             with open(f"/proc/{parent}/task/{thread}/children") as file:
                 pids += map(int, file.read().split())
     except FileNotFoundError:  # a thread has ended, or a kernel without these files
-        pids = [
-            int(pid)
-            for pid in filter(str.isdigit, os.listdir("/proc"))
-            if _state_of(pid)[1] == parent
-        ]
+        pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+        pids = [pid for pid in pids if _state_of(pid)[1] == parent]
     return pids
 
 
@@ -82,15 +78,14 @@ def _state_of(pid: int | str) -> tuple[str, int]:
         return "X", 0
 
 
-def _keep(child: int, parent: int) -> None:
+def _supervise(child: int, parent: int) -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # it only ends the wait below
-    die_with_parent(
-        signal.SIGTERM
-    )  # beside the end of standard input, which a fork of the parent may hold open
+    # besides the end of standard input, which a fork of the parent may hold open
+    die_with_parent(signal.SIGTERM)
     ended: dict[int, int] = {}
     while _reap(ended) and child not in ended and os.getppid() == parent:
         ready = select.select([0, reader], [], [])[0]

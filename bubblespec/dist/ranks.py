@@ -2,11 +2,12 @@
 stop signals.
 
 A rank that hangs or has died is named by the others, within `run.timeout_s`. SIGTERM, SIGINT and
-SIGHUP only set a flag, which the ranks exchange at the next `Ranks.meet`. A single process works
+SIGHUP only set a flag, which the ranks exchange at the next `Ranks.barrier_or_stop`. A single process works
 too.
 """
 
 import contextlib
+import json
 import os
 import signal
 import time
@@ -26,107 +27,92 @@ from bubblespec.dist.processes import die_with_parent
 # torch 2.13 renames the collective; 2.11 has the old name only.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-# Collectives are polled, because a blocking wait on NCCL or gloo reacts neither to the time-out nor
-# to signals. The naps between polls grow up to this.
-MAX_NAP_S = 1e-3
-# How long a rank that has timed out waits for others to time out as well, if no rank is behind.
-GRACE_S = 1.0
+MAX_NAP_S = 1e-3  # between polls: a blocking wait reacts neither to the time-out nor to signals
+GRACE_S = 1.0  # that a rank that has timed out waits for others to, if no rank is behind
 # A broken connection is noticed at once, while others may still be in a forward. torchrun kills all
 # 30 s after a rank has died.
 BROKEN_S = 20.0
 CONNECT_S = 30.0
-# One Ctrl-C may reach a rank twice, from the terminal and from the launcher; a later one is a
-# second one.
-SAME_CTRL_C_S = 1.0
+SAME_CTRL_C_S = 1.0  # one Ctrl-C may reach a rank twice, from the terminal and from the launcher
 
 
 class StopRequested(Exception):
     """A rank has been told to stop. All ranks raise this at the same place, between two updates."""
 
 
-class RollCall:
+class Watchdog:
     """The place of every rank in the program, noted in the job's key-value store, where others can
     read it if the rank hangs.
 
-    `count`: how many meetings (collectives and ticks) this rank has come to. All ranks come to the
-    same ones in the same order, so the others wait for the rank with the lowest count.
+    `count`: collectives and ticks that this rank has entered. All ranks enter the same ones in the
+    same order, so the others wait for the rank with the lowest count.
     """
 
     def __init__(self, rank: int, world_size: int):
         self.rank, self.world_size, self.count = rank, world_size, 0
-        self._has_told = False
-        self._store = dist.PrefixStore("roll_call", dist.distributed_c10d._get_default_store())
+        self._has_requested = False
+        self._store = dist.PrefixStore("watchdog", dist.distributed_c10d._get_default_store())
 
     def enter(self, place: str) -> None:
-        """Note that this rank has come to its next meeting. Takes microseconds, as it awaits no
-        answer."""
+        """Note that this rank enters its next collective or tick. Takes microseconds, as it awaits
+        no answer."""
         self.count += 1
         self._store.set(f"at/{self.rank}", f"{self.count} {place}")
 
-    def tell_stop(self) -> None:
-        """Note that the run is to stop, for ranks that wait outside a meeting."""
-        if not self._has_told:
-            self._has_told = True
+    def request_stop(self) -> None:
+        """Note that the run is to stop, for ranks that wait outside a collective."""
+        if not self._has_requested:
+            self._has_requested = True
             self._store.set("stop", "1")
 
-    def is_told_to_stop(self) -> bool:
+    def is_stop_requested(self) -> bool:
         """Whether any rank has noted it. Asks the store: a fraction of a millisecond."""
         return self._store.check(["stop"])
 
     def fail(
         self, place: str, reason: str, deadline: float, describe: Callable[[int], str] | None = None
     ) -> NoReturn:
-        """End the job: the first rank to come to a verdict prints it, and all ranks raise it as
-        RankTimeout.
+        """End the job: the first rank to write a failure report prints it, and all ranks raise it
+        as RankTimeout.
 
         deadline: the end of the time-out (time.monotonic), which a broken connection does not wait
-        for. describe(rank): what is known of a missing rank, by default where it was heard of last.
+        for. describe(rank): what is known of a missing rank, by default its last place.
         """
         try:
             missing = self._missing_ranks(min(deadline, time.monotonic() + BROKEN_S))
             names = " and ".join(f"rank {rank}" for rank in missing) or "no rank"
             last = "; ".join((describe or self._last_place)(rank) for rank in missing) or "of none"
             line = f"{names} missing in {place} ({reason}); last heard: {last}"
-            line = self._store.compare_set("verdict", "", line).decode()
+            line = self._store.compare_set("report", "", line).decode()
             is_first = self._store.add("num_ended", 1) == 1
         except RuntimeError:
-            line, is_first = (
-                f"the job's key-value store has ended, with its launcher or rank 0 ({reason})",
-                True,
-            )
+            line = f"the job's key-value store has ended, with its launcher or rank 0 ({reason})"
+            is_first = True
         if is_first:
             log(f"\nerror: {line}")  # another rank's progress bar may stand where this would go
-        with contextlib.suppress(
-            RuntimeError
-        ):  # the launcher kills all as soon as one ends: not before the line is out
+        # the launcher kills all as soon as one ends: not before the line is out
+        with contextlib.suppress(RuntimeError):
             if is_first:
-                self._store.set("verdict_is_said", "1")
+                self._store.set("is_logged", "1")
             else:
-                self._store.wait(["verdict_is_said"], timedelta(seconds=CONNECT_S))
+                self._store.wait(["is_logged"], timedelta(seconds=CONNECT_S))
         raise RankTimeout(line)
 
     def _missing_ranks(self, deadline: float) -> list[int]:
-        """At a time-out: the ranks that have not come to this meeting.
+        """At a time-out: the ranks that have not entered this collective.
 
-        After a broken connection others may be about to come: wait until all ranks but one have
-        noticed it, or until the deadline. Returns early once there is a verdict, as the rank that
-        gave it may have ended already.
+        After a broken connection others may be about to: wait until all ranks but one have noticed
+        it, or until the deadline. Returns early once there is a report, as the rank that has
+        written it may have ended already.
         """
         self._store.set(f"ended/{self.rank}", "1")
+        others = [r for r in range(self.world_size) if r != self.rank]
         while True:
-            silent = [
-                r
-                for r in range(self.world_size)
-                if r != self.rank and not self._store.check([f"ended/{r}"])
-            ]
+            silent = [r for r in others if not self._store.check([f"ended/{r}"])]
             behind = [r for r in silent if self._last(r)[0] < self.count]
             late_s = time.monotonic() - deadline
-            if (
-                len(silent) <= 1
-                or (behind and late_s > 0)
-                or late_s > GRACE_S
-                or self._store.check(["verdict"])
-            ):
+            is_over = len(silent) <= 1 or late_s > (0 if behind else GRACE_S)
+            if is_over or self._store.check(["report"]):
                 return behind or silent
             time.sleep(0.02)
 
@@ -151,35 +137,31 @@ class Ranks:
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.is_main = self.rank == 0
         self.place = "set-up"  # what the ranks are doing, for the message that names a missing one
-        self.must_stop = False  # whether this rank has been told to stop; `meet` tells the others
-        # Called before the process group ends. NCCL waits at its end for CUDA graphs with its
-        # collectives in them to go.
+        self.must_stop = False  # whether this rank has been told to stop; `barrier_or_stop` tells the others
+        # Called before the process group ends: NCCL waits for CUDA graphs with its collectives to go.
         self.before_end: list[Callable[[], None]] = []
         # of rollouts: the `time` module, or a substitute with perf_counter, monotonic and sleep
         self.clock = time
-        self.roll_call = RollCall(self.rank, self.world_size) if self.world_size > 1 else None
+        self.watchdog = Watchdog(self.rank, self.world_size) if self.world_size > 1 else None
 
     def barrier(self) -> None:
         """Wait for all ranks."""
         self.sum_(torch.zeros(1, device=self.device))
 
-    def meet(self) -> None:
+    def barrier_or_stop(self) -> None:
         """Wait for all ranks. Raises StopRequested on all of them if any has been told to stop."""
         wishes = self.sum_(torch.tensor([float(self.must_stop)], device=self.device))
         if wishes.item():
             raise StopRequested
 
     def is_told_to_stop(self) -> bool:
-        """Whether any rank has been told to stop, for use while this rank waits outside a meeting.
-        It then sets `must_stop`, so that all stop at the next `meet`."""
-        if self.roll_call is not None:
-            with contextlib.suppress(
-                RuntimeError
-            ):  # the store has ended: the next meeting reports it
+        """Whether any rank has been told to stop, for use while this rank waits outside a
+        collective. It then sets `must_stop`, so that all stop at the next `barrier_or_stop`."""
+        if self.watchdog is not None:
+            with contextlib.suppress(RuntimeError):  # the store has ended: the next one reports it
                 if self.must_stop:
-                    self.roll_call.tell_stop()
-                elif self.roll_call.is_told_to_stop():
-                    self.must_stop = True
+                    self.watchdog.request_stop()
+                self.must_stop |= self.watchdog.is_stop_requested()
         return self.must_stop
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -216,6 +198,19 @@ class Ranks:
         encoded = np.frombuffer(text.encode(), np.uint8)
         return [row.tobytes().decode() for row in self.gather_ragged(encoded)]
 
+    def agree(self, find: Callable[[], str]) -> str:
+        """What `find` returns on rank 0, on all ranks, or the InputError that it raises there."""
+        answer = {}
+        if self.is_main:
+            try:
+                answer = {"value": find()}
+            except InputError as error:
+                answer = {"error": str(error)}
+        answer = json.loads(self.gather_text(json.dumps(answer))[0])
+        if "error" in answer:
+            raise InputError(answer["error"])
+        return answer["value"]
+
     def complete(self, start: Callable[[], dist.Work]) -> None:
         """Start a collective with async_op=True and wait for its end; a rank that does not come to
         it is named."""
@@ -223,9 +218,9 @@ class Ranks:
             work, nap_s = start(), 1e-5
             while not work.is_completed():
                 if time.monotonic() > deadline:
-                    self.roll_call.fail(self.place, f"no answer for {self.timeout_s:g} s", deadline)
+                    self.watchdog.fail(self.place, f"no answer for {self.timeout_s:g} s", deadline)
                 if self.must_stop:
-                    self.roll_call.tell_stop()
+                    self.watchdog.request_stop()
                 time.sleep(nap_s)
                 nap_s = min(1.5 * nap_s, MAX_NAP_S)
             # complete: raises if it failed, and orders the CUDA stream behind the collective
@@ -233,11 +228,11 @@ class Ranks:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[float]:
-        """Wrap collectives, also those of another library, so that a failure names the missing
+        """Around collectives, also those of another library, so that a failure names the missing
         rank. Yields the end of the time-out, which other libraries enforce by themselves."""
         deadline = time.monotonic() + self.timeout_s
         if self.world_size > 1:
-            self.roll_call.enter(self.place)
+            self.watchdog.enter(self.place)
         try:
             yield deadline
         except (RankTimeout, torch.OutOfMemoryError):
@@ -245,7 +240,7 @@ class Ranks:
         except RuntimeError as error:  # gloo: a rank has left, or its own time-out
             if self.world_size == 1:
                 raise
-            self.roll_call.fail(self.place, one_line(error), deadline)
+            self.watchdog.fail(self.place, one_line(error), deadline)
 
 
 def one_line(error: Exception) -> str:
@@ -260,9 +255,8 @@ def ranks_from_environment(device: str, timeout_s: float) -> Iterator[Ranks]:
     Raises InputError if `device` asks for a GPU that is not there. An EndsRun of the block is
     printed here.
     """
-    local_rank, local_world_size = (
-        int(os.environ.get(name, n)) for name, n in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
-    )
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if device == "cuda" and not torch.cuda.is_available():
         raise InputError("model.device: cuda, but torch sees no GPU; use cpu or auto")
     use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
@@ -274,9 +268,8 @@ def ranks_from_environment(device: str, timeout_s: float) -> Iterator[Ranks]:
     target = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(target)
-    if "RANK" in os.environ:
-        # with torchrun: an orphan would keep writing to the files of the next run
-        die_with_parent()
+    if "RANK" in os.environ:  # with torchrun
+        die_with_parent()  # an orphan would keep writing to the files of the next run
         # Gloo's time-out frees the thread that waits in the collective, for a clean exit. NCCL's
         # watchdog would end the process before `complete` has said why, so it comes last.
         limit = timedelta(seconds=2 * timeout_s if use_cuda else timeout_s)
@@ -285,22 +278,15 @@ def ranks_from_environment(device: str, timeout_s: float) -> Iterator[Ranks]:
         store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=CONNECT_S)))
         store.set_timeout(limit)
         store = store_of_this_start(store, rank, world_size, timeout_s)
-        dist.init_process_group(
-            "nccl" if use_cuda else "gloo",
-            timeout=limit,
-            store=store,
-            rank=rank,
-            world_size=world_size,
-        )
+        group = {"store": store, "rank": rank, "world_size": world_size, "timeout": limit}
+        dist.init_process_group("nccl" if use_cuda else "gloo", **group)
     ranks = Ranks(target, timeout_s)
     try:
         yield ranks
         ranks.place = "the end of the run"
-        # not after an error: the other ranks may hang; the launcher ends them when this process
-        # exits
-        ranks.barrier()
+        ranks.barrier()  # not after an error: other ranks may hang until the launcher ends them
     except EndsRun as error:
-        say_once(error)
+        log_once(error)
         raise
     finally:
         for free in ranks.before_end:
@@ -309,20 +295,20 @@ def ranks_from_environment(device: str, timeout_s: float) -> Iterator[Ranks]:
             dist.destroy_process_group()
 
 
-def say_once(error: EndsRun) -> None:
+def log_once(error: EndsRun) -> None:
     """Print an error, unless it has been printed. Only the first rank with an error prints it, as
     most errors are on all ranks.
 
     Returns once it is on the screen: as soon as one rank ends, the launcher kills the others,
     including the one that prints.
     """
-    if error.is_said:
+    if error.is_logged:
         return
-    error.is_said = True
+    error.is_logged = True
     try:
         store = _store_of_all()
         if store is not None and store.add("num_errors", 1) > 1:
-            store.wait(["error_is_said"], timedelta(seconds=CONNECT_S))
+            store.wait(["error_is_logged"], timedelta(seconds=CONNECT_S))
             return
     except RuntimeError:  # it may have ended with its rank or launcher
         store = None
@@ -331,7 +317,7 @@ def say_once(error: EndsRun) -> None:
     log(f"error: {error}")
     if store is not None:
         with contextlib.suppress(RuntimeError):
-            store.set("error_is_said", "1")
+            store.set("error_is_logged", "1")
 
 
 def _store_of_all() -> dist.Store | None:
@@ -359,23 +345,18 @@ def store_of_this_start(
     while time.monotonic() < deadline:
         name = store.get("start").decode()
         if rank == 0:
-            entries = [
-                store.get(f"sign/{r}").decode() if store.check([f"sign/{r}"]) else ""
-                for r in range(1, world_size)
-            ]
+            keys = [f"sign/{r}" for r in range(1, world_size)]
+            entries = [store.get(key).decode() if store.check([key]) else "" for key in keys]
             missing = [r for r, entry in enumerate(entries, 1) if not entry.startswith(name)]
             if not missing:
                 store.set(f"members/{name}", " ".join(entries))
                 return dist.PrefixStore(name, store)
         else:
-            missing = [0]
+            missing, members, signature = [0], f"members/{name}", f"{name}:{token}"
             if name != signed:
-                store.set(f"sign/{rank}", f"{name}:{token}")
+                store.set(f"sign/{rank}", signature)
                 signed = name
-            if (
-                store.check([f"members/{name}"])
-                and f"{name}:{token}" in store.get(f"members/{name}").decode()
-            ):
+            if store.check([members]) and signature in store.get(members).decode():
                 return dist.PrefixStore(name, store)
         time.sleep(0.01)
     names = " and ".join(f"rank {r}" for r in missing)
@@ -401,11 +382,8 @@ def signals_stop(ranks: Ranks) -> Iterator[None]:
             if first_ctrl_c[-1] - first_ctrl_c[0] > SAME_CTRL_C_S:
                 raise KeyboardInterrupt
 
-    handled = [
-        n
-        for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-        if signal.getsignal(n) != signal.SIG_IGN
-    ]
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    handled = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, note) for number in handled}
     try:
         yield

@@ -432,7 +432,7 @@ def generate(
             bar.update(gained)
     engine.collect()
     engine.release()
-    ranks.meet()
+    ranks.barrier_or_stop()
     return [row for row in rows if len(row.tokens)]
 
 
@@ -480,7 +480,7 @@ def train(
                 training.step()
             if number % MERGE_EVERY == 0 or number + 1 == bar.total:
                 training.merge(ranks)
-                ranks.meet()
+                ranks.barrier_or_stop()
             bar.update()
     training.set_rate(FINAL_RATE * learning_rate)
 

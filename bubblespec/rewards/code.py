@@ -20,12 +20,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bubblespec.dist.processes import fork_with_keeper
+from bubblespec.dist.processes import fork_with_supervisor
 from bubblespec.rewards.functions import text_of
 
 CPU_LIMIT_S = 5  # lower than the wall time: what is slow on a busy machine should not fail
 WALL_LIMIT_S = 20.0
-KEEPER_LIMIT_S = 5.0  # for the keeper to end after a verdict
+SUPERVISOR_LIMIT_S = 5.0  # for the supervisor to end after a verdict
 MEMORY_LIMIT = 1 << 30  # bytes of address space, for each process
 FILE_LIMIT = 16 << 20  # bytes of each file
 _BOOT = """
@@ -66,9 +66,9 @@ def run_program(program: str, tests: str) -> bool:
         open(reader, "rb") as reader,
         tempfile.TemporaryDirectory(prefix="bubblespec-", ignore_cleanup_errors=True) as folder,
     ):
-        keeper = subprocess.Popen(
+        supervisor = subprocess.Popen(
             [sys.executable, "-I", "-c", _BOOT, str(Path(__file__).resolve().parents[2])],
-            stdin=subprocess.PIPE,  # stays open: its end tells the keeper to kill the program
+            stdin=subprocess.PIPE,  # stays open: its end tells the supervisor to kill the program
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             pass_fds=[verdict],
@@ -78,33 +78,33 @@ def run_program(program: str, tests: str) -> bool:
         )
         os.close(verdict)
         try:
-            keeper.stdin.write(json.dumps(job).encode() + b"\n")
-            keeper.stdin.flush()
+            supervisor.stdin.write(json.dumps(job).encode() + b"\n")
+            supervisor.stdin.flush()
             is_answered = select.select([reader], [], [], WALL_LIMIT_S)[0]
             passed = bool(is_answered) and os.read(reader.fileno(), 64) == secret
-            return passed and not _was_killed(keeper)
-        except BrokenPipeError:  # the keeper was killed
+            return passed and not _was_killed(supervisor)
+        except BrokenPipeError:  # the supervisor was killed
             return False
         finally:
             with contextlib.suppress(BrokenPipeError):
-                keeper.stdin.close()
-            keeper.wait()
+                supervisor.stdin.close()
+            supervisor.wait()
 
 
-def _was_killed(keeper: subprocess.Popen) -> bool:
-    """Whether the program got to its end because it had killed its keeper. The program ends right
-    after its verdict, and its keeper with it; one that lives on was not killed."""
+def _was_killed(supervisor: subprocess.Popen) -> bool:
+    """Whether the program got to its end because it had killed its supervisor. The program ends right
+    after its verdict, and its supervisor with it; one that lives on was not killed."""
     try:
-        return keeper.wait(timeout=KEEPER_LIMIT_S) != 0
+        return supervisor.wait(timeout=SUPERVISOR_LIMIT_S) != 0
     except subprocess.TimeoutExpired:
         return False
 
 
 def main() -> None:
-    """Run the job on standard input in a child. This process becomes its keeper, which kills all
+    """Run the job on standard input in a child. This process becomes its supervisor, which kills all
     that the program has started."""
     program, tests, secret, verdict, trainer, limits = json.loads(sys.stdin.readline())
-    fork_with_keeper(trainer, verdict)
+    fork_with_supervisor(trainer, verdict)
     try:
         os.closerange(3, verdict)
         os.closerange(verdict + 1, 1 << 16)

@@ -167,7 +167,7 @@ class Scoring:
         self._take_answers()
         if scorer.workers is not None:
             scorer.workers.end_batch()
-        scorer.ranks.meet()  # before any exchange: a rank that was told to stop lacks some scores
+        scorer.ranks.barrier_or_stop()  # before any exchange: a rank that was told to stop lacks some scores
         failed = [
             Failed(row, function, reward)
             for row in rows

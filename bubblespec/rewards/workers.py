@@ -4,8 +4,8 @@ A unit of work is one sample and one function; units are begun in the order in w
 worker process has a thread in the trainer that sends it one unit at a time and waits for the
 answer. A worker that takes too long or dies is killed with all that it has started, and replaced;
 only its current unit is lost. Workers are started with exec, not forked: the trainer has threads of
-CUDA and of the process group. Between each worker and the trainer is a keeper process
-(`fork_with_keeper`). `main`, at the end, is what a worker runs.
+CUDA and of the process group. Between each worker and the trainer is a supervisor process
+(`fork_with_supervisor`). `main`, at the end, is what a worker runs.
 """
 
 import contextlib
@@ -44,8 +44,8 @@ NICENESS = 10
 _BOOT = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
-from bubblespec.dist.processes import fork_with_keeper
-fork_with_keeper(int(sys.argv[3]), int(sys.argv[2]))
+from bubblespec.dist.processes import fork_with_supervisor
+fork_with_supervisor(int(sys.argv[3]), int(sys.argv[2]))
 from bubblespec.rewards.workers import main
 main()
 """
@@ -165,7 +165,7 @@ class RewardWorkers:
 class _Worker:
     """A worker process, as seen from the trainer. Every wait for it has a time limit.
 
-    `process` is its keeper, which ends as the worker does.
+    `process` is its supervisor, which ends as the worker does.
     """
 
     def __init__(self, paths: list[str], show):
@@ -181,7 +181,7 @@ class _Worker:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, *arguments],
                 bufsize=0,
-                stdin=subprocess.PIPE,  # its end tells the keeper to end them all
+                stdin=subprocess.PIPE,  # its end tells the supervisor to end them all
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
@@ -222,7 +222,7 @@ class _Worker:
         return Answer(failure, ended_s - begin_s, ended_s)
 
     def kill(self) -> None:
-        """Ask its keeper to kill it with all that it has started."""
+        """Ask its supervisor to kill it with all that it has started."""
         with contextlib.suppress(OSError, ValueError):  # it has ended, or has been waited for
             self.process.stdin.write(b"\n")
 

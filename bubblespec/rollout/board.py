@@ -139,7 +139,7 @@ class Collectives(Transport):
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def post(self, numbers: np.ndarray, name: str) -> None:
-        self._ranks.roll_call.enter(name)
+        self._ranks.watchdog.enter(name)
         self._work = self._gather(numbers)
 
     def is_complete(self) -> bool:
@@ -156,7 +156,7 @@ class SharedMemory(Transport):
     threads. (An all-gather over gloo takes 0.5 ms to post, and its threads as much again.)
 
     Each rank has two places of a header and numbers. It writes tick n into place n % 2, which it
-    only reaches again once all have posted tick n + 1, and so have read tick n. The roll call is
+    only reaches again once all have posted tick n + 1, and so have read tick n. The watchdog is
     not told of these ticks, as asking the job's store takes longer than a tick.
     """
 
@@ -368,4 +368,4 @@ class ProgressBoard:
 
     def _fail(self, reason: str) -> NoReturn:
         describe = (lambda rank: str(self.last_states[rank])) if self.last_states else None
-        self.ranks.roll_call.fail(self._tick_name(), reason, self._deadline, describe)
+        self.ranks.watchdog.fail(self._tick_name(), reason, self._deadline, describe)

@@ -100,7 +100,7 @@ class Sampler:
         used = launch.groups if before is None else before.used + launch.groups
         rollout, tasks = self.roll_out(table, rows, step, used, scoring)
         generated_s = clock.perf_counter()
-        ranks.meet()  # waiting for the slowest rank
+        ranks.barrier_or_stop()  # waiting for the slowest rank
         met_s = clock.perf_counter()
         samples = self.gather(table, rows, scoring)
         trained, ids = table.trained(), launch.ids
@@ -381,7 +381,7 @@ class Sampler:
         if self.evaluation is not None and len(self.evaluation.store):
             loop.proposer = self.evaluation.begin(list(rows.values()), version)
         record = loop.run(rows, table)
-        self.ranks.meet()
+        self.ranks.barrier_or_stop()
         samples = self.gather(table, rows, scoring)
         if self.evaluation is not None:
             self.evaluation.observe(samples, version)
