@@ -213,16 +213,7 @@ def find_checkpoint(config: Config, ranks: Ranks) -> str | None:
     file of it once, and all ranks get its answer. Raises InputError on all of them where continuing
     would not be exact, where output_dir holds a run of another configuration, whose files would be
     overwritten, or where it holds checkpoints, but none that is whole."""
-    answer = {}
-    if ranks.is_main:
-        try:
-            answer = {"folder": _find_checkpoint(config, ranks.world_size)}
-        except InputError as error:
-            answer = {"error": str(error)}
-    answer = json.loads(ranks.gather_text(json.dumps(answer))[0])
-    if "error" in answer:
-        raise InputError(answer["error"])
-    return answer["folder"]
+    return ranks.agree(lambda: _find_checkpoint(config, ranks.world_size))
 
 
 def _find_checkpoint(config: Config, world_size: int) -> str | None:

@@ -30,12 +30,13 @@ def kill_group(leader: int) -> None:
 
 def fork_with_supervisor(parent: int, descriptor: int) -> None:
     """Fork. The child returns from here, in its own session and without standard input. This
-    process becomes its supervisor and never returns: it ends as the child ends, with the same exit code
-    or signal, after killing all that the child has started. It does so at once when its standard
-    input can be read or is closed, or when `parent` has ended.
+    process becomes its supervisor and never returns: it ends as the child ends, with the same exit
+    code or signal, after killing all that the child has started. It does so at once when its
+    standard input can be read or is closed, or when `parent` has ended.
 
-    On Linux the supervisor adopts the child's orphans, so that it also kills those outside the child's
-    group or session; elsewhere it kills the group only. descriptor: closed in the supervisor.
+    On Linux the supervisor adopts the child's orphans, so that it also kills those outside the
+    child's group or session; elsewhere it kills the group only. descriptor: closed in the
+    supervisor.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)

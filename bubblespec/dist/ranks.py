@@ -2,8 +2,8 @@
 stop signals.
 
 A rank that hangs or has died is named by the others, within `run.timeout_s`. SIGTERM, SIGINT and
-SIGHUP only set a flag, which the ranks exchange at the next `Ranks.barrier_or_stop`. A single process works
-too.
+SIGHUP only set a flag, which the ranks exchange at the next `Ranks.barrier_or_stop`. A single
+process works too.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from bubblespec.errors import EndsRun, InputError, RankTimeout, log
 from bubblespec.dist.processes import die_with_parent
+from bubblespec.errors import EndsRun, InputError, RankTimeout, log
 
 # torch 2.13 renames the collective; 2.11 has the old name only.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -137,8 +137,8 @@ class Ranks:
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.is_main = self.rank == 0
         self.place = "set-up"  # what the ranks are doing, for the message that names a missing one
-        self.must_stop = False  # whether this rank has been told to stop; `barrier_or_stop` tells the others
-        # Called before the process group ends: NCCL waits for CUDA graphs with its collectives to go.
+        self.must_stop = False  # this rank has been told to stop; `barrier_or_stop` tells others
+        # Called before the process group ends: NCCL waits for graphs with its collectives to go.
         self.before_end: list[Callable[[], None]] = []
         # of rollouts: the `time` module, or a substitute with perf_counter, monotonic and sleep
         self.clock = time
@@ -198,7 +198,7 @@ class Ranks:
         encoded = np.frombuffer(text.encode(), np.uint8)
         return [row.tobytes().decode() for row in self.gather_ragged(encoded)]
 
-    def agree(self, find: Callable[[], str]) -> str:
+    def agree(self, find: Callable[[], str | None]) -> str | None:
         """What `find` returns on rank 0, on all ranks, or the InputError that it raises there."""
         answer = {}
         if self.is_main:
