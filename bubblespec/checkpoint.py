@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from bubblespec.config import Config, config_to_yaml, flatten, load_config, resume_classes
-from bubblespec.config_checks import ROUNDING, SAFE
+from bubblespec.config_checks import EXACT, ROUNDING
 from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.drafter_training import DrafterTraining, save_drafter
 from bubblespec.errors import InputError, log, one_line
@@ -39,16 +39,10 @@ SPECULATION_FILE = "speculation.npz"
 PLANNER_FILE = "planner.npz"
 OPTIMIZER_FILE = "optimizer.pt"
 FORMAT = 2  # of checkpoints; those without one have noise keyed by the step
+NOT_THE_SAME = "continuing would not be the same run (give another run.output_dir for a new one)"
 # What reading files may raise that are torn or something else.
-UNREADABLE = (
-    OSError,
-    ValueError,
-    KeyError,
-    RuntimeError,
-    EOFError,
-    zipfile.BadZipFile,
-    pickle.UnpicklingError,
-)
+UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, EOFError)
+UNREADABLE += (zipfile.BadZipFile, pickle.UnpicklingError)
 
 
 def save_checkpoint(
@@ -71,18 +65,12 @@ def save_checkpoint(
     Returns None, or in one line why it failed (a full disk, for instance): then nothing is left of
     it, and the checkpoints before it stay. The answer is the same on every rank.
     """
-    problem = ""
-    optimizer_state = optimizer.state_dict(ranks)
-    if ranks.is_main:
-        temporary = os.path.join(config.run.output_dir, f"tmp-checkpoint-{step}")
-        state = {
-            "format": FORMAT,
-            "step": step,
-            "evaluated": evaluated,
-            "world_size": ranks.world_size,
-            "linear": linear,
-            "config": flatten(config),
-        }
+    optimizer_state = optimizer.state_dict(ranks)  # with a share of it on each rank, together
+    temporary = os.path.join(config.run.output_dir, f"tmp-checkpoint-{step}")
+    state = {"format": FORMAT, "step": step, "evaluated": evaluated, "linear": linear}
+    state |= {"world_size": ranks.world_size, "config": flatten(config)}
+
+    def save() -> str | None:
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             os.makedirs(temporary)
@@ -100,11 +88,13 @@ def save_checkpoint(
                 json.dump(state, file, indent=1)
             _commit(temporary, os.path.join(config.run.output_dir, f"checkpoint-{step}"))
             _delete_old(config, step)
+            return None
         except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: of torch.save
             shutil.rmtree(temporary, ignore_errors=True)
             reason = error.__context__ if isinstance(error.__context__, OSError) else error
-            problem = " ".join(str(reason).split()) or type(reason).__name__
-    return ranks.gather_text(problem)[0] or None
+            return " ".join(str(reason).split()) or type(reason).__name__
+
+    return ranks.agree(save)
 
 
 def _delete_old(config: Config, step: int) -> None:
@@ -120,12 +110,10 @@ def _commit(temporary: str, final: str) -> None:
     """Checksums, everything on disk, and only then the name that counts."""
     names = sorted(os.listdir(temporary), key=lambda name: (name == STATE_FILE, name))
     with open(os.path.join(temporary, SUMS_FILE), "w", encoding="utf-8") as file:
-        file.writelines(
-            f"{digest}  {name}\n" for name, digest in _digests(temporary, names).items()
-        )
-    for name in [*names, SUMS_FILE]:
+        digests = _digests(temporary, names)
+        file.writelines(f"{digest}  {name}\n" for name, digest in digests.items())
+    for name in (*names, SUMS_FILE, "."):
         _flush(os.path.join(temporary, name))
-    _flush(temporary)
     shutil.rmtree(final, ignore_errors=True)
     os.rename(temporary, final)
     _flush(os.path.dirname(final))
@@ -136,9 +124,8 @@ def find_damage(folder: str) -> str | None:
     all of them."""
     try:
         with open(os.path.join(folder, SUMS_FILE), encoding="utf-8") as file:
-            wanted = {
-                name: digest for digest, name in (line.rstrip("\n").split("  ", 1) for line in file)
-            }
+            lines = [line.rstrip("\n").split("  ", 1) for line in file]
+        wanted = {name: digest for digest, name in lines}
     except (OSError, ValueError) as error:  # ValueError: a line of another form, or not UTF-8
         return f"{SUMS_FILE} cannot be read ({error})"
     if not wanted or list(wanted)[-1] != STATE_FILE:  # which is written last
@@ -147,10 +134,8 @@ def find_damage(folder: str) -> str | None:
         digests = _digests(folder, list(wanted))
     except OSError as error:
         return f"a file cannot be read: {error}"
-    return next(
-        (f"{name} is not as it was written" for name in wanted if digests[name] != wanted[name]),
-        None,
-    )
+    changed = [name for name in wanted if digests[name] != wanted[name]]
+    return f"{changed[0]} is not as it was written" if changed else None
 
 
 def _digests(folder: str, names: list[str]) -> dict[str, str]:
@@ -169,25 +154,22 @@ def lock_output_dir(config: Config) -> IO:
     configuration in it, and clear away saves that were not finished. Raises InputError if another
     run has it, or it cannot be written to."""
     output_dir = config.run.output_dir
+    resolved = os.path.join(output_dir, CONFIG_FILE)
     try:
         os.makedirs(output_dir, exist_ok=True)
         file = open(os.path.join(output_dir, ".lock"), "w")  # noqa: SIM115 (open as long as the run)
-        try:
-            fcntl.lockf(
-                file, fcntl.LOCK_EX | fcntl.LOCK_NB
-            )  # lockf, not flock: no child that outlives us inherits it
+        try:  # lockf, not flock: no child that outlives us inherits it
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise InputError(f"run.output_dir: {output_dir} is in use by another run") from error
-        resolved = os.path.join(output_dir, CONFIG_FILE)
         with open(resolved + ".tmp", "w", encoding="utf-8") as text:
             text.write(config_to_yaml(config))
         os.replace(resolved + ".tmp", resolved)  # never half written: the next start reads it
     except OSError as error:
         with contextlib.suppress(OSError):
-            os.remove(os.path.join(output_dir, CONFIG_FILE + ".tmp"))
-        raise InputError(
-            f"run.output_dir: cannot write to {output_dir}: {error.strerror}"
-        ) from error
+            os.remove(resolved + ".tmp")
+        reason = f"cannot write to {output_dir}: {error.strerror}"
+        raise InputError(f"run.output_dir: {reason}") from error
     for name in os.listdir(output_dir):
         if name.startswith("tmp-checkpoint-"):
             shutil.rmtree(os.path.join(output_dir, name), ignore_errors=True)
@@ -197,10 +179,8 @@ def lock_output_dir(config: Config) -> IO:
 def list_checkpoints(output_dir: str) -> list[str]:
     """Checkpoint folders, oldest first."""
     names = os.listdir(output_dir) if os.path.isdir(output_dir) else []
-    folders = [
-        os.path.join(output_dir, name) for name in names if re.fullmatch(r"checkpoint-\d+", name)
-    ]
-    return sorted(folders, key=step_of)
+    names = [name for name in names if re.fullmatch(r"checkpoint-\d+", name)]
+    return sorted((os.path.join(output_dir, name) for name in names), key=step_of)
 
 
 def step_of(folder: str) -> int:
@@ -217,48 +197,38 @@ def find_checkpoint(config: Config, ranks: Ranks) -> str | None:
 
 
 def _find_checkpoint(config: Config, world_size: int) -> str | None:
-    wanted, output_dir = config.run.resume_from_checkpoint, config.run.output_dir
+    folder, output_dir = config.run.resume_from_checkpoint, config.run.output_dir
     existing = list_checkpoints(output_dir)
     resolved = os.path.join(output_dir, CONFIG_FILE)
     if os.path.isfile(resolved):
         _check_same_run(config, flatten(load_config(resolved)), output_dir)
-    if wanted == "none":
-        if existing:
-            raise InputError(
-                f"run.output_dir: {output_dir} holds checkpoints; give another folder, or "
-                "run.resume_from_checkpoint=auto to continue"
-            )
-        return None
-    if wanted == "auto":
-        folder = _newest_whole(existing)
-        if folder is None:
-            return None
-    else:
-        folder = wanted
+    if folder == "none" and existing:
+        raise InputError(
+            f"run.output_dir: {output_dir} holds checkpoints; give another folder, or "
+            "run.resume_from_checkpoint=auto to continue"
+        )
+    if folder == "auto":
+        folder = _newest_whole(existing) or "none"
+    elif folder != "none":
         if not os.path.isfile(os.path.join(folder, STATE_FILE)):
-            raise InputError(
-                f"run.resume_from_checkpoint: {folder} is not a checkpoint (it has no {STATE_FILE})"
-            )
+            reason = f"is not a checkpoint (it has no {STATE_FILE})"
+            raise InputError(f"run.resume_from_checkpoint: {folder} {reason}")
         if damage := find_damage(folder):
             raise InputError(f"run.resume_from_checkpoint: {folder} is damaged: {damage}")
+    if folder == "none":
+        return None
     state = read_state(folder)
     if state.get("format") != FORMAT:
         raise InputError(
             f"run.resume_from_checkpoint: {folder} is of another version, whose samples have other "
-            "noise: continuing would not be the same run (give another run.output_dir for a new "
-            "one)"
+            f"noise: {NOT_THE_SAME}"
         )
-    other = [
-        f"{key}: {here} here, but {there}"
-        for key, here, there in _check_same_run(config, state["config"], folder)
-    ]
+    differences = _check_same_run(config, state["config"], folder)
     if world_size != state["world_size"]:
-        other.append(f"{world_size} ranks here, but {state['world_size']}")
-    for difference in other:
-        log(
-            f"warning: {difference} in {folder}; the run goes on, but its weights are the same to "
-            "rounding only"
-        )
+        differences.append(f"{world_size} ranks here, but {state['world_size']}")
+    for difference in differences:
+        weights = "the run goes on, but its weights are the same to rounding only"
+        log(f"warning: {difference} in {folder}; {weights}")
     return folder
 
 
@@ -273,30 +243,23 @@ def _newest_whole(folders: list[str]) -> str | None:
         if folder != folders[0]:
             log(f"warning: {damages[-1]}; looking at the one before")
     if damages:
-        raise InputError(
-            f"run.output_dir: {damages[-1]}, and no other checkpoint is whole; remove the damaged "
-            "ones to start anew"
-        )
+        advice = "and no other checkpoint is whole; remove the damaged ones to start a new run"
+        raise InputError(f"run.output_dir: {damages[-1]}, {advice}")
     return None
 
 
-def _check_same_run(config: Config, saved: dict, where: str) -> list[tuple[str, object, object]]:
-    """Raises InputError if a key differs that must not; returns the key, its value here and there,
-    of those that change rounding alone."""
+def _check_same_run(config: Config, saved: dict, where: str) -> list[str]:
+    """Raises InputError if a key differs that must not; returns the differences that change
+    rounding alone."""
     current, classes, rounding = flatten(config), resume_classes(config), []
     for key in sorted(saved.keys() | current.keys()):
         if key not in current:
             raise InputError(f"{key}: unknown key in {where}, which another version has written")
-        here, there, kind = current[key], saved.get(key), classes[key]
-        if here == there or kind == SAFE:
-            continue
-        if kind == ROUNDING:
-            rounding.append((key, here, there))
-            continue
-        raise InputError(
-            f"{key}: {here} here, but {there} in {where}; "
-            "continuing would not be the same run (give another run.output_dir for a new one)"
-        )
+        here, there = current[key], saved.get(key)
+        if here != there and classes[key] == EXACT:
+            raise InputError(f"{key}: {here} here, but {there} in {where}; {NOT_THE_SAME}")
+        if here != there and classes[key] == ROUNDING:
+            rounding.append(f"{key}: {here} here, but {there}")
     return rounding
 
 
@@ -307,10 +270,8 @@ def refuse_what_does_not_fit(folder: str) -> Iterator[None]:
     try:
         yield
     except UNREADABLE as error:
-        raise InputError(
-            f"run.resume_from_checkpoint: the state in {folder} does not fit this run: "
-            f"{one_line(error)}"
-        ) from error
+        reason = f"the state in {folder} does not fit this run: {one_line(error)}"
+        raise InputError(f"run.resume_from_checkpoint: {reason}") from error
 
 
 def load_optimizer(folder: str, optimizer: Optimizer) -> None:
@@ -325,10 +286,8 @@ def load_optimizer(folder: str, optimizer: Optimizer) -> None:
     # AdamW loads moments of other shapes, and would fail at its first step.
     for parameter, moments in optimizer.local.state.items():
         if any(moments[name].shape != parameter.shape for name in ("exp_avg", "exp_avg_sq")):
-            raise InputError(
-                f"run.resume_from_checkpoint: the optimizer state in {folder} "
-                "is of a model of other shapes"
-            )
+            reason = f"the optimizer state in {folder} is of a model of other shapes"
+            raise InputError(f"run.resume_from_checkpoint: {reason}")
 
 
 def load_arrays(folder: str, name: str) -> dict[str, np.ndarray] | None:
@@ -343,10 +302,8 @@ def load_arrays(folder: str, name: str) -> dict[str, np.ndarray] | None:
 def read_state(folder: str) -> dict:
     """step: updates done; evaluated: updates before the last evaluation, or -1; world_size; config:
     all its keys, flat. Raises InputError."""
-    with (
-        refuse_what_does_not_fit(folder),
-        open(os.path.join(folder, STATE_FILE), encoding="utf-8") as file,
-    ):
+    path = os.path.join(folder, STATE_FILE)
+    with refuse_what_does_not_fit(folder), open(path, encoding="utf-8") as file:
         return json.load(file)
 
 

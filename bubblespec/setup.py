@@ -252,15 +252,9 @@ def make_schedule(config: Config, prompts: PromptSet) -> StepSchedule:
 def claim_output_dir(config: Config, ranks: Ranks) -> IO | None:
     """Rank 0 makes output_dir its own and leaves the configuration in it; where it cannot, all
     ranks raise what it says."""
-    lock, problem = None, ""
-    if ranks.is_main:
-        try:
-            lock = lock_output_dir(config)
-        except InputError as error:
-            problem = str(error)
-    if answer := ranks.gather_text(problem)[0]:
-        raise InputError(answer)
-    return lock
+    locks = []
+    ranks.agree(lambda: locks.append(lock_output_dir(config)))
+    return locks[0] if locks else None
 
 
 def check_all_see(checkpoint: str | None, ranks: Ranks) -> None:
@@ -270,7 +264,5 @@ def check_all_see(checkpoint: str | None, ranks: Ranks) -> None:
     by_rank = ranks.gather(np.array([sees], np.uint8))
     if not by_rank.all():
         blind = " and ".join(f"rank {rank}" for rank in np.flatnonzero(by_rank[:, 0] == 0))
-        raise InputError(
-            f"run.output_dir: {blind} cannot see {checkpoint}; "
-            "give a folder that all machines share"
-        )
+        advice = "give a folder that all machines share"
+        raise InputError(f"run.output_dir: {blind} cannot see {checkpoint}; {advice}")
