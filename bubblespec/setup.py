@@ -21,22 +21,15 @@ from bubblespec.checkpoint import (
     refuse_what_does_not_fit,
 )
 from bubblespec.config import Config
+from bubblespec.config_checks import require
 from bubblespec.data.prompts import PromptSet
 from bubblespec.data.schedule import InOrder, StepSchedule
 from bubblespec.data.tail_batching import TailBatching
 from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.drafter_training import read_drafter
+from bubblespec.engine import linear
 from bubblespec.engine.attention import choose_kernel
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.linear import (
-    Plan,
-    can_choose,
-    choose,
-    measure,
-    measured_layers,
-    read_plans,
-    use_plans,
-)
 from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
@@ -82,32 +75,24 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     optimizer = Optimizer(model, config.optim, config.run.max_steps, ranks)
     if checkpoint:
         load_optimizer(checkpoint, optimizer)
-    linear = choose_linear(config, ranks, model, state.get("linear"))
-    if linear is not None:
-        plans = read_plans(linear)
-        use_plans(model, plans)
+    kernels = choose_linear(config, ranks, model, state.get("linear"))
+    if kernels is not None:
+        plans = linear.read_plans(kernels)
+        linear.use_plans(model, plans)
         if reference not in (None, model):  # it generates nothing
-            use_plans(reference, {shape: Plan(trains=plan.trains) for shape, plan in plans.items()})
-    learner = Learner(
-        config=config,
-        ranks=ranks,
-        model=model,
-        reference=reference,
-        optimizer=optimizer,
-        kernel=kernel,
-    )
+            trained = {shape: linear.Plan(trains=plan.trains) for shape, plan in plans.items()}
+            linear.use_plans(reference, trained)
+    parts = {"config": config, "ranks": ranks, "model": model, "reference": reference}
+    learner = Learner(**parts, optimizer=optimizer, kernel=kernel)
     engine, max_tp_rows = build_engine(config, learner, ranks)
     schedule = make_schedule(config, train_prompts)
     if checkpoint:
         load_arrays_into(schedule, checkpoint, PLANNER_FILE)
     scorer = Scorer(config.reward, functions, tokenizer, ranks, output_dir=config.run.output_dir)
-    rewards = config.reward.weights or [1.0] * len(functions)
-    rollout = config.rollout
-    params = SamplingParams(
-        rollout.temperature, rollout.top_p, rollout.top_k, stops, rollout.min_completion_length
-    )
-    parts = (config, ranks, engine, params, schedule, scorer)
-    sampler = make_sampler(*parts, reward_weights=rewards)
+    weights = config.reward.weights or [1.0] * len(functions)
+    limits = (config.rollout.temperature, config.rollout.top_p, config.rollout.top_k)
+    params = SamplingParams(*limits, stops, config.rollout.min_completion_length)
+    sampler = make_sampler(config, ranks, engine, params, schedule, scorer, reward_weights=weights)
     if checkpoint:
         load_arrays_into(sampler, checkpoint, SPECULATION_FILE)
     if config.optim.stream_gradients:
@@ -132,7 +117,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         saved=state["step"],
         checkpoint=checkpoint,
         evaluated=state["evaluated"],
-        linear=linear,
+        linear=kernels,
         lock=lock,
     )
 
@@ -189,11 +174,9 @@ def check_prompts(
 ) -> None:
     """Rewards find their columns, and there are enough prompts; warnings of what else may surprise.
     Raises InputError."""
+    sources = {"the data": train_prompts.prompts, "the held-out data": eval_prompts}
     for path, function in functions.items():
-        for prompts, source in (
-            (train_prompts.prompts, "the data"),
-            (eval_prompts, "the held-out data"),
-        ):
+        for source, prompts in sources.items():
             if prompts:
                 check_arguments(path, function, prompts[0].columns, source)
     longest, num_prompts = config.rollout.max_prompt_length, config.rollout.num_prompts_per_step
@@ -202,17 +185,11 @@ def check_prompts(
         log(f"data: {num_dropped} prompts over rollout.max_prompt_length = {longest} dropped")
     tail = config.tail_batching
     if tail.enabled and tail.response_over_sampling_ratio > 1 and ranks.is_main:
-        log(
-            "warning: tail_batching.response_over_sampling_ratio: a race within prompts trains on "
-            "the shortest of their responses, which are no fair sample of the policy; 1 is free of "
-            "that bias"
-        )
+        race = "a race within prompts trains on the shortest of their responses"
+        log(f"warning: tail_batching.response_over_sampling_ratio: {race}; 1 is free of that bias")
     train_prompts.batch(config.run.seed, 0, num_prompts)  # raises where there are too few
-    if num_prompts < ranks.world_size:
-        raise InputError(
-            f"rollout.num_prompts_per_step: {num_prompts} prompts for {ranks.world_size} ranks; "
-            f"give at least {ranks.world_size}"
-        )
+    what = f"at least {ranks.world_size}, the number of ranks"
+    require(num_prompts >= ranks.world_size, "rollout.num_prompts_per_step", num_prompts, what)
 
 
 def load_arrays_into(part: StepSchedule | Sampler, checkpoint: str, name: str) -> None:
@@ -229,14 +206,17 @@ def choose_linear(
     """Which kernels linear layers use, the same on all ranks, as checkpoints keep it: {"hardware":
     ..., "plans": by shape}; None where there is no choice. saved: that of the checkpoint; a
     continuation on the same processor keeps it, as other kernels would round differently."""
-    if config.model.cpu_linear == "torch" or not can_choose(model):
+    if config.model.cpu_linear == "torch" or not linear.can_choose(model):
         return None
     hardware = describe_hardware(ranks.device)
     is_kept = saved is not None and saved["hardware"] == hardware
     if ranks.gather(np.array([is_kept], np.uint8)).all():
         return saved
-    seconds = np.exp(np.log(ranks.gather(measure(model))).mean(axis=0))
-    return {"hardware": hardware, "plans": choose(list(measured_layers(model)), seconds)}
+    seconds = np.exp(np.log(ranks.gather(linear.measure(model))).mean(axis=0))
+    return {
+        "hardware": hardware,
+        "plans": linear.choose(list(linear.measured_layers(model)), seconds),
+    }
 
 
 def make_schedule(config: Config, prompts: PromptSet) -> StepSchedule:

@@ -22,18 +22,8 @@ from bubblespec.learn.learner import Learner
 from bubblespec.records import Span, StepRecord
 from bubblespec.rewards.functions import RewardFunction, combine
 from bubblespec.rollout.sampler import Sampler
+from bubblespec.telemetry import report as reports
 from bubblespec.telemetry.metrics import MetricsLogger
-from bubblespec.telemetry.report import (
-    evaluation_metrics,
-    forward_metrics,
-    idle_metrics,
-    peak_memory_gb,
-    placement_metrics,
-    rollout_metrics,
-    shared_tail_metrics,
-    speculation_metrics,
-    timing_metrics,
-)
 from bubblespec.telemetry.timeline import gather_lanes
 from bubblespec.telemetry.trace import Recorder
 from bubblespec.types import Group, Prompt
@@ -52,27 +42,16 @@ class Trainer:
     learner: Learner
     tokenizer: PreTrainedTokenizerBase
     eval_prompts: list[Prompt]
-    rewards: dict[str, RewardFunction]
-    """By dotted path."""
-    num_updates: int
-    """Done by now, by the run that this one continues as well."""
-    saved: int
-    """Updates in the newest checkpoint."""
-    checkpoint: str | None
-    """The folder of the checkpoint that the run continues."""
-    evaluated: int
-    """Updates before the last evaluation, or -1."""
-    linear: dict | None
-    """The choice of linear layers' kernels, which a continuation keeps; see
-    `setup.choose_linear`."""
-    lock: IO | None
-    """Keeps output_dir ours; on rank 0."""
-    logger: MetricsLogger | None = None
-    """While the run is open."""
-    recorder: Recorder | None = None
-    """Where the run is recorded."""
-    full: set[str] = field(default_factory=set)
-    """Stores that have filled their memory, of which a line has been printed."""
+    rewards: dict[str, RewardFunction]  # by dotted path
+    num_updates: int  # done by now, by the run that this one continues as well
+    saved: int  # updates in the newest checkpoint
+    checkpoint: str | None  # folder of the checkpoint that the run continues
+    evaluated: int  # updates before the last evaluation, or -1
+    linear: dict | None  # kernels of linear layers, see `setup.choose_linear`
+    lock: IO | None  # keeps output_dir ours; on rank 0
+    logger: MetricsLogger | None = None  # while the run is open
+    recorder: Recorder | None = None  # where the run is recorded
+    full: set[str] = field(default_factory=set)  # stores of which a line has been printed
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
@@ -105,17 +84,9 @@ class Trainer:
         config, sampler, step = self.config, self.sampler, self.num_updates
         if "drafter" not in config.speculative.method or step >= config.run.max_steps:
             return
-        drafter, rows = make_drafter(
-            config,
-            self.ranks,
-            sampler.engine,
-            sampler.params,
-            sampler.schedule,
-            sampler.proposer.cost,
-            step=step,
-            plans=read_plans(self.linear),
-            checkpoint=self.checkpoint,
-        )
+        parts = (sampler.engine, sampler.params, sampler.schedule, sampler.proposer.cost)
+        options = {"plans": read_plans(self.linear), "checkpoint": self.checkpoint}
+        drafter, rows = make_drafter(config, self.ranks, *parts, step=step, **options)
         if "bubble" in config.speculative.method:
             sampler.keep_as_drafts(rows, step, are_deferred=False)
         sampler.proposer.sources.append(drafter.source)
@@ -129,9 +100,7 @@ class Trainer:
         """The step's samples and rewards, the same on all ranks. Raises StopRequested."""
         timeline_steps = self.config.run.timeline_steps
         if step in timeline_steps or step - 1 in timeline_steps:
-            # lanes begin together, and what drawing took is not counted as waiting in the step
-            # after it
-            self.ranks.barrier()
+            self.ranks.barrier()  # lanes begin together; drawing does not count as idle time
         return self.sampler.sample(step)
 
     def update(self, record: StepRecord, advantages: np.ndarray) -> dict[str, float]:
@@ -142,39 +111,32 @@ class Trainer:
             self.sampler.engine.release()
         metrics, spans = self.learner.update(record.samples, advantages, record.step)
         if self.config.reward.overlong_buffer_length:
-            metrics["rewards/overlong_penalty/mean"] = float(
-                self.sampler.overlong(record.samples).mean()
-            )
+            penalties = self.sampler.overlong(record.samples)
+            metrics["rewards/overlong_penalty/mean"] = float(penalties.mean())
         self.num_updates = record.step + 1
         record.spans.extend(spans)
-        record.stages.append(
-            Span("train", record.stages[-1].end_s, self.ranks.clock.perf_counter())
-        )
+        now_s = self.ranks.clock.perf_counter()
+        record.stages.append(Span("train", record.stages[-1].end_s, now_s))
         return metrics
 
     def report(self, record: StepRecord, metrics: dict[str, float]) -> None:
         """Write the step's numbers, and whatever else is wanted of it: samples, timeline, trace.
         metrics: of the update."""
         ranks, run, step, sampler = self.ranks, self.config.run, record.step, self.sampler
-        metrics |= rollout_metrics(record, list(self.rewards)) | self.sampler.scorer.take_metrics()
-        metrics |= self.sampler.schedule.metrics()
+        metrics |= reports.rollout_metrics(record, list(self.rewards))
+        metrics |= sampler.scorer.take_metrics() | sampler.schedule.metrics()
         if sampler.proposer is None:
-            metrics |= forward_metrics(ranks, record)
+            metrics |= reports.forward_metrics(ranks, record)
         else:
-            metrics |= speculation_metrics(
-                ranks,
-                record,
-                store_tokens=sampler.store.num_tokens,
-                accepted_by_age=sampler.stats.accepted_by_age,
-            )
-        metrics |= timing_metrics(ranks, record, metrics.pop("timing_s/sync")) | placement_metrics(
-            ranks, record
-        )
-        metrics |= sampler.stats.metrics()
-        metrics |= idle_metrics(ranks, record) | shared_tail_metrics(ranks, record)
-        if self.sampler.drafter is not None:
-            metrics |= self.sampler.drafter.metrics(ranks)
-        self.logger.log(step, metrics | {"perf/max_memory_gb": peak_memory_gb(ranks)})
+            drafts = {"store_tokens": sampler.store.num_tokens}
+            drafts["accepted_by_age"] = sampler.stats.accepted_by_age
+            metrics |= reports.speculation_metrics(ranks, record, **drafts)
+        metrics |= reports.timing_metrics(ranks, record, metrics.pop("timing_s/sync"))
+        metrics |= reports.placement_metrics(ranks, record) | sampler.stats.metrics()
+        metrics |= reports.idle_metrics(ranks, record) | reports.shared_tail_metrics(ranks, record)
+        if sampler.drafter is not None:
+            metrics |= sampler.drafter.metrics(ranks)
+        self.logger.log(step, metrics | {"perf/max_memory_gb": reports.peak_memory_gb(ranks)})
         self._log_full_stores()
         if self.recorder is not None:
             self.recorder.write(record)
@@ -183,10 +145,9 @@ class Trainer:
         if step in run.timeline_steps:
             spans = [span for rollout in record.rollouts for span in rollout.spans] + record.spans
             lanes = gather_lanes(ranks, sorted(spans, key=lambda span: span.begin_s), record.stages)
-            of_round = {0: ", short round", 1: ", long round"}.get(
-                metrics.get("tail/is_long_round"), ""
-            )
-            self.logger.log_timeline(step, lanes, self.config.speculative.method + of_round)
+            is_long, title = metrics.get("tail/is_long_round"), self.config.speculative.method
+            title += "" if is_long is None else (", long round" if is_long else ", short round")
+            self.logger.log_timeline(step, lanes, title)
 
     def _log_full_stores(self) -> None:
         """Once: drafts or history fill their share of the machine's memory."""
@@ -194,10 +155,8 @@ class Trainer:
         for name, store in stores.items() if self.ranks.is_main else ():
             if store.num_tokens > NEARLY_FULL * store.max_tokens and name not in self.full:
                 self.full.add(name)
-                self.logger.say(
-                    f"{name}: {store.max_tokens} tokens fill their share of the machine's free "
-                    "memory; there is no room for more"
-                )
+                share = "fill their share of the machine's free memory; there is no room for more"
+                self.logger.say(f"{name}: {store.max_tokens} tokens {share}")
 
     def evaluate_if_due(self) -> None:
         """Evaluate where run.eval_steps wants it; what was evaluated before the run was interrupted
@@ -233,11 +192,9 @@ class Trainer:
             "eval/reward/errors": self.sampler.scorer.take_metrics()["reward/errors"],
         }
         by_prompt = np.nan_to_num(samples.rewards[:, 0]).reshape(len(groups), -1)
-        k = 1
-        while k <= settings.num_generations:
+        for k in (1 << i for i in range(settings.num_generations.bit_length())):
             metrics[f"eval/pass@{k}"] = float(np.mean([expected_best(row, k) for row in by_prompt]))
-            k *= 2
-        metrics |= evaluation_metrics(self.ranks, samples, rollout, seconds)
+        metrics |= reports.evaluation_metrics(self.ranks, samples, rollout, seconds)
         self.evaluated = self.num_updates
         return metrics
 
