@@ -100,7 +100,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     sampler.tail = make_tp_tail(
         config, ranks, engine, params, sampler.board, sampler.stats, max_rows=max_tp_rows
     )
-    if sampler.tail is not None and rollout.tp_tail_max_rows == "auto":
+    if sampler.tail is not None and config.rollout.tp_tail_max_rows == "auto":
         sampler.stats.guards["tp_tail"] = Guard()
     if "drafter" in config.speculative.method:
         read_drafter(config, model, checkpoint)  # a bad one is refused before anything is written
