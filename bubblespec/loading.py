@@ -40,15 +40,11 @@ def load_model(config: Config, checkpoint: str | None, device: torch.device) -> 
     has_adapter = config.model.lora_r > 0
     path = config.model.path if has_adapter or checkpoint is None else checkpoint
     if os.path.isfile(os.path.join(path, "adapter_config.json")):
-        raise InputError(
-            f"model.path: {path} is a LoRA adapter; merge it into its base (merge_and_unload of "
-            "peft), and save that"
-        )
+        advice = "merge it into its base (merge_and_unload of peft), and save that"
+        raise InputError(f"model.path: {path} is a LoRA adapter; {advice}")
     key = "model.path" if path == config.model.path else "run.resume_from_checkpoint"
     if getattr(_load(AutoConfig, config, path), "is_encoder_decoder", False):
-        raise InputError(
-            f"{key}: {path} is an encoder-decoder model; the engine serves decoder-only models"
-        )
+        raise InputError(f"{key}: {path} is an encoder-decoder model, not a decoder-only one")
     # Each tensor goes from the file to the device at once: the ranks of a machine never hold their
     # models in its memory together.
     options = {"dtype": getattr(torch, config.model.dtype), "device_map": {"": device}}
@@ -56,10 +52,8 @@ def load_model(config: Config, checkpoint: str | None, device: torch.device) -> 
     model, info = _load(AutoModelForCausalLM, config, path, **options)
     if info["mismatched_keys"]:
         name, there, wanted = sorted(info["mismatched_keys"])[0]
-        raise InputError(
-            f"{key}: {name} in the weights of {path} is {list(there)}, "
-            f"but its config.json asks for {list(wanted)}"
-        )
+        shapes = f"is {list(there)}, but its config.json asks for {list(wanted)}"
+        raise InputError(f"{key}: {name} in the weights of {path} {shapes}")
     if info["missing_keys"]:
         first, *others = sorted(info["missing_keys"])
         more = f" and {len(others)} more" if others else ""
@@ -72,20 +66,16 @@ def load_model(config: Config, checkpoint: str | None, device: torch.device) -> 
 
 
 def _load(auto_class, config: Config, path: str, **options):
+    trusted = config.model.trust_remote_code
     try:
-        return auto_class.from_pretrained(
-            path, trust_remote_code=config.model.trust_remote_code, **options
-        )
+        return auto_class.from_pretrained(path, trust_remote_code=trusted, **options)
     except Exception as error:  # someone else's files, and a dozen libraries that read them
         if "trust_remote_code" in str(error):
-            raise InputError(
-                f"model.path: {path} brings code of its own, which is run only with "
-                "model.trust_remote_code=true; read it first"
-            ) from error
+            advice = "brings code of its own, which needs model.trust_remote_code=true; read it"
+            raise InputError(f"model.path: {path} {advice}") from error
         key = "model.path" if path == config.model.path else "run.resume_from_checkpoint"
-        raise InputError(
-            f"{key}: cannot load {auto_class.__name__} from {path}: {one_line(error)}"
-        ) from error
+        reason = f"cannot load {auto_class.__name__} from {path}: {one_line(error)}"
+        raise InputError(f"{key}: {reason}") from error
 
 
 def check_same_architecture(config: Config, model: PreTrainedModel, checkpoint: str) -> None:
@@ -96,10 +86,8 @@ def check_same_architecture(config: Config, model: PreTrainedModel, checkpoint: 
     for name in names:
         here, there = getattr(initial, name, None), getattr(model.config, name, None)
         if here != there:
-            raise InputError(
-                f"run.resume_from_checkpoint: {checkpoint} holds another model: "
-                f"{name} is {there}, in model.path {here}"
-            )
+            other = f"holds another model: {name} is {there}, in model.path {here}"
+            raise InputError(f"run.resume_from_checkpoint: {checkpoint} {other}")
 
 
 def check_vocabulary(
@@ -110,10 +98,8 @@ def check_vocabulary(
     size = model.get_input_embeddings().num_embeddings
     largest = max(tokenizer.get_vocab().values(), default=0)
     if largest >= size:
-        raise InputError(
-            f"model.path: the tokenizer of {config.model.path} has token {largest}, "
-            f"but the model only {size} embeddings"
-        )
+        excess = f"has token {largest}, but the model only {size} embeddings"
+        raise InputError(f"model.path: the tokenizer of {config.model.path} {excess}")
     for token in config.rollout.stop_token_ids or []:
         if token >= size:
             raise InputError(f"rollout.stop_token_ids: {token} is beyond the model's {size} tokens")
@@ -130,10 +116,8 @@ def stop_tokens(
     of_model = of_model if isinstance(of_model, list) else [of_model]
     stops = {tokenizer.eos_token_id, *of_model} - {None}
     if not stops:
-        raise InputError(
-            "rollout.stop_token_ids: neither model nor tokenizer has an end-of-sequence token; "
-            "give one"
-        )
+        reason = "neither model nor tokenizer has an end-of-sequence token; give one"
+        raise InputError(f"rollout.stop_token_ids: {reason}")
     return tuple(sorted(stops))
 
 
@@ -168,20 +152,16 @@ def load_prompts(
             held_out = prompts_of(rows, key).prompts[:count]
         elif count:
             if len(train) < 2:
-                raise InputError(
-                    f"data.path: {len(train)} usable prompts cannot be split into training and "
-                    f"held-out ones (and {train.num_dropped} over rollout.max_prompt_length)"
-                )
+                dropped = f"({train.num_dropped} are over rollout.max_prompt_length)"
+                reason = "usable prompts cannot be split into training and held-out ones"
+                raise InputError(f"data.path: {len(train)} {reason} {dropped}")
             held_out = train.batch(0, 0, min(count, len(train) // 2))
     if count and not held_out:
-        raise InputError(
-            f"rollout.max_prompt_length: no held-out prompt has at most {longest} tokens"
-        )
+        reason = f"no held-out prompt has at most {longest} tokens"
+        raise InputError(f"rollout.max_prompt_length: {reason}")
     texts = {str(prompt.text) for prompt in held_out}
     remaining = [prompt for prompt in train.prompts if str(prompt.text) not in texts]
     if train.prompts and not remaining:
-        raise InputError(
-            "data.eval_path, data.eval_split: all training prompts are held out as well, so none "
-            "is left to train on"
-        )
+        reason = "all training prompts are held out as well, so none is left to train on"
+        raise InputError(f"data.eval_path, data.eval_split: {reason}")
     return PromptSet(remaining, train.num_dropped), held_out

@@ -17,15 +17,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from bubblespec.config import Config, load_config
 from bubblespec.dist.ranks import Ranks
-from bubblespec.errors import InputError
+from bubblespec.errors import InputError, one_line
 from bubblespec.learn.learner import MAX_LOGITS, Learner
-from bubblespec.learn.microbatch import make_microbatch
-from bubblespec.types import Group, Prompt, Samples
+from bubblespec.learn.microbatch import pack_responses
+from bubblespec.types import SampleId
 
-# what torch sees of an H100 and of an H200
-CARDS = {"80 GB": 79.1 * 2**30, "141 GB": 139.7 * 2**30}
-# kept free: the CUDA context, NCCL's buffers, CUDA graphs, fragmentation
-HEADROOM = 0.06
+CARDS = {"80 GB": 79.1 * 2**30, "141 GB": 139.7 * 2**30}  # what torch sees of an H100, an H200
+HEADROOM = 0.06  # kept free: the CUDA context, NCCL's buffers, CUDA graphs, fragmentation
 AUTO_TP_ROWS = 16
 SHARE_OF_HOST = 0.05  # of the free memory of the machine, for drafts and for history each
 DRAFT_TOKEN_BYTES, HISTORY_TOKEN_BYTES = 4, 100  # a token of history is in an index, too
@@ -35,21 +33,14 @@ DRAFT_TOKEN_BYTES, HISTORY_TOKEN_BYTES = 4, 100  # a token of history is in an i
 class Needs:
     """Bytes of one rank."""
 
-    weights: int
-    """Of the policy, and of the reference model of a KL term."""
+    weights: int  # of the policy, and of the reference model of a KL term
     gradients: int
-    optimizer: int
-    """This rank's AdamW moments and, for bfloat16, float32 master weights."""
-    drafter: int
-    """A learned drafter, and its optimizer."""
-    training: int
-    """Activations and logits of a gradient step."""
-    rollout: int
-    """Logits of a forward of the rollout."""
-    slot: int
-    """Keys and values of one row."""
-    tp_row: int
-    """Keys and values of one row of the tensor-parallel tail: those of this rank's heads."""
+    optimizer: int  # this rank's AdamW moments and, for bfloat16, float32 master weights
+    drafter: int  # a learned drafter, and its optimizer
+    training: int  # activations and logits of a gradient step
+    rollout: int  # logits of a forward of the rollout
+    slot: int  # keys and values of one row
+    tp_row: int  # keys and values of one row of the tensor-parallel tail: of this rank's heads
 
     @property
     def lasting(self) -> int:
@@ -71,10 +62,9 @@ def estimate(config: Config, model: PreTrainedModel, world_size: int) -> Needs:
     embeddings = model.get_input_embeddings().weight.numel()
     layers, hidden, vocab = shape.num_hidden_layers, shape.hidden_size, shape.vocab_size
     in_bfloat16 = model.dtype == torch.bfloat16
-    grad_size = 4 if in_bfloat16 else size
-    share = (
-        max(sum(trained) / world_size, max(trained)) if config.optim.shard_state else sum(trained)
-    )
+    grad_size, share = 4 if in_bfloat16 else size, sum(trained)
+    if config.optim.shard_state:
+        share = max(share / world_size, max(trained))
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     slot = kv_bytes(shape, size) * max_length(config)
     heads = num_kv_heads(shape)
@@ -122,8 +112,8 @@ def max_length(config: Config) -> int:
 
 
 def max_slots(config: Config, world_size: int) -> int:
-    """Slots beyond which more are of no use: one for each row of a rank, and as many again for rows
-    beyond its share: drafts, deferred prompts, or many short rows placed against few long ones."""
+    """Slots beyond which more are of no use: one for each row of a rank, and as many again where
+    there are drafts, deferred prompts, or many short rows placed against few long ones."""
     rows = -(-config.rollout.num_prompts_per_step // world_size) * config.rollout.num_generations
     is_placed = world_size > 1 and config.rollout.placement != "in_turn"
     has_more = "bubble" in config.speculative.method or config.tail_batching.enabled or is_placed
@@ -171,11 +161,11 @@ def choose_slots(config: Config, learner: Learner, ranks: Ranks) -> tuple[int, i
         num_slots = min(fitting, useful)
         needed, fits = needs.slot, fitting >= 1
     if not fits:
+        have = f"need {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free besides the model"
+        keys = "rollout.num_slots, rollout.max_completion_length, optim.max_tokens_per_microbatch"
         raise InputError(
-            f"rollout.num_slots: {wanted}, but slots of {max_length(config)} tokens "
-            f"need {needed / 1e9:.3g} GB for keys and values, and {free / 1e9:.3g} GB are free "
-            "besides model and optimizer; lower rollout.num_slots, rollout.max_completion_length "
-            "or optim.max_tokens_per_microbatch, or set optim.shard_state"
+            f"rollout.num_slots: {wanted}, but slots of {max_length(config)} tokens {have}; lower "
+            f"{keys}, or set optim.shard_state"
         )
     return num_slots, num_tp_rows
 
@@ -183,18 +173,14 @@ def choose_slots(config: Config, learner: Learner, ranks: Ranks) -> tuple[int, i
 def gradient_peak(config: Config, learner: Learner) -> int:
     """Bytes that a gradient step holds at its peak, measured on the GPU. The gradient is cleared
     afterwards."""
-    device = learner.ranks.device
-    tokens, count = max_length(config), config.optim.max_tokens_per_microbatch // max_length(config)
-    half = [np.zeros(tokens - tokens // 2, np.int64)] * count
-    zeros = [np.zeros(len(t), np.float32) for t in half]
-    numbers = np.arange(count)
-    prompt = Prompt(0, "", (0,) * (tokens // 2), {})
-    samples = Samples(
-        [Group(prompt, 0)], count, numbers, half, zeros, zeros, numbers < 0, np.zeros((count, 1))
-    )
+    device, length = learner.ranks.device, max_length(config)
+    count = config.optim.max_tokens_per_microbatch // length
+    prompts, tokens = [(0,) * (length // 2)] * count, [np.zeros(length - length // 2, int)] * count
+    ids, order = [SampleId(0, 0, index) for index in range(count)], list(range(count))
+    generated = [np.zeros(len(response), np.float32) for response in tokens]
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    batch = make_microbatch(samples, numbers.tolist(), device)
+    batch = pack_responses(prompts, tokens, generated, ids=ids, order=order, device=device)
     learner.accumulate_gradient(batch, np.zeros(count), np.zeros(count))
     learner.optimizer.clear()
     return torch.cuda.max_memory_allocated(device) - before
@@ -224,19 +210,14 @@ def table(config: Config, model: PreTrainedModel, world_size: int) -> str:
     """What each rank needs, and what it leaves of cards of two sizes."""
     needs = estimate(config, model, world_size)
     count = sum(p.numel() for p in model.parameters())
-    rows = {
-        "weights": needs.weights,
-        "gradients": needs.gradients,
-        "optimizer state": needs.optimizer,
-        "drafter": needs.drafter,
-        "lasting": needs.lasting,
-        "gradient step, estimated": needs.training,
-        "or a forward of the rollout": needs.rollout,
-        f"keys and values of {max_length(config)} tokens": needs.slot,
-    }
+    rows = [(needs.weights, "weights"), (needs.gradients, "gradients")]
+    rows += [(needs.optimizer, "optimizer state"), (needs.drafter, "drafter")]
+    rows += [(needs.lasting, "lasting"), (needs.training, "gradient step, estimated")]
+    rows += [(needs.rollout, "or a forward of the rollout")]
+    rows += [(needs.slot, f"keys and values of {max_length(config)} tokens")]
     title = f"{config.model.path}: {count / 1e9:.2f} B parameters in {config.model.dtype}"
     lines = [f"{title}, {world_size} ranks; GB on each"]
-    lines += [f"{size / 1e9:8.2f}  {name}" for name, size in rows.items() if size]
+    lines += [f"{size / 1e9:8.2f}  {name}" for size, name in rows if size]
     for name, total in CARDS.items():
         room = total * (1 - HEADROOM) - needs.lasting
         spare = spare_slots(config, torch.device("cuda"))
@@ -270,8 +251,8 @@ def main() -> int:
             architecture = AutoConfig.from_pretrained(path, trust_remote_code=trusted)
             model = meta_model(architecture, getattr(torch, config.model.dtype))
         except (OSError, ValueError, KeyError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise InputError(f"model.path: cannot read config.json of {path}: {reason}") from error
+            reason = f"cannot read config.json of {path}: {one_line(error)}"
+            raise InputError(f"model.path: {reason}") from error
         print(table(config, model, arguments.world_size))
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
