@@ -27,12 +27,11 @@ import torch.distributed as dist
 
 from bubblespec.dist.ranks import Ranks, all_gather, one_line
 
-# A rank that is done waits this long for its tick: otherwise it would start another draft although
-# the last tick is about to complete, and everyone would wait for that.
+# A rank that is done waits this long for its tick, which may be the last: it would start another
+# draft, and everyone would wait for that.
 LINGER_S = 2e-3
 NAP_S = 2e-4
-# The slowest rank pays for ticks with everyone's time, so they have a minimum distance, and their
-# share of it is limited.
+# The slowest rank pays for ticks with everyone's time: their minimum distance and maximum share.
 INTERVAL_S = 1e-2
 MAX_SHARE = 0.04
 
@@ -48,14 +47,12 @@ LOOK_S = 0.5  # how often a waiting rank checks that the other processes are ali
 class RankState(NamedTuple):
     """What a rank tells the others in a tick."""
 
-    unfinished_rows: int
-    """Of this rollout and this rank."""
-    capacities: tuple[int, ...] = ()
-    """Jobs that it could begin of each idle task, of MAX_TASKS at most."""
-    must_stop: bool = False
-    """It has been told to end the run."""
-    facts: np.ndarray = NO_FACTS
-    """float64, whatever else a decision needs; of the same length on all ranks in a tick."""
+    unfinished_rows: int  # of this rollout and this rank
+    capacities: tuple[
+        int, ...
+    ] = ()  # jobs that it could begin of each idle task, MAX_TASKS at most
+    must_stop: bool = False  # it has been told to end the run
+    facts: np.ndarray = NO_FACTS  # float64, whatever else decisions need, as long on all ranks
 
     @property
     def is_done(self) -> bool:
@@ -70,10 +67,8 @@ class RankState(NamedTuple):
     @classmethod
     def from_numbers(cls, numbers: np.ndarray) -> "RankState":
         """The inverse of `numbers`, with MAX_TASKS capacities."""
-        unfinished_rows, must_stop, *wanted = numbers[:NUM_NUMBERS].tolist()
-        return cls(
-            int(unfinished_rows), tuple(map(int, wanted)), bool(must_stop), numbers[NUM_NUMBERS:]
-        )
+        unfinished, must_stop, *wanted = map(int, numbers[:NUM_NUMBERS].tolist())
+        return cls(unfinished, tuple(wanted), bool(must_stop), numbers[NUM_NUMBERS:])
 
     def __str__(self) -> str:
         told = "" if self.must_stop else "not "
@@ -90,8 +85,8 @@ class Transport:
         self._clock = clock
 
     def post(self, numbers: np.ndarray, name: str) -> None:
-        """Start a tick with this rank's numbers, float64 [n], n equal on all ranks; name: what it
-        is called in messages."""
+        """Start a tick with this rank's numbers, float64 [n], n equal on all ranks; name: for
+        messages."""
         self._numbers = [numbers]
 
     def is_complete(self) -> bool:
@@ -122,8 +117,8 @@ class Collectives(Transport):
         self._ranks = ranks
         self._device = ranks.device if backend == "nccl" else torch.device("cpu")
         self._stream = torch.cuda.Stream(self._device) if backend == "nccl" else None
-        # Gloo's time-out frees the thread that waits in the collective, for a clean exit. NCCL's
-        # would end the process before the board has said why.
+        # Gloo's time-out frees the thread that waits in the collective, for a clean exit; NCCL's
+        # would end the process before the board has reported why.
         limit_s = timeout_s if backend == "gloo" else 2 * timeout_s
         self._group = dist.new_group(backend=backend, timeout=timedelta(seconds=limit_s))
         # connects the ranks: NCCL does so at its first collective
@@ -179,12 +174,10 @@ class SharedMemory(Transport):
         self._headers[place][0] = self._tick + 1
 
     def is_complete(self) -> bool:
-        missing = []
         for rank, numbers in enumerate(self._received):
-            if numbers is None and (found := self._read(rank)) is None:
-                missing.append(rank)
-            elif numbers is None:
-                self._received[rank] = found
+            if numbers is None:
+                self._received[rank] = self._read(rank)
+        missing = [rank for rank, numbers in enumerate(self._received) if numbers is None]
         if missing and self._clock.monotonic() > self._look_at:
             self._look_at = self._clock.monotonic() + LOOK_S
             for rank in missing:
@@ -279,9 +272,7 @@ class ProgressBoard:
         """A new rollout: ticks count from 0. Raises RuntimeError while a tick of the last one is in
         flight."""
         if self._in_flight:
-            raise RuntimeError(
-                "progress: a rollout must run to its last tick before the next one begins"
-            )
+            raise RuntimeError("a rollout must run to its last tick before the next one begins")
         self.num_ticks = 0
         self.last_states: list[RankState] | None = None
         self.is_over = self.must_stop = False
@@ -297,9 +288,8 @@ class ProgressBoard:
     def are_others_done(self) -> bool:
         """As of the last tick they all wait for this rank: once done, it should wait for the end
         and not start a draft."""
-        return self.last_states is not None and all(
-            state.is_done for rank, state in enumerate(self.last_states) if rank != self.ranks.rank
-        )
+        others = [s for rank, s in enumerate(self.last_states or ()) if rank != self.ranks.rank]
+        return self.last_states is not None and all(state.is_done for state in others)
 
     def poll(
         self, state: Callable[[], RankState], is_urgent: bool = True
@@ -352,9 +342,7 @@ class ProgressBoard:
         return None
 
     def _take(self) -> list[RankState]:
-        self.last_states = [
-            RankState.from_numbers(numbers) for numbers in self._transport.receive()
-        ]
+        self.last_states = list(map(RankState.from_numbers, self._transport.receive()))
         self._in_flight = False
         self.must_stop = any(state.must_stop for state in self.last_states)
         self.num_ticks += 1
