@@ -3,8 +3,9 @@ setup.py makes the parts."""
 
 import contextlib
 import gc
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import IO
 
 import numpy as np
@@ -28,7 +29,6 @@ from bubblespec.telemetry.timeline import gather_lanes
 from bubblespec.telemetry.trace import Recorder
 from bubblespec.types import Group, Prompt
 
-NEARLY_FULL = 0.98  # a store that is full has room for less than another response
 SAMPLE_STEPS = 10  # from one set of sample completions in TensorBoard to the next
 
 
@@ -51,7 +51,6 @@ class Trainer:
     lock: IO | None  # keeps output_dir ours; on rank 0
     logger: MetricsLogger | None = None  # while the run is open
     recorder: Recorder | None = None  # where the run is recorded
-    full: set[str] = field(default_factory=set)  # stores of which a line has been printed
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
@@ -59,9 +58,8 @@ class Trainer:
         update, whose state is saved. A rollout or evaluation is abandoned, and made again, the
         same, by the continuation. Raises SaveFailed."""
         run = self.config.run
-        self.logger = MetricsLogger(
-            run.output_dir, self.ranks.is_main, self.num_updates, run.max_steps
-        )
+        shown = (self.ranks.is_main, self.num_updates, run.max_steps)
+        self.logger = MetricsLogger(run.output_dir, *shown)
         if self.config.trace.enabled:
             self.recorder = Recorder(self.config, self.ranks, self.num_updates)
         # Without this a collection takes 0.3 s, on each rank at another time, and makes stragglers.
@@ -137,7 +135,6 @@ class Trainer:
         if sampler.drafter is not None:
             metrics |= sampler.drafter.metrics(ranks)
         self.logger.log(step, metrics | {"perf/max_memory_gb": reports.peak_memory_gb(ranks)})
-        self._log_full_stores()
         if self.recorder is not None:
             self.recorder.write(record)
         if step % SAMPLE_STEPS == 0:
@@ -148,15 +145,6 @@ class Trainer:
             is_long, title = metrics.get("tail/is_long_round"), self.config.speculative.method
             title += "" if is_long is None else (", long round" if is_long else ", short round")
             self.logger.log_timeline(step, lanes, title)
-
-    def _log_full_stores(self) -> None:
-        """Once: drafts or history fill their share of the machine's memory."""
-        stores = {"drafts": self.sampler.store, "history": self.sampler.history}
-        for name, store in stores.items() if self.ranks.is_main else ():
-            if store.num_tokens > NEARLY_FULL * store.max_tokens and name not in self.full:
-                self.full.add(name)
-                share = "fill their share of the machine's free memory; there is no room for more"
-                self.logger.say(f"{name}: {store.max_tokens} tokens {share}")
 
     def evaluate_if_due(self) -> None:
         """Evaluate where run.eval_steps wants it; what was evaluated before the run was interrupted
@@ -193,7 +181,7 @@ class Trainer:
         }
         by_prompt = np.nan_to_num(samples.rewards[:, 0]).reshape(len(groups), -1)
         for k in (1 << i for i in range(settings.num_generations.bit_length())):
-            metrics[f"eval/pass@{k}"] = float(np.mean([expected_best(row, k) for row in by_prompt]))
+            metrics[f"eval/pass@{k}"] = float(expected_best(by_prompt, k).mean())
         metrics |= reports.evaluation_metrics(self.ranks, samples, rollout, seconds)
         self.evaluated = self.num_updates
         return metrics
@@ -234,13 +222,9 @@ class Trainer:
             log(f"warning: {line}, and the run goes on")
 
 
-def expected_best(rewards: np.ndarray, k: int) -> float:
-    """Expected maximum of k of the n rewards drawn without replacement: sum over i of r_(i) C(i-1,
-    k-1) / C(n, k)."""
-    ordered, n = np.sort(rewards), len(rewards)
-    weight, total = 1.0, 0.0
-    best_share = k / n  # probability that the largest is among the k drawn
-    for i in range(n, k - 1, -1):
-        weight = best_share if i == n else weight * (i - k + 1) / i
-        total += weight * ordered[i - 1]
-    return float(total)
+def expected_best(rewards: np.ndarray, k: int) -> np.ndarray:
+    """Expected maximum of k of the n rewards of each row, drawn without replacement: sum over i of
+    r_(i) C(i-1, k-1) / C(n, k). rewards: float64 [..., n]."""
+    n = rewards.shape[-1]
+    weights = np.array([math.comb(i, k - 1) / math.comb(n, k) for i in range(n)])
+    return np.sort(rewards) @ weights

@@ -65,18 +65,17 @@ def children_of(parent: int) -> list[int]:
                 pids += map(int, file.read().split())
     except FileNotFoundError:  # a thread has ended, or a kernel without these files
         pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-        pids = [pid for pid in pids if _state_of(pid)[1] == parent]
+        pids = [pid for pid in pids if _parent_of(pid) == parent]
     return pids
 
 
-def _state_of(pid: int | str) -> tuple[str, int]:
-    """Its state, a letter (see proc(5); X if it does not exist), and its parent."""
+def _parent_of(pid: int) -> int:
+    """0 if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", errors="replace") as file:
-            state, parent = file.read().rpartition(")")[2].split()[:2]
-        return state, int(parent)
+            return int(file.read().rpartition(")")[2].split()[1])
     except OSError:
-        return "X", 0
+        return 0
 
 
 def _supervise(child: int, parent: int) -> None:
