@@ -9,7 +9,7 @@ import sys
 import transformers
 
 from bubblespec.config import load_config
-from bubblespec.dist.ranks import ranks_from_environment, log_once, signals_stop
+from bubblespec.dist.ranks import log_once, ranks_from_environment, signals_stop
 from bubblespec.errors import EndsRun
 from bubblespec.learn.advantages import estimate_advantages
 from bubblespec.setup import build
