@@ -10,10 +10,7 @@ from transformers import GenerationConfig
 from bubblespec.engine import attention
 from bubblespec.engine.attention import choose_kernel
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.model import (
-    UnsupportedModel,
-    prepare_model,
-)
+from bubblespec.engine.model import UnsupportedModel, prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.types import Row, SampleId

@@ -97,11 +97,7 @@ def whole_and_sharded(
             own = copy.deepcopy(model)
             shards = Shards(own, tp)
             with shards.applied():
-                return logits(
-                    own,
-                    KVCache(2, LONGEST),
-                    shards.logits,
-                )
+                return logits(own, KVCache(2, LONGEST), shards.logits)
 
     return logits(model, KVCache(2, LONGEST), output_head(model)), run_together(size, of_rank)
 

@@ -20,13 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from bubblespec.engine.packing import (
-    PAGE,
-    AttentionGroup,
-    CachePacking,
-    SequencePacking,
-    Varlen,
-)
+from bubblespec.engine.packing import PAGE, AttentionGroup, CachePacking, SequencePacking, Varlen
 
 HALF = (torch.bfloat16, torch.float16)  # what the CUDA kernels compute in
 MAX_HEAD_SIZE = 256  # of the CUDA kernels

@@ -186,10 +186,7 @@ def shard_heads(num_heads: int, num_key_heads: int, rank: int, size: int) -> tup
             f"{size} ranks"
         )
     query = shard_of(fold, members.index(rank), len(members))
-    return (
-        slice(group * fold + query.start, group * fold + query.stop),
-        slice(group, group + 1),
-    )
+    return (slice(group * fold + query.start, group * fold + query.stop), slice(group, group + 1))
 
 
 def plan_shards(model: PreTrainedModel, rank: int, size: int) -> list[ShardSpec]:
