@@ -9,13 +9,13 @@ Shape legend: N packed tokens, R rows, Q padded new tokens of a row, L attended 
 heads, K key/value heads, G = H / K, D head dimension.
 """
 
-import functools
 import importlib.util
 import inspect
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
@@ -26,15 +26,10 @@ HALF = (torch.bfloat16, torch.float16)  # what the CUDA kernels compute in
 MAX_HEAD_SIZE = 256  # of the CUDA kernels
 NAME = "bubblespec"  # a name with "flash" in it would make transformers look for that package
 RECORDER = "bubblespec_recorder"
-_IGNORED = {
-    "position_ids",
-    "cache_position",
-    "use_cache",
-    "output_attentions",
-    "output_hidden_states",
-    "is_causal",
-    "dropout",
-}
+# Whether torch's function can read a cache of which a part is used; that of torch 2.11 cannot.
+HAS_SEQUSED = "seqused_k" in inspect.signature(varlen_attn).parameters
+_IGNORED = {"position_ids", "cache_position", "use_cache", "is_causal", "dropout"}
+_IGNORED |= {"output_attentions", "output_hidden_states"}
 
 
 def choose_kernel(
@@ -43,52 +38,32 @@ def choose_kernel(
     dtype: torch.dtype,
     head_sizes: frozenset[tuple[int, int]] = frozenset(),
 ) -> str:
-    """Resolve `auto`: SDPA on CPU and for a `dtype` or `head_sizes` (see `prepare_model`) that the
-    CUDA kernels do not support, else flash_attn if importable, else torch's kernel if torch is new
-    enough. Raises ValueError for an impossible request."""
-    unfit = sorted((key, value) for key, value in head_sizes if key != value or key > MAX_HEAD_SIZE)
+    """Resolve `auto`: flash_attn if it is installed, else torch's kernel, and SDPA where these do
+    not support the device, the `dtype` or the `head_sizes` (see `prepare_model`). Raises ValueError
+    for an impossible request."""
+    fit = (device, dtype, head_sizes)
     if requested == "auto":
-        if device.type != "cuda" or dtype not in HALF or unfit:
-            return "sdpa"
-        if importlib.util.find_spec("flash_attn"):
-            return "flash_attn"
-        return "varlen" if _has_varlen() else "sdpa"
-    if requested != "sdpa" and device.type != "cuda":
-        raise ValueError(
-            f"model.attention: {requested} runs on CUDA only; on {device.type} use sdpa"
-        )
-    if requested != "sdpa" and dtype not in HALF:
-        raise ValueError(
-            f"model.attention: {requested} computes in bfloat16; for "
-            f"{str(dtype).partition('.')[2]} use sdpa"
-        )
-    if requested != "sdpa" and unfit:
-        raise ValueError(
-            f"model.attention: {requested} takes heads of one size up to {MAX_HEAD_SIZE}; this "
-            f"model's query and key heads have {unfit[0][0]} and its value heads {unfit[0][1]}; "
-            f"use sdpa"
-        )
-    if requested == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
-        raise ValueError(
-            "model.attention: flash_attn is not installed (see requirements-flash.txt); use varlen "
-            "or sdpa"
-        )
-    if requested == "varlen" and not _has_varlen():
-        raise ValueError(
-            f"model.attention: varlen needs torch 2.12 or newer, this is {torch.__version__}; use "
-            f"sdpa"
-        )
+        return next((k for k in VARLEN_KERNELS if not _problem(k, *fit)), "sdpa")
+    if requested != "sdpa" and (problem := _problem(requested, *fit)):
+        raise ValueError(f"model.attention: {requested} {problem}")
     return requested
 
 
-@functools.cache
-def _has_varlen() -> bool:
-    """Whether torch's kernel can read a cache of which only a part is used."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return False
-    return "seqused_k" in inspect.signature(varlen_attn).parameters
+def _problem(kernel: str, device: torch.device, dtype: torch.dtype, head_sizes) -> str | None:
+    """Why a CUDA kernel cannot be used."""
+    unfit = sorted((key, value) for key, value in head_sizes if key != value or key > MAX_HEAD_SIZE)
+    if device.type != "cuda":
+        return f"runs on CUDA only; on {device.type} use sdpa"
+    if dtype not in HALF:
+        return f"computes in bfloat16; for {str(dtype).partition('.')[2]} use sdpa"
+    if unfit:
+        return (
+            f"takes heads of one size up to {MAX_HEAD_SIZE}; this model's query and key heads have "
+            f"{unfit[0][0]} and its value heads {unfit[0][1]}; use sdpa"
+        )
+    if kernel == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
+        return "is not installed (see requirements-flash.txt); use varlen or sdpa"
+    return None
 
 
 def bubblespec_attention(
@@ -107,12 +82,8 @@ def bubblespec_attention(
     `attend` of its own. Returns [1, N, H, D], contiguous: models take a view of it."""
     unknown = {name for name, given in kwargs.items() if given is not None and name not in _IGNORED}
     if unknown or attention_mask is not None:
-        what = (
-            f"the attention arguments {sorted(unknown)}"
-            if unknown
-            else "an attention mask of its own"
-        )
-        raise ValueError(f"this model passes {what}, which the generation engine does not support")
+        own = f"the attention arguments {sorted(unknown)}" if unknown else "an attention mask"
+        raise ValueError(f"this model passes {own} of its own, which the engine does not support")
     if packing is None:
         raise ValueError(
             "this model does not pass the arguments of its forward on to its attention function, "
@@ -125,10 +96,9 @@ def bubblespec_attention(
     if hasattr(packing, "attend"):  # it has an attention of its own
         out = packing.attend(query, key, value, scaling=scaling)
     elif isinstance(packing, SequencePacking):
-        if kernel == "sdpa":
-            out = _sequences_sdpa(packing, query, key, value, **how)
-        else:
-            out = VARLEN_KERNELS[kernel](packing.varlen, query, key, value, **how)
+        attend = _sequences_sdpa if kernel == "sdpa" else VARLEN_KERNELS[kernel]
+        packing = packing if kernel == "sdpa" else packing.varlen
+        out = attend(packing, query, key, value, **how)
     else:
         cache, layer = packing.cache, module.layer_idx
         cache.write(layer, packing.slot, packing.position, key, value)
@@ -161,24 +131,14 @@ def record_masks(model: torch.nn.Module, tokens: torch.Tensor) -> list[LayerMask
     made, seen = [], []
 
     def make_mask(*args, mask_function, **kwargs) -> torch.Tensor:
-        made.append(
-            (
-                sdpa_mask(
-                    *args, mask_function=mask_function, **{**kwargs, "allow_is_causal_skip": False}
-                ),
-                mask_function,
-            )
-        )
+        kwargs["allow_is_causal_skip"] = False
+        made.append((sdpa_mask(*args, mask_function=mask_function, **kwargs), mask_function))
         return made[-1][0]
 
-    def attend(
-        module, query, key, value, attention_mask, sliding_window=None, **kwargs
-    ) -> tuple[torch.Tensor, None]:
+    def attend(module, query, key, value, attention_mask, sliding_window=None, **kwargs) -> tuple:
         shows = next((function for mask, function in made if mask is attention_mask), None)
         seen.append(LayerMask(module.layer_idx, sliding_window, shows))
-        return query.new_zeros(
-            1, query.shape[2], query.shape[1], value.shape[-1]
-        ), None  # the result is not used
+        return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None  # not used
 
     AttentionInterface.register(RECORDER, attend)
     AttentionMaskInterface.register(RECORDER, make_mask)
@@ -219,17 +179,13 @@ def _attend_group(
     return out.reshape(rows * queries, num_heads, -1)
 
 
-def _sequences_sdpa(
-    packing: SequencePacking, query, key, value, *, scaling, window
-) -> torch.Tensor:
+def _sequences_sdpa(packing: SequencePacking, query, key, value, *, scaling, window):
     fold = query.shape[1] // key.shape[1]
     groups, packed_order = packing.groups
     attended = []
     for num_sequences, length, gather, keep in groups:
-        q, k, v = (
-            t.index_select(0, gather).unflatten(0, (num_sequences, length))
-            for t in (query, key, value)
-        )
+        rows = (num_sequences, length)
+        q, k, v = (t.index_select(0, gather).unflatten(0, rows) for t in (query, key, value))
         if fold > 1:
             k, v = k.repeat_interleave(fold, dim=2), v.repeat_interleave(fold, dim=2)
         mask = None
@@ -248,50 +204,30 @@ def _sequences_sdpa(
 def _varlen(v: Varlen, query, key, value, *, scaling, window) -> torch.Tensor:
     """torch's variable-length kernel; one split, so that a row's result does not depend on the
     other rows."""
-    look_back = -1 if window is None else window - 1
+    back = -1 if window is None else window - 1
     tensors = query.contiguous(), key.contiguous(), value.contiguous(), v.cu_q, v.cu_k
-    if not _has_varlen():
-        # benchmarks/gpu_suite.py runs on torch 2.11 too, where the operator knows `seqused_k`
-        # already, and never splits.
-        keys = {"window_size_left": look_back, "window_size_right": 0, "seqused_k": v.used}
-        return torch.ops.aten._flash_attention_forward(
-            *tensors, v.max_q, v.max_k, 0.0, look_back < 0, False, scale=scaling, **keys
-        )[0]
-    from torch.nn.attention.varlen import varlen_attn
-
-    return varlen_attn(
-        *tensors,
-        v.max_q,
-        v.max_k,
-        scale=scaling,
-        window_size=(look_back, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
-        seqused_k=v.used,
-        num_splits=None if v.used is None else 1,
-    )
+    if not HAS_SEQUSED:  # the operator below it has, and never splits
+        options = {"window_size_left": back, "window_size_right": 0, "seqused_k": v.used}
+        rest = (v.max_q, v.max_k, 0.0, back < 0, False)
+        return torch.ops.aten._flash_attention_forward(*tensors, *rest, scale=scaling, **options)[0]
+    options = {"enable_gqa": query.shape[1] != key.shape[1], "seqused_k": v.used}
+    if v.used is not None:
+        options["num_splits"] = 1
+    lengths = (v.max_q, v.max_k)
+    return varlen_attn(*tensors, *lengths, scale=scaling, window_size=(back, 0), **options)
 
 
 def _flash(v: Varlen, query, key, value, *, scaling, window) -> torch.Tensor:
     """The flash_attn package has no `seqused_k`; its paged form expresses the same."""
     from flash_attn import flash_attn_varlen_func
 
-    cu_k, options = v.cu_k, {}
+    cu_k, options = v.cu_k, {"softmax_scale": scaling, "causal": True}
+    options["window_size"] = (-1 if window is None else window - 1, 0)
     if v.used is not None:
         cu_k, options["block_table"] = v.paged
         key, value = (t.view(-1, PAGE, *t.shape[1:]) for t in (key, value))
-    return flash_attn_varlen_func(
-        query.contiguous(),
-        key,
-        value,
-        v.cu_q,
-        cu_k,
-        v.max_q,
-        v.max_k,
-        softmax_scale=scaling,
-        causal=True,
-        window_size=(-1 if window is None else window - 1, 0),
-        **options,
-    )
+    lengths = (v.cu_q, cu_k, v.max_q, v.max_k)
+    return flash_attn_varlen_func(query.contiguous(), key, value, *lengths, **options)
 
 
-VARLEN_KERNELS = {"varlen": _varlen, "flash_attn": _flash}
+VARLEN_KERNELS = {"flash_attn": _flash, "varlen": _varlen}  # the better one first

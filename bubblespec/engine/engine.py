@@ -54,6 +54,11 @@ class Batch:
     load: Load
 
 
+Sampled = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""What a forward gives, as `Verified` has it: accepted int64 [M], the tokens int64 [T], and both
+log-probabilities [2, T]."""
+
+
 class Proposer(Protocol):
     """Where draft tokens come from."""
 
@@ -84,11 +89,8 @@ class Runner(Protocol):
     max_batch_tokens: int
     """Maximum tokens in a forward, at least num_slots."""
 
-    def forward(
-        self, batch: Batch, params: SamplingParams
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Feed the batch, and verify its drafts. Returns, as `Verified` has them, accepted int64
-        [M], the tokens int64 [T], and both log-probabilities [2, T]."""
+    def forward(self, batch: Batch, params: SamplingParams) -> Sampled:
+        """Feed the batch, and verify its drafts."""
 
     def place(self, slot: int, row: Row) -> None:
         """A row, with its tokens so far in it, comes into a slot; or stays in it while what
@@ -111,15 +113,13 @@ class Engine:
 
     def __init__(self, runner: Runner):
         """Raises ValueError if a token of each slot does not fit into one forward."""
+        self.runner, self.max_batch_tokens = runner, runner.max_batch_tokens
         num_slots, max_length = runner.num_slots, runner.max_length
-        if runner.max_batch_tokens < num_slots:
+        self.num_slots, self.max_length = num_slots, max_length
+        if self.max_batch_tokens < num_slots:
             raise ValueError(
-                f"max_batch_tokens = {runner.max_batch_tokens} is below num_slots = {num_slots}"
+                f"max_batch_tokens = {self.max_batch_tokens} is below num_slots = {num_slots}"
             )
-        self.runner = runner
-        self.num_slots = num_slots
-        self.max_length = max_length
-        self.max_batch_tokens = runner.max_batch_tokens
         self.num_forwards = 0
         self.queue: deque[Row] = deque()
         """Rows that wait for a slot."""
@@ -129,10 +129,9 @@ class Engine:
         # Per slot. A row's known tokens are tokens[: length], of which the first `cached` have keys
         # and values.
         self.tokens = np.zeros((num_slots, max_length), np.int64)
-        self.length = np.zeros(num_slots, np.int64)
-        self.cached = np.zeros(num_slots, np.int64)
-        self.prompt_length = np.zeros(num_slots, np.int64)
-        self.limit = np.zeros(num_slots, np.int64)
+        self.length, self.cached, self.prompt_length, self.limit = np.zeros(
+            (4, num_slots), np.int64
+        )
         self.logprobs = np.zeros((num_slots, max_length, 2), np.float32)
         # The prompt whose keys and values a slot holds, also after its row has finished; -1 for
         # none.
@@ -159,10 +158,9 @@ class Engine:
                     f"a prompt of {prompt} and up to {limit} new tokens do not fit max_length = "
                     f"{self.max_length}"
                 )
-            if len(row.tokens) >= limit:
+            if (known := len(row.tokens)) >= limit:
                 raise ValueError(
-                    f"a row with {len(row.tokens)} of at most {limit} tokens has none left to "
-                    f"generate"
+                    f"a row with {known} of at most {limit} tokens has none left to generate"
                 )
         self.queue.extend(rows)
 
@@ -194,12 +192,8 @@ class Engine:
 
     def reset(self, staying: Collection[Row] = ()) -> None:
         """Forget all rows, and all cached keys and values. Needed whenever the weights have
-        changed.
-
-        Rows that are `staying` must be decoding. They go on over keys and values that older weights
-        have computed: what they then generate is a sample of no policy, and good for nothing but
-        drafts.
-        """
+        changed. Rows that are `staying` must be decoding. They go on over keys and values of older
+        weights: what they then generate is a sample of no policy, good for nothing but drafts."""
         self.queue.clear()
         stay = {id(row) for row in staying}
         for slot in reversed(range(len(self.rows))):
@@ -239,21 +233,18 @@ class Engine:
         batch = self.schedule(proposer, max_prefill_tokens)
         if batch is None:
             return [], None
-        accepted, token, logprobs = self.runner.forward(batch, params)
+        accepted, token, _ = sampled = self.runner.forward(batch, params)
         self.num_forwards += 1
         self.cached[: len(batch.count)] = batch.start + batch.count
         if len(batch.slots) == 0:
             return [], batch.load
-        gained = self._append(batch, accepted, token, logprobs, params.stop_token_ids)
+        gained = self._append(batch, sampled, params.stop_token_ids)
         if proposer is not None:
+            rows = [self.rows[slot] for slot in batch.slots.tolist()]
             begin = (batch.num_draft + 1).cumsum() - (batch.num_draft + 1)
             spans = zip(begin.tolist(), (begin + gained).tolist(), strict=True)
-            proposer.observe(
-                [self.rows[slot] for slot in batch.slots.tolist()],
-                [token[begin:end] for begin, end in spans],
-                batch.num_draft,
-                np.minimum(accepted, gained),
-            )
+            tokens = [token[begin:end] for begin, end in spans]
+            proposer.observe(rows, tokens, batch.num_draft, np.minimum(accepted, gained))
         return self._finish(batch.slots, params.stop_token_ids), batch.load
 
     def schedule(
@@ -267,8 +258,6 @@ class Engine:
         active = len(self.rows)
         if not active:
             return None
-        if max_prefill_tokens is None:
-            max_prefill_tokens = self.max_batch_tokens
         count = self._plan(proposer, max_prefill_tokens)
         start = self.cached[:active].copy()
         ends = start + count
@@ -276,38 +265,24 @@ class Engine:
         slots = (ends >= self.length[:active]).nonzero()[0]
         length = self.length[slots]
         num_draft = ends[slots] - length
-        load = Load(
-            active,
-            int(count.sum()),
-            np.count_nonzero(count > 1),
-            int(ends.sum()),
-            int(num_prompt.sum()),
-            int(num_draft.sum()),
-        )
+        wide, sums = np.count_nonzero(count > 1), (ends, num_prompt, num_draft)
+        load = Load(active, int(count.sum()), wide, *(int(of.sum()) for of in sums))
         slot, offset = ragged(count)
-        position = start[slot] + offset
+        index = np.array((slot, start[slot] + offset))  # a quarter of what np.stack takes
         draft = np.empty(0, np.int64)
         if load.draft_tokens:
             row, offset = ragged(num_draft)
             draft = self.tokens[slots[row], length[row] + offset]
-        return Batch(
-            start,
-            count,
-            np.array((slot, position)),  # a quarter of what np.stack takes
-            self.tokens[slot, position],
-            slots,
-            length - self.prompt_length[slots],
-            num_draft,
-            draft,
-            load,
-        )
+        generated = length - self.prompt_length[slots]
+        tokens = self.tokens[index[0], index[1]]
+        return Batch(start, count, index, tokens, slots, generated, num_draft, draft, load)
 
     def _prefilling(self) -> np.ndarray:
         """Slots of rows whose prompt is not whole in the cache."""
         active = len(self.rows)
         return np.flatnonzero(self.cached[:active] < self.prompt_length[:active] - 1)
 
-    def _plan(self, proposer: Proposer | None, max_prefill_tokens: int) -> np.ndarray:
+    def _plan(self, proposer: Proposer | None, max_prefill_tokens: int | None) -> np.ndarray:
         """New tokens of each active row in this forward, int64 [R]: decoding rows first, then
         prompts under the token budget, then drafts, which are written behind the known tokens of
         their rows."""
@@ -320,7 +295,7 @@ class Engine:
         count = np.where(prefilling, 0, wanted)
         budget = int(self.max_batch_tokens - count.sum())
         # Prompts alone must get on, whatever the caller's limit is.
-        prefill_budget = max(max_prefill_tokens, 1)
+        prefill_budget = budget if max_prefill_tokens is None else max(max_prefill_tokens, 1)
         leaders = set()
         for slot in np.flatnonzero(prefilling):
             if self.cached[slot] < self.prompt_length[slot] - 1:
@@ -353,27 +328,18 @@ class Engine:
 
     def _share_prefills(self) -> None:
         """Rows that still need a prompt which another slot holds whole get its keys and values."""
-        needy = self._prefilling()
-        if len(needy) == 0:
-            return
         whole = np.flatnonzero(self.cached >= self.prompt_length - 1)[::-1]
         first_with = dict(zip(self.prompt_id[whole].tolist(), whole.tolist(), strict=True))
-        for slot in needy:
+        for slot in self._prefilling():
             source = first_with.get(int(self.prompt_id[slot]))
             if source is not None:
                 self.cached[slot] = self.prompt_length[slot] - 1
                 self.runner.share(source, int(slot), int(self.cached[slot]))
 
-    def _append(
-        self,
-        batch: Batch,
-        accepted: np.ndarray,
-        token: np.ndarray,
-        logprobs: np.ndarray,
-        stop_token_ids: tuple[int, ...],
-    ) -> np.ndarray:
+    def _append(self, batch: Batch, sampled: Sampled, stop_token_ids: tuple[int, ...]):
         """Write what the rows have gained behind their known tokens; returns how many tokens that
         is, int64 [M]."""
+        accepted, token, logprobs = sampled
         slots, num_draft, generated = batch.slots, batch.num_draft, batch.generated
         begin = self.length[slots]
         if len(token) == len(slots):  # no drafts; what follows gives the same
@@ -438,13 +404,12 @@ class Engine:
             self.rows[slot] = self.queue.popleft()
             self._place(slot)
             return
-        last = len(self.rows) - 1
-        moved = self.rows.pop()
+        moved, last = self.rows.pop(), len(self.rows)
         if slot == last:
             return
         self.rows[slot] = moved
         self.runner.move(last, int(slot), int(self.cached[last]))
-        for array in (self.tokens, self.length, self.cached, self.prompt_length, self.limit):
+        per_slot = (self.length, self.cached, self.prompt_length, self.limit, self.prompt_id)
+        for array in (self.tokens, self.logprobs, *per_slot):
             array[slot] = array[last]
-        self.logprobs[slot], self.prompt_id[slot] = self.logprobs[last], self.prompt_id[last]
         self.prompt_id[last] = -1

@@ -16,8 +16,7 @@ values and weights: weights must be changed in place (optimizers do, LoRA too), 
 cache's memory is given back `clear` must be called.
 
 A forward of several ranks has their sums in its graphs, and a sum waits for the same graph on the
-other ranks. So all ranks have graphs, captured in the same order, or none has any; and a rank on
-which something fails must not leave the others in a sum that it never reaches. So nothing is
+other ranks. So all ranks have graphs, captured in the same order, or none has any. Nothing is
 exchanged in either of the two stages of capturing, and after each the ranks tell each other how it
 went. First every rank runs each forward without its sums: what may fail on one rank alone, such as
 memory that runs out, fails here. Then each records its graphs: a sum that is recorded is not
@@ -30,9 +29,8 @@ Shape legend: N tokens of a forward, B >= N tokens of a graph, which has room fo
 import contextlib
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -42,8 +40,6 @@ from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import forward_hidden
 from bubblespec.engine.packing import CachePacking, Varlen
 from bubblespec.engine.tensor_parallel import Shards
-
-T = TypeVar("T")
 
 # No step is larger than a third beyond 8 tokens: below some 250 tokens weights are read for longer
 # than is computed with them, so that padding costs next to nothing. Larger forwards keep a GPU busy
@@ -55,16 +51,13 @@ NARROW = 64
 
 
 class Shape(NamedTuple):
-    """Size of a graph."""
+    """Size of a graph: tokens, padding included, and the maximum new tokens of a sequence."""
 
     tokens: int
-    """Tokens, padding included."""
     max_q: int
-    """Maximum new tokens of a sequence."""
 
 
-@dataclass
-class PaddedPacking:
+class PaddedPacking(NamedTuple):
     """The part of a `CachePacking` that attention reads, with everything that changes between
     forwards on the device."""
 
@@ -74,8 +67,7 @@ class PaddedPacking:
     varlen: Varlen
 
 
-@dataclass
-class _Graph:
+class _Graph(NamedTuple):
     inputs: torch.Tensor
     replay: Callable[[], None]
     hidden: torch.Tensor
@@ -130,10 +122,9 @@ class ForwardGraphs:
             if self.is_off:
                 return None
         graph, is_on_host = self._graphs[shape], isinstance(tokens, np.ndarray)
-        padded = pad(
-            tokens if is_on_host else np.zeros(len(tokens), np.int64), packing, shape.tokens
-        )
-        graph.inputs.copy_(torch.from_numpy(padded), non_blocking=True)
+        known = tokens if is_on_host else np.zeros(len(tokens), np.int64)
+        padded = torch.from_numpy(pad(known, packing, shape.tokens))
+        graph.inputs.copy_(padded, non_blocking=True)
         if not is_on_host:
             graph.inputs[0, : len(tokens)] = tokens
         if states is not None:
@@ -145,9 +136,8 @@ class ForwardGraphs:
     def shape_of(self, packing: CachePacking) -> Shape | None:
         """The smallest shape that fits the forward."""
         tokens, longest = packing.index.shape[1], int(packing.count.max())
-        return min(
-            (s for s in self.shapes if s.tokens >= tokens and s.max_q >= longest), default=None
-        )
+        fitting = (s for s in self.shapes if s.tokens >= tokens and s.max_q >= longest)
+        return min(fitting, default=None)
 
     def clear(self) -> None:
         """Give graphs and their memory back; the next forward captures them again."""
@@ -156,29 +146,28 @@ class ForwardGraphs:
 
     def _capture(self) -> None:
         """Graphs of all shapes, or of none; on all ranks, or on none."""
-        rehearsed = self._on_all(lambda: (self._sums_of_zeros(), self._rehearse()))
-        if rehearsed is not None:
-            zeros, inputs = rehearsed
+        inputs: dict[Shape, torch.Tensor] = {}
+        zeros: list[torch.Tensor] = []
+        if self._on_all(lambda: self._rehearse(inputs, zeros)):
             for tensor in zeros:
                 self.shards.tp.sum_(tensor)
             self._on_all(lambda: self._record(inputs))
 
-    def _on_all(self, stage: Callable[[], T]) -> T | None:
-        """What a stage returns, in which nothing is exchanged; None, and no rank has graphs, if it
-        fails on any rank."""
-        result, problem = None, None
+    def _on_all(self, stage: Callable[[], None]) -> bool:
+        """Whether a stage, in which nothing is exchanged, has been completed by all ranks. If not,
+        no rank has graphs."""
+        problem = None
         try:
-            result = stage()
+            stage()
         except RuntimeError as error:  # the model's own code runs here
             problem = error
         failed = problem is not None
         if self.shards is not None:
             own = torch.full((1,), float(failed), device=self.model.device)
             failed = bool(self.shards.tp.gather(own).cpu().numpy().any())
-        if not failed:
-            return result
-        self.clear()
-        self.is_off = True
+        if failed:
+            self.clear()
+            self.is_off = True
         if problem is not None:  # otherwise it is another rank's, which reports it
             reason = " ".join(str(problem).split())[:200]
             tqdm.write(
@@ -186,34 +175,27 @@ class ForwardGraphs:
                 f"(rollout.enforce_eager): {reason}",
                 sys.stderr,
             )
-        return None
+        return not failed
 
-    def _sums_of_zeros(self) -> list[torch.Tensor]:
-        """Zeros of every size that is summed over ranks in a graph, largest first."""
-        if self.shards is None:
-            return []
-        widths = {spec.module.out_features for spec in self.shards.specs if spec.is_rowwise}
-        sizes = {shape.tokens * width for shape in self.shapes for width in widths}
-        zeros = next(self.model.parameters()).new_zeros(max(sizes))
-        return [zeros[:size] for size in sorted(sizes, reverse=True)]
-
-    def _rehearse(self) -> dict[Shape, torch.Tensor]:
-        """What the graphs read, by shape; each forward has been run once, without sums over
-        ranks."""
+    def _rehearse(self, inputs: dict[Shape, torch.Tensor], zeros: list[torch.Tensor]) -> None:
+        """Run each forward once, without sums over ranks. Fills in what the graphs read, by shape,
+        and zeros of every size that is summed over ranks in a graph, largest first."""
         weight = next(self.model.parameters())
         device, largest = weight.device, self.shapes[0].tokens
         if self.state_size:
             self.states = weight.new_zeros(largest, self.state_size)
-        nothing = CachePacking(
-            self.cache, *np.zeros((2, 0), np.int64), np.zeros((2, 0), np.int64), device
-        )
-        inputs = {}
+        if self.shards is not None:
+            widths = {spec.module.out_features for spec in self.shards.specs if spec.is_rowwise}
+            sizes = {shape.tokens * width for shape in self.shapes for width in widths}
+            longest = weight.new_zeros(max(sizes))
+            zeros += [longest[:size] for size in sorted(sizes, reverse=True)]
+        no_rows, no_tokens = np.zeros(0, np.int64), np.zeros((2, 0), np.int64)
+        nothing = CachePacking(self.cache, no_rows, no_rows, no_tokens, device)
         with self._sharded(sum_=lambda tensor: tensor):
             for shape in self.shapes:
-                padded = pad(np.zeros(0, np.int64), nothing, shape.tokens)
+                padded = pad(no_rows, nothing, shape.tokens)
                 inputs[shape] = torch.from_numpy(padded).to(device)
                 rehearse(partial(self._run, inputs[shape], shape))
-        return inputs
 
     def _record(self, inputs: dict[Shape, torch.Tensor]) -> None:
         self.pool = None if self.beside is None else self.beside.pool
@@ -269,18 +251,15 @@ def pad(tokens: np.ndarray, packing: CachePacking, size: int) -> np.ndarray:
     cu_q[rows:] = num_tokens + behind
     cu_k[:rows] = fed * length
     cu_k[rows:] = spare_slot * length + behind
-    used[:rows] = (packing.start + packing.count)[fed]
+    used[:rows] = packing.ends[fed]
     used[rows : rows + padding] = 1
     return inputs
 
 
 def rehearse(run: Callable[[], torch.Tensor]) -> None:
     """Run what is to be recorded: libraries set themselves up at their first call, which must not
-    be. CUDA only.
-
-    Raises RuntimeError if `run` waits for the GPU, which no graph can: found here it does less harm
-    than amid a capture.
-    """
+    be. CUDA only. Raises RuntimeError if `run` waits for the GPU, which no graph can: found here it
+    does less harm than amid a capture."""
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -293,11 +272,8 @@ def capture(
     run: Callable[[], torch.Tensor], pool: tuple | None
 ) -> tuple[Callable[[], None], torch.Tensor, tuple]:
     """Record `run` without its being run: (a call that runs it, what it returns, the pool with its
-    memory). CUDA only.
-
-    pool: of an earlier capture, to share its memory; so what that one returned is valid until this
-    is replayed, and vice versa.
-    """
+    memory). CUDA only. pool: of an earlier capture, to share its memory; so what that one returned
+    is valid until this is replayed, and vice versa."""
     graph = torch.cuda.CUDAGraph()
     # NCCL's watchdog asks for events meanwhile, in a thread of its own.
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):

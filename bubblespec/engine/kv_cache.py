@@ -20,14 +20,7 @@ class KVCache:
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
 
-    def write(
-        self,
-        layer: int,
-        slot: torch.Tensor,
-        position: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-    ) -> None:
+    def write(self, layer: int, slot, position, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store N new entries. slot, position: int64 [N]; key, value: [N, heads, dimension]."""
         if layer not in self.keys:
             slots = self.num_slots + self.num_spare
@@ -49,6 +42,4 @@ class KVCache:
 
     def num_bytes(self) -> int:
         """Bytes of the tensors that exist; 0 before the first forward."""
-        return sum(
-            t.numel() * t.element_size() for t in (*self.keys.values(), *self.values.values())
-        )
+        return sum(tensor.nbytes for tensor in (*self.keys.values(), *self.values.values()))

@@ -31,25 +31,16 @@ from torch.nn.functional import linear
 LEVELS = (1, 3, 6, 12, 48)
 MANY_ROWS = 32  # and more are all of the last level
 MIN_TRAINING_ROWS = 128  # training forwards of fewer rows are torch's
-COPIES = ("transposed", "packed")
+COPIES = ("", "transposed", "packed")
 
 BUDGET_S = 0.9  # for all measurements; only two rounds of a slow machine may take longer
 MAX_ROUNDS = 10
 MARGIN = 1.1  # a kernel must be faster by this factor,
-MIN_SAVED_S = 5e-6  # and by so much in a call: less is lost in a forward's time
+MIN_SAVED_S = 2e-6  # and by so much in a call: less is lost in noise
 MAX_SHAPES = 8  # measured, those with most work; the others stay with torch's product
 MAX_ELEMENTS = 1 << 21  # of the weights of a shape: more than a core's own caches hold
 MAX_IN_LAYER = 1 << 20  # of one of them: of larger ones (output heads) the first rows
 TRAINING_ROWS = 256  # of the measured products of training
-FORWARDS_PER_COPY = 100  # between two updates, at least: they share the making of a copy
-
-# What is timed of each shape: generation by rows and copy, the making of the copies, training by
-# torch and by oneDNN.
-TIMINGS = [
-    *(("generate", rows, copy) for rows in LEVELS for copy in ("", *COPIES)),
-    *(("copy", copy) for copy in COPIES),
-    *(("train", by_onednn) for by_onednn in (False, True)),
-]
 
 
 class Plan(NamedTuple):
@@ -72,9 +63,8 @@ def level(rows: int) -> int:
 
 def can_choose(model: torch.nn.Module) -> bool:
     """Whether there is a choice: in float32 on a CPU, and with oneDNN in torch."""
-    parameter = next(model.parameters())
-    is_float = parameter.device.type == "cpu" and parameter.dtype == torch.float32
-    return is_float and has_onednn()
+    weight = next(model.parameters())
+    return weight.device.type == "cpu" and weight.dtype == torch.float32 and has_onednn()
 
 
 def has_onednn() -> bool:
@@ -82,9 +72,7 @@ def has_onednn() -> bool:
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
-def onednn_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
+def onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias=None) -> torch.Tensor:
     """`linear` by oneDNN, without autograd. x: [..., K]; weight: [M, K], of any strides, or
     packed."""
     return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
@@ -124,8 +112,7 @@ class FastLinear(torch.nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # Not through Module.__getattr__: at a few rows every microsecond counts.
-        parameters = self._parameters
-        weight, bias = parameters["weight"], parameters["bias"]
+        weight, bias = self._parameters["weight"], self._parameters["bias"]
         rows = x.numel() // self.in_features
         if not is_inference_mode_enabled():
             if rows >= MIN_TRAINING_ROWS and self.plan.trains:
@@ -135,27 +122,25 @@ class FastLinear(torch.nn.Linear):
             return linear(x, weight, bias)
         if self._copied != weight._version:
             self.refresh()
-        if self.plan.copy == "packed":
-            return onednn_linear(x, self._copy, bias)
-        return linear(x, self._copy, bias)
+        return (onednn_linear if self.plan.copy == "packed" else linear)(x, self._copy, bias)
 
     @torch.inference_mode()
-    def refresh(self, always: bool = False) -> None:
+    def refresh(self) -> None:
         """Renew the copy of the weight where the weight has changed."""
-        weight = self.weight
-        if not self.plan.copy or (self._copied == weight._version and not always):
-            return
-        if self.plan.copy == "packed":
-            self._copy = torch.ops.mkldnn._reorder_linear_weight.default(weight)
-        else:
-            if self._copy is None:  # [M, K] to `linear`, [K, M] in memory
-                self._copy = torch.empty(weight.shape[::-1]).t()
-            self._copy.copy_(weight)
-        self._copied = weight._version
+        if self.plan.copy and self._copied != self.weight._version:
+            self._copy = copy_of(self.weight, self.plan.copy)
+            self._copied = self.weight._version
 
     def __getstate__(self) -> dict:
         """Without the copy, which is made where it is needed."""
         return {**self.__dict__, "_copy": None, "_copied": -1}
+
+
+def copy_of(weight: torch.Tensor, copy: str) -> torch.Tensor:
+    """The weight [M, K] in another order of memory, one of COPIES."""
+    if copy == "packed":
+        return torch.ops.mkldnn._reorder_linear_weight.default(weight)
+    return weight.t().contiguous().t() if copy == "transposed" else weight
 
 
 def shape_of(module: torch.nn.Linear) -> str:
@@ -202,94 +187,68 @@ def measured_layers(model: torch.nn.Module) -> dict[str, list[torch.nn.Linear]]:
 
 
 def measure(model: torch.nn.Module, clock: Callable[[], float] = time.perf_counter) -> np.ndarray:
-    """Seconds of a call, float64 [shapes, timings], in the order of `measured_layers` and
-    `TIMINGS`: the minimum of a few rounds, as other work on the machine only adds to it. A round
-    goes through some layers of a shape, so that weights come from the caches that they come from
-    in a forward."""
+    """Seconds of a call, float64 [shapes, timings], in the order of `measured_layers`: generation
+    by level and copy, [levels, COPIES] in one, then training by torch and by oneDNN.
+
+    The minimum of a few rounds, as other work on the machine only adds to it. A round goes through
+    some layers of a shape, so that weights come from the caches that they come from in a forward.
+    """
     shapes, table = measured_layers(model), []
     for layers in shapes.values():
         end = clock() + BUDGET_S / len(shapes)
         size = min(layers[0].weight.numel(), MAX_IN_LAYER)
         calls = [_timed_calls(layer) for layer in layers[: max(1, MAX_ELEMENTS // size)]]
-        best = dict.fromkeys(TIMINGS, np.inf)
-        first: dict[tuple, float] = {}
-        for number in range(MAX_ROUNDS):
-            for timing in TIMINGS:
-                of_layers = [call[timing] for call in calls[: None if timing[0] != "copy" else 1]]
+        rounds: list[list[float]] = []
+        while len(rounds) < 2 or (len(rounds) < MAX_ROUNDS and clock() < end):
+            rounds.append([])
+            for of_layers in zip(*calls, strict=True):
                 began = clock()
                 for call in of_layers:
                     call()
-                best[timing] = min(best[timing], (clock() - began) / len(of_layers))
-                first.setdefault(timing, (clock() - began) / len(of_layers))
-            if number and clock() > end:
-                break
+                rounds[-1].append((clock() - began) / len(calls))
         # oneDNN compiles code for each number of rows that it has not met yet. Few rows come again
         # and again; how many rows a long chunk or a micro-batch has is new nearly every time.
-        for timing in (("generate", LEVELS[-1], "packed"), ("train", True)):
-            best[timing] += (first[timing] - best[timing]) * len(calls) / len(layers)
-        table.append([best[timing] for timing in TIMINGS])
+        best, compiling = np.min(rounds, axis=0), [len(COPIES) * len(LEVELS) - 1, -1]
+        best[compiling] += (rounds[0] - best)[compiling] * len(calls) / len(layers)
+        table.append(best)
     return np.array(table)
 
 
 def choose(shapes: list[str], seconds: np.ndarray) -> dict[str, Plan]:
-    """The plan of each shape, from what `measure` returns: a pure function of the times."""
-    return {
-        shape: _choose(dict(zip(TIMINGS, row.tolist(), strict=True)))
-        for shape, row in zip(shapes, seconds, strict=True)
-    }
-
-
-def _choose(seconds: dict[tuple, float]) -> Plan:
-    """The copy that gains most over all levels, and the levels at which it is used."""
-    trains = seconds["train", False] >= MARGIN * seconds["train", True]
-    best, plan = 0.0, Plan(trains=trains)
-    for copy in COPIES:
-        making_s = seconds["copy", copy] / FORWARDS_PER_COPY
-        gain, levels = 0.0, []
-        for rows in LEVELS:
-            torchs = seconds["generate", rows, ""]
-            ours = seconds["generate", rows, copy] + making_s
-            levels.append(torchs >= max(MARGIN * ours, ours + MIN_SAVED_S))
-            gain += np.log(torchs / ours) if levels[-1] else 0.0
-        if gain > best:
-            best, plan = gain, Plan(copy, tuple(levels), trains)
-    return plan
+    """The plan of each shape, a pure function of what `measure` returns: the copy that gains most
+    over all levels, and the levels at which it is used."""
+    plans = {}
+    for shape, (*generate, torchs, onednns) in zip(shapes, seconds, strict=True):
+        by_copy = np.reshape(generate, (len(LEVELS), len(COPIES)))
+        plain = by_copy[:, :1]
+        pays = plain >= np.maximum(MARGIN * by_copy, by_copy + MIN_SAVED_S)
+        best = int((np.log(plain / by_copy) * pays).sum(axis=0).argmax())
+        levels = tuple(pays[:, best].tolist())
+        plans[shape] = Plan(COPIES[best], levels, bool(torchs >= MARGIN * onednns))
+    return plans
 
 
 def _linear_layers(model: torch.nn.Module) -> list[torch.nn.Linear]:
     return [module for module in model.modules() if type(module) is torch.nn.Linear]
 
 
-def _timed_calls(layer: torch.nn.Linear) -> dict[tuple, Callable[[], object]]:
-    """Each of `TIMINGS` for a layer."""
-    weight = layer.weight.detach()[: max(1, MAX_IN_LAYER // layer.in_features)]
+def _timed_calls(layer: torch.nn.Linear) -> list[Callable[[], object]]:
+    """What is timed of a layer, see `measure`."""
+    weight = layer.weight.detach()[: max(1, MAX_IN_LAYER // layer.in_features)].clone()
     # The run's own generator stays as it is.
     random = partial(torch.randn, generator=torch.Generator().manual_seed(0))
-    arms = {copy: _layer_of(weight, copy) for copy in ("", *COPIES)}
-    calls = {
-        ("generate", rows, copy): partial(
-            torch.inference_mode()(arm), random(1, rows, len(weight.t()))
-        )
+    x, grad = random(TRAINING_ROWS, layer.in_features), random(TRAINING_ROWS, len(weight))
+    generate = torch.inference_mode()(lambda product, *arguments: product(*arguments))
+    with torch.inference_mode():
+        copies = {copy: copy_of(weight, copy) for copy in COPIES}
+    calls: list[Callable[[], object]] = [
+        partial(generate, onednn_linear if copy == "packed" else linear, x[None, :rows], copied)
         for rows in LEVELS
-        for copy, arm in arms.items()
-    }
-    calls |= {("copy", copy): partial(arms[copy].refresh, always=True) for copy in COPIES}
-    x = random(TRAINING_ROWS, weight.shape[1]).requires_grad_()
-    grad, trained = random(TRAINING_ROWS, weight.shape[0]), weight.clone().requires_grad_()
+        for copy, copied in copies.items()
+    ]
 
     def train(product: Callable) -> None:
-        torch.autograd.grad(product(x, trained, None), (x, trained), grad)
+        torch.autograd.grad(product(x, weight, None), (x, weight), grad)
 
-    return calls | {
-        ("train", False): partial(train, linear),
-        ("train", True): partial(train, OneDNNLinear.apply),
-    }
-
-
-def _layer_of(weight: torch.Tensor, copy: str) -> torch.nn.Linear:
-    """A layer of this weight, which always generates by the copy."""
-    layer = torch.nn.Linear(*reversed(weight.shape), bias=False, device="meta")
-    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
-    if copy:
-        use_plans(layer, {shape_of(layer): Plan(copy, (True,) * len(LEVELS))})
-    return layer
+    x.requires_grad_(), weight.requires_grad_()
+    return [*calls, partial(train, linear), partial(train, OneDNNLinear.apply)]

@@ -22,13 +22,11 @@ from bubblespec.engine.packing import CachePacking, SequencePacking, pack_rows, 
 # Of the largest logit; 0.1 for less precise types. Models in float64 compute parts in float32.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3}
 CHECKED = 12  # positions compared in each check
-LONGEST_CHECK = (
-    8300  # tokens: beyond the usual windows, up to 8,192, and no more than seconds on a GPU
-)
-SERVED = {"full_attention", "sliding_attention"}  # of the kinds in a configuration's `layer_types`
-RECURRENT = {"linear_attention", "conv"}
-BESIDE = {"hybrid", "hybrid_sliding"}
-NO_ATTENTION = {"moe", "mlp"}
+# Tokens: beyond the usual windows, up to 8,192, and no more than seconds on a GPU.
+MAX_CHECK_LENGTH = 8300
+# Kinds in a configuration's `layer_types`; those with a state that is none of keys and values.
+RECURRENT, BESIDE = {"linear_attention", "conv"}, {"hybrid", "hybrid_sliding"}
+KNOWN = {"full_attention", "sliding_attention", "moe", "mlp"} | RECURRENT | BESIDE
 
 
 class UnsupportedModel(ValueError):
@@ -108,13 +106,11 @@ def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
     where dropout and router noise would make the trained function differ from the one that
     generated.
     """
-    layers = [
-        module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
-    ]
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     if not layers:
+        name = type(model).__name__
         raise UnsupportedModel(
-            f"model.gradient_checkpointing: {type(model).__name__} has no layers that can be "
-            f"checkpointed"
+            f"model.gradient_checkpointing: {name} has no layers that can be checkpointed"
         )
     for layer in layers:
         layer.forward = functools.partial(_checkpointed, layer.forward)
@@ -127,64 +123,46 @@ def _checkpointed(forward: Callable, *args, **kwargs):
 
 
 def _check_configuration(model: PreTrainedModel, max_length: int) -> None:
-    name, config = type(model).__name__, model.config
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModel(
-            f"{name}: an encoder-decoder model; the engine serves decoder-only models"
-        )
-    config = _decoder(model)
-    kinds = set(getattr(config, "layer_types", None) or [])
+    config, decoder = model.config, _decoder(model)
+    kinds = set(getattr(decoder, "layer_types", None) or [])
     other, beside, recurrent = (
-        kinds - SERVED - RECURRENT - BESIDE - NO_ATTENTION,
-        kinds & BESIDE,
-        kinds & RECURRENT,
+        f" ({', '.join(sorted(some))})" if some else ""
+        for some in (kinds - KNOWN, kinds & BESIDE, kinds & RECURRENT)
     )
-    if other:
-        raise UnsupportedModel(
-            f"{name}: attention of another kind ({', '.join(sorted(other))}); the engine computes "
-            f"full and sliding-window "
-            "attention only"
-        )
-    if beside:
-        raise UnsupportedModel(
-            f"{name}: attention with a state beside its keys and values "
-            f"({', '.join(sorted(beside))}); the engine can only roll "
-            "back layers whose whole state is a K/V cache"
-        )
-    if getattr(model, "_is_stateful", False) or recurrent:
-        which = f" ({', '.join(sorted(recurrent))})" if recurrent else ""
-        raise UnsupportedModel(
-            f"{name}: layers with a recurrent state{which}; the engine can only roll back layers "
-            f"whose state is a K/V cache"
-        )
-    if getattr(config, "attn_temperature_tuning", False):
-        raise UnsupportedModel(
-            f"{name}: scales attention by a token's place in the input (attn_temperature_tuning), "
-            f"which is not its position in a "
-            "packed one"
-        )
-    if not getattr(model, "_supports_attention_backend", False):
-        raise UnsupportedModel(
-            f"{name}: does not use transformers' attention interface, so the engine cannot serve "
-            f"it unpatched"
-        )
-    if model.get_output_embeddings() is None:
-        raise UnsupportedModel(f"{name}: has no output head; give a causal language model")
-    limit = getattr(config, "max_position_embeddings", None)
+    is_recurrent = getattr(model, "_is_stateful", False) or recurrent
+    problems = {
+        "an encoder-decoder model; the engine serves decoder-only models": getattr(
+            config, "is_encoder_decoder", False
+        ),
+        f"attention of another kind{other}; the engine computes full and sliding-window attention "
+        "only": other,
+        f"attention with a state besides its keys and values{beside}; the engine can only roll "
+        "back layers whose whole state is a K/V cache": beside,
+        f"layers with a recurrent state{recurrent}; the engine can only roll back layers whose "
+        "state is a K/V cache": is_recurrent,
+        "scales attention by a token's place in the input (attn_temperature_tuning), which is not "
+        "its position in a packed one": getattr(decoder, "attn_temperature_tuning", False),
+        "does not use transformers' attention interface, so the engine cannot serve it "
+        "unpatched": not getattr(model, "_supports_attention_backend", False),
+        "has no output head; give a causal language model": output_head(model) is None,
+    }
+    for problem, is_there in problems.items():
+        if is_there:
+            raise UnsupportedModel(f"{type(model).__name__}: {problem}")
+    limit = getattr(decoder, "max_position_embeddings", None)
     if limit is not None and max_length > limit:
         raise UnsupportedModel(
             f"rollout.max_prompt_length + rollout.max_completion_length = {max_length} is beyond "
             f"the model's {limit} positions"
         )
-    rope = getattr(config, "rope_parameters", None) or {}
+    rope = getattr(decoder, "rope_parameters", None) or {}
     for parameters in (rope, *(v for v in rope.values() if isinstance(v, dict))):
         original = parameters.get("original_max_position_embeddings") or limit
         if parameters.get("rope_type") in ("dynamic", "longrope") and max_length > original:
             raise UnsupportedModel(
-                f"{name}: its {parameters['rope_type']} rotary scaling changes with the longest "
-                f"row of a batch beyond {original} "
-                f"tokens, so a row's tokens would depend on its neighbours; keep prompt and "
-                f"response within {original}"
+                f"{type(model).__name__}: its {parameters['rope_type']} rotary scaling changes "
+                f"with the longest row of a batch beyond {original} tokens, so a row's tokens "
+                f"would depend on its neighbours; keep prompt and response within {original}"
             )
 
 
@@ -202,9 +180,8 @@ def _longer_check(model: PreTrainedModel, max_length: int) -> int | None:
     lengths = [window for window in _windows(model) if window is not None]
     if rope.get("llama_4_scaling_beta"):
         lengths.append(rope.get("original_max_position_embeddings"))
-    reached = [
-        n for n in lengths if n is not None and n < max_length and n + CHECKED <= LONGEST_CHECK
-    ]
+    limit = min(max_length, MAX_CHECK_LENGTH - CHECKED + 1)
+    reached = [n for n in lengths if n is not None and n < limit]
     length = min(max(reached, default=0) + CHECKED, max_length)
     return length if length > CHECKED else None
 
@@ -222,12 +199,12 @@ def _check_masks(model: PreTrainedModel, max_length: int) -> None:
         if wanted is not None and wanted < max_length and window != wanted:
             raise ValueError(
                 f"layer {layer} has a sliding window of {wanted} tokens, but hands {handed} to its "
-                f"attention function, so the "
-                f"engine cannot apply it; keep prompt and response within {wanted} tokens together"
+                f"attention function, so the engine cannot apply it; keep prompt and response "
+                f"within {wanted} tokens together"
             )
-        for query, key in (
-            ((some, position), (position[:, None], position[:1])) if shows is not None else ()
-        ):
+        if shows is None:
+            continue
+        for query, key in ((some, position), (position[:, None], position[:1])):
             distance = query - key
             seen = (distance >= 0) & (distance < (window or max_length))
             try:
@@ -240,8 +217,8 @@ def _check_masks(model: PreTrainedModel, max_length: int) -> None:
             if not (shown == seen).all():
                 raise ValueError(
                     f"layer {layer} hands {handed} to its attention function, which is all that "
-                    f"the engine knows of its mask; "
-                    f"over {max_length} tokens its own mask shows other positions"
+                    f"the engine knows of its mask; over {max_length} tokens its own mask shows "
+                    f"other positions"
                 )
 
 
@@ -273,30 +250,23 @@ def _reference_logits(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Ten
 
 def _compare(model: PreTrainedModel, length: int) -> frozenset[tuple[int, int]]:
     """The model's own logits against a packed training forward and cached ones: two ragged rows in
-    two chunks, and one row alone.
-
-    Returns the sizes of key and value heads.
-    """
+    two chunks, and one row alone. Returns the sizes of key and value heads."""
     tokens = random_tokens(model, length)
     reference = _reference_logits(model, tokens)
     model.set_attn_implementation(attention.NAME)
     head, device = output_head(model), tokens.device
-    packed = forward_hidden(model, tokens.repeat(2), pack_sequences([length] * 2, device))[
-        -CHECKED:
-    ]
-    if getattr(head, "in_features", packed.shape[-1]) != packed.shape[-1]:
+    packed = forward_hidden(model, tokens.repeat(2), pack_sequences([length] * 2, device))
+    packed, size = packed[-CHECKED:], packed.shape[-1]
+    if getattr(head, "in_features", size) != size:
         raise ValueError(
             f"its output head takes vectors of {head.in_features} and its hidden states have "
-            f"{packed.shape[-1]}: it computes "
-            "something in between, which the engine does not know of"
+            f"{size}: it computes something in between, which the engine does not know of"
         )
     cache = KVCache(2, length)
 
     def cached(start: list[int], count: list[int]) -> torch.Tensor:
-        fed = torch.cat([tokens[begin : begin + n] for begin, n in zip(start, count, strict=True)])
-        return forward_hidden(
-            model, fed, pack_rows(cache, np.array(start), np.array(count), device)
-        )
+        packing = pack_rows(cache, np.array(start), np.array(count), device)
+        return forward_hidden(model, tokens[packing.position], packing)
 
     cached([0, 0], [length - 3, 1])
     chunks = cached([length - 3, 1], [2, length - 1])
@@ -311,10 +281,8 @@ def _compare(model: PreTrainedModel, length: int) -> frozenset[tuple[int, int]]:
         if not difference <= TOLERANCE.get(model.dtype, 0.1):
             raise ValueError(
                 f"logits through {what} differ from the model's own by {difference:.1e} of their "
-                f"size; "
-                "it computes something (between tokens, or on the logits) that the engine does not "
-                "know of"
+                f"size; it computes something (between tokens, or on the logits) that the engine "
+                f"does not know of"
             )
-    return frozenset(
-        (cache.keys[layer].shape[-1], cache.values[layer].shape[-1]) for layer in cache.keys
-    )
+    sizes = zip(cache.keys.values(), cache.values.values(), strict=True)
+    return frozenset((key.shape[-1], value.shape[-1]) for key, value in sizes)

@@ -15,9 +15,7 @@ import torch
 
 MAX_POSITIONS = 1 << 20
 MAX_SAMPLES = 1 << 12
-EVALUATION = (
-    1 << 31
-)  # the visit of held-out prompts, so that evaluation never shares a stream with training
+EVALUATION = 1 << 31  # the visit of held-out prompts: evaluation shares no stream with training
 
 # triple32 of Chris Wellons' hash-prospector (github.com/skeeto/hash-prospector): xorshift-multiply
 # rounds with bias near that of a random function. The key words added between the rounds are ours.
@@ -29,18 +27,14 @@ def philox4x32(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
     """Ten rounds of Philox4x32. counter: uint32 [N, 4]; key: two 32-bit words. Returns uint32 [N,
     4]."""
     low_bits, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
-    even, odd = (
-        counter.T[0::2].astype(np.uint64),
-        counter.T[1::2].astype(np.uint64),
-    )  # words 0 and 2, words 1 and 3
+    words = counter.T.astype(np.uint64)
+    even, odd = words[0::2], words[1::2]
     multiplier = np.array([[0xD2511F53], [0xCD9E8D57]], np.uint64)
     for i in range(10):
         product = even * multiplier
-        round_key = [
-            [(key[0] + i * 0x9E3779B9) & 0xFFFFFFFF],
-            [(key[1] + i * 0xBB67AE85) & 0xFFFFFFFF],
-        ]
-        even = (product >> shift)[::-1] ^ odd ^ np.array(round_key, np.uint64)
+        round_key = [key[0] + i * 0x9E3779B9, key[1] + i * 0xBB67AE85]
+        round_key = np.array([[word & 0xFFFFFFFF] for word in round_key], np.uint64)
+        even = (product >> shift)[::-1] ^ odd ^ round_key
         odd = (product & low_bits)[::-1]
     return np.stack((even, odd), axis=1).reshape(4, -1).T.astype(np.uint32)
 
@@ -69,12 +63,9 @@ def random_bits(keys: torch.Tensor, tokens: int | torch.Tensor) -> torch.Tensor:
 
     Integer arithmetic modulo 2**32 only: bit-identical on every device.
     """
-    ids = (
-        torch.arange(tokens, dtype=torch.int32, device=keys.device)
-        if isinstance(tokens, int)
-        else tokens
-    )
-    x = ids + keys[:, :1]
+    if isinstance(tokens, int):
+        tokens = torch.arange(tokens, dtype=torch.int32, device=keys.device)
+    x = tokens + keys[:, :1]
     for i, (shift, multiplier) in enumerate(_MIXER):
         _xorshift_(x, shift).mul_(_as_int32(multiplier)).add_(keys[:, i + 1, None])
     return _xorshift_(x, _LAST_SHIFT).bitwise_and_(0x7FFFFFFF)

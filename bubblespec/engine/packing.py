@@ -9,7 +9,7 @@ Shape legend: N packed tokens, R rows, Q padded new tokens of a row, L attended 
 heads per key/value head.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -19,10 +19,10 @@ import torch
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.ragged import ragged
 
-# Rows of adjacent slots are padded to the longest of them and attended in one call, as long as that
-# costs less than another call. The cost of a call over R rows, in microseconds: CALL + R * (ROW +
-# QUERY * Q + KEY * L + PAIR * Q * L), fitted to 100 shapes on one CPU thread with 4 heads of 24
-# (SDPA alone has CALL = 18, the rest is slicing). Only the ratios matter.
+# Rows of adjacent slots are padded to the longest of them and attended in one call, as long as the
+# padding costs less than two calls. The cost of a call over R rows, in microseconds: CALL + R *
+# (ROW + QUERY * Q + KEY * L + PAIR * Q * L), fitted to 100 shapes on one CPU thread with 4 heads
+# of 24 (SDPA alone has CALL = 18, the rest is slicing). Only the ratios matter.
 CALL, ROW, QUERY, KEY, PAIR = 40.0, 1.1, 0.42, 0.057, 0.0053
 # A CPU takes the exponentials of what is left of a row of scores behind a multiple of LANES one by
 # one. From LANES / 2 on it is sooner done with whole LANES, of which the last are masked: 16
@@ -65,7 +65,7 @@ class AttentionGroup(NamedTuple):
 
 @dataclass
 class CachePacking:
-    """New tokens of rows in slots 0..R-1, in slot order. `slot` and `position` are `index` on the
+    """New tokens of rows in slots 0..R-1, in slot order; `slot` and `position` are `index` on the
     device."""
 
     cache: KVCache
@@ -77,8 +77,11 @@ class CachePacking:
     """int64 [2, N], slot and position of each token."""
     device: torch.device
     """Of the forward; the three arrays are on the host."""
-    _masks: dict = field(default_factory=dict)
-    _vectors: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.ends = self.start + self.count  # int64 [R], positions of each slot after the forward
+        self._masks: dict = {}
+        self._vectors: dict = {}
 
     @cached_property
     def _index(self) -> torch.Tensor:
@@ -108,11 +111,6 @@ class CachePacking:
         return groups
 
     @cached_property
-    def ends(self) -> np.ndarray:
-        """int64 [R], positions of each slot after the forward."""
-        return self.start + self.count
-
-    @cached_property
     def _places(self) -> tuple[np.ndarray, np.ndarray]:
         """Row and offset in it of each place in the padded order, int64 [places]."""
         width = np.zeros_like(self.count)
@@ -125,28 +123,28 @@ class CachePacking:
         """The padded order, in which each row of a group has Q queries: int64 [places], the packed
         token at each place, and int64 [N], the places of the packed tokens. None if nothing is
         padded. What pads a row is its last token; one without any gets some other row's."""
-        if self.groups[-1].places.stop == self.index.shape[1]:
+        num_tokens = self.index.shape[1]
+        if self.groups[-1].places.stop == num_tokens:
             return None
         row, offset = self._places
-        first, num_tokens = self.count.cumsum() - self.count, self.index.shape[1]
-        packed = np.minimum(
-            first[row] + np.minimum(offset, np.maximum(self.count[row] - 1, 0)), num_tokens - 1
-        )
+        last = np.maximum(self.count - 1, 0)[row]
+        packed = (self.count.cumsum() - self.count)[row] + np.minimum(offset, last)
+        packed = np.minimum(packed, num_tokens - 1)
         places = np.flatnonzero(offset < self.count[row])
         return to_device(packed, self.device), to_device(places, self.device)
 
     @cached_property
     def _unseen(self) -> tuple[int, torch.Tensor]:
-        """M, the most positions of any group, and int64 [places], by how much the position at each
-        place is below M - 1."""
-        most = max(group.length for group in self.groups)
+        """M, the maximum positions of any group, and int64 [places], by how much the position at
+        each place is below M - 1."""
+        longest = max(group.length for group in self.groups)
         if self.padding is None:
-            return most, most - 1 - self.position
+            return longest, longest - 1 - self.position
         row, offset = self._places
         # What pads a row sees what its last token sees; a row without tokens sees what is there, or
         # position 0.
         position = np.minimum(self.start[row] + offset, np.maximum(self.ends[row] - 1, 0))
-        return most, to_device(most - 1 - position, self.device)
+        return longest, to_device(longest - 1 - position, self.device)
 
     def mask(
         self, group: AttentionGroup, heads_per_kv: int, window: int | None, dtype: torch.dtype
@@ -157,12 +155,12 @@ class CachePacking:
             return None
         wanted = (group.first_slot, heads_per_kv, window)
         if wanted not in self._masks:
-            most, unseen = self._unseen
+            longest, unseen = self._unseen
             # Whether q sees k depends on k - q alone: each query's mask is a piece of one vector,
             # with k = q at M - 1.
             if window not in self._vectors:
-                vector = torch.full((2 * most - 1,), float("-inf"), dtype=dtype, device=self.device)
-                vector[max(most - (window or most), 0) : most] = 0.0
+                vector = unseen.new_full((2 * longest - 1,), float("-inf"), dtype=dtype)
+                vector[max(longest - (window or longest), 0) : longest] = 0.0
                 self._vectors[window] = vector
             pieces = self._vectors[window].unfold(0, group.length, 1)
             mask = pieces.index_select(0, unseen[group.places])
@@ -175,13 +173,12 @@ class CachePacking:
     @cached_property
     def varlen(self) -> "Varlen":
         """All slots 0..R-1, also those without new tokens."""
-        rows = len(self.count)
-        cu_q = np.zeros(rows + 1, dtype=np.int32)
-        np.cumsum(self.count, out=cu_q[1:])
-        cu_k = np.arange(rows + 1, dtype=np.int32) * self.cache.slot_length
-        used = self.ends.astype(np.int32)
-        tensors = (to_device(a, self.device) for a in (cu_q, cu_k, used))
-        return Varlen(*tensors, int(self.count.max()), int(used.max()), self.cache.slot_length)
+        cu_q = np.append(0, self.count.cumsum())
+        cu_k = np.arange(len(cu_q)) * self.cache.slot_length
+        arrays = (array.astype(np.int32) for array in (cu_q, cu_k, self.ends))
+        tensors = (to_device(array, self.device) for array in arrays)
+        longest = int(self.count.max()), int(self.ends.max())
+        return Varlen(*tensors, *longest, self.cache.slot_length)
 
 
 @dataclass
@@ -213,33 +210,23 @@ class Varlen:
 
 
 def _cheapest_cuts(count: np.ndarray, length: np.ndarray) -> list[tuple[int, int]]:
-    """[begin, end) of the groups that rows are attended in: cut at the best place, then each half
-    again, while that saves time.
+    """[begin, end) of the groups that rows are attended in: each takes rows while padding them
+    costs less than two calls.
 
     count, length: int64 [R], new tokens and attended positions of each row.
     """
     alone = _row_cost(count, length)
-    cuts, open_groups = [], [(0, len(count))]
-    while open_groups:
-        low, high = open_groups.pop()
-        q, n, size = count[low:high], length[low:high], high - low
-        whole = size * _row_cost(q.max(), n.max())
-        # No cutting saves more than all that padding costs.
-        if whole - alone[low:high].sum() <= CALL:
-            cuts.append((low, high))
-            continue
-        rows = np.arange(1, size)
-        left = rows * _row_cost(np.maximum.accumulate(q)[:-1], np.maximum.accumulate(n)[:-1])
-        right = rows * _row_cost(
-            np.maximum.accumulate(q[::-1])[:-1], np.maximum.accumulate(n[::-1])[:-1]
-        )
-        both = left + right[::-1]
-        best = int(both.argmin())
-        if both[best] + CALL >= whole:
-            cuts.append((low, high))
-        else:
-            open_groups += [(low + best + 1, high), (low, low + best + 1)]
-    return cuts
+    if len(count) * _row_cost(count.max(), length.max()) - alone.sum() <= 2 * CALL:
+        return [(0, len(count))]
+    cuts, begin, queries, longest, unpadded = [], 0, 0, 0, 0.0
+    for row, (n, end, cost) in enumerate(
+        zip(count.tolist(), length.tolist(), alone.tolist(), strict=True)
+    ):
+        queries, longest, unpadded = max(queries, n), max(longest, end), unpadded + cost
+        if (row + 1 - begin) * _row_cost(queries, longest) - unpadded > 2 * CALL:
+            cuts.append((begin, row))
+            begin, queries, longest, unpadded = row, n, end, cost
+    return [*cuts, (begin, len(count))]
 
 
 def _row_cost(queries, length):
@@ -293,7 +280,7 @@ class SequencePacking:
     @cached_property
     def varlen(self) -> Varlen:
         """The same sequences for variable-length kernels, their keys being those of the tokens."""
-        cumulative = np.concatenate(([0], np.cumsum(self.lengths))).astype(np.int32)
+        cumulative = np.append(0, np.cumsum(self.lengths)).astype(np.int32)
         offsets, longest = to_device(cumulative, self.position.device), max(self.lengths)
         return Varlen(offsets, offsets, None, longest, longest, longest)
 
@@ -301,7 +288,5 @@ class SequencePacking:
 def pack_sequences(lengths: list[int], device: torch.device) -> SequencePacking:
     """The packing of whole sequences of these lengths, one after the other, each with positions
     from 0."""
-    lengths_array = np.asarray(lengths)
-    first = np.cumsum(lengths_array) - lengths_array
-    position = np.arange(lengths_array.sum()) - np.repeat(first, lengths_array)
+    position = ragged(np.asarray(lengths))[1]
     return SequencePacking(list(lengths), to_device(position, device))

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from bubblespec.engine.engine import Batch
+from bubblespec.engine.engine import Batch, Sampled
 from bubblespec.engine.graphs import ForwardGraphs, can_capture
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import forward_hidden, output_head
@@ -77,9 +77,8 @@ class ModelRunner:
         self.cache = KVCache(num_slots, slot_length, int(has_graphs))
         self.graphs: ForwardGraphs | None = None
         if has_graphs:
-            self.graphs = ForwardGraphs(
-                model, self.cache, kernel, max_batch_tokens, shards=self.shards, beside=beside
-            )
+            parts = (model, self.cache, kernel, max_batch_tokens)
+            self.graphs = ForwardGraphs(*parts, shards=self.shards, beside=beside)
         self._noise_key = np.zeros((num_slots, 3), np.int64)  # uid, visit, sample
         # Keys of the noise streams of each response position, worked out ahead of its first
         # `_keyed` positions.
@@ -91,22 +90,22 @@ class ModelRunner:
         """See `Runner`: the slot's noise is that of the row."""
         self._noise_key[slot] = row.id
         self._keyed[slot] = len(row.tokens)  # those before are not sampled again
-        if self.follower is not None:
-            self.follower.forget(slot)
+        self._forget(slot)
 
     def move(self, source: int, target: int, length: int) -> None:
         """See `Runner`: keys, values and noise keys are copied."""
-        self.cache.copy(source, target, length)
         for array in (self._noise_key, self._stream_key, self._keyed):
             array[target] = array[source]
-        if self.follower is not None:
-            self.follower.forget(target)
+        self.share(source, target, length)
 
     def share(self, source: int, target: int, length: int) -> None:
         """See `Runner`: keys and values are copied."""
         self.cache.copy(source, target, length)
+        self._forget(target)
+
+    def _forget(self, slot: int) -> None:
         if self.follower is not None:
-            self.follower.forget(target)
+            self.follower.forget(slot)
 
     def release(self) -> None:
         """See `Runner`."""
@@ -117,9 +116,7 @@ class ModelRunner:
             self.follower.release()
 
     @torch.inference_mode()
-    def forward(
-        self, batch: Batch, params: SamplingParams
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def forward(self, batch: Batch, params: SamplingParams) -> Sampled:
         """See `Runner`. The host waits for the GPU once, and not at all where nothing is
         sampled."""
         packing = CachePacking(self.cache, batch.start, batch.count, batch.index, self.device)
@@ -133,18 +130,13 @@ class ModelRunner:
         packed = (np.cumsum(batch.count)[batch.slots] - sampled)[row] + offset
         hidden = hidden[to_device(packed, self.device)]
         position = batch.generated[row] + offset
-        verified = verify(
-            self.head(hidden),
-            batch.draft,
-            batch.num_draft,
-            self.noise_keys(batch.slots[row], position),
-            num_generated=to_device(position, self.device),
-            params=params,
-            rule=self.rule,
-            sample=self.sample,
+        keys = self.noise_keys(batch.slots[row], position)
+        options = {"params": params, "rule": self.rule, "sample": self.sample}
+        options["num_generated"] = to_device(position, self.device)
+        accepted, token, *logprobs = verify(
+            self.head(hidden), batch.draft, batch.num_draft, keys, **options
         )
-        logprobs = np.array((verified.logprob, verified.full_logprob))
-        return verified.accepted, verified.token, logprobs
+        return accepted, token, np.array(logprobs)
 
     def _hidden(self, tokens: np.ndarray, packing: CachePacking) -> torch.Tensor:
         """Hidden states of the packed tokens, [N or more, hidden]; with a graph valid until the
@@ -160,18 +152,12 @@ class ModelRunner:
         one after the other."""
         needed = np.zeros(self.num_slots, np.int64)
         np.maximum.at(needed, slots, position + 1)
-        self._make_keys(np.flatnonzero(needed > self._keyed), needed)
+        lacking = np.flatnonzero(needed > self._keyed)
+        if len(lacking):  # KEYS_AHEAD more: a key at a time costs as much as many
+            end = np.minimum(needed[lacking] + KEYS_AHEAD, self.max_length)
+            row, offset = ragged(end - self._keyed[lacking])
+            slot = lacking[row]
+            new = self._keyed[slot] + offset
+            self._stream_key[slot, new] = stream_keys(self.seed, *self._noise_key[slot].T, new)
+            self._keyed[lacking] = end
         return to_device(self._stream_key[slots, position], self.device)
-
-    def _make_keys(self, slots: np.ndarray, needed: np.ndarray) -> None:
-        """Keys of the first `needed` response positions of these slots, int64 [slots], and of
-        KEYS_AHEAD more: a key at a time costs as much as many."""
-        if len(slots) == 0:
-            return
-        end = np.minimum(needed[slots] + KEYS_AHEAD, self.max_length)
-        row, offset = ragged(end - self._keyed[slots])
-        slot = slots[row]
-        position = self._keyed[slot] + offset
-        uid, visit, sample = self._noise_key[slot].T
-        self._stream_key[slot, position] = stream_keys(self.seed, uid, visit, sample, position)
-        self._keyed[slots] = end

@@ -65,11 +65,9 @@ class Verified(NamedTuple):
     accepted: np.ndarray
     """int64 [R], leading draft tokens accepted."""
     token: np.ndarray
-    """int64 [T], see `sample`."""
+    """int64 [T]; this and the next two, [T], are those of `sample`."""
     logprob: np.ndarray
-    """[T], see `sample`."""
     full_logprob: np.ndarray
-    """[T], see `sample`."""
 
 
 def sample(
@@ -168,15 +166,10 @@ def verify(
 
     Length limits and stop tokens are left to `num_gained`. Under point_mass, a row's every token
     must come from here, or else a choice of drafts by content chooses the noise of the rows left
-    without one. Raises ValueError for another rule, and for lengths that do not fit.
+    without one.
     """
-    if rule not in RULES:
-        raise ValueError(f"accept rule {rule!r} is none of {', '.join(RULES)}")
-    if len(logits) != len(counts) + len(draft) or len(draft) != counts.sum():
-        raise ValueError(
-            f"{len(logits)} positions and {len(draft)} draft tokens do not fit {len(counts)} rows "
-            f"of sum {counts.sum()}"
-        )
+    assert rule in RULES, f"accept rule {rule!r} is none of {', '.join(RULES)}"
+    assert len(logits) == len(counts) + len(draft) and len(draft) == counts.sum()
     keys = further(keys, FRESH) if rule == "point_mass" else keys
     token, logprob, full_logprob = to_host(*sample(logits, keys, num_generated, params))
     token = token.astype(np.int64, copy=False)
@@ -192,11 +185,9 @@ def further(keys: torch.Tensor, offset: int) -> torch.Tensor:
 
 
 def num_accepted(token: np.ndarray, draft: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Draft tokens of each row before its first wrong one, int64 [R].
-
-    token: int64 [T], what the row samples in place of each draft token and after the last; draft:
-    int64 [S]; counts: int64 [R], draft tokens of each row.
-    """
+    """Draft tokens of each row before its first wrong one, int64 [R]. token: int64 [T], what the
+    row samples in place of each draft token and after the last; draft: int64 [S]; counts: int64
+    [R], draft tokens of each row."""
     if len(draft) == 0:
         return np.zeros(len(counts), np.int64)
     ends = (counts + 1).cumsum()
@@ -209,20 +200,12 @@ def num_accepted(token: np.ndarray, draft: np.ndarray, counts: np.ndarray) -> np
 
 
 def num_gained(
-    token: np.ndarray,
-    accepted: np.ndarray,
-    counts: np.ndarray,
-    stop_token_ids: tuple[int, ...],
-    *,
-    limit: np.ndarray,
+    token: np.ndarray, accepted: np.ndarray, counts: np.ndarray, stops: tuple, *, limit: np.ndarray
 ) -> np.ndarray:
-    """Tokens each row gains by a verification, int64 [R]: the accepted and the next, cut after a
-    stop token and at `limit`.
-
-    All on the host. token: int64 [T]; accepted, counts: int64 [R]; limit: int64 [R], tokens a row
-    may still get, at least 1.
-    """
-    stop_at = np.where(is_stop(token, stop_token_ids), ragged(counts + 1)[1], len(token))
+    """Tokens each row gains by a verification, int64 [R]: the accepted and the next, cut after one
+    of the tokens in `stops` and at `limit`. token: int64 [T]; accepted, counts: int64 [R]; limit:
+    int64 [R], tokens a row may still get, at least 1."""
+    stop_at = np.where(is_stop(token, stops), ragged(counts + 1)[1], len(token))
     first_stop = np.minimum.reduceat(stop_at, np.cumsum(counts + 1) - (counts + 1))
     return np.minimum(np.minimum(accepted, first_stop) + 1, limit)
 

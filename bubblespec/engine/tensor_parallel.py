@@ -14,6 +14,7 @@ Shape legend: N packed tokens, T positions sampled, V vocabulary, v of it on thi
 import contextlib
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -99,17 +100,12 @@ class Shards:
         try:
             for module, is_rowwise, part in self.specs:
                 base = getattr(module, "base_layer", module)  # of a layer with a LoRA adapter
+                shard, side = (_row_shard, "lora_A") if is_rowwise else (_column_shard, "lora_B")
+                for layer in (base, *getattr(module, side, {}).values()):
+                    change(layer, partial(shard, layer, part))
                 if is_rowwise:
-                    adapters = () if base is module else module.lora_A.values()
-                    for layer in (base, *adapters):
-                        change(layer, partial(_row_shard, layer, part))
-                    change(
-                        module, partial(_summed, module.forward, base.bias, sum_ or self.tp.sum_)
-                    )
-                else:
-                    adapters = () if base is module else module.lora_B.values()
-                    for layer in (base, *adapters):
-                        change(layer, partial(_column_shard, layer, part))
+                    add_up = sum_ or self.tp.sum_
+                    change(module, partial(_summed, module.forward, base.bias, add_up))
             yield
         finally:
             for module in changed:
@@ -120,16 +116,10 @@ class Shards:
         head = output_head(self.model)
         return _column_shard(head, shard_of(head.out_features, self.tp.rank, self.tp.size), hidden)
 
-    def sample(
-        self,
-        logits: torch.Tensor,
-        keys: torch.Tensor,
-        num_generated: torch.Tensor,
-        params: SamplingParams,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def sample(self, *arguments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`sampling.sample` from this rank's logits [T, v]."""
         vocab_size = output_head(self.model).out_features
-        return sample_shards(logits, keys, num_generated, params, vocab_size=vocab_size, tp=self.tp)
+        return sample_shards(*arguments, vocab_size=vocab_size, tp=self.tp)
 
     @torch.inference_mode()
     def check(self) -> None:
@@ -162,17 +152,15 @@ class Shards:
 
 
 def shard_of(count: int, rank: int, size: int) -> slice:
-    """One rank's of `count` things in a row; the numbers of any two ranks differ by at most 1."""
+    """One rank's of `count` things; the numbers of any two ranks differ by at most 1."""
     return slice(count * rank // size, count * (rank + 1) // size)
 
 
 def shard_heads(num_heads: int, num_key_heads: int, rank: int, size: int) -> tuple[slice, slice]:
-    """One rank's query heads, and the key/value heads that they look at.
-
-    Whole groups of the query heads that look at one key/value head, where there are as many as
-    ranks. Else several ranks share a group: each has some of its query heads, and all have its
-    key/value head. Raises TPUnsupported if some rank would have none.
-    """
+    """One rank's query heads, and the key/value heads that they look at: whole groups of the query
+    heads that look at one key/value head, where there are as many as ranks. Else several ranks
+    share a group: each has some of its query heads, and all have its key/value head. Raises
+    TPUnsupported if some rank would have none."""
     fold = num_heads // num_key_heads
     if num_key_heads >= size:
         key = shard_of(num_key_heads, rank, size)
@@ -185,8 +173,8 @@ def shard_heads(num_heads: int, num_key_heads: int, rank: int, size: int) -> tup
             f"{num_heads} query heads and {num_key_heads} key/value heads are too few for "
             f"{size} ranks"
         )
-    query = shard_of(fold, members.index(rank), len(members))
-    return (slice(group * fold + query.start, group * fold + query.stop), slice(group, group + 1))
+    own, first = shard_of(fold, members.index(rank), len(members)), group * fold
+    return slice(first + own.start, first + own.stop), slice(group, group + 1)
 
 
 def plan_shards(model: PreTrainedModel, rank: int, size: int) -> list[ShardSpec]:
@@ -215,8 +203,7 @@ def plan_shards(model: PreTrainedModel, rank: int, size: int) -> list[ShardSpec]
                 own, count = (key, num_key_heads) if is_key else (query, num_heads)
             if width % count or width < size:
                 raise TPUnsupported(
-                    f"{parent_name}.{child} has {width} features, which {size} ranks cannot share "
-                    f"by heads"
+                    f"{parent_name}.{child} has {width} features, too few for {size} ranks by heads"
                 )
             part = slice(own.start * width // count, own.stop * width // count)
             specs.append(ShardSpec(module, is_rowwise, part))
@@ -238,9 +225,7 @@ def _row_shard(layer: torch.nn.Linear, part: slice, x: torch.Tensor) -> torch.Te
     return linear(x, layer.weight[:, part])
 
 
-def _summed(
-    forward: Callable, bias: torch.Tensor | None, sum_: Callable, x: torch.Tensor
-) -> torch.Tensor:
+def _summed(forward: Callable, bias: torch.Tensor | None, sum_: Callable, x: torch.Tensor):
     out = sum_(forward(x))
     return out if bias is None else out + bias
 
@@ -265,9 +250,7 @@ def sample_shards(
         return sampling.sample(_whole(logits, vocab_size, tp), keys, num_generated, params)
     first = shard_of(vocab_size, tp.rank, tp.size).start
     stops = [t - first for t in params.stop_token_ids if first <= t < first + logits.shape[1]]
-    own = SamplingParams(
-        params.temperature, stop_token_ids=tuple(stops), min_length=params.min_length
-    )
+    own = replace(params, top_p=1.0, top_k=0, stop_token_ids=tuple(stops))
     chunks = sampling.chunks(logits, keys, num_generated)
     of_ranks = tp.gather(torch.cat([_best_of_shard(*chunk, own, first) for chunk in chunks]))
     best, token, chosen, full_sums, sums = of_ranks.unbind(-1)
