@@ -213,10 +213,8 @@ def choose_linear(
     if ranks.gather(np.array([is_kept], np.uint8)).all():
         return saved
     seconds = np.exp(np.log(ranks.gather(linear.measure(model))).mean(axis=0))
-    return {
-        "hardware": hardware,
-        "plans": linear.choose(list(linear.measured_layers(model)), seconds),
-    }
+    shapes = list(linear.layers_by_shape(model))
+    return {"hardware": hardware, "plans": linear.choose(shapes, seconds)}
 
 
 def make_schedule(config: Config, prompts: PromptSet) -> StepSchedule:

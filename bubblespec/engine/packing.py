@@ -81,7 +81,6 @@ class CachePacking:
     def __post_init__(self):
         self.ends = self.start + self.count  # int64 [R], positions of each slot after the forward
         self._masks: dict = {}
-        self._vectors: dict = {}
 
     @cached_property
     def _index(self) -> torch.Tensor:
@@ -134,17 +133,14 @@ class CachePacking:
         return to_device(packed, self.device), to_device(places, self.device)
 
     @cached_property
-    def _unseen(self) -> tuple[int, torch.Tensor]:
-        """M, the maximum positions of any group, and int64 [places], by how much the position at
-        each place is below M - 1."""
-        longest = max(group.length for group in self.groups)
+    def _padded_position(self) -> torch.Tensor:
+        """int64 [places]. What pads a row sees what its last token sees; a row without tokens sees
+        what is there, or position 0."""
         if self.padding is None:
-            return longest, longest - 1 - self.position
+            return self.position
         row, offset = self._places
-        # What pads a row sees what its last token sees; a row without tokens sees what is there, or
-        # position 0.
-        position = np.minimum(self.start[row] + offset, np.maximum(self.ends[row] - 1, 0))
-        return longest, to_device(longest - 1 - position, self.device)
+        last = np.maximum(self.ends - 1, 0)[row]
+        return to_device(np.minimum(self.start[row] + offset, last), self.device)
 
     def mask(
         self, group: AttentionGroup, heads_per_kv: int, window: int | None, dtype: torch.dtype
@@ -155,19 +151,13 @@ class CachePacking:
             return None
         wanted = (group.first_slot, heads_per_kv, window)
         if wanted not in self._masks:
-            longest, unseen = self._unseen
-            # Whether q sees k depends on k - q alone: each query's mask is a piece of one vector,
-            # with k = q at M - 1.
-            if window not in self._vectors:
-                vector = unseen.new_full((2 * longest - 1,), float("-inf"), dtype=dtype)
-                vector[max(longest - (window or longest), 0) : longest] = 0.0
-                self._vectors[window] = vector
-            pieces = self._vectors[window].unfold(0, group.length, 1)
-            mask = pieces.index_select(0, unseen[group.places])
+            position = self._padded_position[group.places, None]
+            distance = position - torch.arange(group.length, device=self.device)
+            is_unseen = (distance < 0) | (distance >= (window or group.length))
+            mask = torch.zeros(distance.shape, dtype=dtype, device=self.device)
+            mask = mask.masked_fill_(is_unseen, float("-inf"))
             mask = mask.view(group.num_rows, group.num_queries, group.length)
-            if heads_per_kv > 1:
-                mask = mask.repeat(1, heads_per_kv, 1)
-            self._masks[wanted] = mask[:, None]
+            self._masks[wanted] = mask.repeat(1, heads_per_kv, 1)[:, None]
         return self._masks[wanted]
 
     @cached_property

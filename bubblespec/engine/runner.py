@@ -6,7 +6,6 @@ Shape legend: R active rows, N tokens in a forward, M rows that sample in it, T 
 """
 
 import contextlib
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -24,20 +23,6 @@ from bubblespec.engine.tensor_parallel import Shards, TPGroup
 from bubblespec.types import Row
 
 KEYS_AHEAD = 64  # positions whose noise keys are made at once
-
-
-class Follower(Protocol):
-    """What keeps something of its own for the rows in slots (`DrafterRunner`)."""
-
-    def forget(self, slots: int) -> None:
-        """Another row is in this slot."""
-
-    def release(self) -> None:
-        """Give all memory back."""
-
-    def note(self, batch: Batch, hidden: torch.Tensor) -> None:
-        """A forward has computed these hidden states, [N or more, hidden]; valid until the next
-        one."""
 
 
 class ModelRunner:
@@ -84,7 +69,8 @@ class ModelRunner:
         # `_keyed` positions.
         self._stream_key = np.zeros((num_slots, max_length, 4), np.int32)
         self._keyed = np.zeros(num_slots, np.int64)
-        self.follower: Follower | None = None
+        self.follower = None
+        """A `DrafterRunner` that keeps something of its own for the rows in slots."""
 
     def place(self, slot: int, row: Row) -> None:
         """See `Runner`: the slot's noise is that of the row."""

@@ -1,13 +1,12 @@
 """The tensor-parallel tail: when few rows are left on all ranks, all ranks decode them together,
 each with a shard of the weights.
 
-Entered at a tick, by what all ranks know. Each rank takes its unfinished rows out of its engine,
-all ranks get the tokens of all of them, and an engine that is the same on every rank feeds prompts
-and tokens again and goes on. Its forwards are in lockstep: whatever could differ between ranks is
-exchanged. Tokens are the same by themselves, as every rank works them out from what all have
-exchanged; drafts, those of the learned drafter too, are proposed by the rank that owns the row,
-which knows its text; whether to stop is asked every few forwards. When the last row is done, each
-rank has its own rows' results, and the rollout ends with the next tick.
+Entered at a tick, by what all ranks know. All ranks get the tokens of all unfinished rows, and an
+engine that is the same on every rank feeds prompts and tokens again and goes on. Its forwards are
+in lockstep: whatever could differ between ranks is exchanged. Tokens are the same by themselves, as
+every rank works them out from what all have exchanged; drafts are proposed by the rank that owns
+the row, which knows its text; whether to stop is asked every few forwards. When the last row is
+done, each rank has its own rows' results, and the rollout ends with the next tick.
 """
 
 import contextlib
@@ -30,7 +29,6 @@ from bubblespec.planner.stats import RunStats
 from bubblespec.planner.tail import MIN_GAIN, use_tp_tail
 from bubblespec.records import RolloutRecord, Span
 from bubblespec.rollout.board import ProgressBoard, RankState
-from bubblespec.rollout.codec import decode_rows, encode_rows
 from bubblespec.rollout.profile import profile
 from bubblespec.rollout.table import RowTable
 from bubblespec.types import Row, SampleId
@@ -42,8 +40,7 @@ NUM_TIMED = 3  # forwards at the start, after those that do not count
 
 
 class TPTail:
-    """The engine of all ranks together, and when to use it. Made once a run, by all ranks
-    together."""
+    """The engine of all ranks together, and when to use it."""
 
     def __init__(
         self,
@@ -72,9 +69,8 @@ class TPTail:
         num_left = int((table.synced >= 0).sum())
         if table.launch.selects or any(state.must_stop for state in states):
             return False
-        if not 0 < num_left <= self.max_rows:
-            return False
-        return self._is_worth_it is None or self._is_worth_it(table)
+        is_worth_it = self._is_worth_it or (lambda table: True)
+        return 0 < num_left <= self.max_rows and is_worth_it(table)
 
     def run(
         self,
@@ -87,11 +83,9 @@ class TPTail:
         record: RolloutRecord,
     ) -> None:
         """Generate the unfinished rows of all ranks to their end, on all ranks together. If any
-        rank has been told to stop, all leave, and the rows keep their tokens so far.
-
-        own: this rank's, by index; proposer: on all ranks or on none; on_finished: called with each
-        of the own rows.
-        """
+        rank has been told to stop, all leave, and the rows keep their tokens so far. own: this
+        rank's, by index; proposer: on all ranks or on none; on_finished: called with each of the
+        own rows."""
         ranks, engine = self.ranks, self.engine
         began_s = ranks.clock.perf_counter()
         rows = self._gather(own, table)
@@ -101,37 +95,37 @@ class TPTail:
         drafts = None if proposer is None else OwnersPropose(proposer, is_own, ranks.gather)
         engine.reset()  # the weights have changed since the last time
         engine.add([rows[index] for index in sorted(rows)])
-        before, num_steps = engine.num_forwards, 0
-        with contextlib.ExitStack() as stack:
-            if self._drafter is not None:
-                source, drafter_runner = self._drafter
-                stack.enter_context(source.moved_to(drafter_runner))
+        before = engine.num_forwards
+        source, drafter_runner = self._drafter or (None, None)
+        with source.moved_to(drafter_runner) if source else contextlib.nullcontext():
             while not engine.is_idle:
-                if num_steps % STOP_INTERVAL == 0:
-                    if ranks.gather(np.array([ranks.must_stop], np.uint8)).any():
-                        break
-                finished, _ = engine.step(params, drafts)
-                num_steps += 1
-                for row in finished:
+                is_asked = (engine.num_forwards - before) % STOP_INTERVAL == 0
+                if is_asked and ranks.gather(np.array([ranks.must_stop], np.uint8)).any():
+                    break
+                for row in engine.step(params, drafts)[0]:
                     if id(row) in is_own:
                         on_finished(row)
         engine.collect()
-        # Memory and graphs stay: they are few rows, and capturing may take as long as what is
-        # gained.
-        engine.reset()
+        engine.reset()  # memory and graphs stay: capturing may take as long as what is gained
         record.shared.append(Span("shared", began_s, ranks.clock.perf_counter()))
         record.shared_rows += len(own)
         record.shared_forwards += engine.num_forwards - before
 
     def _gather(self, own: dict[int, Row], table: RowTable) -> dict[int, Row]:
         """The unfinished rows of all ranks, by index: the own ones as they are, of the others
-        copies."""
-        rows = dict(own)
-        for rank, numbers in enumerate(self.ranks.gather_ragged(encode_rows(own))):
-            for known in decode_rows(numbers) if rank != self.ranks.rank else ():
-                row = rows[known.index] = table.make_row(known.index, self.max_new_tokens)
-                row.tokens, row.logprob = known.tokens, known.logprob
-                row.full_logprob = known.full_logprob
+        copies. Of each the ranks exchange index, length, tokens and both log-probabilities, all
+        exact as float64."""
+        rows, numbers = dict(own), [np.empty(0)]
+        for index, row in own.items():
+            parts = ((index, len(row.tokens)), row.tokens, row.logprob, row.full_logprob)
+            numbers.append(np.concatenate(parts, dtype=np.float64))
+        for rank, left in enumerate(self.ranks.gather_ragged(np.concatenate(numbers))):
+            while len(left) and rank != self.ranks.rank:
+                index, length = left[:2].astype(np.int64).tolist()
+                columns, left = np.split(left[2:], [3 * length])
+                row = rows[index] = table.make_row(index, self.max_new_tokens)
+                row.tokens = columns[:length].astype(np.int64)
+                row.logprob, row.full_logprob = columns[length:].reshape(2, length).astype("f4")
         return rows
 
 
@@ -139,15 +133,11 @@ class OwnersPropose:
     """The engine's `Proposer` where all ranks have all rows: each asks its own one for its own
     rows, and all get all drafts."""
 
-    def __init__(
-        self, proposer: Proposer, is_own: set[int], gather: Callable[[np.ndarray], np.ndarray]
-    ):
+    def __init__(self, proposer: Proposer, is_own: set[int], gather: Callable):
         """is_own: id() of the own rows; gather: see `Ranks`."""
         self.proposer, self.is_own, self.gather = proposer, is_own, gather
 
-    def propose(
-        self, rows: list[Row], lengths: np.ndarray, room: np.ndarray, budget: int
-    ) -> list[np.ndarray | None]:
+    def propose(self, rows: list[Row], lengths: np.ndarray, room: np.ndarray, budget: int):
         """See `Proposer`. What is exchanged has one size on all ranks."""
         own, numbers = self._own(rows), np.full((len(rows), MAX_DRAFT_TOKENS), -1)
         if own:
@@ -156,22 +146,14 @@ class OwnersPropose:
             drafts = self.proposer.propose(own_rows, lengths[own], room[own], budget)
             for i, draft in zip(own, drafts, strict=True):
                 if draft is not None:
-                    draft = draft[: room[i]]
-                    numbers[i, : len(draft)] = draft
+                    numbers[i, : min(len(draft), room[i])] = draft[: room[i]]
         return [tokens[tokens >= 0] for tokens in self.gather(numbers).max(axis=0)]
 
-    def observe(
-        self,
-        rows: list[Row],
-        tokens: list[np.ndarray],
-        num_draft: np.ndarray,
-        num_accepted: np.ndarray,
-    ) -> None:
+    def observe(self, rows: list[Row], tokens: list, num_draft, num_accepted) -> None:
         """See `Proposer`: of the own rows."""
         if own := self._own(rows):
-            self.proposer.observe(
-                [rows[i] for i in own], [tokens[i] for i in own], num_draft[own], num_accepted[own]
-            )
+            own_rows, own_tokens = [rows[i] for i in own], [tokens[i] for i in own]
+            self.proposer.observe(own_rows, own_tokens, num_draft[own], num_accepted[own])
 
     def _own(self, rows: list[Row]) -> list[int]:
         return [i for i, row in enumerate(rows) if id(row) in self.is_own]
@@ -196,18 +178,11 @@ def make_tp_tail(
     alone: ModelRunner = engine.runner
     ranks.place = "set-up of the tensor-parallel tail"
     try:
-        runner = ModelRunner(
-            alone.model,
-            max_rows,
-            alone.max_length,
-            alone.seed,
-            max_batch_tokens=max(alone.max_batch_tokens, max_rows),
-            kernel=alone.kernel,
-            rule=alone.rule,
-            enforce_eager=alone.graphs is None,
-            tp=TPGroup(ranks),
-            beside=alone.graphs,
-        )
+        options = {"kernel": alone.kernel, "rule": alone.rule, "beside": alone.graphs}
+        options["max_batch_tokens"] = max(alone.max_batch_tokens, max_rows)
+        options["enforce_eager"] = alone.graphs is None
+        parts = (alone.model, max_rows, alone.max_length, alone.seed)
+        runner = ModelRunner(*parts, tp=TPGroup(ranks), **options)
         runner.shards.check()
     except TPUnsupported as error:
         if wanted != "auto" and ranks.is_main:
@@ -230,13 +205,9 @@ def make_tp_tail(
             if table.rows is None or stats.shared_cost is None:
                 return False
             indices, rows = table.unfinished()
+            costs = (stats.shared_cost, tp_cost)
             return use_tp_tail(
-                rows,
-                table.rank_of[indices],
-                stats.shared_cost,
-                tp_cost,
-                num_slots=num_slots,
-                overhead_s=overhead_s,
+                rows, table.rank_of[indices], *costs, num_slots=num_slots, overhead_s=overhead_s
             )
 
     ranks.before_end.append(runner.release)
@@ -246,9 +217,8 @@ def make_tp_tail(
 def measure(
     together: Engine, alone: Engine, params: SamplingParams, ranks: Ranks
 ) -> CostModel | None:
-    """The cost of forwards of all ranks together, the same on all
-    ranks; None where a forward of one row takes no less time together than alone, so that it cannot
-    pay."""
+    """The cost of forwards of all ranks together, the same on all ranks; None where a forward of
+    one row takes no less time together than alone, so that it cannot pay."""
     params = replace(params, stop_token_ids=())  # nothing is to end a row
     seconds = [_seconds_of_a_forward(engine, params, ranks) for engine in (alone, together)]
     alone_s, together_s = ranks.gather(np.array(seconds)).max(axis=0).tolist()

@@ -22,6 +22,11 @@ SMALL = {
 GQA = {**SMALL, "num_key_value_heads": 2}
 
 
+# Of `small_config`.
+ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "mistral-window", "phi3", "olmo2"]
+ARCHITECTURES += ["gpt_neox", "gpt2"]
+
+
 def small_config(name: str) -> transformers.PretrainedConfig:
     configs = {
         "llama": lambda: transformers.LlamaConfig(**GQA),

@@ -15,8 +15,8 @@ class Meeting:
 
 
 class ThreadTPGroup:
-    """A `TPGroup` of one of these threads. Each rank adds up in an order of its own, as rounding may
-    differ between ranks."""
+    """A `TPGroup` of one of these threads. Each rank adds up in an order of its own, as rounding
+    may differ between ranks."""
 
     can_capture = False
 

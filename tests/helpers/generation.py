@@ -1,0 +1,57 @@
+"""Rows to generate, engines for them, and a source of right and wrong drafts."""
+
+import numpy as np
+
+from bubblespec.engine.engine import Engine
+from bubblespec.engine.runner import ModelRunner
+from bubblespec.types import Row, SampleId
+from tests.helpers.models import VOCAB
+
+STOP = (5, 11)
+
+
+def make_engine(model, num_slots: int, *, seed=0, max_length=100, **options) -> Engine:
+    return Engine(ModelRunner(model, num_slots, max_length, seed, **options))
+
+
+def make_prompts(count: int, longest: int = 40) -> list[tuple[int, ...]]:
+    rng = np.random.default_rng(0)
+    return [tuple(rng.integers(1, VOCAB, rng.integers(1, longest)).tolist()) for _ in range(count)]
+
+
+def make_rows(prompts, num_generations: int, max_new_tokens: int = 30) -> list[Row]:
+    return [
+        Row(SampleId(100 + u, 3, j), p, max_new_tokens)
+        for u, p in enumerate(prompts)
+        for j in range(num_generations)
+    ]
+
+
+def as_dict(rows: list[Row]) -> dict:
+    return {(row.id.uid, row.id.sample): (row.tokens.tolist(), row.finish) for row in rows}
+
+
+class Drafter:
+    """Proposes `made` of the true continuation, each token replaced at random with probability
+    `corrupted`."""
+
+    def __init__(self, wanted: dict, corrupted: float):
+        self.wanted, self.corrupted, self.rng = wanted, corrupted, np.random.default_rng(3)
+        self.num_draft = self.num_accepted = self.num_gained = 0
+
+    def propose(self, rows, lengths, room, budget):
+        drafts = []
+        for row, length in zip(rows, lengths, strict=True):
+            truth = np.array(self.wanted[row.id.uid, row.id.sample][0])[length:]
+            draft = np.concatenate((truth, self.rng.integers(1, VOCAB, 3)))
+            draft = draft[: self.rng.integers(0, 9)]
+            wrong = self.rng.random(len(draft)) < self.corrupted
+            draft[wrong] = self.rng.integers(1, VOCAB, wrong.sum())
+            drafts.append(draft if self.rng.random() < 0.8 else None)
+        return drafts
+
+    def observe(self, rows, tokens, num_draft, num_accepted):
+        assert (num_accepted <= [len(gained) for gained in tokens]).all()
+        self.num_draft += num_draft.sum()
+        self.num_accepted += num_accepted.sum()
+        self.num_gained += sum(len(t) for t in tokens)

@@ -1,0 +1,166 @@
+"""Stand-ins for CUDA graphs and for the kernels in them, on a CPU.
+
+`Tape` records every tensor operation of a forward and replays those on the same memory, so that
+whatever a forward takes from the host is frozen as it would be in a graph. The kernels are their
+documented meaning, written with tensors alone.
+"""
+
+import sys
+import types
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from bubblespec.engine import graphs
+from bubblespec.engine.kv_cache import KVCache
+from bubblespec.engine.model import forward_hidden
+from bubblespec.engine.packing import PAGE, pack_rows
+
+aten = torch.ops.aten
+
+
+def varlen_attn(
+    query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa, seqused_k,
+    num_splits,
+) -> torch.Tensor:  # fmt: skip
+    """torch's variable-length attention as documented, causal from the last key backwards. What
+    breaks its rules becomes NaN."""
+    left, right = window_size
+    assert right == 0 and cu_q.dtype == cu_k.dtype == seqused_k.dtype == torch.int32
+    assert len(cu_q) == len(cu_k)
+    token = torch.arange(len(query))
+    sequence = torch.searchsorted(cu_q, token, right=True) - 1
+    begin, used = cu_q[sequence], seqused_k[sequence]
+    # Where the token is among the keys of its sequence.
+    position = used - (cu_q[sequence + 1] - begin) + token - begin
+    index = torch.arange(len(key)) - cu_k[sequence][:, None]
+    seen = (index >= 0) & (index <= position[:, None])
+    if left >= 0:
+        seen &= index >= position[:, None] - left
+    fold = query.shape[1] // key.shape[1]
+    assert enable_gqa == (fold > 1)
+    key, value = key.repeat_interleave(fold, 1), value.repeat_interleave(fold, 1)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    out = torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), value)
+    is_right = (token - begin < max_q) & (position >= 0)
+    is_right &= (used <= max_k) & (used <= (cu_k[1:] - cu_k[:-1])[sequence])
+    return out.masked_fill(~is_right[:, None, None], float("nan"))
+
+
+def flash_attn_varlen_func(
+    query, key, value, cu_q, cu_k, max_q, max_k, softmax_scale, causal, window_size, block_table
+) -> torch.Tensor:
+    """The flash_attn package's, for a cache in pages: a sequence's keys are those in its pages, one
+    after the other."""
+    assert causal and key.shape[1] == PAGE
+    key, value = (t[block_table.clamp(max=len(t) - 1)].flatten(0, 2) for t in (key, value))
+    begin = torch.arange(len(cu_q), dtype=torch.int32) * block_table.shape[1] * PAGE
+    options = {"scale": softmax_scale, "window_size": window_size, "num_splits": 1}
+    options |= {"enable_gqa": query.shape[1] > key.shape[1], "seqused_k": cu_k[1:] - cu_k[:-1]}
+    return varlen_attn(query, key, value, cu_q, begin, max_q, max_k, **options)
+
+
+class NoWaits(TorchDispatchMode):
+    """Raises where the host would have to wait for a GPU."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in (aten.item.default, aten.is_nonzero.default, aten.nonzero.default):
+            raise RuntimeError("called a synchronizing CUDA operation")
+        return function(*args, **(kwargs or {}))
+
+
+def rehearse(run) -> None:
+    with NoWaits():
+        run()
+
+
+def memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class Tape(NoWaits):
+    """Records tensor operations; replays them on the memory that they had."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = super().__torch_dispatch__(function, types, args, kwargs)
+        self.calls.append((function, args, kwargs or {}, result))
+        return result
+
+    def replay(self) -> None:
+        for function, args, kwargs, recorded in self.calls:
+            result = function(*args, **kwargs)
+            for old, new in zip(tree_leaves(recorded), tree_leaves(result), strict=True):
+                if isinstance(old, torch.Tensor) and memory(old) != memory(new):
+                    old.copy_(new)
+
+
+class Captures:
+    """Counts captures; graphs share one memory, so a replay spoils what the others have
+    returned."""
+
+    def __init__(self):
+        self.sizes: list[int] = []
+        self.results: list[torch.Tensor] = []
+        self.pools: list = []
+
+    def __call__(self, run, pool):
+        tape = Tape()
+        with tape:
+            hidden = run()
+
+        def replay() -> None:
+            for other in self.results:
+                other.fill_(float("nan"))
+            tape.replay()
+
+        self.sizes.append(len(hidden))
+        self.results.append(hidden)
+        self.pools.append(pool)
+        return replay, hidden, ("the pool",)
+
+
+def install_flash_attn(monkeypatch, function: Callable) -> None:
+    """`function` is that of the flash_attn package, whether this is installed or not."""
+    package = types.SimpleNamespace(flash_attn_varlen_func=function)
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+
+
+def stand_in(monkeypatch) -> Captures:
+    """From now on there are graphs on a CPU."""
+    captures = Captures()
+    monkeypatch.setattr("bubblespec.engine.attention.varlen_attn", varlen_attn)
+    install_flash_attn(monkeypatch, flash_attn_varlen_func)
+    monkeypatch.setattr(graphs, "rehearse", rehearse)
+    monkeypatch.setattr(graphs, "capture", captures)
+    has_graphs = lambda device, kernel: kernel != "sdpa"  # noqa: E731
+    monkeypatch.setattr("bubblespec.engine.runner.can_capture", has_graphs)
+    return captures
+
+
+def assert_equal(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Up to rounding: the last bits of float64, or what another order of summation makes of
+    bfloat16."""
+    tolerance = 1e-9 if got.dtype == torch.float64 else 0.03
+    scale = wanted.abs().max().clamp(min=1.0)
+    assert ((got - wanted).abs().max() / scale).item() < tolerance
+
+
+def feed(model, cache: KVCache, sequences, start, count, run) -> torch.Tensor:
+    """Hidden states of the next count[r] tokens of all sequences r, by run(tokens, packing)."""
+    packing = pack_rows(cache, np.array(start), np.array(count), model.device)
+    fed = [s[a : a + n] for s, a, n in zip(sequences, start, count, strict=True)]
+    return run(np.concatenate(fed), packing)
+
+
+def eager(model, kernel: str = "sdpa") -> Callable:
+    """The forward without graphs, as `feed` wants it."""
+    return lambda tokens, packing: forward_hidden(
+        model, torch.from_numpy(tokens).to(model.device), packing, kernel
+    )
