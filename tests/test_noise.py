@@ -84,9 +84,8 @@ def test_bits_equal_integer_arithmetic():
     )
     bits = random_bits(keys, 500)
     words = [[word % (1 << 32) for word in key] for key in keys.tolist()]
-    assert [
-        [reference_step.random_bits(key, v) for v in range(500)] for key in words
-    ] == bits.tolist()
+    wanted = [[reference_step.random_bits(key, v) for v in range(500)] for key in words]
+    assert wanted == bits.tolist()
 
 
 def test_bits_are_uniform_and_independent_of_neighbouring_streams():
@@ -103,13 +102,8 @@ def test_bits_are_uniform_and_independent_of_neighbouring_streams():
         random_bits(keys_for(uid=1, position=positions, **c), 5000).double() / 2**31 - 0.5
         for c in ({"sample": 1}, {"step": 1})
     ]
-    for a, b in (
-        (u[1:], u[:-1]),
-        (u[:, 1:], u[:, :-1]),
-        (u, others[0]),
-        (u, others[1]),
-        (u[:, 2:], u[:, :-2]),
-    ):
+    neighbours = (u[1:], u[:-1]), (u[:, 1:], u[:, :-1]), (u[:, 2:], u[:, :-2])
+    for a, b in (*neighbours, (u, others[0]), (u, others[1])):
         correlation = (a * b).mean() * 12
         assert abs(correlation) < 5 / a.numel() ** 0.5
 
@@ -119,11 +113,8 @@ def test_gumbel_law():
     noise would end."""
     drawn = gumbel(keys_for(uid=2, position=np.arange(100)), 5000, torch.float64).flatten().numpy()
     assert stats.kstest(drawn, "gumbel_r").pvalue > 1e-4
-    beyond_ten = (drawn > 10).sum()
-    assert (
-        abs(beyond_ten - drawn.size * stats.gumbel_r.sf(10))
-        < 5 * (drawn.size * stats.gumbel_r.sf(10)) ** 0.5
-    )
+    beyond_ten, expected = (drawn > 10).sum(), drawn.size * stats.gumbel_r.sf(10)
+    assert abs(beyond_ten - expected) < 5 * expected**0.5
     assert gumbel(keys_for(), 10).isfinite().all()
 
 

@@ -67,17 +67,9 @@ def _problem(kernel: str, device: torch.device, dtype: torch.dtype, head_sizes) 
 
 
 def bubblespec_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    packing=None,
-    kernel: str = "sdpa",
-    **kwargs,
-) -> tuple[torch.Tensor, None]:
+    module, query, key, value, attention_mask, scaling=None, sliding_window=None, packing=None,
+    kernel: str = "sdpa", **kwargs,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
     """query: [1, H, N, D]; key, value: [1, K, N, D]; packing: see packing.py, or one with an
     `attend` of its own. Returns [1, N, H, D], contiguous: models take a view of it."""
     unknown = {name for name, given in kwargs.items() if given is not None and name not in _IGNORED}

@@ -34,23 +34,16 @@ from bubblespec.types import Row
 class Batch:
     """What a forward feeds, all on the host."""
 
-    start: np.ndarray
-    """int64 [R], positions of each active row that have keys and values."""
-    count: np.ndarray
-    """int64 [R], new tokens of each."""
-    index: np.ndarray
-    """int64 [2, N], slot and position of each new token, rows one after the other."""
-    tokens: np.ndarray
-    """int64 [N], the new tokens."""
+    start: np.ndarray  # int64 [R], positions of each active row that have keys and values
+    count: np.ndarray  # int64 [R], new tokens of each
+    index: np.ndarray  # int64 [2, N], slot and position of each new token, row after row
+    tokens: np.ndarray  # int64 [N], the new tokens
     slots: np.ndarray
     """int64 [M], the slots of the rows that sample, ascending: they feed all their known tokens,
     and their drafts."""
-    generated: np.ndarray
-    """int64 [M], response tokens that these rows have."""
-    num_draft: np.ndarray
-    """int64 [M], draft tokens of these rows."""
-    draft: np.ndarray
-    """int64 [S], the drafts one after the other."""
+    generated: np.ndarray  # int64 [M], response tokens that these rows have
+    num_draft: np.ndarray  # int64 [M], draft tokens of these rows
+    draft: np.ndarray  # int64 [S], the drafts one after the other
     load: Load
 
 
@@ -84,10 +77,8 @@ class Runner(Protocol):
     """What computes a forward: a model (`ModelRunner`), or in virtual time a recorded text."""
 
     num_slots: int
-    max_length: int
-    """Prompt plus response in tokens."""
-    max_batch_tokens: int
-    """Maximum tokens in a forward, at least num_slots."""
+    max_length: int  # prompt plus response in tokens
+    max_batch_tokens: int  # in a forward, at least num_slots
 
     def forward(self, batch: Batch, params: SamplingParams) -> Sampled:
         """Feed the batch, and verify its drafts."""
@@ -121,11 +112,9 @@ class Engine:
                 f"max_batch_tokens = {self.max_batch_tokens} is below num_slots = {num_slots}"
             )
         self.num_forwards = 0
-        self.queue: deque[Row] = deque()
-        """Rows that wait for a slot."""
+        self.queue: deque[Row] = deque()  # rows that wait for a slot
+        # Active rows, by slot. Their tokens are in them once they have finished; see `collect`.
         self.rows: list[Row] = []
-        """Active rows, by slot. Their tokens are in them once they have finished; see
-        `collect`."""
         # Per slot. A row's known tokens are tokens[: length], of which the first `cached` have keys
         # and values.
         self.tokens = np.zeros((num_slots, max_length), np.int64)

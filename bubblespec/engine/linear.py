@@ -48,10 +48,8 @@ class Plan(NamedTuple):
     copy: str = ""
     """Of the weight, for generation: "transposed" is [K, M] for torch's own product, "packed" is in
     oneDNN's order; or none."""
-    levels: tuple[bool, ...] = (False,) * len(LEVELS)
-    """Whether generation uses the copy, by `level` of the rows."""
-    trains: bool = False
-    """Whether training uses oneDNN."""
+    levels: tuple[bool, ...] = (False,) * len(LEVELS)  # where it is used, by `level` of the rows
+    trains: bool = False  # whether training uses oneDNN
 
 
 def level(rows: int) -> int:

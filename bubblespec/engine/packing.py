@@ -51,16 +51,11 @@ class AttentionGroup(NamedTuple):
     positions to L."""
 
     first_slot: int
-    num_rows: int
-    """R."""
-    num_queries: int
-    """Q."""
-    length: int
-    """L, at least the positions of each row."""
-    places: slice
-    """Of its R * Q queries in the padded order, see `CachePacking.padding`."""
-    sees_all: bool
-    """Each row's only query is its position L - 1."""
+    num_rows: int  # R
+    num_queries: int  # Q
+    length: int  # L, at least the positions of each row
+    places: slice  # of its R * Q queries in the padded order, see `CachePacking.padding`
+    sees_all: bool  # each row's only query is its position L - 1
 
 
 @dataclass
@@ -69,14 +64,10 @@ class CachePacking:
     device."""
 
     cache: KVCache
-    start: np.ndarray
-    """int64 [R], cached positions of each slot."""
-    count: np.ndarray
-    """int64 [R], new tokens of each slot."""
-    index: np.ndarray
-    """int64 [2, N], slot and position of each token."""
-    device: torch.device
-    """Of the forward; the three arrays are on the host."""
+    start: np.ndarray  # int64 [R], cached positions of each slot
+    count: np.ndarray  # int64 [R], new tokens of each slot
+    index: np.ndarray  # int64 [2, N], slot and position of each token
+    device: torch.device  # of the forward; the three arrays are on the host
 
     def __post_init__(self):
         self.ends = self.start + self.count  # int64 [R], positions of each slot after the forward
@@ -176,17 +167,13 @@ class Varlen:
     """S sequences of new tokens and their keys in the flattened cache, for variable-length
     kernels."""
 
-    cu_q: torch.Tensor
-    """int32 [S + 1], offset of each sequence's new tokens."""
-    cu_k: torch.Tensor
-    """int32 [S + 1], offset of its keys in the flattened cache."""
+    cu_q: torch.Tensor  # int32 [S + 1], offset of each sequence's new tokens
+    cu_k: torch.Tensor  # int32 [S + 1], offset of its keys in the flattened cache
     used: torch.Tensor | None
     """int32 [S], number of its keys, of which the last are those of the new tokens; None where
     keys are those of whole sequences."""
-    max_q: int
-    """Bound on the new tokens of a sequence."""
+    max_q: int  # bounds on the new tokens of a sequence, and on its keys
     max_k: int
-    """Bound on its keys."""
     slot_length: int
 
     @cached_property
@@ -235,10 +222,8 @@ def pack_rows(
 class SequencePacking:
     """Whole sequences one after the other."""
 
-    lengths: list[int]
-    """Tokens of each sequence."""
-    position: torch.Tensor
-    """int64 [N], from 0 in each sequence."""
+    lengths: list[int]  # tokens of each sequence
+    position: torch.Tensor  # int64 [N], from 0 in each sequence
 
     @cached_property
     def groups(self) -> tuple[list[tuple[int, int, torch.Tensor, torch.Tensor]], torch.Tensor]:

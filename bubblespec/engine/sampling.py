@@ -45,16 +45,11 @@ FRESH = 1 << 29
 class SamplingParams:
     """The sampled distribution, and the tokens that end a response."""
 
-    temperature: float = 1.0
-    """0 is greedy."""
-    top_p: float = 1.0
-    """Probability of the nucleus; 1 truncates nothing."""
-    top_k: int = 0
-    """Number of best tokens; 0 truncates nothing."""
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0  # probability of the nucleus; 1 truncates nothing
+    top_k: int = 0  # number of best tokens; 0 truncates nothing
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a response."""
-    min_length: int = 0
-    """Response tokens before which stop tokens are barred."""
+    min_length: int = 0  # response tokens before which stop tokens are barred
 
 
 class Verified(NamedTuple):
@@ -105,11 +100,7 @@ def _sample_chunk(logits, keys, num_generated, params):
 
 
 def perturb(
-    logits: torch.Tensor,
-    keys: torch.Tensor,
-    num_generated: torch.Tensor,
-    params: SamplingParams,
-    ids: int | torch.Tensor,
+    logits: torch.Tensor, keys, num_generated, params: SamplingParams, ids: int | torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of logits [T, V]: divided by the temperature; with barred tokens at -inf (`restrict`); and
     with noise, whose argmax is the sampled token. ids: see `gumbel`."""
@@ -121,9 +112,7 @@ def perturb(
     return logits, allowed, gumbel(keys, ids, logits.dtype).add_(allowed)
 
 
-def restrict(
-    logits: torch.Tensor, num_generated: torch.Tensor, params: SamplingParams
-) -> torch.Tensor:
+def restrict(logits: torch.Tensor, num_generated, params: SamplingParams) -> torch.Tensor:
     """Logits [T, V] (already divided by the temperature) with barred tokens at -inf: stop tokens
     too early, then all but the top_k, then all outside the nucleus (the smallest set of best tokens
     with probability at least top_p)."""

@@ -71,12 +71,12 @@ class TPGroup:
 
 
 class ShardSpec(NamedTuple):
-    """A linear layer of which this rank computes a part."""
+    """A linear layer of which this rank computes a part: of its outputs, or of its inputs where it
+    is rowwise."""
 
     module: torch.nn.Module
     is_rowwise: bool
     part: slice
-    """Of its outputs; of its inputs where it is rowwise."""
 
 
 class Shards:
@@ -231,13 +231,7 @@ def _summed(forward: Callable, bias: torch.Tensor | None, sum_: Callable, x: tor
 
 
 def sample_shards(
-    logits: torch.Tensor,
-    keys: torch.Tensor,
-    num_generated: torch.Tensor,
-    params: SamplingParams,
-    *,
-    vocab_size: int,
-    tp: TPGroup,
+    logits: torch.Tensor, keys, num_generated, params: SamplingParams, *, vocab_size, tp: TPGroup
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`sampling.sample` from shards of the vocabulary: logits are this rank's, [T, v]. Returns the
     same, equal to the bit on all ranks, however they round: it is worked out from what they have
