@@ -131,7 +131,7 @@ def check(ranks: list[dict]) -> None:
         assert sorted(map(id, result["told"])) == sorted(id(row) for row in result["rows"].values())
 
 
-@pytest.mark.parametrize("num_ranks, max_rows", [(2, 7), (3, 12), (4, 1)])
+@pytest.mark.parametrize("num_ranks, max_rows", [(2, 1), (3, 12), (4, 7)])
 def test_the_responses_are_those_of_plain_generation(num_ranks, max_rows):
     ranks = play(num_ranks, max_rows)
     check(ranks)

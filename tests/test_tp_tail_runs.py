@@ -36,14 +36,8 @@ def test_tail_batching_shares_the_tails_of_its_long_rounds(tmp_path):
     tail = ("tail_batching.enabled=true", "tail_batching.over_sampling_ratio=1.5")
     found = []
     for name, rows in (("without", 0), ("with", 12)):
-        run(
-            tmp_path / name,
-            2,
-            *DRAFTING,
-            *tail,
-            f"rollout.tp_tail_max_rows={rows}",
-            "run.max_steps=4",
-        )
+        options = (*tail, f"rollout.tp_tail_max_rows={rows}", "run.max_steps=4")
+        run(tmp_path / name, 2, *DRAFTING, *options)
         found.append(digests(tmp_path / name))
     assert found[0] == found[1]
     rounds = {
@@ -62,9 +56,8 @@ def test_killed_or_stopped_in_the_middle_of_it_and_resumed(plain, tmp_path, kind
     if kind == "tail-dies":
         assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
     else:
-        assert done.returncode == 0 and "told to stop after 3 of 4 updates" in done.stderr, (
-            done.stderr[-3000:]
-        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert "told to stop after 3 of 4 updates" in done.stderr
     assert len(digests(tmp_path)) == 3, "the step in which it came is not done"
     run(tmp_path, 2, *method)
     check(tmp_path, plain, most_rows=32)
