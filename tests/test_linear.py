@@ -15,6 +15,7 @@ from bubblespec import setup as set_up_module
 from bubblespec.checkpoint import list_checkpoints, read_state
 from bubblespec.config import load_config
 from bubblespec.dist.ranks import Ranks
+from bubblespec.engine import linear as linear_module
 from bubblespec.engine.linear import (
     COPIES,
     LEVELS,
@@ -312,7 +313,7 @@ def test_ranks_decide_together(monkeypatch, make_model):
 
     config, chosen = config_of("x"), []
     for _ in range(2):
-        monkeypatch.setattr(set_up_module, "measure", faked(next(mine)))
+        monkeypatch.setattr(linear_module, "measure", faked(next(mine)))
         chosen.append(choose_linear(config, Two(torch.device("cpu")), model, None))
     assert chosen[0] == chosen[1]
     # sqrt(0.5 * 1.5) and sqrt(0.5 * 0.6)
@@ -321,7 +322,7 @@ def test_ranks_decide_together(monkeypatch, make_model):
 
 @pytest.mark.parametrize("override", ["model.cpu_linear=torch", "model.dtype=float64"])
 def test_switched_off(monkeypatch, tmp_path, override):
-    monkeypatch.setattr(set_up_module, "measure", None)
+    monkeypatch.setattr(linear_module, "measure", None)
     trainer = build(config_of(tmp_path, override), Ranks(torch.device("cpu")))
     trainer.lock.close()
     assert trainer.linear is None and not any(
@@ -334,7 +335,7 @@ def test_a_continued_run_keeps_the_choice(monkeypatch, tmp_path):
     interrupted, to the bit; but on another processor it chooses anew."""
 
     def run(folder, seconds, *overrides: str):
-        monkeypatch.setattr(set_up_module, "measure", faked(seconds))
+        monkeypatch.setattr(linear_module, "measure", faked(seconds))
         config = config_of(folder, "loss.kl_coef=0.1", *overrides)
         trainer = build(config, Ranks(torch.device("cpu")))
         train(trainer)
