@@ -183,7 +183,7 @@ class ThreadRanks(Ranks):
         return np.stack(self._exchange(array))
 
 
-@pytest.mark.parametrize("name, world_size", zip(RECIPES, itertools.cycle((2, 4))))
+@pytest.mark.parametrize("name, world_size", list(zip(RECIPES, itertools.cycle((2, 4)))))
 def test_number_of_ranks_changes_nothing_but_rounding(make_model, tmp_path, name, world_size):
     """All updates, so that later minibatches and their old log-probabilities are those of every
     rank."""
