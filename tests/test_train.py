@@ -86,7 +86,7 @@ def test_drafts_are_made_verified_and_accepted(two_ranks, drafted):
     for line, other in zip(lines[2:], plain[2:], strict=True):
         assert line["drafts/aligned/accept_rate"] > 0.8 and line["rollout/spec_accept_length"] > 2
         assert line["rollout/forwards"] < 0.7 * other["rollout/forwards"]
-    timelines = sorted((drafted / "timeline").iterdir())
+    timelines = sorted((drafted / "timeline").glob("*.json"))
     assert [path.name for path in timelines] == [f"step_{step:05d}.json" for step in range(3)]
     events = [json.loads(path.read_text())["traceEvents"] for path in timelines]
     kinds = {event["name"] for of_step in events for event in of_step if event["ph"] == "X"}
