@@ -1,14 +1,26 @@
-"""Whole runs of train.py: the tokens of every step are those of a run without drafts, and so are
-the weights, whatever is used to be faster, on any number of ranks, killed, stopped and resumed.
+"""Whole runs: the tokens of every step are those of a run without drafts, and so are the weights,
+whatever is used to be faster, on any number of ranks, killed, stopped and resumed.
 
-One reference run per shape: per set of options that decide which tokens are generated.
+One reference run per shape: per set of options that decide which tokens are generated. Ranks are
+threads, and in two cases processes. Idle tasks run whatever the clock says.
 """
 
-import signal
+import functools
 
 import pytest
 
-from tests.helpers.runs import ALWAYS_DRAFT, digests, read, run, same_weights, weights
+from tests.helpers.drafting import chain_always, train_always
+from tests.helpers.runs import (
+    ALWAYS_DRAFT,
+    digests,
+    read,
+    run,
+    run_until_killed,
+    same_weights,
+    weights,
+)
+from tests.helpers.streaming import stream_always
+from tests.helpers.threads import Killed, train_on_threads
 
 STEPS = 4
 TINY = [
@@ -41,7 +53,7 @@ OPTIONS = {
     "drafts": ["speculative.method=bubble+suffix", "bubble.lookahead=2", ALWAYS_DRAFT],
     "drafter": [
         "speculative.method=bubble+suffix+drafter",
-        "drafter.warm_start=1500",
+        "drafter.warm_start=300",
         ALWAYS_DRAFT,
     ],
     "streamed": ["optim.stream_gradients=true"],
@@ -54,29 +66,18 @@ METRICS = {  # that are above 0 where an option has been used
     "streamed": ["stream/share"],
     "tp tail": ["shared_tail/rows"],
 }
-SCRIPT = "tests/helpers/always.py"
-
 # shape, options, ranks, how the run is interrupted
 CASES = [
     ("in order", "few slots", 2, None),
-    ("in order", "drafts", 1, "kill"),
-    ("in order", "drafts+workers", 4, "stop"),
+    ("in order", "drafts+tp tail", 4, "stop"),
     ("in order", "drafter", 2, "kill"),
     ("in order", "streamed", 2, "kill"),
-    ("in order", "tp tail+workers", 4, None),
-    ("in order", "drafter+tp tail+streamed", 2, None),
     ("tail batching", "streamed", 1, None),
     ("tail batching", "drafts+tp tail", 2, "kill"),
-    ("tail batching", "drafter+tp tail+streamed", 4, None),
-    ("dynamic sampling", "drafts+workers", 2, "stop"),
+    ("tail batching", "drafter+tp tail+streamed", 2, None),
+    ("dynamic sampling", "drafts", 2, "stop"),
     ("dynamic sampling", "drafter+streamed", 1, None),
 ]
-
-
-def train(folder, ranks: int, shape: str, options, *signalled: str, check: bool = True):
-    script = (SCRIPT, *signalled)
-    short = [*TINY, *SHAPES[shape]]
-    return run(folder, ranks, *options, script=script, short=short, check=check)
 
 
 @pytest.fixture(scope="module")
@@ -86,37 +87,61 @@ def reference(tmp_path_factory):
 
     def of_shape(shape: str):
         if shape not in folders:
-            folders[shape] = tmp_path_factory.mktemp("reference")
-            train(folders[shape], 2, shape, NO_DRAFTS)
-            assert len(set(digests(folders[shape]))) == STEPS, "the policy must learn something"
+            folders[shape] = folder = tmp_path_factory.mktemp("reference")
+            train_on_threads(2, *TINY, *SHAPES[shape], *NO_DRAFTS, f"run.output_dir={folder}")
+            assert len(set(digests(folder))) == STEPS, "the policy must learn something"
         return folders[shape]
 
     return of_shape
 
 
-@pytest.mark.parametrize("shape, used, ranks, interruption", CASES)
-def test_run_is_that_without_drafts(reference, tmp_path, shape, used, ranks, interruption):
-    used = used.split("+")
-    options = [*NO_DRAFTS, *(option for name in used for option in OPTIONS[name])]
-    if interruption == "kill":
-        done = train(
-            tmp_path, ranks, shape, options, "--at", "3", "--kind", "ranks-die", check=False
-        )
-        assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
-    elif interruption == "stop":
-        done = train(tmp_path, ranks, shape, options, "--at", "1", "--kind", "ranks", check=False)
-        assert done.returncode == 0 and "told to stop" in done.stderr, done.stderr[-3000:]
-        assert len(digests(tmp_path)) < STEPS
-        ranks = 2  # it goes on with others than it began with
-    train(tmp_path, ranks, shape, options)
+def options_of(used: list[str]) -> list[str]:
+    return [*NO_DRAFTS, *(option for name in used for option in OPTIONS[name])]
 
-    plain, lines = reference(shape), read(tmp_path)
-    assert digests(tmp_path) == digests(plain)
-    if ranks == 2 and "streamed" not in used and interruption != "stop":
-        assert same_weights(weights(tmp_path), weights(plain))
+
+def check_same(folder, plain, used: list[str], *, has_same_order: bool) -> None:
+    """has_same_order: gradients are summed in the same order, to the same bits."""
+    lines = read(folder)
+    assert digests(folder) == digests(plain)
+    if has_same_order:
+        assert same_weights(weights(folder), weights(plain))
     for ours, theirs in zip(lines, read(plain), strict=True):
         for key in {"loss", "grad_norm", "entropy", "reward"} & theirs.keys():
             assert ours[key] == pytest.approx(theirs[key], rel=1e-5, abs=1e-8), key
     # What is compared must have been used.
     for key in (key for name in used for key in METRICS.get(name, ())):
         assert sum(line.get(key, 0) for line in lines) > 0, key
+
+
+@pytest.mark.parametrize("shape, used, ranks, interruption", CASES)
+def test_run_is_that_without_drafts(
+    reference, monkeypatch, tmp_path, shape, used, ranks, interruption
+):
+    plain, used = reference(shape), used.split("+")
+    patch = functools.partial(monkeypatch.setattr, raising=False)
+    if "streamed" in used:
+        stream_always(patch)
+    if "drafter" in used:
+        train_always(patch)
+        chain_always(patch)
+    options = [*TINY, *SHAPES[shape], *options_of(used), f"run.output_dir={tmp_path}"]
+    if interruption == "kill":
+        with pytest.raises(Killed):
+            train_on_threads(ranks, *options, ends_in=3, is_killed=True)
+    elif interruption == "stop":
+        train_on_threads(ranks, *options, ends_in=1)
+        assert len(digests(tmp_path)) < STEPS
+    resumed = 2 if interruption == "stop" else ranks  # with others than it began with
+    train_on_threads(resumed, *options)
+    has_same_order = ranks == resumed == 2 and "streamed" not in used
+    check_same(tmp_path, plain, used, has_same_order=has_same_order)
+
+
+@pytest.mark.parametrize("ranks, is_killed", [(2, True), (4, False)])
+def test_processes_have_the_tokens_of_threads(reference, tmp_path, ranks, is_killed):
+    used, options = ["drafts", "workers"], options_of(["drafts", "workers"])
+    short = [*TINY, *SHAPES["in order"]]
+    if is_killed:
+        run_until_killed(tmp_path, ranks, 3, *options, short=short)
+    run(tmp_path, ranks, *options, short=short)
+    check_same(tmp_path, reference("in order"), used, has_same_order=ranks == 2)

@@ -1,0 +1,65 @@
+"""Whole runs on several ranks in this process: a thread per rank, in virtual time."""
+
+import pytest
+
+from bubblespec.config import load_config
+from bubblespec.dist.ranks import Ranks
+from bubblespec.engine.engine import Engine
+from bubblespec.rollout import make_sampler
+from bubblespec.rollout.board import ProgressBoard
+from bubblespec.setup import build
+from bubblespec.simulate.world import SimulatedRanks, SimulatedTicks, World
+from bubblespec.trainer import Trainer
+from tests.helpers.clocks import forward_seconds
+from train import train
+
+
+class Killed(BaseException):
+    """All ranks are gone."""
+
+
+class ThreadRanks(SimulatedRanks):
+    def broadcast_(self, tensor, source):
+        return tensor.copy_(self.world.meet(self.rank, tensor.clone())[source])
+
+
+def make_board(ranks: Ranks, *_) -> ProgressBoard:
+    return ProgressBoard(ranks, 100, SimulatedTicks(ranks), interval_s=0)
+
+
+def train_on_threads(
+    num_ranks: int, *overrides: str, ends_in: int | None = None, is_killed: bool = False
+) -> None:
+    """What `torchrun train.py` does. ends_in: the step in whose update the run is told to stop, or
+    killed, which raises Killed."""
+    world = World(num_ranks)
+    update = Trainer.update
+
+    def interrupted_update(trainer, record, advantages):
+        if record.step == ends_in and is_killed:
+            raise Killed
+        trainer.ranks.must_stop |= record.step == ends_in
+        return update(trainer, record, advantages)
+
+    def work(rank: int) -> None:
+        ranks = ThreadRanks(world, rank)
+        trainer = build(load_config("configs/tiny_cpu_bulk.yaml", list(overrides)), ranks)
+        engine = trainer.sampler.engine
+
+        def timed_step(*arguments):
+            finished, load = Engine.step(engine, *arguments)
+            if load is not None:
+                ranks.clock.sleep(forward_seconds(load))
+            return finished, load
+
+        engine.step = timed_step
+        try:
+            train(trainer)
+        finally:
+            if trainer.lock is not None:
+                trainer.lock.close()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(make_sampler, "ProgressBoard", make_board)
+        patch.setattr(Trainer, "update", interrupted_update)
+        world.run(work)
