@@ -74,7 +74,7 @@ CASES = [
     ("in order", "streamed", 2, "kill"),
     ("tail batching", "streamed", 1, None),
     ("tail batching", "drafts+tp tail", 2, "kill"),
-    ("tail batching", "drafter+tp tail+streamed", 2, None),
+    ("tail batching", "drafter+streamed", 2, None),
     ("dynamic sampling", "drafts", 2, "stop"),
     ("dynamic sampling", "drafter+streamed", 1, None),
 ]
