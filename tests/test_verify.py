@@ -116,7 +116,7 @@ def decode(rule, params, drafter, cut=by_clock, limit=LIMIT, keys=KEYS, draft_ke
         chain = torch.stack(chain, 1)
         counts = cut(chain[:, 1:].numpy(), num_passes)
         is_fed = torch.arange(LONGEST_DRAFT + 1) <= torch.from_numpy(counts)[:, None]
-        draft, own_keys = chain[:, 1:][is_fed[:, 1:]].numpy()
+        draft = chain[:, 1:][is_fed[:, 1:]].numpy()
         own_keys = keys[torch.from_numpy(rows)[:, None], position][is_fed]
         accepted, token, *both = verified(
             POLICY[chain[is_fed]], draft, counts, own_keys, position[is_fed], params, rule
