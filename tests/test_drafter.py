@@ -186,6 +186,33 @@ def test_states_of_rejected_drafts_do_not_outlive_too_many_rows(monkeypatch):
     assert drafts.num_checked == 2 * len(engine.rows) > 0
 
 
+def test_a_row_that_shares_its_prompt_and_moves_has_the_chains_that_it_has_alone():
+    """The row of the other sample prefills the prompt, and finishes first."""
+    params = SamplingParams(temperature=0.8)  # no stop tokens
+    policy, prompt = make_policy("llama"), tuple(range(20, 50))
+
+    def chains(sizes: list[tuple[int, int]]) -> dict[int, tuple[int, list[int]]]:
+        """The slot and the chain of the last row, by its tokens so far; the rows, samples of these
+        numbers and sizes, come one forward after the other."""
+        runner, found = make_engine(policy, 3, params), {}
+        rows = [Row(SampleId(1, 2, number), prompt, size) for number, size in sizes]
+        for row in rows:
+            runner.engine.add([row])
+            runner.engine.step(params)
+        while not runner.engine.is_idle:
+            slots = np.arange(len(runner.engine.rows))
+            for slot, chain in zip(slots, runner.draft(slots, 3)[0].tolist(), strict=True):
+                if runner.engine.rows[slot] is rows[-1]:
+                    found[int(runner.engine.length[slot])] = (slot, chain)
+            runner.engine.step(params)
+        return found
+
+    alone, beside = chains([(9, 40)]), chains([(0, 4), (1, 11), (9, 40)])
+    assert len({slot for slot, _ in beside.values()}) > 1
+    assert len(alone) > 25 and alone.keys() == beside.keys()
+    assert all(alone[length][1] == chain for length, (_, chain) in beside.items())
+
+
 def test_disabled_it_keeps_nothing():
     runner = make_engine(make_policy("llama"), 2)
     engine, rows = runner.engine, make_rows(2, 1)

@@ -11,7 +11,8 @@ are drawn with the noise that the row itself will use.
 compute anyway. Before a chain the drafter catches up: all positions that the policy has verified
 since the last chain go through it in one forward, over its own small cache of keys and values. From
 there it continues token by token; what this leaves in the cache is overwritten by the next
-catching up. A row whose states are no longer kept starts again from its last CONTEXT positions.
+catching up. What is kept follows a row that moves to another slot, and rows share what is kept of a
+common prompt; a row whose states are no longer kept starts again from its last CONTEXT positions.
 
 Shape legend: N positions, H hidden size, V token ids that the drafter knows, R active rows, M rows
 that get a chain, n tokens of a chain.
@@ -211,9 +212,8 @@ class DrafterRunner:
         self._hidden: torch.Tensor | None = None  # [slots, NUM_KEPT, H], by position % NUM_KEPT
         # Per slot: hidden states have been kept without a gap for positions in [_first, _end); the
         # drafter's cache begins at position _base (-1: it is empty) and holds _num_cached.
-        self._first, self._end, self._base, self._num_cached = np.zeros(
-            (4, runner.num_slots), np.int64
-        )
+        self._context = np.zeros((4, runner.num_slots), np.int64)
+        self._first, self._end, self._base, self._num_cached = self._context
         self.forget()
 
     def enable(self, is_on: bool) -> None:
@@ -225,10 +225,29 @@ class DrafterRunner:
         runner.follower = self if is_on else None
 
     def forget(self, slots: int | slice = slice(None)) -> None:
-        """Other rows are in these slots, or the weights have changed. A row that moves to another
-        slot starts again there."""
-        self._first[slots] = self._end[slots] = self._num_cached[slots] = 0
+        """Other rows are in these slots, or the weights have changed."""
+        self._context[:, slots] = 0
         self._base[slots] = -1
+
+    @torch.inference_mode()
+    def move(self, source: int, target: int) -> None:
+        """The row in slot `source` continues in slot `target`."""
+        self.forget(target)
+        if self._hidden is not None and max(source, target) < self.num_slots:
+            self._context[:, target] = self._context[:, source]
+            self._hidden[target] = self._hidden[source]
+            self.cache.copy(source, target, int(self._num_cached[source]))
+
+    @torch.inference_mode()
+    def share(self, source: int, target: int, length: int) -> None:
+        """The first `length` positions of both slots' rows are the same: what is still kept of them
+        serves both."""
+        self.forget(target)
+        first, end = max(self._first[source], self._end[source] - NUM_KEPT), self._end[source]
+        is_kept = self._hidden is not None and max(source, target) < self.num_slots
+        if is_kept and first < length <= end:
+            self._hidden[target] = self._hidden[source]
+            self._first[target], self._end[target] = first, length
 
     def release(self) -> None:
         """Give all memory back."""

@@ -5,19 +5,17 @@ and soft cross-entropy the loss. The drafter is unrolled over a few passes, in w
 from its own estimates as it does in a chain. It has an optimizer of its own; nothing here touches
 the policy's gradient.
 
-Before the first step (`make_drafter`) the policy answers the prompts of the coming steps, and all
-ranks train together on that, with averaged gradients. Later the policy's own training gives hidden
-states of recent responses (`take`), each rank learns from them in idle time (`run_slice`), and
-after each rollout all ranks continue with the mean of their drafters (`merge`).
+Before the first step (`make_drafter`) the policy answers the prompts of the coming steps, and each
+rank learns from its own responses. Later the policy's own training gives hidden states of recent
+responses (`take`), from which ranks learn in idle time (`run_slice`). Now and then, and after each
+rollout, all ranks continue with the mean of their drafters (`merge`).
 
 Shape legend: S sequences, T their padded positions, H hidden size, V the drafter's tokens, L tokens
 of a sequence.
 """
 
 import itertools
-import json
 import os
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -27,6 +25,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
@@ -37,20 +36,22 @@ from bubblespec.draft.drafter import Drafter, DrafterRunner
 from bubblespec.draft.drafter_source import DrafterSource
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.linear import Plan, use_plans
-from bubblespec.engine.model import forward_hidden
+from bubblespec.engine.model import forward_hidden, output_head
 from bubblespec.engine.packing import pack_sequences, to_device
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError, log
 from bubblespec.learn.microbatch import Microbatch
 from bubblespec.planner.costs import CostModel
-from bubblespec.types import Row, SampleId
+from bubblespec.types import Row
 
+DRAFTER_FILE = "drafter.safetensors"
 PASSES = 3  # of the unrolled drafter; later tokens of a chain are rarely right
 MAX_GRAD_NORM = 0.5
 BETAS = (0.9, 0.95)
-SEQUENCES_PER_UPDATE = 8
+EXAMPLES_PER_UPDATE = 8
 VOCAB_SIZE = 16_384  # token ids that it can draft
 BUFFER_TOKENS = 50_000  # of recent responses, with hidden states, that each rank keeps
+SHARE_PER_STEP = 0.25  # of the buffer that one step may replace
 PIECE = 256  # response tokens of an example: a slice does not grow with the response
 CONTEXT = 16  # tokens before them; more, as chains have, taught nothing more
 EPOCHS = 8  # of the warm start
@@ -58,35 +59,28 @@ MERGE_EVERY = 10  # updates of a rank in the warm start
 LEARNING_RATE = 1e-3  # of AdamW at the start of the warm start
 FINAL_RATE = 0.1  # of the learning rate, at the end of the warm start and after it
 MAX_STEPS = 256  # whose prompts a warm start answers
-SHARE_PER_STEP = 0.25  # of the buffer that one step may replace
 AVERAGE = 0.2  # weight of the latest slice in the seconds per token
-WEIGHTS_FILE, DRAFTER_FILE = "drafter.safetensors", "drafter.json"
 
 
 class Example(NamedTuple):
     """A response to learn from, or a piece of it."""
 
-    id: SampleId
     context_length: int
     """Tokens in `tokens` before the piece: of the prompt, or of the response."""
     tokens: np.ndarray
     """int64 [L + 1], with the context."""
     hidden: torch.Tensor
     """[L, H], the policy's hidden states at all of them but the last; on the host."""
-    first: int = 0
-    """Where in the response the piece begins, in tokens."""
 
 
-def examples_of(
-    name: SampleId, tokens: np.ndarray, prompt_length: int, hidden: torch.Tensor
-) -> Iterator[Example]:
+def examples_of(tokens: np.ndarray, prompt_length: int, hidden: torch.Tensor) -> Iterator[Example]:
     """The pieces of one response. tokens: int64 [L + 1], prompt and response; hidden: [L, H]."""
-    for first in range(0, len(tokens) - prompt_length, PIECE):
-        begin = prompt_length + first
+    for begin in range(prompt_length, len(tokens), PIECE):
         start, stop = max(begin - CONTEXT, 0), min(begin + PIECE, len(tokens))
-        # A copy of its own: a view would keep the states of the whole batch.
-        states = hidden[start : stop - 1].detach().cpu().clone()
-        yield Example(name, begin - start, tokens[start:stop], states, first)
+        if stop - start > 2:  # a state, and the next one to predict
+            # A copy of its own: a view would keep the states of the whole batch.
+            states = hidden[start : stop - 1].detach().cpu().clone()
+            yield Example(begin - start, tokens[start:stop], states)
 
 
 class UnrolledPacking:
@@ -129,109 +123,108 @@ class UnrolledPacking:
         return torch.cat([distance >= passes - 1, *later], dim=1)
 
 
-class _Padded(NamedTuple):
-    """S examples as tensors on the device. Position i has the state of token i and the token after
-    it; it predicts token i + 2."""
-
-    hidden: torch.Tensor
-    """[S, T, H]."""
-    following: torch.Tensor
-    """int64 [S, T], token i + 1."""
-    teacher: torch.Tensor
-    """[S, T, H], the policy's state at token i + 1."""
-    target: torch.Tensor
-    """int64 [S, T], token i + 2."""
-    counts: torch.Tensor
-    """bool [S, T], token i + 2 is of the response."""
-
-
 class DrafterTraining:
     """The drafter of a run on one rank: its optimizer, and the latest examples.
 
     token_s: seconds of a slice per token, 0 before the first.
     """
 
-    def __init__(
-        self,
-        source: DrafterSource,
-        params: SamplingParams,
-        *,
-        learning_rate: float,
-        max_tokens: int,
-        seed: int,
-        clock=time,
-    ):
-        """params: of the rows; max_tokens: of all examples that are kept."""
-        self.source, self.drafter = source, source.runner.drafter
-        self.max_tokens, self.seed, self.clock = max_tokens, seed, clock
-        self.kernel, self.temperature = source.runner.engine.runner.kernel, params.temperature
+    def __init__(self, source: DrafterSource, seed: int):
+        self.source, self.drafter, self.clock = source, source.runner.drafter, source.clock
+        self.kernel = source.runner.engine.runner.kernel
+        self.random = np.random.default_rng(seed)
         self.examples: deque[Example] = deque()
         self._room = 0.0  # tokens of examples that the current step may still add
-        self.random = np.random.default_rng(seed)
         self.params = list(self.drafter.parameters())
         # In bfloat16 most of a small update would be rounded away.
         has_masters = self.params[0].dtype == torch.bfloat16
         self.masters = [p.detach().float() for p in self.params] if has_masters else self.params
         self.optimizer = torch.optim.AdamW(
-            self.masters, lr=learning_rate, betas=BETAS, weight_decay=0.0
+            self.masters, lr=FINAL_RATE * LEARNING_RATE, betas=BETAS, weight_decay=0.0
         )
         self.num_updates, self.token_s = 0, 0.0
-        self._num_added = 0  # sequences in the gradient since the last update
+        self._num_added = 0  # examples in the gradient
         self._num_unmerged = 0  # updates since all ranks had the same drafter
 
     # The buffer
 
     def add(self, example: Example) -> None:
-        """Keep it, if something can be learned from it, and drop the oldest ones beyond
-        `max_tokens`."""
-        if 2 <= len(example.hidden) <= self.max_tokens:
-            self.examples.append(example)
-            size = sum(len(kept.hidden) for kept in self.examples)
-            while size > self.max_tokens:
-                size -= len(self.examples.popleft().hidden)
+        """Keep it, and drop the oldest ones beyond BUFFER_TOKENS."""
+        self.examples.append(example)
+        size = sum(len(kept.hidden) for kept in self.examples)
+        while size > BUFFER_TOKENS:
+            size -= len(self.examples.popleft().hidden)
 
     @torch.no_grad()
     def take(self, batch: Microbatch, hidden: torch.Tensor) -> None:
         """Examples from a micro-batch of the policy's training; see `Learner.on_hidden`."""
         if not self.source.is_enabled:
             return
-        last = (batch.target[batch.lengths.cumsum(0) - 1]).cpu().numpy()
+        last = batch.target[batch.lengths.cumsum(0) - 1].cpu().numpy()
         fed = batch.input_ids.split(batch.sequence_lengths)
         states = hidden.split(batch.sequence_lengths)
-        for number, name in enumerate(batch.ids):
+        for number, length in enumerate(batch.lengths.tolist()):
             if self._room <= 0:
                 return
             tokens = np.append(fed[number].cpu().numpy(), last[number])
-            prompt_length = len(tokens) - int(batch.lengths[number])
-            for example in examples_of(name, tokens, prompt_length, states[number]):
+            for example in examples_of(tokens, len(tokens) - length, states[number]):
                 self._room -= len(example.hidden)
                 self.add(example)
 
-    # The loss
+    # Learning
+
+    def learn(self, examples: Sequence[Example]) -> None:
+        """Add their gradient; an update follows as soon as it is of EXAMPLES_PER_UPDATE."""
+        (len(examples) / EXAMPLES_PER_UPDATE * self.loss(examples)).backward()
+        self._num_added += len(examples)
+        if self._num_added >= EXAMPLES_PER_UPDATE:
+            self._update()
 
     def loss(self, examples: Sequence[Example]) -> torch.Tensor:
         """Mean soft cross-entropy of a predicted token, over passes and positions: a scalar with a
         gradient."""
-        batch = self._pad(examples)
+        hidden, tokens, counts = self._pad(examples)
+        temperature = self.source.runner.params.temperature
         with torch.no_grad():
-            teacher = self.drafter.logits(batch.teacher[batch.counts]).float() / self.temperature
+            teacher = self.drafter.logits(hidden[:, 1:][counts]).float() / temperature
             teacher = teacher.softmax(-1)
         losses = [
-            -(teacher[started] * (logits.float() / self.temperature).log_softmax(-1)).sum(-1)
-            for logits, started in self._passes(batch)
+            -(teacher[started] * (logits.float() / temperature).log_softmax(-1)).sum(-1)
+            for logits, started in self._passes(hidden[:, :-1], tokens, counts, PASSES)
         ]
         return torch.cat(losses).mean()
 
-    def backward(self, examples: Sequence[Example], share: float = 1.0) -> float:
-        """Add `share` of the gradient of the loss; returns the loss."""
-        for param in self.params:
-            param.requires_grad_(True)
-        loss = self.loss(examples)
-        (share * loss).backward()
-        return float(loss.detach())
+    def _passes(
+        self, hidden: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor, num_passes: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Per pass, the drafter's logits [n, V] and which of the positions that count they are for,
+        bool: chains begin where the first token that they draft is of the response. hidden:
+        [S, T, H]; tokens, counts: of `_pad`."""
+        sequences, length, size = hidden.shape
+        packing = UnrolledPacking(sequences, length, hidden.device)
+        known, started = hidden, counts
+        for _ in range(num_passes):
+            fed = known.reshape(-1, size), tokens.reshape(-1)
+            states = self.drafter(*fed, packing, self.kernel).view(sequences, length, size)
+            yield self.drafter.logits(states[started]), started[counts]
+            known = torch.cat((hidden[:, :1], states[:, :-1]), dim=1)
+            started = counts & pad(started, (1, 0))[:, :-1]
+
+    def _pad(self, examples: Sequence[Example]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """On the device: hidden states [S, T + 1, H]; per position the token after it, int64
+        [S, T], and whether the token after that one, which it predicts, is of the response, bool
+        [S, T]."""
+        parts = (
+            [x.hidden for x in examples],
+            [torch.from_numpy(x.tokens[1:-1]) for x in examples],
+            [torch.arange(len(x.hidden) - 1) >= x.context_length - 2 for x in examples],
+        )
+        device = self.params[0].device
+        hidden, tokens, counts = (pad_sequence(part, batch_first=True).to(device) for part in parts)
+        return hidden, tokens, counts
 
     @torch.no_grad()
-    def step(self) -> None:
+    def _update(self) -> None:
         """One update with the gradient that has been added up."""
         if self.masters is not self.params:
             for master, param in zip(self.masters, self.params, strict=True):
@@ -243,44 +236,9 @@ class DrafterTraining:
             torch._foreach_copy_(self.params, self.masters)
         for param in [*self.params, *self.masters]:
             param.grad = None
+        self._num_added = 0
         self.num_updates += 1
         self._num_unmerged += 1
-
-    def set_rate(self, learning_rate: float) -> None:
-        """Of the updates from now on."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-
-    def _passes(
-        self, batch: _Padded, num_passes: int = PASSES
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Per pass, the drafter's logits [n, V] and which of the positions that count they are for,
-        bool: chains begin where the first token that they draft is of the response."""
-        sequences, length, size = batch.hidden.shape
-        packing = UnrolledPacking(sequences, length, batch.hidden.device)
-        hidden, started = batch.hidden, batch.counts
-        for _ in range(num_passes):
-            following = batch.following.reshape(-1)
-            states = self.drafter(hidden.reshape(-1, size), following, packing, self.kernel)
-            states = states.view(sequences, length, size)
-            yield self.drafter.logits(states[started]), started[batch.counts]
-            hidden = torch.cat((batch.hidden[:, :1], states[:, :-1]), dim=1)
-            started = batch.counts & pad(started, (1, 0))[:, :-1]
-
-    def _pad(self, examples: Sequence[Example]) -> _Padded:
-        length = max(len(example.hidden) for example in examples) - 1
-        shape, device = (len(examples), length), self.params[0].device
-        hidden = examples[0].hidden.new_zeros(*shape, examples[0].hidden.shape[1])
-        teacher = torch.zeros_like(hidden)
-        tokens, counts = np.zeros((2, *shape), np.int64), np.zeros(shape, bool)
-        for row, example in enumerate(examples):
-            size = len(example.hidden) - 1
-            hidden[row, :size], teacher[row, :size] = example.hidden[:-1], example.hidden[1:]
-            tokens[:, row, :size] = example.tokens[1:-1], example.tokens[2:]
-            counts[row, max(example.context_length - 2, 0) : size] = True
-        following, target = to_device(tokens, device)
-        counts = to_device(counts, device)
-        return _Padded(hidden.to(device), following, teacher.to(device), target, counts)
 
     # Idle time
 
@@ -292,42 +250,31 @@ class DrafterTraining:
         """Learn from one example that is expected to take no longer than `limit_s`, if there is
         one. Returns the seconds that it took."""
         begin_s = self.clock.perf_counter()
-        if self.token_s:
-            count = min(SEQUENCES_PER_UPDATE, len(self.examples))
-            drawn = self.random.choice(len(self.examples), count, replace=False) if count else ()
-            candidates = [self.examples[number] for number in drawn]
-        else:  # how long a slice takes is not known yet
-            candidates = sorted(self.examples, key=lambda example: len(example.hidden))
-        fits = (x for x in candidates if len(x.hidden) * self.token_s <= limit_s)
-        example = next(fits, None)
-        if example is None:
+        fitting = [x for x in self.examples if len(x.hidden) * self.token_s <= limit_s]
+        if not fitting:
             return 0.0
-        self.backward([example], 1 / SEQUENCES_PER_UPDATE)
-        self._num_added += 1
-        if self._num_added == SEQUENCES_PER_UPDATE:
-            self.step()
-            self._num_added = 0
+        example = fitting[self.random.integers(len(fitting))]
+        self.learn([example])
         seconds = self.clock.perf_counter() - begin_s
         weight = AVERAGE if self.token_s else 1.0
         self.token_s += weight * (seconds / len(example.hidden) - self.token_s)
         return seconds
 
     @torch.no_grad()
-    def merge(self, ranks: Ranks) -> int:
-        """All ranks together, after a rollout: continue with the mean of their drafters, weighted
-        by the updates since the last time. Returns how many all have made. New examples of the step
-        are welcome from now on."""
-        self._room = SHARE_PER_STEP * self.max_tokens
-        made = ranks.gather(np.array([self._num_unmerged])).ravel()
-        own, total = self._num_unmerged, int(made.sum())
-        self._num_unmerged = 0
-        if ranks.world_size > 1 and total:
-            flat = torch.cat([p.reshape(-1) for p in self.masters]) * (own / total)
-            parts = ranks.sum_(flat).split([p.numel() for p in self.masters])
+    def merge(self, ranks: Ranks) -> None:
+        """All ranks together: continue with the mean of their drafters, weighted by the updates
+        since the last time. The step's examples are welcome from now on."""
+        self._room = SHARE_PER_STEP * BUFFER_TOKENS
+        made, self._num_unmerged = self._num_unmerged, 0
+        if ranks.world_size == 1:
+            return
+        flat = torch.cat([p.reshape(-1) for p in self.masters])
+        total = ranks.sum_(torch.cat((made * flat, flat.new_tensor([made]))))
+        if total[-1]:
+            parts = (total[:-1] / total[-1]).split([p.numel() for p in self.masters])
             for master, param, part in zip(self.masters, self.params, parts, strict=True):
                 master.copy_(part.view_as(master))
                 param.copy_(master)
-        return total
 
     def metrics(self, ranks: Ranks) -> dict[str, float]:
         """Of a step. The chain length is the mean over forwards in which there was a choice."""
@@ -380,18 +327,11 @@ def make_drafter(
             raise InputError(f"speculative.method: no drafter for this policy: {error}") from error
     use_plans(drafter, plans)
     source = DrafterSource(DrafterRunner(drafter, engine, params), cost, ranks.clock)
-    training = DrafterTraining(
-        source,
-        params,
-        learning_rate=FINAL_RATE * LEARNING_RATE,
-        max_tokens=BUFFER_TOKENS,
-        seed=config.run.seed,
-        clock=ranks.clock,
-    )
+    training = DrafterTraining(source, config.run.seed)
     training.num_updates = num_updates
     if saved is None:
         examples = learn_from(model, rows, training.kernel)
-        train(training, examples, LEARNING_RATE, ranks)
+        train(training, examples, ranks)
         for example in examples:
             training.add(example)
         seconds = ranks.clock.perf_counter() - began_s
@@ -454,92 +394,60 @@ def learn_from(model: PreTrainedModel, rows: Sequence[Row], kernel: str) -> list
         tokens = np.concatenate((row.prompt, row.tokens))
         packing = pack_sequences([len(tokens) - 1], model.device)
         hidden = forward_hidden(model, to_device(tokens[:-1], model.device), packing, kernel)
-        found = examples_of(row.id, tokens, len(row.prompt), hidden)
-        examples += [example for example in found if len(example.hidden) > 1]
+        examples += examples_of(tokens, len(row.prompt), hidden)
     return examples
 
 
-def train(
-    training: DrafterTraining, examples: list[Example], learning_rate: float, ranks: Ranks
-) -> None:
-    """EPOCHS of updates on the examples of all ranks, merged now and then, at a rate that falls to
-    FINAL_RATE. Raises StopRequested."""
-    count = int(ranks.gather(np.array([len(examples)])).max())
-    per_epoch = -(-count // SEQUENCES_PER_UPDATE)
-    begins = np.arange(0, len(examples), SEQUENCES_PER_UPDATE)
-    with tqdm(total=EPOCHS * per_epoch, desc="drafter: training", disable=not ranks.is_main) as bar:
-        for number in range(EPOCHS * per_epoch):
-            if number % per_epoch == 0:  # another order, of similar lengths, to pad little
-                shuffled = [examples[n] for n in training.random.permutation(len(examples))]
-                shuffled.sort(key=lambda example: len(example.hidden))
-                batches = training.random.permutation(begins).tolist()
-            training.set_rate(learning_rate * (1 - (1 - FINAL_RATE) * number / bar.total))
-            if batches:  # other ranks may have more
-                begin = batches.pop()
-                training.backward(shuffled[begin : begin + SEQUENCES_PER_UPDATE])
-                training.step()
-            if number % MERGE_EVERY == 0 or number + 1 == bar.total:
-                training.merge(ranks)
-                ranks.barrier_or_stop()
-            bar.update()
-    training.set_rate(FINAL_RATE * learning_rate)
+def train(training: DrafterTraining, examples: list[Example], ranks: Ranks) -> None:
+    """EPOCHS over this rank's examples, merged now and then, at a rate that falls to FINAL_RATE.
+    Raises StopRequested."""
+    examples = sorted(examples, key=lambda example: len(example.hidden))  # to pad little
+    begins = np.arange(0, len(examples), EXAMPLES_PER_UPDATE)
+    order = np.concatenate([training.random.permutation(begins) for _ in range(EPOCHS)])
+    total = int(ranks.gather(np.array([len(order)])).max())
+    for number in tqdm(range(total), desc="drafter: training", disable=not ranks.is_main):
+        rate = LEARNING_RATE * (1 - (1 - FINAL_RATE) * number / total)
+        training.optimizer.param_groups[0]["lr"] = rate
+        if number < len(order):
+            training.learn(examples[order[number] : order[number] + EXAMPLES_PER_UPDATE])
+        if number % MERGE_EVERY == 0 or number + 1 == total:
+            training.merge(ranks)
+            ranks.barrier_or_stop()
+    training.optimizer.param_groups[0]["lr"] = FINAL_RATE * LEARNING_RATE
 
 
 # On disk
 
 
-def _describe(model: PreTrainedModel) -> dict:
-    """What a drafter's policy must agree in."""
-    vocab_size, hidden_size = model.get_output_embeddings().weight.shape
-    return {
-        "policy": type(model).__name__,
-        "hidden_size": hidden_size,
-        "vocab_size": vocab_size,
-    }
-
-
 def save_drafter(folder: str, training: DrafterTraining) -> None:
-    """Weights and tokens, as two files of a folder. Raises OSError."""
+    """Weights, token ids and the number of updates, as a file of a folder. Raises OSError."""
     state = training.drafter.state_dict()
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-    save_file(tensors, os.path.join(folder, WEIGHTS_FILE))
-    about = _describe(training.drafter.policy) | {
-        "ids": training.drafter.ids.tolist(),
-        "num_updates": training.num_updates,
-    }
-    with open(os.path.join(folder, DRAFTER_FILE), "w", encoding="utf-8") as file:
-        json.dump(about, file)
+    tensors["ids"] = torch.from_numpy(training.drafter.ids)
+    tensors["num_updates"] = torch.tensor(training.num_updates)
+    save_file(tensors, os.path.join(folder, DRAFTER_FILE))
 
 
 def read_drafter(
     config: Config, model: PreTrainedModel, checkpoint: str | None
 ) -> tuple[Drafter, int] | None:
-    """The checkpoint's drafter, else that of drafter.path, else None; see `load_drafter`."""
+    """The checkpoint's drafter, else that of drafter.path, and its number of updates; None if there
+    is neither. Raises InputError for a folder without a drafter for this policy."""
     folder, key = config.drafter.path, "drafter.path"
     if checkpoint is not None and os.path.isfile(os.path.join(checkpoint, DRAFTER_FILE)):
         folder, key = checkpoint, "run.resume_from_checkpoint"
-    return load_drafter(folder, model, config.run.seed, key) if folder else None
-
-
-def load_drafter(
-    folder: str, model: PreTrainedModel, seed: int, key: str = "drafter.path"
-) -> tuple[Drafter, int]:
-    """A saved drafter for this policy, and its number of updates. key: of the configuration, which
-    named the folder. Raises InputError where there is none, or another policy's."""
+    if not folder:
+        return None
     try:
-        with open(os.path.join(folder, DRAFTER_FILE), encoding="utf-8") as file:
-            about = json.load(file)
-        for name, wanted in _describe(model).items():
-            if about[name] != wanted:
-                raise ValueError(f"its policy's {name} is {about[name]}, this one's is {wanted}")
-        ids, num_updates = np.array(about["ids"], np.int64), int(about["num_updates"])
-        if ids.ndim != 1 or not len(ids) or (np.diff(np.append(-1, ids)) <= 0).any():
-            raise ValueError(f"{DRAFTER_FILE}: ids must be token ids, ascending")
-        if ids[-1] >= about["vocab_size"] or num_updates < 0:
-            raise ValueError(f"{DRAFTER_FILE}: ids or num_updates are out of range")
-        drafter = Drafter(model, ids, seed)
-        drafter.load_state_dict(load_file(os.path.join(folder, WEIGHTS_FILE)))
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        tensors = load_file(os.path.join(folder, DRAFTER_FILE))
+        ids, num_updates = tensors.pop("ids").numpy(), int(tensors.pop("num_updates"))
+        if ids.ndim != 1 or not len(ids) or (np.diff(ids, prepend=-1) <= 0).any():
+            raise ValueError("ids must be token ids, ascending")
+        if ids[-1] >= len(output_head(model).weight):
+            raise ValueError(f"ids: the policy has no token {ids[-1]}")
+        drafter = Drafter(model, ids, config.run.seed)
+        drafter.load_state_dict(tensors)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:200]
         raise InputError(
             f"{key}: no drafter of this policy can be read from {folder}: {reason}"

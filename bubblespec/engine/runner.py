@@ -76,22 +76,22 @@ class ModelRunner:
         """See `Runner`: the slot's noise is that of the row."""
         self._noise_key[slot] = row.id
         self._keyed[slot] = len(row.tokens)  # those before are not sampled again
-        self._forget(slot)
+        if self.follower is not None:
+            self.follower.forget(slot)
 
     def move(self, source: int, target: int, length: int) -> None:
         """See `Runner`: keys, values and noise keys are copied."""
+        self.cache.copy(source, target, length)
         for array in (self._noise_key, self._stream_key, self._keyed):
             array[target] = array[source]
-        self.share(source, target, length)
+        if self.follower is not None:
+            self.follower.move(source, target)
 
     def share(self, source: int, target: int, length: int) -> None:
         """See `Runner`: keys and values are copied."""
         self.cache.copy(source, target, length)
-        self._forget(target)
-
-    def _forget(self, slot: int) -> None:
         if self.follower is not None:
-            self.follower.forget(slot)
+            self.follower.share(source, target, length)
 
     def release(self) -> None:
         """See `Runner`."""

@@ -110,11 +110,10 @@ def chain_of(
 # Training
 
 
-def make_training(drafter: Drafter, clock=time, **options) -> DrafterTraining:
+def make_training(drafter: Drafter, clock=time) -> DrafterTraining:
     engine = Engine(ModelRunner(drafter.policy, 2, MAX_LENGTH, SEED))
     source = DrafterSource(DrafterRunner(drafter, engine, PARAMS), CostModel(), clock)
-    options = {"learning_rate": 1e-3, "max_tokens": 10_000, "seed": SEED} | options
-    return DrafterTraining(source, PARAMS, clock=clock, **options)
+    return DrafterTraining(source, SEED)
 
 
 def make_texts(sizes: list[tuple[int, int]]) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -139,7 +138,7 @@ def make_batch(policy, sizes: list[tuple[int, int]]) -> tuple[Microbatch, torch.
 
 def make_examples(policy, sizes: list[tuple[int, int]]) -> list[Example]:
     """What a gradient step over texts of these sizes gives to learn from."""
-    training = make_training(make_drafter(policy), max_tokens=1_000_000)
+    training = make_training(make_drafter(policy))
     training.merge(ONE_RANK)
     training.take(*make_batch(policy, sizes))
     return list(training.examples)
