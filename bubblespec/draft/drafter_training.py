@@ -110,17 +110,14 @@ class UnrolledPacking:
         self._keys.append(key.repeat_interleave(fold, dim=1))
         self._values.append(value.repeat_interleave(fold, dim=1))
         keys, values = torch.cat(self._keys, dim=2), torch.cat(self._values, dim=2)
-        mask = self._mask(query.device)
-        out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
-        return out.transpose(1, 2).flatten(0, 1)
-
-    def _mask(self, device: torch.device) -> torch.Tensor:
-        """bool [T, passes * T]: which keys each query of the latest pass sees. Queries at the start
-        of a sequence, whose chain would have begun before it, see their own key only."""
-        position, passes = torch.arange(self.shape[1], device=device), len(self._keys)
+        # Queries at the start of a sequence, whose chain would have begun before it, see their own
+        # key only.
+        position, passes = torch.arange(self.shape[1], device=query.device), len(self._keys)
         distance = position[:, None] - position
         later = [distance == passes - number for number in range(2, passes + 1)]
-        return torch.cat([distance >= passes - 1, *later], dim=1)
+        mask = torch.cat([distance >= passes - 1, *later], dim=1)
+        out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
+        return out.transpose(1, 2).flatten(0, 1)
 
 
 class DrafterTraining:
@@ -353,8 +350,7 @@ def generate(
     """This rank's responses to the prompts of coming steps, nearest first, until it has its share
     of drafter.warm_start tokens; the last of them are not finished. Raises StopRequested."""
     depth = min(MAX_STEPS, config.run.max_steps - step - 1)
-    rollout = config.rollout
-    rows: list[Row] = []
+    rollout, rows = config.rollout, []
     for groups in [schedule.launch(step).groups, *schedule.upcoming(step, depth)]:
         samples = list(itertools.product(groups, range(rollout.num_generations)))
         rows += [
@@ -366,10 +362,9 @@ def generate(
     engine.add(rows)
     with tqdm(total=wanted, desc="drafter: responses", disable=not ranks.is_main) as bar:
         while num_tokens < wanted and not engine.is_idle and not ranks.must_stop:
-            _, load = engine.step(params)
-            gained = load.tokens - load.prompt_tokens
-            num_tokens += gained
-            bar.update(gained)
+            load = engine.step(params)[1]
+            num_tokens += load.tokens - load.prompt_tokens
+            bar.update(load.tokens - load.prompt_tokens)
     engine.collect()
     engine.release()
     ranks.barrier_or_stop()
