@@ -14,12 +14,7 @@ from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGenerat
 from bubblespec.checkpoint import load_optimizer
 from bubblespec.config import Config, DataConfig, ModelConfig, RunConfig
 from bubblespec.draft.drafter import Drafter
-from bubblespec.draft.drafter_training import (
-    DRAFTER_FILE,
-    WEIGHTS_FILE,
-    load_drafter,
-    save_drafter,
-)
+from bubblespec.draft.drafter_training import DRAFTER_FILE, read_drafter, save_drafter
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.loading import (
     check_vocabulary,
@@ -225,29 +220,32 @@ def drafter(tmp_path_factory):
 
 
 SPOILT_DRAFTERS = {
-    "another policy": ({"hidden_size": 7}, "hidden_size is 7"),
-    "ids beyond the vocabulary": ({"ids": [1, 10**9]}, "ids"),
-    "ids in no order": ({"ids": [3, 1]}, "ids"),
-    "a list": ([1, 2], ""),
-    "no JSON": ("{", ""),
-    "other weights": (None, ""),
-    "no folder": ("missing", ""),
+    "another policy": ({"fuse.weight": torch.ones(3, 7)}, "fuse.weight"),
+    "another class": ({"body.wte": torch.ones(3)}, "body.wte"),
+    "no ids": ({"ids": torch.ones(0, dtype=torch.int64)}, "ids"),
+    "ids beyond the vocabulary": ({"ids": torch.tensor([1, 10**9])}, "ids"),
+    "ids in no order": ({"ids": torch.tensor([3, 1])}, "ids"),
+    "one number as ids": ({"ids": torch.tensor(3)}, "ids"),
+    "updates": ({"num_updates": torch.ones(2)}, ""),
+    "no tensors": (b"{", ""),
+    "no folder": (None, ""),
 }
 
 
 @pytest.mark.parametrize("spoilt", SPOILT_DRAFTERS)
 def test_drafter_that_is_none(drafter, tmp_path, spoilt):
     (content, says), (model, saved) = SPOILT_DRAFTERS[spoilt], drafter
-    folder = tmp_path / "drafter"
-    if content != "missing":
-        shutil.copytree(saved, folder)
-        load_drafter(str(folder), model, 0)
-        file = folder / DRAFTER_FILE
-        if isinstance(content, dict):
-            edit_json(file, **content)
-        elif content is None:
-            safetensors.torch.save_file({"norm.weight": torch.ones(3)}, folder / WEIGHTS_FILE)
-        else:
-            file.write_text(content if isinstance(content, str) else json.dumps(content))
-    message = refusal(load_drafter, str(folder), model, 0)
+    config, folder = make_config(), tmp_path / "drafter"
+    config.drafter.path = str(saved)
+    assert read_drafter(config, model, None)[1] == 0
+    config.drafter.path = str(folder)
+    if content is not None:
+        folder.mkdir()
+    if isinstance(content, dict):
+        safetensors.torch.save_file(
+            load_file(saved / DRAFTER_FILE) | content, folder / DRAFTER_FILE
+        )
+    elif content is not None:
+        (folder / DRAFTER_FILE).write_bytes(content)
+    message = refusal(read_drafter, config, model, None)
     assert message.startswith("drafter.path: ") and str(folder) in message and says in message
