@@ -154,7 +154,7 @@ def test_killed_where_groups_are_replaced(monkeypatch, tmp_path):
     assert len(set(drawn)) == len(drawn) and max(visit for _, visit in drawn) >= 3
 
     life = Life(monkeypatch, tmp_path / "run", *dynamic, "run.save_steps=1", *DRAFTING)
-    for step, where in zip([replaced[0], replaced[-1]], (5, "update"), strict=True):
+    for step, where in zip([replaced[0], replaced[-1]], (2, "update"), strict=True):
         kill = (step, len(whole.batches[step]) - 1, where)
         life.live(kill)
         assert life.batches[step] == whole.batches[step][: kill[1] + 1]
