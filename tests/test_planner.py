@@ -17,10 +17,10 @@ from bubblespec.planner.drafts import (
 from bubblespec.planner.lengths import LengthModel
 from bubblespec.planner.place import admission_order, place, place_in_turn, up_to_cutoff
 from bubblespec.planner.rows import (
+    MIN_RELATIVE_SPREAD,
     TYPICAL_WINDOW,
     Rows,
     acceptance_rates,
-    at_quantile,
     forwards_horizon,
     forwards_survival,
     mean_length_beyond,
@@ -68,7 +68,12 @@ def random_rows(seed: int, count: int, relative_spread=0.6, **others) -> Rows:
 def draw_lengths(rows: Rows, rng: np.random.Generator) -> np.ndarray:
     """Lengths of responses that go beyond the tokens that they have, float64 [S]."""
     begun = replace(rows, drafted=rows.generated.astype(np.float64))
-    return at_quantile(begun, rng.random(len(rows))).expected
+    mean = np.maximum(begun.expected, 1.0)
+    variance = np.log1p(np.maximum(begun.spread / mean, MIN_RELATIVE_SPREAD) ** 2)
+    beta, alpha = np.pi / np.sqrt(3 * variance), mean * np.exp(-variance / 2)
+    beyond = rng.random(len(rows)) / (1 + (np.maximum(begun.drafted, 1e-3) / alpha) ** beta)
+    lengths = alpha * ((1 - beyond) / beyond) ** (1 / beta)
+    return np.where(begun.spread == 0.0, begun.expected, np.maximum(lengths, 1.0))
 
 
 def play(forwards: np.ndarray, context: float, cost: CostModel, num_slots: int) -> float:

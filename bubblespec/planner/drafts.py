@@ -13,14 +13,12 @@ import numpy as np
 
 from bubblespec.planner.costs import CostModel, seconds_of_course, time_points
 from bubblespec.planner.lengths import LengthModel
-from bubblespec.planner.rows import AcceptanceRates, Rows, at_quantile, forwards_survival
+from bubblespec.planner.rows import AcceptanceRates, Rows, forwards_survival
 from bubblespec.types import Draft, Group, SampleId
 
-CAUTION = 1.5  # drafts alongside a rank's own rows must win more than they cost by so much
 PATIENCE = 1.0  # what has more slack than so many rollouts can wait for fresher weights
 MAX_AUTO_LOOKAHEAD = 16
 RETRY_STEPS = 8  # where even the freshest drafts are refused, one step in so many drafts again
-LENGTH_QUANTILES = (np.arange(8) + 0.5) / 8
 MIN_ACCEPTED_SHARE = 0.2  # drafts so old that less of them is accepted are not worth making
 
 
@@ -56,7 +54,7 @@ def draft_value(
     """The value of drafting the rows of a coming step to their ends.
 
     Their rollout is expected to take `ends_s[k]` seconds with the longest k of them drafted; the
-    best k is where what is saved exceeds CAUTION times what the drafts cost by most.
+    best k is where what is saved exceeds what the drafts cost by most.
     """
     _, row_s, token_s, _, kv_s = cost.coefficients.tolist()
     missing = np.maximum(coming.expected - coming.drafted, 0.0)
@@ -66,7 +64,7 @@ def draft_value(
     order = np.argsort(-np.where(is_open, coming.expected, -1.0), kind="stable")
     num_open = int(is_open.sum())
     seconds = _seconds_by_count(coming.take(order), cost, rates, num_ranks, num_slots)
-    spent_s = CAUTION * np.append(0.0, np.cumsum(costs_s[order])) / num_ranks
+    spent_s = np.append(0.0, np.cumsum(costs_s[order])) / num_ranks
     best = int((seconds + spent_s)[: num_open + 1].argmin())
     pays, saves_s = np.zeros(len(coming), bool), np.zeros(len(coming))
     pays[order[:best]] = True
@@ -85,12 +83,11 @@ def _seconds_by_count(
     """Expected seconds of the slowest rank with the first k rows drafted, float64 [S + 1]; rows are
     dealt to ranks in turn, longest first."""
     points, width = time_points(rows, num_slots)
-    drafted, undrafted = np.zeros((2, len(rows), len(points)))
-    for quantile in LENGTH_QUANTILES:  # a draft ends where the response would have ended
-        known = at_quantile(rows, quantile)
-        whole = replace(known, drafted=known.expected)
-        drafted += forwards_survival(whole, rates, points) / len(LENGTH_QUANTILES)
-        undrafted += forwards_survival(known, rates, points) / len(LENGTH_QUANTILES)
+    whole = replace(rows, spread=0.0 * rows.spread, drafted=rows.expected)
+    drafted, undrafted = (forwards_survival(of, rates, points) for of in (whole, rows))
+    # A draft that does not hold leaves the row as uncertain as it was without one.
+    holds = (rates.accepted(rows.expected) / np.maximum(rows.expected, 1.0))[:, None]
+    drafted = holds * drafted + (1.0 - holds) * undrafted
     token_s = float(cost.coefficients[2])
     context = float((rows.prompt_tokens + rows.expected).mean())
     rank_of = np.empty(len(rows), np.int64)

@@ -8,7 +8,7 @@ the row's own noise holds up to its first mismatch; the chance of a mismatch is 
 Shape legend: S rows, T points in time, counted in forwards.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -85,16 +85,6 @@ class Rows:
     def take(self, chosen: np.ndarray) -> "Rows":
         """Some of the rows, in the order given. chosen: indices or a mask."""
         return Rows(**{name: column[chosen] for name, column in vars(self).items()})
-
-
-def at_quantile(rows: Rows, quantile: float) -> Rows:
-    """The rows as if their lengths were known: a quantile of those that go beyond the draft."""
-    column = (rows.expected, rows.spread)
-    beyond = np.maximum(length_survival(*column, rows.drafted) * (1.0 - quantile), 1e-12)
-    log_median, slope = _log_logistic(*column)
-    length = np.exp(log_median + np.log((1.0 - beyond) / beyond) / slope)
-    length = np.where(rows.spread == 0.0, rows.expected, np.maximum(length, 1.0))
-    return replace(rows, expected=length, spread=0.0 * rows.spread)
 
 
 def length_survival(mean: np.ndarray, spread: np.ndarray, tokens: np.ndarray) -> np.ndarray:
