@@ -9,16 +9,12 @@ equal lengths show what is left without one. `generate` has a limit for all rows
 criterion ends each at its own length, and, as ever, an ended row is padded until the last row ends.
 Only prescribed tokens count.
 
-With --natural rows end at the model's own end token instead; then lengths differ between the arms,
-by chance alone.
-
 Each arm has a copy of the model, is run once before it counts, and runs in turn with the others.
 Starting and stopping the thread of the continuous batching is not timed.
 """
 
 import argparse
 import copy
-import json
 import os
 import statistics
 import subprocess
@@ -30,8 +26,6 @@ import numpy as np
 import torch
 import transformers
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
     ContinuousBatchingConfig,
     GenerationConfig,
     PreTrainedModel,
@@ -39,7 +33,9 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from bubblespec.data.prompts import build_prompt_set, make_tokenize, reasoning_gym_rows
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from benchmarks.shared import chain_sums, load_policy, write_json
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.runner import ModelRunner
@@ -52,16 +48,8 @@ MODELS = {
     "smollm2": os.path.join(ROOT, "models/smollm2-135m-instruct"),
 }
 LONGEST = {"tiny": 400, "smollm2": 96}  # response tokens, if not given
-TASKS = [
-    {
-        "name": "chain_sum",
-        "weight": 1.0,
-        "config": {"min_terms": 2, "max_terms": 12, "min_digits": 1, "max_digits": 1},
-    }
-]
-SIGMA = (
-    0.93  # the 99th percentile is 8.7 times the median, as it is with configs/tiny_cpu_bulk.yaml
-)
+# The 99th percentile is 8.7 times the median, as it is with configs/tiny_cpu_bulk.yaml.
+SIGMA = 0.93
 PAGE = 64  # positions a page of the paged cache
 
 Arm = Callable[[], list[int]]  # generates all rows; returns the response tokens of each
@@ -75,22 +63,10 @@ def tail_lengths(count: int, longest: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).permutation(np.maximum(lengths.round(), 1).astype(np.int64))
 
 
-def load_prompts(tokenizer, num_prompts: int, num_generations: int) -> list[tuple[int, ...]]:
-    """Token ids of each row: chain sums, as chat messages where the tokenizer has a template."""
-    rows = reasoning_gym_rows(TASKS, num_prompts, seed=0)
-    prompts = build_prompt_set(
-        rows, make_tokenize(tokenizer), 1 << 16, as_chat=tokenizer.chat_template is not None
-    ).prompts
-    return [prompt.token_ids for prompt in prompts for _ in range(num_generations)]
-
-
-def engine_arm(
-    model: PreTrainedModel, prompts: list, lengths: np.ndarray, stop: tuple[int, ...]
-) -> Arm:
+def engine_arm(model: PreTrainedModel, prompts: list, lengths: np.ndarray) -> Arm:
     longest = max(len(prompt) for prompt in prompts) + int(lengths.max())
     prepare_model(model, longest)
     engine = Engine(ModelRunner(model, len(prompts), longest, seed=0))
-    params = SamplingParams(stop_token_ids=stop)
     visit = 0
 
     def run() -> list[int]:
@@ -101,7 +77,7 @@ def engine_arm(
             Row(SampleId(hash(p) >> 1, visit, j), p, int(n))
             for j, (p, n) in enumerate(zip(prompts, lengths, strict=True))
         ]
-        return [len(row.tokens) for row in engine.run(rows, params)]
+        return [len(row.tokens) for row in engine.run(rows, SamplingParams())]
 
     return run
 
@@ -117,55 +93,46 @@ class EndsAt(StoppingCriteria):
         return input_ids.shape[1] >= self.lengths
 
 
-def generation_config(longest: int, stop: tuple[int, ...], pad: int) -> GenerationConfig:
-    """Plain sampling at temperature 1; without end tokens none is ever looked for."""
+def generation_config(longest: int, end: int | None, pad: int) -> GenerationConfig:
+    """Sampling at temperature 1."""
     return GenerationConfig(
         max_new_tokens=longest,
         do_sample=True,
         temperature=1.0,
         top_k=0,
         top_p=1.0,
-        eos_token_id=list(stop) or None,
+        eos_token_id=end,
         pad_token_id=pad,
     )
 
 
-def generate_arm(
-    model: PreTrainedModel, prompts: list, lengths: np.ndarray, stop: tuple[int, ...], *, pad: int
-) -> Arm:
+def generate_arm(model: PreTrainedModel, prompts: list, lengths: np.ndarray, pad: int) -> Arm:
     model.set_attn_implementation("sdpa")
     width = max(len(prompt) for prompt in prompts)
     ids = torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    config = generation_config(int(lengths.max()), stop, pad)
-    model.generation_config = config
+    model.generation_config = generation_config(int(lengths.max()), None, pad)
     criteria = StoppingCriteriaList([EndsAt(torch.from_numpy(lengths) + width)])
 
     def run() -> list[int]:
-        out = model.generate(
-            ids, attention_mask=mask, generation_config=config, stopping_criteria=criteria
-        )[:, width:].numpy()
-        assert out.shape[1] <= lengths.max()
-        ended = np.isin(out, stop)
-        first = np.where(ended.any(axis=1), ended.argmax(axis=1) + 1, out.shape[1])
-        return np.minimum(first, lengths).tolist()
+        out = model.generate(ids, attention_mask=mask, stopping_criteria=criteria)
+        return np.minimum(out.shape[1] - width, lengths).tolist()
 
     return run
 
 
 def batch_arm(
-    model: PreTrainedModel, prompts: list, lengths: np.ndarray, stop: tuple[int, ...], *, pad: int
+    model: PreTrainedModel, prompts: list, lengths: np.ndarray, pad: int
 ) -> tuple[Arm, Callable]:
     """The arm, and what ends its thread. All rows fit into the cache and into one batch."""
     model.set_attn_implementation("sdpa")
-    pages = sum(
-        -(-(len(prompt) + int(n)) // PAGE) + 1 for prompt, n in zip(prompts, lengths, strict=True)
-    )
-    cache = ContinuousBatchingConfig(page_size=PAGE, num_blocks=pages + 1, max_batch_tokens=2048)
-    config = generation_config(int(lengths.max()), stop, pad)
-    config.eos_token_id = list(stop) or -1
+    sizes = np.array([len(prompt) for prompt in prompts]) + lengths
+    num_pages = int((-(-sizes // PAGE) + 1).sum()) + 1
     context = model.continuous_batching_context_manager(
-        generation_config=config, continuous_batching_config=cache
+        generation_config=generation_config(int(lengths.max()), -1, pad),
+        continuous_batching_config=ContinuousBatchingConfig(
+            page_size=PAGE, num_blocks=num_pages, max_batch_tokens=2048
+        ),
     )
     manager = context.__enter__()
 
@@ -200,60 +167,44 @@ def measure(arms: dict[str, Arm], repeats: int) -> dict[str, dict]:
             per_row[name] = arms[name]()
             seconds[name].append(time.perf_counter() - started)
             tokens[name].append(sum(per_row[name]))
-    rate = {
-        name: [n / s for n, s in zip(tokens[name], seconds[name], strict=True)] for name in arms
-    }
-    return {
-        name: {
+    result = {}
+    rates = {name: np.array(tokens[name]) / np.array(seconds[name]) for name in arms}
+    for name in arms:
+        result[name] = {
             "seconds": seconds[name],
             "tokens": tokens[name],
             "row_tokens": per_row[name],
-            "tokens_per_second": statistics.median(rate[name]),
-            # paired: within a turn the machine is the same for all
-            "engine_speedup": statistics.median(
-                e / r for e, r in zip(rate["engine"], rate[name], strict=True)
-            ),
+            "tokens_per_second": float(np.median(rates[name])),
+            # Paired: within a turn the machine is the same for all.
+            "engine_speedup": float(np.median(rates["engine"] / rates[name])),
         }
-        for name in arms
-    }
+    return result
 
 
 def run_workload(
-    model: PreTrainedModel,
-    prompts: list,
-    lengths: np.ndarray,
-    stop: tuple[int, ...],
-    *,
-    pad: int,
-    repeats: int,
+    model: PreTrainedModel, prompts: list, lengths: np.ndarray, pad: int, repeats: int
 ) -> dict:
     """Figures of all arms; an arm that cannot run at all has its error in place of figures."""
     arms = {
-        "engine": engine_arm(copy.deepcopy(model), prompts, lengths, stop),
-        "generate": generate_arm(copy.deepcopy(model), prompts, lengths, stop, pad=pad),
+        "engine": engine_arm(copy.deepcopy(model), prompts, lengths),
+        "generate": generate_arm(copy.deepcopy(model), prompts, lengths, pad),
     }
-    close, error = None, None
+    close, failed = None, {}
     try:
-        arms["generate_batch"], close = batch_arm(
-            copy.deepcopy(model), prompts, lengths, stop, pad=pad
-        )
+        arms["generate_batch"], close = batch_arm(copy.deepcopy(model), prompts, lengths, pad)
         arms["generate_batch"]()
-    except (
-        Exception
-    ) as failure:  # a peer's failure is a result too, and the others' figures stand without it
-        error = f"{type(failure).__name__}: {failure}"
+    except Exception as error:  # the others' figures stand without it
+        failed["generate_batch"] = {"error": f"{type(error).__name__}: {error}"}
         arms.pop("generate_batch", None)
     try:
         result = measure(arms, repeats)
     finally:
         if close is not None:
             close()
-    if error is not None:
-        result["generate_batch"] = {"error": error}
     for name, figures in result.items():
-        if not stop and "row_tokens" in figures and figures["row_tokens"] != lengths.tolist():
+        if figures["row_tokens"] != lengths.tolist():
             raise AssertionError(f"{name} generated other lengths than prescribed")
-    return result
+    return result | failed
 
 
 def commit() -> str:
@@ -272,10 +223,9 @@ def print_table(workloads: dict[str, dict]) -> None:
             if "error" in r:
                 print(f"| {workload} | {name} | does not run: {r['error']} | | | |")
                 continue
-            print(
-                f"| {workload} | {name} | {statistics.median(r['tokens']):.0f} | {statistics.median(r['seconds']):.2f} "
-                f"| {r['tokens_per_second']:.0f} | {r['engine_speedup']:.2f}x |"
-            )
+            tokens, seconds = statistics.median(r["tokens"]), statistics.median(r["seconds"])
+            rates = f"{r['tokens_per_second']:.0f} | {r['engine_speedup']:.2f}x"
+            print(f"| {workload} | {name} | {tokens:.0f} | {seconds:.2f} | {rates} |")
 
 
 def main() -> int:
@@ -285,72 +235,41 @@ def main() -> int:
     parser.add_argument("--model", default="tiny", help="tiny, smollm2, or a Hugging Face folder")
     parser.add_argument("--num-prompts", type=int, default=8)
     parser.add_argument("--num-generations", type=int, default=4)
-    parser.add_argument(
-        "--longest", type=int, help="tokens of the longest response (tiny: 400, smollm2: 96)"
-    )
+    parser.add_argument("--longest", type=int, help="tokens (tiny: 400, smollm2: 96)")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument(
-        "--natural", action="store_true", help="rows end at the model's own end token"
-    )
     parser.add_argument("--json", help="write the figures there")
     arguments = parser.parse_args()
     folder = MODELS.get(arguments.model, arguments.model)
     if not os.path.isdir(folder):
-        print(
-            f"error: --model: no folder {folder}; `make smollm2` makes that of smollm2",
-            file=sys.stderr,
-        )
+        text = f"--model: no folder {folder}; `make smollm2` makes that of smollm2"
+        print(f"error: {text}", file=sys.stderr)
         return 2
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    end = model.generation_config.eos_token_id
-    ends = tuple(
-        sorted({tokenizer.eos_token_id, *(end if isinstance(end, list) else [end])} - {None})
-    )
+    tokenizer, model, ends = load_policy(folder)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else ends[0]
-    prompts = load_prompts(tokenizer, arguments.num_prompts, arguments.num_generations)
+    prompts = [
+        prompt.token_ids
+        for prompt in chain_sums(tokenizer, arguments.num_prompts, seed=0, max_terms=12)
+        for _ in range(arguments.num_generations)
+    ]
     longest = arguments.longest or LONGEST.get(arguments.model, 96)
     tail = tail_lengths(len(prompts), longest, seed=0)
-    if arguments.natural:
-        lengths = {"natural": np.full(len(prompts), longest)}
-    else:
-        lengths = {"tail": tail, "equal": np.full(len(prompts), round(tail.mean()))}
+    lengths = {"tail": tail, "equal": np.full(len(prompts), round(tail.mean()))}
+    print(f"{arguments.model}, {len(prompts)} rows of {arguments.num_prompts} prompts, 1 thread")
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}, commit {commit()}")
     print(
-        f"{arguments.model}, {len(prompts)} rows of {arguments.num_prompts} prompts, 1 thread, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}, commit {commit()}, medians of {arguments.repeats} turns"
+        f"tail: median {np.median(tail):.0f}, mean {tail.mean():.0f}, longest {tail.max()} tokens"
     )
-    if not arguments.natural:
-        print(
-            f"tail: median {np.median(tail):.0f}, mean {tail.mean():.0f}, longest {tail.max()} tokens"
-        )
     workloads = {
-        name: run_workload(
-            model,
-            prompts,
-            limits,
-            ends if arguments.natural else (),
-            pad=pad,
-            repeats=arguments.repeats,
-        )
+        name: run_workload(model, prompts, limits, pad, arguments.repeats)
         for name, limits in lengths.items()
     }
     print_table(workloads)
-    if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump(
-                {
-                    "model": arguments.model,
-                    "commit": commit(),
-                    "longest": longest,
-                    "workloads": workloads,
-                },
-                file,
-                indent=1,
-            )
+    given = {"model": arguments.model, "commit": commit(), "longest": longest}
+    write_json(arguments.json, given | {"workloads": workloads})
     return 0
 
 

@@ -127,10 +127,7 @@ def paired_step(
         drafts={},
         used=launch.groups,
     )
-    known = {
-        "store_tokens": sampler.store.num_tokens,
-        "accepted_by_age": stats.accepted_by_age,
-    }
+    known = {"store_tokens": sampler.store.num_tokens, "accepted_by_age": stats.accepted_by_age}
     result |= speculation_metrics(ranks, record, **known)
     result |= {
         "rows": len(samples),
@@ -173,7 +170,8 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
             steps.append(s)
             if ranks.is_main:
                 forwards = f"{s['none_forwards']}>{s['speculation_forwards']}"
-                seconds = f"{s['none_s']:8.2f} {s['speculation_s']:8.2f} {s['none_s'] / s['speculation_s']:6.2f}"
+                ratio = s["none_s"] / s["speculation_s"]
+                seconds = f"{s['none_s']:8.2f} {s['speculation_s']:8.2f} {ratio:6.2f}"
                 print(
                     f"{step:4} {seconds} {forwards:>10} {s['longest']:7} "
                     f"{s['rollout/spec_accept_length']:16.2f} {s['bubble/drafted_tokens']:8}",
@@ -182,7 +180,8 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
         if ranks.is_main:
             summary = summarise(steps)
             print(
-                f"total: {summary['speedup']:.2f}x wall time (median step {summary['speedup_median_step']:.2f}x), "
+                f"total: {summary['speedup']:.2f}x wall time "
+                f"(median step {summary['speedup_median_step']:.2f}x), "
                 f"{-100 * summary['forward_reduction']:.0f}% forwards on the slowest rank, "
                 f"{summary['differing_rows']} of {summary['rows']} rows differ\n{PAPER}"
             )

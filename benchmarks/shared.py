@@ -1,17 +1,22 @@
-"""What the benchmarks of whole runs have in common: their command line, and an engine for the
+"""What benchmarks have in common: their command line, policies and prompts, and an engine for the
 rollouts without speculation."""
 
 import argparse
+import json
 import sys
 import tempfile
 from collections.abc import Callable
 
+import torch
 import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from bubblespec.data.prompts import build_prompt_set, make_tokenize, reasoning_gym_rows
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.errors import InputError
 from bubblespec.trainer import Trainer
+from bubblespec.types import Prompt
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:
@@ -37,20 +42,42 @@ def main(run: Callable[[argparse.Namespace, str], None], parser: argparse.Argume
     return 0
 
 
-def check_arms(arguments: argparse.Namespace, arms: dict) -> None:
-    """Raises InputError if --arms names one that there is not."""
-    if unknown := set(arguments.arms.split(",")) - arms.keys():
+def check_names(option: str, given: str, valid: dict) -> list[str]:
+    """The names of an option, with commas between. Raises InputError for one that there is not."""
+    names = given.split(",")
+    if unknown := set(names) - valid.keys():
         raise InputError(
-            f"--arms: {', '.join(sorted(unknown))} unknown; valid are {', '.join(arms)}"
+            f"{option}: {', '.join(sorted(unknown))} unknown; valid are {', '.join(valid)}"
         )
+    return names
+
+
+def write_json(path: str | None, result: dict) -> None:
+    if path:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(result, file, indent=1)
+
+
+def load_policy(folder: str) -> tuple[transformers.PreTrainedTokenizerBase, PreTrainedModel, tuple]:
+    """Tokenizer, float32 model and end tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    end = model.generation_config.eos_token_id
+    ends = {tokenizer.eos_token_id, *(end if isinstance(end, list) else [end])} - {None}
+    return tokenizer, model, tuple(sorted(ends))
+
+
+def chain_sums(tokenizer, count: int, seed: int, max_terms: int) -> list[Prompt]:
+    """As chat messages where the tokenizer has a template."""
+    config = {"min_terms": 2, "max_terms": max_terms, "min_digits": 1, "max_digits": 1}
+    rows = reasoning_gym_rows([{"name": "chain_sum", "weight": 1.0, "config": config}], count, seed)
+    is_chat = tokenizer.chat_template is not None
+    return build_prompt_set(rows, make_tokenize(tokenizer), 1 << 16, as_chat=is_chat).prompts
 
 
 def plain_engine(trainer: Trainer) -> Engine:
     """An engine of its own: the trainer's holds drafts from step to step."""
     engine, learner = trainer.sampler.engine, trainer.learner
     options = {"max_batch_tokens": engine.max_batch_tokens, "kernel": learner.kernel}
-    return Engine(
-        ModelRunner(
-            learner.model, engine.num_slots, engine.max_length, trainer.config.run.seed, **options
-        )
-    )
+    seed = trainer.config.run.seed
+    return Engine(ModelRunner(learner.model, engine.num_slots, engine.max_length, seed, **options))

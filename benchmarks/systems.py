@@ -2,7 +2,7 @@
 [--picture PNG] [overrides]
 
 Each system is a training run of its own, from the same weights; the runs take their steps in turn,
-each time in an order drawn anew, so that a busy moment of the machine meets all of them, and none
+each time in another random order, so that a busy moment of the machine meets all of them, and none
 always finds what the same one leaves in the caches. `again` is `plain` once more: what it gains or
 loses is chance. With --one-by-one each run makes all its steps before the next one is set up, for
 models of which one run alone fits the memory: put `again` last, to see what the machine did
@@ -11,13 +11,14 @@ meanwhile.
 Counted are seconds from barrier to barrier of whole steps: rollouts, rewards, gradients, the
 optimizer; evaluations (run.eval_steps) are made between them, and not counted, nor is the warm
 start of a drafter. As steps of short and long rounds are of different size, speeds are of seconds
-for each token that is trained on. The first steps count, unless --skip says otherwise: a system
-that learns from an earlier epoch is measured in the second one.
+for each token that is trained on, up to the last long round, when next to nothing that has been
+paid for is waiting. The first steps count, unless --skip says otherwise: a system that learns from
+an earlier epoch is measured in the second one. With optim.learning_rate=0 all systems generate the
+same samples, each in an order of its own.
 """
 
 import argparse
 import gc
-import json
 import os
 import sys
 import time
@@ -28,13 +29,13 @@ import numpy as np
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from benchmarks.shared import main, make_parser
-from benchmarks.tail_batching import measure
+from benchmarks.shared import check_names, main, make_parser, write_json
 from bubblespec import memory
 from bubblespec.config import load_config
 from bubblespec.dist.ranks import Ranks, ranks_from_environment
 from bubblespec.errors import InputError
 from bubblespec.learn.advantages import estimate_advantages
+from bubblespec.records import StepRecord, total_s
 from bubblespec.setup import build
 from bubblespec.trainer import Trainer
 
@@ -46,7 +47,7 @@ class System(NamedTuple):
     """What is switched on, and what its paper reports."""
 
     overrides: tuple[str, ...]
-    paper: str
+    paper: str = ""
 
 
 OFF = (
@@ -56,42 +57,54 @@ OFF = (
     "rollout.placement=in_turn",
 )
 DRAFTS, DRAFTER = "speculative.method=bubble+suffix", "speculative.method=drafter"
-TAIL, STREAMED, BALANCED = (
-    "tail_batching.enabled=true",
-    "optim.stream_gradients=true",
-    "rollout.placement=balanced",
-)
+TAIL, BALANCED = "tail_batching.enabled=true", "rollout.placement=balanced"
+STREAMED = "optim.stream_gradients=true"
 RACE = "tail_batching.response_over_sampling_ratio=1.25"
 ALL = "speculative.method=bubble+suffix+drafter"
 # The papers' own hardware, models and baselines: what each is about, not what to expect of a
-# machine.
+# machine. RollPacker's race: rollout seconds 82/277/673 without and 47/88/170 with both.
 BUBBLESPEC = "rollouts up to 1.8x, -50% decoding steps (arXiv 2605.08862)"
 RHYMERL = "2.6x end to end; placement alone 1.43x (arXiv 2508.18588)"
 TLT = "1.7x end to end (arXiv 2511.16665)"
-ROLLPACKER = "2.0x to 2.6x end to end (arXiv 2509.21009); {}"
+ROLLPACKER = "2.0x to 2.6x end to end (arXiv 2509.21009); "
+DEFERRED = "prompts deferred only, rollouts 1.14x / 1.64x / 2.60x at 8k / 16k / 32k"
 SYSTEMS = {
-    "plain": System((), ""),
-    "again": System((), ""),
+    "plain": System(()),
+    "again": System(()),
+    "torch kernels": System(("model.cpu_linear=torch",)),
     "bubble": System(("speculative.method=bubble",), BUBBLESPEC),
     "history": System(("speculative.method=suffix",), RHYMERL),
     "drafts": System((DRAFTS,), BUBBLESPEC),
     "placement": System((BALANCED,), RHYMERL),
     "drafter": System((DRAFTER,), TLT),
-    "tail": System(
-        (TAIL,),
-        ROLLPACKER.format(
-            "prompts deferred only, rollouts 1.14x / 1.64x / 2.60x at 8k / 16k / 32k"
-        ),
-    ),
-    "race": System(
-        (TAIL, RACE), ROLLPACKER.format("biased race as well, rollouts 1.7x / 3.1x / 4.0x")
-    ),
-    "streamed": System((STREAMED,), ROLLPACKER.format("streamed gradients alone 1.08x")),
-    "all": System((ALL, TAIL, BALANCED), ""),
-    "all+streamed": System((ALL, TAIL, BALANCED, STREAMED), ""),
+    "tail": System((TAIL,), ROLLPACKER + DEFERRED),
+    "tail+placement": System((TAIL, BALANCED)),
+    "tail+drafts": System((TAIL, DRAFTS)),
+    "race": System((TAIL, RACE), ROLLPACKER + "biased race as well, rollouts 1.7x / 3.1x / 4.0x"),
+    "streamed": System((STREAMED,), ROLLPACKER + "streamed gradients alone 1.08x"),
+    "all": System((ALL, TAIL, BALANCED)),
+    "all+streamed": System((ALL, TAIL, BALANCED, STREAMED)),
 }
-# race: rows of 1.25 times the responses; RollPacker's ablation in rollout seconds 82/277/673
-# without and 47/88/170 with both.
+SUMS = ("step_s", "seconds", "idle", "forwards", "tokens", "gained_tokens", "row_forwards")
+
+
+def measure(ranks: Ranks, record: StepRecord) -> dict:
+    """A step's rollouts: seconds on the slowest rank, and what was trained on."""
+    stages, rollouts = record.stages, record.rollouts
+    waited_s = sum(rollout.wait_s for rollout in rollouts) + total_s(stages, "wait")
+    gen_s = total_s(stages, "gen") + total_s(stages, "wait") + total_s(record.spans, "exchange")
+    counts = [rollout.acceptance for rollout in rollouts]
+    own = [gen_s, waited_s, sum(rollout.own_forwards for rollout in rollouts)]
+    own += [sum(c.gained_tokens for c in counts), sum(c.row_forwards for c in counts)]
+    gen_s, waited_s, forwards, gained, row_forwards = ranks.gather(np.array(own, np.float64)).T
+    return {
+        "seconds": float(gen_s.max()),
+        "idle": float(waited_s.mean()),
+        "forwards": int(forwards.max()),
+        "tokens": int(record.generated.lengths.sum()),
+        "gained_tokens": int(gained.sum()),
+        "row_forwards": int(row_forwards.sum()),
+    }
 
 
 class Arm:
@@ -121,51 +134,29 @@ class Arm:
         )
         trainer.update(record, advantages.ravel())
         ranks.barrier()
-        counts = [rollout.acceptance for rollout in record.rollouts]
-        gained = np.array(
-            [[sum(c.gained_tokens for c in counts), sum(c.row_forwards for c in counts)]]
-        )
-        gained, row_forwards = ranks.gather(gained).sum(axis=(0, 1)).tolist()
-        self.steps.append(
-            {
-                "step_s": float(ranks.gather(np.array([time.perf_counter() - began_s])).max()),
-                **measure(ranks, record),
-                "gained_tokens": gained,
-                "row_forwards": row_forwards,
-                **trainer.sampler.schedule.metrics(),
-            }
-        )
+        step_s = float(ranks.gather(np.array([time.perf_counter() - began_s])).max())
+        planned = trainer.sampler.schedule.metrics()
+        self.steps.append({"step_s": step_s} | measure(ranks, record) | planned)
         self.evaluate()
 
     def result(self, skip: int = 0) -> dict:
-        """Of all steps but the first `skip`."""
-        total = {
-            name: sum(step[name] for step in self.steps[skip:])
-            for name in (
-                "step_s",
-                "seconds",
-                "idle",
-                "forwards",
-                "tokens",
-                "gained_tokens",
-                "row_forwards",
-            )
-        }
-        engine, needs = (
-            self.trainer.sampler.engine,
-            memory.estimate(self.trainer.config, self.trainer.learner.model, 1),
-        )
-        bytes_ = needs.lasting + engine.num_slots * needs.slot + max(needs.rollout, needs.training)
+        """Of all steps but the first `skip`, up to the last long round."""
+        longs = [i for i, step in enumerate(self.steps) if step.get("tail/is_long_round")]
+        end = longs[-1] + 1 if longs and longs[-1] >= skip else len(self.steps)
+        counted = self.steps[skip:end]
+        total = {name: sum(step[name] for step in counted) for name in SUMS}
+        trainer = self.trainer
+        needs = memory.estimate(trainer.config, trainer.learner.model, 1)
+        slots = trainer.sampler.engine.num_slots * needs.slot
+        num_bytes = needs.lasting + slots + max(needs.rollout, needs.training)
         return {
             "seconds_per_token": total["step_s"] / total["tokens"],
             "rollout_seconds_per_token": total["seconds"] / total["tokens"],
             "forwards_per_token": total["forwards"] / total["tokens"],
             "idle_ratio": total["idle"] / total["seconds"],
-            "tokens_a_pass": total["gained_tokens"] / total["row_forwards"]
-            if total["row_forwards"]
-            else 1.0,
-            "length_ratio": self.steps[-1].get("tail/length_ratio", 1.0),
-            "memory_gb": bytes_ / 1e9,
+            "tokens_a_pass": total["gained_tokens"] / max(total["row_forwards"], 1) or 1.0,
+            "length_ratio": counted[-1].get("tail/length_ratio", 1.0),
+            "memory_gb": num_bytes / 1e9,
             "seconds": [step["step_s"] for step in self.steps],
             "tokens": [step["tokens"] for step in self.steps],
             "curve": self.curve,
@@ -220,20 +211,21 @@ def summarise(seeds: dict[int, dict[str, dict]]) -> dict[str, dict]:
     """By system: medians over the seeds, speed-ups over the first system; and the held-out reward
     at the end, on average."""
     runs = list(seeds.values())
-    first = next(iter(runs[0]))
-    summary = {}
-    for name in runs[0]:
+    first, summary = next(iter(runs[0])), {}
+    for name, any_run in runs[0].items():
         whole, rollout = (
             [arms[first][key] / arms[name][key] for arms in runs]
             for key in ("seconds_per_token", "rollout_seconds_per_token")
         )
         rewards = [arms[name]["curve"][-1][1] for arms in runs if arms[name]["curve"]]
-        numbers = [key for key, value in runs[0][name].items() if isinstance(value, float)]
+        numbers = [key for key, value in any_run.items() if isinstance(value, float)]
         summary[name] = {
+            key: float(np.median([arms[name][key] for arms in runs])) for key in numbers
+        }
+        summary[name] |= {
             "speedup": float(np.median(whole)),
             "speedups": whole,
             "rollout_speedup": float(np.median(rollout)),
-            **{key: float(np.median([arms[name][key] for arms in runs])) for key in numbers},
             "reward": float(np.mean(rewards)) if rewards else None,
             "rewards": rewards,
             "paper": SYSTEMS[name].paper,
@@ -245,28 +237,24 @@ def draw(seeds: dict[int, dict[str, dict]], summary: dict[str, dict], path: str)
     """Speed-ups of whole steps and of rollouts; and held-out reward over seconds of training, the
     mean of all seeds."""
     has_curves = all(system["rewards"] for system in summary.values())
+    size = (6 + 5 * has_curves, 4)
     figure, axes = plt.subplots(
-        1, 1 + has_curves, figsize=(6 + 5 * has_curves, 4), layout="constrained", squeeze=False
+        1, 1 + has_curves, figsize=size, layout="constrained", squeeze=False
     )
-    bars, names = axes[0, 0], list(summary)
-    for number, name in enumerate(names):
-        system = summary[name]
-        bars.barh(number, system["speedup"], 0.6, color=f"C{number % 10}")
-        bars.plot(
-            system["speedups"], [number] * len(system["speedups"]), ".", color="black", markersize=4
-        )
+    bars = axes[0, 0]
+    for number, (name, system) in enumerate(summary.items()):
+        colour, speedups = f"C{number % 10}", system["speedups"]
+        bars.barh(number, system["speedup"], 0.6, color=colour)
+        bars.plot(speedups, [number] * len(speedups), ".", color="black", markersize=4)
         bars.plot(system["rollout_speedup"], number, "|", color="black", markersize=14)
+        if has_curves:  # [seeds, evaluations, 2]
+            curves = np.array([arms[name]["curve"] for arms in seeds.values()])
+            style = {"color": colour, "label": name, "markersize": 3}
+            axes[0, 1].plot(*curves.mean(axis=0).T, "o-", **style)
     bars.axvline(1, color="grey", linewidth=0.8)
-    bars.set_yticks(range(len(names)), names)
+    bars.set_yticks(range(len(summary)), list(summary))
     bars.invert_yaxis()
     bars.set_xlabel("speed-up of whole steps (dots: seeds; line: rollouts alone)")
-    for number, name in enumerate(names if has_curves else []):
-        curves = np.array(
-            [arms[name]["curve"] for arms in seeds.values()]
-        )  # [seeds, evaluations, 2]
-        axes[0, 1].plot(
-            *curves.mean(axis=0).T, "o-", color=f"C{number % 10}", label=name, markersize=3
-        )
     if has_curves:
         axes[0, 1].set_xlabel("seconds of training, without evaluations")
         axes[0, 1].set_ylabel("held-out reward")
@@ -277,49 +265,41 @@ def draw(seeds: dict[int, dict[str, dict]], summary: dict[str, dict], path: str)
     plt.close(figure)
 
 
-def report(arguments: argparse.Namespace, seeds: dict[int, dict[str, dict]]) -> None:
-    """Print the table, and write what was asked for."""
-    summary = summarise(seeds)
+def print_table(summary: dict[str, dict]) -> None:
     print(
-        "system            whole  rollouts  us/token   idle  tokens/pass  length ratio  memory  held-out  paper"
+        "| system | whole steps | rollouts | us/token | idle time | tokens a forward and row ",
+        end="",
     )
-    for name, system in summary.items():
-        reward = f"{system['reward']:.3f}" if system["rewards"] else "-"
-        print(
-            f"{name:17} {system['speedup']:4.2f}x  {system['rollout_speedup']:7.2f}x  {1e6 * system['seconds_per_token']:8.0f}  "
-            f"{system['idle_ratio']:5.1%}  {system['tokens_a_pass']:11.2f}  {system['length_ratio']:12.3f}  "
-            f"{system['memory_gb']:3.1f} GB  {reward:>8}  {system['paper']}"
-        )
-    if arguments.picture:
-        draw(seeds, summary, arguments.picture)
-    if arguments.json:
-        result = {
-            "systems": summary,
-            "config": arguments.config,
-            "overrides": arguments.overrides,
-            "skip": arguments.skip,
-        }
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump({**result, "seeds": seeds}, file)
+    print("| length ratio | memory | held-out reward | its paper |")
+    print("|---" * 10 + "|")
+    for name, s in summary.items():
+        reward = f"{s['reward']:.3f}" if s["rewards"] else "-"
+        cells = [name, f"{s['speedup']:.2f}x", f"{s['rollout_speedup']:.2f}x"]
+        cells += [f"{1e6 * s['seconds_per_token']:.0f}", f"{s['idle_ratio']:.1%}"]
+        cells += [f"{s['tokens_a_pass']:.2f}", f"{s['length_ratio']:.3f}"]
+        cells += [f"{s['memory_gb']:.1f} GB", reward, s["paper"]]
+        print(f"| {' | '.join(cells)} |")
 
 
 def run(arguments: argparse.Namespace, folder: str) -> None:
-    if unknown := set(arguments.systems.split(",")) - SYSTEMS.keys():
-        raise InputError(
-            f"--systems: {', '.join(sorted(unknown))} unknown; valid are {', '.join(SYSTEMS)}"
-        )
+    check_names("--systems", arguments.systems, SYSTEMS)
     config = load_config(arguments.config, arguments.overrides)
     if not 0 <= arguments.skip < config.run.max_steps:
-        raise InputError(
-            f"--skip: {arguments.skip}; give at least 0 and less than run.max_steps = {config.run.max_steps}"
-        )
+        bound = f"at least 0 and less than run.max_steps = {config.run.max_steps}"
+        raise InputError(f"--skip: {arguments.skip}; give {bound}")
     with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
         seeds = {
             seed: run_seed(arguments, ranks, seed, folder)
             for seed in map(int, arguments.seeds.split(","))
         }
-        if ranks.is_main:
-            report(arguments, seeds)
+        if not ranks.is_main:
+            return
+        summary = summarise(seeds)
+        print_table(summary)
+        if arguments.picture:
+            draw(seeds, summary, arguments.picture)
+        given = {name: getattr(arguments, name) for name in ("config", "overrides", "skip")}
+        write_json(arguments.json, {"systems": summary, **given, "seeds": seeds})
 
 
 if __name__ == "__main__":

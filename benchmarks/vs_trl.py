@@ -25,7 +25,6 @@ import itertools
 import json
 import os
 import resource
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -39,6 +38,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+from benchmarks.shared import write_json
 from bubblespec.config import Config, flatten, load_config
 from bubblespec.dist.ranks import ranks_from_environment
 from bubblespec.errors import InputError
@@ -77,33 +77,21 @@ class Enough(Exception):
 
 
 class Clock:
-    """When steps begin and end; what `at_end` does between them is not measured."""
+    """When steps begin and end. The weights after every `every` steps are saved in `folder` on rank
+    0, if there is one, between two steps."""
 
-    def __init__(self, at_end: Callable[[int], None]):
-        self.at_end, self.seconds, self.processor_seconds = at_end, [], []
-
-    def begin(self) -> None:
-        self.begun = time.perf_counter(), time.process_time()
+    def __init__(self, model: torch.nn.Module, folder: str | None, every: int):
+        self.model, self.folder, self.every = model, folder, every
+        self.seconds: list[float] = []
+        self.begin_s = time.perf_counter()
 
     def end(self) -> None:
         """Of a step, and the next begins."""
-        self.seconds.append(time.perf_counter() - self.begun[0])
-        self.processor_seconds.append(time.process_time() - self.begun[1])
-        self.at_end(len(self.seconds))
-        self.begin()
-
-
-def saver(model: torch.nn.Module, folder: str | None, every: int) -> Callable[[int], None]:
-    """Saves the weights in `folder` after every so many steps, on rank 0."""
-
-    def save(num_steps: int) -> None:
-        if folder and num_steps % every == 0 and int(os.environ.get("RANK", "0")) == 0:
-            torch.save(
-                {name: tensor.clone() for name, tensor in model.state_dict().items()},
-                weights_file(folder, num_steps),
-            )
-
-    return save
+        self.seconds.append(time.perf_counter() - self.begin_s)
+        number = len(self.seconds)
+        if self.folder and number % self.every == 0 and os.environ.get("RANK", "0") == "0":
+            torch.save(self.model.state_dict(), weights_file(self.folder, number))
+        self.begin_s = time.perf_counter()
 
 
 def weights_file(folder: str, num_steps: int) -> str:
@@ -111,7 +99,7 @@ def weights_file(folder: str, num_steps: int) -> str:
 
 
 def run_own(config: Config, num_steps: int, folder: str | None, every: int) -> dict:
-    """Steps of this trainer, through the loop of train.py as it is. folder, every: see `saver`."""
+    """Steps of this trainer, through the loop of train.py as it is. folder, every: see `Clock`."""
     import train as entry
     from bubblespec import trainer as trainer_module
 
@@ -128,8 +116,7 @@ def run_own(config: Config, num_steps: int, folder: str | None, every: int) -> d
     trainer_module.MetricsLogger = Logger
     with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
         trainer = build(config, ranks)
-        clock = Clock(saver(trainer.learner.model, folder, every))
-        clock.begin()
+        clock = Clock(trainer.learner.model, folder, every)
         try:
             entry.train(trainer)
         except Enough:
@@ -137,12 +124,9 @@ def run_own(config: Config, num_steps: int, folder: str | None, every: int) -> d
     rows = config.rollout.num_prompts_per_step * config.rollout.num_generations
     return {
         "seconds": clock.seconds,
-        "processor_seconds": clock.processor_seconds,
         "tokens": [round(m["completions/mean_length"] * rows) for m in steps],
-        "longest": [m["completions/max_length"] for m in steps],
         "median_length": [m["completions/median_length"] for m in steps],
         "rewards": [m["reward"] for m in steps],
-        "zero_groups": [m["frac_reward_zero_std"] for m in steps],
     }
 
 
@@ -171,23 +155,21 @@ def run_trl(
         prompt_set.batch(config.run.seed, step, rollout.num_prompts_per_step)
         for step in range(num_steps)
     ]
-    prompts = [prompt for batch in batches for prompt in batch]
+    prompts = [prompt.text for batch in batches for prompt in batch]
     lengths: list[list[int]] = []  # of this rank, by step
 
     def rewarder(function: Callable) -> Callable:
-        def reward(prompts_, completions, completion_ids, number, **kwargs):
-            names = sorted({name for i in number for name in prompts[i].columns})
-            columns = {name: [prompts[i].columns.get(name) for i in number] for name in names}
+        def reward(prompts, completions, completion_ids, number, **kwargs):
+            chosen = [batches[i // len(batches[0])][i % len(batches[0])].columns for i in number]
+            names = sorted(set().union(*chosen))
+            columns = {name: [found.get(name) for found in chosen] for name in names}
             if function is functions[0]:
                 lengths.append([len(ids) for ids in completion_ids])
             given = {"completions": completions, "completion_ids": completion_ids}
-            return function(prompts=prompts_, **given, **columns)
+            return function(prompts=prompts, **given, **columns)
 
-        def named(prompts, completions, completion_ids, number, **kwargs):
-            return reward(prompts, completions, completion_ids, number)
-
-        named.__name__ = function.__name__
-        return named
+        reward.__name__ = function.__name__
+        return reward
 
     functions = [load_reward(path) for path in config.reward.functions]
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -197,17 +179,15 @@ def run_trl(
         raise InputError(
             f"--trl-microbatches: {rows} sequences on {world_size} ranks, {microbatches} parts"
         )
-    rewards, zero_groups = [], []
-    clock = Clock(saver(model, folder, every))
+    rewards, clock = [], Clock(model, folder, every)
 
     class Callback(TrainerCallback):
         def on_train_begin(self, *args, **kwargs):
-            clock.begin()
+            clock.begin_s = time.perf_counter()
 
         def on_step_end(self, *args, **kwargs):
             clock.end()
             rewards.append(trainer._metrics["train"]["reward"][-1])
-            zero_groups.append(trainer._metrics["train"]["frac_reward_zero_std"][-1])
 
     arguments = GRPOConfig(
         output_dir=config.run.output_dir,
@@ -251,38 +231,27 @@ def run_trl(
         model=model,
         reward_funcs=[rewarder(function) for function in functions],
         args=arguments,
-        train_dataset=Dataset.from_list(
-            [{"prompt": prompt.text, "number": i} for i, prompt in enumerate(prompts)]
-        ),
+        train_dataset=Dataset.from_dict({"prompt": prompts, "number": range(len(prompts))}),
         processing_class=tokenizer,
         callbacks=[Callback()],
     )
-    given = trainer._tokenize_prompts([prompt.text for prompt in batches[0]])[0]
-    tokenize = make_tokenize(tokenizer)
-    if [list(ids) for ids in given] != [list(tokenize(prompt.text)) for prompt in batches[0]]:
-        raise InputError(
-            "TRL tokenises these prompts in another way, so the arms would not have the same work"
-        )
+    texts, tokenize = prompts[: len(batches[0])], make_tokenize(tokenizer)
+    given = trainer._tokenize_prompts(texts)[0]
+    if [list(ids) for ids in given] != [list(tokenize(text)) for text in texts]:
+        raise InputError("TRL tokenises these prompts in another way, which is other work")
     trainer.train()
-    everyone = [None] * world_size
+    everyone = [lengths] * world_size
     if world_size > 1:
         dist.all_gather_object(everyone, lengths)
-    else:
-        everyone = [lengths]
     by_step = [np.concatenate([rank[step] for rank in everyone]) for step in range(num_steps)]
-    assert all(len(step) == rows for step in by_step), (
-        "a step of TRL has another number of sequences"
-    )
+    assert all(len(step) == rows for step in by_step), "a step of TRL has other sequences"
     if dist.is_initialized():
         dist.destroy_process_group()
     return {
         "seconds": clock.seconds,
-        "processor_seconds": clock.processor_seconds,
         "tokens": [int(step.sum()) for step in by_step],
-        "longest": [int(step.max()) for step in by_step],
         "median_length": [float(np.median(step)) for step in by_step],
         "rewards": [float(r) for r in rewards],
-        "zero_groups": [float(z) for z in zero_groups],
     }
 
 
@@ -290,23 +259,18 @@ def run_arm(arguments: argparse.Namespace) -> None:
     """In a job of its own: rank 0 writes what it measured to --json."""
     arm, num_steps = arguments.arm, arguments.steps
     with tempfile.TemporaryDirectory() as folder:
-        overrides = [
-            *arguments.overrides,
-            "run.eval_steps=0",
-            "run.save_steps=0",
-            f"run.output_dir={folder}",
-            f"run.max_steps={num_steps + STEPS_BEYOND}",
-        ]
+        given = {"eval_steps": 0, "save_steps": 0, "output_dir": folder}
+        given["max_steps"] = num_steps + STEPS_BEYOND
+        overrides = [*arguments.overrides, *(f"run.{key}={given[key]}" for key in given)]
         config = load_config(arguments.config, [*overrides, *OWN.get(arm, ())])
         saved = (arguments.weights, arguments.every)
         if arm in OWN:
             measured = run_own(config, num_steps, *saved)
         else:
             measured = run_trl(config, num_steps, arguments.trl_microbatches, *saved)
-    if int(os.environ.get("RANK", "0")) == 0:
+    if os.environ.get("RANK", "0") == "0":
         measured["peak_memory_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump(measured, file)
+        write_json(arguments.json, measured)
 
 
 def run_job(arguments: argparse.Namespace, arm: str, seed: int, folder: str) -> dict:
@@ -354,51 +318,45 @@ def summarise(jobs: dict[str, list[dict]], num_warmup: int) -> dict[str, dict]:
     summary = {}
     base = [run["seconds"][num_warmup:] for run in jobs.get("trl", []) if "error" not in run]
     for arm, runs in jobs.items():
-        errors = [run["error"] for run in runs if "error" in run]
-        if errors or not runs:
-            summary[arm] = {"error": (errors or ["not run"])[0]}
+        if errors := [run["error"] for run in runs if "error" in run]:
+            summary[arm] = {"error": errors[0]}
             continue
         counted = {
-            key: [value for run in runs for value in run[key][num_warmup:]]
-            for key in runs[0]
-            if isinstance(runs[0][key], list)
+            key: np.concatenate([run[key][num_warmup:] for run in runs])
+            for key, value in runs[0].items()
+            if isinstance(value, list)
         }
-        summary[arm] = {key: statistics.median(values) for key, values in counted.items()}
-        summary[arm]["tokens_per_second"] = sum(counted["tokens"]) / sum(counted["seconds"])
-        summary[arm]["peak_memory_gb"] = max(run["peak_memory_gb"] for run in runs)
-        summary[arm]["steps"] = len(counted["seconds"])
-        seconds = [run["seconds"][num_warmup:] for run in runs]
-        if len(base) == len(seconds):
-            ratios = np.concatenate(base) / np.concatenate(seconds)
-            summary[arm]["speedup"] = float(np.sum(base) / np.sum(seconds))
-            summary[arm]["speedup_median_step"] = float(np.median(ratios))
+        total_s = counted["seconds"].sum()
+        found = {key: float(np.median(values)) for key, values in counted.items()}
+        found["tokens_per_second"] = float(counted["tokens"].sum() / total_s)
+        found["peak_memory_gb"] = max(run["peak_memory_gb"] for run in runs)
+        found["steps"] = len(counted["seconds"])
+        if len(base) == len(runs):
+            ratios = np.concatenate(base) / counted["seconds"]
+            found["speedup"] = float(np.sum(base) / total_s)
+            found["speedup_median_step"] = float(np.median(ratios))
+        summary[arm] = found
     trl = summary.get("trl", {}).get("tokens_per_second")
-    for s in summary.values():
-        if trl and "tokens_per_second" in s:
-            s["speedup_by_tokens"] = s["tokens_per_second"] / trl
+    for found in summary.values():
+        if trl and "tokens_per_second" in found:
+            found["speedup_by_tokens"] = found["tokens_per_second"] / trl
     return summary
 
 
 def print_table(summary: dict[str, dict]) -> None:
-    print(
-        "| arm | seconds per step | processor seconds, rank 0 | tokens per step | median, longest "
-        "| tokens/s | against trl: all steps, median step, by tokens | peak GB | reward |"
-    )
-    print("|---" * 9 + "|")
+    print("| arm | seconds per step | tokens per step | median length | tokens/s ", end="")
+    print("| against trl: all steps, median step, by tokens | peak GB | reward |")
+    print("|---" * 8 + "|")
     for arm, s in summary.items():
         if "error" in s:
-            print(f"| {arm} | does not run: {s['error']} | | | | | | | |")
+            print(f"| {arm} | does not run: {s['error']} | | | | | | |")
             continue
-        ratio = (
-            f"{s['speedup']:.2f}x, {s['speedup_median_step']:.2f}x, {s['speedup_by_tokens']:.2f}x"
-            if "speedup" in s
-            else "-"
-        )
-        print(
-            f"| {arm} | {s['seconds']:.2f} | {s['processor_seconds']:.2f} | {s['tokens']:.0f} "
-            f"| {s['median_length']:.0f}, {s['longest']:.0f} | {s['tokens_per_second']:.0f} "
-            f"| {ratio} | {s['peak_memory_gb']:.2f} | {s['rewards']:.2f} |"
-        )
+        names = ("speedup", "speedup_median_step", "speedup_by_tokens")
+        ratios = ", ".join(f"{s[name]:.2f}x" for name in names if name in s) or "-"
+        cells = [f"{s['seconds']:.2f}", f"{s['tokens']:.0f}", f"{s['median_length']:.0f}"]
+        cells += [f"{s['tokens_per_second']:.0f}", ratios]
+        cells += [f"{s['peak_memory_gb']:.2f}", f"{s['rewards']:.2f}"]
+        print(f"| {arm} | {' | '.join(cells)} |")
 
 
 def time_to(curve: dict, reward: float) -> float | None:
@@ -483,10 +441,8 @@ def run(arguments: argparse.Namespace) -> None:
         report_curves(curves, arguments.reward)
     if arguments.picture and any(curves.values()):
         draw(curves, arguments.picture)
-    if arguments.json:
-        settings = {"config": arguments.config, "overrides": arguments.overrides}
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump({**settings, "summary": summary, "jobs": jobs, "curves": curves}, file)
+    settings = {"config": arguments.config, "overrides": arguments.overrides}
+    write_json(arguments.json, settings | {"summary": summary, "jobs": jobs, "curves": curves})
 
 
 def main() -> int:

@@ -16,7 +16,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from benchmarks.accept_rules import load_prompts, one_step, policy_gradient, verify_by_rejection
+from benchmarks.accept_rules import one_step, policy_gradient, verify_by_rejection
+from benchmarks.shared import chain_sums
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.noise import stream_keys
@@ -110,7 +111,7 @@ def tiny_setting(
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
-    prompts = load_prompts(tokenizer, None, 2 * num_prompts, SEED)
+    prompts = chain_sums(tokenizer, 2 * num_prompts, SEED, max_terms=8)
     prepare_model(policy, max(len(p.token_ids) for p in prompts) + MAX_NEW_TOKENS)
     params = SamplingParams(stop_token_ids=(tokenizer.eos_token_id,))
     setting = Setting(policy, copy.deepcopy(policy), tokenizer, prompts[::2], params)

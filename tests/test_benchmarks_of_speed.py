@@ -1,7 +1,7 @@
-"""Benchmarks at their smallest size: they count what they say they count."""
+"""Benchmarks at their smallest size, on one rank in this process: they count what they say they
+count."""
 
 import argparse
-import importlib
 import json
 import sys
 
@@ -9,24 +9,29 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import generate, shared, systems, tail_batching, vs_trl
+from benchmarks import generate, paired_rollout, systems, vs_trl
+from bubblespec import trainer as trainer_module
+from bubblespec.config import load_config
 from bubblespec.errors import InputError
-from tests.helpers.warm import launch
 
 CONFIG = "configs/tiny_cpu.yaml"
 SMALL = [
     "rollout.num_prompts_per_step=2",
     "rollout.num_generations=2",
-    "rollout.max_completion_length=12",
-    "rollout.num_slots=8",
+    "rollout.max_completion_length=8",
+    "rollout.num_slots=4",
+    "model.dtype=float64",
+    "optim.learning_rate=0",
+    "run.max_steps=2",
+    "eval.num_prompts=2",
 ]
 
 
-def run_script(name: str, out, *arguments: str) -> dict:
-    """A benchmark on two ranks; what it has written."""
-    command = [f"benchmarks/{name}.py", "--config", CONFIG, "--json", str(out), *arguments]
-    done = launch(2, [*command, *SMALL])
-    assert done.returncode == 0, done.stderr[-3000:]
+def run_benchmark(benchmark, folder, *overrides: str, **options) -> dict:
+    """What a benchmark has written."""
+    out = folder / "out.json"
+    given = {"config": CONFIG, "json": str(out), "overrides": [*SMALL, *overrides]}
+    benchmark.run(argparse.Namespace(**given | options), str(folder))
     return json.loads(out.read_text())
 
 
@@ -41,12 +46,12 @@ def test_all_arms_of_generate_make_the_prescribed_tokens(monkeypatch, tmp_path, 
     criterion = generate.EndsAt(torch.tensor([5, 9, 7]))
     assert criterion(torch.zeros(3, 7), None).tolist() == [True, False, True]
     out = tmp_path / "out.json"
-    arguments = "generate.py --num-prompts 2 --num-generations 2 --longest 9 --repeats 1 --json"
+    arguments = "generate.py --num-prompts 1 --num-generations 2 --longest 5 --repeats 1 --json"
     monkeypatch.setattr(sys, "argv", [*arguments.split(), str(out)])
     assert generate.main() == 0
     for lengths in json.loads(out.read_text())["workloads"].values():
         rows = [arm["row_tokens"] for arm in lengths.values()]
-        assert rows[0] == rows[1] == rows[2] and len(rows[0]) == 4
+        assert rows[0] == rows[1] == rows[2] and len(rows[0]) == 2
     assert "| tail | generate_batch |" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["generate.py", "--model", "no/such/folder"])
     assert generate.main() == 2
@@ -54,53 +59,80 @@ def test_all_arms_of_generate_make_the_prescribed_tokens(monkeypatch, tmp_path, 
 
 
 def test_paired_rollouts_generate_the_same_rows(tmp_path):
-    keys = ["run.max_steps=3", "model.dtype=float64", "speculative.planning=always"]
-    keys.append(f"run.output_dir={tmp_path}/run")
-    result = run_script("paired_rollout", tmp_path / "out.json", "--useless-drafts", *keys)
-    assert (result["differing_rows"], result["rows"], len(result["steps"])) == (0, 12, 3)
+    keys = ["speculative.planning=always", f"run.output_dir={tmp_path}/run"]
+    result = run_benchmark(paired_rollout, tmp_path, *keys, useless_drafts=True)
+    assert (result["differing_rows"], result["rows"], len(result["steps"])) == (0, 8, 2)
 
 
-def test_scheduling_is_measured_on_the_same_samples(tmp_path):
-    """With weights that stand still every arm trains on the same tokens, as far as it gets."""
-    keys = ["run.max_steps=6", "optim.learning_rate=0", "tail_batching.over_sampling_ratio=2"]
-    arms = ["plain", "tail", "all"]
-    result = run_script("tail_batching", tmp_path / "out.json", "--arms", ",".join(arms), *keys)
-    assert list(result["arms"]) == arms
-    tokens = {name: [step["tokens"] for step in result["steps"][name]] for name in arms}
-    assert tokens["tail"] == tokens["all"] and sum(tokens["tail"]) == sum(tokens["plain"])
-    assert [step["tail/is_long_round"] for step in result["steps"]["tail"]] == [0, 1, 0, 1, 0, 1]
-    assert result["length_ratio"] == 1.0, "nothing is waiting after the last step"
+def test_systems_side_by_side(tmp_path):
+    """With weights that stand still every system gets the same held-out reward each time, and tail
+    batching trains on the same samples."""
+    picture, names = tmp_path / "out.png", ["plain", "tail"]
+    options = {"picture": str(picture), "seeds": "0", "skip": 0, "one_by_one": False}
+    keys = ["run.eval_steps=1", "tail_batching.over_sampling_ratio=2"]
+    result = run_benchmark(systems, tmp_path, *keys, systems=",".join(names), **options)
+    assert list(result["systems"]) == names
+    for name, system in result["systems"].items():
+        assert 0.0 <= system["idle_ratio"] <= 1.0 and system["memory_gb"] > 0
+        assert bool(system["paper"]) == (name == "tail")
+        assert system["length_ratio"] == 1.0, "nothing is waiting after the last step"
+    assert result["systems"]["plain"]["speedups"] == [1.0]
+    (arms,) = result["seeds"].values()
+    for name, arm in arms.items():
+        assert sum(arm["tokens"]) == sum(arms["plain"]["tokens"])
+        first_s, second_s = arm["seconds"]
+        seconds = [at for at, _ in arm["curve"]]
+        assert seconds == pytest.approx([0.0, first_s, first_s + second_s])
+        assert {reward for _, reward in arm["curve"]} == {arms["plain"]["curve"][0][1]}, name
+    assert picture.stat().st_size > 10_000
 
 
-def test_an_unknown_arm_is_named(monkeypatch, capsys):
-    arguments = ["tail_batching.py", "--config", CONFIG, "--arms", "plain,fast"]
-    monkeypatch.setattr(sys, "argv", arguments)
-    parser = shared.make_parser("")
-    parser.add_argument("--arms")
-    assert shared.main(tail_batching.run, parser) == 2
-    assert capsys.readouterr().err.startswith("error: --arms: fast unknown; valid are plain, ")
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"systems": "plain,fast"}, "--systems: fast unknown; valid are plain, "),
+        ({"systems": "plain", "skip": 60}, "--skip: 60"),
+    ],
+)
+def test_what_cannot_be_is_named(tmp_path, options, says):
+    with pytest.raises(InputError, match=f"^{says}"):
+        run_benchmark(systems, tmp_path, **options)
 
 
-def run_against_trl(monkeypatch, tmp_path, arms: list[str], *options: str) -> dict:
-    out = tmp_path / "out.json"
-    arguments = ["vs_trl.py", "--config", CONFIG, "--json", str(out), "--steps", "2"]
-    arguments += ["--nproc-per-node", "1", *options, "--arms", *arms, "--", *SMALL]
-    monkeypatch.setattr(sys, "argv", [*arguments, "optim.learning_rate=0", "eval.num_prompts=4"])
+def run_against_trl(monkeypatch, folder, *options: str) -> dict:
+    out = folder / "out.json"
+    arguments = ["vs_trl.py", "--config", CONFIG, "--json", str(out), "--steps", "2", *options]
+    keys = [key for key in SMALL if "dtype" not in key]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--", *keys])
     assert vs_trl.main() == 0
     return json.loads(out.read_text())
 
 
-def test_own_arms_generate_the_same_tokens_and_are_evaluated(monkeypatch, tmp_path):
-    """With weights that stand still all evaluations give the same."""
+def test_own_arms_generate_the_same_tokens_and_are_evaluated(monkeypatch, tmp_path, capsys):
+    """With weights that stand still all evaluations give the same. An arm that fails has its error
+    in the table."""
+    logger = trainer_module.MetricsLogger
+
+    def run_job(arguments, arm: str, seed: int, folder: str) -> dict:
+        monkeypatch.setattr(trainer_module, "MetricsLogger", logger)  # each arm replaces it
+        if arm == "trl":
+            return {"error": "No module named 'trl'"}
+        keys = [*arguments.overrides, *vs_trl.OWN[arm], f"run.output_dir={folder}/run"]
+        config = load_config(CONFIG, [*keys, "run.max_steps=4"])
+        return vs_trl.run_own(config, 2, folder, 1) | {"peak_memory_gb": 0.5}
+
+    monkeypatch.setattr(vs_trl, "run_job", run_job)
     options = ["--every", "1", "--picture", str(tmp_path / "out.png")]
-    result = run_against_trl(monkeypatch, tmp_path, ["none", "bubble+suffix"], *options)
-    none, ours = (result["jobs"][arm][0] for arm in ("none", "bubble+suffix"))
+    arms = ["none", "bubble+suffix"]
+    result = run_against_trl(monkeypatch, tmp_path, *options, "--arms", "trl", *arms)
+    none, ours = (result["jobs"][arm][0] for arm in arms)
     assert none["tokens"] == ours["tokens"] and len(none["tokens"]) == 2
     assert all(s > 0 for s in none["seconds"]) and result["summary"]["none"]["steps"] == 1
     (curve,) = result["curves"]["none"]
     assert len(set(curve["rewards"])) == 1
     assert curve["seconds"] == pytest.approx([0.0, none["seconds"][0], sum(none["seconds"])])
     assert (tmp_path / "out.png").stat().st_size > 10_000
+    assert "| trl | does not run: No module named 'trl' |" in capsys.readouterr().out
 
 
 def test_time_to_a_reward_is_on_straight_lines():
@@ -108,18 +140,6 @@ def test_time_to_a_reward_is_on_straight_lines():
     assert vs_trl.time_to(curve, 0.5) == 5.0
     assert vs_trl.time_to(curve, 0.7) == pytest.approx(25.0)
     assert vs_trl.time_to(curve, 0.95) is None
-
-
-def test_a_step_of_trl_or_its_error_in_the_table(monkeypatch, tmp_path, capsys):
-    result = run_against_trl(monkeypatch, tmp_path, ["trl"])
-    if importlib.util.find_spec("trl") is None:
-        assert "No module named 'trl'" in result["summary"]["trl"]["error"]
-        assert "| trl | does not run:" in capsys.readouterr().out
-        return
-    assert "error" not in result["summary"]["trl"], result["summary"]["trl"]
-    job = result["jobs"]["trl"][0]
-    assert len(job["tokens"]) == len(job["seconds"]) == 2
-    assert all(4 <= tokens <= 4 * 12 for tokens in job["tokens"])
 
 
 def test_what_trl_is_not_set_up_for_is_refused(monkeypatch, capsys):
@@ -138,31 +158,3 @@ def test_first_steps_are_not_counted():
     assert summary["none"]["speedup"] == summary["none"]["speedup_median_step"] == 2.0
     assert summary["none"]["speedup_by_tokens"] == pytest.approx(2.0)
     assert summary["all"] == {"error": "no"}
-
-
-def test_systems_side_by_side(tmp_path):
-    """With weights that stand still every system gets the same held-out reward each time."""
-    picture, names = tmp_path / "out.png", ["plain", "race", "all"]
-    options = ["--picture", str(picture), "--systems", ",".join(names), "run.max_steps=2"]
-    options += ["run.eval_steps=1", "eval.num_prompts=2", "optim.learning_rate=0"]
-    options += ["model.dtype=float64", "drafter.warm_start=200"]
-    result = run_script("systems", tmp_path / "out.json", *options)
-    assert list(result["systems"]) == names
-    for name, system in result["systems"].items():
-        assert 0.0 <= system["idle_ratio"] <= 1.0 and system["memory_gb"] > 0
-        assert bool(system["paper"]) == (name == "race")
-    assert result["systems"]["plain"]["speedups"] == [1.0]
-    (arms,) = result["seeds"].values()
-    for name, arm in arms.items():
-        first_s, second_s = arm["seconds"]
-        seconds = [at for at, _ in arm["curve"]]
-        assert seconds == pytest.approx([0.0, first_s, first_s + second_s])
-        assert {reward for _, reward in arm["curve"]} == {arms["plain"]["curve"][0][1]}, name
-    assert picture.stat().st_size > 10_000
-
-
-@pytest.mark.parametrize("option, value", [("systems", "plain,fast"), ("skip", 60)])
-def test_systems_name_what_cannot_be(option, value):
-    given = {"config": CONFIG, "overrides": [], "systems": "plain", "skip": 0} | {option: value}
-    with pytest.raises(InputError, match=f"^--{option}: "):
-        systems.run(argparse.Namespace(**given), "")

@@ -1,15 +1,10 @@
-"""The cost of forwards: what a fit recovers, the roofline, files, and the profiling benchmark."""
-
-import json
-import sys
+"""The cost of forwards: what a fit recovers, and the roofline."""
 
 import numpy as np
 import pytest
 
-from benchmarks import profile_cost
-from bubblespec.errors import InputError
 from bubblespec.records import Load
-from bubblespec.simulate.cost import GPUS, RATES, ForwardCost, fit_cost, load_cost, roofline
+from bubblespec.simulate.cost import GPUS, RATES, ForwardCost, fit_cost, roofline
 
 
 def make_cost(**rates: float) -> ForwardCost:
@@ -44,15 +39,14 @@ def test_known_costs_are_recovered_through_noise_and_interruptions(truth):
     rng = np.random.default_rng(2)
     seconds = seconds_of(truth, loads) * rng.normal(1.0, 0.03, len(loads))
     seconds[::20] *= 8.0  # interrupted
-    cost, errors = fit_cost(loads, seconds, "test")
+    cost = fit_cost(loads, seconds, "test")
     ratio = seconds_of(cost, unseen) / seconds_of(truth, unseen)
     assert np.abs(ratio - 1).max() < 0.08
-    assert np.median(errors) < 0.06
 
 
 def test_more_work_never_takes_less_time():
     loads = random_loads(300)
-    cost, _ = fit_cost(loads, np.random.default_rng(3).uniform(1e-3, 1e-2, 300), "noise")
+    cost = fit_cost(loads, np.random.default_rng(3).uniform(1e-3, 1e-2, 300), "noise")
     for field in range(1, 6):
         more = loads.astype(float)
         more[:, field] += 10
@@ -63,17 +57,13 @@ def test_decoding_alone_lets_tokens_have_the_cost():
     rows = np.arange(1, 33)
     zero = np.zeros(32, int)
     loads = np.stack([rows, rows, zero, rows * 100, zero, zero], axis=1)
-    cost, _ = fit_cost(loads, 1e-3 + 1e-4 * rows, "decoding")
+    cost = fit_cost(loads, 1e-3 + 1e-4 * rows, "decoding")
     assert cost.seconds((1, 33, 1, 100, 0, 32)) == pytest.approx(1e-3 + 33e-4, rel=0.1)
 
 
-def test_groups_are_held_out_whole_and_too_few_forwards_are_an_error():
-    loads = random_loads(100)
-    groups = np.arange(100) // 10
-    _, errors = fit_cost(loads, seconds_of(make_cost(), loads), "test", groups)
-    assert len(errors) == 20
+def test_too_few_forwards_are_an_error():
     with pytest.raises(ValueError, match="3 forwards are too few"):
-        fit_cost(loads[:3], np.ones(3), "test")
+        fit_cost(random_loads(3), np.ones(3), "test")
 
 
 def test_the_roofline_is_that_of_the_data_sheet():
@@ -85,43 +75,3 @@ def test_the_roofline_is_that_of_the_data_sheet():
     kv_bytes = 2 * 2 * 28 * 4 * 128
     read_s = cost.seconds(Load(1, 1, 0, 10**6, 0, 0)) - cost.seconds(Load(1, 1, 0, 0, 0, 0))
     assert read_s == pytest.approx(kv_bytes * 10**6 / (0.8 * bandwidth))
-
-
-def test_files_hold_all_of_it(tmp_path):
-    cost = make_cost(positions=1e-8)
-    cost.save(tmp_path / "cost.json")
-    assert load_cost(str(tmp_path / "cost.json")) == cost
-    content = json.loads((tmp_path / "cost.json").read_text())
-    del content["source"]  # and keys that are not known do not matter
-    (tmp_path / "cost.json").write_text(json.dumps(content | {"propose": [0.0, 0.0]}))
-    assert load_cost(str(tmp_path / "cost.json")).source.endswith("cost.json")
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"format": 9}, 'it has no "format": 1'),
-        ({"knots": [4, 2]}, "knots must ascend"),
-        ({"slopes": [0.0]}, "with one slope each"),
-        ({"constant": -1.0}, "finite and at least 0"),
-        ({"rates": {}}, "'rows' is missing"),
-        ({"knots": None}, "wrong type"),
-    ],
-)
-def test_bad_files_are_refused_in_one_line(tmp_path, change, says):
-    path = tmp_path / "cost.json"
-    make_cost().save(path)
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(InputError, match=says):
-        load_cost(str(path))
-
-
-def test_the_benchmark_times_the_loads_it_names(monkeypatch, tmp_path, capsys):
-    out = tmp_path / "cost.json"
-    small = "--rows 1,2 --lengths 8 --windows 0,2 --chunks 4 --repeats 2".split()
-    model = ["--model", "configs/tiny_policy", "--device", "cpu"]
-    monkeypatch.setattr(sys, "argv", ["profile_cost.py", *model, *small, "--json", str(out)])
-    assert profile_cost.main() == 0
-    assert "| 2 | " in capsys.readouterr().out
-    assert load_cost(str(out)).seconds((1, 1, 0, 8, 0, 0)) > 0
-    assert profile_cost.main() == 2 and "is there already" in capsys.readouterr().err

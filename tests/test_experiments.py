@@ -69,10 +69,6 @@ def test_given_drafts_propose_at_their_place_and_count():
     drafts = GivenDrafts({row.id: np.arange(10)}, window=4)
     assert [
         d.tolist() for d in drafts.propose([row, row, row], np.array([0, 5, 8]), None, 100)
-    ] == [
-        [0, 1, 2, 3],
-        [5, 6, 7, 8],
-        [8, 9],
-    ]
+    ] == [[0, 1, 2, 3], [5, 6, 7, 8], [8, 9]]
     drafts.observe([row], [np.array([0, 1, 9])], np.array([4]), np.array([2]))
     assert drafts.is_drafted == {row.id: [True, True, False]} and drafts.accepted_share == 0.5

@@ -193,25 +193,14 @@ def test_a_deferred_sample_is_finished_by_later_weights():
 # Texts
 
 
-@pytest.mark.parametrize(
-    ("drifts", "distance", "expected"),
-    [(False, -1, 100.0), (False, -7, 100.0), (True, -4, 25.0), (True, 4, 25.0), (False, 3, 100.0)],
-)
-def test_the_first_mismatch_comes_as_late_as_it_should(drifts, distance, expected):
-    model, true = DraftModel(100.0, 2.0, drifts), true_text(4000)
+@pytest.mark.parametrize("distance", [-7, -1, 3])
+def test_the_first_mismatch_comes_as_late_as_it_should(distance):
+    model, true = DraftModel(100.0, 2.0), true_text(4000)
     found = [
         first_mismatch(model.text((0, uid, 0), true, 9000, STOP, distance), true)
         for uid in range(400)
     ]
-    assert np.mean(found) == pytest.approx(expected, rel=0.15)  # 3 standard errors
-
-
-def test_a_draft_by_older_weights_gets_no_further():
-    model, true = DraftModel(40.0, 2.0, drifts=True), true_text(200)
-    for uid in range(20):
-        ages = [model.text((4, uid, 1), true, 400, STOP, -age) for age in (8, 2, 1)]
-        left = [first_mismatch(text, true) for text in ages]
-        assert left == sorted(left)
+    assert np.mean(found) == pytest.approx(100.0, rel=0.15)  # 3 standard errors
 
 
 @pytest.mark.parametrize("accept_length", [1.0, 1.5, 2.0, 4.0, 10.0])

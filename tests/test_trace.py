@@ -13,7 +13,7 @@ from bubblespec.dist.ranks import Ranks
 from bubblespec.errors import InputError
 from bubblespec.records import ForwardRecord, Load, RolloutRecord, Span, StepRecord
 from bubblespec.simulate.__main__ import SECTIONS, simulated_config
-from bubblespec.simulate.cost import cost_from_trace
+from bubblespec.simulate.cost import load_cost
 from bubblespec.simulate.recorded import RecordedWorkload, sections_of
 from bubblespec.simulate.run import simulate
 from bubblespec.simulate.workload import Texts
@@ -103,7 +103,7 @@ def test_drafts_and_costs_of_a_recorded_run(drafting):
         assert {row["draft_version"] for row in drafts} <= {before["step"]}
         num_drafts += len(drafts)
     assert num_drafts > 40
-    cost = cost_from_trace(str(drafting / "trace"))
+    cost = load_cost(str(drafting))
     for load in (
         Load(4, 4, 0, 200, 0, 0),
         Load(16, 16, 0, 1000, 0, 0),
@@ -125,7 +125,7 @@ def test_recording_changes_no_token(drafting, tmp_path):
 def test_a_recorded_run_is_simulated_on_any_number_of_ranks(drafting, num_ranks, keys):
     workload = RecordedWorkload(str(drafting))
     config = simulated_config(sections_of(workload.config, SECTIONS), keys)
-    cost = cost_from_trace(str(drafting / "trace")).seconds
+    cost = load_cost(str(drafting)).seconds
     steps = simulate(config, workload, cost, num_ranks)
     if "tail_batching.enabled=true" in keys:
         assert 0 < len(steps) < workload.num_steps
@@ -281,7 +281,7 @@ def test_damaged_traces_are_refused_in_one_line(tmp_path, break_it, says):
     make_recorder(tmp_path).write(one_step(0))
     break_it(tmp_path / "trace")
     with pytest.raises(InputError) as error:
-        cost_from_trace(str(tmp_path / "trace"))
+        load_cost(str(tmp_path))
     assert says in str(error.value) and "\n" not in str(error.value)
 
 

@@ -1,10 +1,10 @@
 """Would speculation help on this workload, on so many ranks, and why? An answer in virtual time,
 without the machine.
 
-python -m bubblespec.simulate --synthetic mean=2000,max=16000,run=500 --ranks 8 --cost h200:7b
+python -m bubblespec.simulate --synthetic mean=2000,max=16000,run=500 --ranks 8 --cost-model h200:7b
 [section.key=value ...]
 
-python -m bubblespec.simulate --trace RUN_DIR --ranks 8 --cost FILE [section.key=value ...]
+python -m bubblespec.simulate --trace RUN_DIR --ranks 8 --cost-model RUN_DIR [section.key=value ...]
 """
 
 import argparse
@@ -16,13 +16,12 @@ from typing import Any
 
 from bubblespec.config import Config, config_of_sections
 from bubblespec.errors import InputError
-from bubblespec.simulate.cost import cost_from_trace, load_cost
+from bubblespec.simulate.cost import load_cost
 from bubblespec.simulate.recorded import RecordedWorkload, sections_of
 from bubblespec.simulate.run import SimulatedStep, counted, simulate, steps_that_fit
 from bubblespec.simulate.runner import DrafterModel
 from bubblespec.simulate.workload import Synthetic, SyntheticWorkload, Workload, parse
 from bubblespec.telemetry.timeline import save_timeline
-from bubblespec.telemetry.trace import FOLDER
 
 SECTIONS = ("rollout", "speculative", "bubble", "tail_batching")  # what overrides may change
 COUNTS = ("forwards", "drafted_tokens", "proposed_tokens", "refused_tokens", "response_tokens")
@@ -54,7 +53,7 @@ def main() -> int:
     parser.add_argument(
         "--cost-model",
         metavar="COST",
-        help="a file, or GPU:MODEL for a roofline; default: fitted on the trace",
+        help="GPU:MODEL for a roofline, or a RUN_DIR to fit it on; default: that of --trace",
     )
     parser.add_argument("--json", metavar="FILE", help="write the figures there; it must not exist")
     parser.add_argument("--timeline-step", type=int, metavar="STEP", help="draw it, into --output")
@@ -84,10 +83,7 @@ def run(arguments: argparse.Namespace) -> None:
     drafter = parse(DrafterModel, arguments.drafter, "--drafter")
     if arguments.drafter and "drafter" not in config.speculative.method:
         raise InputError(f"--drafter: speculative.method={config.speculative.method} has none")
-    if arguments.cost_model:
-        cost = load_cost(arguments.cost_model)
-    else:
-        cost = cost_from_trace(os.path.join(arguments.trace, FOLDER))
+    cost = load_cost(arguments.cost_model or arguments.trace)
     num_ranks = arguments.ranks or (workload.world_size if arguments.trace else 8)
     num_steps = steps_that_fit(config, workload)
     if arguments.timeline_step is not None and not 0 <= arguments.timeline_step < num_steps:

@@ -11,21 +11,18 @@ row attends to p. A load has sums over rows only, so tokens * positions / rows i
 positions themselves.
 """
 
-import itertools
-import json
 import math
+import os
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
 from bubblespec.errors import InputError
 from bubblespec.records import Load
-from bubblespec.telemetry.trace import read_meta, read_table
+from bubblespec.telemetry.trace import FOLDER, read_meta, read_table
 
-FORMAT = 1
 RATES = ("rows", "wide_rows", "positions", "prompt_tokens", "draft_tokens", "pairs")
 # A forward that takes this many times its prediction was interrupted, and is left out.
 INTERRUPTED = 3.0
@@ -76,45 +73,25 @@ class ForwardCost:
         by_tokens = self._at_knots[i] + self.slopes[i] * (tokens - self.knots[i])
         return by_tokens + sum(map(float.__mul__, self._rates, map(float, counts)))
 
-    def save(self, path: str) -> None:
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump({"format": FORMAT, **asdict(self)}, file, indent=1)
-            file.write("\n")
-
 
 def load_cost(name: str) -> ForwardCost:
-    """The roofline of GPU:MODEL, or the cost that a file holds. Raises InputError."""
+    """The roofline of GPU:MODEL, or what the forwards of a recorded run took, with the host's work
+    between them. name: of GPUS and MODELS, or the run's output_dir. Raises InputError."""
     gpu, _, model = name.partition(":")
     if gpu in GPUS and model in MODELS:
         return roofline(gpu, model)
-    try:
-        with open(name, encoding="utf-8") as file:
-            content = json.load(file)
-    except OSError as error:
+    folder = os.path.join(name, FOLDER)
+    if not os.path.isdir(folder):
         valid = f"{', '.join(GPUS)} : {', '.join(MODELS)}"
-        raise InputError(f"{name}: {error.strerror}, and not a roofline ({valid})") from error
-    except ValueError as error:
-        raise InputError(f"{name}: not valid JSON: {error}") from error
-    if problem := _problem(content):
-        raise InputError(f"{name}: not a cost model: {problem}")
-    known = {f.name: content[f.name] for f in fields(ForwardCost) if f.name in content}
-    return ForwardCost(**{"source": name} | known)
-
-
-def _problem(content: Any) -> str | None:
-    """Why a JSON value is not a cost model, or None."""
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        return f'it has no "format": {FORMAT}'
+        raise InputError(f"{name}: neither the folder of a recorded run nor a roofline ({valid})")
+    hardware, table = read_meta(folder)["hardware"], read_table(folder, "forwards")
+    loads = np.stack([table[name].to_numpy() for name in Load._fields], axis=1)
+    seconds = table["end_s"].to_numpy() - table["begin_s"].to_numpy()
+    source = f"fitted on forwards of {hardware.get('gpu') or hardware.get('cpu')}"
     try:
-        knots, slopes, rates = list(content["knots"]), content["slopes"], content["rates"]
-        numbers = [*knots, *slopes, content["constant"], *(rates[name] for name in RATES)]
-        if not all(math.isfinite(number) and number >= 0 for number in numbers):
-            return "its numbers must be finite and at least 0"
-    except (KeyError, TypeError) as error:
-        return f"{error} is missing or of the wrong type"
-    if not knots or len(knots) != len(slopes) or any(a >= b for a, b in itertools.pairwise(knots)):
-        return "knots must ascend, with one slope each"
-    return None
+        return fit_cost(loads, seconds, source)
+    except ValueError as error:
+        raise InputError(f"{folder}: {error}") from error
 
 
 def roofline(gpu: str, model: str) -> ForwardCost:
@@ -136,28 +113,12 @@ def roofline(gpu: str, model: str) -> ForwardCost:
     return ForwardCost([1, knee], [0.0, token_s], launch_s + weights_s, rates, source)
 
 
-def cost_from_trace(folder: str) -> ForwardCost:
-    """The cost of forwards on the machine that recorded a trace, host work between them included.
-    Raises InputError."""
-    meta, table = read_meta(folder), read_table(folder, "forwards")
-    columns = {name: table[name].to_numpy() for name in (*Load._fields, "begin_s", "end_s")}
-    loads = np.stack([columns[name] for name in Load._fields], axis=1)
-    hardware = meta["hardware"]
-    source = f"fitted on forwards of {hardware.get('gpu') or hardware.get('cpu')}"
-    try:
-        return fit_cost(loads, columns["end_s"] - columns["begin_s"], source)[0]
-    except ValueError as error:
-        raise InputError(f"{folder}: {error}") from error
+def fit_cost(loads: np.ndarray, seconds: np.ndarray, source: str) -> ForwardCost:
+    """Nonnegative least squares of relative errors, so that short forwards weigh as much as long
+    ones.
 
-
-def fit_cost(
-    loads: np.ndarray, seconds: np.ndarray, source: str, groups: np.ndarray | None = None
-) -> tuple[ForwardCost, np.ndarray]:
-    """Fit a cost by nonnegative least squares of relative errors, so that short forwards weigh as
-    much as long ones. Returns it, and its relative errors on groups that a second fit has not seen.
-
-    loads: [N, 6], the fields of `Load`; seconds: [N], above 0; groups: [N], one in five is held out
-    (default: forwards of equal loads). Raises ValueError if there are too few forwards.
+    loads: [N, 6], the fields of `Load`; seconds: [N], above 0. Raises ValueError if there are too
+    few forwards.
     """
     loads, seconds = np.asarray(loads, np.float64), np.asarray(seconds, np.float64)
     if len(loads) < MIN_FORWARDS:
@@ -165,17 +126,9 @@ def fit_cost(
     # The last knot is far enough below the largest load that its slope is measured.
     count = max(1, math.ceil(math.log2(max(loads[:, 1].max() / 1.5, 1.0))))
     knots = 2 ** np.arange(count, dtype=np.int64)
-    _, group = np.unique(loads if groups is None else groups, axis=0, return_inverse=True)
-    group = group.ravel()
-    order = np.random.default_rng(0).permutation(group.max() + 1)
-    is_held_out = order[group] % 5 == 0
-    errors = np.zeros(1)
-    if is_held_out.any() and not is_held_out.all():
-        seen = _solve(loads[~is_held_out], seconds[~is_held_out], knots)
-        errors = np.abs(_features(loads[is_held_out], knots) @ seen / seconds[is_held_out] - 1)
     constant, *others = _solve(loads, seconds, knots).tolist()
     rates = dict(zip(RATES, others[count:], strict=True))
-    return ForwardCost(knots.tolist(), others[:count], constant, rates, source), errors
+    return ForwardCost(knots.tolist(), others[:count], constant, rates, source)
 
 
 def _features(loads: np.ndarray, knots: np.ndarray) -> np.ndarray:

@@ -1,8 +1,8 @@
 """What weights of other steps say: the response up to a first mismatch, then an edited text.
 
-Each token of a response is another one under other weights with a chance of 1 / mean_run (times
-the distance in updates, where weights drift). Whether a token stays is one number per position,
-compared with that chance: a draft by older weights never gets further than one by newer ones.
+Each token of a response is another one under other weights with a chance of 1 / mean_run. Whether a
+token stays is one number per position, compared with that chance: drafts by all older weights get
+equally far.
 
 After the mismatch the text continues like the response, with tokens replaced, inserted and omitted,
 so that positions shift; suffix matching finds its way in it for a while and loses it again. All of
@@ -32,11 +32,9 @@ class DraftModel:
     """How the texts of other weights differ from a response."""
 
     mean_run: float = 500.0
-    """Tokens to the first mismatch with weights one update away; infinite for none."""
+    """Tokens to the first mismatch with other weights; infinite for none."""
     accept_length: float = 2.0
     """About what a row gains per forward after it, by suffix matches."""
-    drifts: bool = False
-    """The mean run shrinks in proportion to the distance in updates."""
     seed: int = 0
 
     def text(self, key: Key, true: np.ndarray, limit: int, stop: int, distance: int) -> np.ndarray:
@@ -47,12 +45,10 @@ class DraftModel:
         """
         step, uid, sample = key
         name = (step, uid, sample + max(distance, 0) * LATER)
-        scale = abs(distance) if self.drifts else min(abs(distance), 1)
-        chance = -math.expm1(-scale / self.mean_run)
+        chance = -math.expm1(-min(abs(distance), 1) / self.mean_run)
         leaves = keyed_random(self.seed, *name, MISMATCH).random(len(true)) < chance
-        return (
-            self.diverged(name, true, limit, stop, int(leaves.argmax())) if leaves.any() else true
-        )
+        at = int(leaves.argmax())
+        return self.diverged(name, true, limit, stop, at) if leaves[at] else true
 
     def continued(
         self, key: Key, text: np.ndarray, limit: int, stop: int, so_far: np.ndarray

@@ -55,12 +55,8 @@ class SimulatedStep:
     """Of these, those that were not accepted."""
     response_tokens: int = 0
     """Of all responses that are trained on."""
-    max_tokens: int = 0
-    """Of the longest of these."""
     is_long_round: bool = False
-    """Of tail batching; so are the next two."""
-    num_deferred: int = 0
-    """Prompts that wait for a long round."""
+    """Of tail batching."""
     length_ratio: float = 1.0
     """Mean length of all responses trained on so far over that of all launched."""
     digest: str = ""
@@ -88,12 +84,13 @@ def simulate(
     config.rollout.tp_tail_max_rows = 0
     config.reward.overlong_buffer_length = 0
     _check(config, workload, num_ranks)
-    world, steps = World(num_ranks), [SimulatedStep(step) for step in range(num_steps)]
-    profiled = _profiled(config, workload, cost, num_ranks)
+    job = _Job(config, workload, cost, num_ranks, drafter or DrafterModel())
+    world, profiled = World(num_ranks), job.profiled()
+    steps = [SimulatedStep(step) for step in range(num_steps)]
     with tqdm(total=num_steps, unit="step", disable=not shows_progress) as bar:
 
         def run_rank(rank: int) -> None:
-            own = _Rank(config, workload, cost, profiled, SimulatedRanks(world, rank), drafter)
+            own = _Rank(job, profiled, SimulatedRanks(world, rank))
             for step in steps:
                 own.run_step(step)
                 bar.update(rank == 0)
@@ -132,93 +129,70 @@ def counted(steps: list[SimulatedStep]) -> list[SimulatedStep]:
     return steps[: longs[-1] + 1] if longs else steps
 
 
-def num_slots_of(config: Config, num_ranks: int) -> int:
-    """Slots of each rank."""
-    slots = config.rollout.num_slots
-    return max_slots(config, num_ranks) if slots == "auto" else slots
-
-
 def _check(config: Config, workload: Workload, num_ranks: int) -> None:
     rollout = config.rollout
-    for key, there in (
-        ("num_prompts_per_step", workload.num_prompts),
-        ("num_generations", workload.num_generations),
-    ):
-        if getattr(rollout, key) != there:
-            raise InputError(
-                f"rollout.{key}: {getattr(rollout, key)}, but the workload has {there}"
-            )
+    for key in ("num_prompts", "num_generations"):
+        name = {"num_prompts": "num_prompts_per_step"}.get(key, key)
+        given, there = getattr(rollout, name), getattr(workload, key)
+        if given != there:
+            raise InputError(f"rollout.{name}: {given}, but the workload has {there}")
     if workload.num_prompts < num_ranks:
         raise InputError(f"--ranks: {num_ranks} for {workload.num_prompts} prompts per step")
-    if rollout.max_batch_tokens < num_slots_of(config, num_ranks):
+    if rollout.num_slots == "auto":
+        rollout.num_slots = max_slots(config, num_ranks)
+    if rollout.max_batch_tokens < rollout.num_slots:
         raise InputError(f"rollout.max_batch_tokens: {rollout.max_batch_tokens} is below the slots")
 
 
-def _has_drafts(config: Config) -> bool:
-    """Whether any rows have anything to verify."""
-    return config.speculative.method != "none" or config.tail_batching.enabled
+@dataclass
+class _Job:
+    """What all ranks have in common."""
 
+    config: Config
+    workload: Workload
+    cost: Cost
+    num_ranks: int
+    drafter: DrafterModel
 
-def _profiled(config: Config, workload: Workload, cost: Cost, num_ranks: int) -> CostModel:
-    """What is measured of forwards at the start of a run; the same on all ranks."""
+    @property
+    def has_drafts(self) -> bool:
+        """Whether any rows have anything to verify."""
+        return self.config.speculative.method != "none" or self.config.tail_batching.enabled
 
-    def endless(row: Row, so_far: np.ndarray) -> np.ndarray:
-        return np.zeros(row.max_new_tokens, np.int64)
+    def engine(self, ranks: SimulatedRanks, text: Text) -> Engine:
+        rollout = self.config.rollout
+        max_length = self.workload.max_prompt_length + rollout.max_completion_length
+        options = {"max_batch_tokens": rollout.max_batch_tokens, "cost": self.cost, "text": text}
+        world, rank = ranks.world, ranks.rank
+        return Engine(SimulatedRunner(world, rank, rollout.num_slots, max_length, **options))
 
-    profiled = CostModel()
-    if _has_drafts(config):
-        alone = SimulatedRanks(World(1), 0)
-        engine = _engine(config, workload, cost, alone, num_ranks, endless)
-        # Without stop tokens nothing ends a row.
-        profile(engine, SamplingParams(), profiled, clock=alone.clock)
-    return profiled
-
-
-def _engine(
-    config: Config,
-    workload: Workload,
-    cost: Cost,
-    ranks: SimulatedRanks,
-    num_ranks: int,
-    text: Text,
-) -> Engine:
-    max_length = workload.max_prompt_length + config.rollout.max_completion_length
-    runner = SimulatedRunner(
-        ranks.world,
-        ranks.rank,
-        num_slots_of(config, num_ranks),
-        max_length,
-        max_batch_tokens=config.rollout.max_batch_tokens,
-        cost=cost,
-        text=text,
-    )
-    return Engine(runner)
+    def profiled(self) -> CostModel:
+        """What is measured of forwards at the start of a run; the same on all ranks."""
+        profiled = CostModel()
+        if self.has_drafts:
+            alone = SimulatedRanks(World(1), 0)
+            # Without stop tokens nothing ends a row.
+            engine = self.engine(alone, lambda row, _: np.zeros(row.max_new_tokens, np.int64))
+            profile(engine, SamplingParams(), profiled, clock=alone.clock)
+        return profiled
 
 
 class _Rank:
     """One rank's sampler, from step to step; the sampler's scorer as well. Rewards are those of the
     workload and take no time."""
 
-    def __init__(
-        self,
-        config: Config,
-        workload: Workload,
-        cost: Cost,
-        profiled: CostModel,
-        ranks: SimulatedRanks,
-        drafter: DrafterModel | None,
-    ):
+    def __init__(self, job: _Job, profiled: CostModel, ranks: SimulatedRanks):
+        config, workload = job.config, job.workload
         self.workload, self.texts, self.ranks = workload, Texts(workload), ranks
-        engine = _engine(config, workload, cost, ranks, ranks.world_size, self._text)
+        engine = job.engine(ranks, self._text)
         order = (workload, 0, workload.num_prompts, workload.num_generations)
         ratio = config.tail_batching.over_sampling_ratio
         is_tail = config.tail_batching.enabled
         schedule = TailBatching(*order, over_sampling_ratio=ratio) if is_tail else InOrder(*order)
         schedule.load_state_dict(schedule.state_dict() | save_visits(workload.first_visits()))
         board = None
-        if _has_drafts(config):
-            timeout_s = config.run.timeout_s
-            board = ProgressBoard(ranks, timeout_s, SimulatedTicks(ranks))
+        if job.has_drafts:
+            board = ProgressBoard(ranks, config.run.timeout_s, SimulatedTicks(ranks))
         self.sampler = make_sampler(
             config,
             ranks,
@@ -231,15 +205,12 @@ class _Rank:
             cost=copy.deepcopy(profiled),
         )
         if "drafter" in config.speculative.method:
-            self._add_drafter(drafter or DrafterModel())
+            proposer = self.sampler.proposer
+            runner = SimulatedDrafterRunner(engine, job.drafter)
+            source = DrafterSource(runner, proposer.cost, ranks.clock)
+            source.profile()
+            proposer.sources.append(source)
         ranks.barrier()
-
-    def _add_drafter(self, drafter: DrafterModel) -> None:
-        proposer, engine = self.sampler.proposer, self.sampler.engine
-        runner = SimulatedDrafterRunner(engine, drafter)
-        source = DrafterSource(runner, proposer.cost, self.ranks.clock)
-        source.profile()
-        proposer.sources.append(source)
 
     def _text(self, row: Row, so_far: np.ndarray) -> np.ndarray:
         return self.texts.text(row.id, row.max_new_tokens, so_far)
@@ -255,10 +226,9 @@ class _Rank:
 
     def _collect(self, rows: list[Row]) -> np.ndarray:
         """float64 [rows, 1]."""
-        steps = [self.workload.step_of(row.id) for row in rows]
         rewards = [
-            self.workload.rewards(step, row.id.uid)[row.id.sample]
-            for step, row in zip(steps, rows, strict=True)
+            self.workload.rewards(self.workload.step_of(row.id), row.id.uid)[row.id.sample]
+            for row in rows
         ]
         return np.array(rewards, np.float64).reshape(-1, 1)
 
@@ -273,34 +243,26 @@ class _Rank:
                 wait = Span("wait", spans.pop().begin_s, wait.end_s)
             spans.append(wait)
         counts = rollout.acceptance
-        numbers = np.array(
-            [
-                wait.end_s - gen.begin_s,
-                rollout.own_forwards,
-                waited_s,
-                rollout.drafted_tokens,
-                counts.draft_tokens,
-                counts.draft_tokens - counts.accepted_tokens,
-            ]
-        )
-        seconds, forwards, waited_s, drafted, proposed, refused = ranks.gather(numbers).T
+        refused = counts.draft_tokens - counts.accepted_tokens
+        numbers = [wait.end_s - gen.begin_s, rollout.own_forwards, waited_s]
+        numbers += [rollout.drafted_tokens, counts.draft_tokens, refused]
+        gathered = ranks.gather(np.array(numbers, np.float64)).T
+        seconds, forwards, waited_s, drafted, proposed, refused = gathered
         lane = [
             (KINDS.index(kind), begin - gen.begin_s, end - gen.begin_s)
             for kind, begin, end in spans
         ]
         lanes = ranks.gather_ragged(np.array(lane, np.float64).ravel())
         if ranks.is_main:
-            planned, lengths = self.sampler.schedule.metrics(), record.generated.lengths
+            planned = self.sampler.schedule.metrics()
             result.seconds = float(seconds.max())
             result.forwards = int(forwards.max())
             result.idle_share = float(waited_s.mean() / result.seconds)
             result.drafted_tokens = int(drafted.sum())
             result.proposed_tokens = int(proposed.sum())
             result.refused_tokens = int(refused.sum())
-            result.response_tokens = int(lengths.sum())
-            result.max_tokens = int(lengths.max())
+            result.response_tokens = int(record.generated.lengths.sum())
             result.digest = digest(record.generated)
             result.is_long_round = bool(planned.get("tail/is_long_round", False))
-            result.num_deferred = planned.get("tail/num_deferred", 0)
             result.length_ratio = planned.get("tail/length_ratio", 1.0)
             result.lanes = [lane.reshape(-1, 3) for lane in lanes]

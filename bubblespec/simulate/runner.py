@@ -93,9 +93,8 @@ class DrafterModel:
 
     def __post_init__(self):
         if not 1 <= self.accept_length <= 1 + MAX_CHAIN_LENGTH:
-            raise InputError(
-                f"accept_length: {self.accept_length} must be from 1 to {1 + MAX_CHAIN_LENGTH}"
-            )
+            bounds = f"from 1 to {1 + MAX_CHAIN_LENGTH}"
+            raise InputError(f"accept_length: {self.accept_length} must be {bounds}")
         if not 0 <= self.share <= 1:
             raise InputError(f"share: {self.share} must be from 0 to 1")
 
@@ -108,9 +107,9 @@ class DrafterModel:
 
 
 class SimulatedDrafterRunner:
-    """As `DrafterRunner`, for a `SimulatedRunner`. It is there from the first step on: warm start and
-    training take no time. How many tokens of a chain are right is a function of the sample and the
-    position."""
+    """As `DrafterRunner`, for a `SimulatedRunner`. It is there from the first step on: warm start
+    and training take no time. How many tokens of a chain are right is a function of the sample and
+    the position."""
 
     def __init__(self, engine: Engine, model: DrafterModel):
         self.engine, self.runner, self.model = engine, engine.runner, model

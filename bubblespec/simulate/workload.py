@@ -4,7 +4,6 @@ of them say."""
 import dataclasses
 import math
 import sys
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -25,9 +24,10 @@ from bubblespec.types import Group, Prompt, SampleId
 
 SHARED_VARIANCE = 0.5  # of log length, what the samples of a prompt have in common
 MIN_LENGTH = 4
+NOTHING = np.empty(0, np.int64)
 
 
-class Workload(ABC):
+class Workload:
     """Steps of prompts with their responses, numbered from 0.
 
     num_prompts, num_generations: of a step; num_steps: of the run; stop_token_ids: tokens that end
@@ -45,17 +45,17 @@ class Workload(ABC):
     is_endless = False
     """Whether there are prompts beyond the last step."""
 
-    @abstractmethod
     def batch(self, seed: int, step: int, num_prompts: int) -> list[Prompt]:
         """The prompts of a step, as `PromptSet.batch`."""
+        raise NotImplementedError
 
-    @abstractmethod
     def step_of(self, sample: SampleId) -> int:
         """The step that a sample belongs to in the order of the data."""
+        raise NotImplementedError
 
-    @abstractmethod
     def response(self, step: int, uid: int, sample: int) -> np.ndarray:
         """The tokens of a response, int64 [L], with the stop token where it is not cut off."""
+        raise NotImplementedError
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -102,9 +102,7 @@ class Texts:
         for group in groups:
             del self._launched[group.name]
 
-    def text(
-        self, sample: SampleId, limit: int, so_far: np.ndarray = np.empty(0, np.int64)
-    ) -> np.ndarray:
+    def text(self, sample: SampleId, limit: int, so_far: np.ndarray = NOTHING) -> np.ndarray:
         """What the present weights say if they continue `so_far`, with it, int64 [L <= limit]."""
         workload, home = self.workload, self.workload.step_of(sample)
         key = (home, sample.uid, sample.sample)
@@ -132,10 +130,8 @@ class Synthetic:
     prompt: int = 256
     """Tokens of a prompt, on average."""
     run: float = 500.0
-    """`mean_run` of `DraftModel`; the next two are of it as well."""
+    """`mean_run` of `DraftModel`; the next is of it as well."""
     accept_length: float = 2.0
-    drift: int = 0
-    """0 or 1."""
     steps: int = 6
     """Of the run."""
     epochs: int = 1
@@ -152,7 +148,6 @@ class Synthetic:
             "prompt": (2, 1 << 20),
             "run": (1, math.inf),
             "accept_length": (1, 1000),
-            "drift": (0, 1),
             "steps": (1, 10_000),
             "epochs": (1, 10_000),
             "edited": (0, 1),
@@ -176,7 +171,7 @@ class SyntheticWorkload(Workload):
         self.num_steps, self.max_length = spec.steps, spec.max
         self.max_prompt_length = 2 * spec.prompt
         self.steps_per_epoch = spec.steps // spec.epochs if spec.epochs > 1 else sys.maxsize
-        self.drafts = DraftModel(spec.run, spec.accept_length, bool(spec.drift), spec.seed)
+        self.drafts = DraftModel(spec.run, spec.accept_length, spec.seed)
         self._batches: dict[int, list[Prompt]] = {}
         self._responses: dict[Key, np.ndarray] = {}
 
