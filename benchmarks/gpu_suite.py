@@ -15,12 +15,13 @@ import argparse
 import gc
 import importlib.util
 import json
-import multiprocessing
 import os
+import pickle
 import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -361,7 +362,7 @@ def composition(bench: Bench) -> Iterator[Figure]:
     decoded or verified, with graphs and without. Rows count up to their first difference, after
     which the texts have nothing in common."""
     model = bench.model(bench.policy)
-    rows, length = (4, 20) if bench.is_small else (48 if bench.has_graphs else 12, 96)
+    rows, length = bench.sizes((4, 20), (48 if bench.has_graphs else 12, 96))
 
     def generate(slots: int, eager: bool, drafts: FixedDrafts | None = None) -> dict:
         engine = bench.engine(model, slots, 192, enforce_eager=eager)
@@ -437,11 +438,10 @@ def paired(bench: Bench) -> Iterator[Figure]:
         yield Figure("bubble+suffix", spec_s, "s", note)
         note = "drafts are given, their making is not in it"
         yield Figure("speed-up", none_s / spec_s, "x", note)
-        drafted, accepted = (
-            getattr(proposer.acceptance, f"{name}_tokens") for name in ("draft", "accepted")
-        )
-        share = accepted / max(drafted, 1)
-        yield Figure("drafted tokens accepted", share, "", f"{drafted} drafted")
+        acceptance = proposer.acceptance
+        share = acceptance.accepted_tokens / max(acceptance.draft_tokens, 1)
+        note = f"{acceptance.draft_tokens} drafted"
+        yield Figure("drafted tokens accepted", share, "", note)
     finally:
         bench.forget()  # these weights are of no further use
 
@@ -453,41 +453,35 @@ def run_processes(
     measure: Callable[[Bench, Ranks], object], backend: str, world_size: int, is_small: bool
 ) -> object:
     """What `measure`, a function of this module, returns on rank 0. With NCCL each process has a
-    card of its own. Raises RuntimeError if a process fails."""
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    arguments = (world_size, server.port, backend, is_small, measure, sender)
-    processes = [
-        context.Process(target=run_rank, args=(rank, *arguments), daemon=True)
-        for rank in range(world_size)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        deadline = time.monotonic() + PROCESSES_S
-        while not receiver.poll(0.1):
-            if any(p.exitcode for p in processes) or time.monotonic() > deadline:
-                raise RuntimeError(f"{backend}: a process ended early or took {PROCESSES_S:g} s")
-        return receiver.recv()
-    finally:
-        for process in processes:
-            process.join(5)
-            process.kill()
+    card of its own. Raises RuntimeError if they take too long, and what a process raises."""
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (folder, world_size, backend, is_small, measure)
+        context = torch.multiprocessing.spawn(run_rank, arguments, world_size, join=False)
+        end_s = time.monotonic() + PROCESSES_S
+        try:
+            while not context.join(max(end_s - time.monotonic(), 0.0)):
+                if time.monotonic() > end_s:
+                    raise RuntimeError(f"{backend}: its processes took {PROCESSES_S:g} s")
+        finally:
+            for process in context.processes:
+                process.kill()
+        with open(os.path.join(folder, "result"), "rb") as file:
+            return pickle.load(file)
 
 
 def run_rank(
-    rank: int, world_size: int, port: int, backend: str, is_small: bool, measure, sender
+    rank: int, folder: str, world_size: int, backend: str, is_small: bool, measure: Callable
 ) -> None:
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
+    where = f"file://{folder}/store"
+    dist.init_process_group(backend, where, rank=rank, world_size=world_size)
     bench = make_bench(is_small)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     result = measure(bench, Ranks(bench.device, 60.0))
     if rank == 0:
-        sender.send(result)
+        with open(os.path.join(folder, "result"), "wb") as file:
+            pickle.dump(result, file)
     dist.barrier()
     dist.destroy_process_group()
 

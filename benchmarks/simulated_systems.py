@@ -18,7 +18,6 @@ changed, for the first of --sizes, at 16k if that is among --lengths, else at th
 
 import argparse
 import dataclasses
-import json
 import os
 import sys
 from typing import Any, NamedTuple
@@ -29,7 +28,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from benchmarks.shared import main
+from benchmarks.shared import check_names, main, write_json
 from bubblespec.errors import InputError
 from bubblespec.simulate.__main__ import rollout_of, simulated_config, totals
 from bubblespec.simulate.cost import ForwardCost, roofline
@@ -124,10 +123,8 @@ def simulate_run(arguments: argparse.Namespace, size: str, longest: int, system:
         edited=EDITED,
         seed=arguments.seed,
     )
-    rollout = rollout_of(spec) | {
-        "num_prompts_per_step": arguments.prompts,
-        "num_generations": GENERATIONS,
-    }
+    rollout = rollout_of(spec) | {"num_prompts_per_step": arguments.prompts}
+    rollout["num_generations"] = GENERATIONS
     keys = {PLACEMENT: "in_turn", IDLE: "none"} | system.keys
     config = simulated_config({"rollout": rollout}, [f"{key}={keys[key]}" for key in keys])
     workload = SyntheticWorkload(spec, arguments.prompts, GENERATIONS)
@@ -148,12 +145,8 @@ def wanted_runs(
     sizes: list[str], lengths: list[int], has_changes: bool
 ) -> list[tuple[str, int, str, System]]:
     """(size, longest, name, system)."""
-    runs = [
-        (size, longest, name, system)
-        for size in sizes
-        for longest in lengths
-        for name, system in (BASELINES | SYSTEMS).items()
-    ]
+    systems = (BASELINES | SYSTEMS).items()
+    runs = [(size, longest, *named) for size in sizes for longest in lengths for named in systems]
     best, longest = SYSTEMS[CHANGED], 16 * K if 16 * K in lengths else lengths[-1]
     for name, change in CHANGES.items() if has_changes else ():
         changed = best._replace(keys=best.keys | change)
@@ -165,9 +158,8 @@ def compare(runs: list[dict]) -> None:
     """Give each run its speed-up over the plain one of its size and lengths."""
     by_name = {(run["size"], run["longest"], run["system"]): run for run in runs}
     for run in runs:
-        is_second = run["system"] in SYSTEMS and SYSTEMS[run["system"]].second_epoch
-        name = "plain, second epoch" if is_second else "plain"
-        name = run["system"] if run["system"] in BASELINES else name
+        system = (BASELINES | SYSTEMS).get(run["system"], System())
+        name = "plain, second epoch" if system.second_epoch else "plain"
         baseline = by_name[run["size"], run["longest"], name]
         run["speedup"] = baseline["seconds_per_token"] / run["seconds_per_token"]
 
@@ -197,9 +189,8 @@ def changes_of(runs: list[dict]) -> dict[str, dict]:
     }
     if not changed:
         return {}
-    one = next(iter(changed.values()))
-    wanted = (one["size"], one["longest"], CHANGED)
-    best = next(run for run in runs if (run["size"], run["longest"], run["system"]) == wanted)
+    where = [next(iter(changed.values()))[key] for key in ("size", "longest")]
+    (best,) = (r for r in runs if [r["size"], r["longest"], r["system"]] == [*where, CHANGED])
     return {CHANGED: best} | changed
 
 
@@ -268,10 +259,8 @@ def heading_of(settings: dict) -> str:
 
 
 def run(arguments: argparse.Namespace, folder: str) -> None:
-    sizes = arguments.sizes.split(",")
+    sizes = check_names("--sizes", arguments.sizes, dict.fromkeys(SIZES))
     lengths = [as_tokens(text) for text in arguments.lengths.split(",")]
-    if unknown := set(sizes) - set(SIZES):
-        raise InputError(f"--sizes: {', '.join(unknown)} unknown; valid are {', '.join(SIZES)}")
     if arguments.longest < 100 or arguments.steps % 2 or arguments.prompts < RANKS:
         raise InputError(f"--longest: at least 100; --steps: even; --prompts: at least {RANKS}")
     parse(DrafterModel, arguments.drafter, "--drafter")
@@ -281,10 +270,8 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
         found = simulate_run(arguments, size, longest, system)
         runs.append({"size": size, "longest": longest, "system": name} | found)
     compare(runs)
-    if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            settings |= {"drafter": arguments.drafter}
-            json.dump({"settings": settings, "runs": runs}, file, indent=1)
+    written = settings | {"drafter": arguments.drafter}
+    write_json(arguments.json, {"settings": written, "runs": runs})
     for size in sizes:
         print(f"{size}\n{table(runs, size)}\n")
     print(table_of_changes(runs))

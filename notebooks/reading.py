@@ -167,7 +167,8 @@ class Comparison:
     def tokens(self) -> str:
         if self.first_difference is None:
             return f"the same in all {self.num_steps} steps"
-        return f"differ from step {self.first_difference} on ({self.num_same} of {self.num_steps} the same)"
+        same = f"{self.num_same} of {self.num_steps} the same"
+        return f"differ from step {self.first_difference} on ({same})"
 
 
 def compare(run: Run, other: Run) -> Comparison:
@@ -344,7 +345,8 @@ def common_timelines(one: Run, other: Run) -> list[int]:
     steps = sorted(set(timeline_steps(one)) & set(timeline_steps(other)))
     if not steps:
         raise InputError(
-            f"RUNS: {one.folder} and {other.folder} have no timeline of a common step; set run.timeline_steps for both"
+            f"RUNS: {one.folder} and {other.folder} have no timeline of a common step; "
+            "set run.timeline_steps for both"
         )
     return steps
 

@@ -81,9 +81,7 @@ def test_lines_are_on_disk_before_the_run_ends(tmp_path):
     logger.close()
 
 
-@pytest.mark.parametrize(
-    "value", [math.nan, math.inf, -math.inf, np.float64("nan"), np.float32("inf")]
-)
+@pytest.mark.parametrize("value", [math.nan, -math.inf, np.float32("inf")])
 def test_numbers_that_json_lacks_are_null(tmp_path, value):
     run(tmp_path, range(1), grad_norm=value)
     assert read(tmp_path) == [{"step": 0, **BASE, "reward": 0.0, "grad_norm": None}]
@@ -91,12 +89,11 @@ def test_numbers_that_json_lacks_are_null(tmp_path, value):
     assert point[0] == 0 and (math.isnan(point[1]) if math.isnan(value) else point[1] == value)
 
 
-@pytest.mark.parametrize(
-    "value, wanted", [(np.float32(0.5), 0.5), (np.int64(3), 3), (np.float64(0.25), 0.25)]
-)
-def test_numpy_numbers_are_numbers_in_both(tmp_path, value, wanted):
+@pytest.mark.parametrize("value", [np.float32(0.5), np.int64(3), np.float64(0.25)])
+def test_numpy_numbers_are_numbers_in_both(tmp_path, value):
     run(tmp_path, range(1), entropy=value)
-    assert read(tmp_path)[0]["entropy"] == wanted and curves(tmp_path)["entropy"] == [(0, wanted)]
+    assert read(tmp_path)[0]["entropy"] == value.item()
+    assert curves(tmp_path)["entropy"] == [(0, value)]
 
 
 @pytest.mark.parametrize("lost", [0, 1, 5, 40])
@@ -126,11 +123,8 @@ def test_step_whose_line_lost_only_its_end_is_kept_whole(tmp_path):
 def test_fresh_start_drops_what_a_run_without_checkpoint_left(tmp_path):
     run(tmp_path, range(3), (0, 2))
     run(tmp_path, range(2), (0,))
-    assert [(line["step"], "eval/reward" in line) for line in read(tmp_path)] == [
-        (0, True),
-        (0, False),
-        (1, False),
-    ]
+    found = [(line["step"], "eval/reward" in line) for line in read(tmp_path)]
+    assert found == [(0, True), (0, False), (1, False)]
     assert curves(tmp_path) == curves_of_lines(read(tmp_path))
 
 

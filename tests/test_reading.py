@@ -28,32 +28,20 @@ from notebooks.reading import (
 
 def line(step: int, seconds: float, **changed) -> dict:
     """A step that generates for `seconds`, waits for 1 s, and takes 2 s for the rest."""
-    found = {
-        "step": step,
-        "reward": 0.5,
-        "rollout/digest": f"digest {step}",
-        "completions/mean_length": 3.0,
-    }
-    found |= {
-        "timing_s/gen": seconds,
-        "timing_s/bubble": 1.0,
-        "timing_s/train": 2.0,
-        "timing_s/step": seconds + 3.0,
-    }
+    found = {"step": step, "reward": 0.5, "rollout/digest": f"digest {step}"}
+    found |= {"completions/mean_length": 3.0, "timing_s/gen": seconds, "timing_s/bubble": 1.0}
+    found |= {"timing_s/train": 2.0, "timing_s/step": seconds + 3.0}
     return found | changed
 
 
 def make_run(folder, lines: list, *overrides: str) -> str:
     """Write a run's folder; lines that are text are written as they are."""
     os.makedirs(folder)
-    config = load_config(
-        "configs/tiny_cpu.yaml",
-        ["rollout.num_prompts_per_step=2", "rollout.num_generations=4", *overrides],
-    )
+    keys = ["rollout.num_prompts_per_step=2", "rollout.num_generations=4", *overrides]
+    config = load_config("configs/tiny_cpu.yaml", keys)
     (folder / "config.yaml").write_text(config_to_yaml(config))
-    (folder / "metrics.jsonl").write_text(
-        "".join(entry if isinstance(entry, str) else json.dumps(entry) + "\n" for entry in lines)
-    )
+    text = [entry if isinstance(entry, str) else json.dumps(entry) + "\n" for entry in lines]
+    (folder / "metrics.jsonl").write_text("".join(text))
     return str(folder)
 
 
@@ -62,31 +50,21 @@ NONE, SUFFIX = "speculative.method=none", "speculative.method=suffix"
 
 def test_runs_are_compared_over_the_steps_that_both_have(tmp_path):
     make_run(tmp_path / "z", [line(s, 9.0, **{"rollout/forwards": 100}) for s in range(4)], NONE)
-    spec = {
-        "timing_s/exchange": 0.5,
-        "rollout/forwards": 50,
-        "rollout/spec_accepted_tokens": 30,
-        "rollout/spec_wasted_tokens": 10,
-    }
-    lines = [
-        line(1, 3.5, **spec),
-        line(2, 0.5, **spec, reward=None),
-        line(3, 18.5, **spec),
-        line(4, 1.0),
-    ]
+    spec = {"timing_s/exchange": 0.5, "rollout/forwards": 50}
+    spec |= {"rollout/spec_accepted_tokens": 30, "rollout/spec_wasted_tokens": 10}
+    lines = [line(1, 3.5, **spec), line(2, 0.5, **spec, reward=None), line(3, 18.5, **spec)]
+    lines.append(line(4, 1.0))
     lines[2]["rollout/digest"] = "another"
     make_run(tmp_path / "a", lines, SUFFIX)
     plain, other = read_runs(str(tmp_path))
-    assert (plain.name, other.name, other.method) == ("z", "a", "suffix"), (
-        "the run without speculation comes first"
-    )
+    # The run without speculation comes first.
+    assert (plain.name, other.name, other.method) == ("z", "a", "suffix")
     assert other.rollout_s.tolist() == [5.0, 2.0, 20.0, 2.0]
     found = compare(other, plain)
     assert found.num_steps == 3 and found.num_same == 2 and found.first_difference == 3
     assert found.tokens == "differ from step 3 on (2 of 3 the same)"
-    assert (
-        found.rollout_speedup == pytest.approx(30 / 27) and found.median_speedup == 2.0
-    )  # of 2, 5 and 0.5
+    assert found.rollout_speedup == pytest.approx(30 / 27)
+    assert found.median_speedup == 2.0  # of 2, 5 and 0.5
     assert found.step_speedup == pytest.approx(36 / (6.5 + 3.5 + 21.5)) and found.forwards == -0.5
     assert accepted_share(other) == pytest.approx(0.75) and np.isnan(accepted_share(plain))
     assert np.isnan(other.column("reward")).tolist() == [False, True, False, False]
@@ -96,9 +74,8 @@ def test_runs_are_compared_over_the_steps_that_both_have(tmp_path):
 
 def test_evaluations_are_by_updates_and_seconds_are_of_steps_alone(tmp_path):
     held_out = [{"step": n, "eval/reward": r} for n, r in ((0, 0.25), (2, 0.75))]
-    run = read_run(
-        make_run(tmp_path / "a", [held_out[0], line(0, 1.0), line(1, 3.0, reward=0.7), held_out[1]])
-    )
+    lines = [held_out[0], line(0, 1.0), line(1, 3.0, reward=0.7), held_out[1]]
+    run = read_run(make_run(tmp_path / "a", lines))
     assert len(run.steps) == 2 and [e["eval/reward"] for e in run.evaluations] == [0.25, 0.75]
     seconds = seconds_so_far(run, np.array([0, 1, 2, 3]))
     assert seconds[:3].tolist() == [0.0, 4.0, 10.0] and np.isnan(seconds[3])
@@ -106,11 +83,8 @@ def test_evaluations_are_by_updates_and_seconds_are_of_steps_alone(tmp_path):
 
 
 def test_settings_that_differ_are_named_and_no_others(tmp_path):
-    folders = [
-        make_run(tmp_path / name, [line(0, 1.0)], *o)
-        for name, o in (("a", [NONE]), ("b", [SUFFIX, "run.seed=3"]))
-    ]
-    runs = [read_run(folder) for folder in folders]
+    options = {"a": [NONE], "b": [SUFFIX, "run.seed=3"]}
+    runs = [read_run(make_run(tmp_path / n, [line(0, 1.0)], *o)) for n, o in options.items()]
     table = settings_table(runs).splitlines()
     assert table == [
         "| run | speculative.method | run.seed |",
@@ -133,18 +107,15 @@ def test_damaged_metrics_are_one_line(tmp_path, lines, says):
     make_run(tmp_path / "a", lines)
     with pytest.raises(InputError, match=says) as caught:
         read_runs(str(tmp_path))
-    assert "\n" not in str(caught.value) and str(tmp_path / "a" / "metrics.jsonl") in str(
-        caught.value
-    )
+    message = str(caught.value)
+    assert "\n" not in message and str(tmp_path / "a" / "metrics.jsonl") in message
 
 
 def test_torn_last_line_is_left_out_with_a_line(tmp_path, capfd):
     run = read_run(make_run(tmp_path / "a", [line(0, 1.0), line(1, 1.0), '{"step": 2, "rew']))
     assert len(run.steps) == 2
-    assert (
-        capfd.readouterr().err
-        == f"left out: the last line of {tmp_path}/a/metrics.jsonl, which is torn\n"
-    )
+    said = f"left out: the last line of {tmp_path}/a/metrics.jsonl, which is torn\n"
+    assert capfd.readouterr().err == said
 
 
 def test_folders_without_a_run_are_one_line(tmp_path, capfd):
@@ -169,74 +140,58 @@ def test_folders_without_a_run_are_one_line(tmp_path, capfd):
     with pytest.raises(InputError, match="modle: unknown key"):
         read_runs(str(tmp_path))
     with pytest.raises(InputError, match="a and b have no step in common"):
-        compare(
-            *(
-                read_run(make_run(tmp_path / "x" / name, [line(s, 1.0)]))
-                for s, name in enumerate("ab")
-            )
-        )
+        folders = [make_run(tmp_path / "x" / n, [line(s, 1.0)]) for s, n in enumerate("ab")]
+        compare(*map(read_run, folders))
 
 
 def test_timelines_are_read_as_they_were_written(tmp_path):
     run = read_run(make_run(tmp_path / "a", [line(0, 1.0)]))
     assert timeline_steps(run) == []
+    decode, wait, train = (KINDS.index(kind) for kind in ("decode", "wait", "train"))
     lanes = [
-        np.array([(KINDS.index("decode"), 0.0, 1.5), (KINDS.index("wait"), 1.5, 2.0)]),
-        np.array([(KINDS.index("decode"), 0.25, 1.75), (KINDS.index("train"), 1.75, 2.0)]),
+        np.array([(decode, 0.0, 1.5), (wait, 1.5, 2.0)]),
+        np.array([(decode, 0.25, 1.75), (train, 1.75, 2.0)]),
     ]
-    (tmp_path / "a" / "timeline").mkdir()
-    (tmp_path / "a" / "timeline" / "step_00012.json").write_text(json.dumps(trace(lanes, "title")))
-    (tmp_path / "a" / "timeline" / "step_00012.png").write_bytes(b"")
+    folder = tmp_path / "a" / "timeline"
+    folder.mkdir()
+    (folder / "step_00012.json").write_text(json.dumps(trace(lanes, "title")))
+    (folder / "step_00012.png").write_bytes(b"")
     assert timeline_steps(run) == [12]
     found = read_timeline(run, 12)
     assert all(np.allclose(a, b, atol=1e-9) for a, b in zip(found, lanes, strict=True))
     assert seconds_by_kind(found) == pytest.approx(
         {"decode": 1.5, "wait": 0.25, "train": 0.125, "between": 0.125}
     )
-    with pytest.raises(
-        InputError, match=r"no .*step_00003.json: the run was not told run.timeline_steps=\[3\]"
-    ):
+    says = r"no .*step_00003.json: the run was not told run.timeline_steps=\[3\]"
+    with pytest.raises(InputError, match=says):
         read_timeline(run, 3)
     assert common_timelines(run, run) == [12]
     with pytest.raises(InputError, match="have no timeline of a common step"):
         common_timelines(run, read_run(make_run(tmp_path / "b", [line(0, 1.0)])))
-    (tmp_path / "a" / "timeline" / "step_00004.json").write_text('{"traceEvents": [{}]}')
+    (folder / "step_00004.json").write_text('{"traceEvents": [{}]}')
     with pytest.raises(InputError, match="not a timeline"):
         read_timeline(run, 4)
 
 
 def test_pictures_show_the_figures(tmp_path):
     """Lengths of bars and places of points, against what the files say."""
-    sources = {
-        "drafts/aligned/accept_rate": 0.5,
-        "drafts/aligned/tokens": 20,
-        "drafts/self/accept_rate": 1.0,
-        "drafts/self/tokens": 3,
-    }
+    sources = {"drafts/aligned/accept_rate": 0.5, "drafts/aligned/tokens": 20}
+    sources |= {"drafts/self/accept_rate": 1.0, "drafts/self/tokens": 3}
     evaluations = [{"step": 0, "eval/reward": 0.25}, {"step": 2, "eval/reward": 0.75}]
-    plain = read_run(make_run(tmp_path / "plain", [line(0, 5.0), line(1, 5.0), *evaluations], NONE))
-    fast = read_run(
-        make_run(tmp_path / "fast", [line(0, 1.0, **sources), line(1, 1.0), *evaluations], SUFFIX)
-    )
+    lines = [line(0, 5.0), line(1, 5.0), *evaluations]
+    plain = read_run(make_run(tmp_path / "plain", lines, NONE))
+    lines = [line(0, 1.0, **sources), line(1, 1.0), *evaluations]
+    fast = read_run(make_run(tmp_path / "fast", lines, SUFFIX))
 
-    def widths(axes, vertical=False):
-        return [
-            [b.get_height() if vertical else b.get_width() for b in bars]
-            for bars in axes.containers
-        ]
+    def widths(axes, name="get_width"):
+        return [[getattr(bar, name)() for bar in bars] for bars in axes.containers]
 
     axes = draw_stages([plain, fast]).axes[0]
-    assert (
-        widths(axes)[0] == [10.0, 2.0]
-        and widths(axes)[1] == [2.0, 2.0]
-        and widths(axes)[3] == [4.0, 4.0]
-    )
+    own, waits, _, rest = widths(axes)[:4]
+    assert (own, waits, rest) == ([10.0, 2.0], [2.0, 2.0], [4.0, 4.0])
     assert [text.get_text().strip() for text in axes.texts] == ["16.0 s, 1.00x", "8.0 s, 2.00x"]
-    assert widths(draw_drafts(fast).axes[0], vertical=True) == [
-        [10.0, 0.0],
-        [3.0, 0.0],
-        [11.0, 24.0],
-    ]
+    heights = widths(draw_drafts(fast).axes[0], "get_height")
+    assert heights == [[10.0, 0.0], [3.0, 0.0], [11.0, 24.0]]
     over_steps, over_seconds = draw_learning([plain, fast]).axes
     assert over_steps.lines[1].get_xydata().tolist() == [[0, 0.25], [2, 0.75]]
     assert [over_seconds.lines[i].get_xydata().tolist() for i in (1, 3)] == [

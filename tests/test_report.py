@@ -25,12 +25,8 @@ LENGTHS = [1, 2, 4, 9]
 def make_samples(rewards: list[list[float]]) -> Samples:
     groups = [Group(Prompt(5, "p", (1, 2, 3), {}), 0), Group(Prompt(6, "q", (1,), {}), 2)]
     tokens = [np.arange(n, dtype=np.int32) for n in LENGTHS]
-    return samples_of(
-        groups,
-        tokens,
-        is_truncated=np.array([False, False, False, True]),
-        rewards=np.array(rewards),
-    )
+    is_truncated = np.array([False, False, False, True])
+    return samples_of(groups, tokens, is_truncated=is_truncated, rewards=np.array(rewards))
 
 
 def record(

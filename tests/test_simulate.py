@@ -298,7 +298,7 @@ def test_the_command_line_compares_the_method_with_no_drafts(monkeypatch, tmp_pa
         (["--drafter", "share=0.1"], "has none"),
         (["model.dtype=float64"], "give section.key=value of rollout"),
         (["rollout.max_completion_length=50"], "give it as max in --synthetic"),
-        (["--cost", "nothing"], "nothing: No such file or directory, and not a roofline"),
+        (["--cost", "nothing"], "nothing: neither the folder of a recorded run nor a roofline"),
     ],
 )
 def test_wrong_arguments_end_in_one_line(monkeypatch, capsys, options, says):

@@ -76,9 +76,8 @@ def forward(end_s: float, load: Load, own_rows: int = 4, ahead_rows: int = 0) ->
 def test_neighbours_of_one_kind_are_joined():
     plain = Load(4, 4, 0, 100, 0, 0)
     forwards = [forward(end_s, plain) for end_s in (1.0, 2.25, 4.0)]
-    found = RolloutRecord(
-        0.0, 4.0, forwards, [Span("wait", 2.25, 2.5), Span("wait", 2.5, 3.0)]
-    ).spans
+    waits = [Span("wait", 2.25, 2.5), Span("wait", 2.5, 3.0)]
+    found = RolloutRecord(0.0, 4.0, forwards, waits).spans
     assert found == [("decode", 0.125, 2.25), ("wait", 2.25, 3.0), ("decode", 3.125, 4.0)]
 
 
@@ -95,10 +94,8 @@ def test_neighbours_of_one_kind_are_joined():
 def test_forwards_have_the_kind_of_what_they_are_for(
     own_rows, ahead_rows, prompt_tokens, draft_tokens, kind
 ):
-    assert (
-        forward(1.0, Load(4, 20, 2, 100, prompt_tokens, draft_tokens), own_rows, ahead_rows).kind
-        == kind
-    )
+    load = Load(4, 20, 2, 100, prompt_tokens, draft_tokens)
+    assert forward(1.0, load, own_rows, ahead_rows).kind == kind
 
 
 PARAMS = SamplingParams(stop_token_ids=(5, 11))
@@ -107,9 +104,8 @@ PARAMS = SamplingParams(stop_token_ids=(5, 11))
 def make_engine(make_model, num_slots: int, max_batch_tokens: int) -> Engine:
     model = make_model()
     prepare_model(model, 100)
-    return Engine(
-        ModelRunner(model, num_slots, max_length=100, seed=5, max_batch_tokens=max_batch_tokens)
-    )
+    options = {"max_length": 100, "seed": 5, "max_batch_tokens": max_batch_tokens}
+    return Engine(ModelRunner(model, num_slots, **options))
 
 
 def make_rows() -> list[Row]:
@@ -161,24 +157,16 @@ def test_stages_fill_what_finer_spans_leave():
 
 
 def test_a_step_may_generate_twice():
-    again = [
-        Span("gen", 16.0, 17.0),
-        Span("wait", 17.0, 18.0),
-        Span("reward", 18.0, 18.5),
-        Span("train", 18.5, 19.0),
-    ]
-    found = step_spans(
-        [Span("decode", 10.5, 13.0), Span("decode", 16.0, 17.0)], [*STAGES[:3], *again]
-    )
-    wanted = [("decode", 10.5, 13.0), *STAGES[1:3], ("decode", 16.0, 17.0), *again[1:]]
-    assert found == wanted
+    names = (("gen", 16.0, 17.0), ("wait", 17.0, 18.0), ("reward", 18.0, 18.5))
+    again = [Span(*name) for name in (*names, ("train", 18.5, 19.0))]
+    first, second = Span("decode", 10.5, 13.0), Span("decode", 16.0, 17.0)
+    found = step_spans([first, second], [*STAGES[:3], *again])
+    assert found == [first, *STAGES[1:3], second, *again[1:]]
 
 
 def test_lanes_count_from_the_start_of_the_step():
     (found,) = gather_lanes(Ranks(torch.device("cpu")), SPANS, STAGES)
-    assert np.array_equal(
-        found, lane(*((kind, begin - 10, end - 10) for kind, begin, end in WHOLE))
-    )
+    assert np.array_equal(found, lane(*((kind, a - 10, b - 10) for kind, a, b in WHOLE)))
 
 
 class TwoMachines:
@@ -192,9 +180,8 @@ class TwoMachines:
 
     def gather(self, array: np.ndarray) -> np.ndarray:
         if array.ndim:
-            return np.stack(
-                [array - 1000.0 + np.where(np.arange(len(array)) % 3 == 1, 0.5, 0.0), array]
-            )
+            late_s = np.where(np.arange(len(array)) % 3 == 1, 0.5, 0.0)
+            return np.stack([array - 1000.0 + late_s, array])
         return np.stack([array - 1000.25, array])
 
     def gather_ragged(self, array: np.ndarray) -> list[np.ndarray]:
@@ -203,21 +190,15 @@ class TwoMachines:
 
 def test_lanes_of_ranks_with_different_clocks_are_aligned():
     _, found = gather_lanes(TwoMachines(), SPANS, STAGES)
-    assert np.allclose(
-        found,
-        lane(*((kind, begin - 9.75, end - 9.75) for kind, begin, end in WHOLE)),
-        rtol=0,
-        atol=1e-9,
-    )
+    wanted = lane(*((kind, begin - 9.75, end - 9.75) for kind, begin, end in WHOLE))
+    assert np.allclose(found, wanted, rtol=0, atol=1e-9)
 
 
 def test_trace_is_in_microseconds_with_a_named_thread_a_rank():
     lanes = [lane(("decode", 0.0, 0.1), ("wait", 0.1, 0.3)), lane(("draft hard", 1e-9, 0.3))]
     found = json.loads(json.dumps(trace(lanes, "step 3")))
-    names = {
-        e["tid"]: e["args"]["name"] for e in found["traceEvents"] if e["name"] == "thread_name"
-    }
-    assert names == {0: "rank 0", 1: "rank 1"}
+    threads = [event for event in found["traceEvents"] if event["name"] == "thread_name"]
+    assert [(e["tid"], e["args"]["name"]) for e in threads] == [(0, "rank 0"), (1, "rank 1")]
     assert [(e["tid"], e["name"], e["ts"], e["dur"]) for e in complete_events(found)] == [
         (0, "decode", 0.0, 100_000.0),
         (0, "wait", 100_000.0, 200_000.0),
@@ -226,18 +207,11 @@ def test_trace_is_in_microseconds_with_a_named_thread_a_rank():
 
 
 def test_picture_has_each_kind_in_its_colour_in_proportion_to_its_time():
-    lanes = [
-        lane(("decode", 0.0, 3.0), ("wait", 3.0, 4.0)),
-        lane(("verify", 0.0, 1.0), ("draft hard", 2.0, 4.0)),
-    ]
-    picture = draw(lanes, "title")
+    first = lane(("decode", 0.0, 3.0), ("wait", 3.0, 4.0))
+    picture = draw([first, lane(("verify", 0.0, 1.0), ("draft hard", 2.0, 4.0))], "title")
     area = {kind: share_of_colour(picture, kind) for kind in KINDS}
-    assert {kind for kind in KINDS if area[kind] > 0.005} == {
-        "decode",
-        "wait",
-        "verify",
-        "draft hard",
-    }, "text is less"
+    shown = {kind for kind in KINDS if area[kind] > 0.005}  # text is less
+    assert shown == {"decode", "wait", "verify", "draft hard"}
     for kind, seconds in (("wait", 1), ("verify", 1), ("draft hard", 2)):
         assert area[kind] / area["decode"] == pytest.approx(seconds / 3, rel=0.1), kind
 
@@ -253,51 +227,37 @@ def test_picture_of_very_many_short_stretches_keeps_their_colours():
 
 
 def test_two_ranks_leave_a_trace_and_a_picture_of_the_chosen_steps_only(tmp_path):
-    run(
-        tmp_path,
-        2,
-        "speculative.method=bubble+suffix",
-        "run.timeline_steps=[1,3,9]",
-        "run.save_steps=0",
-    )
+    keys = ["speculative.method=bubble+suffix", "run.timeline_steps=[1,3,9]"]
+    run(tmp_path, 2, *keys, "run.save_steps=0")
     names = ["step_00001.json", "step_00001.png", "step_00003.json", "step_00003.png"]
     assert sorted(path.name for path in (tmp_path / "timeline").iterdir()) == names
     kinds, lines, zeros = set(), read(tmp_path), []
     for step in (1, 3):
-        found = json.loads(
-            (tmp_path / "timeline" / f"step_{step:05d}.json").read_text(encoding="utf-8")
-        )
+        text = (tmp_path / "timeline" / f"step_{step:05d}.json").read_text(encoding="utf-8")
         for rank in range(2):
-            events = [event for event in complete_events(found) if event["tid"] == rank]
+            events = [e for e in complete_events(json.loads(text)) if e["tid"] == rank]
             kinds |= {event["name"] for event in events}
             begin = np.array([event["ts"] for event in events])
             end = begin + [event["dur"] for event in events]
-            assert (
-                (begin >= 0).all() and (end >= begin).all() and (begin[1:] >= end[:-1] - 1e-4).all()
-            ), "in order, no overlaps"
-            seconds = {
-                kind: sum(e["dur"] for e in events if e["name"] == kind) / 1e6 for kind in KINDS
-            }
-            timing = {
-                key: lines[step][f"timing_s/{key}/rank_{rank}"]
-                for key in ("gen", "bubble", "reward", "train", "sync")
-            }
-            zeros.append(
-                end[-1] / 1e6 - sum(timing.values())
-            )  # when this rank began the step, which ends with its training
+            assert (begin >= 0).all() and (end >= begin).all()
+            assert (begin[1:] >= end[:-1] - 1e-4).all(), "in order, no overlaps"
+            seconds = dict.fromkeys(KINDS, 0.0)
+            for event in events:
+                seconds[event["name"]] += event["dur"] / 1e6
+            names = ("gen", "bubble", "reward", "train", "sync")
+            timing = {name: lines[step][f"timing_s/{name}/rank_{rank}"] for name in names}
+            # When this rank began the step, which ends with its training.
+            zeros.append(end[-1] / 1e6 - sum(timing.values()))
             assert begin[0] / 1e6 >= zeros[-1] - 1e-5
             assert seconds["sync"] == pytest.approx(timing["sync"], abs=1e-5)
             assert seconds["train"] == pytest.approx(timing["train"], abs=1e-5)
-            assert seconds["reward"] + seconds["exchange"] == pytest.approx(
-                timing["reward"], abs=1e-5
-            )
+            rewards_s = seconds["reward"] + seconds["exchange"]
+            assert rewards_s == pytest.approx(timing["reward"], abs=1e-5)
             assert seconds["wait"] >= timing["bubble"] - 1e-5
         picture = matplotlib.image.imread(tmp_path / "timeline" / f"step_{step:05d}.png")
         assert share_of_colour(np.rint(255 * picture).astype(np.uint8), "train") > 0.01
-    for step_zeros in (zeros[:2], zeros[2:]):
-        assert min(step_zeros) == pytest.approx(0, abs=1e-5), (
-            "time counts from the first rank's start"
-        )
+    for step_zeros in (zeros[:2], zeros[2:]):  # time counts from the first rank's start
+        assert min(step_zeros) == pytest.approx(0, abs=1e-5)
     # Whether anything is drafted and verified is up to the machine; test_train.py has it in virtual
     # time.
     assert {"prefill", "wait", "reward", "exchange", "train", "sync"} <= kinds <= set(KINDS)

@@ -39,10 +39,8 @@ LABELS = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        "python -m bubblespec.simulate",
-        description="Rollouts of a run, simulated on any number of ranks",
-    )
+    description = "Rollouts of a run, simulated on any number of ranks"
+    parser = argparse.ArgumentParser("python -m bubblespec.simulate", description=description)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--trace", metavar="RUN_DIR", help="output_dir of a run with trace.enabled")
     names = ", ".join(f.name for f in dataclasses.fields(Synthetic))
@@ -50,11 +48,7 @@ def main() -> int:
     names = ", ".join(f.name for f in dataclasses.fields(DrafterModel))
     parser.add_argument("--drafter", default="", metavar="NAME=VALUE,...", help=f"of {names}")
     parser.add_argument("--ranks", type=int, help="default: those of the trace, or 8")
-    parser.add_argument(
-        "--cost-model",
-        metavar="COST",
-        help="GPU:MODEL for a roofline, or a RUN_DIR to fit it on; default: that of --trace",
-    )
+    parser.add_argument("--cost-model", metavar="COST", help="GPU:MODEL or RUN_DIR to fit it on")
     parser.add_argument("--json", metavar="FILE", help="write the figures there; it must not exist")
     parser.add_argument("--timeline-step", type=int, metavar="STEP", help="draw it, into --output")
     parser.add_argument("--output", metavar="DIR")
@@ -88,20 +82,18 @@ def run(arguments: argparse.Namespace) -> None:
     num_steps = steps_that_fit(config, workload)
     if arguments.timeline_step is not None and not 0 <= arguments.timeline_step < num_steps:
         raise InputError(f"--timeline-step: {arguments.timeline_step} is not below {num_steps}")
+    options = {"drafter": drafter, "shows_progress": True}
     results = {
-        method: simulate(
-            arm, workload, cost.seconds, num_ranks, drafter=drafter, shows_progress=True
-        )
+        method: simulate(arm, workload, cost.seconds, num_ranks, **options)
         for method, arm in arms_of(config).items()
     }
     num_counted = len(counted([*results.values()][-1]))
+    sums = {method: totals(steps[:num_counted]) for method, steps in results.items()}
     print(f"{cost.source}; {num_ranks} ranks, {num_counted} steps")
-    print(table({method: totals(steps[:num_counted]) for method, steps in results.items()}))
-    if arguments.output:
-        step = arguments.timeline_step
-        for method, steps in results.items():
-            folder = os.path.join(arguments.output, method)
-            save_timeline(folder, step, steps[step].lanes, f"{method} (simulated)")
+    print(table(sums))
+    for method, steps in results.items() if arguments.output else ():
+        step, folder = arguments.timeline_step, os.path.join(arguments.output, method)
+        save_timeline(folder, step, steps[step].lanes, f"{method} (simulated)")
     if arguments.json:
         report = {
             "cost": dataclasses.asdict(cost),
@@ -110,7 +102,7 @@ def run(arguments: argparse.Namespace) -> None:
             "config": {name: dataclasses.asdict(getattr(config, name)) for name in SECTIONS},
             "methods": {
                 method: {
-                    "total": totals(steps[:num_counted]),
+                    "total": sums[method],
                     "steps": [{**vars(step), "lanes": None} for step in steps],
                 }
                 for method, steps in results.items()
@@ -125,9 +117,8 @@ def recorded(arguments: argparse.Namespace) -> tuple[RecordedWorkload, Config]:
     workload = RecordedWorkload(arguments.trace)
     config = simulated_config(sections_of(workload.config, SECTIONS), arguments.overrides)
     if config.rollout.max_completion_length > workload.limit:
-        raise InputError(
-            f"rollout.max_completion_length: the recorded responses are cut at {workload.limit}"
-        )
+        text = f"the recorded responses are cut at {workload.limit}"
+        raise InputError(f"rollout.max_completion_length: {text}")
     return workload, config
 
 
@@ -143,11 +134,8 @@ def synthetic(arguments: argparse.Namespace) -> tuple[Workload, Config]:
 
 def rollout_of(spec: Synthetic) -> dict[str, int]:
     """The keys of the section `rollout` that fit a synthetic workload."""
-    return {
-        "max_completion_length": spec.max,
-        "max_prompt_length": 2 * spec.prompt,
-        "max_batch_tokens": 8192,
-    }
+    lengths = {"max_completion_length": spec.max, "max_prompt_length": 2 * spec.prompt}
+    return lengths | {"max_batch_tokens": 8192}
 
 
 def simulated_config(sections: dict[str, dict], overrides: list[str] = ()) -> Config:
@@ -187,9 +175,7 @@ def totals(steps: list[SimulatedStep]) -> dict[str, Any]:
 
 
 def table(arms: dict[str, dict[str, Any]]) -> str:
-    """The totals, a column per method. The ratio of seconds is per token that is trained on: by a
-    long round tail batching has trained on what plain order has in as many steps, but for the few
-    prompts that still wait."""
+    """The totals, a column per method. The ratio of seconds is per token that is trained on."""
     lines = [["", *arms]]
     for name, label in LABELS.items():
         values = [sums[name] for sums in arms.values()]

@@ -27,8 +27,7 @@ class RecordedWorkload(Workload):
         folder = os.path.join(run_dir, FOLDER)
         meta, steps = read_meta(folder), list_steps(folder)
         try:
-            # What runs did that did not have the key yet.
-            self.config: dict[str, Any] = {"rollout.placement": "in_turn"} | meta["config"]
+            self.config: dict[str, Any] = meta["config"]
             self.world_size = int(meta["world_size"])
             self.limit = int(self.config["rollout.max_completion_length"])
         except (KeyError, TypeError, ValueError) as error:
@@ -41,7 +40,6 @@ class RecordedWorkload(Workload):
         self._drafts: dict[Key, tuple[np.ndarray, bool]] = {}
         self._rewards: dict[tuple[int, int], list[float]] = {}
         self._steps: dict[tuple[int, int], int] = {}  # by uid and visit
-        visits: Counter[int] = Counter()
         stops = set()
         for row in read_table(folder, "responses").to_pylist():
             if row["batch"]:
@@ -53,8 +51,7 @@ class RecordedWorkload(Workload):
                 stops.add(int(tokens[-1]))
             if (step, uid) not in self._rewards:
                 self._batches[step].append(Prompt(uid, "", tuple(row["prompt_tokens"]), {}))
-                self._steps[uid, row.get("visit", visits[uid])] = step
-                visits[uid] += 1
+                self._steps[uid, row["visit"]] = step
             self._rewards.setdefault((step, uid), []).append(row["reward"])  # samples are in order
             key = (step, uid, row["sample"])
             self._responses[key] = tokens

@@ -21,21 +21,17 @@ from bubblespec.telemetry.timeline import save_timeline
 from bubblespec.types import Samples
 
 TABLE_KEYS = (
-    *(
-        "reward",
-        "frac_reward_zero_std",
-        "completions/mean_length",
-        "completions/max_length",
-        "entropy",
-    ),
-    *(
-        "timing_s/gen",
-        "timing_s/bubble",
-        "timing_s/train",
-        "timing_s/step",
-        "perf/throughput",
-        "bubble/ratio",
-    ),
+    "reward",
+    "frac_reward_zero_std",
+    "completions/mean_length",
+    "completions/max_length",
+    "entropy",
+    "timing_s/gen",
+    "timing_s/bubble",
+    "timing_s/train",
+    "timing_s/step",
+    "perf/throughput",
+    "bubble/ratio",
 )
 
 
@@ -59,12 +55,10 @@ class MetricsLogger:
         self._tensorboard = None
         self._is_drawing = True  # False after a failure, until a line can be written again
         self._purge_step = first_step  # curves from here on, of an earlier run, are hidden
-        self._bar = tqdm(
-            total=max_steps, initial=first_step, unit="step", dynamic_ncols=True, file=sys.stderr
-        )
+        options = {"unit": "step", "dynamic_ncols": True, "file": sys.stderr}
+        self._bar = tqdm(total=max_steps, initial=first_step, **options)
         self.evaluations: list[tuple[int, dict[str, Any]]] = []
         self.history: list[dict[str, Any]] = []
-        self._last_step = first_step
         for record in records:
             if record["step"] == first_step:  # the purge has just hidden this evaluation's points
                 self._write_scalars(record.pop("step"), record)
@@ -75,17 +69,13 @@ class MetricsLogger:
         if not self.is_main:
             return
         self._write(step, metrics)
-        self._last_step = step
         counts = metrics.get("rollout/spec_accepted_lengths")
         if counts and sum(counts):
-            self._draw(
-                "add_histogram",
-                "rollout/spec_accepted_lengths",
-                np.repeat(ACCEPT_BINS, counts),
-                step,
-            )
+            lengths = np.repeat(ACCEPT_BINS, counts)
+            self._draw("add_histogram", "rollout/spec_accepted_lengths", lengths, step)
         self.history.append({key: metrics.get(key, float("nan")) for key in TABLE_KEYS})
-        shown = f"reward {metrics['reward']:.3f}, {metrics['perf/throughput']:.0f} tokens/s, {metrics['timing_s/step']:.2f} s/step"
+        shown = f"reward {metrics['reward']:.3f}, {metrics['perf/throughput']:.0f} tokens/s, "
+        shown += f"{metrics['timing_s/step']:.2f} s/step"
         with contextlib.suppress(OSError):  # the screen may be a log on a full disk
             self._bar.set_postfix_str(shown)
             self._bar.update()
@@ -111,7 +101,8 @@ class MetricsLogger:
         for number, i in enumerate(chosen):
             prompt, reply = samples.prompt_of(i).text, tokenizer.decode(samples.tokens[i].tolist())
             text = f"reward {rewards[i]:.3f}\n\nprompt: {prompt}\n\ncompletion:\n{reply}"
-            self._draw("add_text", f"sample_{number}", _as_code(text), step)
+            text = "    " + text.replace("\n", "\n    ")  # shown with its lines and spaces
+            self._draw("add_text", f"sample_{number}", text, step)
 
     def log_timeline(self, step: int, lanes: list[np.ndarray], method: str) -> None:
         """A trace and a picture of one step; see `gather_lanes` for the lanes."""
@@ -140,11 +131,10 @@ class MetricsLogger:
         self._file.close()
         if self._waiting:
             log(f"warning: the last {len(self._waiting)} lines of metrics.jsonl are lost")
-        table = _table(self.history, self.evaluations) if self.history else ""
         if self._tensorboard is not None:
             self._draw("close")
-        if table:
-            log(table)
+        if self.history:
+            log(_table(self.history, self.evaluations))
 
     def _write(self, step: int, metrics: dict[str, Any]) -> None:
         """JSON has no NaN and no infinity: such a value is null in the file."""
@@ -152,10 +142,8 @@ class MetricsLogger:
             key: value.item() if isinstance(value, np.generic) else value
             for key, value in metrics.items()
         }
-        line = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in plain.items()
-        }
+        is_number = {key: not isinstance(v, float) or math.isfinite(v) for key, v in plain.items()}
+        line = {key: value if is_number[key] else None for key, value in plain.items()}
         self._append([json.dumps({"step": step, **line}, allow_nan=False) + "\n"])
         self._write_scalars(step, plain)
 
@@ -170,9 +158,8 @@ class MetricsLogger:
         except OSError as error:
             self._file.truncate(self._size)  # no partial line stays
             if not was_waiting:
-                self.say(
-                    f"warning: metrics.jsonl cannot be written ({error.strerror}); its lines wait in memory"
-                )
+                reason = f"metrics.jsonl cannot be written ({error.strerror})"
+                self.say(f"warning: {reason}; its lines wait in memory")
             return
         self._size = self._file.tell()
         self._waiting = []
@@ -192,9 +179,8 @@ class MetricsLogger:
                 self._purge_step = None
             getattr(self._tensorboard, method)(*arguments, **options)
         except OSError as error:
-            self.say(
-                f"warning: TensorBoard's files cannot be written ({error.strerror}); its curves will have a gap"
-            )
+            reason = f"TensorBoard's files cannot be written ({error.strerror})"
+            self.say(f"warning: {reason}; its curves will have a gap")
             self._tensorboard, self._is_drawing = None, False
 
     def _write_scalars(self, step: int, metrics: dict[str, Any]) -> None:
@@ -205,10 +191,7 @@ class MetricsLogger:
 
 def _drop_steps_from(path: str, first_step: int) -> list[dict]:
     """Drop the lines that an interrupted run wrote after its last checkpoint, as those steps are
-    run again.
-
-    Returns the remaining lines.
-    """
+    run again. Returns the remaining lines."""
     if not os.path.exists(path):
         return []
     records = []
@@ -216,11 +199,10 @@ def _drop_steps_from(path: str, first_step: int) -> list[dict]:
         for line in file:
             try:
                 record = json.loads(line)
-                is_whole = isinstance(record, dict) and isinstance(record.get("step"), int)
-            except json.JSONDecodeError:
-                is_whole = False
-            if not is_whole:
-                continue  # torn by a kill
+            except json.JSONDecodeError:  # torn by a kill
+                continue
+            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+                continue
             # An evaluation at `first_step` was made before the step of that number, by the run that
             # saved the checkpoint.
             is_evaluation = "eval/reward" in record
@@ -228,9 +210,8 @@ def _drop_steps_from(path: str, first_step: int) -> list[dict]:
                 records.append(record)
     temporary = path + ".tmp"
     with open(temporary, "w", encoding="utf-8") as file:
-        file.writelines(
-            json.dumps(record) + "\n" for record in records
-        )  # the last line may have lost its end
+        # The last line may have lost its end.
+        file.writelines(json.dumps(record) + "\n" for record in records)
     os.replace(temporary, path)
     return records
 
@@ -243,14 +224,8 @@ def _table(history: list[dict], evaluations: list[tuple[int, dict]]) -> str:
         values = [step[key] for step in history]
         lines.append(f"{key:28}{np.mean(values[:share]):12.3f}{np.mean(values[-share:]):12.3f}")
     if evaluations:
-        lines += ["", f"{'':28}" + "".join(f"{'step ' + str(step):>12}" for step, _ in evaluations)]
+        lines += ["", f"{'':28}" + "".join(f"{f'step {step}':>12}" for step, _ in evaluations)]
         for key in (key for key, value in evaluations[0][1].items() if not isinstance(value, str)):
-            lines.append(
-                f"{key:28}" + "".join(f"{metrics[key]:12.3f}" for _, metrics in evaluations)
-            )
+            values = "".join(f"{metrics[key]:12.3f}" for _, metrics in evaluations)
+            lines.append(f"{key:28}{values}")
     return "\n".join(lines)
-
-
-def _as_code(text: str) -> str:
-    """As TensorBoard shows it with the lines and spaces that it has."""
-    return "    " + text.replace("\n", "\n    ")

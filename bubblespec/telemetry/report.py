@@ -34,9 +34,8 @@ def rollout_metrics(record: StepRecord, functions: list[str]) -> dict:
     short = [path.rsplit(".", 1)[-1] for path in functions]
     for number, path in enumerate(functions):
         values = samples.rewards[:, number]
-        name = (
-            short[number] if short.count(short[number]) == 1 else path
-        )  # two modules may use one name
+        # Two modules may use one name.
+        name = short[number] if short.count(short[number]) == 1 else path
         if not np.isnan(values).all():
             metrics[f"rewards/{name}/mean"] = float(np.nanmean(values))
     return metrics
@@ -54,9 +53,8 @@ def evaluation_metrics(
     """How an evaluation was generated; forwards are those of the rank that took most. seconds: of
     all of it."""
     counts = rollout.acceptance
-    gathered = ranks.gather(
-        np.array([rollout.own_forwards, counts.draft_tokens, counts.accepted_tokens])
-    )
+    own = [rollout.own_forwards, counts.draft_tokens, counts.accepted_tokens]
+    gathered = ranks.gather(np.array(own))
     drafted, accepted = gathered[:, 1:].sum(axis=0).tolist()
     return {
         "eval/digest": digest(samples),
@@ -80,25 +78,21 @@ def speculation_metrics(
         return sum(getattr(entry, name) for entry in records)
 
     propose_s = sum(forward.propose_s for rollout in rollouts for forward in rollout.forwards)
-    own_s, total_seconds, wait_s, own_forwards = (
+    # The rows of all ranks that are decoded together are not one's own.
+    shared_s = sum(total_s(rollout.shared, "shared") for rollout in rollouts)
+    own_s, all_s, wait_s, forwards = (
         total(rollouts, name) for name in ("own_s", "total_s", "wait_s", "own_forwards")
     )
-    total_seconds -= sum(
-        total_s(rollout.shared, "shared") for rollout in rollouts
-    )  # the rows of all ranks: not one's own
-    times = ranks.gather(np.array([own_s, total_seconds, wait_s, own_forwards, propose_s]))
+    times = ranks.gather(np.array([own_s, all_s - shared_s, wait_s, forwards, propose_s]))
     slowest = int(times[:, 0].argmax())
     rollout_s = times[slowest, 0]
     names = ("row_forwards", "gained_tokens", "draft_tokens", "accepted_tokens", "covered_tokens")
-    own = [
-        *(total(counts, name) for name in names),
-        total(rollouts, "drafted_tokens"),
-        total(rollouts, "hard_forwards"),
-    ]
+    own = [total(counts, name) for name in names]
+    own += [total(rollouts, name) for name in ("drafted_tokens", "hard_forwards")]
     sums = ranks.gather(np.array([*own, *total(counts, "accepted_lengths")], np.int64)).sum(axis=0)
-    row_forwards, gained, drafted, accepted, covered, drafted_ahead, hard_forwards = sums[
-        :7
-    ].tolist()
+    row_forwards, gained, drafted, accepted, covered, drafted_ahead, hard_forwards, *lengths = (
+        sums.tolist()
+    )
     metrics = {
         "rollout/forwards": int(times[slowest, 3]),
         "rollout/spec_accept_length": gained / max(row_forwards, 1),
@@ -106,7 +100,7 @@ def speculation_metrics(
         "rollout/spec_coverage": covered / max(int(record.generated.lengths.sum()), 1),
         "rollout/spec_accepted_tokens": accepted,
         "rollout/spec_wasted_tokens": drafted - accepted,
-        "rollout/spec_accepted_lengths": sums[7:].tolist(),
+        "rollout/spec_accepted_lengths": lengths,
         "bubble/drafted_tokens": drafted_ahead,
         "bubble/store_tokens": store_tokens,
         "bubble/ratio_before_drafting": float(np.mean(1 - times[:, 0] / max(rollout_s, 1e-9))),
@@ -118,10 +112,9 @@ def speculation_metrics(
     }
     by_source: dict[str, np.ndarray] = {}
     for text in ranks.gather_text(json.dumps([entry.by_source for entry in counts])):
-        for name, of_source in (
-            (name, of) for entry in json.loads(text) for name, of in entry.items()
-        ):
-            by_source[name] = by_source.get(name, 0) + np.array(of_source)
+        for entry in json.loads(text):
+            for name, of_source in entry.items():
+                by_source[name] = by_source.get(name, 0) + np.array(of_source)
     for name, (drafted, accepted) in sorted(by_source.items()):
         metrics[f"drafts/{name}/accept_rate"] = int(accepted) / int(drafted)
         metrics[f"drafts/{name}/tokens"] = int(drafted)
@@ -135,9 +128,8 @@ def peak_memory_gb(ranks: Ranks) -> float:
     if ranks.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(ranks.device)
     else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-            1 if sys.platform == "darwin" else 1024
-        )
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return float(ranks.gather(np.array([peak])).max() / 1e9)
 
 
@@ -160,10 +152,9 @@ def shared_tail_metrics(ranks: Ranks, record: StepRecord) -> dict:
     shared = [rollout for rollout in record.rollouts if rollout.shared]
     if not shared:
         return {}
-    seconds = sum(total_s(rollout.shared, "shared") for rollout in shared)
-    rows, seconds = ranks.gather(
-        np.array([sum(rollout.shared_rows for rollout in shared), seconds])
-    ).T
+    own_s = sum(total_s(rollout.shared, "shared") for rollout in shared)
+    own_rows = sum(rollout.shared_rows for rollout in shared)
+    rows, seconds = ranks.gather(np.array([own_rows, own_s])).T
     return {
         "shared_tail/rows": int(rows.sum()),
         "shared_tail/forwards": sum(rollout.shared_forwards for rollout in shared),
@@ -177,10 +168,8 @@ def idle_metrics(ranks: Ranks, record: StepRecord) -> dict:
     metrics = {}
     for name in sorted({name for rollout in record.rollouts for name in rollout.idle}):
         uses = [rollout.idle[name] for rollout in record.rollouts if name in rollout.idle]
-        own = [
-            sum(getattr(use, field) for use in uses)
-            for field in ("seconds", "expected_s", "saved_s")
-        ]
+        fields = ("seconds", "expected_s", "saved_s")
+        own = [sum(getattr(use, field) for use in uses) for field in fields]
         seconds, expected_s, saved_s = ranks.gather(np.array(own)).T
         metrics[f"idle/{name}/seconds"] = float(seconds.mean())
         metrics[f"idle/{name}/expected_s"] = float(expected_s.sum())
@@ -203,22 +192,15 @@ def timing_metrics(ranks: Ranks, record: StepRecord, sync_s: float) -> dict:
     metrics = {}
     for i, name in enumerate(("gen", "bubble", "reward", "train", "sync")):
         metrics[f"timing_s/{name}"] = float(by_rank[:, i].mean())
-        if ranks.world_size > 1:
-            metrics |= {
-                f"timing_s/{name}/rank_{rank}": float(value)
-                for rank, value in enumerate(by_rank[:, i])
-            }
+        for rank in range(ranks.world_size) if ranks.world_size > 1 else ():
+            metrics[f"timing_s/{name}/rank_{rank}"] = float(by_rank[rank, i])
     samples = record.generated
-    response_tokens = int(samples.lengths.sum())
-    prompt_tokens = (
-        sum(len(group.prompt.token_ids) for group in samples.groups) * samples.num_generations
-    )
+    prompt_tokens = sum(len(group.prompt.token_ids) for group in samples.groups)
+    num_tokens = int(samples.lengths.sum()) + prompt_tokens * samples.num_generations
     return metrics | {
         "timing_s/step": record.seconds,
         "bubble/ratio": float(by_rank[:, 1].sum() / by_rank[:, :2].sum()),
         "bubble/slowest_rank": int(by_rank[:, 0].argmax()),
-        "perf/throughput": float(
-            (response_tokens + prompt_tokens) / record.seconds / ranks.world_size
-        ),
-        "perf/total_num_tokens": response_tokens + prompt_tokens,
+        "perf/throughput": float(num_tokens / record.seconds / ranks.world_size),
+        "perf/total_num_tokens": num_tokens,
     }

@@ -56,9 +56,8 @@ def step_spans(spans: list[Span], stages: list[Span]) -> list[tuple[str, float, 
             filled.append((kind, begin, inner_begin))
             begin = inner_end
         filled.append((kind, begin, end))
-    return sorted(
-        [*spans, *(stage for stage in filled if stage[2] > stage[1])], key=lambda span: span[1]
-    )
+    filled = [stage for stage in filled if stage[2] > stage[1]]
+    return sorted([*spans, *filled], key=lambda span: span[1])
 
 
 def clock_offsets(ranks: Ranks) -> np.ndarray:
@@ -69,9 +68,8 @@ def clock_offsets(ranks: Ranks) -> np.ndarray:
         ranks.barrier()
         times.append(time.perf_counter())
     by_rank = ranks.gather(np.array(times))
-    return np.median(
-        by_rank - by_rank[0], axis=1
-    )  # on a busy machine a rank is late to leave some of them
+    # On a busy machine a rank is late to leave some of them.
+    return np.median(by_rank - by_rank[0], axis=1)
 
 
 def gather_lanes(ranks: Ranks, spans: list[Span], stages: list[Span]) -> list[np.ndarray]:
@@ -80,12 +78,8 @@ def gather_lanes(ranks: Ranks, spans: list[Span], stages: list[Span]) -> list[np
     ranks together; see `step_spans` for the arguments."""
     offsets = clock_offsets(ranks)
     zero = offsets[ranks.rank] + (ranks.gather(np.array(stages[0][1])) - offsets).min()
-    numbers = np.array(
-        [
-            (KINDS.index(kind), begin - zero, end - zero)
-            for kind, begin, end in step_spans(spans, stages)
-        ]
-    )
+    whole = step_spans(spans, stages)
+    numbers = np.array([(KINDS.index(kind), *(np.array(at) - zero)) for kind, *at in whole])
     return [lane.reshape(-1, 3) for lane in ranks.gather_ragged(numbers.ravel())]
 
 
@@ -96,7 +90,8 @@ def save_timeline(output_dir: str, step: int, lanes: list[np.ndarray], method: s
 
     folder = os.path.join(output_dir, "timeline")
     os.makedirs(folder, exist_ok=True)
-    title = f"step {step}, {'1 rank' if len(lanes) == 1 else f'{len(lanes)} ranks'}, speculative.method = {method}"
+    ranks = "1 rank" if len(lanes) == 1 else f"{len(lanes)} ranks"
+    title = f"step {step}, {ranks}, speculative.method = {method}"
     path = os.path.join(folder, f"step_{step:05d}")
     with open(f"{path}.json", "w", encoding="utf-8") as file:
         json.dump(trace(lanes, title), file)
@@ -107,62 +102,34 @@ def save_timeline(output_dir: str, step: int, lanes: list[np.ndarray], method: s
 
 def trace(lanes: list[np.ndarray], title: str) -> dict:
     """The step in Chrome's trace event format: one process, one thread a rank, one complete ("X")
-    event a stretch of time.
+    event a stretch of time. Times are in microseconds, as the format has it."""
 
-    Times are in microseconds, as the format has it.
-    """
-    events = [{"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "args": {"name": title}}]
+    def event(phase: str, name: str, rank: int, **fields) -> dict:
+        return {"ph": phase, "name": name, "pid": 0, "tid": rank, **fields}
+
+    events = [event("M", "process_name", 0, args={"name": title})]
     for rank, lane in enumerate(lanes):
-        events.append(
-            {
-                "ph": "M",
-                "name": "thread_name",
-                "pid": 0,
-                "tid": rank,
-                "args": {"name": f"rank {rank}"},
-            }
-        )
-        events.append(
-            {
-                "ph": "M",
-                "name": "thread_sort_index",
-                "pid": 0,
-                "tid": rank,
-                "args": {"sort_index": rank},
-            }
-        )
-        begin, end = np.rint(lane[:, 1:].T * 1e9).astype(
-            np.int64
-        )  # whole nanoseconds: rounding makes no overlaps
-        for kind, ts, dur in zip(
-            lane[:, 0].astype(int), begin / 1000, (end - begin) / 1000, strict=True
-        ):
-            events.append(
-                {
-                    "ph": "X",
-                    "name": KINDS[kind],
-                    "pid": 0,
-                    "tid": rank,
-                    "ts": float(ts),
-                    "dur": float(dur),
-                }
-            )
+        events.append(event("M", "thread_name", rank, args={"name": f"rank {rank}"}))
+        events.append(event("M", "thread_sort_index", rank, args={"sort_index": rank}))
+        # Whole nanoseconds: rounding makes no overlaps.
+        begin, end = np.rint(lane[:, 1:].T * 1e9).astype(np.int64)
+        columns = (lane[:, 0].astype(int), begin / 1000, (end - begin) / 1000)
+        for kind, ts, dur in zip(*columns, strict=True):
+            events.append(event("X", KINDS[kind], rank, ts=float(ts), dur=float(dur)))
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def draw(lanes: list[np.ndarray], title: str) -> np.ndarray:
     """One lane a rank over seconds, coloured by kind. Returns uint8 [height, width, 4]."""
-    from matplotlib.backends.backend_agg import (
-        FigureCanvasAgg,
-    )  # half a second that only a step with a picture pays
+    # Half a second that only a step with a picture pays.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 1.5 + 0.4 * len(lanes)), dpi=DPI, layout="constrained")
     axes = figure.add_subplot()
     handles = draw_lanes(axes, lanes)
-    figure.legend(
-        handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9
-    )
+    place = {"loc": "outside lower center", "ncols": len(handles)}
+    figure.legend(handles=handles, frameon=False, fontsize=9, **place)
     axes.set_title(title, fontsize=10)
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
@@ -174,14 +141,11 @@ def draw_lanes(axes, lanes: list[np.ndarray]) -> list:
     from matplotlib.patches import Patch
 
     for rank, lane in enumerate(lanes):
-        for number in np.unique(lane[:, 0]).astype(
-            int
-        ):  # one collection a kind and lane, however many forwards
+        # One collection per kind and lane, however many forwards.
+        for number in np.unique(lane[:, 0]).astype(int):
             begin, end = lane[lane[:, 0] == number, 1:].T
-            stretches = np.stack((begin, end - begin), axis=1)
-            axes.broken_barh(
-                stretches, (rank - 0.4, 0.8), facecolors=COLOURS[KINDS[number]], linewidth=0
-            )
+            stretches, colour = np.stack((begin, end - begin), axis=1), COLOURS[KINDS[number]]
+            axes.broken_barh(stretches, (rank - 0.4, 0.8), facecolors=colour, linewidth=0)
     axes.set_xlabel("seconds")
     axes.set_xlim(0, max(lane[:, 2].max() for lane in lanes))
     axes.set_yticks(range(len(lanes)), [f"rank {rank}" for rank in range(len(lanes))])

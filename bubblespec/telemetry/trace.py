@@ -39,11 +39,10 @@ if TYPE_CHECKING:  # a tenth of a second that only a recorded run pays
     import pyarrow
 
 FORMAT = 2
-READABLE = (1, 2)  # 1 has no column "visit"
 FOLDER = "trace"
 META_FILE = "meta.json"
 MAX_BYTES = 4 << 30  # of files
-FILE_NAME = re.compile(r"(responses|forwards|steps)-(\d{5,})\.parquet(\.tmp)?")
+FILE_NAME = re.compile(r"(responses|forwards)-(\d{5,})\.parquet(\.tmp)?")
 COLUMNS = {
     "forwards": {"step": "int32", "rank": "int16", "batch": "int16"}
     | {
@@ -85,9 +84,8 @@ class Recorder:
                 self._write_meta(config)
                 self.num_bytes = sum(entry.stat().st_size for entry in os.scandir(self.folder))
             except OSError as error:
-                raise InputError(
-                    f"trace.enabled: cannot write to {self.folder}: {error.strerror}"
-                ) from error
+                reason = f"cannot write to {self.folder}: {error.strerror}"
+                raise InputError(f"trace.enabled: {reason}") from error
         self._stop_if_full(first_step)
 
     def write(self, record: StepRecord) -> None:
@@ -124,17 +122,15 @@ class Recorder:
                 os.remove(os.path.join(self.folder, name))
 
     def _write_meta(self, config: Config) -> None:
+        names = ("torch", "transformers", "numpy")
         meta = {
             "format": FORMAT,
             "world_size": self.ranks.world_size,
             "hardware": describe_hardware(self.ranks.device),
-            "versions": describe_versions(),
+            "versions": {"python": platform.python_version()} | {n: version(n) for n in names},
             "config": flatten(config),
         }
-        with (
-            _replaced(os.path.join(self.folder, META_FILE)) as path,
-            open(path, "w", encoding="utf-8") as file,
-        ):
+        with _replaced(os.path.join(self.folder, META_FILE)) as path, open(path, "w") as file:
             json.dump(meta, file, indent=1)
 
     def _write_table(self, kind: str, step: int, columns: dict[str, Any]) -> None:
@@ -157,18 +153,11 @@ def describe_hardware(device: torch.device) -> dict[str, Any]:
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
         names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
         processor = names[0] if names else processor
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {
         "cpu": processor,
-        "gpu": gpu,
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-    }
-
-
-def describe_versions() -> dict[str, str]:
-    return {"python": platform.python_version()} | {
-        name: version(name) for name in ("torch", "transformers", "numpy")
     }
 
 
@@ -182,7 +171,7 @@ def read_meta(folder: str) -> dict[str, Any]:
         raise InputError(f"{folder} is not a trace: {META_FILE}: {error.strerror}") from error
     except ValueError as error:
         raise InputError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(meta, dict) or meta.get("format") not in READABLE:
+    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         raise InputError(f'{path}: not a trace of this version (it has no "format": {FORMAT})')
     return meta
 
@@ -193,11 +182,8 @@ def list_steps(folder: str) -> list[int]:
         names = os.listdir(folder)
     except OSError as error:
         raise InputError(f"{folder} is not a trace: {error.strerror}") from error
-    steps = sorted(
-        int(match[2])
-        for name in names
-        if (match := FILE_NAME.fullmatch(name)) and match[1] == "responses" and not match[3]
-    )
+    matches = [match for name in names if (match := FILE_NAME.fullmatch(name))]
+    steps = sorted(int(m[2]) for m in matches if m[1] == "responses" and not m[3])
     if not steps:
         raise InputError(f"{folder}: no step is recorded there")
     return steps
@@ -214,11 +200,9 @@ def read_table(folder: str, kind: str) -> "pyarrow.Table":
         try:
             tables.append(pyarrow.parquet.read_table(path, partitioning=None))
         except (OSError, pyarrow.ArrowException) as error:
-            raise InputError(
-                f"{path}: cannot be read: {' '.join(str(error).split())[:200]}"
-            ) from error
-        missing = COLUMNS[kind].keys() - set(tables[-1].column_names)
-        if missing - {"visit"}:
+            reason = " ".join(str(error).split())[:200]
+            raise InputError(f"{path}: cannot be read: {reason}") from error
+        if set(tables[-1].column_names) != COLUMNS[kind].keys():
             raise InputError(f"{path}: its columns are not those of a trace")
     return pyarrow.concat_tables(tables)
 
@@ -275,14 +259,9 @@ def _forward_columns(step: int, by_rank: list[np.ndarray]) -> dict[str, Any]:
     tables = [numbers.reshape(-1, 1 + len(fields)) for numbers in by_rank]
     numbers = np.concatenate(tables)
     ranks = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
-    columns = {name: numbers[:, 1 + i] for i, name in enumerate(fields)}
-    whole = {
-        name: column if name.endswith("_s") else column.astype(np.int64)
-        for name, column in columns.items()
+    columns = {
+        name: numbers[:, 1 + i] if name.endswith("_s") else numbers[:, 1 + i].astype(np.int64)
+        for i, name in enumerate(fields)
     }
-    return {
-        "step": [step] * len(numbers),
-        "rank": ranks,
-        "batch": numbers[:, 0].astype(np.int64),
-        **whole,
-    }
+    batch = numbers[:, 0].astype(np.int64)
+    return {"step": [step] * len(numbers), "rank": ranks, "batch": batch} | columns
