@@ -58,18 +58,15 @@ def test_a_ragged_batch_is_its_rows_one_by_one(dtype):
     accepted, token = verify_by_rejection(log_p, log_q, draft, counts, keys=keys)
     assert set(accepted.tolist()) >= {0, 1, 2} and (accepted.numpy() <= counts).all()
     for row, n in enumerate(counts):
-        whole, own = (
-            slice(last[row] - n, last[row] + 1),
-            slice(last[row] - n - row, last[row] - row),
-        )
+        whole = slice(last[row] - n, last[row] + 1)
+        own = slice(last[row] - n - row, last[row] - row)
         alone, tokens = verify_by_rejection(
             log_p[whole], log_q[own], draft[own], counts[row : row + 1], keys=keys[whole]
         )
         assert alone.tolist() == [accepted[row]] and torch.equal(tokens, token[whole])
         assert tokens[: accepted[row]].tolist() == draft[own][: accepted[row]].tolist()
-    assert torch.equal(token[last], drawn(log_p[last], keys[last])), (
-        "after a whole draft plain sampling goes on"
-    )
+    # After a whole draft plain sampling goes on.
+    assert torch.equal(token[last], drawn(log_p[last], keys[last]))
 
 
 def test_nothing_is_left_to_resample():
@@ -89,11 +86,8 @@ def test_nothing_is_left_to_resample():
 def test_what_both_policies_are_certain_of_is_accepted(monkeypatch, bits):
     """With p = q = 1 whatever the acceptance test's number is: the largest is below 1 too."""
     log_p = torch.tensor([float("-inf"), 0.0, float("-inf")]).expand(2, 3)
-    monkeypatch.setattr(
-        accept_rules,
-        "random_bits",
-        lambda keys, size: torch.full((len(keys), size), bits, dtype=torch.int32),
-    )
+    fixed = lambda keys, size: torch.full((len(keys), size), bits, dtype=torch.int32)  # noqa: E731
+    monkeypatch.setattr(accept_rules, "random_bits", fixed)
     accepted, token = verify_by_rejection(
         log_p, log_p[:1], torch.ones(1, dtype=torch.int64), np.ones(1, np.int64), keys=keys_of(2)
     )

@@ -76,9 +76,8 @@ def test_rollout_metrics_of_a_hand_worked_step():
         "frac_reward_zero_std": 0.5,
         "completions/mean_length": 4.0,
         "completions/median_length": 3.0,
-        "completions/p99_length": pytest.approx(
-            4 + 0.97 * 5
-        ),  # position 0.99 x 3 = 2.97 of the sorted lengths
+        # Position 0.99 x 3 = 2.97 of the sorted lengths.
+        "completions/p99_length": pytest.approx(4 + 0.97 * 5),
         "completions/max_length": 9,
         "completions/clipped_ratio": 0.25,
         "rollout/digest": digest(samples),
@@ -100,12 +99,10 @@ def test_an_evaluations_metrics_are_of_both_ranks():
 
 def test_replaced_groups_are_counted_and_reported_with_the_others():
     samples = make_samples([[1.0]] * 4)
-    found = rollout_metrics(
-        record(samples, [[3.0, 1.0], [0.5, 0.5]], num_chosen=1, num_batches=2), ["my.match"]
-    )
-    assert (
-        found["dynamic_sampling/num_batches"] == 2 and found["dynamic_sampling/num_replaced"] == 1
-    )
+    step = record(samples, [[3.0, 1.0], [0.5, 0.5]], num_chosen=1, num_batches=2)
+    found = rollout_metrics(step, ["my.match"])
+    counts = [found[f"dynamic_sampling/{name}"] for name in ("num_batches", "num_replaced")]
+    assert counts == [2, 1]
     assert found["reward"] == 1.25 and found["rollout/digest"] == digest(samples)
 
 
@@ -137,9 +134,9 @@ def stages(*seconds: float) -> list:
 
 def test_timing_of_one_rank():
     samples = make_samples([[0.0]] * 4)
-    found = timing_metrics(
-        Ranks(torch.device("cpu")), record(samples, stages=stages(4.0, 1.0, 0.5, 2.5)), 0.25
-    )
+    step = record(samples, stages=stages(4.0, 1.0, 0.5, 2.5))
+    found = timing_metrics(Ranks(torch.device("cpu")), step, 0.25)
+    # 1 + 2 + 4 + 9 response tokens, and prompts of 3 and 1 tokens twice each.
     assert found == {
         "timing_s/gen": 4.0,
         "timing_s/bubble": 1.0,
@@ -149,8 +146,7 @@ def test_timing_of_one_rank():
         "timing_s/step": 8.0,
         "bubble/ratio": 0.2,
         "bubble/slowest_rank": 0,
-        "perf/throughput": (16 + 8)
-        / 8,  # 1 + 2 + 4 + 9 response tokens, and prompts of 3 and 1 tokens twice each
+        "perf/throughput": (16 + 8) / 8,
         "perf/total_num_tokens": 24,
     }
 
