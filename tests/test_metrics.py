@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 from bubblespec.planner.windows import WINDOWS
 from bubblespec.telemetry.metrics import MetricsLogger
@@ -14,6 +15,13 @@ from bubblespec.types import Group, Prompt
 from tests.helpers.rows import samples_of
 
 BASE = {"reward": 0.5, "perf/throughput": 100.0, "timing_s/step": 2.0}
+
+
+@pytest.fixture(autouse=True)
+def files_are_read_in_order(monkeypatch):
+    """Files of one second and process are ordered by a number as text, where 10 is before 9."""
+    first = type(event_file_writer._global_uid)(0)
+    monkeypatch.setattr(event_file_writer, "_global_uid", first)
 
 
 def not_json(token: str):
