@@ -118,6 +118,10 @@ class RewardConfig:
     main process, unprotected from functions that hang or crash."""
     timeout_s: float = key(60.0, above(0), resume=SAFE)
     """Seconds that a function may take for one response in a worker; taking longer is an error."""
+    adaptive_timeout: bool = key(False, resume=SAFE)
+    """Lower the time-out of a function to 1.5 times the slowest answer so far to the same task (the
+    data's column `task`) with a reward above 0, within 2 and 30 seconds (RollPacker). Rewards may
+    then depend on how fast the machine is."""
     reward_on_error: float | None = 0.0
     """Reward where a function raises, times out, crashes or returns no finite number; null ends
     the run."""
@@ -346,7 +350,6 @@ REMOVED = {
     "optim.max_logits_per_chunk": "at most 2**26 logits exist at once",
     "optim.max_skipped_steps": "more than 5 skipped steps in a row end the run",
     "run.logging_steps": "sample completions are written every 10 steps",
-    "reward.adaptive_timeout": "reward.timeout_s counts for every response",
     "rollout.shared_tail_rows": "it is called rollout.tp_tail_max_rows",
     "speculative.check_every": "drafts are compared with none by what is measured",
     "speculative.fixed_window": "give speculative.planning=always for drafts whatever they cost",

@@ -16,7 +16,7 @@ import pytest
 from bubblespec.errors import InputError
 from bubblespec.rewards import workers as reward_workers
 from bubblespec.rewards.functions import RewardFailure, Sample, score
-from bubblespec.rewards.workers import NICENESS, Answer, RewardWorkers
+from bubblespec.rewards.workers import NICENESS, Answer, Kind, RewardWorkers, adaptive_timeout
 from tests.helpers.checks import is_alive
 from tests.helpers.clocks import ClockThatSkips
 from tests.helpers.misbehaving_rewards import obey
@@ -263,3 +263,49 @@ def test_workers_end_with_the_trainer(tmp_path, is_killed):
             trainer.stdin.close()
         assert trainer.wait(timeout=PATIENCE_S) == (-signal.SIGKILL if is_killed else 5)
     assert eventually(lambda: not any(is_alive(pid) for pid in pids))
+
+
+# The adaptive time-out
+
+
+def test_adaptive_timeout_is_rollpackers():
+    wanted = {None: 30.0, 0.0: 2.0, 4 / 3: 2.0, 2.0: 3.0, 10.0: 15.0, 20.0: 30.0, 99.0: 30.0}
+    for slowest, timeout in wanted.items():
+        assert adaptive_timeout(slowest) == pytest.approx(timeout)
+
+
+def test_adaptive_timeout_follows_correct_answers_but_not_the_first_of_a_worker(
+    make_workers, monkeypatch
+):
+    limits, answer_s, ask_worker = [], [], reward_workers._Worker.ask
+
+    def ask_and_note(worker, work: bytes, limit_s: float) -> Answer:
+        limits.append(limit_s)
+        return ask_worker(worker, work, PATIENCE_S)._replace(seconds=answer_s.pop())
+
+    monkeypatch.setattr(reward_workers._Worker, "ask", ask_and_note)
+    workers = make_workers([OBEY, OBEY], is_adaptive=True)
+
+    def limit_of(text: str, seconds: float, **columns) -> float:
+        """That a worker was given for an answer which is said to have taken `seconds`."""
+        answer_s.append(seconds)
+        workers.submit(0, sample(text, **columns)).result(PATIENCE_S)
+        return limits[-1]
+
+    kind = Kind(0, "None")
+    for seconds, text, limit_s, next_limit_s in [
+        (2.5, "value 1", 30, 30),  # it may have imported something
+        (2.5, "value 0", 30, 30),
+        (2.5, "raise x", 30, 30),
+        (0.01, "value 1", 30, 2),
+        (1.5, "value 0.5", 2, 2.25),
+        (60, "value 1", 2.25, 30),
+    ]:
+        assert limit_of(text, seconds) == limit_s, text
+        assert workers.limit_s(kind, is_first=False) == next_limit_s, text
+        assert workers.limit_s(kind, is_first=True) == 30
+    limit_of("value 1", 1.0, task="sums")
+    limit_of("value 1", 3.0, task="sums")
+    for other, limit_s in ((Kind(0, "sums"), 4.5), (Kind(1, "sums"), 30), (Kind(0, "proofs"), 30)):
+        assert workers.limit_s(other, is_first=False) == limit_s
+    assert make_workers(timeout_s=1.5, is_adaptive=True).limit_s(kind, is_first=False) == 1.5

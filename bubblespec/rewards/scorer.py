@@ -62,7 +62,9 @@ class Scorer:
         self._totals = np.zeros(3 + len(functions) * len(FAILURE_KINDS))
         self.workers = None
         if config.num_workers:
-            self.workers = RewardWorkers(list(functions), config.num_workers, config.timeout_s)
+            self.workers = RewardWorkers(
+                list(functions), config.num_workers, config.timeout_s, config.adaptive_timeout
+            )
             atexit.register(self.workers.close)
 
     def begin(self, groups: list[Group], step: int | None = None) -> "Scoring":

@@ -33,6 +33,9 @@ from bubblespec.rewards.functions import (
     score,
 )
 
+# The adaptive time-out's factor on the slowest correct answer, and its bounds (RollPacker, arXiv
+# 2509.21009).
+ADAPTIVE_FACTOR, MIN_ADAPTIVE_S, MAX_ADAPTIVE_S = 1.5, 2.0, 30.0
 START_LIMIT_S = 300.0  # to start Python and import the functions
 MAX_ANSWER = 1 << 20  # bytes; real ones are far shorter
 MAX_SHOWN = 1 << 16  # bytes printed by the functions that are shown for each batch
@@ -62,11 +65,24 @@ class Answer(NamedTuple):
     share."""
 
 
+class Kind(NamedTuple):
+    """Calls that share an adaptive time-out."""
+
+    function: int
+    """Its index."""
+    task: str
+    """The data's column `task`."""
+
+
 class RewardWorkers:
     """`num_workers` processes that call the functions at `paths`. To be used by one thread."""
 
-    def __init__(self, paths: list[str], num_workers: int, timeout_s: float):
-        self.paths, self.timeout_s = paths, timeout_s
+    def __init__(
+        self, paths: list[str], num_workers: int, timeout_s: float, is_adaptive: bool = False
+    ):
+        """timeout_s, is_adaptive: see `RewardConfig`."""
+        self.paths, self.timeout_s, self.is_adaptive = paths, timeout_s, is_adaptive
+        self._slowest: dict[Kind, float] = {}  # seconds of an answer with a reward above 0
         self._units: queue.SimpleQueue = queue.SimpleQueue()
         self._lock = threading.Lock()  # of all below
         self._workers: set[_Worker] = set()
@@ -91,8 +107,16 @@ class RewardWorkers:
                 f"({one_line(error)}); give 0"
             ) from error
         future = Future()
-        self._units.put((future, work))
+        self._units.put((future, Kind(function, str(sample.columns.get("task"))), work))
         return future
+
+    def limit_s(self, kind: Kind, is_first: bool) -> float:
+        """Seconds for the next call of a kind; is_first: it is the worker's first, which may have
+        things to import."""
+        if not self.is_adaptive:
+            return self.timeout_s
+        slowest_s = None if is_first else self._slowest.get(kind)
+        return min(self.timeout_s, adaptive_timeout(slowest_s))
 
     def end_batch(self) -> None:
         """Report what was not shown of the functions' output."""
@@ -122,15 +146,20 @@ class RewardWorkers:
         with contextlib.suppress(OSError):  # it is tried again for the first unit
             worker = self._start()
         while (unit := self._units.get()) is not None and not self._is_closed:
-            future, work = unit
+            future, kind, work = unit
             if not future.set_running_or_notify_cancel():
                 continue
             try:
                 worker = worker or self._start()
-                answer = worker.ask(work, self.timeout_s)
+                is_first = kind not in worker.called
+                answer = worker.ask(work, self.limit_s(kind, is_first))
             except (InputError, OSError) as error:  # none can be started
                 future.set_exception(error)
                 continue
+            worker.called.add(kind)
+            if not is_first and isinstance(answer.reward, float) and answer.reward > 0:
+                with self._lock:
+                    self._slowest[kind] = max(self._slowest.get(kind, 0.0), answer.seconds)
             if worker.is_spent:
                 self._end(worker)
                 worker = None
@@ -162,6 +191,14 @@ class RewardWorkers:
             os.write(2, text[:room])
 
 
+def adaptive_timeout(slowest_correct_s: float | None) -> float:
+    """RollPacker's time-out, from the seconds of the slowest answer so far that earned a reward
+    above 0; None: there is none yet."""
+    if slowest_correct_s is None:
+        return MAX_ADAPTIVE_S
+    return min(max(ADAPTIVE_FACTOR * slowest_correct_s, MIN_ADAPTIVE_S), MAX_ADAPTIVE_S)
+
+
 class _Worker:
     """A worker process, as seen from the trainer. Every wait for it has a time limit.
 
@@ -170,6 +207,7 @@ class _Worker:
 
     def __init__(self, paths: list[str], show):
         self.is_spent = False  # must be replaced
+        self.called: set[Kind] = set()
         self.problem: str | None = None  # why it could not be started
         self._show = show
         ours, theirs = socket.socketpair()
