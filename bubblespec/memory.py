@@ -97,13 +97,18 @@ def estimate(config: Config, model: PreTrainedModel, world_size: int) -> Needs:
 
 
 def num_kv_heads(shape: PreTrainedConfig) -> int:
+    if getattr(shape, "kv_lora_rank", None):  # latent attention, whose keys are cached expanded
+        return shape.num_attention_heads
     return getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
 
 
 def kv_bytes(shape: PreTrainedConfig, size: int) -> int:
     """Keys and values of one token. size: bytes of a number."""
     head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-    return 2 * shape.num_hidden_layers * num_kv_heads(shape) * head_dim * size
+    key_dim = value_dim = head_dim
+    if getattr(shape, "kv_lora_rank", None):
+        key_dim, value_dim = shape.qk_nope_head_dim + shape.qk_rope_head_dim, shape.v_head_dim
+    return shape.num_hidden_layers * num_kv_heads(shape) * (key_dim + value_dim) * size
 
 
 def max_length(config: Config) -> int:

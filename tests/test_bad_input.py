@@ -174,7 +174,7 @@ def test_slots_beyond_the_memory_are_refused_before_they_are_made(refusal, monke
     needed = 50 * 168 * 3 * 2 * 96 * 4
     monkeypatch.setattr(memory, "free_host_bytes", lambda: needed - 1)
     message = refusal("rollout.num_slots=50", "rollout.num_generations=25")
-    says = f"rollout.num_slots: 50, but slots of 168 tokens need {needed / 1e9:.3g} GB for keys and"
+    says = f"rollout.num_slots: 50, but slots of 168 tokens need {needed / 1e9:.3g} GB, and"
     assert message.startswith(says)
 
 

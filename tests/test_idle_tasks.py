@@ -213,13 +213,20 @@ class FakePiece(SimpleNamespace):
     """num_tokens, sample, advantage."""
 
 
+class FakeStreamCost:
+    is_known = True
+
+    def seconds(self, num_tokens: int) -> float:
+        return num_tokens / 1000
+
+    tokens_s = seconds
+
+
 class FakeStream:
     """A token takes a millisecond and saves as much of the update."""
 
-    is_ready = True
-
     def __init__(self, clock: Clock):
-        self.clock, self.done = clock, []
+        self.clock, self.done, self.cost = clock, [], FakeStreamCost()
 
     def pieces(self, rows, rewards) -> list[FakePiece]:
         return [
@@ -231,14 +238,9 @@ class FakeStream:
     def max_tokens(self, limit_s: float) -> int:
         return int(limit_s * 1000)
 
-    def seconds(self, num_tokens: int) -> float:
-        return num_tokens / 1000
-
-    spared_s = seconds
-
     def add(self, pieces) -> Span:
         begin_s = self.clock.perf_counter()
-        self.clock.sleep(self.seconds(sum(piece.num_tokens for piece in pieces)))
+        self.clock.sleep(self.cost.seconds(sum(piece.num_tokens for piece in pieces)))
         self.done.append(pieces)
         return Span("gradients", begin_s, self.clock.perf_counter())
 
