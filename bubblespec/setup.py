@@ -21,7 +21,6 @@ from bubblespec.checkpoint import (
     refuse_what_does_not_fit,
 )
 from bubblespec.config import Config
-from bubblespec.config_checks import require
 from bubblespec.data.prompts import PromptSet
 from bubblespec.data.schedule import InOrder, StepSchedule
 from bubblespec.data.tail_batching import TailBatching
@@ -188,8 +187,9 @@ def check_prompts(
         race = "a race within prompts trains on the shortest of their responses"
         log(f"warning: tail_batching.response_over_sampling_ratio: {race}; 1 is free of that bias")
     train_prompts.batch(config.run.seed, 0, num_prompts)  # raises where there are too few
-    what = f"at least {ranks.world_size}, the number of ranks"
-    require(num_prompts >= ranks.world_size, "rollout.num_prompts_per_step", num_prompts, what)
+    if num_prompts < ranks.world_size:
+        shortage = f"{num_prompts} prompts for {ranks.world_size} ranks"
+        raise InputError(f"rollout.num_prompts_per_step: {shortage}; give at least one for each")
 
 
 def load_arrays_into(part: StepSchedule | Sampler, checkpoint: str, name: str) -> None:
