@@ -1,108 +1,81 @@
-"""The guard of a mechanism that may cost time: rollouts with and without it are compared, and the
-faster setting is kept.
+"""The guard of a mechanism that may cost time: now and then a rollout is made without it, and if it
+turns out to be slower, it is left out for a while.
 
-Every setting of a mechanism gives the same tokens, so it is safe to try both. Rollouts differ in
-length, so what is compared is measured seconds over the seconds that the cost model expects of
-these responses without drafts: the model's error is in both settings alike. While the mechanism is
-clearly ahead by the model, nothing is tried: rollouts without it would cost more than they tell.
-
-A single rollout says little, as machines are noisy. So both settings have blocks of rollouts in
-turn until the difference of their mean logarithms is clear in units of its standard error.
+Every setting gives the same tokens, so it is safe to try both. Rollouts differ in length, so what
+is compared is measured seconds over the seconds that the cost model expects of these responses
+without drafts: the model's error is in both settings alike. What a mechanism costs and what it
+saves come in different rollouts, so those with it count by their sums, those without one by one.
 """
 
 import numpy as np
 
-CLEAR_RATIO = 0.7  # measured over modelled: so much is no error of the model
-FIRST_CHECK = 4  # rollouts before the other setting is tried
-BLOCK = 3  # rollouts of a setting in turn
-INTERVAL = 12  # rollouts until what was confirmed is checked again; then four times as many
-MAX_INTERVAL = 192
+FIRST_CONTROL = 3  # rollouts before the first one without the mechanism; then ever more
+GROWTH = 2.0
+MIN_WITH, MIN_WITHOUT = 6, 2  # rollouts of each setting before anything is decided
+MARGIN = 0.04  # slower by so much is slower
+CLEAR = 0.25  # faster by so much: further rollouts without it would cost more than they tell
+FIRST_PAUSE, MAX_PAUSE = 12, 192  # rollouts without a mechanism that was slower; doubled each time
 MEMORY = 16  # rollouts of a setting that are remembered
-# Standard errors by which the other setting must be faster, or slower, for a decision.
-SWITCH, CONFIRM = 1.7, 0.7
-LOOKS_FASTER, MAX_SHARE = 0.3, 2  # then it goes on, up to so many times the rollouts of this one
-# The standard deviation of a rollout's logarithm before any are seen, and how many it counts for.
-PRIOR_STD, PRIOR_COUNT = 0.15, 6
 
 
 class Guard:
-    """Decides whether one mechanism is on, rollout by rollout. The same on every rank, as it is fed
+    """Decides whether the next rollout uses one mechanism. The same on every rank, as it is fed
     with what the ranks have exchanged."""
 
-    def __init__(self, is_on: bool = True):
-        self.is_on = is_on
-        self.is_checking = False  # the other setting is being tried
-        self._logs: dict[bool, list[float]] = {True: [], False: []}
-        self._until_decision = FIRST_CHECK  # rollouts
-        self._interval = INTERVAL
-        self._is_settling = False  # drafts of the other setting are used, or missing
+    def __init__(self):
+        self._with: list[tuple[float, float]] = []  # measured and modelled seconds of rollouts
+        self._without: list[tuple[float, float]] = []
+        self._until_control = float(FIRST_CONTROL)
+        self._interval = float(FIRST_CONTROL)
+        self._pause_left = 0  # rollouts without the mechanism that are still to come
+        self._pause = FIRST_PAUSE
 
     @property
     def setting(self) -> bool:
         """Whether the mechanism is on in the next rollout."""
-        return self.is_on != self.is_checking
+        return not self._pause_left and self._until_control >= 1
 
-    def observe(self, measured_s: float, modelled_s: float, may_check: bool = True) -> None:
-        """A rollout is over that had `setting`: its seconds, and those expected without drafts.
+    @property
+    def lead(self) -> float:
+        """By which share the rollouts with the mechanism are faster; 0 while too few are known."""
+        if len(self._with) < MIN_WITH or len(self._without) < MIN_WITHOUT:
+            return 0.0
+        measured_s, modelled_s = np.sum(self._with, axis=0)
+        ratios = [measured / modelled for measured, modelled in self._without]
+        return 1.0 - float(measured_s / modelled_s / np.median(ratios))
 
-        may_check: no other mechanism is being compared now.
-        """
+    def observe(self, measured_s: float, modelled_s: float) -> None:
+        """A rollout is over that had `setting`: its seconds, and those expected without drafts."""
         if min(measured_s, modelled_s) <= 0.0:
             return
-        if self._is_settling:
-            self._is_settling = False
-            return
-        logs = self._logs[self.setting]
-        logs.append(float(np.log(measured_s / modelled_s)))
-        del logs[:-MEMORY]
-        self._until_decision -= 1
-        if self._until_decision <= 0 or (self.is_checking and self._lead() < -SWITCH):
-            self._decide(may_check)
-
-    def _decide(self, may_check: bool) -> None:
-        """At the end of a block, or as soon as the other setting is clearly slower."""
-        lead, before = self._lead(), self.setting
-        if lead > SWITCH or lead < -CONFIRM:
-            is_change = lead > SWITCH
-            self.is_on ^= is_change
-            self.is_checking = False
-            self._logs[not self.is_on].clear()
-            # What has been switched off has lost time; it may not do so again soon.
-            self._until_decision = 2 * INTERVAL if is_change else self._interval
-            self._interval = min(4 * self._until_decision, MAX_INTERVAL)
-        else:
-            self._until_decision = BLOCK
-            here, there = (self._logs[of] for of in (self.is_on, not self.is_on))
-            if self.is_checking:
-                self.is_checking = lead > LOOKS_FASTER and len(there) < MAX_SHARE * len(here)
-            elif may_check and np.median(here) > np.log(CLEAR_RATIO):
-                self.is_checking = True
-            else:
-                self._until_decision = 1
-        self._is_settling = self.setting != before
-
-    def _lead(self) -> float:
-        """By how much the other setting is faster, in standard errors; 0 where it is not known."""
-        here, there = (np.array(self._logs[of]) for of in (self.is_on, not self.is_on))
-        if not len(there):
-            return 0.0
-        squares = len(here) * here.var() + len(there) * there.var() + PRIOR_COUNT * PRIOR_STD**2
-        variance = squares / (len(here) + len(there) - 2 + PRIOR_COUNT)
-        error = np.sqrt(variance * (1 / len(here) + 1 / len(there)))
-        return float((here.mean() - there.mean()) / error)
+        of_setting = self._with if self.setting else self._without
+        of_setting.append((measured_s, modelled_s))
+        del of_setting[:-MEMORY]
+        if self._pause_left:
+            self._pause_left -= 1
+            if not self._pause_left:  # it is tried again, as what it saves may have changed
+                self._with.clear()
+                self._until_control = self._interval = float(2 * MIN_WITH)
+        elif not self.setting:  # that was a rollout to compare with
+            self._interval *= GROWTH
+            self._until_control = self._interval
+        elif self.lead < CLEAR:
+            self._until_control -= 1
+        if self.lead < -MARGIN and not self._pause_left:
+            self._pause_left, self._pause = self._pause, min(2 * self._pause, MAX_PAUSE)
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """All that it knows, as arrays."""
-        flags = (self.is_on, self.is_checking, self._is_settling)
-        counts = (self._until_decision, self._interval)
+        numbers = (self._until_control, self._interval, self._pause_left, self._pause)
         return {
-            "counts": np.array([*flags, *counts], np.int64),
-            "on": np.array(self._logs[True]),
-            "off": np.array(self._logs[False]),
+            "numbers": np.array(numbers, np.float64),
+            "with": np.array(self._with, np.float64).reshape(-1, 2),
+            "without": np.array(self._without, np.float64).reshape(-1, 2),
         }
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
         """Take over a saved state."""
-        *flags, self._until_decision, self._interval = state["counts"].tolist()
-        self.is_on, self.is_checking, self._is_settling = map(bool, flags)
-        self._logs = {True: state["on"].tolist(), False: state["off"].tolist()}
+        self._until_control, self._interval, *pauses = state["numbers"].tolist()
+        self._pause_left, self._pause = map(int, pauses)
+        self._with = [tuple(pair) for pair in state["with"].tolist()]
+        self._without = [tuple(pair) for pair in state["without"].tolist()]

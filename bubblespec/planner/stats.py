@@ -68,7 +68,7 @@ class RunStats:
     tokens_per_step: float = 0.0
     """Of responses, over all ranks."""
     guards: dict[str, Guard] = field(default_factory=dict)
-    """Of the mechanisms of this run that are guarded: co_scheduled, drafter."""
+    """Of the mechanisms of this run that are guarded: drafts, drafter, tp_tail."""
 
     @property
     def rates(self) -> AcceptanceRates:
@@ -118,10 +118,10 @@ class RunStats:
         parameters = np.mean([of.cost for of in measured], axis=0)
         self.shared_cost = CostModel.from_parameters(parameters)
         measured_s, modelled_s = np.max([of.seconds for of in measured], axis=0).tolist()
+        has_drafts = self.uses("drafts")
         for name, guard in self.guards.items():
-            others = (other for key, other in self.guards.items() if key != name)
-            is_free = not any(other.is_checking for other in others)
-            guard.observe(measured_s, modelled_s, may_check=is_free)
+            if name == "drafts" or has_drafts:  # without drafts the others are not what they were
+                guard.observe(measured_s, modelled_s)
         return modelled_s - measured_s
 
     def observe_samples(self, samples: Samples) -> None:

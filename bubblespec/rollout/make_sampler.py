@@ -60,8 +60,8 @@ def make_sampler(
         )
     guards = {}
     is_guarded = config.speculative.planning == "by_cost"
-    if is_guarded and "bubble" in method and not config.tail_batching.enabled:
-        guards["co_scheduled"] = Guard()
+    if is_guarded and method != "none" and not config.tail_batching.enabled:
+        guards["drafts"] = Guard()
     if is_guarded and "drafter" in method:
         guards["drafter"] = Guard()
     return Sampler(

@@ -175,7 +175,8 @@ class Sampler:
             self.proposer.begin()
             for row in rows.values():
                 self.proposer.track(row, self.store.get(row.id), version=step)
-            loop.proposer = self.proposer if self.proposer.enabled_sources else None
+            if self.proposer.enabled_sources and self.stats.uses("drafts"):
+                loop.proposer = self.proposer
         loop.tasks = self._idle_tasks(table.launch, step, used, scoring)
         return loop.run(rows, table), loop.tasks
 
@@ -185,7 +186,8 @@ class Sampler:
     @property
     def has_drafter(self) -> bool:
         """Whether the next rollout uses and trains the learned drafter."""
-        return self.drafter is not None and self.stats.uses("drafter")
+        uses = self.stats.uses
+        return self.drafter is not None and uses("drafts") and uses("drafter")
 
     @property
     def learns(self) -> bool:
@@ -201,7 +203,7 @@ class Sampler:
         is_first = len(used) == len(launch.groups)  # later rollouts are not trained on whole
         if self.stream is not None and scoring is not None and is_first:
             tasks.append(self._stream_gradients(launch, scoring))
-        if "bubble" in self.config.speculative.method:
+        if "bubble" in self.config.speculative.method and self.stats.uses("drafts"):
             begin_s = self.ranks.clock.perf_counter()
             if (drafting := self._draft_ahead(step, used)) is not None:
                 tasks.append(drafting)
@@ -226,8 +228,6 @@ class Sampler:
             return None
         # A short round of tail batching has no tail that co-scheduled drafts could shorten.
         planning = "idle_only" if config.tail_batching.enabled else config.speculative.planning
-        if planning == "by_cost" and not stats.uses("co_scheduled"):
-            planning = "idle_only"
         plans = plan_drafts(
             batches,
             config.rollout.num_generations,
