@@ -166,7 +166,7 @@ PROMPTS_ID = Group(PROMPTS[0], 0).sample(0)
 
 def test_guards_are_there_for_what_is_guarded():
     """None where a setting says what to do, or nothing could be compared."""
-    assert set(start("bubble", new_model()).stats.guards) == {"co_scheduled"}
+    assert set(start("bubble", new_model()).stats.guards) == {"drafts"}
     for method, planning in (("bubble", "always"), ("bubble", "idle_only"), ("suffix", "by_cost")):
         assert not start(method, new_model(), speculative__planning=planning).stats.guards
 
@@ -176,7 +176,7 @@ def test_a_guard_that_is_off_leaves_drafting_to_idle_ranks():
     for is_on in (True, False):
         model = new_model()
         sampler = start("bubble", model)
-        sampler.stats.guards["co_scheduled"].is_on = is_on
+        sampler.stats.guards["drafts"].is_on = is_on
         alongside = 0
         for step in range(3):
             record = sampler.sample(step)

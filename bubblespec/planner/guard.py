@@ -11,8 +11,9 @@ import numpy as np
 
 FIRST_CONTROL = 3  # rollouts before the first one without the mechanism; then ever more
 GROWTH = 2.0
-MIN_WITH, MIN_WITHOUT = 6, 2  # rollouts of each setting before anything is decided
-MARGIN = 0.04  # slower by so much is slower
+# Rollouts of each setting before anything is decided: the first drafts are an investment.
+MIN_WITH, MIN_WITHOUT = 12, 2
+MARGIN = 0.06  # slower by so much is slower
 CLEAR = 0.25  # faster by so much: further rollouts without it would cost more than they tell
 FIRST_PAUSE, MAX_PAUSE = 12, 192  # rollouts without a mechanism that was slower; doubled each time
 MEMORY = 16  # rollouts of a setting that are remembered
@@ -55,7 +56,7 @@ class Guard:
             self._pause_left -= 1
             if not self._pause_left:  # it is tried again, as what it saves may have changed
                 self._with.clear()
-                self._until_control = self._interval = float(2 * MIN_WITH)
+                self._until_control = self._interval = float(MIN_WITH)
         elif not self.setting:  # that was a rollout to compare with
             self._interval *= GROWTH
             self._until_control = self._interval
