@@ -23,22 +23,19 @@ def play(speedup: float, *, seed: int, noise: float = 0.2, bias: float = 1.0, co
 
 
 @pytest.mark.parametrize("bias", [0.8, 1.0, 1.25])
-def test_a_mechanism_that_pays_stays_on_whatever_the_model_gets_wrong(bias):
-    """It is left out of single rollouts alone, which cost a small part of what it saves."""
-    num_off = 0
-    for seed in range(200):
-        _, settings, _ = play(1.3, seed=seed, bias=bias)
-        num_off += settings.count(False) > 6
-    assert num_off <= 2, "of 200 runs"
+@pytest.mark.parametrize("noise, share", [(0.1, 0.0), (0.2, 0.05)])
+def test_a_mechanism_that_pays_stays_on_whatever_the_model_gets_wrong(bias, noise, share):
+    """It is left out of single rollouts alone; with rollouts that differ by a fifth by chance, a
+    few of 200 runs leave it out for a while."""
+    runs = [play(1.3, seed=seed, bias=bias, noise=noise) for seed in range(200)]
+    assert np.mean([settings.count(False) > 6 for _, settings, _ in runs]) <= share
+    assert np.mean([seconds for *_, seconds in runs]) < 1 / 1.3 + 0.03
 
 
-def test_a_mechanism_that_costs_is_off_most_of_the_time():
-    losses = []
-    for seed in range(100):
-        _, settings, seconds = play(0.86, seed=seed, noise=0.1)
-        losses.append(seconds - 1.0)
-        assert settings[0] and settings.count(False) >= 10
-    assert np.mean(losses) < 0.08, "of the 0.16 that it costs if it is always on"
+def test_a_mechanism_that_costs_is_left_out_of_many_rollouts():
+    runs = [play(0.86, seed=seed, noise=0.1) for seed in range(100)]
+    assert np.mean([settings.count(False) > 6 for _, settings, _ in runs]) > 0.9
+    assert np.mean([seconds for *_, seconds in runs]) < 1.1, "it costs 0.16 if it is always on"
 
 
 def test_one_that_is_clearly_faster_is_left_out_of_few_rollouts():
