@@ -10,7 +10,7 @@ from benchmarks.shared import main
 from benchmarks.simulated_systems import CHANGES, SYSTEMS, scaled
 from bubblespec.simulate.cost import roofline
 
-SMALL = "--sizes 7b --lengths 8k --longest 100 --steps 2 --prompts 2".split()
+SMALL = ["--sizes", "7b", "--lengths", "8k", "--longest", "100", "--steps", "2", "--prompts", "2"]
 
 
 @pytest.fixture
