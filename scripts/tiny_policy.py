@@ -332,7 +332,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.seconds <= 0 or options.max_steps < 1 or options.seed < 0 or options.problems < 2:
         sys.exit(
-            "error: --seconds, --max-steps must be positive, --seed at least 0, --problems at least 2"
+            "error: --seconds, --max-steps must be positive, --seed at least 0, "
+            "--problems at least 2"
         )
     if not 0.0 < options.stop_accuracy <= 1.0:
         sys.exit("error: --stop-accuracy must be above 0 and at most 1")

@@ -44,7 +44,7 @@ def test_one_that_is_clearly_faster_is_left_out_of_few_rollouts():
 
 
 def test_what_was_slower_is_tried_again_after_a_pause():
-    guard, settings, _ = play(0.5, seed=0, noise=0.01, count=100)
+    _, settings, _ = play(0.5, seed=0, noise=0.01, count=100)
     first = settings.index(False, 4)
     assert True in settings[first + FIRST_PAUSE :], "what it saves may have changed"
 

@@ -344,6 +344,6 @@ def test_slices_of_the_drafter_are_short_and_wait_for_own_rows():
     late, _ = training(0.21)
     assert late.capacity() == 2 and late.publish() == [0.01]
     early, _ = training(0.19)
-    assert MAX_SHARE * 0.2 == pytest.approx(0.01)
+    assert pytest.approx(0.01) == MAX_SHARE * 0.2
     for task in (early, training(10.0, own=rows_of(0))[0], training(10.0, tokens=0)[0]):
         assert task.capacity() == 0 and task.publish() == [0.0]

@@ -92,7 +92,8 @@ def test_no_imports_in_a_circle(graph):
 def test_checks_see_what_they_look_for(tmp_path):
     file = tmp_path / "file.py"
     file.write_text(
-        "if TYPE_CHECKING:\n    from bubblespec.trainer import Trainer\ndef f():\n    import bubblespec.setup\n"
+        "if TYPE_CHECKING:\n    from bubblespec.trainer import Trainer\n"
+        "def f():\n    import bubblespec.setup\n"
     )
     known = {"bubblespec.trainer", "bubblespec.setup", "bubblespec.engine"}
     assert imports_of(file, known) == {"bubblespec.trainer", "bubblespec.setup"}

@@ -190,8 +190,8 @@ def test_seconds_are_those_in_the_function(make_workers):
 
 
 def test_what_is_printed_is_shown_up_to_a_limit_and_counted(make_workers, capfd):
-    """A megabyte in a call, by the function and by what it starts, on both streams: the batch has its
-    reward, and the next batch has its own room."""
+    """A megabyte in a call, by the function and by what it starts, on both streams: the batch has
+    its reward, and the next batch has its own room."""
     workers, size = make_workers(), 1_000_000
     assert outcomes(workers, [f"print {size}", "say"]) == [size, 1.0]
     workers.end_batch()

@@ -1,6 +1,7 @@
 """A step's samples from end to end, on a small model and against generation without drafts; what is
 saved and learned between steps; dynamic sampling, on hand-made rewards and in real steps."""
 
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -329,7 +330,7 @@ def sample_with(
     def generate(sampler, launch: Launch, step, before=None):
         number, uids = len(batches), [group.prompt.uid for group in launch.groups]
         used = [] if before is None else before.used
-        assert [group.prompt.uid for group in used] == sum(batches, [])
+        assert [group.prompt.uid for group in used] == list(itertools.chain(*batches))
         batches.append(uids)
         rewards = np.array([[reward_of(uid, j, useful_every) for j in range(2)] for uid in uids])
         tokens = [np.array([uid, j], np.int32) for uid in uids for j in range(2)]
@@ -353,7 +354,9 @@ def sample_with(
     parts = {"stats": RunStats(), "store": DraftStore(0), "history": History(0)}
     parts |= {"schedule": schedule, "config": Config(model=ModelConfig(path=""), rollout=rollout)}
     record = Sampler(**dict.fromkeys(Sampler.__dataclass_fields__) | parts).sample(step)
-    assert schedule.state_dict()["uids"].tolist() == sum(batches, []), "they have had their turn"
+    assert schedule.state_dict()["uids"].tolist() == list(itertools.chain(*batches)), (
+        "they have had their turn"
+    )
     return record, batches
 
 
@@ -365,7 +368,7 @@ def uids_of(samples: Samples) -> list[int]:
 @pytest.mark.parametrize("useful_every", [1, 2, 3])
 def test_useless_groups_are_replaced_by_the_first_useful_ones(monkeypatch, useful_every, step):
     record, batches = sample_with(monkeypatch, useful_every, step=step)
-    generated = sum(batches, [])
+    generated = list(itertools.chain(*batches))
     assert len(set(generated)) == len(generated), "a prompt's noise keys would be used twice"
     useful = [uid for uid in generated if uid % useful_every == 0]
     assert uids_of(record.samples)[: len(useful)] == useful[:WANTED] or len(useful) < WANTED
@@ -376,7 +379,7 @@ def test_useless_groups_are_replaced_by_the_first_useful_ones(monkeypatch, usefu
     assert len(record.drafts) == sum(-(-2 * len(batch) // 3) for batch in batches)
     # As many are drawn as will fill the gap at the rate so far.
     seen = []
-    for batch, following in zip(batches, batches[1:], strict=False):
+    for batch, following in itertools.pairwise(batches):
         seen += batch
         num_useful = sum(uid % useful_every == 0 for uid in seen)
         needed = math.ceil((WANTED - num_useful) * len(seen) / max(num_useful, 1e-9))
@@ -405,7 +408,7 @@ def test_what_cannot_be_replaced_stays(monkeypatch, max_batches):
 def test_data_may_run_out_and_groups_stay_in_their_order(monkeypatch, step):
     options = {"num_prompts": 10, "step": step, "max_batches": 9}
     record, batches = sample_with(monkeypatch, useful_every=7, **options)
-    generated, uids = sum(batches, []), uids_of(record.samples)
+    generated, uids = list(itertools.chain(*batches)), uids_of(record.samples)
     assert sorted(generated) == list(range(10))
     assert len(uids) == WANTED and {0, 7} <= set(uids), "both useful ones, and four others"
     assert uids == [uid for uid in generated if uid in uids]

@@ -232,7 +232,9 @@ def test_an_update_that_is_not_finite_changes_nothing(make_model, monkeypatch, w
                     patch.setattr(update, "policy_loss", infinite_loss)
                 elif where == "another rank's loss alone":
                     nan = functools.partial(np.full_like, fill_value=math.nan)
-                    patch.setattr(ranks, "gather", lambda array: np.stack((array, nan(array))))
+                    patch.setattr(
+                        ranks, "gather", lambda array, nan=nan: np.stack((array, nan(array)))
+                    )
                 else:
                     patch.setattr(ranks, "sum_", lambda tensor: tensor.add_(math.nan))
                 metrics, _ = learner.update(make_samples(), advantages, 0)

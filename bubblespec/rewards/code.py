@@ -92,8 +92,8 @@ def run_program(program: str, tests: str) -> bool:
 
 
 def _was_killed(supervisor: subprocess.Popen) -> bool:
-    """Whether the program got to its end because it had killed its supervisor. The program ends right
-    after its verdict, and its supervisor with it; one that lives on was not killed."""
+    """Whether the program got to its end because it had killed its supervisor. The program ends
+    right after its verdict, and its supervisor with it; one that lives on was not killed."""
     try:
         return supervisor.wait(timeout=SUPERVISOR_LIMIT_S) != 0
     except subprocess.TimeoutExpired:
@@ -101,8 +101,8 @@ def _was_killed(supervisor: subprocess.Popen) -> bool:
 
 
 def main() -> None:
-    """Run the job on standard input in a child. This process becomes its supervisor, which kills all
-    that the program has started."""
+    """Run the job on standard input in a child. This process becomes its supervisor, which kills
+    all that the program has started."""
     program, tests, secret, verdict, trainer, limits = json.loads(sys.stdin.readline())
     fork_with_supervisor(trainer, verdict)
     try:

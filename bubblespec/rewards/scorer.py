@@ -169,7 +169,8 @@ class Scoring:
         self._take_answers()
         if scorer.workers is not None:
             scorer.workers.end_batch()
-        scorer.ranks.barrier_or_stop()  # before any exchange: a rank that was told to stop lacks some scores
+        # Before any exchange: a rank that was told to stop lacks some scores.
+        scorer.ranks.barrier_or_stop()
         failed = [
             Failed(row, function, reward)
             for row in rows
