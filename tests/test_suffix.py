@@ -63,7 +63,8 @@ def brute_force(events, history, sample: int, limit: int, prompt=()) -> tuple[li
         texts.append((text, owner, kind))
         return text
 
-    for text, _ in sorted(reversed(history), key=lambda item: item[1]):
+    latest_first = history[::-1]  # of equal rewards the latest comes first
+    for text, _ in sorted(latest_first, key=lambda item: item[1]):
         add(PAD + text.tolist(), -2, HISTORY)
     add([-2] * 8 + list(prompt), -1, SELF)
     live, draft, row = {}, None, list(PAD)
