@@ -2,6 +2,7 @@
 count."""
 
 import argparse
+import gc
 import json
 import sys
 
@@ -13,6 +14,7 @@ from benchmarks import generate, paired_rollout, systems, vs_trl
 from bubblespec import trainer as trainer_module
 from bubblespec.config import load_config
 from bubblespec.errors import InputError
+from bubblespec.idle.draft_ahead import DraftAhead
 
 CONFIG = "configs/tiny_cpu.yaml"
 SMALL = [
@@ -25,6 +27,17 @@ SMALL = [
     "run.max_steps=2",
     "eval.num_prompts=2",
 ]
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays(monkeypatch):
+    """What benchmarks change in their process is as before after each test."""
+    monkeypatch.setattr(DraftAhead, "finish", DraftAhead.finish)
+    monkeypatch.setattr(trainer_module, "MetricsLogger", trainer_module.MetricsLogger)
+    threads = torch.get_num_threads()
+    yield
+    gc.unfreeze()
+    torch.set_num_threads(threads)
 
 
 def run_benchmark(benchmark, folder, *overrides: str, **options) -> dict:
