@@ -16,6 +16,7 @@ import train
 from bubblespec.draft import drafter_training, proposer
 from bubblespec.draft.drafter_source import DrafterSource
 from bubblespec.idle.train_drafter import TrainDrafter
+from bubblespec.planner import guard
 from bubblespec.rollout.board import ProgressBoard
 from tests.system import signalled_train
 
@@ -36,6 +37,7 @@ def train_always(patch=setattr) -> None:
 def chain_always(patch=setattr) -> None:
     """Chains of three tokens in every forward, whatever they cost or save and whatever other
     sources know."""
+    patch(guard, "FIRST_CONTROL", 1e9)  # no rollouts without drafts
     patch(proposer, "choose_windows", lambda survival, available, *_, **__: (available, True))
     patch(DrafterSource, "chance", 1.0)
     patch(DrafterSource, "choose_length", lambda source, active, count: 3)
