@@ -10,6 +10,7 @@ what speculation costs at worst.
 
 import argparse
 import dataclasses
+import gc
 import json
 import os
 import sys
@@ -163,6 +164,8 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
             make_drafts_useless(trainer)
         plain = plain_engine(trainer)
         steps = []
+        gc.collect()
+        gc.freeze()  # as in a run, see Trainer.open
         if ranks.is_main:
             print("step   none s   spec s  ratio   forwards longest accepted/forward  drafted")
         for step in range(config.run.max_steps):

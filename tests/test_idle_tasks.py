@@ -68,6 +68,12 @@ def test_what_saves_most_comes_first():
     assert assign([drafts], [(0,)], [False]) == [[]] and assign([], [()], [False]) == [[]]
 
 
+def test_jobs_are_dealt_in_turn_and_to_waiting_ranks_first():
+    jobs = [Job(number, 1.0, 1.0, co_scheduled=True) for number in range(5)]
+    given = assign([jobs], [(4,), (4,), (1,)], [True, True, False])
+    assert [[job.key for _, job in of] for of in given] == [[1, 3], [2, 4], [0]]
+
+
 def test_a_task_that_does_nothing_is_a_task():
     task = IdleTask()
     task.begin(view_of())

@@ -114,21 +114,28 @@ def assign(
     pure function of what all ranks know, so no job is given twice and nobody has to agree.
     """
     left = [list(of_task) for of_task in jobs]
-    given: list[list[tuple[int, Job]]] = []
-    for rank, (room, is_busy) in enumerate(zip(capacities, has_rows, strict=True)):
-        given.append([])
+    given: list[list[tuple[int, Job]]] = [[] for _ in capacities]
 
-        def next_of(task: int, rank: int = rank, is_busy: bool = is_busy) -> Job | None:
-            fits = (job for job in left[task] if job.rank is None or job.rank == rank)
-            return next((job for job in fits if job.co_scheduled or not is_busy), None)
+    def next_of(task: int, rank: int) -> Job | None:
+        fits = (job for job in left[task] if job.rank is None or job.rank == rank)
+        return next((job for job in fits if job.co_scheduled or not has_rows[rank]), None)
 
-        room = list(room)
-        if not is_busy:
-            first = {task: next_of(task) for task in range(len(left)) if room[task] > 0}
+    rooms = [list(room) for room in capacities]
+    for rank, room in enumerate(rooms):
+        if not has_rows[rank]:
+            first = {t: next_of(t, rank) for t in range(len(left)) if room[t] > 0}
             worth = {t: j.saves_s / max(j.costs_s, 1e-9) for t, j in first.items() if j}
             best = max(worth, key=worth.get, default=None)
-            room = [count if task == best else 0 for task, count in enumerate(room)]
-        while heads := {t: j for t in range(len(left)) if room[t] > 0 and (j := next_of(t))}:
+            rooms[rank] = [count if task == best else 0 for task, count in enumerate(room)]
+    # One job each in turn: a rank that got all of them would be the one that the others wait for.
+    in_turn = sorted(range(len(rooms)), key=lambda rank: has_rows[rank])
+    while in_turn:
+        for rank in list(in_turn):
+            room = rooms[rank]
+            heads = {t: j for t in range(len(left)) if room[t] > 0 and (j := next_of(t, rank))}
+            if not heads:
+                in_turn.remove(rank)
+                continue
             task = max(heads, key=lambda t: heads[t].saves_s)
             given[rank].append((task, heads[task]))
             left[task].remove(heads[task])

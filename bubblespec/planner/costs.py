@@ -26,10 +26,11 @@ NO_DRAFTS = acceptance_rates(np.zeros((len(POSITIONS) + 1, 2)))  # for rows with
 
 
 class CostModel:
-    """Seconds of a forward: linear in rows, tokens, rows with several query tokens and key/value
-    positions, times a piecewise linear factor in the tokens.
+    """Seconds of a forward: linear in rows, tokens and key/value positions, with a constant more
+    where any row has several query tokens, times a piecewise linear factor in the tokens.
 
-    T = (a + b rows + c tokens + d multi_rows + e kv_tokens) (1 + step(tokens)). a to e are fitted
+    T = (a + b rows + c tokens + d [multi_rows > 0] + e kv_tokens) (1 + step(tokens)). What several
+    query tokens cost besides the tokens is a mask and padding, once for all rows. a to e are fitted
     by least squares of relative errors with forgetting; `step` is the mean relative error that is
     left around each of KNOTS, drawn towards 0 where few forwards were seen. A profile at the start
     anchors what the forwards of a run do not vary: they all feed many tokens, or all few.
@@ -72,7 +73,7 @@ class CostModel:
         self, rows: int, tokens: int, multi_rows: int, kv_tokens: int, seconds: float
     ) -> None:
         """One forward of the profile; it is never forgotten."""
-        self._anchored.append((1.0, rows, tokens, multi_rows, kv_tokens, seconds))
+        self._anchored.append((1.0, rows, tokens, min(multi_rows, 1), kv_tokens, seconds))
         self._anchors += self.ANCHOR_WEIGHT * _moments(np.array(self._anchored[-1:]), 1.0)
         self.fit()
 
@@ -80,7 +81,7 @@ class CostModel:
         self, rows: int, tokens: int, multi_rows: int, kv_tokens: int, seconds: float
     ) -> None:
         """One forward of the run. Nothing is fitted here: decoding waits for this."""
-        self._observed.append((1.0, rows, tokens, multi_rows, kv_tokens, seconds))
+        self._observed.append((1.0, rows, tokens, min(multi_rows, 1), kv_tokens, seconds))
 
     def fit(self) -> None:
         """Fit again to all that was observed, interruptions left out."""
@@ -106,7 +107,7 @@ class CostModel:
     def seconds(self, rows, tokens, multi_rows=0, kv_tokens=0):
         """Expected seconds of a forward; of numbers or of arrays that broadcast."""
         a, b, c, d, e = self.coefficients
-        linear = a + b * rows + c * tokens + d * multi_rows + e * kv_tokens
+        linear = a + b * rows + c * tokens + d * np.minimum(multi_rows, 1.0) + e * kv_tokens
         return linear * (1.0 + np.interp(np.log(np.maximum(tokens, 1.0)), _LOG_KNOTS, self._steps))
 
 
@@ -235,7 +236,6 @@ def seconds_of_course(
 
 def prefill_seconds(rows: Rows, cost: CostModel) -> float:
     """Seconds of feeding the prompts, each once, and tokens that rows have already."""
-    _, _, token_s, multi_row_s, _ = cost.coefficients.tolist()
     _, first = np.unique(rows.group, return_index=True)
     fed = float(rows.prompt_tokens[first].sum() + rows.generated.sum())
-    return multi_row_s * len(first) + token_s * fed
+    return float(cost.coefficients[2]) * fed

@@ -10,7 +10,7 @@ saves come in different rollouts, so those with it count by their sums, those wi
 import numpy as np
 
 FIRST_CONTROL = 3  # rollouts before the first one without the mechanism; then ever more
-GROWTH = 1.5
+GROWTH = 2.0
 # Rollouts of each setting before anything is decided: the first drafts are an investment.
 MIN_WITH, MIN_WITHOUT = 12, 3
 MARGIN = 0.1  # slower by so much is slower: less is within the noise of so few rollouts

@@ -29,12 +29,12 @@ def _longest_to_first(rows: Rows, cost: CostModel, num_ranks: int, num_slots: in
     """Longest first, each row to the rank whose time ends up smallest, int64 [S]. A rank's time is
     that of the forwards of its longest row, or of as many as its slots need for all rows, with what
     each row adds to them; a prompt is fed once per rank."""
-    forward_s, row_s, token_s, multi_row_s, kv_s = cost.coefficients.tolist()
-    forwards, verifications = expected_forwards(rows), rows.drafted / TYPICAL_WINDOW
+    forward_s, row_s, token_s, _, kv_s = cost.coefficients.tolist()
+    forwards = expected_forwards(rows)
     context = rows.prompt_tokens + rows.expected / 2
-    row_seconds = forwards * (row_s + kv_s * context) + multi_row_s * verifications
+    row_seconds = forwards * (row_s + kv_s * context)
     row_seconds += token_s * np.maximum(rows.expected, rows.drafted)
-    prefill_s = multi_row_s + token_s * rows.prompt_tokens
+    prefill_s = token_s * rows.prompt_tokens
     longest, total, seconds, num_rows = np.zeros((4, num_ranks))
     has_group = np.zeros((int(rows.group.max(initial=-1)) + 1, num_ranks), bool)
     rank_of = np.empty(len(rows), np.int64)

@@ -16,6 +16,7 @@ import numpy as np
 from bubblespec.records import ACCEPT_BINS
 
 WINDOWS = np.array(ACCEPT_BINS)
+MIN_GAIN = 1.1  # in tokens per second, by estimates that are noisy and of which the best is taken
 
 
 def choose_windows(
@@ -42,12 +43,9 @@ def choose_windows(
     tokens = reach[:, 1:] - reach[:, :-1]  # [rows with drafts, segments]
     expected = s * (1 - s**reach) / (1 - s)  # sum of s**i up to each window
     gain = expected[:, 1:] - expected[:, :-1]
-    is_first = np.zeros(tokens.shape)
-    is_first[:, 0] = 1.0
-    price = cost.coefficients[2] * tokens + cost.coefficients[3] * is_first
-    # A row's segments stay in order; the first one bears the extra price of a wide row.
+    # A row's segments stay in order.
     density = np.minimum.accumulate(
-        np.where(tokens > 0, gain / np.maximum(price, 1e-12), -1.0), axis=1
+        np.where(tokens > 0, gain / np.maximum(tokens, 1), -1.0), axis=1
     ).ravel()
     order = np.argsort(-density, kind="stable")
     fed = np.cumsum(tokens.ravel()[order])
@@ -56,14 +54,16 @@ def choose_windows(
     ]
     fed = np.concatenate(([0], fed[: len(order)]))
     gained = np.concatenate(([0.0], np.cumsum(gain.ravel()[order])))
-    wide = np.concatenate(([0.0], np.cumsum(is_first.ravel()[order])))
-    seconds = cost.seconds(rows, rows + fed, wide, kv_tokens)
+    seconds = cost.seconds(rows, rows + fed, fed > 0, kv_tokens)
     best = int(((rows + gained) / seconds).argmax())
+    rate, plain_rate = (rows + gained[best]) / (seconds[best] + overhead_s), rows / seconds[0]
+    if rate < MIN_GAIN * plain_rate:
+        return windows, False
     chosen = order[:best]
     windows[drafted] = np.bincount(
         chosen // tokens.shape[1], weights=tokens.ravel()[chosen], minlength=len(drafted)
     )
-    return windows, bool((rows + gained[best]) / (seconds[best] + overhead_s) > rows / seconds[0])
+    return windows, True
 
 
 def choose_chain_length(
