@@ -52,6 +52,9 @@ class Proposer:
         self._pause = self._backoff = 0  # forwards to go without looking for proposals
         self._overhead_s = 0.0  # of looking for them, exponentially weighted
         self._rows: dict[int, TrackedRow] = {}
+        # Of forwards without drafts: their rows, and what each has gained. Taken in when next
+        # needed, as each taking in costs as much as the look-up of a proposal.
+        self._unread: list[tuple[list[Row], list[np.ndarray]]] = []
 
     @property
     def enabled_sources(self) -> list[DraftSource]:
@@ -63,6 +66,7 @@ class Proposer:
         self.acceptance = Acceptance()
         self._spent_s, self._num_looked_up = 0.0, 0
         self._rows.clear()
+        self._unread.clear()
         for source in self.sources:
             source.begin()
         # The last rollout's end, beyond its drafts, says nothing about this one's beginning.
@@ -72,6 +76,7 @@ class Proposer:
     def track(self, row: Row, draft: Draft | None, version: int, is_counted: bool = True) -> None:
         """Propose for a row from now on. version: updates of the current weights; is_counted: it is
         of this step."""
+        self.take_in()
         tracked = TrackedRow(row, draft if self.uses_drafts else None, is_counted)
         if tracked.draft is not None:
             tracked.age = version - tracked.draft.version
@@ -97,6 +102,7 @@ class Proposer:
             self._pause -= 1
             return drafts
         started = self.clock.perf_counter()
+        self.take_in()
         self._num_looked_up += len(rows)
         longest = ALWAYS_WINDOW if self.always else min(int(WINDOWS[-1]), budget)
         survival, available = np.zeros(len(rows)), np.zeros(len(rows), np.int64)
@@ -142,28 +148,49 @@ class Proposer:
     ) -> None:
         """As the engine's `Proposer` has it: learn from what was accepted, and take in the new
         tokens."""
-        started, sources = self.clock.perf_counter(), self.enabled_sources
+        if not num_draft.any():
+            self._unread.append((rows, tokens))
+            return
+        started = self.clock.perf_counter()
+        self.take_in()
         for row, gained, drafted, accepted in zip(
             rows, tokens, num_draft.tolist(), num_accepted.tolist(), strict=True
         ):
-            tracked = self._rows.get(id(row))
-            if tracked is None:
-                continue
-            if drafted:
-                self.survival.observe(tracked.kind, drafted, accepted)
-            if tracked.is_counted:
-                self._count(tracked, len(gained), drafted, accepted)
-            if tracked.is_aligned:
-                begin, end = tracked.num_gained, tracked.num_gained + len(gained)
-                tracked.is_aligned = np.array_equal(tracked.draft.tokens[begin:end], gained)
-            tracked.num_gained += len(gained)
-            for source in sources:
-                source.observe(tracked, gained)
+            if (tracked := self._rows.get(id(row))) is not None:
+                self._take_in(tracked, gained, 1, drafted, accepted)
         self._spent_s += self.clock.perf_counter() - started
 
-    def _count(self, tracked: TrackedRow, gained: int, drafted: int, accepted: int) -> None:
+    def take_in(self) -> None:
+        """What rows have gained without drafts."""
+        gained: dict[int, list[np.ndarray]] = {}
+        for rows, tokens in self._unread:
+            for row, of_row in zip(rows, tokens, strict=True):
+                gained.setdefault(id(row), []).append(of_row)
+        self._unread.clear()
+        for name, parts in gained.items():
+            if (tracked := self._rows.get(name)) is not None:
+                together = parts[0] if len(parts) == 1 else np.concatenate(parts)
+                self._take_in(tracked, together, len(parts), 0, 0)
+
+    def _take_in(
+        self, tracked: TrackedRow, gained: np.ndarray, forwards: int, drafted: int, accepted: int
+    ) -> None:
+        if drafted:
+            self.survival.observe(tracked.kind, drafted, accepted)
+        if tracked.is_counted:
+            self._count(tracked, len(gained), forwards, drafted, accepted)
+        if tracked.is_aligned:
+            begin, end = tracked.num_gained, tracked.num_gained + len(gained)
+            tracked.is_aligned = np.array_equal(tracked.draft.tokens[begin:end], gained)
+        tracked.num_gained += len(gained)
+        for source in self.enabled_sources:
+            source.observe(tracked, gained)
+
+    def _count(
+        self, tracked: TrackedRow, gained: int, forwards: int, drafted: int, accepted: int
+    ) -> None:
         counts = self.acceptance
-        counts.row_forwards += 1
+        counts.row_forwards += forwards
         counts.gained_tokens += gained
         if drafted:
             counts.draft_tokens += drafted

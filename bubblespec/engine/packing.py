@@ -142,13 +142,16 @@ class CachePacking:
             return None
         wanted = (group.first_slot, heads_per_kv, window)
         if wanted not in self._masks:
-            position = self._padded_position[group.places, None]
-            distance = position - torch.arange(group.length, device=self.device)
-            is_unseen = (distance < 0) | (distance >= (window or group.length))
-            mask = torch.zeros(distance.shape, dtype=dtype, device=self.device)
-            mask = mask.masked_fill_(is_unseen, float("-inf"))
+            # Whether q sees k depends on k - q alone: each query's mask is a piece of one vector,
+            # with k = q at L - 1.
+            length = group.length
+            vector = torch.full((2 * length - 1,), float("-inf"), dtype=dtype, device=self.device)
+            vector[max(length - (window or length), 0) : length] = 0.0
+            begin = length - 1 - self._padded_position[group.places]
+            mask = vector.unfold(0, length, 1).index_select(0, begin)
             mask = mask.view(group.num_rows, group.num_queries, group.length)
-            self._masks[wanted] = mask.repeat(1, heads_per_kv, 1)[:, None]
+            mask = mask.repeat(1, heads_per_kv, 1) if heads_per_kv > 1 else mask
+            self._masks[wanted] = mask[:, None]
         return self._masks[wanted]
 
     @cached_property

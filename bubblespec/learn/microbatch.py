@@ -74,11 +74,12 @@ def _first_fit(indices: list[int], lengths: np.ndarray, max_tokens: int) -> list
 
 def make_microbatch(samples: Samples, order: list[int], device: torch.device) -> Microbatch:
     """The samples at these indices."""
+    ids = samples.ids
     return pack_responses(
         [samples.prompt_of(i).token_ids for i in order],
         [samples.tokens[i] for i in order],
         [samples.full_logprob[i] for i in order],
-        ids=[samples.ids[i] for i in order],
+        ids=[ids[i] for i in order],
         order=order,
         device=device,
     )

@@ -20,6 +20,9 @@ PATIENCE = 1.0  # what has more slack than so many rollouts can wait for fresher
 MAX_AUTO_LOOKAHEAD = 16
 RETRY_STEPS = 8  # where even the freshest drafts are refused, one step in so many drafts again
 MIN_ACCEPTED_SHARE = 0.2  # drafts so old that less of them is accepted are not worth making
+# Drafts made alongside own rows must save so many times what they cost: both are estimates, and
+# the best of many counts is taken.
+MIN_RETURN = 1.25
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ def draft_value(
     num_open = int(is_open.sum())
     seconds = _seconds_by_count(coming.take(order), cost, rates, num_ranks, num_slots)
     spent_s = np.append(0.0, np.cumsum(costs_s[order])) / num_ranks
-    best = int((seconds + spent_s)[: num_open + 1].argmin())
+    best = int((seconds + MIN_RETURN * spent_s)[: num_open + 1].argmin())
     pays, saves_s = np.zeros(len(coming), bool), np.zeros(len(coming))
     pays[order[:best]] = True
     # Beyond the best number drafts are for idle ranks; what they save is shared among them.

@@ -73,6 +73,8 @@ class RolloutLoop:
         else:
             while self.view.unfinished and not self.ranks.must_stop:
                 self._forward()
+        if self.proposer is not None:
+            self.proposer.take_in()
         self.record.ended_s = self.clock.perf_counter()
         return self.record
 

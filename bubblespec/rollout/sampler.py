@@ -306,7 +306,8 @@ class Sampler:
             if DraftAhead.name in rollout.idle:
                 rollout.idle[DraftAhead.name].saved_s = saved_s
         have_had_their_turn = set(range(len(table.rank_of))).difference(deferred)
-        self.store.drop(table.launch.ids[index] for index in have_had_their_turn)
+        ids = table.launch.ids
+        self.store.drop(ids[index] for index in have_had_their_turn)
         if table.launch.selects:
             self.keep_as_drafts([rows[index] for index in deferred if index in rows], step)
         for task in tasks:
