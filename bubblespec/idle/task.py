@@ -74,8 +74,9 @@ class IdleTask:
         """What all ranks have published in a tick that has completed, by rank."""
 
     def jobs(self) -> Iterable[Job]:
-        """Every job that no rank has been given, most urgent first. Asked after every tick. The
-        same on every rank: from what was received, and from what ranks share."""
+        """Every job that no rank has been given, most urgent first, and co-scheduled ones before
+        others. Asked after every tick. The same on every rank: from what was received, and from
+        what ranks share."""
         return ()
 
     def capacity(self) -> int:
@@ -108,17 +109,18 @@ def assign(
 ) -> list[list[tuple[int, Job]]]:
     """The jobs that each rank gets in a tick, by rank, each with the number of its task.
 
-    jobs: of each task, most urgent first; capacities: of each rank, for each task; has_rows: of
-    each rank. A rank with rows of its own gets co-scheduled jobs alone, those that save most first.
-    An idle rank does one thing at a time: jobs of the task whose first one saves most per second. A
-    pure function of what all ranks know, so no job is given twice and nobody has to agree.
+    jobs: of each task, most urgent first, and co-scheduled ones before others; capacities: of each
+    rank, for each task; has_rows: of each rank. A rank with rows of its own gets co-scheduled jobs
+    alone, those that save most first. An idle rank does one thing at a time: jobs of the task whose
+    first one saves most per second. A pure function of what all ranks know, so no job is given
+    twice and nobody has to agree.
     """
     left = [list(of_task) for of_task in jobs]
     given: list[list[tuple[int, Job]]] = [[] for _ in capacities]
 
     def next_of(task: int, rank: int) -> Job | None:
-        fits = (job for job in left[task] if job.rank is None or job.rank == rank)
-        return next((job for job in fits if job.co_scheduled or not has_rows[rank]), None)
+        job = next((job for job in left[task] if job.rank is None or job.rank == rank), None)
+        return job if job and (job.co_scheduled or not has_rows[rank]) else None
 
     rooms = [list(room) for room in capacities]
     for rank, room in enumerate(rooms):
