@@ -80,8 +80,11 @@ def exchange(
     """Put every rank's new drafts into every rank's store: the first of each rank, the second of
     each, and so on. own: in the order in which they will be needed."""
     header, tokens = _pack(own, own if are_deferred else ())
-    gathered = zip(ranks.gather_ragged(header), ranks.gather_ragged(tokens), strict=True)
-    for turn in zip_longest(*(_unpack(*of_rank) for of_rank in gathered)):
+    # In one piece: at small models a collective takes longer than the numbers in it.
+    gathered = ranks.gather_ragged(np.concatenate(([len(header)], header, tokens)))
+    parts = (np.split(of_rank, (1, 1 + of_rank[0])) for of_rank in gathered)
+    drafts = (_unpack(headers, packed.astype(np.int32)) for _, headers, packed in parts)
+    for turn in zip_longest(*drafts):
         for sample, draft, is_deferred in filter(None, turn):
             store.put(sample, draft, is_deferred=is_deferred)
 

@@ -17,7 +17,7 @@ from bubblespec.planner.rows import AcceptanceRates, Rows, forwards_survival
 from bubblespec.types import Draft, Group, SampleId
 
 PATIENCE = 1.0  # what has more slack than so many rollouts can wait for fresher weights
-MAX_AUTO_LOOKAHEAD = 16
+MAX_AUTO_LOOKAHEAD = 8
 RETRY_STEPS = 8  # where even the freshest drafts are refused, one step in so many drafts again
 MIN_ACCEPTED_SHARE = 0.2  # drafts so old that less of them is accepted are not worth making
 # Drafts made alongside own rows must save so many times what they cost: both are estimates, and
