@@ -87,7 +87,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     schedule = make_schedule(config, train_prompts)
     if checkpoint:
         load_arrays_into(schedule, checkpoint, PLANNER_FILE)
-    scorer = Scorer(config.reward, functions, tokenizer, ranks, output_dir=config.run.output_dir)
+    scorer = Scorer(config.reward, functions, tokenizer, ranks)
     weights = config.reward.weights or [1.0] * len(functions)
     limits = (config.rollout.temperature, config.rollout.top_p, config.rollout.top_k)
     params = SamplingParams(*limits, stops, config.rollout.min_completion_length)

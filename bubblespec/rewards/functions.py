@@ -13,7 +13,6 @@ import importlib
 import inspect
 import math
 import re
-import threading
 import traceback
 from collections.abc import Callable, Collection
 from typing import NamedTuple
@@ -23,10 +22,6 @@ import numpy as np
 from bubblespec.errors import InputError, one_line
 
 RewardFunction = Callable[..., list[float | None]]
-
-# How a reward can fail: the function raised, returned no finite number, took too long, or ended its
-# process.
-FAILURE_KINDS = ("exception", "value", "timeout", "crash")
 
 # Seconds for one comparison by math-verify, which would evaluate a completion such as 9^{9^9}
 # forever.
@@ -49,7 +44,7 @@ class RewardFailure(NamedTuple):
     """A reward that could not be computed."""
 
     kind: str
-    """One of FAILURE_KINDS."""
+    """exception, value (no finite number), timeout, or crash (of the process)."""
     message: str
     trace: str = ""
     """The exception's traceback, if there was one."""
@@ -57,6 +52,17 @@ class RewardFailure(NamedTuple):
 
 Reward = float | None | RewardFailure
 """A finite number, None where the function does not apply, or why there is none."""
+
+
+class Answer(NamedTuple):
+    """What became of one sample and function."""
+
+    reward: Reward
+    seconds: float
+    """Time inside the function."""
+    ended_s: float
+    """When it returned or was given up, by time.monotonic, which all processes of a machine
+    share."""
 
 
 def load_reward(path: str) -> RewardFunction:
@@ -107,19 +113,15 @@ def score(function: RewardFunction, samples: list[Sample]) -> list[Reward]:
         )
     except (Exception, SystemExit) as error:
         if len(samples) == 1:
-            return [failure_of(error)]
+            return [_failure_of(error)]
         return [reward for sample in samples for reward in score(function, [sample])]
     try:
-        values = None if isinstance(returned, str | bytes | dict | set) else list(returned)
+        if isinstance(returned, str | bytes | dict | set) or len(returned) != len(samples):
+            raise TypeError
     except TypeError:
-        values = None
-    if values is None:
-        problem = f"returned {type(returned).__name__}, not a list with one value per sample"
-    elif len(values) != len(samples):
-        problem = f"returned {len(values)} values for {len(samples)} samples"
-    else:
-        return [_checked(value) for value in values]
-    return [RewardFailure("value", problem)] * len(samples)
+        problem = f"returned {returned!r:.200}, not a list of {len(samples)} values, one per sample"
+        return [RewardFailure("value", problem)] * len(samples)
+    return [_checked(value) for value in returned]
 
 
 def _as_given(sample: Sample) -> str | list[dict]:
@@ -133,17 +135,15 @@ def _checked(value) -> Reward:
     if value is None:
         return None
     try:
-        if isinstance(value, str | bytes):
-            raise TypeError("text that float() would read")
-        number = float(value)
+        number = math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, OverflowError):
-        return RewardFailure("value", f"value {value!r:.200} is not a number or None")
-    if not math.isfinite(number):
-        return RewardFailure("value", f"value {value} is not finite")
-    return number
+        number = math.nan
+    if math.isfinite(number):
+        return number
+    return RewardFailure("value", f"value {value!r:.200} is neither a finite number nor None")
 
 
-def failure_of(error: BaseException) -> RewardFailure:
+def _failure_of(error: BaseException) -> RewardFailure:
     """Of an exception that is being handled."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     text = " ".join(str(error).split())
@@ -212,21 +212,19 @@ def math_equivalence(prompts, completions, completion_ids, answer, **columns) ->
     solution, as in GSM8K, what follows the last #### counts."""
     from math_verify import parse, verify
 
-    # The library's time-outs are signals, which only the main thread may set.
-    limit_s = MATH_LIMIT_S if threading.current_thread() is threading.main_thread() else None
     scores: list[float | None] = []
     for completion, reference in zip(completions, answer, strict=True):
         gold = []
         if reference is not None:
             wanted = str(reference).rpartition("####")[2].strip()
-            gold = parse(f"${wanted}$", parsing_timeout=limit_s)
+            gold = parse(f"${wanted}$", parsing_timeout=MATH_LIMIT_S)
         if not gold:
             scores.append(None)
             continue
         text = text_of(completion)
         tagged = final_answer(text)
-        parsed = parse(text if tagged is None else f"${tagged}$", parsing_timeout=limit_s)
-        scores.append(float(verify(gold, parsed, timeout_seconds=limit_s)))
+        parsed = parse(text if tagged is None else f"${tagged}$", parsing_timeout=MATH_LIMIT_S)
+        scores.append(float(verify(gold, parsed, timeout_seconds=MATH_LIMIT_S)))
     return scores
 
 
