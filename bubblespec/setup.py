@@ -22,7 +22,7 @@ from bubblespec.checkpoint import (
 )
 from bubblespec.config import Config
 from bubblespec.data.prompts import PromptSet
-from bubblespec.data.schedule import InOrder, StepSchedule
+from bubblespec.data.schedule import StepSchedule
 from bubblespec.data.tail_batching import TailBatching
 from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.drafter_training import read_drafter
@@ -222,7 +222,7 @@ def make_schedule(config: Config, prompts: PromptSet) -> StepSchedule:
     rollout, tail = config.rollout, config.tail_batching
     order = (prompts, config.run.seed, rollout.num_prompts_per_step, rollout.num_generations)
     if not tail.enabled:
-        return InOrder(*order)
+        return StepSchedule(*order)
     ratios = {key: value for key, value in vars(tail).items() if key != "enabled"}
     return TailBatching(*order, **ratios)
 

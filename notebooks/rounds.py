@@ -14,7 +14,7 @@ import numpy as np
 
 from bubblespec.config import load_config
 from bubblespec.data.prompts import PromptSet
-from bubblespec.data.schedule import InOrder
+from bubblespec.data.schedule import StepSchedule
 from bubblespec.data.tail_batching import TailBatching
 from bubblespec.rollout.table import RowTable
 from bubblespec.types import Group, Launch, Prompt, Samples
@@ -62,7 +62,7 @@ def rules(num_prompts: int, num_generations: int, prompts: PromptSet, seed: int)
         {"response_over_sampling_ratio": NUM_SAMPLES / num_generations},
     )
     return {
-        "plain order": InOrder(*order),
+        "plain order": StepSchedule(*order),
         "deferred, same samples (ours)": TailBatching(*order, **defers),
         "deferred, drawn anew": DrawnAnew(*order, **defers),
         "race within prompts": TailBatching(*order, over_sampling_ratio=1, **races),

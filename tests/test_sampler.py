@@ -10,7 +10,7 @@ import pytest
 
 from bubblespec.config import Config, ModelConfig, RolloutConfig
 from bubblespec.data.prompts import PromptSet
-from bubblespec.data.schedule import InOrder
+from bubblespec.data.schedule import StepSchedule
 from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.store import DraftStore
 from bubblespec.draft.suffix import History
@@ -78,7 +78,7 @@ def start(
         ranks = Ranks(ALONE.device)
         ranks.clock = board.ranks.clock
     runner = ModelRunner(model, num_slots, MAX_LENGTH, SEED, max_batch_tokens=256)
-    schedule = InOrder(PromptSet(list(prompts), 0), 0, 2, 2)
+    schedule = StepSchedule(PromptSet(list(prompts), 0), 0, 2, 2)
     scorer = SimpleNamespace(begin=lambda groups, step: FakeScoring())
     parts = (config, ranks, Engine(runner), PARAMS, schedule, scorer)
     return make_sampler(*parts, reward_weights=[2.0], board=board, cost=fixed_cost())
@@ -325,7 +325,7 @@ def sample_with(
         dynamic_sampling_max_batches=max_batches,
     )
     prompts = [Prompt(uid, str(uid), (1, 2), {}) for uid in range(num_prompts)]
-    schedule, batches = InOrder(PromptSet(prompts, 0), 0, WANTED, 2), []
+    schedule, batches = StepSchedule(PromptSet(prompts, 0), 0, WANTED, 2), []
 
     def generate(sampler, launch: Launch, step, before=None):
         number, uids = len(batches), [group.prompt.uid for group in launch.groups]

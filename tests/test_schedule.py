@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bubblespec.data.prompts import PromptSet, _shuffled
-from bubblespec.data.schedule import InOrder
+from bubblespec.data.schedule import StepSchedule
 from bubblespec.types import Group, Prompt
 from tests.helpers.rows import samples_of
 
@@ -21,11 +21,11 @@ def make_prompts(count: int) -> PromptSet:
     )
 
 
-def make_schedule(num_prompts: int) -> InOrder:
-    return InOrder(make_prompts(num_prompts), SEED, OF_STEP, GENERATIONS)
+def make_schedule(num_prompts: int) -> StepSchedule:
+    return StepSchedule(make_prompts(num_prompts), SEED, OF_STEP, GENERATIONS)
 
 
-def finish(schedule: InOrder, groups: list[Group]) -> None:
+def finish(schedule: StepSchedule, groups: list[Group]) -> None:
     """All of a step have had their turn."""
     schedule.finish(samples_of(groups, [np.zeros(1, np.int32)] * len(groups) * GENERATIONS), {})
 
@@ -40,7 +40,7 @@ def num_replaced(step: int) -> list[int]:
     return random.Random(step).choices((0, 1, 3), k=2)
 
 
-def run(schedule: InOrder, step: int) -> list[list[Group]]:
+def run(schedule: StepSchedule, step: int) -> list[list[Group]]:
     """The batches of a step from its beginning to its end."""
     launch = schedule.launch(step)
     assert launch.num_generations == launch.num_kept == GENERATIONS

@@ -12,7 +12,7 @@ import torch
 
 from bubblespec.config import load_config
 from bubblespec.data.prompts import PromptSet
-from bubblespec.data.schedule import InOrder
+from bubblespec.data.schedule import StepSchedule
 from bubblespec.data.tail_batching import MIN_SEEN, TailBatching, best_num_launched, scaled
 from bubblespec.dist.ranks import Ranks
 from bubblespec.rewards.scorer import Scoring
@@ -149,7 +149,7 @@ def make_planner(
 def test_every_group_that_the_data_order_names_is_trained_on_once(size, ratio):
     """Over many epochs: what was trained on and what is queued are the first groups of plain order,
     under the same names."""
-    planner, plain = make_planner(size, ratio), InOrder(make_prompts(size), SEED, 4, 3)
+    planner, plain = make_planner(size, ratio), StepSchedule(make_prompts(size), SEED, 4, 3)
     trained, was_deferred, longs = [], [], 0
     for step in range(80):
         queue = [group.name for group in planner.deferred]
@@ -232,7 +232,7 @@ def test_a_race_within_groups_favours_short_responses_and_deferral_alone_does_no
                 bool(options) and not planner.metrics()["tail/is_long_round"]
             )
             lengths += samples.lengths.tolist()
-        order = InOrder(make_prompts(23), SEED, 4, 3)
+        order = StepSchedule(make_prompts(23), SEED, 4, 3)
         true = [length_of(name) for step in range(240) for name in play(order, step)[0].ids]
         ratios.append(np.mean(lengths) / np.mean(true))
     assert abs(ratios[0] - 1) < 0.02 and ratios[1] < 0.85

@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bubblespec.data.prompts import PromptSet
-from bubblespec.data.schedule import load_visits, name_groups, save_visits
+from bubblespec.data.schedule import StepSchedule
 from bubblespec.types import Group, Launch, SampleId, Samples
 
 # auto: what is looked at, and how sure a gain must be.
@@ -43,29 +42,20 @@ class Deferred(NamedTuple):
     """Of all its samples, so far."""
 
 
-class TailBatching:
-    """A `StepSchedule`."""
+class TailBatching(StepSchedule):
+    """Short rounds, and long rounds of what they have deferred."""
 
     def __init__(
         self,
-        prompts: PromptSet,
-        seed: int,
-        num_prompts: int,
-        num_generations: int,
-        *,
+        *order,
         over_sampling_ratio: float | str,
         response_over_sampling_ratio: float = 1.0,
     ):
-        """num_prompts, num_generations: groups that a step is trained on, and responses of each;
-        ratios: see `TailBatchingConfig`."""
-        self.prompts = prompts
-        self.seed = seed
-        self.num_prompts = num_prompts
-        self.num_generations = num_generations
+        """order: the arguments of `StepSchedule`; ratios: see `TailBatchingConfig`."""
+        super().__init__(*order)
         self.over_sampling_ratio = over_sampling_ratio
-        self.num_launched_generations = scaled(num_generations, response_over_sampling_ratio)
-        self._by_uid = {prompt.uid: prompt for prompt in prompts.prompts}
-        self._visits: Counter[int] = Counter()  # of all groups drawn in finished steps, by uid
+        self.num_launched_generations = scaled(self.num_generations, response_over_sampling_ratio)
+        self._by_uid = {prompt.uid: prompt for prompt in self.prompts.prompts}
         self._num_drawn = 0  # in the data order, that is without replacements
         self._queue: list[Deferred] = []
         self._round = 0
@@ -118,13 +108,6 @@ class TailBatching:
             backlog += count - self.num_prompts
         return [waiting + batches[0], *batches[1:]]
 
-    def replacements(self, step: int, count: int, used: list[Group]) -> list[Group]:
-        """See `StepSchedule`. In an order of the step's own; their responses are not chosen by
-        length."""
-        used_uids = {group.prompt.uid for group in (*used, *self.deferred)}
-        prompts = self.prompts.extra(self.seed, step, count, used_uids)
-        return name_groups(prompts, self._visits, Counter())
-
     def finish(self, samples: Samples, deferred: dict[SampleId, int]) -> None:
         """See `StepSchedule`."""
         assert self._launched is not None, "no step has been launched"
@@ -158,24 +141,20 @@ class TailBatching:
             self._num_short_round = self._choose_num_short_round()
         self._round += 1
         self._launched = None
-        self._metrics = self._measure(was_long, int(longest.max()))
+        waiting = len(self._queue) * self.num_generations, sum(d.tokens for d in self._queue)
+        num_launched, launched_tokens = self._trained + waiting + self._raced
+        mean_trained = self._trained[1] / self._trained[0]
+        self._metrics = {
+            "tail/is_long_round": int(was_long),
+            "tail/num_deferred": len(self._queue),
+            "tail/oldest_deferred_steps": self._round - self._queue[0].round if self._queue else 0,
+            "tail/cut_length": int(longest.max()),
+            "tail/length_ratio": float(mean_trained / (launched_tokens / num_launched)),
+        }
 
     def metrics(self) -> dict[str, float]:
         """See `StepSchedule`: `tail/*`, see docs/metrics.md."""
         return self._metrics
-
-    def _measure(self, was_long: bool, cut_length: int) -> dict[str, float]:
-        queued_tokens = sum(entry.tokens for entry in self._queue)
-        queued = np.array([len(self._queue) * self.num_generations, queued_tokens])
-        launched = self._trained + queued + self._raced
-        mean_trained = self._trained[1] / self._trained[0]
-        return {
-            "tail/is_long_round": int(was_long),
-            "tail/num_deferred": len(self._queue),
-            "tail/oldest_deferred_steps": self._round - self._queue[0].round if self._queue else 0,
-            "tail/cut_length": cut_length,
-            "tail/length_ratio": float(mean_trained / (launched[1] / launched[0])),
-        }
 
     def _choose_num_short_round(self) -> int:
         """Groups of a short round."""
@@ -185,21 +164,12 @@ class TailBatching:
             return self.num_prompts
         return best_num_launched(np.array(self._seen), self.num_prompts, self.num_generations)
 
-    def _draw(self, begin: int, count: int, drawn: Counter[int]) -> list[Group]:
-        """Groups `begin` .. `begin + count` - 1 of the data order, which is that of `InOrder`.
-        drawn: see `name_groups`."""
-        first, offset = divmod(begin, self.num_prompts)
-        steps = range(first, first + math.ceil((offset + count) / self.num_prompts))
-        batches = (self.prompts.batch(self.seed, step, self.num_prompts) for step in steps)
-        prompts = [prompt for batch in batches for prompt in batch]
-        return name_groups(prompts[offset : offset + count], self._visits, drawn)
-
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Visits, see `save_visits`; the queue, int64 [deferred, 4]: uid, visit, round and tokens;
+        """Visits; the queue, int64 [deferred, 4]: uid, visit, round and tokens;
         and counts."""
         queue = [(group.prompt.uid, group.visit, *rest) for group, *rest in self._queue]
         counts = [self._num_drawn, self._round, *self._trained, *self._raced]
-        return save_visits(self._visits) | {
+        return super().state_dict() | {
             "queue": np.array(queue, np.int64).reshape(-1, 4),
             "counts": np.array(counts, np.int64),
             "seen": np.array(self._seen, np.int64),
@@ -208,7 +178,7 @@ class TailBatching:
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
         """See `StepSchedule`."""
-        self._visits = load_visits(state)
+        super().load_state_dict(state)
         self._queue = [
             Deferred(Group(self._by_uid[uid], visit), since, tokens)
             for uid, visit, since, tokens in state["queue"].tolist()

@@ -10,7 +10,7 @@ import numpy as np
 from tqdm import tqdm
 
 from bubblespec.config import Config
-from bubblespec.data.schedule import InOrder, save_visits
+from bubblespec.data.schedule import StepSchedule, save_visits
 from bubblespec.data.tail_batching import MAX_OVER_SAMPLING, TailBatching, scaled
 from bubblespec.draft.drafter_source import DrafterSource
 from bubblespec.engine.engine import Engine
@@ -188,7 +188,9 @@ class _Rank:
         order = (workload, 0, workload.num_prompts, workload.num_generations)
         ratio = config.tail_batching.over_sampling_ratio
         is_tail = config.tail_batching.enabled
-        schedule = TailBatching(*order, over_sampling_ratio=ratio) if is_tail else InOrder(*order)
+        schedule = (
+            TailBatching(*order, over_sampling_ratio=ratio) if is_tail else StepSchedule(*order)
+        )
         schedule.load_state_dict(schedule.state_dict() | save_visits(workload.first_visits()))
         board = None
         if job.has_drafts:
