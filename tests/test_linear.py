@@ -18,8 +18,8 @@ from bubblespec.dist.ranks import Ranks
 from bubblespec.engine import linear as linear_module
 from bubblespec.engine.linear import (
     COPIES,
-    LEVELS,
     MIN_TRAINING_ROWS,
+    ROWS,
     FastLinear,
     OneDNNLinear,
     Plan,
@@ -27,7 +27,6 @@ from bubblespec.engine.linear import (
     choose,
     has_onednn,
     layers_by_shape,
-    level,
     measure,
     refresh_copies,
     shape_of,
@@ -41,7 +40,7 @@ from train import train
 
 pytestmark = pytest.mark.skipif(not has_onednn(), reason="this torch has no oneDNN")
 
-ALWAYS = (True,) * len(LEVELS)
+ONEDNN = Plan("packed", trains=True)
 EPS = torch.finfo(torch.float32).eps
 K, M = 96, 312  # in and out
 
@@ -80,7 +79,7 @@ def assert_rounds_like_a_product(
 def test_generation_by_a_copy(copy, rows, has_bias):
     x, weight = random(1, rows, K), random(M, K, seed=1)
     bias = random(M, seed=2) if has_bias else None
-    layer = layer_of(weight, bias, Plan(copy, ALWAYS))
+    layer = layer_of(weight, bias, Plan(copy))
     with torch.inference_mode():
         found = layer(x)
         assert_rounds_like_a_product(found[0], x[0], weight.t(), bias)
@@ -135,17 +134,11 @@ def test_training_uses_onednn_from_some_rows_on(monkeypatch):
     assert len(seen) == 3
 
 
-def test_levels():
-    assert [level(rows) for rows in (1, 2, 3, 4, 7, 8, 31, 32, 1000)] == [0, 1, 1, 2, 2, 3, 3, 4, 4]
-    assert all(level(rows) == number for number, rows in enumerate(LEVELS))
-
-
-@pytest.mark.parametrize("copy", COPIES[1:])
-def test_generation_uses_the_current_weights(copy, make_model):
+def test_generation_uses_the_current_weights(make_model):
     """After a change in place, and after a load; also where the head is tied to the embedding."""
     model = make_model("llama", torch.float32)
     model.lm_head.weight = model.model.embed_tokens.weight
-    use_plans(model, {shape: Plan(copy, ALWAYS) for shape in layers_by_shape(model)})
+    use_plans(model, dict.fromkeys(layers_by_shape(model), ONEDNN))
     layers = [module for module in model.modules() if isinstance(module, FastLinear)]
     assert model.lm_head in layers and len(layers) == 2 * 7 + 1
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -172,7 +165,7 @@ def test_generation_uses_the_current_weights(copy, make_model):
 def test_a_models_parameters_stay_as_they_are(make_model, tmp_path):
     model, plain = make_model("qwen2", torch.float32), make_model("qwen2", torch.float32)
     memory = {name: p.data_ptr() for name, p in model.named_parameters()}
-    use_plans(model, {shape: Plan("packed", ALWAYS, True) for shape in layers_by_shape(model)})
+    use_plans(model, dict.fromkeys(layers_by_shape(model), ONEDNN))
     assert {name: p.data_ptr() for name, p in model.named_parameters()} == memory
     assert list(model.state_dict()) == list(plain.state_dict())
     model.save_pretrained(tmp_path)
@@ -192,12 +185,12 @@ class Other(torch.nn.Linear):
 
 def test_layers_without_a_plan_stay_as_they_are():
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4), Other(8, 4))
-    use_plans(model, {"8x8": Plan(), "8x4": Plan("transposed", ALWAYS)})
+    use_plans(model, {"8x8": Plan(), "8x4": ONEDNN})
     assert [type(layer) for layer in model] == [torch.nn.Linear, FastLinear, Other]
 
 
-@pytest.mark.parametrize("copy, checkpointing", [(COPIES[1], False), (COPIES[2], True)])
-def test_a_whole_model(copy, checkpointing, make_model):
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_whole_model(checkpointing, make_model):
     """Logits, and gradients of all weights: as near to float64 as those of the model without
     plans."""
     lengths = [70, 90]
@@ -219,7 +212,7 @@ def test_a_whole_model(copy, checkpointing, make_model):
 
     exact, exact_grads = run(make_model("qwen2"))
     fast = make_model("qwen2", torch.float32)
-    use_plans(fast, {shape: Plan(copy, ALWAYS, True) for shape in layers_by_shape(fast)})
+    use_plans(fast, dict.fromkeys(layers_by_shape(fast), ONEDNN))
     (plain, plain_grads), (found, grads) = run(make_model("qwen2", torch.float32)), run(fast)
 
     def error(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -236,11 +229,10 @@ def test_a_whole_model(copy, checkpointing, make_model):
 
 def times_of(transposed: float = 1.0, packed: float = 1.0, train: float = 1.0, **one) -> np.ndarray:
     """What `measure` returns for one shape, given in ms: 1 ms but for these copies and for
-    training by oneDNN. one: of the packed copy at a level, `at_0` to `at_4`."""
-    generate = np.tile([1.0, transposed, packed], (len(LEVELS), 1))
-    for name, ms in one.items():
-        generate[int(name[-1]), 2] = ms
-    return np.array([[*generate.ravel(), 1.0, train]]) * 1e-3
+    training by oneDNN. one: of the packed copy at one of ROWS, `at_0` to `at_4`."""
+    by_packed = [one.get(f"at_{number}", packed) for number in range(len(ROWS))]
+    plain, other = [1.0] * len(ROWS), [transposed] * len(ROWS)
+    return np.array([[*plain, *other, *by_packed, 1.0, train]]) * 1e-3
 
 
 @pytest.mark.parametrize(
@@ -248,12 +240,13 @@ def times_of(transposed: float = 1.0, packed: float = 1.0, train: float = 1.0, *
     [
         (times_of(), Plan()),
         (times_of(packed=0.95, train=0.95), Plan()),  # not by a margin
-        (times_of(packed=0.8), Plan("packed", ALWAYS)),
-        (times_of(packed=0.8, transposed=0.7), Plan("transposed", ALWAYS)),
-        (times_of(packed=0.8, at_0=2), Plan("packed", (False, True, True, True, True))),
+        (times_of(packed=0.8), Plan("packed")),
+        (times_of(packed=0.8, transposed=0.7), Plan("transposed")),
+        (times_of(packed=0.8, at_0=1.2), Plan("packed")),
+        (times_of(packed=0.8, at_0=4.0), Plan()),
         (1e-3 * times_of(packed=0.5), Plan()),  # too little to be seen
         (times_of(train=0.5), Plan(trains=True)),
-        (times_of(train=0.5, packed=0.8), Plan("packed", ALWAYS, True)),
+        (times_of(train=0.5, packed=0.8), ONEDNN),
     ],
 )
 def test_choose(seconds, wanted):
@@ -274,7 +267,7 @@ def test_measure(make_model):
     assert all(p.grad is None for p in model.parameters())
     shapes = {shape: len(layers) for shape, layers in layers_by_shape(model).items()}
     assert shapes == {"64x96": 4, "96x64": 2, "64x64": 4, "64x97": 1, "64x32": 4}
-    num_timings = len(LEVELS) * len(COPIES) + 2
+    num_timings = len(ROWS) * len(COPIES) + 2
     assert seconds.shape == (len(shapes), num_timings) and (seconds > 0).all()
     assert next(reads) < len(shapes) * (3 * 2 * num_timings + 3)
 
@@ -317,7 +310,7 @@ def test_ranks_decide_together(monkeypatch, make_model):
         chosen.append(choose_linear(config, Two(torch.device("cpu")), model, None))
     assert chosen[0] == chosen[1]
     # sqrt(0.5 * 1.5) and sqrt(0.5 * 0.6)
-    assert set(chosen[0]["plans"].values()) == {Plan("packed", ALWAYS, True)}
+    assert set(chosen[0]["plans"].values()) == {ONEDNN}
 
 
 @pytest.mark.parametrize("override", ["model.cpu_linear=torch", "model.dtype=float64"])
@@ -343,7 +336,7 @@ def test_a_continued_run_keeps_the_choice(monkeypatch, tmp_path):
         return trainer
 
     whole = run(tmp_path / "whole", FAST)
-    assert set(whole.linear["plans"].values()) == {Plan("packed", ALWAYS, True)}
+    assert set(whole.linear["plans"].values()) == {ONEDNN}
     layers = [m for m in whole.learner.reference.modules() if isinstance(m, FastLinear)]
     assert {module.plan for module in layers} == {Plan(trains=True)}
     run(tmp_path / "parts", FAST, "run.max_steps=1")

@@ -1,17 +1,16 @@
-"""Linear layers on a CPU in float32: torch's own product, or a faster one for some shapes and
-numbers of rows.
+"""Linear layers on a CPU in float32: torch's own product, or a faster one for some shapes.
 
-torch hands `linear` to MKL, with the weight as it is stored, [out, in]. That is not the fastest
-everywhere: on AMD's processors oneDNN is more than twice as fast, and on all of them the few rows
-of a decoding forward are multiplied faster by a copy of the weight in another order of memory. So
-generation may use a copy, and training may use oneDNN; what pays is measured for each shape of
-layer at the start of a run. In float32 the kernel decides about rounding, so all ranks must use the
-same, and a continued run keeps what it began with (`setup.choose_linear`).
+torch hands `linear` to MKL, with the weight as it is stored, [out, in]. On AMD's processors oneDNN
+is more than twice as fast, and on all of them the few rows of a decoding forward are multiplied
+faster by a copy of the weight in another order of memory. So generation may use a copy, and
+training may use oneDNN; what pays is measured for each shape of layer at the start of a run. In
+float32 the kernel decides about rounding, so all ranks must use the same, and a continued run keeps
+what it began with (`setup.choose_linear`).
 
 Copies are renewed when the weight has changed, which its version counter says: generation always
 uses the current weights. Parameters, their names and their memory stay as they are.
 
-Shape legend: N rows (tokens), K features in, M features out.
+Shape legend: K features in, M features out.
 """
 
 import time
@@ -25,13 +24,11 @@ from torch import is_inference_mode_enabled
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-# Rows of a forward at which generation is measured, each for a range (see `level`). No powers of
-# two: those suit MKL's kernels, which take up to twice as long for a row less or more, and any
-# number of rows may be left.
-LEVELS = (1, 3, 6, 12, 48)
-MANY_ROWS = 32  # and more are all of the last level
-MIN_TRAINING_ROWS = 128  # training forwards of fewer rows are torch's
+# Rows of a forward at which generation is measured. No powers of two: those suit MKL's kernels,
+# which take up to twice as long for a row less or more, and any number of rows may be left.
+ROWS = (1, 3, 6, 12, 48)
 COPIES = ("", "transposed", "packed")
+MIN_TRAINING_ROWS = 128  # training forwards of fewer rows are torch's
 
 BUDGET_S = 0.9  # for all measurements; only two rounds of a slow machine may take longer
 MAX_ROUNDS = 10
@@ -48,14 +45,8 @@ class Plan(NamedTuple):
     copy: str = ""
     """Of the weight, for generation: "transposed" is [K, M] for torch's own product, "packed" is in
     oneDNN's order; or none."""
-    levels: tuple[bool, ...] = (False,) * len(LEVELS)  # where it is used, by `level` of the rows
-    trains: bool = False  # whether training uses oneDNN
-
-
-def level(rows: int) -> int:
-    """Index of the `LEVELS` that stands for this many rows: 1, 2 and 3, 4 to 7, 8 to 31, 32 and
-    more."""
-    return sum(rows >= first for first in (2, 4, 8, 32))
+    trains: bool = False
+    """Whether training uses oneDNN."""
 
 
 def can_choose(model: torch.nn.Module) -> bool:
@@ -102,24 +93,21 @@ class FastLinear(torch.nn.Linear):
     """A linear layer with a plan; `use_plans` turns layers of a model into such."""
 
     plan = Plan()
-    # By rows: a look-up takes less than working out the level.
-    _uses_copy = (False,) * (MANY_ROWS + 1)
     _copy: torch.Tensor | None = None
     _copied = -1  # version of the weight that the copy is of
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # Not through Module.__getattr__: at a few rows every microsecond counts.
         weight, bias = self._parameters["weight"], self._parameters["bias"]
-        rows = x.numel() // self.in_features
-        if not is_inference_mode_enabled():
-            if rows >= MIN_TRAINING_ROWS and self.plan.trains:
-                return OneDNNLinear.apply(x, weight, bias)
-            return linear(x, weight, bias)
-        if not self._uses_copy[rows if rows < MANY_ROWS else MANY_ROWS]:
-            return linear(x, weight, bias)
-        if self._copied != weight._version:
-            self.refresh()
-        return (onednn_linear if self.plan.copy == "packed" else linear)(x, self._copy, bias)
+        if is_inference_mode_enabled():
+            if not self.plan.copy:
+                return linear(x, weight, bias)
+            if self._copied != weight._version:
+                self.refresh()
+            return (onednn_linear if self.plan.copy == "packed" else linear)(x, self._copy, bias)
+        if self.plan.trains and x.numel() >= MIN_TRAINING_ROWS * self.in_features:
+            return OneDNNLinear.apply(x, weight, bias)
+        return linear(x, weight, bias)
 
     @torch.inference_mode()
     def refresh(self) -> None:
@@ -148,10 +136,7 @@ def shape_of(module: torch.nn.Linear) -> str:
 def read_plans(choice: dict | None) -> dict[str, Plan]:
     """Plans by shape, from a choice as checkpoints keep it; none without one."""
     saved = {} if choice is None else choice["plans"]
-    return {
-        shape: Plan(copy, tuple(levels), trains is True)
-        for shape, (copy, levels, trains) in saved.items()
-    }
+    return {shape: Plan(*plan) for shape, plan in saved.items()}
 
 
 def use_plans(model: torch.nn.Module, plans: dict[str, Plan]) -> None:
@@ -161,7 +146,6 @@ def use_plans(model: torch.nn.Module, plans: dict[str, Plan]) -> None:
         plan = plans.get(shape, Plan())
         for module in layers if plan != Plan() else ():
             module.__class__, module.plan = FastLinear, plan
-            module._uses_copy = tuple(plan.levels[level(rows)] for rows in range(MANY_ROWS + 1))
     refresh_copies(model)
 
 
@@ -184,7 +168,7 @@ def layers_by_shape(model: torch.nn.Module) -> dict[str, list[torch.nn.Linear]]:
 
 def measure(model: torch.nn.Module, clock: Callable[[], float] = time.perf_counter) -> np.ndarray:
     """Seconds of a call, float64 [shapes, timings], in the order of `layers_by_shape`: generation
-    by level and copy, [levels, COPIES] in one, then training by torch and by oneDNN.
+    by copy and number of rows, [COPIES, ROWS] in one, then training by torch and by oneDNN.
 
     The minimum of a few rounds, as other work on the machine only adds to it. A round goes through
     some layers of a shape, so that weights come from the caches that they come from in a forward.
@@ -202,26 +186,29 @@ def measure(model: torch.nn.Module, clock: Callable[[], float] = time.perf_count
                 for call in of_layers:
                     call()
                 rounds[-1].append((clock() - began) / len(calls))
+        best = np.min(rounds, axis=0)
         # oneDNN compiles code for each number of rows that it has not met yet. Few rows come again
         # and again; how many rows a long chunk or a micro-batch has is new nearly every time.
-        best, compiling = np.min(rounds, axis=0), [len(COPIES) * len(LEVELS) - 1, -1]
+        compiling = [len(COPIES) * len(ROWS) - 1, -1]
         best[compiling] += (rounds[0] - best)[compiling] * len(calls) / len(layers)
         table.append(best)
     return np.array(table)
 
 
 def choose(shapes: list[str], seconds: np.ndarray) -> dict[str, Plan]:
-    """The plan of each shape, a pure function of what `measure` returns: the copy that gains most
-    over all levels, and the levels at which it is used."""
+    """The plan of each shape, a pure function of what `measure` returns; the copy by the geometric
+    mean over ROWS."""
     plans = {}
-    for shape, (*generate, torchs, onednns) in zip(shapes, seconds, strict=True):
-        by_copy = np.reshape(generate, (len(LEVELS), len(COPIES)))
-        plain = by_copy[:, :1]
-        pays = plain >= np.maximum(MARGIN * by_copy, by_copy + MIN_SAVED_S)
-        best = int((np.log(plain / by_copy) * pays).sum(axis=0).argmax())
-        levels = tuple(pays[:, best].tolist())
-        plans[shape] = Plan(COPIES[best], levels, bool(torchs >= MARGIN * onednns))
+    for shape, (*generation, torchs, onednns) in zip(shapes, seconds, strict=True):
+        by_copy = np.exp(np.log(generation).reshape(len(COPIES), -1).mean(axis=1))
+        best = int(by_copy.argmin())
+        copy = COPIES[best] if _pays(by_copy[0], by_copy[best]) else ""
+        plans[shape] = Plan(copy, _pays(torchs, onednns))
     return plans
+
+
+def _pays(torchs_s: float, others_s: float) -> bool:
+    return bool(torchs_s >= max(MARGIN * others_s, others_s + MIN_SAVED_S))
 
 
 def _timed_calls(layer: torch.nn.Linear) -> list[Callable[[], object]]:
@@ -235,8 +222,8 @@ def _timed_calls(layer: torch.nn.Linear) -> list[Callable[[], object]]:
         copies = {copy: copy_of(weight, copy) for copy in COPIES}
     calls: list[Callable[[], object]] = [
         partial(generate, onednn_linear if copy == "packed" else linear, x[None, :rows], copied)
-        for rows in LEVELS
         for copy, copied in copies.items()
+        for rows in ROWS
     ]
 
     def train(product: Callable) -> None:
