@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 
 import numpy as np
@@ -194,10 +195,13 @@ def test_optimizer_of_another_model(tmp_path, edit, says):
 @pytest.mark.parametrize(
     "template, says",
     [
-        ("{{ raise_exception('no system role') }}", "refuses the prompt of row 0: TemplateError"),
-        ("{{ messages", "refuses the prompt of row 0: TemplateSyntaxError"),
-        ("{{ messages[0].content + 3 }}", "refuses the prompt of row 0: TypeError"),
-        ("{# nothing #}", "the prompt of row 0 has no tokens"),
+        (
+            "{{ raise_exception('no system role') }}",
+            "model.path: its chat template refuses .*: TemplateError",
+        ),
+        ("{{ messages", "model.path: its chat template refuses .*: TemplateSyntaxError"),
+        ("{{ messages[0].content + 3 }}", "model.path: its chat template refuses .*: TypeError"),
+        ("{# nothing #}", "data.path: the prompt of row 0 has no tokens"),
     ],
 )
 def test_template_that_does_not_take_the_prompts(policy, tmp_path, template, says):
@@ -206,8 +210,7 @@ def test_template_that_does_not_take_the_prompts(policy, tmp_path, template, say
     config.data.path = str(tmp_path / "chat.jsonl")
     prompt = [{"role": "user", "content": "1 + 1 ="}]
     (tmp_path / "chat.jsonl").write_text(json.dumps({"prompt": prompt, "answer": "2"}) + "\n")
-    message = refusal(load_prompts, config, load_tokenizer(config))
-    assert message.startswith("data.path: ") and says in message
+    assert re.match(says, refusal(load_prompts, config, load_tokenizer(config)))
 
 
 @pytest.fixture(scope="module")

@@ -5,20 +5,19 @@ rewards read. The batch of step t is a pure function of (seed, t), so any rank c
 of any later step, which is what drafting ahead needs.
 """
 
-import codecs
-import difflib
 import functools
 import glob
 import hashlib
 import itertools
 import json
+import operator
 import os
 import random
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from bubblespec.errors import InputError
+from bubblespec.errors import InputError, one_line
 from bubblespec.types import Prompt
 
 _EXTRA = 1 << 40  # beyond any epoch: extra prompts are drawn in orders of their own
@@ -95,13 +94,7 @@ def build_prompt_set(
             text = [{"role": "user", "content": text}]
         if system_prompt and not isinstance(text, str) and text[0]["role"] != "system":
             text = [{"role": "system", "content": system_prompt}, *text]
-        try:
-            token_ids = tokenize(text)
-        except TemplateRefusal as error:
-            raise InputError(
-                f"{key}: the chat template of model.path refuses the prompt of row {number}: "
-                f"{error}"
-            ) from error
+        token_ids = tokenize(text)
         if not token_ids:
             raise InputError(f"{key}: the prompt of row {number} has no tokens")
         uid = _stable_uid(text, occurrences)
@@ -111,10 +104,6 @@ def build_prompt_set(
         columns = {name: value for name, value in row.items() if name != "prompt"}
         prompts.append(Prompt(uid, text, tuple(token_ids), columns))
     return PromptSet(prompts, num_dropped)
-
-
-class TemplateRefusal(ValueError):
-    """A chat template that cannot render these messages; the message is one line."""
 
 
 def make_tokenize(tokenizer) -> Callable[[str | list[dict]], list[int]]:
@@ -133,8 +122,9 @@ def make_tokenize(tokenizer) -> Callable[[str | list[dict]], list[int]]:
                 text, add_generation_prompt=True, tokenize=False
             )
         except Exception as error:  # a template is a program, and fails in any way
-            message = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            raise TemplateRefusal(message) from error
+            raise InputError(
+                f"model.path: its chat template refuses {text!r:.300}: {one_line(error)}"
+            ) from error
         return tokenizer(rendered, add_special_tokens=False)["input_ids"]
 
     return tokenize
@@ -160,16 +150,13 @@ def load_rows(
 
     # What it logs as errors we raise, in a line of our own.
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    is_path = os.path.exists(path) or path.startswith((".", "/", "~")) or "*" in path
     files = _data_files(path)
+    formats = sorted({FILE_FORMATS[_suffix(file)] for file in files})
+    is_path = os.path.exists(path) or path.startswith((".", "/", "~")) or "*" in path
     if not files and (is_path or _suffix(path) in FILE_FORMATS):
         raise InputError(f"{key}: no JSON, JSONL, CSV or Parquet file at {path}")
-    formats = sorted({FILE_FORMATS[_suffix(file)] for file in files})
     if len(formats) > 1:
         raise InputError(f"{key}: {path} mixes the formats {formats}; give files of one format")
-    for file in files:
-        if os.path.getsize(file) == 0:
-            raise InputError(f"{key}: {file} is empty")
     if files and name is not None:
         raise InputError(
             f"data.name: {name}, but the files of {path} have no subsets; leave it out"
@@ -180,26 +167,20 @@ def load_rows(
             dataset = datasets.load_dataset(formats[0], data_files=patterns, split=split)
         else:
             dataset = datasets.load_dataset(path, name, split=split)
-        names, rows = dataset.column_names, list(dataset)
+        rows = list(dataset)
     except Exception as error:  # `datasets` raises many kinds
         cause = error.__cause__ or error  # DatasetGenerationError says nothing itself
         what = path if files else f"{path} (no such file or folder, so taken for a hub dataset)"
-        reason = f"cannot load {what}, split {split}: {' '.join(str(cause).split())}"
-        if "corresponds to no data" in str(cause):  # the words of `datasets` for files without rows
-            reason = f"{path} has no rows"
+        reason = f"cannot load {what}, split {split}: {one_line(cause)}"
         bad_line = next(filter(None, map(_find_bad_line, files)), None)
         raise InputError(f"{key}: {bad_line or reason}") from error
-    rows, names = _map_columns(rows, names, columns or {}, path)
-    if "prompt" not in names:  # for JSON without objects `datasets` makes up columns
-        bad_line = next(filter(None, map(_find_bad_line, files)), None)
-        raise InputError(f"{key}: {bad_line or f'{path} has no prompt column; it has {names}'}")
-    if clash := {"prompts", "completions", "completion_ids"}.intersection(names):
-        raise InputError(
-            f"{key}: {path} has the column {min(clash)}, a name of what rewards are given anyway; "
-            "rename it"
-        )
     if not rows:
         raise InputError(f"{key}: {path} has no rows")
+    added = [_column(rows, f"data.columns.{name}", of) for name, of in (columns or {}).items()]
+    for name, values in zip(columns or {}, added, strict=True):
+        rows = [row | {name: value} for row, value in zip(rows, values, strict=True)]
+    if "prompt" not in rows[0]:
+        raise InputError(f"{key}: {path} has no prompt column; it has {list(rows[0])}")
     return rows
 
 
@@ -214,25 +195,14 @@ def _suffix(path: str) -> str:
     return os.path.splitext(path)[1].lower()
 
 
-def _map_columns(
-    rows: list[dict], names: list[str], columns: dict[str, str], path: str
-) -> tuple[list[dict], list[str]]:
-    """The rows with further columns, or others under a name that they had; and the names of all
-    columns."""
-    added: dict[str, list] = {}
-    for name, source in columns.items():
-        outer, *inner = source.split(".")
-        if outer not in names:
-            raise InputError(f"data.columns.{name}: {path} has no '{outer}' column; it has {names}")
-        values = [row[outer] for row in rows]
-        for key in inner:
-            if not all(isinstance(value, dict) and key in value for value in values):
-                raise InputError(f"data.columns.{name}: not every row of {path} has a '{source}'")
-            values = [value[key] for value in values]
-        added[name] = values
-    for name, values in added.items():
-        rows = [row | {name: value} for row, value in zip(rows, values, strict=True)]
-    return rows, list(dict.fromkeys([*names, *added]))
+def _column(rows: list[dict], key: str, source: str) -> list:
+    """The values of a column, which dots reach into."""
+    try:
+        return [functools.reduce(operator.getitem, source.split("."), row) for row in rows]
+    except (KeyError, TypeError) as error:
+        raise InputError(
+            f"{key}: not every row has a '{source}'; there are {list(rows[0])}"
+        ) from error
 
 
 def reasoning_gym_rows(tasks: Sequence, size: int, seed: int) -> list[dict]:
@@ -250,24 +220,19 @@ def reasoning_gym_rows(tasks: Sequence, size: int, seed: int) -> list[dict]:
             # Item i of a reasoning-gym task draws from seed + i: seeds far apart keep mixtures and
             # held-out sets disjoint.
             task_seed = random.Random(f"{seed}/{number}").getrandbits(48)
-            source = reasoning_gym.create_dataset(
-                task["name"], size=size, seed=task_seed, **task["config"]
+            sources.append(
+                reasoning_gym.create_dataset(
+                    task["name"], size=size, seed=task_seed, **task["config"]
+                )
             )
+            sources[-1][0]  # some parameters are wrong only here
         except Exception as error:  # each task checks its parameters in its own way
-            known = difflib.get_close_matches(task["name"], reasoning_gym.factory.DATASETS, n=1)
-            near = f"; did you mean {known[0]}?" if known and known[0] != task["name"] else ""
-            raise InputError(f"data.tasks[{number}] ({task['name']}): {error}{near}") from error
-        sources.append(source)
+            raise InputError(f"data.tasks[{number}] ({task['name']}): {error}") from error
     weights = [task["weight"] for task in tasks]
     rows = []
     for i in range(size):
         which = random.Random(f"{seed}-{i}").choices(range(len(tasks)), weights=weights)[0]
-        try:
-            entry = sources[which][i]
-        except Exception as error:  # parameters that the task itself did not check
-            raise InputError(
-                f"data.tasks[{which}] ({tasks[which]['name']}): cannot make problem {i}: {error}"
-            ) from error
+        entry = sources[which][i]
         columns = {"prompt": entry["question"], "answer": entry["answer"], "entry": entry}
         rows.append(columns | {"task": tasks[which]["name"]})
     return rows
@@ -304,35 +269,19 @@ def _find_problem(prompt) -> str | None:
 
 
 def _find_bad_line(path: str) -> str | None:
-    """Where a file is not text, or not JSON objects, one per line (or a list of them in .json):
-    `datasets` names neither the file nor a line that counts from the file's start."""
-    if FILE_FORMATS[_suffix(path)] == "parquet":
-        return None
-    with open(path, "rb") as file:
-        data = file.read().removeprefix(codecs.BOM_UTF8)
-    try:
-        text = data.decode()
-    except UnicodeDecodeError as error:
-        number = data.count(b"\n", 0, error.start) + 1
-        return f"{path}, line {number} is not UTF-8: {error.reason}"
+    """Where a file of JSON objects, one per line or in a list, is none: `datasets` does not name
+    the file, nor a line that counts from its start."""
     if FILE_FORMATS[_suffix(path)] != "json":
         return None
-    if _suffix(path) == ".json":
+    with open(path, encoding="utf-8-sig", errors="replace") as file:
+        text = file.read()
+    parts = [text] if text.lstrip().startswith("[") else text.split("\n")
+    for number, part in enumerate(parts, 1):
         try:
-            whole = json.loads(text)
+            items = json.loads(part) if part.strip() else []
         except json.JSONDecodeError as error:
-            if text.lstrip().startswith("["):
-                return f"{path}, line {error.lineno} is not JSON: {error.msg}"
-        else:
-            for number, item in enumerate(whole if isinstance(whole, list) else [whole]):
-                if not isinstance(item, dict):
-                    return f"{path}, item {number} is not an object with a prompt"
-            return None
-    for number, line in enumerate(text.split("\n"), 1):
-        try:
-            row = json.loads(line) if line.strip() else {}
-        except json.JSONDecodeError as error:
-            return f"{path}, line {number} is not JSON: {error.msg}"
-        if not isinstance(row, dict):
-            return f"{path}, line {number} is not an object with a prompt"
+            return f"{path}, line {number + error.lineno - 1} is not JSON: {error.msg}"
+        for item in items if isinstance(items, list) else [items]:
+            if not isinstance(item, dict):
+                return f"{path}, line {number} has {item!r:.100}, not an object with a prompt"
     return None
