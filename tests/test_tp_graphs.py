@@ -172,6 +172,7 @@ def forwards_in_processes(ranks: Ranks, kernel: str) -> dict:
     """Forwards of every size of graph, in shards: largest differences from those of the whole
     model, launched and replayed."""
     device, on_gpu = ranks.device, ranks.device.type == "cuda"
+    num_rows, max_tokens = (40, 256) if on_gpu else (8, 32)
     with pytest.MonkeyPatch.context() as patch:
         tp = TPGroup(ranks)
         if not on_gpu:
@@ -182,16 +183,20 @@ def forwards_in_processes(ranks: Ranks, kernel: str) -> dict:
         model = transformers.AutoModelForCausalLM.from_config(small_config("qwen2"))
         model = model.to(device, torch.bfloat16 if on_gpu else torch.float64).eval()
         prepare_model(model, 256)
-        whole = ModelRunner(model, 40, 256, 0, kernel=kernel, enforce_eager=True)
-        options = {"kernel": kernel, "max_batch_tokens": 256}
-        launched = ModelRunner(model, 40, 256, 0, tp=tp, enforce_eager=True, **options)
-        replayed = ModelRunner(model, 40, 256, 0, tp=tp, **options)
+        whole = ModelRunner(model, num_rows, 256, 0, kernel=kernel, enforce_eager=True)
+        options = {"kernel": kernel, "max_batch_tokens": max_tokens}
+        launched = ModelRunner(model, num_rows, 256, 0, tp=tp, enforce_eager=True, **options)
+        replayed = ModelRunner(model, num_rows, 256, 0, tp=tp, **options)
         ranks.before_end.append(replayed.release)
-        sequences = np.random.default_rng(3).integers(1, VOCAB, (40, 256))
-        rng, start, differences = np.random.default_rng(4), np.zeros(40, np.int64), np.zeros(2)
+        sequences = np.random.default_rng(3).integers(1, VOCAB, (num_rows, 256))
+        rng, start, differences = (
+            np.random.default_rng(4),
+            np.zeros(num_rows, np.int64),
+            np.zeros(2),
+        )
         with torch.inference_mode():
             for tokens in (shape.tokens for shape in replayed.graphs.shapes):
-                count = np.bincount(rng.integers(0, 40, tokens), minlength=40)
+                count = np.bincount(rng.integers(0, num_rows, tokens), minlength=num_rows)
                 wanted, *got = (
                     feed(model, runner.cache, sequences, start, count, runner._hidden)[:tokens]
                     for runner in (whole, launched, replayed)
