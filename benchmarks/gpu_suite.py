@@ -2,11 +2,10 @@
 benchmarks/gpu_suite.py [--json OUT]
 
 No network, no downloads: models have random weights in the shapes of Qwen2.5-1.5B and 7B. Needs
-torch, transformers and numpy; the last part, `trainer`, all of requirements.txt. Each part is a
-generator of rows with its own time, after which it stops; a part that fails costs the rest of its
-own rows. The file is written after every part. With --cpu, or without a GPU, the same parts run at
-tiny sizes: their figures mean nothing, but they run. docs/results/README.md says what each part is
-for.
+torch, transformers and numpy. Each part is a generator of rows; a part that fails costs the rest
+of its own rows, and after TOTAL_S there are no more. The file is written after every part. With
+--cpu, or without a GPU, the same parts run at tiny sizes: their figures mean nothing, but they run.
+docs/results/README.md says what each part is for.
 
 Shape legend: R rows, N packed tokens of a forward.
 """
@@ -14,6 +13,7 @@ Shape legend: R rows, N packed tokens of a forward.
 import argparse
 import gc
 import importlib.util
+import itertools
 import json
 import os
 import pickle
@@ -24,8 +24,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from importlib import metadata
 from typing import NamedTuple
@@ -33,38 +33,29 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from bubblespec.dist.ranks import Ranks
-from bubblespec.draft.proposer import make_proposer
-from bubblespec.draft.suffix import History
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.graphs import ForwardGraphs, can_capture, capture, rehearse
 from bubblespec.engine.kv_cache import KVCache
-from bubblespec.engine.model import forward_hidden, output_head, prepare_model
-from bubblespec.engine.noise import gumbel, stream_keys
-from bubblespec.engine.packing import pack_rows, pack_sequences
+from bubblespec.engine.model import forward_hidden, prepare_model
+from bubblespec.engine.packing import pack_rows
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.engine.sampling import SamplingParams, sample
+from bubblespec.engine.sampling import SamplingParams
 from bubblespec.engine.tensor_parallel import TPGroup
 from bubblespec.errors import InputError
-from bubblespec.planner.costs import CostModel
 from bubblespec.rollout.board import ProgressBoard, RankState
-from bubblespec.types import Draft, Row, SampleId
+from bubblespec.types import Row, SampleId
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TOTAL_S = 460.0
-CPU_PATIENCE = 10.0  # times the budget of a part: the small form takes seconds on most machines
-PROCESSES_S = 120.0
-MAX_RANKS = 8
 NUM_SUMS = 50  # one after the other in a graph
-TICK_STEPS = 60
 SHAPE_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
-HEAD_KEYS = ("num_attention_heads", "num_key_value_heads", "tie_word_embeddings")
-SHAPES = {  # SHAPE_KEYS, HEAD_KEYS
+SHAPE_KEYS += ("num_attention_heads", "num_key_value_heads", "tie_word_embeddings")
+SHAPES = {  # SHAPE_KEYS
     "1.5B": (1536, 8960, 28, 151_936, 12, 2, True),
     "7B": (3584, 18_944, 28, 152_064, 28, 4, False),
     "tiny": (48, 64, 2, 300, 4, 2, True),
@@ -91,7 +82,6 @@ class Bench:
     """Attention kernels that are available: SDPA first, the one that the engine uses last."""
     is_small: bool
     """Tiny sizes, for a CPU."""
-    _models: dict[str, PreTrainedModel] = field(default_factory=dict)
 
     @property
     def kernel(self) -> str:
@@ -108,18 +98,17 @@ class Bench:
     def sizes(self, small: tuple, large: tuple) -> tuple:
         return small if self.is_small else large
 
-    def model(self, name: str) -> PreTrainedModel:
-        """One at a time stays in memory."""
-        if name not in self._models:
-            self.forget()
-            self._models[name] = build(name, self.device, self.dtype)
-        return self._models[name]
-
-    def forget(self) -> None:
-        self._models.clear()
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+    def model(self, name: str, num_layers: int | None = None) -> PreTrainedModel:
+        """Random weights; num_layers: in place of those of the shape."""
+        config = dict(zip(SHAPE_KEYS, SHAPES[name], strict=True))
+        config["num_hidden_layers"] = num_layers or config["num_hidden_layers"]
+        torch.manual_seed(0)
+        with torch.device(self.device):
+            config = Qwen2Config(max_position_embeddings=4096, **config)
+            model = AutoModelForCausalLM.from_config(config, dtype=self.dtype).eval()
+        model.requires_grad_(False)
+        prepare_model(model, 4096)
+        return model
 
     def engine(self, model: PreTrainedModel, rows: int, length: int, **options) -> Engine:
         options |= {"max_batch_tokens": max(2048, rows), "kernel": self.kernel}
@@ -149,22 +138,6 @@ def make_bench(on_cpu: bool) -> Bench:
     return Bench(torch.device("cuda"), torch.bfloat16, kernels, False)
 
 
-@torch.inference_mode(False)  # some of the weights are changed later
-def build(
-    name: str, device: torch.device, dtype: torch.dtype, num_layers: int | None = None
-) -> PreTrainedModel:
-    """num_layers: in place of those of the shape."""
-    config = dict(zip(SHAPE_KEYS + HEAD_KEYS, SHAPES[name], strict=True))
-    config["num_hidden_layers"] = num_layers or config["num_hidden_layers"]
-    torch.manual_seed(0)
-    with torch.device(device):
-        config = Qwen2Config(max_position_embeddings=4096, **config)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    model.requires_grad_(False)
-    prepare_model(model, 4096)
-    return model
-
-
 def make_rows(model: PreTrainedModel, count: int, prompt: int, new: int | np.ndarray) -> list[Row]:
     """Rows with different random prompts of `prompt` tokens, so that no prefill is shared, and up
     to `new` response tokens."""
@@ -178,47 +151,8 @@ def make_rows(model: PreTrainedModel, count: int, prompt: int, new: int | np.nda
 
 def start_decoding(engine: Engine, rows: list[Row]) -> None:
     engine.add(rows)
-    engine.step(SamplingParams())
     while len(engine.decoding()) < len(rows):
         engine.step(SamplingParams())
-
-
-def parity(bench: Bench) -> Iterator[Figure]:
-    """Every kernel in the model's type against SDPA in float32 with the same weights, on prompts,
-    windows and decoding rows."""
-    num_layers = 2 if bench.is_small else 8
-    models = {
-        dtype: build(bench.policy, bench.device, dtype, num_layers)
-        for dtype in (torch.float32, torch.bfloat16)
-    }
-    # Exact: bfloat16 fits float32.
-    models[torch.float32].load_state_dict(models[torch.bfloat16].state_dict())
-    mixes = ([40, 1, 90, 7], [1, 1, 1, 1], [8, 1, 0, 17], [1, 70, 2, 1])
-    tokens = np.random.default_rng(0).integers(1, SHAPES[bench.policy][3], 300)
-
-    @torch.inference_mode()
-    def logits(dtype: torch.dtype, kernel: str, uses_graph: bool) -> torch.Tensor:
-        model, start, parts = models[dtype], np.zeros(4, np.int64), []
-        cache = KVCache(4, 256, num_spare=1)
-        captured = ForwardGraphs(model, cache, kernel, 512) if uses_graph else None
-        for count in mixes:
-            packing = pack_rows(cache, start.copy(), np.array(count), bench.device)
-            fed = tokens[: sum(count)]
-            if captured:
-                hidden = captured.forward(fed, packing)
-            else:
-                on_device = torch.from_numpy(fed).to(bench.device)
-                hidden = forward_hidden(model, on_device, packing, kernel)
-            parts.append(output_head(model)(hidden[: sum(count)]).float())
-            start += count
-        return torch.cat(parts)
-
-    exact = logits(torch.float32, "sdpa", False)
-    note = f"largest logit {float(exact.abs().max()):.2f}"
-    for kernel in bench.kernels:
-        for uses_graph in (False, True) if can_capture(bench.device, kernel) else (False,):
-            off = float((logits(torch.bfloat16, kernel, uses_graph) - exact).abs().max())
-            yield Figure(f"bfloat16 {kernel}{', graphs' * uses_graph}", off, "logits", note)
 
 
 def copy_bandwidth(bench: Bench) -> float:
@@ -258,31 +192,25 @@ def forwards(bench: Bench) -> Iterator[Figure]:
             return captured.forward(tokens, pack_rows(cache, start, count, bench.device))
 
         limit_s = (weight_bytes + int((start + count).sum()) * entry_bytes) / bandwidth
-        if captured is not None and num_tokens == 1:
-            torch.cuda.empty_cache()
-            free, started = torch.cuda.mem_get_info()[0], time.perf_counter()
+        actions = {"eager": eager}
+        if captured is not None:
+            started = time.perf_counter()
             replay()
             bench.wait()
-            megabytes = (free - torch.cuda.mem_get_info()[0]) / 1e6
-            note = f"{len(captured.shapes)} graphs, {megabytes:.0f} MB"
-            yield Figure("capture", time.perf_counter() - started, "s", note)
-        for name, action in (("eager", eager), ("graph", replay)):
-            case = f"{num_tokens} tokens, {name}"
-            if name == "graph" and captured is None:
-                continue
+            if num_tokens == 1:
+                note = f"{len(captured.shapes)} graphs"
+                yield Figure("capture", time.perf_counter() - started, "s", note)
             packing = pack_rows(cache, start, count, bench.device)
-            if name == "graph" and (captured.is_off or captured.shape_of(packing) is None):
-                note = "cannot be captured" if captured.is_off else "too large"
-                yield Figure(case, None, note=note)
-                continue
+            if not captured.is_off and captured.shape_of(packing) is not None:
+                actions["graph"] = replay
+        for name, action in actions.items():
             forward_s = bench.seconds(action)
             note = f"{forward_s / limit_s:.2f}x reading weights and keys"
-            yield Figure(case, forward_s * 1e3, "ms", note)
+            yield Figure(f"{num_tokens} tokens, {name}", forward_s * 1e3, "ms", note)
 
 
 def decoding(bench: Bench) -> Iterator[Figure]:
-    """Whole engine steps of R decoding rows, sampling included, and the share of head, noise and
-    sampling in them."""
+    """Whole engine steps of R decoding rows, sampling included."""
     for name in bench.sizes(("tiny",), ("1.5B", "7B")):
         model = bench.model(name)
         for rows in bench.sizes((1, 8), (1, 8, 64, 256)):
@@ -294,23 +222,6 @@ def decoding(bench: Bench) -> Iterator[Figure]:
                 case = f"{name}, {rows} rows, {'eager' if eager else 'graphs'}"
                 yield Figure(case, rows / step_s, "tokens/s", f"{step_s * 1e3:.2f} ms per step")
                 engine.release()
-            share_s = sampling_seconds(bench, model, rows)
-            note = f"{share_s * 1e3:.2f} ms with the head"
-            yield Figure(f"{name}, {rows} rows, sampling", share_s / step_s, "of a step", note)
-
-
-def noise_keys(bench: Bench, count: int) -> torch.Tensor:
-    index = np.arange(count)
-    return torch.from_numpy(stream_keys(0, index, index, index, index)).to(bench.device)
-
-
-@torch.inference_mode()
-def sampling_seconds(bench: Bench, model: PreTrainedModel, rows: int) -> float:
-    """From hidden states to tokens, noise included."""
-    hidden = torch.randn(rows, model.config.hidden_size, device=bench.device, dtype=bench.dtype)
-    position = torch.zeros(rows, dtype=torch.int64, device=bench.device)
-    keys, head = noise_keys(bench, rows), output_head(model)
-    return bench.seconds(lambda: sample(head(hidden), keys, position, SamplingParams()))
 
 
 class FixedDrafts:
@@ -348,15 +259,6 @@ def windows(bench: Bench) -> Iterator[Figure]:
         engine.release()
 
 
-def noise(bench: Bench) -> Iterator[Figure]:
-    """Gumbel noise for a vocabulary of 152,064."""
-    for rows in bench.sizes((1, 2), (1, 8, 64, 256)):
-        keys = noise_keys(bench, rows)
-        row_s = bench.seconds(lambda k=keys: gumbel(k, 152_064), repeats=5) / rows
-        note = f"{row_s / 152_064 * 1e12:.1f} ps per token"
-        yield Figure(f"{rows} rows", row_s * 1e3, "ms per row", note)
-
-
 def composition(bench: Bench) -> Iterator[Figure]:
     """How many tokens change with the batch that a row is in: rows alone against rows together,
     decoded or verified, with graphs and without. Rows count up to their first difference, after
@@ -387,84 +289,17 @@ def composition(bench: Bench) -> Iterator[Figure]:
         yield Figure(case, parted / compared, "of tokens", note)
 
 
-def paired(bench: Bench) -> Iterator[Figure]:
-    """A rollout with a tail of lengths, without and with drafts that slightly other weights have
-    made; all rows on one rank."""
-    model = bench.model(bench.policy)
-    count, longest = bench.sizes((6, 24), (64, 512))
-    normal = statistics.NormalDist()
-    quantile = np.array([normal.inv_cdf((i + 0.5) / count) for i in range(count)])
-    limits = np.exp(0.93 * (quantile - quantile[-1])) * longest
-    limits = np.maximum(limits, 2).astype(np.int64)
-    plain, speculative = (bench.engine(model, count, longest + 64) for _ in range(2))
-    proposer = make_proposer("bubble+suffix", History(0), CostModel(), has_drafts=True)
-
-    def run(engine: Engine, drafts: dict[int, Draft] | None) -> tuple[list[Row], float, int]:
-        rows, forwards = make_rows(model, count, 32, limits), engine.num_forwards
-        if drafts is not None:
-            proposer.begin()
-            for row in rows:
-                proposer.track(row, drafts[row.id.uid], version=1)
-        engine.reset()
-        bench.wait()
-        started = time.perf_counter()
-        engine.add(rows)
-        while not engine.is_idle:
-            forward_started = time.perf_counter()
-            _, load = engine.step(SamplingParams(), None if drafts is None else proposer)
-            if drafts is not None:
-                proposer.cost.observe(*load[:4], time.perf_counter() - forward_started)
-        bench.wait()
-        return rows, time.perf_counter() - started, engine.num_forwards - forwards
-
-    try:
-        older, _, _ = run(plain, None)
-        drafts = {row.id.uid: Draft(row.tokens.astype(np.int32), True, 0) for row in older}
-        generator = torch.Generator(bench.device).manual_seed(1)
-        options = {"generator": generator, "device": bench.device}
-        with torch.no_grad():
-            for param in model.parameters():
-                if param.ndim > 1:
-                    change = torch.randn(param.shape, dtype=param.dtype, **options)
-                    param.add_(change, alpha=2e-3 * float(param.std()))
-        for _ in range(2):  # the second turn counts: graphs are captured, and costs are known
-            wanted, none_s, none_forwards = run(plain, None)
-            got, spec_s, spec_forwards = run(speculative, drafts)
-        pairs = zip(wanted, got, strict=True)
-        differing = sum(not np.array_equal(a.tokens, b.tokens) for a, b in pairs)
-        note = f"{none_forwards} forwards, {count} rows, {int(limits.sum())} tokens"
-        yield Figure("none", none_s, "s", note)
-        note = f"{spec_forwards} forwards; {differing} rows part at near ties"
-        yield Figure("bubble+suffix", spec_s, "s", note)
-        note = "drafts are given, their making is not in it"
-        yield Figure("speed-up", none_s / spec_s, "x", note)
-        acceptance = proposer.acceptance
-        share = acceptance.accepted_tokens / max(acceptance.draft_tokens, 1)
-        note = f"{acceptance.draft_tokens} drafted"
-        yield Figure("drafted tokens accepted", share, "", note)
-    finally:
-        bench.forget()  # these weights are of no further use
-
-
 # Several processes: one process has one process group.
 
 
 def run_processes(
-    measure: Callable[[Bench, Ranks], object], backend: str, world_size: int, is_small: bool
-) -> object:
+    measure: Callable[[Bench, Ranks], list[Figure]], backend: str, world_size: int, is_small: bool
+) -> list[Figure]:
     """What `measure`, a function of this module, returns on rank 0. With NCCL each process has a
-    card of its own. Raises RuntimeError if they take too long, and what a process raises."""
+    card of its own. Raises what a process raises."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = (folder, world_size, backend, is_small, measure)
-        context = torch.multiprocessing.spawn(run_rank, arguments, world_size, join=False)
-        end_s = time.monotonic() + PROCESSES_S
-        try:
-            while not context.join(max(end_s - time.monotonic(), 0.0)):
-                if time.monotonic() > end_s:
-                    raise RuntimeError(f"{backend}: its processes took {PROCESSES_S:g} s")
-        finally:
-            for process in context.processes:
-                process.kill()
+        torch.multiprocessing.spawn(run_rank, arguments, world_size)
         with open(os.path.join(folder, "result"), "rb") as file:
             return pickle.load(file)
 
@@ -475,8 +310,8 @@ def run_rank(
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
-    where = f"file://{folder}/store"
-    dist.init_process_group(backend, where, rank=rank, world_size=world_size)
+    options = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=60)}
+    dist.init_process_group(backend, f"file://{folder}/store", **options)
     bench = make_bench(is_small)
     result = measure(bench, Ranks(bench.device, 60.0))
     if rank == 0:
@@ -487,30 +322,25 @@ def run_rank(
 
 
 def num_cards(bench: Bench) -> int:
-    return min(torch.cuda.device_count(), MAX_RANKS) if bench.device.type == "cuda" else 0
+    return torch.cuda.device_count() if bench.device.type == "cuda" else 0
 
 
 def ticks(bench: Bench) -> Iterator[Figure]:
     """Decode steps with a progress tick asked for between them: on all cards with NCCL, or with
     gloo between two processes on one."""
-    bench.forget()
     backend, world_size = ("nccl", num_cards(bench)) if num_cards(bench) > 1 else ("gloo", 2)
-    where = f"{backend}, {world_size} processes"
-    found = run_processes(measure_ticks, backend, world_size, bench.is_small)
-    without_s, with_s, num_ticks = found
-    yield Figure(f"{where}, no ticks", without_s * 1e3, "ms per step")
-    note = f"{num_ticks} ticks in {TICK_STEPS} steps"
-    yield Figure(f"{where}, ticks", with_s * 1e3, "ms per step", note)
+    yield from run_processes(measure_ticks, backend, world_size, bench.is_small)
 
 
-def measure_ticks(bench: Bench, ranks: Ranks) -> tuple[float, float, int]:
-    """Seconds of a decode step of 8 rows, without and with the trainer's progress board, which does
-    not pause between two ticks; and the number of ticks."""
-    model = build(bench.policy, bench.device, bench.dtype, 2 if bench.is_small else 14)
+def measure_ticks(bench: Bench, ranks: Ranks) -> list[Figure]:
+    """A decode step of 8 rows, without and with the trainer's progress board, which does not pause
+    between two ticks."""
+    model = bench.model(bench.policy, 2 if bench.is_small else 14)
     engine = bench.engine(model, 8, 512)
     start_decoding(engine, make_rows(model, 8, 32, 400))
     for _ in range(5):
         engine.step(SamplingParams())
+    num_steps = 10 if bench.is_small else 60
     board = ProgressBoard(ranks, 60.0, dist.get_backend(), interval_s=0.0)
     working, done = RankState(8), RankState(0)
     seconds = []
@@ -518,23 +348,26 @@ def measure_ticks(bench: Bench, ranks: Ranks) -> tuple[float, float, int]:
         ranks.barrier()
         bench.wait()
         started = time.perf_counter()
-        for _ in range(TICK_STEPS):
+        for _ in range(num_steps):
             engine.step(SamplingParams())
             while has_ticks and board.poll(lambda: working) is not None:
                 pass
         bench.wait()
-        seconds.append((time.perf_counter() - started) / TICK_STEPS)
-    num_ticks = board.num_ticks
+        seconds.append((time.perf_counter() - started) / num_steps)
+    note = f"{board.num_ticks} ticks in {num_steps} steps"
     while not board.is_over:
         board.wait(lambda: done)
-    return (*seconds, num_ticks)
+    where = f"{dist.get_backend()}, {ranks.world_size} processes"
+    return [
+        Figure(f"{where}, no ticks", seconds[0] * 1e3, "ms per step"),
+        Figure(f"{where}, ticks", seconds[1] * 1e3, "ms per step", note),
+    ]
 
 
 def tp_tail(bench: Bench) -> Iterator[Figure]:
     """Sums of hidden states over ranks, eager and in a graph; steps of few rows, of one rank and of
     all together. With one card NCCL has one rank, which has all of the weights: what is measured is
     the overhead of exchanges and sampling."""
-    bench.forget()
     backend, world_size = ("nccl", num_cards(bench)) if num_cards(bench) else ("gloo", 2)
     yield from run_processes(measure_tp, backend, world_size, bench.is_small)
 
@@ -542,7 +375,7 @@ def tp_tail(bench: Bench) -> Iterator[Figure]:
 @torch.inference_mode()
 def measure_tp(bench: Bench, ranks: Ranks) -> list[Figure]:
     """On all ranks together."""
-    model, tp = build(bench.policy, bench.device, bench.dtype), TPGroup(ranks)
+    model, tp = bench.model(bench.policy), TPGroup(ranks)
     where, figures = f"{ranks.world_size} ranks", []
     for tokens in bench.sizes((1, 16), (1, 16, 64, 256)):
         options = {"dtype": bench.dtype, "device": bench.device}
@@ -570,96 +403,41 @@ def measure_tp(bench: Bench, ranks: Ranks) -> list[Figure]:
                 engine = bench.engine(model, rows, 256, **options)
                 start_decoding(engine, make_rows(model, rows, 64, 150))
                 step_s = bench.seconds(partial(engine.step, SamplingParams()))
-                graphs = engine.runner.graphs
-                note = "cannot be captured" if graphs is not None and graphs.is_off else ""
                 engine.release()
-                figures.append(Figure(case, step_s * 1e3, "ms per step", note))
+                figures.append(Figure(case, step_s * 1e3, "ms per step"))
     return figures
 
 
-def trainer(bench: Bench) -> Iterator[Figure]:
-    """What the trainer's tests cannot see on a CPU: fused AdamW and the driver's count of free
-    memory."""
-    bench.forget()
-    yield adamw(bench)
-    if bench.device.type == "cuda":
-        yield free_memory(bench)
-
-
-def adamw(bench: Bench) -> Figure:
-    """The first update of a bfloat16 model's float32 masters, which is -lr * g / (|g| + epsilon)
-    for a gradient g."""
-    from bubblespec.config import OptimConfig
-    from bubblespec.learn.optimizer import Optimizer
-
-    model = build(bench.policy, bench.device, torch.bfloat16, num_layers=2)
-    model.requires_grad_(True)
-    config = OptimConfig(learning_rate=1e-3, max_grad_norm=0.0)
-    optimizer = Optimizer(model, config, 10)
-    tokens = torch.arange(60, device=bench.device)
-    hidden = forward_hidden(model, tokens, pack_sequences([60], bench.device))
-    logits = output_head(model)(hidden[:-1]).float()
-    torch.nn.functional.cross_entropy(logits, tokens[1:]).backward()
-    wanted = {}
-    for param, master in optimizer.updated.items():
-        gradient = optimizer.grads[param].double()
-        change = gradient / (gradient.abs() + config.adam_epsilon)
-        wanted[param] = master.double() - config.learning_rate * change
-    optimizer.step(0)
-    off = max(float((optimizer.updated[p] - value).abs().max()) for p, value in wanted.items())
-    note = f"largest error; fused: {bool(optimizer.adamw.param_groups[0]['fused'])}"
-    return Figure("AdamW, first update", off / config.learning_rate, "of the step", note)
-
-
-def free_memory(bench: Bench) -> Figure:
-    torch.cuda.empty_cache()
-    before, total = torch.cuda.mem_get_info()
-    filler = torch.empty(1 << 30, dtype=torch.uint8, device=bench.device)
-    less = (before - torch.cuda.mem_get_info()[0]) / filler.numel()
-    note = f"after taking 1 GiB, of {total / 2**30:.1f} GiB"
-    return Figure("free memory", less, "GiB less", note)
-
-
-# Seconds of each part on a GPU.
-PARTS: dict[str, tuple[Callable[[Bench], Iterator[Figure]], float]] = {
-    "parity": (parity, 40.0),
-    "forward": (forwards, 70.0),
-    "decode": (decoding, 70.0),
-    "windows": (windows, 50.0),
-    "noise": (noise, 15.0),
-    "composition": (composition, 50.0),
-    "paired": (paired, 50.0),
-    "ticks": (ticks, 45.0),
-    "tp_tail": (tp_tail, 40.0),
-    "trainer": (trainer, 30.0),
+PARTS: dict[str, Callable[[Bench], Iterator[Figure]]] = {
+    "forward": forwards,
+    "decode": decoding,
+    "windows": windows,
+    "composition": composition,
+    "ticks": ticks,
+    "tp_tail": tp_tail,
 }
 
 
-def one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
-
-
 def run_part(name: str, bench: Bench, end: float) -> dict:
-    """Rows of a part, printed as they come, until `end` (time.perf_counter) or its own."""
-    part, budget_s = PARTS[name]
-    budget_s *= CPU_PATIENCE if bench.is_small else 1.0
+    """Rows of a part, printed as they come, until `end` (time.perf_counter)."""
+    gc.collect()  # the model of the part before
+    if bench.device.type == "cuda":
+        torch.cuda.empty_cache()
     started, rows, error = time.perf_counter(), [], None
 
     def add(figure: Figure) -> None:
         rows.append(figure._asdict())
         value = "-" if figure.value is None else f"{figure.value:.4g}"
-        tqdm.write(f"| {name} | {figure.case} | {value} {figure.unit} | {figure.note} |")
+        print(f"| {name} | {figure.case} | {value} {figure.unit} | {figure.note} |", flush=True)
 
     try:
-        for figure in part(bench) if started < end else ():
+        for figure in PARTS[name](bench):
             add(figure)
-            if time.perf_counter() > min(end, started + budget_s):
-                error = "stopped: its time was over"
+            if time.perf_counter() > end:
+                error = "stopped: no time was left"
                 break
     except Exception as problem:  # whatever a driver or a kernel comes up with
-        error = one_line(problem)
-    if not rows and not error:
-        error = "left out: no time was left"
+        error = f"{type(problem).__name__}: {' '.join(str(problem).split())}"[:200]
     if error:
         add(Figure(name, None, note=error))
     return {"rows": rows, "seconds": time.perf_counter() - started, "error": error}
@@ -667,47 +445,37 @@ def run_part(name: str, bench: Bench, end: float) -> dict:
 
 def environment(bench: Bench) -> dict:
     """Where this ran, and on what."""
-
-    def output_of(*command: str) -> str | None:
-        try:
-            return subprocess.check_output(command, text=True, cwd=ROOT).strip() or None
-        except (OSError, subprocess.CalledProcessError):
-            return None
-
-    versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
-    for package in ("torch", "transformers", "numpy", "flash-attn"):
-        is_there = importlib.util.find_spec(package.replace("-", "_")) is not None
-        versions[package] = metadata.version(package) if is_there else None
-    hardware, driver = f"{platform.machine()}, {os.cpu_count()} CPUs", None
-    if bench.device.type == "cuda":
-        hardware = torch.cuda.get_device_name()
-        query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        driver = output_of(*query)
+    packages = ("torch", "transformers", "numpy", "flash-attn")
+    is_there = [importlib.util.find_spec(name.replace("-", "_")) is not None for name in packages]
+    versions = {name: metadata.version(name) for name in itertools.compress(packages, is_there)}
+    is_cuda = bench.device.type == "cuda"
+    command = ("git", "describe", "--always", "--dirty", "--abbrev=12")
+    described = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hardware": hardware,
-        "driver": driver,
-        "versions": versions,
-        "commit": output_of("git", "describe", "--always", "--dirty", "--abbrev=12"),
+        "hardware": torch.cuda.get_device_name() if is_cuda else f"{os.cpu_count()} CPUs",
+        "versions": versions | {"python": platform.python_version(), "cuda": torch.version.cuda},
+        "commit": described.stdout.strip(),
         "kernels": bench.kernels,
         "is_small": bench.is_small,
     }
 
 
 def run(arguments: argparse.Namespace) -> None:
-    if unknown := [name for name in arguments.only if name not in PARTS]:
-        raise InputError(f"--only: no part {unknown[0]}; parts are {', '.join(PARTS)}")
-    if arguments.json and os.path.exists(arguments.json):
-        raise InputError(f"--json: {arguments.json} exists already; give another file")
-    if arguments.json and not os.path.isdir(os.path.dirname(os.path.abspath(arguments.json))):
-        raise InputError(f"--json: no folder for {arguments.json}")
+    if arguments.json:
+        try:
+            open(arguments.json, "x").close()
+        except OSError as error:
+            raise InputError(f"--json: {arguments.json}: {error.strerror}") from error
     bench = make_bench(arguments.cpu or not torch.cuda.is_available())
     result = environment(bench)
     print(", ".join(f"{key} {value}" for key, value in result.items() if key != "is_small"))
     print("| part | case | figure | note |\n|---|---|---|---|", flush=True)
     result["parts"] = {}
     end = time.perf_counter() + TOTAL_S
-    for name in tqdm(arguments.only or list(PARTS), unit="part"):
+    for name in arguments.only:
+        if time.perf_counter() > end:
+            break
         result["parts"][name] = run_part(name, bench, end)
         if arguments.json:
             with open(arguments.json, "w", encoding="utf-8") as file:
@@ -715,12 +483,10 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description="All that is to be measured on one GPU")
     parser.add_argument("--json", help="write the figures there; the file must not exist")
     parser.add_argument("--cpu", action="store_true", help="tiny sizes on the CPU")
-    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     torch.set_num_threads(1)
     try:
         run(parser.parse_args())

@@ -6,7 +6,6 @@ import gc
 import json
 import sys
 
-import numpy as np
 import pytest
 import torch
 
@@ -20,7 +19,7 @@ CONFIG = "configs/tiny_cpu.yaml"
 SMALL = [
     "rollout.num_prompts_per_step=2",
     "rollout.num_generations=2",
-    "rollout.max_completion_length=8",
+    "rollout.max_completion_length=4",
     "rollout.num_slots=4",
     "model.dtype=float64",
     "optim.learning_rate=0",
@@ -46,13 +45,6 @@ def run_benchmark(benchmark, folder, *overrides: str, **options) -> dict:
     given = {"config": CONFIG, "json": str(out), "overrides": [*SMALL, *overrides]}
     benchmark.run(argparse.Namespace(**given | options), str(folder))
     return json.loads(out.read_text())
-
-
-def test_tail_lengths_are_lognormal():
-    lengths = generate.tail_lengths(1000, 4000, seed=1)
-    assert lengths.max() == 4000 and lengths.min() >= 1
-    assert np.log(lengths).std() == pytest.approx(generate.SIGMA, rel=0.02)
-    assert (generate.tail_lengths(32, 400, 0) == generate.tail_lengths(32, 400, 0)).all()
 
 
 def test_all_arms_of_generate_make_the_prescribed_tokens(monkeypatch, tmp_path, capsys):
@@ -121,13 +113,11 @@ def run_against_trl(monkeypatch, folder, *options: str) -> dict:
     return json.loads(out.read_text())
 
 
-def test_own_arms_generate_the_same_tokens_and_are_evaluated(monkeypatch, tmp_path, capsys):
+def test_own_arms_are_measured_and_evaluated(monkeypatch, tmp_path, capsys):
     """With weights that stand still all evaluations give the same. An arm that fails has its error
     in the table."""
-    logger = trainer_module.MetricsLogger
 
     def run_job(arguments, arm: str, seed: int, folder: str) -> dict:
-        monkeypatch.setattr(trainer_module, "MetricsLogger", logger)  # each arm replaces it
         if arm == "trl":
             return {"error": "No module named 'trl'"}
         keys = [*arguments.overrides, *vs_trl.OWN[arm], f"run.output_dir={folder}/run"]
@@ -136,10 +126,9 @@ def test_own_arms_generate_the_same_tokens_and_are_evaluated(monkeypatch, tmp_pa
 
     monkeypatch.setattr(vs_trl, "run_job", run_job)
     options = ["--every", "1", "--picture", str(tmp_path / "out.png")]
-    arms = ["none", "bubble+suffix"]
-    result = run_against_trl(monkeypatch, tmp_path, *options, "--arms", "trl", *arms)
-    none, ours = (result["jobs"][arm][0] for arm in arms)
-    assert none["tokens"] == ours["tokens"] and len(none["tokens"]) == 2
+    result = run_against_trl(monkeypatch, tmp_path, *options, "--arms", "trl", "none")
+    (none,) = result["jobs"]["none"]
+    assert len(none["tokens"]) == 2
     assert all(s > 0 for s in none["seconds"]) and result["summary"]["none"]["steps"] == 1
     (curve,) = result["curves"]["none"]
     assert len(set(curve["rewards"])) == 1
@@ -153,13 +142,6 @@ def test_time_to_a_reward_is_on_straight_lines():
     assert vs_trl.time_to(curve, 0.5) == 5.0
     assert vs_trl.time_to(curve, 0.7) == pytest.approx(25.0)
     assert vs_trl.time_to(curve, 0.95) is None
-
-
-def test_what_trl_is_not_set_up_for_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["vs_trl.py", "--config", CONFIG, "loss.kl_coef=0.1"])
-    assert vs_trl.main() == 2
-    message = "error: loss.kl_coef: 0.1; the comparison is made for 0.0 alone\n"
-    assert capsys.readouterr().err == message
 
 
 def test_first_steps_are_not_counted():
