@@ -253,7 +253,7 @@ def test_synthetic_lengths_have_the_mean_and_epochs_repeat_prompts():
     [
         ("mean=x", "--s: mean=x is no float"),
         ("means=1", "--s: unknown name 'means'"),
-        ("max=2", "--s: max: 2 must be from 4"),
+        ("max=2", "--s: max: 2 must be at least 4"),
         ("steps=3,epochs=2", "--s: epochs: 3 steps are not 2 equal epochs"),
     ],
 )
@@ -276,25 +276,20 @@ def call(monkeypatch, *arguments: str) -> int:
 def test_the_command_line_compares_the_method_with_no_drafts(monkeypatch, tmp_path, capsys):
     out = tmp_path / "out.json"
     options = ["--synthetic", SMALL, "--ranks", "2", "--cost", "h200:7b", "--json", str(out), *ROWS]
-    drawn = ["--timeline-step", "1", "--output", str(tmp_path)]
-    assert call(monkeypatch, *options, *drawn) == 0
+    assert call(monkeypatch, *options) == 0
     printed = capsys.readouterr().out
     assert "roofline, not measured: Qwen2.5-7B" in printed and "speed-up of rollouts" in printed
     report = json.loads(out.read_text())
     assert list(report["methods"]) == ["none", "bubble+suffix"]
-    for method, found in report["methods"].items():
+    for found in report["methods"].values():
         assert found["total"]["seconds"] == sum(step["seconds"] for step in found["steps"])
-        assert (tmp_path / method / "timeline" / "step_00001.png").stat().st_size > 1000
     assert call(monkeypatch, *options) == 2 and "exists" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--ranks", "0"], "--ranks: 0 must be at least 1"),
-        (["--ranks", "9"], "--ranks: 9 for 4 prompts"),
-        (["--output", "x"], "--timeline-step and --output go together"),
-        (["--timeline-step", "9", "--output", "x"], "9 is not below 3"),
+        (["--ranks", "0"], "--ranks: 0 for 4 prompts"),
         (["--drafter", "share=0.1"], "has none"),
         (["model.dtype=float64"], "give section.key=value of rollout"),
         (["rollout.max_completion_length=50"], "give it as max in --synthetic"),

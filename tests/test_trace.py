@@ -1,7 +1,6 @@
 """Recorded runs against what the runs themselves report, files, and simulations of them."""
 
 import itertools
-import json
 import os
 import shutil
 
@@ -18,7 +17,6 @@ from bubblespec.simulate.cost import load_cost
 from bubblespec.simulate.recorded import RecordedWorkload, sections_of
 from bubblespec.simulate.run import simulate
 from bubblespec.simulate.workload import Texts
-from bubblespec.telemetry import trace
 from bubblespec.telemetry.trace import Recorder, list_steps, read_meta, read_table
 from bubblespec.types import Draft, Group, Prompt, SampleId
 from tests.helpers.clocks import forward_seconds, train_in_virtual_time
@@ -121,8 +119,9 @@ def test_recording_changes_no_token(drafting, tmp_path):
     assert not (tmp_path / "trace").exists()
 
 
-@pytest.mark.parametrize("keys", [[], ["tail_batching.enabled=true"], ["bubble.lookahead=2"]])
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(
+    "num_ranks, keys", [(1, []), (2, ["tail_batching.enabled=true"]), (2, ["bubble.lookahead=2"])]
+)
 def test_a_recorded_run_is_simulated_on_any_number_of_ranks(drafting, num_ranks, keys):
     workload = RecordedWorkload(str(drafting))
     config = simulated_config(sections_of(workload.config, SECTIONS), keys)
@@ -228,17 +227,6 @@ def test_a_continued_run_records_its_later_steps_again(tmp_path):
     assert len(os.listdir(tmp_path / "trace")) == 3
 
 
-def test_recording_stops_where_it_is_full_and_says_so_once(tmp_path, monkeypatch, capsys):
-    make_recorder(tmp_path / "one").write(one_step(0))
-    size = sum(path.stat().st_size for path in (tmp_path / "one" / "trace").iterdir())
-    monkeypatch.setattr(trace, "MAX_BYTES", size)
-    recorder = make_recorder(tmp_path / "two")
-    for step in range(4):
-        recorder.write(one_step(step))
-    assert list_steps(str(tmp_path / "two" / "trace")) == [0, 1] and not recorder.is_on
-    assert capsys.readouterr().err.count("recording stops before step 2, and the run goes on") == 1
-
-
 def test_recording_stops_where_it_cannot_write_and_the_run_goes_on(tmp_path, capsys):
     recorder = make_recorder(tmp_path)
     recorder.write(one_step(0))
@@ -257,7 +245,6 @@ def test_recording_stops_where_it_cannot_write_and_the_run_goes_on(tmp_path, cap
         (lambda f: (f / "meta.json").write_text('{"format": 99}'), "not a trace of this version"),
         (lambda folder: (folder / "responses-00000.parquet").unlink(), "no step is recorded there"),
         (lambda f: (f / "forwards-00000.parquet").unlink(), "00000.parquet: cannot be read"),
-        (lambda f: (f / "forwards-00000.parquet").write_bytes(b"PAR1"), "cannot be read"),
         (
             lambda f: shutil.copy(f / "responses-00000.parquet", f / "forwards-00000.parquet"),
             "columns are not those",
@@ -277,11 +264,3 @@ def test_a_folder_that_cannot_be_made_is_an_input_error(tmp_path):
     (tmp_path / "trace").write_text("in the way")
     with pytest.raises(InputError, match=r"trace\.enabled: cannot write to .*: File exists"):
         make_recorder(tmp_path)
-
-
-def test_meta_is_plain_json(tmp_path):
-    make_recorder(tmp_path)
-    meta = json.loads((tmp_path / "trace" / "meta.json").read_text(encoding="utf-8"))
-    assert meta["hardware"]["cores"] >= 1 and meta["hardware"]["cpu"]
-    assert set(meta["versions"]) == {"python", "torch", "transformers", "numpy"}
-    assert meta["config"]["trace.enabled"] is False

@@ -18,10 +18,9 @@ from bubblespec.config import Config, config_of_sections
 from bubblespec.errors import InputError
 from bubblespec.simulate.cost import load_cost
 from bubblespec.simulate.recorded import RecordedWorkload, sections_of
-from bubblespec.simulate.run import SimulatedStep, counted, simulate, steps_that_fit
+from bubblespec.simulate.run import SimulatedStep, counted, simulate
 from bubblespec.simulate.runner import DrafterModel
 from bubblespec.simulate.workload import Synthetic, SyntheticWorkload, Workload, parse
-from bubblespec.telemetry.timeline import save_timeline
 
 SECTIONS = ("rollout", "speculative", "bubble", "tail_batching")  # what overrides may change
 COUNTS = ("forwards", "drafted_tokens", "proposed_tokens", "refused_tokens", "response_tokens")
@@ -50,8 +49,6 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, help="default: those of the trace, or 8")
     parser.add_argument("--cost-model", metavar="COST", help="GPU:MODEL or RUN_DIR to fit it on")
     parser.add_argument("--json", metavar="FILE", help="write the figures there; it must not exist")
-    parser.add_argument("--timeline-step", type=int, metavar="STEP", help="draw it, into --output")
-    parser.add_argument("--output", metavar="DIR")
     parser.add_argument("overrides", nargs="*", help=f"section.key=value of {', '.join(SECTIONS)}")
     try:
         run(parser.parse_intermixed_args())
@@ -64,10 +61,6 @@ def main() -> int:
 def run(arguments: argparse.Namespace) -> None:
     if arguments.json and os.path.exists(arguments.json):
         raise InputError(f"--json: {arguments.json} exists")
-    if (arguments.timeline_step is None) != (arguments.output is None):
-        raise InputError("--timeline-step and --output go together")
-    if arguments.ranks is not None and arguments.ranks < 1:
-        raise InputError(f"--ranks: {arguments.ranks} must be at least 1")
     if not (arguments.trace or arguments.cost_model):
         raise InputError("--cost-model: a synthetic workload says nothing of what a forward takes")
     for override in arguments.overrides:
@@ -78,10 +71,9 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.drafter and "drafter" not in config.speculative.method:
         raise InputError(f"--drafter: speculative.method={config.speculative.method} has none")
     cost = load_cost(arguments.cost_model or arguments.trace)
-    num_ranks = arguments.ranks or (workload.world_size if arguments.trace else 8)
-    num_steps = steps_that_fit(config, workload)
-    if arguments.timeline_step is not None and not 0 <= arguments.timeline_step < num_steps:
-        raise InputError(f"--timeline-step: {arguments.timeline_step} is not below {num_steps}")
+    num_ranks = arguments.ranks
+    if num_ranks is None:
+        num_ranks = workload.world_size if arguments.trace else 8
     options = {"drafter": drafter, "shows_progress": True}
     results = {
         method: simulate(arm, workload, cost.seconds, num_ranks, **options)
@@ -91,9 +83,6 @@ def run(arguments: argparse.Namespace) -> None:
     sums = {method: totals(steps[:num_counted]) for method, steps in results.items()}
     print(f"{cost.source}; {num_ranks} ranks, {num_counted} steps")
     print(table(sums))
-    for method, steps in results.items() if arguments.output else ():
-        step, folder = arguments.timeline_step, os.path.join(arguments.output, method)
-        save_timeline(folder, step, steps[step].lanes, f"{method} (simulated)")
     if arguments.json:
         report = {
             "cost": dataclasses.asdict(cost),

@@ -131,12 +131,12 @@ def counted(steps: list[SimulatedStep]) -> list[SimulatedStep]:
 
 def _check(config: Config, workload: Workload, num_ranks: int) -> None:
     rollout = config.rollout
-    for key in ("num_prompts", "num_generations"):
-        name = {"num_prompts": "num_prompts_per_step"}.get(key, key)
-        given, there = getattr(rollout, name), getattr(workload, key)
-        if given != there:
-            raise InputError(f"rollout.{name}: {given}, but the workload has {there}")
-    if workload.num_prompts < num_ranks:
+    given = (rollout.num_prompts_per_step, rollout.num_generations)
+    there = (workload.num_prompts, workload.num_generations)
+    if given != there:
+        names = "num_prompts_per_step, num_generations"
+        raise InputError(f"rollout.{names}: {given}, but the workload has {there}")
+    if not 1 <= num_ranks <= workload.num_prompts:
         raise InputError(f"--ranks: {num_ranks} for {workload.num_prompts} prompts per step")
     if rollout.num_slots == "auto":
         rollout.num_slots = max_slots(config, num_ranks)

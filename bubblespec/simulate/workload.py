@@ -141,22 +141,12 @@ class Synthetic:
     seed: int = 0
 
     def __post_init__(self):
-        bounds = {
-            "mean": (1, 1e6),
-            "max": (MIN_LENGTH, 1 << 20),
-            "sigma": (0, 5),
-            "prompt": (2, 1 << 20),
-            "run": (1, math.inf),
-            "accept_length": (1, 1000),
-            "steps": (1, 10_000),
-            "epochs": (1, 10_000),
-            "edited": (0, 1),
-            "seed": (0, (1 << 31) - 1),
-        }
-        for name, (low, high) in bounds.items():
-            value = getattr(self, name)
-            if not low <= value <= high:
-                raise InputError(f"{name}: {value} must be from {low:g} to {high:g}")
+        least = {"max": MIN_LENGTH, "prompt": 2, "sigma": 0, "edited": 0, "seed": 0}
+        for name, value in vars(self).items():
+            if not value >= least.get(name, 1):
+                raise InputError(f"{name}: {value} must be at least {least.get(name, 1)}")
+        if self.edited > 1 or math.isinf(self.mean + self.sigma):
+            raise InputError("edited: a share; mean and sigma: finite")
         if self.steps % self.epochs:
             raise InputError(f"epochs: {self.steps} steps are not {self.epochs} equal epochs")
 

@@ -78,23 +78,15 @@ def speculation_metrics(
         return sum(getattr(entry, name) for entry in records)
 
     propose_s = sum(forward.propose_s for rollout in rollouts for forward in rollout.forwards)
-    # The rows of all ranks that are decoded together are not one's own.
-    shared_s = sum(total_s(rollout.shared, "shared") for rollout in rollouts)
-    own_s, all_s, wait_s, forwards = (
-        total(rollouts, name) for name in ("own_s", "total_s", "wait_s", "own_forwards")
-    )
-    times = ranks.gather(np.array([own_s, all_s - shared_s, wait_s, forwards, propose_s]))
-    slowest = int(times[:, 0].argmax())
-    rollout_s = times[slowest, 0]
+    own = [total(rollouts, name) for name in ("own_s", "own_forwards")]
+    times = ranks.gather(np.array([*own, propose_s]))
     names = ("row_forwards", "gained_tokens", "draft_tokens", "accepted_tokens", "covered_tokens")
     own = [total(counts, name) for name in names]
-    own += [total(rollouts, name) for name in ("drafted_tokens", "hard_forwards")]
+    own.append(total(rollouts, "drafted_tokens"))
     sums = ranks.gather(np.array([*own, *total(counts, "accepted_lengths")], np.int64)).sum(axis=0)
-    row_forwards, gained, drafted, accepted, covered, drafted_ahead, hard_forwards, *lengths = (
-        sums.tolist()
-    )
+    row_forwards, gained, drafted, accepted, covered, drafted_ahead, *lengths = sums.tolist()
     metrics = {
-        "rollout/forwards": int(times[slowest, 3]),
+        "rollout/forwards": int(times[times[:, 0].argmax(), 1]),
         "rollout/spec_accept_length": gained / max(row_forwards, 1),
         "rollout/spec_accept_rate": accepted / max(drafted, 1),
         "rollout/spec_coverage": covered / max(int(record.generated.lengths.sum()), 1),
@@ -103,11 +95,8 @@ def speculation_metrics(
         "rollout/spec_accepted_lengths": lengths,
         "bubble/drafted_tokens": drafted_ahead,
         "bubble/store_tokens": store_tokens,
-        "bubble/ratio_before_drafting": float(np.mean(1 - times[:, 0] / max(rollout_s, 1e-9))),
-        "bubble/overrun_s": max(float(times[:, 1].max() - rollout_s), 0.0),
-        "bubble/hard_forwards": hard_forwards,
         "progress/ticks": total(rollouts, "num_ticks"),
-        "timing_s/propose": float(times[:, 4].mean()),
+        "timing_s/propose": float(times[:, 2].mean()),
         "timing_s/exchange": total_s(record.spans, "exchange"),
     }
     by_source: dict[str, np.ndarray] = {}

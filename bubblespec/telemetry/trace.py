@@ -4,7 +4,7 @@ forward with its load and time.
 output_dir/trace holds meta.json and two Parquet files per step, responses-00012.parquet and
 forwards-00012.parquet, with the columns of COLUMNS. The responses are written last: a step counts
 if it has them. All files are written aside and renamed, and a continued run writes the steps again
-that come after its checkpoint. At MAX_BYTES recording stops, and the run continues.
+that come after its checkpoint. Where the disk is full recording stops, and the run continues.
 
 responses: a row per response of the step, groups that dynamic sampling has replaced included, in
 canonical order. batch counts the step's rollouts; owner is the rank that generated the response;
@@ -41,7 +41,6 @@ if TYPE_CHECKING:  # a tenth of a second that only a recorded run pays
 FORMAT = 2
 FOLDER = "trace"
 META_FILE = "meta.json"
-MAX_BYTES = 4 << 30  # of files
 FILE_NAME = re.compile(r"(responses|forwards)-(\d{5,})\.parquet(\.tmp)?")
 COLUMNS = {
     "forwards": {"step": "int32", "rank": "int16", "batch": "int16"}
@@ -75,18 +74,15 @@ class Recorder:
         InputError."""
         self.ranks = ranks
         self.folder = os.path.join(config.run.output_dir, FOLDER)
-        self.num_bytes = 0  # on disk; rank 0 knows
         self.is_on = True  # the same on all ranks
         if ranks.is_main:
             try:
                 os.makedirs(self.folder, exist_ok=True)
                 self._remove_from(first_step)
                 self._write_meta(config)
-                self.num_bytes = sum(entry.stat().st_size for entry in os.scandir(self.folder))
             except OSError as error:
                 reason = f"cannot write to {self.folder}: {error.strerror}"
                 raise InputError(f"trace.enabled: {reason}") from error
-        self._stop_if_full(first_step)
 
     def write(self, record: StepRecord) -> None:
         """The step is over: gather all ranks' forwards and write it. All ranks continue together,
@@ -105,14 +101,6 @@ class Recorder:
                 self.is_on = False
                 reason = f"{self.folder}: {error.strerror or error}"
                 log(f"warning: {reason}; recording stops before step {step}, and the run goes on")
-        self._stop_if_full(step + 1)
-
-    def _stop_if_full(self, next_step: int) -> None:
-        """Rank 0 says whether recording goes on."""
-        if self.is_on and self.num_bytes > MAX_BYTES:
-            self.is_on = False
-            size = f"{self.folder} has {self.num_bytes / 1e9:.2f} GB"
-            log(f"warning: {size}; recording stops before step {next_step}, and the run goes on")
         self.is_on = bool(self.ranks.gather(np.array([self.is_on], np.uint8))[0, 0])
 
     def _remove_from(self, first_step: int) -> None:
@@ -144,7 +132,6 @@ class Recorder:
         }
         with _replaced(_path(self.folder, kind, step)) as path:
             pyarrow.parquet.write_table(pyarrow.table(arrays), path, compression="zstd")
-            self.num_bytes += os.path.getsize(path)
 
 
 def describe_hardware(device: torch.device) -> dict[str, Any]:
