@@ -8,7 +8,6 @@ import torch
 import transformers
 from test_update import gradient, make_config, make_samples
 
-from bubblespec.config import ModelConfig
 from bubblespec.engine.model import (
     UnsupportedModel,
     enable_gradient_checkpointing,
@@ -16,7 +15,6 @@ from bubblespec.engine.model import (
     prepare_model,
 )
 from bubblespec.engine.packing import pack_sequences
-from bubblespec.learn.lora import add_adapter
 from tests.helpers.models import GQA, SMALL, VOCAB
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -46,17 +44,12 @@ RANDOM_IN_TRAINING = {
 }
 
 
-def compute(name: str, has_checkpoints: bool, dtype: torch.dtype, has_adapter: bool):
+def compute(name: str, has_checkpoints: bool, dtype: torch.dtype):
     """Gradient and metrics of one step, and how often a norm of the layers has run."""
     torch.manual_seed(0)
     model = (
         transformers.AutoModelForCausalLM.from_config(RANDOM_IN_TRAINING[name]()).to(dtype).eval()
     )
-    if has_adapter:
-        add_adapter(model, ModelConfig(path="", lora_r=4), seed=3)
-        for parameter_name, parameter in model.named_parameters():
-            if "lora_B" in parameter_name:
-                torch.nn.init.normal_(parameter, std=0.1)
     prepare_model(model, 64)
     if has_checkpoints:
         enable_gradient_checkpointing(model)
@@ -77,9 +70,9 @@ def compute(name: str, has_checkpoints: bool, dtype: torch.dtype, has_adapter: b
     return got, clock_free, len(calls)
 
 
-def check(name: str, dtype: torch.dtype = torch.float64, has_adapter: bool = False) -> None:
+def check(name: str, dtype: torch.dtype = torch.float64) -> None:
     (plain, plain_metrics, calls), (got, metrics, more_calls) = (
-        compute(name, has_checkpoints, dtype, has_adapter) for has_checkpoints in (False, True)
+        compute(name, has_checkpoints, dtype) for has_checkpoints in (False, True)
     )
     assert torch.equal(got, plain) and metrics == plain_metrics
     assert got.isfinite().all() and got.abs().max() > 1e-3
@@ -93,11 +86,6 @@ def test_nothing_random_comes_back(name):
 
 def test_to_the_bit_in_bfloat16():
     check("mixtral", torch.bfloat16)
-
-
-def test_with_an_adapter():
-    pytest.importorskip("peft", reason="pip install -r requirements-lora.txt")
-    check("mixtral", has_adapter=True)
 
 
 def test_a_forward_without_gradients_is_not_checkpointed(make_model, monkeypatch):

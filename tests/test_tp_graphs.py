@@ -6,7 +6,6 @@ and computed at each replay.
 
 import copy
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -248,17 +247,6 @@ def test_no_graphs_where_they_are_not_wanted_or_sums_cannot_be_in_them(captures,
         return runner.graphs is None and runner.cache.num_spare == 0
 
     assert run_together(2, of_rank) == [True] * 2
-
-
-@pytest.mark.parametrize(
-    "device, backend, can",
-    [("cuda", "nccl", True), ("cuda", "gloo", False), ("cpu", "gloo", False)],
-)
-def test_only_sums_of_nccl_can_be_in_a_graph(monkeypatch, device, backend, can):
-    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
-    monkeypatch.setattr("torch.distributed.get_backend", lambda: backend)
-    ranks = SimpleNamespace(device=torch.device(device), rank=0, world_size=2)
-    assert TPGroup(ranks).can_capture == can
 
 
 def test_graphs_go_before_the_process_group_does(monkeypatch):
