@@ -1,8 +1,6 @@
 """The drafter's chains in an engine, against a plain transcription; and the noise that they are
 drawn with."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -161,31 +159,6 @@ def check_chains(name: str, max_batch_tokens: int, kernel: str) -> DrafterRunner
     return runner
 
 
-def test_states_of_rejected_drafts_do_not_outlive_too_many_rows(monkeypatch):
-    monkeypatch.setattr(drafter_module, "MAX_ROWS", 2)
-    runner = make_engine(make_policy("llama"), 3)
-    engine = runner.engine
-    rows = [Row(SampleId(number, 0, 0), (20 + number, 30, 40), 60) for number in range(3)]
-    alone = Engine(ModelRunner(runner.drafter.policy, 3, MAX_LENGTH, SEED))
-    truth = {row.id: row.tokens.tolist() for row in alone.run(rows, PARAMS)}
-    rows = [Row(row.id, row.prompt, 60) for row in rows]
-    drafts = CheckedDrafts(runner, truth, 0.0)
-    wrong = SimpleNamespace(
-        propose=lambda rows, *_: [np.ones(8, np.int64)] * len(rows), observe=drafts.observe
-    )
-    engine.add(rows[:2])
-    for _ in range(3):
-        engine.step(PARAMS, wrong)
-    engine.add(rows[2:])
-    for _ in range(3):
-        engine.step(PARAMS)
-    engine.drop(rows[2])
-    for _ in range(2):
-        engine.step(PARAMS)
-        drafts.check(np.arange(len(engine.rows)), 3)
-    assert drafts.num_checked == 2 * len(engine.rows) > 0
-
-
 def test_a_row_that_shares_its_prompt_and_moves_has_the_chains_that_it_has_alone():
     """The row of the other sample prefills the prompt, and finishes first."""
     params = SamplingParams(temperature=0.8)  # no stop tokens
@@ -268,21 +241,6 @@ def test_its_layer_begins_as_the_policys_last_one_with_full_attention(name):
     ours = {tensor.detach().numpy().tobytes() for tensor in drafter.body.parameters()}
     assert {t.detach().numpy().tobytes() for t in layer[number].parameters()} <= ours
     assert len(ours - values) == 1, "its own embedding, which is not used"
-
-
-def test_chains_may_be_longer_than_what_their_rows_can_get():
-    policy = make_policy("llama")
-    engine = Engine(ModelRunner(policy, 1, 12, SEED))
-    runner, lengths = DrafterRunner(make_drafter(policy), engine, PARAMS), []
-    runner.enable(True)
-    engine.add([Row(SampleId(0, 3, 0), (7,), 11)])
-    while not engine.is_idle:
-        engine.step(SamplingParams(temperature=0.8))
-        if engine.rows:
-            lengths.append(int(engine.lengths[0]))
-            chains, _, _ = runner.draft(np.array([0]), MAX_CHAIN_LENGTH)
-            assert chains.shape == (1, MAX_CHAIN_LENGTH)
-    assert lengths[-1] == 11, "of 12 positions"
 
 
 # Noise

@@ -198,18 +198,3 @@ def test_drafters_are_merged_by_the_updates_that_ranks_have_made(llama, own, oth
     after = torch.cat([p.detach().flatten() for p in training.params])
     wanted = (own * before + other * theirs) / (own + other) if own + other else before
     assert torch.allclose(after, wanted, rtol=1e-12, atol=0) and training._num_unmerged == 0
-
-
-def test_the_oldest_examples_make_room(monkeypatch, llama):
-    monkeypatch.setattr(drafter_training, "BUFFER_TOKENS", 400)
-    training = make_training(make_drafter(llama))
-    random = np.random.default_rng(0)
-    added = []
-    for _ in range(60):
-        size = int(random.choice([5, 40, 300]))
-        added.append(Example(1, np.zeros(size + 1, np.int64), torch.zeros(size, 1)))
-        training.add(added[-1])
-        kept = list(training.examples)
-        assert all(a is b for a, b in zip(kept, added[-len(kept) :], strict=True))
-        sizes = [len(example.hidden) for example in added[-len(kept) - 1 :]]
-        assert sum(sizes[1:]) <= 400 and (len(kept) == len(added) or sum(sizes) > 400)

@@ -139,7 +139,8 @@ def test_run_is_that_without_drafts(
 
 @pytest.mark.parametrize("ranks, is_killed", [(2, True), (4, False)])
 def test_processes_have_the_tokens_of_threads(reference, tmp_path, ranks, is_killed):
-    used, options = ["drafts", "workers"], options_of(["drafts", "workers"])
+    used = ["drafts", "workers", "tp tail"]
+    options = options_of(used)
     short = [*TINY, *SHAPES["in order"]]
     if is_killed:
         run_until_killed(tmp_path, ranks, 3, *options, short=short)

@@ -43,7 +43,6 @@ def close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 RULES = {
     "default": ["run.timeline_steps=[1]"],
     "failing rewards": ["reward.functions=[tests.helpers.misbehaving_rewards.fails_for_some]"],
-    "dynamic sampling": ["rollout.dynamic_sampling=true", "rollout.dynamic_sampling_max_batches=3"],
     "race": [
         "tail_batching.enabled=true",
         "tail_batching.over_sampling_ratio=1.5",

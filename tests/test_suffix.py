@@ -158,17 +158,6 @@ def test_equals_brute_force(alphabet):
     assert sources == {OWN, SIBLING, SELF, HISTORY}
 
 
-def test_what_the_prompt_says_is_proposed():
-    index = GroupIndex(prompt=[5, 6, 7, 8, 9])
-    assert index.propose(0, 4)[0].tolist() == []  # a response does not begin where its prompt does
-    index.extend(0, ints(5))
-    assert index.propose(0, 4)[0].tolist() == []
-    index.extend(0, ints(6))
-    tokens, length, source = index.propose(0, 2)
-    assert (tokens.tolist(), length, source) == ([7, 8], 2, SELF)
-    assert index.propose(1, 2)[0].tolist() == []
-
-
 def test_growing_equals_building_at_once():
     rng = np.random.default_rng(2)
     texts = [rng.integers(3, size=50), rng.integers(3, size=70)]
@@ -267,59 +256,6 @@ def test_position_zero_prefers_own_then_sibling_then_history():
     assert index.propose(0, 2)[0].tolist() == [4, 5] and index.propose(0, 2)[2] == SIBLING
     index.add_draft(0, ints(1, 2, 3))
     assert index.propose(0, 4)[0].tolist() == [1, 2, 3] and index.propose(0, 4)[2] == OWN
-
-
-def test_a_continued_match_stays_in_a_tie():
-    index = build([("draft", 1, ints(60, 1, 2, 3, 4)), ("extend", 0, ints(50, 1, 2))])
-    assert index.propose(0, 1)[0].tolist() == [3]
-    index.add_draft(2, ints(61, 1, 2, 3, 70))  # more recent, as long a match
-    index.extend(0, ints(3))
-    assert index.propose(0, 1)[0].tolist() == [4]
-    index.add_draft(3, ints(50, 1, 2, 3, 80))  # longer
-    assert index.propose(0, 1)[0].tolist() == [80]
-
-
-def test_history_prefers_reward_then_recency():
-    texts = [ints(9, 1, 2, 30), ints(9, 1, 2, 31), ints(9, 1, 2, 32)]
-    for rewards, wanted in (((0, 1, 0), 31), ((0, 0, 1), 32), ((1, 1, 1), 30), ((0, 1, 1), 31)):
-        index = build(
-            [("extend", 0, ints(5, 1, 2))], list(zip(texts, map(float, rewards), strict=True))
-        )
-        assert index.propose(0, 3)[0].tolist() == [wanted]
-
-
-def test_live_tokens_serve_siblings_and_their_own_row():
-    index = build([("extend", 0, np.arange(30)), ("extend", 1, ints(90, 10, 11))])
-    tokens, length, source = index.propose(1, 50)
-    assert (tokens.tolist(), length, source) == (list(range(12, 30)), 2, SIBLING)
-    index.extend(
-        0, np.arange(30, 34)
-    )  # a continuation grows with its source, and the proposal above stays as it was
-    assert index.propose(1, 50)[0].tolist() == list(range(12, 34)) and len(tokens) == 18
-    index.extend(0, ints(3, 4))
-    tokens, length, source = index.propose(0, 3)
-    assert (tokens.tolist(), length, source) == ([5, 6, 7], 2, SELF)
-
-
-def test_the_asking_row_does_not_hide_its_siblings():
-    """The most recent place of an n-gram is in the row itself, the longer match in a sibling."""
-    sibling = ints(1, 2, 3, 4, 5, 6, 7)
-    row = np.concatenate([ints(80, 4, 5), np.arange(100, 100 + LIVE_LAG), ints(2, 3, 4, 5)])
-    index = build([("draft", 1, sibling), ("extend", 0, row)])
-    assert (index.propose(0, 9)[0].tolist(), *index.propose(0, 9)[1:]) == ([6, 7], 4, SIBLING)
-
-
-def test_edges():
-    index = build([("draft", 0, ints()), ("extend", 0, ints())])
-    assert index.propose(0, 4)[0].tolist() == []
-    index = build([("draft", 0, ints(1, 2, 3))])
-    assert index.propose(0, 0)[0].tolist() == []
-    index.extend(0, ints(1, 2, 3))  # the draft is used up
-    assert index.propose(0, 4)[0].tolist() == []
-    index.add_draft(
-        0, ints(1, 2, 3, 0, 4)
-    )  # token 0, as a stop token may be, is a token like any other
-    assert index.propose(0, 4)[0].tolist() == [0, 4]
 
 
 def test_find_nearest_equals_brute_force():

@@ -36,15 +36,6 @@ def tick(tables: list[RowTable]) -> None:
         table.sync(states)
 
 
-def test_rows_are_those_of_the_rank():
-    launch = make_launch()
-    made = [table.make_rows(9) for table in make_tables(launch)]
-    assert [list(rows) for rows in made] == [[0, 2, 4], [1, 3, 5]]
-    ids = {index: row.id for rows in made for index, row in rows.items()}
-    assert [ids[index] for index in range(6)] == launch.ids
-    assert made[1][5].prompt == PROMPTS[2].token_ids and made[1][5].max_new_tokens == 9
-
-
 def test_what_is_synced_is_the_same_on_all_ranks_and_never_older_than_what_is_known():
     rng, tables = np.random.default_rng(0), make_tables(make_launch(4, generations=3), 3)
     lengths = rng.integers(1, 12, 12)
@@ -148,17 +139,3 @@ def test_rows_that_are_out_need_not_be_finished(shape):
         assert set(groups.tolist()) == set(range(len(launch.groups))) - trained_groups
         assert (numbers < launch.num_kept).all(), "what only ran for a race is not deferred"
         assert len(groups) == (len(launch.groups) - launch.num_trained) * launch.num_kept
-
-
-def test_equal_lengths_are_decided_by_the_data_order():
-    launch = make_launch(4, 2, 2, 2)
-    assert table_of(launch, [5] * 8, [True] * 8).trained().tolist() == [0, 1, 2, 3]
-    race = make_launch(2, 2, 3, 2)
-    assert table_of(race, [7, 5, 5, 5, 5, 5], [True] * 6).trained().tolist() == [1, 2, 3, 4]
-
-
-def test_everything_is_trained_on_where_nothing_is_selected():
-    launch = make_launch()
-    table = table_of(launch, [1] * 6, [True] * 6)
-    assert not launch.selects
-    assert table.trained().tolist() == list(range(6)) and not len(table.deferred())

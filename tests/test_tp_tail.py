@@ -25,7 +25,7 @@ from bubblespec.planner.stats import RunStats
 from bubblespec.rollout.board import ProgressBoard, RankState
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.table import RowTable
-from bubblespec.rollout.tp_tail import STOP_INTERVAL, OwnersPropose, TPTail, make_tp_tail
+from bubblespec.rollout.tp_tail import STOP_INTERVAL, TPTail, make_tp_tail
 from bubblespec.simulate.world import SimulatedRanks, SimulatedTicks, World
 from bubblespec.types import Draft
 from tests.helpers.clocks import forward_seconds
@@ -46,7 +46,6 @@ from tests.helpers.rollouts import (
     plain_rows,
 )
 from tests.helpers.rows import launch_of
-from tests.helpers.tp import run_together
 
 NUM_ROWS = 12  # of four prompts, three responses each
 
@@ -205,41 +204,6 @@ def test_when_it_is_due():
     assert not tail.is_due(selecting, states), "some are not trained on"
     tail = TPTail(tail.engine, None, 3, LIMIT, is_worth_it=lambda table: False)
     assert not tail.is_due(table, states)
-
-
-def test_proposals_of_all_ranks_reach_all():
-    """More than has room: drafts are cut, on all ranks alike."""
-    rows = plain_rows()[:6]
-    lengths = np.array([len(row.tokens) for row in rows])
-    room = np.array([400, 400, 0, 3, 400, 400])
-
-    class Fixed:
-        def __init__(self, rank: int):
-            self.rank, self.seen = rank, []
-
-        def propose(self, rows, lengths, room, budget):
-            draft = np.arange(300) + 1000 * self.rank
-            return [None if number == 1 else draft for number in range(len(rows))]
-
-        def observe(self, rows, tokens, num_draft, num_accepted):
-            self.seen += zip(map(id, rows), map(len, tokens), num_draft, num_accepted, strict=True)
-
-    fixed = [Fixed(0), Fixed(1)]
-
-    def of_rank(tp):
-        own = [{id(row) for row in rows[:5]}, {id(rows[5])}][tp.rank]
-        gather = lambda numbers: tp.gather(torch.from_numpy(numbers)).numpy()  # noqa: E731
-        proposer = OwnersPropose(fixed[tp.rank], own, gather)
-        drafts = proposer.propose(rows, lengths, room, 2000)
-        tokens = [np.arange(n) for n in range(6)]
-        proposer.observe(rows, tokens, np.arange(6) * 2, np.arange(6))
-        return drafts
-
-    for drafts in run_together(2, of_rank):
-        assert [len(draft) for draft in drafts] == [64, 0, 0, 3, 64, 64]
-        assert drafts[5][0] == 1000 and drafts[4][-1] == 63
-    assert fixed[0].seen == [(id(rows[n]), n, 2 * n, n) for n in range(5)]
-    assert fixed[1].seen == [(id(rows[5]), 5, 10, 5)]
 
 
 def test_the_engine_is_as_good_as_new_for_each_rollout():

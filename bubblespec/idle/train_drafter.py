@@ -2,11 +2,11 @@
 recent responses, slice by slice."""
 
 from collections.abc import Iterable
-from typing import Protocol
 
 import numpy as np
 
 from bubblespec.dist.ranks import Ranks
+from bubblespec.draft.drafter_training import DrafterTraining
 from bubblespec.idle.task import SLICE_S, IdleTask, Job
 from bubblespec.records import Span
 
@@ -16,22 +16,12 @@ LITTLE_S = 1e-9
 MAX_SHARE = 0.05  # of the rollout so far that a slice may take: the others wait for its end
 
 
-class Training(Protocol):
-    """What trains the drafter (`DrafterTraining`)."""
-
-    token_s: float
-
-    def slice_tokens(self) -> int: ...
-    def run_slice(self, limit_s: float) -> float: ...
-    def merge(self, ranks: Ranks) -> None: ...
-
-
 class TrainDrafter(IdleTask):
     """Training of the drafter in one rollout on one rank."""
 
     name = "train_drafter"
 
-    def __init__(self, training: Training, *, num_ranks: int, clock):
+    def __init__(self, training: DrafterTraining, *, num_ranks: int, clock):
         self.training, self.clock = training, clock
         self._slices_s = np.zeros(num_ranks)  # of each rank, 0 where it cannot do any
         self._num_granted = 0

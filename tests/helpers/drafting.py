@@ -1,24 +1,11 @@
 """Training of the drafter that depends on no clock: slices at every tick, beside rows of the rank's
-own.
+own."""
 
-Run as a script it is train.py under these conditions, or with --at and --kind that of
-system/signalled_train.py; with --in PART every rank gets SIGTERM in that part of the warm start:
-responses, training.
-"""
-
-import os
-import signal
-import sys
-
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-
-import train
-from bubblespec.draft import drafter_training, proposer
+from bubblespec.draft import proposer
 from bubblespec.draft.drafter_source import DrafterSource
 from bubblespec.idle.train_drafter import TrainDrafter
 from bubblespec.planner import guard
 from bubblespec.rollout.board import ProgressBoard
-from tests.system import signalled_train
 
 
 def train_always(patch=setattr) -> None:
@@ -41,25 +28,3 @@ def chain_always(patch=setattr) -> None:
     patch(proposer, "choose_windows", lambda survival, available, *_, **__: (available, True))
     patch(DrafterSource, "chance", 1.0)
     patch(DrafterSource, "choose_length", lambda source, active, count: 3)
-
-
-def stop_in(part: str) -> None:
-    """SIGTERM to every rank once, in a part of the warm start."""
-    name = {"responses": "frequent_ids", "training": "train"}[part]
-    original = getattr(drafter_training, name)
-
-    def signalled(*arguments):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return original(*arguments)
-
-    setattr(drafter_training, name, signalled)
-
-
-if __name__ == "__main__":
-    train_always()
-    chain_always()
-    if "--in" in sys.argv:
-        at = sys.argv.index("--in")
-        stop_in(sys.argv[at + 1])
-        del sys.argv[at : at + 2]
-    sys.exit(signalled_train.main() if "--at" in sys.argv else train.main())

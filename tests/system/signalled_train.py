@@ -8,9 +8,6 @@ rank-dies   SIGKILL to the last rank, unless the launcher has restarted it
 ranks-die   SIGKILL to every rank
 In the save after the update of a step, when everything is written and nothing has its name yet:
 save-dies   SIGKILL to rank 0
-In the TP tail of a step, in its second forward:
-tail-dies   SIGKILL to every rank
-tail-stops  SIGTERM to the last rank
 """
 
 import argparse
@@ -24,10 +21,9 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 import train
 from bubblespec import checkpoint
 from bubblespec.dist.ranks import Ranks
-from bubblespec.engine.runner import ModelRunner
 from bubblespec.trainer import Trainer
 
-KINDS = ("launcher", "ranks", "rank-dies", "ranks-die", "save-dies", "tail-dies", "tail-stops")
+KINDS = ("launcher", "ranks", "rank-dies", "ranks-die", "save-dies")
 PATIENCE_S = 120.0
 
 
@@ -40,11 +36,9 @@ def send(kind: str, ranks: Ranks) -> None:
         while not ranks.must_stop and time.monotonic() < deadline:  # it must reach this rank first
             time.sleep(0.01)
         os.kill(os.getppid(), signal.SIGTERM)
-    elif kind == "ranks" or (kind == "tail-stops" and is_last):
+    elif kind == "ranks":
         os.kill(os.getpid(), signal.SIGTERM)
-    elif kind in ("ranks-die", "tail-dies") or (
-        kind == "rank-dies" and is_last and not is_restarted
-    ):
+    elif kind == "ranks-die" or (kind == "rank-dies" and is_last and not is_restarted):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -55,11 +49,10 @@ def main() -> int:
     arguments, rest = parser.parse_known_args()
     sys.argv = ["train.py", *rest]
     step, kind = arguments.at, arguments.kind
-    update, rename, forward = Trainer.update, os.rename, ModelRunner.forward
-    num_forwards = 0
+    update, rename = Trainer.update, os.rename
 
     def signalled_update(trainer, record, advantages):
-        if record.step == step and not kind.startswith("tail-"):
+        if record.step == step:
             send(kind, trainer.ranks)
         return update(trainer, record, advantages)
 
@@ -68,17 +61,6 @@ def main() -> int:
             os.kill(os.getpid(), signal.SIGKILL)
         rename(source, target)
 
-    def signalled_forward(runner, *batch):
-        nonlocal num_forwards
-        if kind.startswith("tail-") and runner.shards is not None:
-            ranks = runner.shards.tp.ranks
-            num_forwards += ranks.place == f"rollout of step {step}"
-            if num_forwards == 2:
-                num_forwards += 1
-                send(kind, ranks)
-        return forward(runner, *batch)
-
-    ModelRunner.forward = signalled_forward
     Trainer.update, checkpoint.os.rename = signalled_update, deadly_rename
     return train.main()
 
