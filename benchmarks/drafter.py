@@ -21,8 +21,8 @@ from benchmarks.shared import main, make_parser, plain_engine
 from bubblespec.config import load_config
 from bubblespec.dist.ranks import ranks_from_environment
 from bubblespec.draft.drafter import MAX_CHAIN_LENGTH
+from bubblespec.draft.drafter_file import save_drafter
 from bubblespec.draft.drafter_source import DrafterSource
-from bubblespec.draft.drafter_training import save_drafter
 from bubblespec.draft.proposer import Proposer
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.noise import EVALUATION
@@ -155,7 +155,8 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
         warm_start_s = time.perf_counter() - begin_s
         if arguments.save and ranks.is_main:
             os.makedirs(arguments.save, exist_ok=True)
-            save_drafter(arguments.save, trainer.sampler.drafter)
+            drafter = trainer.sampler.drafter
+            save_drafter(arguments.save, drafter.drafter, drafter.num_updates)
         found = {"coupled": acceptance(trainer, True), "point_mass": acceptance(trainer, False)}
         by_rows = []
         for count in ROWS if arguments.repeats else ():

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 from bubblespec.draft import drafter_training
 from bubblespec.draft.drafter import DrafterRunner
-from bubblespec.draft.drafter_training import DRAFTER_FILE, DrafterTraining
+from bubblespec.draft.drafter_file import DRAFTER_FILE
+from bubblespec.draft.drafter_training import DrafterTraining
 from bubblespec.rollout.sampler import Sampler
 from tests.helpers import clocks
 from tests.helpers.clocks import train_in_virtual_time

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGenerat
 from bubblespec.checkpoint import load_optimizer
 from bubblespec.config import Config, DataConfig, ModelConfig, RunConfig
 from bubblespec.draft.drafter import Drafter
-from bubblespec.draft.drafter_training import DRAFTER_FILE, read_drafter, save_drafter
+from bubblespec.draft.drafter_file import DRAFTER_FILE, read_drafter, save_drafter
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.loading import (
     check_vocabulary,
@@ -25,7 +25,6 @@ from bubblespec.loading import (
     stop_tokens,
 )
 from tests.helpers.checks import refusal
-from tests.helpers.drafter_oracle import make_training
 
 TINY = "configs/tiny_policy"
 CPU = torch.device("cpu")
@@ -218,7 +217,7 @@ def drafter(tmp_path_factory):
     """A model, and the folder of a drafter of it."""
     folder = tmp_path_factory.mktemp("drafter")
     model = AutoModelForCausalLM.from_pretrained(TINY)
-    save_drafter(folder, make_training(Drafter(model, np.arange(5))))
+    save_drafter(folder, Drafter(model, np.arange(5)), 0)
     return model, folder
 
 

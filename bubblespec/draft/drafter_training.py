@@ -15,16 +15,13 @@ of a sequence.
 """
 
 import itertools
-import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import PreTrainedModel
@@ -33,10 +30,12 @@ from bubblespec.config import Config
 from bubblespec.data.schedule import StepSchedule
 from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.drafter import Drafter, DrafterRunner
+from bubblespec.draft.drafter_file import read_drafter
 from bubblespec.draft.drafter_source import DrafterSource
+from bubblespec.draft.unrolled import UnrolledPacking
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.linear import Plan, use_plans
-from bubblespec.engine.model import forward_hidden, output_head
+from bubblespec.engine.model import forward_hidden
 from bubblespec.engine.packing import pack_sequences, to_device
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError, log
@@ -44,7 +43,6 @@ from bubblespec.learn.microbatch import Microbatch
 from bubblespec.planner.costs import CostModel
 from bubblespec.types import Row
 
-DRAFTER_FILE = "drafter.safetensors"
 PASSES = 3  # of the unrolled drafter; later tokens of a chain are rarely right
 MAX_GRAD_NORM = 0.5
 BETAS = (0.9, 0.95)
@@ -83,43 +81,6 @@ def examples_of(tokens: np.ndarray, prompt_length: int, hidden: torch.Tensor) ->
             yield Example(begin - start, tokens[start:stop], states)
 
 
-class UnrolledPacking:
-    """S sequences, each padded to T positions, one after the other. Each forward with it is the
-    next pass.
-
-    Pass j computes token j of the chains that began j - 1 positions earlier: a query at position i
-    sees the keys of pass 1 up to i - (j - 1), and then one key of each later pass up to its own
-    (training-time test of EAGLE-3, arXiv 2503.01840).
-    """
-
-    def __init__(self, num_sequences: int, length: int, device: torch.device):
-        self.shape = (num_sequences, length)
-        self.position = torch.arange(length, device=device).repeat(num_sequences)
-        self._keys: list[torch.Tensor] = []  # [S, heads, T, D] of each pass, and their values
-        self._values: list[torch.Tensor] = []
-
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float
-    ) -> torch.Tensor:
-        """query: [N, heads, D]; key, value: [N, key/value heads, D], N = S * T. Returns [N, heads,
-        D]."""
-        fold = query.shape[1] // key.shape[1]
-        query, key, value = (
-            t.unflatten(0, self.shape).transpose(1, 2) for t in (query, key, value)
-        )
-        self._keys.append(key.repeat_interleave(fold, dim=1))
-        self._values.append(value.repeat_interleave(fold, dim=1))
-        keys, values = torch.cat(self._keys, dim=2), torch.cat(self._values, dim=2)
-        # Queries at the start of a sequence, whose chain would have begun before it, see their own
-        # key only.
-        position, passes = torch.arange(self.shape[1], device=query.device), len(self._keys)
-        distance = position[:, None] - position
-        later = [distance == passes - number for number in range(2, passes + 1)]
-        mask = torch.cat([distance >= passes - 1, *later], dim=1)
-        out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
-        return out.transpose(1, 2).flatten(0, 1)
-
-
 class DrafterTraining:
     """The drafter of a run on one rank: its optimizer, and the latest examples.
 
@@ -134,8 +95,8 @@ class DrafterTraining:
         self._room = 0.0  # tokens of examples that the current step may still add
         self.params = list(self.drafter.parameters())
         # In bfloat16 most of a small update would be rounded away.
-        has_masters = self.params[0].dtype == torch.bfloat16
-        self.masters = [p.detach().float() for p in self.params] if has_masters else self.params
+        dtype = torch.promote_types(self.params[0].dtype, torch.float32)
+        self.masters = [p.detach().to(dtype, copy=True) for p in self.params]
         self.optimizer = torch.optim.AdamW(
             self.masters, lr=FINAL_RATE * LEARNING_RATE, betas=BETAS, weight_decay=0.0
         )
@@ -223,16 +184,13 @@ class DrafterTraining:
     @torch.no_grad()
     def _update(self) -> None:
         """One update with the gradient that has been added up."""
-        if self.masters is not self.params:
-            for master, param in zip(self.masters, self.params, strict=True):
-                # The layer's own embedding is not used.
-                master.grad = None if param.grad is None else param.grad.float()
+        for master, param in zip(self.masters, self.params, strict=True):
+            # The layer's own embedding is not used.
+            master.grad = None if param.grad is None else param.grad.to(master.dtype)
+            param.grad = None
         torch.nn.utils.clip_grad_norm_(self.masters, MAX_GRAD_NORM)
         self.optimizer.step()
-        if self.masters is not self.params:
-            torch._foreach_copy_(self.params, self.masters)
-        for param in [*self.params, *self.masters]:
-            param.grad = None
+        torch._foreach_copy_(self.params, self.masters)
         self._num_added = 0
         self.num_updates += 1
         self._num_unmerged += 1
@@ -409,42 +367,3 @@ def train(training: DrafterTraining, examples: list[Example], ranks: Ranks) -> N
             training.merge(ranks)
             ranks.barrier_or_stop()
     training.optimizer.param_groups[0]["lr"] = FINAL_RATE * LEARNING_RATE
-
-
-# On disk
-
-
-def save_drafter(folder: str, training: DrafterTraining) -> None:
-    """Weights, token ids and the number of updates, as a file of a folder. Raises OSError."""
-    state = training.drafter.state_dict()
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-    tensors["ids"] = torch.from_numpy(training.drafter.ids)
-    tensors["num_updates"] = torch.tensor(training.num_updates)
-    save_file(tensors, os.path.join(folder, DRAFTER_FILE))
-
-
-def read_drafter(
-    config: Config, model: PreTrainedModel, checkpoint: str | None
-) -> tuple[Drafter, int] | None:
-    """The checkpoint's drafter, else that of drafter.path, and its number of updates; None if there
-    is neither. Raises InputError for a folder without a drafter for this policy."""
-    folder, key = config.drafter.path, "drafter.path"
-    if checkpoint is not None and os.path.isfile(os.path.join(checkpoint, DRAFTER_FILE)):
-        folder, key = checkpoint, "run.resume_from_checkpoint"
-    if not folder:
-        return None
-    try:
-        tensors = load_file(os.path.join(folder, DRAFTER_FILE))
-        ids, num_updates = tensors.pop("ids").numpy(), int(tensors.pop("num_updates"))
-        if ids.ndim != 1 or not len(ids) or (np.diff(ids, prepend=-1) <= 0).any():
-            raise ValueError("ids must be token ids, ascending")
-        if ids[-1] >= len(output_head(model).weight):
-            raise ValueError(f"ids: the policy has no token {ids[-1]}")
-        drafter = Drafter(model, ids, config.run.seed)
-        drafter.load_state_dict(tensors)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(
-            f"{key}: no drafter of this policy can be read from {folder}: {reason}"
-        ) from error
-    return drafter, num_updates

@@ -40,29 +40,20 @@ def corrupt_drafts(
     vocab_size: int,
     max_new_tokens: int,
 ) -> tuple[dict[SampleId, Draft], int]:
-    """A share of the drafts with other tokens, with the wrong finished flag, or swapped with
-    another sample's; and how many.
+    """A share of the drafts with other tokens and either finished flag; and how many.
 
     A draft that says it is unfinished keeps room for one more token: it will be drafted further,
     and the engine refuses a row that is full already.
     """
-    keys, result, count = list(drafts), dict(drafts), 0
-    for key in keys:
-        if rng.random() >= share:
-            continue
-        count += 1
-        kind, draft = rng.choice(("tokens", "flag", "swap"), p=(0.6, 0.2, 0.2)), result[key]
-        if kind == "tokens":
+    result, count = {}, 0
+    for key, draft in drafts.items():
+        if rng.random() < share:
+            count += 1
             tokens = corrupt_tokens(draft.tokens, rng, vocab_size)
-            result[key] = dataclasses.replace(draft, tokens=tokens)
-        elif kind == "flag":
-            result[key] = dataclasses.replace(draft, is_finished=not draft.is_finished)
-        else:
-            other = keys[rng.integers(len(keys))]
-            result[key], result[other] = result[other], draft
-    for key, draft in result.items():
-        if not draft.is_finished:
-            result[key] = dataclasses.replace(draft, tokens=draft.tokens[: max_new_tokens - 1])
+            is_finished = bool(rng.random() < 0.5)
+            room = max_new_tokens - (not is_finished)
+            draft = dataclasses.replace(draft, tokens=tokens[:room], is_finished=is_finished)
+        result[key] = draft
     return result, count
 
 
