@@ -123,10 +123,6 @@ def check_against_the_page(make_model, config) -> dict:
     return metrics
 
 
-def test_page_has_a_fragment_for_every_recipe():
-    assert list(FRAGMENTS) == RECIPES
-
-
 @pytest.mark.parametrize("name", RECIPES)
 def test_fragments_load_and_say_what_the_table_says(name, tmp_path):
     loss = recipe_config(name, tmp_path).loss
@@ -141,7 +137,7 @@ def test_fragments_load_and_say_what_the_table_says(name, tmp_path):
 @pytest.mark.parametrize("name", RECIPES)
 def test_loss_and_gradient_of_every_update_equal_the_formulas(make_model, tmp_path, name):
     metrics = check_against_the_page(make_model, training_config(name, tmp_path))
-    assert metrics["clip_ratio/high_mean"] > 0.02
+    assert list(FRAGMENTS) == RECIPES and metrics["clip_ratio/high_mean"] > 0.02
     if name != "CISPO":
         assert metrics["clip_ratio/low_mean"] > 0.02
 
@@ -216,24 +212,6 @@ def test_number_of_ranks_changes_nothing_but_rounding(make_model, tmp_path, name
             torch.testing.assert_close(mine, theirs, rtol=1e-7, atol=1e-9)
         for key in wanted_metrics.keys() - {"timing_s/sync"}:
             assert metrics[key] == pytest.approx(wanted_metrics[key], rel=1e-7, abs=1e-9), key
-
-
-def test_minibatches_are_whole_groups_in_the_order_of_the_batch(make_model, tmp_path):
-    """The gradient of the first update is that of the first half of the prompts alone, made as a
-    batch of its own."""
-    config = training_config("DAPO", tmp_path)
-    samples = make_samples(generations=GENERATIONS)
-    advantages = np.random.default_rng(0).normal(size=len(samples))
-    model = make_model()
-    prepare_model(model, 64)
-    both, _ = train(model, None, samples, advantages, config)
-    half = NUM_PROMPTS // 2 * GENERATIONS
-    samples = samples.of_groups([*range(NUM_PROMPTS // 2)])
-    config.loss.num_iterations = config.loss.num_minibatches = 1
-    model = make_model()
-    prepare_model(model, 64)
-    (alone,), _ = train(model, None, samples, advantages[:half], config)
-    assert torch.equal(both[0], alone)
 
 
 def test_several_updates_depend_on_tokens_alone(make_model, tmp_path):

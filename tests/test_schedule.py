@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from bubblespec.data.prompts import PromptSet, _shuffled
+from bubblespec.data.prompts import PromptSet
 from bubblespec.data.schedule import StepSchedule
 from bubblespec.types import Group, Prompt
 from tests.helpers.rows import samples_of
@@ -126,16 +126,3 @@ def test_a_saved_state_replaces_another_and_goes_on_as_the_run_would_have():
         assert [[names(batch) for batch in run(resumed, coming)] for coming in steps] == batches[
             step : step + 6
         ]
-
-
-def test_each_order_of_the_data_is_computed_once_around_an_epochs_end():
-    """Looking ahead over the end, drawing and replacing again and again."""
-    _shuffled.cache_clear()
-    schedule = make_schedule(14)
-    for step in (2, 3):
-        for _ in range(5):
-            groups = schedule.launch(step).groups
-            schedule.upcoming(step, 2)
-            schedule.replacements(step, 2, groups)
-        finish(schedule, groups)
-    assert _shuffled.cache_info().misses == 2 + 2, "two epochs, and the replacements of two steps"

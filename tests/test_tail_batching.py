@@ -13,7 +13,7 @@ import torch
 from bubblespec.config import load_config
 from bubblespec.data.prompts import PromptSet
 from bubblespec.data.schedule import StepSchedule
-from bubblespec.data.tail_batching import MIN_SEEN, TailBatching, best_num_launched, scaled
+from bubblespec.data.tail_batching import TailBatching, best_num_launched, scaled
 from bubblespec.dist.ranks import Ranks
 from bubblespec.rewards.scorer import Scoring
 from bubblespec.rollout.table import NO_LIMIT, RowTable
@@ -305,14 +305,6 @@ def test_auto_never_chooses_a_ratio_that_loses(tail, prompts):
         assert count == prompts
 
 
-def test_auto_defers_nothing_before_it_knows_lengths():
-    planner = make_planner(40, "auto")
-    for step in range(MIN_SEEN // 4):
-        assert len(planner.launch(step).groups) == 4
-        play(planner, step)
-    assert len(planner.launch(MIN_SEEN // 4).groups) > 4
-
-
 OPTIONS = [
     *SHORT,
     "rollout.num_prompts_per_step=4",
@@ -365,12 +357,3 @@ def test_with_fixed_weights_the_same_samples_are_trained_on(tmp_path, monkeypatc
     }
     assert drafts and all(truth[name][: len(tokens)] == tokens for name, tokens in drafts.items())
     assert len(drafts) == len(sampler.store), "nothing else is kept"
-
-
-def test_the_race_trains_on_other_samples(tmp_path):
-    trainer = sampler_of(tmp_path, *TAIL, "tail_batching.response_over_sampling_ratio=1.25")
-    for step in range(4):
-        record = trainer.sampler.sample(step)
-        assert record.samples.num_generations == 4
-    assert record.deferred or trainer.sampler.schedule.metrics()["tail/is_long_round"]
-    assert len(trainer.sampler.store) <= 4 * len(trainer.sampler.schedule.deferred)

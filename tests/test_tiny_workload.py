@@ -57,15 +57,6 @@ def test_tokenizer_round_trips_and_adds_nothing(rows):
     assert tokenizer.decode(tokenizer(other)["input_ids"]) == other
 
 
-def test_tokens_are_single_digits_and_whole_tags():
-    tokenizer = tiny.build_tokenizer()
-    pieces = tokenizer.tokenize("4 - 1 = +03<answer>-12</answer>" + tiny.EOS)
-    assert pieces[7:] == ["<answer>", "-", "1", "2", "</answer>", tiny.EOS]
-    assert pieces[4:7] == ["+", "0", "3"]
-    ids = tokenizer("<answer>7</answer>" + tiny.EOS)["input_ids"]
-    assert tokenizer.decode(ids, skip_special_tokens=True) == "<answer>7</answer>"
-
-
 def test_solution_lengths_have_a_heavy_tail(rows):
     tokenizer = tiny.build_tokenizer()
     solutions = [tiny.worked_solution(row["entry"]) + tiny.EOS for row in rows]
@@ -104,17 +95,6 @@ def test_a_short_run_learns_and_can_be_loaded(tmp_path, monkeypatch):
     ids = tokenizer(prompt)["input_ids"] + tokenizer("4 - 1")["input_ids"]
     logits = model(torch.tensor([ids])).logits[0, -1]
     assert logits.argmax().item() == tokenizer(" = ")["input_ids"][0]
-
-
-def test_the_same_seed_gives_the_same_data_and_weights():
-    tokenizer = tiny.build_tokenizer()
-    first, second = (next(tiny.supervised_batches(tokenizer, seed=5)) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    weights = []
-    for _ in range(2):
-        torch.manual_seed(5)
-        weights.append(tiny.build_model(tokenizer).lm_head.weight)
-    assert torch.equal(*weights)
 
 
 @pytest.mark.parametrize("bad", ["--seconds 0", "--stop-accuracy 1.5", "--problems 1"])
