@@ -4,20 +4,19 @@ and its tokens are exact."""
 import os
 import re
 import shutil
-import socket
-import subprocess
-import sys
 
 import pytest
 
 from tests.helpers.runs import ALWAYS_DRAFT, SHORT, steps_of
-from tests.helpers.warm import ROOT, SINGLE_THREADED
+from tests.helpers.warm import ROOT, launch
 
 # Samples of the next step that have no draft get one that says the same again and again: pieces for
 # the use of idle time. Which rank has looked at one leaves no other trace than this one. Rank 1 is
 # slow until rank 0, idle by then, has done so.
 DRIVER = """
 import os, sys, time
+for name in [name for name in sys.modules if name.split(".")[0] in ("bubblespec", "train")]:
+    del sys.modules[name]  # that of the process of which this one is a fork
 import numpy as np
 from bubblespec.engine.engine import Engine
 from bubblespec.idle.loop_finder import LoopFinder
@@ -31,7 +30,7 @@ is_slow = False
 
 def with_loops(self, samples, store):
     global is_slow
-    is_slow = os.environ["RANK"] == "1"
+    is_slow = os.environ.get("RANK") == "1"
     init(self, samples, store)
     self.looping = [sample for sample in samples if store.get(sample) is None]
     for sample in self.looping:
@@ -42,7 +41,7 @@ def noted_slice(self):
     goes_on = run_slice(self)
     if len(self.given) < before:
         with open("pieces", "a") as file:
-            file.write(os.environ["RANK"] + "\\n")
+            file.write(os.environ.get("RANK", "") + "\\n")
     return goes_on
 
 def checked_finish(self, ranks):
@@ -97,37 +96,18 @@ def project(tmp_path_factory):
 
 
 def run(project, output: str, ranks: int, *overrides: str) -> list[dict]:
-    """In processes that import the copy; without a launcher, which would take as long to start as
-    one of them."""
+    """In processes that import the copy."""
     options = [*SHORT, "run.max_steps=2", "run.save_steps=0", "rollout.num_prompts_per_step=4"]
     options += ["data.size=40", "eval.num_prompts=0"]
     options += [f"run.output_dir={output}", "loss.advantage_estimator=sign", *overrides]
-    command = [sys.executable, "drive.py", "--config", "configs/tiny_cpu_bulk.yaml", *options]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {**os.environ, **SINGLE_THREADED, "PYTHONPATH": str(project)}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    processes = [
-        subprocess.Popen(
-            command,
-            cwd=project,
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    for process in processes:
-        _, said = process.communicate(timeout=600)
-        assert process.returncode == 0, said[-3000:]
+    command = ["drive.py", "--config", "configs/tiny_cpu_bulk.yaml", *options]
+    done = launch(ranks, command, folder=str(project))
+    assert done.returncode == 0, done.stderr[-3000:]
     return steps_of(project / output)
 
 
 def test_the_changes_train_and_leave_tokens_exact(project):
-    plain = run(project, "plain", 1, "speculative.method=none")
+    plain = run(project, "plain", 0, "speculative.method=none")
     changed = run(project, "changed", 2, "speculative.method=bubble+bigrams", ALWAYS_DRAFT)
     assert len(plain) == 2
     for one, other in zip(plain, changed, strict=True):
