@@ -2,8 +2,6 @@
 with drafts and stops; responses are those of generation without it, and the loop ends as it does
 without it."""
 
-import copy
-
 import numpy as np
 import pytest
 import torch
@@ -36,7 +34,6 @@ from tests.helpers.rollouts import (
     MAX_LENGTH,
     PARAMS,
     SEED,
-    as_dict,
     check_plain,
     fixed_cost,
     groups_of,
@@ -204,32 +201,6 @@ def test_when_it_is_due():
     assert not tail.is_due(selecting, states), "some are not trained on"
     tail = TPTail(tail.engine, None, 3, LIMIT, is_worth_it=lambda table: False)
     assert not tail.is_due(table, states)
-
-
-def test_the_engine_is_as_good_as_new_for_each_rollout():
-    """Weights change between two rollouts; keys and values of the tail must not outlive them."""
-    first, second = new_model(), new_model()
-    for parameter in second.parameters():
-        parameter.data.mul_(1.1)
-    world, found = World(2), {}
-
-    def work(rank: int) -> None:
-        ranks, model = SimulatedRanks(world, rank), copy.deepcopy(first)
-        shared = ModelRunner(model, NUM_ROWS, MAX_LENGTH, SEED, tp=TPGroup(ranks))
-        tail = TPTail(Engine(shared), ranks, 12, LIMIT)
-        engine = Engine(ModelRunner(model, 12, MAX_LENGTH, SEED))
-        board = ProgressBoard(ranks, 120, SimulatedTicks(ranks), interval_s=0)
-        pass_time(engine, ranks)
-        for step in range(2):
-            table = RowTable(launch_of(groups_of(0, FOUR_PROMPTS), 3), place_in_turn(4, 3, 2), rank)
-            rows = table.make_rows(LIMIT)
-            RolloutLoop(engine, ranks, PARAMS, board=board, tail=tail).run(rows, table)
-            found.setdefault(step, {}).update(as_dict(list(rows.values())))
-            model.load_state_dict(second.state_dict())
-
-    world.run(work)
-    wanted = [plain(model, 0, FOUR_PROMPTS, 3)[0] for model in (first, second)]
-    assert [found[0], found[1]] == wanted
 
 
 # Set-up

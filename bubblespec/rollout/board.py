@@ -166,7 +166,6 @@ class SharedMemory(Transport):
         if len(numbers) > MAX_NUMBERS:
             raise ValueError(f"{len(numbers)} numbers in a tick; there is room for {MAX_NUMBERS}")
         self._tick += 1
-        self._received: list[np.ndarray | None] = [None] * len(self._headers)
         self._look_at = self._clock.monotonic() + LOOK_S
         place = self._rank, self._tick % 2
         self._numbers[place][: len(numbers)] = numbers
@@ -174,9 +173,7 @@ class SharedMemory(Transport):
         self._headers[place][0] = self._tick + 1
 
     def is_complete(self) -> bool:
-        for rank, numbers in enumerate(self._received):
-            if numbers is None:
-                self._received[rank] = self._read(rank)
+        self._received = [self._read(rank) for rank in range(len(self._headers))]
         missing = [rank for rank, numbers in enumerate(self._received) if numbers is None]
         if missing and self._clock.monotonic() > self._look_at:
             self._look_at = self._clock.monotonic() + LOOK_S
