@@ -7,9 +7,9 @@ import torch
 from scipy import stats
 
 from benchmarks import accept_rules
-from benchmarks.accept_rules import ACCEPT, verify_by_rejection
-from bubblespec.engine.noise import random_bits, stream_keys
-from bubblespec.engine.sampling import FRESH, SamplingParams, further, sample
+from benchmarks.accept_rules import verify_by_rejection
+from bubblespec.engine.noise import stream_keys
+from bubblespec.engine.sampling import SamplingParams, sample
 
 
 def keys_of(count: int, seed: int = 0) -> torch.Tensor:
@@ -69,19 +69,6 @@ def test_a_ragged_batch_is_its_rows_one_by_one(dtype):
     assert torch.equal(token[last], drawn(log_p[last], keys[last]))
 
 
-def test_nothing_is_left_to_resample():
-    """q above p everywhere by rounding: a refusal, however rare, still gives a token that p
-    allows."""
-    log_p = torch.tensor([float("-inf"), 0.5, 0.3, 0.2], dtype=torch.float64).log_softmax(-1)
-    count = 200
-    log_q = (log_p + 1.0).expand(count, 4)  # far too much, so that refusals are not rare
-    draft, ones = torch.ones(count, dtype=torch.int64), np.ones(count, np.int64)
-    accepted, token = verify_by_rejection(
-        log_p.expand(2 * count, 4), log_q, draft, ones, keys=keys_of(2 * count)
-    )
-    assert 0 < accepted.sum() < count and (token > 0).all()
-
-
 @pytest.mark.parametrize("bits", [0, 2**31 - 1])
 def test_what_both_policies_are_certain_of_is_accepted(monkeypatch, bits):
     """With p = q = 1 whatever the acceptance test's number is: the largest is below 1 too."""
@@ -92,12 +79,3 @@ def test_what_both_policies_are_certain_of_is_accepted(monkeypatch, bits):
         log_p, log_p[:1], torch.ones(1, dtype=torch.int64), np.ones(1, np.int64), keys=keys_of(2)
     )
     assert accepted.tolist() == [1] and token.tolist() == [1, 1]
-
-
-def test_the_acceptance_test_has_noise_of_its_own():
-    keys = keys_of(20_000)
-    u = random_bits(further(keys, ACCEPT), 1).double() / 2**31 - 0.5
-    assert stats.kstest((u[:, 0] + 0.5).numpy(), "uniform").pvalue > 1e-4
-    for at in (0, FRESH):
-        other = random_bits(further(keys, at), 20).double() / 2**31 - 0.5
-        assert abs((other * u).mean() * 12) < 5 / other.numel() ** 0.5

@@ -53,14 +53,6 @@ def test_more_work_never_takes_less_time():
         assert (seconds_of(cost, more) >= seconds_of(cost, loads)).all()
 
 
-def test_decoding_alone_lets_tokens_have_the_cost():
-    rows = np.arange(1, 33)
-    zero = np.zeros(32, int)
-    loads = np.stack([rows, rows, zero, rows * 100, zero, zero], axis=1)
-    cost = fit_cost(loads, 1e-3 + 1e-4 * rows, "decoding")
-    assert cost.seconds((1, 33, 1, 100, 0, 32)) == pytest.approx(1e-3 + 33e-4, rel=0.1)
-
-
 def test_too_few_forwards_are_an_error():
     with pytest.raises(ValueError, match="3 forwards are too few"):
         fit_cost(random_loads(3), np.ones(3), "test")

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from bubblespec import memory
 from bubblespec.config import load_config
 from bubblespec.rewards.functions import math_equivalence
-from tests.helpers.runs import digests, read, run, same_weights, steps_of, train_here, weights
+from tests.helpers.runs import digests, read, same_weights, steps_of, train_here, weights
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SIZES = ("0.5b", "1.5b", "7b")
@@ -145,16 +145,12 @@ def shrunken_reward(prompts, completions, completion_ids, answer, **columns):
 
 
 @pytest.mark.parametrize(
-    "size, dtype, ranks", [("0.5b", "bfloat16", 0), ("1.5b", "float32", 0), ("7b", "bfloat16", 2)]
+    "size, dtype", [("0.5b", "bfloat16"), ("1.5b", "float32"), ("7b", "bfloat16")]
 )
-def test_two_steps_with_a_shrunken_model(make_model, tmp_path, size, dtype, ranks):
-    """In this process, or on ranks of their own."""
+def test_two_steps_with_a_shrunken_model(make_model, tmp_path, size, dtype):
     model, out = make_model(size), tmp_path / "out"
     options = [*shrunken(size, model, tmp_path), f"model.dtype={dtype}"]
-    if ranks:
-        run(out, ranks, *options, config=path_of(size), short=())
-    else:
-        train_here(out, *options, config=path_of(size), short=())
+    train_here(out, *options, config=path_of(size), short=())
     steps = steps_of(out)
     assert len(steps) == 2 and len(set(digests(out))) == 2
     assert sum("eval/reward" in line for line in read(out)) == 2

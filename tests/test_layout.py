@@ -89,16 +89,6 @@ def test_no_imports_in_a_circle(graph):
         visit(module, ())
 
 
-def test_checks_see_what_they_look_for(tmp_path):
-    file = tmp_path / "file.py"
-    file.write_text(
-        "if TYPE_CHECKING:\n    from bubblespec.trainer import Trainer\n"
-        "def f():\n    import bubblespec.setup\n"
-    )
-    known = {"bubblespec.trainer", "bubblespec.setup", "bubblespec.engine"}
-    assert imports_of(file, known) == {"bubblespec.trainer", "bubblespec.setup"}
-
-
 def test_readme_shows_every_room():
     """Folders of the package are lines of the layout; the files beside them are named in it."""
     text = (PACKAGE.parent / "README.md").read_text()

@@ -49,11 +49,6 @@ def test_it_is_said_by_dtype_and_temperature(capsys, dtype, temperature, passes,
     assert said.count("\n") == 1 and f"more than {dtype} rounds" in said and "dropout" in said
 
 
-def test_other_ranks_are_silent(capsys):
-    make_learner("float32", 1.0, rank=1).warn_of_mismatch({MEAN: 1.0}, 0)
-    assert capsys.readouterr().err == ""
-
-
 @pytest.mark.parametrize("error", [0.0, 0.25])
 def test_a_run_says_it_once(monkeypatch, tmp_path, capsys, error):
     original = update.response_logprobs

@@ -58,11 +58,6 @@ def test_notebooks_are_stored_with_outputs(name):
     assert str(ROOT) not in json.dumps(notebook) and "/tmp" not in json.dumps(notebook)
 
 
-def test_recorded_data_are_small():
-    files = [path for path in (ROOT / "notebooks" / "data").rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in files) < 1_000_000
-
-
 # What `scaling` shows depends on the planner; the others show stored data or exact samples.
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("scaling", "exactness")])
 def test_stored_text_is_that_of_a_fresh_execution(name):

@@ -106,11 +106,6 @@ def test_replaced_groups_are_counted_and_reported_with_the_others():
     assert found["reward"] == 1.25 and found["rollout/digest"] == digest(samples)
 
 
-def test_function_that_never_applies_has_no_mean():
-    found = rollout_metrics(record(make_samples([[1.0, np.nan]] * 4)), ["my.match", "my.form"])
-    assert found["rewards/match/mean"] == 1.0 and "rewards/form/mean" not in found
-
-
 def test_functions_of_one_name_are_told_apart():
     found = rollout_metrics(record(make_samples([[1.0, 0.25, 0.5]] * 4)), ["a.f", "b.f", "b.g"])
     assert {k: v for k, v in found.items() if k.startswith("rewards/")} == {
@@ -196,10 +191,3 @@ def test_peak_memory_is_that_of_the_rank_that_needed_most(
     monkeypatch.setattr(report.resource, "getrusage", usage.__getitem__)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak)
     assert peak_memory_gb(ranks) == wanted
-
-
-def test_peak_memory_is_at_least_what_is_used_now():
-    """By the system's count of resident pages, which it keeps to a few pages a thread."""
-    with open("/proc/self/statm") as file:
-        resident = int(file.read().split()[1]) * resource.getpagesize()
-    assert peak_memory_gb(Ranks(torch.device("cpu"))) > 0.98 * resident / 1e9 > 0.1

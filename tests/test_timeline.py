@@ -1,7 +1,6 @@
 """Timelines: forwards named after what the engine really fed, stages around finer spans, trace,
 picture, a run of two ranks."""
 
-import itertools
 import json
 
 import matplotlib.colors
@@ -17,11 +16,9 @@ from bubblespec.engine.model import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.records import ForwardRecord, Load, RolloutRecord, Span
-from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.telemetry.timeline import COLOURS, KINDS, draw, gather_lanes, step_spans, trace
 from bubblespec.types import Row, SampleId
 from tests.helpers.models import VOCAB
-from tests.helpers.rows import run_loop
 from tests.helpers.runs import read, run
 
 SPANS = [
@@ -116,9 +113,7 @@ def make_rows() -> list[Row]:
     ]
 
 
-@pytest.mark.parametrize(
-    "num_slots, max_batch_tokens", [(64, 2048), (64, 64), (6, 8), (3, 3), (1, 1)]
-)
+@pytest.mark.parametrize("num_slots, max_batch_tokens", [(64, 64), (6, 8)])
 def test_prompt_tokens_are_said_of_the_forwards_that_compute_them_and_no_others(
     make_model, num_slots, max_batch_tokens
 ):
@@ -140,16 +135,6 @@ def test_prompt_tokens_are_said_of_the_forwards_that_compute_them_and_no_others(
         _, load = engine.step(PARAMS)
         said.append(load.prompt_tokens > 0)
     assert said == planned and True in said and False in said
-
-
-def test_spans_of_a_plain_rollout(make_model):
-    engine, rows = make_engine(make_model, 6, 64), make_rows()
-    spans = run_loop(RolloutLoop(engine, Ranks(torch.device("cpu")), PARAMS), rows).spans
-    again = make_engine(make_model, 6, 64).run(make_rows(), PARAMS)
-    assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(rows, again, strict=True))
-    assert {span.kind for span in spans} == {"prefill", "decode"} and spans[0].kind == "prefill"
-    assert all(span.begin_s < span.end_s for span in spans)
-    assert all(a.end_s <= b.begin_s and a.kind != b.kind for a, b in itertools.pairwise(spans))
 
 
 def test_stages_fill_what_finer_spans_leave():
@@ -216,50 +201,38 @@ def test_picture_has_each_kind_in_its_colour_in_proportion_to_its_time():
         assert area[kind] / area["decode"] == pytest.approx(seconds / 3, rel=0.1), kind
 
 
-def test_picture_of_very_many_short_stretches_keeps_their_colours():
-    """Far more forwards than pixels: prefill and decode in turn, as when slots are refilled one at
-    a time."""
-    edges = np.linspace(0, 8, 20_001)
-    turns = [(("prefill", "decode")[i % 2], edges[i], edges[i + 1]) for i in range(20_000)]
-    picture = draw([lane(*turns)], "title")
-    strip = picture[picture.shape[0] // 3, 100:1400, :3].astype(float)
-    assert strip.mean() < 150, "not blended with the background"
-
-
 def test_two_ranks_leave_a_trace_and_a_picture_of_the_chosen_steps_only(tmp_path):
-    keys = ["speculative.method=bubble+suffix", "run.timeline_steps=[1,3,9]"]
+    keys = ["speculative.method=bubble+suffix", "run.timeline_steps=[1,9]", "run.max_steps=2"]
     run(tmp_path, 2, *keys, "run.save_steps=0")
-    names = ["step_00001.json", "step_00001.png", "step_00003.json", "step_00003.png"]
+    names = ["step_00001.json", "step_00001.png"]
     assert sorted(path.name for path in (tmp_path / "timeline").iterdir()) == names
-    kinds, lines, zeros = set(), read(tmp_path), []
-    for step in (1, 3):
-        text = (tmp_path / "timeline" / f"step_{step:05d}.json").read_text(encoding="utf-8")
-        for rank in range(2):
-            events = [e for e in complete_events(json.loads(text)) if e["tid"] == rank]
-            kinds |= {event["name"] for event in events}
-            begin = np.array([event["ts"] for event in events])
-            end = begin + [event["dur"] for event in events]
-            assert (begin >= 0).all() and (end >= begin).all()
-            assert (begin[1:] >= end[:-1] - 1e-4).all(), "in order, no overlaps"
-            seconds = dict.fromkeys(KINDS, 0.0)
-            for event in events:
-                seconds[event["name"]] += event["dur"] / 1e6
-            names = ("gen", "bubble", "reward", "train", "sync")
-            timing = {name: lines[step][f"timing_s/{name}/rank_{rank}"] for name in names}
-            # When this rank began the step, which ends with its training.
-            zeros.append(end[-1] / 1e6 - sum(timing.values()))
-            assert begin[0] / 1e6 >= zeros[-1] - 1e-5
-            assert seconds["sync"] == pytest.approx(timing["sync"], abs=1e-5)
-            assert seconds["train"] == pytest.approx(timing["train"], abs=1e-5)
-            rewards_s = seconds["reward"] + seconds["exchange"]
-            assert rewards_s == pytest.approx(timing["reward"], abs=1e-5)
-            assert seconds["wait"] >= timing["bubble"] - 1e-5
-        picture = matplotlib.image.imread(tmp_path / "timeline" / f"step_{step:05d}.png")
-        assert share_of_colour(np.rint(255 * picture).astype(np.uint8), "train") > 0.01
-    for step_zeros in (zeros[:2], zeros[2:]):  # time counts from the first rank's start
-        assert min(step_zeros) == pytest.approx(0, abs=1e-5)
+    kinds, line, zeros = set(), read(tmp_path)[1], []
+    text = (tmp_path / "timeline" / "step_00001.json").read_text(encoding="utf-8")
+    for rank in range(2):
+        events = [e for e in complete_events(json.loads(text)) if e["tid"] == rank]
+        kinds |= {event["name"] for event in events}
+        begin = np.array([event["ts"] for event in events])
+        end = begin + [event["dur"] for event in events]
+        assert (begin >= 0).all() and (end >= begin).all()
+        assert (begin[1:] >= end[:-1] - 1e-4).all(), "in order, no overlaps"
+        seconds = dict.fromkeys(KINDS, 0.0)
+        for event in events:
+            seconds[event["name"]] += event["dur"] / 1e6
+        names = ("gen", "bubble", "reward", "train", "sync")
+        timing = {name: line[f"timing_s/{name}/rank_{rank}"] for name in names}
+        # When this rank began the step, which ends with its training.
+        zeros.append(end[-1] / 1e6 - sum(timing.values()))
+        assert begin[0] / 1e6 >= zeros[-1] - 1e-5
+        assert seconds["sync"] == pytest.approx(timing["sync"], abs=1e-5)
+        assert seconds["train"] == pytest.approx(timing["train"], abs=1e-5)
+        rewards_s = seconds["reward"] + seconds["exchange"]
+        assert rewards_s == pytest.approx(timing["reward"], abs=1e-5)
+        assert seconds["wait"] >= timing["bubble"] - 1e-5
+    picture = matplotlib.image.imread(tmp_path / "timeline" / "step_00001.png")
+    assert share_of_colour(np.rint(255 * picture).astype(np.uint8), "train") > 0.01
+    assert min(zeros) == pytest.approx(0, abs=1e-5), "time counts from the first rank's start"
     # Whether anything is drafted and verified is up to the machine; test_train.py has it in virtual
     # time.
     assert {"prefill", "wait", "reward", "exchange", "train", "sync"} <= kinds <= set(KINDS)
     images = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Images("timeline")
-    assert [image.step for image in images] == [1, 3]
+    assert [image.step for image in images] == [1]

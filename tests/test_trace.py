@@ -258,9 +258,3 @@ def test_damaged_traces_are_refused_in_one_line(tmp_path, break_it, says):
     with pytest.raises(InputError) as error:
         load_cost(str(tmp_path))
     assert says in str(error.value) and "\n" not in str(error.value)
-
-
-def test_a_folder_that_cannot_be_made_is_an_input_error(tmp_path):
-    (tmp_path / "trace").write_text("in the way")
-    with pytest.raises(InputError, match=r"trace\.enabled: cannot write to .*: File exists"):
-        make_recorder(tmp_path)

@@ -1,12 +1,8 @@
 """The simulator's virtual time against hand calculations, and its engine against the real one."""
 
-import time
-
 import numpy as np
 import pytest
-import torch
 
-from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.proposer import make_proposer
 from bubblespec.draft.suffix import History
 from bubblespec.engine.engine import Engine
@@ -112,12 +108,6 @@ def test_an_error_in_one_rank_ends_all():
     other = World(2)
     with pytest.raises(RuntimeError, match="wait for each other"):
         other.run(lambda rank: SimulatedRanks(other, rank).barrier_or_stop() if rank == 0 else None)
-
-
-def test_a_run_without_the_simulator_reads_the_real_clock():
-    """The seam's default: ranks tell the time by the `time` module."""
-    assert Ranks(torch.device("cpu")).clock is time
-    assert make_proposer("suffix", History(0), CostModel(), has_drafts=False).clock is time
 
 
 # The engine
