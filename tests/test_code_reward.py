@@ -105,9 +105,8 @@ for n in range(8):
 """
 
 
-def test_nothing_that_a_program_has_started_outlives_it(monkeypatch, tmp_path):
-    """A bounded fork bomb. For users other than root no process can be started at all. The second
-    program runs into the time limit, which is raised until it had the time to start them."""
+def test_nothing_that_a_program_has_started_outlives_it():
+    """A bounded fork bomb. For users other than root no process can be started at all."""
     mark = f"bubblespec-test-{os.getpid()}-{time.time_ns()}"
     # PR_SET_NAME, which children inherit
     program = f"import ctypes\nctypes.CDLL(None).prctl(15, b'{mark[-12:]}')\n{FORKS}"
@@ -122,21 +121,8 @@ def test_nothing_that_a_program_has_started_outlives_it(monkeypatch, tmp_path):
                 pass
         return found
 
-    started = run_program(program, "pass")
+    assert run_program(program, "pass") == (os.getuid() == 0)
     assert survivors() == []
-    assert started == (os.getuid() == 0)
-    if not started:
-        return
-    note = tmp_path / "started"
-    for wall_s in (1.0, 8.0, 64.0, 512.0):
-        monkeypatch.setattr(module, "WALL_LIMIT_S", wall_s)
-        assert (
-            not run_program(f"{program}open({str(note)!r}, 'w')\ntime.sleep(3600)", "pass")
-            and survivors() == []
-        )
-        if note.exists():
-            break
-    assert note.exists()
 
 
 def test_a_program_sees_no_descriptor_environment_or_folder_of_ours(tmp_path, monkeypatch):

@@ -131,17 +131,6 @@ def test_broken_file_is_one_line_that_names_it(tmp_path, name, content, says):
 # Rows into prompts
 
 
-def test_prompts_carry_text_tokens_and_the_other_columns(tmp_path):
-    rows = load_rows(write(tmp_path / "rows.jsonl", ROWS), None, "train")
-    first, second = build_prompt_set(rows, words, 10).prompts
-    assert (first.text, first.token_ids, first.columns) == (
-        "one plus one",
-        (3, 4, 3),
-        {"answer": "2", "level": 1},
-    )
-    assert (second.text, second.columns) == ("two, doubled", {"answer": "4", "level": 3})
-
-
 USER, SYSTEM = {"role": "user", "content": "hi"}, {"role": "system", "content": "own"}
 
 
