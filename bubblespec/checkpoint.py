@@ -235,17 +235,14 @@ def _find_checkpoint(config: Config, world_size: int) -> str | None:
 
 def _newest_whole(folders: list[str]) -> str | None:
     """The last of the folders that is not damaged, with a warning for each that is."""
-    damages = []
     for folder in reversed(folders):
         damage = find_damage(folder)
         if damage is None:
             return folder
-        damages.append(f"{folder} is damaged: {damage}")
-        if folder != folders[0]:
-            log(f"warning: {damages[-1]}; looking at the one before")
-    if damages:
-        advice = "and no other checkpoint is whole; remove the damaged ones to start a new run"
-        raise InputError(f"run.output_dir: {damages[-1]}, {advice}")
+        if folder == folders[0]:
+            advice = "and no other checkpoint is whole; remove the damaged ones to start a new run"
+            raise InputError(f"run.output_dir: {folder} is damaged: {damage}, {advice}")
+        log(f"warning: {folder} is damaged: {damage}; looking at the one before")
     return None
 
 

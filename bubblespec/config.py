@@ -255,15 +255,11 @@ class OptimConfig:
 
 @dataclass
 class SpeculativeConfig:
-    """Drafts and how they are accepted. Changes the time of a run, and no token (but see
-    `rule`)."""
+    """Drafts. Changes the time of a run, and no token."""
 
     method: str = key("bubble+suffix", resume=SAFE)
     """Where drafts come from, joined by +: idle time (bubble), matches in earlier text (suffix), a
     learned layer (drafter, see its section); or none."""
-    rule: Literal["coupled", "point_mass"] = "coupled"
-    """When a draft token is accepted: coupled shares its noise with the draft; point_mass does not
-    (for ablation)."""
     planning: Literal["by_cost", "always", "idle_only"] = key("by_cost", resume=SAFE)
     """What is drafted alongside a rank's own rows, and how many draft tokens are verified: by_cost
     does what measured costs say is faster; always, whatever it costs; idle_only drafts on waiting
@@ -353,6 +349,7 @@ REMOVED = {
     "rollout.shared_tail_rows": "it is called rollout.tp_tail_max_rows",
     "speculative.check_every": "drafts are compared with none by what is measured",
     "speculative.fixed_window": "give speculative.planning=always for drafts whatever they cost",
+    "speculative.rule": "a draft token is accepted where it is the one that the row samples",
     "speculative.max_history_tokens": "history takes a share of the machine's free memory",
 }
 

@@ -103,7 +103,8 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         sampler.stats.guards["tp_tail"] = Guard()
     if "drafter" in config.speculative.method:
         read_drafter(config, model, checkpoint)  # a bad one is refused before anything is written
-    lock = claim_output_dir(config, ranks)
+    locks: list[IO] = []  # of rank 0; where it cannot have the folder, all ranks raise what it says
+    ranks.agree(lambda: locks.append(lock_output_dir(config)))
     return Trainer(
         config=config,
         ranks=ranks,
@@ -117,7 +118,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         checkpoint=checkpoint,
         evaluated=state["evaluated"],
         linear=kernels,
-        lock=lock,
+        lock=locks[0] if locks else None,
     )
 
 
@@ -158,7 +159,6 @@ def build_engine(config: Config, learner: Learner, ranks: Ranks) -> tuple[Engine
         config.run.seed,
         max_batch_tokens=config.rollout.max_batch_tokens,
         kernel=learner.kernel,
-        rule=config.speculative.rule,
         enforce_eager=config.rollout.enforce_eager,
     )
     return Engine(runner), max_tp_rows
@@ -225,14 +225,6 @@ def make_schedule(config: Config, prompts: PromptSet) -> StepSchedule:
         return StepSchedule(*order)
     ratios = {key: value for key, value in vars(tail).items() if key != "enabled"}
     return TailBatching(*order, **ratios)
-
-
-def claim_output_dir(config: Config, ranks: Ranks) -> IO | None:
-    """Rank 0 makes output_dir its own and leaves the configuration in it; where it cannot, all
-    ranks raise what it says."""
-    locks = []
-    ranks.agree(lambda: locks.append(lock_output_dir(config)))
-    return locks[0] if locks else None
 
 
 def check_all_see(checkpoint: str | None, ranks: Ranks) -> None:

@@ -88,8 +88,6 @@ UNKNOWN = """
 modl.path=x | modl | did you mean model?
 optim.learnin_rate=1 | optim.learnin_rate | did you mean optim.learning_rate?
 rollout.learning_rate=1 | rollout.learning_rate | did you mean optim.learning_rate?
-max_steps=1 | max_steps | did you mean run.max_steps?
-model.seed=1 | model.seed | did you mean data.seed or run.seed?
 zzzz=1 | zzzz | valid are bubble, data, drafter, eval, loss, model
 data.tasks=[{name: a, wieght: 2}] | data.tasks[0].wieght | did you mean data.tasks[0].weight?
 """
@@ -101,37 +99,20 @@ def test_unknown_key_is_named_with_the_nearest_valid_one(load, override, key, hi
     assert message.startswith(f"{key}: unknown key") and hint in message
 
 
-def test_unknown_keys_of_the_file_are_named_as_well(load):
-    message = refusal(load, MINIMAL + "optim: {learnin_rate: 1}\n")
-    assert message.startswith("optim.learnin_rate: unknown key; did you mean optim.l")
-    message = refusal(load, TASKS.replace("weight", "wieght"))
-    assert message.startswith("data.tasks[0].wieght: unknown key; did you mean")
-    assert refusal(load, "hello").startswith("hello: unknown key")
-
-
 # override | key, where it is not that of the override
 WRONG_TYPES = """
 run.seed=abc |
-run.seed=1.5 |
 run.seed=true |
-run.seed=null |
 data.as_chat=maybe |
 model.path.x=3 | model.path
 model.path= |
 model=3 |
-model=null |
 reward.functions=a.b |
-reward.functions.0=a.b | reward.functions
-reward.functions=null |
 reward.weights=[a] | reward.weights[0]
-run.timeline_steps=3 |
 run.timeline_steps=[3,1.5] | run.timeline_steps[1]
-data.tasks=3 |
-data.tasks.0.weight=1 | data.tasks
 data.tasks[0].weight=1 | data.tasks
 data.tasks=[3] | data.tasks[0]
 data.tasks=[{name: a, weight: x}] | data.tasks[0].weight
-data.tasks=[{name: a}, {name: a, config: 3}] | data.tasks[1].config
 run.output_dir=${nothing.here} |
 data.tasks=[{name: a, config: {x: '${nothing}'}}] | data.tasks[0].config.x
 """
@@ -142,49 +123,30 @@ def test_wrong_type_names_the_key(load, override, key):
     assert refusal(load, MINIMAL, override).startswith(f"{key or override.split('=')[0]}: ")
 
 
-@pytest.mark.parametrize(
-    "override, valid",
-    [("loss.loss_type=gpro", "'grpo', 'dr_grpo', 'dapo'"), ("model.dtype=fp16", "'bfloat16'")],
-)
-def test_wrong_choice_lists_the_valid_ones(load, override, valid):
-    message = refusal(load, MINIMAL, override)
-    assert message.startswith(override.split("=")[0]) and valid in message
-
-
 # overrides | key, where it is not that of the first override | what is possible
 IMPOSSIBLE = """
 rollout.num_generations=0 | | at least 1
-rollout.num_generations=4097 | | at most 4096
-model.lora_r=-1 | | at least 0
 model.lora_target_modules=[] | | [all-linear], or names of layers
 run.seed=-1 | | at least 0
 run.seed=18446744073709551616 | | below 18446744073709551616 = 2**64: random numbers are keyed
-run.max_steps=9223372036854775808 | | at most 2147483648
 run.save_steps=9223372036854775808 | | below 9223372036854775808 = 2**63: integers have 64 bits
 rollout.top_p=0 | | above 0
-rollout.top_p=1.5 | | at most 1
 rollout.temperature=0 | | above 0
-eval.temperature=-1 | | at least 0
 optim.learning_rate=nan | | finite
-run.timeout_s=inf | | finite
 optim.adam_beta1=1 | | below 1
 rollout.stop_token_ids=[3,-1] | rollout.stop_token_ids[1] | at least 0
 rollout.min_completion_length=513 | | at most rollout.max_completion_length = 512
-rollout.num_slots=0 | | auto, or at least 1
 rollout.num_slots=many | | auto, or at least 1
 rollout.num_slots=4096 | rollout.max_batch_tokens | at least rollout.num_slots = 4096
-rollout.placement=balanced+take_over | | 'balanced'
 optim.max_tokens_per_microbatch=1023 | | at least 1024
 rollout.max_completion_length=1048576 | | below 1048576
 run.eval_steps=5 | eval.num_prompts | at least 1
-run.timeline_steps=[3,-1] | run.timeline_steps[1] | at least 0
 reward.functions=[] | | at least one
 reward.functions=[a.b,a.b] | | 'a.b' is given more than once
 reward.weights=[1,2] | | 2 weights for 1 reward.functions
 reward.weights=[nan] | reward.weights[0] | finite
 reward.overlong_buffer_length=513 | | at most rollout.max_completion_length = 512
 speculative.method=none+drafter | | none, or some of bubble, suffix, drafter
-speculative.method=bubble+bubble | | none, or some of bubble, suffix, drafter
 loss.num_minibatches=3 | | a divisor of rollout.num_prompts_per_step = 16
 loss.delta=1.2 | | above 1 + loss.epsilon_high = 1.2
 loss.loss_type=cispo | loss.epsilon_high | at least 1 with cispo
@@ -193,7 +155,6 @@ loss.scale_rewards=group loss.advantage_estimator=reinforce_plus_plus | | scaled
 optim.stream_gradients=true loss.num_iterations=2 | | one update per step
 optim.stream_gradients=true loss.scale_rewards=batch | | divides them by the batch's
 data.path=null | data.path, data.tasks | exactly one
-data.tasks=[{name:a}] | data.path, data.tasks | exactly one
 data.path=null data.tasks=[{name:a},{name:a,weight:0}] | data.tasks[1].weight | above 0
 data.path=null data.tasks=[{name:a}] data.eval_path=b.jsonl | data.eval_path | leave it out
 """
@@ -228,28 +189,6 @@ def test_no_value_of_any_key_ends_in_a_traceback(load, key, default):
         assert not isinstance(loaded, float)
 
 
-AT_THE_LIMIT = """
-rollout.num_generations=4096
-rollout.num_generations=1 loss.advantage_estimator=reinforce_plus_plus
-run.max_steps=2147483648
-run.seed=18446744073709551615
-rollout.top_p=1
-optim.max_tokens_per_microbatch=1024
-rollout.num_slots=2048
-rollout.min_completion_length=512
-run.eval_steps=5 eval.num_prompts=1
-loss.num_minibatches=16
-loss.delta=1.21
-loss.loss_type=cispo loss.epsilon_high=1
-loss.advantage_estimator=reinforce_plus_plus loss.scale_rewards=none
-"""
-
-
-@pytest.mark.parametrize("overrides", AT_THE_LIMIT.strip().splitlines())
-def test_values_at_the_limit_load(load, overrides):
-    load(MINIMAL, *overrides.split())
-
-
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus_baseline"])
 def test_one_response_per_prompt_has_no_group(load, estimator):
     """Every advantage is 0, so a run would learn nothing, or only to stay where it is."""
@@ -266,11 +205,6 @@ def test_key_without_a_default_must_be_given(load, section, key):
     assert refusal(load, "\n".join(kept)).startswith(f"{key}: has no default")
 
 
-def test_task_without_a_name_is_refused(load):
-    message = refusal(load, TASKS.replace("name: chain_sum, ", ""))
-    assert message.startswith("data.tasks[0].name: has no default")
-
-
 @pytest.mark.parametrize(
     "text, part",
     [
@@ -279,8 +213,6 @@ def test_task_without_a_name_is_refused(load):
         ("- a\n- b\n", "expected sections (model, data, ...), found list"),
         ("a: {b", "not valid YAML"),
         ("model:\n\tpath: x\n", "line 2"),
-        ("model: {path: a, path: b}", "found duplicate key path"),
-        ("3", "not valid YAML"),
         ("a: 1\n---\nb: 2\n", "not valid YAML"),
         ("a: !!python/object:os.system x", "not valid YAML"),
     ],

@@ -149,7 +149,6 @@ def test_a_stop_in_the_warm_start_ends_the_run(monkeypatch, tmp_path, capfd):
 
 
 SETTINGS = [
-    "speculative.rule=point_mass",
     "model.lora_r=4",
     "rollout.top_k=20",
     "rollout.top_p=0.9",
@@ -159,7 +158,7 @@ SETTINGS = [
 ]
 
 
-def test_with_point_mass_lora_truncated_sampling_and_freed_cache(monkeypatch, tmp_path):
+def test_with_lora_truncated_sampling_and_freed_cache(monkeypatch, tmp_path):
     options = [*OPTIONS, *SETTINGS, "run.max_steps=2"]
     patch = partial(monkeypatch.setattr, raising=False)
     without, folder = tmp_path / "without", tmp_path / "drafted"

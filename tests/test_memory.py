@@ -210,17 +210,11 @@ def test_the_command_prints_a_table(monkeypatch, tmp_path, capsys):
     assert "4 x 80 GB: fits; " in printed and "4 x 141 GB: fits; " in printed
 
 
-@pytest.mark.parametrize(
-    "argument, says",
-    [
-        ("model.path=/nowhere", "model.path: cannot read config.json of /nowhere"),
-        ("--world-size=0", "--world-size: 0 must be at least 1"),
-    ],
-)
-def test_bad_input_is_one_line(argument, says, monkeypatch, capsys):
-    assert main(monkeypatch, argument) == 2
+def test_bad_input_is_one_line(monkeypatch, capsys):
+    assert main(monkeypatch, "model.path=/nowhere") == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"error: {says}") and error.count("\n") == 1
+    assert error.startswith("error: model.path: cannot read config.json of /nowhere")
+    assert error.count("\n") == 1
 
 
 def test_what_does_not_fit_is_said():

@@ -120,8 +120,6 @@ def drop_stops(folder) -> None:
     [
         (put("tokenizer.json", b"{"), "model.path: cannot load AutoTokenizer"),
         (put("model.safetensors", b""), "SafetensorError: Error while deserializing header"),
-        (lambda folder: os.remove(folder / "model.safetensors"), "no file named model.safetensors"),
-        (put("config.json", b"{"), "not a valid JSON file"),
         (drop_a_weight, f"model.path: the weights of POLICY lack {UP}"),
         (shrink_embedding, "model.path: the tokenizer of POLICY has token 311, but the model only"),
         (other_architecture, "model.path: POLICY is an encoder-decoder model"),
@@ -129,8 +127,6 @@ def drop_stops(folder) -> None:
         (drop_stops, "rollout.stop_token_ids: neither model nor tokenizer has an end"),
         (edit_config(hidden_size=128), "but its config.json asks for [312, 128]"),
         (edit_config(num_hidden_layers=5), "lack model.layers.3.input_layernorm.weight and 17"),
-        (edit_config(vocab_size="many"), "expected int, got str"),
-        (edit_config(model_type="nonsense"), "model type `nonsense`"),
     ],
 )
 def test_damaged_model_folder(policy, damage, says):
@@ -172,7 +168,6 @@ def without_last_row(value):
 @pytest.mark.parametrize(
     "edit, says",
     [
-        (lambda state: {}, "does not fit this run"),
         (lambda state: [1, 2], "does not fit this run"),
         (without_last_row, "of a model of other shapes"),
         (None, "does not fit this run"),
@@ -198,8 +193,6 @@ def test_optimizer_of_another_model(tmp_path, edit, says):
             "{{ raise_exception('no system role') }}",
             "model.path: its chat template refuses .*: TemplateError",
         ),
-        ("{{ messages", "model.path: its chat template refuses .*: TemplateSyntaxError"),
-        ("{{ messages[0].content + 3 }}", "model.path: its chat template refuses .*: TypeError"),
         ("{# nothing #}", "data.path: the prompt of row 0 has no tokens"),
     ],
 )
@@ -225,10 +218,7 @@ SPOILT_DRAFTERS = {
     "another policy": ({"fuse.weight": torch.ones(3, 7)}, "fuse.weight"),
     "another class": ({"body.wte": torch.ones(3)}, "body.wte"),
     "no ids": ({"ids": torch.ones(0, dtype=torch.int64)}, "ids"),
-    "ids beyond the vocabulary": ({"ids": torch.tensor([1, 10**9])}, "ids"),
     "ids in no order": ({"ids": torch.tensor([3, 1])}, "ids"),
-    "one number as ids": ({"ids": torch.tensor(3)}, "ids"),
-    "updates": ({"num_updates": torch.ones(2)}, ""),
     "no tensors": (b"{", ""),
     "no folder": (None, ""),
 }

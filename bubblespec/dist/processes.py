@@ -9,6 +9,8 @@ import signal
 import sys
 import time
 
+import psutil
+
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -54,30 +56,6 @@ def fork_with_supervisor(parent: int, descriptor: int) -> None:
     os.close(nowhere)
 
 
-def children_of(parent: int) -> list[int]:
-    """Process ids of its children, zombies included. Linux only; elsewhere an empty list."""
-    if sys.platform != "linux":
-        return []
-    pids: list[int] = []
-    try:
-        for thread in os.listdir(f"/proc/{parent}/task"):
-            with open(f"/proc/{parent}/task/{thread}/children") as file:
-                pids += map(int, file.read().split())
-    except FileNotFoundError:  # a thread has ended, or a kernel without these files
-        pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-        pids = [pid for pid in pids if _parent_of(pid) == parent]
-    return pids
-
-
-def _parent_of(pid: int) -> int:
-    """0 if there is no such process."""
-    try:
-        with open(f"/proc/{pid}/stat", errors="replace") as file:
-            return int(file.read().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
-
-
 def _supervise(child: int, parent: int) -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -97,9 +75,9 @@ def _supervise(child: int, parent: int) -> None:
     while _reap(ended):
         # Only direct children, whose ids cannot be reused before they are reaped. Their children
         # are adopted as they end.
-        for pid in children_of(os.getpid()):
+        for orphan in psutil.Process().children():
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(orphan.pid, signal.SIGKILL)
         time.sleep(0.001)
     code = os.waitstatus_to_exitcode(ended[child])
     if code < 0:

@@ -54,13 +54,7 @@ class EvaluationDrafts:
             part.load_state_dict(saved)
 
 
-def make_evaluation_drafts(
-    config: Config, training: Proposer, max_tokens: int
-) -> EvaluationDrafts | None:
-    """None under point_mass, whose noise no draft may have seen."""
-    speculative = config.speculative
-    if speculative.rule == "point_mass":
-        return None
+def make_evaluation_drafts(config: Config, training: Proposer, max_tokens: int) -> EvaluationDrafts:
     options = {"has_drafts": True, "clock": training.clock}
-    proposer = make_proposer(speculative.method, History(0), training.cost, **options)
+    proposer = make_proposer(config.speculative.method, History(0), training.cost, **options)
     return EvaluationDrafts(proposer, max_tokens)

@@ -5,16 +5,20 @@ In float64, where tokens must be equal.
 """
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
+from multiprocessing.process import BaseProcess
 
 import torch
 from safetensors.torch import load_file
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from bubblespec.config import load_config
 from bubblespec.dist.ranks import Ranks
 from bubblespec.setup import build
+from tests.helpers import warm
 from tests.helpers.warm import launch
 from train import train
 
@@ -59,6 +63,30 @@ def run(
     done = launch(ranks, [*script, *options])
     assert not check or done.returncode == 0, done.stderr[-3000:]
     return done
+
+
+def start_launcher(
+    arguments: list[str], output: int, *, ranks: int, **options: object
+) -> BaseProcess:
+    """torchrun's own agent, with its rendezvous and restarts, in a warm process, whose forks are
+    the ranks. options: of torch's LaunchConfig; output: a descriptor for what all of them write."""
+    options |= {"rdzv_backend": "c10d", "local_addr": "127.0.0.1", "start_method": "fork"}
+    num_nodes = options.pop("num_nodes", 1)
+    config = LaunchConfig(num_nodes, num_nodes, ranks, run_id="test", **options)
+    return warm.start(_agent, config, arguments, stdout=output, stderr=output)
+
+
+def _agent(config: LaunchConfig, arguments: list[str]) -> None:
+    multiprocessing.current_process()._config["daemon"] = False  # which may start no processes
+    elastic_launch(config, _rank)(arguments)
+
+
+def _rank(arguments: list[str]) -> None:
+    try:
+        warm._python(arguments, warm.ROOT)
+    except SystemExit as end:  # the agent waits for a result
+        if end.code:
+            raise
 
 
 def train_here(

@@ -2,8 +2,8 @@
 not after seconds of imports.
 
 A fork is a process of its own in all that tests look at (memory, signals, files, its end), but for
-two things: it shares the hash seed of its siblings, and no torchrun stands above it. Runs under the
-real launcher are in test_faults.py and test_nodes.py.
+two things: it shares the hash seed of its siblings, and no torchrun stands above it. Runs under its
+agent (`runs.start_launcher`) are in test_faults.py and test_nodes.py.
 """
 
 import atexit

@@ -23,9 +23,10 @@ import sys
 import tempfile
 import time
 
+import psutil
+
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from bubblespec.dist.processes import children_of
 from tests.helpers.checks import is_alive
 from tests.helpers.runs import EPOCHS, digests, same_weights, weights
 from tests.helpers.warm import ROOT, SINGLE_THREADED
@@ -56,7 +57,7 @@ class Run:
     def ranks(self) -> list[int]:
         """Process ids of the ranks that are alive."""
         pids = []
-        for pid in children_of(self.launcher.pid):
+        for pid in self._children():
             try:
                 with open(f"/proc/{pid}/environ", "rb") as file:
                     if b"\0RANK=" in b"\0" + file.read():
@@ -65,6 +66,13 @@ class Run:
                 continue
         self.pids.update(pids)
         return pids
+
+    def _children(self) -> list[int]:
+        """Process ids of the launcher's children."""
+        try:
+            return [child.pid for child in psutil.Process(self.launcher.pid).children()]
+        except psutil.NoSuchProcess:
+            return []
 
     def wait_until(self, what: str, holds) -> None:
         """Raises RuntimeError if the run ends before."""

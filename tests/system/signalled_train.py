@@ -2,44 +2,29 @@
 KIND --config F [overrides]
 
 In the update of a step, when the step before is logged:
-launcher    SIGTERM to the launcher, and once that has reached the rank a second one
 ranks       SIGTERM to every rank
-rank-dies   SIGKILL to the last rank, unless the launcher has restarted it
 ranks-die   SIGKILL to every rank
 In the save after the update of a step, when everything is written and nothing has its name yet:
-save-dies   SIGKILL to rank 0
+save-dies   SIGKILL to rank 0, unless the launcher has restarted it
 """
 
 import argparse
 import os
 import signal
 import sys
-import time
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 import train
 from bubblespec import checkpoint
-from bubblespec.dist.ranks import Ranks
 from bubblespec.trainer import Trainer
 
-KINDS = ("launcher", "ranks", "rank-dies", "ranks-die", "save-dies")
-PATIENCE_S = 120.0
+KINDS = ("ranks", "ranks-die", "save-dies")
 
 
-def send(kind: str, ranks: Ranks) -> None:
-    is_last = ranks.rank == ranks.world_size - 1
-    is_restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    if kind == "launcher" and ranks.rank == 0:
-        os.kill(os.getppid(), signal.SIGTERM)
-        deadline = time.monotonic() + PATIENCE_S
-        while not ranks.must_stop and time.monotonic() < deadline:  # it must reach this rank first
-            time.sleep(0.01)
-        os.kill(os.getppid(), signal.SIGTERM)
-    elif kind == "ranks":
-        os.kill(os.getpid(), signal.SIGTERM)
-    elif kind == "ranks-die" or (kind == "rank-dies" and is_last and not is_restarted):
-        os.kill(os.getpid(), signal.SIGKILL)
+def send(kind: str) -> None:
+    if kind != "save-dies":
+        os.kill(os.getpid(), signal.SIGTERM if kind == "ranks" else signal.SIGKILL)
 
 
 def main() -> int:
@@ -53,11 +38,13 @@ def main() -> int:
 
     def signalled_update(trainer, record, advantages):
         if record.step == step:
-            send(kind, trainer.ranks)
+            send(kind)
         return update(trainer, record, advantages)
 
     def deadly_rename(source, target) -> None:
-        if kind == "save-dies" and os.path.basename(target) == f"checkpoint-{step + 1}":
+        is_restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        is_due = kind == "save-dies" and os.path.basename(target) == f"checkpoint-{step + 1}"
+        if is_due and not is_restarted:
             os.kill(os.getpid(), signal.SIGKILL)
         rename(source, target)
 
