@@ -18,6 +18,7 @@ from bubblespec.simulate.run import counted, simulate
 from bubblespec.simulate.runner import DrafterModel
 from bubblespec.simulate.workload import Synthetic, Texts, Workload, parse
 from bubblespec.simulate.world import World
+from bubblespec.telemetry.timeline import KINDS
 from bubblespec.types import Group
 from tests.helpers.simulated import (
     LinearCost,
@@ -99,6 +100,10 @@ def test_good_drafts_save_forwards_and_idle_time():
     assert sum(step.proposed_tokens for step in perfect) > 100
     assert perfect[-1].drafted_tokens == 0  # there is no step after it
     none, ours = run("none", 2), run("bubble+suffix", 2)
+    for step in (*none, *ours):
+        wait = KINDS.index("wait")
+        idle_s = sum((lane[lane[:, 0] == wait] @ [0, -1, 1]).sum() for lane in step.lanes)
+        assert step.idle_share == pytest.approx(idle_s / 2 / step.seconds, abs=1e-6)
     assert sum(s.idle_share for s in ours[:-1]) < sum(s.idle_share for s in none[:-1])
 
 

@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> None:
             "methods": {
                 method: {
                     "total": sums[method],
-                    "steps": [vars(step) for step in steps],
+                    "steps": [{**vars(step), "lanes": None} for step in steps],
                 }
                 for method, steps in results.items()
             },

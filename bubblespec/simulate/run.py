@@ -3,7 +3,7 @@ will be said."""
 
 import copy
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,6 +18,7 @@ from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
 from bubblespec.memory import max_slots
 from bubblespec.planner.costs import CostModel
+from bubblespec.records import Span
 from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.make_sampler import make_sampler
 from bubblespec.rollout.profile import profile
@@ -31,6 +32,7 @@ from bubblespec.simulate.runner import (
 )
 from bubblespec.simulate.workload import Texts, Workload
 from bubblespec.simulate.world import SimulatedRanks, SimulatedTicks, World
+from bubblespec.telemetry.timeline import KINDS
 from bubblespec.types import Group, Row, digest
 
 
@@ -58,6 +60,8 @@ class SimulatedStep:
     length_ratio: float = 1.0
     """Mean length of all responses trained on so far over that of all launched."""
     digest: str = ""
+    lanes: list[np.ndarray] = field(default_factory=list, repr=False)
+    """By rank, see `draw` in timeline.py."""
 
 
 def simulate(
@@ -235,13 +239,22 @@ class _Rank:
         ranks, record = self.ranks, self.sampler.sample(result.step)
         self.texts.end(record.generated.groups)
         (rollout,), (gen, wait, _) = record.rollouts, record.stages
-        waited_s = rollout.wait_s + wait.end_s - wait.begin_s
+        spans, waited_s = rollout.spans, rollout.wait_s + wait.end_s - wait.begin_s
+        if wait.end_s > wait.begin_s:  # for the slowest rank, once its own idle work is over
+            if spans and spans[-1].kind == "wait":
+                wait = Span("wait", spans.pop().begin_s, wait.end_s)
+            spans.append(wait)
         counts = rollout.acceptance
         refused = counts.draft_tokens - counts.accepted_tokens
         numbers = [wait.end_s - gen.begin_s, rollout.own_forwards, waited_s]
         numbers += [rollout.drafted_tokens, counts.draft_tokens, refused]
         gathered = ranks.gather(np.array(numbers, np.float64)).T
         seconds, forwards, waited_s, drafted, proposed, refused = gathered
+        lane = [
+            (KINDS.index(kind), begin - gen.begin_s, end - gen.begin_s)
+            for kind, begin, end in spans
+        ]
+        lanes = ranks.gather_ragged(np.array(lane, np.float64).ravel())
         if ranks.is_main:
             planned = self.sampler.schedule.metrics()
             result.seconds = float(seconds.max())
@@ -254,3 +267,4 @@ class _Rank:
             result.digest = digest(record.generated)
             result.is_long_round = bool(planned.get("tail/is_long_round", False))
             result.length_ratio = planned.get("tail/length_ratio", 1.0)
+            result.lanes = [lane.reshape(-1, 3) for lane in lanes]

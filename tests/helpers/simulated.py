@@ -61,6 +61,10 @@ def run(
     return simulate(config, make_workload(**workload), cost, num_ranks, drafter=drafter)
 
 
+def figures(steps) -> list[dict]:
+    return [vars(step) | {"lanes": [lane.tolist() for lane in step.lanes]} for step in steps]
+
+
 def true_text(length: int, seed: int = 0) -> np.ndarray:
     return np.append(np.random.default_rng(seed).integers(0, VOCABULARY, length - 1), STOP)
 
