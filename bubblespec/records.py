@@ -82,9 +82,6 @@ class ForwardRecord(NamedTuple):
 
 # Lower bounds of the bins of `Acceptance.accepted_lengths`, in tokens.
 ACCEPT_BINS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-# Lower bounds of the stretches of a response in which acceptance is counted, in tokens: later
-# tokens may be harder to foresee.
-POSITIONS = (0, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 # Where a proposal comes from: the sample's own draft up to their first difference (aligned), else
 # suffix matches in that draft (own), in another sample's draft or tokens (sibling), in the prompt
 # or the row's tokens (self), in earlier epochs; the drafter.
@@ -104,12 +101,9 @@ class Acceptance:
     accepted_tokens: int = 0
     covered_tokens: int = 0
     """Tokens for which there was a proposal, right or wrong."""
-    before_divergence: np.ndarray = field(
-        default_factory=lambda: np.zeros((len(POSITIONS), 2), np.int64)
-    )
-    """Tokens tried and accepted of drafts up to their first difference from the response, which is
-    counted as tried; by where in the response the verification began (POSITIONS), int64 [positions,
-    2]."""
+    before_divergence: list[int] = field(default_factory=lambda: [0, 0])
+    """[tokens tried, those accepted] of drafts up to their first difference from the response,
+    which is counted as tried."""
     after_divergence: list[int] = field(default_factory=lambda: [0, 0])
     """[tokens gained, those that the own draft gave] of rows behind that difference, as far as
     their draft reaches."""

@@ -26,16 +26,15 @@ from bubblespec.planner.rows import (
     mean_length_beyond,
 )
 from bubblespec.planner.tail import MIN_GAIN, use_tp_tail
-from bubblespec.records import POSITIONS
 from bubblespec.types import Draft, Group, Launch, Prompt
 from tests.helpers.rows import samples_of
 
 NUM_DRAWN = 300  # rollouts of a direct simulation
 CPU = (5e-3, 2e-3, 1e-3, 1e-3, 2e-6)  # a row makes every forward slower
 GPU = (1e-2, 1e-6, 1e-6, 1e-6, 1e-9)  # only the number of forwards counts
-NO_COUNTS = np.zeros((len(POSITIONS) + 1, 2))
-NONE_HOLD = acceptance_rates(np.vstack((np.tile([1e5, 0.0], (len(POSITIONS), 1)), [1e6, 0.0])))
-ALL_HOLD = acceptance_rates(np.vstack((np.tile([1e5, 1e5], (len(POSITIONS), 1)), [1.0, 0.0])))
+NO_COUNTS = np.zeros((2, 2))
+NONE_HOLD = acceptance_rates(np.array([[1e9, 0.0], [1e6, 0.0]]))
+ALL_HOLD = acceptance_rates(np.array([[1e6, 1e6], [1.0, 0.0]]))
 
 
 def cost_of(terms) -> CostModel:
@@ -140,13 +139,10 @@ def test_seconds_grow_with_rows_and_lengths_and_shrink_with_slots(terms, seed):
 @pytest.mark.parametrize("seed", range(3))
 def test_acceptance_is_that_of_drafts_verified_token_by_token(seed):
     rng = np.random.default_rng(seed)
-    tried = np.full(len(POSITIONS), 1e7)
-    chances = rng.uniform(0.98, 0.9999, len(POSITIONS))
-    gained = np.array([1e7, 4e6])
-    counts = np.vstack((np.stack((tried, tried * chances), axis=1), gained))
-    rates, drafted = acceptance_rates(counts), np.array([7.0, 40.0, 300.0])
-    chance_of_token = chances[np.searchsorted(POSITIONS, np.arange(300), side="right") - 1]
-    is_right = rng.random((20_000, 300)) < chance_of_token
+    chance = rng.uniform(0.98, 0.9999)
+    rates = acceptance_rates(1e7 * np.array([[1.0, chance], [1.0, 0.4]]))
+    drafted = np.array([7.0, 40.0, 300.0])
+    is_right = rng.random((20_000, 300)) < chance
     first_mismatch = np.where(is_right.all(axis=1), 300, is_right.argmin(axis=1))
     accepted = np.minimum(first_mismatch[:, None], drafted).mean(axis=0)
     np.testing.assert_allclose(rates.accepted(drafted), accepted, rtol=0.03)
@@ -374,8 +370,7 @@ def test_useless_drafts_are_never_worth_co_scheduling(terms):
 def test_drafts_are_worth_more_as_more_of_them_holds(terms):
     rows, saved_s = random_rows(0, 16), []
     for share in (0.0, 0.9, 0.99, 0.999, 1.0):
-        before = np.tile([1e6, 1e6 * share], (len(POSITIONS), 1))
-        rates = acceptance_rates(np.vstack((before, [1e6, 0.0])))
+        rates = acceptance_rates(1e7 * np.array([[1.0, share], [1.0, 0.0]]))
         saved_s.append(draft_value(rows, cost_of(terms), rates, **PLAN).saves_s.sum())
     assert (np.diff(saved_s) >= -1e-9).all() and saved_s[-1] > saved_s[0]
 

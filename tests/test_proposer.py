@@ -171,8 +171,7 @@ def test_counts_of_a_rollout():
     assert (counts.row_forwards, counts.gained_tokens) == (6, (4 + 1 + 1) + 3)
     assert (counts.draft_tokens, counts.accepted_tokens, counts.covered_tokens) == (6, 3, 3 + 1)
     assert counts.by_source == {"aligned": [6, 3]} and counts.by_age == {3: [6, 3]}
-    assert counts.before_divergence[0].tolist() == [4, 3] and not counts.before_divergence[1:].any()
-    assert counts.after_divergence == [1, 0]
+    assert (counts.before_divergence, counts.after_divergence) == ([4, 3], [1, 0])
     assert {int(WINDOWS[i]): int(n) for i, n in enumerate(counts.accepted_lengths) if n} == {
         0: 1,
         3: 1,

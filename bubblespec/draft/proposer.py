@@ -21,7 +21,7 @@ from bubblespec.draft.sources import (
 from bubblespec.draft.suffix import OWN, SOURCE_NAMES, History
 from bubblespec.planner.costs import CostModel
 from bubblespec.planner.windows import WINDOWS, choose_windows
-from bubblespec.records import POSITIONS, Acceptance
+from bubblespec.records import Acceptance
 from bubblespec.types import Draft, Row
 
 PRIORS = {ALIGNED: 0.95, "own": 0.8, "sibling": 0.6}  # of survival, by source
@@ -200,10 +200,8 @@ class Proposer:
             _add(counts.by_source, tracked.kind[0], drafted, accepted)
             if tracked.kind[0] == ALIGNED:
                 _add(counts.by_age, tracked.age, drafted, accepted)
-                verified = (min(accepted + 1, drafted), accepted)
-                counts.before_divergence[bisect_right(POSITIONS, tracked.num_gained) - 1] += (
-                    verified
-                )
+                counts.before_divergence[0] += min(accepted + 1, drafted)
+                counts.before_divergence[1] += accepted
         has_left_draft = tracked.draft is not None and not tracked.is_aligned
         if has_left_draft and tracked.num_gained < len(tracked.draft.tokens):
             is_own = drafted and tracked.kind[0] == SOURCE_NAMES[OWN]

@@ -12,7 +12,6 @@ from bubblespec.planner.rows import (
     forwards_horizon,
     forwards_survival,
 )
-from bubblespec.records import POSITIONS
 
 SLOWEST = 5.0  # times the expected seconds: an interruption, not a cost
 # Tokens of a forward at which the cost may bend. Matrix products have steps in the number of their
@@ -22,7 +21,7 @@ KNOTS = np.array(
 )
 KNOT_PRIOR = 12.0  # forwards near a knot that it takes to believe half of what they show
 MAX_STEP = 0.6  # relative; what is farther off was disturbed
-NO_DRAFTS = acceptance_rates(np.zeros((len(POSITIONS) + 1, 2)))  # for rows without drafts
+NO_DRAFTS = acceptance_rates(np.zeros((2, 2)))  # for rows without drafts
 
 
 class CostModel:

@@ -16,7 +16,6 @@ from bubblespec.planner.lengths import LengthModel
 from bubblespec.planner.rows import AcceptanceRates, Rows, forwards_survival
 from bubblespec.types import Draft, Group, SampleId
 
-PATIENCE = 1.0  # what has more slack than so many rollouts can wait for fresher weights
 MAX_AUTO_LOOKAHEAD = 8
 RETRY_STEPS = 8  # where even the freshest drafts are refused, one step in so many drafts again
 MIN_ACCEPTED_SHARE = 0.2  # drafts so old that less of them is accepted are not worth making
@@ -151,17 +150,16 @@ def plan_drafts(
         rows = lengths.predict(groups, num_generations, drafts)
         slack = ahead * forwards_per_step - (rows.expected - rows.drafted)
         may_pay = planning != "idle_only" and ahead <= oldest_verified
-        is_due = (slack < PATIENCE * forwards_per_step) & may_pay
         value = DraftValue(*np.zeros((3, len(ids))))
         if planning == "always":
-            is_due, value = np.ones(len(ids), bool), DraftValue(*np.ones((3, len(ids))))
-        elif cost is not None and (is_open & is_due).any():
+            value = DraftValue(*np.ones((3, len(ids))))
+        elif cost is not None and may_pay:
             value = draft_value(rows, cost, rates, num_ranks=num_ranks, num_slots=num_slots)
         for row in np.flatnonzero(is_open).tolist():
             plan = DraftPlan(
                 ids[row],
                 groups[row // num_generations].prompt.token_ids,
-                co_scheduled=bool(value.pays[row] and is_due[row]),
+                co_scheduled=bool(value.pays[row]),
                 saves_s=float(value.saves_s[row]),
                 costs_s=float(value.costs_s[row]),
             )

@@ -2,7 +2,7 @@
 
 A length is uncertain: it is taken to be log-logistic with a given mean and spread, which has the
 heavy tail of response lengths and a survival function in closed form. A draft that was made with
-the row's own noise holds up to its first mismatch; the chance of a mismatch is measured by position
+the row's own noise holds up to its first mismatch; the chance of a mismatch is measured
 (`AcceptanceRates`), so the number of forwards that a drafted row needs has a distribution too.
 
 Shape legend: S rows, T points in time, counted in forwards.
@@ -13,53 +13,41 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bubblespec.records import POSITIONS
-
 TYPICAL_WINDOW = 8.0  # draft tokens by which a row is verified in one forward
 MIN_RELATIVE_SPREAD = 0.02  # below it a length counts as known
 NUM_POINTS = 64
-# Counts that are believed before acceptance has been measured: [tried, accepted] before the first
-# mismatch, and [gained, given by the draft] after it.
-PRIOR_BEFORE = np.array([100.0, 99.99])
-PRIOR_AFTER = np.array([100.0, 10.0])
-POOLED_TOKENS = 20.0  # of all positions together, that count at each of them
+# Believed before acceptance has been measured: [tried, accepted] before the first mismatch, and
+# [gained, given by the draft] after it.
+PRIOR_COUNTS = np.array([[100.0, 99.99], [100.0, 10.0]])
 
 
 class AcceptanceRates(NamedTuple):
     """How far drafts hold."""
 
-    edges: np.ndarray
-    """float64 [P + 1], response positions between which the hazard is constant."""
-    hazards: np.ndarray
-    """float64 [P], -log of the chance that the next draft token is accepted, before a mismatch."""
+    hazard: float
+    """-log of the chance that the next draft token is accepted, before a mismatch."""
     after: float
     """Share of the tokens after the first mismatch that the draft still gives."""
 
     def reaches(self, position: np.ndarray) -> np.ndarray:
         """Chance that a draft holds for so many tokens, float64 like `position`."""
-        cumulative = np.append(0.0, np.cumsum(self.hazards * np.diff(self.edges)))
-        return np.exp(-np.interp(position, self.edges, cumulative))
+        return np.exp(-self.hazard * position)
 
     def accepted(self, drafted: np.ndarray) -> np.ndarray:
         """Expected tokens before the first mismatch of drafts of `drafted` tokens, float64 [S]."""
-        inside = np.clip(drafted[:, None] - self.edges[:-1], 0.0, np.diff(self.edges))
-        hazards = np.maximum(self.hazards, 1e-9)
-        return (self.reaches(self.edges[:-1]) * -np.expm1(-hazards * inside) / hazards).sum(axis=1)
+        hazard = max(self.hazard, 1e-9)
+        return -np.expm1(-hazard * drafted) / hazard
 
 
 def acceptance_rates(counts: np.ndarray) -> AcceptanceRates:
     """Rates from counts, drawn towards the priors where little has been measured.
 
-    counts: float64 [P + 1, 2], [tried, accepted] before the first mismatch by position (POSITIONS),
-    and last [gained, given by the draft] after it; see `Acceptance`.
+    counts: float64 [2, 2], [tried, accepted] before the first mismatch, and [gained, given by the
+    draft] after it; see `Acceptance`.
     """
-    before = counts[:-1]
-    after = counts[-1] + PRIOR_AFTER
-    tried, accepted = before.sum(axis=0) + PRIOR_BEFORE
-    pooled = before + POOLED_TOKENS * np.array([1.0, accepted / tried])
-    chances = np.clip(pooled[:, 1] / pooled[:, 0], 1e-6, 1.0 - 1e-9)
-    edges = np.array([*POSITIONS, 2 * POSITIONS[-1]], np.float64)
-    return AcceptanceRates(edges, -np.log(chances), float(after[1] / after[0]))
+    (tried, accepted), (gained, given) = counts + PRIOR_COUNTS
+    chance = min(max(accepted / tried, 1e-6), 1.0 - 1e-9)
+    return AcceptanceRates(float(-np.log(chance)), float(given / gained))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from bubblespec.planner.drafts import MAX_AUTO_LOOKAHEAD
 from bubblespec.planner.guard import Guard
 from bubblespec.planner.lengths import LengthModel
 from bubblespec.planner.rows import AcceptanceRates, Rows, acceptance_rates
-from bubblespec.records import POSITIONS, RolloutRecord
+from bubblespec.records import RolloutRecord
 from bubblespec.types import Row, Samples
 
 FORGETTING = 0.7  # of counts, per rollout
@@ -26,7 +26,7 @@ class Measured:
     by_age: np.ndarray
     """float64 [ages, 2], drafted and accepted tokens by age of the draft."""
     counts: np.ndarray
-    """float64 [P + 1, 2], see `acceptance_rates`."""
+    """float64 [2, 2], see `acceptance_rates`."""
     cost: np.ndarray
     """float64, parameters of the cost model."""
     forwards: np.ndarray
@@ -59,7 +59,7 @@ class RunStats:
     shared_cost: CostModel | None = None
     """Mean of all ranks'; None before the first rollout."""
     lengths: LengthModel = field(default_factory=LengthModel)
-    counts: np.ndarray = field(default_factory=lambda: np.zeros((len(POSITIONS) + 1, 2)))
+    counts: np.ndarray = field(default_factory=lambda: np.zeros((2, 2)))
     """Of drafts in recent rollouts, see `acceptance_rates`."""
     accepted_by_age: dict[int, float] = field(default_factory=dict)
     """Share of draft tokens that were accepted, by updates since the draft was last extended."""
@@ -102,7 +102,7 @@ class RunStats:
         modelled_s = rollout_seconds(rows_as_generated(rows), self.cost, num_slots)
         measured = Measured(
             by_age=ages,
-            counts=np.vstack((counts.before_divergence, counts.after_divergence)).astype(float),
+            counts=np.array((counts.before_divergence, counts.after_divergence), np.float64),
             cost=self.cost.parameters,
             forwards=np.array([float(record.own_forwards + record.shared_forwards)]),
             seconds=np.array([record.total_s + planning_s, modelled_s]),
