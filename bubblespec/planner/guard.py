@@ -12,8 +12,10 @@ import numpy as np
 FIRST_CONTROL = 3  # rollouts before the first one without the mechanism; then ever more
 GROWTH = 2.0
 # Rollouts of each setting before anything is decided: the first drafts are an investment.
-MIN_WITH, MIN_WITHOUT = 12, 3
-MARGIN = 0.1  # slower by so much is slower: less is within the noise of so few rollouts
+MIN_WITH, MIN_WITHOUT = 12, 2
+MARGIN = (
+    0.05  # slower by so much is slower: to pause by mistake costs less than to go on by mistake
+)
 CLEAR = 0.25  # faster by so much: further rollouts without it would cost more than they tell
 FIRST_PAUSE, MAX_PAUSE = 12, 192  # rollouts without a mechanism that was slower; doubled each time
 MEMORY = 16  # rollouts of a setting that are remembered
