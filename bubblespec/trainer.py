@@ -27,9 +27,10 @@ from bubblespec.telemetry import report as reports
 from bubblespec.telemetry.metrics import MetricsLogger
 from bubblespec.telemetry.timeline import gather_lanes
 from bubblespec.telemetry.trace import Recorder
-from bubblespec.types import Group, Prompt
+from bubblespec.types import Group, Prompt, has_zero_std
 
 SAMPLE_STEPS = 10  # from one set of sample completions in TensorBoard to the next
+EQUAL_STEPS = 3  # in a row without a difference in any group's rewards, after which the run warns
 
 
 @dataclass(kw_only=True)
@@ -51,6 +52,7 @@ class Trainer:
     lock: IO | None  # keeps output_dir ours; on rank 0
     logger: MetricsLogger | None = None  # while the run is open
     recorder: Recorder | None = None  # where the run is recorded
+    num_equal: int = 0  # latest steps in a row in which all responses to each prompt scored alike
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
@@ -60,6 +62,9 @@ class Trainer:
         run = self.config.run
         shown = (self.ranks.is_main, self.num_updates, run.max_steps)
         self.logger = MetricsLogger(run.output_dir, *shown)
+        if self.num_updates >= run.max_steps:
+            done = f"all {self.num_updates} steps of this run are done"
+            self.logger.say(f"{done}; a larger run.max_steps goes on with it")
         if self.config.trace.enabled:
             self.recorder = Recorder(self.config, self.ranks, self.num_updates)
         # Without this a collection takes 0.3 s, on each rank at another time, and makes stragglers.
@@ -135,6 +140,14 @@ class Trainer:
         if sampler.drafter is not None:
             metrics |= sampler.drafter.metrics(ranks)
         self.logger.log(step, metrics | {"perf/max_memory_gb": reports.peak_memory_gb(ranks)})
+        self.num_equal = self.num_equal + 1 if has_zero_std(record.rewards).all() else 0
+        if self.num_equal == EQUAL_STEPS and ranks.is_main:
+            log(
+                f"warning: in {EQUAL_STEPS} steps in a row, up to step {step}, all responses to "
+                "each prompt got the same reward, so there was nothing to learn from; check "
+                "reward.functions, take prompts that the model solves now and then, or raise "
+                "rollout.num_generations or rollout.temperature"
+            )
         if self.recorder is not None:
             self.recorder.write(record)
         if step % SAMPLE_STEPS == 0:

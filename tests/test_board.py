@@ -4,6 +4,7 @@ between real processes; how soon, in virtual time or by a clock that the test mo
 The ranks only sleep instead of decoding, and nothing depends on how long anything takes.
 """
 
+import errno
 import os
 import re
 import signal
@@ -355,3 +356,30 @@ def test_ticks_on_gpus_are_nccl_collectives(monkeypatch):
     assert made == ["nccl", "gloo"]
     ranks.world_size = 1
     assert type(make_transport(ranks, 60.0)) is Transport
+
+
+def test_a_full_file_system_means_gloo_and_a_line(monkeypatch, capsys):
+    """Found out before anybody writes: a write into a hole that cannot be filled is a SIGBUS."""
+
+    made = []
+
+    def fail(handle, *_):
+        made.append(os.readlink(f"/proc/self/fd/{handle}"))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    class Two(Ranks):
+        def gather(self, array):
+            return np.stack((array, array))
+
+        def gather_text(self, text):
+            return [text, text]
+
+    ranks = Two(torch.device("cpu"))
+    ranks.world_size = 2
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", fail)
+        assert boards.open_shared(ranks) is None
+    assert len(made) == 1 and not os.path.exists(made[0])
+    assert "warning: /dev/shm: No space left on device" in capsys.readouterr().err
+    words = boards.open_shared(ranks)
+    assert words.shape == (2, 2, HEADER + MAX_NUMBERS) and words[0, 0, 3] == os.getpid()

@@ -107,12 +107,17 @@ def test_resumed_run_writes_each_step_once(tmp_path, lost):
     assert curves(killed) == curves_of_lines(read(whole)) == curves(whole)
 
 
-def test_fresh_start_drops_what_a_run_without_checkpoint_left(tmp_path):
+def test_a_fresh_start_keeps_what_a_run_without_checkpoint_left_aside(tmp_path, capsys):
     run(tmp_path, range(3), (0, 2))
     run(tmp_path, range(2), (0,))
     found = [(line["step"], "eval/reward" in line) for line in read(tmp_path)]
     assert found == [(0, True), (0, False), (1, False)]
     assert curves(tmp_path) == curves_of_lines(read(tmp_path))
+    kept = tmp_path / "metrics.jsonl.1"
+    assert kept.read_text(encoding="utf-8").count("\n") > len(read(tmp_path)) > 0
+    assert f"kept in {kept}" in capsys.readouterr().err
+    run(tmp_path, range(1))
+    assert (tmp_path / "metrics.jsonl.2").exists() and kept.exists()
 
 
 def test_samples_go_to_tensorboard_with_prompt_reply_and_reward(tmp_path):

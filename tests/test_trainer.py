@@ -37,11 +37,25 @@ OPTIONS = [
 ]
 
 
-def run_main(monkeypatch, folder) -> int:
+def run_main(monkeypatch, folder, *overrides: str) -> int:
     options = ["--config", "configs/tiny_cpu_bulk.yaml", *OPTIONS, f"run.output_dir={folder}"]
+    options += overrides
     monkeypatch.setattr(sys, "argv", ["train.py", *options])
     monkeypatch.delenv("RANK", raising=False)
     return train.main()
+
+
+def test_equal_rewards_are_warned_of_once_and_a_run_that_is_over_says_so(
+    monkeypatch, tmp_path, capsys
+):
+    """After three steps, not before; the run goes on."""
+    assert run_main(monkeypatch, tmp_path, "reward.functions=[tests.helpers.rewards.constant]") == 0
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "same reward" in line]
+    assert len(warnings) == 1 and "up to step 2," in warnings[0]
+    assert len(read(tmp_path)) == 6
+    assert run_main(monkeypatch, tmp_path, "reward.functions=[tests.helpers.rewards.constant]") == 0
+    assert "all 6 steps of this run are done" in capsys.readouterr().err
+    assert len(read(tmp_path)) == 6
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from bubblespec.dist.ranks import Ranks, all_gather, one_line
+from bubblespec.errors import log
 
 # A rank that is done waits this long for its tick, which may be the last: it would start another
 # draft, and everyone would wait for that.
@@ -39,7 +40,7 @@ MAX_TASKS = 4  # idle tasks of a rollout
 NUM_NUMBERS = 2 + MAX_TASKS
 NO_FACTS = np.empty(0)
 
-MAX_NUMBERS = 1 << 20  # per rank and tick in shared memory; only pages that are written take memory
+MAX_NUMBERS = 1 << 17  # per rank and tick in shared memory: 2 MiB a rank
 HEADER = 4  # tick + 1, count of numbers, checksum, process id
 LOOK_S = 0.5  # how often a waiting rank checks that the other processes are alive
 
@@ -206,8 +207,15 @@ def open_shared(ranks: Ranks) -> np.ndarray | None:
     if ranks.is_main:
         with contextlib.suppress(OSError):
             handle, path = tempfile.mkstemp(prefix="bubblespec-", dir="/dev/shm")
-            os.truncate(handle, 8 * math.prod(shape))
-            os.close(handle)
+            try:
+                # Allocated now: to write into a hole of a full file system ends a process at once.
+                os.posix_fallocate(handle, 0, 8 * math.prod(shape))
+            except OSError as error:
+                os.unlink(path)
+                path = ""
+                log(f"warning: /dev/shm: {error.strerror}; ranks tell their progress by gloo")
+            finally:
+                os.close(handle)
     path = ranks.gather_text(path)[0]
     with contextlib.suppress(OSError, ValueError):  # not there: made on another machine, or nowhere
         words = np.asarray(np.memmap(path, np.int64, "r+", shape=shape))

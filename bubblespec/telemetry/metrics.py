@@ -6,6 +6,7 @@ then have a gap.
 """
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -37,7 +38,7 @@ TABLE_KEYS = (
 
 class MetricsLogger:
     """Does nothing on ranks other than 0. `first_step` > 0 continues a run: later lines of the file
-    are cut off first."""
+    are cut off first. With 0 a file that is there is kept under another name."""
 
     def __init__(self, output_dir: str, is_main: bool, first_step: int, max_steps: int):
         self.is_main = is_main
@@ -46,6 +47,8 @@ class MetricsLogger:
         self.output_dir = output_dir
         path = os.path.join(output_dir, "metrics.jsonl")
         try:
+            if first_step == 0:
+                _keep_aside(path)
             records = _drop_steps_from(path, first_step)
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (kept open for the run)
         except OSError as error:
@@ -187,6 +190,15 @@ class MetricsLogger:
         for key, value in metrics.items():
             if isinstance(value, (int, float)):
                 self._draw("add_scalar", key, value, step)
+
+
+def _keep_aside(path: str) -> None:
+    """Rename the metrics of an earlier run, which a run that begins anew would overwrite."""
+    if not os.path.exists(path) or not os.path.getsize(path):
+        return
+    kept = next(name for n in itertools.count(1) if not os.path.exists(name := f"{path}.{n}"))
+    os.rename(path, kept)
+    log(f"no checkpoint of the run whose metrics are here: it begins anew; they are kept in {kept}")
 
 
 def _drop_steps_from(path: str, first_step: int) -> list[dict]:

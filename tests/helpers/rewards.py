@@ -9,3 +9,8 @@ def remainder(completion_ids, **columns) -> list[float]:
 def nothing(completion_ids, **columns) -> list[None]:
     """A function that applies to no sample."""
     return [None] * len(completion_ids)
+
+
+def constant(completion_ids, **columns) -> list[float]:
+    """The same for all, so that nothing can be learned."""
+    return [0.5] * len(completion_ids)
