@@ -38,7 +38,8 @@ def main() -> int:
     parser.add_argument("--config", required=True, help="YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     arguments = parser.parse_intermixed_args()
-    sys.path.append(os.getcwd())  # where the user's own reward functions are
+    # The user's own reward functions are there; a file next to this one must not come before them.
+    sys.path.insert(0, os.getcwd())
     transformers.utils.logging.disable_progress_bar()
     if os.environ.get("RANK", "0") != "0":
         logging.disable(logging.WARNING)

@@ -9,6 +9,7 @@ drafts and histories are saved too, for speed.
 
 import contextlib
 import fcntl
+import filecmp
 import hashlib
 import json
 import os
@@ -254,11 +255,29 @@ def _check_same_run(config: Config, saved: dict, where: str) -> list[str]:
         if key not in current:
             raise InputError(f"{key}: unknown key in {where}, which another version has written")
         here, there = current[key], saved.get(key)
+        if key.endswith("path") and _is_the_same_data(here, there):
+            continue
         if here != there and classes[key] == EXACT:
             raise InputError(f"{key}: {here} here, but {there} in {where}; {NOT_THE_SAME}")
         if here != there and classes[key] == ROUNDING:
             rounding.append(f"{key}: {here} here, but {there}")
     return rounding
+
+
+def _is_the_same_data(here: str | None, there: str | None) -> bool:
+    """Whether two paths lead to the same file or folder, or to copies of it."""
+    if not here or not there or not (os.path.exists(here) and os.path.exists(there)):
+        return False
+    if os.path.samefile(here, there):
+        return True
+    if os.path.isfile(here) and os.path.isfile(there):
+        return filecmp.cmp(here, there, shallow=False)
+    names = [sorted(os.listdir(path)) if os.path.isdir(path) else None for path in (here, there)]
+    if names[0] is None or names[0] != names[1]:
+        return False
+    return all(
+        _is_the_same_data(os.path.join(here, name), os.path.join(there, name)) for name in names[0]
+    )
 
 
 @contextlib.contextmanager

@@ -7,12 +7,22 @@ finds is what a process that is gone has left, the last checkpoint. In virtual t
 drafted ahead is the same in every run of the test.
 """
 
+import os
+import shutil
+
 import pytest
 
-from bubblespec.checkpoint import SPECULATION_FILE, list_checkpoints, load_arrays, step_of
-from bubblespec.config import load_config
+from bubblespec.checkpoint import (
+    SPECULATION_FILE,
+    _check_same_run,
+    list_checkpoints,
+    load_arrays,
+    step_of,
+)
+from bubblespec.config import flatten, load_config
 from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.store import HEADER
+from bubblespec.errors import InputError
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.setup import build
 from bubblespec.types import Group, Samples
@@ -247,3 +257,19 @@ def test_drafts_of_samples_that_have_had_their_turn_are_gone(monkeypatch, tmp_pa
             assert all(name.visit >= visits.get(name.uid, 0) for name in stored)
         trainer.lock.close()
     assert num_replacements > 4
+
+
+def test_paths_are_compared_by_what_is_there(tmp_path):
+    """A run goes on with the same model under another path, or a copy of it, and with no other."""
+    saved = flatten(load_config("configs/tiny_cpu.yaml"))
+    copied = shutil.copytree("configs/tiny_policy", tmp_path / "copy")
+    for path in (os.path.abspath("configs/tiny_policy"), "configs/../configs/tiny_policy", copied):
+        config = load_config("configs/tiny_cpu.yaml", [f"model.path={path}"])
+        assert _check_same_run(config, saved, "a checkpoint") == []
+    with open(copied / "config.json", "a", encoding="utf-8") as file:
+        file.write("\n")
+    with pytest.raises(InputError, match=r"model\.path: .* here, but configs/tiny_policy"):
+        _check_same_run(config, saved, "a checkpoint")
+    config = load_config("configs/tiny_cpu.yaml", [f"model.path={tmp_path}/nowhere"])
+    with pytest.raises(InputError, match=r"model\.path"):
+        _check_same_run(config, saved, "a checkpoint")

@@ -4,6 +4,7 @@ point, in this process."""
 import gc
 import itertools
 import math
+import os
 import statistics
 import sys
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from bubblespec.learn.learner import Learner
 from bubblespec.planner.costs import CostModel
 from bubblespec.planner.stats import RunStats
 from bubblespec.records import Acceptance, ForwardRecord, RolloutRecord, Span, StepRecord
+from bubblespec.rewards.functions import load_reward
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.trainer import Trainer, expected_best
@@ -56,6 +58,22 @@ def test_equal_rewards_are_warned_of_once_and_a_run_that_is_over_says_so(
     assert run_main(monkeypatch, tmp_path, "reward.functions=[tests.helpers.rewards.constant]") == 0
     assert "all 6 steps of this run are done" in capsys.readouterr().err
     assert len(read(tmp_path)) == 6
+
+
+def test_user_modules_come_from_the_current_folder_first(monkeypatch, tmp_path, capsys):
+    """Not from a file of the same name next to train.py."""
+    for folder, text in ((tmp_path / "next_to_train", "0 / 0"), (tmp_path / "here", "")):
+        folder.mkdir()
+        (folder / "own_reward.py").write_text(f"def reward(**_): ...\n{text}\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "next_to_train"), *sys.path])
+    monkeypatch.setattr(train, "build", lambda config, ranks: load_reward("own_reward.reward"))
+    monkeypatch.setattr(train, "train", lambda function: None)
+    config = os.path.abspath("configs/tiny_cpu.yaml")
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--config", config])
+    monkeypatch.delenv("RANK", raising=False)
+    assert train.main() == 0, capsys.readouterr().err
+    del sys.modules["own_reward"]
 
 
 @pytest.mark.parametrize(
