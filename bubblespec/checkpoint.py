@@ -40,7 +40,7 @@ CONFIG_FILE = "config.yaml"
 SPECULATION_FILE = "speculation.npz"
 PLANNER_FILE = "planner.npz"
 OPTIMIZER_FILE = "optimizer.pt"
-FORMAT = 2  # of checkpoints; those without one have noise keyed by the step
+FORMAT = 3  # of checkpoints; 2 has other statistics and kernels, those without one other noise
 NOT_THE_SAME = "continuing would not be the same run (give another run.output_dir for a new one)"
 # What reading files may raise that are torn or something else.
 UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, EOFError)
@@ -222,8 +222,8 @@ def _find_checkpoint(config: Config, world_size: int) -> str | None:
     state = read_state(folder)
     if state.get("format") != FORMAT:
         raise InputError(
-            f"run.resume_from_checkpoint: {folder} is of another version, whose samples have other "
-            f"noise: {NOT_THE_SAME}"
+            f"run.resume_from_checkpoint: {folder} is of another version of this package: "
+            f"{NOT_THE_SAME}"
         )
     differences = _check_same_run(config, state["config"], folder)
     if world_size != state["world_size"]:

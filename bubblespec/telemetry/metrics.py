@@ -193,12 +193,12 @@ class MetricsLogger:
 
 
 def _keep_aside(path: str) -> None:
-    """Rename the metrics of an earlier run, which a run that begins anew would overwrite."""
+    """Rename the metrics of an earlier run: one that starts from scratch would overwrite them."""
     if not os.path.exists(path) or not os.path.getsize(path):
         return
     kept = next(name for n in itertools.count(1) if not os.path.exists(name := f"{path}.{n}"))
     os.rename(path, kept)
-    log(f"no checkpoint of the run whose metrics are here: it begins anew; they are kept in {kept}")
+    log(f"no checkpoint beside these metrics: starting from scratch; they are kept in {kept}")
 
 
 def _drop_steps_from(path: str, first_step: int) -> list[dict]:
