@@ -182,6 +182,17 @@ def test_a_guard_that_is_off_leaves_drafts_out():
         assert any(record.acceptance.draft_tokens for record in records) != is_off
 
 
+def test_a_rollout_to_compare_with_verifies_nothing_and_drafts_in_idle_time_alone():
+    sampler = start("bubble", new_model(), BoardWithSlowRank(120), bubble__lookahead=1)
+    first = sampler.sample(0).rollouts[0]
+    sampler.stats.guards["drafts"]._until_control = 0
+    control = sampler.sample(1).rollouts[0]
+    assert sampler.stats.uses("drafts")  # that was one rollout
+    assert first.drafted_tokens and control.drafted_tokens
+    assert not control.acceptance.draft_tokens
+    assert not any(forward.own_rows and forward.ahead_rows for forward in control.forwards)
+
+
 MORE = [Prompt(60 + n, "", (4 + n, 2), {}) for n in range(6)]
 
 

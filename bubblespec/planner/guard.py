@@ -39,6 +39,11 @@ class Guard:
         return not self._pause_left and self._until_control >= 1
 
     @property
+    def is_paused(self) -> bool:
+        """Whether it is off because it was slower, and not for one rollout to compare with."""
+        return self._pause_left > 0
+
+    @property
     def lead(self) -> float:
         """By which share the rollouts with the mechanism are faster; 0 while too few are known."""
         if len(self._with) < MIN_WITH or len(self._without) < MIN_WITHOUT:

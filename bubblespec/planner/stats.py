@@ -79,6 +79,10 @@ class RunStats:
         """Whether a mechanism is on in the next rollout."""
         return mechanism not in self.guards or self.guards[mechanism].setting
 
+    def is_paused(self, mechanism: str) -> bool:
+        """Whether a mechanism was slower and is left out for some rollouts."""
+        return mechanism in self.guards and self.guards[mechanism].is_paused
+
     def metrics(self) -> dict[str, int]:
         """Which of the guarded mechanisms the next rollout has."""
         return {f"guard/{name}": int(guard.setting) for name, guard in self.guards.items()}

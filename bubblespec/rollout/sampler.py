@@ -203,7 +203,7 @@ class Sampler:
         is_first = len(used) == len(launch.groups)  # later rollouts are not trained on whole
         if self.stream is not None and scoring is not None and is_first:
             tasks.append(self._stream_gradients(launch, scoring))
-        if "bubble" in self.config.speculative.method and self.stats.uses("drafts"):
+        if "bubble" in self.config.speculative.method and not self.stats.is_paused("drafts"):
             begin_s = self.ranks.clock.perf_counter()
             if (drafting := self._draft_ahead(step, used)) is not None:
                 tasks.append(drafting)
@@ -226,8 +226,10 @@ class Sampler:
         batches = self.schedule.upcoming(step, depth, used) if depth else []
         if not any(batches):
             return None
-        # A short round of tail batching has no tail that co-scheduled drafts could shorten.
-        planning = "idle_only" if config.tail_batching.enabled else config.speculative.planning
+        # A short round of tail batching has no tail that co-scheduled drafts could shorten, and a
+        # rollout that drafts are compared with is not slowed down by any.
+        plain = config.tail_batching.enabled or not stats.uses("drafts")
+        planning = "idle_only" if plain else config.speculative.planning
         plans = plan_drafts(
             batches,
             config.rollout.num_generations,
