@@ -10,7 +10,7 @@ import transformers
 
 from bubblespec.config import load_config
 from bubblespec.dist.ranks import log_once, ranks_from_environment, signals_stop
-from bubblespec.errors import EndsRun
+from bubblespec.errors import EndsRun, tell_torchrun
 from bubblespec.learn.advantages import estimate_advantages
 from bubblespec.setup import build
 from bubblespec.trainer import Trainer
@@ -52,6 +52,7 @@ def main() -> int:
             train(build(config, ranks))
     except EndsRun as error:  # one line; anything else keeps its traceback
         log_once(error)
+        tell_torchrun(error)
         return error.exit_code
     return 0
 

@@ -156,7 +156,9 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
         if arguments.save and ranks.is_main:
             os.makedirs(arguments.save, exist_ok=True)
             drafter = trainer.sampler.drafter
-            save_drafter(arguments.save, drafter.drafter, drafter.num_updates)
+            save_drafter(
+                arguments.save, drafter.drafter, drafter.num_updates, trainer.learner.model
+            )
         found = {"coupled": acceptance(trainer, True), "point_mass": acceptance(trainer, False)}
         by_rows = []
         for count in ROWS if arguments.repeats else ():

@@ -85,7 +85,7 @@ def save_checkpoint(
             if speculation is not None:
                 np.savez(os.path.join(temporary, SPECULATION_FILE), **speculation)
             if drafter is not None:
-                save_drafter(temporary, drafter.drafter, drafter.num_updates)
+                save_drafter(temporary, drafter.drafter, drafter.num_updates, model)
             with open(os.path.join(temporary, STATE_FILE), "w", encoding="utf-8") as file:
                 json.dump(state, file, indent=1)
             _commit(temporary, os.path.join(config.run.output_dir, f"checkpoint-{step}"))

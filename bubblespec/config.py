@@ -110,14 +110,16 @@ class RewardConfig:
     """Reward functions, and how they are run."""
 
     functions: list[str] = key(["bubblespec.rewards.exact_match"])
-    """Dotted paths of reward functions with TRL's signature."""
+    """Dotted paths of reward functions with TRL's signature. A call has the responses of one whole
+    group, unless a function is marked `@bubblespec.rewards.per_sample`."""
     weights: list[float] | None = None
     """One weight per function (default: all 1)."""
     num_workers: int = key(2, at_least(0), resume=SAFE)
     """Processes per rank that score finished responses while others are generated; 0 scores in the
     main process, unprotected from functions that hang or crash."""
     timeout_s: float = key(60.0, above(0), resume=SAFE)
-    """Seconds that a function may take for one response in a worker; taking longer is an error."""
+    """Seconds that a function may take in a worker for each response of a call; taking longer is an
+    error."""
     adaptive_timeout: bool = key(False, resume=SAFE)
     """Lower the time-out of a function to 1.5 times the slowest answer so far to the same task (the
     data's column `task`) with a reward above 0, within 2 and 30 seconds (RollPacker). Rewards may

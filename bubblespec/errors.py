@@ -2,7 +2,10 @@
 screen."""
 
 import contextlib
+import json
+import os
 import sys
+import time
 
 from tqdm import tqdm
 
@@ -41,6 +44,15 @@ class SaveFailed(EndsRun, RuntimeError):
     ranks."""
 
     exit_code = 4
+
+
+def tell_torchrun(error: EndsRun) -> None:
+    """Leave the error where torchrun looks for it: the summary with which it ends then has our line
+    instead of a hint that there is no traceback."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": f"error: {error}", "timestamp": int(time.time())}, file)
 
 
 def log(line: str) -> None:

@@ -137,6 +137,26 @@ def test_run_is_that_without_drafts(
     check_same(tmp_path, plain, used, has_same_order=has_same_order)
 
 
+@pytest.mark.parametrize(
+    "selects",
+    [
+        ["tail_batching.enabled=true", "tail_batching.response_over_sampling_ratio=1.5"],
+        ["rollout.dynamic_sampling=true", "rollout.dynamic_sampling_max_batches=2"],
+    ],
+)
+def test_rewards_that_compare_are_those_of_whole_groups(monkeypatch, tmp_path, selects):
+    """The function fails for anything but a whole group. Placement, streamed gradients and workers
+    leave the groups together."""
+    stream_always(functools.partial(monkeypatch.setattr, raising=False))
+    options = [*TINY, *selects, "reward.functions=[tests.helpers.rewards.better_than]"]
+    train_on_threads(1, *options, *NO_DRAFTS, f"run.output_dir={tmp_path / 'plain'}")
+    used = ["drafts", "streamed", "workers"]
+    train_on_threads(2, *options, *options_of(used), f"run.output_dir={tmp_path / 'used'}")
+    check_same(tmp_path / "used", tmp_path / "plain", used, has_same_order=False)
+    for line in read(tmp_path / "used"):
+        assert line["reward/errors"] == 0 and line["reward"] > 0
+
+
 @pytest.mark.parametrize("ranks, is_killed", [(2, True), (4, False)])
 def test_processes_have_the_tokens_of_threads(reference, tmp_path, ranks, is_killed):
     used = ["drafts", "workers", "tp tail"]

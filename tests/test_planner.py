@@ -333,6 +333,17 @@ def test_placement_is_no_worse_than_in_turn_and_the_same_everywhere(
         np.testing.assert_array_equal(place(rows.take(order), cost, rates, **shape), placed[order])
 
 
+def test_groups_that_are_kept_together_are_spread():
+    rows = random_rows(0, 24, 0.3, num_generations=4)
+    rates, cost = acceptance_rates(NO_COUNTS), cost_of(CPU)
+    placed = place(rows, cost, rates, num_ranks=2, num_slots=64, keeps_groups=True)
+    of_groups = [set(placed[rows.group == group].tolist()) for group in range(6)]
+    assert all(len(ranks) == 1 for ranks in of_groups) and set.union(*of_groups) == {0, 1}
+    alike = make_rows([400.0] * 4 + [100.0] * 20, num_generations=2)
+    placed = place(alike, cost, rates, num_ranks=2, num_slots=64, keeps_groups=True)
+    assert placed[0] == placed[1] != placed[2] == placed[3]
+
+
 def test_long_rows_are_spread():
     rows = make_rows([400.0] * 2 + [100.0] * 20)
     shape, rates = {"num_ranks": 2, "num_slots": 64}, acceptance_rates(NO_COUNTS)

@@ -44,7 +44,7 @@ def sample(text: str, **columns) -> Sample:
 
 
 def ask(workers: RewardWorkers, texts: list[str]) -> list[Answer]:
-    futures = [workers.submit(0, sample(text)) for text in texts]
+    futures = [workers.submit(0, [sample(text)])[0] for text in texts]
     return [future.result(PATIENCE_S) for future in futures]
 
 
@@ -98,8 +98,8 @@ def test_what_hangs_is_killed_with_its_children(make_workers, clock, tmp_path):
     rest is scored."""
     notes = {how: tmp_path / how for how in ("sleeping", "in-C", "children")}
     workers = make_workers(num_workers=3, timeout_s=900.0)
-    hanging = [workers.submit(0, sample(f"hang {how} {path}")) for how, path in notes.items()]
-    others = [workers.submit(0, sample(f"value {number}")) for number in range(3)]
+    hanging = [workers.submit(0, [sample(f"hang {how} {path}")])[0] for how, path in notes.items()]
+    others = [workers.submit(0, [sample(f"value {number}")])[0] for number in range(3)]
     assert eventually(lambda: [len(pids_in(path)) for path in notes.values()] == [1, 1, 4])
     clock.skipped += workers.timeout_s
     timeout = RewardFailure("timeout", "no answer within 900 s")
@@ -126,10 +126,10 @@ def test_values_are_those_of_a_call_in_this_process(make_workers, tmp_path):
     samples = [sample(f"value {1 / (n + 1)!r}") for n in range(10)] + [sample("none")]
     wanted = [score(obey, [each])[0] for each in samples]
     workers, path = make_workers([OBEY, "bubblespec.rewards.exact_match"], 2), tmp_path / "mark"
-    waiting = workers.submit(0, sample(f"wait {path}"))
-    futures = [workers.submit(0, each) for each in samples]
+    waiting = workers.submit(0, [sample(f"wait {path}")])[0]
+    futures = [workers.submit(0, [each])[0] for each in samples]
     chat = Sample([{"role": "user", "content": "hi"}], "4", [1], {"answer": "4"})
-    assert workers.submit(1, chat).result(PATIENCE_S).reward == 1.0
+    assert workers.submit(1, [chat])[0].result(PATIENCE_S).reward == 1.0
     assert [future.result(PATIENCE_S).reward for future in futures] == wanted
     assert ask(workers, [f"touch {path}"])[0].reward == 2.0
     assert waiting.result(PATIENCE_S).reward == 1.0
@@ -167,7 +167,7 @@ def test_a_function_that_a_worker_cannot_import_ends_the_run(make_workers):
 
 def test_columns_that_cannot_be_sent_are_named(make_workers):
     with pytest.raises(InputError, match=r"reward.num_workers: .*give 0"):
-        make_workers().submit(0, sample("value 1", column=lambda: 0))
+        make_workers().submit(0, [sample("value 1", column=lambda: 0)])
 
 
 # Nothing is left
@@ -186,7 +186,7 @@ def test_what_detaches_itself_ends_with_its_worker(make_workers, tmp_path, end):
     if end == "die exit code":
         assert outcomes(workers, [end]) == ["crash"]
     else:
-        future = workers.submit(0, sample(f"hang in-C {mark}"))
+        future = workers.submit(0, [sample(f"hang in-C {mark}")])[0]
         assert eventually(lambda: pids_in(mark))
         workers.close()
         assert future.result(PATIENCE_S).reward.kind == "crash"
@@ -201,7 +201,7 @@ from bubblespec.rewards.workers import RewardWorkers
 from bubblespec.rewards.functions import Sample
 workers = RewardWorkers(["{OBEY}"], 3, 3600.0)
 for text in ("leave {"+".join(WAYS)} ", "hang in-C ", "hang sleeping "):
-    workers.submit(0, Sample("p", text + sys.argv[1], [1], {{}}))
+    workers.submit(0, [Sample("p", text + sys.argv[1], [1], {{}})])
 while len(workers._workers) < 3:
     time.sleep(0.01)
 print(*[worker.process.pid for worker in workers._workers], flush=True)
@@ -237,9 +237,10 @@ def test_adaptive_timeout_follows_correct_answers_but_not_the_first_of_a_worker(
 ):
     limits, answer_s, ask_worker = [], [], reward_workers._Worker.ask
 
-    def ask_and_note(worker, work: bytes, limit_s: float) -> Answer:
+    def ask_and_note(worker, work: bytes, num_samples: int, limit_s: float) -> list[Answer]:
         limits.append(limit_s)
-        return ask_worker(worker, work, PATIENCE_S)._replace(seconds=answer_s.pop())
+        (answer,) = ask_worker(worker, work, num_samples, PATIENCE_S)
+        return [answer._replace(seconds=answer_s.pop())]
 
     monkeypatch.setattr(reward_workers._Worker, "ask", ask_and_note)
     workers = make_workers([OBEY, OBEY], is_adaptive=True)
@@ -247,7 +248,7 @@ def test_adaptive_timeout_follows_correct_answers_but_not_the_first_of_a_worker(
     def limit_of(text: str, seconds: float, **columns) -> float:
         """That a worker was given for an answer which is said to have taken `seconds`."""
         answer_s.append(seconds)
-        workers.submit(0, sample(text, **columns)).result(PATIENCE_S)
+        workers.submit(0, [sample(text, **columns)])[0].result(PATIENCE_S)
         return limits[-1]
 
     kind = (0, "None")

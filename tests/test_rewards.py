@@ -17,6 +17,7 @@ from bubblespec.rewards.functions import (
     load_reward,
     math_equivalence,
     overlong_penalty,
+    per_sample,
     reasoning_gym_score,
     score,
 )
@@ -180,6 +181,7 @@ def test_a_list_of_the_wrong_length_is_a_failure_of_all_its_samples():
 def test_a_call_that_raises_is_repeated_for_each_sample():
     sizes = []
 
+    @per_sample
     def fragile(prompts, completions, completion_ids, **columns):
         sizes.append(len(completions))
         if "b" in completions:
@@ -188,7 +190,7 @@ def test_a_call_that_raises_is_repeated_for_each_sample():
 
     first, failure, last = score(fragile, SAMPLES)
     assert (first, last) == (97, 99) and sizes == [3, 1, 1, 1]
-    line = fragile.__code__.co_firstlineno + 3
+    line = fragile.__code__.co_firstlineno + 4
     message = f"raised ZeroDivisionError at {__file__}:{line}: first line second line"
     assert failure == RewardFailure("exception", message, failure.trace)
     assert failure.trace.startswith("Traceback") and "in fragile" in failure.trace

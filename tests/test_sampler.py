@@ -79,7 +79,7 @@ def start(
         ranks.clock = board.ranks.clock
     runner = ModelRunner(model, num_slots, MAX_LENGTH, SEED, max_batch_tokens=256)
     schedule = StepSchedule(PromptSet(list(prompts), 0), 0, 2, 2)
-    scorer = SimpleNamespace(begin=lambda groups, step: FakeScoring())
+    scorer = SimpleNamespace(begin=lambda launch, step: FakeScoring(), sees_groups=False)
     parts = (config, ranks, Engine(runner), PARAMS, schedule, scorer)
     return make_sampler(*parts, reward_weights=[2.0], board=board, cost=fixed_cost())
 

@@ -19,16 +19,17 @@ from bubblespec.engine.model import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
-from bubblespec.rewards.functions import load_reward
+from bubblespec.rewards.functions import load_reward, per_sample
 from bubblespec.rewards.scorer import Scorer, Scoring
 from bubblespec.rollout.loop import RolloutLoop
-from bubblespec.types import Group, Prompt, Row
+from bubblespec.types import Group, Launch, Prompt, Row
 from tests.helpers.ranks import run_ranks
 from tests.helpers.rows import make_rows, run_loop
 
 OBEY = "tests.helpers.misbehaving_rewards.obey"
 PROMPTS = [Prompt(uid, f"prompt {uid}", (uid % 7, 1), {"answer": str(uid)}) for uid in (900, 17)]
 GROUPS = [Group(prompt, 4) for prompt in PROMPTS]
+OF_ONE = Launch(GROUPS[:1], 1, 4, 4)
 PATIENCE_S = 120.0
 CPU = torch.device("cpu")
 
@@ -73,7 +74,7 @@ def finished_rows(count: int) -> list[Row]:
 
 def scores(scorer: Scorer, rows: list[Row], told=(), step: int | None = 7) -> np.ndarray:
     """Rewards of rows of one prompt, some of which are told of as they finish."""
-    scoring = scorer.begin(GROUPS[:1], step)
+    scoring = scorer.begin(OF_ONE, step)
     for i in told:
         scoring.on_finished(rows[i])
     return scoring.collect(rows)
@@ -85,11 +86,14 @@ def test_rows_are_scored_with_their_own_prompts_text_and_columns(make_scorer):
         row.tokens = np.array([row.id.uid, row.id.sample])
     calls = []
 
+    @per_sample
     def record(prompts, completions, completion_ids, answer):
         calls.append((prompts, completions, completion_ids, answer))
         return [1.0, 2.0, 3.0, 4.0]
 
-    scoring = make_scorer(functions={"a.record": record}, num_workers=0).begin(GROUPS)
+    scoring = make_scorer(functions={"a.record": record}, num_workers=0).begin(
+        Launch(GROUPS, 2, 2, 2)
+    )
     assert scoring.collect(rows).tolist() == [[1.0], [2.0], [3.0], [4.0]]
     texts = ["prompt 900", "prompt 900", "prompt 17", "prompt 17"]
     ids = [[900, 0], [900, 1], [17, 0], [17, 1]]
@@ -130,6 +134,55 @@ def test_a_function_that_fails_for_all_responses_of_a_step_ends_the_run(make_sco
         scores(scorer, finished_rows(3))
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_functions_that_compare_see_whole_groups(make_scorer, num_workers):
+    """However rows of groups finish in turn; another function takes each row by itself."""
+    functions = ["tests.helpers.rewards.better_than", "tests.helpers.rewards.remainder"]
+    rows = make_rows(GROUPS, 3, 10)
+    for row, token in zip(rows, [3, 1, 2, 5, 6, 5], strict=True):
+        row.tokens = np.array([token])
+    scoring = make_scorer(functions=functions, num_workers=num_workers).begin(
+        Launch(GROUPS, 2, 3, 3)
+    )
+    assert scoring.scorer.sees_groups
+    for number in (3, 0, 5, 2):
+        scoring.on_finished(rows[number])
+    assert scoring.take_scored() == []
+    scoring.on_finished(rows[4])
+    assert {row.id.uid for row, _ in take(scoring, 3)} == {17}
+    wanted = [[2, 3], [0, 1], [1, 2], [0, 5], [2, 6], [0, 5]]
+    assert scoring.collect(rows).tolist() == wanted
+
+
+def test_groups_must_be_whole(make_scorer):
+    scorer = make_scorer(functions=["tests.helpers.rewards.better_than"], num_workers=0)
+    with pytest.raises(ValueError, match="3 of 4 samples of group"):
+        scores(scorer, finished_rows(3))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_group_fails_as_a_whole_and_alone(make_scorer, num_workers):
+    functions = ["tests.helpers.rewards.better_than"]
+    alike = [Group(Prompt(uid, text, (1,), {}), 4) for uid, text in ((1, "a"), (2, "b"))]
+    scorer = make_scorer(functions=functions, num_workers=num_workers, reward_on_error=-1.0)
+    rows = make_rows(alike, 2, 10)
+    for row, token in zip(rows, [3, 1, 2, 5], strict=True):
+        row.tokens = np.array([token])
+    scoring = scorer.begin(Launch(alike, 2, 2, 2))
+    broken = scoring._finished.setdefault(rows[0].id[:2], {})
+    scoring.on_finished(rows[0])
+    broken[rows[0].id] = broken[rows[0].id]._replace(prompt="of another group")
+    assert scoring.collect(rows).tolist() == [[-1.0], [-1.0], [0.0], [1.0]]
+    assert scorer.take_metrics()["reward/errors"] == 2
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_list_of_the_wrong_length_is_an_error(make_scorer, num_workers):
+    scorer = make_scorer(functions=["tests.helpers.rewards.one_value"], num_workers=num_workers)
+    with pytest.raises(InputError, match=r"returned \[1.0\], not a list of 4 values"):
+        scores(scorer, finished_rows(4))
+
+
 def test_a_later_batch_of_the_step_may_fail_as_a_whole(make_scorer):
     """Dynamic sampling's further batches can be a single prompt."""
     scorer, rows = make_scorer(["value 1", "value 2", "raise x"], num_workers=0), finished_rows(3)
@@ -162,6 +215,7 @@ def test_seconds_are_those_of_the_calls_by_the_ranks_clock(make_scorer):
     ranks, now = Ranks(CPU), [5.0]
     ranks.clock = SimpleNamespace(monotonic=lambda: now[0])
 
+    @per_sample
     def slow(prompts, completions, **columns) -> list[float]:
         now[0] += 3.0
         return [float(len(c)) for c in completions]
@@ -169,7 +223,7 @@ def test_seconds_are_those_of_the_calls_by_the_ranks_clock(make_scorer):
     scorer = make_scorer(functions={"a.f": slow}, num_workers=0, ranks=ranks)
     rows = finished_rows(2)
     for told, seconds, share in ((), 3.0, 0.0), ((1,), 6.0, 0.5):
-        scoring = scorer.begin(GROUPS[:1])
+        scoring = scorer.begin(OF_ONE)
         for i in told:
             scoring.on_finished(rows[i])
         assert len(scoring.take_scored()) == len(told)
@@ -189,7 +243,7 @@ def test_responses_are_scored_while_others_decode(make_scorer, make_model, tmp_p
     scorer.tokenizer = SimpleNamespace(
         batch_decode=lambda ids, **options: [f"touch {tmp_path}/{len(i)}" for i in ids]
     )
-    rows, scoring = make_rows(GROUPS[:1], 4, 16), scorer.begin(GROUPS[:1])
+    rows, scoring = make_rows(GROUPS[:1], 4, 16), scorer.begin(OF_ONE)
     for n, row in enumerate(rows):
         row.max_new_tokens = 4 * (n + 1)
 
@@ -254,7 +308,7 @@ def test_what_is_handed_out_changes_no_result(make_scorer, num_workers):
         scored = {i for i in told if not any(failed[i])}
         dropped = {i for i in numbers[:-1] if i not in told and rng.random() < 0.5}
 
-        scoring, handed_out = scorer.begin(GROUPS[:1], round_number), []
+        scoring, handed_out = scorer.begin(OF_ONE, round_number), []
         for i in told:
             scoring.on_finished(rows[i])
             if rng.random() < 0.5:
@@ -278,12 +332,13 @@ def test_without_workers_what_has_finished_is_scored_in_one_call(make_scorer):
     """And nothing twice; `collect` has the order of its rows."""
     calls = []
 
+    @per_sample
     def record(prompts, completions, **columns):
         calls.append(completions)
         return [float(text) for text in completions]
 
     rows = finished_rows(6)
-    scoring = make_scorer(functions={"a.record": record}, num_workers=0).begin(GROUPS[:1])
+    scoring = make_scorer(functions={"a.record": record}, num_workers=0).begin(OF_ONE)
     assert scoring.take_scored() == [] and calls == []
     for i in (3, 1):
         scoring.on_finished(rows[i])
@@ -354,7 +409,7 @@ def test_a_stop_gives_up_what_is_pending(make_scorer, tmp_path):
     mark, ranks = tmp_path / "mark", Ranks(CPU)
     texts = ["value 5", f"wait {mark}", "raise x", "value 6"]
     scorer = make_scorer(texts, num_workers=1, ranks=ranks, timeout_s=3600.0)
-    rows, given_up = finished_rows(4), scorer.begin(GROUPS[:1])
+    rows, given_up = finished_rows(4), scorer.begin(OF_ONE)
     for row in rows[:3]:
         given_up.on_finished(row)
     ((row, rewards),) = take(given_up, 1)
@@ -363,7 +418,7 @@ def test_a_stop_gives_up_what_is_pending(make_scorer, tmp_path):
     with pytest.raises(StopRequested):
         given_up.collect(rows)
     ranks.must_stop = False
-    scoring = scorer.begin(GROUPS[:1])
+    scoring = scorer.begin(OF_ONE)
     scoring.on_finished(rows[3])
     mark.touch()
     ((row, rewards),) = take(scoring, 1)

@@ -210,7 +210,7 @@ def drafter(tmp_path_factory):
     """A model, and the folder of a drafter of it."""
     folder = tmp_path_factory.mktemp("drafter")
     model = AutoModelForCausalLM.from_pretrained(TINY)
-    save_drafter(folder, Drafter(model, np.arange(5)), 0)
+    save_drafter(folder, Drafter(model, np.arange(5)), 0, model)
     return model, folder
 
 
@@ -241,3 +241,16 @@ def test_drafter_that_is_none(drafter, tmp_path, spoilt):
         (folder / DRAFTER_FILE).write_bytes(content)
     message = refusal(read_drafter, config, model, None)
     assert message.startswith("drafter.path: ") and str(folder) in message and says in message
+
+
+def test_a_drafter_of_another_model_is_named(drafter, capsys):
+    """One of the same shapes; updates of the policy are none."""
+    model, folder = drafter
+    config, other = make_config(), AutoModelForCausalLM.from_pretrained(TINY)
+    config.drafter.path = str(folder)
+    for scale, is_named in ((0.02, False), (1.0, True)):
+        with torch.no_grad():
+            for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
+                ours.copy_(theirs + scale * theirs.std() * torch.randn(theirs.shape))
+        assert read_drafter(config, other, None, warns=True)[1] == 0
+        assert ("was trained for another model" in capsys.readouterr().err) == is_named

@@ -20,7 +20,6 @@ from bubblespec.planner.costs import CostModel
 from bubblespec.planner.windows import choose_chain_length
 
 NAME = "drafter"
-FORGOTTEN = 0.05  # share of what was observed, per rollout: weights change, drafts are tried again
 PRIOR = 0.6  # acceptance rate of each token before anything is known: enough to be tried
 
 
@@ -89,7 +88,7 @@ class DrafterSource(DraftSource):
     def begin(self) -> None:
         """See `DraftSource`."""
         self._proposed.clear()
-        self._survival.forget(FORGOTTEN)
+        self._survival.begin()
 
     def track(self, tracked: TrackedRow) -> None:
         """See `DraftSource`."""

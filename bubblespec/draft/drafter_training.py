@@ -268,7 +268,7 @@ def make_drafter(
     for a folder without such a drafter or a policy that can have none.
     """
     model, rows, num_updates = engine.runner.model, [], 0
-    saved = read_drafter(config, model, checkpoint)
+    saved = read_drafter(config, model, checkpoint, warns=ranks.is_main)
     if saved is not None:
         drafter, num_updates = saved
     else:

@@ -63,7 +63,7 @@ class Proposer:
 
     def begin(self) -> None:
         """A new rollout: forget rows, count anew, and go on with the estimates."""
-        self.acceptance = Acceptance()
+        self.acceptance = Acceptance(by_source={name: [0, 0] for name in self.survival.sources})
         self._spent_s, self._num_looked_up = 0.0, 0
         self._rows.clear()
         self._unread.clear()
@@ -71,7 +71,7 @@ class Proposer:
             source.begin()
         # The last rollout's end, beyond its drafts, says nothing about this one's beginning.
         self._pause = self._backoff = 0
-        self.survival.forget(0.05)
+        self.survival.begin()
 
     def track(self, row: Row, draft: Draft | None, version: int, is_counted: bool = True) -> None:
         """Propose for a row from now on. version: updates of the current weights; is_counted: it is

@@ -25,13 +25,16 @@ class Survival:
     """Probability that the next token of a draft is accepted, by kind of proposal.
 
     An exponentially weighted share that starts at a prior. Between rollouts it drifts back to the
-    prior, so that a source that was given up is tried again now and then."""
+    prior, and fast for a kind that had no trial where others had, so that a source that was given up is
+    tried again after some rollouts."""
 
     PRIOR_WEIGHT = 8.0
     MEMORY = 400.0  # trials
+    DRIFT, UNTRIED_DRIFT = 0.05, 0.5  # per rollout
 
     def __init__(self):
         self._counts: dict[tuple, np.ndarray] = {}  # [trials, accepted] by kind
+        self._tried: set[tuple] = set()  # in this rollout
 
     def estimate(self, kind: tuple, prior: float) -> float:
         """The probability for a kind, which is `prior` where nothing was observed of it."""
@@ -45,11 +48,19 @@ class Survival:
         keep = max(0.0, 1.0 - trials / self.MEMORY)
         before = self._counts.get(kind, np.zeros(2))
         self._counts[kind] = keep * before + (trials, num_accepted)
+        self._tried.add(kind)
 
-    def forget(self, share: float) -> None:
-        """Drift back to the priors by `share`."""
-        for counts in self._counts.values():
-            counts *= 1.0 - share
+    def begin(self) -> None:
+        """A new rollout: drift back to the priors."""
+        for kind, counts in self._counts.items():
+            was_left_out = self._tried and kind not in self._tried
+            counts *= 1.0 - (self.UNTRIED_DRIFT if was_left_out else self.DRIFT)
+        self._tried.clear()
+
+    @property
+    def sources(self) -> set[str]:
+        """Names of those that have ever had a trial."""
+        return {kind[0] for kind in self._counts}
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """K kinds as JSON texts [K]; trials and accepted, float64 [K, 2]."""

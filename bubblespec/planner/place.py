@@ -9,12 +9,20 @@ from bubblespec.types import Launch
 
 
 def place(
-    rows: Rows, cost: CostModel, rates: AcceptanceRates, *, num_ranks: int, num_slots: int
+    rows: Rows,
+    cost: CostModel,
+    rates: AcceptanceRates,
+    *,
+    num_ranks: int,
+    num_slots: int,
+    keeps_groups: bool = False,
 ) -> np.ndarray:
     """The rank of each row, int64 [S]; groups in turn where that is expected to end sooner. Expects
-    ranks to admit their rows longest first. No rank is without rows if there are enough of them."""
+    ranks to admit their rows longest first. No rank is without rows if there are enough of them.
+    keeps_groups: a group is not divided among ranks."""
     in_turn = rows.group % num_ranks
-    balanced = _longest_to_first(rows, cost, num_ranks, num_slots)
+    unit = rows.group if keeps_groups else np.arange(len(rows))
+    balanced = _longest_to_first(rows, unit, cost, num_ranks, num_slots)
     if len(np.unique(in_turn)) < min(num_ranks, len(rows)):
         return balanced
 
@@ -25,10 +33,12 @@ def place(
     return in_turn if slowest_s(in_turn) < slowest_s(balanced) else balanced
 
 
-def _longest_to_first(rows: Rows, cost: CostModel, num_ranks: int, num_slots: int) -> np.ndarray:
-    """Longest first, each row to the rank whose time ends up smallest, int64 [S]. A rank's time is
-    that of the forwards of its longest row, or of as many as its slots need for all rows, with what
-    each row adds to them; a prompt is fed once per rank."""
+def _longest_to_first(
+    rows: Rows, unit: np.ndarray, cost: CostModel, num_ranks: int, num_slots: int
+) -> np.ndarray:
+    """Longest first, each unit of rows to the rank whose time ends up smallest, int64 [S]. A rank's
+    time is that of the forwards of its longest row, or of as many as its slots need for all rows,
+    with what each row adds to them; a prompt is fed once per rank. unit: int64 [S], of each row."""
     forward_s, row_s, token_s, _, kv_s = cost.coefficients.tolist()
     forwards = expected_forwards(rows)
     context = rows.prompt_tokens + rows.expected / 2
@@ -37,20 +47,23 @@ def _longest_to_first(rows: Rows, cost: CostModel, num_ranks: int, num_slots: in
     prefill_s = token_s * rows.prompt_tokens
     longest, total, seconds, num_rows = np.zeros((4, num_ranks))
     has_group = np.zeros((int(rows.group.max(initial=-1)) + 1, num_ranks), bool)
-    rank_of = np.empty(len(rows), np.int64)
+    rank_of = np.full(len(rows), -1, np.int64)
     for row in longest_first(rows).tolist():
-        group = rows.group[row]
-        added_s = row_seconds[row] + np.where(has_group[group], 0.0, prefill_s[row])
+        if rank_of[row] >= 0:
+            continue
+        own = np.flatnonzero(unit == unit[row])  # of which this row is the longest
+        group, needs = rows.group[row], forwards[own].sum()
+        added_s = row_seconds[own].sum() + np.where(has_group[group], 0.0, prefill_s[row])
         needed = np.maximum(longest, forwards[row])
-        needed = np.maximum(needed, (total + forwards[row]) / num_slots)
+        needed = np.maximum(needed, (total + needs) / num_slots)
         end_s = seconds + added_s + forward_s * needed
         rank = np.lexsort((num_rows, np.round(end_s, 12)))[0]
         seconds[rank] += added_s[rank]
         longest[rank] = max(longest[rank], forwards[row])
-        total[rank] += forwards[row]
-        num_rows[rank] += 1
+        total[rank] += needs
+        num_rows[rank] += len(own)
         has_group[group, rank] = True
-        rank_of[row] = rank
+        rank_of[own] = rank
     return rank_of
 
 

@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 
 from bubblespec.dist.processes import fork_with_supervisor
-from bubblespec.rewards.functions import text_of
+from bubblespec.rewards.functions import per_sample, text_of
 
 CPU_LIMIT_S = 5  # lower than the wall time: what is slow on a busy machine should not fail
 WALL_LIMIT_S = 20.0
@@ -36,6 +36,7 @@ main()
 """
 
 
+@per_sample
 def passes_tests(prompts, completions, completion_ids, tests, **columns) -> list[float | None]:
     """1 if all tests pass, else 0; None without tests. `tests`: Python statements, such as asserts,
     as text or a list of texts, which see the names that the program has defined."""

@@ -4,9 +4,10 @@ those that are shipped.
 A reward function has TRL's signature `f(prompts, completions, completion_ids, **columns) ->
 list[float | None]`: prompts and completions are strings, or lists of chat messages if the prompt is
 a chat; every further column of the data is a keyword argument with one value per sample. None means
-that the function does not apply to that sample. A call may have any number of samples: one in a
-worker process, in the main process all of a rank's that are finished and not scored yet. The value
-of a sample must not depend on the others.
+that the function does not apply to that sample. A call has the responses of one whole group, all of
+one prompt, so a function may compare them. One that looks at each by itself says so
+(`@per_sample`): its calls may have any samples, it is called as soon as a response is finished, and
+one that fails costs no other its reward.
 """
 
 import importlib
@@ -65,6 +66,17 @@ class Answer(NamedTuple):
     share."""
 
 
+def per_sample(function: RewardFunction) -> RewardFunction:
+    """Declare that the value of a sample does not depend on the others in the call."""
+    function.per_sample = True
+    return function
+
+
+def sees_groups(function: RewardFunction) -> bool:
+    """Whether every call must have one whole group."""
+    return not getattr(function, "per_sample", False)
+
+
 def load_reward(path: str) -> RewardFunction:
     """Import `package.module.function`. Raises InputError naming the path."""
     module_name, _, name = path.rpartition(".")
@@ -101,8 +113,8 @@ def check_arguments(
 
 
 def score(function: RewardFunction, samples: list[Sample]) -> list[Reward]:
-    """One reward per sample, all in one call. If that raises, it is repeated sample by sample, to
-    find the samples for which it does."""
+    """One reward per sample, all in one call. If that raises, all of a group fail; with a function
+    per sample it is repeated sample by sample, to find those for which it does."""
     names = sorted({name for sample in samples for name in sample.columns})
     try:
         returned = function(
@@ -112,8 +124,8 @@ def score(function: RewardFunction, samples: list[Sample]) -> list[Reward]:
             **{name: [s.columns.get(name) for s in samples] for name in names},
         )
     except (Exception, SystemExit) as error:
-        if len(samples) == 1:
-            return [_failure_of(error)]
+        if len(samples) == 1 or sees_groups(function):
+            return [_failure_of(error)] * len(samples)
         return [reward for sample in samples for reward in score(function, [sample])]
     try:
         if isinstance(returned, str | bytes | dict | set) or len(returned) != len(samples):
@@ -179,6 +191,7 @@ def overlong_penalty(
     return -factor * excess / buffer_length
 
 
+@per_sample
 def exact_match(prompts, completions, completion_ids, answer, **columns) -> list[float]:
     """1 if the final answer, or the whole completion if nothing is tagged as one, equals the column
     `answer` as text, else 0."""
@@ -187,6 +200,7 @@ def exact_match(prompts, completions, completion_ids, answer, **columns) -> list
     return [float(g == str(a).strip()) for g, a in zip(given, answer, strict=True)]
 
 
+@per_sample
 def reasoning_gym_score(
     prompts, completions, completion_ids, task, entry, **columns
 ) -> list[float]:
@@ -200,12 +214,14 @@ def reasoning_gym_score(
     ]
 
 
+@per_sample
 def answer_format(prompts, completions, completion_ids, **columns) -> list[float]:
     """1 if the completion ends with exactly one `<answer>...</answer>`, else 0."""
     pattern = re.compile(r"(?:(?!</?answer>).)*<answer>(?:(?!</?answer>).)+</answer>\s*", re.DOTALL)
     return [float(pattern.fullmatch(text_of(c)) is not None) for c in completions]
 
 
+@per_sample
 def math_equivalence(prompts, completions, completion_ids, answer, **columns) -> list[float | None]:
     """1 if the completion's answer equals the column `answer` as mathematics (the math-verify
     library), else 0; None if the reference itself cannot be parsed. If the reference is a whole

@@ -16,9 +16,15 @@ from transformers import PreTrainedTokenizerBase
 from bubblespec.config import RewardConfig
 from bubblespec.dist.ranks import Ranks
 from bubblespec.errors import InputError, log
-from bubblespec.rewards.functions import Answer, RewardFailure, RewardFunction, Sample
+from bubblespec.rewards.functions import (
+    Answer,
+    RewardFailure,
+    RewardFunction,
+    Sample,
+    sees_groups,
+)
 from bubblespec.rewards.workers import InProcess, RewardWorkers
-from bubblespec.types import Group, Row, SampleId
+from bubblespec.types import Launch, Row, SampleId
 
 POLL_STOP_S = 0.2  # how often a waiting rank checks whether the run is to stop
 
@@ -35,6 +41,7 @@ class Scorer:
     ):
         self.config, self.paths, self.tokenizer = config, list(functions), tokenizer
         self.ranks = ranks
+        self.are_of_groups = [sees_groups(function) for function in functions.values()]
         # Over all ranks and the batches of a step: seconds inside the functions, seconds of these
         # before the end of the rollouts, rows, and failures by function.
         self._totals = np.zeros(3 + len(functions))
@@ -46,10 +53,14 @@ class Scorer:
             self.pool = InProcess(functions.values(), ranks.clock)
         atexit.register(self.pool.close)
 
-    def begin(self, groups: list[Group], step: int | None = None) -> "Scoring":
-        """Score responses to these groups' prompts, which are about to be generated. step: None in
-        an evaluation."""
-        return Scoring(self, groups, step)
+    def begin(self, launch: Launch, step: int | None = None) -> "Scoring":
+        """Score responses of groups that are about to be generated. step: None in an evaluation."""
+        return Scoring(self, launch, step)
+
+    @property
+    def sees_groups(self) -> bool:
+        """Whether a rank must have whole groups."""
+        return any(self.are_of_groups)
 
     def take_metrics(self) -> dict[str, float]:
         """Failures, seconds inside the functions, and the share of these that overlapped with
@@ -94,21 +105,38 @@ class Scoring:
     """The scores of one rollout's rows on one rank: row by row as they come (`take_scored`), and at
     the end those of all rows (`collect`), which are the same whatever was handed out before."""
 
-    def __init__(self, scorer: Scorer, groups: list[Group], step: int | None):
-        self.scorer, self.step = scorer, step
-        self._prompts = {group.prompt.uid: group.prompt for group in groups}
-        self._futures: dict[SampleId, list[Future]] = {}  # by function
+    def __init__(self, scorer: Scorer, launch: Launch, step: int | None):
+        self.scorer, self.step, self._num_kept = scorer, step, launch.num_kept
+        self._prompts = {group.prompt.uid: group.prompt for group in launch.groups}
+        # By function; one that sees groups has to wait until all of a group are finished.
+        self._futures: dict[SampleId, dict[int, Future]] = {}
+        self._finished: dict[tuple, dict[SampleId, Sample]] = {}  # by group
         self._new: list[Row] = []  # whose last score has not come yet
 
     def on_finished(self, row: Row) -> None:
         """To be called when a row has finished that is going to be trained on: the workers may
-        begin with it."""
+        begin with it, or with its group if it is the last of it."""
         ids, prompt = row.tokens.tolist(), self._prompts[row.id.uid]
         (text,) = self.scorer.tokenizer.batch_decode([ids], skip_special_tokens=True)
         sample = Sample(prompt.text, text, ids, prompt.columns)
-        submit = self.scorer.pool.submit
-        self._futures[row.id] = [submit(n, sample) for n in range(len(self.scorer.paths))]
         self._new.append(row)
+        self._futures[row.id] = {}
+        group = self._finished.setdefault(row.id[:2], {})
+        group[row.id] = sample
+        for number, is_of_groups in enumerate(self.scorer.are_of_groups):
+            if not is_of_groups:
+                self._submit(number, {row.id: sample})
+            elif len(group) == self._num_kept:
+                self._submit(number, {name: group[name] for name in sorted(group)})
+
+    def _submit(self, function: int, samples: dict[SampleId, Sample]) -> None:
+        futures = self.scorer.pool.submit(function, list(samples.values()))
+        for name, future in zip(samples, futures, strict=True):
+            self._futures[name][function] = future
+
+    def _of(self, row: Row) -> list[Future]:
+        """By function, once all have been called."""
+        return [future for _, future in sorted(self._futures[row.id].items())]
 
     def take_scored(self) -> list[tuple[Row, np.ndarray]]:
         """Rows given to `on_finished` whose last score has come since the last call, with the
@@ -122,8 +150,9 @@ class Scoring:
         self.scorer.pool.run()
         waiting, self._new, taken = self._new, [], []
         for row in waiting:
-            futures = self._futures[row.id]
-            if not all(future.done() for future in futures):
+            futures = self._of(row)
+            is_called = len(futures) == len(self.scorer.paths)
+            if not (is_called and all(future.done() for future in futures)):
                 self._new.append(row)
             elif not any(future.exception() for future in futures):
                 rewards = [future.result().reward for future in futures]
@@ -143,11 +172,14 @@ class Scoring:
         for row in rows:
             if row.id not in self._futures:
                 self.on_finished(row)
+        for name, group in self._finished.items():
+            if scorer.sees_groups and len(group) != self._num_kept:
+                raise ValueError(f"{len(group)} of {self._num_kept} samples of group {name}")
         scorer.pool.run()
-        self._wait({future for row in rows for future in self._futures[row.id]})
+        self._wait({future for row in rows for future in self._of(row)})
         # Before any exchange: a rank that was told to stop lacks some scores.
         scorer.ranks.barrier_or_stop()
-        answers = [[future.result() for future in self._futures[row.id]] for row in rows]
+        answers = [[future.result() for future in self._of(row)] for row in rows]
         self._report(rows, answers)
         scorer.count(answers, rollouts_ended_s)
         rewards = [

@@ -1,12 +1,12 @@
 """Where reward functions are called: in worker processes, where one that hangs or crashes does not
 harm the trainer, or in this one (`InProcess`).
 
-A unit of work is one sample and one function; units are begun in the order in which they come. Each
-worker process has a thread in the trainer that sends it one unit at a time and waits for the
-answer. A worker that takes too long or dies is killed with all that it has started, and replaced;
-only its current unit is lost. Workers are started with exec, not forked: the trainer has threads of
-CUDA and of the process group. Between each worker and the trainer is a supervisor process
-(`fork_with_supervisor`). `main`, at the end, is what a worker runs.
+A unit of work is one call: a function and one sample, or a group of them; units are begun in the
+order in which they come. Each worker process has a thread in the trainer that sends it one unit at
+a time and waits for the answer. A worker that takes too long or dies is killed with all that it has
+started, and replaced; only its current unit is lost. Workers are started with exec, not forked: the
+trainer has threads of CUDA and of the process group. Between each worker and the trainer is a
+supervisor process (`fork_with_supervisor`). `main`, at the end, is what a worker runs.
 """
 
 import contextlib
@@ -28,12 +28,12 @@ from multiprocessing.connection import Connection
 from bubblespec.errors import InputError, one_line
 from bubblespec.rewards.functions import (
     Answer,
-    Reward,
     RewardFailure,
     RewardFunction,
     Sample,
     load_reward,
     score,
+    sees_groups,
 )
 
 # The adaptive time-out's factor on the slowest correct answer, and its bounds (RollPacker, arXiv
@@ -54,29 +54,31 @@ main()
 
 
 class InProcess:
-    """Calls the functions in this process, unprotected: once for all samples that were submitted
-    since the last `run`."""
+    """Calls the functions in this process, unprotected: for each group, or once for all samples
+    that were submitted since the last `run`."""
 
     def __init__(self, functions: Iterable[RewardFunction], clock):
         self._queued: list = [(function, []) for function in functions]
         self._clock = clock
 
-    def submit(self, function: int, sample: Sample) -> Future:
+    def submit(self, function: int, samples: list[Sample]) -> list[Future]:
         """See `RewardWorkers`."""
-        self._queued[function][1].append((future := Future(), sample))
-        return future
+        self._queued[function][1].append([(Future(), sample) for sample in samples])
+        return [future for future, _ in self._queued[function][1][-1]]
 
     def run(self) -> None:
         """Compute all that was submitted, however long it takes."""
         for function, queued in self._queued:
             units, queued[:] = queued[:], []
-            if not units:
-                continue
-            begin_s = self._clock.monotonic()
-            rewards = score(function, [sample for _, sample in units])
-            end_s = self._clock.monotonic()
-            for (future, _), reward in zip(units, rewards, strict=True):
-                future.set_result(Answer(reward, (end_s - begin_s) / len(units), end_s))
+            if not sees_groups(function):
+                units = [[entry for unit in units for entry in unit]] if units else []
+            for unit in units:
+                futures, samples = zip(*unit, strict=True)
+                begin_s = self._clock.monotonic()
+                rewards = score(function, list(samples))
+                end_s = self._clock.monotonic()
+                for future, reward in zip(futures, rewards, strict=True):
+                    future.set_result(Answer(reward, (end_s - begin_s) / len(unit), end_s))
 
     def close(self) -> None:
         """See `RewardWorkers`."""
@@ -103,27 +105,27 @@ class RewardWorkers:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, function: int, sample: Sample) -> Future:
-        """Queue one sample for one function, given by its index. Its `Answer` comes within the
-        time-out, once a worker is free; or an InputError, if none can be started. It can be
-        cancelled while it is queued."""
+    def submit(self, function: int, samples: list[Sample]) -> list[Future]:
+        """Queue one call of a function, given by its index. The `Answer` of each sample comes
+        within the time-out of as many, once a worker is free; or an InputError, if none can be
+        started. A call can be cancelled while it is queued."""
         try:
-            work = pickle.dumps((function, sample))
+            work = pickle.dumps((function, samples))
         except Exception as error:  # objects with code of their own
             raise InputError(
                 "reward.num_workers: a sample's columns cannot be sent to a worker "
                 f"({one_line(error)}); give 0"
             ) from error
-        future = Future()
-        self._units.put((future, (function, str(sample.columns.get("task"))), work))
-        return future
+        futures = [Future() for _ in samples]
+        self._units.put((futures, (function, str(samples[0].columns.get("task"))), work))
+        return futures
 
     def run(self) -> None:
         """The workers need no push."""
 
     def limit_s(self, kind: tuple[int, str], is_first: bool) -> float:
-        """Seconds for the next call of a function and task; is_first: it is the worker's first,
-        which may have things to import."""
+        """Seconds for one sample in the next call of a function and task; is_first: it is the
+        worker's first, which may have things to import."""
         if not self.is_adaptive:
             return self.timeout_s
         slowest_s = inf if is_first else self._slowest.get(kind, inf)
@@ -147,25 +149,28 @@ class RewardWorkers:
         with contextlib.suppress(InputError, OSError):  # it is tried again for the first unit
             worker = self._start()
         while (unit := self._units.get()) is not None and not self._is_closed:
-            future, kind, work = unit
-            if not future.set_running_or_notify_cancel():
+            futures, kind, work = unit
+            futures = [future for future in futures if future.set_running_or_notify_cancel()]
+            if not futures:
                 continue
             try:
                 worker = worker or self._start()
             except (InputError, OSError) as error:
-                future.set_exception(error)
+                for future in futures:
+                    future.set_exception(error)
                 continue
             is_first = kind not in worker.called
-            answer = worker.ask(work, self.limit_s(kind, is_first))
+            answers = worker.ask(work, len(futures), self.limit_s(kind, is_first))
             worker.called.add(kind)
-            if isinstance(answer.reward, RewardFailure):
-                if answer.reward.kind in ("timeout", "crash"):
+            for future, answer in zip(futures, answers, strict=True):
+                failure = answer.reward if isinstance(answer.reward, RewardFailure) else None
+                if failure and failure.kind in ("timeout", "crash") and worker is not None:
                     self._end(worker)
                     worker = None
-            elif not is_first and answer.reward is not None and answer.reward > 0:
-                with self._lock:
-                    self._slowest[kind] = max(self._slowest.get(kind, 0.0), answer.seconds)
-            future.set_result(answer)
+                elif not (failure or is_first) and answer.reward is not None and answer.reward > 0:
+                    with self._lock:
+                        self._slowest[kind] = max(self._slowest.get(kind, 0.0), answer.seconds)
+                future.set_result(answer)
         if worker is not None:
             self._end(worker)
 
@@ -222,20 +227,21 @@ class _Worker:
         except (OSError, EOFError):
             return self._how_it_ended()
 
-    def ask(self, work: bytes, limit_s: float) -> Answer:
-        """Compute one unit in at most limit_s seconds. After a time-out or crash the worker must be
-        replaced."""
-        begin_s = time.monotonic()
+    def ask(self, work: bytes, num_samples: int, limit_s: float) -> list[Answer]:
+        """Compute one unit in at most limit_s seconds a sample. After a time-out or crash the
+        worker must be replaced."""
+        begin_s, limit_s = time.monotonic(), num_samples * limit_s
         try:
             self._connection.send_bytes(work)
-            value, failure, *times = self._receive(limit_s)
-            return Answer(RewardFailure(*failure) if failure else value, *times)
+            replies, seconds, ended_s = self._receive(limit_s)
+            rewards = [RewardFailure(*failure) if failure else value for value, failure in replies]
+            return [Answer(reward, seconds / num_samples, ended_s) for reward in rewards]
         except TimeoutError:
             failure = RewardFailure("timeout", f"no answer within {limit_s:.6g} s")
         except (OSError, EOFError, ValueError, TypeError):
             failure = RewardFailure("crash", f"its process {self._how_it_ended()}")
         ended_s = time.monotonic()
-        return Answer(failure, ended_s - begin_s, ended_s)
+        return [Answer(failure, (ended_s - begin_s) / num_samples, ended_s)] * num_samples
 
     def kill(self) -> None:
         """Ask its supervisor to kill it with all that it has started."""
@@ -288,15 +294,15 @@ def main() -> None:
     _send(connection, problem)
     while problem is None:
         try:
-            number, sample = pickle.loads(connection.recv_bytes())
+            number, samples = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
-        begin_s, failure = time.monotonic(), None
-        value: Reward = score(functions[number], [sample])[0]
+        begin_s = time.monotonic()
+        rewards = score(functions[number], samples)
         end_s = time.monotonic()
-        if isinstance(value, RewardFailure):
-            value, failure = None, value
-        _send(connection, (value, failure, end_s - begin_s, end_s))
+        failed = [isinstance(reward, RewardFailure) for reward in rewards]
+        replies = [(None, r) if f else (r, None) for r, f in zip(rewards, failed, strict=True)]
+        _send(connection, (replies, end_s - begin_s, end_s))
 
 
 def _send(connection: Connection, reply) -> None:

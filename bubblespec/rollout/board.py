@@ -14,7 +14,7 @@ collectives across machines.
 import contextlib
 import math
 import os
-import tempfile
+import secrets
 import zlib
 from collections.abc import Callable
 from datetime import timedelta
@@ -204,25 +204,24 @@ def open_shared(ranks: Ranks) -> np.ndarray | None:
     """Memory for `SharedMemory`; all ranks call it together. None, on all of them, where they are
     not on one machine or it has no room."""
     shape, path, words = (ranks.world_size, 2, HEADER + MAX_NUMBERS), "", None
+    name, handle = f"bubblespec-{secrets.token_hex(8)}", None
     if ranks.is_main:
-        with contextlib.suppress(OSError):
-            handle, path = tempfile.mkstemp(prefix="bubblespec-", dir="/dev/shm")
-            try:
-                # Allocated now: to write into a hole of a full file system ends a process at once.
-                os.posix_fallocate(handle, 0, 8 * math.prod(shape))
-            except OSError as error:
-                os.unlink(path)
-                path = ""
-                log(f"warning: /dev/shm: {error.strerror}; ranks tell their progress by gloo")
-            finally:
-                os.close(handle)
-    path = ranks.gather_text(path)[0]
+        try:  # a file without a name: nothing is left of it, whenever a rank is killed
+            handle = os.memfd_create(name)
+            # Allocated now: to write where no memory is left ends a process at once.
+            os.posix_fallocate(handle, 0, 8 * math.prod(shape))
+            path = f"/proc/{os.getpid()}/fd/{handle}"
+        except (OSError, AttributeError) as error:
+            reason = getattr(error, "strerror", "not on this system")
+            log(f"warning: no shared memory: {reason}; ranks tell their progress by gloo")
+    path, name = ranks.gather_text(path)[0], ranks.gather_text(name)[0]
     with contextlib.suppress(OSError, ValueError):  # not there: made on another machine, or nowhere
-        words = np.asarray(np.memmap(path, np.int64, "r+", shape=shape))
-        words[ranks.rank, :, 3] = os.getpid()
+        if name in os.readlink(path):
+            words = np.asarray(np.memmap(path, np.int64, "r+", shape=shape))
+            words[ranks.rank, :, 3] = os.getpid()
     is_common = ranks.gather(np.array([words is not None], np.uint8)).all()
-    if ranks.is_main and path:
-        os.unlink(path)  # the memory stays as long as it is mapped
+    if handle is not None:
+        os.close(handle)  # the memory stays as long as it is mapped
     return words if is_common else None
 
 

@@ -143,13 +143,14 @@ class Sampler:
             is_balanced = self.config.rollout.placement != "in_turn" and ranks.world_size > 1
             if is_balanced and stats.shared_cost is not None:
                 until_end = up_to_cutoff(expected, launch) if launch.selects else expected
-                rank_of = place(until_end, stats.shared_cost, stats.rates, **shape)
+                whole = {"keeps_groups": self.scorer.sees_groups}
+                rank_of = place(until_end, stats.shared_cost, stats.rates, **shape, **whole)
         table = RowTable(launch, rank_of, ranks.rank, expected)
         rows = table.make_rows(self.config.rollout.max_completion_length)
         if expected is not None:
             own = np.array(list(rows), np.int64)
             rows = {index: rows[index] for index in admission_order(expected, own, launch)}
-        return table, rows, self.scorer.begin(launch.groups, step)
+        return table, rows, self.scorer.begin(launch, step)
 
     def roll_out(
         self,

@@ -33,7 +33,7 @@ from bubblespec.simulate.runner import (
 from bubblespec.simulate.workload import Texts, Workload
 from bubblespec.simulate.world import SimulatedRanks, SimulatedTicks, World
 from bubblespec.telemetry.timeline import KINDS
-from bubblespec.types import Group, Row, digest
+from bubblespec.types import Launch, Row, digest
 
 
 @dataclass
@@ -217,9 +217,11 @@ class _Rank:
     def _text(self, row: Row, so_far: np.ndarray) -> np.ndarray:
         return self.texts.text(row.id, row.max_new_tokens, so_far)
 
-    def begin(self, groups: list[Group], step: int) -> SimpleNamespace:
+    sees_groups = False
+
+    def begin(self, launch: Launch, step: int) -> SimpleNamespace:
         """As `Scorer.begin`; returns a `Scoring`."""
-        self.texts.begin(step, groups)
+        self.texts.begin(step, launch.groups)
         return SimpleNamespace(on_finished=self._check_row, collect=self._collect)
 
     def _check_row(self, row: Row) -> None:

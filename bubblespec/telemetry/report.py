@@ -105,7 +105,7 @@ def speculation_metrics(
             for name, of_source in entry.items():
                 by_source[name] = by_source.get(name, 0) + np.array(of_source)
     for name, (drafted, accepted) in sorted(by_source.items()):
-        metrics[f"drafts/{name}/accept_rate"] = int(accepted) / int(drafted)
+        metrics[f"drafts/{name}/accept_rate"] = int(accepted) / max(int(drafted), 1)
         metrics[f"drafts/{name}/tokens"] = int(drafted)
     for age, share in sorted(accepted_by_age.items()):
         metrics[f"drafts/accept_rate/age_{age}"] = share
@@ -176,8 +176,9 @@ def timing_metrics(ranks: Ranks, record: StepRecord, sync_s: float) -> dict:
         total_s(record.stages, kind) for kind in ("gen", "wait", "reward", "train")
     )
     wait_s = sum(rollout.wait_s for rollout in record.rollouts)  # within gen
-    own = np.array([gen - wait_s, wait + wait_s, reward, train - sync_s, sync_s])
-    by_rank = ranks.gather(own)  # [ranks, 5]
+    own = np.array([gen - wait_s, wait + wait_s, reward, train - sync_s, sync_s, record.seconds])
+    by_rank = ranks.gather(own)  # [ranks, 6]
+    step_s = float(by_rank[:, 5].max())
     metrics = {}
     for i, name in enumerate(("gen", "bubble", "reward", "train", "sync")):
         metrics[f"timing_s/{name}"] = float(by_rank[:, i].mean())
@@ -187,9 +188,9 @@ def timing_metrics(ranks: Ranks, record: StepRecord, sync_s: float) -> dict:
     prompt_tokens = sum(len(group.prompt.token_ids) for group in samples.groups)
     num_tokens = int(samples.lengths.sum()) + prompt_tokens * samples.num_generations
     return metrics | {
-        "timing_s/step": record.seconds,
+        "timing_s/step": step_s,
         "bubble/ratio": float(by_rank[:, 1].sum() / by_rank[:, :2].sum()),
         "bubble/slowest_rank": int(by_rank[:, 0].argmax()),
-        "perf/throughput": float(num_tokens / record.seconds / ranks.world_size),
+        "perf/throughput": float(num_tokens / step_s / ranks.world_size),
         "perf/total_num_tokens": num_tokens,
     }

@@ -9,17 +9,22 @@ import sys
 import threading
 import time
 
+from bubblespec.rewards import per_sample
 
+
+@per_sample
 def obey(prompts, completions, completion_ids, **columns) -> list:
     """All completions of a call must be the same kind of text: a word and its argument."""
     return [value for text in completions for value in act(*text.partition(" ")[::2])]
 
 
+@per_sample
 def obey_left(prompts, completions, completion_ids, **columns) -> list:
     """As `obey`, by what is before the " / " of each completion."""
     return obey(prompts, [text.split(" / ")[0] for text in completions], completion_ids)
 
 
+@per_sample
 def obey_right(prompts, completions, completion_ids, **columns) -> list:
     """As `obey`, by what is after it."""
     return obey(prompts, [text.split(" / ")[1] for text in completions], completion_ids)
