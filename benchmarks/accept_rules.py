@@ -113,7 +113,7 @@ def policy_gradient(
     options = {"temperature": temperature, "max_logits": MAX_LOGITS}
     for row, advantage in zip(rows, advantages, strict=True):
         hidden, target = hidden_states(model, row)[:-1], torch.from_numpy(row.tokens)
-        logprob, _ = token_logprobs(hidden, output_head(model), target, **options)
+        logprob = token_logprobs(hidden, output_head(model), target, **options)
         (-advantage * logprob.sum() / total).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     gradient = [None if p.grad is None else p.grad.clone() for p in model.parameters()]

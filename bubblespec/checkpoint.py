@@ -114,6 +114,9 @@ def _commit(temporary: str, final: str) -> None:
     with open(os.path.join(temporary, SUMS_FILE), "w", encoding="utf-8") as file:
         digests = _digests(temporary, names)
         file.writelines(f"{digest}  {name}\n" for name, digest in digests.items())
+        mode = os.fstat(file.fileno()).st_mode
+    for name in names:  # safetensors lets nobody else read its files
+        os.chmod(os.path.join(temporary, name), mode)
     for name in (*names, SUMS_FILE, "."):
         _flush(os.path.join(temporary, name))
     shutil.rmtree(final, ignore_errors=True)

@@ -52,7 +52,8 @@ def tell_torchrun(error: EndsRun) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
-            json.dump({"message": f"error: {error}", "timestamp": int(time.time())}, file)
+            details = {"py_callstack": f"error: {error}", "timestamp": str(int(time.time()))}
+            json.dump({"message": {"message": str(error), "extraInfo": details}}, file)
 
 
 def log(line: str) -> None:

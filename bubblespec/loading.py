@@ -1,9 +1,15 @@
 """Model, tokenizer and prompts are loaded from the user's files, and what does not fit together is
 refused."""
 
+import contextlib
+import functools
 import os
+import socket
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
+from huggingface_hub import constants
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -24,10 +30,12 @@ from bubblespec.errors import InputError, one_line
 from bubblespec.learn.lora import add_adapter
 from bubblespec.types import Prompt
 
+HUB_TIMEOUT_S = 5.0
+
 
 def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     """Raises InputError."""
-    return _load(AutoTokenizer, config, config.model.path)
+    return from_pretrained(AutoTokenizer, config, config.model.path)
 
 
 def load_model(config: Config, checkpoint: str | None, device: torch.device) -> PreTrainedModel:
@@ -43,13 +51,13 @@ def load_model(config: Config, checkpoint: str | None, device: torch.device) -> 
         advice = "merge it into its base (merge_and_unload of peft), and save that"
         raise InputError(f"model.path: {path} is a LoRA adapter; {advice}")
     key = "model.path" if path == config.model.path else "run.resume_from_checkpoint"
-    if getattr(_load(AutoConfig, config, path), "is_encoder_decoder", False):
+    if getattr(from_pretrained(AutoConfig, config, path), "is_encoder_decoder", False):
         raise InputError(f"{key}: {path} is an encoder-decoder model, not a decoder-only one")
     # Each tensor goes from the file to the device at once: the ranks of a machine never hold their
     # models in its memory together.
     options = {"dtype": getattr(torch, config.model.dtype), "device_map": {"": device}}
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    model, info = _load(AutoModelForCausalLM, config, path, **options)
+    model, info = from_pretrained(AutoModelForCausalLM, config, path, **options)
     if info["mismatched_keys"]:
         name, there, wanted = sorted(info["mismatched_keys"])[0]
         shapes = f"is {list(there)}, but its config.json asks for {list(wanted)}"
@@ -65,23 +73,45 @@ def load_model(config: Config, checkpoint: str | None, device: torch.device) -> 
     return model.to(device).eval()
 
 
-def _load(auto_class, config: Config, path: str, **options):
-    trusted = config.model.trust_remote_code
+def from_pretrained(auto_class, config: Config, path: str, **options):
+    """What transformers' `auto_class` finds in a folder or, by a model's name, in the cache or on
+    the Hugging Face hub. Raises InputError."""
+    options["local_files_only"] = os.path.isdir(path) or not is_hub_reachable()
     try:
-        return auto_class.from_pretrained(path, trust_remote_code=trusted, **options)
+        return auto_class.from_pretrained(
+            path, trust_remote_code=config.model.trust_remote_code, **options
+        )
     except Exception as error:  # someone else's files, and a dozen libraries that read them
         if "trust_remote_code" in str(error):
             advice = "brings code of its own, which needs model.trust_remote_code=true; read it"
             raise InputError(f"model.path: {path} {advice}") from error
         key = "model.path" if path == config.model.path else "run.resume_from_checkpoint"
         reason = f"cannot load {auto_class.__name__} from {path}: {one_line(error)}"
+        if not os.path.isdir(path):
+            reason = f"there is no folder {path}"
+            if path.count("/") < 2 and path[:1] not in "./~":  # else it is no name of a model
+                reason += ", and no such model is in the cache or on the Hugging Face hub"
+                reason += "" if is_hub_reachable() else f" ({constants.ENDPOINT} is out of reach)"
         raise InputError(f"{key}: {reason}") from error
+
+
+@functools.cache
+def is_hub_reachable() -> bool:
+    """One attempt to connect: without it the hub's library tries for half a minute."""
+    if getproxies():  # whether there is one to answer shows when it is asked
+        return True
+    address = urlsplit(constants.ENDPOINT)
+    port = address.port or (443 if address.scheme == "https" else 80)
+    with contextlib.suppress(OSError):
+        socket.create_connection((address.hostname, port), HUB_TIMEOUT_S).close()
+        return True
+    return False
 
 
 def check_same_architecture(config: Config, model: PreTrainedModel, checkpoint: str) -> None:
     """Refuse a checkpoint of another architecture than model.path: it has its own configuration, so
     it would load. Raises InputError."""
-    initial = _load(AutoConfig, config, config.model.path)
+    initial = from_pretrained(AutoConfig, config, config.model.path)
     names = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")
     for name in names:
         here, there = getattr(initial, name, None), getattr(model.config, name, None)

@@ -17,9 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from bubblespec.config import Config, load_config
 from bubblespec.dist.ranks import Ranks
-from bubblespec.errors import InputError, one_line
+from bubblespec.errors import InputError
 from bubblespec.learn.learner import MAX_LOGITS, Learner
 from bubblespec.learn.microbatch import pack_responses
+from bubblespec.loading import from_pretrained
 from bubblespec.types import SampleId
 
 CARDS = {"80 GB": 79.1 * 2**30, "141 GB": 139.7 * 2**30}  # what torch sees of an H100, an H200
@@ -251,13 +252,8 @@ def main() -> int:
         if arguments.world_size < 1:
             raise InputError(f"--world-size: {arguments.world_size} must be at least 1")
         config = load_config(arguments.config, arguments.overrides)
-        path, trusted = config.model.path, config.model.trust_remote_code
-        try:
-            architecture = AutoConfig.from_pretrained(path, trust_remote_code=trusted)
-            model = meta_model(architecture, getattr(torch, config.model.dtype))
-        except (OSError, ValueError, KeyError) as error:
-            reason = f"cannot read config.json of {path}: {one_line(error)}"
-            raise InputError(f"model.path: {reason}") from error
+        architecture = from_pretrained(AutoConfig, config, config.model.path)
+        model = meta_model(architecture, getattr(torch, config.model.dtype))
         print(table(config, model, arguments.world_size))
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)

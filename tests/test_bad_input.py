@@ -19,6 +19,7 @@ import datasets
 import pytest
 import torch
 import transformers
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import train
 from bubblespec.dist.ranks import ranks_from_environment
@@ -124,7 +125,7 @@ def copy_policy(folder, **keys):
         ("data.tasks=[] data.path=/none.jsonl", "data.path: no JSON, JSONL, CSV or Parquet file"),
         ("data.as_chat=true", "model.path: its tokenizer has no chat template"),
         ("reward.functions=[math.nothing]", "reward.functions: cannot import 'math.nothing'"),
-        ("model.path=/nowhere", "model.path: cannot load AutoTokenizer from /nowhere: "),
+        ("model.path=/nowhere", "model.path: there is no folder /nowhere"),
         ("model.device=cuda", "model.device: cuda, but torch sees no GPU; use cpu or auto"),
         ("model.attention=varlen", "model.attention: varlen runs on CUDA only; on cpu use sdpa"),
         (
@@ -307,3 +308,16 @@ def test_ranks_say_it_once_and_all_end(tmp_path, overrides, says, has_started):
     assert len(re.findall(f"error: .*{re.escape(says)}", done.stderr)) == 1, done.stderr[-3000:]
     assert done.stderr.count("error: ") == 1
     assert (tmp_path / "out").exists() == has_started
+
+
+def test_torchruns_summary_has_our_line(monkeypatch, tmp_path):
+    """By torch's own reading of the file in which it looks for a rank's error."""
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    arguments = ["train.py", "--config", "configs/tiny_cpu.yaml", "rollout.num_slots=-1"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert train.main() == 2
+    failure = ProcessFailure(0, os.getpid(), 2, str(path))
+    lines = str(ChildFailedError("train.py", {0: failure})).splitlines()
+    (line,) = [line for line in lines if "traceback" in line]
+    assert line.strip().startswith("traceback : error: rollout.num_slots: -1 ")

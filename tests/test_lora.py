@@ -242,7 +242,7 @@ def test_two_ranks_with_drafts_and_a_continuation_leave_digests_and_weights_unch
     assert max_change(weights(reference, 2), wanted) > 1e-3, "the adapter must learn"
     assert max_change(weights(two, STEPS), wanted) < 1e-6
     for a, b in zip(steps_of(two), steps_of(reference), strict=True):
-        for key in ("loss", "kl", "grad_norm", "entropy"):
+        for key in ("loss", "kl", "grad_norm"):
             assert a[key] == pytest.approx(b[key], rel=1e-8, abs=1e-10), key
 
 
@@ -252,7 +252,6 @@ def test_the_first_step_is_that_of_full_training(resumed, tmp_path):
     run_here(tmp_path, "model.lora_r=0", "run.max_steps=2")
     full, lora = steps_of(tmp_path), steps_of(resumed[0])
     assert full[0]["rollout/digest"] == lora[0]["rollout/digest"]
-    assert full[0]["entropy"] == pytest.approx(lora[0]["entropy"], rel=1e-9)
     assert lora[0]["kl"] == 0.0 and all(line["kl"] > 0 for line in lora[1:])
     assert full[1]["rollout/digest"] != lora[1]["rollout/digest"]
 

@@ -213,7 +213,7 @@ def test_the_command_prints_a_table(monkeypatch, tmp_path, capsys):
 def test_bad_input_is_one_line(monkeypatch, capsys):
     assert main(monkeypatch, "model.path=/nowhere") == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: model.path: cannot read config.json of /nowhere")
+    assert error.startswith("error: model.path: there is no folder /nowhere")
     assert error.count("\n") == 1
 
 

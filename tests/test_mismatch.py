@@ -54,8 +54,7 @@ def test_a_run_says_it_once(monkeypatch, tmp_path, capsys, error):
     original = update.response_logprobs
 
     def disturbed(*arguments, **options):
-        logprob, entropy = original(*arguments, **options)
-        return logprob + error, entropy
+        return original(*arguments, **options) + error
 
     monkeypatch.setattr(update, "response_logprobs", disturbed)
     options = ("run.max_steps=3", "run.save_steps=0", "eval.num_prompts=0")

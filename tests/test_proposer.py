@@ -320,6 +320,29 @@ def test_a_source_is_asked_for_rows_that_none_before_it_serves():
     assert guesses.asked[-1] == [], "no room, no question"
 
 
+def test_a_source_that_was_given_up_is_tried_again():
+    """It guesses wrong for many rows in the first rollout, and right from the second on."""
+    rows, guesses = [row(number) for number in range(100)], Guesses({})
+    proposer = Proposer([guesses], cost(), clock=Clock())
+    accepted = []
+    for rollout in range(9):
+        proposer.begin()
+        for each in rows:
+            each.tokens = each.tokens[:0]
+            proposer.track(each, None, STEP)
+            guesses.guesses[each.id] = list(range(50, 550)) if rollout else [7] * 500
+        for _ in range(8):
+            forward(proposer, rows, [range(50, 600)] * len(rows))
+        drafted, right = proposer.acceptance.by_source.get("guess", (0, 0))
+        assert drafted or rollout, "it is tried before anything is known"
+        accepted.append(right)
+    assert accepted[:3] == [0, 0, 0] and all(accepted[7:]), "given up, and tried again"
+    unused = Proposer([guesses], cost(), clock=Clock())
+    unused.survival.load_state_dict(proposer.survival.state_dict())
+    unused.begin()
+    assert unused.acceptance.by_source == {"guess": [0, 0]}, "in the metrics all the same"
+
+
 @pytest.mark.parametrize("always", [False, True])
 def test_a_made_up_source_changes_no_token(always):
     """In the real engine: drafts for some rows, and guesses of which every seventh token is wrong

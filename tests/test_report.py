@@ -69,11 +69,13 @@ class TwoRanks:
 
 def test_rollout_metrics_of_a_hand_worked_step():
     samples = make_samples([[1.0, np.nan], [0.0, 0.5], [0.0, np.nan], [0.0, 1.0]])
+    samples.full_logprob[0], samples.full_logprob[1] = np.array([-4.0]), np.array([-2.5, -1.5])
     found = rollout_metrics(record(samples, [[3.0, 1.0], [0.5, 0.5]]), ["my.match", "my.form"])
     assert found == {
         "reward": 1.25,
         "reward_std": pytest.approx(2**0.5 / 2),  # sample deviations of the groups: sqrt(2) and 0
         "frac_reward_zero_std": 0.5,
+        "entropy": 8.0 / 16,  # over tokens, those of the group of equal rewards included
         "completions/mean_length": 4.0,
         "completions/median_length": 3.0,
         # Position 0.99 x 3 = 2.97 of the sorted lengths.

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import socket
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
+from bubblespec import loading
 from bubblespec.checkpoint import load_optimizer
 from bubblespec.config import Config, DataConfig, ModelConfig, RunConfig
 from bubblespec.draft.drafter import Drafter
@@ -203,6 +205,28 @@ def test_template_that_does_not_take_the_prompts(policy, tmp_path, template, say
     prompt = [{"role": "user", "content": "1 + 1 ="}]
     (tmp_path / "chat.jsonl").write_text(json.dumps({"prompt": prompt, "answer": "2"}) + "\n")
     assert re.match(says, refusal(load_prompts, config, load_tokenizer(config)))
+
+
+def test_a_hub_out_of_reach_is_asked_once_and_named(monkeypatch):
+    """By one connection to a port where nobody answers; the cache is looked into all the same."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    monkeypatch.setattr(loading.constants, "ENDPOINT", endpoint)
+    monkeypatch.setattr(loading, "getproxies", dict)
+    loading.is_hub_reachable.cache_clear()
+    config = make_config()
+    try:
+        for path in ("org/no-such-model", "no-such-model"):
+            config.model.path = path
+            message = refusal(load_tokenizer, config)
+            assert message.startswith(f"model.path: there is no folder {path}, and no such model")
+            assert message.endswith(f"({endpoint} is out of reach)")
+        config.model.path = "./models/no-such-model"
+        assert (
+            refusal(load_tokenizer, config) == f"model.path: there is no folder {config.model.path}"
+        )
+    finally:
+        loading.is_hub_reachable.cache_clear()
 
 
 @pytest.fixture(scope="module")

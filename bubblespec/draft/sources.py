@@ -25,8 +25,8 @@ class Survival:
     """Probability that the next token of a draft is accepted, by kind of proposal.
 
     An exponentially weighted share that starts at a prior. Between rollouts it drifts back to the
-    prior, and fast for a kind that had no trial where others had, so that a source that was given up is
-    tried again after some rollouts."""
+    prior, and fast for a kind of which proposals came but none was tried, so that a source that was
+    given up is tried again after some rollouts."""
 
     PRIOR_WEIGHT = 8.0
     MEMORY = 400.0  # trials
@@ -34,10 +34,12 @@ class Survival:
 
     def __init__(self):
         self._counts: dict[tuple, np.ndarray] = {}  # [trials, accepted] by kind
-        self._tried: set[tuple] = set()  # in this rollout
+        self._asked: set[tuple] = set()  # in this rollout, as are the next
+        self._tried: set[tuple] = set()
 
     def estimate(self, kind: tuple, prior: float) -> float:
         """The probability for a kind, which is `prior` where nothing was observed of it."""
+        self._asked.add(kind)
         trials, accepted = self._counts.get(kind, (0.0, 0.0))
         return float((accepted + self.PRIOR_WEIGHT * prior) / (trials + self.PRIOR_WEIGHT))
 
@@ -53,8 +55,9 @@ class Survival:
     def begin(self) -> None:
         """A new rollout: drift back to the priors."""
         for kind, counts in self._counts.items():
-            was_left_out = self._tried and kind not in self._tried
+            was_left_out = kind in self._asked and kind not in self._tried
             counts *= 1.0 - (self.UNTRIED_DRIFT if was_left_out else self.DRIFT)
+        self._asked.clear()
         self._tried.clear()
 
     @property

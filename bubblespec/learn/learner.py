@@ -49,7 +49,7 @@ MAX_SKIPPED_STEPS = 5
 
 # Measured in each micro-batch. All are summed over the micro-batches of an update except the last,
 # a maximum; low, high and delta count bounded tokens (policy_loss).
-MEASURED = ("loss", "entropy", "low", "high", "delta", "kl", "mismatch", "tokens", "max_mismatch")
+MEASURED = ("loss", "low", "high", "delta", "kl", "mismatch", "tokens", "max_mismatch")
 
 
 def response_logprobs(
@@ -58,8 +58,8 @@ def response_logprobs(
     temperature: float,
     kernel: str,
     on_hidden: Callable[[Microbatch, torch.Tensor], None] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability and entropy of every response token, float [M] each, in one packed forward.
+) -> torch.Tensor:
+    """Log-probability of every response token, float [M], in one packed forward.
     kernel: of attention; on_hidden: called with the batch and its hidden states, [N, hidden]."""
     packing = pack_sequences(batch.sequence_lengths, batch.input_ids.device)
     hidden = forward_hidden(model, batch.input_ids, packing, kernel)
@@ -126,7 +126,7 @@ class Learner:
         for microbatches in minibatches[1:]:
             for batch in microbatches:
                 with torch.no_grad():
-                    batch.old = self._logprobs(self.model, batch)[0]
+                    batch.old = self._logprobs(self.model, batch)
         totals, grad_norms, spans, num_skipped = [], [], [], 0
         updates = list(zip(minibatches, factors, strict=True)) * self.config.loss.num_iterations
         for microbatches, factor in updates:
@@ -194,7 +194,7 @@ class Learner:
         """Forward and backward of one micro-batch. advantages, weights: float64 [S]. Returns its
         `MEASURED`."""
         loss = self.config.loss
-        logprob, entropy = self._logprobs(self.model, batch, on_hidden=self.on_hidden)
+        logprob = self._logprobs(self.model, batch, on_hidden=self.on_hidden)
         if batch.old is None:
             batch.old = logprob.detach()
         advantage, weight = (
@@ -215,19 +215,19 @@ class Learner:
         if self.reference is not None:
             if batch.reference is None:
                 with torch.no_grad(), adapter_disabled(self.reference):
-                    batch.reference = self._logprobs(self.reference, batch)[0]
+                    batch.reference = self._logprobs(self.reference, batch)
             kl = kl_penalty(logprob, batch.reference, loss.kl_estimator)
         total = (weight * (token_loss + loss.kl_coef * kl)).sum()
         total.backward()
         mismatch = (batch.old - batch.generated).abs()
-        sums = (t.detach().sum() for t in (entropy, *is_clipped, kl, mismatch))
+        sums = (t.detach().sum() for t in (*is_clipped, kl, mismatch))
         return torch.stack(
             [total.detach(), *sums, logprob.new_full((), len(logprob)), mismatch.max()]
         )
 
     def _logprobs(
         self, model: PreTrainedModel, batch: Microbatch, on_hidden: Callable | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor:
         temperature = self.config.rollout.temperature
         return response_logprobs(model, batch, temperature, self.kernel, on_hidden)
 
@@ -249,7 +249,6 @@ class Learner:
         mean = {name: total[name] / total["tokens"] for name in MEASURED}
         metrics = {
             "loss": total["loss"] / len(totals),
-            "entropy": mean["entropy"],
             "clip_ratio/low_mean": mean["low"],
             "clip_ratio/high_mean": mean["high"],
             "clip_ratio/region_mean": (total["low"] + total["high"]) / total["tokens"],

@@ -126,35 +126,27 @@ def token_logprobs(
     target: torch.Tensor,
     temperature: float,
     max_logits: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each target and entropy of its distribution, softmax(logits /
-    temperature).
+) -> torch.Tensor:
+    """Log-probability of each target under softmax(logits / temperature), float [M].
 
-    hidden: [M, hidden size]; target: int64 [M]. Returns float [M] twice; the entropy carries no
-    gradient. At most `max_logits` logits exist at once: above that, chunks are computed one by one
-    and again in the backward pass.
+    hidden: [M, hidden size]; target: int64 [M]. At most `max_logits` logits exist at once: above
+    that, chunks are computed one by one and again in the backward pass.
     """
     vocab = head.weight.shape[0]
     if hidden.shape[0] * vocab <= max_logits:
-        return _logprob_and_entropy(hidden, head, target, temperature)
+        return _logprob(hidden, head, target, temperature)
     rows = max(1, max_logits // vocab)
     options = {"use_reentrant": False, "preserve_rng_state": False}
     parts = [
-        checkpoint(_logprob_and_entropy, h, head, t, temperature, **options)
+        checkpoint(_logprob, h, head, t, temperature, **options)
         for h, t in zip(hidden.split(rows), target.split(rows), strict=True)
     ]
-    logprobs, entropies = zip(*parts, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
+    return torch.cat(parts)
 
 
-def _logprob_and_entropy(hidden, head, target, temperature):
+def _logprob(hidden, head, target, temperature):
     logits = head(hidden)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if temperature != 1.0:
         logits = logits / temperature
-    log_z = logits.logsumexp(-1)
-    logprob = logits.gather(-1, target[:, None])[:, 0] - log_z
-    with torch.no_grad():
-        probability = (logits - log_z[:, None]).exp_()
-        entropy = log_z - (probability * logits).sum(-1)
-    return logprob, entropy
+    return logits.gather(-1, target[:, None])[:, 0] - logits.logsumexp(-1)
