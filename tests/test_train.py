@@ -38,6 +38,9 @@ def test_a_run_leaves_what_it_promises(two_ranks):
     lines = read(two_ranks)
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
     assert all(key in line for line in lines for key in PROMISED.split())
+    parts = ("gen", "bubble", "reward", "train", "sync")
+    for line in lines:
+        assert sum(line[f"timing_s/{name}"] for name in parts) <= line["timing_s/step"] + 1e-6
     # Every rank has room for all of its rows: one forward for each token of the longest response,
     # and one before them for its prompt, if other samples of it are on the same rank.
     extra = [line["rollout/forwards"] - line["completions/max_length"] for line in lines]
@@ -52,6 +55,8 @@ def test_a_run_leaves_what_it_promises(two_ranks):
 
 def test_checkpoint_loads_with_transformers(two_ranks):
     folder = os.path.join(two_ranks, "checkpoint-4")
+    modes = {entry.name: entry.stat().st_mode for entry in os.scandir(folder)}
+    assert set(modes.values()) == {os.stat(os.path.join(two_ranks, "metrics.jsonl")).st_mode}, modes
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.config._attn_implementation != "bubblespec"
     prompt = "State the final answer to the following arithmetic problem: 4 + 3 ="
