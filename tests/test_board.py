@@ -4,7 +4,6 @@ between real processes; how soon, in virtual time or by a clock that the test mo
 The ranks only sleep instead of decoding, and nothing depends on how long anything takes.
 """
 
-import errno
 import os
 import re
 import signal
@@ -139,7 +138,6 @@ def test_all_ranks_read_the_same_ticks_and_end_by_the_same(tmp_path, backend):
             assert own_ticks == ticks and before == after == 111.0 and num_calls == 0
             if rank != number % 3:
                 assert (drafted >= 3) if number % 2 else drafted == 0
-    assert not [name for name in os.listdir("/dev/shm") if name.startswith("bubblespec-")]
 
 
 @pytest.mark.parametrize("draft_s", [0.004, 0.1])
@@ -349,39 +347,10 @@ def test_shared_numbers_are_read_only_when_all_of_them_are_visible():
 def test_ticks_on_gpus_are_nccl_collectives(monkeypatch):
     made = []
     monkeypatch.setattr(boards, "Collectives", lambda *arguments: made.append(arguments[2]))
-    monkeypatch.setattr(boards, "open_shared", lambda ranks: None)
+    monkeypatch.setattr(boards, "map_shared", lambda *_: None)
     for device in ("cuda", "cpu"):
         ranks = SimpleNamespace(device=torch.device(device), world_size=2, clock=time)
         make_transport(ranks, 60.0)
     assert made == ["nccl", "gloo"]
     ranks.world_size = 1
     assert type(make_transport(ranks, 60.0)) is Transport
-
-
-def test_no_memory_to_share_means_gloo_and_a_line(monkeypatch, capsys):
-    """Found out before anybody writes: a write into a hole that cannot be filled is a SIGBUS. The
-    file never has a name, so that a rank which is killed here leaves nothing."""
-
-    made = []
-
-    def fail(handle, *_):
-        made.append(os.readlink(f"/proc/self/fd/{handle}"))
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    class Two(Ranks):
-        def gather(self, array):
-            return np.stack((array, array))
-
-        def gather_text(self, text):
-            return [text, text]
-
-    ranks = Two(torch.device("cpu"))
-    ranks.world_size = 2
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", fail)
-        assert boards.open_shared(ranks) is None
-    (link,) = made
-    assert link.startswith("/memfd:bubblespec-") and not os.path.exists(link)
-    assert "warning: no shared memory: No space left on device" in capsys.readouterr().err
-    words = boards.open_shared(ranks)
-    assert words.shape == (2, 2, HEADER + MAX_NUMBERS) and words[0, 0, 3] == os.getpid()

@@ -12,9 +12,9 @@ PACKAGE = Path(__file__).resolve().parents[1] / "bubblespec"
 FLOORS = [
     {"setup"},
     {"trainer", "simulate"},
-    {"rollout", "checkpoint", "loading"},
+    {"rollout", "checkpoint"},
     {"memory"},
-    {"idle", "telemetry", "rewards"},
+    {"idle", "telemetry", "rewards", "loading"},
     {"draft"},
     {"learn", "planner", "data"},
     {"engine"},

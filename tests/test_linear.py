@@ -30,6 +30,7 @@ from bubblespec.engine.linear import (
     measure,
     refresh_copies,
     shape_of,
+    sharded_linear,
     use_plans,
 )
 from bubblespec.engine.model import forward_hidden, output_head, prepare_model
@@ -88,6 +89,25 @@ def test_generation_by_a_copy(copy, rows, has_bias):
         assert_rounds_like_a_product(layer(x), x, weight.t(), bias)
         x = random(1, rows, K)
         assert layer(x[:, :0]).shape == (1, 0, M)
+
+
+@pytest.mark.parametrize("is_rowwise", [False, True])
+@pytest.mark.parametrize("copy", COPIES)
+def test_shards_add_up_to_the_whole_layer(copy, is_rowwise):
+    """Of uneven size; after an update they are those of the new weight."""
+    weight, bias, x = random(M, K), random(M), random(1, 5, K, seed=2)
+    cuts = slice(0, 40), slice(40, K if is_rowwise else M)
+    layers = [layer_of(weight, bias, Plan(copy, trains=True)) for _ in cuts]  # of two ranks
+    for factor in (1.0, 3.0):
+        parts = []
+        for layer, cut in zip(layers, cuts, strict=True):
+            with torch.no_grad():
+                layer.weight.copy_(factor * weight)
+            with torch.inference_mode():
+                given = x[..., cut].contiguous() if is_rowwise else x
+                parts.append(sharded_linear(layer, cut, is_rowwise, given)[0])
+        whole, of_bias = (sum(parts), None) if is_rowwise else (torch.cat(parts, -1), bias)
+        assert_rounds_like_a_product(whole, x[0], factor * weight.t(), of_bias)
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

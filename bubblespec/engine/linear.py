@@ -95,6 +95,8 @@ class FastLinear(torch.nn.Linear):
     plan = Plan()
     _copy: torch.Tensor | None = None
     _copied = -1  # version of the weight that the copy is of
+    _shard_copy: torch.Tensor | None = None
+    _shard_copied = -1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # Not through Module.__getattr__: at a few rows every microsecond counts.
@@ -116,9 +118,34 @@ class FastLinear(torch.nn.Linear):
             self._copy = copy_of(self.weight, self.plan.copy)
             self._copied = self.weight._version
 
+    @torch.inference_mode()
+    def copied_shard(self, part: slice, is_rowwise: bool) -> torch.Tensor:
+        """A copy, like that of the whole weight, of the part that a tensor-parallel rank uses;
+        renewed where the weight has changed."""
+        if self._shard_copied != self.weight._version:
+            shard = self.weight[:, part] if is_rowwise else self.weight[part]
+            self._shard_copy = copy_of(shard.contiguous(), self.plan.copy)
+            self._shard_copied = self.weight._version
+        return self._shard_copy
+
     def __getstate__(self) -> dict:
         """Without the copy, which is made where it is needed."""
-        return {**self.__dict__, "_copy": None, "_copied": -1}
+        nothing = {"_copy": None, "_copied": -1, "_shard_copy": None, "_shard_copied": -1}
+        return {**self.__dict__, **nothing}
+
+
+def sharded_linear(
+    layer: torch.nn.Linear, part: slice, is_rowwise: bool, x: torch.Tensor
+) -> torch.Tensor:
+    """What one rank computes of a layer: a part of its outputs, or, if it is rowwise, its product
+    with a part of the inputs, without the bias, which is added to the sum over ranks. x: [..., K],
+    or [..., the part of K]."""
+    bias = None if is_rowwise or layer.bias is None else layer.bias[part]
+    plan = getattr(layer, "plan", Plan())
+    if plan.copy and is_inference_mode_enabled():
+        product = onednn_linear if plan.copy == "packed" else linear
+        return product(x, layer.copied_shard(part, is_rowwise), bias)
+    return linear(x, layer.weight[:, part] if is_rowwise else layer.weight[part], bias)
 
 
 def copy_of(weight: torch.Tensor, copy: str) -> torch.Tensor:

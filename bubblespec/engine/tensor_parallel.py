@@ -21,12 +21,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.nn.functional import linear, pad
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from bubblespec.dist.ranks import Ranks, all_gather
+from bubblespec.dist.shared_memory import open_collectives
 from bubblespec.engine import sampling
 from bubblespec.engine.kv_cache import KVCache
+from bubblespec.engine.linear import sharded_linear
 from bubblespec.engine.model import TOLERANCE, forward_hidden, output_head, random_tokens
 from bubblespec.engine.packing import pack_rows
 from bubblespec.engine.sampling import SamplingParams
@@ -47,7 +49,10 @@ class TPGroup:
     the same order."""
 
     def __init__(self, ranks: Ranks):
+        """All ranks call it together."""
         self.ranks, self.rank, self.size = ranks, ranks.rank, ranks.world_size
+        are_processes = dist.is_initialized() and ranks.device.type == "cpu"
+        self._shared = open_collectives(ranks) if are_processes else None
         is_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
         self.can_capture = ranks.device.type == "cuda" and is_nccl
         """Whether sums may be part of a CUDA graph. Gloo's go through the host."""
@@ -57,17 +62,24 @@ class TPGroup:
         is found at the next gather, which comes after it in the stream."""
         if tensor.device.type == "cuda":
             dist.all_reduce(tensor)
-            return tensor
-        return self.ranks.sum_(tensor)
+        elif self._shared is not None and tensor.dtype in (torch.float32, torch.float64):
+            self._shared.sum_(tensor.view(-1).numpy())
+        else:
+            self.ranks.sum_(tensor)
+        return tensor
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Equally shaped tensors of all ranks: [P, ...]. The host waits for it."""
         if tensor.device.type == "cpu":
-            return torch.from_numpy(self.ranks.gather(tensor.numpy()))
+            return torch.from_numpy(self.gather_array(tensor.numpy()))
         everyone = tensor.new_empty(self.size, *tensor.shape)
         own = tensor.contiguous().view(-1)
         self.ranks.complete(lambda: all_gather(everyone.view(-1), own, async_op=True))
         return everyone
+
+    def gather_array(self, array: np.ndarray) -> np.ndarray:
+        """Equally shaped arrays of all ranks: [P, ...]."""
+        return (self._shared or self.ranks).gather(array)
 
 
 class ShardSpec(NamedTuple):
@@ -100,9 +112,9 @@ class Shards:
         try:
             for module, is_rowwise, part in self.specs:
                 base = getattr(module, "base_layer", module)  # of a layer with a LoRA adapter
-                shard, side = (_row_shard, "lora_A") if is_rowwise else (_column_shard, "lora_B")
+                side = "lora_A" if is_rowwise else "lora_B"
                 for layer in (base, *getattr(module, side, {}).values()):
-                    change(layer, partial(shard, layer, part))
+                    change(layer, partial(sharded_linear, layer, part, is_rowwise))
                 if is_rowwise:
                     add_up = sum_ or self.tp.sum_
                     change(module, partial(_summed, module.forward, base.bias, add_up))
@@ -114,7 +126,8 @@ class Shards:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """This rank's logits [T, v] of hidden states [T, hidden]."""
         head = output_head(self.model)
-        return _column_shard(head, shard_of(head.out_features, self.tp.rank, self.tp.size), hidden)
+        part = shard_of(head.out_features, self.tp.rank, self.tp.size)
+        return sharded_linear(head, part, False, hidden)
 
     def sample(self, *arguments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`sampling.sample` from this rank's logits [T, v]."""
@@ -214,15 +227,6 @@ def plan_shards(model: PreTrainedModel, rank: int, size: int) -> list[ShardSpec]
     if not isinstance(model.get_output_embeddings(), torch.nn.Linear):
         raise TPUnsupported(f"{name} has an output head that is not a linear layer")
     return specs
-
-
-def _column_shard(layer: torch.nn.Linear, part: slice, x: torch.Tensor) -> torch.Tensor:
-    return linear(x, layer.weight[part], None if layer.bias is None else layer.bias[part])
-
-
-def _row_shard(layer: torch.nn.Linear, part: slice, x: torch.Tensor) -> torch.Tensor:
-    """Without the bias: it is added once, to the sum over ranks."""
-    return linear(x, layer.weight[:, part])
 
 
 def _summed(forward: Callable, bias: torch.Tensor | None, sum_: Callable, x: torch.Tensor):

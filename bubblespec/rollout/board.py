@@ -14,19 +14,17 @@ collectives across machines.
 import contextlib
 import math
 import os
-import secrets
 import zlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import NamedTuple, NoReturn
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 
 from bubblespec.dist.ranks import Ranks, all_gather, one_line
-from bubblespec.errors import log
+from bubblespec.dist.shared_memory import LOOK_S, has_ended, map_shared
 
 # A rank that is done waits this long for its tick, which may be the last: it would start another
 # draft, and everyone would wait for that.
@@ -42,7 +40,6 @@ NO_FACTS = np.empty(0)
 
 MAX_NUMBERS = 1 << 17  # per rank and tick in shared memory: 2 MiB a rank
 HEADER = 4  # tick + 1, count of numbers, checksum, process id
-LOOK_S = 0.5  # how often a waiting rank checks that the other processes are alive
 
 
 class RankState(NamedTuple):
@@ -157,11 +154,12 @@ class SharedMemory(Transport):
     """
 
     def __init__(self, clock, words: np.ndarray, rank: int):
-        """words: int64 [num_ranks, 2, HEADER + MAX_NUMBERS], see `open_shared`."""
+        """words: int64 [num_ranks, 2, HEADER + MAX_NUMBERS], of `map_shared`."""
         super().__init__(clock)
         self._headers, self._numbers = words[:, :, :HEADER], words.view(np.float64)[:, :, HEADER:]
         self._rank, self._tick = rank, -1  # of the whole run
         self._look_at = 0.0
+        self._headers[rank, :, 3] = os.getpid()
 
     def post(self, numbers: np.ndarray, name: str) -> None:
         if len(numbers) > MAX_NUMBERS:
@@ -200,47 +198,16 @@ class SharedMemory(Transport):
         return zlib.crc32(numbers.tobytes(), self._tick & 0xFFFFFFFF)
 
 
-def open_shared(ranks: Ranks) -> np.ndarray | None:
-    """Memory for `SharedMemory`; all ranks call it together. None, on all of them, where they are
-    not on one machine or it has no room."""
-    shape, path, words = (ranks.world_size, 2, HEADER + MAX_NUMBERS), "", None
-    name, handle = f"bubblespec-{secrets.token_hex(8)}", None
-    if ranks.is_main:
-        try:  # a file without a name: nothing is left of it, whenever a rank is killed
-            handle = os.memfd_create(name)
-            # Allocated now: to write where no memory is left ends a process at once.
-            os.posix_fallocate(handle, 0, 8 * math.prod(shape))
-            path = f"/proc/{os.getpid()}/fd/{handle}"
-        except (OSError, AttributeError) as error:
-            reason = getattr(error, "strerror", "not on this system")
-            log(f"warning: no shared memory: {reason}; ranks tell their progress by gloo")
-    path, name = ranks.gather_text(path)[0], ranks.gather_text(name)[0]
-    with contextlib.suppress(OSError, ValueError):  # not there: made on another machine, or nowhere
-        if name in os.readlink(path):
-            words = np.asarray(np.memmap(path, np.int64, "r+", shape=shape))
-            words[ranks.rank, :, 3] = os.getpid()
-    is_common = ranks.gather(np.array([words is not None], np.uint8)).all()
-    if handle is not None:
-        os.close(handle)  # the memory stays as long as it is mapped
-    return words if is_common else None
-
-
-def has_ended(pid: int) -> bool:
-    """Whether a process of this machine has ended, reaped by its parent or not."""
-    try:
-        return psutil.Process(pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    except psutil.NoSuchProcess:
-        return True
-
-
 def make_transport(ranks: Ranks, timeout_s: float, backend: str = "auto") -> Transport:
     """All ranks call it together. backend: auto, or nccl, gloo, or shm, where memory is shared."""
     if ranks.world_size == 1:
         return Transport(ranks.clock)
     if backend == "auto" and ranks.device.type == "cuda":
         backend = "nccl"
-    if backend in ("auto", "shm") and (words := open_shared(ranks)) is not None:
-        return SharedMemory(ranks.clock, words, ranks.rank)
+    if backend in ("auto", "shm"):
+        shape = (ranks.world_size, 2, HEADER + MAX_NUMBERS)
+        if (mapped := map_shared(ranks, 8 * math.prod(shape))) is not None:
+            return SharedMemory(ranks.clock, mapped.view(np.int64).reshape(shape), ranks.rank)
     return Collectives(ranks, timeout_s, "nccl" if backend == "nccl" else "gloo")
 
 

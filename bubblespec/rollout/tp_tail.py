@@ -86,13 +86,13 @@ class TPTail:
         rank has been told to stop, all leave, and the rows keep their tokens so far. own: this
         rank's, by index; proposer: on all ranks or on none; on_finished: called with each of the
         own rows."""
-        ranks, engine = self.ranks, self.engine
+        ranks, engine, tp = self.ranks, self.engine, self.engine.runner.shards.tp
         began_s = ranks.clock.perf_counter()
         rows = self._gather(own, table)
         if not rows:  # all have ended since the tick
             return
         is_own = {id(row) for row in own.values()}
-        drafts = None if proposer is None else OwnersPropose(proposer, is_own, ranks.gather)
+        drafts = None if proposer is None else OwnersPropose(proposer, is_own, tp.gather_array)
         engine.reset()  # the weights have changed since the last time
         engine.add([rows[index] for index in sorted(rows)])
         before = engine.num_forwards
@@ -100,7 +100,7 @@ class TPTail:
         with source.moved_to(drafter_runner) if source else contextlib.nullcontext():
             while not engine.is_idle:
                 is_asked = (engine.num_forwards - before) % STOP_INTERVAL == 0
-                if is_asked and ranks.gather(np.array([ranks.must_stop], np.uint8)).any():
+                if is_asked and tp.gather_array(np.array([ranks.must_stop], np.uint8)).any():
                     break
                 for row in engine.step(params, drafts)[0]:
                     if id(row) in is_own:
