@@ -13,6 +13,7 @@ uses the current weights. Parameters, their names and their memory stay as they 
 Shape legend: K features in, M features out.
 """
 
+import itertools
 import time
 from collections.abc import Callable
 from functools import partial
@@ -30,13 +31,16 @@ ROWS = (1, 3, 6, 12, 48)
 COPIES = ("", "transposed", "packed")
 MIN_TRAINING_ROWS = 128  # training forwards of fewer rows are torch's
 
-BUDGET_S = 0.9  # for all measurements; only two rounds of a slow machine may take longer
+BUDGET_S = 1.5  # for all measurements; only two rounds of a slow machine may take longer
 MAX_ROUNDS = 10
 MARGIN = 1.1  # a kernel must be faster by this factor,
 MIN_SAVED_S = 2e-6  # and by so much in a call: less is lost in noise
-MAX_ELEMENTS = 1 << 21  # of the weights of a shape: more than a core's own caches hold
+# Of the measured weights, float32: more than the caches of a core hold, shared ones included.
+# Weights that come from a cache say nothing about those that come from memory.
+MAX_ELEMENTS = 1 << 25
 MAX_IN_LAYER = 1 << 20  # of one of them: of larger ones (output heads) the first rows
 TRAINING_ROWS = 256  # of the measured products of training
+MAX_TRAINING_ELEMENTS = 1 << 21  # of the weights of a shape
 
 
 class Plan(NamedTuple):
@@ -197,29 +201,76 @@ def measure(model: torch.nn.Module, clock: Callable[[], float] = time.perf_count
     """Seconds of a call, float64 [shapes, timings], in the order of `layers_by_shape`: generation
     by copy and number of rows, [COPIES, ROWS] in one, then training by torch and by oneDNN.
 
-    The minimum of a few rounds, as other work on the machine only adds to it. A round goes through
-    some layers of a shape, so that weights come from the caches that they come from in a forward.
+    The minimum of a few rounds, as other work on the machine only adds to it. A round of generation
+    goes through layers of all shapes in the model's order, as a forward does, so that weights come
+    from where they come from in a forward.
     """
-    shapes, table = layers_by_shape(model), []
-    for layers in shapes.values():
-        end = clock() + BUDGET_S / len(shapes)
-        size = min(layers[0].weight.numel(), MAX_IN_LAYER)
-        calls = [_timed_calls(layer) for layer in layers[: max(1, MAX_ELEMENTS // size)]]
-        rounds: list[list[float]] = []
-        while len(rounds) < 2 or (len(rounds) < MAX_ROUNDS and clock() < end):
-            rounds.append([])
-            for of_layers in zip(*calls, strict=True):
-                began = clock()
-                for call in of_layers:
-                    call()
-                rounds[-1].append((clock() - began) / len(calls))
-        best = np.min(rounds, axis=0)
-        # oneDNN compiles code for each number of rows that it has not met yet. Few rows come again
-        # and again; how many rows a long chunk or a micro-batch has is new nearly every time.
-        compiling = [len(COPIES) * len(ROWS) - 1, -1]
-        best[compiling] += (rounds[0] - best)[compiling] * len(calls) / len(layers)
-        table.append(best)
-    return np.array(table)
+    shapes = layers_by_shape(model)
+    table = np.zeros((len(shapes), len(COPIES) * len(ROWS) + 2))
+    total = sum(_measured_weight(layer).numel() for layers in shapes.values() for layer in layers)
+    share = min(1.0, MAX_ELEMENTS / max(total, 1))
+    measured = {}
+    for number, layers in enumerate(shapes.values()):
+        for layer in layers[: max(1, round(share * len(layers)))]:
+            measured[layer] = number
+    budget_s = BUDGET_S / table.shape[1]
+    generate = torch.inference_mode()(lambda product, *arguments: product(*arguments))
+    for column, (copy, rows) in enumerate(itertools.product(COPIES, ROWS)):
+        if rows == ROWS[0]:  # one copy at a time is in memory
+            weights = [copy_of(_measured_weight(layer), copy) for layer in measured]
+        product = onednn_linear if copy == "packed" else linear
+        calls = [
+            partial(generate, product, _random(1, rows, layer.in_features), weight)
+            for layer, weight in zip(measured, weights, strict=True)
+        ]
+        first, best = _seconds_of_calls(calls, clock, budget_s)
+        for number, layers in enumerate(shapes.values()):
+            of_shape = np.array([index == number for index in measured.values()])
+            table[number, column] = best[of_shape].mean()
+            # oneDNN compiles code for each number of rows that it has not met yet. Few rows come
+            # again and again; how many rows a long chunk has is new nearly every time.
+            if copy == "packed" and rows == ROWS[-1]:
+                table[number, column] += (first - best)[of_shape].sum() / len(layers)
+    for number, layers in enumerate(shapes.values()):
+        count = max(1, MAX_TRAINING_ELEMENTS // _measured_weight(layers[0]).numel())
+        for column, product in ((-2, linear), (-1, OneDNNLinear.apply)):
+            calls = [_training_call(layer, product) for layer in layers[:count]]
+            first, best = _seconds_of_calls(calls, clock, budget_s / len(shapes))
+            table[number, column] = best.mean()
+            if column == -1:  # a micro-batch's number of rows is new nearly every time, too
+                table[number, column] += (first - best).sum() / len(layers)
+    return table
+
+
+def _seconds_of_calls(
+    calls: list[Callable[[], object]], clock: Callable[[], float], budget_s: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of each call, in the first round and in the best one, float64 [calls] twice."""
+    end, rounds = clock() + budget_s, []
+    while len(rounds) < 2 or (len(rounds) < MAX_ROUNDS and clock() < end):
+        times = [clock()]
+        for call in calls:
+            call()
+            times.append(clock())
+        rounds.append(np.diff(times))
+    return rounds[0], np.min(rounds, axis=0)
+
+
+def _measured_weight(layer: torch.nn.Linear) -> torch.Tensor:
+    return layer.weight.detach()[: max(1, MAX_IN_LAYER // layer.in_features)]
+
+
+def _random(*shape: int) -> torch.Tensor:
+    """The run's own generator stays as it is."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def _training_call(layer: torch.nn.Linear, product: Callable) -> Callable[[], object]:
+    """Forward and backward of a layer."""
+    weight = _measured_weight(layer).clone().requires_grad_()
+    x = _random(TRAINING_ROWS, layer.in_features).requires_grad_()
+    grad = _random(TRAINING_ROWS, len(weight))
+    return lambda: torch.autograd.grad(product(x, weight, None), (x, weight), grad)
 
 
 def choose(shapes: list[str], seconds: np.ndarray) -> dict[str, Plan]:
@@ -236,25 +287,3 @@ def choose(shapes: list[str], seconds: np.ndarray) -> dict[str, Plan]:
 
 def _pays(torchs_s: float, others_s: float) -> bool:
     return bool(torchs_s >= max(MARGIN * others_s, others_s + MIN_SAVED_S))
-
-
-def _timed_calls(layer: torch.nn.Linear) -> list[Callable[[], object]]:
-    """What is timed of a layer, see `measure`."""
-    weight = layer.weight.detach()[: max(1, MAX_IN_LAYER // layer.in_features)].clone()
-    # The run's own generator stays as it is.
-    random = partial(torch.randn, generator=torch.Generator().manual_seed(0))
-    x, grad = random(TRAINING_ROWS, layer.in_features), random(TRAINING_ROWS, len(weight))
-    generate = torch.inference_mode()(lambda product, *arguments: product(*arguments))
-    with torch.inference_mode():
-        copies = {copy: copy_of(weight, copy) for copy in COPIES}
-    calls: list[Callable[[], object]] = [
-        partial(generate, onednn_linear if copy == "packed" else linear, x[None, :rows], copied)
-        for copy, copied in copies.items()
-        for rows in ROWS
-    ]
-
-    def train(product: Callable) -> None:
-        torch.autograd.grad(product(x, weight, None), (x, weight), grad)
-
-    x.requires_grad_(), weight.requires_grad_()
-    return [*calls, partial(train, linear), partial(train, OneDNNLinear.apply)]
