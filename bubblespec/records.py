@@ -160,11 +160,6 @@ class RolloutRecord:
         return sum(forward.own_rows > 0 for forward in self.forwards)
 
     @property
-    def hard_forwards(self) -> int:
-        """Forwards after that: in a hard bubble."""
-        return len(self.forwards) - self.own_forwards
-
-    @property
     def own_s(self) -> float:
         """Seconds until this rank's rows of this step were done."""
         return (

@@ -130,24 +130,6 @@ def test_batches_and_their_results_by_hand():
     assert engine.rows == [] and runner.calls[4:] == []
 
 
-def test_a_reset_places_the_rows_that_stay_with_their_tokens():
-    ids = [SampleId(uid, 0, 0) for uid in range(3)]
-    runner = TextRunner(3, 20, 20, {i: [1, 2, 3, 4, 5, 6] for i in ids})
-    engine = Engine(runner)
-    rows = [Row(i, (7, 8, 10 + i.uid), 6) for i in ids]
-    engine.add(rows)
-    for _ in range(3):
-        engine.step(PARAMS)
-    runner.calls.clear()
-    engine.reset([rows[0], rows[2]])
-    assert runner.calls == [
-        ("move", 2, 1, 5),
-        ("place", 0, ids[0], [1, 2, 3]),
-        ("place", 1, ids[2], [1, 2, 3]),
-    ]
-    assert engine.rows == [rows[0], rows[2]] == engine.decoding()
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_rows_get_their_texts_however_they_are_scheduled(seed):
     """Slots, budgets, drafts, drops and resets at random. What is attended to is checked in every
@@ -187,10 +169,9 @@ def test_rows_get_their_texts_however_they_are_scheduled(seed):
             engine.drop(row)
             engine.add([row])
         if rng.random() < 0.05:
-            staying = engine.decoding()[:2]
-            others = [row for row in engine.collect() if row not in staying]
-            engine.reset(staying)
-            engine.add(others)
+            rows_left = engine.collect()
+            engine.reset()
+            engine.add(rows_left)
     assert num_finished == len(rows) and all(
         row.tokens.tolist() == texts[row.id] and row.finish == "stop" for row in rows
     )

@@ -139,49 +139,6 @@ def test_reset_forgets_the_cache_when_weights_change(model):
     assert after == fresh != before
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_kept_rows_go_on_after_a_reset(baseline, seed):
-    """Any of the rows in slots, wherever they are, end as they would have; all others are
-    forgotten, and so is the queue."""
-    model, prompts, params, wanted = baseline
-    engine = make_engine(model, 9, seed=5)
-    engine.add(make_rows(prompts, 3))
-    for _ in range(30):
-        engine.step(params, max_prefill_tokens=3)
-    rng = np.random.default_rng(seed)
-    kept = [row for row in engine.collect() if row in engine.decoding() and rng.random() < 0.5]
-    assert 0 < len(kept) < len(engine.rows) and engine.queue
-    others = [row for row in engine.rows if row not in kept]
-    engine.reset(kept)
-    assert not engine.queue
-    assert sorted(map(id, engine.rows)) == sorted(map(id, kept))
-    assert all(row in engine.decoding() for row in kept)
-    assert not any(row in engine.decoding() for row in others)
-    again = make_rows(prompts, 3)  # beside them, and in the slots that are free now
-    assert as_dict(engine.run(again, params)) == wanted
-    assert as_dict(kept) == {key: wanted[key] for key in as_dict(kept)} and engine.is_idle
-
-
-def test_nobody_shares_the_prompt_of_a_row_kept_while_weights_changed(model):
-    """Neither from the kept row, nor from a slot whose row was left, nor from one that the kept row
-    frees later on."""
-    prompts = make_prompts(2)
-    engine = make_engine(model, 4)
-    short, long = make_rows(prompts, 2, 12), make_rows(prompts, 2, 40)
-    engine.add([short[0], long[1], long[2], short[3]])
-    for _ in range(6):
-        engine.step(PLAIN)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.1)
-    engine.reset([short[0], long[2]])
-    after = as_dict(engine.run(make_rows(prompts, 3), PLAIN))
-    assert after == as_dict(make_engine(model, 4).run(make_rows(prompts, 3), PLAIN))
-    assert len(long[2].tokens) == 40 and len(short[0].tokens) == 12, (
-        "the kept rows have ended among them"
-    )
-
-
 @pytest.mark.parametrize("is_drafted", [False, True])
 def test_a_stop_token_at_the_limit_is_a_stop(model, is_drafted):
     """Where the last token that fits is a stop token, the response has ended by itself: nothing was

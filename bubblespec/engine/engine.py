@@ -18,7 +18,6 @@ Shape legend: R active rows, N tokens in a forward, M rows that sample in it, S 
 """
 
 from collections import deque
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -84,8 +83,7 @@ class Runner(Protocol):
         """Feed the batch, and verify its drafts."""
 
     def place(self, slot: int, row: Row) -> None:
-        """A row, with its tokens so far in it, comes into a slot; or stays in it while what
-        computes it has changed."""
+        """A row, with its tokens so far in it, comes into a slot."""
 
     def move(self, source: int, target: int, length: int) -> None:
         """The row in slot `source` goes on in slot `target`; its first `length` positions have keys
@@ -168,29 +166,17 @@ class Engine:
         All stay where they are."""
         return [self._take_results(slot) for slot in range(len(self.rows))] + list(self.queue)
 
-    def decoding(self) -> list[Row]:
-        """Rows whose prompt and all of whose tokens but the last are in the cache."""
-        active = len(self.rows)
-        slots = np.flatnonzero(self.cached[:active] == self.length[:active] - 1)
-        return [self.rows[slot] for slot in slots]
-
     def prefilling(self) -> list[Row]:
         """Active rows whose prompt is not whole in the cache yet; its last token is fed when they
         first sample."""
         return [self.rows[slot] for slot in self._prefilling()]
 
-    def reset(self, staying: Collection[Row] = ()) -> None:
+    def reset(self) -> None:
         """Forget all rows, and all cached keys and values. Needed whenever the weights have
-        changed. Rows that are `staying` must be decoding. They go on over keys and values of older
-        weights: what they then generate is a sample of no policy, good for nothing but drafts."""
+        changed."""
         self.queue.clear()
-        stay = {id(row) for row in staying}
-        for slot in reversed(range(len(self.rows))):
-            if id(self.rows[slot]) not in stay:
-                self._free(slot)
-        for slot in range(len(self.rows)):
-            self.runner.place(slot, self._take_results(slot))
-        self.prompt_id.fill(-1)  # so that nobody shares the prompt of a row that has stayed
+        self.rows.clear()
+        self.prompt_id.fill(-1)
         self._prompt_ids.clear()
 
     def release(self) -> None:
