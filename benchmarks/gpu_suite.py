@@ -151,7 +151,7 @@ def make_rows(model: PreTrainedModel, count: int, prompt: int, new: int | np.nda
 
 def start_decoding(engine: Engine, rows: list[Row]) -> None:
     engine.add(rows)
-    while len(engine.decoding()) < len(rows):
+    while engine.queue or engine.prefilling():
         engine.step(SamplingParams())
 
 

@@ -87,8 +87,8 @@ class SharedCollectives:
         room = PLACE_BYTES // array.itemsize
         for begin in range(0, len(array), room):
             own = array[begin : begin + room]
-            first, second, *others = self._exchange(own)
-            np.add(first, second, out=own)
+            first, *others = self._exchange(own)
+            own[:] = first
             for of_rank in others:
                 own += of_rank
 
