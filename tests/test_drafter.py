@@ -100,15 +100,15 @@ def make_engine(policy, num_slots: int, params=PARAMS, drafter=None, **options) 
 
 
 def disturb(engine: Engine, random: np.random.Generator) -> None:
-    """Drop a row and add it again, or begin anew with only some rows staying."""
+    """Drop a row and add it again, or begin anew with all rows."""
     if random.random() < 0.06 and engine.rows:
         row = engine.rows[int(random.integers(len(engine.rows)))]
         engine.drop(row)
         engine.add([row])
-    if random.random() < 0.03 and not engine.prefilling():
-        others = [*engine.queue]
-        engine.reset(list(engine.rows))
-        engine.add(others)
+    if random.random() < 0.03:
+        waiting = engine.collect()
+        engine.reset()
+        engine.add(waiting)
 
 
 @pytest.fixture
