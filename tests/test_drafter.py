@@ -100,7 +100,7 @@ def make_engine(policy, num_slots: int, params=PARAMS, drafter=None, **options) 
 
 
 def disturb(engine: Engine, random: np.random.Generator) -> None:
-    """Drop a row and add it again, or begin anew with all rows."""
+    """Drop a row and add it again, or reset the engine and add all rows again."""
     if random.random() < 0.06 and engine.rows:
         row = engine.rows[int(random.integers(len(engine.rows)))]
         engine.drop(row)

@@ -135,6 +135,7 @@ class Sampler:
         ranks, stats = self.ranks, self.stats
         store = self.store if step is not None or self.evaluation is None else self.evaluation.store
         shape = {"num_ranks": ranks.world_size, "num_slots": self.engine.num_slots}
+        shape["keeps_groups"] = self.scorer.sees_groups
         rank_of = place_in_turn(len(launch.groups), launch.num_generations, ranks.world_size)
         expected = None
         if stats.lengths.knows_lengths:
@@ -143,8 +144,7 @@ class Sampler:
             is_balanced = self.config.rollout.placement != "in_turn" and ranks.world_size > 1
             if is_balanced and stats.shared_cost is not None:
                 until_end = up_to_cutoff(expected, launch) if launch.selects else expected
-                whole = {"keeps_groups": self.scorer.sees_groups}
-                rank_of = place(until_end, stats.shared_cost, stats.rates, **shape, **whole)
+                rank_of = place(until_end, stats.shared_cost, stats.rates, **shape)
         table = RowTable(launch, rank_of, ranks.rank, expected)
         rows = table.make_rows(self.config.rollout.max_completion_length)
         if expected is not None:
