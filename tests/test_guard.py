@@ -4,7 +4,7 @@ wrong about both settings alike."""
 import numpy as np
 import pytest
 
-from bubblespec.planner.guard import FIRST_PAUSE, Guard
+from bubblespec.planner.guard import FIRST_CONTROL, FIRST_PAUSE, Guard
 from bubblespec.planner.stats import RunStats
 from tests.helpers.rollouts import fixed_cost
 
@@ -68,7 +68,7 @@ def test_a_saved_guard_goes_on_as_it_was():
 
 def test_only_guarded_mechanisms_are_left_out():
     stats = RunStats(cost=fixed_cost(), guards={"drafts": Guard(), "drafter": Guard()})
-    for _ in range(3):
+    for _ in range(FIRST_CONTROL):
         stats.guards["drafts"].observe(1.0, 1.0)
     assert not stats.uses("drafts") and stats.uses("drafter") and stats.uses("tp_tail")
     assert stats.metrics() == {"guard/drafts": 0, "guard/drafter": 1}

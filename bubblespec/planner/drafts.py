@@ -13,7 +13,7 @@ import numpy as np
 
 from bubblespec.planner.costs import CostModel, seconds_of_course, time_points
 from bubblespec.planner.lengths import LengthModel
-from bubblespec.planner.rows import AcceptanceRates, Rows, forwards_survival
+from bubblespec.planner.rows import TYPICAL_WINDOW, AcceptanceRates, Rows, forwards_survival
 from bubblespec.types import Draft, Group, SampleId
 
 MAX_AUTO_LOOKAHEAD = 8
@@ -87,9 +87,11 @@ def _seconds_by_count(
     points, width = time_points(rows, num_slots)
     whole = replace(rows, spread=0.0 * rows.spread, drafted=rows.expected)
     drafted, undrafted = (forwards_survival(of, rates, points) for of in (whole, rows))
-    # A draft that does not hold leaves the row as uncertain as it was without one.
-    holds = (rates.accepted(rows.expected) / np.maximum(rows.expected, 1.0))[:, None]
-    drafted = holds * drafted + (1.0 - holds) * undrafted
+    # From where a draft does not hold any more, the row is as uncertain as it was without one.
+    right = rates.accepted(rows.expected)[:, None]
+    verified = np.minimum(TYPICAL_WINDOW * points, points + (1.0 - 1.0 / TYPICAL_WINDOW) * right)
+    holds = right / np.maximum(rows.expected, 1.0)[:, None]
+    drafted = holds * drafted + (1.0 - holds) * forwards_survival(rows, rates, verified)
     token_s = float(cost.coefficients[2])
     context = float((rows.prompt_tokens + rows.expected).mean())
     rank_of = np.empty(len(rows), np.int64)

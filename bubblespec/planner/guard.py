@@ -9,12 +9,13 @@ saves come in different rollouts, so those with it count by their sums, those wi
 
 import numpy as np
 
-FIRST_CONTROL = 3  # rollouts before the first one without the mechanism; then ever more
-GROWTH = 2.0
+# Rollouts before the first one without the mechanism, while there is little to lose; from there to
+# the second; and by how much the intervals grow from then on.
+FIRST_CONTROL, FIRST_INTERVAL, GROWTH = 1, 8, 2.0
 # Rollouts of each setting before anything is decided: the first drafts are an investment.
 MIN_WITH, MIN_WITHOUT = 12, 2
 MARGIN = (
-    0.05  # slower by so much is slower: to pause by mistake costs less than to go on by mistake
+    0.07  # slower by so much is slower: to pause by mistake costs less than to go on by mistake
 )
 CLEAR = 0.25  # faster by so much: further rollouts without it would cost more than they tell
 FIRST_PAUSE, MAX_PAUSE = 12, 192  # rollouts without a mechanism that was slower; doubled each time
@@ -29,7 +30,7 @@ class Guard:
         self._with: list[tuple[float, float]] = []  # measured and modelled seconds of rollouts
         self._without: list[tuple[float, float]] = []
         self._until_control = float(FIRST_CONTROL)
-        self._interval = float(FIRST_CONTROL)
+        self._interval = float(FIRST_INTERVAL)
         self._pause_left = 0  # rollouts without the mechanism that are still to come
         self._pause = FIRST_PAUSE
 
@@ -42,6 +43,11 @@ class Guard:
     def is_paused(self) -> bool:
         """Whether it is off because it was slower, and not for one rollout to compare with."""
         return self._pause_left > 0
+
+    @property
+    def is_next_without(self) -> bool:
+        """Whether the rollout after that one is made without it, as far as known."""
+        return self.setting and self._until_control < 2 and self.lead < CLEAR
 
     @property
     def lead(self) -> float:
@@ -63,10 +69,9 @@ class Guard:
             self._pause_left -= 1
             if not self._pause_left:  # it is tried again, as what it saves may have changed
                 self._with.clear()
-                self._until_control = self._interval = float(MIN_WITH)
+                self._until_control, self._interval = float(MIN_WITH), GROWTH * MIN_WITH
         elif not self.setting:  # that was a rollout to compare with
-            self._interval *= GROWTH
-            self._until_control = self._interval
+            self._until_control, self._interval = self._interval, GROWTH * self._interval
         elif self.lead < CLEAR:
             self._until_control -= 1
         if self.lead < -MARGIN and not self._pause_left:

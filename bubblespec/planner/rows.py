@@ -109,8 +109,9 @@ def forwards_horizon(rows: Rows) -> float:
 def forwards_survival(rows: Rows, rates: AcceptanceRates, points: np.ndarray) -> np.ndarray:
     """Chance that each row is unfinished after so many more forwards, float64 [S, T].
 
-    points: float64 [T], forwards. A row whose length is known ends exactly then.
+    points: float64 [T] or [S, T], forwards. A row whose length is known ends exactly then.
     """
+    points = np.broadcast_to(points, (len(rows), points.shape[-1]))
     known = np.maximum(rows.generated, rows.drafted)[:, None]
     in_draft = np.maximum(rows.drafted - rows.generated, 0.0)
     right = rates.accepted(in_draft)
@@ -122,10 +123,10 @@ def forwards_survival(rows: Rows, rates: AcceptanceRates, points: np.ndarray) ->
     is_exact = (rows.spread <= MIN_RELATIVE_SPREAD * rows.expected) & (in_draft == 0)
     if is_exact.any():
         left = np.maximum(rows.expected - rows.generated, 0.0)[is_exact]
-        survival[is_exact] = points < left[:, None]
+        survival[is_exact] = points[is_exact] < left[:, None]
     is_whole = (in_draft > 0) & (rows.spread == 0.0)
     if is_whole.any():
-        survival[is_whole] = _whole_draft_survival(in_draft[is_whole], rates, points)
+        survival[is_whole] = _whole_draft_survival(in_draft[is_whole], rates, points[is_whole])
     return survival
 
 

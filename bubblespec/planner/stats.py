@@ -83,6 +83,10 @@ class RunStats:
         """Whether a mechanism was slower and is left out for some rollouts."""
         return mechanism in self.guards and self.guards[mechanism].is_paused
 
+    def is_next_without(self, mechanism: str) -> bool:
+        """Whether the rollout after the next one is made without a mechanism, to compare with."""
+        return mechanism in self.guards and self.guards[mechanism].is_next_without
+
     def metrics(self) -> dict[str, int]:
         """Which of the guarded mechanisms the next rollout has."""
         return {f"guard/{name}": int(guard.setting) for name, guard in self.guards.items()}

@@ -16,7 +16,7 @@ import numpy as np
 from bubblespec.records import ACCEPT_BINS
 
 WINDOWS = np.array(ACCEPT_BINS)
-MIN_GAIN = 1.1  # in tokens per second, by estimates that are noisy and of which the best is taken
+MIN_GAIN = 1.05  # in tokens per second, by estimates that are noisy and of which the best is taken
 
 
 def choose_windows(

@@ -225,6 +225,8 @@ class Sampler:
             accepted=stats.accepted_by_age,
         )
         batches = self.schedule.upcoming(step, depth, used) if depth else []
+        if batches and stats.is_next_without("drafts"):
+            batches[0] = []  # nobody would verify them
         if not any(batches):
             return None
         # A short round of tail batching has no tail that co-scheduled drafts could shorten, and a
