@@ -11,7 +11,7 @@ import pytest
 from bubblespec.draft import sources
 from bubblespec.draft.proposer import ALWAYS_WINDOW, PRIOR, Proposer, make_proposer
 from bubblespec.draft.sources import DraftSource, OwnDrafts, Proposal, TrackedRow
-from bubblespec.draft.suffix import GroupIndex, History
+from bubblespec.draft.suffix import History, SuffixIndex
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.planner.costs import CostModel
@@ -227,32 +227,37 @@ def test_a_pause_follows_proposals_that_do_not_pay_and_ends():
 def test_tokens_of_a_continued_row_are_indexed_once_and_in_order(monkeypatch):
     """Those it came with, and those it has gained before anybody asked and since; a draft of a late
     sibling comes in too."""
-    texts, drafts = {}, []
+    texts, drafts, names = {}, [], []
 
-    class Recorder(GroupIndex):
-        def extend(self, sample, tokens):
-            texts.setdefault(sample, []).extend(tokens.tolist())
-            super().extend(sample, tokens)
+    class Recorder(SuffixIndex):
+        def add_row(self, group, sample, max_tokens):
+            names.append(sample)
+            return super().add_row(group, sample, max_tokens)
 
-        def add_draft(self, sample, tokens):
-            drafts.append(sample)
-            super().add_draft(sample, tokens)
+        def extend(self, rows, tokens, counts):
+            for number, gained in zip(rows, np.split(tokens, np.cumsum(counts)[:-1]), strict=True):
+                texts.setdefault(names[number], []).extend(gained.tolist())
+            super().extend(rows, tokens, counts)
 
-    monkeypatch.setattr(sources, "GroupIndex", Recorder)
+        def add_draft(self, row, tokens):
+            drafts.append(names[row])
+            super().add_draft(row, tokens)
+
+    monkeypatch.setattr(sources, "SuffixIndex", Recorder)
     proposer = make("bubble+suffix")
     own, continued = row(0), row(1, tokens=[8, 9, 10])
     proposer.track(own, draft(range(10, 14)), STEP)
     proposer.track(continued, None, STEP)
     proposer.observe([continued], [np.array([11])], np.array([0]), np.array([0]))
     continued.tokens = np.array([8, 9, 10, 11])
-    assert not texts, "a group is made when it is first needed"
+    assert not names, "a group is indexed when it is first needed"
     truths = [range(10, 30), range(8, 30)]
     assert forward(proposer, [own, continued], truths, room=2) == [[10, 11], [12, 13]]
     late = row(2)
     proposer.track(late, draft(range(60, 64)), STEP)
     for _ in range(2):
         forward(proposer, [own, continued, late], [*truths, range(60, 90)], room=2)
-    proposer.sources[1]._group(own)
+    proposer.sources[1]._take_in()
     assert texts == {r.id.sample: r.tokens.tolist() for r in (own, continued, late)}
     assert len(texts[1]) > 5
     assert drafts == [0, 2]
@@ -336,7 +341,7 @@ def test_a_source_that_was_given_up_is_tried_again():
         drafted, right = proposer.acceptance.by_source.get("guess", (0, 0))
         assert drafted or rollout, "it is tried before anything is known"
         accepted.append(right)
-    assert accepted[:3] == [0, 0, 0] and all(accepted[7:]), "given up, and tried again"
+    assert accepted[:2] == [0, 0] and all(accepted[7:]), "given up, and tried again"
     unused = Proposer([guesses], cost(), clock=Clock())
     unused.survival.load_state_dict(proposer.survival.state_dict())
     unused.begin()

@@ -17,6 +17,7 @@ from bubblespec.draft.suffix import History
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.runner import ModelRunner
+from bubblespec.planner import guard
 from bubblespec.planner.stats import RunStats
 from bubblespec.records import ForwardRecord, Load, RolloutRecord, Span, StepRecord
 from bubblespec.rollout.board import ProgressBoard
@@ -130,8 +131,14 @@ def test_steps_are_those_generated_without_drafts(method, planning):
     assert (len(sampler.history.state_dict()["tokens"]) > 0) == ("suffix" in method)
 
 
+@pytest.fixture
+def no_controls(monkeypatch):
+    """No rollouts without drafts, to compare with."""
+    monkeypatch.setattr(guard, "FIRST_CONTROL", 100)
+
+
 @pytest.mark.parametrize("method", ["bubble+suffix", "none"])
-def test_a_saved_sampler_goes_on_alike(method):
+def test_a_saved_sampler_goes_on_alike(method, no_controls):
     """Drafts, history and statistics: the next steps propose and draft the same."""
     ends = []
     for is_resumed in (False, True):
@@ -173,7 +180,7 @@ def test_guards_are_there_for_what_is_guarded():
         assert not start(method, new_model(), speculative__planning=planning).stats.guards
 
 
-def test_a_guard_that_is_off_leaves_drafts_out():
+def test_a_guard_that_is_off_leaves_drafts_out(no_controls):
     for is_off in (False, True):
         sampler = start("bubble", new_model())
         sampler.stats.guards["drafts"]._pause_left = 10 * is_off
@@ -182,7 +189,7 @@ def test_a_guard_that_is_off_leaves_drafts_out():
         assert any(record.acceptance.draft_tokens for record in records) != is_off
 
 
-def test_a_rollout_to_compare_with_verifies_nothing_and_drafts_in_idle_time_alone():
+def test_a_rollout_to_compare_with_verifies_nothing_and_drafts_in_idle_time_alone(no_controls):
     sampler = start("bubble", new_model(), BoardWithSlowRank(120), bubble__lookahead=1)
     first = sampler.sample(0).rollouts[0]
     sampler.stats.guards["drafts"]._until_control = 0
@@ -191,6 +198,23 @@ def test_a_rollout_to_compare_with_verifies_nothing_and_drafts_in_idle_time_alon
     assert first.drafted_tokens and control.drafted_tokens
     assert not control.acceptance.draft_tokens
     assert not any(forward.own_rows and forward.ahead_rows for forward in control.forwards)
+
+
+def test_nothing_is_drafted_for_a_rollout_to_compare_with():
+    """The second rollout is one, and the step after it is drafted for in the first."""
+    sampler = start("bubble", new_model(), BoardWithSlowRank(120), bubble__lookahead=2)
+    assert sampler.stats.is_next_without("drafts")
+    sampler.sample(0)
+    drafted = [
+        any(
+            sampler.store.get(name)
+            for group in batch
+            for name in (group.sample(0), group.sample(1))
+        )
+        for batch in sampler.schedule.upcoming(0, 2)
+    ]
+    assert drafted == [False, True]
+    assert not sampler.stats.uses("drafts") and not sampler.stats.is_next_without("drafts")
 
 
 MORE = [Prompt(60 + n, "", (4 + n, 2), {}) for n in range(6)]
@@ -232,7 +256,7 @@ def test_an_evaluation_verifies_the_responses_of_the_last():
     assert by_id(sampler.evaluate(HELD_OUT, 2, PARAMS, 5)[0]) == generated(model, HELD_OUT)
 
 
-def test_evaluations_leave_training_as_it_is():
+def test_evaluations_leave_training_as_it_is(no_controls):
     """Steps between evaluations: what training has learned is the same as without them."""
     states = []
     for evaluates in (False, True):

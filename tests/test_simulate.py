@@ -8,7 +8,6 @@ import sys
 import numpy as np
 import pytest
 
-from bubblespec.draft.suffix import GroupIndex
 from bubblespec.errors import InputError
 from bubblespec.planner.place import place_in_turn
 from bubblespec.records import Load
@@ -28,6 +27,7 @@ from tests.helpers.simulated import (
     run,
     true_text,
 )
+from tests.helpers.suffix import GroupIndex
 
 TAIL = {"tail_batching__enabled": True, "tail_batching__over_sampling_ratio": 1.5}
 

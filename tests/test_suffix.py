@@ -13,10 +13,11 @@ from bubblespec.draft.suffix import (
     OWN_RADIUS,
     SELF,
     SIBLING,
-    GroupIndex,
     History,
+    SuffixIndex,
     find_nearest,
 )
+from tests.helpers.suffix import GroupIndex
 
 PAD = [-1] * 8
 
@@ -166,8 +167,9 @@ def test_growing_equals_building_at_once():
         for part in np.split(tokens, np.sort(rng.integers(50, size=30))):
             growing.propose(sample, 4)
             growing.extend(sample, part)
-    assert growing.latest == at_once.latest and growing.second == at_once.second
-    assert at_once.second and max(at_once.latest.values()) >> 32 == 1
+    tables = [each.ends_of_ngrams() for each in (growing, at_once)]
+    assert tables[0] == tables[1] and len(tables[0]) > 100
+    assert any(second for _, second in tables[0].values())
 
 
 def test_continued_match_equals_a_new_search(monkeypatch):
@@ -177,11 +179,11 @@ def test_continued_match_equals_a_new_search(monkeypatch):
     draft = rng.permutation(100_000)[:300]
     response = edited(rng, draft, 0.03, 100_000)
     searched = []
-    search = GroupIndex._search_group
+    search = SuffixIndex._search_group
     monkeypatch.setattr(
-        GroupIndex,
+        SuffixIndex,
         "_search_group",
-        lambda self, context: searched.append(self) or search(self, context),
+        lambda self, *asked: searched.append(self) or search(self, *asked),
     )
     index = build([("draft", 1, draft)])
     done = compared = carried_on = 0
@@ -259,24 +261,55 @@ def test_position_zero_prefers_own_then_sibling_then_history():
 
 
 def test_find_nearest_equals_brute_force():
-    """Tokens whose bytes also occur across token borders."""
     rng = np.random.default_rng(4)
     found = 0
-    for _ in range(2000):
-        text = rng.choice(
-            [0, 1, 256, 65536, 1 << 24], size=rng.integers(8, 35), p=(0.6, 0.1, 0.1, 0.1, 0.1)
-        ).astype(np.int32)
-        n, centre, radius = rng.integers((1, 3, 1), (3, 40, 8)).tolist()
-        ngram = text[:n] if rng.random() < 0.5 else rng.permutation(text)[:n]
-        ends = [
-            e
-            for e in range(8, len(text))
-            if abs(e - centre) <= radius and (text[e - n : e] == ngram).all()
-        ]
-        wanted = min(ends, key=lambda e: (abs(e - centre), -e), default=-1)
-        assert find_nearest(text.tobytes(), ngram.tobytes(), centre, radius) == wanted
-        found += wanted >= 0
+    for n in (1, 2):
+        text = rng.integers(3, size=300).astype(np.int32)
+        first = rng.integers(2, 250, 500)
+        centre = first + rng.integers(-5, 30, 500)
+        last = np.minimum(first + rng.integers(0, 30, 500), 299)
+        ngrams = rng.integers(3, size=(500, n)).astype(np.int32)
+        radius = int(rng.integers(1, 8))
+        got = find_nearest(text, ngrams, centre, radius, first, last).tolist()
+        for row, (low, middle, high) in enumerate(zip(first, centre, last, strict=True)):
+            ends = [
+                e
+                for e in range(low, high + 1)
+                if abs(e - middle) <= radius and (text[e - n : e] == ngrams[row]).all()
+            ]
+            assert got[row] == min(ends, key=lambda e: (abs(e - middle), -e), default=-1)
+            found += bool(ends)
     assert found > 300
+
+
+def test_rows_together_equal_rows_one_by_one():
+    """Three groups, rows of which grow and ask together or one after the other; each with texts of
+    their own."""
+    rng = np.random.default_rng(6)
+    together, alone = SuffixIndex(), [GroupIndex() for _ in range(3)]
+    rows = [(group, sample) for group in range(3) for sample in range(2)]
+    numbers = np.array([together.add_row(group, sample, 400) for group, sample in rows])
+    for number, (group, sample) in zip(numbers.tolist(), rows, strict=True):
+        tokens = rng.integers(4, size=50)
+        together.add_draft(number, tokens)
+        alone[group].add_draft(sample, tokens)
+    lengths = []
+    for _ in range(60):
+        proposed = together.propose(numbers, np.full(6, 8))
+        for at, (group, sample) in enumerate(rows):
+            begin, count = int(proposed.begin[at]), int(proposed.count[at])
+            tokens, length, source = alone[group].propose(sample, 8)
+            assert together.text[begin : begin + count].tolist() == tokens.tolist()
+            assert (proposed.match[at], proposed.source[at]) == (length, source)
+            lengths.append(length)
+        # Of a group one row at a time, as rows of equal recency hide each other.
+        for sample in (0, 1):
+            counts = rng.integers(1, 4, size=3)
+            gained = rng.integers(4, size=int(counts.sum()))
+            together.extend(numbers[sample::2], gained, counts)
+            for group, tokens in enumerate(np.split(gained, np.cumsum(counts)[:-1])):
+                alone[group].extend(sample, tokens)
+    assert {0, 2, 8} <= set(lengths)
 
 
 def test_drafts_pay_after_the_first_mismatch():
@@ -297,14 +330,14 @@ def test_drafts_pay_after_the_first_mismatch():
     assert num_tokens / num_forwards > 7
 
 
-def test_history_gives_the_latest_first_and_drops_the_oldest():
+def test_history_gives_the_oldest_first_and_drops_it_first():
     history = History(max_tokens=10)
     history.add(1, ints(1, 1, 1, 1), 1.0)
     history.add(2, ints(2, 2, 2), 0.5)
     history.add(1, ints(3, 3, 3), 0.0)
     assert [(tokens.tolist(), reward) for tokens, reward in history.get(1)] == [
-        ([3, 3, 3], 0.0),
         ([1, 1, 1, 1], 1.0),
+        ([3, 3, 3], 0.0),
     ]
     history.add(3, ints(4), 0.0)
     assert [tokens.tolist() for tokens, _ in history.get(1)] == [[3, 3, 3]]

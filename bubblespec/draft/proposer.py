@@ -5,7 +5,6 @@ Implements the engine's `Proposer`; sources are in sources.py, windows in planne
 """
 
 import time
-from bisect import bisect_right
 from collections.abc import Sequence
 
 import numpy as np
@@ -105,12 +104,13 @@ class Proposer:
         self.take_in()
         self._num_looked_up += len(rows)
         longest = ALWAYS_WINDOW if self.always else min(int(WINDOWS[-1]), budget)
-        survival, available = np.zeros(len(rows)), np.zeros(len(rows), np.int64)
+        survival, available = [0.0] * len(rows), [0] * len(rows)
         tracked = [self._rows.get(id(row)) for row in rows]
         asked = [i for i, fits in enumerate(room.tolist()) if fits > 0 and tracked[i] is not None]
         length_of, limits = lengths.tolist(), np.minimum(room, longest).tolist()
         for i in asked:
             tracked[i].kind = None
+        estimates: dict[tuple, float] = {}  # by kind
         for source in self.enabled_sources:
             chance = source.chance
             open_rows = [i for i in asked if drafts[i] is None or survival[i] < chance]
@@ -120,15 +120,20 @@ class Proposer:
                 [limits[i] for i in open_rows],
             )
             for i, proposal in zip(open_rows, answers, strict=True):
-                if proposal is not None and len(proposal.tokens):
-                    drafts[i], tracked[i].kind = proposal
-                    available[i] = len(proposal.tokens)
-                    prior = PRIORS.get(proposal.kind[0], PRIOR)
-                    survival[i] = self.survival.estimate(proposal.kind, prior)
+                if proposal is None or not len(proposal.tokens):
+                    continue
+                drafts[i], kind = proposal
+                available[i], tracked[i].kind = len(drafts[i]), kind
+                if kind not in estimates:
+                    prior = PRIORS.get(kind[0], PRIOR)
+                    estimates[kind] = self.survival.estimate(kind, prior)
+                survival[i] = estimates[kind]
         if not self.always:
             kv_tokens = int(lengths.sum()) + sum(len(row.prompt) for row in rows)
             options = {"budget": budget, "overhead_s": self._overhead_s}
-            windows, pays = choose_windows(survival, available, self.cost, kv_tokens, **options)
+            windows, pays = choose_windows(
+                np.array(survival), np.array(available), self.cost, kv_tokens, **options
+            )
             # Where nothing pays, it is looked for again after a while, less and less often.
             self._pause = self._backoff = 0 if pays else min(2 * self._backoff + 1, MAX_BACKOFF)
             drafts = [
@@ -153,11 +158,14 @@ class Proposer:
             return
         started = self.clock.perf_counter()
         self.take_in()
-        for row, gained, drafted, accepted in zip(
-            rows, tokens, num_draft.tolist(), num_accepted.tolist(), strict=True
+        tracked = [self._rows.get(id(row)) for row in rows]
+        self._count_drafts(tracked, num_draft, num_accepted)
+        listening = self._listening()
+        for each, gained, drafted, accepted in zip(
+            tracked, tokens, num_draft.tolist(), num_accepted.tolist(), strict=True
         ):
-            if (tracked := self._rows.get(id(row))) is not None:
-                self._take_in(tracked, gained, 1, drafted, accepted)
+            if each is not None:
+                self._take_in(each, gained, 1, drafted, accepted, listening)
         self._spent_s += self.clock.perf_counter() - started
 
     def take_in(self) -> None:
@@ -167,46 +175,82 @@ class Proposer:
             for row, of_row in zip(rows, tokens, strict=True):
                 gained.setdefault(id(row), []).append(of_row)
         self._unread.clear()
+        listening = self._listening()
         for name, parts in gained.items():
             if (tracked := self._rows.get(name)) is not None:
                 together = parts[0] if len(parts) == 1 else np.concatenate(parts)
-                self._take_in(tracked, together, len(parts), 0, 0)
+                self._take_in(tracked, together, len(parts), 0, 0, listening)
+
+    def _listening(self) -> list[DraftSource]:
+        """Sources that want to know what rows gain."""
+        ignores = DraftSource.observe
+        return [source for source in self.enabled_sources if type(source).observe is not ignores]
 
     def _take_in(
-        self, tracked: TrackedRow, gained: np.ndarray, forwards: int, drafted: int, accepted: int
+        self,
+        tracked: TrackedRow,
+        gained: np.ndarray,
+        forwards: int,
+        drafted: int,
+        accepted: int,
+        listening: list[DraftSource],
     ) -> None:
-        if drafted:
-            self.survival.observe(tracked.kind, drafted, accepted)
+        begin, end = tracked.num_gained, tracked.num_gained + len(gained)
+        tracked.num_gained = end
+        draft = tracked.draft
+        if draft is not None:
+            if not tracked.is_aligned and tracked.is_counted and begin < len(draft.tokens):
+                is_own = drafted and tracked.kind[0] == SOURCE_NAMES[OWN]
+                self.acceptance.after_divergence[0] += len(gained)
+                self.acceptance.after_divergence[1] += accepted if is_own else 0
+            if tracked.is_aligned and accepted < drafted:
+                tracked.is_aligned = False
+            elif tracked.is_aligned:  # what was accepted is the draft's
+                begin += accepted
+                tracked.is_aligned = draft.tokens[begin:end].tolist() == gained[accepted:].tolist()
         if tracked.is_counted:
-            self._count(tracked, len(gained), forwards, drafted, accepted)
-        if tracked.is_aligned:
-            begin, end = tracked.num_gained, tracked.num_gained + len(gained)
-            tracked.is_aligned = np.array_equal(tracked.draft.tokens[begin:end], gained)
-        tracked.num_gained += len(gained)
-        for source in self.enabled_sources:
+            self.acceptance.row_forwards += forwards
+            self.acceptance.gained_tokens += len(gained)
+        for source in listening:
             source.observe(tracked, gained)
 
-    def _count(
-        self, tracked: TrackedRow, gained: int, forwards: int, drafted: int, accepted: int
+    def _count_drafts(
+        self, tracked: list[TrackedRow | None], drafted: np.ndarray, accepted: np.ndarray
     ) -> None:
+        """What came of the drafts of a forward's rows; int64 [R] both."""
+        by_kind: dict[tuple, list[int]] = {}  # drafted, accepted and verified tokens
+        counted: list[int] = []
+        of_counted: dict[tuple, list[int]] = {}
+        for row, (each, draft, right) in enumerate(
+            zip(tracked, drafted.tolist(), accepted.tolist(), strict=True)
+        ):
+            if each is None or not draft:
+                continue
+            sums = by_kind.setdefault(each.kind, [0, 0, 0])
+            if each.is_counted:
+                counted.append(row)
+                sums = of_counted.setdefault(each.kind, [0, 0, 0])
+            sums[0] += draft
+            sums[1] += right
+            sums[2] += min(right + 1, draft)
+        for kind, sums in by_kind.items():
+            of_steps = of_counted.get(kind, (0, 0, 0))
+            self.survival.observe(kind, sums[2] + of_steps[2], sums[1] + of_steps[1])
+        for kind, sums in of_counted.items():
+            self._count_kind(kind, *sums)
+        bins = WINDOWS.searchsorted(accepted[counted], side="right") - 1
+        self.acceptance.accepted_lengths += np.bincount(bins, minlength=len(WINDOWS))
+
+    def _count_kind(self, kind: tuple, drafted: int, accepted: int, verified: int) -> None:
         counts = self.acceptance
-        counts.row_forwards += forwards
-        counts.gained_tokens += gained
-        if drafted:
-            counts.draft_tokens += drafted
-            counts.accepted_tokens += accepted
-            counts.covered_tokens += min(accepted + 1, drafted)
-            counts.accepted_lengths[bisect_right(WINDOWS, accepted) - 1] += 1
-            _add(counts.by_source, tracked.kind[0], drafted, accepted)
-            if tracked.kind[0] == ALIGNED:
-                _add(counts.by_age, tracked.age, drafted, accepted)
-                counts.before_divergence[0] += min(accepted + 1, drafted)
-                counts.before_divergence[1] += accepted
-        has_left_draft = tracked.draft is not None and not tracked.is_aligned
-        if has_left_draft and tracked.num_gained < len(tracked.draft.tokens):
-            is_own = drafted and tracked.kind[0] == SOURCE_NAMES[OWN]
-            counts.after_divergence[0] += gained
-            counts.after_divergence[1] += accepted if is_own else 0
+        counts.draft_tokens += drafted
+        counts.accepted_tokens += accepted
+        counts.covered_tokens += verified
+        _add(counts.by_source, kind[0], drafted, accepted)
+        if kind[0] == ALIGNED:
+            _add(counts.by_age, kind[1], drafted, accepted)
+            counts.before_divergence[0] += verified
+            counts.before_divergence[1] += accepted
 
 
 def _add(table: dict, key, num_draft: int, num_accepted: int) -> None:

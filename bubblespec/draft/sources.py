@@ -13,12 +13,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bubblespec.draft.suffix import SOURCE_NAMES, GroupIndex, History
+from bubblespec.draft.suffix import (
+    HISTORY,
+    HISTORY_OWNER,
+    PROMPT_OWNER,
+    SELF,
+    SOURCE_NAMES,
+    History,
+    SuffixIndex,
+)
 from bubblespec.types import Draft, Row, SampleId
 
 ALIGNED = "aligned"  # the row has followed its draft from the start
 MAX_AGE = 8  # drafts of so many updates or more are judged alike
-MATCH_EDGES = (2, 4, 8, 16)  # matches that reach the same of these lengths are judged alike
+MATCH_EDGES = (2, 4, 8)  # matches that reach the same of these lengths are judged alike
+KINDS = [[(name, n) for n in range(len(MATCH_EDGES) + 1)] for name in SOURCE_NAMES]
 
 
 class Survival:
@@ -43,10 +52,9 @@ class Survival:
         trials, accepted = self._counts.get(kind, (0.0, 0.0))
         return float((accepted + self.PRIOR_WEIGHT * prior) / (trials + self.PRIOR_WEIGHT))
 
-    def observe(self, kind: tuple, num_draft: int, num_accepted: int) -> None:
-        """Of `num_draft` tokens `num_accepted` were accepted; those after the first wrong one say
-        nothing."""
-        trials = min(num_accepted + 1, num_draft)
+    def observe(self, kind: tuple, trials: int, num_accepted: int) -> None:
+        """Of `trials` tokens `num_accepted` were accepted, those after a first wrong one left out:
+        they say nothing."""
         keep = max(0.0, 1.0 - trials / self.MEMORY)
         before = self._counts.get(kind, np.zeros(2))
         self._counts[kind] = keep * before + (trials, num_accepted)
@@ -94,6 +102,10 @@ class TrackedRow:
     """Tokens since it is tracked."""
     kind: tuple | None = None
     """Of the proposal under verification: source, and whatever else its survival depends on."""
+    number: int = 0
+    """Of the sample in `SuffixMatches`, from 0."""
+    group: int = 0
+    """Number of its group there."""
 
 
 class Proposal(NamedTuple):
@@ -153,32 +165,41 @@ class OwnDrafts(DraftSource):
 
 class SuffixMatches(DraftSource):
     """What followed the row's last tokens elsewhere: in its draft, its group, its prompt, or
-    responses of earlier epochs."""
+    responses of earlier epochs. A group's texts are indexed when one of its rows first asks."""
 
     def __init__(self, history: History):
         self.history = history
-        self._members: dict[tuple[int, int], list[TrackedRow]] = {}  # by (uid, visit)
-        # Built when one of their rows first needs them.
-        self._groups: dict[tuple[int, int], GroupIndex] = {}
-        # (sample, tokens) that a group lacks.
-        self._not_indexed: dict[tuple[int, int], list[tuple[int, np.ndarray]]] = {}
-        self._num_known: dict[SampleId, int] = {}  # tokens of each sample so far
+        self.begin()
 
     def begin(self) -> None:
         """Forget rows and groups; the history stays."""
-        self._members.clear()
-        self._groups.clear()
-        self._not_indexed.clear()
-        self._num_known.clear()
+        self.index = SuffixIndex()
+        self._group_of: dict[tuple[int, int], int] = {}  # by (uid, visit)
+        self._members: list[list[TrackedRow]] = []  # by group, as are the next
+        self._is_indexed: list[bool] = []
+        self._gained: list[list[tuple[int, np.ndarray]]] = []  # tokens that the index lacks
+        self._lacking: set[int] = set()  # indexed groups of which the index lacks tokens
+        self._number_of: dict[SampleId, int] = {}
+        self._row_of: list[int] = []  # in the index, by number of the sample; -1 for none yet
+        self._num_known: list[int] = []  # tokens so far, by number of the sample
 
     def track(self, tracked: TrackedRow) -> None:
         """Its draft and tokens are matched against from now on. It may have been tracked before,
         with fewer tokens."""
-        uid, visit, sample = tracked.row.id
-        self._members.setdefault((uid, visit), []).append(tracked)
-        if tracked.draft is not None and (uid, visit) in self._groups:
-            self._groups[uid, visit].add_draft(sample, tracked.draft.tokens)
-        known = self._num_known.get(tracked.row.id, 0)
+        name = tracked.row.id
+        tracked.group = self._group_of.setdefault(name[:2], len(self._members))
+        tracked.number = self._number_of.setdefault(name, len(self._row_of))
+        if tracked.group == len(self._members):
+            self._members.append([])
+            self._gained.append([])
+            self._is_indexed.append(False)
+        if tracked.number == len(self._row_of):
+            self._row_of.append(-1)
+            self._num_known.append(0)
+        self._members[tracked.group].append(tracked)
+        if self._is_indexed[tracked.group]:
+            self._add(tracked)
+        known = self._num_known[tracked.number]
         if len(tracked.row.tokens) > known:
             self.observe(tracked, tracked.row.tokens[known:])
 
@@ -186,31 +207,62 @@ class SuffixMatches(DraftSource):
         self, rows: list[TrackedRow], lengths: list[int], limits: list[int]
     ) -> list[Proposal | None]:
         """What follows the longest match."""
-        proposals: list[Proposal | None] = []
-        for tracked, limit in zip(rows, limits, strict=True):
-            tokens, match, source = self._group(tracked.row).propose(tracked.row.id.sample, limit)
-            kind = (SOURCE_NAMES[source], sum(match >= edge for edge in MATCH_EDGES))
-            proposals.append(Proposal(tokens, kind) if len(tokens) else None)
-        return proposals
+        if not rows:
+            return []
+        for group in {tracked.group for tracked in rows}:
+            if not self._is_indexed[group]:
+                self._index_group(group)
+        self._take_in()
+        numbers = np.array([self._row_of[tracked.number] for tracked in rows], np.int64)
+        found, text = self.index.propose(numbers, np.array(limits, np.int64)), self.index.text
+        reached = (found.match[:, None] >= MATCH_EDGES).sum(axis=1)
+        columns = (found.begin, found.begin + found.count, found.source, reached)
+        return [
+            Proposal(text[begin:end], KINDS[source][edges]) if begin < end else None
+            for begin, end, source, edges in zip(*(c.tolist() for c in columns), strict=True)
+        ]
 
     def observe(self, tracked: TrackedRow, tokens: np.ndarray) -> None:
-        """Taken into the index when the group is next asked."""
-        uid, visit, sample = tracked.row.id
-        self._not_indexed.setdefault((uid, visit), []).append((sample, tokens))
-        self._num_known[tracked.row.id] = self._num_known.get(tracked.row.id, 0) + len(tokens)
+        """Taken into the index when rows next ask."""
+        self._gained[tracked.group].append((tracked.number, tokens))
+        self._num_known[tracked.number] += len(tokens)
+        if self._is_indexed[tracked.group]:
+            self._lacking.add(tracked.group)
 
-    def _group(self, row: Row) -> GroupIndex:
-        """The row's group index with all tokens of all its rows in it."""
-        key = row.id[:2]
-        group = self._groups.get(key)
-        if group is None:
-            group = self._groups[key] = GroupIndex(self.history.get(row.id.uid), prompt=row.prompt)
-            for tracked in self._members[key]:
-                if tracked.draft is not None:
-                    group.add_draft(tracked.row.id.sample, tracked.draft.tokens)
-        gained: dict[int, list[np.ndarray]] = {}  # by sample, so that each grows but once
-        for sample, tokens in self._not_indexed.pop(key, ()):
-            gained.setdefault(sample, []).append(tokens)
-        for sample, parts in gained.items():
-            group.extend(sample, np.concatenate(parts) if len(parts) > 1 else parts[0])
-        return group
+    def _index_group(self, group: int) -> None:
+        members = self._members[group]
+        uid, prompt = members[0].row.id.uid, members[0].row.prompt
+        # Preferred by reward, then recency: the most trusted are the last to come in.
+        earlier = sorted(self.history.get(uid), key=lambda pair: pair[1])
+        texts = [*(tokens for tokens, _ in earlier), np.array(prompt, np.int32)]
+        kinds = [HISTORY] * len(earlier) + [SELF]
+        owners = [HISTORY_OWNER] * len(earlier) + [PROMPT_OWNER]
+        self.index.add_texts(texts, group, owners, kinds)
+        self._is_indexed[group] = True
+        self._lacking.add(group)
+        for tracked in members:
+            self._add(tracked)
+
+    def _add(self, tracked: TrackedRow) -> None:
+        """A member of an indexed group."""
+        row, draft = tracked.row, tracked.draft
+        if self._row_of[tracked.number] < 0:
+            self._row_of[tracked.number] = self.index.add_row(
+                tracked.group, row.id.sample, row.max_new_tokens
+            )
+        if draft is not None:
+            self.index.add_draft(self._row_of[tracked.number], draft.tokens)
+
+    def _take_in(self) -> None:
+        """What rows of indexed groups have gained."""
+        gained: dict[int, list[np.ndarray]] = {}  # by number, so that each grows but once
+        for group in self._lacking:
+            for number, tokens in self._gained[group]:
+                gained.setdefault(number, []).append(tokens)
+            self._gained[group].clear()
+        self._lacking.clear()
+        if gained:
+            rows = np.array([self._row_of[number] for number in gained], np.int64)
+            counts = np.array([sum(map(len, parts)) for parts in gained.values()], np.int64)
+            tokens = np.concatenate([part for parts in gained.values() for part in parts])
+            self.index.extend(rows, tokens, counts)

@@ -10,25 +10,25 @@ other samples of its group (their drafts, and their tokens so far), its own earl
 prompt, and responses of earlier epochs. The longest match wins and trust breaks ties; a match in
 the own draft near its expected place counts for more, see `OWN_BONUS`.
 
-Texts are little-endian int32 tokens in `bytes`, because three operations at C speed then do all the
-work: a slice is an n-gram that can be a dict key, `find` is a search, and the XOR of two slices as
-integers gives the length of their common suffix. Such a length is exact; hashes are never compared
-in place of tokens. Every text begins with padding that stands for the prompt. All texts of a group
-follow the same prompt, so two responses that agree from their first token on match in full length,
-at position 0 as well.
+All texts of a rollout lie in one array, each behind padding that stands for the prompt. All texts
+of a group follow the same prompt, so two responses that agree from their first token on match in
+full length, at their beginning as well. Every operation is one over all rows that need it.
 
 Cost: a proposal looks up a fixed number of n-grams, however long the texts are, and none where the
 last proposal was accepted and its match has full length.
 
-All positions, lengths and distances are in tokens. An "end" is the position in a padded text where
-a match ends and its continuation begins.
+An "end" is the position in the array where a match ends and its continuation begins.
+
+Shape legend: R rows, P ends.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from bubblespec.engine.ragged import ragged
 from bubblespec.records import SOURCES
 
 # Source of a proposal: own draft, other sample, prompt or own tokens, earlier epoch.
@@ -38,16 +38,11 @@ SOURCE_NAMES = SOURCES[1:]
 PAD = -1  # never a token
 PROMPT_PAD = -2  # in front of the prompt, whose beginning is not the place where responses begin
 PROMPT_OWNER, HISTORY_OWNER = -1, -2  # never a sample
-TOKEN_BYTES = 4
 MIN_MATCH = 2  # tokens; shortest match outside the own draft
 MAX_MATCH = 8  # longer matches count as equal
-# Sizes of the indexed n-grams, largest first: of all places that share the row's last n tokens, for
+# Sizes of the indexed n-grams, largest first: of all ends that share the row's last n tokens, for
 # the largest such n, the most recent is taken. These yield as much as all sizes from 8 down to 2.
 ORDERS = (6, MIN_MATCH)
-SIZES = tuple(TOKEN_BYTES * n for n in ORDERS)
-WINDOW = TOKEN_BYTES * MAX_MATCH
-END_BITS = 32  # an indexed place is text id << END_BITS | end
-END_MASK = (1 << END_BITS) - 1
 # A match near its expected place in the own draft is more likely right than its length says: it
 # counts this many tokens longer, and one less for every consecutive proposal of which nothing was
 # accepted, so that a diverged draft loses its bonus. Measured on outdated drafts of two policies:
@@ -59,200 +54,321 @@ OWN_BONUS = 6
 # finds repetitions of the same words and measured worse; matches further away are found like those
 # in siblings, without the bonus.
 OWN_RADIUS = ((2, 4), (1, 1))
-# Live tokens are indexed this far behind their end: the most recent place of an n-gram hides older
+# Live tokens are indexed this far behind their end: the most recent end of an n-gram hides older
 # ones, which is a loss as long as hardly any tokens follow it.
 LIVE_LAG = 8
+BACK = np.arange(-MAX_MATCH, 0)
+MIX = np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio, as in Knuth's hashing
 NOTHING = np.empty(0, np.int32)
-PADDING = np.full(MAX_MATCH, PAD, np.int32).tobytes()
 
 
-def find_nearest(text: bytes, ngram: bytes, centre: int, radius: int) -> int:
-    """End of the occurrence of `ngram` nearest to `centre`: at most `radius` away, not in the
-    padding, and with a token after it. Of two equally near ones the later; -1 if there is none."""
-    last = len(text) // TOKEN_BYTES - 1
-    for distance in range(radius + 1):
-        for end in (centre + distance, centre - distance):
-            stop = TOKEN_BYTES * end
-            if MAX_MATCH <= end <= last and text[stop - len(ngram) : stop] == ngram:
-                return end
-    return -1
+class Proposed(NamedTuple):
+    """What may follow R rows."""
+
+    begin: np.ndarray
+    """int64 [R], where the tokens lie in `SuffixIndex.text`."""
+    count: np.ndarray
+    """int64 [R], how many."""
+    match: np.ndarray
+    """int64 [R], last tokens, up to MAX_MATCH, in which row and source agree. Below MIN_MATCH for
+    OWN alone; 0 means that the draft continues at its expected place, as it does after one replaced
+    token."""
+    source: np.ndarray
+    """int64 [R], OWN to HISTORY."""
 
 
-class _Row:
-    """A live row: its tokens so far, its draft, and where its last proposal was taken from."""
+class NgramTable:
+    """The two most recent ends of each n-gram of a group, of different owners: at most one is in
+    the asking row's own text. A hash table with linear probing."""
 
-    def __init__(self, live_id: int):
-        self.text = bytearray(PADDING)
-        self.live_id = live_id
-        # the end of `text`: all that is not indexed yet, and MAX_MATCH tokens before it
-        self.recent = PADDING
-        self.indexed = MAX_MATCH  # the next end to index
-        self.draft = b""
-        self.bonus = OWN_BONUS  # tokens that a match in the draft counts longer than it is
-        self.shift = 0  # expected end in the draft, minus the end of `text`
-        self.cursor: bytes | bytearray = b""  # text of the last proposal
-        self.at = 0  # its end there, minus the end of `text`: both move on together
-        self.source = OWN
-        self.end = 0  # end of `text` at that time
+    def __init__(self):
+        self._resize(1 << 12)
+
+    def _resize(self, capacity: int) -> None:
+        self.keys = np.zeros(capacity, np.uint64)  # of n-grams, 0 where there is none
+        self.latest, self.second = np.zeros((2, capacity), np.int64)  # ends, 0 for none
+        self.num_added = 0
+
+    def find(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The most recent ends of n-grams, int64 [keys] each; 0 for none."""
+        slots = self._slots(keys, adds=False)
+        is_known = slots >= 0
+        return np.where(is_known, self.latest[slots], 0), np.where(is_known, self.second[slots], 0)
+
+    def add(self, keys: np.ndarray, ends: np.ndarray, owner_of: Callable) -> None:
+        """Ends of n-grams, the most recent last. owner_of: gives the owners of ends."""
+        if 2 * (self.num_added + len(keys)) > len(self.keys):
+            self._grow(len(keys))
+        self.num_added += len(keys)
+        slots = self._slots(keys, adds=True)
+        before = self.latest[slots]
+        self.latest[slots] = ends  # of equal slots the last end stays
+        owner = owner_of(self.latest[slots])
+        is_others = (before > 0) & (owner_of(before) != owner)
+        self.second[slots[is_others]] = before[is_others]
+        is_others = owner_of(ends) != owner
+        self.second[slots[is_others]] = ends[is_others]
+
+    def _grow(self, num_more: int) -> None:
+        used = self.keys.nonzero()[0]
+        kept = (self.keys[used], self.latest[used], self.second[used])
+        self._resize(1 << int(4 * (len(used) + num_more)).bit_length())
+        slots = self._slots(kept[0], adds=True)
+        self.latest[slots], self.second[slots] = kept[1:]
+        self.num_added = len(used)
+
+    def _slots(self, keys: np.ndarray, adds: bool) -> np.ndarray:
+        """Where the keys are, int64 [keys]; -1 where they are not."""
+        mask = len(self.keys) - 1
+        slots = (keys >> np.uint64(20)).astype(np.int64) & mask
+        left = None  # indices of keys that are not settled
+        while True:
+            wanted, at = (keys, slots) if left is None else (keys[left], slots[left])
+            here = self.keys[at]
+            if adds and not here.all():
+                is_free = here == 0
+                self.keys[at[is_free]] = wanted[is_free]
+                here = self.keys[at]
+            is_other = here != wanted
+            if not is_other.any():
+                return slots
+            is_missing = is_other & (here == 0)
+            others = (is_other & ~is_missing).nonzero()[0]
+            missing = is_missing.nonzero()[0]
+            if left is not None:
+                others, missing = left[others], left[missing]
+            slots[missing] = -1
+            slots[others] = (slots[others] + 1) & mask
+            if not len(others):
+                return slots
+            left = others
 
 
-class GroupIndex:
-    """All that can propose tokens for the samples of one prompt in one visit."""
+class SuffixIndex:
+    """All that can propose tokens for the rows of a rollout. Texts, rows and groups have numbers;
+    rows match within their group alone."""
 
-    def __init__(
-        self, history: Iterable[tuple[np.ndarray, float]] = (), *, prompt: Sequence[int] = ()
-    ):
-        """history: (int tokens [L], reward) of earlier responses, most recent first; preferred by
-        reward, then recency. prompt: tokens; matches in it count as SELF."""
-        self.rows: dict[int, _Row] = {}
-        # By text id: the text, the sample it belongs to, and which source it is for that sample.
-        self.texts: list[bytes | bytearray] = []
-        self.owners: list[int] = []
-        self.kinds: list[int] = []
-        # The two most recent places of an n-gram in the group, of different samples: at most one is
-        # in the asking row's own text.
-        self.latest: dict[bytes, int] = {}
-        self.second: dict[bytes, int] = {}
-        # Most trusted last, since what is indexed later replaces what was there.
-        oldest_first = list(history)[::-1]
-        for tokens, _ in sorted(oldest_first, key=lambda pair: pair[1]):
-            self._add_text(_pad(tokens), HISTORY_OWNER, HISTORY)
-        if prompt:
-            text = np.array((PROMPT_PAD,) * MAX_MATCH + tuple(prompt), np.int32).tobytes()
-            self._add_text(text, PROMPT_OWNER, SELF)
+    def __init__(self):
+        self.text, self.text_at = np.zeros((2, 1 << 12), np.int32)  # tokens; number of their text
+        self.num_positions = 0
+        self.num_texts = self.num_rows = 0
+        # By text: where it begins, with its padding, and ends; sample or owner; source; group.
+        self.begin, self.end, self.owner, self.kind, self.group = np.zeros((5, 16), np.int64)
+        # By row: its own text; its draft, or -1; the next end to index.
+        self.live, self.draft, self.indexed = np.zeros((3, 16), np.int64)
+        # What a match in the draft counts longer than it is; the expected end there minus that of
+        # the row's text. Of its last proposal: the text, or -1; its end there minus that of the
+        # row's text, which move on together; the source; and the end of the row's text then.
+        self.bonus, self.shift, self.cursor, self.offset, self.source, self.asked_at = np.zeros(
+            (6, 16), np.int64
+        )
+        self.table = NgramTable()
 
-    def add_draft(self, sample: int, tokens: np.ndarray) -> None:
-        """Give `sample` a draft, int [L], aligned with its response, in place of any it had. Its
-        siblings match into it too."""
-        row = self._row(sample)
-        row.draft, row.shift = _pad(tokens), 0
-        row.cursor, row.at, row.source, row.bonus = row.draft, 0, OWN, OWN_BONUS
-        self._add_text(row.draft, sample, OWN)
+    def add_texts(
+        self, texts: Sequence[np.ndarray], group: int, owners: Sequence[int], kinds: Sequence[int]
+    ) -> list[int]:
+        """Texts that do not grow, int [L] each, the most trusted last; returns their numbers."""
+        numbers = []
+        for tokens, owner, kind in zip(texts, owners, kinds, strict=True):
+            pad = PROMPT_PAD if owner == PROMPT_OWNER else PAD
+            numbers.append(self._add_text(tokens, group, owner, kind, len(tokens), pad))
+        begin, end = self.begin[numbers], self.end[numbers]
+        self._index(begin + MAX_MATCH, end - begin - MAX_MATCH)
+        return numbers
 
-    def extend(self, sample: int, tokens: np.ndarray) -> None:
-        """Append newly accepted tokens, int [A], to a live row."""
-        row = self._row(sample)
-        data = tokens.astype(np.int32).tobytes()
-        row.text += data
-        recent = row.recent + data
-        end = len(row.text) // TOKEN_BYTES
-        stop = max(end - LIVE_LAG + 1, row.indexed)
-        self._index(recent, row.live_id, row.indexed, stop, offset=end - len(recent) // TOKEN_BYTES)
-        row.indexed = stop
-        row.recent = recent[-(WINDOW + TOKEN_BYTES * (end - stop)) :]
-
-    def propose(self, sample: int, max_tokens: int) -> tuple[np.ndarray, int, int]:
-        """Tokens that may follow a row, int32 [0..max_tokens], the match length behind them, and
-        their source.
-
-        The match length is the number of last tokens, up to MAX_MATCH, in which row and source
-        agree. It is below MIN_MATCH for OWN only; 0 means that the draft continues at its expected
-        place, as it does after one replaced token.
-        """
-        row = self._row(sample)
-        context = row.recent[-WINDOW:]
-        wanted = int.from_bytes(context, "little")
-        end = len(row.text) // TOKEN_BYTES
-        # The continued match is the first candidate and so wins ties. If it has full length,
-        # nothing can beat it and nothing is searched.
-        best, score, text, at, source = -1, -1, row.cursor, row.at + end, row.source
-        if TOKEN_BYTES * at < len(text):
-            common = _common(text, at, wanted)
-            if source == OWN and end > row.end:  # what was accepted is followed by one more token
-                row.bonus = OWN_BONUS if common or end > row.end + 1 else max(row.bonus - 1, 0)
-            if common >= MIN_MATCH:
-                best, score = common, common + row.bonus if source == OWN else common
-        # A continued match of two tokens in the own draft is what the search would find, at
-        # distance 0.
-        if score < MAX_MATCH and row.draft and (best < OWN_RADIUS[0][0] or source != OWN):
-            place = self._search_own(row.draft, context, end + row.shift)
-            if place >= 0:
-                common = _common(row.draft, place, wanted)
-                if common + row.bonus > score:
-                    best, score = common, common + row.bonus
-                    text, at, source = row.draft, place, OWN
-        if score < MAX_MATCH:
-            for place in self._search_group(context):
-                text_id = place >> END_BITS
-                other = self.texts[text_id]
-                common = _common(other, place & END_MASK, wanted)
-                if common > score:
-                    best, score, text, at = common, common, other, place & END_MASK
-                    is_sibling = 0 <= self.owners[text_id] != sample
-                    source = SIBLING if is_sibling else self.kinds[text_id]
-        if best < 0:
-            return NOTHING, 0, OWN
-        row.cursor, row.at, row.source, row.end = text, at - end, source, end
-        if source == OWN and text is row.draft:
-            row.shift = at - end
-        # A copy: a view would prevent a live text from growing.
-        data = bytes(text[TOKEN_BYTES * at : TOKEN_BYTES * (at + max_tokens)])
-        return np.frombuffer(data, np.int32), best, source
-
-    def _search_own(self, draft: bytes, context: bytes, expected: int) -> int:
-        """End in the own draft, near the expected one, that continues `context`; else the expected
-        one; -1 past the draft."""
-        reach = OWN_RADIUS[0][1]
-        begin, stop = max(expected - reach - 1, 0), expected + reach
-        # Mostly it is not there, and this is far cheaper than the search.
-        if context[-TOKEN_BYTES:] in draft[TOKEN_BYTES * begin : TOKEN_BYTES * stop]:
-            for n, radius in OWN_RADIUS:
-                at = find_nearest(draft, context[-TOKEN_BYTES * n :], expected, radius)
-                if at >= 0:
-                    return at
-        return expected if expected < len(draft) // TOKEN_BYTES else -1
-
-    def _search_group(self, context: bytes) -> tuple[int, ...]:
-        for size in SIZES:
-            ngram = context[-size:]
-            place = self.latest.get(ngram)
-            if place is not None:
-                other = self.second.get(ngram)
-                return (place,) if other is None else (place, other)
-        return ()
-
-    def _index(self, text: bytes, text_id: int, begin: int, stop: int, *, offset: int = 0) -> None:
-        """Index the n-grams that end at begin .. stop - 1. offset: position of the first token of
-        `text` in the whole text."""
-        latest, second, owners = self.latest, self.second, self.owners
-        owner = owners[text_id]
-        for end in range(begin, stop):
-            here = TOKEN_BYTES * (end - offset)
-            for size in SIZES:
-                ngram = text[here - size : here]
-                previous = latest.get(ngram)
-                if previous is not None and owners[previous >> END_BITS] != owner:
-                    second[ngram] = previous
-                latest[ngram] = text_id << END_BITS | end
-
-    def _row(self, sample: int) -> _Row:
-        row = self.rows.get(sample)
-        if row is None:
-            row = self.rows[sample] = _Row(len(self.texts))
-            self._register(row.text, sample, SELF)
+    def add_row(self, group: int, sample: int, max_tokens: int) -> int:
+        """A row that may get up to `max_tokens`; returns its number."""
+        row = self.num_rows
+        self.num_rows += 1
+        if row == len(self.live):
+            for name in ("live", "draft", "indexed", "bonus", "shift", "cursor", "offset"):
+                setattr(self, name, _doubled(getattr(self, name)))
+            self.source, self.asked_at = _doubled(self.source), _doubled(self.asked_at)
+        self.live[row] = self._add_text(NOTHING, group, sample, SELF, max_tokens, PAD)
+        self.indexed[row] = self.asked_at[row] = self.end[self.live[row]]
+        self.draft[row] = self.cursor[row] = -1
         return row
 
-    def _add_text(self, text: bytes, owner: int, kind: int) -> None:
-        """A text that does not grow."""
-        text_id = self._register(text, owner, kind)
-        self._index(text, text_id, MAX_MATCH, len(text) // TOKEN_BYTES)
+    def add_draft(self, row: int, tokens: np.ndarray) -> None:
+        """Give a row a draft, int [L], aligned with its response, in place of any it had. Its
+        siblings match into it too."""
+        live = self.live[row]
+        self.draft[row] = self.cursor[row] = draft = self.add_texts(
+            [tokens], int(self.group[live]), [int(self.owner[live])], [OWN]
+        )[0]
+        self.shift[row] = self.offset[row] = self.begin[draft] - self.begin[live]
+        self.source[row], self.bonus[row] = OWN, OWN_BONUS
 
-    def _register(self, text: bytes | bytearray, owner: int, kind: int) -> int:
-        self.texts.append(text)
-        self.owners.append(owner)
-        self.kinds.append(kind)
-        return len(self.texts) - 1
+    def extend(self, rows: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
+        """Append newly accepted tokens, int [sum of counts], to different rows, int64 [R]."""
+        live = self.live[rows]
+        which, offset = ragged(counts)
+        self.text[self.end[live][which] + offset] = tokens
+        self.end[live] += counts
+        begin = self.indexed[rows]
+        stop = np.maximum(self.end[live] - LIVE_LAG + 1, begin)
+        self.indexed[rows] = stop
+        self._index(begin, stop - begin)
+
+    def propose(self, rows: np.ndarray, limits: np.ndarray) -> Proposed:
+        """What may follow rows, at most `limits` tokens; int64 [R] both."""
+        live, cursor, source = self.live[rows], self.cursor[rows], self.source[rows]
+        end, draft = self.end[live], self.draft[rows]
+        context = self.text[end[:, None] + BACK]
+        # The continued match is the first candidate and so wins ties. If it has full length,
+        # nothing can beat it and nothing is searched.
+        at = end + self.offset[rows]
+        is_open = (cursor >= 0) & (at < self.end[cursor])
+        common = np.where(is_open, self._common(np.where(is_open, at, end), context), -1)
+        bonus = self._bonus_now(rows, is_open & (source == OWN), common, end)
+        is_match = common >= MIN_MATCH
+        best = np.where(is_match, common, -1)
+        score = np.where(is_match, common + bonus * (source == OWN), -1)
+        # A continued match of two tokens in the own draft is what the search would find, at
+        # distance 0.
+        needs = (score < MAX_MATCH) & (draft >= 0)
+        needs &= (best < OWN_RADIUS[0][0]) | (source != OWN)
+        if len(few := needs.nonzero()[0]):
+            place = self._search_own(draft[few], context[few], end[few] + self.shift[rows[few]])
+            length = self._common(np.maximum(place, MAX_MATCH), context[few])
+            is_better = (place >= 0) & (length + bonus[few] > score[few])
+            few, place, length = few[is_better], place[is_better], length[is_better]
+            best[few], score[few], at[few] = length, length + bonus[few], place
+            cursor[few], source[few] = draft[few], OWN
+        if len(few := (score < MAX_MATCH).nonzero()[0]):
+            for place in self._search_group(self.group[live[few]], context[few]):
+                text = self.text_at[place].astype(np.int64)
+                length = self._common(np.maximum(place, MAX_MATCH), context[few])
+                is_better = (place > 0) & (length > score[few])
+                better, text = few[is_better], text[is_better]
+                best[better] = score[better] = length[is_better]
+                at[better], cursor[better] = place[is_better], text
+                owner = self.owner[text]
+                is_sibling = (owner >= 0) & (owner != self.owner[live[better]])
+                source[better] = np.where(is_sibling, SIBLING, self.kind[text])
+        is_found = best >= 0
+        found, kept = rows[is_found], (of[is_found] for of in (cursor, at - end, source, end))
+        self.cursor[found], self.offset[found], self.source[found], self.asked_at[found] = kept
+        is_own = is_found & (source == OWN) & (cursor == draft)
+        self.shift[rows[is_own]] = (at - end)[is_own]
+        count = np.where(is_found, np.minimum(limits, self.end[cursor] - at), 0)
+        return Proposed(at, count, np.where(is_found, best, 0), np.where(is_found, source, OWN))
+
+    def _bonus_now(
+        self, rows: np.ndarray, is_own: np.ndarray, common: np.ndarray, end: np.ndarray
+    ) -> np.ndarray:
+        """Of each row, int64 [R], after what came of its last proposal: what was accepted is
+        followed by one more token."""
+        bonus, gained = self.bonus[rows], end - self.asked_at[rows]
+        less = np.where((common > 0) | (gained > 1), OWN_BONUS, np.maximum(bonus - 1, 0))
+        bonus = np.where(is_own & (gained > 0), less, bonus)
+        self.bonus[rows] = bonus
+        return bonus
+
+    def _search_own(
+        self, draft: np.ndarray, context: np.ndarray, expected: np.ndarray
+    ) -> np.ndarray:
+        """End in the own draft, near the expected one, that continues `context`; else the expected
+        one; -1 past the draft. int64 [R]."""
+        first, last = self.begin[draft] + MAX_MATCH, self.end[draft] - 1
+        place = np.where(expected <= last, expected, -1)
+        for n, radius in OWN_RADIUS[::-1]:
+            near = find_nearest(self.text, context[:, -n:], expected, radius, first, last)
+            place = np.where(near >= 0, near, place)
+        return place
+
+    def _search_group(
+        self, group: np.ndarray, context: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The two most recent ends in a row's group of its last n tokens, for the largest n with
+        any; int64 [R] each, 0 for none."""
+        keys = [_hash(group, context[:, -n:]) for n in ORDERS]
+        latest, second = self.table.find(np.concatenate(keys))
+        size = len(group)
+        chosen = np.arange(size)
+        for number in range(1, len(ORDERS)):
+            chosen = np.where(latest[chosen] > 0, chosen, np.arange(size) + number * size)
+        return latest[chosen], second[chosen]
+
+    def _common(self, ends: np.ndarray, context: np.ndarray) -> np.ndarray:
+        """Length of the common suffix of the texts before `ends` and a row's last MAX_MATCH tokens,
+        int64 [R]. context: [R, MAX_MATCH]."""
+        differs = (self.text[ends[:, None] + BACK] != context)[:, ::-1]
+        return np.where(differs.any(axis=1), differs.argmax(axis=1), MAX_MATCH)
+
+    def _index(self, begin: np.ndarray, count: np.ndarray) -> None:
+        """Index `count` ends from each `begin` on, int64 [R] both."""
+        which, offset = ragged(np.maximum(count, 0))
+        if not len(which):
+            return
+        ends = begin[which] + offset
+        group = self.group[self.text_at[ends]]
+        keys = [_hash(group, self.text[ends[:, None] + BACK[-n:]]) for n in ORDERS]
+        self.table.add(np.concatenate(keys), np.tile(ends, len(ORDERS)), self._owner_of)
+
+    def _owner_of(self, ends: np.ndarray) -> np.ndarray:
+        return self.owner[self.text_at[ends]]
+
+    def _add_text(
+        self, tokens: np.ndarray, group: int, owner: int, kind: int, capacity: int, pad: int
+    ) -> int:
+        """A text with room for `capacity` tokens; returns its number."""
+        number, begin = self.num_texts, self.num_positions
+        end = begin + MAX_MATCH + len(tokens)
+        self.num_texts += 1
+        # A position behind the text belongs to it too: that of its last end.
+        self.num_positions = begin + MAX_MATCH + max(capacity, len(tokens)) + 1
+        if number == len(self.begin):
+            for name in ("begin", "end", "owner", "kind", "group"):
+                setattr(self, name, _doubled(getattr(self, name)))
+        while self.num_positions > len(self.text):
+            self.text, self.text_at = _doubled(self.text), _doubled(self.text_at)
+        self.text[begin : begin + MAX_MATCH] = pad
+        self.text[begin + MAX_MATCH : end] = tokens
+        self.text_at[begin : self.num_positions] = number
+        self.begin[number], self.end[number] = begin, end
+        self.owner[number], self.kind[number], self.group[number] = owner, kind, group
+        return number
 
 
-def _pad(tokens: np.ndarray) -> bytes:
-    return PADDING + tokens.astype(np.int32).tobytes()
+def find_nearest(
+    text: np.ndarray,
+    ngrams: np.ndarray,
+    centre: np.ndarray,
+    radius: int,
+    first: np.ndarray,
+    last: np.ndarray,
+) -> np.ndarray:
+    """End of the occurrence of each n-gram that is nearest to `centre`: at most `radius` away, and
+    from `first` to `last`. Of two equally near ones the later; -1 if there is none; int64 [R].
+
+    text: int32 [positions]; ngrams: int32 [R, n]; centre, first, last: int64 [R].
+    """
+    distance = np.arange(1, radius + 1)
+    nearest_first = np.concatenate(([0], np.stack((distance, -distance), axis=1).ravel()))
+    ends = centre[:, None] + nearest_first
+    is_inside = (ends >= first[:, None]) & (ends <= last[:, None])
+    ends = np.where(is_inside, ends, first[:, None])
+    is_there = is_inside
+    for back in range(1, ngrams.shape[1] + 1):
+        is_there = is_there & (text[ends - back] == ngrams[:, -back, None])
+    row, which = np.arange(len(ends)), is_there.argmax(axis=1)
+    return np.where(is_there[row, which], ends[row, which], -1)
 
 
-def _common(text: bytes | bytearray, end: int, wanted: int) -> int:
-    """Length of the common suffix of text[:end] and the row's last MAX_MATCH tokens, given as the
-    integer `wanted`."""
-    there = int.from_bytes(text[TOKEN_BYTES * end - WINDOW : TOKEN_BYTES * end], "little")
-    return MAX_MATCH - ((there ^ wanted).bit_length() + 31 >> 5)
+def _hash(group: np.ndarray, ngrams: np.ndarray) -> np.ndarray:
+    """Of n-grams of a group, uint64 [P], never 0. group: int64 [P]; ngrams: int32 [P, n]. Two that
+    are equal by chance cost a proposal, never a token."""
+    hashed = (group.astype(np.uint64) + np.uint64(ngrams.shape[1] << 48)) * MIX
+    for token in ngrams.T.astype(np.uint64):
+        hashed ^= token
+        hashed *= MIX
+        hashed ^= hashed >> np.uint64(29)
+    return hashed | np.uint64(1)
+
+
+def _doubled(array: np.ndarray) -> np.ndarray:
+    return np.concatenate((array, np.zeros_like(array)))
 
 
 class History:
@@ -280,8 +396,8 @@ class History:
                 del self.entries[oldest]
 
     def get(self, uid: int) -> list[tuple[np.ndarray, float]]:
-        """(int32 tokens [L], reward) of a prompt, most recent first, as `GroupIndex` takes them."""
-        return list(self.entries.get(uid, ()))[::-1]
+        """(int32 tokens [L], reward) of a prompt, oldest first."""
+        return list(self.entries.get(uid, ()))
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """N responses of T tokens in all, oldest first: uid, length int64 [N], reward float64 [N],

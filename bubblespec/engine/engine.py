@@ -290,15 +290,16 @@ class Engine:
         generated = self.length[slots] - self.prompt_length[slots]
         room = self.limit[slots] - generated - 1  # the token after the draft needs a position too
         drafts = proposer.propose([self.rows[s] for s in slots.tolist()], generated, room, budget)
-        lengths = np.zeros(len(slots), np.int64)
-        for i, draft in enumerate(drafts):
-            if draft is None:
-                continue
-            fitting = min(len(draft), int(room[i]), budget)
-            begin = self.length[slots[i]]
-            self.tokens[slots[i], begin : begin + fitting] = draft[:fitting]
-            lengths[i] = fitting
-            budget -= fitting
+        given = np.array([0 if draft is None else len(draft) for draft in drafts], np.int64)
+        lengths = np.minimum(given, room)
+        before = lengths.cumsum() - lengths
+        lengths = np.minimum(lengths, np.maximum(budget - before, 0))
+        if lengths.any():
+            row, offset = ragged(lengths)
+            tokens = np.concatenate([draft for draft in drafts if draft is not None])
+            first = given.cumsum() - given
+            where = (slots[row], self.length[slots][row] + offset)
+            self.tokens[where] = tokens[first[row] + offset]
         return lengths
 
     def _share_prefills(self) -> None:

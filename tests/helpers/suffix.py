@@ -1,0 +1,50 @@
+"""The suffix index of one group, asked row by row."""
+
+import numpy as np
+
+from bubblespec.draft.suffix import (
+    HISTORY,
+    HISTORY_OWNER,
+    PROMPT_OWNER,
+    SELF,
+    SuffixIndex,
+)
+
+CAPACITY = 1000  # tokens of a row
+
+
+class GroupIndex:
+    """history: (tokens, reward) of earlier responses, the latest first."""
+
+    def __init__(self, history=(), *, prompt=()):
+        self.index, self.rows = SuffixIndex(), {}
+        oldest_first = list(history)[::-1]
+        earlier = [tokens for tokens, _ in sorted(oldest_first, key=lambda pair: pair[1])]
+        if earlier:
+            of = [[value] * len(earlier) for value in (HISTORY_OWNER, HISTORY)]
+            self.index.add_texts(earlier, 0, *of)
+        if len(prompt):
+            self.index.add_texts([np.array(prompt)], 0, [PROMPT_OWNER], [SELF])
+
+    def row(self, sample: int) -> int:
+        if sample not in self.rows:
+            self.rows[sample] = self.index.add_row(0, sample, CAPACITY)
+        return self.rows[sample]
+
+    def add_draft(self, sample: int, tokens: np.ndarray) -> None:
+        self.index.add_draft(self.row(sample), tokens)
+
+    def extend(self, sample: int, tokens: np.ndarray) -> None:
+        self.index.extend(np.array([self.row(sample)]), tokens, np.array([len(tokens)]))
+
+    def propose(self, sample: int, limit: int) -> tuple[np.ndarray, int, int]:
+        found = self.index.propose(np.array([self.row(sample)]), np.array([limit]))
+        begin, count, match, source = (int(of[0]) for of in found)
+        return self.index.text[begin : begin + count].copy(), match, source
+
+    def ends_of_ngrams(self) -> dict[int, tuple[int, int]]:
+        """Latest and second end by the key of an n-gram."""
+        table = self.index.table
+        used = table.keys.nonzero()[0]
+        ends = np.stack((table.latest[used], table.second[used]), axis=1).tolist()
+        return dict(zip(table.keys[used].tolist(), map(tuple, ends), strict=True))
