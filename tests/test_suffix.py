@@ -7,6 +7,7 @@ import pytest
 from bubblespec.draft.suffix import (
     HISTORY,
     LIVE_LAG,
+    MIN_INDEXED,
     ORDERS,
     OWN,
     OWN_BONUS,
@@ -306,6 +307,7 @@ def test_rows_together_equal_rows_one_by_one():
         for sample in (0, 1):
             counts = rng.integers(1, 4, size=3)
             gained = rng.integers(4, size=int(counts.sum()))
+            together._num_waiting = MIN_INDEXED
             together.extend(numbers[sample::2], gained, counts)
             for group, tokens in enumerate(np.split(gained, np.cumsum(counts)[:-1])):
                 alone[group].extend(sample, tokens)

@@ -57,6 +57,7 @@ OWN_RADIUS = ((2, 4), (1, 1))
 # Live tokens are indexed this far behind their end: the most recent end of an n-gram hides older
 # ones, which is a loss as long as hardly any tokens follow it.
 LIVE_LAG = 8
+MIN_INDEXED = 64  # live tokens that are indexed together: one at a time costs as much
 BACK = np.arange(-MAX_MATCH, 0)
 MIX = np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio, as in Knuth's hashing
 NOTHING = np.empty(0, np.int32)
@@ -163,6 +164,7 @@ class SuffixIndex:
             (6, 16), np.int64
         )
         self.table = NgramTable()
+        self._num_waiting = 0  # live tokens since they were last indexed
 
     def add_texts(
         self, texts: Sequence[np.ndarray], group: int, owners: Sequence[int], kinds: Sequence[int]
@@ -205,10 +207,13 @@ class SuffixIndex:
         which, offset = ragged(counts)
         self.text[self.end[live][which] + offset] = tokens
         self.end[live] += counts
-        begin = self.indexed[rows]
-        stop = np.maximum(self.end[live] - LIVE_LAG + 1, begin)
-        self.indexed[rows] = stop
-        self._index(begin, stop - begin)
+        self._num_waiting += len(tokens)
+        if self._num_waiting >= MIN_INDEXED:
+            self._num_waiting = 0
+            begin, live = self.indexed[: self.num_rows], self.live[: self.num_rows]
+            stop = np.maximum(self.end[live] - LIVE_LAG + 1, begin)
+            self._index(begin, stop - begin)
+            self.indexed[: self.num_rows] = stop
 
     def propose(self, rows: np.ndarray, limits: np.ndarray) -> Proposed:
         """What may follow rows, at most `limits` tokens; int64 [R] both."""

@@ -5,6 +5,7 @@ import numpy as np
 from bubblespec.draft.suffix import (
     HISTORY,
     HISTORY_OWNER,
+    MIN_INDEXED,
     PROMPT_OWNER,
     SELF,
     SuffixIndex,
@@ -14,7 +15,8 @@ CAPACITY = 1000  # tokens of a row
 
 
 class GroupIndex:
-    """history: (tokens, reward) of earlier responses, the latest first."""
+    """Live tokens are indexed at once. history: (tokens, reward) of earlier responses, the latest
+    first."""
 
     def __init__(self, history=(), *, prompt=()):
         self.index, self.rows = SuffixIndex(), {}
@@ -35,6 +37,7 @@ class GroupIndex:
         self.index.add_draft(self.row(sample), tokens)
 
     def extend(self, sample: int, tokens: np.ndarray) -> None:
+        self.index._num_waiting = MIN_INDEXED
         self.index.extend(np.array([self.row(sample)]), tokens, np.array([len(tokens)]))
 
     def propose(self, sample: int, limit: int) -> tuple[np.ndarray, int, int]:
