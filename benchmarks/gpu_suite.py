@@ -38,6 +38,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from bubblespec.dist.ranks import Ranks
+from bubblespec.engine.attention import available_kernels
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.graphs import ForwardGraphs, can_capture, capture, rehearse
 from bubblespec.engine.kv_cache import KVCache
@@ -132,10 +133,8 @@ class Bench:
 def make_bench(on_cpu: bool) -> Bench:
     if on_cpu:
         return Bench(torch.device("cpu"), torch.float32, ["sdpa"], True)
-    operator = torch.ops.aten._flash_attention_forward.default._schema.arguments
-    kernels = ["sdpa"] + ["varlen"] * any(a.name == "seqused_k" for a in operator)
-    kernels += ["flash_attn"] * (importlib.util.find_spec("flash_attn") is not None)
-    return Bench(torch.device("cuda"), torch.bfloat16, kernels, False)
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    return Bench(device, dtype, available_kernels(device, dtype)[::-1], False)
 
 
 def make_rows(model: PreTrainedModel, count: int, prompt: int, new: int | np.ndarray) -> list[Row]:

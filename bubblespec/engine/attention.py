@@ -41,16 +41,27 @@ def choose_kernel(
     """Resolve `auto`: flash_attn if it is installed, else torch's kernel, and SDPA where these do
     not support the device, the `dtype` or the `head_sizes` (see `prepare_model`). Raises ValueError
     for an impossible request."""
-    fit = (device, dtype, head_sizes)
     if requested == "auto":
-        return next((k for k in VARLEN_KERNELS if not _problem(k, *fit)), "sdpa")
-    if requested != "sdpa" and (problem := _problem(requested, *fit)):
+        return available_kernels(device, dtype, head_sizes)[0]
+    if requested != "sdpa" and (problem := problem_of(requested, device, dtype, head_sizes)):
         raise ValueError(f"model.attention: {requested} {problem}")
     return requested
 
 
-def _problem(kernel: str, device: torch.device, dtype: torch.dtype, head_sizes) -> str | None:
-    """Why a CUDA kernel cannot be used."""
+def available_kernels(
+    device: torch.device,
+    dtype: torch.dtype,
+    head_sizes: frozenset[tuple[int, int]] = frozenset(),
+) -> list[str]:
+    """The better ones first, SDPA last."""
+    fit = (device, dtype, head_sizes)
+    return [kernel for kernel in VARLEN_KERNELS if not problem_of(kernel, *fit)] + ["sdpa"]
+
+
+def problem_of(
+    kernel: str, device: torch.device, dtype: torch.dtype, head_sizes: frozenset[tuple[int, int]]
+) -> str | None:
+    """Why a CUDA kernel cannot be used, after its name; None where it can."""
     unfit = sorted((key, value) for key, value in head_sizes if key != value or key > MAX_HEAD_SIZE)
     if device.type != "cuda":
         return f"runs on CUDA only; on {device.type} use sdpa"

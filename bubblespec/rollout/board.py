@@ -79,6 +79,8 @@ class Transport:
     """Carries the numbers of ticks; this one is for a single rank. At most one tick is in
     flight."""
 
+    name = "one rank"
+
     def __init__(self, clock):
         self._clock = clock
 
@@ -112,7 +114,7 @@ class Collectives(Transport):
 
     def __init__(self, ranks: Ranks, timeout_s: float, backend: str):
         super().__init__(ranks.clock)
-        self._ranks = ranks
+        self._ranks, self.name = ranks, backend
         self._device = ranks.device if backend == "nccl" else torch.device("cpu")
         self._stream = torch.cuda.Stream(self._device) if backend == "nccl" else None
         # Gloo's time-out frees the thread that waits in the collective, for a clean exit; NCCL's
@@ -152,6 +154,8 @@ class SharedMemory(Transport):
     only reaches again once all have posted tick n + 1, and so have read tick n. The watchdog is
     not told of these ticks, as asking the job's store takes longer than a tick.
     """
+
+    name = "shared memory"
 
     def __init__(self, clock, words: np.ndarray, rank: int):
         """words: int64 [num_ranks, 2, HEADER + MAX_NUMBERS], of `map_shared`."""
@@ -238,6 +242,11 @@ class ProgressBoard:
             transport = make_transport(ranks, timeout_s, transport)
         self._transport = transport
         self.begin()
+
+    @property
+    def transport_name(self) -> str:
+        """What carries the ticks: shared memory, nccl or gloo; or one rank."""
+        return self._transport.name
 
     def begin(self) -> None:
         """A new rollout: ticks count from 0. Raises RuntimeError while a tick of the last one is in

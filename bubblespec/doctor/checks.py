@@ -1,0 +1,379 @@
+"""What is checked: each check is a generator of lines, which all ranks make together.
+
+Shape legend: N packed tokens, V vocabulary.
+"""
+
+import gc
+import importlib.util
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import metadata
+from itertools import combinations
+from typing import NamedTuple
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from bubblespec.config import Config
+from bubblespec.dist.ranks import Ranks
+from bubblespec.draft.store import exchange
+from bubblespec.engine.attention import VARLEN_KERNELS, problem_of
+from bubblespec.engine.graphs import ForwardGraphs, can_capture
+from bubblespec.engine.kv_cache import KVCache
+from bubblespec.engine.model import TOLERANCE, forward_hidden, output_head, random_tokens
+from bubblespec.engine.packing import PAGE, pack_rows
+from bubblespec.engine.tensor_parallel import Shards, TPGroup, TPUnsupported, shard_of
+from bubblespec.errors import one_line
+from bubblespec.loading import load_model
+from bubblespec.memory import max_length, max_slots
+from bubblespec.planner.place import place_in_turn
+from bubblespec.rollout.board import RankState
+from bubblespec.rollout.loop import RolloutLoop
+from bubblespec.rollout.table import RowTable
+from bubblespec.setup import build, prepare
+from bubblespec.telemetry.trace import describe_hardware
+from bubblespec.trainer import Trainer
+from bubblespec.types import Draft, Launch, Row, SampleId
+
+WARM_UP, NUM_TIMED = 3, 20
+NUM_ROWS = 3  # of `packed_logits`
+# Of the rollouts: long enough for drafts to be right and wrong, and no minutes for a small model.
+MIN_PROMPTS, MAX_RESPONSES, MAX_TOKENS = 2, 8, 64
+FREE_SHARE = 0.9  # of a GPU's memory; with less someone else is on it
+
+
+class Line(NamedTuple):
+    """What a check has found. verdict: ok, slower or failed."""
+
+    verdict: str
+    text: str
+
+
+ok, slower, failed = (partial(Line, verdict) for verdict in ("ok", "slower", "failed"))
+
+
+@dataclass
+class Case:
+    """What checks are about, and what they leave for those after them."""
+
+    config: Config
+    ranks: Ranks
+    model: PreTrainedModel | None = None
+    """Until the run is set up, which loads one of its own."""
+    kernel: str = "sdpa"
+    trainer: Trainer | None = None
+
+
+class Check(NamedTuple):
+    """make: its lines, on all ranks together; avoid: what avoids an error that names no key itself;
+    needs: the check without which it is not made; is_long: it may take longer than seconds."""
+
+    make: Callable[[Case], Iterator[Line]]
+    avoid: str
+    needs: str | None = None
+    is_long: bool = False
+
+
+def versions(case: Case) -> Iterator[Line]:
+    """Of what forwards go through."""
+    names = ["torch", "transformers"]
+    names += ["flash-attn"] * (importlib.util.find_spec("flash_attn") is not None)
+    found = [f"python {platform.python_version()}", *(f"{n} {metadata.version(n)}" for n in names)]
+    yield ok(", ".join(found + [f"cuda {torch.version.cuda}"] * (torch.version.cuda is not None)))
+
+
+def devices(case: Case) -> Iterator[Line]:
+    """What ranks run on, its memory, and whether GPUs reach each other's."""
+    ranks, num_local, host = case.ranks, local_ranks(), psutil.virtual_memory()
+    hardware = describe_hardware(ranks.device)
+    threads, cores = hardware["threads"], hardware["cores"]
+    yield ok(
+        f"ranks: {ranks.world_size}, threads of each: {threads}; {cores} cores ({hardware['cpu']}) "
+        f"with {host.available / 1e9:.3g} of {host.total / 1e9:.3g} GB of memory free"
+    )
+    if ranks.device.type == "cpu":
+        if num_local * threads > cores:
+            yield slower(f"{num_local * threads} threads share {cores} cores; OMP_NUM_THREADS=1")
+        if torch.cuda.is_available():
+            yield slower("this machine has a GPU that is not used; model.device=cuda")
+        return
+    free, total = torch.cuda.mem_get_info(ranks.device)
+    memory = f"{free / 1e9:.3g} of {total / 1e9:.3g} GB are free"
+    yield ok(f"GPUs: {num_local} x {hardware['gpu']}, {memory}")
+    if free < FREE_SHARE * total:
+        yield slower(f"others use {ranks.device}, {memory}; CUDA_VISIBLE_DEVICES")
+    if (num_cards := torch.cuda.device_count()) > num_local:
+        yield slower(f"{num_local} of {num_cards} GPUs are used; --nproc_per_node={num_cards}")
+    pairs = list(combinations(range(num_local), 2))
+    apart = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
+    if apart:
+        which = f"{len(apart)} of {len(pairs)} pairs of GPUs, {apart[0]} for one,"
+        yield slower(f"{which} have no direct link; rollout.tp_tail_max_rows=0 exchanges less")
+    elif pairs:
+        yield ok("all pairs of GPUs have direct links")
+
+
+def model(case: Case) -> Iterator[Line]:
+    """It loads, and its packed attention gives its own logits (`prepare_model`)."""
+    config, began_s = case.config, time.perf_counter()
+    loaded = load_model(config, None, case.ranks.device)
+    size = f"{sum(p.numel() for p in loaded.parameters()) / 1e6:.3g} M parameters"
+    read_s = time.perf_counter() - began_s
+    yield ok(f"{config.model.path}: {size} in {config.model.dtype}, read in {read_s:.1f} s")
+    case.kernel = prepare(config, loaded, case.ranks)
+    case.model = loaded
+    yield ok(f"packed rows of up to {max_length(config)} tokens get the model's own logits")
+
+
+def attention(case: Case) -> Iterator[Line]:
+    """Every kernel that is there against SDPA, the reference."""
+    device, cache = case.ranks.device, KVCache(NUM_ROWS, PAGE)
+    reference = packed_logits(case.model, cache, "sdpa")
+    heads = zip(cache.keys.values(), cache.values.values(), strict=True)
+    sizes = frozenset((key.shape[-1], value.shape[-1]) for key, value in heads)
+    problems = {k: problem_of(k, device, case.model.dtype, sizes) for k in VARLEN_KERNELS}
+    for kernel in (name for name, problem in problems.items() if problem is None):
+        avoid = f"model.attention={'sdpa' if kernel == 'varlen' else 'varlen'}"
+        try:
+            logits = packed_logits(case.model, KVCache(NUM_ROWS, PAGE), kernel)
+            yield close(logits, reference, f"{kernel} and sdpa", avoid)
+        except Exception as error:  # a package built for another torch, or a driver
+            yield failed(f"{kernel}: {one_line(error)}; {avoid}")
+    if device.type == "cuda" and case.kernel == "sdpa":
+        why = [f"{name} {problem}" for name, problem in problems.items() if problem]
+        yield slower("; ".join(["sdpa is in use", *why, "model.attention=auto"]))
+    else:
+        others = "; the others run on CUDA only" if device.type == "cpu" else ""
+        yield ok(f"{case.kernel} is in use{others}")
+
+
+@torch.inference_mode()
+def graphs(case: Case) -> Iterator[Line]:
+    """Forwards of few tokens as CUDA graphs, against eager ones."""
+    loaded, kernel, device = case.model, case.kernel, case.model.device
+    if case.ranks.device.type == "cpu":
+        yield ok("not applicable: a CPU has none")
+        return
+    if case.config.rollout.enforce_eager or not can_capture(case.ranks.device, kernel):
+        is_eager = case.config.rollout.enforce_eager
+        why = "rollout.enforce_eager=true" if is_eager else "model.attention is sdpa"
+        yield slower(f"there are none; {why}")
+        return
+    cache, tokens = KVCache(NUM_ROWS, PAGE, num_spare=1), random_tokens(loaded, 1)
+    packing = pack_rows(cache, np.zeros(1, np.int64), np.ones(1, np.int64), device)
+    captured = ForwardGraphs(loaded, cache, kernel, 16)
+    replay = partial(captured.forward, tokens, packing)
+    if replay() is None:  # a warning has said why
+        yield slower("a forward cannot be captured; rollout.enforce_eager=true does not try")
+        return
+    replayed = packed_logits(loaded, cache, kernel, captured.forward)
+    eager = packed_logits(loaded, KVCache(NUM_ROWS, PAGE), kernel)
+    yield close(replayed, eager, "graphs and eager forwards", "rollout.enforce_eager=true")
+    actions = (replay, partial(forward_hidden, loaded, tokens, packing, kernel))
+    graph_ms, eager_ms = (1e3 * median_s(action, device) for action in actions)
+    yield ok(f"a forward of one token takes {graph_ms:.2f} ms, eager {eager_ms:.2f} ms")
+
+
+@torch.inference_mode()
+def shared_tail(case: Case) -> Iterator[Line]:
+    """A forward of all ranks together against one of each alone."""
+    ranks, loaded, device = case.ranks, case.model, case.ranks.device
+    avoid = "rollout.tp_tail_max_rows=0"
+    if ranks.world_size == 1 or case.config.rollout.tp_tail_max_rows == 0:
+        yield ok(f"not applicable: {'one rank' if ranks.world_size == 1 else avoid}")
+        return
+    try:
+        shards = Shards(loaded, TPGroup(ranks))
+        shards.check()
+    except TPUnsupported as error:
+        yield slower(f"the ranks that have the last rows decode them, as {error}; {avoid}")
+        return
+    tokens, one, head = random_tokens(loaded, 1), np.ones(1, np.int64), output_head(loaded)
+    whole, part = (pack_rows(KVCache(1, PAGE), 0 * one, one, device) for _ in range(2))
+
+    def together() -> torch.Tensor:
+        with shards.applied():
+            hidden = forward_hidden(loaded, tokens, part)
+        return shards.logits(hidden)
+
+    def alone() -> torch.Tensor:
+        return head(forward_hidden(loaded, tokens, whole))
+
+    own = shard_of(head.out_features, ranks.rank, ranks.world_size)
+    yield close(together(), alone()[:, own], "forwards together and alone", avoid)
+    together_ms, alone_ms = (1e3 * median_s(action, device) for action in (together, alone))
+    yield ok(f"a forward of one token takes {together_ms:.2f} ms together, {alone_ms:.2f} ms alone")
+
+
+def set_up(case: Case) -> Iterator[Line]:
+    """As a run is: data, rewards, memory, costs of forwards."""
+    config, ranks, case.model = case.config, case.ranks, None
+    gc.collect()
+    torch.cuda.empty_cache()
+    began_s = time.perf_counter()
+    case.trainer = build(config, ranks)
+    if case.trainer.lock is not None:
+        case.trainer.lock.close()
+    num_slots, useful = case.trainer.sampler.engine.num_slots, max_slots(config, ranks.world_size)
+    slots = f"{num_slots} slots of {max_length(config)} tokens on each rank"
+    yield ok(f"{slots}; took {time.perf_counter() - began_s:.1f} s")
+    if num_slots < useful:
+        yield slower(f"{useful} slots would be of use; rollout.num_slots (see docs/memory.md)")
+
+
+def collectives(case: Case) -> Iterator[Line]:
+    """All-reduces of the group, and the ticks by which ranks tell each other how far they are."""
+    ranks, board = case.ranks, case.trainer.sampler.board
+    if ranks.world_size == 1:
+        yield ok("not applicable: one rank")
+        return
+    sum_us = 1e6 * median_s(ranks.barrier, ranks.device)
+    yield ok(f"an all-reduce takes {sum_us:.0f} us ({dist.get_backend()})")
+    if board is None:
+        yield ok("ticks: not applicable: this configuration needs none")
+        return
+
+    def tick(state: RankState) -> None:
+        while board.poll(lambda: state) is None:
+            pass
+
+    interval_s, board.interval_s = board.interval_s, 0.0
+    board.begin()
+    tick_us = 1e6 * median_s(partial(tick, RankState(1)), ranks.device)
+    tick(RankState(0))  # the last
+    board.interval_s = interval_s
+    line = f"a tick takes {tick_us:.0f} us ({board.transport_name})"
+    if board.transport_name == "gloo" and local_ranks() == ranks.world_size:
+        yield slower(f"{line}, as these ranks can share no memory, which no key changes")
+    else:
+        yield ok(line)
+
+
+def rollouts(case: Case) -> Iterator[Line]:
+    """Some responses of the first step without drafts, and again with drafts that hold in part: the
+    same tokens."""
+    ranks, sampler, rollout = case.ranks, case.trainer.sampler, case.config.rollout
+    longest = min(rollout.max_completion_length, MAX_TOKENS)
+    sampler.config = replace(case.config, rollout=replace(rollout, max_completion_length=longest))
+    groups = sampler.schedule.launch(0).groups[: max(MIN_PROMPTS, ranks.world_size)]
+    size = min(rollout.num_generations, MAX_RESPONSES)
+    rank_of = place_in_turn(len(groups), size, ranks.world_size)
+    launch = Launch(groups, len(groups), size, size)
+    tables = [RowTable(launch, rank_of, ranks.rank) for _ in range(2)]
+    plain, drafted = (table.make_rows(longest) for table in tables)
+    loop = RolloutLoop(sampler.engine, ranks, sampler.params)
+    plain_s = seconds_together(lambda: loop.run(plain, tables[0]), ranks)
+    responses = f"{len(rank_of)} responses of up to {longest} tokens"
+    if sampler.proposer is None:
+        yield ok(f"{responses} take {plain_s:.2f} s; speculative.method=none has no drafts")
+        return
+    exchange(sampler.store, spoilt(plain.values()), ranks)
+    sampler.proposer.always = True  # whether drafts pay is not the question
+    records = []
+
+    def roll_out() -> None:
+        record, tasks = sampler.roll_out(tables[1], drafted, 0, groups)
+        sampler.conclude(record, tasks, tables[1], drafted, 0)
+        records.append(record.acceptance)
+
+    drafted_s = seconds_together(roll_out, ranks)
+    differing = sum(not np.array_equal(row.tokens, drafted[i].tokens) for i, row in plain.items())
+    counts = [differing, records[0].draft_tokens, records[0].accepted_tokens]
+    differing, num_drafts, accepted = ranks.gather(np.array(counts)).sum(axis=0).tolist()
+    took = f"{plain_s:.2f} s without drafts, {drafted_s:.2f} s with {num_drafts} draft tokens, "
+    took += f"of which {accepted} were right"
+    dtype = case.config.model.dtype
+    if not differing:
+        yield ok(f"{responses} are the same: {took}")
+    elif dtype == "bfloat16":
+        rounding = "bfloat16 rounds batches of other shapes differently"
+        yield ok(f"{differing / len(rank_of):.0%} of {responses} differ, as {rounding}: {took}")
+    else:
+        tie = " (with another run.seed too? or it was a near tie)" if dtype == "float32" else ""
+        yield failed(f"{differing} of {responses} differ with drafts{tie}; speculative.method=none")
+    if "drafter" in case.config.speculative.method:
+        yield ok("the learned drafter was not tried, as it is trained before the first step")
+
+
+@torch.inference_mode()
+def packed_logits(
+    loaded: PreTrainedModel, cache: KVCache, kernel: str, forward: Callable | None = None
+) -> torch.Tensor:
+    """Logits [N, V] of three rows: of their prompts, and of one, four and two tokens after them.
+    forward: of `ForwardGraphs` over this cache, in place of the eager one."""
+    prompts, more = np.array([8, 5, 3]), np.array([1, 4, 2])
+    logits = []
+    for start, count in ((0 * prompts, prompts), (prompts, more)):
+        packing = pack_rows(cache, start, count, loaded.device)
+        tokens = random_tokens(loaded, int(count.sum()))
+        if forward is None:
+            hidden = forward_hidden(loaded, tokens, packing, kernel)
+        else:
+            hidden = forward(tokens, packing)[: len(tokens)]
+        logits.append(output_head(loaded)(hidden))
+    return torch.cat(logits)
+
+
+def close(got: torch.Tensor, wanted: torch.Tensor, what: str, avoid: str) -> Line:
+    """Whether logits differ by no more than `prepare_model` tolerates. avoid: the key if not."""
+    difference = ((got - wanted).abs().max() / wanted.abs().max().clamp(min=1.0)).item()
+    line = f"logits of {what} differ by {difference:.1e} of their size"
+    is_close = difference <= TOLERANCE.get(wanted.dtype, 0.1)
+    return ok(line) if is_close else failed(f"{line}; {avoid}")
+
+
+def spoilt(rows: Iterable[Row]) -> dict[SampleId, Draft]:
+    """Drafts of finished rows that are as these are, but for one token in the middle."""
+    drafts = {}
+    for row in rows:
+        tokens = row.tokens.astype(np.int32)
+        tokens[len(tokens) // 2] = row.prompt[0]
+        drafts[row.id] = Draft(tokens, is_finished=True, version=0)
+    return drafts
+
+
+def median_s(action: Callable[[], object], device: torch.device) -> float:
+    """Wall time of one call, until the device has done it."""
+    seconds = []
+    for _ in range(WARM_UP + NUM_TIMED):
+        began_s = time.perf_counter()
+        action()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - began_s)
+    return statistics.median(seconds[WARM_UP:])
+
+
+def seconds_together(action: Callable[[], object], ranks: Ranks) -> float:
+    """Of the slowest rank: from one barrier to the next."""
+    ranks.barrier()
+    began_s = time.perf_counter()
+    action()
+    ranks.barrier()
+    return time.perf_counter() - began_s
+
+
+def local_ranks() -> int:
+    """Ranks on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+CHECKS: dict[str, Check] = {
+    "versions": Check(versions, "pip install -r requirements.txt"),
+    "devices": Check(devices, "model.device=cpu"),
+    "model": Check(model, "model.path, model.dtype", is_long=True),
+    "attention": Check(attention, "model.attention=sdpa", "model"),
+    "graphs": Check(graphs, "rollout.enforce_eager=true", "model"),
+    "shared tail": Check(shared_tail, "rollout.tp_tail_max_rows=0", "model"),
+    "set-up": Check(set_up, "a smaller rollout.num_slots", "model", is_long=True),
+    "collectives": Check(collectives, "--nproc_per_node=1", "set-up"),
+    "rollouts": Check(rollouts, "speculative.method=none", "set-up", is_long=True),
+}

@@ -1,0 +1,156 @@
+"""The doctor, alone and on two ranks; checks that fail; and, with stand-ins on a CPU, what it
+checks on GPUs alone."""
+
+import re
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bubblespec.config import load_config
+from bubblespec.dist.ranks import Ranks
+from bubblespec.doctor import __main__ as doctor
+from bubblespec.doctor import checks
+from bubblespec.doctor.checks import CHECKS, Case, Line
+from bubblespec.engine.model import prepare_model
+from bubblespec.rollout.sampler import Sampler
+from tests.helpers import graphs as stand_ins
+from tests.helpers.warm import ROOT, launch
+
+CONFIG = "configs/tiny_cpu.yaml"
+COMMAND = ["-m", "bubblespec.doctor", "--config", CONFIG]
+SHORT = ["data.size=100", "eval.num_prompts=8", "run.eval_steps=0", "model.cpu_linear=torch"]
+LINE = re.compile(r"(\S.*?) +(ok|slower|failed): (.+)")
+
+
+def parsed(stdout: str) -> list[tuple[str, str, str]]:
+    """(check, verdict, text) of each line but the command."""
+    return [LINE.fullmatch(line).groups() for line in stdout.splitlines() if ": " in line]
+
+
+def run_here(monkeypatch, capsys, *overrides: str) -> tuple[int, list[tuple[str, str, str]], str]:
+    """Exit code, lines, and the last line on stderr."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", ["doctor", "--config", CONFIG, *SHORT, *overrides])
+    code = doctor.main()
+    out, err = capsys.readouterr()
+    return code, parsed(out), err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_all_checks_of_the_default_run(ranks, tmp_path):
+    done = launch(ranks, [*COMMAND, *SHORT, "run.output_dir=runs/my run"], TMPDIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines, *command = done.stdout.rpartition("torchrun ")
+    found = parsed(lines)
+    assert list(dict.fromkeys(name for name, _, _ in found)) == list(CHECKS)
+    assert {verdict for _, verdict, _ in found} <= {"ok", "slower"}
+    overrides = " ".join(SHORT)
+    wanted = f"--nproc_per_node={max(ranks, 1)} train.py --config {CONFIG} {overrides}"
+    assert "".join(command) == f"torchrun {wanted} 'run.output_dir=runs/my run'\n"
+    of = {name: text for name, _, text in found}
+    together = "shared memory" if ranks else "not applicable: one rank"
+    assert together in of["collectives"]
+    assert re.match(r"6 responses of up to 64 tokens are the same: .* with [1-9]", of["rollouts"])
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_check_that_fails_leaves_the_others(monkeypatch, capsys):
+    def broken(case):
+        yield checks.ok("so far")
+        raise RuntimeError("CUDA error:\n  no such thing")
+
+    monkeypatch.setitem(CHECKS, "attention", CHECKS["attention"]._replace(make=broken))
+    code, lines, last = run_here(monkeypatch, capsys)
+    assert (code, last) == (1, "error: checks that failed: attention")
+    own = [line[1:] for line in lines if line[0] == "attention"]
+    why = "RuntimeError: CUDA error: no such thing; model.attention=sdpa"
+    assert own == [("ok", "so far"), ("failed", why)]
+    others = [line for line in lines if line[0] != "attention"]
+    assert {name for name, _, _ in others} == CHECKS.keys() - {"attention"}
+    assert not any(verdict == "failed" for _, verdict, _ in others)
+
+
+def test_what_a_failed_check_was_to_make(monkeypatch, capsys):
+    code, lines, last = run_here(monkeypatch, capsys, "model.path=nowhere/at/all")
+    assert (code, last) == (1, "error: checks that failed: model")
+    verdicts = {name: (verdict, text) for name, verdict, text in lines}
+    assert verdicts["model"] == ("failed", "model.path: there is no folder nowhere/at/all")
+    assert verdicts["graphs"] == ("failed", "not made, as it needs what model makes")
+    assert verdicts["rollouts"] == ("failed", "not made, as it needs what set-up makes")
+    assert verdicts["devices"][0] == "ok"
+
+
+def test_other_tokens_with_drafts_are_a_failure(monkeypatch, capsys):
+    roll_out = Sampler.roll_out
+
+    def wrong(sampler, table, rows, *rest):
+        result = roll_out(sampler, table, rows, *rest)
+        rows[0].tokens[-1] += 1
+        return result
+
+    monkeypatch.setattr(Sampler, "roll_out", wrong)
+    code, lines, _ = run_here(monkeypatch, capsys)
+    assert code == 1 and [line[0] for line in lines if line[1] == "failed"] == ["rollouts"]
+    assert lines[-1][2].startswith("1 of 6 responses of up to 64 tokens differ with drafts")
+    assert lines[-1][2].endswith("; speculative.method=none")
+
+
+def test_a_rank_that_fails_alone(tmp_path):
+    """The other one waits for it in vain; what all ranks would make together is not made."""
+    script = tmp_path / "doctor_of_two.py"
+    script.write_text(
+        "import os, sys\n"
+        "from bubblespec.doctor import __main__ as doctor, checks\n"
+        "def broken(case):\n"
+        "    if case.ranks.rank == 1:\n"
+        "        raise RuntimeError('out of memory')\n"
+        "    case.ranks.barrier()\n"
+        "    yield checks.ok('together')\n"
+        "check = checks.CHECKS['shared tail']\n"
+        "checks.CHECKS['shared tail'] = check._replace(make=broken)\n"
+        "sys.exit(doctor.main())\n"
+    )
+    done = launch(2, [str(script), *COMMAND[2:], *SHORT, "run.timeout_s=8"])
+    assert done.returncode == 1
+    lines = parsed(done.stdout)
+    waited, raised = [text for name, _, text in lines if name == "shared tail"]
+    assert waited.startswith("rank 1 missing in the check of shared tail")
+    assert raised == "rank 1: RuntimeError: out of memory; rollout.tp_tail_max_rows=0"
+    apart = [name for name, _, text in lines if text == "not made, as ranks are out of step"]
+    assert apart == ["set-up", "collectives", "rollouts"]
+
+
+def test_bad_input_is_one_line(monkeypatch, capsys):
+    code, lines, last = run_here(monkeypatch, capsys, "rollout.num_slots=many")
+    assert (code, lines) == (2, []) and last.startswith("error: rollout.num_slots: ")
+
+
+@pytest.fixture
+def on_gpu(monkeypatch, make_model) -> Case:
+    """A case on a GPU that is not there: the kernels and graphs are stand-ins on the CPU."""
+    stand_ins.stand_in(monkeypatch)
+    monkeypatch.setattr(checks, "problem_of", lambda *arguments: None)
+    model = make_model("llama")
+    prepare_model(model, 64)
+    config = load_config(f"{ROOT}/{CONFIG}", [])
+    return Case(config, Ranks(torch.device("cuda")), model, "varlen")
+
+
+def test_kernels_and_graphs(on_gpu, monkeypatch):
+    lines = [*checks.attention(on_gpu), *checks.graphs(on_gpu)]
+    assert [line.verdict for line in lines] == ["ok"] * 5
+    texts = [line.text.partition(" differ")[0] for line in lines]
+    assert texts[:2] == ["logits of flash_attn and sdpa", "logits of varlen and sdpa"]
+    assert texts[2:4] == ["varlen is in use", "logits of graphs and eager forwards"]
+    stand_ins.install_flash_attn(monkeypatch, lambda query, *rest, **options: 0 * query)
+    wrong, right, _ = checks.attention(on_gpu)
+    assert wrong.verdict == "failed" and wrong.text.endswith("; model.attention=varlen")
+    assert right.verdict == "ok"
+    on_gpu.config = replace(
+        on_gpu.config, rollout=replace(on_gpu.config.rollout, enforce_eager=True)
+    )
+    why = "there are none; rollout.enforce_eager=true"
+    assert list(checks.graphs(on_gpu)) == [Line("slower", why)]
