@@ -43,8 +43,9 @@ class ModelConfig:
 
     path: str = MISSING
     """Hugging Face folder or hub name of the policy (a causal language model)."""
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Precision of the weights; bfloat16 keeps float32 master weights in the optimizer."""
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """Precision of the weights: auto is bfloat16 on GPUs and float32 on CPUs. With bfloat16 the
+    optimizer keeps float32 master weights."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; auto takes a GPU when there is one."""
     attention: Literal["auto", "sdpa", "varlen", "flash_attn"] = "auto"
@@ -314,7 +315,7 @@ class RunConfig:
     """Training steps."""
     eval_steps: int = key(0, at_least(0), resume=SAFE)
     """Evaluate every so many steps, and before the first and after the last; 0 never."""
-    save_steps: int = key(0, at_least(0), resume=SAFE)
+    save_steps: int = key(50, at_least(0), resume=SAFE)
     """Save a checkpoint every so many steps and after the last; 0 only after the last."""
     timeline_steps: list[int] = key([], at_least(0), resume=SAFE)
     """Steps (from 0) whose timeline of all ranks is written to output_dir/timeline."""

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import os
 import socket
+from dataclasses import replace
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -36,6 +37,14 @@ HUB_TIMEOUT_S = 5.0
 def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     """Raises InputError."""
     return from_pretrained(AutoTokenizer, config, config.model.path)
+
+
+def with_dtype(config: Config, device_type: str) -> Config:
+    """The configuration with the precision that `auto` stands for on such a device."""
+    if config.model.dtype != "auto":
+        return config
+    dtype = "bfloat16" if device_type == "cuda" else "float32"
+    return replace(config, model=replace(config.model, dtype=dtype))
 
 
 def load_model(config: Config, checkpoint: str | None, device: torch.device) -> PreTrainedModel:

@@ -20,7 +20,7 @@ from bubblespec.dist.ranks import Ranks
 from bubblespec.errors import InputError
 from bubblespec.learn.learner import MAX_LOGITS, Learner
 from bubblespec.learn.microbatch import pack_responses
-from bubblespec.loading import from_pretrained
+from bubblespec.loading import from_pretrained, with_dtype
 from bubblespec.types import SampleId
 
 CARDS = {"80 GB": 79.1 * 2**30, "141 GB": 139.7 * 2**30}  # what torch sees of an H100, an H200
@@ -252,6 +252,7 @@ def main() -> int:
         if arguments.world_size < 1:
             raise InputError(f"--world-size: {arguments.world_size} must be at least 1")
         config = load_config(arguments.config, arguments.overrides)
+        config = with_dtype(config, "cpu" if config.model.device == "cpu" else "cuda")
         architecture = from_pretrained(AutoConfig, config, config.model.path)
         model = meta_model(architecture, getattr(torch, config.model.dtype))
         print(table(config, model, arguments.world_size))

@@ -42,6 +42,7 @@ from bubblespec.loading import (
     load_prompts,
     load_tokenizer,
     stop_tokens,
+    with_dtype,
 )
 from bubblespec.memory import choose_slots, max_length
 from bubblespec.planner.guard import Guard
@@ -58,6 +59,7 @@ from bubblespec.types import Prompt
 def build(config: Config, ranks: Ranks) -> Trainer:
     """Load model, data and rewards, and continue from a checkpoint if there is one. All ranks call
     it together. Raises InputError for bad input."""
+    config = with_dtype(config, ranks.device.type)
     torch.manual_seed(config.run.seed)
     checkpoint = find_checkpoint(config, ranks)
     check_all_see(checkpoint, ranks)

@@ -25,6 +25,7 @@ from bubblespec.loading import (
     load_prompts,
     load_tokenizer,
     stop_tokens,
+    with_dtype,
 )
 from tests.helpers.checks import refusal
 
@@ -35,7 +36,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
 
 def make_config(path=TINY) -> Config:
     return Config(
-        model=ModelConfig(path=str(path)),
+        model=ModelConfig(path=str(path), dtype="float32"),
         data=DataConfig(path="d"),
         run=RunConfig(output_dir="o"),
     )
@@ -75,6 +76,22 @@ def test_weights_go_straight_to_the_device(monkeypatch):
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", noted)
     load_model(make_config(), None, torch.device("meta"))
     assert len(devices) > 10 and set(devices) == {"meta"}
+
+
+@pytest.mark.parametrize(
+    "given, device, dtype",
+    [
+        ("auto", "cuda", "bfloat16"),
+        ("auto", "cpu", "float32"),
+        ("float32", "cuda", "float32"),
+        ("bfloat16", "cpu", "bfloat16"),
+    ],
+)
+def test_precision_is_bfloat16_on_gpus_unless_asked_otherwise(given, device, dtype):
+    config = make_config()
+    config.model.dtype = given
+    assert with_dtype(config, device).model.dtype == dtype
+    assert config.model.dtype == given
 
 
 def test_weights_are_those_of_the_file():

@@ -27,6 +27,7 @@ from bubblespec.config import load_config
 from bubblespec.dist.ranks import Ranks, log_once, ranks_from_environment
 from bubblespec.doctor.checks import CHECKS, Case, Check, Line, failed, local_ranks
 from bubblespec.errors import EndsRun, RankTimeout, RunFailed, log, one_line, tell_torchrun
+from bubblespec.loading import with_dtype
 
 TIMEOUT_S = 300.0  # that a rank waits for another, at most: run.timeout_s may be hours
 
@@ -128,6 +129,7 @@ def main() -> int:
             tempfile.TemporaryDirectory() as folder,
         ):
             own = {"output_dir": folder, "resume_from_checkpoint": "none", "timeout_s": timeout_s}
+            config = with_dtype(config, ranks.device.type)
             case = Case(replace(config, run=replace(config.run, **own)), ranks)
             if names := examine(case):
                 raise RunFailed(f"checks that failed: {', '.join(names)}")

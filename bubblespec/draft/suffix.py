@@ -23,7 +23,7 @@ Shape legend: R rows, P ends.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -57,10 +57,11 @@ OWN_RADIUS = ((2, 4), (1, 1))
 # Live tokens are indexed this far behind their end: the most recent end of an n-gram hides older
 # ones, which is a loss as long as hardly any tokens follow it.
 LIVE_LAG = 8
-MIN_INDEXED = 64  # live tokens that are indexed together: one at a time costs as much
+MIN_INDEXED = 16  # live tokens that are indexed together: one at a time costs as much
 BACK = np.arange(-MAX_MATCH, 0)
 MIX = np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio, as in Knuth's hashing
 NOTHING = np.empty(0, np.int32)
+LIVE, DRAFT, CURSOR, OFFSET, SOURCE, ASKED_AT, BONUS, SHIFT = range(8)  # columns, see SuffixIndex
 
 
 class Proposed(NamedTuple):
@@ -155,16 +156,16 @@ class SuffixIndex:
         self.num_texts = self.num_rows = 0
         # By text: where it begins, with its padding, and ends; sample or owner; source; group.
         self.begin, self.end, self.owner, self.kind, self.group = np.zeros((5, 16), np.int64)
-        # By row: its own text; its draft, or -1; the next end to index.
-        self.live, self.draft, self.indexed = np.zeros((3, 16), np.int64)
-        # What a match in the draft counts longer than it is; the expected end there minus that of
-        # the row's text. Of its last proposal: the text, or -1; its end there minus that of the
-        # row's text, which move on together; the source; and the end of the row's text then.
-        self.bonus, self.shift, self.cursor, self.offset, self.source, self.asked_at = np.zeros(
-            (6, 16), np.int64
-        )
+        # By row, in columns: its text; its draft; of its last proposal the text, its end there
+        # minus that of the row's text, which move on together, the source, and the end of the
+        # row's text then; what a match in the draft counts longer than it is; and the expected end
+        # there minus that of the row's text. Text 0 is empty, and stands for none.
+        self.rows = np.zeros((16, 8), np.int64)
+        self.indexed = np.zeros(16, np.int64)  # the next end to index
         self.table = NgramTable()
         self._num_waiting = 0  # live tokens since they were last indexed
+        self._add_text(NOTHING, -1, HISTORY_OWNER, HISTORY, 0, PAD)
+        self.end[0] = 0  # no end is before it
 
     def add_texts(
         self, texts: Sequence[np.ndarray], group: int, owners: Sequence[int], kinds: Sequence[int]
@@ -182,65 +183,67 @@ class SuffixIndex:
         """A row that may get up to `max_tokens`; returns its number."""
         row = self.num_rows
         self.num_rows += 1
-        if row == len(self.live):
-            for name in ("live", "draft", "indexed", "bonus", "shift", "cursor", "offset"):
-                setattr(self, name, _doubled(getattr(self, name)))
-            self.source, self.asked_at = _doubled(self.source), _doubled(self.asked_at)
-        self.live[row] = self._add_text(NOTHING, group, sample, SELF, max_tokens, PAD)
-        self.indexed[row] = self.asked_at[row] = self.end[self.live[row]]
-        self.draft[row] = self.cursor[row] = -1
+        if row == len(self.rows):
+            self.rows, self.indexed = _doubled(self.rows), _doubled(self.indexed)
+        live = self._add_text(NOTHING, group, sample, SELF, max_tokens, PAD)
+        self.rows[row, LIVE], self.rows[row, ASKED_AT] = live, self.end[live]
+        self.indexed[row] = self.end[live]
         return row
 
     def add_draft(self, row: int, tokens: np.ndarray) -> None:
         """Give a row a draft, int [L], aligned with its response, in place of any it had. Its
         siblings match into it too."""
-        live = self.live[row]
-        self.draft[row] = self.cursor[row] = draft = self.add_texts(
-            [tokens], int(self.group[live]), [int(self.owner[live])], [OWN]
-        )[0]
-        self.shift[row] = self.offset[row] = self.begin[draft] - self.begin[live]
-        self.source[row], self.bonus[row] = OWN, OWN_BONUS
+        live = self.rows[row, LIVE]
+        group, sample = int(self.group[live]), int(self.owner[live])
+        (draft,) = self.add_texts([tokens], group, [sample], [OWN])
+        offset = self.begin[draft] - self.begin[live]
+        self.rows[row, [DRAFT, CURSOR, SOURCE, BONUS]] = draft, draft, OWN, OWN_BONUS
+        self.rows[row, [OFFSET, SHIFT]] = offset
 
     def extend(self, rows: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
         """Append newly accepted tokens, int [sum of counts], to different rows, int64 [R]."""
-        live = self.live[rows]
+        live = self.rows[rows, LIVE]
         which, offset = ragged(counts)
         self.text[self.end[live][which] + offset] = tokens
         self.end[live] += counts
         self._num_waiting += len(tokens)
         if self._num_waiting >= MIN_INDEXED:
             self._num_waiting = 0
-            begin, live = self.indexed[: self.num_rows], self.live[: self.num_rows]
+            begin, live = self.indexed[: self.num_rows], self.rows[: self.num_rows, LIVE]
             stop = np.maximum(self.end[live] - LIVE_LAG + 1, begin)
             self._index(begin, stop - begin)
             self.indexed[: self.num_rows] = stop
 
     def propose(self, rows: np.ndarray, limits: np.ndarray) -> Proposed:
         """What may follow rows, at most `limits` tokens; int64 [R] both."""
-        live, cursor, source = self.live[rows], self.cursor[rows], self.source[rows]
-        end, draft = self.end[live], self.draft[rows]
+        state = self.rows[rows]
+        live, draft, cursor, offset, source, asked_at, bonus, shift = state.T
+        end = self.end[live]
         context = self.text[end[:, None] + BACK]
         # The continued match is the first candidate and so wins ties. If it has full length,
         # nothing can beat it and nothing is searched.
-        at = end + self.offset[rows]
-        is_open = (cursor >= 0) & (at < self.end[cursor])
-        common = np.where(is_open, self._common(np.where(is_open, at, end), context), -1)
-        bonus = self._bonus_now(rows, is_open & (source == OWN), common, end)
-        is_match = common >= MIN_MATCH
-        best = np.where(is_match, common, -1)
-        score = np.where(is_match, common + bonus * (source == OWN), -1)
-        # A continued match of two tokens in the own draft is what the search would find, at
-        # distance 0.
-        needs = (score < MAX_MATCH) & (draft >= 0)
-        needs &= (best < OWN_RADIUS[0][0]) | (source != OWN)
-        if len(few := needs.nonzero()[0]):
-            place = self._search_own(draft[few], context[few], end[few] + self.shift[rows[few]])
-            length = self._common(np.maximum(place, MAX_MATCH), context[few])
-            is_better = (place >= 0) & (length + bonus[few] > score[few])
-            few, place, length = few[is_better], place[is_better], length[is_better]
-            best[few], score[few], at[few] = length, length + bonus[few], place
-            cursor[few], source[few] = draft[few], OWN
-        if len(few := (score < MAX_MATCH).nonzero()[0]):
+        at = end + offset
+        is_open, is_own = at < self.end[cursor], source == OWN
+        common = self._common(np.minimum(at, self.num_positions), context)
+        # What was accepted is followed by one more token.
+        gained = end - asked_at
+        if (is_judged := is_open & is_own & (gained > 0)).any():
+            less = np.where((common > 0) | (gained > 1), OWN_BONUS, np.maximum(bonus - 1, 0))
+            bonus[is_judged] = less[is_judged]
+        best = np.where(is_open & (common >= MIN_MATCH), common, -1)
+        score = np.where(best >= 0, best + bonus * is_own, -1)
+        if (is_short := score < MAX_MATCH).any():
+            # A continued match of two tokens in the own draft is what the search would find, at
+            # distance 0.
+            needs = is_short & (draft > 0) & ((best < OWN_RADIUS[0][0]) | ~is_own)
+            if len(few := needs.nonzero()[0]):
+                place = self._search_own(draft[few], context[few], (end + shift)[few])
+                length = self._common(np.maximum(place, MAX_MATCH), context[few])
+                is_better = (place >= 0) & (length + bonus[few] > score[few])
+                few, place, length = few[is_better], place[is_better], length[is_better]
+                best[few], score[few], at[few] = length, length + bonus[few], place
+                cursor[few], source[few] = draft[few], OWN
+            few = (score < MAX_MATCH).nonzero()[0]
             for place in self._search_group(self.group[live[few]], context[few]):
                 text = self.text_at[place].astype(np.int64)
                 length = self._common(np.maximum(place, MAX_MATCH), context[few])
@@ -252,23 +255,12 @@ class SuffixIndex:
                 is_sibling = (owner >= 0) & (owner != self.owner[live[better]])
                 source[better] = np.where(is_sibling, SIBLING, self.kind[text])
         is_found = best >= 0
-        found, kept = rows[is_found], (of[is_found] for of in (cursor, at - end, source, end))
-        self.cursor[found], self.offset[found], self.source[found], self.asked_at[found] = kept
-        is_own = is_found & (source == OWN) & (cursor == draft)
-        self.shift[rows[is_own]] = (at - end)[is_own]
+        np.subtract(at, end, out=offset)
+        np.copyto(asked_at, end, where=is_found)
+        np.copyto(shift, offset, where=is_found & (source == OWN) & (cursor == draft))
+        self.rows[rows] = state
         count = np.where(is_found, np.minimum(limits, self.end[cursor] - at), 0)
-        return Proposed(at, count, np.where(is_found, best, 0), np.where(is_found, source, OWN))
-
-    def _bonus_now(
-        self, rows: np.ndarray, is_own: np.ndarray, common: np.ndarray, end: np.ndarray
-    ) -> np.ndarray:
-        """Of each row, int64 [R], after what came of its last proposal: what was accepted is
-        followed by one more token."""
-        bonus, gained = self.bonus[rows], end - self.asked_at[rows]
-        less = np.where((common > 0) | (gained > 1), OWN_BONUS, np.maximum(bonus - 1, 0))
-        bonus = np.where(is_own & (gained > 0), less, bonus)
-        self.bonus[rows] = bonus
-        return bonus
+        return Proposed(at, count, np.maximum(best, 0), np.where(is_found, source, OWN))
 
     def _search_own(
         self, draft: np.ndarray, context: np.ndarray, expected: np.ndarray
@@ -287,8 +279,7 @@ class SuffixIndex:
     ) -> tuple[np.ndarray, np.ndarray]:
         """The two most recent ends in a row's group of its last n tokens, for the largest n with
         any; int64 [R] each, 0 for none."""
-        keys = [_hash(group, context[:, -n:]) for n in ORDERS]
-        latest, second = self.table.find(np.concatenate(keys))
+        latest, second = self.table.find(_hash(group, context.T[::-1]))
         size = len(group)
         chosen = np.arange(size)
         for number in range(1, len(ORDERS)):
@@ -308,8 +299,8 @@ class SuffixIndex:
             return
         ends = begin[which] + offset
         group = self.group[self.text_at[ends]]
-        keys = [_hash(group, self.text[ends[:, None] + BACK[-n:]]) for n in ORDERS]
-        self.table.add(np.concatenate(keys), np.tile(ends, len(ORDERS)), self._owner_of)
+        keys = _hash(group, (self.text[ends - back] for back in range(1, max(ORDERS) + 1)))
+        self.table.add(keys, np.tile(ends, len(ORDERS)), self._owner_of)
 
     def _owner_of(self, ends: np.ndarray) -> np.ndarray:
         return self.owner[self.text_at[ends]]
@@ -361,15 +352,19 @@ def find_nearest(
     return np.where(is_there[row, which], ends[row, which], -1)
 
 
-def _hash(group: np.ndarray, ngrams: np.ndarray) -> np.ndarray:
-    """Of n-grams of a group, uint64 [P], never 0. group: int64 [P]; ngrams: int32 [P, n]. Two that
-    are equal by chance cost a proposal, never a token."""
-    hashed = (group.astype(np.uint64) + np.uint64(ngrams.shape[1] << 48)) * MIX
-    for token in ngrams.T.astype(np.uint64):
-        hashed ^= token
+def _hash(group: np.ndarray, tokens: Iterable[np.ndarray]) -> np.ndarray:
+    """Keys of the last n tokens of a group's texts, for each n of ORDERS in turn, uint64 [ORDERS *
+    P], never 0. Two that are equal by chance cost a proposal, never a token.
+
+    group: int64 [P]; tokens: the last ones of each text, those before, ..., int32 [P] each."""
+    hashed, keys = (group + 1).astype(np.uint64) * MIX, {}
+    for n, last in zip(range(1, max(ORDERS) + 1), tokens, strict=False):
+        hashed ^= last.astype(np.uint64)
         hashed *= MIX
         hashed ^= hashed >> np.uint64(29)
-    return hashed | np.uint64(1)
+        if n in ORDERS:
+            keys[n] = hashed | np.uint64(1)
+    return np.concatenate([keys[n] for n in ORDERS])
 
 
 def _doubled(array: np.ndarray) -> np.ndarray:
