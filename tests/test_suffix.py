@@ -4,6 +4,7 @@ bounded history."""
 import numpy as np
 import pytest
 
+from bubblespec.draft.history import History
 from bubblespec.draft.suffix import (
     HISTORY,
     LIVE_LAG,
@@ -14,7 +15,6 @@ from bubblespec.draft.suffix import (
     OWN_RADIUS,
     SELF,
     SIBLING,
-    History,
     SuffixIndex,
     find_nearest,
 )

@@ -9,9 +9,9 @@ kind, and sampled at another temperature: what is learned here is kept apart fro
 import numpy as np
 
 from bubblespec.config import Config
+from bubblespec.draft.history import History
 from bubblespec.draft.proposer import Proposer, make_proposer
 from bubblespec.draft.store import DraftStore
-from bubblespec.draft.suffix import History
 from bubblespec.types import Draft, Row, Samples
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from bubblespec.draft.history import History
 from bubblespec.draft.sources import (
     ALIGNED,
     DraftSource,
@@ -17,7 +18,7 @@ from bubblespec.draft.sources import (
     Survival,
     TrackedRow,
 )
-from bubblespec.draft.suffix import OWN, SOURCE_NAMES, History
+from bubblespec.draft.suffix import OWN, SOURCE_NAMES
 from bubblespec.planner.costs import CostModel
 from bubblespec.planner.windows import WINDOWS, choose_windows
 from bubblespec.records import Acceptance

@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from bubblespec.draft.history import History
 from bubblespec.draft.suffix import (
     HISTORY,
     HISTORY_OWNER,
     PROMPT_OWNER,
     SELF,
     SOURCE_NAMES,
-    History,
     SuffixIndex,
 )
 from bubblespec.types import Draft, Row, SampleId

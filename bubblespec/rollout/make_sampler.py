@@ -4,9 +4,9 @@ from bubblespec.config import Config
 from bubblespec.data.schedule import StepSchedule
 from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.evaluation import make_evaluation_drafts
+from bubblespec.draft.history import History
 from bubblespec.draft.proposer import make_proposer
 from bubblespec.draft.store import DraftStore
-from bubblespec.draft.suffix import History
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.memory import host_token_budget

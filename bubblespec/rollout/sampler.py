@@ -18,9 +18,9 @@ from bubblespec.data.schedule import StepSchedule
 from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.drafter_training import DrafterTraining
 from bubblespec.draft.evaluation import EvaluationDrafts
+from bubblespec.draft.history import History
 from bubblespec.draft.proposer import Proposer
 from bubblespec.draft.store import DraftStore, exchange
-from bubblespec.draft.suffix import History
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.idle.draft_ahead import MAX_SLOWDOWN, DraftAhead

@@ -18,7 +18,7 @@ VOCABULARY = 1 << 15  # of synthetic tokens: so many that no text has an n-gram 
 STOP = VOCABULARY  # the token that ends a synthetic response
 TEXT, MISMATCH, EDITS = range(3)  # uses of random numbers
 LATER = 1 << 12  # above all sample numbers: the k-th later version of a sample is named + k * LATER
-# Mean acceptance length of `GroupIndex` on texts of which such a share is edited, with windows of
+# Mean acceptance length of `SuffixIndex` on texts of which such a share is edited, with windows of
 # 128 tokens (18,000 tokens each).
 ACCEPT_LENGTH = (1.0, 1.10, 1.18, 1.29, 1.44, 1.68, 2.01, 2.60, 3.78, 7.24, 14.4)
 EDITED = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)
