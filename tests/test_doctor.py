@@ -99,7 +99,7 @@ def test_other_tokens_with_drafts_are_a_failure(monkeypatch, capsys):
 
 
 def test_a_rank_that_fails_alone(tmp_path):
-    """The other one waits for it in vain; what all ranks would make together is not made."""
+    """The other one times out waiting for it; checks that need all ranks are left out."""
     script = tmp_path / "doctor_of_two.py"
     script.write_text(
         "import os, sys\n"

@@ -326,6 +326,22 @@ def test_a_source_is_asked_for_rows_that_none_before_it_serves():
     assert guesses.asked[-1] == [], "no room, no question"
 
 
+@pytest.mark.parametrize("guess", [[7, 7, 7], [10, 11, 7]])
+def test_a_wrong_guess_of_another_source_says_nothing_of_the_draft(guess):
+    """A source takes a row's own draft's place for one forward, and is refused."""
+    one = row()
+    guesses = Guesses({one.id: guess})
+    guesses.chance = 1.0
+    proposer = Proposer([OwnDrafts(), guesses], cost(), always=True, clock=Clock())
+    proposer.begin()
+    proposer.track(one, draft(range(10, 40)), STEP)
+    assert forward(proposer, [one], [range(10, 40)]) == [guess]
+    guesses.chance = 0.0
+    begin = len(one.tokens)
+    wanted = list(range(10 + begin, 13 + begin))
+    assert forward(proposer, [one], [range(10, 40)]) == [wanted], "it goes on in its draft"
+
+
 def test_a_source_that_was_given_up_is_tried_again():
     """It guesses wrong for many rows in the first rollout, and right from the second on."""
     rows, guesses = [row(number) for number in range(100)], Guesses({})

@@ -56,7 +56,7 @@ def examine(case: Case) -> list[str]:
 
 
 def attempt(check: Check, case: Case) -> tuple[list[Line], bool]:
-    """This rank's lines, an error's among them, and whether it has waited for others in vain."""
+    """This rank's lines, an error's among them, and whether it timed out waiting for others."""
     lines, is_late = [], False
     try:
         lines.extend(check.make(case))  # what comes before an error stays

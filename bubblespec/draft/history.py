@@ -1,5 +1,5 @@
-"""Responses of earlier epochs, by prompt (RhymeRL, arXiv 2508.18588): what suffix matches search
-beside the texts of a rollout."""
+"""Responses of earlier epochs, by prompt (RhymeRL, arXiv 2508.18588): suffix matching searches
+them as well as the texts of the rollout."""
 
 from collections import deque
 

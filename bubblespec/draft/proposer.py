@@ -204,11 +204,12 @@ class Proposer:
                 is_own = drafted and tracked.kind[0] == SOURCE_NAMES[OWN]
                 self.acceptance.after_divergence[0] += len(gained)
                 self.acceptance.after_divergence[1] += accepted if is_own else 0
-            if tracked.is_aligned and accepted < drafted:
-                tracked.is_aligned = False
-            elif tracked.is_aligned:  # what was accepted is the draft's
-                begin += accepted
-                tracked.is_aligned = draft.tokens[begin:end].tolist() == gained[accepted:].tolist()
+            if tracked.is_aligned:
+                of_draft = 0  # gained tokens that are known to be the draft's
+                if drafted and tracked.kind[0] == ALIGNED:
+                    of_draft = accepted
+                rest = draft.tokens[begin + of_draft : end]
+                tracked.is_aligned = rest.tolist() == gained[of_draft:].tolist()
         if tracked.is_counted:
             self.acceptance.row_forwards += forwards
             self.acceptance.gained_tokens += len(gained)
@@ -219,26 +220,23 @@ class Proposer:
         self, tracked: list[TrackedRow | None], drafted: np.ndarray, accepted: np.ndarray
     ) -> None:
         """What came of the drafts of a forward's rows; int64 [R] both."""
-        by_kind: dict[tuple, list[int]] = {}  # drafted, accepted and verified tokens
+        tallies: dict[tuple, list[int]] = {}  # drafted, accepted and verified tokens
         counted: list[int] = []
-        of_counted: dict[tuple, list[int]] = {}
         for row, (each, draft, right) in enumerate(
             zip(tracked, drafted.tolist(), accepted.tolist(), strict=True)
         ):
             if each is None or not draft:
                 continue
-            sums = by_kind.setdefault(each.kind, [0, 0, 0])
+            tally = tallies.setdefault((each.kind, each.is_counted), [0, 0, 0])
+            tally[0] += draft
+            tally[1] += right
+            tally[2] += min(right + 1, draft)
             if each.is_counted:
                 counted.append(row)
-                sums = of_counted.setdefault(each.kind, [0, 0, 0])
-            sums[0] += draft
-            sums[1] += right
-            sums[2] += min(right + 1, draft)
-        for kind, sums in by_kind.items():
-            of_steps = of_counted.get(kind, (0, 0, 0))
-            self.survival.observe(kind, sums[2] + of_steps[2], sums[1] + of_steps[1])
-        for kind, sums in of_counted.items():
-            self._count_kind(kind, *sums)
+        for (kind, is_counted), tally in tallies.items():
+            self.survival.observe(kind, tally[2], tally[1])
+            if is_counted:
+                self._count_kind(kind, *tally)
         bins = WINDOWS.searchsorted(accepted[counted], side="right") - 1
         self.acceptance.accepted_lengths += np.bincount(bins, minlength=len(WINDOWS))
 
