@@ -67,7 +67,7 @@ def save_checkpoint(
     Returns None, or in one line why it failed (a full disk, for instance): then nothing is left of
     it, and the checkpoints before it stay. The answer is the same on every rank.
     """
-    optimizer_state = optimizer.state_dict(ranks)  # with a share of it on each rank, together
+    optimizer_state = optimizer.state_dict()  # with a share of it on each rank, together
     temporary = os.path.join(config.run.output_dir, f"tmp-checkpoint-{step}")
     state = {"format": FORMAT, "step": step, "evaluated": evaluated, "linear": linear}
     state |= {"world_size": ranks.world_size, "config": flatten(config)}

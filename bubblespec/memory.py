@@ -21,7 +21,6 @@ from bubblespec.errors import InputError
 from bubblespec.learn.learner import MAX_LOGITS, Learner
 from bubblespec.learn.microbatch import pack_responses
 from bubblespec.loading import from_pretrained, with_dtype
-from bubblespec.types import SampleId
 
 CARDS = {"80 GB": 79.1 * 2**30, "141 GB": 139.7 * 2**30}  # what torch sees of an H100, an H200
 HEADROOM = 0.06  # kept free: the CUDA context, NCCL's buffers, CUDA graphs, fragmentation
@@ -182,11 +181,10 @@ def gradient_peak(config: Config, learner: Learner) -> int:
     device, length = learner.ranks.device, max_length(config)
     count = config.optim.max_tokens_per_microbatch // length
     prompts, tokens = [(0,) * (length // 2)] * count, [np.zeros(length - length // 2, int)] * count
-    ids, order = [SampleId(0, 0, index) for index in range(count)], list(range(count))
     generated = [np.zeros(len(response), np.float32) for response in tokens]
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    batch = pack_responses(prompts, tokens, generated, ids=ids, order=order, device=device)
+    batch = pack_responses(prompts, tokens, generated, device)
     learner.accumulate_gradient(batch, np.zeros(count), np.zeros(count))
     learner.optimizer.clear()
     return torch.cuda.max_memory_allocated(device) - before

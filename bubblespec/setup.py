@@ -35,7 +35,6 @@ from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError, log
 from bubblespec.learn.learner import Learner
 from bubblespec.learn.optimizer import Optimizer
-from bubblespec.learn.streaming import GradientStream
 from bubblespec.loading import (
     check_vocabulary,
     load_model,
@@ -97,7 +96,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     if checkpoint:
         load_arrays_into(sampler, checkpoint, SPECULATION_FILE)
     if config.optim.stream_gradients:
-        sampler.stream = GradientStream(learner)
+        sampler.learner = learner
     sampler.tail = make_tp_tail(
         config, ranks, engine, params, sampler.board, sampler.stats, max_rows=max_tp_rows
     )

@@ -87,7 +87,7 @@ def saver(tmp_path, make_model):
     transformers.utils.logging.disable_progress_bar()
     model = make_model("llama", torch.float32)
     config = make_config(tmp_path / "out")
-    optimizer = Optimizer(model, config.optim, config.run.max_steps)
+    optimizer = Optimizer(model, config.optim, config.run.max_steps, ALONE)
     os.makedirs(config.run.output_dir)
 
     def save(step: int, evaluated: int = -1) -> str | None:

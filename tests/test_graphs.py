@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bubblespec.config import OptimConfig
+from bubblespec.dist.ranks import Ranks
 from bubblespec.engine import graphs
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.graphs import NARROW, ForwardGraphs, Shape, graph_shapes, pad
@@ -217,7 +218,7 @@ def test_a_model_that_reads_from_the_gpu_goes_on_without_graphs(make_model, on_c
 def test_an_update_leaves_the_weights_where_they_are(make_model, dtype):
     """Both ways that the optimizer has, with and without master weights."""
     model = make_model("qwen2", dtype)
-    optimizer = Optimizer(model, OptimConfig(learning_rate=0.1), max_steps=3)
+    optimizer = Optimizer(model, OptimConfig(learning_rate=0.1), 3, Ranks(torch.device("cpu")))
     memory = [p.data_ptr() for p in model.parameters()]
     before = [p.detach().clone() for p in model.parameters()]
     model(torch.arange(9)[None], labels=torch.arange(9)[None]).loss.backward()

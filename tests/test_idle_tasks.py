@@ -1,5 +1,5 @@
 """Uses of idle time: which rank gets which job, and what each task does with it. Stand-ins for the
-engine, the gradient stream and the drafter's training."""
+engine, the learner and the drafter's training."""
 
 import copy
 from types import SimpleNamespace
@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from bubblespec.config import Config, LossConfig, ModelConfig
 from bubblespec.draft.store import DraftStore
 from bubblespec.idle.draft_ahead import MAX_IDLE_FORWARDS, DraftAhead
 from bubblespec.idle.stream_gradients import NUM_WANTED, StreamGradients
@@ -215,10 +216,6 @@ def test_only_what_has_grown_is_noted():
 # Streamed gradients
 
 
-class FakePiece(SimpleNamespace):
-    """num_tokens, sample, advantage."""
-
-
 class FakeStreamCost:
     is_known = True
 
@@ -227,27 +224,22 @@ class FakeStreamCost:
 
     tokens_s = seconds
 
-
-class FakeStream:
-    """A token takes a millisecond and saves as much of the update."""
-
-    def __init__(self, clock: Clock):
-        self.clock, self.done, self.cost = clock, [], FakeStreamCost()
-
-    def pieces(self, rows, rewards) -> list[FakePiece]:
-        return [
-            FakePiece(num_tokens=len(row.tokens), sample=row.id, advantage=of - rewards.mean())
-            for row, of in zip(rows, rewards.tolist(), strict=True)
-            if row is not None
-        ]
-
     def max_tokens(self, limit_s: float) -> int:
         return int(limit_s * 1000)
 
-    def add(self, pieces) -> Span:
+
+class FakeLearner:
+    """A token takes a millisecond and saves as much of the update. All samples have a gradient."""
+
+    def __init__(self, clock: Clock):
+        self.clock, self.done, self.cost = clock, [], FakeStreamCost()
+        self.config = Config(model=ModelConfig(path=""), loss=LossConfig(scale_rewards="none"))
+        self.reference = object()
+
+    def stream(self, rows: list[Row], advantages: np.ndarray) -> Span:
         begin_s = self.clock.perf_counter()
-        self.clock.sleep(self.cost.seconds(sum(piece.num_tokens for piece in pieces)))
-        self.done.append(pieces)
+        self.clock.sleep(self.cost.seconds(sum(len(row.tokens) for row in rows)))
+        self.done.append(list(zip(rows, advantages.tolist(), strict=True)))
         return Span("gradients", begin_s, self.clock.perf_counter())
 
 
@@ -256,11 +248,11 @@ def streaming(rewards=(1.0, 0.0, 2.0, 2.0), own=None, **options):
     launch = Launch(groups_of(0)[:2], 2, 2, 2)
     rows = [Row(name, (1,), 50, np.arange(10 * n)) for n, name in enumerate(launch.ids, 1)]
     scored = [list(zip(rows, rewards, strict=True))]
-    stream = FakeStream(Clock())
+    learner = FakeLearner(Clock())
     take = lambda: scored.pop() if scored else []  # noqa: E731
-    task = StreamGradients(launch, stream, take, **options)
+    task = StreamGradients(launch, learner, take, **options)
     task.begin(view_of(own))
-    return task, stream
+    return task, learner
 
 
 def tick(task: IdleTask, *others: np.ndarray) -> None:
@@ -268,24 +260,26 @@ def tick(task: IdleTask, *others: np.ndarray) -> None:
 
 
 def test_gradients_of_complete_groups_are_computed_slice_by_slice():
-    task, stream = streaming()
+    task, learner = streaming()
     assert task.capacity() == 0 and not list(task.jobs())
     tick(task)
     assert task.capacity() == NUM_WANTED
     tick(task)
     jobs = list(task.jobs())
     assert [job.rank for job in jobs] == [0, 0] and not any(job.co_scheduled for job in jobs)
-    assert not task.run_slice() and not stream.done, "not before it is given"
+    assert not task.run_slice() and not learner.done, "not before it is given"
     for job in jobs:
         task.accept(job, 1)
     assert not task.run_slice(), "given to another rank"
     for job in jobs:
         task.accept(job, 0)
     assert task.run_slice() and not task.run_slice()
-    sizes = [[piece.num_tokens for piece in pieces] for pieces in stream.done]
+    sizes = [[len(row.tokens) for row, _ in done] for done in learner.done]
     assert sizes == [[40, 10], [30, 20]], "the longest that fit into 50 ms"
-    by_sample = {piece.sample: piece.advantage for pieces in stream.done for piece in pieces}
-    assert list(by_sample.values()) == [0.0, 0.5, 0.0, -0.5]
+    assert [[advantage for _, advantage in done] for done in learner.done] == [
+        [0.0, 0.5],
+        [0.0, -0.5],
+    ]
     task.finish(ALONE)
     use = task.view.record.idle[task.name]
     assert use.seconds == pytest.approx(0.1, abs=1e-3) and use.saved_s == pytest.approx(0.1)
@@ -301,19 +295,19 @@ def test_groups_wait_for_all_their_rewards():
 
 
 def test_equal_rewards_may_be_left_out_and_own_rows_come_first():
-    task, stream = streaming(only_differing=True)
+    task, learner = streaming(only_differing=True)
     tick(task)
     assert [piece.num_tokens for piece in task._pieces] == [10, 20]
-    task, stream = streaming(own=rows_of(0))
+    task, learner = streaming(own=rows_of(0))
     tick(task)
     assert task.capacity() == 0 and not list(task.jobs())
-    task, stream = streaming(own=rows_of(0), scores_in_workers=False)
+    task, learner = streaming(own=rows_of(0), scores_in_workers=False)
     assert np.isnan(task.publish()[3:]).all(), "scoring would keep the rows waiting"
-    task, stream = streaming(frees_cache=True)
+    task, learner = streaming(frees_cache=True)
     tick(task)
     task.accept(Job((0, 0), 1.0, 1.0, False, 0), 0)
     task.run_slice()
-    assert task.view.engine.num_releases == 1 and len(stream.done) == 1
+    assert task.view.engine.num_releases == 1 and len(learner.done) == 1
 
 
 # Training the drafter

@@ -114,7 +114,7 @@ def test_a_new_adapter_changes_nothing_and_is_the_same_everywhere(make_model):
 
 def test_only_the_adapter_is_trained_in_the_models_dtype(make_model):
     model = adapt(make_model(dtype=torch.bfloat16))
-    optimizer = Optimizer(model, make_config().optim, 10)
+    optimizer = Optimizer(model, make_config().optim, 10, Ranks(torch.device("cpu")))
     adapter = adapter_of(model)
     assert {id(p) for p in optimizer.params} == {id(p) for p in adapter.values()}
     assert len(adapter) == 2 * 2 * 7  # A and B, layers, linear layers of each

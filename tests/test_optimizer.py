@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from bubblespec.config import OptimConfig
+from bubblespec.dist.ranks import Ranks
 from bubblespec.learn.optimizer import Optimizer, learning_rate_factor
 from tests.helpers.reference_step import adamw_update
 
 STEPS = 8
+ALONE = Ranks(torch.device("cpu"))
 
 
 class Small(torch.nn.Module):
@@ -75,7 +77,7 @@ def test_steps_are_clipping_and_adamw(limit):
     config = copy.copy(CONFIG)
     config.max_grad_norm = limit
     model = Small(torch.float64)
-    optimizer = Optimizer(model, config, STEPS)
+    optimizer = Optimizer(model, config, STEPS, ALONE)
     norms, rates = [], []
     for step in range(STEPS):
         backward(model, step)
@@ -99,7 +101,7 @@ def test_steps_are_clipping_and_adamw(limit):
 def test_weight_decay_is_for_matrices_only():
     model = Small(torch.float64)
     before = values(model)
-    optimizer = Optimizer(model, OptimConfig(learning_rate=0.5, weight_decay=0.25), STEPS)
+    optimizer = Optimizer(model, OptimConfig(learning_rate=0.5, weight_decay=0.25), STEPS, ALONE)
     optimizer.step(0)  # gradients of zero: only the decay moves weights
     for old, new in zip(before, values(model), strict=True):
         torch.testing.assert_close(new, old * (0.875 if old.ndim == 2 else 1.0), rtol=1e-15, atol=0)
@@ -116,7 +118,7 @@ class Vector(torch.nn.Module):
 
 def test_bfloat16_gradients_accumulate_in_float32():
     model = Vector(torch.bfloat16)
-    optimizer = Optimizer(model, CONFIG, STEPS)
+    optimizer = Optimizer(model, CONFIG, STEPS, ALONE)
     for scale in (256.0, 1.0, 1.0):
         (scale * model.weight).sum().backward()
     # bfloat16 has 8 significant bits, so there 256 + 1 would be 256.
@@ -137,7 +139,7 @@ def test_bfloat16_steps_equal_adamw_on_float32_masters():
         betas=(0.8, 0.95),
         eps=0.5,
     )
-    optimizer = Optimizer(model, CONFIG, STEPS)
+    optimizer = Optimizer(model, CONFIG, STEPS, ALONE)
     for step in range(STEPS):
         gradients = [torch.zeros_like(m) for m in masters]
         for micro_batch in range(2):
@@ -173,7 +175,7 @@ def test_saved_and_loaded_optimizer_continues_bit_for_bit(dtype):
     config = copy.copy(CONFIG)
     config.learning_rate = 1e-3  # below bfloat16's resolution: masters and weights drift apart
     model = Small(dtype)
-    optimizer = Optimizer(model, config, STEPS)
+    optimizer = Optimizer(model, config, STEPS, ALONE)
     for step in range(STEPS):
         if step == 4:
             file = io.BytesIO()
@@ -185,7 +187,7 @@ def test_saved_and_loaded_optimizer_continues_bit_for_bit(dtype):
     state = torch.load(file, weights_only=True)
     other = Small(dtype)
     other.load_state_dict(state["model"])
-    continued = Optimizer(other, config, STEPS)
+    continued = Optimizer(other, config, STEPS, ALONE)
     continued.load_state_dict(state["optimizer"])
     assert all(torch.equal(a, b) for a, b in zip(values(other), saved_weights, strict=True))
     for step in range(4, STEPS):

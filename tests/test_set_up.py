@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGenerat
 from bubblespec import loading
 from bubblespec.checkpoint import load_optimizer
 from bubblespec.config import Config, DataConfig, ModelConfig, RunConfig
+from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.drafter import Drafter
 from bubblespec.draft.drafter_file import DRAFTER_FILE, read_drafter, save_drafter
 from bubblespec.learn.optimizer import Optimizer
@@ -194,7 +195,7 @@ def without_last_row(value):
 )
 def test_optimizer_of_another_model(tmp_path, edit, says):
     config = make_config()
-    optimizer = Optimizer(load_model(config, None, CPU), config.optim, 10)
+    optimizer = Optimizer(load_model(config, None, CPU), config.optim, 10, Ranks(CPU))
     optimizer.flat_grad.fill_(1.0)
     optimizer.step(0)
     if edit is None:

@@ -20,11 +20,10 @@ from test_update import (
 
 from bubblespec.dist.ranks import Ranks
 from bubblespec.engine.model import prepare_model
+from bubblespec.idle.stream_gradients import pieces_of
 from bubblespec.learn.advantages import estimate_advantages
 from bubblespec.learn.learner import Learner
 from bubblespec.learn.microbatch import MicrobatchCost
-from bubblespec.learn.optimizer import Optimizer
-from bubblespec.learn.streaming import GradientStream
 from bubblespec.types import Row, Samples
 from tests.helpers.ranks import run_ranks
 
@@ -67,17 +66,16 @@ def row_of(samples: Samples, i: int) -> Row:
 
 def stream_groups(
     learner: Learner, samples: Samples, groups, own=lambda place: True, slice_size: int = 2
-) -> GradientStream:
+) -> None:
     """What a rank does while it waits: its own samples of these groups, a few in a slice."""
-    stream = GradientStream(learner)
-    stream.begin()
     for group in groups:
         places = [group * GENERATIONS + number for number in range(GENERATIONS)]
         rows = [row_of(samples, place) if own(place) else None for place in places]
-        pieces = stream.pieces(rows, REWARDS[group])
+        pieces = pieces_of(learner, rows, REWARDS[group])
         for first in range(0, len(pieces), slice_size):
-            stream.add(pieces[first : first + slice_size])
-    return stream
+            chosen = pieces[first : first + slice_size]
+            advantages = np.array([piece.advantage for piece in chosen])
+            learner.stream([piece.row for piece in chosen], advantages)
 
 
 def assert_same_gradient(got: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -147,10 +145,10 @@ def test_nothing_is_computed_twice_and_nothing_left_out(make_model, monkeypatch)
 
 def test_a_sample_is_not_streamed_twice_and_only_what_is_trained_on(make_model):
     samples, learner = make_samples(), make_learner(prepared(make_model), streaming(make_config()))
-    stream = stream_groups(learner, samples, [0])
-    pieces = stream.pieces([row_of(samples, place) for place in range(GENERATIONS)], REWARDS[0])
+    stream_groups(learner, samples, [0])
+    rows = [row_of(samples, place) for place in range(GENERATIONS)]
     with pytest.raises(ValueError, match="computed before"):
-        stream.add(pieces[:1])
+        learner.stream(rows[:1], np.ones(1))
     with pytest.raises(ValueError, match="not trained on"):
         learner.update(samples.of_groups([1, 2]), advantages_of(REWARDS[1:3], learner.config), 0)
 
@@ -160,9 +158,9 @@ def test_what_an_abandoned_rollout_has_left_is_forgotten(make_model):
     advantages = advantages_of(REWARDS, config)
     wanted, _ = gradient(prepared(make_model), samples, streaming(config), advantages)
     learner = make_learner(prepared(make_model), streaming(config))
-    stream = stream_groups(learner, samples, [0, 2])
+    stream_groups(learner, samples, [0, 2])
     assert learner.optimizer.flat_grad.any()
-    stream.begin()
+    learner.forget_streamed()
     assert torch.equal(gradients(learner, samples, advantages)[0][0], wanted)
 
 
@@ -176,7 +174,6 @@ def streamed_on_two_ranks(ranks: Ranks, model, shard_state: bool) -> dict:
         config.optim.stream_gradients = True  # streamed or not, scaled at the end
         config.optim.shard_state = shard_state
         learner = make_learner(own, config, ranks=ranks)
-        learner.optimizer = Optimizer(own, config.optim, 10, ranks)
         for step in range(2):
             samples = make_samples(step)
             if streams:
@@ -225,21 +222,19 @@ def test_costs_are_learnt():
 
 def test_an_update_teaches_what_a_slice_takes(make_model):
     learner = make_learner(prepared(make_model), streaming(make_config()))
-    stream = GradientStream(learner)
-    assert not stream.cost.is_known
+    assert not learner.cost.is_known
     learner.update(make_samples(), advantages_of(REWARDS, learner.config), 0)
-    assert stream.cost.is_known and stream.cost.seconds(10) > 0
-    assert stream.max_tokens(1e9) == learner.config.optim.max_tokens_per_microbatch
+    assert learner.cost.is_known and learner.cost.seconds(10) > 0
 
 
 def test_masked_and_useless_samples_are_no_pieces(make_model):
     config, samples = streaming(make_config(mask_truncated_completions=True)), make_samples()
     samples.is_truncated = np.arange(12) == 1
-    stream = GradientStream(make_learner(prepared(make_model), config))
+    learner = make_learner(prepared(make_model), config)
     rows = [row_of(samples, place) for place in range(3)]
 
     def numbers(rows, *rewards: float) -> list[int]:
-        return [piece.row.id.sample for piece in stream.pieces(rows, np.array(rewards))]
+        return [piece.row.id.sample for piece in pieces_of(learner, rows, np.array(rewards))]
 
     assert numbers(rows, 0.0, 1.0, 2.0) == numbers(rows, 0.0, 0.5, 1.0) == [0, 2]
     assert numbers([None, *rows[1:]], 0.0, 1.0, 2.0) == [2]

@@ -68,12 +68,13 @@ def moved(model):
 
 
 def make_learner(model, config, reference=None, ranks=None) -> Learner:
+    ranks = ranks or Ranks(torch.device("cpu"))
     return Learner(
         config=config,
-        ranks=ranks or Ranks(torch.device("cpu")),
+        ranks=ranks,
         model=model,
         reference=reference,
-        optimizer=Optimizer(model, config.optim, 10),
+        optimizer=Optimizer(model, config.optim, 10, ranks),
         kernel="sdpa",
     )
 
@@ -344,9 +345,9 @@ def test_metrics_of_several_updates_are_means_and_the_largest(make_model):
     plain = make_model()
     plain.set_attn_implementation("sdpa")
     wanted = plain_metrics(plain, moved(plain), samples, config, [True] * len(samples))
-    losses, ranks = [], Ranks(torch.device("cpu"))
-    ranks.gather = lambda array: (losses.append(array[0]), array[None])[1]
-    seen, metrics = gradients(make_learner(model, config, ranks=ranks), samples)
+    losses, learner = [], make_learner(model, config)
+    learner.ranks.gather = lambda array: (losses.append(array[0]), array[None])[1]
+    seen, metrics = gradients(learner, samples)
     norms = [gradient.square().sum().sqrt().item() for gradient in seen]
     assert len(norms) == len(losses) == 6 and max(norms) > 1.1 * min(norms)
     assert metrics["grad_norm"] == pytest.approx(sum(norms) / 6, rel=1e-12)

@@ -7,14 +7,15 @@ those of its samples that it generated itself. A reward that comes late or not a
 group out, and the update computes those gradients as if nothing had been streamed.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from bubblespec.dist.ranks import Ranks
 from bubblespec.idle.task import SLICE_S, IdleTask, Job
-from bubblespec.learn.streaming import GradientStream, Piece
+from bubblespec.learn.advantages import estimate_advantages
+from bubblespec.learn.learner import Learner
 from bubblespec.types import Launch, Row, has_zero_std
 
 NUM_WANTED = 2  # slices that a rank asks for at a time: the next tick is some milliseconds away
@@ -30,6 +31,32 @@ class Capacity(NamedTuple):
     """Expected seconds of all ranks together that one saves the update."""
 
 
+class Piece(NamedTuple):
+    """A sample whose gradient can be computed."""
+
+    row: Row
+    advantage: float
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that a micro-batch feeds of it."""
+        return len(self.row.prompt) + len(self.row.tokens) - 1
+
+
+def pieces_of(learner: Learner, rows: Sequence[Row | None], rewards: np.ndarray) -> list[Piece]:
+    """One group's samples that this rank has and that have a gradient. rows: None for the samples
+    of other ranks; rewards: float64 [samples], of all of them."""
+    loss = learner.config.loss
+    (advantages,) = estimate_advantages(rewards[None], loss.advantage_estimator, loss.scale_rewards)
+    return [
+        Piece(row, advantage)
+        for row, advantage in zip(rows, advantages.tolist(), strict=True)
+        if row is not None
+        and (advantage != 0 or learner.reference is not None)
+        and not (loss.mask_truncated_completions and row.finish == "length")
+    ]
+
+
 class StreamGradients(IdleTask):
     """Streamed gradients in one rollout on one rank."""
 
@@ -38,7 +65,7 @@ class StreamGradients(IdleTask):
     def __init__(
         self,
         launch: Launch,
-        stream: GradientStream,
+        learner: Learner,
         take_rewards: Callable[[], list[tuple[Row, float]]],
         *,
         scores_in_workers: bool = True,
@@ -53,7 +80,7 @@ class StreamGradients(IdleTask):
         which dynamic sampling replaces; frees_cache: there is no memory for a slice while keys and
         values are held.
         """
-        self.stream, self.take_rewards = stream, take_rewards
+        self.learner, self.take_rewards = learner, take_rewards
         self.scores_in_workers, self.only_differing = scores_in_workers, only_differing
         self.frees_cache, self.num_kept = frees_cache, launch.num_kept
         self.shape = (len(launch.groups), launch.num_generations)
@@ -88,7 +115,7 @@ class StreamGradients(IdleTask):
             if self.only_differing and has_zero_std(rewards[None])[0]:
                 continue
             rows = [self._rows.get(group * self.shape[1] + n) for n in numbers.tolist()]
-            self._pieces += self.stream.pieces(rows, rewards)
+            self._pieces += pieces_of(self.learner, rows, rewards)
         self._pieces.sort(key=lambda piece: piece.num_tokens)
         self._is_complete = is_complete
 
@@ -119,9 +146,10 @@ class StreamGradients(IdleTask):
         pieces = self._next_slice()
         taken = set(map(id, pieces))
         self._pieces = [piece for piece in self._pieces if id(piece) not in taken]
-        span = self.stream.add(pieces)
+        advantages = np.array([piece.advantage for piece in pieces])
+        span = self.learner.stream([piece.row for piece in pieces], advantages)
         self._seconds += span.end_s - span.begin_s
-        self._saved_s += self.stream.cost.tokens_s(sum(piece.num_tokens for piece in pieces))
+        self._saved_s += self.learner.cost.tokens_s(sum(piece.num_tokens for piece in pieces))
         self.view.record.slices.append(span)
         return bool(self._num_granted and self._can_begin())
 
@@ -135,12 +163,13 @@ class StreamGradients(IdleTask):
         if not self._can_begin():
             return Capacity(0, 0.0, 0.0)
         size = sum(piece.num_tokens for piece in self._next_slice())
-        total, cost = sum(piece.num_tokens for piece in self._pieces), self.stream.cost
+        total, cost = sum(piece.num_tokens for piece in self._pieces), self.learner.cost
         return Capacity(-(-total // size), cost.seconds(size), cost.tokens_s(size))
 
     def _next_slice(self) -> list[Piece]:
         """The longest sample, and the longest others that fit into a slice with it."""
-        room, chosen = self.stream.max_tokens(SLICE_S), []
+        limit = self.learner.config.optim.max_tokens_per_microbatch
+        room, chosen = min(self.learner.cost.max_tokens(SLICE_S), limit), []
         for piece in reversed(self._pieces):
             if not chosen or piece.num_tokens <= room:
                 chosen.append(piece)
@@ -149,4 +178,4 @@ class StreamGradients(IdleTask):
 
     def _can_begin(self) -> bool:
         is_idle = not self.view.unfinished and (self.view.engine.is_idle or not self.frees_cache)
-        return is_idle and self.stream.cost.is_known and bool(self._next_slice())
+        return is_idle and self.learner.cost.is_known and bool(self._next_slice())

@@ -7,8 +7,12 @@ forwards, never from the generator, so the gradient depends on the tokens alone:
 or in which batches they were generated. The first update takes them from its own forward, so its
 ratio is exactly 1; later minibatches get a forward before it.
 
-With optim.stream_gradients part of the gradient may exist before the update begins (streaming.py):
-a batch then makes one update, which computes the rest and scales the sum.
+With optim.stream_gradients part of the gradient may exist before the update begins (RollPacker's
+stream trainer, arXiv 2509.21009). A group whose rewards are all known determines its samples'
+advantages, and a sample's contribution to the gradient is then known up to one factor, the same for
+all samples of the update (losses.py). So a rank that has nothing else to do adds up the gradients
+of its own finished samples (`stream`). A batch then makes one update, which computes the others and
+scales the sum once.
 """
 
 import math
@@ -30,13 +34,20 @@ from bubblespec.learn.losses import (
     cispo_loss,
     importance_ratio,
     kl_penalty,
+    local_weights,
     policy_loss,
     token_logprobs,
 )
-from bubblespec.learn.microbatch import Microbatch, MicrobatchCost, is_in_loss, make_minibatches
+from bubblespec.learn.microbatch import (
+    Microbatch,
+    MicrobatchCost,
+    is_in_loss,
+    make_minibatches,
+    pack_responses,
+)
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.records import Span
-from bubblespec.types import SampleId, Samples
+from bubblespec.types import Row, SampleId, Samples
 
 # Upper bound of sampling/logp_difference/mean at temperature 1; above it something other than
 # rounding is at work. Rounding alone gives 1e-7 in float64 (the generator's are kept in float32),
@@ -132,7 +143,7 @@ class Learner:
         for microbatches, factor in updates:
             measured = self._accumulate_gradients(microbatches, advantages, weights)
             begin_s = self.ranks.clock.perf_counter()
-            self.optimizer.reduce(self.ranks)
+            self.ranks.sum_(self.optimizer.flat_grad)  # tokens are weighted by global counts
             spans.append(Span("sync", begin_s, self.ranks.clock.perf_counter()))
             if factor != 1.0:
                 self.optimizer.flat_grad.mul_(factor)
@@ -156,6 +167,23 @@ class Learner:
             "timing_s/sync": sum(span.end_s - span.begin_s for span in spans),
         }
         return metrics, spans
+
+    def stream(self, rows: list[Row], advantages: np.ndarray) -> Span:
+        """Add the gradients of these finished samples to that of the coming update, in one
+        micro-batch. advantages: float64 [rows]. Returns when that was. Raises ValueError for a
+        sample whose gradient has been added before."""
+        ids = [row.id for row in rows]
+        if not self.streamed.ids.isdisjoint(ids):
+            raise ValueError(f"some gradients of {ids} have been computed before")
+        begin_s = self.ranks.clock.perf_counter()
+        tokens = [row.tokens for row in rows]
+        lengths, are_used = np.array([len(t) for t in tokens]), np.ones(len(rows), bool)
+        weights = local_weights(self.config.loss.loss_type, lengths, are_used)
+        generated = [row.full_logprob for row in rows]
+        batch = pack_responses([row.prompt for row in rows], tokens, generated, self.ranks.device)
+        self.streamed.measured += self._accumulate_gradients([batch], advantages, weights)
+        self.streamed.ids.update(ids)
+        return Span("gradient", begin_s, self.ranks.clock.perf_counter())
 
     def forget_streamed(self) -> None:
         """Discard what was added to the gradient for an update that never came."""

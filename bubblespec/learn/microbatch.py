@@ -10,7 +10,7 @@ from bubblespec.config import Config
 from bubblespec.dist.ranks import Ranks
 from bubblespec.engine.packing import to_device
 from bubblespec.learn.losses import common_factor, local_weights
-from bubblespec.types import SampleId, Samples
+from bubblespec.types import Samples
 
 
 @dataclass
@@ -32,8 +32,6 @@ class Microbatch:
     """The response tokens, int64 [M]."""
     generated: torch.Tensor
     """Their log-probabilities as the generator has them, float [M]."""
-    ids: list[SampleId]
-    """The sequences' names, [B]."""
     old: torch.Tensor | None = None
     """Their log-probabilities under the old policy, float [M], once known."""
     reference: torch.Tensor | None = None
@@ -74,46 +72,33 @@ def _first_fit(indices: list[int], lengths: np.ndarray, max_tokens: int) -> list
 
 def make_microbatch(samples: Samples, order: list[int], device: torch.device) -> Microbatch:
     """The samples at these indices."""
-    ids = samples.ids
-    return pack_responses(
-        [samples.prompt_of(i).token_ids for i in order],
-        [samples.tokens[i] for i in order],
-        [samples.full_logprob[i] for i in order],
-        ids=[ids[i] for i in order],
-        order=order,
-        device=device,
-    )
+    prompts = [samples.prompt_of(i).token_ids for i in order]
+    tokens, generated = [samples.tokens[i] for i in order], [samples.full_logprob[i] for i in order]
+    return pack_responses(prompts, tokens, generated, device, order)
 
 
 def pack_responses(
     prompts: list[tuple[int, ...]],
     tokens: list[np.ndarray],
     generated: list[np.ndarray],
-    *,
-    ids: list[SampleId],
-    order: list[int],
     device: torch.device,
+    order: list[int] | None = None,
 ) -> Microbatch:
     """Each sequence is its prompt and its response without the last token, which predicts nothing.
-    generated: the tokens' log-probabilities as the generator has them; ids, order: see
-    `Microbatch`."""
-    fed = np.concatenate(
-        [np.concatenate((p, t[:-1])) for p, t in zip(prompts, tokens, strict=True)]
-    )
-    sequence_lengths = [len(p) + len(t) - 1 for p, t in zip(prompts, tokens, strict=True)]
+    generated: the tokens' log-probabilities as the generator has them; order: see `Microbatch`, by
+    default that of these lists."""
+    fed = [np.concatenate((p, t[:-1])) for p, t in zip(prompts, tokens, strict=True)]
+    sequence_lengths = [len(sequence) for sequence in fed]
     ends = np.cumsum(sequence_lengths)
-    predicts = np.concatenate(
-        [np.arange(end - len(t), end) for end, t in zip(ends, tokens, strict=True)]
-    )
+    predicts = [np.arange(end - len(t), end) for end, t in zip(ends, tokens, strict=True)]
     return Microbatch(
-        order=order,
+        order=list(range(len(tokens))) if order is None else order,
         lengths=to_device(np.array([len(t) for t in tokens]), device),
-        input_ids=to_device(fed.astype(np.int64), device),
+        input_ids=to_device(np.concatenate(fed).astype(np.int64), device),
         sequence_lengths=sequence_lengths,
-        predicts=to_device(predicts, device),
+        predicts=to_device(np.concatenate(predicts), device),
         target=to_device(np.concatenate(tokens).astype(np.int64), device),
         generated=to_device(np.concatenate(generated), device),
-        ids=ids,
     )
 
 
@@ -127,13 +112,12 @@ def make_minibatches(
     Minibatches are whole groups, in the order of the batch, whatever the number of ranks. Each is
     normalised by its own counts, as if it were the whole batch of its update.
     """
-    loss, generations = config.loss, samples.num_generations
-    lengths, is_used = samples.lengths, is_in_loss(samples, config)
+    loss, lengths, is_used = config.loss, samples.lengths, is_in_loss(samples, config)
     prompt_lengths = [len(samples.prompt_of(i).token_ids) for i in range(len(samples))]
     to_train = np.where(has_gradient, lengths + np.array(prompt_lengths), 0)
     minibatches, factors, weights = [], [], local_weights(loss.loss_type, lengths, is_used)
-    for groups in np.array_split(np.arange(len(samples.groups)), loss.num_minibatches):
-        members = (groups[:, None] * generations + np.arange(generations)).ravel()
+    by_group = np.arange(len(samples)).reshape(-1, samples.num_generations)
+    for members in map(np.ravel, np.array_split(by_group, loss.num_minibatches)):
         factor = common_factor(
             loss.loss_type, lengths[members], is_used[members], config.rollout.max_completion_length
         )
@@ -173,17 +157,14 @@ class MicrobatchCost:
         features = np.array([1.0, num_tokens / num_microbatches])
         self._products = self.FORGETTING * self._products + np.outer(features, features)
         self._seconds = self.FORGETTING * self._seconds + features * seconds / num_microbatches
-        self._coefficients = self._fit()
-
-    def _fit(self) -> tuple[float, float]:
-        """Through the origin if the sizes so far are too alike to tell, or if a or b would be
-        negative."""
+        # Through the origin if the sizes so far are too alike to tell, or if a or b would be
+        # negative.
         (count, tokens), (_, squares) = self._products
+        self._coefficients = 0.0, float(self._seconds[1] / squares)
         if count * squares - tokens * tokens > 1e-3 * count * squares:
             a, b = np.linalg.solve(self._products, self._seconds).tolist()
             if a >= 0 and b > 0:
-                return a, b
-        return 0.0, float(self._seconds[1] / squares)
+                self._coefficients = a, b
 
     @property
     def is_known(self) -> bool:

@@ -9,6 +9,7 @@ numbers as without: equal bits. The gradient buffer stays whole on every rank.
 """
 
 import math
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,29 +21,23 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's names
 
 
 class Optimizer:
-    """With `ranks` and optim.shard_state, all ranks must make, step and save it together."""
+    """All ranks make, step and save it together."""
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        config: OptimConfig,
-        max_steps: int,
-        ranks: Ranks | None = None,
-    ):
+    def __init__(self, model: torch.nn.Module, config: OptimConfig, max_steps: int, ranks: Ranks):
         self.config, self.max_steps, self.ranks = config, max_steps, ranks
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.names, self.params = [name for name, _ in named], [p for _, p in named]
+        self.num_updates = 0
         self.has_masters = self.params[0].dtype == torch.bfloat16
         dtype = torch.float32 if self.has_masters else self.params[0].dtype
-        self.flat_grad = torch.zeros(
-            sum(p.numel() for p in self.params), dtype=dtype, device=self.params[0].device
-        )
+        sizes = [p.numel() for p in self.params]
+        self.flat_grad = torch.zeros(sum(sizes), dtype=dtype, device=self.params[0].device)
         self.grads = {}  # by parameter, its part of the flat buffer
-        views = torch.split(self.flat_grad, [p.numel() for p in self.params])
-        for param, view in zip(self.params, views, strict=True):
+        for param, view in zip(self.params, self.flat_grad.split(sizes), strict=True):
             self.grads[param] = view.view_as(param)
             if self.has_masters:
-                param.register_post_accumulate_grad_hook(_move_grad_to(self.grads[param]))
+                move = partial(_move_grad, self.grads[param])
+                param.register_post_accumulate_grad_hook(move)
             else:  # autograd accumulates right into the flat buffer
                 param.grad = self.grads[param]
         # this rank's parameters, and what AdamW updates for them
@@ -54,28 +49,25 @@ class Optimizer:
             # on CUDA the default makes a copy of all moments in every step
             "fused": self.flat_grad.is_cuda or None,
         }
+        matrices = [p for p in self.params if p.ndim >= 2]
+        others = [p for p in self.params if p.ndim < 2]
         groups = [
-            {
-                "params": [p for p in self.params if p.ndim >= 2],
-                "weight_decay": config.weight_decay,
-            },
-            {"params": [p for p in self.params if p.ndim < 2], "weight_decay": 0.0},
+            {"params": params, "weight_decay": weight_decay}
+            for params, weight_decay in ((matrices, config.weight_decay), (others, 0.0))
+            if params
         ]
-        if config.shard_state and ranks is not None and ranks.world_size > 1:
+        if config.shard_state and ranks.world_size > 1:
             from torch.distributed.optim import ZeroRedundancyOptimizer  # takes seconds to import
 
             # It gives each rank its share and sends the updated parameters. Saving is our own: its
             # consolidate_state_dict needs room for two whole shares on every GPU.
-            self.adamw = ZeroRedundancyOptimizer(
-                [g for g in groups if g["params"]], self._make_adamw, **options
-            )
+            self.adamw = ZeroRedundancyOptimizer(groups, self._make_adamw, **options)
             self.local = self.adamw.optim
         else:
             self.adamw = self.local = self._make_adamw(groups, **options)
-        self.owner = [0] * len(self.params)  # the first rank that updates each parameter
-        if ranks is not None:
-            is_updated = np.array([p in self.updated for p in self.params], np.uint8)
-            self.owner = ranks.gather(is_updated).argmax(axis=0).tolist()
+        is_updated = np.array([p in self.updated for p in self.params], np.uint8)
+        # the first rank that updates each parameter
+        self.owner = ranks.gather(is_updated).argmax(axis=0).tolist()
 
     def _make_adamw(self, groups: list[dict], **options) -> torch.optim.AdamW:
         """AdamW on the given parameters, or on float32 masters of them, from which they are copied
@@ -88,12 +80,9 @@ class Optimizer:
             [{**g, "params": [self.updated[p] for p in g["params"]]} for g in groups], **options
         )
         if self.has_masters and given:
-            adamw.register_step_post_hook(_copy_to(given, list(self.updated.values())))
+            masters = list(self.updated.values())
+            adamw.register_step_post_hook(partial(_copy_masters, given, masters))
         return adamw
-
-    def reduce(self, ranks: Ranks) -> None:
-        """Sum the gradients of all ranks; the loss is already normalised by global counts."""
-        ranks.sum_(self.flat_grad)
 
     def clear(self) -> None:
         """Set the gradients to 0."""
@@ -125,42 +114,37 @@ class Optimizer:
                 self.adamw.step()
             # received parameters bypass the version counters, which tell that copies are outdated
             torch.autograd.graph.increment_version(self.params)
+        self.num_updates += 1
         self.clear()
         return grad_norm, learning_rate
 
-    def state_dict(self, ranks: Ranks | None = None) -> dict | None:
+    def state_dict(self) -> dict | None:
         """Number of updates, and by parameter name its moments and master, on the CPU. The same
-        whether sharded or not.
-
-        Called by all ranks together, with `ranks`, if the state is sharded: it is gathered tensor
-        by tensor. Only rank 0 gets it; the others get None.
-        """
-        is_main = ranks is None or ranks.is_main
-        # Without an update there are no moments, and the masters are the weights. Rank 0 always has
-        # a share.
-        states = [self.local.state[t] for t in self.updated.values() if t in self.local.state]
-        num_updates = int(states[0]["step"]) if states else 0
-        if ranks is not None:
-            num_updates = int(ranks.gather(np.array([num_updates])).max())
+        whether sharded or not: what is on other ranks is gathered tensor by tensor. Only rank 0
+        gets it; the others get None."""
         keys = (*MOMENTS, "master") if self.has_masters else MOMENTS
         parameters: dict[str, dict[str, torch.Tensor]] = {}
-        if num_updates:
-            for name, param, owner in zip(self.names, self.params, self.owner, strict=True):
-                target = self.updated.get(param)  # None on ranks that do not update it
-                for key in keys:
-                    if target is None:
-                        tensor = torch.empty_like(param, dtype=self.flat_grad.dtype)
-                    else:
-                        tensor = target if key == "master" else self.local.state[target][key]
-                    if owner != 0:
-                        ranks.broadcast_(tensor, owner)
-                    if is_main:
-                        parameters.setdefault(name, {})[key] = tensor.detach().cpu()
-        return {"num_updates": num_updates, "parameters": parameters} if is_main else None
+        named = list(zip(self.names, self.params, self.owner, strict=True))
+        # Without an update there are no moments, and the masters are the weights.
+        for name, param, owner in named if self.num_updates else []:
+            target = self.updated.get(param)  # None on ranks that do not update it
+            for key in keys:
+                if target is None:
+                    tensor = torch.empty_like(param, dtype=self.flat_grad.dtype)
+                else:
+                    tensor = target if key == "master" else self.local.state[target][key]
+                if owner != 0:
+                    self.ranks.broadcast_(tensor, owner)
+                if self.ranks.is_main:
+                    parameters.setdefault(name, {})[key] = tensor.detach().cpu()
+        if not self.ranks.is_main:
+            return None
+        return {"num_updates": self.num_updates, "parameters": parameters}
 
     def load_state_dict(self, state: dict) -> None:
         """Take what this rank needs from a `state_dict`, of whatever number of ranks."""
-        if not state["num_updates"]:
+        self.num_updates = state["num_updates"]
+        if not self.num_updates:
             return
         name_of = dict(zip(self.params, self.names, strict=True))
         local_state = self.local.state_dict()
@@ -168,7 +152,7 @@ class Optimizer:
         for index, (param, target) in enumerate(self.updated.items()):
             tensors = state["parameters"][name_of[param]]
             moments = {key: tensors[key].to(target.device, copy=True) for key in MOMENTS}
-            step = torch.tensor(float(state["num_updates"]))
+            step = torch.tensor(float(self.num_updates))
             local_state["state"][index] = {"step": step, **moments}
             if self.has_masters:
                 with torch.no_grad():
@@ -189,17 +173,11 @@ def learning_rate_factor(config: OptimConfig, step: int, max_steps: int) -> floa
     return 1.0
 
 
-def _move_grad_to(buffer: torch.Tensor):
-    def hook(param: torch.nn.Parameter) -> None:
-        buffer.add_(param.grad)
-        param.grad = None
-
-    return hook
+def _move_grad(buffer: torch.Tensor, param: torch.nn.Parameter) -> None:
+    buffer.add_(param.grad)
+    param.grad = None
 
 
-def _copy_to(params: list[torch.Tensor], masters: list[torch.Tensor]):
-    @torch.no_grad()
-    def hook(*_) -> None:
-        torch._foreach_copy_(params, masters)
-
-    return hook
+@torch.no_grad()
+def _copy_masters(params: list[torch.Tensor], masters: list[torch.Tensor], *_) -> None:
+    torch._foreach_copy_(params, masters)

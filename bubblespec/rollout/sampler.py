@@ -27,7 +27,7 @@ from bubblespec.idle.draft_ahead import MAX_SLOWDOWN, DraftAhead
 from bubblespec.idle.stream_gradients import StreamGradients
 from bubblespec.idle.task import IdleTask
 from bubblespec.idle.train_drafter import TrainDrafter
-from bubblespec.learn.streaming import GradientStream
+from bubblespec.learn.learner import Learner
 from bubblespec.planner.costs import rollout_seconds
 from bubblespec.planner.drafts import choose_lookahead, plan_drafts
 from bubblespec.planner.place import admission_order, place, place_in_turn, up_to_cutoff
@@ -66,7 +66,7 @@ class Sampler:
     """None where no rollout needs ticks."""
     evaluation: EvaluationDrafts | None = None
     """None where evaluations have no drafts."""
-    stream: GradientStream | None = None
+    learner: Learner | None = None
     """Where gradients are streamed."""
     drafter: DrafterTraining | None = None
     """Where there is a learned drafter."""
@@ -78,8 +78,8 @@ class Sampler:
     def sample(self, step: int) -> StepRecord:
         """The samples of `step`, in canonical order and the same on every rank. Raises
         StopRequested: the step is abandoned."""
-        if self.stream is not None:
-            self.stream.begin()
+        if self.learner is not None:
+            self.learner.forget_streamed()  # of an abandoned rollout
         record = self._sample_groups(self.schedule.launch(step), step)
         if self.config.rollout.dynamic_sampling:
             record = self._replace_groups(record)
@@ -202,7 +202,7 @@ class Sampler:
         """What ranks do while they wait in a rollout of a step."""
         tasks: list[IdleTask] = []
         is_first = len(used) == len(launch.groups)  # later rollouts are not trained on whole
-        if self.stream is not None and scoring is not None and is_first:
+        if self.learner is not None and scoring is not None and is_first:
             tasks.append(self._stream_gradients(launch, scoring))
         if "bubble" in self.config.speculative.method and not self.stats.is_paused("drafts"):
             begin_s = self.ranks.clock.perf_counter()
@@ -271,7 +271,7 @@ class Sampler:
 
         return StreamGradients(
             launch,
-            self.stream,
+            self.learner,
             take_rewards,
             scores_in_workers=self.config.reward.num_workers > 0,
             only_differing=self.config.rollout.dynamic_sampling,

@@ -126,11 +126,8 @@ def make_batch(policy, sizes: list[tuple[int, int]]) -> tuple[Microbatch, torch.
     """A micro-batch of these texts, and the policy's hidden states."""
     prompts, tokens = zip(*make_texts(sizes), strict=True)
     zeros = [np.zeros(len(t), np.float32) for t in tokens]
-    names = [SampleId(10 + number, 2, number % 3) for number in range(len(sizes))]
     device = torch.device("cpu")
-    batch = pack_responses(
-        prompts, tokens, zeros, ids=names, order=list(range(len(sizes))), device=device
-    )
+    batch = pack_responses(prompts, tokens, zeros, device)
     packing = pack_sequences(batch.sequence_lengths, device)
     with torch.no_grad():
         return batch, forward_hidden(policy, batch.input_ids, packing)
