@@ -1,9 +1,9 @@
-"""Linear layers on a CPU in float32: torch's own product, or a faster one for some shapes.
+"""Linear layers on a CPU in float32: torch's own product, or oneDNN's where that is faster.
 
 torch hands `linear` to MKL, with the weight as it is stored, [out, in]. On AMD's processors oneDNN
 is more than twice as fast, and on all of them the few rows of a decoding forward are multiplied
-faster by a copy of the weight in another order of memory. So generation may use a copy, and
-training may use oneDNN; what pays is measured for each shape of layer at the start of a run. In
+faster by a copy of the weight in oneDNN's own order of memory. So generation may use a packed copy,
+and training may use oneDNN; what pays is measured for each shape of layer at the start of a run. In
 float32 the kernel decides about rounding, so all ranks must use the same, and a continued run keeps
 what it began with (`setup.choose_linear`).
 
@@ -13,7 +13,6 @@ uses the current weights. Parameters, their names and their memory stay as they 
 Shape legend: K features in, M features out.
 """
 
-import itertools
 import time
 from collections.abc import Callable
 from functools import partial
@@ -28,7 +27,6 @@ from torch.nn.functional import linear
 # Rows of a forward at which generation is measured. No powers of two: those suit MKL's kernels,
 # which take up to twice as long for a row less or more, and any number of rows may be left.
 ROWS = (1, 3, 6, 12, 48)
-COPIES = ("", "transposed", "packed")
 MIN_TRAINING_ROWS = 128  # training forwards of fewer rows are torch's
 
 BUDGET_S = 1.5  # for all measurements; only two rounds of a slow machine may take longer
@@ -44,13 +42,11 @@ MAX_TRAINING_ELEMENTS = 1 << 21  # of the weights of a shape
 
 
 class Plan(NamedTuple):
-    """How layers of one shape are computed."""
+    """What layers of one shape use oneDNN for."""
 
-    copy: str = ""
-    """Of the weight, for generation: "transposed" is [K, M] for torch's own product, "packed" is in
-    oneDNN's order; or none."""
+    packs: bool = False
+    """Generation, with a packed copy of the weight."""
     trains: bool = False
-    """Whether training uses oneDNN."""
 
 
 def can_choose(model: torch.nn.Module) -> bool:
@@ -96,46 +92,39 @@ class OneDNNLinear(torch.autograd.Function):
 class FastLinear(torch.nn.Linear):
     """A linear layer with a plan; `use_plans` turns layers of a model into such."""
 
-    plan = Plan()
-    _copy: torch.Tensor | None = None
-    _copied = -1  # version of the weight that the copy is of
-    _shard_copy: torch.Tensor | None = None
-    _shard_copied = -1
+    plan: Plan
+    copies: dict[tuple | None, tuple[int, torch.Tensor]]
+    """Packed copies of the weight (at None) and of parts of it, each with the version of the weight
+    that it is of."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # Not through Module.__getattr__: at a few rows every microsecond counts.
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         if is_inference_mode_enabled():
-            if not self.plan.copy:
-                return linear(x, weight, bias)
-            if self._copied != weight._version:
-                self.refresh()
-            return (onednn_linear if self.plan.copy == "packed" else linear)(x, self._copy, bias)
+            return (
+                onednn_linear(x, self.packed(), bias)
+                if self.plan.packs
+                else linear(x, weight, bias)
+            )
         if self.plan.trains and x.numel() >= MIN_TRAINING_ROWS * self.in_features:
             return OneDNNLinear.apply(x, weight, bias)
         return linear(x, weight, bias)
 
-    @torch.inference_mode()
-    def refresh(self) -> None:
-        """Renew the copy of the weight where the weight has changed."""
-        if self.plan.copy and self._copied != self.weight._version:
-            self._copy = copy_of(self.weight, self.plan.copy)
-            self._copied = self.weight._version
-
-    @torch.inference_mode()
-    def copied_shard(self, part: slice, is_rowwise: bool) -> torch.Tensor:
-        """A copy, like that of the whole weight, of the part that a tensor-parallel rank uses;
+    def packed(self, part: slice | None = None, is_rowwise: bool = False) -> torch.Tensor:
+        """A packed copy of the weight, or of the part of it that a tensor-parallel rank uses;
         renewed where the weight has changed."""
-        if self._shard_copied != self.weight._version:
-            shard = self.weight[:, part] if is_rowwise else self.weight[part]
-            self._shard_copy = copy_of(shard.contiguous(), self.plan.copy)
-            self._shard_copied = self.weight._version
-        return self._shard_copy
+        name = part and (part.start, part.stop, is_rowwise)
+        weight = self._parameters["weight"]
+        version, copy = self.copies.get(name, (-1, None))
+        if version != weight._version:
+            with torch.inference_mode():
+                copy = pack(weight if part is None else part_of(weight, part, is_rowwise))
+            self.copies[name] = weight._version, copy
+        return copy
 
     def __getstate__(self) -> dict:
-        """Without the copy, which is made where it is needed."""
-        nothing = {"_copy": None, "_copied": -1, "_shard_copy": None, "_shard_copied": -1}
-        return {**self.__dict__, **nothing}
+        """Without the copies, which are made where they are needed."""
+        return {**self.__dict__, "copies": {}}
 
 
 def sharded_linear(
@@ -145,18 +134,19 @@ def sharded_linear(
     with a part of the inputs, without the bias, which is added to the sum over ranks. x: [..., K],
     or [..., the part of K]."""
     bias = None if is_rowwise or layer.bias is None else layer.bias[part]
-    plan = getattr(layer, "plan", Plan())
-    if plan.copy and is_inference_mode_enabled():
-        product = onednn_linear if plan.copy == "packed" else linear
-        return product(x, layer.copied_shard(part, is_rowwise), bias)
-    return linear(x, layer.weight[:, part] if is_rowwise else layer.weight[part], bias)
+    if is_inference_mode_enabled() and getattr(layer, "plan", Plan()).packs:
+        return onednn_linear(x, layer.packed(part, is_rowwise), bias)
+    return linear(x, part_of(layer.weight, part, is_rowwise), bias)
 
 
-def copy_of(weight: torch.Tensor, copy: str) -> torch.Tensor:
-    """The weight [M, K] in another order of memory, one of COPIES."""
-    if copy == "packed":
-        return torch.ops.mkldnn._reorder_linear_weight.default(weight)
-    return weight.t().contiguous().t() if copy == "transposed" else weight
+def part_of(weight: torch.Tensor, part: slice, is_rowwise: bool) -> torch.Tensor:
+    """A part of the inputs of a weight [M, K] if it is rowwise, otherwise of its outputs."""
+    return weight[:, part] if is_rowwise else weight[part]
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """The weight [M, K] in oneDNN's order of memory."""
+    return torch.ops.mkldnn._reorder_linear_weight.default(weight.contiguous())
 
 
 def shape_of(module: torch.nn.Linear) -> str:
@@ -176,7 +166,7 @@ def use_plans(model: torch.nn.Module, plans: dict[str, Plan]) -> None:
     for shape, layers in layers_by_shape(model).items():
         plan = plans.get(shape, Plan())
         for module in layers if plan != Plan() else ():
-            module.__class__, module.plan = FastLinear, plan
+            module.__class__, module.plan, module.copies = FastLinear, plan, {}
     refresh_copies(model)
 
 
@@ -184,8 +174,8 @@ def refresh_copies(model: torch.nn.Module) -> None:
     """After an update of the weights: make their copies now, not in the next forward, whose time
     would be taken for the cost of its rows."""
     for module in model.modules():
-        if isinstance(module, FastLinear):
-            module.refresh()
+        if isinstance(module, FastLinear) and module.plan.packs:
+            module.packed()
 
 
 def layers_by_shape(model: torch.nn.Module) -> dict[str, list[torch.nn.Linear]]:
@@ -198,47 +188,46 @@ def layers_by_shape(model: torch.nn.Module) -> dict[str, list[torch.nn.Linear]]:
 
 
 def measure(model: torch.nn.Module, clock: Callable[[], float] = time.perf_counter) -> np.ndarray:
-    """Seconds of a call, float64 [shapes, timings], in the order of `layers_by_shape`: generation
-    by copy and number of rows, [COPIES, ROWS] in one, then training by torch and by oneDNN.
+    """Seconds of a call by torch and by oneDNN, float64 [shapes, 2, timings], in the order of
+    `layers_by_shape`: of generation with each of ROWS, then of training.
 
-    The minimum of a few rounds, as other work on the machine only adds to it. A round of generation
-    goes through layers of all shapes in the model's order, as a forward does, so that weights come
-    from where they come from in a forward.
+    The minimum of a few rounds, as other work on the machine only adds to it. A round goes through
+    layers of all shapes, as a forward does, so that weights come from where they come from in a
+    forward.
     """
-    shapes = layers_by_shape(model)
-    table = np.zeros((len(shapes), len(COPIES) * len(ROWS) + 2))
-    total = sum(_measured_weight(layer).numel() for layers in shapes.values() for layer in layers)
+    shapes = list(layers_by_shape(model).values())
+    table = np.zeros((len(shapes), 2, len(ROWS) + 1))
+    sizes = [_measured_weight(layers[0]).numel() for layers in shapes]
+    total = sum(size * len(layers) for size, layers in zip(sizes, shapes, strict=True))
     share = min(1.0, MAX_ELEMENTS / max(total, 1))
-    measured = {}
-    for number, layers in enumerate(shapes.values()):
-        for layer in layers[: max(1, round(share * len(layers)))]:
-            measured[layer] = number
-    budget_s = BUDGET_S / table.shape[1]
-    generate = torch.inference_mode()(lambda product, *arguments: product(*arguments))
-    for column, (copy, rows) in enumerate(itertools.product(COPIES, ROWS)):
-        if rows == ROWS[0]:  # one copy at a time is in memory
-            weights = [copy_of(_measured_weight(layer), copy) for layer in measured]
-        product = onednn_linear if copy == "packed" else linear
-        calls = [
-            partial(generate, product, _random(1, rows, layer.in_features), weight)
-            for layer, weight in zip(measured, weights, strict=True)
-        ]
-        first, best = _seconds_of_calls(calls, clock, budget_s)
-        for number, layers in enumerate(shapes.values()):
-            of_shape = np.array([index == number for index in measured.values()])
-            table[number, column] = best[of_shape].mean()
-            # oneDNN compiles code for each number of rows that it has not met yet. Few rows come
-            # again and again; how many rows a long chunk has is new nearly every time.
-            if copy == "packed" and rows == ROWS[-1]:
-                table[number, column] += (first - best)[of_shape].sum() / len(layers)
-    for number, layers in enumerate(shapes.values()):
-        count = max(1, MAX_TRAINING_ELEMENTS // _measured_weight(layers[0]).numel())
-        for column, product in ((-2, linear), (-1, OneDNNLinear.apply)):
-            calls = [_training_call(layer, product) for layer in layers[:count]]
-            first, best = _seconds_of_calls(calls, clock, budget_s / len(shapes))
-            table[number, column] = best.mean()
-            if column == -1:  # a micro-batch's number of rows is new nearly every time, too
-                table[number, column] += (first - best).sum() / len(layers)
+    generating, training = [], []  # (number of the shape, layer)
+    for number, (size, layers) in enumerate(zip(sizes, shapes, strict=True)):
+        generating += [(number, layer) for layer in layers[: max(1, round(share * len(layers)))]]
+        training += [(number, layer) for layer in layers[: max(1, MAX_TRAINING_ELEMENTS // size)]]
+    for kernel, product in enumerate((linear, onednn_linear)):
+        weights = [_measured_weight(layer) for _, layer in generating]
+        if kernel == 1:
+            weights = [pack(weight) for weight in weights]
+        for column, rows in enumerate((*ROWS, TRAINING_ROWS)):
+            if rows == TRAINING_ROWS:
+                measured, trained = training, OneDNNLinear.apply if kernel == 1 else linear
+                calls = [_training_call(layer, trained) for _, layer in training]
+            else:
+                measured = generating
+                calls = [
+                    partial(_generate, product, _random(1, rows, layer.in_features), weight)
+                    for (_, layer), weight in zip(generating, weights, strict=True)
+                ]
+            first, best = _seconds_of_calls(calls, clock, BUDGET_S / table[0].size)
+            number_of_call = np.array([number for number, _ in measured])
+            for number, layers in enumerate(shapes):
+                is_of_shape = number_of_call == number
+                table[number, kernel, column] = best[is_of_shape].mean()
+                # oneDNN compiles code for each number of rows that it has not met yet. Few rows
+                # come again and again; how many a long chunk or a micro-batch has is new nearly
+                # every time.
+                if kernel == 1 and rows >= ROWS[-1]:
+                    table[number, kernel, column] += (first - best)[is_of_shape].sum() / len(layers)
     return table
 
 
@@ -254,6 +243,11 @@ def _seconds_of_calls(
             times.append(clock())
         rounds.append(np.diff(times))
     return rounds[0], np.min(rounds, axis=0)
+
+
+@torch.inference_mode()
+def _generate(product: Callable, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return product(x, weight)
 
 
 def _measured_weight(layer: torch.nn.Linear) -> torch.Tensor:
@@ -274,16 +268,14 @@ def _training_call(layer: torch.nn.Linear, product: Callable) -> Callable[[], ob
 
 
 def choose(shapes: list[str], seconds: np.ndarray) -> dict[str, Plan]:
-    """The plan of each shape, a pure function of what `measure` returns; the copy by the geometric
-    mean over ROWS."""
+    """The plan of each shape, a pure function of what `measure` returns; for generation by the
+    geometric mean over ROWS."""
     plans = {}
-    for shape, (*generation, torchs, onednns) in zip(shapes, seconds, strict=True):
-        by_copy = np.exp(np.log(generation).reshape(len(COPIES), -1).mean(axis=1))
-        best = int(by_copy.argmin())
-        copy = COPIES[best] if _pays(by_copy[0], by_copy[best]) else ""
-        plans[shape] = Plan(copy, _pays(torchs, onednns))
+    for shape, of_shape in zip(shapes, seconds, strict=True):
+        generation = np.exp(np.log(of_shape[:, :-1]).mean(axis=1))
+        plans[shape] = Plan(_pays(*generation), _pays(*of_shape[:, -1]))
     return plans
 
 
-def _pays(torchs_s: float, others_s: float) -> bool:
-    return bool(torchs_s >= max(MARGIN * others_s, others_s + MIN_SAVED_S))
+def _pays(torchs_s: float, onednns_s: float) -> bool:
+    return bool(torchs_s >= max(MARGIN * onednns_s, onednns_s + MIN_SAVED_S))
