@@ -30,16 +30,26 @@ from bubblespec.engine.model import forward_hidden, output_head, prepare_model
 from bubblespec.engine.noise import gumbel, random_bits, stream_keys
 from bubblespec.engine.packing import pack_sequences
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.engine.sampling import FRESH, SamplingParams, further, verify
+from bubblespec.engine.sampling import SamplingParams, verify
 from bubblespec.learn.losses import token_logprobs
 from bubblespec.types import Prompt, Row, SampleId
 
 SEED, NUM_PROMPTS, NUM_RESPONSES, MAX_NEW_TOKENS = 0, 16, 24, 96
 MAX_LOGITS = 1 << 26
+# coupled is the engine's. point_mass is the same with noise that no draft has seen: a draft token x
+# is accepted with chance p(x).
 RULES = ("coupled", "rejection", "point_mass")
-# Where in its stream the rejection rule reads the uniform of a token: beyond token ids and FRESH
-# noise.
-ACCEPT = 1 << 30
+# Sampling and drafts read a stream at the token ids, from 0. From FRESH on, beyond any vocabulary,
+# is noise that no draft has used, and from ACCEPT on the uniforms of the rejection rule.
+FRESH, ACCEPT = 1 << 29, 1 << 30
+
+
+def further(keys: torch.Tensor, offset: int) -> torch.Tensor:
+    """Keys int32 [..., 4] of the same streams read from `offset` on: a stream's token ids are added
+    to its key's first word."""
+    keys = keys.clone()
+    keys[..., 0] += offset
+    return keys
 
 
 def verify_by_rejection(
@@ -148,8 +158,8 @@ def compare(
         keys, counts = torch.from_numpy(stream_keys(SEED, *names)), np.array([n])
         options = {"num_generated": torch.arange(n + 1), "params": params}
         coupled, fresh = (
-            verify(new, row.tokens, counts, keys, rule=rule, **options)[:2]
-            for rule in ("coupled", "point_mass")
+            verify(new, row.tokens, counts, noise, **options)[:2]
+            for noise in (keys, further(keys, FRESH))
         )
         rejection = verify_by_rejection(log_p, log_q[:n], draft, counts, keys=keys)
         for rule, (accepted, _) in zip(RULES, (coupled, rejection, fresh), strict=True):

@@ -38,7 +38,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from bubblespec.dist.ranks import Ranks
-from bubblespec.engine.attention import available_kernels
+from bubblespec.engine.attention import VARLEN_KERNELS, problem_of
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.graphs import ForwardGraphs, can_capture, capture, rehearse
 from bubblespec.engine.kv_cache import KVCache
@@ -134,7 +134,8 @@ def make_bench(on_cpu: bool) -> Bench:
     if on_cpu:
         return Bench(torch.device("cpu"), torch.float32, ["sdpa"], True)
     device, dtype = torch.device("cuda"), torch.bfloat16
-    return Bench(device, dtype, available_kernels(device, dtype)[::-1], False)
+    fitting = [k for k in VARLEN_KERNELS if problem_of(k, device, dtype, frozenset()) is None]
+    return Bench(device, dtype, ["sdpa", *reversed(fitting)], False)
 
 
 def make_rows(model: PreTrainedModel, count: int, prompt: int, new: int | np.ndarray) -> list[Row]:

@@ -26,7 +26,7 @@ from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.noise import stream_keys
 from bubblespec.engine.packing import pack_rows
 from bubblespec.engine.ragged import ragged
-from bubblespec.engine.sampling import SamplingParams
+from bubblespec.engine.sampling import SamplingParams, Verified
 from bubblespec.planner.costs import CostModel
 from bubblespec.types import Draft, Row, SampleId
 
@@ -46,7 +46,7 @@ class KnownText:
         self.num_slots, self.max_length = len(texts), MAX_LENGTH
         self.own_s = 0.0
 
-    def forward(self, batch: Batch, params: SamplingParams):
+    def forward(self, batch: Batch, params: SamplingParams) -> Verified:
         begin_s = time.perf_counter()
         row, offset = ragged(batch.num_draft + 1)
         said = self.texts[batch.slots[row], batch.generated[row] + offset]
@@ -55,9 +55,9 @@ class KnownText:
         accepted = batch.num_draft.copy()
         wrong = (batch.draft != said[first[drafted] + place]).nonzero()[0]
         np.minimum.at(accepted, drafted[wrong], place[wrong])
-        sampled = accepted, said, np.zeros((2, len(said)), np.float32)
+        verified = Verified(accepted, said, np.zeros((2, len(said)), np.float32))
         self.own_s += time.perf_counter() - begin_s
-        return sampled
+        return verified
 
     def place(self, slot: int, row: Row) -> None:
         pass

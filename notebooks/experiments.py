@@ -16,7 +16,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from benchmarks.accept_rules import one_step, policy_gradient, verify_by_rejection
+from benchmarks.accept_rules import (
+    FRESH,
+    further,
+    one_step,
+    policy_gradient,
+    verify_by_rejection,
+)
 from benchmarks.shared import chain_sums
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import prepare_model
@@ -87,9 +93,11 @@ class Setting:
         took."""
         longest = max(len(row.prompt) + row.max_new_tokens for row in rows)
         model, batch_tokens = self.older if older else self.policy, max(2048, 2 * slots)
-        engine = Engine(
-            ModelRunner(model, slots, longest, SEED, max_batch_tokens=batch_tokens, rule=rule)
-        )
+        runner = ModelRunner(model, slots, longest, SEED, max_batch_tokens=batch_tokens)
+        if rule == "point_mass":
+            noise_keys = runner.noise_keys
+            runner.noise_keys = lambda *where: further(noise_keys(*where), FRESH)
+        engine = Engine(runner)
         engine.run(rows, self.params, drafts)
         return engine.num_forwards
 
@@ -191,6 +199,8 @@ def trap_lengths(
     log_q = (log_p + distance * shift).log_softmax(-1)
     params = SamplingParams(stop_token_ids=(STOP,))
     keys, other_keys = (_keys(num_rows, LONGEST_RESPONSE, s) for s in (seed, seed + 1))
+    if rule == "point_mass":
+        keys = further(keys, FRESH)
     positions = torch.arange(LONGEST_RESPONSE).expand(num_rows, -1)
 
     draft_keys = (keys if rule == "coupled" else other_keys)[:, :LONGEST_DRAFT].reshape(-1, 4)
@@ -214,28 +224,16 @@ def trap_lengths(
         )
         accepted, token = (t.numpy() for t in result)
     else:
-        options = {"num_generated": fed, "params": params, "rule": rule}
-        accepted, token, _, _ = verify(log_ps, fed_drafts.numpy(), counts, fed_keys, **options)
+        options = {"num_generated": fed, "params": params}
+        accepted, token, _ = verify(log_ps, fed_drafts.numpy(), counts, fed_keys, **options)
     room = np.full(num_rows, LONGEST_RESPONSE)
     gained = num_gained(token, accepted, counts, params.stop_token_ids, limit=room)
     last = token[np.cumsum(counts + 1) - (counts + 1) + gained - 1]
 
     # Tokens do not depend on those before them, so what plain sampling puts at every place is known
     # at once.
-    every, none = positions.flatten(), np.empty(0, np.int64)
-    no_draft, noise = (
-        np.zeros(len(every), np.int64),
-        "point_mass" if rule == "point_mass" else "coupled",
-    )
-    plain = verify(
-        log_p.expand(len(every), -1),
-        none,
-        no_draft,
-        keys.reshape(-1, 4),
-        num_generated=every,
-        params=params,
-        rule=noise,
-    ).token
+    every = positions.flatten()
+    plain = sample(log_p.expand(len(every), -1), keys.reshape(-1, 4), every, params)[0].numpy()
     stops_later = (plain.reshape(num_rows, -1) == STOP) & (positions.numpy() >= gained[:, None])
     later = np.where(stops_later.any(1), stops_later.argmax(1) + 1, LONGEST_RESPONSE)
     return np.where(last == STOP, gained, later)

@@ -1,5 +1,5 @@
-"""The rejection rule, with which benchmarks/accept_rules.py and exactness.ipynb compare the rules
-of the engine."""
+"""The rejection rule, with which benchmarks/accept_rules.py and exactness.ipynb compare the
+engine's, and the noise of the point mass rule."""
 
 import numpy as np
 import pytest
@@ -7,8 +7,8 @@ import torch
 from scipy import stats
 
 from benchmarks import accept_rules
-from benchmarks.accept_rules import verify_by_rejection
-from bubblespec.engine.noise import stream_keys
+from benchmarks.accept_rules import FRESH, further, verify_by_rejection
+from bubblespec.engine.noise import random_bits, stream_keys
 from bubblespec.engine.sampling import SamplingParams, sample
 
 
@@ -79,3 +79,10 @@ def test_what_both_policies_are_certain_of_is_accepted(monkeypatch, bits):
         log_p, log_p[:1], torch.ones(1, dtype=torch.int64), np.ones(1, np.int64), keys=keys_of(2)
     )
     assert accepted.tolist() == [1] and token.tolist() == [1, 1]
+
+
+def test_parts_of_a_stream_are_independent():
+    """The plain noise and the fresh: product moment of independent uniforms."""
+    keys = keys_of(20_000)
+    plain, fresh = (random_bits(further(keys, at), 20).double() / 2**31 - 0.5 for at in (0, FRESH))
+    assert abs((plain * fresh).mean() * 12) < 5 / plain.numel() ** 0.5

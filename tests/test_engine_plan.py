@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from bubblespec.engine.engine import Batch, Engine
-from bubblespec.engine.sampling import SamplingParams
+from bubblespec.engine.sampling import SamplingParams, Verified
 from bubblespec.records import Load
 from bubblespec.types import Row, SampleId
 
@@ -46,7 +46,7 @@ class TextRunner:
     def release(self) -> None:
         self.cache.fill(-1)
 
-    def forward(self, batch: Batch, params) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def forward(self, batch: Batch, params) -> Verified:
         self.batch = batch
         assert batch.load.tokens == len(batch.tokens) <= self.max_batch_tokens
         self.cache[batch.index[0], batch.index[1]] = batch.tokens
@@ -65,7 +65,7 @@ class TextRunner:
             accepted.append(is_right.index(False))
             said += text
         logprobs = np.stack((-np.array(said), np.array(said))).astype(float)
-        return np.array(accepted, np.int64), np.array(said, np.int64), logprobs
+        return Verified(np.array(accepted, np.int64), np.array(said, np.int64), logprobs)
 
 
 class FixedDrafts:

@@ -253,9 +253,8 @@ class Drafts:
         self.num_accepted += int(num_accepted.sum())
 
 
-@pytest.mark.parametrize("rule", ["coupled", "point_mass"])
 @pytest.mark.parametrize("name, size", [("uneven, tied", 2), ("qwen3", 4), ("uneven, tied", 4)])
-def test_rows_of_a_tensor_parallel_engine_are_those_of_a_plain_one(name, size, rule):
+def test_rows_of_a_tensor_parallel_engine_are_those_of_a_plain_one(name, size):
     """With drafts, right and wrong ones, few slots, and tokens that the rows have already."""
     model, params = build(name), SamplingParams(temperature=0.9, stop_token_ids=(5, 11))
     prompts = [tuple(range(1, 4 + 3 * n)) for n in range(5)]
@@ -263,7 +262,7 @@ def test_rows_of_a_tensor_parallel_engine_are_those_of_a_plain_one(name, size, r
     def rows() -> list[Row]:
         return [Row(SampleId(n // 2, 1, n), prompts[n // 2], 30) for n in range(10)]
 
-    wanted = Engine(ModelRunner(model, 10, LONGEST, 3, rule=rule)).run(rows(), params)
+    wanted = Engine(ModelRunner(model, 10, LONGEST, 3)).run(rows(), params)
 
     def of_rank(tp):
         own, drafts = rows(), Drafts({row.id: row.tokens for row in wanted})
@@ -271,7 +270,7 @@ def test_rows_of_a_tensor_parallel_engine_are_those_of_a_plain_one(name, size, r
             known = min(len(of.tokens) // 2, 7)
             row.tokens, row.logprob = of.tokens[:known].copy(), of.logprob[:known].copy()
             row.full_logprob = of.full_logprob[:known].copy()
-        options = {"tp": tp, "max_batch_tokens": 24, "rule": rule}
+        options = {"tp": tp, "max_batch_tokens": 24}
         runner = ModelRunner(copy.deepcopy(model), 4, LONGEST, 3, **options)
         runner.shards.check()
         Engine(runner).run(own, params, drafts)

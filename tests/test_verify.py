@@ -11,12 +11,9 @@ import torch
 from scipy import stats
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from bubblespec.engine.noise import random_bits, stream_keys
+from bubblespec.engine.noise import stream_keys
 from bubblespec.engine.sampling import (
-    FRESH,
-    RULES,
     SamplingParams,
-    further,
     num_gained,
     sample,
     verify,
@@ -89,13 +86,11 @@ def by_clock(draft, num_passes):
     return generator.integers(0, LONGEST_DRAFT + 1, len(draft))
 
 
-def verified(logits, draft, counts, keys, num_generated, params, rule):
-    return verify(
-        logits, draft, counts, keys, num_generated=num_generated, params=params, rule=rule
-    )
+def verified(logits, draft, counts, keys, num_generated, params):
+    return verify(logits, draft, counts, keys, num_generated=num_generated, params=params)
 
 
-def decode(rule, params, drafter, cut=by_clock, limit=LIMIT, keys=KEYS, draft_keys=None):
+def decode(params, drafter, cut=by_clock, limit=LIMIT, keys=KEYS, draft_keys=None):
     """Generate from POLICY speculatively. keys: [rows, at least limit + LONGEST_DRAFT, 4].
 
     Returns tokens int64 [rows, limit], -1 after the end, and as many logprob, full_logprob, and the
@@ -118,8 +113,8 @@ def decode(rule, params, drafter, cut=by_clock, limit=LIMIT, keys=KEYS, draft_ke
         is_fed = torch.arange(LONGEST_DRAFT + 1) <= torch.from_numpy(counts)[:, None]
         draft = chain[:, 1:][is_fed[:, 1:]].numpy()
         own_keys = keys[torch.from_numpy(rows)[:, None], position][is_fed]
-        accepted, token, *both = verified(
-            POLICY[chain[is_fed]], draft, counts, own_keys, position[is_fed], params, rule
+        accepted, token, both = verified(
+            POLICY[chain[is_fed]], draft, counts, own_keys, position[is_fed], params
         )
         stops, left = params.stop_token_ids, limit - length[rows]
         gained = num_gained(token, accepted, counts, stops, limit=left)
@@ -128,7 +123,7 @@ def decode(rule, params, drafter, cut=by_clock, limit=LIMIT, keys=KEYS, draft_ke
         source = np.repeat(first, gained) + offset
         target = np.repeat(rows, gained), np.repeat(length[rows], gained) + offset
         tokens[target] = token[source]
-        logprobs[(slice(None), *target)] = np.stack(both)[:, source]
+        logprobs[(slice(None), *target)] = both[:, source]
         length[rows] += gained
         num_passes += 1
         num_accepted += accepted.sum()
@@ -189,14 +184,13 @@ def assert_law(counts: np.ndarray, law: np.ndarray) -> None:
         assert stats.chisquare(counts, expected).pvalue > 1e-4
 
 
-@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(
     "setting, drafter",
     [*(("plain", d) for d in DRAFTERS), *((s, "older weights") for s in PARAMS if s != "plain")],
 )
-def test_output_law(rule, setting, drafter):
+def test_output_law(setting, drafter):
     params = PARAMS[setting]
-    tokens, logprob, full_logprob, _ = decode(rule, params, DRAFTERS[drafter])
+    tokens, logprob, full_logprob, _ = decode(params, DRAFTERS[drafter])
     joint = np.zeros((V + 1,) * 3)
     np.add.at(joint, tuple(np.where(tokens[:, :3] < 0, V, tokens[:, :3]).T), 1)
     assert_law(joint, three_token_law(params))
@@ -227,26 +221,23 @@ def test_coupled_tokens_are_those_of_plain_sampling(setting):
         wanted[is_alive, step] = previous.numpy()[is_alive]
         is_alive &= previous.numpy() != STOP
     for name, drafter in DRAFTERS.items():
-        tokens, _, _, share = decode("coupled", params, drafter, keys=keys)
+        tokens, _, _, share = decode(params, drafter, keys=keys)
         assert np.array_equal(tokens, wanted), name
         assert share == 1.0 if name == "same weights" else share < 1.0
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_without_drafts_it_is_plain_sampling(rule):
+def test_without_drafts_it_is_plain_sampling():
     logits, keys = random_table(5, 50), keys_of(1, 50)[0]
     num_generated, empty = torch.arange(50), np.empty(0, np.int64)
     params = SamplingParams(temperature=0.9, top_p=0.9, stop_token_ids=(3,), min_length=10)
-    got = verified(logits, empty, np.zeros(50, np.int64), keys, num_generated, params, rule)
-    if rule == "point_mass":
-        assert not np.array_equal(got.token, sample(logits, keys, num_generated, params)[0].numpy())
-        keys = keys + torch.tensor([FRESH, 0, 0, 0], dtype=torch.int32)
+    got = verified(logits, empty, np.zeros(50, np.int64), keys, num_generated, params)
     assert not got.accepted.any() and got.accepted.shape == (50,)
     plain = sample(logits, keys, num_generated, params)
-    assert all(np.array_equal(a, b.numpy()) for a, b in zip(got[1:], plain, strict=True))
+    columns = (got.token, *got.logprobs)
+    assert all(np.array_equal(a, b.numpy()) for a, b in zip(columns, plain, strict=True))
     no_rows = np.zeros(0, np.int64)
-    nothing = verified(logits[:0], empty, no_rows, keys[:0], num_generated[:0], params, rule)
-    assert [len(t) for t in nothing] == [0] * 4
+    nothing = verified(logits[:0], empty, no_rows, keys[:0], num_generated[:0], params)
+    assert [t.shape for t in nothing] == [(0,), (0,), (2, 0)]
 
 
 def test_tokens_gained():
@@ -285,15 +276,13 @@ def test_selection_trap():
     limit, rows, params, drafter = 30, 4000, PARAMS["plain"], DRAFTERS["same weights"]
     keys, other_keys = (keys_of(rows, limit + LONGEST_DRAFT, seed) for seed in (1, 2))
     law = length_law(params, limit)
-    for rule in RULES:
-        for draft_keys in (keys, other_keys):
-            tokens = decode(rule, params, drafter, finished_only, limit, keys, draft_keys)[0]
-            assert_law(np.bincount((tokens >= 0).sum(1), minlength=limit + 1)[1:], law)
+    for draft_keys in (keys, other_keys):
+        tokens = decode(params, drafter, finished_only, limit, keys, draft_keys)[0]
+        assert_law(np.bincount((tokens >= 0).sum(1), minlength=limit + 1)[1:], law)
 
 
 @pytest.mark.parametrize("distance", [0.05, 0.5, 2.0])
-@pytest.mark.parametrize("rule", RULES)
-def test_acceptance_rates(rule, distance):
+def test_acceptance_rates(distance):
     """Against exact values. Gumbel-max picks token i for p and q at once with chance 1 / sum_j
     max(p_j / p_i, q_j / q_i): i wins the race of exponential clocks of rates p and of rates q."""
     count = 10_000
@@ -304,15 +293,13 @@ def test_acceptance_rates(rule, distance):
         p, q = log_p.exp().numpy(), log_q.exp().numpy()
         distance_tv = np.abs(p - q).sum() / 2
         together = 1 / np.maximum(p / p[:, None], q / q[:, None]).sum(1)
-        exact = {"coupled": together.sum(), "point_mass": (p * q).sum()}[rule]
-        assert together.sum() >= (1 - distance_tv) / (1 + distance_tv)
+        exact = together.sum()
+        assert exact >= (1 - distance_tv) / (1 + distance_tv)
         zero = torch.zeros(count, dtype=torch.int64)
         draft = sample(log_q.expand(count, 10), keys[:, 0], zero, SamplingParams())[0]
         expanded, ones = log_p.expand(2 * count, 10), np.ones(count, np.int64)
         generated = torch.arange(2).repeat(count)
-        got = verified(
-            expanded, draft.numpy(), ones, keys.view(-1, 4), generated, SamplingParams(), rule
-        )
+        got = verified(expanded, draft.numpy(), ones, keys.view(-1, 4), generated, SamplingParams())
         assert stats.binomtest(int(got.accepted.sum()), count, exact).pvalue > 1e-4
         # Accepted or refused, the token has p's law, and so has the one after it.
         for token in got.token.reshape(-1, 2).T:
@@ -345,27 +332,19 @@ def assert_same(got, wanted) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("rule", RULES)
-def test_a_ragged_batch_is_its_rows_one_by_one(rule, dtype):
+def test_a_ragged_batch_is_its_rows_one_by_one(dtype):
     logits, draft, counts, keys, num_generated, params = random_ragged(60, 20, dtype)
-    batch = verified(logits, draft, counts, keys, num_generated, params, rule)
+    batch = verified(logits, draft, counts, keys, num_generated, params)
     assert set(np.unique(batch.accepted)) >= {0, 1, 2} and (batch.accepted <= counts).all()
-    assert torch.from_numpy(batch.logprob).dtype == dtype
+    assert torch.from_numpy(batch.logprobs).dtype == dtype
     singles, at, drafted = [], 0, 0
     for n in counts:
         whole, own = slice(at, at + n + 1), slice(drafted, drafted + n)
         ids = (draft[own], np.array([n]), keys[whole], num_generated[whole])
-        row = verified(logits[whole], *ids, params, rule)
+        row = verified(logits[whole], *ids, params)
         accepted = row.accepted.item()
         assert row.token[:accepted].tolist() == draft[own][:accepted].tolist()
         assert accepted == n or row.token[accepted] != draft[own][accepted]
         singles.append(row)
         at, drafted = at + n + 1, drafted + n
-    assert_same(batch, tuple(np.concatenate(column) for column in zip(*singles, strict=True)))
-
-
-def test_parts_of_a_stream_are_independent():
-    """The plain noise and the fresh: product moment of independent uniforms."""
-    keys = keys_of(1, 20_000)[0]
-    plain, fresh = (random_bits(further(keys, at), 20).double() / 2**31 - 0.5 for at in (0, FRESH))
-    assert abs((plain * fresh).mean() * 12) < 5 / plain.numel() ** 0.5
+    assert_same(batch, tuple(np.concatenate(t, axis=-1) for t in zip(*singles, strict=True)))

@@ -12,7 +12,6 @@ heads, K key/value heads, G = H / K, D head dimension.
 import importlib.util
 import inspect
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch.nn.attention.varlen import varlen_attn
@@ -20,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from bubblespec.engine.packing import PAGE, AttentionGroup, CachePacking, SequencePacking, Varlen
+from bubblespec.engine.packing import PAGE, CachePacking, SequencePacking, Varlen
 
 HALF = (torch.bfloat16, torch.float16)  # what the CUDA kernels compute in
 MAX_HEAD_SIZE = 256  # of the CUDA kernels
@@ -41,21 +40,12 @@ def choose_kernel(
     """Resolve `auto`: flash_attn if it is installed, else torch's kernel, and SDPA where these do
     not support the device, the `dtype` or the `head_sizes` (see `prepare_model`). Raises ValueError
     for an impossible request."""
+    problems = {name: problem_of(name, device, dtype, head_sizes) for name in VARLEN_KERNELS}
     if requested == "auto":
-        return available_kernels(device, dtype, head_sizes)[0]
-    if requested != "sdpa" and (problem := problem_of(requested, device, dtype, head_sizes)):
+        return next((name for name, problem in problems.items() if problem is None), "sdpa")
+    if problem := problems.get(requested):
         raise ValueError(f"model.attention: {requested} {problem}")
     return requested
-
-
-def available_kernels(
-    device: torch.device,
-    dtype: torch.dtype,
-    head_sizes: frozenset[tuple[int, int]] = frozenset(),
-) -> list[str]:
-    """The better ones first, SDPA last."""
-    fit = (device, dtype, head_sizes)
-    return [kernel for kernel in VARLEN_KERNELS if not problem_of(kernel, *fit)] + ["sdpa"]
 
 
 def problem_of(
@@ -117,19 +107,13 @@ def bubblespec_attention(
 AttentionInterface.register(NAME, bubblespec_attention)
 
 
-class LayerMask(NamedTuple):
-    """Index of an attention layer, the sliding window passed to its attention function, and its
-    mask as transformers defines it, a function of the row, the head and the positions of query and
-    key; None if it is causal, or made by the model itself."""
-
-    layer: int
-    window: int | None
-    shows: Callable | None
-
-
-def record_masks(model: torch.nn.Module, tokens: torch.Tensor) -> list[LayerMask]:
-    """The mask of each attention call in the model's own forward of tokens [T]. The model keeps the
-    recording attention."""
+def record_masks(
+    model: torch.nn.Module, tokens: torch.Tensor
+) -> list[tuple[int, int | None, Callable | None]]:
+    """What each attention call in the model's own forward of tokens [T] is given: index of the
+    layer, sliding window, and mask as transformers defines it, a function of the row, the head and
+    the positions of query and key; None if it is causal, or made by the model itself. The model
+    keeps the recording attention."""
     made, seen = [], []
 
     def make_mask(*args, mask_function, **kwargs) -> torch.Tensor:
@@ -139,7 +123,7 @@ def record_masks(model: torch.nn.Module, tokens: torch.Tensor) -> list[LayerMask
 
     def attend(module, query, key, value, attention_mask, sliding_window=None, **kwargs) -> tuple:
         shows = next((function for mask, function in made if mask is attention_mask), None)
-        seen.append(LayerMask(module.layer_idx, sliding_window, shows))
+        seen.append((module.layer_idx, sliding_window, shows))
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None  # not used
 
     AttentionInterface.register(RECORDER, attend)
@@ -152,32 +136,23 @@ def record_masks(model: torch.nn.Module, tokens: torch.Tensor) -> list[LayerMask
 def _cached_sdpa(
     packing: CachePacking, query, cached_key, cached_value, *, scaling, window
 ) -> torch.Tensor:
-    padding = packing.padding
-    if padding is not None:
-        query = query.index_select(0, padding[0])
-    attended = [
-        _attend_group(packing, group, query, cached_key, cached_value, scaling, window)
-        for group in packing.groups
-    ]
-    out = attended[0] if len(attended) == 1 else torch.cat(attended)
-    return out if padding is None else out.index_select(0, padding[1])
-
-
-def _attend_group(
-    packing: CachePacking, group: AttentionGroup, query, cached_key, cached_value, scaling, window
-) -> torch.Tensor:
     """Query heads of one key/value head are folded into the query axis: nothing is repeated."""
-    rows, queries = group.num_rows, group.num_queries
     num_heads, kv_heads = query.shape[1], cached_key.shape[2]
-    fold = num_heads // kv_heads
-    query = query[group.places].reshape(rows, queries, kv_heads, fold, -1).permute(0, 2, 3, 1, 4)
-    query = query.reshape(rows, kv_heads, fold * queries, -1)
-    slots = slice(group.first_slot, group.first_slot + rows)
-    key, value = (t[slots, : group.length].transpose(1, 2) for t in (cached_key, cached_value))
-    mask = packing.mask(group, fold, window, query.dtype)
-    out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
-    out = out.reshape(rows, kv_heads, fold, queries, -1).permute(0, 3, 1, 2, 4)
-    return out.reshape(rows * queries, num_heads, -1)
+    fold, padding, attended = num_heads // kv_heads, packing.padding, []
+    if padding is not None:
+        query = query.index_select(0, padding.tokens)
+    for group in packing.groups:
+        rows, queries = group.num_rows, group.num_queries
+        q = query[group.places].reshape(rows, queries, kv_heads, fold, -1).permute(0, 2, 3, 1, 4)
+        q = q.reshape(rows, kv_heads, fold * queries, -1)
+        slots = slice(group.first_slot, group.first_slot + rows)
+        k, v = (t[slots, : group.length].transpose(1, 2) for t in (cached_key, cached_value))
+        mask = packing.mask(group, fold, window, query.dtype)
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
+        out = out.reshape(rows, kv_heads, fold, queries, -1).permute(0, 3, 1, 2, 4)
+        attended.append(out.reshape(rows * queries, num_heads, -1))
+    out = attended[0] if len(attended) == 1 else torch.cat(attended)
+    return out if padding is None else out.index_select(0, padding.places)
 
 
 def _sequences_sdpa(packing: SequencePacking, query, key, value, *, scaling, window):

@@ -24,7 +24,7 @@ from typing import Protocol
 import numpy as np
 
 from bubblespec.engine.ragged import ragged
-from bubblespec.engine.sampling import SamplingParams, is_stop, num_gained
+from bubblespec.engine.sampling import SamplingParams, Verified, is_stop, num_gained
 from bubblespec.records import Load
 from bubblespec.types import Row
 
@@ -44,11 +44,6 @@ class Batch:
     num_draft: np.ndarray  # int64 [M], draft tokens of these rows
     draft: np.ndarray  # int64 [S], the drafts one after the other
     load: Load
-
-
-Sampled = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""What a forward gives, as `Verified` has it: accepted int64 [M], the tokens int64 [T], and both
-log-probabilities [2, T]."""
 
 
 class Proposer(Protocol):
@@ -79,7 +74,7 @@ class Runner(Protocol):
     max_length: int  # prompt plus response in tokens
     max_batch_tokens: int  # in a forward, at least num_slots
 
-    def forward(self, batch: Batch, params: SamplingParams) -> Sampled:
+    def forward(self, batch: Batch, params: SamplingParams) -> Verified:
         """Feed the batch, and verify its drafts."""
 
     def place(self, slot: int, row: Row) -> None:
@@ -208,18 +203,19 @@ class Engine:
         batch = self.schedule(proposer, max_prefill_tokens)
         if batch is None:
             return [], None
-        accepted, token, _ = sampled = self.runner.forward(batch, params)
+        verified = self.runner.forward(batch, params)
         self.num_forwards += 1
         self.cached[: len(batch.count)] = batch.start + batch.count
         if len(batch.slots) == 0:
             return [], batch.load
-        gained = self._append(batch, sampled, params.stop_token_ids)
+        gained = self._append(batch, verified, params.stop_token_ids)
         if proposer is not None:
             rows = [self.rows[slot] for slot in batch.slots.tolist()]
             begin = (batch.num_draft + 1).cumsum() - (batch.num_draft + 1)
             spans = zip(begin.tolist(), (begin + gained).tolist(), strict=True)
-            tokens = [token[begin:end] for begin, end in spans]
-            proposer.observe(rows, tokens, batch.num_draft, np.minimum(accepted, gained))
+            tokens = [verified.token[begin:end] for begin, end in spans]
+            accepted = np.minimum(verified.accepted, gained)
+            proposer.observe(rows, tokens, batch.num_draft, accepted)
         return self._finish(batch.slots, params.stop_token_ids), batch.load
 
     def schedule(
@@ -312,10 +308,10 @@ class Engine:
                 self.cached[slot] = self.prompt_length[slot] - 1
                 self.runner.share(source, int(slot), int(self.cached[slot]))
 
-    def _append(self, batch: Batch, sampled: Sampled, stop_token_ids: tuple[int, ...]):
+    def _append(self, batch: Batch, verified: Verified, stop_token_ids: tuple[int, ...]):
         """Write what the rows have gained behind their known tokens; returns how many tokens that
         is, int64 [M]."""
-        accepted, token, logprobs = sampled
+        accepted, token, logprobs = verified
         slots, num_draft, generated = batch.slots, batch.num_draft, batch.generated
         begin = self.length[slots]
         if len(token) == len(slots):  # no drafts; what follows gives the same

@@ -38,7 +38,7 @@ from tqdm import tqdm
 
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import forward_hidden
-from bubblespec.engine.packing import CachePacking, Varlen
+from bubblespec.engine.packing import CachePacking, Varlen, pack_rows
 from bubblespec.engine.tensor_parallel import Shards
 
 # No step is larger than a third beyond 8 tokens: below some 250 tokens weights are read for longer
@@ -189,8 +189,8 @@ class ForwardGraphs:
             sizes = {shape.tokens * width for shape in self.shapes for width in widths}
             longest = weight.new_zeros(max(sizes))
             zeros += [longest[:size] for size in sorted(sizes, reverse=True)]
-        no_rows, no_tokens = np.zeros(0, np.int64), np.zeros((2, 0), np.int64)
-        nothing = CachePacking(self.cache, no_rows, no_rows, no_tokens, device)
+        no_rows = np.zeros(0, np.int64)
+        nothing = pack_rows(self.cache, no_rows, no_rows, device)
         with self._sharded(sum_=lambda tensor: tensor):
             for shape in self.shapes:
                 padded = pad(no_rows, nothing, shape.tokens)

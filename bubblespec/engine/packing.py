@@ -58,6 +58,14 @@ class AttentionGroup(NamedTuple):
     sees_all: bool  # each row's only query is its position L - 1
 
 
+class Padding(NamedTuple):
+    """The padded order of queries, in which each row of a group has Q of them."""
+
+    tokens: torch.Tensor  # int64 [places], the packed token at each place
+    position: torch.Tensor  # int64 [places], the last one that it sees
+    places: torch.Tensor  # int64 [N], of the packed tokens
+
+
 @dataclass
 class CachePacking:
     """New tokens of rows in slots 0..R-1, in slot order; `slot` and `position` are `index` on the
@@ -101,37 +109,23 @@ class CachePacking:
         return groups
 
     @cached_property
-    def _places(self) -> tuple[np.ndarray, np.ndarray]:
-        """Row and offset in it of each place in the padded order, int64 [places]."""
-        width = np.zeros_like(self.count)
-        for group in self.groups:
-            width[group.first_slot : group.first_slot + group.num_rows] = group.num_queries
-        return ragged(width)
-
-    @cached_property
-    def padding(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The padded order, in which each row of a group has Q queries: int64 [places], the packed
-        token at each place, and int64 [N], the places of the packed tokens. None if nothing is
-        padded. What pads a row is its last token; one without any gets some other row's."""
+    def padding(self) -> Padding | None:
+        """None if nothing is padded. What pads a row is its last token, and sees what that sees;
+        what pads a row without tokens is some other row's, and sees what is there, or position
+        0."""
         num_tokens = self.index.shape[1]
         if self.groups[-1].places.stop == num_tokens:
             return None
-        row, offset = self._places
-        last = np.maximum(self.count - 1, 0)[row]
-        packed = (self.count.cumsum() - self.count)[row] + np.minimum(offset, last)
-        packed = np.minimum(packed, num_tokens - 1)
+        width = np.zeros_like(self.count)
+        for group in self.groups:
+            width[group.first_slot : group.first_slot + group.num_rows] = group.num_queries
+        row, offset = ragged(width)
+        tokens = (self.count.cumsum() - self.count)[row]
+        tokens += np.minimum(offset, np.maximum(self.count - 1, 0)[row])
+        position = np.minimum(self.start[row] + offset, np.maximum(self.ends - 1, 0)[row])
         places = np.flatnonzero(offset < self.count[row])
-        return to_device(packed, self.device), to_device(places, self.device)
-
-    @cached_property
-    def _padded_position(self) -> torch.Tensor:
-        """int64 [places]. What pads a row sees what its last token sees; a row without tokens sees
-        what is there, or position 0."""
-        if self.padding is None:
-            return self.position
-        row, offset = self._places
-        last = np.maximum(self.ends - 1, 0)[row]
-        return to_device(np.minimum(self.start[row] + offset, last), self.device)
+        arrays = (np.minimum(tokens, num_tokens - 1), position, places)
+        return Padding(*(to_device(array, self.device) for array in arrays))
 
     def mask(
         self, group: AttentionGroup, heads_per_kv: int, window: int | None, dtype: torch.dtype
@@ -147,7 +141,8 @@ class CachePacking:
             length = group.length
             vector = torch.full((2 * length - 1,), float("-inf"), dtype=dtype, device=self.device)
             vector[max(length - (window or length), 0) : length] = 0.0
-            begin = length - 1 - self._padded_position[group.places]
+            position = self.position if self.padding is None else self.padding.position
+            begin = length - 1 - position[group.places]
             mask = vector.unfold(0, length, 1).index_select(0, begin)
             mask = mask.view(group.num_rows, group.num_queries, group.length)
             mask = mask.repeat(1, heads_per_kv, 1) if heads_per_kv > 1 else mask

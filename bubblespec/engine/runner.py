@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from bubblespec.engine.engine import Batch, Sampled
+from bubblespec.engine.engine import Batch
 from bubblespec.engine.graphs import ForwardGraphs, can_capture
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import forward_hidden, output_head
 from bubblespec.engine.noise import stream_keys
 from bubblespec.engine.packing import PAGE, CachePacking, to_device
 from bubblespec.engine.ragged import ragged
-from bubblespec.engine.sampling import SamplingParams, sample, verify
+from bubblespec.engine.sampling import SamplingParams, Verified, sample, verify
 from bubblespec.engine.tensor_parallel import Shards, TPGroup
 from bubblespec.types import Row
 
@@ -37,20 +37,19 @@ class ModelRunner:
         *,
         max_batch_tokens: int = 2048,
         kernel: str = "sdpa",
-        rule: str = "coupled",
         enforce_eager: bool = False,
         tp: TPGroup | None = None,
         beside: ForwardGraphs | None = None,
     ):
         """max_length: prompt plus response in tokens; max_batch_tokens: of a forward, at least
-        num_slots; kernel: see attention.py; rule: see sampling.py; enforce_eager: no CUDA graphs,
+        num_slots; kernel: see attention.py; enforce_eager: no CUDA graphs,
         which need a kernel for variable lengths on CUDA anyway; tp: ranks that compute each forward
         together, over the same rows in the same slots; beside: graphs whose memory this one's
         share. Raises TPUnsupported for a model that so many ranks cannot share."""
         self.num_slots, self.max_length = num_slots, max_length
         self.max_batch_tokens, self.kernel = max_batch_tokens, kernel
         self.model, self.device = model, model.device
-        self.seed, self.rule = seed, rule
+        self.seed = seed
         self.shards = None if tp is None else Shards(model, tp)
         self.head, self.sample = output_head(model), sample
         if self.shards is not None:
@@ -102,7 +101,7 @@ class ModelRunner:
             self.follower.release()
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, params: SamplingParams) -> Sampled:
+    def forward(self, batch: Batch, params: SamplingParams) -> Verified:
         """See `Runner`. The host waits for the GPU once, and not at all where nothing is
         sampled."""
         packing = CachePacking(self.cache, batch.start, batch.count, batch.index, self.device)
@@ -110,19 +109,16 @@ class ModelRunner:
         if self.follower is not None:
             self.follower.note(batch, hidden)
         if len(batch.slots) == 0:
-            return np.empty(0, np.int64), np.empty(0, np.int64), np.empty((2, 0))
+            return Verified(np.empty(0, np.int64), np.empty(0, np.int64), np.empty((2, 0)))
         sampled = batch.num_draft + 1
         row, offset = ragged(sampled)
         packed = (np.cumsum(batch.count)[batch.slots] - sampled)[row] + offset
         hidden = hidden[to_device(packed, self.device)]
         position = batch.generated[row] + offset
         keys = self.noise_keys(batch.slots[row], position)
-        options = {"params": params, "rule": self.rule, "sample": self.sample}
+        options = {"params": params, "sample": self.sample}
         options["num_generated"] = to_device(position, self.device)
-        accepted, token, *logprobs = verify(
-            self.head(hidden), batch.draft, batch.num_draft, keys, **options
-        )
-        return accepted, token, np.array(logprobs)
+        return verify(self.head(hidden), batch.draft, batch.num_draft, keys, **options)
 
     def _hidden(self, tokens: np.ndarray, packing: CachePacking) -> torch.Tensor:
         """Hidden states of the packed tokens, [N or more, hidden]; with a graph valid until the

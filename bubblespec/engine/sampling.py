@@ -4,18 +4,14 @@ and its noise key; and exact verification of draft tokens with the same noise.
 argmax_v(log p_v + g_v) with standard Gumbel g is an exact sample of p (Gumbel 1954; Maddison et al.
 2014, "A* sampling").
 
-Under both accept rules every token has exactly the distribution of sampling without drafts. p is
-the current policy after temperature and truncation, x the draft token, y a token sampled from p. y
-does not depend on the draft, so drafts may be selected by their content, which the usual rejection
-rule does not allow (notebooks/exactness.ipynb; the rule is in benchmarks/accept_rules.py).
-
-coupled     accept while y = x, with y from the noise that sampling without drafts would use. The
-            draft cannot change y at all. A draft made with the same noise under nearby weights q is
-            nearly always accepted: the chance of y = x is at least (1 - TV) / (1 + TV) (Daliri,
-            Musco and Suresh 2024, "Coupling without communication and drafter-invariant speculative
-            decoding"), and TV is the total variation distance of p and q.
-point_mass  the same with noise that no draft has seen, so y is independent of x: accepted with
-            chance p(x).
+A draft token x is accepted while it is the token y that the row samples there, with the noise that
+sampling without drafts would use. So the draft cannot change y at all: every token has exactly the
+distribution of sampling without drafts, and drafts may be selected by their content, which the
+usual rejection rule does not allow (notebooks/exactness.ipynb; that rule is in
+benchmarks/accept_rules.py). A draft made with the same noise under nearby weights q is nearly
+always accepted: with p the current policy after temperature and truncation, the chance of y = x is
+at least (1 - TV) / (1 + TV), where TV is the total variation distance of p and q (Daliri, Musco and
+Suresh 2024, "Coupling without communication and drafter-invariant speculative decoding").
 
 Shape legend: R rows, n draft tokens of a row, S draft tokens of all rows, T = S + R positions to
 sample, V vocabulary.
@@ -35,10 +31,6 @@ from bubblespec.engine.ragged import ragged
 # Positions are sampled in chunks of about this many logits: small enough for a processor's cache,
 # large enough for a GPU.
 MAX_LOGITS_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 26}
-RULES = ("coupled", "point_mass")
-# Sampling without drafts, and drafts, read a stream at the token ids, from 0. At FRESH + token id,
-# beyond any vocabulary, each stream has noise that no draft has used.
-FRESH = 1 << 29
 
 
 @dataclass(frozen=True)
@@ -60,9 +52,9 @@ class Verified(NamedTuple):
     accepted: np.ndarray
     """int64 [R], leading draft tokens accepted."""
     token: np.ndarray
-    """int64 [T]; this and the next two, [T], are those of `sample`."""
-    logprob: np.ndarray
-    full_logprob: np.ndarray
+    """int64 [T]."""
+    logprobs: np.ndarray
+    """Both log-probabilities of `sample`, float [2, T]."""
 
 
 def sample(
@@ -141,11 +133,9 @@ def verify(
     *,
     num_generated: torch.Tensor,
     params: SamplingParams,
-    rule: str = "coupled",
     sample: Callable = sample,
 ) -> Verified:
-    """Verify the drafts of R rows; a row without a draft is sampled, from the fresh noise under
-    point_mass.
+    """Verify the drafts of R rows; a row without a draft is sampled.
 
     logits: [T, V], rows one after the other, each with n + 1 positions, which predict its draft
     tokens and the one after them; draft: int64 [S] and counts: int64 [R], n of each row, both on
@@ -153,24 +143,12 @@ def verify(
     The host waits for the device once. sample: what samples from these logits, where they are a
     shard of the vocabulary something else than `sampling.sample`.
 
-    Length limits and stop tokens are left to `num_gained`. Under point_mass, a row's every token
-    must come from here, or else a choice of drafts by content chooses the noise of the rows left
-    without one.
+    Length limits and stop tokens are left to `num_gained`.
     """
-    assert rule in RULES, f"accept rule {rule!r} is none of {', '.join(RULES)}"
     assert len(logits) == len(counts) + len(draft) and len(draft) == counts.sum()
-    keys = further(keys, FRESH) if rule == "point_mass" else keys
-    token, logprob, full_logprob = to_host(*sample(logits, keys, num_generated, params))
+    token, *logprobs = to_host(*sample(logits, keys, num_generated, params))
     token = token.astype(np.int64, copy=False)
-    return Verified(num_accepted(token, draft, counts), token, logprob, full_logprob)
-
-
-def further(keys: torch.Tensor, offset: int) -> torch.Tensor:
-    """Keys of the same streams read from `offset` on: a stream's token ids are added to its key's
-    first word."""
-    keys = keys.clone()
-    keys[:, 0] += offset
-    return keys
+    return Verified(num_accepted(token, draft, counts), token, np.array(logprobs))
 
 
 def num_accepted(token: np.ndarray, draft: np.ndarray, counts: np.ndarray) -> np.ndarray:

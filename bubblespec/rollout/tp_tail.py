@@ -178,7 +178,7 @@ def make_tp_tail(
     alone: ModelRunner = engine.runner
     ranks.place = "set-up of the tensor-parallel tail"
     try:
-        options = {"kernel": alone.kernel, "rule": alone.rule, "beside": alone.graphs}
+        options = {"kernel": alone.kernel, "beside": alone.graphs}
         options["max_batch_tokens"] = max(alone.max_batch_tokens, max_rows)
         options["enforce_eager"] = alone.graphs is None
         parts = (alone.model, max_rows, alone.max_length, alone.seed)

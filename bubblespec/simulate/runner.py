@@ -2,8 +2,7 @@
 cost model says. With it, a learned drafter that is right as often as it is told.
 
 Everything but the forward is the real `Engine`: queue, slots, shared prefills, budgets, drafts and
-their rollback. A draft token is accepted if it is the one that the row says there, which is what
-the coupled rule does.
+their rollback. A draft token is accepted if it is the one that the row says there.
 """
 
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from bubblespec.draft.drafter import CONTEXT, MAX_CHAIN_LENGTH
 from bubblespec.engine.engine import Batch, Engine
 from bubblespec.engine.noise import stream_keys
 from bubblespec.engine.ragged import ragged
-from bubblespec.engine.sampling import SamplingParams, num_accepted
+from bubblespec.engine.sampling import SamplingParams, Verified, num_accepted
 from bubblespec.errors import InputError
 from bubblespec.records import Load
 from bubblespec.simulate.world import World
@@ -69,9 +68,7 @@ class SimulatedRunner:
     def release(self) -> None:
         """There are no keys and values."""
 
-    def forward(
-        self, batch: Batch, params: SamplingParams
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def forward(self, batch: Batch, params: SamplingParams) -> Verified:
         """Log-probabilities are 0."""
         self.world.advance(self.rank, self.cost(batch.load))
         row, offset = ragged(batch.num_draft + 1)
@@ -79,7 +76,7 @@ class SimulatedRunner:
         position = np.minimum(batch.generated[row] + offset, self.end[slot])
         token = self.said[slot, position].astype(np.int64)
         accepted = num_accepted(token, batch.draft, batch.num_draft)
-        return accepted, token, np.zeros((2, len(token)))
+        return Verified(accepted, token, np.zeros((2, len(token))))
 
 
 @dataclass(frozen=True)
