@@ -107,12 +107,13 @@ def paired_step(
     if inspect is not None:
         inspect(*map(list, zip(*pairs, strict=True)))
     samples = sampler.gather(table, rows["none"], scoring)
-    rewards = sampler.combined(samples).reshape(len(launch.groups), -1)
+    rewards = sampler.combined(samples.rewards, samples.lengths)
+    rewards = rewards.reshape(len(launch.groups), -1)
     advantages = estimate_advantages(
         rewards, config.loss.advantage_estimator, config.loss.scale_rewards
     ).ravel()
     trainer.learner.update(samples, advantages, step)
-    sampler.observe_samples(step, samples, rewards.ravel())
+    sampler.observe_samples(samples, rewards.ravel())
     sampler.schedule.finish(samples, {})
     record = StepRecord(
         step=step,

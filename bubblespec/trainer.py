@@ -116,7 +116,7 @@ class Trainer:
             self.sampler.engine.release()
         metrics, spans = self.learner.update(record.samples, advantages, record.step)
         if self.config.reward.overlong_buffer_length:
-            penalties = self.sampler.overlong(record.samples)
+            penalties = self.sampler.overlong(record.samples.lengths)
             metrics["rewards/overlong_penalty/mean"] = float(penalties.mean())
         self.num_updates = record.step + 1
         record.spans.extend(spans)

@@ -18,15 +18,13 @@ import torch.distributed as dist
 
 from bubblespec.dist import ranks as distributed
 from bubblespec.dist.ranks import BROKEN_S, GRACE_S, Ranks, Watchdog
+from bubblespec.dist.shared_memory import PLACE_BYTES
 from bubblespec.errors import RankTimeout
 from bubblespec.rollout import board as boards
 from bubblespec.rollout.board import (
-    HEADER,
     LINGER_S,
-    MAX_NUMBERS,
     ProgressBoard,
     RankState,
-    SharedMemory,
     Transport,
     make_transport,
 )
@@ -38,8 +36,8 @@ HANG_S = 120.0  # a time-out that no test waits for
 
 
 def facts_of(rank: int, tick: int) -> np.ndarray:
-    """Different numbers of them from tick to tick."""
-    return np.random.default_rng((rank, tick)).random(3 + tick % 5)
+    """The tick, and different numbers from tick to tick."""
+    return np.append(tick, np.random.default_rng((rank, tick)).random(3 + tick % 5))
 
 
 class Player:
@@ -53,21 +51,20 @@ class Player:
         board.begin()
 
     def state(self) -> RankState:
-        """`capacities` counts the ticks that were acted on before this one was posted."""
-        tick = len(self.ticks)
-        return RankState(self.steps, (tick,), facts=facts_of(self.board.ranks.rank, tick))
+        """What it says of a tick tells how many were acted on before it was posted."""
+        facts = facts_of(self.board.ranks.rank, len(self.ticks))
+        return RankState(self.steps, facts=facts)
 
     def act(self, states: list[RankState]) -> None:
         tick, rank = len(self.ticks), self.board.ranks.rank
         for other, state in enumerate(states):
-            assert state.capacities[0] == tick
             np.testing.assert_array_equal(state.facts, facts_of(other, tick))
         done = [state.is_done for other, state in enumerate(states) if other != rank]
         assert self.board.are_others_done == all(done)
         self.ticks.append([state.unfinished_rows for state in states])
 
     def poll(self) -> None:
-        while (states := self.board.poll(self.state)) is not None:
+        while (states := self.board.poll(self.state, is_done=not self.steps)) is not None:
             self.act(states)
 
     def turn(self) -> None:
@@ -218,7 +215,7 @@ def with_missing(ranks: Ranks, backend: str, fate: str, missing: int) -> str:
         return str(error)
 
 
-@pytest.mark.parametrize("backend, fate", [("gloo", "hangs"), ("shm", "dies")])
+@pytest.mark.parametrize("backend, fate", [("gloo", "hangs"), ("auto", "dies")])
 def test_a_missing_rank_is_named(tmp_path, capfd, backend, fate):
     line, _, same = run_ranks(tmp_path, with_missing, 3, backend, fate, 1, missing=1)
     assert line == same and "\n" not in line
@@ -317,37 +314,21 @@ def test_a_broken_connection_is_told_by_all_who_are_left(watchdog, timeline, wai
     assert waited_s <= clock.now < waited_s + 0.05
 
 
-def test_shared_numbers_are_read_only_when_all_of_them_are_visible():
-    """Memory may show another rank's header before its numbers, after them, or in part."""
-    words = np.zeros((2, 2, HEADER + MAX_NUMBERS), np.int64)
-    clock, numbers = Clock(), np.array([1.0, 2.0, 3.0])
-    reader, writer = (SharedMemory(clock, words, rank) for rank in range(2))
-    reader.post(numbers, "")
-    assert not reader.is_complete()
-    writer.post(numbers, "")
-    first = words[1, 0].copy()
-    writer._numbers[1, 0, 1] = 7.0
-    assert not reader.is_complete(), "not all of the numbers"
-    writer._numbers[1, 0, 1] = 2.0
-    assert reader.is_complete() and [n.tolist() for n in reader.receive()] == [[1, 2, 3]] * 2
-    for tick in (1, 2):
-        reader.post(numbers[:tick], "")
-        writer.post(numbers[:tick], "")
-    second = words[1, 0].copy()
-    words[1, 0] = first
-    assert not reader.is_complete(), "nothing of the tick"
-    words[1, 0, 0] = second[0]
-    assert not reader.is_complete(), "its number alone: the rest is of the tick two before"
-    words[1, 0] = second
-    assert reader.is_complete() and reader.receive()[1].tolist() == [1, 2]
+def too_large(ranks: Ranks) -> bool:
+    transport = make_transport(ranks, HANG_S)
     with pytest.raises(ValueError, match="there is room for"):
-        writer.post(np.empty(MAX_NUMBERS + 1), "")
+        transport.post(np.empty(PLACE_BYTES // 8 + 1), "")
+    return True
+
+
+def test_ticks_through_shared_memory_have_a_limit(tmp_path):
+    assert run_ranks(tmp_path, too_large, 2) == [True, True]
 
 
 def test_ticks_on_gpus_are_nccl_collectives(monkeypatch):
     made = []
     monkeypatch.setattr(boards, "Collectives", lambda *arguments: made.append(arguments[2]))
-    monkeypatch.setattr(boards, "map_shared", lambda *_: None)
+    monkeypatch.setattr(boards, "open_collectives", lambda ranks: None)
     for device in ("cuda", "cpu"):
         ranks = SimpleNamespace(device=torch.device(device), world_size=2, clock=time)
         make_transport(ranks, 60.0)

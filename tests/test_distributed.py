@@ -186,7 +186,7 @@ def stops_at(ranks: Ranks, stopped: int) -> list:
         time.sleep(0.002 * (1 + ranks.rank))
         if ranks.rank == stopped and board.num_ticks == 3:
             ranks.must_stop = True
-    seen.append([board.num_ticks, board.must_stop])
+    seen.append([board.num_ticks, any(state.must_stop for state in board.last_states)])
     try:
         ranks.barrier_or_stop()
     except StopRequested:

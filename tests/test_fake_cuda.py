@@ -37,7 +37,7 @@ from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams, sample, verify
 from bubblespec.learn.learner import Learner
 from bubblespec.learn.optimizer import Optimizer
-from bubblespec.rollout.board import MAX_TASKS, NUM_NUMBERS, ProgressBoard, RankState
+from bubblespec.rollout.board import ProgressBoard, RankState
 from tests.helpers.generation import make_prompts, make_rows
 from tests.helpers.graphs import install_flash_attn
 from tests.helpers.models import VOCAB, small_config
@@ -543,10 +543,8 @@ def test_collectives(cuda, monkeypatch):
     for num_facts in (0, 5, 5, 0):  # another number of them needs other buffers
         cuda.clear()
         board.begin()
-        states = board.poll(lambda count=num_facts: RankState(0, facts=np.zeros(count)))
-        assert [state[:3] for state in states] == [
-            (1, (1,) * MAX_TASKS, True)
-        ] * 2 and board.must_stop
+        states = board.poll(lambda count=num_facts: RankState(0, facts=np.zeros(count)), True)
+        assert [state[:2] for state in states] == [(1, True)] * 2
         assert all(state.facts.tolist() == [1.0] * num_facts for state in states)
         assert cuda.waits == ["board.receive"] and cuda.uploads == 1
-        assert sent[-1] == NUM_NUMBERS + num_facts
+        assert sent[-1] == 2 + num_facts

@@ -120,7 +120,7 @@ def view_of(own: list[Row] | None = None, num_slots: int = 8) -> RankView:
     record = RolloutRecord()
     for name in (DraftAhead.name, StreamGradients.name, TrainDrafter.name):
         record.idle[name] = IdleUse()
-    return RankView(0, engine, {id(row): row for row in own}, record)
+    return RankView(0, engine, {row: index for index, row in enumerate(own)}, record)
 
 
 def drafting(view: RankView, num_plans: int = 20, store=None, cost=None, **options) -> DraftAhead:

@@ -1,6 +1,6 @@
-"""Tail batching: which groups are trained on, by sorting final lengths; the planner's books against
-a list of all that was drawn; and whole steps of an engine, whose weights stay as they are, against
-plain order."""
+"""Tail batching: the planner's books against a list of all that was drawn; and whole steps of an
+engine, whose weights stay as they are, against plain order. Which groups are trained on: see
+test_table.py."""
 
 import itertools
 import random
@@ -16,28 +16,11 @@ from bubblespec.data.schedule import StepSchedule
 from bubblespec.data.tail_batching import TailBatching, best_num_launched, scaled
 from bubblespec.dist.ranks import Ranks
 from bubblespec.rewards.scorer import Scoring
-from bubblespec.rollout.table import NO_LIMIT, RowTable
 from bubblespec.setup import build
-from bubblespec.types import Group, Launch, Prompt, Samples
+from bubblespec.types import Launch, Prompt, Samples
 from tests.helpers.runs import SHORT
 
 SEED = 5
-
-
-class Judge:
-    """What a table says of rows that are so far."""
-
-    def __init__(self, launch):
-        self.table = RowTable(launch, np.zeros(len(launch.ids), np.int64), 0)
-
-    def judge(self, lengths, is_finished):
-        self.table.generated, self.table.is_finished = lengths, is_finished
-        return self.table.cutoff()
-
-
-def make_launch(num_groups: int, num_trained: int, num_generations: int, num_kept: int) -> Launch:
-    groups = [Group(Prompt(100 + number, "", (1, 2), {}), 0) for number in range(num_groups)]
-    return Launch(groups, num_trained, num_generations, num_kept)
 
 
 def shortest(lengths: list[list[int]], num_trained: int, num_kept: int) -> set[tuple[int, int]]:
@@ -49,48 +32,6 @@ def shortest(lengths: list[list[int]], num_trained: int, num_kept: int) -> set[t
     longest = [max(lengths[g][n] for n in kept[g]) for g in range(len(lengths))]
     trained = sorted(range(len(lengths)), key=lambda g: (longest[g], g))[:num_trained]
     return {(g, n) for g in trained for n in kept[g]}
-
-
-@pytest.mark.parametrize("sizes", [(5, 4, 3, 3), (6, 4, 4, 3), (4, 4, 3, 2), (3, 1, 1, 1)])
-def test_what_is_judged_early_holds_at_the_end(sizes):
-    """Rows grow at random speeds. Whatever is in or out at any time is so by the final lengths; and
-    rows that are out need not go on for the rest to be judged."""
-    rng, launch = random.Random(str(sizes)), make_launch(*sizes)
-    num_groups, num_trained, num_generations, num_kept = sizes
-    num_saved = 0
-    for _ in range(60):
-        final = [
-            [rng.choice((1, 2, 2, 3, 5, 8)) for _ in range(num_generations)]
-            for _ in range(num_groups)
-        ]
-        truth = shortest(final, num_trained, num_kept)
-        selection, so_far = Judge(launch), np.zeros(num_groups * num_generations, int)
-        goal, before = np.array(final).ravel(), (set(), set())
-        while True:
-            is_in, is_out, cut = selection.judge(so_far, so_far == goal)
-            places = [
-                {divmod(place, num_generations) for place in np.flatnonzero(flags).tolist()}
-                for flags in (is_in, is_out)
-            ]
-            assert places[0] <= truth and not places[1] & truth
-            assert before[0] <= places[0] and before[1] <= places[1], "what is sure stays sure"
-            before = places
-            if num_kept == num_generations:
-                num_done = (so_far == goal).reshape(num_groups, -1).all(axis=1).sum()
-                assert (cut < NO_LIMIT) == (num_done >= num_trained)
-            for place in (
-                np.flatnonzero((so_far >= cut) & (so_far < goal)).tolist()
-                if num_kept == num_generations
-                else ()
-            ):
-                assert is_out[place]
-            open_rows = [i for i in range(len(goal)) if so_far[i] < goal[i] and not is_out[i]]
-            if not open_rows:
-                break
-            so_far[rng.choice(open_rows)] += 1
-        assert places[0] == truth and len(places[0]) + len(places[1]) == len(goal)
-        num_saved += int((goal - so_far).sum())
-    assert num_saved > 0
 
 
 def make_prompts(count: int) -> PromptSet:

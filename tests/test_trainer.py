@@ -211,7 +211,12 @@ def test_the_overlong_penalty_of_a_step_is_in_its_rewards_and_its_metrics():
         record = StepRecord(**dict.fromkeys(StepRecord.__dataclass_fields__) | fields)
         return record, trainer.update(record, np.zeros(4))
 
-    assert trainer.sampler.combined(samples).tolist() == [1.0, 0.5, 2.5 - 1.0, 1.0 - 2.0]
+    assert trainer.sampler.combined(samples.rewards, samples.lengths).tolist() == [
+        1.0,
+        0.5,
+        2.5 - 1.0,
+        1.0 - 2.0,
+    ]
     record, metrics = update(7)
     assert metrics == {"loss": 7.5, "rewards/overlong_penalty/mean": -3.0 / 4}
     assert trainer.num_updates == 8
@@ -219,4 +224,9 @@ def test_the_overlong_penalty_of_a_step_is_in_its_rewards_and_its_metrics():
     assert record.stages == [Span("reward", 0.5, 0.75), Span("train", 0.75, 9.0)]
     config.reward.overlong_buffer_length = 0
     assert update(8)[1] == {"loss": 8.5} and trainer.num_updates == 9
-    assert trainer.sampler.combined(samples).tolist() == [1.0, 0.5, 2.5, 1.0]
+    assert trainer.sampler.combined(samples.rewards, samples.lengths).tolist() == [
+        1.0,
+        0.5,
+        2.5,
+        1.0,
+    ]

@@ -63,7 +63,7 @@ def test_a_tick_is_complete_after_the_last_post_and_wakes_who_waits(monkeypatch)
         assert board.poll(lambda: state(False)) is not None  # complete since 2.25
         ranks.clock.sleep(1.0)
         begin = world.now[0]
-        states = board.poll(lambda: state(True))  # done: it lingers for a moment
+        states = board.poll(lambda: state(True), is_done=True)  # it lingers for a moment
         seen["lingered"] = (states is None, round(world.now[0] - begin, 6))
         board.wait(lambda: state(True))
 

@@ -1,4 +1,5 @@
-"""Memory that the ranks of one machine have mapped, and collectives of small arrays through it.
+"""Memory that the ranks of one machine have mapped, and collectives of small arrays through it: of
+the tensor-parallel tail, which waits for them, and the ticks of rollouts, which nobody waits for.
 
 An all-reduce of gloo takes hundreds of microseconds whatever its size, as it goes through sockets
 and threads. Here a rank writes its numbers, sets a flag, waits for the flags of the others and
@@ -82,6 +83,28 @@ class SharedCollectives:
         """Of memory, for so many ranks."""
         return size * (CACHE_LINE + 2 * PLACE_BYTES)
 
+    def post(self, own: np.ndarray) -> None:
+        """Begin an exchange with this rank's numbers, at most PLACE_BYTES, and as many on all
+        ranks."""
+        self._count += 1
+        self._look_at = time.monotonic() + LOOK_S
+        # of all ranks, [P, n]: once the exchange is complete, until the next but one
+        self.posted = self._places[self._count % 2, :, : own.nbytes].view(own.dtype)
+        self.posted[self._ranks.rank] = own
+        self._reached[self._ranks.rank] = self._count
+
+    def is_complete(self) -> bool:
+        """Whether all ranks have posted. Raises RuntimeError if the process of one has ended that
+        has not."""
+        if self._reached.min() >= self._count:
+            return True
+        if time.monotonic() > self._look_at:
+            self._look_at = time.monotonic() + LOOK_S
+            for rank in np.flatnonzero(self._reached < self._count).tolist():
+                if has_ended(int(self._pids[rank])) and self._reached[rank] < self._count:
+                    raise RuntimeError(f"the process of rank {rank} has ended")
+        return False
+
     def sum_(self, array: np.ndarray) -> None:
         """Sum over ranks, in place. array: contiguous, of one dimension."""
         room = PLACE_BYTES // array.itemsize
@@ -103,38 +126,22 @@ class SharedCollectives:
         return everyone.reshape(len(everyone), *array.shape)
 
     def _exchange(self, own: np.ndarray) -> np.ndarray:
-        """The numbers of all ranks, [P, n], valid until the next exchange but one."""
-        self._count += 1
-        places = self._places[self._count % 2, :, : own.nbytes].view(own.dtype)
-        places[self._ranks.rank] = own
-        self._reached[self._ranks.rank] = self._count
-        looks = 0
-        while self._reached.min() < self._count:
-            looks += 1
-            if looks > NUM_SPINS + NUM_YIELDS:
-                self._wait()
-                break
-            if looks > NUM_SPINS:
-                os.sched_yield()
-        return places
-
-    def _wait(self) -> None:
-        """For a rank that is late."""
-        began = look_at = time.monotonic()
-        while self._reached.min() < self._count:
-            time.sleep(NAP_S)
-            if (now := time.monotonic()) < look_at:
-                continue
-            look_at, ranks = now + LOOK_S, self._ranks
-            deadline = began + ranks.timeout_s
-            late = np.flatnonzero(self._reached < self._count).tolist()
-            for rank in late:
-                if has_ended(int(self._pids[rank])) and self._reached[rank] < self._count:
-                    reason = f"the process of rank {rank} has ended"
-                    ranks.watchdog.fail(ranks.place, reason, now)
-            if now > deadline:
-                reason = f"no answer for {ranks.timeout_s:g} s"
-                ranks.watchdog.fail(ranks.place, reason, deadline)
+        """The numbers of all ranks, see `posted`."""
+        self.post(own)
+        looks, ranks = 0, self._ranks
+        deadline = time.monotonic() + ranks.timeout_s
+        try:
+            while not self.is_complete():
+                looks += 1
+                if looks > NUM_SPINS + NUM_YIELDS:
+                    time.sleep(NAP_S)
+                elif looks > NUM_SPINS:
+                    os.sched_yield()
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"no answer for {ranks.timeout_s:g} s")
+        except RuntimeError as error:
+            ranks.watchdog.fail(ranks.place, str(error), time.monotonic())
+        return self.posted
 
 
 def open_collectives(ranks: Ranks) -> SharedCollectives | None:

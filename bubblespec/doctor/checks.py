@@ -250,8 +250,8 @@ def collectives(case: Case) -> Iterator[Line]:
     tick_us = 1e6 * median_s(partial(tick, RankState(1)), ranks.device)
     tick(RankState(0))  # the last
     board.interval_s = interval_s
-    line = f"a tick takes {tick_us:.0f} us ({board.transport_name})"
-    if board.transport_name == "gloo" and local_ranks() == ranks.world_size:
+    line = f"a tick takes {tick_us:.0f} us ({board.transport.name})"
+    if board.transport.name == "gloo" and local_ranks() == ranks.world_size:
         yield slower(f"{line}, as these ranks can share no memory, which no key changes")
     else:
         yield ok(line)

@@ -52,7 +52,7 @@ class DraftAhead(IdleTask):
             plan.id: Job(plan.id, plan.saves_s, plan.costs_s, plan.co_scheduled) for plan in plans
         }
         self._given: deque[Job] = deque()  # to this rank, not yet in its engine
-        self._rows: dict[int, Job] = {}  # by id() of the row that is drafting it
+        self._rows: dict[Row, Job] = {}  # by the row that is drafting it
         self.drafts: dict[SampleId, Draft] = {}  # that this rank has made or taken further
 
     def jobs(self) -> Iterable[Job]:
@@ -74,7 +74,7 @@ class DraftAhead(IdleTask):
         time, and not before those of own rows, which would have to keep to the same limit."""
         view, engine = self.view, self.view.engine
         prefilling = [*engine.queue, *engine.prefilling()]
-        if any(id(row) in view.unfinished for row in prefilling):
+        if any(row in view.unfinished for row in prefilling):
             view.max_prefill_tokens = None
             return False
         if prefilling or self._given:
@@ -90,13 +90,13 @@ class DraftAhead(IdleTask):
         row = Row(plan.id, plan.prompt, self.max_new_tokens)
         if (draft := self.store.get(plan.id)) is not None:
             row.tokens = draft.tokens.astype(np.int64)
-        self._rows[id(row)] = job
+        self._rows[row] = job
         self.proposer.track(row, None, self.version, is_counted=False)
         self.view.engine.add([row])
 
     def on_finished(self, row: Row) -> bool:
         """Note the finished draft."""
-        is_ours = self._rows.pop(id(row), None) is not None
+        is_ours = self._rows.pop(row, None) is not None
         if is_ours:
             self._note(row)
         return is_ours
@@ -104,7 +104,7 @@ class DraftAhead(IdleTask):
     def end(self) -> None:
         """Note the unfinished drafts, and what all of them took."""
         for row in self.view.engine.collect():
-            if id(row) in self._rows:
+            if row in self._rows:
                 self._note(row)
         use, cost = self.view.record.idle[self.name], self.cost.coefficients
         for forward in self.view.record.forwards:
@@ -133,7 +133,7 @@ class DraftAhead(IdleTask):
         engine, unfinished = self.view.engine, self.view.unfinished
         if unfinished:
             lengths = zip(engine.rows, engine.lengths.tolist(), strict=True)
-            kv_tokens = sum(length for row, length in lengths if id(row) in unfinished)
+            kv_tokens = sum(length for row, length in lengths if row in unfinished)
             count = len(unfinished)
             return self.max_slowdown * float(self.cost.seconds(count, count, 0, kv_tokens))
         forwards, record = self.view.record.forwards, self.view.record

@@ -5,7 +5,7 @@ decodes, but so few rows that others could join its forwards at little cost, tas
 co-scheduled. Knows types of the engine, ranks and records alone.
 """
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,8 +41,8 @@ class RankView:
 
     rank: int
     engine: Engine
-    unfinished: dict[int, Row]
-    """Rows of this step that are not done, by id()."""
+    unfinished: dict[Row, int]
+    """Rows of this step that are not done, with their index in the launch."""
     record: RolloutRecord
     """Of this rollout, so far."""
     max_prefill_tokens: int | None = None
@@ -105,7 +105,7 @@ class IdleTask:
 
 
 def assign(
-    jobs: list[Iterable[Job]], capacities: list[tuple[int, ...]], has_rows: list[bool]
+    jobs: list[Iterable[Job]], capacities: Sequence[Sequence[float]], has_rows: list[bool]
 ) -> list[list[tuple[int, Job]]]:
     """The jobs that each rank gets in a tick, by rank, each with the number of its task.
 

@@ -108,8 +108,8 @@ class Scoring:
     def __init__(self, scorer: Scorer, launch: Launch, step: int | None):
         self.scorer, self.step, self._num_kept = scorer, step, launch.num_kept
         self._prompts = {group.prompt.uid: group.prompt for group in launch.groups}
-        # By function; one that sees groups has to wait until all of a group are finished.
-        self._futures: dict[SampleId, dict[int, Future]] = {}
+        # By function; of one that sees groups None until all of a group are finished.
+        self._futures: dict[SampleId, list[Future | None]] = {}
         self._finished: dict[tuple, dict[SampleId, Sample]] = {}  # by group
         self._new: list[Row] = []  # whose last score has not come yet
 
@@ -120,7 +120,7 @@ class Scoring:
         (text,) = self.scorer.tokenizer.batch_decode([ids], skip_special_tokens=True)
         sample = Sample(prompt.text, text, ids, prompt.columns)
         self._new.append(row)
-        self._futures[row.id] = {}
+        self._futures[row.id] = [None] * len(self.scorer.paths)
         group = self._finished.setdefault(row.id[:2], {})
         group[row.id] = sample
         for number, is_of_groups in enumerate(self.scorer.are_of_groups):
@@ -134,10 +134,6 @@ class Scoring:
         for name, future in zip(samples, futures, strict=True):
             self._futures[name][function] = future
 
-    def _of(self, row: Row) -> list[Future]:
-        """By function, once all have been called."""
-        return [future for _, future in sorted(self._futures[row.id].items())]
-
     def take_scored(self) -> list[tuple[Row, np.ndarray]]:
         """Rows given to `on_finished` whose last score has come since the last call, with the
         scores, float64 [functions], NaN where a function does not apply. May be called by one rank
@@ -150,9 +146,8 @@ class Scoring:
         self.scorer.pool.run()
         waiting, self._new, taken = self._new, [], []
         for row in waiting:
-            futures = self._of(row)
-            is_called = len(futures) == len(self.scorer.paths)
-            if not (is_called and all(future.done() for future in futures)):
+            futures = self._futures[row.id]
+            if not all(future is not None and future.done() for future in futures):
                 self._new.append(row)
             elif not any(future.exception() for future in futures):
                 rewards = [future.result().reward for future in futures]
@@ -176,17 +171,15 @@ class Scoring:
             if scorer.sees_groups and len(group) != self._num_kept:
                 raise ValueError(f"{len(group)} of {self._num_kept} samples of group {name}")
         scorer.pool.run()
-        self._wait({future for row in rows for future in self._of(row)})
+        self._wait({future for row in rows for future in self._futures[row.id]})
         # Before any exchange: a rank that was told to stop lacks some scores.
         scorer.ranks.barrier_or_stop()
-        answers = [[future.result() for future in self._of(row)] for row in rows]
+        answers = [[future.result() for future in self._futures[row.id]] for row in rows]
         self._report(rows, answers)
         scorer.count(answers, rollouts_ended_s)
+        on_error = scorer.config.reward_on_error
         rewards = [
-            [
-                scorer.config.reward_on_error if isinstance(a.reward, RewardFailure) else a.reward
-                for a in of_row
-            ]
+            [on_error if isinstance(a.reward, RewardFailure) else a.reward for a in of_row]
             for of_row in answers
         ]
         return np.array(rewards, np.float64).reshape(len(rows), len(scorer.paths))

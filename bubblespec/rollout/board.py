@@ -13,8 +13,6 @@ collectives across machines.
 
 import contextlib
 import math
-import os
-import zlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import NamedTuple, NoReturn
@@ -24,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from bubblespec.dist.ranks import Ranks, all_gather, one_line
-from bubblespec.dist.shared_memory import LOOK_S, has_ended, map_shared
+from bubblespec.dist.shared_memory import PLACE_BYTES, SharedCollectives, open_collectives
 
 # A rank that is done waits this long for its tick, which may be the last: it would start another
 # draft, and everyone would wait for that.
@@ -34,21 +32,13 @@ NAP_S = 2e-4
 INTERVAL_S = 1e-2
 MAX_SHARE = 0.04
 
-MAX_TASKS = 4  # idle tasks of a rollout
-NUM_NUMBERS = 2 + MAX_TASKS
 NO_FACTS = np.empty(0)
-
-MAX_NUMBERS = 1 << 17  # per rank and tick in shared memory: 2 MiB a rank
-HEADER = 4  # tick + 1, count of numbers, checksum, process id
 
 
 class RankState(NamedTuple):
     """What a rank tells the others in a tick."""
 
     unfinished_rows: int  # of this rollout and this rank
-    capacities: tuple[
-        int, ...
-    ] = ()  # jobs that it could begin of each idle task, MAX_TASKS at most
     must_stop: bool = False  # it has been told to end the run
     facts: np.ndarray = NO_FACTS  # float64, whatever else decisions need, as long on all ranks
 
@@ -58,21 +48,17 @@ class RankState(NamedTuple):
         return self.unfinished_rows == 0
 
     def numbers(self) -> np.ndarray:
-        """As a tick carries it, float64 [NUM_NUMBERS + facts]."""
-        wanted = (*self.capacities, *[0] * MAX_TASKS)[:MAX_TASKS]
-        return np.concatenate(((self.unfinished_rows, self.must_stop, *wanted), self.facts))
+        """As a tick carries it, float64 [2 + facts]."""
+        return np.concatenate(((self.unfinished_rows, self.must_stop), self.facts))
 
     @classmethod
     def from_numbers(cls, numbers: np.ndarray) -> "RankState":
-        """The inverse of `numbers`, with MAX_TASKS capacities."""
-        unfinished, must_stop, *wanted = map(int, numbers[:NUM_NUMBERS].tolist())
-        return cls(unfinished, tuple(wanted), bool(must_stop), numbers[NUM_NUMBERS:])
+        """The inverse of `numbers`."""
+        return cls(int(numbers[0]), bool(numbers[1]), numbers[2:])
 
     def __str__(self) -> str:
         told = "" if self.must_stop else "not "
-        return (
-            f"{self.unfinished_rows} unfinished rows, {self.capacities} wanted, {told}told to stop"
-        )
+        return f"{self.unfinished_rows} unfinished rows, {told}told to stop"
 
 
 class Transport:
@@ -122,7 +108,7 @@ class Collectives(Transport):
         limit_s = timeout_s if backend == "gloo" else 2 * timeout_s
         self._group = dist.new_group(backend=backend, timeout=timedelta(seconds=limit_s))
         # connects the ranks: NCCL does so at its first collective
-        ranks.complete(lambda: self._gather(np.zeros(NUM_NUMBERS)))
+        ranks.complete(lambda: self._gather(np.zeros(1)))
 
     def _gather(self, numbers: np.ndarray) -> dist.Work:
         with self._on_stream():
@@ -146,81 +132,48 @@ class Collectives(Transport):
             return list(self._everyone.cpu().numpy().reshape(self._ranks.world_size, -1))
 
 
-class SharedMemory(Transport):
+class SharedTicks(Transport):
     """Ticks through memory that all ranks of a machine have mapped: a write, a few reads, and no
-    threads. (An all-gather over gloo takes 0.5 ms to post, and its threads as much again.)
-
-    Each rank has two places of a header and numbers. It writes tick n into place n % 2, which it
-    only reaches again once all have posted tick n + 1, and so have read tick n. The watchdog is
-    not told of these ticks, as asking the job's store takes longer than a tick.
-    """
+    threads. (An all-gather over gloo takes 0.5 ms to post, and its threads as much again.) The
+    watchdog is not told of them, as asking the job's store takes longer than a tick."""
 
     name = "shared memory"
 
-    def __init__(self, clock, words: np.ndarray, rank: int):
-        """words: int64 [num_ranks, 2, HEADER + MAX_NUMBERS], of `map_shared`."""
+    def __init__(self, clock, shared: SharedCollectives):
         super().__init__(clock)
-        self._headers, self._numbers = words[:, :, :HEADER], words.view(np.float64)[:, :, HEADER:]
-        self._rank, self._tick = rank, -1  # of the whole run
-        self._look_at = 0.0
-        self._headers[rank, :, 3] = os.getpid()
+        self._shared = shared
 
     def post(self, numbers: np.ndarray, name: str) -> None:
-        if len(numbers) > MAX_NUMBERS:
-            raise ValueError(f"{len(numbers)} numbers in a tick; there is room for {MAX_NUMBERS}")
-        self._tick += 1
-        self._look_at = self._clock.monotonic() + LOOK_S
-        place = self._rank, self._tick % 2
-        self._numbers[place][: len(numbers)] = numbers
-        self._headers[place][1:] = len(numbers), self._checksum(numbers), os.getpid()
-        self._headers[place][0] = self._tick + 1
+        if numbers.nbytes > PLACE_BYTES:
+            raise ValueError(f"a tick of {numbers.nbytes} bytes; there is room for {PLACE_BYTES}")
+        self._shared.post(numbers)
 
     def is_complete(self) -> bool:
-        self._received = [self._read(rank) for rank in range(len(self._headers))]
-        missing = [rank for rank, numbers in enumerate(self._received) if numbers is None]
-        if missing and self._clock.monotonic() > self._look_at:
-            self._look_at = self._clock.monotonic() + LOOK_S
-            for rank in missing:
-                if has_ended(int(self._headers[rank, :, 3].max())):
-                    raise RuntimeError(f"the process of rank {rank} has ended")
-        return not missing
+        return self._shared.is_complete()
 
     def receive(self) -> list[np.ndarray]:
-        return self._received
-
-    def _read(self, rank: int) -> np.ndarray | None:
-        """What a rank has posted to the tick in flight; None if not all of it is visible yet."""
-        posted, count, checksum, _ = self._headers[rank, self._tick % 2].tolist()
-        if posted != self._tick + 1:
-            return None
-        numbers = self._numbers[rank, self._tick % 2, :count].copy()
-        return numbers if self._checksum(numbers) == checksum else None
-
-    def _checksum(self, numbers: np.ndarray) -> int:
-        """Depends on the tick, too: where its number becomes visible first, everything else is what
-        was written two ticks before, which is right by itself."""
-        return zlib.crc32(numbers.tobytes(), self._tick & 0xFFFFFFFF)
+        return list(self._shared.posted.copy())
 
 
 def make_transport(ranks: Ranks, timeout_s: float, backend: str = "auto") -> Transport:
-    """All ranks call it together. backend: auto, or nccl, gloo, or shm, where memory is shared."""
+    """All ranks call it together. backend: nccl, gloo, or auto, which takes shared memory on CPUs
+    where it can."""
     if ranks.world_size == 1:
         return Transport(ranks.clock)
     if backend == "auto" and ranks.device.type == "cuda":
         backend = "nccl"
-    if backend in ("auto", "shm"):
-        shape = (ranks.world_size, 2, HEADER + MAX_NUMBERS)
-        if (mapped := map_shared(ranks, 8 * math.prod(shape))) is not None:
-            return SharedMemory(ranks.clock, mapped.view(np.int64).reshape(shape), ranks.rank)
-    return Collectives(ranks, timeout_s, "nccl" if backend == "nccl" else "gloo")
+    elif backend == "auto":
+        if (shared := open_collectives(ranks)) is not None:
+            return SharedTicks(ranks.clock, shared)
+        backend = "gloo"
+    return Collectives(ranks, timeout_s, backend)
 
 
 class ProgressBoard:
     """Ticks of one job, rollout after rollout. All ranks make it together.
 
     num_ticks: ticks of this rollout that this rank has read; last_states: the states of the last of
-    them, by rank, or None; is_over: the last tick has been read; must_stop: a rank was told to stop
-    in it, so the rollout is to be abandoned.
+    them, by rank; is_over: the last tick has been read.
 
     timeout_s: seconds without a completed tick after which the job ends. transport: what carries
     the ticks, or the name of a backend. interval_s: seconds between two ticks of a rank that is not
@@ -240,13 +193,8 @@ class ProgressBoard:
         self._in_flight = False
         if isinstance(transport, str):
             transport = make_transport(ranks, timeout_s, transport)
-        self._transport = transport
+        self.transport = transport
         self.begin()
-
-    @property
-    def transport_name(self) -> str:
-        """What carries the ticks: shared memory, nccl or gloo; or one rank."""
-        return self._transport.name
 
     def begin(self) -> None:
         """A new rollout: ticks count from 0. Raises RuntimeError while a tick of the last one is in
@@ -254,8 +202,8 @@ class ProgressBoard:
         if self._in_flight:
             raise RuntimeError("a rollout must run to its last tick before the next one begins")
         self.num_ticks = 0
-        self.last_states: list[RankState] | None = None
-        self.is_over = self.must_stop = False
+        self.last_states: list[RankState] = []
+        self.is_over = False
         self._last_tick_s = -math.inf
         self.go_on()
 
@@ -268,36 +216,35 @@ class ProgressBoard:
     def are_others_done(self) -> bool:
         """As of the last tick they all wait for this rank: once done, it should wait for the end
         and not start a draft."""
-        others = [s for rank, s in enumerate(self.last_states or ()) if rank != self.ranks.rank]
-        return self.last_states is not None and all(state.is_done for state in others)
+        others = [s for rank, s in enumerate(self.last_states) if rank != self.ranks.rank]
+        return bool(self.last_states) and all(state.is_done for state in others)
 
-    def poll(
-        self, state: Callable[[], RankState], is_urgent: bool = True
-    ) -> list[RankState] | None:
+    def poll(self, state: Callable[[], RankState], is_done: bool = False) -> list[RankState] | None:
         """The states of all ranks in the tick that has just completed, once per tick; otherwise
         None. Does not block.
 
         Call it between forwards until it returns None: `while (states := board.poll(state)) is not
         None: act(states)`. If no tick is in flight it posts one with `state()`, which therefore
-        includes what was done about the tick before; if that is not urgent, only after the
-        interval. A rank that is done never waits for the interval. After the last tick nothing is
-        posted. Raises RankTimeout.
+        includes what was done about the tick before: after the interval, or at once if this rank
+        is done. After the last tick nothing is posted. Raises RankTimeout.
         """
-        if self.is_over or (not self._in_flight and not is_urgent and self._is_too_soon()):
+        if self.is_over:
             return None
-        own = None if self._in_flight else state()
-        if own is not None and not own.is_done and self._is_too_soon():
-            return None
+        own = None
+        if not self._in_flight:
+            if not is_done and self._is_too_soon():
+                return None
+            own = state().numbers()
         begin_s = self._clock.monotonic()
         try:
             if own is not None:
                 self._in_flight = True
-                self._transport.post(own.numbers(), self._tick_name())
-                if not own.is_done:
+                self.transport.post(own, self._tick_name())
+                if not is_done:
                     self._tick_s += 0.1 * (self._clock.monotonic() - begin_s - self._tick_s)
                     return None  # it has work to do, and no tick completes at once
-                self._transport.linger()
-            if self._transport.is_complete():
+                self.transport.linger()
+            if self.transport.is_complete():
                 return self._take()
         except RuntimeError as error:  # from the collective or the store: a rank has left
             self._fail(one_line(error))
@@ -310,23 +257,20 @@ class ProgressBoard:
         return self._clock.monotonic() < self._last_tick_s + interval_s
 
     def wait(self, state: Callable[[], RankState]) -> list[RankState] | None:
-        """Poll, asleep in between, until a tick completes: for a rank that has nothing to do. None
-        after the last tick."""
+        """Poll, asleep in between, until a tick completes: for a rank that is done and has nothing
+        else to do. None after the last tick."""
         while not self.is_over:
-            if (states := self.poll(state)) is not None:
+            if (states := self.poll(state, is_done=True)) is not None:
                 return states
-            if self._in_flight:
-                self._transport.nap()
-            else:
-                self._clock.sleep(NAP_S)
+            self.transport.nap()
         return None
 
     def _take(self) -> list[RankState]:
-        self.last_states = list(map(RankState.from_numbers, self._transport.receive()))
+        self.last_states = list(map(RankState.from_numbers, self.transport.receive()))
         self._in_flight = False
-        self.must_stop = any(state.must_stop for state in self.last_states)
         self.num_ticks += 1
-        self.is_over = self.must_stop or all(state.is_done for state in self.last_states)
+        states = self.last_states
+        self.is_over = any(s.must_stop for s in states) or all(s.is_done for s in states)
         self._last_tick_s = self._clock.monotonic()
         self.go_on()
         return self.last_states

@@ -1,59 +1,51 @@
-"""All ranks' samples in one canonical order: nothing after it depends on which rank generated what,
-or when."""
+"""Rows of all ranks on every rank: those that are unfinished, to go on with them together, or those
+that are trained on, as samples in an order that depends on no rank and no clock."""
 
 import numpy as np
 
 from bubblespec.dist.ranks import Ranks
-from bubblespec.types import Group, Row, Samples
+from bubblespec.rollout.table import RowTable
+from bubblespec.types import Row, Samples
+
+FINISHES = (None, "stop", "length")
+
+
+def gather_rows(own: dict[int, Row], table: RowTable, ranks: Ranks) -> dict[int, Row]:
+    """The rows of all ranks, by index: the own ones as they are, copies of the others. Of each the
+    ranks exchange a header, its tokens and both log-probabilities, all exact as float64."""
+    rows, numbers = dict(own), [np.empty(0)]
+    for index, row in own.items():
+        header = (index, row.max_new_tokens, FINISHES.index(row.finish), len(row.tokens))
+        numbers += [header, row.tokens, row.logprob, row.full_logprob]
+    for rank, left in enumerate(ranks.gather_ragged(np.concatenate(numbers, dtype=np.float64))):
+        while len(left) and rank != ranks.rank:
+            index, max_new_tokens, finish, length = left[:4].astype(np.int64).tolist()
+            columns, left = np.split(left[4:], [3 * length])
+            row = rows[index] = table.make_row(index, max_new_tokens)
+            row.finish, row.tokens = FINISHES[finish], columns[:length].astype(np.int64)
+            row.logprob, row.full_logprob = columns[length:].reshape(2, length).astype(np.float32)
+    return rows
 
 
 def gather_samples(
-    groups: list[Group],
-    owners: np.ndarray,
-    *,
-    numbers: np.ndarray,
-    rows: list[Row],
-    rewards: np.ndarray,
-    ranks: Ranks,
+    own: dict[int, Row], rewards: np.ndarray, table: RowTable, ranks: Ranks
 ) -> Samples:
-    """All ranks' rows as samples in canonical order, on every rank.
-
-    groups: of the samples; owners: int64 [S], the rank that has each sample; numbers: int64 [S],
-    within its group; rows: this rank's, in the same order; rewards: float64 [rows, functions].
-    """
-    lengths = ranks.gather_ragged(np.array([len(row.tokens) for row in rows], np.int64))
-    truncated = ranks.gather_ragged(np.array([row.finish == "length" for row in rows], np.uint8))
-    tokens = ranks.gather_ragged(
-        _concatenate([row.tokens.astype(np.int32) for row in rows], np.int32)
+    """What is trained on, on every rank, once the rollout is over. own: this rank's part of it, by
+    ascending index; rewards: float64 [rows, functions], of these."""
+    trained, launch = table.trained(), table.launch
+    by_index = gather_rows(own, table, ranks)
+    rows = [by_index[index] for index in trained.tolist()]
+    all_rewards = np.empty((len(rows), rewards.shape[1]))
+    for rank, of_rank in enumerate(ranks.gather_ragged(rewards.ravel())):
+        all_rewards[table.rank_of[trained] == rank] = of_rank.reshape(-1, rewards.shape[1])
+    groups = trained[:: launch.num_kept] // launch.num_generations
+    return Samples(
+        groups=[launch.groups[group] for group in groups.tolist()],
+        num_generations=launch.num_kept,
+        numbers=trained % launch.num_generations,
+        tokens=[row.tokens.astype(np.int32) for row in rows],
+        logprob=[row.logprob for row in rows],
+        full_logprob=[row.full_logprob for row in rows],
+        is_truncated=np.array([row.finish == "length" for row in rows]),
+        rewards=all_rewards,
     )
-    logprob = ranks.gather_ragged(_concatenate([row.logprob for row in rows], np.float32))
-    full_logprob = ranks.gather_ragged(_concatenate([row.full_logprob for row in rows], np.float32))
-    all_rewards = ranks.gather_ragged(rewards.ravel())
-    total = len(owners)
-    samples = Samples(
-        groups,
-        total // max(len(groups), 1),
-        numbers,
-        [None] * total,
-        [None] * total,
-        [None] * total,
-        np.zeros(total, bool),
-        np.zeros((total, rewards.shape[1])),
-    )
-    for rank in range(ranks.world_size):
-        where = np.flatnonzero(owners == rank)
-        cuts = np.cumsum(lengths[rank])[:-1]
-        for flat, target in (
-            (tokens, samples.tokens),
-            (logprob, samples.logprob),
-            (full_logprob, samples.full_logprob),
-        ):
-            for place, part in zip(where.tolist(), np.split(flat[rank], cuts), strict=False):
-                target[place] = part
-        samples.is_truncated[where] = truncated[rank].astype(bool)
-        samples.rewards[where] = all_rewards[rank].reshape(len(where), rewards.shape[1])
-    return samples
-
-
-def _concatenate(arrays: list[np.ndarray], dtype) -> np.ndarray:
-    return np.concatenate(arrays) if arrays else np.empty(0, dtype)

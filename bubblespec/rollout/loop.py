@@ -8,7 +8,8 @@ needs to know how far anyone is.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -19,38 +20,30 @@ from bubblespec.engine.sampling import SamplingParams
 from bubblespec.idle.task import IdleTask, RankView, assign
 from bubblespec.planner.costs import CostModel
 from bubblespec.records import ForwardRecord, IdleUse, RolloutRecord, Span
-from bubblespec.rollout.board import MAX_TASKS, ProgressBoard, RankState
+from bubblespec.rollout.board import ProgressBoard, RankState
 from bubblespec.rollout.table import Cutoff, RowTable
 from bubblespec.rollout.tp_tail import TPTail
 from bubblespec.types import Row
 
 
+@dataclass
 class RolloutLoop:
     """One rollout on one rank: make it, and `run` it once."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        ranks: Ranks,
-        params: SamplingParams,
-        *,
-        proposer: Proposer | None = None,
-        board: ProgressBoard | None = None,
-        tasks: Sequence[IdleTask] = (),
-        cost: CostModel | None = None,
-        on_finished: Callable[[Row], None] | None = None,
-        tail: TPTail | None = None,
-    ):
-        """proposer: where draft tokens come from, which knows the rows already; board: needed where
-        there are tasks, a tail, or rows to choose from; cost: learns from every forward;
-        on_finished: called with each row of this rank that is trained on, once it is done and that
-        is certain; tail: decodes the last rows of all ranks; on all ranks or on none."""
-        self.engine, self.ranks, self.params = engine, ranks, params
-        self.proposer, self.cost = proposer, cost
-        self.board, self.tasks, self.on_finished, self.tail = board, list(tasks), on_finished, tail
-        self.clock = ranks.clock
-        self.record = RolloutRecord()
-        self.view = RankView(ranks.rank, engine, {}, self.record)
+    engine: Engine
+    ranks: Ranks
+    params: SamplingParams
+    proposer: Proposer | None = None
+    """Where draft tokens come from; it knows the rows already."""
+    board: ProgressBoard | None = None
+    """Needed where there are tasks, a tail, or rows to choose from."""
+    tasks: list[IdleTask] = field(default_factory=list)
+    cost: CostModel | None = None
+    """Learns from every forward."""
+    on_finished: Callable[[Row], None] | None = None
+    """Called with each row of this rank that is trained on, once it is done and that is certain."""
+    tail: TPTail | None = None
+    """Decodes the last rows of all ranks; on all ranks or on none."""
 
     def run(self, rows: dict[int, Row], table: RowTable) -> RolloutRecord:
         """Generate the rows to their end, or until they are out, on the weights as they are. A rank
@@ -58,11 +51,12 @@ class RolloutLoop:
 
         rows: this rank's by their index in the table, in the order in which to generate them.
         """
-        self.rows, self.table = rows, table
+        self.rows, self.table, self.clock = rows, table, self.ranks.clock
         self.selects = table.launch.selects
-        self._index_of = {id(row): index for index, row in rows.items()}
         self._handed_on: set[int] = set()  # indices of rows that on_finished has had
-        self.view.unfinished = {id(row): row for row in rows.values()}
+        self.record = RolloutRecord()
+        self.unfinished = {row: index for index, row in rows.items()}
+        self.view = RankView(self.ranks.rank, self.engine, self.unfinished, self.record)
         if self.proposer is not None:
             self.record.acceptance = self.proposer.acceptance
         self.engine.reset()
@@ -71,7 +65,7 @@ class RolloutLoop:
         if self.tasks or self.selects or self.tail is not None:
             self._run_with_ticks()
         else:
-            while self.view.unfinished and not self.ranks.must_stop:
+            while self.unfinished and not self.ranks.must_stop:
                 self._forward()
         if self.proposer is not None:
             self.proposer.take_in()
@@ -80,8 +74,6 @@ class RolloutLoop:
 
     def _run_with_ticks(self) -> None:
         board = self.board
-        if len(self.tasks) > MAX_TASKS:
-            raise ValueError(f"{len(self.tasks)} idle tasks; a tick has room for {MAX_TASKS}")
         self.record.idle = {task.name: IdleUse() for task in self.tasks}
         for task in self.tasks:
             task.begin(self.view)
@@ -89,14 +81,12 @@ class RolloutLoop:
             self._cutoff = self.table.cutoff()
         board.begin()
         while True:
-            is_urgent = not self.view.unfinished
-            while (states := board.poll(self._state, is_urgent=is_urgent)) is not None:
+            while (states := board.poll(self._state, not self.unfinished)) is not None:
                 self._act_on(states)
-                is_urgent = not self.view.unfinished
             if board.is_over:
                 break
             # Where the last tick is about to complete nothing is started: all would wait for it.
-            is_ending = not self.view.unfinished and board.are_others_done
+            is_ending = not self.unfinished and board.are_others_done
             goes_on = False if is_ending else self._run_slices()
             if not is_ending and not self.engine.is_idle:
                 self._forward()
@@ -108,17 +98,18 @@ class RolloutLoop:
 
     def _act_on(self, states: list[RankState]) -> None:
         """What a tick changes on this rank."""
-        published = [np.split(state.facts, self._ends) for state in states]
-        self.table.sync([of_rank[0] for of_rank in published])
-        for number, task in enumerate(self.tasks, start=1):
-            task.receive([of_rank[number] for of_rank in published])
+        capacities, lengths, *published = zip(
+            *(np.split(state.facts, self._ends) for state in states), strict=True
+        )
+        self.table.sync(lengths)
+        for task, of_ranks in zip(self.tasks, published, strict=True):
+            task.receive(of_ranks)
         if self.selects:
             self._select()
         if self.tail is not None and self.tail.is_due(self.table, states):
             self._share_tail()
             return
         jobs = [task.jobs() for task in self.tasks]
-        capacities = [state.capacities for state in states]
         given = assign(jobs, capacities, [not state.is_done for state in states])
         for rank, of_rank in enumerate(given):
             for number, job in of_rank:
@@ -129,10 +120,7 @@ class RolloutLoop:
     def _select(self) -> None:
         """Drop own rows that are out, and hand on those that are in."""
         self._cutoff: Cutoff = self.table.cutoff()
-        unfinished = self.view.unfinished.values()
-        out = [row for row in unfinished if self._cutoff.is_out[self._index_of[id(row)]]]
-        if out:
-            self._drop(out)
+        self._drop([row for row, index in self.unfinished.items() if self._cutoff.is_out[index]])
         own = self._cutoff.is_in & (self.table.rank_of == self.ranks.rank)
         for index in np.flatnonzero(own).tolist():
             self._hand_on(index)
@@ -140,25 +128,21 @@ class RolloutLoop:
     def _drop(self, rows: list[Row]) -> None:
         """Take rows out of the engine; they keep their tokens. Those that wait go first, so that
         none of them takes the slot of another, and then from the last slot down."""
-        slots = {id(row): slot for slot, row in enumerate(self.engine.rows)}
-        for row in sorted(rows, key=lambda row: slots.get(id(row), len(slots)), reverse=True):
+        slots = {row: slot for slot, row in enumerate(self.engine.rows)}
+        for row in sorted(rows, key=lambda row: slots.get(row, len(slots)), reverse=True):
             self.engine.drop(row)
-            self._note(row)
-            del self.view.unfinished[id(row)]
+            self._note_end(row)
 
     def _share_tail(self) -> None:
         """Go on with the unfinished rows of all ranks, on all of them together."""
-        unfinished = self.view.unfinished
         for row in [*self.engine.queue, *self.engine.rows[::-1]]:
-            if id(row) in unfinished:
+            if row in self.unfinished:
                 self.engine.drop(row)
 
         def finish(row: Row) -> None:
-            del unfinished[id(row)]
-            self._note(row)
-            self._hand_on(self._index_of[id(row)])
+            self._hand_on(self._note_end(row))
 
-        own = {self._index_of[name]: row for name, row in unfinished.items()}
+        own = {index: row for row, index in self.unfinished.items()}
         parts = {"on_finished": finish, "record": self.record}
         self.tail.run(own, self.table, self.params, self.proposer, **parts)
         if self.proposer is not None:
@@ -172,14 +156,17 @@ class RolloutLoop:
             self._handed_on.add(index)
             self.on_finished(self.rows[index])
 
-    def _note(self, row: Row) -> None:
-        self.table.note(self._index_of[id(row)], len(row.tokens), row.finish is not None)
+    def _note_end(self, row: Row) -> int:
+        """A row of this step is done, or out; returns its index."""
+        index = self.unfinished.pop(row)
+        self.table.note(index, len(row.tokens), row.finish is not None)
+        return index
 
     def _note_active(self) -> int:
         """How far this rank's rows in slots are; returns the length of the longest."""
         longest = 0
         for row, length in zip(self.engine.rows, self.engine.lengths.tolist(), strict=True):
-            if (index := self._index_of.get(id(row))) is not None:
+            if (index := self.unfinished.get(row)) is not None:
                 length -= len(row.prompt)
                 self.table.note(index, length, False)
                 longest = max(longest, length)
@@ -195,11 +182,10 @@ class RolloutLoop:
     def _state(self) -> RankState:
         """What this rank tells the others in the next tick."""
         self._note_active()
-        facts = [self.table.local_state(), *(task.publish() for task in self.tasks)]
+        capacities = np.array([task.capacity() for task in self.tasks], np.float64)
+        facts = [capacities, self.table.local_state(), *(task.publish() for task in self.tasks)]
         self._ends = np.cumsum([len(of) for of in facts])[:-1]  # the same on all ranks
-        wanted = tuple(task.capacity() for task in self.tasks)
-        num_unfinished = len(self.view.unfinished)
-        return RankState(num_unfinished, wanted, self.ranks.must_stop, np.concatenate(facts))
+        return RankState(len(self.unfinished), self.ranks.must_stop, np.concatenate(facts))
 
     def _wait(self) -> None:
         begin = self.clock.perf_counter()
@@ -209,7 +195,7 @@ class RolloutLoop:
         self.record.waits.append(Span("wait", begin, self._last_s))
 
     def _forward(self) -> None:
-        engine, unfinished, begin = self.engine, self.view.unfinished, self.clock.perf_counter()
+        engine, unfinished, begin = self.engine, self.unfinished, self.clock.perf_counter()
         own_rows = len(unfinished)
         ahead_rows = len(engine.rows) + len(engine.queue) - own_rows
         finished, load = engine.step(self.params, self.proposer, self.view.max_prefill_tokens)
@@ -221,16 +207,15 @@ class RolloutLoop:
         record = ForwardRecord(*seconds, *load, own_rows, ahead_rows, looked_up)
         self.record.forwards.append(record)
         if self.cost is not None:
-            load_of_model = (load.rows, load.tokens, load.wide_rows, load.positions)
-            self.cost.observe(*load_of_model, end - self._last_s - propose_s)
+            self.cost.observe(*load[:4], end - self._last_s - propose_s)
         self._last_s = end
         for row in finished:
-            if unfinished.pop(id(row), None) is None:
+            if row not in unfinished:
                 any(task.on_finished(row) for task in self.tasks)
                 continue
-            self._note(row)
+            index = self._note_end(row)
             if not self.selects:
-                self._hand_on(self._index_of[id(row)])
+                self._hand_on(index)
         if self.selects and unfinished:
             longest = self._note_active()
             if finished or longest >= self._cutoff.limit:

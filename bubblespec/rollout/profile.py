@@ -1,7 +1,6 @@
 """Forwards are timed once before the first rollout."""
 
 import itertools
-import time
 
 import numpy as np
 
@@ -9,6 +8,8 @@ from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.planner.costs import CostModel
 from bubblespec.types import Row, SampleId
+
+NUM_FORWARDS = 3  # that are timed of each kind
 
 
 class _MeaninglessDrafts:
@@ -24,16 +25,14 @@ class _MeaninglessDrafts:
         pass
 
 
-def profile(
-    engine: Engine, params: SamplingParams, cost: CostModel, num_forwards: int = 3, *, clock=time
-) -> None:
+def profile(engine: Engine, params: SamplingParams, cost: CostModel, *, clock) -> None:
     """Time forwards of few and many rows, short and long ones, with short and long drafts. Each is
     run once before it counts."""
     capacity, length = engine.num_slots, engine.max_length
     counts = sorted({1, max(1, capacity // 4), capacity})
     sizes = sorted({min(8, length - 1), min(512, length // 2)})
     for count, size, window in itertools.product(counts, sizes, (0, 3, 15)):
-        is_too_long = size + window + num_forwards + 2 > length
+        is_too_long = size + window + NUM_FORWARDS + 2 > length
         if is_too_long or count * (window + 1) > engine.max_batch_tokens:
             continue
         engine.reset()
@@ -42,7 +41,7 @@ def profile(
         engine.add(rows)
         while engine.queue or (engine.lengths <= size).any():
             engine.step(params, drafts)
-        for _ in range(num_forwards):
+        for _ in range(NUM_FORWARDS):
             began_s = clock.perf_counter()
             _, load = engine.step(params, drafts)
             if load is not None:

@@ -1,15 +1,9 @@
 """A step's samples: place its groups on ranks, generate, wait for the slowest rank, score, gather,
-and take in what was measured.
-
-With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) groups whose responses all got the same
-reward, which give no gradient, are replaced by groups of further prompts, generated under the same
-weights. Which prompts come next depends on the step and the gathered rewards alone, so any number
-of ranks trains on the same tokens.
-"""
+and take in what was measured."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -36,11 +30,12 @@ from bubblespec.records import RolloutRecord, Span, StepRecord
 from bubblespec.rewards.functions import combine, overlong_penalty
 from bubblespec.rewards.scorer import Scorer, Scoring
 from bubblespec.rollout.board import ProgressBoard
+from bubblespec.rollout.dynamic_sampling import joined, num_lacking, selected
 from bubblespec.rollout.gather import gather_samples
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.table import RowTable
 from bubblespec.rollout.tp_tail import TPTail
-from bubblespec.types import Draft, Group, Launch, Row, Samples, has_zero_std
+from bubblespec.types import Draft, Group, Launch, Row, Samples
 
 
 @dataclass
@@ -80,10 +75,17 @@ class Sampler:
         StopRequested: the step is abandoned."""
         if self.learner is not None:
             self.learner.forget_streamed()  # of an abandoned rollout
+        rollout = self.config.rollout
         record = self._sample_groups(self.schedule.launch(step), step)
-        if self.config.rollout.dynamic_sampling:
-            record = self._replace_groups(record)
-        self.observe_samples(step, record.generated, record.all_rewards.ravel())
+        if rollout.dynamic_sampling:
+            while count := num_lacking(record, rollout.dynamic_sampling_max_batches):
+                groups = self.schedule.replacements(step, count, record.used)
+                if not groups:
+                    break
+                launch = Launch(groups, len(groups), *[rollout.num_generations] * 2)
+                record = joined(record, self._sample_groups(launch, step, record))
+            record = selected(record)
+        self.observe_samples(record.generated, record.all_rewards.ravel())
         self.schedule.finish(record.generated, record.deferred)
         return record
 
@@ -106,7 +108,8 @@ class Sampler:
         trained, ids = table.trained(), launch.ids
         others = np.setdiff1d(np.arange(len(ids)), trained).tolist()
         spans = [self.conclude(rollout, tasks, table, rows, step)]
-        rewards = self.combined(samples).reshape(len(samples.groups), samples.num_generations)
+        rewards = self.combined(samples.rewards, samples.lengths)
+        rewards = rewards.reshape(len(samples.groups), samples.num_generations)
         stages = [
             Span("gen", began_s, generated_s),
             Span("wait", generated_s, met_s),
@@ -134,17 +137,20 @@ class Sampler:
         what scores them as they are done. step: None in an evaluation."""
         ranks, stats = self.ranks, self.stats
         store = self.store if step is not None or self.evaluation is None else self.evaluation.store
-        shape = {"num_ranks": ranks.world_size, "num_slots": self.engine.num_slots}
-        shape["keeps_groups"] = self.scorer.sees_groups
         rank_of = place_in_turn(len(launch.groups), launch.num_generations, ranks.world_size)
         expected = None
         if stats.lengths.knows_lengths:
             drafts = [store.get(name) for name in launch.ids]
             expected = stats.lengths.predict(launch.groups, launch.num_generations, drafts)
-            is_balanced = self.config.rollout.placement != "in_turn" and ranks.world_size > 1
-            if is_balanced and stats.shared_cost is not None:
-                until_end = up_to_cutoff(expected, launch) if launch.selects else expected
-                rank_of = place(until_end, stats.shared_cost, stats.rates, **shape)
+            if self.is_balanced and stats.shared_cost is not None:
+                rank_of = place(
+                    up_to_cutoff(expected, launch) if launch.selects else expected,
+                    stats.shared_cost,
+                    stats.rates,
+                    num_ranks=ranks.world_size,
+                    num_slots=self.engine.num_slots,
+                    keeps_groups=self.scorer.sees_groups,
+                )
         table = RowTable(launch, rank_of, ranks.rank, expected)
         rows = table.make_rows(self.config.rollout.max_completion_length)
         if expected is not None:
@@ -165,11 +171,10 @@ class Sampler:
         used: groups that the step has drawn so far, those of this rollout included; scoring: of its
         rows, None where they are not scored.
         """
-        loop = RolloutLoop(
-            self.engine, self.ranks, self.params, board=self.board, tail=self._tail()
-        )
+        loop = RolloutLoop(self.engine, self.ranks, self.params, board=self.board)
         loop.on_finished = None if scoring is None else scoring.on_finished
         loop.cost = self.stats.cost if self.learns else None
+        loop.tail = self.tail if self.stats.uses("tp_tail") else None
         if self.drafter is not None:
             self.drafter.source.enable(self.has_drafter)
         if self.proposer is not None:
@@ -181,9 +186,6 @@ class Sampler:
         loop.tasks = self._idle_tasks(table.launch, step, used, scoring)
         return loop.run(rows, table), loop.tasks
 
-    def _tail(self) -> TPTail | None:
-        return self.tail if self.stats.uses("tp_tail") else None
-
     @property
     def has_drafter(self) -> bool:
         """Whether the next rollout uses and trains the learned drafter."""
@@ -191,10 +193,14 @@ class Sampler:
         return self.drafter is not None and uses("drafts") and uses("drafter")
 
     @property
+    def is_balanced(self) -> bool:
+        """Whether rows are placed by what they are expected to need."""
+        return self.config.rollout.placement != "in_turn" and self.ranks.world_size > 1
+
+    @property
     def learns(self) -> bool:
         """Whether what a rollout takes matters to a later one."""
-        is_balanced = self.config.rollout.placement != "in_turn" and self.ranks.world_size > 1
-        return self.proposer is not None or self.tail is not None or is_balanced
+        return self.proposer is not None or self.tail is not None or self.is_balanced
 
     def _idle_tasks(
         self, launch: Launch, step: int, used: list[Group], scoring: Scoring | None
@@ -267,7 +273,7 @@ class Sampler:
                 return []
             rows, scores = zip(*scored, strict=True)
             lengths = np.array([len(row.tokens) for row in rows])
-            return list(zip(rows, self._combine(np.stack(scores), lengths).tolist(), strict=True))
+            return list(zip(rows, self.combined(np.stack(scores), lengths).tolist(), strict=True))
 
         return StreamGradients(
             launch,
@@ -280,17 +286,9 @@ class Sampler:
 
     def gather(self, table: RowTable, rows: dict[int, Row], scoring: Scoring) -> Samples:
         """The samples that are trained on, of all ranks. rows: this rank's."""
-        trained, launch = table.trained(), table.launch
-        of_groups = trained[:: launch.num_kept].tolist()
-        own = [rows[index] for index in trained.tolist() if index in rows]
-        return gather_samples(
-            [launch.groups[index // launch.num_generations] for index in of_groups],
-            table.rank_of[trained],
-            numbers=trained % launch.num_generations,
-            rows=own,
-            rewards=scoring.collect(own),
-            ranks=self.ranks,
-        )
+        own = {index: rows[index] for index in table.trained().tolist() if index in rows}
+        rewards = scoring.collect(list(own.values()))
+        return gather_samples(own, rewards, table, self.ranks)
 
     def conclude(
         self,
@@ -303,16 +301,13 @@ class Sampler:
         """After a rollout, on all ranks together: what each has measured and made, and the tokens
         of what is deferred, as drafts."""
         begin_s = self.ranks.clock.perf_counter()
-        deferred = table.deferred().tolist() if table.launch.selects else []
         if self.learns:
-            own = list(rows.values())
             shape = (self.ranks, self.engine.num_slots, self.planning_s)
-            saved_s = self.stats.observe_rollout(rollout, own, *shape)
+            saved_s = self.stats.observe_rollout(rollout, list(rows.values()), *shape)
             if DraftAhead.name in rollout.idle:
                 rollout.idle[DraftAhead.name].saved_s = saved_s
-        have_had_their_turn = set(range(len(table.rank_of))).difference(deferred)
-        ids = table.launch.ids
-        self.store.drop(ids[index] for index in have_had_their_turn)
+        ids, deferred = table.launch.ids, table.deferred().tolist()
+        self.store.drop(set(ids).difference(ids[index] for index in deferred))
         if table.launch.selects:
             self.keep_as_drafts([rows[index] for index in deferred if index in rows], step)
         for task in tasks:
@@ -334,7 +329,7 @@ class Sampler:
                 drafts[row.id] = Draft(row.tokens.astype(np.int32), row.finish is not None, step)
         exchange(self.store, drafts, self.ranks, are_deferred=are_deferred)
 
-    def observe_samples(self, step: int, samples: Samples, rewards: np.ndarray) -> None:
+    def observe_samples(self, samples: Samples, rewards: np.ndarray) -> None:
         """Take in what a step has generated, the same on every rank: lengths, and histories for the
         prompts' next epoch. rewards: float64 [S]."""
         self.store.drop(samples.ids)
@@ -351,28 +346,6 @@ class Sampler:
         own = table.rows.take(table.rank_of == self.ranks.rank)
         stats = self.stats
         return rollout_seconds(own, stats.shared_cost, self.engine.num_slots, stats.rates)
-
-    def _replace_groups(self, record: StepRecord) -> StepRecord:
-        """Generate further groups until there are enough whose rewards differ, or as many batches
-        as allowed."""
-        rollout, step = self.config.rollout, record.step
-        wanted = len(record.generated.groups)
-        while len(record.batch_sizes) < rollout.dynamic_sampling_max_batches:
-            useful = ~has_zero_std(record.all_rewards)
-            missing = wanted - int(useful.sum())
-            # As many as will fill the gap at the rate so far, at most a whole batch.
-            needed = math.ceil(missing / max(useful.mean(), 1e-9))
-            count = min(wanted, needed) if missing > 0 else 0
-            groups = self.schedule.replacements(step, count, record.used)
-            if not groups:
-                break
-            more = Launch(groups, len(groups), *[rollout.num_generations] * 2)
-            record = joined(record, self._sample_groups(more, step, record))
-        # The first useful groups, and where they are too few, the first of the others as well.
-        order = np.argsort(has_zero_std(record.all_rewards), kind="stable")
-        chosen = sorted(order[:wanted].tolist())
-        samples = record.generated.of_groups(chosen)
-        return replace(record, samples=samples, rewards=record.all_rewards[chosen])
 
     def evaluate(
         self, groups: list[Group], num_generations: int, params: SamplingParams, version: int
@@ -393,19 +366,13 @@ class Sampler:
             self.evaluation.observe(samples, version)
         return samples, record
 
-    def combined(self, samples: Samples) -> np.ndarray:
+    def combined(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Reward of each sample in training: the weighted sum and the overlong penalty, float64
-        [S]."""
-        return self._combine(samples.rewards, samples.lengths)
+        [S]. rewards, lengths: see `Samples`."""
+        return combine(rewards, self.reward_weights) + self.overlong(lengths)
 
-    def overlong(self, samples: Samples) -> np.ndarray:
+    def overlong(self, lengths: np.ndarray) -> np.ndarray:
         """The overlong penalty of each sample, float64 [S]; 0 where it is off."""
-        return self._overlong(samples.lengths)
-
-    def _combine(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        return combine(rewards, self.reward_weights) + self._overlong(lengths)
-
-    def _overlong(self, lengths: np.ndarray) -> np.ndarray:
         reward, limit = self.config.reward, self.config.rollout.max_completion_length
         settings = (reward.overlong_buffer_length, reward.overlong_penalty_factor)
         return overlong_penalty(lengths, limit, *settings)
@@ -432,18 +399,3 @@ class Sampler:
         if self.evaluation is not None:
             parts["evaluation"] = self.evaluation
         return parts
-
-
-def joined(record: StepRecord, more: StepRecord) -> StepRecord:
-    """A step's record with that of a further rollout of it."""
-    lists = ("batch_sizes", "rollouts", "stages", "spans")
-    return replace(
-        record,
-        generated=record.generated + more.generated,
-        all_rewards=np.concatenate((record.all_rewards, more.all_rewards)),
-        owners=np.concatenate((record.owners, more.owners)),
-        **{name: getattr(record, name) + getattr(more, name) for name in lists},
-        drafts=record.drafts | more.drafts,
-        used=more.used,
-        expected_s=record.expected_s + more.expected_s,
-    )

@@ -29,6 +29,7 @@ from bubblespec.planner.stats import RunStats
 from bubblespec.planner.tail import MIN_GAIN, use_tp_tail
 from bubblespec.records import RolloutRecord, Span
 from bubblespec.rollout.board import ProgressBoard, RankState
+from bubblespec.rollout.gather import gather_rows
 from bubblespec.rollout.profile import profile
 from bubblespec.rollout.table import RowTable
 from bubblespec.types import Row, SampleId
@@ -47,16 +48,14 @@ class TPTail:
         engine: Engine,
         ranks: Ranks,
         max_rows: int,
-        max_new_tokens: int,
         is_worth_it: Callable[[RowTable], bool] | None = None,
     ):
         """max_rows: of all ranks, with which it is entered, at most the engine's slots;
         is_worth_it: a pure function of what all ranks know; None enters it with so many rows
         always."""
         self.engine, self.ranks, self.max_rows = engine, ranks, max_rows
-        self.max_new_tokens = max_new_tokens
+        self.is_worth_it = is_worth_it
         self._drafter: tuple[DrafterSource, DrafterRunner] | None = None
-        self._is_worth_it = is_worth_it
 
     def draft_with(self, source: DrafterSource, runner: DrafterRunner) -> None:
         """The drafter drafts for rows in here too. source: one of the proposer's; runner: of this
@@ -66,11 +65,10 @@ class TPTail:
     def is_due(self, table: RowTable, states: list[RankState]) -> bool:
         """Whether all ranks enter it at this tick. Where some rows are not trained on, never: what
         is left of these is not finished anyway."""
-        num_left = int((table.synced >= 0).sum())
         if table.launch.selects or any(state.must_stop for state in states):
             return False
-        is_worth_it = self._is_worth_it or (lambda table: True)
-        return 0 < num_left <= self.max_rows and is_worth_it(table)
+        is_small = 0 < (table.synced >= 0).sum() <= self.max_rows
+        return is_small and (self.is_worth_it is None or self.is_worth_it(table))
 
     def run(
         self,
@@ -88,11 +86,10 @@ class TPTail:
         own rows."""
         ranks, engine, tp = self.ranks, self.engine, self.engine.runner.shards.tp
         began_s = ranks.clock.perf_counter()
-        rows = self._gather(own, table)
+        rows, own_rows = gather_rows(own, table, ranks), set(own.values())
         if not rows:  # all have ended since the tick
             return
-        is_own = {id(row) for row in own.values()}
-        drafts = None if proposer is None else OwnersPropose(proposer, is_own, tp.gather_array)
+        drafts = None if proposer is None else OwnersPropose(proposer, own_rows, tp.gather_array)
         engine.reset()  # the weights have changed since the last time
         engine.add([rows[index] for index in sorted(rows)])
         before = engine.num_forwards
@@ -103,7 +100,7 @@ class TPTail:
                 if is_asked and tp.gather_array(np.array([ranks.must_stop], np.uint8)).any():
                     break
                 for row in engine.step(params, drafts)[0]:
-                    if id(row) in is_own:
+                    if row in own_rows:
                         on_finished(row)
         engine.collect()
         engine.reset()  # memory and graphs stay: capturing may take as long as what is gained
@@ -111,31 +108,14 @@ class TPTail:
         record.shared_rows += len(own)
         record.shared_forwards += engine.num_forwards - before
 
-    def _gather(self, own: dict[int, Row], table: RowTable) -> dict[int, Row]:
-        """The unfinished rows of all ranks, by index: the own ones as they are, of the others
-        copies. Of each the ranks exchange index, length, tokens and both log-probabilities, all
-        exact as float64."""
-        rows, numbers = dict(own), [np.empty(0)]
-        for index, row in own.items():
-            parts = ((index, len(row.tokens)), row.tokens, row.logprob, row.full_logprob)
-            numbers.append(np.concatenate(parts, dtype=np.float64))
-        for rank, left in enumerate(self.ranks.gather_ragged(np.concatenate(numbers))):
-            while len(left) and rank != self.ranks.rank:
-                index, length = left[:2].astype(np.int64).tolist()
-                columns, left = np.split(left[2:], [3 * length])
-                row = rows[index] = table.make_row(index, self.max_new_tokens)
-                row.tokens = columns[:length].astype(np.int64)
-                row.logprob, row.full_logprob = columns[length:].reshape(2, length).astype("f4")
-        return rows
-
 
 class OwnersPropose:
     """The engine's `Proposer` where all ranks have all rows: each asks its own one for its own
     rows, and all get all drafts."""
 
-    def __init__(self, proposer: Proposer, is_own: set[int], gather: Callable):
-        """is_own: id() of the own rows; gather: see `Ranks`."""
-        self.proposer, self.is_own, self.gather = proposer, is_own, gather
+    def __init__(self, proposer: Proposer, own_rows: set[Row], gather: Callable):
+        """gather: see `Ranks`."""
+        self.proposer, self.own_rows, self.gather = proposer, own_rows, gather
 
     def propose(self, rows: list[Row], lengths: np.ndarray, room: np.ndarray, budget: int):
         """See `Proposer`. What is exchanged has one size on all ranks."""
@@ -156,7 +136,7 @@ class OwnersPropose:
             self.proposer.observe(own_rows, own_tokens, num_draft[own], num_accepted[own])
 
     def _own(self, rows: list[Row]) -> list[int]:
-        return [i for i, row in enumerate(rows) if id(row) in self.is_own]
+        return [i for i, row in enumerate(rows) if row in self.own_rows]
 
 
 def make_tp_tail(
@@ -191,14 +171,13 @@ def make_tp_tail(
                 f"ranks that have them"
             )
         return None
-    together, is_worth_it = Engine(runner), None
+    tail = TPTail(Engine(runner), ranks, max_rows)
     if wanted == "auto":
-        tp_cost = measure(together, engine, params, ranks)
+        tp_cost = measure(tail.engine, engine, params, ranks)
         if tp_cost is None:
-            together.release()
+            tail.engine.release()
             return None
-
-        num_slots, overhead_s = engine.num_slots, OVERHEAD_TICKS * board.interval_s
+        options = {"num_slots": engine.num_slots, "overhead_s": OVERHEAD_TICKS * board.interval_s}
 
         def is_worth_it(table: RowTable) -> bool:
             """By what forwards cost alone and together, and what the rows are expected to need."""
@@ -206,12 +185,11 @@ def make_tp_tail(
                 return False
             indices, rows = table.unfinished()
             costs = (stats.shared_cost, tp_cost)
-            return use_tp_tail(
-                rows, table.rank_of[indices], *costs, num_slots=num_slots, overhead_s=overhead_s
-            )
+            return use_tp_tail(rows, table.rank_of[indices], *costs, **options)
 
+        tail.is_worth_it = is_worth_it
     ranks.before_end.append(runner.release)
-    return TPTail(together, ranks, max_rows, config.rollout.max_completion_length, is_worth_it)
+    return tail
 
 
 def measure(

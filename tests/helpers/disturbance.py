@@ -84,7 +84,7 @@ class Disturbance:
             taken = [rows[index] for index in chosen]
             for row in taken:
                 engine.drop(row)
-                is_own = self.drafting is None or id(row) in self.drafting.view.unfinished
+                is_own = self.drafting is None or row in self.drafting.view.unfinished
                 self.counts["own rows preempted" if is_own else "draft rows preempted"] += 1
             engine.add(taken)
         return result

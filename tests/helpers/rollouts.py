@@ -140,7 +140,7 @@ class BoardWithSlowRank:
     def begin(self) -> None:
         self.num_ticks, self.num_polls, self.is_over, self.are_others_done = 0, 0, False, False
 
-    def poll(self, state, is_urgent: bool = True) -> list[RankState] | None:
+    def poll(self, state, is_done: bool = False) -> list[RankState] | None:
         self.num_polls += 1
         return None if self.num_polls % (self.lag + 2) else self.wait(state)
 
@@ -151,8 +151,8 @@ class BoardWithSlowRank:
         self.num_ticks += 1
         self.are_others_done = self.num_ticks >= self.last_tick
         self.is_over = own.is_done and self.are_others_done
-        nothing = {"capacities": (0,) * len(own.capacities), "facts": np.zeros_like(own.facts)}
-        return [own, RankState(int(not self.are_others_done), **nothing)]
+        nothing = np.zeros_like(own.facts)
+        return [own, RankState(int(not self.are_others_done), facts=nothing)]
 
 
 class World:
