@@ -127,7 +127,6 @@ def paired_step(
         stages=[],
         spans=[outcome["exchange"]],
         drafts={},
-        used=launch.groups,
     )
     known = {"store_tokens": sampler.store.num_tokens, "accepted_by_age": stats.accepted_by_age}
     result |= speculation_metrics(ranks, record, **known)

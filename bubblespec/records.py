@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bubblespec.types import Draft, Group, SampleId, Samples
+from bubblespec.types import Draft, SampleId, Samples
 
 
 class Load(NamedTuple):
@@ -221,8 +221,6 @@ class StepRecord:
     """What was done in them in detail, beside the forwards: exchange, sync."""
     drafts: dict[SampleId, Draft]
     """Those that the samples of the step had before they were generated."""
-    used: list[Group]
-    """All groups that the step has launched."""
     expected_s: float = math.nan
     """In which this rank was expected to be done with its rows; NaN where nobody knew."""
     deferred: dict[SampleId, int] = field(default_factory=dict)

@@ -51,7 +51,6 @@ def record(
         stages=list(stages),
         spans=[],
         drafts={},
-        used=samples.groups,
     )
 
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 
 import pytest
 
@@ -43,9 +44,15 @@ def sample(text: str, **columns) -> Sample:
     return Sample("p", text, [1], columns)
 
 
+def answer_of(future: Future) -> Answer:
+    """Of a call with one sample."""
+    (answer,) = future.result(PATIENCE_S)
+    return answer
+
+
 def ask(workers: RewardWorkers, texts: list[str]) -> list[Answer]:
-    futures = [workers.submit(0, [sample(text)])[0] for text in texts]
-    return [future.result(PATIENCE_S) for future in futures]
+    futures = [workers.submit(0, [sample(text)]) for text in texts]
+    return [answer_of(future) for future in futures]
 
 
 def outcomes(workers: RewardWorkers, texts: list[str]) -> list:
@@ -98,13 +105,13 @@ def test_what_hangs_is_killed_with_its_children(make_workers, clock, tmp_path):
     rest is scored."""
     notes = {how: tmp_path / how for how in ("sleeping", "in-C", "children")}
     workers = make_workers(num_workers=3, timeout_s=900.0)
-    hanging = [workers.submit(0, [sample(f"hang {how} {path}")])[0] for how, path in notes.items()]
-    others = [workers.submit(0, [sample(f"value {number}")])[0] for number in range(3)]
+    hanging = [workers.submit(0, [sample(f"hang {how} {path}")]) for how, path in notes.items()]
+    others = [workers.submit(0, [sample(f"value {number}")]) for number in range(3)]
     assert eventually(lambda: [len(pids_in(path)) for path in notes.values()] == [1, 1, 4])
     clock.skipped += workers.timeout_s
     timeout = RewardFailure("timeout", "no answer within 900 s")
-    assert [future.result(PATIENCE_S).reward for future in hanging] == [timeout] * 3
-    assert [future.result(PATIENCE_S).reward for future in others] == [0.0, 1.0, 2.0]
+    assert [answer_of(future).reward for future in hanging] == [timeout] * 3
+    assert [answer_of(future).reward for future in others] == [0.0, 1.0, 2.0]
     assert not any(is_alive(pid) for path in notes.values() for pid in pids_in(path))
 
 
@@ -126,13 +133,13 @@ def test_values_are_those_of_a_call_in_this_process(make_workers, tmp_path):
     samples = [sample(f"value {1 / (n + 1)!r}") for n in range(10)] + [sample("none")]
     wanted = [score(obey, [each])[0] for each in samples]
     workers, path = make_workers([OBEY, "bubblespec.rewards.exact_match"], 2), tmp_path / "mark"
-    waiting = workers.submit(0, [sample(f"wait {path}")])[0]
-    futures = [workers.submit(0, [each])[0] for each in samples]
+    waiting = workers.submit(0, [sample(f"wait {path}")])
+    futures = [workers.submit(0, [each]) for each in samples]
     chat = Sample([{"role": "user", "content": "hi"}], "4", [1], {"answer": "4"})
-    assert workers.submit(1, [chat])[0].result(PATIENCE_S).reward == 1.0
-    assert [future.result(PATIENCE_S).reward for future in futures] == wanted
+    assert answer_of(workers.submit(1, [chat])).reward == 1.0
+    assert [answer_of(future).reward for future in futures] == wanted
     assert ask(workers, [f"touch {path}"])[0].reward == 2.0
-    assert waiting.result(PATIENCE_S).reward == 1.0
+    assert answer_of(waiting).reward == 1.0
 
 
 def test_workers_are_light_reproducible_and_give_way(make_workers, monkeypatch):
@@ -186,10 +193,10 @@ def test_what_detaches_itself_ends_with_its_worker(make_workers, tmp_path, end):
     if end == "die exit code":
         assert outcomes(workers, [end]) == ["crash"]
     else:
-        future = workers.submit(0, [sample(f"hang in-C {mark}")])[0]
+        future = workers.submit(0, [sample(f"hang in-C {mark}")])
         assert eventually(lambda: pids_in(mark))
         workers.close()
-        assert future.result(PATIENCE_S).reward.kind == "crash"
+        assert answer_of(future).reward.kind == "crash"
     assert not any(is_alive(pid) for pid in pids_in(path) + pids_in(mark))
     workers.close()
     workers.close()
@@ -248,7 +255,7 @@ def test_adaptive_timeout_follows_correct_answers_but_not_the_first_of_a_worker(
     def limit_of(text: str, seconds: float, **columns) -> float:
         """That a worker was given for an answer which is said to have taken `seconds`."""
         answer_s.append(seconds)
-        workers.submit(0, [sample(text, **columns)])[0].result(PATIENCE_S)
+        workers.submit(0, [sample(text, **columns)]).result(PATIENCE_S)
         return limits[-1]
 
     kind = (0, "None")

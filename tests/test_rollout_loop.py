@@ -14,14 +14,12 @@ import pytest
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.idle.draft_ahead import DraftAhead
-from bubblespec.records import Load
 from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.table import RowTable
 from bubblespec.simulate.world import SimulatedRanks, SimulatedTicks
 from bubblespec.simulate.world import World as VirtualTime
 from bubblespec.types import Launch, Prompt, Row
-from tests.helpers.clocks import forward_seconds
 from tests.helpers.rollouts import (
     FOUR_PROMPTS,
     LIMIT,
@@ -37,6 +35,7 @@ from tests.helpers.rollouts import (
     made_up,
     new_model,
     one_rank,
+    pass_time,
     plain,
     rows_of,
     update,
@@ -279,18 +278,6 @@ def play_two_ranks(num_rollouts: int) -> list[list[dict]]:
 
     time.run(work)
     return results
-
-
-def pass_time(engine: Engine, ranks: SimulatedRanks) -> None:
-    """From now on a forward takes virtual time."""
-    step = engine.step
-
-    def timed_step(*arguments) -> tuple[list[Row], Load]:
-        finished, load = step(*arguments)
-        ranks.clock.sleep(forward_seconds(load))
-        return finished, load
-
-    engine.step = timed_step
 
 
 def play_step(world: World, step: int, ranks: SimulatedRanks) -> dict:

@@ -182,7 +182,6 @@ def one_step(step: int, drafts: dict[SampleId, Draft] | None = None) -> StepReco
         stages=stages,
         spans=[Span("exchange", 3.5, 3.75)],
         drafts=drafts or {},
-        used=groups,
     )
 
 

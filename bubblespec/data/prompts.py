@@ -14,6 +14,7 @@ import operator
 import os
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,13 +25,13 @@ _EXTRA = 1 << 40  # beyond any epoch: extra prompts are drawn in orders of their
 FILE_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
+@dataclass
 class PromptSet:
-    """Prompts short enough to train on. `num_dropped` counts those over `max_prompt_length`
-    tokens."""
+    """Prompts short enough to train on."""
 
-    def __init__(self, prompts: list[Prompt], num_dropped: int):
-        self.prompts = prompts
-        self.num_dropped = num_dropped
+    prompts: list[Prompt]
+    num_dropped: int
+    """Others, of more than `max_prompt_length` tokens."""
 
     def __len__(self) -> int:
         return len(self.prompts)

@@ -22,14 +22,6 @@ def die_with_parent(by: int = signal.SIGKILL) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by)
 
 
-def kill_group(leader: int) -> None:
-    """SIGKILL to a process and whatever it has started in its group. The leader must not have been
-    reaped yet: until then its id cannot be reused."""
-    # some systems refuse to signal a zombie
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(leader, signal.SIGKILL)
-
-
 def fork_with_supervisor(parent: int, descriptor: int) -> None:
     """Fork. The child returns from here, in its own session and without standard input. This
     process becomes its supervisor and never returns: it ends as the child ends, with the same exit
@@ -71,7 +63,8 @@ def _supervise(child: int, parent: int) -> None:
             break
         os.read(reader, 4096)
     if child not in ended or sys.platform != "linux":
-        kill_group(child)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child, signal.SIGKILL)
     while _reap(ended):
         # Only direct children, whose ids cannot be reused before they are reaped. Their children
         # are adopted as they end.

@@ -108,8 +108,9 @@ class Scoring:
     def __init__(self, scorer: Scorer, launch: Launch, step: int | None):
         self.scorer, self.step, self._num_kept = scorer, step, launch.num_kept
         self._prompts = {group.prompt.uid: group.prompt for group in launch.groups}
-        # By function; of one that sees groups None until all of a group are finished.
-        self._futures: dict[SampleId, list[Future | None]] = {}
+        # By function the call, and which sample of it this is; of one that sees groups None until
+        # all of a group are finished.
+        self._calls: dict[SampleId, list[tuple[Future, int] | None]] = {}
         self._finished: dict[tuple, dict[SampleId, Sample]] = {}  # by group
         self._new: list[Row] = []  # whose last score has not come yet
 
@@ -120,7 +121,7 @@ class Scoring:
         (text,) = self.scorer.tokenizer.batch_decode([ids], skip_special_tokens=True)
         sample = Sample(prompt.text, text, ids, prompt.columns)
         self._new.append(row)
-        self._futures[row.id] = [None] * len(self.scorer.paths)
+        self._calls[row.id] = [None] * len(self.scorer.paths)
         group = self._finished.setdefault(row.id[:2], {})
         group[row.id] = sample
         for number, is_of_groups in enumerate(self.scorer.are_of_groups):
@@ -130,9 +131,9 @@ class Scoring:
                 self._submit(number, {name: group[name] for name in sorted(group)})
 
     def _submit(self, function: int, samples: dict[SampleId, Sample]) -> None:
-        futures = self.scorer.pool.submit(function, list(samples.values()))
-        for name, future in zip(samples, futures, strict=True):
-            self._futures[name][function] = future
+        future = self.scorer.pool.submit(function, list(samples.values()))
+        for number, name in enumerate(samples):
+            self._calls[name][function] = (future, number)
 
     def take_scored(self) -> list[tuple[Row, np.ndarray]]:
         """Rows given to `on_finished` whose last score has come since the last call, with the
@@ -146,11 +147,11 @@ class Scoring:
         self.scorer.pool.run()
         waiting, self._new, taken = self._new, [], []
         for row in waiting:
-            futures = self._futures[row.id]
-            if not all(future is not None and future.done() for future in futures):
+            calls = self._calls[row.id]
+            if not all(call is not None and call[0].done() for call in calls):
                 self._new.append(row)
-            elif not any(future.exception() for future in futures):
-                rewards = [future.result().reward for future in futures]
+            elif not any(future.exception() for future, _ in calls):
+                rewards = [future.result()[number].reward for future, number in calls]
                 if not any(isinstance(reward, RewardFailure) for reward in rewards):
                     taken.append((row, np.array(rewards, np.float64)))
         return taken
@@ -165,16 +166,18 @@ class Scoring:
         """
         scorer, rollouts_ended_s = self.scorer, self.scorer.ranks.clock.monotonic()
         for row in rows:
-            if row.id not in self._futures:
+            if row.id not in self._calls:
                 self.on_finished(row)
         for name, group in self._finished.items():
             if scorer.sees_groups and len(group) != self._num_kept:
                 raise ValueError(f"{len(group)} of {self._num_kept} samples of group {name}")
         scorer.pool.run()
-        self._wait({future for row in rows for future in self._futures[row.id]})
+        self._wait({future for row in rows for future, _ in self._calls[row.id]})
         # Before any exchange: a rank that was told to stop lacks some scores.
         scorer.ranks.barrier_or_stop()
-        answers = [[future.result() for future in self._futures[row.id]] for row in rows]
+        answers = [
+            [future.result()[number] for future, number in self._calls[row.id]] for row in rows
+        ]
         self._report(rows, answers)
         scorer.count(answers, rollouts_ended_s)
         on_error = scorer.config.reward_on_error

@@ -61,24 +61,24 @@ class InProcess:
         self._queued: list = [(function, []) for function in functions]
         self._clock = clock
 
-    def submit(self, function: int, samples: list[Sample]) -> list[Future]:
+    def submit(self, function: int, samples: list[Sample]) -> Future:
         """See `RewardWorkers`."""
-        self._queued[function][1].append([(Future(), sample) for sample in samples])
-        return [future for future, _ in self._queued[function][1][-1]]
+        self._queued[function][1].append((Future(), samples))
+        return self._queued[function][1][-1][0]
 
     def run(self) -> None:
         """Compute all that was submitted, however long it takes."""
         for function, queued in self._queued:
-            units, queued[:] = queued[:], []
-            if not sees_groups(function):
-                units = [[entry for unit in units for entry in unit]] if units else []
-            for unit in units:
-                futures, samples = zip(*unit, strict=True)
+            units = [[unit] for unit in queued] if sees_groups(function) else [queued[:]]
+            queued.clear()
+            for unit in filter(None, units):
+                samples = [sample for _, of_unit in unit for sample in of_unit]
                 begin_s = self._clock.monotonic()
-                rewards = score(function, list(samples))
+                rewards = iter(score(function, samples))
                 end_s = self._clock.monotonic()
-                for future, reward in zip(futures, rewards, strict=True):
-                    future.set_result(Answer(reward, (end_s - begin_s) / len(unit), end_s))
+                seconds = (end_s - begin_s) / len(samples)
+                for future, of_unit in unit:
+                    future.set_result([Answer(next(rewards), seconds, end_s) for _ in of_unit])
 
     def close(self) -> None:
         """See `RewardWorkers`."""
@@ -105,10 +105,10 @@ class RewardWorkers:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, function: int, samples: list[Sample]) -> list[Future]:
-        """Queue one call of a function, given by its index. The `Answer` of each sample comes
-        within the time-out of as many, once a worker is free; or an InputError, if none can be
-        started. A call can be cancelled while it is queued."""
+    def submit(self, function: int, samples: list[Sample]) -> Future:
+        """Queue one call of a function, given by its index. A list with the `Answer` of each sample
+        comes within the time-out of as many, once a worker is free; or an InputError, if none can
+        be started. A call can be cancelled while it is queued."""
         try:
             work = pickle.dumps((function, samples))
         except Exception as error:  # objects with code of their own
@@ -116,9 +116,9 @@ class RewardWorkers:
                 "reward.num_workers: a sample's columns cannot be sent to a worker "
                 f"({one_line(error)}); give 0"
             ) from error
-        futures = [Future() for _ in samples]
-        self._units.put((futures, (function, str(samples[0].columns.get("task"))), work))
-        return futures
+        future, kind = Future(), (function, str(samples[0].columns.get("task")))
+        self._units.put((future, kind, work, len(samples)))
+        return future
 
     def run(self) -> None:
         """The workers need no push."""
@@ -149,28 +149,25 @@ class RewardWorkers:
         with contextlib.suppress(InputError, OSError):  # it is tried again for the first unit
             worker = self._start()
         while (unit := self._units.get()) is not None and not self._is_closed:
-            futures, kind, work = unit
-            futures = [future for future in futures if future.set_running_or_notify_cancel()]
-            if not futures:
+            future, kind, work, num_samples = unit
+            if not future.set_running_or_notify_cancel():
                 continue
             try:
                 worker = worker or self._start()
             except (InputError, OSError) as error:
-                for future in futures:
-                    future.set_exception(error)
+                future.set_exception(error)
                 continue
             is_first = kind not in worker.called
-            answers = worker.ask(work, len(futures), self.limit_s(kind, is_first))
+            answers = worker.ask(work, num_samples, self.limit_s(kind, is_first))
             worker.called.add(kind)
-            for future, answer in zip(futures, answers, strict=True):
-                failure = answer.reward if isinstance(answer.reward, RewardFailure) else None
-                if failure and failure.kind in ("timeout", "crash") and worker is not None:
-                    self._end(worker)
-                    worker = None
-                elif not (failure or is_first) and answer.reward is not None and answer.reward > 0:
+            for answer in [] if is_first else answers:
+                if isinstance(answer.reward, float) and answer.reward > 0:
                     with self._lock:
                         self._slowest[kind] = max(self._slowest.get(kind, 0.0), answer.seconds)
-                future.set_result(answer)
+            if worker.is_broken:
+                self._end(worker)
+                worker = None
+            future.set_result(answers)
         if worker is not None:
             self._end(worker)
 
@@ -201,6 +198,7 @@ class _Worker:
 
     def __init__(self, paths: list[str]):
         self.called: set[tuple[int, str]] = set()  # functions and tasks
+        self.is_broken = False  # after a time-out or crash it must be replaced
         ours, theirs = socket.socketpair()
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
         # The order of sets of strings depends on this seed: rewards must not depend on the worker.
@@ -228,8 +226,7 @@ class _Worker:
             return self._how_it_ended()
 
     def ask(self, work: bytes, num_samples: int, limit_s: float) -> list[Answer]:
-        """Compute one unit in at most limit_s seconds a sample. After a time-out or crash the
-        worker must be replaced."""
+        """Compute one unit in at most limit_s seconds a sample."""
         begin_s, limit_s = time.monotonic(), num_samples * limit_s
         try:
             self._connection.send_bytes(work)
@@ -240,7 +237,7 @@ class _Worker:
             failure = RewardFailure("timeout", f"no answer within {limit_s:.6g} s")
         except (OSError, EOFError, ValueError, TypeError):
             failure = RewardFailure("crash", f"its process {self._how_it_ended()}")
-        ended_s = time.monotonic()
+        self.is_broken, ended_s = True, time.monotonic()
         return [Answer(failure, (ended_s - begin_s) / num_samples, ended_s)] * num_samples
 
     def kill(self) -> None:

@@ -33,7 +33,6 @@ def joined(record: StepRecord, more: StepRecord) -> StepRecord:
         owners=np.concatenate((record.owners, more.owners)),
         **{name: getattr(record, name) + getattr(more, name) for name in lists},
         drafts=record.drafts | more.drafts,
-        used=more.used,
         expected_s=record.expected_s + more.expected_s,
     )
 

@@ -75,31 +75,30 @@ class Sampler:
         StopRequested: the step is abandoned."""
         if self.learner is not None:
             self.learner.forget_streamed()  # of an abandoned rollout
-        rollout = self.config.rollout
-        record = self._sample_groups(self.schedule.launch(step), step)
+        rollout, launch = self.config.rollout, self.schedule.launch(step)
+        used = launch.groups
+        record = self._sample_groups(launch, step, used)
         if rollout.dynamic_sampling:
             while count := num_lacking(record, rollout.dynamic_sampling_max_batches):
-                groups = self.schedule.replacements(step, count, record.used)
+                groups = self.schedule.replacements(step, count, used)
                 if not groups:
                     break
+                used = used + groups
                 launch = Launch(groups, len(groups), *[rollout.num_generations] * 2)
-                record = joined(record, self._sample_groups(launch, step, record))
+                record = joined(record, self._sample_groups(launch, step, used))
             record = selected(record)
         self.observe_samples(record.generated, record.all_rewards.ravel())
         self.schedule.finish(record.generated, record.deferred)
         return record
 
-    def _sample_groups(
-        self, launch: Launch, step: int, before: StepRecord | None = None
-    ) -> StepRecord:
-        """One rollout of a step and what follows it. before: the step so far."""
+    def _sample_groups(self, launch: Launch, step: int, used: list[Group]) -> StepRecord:
+        """One rollout of a step and what follows it. used: see `roll_out`."""
         ranks, clock = self.ranks, self.ranks.clock
-        began_s = clock.perf_counter() if before is None else before.stages[-1].end_s
+        began_s = clock.perf_counter()
         table, rows, scoring = self.begin(launch, step)
         ranks.place = f"rollout of step {step}"
         drafts = {name: draft for name in launch.ids if (draft := self.store.get(name)) is not None}
         expected_s = self._expected_s(table)
-        used = launch.groups if before is None else before.used + launch.groups
         rollout, tasks = self.roll_out(table, rows, step, used, scoring)
         generated_s = clock.perf_counter()
         ranks.barrier_or_stop()  # waiting for the slowest rank
@@ -128,7 +127,6 @@ class Sampler:
             spans=spans,
             drafts=drafts,
             expected_s=expected_s,
-            used=used,
             deferred={ids[index]: int(table.generated[index]) for index in others},
         )
 

@@ -11,6 +11,7 @@ of a group's R responses only the K shortest count, by the same rule. So what is
 function of the responses alone, of no clock and no rank.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -77,9 +78,9 @@ class RowTable:
         """Indices of the rows that are not done as of the last tick, int64 [N], and what is known
         of them; only where their lengths were predicted."""
         indices = np.flatnonzero(self.synced >= 0)
-        rows = self.rows.take(indices)
         generated = self.synced[indices]
-        return indices, Rows(**{**vars(rows), "generated": generated, "drafted": 0.0 * generated})
+        rows = self.rows.take(indices)
+        return indices, replace(rows, generated=generated, drafted=0.0 * generated)
 
     def cutoff(self) -> Cutoff:
         """What is certain by now of which rows are trained on. Once all rows have finished or are
