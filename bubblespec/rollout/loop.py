@@ -7,7 +7,6 @@ with whatever is unfinished of those. A rollout without tasks is the same loop w
 needs to know how far anyone is.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -175,8 +174,8 @@ class RolloutLoop:
     def _run_slices(self) -> bool:
         """A slice of each task; whether there is more to do of any."""
         goes_on = any([task.run_slice() for task in self.tasks])  # noqa: C419 (of each)
-        ended_s = (span.end_s for span in self.record.slices[-1:])
-        self._last_s = max(self._last_s, *ended_s, -math.inf)
+        if self.record.slices:
+            self._last_s = max(self._last_s, self.record.slices[-1].end_s)
         return goes_on
 
     def _state(self) -> RankState:

@@ -33,12 +33,9 @@ def make_sampler(
     board: ProgressBoard | None = None,
     cost: CostModel | None = None,
 ) -> Sampler:
-    """All ranks call it together. board, cost: in virtual time, in
-    place of those that are made and measured here."""
-    in_virtual_time = cost is not None
-    max_draft_tokens, max_history_tokens = (
-        VIRTUAL_TOKENS if in_virtual_time else host_token_budget(ranks)
-    )
+    """All ranks call it together. board, cost: in virtual time, in place of those that are made and
+    measured here."""
+    max_draft_tokens, max_history_tokens = VIRTUAL_TOKENS if cost else host_token_budget(ranks)
     method = config.speculative.method
     has_drafts = method != "none" or config.tail_batching.enabled
     uses_tail = config.rollout.tp_tail_max_rows != 0 and ranks.world_size > 1
@@ -55,15 +52,14 @@ def make_sampler(
         always = config.speculative.planning == "always"
         options = {"has_drafts": uses_drafts, "always": always, "clock": ranks.clock}
         proposer = make_proposer(method, history, cost, **options)
-        evaluation = (
-            make_evaluation_drafts(config, proposer, max_draft_tokens) if method != "none" else None
-        )
+        if method != "none":
+            evaluation = make_evaluation_drafts(config, proposer, max_draft_tokens)
     guards = {}
-    is_guarded = config.speculative.planning == "by_cost"
-    if is_guarded and method != "none" and not config.tail_batching.enabled:
-        guards["drafts"] = Guard()
-    if is_guarded and "drafter" in method:
-        guards["drafter"] = Guard()
+    if config.speculative.planning == "by_cost":
+        if method != "none" and not config.tail_batching.enabled:
+            guards["drafts"] = Guard()
+        if "drafter" in method:
+            guards["drafter"] = Guard()
     return Sampler(
         config=config,
         ranks=ranks,
