@@ -20,8 +20,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from benchmarks.shared import main, make_parser, plain_engine
 from bubblespec.config import load_config
 from bubblespec.dist.ranks import ranks_from_environment
-from bubblespec.draft.drafter import MAX_CHAIN_LENGTH
-from bubblespec.draft.drafter_file import save_drafter
+from bubblespec.draft.drafter import MAX_CHAIN_LENGTH, save_drafter
 from bubblespec.draft.drafter_source import DrafterSource
 from bubblespec.draft.proposer import Proposer
 from bubblespec.engine.engine import Engine
@@ -98,7 +97,7 @@ def acceptance(trainer: Trainer, has_own_noise: bool) -> list[float]:
     to the held-out prompts, which each rank has a share of."""
     ranks, sampler = trainer.ranks, trainer.sampler
     source = CountedSource(sampler.drafter.source, has_own_noise)
-    proposer = Proposer([source], source.cost, uses_drafts=False)
+    proposer = Proposer([source], source.cost)
     rows = held_out_rows(trainer)[ranks.rank :: ranks.world_size]
     generate(sampler.engine, rows, trainer, proposer)
     tried, right = ranks.gather(source.counts).sum(axis=0)
@@ -108,7 +107,7 @@ def acceptance(trainer: Trainer, has_own_noise: bool) -> list[float]:
 def tails(trainer: Trainer, count: int, repeats: int) -> dict:
     """The held-out rows, `count` at a time, by both arms in turn."""
     source, plain = trainer.sampler.drafter.source, plain_engine(trainer)
-    proposer = Proposer([source], source.cost, uses_drafts=False)
+    proposer = Proposer([source], source.cost)
     engines = {"plain": plain, "drafter": trainer.sampler.engine}
     proposers = {"plain": None, "drafter": proposer}
     seconds: dict[str, list[float]] = {"plain": [], "drafter": []}
@@ -156,9 +155,7 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
         if arguments.save and ranks.is_main:
             os.makedirs(arguments.save, exist_ok=True)
             drafter = trainer.sampler.drafter
-            save_drafter(
-                arguments.save, drafter.drafter, drafter.num_updates, trainer.learner.model
-            )
+            save_drafter(arguments.save, drafter.drafter, drafter.num_updates)
         found = {"coupled": acceptance(trainer, True), "point_mass": acceptance(trainer, False)}
         by_rows = []
         for count in ROWS if arguments.repeats else ():

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from bubblespec.config import Config, config_to_yaml, flatten, load_config, resume_classes
 from bubblespec.config_checks import EXACT, ROUNDING
 from bubblespec.dist.ranks import Ranks
-from bubblespec.draft.drafter_file import save_drafter
+from bubblespec.draft.drafter import save_drafter
 from bubblespec.draft.drafter_training import DrafterTraining
 from bubblespec.errors import InputError, log, one_line
 from bubblespec.learn.optimizer import Optimizer
@@ -85,7 +85,7 @@ def save_checkpoint(
             if speculation is not None:
                 np.savez(os.path.join(temporary, SPECULATION_FILE), **speculation)
             if drafter is not None:
-                save_drafter(temporary, drafter.drafter, drafter.num_updates, model)
+                save_drafter(temporary, drafter.drafter, drafter.num_updates)
             with open(os.path.join(temporary, STATE_FILE), "w", encoding="utf-8") as file:
                 json.dump(state, file, indent=1)
             _commit(temporary, os.path.join(config.run.output_dir, f"checkpoint-{step}"))

@@ -25,7 +25,7 @@ from bubblespec.data.prompts import PromptSet
 from bubblespec.data.schedule import StepSchedule
 from bubblespec.data.tail_batching import TailBatching
 from bubblespec.dist.ranks import Ranks
-from bubblespec.draft.drafter_file import read_drafter
+from bubblespec.draft.drafter import read_drafter
 from bubblespec.engine import linear
 from bubblespec.engine.attention import choose_kernel
 from bubblespec.engine.engine import Engine

@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from bubblespec.draft import drafter_training
-from bubblespec.draft.drafter import DrafterRunner
-from bubblespec.draft.drafter_file import DRAFTER_FILE
+from bubblespec.draft.drafter import DRAFTER_FILE, DrafterRunner
 from bubblespec.draft.drafter_training import DrafterTraining
 from bubblespec.rollout.sampler import Sampler
 from tests.helpers import clocks

@@ -10,10 +10,9 @@ import pytest
 from bubblespec.config import Config, LossConfig, ModelConfig
 from bubblespec.draft.store import DraftStore
 from bubblespec.idle.draft_ahead import MAX_IDLE_FORWARDS, DraftAhead
-from bubblespec.idle.stream_gradients import NUM_WANTED, StreamGradients
-from bubblespec.idle.task import IdleTask, Job, RankView, assign
+from bubblespec.idle.stream_gradients import StreamGradients
+from bubblespec.idle.task import NUM_WANTED, IdleTask, Job, RankView, assign
 from bubblespec.idle.train_drafter import MAX_SHARE, TrainDrafter
-from bubblespec.planner.drafts import DraftPlan
 from bubblespec.records import ForwardRecord, IdleUse, RolloutRecord, Span
 from bubblespec.types import Draft, Launch, Row, SampleId
 from tests.helpers.clocks import Clock
@@ -124,7 +123,8 @@ def view_of(own: list[Row] | None = None, num_slots: int = 8) -> RankView:
 
 
 def drafting(view: RankView, num_plans: int = 20, store=None, cost=None, **options) -> DraftAhead:
-    plans = [DraftPlan(SampleId(5, 1, n), (1, 2), n < 10, 1.0, 0.5) for n in range(num_plans)]
+    names = [SampleId(5, 1, n) for n in range(num_plans)]
+    plans = [Job(name, 1.0, 0.5, name.sample < 10, prompt=(1, 2)) for name in names]
     proposer = SimpleNamespace(track=lambda *_, **__: None)
     options = {"version": 3, "max_new_tokens": 30, **options}
     task = DraftAhead(plans, store or DraftStore(1000), proposer, cost or fixed_cost(), **options)
@@ -315,11 +315,11 @@ def test_equal_rewards_may_be_left_out_and_own_rows_come_first():
 
 def training(elapsed_s: float, tokens: int = 10, own=None):
     clock = Clock()
-    fake = SimpleNamespace(token_s=1e-3, slices=[], merged=[])
+    fake = SimpleNamespace(token_s=1e-3, slices=[], merged=[], clock=clock)
     fake.slice_tokens = lambda: tokens
     fake.run_slice = lambda limit_s: fake.slices.append(limit_s) or 0.01
     fake.merge = fake.merged.append
-    task = TrainDrafter(fake, num_ranks=2, clock=clock)
+    task = TrainDrafter(fake)
     task.begin(view_of(own))
     clock.sleep(elapsed_s)
     return task, fake

@@ -15,7 +15,14 @@ from bubblespec.planner.drafts import (
     plan_drafts,
 )
 from bubblespec.planner.lengths import LengthModel
-from bubblespec.planner.place import admission_order, place, place_in_turn, up_to_cutoff
+from bubblespec.planner.place import (
+    MIN_TAIL_GAIN,
+    admission_order,
+    place,
+    place_in_turn,
+    up_to_cutoff,
+    use_tp_tail,
+)
 from bubblespec.planner.rows import (
     MIN_RELATIVE_SPREAD,
     TYPICAL_WINDOW,
@@ -25,7 +32,6 @@ from bubblespec.planner.rows import (
     forwards_survival,
     mean_length_beyond,
 )
-from bubblespec.planner.tail import MIN_GAIN, use_tp_tail
 from bubblespec.types import Draft, Group, Launch, Prompt
 from tests.helpers.rows import samples_of
 
@@ -407,7 +413,7 @@ def make_plans(lengths: dict[int, list[int]], batches, drafts=None, **options):
     batches = [groups_of(uids) for uids in batches]
     get_draft = (drafts or {}).get
     plans = plan_drafts(batches, 1, get_draft, observed(lengths), **options)
-    return [(plan.id.uid, plan.co_scheduled) for plan in plans], plans
+    return [(plan.key.uid, plan.co_scheduled) for plan in plans], plans
 
 
 LENGTHS = {1: [10, 10], 2: [90, 90], 3: [60, 60], 4: [195, 195]}
@@ -469,7 +475,7 @@ def pays(rank_of, left, tp_cost: CostModel, *, prompt_tokens=10, num_slots=4, ov
 def test_the_tp_tail_pays_where_forwards_are_faster_together():
     assert pays([0, 1], [40, 100], together(0.5))
     assert not pays([0, 1], [40, 100], together(1.0))
-    assert not pays([0, 1], [40, 100], together(1.0 - MIN_GAIN / 2))
+    assert not pays([0, 1], [40, 100], together(1.0 - MIN_TAIL_GAIN / 2))
     # Three rows one after the other in one slot take longer than one of rank 1.
     assert pays([0, 0, 0, 1], [50, 50, 50, 100], together(1.2), num_slots=1)
     assert not pays([0, 0, 0, 1], [50, 50, 50, 100], together(1.2))

@@ -123,13 +123,13 @@ def test_a_row_that_is_tracked_again_has_said_it_once(asked_before):
     assert proposer.propose([own], np.array([30]), np.array([99]), 99) == [None]
 
 
-def test_suffix_alone_uses_no_draft_but_other_samples_and_epochs():
+def test_suffix_alone_finds_other_samples_and_epochs():
     history = History(1000)
     history.add(70, np.arange(50, 70), 1.0)
     proposer = make("suffix", history=history)
     own, other = row(0), row(1, uid=71)
     for r in (own, other):
-        proposer.track(r, draft(range(10, 40)), STEP)
+        proposer.track(r, None, STEP)
     assert forward(proposer, [own, other], [range(50, 70)] * 2) == [[50, 51, 52], []]
     late = row(2)
     proposer.track(late, None, STEP)

@@ -163,7 +163,7 @@ def test_drafts_that_do_not_pay_wait_for_the_end_of_own_rows():
     model = new_model()
     for idle_only in (True, False):
         world = World(model, 24, BoardWithSlowRank(60))
-        plans = [replace(plan, co_scheduled=not idle_only) for plan in world.plans((1,))]
+        plans = [plan._replace(co_scheduled=not idle_only) for plan in world.plans((1,))]
         world.rollout(0, rows_of(0), plans, max_slowdown=100.0)
         alongside = sum(num_ahead for num_own, num_ahead in world.forwards if num_own)
         assert (alongside == 0) == idle_only and world.store.num_tokens > 0
@@ -297,7 +297,7 @@ def play_step(world: World, step: int, ranks: SimulatedRanks) -> dict:
     for group in groups_of(step, FOUR_PROMPTS):
         world.store.drop(map(group.sample, range(2)))
     ahead.finish(ranks)
-    drafts = {plan.id: world.store.get(plan.id) for plan in plans}
+    drafts = {plan.key: world.store.get(plan.key) for plan in plans}
     return {
         "rows": as_dict(rows),
         "made": {name: draft.tokens.tolist() for name, draft in ahead.drafts.items()},

@@ -17,8 +17,7 @@ from bubblespec import loading
 from bubblespec.checkpoint import load_optimizer
 from bubblespec.config import Config, DataConfig, ModelConfig, RunConfig
 from bubblespec.dist.ranks import Ranks
-from bubblespec.draft.drafter import Drafter
-from bubblespec.draft.drafter_file import DRAFTER_FILE, read_drafter, save_drafter
+from bubblespec.draft.drafter import DRAFTER_FILE, Drafter, read_drafter, save_drafter
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.loading import (
     check_vocabulary,
@@ -252,7 +251,7 @@ def drafter(tmp_path_factory):
     """A model, and the folder of a drafter of it."""
     folder = tmp_path_factory.mktemp("drafter")
     model = AutoModelForCausalLM.from_pretrained(TINY)
-    save_drafter(folder, Drafter(model, np.arange(5)), 0, model)
+    save_drafter(folder, Drafter(model, np.arange(5)), 0)
     return model, folder
 
 

@@ -1,5 +1,5 @@
-"""The drafter: one decoder layer of the policy's own class that predicts the policy's next tokens,
-and how it drafts chains of them for the rows of an engine.
+"""The drafter: one decoder layer of the policy's own class that predicts the policy's next tokens;
+how it drafts chains of them for the rows of an engine, and its file on disk.
 
 At each position it reads the policy's last hidden state there and the embedding of the token after
 it, and estimates the policy's next hidden state; the policy's own output head, restricted to some
@@ -19,23 +19,27 @@ that get a chain, n tokens of a chain.
 """
 
 import copy
+import os
 from dataclasses import replace
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from bubblespec.config import Config
 from bubblespec.engine import attention
 from bubblespec.engine.engine import Batch, Engine
 from bubblespec.engine.graphs import ForwardGraphs
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import output_head
-from bubblespec.engine.noise import gumbel
 from bubblespec.engine.packing import PAGE, pack_rows, to_device
 from bubblespec.engine.ragged import ragged
-from bubblespec.engine.sampling import SamplingParams, restrict
+from bubblespec.engine.sampling import SamplingParams, perturb
+from bubblespec.errors import InputError, log
 
 PLACEHOLDER_VOCABULARY = 8  # of the layer's own embedding, which is not used
 NUM_KEPT = 128  # latest positions of a slot whose hidden states are kept
@@ -43,6 +47,10 @@ CONTEXT = 64  # positions a row starts with; below NUM_KEPT by more than a verif
 MAX_CHAIN_LENGTH = 5  # tokens
 MAX_GRAPH_TOKENS = 512  # of a CUDA graph: a few for each row
 MAX_ROWS = 128  # with more active rows no hidden states are kept and nothing is drafted
+DRAFTER_FILE = "drafter.safetensors"
+SAMPLE = 1024  # entries of the policy's output head by which a file knows it
+# RL moves weights by far less; those of another model have nothing in common with them.
+MAX_DIFFERENCE = 0.3
 
 
 class Drafter(torch.nn.Module):
@@ -53,7 +61,7 @@ class Drafter(torch.nn.Module):
         """ids: int [V], the tokens that it can draft, ascending. The layer starts as a copy of the
         policy's last one. Raises ValueError if the policy's class cannot have a single layer."""
         super().__init__()
-        self._policy = [policy]  # in a list: its parameters are not ours
+        self.__dict__["policy"] = policy  # not registered: its parameters are not ours
         self.ids = np.asarray(ids, np.int64)
         self.device_ids = to_device(self.ids, policy.device)
         weight, embedding = output_head(policy).weight, policy.get_input_embeddings().weight
@@ -66,17 +74,6 @@ class Drafter(torch.nn.Module):
         self.norms = torch.nn.ModuleList(torch.nn.RMSNorm(size, **options) for size in sizes)
         self._head: list[torch.Tensor | None] = []
         self._head_version = -1
-
-    @property
-    def policy(self) -> PreTrainedModel:
-        """Whose embedding and head it uses."""
-        return self._policy[0]
-
-    def params_of(self, params: SamplingParams) -> SamplingParams:
-        """The same parameters for the drafter's logits: stop tokens by their index in `ids`."""
-        index = {token: number for number, token in enumerate(self.ids.tolist())}
-        stops = tuple(index[token] for token in params.stop_token_ids if token in index)
-        return replace(params, stop_token_ids=stops)
 
     def forward(
         self, hidden: torch.Tensor, tokens: torch.Tensor, packing, kernel: str = "sdpa"
@@ -110,29 +107,13 @@ class Drafter(torch.nn.Module):
         return linear(states, *self._head)
 
 
-def draw(
-    drafter: Drafter,
-    logits: torch.Tensor,
-    keys: torch.Tensor,
-    num_generated: torch.Tensor,
-    params: SamplingParams,
-) -> torch.Tensor:
-    """The tokens that rows with these noise keys would sample from the drafter's logits [M, V]:
-    token ids, int64 [M]. keys: int32 [M, 4]; num_generated: int64 [M], tokens before them; params:
-    of `Drafter.params_of`."""
-    logits = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
-    if params.temperature not in (0.0, 1.0):
-        logits = logits / params.temperature
-    allowed = restrict(logits, num_generated, params)
-    if params.temperature:
-        allowed = gumbel(keys, drafter.device_ids.int(), logits.dtype).add_(allowed)
-    return drafter.device_ids[allowed.argmax(-1)]
-
-
 def _one_layer(policy: PreTrainedModel) -> PreTrainedModel:
     """A decoder of the policy's class with one layer, a copy of the policy's last one with full
     attention. What lies outside the layers, as the last norm, is copied too."""
-    number = _last_full_layer(policy.config.get_text_config(decoder=True))
+    config = policy.config.get_text_config(decoder=True)
+    kinds = getattr(config, "layer_types", None) or []
+    full = [number for number, kind in enumerate(kinds) if kind == "full_attention"]
+    number = full[-1] if full else config.num_hidden_layers - 1
     try:
         config = _one_layer_config(policy.config, number)
         body = type(policy)._from_config(config, dtype=policy.dtype).base_model
@@ -147,23 +128,15 @@ def _one_layer(policy: PreTrainedModel) -> PreTrainedModel:
     )
     known, state = policy.base_model.state_dict(), {}
     for name, tensor in body.state_dict().items():
+        name_there = name
         if target and name.startswith(f"{target[0]}."):
             name_there = source[number] + name.removeprefix(target[0])
-        else:
-            name_there = name
         adapted = name_there.replace(".weight", ".base_layer.weight")  # with a LoRA adapter
         found = known.get(name_there, known.get(adapted))
         if found is not None and found.shape == tensor.shape:
             state[name] = found.detach().clone()
     body.load_state_dict(state, strict=False)
-    body.eval()
-    return body
-
-
-def _last_full_layer(config: PreTrainedConfig) -> int:
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    full = [number for number, kind in enumerate(kinds) if kind == "full_attention"]
-    return full[-1] if full else len(kinds) - 1
+    return body.eval()
 
 
 def _one_layer_config(config: PreTrainedConfig, number: int) -> PreTrainedConfig:
@@ -191,8 +164,9 @@ class DrafterRunner:
 
     def __init__(self, drafter: Drafter, engine: Engine, params: SamplingParams):
         """params: of the rows."""
-        self.drafter, self.engine, self.params = drafter, engine, drafter.params_of(params)
-        runner = engine.runner
+        self.drafter, self.engine, runner = drafter, engine, engine.runner
+        stops = np.flatnonzero(np.isin(drafter.ids, params.stop_token_ids))
+        self.params = replace(params, stop_token_ids=tuple(stops.tolist()))  # by index in its ids
         # Rows are in the first slots; in the others nothing is kept.
         self.num_slots = min(runner.num_slots, MAX_ROWS)
         length = runner.max_length + MAX_CHAIN_LENGTH
@@ -201,14 +175,9 @@ class DrafterRunner:
         self.cache = KVCache(self.num_slots, length, int(runner.graphs is not None))
         self.graphs: ForwardGraphs | None = None
         if runner.graphs is not None:
-            self.graphs = ForwardGraphs(
-                drafter,
-                self.cache,
-                runner.kernel,
-                MAX_GRAPH_TOKENS,
-                state_size=drafter.fuse.out_features,
-                beside=runner.graphs,
-            )
+            options = {"state_size": drafter.fuse.out_features, "beside": runner.graphs}
+            parts = (drafter, self.cache, runner.kernel, MAX_GRAPH_TOKENS)
+            self.graphs = ForwardGraphs(*parts, **options)
         self._hidden: torch.Tensor | None = None  # [slots, NUM_KEPT, H], by position % NUM_KEPT
         # Per slot: hidden states have been kept without a gap for positions in [_first, _end); the
         # drafter's cache begins at position _base (-1: it is empty) and holds _num_cached.
@@ -307,23 +276,17 @@ class DrafterRunner:
             if number:
                 begin = self._num_cached[slots] + number - 1
                 state = self._forward(state, chain[-1], slots, begin, one)
-            logits = self.drafter.logits(state)
-            chain.append(
-                draw(self.drafter, logits, keys[:, number], position[:, number], self.params)
-            )
+            chain.append(self._draw(state, keys[:, number], position[:, number]))
         return torch.stack(chain, dim=1).cpu().numpy(), slots, int(count.sum())
 
     @torch.inference_mode()
     def run_once(self, num_rows: int) -> None:
         """One forward of the drafter for one more token of `num_rows` empty rows, to be timed."""
-        policy, runner = self.drafter.policy, self.engine.runner
-        slots, zero = np.arange(num_rows), np.zeros(num_rows, np.int64)
-        size = (num_rows, self.drafter.fuse.out_features)
-        hidden = torch.ones(size, dtype=policy.dtype, device=policy.device)
-        state = self._forward(hidden, to_device(zero, policy.device), slots, zero, zero + 1)
-        keys = runner.noise_keys(slots, zero)
-        position = to_device(zero, policy.device)
-        draw(self.drafter, self.drafter.logits(state), keys, position, self.params).cpu()
+        slots, zeros = np.arange(num_rows), np.zeros(num_rows, np.int64)
+        weight = self.drafter.fuse.weight
+        hidden, tokens = weight.new_ones(num_rows, len(weight)), to_device(zeros, weight.device)
+        state = self._forward(hidden, tokens, slots, zeros, zeros + 1)
+        self._draw(state, self.engine.runner.noise_keys(slots, zeros), tokens).cpu()
 
     def _to_catch_up(self, slots: np.ndarray) -> np.ndarray:
         """Positions that each row's cache lacks, int64; 0 where hidden states are missing. Rows
@@ -336,6 +299,16 @@ class DrafterRunner:
         self._num_cached[slots] = np.where(restarts, 0, cached)
         lacking = verified - self._base[slots] - self._num_cached[slots]
         return np.where(self._end[slots] >= verified, lacking, 0)
+
+    def _draw(
+        self, states: torch.Tensor, keys: torch.Tensor, num_generated: torch.Tensor
+    ) -> torch.Tensor:
+        """The tokens that rows would sample from the drafter's logits, int64 [M]. states: [M, H];
+        keys: int32 [M, 4], of their noise; num_generated: int64 [M], tokens before them."""
+        logits, ids = self.drafter.logits(states), self.drafter.device_ids
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        _, _, perturbed = perturb(logits, keys, num_generated, self.params, ids.int())
+        return ids[perturbed.argmax(-1)]
 
     def _forward(
         self,
@@ -355,3 +328,58 @@ class DrafterRunner:
         if states is None:
             return self.drafter(hidden, tokens, packing, runner.kernel)
         return states[: len(tokens)]
+
+
+# On disk
+
+
+def save_drafter(folder: str, drafter: Drafter, num_updates: int) -> None:
+    """Weights, token ids, the number of updates, and by what its policy is known, as a file of a
+    folder. Raises OSError."""
+    state = drafter.state_dict()
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    tensors["ids"] = torch.from_numpy(drafter.ids)
+    tensors["num_updates"] = torch.tensor(num_updates)
+    tensors["policy"] = _sample_of(drafter.policy)
+    save_file(tensors, os.path.join(folder, DRAFTER_FILE))
+
+
+def read_drafter(
+    config: Config, model: PreTrainedModel, checkpoint: str | None, warns: bool = False
+) -> tuple[Drafter, int] | None:
+    """The checkpoint's drafter, else that of drafter.path, and its number of updates; None if there
+    is neither. Raises InputError for a folder without a drafter for this policy. warns: say so
+    where it was trained for another one of the same shapes."""
+    folder, key = config.drafter.path, "drafter.path"
+    if checkpoint is not None and os.path.isfile(os.path.join(checkpoint, DRAFTER_FILE)):
+        folder, key = checkpoint, "run.resume_from_checkpoint"
+    if not folder:
+        return None
+    try:
+        tensors = load_file(os.path.join(folder, DRAFTER_FILE))
+        ids, num_updates = tensors.pop("ids").numpy(), int(tensors.pop("num_updates"))
+        trained_for = tensors.pop("policy")
+        if ids.ndim != 1 or not len(ids) or (np.diff(ids, prepend=-1) <= 0).any():
+            raise ValueError("ids must be token ids, ascending")
+        if ids[-1] >= len(output_head(model).weight):
+            raise ValueError(f"ids: the policy has no token {ids[-1]}")
+        drafter = Drafter(model, ids, config.run.seed)
+        drafter.load_state_dict(tensors)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(
+            f"{key}: no drafter of this policy can be read from {folder}: {reason}"
+        ) from error
+    here = _sample_of(model)
+    if warns and (here - trained_for).norm() > MAX_DIFFERENCE * trained_for.norm():
+        log(
+            f"warning: {key}: the drafter in {folder} was trained for another model; tokens are "
+            "right all the same, but few of its drafts will be accepted until it has learned"
+        )
+    return drafter, num_updates
+
+
+def _sample_of(policy: PreTrainedModel) -> torch.Tensor:
+    """Entries of the output head, float32 [SAMPLE] or fewer."""
+    weight = output_head(policy).weight.detach().flatten()
+    return weight[:: max(len(weight) // SAMPLE, 1)][:SAMPLE].float().cpu().clone()

@@ -100,8 +100,8 @@ class DrafterSource(DraftSource):
         """See `DraftSource`."""
         proposals: list[Proposal | None] = [None] * len(rows)
         slot_of = {id(row): slot for slot, row in enumerate(self.runner.engine.rows)}
-        slots = [slot_of.get(id(tracked.row)) for tracked in rows]
-        index_of = {slot: index for index, slot in enumerate(slots) if slot is not None}
+        index_of = {slot_of.get(id(tracked.row)): index for index, tracked in enumerate(rows)}
+        index_of.pop(None, None)
         if not index_of or len(slot_of) > MAX_ROWS:
             return proposals
         length = self.choose_length(len(slot_of), len(index_of))

@@ -10,8 +10,8 @@ rank learns from its own responses. Later the policy's own training gives hidden
 responses (`take`), from which ranks learn in idle time (`run_slice`). Now and then, and after each
 rollout, all ranks continue with the mean of their drafters (`merge`).
 
-Shape legend: S sequences, T their padded positions, H hidden size, V the drafter's tokens, L tokens
-of a sequence.
+Shape legend: S sequences, T their padded positions, N = S * T, H hidden size, D size of a head, V
+the drafter's tokens, L tokens of a sequence.
 """
 
 import itertools
@@ -21,7 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.nn.functional import pad
+from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import PreTrainedModel
@@ -29,10 +30,8 @@ from transformers import PreTrainedModel
 from bubblespec.config import Config
 from bubblespec.data.schedule import StepSchedule
 from bubblespec.dist.ranks import Ranks
-from bubblespec.draft.drafter import Drafter, DrafterRunner
-from bubblespec.draft.drafter_file import read_drafter
+from bubblespec.draft.drafter import Drafter, DrafterRunner, read_drafter
 from bubblespec.draft.drafter_source import DrafterSource
-from bubblespec.draft.unrolled import UnrolledPacking
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.linear import Plan, use_plans
 from bubblespec.engine.model import forward_hidden
@@ -79,6 +78,43 @@ def examples_of(tokens: np.ndarray, prompt_length: int, hidden: torch.Tensor) ->
             # A copy of its own: a view would keep the states of the whole batch.
             states = hidden[start : stop - 1].detach().cpu().clone()
             yield Example(begin - start, tokens[start:stop], states)
+
+
+class UnrolledPacking:
+    """S sequences, each padded to T positions, one after the other. Each forward with it is the
+    next pass.
+
+    Pass j computes token j of the chains that began j - 1 positions earlier: a query at position i
+    sees the keys of pass 1 up to i - (j - 1), and then one key of each later pass up to its own
+    (training-time test of EAGLE-3, arXiv 2503.01840).
+    """
+
+    def __init__(self, num_sequences: int, length: int, device: torch.device):
+        self.shape = (num_sequences, length)
+        self.position = torch.arange(length, device=device).repeat(num_sequences)
+        self._keys: list[torch.Tensor] = []  # [S, heads, T, D] of each pass, and their values
+        self._values: list[torch.Tensor] = []
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float
+    ) -> torch.Tensor:
+        """query: [N, heads, D]; key, value: [N, key/value heads, D], N = S * T. Returns [N, heads,
+        D]."""
+        fold = query.shape[1] // key.shape[1]
+        query, key, value = (
+            t.unflatten(0, self.shape).transpose(1, 2) for t in (query, key, value)
+        )
+        self._keys.append(key.repeat_interleave(fold, dim=1))
+        self._values.append(value.repeat_interleave(fold, dim=1))
+        keys, values = torch.cat(self._keys, dim=2), torch.cat(self._values, dim=2)
+        # Queries at the start of a sequence, whose chain would have begun before it, see their own
+        # key only.
+        position, passes = torch.arange(self.shape[1], device=query.device), len(self._keys)
+        distance = position[:, None] - position
+        later = [distance == passes - number for number in range(2, passes + 1)]
+        mask = torch.cat([distance >= passes - 1, *later], dim=1)
+        out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
+        return out.transpose(1, 2).flatten(0, 1)
 
 
 class DrafterTraining:
@@ -223,13 +259,11 @@ class DrafterTraining:
         made, self._num_unmerged = self._num_unmerged, 0
         if ranks.world_size == 1:
             return
-        flat = torch.cat([p.reshape(-1) for p in self.masters])
+        flat = parameters_to_vector(self.masters)
         total = ranks.sum_(torch.cat((made * flat, flat.new_tensor([made]))))
         if total[-1]:
-            parts = (total[:-1] / total[-1]).split([p.numel() for p in self.masters])
-            for master, param, part in zip(self.masters, self.params, parts, strict=True):
-                master.copy_(part.view_as(master))
-                param.copy_(master)
+            vector_to_parameters(total[:-1] / total[-1], self.masters)
+            torch._foreach_copy_(self.params, self.masters)
 
     def metrics(self, ranks: Ranks) -> dict[str, float]:
         """Of a step. The chain length is the mean over forwards in which there was a choice."""

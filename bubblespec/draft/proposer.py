@@ -38,14 +38,12 @@ class Proposer:
         sources: Sequence[DraftSource],
         cost: CostModel,
         *,
-        uses_drafts: bool = True,
         always: bool = False,
         clock=time,
     ):
-        """sources: in order of trust; uses_drafts: rows have their samples' drafts; always: propose
-        up to ALWAYS_WINDOW tokens whatever they cost, instead of planning; clock: see `Ranks`."""
-        self.sources, self.cost = list(sources), cost
-        self.uses_drafts, self.always, self.clock = uses_drafts, always, clock
+        """sources: in order of trust; always: propose up to ALWAYS_WINDOW tokens whatever they
+        cost, instead of planning; clock: see `Ranks`."""
+        self.sources, self.cost, self.always, self.clock = list(sources), cost, always, clock
         self.survival = Survival()
         self.acceptance = Acceptance()
         self._spent_s, self._num_looked_up = 0.0, 0
@@ -63,7 +61,7 @@ class Proposer:
 
     def begin(self) -> None:
         """A new rollout: forget rows, count anew, and go on with the estimates."""
-        self.acceptance = Acceptance(by_source={name: [0, 0] for name in self.survival.sources})
+        self.acceptance = Acceptance(by_source={name: [0, 0] for name, *_ in self.survival.counts})
         self._spent_s, self._num_looked_up = 0.0, 0
         self._rows.clear()
         self._unread.clear()
@@ -77,11 +75,11 @@ class Proposer:
         """Propose for a row from now on. version: updates of the current weights; is_counted: it is
         of this step."""
         self.take_in()
-        tracked = TrackedRow(row, draft if self.uses_drafts else None, is_counted)
-        if tracked.draft is not None:
-            tracked.age = version - tracked.draft.version
-            tracked.num_gained = len(row.tokens)
-            tracked.is_aligned = np.array_equal(tracked.draft.tokens[: len(row.tokens)], row.tokens)
+        length = len(row.tokens)
+        tracked = TrackedRow(row, draft, is_counted, num_gained=length)
+        if draft is not None:
+            tracked.age = version - draft.version
+            tracked.is_aligned = np.array_equal(draft.tokens[:length], row.tokens)
         self._rows[id(row)] = tracked
         for source in self.sources:
             source.track(tracked)
@@ -105,12 +103,10 @@ class Proposer:
         self.take_in()
         self._num_looked_up += len(rows)
         longest = ALWAYS_WINDOW if self.always else min(int(WINDOWS[-1]), budget)
-        survival, available = [0.0] * len(rows), [0] * len(rows)
+        survival = [0.0] * len(rows)
         tracked = [self._rows.get(id(row)) for row in rows]
         asked = [i for i, fits in enumerate(room.tolist()) if fits > 0 and tracked[i] is not None]
         length_of, limits = lengths.tolist(), np.minimum(room, longest).tolist()
-        for i in asked:
-            tracked[i].kind = None
         estimates: dict[tuple, float] = {}  # by kind
         for source in self.enabled_sources:
             chance = source.chance
@@ -121,19 +117,20 @@ class Proposer:
                 [limits[i] for i in open_rows],
             )
             for i, proposal in zip(open_rows, answers, strict=True):
-                if proposal is None or not len(proposal.tokens):
+                if proposal is None:
                     continue
                 drafts[i], kind = proposal
-                available[i], tracked[i].kind = len(drafts[i]), kind
+                tracked[i].kind = kind
                 if kind not in estimates:
                     prior = PRIORS.get(kind[0], PRIOR)
                     estimates[kind] = self.survival.estimate(kind, prior)
                 survival[i] = estimates[kind]
         if not self.always:
+            available = np.array([0 if draft is None else len(draft) for draft in drafts])
             kv_tokens = int(lengths.sum()) + sum(len(row.prompt) for row in rows)
             options = {"budget": budget, "overhead_s": self._overhead_s}
             windows, pays = choose_windows(
-                np.array(survival), np.array(available), self.cost, kv_tokens, **options
+                np.array(survival), available, self.cost, kv_tokens, **options
             )
             # Where nothing pays, it is looked for again after a while, less and less often.
             self._pause = self._backoff = 0 if pays else min(2 * self._backoff + 1, MAX_BACKOFF)
@@ -161,12 +158,11 @@ class Proposer:
         self.take_in()
         tracked = [self._rows.get(id(row)) for row in rows]
         self._count_drafts(tracked, num_draft, num_accepted)
-        listening = self._listening()
         for each, gained, drafted, accepted in zip(
             tracked, tokens, num_draft.tolist(), num_accepted.tolist(), strict=True
         ):
             if each is not None:
-                self._take_in(each, gained, 1, drafted, accepted, listening)
+                self._take_in(each, gained, 1, drafted, accepted)
         self._spent_s += self.clock.perf_counter() - started
 
     def take_in(self) -> None:
@@ -176,55 +172,42 @@ class Proposer:
             for row, of_row in zip(rows, tokens, strict=True):
                 gained.setdefault(id(row), []).append(of_row)
         self._unread.clear()
-        listening = self._listening()
         for name, parts in gained.items():
             if (tracked := self._rows.get(name)) is not None:
                 together = parts[0] if len(parts) == 1 else np.concatenate(parts)
-                self._take_in(tracked, together, len(parts), 0, 0, listening)
-
-    def _listening(self) -> list[DraftSource]:
-        """Sources that want to know what rows gain."""
-        ignores = DraftSource.observe
-        return [source for source in self.enabled_sources if type(source).observe is not ignores]
+                self._take_in(tracked, together, len(parts), 0, 0)
 
     def _take_in(
-        self,
-        tracked: TrackedRow,
-        gained: np.ndarray,
-        forwards: int,
-        drafted: int,
-        accepted: int,
-        listening: list[DraftSource],
+        self, tracked: TrackedRow, gained: np.ndarray, forwards: int, drafted: int, accepted: int
     ) -> None:
+        """What a row has gained in so many forwards."""
         begin, end = tracked.num_gained, tracked.num_gained + len(gained)
         tracked.num_gained = end
-        draft = tracked.draft
-        if draft is not None:
-            if not tracked.is_aligned and tracked.is_counted and begin < len(draft.tokens):
-                is_own = drafted and tracked.kind[0] == SOURCE_NAMES[OWN]
-                self.acceptance.after_divergence[0] += len(gained)
-                self.acceptance.after_divergence[1] += accepted if is_own else 0
-            if tracked.is_aligned:
-                of_draft = 0  # gained tokens that are known to be the draft's
-                if drafted and tracked.kind[0] == ALIGNED:
-                    of_draft = accepted
-                rest = draft.tokens[begin + of_draft : end]
-                tracked.is_aligned = rest.tolist() == gained[of_draft:].tolist()
+        draft, counts = tracked.draft, self.acceptance
+        if draft is not None and tracked.is_aligned:
+            # Gained tokens that are known to be the draft's.
+            of_draft = accepted if drafted and tracked.kind[0] == ALIGNED else 0
+            rest = draft.tokens[begin + of_draft : end]
+            tracked.is_aligned = rest.tolist() == gained[of_draft:].tolist()
+        elif draft is not None and tracked.is_counted and begin < len(draft.tokens):
+            is_own = drafted and tracked.kind[0] == SOURCE_NAMES[OWN]
+            counts.after_divergence[0] += len(gained)
+            counts.after_divergence[1] += accepted if is_own else 0
         if tracked.is_counted:
-            self.acceptance.row_forwards += forwards
-            self.acceptance.gained_tokens += len(gained)
-        for source in listening:
-            source.observe(tracked, gained)
+            counts.row_forwards += forwards
+            counts.gained_tokens += len(gained)
+        for source in self.sources:
+            if source.is_enabled:
+                source.observe(tracked, gained)
 
     def _count_drafts(
         self, tracked: list[TrackedRow | None], drafted: np.ndarray, accepted: np.ndarray
     ) -> None:
         """What came of the drafts of a forward's rows; int64 [R] both."""
+        counts = self.acceptance
         tallies: dict[tuple, list[int]] = {}  # drafted, accepted and verified tokens
-        counted: list[int] = []
-        for row, (each, draft, right) in enumerate(
-            zip(tracked, drafted.tolist(), accepted.tolist(), strict=True)
-        ):
+        lengths: list[int] = []  # of what was accepted
+        for each, draft, right in zip(tracked, drafted.tolist(), accepted.tolist(), strict=True):
             if each is None or not draft:
                 continue
             tally = tallies.setdefault((each.kind, each.is_counted), [0, 0, 0])
@@ -232,24 +215,21 @@ class Proposer:
             tally[1] += right
             tally[2] += min(right + 1, draft)
             if each.is_counted:
-                counted.append(row)
-        for (kind, is_counted), tally in tallies.items():
-            self.survival.observe(kind, tally[2], tally[1])
-            if is_counted:
-                self._count_kind(kind, *tally)
-        bins = WINDOWS.searchsorted(accepted[counted], side="right") - 1
-        self.acceptance.accepted_lengths += np.bincount(bins, minlength=len(WINDOWS))
-
-    def _count_kind(self, kind: tuple, drafted: int, accepted: int, verified: int) -> None:
-        counts = self.acceptance
-        counts.draft_tokens += drafted
-        counts.accepted_tokens += accepted
-        counts.covered_tokens += verified
-        _add(counts.by_source, kind[0], drafted, accepted)
-        if kind[0] == ALIGNED:
-            _add(counts.by_age, kind[1], drafted, accepted)
-            counts.before_divergence[0] += verified
-            counts.before_divergence[1] += accepted
+                lengths.append(right)
+        for (kind, is_counted), (draft, right, verified) in tallies.items():
+            self.survival.observe(kind, verified, right)
+            if not is_counted:
+                continue
+            counts.draft_tokens += draft
+            counts.accepted_tokens += right
+            counts.covered_tokens += verified
+            _add(counts.by_source, kind[0], draft, right)
+            if kind[0] == ALIGNED:
+                _add(counts.by_age, kind[1], draft, right)
+                counts.before_divergence[0] += verified
+                counts.before_divergence[1] += right
+        bins = WINDOWS.searchsorted(lengths, side="right") - 1
+        counts.accepted_lengths += np.bincount(bins, minlength=len(WINDOWS))
 
 
 def _add(table: dict, key, num_draft: int, num_accepted: int) -> None:
@@ -274,4 +254,4 @@ def make_proposer(
         sources.append(OwnDrafts())
     if "suffix" in method:
         sources.append(SuffixMatches(history))
-    return Proposer(sources, cost, uses_drafts=has_drafts, always=always, clock=clock)
+    return Proposer(sources, cost, always=always, clock=clock)

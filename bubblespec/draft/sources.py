@@ -8,7 +8,7 @@ sampled. Imports speculation's own parts alone.
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -42,47 +42,39 @@ class Survival:
     DRIFT, UNTRIED_DRIFT = 0.05, 0.5  # per rollout
 
     def __init__(self):
-        self._counts: dict[tuple, np.ndarray] = {}  # [trials, accepted] by kind
-        self._asked: set[tuple] = set()  # in this rollout, as are the next
-        self._tried: set[tuple] = set()
+        self.counts: dict[tuple, np.ndarray] = {}  # [trials, accepted] by kind
+        self._is_tried: dict[tuple, bool] = {}  # of the kinds that came up in this rollout
 
     def estimate(self, kind: tuple, prior: float) -> float:
         """The probability for a kind, which is `prior` where nothing was observed of it."""
-        self._asked.add(kind)
-        trials, accepted = self._counts.get(kind, (0.0, 0.0))
+        self._is_tried.setdefault(kind, False)
+        trials, accepted = self.counts.get(kind, (0.0, 0.0))
         return float((accepted + self.PRIOR_WEIGHT * prior) / (trials + self.PRIOR_WEIGHT))
 
     def observe(self, kind: tuple, trials: int, num_accepted: int) -> None:
         """Of `trials` tokens `num_accepted` were accepted, those after a first wrong one left out:
         they say nothing."""
         keep = max(0.0, 1.0 - trials / self.MEMORY)
-        before = self._counts.get(kind, np.zeros(2))
-        self._counts[kind] = keep * before + (trials, num_accepted)
-        self._tried.add(kind)
+        before = self.counts.get(kind, np.zeros(2))
+        self.counts[kind] = keep * before + (trials, num_accepted)
+        self._is_tried[kind] = True
 
     def begin(self) -> None:
         """A new rollout: drift back to the priors."""
-        for kind, counts in self._counts.items():
-            was_left_out = kind in self._asked and kind not in self._tried
-            counts *= 1.0 - (self.UNTRIED_DRIFT if was_left_out else self.DRIFT)
-        self._asked.clear()
-        self._tried.clear()
-
-    @property
-    def sources(self) -> set[str]:
-        """Names of those that have ever had a trial."""
-        return {kind[0] for kind in self._counts}
+        for kind, counts in self.counts.items():
+            counts *= 1.0 - (self.DRIFT if self._is_tried.get(kind, True) else self.UNTRIED_DRIFT)
+        self._is_tried.clear()
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """K kinds as JSON texts [K]; trials and accepted, float64 [K, 2]."""
-        kinds = [json.dumps(kind) for kind in self._counts]
-        counts = np.array(list(self._counts.values()), np.float64).reshape(-1, 2)
+        kinds = [json.dumps(kind) for kind in self.counts]
+        counts = np.array(list(self.counts.values()), np.float64).reshape(-1, 2)
         return {"kinds": np.array(kinds, np.str_), "counts": counts}
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
         """Take over a saved state."""
         kinds = (tuple(json.loads(kind)) for kind in state["kinds"].tolist())
-        self._counts = dict(zip(kinds, state["counts"].copy(), strict=True))
+        self.counts = dict(zip(kinds, state["counts"].copy(), strict=True))
 
 
 @dataclass(eq=False)
@@ -99,13 +91,11 @@ class TrackedRow:
     is_aligned: bool = False
     """It has followed the draft from the start."""
     num_gained: int = 0
-    """Tokens since it is tracked."""
+    """Tokens that it is known to have."""
     kind: tuple | None = None
-    """Of the proposal under verification: source, and whatever else its survival depends on."""
-    number: int = 0
-    """Of the sample in `SuffixMatches`, from 0."""
-    group: int = 0
-    """Number of its group there."""
+    """Of its latest proposal: source, and whatever else its survival depends on."""
+    text: "SampleText | None" = None
+    """What `SuffixMatches` knows of its sample."""
 
 
 class Proposal(NamedTuple):
@@ -163,6 +153,28 @@ class OwnDrafts(DraftSource):
         return proposals
 
 
+@dataclass(eq=False)
+class SampleGroup:
+    """The samples of a prompt, which match in each other's texts."""
+
+    number: int
+    members: list[TrackedRow] = field(default_factory=list)
+    is_indexed: bool = False
+
+
+@dataclass(eq=False)
+class SampleText:
+    """What a sample has said."""
+
+    group: SampleGroup
+    row: int = -1
+    """In the index; -1 until its group is indexed."""
+    num_known: int = 0
+    """Tokens so far."""
+    gained: list[np.ndarray] = field(default_factory=list)
+    """The latest of them, which the index lacks."""
+
+
 class SuffixMatches(DraftSource):
     """What followed the row's last tokens elsewhere: in its draft, its group, its prompt, or
     responses of earlier epochs. A group's texts are indexed when one of its rows first asks."""
@@ -174,34 +186,21 @@ class SuffixMatches(DraftSource):
     def begin(self) -> None:
         """Forget rows and groups; the history stays."""
         self.index = SuffixIndex()
-        self._group_of: dict[tuple[int, int], int] = {}  # by (uid, visit)
-        self._members: list[list[TrackedRow]] = []  # by group, as are the next
-        self._is_indexed: list[bool] = []
-        self._gained: list[list[tuple[int, np.ndarray]]] = []  # tokens that the index lacks
-        self._lacking: set[int] = set()  # indexed groups of which the index lacks tokens
-        self._number_of: dict[SampleId, int] = {}
-        self._row_of: list[int] = []  # in the index, by number of the sample; -1 for none yet
-        self._num_known: list[int] = []  # tokens so far, by number of the sample
+        self._groups: dict[tuple[int, int], SampleGroup] = {}  # by (uid, visit)
+        self._texts: dict[SampleId, SampleText] = {}
+        self._lacking: set[SampleText] = set()  # rows of the index that have gained tokens since
 
     def track(self, tracked: TrackedRow) -> None:
         """Its draft and tokens are matched against from now on. It may have been tracked before,
         with fewer tokens."""
-        name = tracked.row.id
-        tracked.group = self._group_of.setdefault(name[:2], len(self._members))
-        tracked.number = self._number_of.setdefault(name, len(self._row_of))
-        if tracked.group == len(self._members):
-            self._members.append([])
-            self._gained.append([])
-            self._is_indexed.append(False)
-        if tracked.number == len(self._row_of):
-            self._row_of.append(-1)
-            self._num_known.append(0)
-        self._members[tracked.group].append(tracked)
-        if self._is_indexed[tracked.group]:
+        name, tokens = tracked.row.id, tracked.row.tokens
+        group = self._groups.setdefault(name[:2], SampleGroup(len(self._groups)))
+        tracked.text = self._texts.setdefault(name, SampleText(group))
+        group.members.append(tracked)
+        if group.is_indexed:
             self._add(tracked)
-        known = self._num_known[tracked.number]
-        if len(tracked.row.tokens) > known:
-            self.observe(tracked, tracked.row.tokens[known:])
+        if len(tokens) > tracked.text.num_known:
+            self.observe(tracked, tokens[tracked.text.num_known :])
 
     def propose(
         self, rows: list[TrackedRow], lengths: list[int], limits: list[int]
@@ -209,11 +208,11 @@ class SuffixMatches(DraftSource):
         """What follows the longest match."""
         if not rows:
             return []
-        for group in {tracked.group for tracked in rows}:
-            if not self._is_indexed[group]:
-                self._index_group(group)
+        for tracked in rows:
+            if tracked.text.row < 0:
+                self._index_group(tracked.text.group)
         self._take_in()
-        numbers = np.array([self._row_of[tracked.number] for tracked in rows], np.int64)
+        numbers = np.array([tracked.text.row for tracked in rows], np.int64)
         found, text = self.index.propose(numbers, np.array(limits, np.int64)), self.index.text
         reached = (found.match[:, None] >= MATCH_EDGES).sum(axis=1)
         columns = (found.begin, found.begin + found.count, found.source, reached)
@@ -224,45 +223,42 @@ class SuffixMatches(DraftSource):
 
     def observe(self, tracked: TrackedRow, tokens: np.ndarray) -> None:
         """Taken into the index when rows next ask."""
-        self._gained[tracked.group].append((tracked.number, tokens))
-        self._num_known[tracked.number] += len(tokens)
-        if self._is_indexed[tracked.group]:
-            self._lacking.add(tracked.group)
+        text = tracked.text
+        text.gained.append(tokens)
+        text.num_known += len(tokens)
+        if text.row >= 0:
+            self._lacking.add(text)
 
-    def _index_group(self, group: int) -> None:
-        members = self._members[group]
-        uid, prompt = members[0].row.id.uid, members[0].row.prompt
+    def _index_group(self, group: SampleGroup) -> None:
+        first = group.members[0].row
         # Preferred by reward, then recency: the most trusted are the last to come in.
-        earlier = sorted(self.history.get(uid), key=lambda pair: pair[1])
-        texts = [*(tokens for tokens, _ in earlier), np.array(prompt, np.int32)]
+        earlier = sorted(self.history.get(first.id.uid), key=lambda pair: pair[1])
+        texts = [*(tokens for tokens, _ in earlier), np.array(first.prompt, np.int32)]
         kinds = [HISTORY] * len(earlier) + [SELF]
         owners = [HISTORY_OWNER] * len(earlier) + [PROMPT_OWNER]
-        self.index.add_texts(texts, group, owners, kinds)
-        self._is_indexed[group] = True
-        self._lacking.add(group)
-        for tracked in members:
+        self.index.add_texts(texts, group.number, owners, kinds)
+        group.is_indexed = True
+        for tracked in group.members:
             self._add(tracked)
 
     def _add(self, tracked: TrackedRow) -> None:
         """A member of an indexed group."""
-        row, draft = tracked.row, tracked.draft
-        if self._row_of[tracked.number] < 0:
-            self._row_of[tracked.number] = self.index.add_row(
-                tracked.group, row.id.sample, row.max_new_tokens
-            )
-        if draft is not None:
-            self.index.add_draft(self._row_of[tracked.number], draft.tokens)
+        row, text = tracked.row, tracked.text
+        if text.row < 0:
+            text.row = self.index.add_row(text.group.number, row.id.sample, row.max_new_tokens)
+            if text.gained:
+                self._lacking.add(text)
+        if tracked.draft is not None:
+            self.index.add_draft(text.row, tracked.draft.tokens)
 
     def _take_in(self) -> None:
-        """What rows of indexed groups have gained."""
-        gained: dict[int, list[np.ndarray]] = {}  # by number, so that each grows but once
-        for group in self._lacking:
-            for number, tokens in self._gained[group]:
-                gained.setdefault(number, []).append(tokens)
-            self._gained[group].clear()
+        """What rows of the index have gained."""
+        if not self._lacking:
+            return
+        rows = np.array([text.row for text in self._lacking], np.int64)
+        counts = np.array([sum(map(len, text.gained)) for text in self._lacking], np.int64)
+        tokens = np.concatenate([part for text in self._lacking for part in text.gained])
+        self.index.extend(rows, tokens, counts)
+        for text in self._lacking:
+            text.gained.clear()
         self._lacking.clear()
-        if gained:
-            rows = np.array([self._row_of[number] for number in gained], np.int64)
-            counts = np.array([sum(map(len, parts)) for parts in gained.values()], np.int64)
-            tokens = np.concatenate([part for parts in gained.values() for part in parts])
-            self.index.extend(rows, tokens, counts)

@@ -83,9 +83,9 @@ class NgramTable:
     the asking row's own text. A hash table with linear probing."""
 
     def __init__(self):
-        self._resize(1 << 12)
+        self._clear(1 << 12)
 
-    def _resize(self, capacity: int) -> None:
+    def _clear(self, capacity: int) -> None:
         self.keys = np.zeros(capacity, np.uint64)  # of n-grams, 0 where there is none
         self.latest, self.second = np.zeros((2, capacity), np.int64)  # ends, 0 for none
         self.num_added = 0
@@ -93,8 +93,7 @@ class NgramTable:
     def find(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The most recent ends of n-grams, int64 [keys] each; 0 for none."""
         slots = self._slots(keys, adds=False)
-        is_known = slots >= 0
-        return np.where(is_known, self.latest[slots], 0), np.where(is_known, self.second[slots], 0)
+        return self.latest[slots], self.second[slots]
 
     def add(self, keys: np.ndarray, ends: np.ndarray, owner_of: Callable) -> None:
         """Ends of n-grams, the most recent last. owner_of: gives the owners of ends."""
@@ -112,37 +111,26 @@ class NgramTable:
 
     def _grow(self, num_more: int) -> None:
         used = self.keys.nonzero()[0]
-        kept = (self.keys[used], self.latest[used], self.second[used])
-        self._resize(1 << int(4 * (len(used) + num_more)).bit_length())
-        slots = self._slots(kept[0], adds=True)
-        self.latest[slots], self.second[slots] = kept[1:]
+        keys, latest, second = self.keys[used], self.latest[used], self.second[used]
+        self._clear(1 << int(4 * (len(used) + num_more)).bit_length())
+        slots = self._slots(keys, adds=True)
+        self.latest[slots], self.second[slots] = latest, second
         self.num_added = len(used)
 
     def _slots(self, keys: np.ndarray, adds: bool) -> np.ndarray:
-        """Where the keys are, int64 [keys]; -1 where they are not."""
+        """Where the keys are, int64 [keys]; for one that is not there, a free slot."""
         mask = len(self.keys) - 1
         slots = (keys >> np.uint64(20)).astype(np.int64) & mask
-        left = None  # indices of keys that are not settled
-        while True:
-            wanted, at = (keys, slots) if left is None else (keys[left], slots[left])
-            here = self.keys[at]
-            if adds and not here.all():
-                is_free = here == 0
-                self.keys[at[is_free]] = wanted[is_free]
-                here = self.keys[at]
-            is_other = here != wanted
-            if not is_other.any():
-                return slots
-            is_missing = is_other & (here == 0)
-            others = (is_other & ~is_missing).nonzero()[0]
-            missing = is_missing.nonzero()[0]
-            if left is not None:
-                others, missing = left[others], left[missing]
-            slots[missing] = -1
-            slots[others] = (slots[others] + 1) & mask
-            if not len(others):
-                return slots
-            left = others
+        left = np.arange(len(keys))  # indices of keys that are not settled
+        while len(left):
+            here, wanted = slots[left], keys[left]
+            if adds:
+                is_free = self.keys[here] == 0
+                self.keys[here[is_free]] = wanted[is_free]
+            found = self.keys[here]
+            left = left[(found != wanted) & (found != 0)]
+            slots[left] = (slots[left] + 1) & mask
+        return slots
 
 
 class SuffixIndex:
@@ -163,17 +151,17 @@ class SuffixIndex:
         self.indexed = np.zeros(16, np.int64)  # the next end to index
         self.table = NgramTable()
         self._num_waiting = 0  # live tokens since they were last indexed
-        self._add_text(NOTHING, -1, HISTORY_OWNER, HISTORY, 0, PAD)
+        self._add_text(NOTHING, -1, HISTORY_OWNER, HISTORY, 0)
         self.end[0] = 0  # no end is before it
 
     def add_texts(
         self, texts: Sequence[np.ndarray], group: int, owners: Sequence[int], kinds: Sequence[int]
     ) -> list[int]:
         """Texts that do not grow, int [L] each, the most trusted last; returns their numbers."""
-        numbers = []
-        for tokens, owner, kind in zip(texts, owners, kinds, strict=True):
-            pad = PROMPT_PAD if owner == PROMPT_OWNER else PAD
-            numbers.append(self._add_text(tokens, group, owner, kind, len(tokens), pad))
+        numbers = [
+            self._add_text(tokens, group, owner, kind, len(tokens))
+            for tokens, owner, kind in zip(texts, owners, kinds, strict=True)
+        ]
         begin, end = self.begin[numbers], self.end[numbers]
         self._index(begin + MAX_MATCH, end - begin - MAX_MATCH)
         return numbers
@@ -184,7 +172,7 @@ class SuffixIndex:
         self.num_rows += 1
         if row == len(self.rows):
             self.rows, self.indexed = _doubled(self.rows), _doubled(self.indexed)
-        live = self._add_text(NOTHING, group, sample, SELF, max_tokens, PAD)
+        live = self._add_text(NOTHING, group, sample, SELF, max_tokens)
         self.rows[row, LIVE], self.rows[row, ASKED_AT] = live, self.end[live]
         self.indexed[row] = self.end[live]
         return row
@@ -278,11 +266,9 @@ class SuffixIndex:
     ) -> tuple[np.ndarray, np.ndarray]:
         """The two most recent ends in a row's group of its last n tokens, for the largest n with
         any; int64 [R] each, 0 for none."""
-        latest, second = self.table.find(_hash(group, context.T[::-1]))
-        size = len(group)
-        chosen = np.arange(size)
-        for number in range(1, len(ORDERS)):
-            chosen = np.where(latest[chosen] > 0, chosen, np.arange(size) + number * size)
+        found = self.table.find(_hash(group, context.T[::-1]))
+        latest, second = (ends.reshape(len(ORDERS), len(group)) for ends in found)
+        chosen = (latest > 0).argmax(axis=0), np.arange(len(group))
         return latest[chosen], second[chosen]
 
     def _common(self, ends: np.ndarray, context: np.ndarray) -> np.ndarray:
@@ -305,20 +291,20 @@ class SuffixIndex:
         return self.owner[self.text_at[ends]]
 
     def _add_text(
-        self, tokens: np.ndarray, group: int, owner: int, kind: int, capacity: int, pad: int
+        self, tokens: np.ndarray, group: int, owner: int, kind: int, capacity: int
     ) -> int:
         """A text with room for `capacity` tokens; returns its number."""
         number, begin = self.num_texts, self.num_positions
         end = begin + MAX_MATCH + len(tokens)
         self.num_texts += 1
         # A position behind the text belongs to it too: that of its last end.
-        self.num_positions = begin + MAX_MATCH + max(capacity, len(tokens)) + 1
+        self.num_positions = begin + MAX_MATCH + capacity + 1
         if number == len(self.begin):
             for name in ("begin", "end", "owner", "kind", "group"):
                 setattr(self, name, _doubled(getattr(self, name)))
         while self.num_positions > len(self.text):
             self.text, self.text_at = _doubled(self.text), _doubled(self.text_at)
-        self.text[begin : begin + MAX_MATCH] = pad
+        self.text[begin : begin + MAX_MATCH] = PROMPT_PAD if owner == PROMPT_OWNER else PAD
         self.text[begin + MAX_MATCH : end] = tokens
         self.text_at[begin : self.num_positions] = number
         self.begin[number], self.end[number] = begin, end

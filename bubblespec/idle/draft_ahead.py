@@ -17,7 +17,6 @@ from bubblespec.draft.proposer import Proposer
 from bubblespec.draft.store import DraftStore, exchange
 from bubblespec.idle.task import IdleTask, Job
 from bubblespec.planner.costs import CostModel
-from bubblespec.planner.drafts import DraftPlan
 from bubblespec.types import Draft, Row, SampleId
 
 MAX_SLOWDOWN = 1.0  # of a forward with own rows, by co-scheduled drafts, unless told otherwise
@@ -33,7 +32,7 @@ class DraftAhead(IdleTask):
 
     def __init__(
         self,
-        plans: list[DraftPlan],
+        plans: list[Job],
         store: DraftStore,
         proposer: Proposer,
         cost: CostModel,
@@ -47,12 +46,10 @@ class DraftAhead(IdleTask):
         self.store, self.proposer, self.cost = store, proposer, cost
         self.version, self.max_new_tokens = version, max_new_tokens
         self.max_slowdown = max_slowdown
-        self._plans = {plan.id: plan for plan in plans}
-        self._open = {
-            plan.id: Job(plan.id, plan.saves_s, plan.costs_s, plan.co_scheduled) for plan in plans
-        }
+        self._order = [job.key for job in plans]
+        self._open = {job.key: job for job in plans}
         self._given: deque[Job] = deque()  # to this rank, not yet in its engine
-        self._rows: dict[Row, Job] = {}  # by the row that is drafting it
+        self._rows: set[Row] = set()  # those that are drafting
         self.drafts: dict[SampleId, Draft] = {}  # that this rank has made or taken further
 
     def jobs(self) -> Iterable[Job]:
@@ -86,20 +83,20 @@ class DraftAhead(IdleTask):
         return False
 
     def _start(self, job: Job) -> None:
-        plan = self._plans[job.key]
-        row = Row(plan.id, plan.prompt, self.max_new_tokens)
-        if (draft := self.store.get(plan.id)) is not None:
+        row = Row(job.key, job.prompt, self.max_new_tokens)
+        if (draft := self.store.get(job.key)) is not None:
             row.tokens = draft.tokens.astype(np.int64)
-        self._rows[row] = job
+        self._rows.add(row)
         self.proposer.track(row, None, self.version, is_counted=False)
         self.view.engine.add([row])
 
     def on_finished(self, row: Row) -> bool:
         """Note the finished draft."""
-        is_ours = self._rows.pop(row, None) is not None
-        if is_ours:
-            self._note(row)
-        return is_ours
+        if row not in self._rows:
+            return False
+        self._rows.remove(row)
+        self._note(row)
+        return True
 
     def end(self) -> None:
         """Note the unfinished drafts, and what all of them took."""
@@ -116,7 +113,7 @@ class DraftAhead(IdleTask):
 
     def finish(self, ranks: Ranks) -> None:
         """All ranks' drafts into all ranks' stores."""
-        most_urgent_first = (sample for sample in self._plans if sample in self.drafts)
+        most_urgent_first = (sample for sample in self._order if sample in self.drafts)
         exchange(self.store, {sample: self.drafts[sample] for sample in most_urgent_first}, ranks)
 
     def _note(self, row: Row) -> None:

@@ -13,12 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from bubblespec.dist.ranks import Ranks
-from bubblespec.idle.task import SLICE_S, IdleTask, Job
+from bubblespec.idle.task import NUM_WANTED, SLICE_S, IdleTask, Job
 from bubblespec.learn.advantages import estimate_advantages
 from bubblespec.learn.learner import Learner
 from bubblespec.types import Launch, Row, has_zero_std
-
-NUM_WANTED = 2  # slices that a rank asks for at a time: the next tick is some milliseconds away
 
 
 class Capacity(NamedTuple):
@@ -89,10 +87,7 @@ class StreamGradients(IdleTask):
         self._own_rewards = np.full(self.shape, np.nan)
         self._is_complete = np.zeros(len(launch.groups), bool)
         self._pieces: list[Piece] = []  # of complete groups, not computed yet, shortest first
-        self._num_granted = 0  # slices
         self._capacities: list[Capacity] = []  # of all ranks, in the last tick
-        self._seconds = 0.0  # of this rank's slices
-        self._saved_s = 0.0  # that the update saves by them
 
     def publish(self) -> np.ndarray:
         """What this rank could do, and rewards of its samples, NaN elsewhere."""
@@ -130,17 +125,13 @@ class StreamGradients(IdleTask):
 
     def capacity(self) -> int:
         """A few slices at a time, once this rank's rows are done."""
-        return max(min(int(self._capacity().num_slices), NUM_WANTED - self._num_granted), 0)
-
-    def accept(self, job: Job, rank: int) -> None:
-        """This rank may do one more slice."""
-        self._num_granted += rank == self.view.rank
+        return max(min(int(self._capacity().num_slices), NUM_WANTED - self.num_granted), 0)
 
     def run_slice(self) -> bool:
         """One slice."""
-        if not (self._num_granted and self._can_begin()):
+        if not (self.num_granted and self._can_begin()):
             return False
-        self._num_granted -= 1
+        self.num_granted -= 1
         if self.frees_cache:
             self.view.engine.release()
         pieces = self._next_slice()
@@ -148,16 +139,16 @@ class StreamGradients(IdleTask):
         self._pieces = [piece for piece in self._pieces if id(piece) not in taken]
         advantages = np.array([piece.advantage for piece in pieces])
         span = self.learner.stream([piece.row for piece in pieces], advantages)
-        self._seconds += span.end_s - span.begin_s
-        self._saved_s += self.learner.cost.tokens_s(sum(piece.num_tokens for piece in pieces))
+        use = self.view.record.idle[self.name]
+        use.seconds += span.end_s - span.begin_s
+        use.saved_s += self.learner.cost.tokens_s(sum(piece.num_tokens for piece in pieces))
         self.view.record.slices.append(span)
-        return bool(self._num_granted and self._can_begin())
+        return bool(self.num_granted and self._can_begin())
 
     def finish(self, ranks: Ranks) -> None:
         """The update brings the gradients together, and takes so much less time on each rank."""
         use = self.view.record.idle[self.name]
-        use.seconds = self._seconds
-        use.saved_s = float(ranks.gather(np.array([self._saved_s])).mean())
+        use.saved_s = float(ranks.gather(np.array([use.saved_s])).mean())
 
     def _capacity(self) -> Capacity:
         if not self._can_begin():

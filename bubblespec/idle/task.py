@@ -2,37 +2,23 @@
 
 Idle time is where a rank has finished its rows and waits for the slowest one. Where it still
 decodes, but so few rows that others could join its forwards at little cost, tasks may be
-co-scheduled. Knows types of the engine, ranks and records alone.
+co-scheduled.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from bubblespec.dist.ranks import Ranks
 from bubblespec.engine.engine import Engine
+from bubblespec.planner.drafts import Job
 from bubblespec.records import RolloutRecord
 from bubblespec.types import Row
 
 NOTHING = np.empty(0)
 SLICE_S = 0.05  # of work that is not interrupted; its smallest piece may take longer
-
-
-class Job(NamedTuple):
-    """A piece of work that a rank could do."""
-
-    key: Hashable
-    """Which piece; the task knows it by this."""
-    saves_s: float
-    """Seconds of the run's wall time that it is expected to save."""
-    costs_s: float
-    """Seconds that it is expected to take; where a rank waits they cost the run nothing."""
-    co_scheduled: bool
-    """Whether it is worth slowing down a rank's own rows."""
-    rank: int | None = None
-    """The only rank that can do it, or None for any."""
+NUM_WANTED = 2  # slices that a rank asks for at a time: the next tick is some milliseconds away
 
 
 @dataclass
@@ -61,6 +47,8 @@ class IdleTask:
     name = "task"
     """In metrics (`idle/NAME/...`)."""
     view: RankView
+    num_granted = 0
+    """Jobs that this rank has been given and has not begun."""
 
     def begin(self, view: RankView) -> None:
         """The rollout begins."""
@@ -85,6 +73,7 @@ class IdleTask:
 
     def accept(self, job: Job, rank: int) -> None:
         """A rank has been given the job, and no other rank has. Called on all ranks."""
+        self.num_granted += rank == self.view.rank
 
     def run_slice(self) -> bool:
         """Between two forwards: put rows into the engine, or do a slice of work that is short

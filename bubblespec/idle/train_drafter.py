@@ -7,10 +7,9 @@ import numpy as np
 
 from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.drafter_training import DrafterTraining
-from bubblespec.idle.task import SLICE_S, IdleTask, Job
+from bubblespec.idle.task import NUM_WANTED, SLICE_S, IdleTask, Job
 from bubblespec.records import Span
 
-NUM_WANTED = 2  # slices that are asked for at a time: the next tick is some milliseconds away
 # What a slice saves in later rollouts is not known, so it comes after whatever saves something.
 LITTLE_S = 1e-9
 MAX_SHARE = 0.05  # of the rollout so far that a slice may take: the others wait for its end
@@ -21,11 +20,9 @@ class TrainDrafter(IdleTask):
 
     name = "train_drafter"
 
-    def __init__(self, training: DrafterTraining, *, num_ranks: int, clock):
-        self.training, self.clock = training, clock
-        self._slices_s = np.zeros(num_ranks)  # of each rank, 0 where it cannot do any
-        self._num_granted = 0
-        self._seconds = 0.0
+    def __init__(self, training: DrafterTraining):
+        self.training, self.clock = training, training.clock
+        self._slices_s = np.empty(0)  # of each rank, 0 where it cannot do any
 
     def publish(self) -> np.ndarray:
         """How long a slice of this rank takes; 0 if it cannot do one now."""
@@ -45,27 +42,22 @@ class TrainDrafter(IdleTask):
 
     def capacity(self) -> int:
         """A few slices, where this rank has nothing else."""
-        return max(NUM_WANTED - self._num_granted, 0) if self._can_begin() else 0
-
-    def accept(self, job: Job, rank: int) -> None:
-        """This rank may do one more slice."""
-        self._num_granted += rank == self.view.rank
+        return max(NUM_WANTED - self.num_granted, 0) if self._can_begin() else 0
 
     def run_slice(self) -> bool:
         """One slice, unless something else has come."""
-        if not (self._num_granted and self._can_begin()):
+        if not (self.num_granted and self._can_begin()):
             return False
-        self._num_granted -= 1
+        self.num_granted -= 1
         begin_s = self.clock.perf_counter()
         if seconds := self.training.run_slice(self._limit_s()):
             self.view.record.slices.append(Span("train drafter", begin_s, begin_s + seconds))
-            self._seconds += seconds
-        return bool(self._num_granted)
+            self.view.record.idle[self.name].seconds += seconds
+        return bool(self.num_granted)
 
     def finish(self, ranks: Ranks) -> None:
         """All ranks go on with the mean of what each has learned."""
         self.training.merge(ranks)
-        self.view.record.idle[self.name].seconds = self._seconds
 
     def _slice_s(self) -> float:
         """Expected seconds of the shortest slice; a little where none has been timed."""

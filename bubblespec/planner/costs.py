@@ -21,6 +21,9 @@ KNOTS = np.array(
 )
 KNOT_PRIOR = 12.0  # forwards near a knot that it takes to believe half of what they show
 MAX_STEP = 0.6  # relative; what is farther off was disturbed
+ANCHOR_WEIGHT = 4.0  # of a forward of the profile
+FORGETTING = 0.99  # per forward of the run
+REFRESH = 20  # forwards from one fit to the next
 NO_DRAFTS = acceptance_rates(np.zeros((2, 2)))  # for rows without drafts
 
 
@@ -35,11 +38,9 @@ class CostModel:
     anchors what the forwards of a run do not vary: they all feed many tokens, or all few.
     """
 
-    ANCHOR_WEIGHT = 4.0
     NUM_TERMS = 5
 
-    def __init__(self, forgetting: float = 0.99, refresh: int = 20):
-        self.forgetting, self.refresh = forgetting, refresh
+    def __init__(self):
         self._anchors = np.zeros((self.NUM_TERMS, self.NUM_TERMS + 1))
         self._moments = np.zeros_like(self._anchors)  # of x / seconds, and their sum
         self._anchored: list[tuple[float, ...]] = []
@@ -64,7 +65,7 @@ class CostModel:
     @property
     def coefficients(self) -> np.ndarray:
         """a to e, float64 [5]; fitted again once enough forwards have been observed."""
-        if len(self._observed) >= self.refresh:
+        if len(self._observed) >= REFRESH:
             self.fit()
         return self._coefficients
 
@@ -73,7 +74,7 @@ class CostModel:
     ) -> None:
         """One forward of the profile; it is never forgotten."""
         self._anchored.append((1.0, rows, tokens, min(multi_rows, 1), kv_tokens, seconds))
-        self._anchors += self.ANCHOR_WEIGHT * _moments(np.array(self._anchored[-1:]), 1.0)
+        self._anchors += ANCHOR_WEIGHT * _moments(np.array(self._anchored[-1:]), 1.0)
         self.fit()
 
     def observe(
@@ -90,15 +91,12 @@ class CostModel:
             ratio = observed[:, -1] / (observed[:, :-1] @ self._coefficients)
             is_known = self._anchors.any() or self._moments.any()
             observed = observed[ratio < SLOWEST * (1.0 if is_known else np.median(ratio))]
-            self._moments *= self.forgetting ** len(observed)
-            self._moments += _moments(observed, self.forgetting)
+            self._moments *= FORGETTING ** len(observed)
+            self._moments += _moments(observed, FORGETTING)
         self._coefficients = _solve(self._anchors + self._moments)
-        self._fit_steps(observed)
-
-    def _fit_steps(self, observed: np.ndarray) -> None:
-        """What the linear part leaves around each knot, anchors included."""
+        # What the linear part leaves around each knot, anchors included.
         anchored = np.array(self._anchored, np.float64).reshape(-1, self.NUM_TERMS + 1)
-        self._errors *= self.forgetting ** len(observed)
+        self._errors *= FORGETTING ** len(observed)
         self._errors += _errors_by_knot(observed, self._coefficients)
         weights, weighted = self._errors + _errors_by_knot(anchored, self._coefficients)
         self._steps = weighted / (weights + KNOT_PRIOR)

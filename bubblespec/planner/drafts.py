@@ -6,8 +6,9 @@ together or not at all, and only if their drafts hold. The expected seconds of t
 with the longest 0, 1, 2, ... responses drafted say how many.
 """
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Hashable
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,22 +25,24 @@ MIN_ACCEPTED_SHARE = 0.2  # drafts so old that less of them is accepted are not 
 MIN_RETURN = 1.25
 
 
-@dataclass(frozen=True)
-class DraftPlan:
-    """One response to draft."""
+class Job(NamedTuple):
+    """A piece of idle work that a rank could do."""
 
-    id: SampleId
-    prompt: tuple[int, ...]
+    key: Hashable
+    """Which piece; the task knows it by this. Of a draft to make, its `SampleId`."""
+    saves_s: float
+    """Seconds of the run's wall time that it is expected to save; 0 where nothing is known yet."""
+    costs_s: float
+    """Seconds that it is expected to take; where a rank waits they cost the run nothing."""
     co_scheduled: bool
     """Whether it is worth slowing down a rank's own rows."""
-    saves_s: float
-    """Seconds that the whole draft is expected to save its step; 0 where nothing is known yet."""
-    costs_s: float
-    """Seconds that it takes to make what is missing, alongside other rows."""
+    rank: int | None = None
+    """The only rank that can do it, or None for any."""
+    prompt: tuple[int, ...] = ()
+    """Of a draft to make."""
 
 
-@dataclass(frozen=True)
-class DraftValue:
+class DraftValue(NamedTuple):
     """What finished drafts of S responses are worth."""
 
     pays: np.ndarray
@@ -131,7 +134,7 @@ def plan_drafts(
     oldest_verified: int = MAX_AUTO_LOOKAHEAD,
     planning: str = "by_cost",
     deferred: Collection[tuple[int, int]] = (),
-) -> list[DraftPlan]:
+) -> list[Job]:
     """What is left to draft: first what is worth co-scheduling, then deferred groups, then by least
     slack. Slack is the forwards that the rollouts until a response's step will have, minus the
     tokens that it is expected to need. So a long response is begun many steps before its own, and
@@ -142,7 +145,7 @@ def plan_drafts(
     tried alongside own rows, and no more; deferred: names of groups; planning: see
     `SpeculativeConfig`.
     """
-    planned: list[tuple[tuple, DraftPlan]] = []
+    planned: list[tuple[tuple, Job]] = []
     for ahead, groups in enumerate(batches):
         ids = [group.sample(number) for group in groups for number in range(num_generations)]
         drafts = [get_draft(sample) for sample in ids]
@@ -158,17 +161,12 @@ def plan_drafts(
         elif cost is not None and may_pay:
             value = draft_value(rows, cost, rates, num_ranks=num_ranks, num_slots=num_slots)
         for row in np.flatnonzero(is_open).tolist():
-            plan = DraftPlan(
-                ids[row],
-                groups[row // num_generations].prompt.token_ids,
-                co_scheduled=bool(value.pays[row]),
-                saves_s=float(value.saves_s[row]),
-                costs_s=float(value.costs_s[row]),
-            )
-            is_deferred = plan.id[:2] in deferred
-            order = (not plan.co_scheduled, not is_deferred, float(slack[row]))
-            planned.append((order, plan))
-    return [plan for _, plan in sorted(planned, key=lambda entry: entry[0])]
+            prompt = groups[row // num_generations].prompt.token_ids
+            seconds = (float(value.saves_s[row]), float(value.costs_s[row]))
+            job = Job(ids[row], *seconds, bool(value.pays[row]), prompt=prompt)
+            is_deferred = job.key[:2] in deferred
+            planned.append(((not job.co_scheduled, not is_deferred, float(slack[row])), job))
+    return [job for _, job in sorted(planned, key=lambda entry: entry[0])]
 
 
 def choose_lookahead(

@@ -22,7 +22,6 @@ class LengthModel:
     def __init__(self):
         self._recent = np.empty((0, 2), np.int64)  # tokens of prompt and response, latest last
         self._of_prompt: dict[int, tuple[float, float]] = {}  # mean and spread, by uid
-        self._line: tuple[float, float, float] | None = None  # offset, slope, spread
 
     def observe(self, samples: Samples) -> None:
         """Learn from the responses of a step."""
@@ -35,7 +34,6 @@ class LengthModel:
         prompts = np.repeat([len(g.prompt.token_ids) for g in samples.groups], lengths.shape[1])
         pairs = np.stack((prompts, lengths.ravel()), axis=1)
         self._recent = np.concatenate((self._recent, pairs))[-NUM_RECENT:]
-        self._line = None
 
     @property
     def knows_lengths(self) -> bool:
@@ -80,14 +78,12 @@ class LengthModel:
 
     def _fit_line(self) -> tuple[float, float, float]:
         """Offset and slope by least squares, and the spread around it."""
-        if self._line is None:
-            if not len(self._recent):
-                return 1.0, 0.0, 1.0
-            x, y = self._recent.T.astype(np.float64)
-            slope = ((x - x.mean()) * (y - y.mean())).mean() / max(x.var(), 1e-9)
-            offset = y.mean() - slope * x.mean()
-            self._line = (offset, slope, float((y - offset - slope * x).std()))
-        return self._line
+        if not len(self._recent):
+            return 1.0, 0.0, 1.0
+        x, y = self._recent.T.astype(np.float64)
+        slope = ((x - x.mean()) * (y - y.mean())).mean() / max(x.var(), 1e-9)
+        offset = y.mean() - slope * x.mean()
+        return offset, slope, float((y - offset - slope * x).std())
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Recent lengths int64 [N, 2]; uids int64 [P], and float64 [P, 2] of each."""
@@ -97,6 +93,6 @@ class LengthModel:
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
         """Take over a saved state."""
-        self._recent, self._line = state["recent"], None
+        self._recent = state["recent"]
         pairs = map(tuple, state["of_prompt"].tolist())
         self._of_prompt = dict(zip(state["uids"].tolist(), pairs, strict=True))

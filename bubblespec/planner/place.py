@@ -1,11 +1,22 @@
 """Which rank generates which row, decided before a rollout so that the slowest rank ends soon: the
-longest rows first, each to the rank that is expected to end first with it."""
+longest rows first, each to the rank that is expected to end first with it; and whether the last
+rows are done sooner if all ranks decode them together.
+
+In a forward of all ranks together each reads a share of the weights, and there are collectives in
+every layer; the rows of all ranks are in it. How long such forwards take is measured at the start
+of the run, as a cost model of its own. What ranks give up for it, the idle time of those that would
+be done first, is left out: by the time that few rows are left its jobs have been given to ranks.
+"""
+
+from dataclasses import replace
 
 import numpy as np
 
-from bubblespec.planner.costs import CostModel, rollout_seconds
+from bubblespec.planner.costs import CostModel, prefill_seconds, rollout_seconds
 from bubblespec.planner.rows import TYPICAL_WINDOW, AcceptanceRates, Rows
 from bubblespec.types import Launch
+
+MIN_TAIL_GAIN = 0.05  # of what is left of the rollout; less is within the error of a cost model
 
 
 def place(
@@ -78,7 +89,7 @@ def up_to_cutoff(rows: Rows, launch: Launch) -> Rows:
     longest = rows.expected.reshape(len(launch.groups), -1).max(axis=1)
     limit = np.sort(longest)[launch.num_trained - 1]
     expected, drafted = np.minimum(rows.expected, limit), np.minimum(rows.drafted, limit)
-    return Rows(**{**vars(rows), "expected": expected, "drafted": drafted})
+    return replace(rows, expected=expected, drafted=drafted)
 
 
 def admission_order(rows: Rows, own: np.ndarray, launch: Launch) -> list[int]:
@@ -111,3 +122,29 @@ def longest_first(rows: Rows) -> np.ndarray:
 def expected_forwards(rows: Rows) -> np.ndarray:
     """Forwards that each row needs if its draft holds, float64 [S]."""
     return np.maximum(rows.expected - rows.drafted, 0.0) + rows.drafted / TYPICAL_WINDOW
+
+
+def use_tp_tail(
+    rows: Rows,
+    rank_of: np.ndarray,
+    cost: CostModel,
+    tp_cost: CostModel,
+    *,
+    num_slots: int,
+    overhead_s: float,
+) -> bool:
+    """Whether all ranks together end the rollout sooner by more than MIN_TAIL_GAIN of what is left
+    of it, and by more than overhead_s. The same on every rank.
+
+    rows: the unfinished ones of all ranks; rank_of: int64 [S]; cost, tp_cost: of forwards of one
+    rank, and of all together; num_slots: of one rank; overhead_s: from the decision to the first
+    forward, without feeding the rows' prompts and tokens again. Drafts shorten both ways by the
+    same factor, and are not looked at.
+    """
+
+    def alone(own: Rows) -> float:  # their prompts and tokens are in the cache
+        return rollout_seconds(own, cost, num_slots) - prefill_seconds(own, cost)
+
+    alone_s = max(alone(rows.take(rank_of == rank)) for rank in np.unique(rank_of))
+    together_s = overhead_s + rollout_seconds(rows, tp_cost, len(rows))
+    return alone_s - together_s > max(MIN_TAIL_GAIN * alone_s, overhead_s)

@@ -77,16 +77,11 @@ class Rows:
 
 def length_survival(mean: np.ndarray, spread: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """Chance that lengths are above `tokens`; all of one shape, or broadcast to one."""
-    log_median, slope = _log_logistic(mean, spread)
-    exponent = slope * (np.log(np.maximum(tokens, 1e-3)) - log_median)
-    return 1.0 / (1.0 + np.exp(np.clip(exponent, -60.0, 60.0)))
-
-
-def _log_logistic(mean: np.ndarray, spread: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Logarithm of the median, and shape, of the distribution of lengths."""
     mean = np.maximum(mean, 1.0)
     variance = np.log1p(np.maximum(spread / mean, MIN_RELATIVE_SPREAD) ** 2)
-    return np.log(mean) - variance / 2, np.pi / np.sqrt(3.0 * variance)
+    log_median, shape = np.log(mean) - variance / 2, np.pi / np.sqrt(3.0 * variance)
+    exponent = shape * (np.log(np.maximum(tokens, 1e-3)) - log_median)
+    return 1.0 / (1.0 + np.exp(np.clip(exponent, -60.0, 60.0)))
 
 
 def mean_length_beyond(mean: np.ndarray, spread: np.ndarray, tokens: np.ndarray) -> np.ndarray:

@@ -2,7 +2,7 @@
 far drafts hold, and the guards. The same on every rank, as it is learned from what ranks have
 exchanged: one gather after each rollout."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -17,37 +17,17 @@ from bubblespec.types import Row, Samples
 
 FORGETTING = 0.7  # of counts, per rollout
 MIN_DRAFTED = 20  # tokens of an age, below which its share of accepted ones says nothing
-
-
-@dataclass
-class Measured:
-    """What one rank has measured in a rollout; every field an array of one shape on all ranks."""
-
-    by_age: np.ndarray
-    """float64 [ages, 2], drafted and accepted tokens by age of the draft."""
-    counts: np.ndarray
-    """float64 [2, 2], see `acceptance_rates`."""
-    cost: np.ndarray
-    """float64, parameters of the cost model."""
-    forwards: np.ndarray
-    """float64 [1], while the rank had rows of its own, alone or in the shared tail."""
-    seconds: np.ndarray
-    """float64 [2], measured, and modelled without drafts."""
-
-    def gather(self, ranks: Ranks) -> "list[Measured]":
-        """Those of all ranks, by rank."""
-        arrays = [getattr(self, entry.name) for entry in fields(self)]
-        ends = np.cumsum([array.size for array in arrays])[:-1]
-        everyone = ranks.gather(np.concatenate([array.ravel() for array in arrays]))
-        return [
-            Measured(
-                *(
-                    part.reshape(array.shape)
-                    for part, array in zip(np.split(of_rank, ends), arrays, strict=True)
-                )
-            )
-            for of_rank in everyone
-        ]
+NUM_AGES = MAX_AUTO_LOOKAHEAD + 1
+# What one rank has measured in a rollout.
+MEASURED = np.dtype(
+    [
+        ("by_age", "f8", (NUM_AGES, 2)),  # drafted and accepted tokens by age of the draft
+        ("counts", "f8", (2, 2)),  # see `acceptance_rates`
+        ("cost", "f8", (CostModel.NUM_TERMS + len(KNOTS),)),  # parameters of the cost model
+        ("forwards", "f8"),  # while the rank had rows of its own, alone or in the shared tail
+        ("seconds", "f8", (2,)),  # measured, and modelled without drafts
+    ]
+)
 
 
 @dataclass
@@ -104,28 +84,25 @@ class RunStats:
         rows: this rank's, with their tokens; planning_s: seconds spent on drafts outside of it.
         Returns the seconds that the model expects to have been saved, the same on every rank.
         """
-        ages, counts = np.zeros((MAX_AUTO_LOOKAHEAD + 1, 2)), record.acceptance
+        own, counts = np.zeros(1, MEASURED), record.acceptance
         for age, of_age in counts.by_age.items():
-            ages[min(age, MAX_AUTO_LOOKAHEAD)] += of_age
+            own["by_age"][0, min(age, NUM_AGES - 1)] += of_age
+        own["counts"] = counts.before_divergence, counts.after_divergence
+        own["cost"] = self.cost.parameters
+        own["forwards"] = record.own_forwards + record.shared_forwards
         modelled_s = rollout_seconds(rows_as_generated(rows), self.cost, num_slots)
-        measured = Measured(
-            by_age=ages,
-            counts=np.array((counts.before_divergence, counts.after_divergence), np.float64),
-            cost=self.cost.parameters,
-            forwards=np.array([float(record.own_forwards + record.shared_forwards)]),
-            seconds=np.array([record.total_s + planning_s, modelled_s]),
-        ).gather(ranks)
-        for age, (drafted, accepted) in enumerate(sum(of.by_age for of in measured).tolist()):
+        own["seconds"] = record.total_s + planning_s, modelled_s
+        measured = ranks.gather(own.view(np.float64)).view(MEASURED)[:, 0]  # by rank
+        for age, (drafted, accepted) in enumerate(measured["by_age"].sum(axis=0).tolist()):
             if drafted >= MIN_DRAFTED:
                 share = accepted / drafted
                 self.accepted_by_age[age] = average(self.accepted_by_age.get(age, share), share)
         # Where nothing is drafted any more, what was seen is forgotten, and drafts are tried again.
-        self.counts = FORGETTING * self.counts + sum(of.counts for of in measured)
-        forwards = max(float(of.forwards[0]) for of in measured)
+        self.counts = FORGETTING * self.counts + measured["counts"].sum(axis=0)
+        forwards = float(measured["forwards"].max())
         self.forwards = average(self.forwards or forwards, forwards)
-        parameters = np.mean([of.cost for of in measured], axis=0)
-        self.shared_cost = CostModel.from_parameters(parameters)
-        measured_s, modelled_s = np.max([of.seconds for of in measured], axis=0).tolist()
+        self.shared_cost = CostModel.from_parameters(measured["cost"].mean(axis=0))
+        measured_s, modelled_s = measured["seconds"].max(axis=0).tolist()
         has_drafts = self.uses("drafts")
         for name, guard in self.guards.items():
             if name == "drafts" or has_drafts:  # without drafts the others are not what they were

@@ -3,7 +3,6 @@
 from bubblespec.config import Config
 from bubblespec.data.schedule import StepSchedule
 from bubblespec.dist.ranks import Ranks
-from bubblespec.draft.evaluation import make_evaluation_drafts
 from bubblespec.draft.history import History
 from bubblespec.draft.proposer import make_proposer
 from bubblespec.draft.store import DraftStore
@@ -52,8 +51,9 @@ def make_sampler(
         always = config.speculative.planning == "always"
         options = {"has_drafts": uses_drafts, "always": always, "clock": ranks.clock}
         proposer = make_proposer(method, history, cost, **options)
-        if method != "none":
-            evaluation = make_evaluation_drafts(config, proposer, max_draft_tokens)
+    if method != "none":
+        options = {"has_drafts": True, "clock": ranks.clock}
+        evaluation = make_proposer(method, History(0), cost, **options)
     guards = {}
     if config.speculative.planning == "by_cost":
         if method != "none" and not config.tail_batching.enabled:
@@ -74,4 +74,5 @@ def make_sampler(
         proposer=proposer,
         board=board,
         evaluation=evaluation,
+        evaluation_store=DraftStore(max_draft_tokens),
     )

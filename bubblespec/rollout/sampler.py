@@ -11,7 +11,6 @@ from bubblespec.config import Config
 from bubblespec.data.schedule import StepSchedule
 from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.drafter_training import DrafterTraining
-from bubblespec.draft.evaluation import EvaluationDrafts
 from bubblespec.draft.history import History
 from bubblespec.draft.proposer import Proposer
 from bubblespec.draft.store import DraftStore, exchange
@@ -59,8 +58,12 @@ class Sampler:
     """Where draft tokens come from; None where nothing is drafted or deferred."""
     board: ProgressBoard | None = None
     """None where no rollout needs ticks."""
-    evaluation: EvaluationDrafts | None = None
-    """None where evaluations have no drafts."""
+    evaluation: Proposer | None = None
+    """Of evaluations: held-out prompts may be of another kind, and sampled at another temperature,
+    so what is learned there is kept apart. None where evaluations have no drafts."""
+    evaluation_store: DraftStore | None = None
+    """The responses of the last evaluation. The next one generates the same prompts with the same
+    noise (`EVALUATION` in engine/noise.py) under newer weights: they are its drafts."""
     learner: Learner | None = None
     """Where gradients are streamed."""
     drafter: DrafterTraining | None = None
@@ -134,7 +137,7 @@ class Sampler:
         """A rollout's table, this rank's rows of it in the order in which to generate them, and
         what scores them as they are done. step: None in an evaluation."""
         ranks, stats = self.ranks, self.stats
-        store = self.store if step is not None or self.evaluation is None else self.evaluation.store
+        store = self.store if step is not None or self.evaluation is None else self.evaluation_store
         rank_of = place_in_turn(len(launch.groups), launch.num_generations, ranks.world_size)
         expected = None
         if stats.lengths.knows_lengths:
@@ -214,8 +217,7 @@ class Sampler:
                 tasks.append(drafting)
             self.planning_s += self.ranks.clock.perf_counter() - begin_s
         if self.has_drafter:
-            num_ranks, clock = self.ranks.world_size, self.ranks.clock
-            tasks.append(TrainDrafter(self.drafter, num_ranks=num_ranks, clock=clock))
+            tasks.append(TrainDrafter(self.drafter))
         return tasks
 
     def _draft_ahead(self, step: int, used: list[Group]) -> DraftAhead | None:
@@ -355,13 +357,20 @@ class Sampler:
         loop = RolloutLoop(self.engine, self.ranks, params, on_finished=scoring.on_finished)
         if self.drafter is not None:
             self.drafter.source.enable(False)  # it is not asked in an evaluation
-        if self.evaluation is not None and len(self.evaluation.store):
-            loop.proposer = self.evaluation.begin(list(rows.values()), version)
+        if self.evaluation is not None and len(self.evaluation_store):
+            loop.proposer = self.evaluation
+            loop.proposer.begin()
+            for row in rows.values():
+                loop.proposer.track(row, self.evaluation_store.get(row.id), version)
         record = loop.run(rows, table)
         self.ranks.barrier_or_stop()
         samples = self.gather(table, rows, scoring)
         if self.evaluation is not None:
-            self.evaluation.observe(samples, version)
+            # All of them, or the longest, as many as there is room for.
+            self.evaluation_store, ids = DraftStore(self.evaluation_store.max_tokens), samples.ids
+            for index in np.argsort(-samples.lengths, kind="stable").tolist():
+                draft = Draft(samples.tokens[index].astype(np.int32), True, version)
+                self.evaluation_store.put(ids[index], draft)
         return samples, record
 
     def combined(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -395,5 +404,6 @@ class Sampler:
         if self.proposer is not None:
             parts["survival"] = self.proposer.survival
         if self.evaluation is not None:
-            parts["evaluation"] = self.evaluation
+            parts["evaluation.drafts"] = self.evaluation_store
+            parts["evaluation.survival"] = self.evaluation.survival
         return parts

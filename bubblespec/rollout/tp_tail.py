@@ -25,8 +25,8 @@ from bubblespec.engine.sampling import SamplingParams
 from bubblespec.engine.tensor_parallel import TPGroup, TPUnsupported
 from bubblespec.errors import log
 from bubblespec.planner.costs import CostModel
+from bubblespec.planner.place import MIN_TAIL_GAIN, use_tp_tail
 from bubblespec.planner.stats import RunStats
-from bubblespec.planner.tail import MIN_GAIN, use_tp_tail
 from bubblespec.records import RolloutRecord, Span
 from bubblespec.rollout.board import ProgressBoard, RankState
 from bubblespec.rollout.gather import gather_rows
@@ -200,7 +200,7 @@ def measure(
     params = replace(params, stop_token_ids=())  # nothing is to end a row
     seconds = [_seconds_of_a_forward(engine, params, ranks) for engine in (alone, together)]
     alone_s, together_s = ranks.gather(np.array(seconds)).max(axis=0).tolist()
-    if together_s >= (1 - MIN_GAIN) * alone_s:
+    if together_s >= (1 - MIN_TAIL_GAIN) * alone_s:
         return None
     cost = CostModel()
     profile(together, params, cost, clock=ranks.clock)

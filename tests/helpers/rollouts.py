@@ -19,7 +19,7 @@ from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.planner.costs import KNOTS, CostModel
-from bubblespec.planner.drafts import DraftPlan
+from bubblespec.planner.drafts import Job
 from bubblespec.records import Load, RolloutRecord
 from bubblespec.rollout.board import ProgressBoard, RankState
 from bubblespec.rollout.loop import RolloutLoop
@@ -180,14 +180,14 @@ class World:
         self.store = DraftStore(max_tokens)
         self.forwards = []
 
-    def plans(self, coming, prompts=PROMPTS, num_generations: int = 2) -> list[DraftPlan]:
+    def plans(self, coming, prompts=PROMPTS, num_generations: int = 2) -> list[Job]:
         """All that is left to draft of some coming steps, in order."""
         plans = []
         for group in (group for visit in coming for group in groups_of(visit, prompts)):
             for sample in map(group.sample, range(num_generations)):
                 draft = self.store.get(sample)
                 if draft is None or not draft.is_finished:
-                    plans.append(DraftPlan(sample, group.prompt.token_ids, True, 1.0, 1.0))
+                    plans.append(Job(sample, 1.0, 1.0, True, prompt=group.prompt.token_ids))
         return plans
 
     def rollout(
