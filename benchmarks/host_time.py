@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from benchmarks.shared import write_json
-from bubblespec.draft.history import History
 from bubblespec.draft.proposer import Proposer, make_proposer
+from bubblespec.draft.store import History
 from bubblespec.engine.engine import Batch, Engine
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.noise import stream_keys

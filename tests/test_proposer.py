@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from bubblespec.draft import sources
-from bubblespec.draft.history import History
 from bubblespec.draft.proposer import ALWAYS_WINDOW, PRIOR, Proposer, make_proposer
 from bubblespec.draft.sources import DraftSource, OwnDrafts, Proposal, TrackedRow
+from bubblespec.draft.store import History
 from bubblespec.draft.suffix import SuffixIndex
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.runner import ModelRunner

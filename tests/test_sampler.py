@@ -12,8 +12,7 @@ from bubblespec.config import Config, ModelConfig, RolloutConfig
 from bubblespec.data.prompts import PromptSet
 from bubblespec.data.schedule import StepSchedule
 from bubblespec.dist.ranks import Ranks
-from bubblespec.draft.history import History
-from bubblespec.draft.store import DraftStore
+from bubblespec.draft.store import DraftStore, History
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.runner import ModelRunner

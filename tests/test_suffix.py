@@ -4,7 +4,7 @@ bounded history."""
 import numpy as np
 import pytest
 
-from bubblespec.draft.history import History
+from bubblespec.draft.store import History
 from bubblespec.draft.suffix import (
     HISTORY,
     LIVE_LAG,

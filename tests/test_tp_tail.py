@@ -10,8 +10,8 @@ import transformers
 from bubblespec.config import Config
 from bubblespec.draft.drafter import Drafter, DrafterRunner
 from bubblespec.draft.drafter_source import DrafterSource
-from bubblespec.draft.history import History
 from bubblespec.draft.proposer import Proposer, make_proposer
+from bubblespec.draft.store import History
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.runner import ModelRunner

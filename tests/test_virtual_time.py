@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from bubblespec.draft.history import History
 from bubblespec.draft.proposer import make_proposer
+from bubblespec.draft.store import History
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.runner import ModelRunner

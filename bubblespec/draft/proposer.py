@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bubblespec.draft.history import History
 from bubblespec.draft.sources import (
     ALIGNED,
     DraftSource,
@@ -18,6 +17,7 @@ from bubblespec.draft.sources import (
     Survival,
     TrackedRow,
 )
+from bubblespec.draft.store import History
 from bubblespec.draft.suffix import OWN, SOURCE_NAMES
 from bubblespec.planner.costs import CostModel
 from bubblespec.planner.windows import WINDOWS, choose_windows

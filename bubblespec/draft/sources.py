@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bubblespec.draft.history import History
+from bubblespec.draft.store import History
 from bubblespec.draft.suffix import (
     HISTORY,
     HISTORY_OWNER,

@@ -19,16 +19,6 @@ from bubblespec.learn.learner import Learner
 from bubblespec.types import Launch, Row, has_zero_std
 
 
-class Capacity(NamedTuple):
-    """What a rank could do now."""
-
-    num_slices: int
-    slice_s: float
-    """Expected seconds of one."""
-    saved_s: float
-    """Expected seconds of all ranks together that one saves the update."""
-
-
 class Piece(NamedTuple):
     """A sample whose gradient can be computed."""
 
@@ -87,7 +77,7 @@ class StreamGradients(IdleTask):
         self._own_rewards = np.full(self.shape, np.nan)
         self._is_complete = np.zeros(len(launch.groups), bool)
         self._pieces: list[Piece] = []  # of complete groups, not computed yet, shortest first
-        self._capacities: list[Capacity] = []  # of all ranks, in the last tick
+        self._capacities = np.empty((0, 3))  # of all ranks, in the last tick
 
     def publish(self) -> np.ndarray:
         """What this rank could do, and rewards of its samples, NaN elsewhere."""
@@ -99,10 +89,8 @@ class StreamGradients(IdleTask):
 
     def receive(self, published: list[np.ndarray]) -> None:
         """The samples of groups that have become complete can be computed from now on."""
-        num_fields = len(Capacity._fields)
-        self._capacities = [Capacity(*of_rank[:num_fields].tolist()) for of_rank in published]
-        known = np.fmax.reduce([of_rank[num_fields:] for of_rank in published])
-        known = known.reshape(self.shape)  # one rank knows the reward of each sample
+        self._capacities, rewards = np.split(np.stack(published), [3], axis=1)
+        known = np.fmax.reduce(rewards).reshape(self.shape)  # one rank knows that of each sample
         is_complete = np.isfinite(known).sum(axis=1) == self.num_kept
         for group in np.flatnonzero(is_complete & ~self._is_complete).tolist():
             numbers = np.flatnonzero(np.isfinite(known[group]))
@@ -118,14 +106,14 @@ class StreamGradients(IdleTask):
         """Each rank's own slices. What is left for the update is shared by all ranks, so a slice
         saves each of them its part."""
         return [
-            Job((rank, number), able.saved_s / len(self._capacities), able.slice_s, False, rank)
-            for rank, able in enumerate(self._capacities)
-            for number in range(int(able.num_slices))
+            Job((rank, number), saved_s / len(self._capacities), slice_s, False, rank)
+            for rank, (count, slice_s, saved_s) in enumerate(self._capacities.tolist())
+            for number in range(int(count))
         ]
 
     def capacity(self) -> int:
         """A few slices at a time, once this rank's rows are done."""
-        return max(min(int(self._capacity().num_slices), NUM_WANTED - self.num_granted), 0)
+        return max(min(int(self._capacity()[0]), NUM_WANTED - self.num_granted), 0)
 
     def run_slice(self) -> bool:
         """One slice."""
@@ -150,12 +138,14 @@ class StreamGradients(IdleTask):
         use = self.view.record.idle[self.name]
         use.saved_s = float(ranks.gather(np.array([use.saved_s])).mean())
 
-    def _capacity(self) -> Capacity:
+    def _capacity(self) -> tuple[int, float, float]:
+        """Slices that this rank could do now, the expected seconds of one, and those of all ranks
+        together that one saves the update."""
         if not self._can_begin():
-            return Capacity(0, 0.0, 0.0)
+            return 0, 0.0, 0.0
         size = sum(piece.num_tokens for piece in self._next_slice())
         total, cost = sum(piece.num_tokens for piece in self._pieces), self.learner.cost
-        return Capacity(-(-total // size), cost.seconds(size), cost.tokens_s(size))
+        return -(-total // size), cost.seconds(size), cost.tokens_s(size)
 
     def _next_slice(self) -> list[Piece]:
         """The longest sample, and the longest others that fit into a slice with it."""

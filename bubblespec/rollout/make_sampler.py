@@ -3,9 +3,8 @@
 from bubblespec.config import Config
 from bubblespec.data.schedule import StepSchedule
 from bubblespec.dist.ranks import Ranks
-from bubblespec.draft.history import History
 from bubblespec.draft.proposer import make_proposer
-from bubblespec.draft.store import DraftStore
+from bubblespec.draft.store import DraftStore, History
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.memory import host_token_budget

@@ -11,9 +11,8 @@ from bubblespec.config import Config
 from bubblespec.data.schedule import StepSchedule
 from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.drafter_training import DrafterTraining
-from bubblespec.draft.history import History
 from bubblespec.draft.proposer import Proposer
-from bubblespec.draft.store import DraftStore, exchange
+from bubblespec.draft.store import DraftStore, History, exchange
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.idle.draft_ahead import MAX_SLOWDOWN, DraftAhead

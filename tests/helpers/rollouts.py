@@ -10,9 +10,8 @@ import torch
 import transformers
 
 from bubblespec.dist.ranks import Ranks
-from bubblespec.draft.history import History
 from bubblespec.draft.proposer import make_proposer
-from bubblespec.draft.store import DraftStore
+from bubblespec.draft.store import DraftStore, History
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.runner import ModelRunner
