@@ -117,30 +117,26 @@ class RunStats:
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """As arrays. It changes no token, only how soon it is there; costs are measured again."""
-        ages = np.array(list(self.accepted_by_age.items()), np.float64).reshape(-1, 2)
         cost = np.empty(0) if self.shared_cost is None else self.shared_cost.parameters
-        state = {f"lengths.{key}": array for key, array in self.lengths.state_dict().items()}
-        for name, guard in self.guards.items():
-            state |= {f"guard.{name}.{key}": a for key, a in guard.state_dict().items()}
-        averages = np.array([self.tokens_per_step, self.forwards])
-        return state | {
-            "accepted_by_age": ages,
+        return state_of(self._parts()) | {
+            "accepted_by_age": np.array(list(self.accepted_by_age.items())).reshape(-1, 2),
             "counts": self.counts,
-            "averages": averages,
+            "averages": np.array([self.tokens_per_step, self.forwards]),
             "shared_cost": cost,
         }
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
         """Take over a saved state."""
-        self.lengths.load_state_dict(part(state, "lengths"))
-        for name, guard in self.guards.items():
-            if saved := part(state, f"guard.{name}"):
-                guard.load_state_dict(saved)
+        load_parts(self._parts(), state)
         self.tokens_per_step, self.forwards = map(float, state["averages"])
         self.accepted_by_age = {int(age): float(share) for age, share in state["accepted_by_age"]}
         self.counts = state["counts"]
         if len(state["shared_cost"]) == CostModel.NUM_TERMS + len(KNOTS):
             self.shared_cost = CostModel.from_parameters(state["shared_cost"])
+
+    def _parts(self) -> dict:
+        guards = {f"guard.{name}": guard for name, guard in self.guards.items()}
+        return {"lengths": self.lengths, **guards}
 
 
 def rows_as_generated(rows: list[Row]) -> Rows:
@@ -157,10 +153,22 @@ def rows_as_generated(rows: list[Row]) -> Rows:
     )
 
 
-def part(state: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
-    """The arrays of one part of a saved state, by their names in it."""
-    prefix = f"{name}."
-    return {key.removeprefix(prefix): a for key, a in state.items() if key.startswith(prefix)}
+def state_of(parts: dict) -> dict[str, np.ndarray]:
+    """The states of several parts, by their names, in one."""
+    return {
+        f"{name}.{key}": array
+        for name, part in parts.items()
+        for key, array in part.state_dict().items()
+    }
+
+
+def load_parts(parts: dict, state: dict[str, np.ndarray]) -> None:
+    """Take over what `state_of` has saved; parts that it lacks stay as they are."""
+    for name, part in parts.items():
+        prefix = f"{name}."
+        saved = {key.removeprefix(prefix): state[key] for key in state if key.startswith(prefix)}
+        if saved:
+            part.load_state_dict(saved)
 
 
 def average(old: float, new: float) -> float:

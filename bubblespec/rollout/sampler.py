@@ -23,7 +23,7 @@ from bubblespec.learn.learner import Learner
 from bubblespec.planner.costs import rollout_seconds
 from bubblespec.planner.drafts import choose_lookahead, plan_drafts
 from bubblespec.planner.place import admission_order, place, place_in_turn, up_to_cutoff
-from bubblespec.planner.stats import RunStats, part
+from bubblespec.planner.stats import RunStats, load_parts, state_of
 from bubblespec.records import RolloutRecord, Span, StepRecord
 from bubblespec.rewards.functions import combine, overlong_penalty
 from bubblespec.rewards.scorer import Scorer, Scoring
@@ -386,17 +386,11 @@ class Sampler:
     def state_dict(self) -> dict[str, np.ndarray]:
         """Drafts, history and statistics as arrays. They change no token, only how soon it is
         there."""
-        return {
-            f"{name}.{key}": array
-            for name, of_part in self._parts().items()
-            for key, array in of_part.state_dict().items()
-        }
+        return state_of(self._parts())
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
         """Take over a saved state; parts that it lacks stay as they are."""
-        for name, of_part in self._parts().items():
-            if saved := part(state, name):
-                of_part.load_state_dict(saved)
+        load_parts(self._parts(), state)
 
     def _parts(self) -> dict:
         parts = {"drafts": self.store, "history": self.history, "stats": self.stats}
