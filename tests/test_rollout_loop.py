@@ -6,8 +6,6 @@ by `BoardWithSlowRank`, so that idle time is as long as a test wants it; at the 
 against each other in virtual time. No test depends on how long anything takes.
 """
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -289,7 +287,7 @@ def play_step(world: World, step: int, ranks: SimulatedRanks) -> dict:
     # The less urgent half waits for the end of a rank's rows.
     plans = world.plans((step + 1, step + 2), FOUR_PROMPTS)
     half = len(plans) // 2
-    plans = [replace(plan, co_scheduled=number < half) for number, plan in enumerate(plans)]
+    plans = [plan._replace(co_scheduled=number < half) for number, plan in enumerate(plans)]
     parts = (plans, world.store, world.proposer, world.proposer.cost)
     ahead = DraftAhead(*parts, version=step, max_new_tokens=LIMIT)
     options = {"proposer": world.proposer, "board": world.board, "tasks": [ahead]}
