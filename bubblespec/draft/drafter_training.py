@@ -118,10 +118,7 @@ class UnrolledPacking:
 
 
 class DrafterTraining:
-    """The drafter of a run on one rank: its optimizer, and the latest examples.
-
-    token_s: seconds of a slice per token, 0 before the first.
-    """
+    """The drafter of a run on one rank: its optimizer, and the latest examples."""
 
     def __init__(self, source: DrafterSource, seed: int):
         self.source, self.drafter, self.clock = source, source.runner.drafter, source.clock
@@ -136,7 +133,8 @@ class DrafterTraining:
         self.optimizer = torch.optim.AdamW(
             self.masters, lr=FINAL_RATE * LEARNING_RATE, betas=BETAS, weight_decay=0.0
         )
-        self.num_updates, self.token_s = 0, 0.0
+        self.num_updates = 0
+        self.token_s = 0.0  # seconds of a slice per token, 0 before the first
         self._num_added = 0  # examples in the gradient
         self._num_unmerged = 0  # updates since all ranks had the same drafter
 
@@ -274,8 +272,8 @@ class DrafterTraining:
         chosen = ranks.gather(self.source.chain_lengths).sum(axis=0)
         self.source.chain_lengths[:] = 0
         if chosen.any():
-            mean_length = chosen @ np.arange(len(chosen)) / chosen.sum()
-            metrics["drafter/chain_length"] = float(mean_length)
+            lengths = np.arange(len(chosen))
+            metrics["drafter/chain_length"] = float(np.average(lengths, weights=chosen))
         return metrics
 
 

@@ -3,7 +3,7 @@
 `OwnDrafts` proposes the draft that the sample has, up to the first difference from its response.
 `SuffixMatches` looks for the end of the row in that draft and in other texts, before a difference
 and after it. A source decides about time only: the engine accepts just what a row would have
-sampled. Imports speculation's own parts alone.
+sampled.
 """
 
 import json
