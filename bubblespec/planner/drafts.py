@@ -65,7 +65,8 @@ def draft_value(
     missing = np.maximum(coming.expected - coming.drafted, 0.0)
     is_open = missing > 0.0
     decode_s = row_s + token_s + kv_s * (coming.prompt_tokens + coming.expected / 2)
-    costs_s = missing * decode_s
+    fed = coming.prompt_tokens + coming.drafted  # a draft that goes on is prefilled again
+    costs_s = np.where(is_open, missing * decode_s + token_s * fed, 0.0)
     order = np.argsort(-np.where(is_open, coming.expected, -1.0), kind="stable")
     num_open = int(is_open.sum())
     seconds = _seconds_by_count(coming.take(order), cost, rates, num_ranks, num_slots)
