@@ -95,8 +95,6 @@ CHANGES = {
     "ratio 1.125": {RATIO: 1.125},
     "ratio 1.5": {RATIO: 1.5},
     "ratio auto": {RATIO: "auto"},
-    "look-ahead 1": {"bubble.lookahead": 1},
-    "look-ahead 4": {"bubble.lookahead": 4},
     "one slot per row": {"rollout.num_slots": 64},
     "four slots per row": {"rollout.num_slots": 256},
 }

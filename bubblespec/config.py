@@ -58,11 +58,10 @@ class ModelConfig:
     trust_remote_code: bool = key(False, resume=SAFE)
     """Allow model and tokenizer folders to run their own code."""
     lora_r: int = key(0, at_least(0))
-    """Rank of a LoRA adapter (needs requirements-lora.txt); 0 trains all weights."""
+    """Rank of a LoRA adapter of all linear layers but the output head (needs
+    requirements-lora.txt); 0 trains all weights."""
     lora_alpha: int = key(32, at_least(1))
     """The adapter's output is scaled by lora_alpha / lora_r."""
-    lora_target_modules: list[str] = key(["all-linear"])
-    """Layers that get an adapter; [all-linear]: all linear layers but the output head."""
 
 
 @dataclass
@@ -94,8 +93,6 @@ class DataConfig:
     """Mixture of reasoning-gym tasks (instead of `path`)."""
     size: int = key(10_000, at_least(1), at_most(1 << 24))
     """Number of problems made from `tasks`."""
-    seed: int = key(1, at_least(0), UINT64)
-    """Seed of the problems made from `tasks`; held-out problems come from another one."""
     eval_path: str | None = None
     """Held-out prompts, as in `path` (default: the split below, or rows held out of `path`)."""
     eval_split: str | None = None
@@ -121,17 +118,12 @@ class RewardConfig:
     timeout_s: float = key(60.0, above(0), resume=SAFE)
     """Seconds that a function may take in a worker for each response of a call; taking longer is an
     error."""
-    adaptive_timeout: bool = key(False, resume=SAFE)
-    """Lower the time-out of a function to 1.5 times the slowest answer so far to the same task (the
-    data's column `task`) with a reward above 0, within 2 and 30 seconds (RollPacker). Rewards may
-    then depend on how fast the machine is."""
     reward_on_error: float | None = 0.0
     """Reward where a function raises, times out, crashes or returns no finite number; null ends
     the run."""
     overlong_buffer_length: int = key(0, at_least(0))
-    """Soft overlong punishment (DAPO): a response loses reward in these last tokens; 0 is off."""
-    overlong_penalty_factor: float = key(1.0, at_least(0), at_most(1e6))
-    """What a response of max_completion_length loses; in the buffer the loss grows linearly."""
+    """Soft overlong punishment (DAPO): in these last tokens a response loses reward, up to 1 at
+    max_completion_length; 0 is off."""
 
 
 @dataclass
@@ -154,10 +146,9 @@ class RolloutConfig:
     """Nucleus of the sampled distribution; 1 keeps all."""
     top_k: int = key(0, at_least(0))
     """Keep the k best tokens; 0 keeps all."""
-    dynamic_sampling: bool = False
-    """Replace groups of equal rewards, which teach nothing, by groups of other prompts (DAPO)."""
-    dynamic_sampling_max_batches: int = key(4, at_least(1), at_most(1 << 16))
-    """Maximum number of batches per step; groups that they cannot replace stay in."""
+    dynamic_sampling_max_batches: int = key(1, at_least(1), at_most(1 << 16))
+    """Above 1, groups of equal rewards, which teach nothing, are replaced by groups of other
+    prompts, as long as a step takes at most so many batches (DAPO)."""
     placement: Literal["in_turn", "balanced"] = key("balanced", resume=SAFE)
     """Which rank generates what: prompts in turn, or samples so that all ranks are expected to end
     together. Changes the time of a run, and no token."""
@@ -239,10 +230,8 @@ class OptimConfig:
     """Steps of linear warm-up."""
     weight_decay: float = key(0.0, at_least(0), at_most(1e6))
     """Decoupled weight decay of matrices (biases and norms are not decayed)."""
-    adam_beta1: float = key(0.9, DECAY)
-    """First moment's decay."""
-    adam_beta2: float = key(0.999, DECAY)
-    """Second moment's decay."""
+    adam_betas: list[float] = key([0.9, 0.999], DECAY)
+    """Decay of the first and of the second moment."""
     adam_epsilon: float = key(1e-8, at_least(0), at_most(1e6))
     """Term that keeps the division finite."""
     max_grad_norm: float = key(1.0, at_least(0), at_most(1e12))
@@ -267,15 +256,6 @@ class SpeculativeConfig:
     """What is drafted alongside a rank's own rows, and how many draft tokens are verified: by_cost
     does what measured costs say is faster; always, whatever it costs; idle_only drafts on waiting
     ranks alone."""
-
-
-@dataclass
-class BubbleConfig:
-    """Drafting ahead in idle time. Changes the time of a run, and no token."""
-
-    lookahead: int | str = key("auto", at_least(0, or_else="auto"), resume=SAFE)
-    """Steps to draft ahead; 0 drafts nothing; auto goes as deep as memory and the drift of the
-    weights make worthwhile."""
 
 
 @dataclass
@@ -319,6 +299,9 @@ class RunConfig:
     """Save a checkpoint every so many steps and after the last; 0 only after the last."""
     timeline_steps: list[int] = key([], at_least(0), resume=SAFE)
     """Steps (from 0) whose timeline of all ranks is written to output_dir/timeline."""
+    trace: bool = key(False, resume=SAFE)
+    """Record responses, drafts and every forward with its load and time into output_dir/trace, for
+    the simulator."""
     keep_last: int = key(2, at_least(1), resume=SAFE)
     """Checkpoints kept; older ones are deleted."""
     resume_from_checkpoint: str = key("auto", resume=SAFE)
@@ -328,32 +311,33 @@ class RunConfig:
     """Seconds a collective may wait for the slowest rank before the job ends."""
 
 
-@dataclass
-class TraceConfig:
-    """Recording for the simulator."""
-
-    enabled: bool = key(False, resume=SAFE)
-    """Record responses, drafts and every forward with its load and time into output_dir/trace."""
-
-
 # what took the place of keys that older configurations may have
 REMOVED = {
+    "bubble.lookahead": "it drafts as many steps ahead as memory and the drift of weights allow",
     "bubble.max_slowdown": "give speculative.planning, by_cost (the default), always or idle_only",
     "bubble.max_draft_tokens": "drafts take a share of the machine's free memory",
     "bubble.progress_backend": "it is nccl on GPUs, and shared memory or gloo on CPUs",
     "bubble.progress_timeout_s": "give run.timeout_s, which counts for progress ticks, too",
+    "data.seed": "the problems of data.tasks are the same in every run; run.seed orders them",
     "drafter.buffer_tokens": "each rank keeps 50,000 tokens of recent responses",
     "drafter.learning_rate": "it is 1e-3 at the start of the warm start, and 1e-4 after it",
     "drafter.vocab_size": "the drafter drafts the 16,384 most frequent tokens of the warm start",
     "idle.max_slice_s": "a slice of work takes 0.05 s, or as long as its smallest piece",
+    "model.lora_target_modules": "all linear layers but the output head get an adapter",
+    "optim.adam_beta1": "give optim.adam_betas=[0.9, 0.999]",
+    "optim.adam_beta2": "give optim.adam_betas=[0.9, 0.999]",
     "optim.max_logits_per_chunk": "at most 2**26 logits exist at once",
     "optim.max_skipped_steps": "more than 5 skipped steps in a row end the run",
+    "reward.adaptive_timeout": "a function has reward.timeout_s for each response",
+    "reward.overlong_penalty_factor": "it is 1; reward.weights scale what it is compared with",
     "run.logging_steps": "sample completions are written every 10 steps",
+    "rollout.dynamic_sampling": "give rollout.dynamic_sampling_max_batches, 4 for instance",
     "rollout.shared_tail_rows": "it is called rollout.tp_tail_max_rows",
     "speculative.check_every": "drafts are compared with none by what is measured",
     "speculative.fixed_window": "give speculative.planning=always for drafts whatever they cost",
     "speculative.rule": "a draft token is accepted where it is the one that the row samples",
     "speculative.max_history_tokens": "history takes a share of the machine's free memory",
+    "trace.enabled": "give run.trace",
 }
 
 
@@ -369,11 +353,9 @@ class Config:
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
-    bubble: BubbleConfig = field(default_factory=BubbleConfig)
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
     tail_batching: TailBatchingConfig = field(default_factory=TailBatchingConfig)
     run: RunConfig = field(default_factory=RunConfig)
-    trace: TraceConfig = field(default_factory=TraceConfig)
 
 
 def load_config(path: str, overrides: list[str] = ()) -> Config:

@@ -21,9 +21,8 @@ def check_combinations(config):
     is_method = names == ["none"] or (set(names) <= set(METHODS) and len(set(names)) == len(names))
     what = f"none, or some of {', '.join(METHODS)}, joined by +"
     require(is_method, "speculative.method", method, what)
-    layers, num_evaluated = config.model.lora_target_modules, config.eval.num_prompts
-    what = "[all-linear], or names of layers"
-    require(bool(layers), "model.lora_target_modules", layers, what)
+    betas, num_evaluated = config.optim.adam_betas, config.eval.num_prompts
+    require(len(betas) == 2, "optim.adam_betas", betas, "two numbers")
     what = "at least 1, as run.eval_steps asks for evaluations"
     require(num_evaluated or not config.run.eval_steps, "eval.num_prompts", num_evaluated, what)
     return config
@@ -58,8 +57,8 @@ def _check_sizes(config) -> None:
 def _loss_problems(config) -> Iterator[str]:
     loss, rollout = config.loss, config.rollout
     estimator, delta, high = loss.advantage_estimator, loss.delta, loss.epsilon_high
-    if rollout.num_generations == 1 and rollout.dynamic_sampling:
-        yield "rollout.dynamic_sampling: needs rollout.num_generations of at least 2"
+    if rollout.num_generations == 1 and rollout.dynamic_sampling_max_batches > 1:
+        yield "rollout.dynamic_sampling_max_batches: above 1 needs rollout.num_generations of at least 2"
     if rollout.num_generations == 1 and estimator != "reinforce_plus_plus":
         yield (
             f"rollout.num_generations: 1, but {estimator} compares a prompt's responses with each "

@@ -32,6 +32,7 @@ from bubblespec.learn.lora import add_adapter
 from bubblespec.types import Prompt
 
 HUB_TIMEOUT_S = 5.0
+TASKS_SEED, HELD_OUT_SEED = 1, 501  # of problems made from data.tasks
 
 
 def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
@@ -176,9 +177,9 @@ def load_prompts(
     held_out = []
     if data.tasks:
         tasks = [{"name": t.name, "weight": t.weight, "config": t.config} for t in data.tasks]
-        train = prompts_of(reasoning_gym_rows(tasks, data.size, data.seed), "data.tasks")
+        train = prompts_of(reasoning_gym_rows(tasks, data.size, TASKS_SEED), "data.tasks")
         if count:
-            rows = reasoning_gym_rows(tasks, count, data.seed + 500)
+            rows = reasoning_gym_rows(tasks, count, HELD_OUT_SEED)
             held_out = prompts_of(rows, "data.tasks").prompts
     else:
         rows = load_rows(data.path, data.name, data.split, columns=data.columns)

@@ -67,7 +67,7 @@ class Trainer:
             self.logger.say(f"{done}; a larger run.max_steps goes on with it")
         elif self.checkpoint is not None:
             self.logger.say(f"continuing at step {self.num_updates} from {self.checkpoint}")
-        if self.config.trace.enabled:
+        if run.trace:
             self.recorder = Recorder(self.config, self.ranks, self.num_updates)
         # Without this a collection takes 0.3 s, on each rank at another time, and makes stragglers.
         gc.collect()

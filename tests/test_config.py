@@ -88,7 +88,7 @@ UNKNOWN = """
 modl.path=x | modl | did you mean model?
 optim.learnin_rate=1 | optim.learnin_rate | did you mean optim.learning_rate?
 rollout.learning_rate=1 | rollout.learning_rate | did you mean optim.learning_rate?
-zzzz=1 | zzzz | valid are bubble, data, drafter, eval, loss, model
+zzzz=1 | zzzz | valid are data, drafter, eval, loss, model
 data.tasks=[{name: a, wieght: 2}] | data.tasks[0].wieght | did you mean data.tasks[0].weight?
 """
 
@@ -126,14 +126,14 @@ def test_wrong_type_names_the_key(load, override, key):
 # overrides | key, where it is not that of the first override | what is possible
 IMPOSSIBLE = """
 rollout.num_generations=0 | | at least 1
-model.lora_target_modules=[] | | [all-linear], or names of layers
 run.seed=-1 | | at least 0
 run.seed=18446744073709551616 | | below 18446744073709551616 = 2**64: random numbers are keyed
 run.save_steps=9223372036854775808 | | below 9223372036854775808 = 2**63: integers have 64 bits
 rollout.top_p=0 | | above 0
 rollout.temperature=0 | | above 0
 optim.learning_rate=nan | | finite
-optim.adam_beta1=1 | | below 1
+optim.adam_betas=[1,0.9] | optim.adam_betas[0] | below 1
+optim.adam_betas=[0.9] | | two numbers
 rollout.stop_token_ids=[3,-1] | rollout.stop_token_ids[1] | at least 0
 rollout.min_completion_length=513 | | at most rollout.max_completion_length = 512
 rollout.num_slots=many | | auto, or at least 1

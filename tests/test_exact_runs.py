@@ -43,14 +43,13 @@ SHAPES = {
         "tail_batching.over_sampling_ratio=1.5",
     ],
     "dynamic sampling": [  # with a reward that is often the same for a whole group
-        "rollout.dynamic_sampling=true",
         "rollout.dynamic_sampling_max_batches=2",
     ],
 }
 NO_DRAFTS = ["speculative.method=none", "rollout.tp_tail_max_rows=0"]
 OPTIONS = {
     "few slots": ["rollout.num_slots=3", "rollout.max_batch_tokens=5"],
-    "drafts": ["speculative.method=bubble+suffix", "bubble.lookahead=2", ALWAYS_DRAFT],
+    "drafts": ["speculative.method=bubble+suffix", ALWAYS_DRAFT],
     "drafter": [
         "speculative.method=bubble+suffix+drafter",
         "drafter.warm_start=300",
@@ -141,7 +140,7 @@ def test_run_is_that_without_drafts(
     "selects",
     [
         ["tail_batching.enabled=true", "tail_batching.response_over_sampling_ratio=1.5"],
-        ["rollout.dynamic_sampling=true", "rollout.dynamic_sampling_max_batches=2"],
+        ["rollout.dynamic_sampling_max_batches=2"],
     ],
 )
 def test_rewards_that_compare_are_those_of_whole_groups(monkeypatch, tmp_path, selects):

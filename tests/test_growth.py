@@ -56,7 +56,7 @@ def calls_of_a_step(folder: Path, num_rows: int, length: int) -> int:
         f"rollout.num_slots={2 * num_rows}",
         "data.size=100",
         "speculative.planning=always",
-        "bubble.lookahead=0",
+        "run.max_steps=1",
         f"optim.max_tokens_per_microbatch={max(4096, 160 + length)}",
         "eval.num_prompts=0",
         "run.eval_steps=0",

@@ -51,8 +51,7 @@ CONFIG = OptimConfig(
     lr_scheduler="cosine",
     warmup_steps=2,
     weight_decay=0.1,
-    adam_beta1=0.8,
-    adam_beta2=0.95,
+    adam_betas=[0.8, 0.95],
     # wide, so that an update depends on the size of its gradient and clipping shows
     adam_epsilon=0.5,
     max_grad_norm=20.0,

@@ -8,7 +8,7 @@ import pytest
 
 from bubblespec.planner.costs import KNOTS, CostModel, prefill_seconds, rollout_seconds
 from bubblespec.planner.drafts import (
-    MAX_AUTO_LOOKAHEAD,
+    MAX_LOOKAHEAD,
     RETRY_STEPS,
     choose_lookahead,
     draft_value,
@@ -446,14 +446,13 @@ def test_finished_drafts_are_not_planned_and_deferred_groups_come_first():
 
 def test_lookahead():
     roomy = {"steps_left": 50, "steps_stored": 99.0, "accepted": {}}
-    assert choose_lookahead(3, 1, **roomy) == 3
-    assert choose_lookahead(3, 1, **{**roomy, "steps_left": 2}) == 2
-    assert choose_lookahead("auto", 1, **roomy) == MAX_AUTO_LOOKAHEAD
-    assert choose_lookahead("auto", 1, **{**roomy, "steps_stored": 2.5}) == 2
+    assert choose_lookahead(1, **roomy) == MAX_LOOKAHEAD
+    assert choose_lookahead(1, **{**roomy, "steps_left": 2}) == 2
+    assert choose_lookahead(1, **{**roomy, "steps_stored": 2.5}) == 2
     old = {**roomy, "accepted": {1: 0.9, 4: 0.5, 5: 0.1, 9: 0.05}}
-    assert choose_lookahead("auto", 1, **old) == 4
+    assert choose_lookahead(1, **old) == 4
     refused = {**roomy, "accepted": {1: 0.0}}
-    depths = [choose_lookahead("auto", step, **refused) for step in range(2 * RETRY_STEPS)]
+    depths = [choose_lookahead(step, **refused) for step in range(2 * RETRY_STEPS)]
     assert sum(depths) == 2, "they are tried again now and then"
 
 

@@ -39,8 +39,8 @@ OPTIONS = [
     "eval.num_prompts=0",
     "rollout.num_slots=16",
 ]
-DRAFTING = ("speculative.method=bubble+suffix", "bubble.lookahead=2", ALWAYS_DRAFT)
-DYNAMIC = ("rollout.dynamic_sampling=true", "rollout.dynamic_sampling_max_batches=3")
+DRAFTING = ("speculative.method=bubble+suffix", ALWAYS_DRAFT)
+DYNAMIC = ("rollout.dynamic_sampling_max_batches=3",)
 
 
 class Killed(BaseException):

@@ -213,9 +213,8 @@ def test_combine_refuses_samples_without_any_reward():
     [(1, 0.0), (16384, 0.0), (16385, -1 / 4096), (18432, -0.5), (20480, -1.0)],
 )
 def test_overlong_penalty(length, wanted):
-    assert overlong_penalty(np.array([length]), 20480, 4096, 1.0).tolist() == [wanted]
-    assert overlong_penalty(np.array([length]), 20480, 4096, 0.25).tolist() == [wanted / 4]
-    assert overlong_penalty(np.array([length]), 20480, 0, 1.0).tolist() == [0.0]
+    assert overlong_penalty(np.array([length]), 20480, 4096).tolist() == [wanted]
+    assert overlong_penalty(np.array([length]), 20480, 0).tolist() == [0.0]
 
 
 # Loading functions

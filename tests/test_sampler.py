@@ -189,7 +189,7 @@ def test_a_guard_that_is_off_leaves_drafts_out(no_controls):
 
 
 def test_a_rollout_to_compare_with_verifies_nothing_and_drafts_in_idle_time_alone(no_controls):
-    sampler = start("bubble", new_model(), BoardWithSlowRank(120), bubble__lookahead=1)
+    sampler = start("bubble", new_model(), BoardWithSlowRank(120))
     first = sampler.sample(0).rollouts[0]
     sampler.stats.guards["drafts"]._until_control = 0
     control = sampler.sample(1).rollouts[0]
@@ -201,7 +201,7 @@ def test_a_rollout_to_compare_with_verifies_nothing_and_drafts_in_idle_time_alon
 
 def test_nothing_is_drafted_for_a_rollout_to_compare_with():
     """The second rollout is one, and the step after it is drafted for in the first."""
-    sampler = start("bubble", new_model(), BoardWithSlowRank(120), bubble__lookahead=2)
+    sampler = start("bubble", new_model(), BoardWithSlowRank(120))
     assert sampler.stats.is_next_without("drafts")
     sampler.sample(0)
     drafted = [
@@ -355,7 +355,6 @@ def sample_with(
     rollout = RolloutConfig(
         num_prompts_per_step=WANTED,
         num_generations=2,
-        dynamic_sampling=True,
         dynamic_sampling_max_batches=max_batches,
     )
     prompts = [Prompt(uid, str(uid), (1, 2), {}) for uid in range(num_prompts)]
@@ -474,7 +473,7 @@ def test_samples_of_groups_and_joined_are_the_same_samples():
 
 def test_dynamic_sampling_is_the_same_with_drafts():
     """In steps of a small model: replacements are drafted and generated like any other group."""
-    options = {"rollout__dynamic_sampling": "true", "rollout__dynamic_sampling_max_batches": 3}
+    options = {"rollout__dynamic_sampling_max_batches": 3}
     prompts, steps = [*FOUR_PROMPTS, *MORE], {}
     for name in ("none", "bubble+suffix"):
         model = new_model()

@@ -111,7 +111,6 @@ def test_several_updates_of_a_batch_with_an_overlong_penalty_on_any_number_of_ra
         "loss.importance_sampling_level=sequence",
         "loss.advantage_estimator=rloo",
         "reward.overlong_buffer_length=48",
-        "reward.overlong_penalty_factor=10.0",
     ]
     train_here(tmp_path / "1", *options)
     run(tmp_path / "2", 2, *options)

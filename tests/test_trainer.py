@@ -189,11 +189,11 @@ def test_an_evaluation_by_hand(monkeypatch):
 
 
 def test_the_overlong_penalty_of_a_step_is_in_its_rewards_and_its_metrics():
-    """Of at most 10 tokens the last 4 cost up to 2; the second function, which weighs 10, applies
+    """Of at most 10 tokens the last 4 cost up to 1; the second function, which weighs 10, applies
     to one sample."""
     config = Config()
     config.rollout.max_completion_length = 10
-    config.reward.overlong_buffer_length, config.reward.overlong_penalty_factor = 4, 2.0
+    config.reward.overlong_buffer_length = 4
     spans = [Span("sync", 1.0, 2.0)]
     learner = SimpleNamespace(
         update=lambda samples, advantages, step: ({"loss": 0.5 + step}, spans)
@@ -211,14 +211,10 @@ def test_the_overlong_penalty_of_a_step_is_in_its_rewards_and_its_metrics():
         record = StepRecord(**dict.fromkeys(StepRecord.__dataclass_fields__) | fields)
         return record, trainer.update(record, np.zeros(4))
 
-    assert trainer.sampler.combined(samples.rewards, samples.lengths).tolist() == [
-        1.0,
-        0.5,
-        2.5 - 1.0,
-        1.0 - 2.0,
-    ]
+    combined = trainer.sampler.combined(samples.rewards, samples.lengths)
+    assert combined.tolist() == [1.0, 0.5, 2.5 - 0.5, 1.0 - 1.0]
     record, metrics = update(7)
-    assert metrics == {"loss": 7.5, "rewards/overlong_penalty/mean": -3.0 / 4}
+    assert metrics == {"loss": 7.5, "rewards/overlong_penalty/mean": -1.5 / 4}
     assert trainer.num_updates == 8
     assert record.spans == [Span("exchange", 0.5, 0.6), *spans]
     assert record.stages == [Span("reward", 0.5, 0.75), Span("train", 0.75, 9.0)]

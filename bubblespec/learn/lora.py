@@ -10,7 +10,6 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from torch.nn import Linear
 from transformers import PreTrainedModel
 
 from bubblespec.config import ModelConfig
@@ -29,7 +28,6 @@ def add_adapter(
     """
     try:
         from peft import LoraConfig, load_peft_weights, set_peft_model_state_dict
-        from peft.tuners.tuners_utils import BaseTunerLayer
     except ImportError as error:
         raise InputError(
             f"model.lora_r: LoRA needs peft ({error}); pip install -r requirements-lora.txt"
@@ -39,33 +37,16 @@ def add_adapter(
             f"model.lora_r: {config.lora_r} must be at most {model.config.hidden_size}, "
             "the model's hidden size"
         )
-    targets = config.lora_target_modules
-    if targets == ["all-linear"]:
-        targets = "all-linear"
-    else:
-        _check_targets(model, targets)
     lora = LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
-        target_modules=targets,
+        target_modules="all-linear",
         lora_dropout=0.0,  # the probability ratio compares two forwards of the same weights
         task_type="CAUSAL_LM",
     )
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model.add_adapter(lora)
-    except ValueError as error:  # a kind of module that peft has no adapter for
-        raise InputError(
-            f"model.lora_target_modules: {str(error).strip().splitlines()[0]}"
-        ) from error
-    # They are often one tensor, and an adapter would change only one of its two uses.
-    embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
-    if any(isinstance(module, BaseTunerLayer) for module in embeddings):
-        raise InputError(
-            "model.lora_target_modules: the embedding and the output head cannot have an adapter; "
-            "leave them out"
-        )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model.add_adapter(lora)
     if checkpoint is not None:
         result = set_peft_model_state_dict(model, load_peft_weights(checkpoint, device="cpu"))
         if result.unexpected_keys or any("lora_" in key for key in result.missing_keys):
@@ -86,15 +67,3 @@ def adapter_disabled(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         model.enable_adapters()
-
-
-def _check_targets(model: PreTrainedModel, targets: list[str]) -> None:
-    """peft skips a name that it does not find, as long as it finds another."""
-    modules = dict(model.named_modules())
-    for target in targets:
-        if not any(f".{name}".endswith(f".{target}") for name in modules):
-            linear = {n.rpartition(".")[2] for n, m in modules.items() if isinstance(m, Linear)}
-            raise InputError(
-                f"model.lora_target_modules: the model has no '{target}'; its linear layers are "
-                f"{', '.join(sorted(linear))}"
-            )

@@ -44,7 +44,7 @@ class Optimizer:
         self.updated: dict[torch.Tensor, torch.Tensor] = {}
         options = {
             "lr": config.learning_rate,
-            "betas": (config.adam_beta1, config.adam_beta2),
+            "betas": tuple(config.adam_betas),
             "eps": config.adam_epsilon,
             # on CUDA the default makes a copy of all moments in every step
             "fused": self.flat_grad.is_cuda or None,

@@ -17,7 +17,7 @@ from bubblespec.planner.lengths import LengthModel
 from bubblespec.planner.rows import TYPICAL_WINDOW, AcceptanceRates, Rows, forwards_survival
 from bubblespec.types import Draft, Group, SampleId
 
-MAX_AUTO_LOOKAHEAD = 8
+MAX_LOOKAHEAD = 8
 RETRY_STEPS = 8  # where even the freshest drafts are refused, one step in so many drafts again
 MIN_ACCEPTED_SHARE = 0.2  # drafts so old that less of them is accepted are not worth making
 # Drafts made alongside own rows must save so many times what they cost: both are estimates, and
@@ -132,7 +132,7 @@ def plan_drafts(
     forwards_per_step: float,
     num_ranks: int,
     num_slots: int,
-    oldest_verified: int = MAX_AUTO_LOOKAHEAD,
+    oldest_verified: int = MAX_LOOKAHEAD,
     planning: str = "by_cost",
     deferred: Collection[tuple[int, int]] = (),
 ) -> list[Job]:
@@ -171,20 +171,14 @@ def plan_drafts(
 
 
 def choose_lookahead(
-    wanted: int | str,
-    step: int,
-    *,
-    steps_left: int,
-    steps_stored: float,
-    accepted: dict[int, float],
+    step: int, *, steps_left: int, steps_stored: float, accepted: dict[int, float]
 ) -> int:
-    """How many steps to draft ahead of `step`.
+    """How many steps to draft ahead of `step`: as deep as drafts can be stored and are still
+    accepted.
 
-    wanted: a number, or auto: as deep as drafts can be stored and are still accepted; steps_stored:
-    of whose responses the store has room for; accepted: share of draft tokens, by age in updates.
+    steps_stored: of whose responses the store has room for; accepted: share of draft tokens, by age
+    in updates.
     """
-    if wanted != "auto":
-        return min(int(wanted), steps_left)
     too_old = [age - 1 for age, share in accepted.items() if share < MIN_ACCEPTED_SHARE and age > 0]
-    depth = min(MAX_AUTO_LOOKAHEAD, int(steps_stored), steps_left, *too_old)
+    depth = min(MAX_LOOKAHEAD, int(steps_stored), steps_left, *too_old)
     return max(depth, int(steps_left > 0 and steps_stored >= 1 and step % RETRY_STEPS == 0))

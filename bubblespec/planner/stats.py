@@ -8,7 +8,7 @@ import numpy as np
 
 from bubblespec.dist.ranks import Ranks
 from bubblespec.planner.costs import KNOTS, CostModel, rollout_seconds
-from bubblespec.planner.drafts import MAX_AUTO_LOOKAHEAD
+from bubblespec.planner.drafts import MAX_LOOKAHEAD
 from bubblespec.planner.guard import Guard
 from bubblespec.planner.lengths import LengthModel
 from bubblespec.planner.rows import AcceptanceRates, Rows, acceptance_rates
@@ -17,7 +17,7 @@ from bubblespec.types import Row, Samples
 
 FORGETTING = 0.7  # of counts, per rollout
 MIN_DRAFTED = 20  # tokens of an age, below which its share of accepted ones says nothing
-NUM_AGES = MAX_AUTO_LOOKAHEAD + 1
+NUM_AGES = MAX_LOOKAHEAD + 1
 # What one rank has measured in a rollout.
 MEASURED = np.dtype(
     [

@@ -177,18 +177,16 @@ def combine(rewards: np.ndarray, weights: list[float]) -> np.ndarray:
     return np.nansum(rewards * np.asarray(weights), axis=1)
 
 
-def overlong_penalty(
-    lengths: np.ndarray, max_length: int, buffer_length: int, factor: float
-) -> np.ndarray:
+def overlong_penalty(lengths: np.ndarray, max_length: int, buffer_length: int) -> np.ndarray:
     """Soft overlong punishment (DAPO, arXiv 2503.14476, equation 13), float64 [S], 0 or negative.
 
     lengths: response tokens. Nothing up to max_length - buffer_length, then linearly down to
-    -factor at max_length.
+    -1 at max_length.
     """
     if buffer_length == 0:
         return np.zeros(len(lengths))
     excess = np.clip(lengths - (max_length - buffer_length), 0, None)
-    return -factor * excess / buffer_length
+    return -excess / buffer_length
 
 
 @per_sample

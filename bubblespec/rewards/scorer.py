@@ -46,9 +46,7 @@ class Scorer:
         # before the end of the rollouts, rows, and failures by function.
         self._totals = np.zeros(3 + len(functions))
         if config.num_workers:
-            self.pool = RewardWorkers(
-                self.paths, config.num_workers, config.timeout_s, config.adaptive_timeout
-            )
+            self.pool = RewardWorkers(self.paths, config.num_workers, config.timeout_s)
         else:
             self.pool = InProcess(functions.values(), ranks.clock)
         atexit.register(self.pool.close)

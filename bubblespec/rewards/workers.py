@@ -22,7 +22,6 @@ import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future
-from math import inf
 from multiprocessing.connection import Connection
 
 from bubblespec.errors import InputError, one_line
@@ -36,9 +35,6 @@ from bubblespec.rewards.functions import (
     sees_groups,
 )
 
-# The adaptive time-out's factor on the slowest correct answer, and its bounds (RollPacker, arXiv
-# 2509.21009).
-ADAPTIVE_FACTOR, MIN_ADAPTIVE_S, MAX_ADAPTIVE_S = 1.5, 2.0, 30.0
 START_LIMIT_S = 300.0  # to start Python and import the functions
 # A tenth of a core on which a rank decodes, all of an idle one. At 19 a reward may time out.
 NICENESS = 10
@@ -87,13 +83,9 @@ class InProcess:
 class RewardWorkers:
     """`num_workers` processes that call the functions at `paths`. To be used by one thread."""
 
-    def __init__(
-        self, paths: list[str], num_workers: int, timeout_s: float, is_adaptive: bool = False
-    ):
-        """timeout_s, is_adaptive: see `RewardConfig`."""
-        self.paths, self.timeout_s, self.is_adaptive = paths, timeout_s, is_adaptive
-        # By function and task, seconds of an answer with a reward above 0.
-        self._slowest: dict[tuple[int, str], float] = {}
+    def __init__(self, paths: list[str], num_workers: int, timeout_s: float):
+        """timeout_s: of a function for one sample."""
+        self.paths, self.timeout_s = paths, timeout_s
         self._units: queue.SimpleQueue = queue.SimpleQueue()
         self._lock = threading.Lock()  # of all below
         self._workers: set[_Worker] = set()
@@ -116,21 +108,12 @@ class RewardWorkers:
                 "reward.num_workers: a sample's columns cannot be sent to a worker "
                 f"({one_line(error)}); give 0"
             ) from error
-        future, kind = Future(), (function, str(samples[0].columns.get("task")))
-        self._units.put((future, kind, work, len(samples)))
+        future = Future()
+        self._units.put((future, work, len(samples)))
         return future
 
     def run(self) -> None:
         """The workers need no push."""
-
-    def limit_s(self, kind: tuple[int, str], is_first: bool) -> float:
-        """Seconds for one sample in the next call of a function and task; is_first: it is the
-        worker's first, which may have things to import."""
-        if not self.is_adaptive:
-            return self.timeout_s
-        slowest_s = inf if is_first else self._slowest.get(kind, inf)
-        adaptive_s = min(max(ADAPTIVE_FACTOR * slowest_s, MIN_ADAPTIVE_S), MAX_ADAPTIVE_S)
-        return min(self.timeout_s, adaptive_s)
 
     def close(self) -> None:
         """End all workers, also busy ones. Can be called again."""
@@ -149,7 +132,7 @@ class RewardWorkers:
         with contextlib.suppress(InputError, OSError):  # it is tried again for the first unit
             worker = self._start()
         while (unit := self._units.get()) is not None and not self._is_closed:
-            future, kind, work, num_samples = unit
+            future, work, num_samples = unit
             if not future.set_running_or_notify_cancel():
                 continue
             try:
@@ -157,13 +140,7 @@ class RewardWorkers:
             except (InputError, OSError) as error:
                 future.set_exception(error)
                 continue
-            is_first = kind not in worker.called
-            answers = worker.ask(work, num_samples, self.limit_s(kind, is_first))
-            worker.called.add(kind)
-            for answer in [] if is_first else answers:
-                if isinstance(answer.reward, float) and answer.reward > 0:
-                    with self._lock:
-                        self._slowest[kind] = max(self._slowest.get(kind, 0.0), answer.seconds)
+            answers = worker.ask(work, num_samples, self.timeout_s)
             if worker.is_broken:
                 self._end(worker)
                 worker = None
@@ -197,7 +174,6 @@ class _Worker:
     """
 
     def __init__(self, paths: list[str]):
-        self.called: set[tuple[int, str]] = set()  # functions and tasks
         self.is_broken = False  # after a time-out or crash it must be replaced
         ours, theirs = socket.socketpair()
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")

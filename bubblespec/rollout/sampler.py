@@ -78,10 +78,10 @@ class Sampler:
         if self.learner is not None:
             self.learner.forget_streamed()  # of an abandoned rollout
         rollout, launch = self.config.rollout, self.schedule.launch(step)
-        used = launch.groups
+        used, max_batches = launch.groups, rollout.dynamic_sampling_max_batches
         record = self._sample_groups(launch, step, used)
-        if rollout.dynamic_sampling:
-            while count := num_lacking(record, rollout.dynamic_sampling_max_batches):
+        if max_batches > 1:
+            while count := num_lacking(record, max_batches):
                 groups = self.schedule.replacements(step, count, used)
                 if not groups:
                     break
@@ -223,7 +223,6 @@ class Sampler:
         """None where nothing is left to draft."""
         config, stats = self.config, self.stats
         depth = choose_lookahead(
-            config.bubble.lookahead,
             step,
             steps_left=config.run.max_steps - step - 1,
             steps_stored=self.store.max_tokens / max(stats.tokens_per_step, 1.0),
@@ -279,7 +278,7 @@ class Sampler:
             self.learner,
             take_rewards,
             scores_in_workers=self.config.reward.num_workers > 0,
-            only_differing=self.config.rollout.dynamic_sampling,
+            only_differing=self.config.rollout.dynamic_sampling_max_batches > 1,
             frees_cache=self.config.rollout.free_cache_engine,
         )
 
@@ -379,9 +378,8 @@ class Sampler:
 
     def overlong(self, lengths: np.ndarray) -> np.ndarray:
         """The overlong penalty of each sample, float64 [S]; 0 where it is off."""
-        reward, limit = self.config.reward, self.config.rollout.max_completion_length
-        settings = (reward.overlong_buffer_length, reward.overlong_penalty_factor)
-        return overlong_penalty(lengths, limit, *settings)
+        limit = self.config.rollout.max_completion_length
+        return overlong_penalty(lengths, limit, self.config.reward.overlong_buffer_length)
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Drafts, history and statistics as arrays. They change no token, only how soon it is

@@ -22,7 +22,7 @@ from bubblespec.simulate.run import SimulatedStep, counted, simulate
 from bubblespec.simulate.runner import DrafterModel
 from bubblespec.simulate.workload import Synthetic, SyntheticWorkload, Workload, parse
 
-SECTIONS = ("rollout", "speculative", "bubble", "tail_batching")  # what overrides may change
+SECTIONS = ("rollout", "speculative", "tail_batching")  # what overrides may change
 COUNTS = ("forwards", "drafted_tokens", "proposed_tokens", "refused_tokens", "response_tokens")
 LABELS = {
     "seconds": "rollout, seconds",
@@ -41,7 +41,7 @@ def main() -> int:
     description = "Rollouts of a run, simulated on any number of ranks"
     parser = argparse.ArgumentParser("python -m bubblespec.simulate", description=description)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--trace", metavar="RUN_DIR", help="output_dir of a run with trace.enabled")
+    source.add_argument("--trace", metavar="RUN_DIR", help="output_dir of a run with run.trace")
     names = ", ".join(f.name for f in dataclasses.fields(Synthetic))
     source.add_argument("--synthetic", metavar="NAME=VALUE,...", help=f"of {names}")
     names = ", ".join(f.name for f in dataclasses.fields(DrafterModel))

@@ -80,7 +80,7 @@ def simulate(
     """
     config = copy.deepcopy(config)
     config.run.max_steps = num_steps = steps_that_fit(config, workload)
-    config.rollout.dynamic_sampling = False
+    config.rollout.dynamic_sampling_max_batches = 1
     config.rollout.tp_tail_max_rows = 0
     config.reward.overlong_buffer_length = 0
     _check(config, workload, num_ranks)

@@ -1,4 +1,4 @@
-"""A run recorded for replay (`trace.enabled`): its responses, the drafts they had, and every
+"""A run recorded for replay (`run.trace`): its responses, the drafts they had, and every
 forward with its load and time.
 
 output_dir/trace holds meta.json and two Parquet files per step, responses-00012.parquet and
@@ -82,7 +82,7 @@ class Recorder:
                 self._write_meta(config)
             except OSError as error:
                 reason = f"cannot write to {self.folder}: {error.strerror}"
-                raise InputError(f"trace.enabled: {reason}") from error
+                raise InputError(f"run.trace: {reason}") from error
 
     def write(self, record: StepRecord) -> None:
         """The step is over: gather all ranks' forwards and write it. All ranks continue together,

@@ -291,9 +291,10 @@ def adamw_update(
     for p in parameters:
         m, v, t = moments.get(p, (0.0, 0.0, 0))
         gradient, t = shrink * p.grad, t + 1
-        m = optim.adam_beta1 * m + (1 - optim.adam_beta1) * gradient
-        v = optim.adam_beta2 * v + (1 - optim.adam_beta2) * gradient**2
-        unbiased_m, unbiased_v = m / (1 - optim.adam_beta1**t), v / (1 - optim.adam_beta2**t)
+        beta1, beta2 = optim.adam_betas
+        m = beta1 * m + (1 - beta1) * gradient
+        v = beta2 * v + (1 - beta2) * gradient**2
+        unbiased_m, unbiased_v = m / (1 - beta1**t), v / (1 - beta2**t)
         decay = rate * optim.weight_decay * p if p.ndim >= 2 else 0.0
         p -= rate * unbiased_m / (unbiased_v.sqrt() + optim.adam_epsilon) + decay
         moments[p], p.grad = (m, v, t), None
