@@ -67,13 +67,13 @@ def run(arguments: argparse.Namespace) -> None:
         if override.split(".")[0] not in SECTIONS or "=" not in override:
             raise InputError(f"{override}: give section.key=value of {', '.join(SECTIONS)}")
     workload, config = recorded(arguments) if arguments.trace else synthetic(arguments)
+    num_ranks = arguments.ranks
+    if num_ranks is None:
+        num_ranks = workload.world_size if arguments.trace else 8
     drafter = parse(DrafterModel, arguments.drafter, "--drafter")
     if arguments.drafter and "drafter" not in config.speculative.method:
         raise InputError(f"--drafter: speculative.method={config.speculative.method} has none")
     cost = load_cost(arguments.cost_model or arguments.trace)
-    num_ranks = arguments.ranks
-    if num_ranks is None:
-        num_ranks = workload.world_size if arguments.trace else 8
     options = {"drafter": drafter, "shows_progress": True}
     results = {
         method: simulate(arm, workload, cost.seconds, num_ranks, **options)
@@ -84,19 +84,16 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"{cost.source}; {num_ranks} ranks, {num_counted} steps")
     print(table(sums))
     if arguments.json:
-        report = {
-            "cost": dataclasses.asdict(cost),
-            "num_ranks": num_ranks,
-            "workload": arguments.trace or arguments.synthetic,
-            "config": {name: dataclasses.asdict(getattr(config, name)) for name in SECTIONS},
-            "methods": {
-                method: {
-                    "total": sums[method],
-                    "steps": [{**vars(step), "lanes": None} for step in steps],
-                }
-                for method, steps in results.items()
-            },
+        methods = {
+            method: {
+                "total": sums[method],
+                "steps": [vars(step) | {"lanes": None} for step in steps],
+            }
+            for method, steps in results.items()
         }
+        report = {"cost": dataclasses.asdict(cost), "num_ranks": num_ranks, "methods": methods}
+        report["workload"] = arguments.trace or arguments.synthetic
+        report["config"] = {name: vars(getattr(config, name)) for name in SECTIONS}
         with open(arguments.json, "w", encoding="utf-8") as file:
             json.dump(report, file, indent=1)
 
@@ -129,12 +126,8 @@ def rollout_of(spec: Synthetic) -> dict[str, int]:
 
 def simulated_config(sections: dict[str, dict], overrides: list[str] = ()) -> Config:
     """A configuration of which a simulated run needs no more than `SECTIONS`."""
-    blank = {
-        "model": {"path": "none"},
-        "data": {"path": "none"},
-        "run": {"output_dir": "none"},
-        "optim": {"max_tokens_per_microbatch": 1 << 24},
-    }
+    blank = {name: {"path": "none"} for name in ("model", "data")}
+    blank |= {"run": {"output_dir": "none"}, "optim": {"max_tokens_per_microbatch": 1 << 24}}
     return config_of_sections(blank | sections, list(overrides), "the simulated configuration")
 
 
@@ -165,17 +158,15 @@ def totals(steps: list[SimulatedStep]) -> dict[str, Any]:
 
 def table(arms: dict[str, dict[str, Any]]) -> str:
     """The totals, a column per method. The ratio of seconds is per token that is trained on."""
-    lines = [["", *arms]]
+    lines = [f"{'':38}" + "".join(f"{name:>24}" for name in arms)]
     for name, label in LABELS.items():
         values = [sums[name] for sums in arms.values()]
-        lines.append([label, *(f"{v:.3f}" if isinstance(v, float) else str(v) for v in values)])
-    first, last = ([*arms.values()][i]["seconds_per_token"] for i in (0, -1))
-    lines.append(["speed-up of rollouts", *[""] * (len(arms) - 1), f"{first / last:.2f}x"])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
-        for line in lines
-    )
+        cells = (f"{v:.3f}" if isinstance(v, float) else str(v) for v in values)
+        lines.append(f"{label:38}" + "".join(f"{cell:>24}" for cell in cells))
+    seconds = [sums["seconds_per_token"] for sums in arms.values()]
+    ratio = f"{seconds[0] / seconds[-1]:.2f}x"
+    lines.append(f"{'speed-up of rollouts':38}{ratio:>{24 * len(arms)}}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

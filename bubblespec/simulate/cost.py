@@ -115,43 +115,25 @@ def roofline(gpu: str, model: str) -> ForwardCost:
 
 def fit_cost(loads: np.ndarray, seconds: np.ndarray, source: str) -> ForwardCost:
     """Nonnegative least squares of relative errors, so that short forwards weigh as much as long
-    ones.
+    ones. The first fit counts errors relative to what was measured, which interruptions hardly
+    move; the others relative to the fit before, as the mean time is wanted.
 
     loads: [N, 6], the fields of `Load`; seconds: [N], above 0. Raises ValueError if there are too
     few forwards.
     """
+    from scipy.optimize import nnls
+
     loads, seconds = np.asarray(loads, np.float64), np.asarray(seconds, np.float64)
     if len(loads) < MIN_FORWARDS:
         raise ValueError(f"{len(loads)} forwards are too few to fit a cost; give {MIN_FORWARDS}")
     # The last knot is far enough below the largest load that its slope is measured.
     count = max(1, math.ceil(math.log2(max(loads[:, 1].max() / 1.5, 1.0))))
     knots = 2 ** np.arange(count, dtype=np.int64)
-    constant, *others = _solve(loads, seconds, knots).tolist()
-    rates = dict(zip(RATES, others[count:], strict=True))
-    return ForwardCost(knots.tolist(), others[:count], constant, rates, source)
-
-
-def _features(loads: np.ndarray, knots: np.ndarray) -> np.ndarray:
-    """What the coefficients are multiplied with, float64 [N, 1 + knots + rates]."""
-    rows, tokens, wide_rows, positions, prompt_tokens, draft_tokens = loads.T
-    ramps = np.clip(tokens[:, None] - knots, 0, np.append(np.diff(knots), np.inf))
-    pairs = np.maximum(tokens / rows - 1, 0) * positions
-    rates = (rows, wide_rows, positions, prompt_tokens, draft_tokens, pairs)
-    return np.column_stack((np.ones(len(loads)), ramps, *rates))
-
-
-def _solve(loads: np.ndarray, seconds: np.ndarray, knots: np.ndarray) -> np.ndarray:
-    """Coefficients of `_features`, float64 [1 + knots + rates]. The first fit counts errors
-    relative to what was measured, which interruptions hardly move; the others relative to the fit
-    before, as the mean time is wanted."""
-    from scipy.optimize import nnls
-
     features = _features(loads, knots)
     typical = np.sqrt(np.mean((features / seconds[:, None]) ** 2, axis=0))
-    free = 1 + len(knots)
-    ridge = np.diag(math.sqrt(RIDGE) * typical)[free:]
-    bends = np.zeros((len(knots) - 1, len(typical)))
-    for i in range(len(bends)):
+    ridge = np.diag(math.sqrt(RIDGE) * typical)[1 + count :]
+    bends = np.zeros((count - 1, len(typical)))
+    for i in range(count - 1):
         weight = math.sqrt(SMOOTHING) * knots[i + 1] / np.median(seconds)
         bends[i, 1 + i : 3 + i] = (weight, -weight)
     penalty = math.sqrt(len(seconds)) * np.concatenate((ridge, bends))
@@ -165,4 +147,15 @@ def _solve(loads: np.ndarray, seconds: np.ndarray, knots: np.ndarray) -> np.ndar
         is_kept = seconds < INTERRUPTED * scale
         if not is_kept.any():
             break
-    return solution
+    constant, *others = solution.tolist()
+    rates = dict(zip(RATES, others[count:], strict=True))
+    return ForwardCost(knots.tolist(), others[:count], constant, rates, source)
+
+
+def _features(loads: np.ndarray, knots: np.ndarray) -> np.ndarray:
+    """What the coefficients are multiplied with, float64 [N, 1 + knots + rates]."""
+    rows, tokens, wide_rows, positions, prompt_tokens, draft_tokens = loads.T
+    ramps = np.clip(tokens[:, None] - knots, 0, np.append(np.diff(knots), np.inf))
+    pairs = np.maximum(tokens / rows - 1, 0) * positions
+    rates = (rows, wide_rows, positions, prompt_tokens, draft_tokens, pairs)
+    return np.column_stack((np.ones(len(loads)), ramps, *rates))

@@ -3,12 +3,11 @@ far as they were recorded."""
 
 import os
 from collections import Counter
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
-from bubblespec.config import Config
+from bubblespec.config import Config, flatten
 from bubblespec.errors import InputError
 from bubblespec.simulate.drafting import STOP, DraftModel, Key
 from bubblespec.simulate.workload import Workload
@@ -26,12 +25,9 @@ class RecordedWorkload(Workload):
     def __init__(self, run_dir: str):
         folder = os.path.join(run_dir, FOLDER)
         meta, steps = read_meta(folder), list_steps(folder)
-        try:
-            self.config: dict[str, Any] = meta["config"]
-            self.world_size = int(meta["world_size"])
-            self.limit = int(self.config["rollout.max_completion_length"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise InputError(f"{folder}: meta.json has no config and world_size") from error
+        self.config: dict[str, Any] = meta["config"]
+        self.world_size = meta["world_size"]
+        self.limit = self.config["rollout.max_completion_length"]
         if steps != list(range(steps[0], steps[0] + len(steps))):
             raise InputError(f"{folder}: the steps {steps} are not consecutive")
         self.num_steps = len(steps)
@@ -45,8 +41,6 @@ class RecordedWorkload(Workload):
             if row["batch"]:
                 continue  # a replacement by dynamic sampling
             step, uid, tokens = row["step"] - steps[0], row["uid"], np.array(row["tokens"])
-            if not len(tokens) or (not row["stopped"] and len(tokens) != self.limit):
-                raise InputError(f"{folder}: a response of step {row['step']} has no end")
             if row["stopped"]:
                 stops.add(int(tokens[-1]))
             if (step, uid) not in self._rewards:
@@ -68,6 +62,8 @@ class RecordedWorkload(Workload):
 
     def _mean_run(self) -> float:
         """Tokens of recorded drafts to their first mismatch; the default if there are none."""
+        if not self._drafts:
+            return DraftModel.mean_run
         num_agreed = num_diverged = 0
         for key, (draft, _) in self._drafts.items():
             tokens = self._responses[key]
@@ -75,8 +71,6 @@ class RecordedWorkload(Workload):
             wrong = np.flatnonzero(tokens[:both] != draft[:both])
             num_agreed += int(wrong[0]) if len(wrong) else both
             num_diverged += len(wrong) > 0
-        if not self._drafts:
-            return DraftModel.mean_run
         return max(num_agreed / num_diverged, 1.0) if num_diverged else float("inf")
 
     def batch(self, seed: int, step: int, num_prompts: int) -> list[Prompt]:
@@ -84,10 +78,8 @@ class RecordedWorkload(Workload):
         return self._batches[step] if step < self.num_steps else []
 
     def first_visits(self) -> Counter[int]:
-        first: dict[int, int] = {}
-        for uid, visit in self._steps:
-            first[uid] = min(visit, first.get(uid, visit))
-        return Counter(first)
+        # The earliest visit of a prompt comes last, and stays.
+        return Counter(dict(sorted(self._steps, reverse=True)))
 
     def step_of(self, sample: SampleId) -> int:
         return self._steps[sample.uid, sample.visit]
@@ -112,12 +104,9 @@ class RecordedWorkload(Workload):
 
 def sections_of(config: dict[str, Any], names: tuple[str, ...]) -> dict[str, dict]:
     """Of a recorded configuration by flat key, those keys of some sections that there still are."""
-    sections = [section for section in fields(Config) if section.name in names]
-    return {
-        section.name: {
-            key.name: config[f"{section.name}.{key.name}"]
-            for key in fields(section.type)
-            if f"{section.name}.{key.name}" in config
-        }
-        for section in sections
-    }
+    sections: dict[str, dict] = {name: {} for name in names}
+    for name in flatten(Config()).keys() & config.keys():
+        section, key = name.split(".")
+        if section in names:
+            sections[section][key] = config[name]
+    return sections

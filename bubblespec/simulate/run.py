@@ -18,7 +18,6 @@ from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
 from bubblespec.memory import max_slots
 from bubblespec.planner.costs import CostModel
-from bubblespec.records import Span
 from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.make_sampler import make_sampler
 from bubblespec.rollout.profile import profile
@@ -41,26 +40,26 @@ class SimulatedStep:
     """One step's rollout."""
 
     step: int
-    seconds: float = 0.0
+    seconds: float
     """From its begin to the end of its last rank."""
-    forwards: int = 0
+    forwards: int
     """Of the rank with the most before its rows of this step were done."""
-    idle_share: float = 0.0
+    idle_share: float
     """Of the rollout, that ranks spent waiting."""
-    drafted_tokens: int = 0
+    drafted_tokens: int
     """For coming steps."""
-    proposed_tokens: int = 0
+    proposed_tokens: int
     """Draft tokens under verification."""
-    refused_tokens: int = 0
+    refused_tokens: int
     """Of these, those that were not accepted."""
-    response_tokens: int = 0
+    response_tokens: int
     """Of all responses that are trained on."""
-    is_long_round: bool = False
+    is_long_round: bool
     """Of tail batching."""
-    length_ratio: float = 1.0
+    length_ratio: float
     """Mean length of all responses trained on so far over that of all launched."""
-    digest: str = ""
-    lanes: list[np.ndarray] = field(default_factory=list, repr=False)
+    digest: str
+    lanes: list[np.ndarray] = field(repr=False)
     """By rank, see `draw` in timeline.py."""
 
 
@@ -84,16 +83,17 @@ def simulate(
     config.rollout.tp_tail_max_rows = 0
     config.reward.overlong_buffer_length = 0
     _check(config, workload, num_ranks)
-    job = _Job(config, workload, cost, num_ranks, drafter or DrafterModel())
-    world, profiled = World(num_ranks), job.profiled()
-    steps = [SimulatedStep(step) for step in range(num_steps)]
+    job = _Job(config, workload, cost, drafter or DrafterModel())
+    world, profiled, steps = World(num_ranks), job.profiled(), []
     with tqdm(total=num_steps, unit="step", disable=not shows_progress) as bar:
 
         def run_rank(rank: int) -> None:
             own = _Rank(job, profiled, SimulatedRanks(world, rank))
-            for step in steps:
-                own.run_step(step)
-                bar.update(rank == 0)
+            for number in range(num_steps):
+                step = own.run_step(number)
+                if rank == 0:
+                    steps.append(step)
+                    bar.update()
 
         world.run(run_rank)
     return steps
@@ -151,7 +151,6 @@ class _Job:
     config: Config
     workload: Workload
     cost: Cost
-    num_ranks: int
     drafter: DrafterModel
 
     @property
@@ -186,11 +185,10 @@ class _Rank:
         self.workload, self.texts, self.ranks = workload, Texts(workload), ranks
         engine = job.engine(ranks, self._text)
         order = (workload, 0, workload.num_prompts, workload.num_generations)
-        ratio = config.tail_batching.over_sampling_ratio
-        is_tail = config.tail_batching.enabled
-        schedule = (
-            TailBatching(*order, over_sampling_ratio=ratio) if is_tail else StepSchedule(*order)
-        )
+        schedule = StepSchedule(*order)
+        if config.tail_batching.enabled:
+            ratio = config.tail_batching.over_sampling_ratio
+            schedule = TailBatching(*order, over_sampling_ratio=ratio)
         schedule.load_state_dict(schedule.state_dict() | save_visits(workload.first_visits()))
         board = None
         if job.has_drafts:
@@ -236,37 +234,37 @@ class _Rank:
         ]
         return np.array(rewards, np.float64).reshape(-1, 1)
 
-    def run_step(self, result: SimulatedStep) -> None:
-        """One step; rank 0 fills in its figures."""
-        ranks, record = self.ranks, self.sampler.sample(result.step)
+    def run_step(self, step: int) -> SimulatedStep:
+        """All ranks call it together; the same on all of them."""
+        ranks, record = self.ranks, self.sampler.sample(step)
         self.texts.end(record.generated.groups)
         (rollout,), (gen, wait, _) = record.rollouts, record.stages
         spans, waited_s = rollout.spans, rollout.wait_s + wait.end_s - wait.begin_s
         if wait.end_s > wait.begin_s:  # for the slowest rank, once its own idle work is over
-            if spans and spans[-1].kind == "wait":
-                wait = Span("wait", spans.pop().begin_s, wait.end_s)
             spans.append(wait)
         counts = rollout.acceptance
-        refused = counts.draft_tokens - counts.accepted_tokens
-        numbers = [wait.end_s - gen.begin_s, rollout.own_forwards, waited_s]
-        numbers += [rollout.drafted_tokens, counts.draft_tokens, refused]
-        gathered = ranks.gather(np.array(numbers, np.float64)).T
-        seconds, forwards, waited_s, drafted, proposed, refused = gathered
+        own = [wait.end_s - gen.begin_s, rollout.own_forwards, waited_s]
+        own += [rollout.drafted_tokens, counts.draft_tokens, counts.accepted_tokens]
+        gathered = ranks.gather(np.array(own, np.float64))
+        seconds, forwards = gathered[:, :2].max(axis=0).tolist()
+        drafted, proposed, accepted = gathered[:, 3:].sum(axis=0).astype(int).tolist()
         lane = [
             (KINDS.index(kind), begin - gen.begin_s, end - gen.begin_s)
             for kind, begin, end in spans
         ]
         lanes = ranks.gather_ragged(np.array(lane, np.float64).ravel())
-        if ranks.is_main:
-            planned = self.sampler.schedule.metrics()
-            result.seconds = float(seconds.max())
-            result.forwards = int(forwards.max())
-            result.idle_share = float(waited_s.mean() / result.seconds)
-            result.drafted_tokens = int(drafted.sum())
-            result.proposed_tokens = int(proposed.sum())
-            result.refused_tokens = int(refused.sum())
-            result.response_tokens = int(record.generated.lengths.sum())
-            result.digest = digest(record.generated)
-            result.is_long_round = bool(planned.get("tail/is_long_round", False))
-            result.length_ratio = planned.get("tail/length_ratio", 1.0)
-            result.lanes = [lane.reshape(-1, 3) for lane in lanes]
+        planned = self.sampler.schedule.metrics()
+        return SimulatedStep(
+            step=step,
+            seconds=seconds,
+            forwards=int(forwards),
+            idle_share=float(gathered[:, 2].mean() / seconds),
+            drafted_tokens=drafted,
+            proposed_tokens=proposed,
+            refused_tokens=proposed - accepted,
+            response_tokens=int(record.generated.lengths.sum()),
+            is_long_round=bool(planned.get("tail/is_long_round", False)),
+            length_ratio=planned.get("tail/length_ratio", 1.0),
+            digest=digest(record.generated),
+            lanes=[lane.reshape(-1, 3) for lane in lanes],
+        )

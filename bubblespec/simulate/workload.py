@@ -2,6 +2,7 @@
 of them say."""
 
 import dataclasses
+import functools
 import math
 import sys
 from collections import Counter
@@ -141,10 +142,10 @@ class Synthetic:
     seed: int = 0
 
     def __post_init__(self):
-        least = {"max": MIN_LENGTH, "prompt": 2, "sigma": 0, "edited": 0, "seed": 0}
+        minimum = {"max": MIN_LENGTH, "prompt": 2, "sigma": 0, "edited": 0, "seed": 0}
         for name, value in vars(self).items():
-            if not value >= least.get(name, 1):
-                raise InputError(f"{name}: {value} must be at least {least.get(name, 1)}")
+            if not value >= minimum.get(name, 1):
+                raise InputError(f"{name}: {value} must be at least {minimum.get(name, 1)}")
         if self.edited > 1 or math.isinf(self.mean + self.sigma):
             raise InputError("edited: a share; mean and sigma: finite")
         if self.steps % self.epochs:
@@ -162,15 +163,12 @@ class SyntheticWorkload(Workload):
         self.max_prompt_length = 2 * spec.prompt
         self.steps_per_epoch = spec.steps // spec.epochs if spec.epochs > 1 else sys.maxsize
         self.drafts = DraftModel(spec.run, spec.accept_length, spec.seed)
-        self._batches: dict[int, list[Prompt]] = {}
-        self._responses: dict[Key, np.ndarray] = {}
+        self.batch, self.response = functools.cache(self._batch), functools.cache(self._response)
 
-    def batch(self, seed: int, step: int, num_prompts: int) -> list[Prompt]:
-        if step not in self._batches:
-            first = step % self.steps_per_epoch  # the step that has the same prompts first
-            uids = range(first * self.num_prompts + 1, (first + 1) * self.num_prompts + 1)
-            self._batches[step] = [self._prompt(first, uid) for uid in uids]
-        return self._batches[step]
+    def _batch(self, seed: int, step: int, num_prompts: int) -> list[Prompt]:
+        first = step % self.steps_per_epoch  # the step that has the same prompts first
+        uids = range(first * self.num_prompts + 1, (first + 1) * self.num_prompts + 1)
+        return [self._prompt(first, uid) for uid in uids]
 
     def _prompt(self, step: int, uid: int) -> Prompt:
         random = keyed_random(self.spec.seed, step, uid, 0, TEXT)
@@ -181,16 +179,10 @@ class SyntheticWorkload(Workload):
     def step_of(self, sample: SampleId) -> int:
         return (sample.uid - 1) // self.num_prompts + sample.visit * self.steps_per_epoch
 
-    def response(self, step: int, uid: int, sample: int) -> np.ndarray:
-        key = (step, uid, sample)
-        if key not in self._responses:
-            self._responses[key] = self._make(*key)
-        return self._responses[key]
-
-    def _make(self, step: int, uid: int, sample: int) -> np.ndarray:
+    def _response(self, step: int, uid: int, sample: int) -> np.ndarray:
         spec, random = self.spec, keyed_random(self.spec.seed, step, uid, sample + 1, TEXT)
         if step >= self.steps_per_epoch:
-            before = self._make(step - self.steps_per_epoch, uid, sample)
+            before = self.response(step - self.steps_per_epoch, uid, sample)
             return edited(before, spec.max, STOP, 0, share=spec.edited, random=random)
         common = keyed_random(spec.seed, step, uid, 1 << 12, TEXT).standard_normal()
         own = random.standard_normal()

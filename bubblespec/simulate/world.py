@@ -10,6 +10,8 @@ however the machine schedules the threads.
 import math
 import threading
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -38,19 +40,17 @@ class World:
         # When each rank continues; infinite while another has to wake it.
         self._wake = [0.0] * num_ranks
         self._tick_awaited: list[int | None] = [None] * num_ranks
-        self._batons = [threading.Lock() for _ in range(num_ranks)]
-        for baton in self._batons:
-            baton.acquire()
+        self._batons = [threading.Semaphore(0) for _ in range(num_ranks)]
         self._error: BaseException | None = None
-        self._ended = threading.Lock()
+        self._num_running = num_ranks
+        self._ended = threading.Event()
         self._meetings = [0] * num_ranks
         self._present: dict[int, dict[int, object]] = {}  # by meeting, what each rank has brought
         self._posted: dict[int, dict[int, np.ndarray]] = {}  # by tick, each rank's numbers
         self._complete_at: dict[int, float] = {}  # ticks to which all ranks have posted
 
     def run(self, work: Callable[[int], None]) -> None:
-        """`work(rank)` on every rank, to the end of all. Raises what a rank raises."""
-        self._ended.acquire()
+        """`work(rank)` on every rank, to the end of all; once. Raises what a rank raises."""
         threads = [
             threading.Thread(target=self._thread, args=(rank, work), daemon=True)
             for rank in range(self.num_ranks)
@@ -58,10 +58,9 @@ class World:
         for thread in threads:
             thread.start()
         self._batons[0].release()
-        self._ended.acquire()
-        for rank, thread in enumerate(threads):
-            if self._error is not None and thread.is_alive():
-                self._batons[rank].release()
+        self._ended.wait()
+        for baton, thread in zip(self._batons, threads, strict=True):
+            baton.release()  # after an error, others still wait for it
             thread.join()
         if self._error is not None:
             raise self._error
@@ -72,16 +71,16 @@ class World:
             if self._error is None:
                 work(rank)
                 self._wake[rank] = math.inf
-                self._meetings[rank] = -1
-                if all(count < 0 for count in self._meetings):
-                    self._ended.release()
-                else:
+                self._num_running -= 1
+                if self._num_running:
                     self._pass_on()
+                else:
+                    self._ended.set()
         except _Abandoned:
             pass
         except BaseException as error:
             self._error = error
-            self._ended.release()
+            self._ended.set()
 
     def _pass_on(self) -> None:
         earliest = min(self._wake)
@@ -137,11 +136,8 @@ class World:
 
     def complete_at(self, tick: int) -> float:
         """When a tick is complete, as far as is known: infinite while a rank has yet to post."""
-        return (
-            self._complete_at[tick]
-            if len(self._posted.get(tick, ())) == self.num_ranks
-            else math.inf
-        )
+        is_complete = len(self._posted.get(tick, ())) == self.num_ranks
+        return self._complete_at[tick] if is_complete else math.inf
 
     def await_tick(self, rank: int, tick: int, until: float) -> None:
         """Rest until a tick is complete, and no longer than `until`."""
@@ -150,23 +146,7 @@ class World:
         self._tick_awaited[rank] = None
 
     def posted(self, tick: int) -> list[np.ndarray]:
-        posted = self._posted[tick]
-        return [posted[rank] for rank in range(self.num_ranks)]
-
-
-class VirtualClock:
-    """One rank's time, with the functions of the `time` module that a rollout uses."""
-
-    def __init__(self, world: World, rank: int):
-        self.world, self.rank = world, rank
-
-    def perf_counter(self) -> float:
-        return self.world.now[self.rank]
-
-    monotonic = perf_counter
-
-    def sleep(self, seconds: float) -> None:
-        self.world.advance(self.rank, seconds)
+        return [self._posted[tick][rank] for rank in range(self.num_ranks)]
 
 
 class SimulatedRanks(Ranks):
@@ -176,7 +156,13 @@ class SimulatedRanks(Ranks):
         super().__init__(torch.device("cpu"))
         self.world, self.rank, self.world_size = world, rank, world.num_ranks
         self.is_main = rank == 0
-        self.clock = VirtualClock(world, rank)
+
+        def now() -> float:
+            return world.now[rank]
+
+        # The functions of the `time` module that a rollout uses.
+        sleep = partial(world.advance, rank)
+        self.clock = SimpleNamespace(perf_counter=now, monotonic=now, sleep=sleep)
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.copy_(sum(self.world.meet(self.rank, tensor.clone())))

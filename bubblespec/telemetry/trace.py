@@ -19,10 +19,10 @@ meta.json: format, config (flat), world_size, hardware and versions of the newes
 """
 
 import contextlib
+import glob
 import json
 import os
 import platform
-import re
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,7 @@ import torch
 
 from bubblespec.config import Config, flatten
 from bubblespec.dist.ranks import Ranks
-from bubblespec.errors import InputError, log
+from bubblespec.errors import InputError, log, one_line
 from bubblespec.records import ForwardRecord, RolloutRecord, StepRecord
 from bubblespec.types import SampleId
 
@@ -41,7 +41,6 @@ if TYPE_CHECKING:  # a tenth of a second that only a recorded run pays
 FORMAT = 2
 FOLDER = "trace"
 META_FILE = "meta.json"
-FILE_NAME = re.compile(r"(responses|forwards)-(\d{5,})\.parquet(\.tmp)?")
 COLUMNS = {
     "forwards": {"step": "int32", "rank": "int16", "batch": "int16"}
     | {
@@ -104,10 +103,10 @@ class Recorder:
         self.is_on = bool(self.ranks.gather(np.array([self.is_on], np.uint8))[0, 0])
 
     def _remove_from(self, first_step: int) -> None:
-        for name in os.listdir(self.folder):
-            match = FILE_NAME.fullmatch(name)
-            if match and (int(match[2]) >= first_step or match[3]):
-                os.remove(os.path.join(self.folder, name))
+        for path in glob.glob(os.path.join(glob.escape(self.folder), "*-*.parquet*")):
+            step = int(os.path.basename(path).partition("-")[2].partition(".")[0])
+            if step >= first_step or path.endswith(".tmp"):
+                os.remove(path)
 
     def _write_meta(self, config: Config) -> None:
         names = ("torch", "transformers", "numpy")
@@ -154,23 +153,17 @@ def read_meta(folder: str) -> dict[str, Any]:
     try:
         with open(path, encoding="utf-8") as file:
             meta = json.load(file)
-    except OSError as error:
-        raise InputError(f"{folder} is not a trace: {META_FILE}: {error.strerror}") from error
-    except ValueError as error:
-        raise InputError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+    except (OSError, ValueError) as error:
+        raise InputError(f"{folder} is not a trace: {one_line(error)}") from error
+    if meta.get("format") != FORMAT:
         raise InputError(f'{path}: not a trace of this version (it has no "format": {FORMAT})')
     return meta
 
 
 def list_steps(folder: str) -> list[int]:
     """The steps that a trace holds whole, in order. Raises InputError if there is none."""
-    try:
-        names = os.listdir(folder)
-    except OSError as error:
-        raise InputError(f"{folder} is not a trace: {error.strerror}") from error
-    matches = [match for name in names if (match := FILE_NAME.fullmatch(name))]
-    steps = sorted(int(m[2]) for m in matches if m[1] == "responses" and not m[3])
+    names = glob.glob("responses-*.parquet", root_dir=folder)
+    steps = sorted(int(name[len("responses-") : -len(".parquet")]) for name in names)
     if not steps:
         raise InputError(f"{folder}: no step is recorded there")
     return steps
@@ -187,10 +180,7 @@ def read_table(folder: str, kind: str) -> "pyarrow.Table":
         try:
             tables.append(pyarrow.parquet.read_table(path, partitioning=None))
         except (OSError, pyarrow.ArrowException) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise InputError(f"{path}: cannot be read: {reason}") from error
-        if set(tables[-1].column_names) != COLUMNS[kind].keys():
-            raise InputError(f"{path}: its columns are not those of a trace")
+            raise InputError(f"{path}: cannot be read: {one_line(error)}") from error
     return pyarrow.concat_tables(tables)
 
 
