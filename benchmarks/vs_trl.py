@@ -42,6 +42,7 @@ from benchmarks.shared import write_json
 from bubblespec.config import Config, flatten, load_config
 from bubblespec.dist.ranks import ranks_from_environment
 from bubblespec.errors import InputError
+from bubblespec.records import StepRecord
 from bubblespec.setup import build
 from bubblespec.trainer import Trainer
 
@@ -101,19 +102,17 @@ def weights_file(folder: str, num_steps: int) -> str:
 def run_own(config: Config, num_steps: int, folder: str | None, every: int) -> dict:
     """Steps of this trainer, through the loop of train.py as it is. folder, every: see `Clock`."""
     import train as entry
-    from bubblespec import trainer as trainer_module
 
-    steps = []
+    steps, report = [], Trainer.report
 
-    class Logger(trainer_module.MetricsLogger):
-        def log(self, step, metrics):
-            super().log(step, metrics)
-            steps.append(metrics)
-            clock.end()
-            if len(steps) == num_steps:
-                raise Enough
+    def timed_report(trainer: Trainer, record: StepRecord, metrics: dict) -> None:
+        report(trainer, record, metrics)
+        steps.append(metrics)
+        clock.end()
+        if len(steps) == num_steps:
+            raise Enough
 
-    trainer_module.MetricsLogger = Logger
+    Trainer.report = timed_report
     with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
         trainer = build(config, ranks)
         clock = Clock(trainer.learner.model, folder, every)

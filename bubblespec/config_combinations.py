@@ -58,7 +58,8 @@ def _loss_problems(config) -> Iterator[str]:
     loss, rollout = config.loss, config.rollout
     estimator, delta, high = loss.advantage_estimator, loss.delta, loss.epsilon_high
     if rollout.num_generations == 1 and rollout.dynamic_sampling_max_batches > 1:
-        yield "rollout.dynamic_sampling_max_batches: above 1 needs rollout.num_generations of at least 2"
+        needs = "needs rollout.num_generations of at least 2"
+        yield f"rollout.dynamic_sampling_max_batches: above 1 {needs}"
     if rollout.num_generations == 1 and estimator != "reinforce_plus_plus":
         yield (
             f"rollout.num_generations: 1, but {estimator} compares a prompt's responses with each "

@@ -50,7 +50,7 @@ class Trainer:
     evaluated: int  # updates before the last evaluation, or -1
     linear: dict | None  # kernels of linear layers, see `setup.choose_linear`
     lock: IO | None  # keeps output_dir ours; on rank 0
-    logger: MetricsLogger | None = None  # while the run is open
+    logger: MetricsLogger | None = None  # of rank 0, while the run is open
     recorder: Recorder | None = None  # where the run is recorded
     num_equal: int = 0  # latest steps in a row in which all responses to each prompt scored alike
 
@@ -60,13 +60,13 @@ class Trainer:
         update, whose state is saved. A rollout or evaluation is abandoned, and made again, the
         same, by the continuation. Raises SaveFailed."""
         run = self.config.run
-        shown = (self.ranks.is_main, self.num_updates, run.max_steps)
-        self.logger = MetricsLogger(run.output_dir, *shown)
-        if self.num_updates >= run.max_steps:
-            done = f"all {self.num_updates} steps of this run are done"
-            self.logger.say(f"{done}; a larger run.max_steps goes on with it")
-        elif self.checkpoint is not None:
-            self.logger.say(f"continuing at step {self.num_updates} from {self.checkpoint}")
+        if self.ranks.is_main:
+            self.logger = MetricsLogger(run.output_dir, self.num_updates, run.max_steps)
+            if self.num_updates >= run.max_steps:
+                done = f"all {self.num_updates} steps of this run are done"
+                log(f"{done}; a larger run.max_steps goes on with it")
+            elif self.checkpoint is not None:
+                log(f"continuing at step {self.num_updates} from {self.checkpoint}")
         if run.trace:
             self.recorder = Recorder(self.config, self.ranks, self.num_updates)
         # Without this a collection takes 0.3 s, on each rank at another time, and makes stragglers.
@@ -77,11 +77,13 @@ class Trainer:
         except StopRequested:
             if self.saved != self.num_updates:
                 self.save(is_last=True)
-            of = f"{self.num_updates} of {run.max_steps}"
-            self.logger.say(f"told to stop after {of} updates; the same command goes on from there")
+            if self.ranks.is_main:
+                of = f"{self.num_updates} of {run.max_steps}"
+                log(f"told to stop after {of} updates; the same command goes on from there")
         finally:
             gc.unfreeze()
-            self.logger.close()
+            if self.logger is not None:
+                self.logger.close()
 
     def warm_start(self) -> None:
         """Make the drafter before the first step, where one is wanted: read or trained. Raises
@@ -141,25 +143,29 @@ class Trainer:
         metrics |= reports.idle_metrics(ranks, record) | reports.shared_tail_metrics(ranks, record)
         if sampler.drafter is not None:
             metrics |= sampler.drafter.metrics(ranks)
-        self.logger.log(step, metrics | {"perf/max_memory_gb": reports.peak_memory_gb(ranks)})
+        metrics["perf/max_memory_gb"] = reports.peak_memory_gb(ranks)
+        if self.recorder is not None:
+            self.recorder.write(record)
+        if step in run.timeline_steps:
+            spans = [span for rollout in record.rollouts for span in rollout.spans] + record.spans
+            lanes = gather_lanes(ranks, sorted(spans, key=lambda span: span.begin_s), record.stages)
+        if self.logger is None:
+            return
+        self.logger.log(step, metrics)
+        if step % SAMPLE_STEPS == 0:
+            self.logger.log_samples(step, record.samples, record.rewards.ravel(), self.tokenizer)
+        if step in run.timeline_steps:
+            is_long, title = metrics.get("tail/is_long_round"), self.config.speculative.method
+            title += "" if is_long is None else (", long round" if is_long else ", short round")
+            self.logger.log_timeline(step, lanes, title)
         self.num_equal = self.num_equal + 1 if has_zero_std(record.rewards).all() else 0
-        if self.num_equal == EQUAL_STEPS and ranks.is_main:
+        if self.num_equal == EQUAL_STEPS:
             log(
                 f"warning: in {EQUAL_STEPS} steps in a row, up to step {step}, all responses to "
                 "each prompt got the same reward, so there was nothing to learn from; check "
                 "reward.functions, take prompts that the model solves now and then, or raise "
                 "rollout.num_generations or rollout.temperature"
             )
-        if self.recorder is not None:
-            self.recorder.write(record)
-        if step % SAMPLE_STEPS == 0:
-            self.logger.log_samples(step, record.samples, record.rewards.ravel(), self.tokenizer)
-        if step in run.timeline_steps:
-            spans = [span for rollout in record.rollouts for span in rollout.spans] + record.spans
-            lanes = gather_lanes(ranks, sorted(spans, key=lambda span: span.begin_s), record.stages)
-            is_long, title = metrics.get("tail/is_long_round"), self.config.speculative.method
-            title += "" if is_long is None else (", long round" if is_long else ", short round")
-            self.logger.log_timeline(step, lanes, title)
 
     def evaluate_if_due(self) -> None:
         """Evaluate where run.eval_steps wants it; what was evaluated before the run was interrupted
@@ -167,7 +173,9 @@ class Trainer:
         run, done = self.config.run, self.num_updates
         is_due = run.eval_steps and (done % run.eval_steps == 0 or done == run.max_steps)
         if is_due and self.evaluated != done:
-            self.logger.log_evaluation(done, self.evaluate())
+            metrics = self.evaluate()
+            if self.logger is not None:
+                self.logger.log_evaluation(done, metrics)
 
     def evaluate(self) -> dict[str, float | str]:
         """Held-out mean reward and pass@k, under noise that is the same at every evaluation, so

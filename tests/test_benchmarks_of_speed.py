@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from benchmarks import generate, paired_rollout, systems, vs_trl
-from bubblespec import trainer as trainer_module
 from bubblespec.config import load_config
 from bubblespec.errors import InputError
 from bubblespec.idle.draft_ahead import DraftAhead
+from bubblespec.trainer import Trainer
 
 CONFIG = "configs/tiny_cpu.yaml"
 SMALL = [
@@ -32,7 +32,7 @@ SMALL = [
 def nothing_stays(monkeypatch):
     """What benchmarks change in their process is as before after each test."""
     monkeypatch.setattr(DraftAhead, "finish", DraftAhead.finish)
-    monkeypatch.setattr(trainer_module, "MetricsLogger", trainer_module.MetricsLogger)
+    monkeypatch.setattr(Trainer, "report", Trainer.report)
     threads = torch.get_num_threads()
     yield
     gc.unfreeze()

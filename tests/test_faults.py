@@ -369,7 +369,7 @@ def test_a_save_that_fails_leaves_what_was_there(saver, size):
 
 def test_metrics_wait_for_room(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(threading, "excepthook", lambda _: None)  # of TensorBoard's thread
-    logger = MetricsLogger(str(tmp_path), True, 0, 10)
+    logger = MetricsLogger(str(tmp_path), 0, 10)
     logger.log(0, METRICS)
     size = os.path.getsize(tmp_path / "metrics.jsonl")
     with FullDisk(size + 10):
@@ -388,7 +388,7 @@ def test_metrics_wait_for_room(tmp_path, capsys, monkeypatch):
 def test_curves_fail_without_ending_the_run(tmp_path, capsys, monkeypatch):
     """Room for the lines, none for TensorBoard's files."""
     monkeypatch.setattr(threading, "excepthook", lambda _: None)  # of TensorBoard's thread
-    logger = MetricsLogger(str(tmp_path), True, 0, 10)
+    logger = MetricsLogger(str(tmp_path), 0, 10)
     with FullDisk(2000):
         for step in range(10):
             logger.log(step, METRICS)

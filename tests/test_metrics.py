@@ -56,7 +56,7 @@ def run(
     folder, steps: range, evaluate_at: tuple[int, ...] = (), close: bool = True, **more
 ) -> MetricsLogger:
     """The trainer's order: a step's line, then the evaluation after it."""
-    logger = MetricsLogger(str(folder), True, steps.start, 100)
+    logger = MetricsLogger(str(folder), steps.start, 100)
     if steps.start == 0 and 0 in evaluate_at:
         logger.log_evaluation(0, {"eval/reward": 0.0})
     for step in steps:
@@ -128,7 +128,7 @@ def test_samples_go_to_tensorboard_with_prompt_reply_and_reward(tmp_path):
     groups = [Group(Prompt(u, f"question {u}", (1,), {}), 0) for u in range(2)]
     tokens = [np.array(ids, np.int32) for ids in ([0], [1, 2], [3, 4, 5], [6])]
     samples = samples_of(groups, tokens)
-    logger = MetricsLogger(str(tmp_path), True, 0, 10)
+    logger = MetricsLogger(str(tmp_path), 0, 10)
     logger.log_samples(3, samples, np.array([0.0, 0.25, 0.5, 1.0]), Letters(), count=2)
     logger.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()

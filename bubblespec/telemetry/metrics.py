@@ -37,13 +37,10 @@ TABLE_KEYS = (
 
 
 class MetricsLogger:
-    """Does nothing on ranks other than 0. `first_step` > 0 continues a run: later lines of the file
-    are cut off first. With 0 a file that is there is kept under another name."""
+    """`first_step` > 0 continues a run: later lines of the file are cut off first. With 0 a file
+    that is there is kept under another name."""
 
-    def __init__(self, output_dir: str, is_main: bool, first_step: int, max_steps: int):
-        self.is_main = is_main
-        if not is_main:
-            return
+    def __init__(self, output_dir: str, first_step: int, max_steps: int):
         self.output_dir = output_dir
         path = os.path.join(output_dir, "metrics.jsonl")
         try:
@@ -69,14 +66,12 @@ class MetricsLogger:
     def log(self, step: int, metrics: dict[str, Any]) -> None:
         """One line of metrics.jsonl and one point of each curve; `step` counts finished steps from
         0."""
-        if not self.is_main:
-            return
         self._write(step, metrics)
         counts = metrics.get("rollout/spec_accepted_lengths")
         if counts and sum(counts):
             lengths = np.repeat(ACCEPT_BINS, counts)
             self._draw("add_histogram", "rollout/spec_accepted_lengths", lengths, step)
-        self.history.append({key: metrics.get(key, float("nan")) for key in TABLE_KEYS})
+        self.history.append({key: metrics.get(key, math.nan) for key in TABLE_KEYS})
         shown = f"reward {metrics['reward']:.3f}, {metrics['perf/throughput']:.0f} tokens/s, "
         shown += f"{metrics['timing_s/step']:.2f} s/step"
         with contextlib.suppress(OSError):  # the screen may be a log on a full disk
@@ -86,19 +81,15 @@ class MetricsLogger:
     def log_evaluation(self, step: int, metrics: dict[str, Any]) -> None:
         """Evaluations are lines of their own: {"step": ..., "eval/...": ...}; `step` is the number
         of updates so far."""
-        if not self.is_main:
-            return
         self._write(step, metrics)
         self.evaluations.append((step, metrics))
-        self.say(f"step {step}: held-out reward {metrics['eval/reward']:.3f}")
+        log(f"step {step}: held-out reward {metrics['eval/reward']:.3f}")
 
     def log_samples(
         self, step: int, samples: Samples, rewards: np.ndarray, tokenizer, *, count: int = 4
     ) -> None:
         """Length histogram and a few completions with their rewards. rewards: float64 [S],
         combined."""
-        if not self.is_main:
-            return
         self._draw("add_histogram", "completions/length", samples.lengths, step)
         chosen = np.linspace(0, len(samples) - 1, min(count, len(samples))).astype(int)
         for number, i in enumerate(chosen):
@@ -109,28 +100,18 @@ class MetricsLogger:
 
     def log_timeline(self, step: int, lanes: list[np.ndarray], method: str) -> None:
         """A trace and a picture of one step; see `gather_lanes` for the lanes."""
-        if not self.is_main:
-            return
         try:
             picture = save_timeline(self.output_dir, step, lanes, method)
         except OSError as error:
-            self.say(f"warning: the timeline of step {step} could not be written: {error.strerror}")
+            log(f"warning: the timeline of step {step} could not be written: {error.strerror}")
             return
         self._draw("add_image", "timeline", picture, step, dataformats="HWC")
 
-    def say(self, line: str) -> None:
-        """A line on the screen, above the bar."""
-        if self.is_main:
-            with contextlib.suppress(OSError):
-                self._bar.write(line, file=sys.stderr)
-
     def close(self) -> None:
         """End the bar and print the run's table."""
-        if not self.is_main:
-            return
         with contextlib.suppress(OSError):
             self._bar.close()
-        self._append([])
+        self._flush()
         self._file.close()
         if self._waiting:
             log(f"warning: the last {len(self._waiting)} lines of metrics.jsonl are lost")
@@ -141,28 +122,26 @@ class MetricsLogger:
 
     def _write(self, step: int, metrics: dict[str, Any]) -> None:
         """JSON has no NaN and no infinity: such a value is null in the file."""
-        plain = {
-            key: value.item() if isinstance(value, np.generic) else value
-            for key, value in metrics.items()
-        }
-        is_number = {key: not isinstance(v, float) or math.isfinite(v) for key, v in plain.items()}
-        line = {key: value if is_number[key] else None for key, value in plain.items()}
-        self._append([json.dumps({"step": step, **line}, allow_nan=False) + "\n"])
-        self._write_scalars(step, plain)
+        line = {"step": step}
+        for key, value in metrics.items():
+            is_number = not isinstance(value, float | np.floating) or math.isfinite(value)
+            line[key] = value if is_number else None
+        self._waiting.append(json.dumps(line, allow_nan=False, default=np.generic.item) + "\n")
+        self._flush()
+        self._write_scalars(step, metrics)
 
-    def _append(self, lines: list[str]) -> None:
-        """Append whole lines to the file. If the disk is full they wait for the next call."""
-        was_waiting = bool(self._waiting)
-        self._waiting += lines
+    def _flush(self) -> None:
+        """Append the lines that wait to the file. If the disk is full they wait for the next
+        call."""
         data = "".join(self._waiting).encode()
         try:
             while data:
                 data = data[self._file.write(data) :]
         except OSError as error:
             self._file.truncate(self._size)  # no partial line stays
-            if not was_waiting:
+            if len(self._waiting) == 1:
                 reason = f"metrics.jsonl cannot be written ({error.strerror})"
-                self.say(f"warning: {reason}; its lines wait in memory")
+                log(f"warning: {reason}; its lines wait in memory")
             return
         self._size = self._file.tell()
         self._waiting = []
@@ -183,12 +162,12 @@ class MetricsLogger:
             getattr(self._tensorboard, method)(*arguments, **options)
         except OSError as error:
             reason = f"TensorBoard's files cannot be written ({error.strerror})"
-            self.say(f"warning: {reason}; its curves will have a gap")
+            log(f"warning: {reason}; its curves will have a gap")
             self._tensorboard, self._is_drawing = None, False
 
     def _write_scalars(self, step: int, metrics: dict[str, Any]) -> None:
         for key, value in metrics.items():
-            if isinstance(value, (int, float)):
+            if isinstance(value, int | float | np.generic):
                 self._draw("add_scalar", key, value, step)
 
 
