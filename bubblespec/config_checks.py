@@ -95,10 +95,10 @@ def fill(
         if not isinstance(given, dict):
             found = type(given).__name__
             raise InputError(f"{source}: expected sections (model, data, ...), found {found}")
-        for section, values in given.items():
-            for name in (f"{section}.{k}" for k in values) if isinstance(values, dict) else ():
-                if name in removed:
-                    raise InputError(f"{name}: there is no such key any more: {removed[name]}")
+        for name in removed:
+            section, _, leaf = name.partition(".")
+            if isinstance(values := given.get(section), dict) and leaf in values:
+                raise InputError(f"{name}: there is no such key any more: {removed[name]}")
         _check_keys(given, schema, schema)
         merged = _merge(merged, layer)
     try:

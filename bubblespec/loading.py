@@ -76,8 +76,6 @@ def load_model(config: Config, checkpoint: str | None, device: torch.device) -> 
         first, *others = sorted(info["missing_keys"])
         more = f" and {len(others)} more" if others else ""
         raise InputError(f"{key}: the weights of {path} lack {first}{more}")
-    if checkpoint:
-        check_same_architecture(config, model, checkpoint)
     if has_adapter:
         add_adapter(model, config.model, config.run.seed, checkpoint)
     return model.to(device).eval()
@@ -116,18 +114,6 @@ def is_hub_reachable() -> bool:
         socket.create_connection((address.hostname, port), HUB_TIMEOUT_S).close()
         return True
     return False
-
-
-def check_same_architecture(config: Config, model: PreTrainedModel, checkpoint: str) -> None:
-    """Refuse a checkpoint of another architecture than model.path: it has its own configuration, so
-    it would load. Raises InputError."""
-    initial = from_pretrained(AutoConfig, config, config.model.path)
-    names = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")
-    for name in names:
-        here, there = getattr(initial, name, None), getattr(model.config, name, None)
-        if here != there:
-            other = f"holds another model: {name} is {there}, in model.path {here}"
-            raise InputError(f"run.resume_from_checkpoint: {checkpoint} {other}")
 
 
 def check_vocabulary(
@@ -176,7 +162,7 @@ def load_prompts(
 
     held_out = []
     if data.tasks:
-        tasks = [{"name": t.name, "weight": t.weight, "config": t.config} for t in data.tasks]
+        tasks = [vars(task) for task in data.tasks]
         train = prompts_of(reasoning_gym_rows(tasks, data.size, TASKS_SEED), "data.tasks")
         if count:
             rows = reasoning_gym_rows(tasks, count, HELD_OUT_SEED)

@@ -155,24 +155,10 @@ def test_damaged_model_folder(policy, damage, says):
     assert says.replace("POLICY", str(policy)) in message
 
 
-@pytest.mark.parametrize(
-    "keys, says",
-    [
-        ({"vocab_size": 320}, "holds another model: vocab_size is 320, in model.path 312"),
-        ({"num_hidden_layers": 2}, "holds another model: num_hidden_layers is 2, in model.path 3"),
-        ({"intermediate_size": 64}, "config.json asks for"),
-    ],
-)
-def test_checkpoint_of_another_model(policy, keys, says):
-    edit_json(policy / "config.json", **keys)
-    if "vocab_size" in keys:
-
-        def grow(weights):
-            return {k: torch.cat((v, v[:8])) if len(v) == 312 else v for k, v in weights.items()}
-
-        edit_weights(policy, grow)
+def test_checkpoint_of_another_model(policy):
+    edit_json(policy / "config.json", intermediate_size=64)
     message = refusal(load_model, make_config(), str(policy), CPU)
-    assert message.startswith("run.resume_from_checkpoint: ") and says in message
+    assert message.startswith("run.resume_from_checkpoint: ") and "config.json asks for" in message
 
 
 def without_last_row(value):

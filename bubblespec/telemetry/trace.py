@@ -90,8 +90,7 @@ class Recorder:
             return
         step = record.step
         self.ranks.place = f"recording of step {step}"
-        numbers = [_forward_numbers(i, rollout) for i, rollout in enumerate(record.rollouts)]
-        forwards = self.ranks.gather_ragged(np.concatenate(numbers).ravel())
+        forwards = self.ranks.gather_ragged(_own_forwards(record.rollouts).ravel())
         if self.ranks.is_main:
             try:
                 self._write_table("forwards", step, _forward_columns(step, forwards))
@@ -124,11 +123,12 @@ class Recorder:
         import pyarrow
         import pyarrow.parquet
 
-        list_type = pyarrow.list_(pyarrow.int32())
-        arrays = {
-            name: pyarrow.array(columns[name], list_type if dtype == "list" else dtype)
-            for name, dtype in COLUMNS[kind].items()
-        }
+        arrays = {}
+        for name, dtype in COLUMNS[kind].items():
+            if dtype == "list":
+                arrays[name] = pyarrow.array(columns[name], pyarrow.list_(pyarrow.int32()))
+            else:
+                arrays[name] = np.asarray(columns[name], dtype)
         with _replaced(_path(self.folder, kind, step)) as path:
             pyarrow.parquet.write_table(pyarrow.table(arrays), path, compression="zstd")
 
@@ -222,23 +222,20 @@ def _response_columns(record: StepRecord) -> dict[str, Any]:
     }
 
 
-def _forward_numbers(batch: int, rollout: RolloutRecord) -> np.ndarray:
-    """All forwards, float64 [forwards, 1 + fields of ForwardRecord], times since the rollout began.
-    Counts are exact in it."""
-    numbers = np.array(rollout.forwards, np.float64).reshape(-1, len(ForwardRecord._fields))
-    numbers[:, :2] -= rollout.began_s
-    return np.insert(numbers, 0, batch, axis=1)
+def _own_forwards(rollouts: list[RolloutRecord]) -> np.ndarray:
+    """This rank's forwards of a step, float64 [forwards, 1 + fields of ForwardRecord]: batch, and
+    the fields, with times since the rollout began. Counts are exact in it."""
+    forwards = [(i, *forward) for i, rollout in enumerate(rollouts) for forward in rollout.forwards]
+    numbers = np.array(forwards, np.float64).reshape(-1, 1 + len(ForwardRecord._fields))
+    began_s = np.array([rollout.began_s for rollout in rollouts])
+    numbers[:, 1:3] -= began_s[numbers[:, 0].astype(int), None]
+    return numbers
 
 
 def _forward_columns(step: int, by_rank: list[np.ndarray]) -> dict[str, Any]:
-    """by_rank: see `_forward_numbers`, flat, of each rank."""
-    fields = ForwardRecord._fields
-    tables = [numbers.reshape(-1, 1 + len(fields)) for numbers in by_rank]
-    numbers = np.concatenate(tables)
+    """by_rank: see `_own_forwards`, flat, of each rank."""
+    names = ("batch", *ForwardRecord._fields)
+    tables = [numbers.reshape(-1, len(names)) for numbers in by_rank]
     ranks = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
-    columns = {
-        name: numbers[:, 1 + i] if name.endswith("_s") else numbers[:, 1 + i].astype(np.int64)
-        for i, name in enumerate(fields)
-    }
-    batch = numbers[:, 0].astype(np.int64)
-    return {"step": [step] * len(numbers), "rank": ranks, "batch": batch} | columns
+    columns = dict(zip(names, np.concatenate(tables).T, strict=True))
+    return columns | {"step": np.full(len(ranks), step), "rank": ranks}
