@@ -12,10 +12,9 @@ from bubblespec.errors import InputError
 from bubblespec.planner.place import place_in_turn
 from bubblespec.records import Load
 from bubblespec.simulate import __main__ as command
-from bubblespec.simulate.drafting import STOP, DraftModel, edited
 from bubblespec.simulate.run import counted, simulate
 from bubblespec.simulate.runner import DrafterModel
-from bubblespec.simulate.workload import Synthetic, Texts, Workload, parse
+from bubblespec.simulate.workload import STOP, DraftModel, Synthetic, Texts, Workload, edited, parse
 from bubblespec.simulate.world import World
 from bubblespec.telemetry.timeline import KINDS
 from bubblespec.types import Group

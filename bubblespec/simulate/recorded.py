@@ -9,8 +9,7 @@ import numpy as np
 
 from bubblespec.config import Config, flatten
 from bubblespec.errors import InputError
-from bubblespec.simulate.drafting import STOP, DraftModel, Key
-from bubblespec.simulate.workload import Workload
+from bubblespec.simulate.workload import STOP, DraftModel, Key, Workload
 from bubblespec.telemetry.trace import FOLDER, list_steps, read_meta, read_table
 from bubblespec.types import Prompt, SampleId
 

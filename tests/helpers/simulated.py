@@ -5,10 +5,9 @@ import numpy as np
 from bubblespec.engine.engine import Engine
 from bubblespec.records import Load
 from bubblespec.simulate.__main__ import simulated_config
-from bubblespec.simulate.drafting import STOP, VOCABULARY
 from bubblespec.simulate.run import simulate
 from bubblespec.simulate.runner import DrafterModel
-from bubblespec.simulate.workload import Synthetic, SyntheticWorkload
+from bubblespec.simulate.workload import STOP, VOCABULARY, Synthetic, SyntheticWorkload
 from bubblespec.types import Row
 
 
