@@ -35,24 +35,24 @@ TIMEOUT_S = 300.0  # that a rank waits for another, at most: run.timeout_s may b
 def examine(case: Case) -> list[str]:
     """Make all checks, on all ranks together, and print their lines; returns those that have
     failed, the same on all ranks. Raises RunFailed where a rank no longer answers."""
-    names, missing = [], set()  # those that have failed, and also what could not be made for it
+    failures, passed = [], {None}
     is_apart = False  # ranks have missed a collective, and there can be no further one
     for name, check in CHECKS.items():
-        if is_apart or check.needs in missing:
-            missing.add(name)
+        if is_apart or check.needs not in passed:
             why = "ranks are out of step" if is_apart else f"it needs what {check.needs} makes"
             of_ranks = [[failed(f"not made, as {why}")]]
         else:
-            if check.is_long and case.ranks.is_main:
+            if case.ranks.is_main:
                 log(f"doctor: {name} ...")
             case.ranks.place = f"the check of {name}"
             of_ranks, is_apart = compare(case.ranks, name, *attempt(check, case))
             if any(line.verdict == "failed" for lines in of_ranks for line in lines):
-                names.append(name)
-                missing.add(name)
+                failures.append(name)
+            else:
+                passed.add(name)
         if case.ranks.is_main:
             show(name, of_ranks)
-    return names
+    return failures
 
 
 def attempt(check: Check, case: Case) -> tuple[list[Line], bool]:
@@ -91,13 +91,11 @@ def compare(
 
 def show(name: str, of_ranks: list[list[Line]]) -> None:
     """Print the lines of rank 0, and what else others have found wrong."""
-    first, *others = of_ranks
-    lines = list(first)
-    for rank, of_rank in enumerate(others, start=1):
-        new = [line for line in of_rank if line.verdict != "ok" and line not in first]
-        lines += [Line(line.verdict, f"rank {rank}: {line.text}") for line in new]
-    for line in lines:
-        print(f"{name:<11} {line.verdict}: {line.text}", flush=True)
+    for rank, lines in enumerate(of_ranks):
+        for verdict, text in lines:
+            if rank == 0 or (verdict != "ok" and (verdict, text) not in of_ranks[0]):
+                text = text if rank == 0 else f"rank {rank}: {text}"
+                print(f"{name:<11} {verdict}: {text}", flush=True)
 
 
 def next_command(config_path: str, overrides: list[str], ranks: Ranks) -> str:

@@ -74,12 +74,11 @@ class Case:
 
 class Check(NamedTuple):
     """make: its lines, on all ranks together; avoid: what avoids an error that names no key itself;
-    needs: the check without which it is not made; is_long: it may take longer than seconds."""
+    needs: the check without which it is not made."""
 
     make: Callable[[Case], Iterator[Line]]
     avoid: str
     needs: str | None = None
-    is_long: bool = False
 
 
 def versions(case: Case) -> Iterator[Line]:
@@ -162,8 +161,8 @@ def graphs(case: Case) -> Iterator[Line]:
     if case.ranks.device.type == "cpu":
         yield ok("not applicable: a CPU has none")
         return
-    if case.config.rollout.enforce_eager or not can_capture(case.ranks.device, kernel):
-        is_eager = case.config.rollout.enforce_eager
+    is_eager = case.config.rollout.enforce_eager
+    if is_eager or not can_capture(case.ranks.device, kernel):
         why = "rollout.enforce_eager=true" if is_eager else "model.attention is sdpa"
         yield slower(f"there are none; {why}")
         return
@@ -369,11 +368,11 @@ def local_ranks() -> int:
 CHECKS: dict[str, Check] = {
     "versions": Check(versions, "pip install -r requirements.txt"),
     "devices": Check(devices, "model.device=cpu"),
-    "model": Check(model, "model.path, model.dtype", is_long=True),
+    "model": Check(model, "model.path, model.dtype"),
     "attention": Check(attention, "model.attention=sdpa", "model"),
     "graphs": Check(graphs, "rollout.enforce_eager=true", "model"),
     "shared tail": Check(shared_tail, "rollout.tp_tail_max_rows=0", "model"),
-    "set-up": Check(set_up, "a smaller rollout.num_slots", "model", is_long=True),
+    "set-up": Check(set_up, "a smaller rollout.num_slots", "model"),
     "collectives": Check(collectives, "--nproc_per_node=1", "set-up"),
-    "rollouts": Check(rollouts, "speculative.method=none", "set-up", is_long=True),
+    "rollouts": Check(rollouts, "speculative.method=none", "set-up"),
 }
