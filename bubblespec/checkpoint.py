@@ -10,6 +10,7 @@ drafts and histories are saved too, for speed.
 import contextlib
 import fcntl
 import filecmp
+import glob
 import hashlib
 import json
 import os
@@ -89,7 +90,10 @@ def save_checkpoint(
             with open(os.path.join(temporary, STATE_FILE), "w", encoding="utf-8") as file:
                 json.dump(state, file, indent=1)
             _commit(temporary, os.path.join(config.run.output_dir, f"checkpoint-{step}"))
-            _delete_old(config, step)
+            # Those beyond `step` are damaged, or of a continuation that was given up: not counted.
+            saved = [f for f in list_checkpoints(config.run.output_dir) if step_of(f) <= step]
+            for old in saved[: -config.run.keep_last]:
+                shutil.rmtree(old, ignore_errors=True)
             return None
         except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: of torch.save
             shutil.rmtree(temporary, ignore_errors=True)
@@ -97,15 +101,6 @@ def save_checkpoint(
             return " ".join(str(reason).split()) or type(reason).__name__
 
     return ranks.agree(save)
-
-
-def _delete_old(config: Config, step: int) -> None:
-    """Keep the newest run.keep_last. Checkpoints beyond `step` are damaged, or of a continuation
-    that was given up: they are not counted."""
-    folders = list_checkpoints(config.run.output_dir)
-    saved = [folder for folder in folders if step_of(folder) <= step]
-    for old in saved[: -config.run.keep_last]:
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def _commit(temporary: str, final: str) -> None:
@@ -175,9 +170,8 @@ def lock_output_dir(config: Config) -> IO:
             os.remove(resolved + ".tmp")
         reason = f"cannot write to {output_dir}: {error.strerror}"
         raise InputError(f"run.output_dir: {reason}") from error
-    for name in os.listdir(output_dir):
-        if name.startswith("tmp-checkpoint-"):
-            shutil.rmtree(os.path.join(output_dir, name), ignore_errors=True)
+    for unfinished in glob.glob(os.path.join(glob.escape(output_dir), "tmp-checkpoint-*")):
+        shutil.rmtree(unfinished, ignore_errors=True)
     return file
 
 
@@ -231,8 +225,8 @@ def _find_checkpoint(config: Config, world_size: int) -> str | None:
     differences = _check_same_run(config, state["config"], folder)
     if world_size != state["world_size"]:
         differences.append(f"{world_size} ranks here, but {state['world_size']}")
+    weights = "the run goes on, but its weights are the same to rounding only"
     for difference in differences:
-        weights = "the run goes on, but its weights are the same to rounding only"
         log(f"warning: {difference} in {folder}; {weights}")
     return folder
 
@@ -275,11 +269,11 @@ def _is_the_same_data(here: str | None, there: str | None) -> bool:
         return True
     if os.path.isfile(here) and os.path.isfile(there):
         return filecmp.cmp(here, there, shallow=False)
-    names = [sorted(os.listdir(path)) if os.path.isdir(path) else None for path in (here, there)]
-    if names[0] is None or names[0] != names[1]:
+    if os.path.isfile(here) or os.path.isfile(there):
         return False
-    return all(
-        _is_the_same_data(os.path.join(here, name), os.path.join(there, name)) for name in names[0]
+    names = os.listdir(here)
+    return sorted(names) == sorted(os.listdir(there)) and all(
+        _is_the_same_data(os.path.join(here, name), os.path.join(there, name)) for name in names
     )
 
 

@@ -86,14 +86,13 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     learner = Learner(**parts, optimizer=optimizer, kernel=kernel)
     engine, max_tp_rows = build_engine(config, learner, ranks)
     schedule = make_schedule(config, train_prompts)
-    if checkpoint:
-        load_arrays_into(schedule, checkpoint, PLANNER_FILE)
     scorer = Scorer(config.reward, functions, tokenizer, ranks)
     weights = config.reward.weights or [1.0] * len(functions)
     limits = (config.rollout.temperature, config.rollout.top_p, config.rollout.top_k)
     params = SamplingParams(*limits, stops, config.rollout.min_completion_length)
     sampler = make_sampler(config, ranks, engine, params, schedule, scorer, reward_weights=weights)
     if checkpoint:
+        load_arrays_into(schedule, checkpoint, PLANNER_FILE)
         load_arrays_into(sampler, checkpoint, SPECULATION_FILE)
     if config.optim.stream_gradients:
         sampler.learner = learner

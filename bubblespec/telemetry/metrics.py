@@ -192,8 +192,6 @@ def _drop_steps_from(path: str, first_step: int) -> list[dict]:
                 record = json.loads(line)
             except json.JSONDecodeError:  # torn by a kill
                 continue
-            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-                continue
             # An evaluation at `first_step` was made before the step of that number, by the run that
             # saved the checkpoint.
             is_evaluation = "eval/reward" in record
