@@ -8,7 +8,7 @@ besides is a rule of thumb in the table; a run on a GPU makes such a step and re
 import argparse
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import psutil
@@ -139,24 +139,23 @@ def choose_slots(config: Config, learner: Learner, ranks: Ranks) -> tuple[int, i
     Ranks on CPUs fill half of the machine's free memory, as nothing there says what a gradient step
     needs.
     """
-    rollout, model, optimizer = config.rollout, learner.model, learner.optimizer
-    needs = estimate(config, model, ranks.world_size)
-    wanted, free = rollout.num_slots, free_bytes(ranks.device)
-    useful = max_slots(config, ranks.world_size)
+    rollout, device, optimizer = config.rollout, ranks.device, learner.optimizer
+    needs = estimate(config, learner.model, ranks.world_size)
+    wanted, free = rollout.num_slots, free_bytes(device)
+    useful, spare = max_slots(config, ranks.world_size), spare_slots(config, device)
     room = free / 2
-    if ranks.device.type == "cuda" and wanted == "auto":
+    if device.type == "cuda" and wanted == "auto":
         updated = [p for group in optimizer.local.param_groups for p in group["params"]]
         to_come = 0 if optimizer.local.state else 2 * sum(p.nbytes for p in updated)
-        peak = gradient_peak(config, learner)
-        room = free - HEADROOM * torch.cuda.mem_get_info(ranks.device)[1] - to_come - needs.drafter
-        room = Needs(**{**vars(needs), "training": peak}).room_for_cache(room, config)
-    spare = spare_slots(config, ranks.device)
+        needs = replace(needs, training=gradient_peak(config, learner))
+        room = free - HEADROOM * torch.cuda.mem_get_info(device)[1] - to_come - needs.drafter
+        room = needs.room_for_cache(room, config)
     shared = rollout.tp_tail_max_rows if ranks.world_size > 1 else 0
-    num_tp_rows = AUTO_TP_ROWS if shared == "auto" else shared
-    left = room - (num_tp_rows + spare if num_tp_rows else 0) * needs.tp_row
-    fitting = int(ranks.gather(np.array([left // needs.slot])).min()) - spare
-    if shared == "auto" and fitting < 1:
-        num_tp_rows, fitting = 0, int(ranks.gather(np.array([room // needs.slot])).min()) - spare
+    for num_tp_rows in (AUTO_TP_ROWS, 0) if shared == "auto" else (shared,):
+        left = room - (num_tp_rows + spare if num_tp_rows else 0) * needs.tp_row
+        fitting = int(ranks.gather(np.array([left // needs.slot])).min()) - spare
+        if fitting >= 1:
+            break
     if wanted != "auto":
         is_bounded = "bubble" not in config.speculative.method
         num_slots = min(wanted, useful) if is_bounded else wanted

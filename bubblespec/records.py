@@ -162,13 +162,8 @@ class RolloutRecord:
     @property
     def own_s(self) -> float:
         """Seconds until this rank's rows of this step were done."""
-        return (
-            max(
-                (forward.end_s for forward in self.forwards if forward.own_rows),
-                default=self.began_s,
-            )
-            - self.began_s
-        )
+        ends = (forward.end_s for forward in self.forwards if forward.own_rows)
+        return max(ends, default=self.began_s) - self.began_s
 
     @property
     def wait_s(self) -> float:
@@ -184,12 +179,9 @@ class RolloutRecord:
     def spans(self) -> list[Span]:
         """What the rank did when, in order of time; forwards of one kind in a row are one span."""
         spans: list[Span] = []
-        forwards = (
-            Span(f.kind, f.end_s - f.engine_s - f.propose_s, f.end_s) for f in self.forwards
-        )
-        for span in sorted(
-            (*forwards, *self.waits, *self.slices, *self.shared), key=lambda span: span.begin_s
-        ):
+        found = [Span(f.kind, f.end_s - f.engine_s - f.propose_s, f.end_s) for f in self.forwards]
+        found += self.waits + self.slices + self.shared
+        for span in sorted(found, key=lambda span: span.begin_s):
             if spans and spans[-1].kind == span.kind:
                 span = Span(span.kind, spans.pop().begin_s, span.end_s)
             spans.append(span)

@@ -6,6 +6,7 @@ Plain data. This module imports none of the package's others, so each of them ma
 
 import hashlib
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -132,11 +133,8 @@ class Samples:
     @property
     def ids(self) -> list[SampleId]:
         """The name of each sample."""
-        groups = (group for group in self.groups for _ in range(self.num_generations))
-        return [
-            group.sample(number)
-            for group, number in zip(groups, self.numbers.tolist(), strict=True)
-        ]
+        size = self.num_generations
+        return [self.groups[i // size].sample(n) for i, n in enumerate(self.numbers.tolist())]
 
     def prompt_of(self, index: int) -> Prompt:
         """The prompt of sample `index`."""
@@ -149,15 +147,15 @@ class Samples:
 
     def of_groups(self, numbers: list[int]) -> "Samples":
         """The samples of some of the groups, in the order given."""
-        rows = [n * self.num_generations + j for n in numbers for j in range(self.num_generations)]
+        size = self.num_generations
+        rows = [n * size + j for n in numbers for j in range(size)]
         return Samples(
             [self.groups[n] for n in numbers],
-            self.num_generations,
+            size,
             self.numbers[rows],
-            *(
-                [values[i] for i in rows]
-                for values in (self.tokens, self.logprob, self.full_logprob)
-            ),
+            [self.tokens[row] for row in rows],
+            [self.logprob[row] for row in rows],
+            [self.full_logprob[row] for row in rows],
             self.is_truncated[rows],
             self.rewards[rows],
         )
@@ -180,9 +178,8 @@ def digest(samples: Samples) -> str:
     """SHA-256 over the name, length and token ids of all samples, ordered by name: equal digests
     are equal tokens."""
     sha = hashlib.sha256()
-    for name, tokens in sorted(
-        zip(samples.ids, samples.tokens, strict=True), key=lambda entry: entry[0]
-    ):
+    named = zip(samples.ids, samples.tokens, strict=True)
+    for name, tokens in sorted(named, key=itemgetter(0)):
         sha.update(np.array([*name, len(tokens)], "<i8").tobytes())
         sha.update(tokens.astype("<i4").tobytes())
     return sha.hexdigest()
