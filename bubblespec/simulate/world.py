@@ -46,8 +46,8 @@ class World:
         self._ended = threading.Event()
         self._meetings = [0] * num_ranks
         self._present: dict[int, dict[int, object]] = {}  # by meeting, what each rank has brought
-        self._posted: dict[int, dict[int, np.ndarray]] = {}  # by tick, each rank's numbers
-        self._complete_at: dict[int, float] = {}  # ticks to which all ranks have posted
+        # By tick, when each rank posted to it, and its numbers.
+        self._posted: dict[int, dict[int, tuple[float, np.ndarray]]] = {}
 
     def run(self, work: Callable[[int], None]) -> None:
         """`work(rank)` on every rank, to the end of all; once. Raises what a rank raises."""
@@ -122,22 +122,21 @@ class World:
     def post(self, rank: int, tick: int, numbers: np.ndarray) -> None:
         """Start a tick on this rank; complete TICK_S after the last rank has."""
         self.now[rank] += POST_S
-        posted = self._posted.setdefault(tick, {})
-        posted[rank] = numbers
-        self._complete_at[tick] = max(self._complete_at.get(tick, 0.0), self.now[rank] + TICK_S)
-        if len(posted) == self.num_ranks:
+        self._posted.setdefault(tick, {})[rank] = (self.now[rank], numbers)
+        complete_at = self.complete_at(tick)
+        if complete_at < math.inf:
             self._posted.pop(tick - 2, None)  # all have read the one before this, to post to this
-            self._complete_at.pop(tick - 2, None)
             for other, awaited in enumerate(self._tick_awaited):
                 if awaited == tick:
-                    self._wake[other] = max(
-                        min(self._wake[other], self._complete_at[tick]), self.now[other]
-                    )
+                    wake = min(self._wake[other], complete_at)
+                    self._wake[other] = max(wake, self.now[other])
 
     def complete_at(self, tick: int) -> float:
         """When a tick is complete, as far as is known: infinite while a rank has yet to post."""
-        is_complete = len(self._posted.get(tick, ())) == self.num_ranks
-        return self._complete_at[tick] if is_complete else math.inf
+        posted = self._posted.get(tick, {})
+        if len(posted) < self.num_ranks:
+            return math.inf
+        return max(time for time, _ in posted.values()) + TICK_S
 
     def await_tick(self, rank: int, tick: int, until: float) -> None:
         """Rest until a tick is complete, and no longer than `until`."""
@@ -146,7 +145,7 @@ class World:
         self._tick_awaited[rank] = None
 
     def posted(self, tick: int) -> list[np.ndarray]:
-        return [self._posted[tick][rank] for rank in range(self.num_ranks)]
+        return [self._posted[tick][rank][1] for rank in range(self.num_ranks)]
 
 
 class SimulatedRanks(Ranks):
