@@ -16,6 +16,7 @@ from bubblespec.draft.store import DraftStore, History
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.runner import ModelRunner
+from bubblespec.planner import drafts as drafts_module
 from bubblespec.planner import guard
 from bubblespec.planner.stats import RunStats
 from bubblespec.records import ForwardRecord, Load, RolloutRecord, Span, StepRecord
@@ -188,7 +189,10 @@ def test_a_guard_that_is_off_leaves_drafts_out(no_controls):
         assert any(record.acceptance.draft_tokens for record in records) != is_off
 
 
-def test_a_rollout_to_compare_with_verifies_nothing_and_drafts_in_idle_time_alone(no_controls):
+def test_a_rollout_to_compare_with_verifies_nothing_and_drafts_in_idle_time_alone(
+    no_controls, monkeypatch
+):
+    monkeypatch.setattr(drafts_module, "MAX_LOOKAHEAD", 1)  # there is something left to draft
     sampler = start("bubble", new_model(), BoardWithSlowRank(120))
     first = sampler.sample(0).rollouts[0]
     sampler.stats.guards["drafts"]._until_control = 0
