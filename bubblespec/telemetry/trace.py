@@ -19,10 +19,10 @@ meta.json: format, config (flat), world_size, hardware and versions of the newes
 """
 
 import contextlib
-import glob
 import json
 import os
 import platform
+import re
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # a tenth of a second that only a recorded run pays
 FORMAT = 2
 FOLDER = "trace"
 META_FILE = "meta.json"
+FILE_NAME = re.compile(r"(responses|forwards)-(\d{5,})\.parquet(\.tmp)?")
 COLUMNS = {
     "forwards": {"step": "int32", "rank": "int16", "batch": "int16"}
     | {
@@ -102,10 +103,10 @@ class Recorder:
         self.is_on = bool(self.ranks.gather(np.array([self.is_on], np.uint8))[0, 0])
 
     def _remove_from(self, first_step: int) -> None:
-        for path in glob.glob(os.path.join(glob.escape(self.folder), "*-*.parquet*")):
-            step = int(os.path.basename(path).partition("-")[2].partition(".")[0])
-            if step >= first_step or path.endswith(".tmp"):
-                os.remove(path)
+        for name in os.listdir(self.folder):
+            match = FILE_NAME.fullmatch(name)
+            if match and (int(match[2]) >= first_step or match[3]):
+                os.remove(os.path.join(self.folder, name))
 
     def _write_meta(self, config: Config) -> None:
         names = ("torch", "transformers", "numpy")
@@ -162,8 +163,9 @@ def read_meta(folder: str) -> dict[str, Any]:
 
 def list_steps(folder: str) -> list[int]:
     """The steps that a trace holds whole, in order. Raises InputError if there is none."""
-    names = glob.glob("responses-*.parquet", root_dir=folder)
-    steps = sorted(int(name[len("responses-") : -len(".parquet")]) for name in names)
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    matches = [match for name in names if (match := FILE_NAME.fullmatch(name))]
+    steps = sorted(int(m[2]) for m in matches if m[1] == "responses" and not m[3])
     if not steps:
         raise InputError(f"{folder}: no step is recorded there")
     return steps
