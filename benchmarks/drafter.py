@@ -8,7 +8,6 @@ drafter's alone, in turn.
 """
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -17,7 +16,7 @@ import numpy as np
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from benchmarks.shared import main, make_parser, plain_engine
+from benchmarks.shared import main, make_parser, plain_engine, write_json
 from bubblespec.config import load_config
 from bubblespec.dist.ranks import ranks_from_environment
 from bubblespec.draft.drafter import MAX_CHAIN_LENGTH, save_drafter
@@ -174,8 +173,7 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
             result |= {"config": arguments.config, "overrides": arguments.overrides}
             result |= {name: by_rows[0][name] if by_rows else None for name in SUMMARY}
             result |= {"warm_start_s": warm_start_s, "longest_chain": MAX_CHAIN_LENGTH}
-            with open(arguments.json, "w", encoding="utf-8") as file:
-                json.dump(result, file)
+            write_json(arguments.json, result)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import argparse
 import copy
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -35,14 +34,13 @@ from transformers import (
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from benchmarks.shared import chain_sums, load_policy, write_json
+from benchmarks.shared import ROOT, chain_sums, commit, load_policy, write_json
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.types import Row, SampleId
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 MODELS = {
     "tiny": os.path.join(ROOT, "configs/tiny_policy"),
     "smollm2": os.path.join(ROOT, "models/smollm2-135m-instruct"),
@@ -205,14 +203,6 @@ def run_workload(
         if figures["row_tokens"] != lengths.tolist():
             raise AssertionError(f"{name} generated other lengths than prescribed")
     return result | failed
-
-
-def commit() -> str:
-    """Of the sources, with a + where they differ from it."""
-    got = subprocess.run(
-        ["git", "describe", "--always", "--dirty=+"], cwd=ROOT, capture_output=True, text=True
-    )
-    return got.stdout.strip() or "unknown"
 
 
 def print_table(workloads: dict[str, dict]) -> None:

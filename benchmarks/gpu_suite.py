@@ -14,145 +14,37 @@ import argparse
 import gc
 import importlib.util
 import itertools
-import json
 import os
 import pickle
 import platform
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from importlib import metadata
-from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+from benchmarks.gpu_bench import Bench, Figure, make_bench, make_rows, start_decoding
+from benchmarks.shared import commit, write_json
 from bubblespec.dist.ranks import Ranks
-from bubblespec.engine.attention import VARLEN_KERNELS, problem_of
-from bubblespec.engine.engine import Engine
-from bubblespec.engine.graphs import ForwardGraphs, can_capture, capture, rehearse
+from bubblespec.engine.graphs import ForwardGraphs, capture, rehearse
 from bubblespec.engine.kv_cache import KVCache
-from bubblespec.engine.model import forward_hidden, prepare_model
+from bubblespec.engine.model import forward_hidden
 from bubblespec.engine.packing import pack_rows
-from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.engine.tensor_parallel import TPGroup
 from bubblespec.errors import InputError
 from bubblespec.rollout.board import ProgressBoard, RankState
-from bubblespec.types import Row, SampleId
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TOTAL_S = 460.0
 NUM_SUMS = 50  # one after the other in a graph
-SHAPE_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
-SHAPE_KEYS += ("num_attention_heads", "num_key_value_heads", "tie_word_embeddings")
-SHAPES = {  # SHAPE_KEYS
-    "1.5B": (1536, 8960, 28, 151_936, 12, 2, True),
-    "7B": (3584, 18_944, 28, 152_064, 28, 4, False),
-    "tiny": (48, 64, 2, 300, 4, 2, True),
-}
-
-
-class Figure(NamedTuple):
-    """One row of the table."""
-
-    case: str
-    value: float | None
-    """None if it could not be measured, for the reason in `note`."""
-    unit: str = ""
-    note: str = ""
-
-
-@dataclass
-class Bench:
-    """Device and sizes of all measurements."""
-
-    device: torch.device
-    dtype: torch.dtype
-    kernels: list[str]
-    """Attention kernels that are available: SDPA first, the one that the engine uses last."""
-    is_small: bool
-    """Tiny sizes, for a CPU."""
-
-    @property
-    def kernel(self) -> str:
-        return self.kernels[-1]
-
-    @property
-    def policy(self) -> str:
-        return "tiny" if self.is_small else "1.5B"
-
-    @property
-    def has_graphs(self) -> bool:
-        return can_capture(self.device, self.kernel)
-
-    def sizes(self, small: tuple, large: tuple) -> tuple:
-        return small if self.is_small else large
-
-    def model(self, name: str, num_layers: int | None = None) -> PreTrainedModel:
-        """Random weights; num_layers: in place of those of the shape."""
-        config = dict(zip(SHAPE_KEYS, SHAPES[name], strict=True))
-        config["num_hidden_layers"] = num_layers or config["num_hidden_layers"]
-        torch.manual_seed(0)
-        with torch.device(self.device):
-            config = Qwen2Config(max_position_embeddings=4096, **config)
-            model = AutoModelForCausalLM.from_config(config, dtype=self.dtype).eval()
-        model.requires_grad_(False)
-        prepare_model(model, 4096)
-        return model
-
-    def engine(self, model: PreTrainedModel, rows: int, length: int, **options) -> Engine:
-        options |= {"max_batch_tokens": max(2048, rows), "kernel": self.kernel}
-        return Engine(ModelRunner(model, rows, length, 0, **options))
-
-    def seconds(self, action: Callable[[], object], repeats: int = 10, warm_up: int = 2) -> float:
-        """Median wall time of one call, until the device has done it."""
-        times = []
-        for _ in range(warm_up + repeats):
-            started = time.perf_counter()
-            action()
-            self.wait()
-            times.append(time.perf_counter() - started)
-        return statistics.median(times[warm_up:])
-
-    def wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
-
-def make_bench(on_cpu: bool) -> Bench:
-    if on_cpu:
-        return Bench(torch.device("cpu"), torch.float32, ["sdpa"], True)
-    device, dtype = torch.device("cuda"), torch.bfloat16
-    fitting = [k for k in VARLEN_KERNELS if problem_of(k, device, dtype, frozenset()) is None]
-    return Bench(device, dtype, ["sdpa", *reversed(fitting)], False)
-
-
-def make_rows(model: PreTrainedModel, count: int, prompt: int, new: int | np.ndarray) -> list[Row]:
-    """Rows with different random prompts of `prompt` tokens, so that no prefill is shared, and up
-    to `new` response tokens."""
-    rng = np.random.default_rng(7)
-    prompts = rng.integers(1, model.config.vocab_size, (count, prompt)).tolist()
-    limits = np.broadcast_to(new, count).tolist()
-    return [
-        Row(SampleId(100 + i, 0, 0), tuple(prompts[i]), limit) for i, limit in enumerate(limits)
-    ]
-
-
-def start_decoding(engine: Engine, rows: list[Row]) -> None:
-    engine.add(rows)
-    while engine.queue or engine.prefilling():
-        engine.step(SamplingParams())
 
 
 def copy_bandwidth(bench: Bench) -> float:
@@ -449,13 +341,11 @@ def environment(bench: Bench) -> dict:
     is_there = [importlib.util.find_spec(name.replace("-", "_")) is not None for name in packages]
     versions = {name: metadata.version(name) for name in itertools.compress(packages, is_there)}
     is_cuda = bench.device.type == "cuda"
-    command = ("git", "describe", "--always", "--dirty", "--abbrev=12")
-    described = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": torch.cuda.get_device_name() if is_cuda else f"{os.cpu_count()} CPUs",
         "versions": versions | {"python": platform.python_version(), "cuda": torch.version.cuda},
-        "commit": described.stdout.strip(),
+        "commit": commit(),
         "kernels": bench.kernels,
         "is_small": bench.is_small,
     }
@@ -477,9 +367,7 @@ def run(arguments: argparse.Namespace) -> None:
         if time.perf_counter() > end:
             break
         result["parts"][name] = run_part(name, bench, end)
-        if arguments.json:
-            with open(arguments.json, "w", encoding="utf-8") as file:
-                json.dump(result, file, indent=1)
+        write_json(arguments.json, result)
 
 
 def main() -> int:

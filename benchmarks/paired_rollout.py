@@ -11,7 +11,6 @@ what speculation costs at worst.
 import argparse
 import dataclasses
 import gc
-import json
 import os
 import sys
 import time
@@ -22,7 +21,7 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from benchmarks.shared import main, make_parser, plain_engine
+from benchmarks.shared import main, make_parser, plain_engine, write_json
 from bubblespec.config import load_config
 from bubblespec.dist.ranks import ranks_from_environment
 from bubblespec.engine.engine import Engine
@@ -188,17 +187,8 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
                 f"{-100 * summary['forward_reduction']:.0f}% forwards on the slowest rank, "
                 f"{summary['differing_rows']} of {summary['rows']} rows differ\n{PAPER}"
             )
-            if arguments.json:
-                with open(arguments.json, "w", encoding="utf-8") as file:
-                    json.dump(
-                        {
-                            **summary,
-                            "config": arguments.config,
-                            "overrides": arguments.overrides,
-                            "steps": steps,
-                        },
-                        file,
-                    )
+            settings = {"config": arguments.config, "overrides": arguments.overrides}
+            write_json(arguments.json, summary | settings | {"steps": steps})
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@ rollouts without speculation."""
 
 import argparse
 import json
+import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -17,6 +19,8 @@ from bubblespec.engine.runner import ModelRunner
 from bubblespec.errors import InputError
 from bubblespec.trainer import Trainer
 from bubblespec.types import Prompt
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:
@@ -50,6 +54,14 @@ def check_names(option: str, given: str, valid: dict) -> list[str]:
             f"{option}: {', '.join(sorted(unknown))} unknown; valid are {', '.join(valid)}"
         )
     return names
+
+
+def commit() -> str:
+    """Of the sources, with a + where they differ from it."""
+    got = subprocess.run(
+        ["git", "describe", "--always", "--dirty=+"], cwd=ROOT, capture_output=True, text=True
+    )
+    return got.stdout.strip() or "unknown"
 
 
 def write_json(path: str | None, result: dict) -> None:

@@ -30,6 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -55,7 +56,7 @@ OWN = {
     "all+drafter": ("speculative.method=bubble+suffix+drafter", "tail_batching.enabled=true"),
 }
 ARMS = ("trl", *OWN)
-# What the arm of TRL is not set up for.
+# What the arm of TRL is set up for.
 COMPARED = {
     "loss.advantage_estimator": "grpo",
     "loss.kl_coef": 0.0,
@@ -99,8 +100,9 @@ def weights_file(folder: str, num_steps: int) -> str:
     return os.path.join(folder, f"{num_steps}.pt")
 
 
-def run_own(config: Config, num_steps: int, folder: str | None, every: int) -> dict:
-    """Steps of this trainer, through the loop of train.py as it is. folder, every: see `Clock`."""
+def run_own(config: Config, num_steps: int, make_clock: Callable) -> dict:
+    """Steps of this trainer, through the loop of train.py as it is. make_clock: of `Clock`, for a
+    model."""
     import train as entry
 
     steps, report = [], Trainer.report
@@ -115,7 +117,7 @@ def run_own(config: Config, num_steps: int, folder: str | None, every: int) -> d
     Trainer.report = timed_report
     with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
         trainer = build(config, ranks)
-        clock = Clock(trainer.learner.model, folder, every)
+        clock = make_clock(trainer.learner.model)
         try:
             entry.train(trainer)
         except Enough:
@@ -129,131 +131,6 @@ def run_own(config: Config, num_steps: int, folder: str | None, every: int) -> d
     }
 
 
-def run_trl(
-    config: Config, num_steps: int, microbatches: int, folder: str | None, every: int
-) -> dict:
-    """The same by TRL. Raises InputError for what TRL has under no option of its own."""
-    import torch.distributed as dist
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
-
-    from bubblespec.data.prompts import make_tokenize
-    from bubblespec.loading import load_prompts, stop_tokens
-    from bubblespec.rewards.functions import load_reward
-
-    rollout, optim, loss = config.rollout, config.optim, config.loss
-    torch.manual_seed(config.run.seed)
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-    model = AutoModelForCausalLM.from_pretrained(
-        config.model.path, dtype=torch.float32, attn_implementation="sdpa"
-    )
-    model.generation_config.eos_token_id = list(stop_tokens(config, model, tokenizer))
-    prompt_set, _ = load_prompts(config, tokenizer)
-    batches = [
-        prompt_set.batch(config.run.seed, step, rollout.num_prompts_per_step)
-        for step in range(num_steps)
-    ]
-    prompts = [prompt.text for batch in batches for prompt in batch]
-    lengths: list[list[int]] = []  # of this rank, by step
-
-    def rewarder(function: Callable) -> Callable:
-        def reward(prompts, completions, completion_ids, number, **kwargs):
-            chosen = [batches[i // len(batches[0])][i % len(batches[0])].columns for i in number]
-            names = sorted(set().union(*chosen))
-            columns = {name: [found.get(name) for found in chosen] for name in names}
-            if function is functions[0]:
-                lengths.append([len(ids) for ids in completion_ids])
-            given = {"completions": completions, "completion_ids": completion_ids}
-            return function(prompts=prompts, **given, **columns)
-
-        reward.__name__ = function.__name__
-        return reward
-
-    functions = [load_reward(path) for path in config.reward.functions]
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    rows = rollout.num_prompts_per_step * rollout.num_generations
-    per_device, rest = divmod(rows, world_size * microbatches)
-    if rest:
-        raise InputError(
-            f"--trl-microbatches: {rows} sequences on {world_size} ranks, {microbatches} parts"
-        )
-    rewards, clock = [], Clock(model, folder, every)
-
-    class Callback(TrainerCallback):
-        def on_train_begin(self, *args, **kwargs):
-            clock.begin_s = time.perf_counter()
-
-        def on_step_end(self, *args, **kwargs):
-            clock.end()
-            rewards.append(trainer._metrics["train"]["reward"][-1])
-
-    arguments = GRPOConfig(
-        output_dir=config.run.output_dir,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        per_device_train_batch_size=per_device,
-        gradient_accumulation_steps=microbatches,
-        num_generations=rollout.num_generations,
-        max_completion_length=rollout.max_completion_length,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        shuffle_dataset=False,
-        loss_type=loss.loss_type,
-        beta=0.0,
-        num_iterations=1,
-        epsilon=loss.epsilon_low,
-        epsilon_high=loss.epsilon_high,
-        scale_rewards=loss.scale_rewards or "group",
-        importance_sampling_level=loss.importance_sampling_level,
-        mask_truncated_completions=loss.mask_truncated_completions,
-        reward_weights=config.reward.weights,
-        learning_rate=optim.learning_rate,
-        lr_scheduler_type="constant_with_warmup",
-        warmup_steps=optim.warmup_steps,
-        weight_decay=optim.weight_decay,
-        adam_beta1=optim.adam_betas[0],
-        adam_beta2=optim.adam_betas[1],
-        adam_epsilon=optim.adam_epsilon,
-        max_grad_norm=optim.max_grad_norm,
-        max_steps=num_steps,
-        seed=config.run.seed,
-        logging_strategy="no",
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        ddp_find_unused_parameters=False,
-    )
-    trainer = GRPOTrainer(
-        model=model,
-        reward_funcs=[rewarder(function) for function in functions],
-        args=arguments,
-        train_dataset=Dataset.from_dict({"prompt": prompts, "number": range(len(prompts))}),
-        processing_class=tokenizer,
-        callbacks=[Callback()],
-    )
-    texts, tokenize = prompts[: len(batches[0])], make_tokenize(tokenizer)
-    given = trainer._tokenize_prompts(texts)[0]
-    if [list(ids) for ids in given] != [list(tokenize(text)) for text in texts]:
-        raise InputError("TRL tokenises these prompts in another way, which is other work")
-    trainer.train()
-    everyone = [lengths] * world_size
-    if world_size > 1:
-        dist.all_gather_object(everyone, lengths)
-    by_step = [np.concatenate([rank[step] for rank in everyone]) for step in range(num_steps)]
-    assert all(len(step) == rows for step in by_step), "a step of TRL has other sequences"
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    return {
-        "seconds": clock.seconds,
-        "tokens": [int(step.sum()) for step in by_step],
-        "median_length": [float(np.median(step)) for step in by_step],
-        "rewards": [float(r) for r in rewards],
-    }
-
-
 def run_arm(arguments: argparse.Namespace) -> None:
     """In a job of its own: rank 0 writes what it measured to --json."""
     arm, num_steps = arguments.arm, arguments.steps
@@ -262,11 +139,13 @@ def run_arm(arguments: argparse.Namespace) -> None:
         given["max_steps"] = num_steps + STEPS_BEYOND
         overrides = [*arguments.overrides, *(f"run.{key}={given[key]}" for key in given)]
         config = load_config(arguments.config, [*overrides, *OWN.get(arm, ())])
-        saved = (arguments.weights, arguments.every)
+        clock = partial(Clock, folder=arguments.weights, every=arguments.every)
         if arm in OWN:
-            measured = run_own(config, num_steps, *saved)
+            measured = run_own(config, num_steps, clock)
         else:
-            measured = run_trl(config, num_steps, arguments.trl_microbatches, *saved)
+            from benchmarks.trl_arm import run_trl  # not in the memory of the other arms
+
+            measured = run_trl(config, num_steps, arguments.trl_microbatches, clock)
     if os.environ.get("RANK", "0") == "0":
         measured["peak_memory_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
         write_json(arguments.json, measured)

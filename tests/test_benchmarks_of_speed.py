@@ -2,6 +2,7 @@
 count."""
 
 import argparse
+import functools
 import gc
 import json
 import sys
@@ -122,7 +123,8 @@ def test_own_arms_are_measured_and_evaluated(monkeypatch, tmp_path, capsys):
             return {"error": "No module named 'trl'"}
         keys = [*arguments.overrides, *vs_trl.OWN[arm], f"run.output_dir={folder}/run"]
         config = load_config(CONFIG, [*keys, "run.max_steps=4"])
-        return vs_trl.run_own(config, 2, folder, 1) | {"peak_memory_gb": 0.5}
+        clock = functools.partial(vs_trl.Clock, folder=folder, every=1)
+        return vs_trl.run_own(config, 2, clock) | {"peak_memory_gb": 0.5}
 
     monkeypatch.setattr(vs_trl, "run_job", run_job)
     options = ["--every", "1", "--picture", str(tmp_path / "out.png")]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import gpu_suite
-from benchmarks.gpu_suite import Figure
+from benchmarks.gpu_bench import Figure, make_bench
 from bubblespec.dist.ranks import Ranks
 from tests.helpers.clocks import Clock
 
@@ -29,7 +29,7 @@ def test_every_part_measures_something(monkeypatch, tmp_path, capsys):
         """One process, which is this one."""
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         try:
-            bench = gpu_suite.make_bench(is_small)
+            bench = make_bench(is_small)
             return measure(bench, Ranks(bench.device, 60.0))
         finally:
             dist.destroy_process_group()

@@ -1,0 +1,120 @@
+"""What the GPU suite measures with: a device, sizes, models with random weights in published
+shapes, and engines that decode."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+
+from bubblespec.engine.attention import VARLEN_KERNELS, problem_of
+from bubblespec.engine.engine import Engine
+from bubblespec.engine.graphs import can_capture
+from bubblespec.engine.model import prepare_model
+from bubblespec.engine.runner import ModelRunner
+from bubblespec.engine.sampling import SamplingParams
+from bubblespec.types import Row, SampleId
+
+SHAPE_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
+SHAPE_KEYS += ("num_attention_heads", "num_key_value_heads", "tie_word_embeddings")
+SHAPES = {  # SHAPE_KEYS
+    "1.5B": (1536, 8960, 28, 151_936, 12, 2, True),
+    "7B": (3584, 18_944, 28, 152_064, 28, 4, False),
+    "tiny": (48, 64, 2, 300, 4, 2, True),
+}
+
+
+class Figure(NamedTuple):
+    """One row of the table."""
+
+    case: str
+    value: float | None
+    """None if it could not be measured, for the reason in `note`."""
+    unit: str = ""
+    note: str = ""
+
+
+@dataclass
+class Bench:
+    """Device and sizes of all measurements."""
+
+    device: torch.device
+    dtype: torch.dtype
+    kernels: list[str]
+    """Attention kernels that are available: SDPA first, the one that the engine uses last."""
+    is_small: bool
+    """Tiny sizes, for a CPU."""
+
+    @property
+    def kernel(self) -> str:
+        return self.kernels[-1]
+
+    @property
+    def policy(self) -> str:
+        return "tiny" if self.is_small else "1.5B"
+
+    @property
+    def has_graphs(self) -> bool:
+        return can_capture(self.device, self.kernel)
+
+    def sizes(self, small: tuple, large: tuple) -> tuple:
+        return small if self.is_small else large
+
+    def model(self, name: str, num_layers: int | None = None) -> PreTrainedModel:
+        """Random weights; num_layers: in place of those of the shape."""
+        config = dict(zip(SHAPE_KEYS, SHAPES[name], strict=True))
+        config["num_hidden_layers"] = num_layers or config["num_hidden_layers"]
+        torch.manual_seed(0)
+        with torch.device(self.device):
+            config = Qwen2Config(max_position_embeddings=4096, **config)
+            model = AutoModelForCausalLM.from_config(config, dtype=self.dtype).eval()
+        model.requires_grad_(False)
+        prepare_model(model, 4096)
+        return model
+
+    def engine(self, model: PreTrainedModel, rows: int, length: int, **options) -> Engine:
+        options |= {"max_batch_tokens": max(2048, rows), "kernel": self.kernel}
+        return Engine(ModelRunner(model, rows, length, 0, **options))
+
+    def seconds(self, action: Callable[[], object], repeats: int = 10, warm_up: int = 2) -> float:
+        """Median wall time of one call, until the device has done it."""
+        times = []
+        for _ in range(warm_up + repeats):
+            started = time.perf_counter()
+            action()
+            self.wait()
+            times.append(time.perf_counter() - started)
+        return statistics.median(times[warm_up:])
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def make_bench(on_cpu: bool) -> Bench:
+    if on_cpu:
+        return Bench(torch.device("cpu"), torch.float32, ["sdpa"], True)
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    fitting = [k for k in VARLEN_KERNELS if problem_of(k, device, dtype, frozenset()) is None]
+    return Bench(device, dtype, ["sdpa", *reversed(fitting)], False)
+
+
+def make_rows(model: PreTrainedModel, count: int, prompt: int, new: int | np.ndarray) -> list[Row]:
+    """Rows with different random prompts of `prompt` tokens, so that no prefill is shared, and up
+    to `new` response tokens."""
+    rng = np.random.default_rng(7)
+    prompts = rng.integers(1, model.config.vocab_size, (count, prompt)).tolist()
+    limits = np.broadcast_to(new, count).tolist()
+    return [
+        Row(SampleId(100 + i, 0, 0), tuple(prompts[i]), limit) for i, limit in enumerate(limits)
+    ]
+
+
+def start_decoding(engine: Engine, rows: list[Row]) -> None:
+    engine.add(rows)
+    while engine.queue or engine.prefilling():
+        engine.step(SamplingParams())
