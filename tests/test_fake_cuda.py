@@ -1,33 +1,18 @@
-"""What runs on a GPU, on CUDA tensors that are not there: shapes, types and devices, but no values,
-and no card.
-
-`FakeCuda` lets torch work out what every operation would give. It raises where tensors of two
-devices meet, where a kernel is called with a keyword it does not have, and where a shape depends on
-values; and it notes every point at which the host would have to wait for the GPU. Values that the
-host asks for are made up (`FakeCuda.answer`).
-"""
+"""What runs on a GPU, on CUDA tensors that are not there (helpers/fake_cuda.py)."""
 
 import contextlib
 import inspect
-import sys
 import types
-from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import transformers
 from test_update import ADVANTAGES, make_config, make_samples
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch._subclasses.fake_tensor import FakeTensor
 
-import bubblespec
 from bubblespec.dist.ranks import Ranks
 from bubblespec.engine import graphs, sampling
 from bubblespec.engine import runner as runner_module
-from bubblespec.engine.attention import NAME
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import enable_gradient_checkpointing, forward_hidden, prepare_model
@@ -38,146 +23,12 @@ from bubblespec.engine.sampling import SamplingParams, sample, verify
 from bubblespec.learn.learner import Learner
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.rollout.board import ProgressBoard, RankState
+from tests.helpers.fake_cuda import DEVICE, FakeCuda, flash_attn_varlen_func, is_on_gpu, make_fake
 from tests.helpers.generation import make_prompts, make_rows
 from tests.helpers.graphs import install_flash_attn
-from tests.helpers.models import VOCAB, small_config
+from tests.helpers.models import VOCAB
 
-DEVICE = torch.device("cuda", 0)
-SOURCES = str(Path(bubblespec.__file__).parent)
 KERNELS = ("sdpa", "varlen", "flash_attn")
-aten = torch.ops.aten
-ON_THE_WAY_TO_NUMPY = {aten.detach.default, aten.to.dtype_layout}
-ON_THE_WAY_TO_NUMPY |= {aten.resolve_conj.default, aten.resolve_neg.default}
-
-
-class FakeCuda(FakeTensorMode):
-    """While it is on, tensors are fake; those on `DEVICE` are what a program on a GPU would have
-    there.
-
-    waits: "file.function" of this project for every time that the host would wait for the GPU:
-    values that it reads, and copies in either direction that do not say non_blocking; uploads: how
-    many copies to the device there were, of either kind. products: types of what matrix products
-    and attention kernels were given; largest_double: elements of the largest float64 tensor on the
-    device. answer: what the host gets to see of a tensor, by default zeros.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.answer = lambda tensor: np.zeros(tuple(tensor.shape))
-        self.clear()
-
-    def clear(self) -> None:
-        self.waits: list[str] = []
-        self.uploads = self.largest_double = 0
-        self.products: set[torch.dtype] = set()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        # A torch without CUDA cannot guard such a device, nor has it a thread for its gradients. So
-        # whatever is compiled sees the meta device; this file, the rules of fake tensors and the
-        # code under test see the fake one.
-        if function is torch.ops.prim.device.default:
-            return torch.device("meta")
-        kwargs = dict(kwargs or {})
-        if "device" in kwargs and kwargs["device"] is not None and kwargs["device"].type == "meta":
-            kwargs["device"] = DEVICE
-        if function in ON_THE_WAY_TO_NUMPY and not isinstance(args[0], FakeTensor):
-            return args[0]  # what `_read` has given
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        on_gpu = any(t.device.type == "cuda" for t in tensors)
-        is_read = function is aten._local_scalar_dense.default
-        if on_gpu and (is_read or kwargs.get("device") == torch.device("cpu")):
-            return self._read(function, args[0])
-        if function in (aten._to_copy.default, aten.copy_.default):
-            self._upload(function, args, kwargs)
-        elif on_gpu:
-            self._check(function, args, kwargs)
-        result = super().__torch_dispatch__(function, types, args, kwargs)
-        if function is aten.lift_fresh.default:
-            result.constant = None  # else what is done to single numbers is done to real ones
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and is_on_gpu(tensor, torch.float64):
-                self.largest_double = max(self.largest_double, tensor.numel())
-        return result
-
-    def _read(self, function, tensor: torch.Tensor):
-        self.waits.append(place())
-        with _disable_current_modes():
-            values = torch.as_tensor(self.answer(tensor)).to(tensor.dtype)
-            return values.item() if function is aten._local_scalar_dense.default else values.clone()
-
-    def _upload(self, function, args, kwargs) -> None:
-        target, source = args[:2] if function is aten.copy_.default else (None, args[0])
-        to = torch.device(kwargs.get("device") or source.device)
-        to = to if target is None else target.device
-        if source.device.type == to.type:
-            return
-        assert to.type == "cuda", f"{place()}: a copy into memory of the host that exists"
-        self.uploads += 1
-        is_async = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
-        if not is_async:
-            self.waits.append(place())
-
-    def _check(self, function, args, kwargs) -> None:
-        """What a GPU does not do, or does only after the host has waited, although fake tensors
-        can."""
-        name = function.name()
-        if name.startswith(INDEXING):
-            for index in args[1]:
-                assert index is None or is_on_gpu(index, torch.int64), f"{place()}: {index}"
-        if name == "aten::segment_reduce" and not kwargs.get("unsafe"):
-            self.waits.append(place())  # it looks whether the lengths fit
-        if name == "torch_attn::_varlen_attn":
-            names = [argument.name for argument in function._schema.arguments]
-            bound = dict(zip(names, args, strict=False)) | kwargs
-            check_attention(*args[:5], bound.get("seqused_k"), *args[5:7])
-            assert all(t.is_contiguous() for t in args[:3]), f"{place()}: not contiguous"
-        if name in PRODUCTS:
-            tensors = (t for t in tree_leaves(args) if isinstance(t, torch.Tensor))
-            given = {t.dtype for t in tensors if t.is_floating_point()}
-            assert len(given) == 1, f"{place()}: a product of {given}"
-            self.products |= given
-        self.calls[name] += 1
-
-
-INDEXING = ("aten::index.", "aten::index_put", "aten::_index_put", "aten::_unsafe_index")
-PRODUCTS = {f"aten::{name}" for name in ("mm", "addmm", "linear", "scaled_dot_product_attention")}
-
-
-def place() -> str:
-    """The innermost function of this project that is running, "file.function"."""
-    frame = sys._getframe(1)
-    while not frame.f_code.co_filename.startswith(SOURCES):
-        frame = frame.f_back
-        if frame is None:
-            return "the test itself"
-    return f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}"
-
-
-def check_attention(query, key, value, cu_q, cu_k, used, max_q, max_k) -> None:
-    """What the kernels for variable lengths ask for."""
-    assert query.dtype == key.dtype == value.dtype == torch.bfloat16
-    lengths = [t for t in (cu_q, cu_k, used) if t is not None]
-    assert all(is_on_gpu(t, torch.int32) and t.is_contiguous() for t in lengths)
-    assert all(t.device == DEVICE for t in (query, key, value)) and len(cu_q) == len(cu_k)
-    assert type(max_q) is type(max_k) is int and 0 < max_q <= max_k
-
-
-def flash_attn_varlen_func(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
-    softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
-    deterministic=False, return_attn_probs=False, block_table=None,
-):  # fmt: skip
-    """The signature of flash_attn 2.8, and what that asks for."""
-    check_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, None, max_seqlen_q, max_seqlen_k)
-    assert causal and window_size[1] == 0 and dropout_p == 0.0
-    assert all(t.stride(-1) == 1 for t in (q, k, v))
-    if block_table is not None:
-        assert is_on_gpu(block_table, torch.int32) and block_table.stride(-1) == 1
-        assert k.ndim == v.ndim == 4 and k.shape[1] % 256 == 0
-        assert len(block_table) == len(cu_seqlens_q) - 1
-        assert block_table.shape[1] * k.shape[1] >= max_seqlen_k
-    return q + (k.sum() + v.sum()) * 0.0
 
 
 @pytest.fixture
@@ -187,20 +38,6 @@ def cuda(monkeypatch):
     monkeypatch.setattr(FakeTensor, "is_cuda", is_cuda, raising=False)
     with FakeCuda() as fake:
         yield fake
-
-
-def make_fake(name: str = "llama") -> transformers.PreTrainedModel:
-    config = small_config(name)
-    config.num_hidden_layers = 1
-    with DEVICE:
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    model.set_attn_implementation(NAME)
-    assert model.device == DEVICE and model.dtype == torch.bfloat16
-    return model
-
-
-def is_on_gpu(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    return tensor.device == DEVICE and tensor.dtype == dtype
 
 
 def test_mistakes_are_seen(cuda):
