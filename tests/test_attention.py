@@ -12,17 +12,10 @@ from bubblespec.engine.attention import bubblespec_attention, choose_kernel
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import forward_hidden, prepare_model
 from bubblespec.engine.packing import pack_rows, pack_sequences
+from tests.helpers.graphs import eager, feed
 from tests.helpers.models import VOCAB
 
 LONG = 32  # a row that feeds more among rows that feed little attends on its own
-
-
-def feed(model, cache, sequences, start, count, kernel="sdpa", device="cpu"):
-    """Hidden states of sequences[r][start[r] : start[r] + count[r]] for all rows r in one packed
-    forward."""
-    packing = pack_rows(cache, np.array(start), np.array(count), torch.device(device))
-    fed = np.concatenate([s[a : a + n] for s, a, n in zip(sequences, start, count, strict=True)])
-    return forward_hidden(model, torch.from_numpy(fed).to(device), packing, kernel)
 
 
 COUNTS = [
@@ -48,7 +41,7 @@ def test_ragged_forwards_equal_each_sequence_alone(make_model, name):
     got = [[] for _ in sequences]
     with torch.no_grad():
         for count in COUNTS:
-            hidden = feed(model, cache, sequences, start, count)
+            hidden = feed(model, cache, sequences, start, count, eager(model))
             for parts, part in zip(got, hidden.split(count), strict=True):
                 parts.append(part)
             start += count
@@ -116,9 +109,11 @@ def test_rollback_is_lowering_the_length(make_model):
     with torch.no_grad():
         clean, dirty = KVCache(1, 100), KVCache(1, 100)
         for cache in (clean, dirty):
-            feed(model, cache, [sequence], [0], [10])
-        feed(model, dirty, [wrong], [10], [25])
-        results = [feed(model, cache, [sequence], [10], [8]) for cache in (clean, dirty)]
+            feed(model, cache, [sequence], [0], [10], eager(model))
+        feed(model, dirty, [wrong], [10], [25], eager(model))
+        results = [
+            feed(model, cache, [sequence], [10], [8], eager(model)) for cache in (clean, dirty)
+        ]
     assert torch.equal(*results)
 
 
@@ -152,7 +147,7 @@ def test_cuda_kernels_equal_sdpa(make_model, name, kernel):
         for chosen in ("sdpa", kernel):
             cache, start, parts = KVCache(5, 256), np.zeros(5, np.int64), []
             for count in COUNTS:
-                parts.append(feed(model, cache, sequences, start, count, chosen, "cuda"))
+                parts.append(feed(model, cache, sequences, start, count, eager(model, chosen)))
                 start += count
             lengths = [30, 7, 100]
             whole = torch.from_numpy(

@@ -53,11 +53,6 @@ def test_more_work_never_takes_less_time():
         assert (seconds_of(cost, more) >= seconds_of(cost, loads)).all()
 
 
-def test_too_few_forwards_are_an_error():
-    with pytest.raises(ValueError, match="3 forwards are too few"):
-        fit_cost(random_loads(3), np.ones(3), "test")
-
-
 def test_the_roofline_is_that_of_the_data_sheet():
     cost, (bandwidth, compute) = roofline("h200", "7b"), GPUS["h200"]
     weights_s, token_s = 2 * 7.62e9 / (0.8 * bandwidth), 2 * 7.62e9 / (0.5 * compute)

@@ -219,16 +219,6 @@ def uids(prompts: PromptSet, seed: int, step: int, size: int) -> list[int]:
     return [p.uid for p in prompts.batch(seed, step, size)]
 
 
-def test_batch_is_the_same_in_any_order_of_calls():
-    wanted = {
-        (seed, step): uids(numbered(23), seed, step, 5) for seed in (0, 1) for step in range(20)
-    }
-    order = list(wanted) * 2
-    random.Random(0).shuffle(order)
-    one = numbered(23)
-    assert all(uids(one, seed, step, 5) == wanted[seed, step] for seed, step in order)
-
-
 @pytest.mark.parametrize("count, size", [(23, 5), (20, 5), (5, 5), (9, 1)])
 def test_every_epoch_covers_distinct_prompts(count, size):
     prompts, per_epoch = numbered(count), count // size

@@ -123,11 +123,6 @@ def test_a_rank_that_fails_alone(tmp_path):
     assert apart == ["set-up", "collectives", "rollouts"]
 
 
-def test_bad_input_is_one_line(monkeypatch, capsys):
-    code, lines, last = run_here(monkeypatch, capsys, "rollout.num_slots=many")
-    assert (code, lines) == (2, []) and last.startswith("error: rollout.num_slots: ")
-
-
 @pytest.fixture
 def on_gpu(monkeypatch, make_model) -> Case:
     """A case on a GPU that is not there: the kernels and graphs are stand-ins on the CPU."""

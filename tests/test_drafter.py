@@ -1,5 +1,4 @@
-"""The drafter's chains in an engine, against a plain transcription; and the noise that they are
-drawn with."""
+"""The drafter's chains in an engine, against a plain transcription."""
 
 import numpy as np
 import pytest
@@ -7,10 +6,8 @@ import torch
 
 from bubblespec.draft import drafter as drafter_module
 from bubblespec.draft.drafter import MAX_CHAIN_LENGTH, Drafter, DrafterRunner
-from bubblespec.engine import runner as runner_module
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import output_head
-from bubblespec.engine.noise import gumbel, random_bits
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.types import Row, SampleId
@@ -26,8 +23,6 @@ from tests.helpers.drafter_oracle import (
 )
 from tests.helpers.graphs import stand_in
 from tests.helpers.models import VOCAB
-from tests.helpers.reference_step import noise_key
-from tests.helpers.reference_step import random_bits as reference_bits
 
 
 class CheckedDrafts:
@@ -159,33 +154,6 @@ def check_chains(name: str, max_batch_tokens: int, kernel: str) -> DrafterRunner
     return runner
 
 
-def test_a_row_that_shares_its_prompt_and_moves_has_the_chains_that_it_has_alone():
-    """The row of the other sample prefills the prompt, and finishes first."""
-    params = SamplingParams(temperature=0.8)  # no stop tokens
-    policy, prompt = make_policy("llama"), tuple(range(20, 50))
-
-    def chains(sizes: list[tuple[int, int]]) -> dict[int, tuple[int, list[int]]]:
-        """The slot and the chain of the last row, by its tokens so far; the rows, samples of these
-        numbers and sizes, come one forward after the other."""
-        runner, found = make_engine(policy, 3, params), {}
-        rows = [Row(SampleId(1, 2, number), prompt, size) for number, size in sizes]
-        for row in rows:
-            runner.engine.add([row])
-            runner.engine.step(params)
-        while not runner.engine.is_idle:
-            slots = np.arange(len(runner.engine.rows))
-            for slot, chain in zip(slots, runner.draft(slots, 3)[0].tolist(), strict=True):
-                if runner.engine.rows[slot] is rows[-1]:
-                    found[int(runner.engine.length[slot])] = (slot, chain)
-            runner.engine.step(params)
-        return found
-
-    alone, beside = chains([(9, 40)]), chains([(0, 4), (1, 11), (9, 40)])
-    assert len({slot for slot, _ in beside.values()}) > 1
-    assert len(alone) > 25 and alone.keys() == beside.keys()
-    assert all(alone[length][1] == chain for length, (_, chain) in beside.items())
-
-
 def test_disabled_it_keeps_nothing():
     runner = make_engine(make_policy("llama"), 2)
     engine, rows = runner.engine, make_rows(2, 1)
@@ -241,45 +209,3 @@ def test_its_layer_begins_as_the_policys_last_one_with_full_attention(name):
     ours = {tensor.detach().numpy().tobytes() for tensor in drafter.body.parameters()}
     assert {t.detach().numpy().tobytes() for t in layer[number].parameters()} <= ours
     assert len(ours - values) == 1, "its own embedding, which is not used"
-
-
-# Noise
-
-
-def test_noise_of_some_tokens_is_that_of_the_whole_vocabulary():
-    random = np.random.default_rng(0)
-    keys = torch.from_numpy(random.integers(-(2**31), 2**31, (6, 4)).astype(np.int32))
-    ids = torch.from_numpy(np.sort(random.choice(5000, 40, replace=False)).astype(np.int32))
-    assert torch.equal(random_bits(keys, ids), random_bits(keys, 5000)[:, ids.long()])
-    for dtype in (torch.float32, torch.float64):
-        assert torch.equal(gumbel(keys, ids, dtype), gumbel(keys, 5000, dtype)[:, ids.long()])
-    words = [[int(word) % 2**32 for word in key] for key in keys.tolist()]
-    wanted = [[reference_bits(key, int(token)) for token in ids] for key in words]
-    assert random_bits(keys, ids).tolist() == wanted
-
-
-@pytest.mark.parametrize("ahead", [0, 3])
-def test_noise_keys_are_those_of_the_rows_in_the_slots(monkeypatch, ahead):
-    """In any order of positions, also after rows have moved, and up to the end of a slot."""
-    monkeypatch.setattr(runner_module, "KEYS_AHEAD", ahead)
-    runner, random = ModelRunner(make_policy("llama"), 4, 30, SEED), np.random.default_rng(0)
-    names = {}
-
-    def place(slot: int, number: int) -> None:
-        names[slot] = SampleId(2**62 + number, number, number % 4)
-        runner.place(slot, Row(names[slot], (1,), 20, np.arange(number % 3)))
-
-    for slot in range(4):
-        place(slot, slot)
-    for number in range(4, 20):
-        slots = np.sort(random.choice(4, int(random.integers(1, 5)), replace=False)).repeat(3)
-        position = random.integers(2, 30, len(slots))
-        found = runner.noise_keys(slots, position).numpy()
-        for slot, at, key in zip(slots.tolist(), position.tolist(), found, strict=True):
-            assert [int(word) % 2**32 for word in key] == noise_key(SEED, *names[slot], at)
-        if number % 2:
-            place(int(random.integers(4)), number)
-        else:
-            source, target = random.choice(4, 2, replace=False).tolist()
-            runner.move(source, target, 0)
-            names[target] = names[source]

@@ -16,7 +16,6 @@ from bubblespec.draft import drafter_training
 from bubblespec.draft.drafter import DRAFTER_FILE, DrafterRunner
 from bubblespec.draft.drafter_training import DrafterTraining
 from bubblespec.rollout.sampler import Sampler
-from tests.helpers import clocks
 from tests.helpers.clocks import train_in_virtual_time
 from tests.helpers.drafting import chain_always, train_always
 from tests.helpers.runs import SHORT, digests, read, weights
@@ -78,17 +77,6 @@ def test_chains_change_nothing(plain, drafted, capfd):
     # A run that is over needs no drafter.
     train_in_virtual_time(*OPTIONS, *DRAFTER, ALONE, f"run.output_dir={plain}")
     assert TRAINED not in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("token_s, has_chains", [(1e-6, True), (5e-3, False)])
-def test_costs_decide_how_long_chains_are(monkeypatch, tmp_path, plain, capfd, token_s, has_chains):
-    """Chains take nothing in virtual time, and the tokens that they add to a forward much or
-    little."""
-    monkeypatch.setattr(clocks, "forward_seconds", lambda load: 5e-3 + token_s * load.tokens)
-    train_in_virtual_time(*OPTIONS, *DRAFTER, ALONE, f"run.output_dir={tmp_path}")
-    assert_same_run(tmp_path, plain)
-    assert (num_drafted(tmp_path) > 100) == has_chains
-    assert capfd.readouterr().err.count(TRAINED) == 1
 
 
 def test_slices_train_the_drafter_alone_and_evaluations_keep_nothing_for_it(

@@ -1,21 +1,17 @@
 """Rows preempted and drafts spoilt at random: the same tokens and weights. And what near_ties.py
 calls a near tie."""
 
-from types import SimpleNamespace
-
-import numpy as np
 import pytest
 import torch
 
-from bubblespec.config import Config, load_config
+from bubblespec.config import load_config
 from bubblespec.dist.ranks import Ranks
 from bubblespec.engine.noise import gumbel
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.setup import build
-from bubblespec.types import Row, SampleId
 from tests.helpers.disturbance import Disturbance
 from tests.helpers.runs import EPOCHS, digests, max_change, same_weights, steps_of, weights
-from tests.system.near_ties import NOISE, NUCLEUS, VIOLATION, NearTies, first_difference, judge
+from tests.system.near_ties import NOISE, NUCLEUS, VIOLATION, judge
 from train import train
 
 STEPS = 4
@@ -74,13 +70,6 @@ def test_disturbances_leave_tokens_and_weights_unchanged(
     assert sum(lengths) > 1.1 * STEPS
 
 
-def test_first_difference():
-    a = np.array([4, 5, 6])
-    assert first_difference(a, a.copy()) is None
-    assert first_difference(a, np.array([4, 7, 6])) == 1
-    assert first_difference(a, np.array([4, 5])) == 2
-
-
 def test_a_first_difference_is_a_near_tie_or_a_violation():
     """Logits made so that tokens 3 and 8 lead after temperature and noise, by a gap that is
     known."""
@@ -113,18 +102,3 @@ def test_a_token_at_the_edge_of_the_nucleus_may_be_in_or_out():
         judge(logits, key, 0, SamplingParams(top_p=before + 2e-3), {winner, second})[0] == VIOLATION
     )
     assert judge(logits, key, 0, SamplingParams(), {winner, second})[0] == VIOLATION
-
-
-def test_a_difference_is_recorded_with_the_id_of_its_row(make_model):
-    sampler, model = SimpleNamespace(params=SamplingParams()), make_model("llama")
-    ties = NearTies(SimpleNamespace(config=Config(), sampler=sampler))
-    ties._exact_model = lambda: model
-    rows = [
-        Row(SampleId(uid=5, visit=2, sample=1), prompt=(1, 2), max_new_tokens=9) for _ in range(2)
-    ]
-    for row, tokens in zip(rows, ([4, 5, 6], [4, 7, 6]), strict=True):
-        row.tokens = np.array(tokens)
-    ties.inspect(rows[:1], rows[:1])
-    ties.inspect(rows[:1], rows[1:])
-    assert [difference[:5] for difference in ties.differences] == [(5, 2, 1, 1, VIOLATION)]
-    assert (ties.num_rows, ties.num_tokens) == (2, 3 + 2)

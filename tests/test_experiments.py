@@ -4,26 +4,13 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from bubblespec.types import Row, SampleId
 from notebooks.experiments import (
     LONGEST_DRAFT,
     LONGEST_RESPONSE,
-    STOP_CHANCE,
-    GivenDrafts,
     chi_square_p,
     trap_law,
     trap_lengths,
 )
-
-
-def test_chi_square_against_scipy():
-    rng = np.random.default_rng(0)
-    law = np.array([0.5, 0.3, 0.15, 0.05])
-    for _ in range(5):
-        counts = rng.multinomial(400, law)
-        wanted = stats.chisquare(counts, 400 * law).pvalue
-        assert chi_square_p(counts, law) == pytest.approx(wanted, rel=1e-9)
-    assert chi_square_p(np.array([300, 60, 30, 10]), law) < 1e-6
 
 
 def test_rare_cells_are_pooled_and_impossible_ones_must_be_empty():
@@ -33,13 +20,6 @@ def test_rare_cells_are_pooled_and_impossible_ones_must_be_empty():
     assert chi_square_p(counts, law) == pytest.approx(wanted, rel=1e-9)
     counts[-1] = 1
     assert chi_square_p(counts, law) == 0.0
-
-
-def test_law_of_the_trap_against_counting():
-    law = trap_law()
-    assert law.sum() == pytest.approx(1.0) and len(law) == LONGEST_RESPONSE
-    lengths = np.minimum(np.random.default_rng(0).geometric(STOP_CHANCE, 100_000), LONGEST_RESPONSE)
-    assert chi_square_p(np.bincount(lengths, minlength=LONGEST_RESPONSE + 1)[1:], law) > 1e-3
 
 
 def test_trapped_lengths_have_the_law_that_the_selection_gives_them():
@@ -59,12 +39,3 @@ def test_trapped_lengths_have_the_law_that_the_selection_gives_them():
     assert chi_square_p(trapped, biased) > 1e-3 and chi_square_p(trapped, law) < 1e-20
     assert chi_square_p(count("rejection", "by clock"), law) > 1e-3
     assert chi_square_p(count("point_mass", "finished"), law) > 1e-3
-
-
-def test_given_drafts_propose_at_their_place_and_count():
-    row = Row(SampleId(uid=7, visit=0, sample=1), (1, 2, 3), 20)
-    drafts = GivenDrafts({row.id: np.arange(10)}, window=4)
-    found = drafts.propose([row, row, row], np.array([0, 5, 8]), None, 100)
-    assert [d.tolist() for d in found] == [[0, 1, 2, 3], [5, 6, 7, 8], [8, 9]]
-    drafts.observe([row], [np.array([0, 1, 9])], np.array([4]), np.array([2]))
-    assert drafts.is_drafted == {row.id: [True, True, False]} and drafts.accepted_share == 0.5

@@ -12,14 +12,7 @@ from bubblespec.config import RolloutConfig
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.types import Row, SampleId
-from tests.helpers.generation import (
-    STOP,
-    Drafter,
-    as_dict,
-    make_engine,
-    make_prompts,
-    make_rows,
-)
+from tests.helpers.generation import STOP, Drafter, as_dict, make_engine, make_prompts, make_rows
 from tests.helpers.models import ARCHITECTURES, VOCAB, small_config
 from tests.helpers.reference_step import gumbel, log_distributions, noise_key, sample_response
 
@@ -103,40 +96,6 @@ def test_drafts_leave_tokens_unchanged(baseline, corrupted, num_slots, max_batch
         for a, b in zip(rows, again, strict=True):
             np.testing.assert_allclose(a.logprob, b.logprob, atol=1e-6)
             np.testing.assert_allclose(a.full_logprob, b.full_logprob, atol=1e-6)
-
-
-def test_dropped_rows_go_on_after_their_tokens(baseline):
-    """A row taken out and added again, by the same object, is not generated from the start, and
-    ends the same."""
-    model, prompts, params, wanted = baseline
-    engine = make_engine(model, 4, seed=5, max_batch_tokens=8)
-    rows = make_rows(prompts, 3)
-    engine.add(rows)
-    for _ in range(12):
-        engine.step(params)
-    half = [row for row in engine.rows if row.finish is None]
-    for row in half:
-        engine.drop(row)
-    engine.reset()
-    assert any(len(row.tokens) for row in half)
-    rest = [row for row in rows if row.finish is None]
-    engine.run(rest, params)
-    assert as_dict(rows) == wanted
-    plain = make_engine(model, 64, seed=5).run(make_rows(prompts, 3), params)
-    for again, row in zip(plain, rows, strict=True):
-        np.testing.assert_allclose(row.logprob, again.logprob, atol=1e-6)
-
-
-def test_reset_forgets_the_cache_when_weights_change(model):
-    engine = make_engine(model, 2)
-    before = as_dict(engine.run(make_rows(make_prompts(2), 2, 9), PLAIN))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.1)
-    engine.reset()
-    after = as_dict(engine.run(make_rows(make_prompts(2), 2, 9), PLAIN))
-    fresh = as_dict(make_engine(model, 2).run(make_rows(make_prompts(2), 2, 9), PLAIN))
-    assert after == fresh != before
 
 
 @pytest.mark.parametrize("is_drafted", [False, True])

@@ -70,22 +70,17 @@ def compute(name: str, has_checkpoints: bool, dtype: torch.dtype):
     return got, clock_free, len(calls)
 
 
-def check(name: str, dtype: torch.dtype = torch.float64) -> None:
+@pytest.mark.parametrize(
+    "name, dtype",
+    [*((name, torch.float64) for name in RANDOM_IN_TRAINING), ("mixtral", torch.bfloat16)],
+)
+def test_nothing_random_comes_back(name, dtype):
     (plain, plain_metrics, calls), (got, metrics, more_calls) = (
         compute(name, has_checkpoints, dtype) for has_checkpoints in (False, True)
     )
     assert torch.equal(got, plain) and metrics == plain_metrics
     assert got.isfinite().all() and got.abs().max() > 1e-3
     assert more_calls == 2 * calls > 0
-
-
-@pytest.mark.parametrize("name", RANDOM_IN_TRAINING)
-def test_nothing_random_comes_back(name):
-    check(name)
-
-
-def test_to_the_bit_in_bfloat16():
-    check("mixtral", torch.bfloat16)
 
 
 def test_a_forward_without_gradients_is_not_checkpointed(make_model, monkeypatch):

@@ -9,12 +9,11 @@ import torch
 
 from bubblespec.config import OptimConfig
 from bubblespec.dist.ranks import Ranks
-from bubblespec.engine import graphs
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.graphs import NARROW, ForwardGraphs, Shape, graph_shapes, pad
+from bubblespec.engine.graphs import NARROW, ForwardGraphs, Shape, graph_shapes
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import prepare_model
-from bubblespec.engine.packing import PAGE, pack_rows
+from bubblespec.engine.packing import PAGE
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.learn.optimizer import Optimizer
@@ -119,33 +118,6 @@ def test_the_operator_of_torch_2_11(make_model, on_cpu, monkeypatch):
     with torch.inference_mode():
         wanted = feed(model, KVCache(3, LENGTH), *args, eager(model))
         assert_equal(feed(model, cache, *args, eager(model, "varlen")), wanted)
-
-
-@pytest.mark.parametrize("count", [*MIXES, [0, 0, 0, 0, 0]])
-def test_what_padding_says_to_the_kernel(count):
-    """Read back sequence by sequence, it is the rows' new tokens and their keys, and padding that
-    meets nobody."""
-    cache, start = KVCache(5, LENGTH, num_spare=1), np.array([4, 0, 31, 2, 60])
-    packing = pack_rows(cache, start, np.array(count), torch.device("cpu"))
-    tokens = np.random.default_rng(1).integers(1, VOCAB, sum(count))
-    size = min(b for b in graphs.BUCKETS if b >= sum(count))
-    ids, slot, position, cu_q, cu_k, used = pad(tokens, packing, size)
-    assert cu_q[0] == 0 and cu_q[-1] == size
-    assert (np.diff(cu_q) >= 0).all() and (np.diff(cu_k) >= 0).all()
-    fed = np.flatnonzero(count)
-    for sequence in range(size):
-        q = np.arange(cu_q[sequence], cu_q[sequence + 1])
-        keys = {divmod(k, LENGTH) for k in range(cu_k[sequence], cu_k[sequence] + used[sequence])}
-        written = list(zip(slot[q].tolist(), position[q].tolist(), strict=True))
-        if sequence < len(fed):
-            row = fed[sequence]
-            assert keys == {(row, p) for p in range(start[row] + count[row])}
-            assert written == [(row, p) for p in range(start[row], start[row] + count[row])]
-        elif len(q):
-            assert keys == set(written) and len(written) == 1 and written[0][0] == cache.num_slots
-    np.testing.assert_array_equal(ids[: len(tokens)], tokens)
-    written = {*zip(slot[:size].tolist(), position[:size].tolist(), strict=True)}
-    assert len(written) == size, "nothing is written twice"
 
 
 def test_shapes():

@@ -12,13 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from bubblespec.config import load_config
 from bubblespec.dist.ranks import Ranks
-from bubblespec.engine.engine import Engine
-from bubblespec.engine.model import prepare_model
-from bubblespec.engine.runner import ModelRunner
-from bubblespec.engine.sampling import SamplingParams
 from bubblespec.setup import build
 from bubblespec.telemetry.report import speculation_metrics
-from bubblespec.types import Draft, Row, SampleId
+from bubblespec.types import Draft
 from tests.helpers.rows import make_rows
 
 TINY_POLICY = Path("configs/tiny_policy")
@@ -117,25 +113,3 @@ def test_calls_grow_at_most_linearly(tmp_path, over):
     # quadratic sixteen times.
     first, second = np.diff(counts)
     assert 0 < second <= 4.4 * first
-
-
-class CountedRow(Row):
-    comparisons = 0
-    __hash__ = object.__hash__
-
-    def __eq__(self, other):
-        CountedRow.comparisons += 1
-        return self is other
-
-
-def test_rows_are_not_searched_for(make_model):
-    model = make_model("llama", torch.float32)
-    prepare_model(model, 64)
-    engine = Engine(ModelRunner(model, num_slots=64, max_length=64, seed=0))
-    engine.add([CountedRow(SampleId(u, 0, 0), (1, 2, 3 + u % 8), 20) for u in range(64)])
-    for _ in range(4):
-        engine.step(SamplingParams())
-    CountedRow.comparisons = 0
-    assert len(engine.collect()) == 64
-    engine.reset()
-    assert CountedRow.comparisons == 0

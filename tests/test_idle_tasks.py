@@ -74,13 +74,6 @@ def test_jobs_are_dealt_in_turn_and_to_waiting_ranks_first():
     assert [[job.key for _, job in of] for of in given] == [[1, 3], [2, 4], [0]]
 
 
-def test_a_task_that_does_nothing_is_a_task():
-    task = IdleTask()
-    task.begin(view_of())
-    assert (list(task.jobs()), task.capacity(), task.run_slice()) == ([], 0, False)
-    assert len(task.publish()) == 0 and not task.on_finished(rows_of(0)[0])
-
-
 # Drafting ahead
 
 

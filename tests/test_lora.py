@@ -10,12 +10,11 @@ import torch
 from test_update import gradient, make_config, make_samples, oracle
 from transformers import AutoModelForCausalLM
 
-from bubblespec.config import ModelConfig, load_config
+from bubblespec.config import ModelConfig
 from bubblespec.dist.ranks import Ranks
 from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
 from bubblespec.learn.lora import adapter_disabled, add_adapter
 from bubblespec.learn.optimizer import Optimizer
-from bubblespec.setup import build
 from tests.helpers.checks import refusal
 from tests.helpers.runs import (
     EPOCHS,
@@ -24,9 +23,9 @@ from tests.helpers.runs import (
     run,
     same_weights,
     steps_of,
+    train_here,
     weights,
 )
-from train import train
 
 peft = pytest.importorskip("peft", reason="pip install -r requirements-lora.txt")
 
@@ -148,21 +147,6 @@ def test_loss_and_gradient_equal_those_of_merged_weights(make_model, name, kl_co
     assert not all(map(torch.equal, adapter_of(model).values(), plain.values))
 
 
-def test_the_base_as_reference_is_the_base_to_the_bit(make_model):
-    """Gradients with the adapter turned off in between equal those with a second model."""
-    results = []
-    config = make_config(kl_coef=0.3)
-    for reference_is_own in (True, False):
-        model = adapt(make_model(dtype=torch.bfloat16))  # which has its own way to collect
-        reference = model if reference_is_own else make_model(dtype=torch.bfloat16)
-        prepare_model(model, 64)
-        if not reference_is_own:
-            prepare_model(reference, 64)
-        results.append(gradient(model, make_samples(), config, reference=reference))
-    assert torch.equal(results[0][0], results[1][0])
-    assert results[0][1]["kl"] == results[1][1]["kl"] > 0
-
-
 def test_the_adapter_is_off_only_within(make_model):
     model, base = adapt(make_model()), make_model()
     adapted = model(TOKENS).logits
@@ -192,23 +176,13 @@ def test_without_peft_the_requirements_file_is_named(make_model, monkeypatch):
 # Whole runs
 
 
-def run_here(folder, *overrides: str):
-    """A run on one rank in this process. Returns its parts as they are at the end."""
-    options = [*OPTIONS, *SAVED, f"run.output_dir={folder}", *overrides]
-    config = load_config(CONFIG, options)
-    trainer = build(config, Ranks(torch.device("cpu")))
-    train(trainer)
-    trainer.lock.close()
-    return trainer
-
-
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory):
     """A run on one rank with speculation that ended after two steps and was continued: its folder
     and its parts."""
     folder = tmp_path_factory.mktemp("one_rank")
-    run_here(folder, "run.max_steps=2")
-    return folder, run_here(folder)
+    train_here(folder, "run.max_steps=2", short=[*OPTIONS, *SAVED])
+    return folder, train_here(folder, short=[*OPTIONS, *SAVED])
 
 
 def test_two_ranks_with_drafts_and_a_continuation_leave_digests_and_weights_unchanged(
@@ -218,7 +192,7 @@ def test_two_ranks_with_drafts_and_a_continuation_leave_digests_and_weights_unch
     proposing = (*SAVED, "speculative.planning=always")  # whatever a forward takes on this machine
     two, reference = tmp_path / "two", tmp_path / "reference"
     run(two, 2, *proposing, config=CONFIG, short=OPTIONS)
-    run_here(reference, "speculative.method=none")
+    train_here(reference, "speculative.method=none", short=[*OPTIONS, *SAVED])
     assert sum(line["rollout/spec_accepted_tokens"] for line in steps_of(two)) > 0
     assert digests(two) == digests(resumed[0]) == digests(reference)
     wanted = weights(reference, STEPS)
@@ -228,16 +202,6 @@ def test_two_ranks_with_drafts_and_a_continuation_leave_digests_and_weights_unch
     for a, b in zip(steps_of(two), steps_of(reference), strict=True):
         for key in ("loss", "kl", "grad_norm"):
             assert a[key] == pytest.approx(b[key], rel=1e-8, abs=1e-10), key
-
-
-def test_the_first_step_is_that_of_full_training(resumed, tmp_path):
-    """B = 0 at the start, so the KL to the base is nothing, and no token differs from those of a
-    run without an adapter."""
-    run_here(tmp_path, "model.lora_r=0", "run.max_steps=2")
-    full, lora = steps_of(tmp_path), steps_of(resumed[0])
-    assert full[0]["rollout/digest"] == lora[0]["rollout/digest"]
-    assert lora[0]["kl"] == 0.0 and all(line["kl"] > 0 for line in lora[1:])
-    assert full[1]["rollout/digest"] != lora[1]["rollout/digest"]
 
 
 def test_a_checkpoint_is_an_adapter_that_peft_and_transformers_load(resumed):
@@ -258,19 +222,3 @@ def test_a_checkpoint_is_an_adapter_that_peft_and_transformers_load(resumed):
         torch.testing.assert_close(by_merging, wanted, rtol=1e-9, atol=1e-9)
     assert (wanted - before).abs().max() > 1e-2
     assert not os.path.exists(os.path.join(checkpoint, "model.safetensors"))
-
-
-@pytest.mark.parametrize(
-    "override, says",
-    [
-        ("model.lora_r=8", "model.lora_r: 8 here, but 4 in"),
-        ("model.lora_r=0", "model.lora_r: 0 here, but 4 in"),
-    ],
-)
-def test_another_adapter_is_another_run(resumed, override, says):
-    assert refusal(run_here, resumed[0], override).startswith(says)
-
-
-def test_an_adapter_is_not_a_model_to_start_from(resumed, tmp_path):
-    message = refusal(run_here, tmp_path, f"model.path={resumed[0]}/checkpoint-{STEPS}")
-    assert message.startswith("model.path: ") and "is a LoRA adapter; merge it into" in message

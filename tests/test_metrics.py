@@ -3,6 +3,8 @@ resume."""
 
 import json
 import math
+import os
+import threading
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from tensorboard.summary.writer import event_file_writer
 from bubblespec.planner.windows import WINDOWS
 from bubblespec.telemetry.metrics import MetricsLogger
 from bubblespec.types import Group, Prompt
+from tests.helpers.checks import FullDisk
 from tests.helpers.rows import samples_of
 
 BASE = {"reward": 0.5, "perf/throughput": 100.0, "timing_s/step": 2.0}
@@ -154,9 +157,39 @@ def test_accepted_lengths_are_a_histogram_of_what_they_stand_for(tmp_path):
     assert found.sum_squares == sum(value**2 for value in values)
 
 
-def test_table_compares_first_and_last_tenth(tmp_path, capsys):
-    run(tmp_path, range(20), (0, 20))
-    table = [line.split() for line in capsys.readouterr().err.splitlines()]
-    assert ["first", "2", "last", "2"] in table
-    assert ["reward", "0.125", "4.625"] in table, "means of steps 0, 1 and of steps 18, 19, over 4"
-    assert ["eval/reward", "0.000", "2.500"] in table
+# A full disk
+
+
+def test_metrics_wait_for_room(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # of TensorBoard's thread
+    logger = MetricsLogger(str(tmp_path), 0, 10)
+    logger.log(0, BASE)
+    size = os.path.getsize(tmp_path / "metrics.jsonl")
+    with FullDisk(size + 10):
+        for step in (1, 2):
+            logger.log(step, BASE)
+        assert os.path.getsize(tmp_path / "metrics.jsonl") == size, "no half line is left"
+    for step in (3, 4):
+        logger.log(step, BASE)
+    logger.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    said = capsys.readouterr().err
+    assert said.count("metrics.jsonl cannot be written") == 1 and "lost" not in said
+
+
+def test_curves_fail_without_ending_the_run(tmp_path, capsys, monkeypatch):
+    """Room for the lines, none for TensorBoard's files."""
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # of TensorBoard's thread
+    logger = MetricsLogger(str(tmp_path), 0, 10)
+    with FullDisk(2000):
+        for step in range(10):
+            logger.log(step, BASE)
+            for _ in range(3):
+                logger._draw("add_text", "text", "x" * 1000, step)
+            logger._draw("flush")
+    logger.log(10, BASE)
+    logger.close()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 11
+    said = capsys.readouterr().err
+    assert "TensorBoard's files cannot be written" in said and "metrics.jsonl cannot" not in said

@@ -1,34 +1,8 @@
-"""How samples are put into micro-batches."""
+"""How the sequences of a micro-batch are attended together."""
 
-import numpy as np
-import pytest
 import torch
 
 from bubblespec.engine.packing import pack_sequences
-from bubblespec.learn.microbatch import _first_fit
-
-
-def first_fit_by_search(indices, lengths, max_tokens):
-    microbatches, room = [], []
-    for index in indices:
-        fits = next((i for i, r in enumerate(room) if r >= lengths[index]), None)
-        if fits is None:
-            fits = len(room)
-            microbatches.append([])
-            room.append(max_tokens)
-        microbatches[fits].append(index)
-        room[fits] -= lengths[index]
-    return microbatches
-
-
-@pytest.mark.parametrize("count", [0, 1, 7, 201])
-def test_first_fit_takes_the_first_microbatch_with_room(count):
-    rng = np.random.default_rng(count)
-    for max_tokens in (60, 100, 1000):
-        lengths = rng.integers(1, 120, count)  # some longer than a micro-batch may be
-        indices = rng.permutation(count).tolist()
-        wanted = first_fit_by_search(indices, lengths, max_tokens)
-        assert _first_fit(indices, lengths, max_tokens) == wanted
 
 
 def test_sequences_are_attended_with_others_more_than_half_as_long():

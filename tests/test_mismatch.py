@@ -49,16 +49,15 @@ def test_it_is_said_by_dtype_and_temperature(capsys, dtype, temperature, passes,
     assert said.count("\n") == 1 and f"more than {dtype} rounds" in said and "dropout" in said
 
 
-@pytest.mark.parametrize("error", [0.0, 0.25])
-def test_a_run_says_it_once(monkeypatch, tmp_path, capsys, error):
+def test_a_run_says_it_once(monkeypatch, tmp_path, capsys):
     original = update.response_logprobs
 
     def disturbed(*arguments, **options):
-        return original(*arguments, **options) + error
+        return original(*arguments, **options) + 0.25
 
     monkeypatch.setattr(update, "response_logprobs", disturbed)
     options = ("run.max_steps=3", "run.save_steps=0", "eval.num_prompts=0")
     train_here(tmp_path, *options, "rollout.max_completion_length=16")
-    assert capsys.readouterr().err.count("differ from those in generation") == (1 if error else 0)
+    assert capsys.readouterr().err.count("differ from those in generation") == 1
     means = [line[MEAN] for line in read(tmp_path) if MEAN in line]
-    assert len(means) >= 2 and means == pytest.approx([error] * len(means), abs=1e-6)
+    assert len(means) >= 2 and means == pytest.approx([0.25] * len(means), abs=1e-6)

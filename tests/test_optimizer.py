@@ -1,8 +1,7 @@
-"""The flat-buffer optimizer against reference_step.py, with float32 master weights against torch's
-AdamW, and across a save."""
+"""The flat-buffer optimizer against reference_step.py, and with float32 master weights against
+torch's AdamW. Across a save: test_shard_state.py."""
 
 import copy
-import io
 import math
 
 import pytest
@@ -97,36 +96,6 @@ def test_steps_are_clipping_and_adamw(limit):
     assert torch.equal(model.frozen, torch.ones_like(model.frozen)) and model.frozen.grad is None
 
 
-def test_weight_decay_is_for_matrices_only():
-    model = Small(torch.float64)
-    before = values(model)
-    optimizer = Optimizer(model, OptimConfig(learning_rate=0.5, weight_decay=0.25), STEPS, ALONE)
-    optimizer.step(0)  # gradients of zero: only the decay moves weights
-    for old, new in zip(before, values(model), strict=True):
-        torch.testing.assert_close(new, old * (0.875 if old.ndim == 2 else 1.0), rtol=1e-15, atol=0)
-
-
-# bfloat16 weights with float32 masters
-
-
-class Vector(torch.nn.Module):
-    def __init__(self, dtype: torch.dtype):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(3, dtype=dtype))
-
-
-def test_bfloat16_gradients_accumulate_in_float32():
-    model = Vector(torch.bfloat16)
-    optimizer = Optimizer(model, CONFIG, STEPS, ALONE)
-    for scale in (256.0, 1.0, 1.0):
-        (scale * model.weight).sum().backward()
-    # bfloat16 has 8 significant bits, so there 256 + 1 would be 256.
-    assert (
-        optimizer.flat_grad.dtype == torch.float32 and optimizer.flat_grad.tolist() == [258.0] * 3
-    )
-    assert model.weight.grad is None
-
-
 def test_bfloat16_steps_equal_adamw_on_float32_masters():
     model = Small(torch.bfloat16)
     masters = [p.detach().float() for p in model.parameters() if p.requires_grad]
@@ -164,40 +133,6 @@ def test_bfloat16_steps_equal_adamw_on_float32_masters():
             torch.equal(p.detach(), m.bfloat16())
             for p, m in zip(optimizer.params, updated, strict=True)
         )
-
-
-# Saving
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_saved_and_loaded_optimizer_continues_bit_for_bit(dtype):
-    config = copy.copy(CONFIG)
-    config.learning_rate = 1e-3  # below bfloat16's resolution: masters and weights drift apart
-    model = Small(dtype)
-    optimizer = Optimizer(model, config, STEPS, ALONE)
-    for step in range(STEPS):
-        if step == 4:
-            file = io.BytesIO()
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-            saved_weights = values(model)
-        backward(model, step)
-        optimizer.step(step)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
-    other = Small(dtype)
-    other.load_state_dict(state["model"])
-    continued = Optimizer(other, config, STEPS, ALONE)
-    continued.load_state_dict(state["optimizer"])
-    assert all(torch.equal(a, b) for a, b in zip(values(other), saved_weights, strict=True))
-    for step in range(4, STEPS):
-        backward(other, step)
-        continued.step(step)
-    assert all(torch.equal(a, b) for a, b in zip(values(other), values(model), strict=True))
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(continued.updated.values(), optimizer.updated.values(), strict=True)
-    )
-    assert any(not torch.equal(a, b) for a, b in zip(values(other), saved_weights, strict=True))
 
 
 # Learning rate

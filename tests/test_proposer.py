@@ -13,25 +13,10 @@ from bubblespec.draft.proposer import ALWAYS_WINDOW, PRIOR, Proposer, make_propo
 from bubblespec.draft.sources import DraftSource, OwnDrafts, Proposal, TrackedRow
 from bubblespec.draft.store import History
 from bubblespec.draft.suffix import SuffixIndex
-from bubblespec.engine.engine import Engine
-from bubblespec.engine.runner import ModelRunner
 from bubblespec.planner.costs import CostModel
 from bubblespec.planner.windows import WINDOWS
-from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.types import Draft, Row, SampleId
 from tests.helpers.clocks import Clock
-from tests.helpers.models import VOCAB
-from tests.helpers.rollouts import (
-    ALONE,
-    MAX_LENGTH,
-    PARAMS,
-    SEED,
-    as_dict,
-    new_model,
-    plain,
-    rows_of,
-)
-from tests.helpers.rows import run_loop
 
 STEP = 5
 
@@ -189,19 +174,6 @@ def test_counts_of_a_rollout():
     assert forward(proposer, [ahead], [range(10, 40)]) == [[]], (
         "a new rollout has forgotten the rows"
     )
-
-
-@pytest.mark.parametrize(
-    "accepted, lowest", [(0, 0), (1, 1), (5, 4), (6, 6), (127, 96), (128, 128)]
-)
-def test_accepted_lengths_are_binned_by_windows(accepted, lowest):
-    """A verification with 5 accepted tokens belongs to the bin of 4 and up."""
-    proposer, own = make(always=False), row()
-    proposer.track(own, draft(range(1000)), STEP)
-    forward(proposer, [own], [[*range(accepted), -5, -6]], room=400)
-    assert proposer.acceptance.accepted_tokens == accepted
-    assert proposer.acceptance.accepted_lengths.tolist() == [int(w == lowest) for w in WINDOWS]
-    assert proposer.acceptance.covered_tokens == min(accepted + 1, 128)
 
 
 def test_a_pause_follows_proposals_that_do_not_pay_and_ends():
@@ -363,34 +335,6 @@ def test_a_source_that_was_given_up_is_tried_again():
     unused.survival.load_state_dict(proposer.survival.state_dict())
     unused.begin()
     assert unused.acceptance.by_source == {"guess": [0, 0]}, "in the metrics all the same"
-
-
-@pytest.mark.parametrize("always", [False, True])
-def test_a_made_up_source_changes_no_token(always):
-    """In the real engine: drafts for some rows, and guesses of which every seventh token is wrong
-    for all."""
-    model = new_model()
-    wanted, num_forwards = plain(model, 0)
-    wrong = {
-        sample: [(t + (n % 7 == 6)) % VOCAB for n, t in enumerate(tokens)]
-        for sample, (tokens, _) in wanted.items()
-    }
-    guesses = Guesses(wrong)
-    proposer = Proposer([OwnDrafts(), guesses], cost(), always=always, clock=Clock())
-    proposer.begin()
-    rows = rows_of(0)
-    for each in rows:
-        tokens = wanted[each.id][0]
-        proposer.track(each, None if each.id.sample else draft([*tokens[:-3], 1, 1, 1]), STEP)
-    engine = Engine(ModelRunner(model, 24, MAX_LENGTH, SEED))
-    record = run_loop(RolloutLoop(engine, ALONE, PARAMS, proposer=proposer), rows)
-    assert as_dict(rows) == wanted and engine.num_forwards < num_forwards
-    counts = record.acceptance
-    assert set(counts.by_source) == {"aligned", "guess"}
-    assert all(accepted > 10 for _, accepted in counts.by_source.values())
-    proposed, accepted = map(sum, zip(*counts.by_source.values(), strict=True))
-    assert (proposed, accepted) == (counts.draft_tokens, counts.accepted_tokens)
-    assert accepted < proposed
 
 
 def test_a_disabled_source_is_not_asked_nor_told():

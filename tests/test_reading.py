@@ -9,7 +9,6 @@ import pytest
 from bubblespec.config import config_to_yaml, load_config
 from bubblespec.errors import InputError
 from bubblespec.telemetry.timeline import KINDS, trace
-from notebooks.pictures import draw_drafts, draw_learning, draw_stages
 from notebooks.reading import (
     accepted_share,
     common_timelines,
@@ -21,7 +20,6 @@ from notebooks.reading import (
     read_timeline,
     seconds_by_kind,
     seconds_so_far,
-    settings_table,
     timeline_steps,
 )
 
@@ -82,19 +80,6 @@ def test_evaluations_are_by_updates_and_seconds_are_of_steps_alone(tmp_path):
     assert "| a | 2 | 0.500 | 0.700 | 0.250 | 0.750 | 10.0 |" in learning_table([run])
 
 
-def test_settings_that_differ_are_named_and_no_others(tmp_path):
-    options = {"a": [NONE], "b": [SUFFIX, "run.seed=3"]}
-    runs = [read_run(make_run(tmp_path / n, [line(0, 1.0)], *o)) for n, o in options.items()]
-    table = settings_table(runs).splitlines()
-    assert table == [
-        "| run | speculative.method | run.seed |",
-        "| --- | --- | --- |",
-        "| a | none | 0 |",
-        "| b | suffix | 3 |",
-    ]
-    assert settings_table(runs[:1]).splitlines()[0] == "| run | no key differs |"
-
-
 @pytest.mark.parametrize(
     "lines, says",
     [
@@ -109,13 +94,6 @@ def test_damaged_metrics_are_one_line(tmp_path, lines, says):
         read_runs(str(tmp_path))
     message = str(caught.value)
     assert "\n" not in message and str(tmp_path / "a" / "metrics.jsonl") in message
-
-
-def test_torn_last_line_is_left_out_with_a_line(tmp_path, capfd):
-    run = read_run(make_run(tmp_path / "a", [line(0, 1.0), line(1, 1.0), '{"step": 2, "rew']))
-    assert len(run.steps) == 2
-    said = f"left out: the last line of {tmp_path}/a/metrics.jsonl, which is torn\n"
-    assert capfd.readouterr().err == said
 
 
 def test_folders_without_a_run_are_one_line(tmp_path, capfd):
@@ -171,30 +149,3 @@ def test_timelines_are_read_as_they_were_written(tmp_path):
     (folder / "step_00004.json").write_text('{"traceEvents": [{}]}')
     with pytest.raises(InputError, match="not a timeline"):
         read_timeline(run, 4)
-
-
-def test_pictures_show_the_figures(tmp_path):
-    """Lengths of bars and places of points, against what the files say."""
-    sources = {"drafts/aligned/accept_rate": 0.5, "drafts/aligned/tokens": 20}
-    sources |= {"drafts/self/accept_rate": 1.0, "drafts/self/tokens": 3}
-    evaluations = [{"step": 0, "eval/reward": 0.25}, {"step": 2, "eval/reward": 0.75}]
-    lines = [line(0, 5.0), line(1, 5.0), *evaluations]
-    plain = read_run(make_run(tmp_path / "plain", lines, NONE))
-    lines = [line(0, 1.0, **sources), line(1, 1.0), *evaluations]
-    fast = read_run(make_run(tmp_path / "fast", lines, SUFFIX))
-
-    def widths(axes, name="get_width"):
-        return [[getattr(bar, name)() for bar in bars] for bars in axes.containers]
-
-    axes = draw_stages([plain, fast]).axes[0]
-    own, waits, _, rest = widths(axes)[:4]
-    assert (own, waits, rest) == ([10.0, 2.0], [2.0, 2.0], [4.0, 4.0])
-    assert [text.get_text().strip() for text in axes.texts] == ["16.0 s, 1.00x", "8.0 s, 2.00x"]
-    heights = widths(draw_drafts(fast).axes[0], "get_height")
-    assert heights == [[10.0, 0.0], [3.0, 0.0], [11.0, 24.0]]
-    over_steps, over_seconds = draw_learning([plain, fast]).axes
-    assert over_steps.lines[1].get_xydata().tolist() == [[0, 0.25], [2, 0.75]]
-    assert [over_seconds.lines[i].get_xydata().tolist() for i in (1, 3)] == [
-        [[0, 0.25], [16, 0.75]],
-        [[0, 0.25], [8, 0.75]],
-    ]

@@ -5,7 +5,6 @@ import copy
 import itertools
 import re
 import statistics
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +13,9 @@ import torch
 from test_update import NUM_PROMPTS, gradients, make_learner, make_samples, moved, responses_of
 
 from bubblespec.config import Config, load_config
-from bubblespec.dist.ranks import Ranks
 from bubblespec.engine.model import prepare_model
 from bubblespec.learn.advantages import estimate_advantages
+from bubblespec.simulate.world import SimulatedRanks, World
 from tests.helpers import reference_step
 
 PAGE = (Path(__file__).parent.parent / "docs" / "recipes.md").read_text(encoding="utf-8")
@@ -157,28 +156,6 @@ def test_kl_estimators(make_model, tmp_path, estimator, loss_type):
     check_against_the_page(make_model, training_config("GRPO", tmp_path, **changes))
 
 
-class ThreadRanks(Ranks):
-    """Ranks that are threads of this process, with collectives that sum in the order of the
-    ranks."""
-
-    def __init__(self, rank: int, world_size: int, board: list, barrier: threading.Barrier):
-        super().__init__(torch.device("cpu"))
-        self.rank, self.world_size, self.board, self.meet = rank, world_size, board, barrier
-
-    def _exchange(self, value):
-        self.board[self.rank] = value
-        self.meet.wait(60)
-        everyone = list(self.board)
-        self.meet.wait(60)
-        return everyone
-
-    def sum_(self, tensor):
-        return tensor.copy_(sum(self._exchange(tensor.clone())))
-
-    def gather(self, array):
-        return np.stack(self._exchange(array))
-
-
 @pytest.mark.parametrize("name, world_size", list(zip(RECIPES, itertools.cycle((2, 4)))))
 def test_number_of_ranks_changes_nothing_but_rounding(make_model, tmp_path, name, world_size):
     """All updates, so that later minibatches and their old log-probabilities are those of every
@@ -194,39 +171,18 @@ def test_number_of_ranks_changes_nothing_but_rounding(make_model, tmp_path, name
         return model, reference
 
     wanted, wanted_metrics = train(*make_both(), samples, advantages, config)
-    board, barrier, by_rank = [None] * world_size, threading.Barrier(world_size), {}
-    models = [make_both() for _ in range(world_size)]
+    world, by_rank = World(world_size), {}
 
-    def work(rank):
-        ranks = ThreadRanks(rank, world_size, board, barrier)
-        by_rank[rank] = train(*models[rank], samples, advantages, config, ranks)
+    def work(rank: int) -> None:
+        ranks = SimulatedRanks(world, rank)
+        by_rank[rank] = train(*make_both(), samples, advantages, config, ranks)
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(by_rank) == world_size
+    world.run(work)
     for seen, metrics in by_rank.values():
         for mine, theirs in zip(seen, wanted, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-7, atol=1e-9)
         for key in wanted_metrics.keys() - {"timing_s/sync"}:
             assert metrics[key] == pytest.approx(wanted_metrics[key], rel=1e-7, abs=1e-9), key
-
-
-def test_several_updates_depend_on_tokens_alone(make_model, tmp_path):
-    """Bit for bit: the old policy's log-probabilities are those of the trainer, whatever the
-    generator's were."""
-    results = []
-    for noise in (0.0, 0.5):
-        model, samples = make_model(dtype=torch.float32), make_samples(generations=GENERATIONS)
-        samples.full_logprob = [values + np.float32(noise) for values in samples.full_logprob]
-        prepare_model(model, 64)
-        config, advantages = training_config("GSPO", tmp_path), np.linspace(-1, 1, len(samples))
-        results.append(train(model, None, samples, advantages, config))
-    assert all(torch.equal(a, b) for a, b in zip(results[0][0], results[1][0], strict=True))
-    key = "sampling/logp_difference/mean"
-    assert results[0][1][key] != results[1][1][key]
 
 
 @pytest.mark.parametrize(

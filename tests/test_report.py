@@ -17,7 +17,7 @@ from bubblespec.telemetry.report import (
     timing_metrics,
 )
 from bubblespec.types import Group, Prompt, Samples, digest
-from tests.helpers.rows import samples_of
+from tests.helpers.rows import record_of, samples_of
 
 LENGTHS = [1, 2, 4, 9]
 
@@ -38,20 +38,10 @@ def record(
     stages=(),
     waits=(),
 ) -> StepRecord:
-    rewards = np.array(rewards)
-    return StepRecord(
-        step=0,
-        samples=samples if num_batches == 1 else samples.of_groups(list(range(num_chosen))),
-        rewards=rewards[:num_chosen],
-        generated=samples,
-        all_rewards=rewards,
-        owners=np.zeros(4, np.int64),
-        batch_sizes=[1] * num_batches,
-        rollouts=[RolloutRecord(waits=list(waits))],
-        stages=list(stages),
-        spans=[],
-        drafts={},
-    )
+    rewards, fields = np.array(rewards), {"stages": list(stages), "generated": samples}
+    fields |= {"batch_sizes": [1] * num_batches, "rollouts": [RolloutRecord(waits=list(waits))]}
+    chosen = samples if num_batches == 1 else samples.of_groups(list(range(num_chosen)))
+    return record_of(chosen, rewards[:num_chosen], all_rewards=rewards, **fields)
 
 
 class TwoRanks:

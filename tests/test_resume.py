@@ -1,6 +1,5 @@
 """A run that is killed goes on with the samples of the undisturbed one: around the end of an epoch,
-and where dynamic sampling has begun to replace groups. Over epochs a sample's name alone decides
-about its noise.
+and where dynamic sampling has begun to replace groups.
 
 A kill is an exception that nothing catches, out of the engine or the optimizer: what the next start
 finds is what a process that is gone has left, the last checkpoint. In virtual time, so that what is
@@ -25,7 +24,6 @@ from bubblespec.draft.store import HEADER
 from bubblespec.errors import InputError
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.setup import build
-from bubblespec.types import Group, Samples
 from tests.helpers.clocks import virtual_time
 from tests.helpers.runs import ALWAYS_DRAFT, SHORT, digests, read, same_weights, weights
 from train import train
@@ -194,41 +192,6 @@ def test_killed_in_short_and_in_long_rounds(monkeypatch, tmp_path):
     for line, other in zip(read(life.folder), read(whole.folder), strict=True):
         names = {key for key in line if key.startswith("tail/")} - {"tail/length_ratio"}
         assert names and {key: line[key] for key in names} == {key: other[key] for key in names}
-
-
-def test_a_prompt_gets_other_samples_at_each_visit(tmp_path):
-    """Where the weights stand still: a sample is a function of its name, and of nothing else that
-    has changed in between."""
-    options = [*OPTIONS, "data.size=4", "run.max_steps=3", "run.save_steps=0"]
-    options += ["optim.learning_rate=0", "rollout.temperature=4", f"run.output_dir={tmp_path}"]
-    seen: list[Samples] = []
-    with virtual_time() as ranks:
-        trainer = build(load_config("configs/tiny_cpu_bulk.yaml", options), ranks)
-        update = trainer.update
-        trainer.update = lambda record, advantages: (
-            seen.append(record.samples) or update(record, advantages)
-        )
-        train(trainer)
-        trainer.lock.close()
-        by_name = {
-            name: tuple(tokens.tolist())
-            for samples in seen
-            for name, tokens in zip(samples.ids, samples.tokens, strict=True)
-        }
-        assert len(by_name) == 3 * 4 * 4 and {name.visit for name in by_name} == {0, 1, 2}
-        texts: dict[int, list] = {}
-        for name, tokens in by_name.items():
-            texts.setdefault(name.uid, []).append(tokens)
-        assert len(texts) == PROMPTS
-        for of_prompt in texts.values():
-            assert len(set(of_prompt)) == len(of_prompt)
-        for visit in (0, 1, 2):
-            groups = [Group(group.prompt, visit) for group in seen[0].groups]
-            again, _ = trainer.sampler.evaluate(groups, 4, trainer.sampler.params, version=3)
-            assert all(
-                by_name[name] == tuple(tokens.tolist())
-                for name, tokens in zip(again.ids, again.tokens, strict=True)
-            )
 
 
 def test_drafts_of_samples_that_have_had_their_turn_are_gone(monkeypatch, tmp_path):

@@ -1,18 +1,15 @@
 """A step's samples from end to end, on a small model and against generation without drafts; what is
-saved and learned between steps; dynamic sampling, on hand-made rewards and in real steps."""
+saved and learned between steps."""
 
-import itertools
 import math
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from bubblespec.config import Config, ModelConfig, RolloutConfig
 from bubblespec.data.prompts import PromptSet
 from bubblespec.data.schedule import StepSchedule
 from bubblespec.dist.ranks import Ranks
-from bubblespec.draft.store import DraftStore, History
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.runner import ModelRunner
@@ -25,7 +22,7 @@ from bubblespec.rollout.make_sampler import make_sampler
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.simulate.world import SimulatedRanks, SimulatedTicks
 from bubblespec.simulate.world import World as VirtualTime
-from bubblespec.types import Draft, Group, Launch, Prompt, Row, Samples
+from bubblespec.types import Draft, Group, Row, Samples
 from tests.helpers.rollouts import (
     ALONE,
     FOUR_PROMPTS,
@@ -42,10 +39,8 @@ from tests.helpers.rollouts import (
     rows_of,
     update,
 )
-from tests.helpers.rows import make_rows, samples_of
+from tests.helpers.rows import make_rows
 from tests.helpers.simulated import make_config
-
-WANTED = 6
 
 
 class FakeScoring:
@@ -162,16 +157,6 @@ def test_a_saved_sampler_goes_on_alike(method, no_controls):
     assert ends[0] == ends[1] and (len(ends[0][1]) > 0) == ("bubble" in method)
 
 
-def test_a_state_that_lacks_parts_leaves_them_as_they_are():
-    sampler = start("bubble+suffix", new_model())
-    sampler.store.put(PROMPTS_ID, Draft(np.ones(3, np.int32), True, 0))
-    sampler.load_state_dict({})
-    assert sampler.store.get(PROMPTS_ID) is not None
-
-
-PROMPTS_ID = Group(PROMPTS[0], 0).sample(0)
-
-
 def test_guards_are_there_for_what_is_guarded():
     """None where a setting says what to do."""
     for method in ("bubble", "suffix"):
@@ -218,9 +203,6 @@ def test_nothing_is_drafted_for_a_rollout_to_compare_with():
     ]
     assert drafted == [False, True]
     assert not sampler.stats.uses("drafts") and not sampler.stats.is_next_without("drafts")
-
-
-MORE = [Prompt(60 + n, "", (4 + n, 2), {}) for n in range(6)]
 
 
 def test_what_is_deferred_becomes_drafts():
@@ -342,152 +324,3 @@ def test_a_rollout_counts_with_its_tensor_parallel_tail():
     record.shared_rows, record.shared_forwards = 2, 8
     saved_s = stats.observe_rollout(record, rows, ALONE, num_slots=8, planning_s=0.5)
     assert saved_s == pytest.approx(20.0 - 16.5, rel=0.02) and stats.forwards == 20
-
-
-# Dynamic sampling
-
-
-def reward_of(uid: int, sample: int, useful_every: int) -> float:
-    """Groups of prompts whose uid is a multiple of `useful_every` differ, the others do not."""
-    return float(sample == 1) if uid % useful_every == 0 else 1.0
-
-
-def sample_with(
-    monkeypatch, useful_every: int, *, num_prompts: int = 40, step: int = 3, max_batches: int = 4
-) -> tuple[StepRecord, list[list[int]]]:
-    """A step over prompts with uids 0, 1, ...: its record, and the uids of each batch generated."""
-    rollout = RolloutConfig(
-        num_prompts_per_step=WANTED,
-        num_generations=2,
-        dynamic_sampling_max_batches=max_batches,
-    )
-    prompts = [Prompt(uid, str(uid), (1, 2), {}) for uid in range(num_prompts)]
-    schedule, batches = StepSchedule(PromptSet(prompts, 0), 0, WANTED, 2), []
-
-    def generate(sampler, launch: Launch, step, used):
-        number, uids = len(batches), [group.prompt.uid for group in launch.groups]
-        batches.append(uids)
-        assert [group.prompt.uid for group in used] == list(itertools.chain(*batches))
-        rewards = np.array([[reward_of(uid, j, useful_every) for j in range(2)] for uid in uids])
-        tokens = [np.array([uid, j], np.int32) for uid in uids for j in range(2)]
-        samples = samples_of(launch.groups, tokens, rewards=rewards.reshape(-1, 1))
-        return StepRecord(
-            step=step,
-            samples=samples,
-            rewards=rewards,
-            generated=samples,
-            all_rewards=rewards,
-            owners=np.repeat(uids, 2),
-            batch_sizes=[len(uids)],
-            rollouts=[RolloutRecord()],
-            stages=[Span("gen", float(number), number + 1.0)],
-            spans=[],
-            drafts=dict.fromkeys(samples.ids[::3]),
-        )
-
-    monkeypatch.setattr(Sampler, "_sample_groups", generate)
-    parts = {"stats": RunStats(), "store": DraftStore(0), "history": History(0)}
-    parts |= {"schedule": schedule, "config": Config(model=ModelConfig(path=""), rollout=rollout)}
-    record = Sampler(**dict.fromkeys(Sampler.__dataclass_fields__) | parts).sample(step)
-    assert schedule.state_dict()["uids"].tolist() == list(itertools.chain(*batches)), (
-        "they have had their turn"
-    )
-    return record, batches
-
-
-def uids_of(samples: Samples) -> list[int]:
-    return [group.prompt.uid for group in samples.groups]
-
-
-@pytest.mark.parametrize("step", range(4))
-@pytest.mark.parametrize("useful_every", [1, 2, 3])
-def test_useless_groups_are_replaced_by_the_first_useful_ones(monkeypatch, useful_every, step):
-    record, batches = sample_with(monkeypatch, useful_every, step=step)
-    generated = list(itertools.chain(*batches))
-    assert len(set(generated)) == len(generated), "a prompt's noise keys would be used twice"
-    useful = [uid for uid in generated if uid % useful_every == 0]
-    assert uids_of(record.samples)[: len(useful)] == useful[:WANTED] or len(useful) < WANTED
-    assert uids_of(record.generated) == generated
-    assert record.owners.tolist() == np.repeat(generated, 2).tolist()
-    assert record.batch_sizes == [len(batch) for batch in batches]
-    assert len(record.rollouts) == len(record.stages) == len(batches)
-    assert len(record.drafts) == sum(-(-2 * len(batch) // 3) for batch in batches)
-    # As many are drawn as will fill the gap at the rate so far.
-    seen = []
-    for batch, following in itertools.pairwise(batches):
-        seen += batch
-        num_useful = sum(uid % useful_every == 0 for uid in seen)
-        needed = math.ceil((WANTED - num_useful) * len(seen) / max(num_useful, 1e-9))
-        assert len(following) == min(WANTED, needed)
-    assert len(useful) >= WANTED or len(batches) == 4
-    # Everything of a group goes with it.
-    for samples, rewards in (
-        (record.samples, record.rewards),
-        (record.generated, record.all_rewards),
-    ):
-        for index, uid in enumerate(np.repeat(uids_of(samples), 2).tolist()):
-            group, number = divmod(index, 2)
-            assert samples.tokens[index].tolist() == [uid, number]
-            assert rewards[group, number] == samples.rewards[index, 0]
-            assert rewards[group, number] == reward_of(uid, number, useful_every)
-
-
-@pytest.mark.parametrize("max_batches", [1, 2, 3])
-def test_what_cannot_be_replaced_stays(monkeypatch, max_batches):
-    record, batches = sample_with(monkeypatch, useful_every=1000, max_batches=max_batches)
-    assert [len(batch) for batch in batches] == [WANTED] * max_batches
-    assert uids_of(record.samples) == batches[0], "none is useful: the first are as good as any"
-
-
-@pytest.mark.parametrize("step", range(3))
-def test_data_may_run_out_and_groups_stay_in_their_order(monkeypatch, step):
-    options = {"num_prompts": 10, "step": step, "max_batches": 9}
-    record, batches = sample_with(monkeypatch, useful_every=7, **options)
-    generated, uids = list(itertools.chain(*batches)), uids_of(record.samples)
-    assert sorted(generated) == list(range(10))
-    assert len(uids) == WANTED and {0, 7} <= set(uids), "both useful ones, and four others"
-    assert uids == [uid for uid in generated if uid in uids]
-
-
-def test_samples_of_groups_and_joined_are_the_same_samples():
-    rng = np.random.default_rng(0)
-    groups = [Group(Prompt(uid, "p", (uid,), {}), 3 * uid) for uid in range(4)]
-    arrays = [[rng.normal(size=n).astype(np.float32) for n in range(1, 13)] for _ in range(3)]
-    fields = {
-        "numbers": rng.integers(0, 5, 12),
-        "is_truncated": rng.random(12) < 0.5,
-        "rewards": rng.normal(size=(12, 2)),
-    }
-    whole = Samples(
-        groups, 3, tokens=arrays[0], logprob=arrays[1], full_logprob=arrays[2], **fields
-    )
-    again = whole.of_groups([0]) + whole.of_groups([1, 2, 3])
-    assert again.groups == groups and len(again) == 12 and again.ids == whole.ids
-    for name in ("numbers", "tokens", "logprob", "full_logprob", "is_truncated", "rewards"):
-        assert all(
-            np.array_equal(a, b)
-            for a, b in zip(getattr(whole, name), getattr(again, name), strict=True)
-        ), name
-    swapped = whole.of_groups([2, 0])
-    assert swapped.ids == whole.ids[6:9] + whole.ids[:3]
-    assert uids_of(swapped) == [2, 0] and np.array_equal(
-        swapped.rewards, whole.rewards[[6, 7, 8, 0, 1, 2]]
-    )
-
-
-def test_dynamic_sampling_is_the_same_with_drafts():
-    """In steps of a small model: replacements are drafted and generated like any other group."""
-    options = {"rollout__dynamic_sampling_max_batches": 3}
-    prompts, steps = [*FOUR_PROMPTS, *MORE], {}
-    for name in ("none", "bubble+suffix"):
-        model = new_model()
-        sampler = start(name, model, BoardWithSlowRank(40), prompts=prompts, **options)
-        steps[name] = []
-        for step in range(2):
-            record = sampler.sample(step)
-            generated_by_id = by_id(record.generated)
-            assert generated_by_id == generated(model, record.generated.groups)
-            steps[name].append((generated_by_id, by_id(record.samples), record.batch_sizes))
-            update(model, step)
-    assert steps["none"] == steps["bubble+suffix"]
-    assert max(len(batch_sizes) for _, _, batch_sizes in steps["none"]) > 1

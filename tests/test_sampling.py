@@ -73,17 +73,6 @@ def test_greedy_takes_the_best_and_is_certain():
     np.testing.assert_allclose(full_logprob, logits.log_softmax(-1).max(-1).values)
 
 
-def test_restrict_equals_transformers_warpers():
-    logits = some_logits(2, rows=200)
-    for top_k, top_p in ((5, 1.0), (0, 0.5), (20, 0.9), (0, 0.999), (V, 1.0), (1, 0.1)):
-        wanted = logits if top_k == 0 else TopKLogitsWarper(top_k)(None, logits)
-        wanted = wanted if top_p == 1 else TopPLogitsWarper(top_p)(None, wanted)
-        got = restrict(
-            logits, torch.zeros(200, dtype=torch.int64), SamplingParams(top_k=top_k, top_p=top_p)
-        )
-        assert torch.equal(got, wanted), (top_k, top_p)
-
-
 def test_the_nucleus_ends_where_its_probability_is_reached():
     """Of four equal tokens two have exactly half: a third is not needed. Of equal tokens the first
     are taken."""

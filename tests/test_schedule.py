@@ -100,20 +100,6 @@ def test_upcoming_is_what_will_be_launched(size):
         ]
 
 
-@pytest.mark.parametrize("count", [1, 5, 100])
-def test_replacements_are_groups_that_the_step_has_not_used(count):
-    schedule = make_schedule(30)
-    for step in range(10):
-        used = schedule.launch(step).groups
-        while more := schedule.replacements(step, count, used):
-            assert names(schedule.replacements(step, count, used)) == names(more), "asked again"
-            assert not {group.prompt.uid for group in used} & {group.prompt.uid for group in more}
-            assert len(more) == min(count, 30 - len(used))
-            used = used + more
-        assert sorted(group.prompt.uid for group in used) == list(range(1000, 1030))
-        finish(schedule, used[: OF_STEP + 3])
-
-
 def test_a_saved_state_replaces_another_and_goes_on_as_the_run_would_have():
     whole, states, batches = make_schedule(14), [], []
     for step in range(30):

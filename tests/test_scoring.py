@@ -1,4 +1,4 @@
-"""Scores of a rank's rows: the same with any number of workers, begun while others decode, and what
+"""Scores of a rank's rows: the same with any number of workers, handed out as they come, and what
 failures leave behind."""
 
 import os
@@ -14,17 +14,12 @@ import torch
 
 from bubblespec.config import RewardConfig
 from bubblespec.dist.ranks import Ranks, StopRequested, signals_stop
-from bubblespec.engine.engine import Engine
-from bubblespec.engine.model import prepare_model
-from bubblespec.engine.runner import ModelRunner
-from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
 from bubblespec.rewards.functions import load_reward, per_sample
 from bubblespec.rewards.scorer import Scorer, Scoring
-from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.types import Group, Launch, Prompt, Row
 from tests.helpers.ranks import run_ranks
-from tests.helpers.rows import make_rows, run_loop
+from tests.helpers.rows import make_rows
 
 OBEY = "tests.helpers.misbehaving_rewards.obey"
 PROMPTS = [Prompt(uid, f"prompt {uid}", (uid % 7, 1), {"answer": str(uid)}) for uid in (900, 17)]
@@ -176,13 +171,6 @@ def test_a_group_fails_as_a_whole_and_alone(make_scorer, num_workers):
     assert scorer.take_metrics()["reward/errors"] == 2
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_list_of_the_wrong_length_is_an_error(make_scorer, num_workers):
-    scorer = make_scorer(functions=["tests.helpers.rewards.one_value"], num_workers=num_workers)
-    with pytest.raises(InputError, match=r"returned \[1.0\], not a list of 4 values"):
-        scores(scorer, finished_rows(4))
-
-
 def test_a_later_batch_of_the_step_may_fail_as_a_whole(make_scorer):
     """Dynamic sampling's further batches can be a single prompt."""
     scorer, rows = make_scorer(["value 1", "value 2", "raise x"], num_workers=0), finished_rows(3)
@@ -231,29 +219,6 @@ def test_seconds_are_those_of_the_calls_by_the_ranks_clock(make_scorer):
         metrics = scorer.take_metrics()
         assert metrics["reward/function_s"] == seconds
         assert metrics["reward/overlapped_share"] == share
-
-
-def test_responses_are_scored_while_others_decode(make_scorer, make_model, tmp_path):
-    """Generation does not go on until the first response has been scored, which therefore needs
-    nothing from after it."""
-    model = make_model()
-    prepare_model(model, 64)
-    engine = Engine(ModelRunner(model, 4, 64, seed=0))
-    scorer, mark = make_scorer(num_workers=1), []
-    scorer.tokenizer = SimpleNamespace(
-        batch_decode=lambda ids, **options: [f"touch {tmp_path}/{len(i)}" for i in ids]
-    )
-    rows, scoring = make_rows(GROUPS[:1], 4, 16), scorer.begin(OF_ONE)
-    for n, row in enumerate(rows):
-        row.max_new_tokens = 4 * (n + 1)
-
-    def on_finished(row: Row) -> None:
-        scoring.on_finished(row)
-        take(scoring, 1)
-        mark.append((tmp_path / str(len(row.tokens))).exists())
-
-    run_loop(RolloutLoop(engine, Ranks(CPU), SamplingParams(), on_finished=on_finished), rows)
-    assert mark == [True] * 4 and scoring.collect(rows).tolist() == [[2.0]] * 4
 
 
 # Scores as they come
@@ -326,31 +291,6 @@ def test_what_is_handed_out_changes_no_result(make_scorer, num_workers):
         kept = [i for i in numbers if i not in dropped]
         np.testing.assert_array_equal(scoring.collect([rows[i] for i in kept]), wanted[kept])
         assert scorer.take_metrics()["reward/errors"] == sum(sum(failed[i]) for i in kept)
-
-
-def test_without_workers_what_has_finished_is_scored_in_one_call(make_scorer):
-    """And nothing twice; `collect` has the order of its rows."""
-    calls = []
-
-    @per_sample
-    def record(prompts, completions, **columns):
-        calls.append(completions)
-        return [float(text) for text in completions]
-
-    rows = finished_rows(6)
-    scoring = make_scorer(functions={"a.record": record}, num_workers=0).begin(OF_ONE)
-    assert scoring.take_scored() == [] and calls == []
-    for i in (3, 1):
-        scoring.on_finished(rows[i])
-    assert [(row.id.sample, rewards.tolist()) for row, rewards in scoring.take_scored()] == [
-        (3, [3.0]),
-        (1, [1.0]),
-    ]
-    assert scoring.take_scored() == []
-    scoring.on_finished(rows[5])
-    scoring.on_finished(rows[4])
-    assert scoring.collect(rows[1:]).tolist() == [[float(n)] for n in range(1, 6)]
-    assert calls == [["3", "1"], ["5", "4", "2"]]
 
 
 # Told to stop while rewards are waited for

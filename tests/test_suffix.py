@@ -16,7 +16,6 @@ from bubblespec.draft.suffix import (
     SELF,
     SIBLING,
     SuffixIndex,
-    find_nearest,
 )
 from tests.helpers.suffix import GroupIndex
 
@@ -160,19 +159,6 @@ def test_equals_brute_force(alphabet):
     assert sources == {OWN, SIBLING, SELF, HISTORY}
 
 
-def test_growing_equals_building_at_once():
-    rng = np.random.default_rng(2)
-    texts = [rng.integers(3, size=50), rng.integers(3, size=70)]
-    at_once, growing = build([("extend", 0, texts[0]), ("extend", 1, texts[1])]), GroupIndex()
-    for sample, tokens in enumerate(texts):
-        for part in np.split(tokens, np.sort(rng.integers(50, size=30))):
-            growing.propose(sample, 4)
-            growing.extend(sample, part)
-    tables = [each.ends_of_ngrams() for each in (growing, at_once)]
-    assert tables[0] == tables[1] and len(tables[0]) > 100
-    assert any(second for _, second in tables[0].values())
-
-
 def test_continued_match_equals_a_new_search(monkeypatch):
     """In a text without repetitions there is one right place, whether it is carried on or searched
     for."""
@@ -261,28 +247,6 @@ def test_position_zero_prefers_own_then_sibling_then_history():
     assert index.propose(0, 4)[0].tolist() == [1, 2, 3] and index.propose(0, 4)[2] == OWN
 
 
-def test_find_nearest_equals_brute_force():
-    rng = np.random.default_rng(4)
-    found = 0
-    for n in (1, 2):
-        text = rng.integers(3, size=300).astype(np.int32)
-        first = rng.integers(2, 250, 500)
-        centre = first + rng.integers(-5, 30, 500)
-        last = np.minimum(first + rng.integers(0, 30, 500), 299)
-        ngrams = rng.integers(3, size=(500, n)).astype(np.int32)
-        radius = int(rng.integers(1, 8))
-        got = find_nearest(text, ngrams, centre, radius, first, last).tolist()
-        for row, (low, middle, high) in enumerate(zip(first, centre, last, strict=True)):
-            ends = [
-                e
-                for e in range(low, high + 1)
-                if abs(e - middle) <= radius and (text[e - n : e] == ngrams[row]).all()
-            ]
-            assert got[row] == min(ends, key=lambda e: (abs(e - middle), -e), default=-1)
-            found += bool(ends)
-    assert found > 300
-
-
 def test_rows_together_equal_rows_one_by_one():
     """Three groups, rows of which grow and ask together or one after the other; each with texts of
     their own."""
@@ -312,24 +276,6 @@ def test_rows_together_equal_rows_one_by_one():
             for group, tokens in enumerate(np.split(gained, np.cumsum(counts)[:-1])):
                 alone[group].extend(sample, tokens)
     assert {0, 2, 8} <= set(lengths)
-
-
-def test_drafts_pay_after_the_first_mismatch():
-    rng = np.random.default_rng(5)
-    num_tokens = num_forwards = 0
-    for _ in range(4):
-        response = rng.integers(200, size=300)
-        index, done = build([("draft", 0, edited(rng, response, 0.02, 200))]), 0
-        while done < len(response):
-            tokens = index.propose(0, 16)[0]
-            rest = response[done : done + len(tokens)]
-            right = common_suffix(tokens[: len(rest)].tolist()[::-1], rest.tolist()[::-1], 99)
-            index.extend(0, response[done : done + right + 1])
-            done += right + 1
-            num_forwards += 1
-        num_tokens += len(response)
-    # 16 edits apart on average; a draft that ends at its first mismatch gives 1.1.
-    assert num_tokens / num_forwards > 7
 
 
 def test_history_gives_the_oldest_first_and_drops_it_first():

@@ -1,6 +1,5 @@
-"""Tail batching: the planner's books against a list of all that was drawn; and whole steps of an
-engine, whose weights stay as they are, against plain order. Which groups are trained on: see
-test_table.py."""
+"""Tail batching: the planner's books against a list of all that was drawn, and whole steps of an
+engine, whose weights stay as they are, against plain order."""
 
 import itertools
 import random
@@ -158,25 +157,6 @@ def test_the_figures_of_a_step_are_those_of_all_steps_so_far():
         assert metrics["tail/cut_length"] == samples.lengths.max()
         is_long.append(metrics["tail/is_long_round"])
     assert 0 < sum(is_long) < 40
-
-
-def test_a_race_within_groups_favours_short_responses_and_deferral_alone_does_not():
-    """Mean length of what was trained on, over that of all samples of the prompts that the data
-    order has named."""
-    ratios = []
-    for options in ({}, {"response_over_sampling_ratio": 4 / 3}):
-        planner, lengths = make_planner(**options), []
-        for step in range(240):
-            launch, samples, _ = play(planner, step)
-            assert samples.num_generations == 3
-            assert (launch.num_generations == 4) == (
-                bool(options) and not planner.metrics()["tail/is_long_round"]
-            )
-            lengths += samples.lengths.tolist()
-        order = StepSchedule(make_prompts(23), SEED, 4, 3)
-        true = [length_of(name) for step in range(240) for name in play(order, step)[0].ids]
-        ratios.append(np.mean(lengths) / np.mean(true))
-    assert abs(ratios[0] - 1) < 0.02 and ratios[1] < 0.85
 
 
 def test_what_comes_next_is_foreseen_as_far_as_it_can_be():

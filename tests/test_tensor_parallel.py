@@ -26,6 +26,7 @@ from bubblespec.engine.tensor_parallel import (
 )
 from bubblespec.learn.lora import add_adapter
 from bubblespec.types import Row, SampleId
+from tests.helpers.generation import Drafter, as_dict
 from tests.helpers.models import GQA, SMALL, VOCAB, small_config
 from tests.helpers.tp import run_together
 
@@ -233,24 +234,6 @@ def test_samples_of_shards_are_those_of_the_whole(name, size, offset, monkeypatc
             torch.testing.assert_close(own, whole, rtol=1e-13, atol=1e-13)
 
 
-class Drafts:
-    """Proposes right and wrong tokens."""
-
-    def __init__(self, wanted: dict):
-        self.wanted, self.num_accepted = wanted, 0
-
-    def propose(self, rows, lengths, room, budget):
-        drafts = []
-        for row, length in zip(rows, lengths.tolist(), strict=True):
-            draft = self.wanted[row.id][length : length + 5].copy()
-            draft[3:] += length % 2
-            drafts.append(draft % VOCAB)
-        return drafts
-
-    def observe(self, rows, tokens, num_draft, num_accepted):
-        self.num_accepted += int(num_accepted.sum())
-
-
 @pytest.mark.parametrize("name, size", [("uneven, tied", 2), ("qwen3", 4), ("uneven, tied", 4)])
 def test_rows_of_a_tensor_parallel_engine_are_those_of_a_plain_one(name, size):
     """With drafts, right and wrong ones, few slots, and tokens that the rows have already."""
@@ -263,7 +246,7 @@ def test_rows_of_a_tensor_parallel_engine_are_those_of_a_plain_one(name, size):
     wanted = Engine(ModelRunner(model, 10, LONGEST, 3)).run(rows(), params)
 
     def of_rank(tp):
-        own, drafts = rows(), Drafts({row.id: row.tokens for row in wanted})
+        own, drafts = rows(), Drafter(as_dict(wanted), 0.3)
         for row, of in zip(own, wanted, strict=True):
             known = min(len(of.tokens) // 2, 7)
             row.tokens, row.logprob = of.tokens[:known].copy(), of.logprob[:known].copy()

@@ -1,7 +1,6 @@
 """The tiny workload: its problems, its tokenizer, its training and the shipped policy."""
 
 import json
-import random
 from pathlib import Path
 
 import pytest
@@ -38,14 +37,6 @@ def test_worked_solutions_are_right(rows):
         assert scored(row, tiny.worked_solution(row["entry"])) == 1.0
 
 
-def test_slips_make_the_stated_share_wrong_at_every_length(rows):
-    slips = random.Random(0)
-    for few, many in ((2, 5), (6, 54)):
-        chosen = [row for row in rows if few <= row["entry"]["metadata"]["num_terms"] <= many]
-        wrong = [scored(row, tiny.worked_solution(row["entry"], slips)) < 1.0 for row in chosen]
-        assert abs(sum(wrong) / len(wrong) - tiny.SLIP_RATE) < 0.08
-
-
 def test_tokenizer_round_trips_and_adds_nothing(rows):
     tokenizer = tiny.build_tokenizer()
     assert len(tokenizer) <= 512
@@ -55,26 +46,6 @@ def test_tokenizer_round_trips_and_adds_nothing(rows):
             assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     other = "Straße 日本 🙂\n\t<answer> x </answer>"
     assert tokenizer.decode(tokenizer(other)["input_ids"]) == other
-
-
-def test_solution_lengths_have_a_heavy_tail(rows):
-    tokenizer = tiny.build_tokenizer()
-    solutions = [tiny.worked_solution(row["entry"]) + tiny.EOS for row in rows]
-    lengths = torch.tensor([float(len(ids)) for ids in tokenizer(solutions)["input_ids"]])
-    assert 20 <= lengths.median() <= 30
-    assert lengths.quantile(0.99) >= 6 * lengths.median()
-    assert lengths.max() <= 350
-
-
-def test_labels_cover_exactly_the_solution_and_eos():
-    tokenizer = tiny.build_tokenizer()
-    ids, mask, labels = next(tiny.supervised_batches(tokenizer, seed=1))
-    for row_ids, row_mask, row_labels in zip(ids, mask, labels, strict=True):
-        solution = tokenizer.decode(row_ids[row_labels != tiny.IGNORED])
-        assert solution.endswith("</answer>" + tiny.EOS)
-        prompt = tokenizer.decode(row_ids[(row_labels == tiny.IGNORED) & (row_mask == 1)])
-        assert prompt.startswith("State the final answer") and prompt.endswith(" =")
-        assert row_mask.sum() + (row_ids == tokenizer.pad_token_id).sum() == len(row_ids)
 
 
 def test_a_short_run_learns_and_can_be_loaded(tmp_path, monkeypatch):

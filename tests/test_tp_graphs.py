@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from test_tensor_parallel import LONGEST, Drafts, build
+from test_tensor_parallel import LONGEST, build
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from bubblespec.dist.ranks import Ranks, ranks_from_environment
@@ -22,6 +22,7 @@ from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.engine.tensor_parallel import TPGroup
 from bubblespec.types import Row, SampleId
+from tests.helpers.generation import Drafter, as_dict
 from tests.helpers.graphs import Captures, Tape, feed, rehearse, stand_in
 from tests.helpers.models import VOCAB, small_config
 from tests.helpers.ranks import run_ranks
@@ -89,7 +90,7 @@ def test_rows_are_those_of_plain_generation(captures, name, size):
     def of_rank(tp):
         tp, own = captures["enter"](tp), rows()
         runner = ModelRunner(copy.deepcopy(model), 4, LONGEST, 3, tp=tp, **GRAPHS)
-        engine, drafts = Engine(runner), Drafts({row.id: row.tokens for row in wanted})
+        engine, drafts = Engine(runner), Drafter(as_dict(wanted), 0.3)
         sums = []
         record = runner.graphs._record
         count = lambda: sums.append(tp.num_sums)  # noqa: E731

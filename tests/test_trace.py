@@ -20,7 +20,7 @@ from bubblespec.simulate.workload import Texts
 from bubblespec.telemetry.trace import Recorder, list_steps, read_meta, read_table
 from bubblespec.types import Draft, Group, Prompt, SampleId
 from tests.helpers.clocks import forward_seconds, train_in_virtual_time
-from tests.helpers.rows import samples_of
+from tests.helpers.rows import record_of, samples_of
 from tests.helpers.runs import ALWAYS_DRAFT, SHORT, read
 
 BUBBLE = ["speculative.method=bubble+suffix", ALWAYS_DRAFT]
@@ -148,35 +148,14 @@ def one_step(step: int, drafts: dict[SampleId, Draft] | None = None) -> StepReco
     rewards = np.arange(4.0).reshape(2, 2)
     truncated = np.array([True, False, False, True])
     samples = samples_of(groups, tokens, is_truncated=truncated, rewards=rewards.reshape(-1, 1))
-    forward = ForwardRecord(
-        10.0,
-        10.5,
-        0.375,
-        0.125,
-        *Load(3, 9, 2, 40, 5, 1),
-        own_rows=2,
-        ahead_rows=1,
-        looked_up_rows=3,
-    )
-    stages = [
-        Span("gen", 1.0, 3.0),
-        Span("wait", 3.0, 3.5),
-        Span("reward", 3.5, 4.0),
-        Span("train", 4.0, 6.0),
-    ]
-    return StepRecord(
-        step=step,
-        samples=samples,
-        rewards=rewards,
-        generated=samples,
-        all_rewards=rewards,
-        owners=np.array([0, 1, 0, 0]),
-        batch_sizes=[1, 1],
-        rollouts=[RolloutRecord(10.0, 11.0, [forward]), RolloutRecord(12.0, 12.5)],
-        stages=stages,
-        spans=[Span("exchange", 3.5, 3.75)],
-        drafts=drafts or {},
-    )
+    rows = {"own_rows": 2, "ahead_rows": 1, "looked_up_rows": 3}
+    forward = ForwardRecord(10.0, 10.5, 0.375, 0.125, *Load(3, 9, 2, 40, 5, 1), **rows)
+    ends = [1.0, 3.0, 3.5, 4.0, 6.0]
+    stages = list(map(Span, ("gen", "wait", "reward", "train"), ends, ends[1:]))
+    rollouts = [RolloutRecord(10.0, 11.0, [forward]), RolloutRecord(12.0, 12.5)]
+    fields = {"step": step, "stages": stages, "spans": [Span("exchange", 3.5, 3.75)]}
+    fields |= {"rollouts": rollouts, "batch_sizes": [1, 1], "drafts": drafts or {}}
+    return record_of(samples, rewards, owners=np.array([0, 1, 0, 0]), **fields)
 
 
 def make_recorder(folder, first_step: int = 0) -> Recorder:

@@ -4,7 +4,6 @@ point, in this process."""
 import gc
 import itertools
 import math
-import os
 import statistics
 import sys
 from types import SimpleNamespace
@@ -21,8 +20,7 @@ from bubblespec.engine.sampling import SamplingParams
 from bubblespec.learn.learner import Learner
 from bubblespec.planner.costs import CostModel
 from bubblespec.planner.stats import RunStats
-from bubblespec.records import Acceptance, ForwardRecord, RolloutRecord, Span, StepRecord
-from bubblespec.rewards.functions import load_reward
+from bubblespec.records import Acceptance, ForwardRecord, RolloutRecord
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.trainer import Trainer, expected_best
@@ -58,22 +56,6 @@ def test_equal_rewards_are_warned_of_once_and_a_run_that_is_over_says_so(
     assert run_main(monkeypatch, tmp_path, "reward.functions=[tests.helpers.rewards.constant]") == 0
     assert "all 6 steps of this run are done" in capsys.readouterr().err
     assert len(read(tmp_path)) == 6
-
-
-def test_user_modules_come_from_the_current_folder_first(monkeypatch, tmp_path, capsys):
-    """Not from a file of the same name next to train.py."""
-    for folder, text in ((tmp_path / "next_to_train", "0 / 0"), (tmp_path / "here", "")):
-        folder.mkdir()
-        (folder / "own_reward.py").write_text(f"def reward(**_): ...\n{text}\n")
-    monkeypatch.setattr(sys, "path", [str(tmp_path / "next_to_train"), *sys.path])
-    monkeypatch.setattr(train, "build", lambda config, ranks: load_reward("own_reward.reward"))
-    monkeypatch.setattr(train, "train", lambda function: None)
-    config = os.path.abspath("configs/tiny_cpu.yaml")
-    monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setattr(sys, "argv", ["train.py", "--config", config])
-    monkeypatch.delenv("RANK", raising=False)
-    assert train.main() == 0, capsys.readouterr().err
-    del sys.modules["own_reward"]
 
 
 @pytest.mark.parametrize(
@@ -183,46 +165,3 @@ def test_an_evaluation_by_hand(monkeypatch):
     assert step is None
     assert params == SamplingParams(0.25, 0.8, 7, (3,), 2) and trainer.evaluated == 12
     assert rows == [(uid, EVALUATION, sample, 6) for uid in (5, 9) for sample in range(4)]
-
-
-# A step's updates
-
-
-def test_the_overlong_penalty_of_a_step_is_in_its_rewards_and_its_metrics():
-    """Of at most 10 tokens the last 4 cost up to 1; the second function, which weighs 10, applies
-    to one sample."""
-    config = Config()
-    config.rollout.max_completion_length = 10
-    config.reward.overlong_buffer_length = 4
-    spans = [Span("sync", 1.0, 2.0)]
-    learner = SimpleNamespace(
-        update=lambda samples, advantages, step: ({"loss": 0.5 + step}, spans)
-    )
-    trainer = make_trainer(config, {"reward_weights": [1.0, 10.0]}, learner=learner)
-    trainer.ranks.clock = SimpleNamespace(perf_counter=lambda: 9.0)
-    tokens = [np.zeros(n, np.int32) for n in (3, 6, 8, 10)]
-    rewards = np.array([[1.0, math.nan], [0.5, math.nan], [0.0, 0.25], [1.0, math.nan]])
-    samples = samples_of([Group(Prompt(1, "p", (1,), {}), 0)], tokens, rewards=rewards)
-
-    def update(step: int) -> tuple[StepRecord, dict[str, float]]:
-        fields = {"step": step, "samples": samples}
-        fields["stages"] = [Span("reward", 0.5, 0.75)]
-        fields["spans"] = [Span("exchange", 0.5, 0.6)]
-        record = StepRecord(**dict.fromkeys(StepRecord.__dataclass_fields__) | fields)
-        return record, trainer.update(record, np.zeros(4))
-
-    combined = trainer.sampler.combined(samples.rewards, samples.lengths)
-    assert combined.tolist() == [1.0, 0.5, 2.5 - 0.5, 1.0 - 1.0]
-    record, metrics = update(7)
-    assert metrics == {"loss": 7.5, "rewards/overlong_penalty/mean": -1.5 / 4}
-    assert trainer.num_updates == 8
-    assert record.spans == [Span("exchange", 0.5, 0.6), *spans]
-    assert record.stages == [Span("reward", 0.5, 0.75), Span("train", 0.75, 9.0)]
-    config.reward.overlong_buffer_length = 0
-    assert update(8)[1] == {"loss": 8.5} and trainer.num_updates == 9
-    assert trainer.sampler.combined(samples.rewards, samples.lengths).tolist() == [
-        1.0,
-        0.5,
-        2.5,
-        1.0,
-    ]

@@ -1,4 +1,6 @@
-"""Questions that several tests ask."""
+"""Questions that several tests ask, and a full disk."""
+
+import resource
 
 import pytest
 
@@ -21,3 +23,18 @@ def is_alive(pid: int) -> bool:
             return file.read().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+class FullDisk:
+    """No file of this process can grow beyond `size` bytes: a write fails in the middle, as on a
+    full disk."""
+
+    def __init__(self, size: int):
+        self.size = size
+
+    def __enter__(self):
+        self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, self.before[1]))
+
+    def __exit__(self, *_):
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.before)

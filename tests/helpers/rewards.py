@@ -28,8 +28,3 @@ def better_than(prompts, completion_ids, **columns) -> list[float]:
         raise ValueError(f"not one group: {prompts}")
     values = remainder(completion_ids)
     return [float(sum(value > other for other in values)) for value in values]
-
-
-def one_value(completion_ids, **columns) -> list[float]:
-    """Wrong for any group of more than one."""
-    return [1.0]

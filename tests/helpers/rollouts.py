@@ -155,29 +155,15 @@ class BoardWithSlowRank:
 
 
 class World:
-    """One rank from step to step. `forwards` has, of the last rollout, own rows left and draft rows
-    in the engine by forward."""
+    """One rank from step to step."""
 
-    def __init__(
-        self,
-        model,
-        num_slots: int,
-        board,
-        method="bubble+suffix",
-        cost=None,
-        max_tokens=10**6,
-        max_batch_tokens=256,
-    ):
-        self.model, self.board = model, board
-        has_drafts, cost = "bubble" in method, cost or fixed_cost()
+    def __init__(self, model, num_slots: int, board, method="bubble+suffix"):
+        self.board, clock = board, board.ranks.clock
         self.proposer = make_proposer(
-            method, History(10**6), cost, has_drafts=has_drafts, clock=board.ranks.clock
+            method, History(10**6), fixed_cost(), has_drafts=True, clock=clock
         )
-        self.engine = Engine(
-            ModelRunner(model, num_slots, MAX_LENGTH, SEED, max_batch_tokens=max_batch_tokens)
-        )
-        self.store = DraftStore(max_tokens)
-        self.forwards = []
+        runner = ModelRunner(model, num_slots, MAX_LENGTH, SEED, max_batch_tokens=256)
+        self.engine, self.store = Engine(runner), DraftStore(10**6)
 
     def plans(self, coming, prompts=PROMPTS, num_generations: int = 2) -> list[Job]:
         """All that is left to draft of some coming steps, in order."""
@@ -203,28 +189,19 @@ class World:
             options = {"version": step, "max_new_tokens": limit, "max_slowdown": max_slowdown}
             parts = (plans, self.store, self.proposer, self.proposer.cost)
             tasks = [DraftAhead(*parts, **options)]
-        own, step_engine, self.forwards = {id(row) for row in rows}, self.engine.step, []
+        own, step_engine, forwards = {id(row) for row in rows}, self.engine.step, []
 
         def noted_step(*arguments) -> tuple[list[Row], Load]:
             num_ahead = sum(id(row) not in own for row in [*self.engine.rows, *self.engine.queue])
             num_own = len(self.engine.rows) + len(self.engine.queue) - num_ahead
-            self.forwards.append((num_own, num_ahead))
+            forwards.append((num_own, num_ahead))
             return step_engine(*arguments)
 
         self.engine.step = noted_step
-        loop = RolloutLoop(
-            self.engine,
-            self.board.ranks,
-            PARAMS,
-            proposer=self.proposer,
-            board=self.board,
-            tasks=tasks,
-        )
-        record = run_loop(loop, rows)
+        parts = {"proposer": self.proposer, "board": self.board, "tasks": tasks}
+        record = run_loop(RolloutLoop(self.engine, self.board.ranks, PARAMS, **parts), rows)
         del self.engine.step
-        assert [
-            (forward.own_rows, forward.ahead_rows) for forward in record.forwards
-        ] == self.forwards
+        assert [(each.own_rows, each.ahead_rows) for each in record.forwards] == forwards
         self.store.drop(row.id for row in rows)
         for task in tasks:
             task.finish(ALONE)

@@ -1,8 +1,8 @@
-"""Rows to generate and samples by hand."""
+"""Rows to generate, samples and records by hand."""
 
 import numpy as np
 
-from bubblespec.records import RolloutRecord
+from bubblespec.records import RolloutRecord, StepRecord
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.table import RowTable
 from bubblespec.types import Group, Launch, Row, Samples
@@ -30,6 +30,15 @@ def run_loop(loop: RolloutLoop, rows: list[Row]) -> RolloutRecord:
     owners = np.full(MOST_ROWS, -1)
     owners[: len(rows)] = loop.ranks.rank
     return loop.run(dict(enumerate(rows)), RowTable(launch_of([], 0), owners, loop.ranks.rank))
+
+
+def record_of(samples: Samples, rewards: np.ndarray, **fields) -> StepRecord:
+    """Of one rollout, all of which is trained on. rewards: [groups, generations]; fields: where it
+    is otherwise."""
+    record = {"step": 0, "samples": samples, "generated": samples}
+    record |= {"rewards": rewards, "all_rewards": rewards, "stages": [], "spans": [], "drafts": {}}
+    record |= {"owners": np.zeros(len(samples), np.int64), "rollouts": [RolloutRecord()]}
+    return StepRecord(**record | {"batch_sizes": [len(samples.groups)]} | fields)
 
 
 def samples_of(groups: list[Group], tokens: list[np.ndarray], **fields) -> Samples:

@@ -18,6 +18,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from bubblespec.config import load_config
 from bubblespec.dist.ranks import Ranks
 from bubblespec.setup import build
+from bubblespec.trainer import Trainer
 from tests.helpers import warm
 from tests.helpers.warm import launch
 from train import train
@@ -95,8 +96,8 @@ def train_here(
     ranks: Ranks | None = None,
     config: str = "configs/tiny_cpu_bulk.yaml",
     short=SHORT,
-) -> None:
-    """What `python train.py` does, in this process."""
+) -> Trainer:
+    """What `python train.py` does, in this process. Returns its parts as they are at the end."""
     ranks = ranks or Ranks(torch.device("cpu"))
     options = [*short, f"run.output_dir={output_dir}", *overrides]
     trainer = build(load_config(config, options), ranks)
@@ -104,6 +105,7 @@ def train_here(
         train(trainer)
     finally:
         trainer.lock.close()
+    return trainer
 
 
 def run_until_killed(output_dir, ranks: int, step: int, *overrides: str, **changes) -> None:

@@ -44,10 +44,3 @@ class GroupIndex:
         found = self.index.propose(np.array([self.row(sample)]), np.array([limit]))
         begin, count, match, source = (int(of[0]) for of in found)
         return self.index.text[begin : begin + count].copy(), match, source
-
-    def ends_of_ngrams(self) -> dict[int, tuple[int, int]]:
-        """Latest and second end by the key of an n-gram."""
-        table = self.index.table
-        used = table.keys.nonzero()[0]
-        ends = np.stack((table.latest[used], table.second[used]), axis=1).tolist()
-        return dict(zip(table.keys[used].tolist(), map(tuple, ends), strict=True))

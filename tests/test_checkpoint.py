@@ -1,0 +1,319 @@
+"""Checkpoints: what is saved is whole, damage and another configuration are noticed, and a full
+disk costs nothing that was there."""
+
+import json
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from bubblespec.checkpoint import (
+    FORMAT,
+    PLANNER_FILE,
+    SPECULATION_FILE,
+    STATE_FILE,
+    SUMS_FILE,
+    _digests,
+    find_checkpoint,
+    find_damage,
+    list_checkpoints,
+    load_optimizer,
+    lock_output_dir,
+    read_state,
+    save_checkpoint,
+)
+from bubblespec.config import Config, DataConfig, ModelConfig, RunConfig, flatten, resume_classes
+from bubblespec.config_checks import EXACT, ROUNDING
+from bubblespec.dist.ranks import Ranks
+from bubblespec.errors import InputError
+from bubblespec.learn.optimizer import Optimizer
+from tests.helpers.checks import FullDisk, refusal
+
+ALONE = Ranks(torch.device("cpu"))
+SAVED_FILES = {"model.safetensors", "optimizer.pt", PLANNER_FILE, SPECULATION_FILE, STATE_FILE}
+
+
+class Tokenizer:
+    def save_pretrained(self, folder: str) -> None:
+        # One before and one after the state file in the alphabet.
+        for name in ("tokenizer.json", "vocab.json"):
+            with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
+                file.write("{}")
+
+
+def make_config(folder) -> Config:
+    return Config(
+        model=ModelConfig(path="m"),
+        data=DataConfig(path="d"),
+        run=RunConfig(output_dir=str(folder)),
+    )
+
+
+@pytest.fixture
+def saver(tmp_path, make_model):
+    """save(step, ...) saves what has had `step` updates; config and optimizer are attributes of
+    it."""
+    transformers.utils.logging.disable_progress_bar()
+    model = make_model("llama", torch.float32)
+    config = make_config(tmp_path / "out")
+    optimizer = Optimizer(model, config.optim, config.run.max_steps, ALONE)
+    os.makedirs(config.run.output_dir)
+
+    def save(step: int, evaluated: int = -1) -> str | None:
+        with torch.no_grad():
+            optimizer.flat_grad.fill_(1.0 + step)
+        optimizer.step(step)
+        parts = {"model": model, "tokenizer": Tokenizer(), "optimizer": optimizer, "drafter": None}
+        parts |= {"schedule": {"uids": np.arange(step)}, "linear": None}
+        parts |= {"speculation": {"drafts.tokens": np.arange(step)}}
+        return save_checkpoint(config, step=step, evaluated=evaluated, ranks=ALONE, **parts)
+
+    save.config, save.optimizer, save.folder = config, optimizer, config.run.output_dir
+    return save
+
+
+def checkpoint(folder, step: int) -> str:
+    return os.path.join(folder, f"checkpoint-{step}")
+
+
+def flip_bit(path: str, position: float) -> None:
+    with open(path, "r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        offset = min(int(position * size), size - 1)
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 0x10]))
+
+
+def cut(path: str, position: float) -> None:
+    os.truncate(path, int(position * os.path.getsize(path)))
+
+
+def drop_last_line(path: str) -> None:
+    with open(path, encoding="utf-8") as file:
+        lines = file.readlines()
+    with open(path, "w", encoding="utf-8") as file:
+        file.writelines(lines[:-1])
+
+
+def test_a_whole_checkpoint_is_found_and_loads(saver):
+    assert saver(3, evaluated=2) is None
+    folder = find_checkpoint(saver.config, ALONE)
+    assert folder == checkpoint(saver.folder, 3) and find_damage(folder) is None
+    state = read_state(folder)
+    assert (state["step"], state["evaluated"], state["world_size"]) == (3, 2, 1)
+    parameter = saver.optimizer.params[0]
+    moment = saver.optimizer.local.state[parameter]["exp_avg"].clone()
+    saver(4)
+    assert not torch.equal(saver.optimizer.local.state[parameter]["exp_avg"], moment)
+    load_optimizer(folder, saver.optimizer)
+    assert torch.equal(saver.optimizer.local.state[parameter]["exp_avg"], moment)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda path: flip_bit(path, 0.5), lambda path: cut(path, 0.9), os.remove],
+)
+def test_every_damaged_file_is_noticed(saver, damage):
+    saver(1)
+    folder = checkpoint(saver.folder, 1)
+    names = os.listdir(folder)
+    assert SAVED_FILES | {SUMS_FILE, "tokenizer.json"} <= set(names)
+    for name in names:
+        path = os.path.join(folder, name)
+        with open(path, "rb") as file:
+            before = file.read()
+        damage(path)
+        found = find_damage(folder)
+        assert found is not None and (name in found or name == SUMS_FILE)
+        with open(path, "wb") as file:
+            file.write(before)
+        assert find_damage(folder) is None
+    drop_last_line(os.path.join(folder, SUMS_FILE))
+    assert "lost its end" in find_damage(folder)
+
+
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(saver, capfd):
+    for step in (1, 2):
+        saver(step)
+    flip_bit(os.path.join(checkpoint(saver.folder, 2), "model.safetensors"), 0.7)
+    assert find_checkpoint(saver.config, ALONE) == checkpoint(saver.folder, 1)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("warning: ") and "checkpoint-2 is damaged: model.safetensors" in line
+    saver.config.run.resume_from_checkpoint = checkpoint(saver.folder, 2)
+    says = r"run.resume_from_checkpoint: .*checkpoint-2 is damaged: model.safetensors"
+    with pytest.raises(InputError, match=says):
+        find_checkpoint(saver.config, ALONE)
+
+
+def test_a_checkpoint_of_another_version_is_refused(saver):
+    """One without a format, whose noise was keyed by the step; whole in all else."""
+    saver(1)
+    folder = checkpoint(saver.folder, 1)
+    path = os.path.join(folder, STATE_FILE)
+    with open(path, encoding="utf-8") as file:
+        state = json.load(file)
+    assert state.pop("format") == FORMAT
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(state, file)
+    names = sorted(set(os.listdir(folder)) - {SUMS_FILE}, key=lambda name: name == STATE_FILE)
+    with open(os.path.join(folder, SUMS_FILE), "w", encoding="utf-8") as file:
+        file.writelines(f"{sum_}  {name}\n" for name, sum_ in _digests(folder, names).items())
+    assert find_damage(folder) is None
+    message = refusal(find_checkpoint, saver.config, ALONE)
+    assert message.startswith(f"run.resume_from_checkpoint: {folder} is of another version")
+
+
+def test_without_a_whole_checkpoint_a_run_does_not_start_over(saver):
+    for step in (1, 2):
+        saver(step)
+        cut(os.path.join(checkpoint(saver.folder, step), "optimizer.pt"), 0.5)
+    says = r"run.output_dir: .*checkpoint-1 is damaged: optimizer.pt.*no other checkpoint is whole"
+    with pytest.raises(InputError, match=says):
+        find_checkpoint(saver.config, ALONE)
+
+
+def test_a_damaged_checkpoint_takes_no_place_of_a_whole_one(saver):
+    """With keep_last 1 and a damaged checkpoint-5, checkpoint-3 must not be deleted as the older of
+    two."""
+    saver.config.run.keep_last = 1
+    saver(5)
+    flip_bit(os.path.join(checkpoint(saver.folder, 5), STATE_FILE), 0.5)
+    for step in (2, 3):
+        saver(step)
+    assert list_checkpoints(saver.folder) == [checkpoint(saver.folder, step) for step in (3, 5)]
+    assert find_checkpoint(saver.config, ALONE) == checkpoint(saver.folder, 3)
+    saver(5)  # reached again: replaced
+    assert list_checkpoints(saver.folder) == [checkpoint(saver.folder, 5)]
+    assert find_damage(checkpoint(saver.folder, 5)) is None
+
+
+def test_unfinished_saves_are_cleared_away_and_the_folder_is_locked(saver):
+    saver(1)
+    os.makedirs(os.path.join(saver.folder, "tmp-checkpoint-2"))
+    lock = lock_output_dir(saver.config)
+    assert sorted(os.listdir(saver.folder)) == [".lock", "checkpoint-1", "config.yaml"]
+
+    def lock_again() -> int:
+        """Exit code of another process that tries: POSIX locks do not hold within one."""
+        child = os.fork()
+        if child == 0:
+            try:
+                lock_output_dir(saver.config)
+            except InputError as error:
+                os._exit(7 if "in use by another run" in str(error) else 8)
+            os._exit(0)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    assert lock_again() == 7
+    forked = os.fork()  # which must not keep our lock
+    if forked == 0:
+        time.sleep(60)
+        os._exit(0)
+    lock.close()
+    assert lock_again() == 0
+    os.kill(forked, signal.SIGKILL)
+    os.waitpid(forked, 0)
+
+
+# Configurations
+
+
+def changed(value):
+    """Another value of the same type, more or less."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, (int, float)):
+        return value + 1
+    return [1] if isinstance(value, list) else f"{value}x"
+
+
+def test_a_continuation_is_refused_passed_or_warned_about_by_the_class_of_the_key(saver, capfd):
+    saver(1)
+    classes = resume_classes(saver.config)
+    for key, value in flatten(saver.config).items():
+        section, name = key.split(".")
+        if key in ("run.output_dir", "run.resume_from_checkpoint"):  # where, not what
+            continue
+        setattr(getattr(saver.config, section), name, changed(value))
+        if classes[key] != EXACT:
+            assert find_checkpoint(saver.config, ALONE) == checkpoint(saver.folder, 1), key
+        else:
+            with pytest.raises(InputError, match=rf"^{key}: .* here, but .* in .*checkpoint-1"):
+                find_checkpoint(saver.config, ALONE)
+        said = capfd.readouterr().err
+        is_said = said.startswith(f"warning: {key}: ") and said.count("\n") == 1
+        assert is_said if classes[key] == ROUNDING else said == "", (key, said)
+        setattr(getattr(saver.config, section), name, value)
+
+
+def test_steps_may_be_added_unless_the_learning_rate_ends_with_them(saver):
+    saver.config.optim.lr_scheduler = "linear"
+    saver(1)
+    saver.config.run.max_steps += 1
+    with pytest.raises(InputError, match=r"run.max_steps: 101 here, but 100"):
+        find_checkpoint(saver.config, ALONE)
+
+
+def test_another_number_of_ranks_is_said(saver, capfd):
+    saver(1)
+    two = Ranks(torch.device("cpu"))
+    two.world_size, two.gather_text = 2, lambda text: [text]
+    assert find_checkpoint(saver.config, two) == checkpoint(saver.folder, 1)
+    assert capfd.readouterr().err.startswith("warning: 2 ranks here, but 1 in ")
+
+
+def test_a_checkpoint_is_on_disk_before_it_has_its_name(saver, monkeypatch):
+    """Every file, whole, and the folder that lists them; then the name; then the folder that has
+    the name. A power failure between two of these leaves either no checkpoint of that name or a
+    whole one."""
+    calls, fsync, rename = [], os.fsync, os.rename
+    unfinished, final = os.path.join(saver.folder, "tmp-checkpoint-2"), checkpoint(saver.folder, 2)
+
+    def recorded_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        size = sorted(os.listdir(path)) if os.path.isdir(path) else os.path.getsize(path)
+        calls.append(("on disk", path, size))
+
+    def recorded_rename(source: str, target: str) -> None:
+        rename(source, target)
+        calls.append(("named", source, target))
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "rename", recorded_rename)
+    assert saver(2) is None
+    names = sorted(os.listdir(final))
+    assert set(names) >= SAVED_FILES
+    *files, folder, named, parent = calls
+    assert sorted(files) == [
+        ("on disk", os.path.join(unfinished, name), os.path.getsize(os.path.join(final, name)))
+        for name in names
+    ]
+    assert folder == ("on disk", unfinished, names) and named == ("named", unfinished, final)
+    assert parent == ("on disk", saver.folder, ["checkpoint-2"])
+
+
+def test_the_newest_checkpoints_are_kept(saver):
+    """As many as `keep_last`, by their numbers, which are not in the order of the alphabet."""
+    saver.config.run.keep_last = 2
+    for step in (8, 9, 10):
+        assert saver(step) is None
+    assert list_checkpoints(saver.folder) == [checkpoint(saver.folder, step) for step in (9, 10)]
+
+
+@pytest.mark.parametrize("size", [0, 40_000])
+def test_a_save_that_fails_leaves_what_was_there(saver, size):
+    """The limit hits the configuration or the weights."""
+    assert saver(1) is None
+    with FullDisk(size):
+        problem = saver(2)
+    assert "File too large" in problem and "\n" not in problem, "whichever library was writing"
+    assert os.listdir(saver.folder) == ["checkpoint-1"]
+    assert find_damage(checkpoint(saver.folder, 1)) is None
+    assert saver(3) is None and find_checkpoint(saver.config, ALONE) == checkpoint(saver.folder, 3)

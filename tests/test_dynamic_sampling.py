@@ -1,0 +1,138 @@
+"""Dynamic sampling on hand-made rewards: which groups are replaced, by which, and what goes with
+them."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from bubblespec.config import Config, ModelConfig, RolloutConfig
+from bubblespec.data.prompts import PromptSet
+from bubblespec.data.schedule import StepSchedule
+from bubblespec.draft.store import DraftStore, History
+from bubblespec.planner.stats import RunStats
+from bubblespec.records import Span, StepRecord
+from bubblespec.rollout.sampler import Sampler
+from bubblespec.types import Group, Launch, Prompt, Samples
+from tests.helpers.rows import record_of, samples_of
+
+WANTED = 6
+
+
+def reward_of(uid: int, sample: int, useful_every: int) -> float:
+    """Groups of prompts whose uid is a multiple of `useful_every` differ, the others do not."""
+    return float(sample == 1) if uid % useful_every == 0 else 1.0
+
+
+def sample_with(
+    monkeypatch, useful_every: int, *, num_prompts: int = 40, step: int = 3, max_batches: int = 4
+) -> tuple[StepRecord, list[list[int]]]:
+    """A step over prompts with uids 0, 1, ...: its record, and the uids of each batch generated."""
+    rollout = RolloutConfig(
+        num_prompts_per_step=WANTED,
+        num_generations=2,
+        dynamic_sampling_max_batches=max_batches,
+    )
+    prompts = [Prompt(uid, str(uid), (1, 2), {}) for uid in range(num_prompts)]
+    schedule, batches = StepSchedule(PromptSet(prompts, 0), 0, WANTED, 2), []
+
+    def generate(sampler, launch: Launch, step, used):
+        number, uids = len(batches), [group.prompt.uid for group in launch.groups]
+        batches.append(uids)
+        assert [group.prompt.uid for group in used] == list(itertools.chain(*batches))
+        rewards = np.array([[reward_of(uid, j, useful_every) for j in range(2)] for uid in uids])
+        tokens = [np.array([uid, j], np.int32) for uid in uids for j in range(2)]
+        samples = samples_of(launch.groups, tokens, rewards=rewards.reshape(-1, 1))
+        fields = {"step": step, "owners": np.repeat(uids, 2)}
+        fields |= {"stages": [Span("gen", float(number), number + 1.0)]}
+        return record_of(samples, rewards, drafts=dict.fromkeys(samples.ids[::3]), **fields)
+
+    monkeypatch.setattr(Sampler, "_sample_groups", generate)
+    parts = {"stats": RunStats(), "store": DraftStore(0), "history": History(0)}
+    parts |= {"schedule": schedule, "config": Config(model=ModelConfig(path=""), rollout=rollout)}
+    record = Sampler(**dict.fromkeys(Sampler.__dataclass_fields__) | parts).sample(step)
+    assert schedule.state_dict()["uids"].tolist() == list(itertools.chain(*batches)), (
+        "they have had their turn"
+    )
+    return record, batches
+
+
+def uids_of(samples: Samples) -> list[int]:
+    return [group.prompt.uid for group in samples.groups]
+
+
+@pytest.mark.parametrize("step", range(4))
+@pytest.mark.parametrize("useful_every", [1, 2, 3])
+def test_useless_groups_are_replaced_by_the_first_useful_ones(monkeypatch, useful_every, step):
+    record, batches = sample_with(monkeypatch, useful_every, step=step)
+    generated = list(itertools.chain(*batches))
+    assert len(set(generated)) == len(generated), "a prompt's noise keys would be used twice"
+    useful = [uid for uid in generated if uid % useful_every == 0]
+    assert uids_of(record.samples)[: len(useful)] == useful[:WANTED] or len(useful) < WANTED
+    assert uids_of(record.generated) == generated
+    assert record.owners.tolist() == np.repeat(generated, 2).tolist()
+    assert record.batch_sizes == [len(batch) for batch in batches]
+    assert len(record.rollouts) == len(record.stages) == len(batches)
+    assert len(record.drafts) == sum(-(-2 * len(batch) // 3) for batch in batches)
+    # As many are drawn as will fill the gap at the rate so far.
+    seen = []
+    for batch, following in itertools.pairwise(batches):
+        seen += batch
+        num_useful = sum(uid % useful_every == 0 for uid in seen)
+        needed = math.ceil((WANTED - num_useful) * len(seen) / max(num_useful, 1e-9))
+        assert len(following) == min(WANTED, needed)
+    assert len(useful) >= WANTED or len(batches) == 4
+    # Everything of a group goes with it.
+    for samples, rewards in (
+        (record.samples, record.rewards),
+        (record.generated, record.all_rewards),
+    ):
+        for index, uid in enumerate(np.repeat(uids_of(samples), 2).tolist()):
+            group, number = divmod(index, 2)
+            assert samples.tokens[index].tolist() == [uid, number]
+            assert rewards[group, number] == samples.rewards[index, 0]
+            assert rewards[group, number] == reward_of(uid, number, useful_every)
+
+
+@pytest.mark.parametrize("max_batches", [1, 2, 3])
+def test_what_cannot_be_replaced_stays(monkeypatch, max_batches):
+    record, batches = sample_with(monkeypatch, useful_every=1000, max_batches=max_batches)
+    assert [len(batch) for batch in batches] == [WANTED] * max_batches
+    assert uids_of(record.samples) == batches[0], "none is useful: the first are as good as any"
+
+
+@pytest.mark.parametrize("step", range(3))
+def test_data_may_run_out_and_groups_stay_in_their_order(monkeypatch, step):
+    options = {"num_prompts": 10, "step": step, "max_batches": 9}
+    record, batches = sample_with(monkeypatch, useful_every=7, **options)
+    generated, uids = list(itertools.chain(*batches)), uids_of(record.samples)
+    assert sorted(generated) == list(range(10))
+    assert len(uids) == WANTED and {0, 7} <= set(uids), "both useful ones, and four others"
+    assert uids == [uid for uid in generated if uid in uids]
+
+
+def test_samples_of_groups_and_joined_are_the_same_samples():
+    rng = np.random.default_rng(0)
+    groups = [Group(Prompt(uid, "p", (uid,), {}), 3 * uid) for uid in range(4)]
+    arrays = [[rng.normal(size=n).astype(np.float32) for n in range(1, 13)] for _ in range(3)]
+    fields = {
+        "numbers": rng.integers(0, 5, 12),
+        "is_truncated": rng.random(12) < 0.5,
+        "rewards": rng.normal(size=(12, 2)),
+    }
+    whole = Samples(
+        groups, 3, tokens=arrays[0], logprob=arrays[1], full_logprob=arrays[2], **fields
+    )
+    again = whole.of_groups([0]) + whole.of_groups([1, 2, 3])
+    assert again.groups == groups and len(again) == 12 and again.ids == whole.ids
+    for name in ("numbers", "tokens", "logprob", "full_logprob", "is_truncated", "rewards"):
+        assert all(
+            np.array_equal(a, b)
+            for a, b in zip(getattr(whole, name), getattr(again, name), strict=True)
+        ), name
+    swapped = whole.of_groups([2, 0])
+    assert swapped.ids == whole.ids[6:9] + whole.ids[:3]
+    assert uids_of(swapped) == [2, 0] and np.array_equal(
+        swapped.rewards, whole.rewards[[6, 7, 8, 0, 1, 2]]
+    )
