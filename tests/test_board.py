@@ -9,6 +9,7 @@ import re
 import signal
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from bubblespec.dist import ranks as distributed
 from bubblespec.dist.ranks import BROKEN_S, GRACE_S, Ranks, Watchdog
 from bubblespec.dist.shared_memory import PLACE_BYTES
 from bubblespec.errors import RankTimeout
+from bubblespec.rollout import board as boards
 from bubblespec.rollout.board import LINGER_S, ProgressBoard, RankState, Transport, make_transport
 from bubblespec.simulate.world import SimulatedRanks, SimulatedTicks, World
 from tests.helpers.clocks import Clock, ClockThatSkips
@@ -302,3 +304,15 @@ def too_large(ranks: Ranks) -> bool:
 
 def test_ticks_through_shared_memory_have_a_limit(tmp_path):
     assert run_ranks(tmp_path, too_large, 2) == [True, True]
+
+
+def test_ticks_on_gpus_are_nccl_collectives(monkeypatch):
+    made = []
+    monkeypatch.setattr(boards, "Collectives", lambda *arguments: made.append(arguments[2]))
+    monkeypatch.setattr(boards, "open_collectives", lambda _: None)
+    for device in ("cuda", "cpu"):
+        ranks = SimpleNamespace(device=torch.device(device), world_size=2, clock=time)
+        make_transport(ranks, 60.0)
+    assert made == ["nccl", "gloo"]
+    ranks.world_size = 1
+    assert type(make_transport(ranks, 60.0)) is Transport

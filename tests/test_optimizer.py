@@ -153,3 +153,14 @@ def test_learning_rate_factor(scheduler, warmup, wanted):
     assert {step: learning_rate_factor(config, step, 12) for step in wanted} == pytest.approx(
         wanted, abs=1e-15
     )
+
+
+def test_bfloat16_gradients_accumulate_in_float32():
+    model = Small(torch.bfloat16)
+    optimizer = Optimizer(model, CONFIG, STEPS, ALONE)
+    for scale in (256.0, 1.0, 1.0):
+        sum((scale * p).sum() for p in model.parameters()).backward()
+    # bfloat16 has 8 significant bits, so there 256 + 1 would be 256.
+    assert optimizer.flat_grad.dtype == torch.float32
+    assert (optimizer.flat_grad == 258.0).all()
+    assert all(p.grad is None for p in model.parameters())

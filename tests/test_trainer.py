@@ -4,6 +4,7 @@ point, in this process."""
 import gc
 import itertools
 import math
+import os
 import statistics
 import sys
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from bubblespec.learn.learner import Learner
 from bubblespec.planner.costs import CostModel
 from bubblespec.planner.stats import RunStats
 from bubblespec.records import Acceptance, ForwardRecord, RolloutRecord
+from bubblespec.rewards.functions import load_reward
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.trainer import Trainer, expected_best
@@ -165,3 +167,19 @@ def test_an_evaluation_by_hand(monkeypatch):
     assert step is None
     assert params == SamplingParams(0.25, 0.8, 7, (3,), 2) and trainer.evaluated == 12
     assert rows == [(uid, EVALUATION, sample, 6) for uid in (5, 9) for sample in range(4)]
+
+
+def test_user_modules_come_from_the_current_folder_first(monkeypatch, tmp_path, capsys):
+    """Not from a file of the same name next to train.py."""
+    for folder, text in ((tmp_path / "next_to_train", "0 / 0"), (tmp_path / "here", "")):
+        folder.mkdir()
+        (folder / "own_reward.py").write_text(f"def reward(**_): ...\n{text}\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "next_to_train"), *sys.path])
+    monkeypatch.setattr(train, "build", lambda config, ranks: load_reward("own_reward.reward"))
+    monkeypatch.setattr(train, "train", lambda function: None)
+    config = os.path.abspath("configs/tiny_cpu.yaml")
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--config", config])
+    monkeypatch.delenv("RANK", raising=False)
+    assert train.main() == 0, capsys.readouterr().err
+    del sys.modules["own_reward"]
