@@ -122,7 +122,7 @@ def test_several_updates_of_a_batch_with_an_overlong_penalty_on_any_number_of_ra
             assert one["eval/reward"] == pytest.approx(one["eval/pass@1"]), "and no penalty"
             continue
         penalty = one["rewards/overlong_penalty/mean"]
-        assert penalty == pytest.approx(-10 * one["completions/mean_length"] / 48)
+        assert penalty == pytest.approx(-one["completions/mean_length"] / 48)
         assert one["reward"] == pytest.approx(one["rewards/exact_match/mean"] + penalty)
         for key in compared:
             assert one[key] == pytest.approx(two[key], rel=1e-6, abs=1e-9), key
