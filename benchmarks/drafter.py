@@ -24,6 +24,7 @@ from bubblespec.draft.drafter_source import DrafterSource
 from bubblespec.draft.proposer import Proposer
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.noise import EVALUATION
+from bubblespec.engine.ragged import unpacked
 from bubblespec.errors import InputError
 from bubblespec.setup import build
 from bubblespec.trainer import Trainer
@@ -54,13 +55,13 @@ class CountedSource(DrafterSource):
         vars(runner).pop("noise_keys", None)
         return proposals
 
-    def observe(self, tracked, tokens):
-        for number, (said, token) in enumerate(
-            zip(self._proposed.pop(id(tracked.row), ()), tokens, strict=False)
-        ):
-            self.counts[:, number] += 1, said == token
-            if said != token:
-                break
+    def observe(self, numbers, tokens, counts):
+        for number, gained in zip(numbers.tolist(), unpacked(tokens, counts), strict=True):
+            chain = self._proposed.pop(number, ())
+            for place, (said, token) in enumerate(zip(chain, gained, strict=False)):
+                self.counts[:, place] += 1, said == token
+                if said != token:
+                    break
 
 
 def held_out_rows(trainer: Trainer) -> list[Row]:

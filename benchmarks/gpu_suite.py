@@ -38,6 +38,7 @@ from bubblespec.engine.graphs import ForwardGraphs, capture, rehearse
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import forward_hidden
 from bubblespec.engine.packing import pack_rows
+from bubblespec.engine.ragged import packed
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.engine.tensor_parallel import TPGroup
 from bubblespec.errors import InputError
@@ -125,13 +126,11 @@ class FixedDrafts:
 
     def propose(self, rows, lengths, room, budget):
         if self.wanted is None:
-            return [np.ones(self.length, np.int64)] * len(rows)
-        return [
-            self.wanted[row.id.uid][n : n + self.length]
-            for row, n in zip(rows, lengths, strict=True)
-        ]
+            return packed([np.ones(self.length, np.int64)] * len(rows))
+        places = zip(rows, lengths, strict=True)
+        return packed([self.wanted[row.id.uid][n : n + self.length] for row, n in places])
 
-    def observe(self, rows, tokens, num_draft, num_accepted):
+    def observe(self, rows, tokens, num_gained, num_draft, num_accepted):
         pass
 
 

@@ -96,7 +96,7 @@ class Trainer:
         drafter, rows = make_drafter(config, self.ranks, *parts, step=step, **options)
         if "bubble" in config.speculative.method:
             sampler.keep_as_drafts(rows, step, are_deferred=False)
-        sampler.proposer.sources.append(drafter.source)
+        sampler.proposer.add(drafter.source)
         if (tail := sampler.tail) is not None:
             runner = DrafterRunner(drafter.drafter, tail.engine, sampler.params)
             tail.draft_with(drafter.source, runner)

@@ -27,6 +27,7 @@ from bubblespec.data.prompts import build_prompt_set, make_tokenize, reasoning_g
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import forward_hidden, output_head, prepare_model
 from bubblespec.engine.packing import pack_sequences
+from bubblespec.engine.ragged import packed, unpacked
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.learn.advantages import estimate_advantages
@@ -56,13 +57,13 @@ class OwnDrafts:
     def __init__(self, drafts: dict[SampleId, np.ndarray]):
         self.remaining = dict(drafts)
 
-    def propose(self, rows, lengths, room, budget) -> list[np.ndarray | None]:
+    def propose(self, rows, lengths, room, budget) -> tuple[np.ndarray, np.ndarray]:
         """All that is left of each row's draft; the engine feeds as much of it as fits."""
-        return [self.remaining.get(row.id) for row in rows]
+        return packed([self.remaining.get(row.id) for row in rows])
 
-    def observe(self, rows, tokens, num_draft, num_accepted) -> None:
+    def observe(self, rows, tokens, num_gained, num_draft, num_accepted) -> None:
         """Rows have gained tokens."""
-        for row, gained in zip(rows, tokens, strict=True):
+        for row, gained in zip(rows, unpacked(tokens, num_gained), strict=True):
             draft = self.remaining.pop(row.id, np.empty(0, np.int64))
             if len(draft) > len(gained) and np.array_equal(draft[: len(gained)], gained):
                 self.remaining[row.id] = draft[len(gained) :]

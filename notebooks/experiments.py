@@ -27,6 +27,7 @@ from benchmarks.shared import chain_sums
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.noise import stream_keys
+from bubblespec.engine.ragged import packed
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams, num_gained, sample, verify
 from bubblespec.types import Group, Prompt, Row, SampleId
@@ -52,15 +53,14 @@ class GivenDrafts:
         self.num_draft = self.num_accepted = 0
 
     def propose(self, rows, lengths, room, budget):
-        return [
-            self.drafts[row.id][n : n + self.window] for row, n in zip(rows, lengths, strict=True)
-        ]
+        places = zip(rows, lengths, strict=True)
+        return packed([self.drafts[row.id][n : n + self.window] for row, n in places])
 
-    def observe(self, rows, tokens, num_draft, num_accepted):
+    def observe(self, rows, tokens, num_gained, num_draft, num_accepted):
         self.num_draft += int(num_draft.sum())
         self.num_accepted += int(num_accepted.sum())
-        for row, gained, accepted in zip(rows, tokens, num_accepted, strict=True):
-            self.is_drafted[row.id] += [i < accepted for i in range(len(gained))]
+        for row, gained, accepted in zip(rows, num_gained, num_accepted, strict=True):
+            self.is_drafted[row.id] += [i < accepted for i in range(gained)]
 
     @property
     def accepted_share(self) -> float:

@@ -8,6 +8,7 @@ from bubblespec.draft import drafter as drafter_module
 from bubblespec.draft.drafter import MAX_CHAIN_LENGTH, Drafter, DrafterRunner
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import output_head
+from bubblespec.engine.ragged import packed
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.types import Row, SampleId
@@ -47,7 +48,7 @@ class CheckedDrafts:
             draft = np.array(self.truth[row.id][known : known + count], np.int64)
             draft[int(random.integers(0, count + 1)) :] = 1
             drafts.append(draft if len(draft) else None)
-        return drafts
+        return packed(drafts)
 
     def check(self, slots: np.ndarray, length: int) -> None:
         engine, drafter = self.runner.engine, self.runner.drafter
@@ -68,7 +69,7 @@ class CheckedDrafts:
         if len(found):
             self.caught_up.append(num_positions / len(found))
 
-    def observe(self, rows, tokens, num_draft, num_accepted):
+    def observe(self, rows, tokens, num_gained, num_draft, num_accepted):
         pass
 
 

@@ -8,7 +8,7 @@ import pytest
 from bubblespec.draft import drafter_source
 from bubblespec.draft.drafter import MAX_CHAIN_LENGTH, MAX_ROWS
 from bubblespec.draft.drafter_source import DrafterSource
-from bubblespec.draft.sources import TrackedRow
+from bubblespec.draft.sources import TrackedRows
 from bubblespec.planner.costs import KNOTS, CostModel
 from bubblespec.planner.windows import choose_chain_length
 from bubblespec.types import Row, SampleId
@@ -64,8 +64,11 @@ def make_source(num_rows: int, seconds: float, cost: CostModel) -> DrafterSource
     return DrafterSource(runner, cost, runner.clock)
 
 
-def tracked(source: DrafterSource) -> list[TrackedRow]:
-    return [TrackedRow(row, None, True) for row in source.runner.engine.rows]
+def tracked(source: DrafterSource) -> np.ndarray:
+    """The numbers of the engine's rows."""
+    rows = TrackedRows()
+    source.begin(rows)
+    return np.array([rows.add(row, None, 0, True) for row in source.runner.engine.rows])
 
 
 @pytest.mark.parametrize("seconds, drafts_on", [(1e-4, True), (0.1, False)])
@@ -75,13 +78,13 @@ def test_what_chains_take_is_learned_however_long(seconds, drafts_on):
     source.profile()
     rows, lengths = tracked(source), []
     for _ in range(60):
-        proposals = source.propose(rows, [0] * 3, [4, 9, 2])
-        lengths.append(0 if proposals[0] is None else len(proposals[1].tokens))
+        proposals = source.propose(rows, np.array([4, 9, 2]))
+        lengths.append(int(proposals.count[1]))
         if lengths[-1]:
             wanted = [min(lengths[-1], limit) for limit in (4, 9, 2)]
-            assert [len(proposal.tokens) for proposal in proposals] == wanted
-            for row in rows:
-                source.observe(row, np.array([1]))
+            assert proposals.count.tolist() == wanted
+            assert proposals.begin.tolist() == [0, lengths[-1], 2 * lengths[-1]]
+            source.observe(rows, *np.ones((2, 3), np.int64))
     assert (lengths[0] > 0) == (lengths[-1] > 0) == drafts_on
     assert source.chain_lengths.tolist() == np.bincount(lengths, minlength=6).tolist()
     assert (source.chance > 0.3) == drafts_on
@@ -90,27 +93,27 @@ def test_what_chains_take_is_learned_however_long(seconds, drafts_on):
 def test_acceptance_is_counted_by_position_and_fades():
     source = make_source(1, 1e-6, made_cost(0.01, 0, 1e-9, 0, 0))
     prior = drafter_source.PRIOR ** np.arange(1, MAX_CHAIN_LENGTH + 1)
-    (row,) = tracked(source)
+    row = tracked(source)
     assert source.acceptance_rates() == pytest.approx(prior)
     for _ in range(400):
-        assert source.propose([row], [0], [9])[0] is not None
-        source.observe(row, np.array([1, 1, 7, 1]))  # two right
+        assert source.propose(row, np.array([9])).count.all()
+        source.observe(row, np.array([1, 1, 7, 1]), np.array([4]))  # two right
     rates = source.acceptance_rates()
     assert rates[1] > 0.95 and rates[2] < 0.1 and (np.diff(rates) <= 0).all()
     for _ in range(200):
-        source.begin()
+        source.begin(source.tracked)
     assert source.acceptance_rates() == pytest.approx(prior, rel=0.1)
 
 
 def test_nothing_is_drafted_for_many_rows_and_nothing_learned_from_rows_that_are_gone():
     source = make_source(MAX_ROWS + 1, 1e-6, made_cost(0.01, 0, 1e-9, 0, 0))
     rows = tracked(source)
-    assert source.propose(rows, [0] * len(rows), [9] * len(rows)) == [None] * len(rows)
+    assert not source.propose(rows, np.full(len(rows), 9)).count.any()
     source.runner.engine.rows = source.runner.engine.rows[:2]
-    assert all(source.propose(rows[:2], [0, 0], [9, 9])) and source.propose([], [], []) == []
-    before = source.acceptance_rates()
-    source.track(rows[0])  # another row in its place
-    source.observe(rows[0], np.array([1]))
+    assert source.propose(rows[:2], np.array([9, 9])).count.all()
+    before, one = source.acceptance_rates(), np.array([1])
+    again = source.tracked.add(source.tracked.rows[0], None, 0, True)  # another row in its place
+    source.observe(np.array([again]), one, one)
     assert source.acceptance_rates() == pytest.approx(before)
-    source.observe(rows[1], np.array([1]))
+    source.observe(rows[1:2], one, one)
     assert source.acceptance_rates()[0] > before[0]

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from bubblespec.engine.engine import Batch, Engine
+from bubblespec.engine.ragged import packed, unpacked
 from bubblespec.engine.sampling import SamplingParams, Verified
 from bubblespec.records import Load
 from bubblespec.types import Row, SampleId
@@ -73,12 +74,13 @@ class FixedDrafts:
         self.drafts, self.seen = drafts, []
 
     def propose(self, rows, lengths, room, budget):
-        return [np.array(self.drafts[row.id]) if row.id in self.drafts else None for row in rows]
+        return packed([self.drafts.get(row.id) for row in rows])
 
-    def observe(self, rows, tokens, num_draft, num_accepted):
+    def observe(self, rows, tokens, num_gained, num_draft, num_accepted):
+        gained = unpacked(tokens, num_gained)
         self.seen += [
             (row.id.uid, t.tolist(), n, a)
-            for row, t, n, a in zip(rows, tokens, num_draft, num_accepted, strict=True)
+            for row, t, n, a in zip(rows, gained, num_draft, num_accepted, strict=True)
         ]
 
 
@@ -148,14 +150,17 @@ def test_rows_get_their_texts_however_they_are_scheduled(seed):
                 np.array(texts[row.id][n : n + rng.integers(0, 8)], np.int64)
                 for row, n in zip(rows, lengths, strict=True)
             ]
-            return [
-                np.where(rng.random(len(g)) < 0.2, 15, g) if rng.random() < 0.7 else None
-                for g in guesses
-            ]
+            return packed(
+                [
+                    np.where(rng.random(len(g)) < 0.2, 15, g) if rng.random() < 0.7 else None
+                    for g in guesses
+                ]
+            )
 
-        def observe(self, rows, tokens, num_draft, num_accepted):
+        def observe(self, rows, tokens, num_gained, num_draft, num_accepted):
+            gained = unpacked(tokens, num_gained)
             assert all(
-                len(t) > a or t[-1] == STOP for t, a in zip(tokens, num_accepted, strict=True)
+                len(t) > a or t[-1] == STOP for t, a in zip(gained, num_accepted, strict=True)
             )
 
     engine.add(rows)

@@ -18,6 +18,7 @@ from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import enable_gradient_checkpointing, forward_hidden, prepare_model
 from bubblespec.engine.noise import gumbel, random_bits
 from bubblespec.engine.packing import PAGE, pack_rows, pack_sequences
+from bubblespec.engine.ragged import packed
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams, sample, verify
 from bubblespec.learn.learner import Learner
@@ -154,9 +155,9 @@ class Drafts:
     """Two tokens for every other row."""
 
     def propose(self, rows, lengths, room, budget):
-        return [np.array([12, 13]) if i % 2 else None for i in range(len(rows))]
+        return packed([np.array([12, 13]) if i % 2 else None for i in range(len(rows))])
 
-    def observe(self, rows, tokens, num_draft, num_accepted):
+    def observe(self, rows, tokens, num_gained, num_draft, num_accepted):
         assert (num_accepted <= num_draft).all()
 
 

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from bubblespec.draft import sources
-from bubblespec.draft.proposer import ALWAYS_WINDOW, PRIOR, Proposer, make_proposer
-from bubblespec.draft.sources import DraftSource, OwnDrafts, Proposal, TrackedRow
+from bubblespec.draft.proposer import ALWAYS_WINDOW, PRIOR, PRIORS, Proposer, make_proposer
+from bubblespec.draft.sources import DraftSource, OwnDrafts, Proposals
 from bubblespec.draft.store import History
 from bubblespec.draft.suffix import SuffixIndex
+from bubblespec.engine.ragged import packed, unpacked
 from bubblespec.planner.costs import CostModel
 from bubblespec.planner.windows import WINDOWS
 from bubblespec.types import Draft, Row, SampleId
@@ -53,8 +54,8 @@ def forward(
     """One forward of rows that have followed their truths so far; returns what each proposed. Rows
     gain what they accept and one token more."""
     lengths = np.array([len(r.tokens) for r in rows])
-    proposed = proposer.propose(rows, lengths, np.full(len(rows), room), budget)
-    proposed = [[] if p is None else p.tolist() for p in proposed]
+    tokens, counts = proposer.propose(rows, lengths, np.full(len(rows), room), budget)
+    proposed = [of.tolist() for of in unpacked(tokens, counts)]
     gained, accepted = [], []
     for r, truth, tokens in zip(rows, truths, proposed, strict=True):
         rest = list(truth)[len(r.tokens) :]
@@ -64,8 +65,19 @@ def forward(
         accepted.append(right)
         gained.append(np.array(rest[: right + 1], np.int64))
         r.tokens = np.concatenate((r.tokens, gained[-1]))
-    proposer.observe(rows, gained, np.array([len(p) for p in proposed]), np.array(accepted))
+    proposer.observe(list(rows), *packed(gained), counts, np.array(accepted))
     return proposed
+
+
+def nothing(proposer: Proposer, one: Row, length: int) -> bool:
+    """Whether nothing is proposed for a row."""
+    return not len(proposer.propose([one], np.array([length]), np.array([99]), 99)[0])
+
+
+def estimate(proposer: Proposer, kind: tuple) -> float:
+    """The probability that a token of a kind of proposal is accepted."""
+    survival = proposer.survival
+    return float(survival.estimate(np.array([survival.kinds.index(kind)]))[0])
 
 
 def test_the_draft_first_and_matches_after_its_first_mismatch():
@@ -103,9 +115,9 @@ def test_a_row_that_is_tracked_again_has_said_it_once(asked_before):
     proposer, own = make("suffix"), row(tokens=range(10, 40))
     proposer.track(own, None, STEP)
     if asked_before:
-        assert proposer.propose([own], np.array([30]), np.array([99]), 99) == [None]
+        assert nothing(proposer, own, 30)
     proposer.track(own, None, STEP)
-    assert proposer.propose([own], np.array([30]), np.array([99]), 99) == [None]
+    assert nothing(proposer, own, 30)
 
 
 def test_suffix_alone_finds_other_samples_and_epochs():
@@ -166,9 +178,9 @@ def test_counts_of_a_rollout():
     assert spent_s > 0 and looked_up == 9 and proposer.take_spent() == (0.0, 0)
     # The chances of drafts are learnt from rows drafted ahead too: 9 of 9 tokens right at age 4, 3
     # of 4 trials at age 3.
-    estimate = proposer.survival.estimate
-    assert estimate(("aligned", 4), 0.5) == pytest.approx((9 + 4) / (9 + 8), abs=0.02)
-    assert estimate(("aligned", 3), 0.5) == pytest.approx((3 + 4) / (4 + 8), abs=0.02)
+    prior = 8 * PRIORS["aligned"]
+    assert estimate(proposer, ("aligned", 4)) == pytest.approx((9 + prior) / (9 + 8), abs=0.02)
+    assert estimate(proposer, ("aligned", 3)) == pytest.approx((3 + prior) / (4 + 8), abs=0.02)
     proposer.begin()
     assert proposer.acceptance.row_forwards == 0 and not proposer.acceptance.by_age
     assert forward(proposer, [ahead], [range(10, 40)]) == [[]], (
@@ -200,7 +212,7 @@ def test_a_pause_follows_proposals_that_do_not_pay_and_ends():
 def test_tokens_of_a_continued_row_are_indexed_once_and_in_order(monkeypatch):
     """Those it came with, and those it has gained before anybody asked and since; a draft of a late
     sibling comes in too."""
-    texts, drafts, names = {}, [], []
+    texts, drafts, names, indexed = {}, [], [], []
 
     class Recorder(SuffixIndex):
         def add_row(self, group, sample, max_tokens):
@@ -212,6 +224,10 @@ def test_tokens_of_a_continued_row_are_indexed_once_and_in_order(monkeypatch):
                 texts.setdefault(names[number], []).extend(gained.tolist())
             super().extend(rows, tokens, counts)
 
+        def start_indexing(self, row):
+            indexed.append(names[row])
+            super().start_indexing(row)
+
         def add_draft(self, row, tokens):
             drafts.append(names[row])
             super().add_draft(row, tokens)
@@ -221,51 +237,53 @@ def test_tokens_of_a_continued_row_are_indexed_once_and_in_order(monkeypatch):
     own, continued = row(0), row(1, tokens=[8, 9, 10])
     proposer.track(own, draft(range(10, 14)), STEP)
     proposer.track(continued, None, STEP)
-    proposer.observe([continued], [np.array([11])], np.array([0]), np.array([0]))
+    proposer.observe([continued], *np.array([[11], [1], [0], [0]]))
     continued.tokens = np.array([8, 9, 10, 11])
-    assert not names, "a group is indexed when it is first needed"
+    assert not drafts and not indexed, "a group is indexed when it is first needed"
     truths = [range(10, 30), range(8, 30)]
     assert forward(proposer, [own, continued], truths, room=2) == [[10, 11], [12, 13]]
     late = row(2)
     proposer.track(late, draft(range(60, 64)), STEP)
     for _ in range(2):
         forward(proposer, [own, continued, late], [*truths, range(60, 90)], room=2)
-    proposer.sources[1]._take_in()
+    proposer.take_in()
     assert texts == {r.id.sample: r.tokens.tolist() for r in (own, continued, late)}
     assert len(texts[1]) > 5
-    assert drafts == [0, 2]
+    assert drafts == [0, 2] and indexed == [0, 1, 2]
 
 
 class Guesses(DraftSource):
     """A made-up `DraftSource`: a guess at the whole response of some samples. Notes what it is told
     and asked."""
 
+    kinds = (("guess",),)
+
     def __init__(self, guesses: dict[SampleId, list[int]]):
         self.guesses = guesses
         self.begins, self.asked, self.gained = 0, [], {}
 
-    def begin(self) -> None:
+    def begin(self, tracked) -> None:
+        super().begin(tracked)
         self.begins += 1
         self.gained.clear()
 
-    def track(self, tracked: TrackedRow) -> None:
-        self.gained[tracked.row.id] = tracked.row.tokens.tolist()
+    def track(self, number) -> None:
+        row = self.tracked.rows[number]
+        self.gained[row.id] = row.tokens.tolist()
 
-    def propose(
-        self, rows: list[TrackedRow], lengths: list[int], limits: list[int]
-    ) -> list[Proposal | None]:
-        self.asked.append([tracked.row.id for tracked in rows])
-        assert [len(self.gained[tracked.row.id]) for tracked in rows] == lengths and all(
-            limit > 0 for limit in limits
-        )
-        rest = [
-            self.guesses.get(t.row.id, [])[n : n + limit]
-            for t, n, limit in zip(rows, lengths, limits, strict=True)
-        ]
-        return [Proposal(np.array(tokens), ("guess",)) if tokens else None for tokens in rest]
+    def propose(self, numbers, limits) -> Proposals:
+        names = [self.tracked.rows[number].id for number in numbers]
+        lengths = [len(self.gained[name]) for name in names]
+        self.asked.append(names)
+        assert (limits > 0).all() and lengths == self.tracked.num_gained[numbers].tolist()
+        places = zip(names, lengths, limits, strict=True)
+        rest = [self.guesses.get(name, [])[n : n + limit] for name, n, limit in places]
+        tokens, counts = packed([np.array(tokens, np.int64) for tokens in rest])
+        return Proposals(tokens, counts.cumsum() - counts, counts, np.zeros_like(counts))
 
-    def observe(self, tracked: TrackedRow, tokens: np.ndarray) -> None:
-        self.gained[tracked.row.id] += tokens.tolist()
+    def observe(self, numbers, tokens, counts) -> None:
+        for number, gained in zip(numbers, unpacked(tokens, counts), strict=True):
+            self.gained[self.tracked.rows[number].id] += gained.tolist()
 
 
 def test_a_source_is_asked_for_rows_that_none_before_it_serves():
@@ -291,11 +309,10 @@ def test_a_source_is_asked_for_rows_that_none_before_it_serves():
         counts.by_age
     ) == {1}
     assert counts.draft_tokens == 18 and counts.accepted_tokens == 15
-    assert proposer.survival.estimate(("guess",), PRIOR) == pytest.approx(
-        (11 + 4) / (12 + 8), abs=0.02
-    )
+    prior = 8 * PRIOR
+    assert estimate(proposer, ("guess",)) == pytest.approx((11 + prior) / (12 + 8), abs=0.02)
     assert forward(proposer, [guessed], [range(20, 40)], room=0) == [[]]
-    assert guesses.asked[-1] == [], "no room, no question"
+    assert len(guesses.asked) == 3, "no room, no question"
 
 
 @pytest.mark.parametrize("guess", [[7, 7, 7], [10, 11, 7]])

@@ -8,7 +8,6 @@ from bubblespec.draft.store import History
 from bubblespec.draft.suffix import (
     HISTORY,
     LIVE_LAG,
-    MIN_INDEXED,
     ORDERS,
     OWN,
     OWN_BONUS,
@@ -257,6 +256,7 @@ def test_rows_together_equal_rows_one_by_one():
     for number, (group, sample) in zip(numbers.tolist(), rows, strict=True):
         tokens = rng.integers(4, size=50)
         together.add_draft(number, tokens)
+        together.start_indexing(number)
         alone[group].add_draft(sample, tokens)
     lengths = []
     for _ in range(60):
@@ -271,8 +271,8 @@ def test_rows_together_equal_rows_one_by_one():
         for sample in (0, 1):
             counts = rng.integers(1, 4, size=3)
             gained = rng.integers(4, size=int(counts.sum()))
-            together._num_waiting = MIN_INDEXED
             together.extend(numbers[sample::2], gained, counts)
+            together.index_live()
             for group, tokens in enumerate(np.split(gained, np.cumsum(counts)[:-1])):
                 alone[group].extend(sample, tokens)
     assert {0, 2, 8} <= set(lengths)

@@ -89,6 +89,7 @@ def play(num_ranks, max_rows, *, drafts=None, has_drafter=False, stop_at=None) -
             source.enable(True)
             tail.draft_with(source, TimedRunner(drafter, tail.engine, PARAMS))
             proposer = Proposer([source], source.cost, always=True, clock=ranks.clock)
+            proposer.begin()
             for row in rows.values():
                 proposer.track(row, None, version=1)
         run, forward = tail.run, shared.forward

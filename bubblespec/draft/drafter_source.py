@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from bubblespec.draft.drafter import MAX_CHAIN_LENGTH, MAX_ROWS, DrafterRunner
-from bubblespec.draft.sources import DraftSource, Proposal, Survival, TrackedRow
+from bubblespec.draft.sources import DraftSource, Proposals, Survival, TrackedRows
 from bubblespec.planner.costs import CostModel
 from bubblespec.planner.windows import choose_chain_length
 
@@ -26,22 +26,25 @@ PRIOR = 0.6  # acceptance rate of each token before anything is known: enough to
 class DrafterSource(DraftSource):
     """The drafter's chains for the rows of an engine."""
 
+    kinds = ((NAME,),)
+
     def __init__(self, runner: DrafterRunner, cost: CostModel, clock=time):
         """cost: of the policy's forwards."""
         self.runner, self.cost, self.clock = runner, cost, clock
         self.is_enabled = True
-        self._survival = Survival()  # by position in the chain
+        self._survival = Survival()
+        positions = [(n,) for n in range(MAX_CHAIN_LENGTH)]  # in the chain
+        self._positions = self._survival.add(positions, [PRIOR] * MAX_CHAIN_LENGTH)
         # Of chains: rows stand for the drafter's forwards, tokens for those that it is fed.
         self.drafter_cost = CostModel()
         self.chain_lengths = np.zeros(MAX_CHAIN_LENGTH + 1, np.int64)
         """Forwards by the length chosen, since they were last set to 0."""
-        self._proposed: dict[int, np.ndarray] = {}  # by id() of the row
+        self._proposed: dict[int, np.ndarray] = {}  # by row
 
     def acceptance_rates(self) -> np.ndarray:
         """Probability that the first 1, 2, ... tokens of a chain are all right, float64
         [MAX_CHAIN_LENGTH]."""
-        positions = range(MAX_CHAIN_LENGTH)
-        return np.cumprod([self._survival.estimate((n,), PRIOR) for n in positions])
+        return np.cumprod(self._survival.estimate(self._positions))
 
     def enable(self, is_on: bool) -> None:
         """Keep from now on what chains need of the engine's rows; or draft nothing, and release the
@@ -85,48 +88,51 @@ class DrafterSource(DraftSource):
         net = gained - (1 + gained) * drafter_s / (forward_s + drafter_s)
         return max(net / (1 + net), 0.0)  # a long proposal with rate s gains s / (1 - s) tokens
 
-    def begin(self) -> None:
+    def begin(self, tracked: TrackedRows) -> None:
         """See `DraftSource`."""
+        super().begin(tracked)
         self._proposed.clear()
         self._survival.begin()
 
-    def track(self, tracked: TrackedRow) -> None:
+    def propose(self, numbers: np.ndarray, limits: np.ndarray) -> Proposals:
         """See `DraftSource`."""
-        self._proposed.pop(id(tracked.row), None)  # of a row that no longer exists
-
-    def propose(
-        self, rows: list[TrackedRow], lengths: list[int], limits: list[int]
-    ) -> list[Proposal | None]:
-        """See `DraftSource`."""
-        proposals: list[Proposal | None] = [None] * len(rows)
+        nothing, rows = super().propose(numbers, limits), self.tracked.rows
         slot_of = {id(row): slot for slot, row in enumerate(self.runner.engine.rows)}
-        index_of = {slot_of.get(id(tracked.row)): index for index, tracked in enumerate(rows)}
+        asked = enumerate(numbers.tolist())
+        index_of = {slot_of.get(id(rows[number])): index for index, number in asked}
         index_of.pop(None, None)
         if not index_of or len(slot_of) > MAX_ROWS:
-            return proposals
+            return nothing
         length = self.choose_length(len(slot_of), len(index_of))
         self.chain_lengths[length] += 1
         if not length:
-            return proposals
+            return nothing
         begin_s = self.clock.perf_counter()
         chains, slots, caught_up = self.runner.draft(np.array(sorted(index_of)), length)
         if len(slots):
             seconds = self.clock.perf_counter() - begin_s
             fed = caught_up + (length - 1) * len(slots)
             self.drafter_cost.observe(length, fed, 0, 0, seconds)
-        for slot, chain in zip(slots.tolist(), chains, strict=True):
-            index = index_of[slot]
-            proposals[index] = Proposal(chain[: limits[index]], (NAME,))
-            self._proposed[id(rows[index].row)] = chain
-        return proposals
+        drafted = np.array([index_of[slot] for slot in slots.tolist()], np.int64)
+        self._proposed.update(zip(numbers[drafted].tolist(), chains, strict=True))
+        _, begin, count, kind = nothing
+        begin[drafted] = length * np.arange(len(drafted))
+        count[drafted] = np.minimum(limits[drafted], length)
+        return Proposals(chains.ravel(), begin, count, kind)
 
-    def observe(self, tracked: TrackedRow, tokens: np.ndarray) -> None:
+    def observe(self, numbers: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
         """See `DraftSource`."""
-        chain = self._proposed.pop(id(tracked.row), ())
-        for number, (proposed, token) in enumerate(zip(chain, tokens, strict=False)):
-            self._survival.observe((number,), 1, int(proposed == token))
-            if proposed != token:
-                break
+        tried, right = np.zeros((2, MAX_CHAIN_LENGTH))
+        ends = counts.cumsum().tolist()
+        for number, end, count in zip(numbers.tolist(), ends, counts.tolist(), strict=True):
+            if (chain := self._proposed.pop(number, None)) is None:
+                continue
+            both = min(len(chain), count)
+            is_right = chain[:both] == tokens[end - count :][:both]
+            num_right = both if is_right.all() else int(is_right.argmin())
+            tried[: min(num_right + 1, both)] += 1
+            right[:num_right] += 1
+        self._survival.observe(tried, right)
 
     def choose_length(self, active: int, count: int) -> int:
         """Tokens of a chain for `count` of `active` rows, 0 for none."""

@@ -1,7 +1,10 @@
 """What each row proposes in a forward: the first source that knows something, in a window that
 pays.
 
-Implements the engine's `Proposer`; sources are in sources.py, windows in planner/windows.py.
+Implements the engine's `Proposer`; sources are in sources.py, windows in planner/windows.py. Rows
+have numbers here, and -1 stands for those that are not tracked.
+
+Shape legend: R rows, K kinds of proposals.
 """
 
 import time
@@ -11,14 +14,16 @@ import numpy as np
 
 from bubblespec.draft.sources import (
     ALIGNED,
+    MAX_AGE,
     DraftSource,
     OwnDrafts,
     SuffixMatches,
     Survival,
-    TrackedRow,
+    TrackedRows,
 )
 from bubblespec.draft.store import History
 from bubblespec.draft.suffix import OWN, SOURCE_NAMES
+from bubblespec.engine.ragged import ragged
 from bubblespec.planner.costs import CostModel
 from bubblespec.planner.windows import WINDOWS, choose_windows
 from bubblespec.records import Acceptance
@@ -43,16 +48,21 @@ class Proposer:
     ):
         """sources: in order of trust; always: propose up to ALWAYS_WINDOW tokens whatever they
         cost, instead of planning; clock: see `Ranks`."""
-        self.sources, self.cost, self.always, self.clock = list(sources), cost, always, clock
+        self.cost, self.always, self.clock = cost, always, clock
         self.survival = Survival()
-        self.acceptance = Acceptance()
-        self._spent_s, self._num_looked_up = 0.0, 0
+        self.sources: list[DraftSource] = []
+        self._kinds: list[np.ndarray] = []  # of each source, their numbers in `survival`
+        for source in sources:
+            self.add(source)
         self._pause = self._backoff = 0  # forwards to go without looking for proposals
         self._overhead_s = 0.0  # of looking for them, exponentially weighted
-        self._rows: dict[int, TrackedRow] = {}
-        # Of forwards without drafts: their rows, and what each has gained. Taken in when next
-        # needed, as each taking in costs as much as the look-up of a proposal.
-        self._unread: list[tuple[list[Row], list[np.ndarray]]] = []
+        self._start()
+
+    def add(self, source: DraftSource) -> None:
+        """A source, trusted less than those before; between rollouts."""
+        priors = [PRIORS.get(name, PRIOR) for name, *_ in source.kinds]
+        self.sources.append(source)
+        self._kinds.append(self.survival.add(source.kinds, priors))
 
     @property
     def enabled_sources(self) -> list[DraftSource]:
@@ -61,28 +71,37 @@ class Proposer:
 
     def begin(self) -> None:
         """A new rollout: forget rows, count anew, and go on with the estimates."""
-        self.acceptance = Acceptance(by_source={name: [0, 0] for name, *_ in self.survival.counts})
-        self._spent_s, self._num_looked_up = 0.0, 0
-        self._rows.clear()
-        self._unread.clear()
+        self._start()
         for source in self.sources:
-            source.begin()
+            source.begin(self.tracked)
         # The last rollout's end, beyond its drafts, says nothing about this one's beginning.
         self._pause = self._backoff = 0
         self.survival.begin()
+
+    def _start(self) -> None:
+        names = [name for name, *_ in self.survival.kinds]
+        known = self.survival.trials.nonzero()[0].tolist()
+        self.acceptance = Acceptance(by_source={names[kind]: [0, 0] for kind in known})
+        self._is_own = np.array([name == SOURCE_NAMES[OWN] for name in names], bool)
+        self._spent_s, self._num_looked_up = 0.0, 0
+        self.tracked = TrackedRows()
+        self._numbers: dict[int, int] = {}  # by id() of the row
+        # The rows of the last forward, in most cases those of this one; their numbers; tokens of
+        # their prompts.
+        self._last: tuple[list[Row], np.ndarray, int] = ([], np.empty(0, np.int64), 0)
+        # Of forwards without drafts: rows, what they have gained, and how much each. Taken in when
+        # next needed, as each taking in costs as much as the look-up of proposals.
+        self._unread: list[tuple[list[Row], np.ndarray, np.ndarray]] = []
 
     def track(self, row: Row, draft: Draft | None, version: int, is_counted: bool = True) -> None:
         """Propose for a row from now on. version: updates of the current weights; is_counted: it is
         of this step."""
         self.take_in()
-        length = len(row.tokens)
-        tracked = TrackedRow(row, draft, is_counted, num_gained=length)
-        if draft is not None:
-            tracked.age = version - draft.version
-            tracked.is_aligned = np.array_equal(draft.tokens[:length], row.tokens)
-        self._rows[id(row)] = tracked
+        age = 0 if draft is None else min(version - draft.version, MAX_AGE)
+        number = self._numbers[id(row)] = self.tracked.add(row, draft, age, is_counted)
+        self._last = ([], *self._last[1:])
         for source in self.sources:
-            source.track(tracked)
+            source.track(number)
 
     def take_spent(self) -> tuple[float, int]:
         """Seconds spent here since the last call, and rows for which proposals were looked for."""
@@ -92,143 +111,154 @@ class Proposer:
 
     def propose(
         self, rows: list[Row], lengths: np.ndarray, room: np.ndarray, budget: int
-    ) -> list[np.ndarray | None]:
+    ) -> tuple[np.ndarray, np.ndarray]:
         """As the engine's `Proposer` has it: the windows of all rows together are planned. Nothing
         for rows that are not tracked."""
-        drafts: list[np.ndarray | None] = [None] * len(rows)
         if self._pause:
             self._pause -= 1
-            return drafts
+            return np.empty(0, np.int64), np.zeros(len(rows), np.int64)
         started = self.clock.perf_counter()
         self.take_in()
         self._num_looked_up += len(rows)
-        longest = ALWAYS_WINDOW if self.always else min(int(WINDOWS[-1]), budget)
-        survival = [0.0] * len(rows)
-        tracked = [self._rows.get(id(row)) for row in rows]
-        asked = [i for i, fits in enumerate(room.tolist()) if fits > 0 and tracked[i] is not None]
-        length_of, limits = lengths.tolist(), np.minimum(room, longest).tolist()
-        estimates: dict[tuple, float] = {}  # by kind
-        for source in self.enabled_sources:
-            chance = source.chance
-            open_rows = [i for i in asked if drafts[i] is None or survival[i] < chance]
-            answers = source.propose(
-                [tracked[i] for i in open_rows],
-                [length_of[i] for i in open_rows],
-                [limits[i] for i in open_rows],
-            )
-            for i, proposal in zip(open_rows, answers, strict=True):
-                if proposal is None:
-                    continue
-                drafts[i], kind = proposal
-                tracked[i].kind = kind
-                if kind not in estimates:
-                    prior = PRIORS.get(kind[0], PRIOR)
-                    estimates[kind] = self.survival.estimate(kind, prior)
-                survival[i] = estimates[kind]
+        numbers, prompt_tokens = self._known(rows)
+        limits = np.minimum(room, ALWAYS_WINDOW if self.always else min(int(WINDOWS[-1]), budget))
+        asked = ((limits > 0) & (numbers >= 0)).nonzero()[0]
+        # Of each row's proposal: where it lies in which text, how long it is.
+        texts: list[np.ndarray] = []
+        text, begin, count = np.zeros((3, len(rows)), np.int64)
+        survival = np.zeros(len(rows))
+        for source, kinds in zip(self.sources, self._kinds, strict=True):
+            if not source.is_enabled:
+                continue
+            is_open = (count[asked] == 0) | (survival[asked] < source.chance)
+            if not len(some := asked[is_open]):
+                continue
+            found = source.propose(numbers[some], limits[some])
+            given = (found.count > 0).nonzero()[0]
+            if not len(given):
+                continue
+            some, kind = some[given], kinds[found.kind[given]]
+            begin[some], count[some] = found.begin[given], found.count[given]
+            text[some] = len(texts)
+            texts.append(found.tokens)
+            self.tracked.kind[numbers[some]] = kind
+            survival[some] = self.survival.estimate(kind)
         if not self.always:
-            available = np.array([0 if draft is None else len(draft) for draft in drafts])
-            kv_tokens = int(lengths.sum()) + sum(len(row.prompt) for row in rows)
+            kv_tokens = int(lengths.sum()) + prompt_tokens
             options = {"budget": budget, "overhead_s": self._overhead_s}
-            windows, pays = choose_windows(
-                np.array(survival), available, self.cost, kv_tokens, **options
-            )
+            count, pays = choose_windows(survival, count, self.cost, kv_tokens, **options)
             # Where nothing pays, it is looked for again after a while, less and less often.
             self._pause = self._backoff = 0 if pays else min(2 * self._backoff + 1, MAX_BACKOFF)
-            drafts = [
-                draft[:n] if n else None for draft, n in zip(drafts, windows.tolist(), strict=True)
-            ]
+        row, place = ragged(count)
+        place += begin[row]
+        tokens = np.empty(len(row), np.int64)
+        for number, known in enumerate(texts):
+            is_here = text[row] == number
+            tokens[is_here] = known[place[is_here]]
         seconds = self.clock.perf_counter() - started
         self._spent_s += seconds
         self._overhead_s += 0.1 * (seconds - self._overhead_s)
-        return drafts
+        return tokens, count
 
     def observe(
         self,
         rows: list[Row],
-        tokens: list[np.ndarray],
+        tokens: np.ndarray,
+        num_gained: np.ndarray,
         num_draft: np.ndarray,
         num_accepted: np.ndarray,
     ) -> None:
         """As the engine's `Proposer` has it: learn from what was accepted, and take in the new
         tokens."""
         if not num_draft.any():
-            self._unread.append((rows, tokens))
+            self._unread.append((rows, tokens, num_gained))
             return
         started = self.clock.perf_counter()
         self.take_in()
-        tracked = [self._rows.get(id(row)) for row in rows]
-        self._count_drafts(tracked, num_draft, num_accepted)
-        for each, gained, drafted, accepted in zip(
-            tracked, tokens, num_draft.tolist(), num_accepted.tolist(), strict=True
-        ):
-            if each is not None:
-                self._take_in(each, gained, 1, drafted, accepted)
+        numbers = self._known(rows)[0]
+        if len(numbers) and numbers.min() < 0:
+            is_known = numbers >= 0
+            tokens = tokens[is_known.repeat(num_gained)]
+            columns = (numbers, num_gained, num_draft, num_accepted)
+            numbers, num_gained, num_draft, num_accepted = (of[is_known] for of in columns)
+        self._count_drafts(numbers, num_draft, num_accepted)
+        of_own = num_accepted * self._is_own[self.tracked.kind[numbers]]
+        self._take_in(numbers, tokens, num_gained, np.ones_like(numbers), of_own)
         self._spent_s += self.clock.perf_counter() - started
 
     def take_in(self) -> None:
         """What rows have gained without drafts."""
-        gained: dict[int, list[np.ndarray]] = {}
-        for rows, tokens in self._unread:
-            for row, of_row in zip(rows, tokens, strict=True):
-                gained.setdefault(id(row), []).append(of_row)
+        if not self._unread:
+            return
+        rows, tokens, counts = zip(*self._unread, strict=True)
         self._unread.clear()
-        for name, parts in gained.items():
-            if (tracked := self._rows.get(name)) is not None:
-                together = parts[0] if len(parts) == 1 else np.concatenate(parts)
-                self._take_in(tracked, together, len(parts), 0, 0)
+        entries = np.concatenate([self._known(of)[0] for of in rows])
+        counts, tokens = np.concatenate(counts), np.concatenate(tokens)
+        # Row by row, and of each in the order of the forwards.
+        of_token = entries.repeat(counts)
+        order = of_token.argsort(kind="stable")
+        order = order[of_token[order].searchsorted(0) :]
+        entries, counts = entries[entries >= 0], counts[entries >= 0]
+        num_forwards = np.bincount(entries)
+        numbers = num_forwards.nonzero()[0]
+        gained = np.bincount(entries, counts)[numbers].astype(np.int64)
+        nothing = np.zeros_like(numbers)
+        self._take_in(numbers, tokens[order], gained, num_forwards[numbers], nothing)
+
+    def _known(self, rows: list[Row]) -> tuple[np.ndarray, int]:
+        """The numbers of rows, int64 [R], and the tokens of their prompts."""
+        if rows != self._last[0]:
+            numbers = np.array([self._numbers.get(id(row), -1) for row in rows], np.int64)
+            self._last = rows, numbers, sum(len(row.prompt) for row in rows)
+        return self._last[1:]
 
     def _take_in(
-        self, tracked: TrackedRow, gained: np.ndarray, forwards: int, drafted: int, accepted: int
+        self,
+        numbers: np.ndarray,
+        tokens: np.ndarray,
+        num_gained: np.ndarray,
+        num_forwards: np.ndarray,
+        of_own: np.ndarray,
     ) -> None:
-        """What a row has gained in so many forwards."""
-        begin, end = tracked.num_gained, tracked.num_gained + len(gained)
-        tracked.num_gained = end
-        draft, counts = tracked.draft, self.acceptance
-        if draft is not None and tracked.is_aligned:
-            # Gained tokens that are known to be the draft's.
-            of_draft = accepted if drafted and tracked.kind[0] == ALIGNED else 0
-            rest = draft.tokens[begin + of_draft : end]
-            tracked.is_aligned = rest.tolist() == gained[of_draft:].tolist()
-        elif draft is not None and tracked.is_counted and begin < len(draft.tokens):
-            is_own = drafted and tracked.kind[0] == SOURCE_NAMES[OWN]
-            counts.after_divergence[0] += len(gained)
-            counts.after_divergence[1] += accepted if is_own else 0
-        if tracked.is_counted:
-            counts.row_forwards += forwards
-            counts.gained_tokens += len(gained)
+        """What different rows have gained, row after row, in so many forwards; int64 [R] but for
+        the tokens. of_own: accepted of suffix matches in the own draft."""
+        tracked, counts = self.tracked, self.acceptance
+        is_counted = tracked.is_counted[numbers]
+        has_left = tracked.num_gained[numbers] < tracked.draft_length[numbers]
+        has_left &= is_counted & ~tracked.is_aligned[numbers]
+        counts.after_divergence[0] += int(num_gained @ has_left)
+        counts.after_divergence[1] += int(of_own @ has_left)
+        counts.row_forwards += int(num_forwards @ is_counted)
+        counts.gained_tokens += int(num_gained @ is_counted)
+        tracked.extend(numbers, tokens, num_gained)
         for source in self.sources:
             if source.is_enabled:
-                source.observe(tracked, gained)
+                source.observe(numbers, tokens, num_gained)
 
-    def _count_drafts(
-        self, tracked: list[TrackedRow | None], drafted: np.ndarray, accepted: np.ndarray
-    ) -> None:
-        """What came of the drafts of a forward's rows; int64 [R] both."""
+    def _count_drafts(self, numbers: np.ndarray, drafted: np.ndarray, accepted: np.ndarray) -> None:
+        """What came of the drafts of a forward's rows; int64 [R] each."""
+        tried = drafted.nonzero()[0]
+        numbers, drafted, accepted = numbers[tried], drafted[tried], accepted[tried]
+        kind, is_counted = self.tracked.kind[numbers], self.tracked.is_counted[numbers]
+        columns = (drafted, accepted, np.minimum(accepted + 1, drafted))
+        size = len(self.survival.kinds)
+        tally = np.array([np.bincount(kind, of, size) for of in columns])  # [3, K]
+        self.survival.observe(tally[2], tally[1])
+        if not is_counted.all():
+            tally = np.array([np.bincount(kind, of * is_counted, size) for of in columns])
         counts = self.acceptance
-        tallies: dict[tuple, list[int]] = {}  # drafted, accepted and verified tokens
-        lengths: list[int] = []  # of what was accepted
-        for each, draft, right in zip(tracked, drafted.tolist(), accepted.tolist(), strict=True):
-            if each is None or not draft:
-                continue
-            tally = tallies.setdefault((each.kind, each.is_counted), [0, 0, 0])
-            tally[0] += draft
-            tally[1] += right
-            tally[2] += min(right + 1, draft)
-            if each.is_counted:
-                lengths.append(right)
-        for (kind, is_counted), (draft, right, verified) in tallies.items():
-            self.survival.observe(kind, verified, right)
-            if not is_counted:
-                continue
+        for number in tally[0].nonzero()[0].tolist():
+            name, *detail = self.survival.kinds[number]
+            draft, right, verified = map(int, tally[:, number])
             counts.draft_tokens += draft
             counts.accepted_tokens += right
             counts.covered_tokens += verified
-            _add(counts.by_source, kind[0], draft, right)
-            if kind[0] == ALIGNED:
-                _add(counts.by_age, kind[1], draft, right)
+            _add(counts.by_source, name, draft, right)
+            if name == ALIGNED:
+                _add(counts.by_age, detail[0], draft, right)
                 counts.before_divergence[0] += verified
                 counts.before_divergence[1] += right
-        bins = WINDOWS.searchsorted(lengths, side="right") - 1
+        bins = WINDOWS.searchsorted(accepted[is_counted], side="right") - 1
         counts.accepted_lengths += np.bincount(bins, minlength=len(WINDOWS))
 
 

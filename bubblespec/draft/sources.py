@@ -1,14 +1,17 @@
-"""Draft sources: what tokens may come next in a row.
+"""Draft sources: what tokens may come next in rows.
 
-`OwnDrafts` proposes the draft that the sample has, up to the first difference from its response.
-`SuffixMatches` looks for the end of the row in that draft and in other texts, before a difference
+`OwnDrafts` proposes the draft that a sample has, up to the first difference from its response.
+`SuffixMatches` looks for the end of a row in that draft and in other texts, before a difference
 and after it. A source decides about time only: the engine accepts just what a row would have
 sampled.
+
+All that happens in every forward is done for all rows together, by array.
+
+Shape legend: R rows, K kinds of proposals.
 """
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -22,12 +25,12 @@ from bubblespec.draft.suffix import (
     SOURCE_NAMES,
     SuffixIndex,
 )
+from bubblespec.engine.ragged import doubled, ragged
 from bubblespec.types import Draft, Row, SampleId
 
 ALIGNED = "aligned"  # the row has followed its draft from the start
 MAX_AGE = 8  # drafts of so many updates or more are judged alike
-MATCH_EDGES = (2, 4, 8)  # matches that reach the same of these lengths are judged alike
-KINDS = [[(name, n) for n in range(len(MATCH_EDGES) + 1)] for name in SOURCE_NAMES]
+MATCH_EDGES = np.array((2, 4, 8))  # matches that reach the same of these lengths are judged alike
 
 
 class Survival:
@@ -42,70 +45,131 @@ class Survival:
     DRIFT, UNTRIED_DRIFT = 0.05, 0.5  # per rollout
 
     def __init__(self):
-        self.counts: dict[tuple, np.ndarray] = {}  # [trials, accepted] by kind
-        self._is_tried: dict[tuple, bool] = {}  # of the kinds that came up in this rollout
+        self.kinds: list[tuple] = []
+        self.trials, self.num_accepted, self._prior = np.zeros((3, 0))
+        self._came_up, self._is_tried = np.zeros((2, 0), bool)  # in this rollout
 
-    def estimate(self, kind: tuple, prior: float) -> float:
-        """The probability for a kind, which is `prior` where nothing was observed of it."""
-        self._is_tried.setdefault(kind, False)
-        trials, accepted = self.counts.get(kind, (0.0, 0.0))
-        return float((accepted + self.PRIOR_WEIGHT * prior) / (trials + self.PRIOR_WEIGHT))
+    def add(self, kinds: Sequence[tuple], priors: Sequence[float]) -> np.ndarray:
+        """Kinds with the probability of each while nothing is known of it; returns their numbers,
+        int64."""
+        numbers = self._numbers(kinds)
+        self._prior[numbers] = priors
+        return numbers
 
-    def observe(self, kind: tuple, trials: int, num_accepted: int) -> None:
-        """Of `trials` tokens `num_accepted` were accepted, those after a first wrong one left out:
-        they say nothing."""
-        keep = max(0.0, 1.0 - trials / self.MEMORY)
-        before = self.counts.get(kind, np.zeros(2))
-        self.counts[kind] = keep * before + (trials, num_accepted)
-        self._is_tried[kind] = True
+    def _numbers(self, kinds: Sequence[tuple]) -> np.ndarray:
+        new = [kind for kind in kinds if kind not in self.kinds]
+        self.kinds += new
+        for name in ("trials", "num_accepted", "_prior", "_came_up", "_is_tried"):
+            column = getattr(self, name)
+            setattr(self, name, np.concatenate((column, np.zeros(len(new), column.dtype))))
+        return np.array([self.kinds.index(kind) for kind in kinds], np.int64)
+
+    def estimate(self, kinds: np.ndarray) -> np.ndarray:
+        """The probability for kinds by their numbers, float64 [R]. kinds: int64 [R]."""
+        self._came_up[kinds] = True
+        accepted = self.num_accepted + self.PRIOR_WEIGHT * self._prior
+        return (accepted / (self.trials + self.PRIOR_WEIGHT))[kinds]
+
+    def observe(self, trials: np.ndarray, num_accepted: np.ndarray) -> None:
+        """Of `trials` tokens of each kind `num_accepted` were accepted, [K] both; those after a
+        first wrong one are left out: they say nothing."""
+        keep = np.maximum(0.0, 1.0 - trials / self.MEMORY)
+        self.trials = keep * self.trials + trials
+        self.num_accepted = keep * self.num_accepted + num_accepted
+        self._is_tried |= trials > 0
 
     def begin(self) -> None:
         """A new rollout: drift back to the priors."""
-        for kind, counts in self.counts.items():
-            counts *= 1.0 - (self.DRIFT if self._is_tried.get(kind, True) else self.UNTRIED_DRIFT)
-        self._is_tried.clear()
+        is_untried = self._came_up & ~self._is_tried
+        keep = 1.0 - np.where(is_untried, self.UNTRIED_DRIFT, self.DRIFT)
+        self.trials *= keep
+        self.num_accepted *= keep
+        self._came_up[:] = self._is_tried[:] = False
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """K kinds as JSON texts [K]; trials and accepted, float64 [K, 2]."""
-        kinds = [json.dumps(kind) for kind in self.counts]
-        counts = np.array(list(self.counts.values()), np.float64).reshape(-1, 2)
+        """The kinds of which something was observed, as JSON texts [K]; trials and accepted,
+        float64 [K, 2]."""
+        known = self.trials.nonzero()[0]
+        kinds = [json.dumps(self.kinds[kind]) for kind in known.tolist()]
+        counts = np.stack((self.trials, self.num_accepted), axis=1)[known]
         return {"kinds": np.array(kinds, np.str_), "counts": counts}
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
         """Take over a saved state."""
-        kinds = (tuple(json.loads(kind)) for kind in state["kinds"].tolist())
-        self.counts = dict(zip(kinds, state["counts"].copy(), strict=True))
+        numbers = self._numbers([tuple(json.loads(kind)) for kind in state["kinds"].tolist()])
+        self.trials[:] = self.num_accepted[:] = 0.0
+        self.trials[numbers], self.num_accepted[numbers] = state["counts"].T
 
 
-@dataclass(eq=False)
-class TrackedRow:
-    """What is known of a row that proposals are made for."""
+class TrackedRows:
+    """The rows of a rollout that proposals are made for, by number. What changes in a forward is in
+    columns, by number too."""
 
-    row: Row
-    draft: Draft | None
-    """Its sample's draft, where drafts are used."""
-    is_counted: bool
-    """Whether it is of this step, and counts in `Acceptance`."""
-    age: int = 0
-    """Updates of the weights since the draft was last extended."""
-    is_aligned: bool = False
-    """It has followed the draft from the start."""
-    num_gained: int = 0
-    """Tokens that it is known to have."""
-    kind: tuple | None = None
-    """Of its latest proposal: source, and whatever else its survival depends on."""
-    text: "SampleText | None" = None
-    """What `SuffixMatches` knows of its sample."""
+    def __init__(self):
+        self.rows: list[Row] = []
+        self.tokens = np.zeros(1 << 10, np.int32)  # of their drafts, one after the other
+        self.num_tokens = 0
+        # int64 columns. Where its draft begins in `tokens`; its length, 0 for none; updates of the
+        # weights since it was last extended; tokens that the row is known to have; kind of its
+        # latest proposal; what `SuffixMatches` knows it as.
+        columns = np.zeros((6, 16), np.int64)
+        self.draft_begin, self.draft_length, self.age, self.num_gained, self.kind, self.text = (
+            columns
+        )
+        # bool columns. It is of this step, and counts in `Acceptance`; it has followed its draft
+        # from the start.
+        self.is_counted, self.is_aligned = np.zeros((2, 16), bool)
+
+    def add(self, row: Row, draft: Draft | None, age: int, is_counted: bool) -> int:
+        """A row with its sample's draft, where drafts are used; returns its number."""
+        number, begin = len(self.rows), self.num_tokens
+        self.rows.append(row)
+        if number == len(self.kind):
+            for name, column in vars(self).items():
+                if name not in ("rows", "tokens", "num_tokens"):
+                    setattr(self, name, doubled(column))
+        tokens = () if draft is None else draft.tokens
+        self.num_tokens += len(tokens)
+        while self.num_tokens > len(self.tokens):
+            self.tokens = doubled(self.tokens)
+        self.tokens[begin : self.num_tokens] = tokens
+        self.draft_begin[number], self.draft_length[number] = begin, len(tokens)
+        self.age[number], self.is_counted[number] = age, is_counted
+        self.is_aligned[number] = len(tokens) > 0
+        self.extend(np.array([number]), row.tokens, np.array([len(row.tokens)]))
+        return number
+
+    def draft(self, number: int) -> np.ndarray:
+        """A row's draft, int32; empty for none."""
+        begin = self.draft_begin[number]
+        return self.tokens[begin : begin + self.draft_length[number]]
+
+    def extend(self, numbers: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
+        """Different rows have gained tokens, int [sum of counts]. numbers, counts: int64 [R]."""
+        begin = self.num_gained[numbers]
+        end = begin + counts
+        self.num_gained[numbers] = end
+        is_aligned = self.is_aligned[numbers]
+        if is_aligned.any():
+            which, offset = ragged(counts)
+            place = (self.draft_begin[numbers] + begin)[which] + offset
+            is_other = self.tokens.take(place, mode="clip") != tokens
+            is_aligned &= end <= self.draft_length[numbers]
+            is_aligned[which[is_other]] = False
+            self.is_aligned[numbers] = is_aligned
 
 
-class Proposal(NamedTuple):
-    """Tokens that may come next in a row."""
+class Proposals(NamedTuple):
+    """Tokens that may come next in R rows."""
 
     tokens: np.ndarray
-    """int, at least one."""
-    kind: tuple
-    """Proposals of one kind are taken to be accepted alike: (name of the source, length of the
-    match, age, ...)."""
+    """int, in which those of all rows lie."""
+    begin: np.ndarray
+    """int64 [R], where those of each row begin."""
+    count: np.ndarray
+    """int64 [R], how many they are; 0 for no proposal."""
+    kind: np.ndarray
+    """int64 [R], number in the source's `kinds`."""
 
 
 class DraftSource:
@@ -114,151 +178,109 @@ class DraftSource:
     It is asked for the rows that no source before it has a proposal for, and for those whose
     proposal is accepted less often than `chance`."""
 
+    kinds: Sequence[tuple] = ()
+    """Proposals of one kind are taken to be accepted alike: (name of the source, length of the
+    match, age, ...)."""
     is_enabled = True
     """Without it, the source is neither asked nor told about new tokens."""
     chance = 0.0
     """Expected acceptance rate below which it replaces another source's proposal."""
 
-    def begin(self) -> None:
-        """A new rollout: forget all rows."""
+    def begin(self, tracked: TrackedRows) -> None:
+        """A new rollout, whose rows will be in `tracked`: forget all others."""
+        self.tracked = tracked
 
-    def track(self, tracked: TrackedRow) -> None:
+    def track(self, number: int) -> None:
         """Proposals for a row will be asked for from now on; it may have tokens already, and may
-        have been tracked before with fewer."""
+        have been tracked before, with fewer and by another number."""
 
-    def propose(
-        self, rows: list[TrackedRow], lengths: list[int], limits: list[int]
-    ) -> Sequence[Proposal | None]:
-        """A proposal for each row. lengths: response tokens so far; limits: maximum number of
-        tokens to propose, at least 1."""
-        return [None] * len(rows)
+    def propose(self, numbers: np.ndarray, limits: np.ndarray) -> Proposals:
+        """What may come next in rows, of which there is at least one. limits: maximum number of
+        tokens for each, at least 1; int64 [R] both."""
+        return Proposals(numbers, *np.zeros((3, len(numbers)), np.int64))
 
-    def observe(self, tracked: TrackedRow, tokens: np.ndarray) -> None:
-        """A row has gained `tokens`, int [at least 1]."""
+    def observe(self, numbers: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
+        """Different rows have gained tokens, int [sum of counts], row after row. numbers, counts:
+        int64 [R]."""
 
 
 class OwnDrafts(DraftSource):
     """The sample's own draft, as long as the row follows it; made with the same noise, so almost
     always right."""
 
-    def propose(
-        self, rows: list[TrackedRow], lengths: list[int], limits: list[int]
-    ) -> list[Proposal | None]:
-        """What comes next in the draft."""
-        proposals: list[Proposal | None] = []
-        for row, length, limit in zip(rows, lengths, limits, strict=True):
-            tokens = row.draft.tokens[length : length + limit] if row.is_aligned else ()
-            kind = (ALIGNED, min(row.age, MAX_AGE))
-            proposals.append(Proposal(tokens, kind) if len(tokens) else None)
-        return proposals
+    kinds = tuple((ALIGNED, age) for age in range(MAX_AGE + 1))
 
-
-@dataclass(eq=False)
-class SampleGroup:
-    """The samples of a prompt, which match in each other's texts."""
-
-    number: int
-    members: list[TrackedRow] = field(default_factory=list)
-    is_indexed: bool = False
-
-
-@dataclass(eq=False)
-class SampleText:
-    """What a sample has said."""
-
-    group: SampleGroup
-    row: int = -1
-    """In the index; -1 until its group is indexed."""
-    num_known: int = 0
-    """Tokens so far."""
-    gained: list[np.ndarray] = field(default_factory=list)
-    """The latest of them, which the index lacks."""
+    def propose(self, numbers: np.ndarray, limits: np.ndarray) -> Proposals:
+        """What comes next in the drafts."""
+        tracked = self.tracked
+        begin = tracked.num_gained[numbers]
+        left = (tracked.draft_length[numbers] - begin) * tracked.is_aligned[numbers]
+        begin += tracked.draft_begin[numbers]
+        return Proposals(tracked.tokens, begin, np.minimum(left, limits), tracked.age[numbers])
 
 
 class SuffixMatches(DraftSource):
     """What followed the row's last tokens elsewhere: in its draft, its group, its prompt, or
     responses of earlier epochs. A group's texts are indexed when one of its rows first asks."""
 
+    kinds = tuple((name, n) for name in SOURCE_NAMES for n in range(len(MATCH_EDGES) + 1))
+
     def __init__(self, history: History):
         self.history = history
-        self.begin()
 
-    def begin(self) -> None:
+    def begin(self, tracked: TrackedRows) -> None:
         """Forget rows and groups; the history stays."""
+        super().begin(tracked)
         self.index = SuffixIndex()
-        self._groups: dict[tuple[int, int], SampleGroup] = {}  # by (uid, visit)
-        self._texts: dict[SampleId, SampleText] = {}
-        self._lacking: set[SampleText] = set()  # rows of the index that have gained tokens since
+        self._groups: dict[tuple[int, int], int] = {}  # numbers by (uid, visit)
+        self._texts: dict[SampleId, int] = {}  # rows of the index
+        self._waiting: dict[int, list[int]] = {}  # rows of groups that are not indexed yet
 
-    def track(self, tracked: TrackedRow) -> None:
-        """Its draft and tokens are matched against from now on. It may have been tracked before,
-        with fewer tokens."""
-        name, tokens = tracked.row.id, tracked.row.tokens
-        group = self._groups.setdefault(name[:2], SampleGroup(len(self._groups)))
-        tracked.text = self._texts.setdefault(name, SampleText(group))
-        group.members.append(tracked)
-        if group.is_indexed:
-            self._add(tracked)
-        if len(tokens) > tracked.text.num_known:
-            self.observe(tracked, tokens[tracked.text.num_known :])
+    def track(self, number: int) -> None:
+        """Its draft and tokens are matched against from now on."""
+        row, index = self.tracked.rows[number], self.index
+        if (group := self._groups.get(row.id[:2])) is None:
+            group = self._groups[row.id[:2]] = len(self._groups)
+            self._waiting[group] = []
+        if (text := self._texts.get(row.id)) is None:
+            text = self._texts[row.id] = index.add_row(group, row.id.sample, row.max_new_tokens)
+        self.tracked.text[number] = text
+        if group in self._waiting:
+            self._waiting[group].append(number)
+        else:
+            self._add(number)
+        tokens = row.tokens[index.num_tokens(text) :]
+        index.extend(np.array([text]), tokens, np.array([len(tokens)]))
 
-    def propose(
-        self, rows: list[TrackedRow], lengths: list[int], limits: list[int]
-    ) -> list[Proposal | None]:
+    def propose(self, numbers: np.ndarray, limits: np.ndarray) -> Proposals:
         """What follows the longest match."""
-        if not rows:
-            return []
-        for tracked in rows:
-            if tracked.text.row < 0:
-                self._index_group(tracked.text.group)
-        self._take_in()
-        numbers = np.array([tracked.text.row for tracked in rows], np.int64)
-        found, text = self.index.propose(numbers, np.array(limits, np.int64)), self.index.text
-        reached = (found.match[:, None] >= MATCH_EDGES).sum(axis=1)
-        columns = (found.begin, found.begin + found.count, found.source, reached)
-        return [
-            Proposal(text[begin:end], KINDS[source][edges]) if begin < end else None
-            for begin, end, source, edges in zip(*(c.tolist() for c in columns), strict=True)
-        ]
+        rows, index = self.tracked.text[numbers], self.index
+        for group in index.unindexed_groups(rows):
+            self._index_group(group)
+        found = index.propose(rows, limits)
+        reached = MATCH_EDGES.searchsorted(found.match, side="right")
+        kind = found.source * (len(MATCH_EDGES) + 1) + reached
+        return Proposals(index.text, found.begin, found.count, kind)
 
-    def observe(self, tracked: TrackedRow, tokens: np.ndarray) -> None:
-        """Taken into the index when rows next ask."""
-        text = tracked.text
-        text.gained.append(tokens)
-        text.num_known += len(tokens)
-        if text.row >= 0:
-            self._lacking.add(text)
+    def observe(self, numbers: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
+        """Indexed when rows next ask."""
+        self.index.extend(self.tracked.text[numbers], tokens, counts)
 
-    def _index_group(self, group: SampleGroup) -> None:
-        first = group.members[0].row
+    def _index_group(self, group: int) -> None:
+        members = self._waiting.pop(group)
+        first = self.tracked.rows[members[0]]
         # Preferred by reward, then recency: the most trusted are the last to come in.
         earlier = sorted(self.history.get(first.id.uid), key=lambda pair: pair[1])
         texts = [*(tokens for tokens, _ in earlier), np.array(first.prompt, np.int32)]
         kinds = [HISTORY] * len(earlier) + [SELF]
         owners = [HISTORY_OWNER] * len(earlier) + [PROMPT_OWNER]
-        self.index.add_texts(texts, group.number, owners, kinds)
-        group.is_indexed = True
-        for tracked in group.members:
-            self._add(tracked)
+        self.index.add_texts(texts, group, owners, kinds)
+        for number in members:
+            self._add(number)
 
-    def _add(self, tracked: TrackedRow) -> None:
+    def _add(self, number: int) -> None:
         """A member of an indexed group."""
-        row, text = tracked.row, tracked.text
-        if text.row < 0:
-            text.row = self.index.add_row(text.group.number, row.id.sample, row.max_new_tokens)
-            if text.gained:
-                self._lacking.add(text)
-        if tracked.draft is not None:
-            self.index.add_draft(text.row, tracked.draft.tokens)
-
-    def _take_in(self) -> None:
-        """What rows of the index have gained."""
-        if not self._lacking:
-            return
-        rows = np.array([text.row for text in self._lacking], np.int64)
-        counts = np.array([sum(map(len, text.gained)) for text in self._lacking], np.int64)
-        tokens = np.concatenate([part for text in self._lacking for part in text.gained])
-        self.index.extend(rows, tokens, counts)
-        for text in self._lacking:
-            text.gained.clear()
-        self._lacking.clear()
+        text = int(self.tracked.text[number])
+        if len(draft := self.tracked.draft(number)):
+            self.index.add_draft(text, draft)
+        self.index.start_indexing(text)

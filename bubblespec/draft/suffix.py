@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bubblespec.engine.ragged import ragged
+from bubblespec.engine.ragged import doubled, ragged
 from bubblespec.records import SOURCES
 
 # Source of a proposal: own draft, other sample, prompt or own tokens, earlier epoch.
@@ -60,6 +60,7 @@ MIN_INDEXED = 16  # live tokens that are indexed together: one at a time costs a
 BACK = np.arange(-MAX_MATCH, 0)
 MIX = np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio, as in Knuth's hashing
 NOTHING = np.empty(0, np.int32)
+NOT_YET = np.iinfo(np.int64).max // 2  # an end that no text has
 LIVE, DRAFT, CURSOR, OFFSET, SOURCE, ASKED_AT, BONUS, SHIFT = range(8)  # columns, see SuffixIndex
 
 
@@ -167,15 +168,32 @@ class SuffixIndex:
         return numbers
 
     def add_row(self, group: int, sample: int, max_tokens: int) -> int:
-        """A row that may get up to `max_tokens`; returns its number."""
+        """A row that may get up to `max_tokens`; returns its number. Its tokens are not indexed
+        before `start_indexing`."""
         row = self.num_rows
         self.num_rows += 1
         if row == len(self.rows):
-            self.rows, self.indexed = _doubled(self.rows), _doubled(self.indexed)
+            self.rows, self.indexed = doubled(self.rows), doubled(self.indexed)
         live = self._add_text(NOTHING, group, sample, SELF, max_tokens)
         self.rows[row, LIVE], self.rows[row, ASKED_AT] = live, self.end[live]
-        self.indexed[row] = self.end[live]
+        self.indexed[row] = NOT_YET
         return row
+
+    def start_indexing(self, row: int) -> None:
+        """Others match in a row's tokens from now on, too."""
+        if self.indexed[row] == NOT_YET:
+            self.indexed[row] = self.begin[self.rows[row, LIVE]] + MAX_MATCH
+            self._num_waiting += self.num_tokens(row)
+
+    def num_tokens(self, row: int) -> int:
+        """Tokens that a row has so far."""
+        live = self.rows[row, LIVE]
+        return int(self.end[live] - self.begin[live]) - MAX_MATCH
+
+    def unindexed_groups(self, rows: np.ndarray) -> set[int]:
+        """The groups of those of the rows, int64 [R], whose tokens are not indexed yet."""
+        lacking = rows[self.indexed[rows] == NOT_YET]
+        return set(self.group[self.rows[lacking, LIVE]].tolist())
 
     def add_draft(self, row: int, tokens: np.ndarray) -> None:
         """Give a row a draft, int [L], aligned with its response, in place of any it had. Its
@@ -193,16 +211,20 @@ class SuffixIndex:
         which, offset = ragged(counts)
         self.text[self.end[live][which] + offset] = tokens
         self.end[live] += counts
-        self._num_waiting += len(tokens)
-        if self._num_waiting >= MIN_INDEXED:
-            self._num_waiting = 0
-            begin, live = self.indexed[: self.num_rows], self.rows[: self.num_rows, LIVE]
-            stop = np.maximum(self.end[live] - LIVE_LAG + 1, begin)
-            self._index(begin, stop - begin)
-            self.indexed[: self.num_rows] = stop
+        self._num_waiting += int(counts @ (self.indexed[rows] != NOT_YET))
+
+    def index_live(self) -> None:
+        """Index what rows have gained."""
+        self._num_waiting = 0
+        begin, live = self.indexed[: self.num_rows], self.rows[: self.num_rows, LIVE]
+        stop = np.maximum(self.end[live] - LIVE_LAG + 1, begin)
+        self._index(begin, stop - begin)
+        self.indexed[: self.num_rows] = stop
 
     def propose(self, rows: np.ndarray, limits: np.ndarray) -> Proposed:
         """What may follow rows, at most `limits` tokens; int64 [R] both."""
+        if self._num_waiting >= MIN_INDEXED:
+            self.index_live()
         state = self.rows[rows]
         live, draft, cursor, offset, source, asked_at, bonus, shift = state.T
         end = self.end[live]
@@ -301,9 +323,9 @@ class SuffixIndex:
         self.num_positions = begin + MAX_MATCH + capacity + 1
         if number == len(self.begin):
             for name in ("begin", "end", "owner", "kind", "group"):
-                setattr(self, name, _doubled(getattr(self, name)))
+                setattr(self, name, doubled(getattr(self, name)))
         while self.num_positions > len(self.text):
-            self.text, self.text_at = _doubled(self.text), _doubled(self.text_at)
+            self.text, self.text_at = doubled(self.text), doubled(self.text_at)
         self.text[begin : begin + MAX_MATCH] = PROMPT_PAD if owner == PROMPT_OWNER else PAD
         self.text[begin + MAX_MATCH : end] = tokens
         self.text_at[begin : self.num_positions] = number
@@ -350,7 +372,3 @@ def _hash(group: np.ndarray, tokens: Iterable[np.ndarray]) -> np.ndarray:
         if n in ORDERS:
             keys[n] = hashed | np.uint64(1)
     return np.concatenate([keys[n] for n in ORDERS])
-
-
-def _doubled(array: np.ndarray) -> np.ndarray:
-    return np.concatenate((array, np.zeros_like(array)))

@@ -51,20 +51,21 @@ class Proposer(Protocol):
 
     def propose(
         self, rows: list[Row], lengths: np.ndarray, room: np.ndarray, budget: int
-    ) -> list[np.ndarray | None]:
-        """Draft tokens int64 [n] for each of the rows about to decode, or None. lengths: int64
-        [rows], response tokens so far; room: int64 [rows], maximum draft tokens of each; budget:
-        of all together (what exceeds either is cut)."""
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Draft tokens for the rows about to decode: int64 [S], row after row, and how many of
+        each, int64 [rows]. lengths: int64 [rows], response tokens so far; room: int64 [rows],
+        maximum draft tokens of each; budget: of all together (what exceeds either is cut)."""
 
     def observe(
         self,
         rows: list[Row],
-        tokens: list[np.ndarray],
+        tokens: np.ndarray,
+        num_gained: np.ndarray,
         num_draft: np.ndarray,
         num_accepted: np.ndarray,
     ) -> None:
-        """Rows have gained `tokens`, of which a draft of `num_draft` tokens gave the first
-        `num_accepted`, int64 [rows]."""
+        """Rows have gained tokens, int64, row after row: each `num_gained`, of which a draft of
+        `num_draft` tokens gave the first `num_accepted`, int64 [rows]."""
 
 
 class Runner(Protocol):
@@ -208,14 +209,10 @@ class Engine:
         self.cached[: len(batch.count)] = batch.start + batch.count
         if len(batch.slots) == 0:
             return [], batch.load
-        gained = self._append(batch, verified, params.stop_token_ids)
+        gained, tokens = self._append(batch, verified, params.stop_token_ids)
         if proposer is not None:
-            rows = [self.rows[slot] for slot in batch.slots.tolist()]
-            begin = (batch.num_draft + 1).cumsum() - (batch.num_draft + 1)
-            spans = zip(begin.tolist(), (begin + gained).tolist(), strict=True)
-            tokens = [verified.token[begin:end] for begin, end in spans]
             accepted = np.minimum(verified.accepted, gained)
-            proposer.observe(rows, tokens, batch.num_draft, accepted)
+            proposer.observe(self._rows_in(batch.slots), tokens, gained, batch.num_draft, accepted)
         return self._finish(batch.slots, params.stop_token_ids), batch.load
 
     def schedule(
@@ -247,6 +244,11 @@ class Engine:
         generated = length - self.prompt_length[slots]
         tokens = self.tokens[index[0], index[1]]
         return Batch(start, count, index, tokens, slots, generated, num_draft, draft, load)
+
+    def _rows_in(self, slots: np.ndarray) -> list[Row]:
+        if len(slots) == len(self.rows):
+            return self.rows.copy()
+        return [self.rows[slot] for slot in slots.tolist()]
 
     def _prefilling(self) -> np.ndarray:
         """Slots of rows whose prompt is not whole in the cache."""
@@ -285,14 +287,12 @@ class Engine:
         [slots]."""
         generated = self.length[slots] - self.prompt_length[slots]
         room = self.limit[slots] - generated - 1  # the token after the draft needs a position too
-        drafts = proposer.propose([self.rows[s] for s in slots.tolist()], generated, room, budget)
-        given = np.array([0 if draft is None else len(draft) for draft in drafts], np.int64)
+        tokens, given = proposer.propose(self._rows_in(slots), generated, room, budget)
         lengths = np.minimum(given, room)
         before = lengths.cumsum() - lengths
         lengths = np.minimum(lengths, np.maximum(budget - before, 0))
         if lengths.any():
             row, offset = ragged(lengths)
-            tokens = np.concatenate([draft for draft in drafts if draft is not None])
             first = given.cumsum() - given
             where = (slots[row], self.length[slots][row] + offset)
             self.tokens[where] = tokens[first[row] + offset]
@@ -310,7 +310,7 @@ class Engine:
 
     def _append(self, batch: Batch, verified: Verified, stop_token_ids: tuple[int, ...]):
         """Write what the rows have gained behind their known tokens; returns how many tokens that
-        is, int64 [M]."""
+        is, int64 [M], and the tokens, int64, row after row."""
         accepted, token, logprobs = verified
         slots, num_draft, generated = batch.slots, batch.num_draft, batch.generated
         begin = self.length[slots]
@@ -323,13 +323,14 @@ class Engine:
             gained = num_gained(token, accepted, num_draft, stop_token_ids, limit=limit)
             row, offset = ragged(gained)
             source = ((num_draft + 1).cumsum() - (num_draft + 1))[row] + offset
-            self.tokens[slots[row], begin[row] + offset] = token[source]
+            token = token[source]
+            self.tokens[slots[row], begin[row] + offset] = token
             self.logprobs[slots[row], generated[row] + offset] = logprobs[:, source].T
         self.length[slots] = begin + gained
         # Keys and values are those of the accepted tokens; whatever lies behind them is overwritten
         # before it is read.
         self.cached[slots] = begin + gained - 1
-        return gained
+        return gained, token
 
     def _finish(self, slots: np.ndarray, stop_token_ids: tuple[int, ...]) -> list[Row]:
         """Take out the rows in `slots` whose last token ends them."""

@@ -1,5 +1,7 @@
 """Rows of unequal lengths, one after the other in one array. numpy alone."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 
@@ -8,3 +10,21 @@ def ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     [rows], length of each row."""
     row = np.arange(len(counts)).repeat(counts)
     return row, np.arange(len(row)) - (counts.cumsum() - counts)[row]
+
+
+def packed(rows: Sequence[np.ndarray | None]) -> tuple[np.ndarray, np.ndarray]:
+    """Rows one after the other, int64 [sum of counts], and the length of each, int64 [rows]; None
+    for an empty one."""
+    counts = np.array([0 if row is None else len(row) for row in rows], np.int64)
+    parts = [np.empty(0, np.int64), *(row for row in rows if row is not None)]
+    return np.concatenate(parts, dtype=np.int64), counts
+
+
+def unpacked(elements: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:
+    """The rows that `packed` has put one after the other."""
+    return np.split(elements, counts.cumsum()[:-1]) if len(counts) else []
+
+
+def doubled(column: np.ndarray) -> np.ndarray:
+    """With room for as many elements again, zeros."""
+    return np.concatenate((column, np.zeros_like(column)))

@@ -19,9 +19,10 @@ class _MeaninglessDrafts:
         self.length = length
 
     def propose(self, rows, lengths, room, budget):
-        return [np.ones(self.length, np.int64) if self.length else None] * len(rows)
+        counts = np.full(len(rows), self.length)
+        return np.ones(int(counts.sum()), np.int64), counts
 
-    def observe(self, rows, tokens, num_draft, num_accepted):
+    def observe(self, rows, tokens, num_gained, num_draft, num_accepted):
         pass
 
 

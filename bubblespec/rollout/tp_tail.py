@@ -20,6 +20,7 @@ from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.drafter import DrafterRunner
 from bubblespec.draft.drafter_source import DrafterSource
 from bubblespec.engine.engine import Engine, Proposer
+from bubblespec.engine.ragged import ragged
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.engine.tensor_parallel import TPGroup, TPUnsupported
@@ -119,24 +120,27 @@ class OwnersPropose:
 
     def propose(self, rows: list[Row], lengths: np.ndarray, room: np.ndarray, budget: int):
         """See `Proposer`. What is exchanged has one size on all ranks."""
-        own, numbers = self._own(rows), np.full((len(rows), MAX_DRAFT_TOKENS), -1)
-        if own:
+        own, drafts = self._own(rows), np.full((len(rows), MAX_DRAFT_TOKENS), -1)
+        if len(own):
             room = np.minimum(room, MAX_DRAFT_TOKENS)
             own_rows = [rows[i] for i in own]
-            drafts = self.proposer.propose(own_rows, lengths[own], room[own], budget)
-            for i, draft in zip(own, drafts, strict=True):
-                if draft is not None:
-                    numbers[i, : min(len(draft), room[i])] = draft[: room[i]]
-        return [tokens[tokens >= 0] for tokens in self.gather(numbers).max(axis=0)]
+            tokens, counts = self.proposer.propose(own_rows, lengths[own], room[own], budget)
+            row, offset = ragged(counts)
+            fits = offset < room[own[row]]
+            drafts[own[row[fits]], offset[fits]] = tokens[fits]
+        drafts = self.gather(drafts).max(axis=0)
+        return drafts[drafts >= 0], (drafts >= 0).sum(axis=1)
 
-    def observe(self, rows: list[Row], tokens: list, num_draft, num_accepted) -> None:
+    def observe(self, rows: list[Row], tokens, num_gained, num_draft, num_accepted) -> None:
         """See `Proposer`: of the own rows."""
-        if own := self._own(rows):
-            own_rows, own_tokens = [rows[i] for i in own], [tokens[i] for i in own]
-            self.proposer.observe(own_rows, own_tokens, num_draft[own], num_accepted[own])
+        own = self._own(rows)
+        if len(own):
+            tokens = tokens[np.isin(ragged(num_gained)[0], own)]
+            counts = (of[own] for of in (num_gained, num_draft, num_accepted))
+            self.proposer.observe([rows[i] for i in own], tokens, *counts)
 
-    def _own(self, rows: list[Row]) -> list[int]:
-        return [i for i, row in enumerate(rows) if row in self.own_rows]
+    def _own(self, rows: list[Row]) -> np.ndarray:
+        return np.array([i for i, row in enumerate(rows) if row in self.own_rows], np.int64)
 
 
 def make_tp_tail(

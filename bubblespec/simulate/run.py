@@ -209,7 +209,7 @@ class _Rank:
             runner = SimulatedDrafterRunner(engine, job.drafter)
             source = DrafterSource(runner, proposer.cost, ranks.clock)
             source.profile()
-            proposer.sources.append(source)
+            proposer.add(source)
         ranks.barrier()
 
     def _text(self, row: Row, so_far: np.ndarray) -> np.ndarray:

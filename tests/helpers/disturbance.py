@@ -11,6 +11,7 @@ import dataclasses
 import numpy as np
 
 from bubblespec.dist.ranks import Ranks
+from bubblespec.engine.ragged import packed, unpacked
 from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.records import Load
 from bubblespec.trainer import Trainer
@@ -105,10 +106,10 @@ class Disturbance:
             drafting.finish = finish_corrupted
         return drafting
 
-    def propose(self, *arguments) -> list[np.ndarray | None]:
-        proposals = self._propose(*arguments)
+    def propose(self, *arguments) -> tuple[np.ndarray, np.ndarray]:
+        proposals = unpacked(*self._propose(*arguments))
         for i, tokens in enumerate(proposals):
-            if tokens is not None and self.rng.random() < self.corrupt:
+            if len(tokens) and self.rng.random() < self.corrupt:
                 proposals[i] = corrupt_tokens(tokens, self.rng, self.vocab_size)
                 self.counts["proposals corrupted"] += 1
-        return proposals
+        return packed(proposals)

@@ -3,6 +3,7 @@
 import numpy as np
 
 from bubblespec.engine.engine import Engine
+from bubblespec.engine.ragged import packed
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.types import Row, SampleId
 from tests.helpers.models import VOCAB
@@ -48,10 +49,10 @@ class Drafter:
             wrong = self.rng.random(len(draft)) < self.corrupted
             draft[wrong] = self.rng.integers(1, VOCAB, wrong.sum())
             drafts.append(draft if self.rng.random() < 0.8 else None)
-        return drafts
+        return packed(drafts)
 
-    def observe(self, rows, tokens, num_draft, num_accepted):
-        assert (num_accepted <= [len(gained) for gained in tokens]).all()
+    def observe(self, rows, tokens, num_gained, num_draft, num_accepted):
+        assert (num_accepted <= num_gained).all() and num_gained.sum() == len(tokens)
         self.num_draft += num_draft.sum()
         self.num_accepted += num_accepted.sum()
-        self.num_gained += sum(len(t) for t in tokens)
+        self.num_gained += len(tokens)

@@ -5,7 +5,6 @@ import numpy as np
 from bubblespec.draft.suffix import (
     HISTORY,
     HISTORY_OWNER,
-    MIN_INDEXED,
     PROMPT_OWNER,
     SELF,
     SuffixIndex,
@@ -31,14 +30,15 @@ class GroupIndex:
     def row(self, sample: int) -> int:
         if sample not in self.rows:
             self.rows[sample] = self.index.add_row(0, sample, CAPACITY)
+            self.index.start_indexing(self.rows[sample])
         return self.rows[sample]
 
     def add_draft(self, sample: int, tokens: np.ndarray) -> None:
         self.index.add_draft(self.row(sample), tokens)
 
     def extend(self, sample: int, tokens: np.ndarray) -> None:
-        self.index._num_waiting = MIN_INDEXED
         self.index.extend(np.array([self.row(sample)]), tokens, np.array([len(tokens)]))
+        self.index.index_live()
 
     def propose(self, sample: int, limit: int) -> tuple[np.ndarray, int, int]:
         found = self.index.propose(np.array([self.row(sample)]), np.array([limit]))
