@@ -1,6 +1,8 @@
 """Suffix drafts: proposals against a brute-force search, resynchronisation, preferences, and the
 bounded history."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -29,13 +31,17 @@ def random_events(
     rng: np.random.Generator, alphabet: int, samples: int = 3, count: int = 40
 ) -> list[tuple[str, int, np.ndarray]]:
     """What happens to a group: drafts first (not for every sample), then rows that grow by a few
-    tokens at a time."""
+    tokens at a time, those of their drafts at the same place in many cases."""
     drafted = [j for j in range(samples) if rng.random() < 0.7]
-    events = [("draft", j, rng.integers(alphabet, size=rng.integers(0, 40))) for j in drafted]
+    drafts = {j: rng.integers(alphabet, size=rng.integers(0, 40)) for j in drafted}
+    events, lengths = [("draft", *item) for item in drafts.items()], [0] * samples
     for _ in range(count):
-        events.append(
-            ("extend", int(rng.integers(samples)), rng.integers(alphabet, size=rng.integers(0, 5)))
-        )
+        j, size = int(rng.integers(samples)), int(rng.integers(0, 5))
+        tokens = rng.integers(alphabet, size=size)
+        right = drafts.get(j, tokens[:0])[lengths[j] :][: size if rng.random() < 0.8 else 0]
+        tokens[: len(right)] = right
+        lengths[j] += size
+        events.append(("extend", j, tokens))
     return events
 
 
@@ -67,10 +73,11 @@ def brute_force(events, history, sample: int, limit: int, prompt=()) -> tuple[li
     for text, _ in sorted(latest_first, key=lambda item: item[1]):
         add(PAD + text.tolist(), -2, HISTORY)
     add([-2] * 8 + list(prompt), -1, SELF)
-    live, draft, row = {}, None, list(PAD)
+    live, drafts, draft, row = {}, {}, None, list(PAD)
     for kind, j, tokens in events:
         if kind == "draft":
             text = add(PAD + tokens.tolist(), j, OWN)
+            drafts[j] = text
             draft = text if j == sample else draft
             continue
         if j not in live:
@@ -79,9 +86,10 @@ def brute_force(events, history, sample: int, limit: int, prompt=()) -> tuple[li
         text = texts[live[j]][0]
         before = len(text)
         text += tokens.tolist()
-        places += [
-            (live[j], end) for end in range(max(8, before - LIVE_LAG + 1), len(text) - LIVE_LAG + 1)
-        ]
+        ends = range(max(8, before - LIVE_LAG + 1), len(text) - LIVE_LAG + 1)
+        own = drafts.get(j, [])  # what it has at the same place is searchable in it
+        is_new = [e >= len(own) or own[e - 6 : e] != text[e - 6 : e] for e in ends]
+        places += [(live[j], end) for end in itertools.compress(ends, is_new)]
         row = text if j == sample else row
 
     candidates = []  # (score, length, text, end, source), most trusted first

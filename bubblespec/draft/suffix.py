@@ -22,7 +22,8 @@ An "end" is the position in the array where a match ends and its continuation be
 Shape legend: R rows, P ends.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -58,7 +59,9 @@ OWN_RADIUS = ((2, 4), (1, 1))
 LIVE_LAG = 8
 MIN_INDEXED = 16  # live tokens that are indexed together: one at a time costs as much
 BACK = np.arange(-MAX_MATCH, 0)
+LAST = -np.arange(1, max(ORDERS) + 1)  # the tokens of an n-gram, from its last on
 MIX = np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio, as in Knuth's hashing
+WEIGHTS = np.cumprod(np.full(len(LAST) + 1, MIX))  # of the group, and of an n-gram's tokens
 NOTHING = np.empty(0, np.int32)
 NOT_YET = np.iinfo(np.int64).max // 2  # an end that no text has
 LIVE, DRAFT, CURSOR, OFFSET, SOURCE, ASKED_AT, BONUS, SHIFT = range(8)  # columns, see SuffixIndex
@@ -164,7 +167,8 @@ class SuffixIndex:
             for tokens, owner, kind in zip(texts, owners, kinds, strict=True)
         ]
         begin, end = self.begin[numbers], self.end[numbers]
-        self._index(begin + MAX_MATCH, end - begin - MAX_MATCH)
+        which, offset = ragged(end - begin - MAX_MATCH)
+        self._index((begin + MAX_MATCH)[which] + offset)
         return numbers
 
     def add_row(self, group: int, sample: int, max_tokens: int) -> int:
@@ -214,11 +218,24 @@ class SuffixIndex:
         self._num_waiting += int(counts @ (self.indexed[rows] != NOT_YET))
 
     def index_live(self) -> None:
-        """Index what rows have gained."""
+        """Index what rows have gained, but for n-grams that their drafts have at the same place:
+        these are indexed already, and more follows them there."""
         self._num_waiting = 0
-        begin, live = self.indexed[: self.num_rows], self.rows[: self.num_rows, LIVE]
+        begin = self.indexed[: self.num_rows]
+        live, draft = self.rows[: self.num_rows, [LIVE, DRAFT]].T
         stop = np.maximum(self.end[live] - LIVE_LAG + 1, begin)
-        self._index(begin, stop - begin)
+        n = len(LAST)
+        grown = (stop > begin).nonzero()[0]
+        which, offset = ragged((stop - begin)[grown] + n - 1)
+        row = grown[which]
+        last = begin[row] + offset - n  # tokens that end n-grams, and those before the first
+        there = last + (self.begin[draft] - self.begin[live])[row]
+        is_other = there >= self.end[draft][row] - 1
+        is_other |= self.text.take(there, mode="clip") != self.text[last]
+        num_others = np.append(0, is_other.cumsum())
+        chosen = (offset >= n - 1).nonzero()[0]
+        chosen = chosen[num_others[chosen + 1] > num_others[chosen + 1 - n]]
+        self._index(last[chosen] + 1)
         self.indexed[: self.num_rows] = stop
 
     def propose(self, rows: np.ndarray, limits: np.ndarray) -> Proposed:
@@ -288,7 +305,7 @@ class SuffixIndex:
     ) -> tuple[np.ndarray, np.ndarray]:
         """The two most recent ends in a row's group of its last n tokens, for the largest n with
         any; int64 [R] each, 0 for none."""
-        found = self.table.find(_hash(group, context.T[::-1]))
+        found = self.table.find(_hash(group, context[:, LAST]))
         latest, second = (ends.reshape(len(ORDERS), len(group)) for ends in found)
         chosen = (latest > 0).argmax(axis=0), np.arange(len(group))
         return latest[chosen], second[chosen]
@@ -299,14 +316,11 @@ class SuffixIndex:
         differs = (self.text[ends[:, None] + BACK] != context)[:, ::-1]
         return np.where(differs.any(axis=1), differs.argmax(axis=1), MAX_MATCH)
 
-    def _index(self, begin: np.ndarray, count: np.ndarray) -> None:
-        """Index `count` ends from each `begin` on, int64 [R] both."""
-        which, offset = ragged(np.maximum(count, 0))
-        if not len(which):
+    def _index(self, ends: np.ndarray) -> None:
+        """Index ends, int64 [P], the most recent last."""
+        if not len(ends):
             return
-        ends = begin[which] + offset
-        group = self.group[self.text_at[ends]]
-        keys = _hash(group, (self.text[ends - back] for back in range(1, max(ORDERS) + 1)))
+        keys = _hash(self.group[self.text_at[ends]], self.text[ends[:, None] + LAST])
         self.table.add(keys, np.tile(ends, len(ORDERS)), self._owner_of)
 
     def _owner_of(self, ends: np.ndarray) -> np.ndarray:
@@ -347,9 +361,7 @@ def find_nearest(
 
     text: int32 [positions]; ngrams: int32 [R, n]; centre, first, last: int64 [R].
     """
-    distance = np.arange(1, radius + 1)
-    nearest_first = np.concatenate(([0], np.stack((distance, -distance), axis=1).ravel()))
-    ends = centre[:, None] + nearest_first
+    ends = centre[:, None] + _nearest_first(radius)
     is_inside = (ends >= first[:, None]) & (ends <= last[:, None])
     ends = np.where(is_inside, ends, first[:, None])
     is_there = is_inside
@@ -359,16 +371,21 @@ def find_nearest(
     return np.where(is_there[row, which], ends[row, which], -1)
 
 
-def _hash(group: np.ndarray, tokens: Iterable[np.ndarray]) -> np.ndarray:
+@functools.cache
+def _nearest_first(radius: int) -> np.ndarray:
+    """Distances: 0, 1, -1, 2, ..."""
+    distance = np.arange(1, radius + 1)
+    return np.concatenate(([0], np.stack((distance, -distance), axis=1).ravel()))
+
+
+def _hash(group: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """Keys of the last n tokens of a group's texts, for each n of ORDERS in turn, uint64 [ORDERS *
     P], never 0. Two that are equal by chance cost a proposal, never a token.
 
-    group: int64 [P]; tokens: the last ones of each text, those before, ..., int32 [P] each."""
-    hashed, keys = (group + 1).astype(np.uint64) * MIX, {}
-    for n, last in zip(range(1, max(ORDERS) + 1), tokens, strict=False):
-        hashed ^= last.astype(np.uint64)
-        hashed *= MIX
-        hashed ^= hashed >> np.uint64(29)
-        if n in ORDERS:
-            keys[n] = hashed | np.uint64(1)
-    return np.concatenate([keys[n] for n in ORDERS])
+    group: int64 [P]; tokens: int32 [P, max(ORDERS)], the last one first."""
+    weighted = tokens.astype(np.uint64) * WEIGHTS[1:]
+    sums = [weighted[:, :n].sum(axis=1) + np.uint64(n) for n in ORDERS]
+    keys = np.concatenate(sums) + np.tile(group.astype(np.uint64) * WEIGHTS[0], len(ORDERS))
+    keys ^= keys >> np.uint64(32)
+    keys *= MIX
+    return (keys ^ keys >> np.uint64(29)) | np.uint64(1)

@@ -47,11 +47,9 @@ def choose_windows(
     density = np.minimum.accumulate(
         np.where(tokens > 0, gain / np.maximum(tokens, 1), -1.0), axis=1
     ).ravel()
-    order = np.argsort(-density, kind="stable")
+    order = _descending(density)
     fed = np.cumsum(tokens.ravel()[order])
-    order = order[
-        : min(int(np.searchsorted(fed, budget, side="right")), np.count_nonzero(density > 0))
-    ]
+    order = order[: int(np.searchsorted(fed, budget, side="right"))]
     fed = np.concatenate(([0], fed[: len(order)]))
     gained = np.concatenate(([0.0], np.cumsum(gain.ravel()[order])))
     seconds = cost.seconds(rows, rows + fed, fed > 0, kv_tokens)
@@ -64,6 +62,15 @@ def choose_windows(
         chosen // tokens.shape[1], weights=tokens.ravel()[chosen], minlength=len(drafted)
     )
     return windows, True
+
+
+def _descending(values: np.ndarray) -> np.ndarray:
+    """Indices of the positive ones of float64 [N], the largest first, equal ones in their order. A
+    stable argsort takes ten times as long as this sort of integers: positive floats are ordered as
+    their bits are, of which the last ones give way to the index."""
+    bits, size = values.view(np.int64), 1 << len(values).bit_length()
+    positive = (values > 0).nonzero()[0]
+    return np.sort(positive - bits[positive] // size * size) & (size - 1)
 
 
 def choose_chain_length(
