@@ -1,5 +1,6 @@
 """Decisions about time: placement, what to draft, and the tensor-parallel tail; as properties."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -22,6 +23,7 @@ from bubblespec.planner.place import (
     use_tp_tail,
 )
 from bubblespec.planner.rows import Rows, acceptance_rates
+from bubblespec.planner.windows import MIN_GAIN, WINDOWS, choose_windows
 from bubblespec.types import Launch
 from tests.helpers.planning import (
     ALL_HOLD,
@@ -220,3 +222,37 @@ def test_a_cheaper_forward_never_speaks_against_the_tp_tail(seed):
     rank_of, left = rng.integers(0, 4, count), rng.integers(10, 200, count)
     answers = [pays(rank_of, left, together(factor)) for factor in np.linspace(1.5, 1e-6, 21)]
     assert answers == sorted(answers) and answers[-1] and not answers[0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_windows_are_those_of_a_greedy_search(seed):
+    """Segments by their gain per token, best first, rows in order where they are equal; as many as
+    give most tokens per second."""
+    rng = np.random.default_rng(seed)
+    survival = rng.choice(rng.uniform(0.05, 0.98, 4), 30)
+    available = rng.integers(1, 140, 30) * (rng.random(30) < 0.8)
+    budget, forward_s, token_s = int(rng.integers(1, 900)), 0.01, 10.0 ** rng.uniform(-6, -2.5)
+    segments = []
+    for row, (s, longest) in enumerate(zip(survival, available, strict=True)):
+        density = 1.0
+        for begin, end in itertools.pairwise(np.minimum(WINDOWS, longest).tolist()):
+            if end > begin:
+                gain = sum(s**i for i in range(begin + 1, end + 1))
+                density = min(density, gain / (end - begin))
+                segments.append((-round(density, 12), row, begin, end - begin, gain))
+    segments.sort()
+    counts = list(itertools.accumulate((segment[3] for segment in segments), initial=0))
+    gained = list(itertools.accumulate((segment[4] for segment in segments), initial=30.0))
+    plain = 30 / (forward_s + 30 * token_s)
+    rates = [
+        gain / (forward_s + (30 + count) * token_s)
+        for gain, count in zip(gained, counts, strict=True)
+        if count <= budget
+    ]
+    wanted = [0] * 30
+    if max(rates) >= MIN_GAIN * plain:
+        for _, row, _, count, _ in segments[: rates.index(max(rates))]:
+            wanted[row] += count
+    cost = cost_of((forward_s, 0.0, token_s, 0.0, 0.0))
+    windows, pays = choose_windows(survival, available, cost, 1000, budget=budget)
+    assert windows.tolist() == wanted and pays == any(wanted)

@@ -10,7 +10,7 @@ import pytest
 
 from bubblespec.draft import sources
 from bubblespec.draft.proposer import ALWAYS_WINDOW, PRIOR, PRIORS, Proposer, make_proposer
-from bubblespec.draft.sources import DraftSource, OwnDrafts, Proposals
+from bubblespec.draft.sources import DraftSource, OwnDrafts, Proposals, TrackedRows
 from bubblespec.draft.store import History
 from bubblespec.draft.suffix import SuffixIndex
 from bubblespec.engine.ragged import packed, unpacked
@@ -250,6 +250,32 @@ def test_tokens_of_a_continued_row_are_indexed_once_and_in_order(monkeypatch):
     assert texts == {r.id.sample: r.tokens.tolist() for r in (own, continued, late)}
     assert len(texts[1]) > 5
     assert drafts == [0, 2] and indexed == [0, 1, 2]
+
+
+def test_a_row_is_aligned_while_its_tokens_are_the_beginning_of_its_draft():
+    """Rows that gain tokens together, some at a time, most of them as their drafts say."""
+    rng, tracked, texts, drafts = np.random.default_rng(0), TrackedRows(), [], []
+    for number in range(40):
+        drafts.append(rng.integers(3, size=rng.integers(0, 60)).tolist())
+        texts.append((drafts[-1] + [1] * 9)[: rng.integers(0, 9)])
+        of_sample = draft(drafts[-1]) if rng.random() < 0.8 else None
+        drafts[-1] = [] if of_sample is None else drafts[-1]
+        assert tracked.add(row(number, tokens=texts[-1]), of_sample, 0, True) == number
+    aligned = set()
+    for _ in range(12):
+        some, counts = rng.permutation(40)[:25], rng.integers(1, 9, 25)
+        said = [drafts[number][len(texts[number]) :] + [0] * 9 for number in some]
+        gained = [np.array(of[:count]) for of, count in zip(said, counts, strict=True)]
+        for number, tokens in zip(some, gained, strict=True):
+            tokens[-1] += rng.random() < 0.1
+            texts[number] += tokens.tolist()
+        tracked.extend(some, *packed(gained))
+        wanted = [bool(d) and d[: len(t)] == t for d, t in zip(drafts, texts, strict=True)]
+        assert tracked.is_aligned[:40].tolist() == wanted
+        assert tracked.num_gained[:40].tolist() == [len(t) for t in texts]
+        aligned.add(sum(wanted))
+    assert max(aligned) > 15 > min(aligned)
+    assert [tracked.draft(number).tolist() for number in range(40)] == drafts
 
 
 class Guesses(DraftSource):
