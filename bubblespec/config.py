@@ -168,7 +168,7 @@ class RolloutConfig:
     max_batch_tokens: int = key(2048, at_least(1), at_most(1 << 24), resume=SAFE)
     """Maximum number of tokens in one forward; prompts are prefilled in chunks under it."""
     enforce_eager: bool = key(False, resume=SAFE)
-    """No CUDA graphs (GPUs; they need one more slot)."""
+    """No CUDA graphs (GPUs; they need one more slot), and sampling not compiled."""
 
 
 @dataclass

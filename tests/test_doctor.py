@@ -14,6 +14,7 @@ from bubblespec.doctor import __main__ as doctor
 from bubblespec.doctor import checks
 from bubblespec.doctor.checks import CHECKS, Case, Line
 from bubblespec.engine.model import prepare_model
+from bubblespec.engine.sampling import best_and_sum
 from bubblespec.rollout.sampler import Sampler
 from tests.helpers import graphs as stand_ins
 from tests.helpers.warm import ROOT, launch
@@ -149,3 +150,18 @@ def test_kernels_and_graphs(on_gpu, monkeypatch):
     )
     why = "there are none; rollout.enforce_eager=true"
     assert list(checks.graphs(on_gpu)) == [Line("slower", why)]
+
+
+@pytest.mark.parametrize("found", ["compiled", "a reason", "enforce_eager"])
+def test_sampling(on_gpu, monkeypatch, found):
+    answer = (best_and_sum, "") if found == "compiled" else (None, "a reason")
+    monkeypatch.setattr(checks, "compile_reduction", lambda *kind: answer)
+    rollout = replace(on_gpu.config.rollout, enforce_eager=found == "enforce_eager")
+    on_gpu.config = replace(on_gpu.config, rollout=rollout)
+    (line,) = checks.sampling(on_gpu)
+    if found == "compiled":
+        times = r"the same 128 tokens take [\d.]+ ms compiled, eager [\d.]+ ms"
+        assert line.verdict == "ok" and re.fullmatch(times, line.text)
+    else:
+        why = "a reason" if found == "a reason" else "not compiled"
+        assert line == Line("slower", f"it is eager: {why}; rollout.enforce_eager")

@@ -26,10 +26,12 @@ from bubblespec.config import Config
 from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.store import exchange
 from bubblespec.engine.attention import VARLEN_KERNELS, problem_of
+from bubblespec.engine.compiled import compared, compile_reduction
 from bubblespec.engine.graphs import ForwardGraphs, can_capture
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import TOLERANCE, forward_hidden, output_head, random_tokens
 from bubblespec.engine.packing import PAGE, pack_rows
+from bubblespec.engine.sampling import best_and_sum
 from bubblespec.engine.tensor_parallel import Shards, TPGroup, TPUnsupported, shard_of
 from bubblespec.errors import one_line
 from bubblespec.loading import load_model
@@ -44,7 +46,7 @@ from bubblespec.trainer import Trainer
 from bubblespec.types import Draft, Launch, Row, SampleId
 
 WARM_UP, NUM_TIMED = 3, 20
-NUM_ROWS = 3  # of `packed_logits`
+NUM_ROWS, NUM_SAMPLED = 3, 128  # of `packed_logits`; positions of the check of sampling
 # Of the rollouts: long enough for drafts to be right and wrong, and no minutes for a small model.
 MIN_PROMPTS, MAX_RESPONSES, MAX_TOKENS = 2, 8, 64
 FREE_SHARE = 0.9  # of a GPU's memory; with less someone else is on it
@@ -179,6 +181,24 @@ def graphs(case: Case) -> Iterator[Line]:
     actions = (replay, partial(forward_hidden, loaded, tokens, packing, kernel))
     graph_ms, eager_ms = (1e3 * median_s(action, device) for action in actions)
     yield ok(f"a forward of one token takes {graph_ms:.2f} ms, eager {eager_ms:.2f} ms")
+
+
+@torch.inference_mode()
+def sampling(case: Case) -> Iterator[Line]:
+    """The compiled reduction of logits against the eager one."""
+    if case.ranks.device.type == "cpu":
+        yield ok("not applicable: eager on a CPU")
+        return
+    head, dtype, device = output_head(case.model), case.model.dtype, case.model.device
+    compiled, problem = None, "not compiled"
+    if not case.config.rollout.enforce_eager:
+        compiled, problem = compile_reduction(head.out_features, dtype, device)
+    if compiled is None:
+        yield slower(f"it is eager: {problem}; rollout.enforce_eager")
+        return
+    given = compared(NUM_SAMPLED, head.out_features, dtype, device)
+    ms, eager_ms = (1e3 * median_s(partial(f, *given), device) for f in (compiled, best_and_sum))
+    yield ok(f"the same {NUM_SAMPLED} tokens take {ms:.2f} ms compiled, eager {eager_ms:.2f} ms")
 
 
 @torch.inference_mode()
@@ -371,6 +391,7 @@ CHECKS: dict[str, Check] = {
     "model": Check(model, "model.path, model.dtype"),
     "attention": Check(attention, "model.attention=sdpa", "model"),
     "graphs": Check(graphs, "rollout.enforce_eager=true", "model"),
+    "sampling": Check(sampling, "rollout.enforce_eager=true", "model"),
     "shared tail": Check(shared_tail, "rollout.tp_tail_max_rows=0", "model"),
     "set-up": Check(set_up, "a smaller rollout.num_slots", "model"),
     "collectives": Check(collectives, "--nproc_per_node=1", "set-up"),

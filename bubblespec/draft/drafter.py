@@ -36,9 +36,10 @@ from bubblespec.engine.engine import Batch, Engine
 from bubblespec.engine.graphs import ForwardGraphs
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import output_head
+from bubblespec.engine.noise import add_gumbel
 from bubblespec.engine.packing import PAGE, pack_rows, to_device
 from bubblespec.engine.ragged import ragged
-from bubblespec.engine.sampling import SamplingParams, perturb
+from bubblespec.engine.sampling import SamplingParams, scale_and_restrict, widened
 from bubblespec.errors import InputError, log
 
 PLACEHOLDER_VOCABULARY = 8  # of the layer's own embedding, which is not used
@@ -305,10 +306,11 @@ class DrafterRunner:
     ) -> torch.Tensor:
         """The tokens that rows would sample from the drafter's logits, int64 [M]. states: [M, H];
         keys: int32 [M, 4], of their noise; num_generated: int64 [M], tokens before them."""
-        logits, ids = self.drafter.logits(states), self.drafter.device_ids
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        _, _, perturbed = perturb(logits, keys, num_generated, self.params, ids.int())
-        return ids[perturbed.argmax(-1)]
+        logits, ids = widened(self.drafter.logits(states)), self.drafter.device_ids
+        _, allowed = scale_and_restrict(logits, num_generated, self.params)
+        if self.params.temperature > 0.0:
+            allowed = add_gumbel(allowed, keys, ids.int())
+        return ids[allowed.argmax(-1)]
 
     def _forward(
         self,

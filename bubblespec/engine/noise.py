@@ -67,22 +67,35 @@ def random_bits(keys: torch.Tensor, tokens: int | torch.Tensor) -> torch.Tensor:
         tokens = torch.arange(tokens, dtype=torch.int32, device=keys.device)
     x = tokens + keys[:, :1]
     for i, (shift, multiplier) in enumerate(_MIXER):
-        _xorshift_(x, shift).mul_(_as_int32(multiplier)).add_(keys[:, i + 1, None])
+        _xorshift_(x, shift)
+        torch.add(keys[:, i + 1, None], x, alpha=_as_int32(multiplier), out=x)
     return _xorshift_(x, _LAST_SHIFT).bitwise_and_(0x7FFFFFFF)
 
 
 def gumbel(
     keys: torch.Tensor, tokens: int | torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """Standard Gumbel noise, dtype [N, V], for int32 keys [N, 4]; tokens: see `random_bits`.
+    """Standard Gumbel noise, dtype [N, V], for int32 keys [N, 4]; tokens: see `random_bits`."""
+    return _log_exponential(keys, tokens, dtype).neg_()
+
+
+def add_gumbel(logits: torch.Tensor, keys: torch.Tensor, tokens: int | torch.Tensor):
+    """Logits [N, V] with Gumbel noise added, in their dtype; keys, tokens: see `gumbel`."""
+    return logits - _log_exponential(keys, tokens, logits.dtype)
+
+
+def _log_exponential(
+    keys: torch.Tensor, tokens: int | torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Logarithms of standard exponential noise, which are Gumbel noise with the other sign.
 
     With u uniform in (0, 1), and so 1 - u too, -log(-log(1 - u)) has the Gumbel law exp(-exp(-g)).
     Written with log1p it keeps full relative precision for small u, which is where the winners come
     from.
     """
-    u = random_bits(keys, tokens).to(dtype).add_(0.5).mul_(2.0**-31)
-    u.clamp_(max=1.0 - 2.0**-24)
-    return u.neg_().log1p_().neg_().log_().neg_()
+    minus_u = random_bits(keys, tokens).to(dtype).add_(0.5).mul_(-(2.0**-31))
+    minus_u.clamp_(min=2.0**-24 - 1.0)
+    return minus_u.log1p_().neg_().log_()
 
 
 def _xorshift_(x: torch.Tensor, shift: int) -> torch.Tensor:

@@ -6,11 +6,13 @@ Shape legend: R active rows, N tokens in a forward, M rows that sample in it, T 
 """
 
 import contextlib
+from functools import partial
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from bubblespec.engine.compiled import compiled_best_and_sum
 from bubblespec.engine.engine import Batch
 from bubblespec.engine.graphs import ForwardGraphs, can_capture
 from bubblespec.engine.kv_cache import KVCache
@@ -42,7 +44,7 @@ class ModelRunner:
         beside: ForwardGraphs | None = None,
     ):
         """max_length: prompt plus response in tokens; max_batch_tokens: of a forward, at least
-        num_slots; kernel: see attention.py; enforce_eager: no CUDA graphs,
+        num_slots; kernel: see attention.py; enforce_eager: nothing compiled and no CUDA graphs,
         which need a kernel for variable lengths on CUDA anyway; tp: ranks that compute each forward
         together, over the same rows in the same slots; beside: graphs whose memory this one's
         share. Raises TPUnsupported for a model that so many ranks cannot share."""
@@ -54,6 +56,8 @@ class ModelRunner:
         self.head, self.sample = output_head(model), sample
         if self.shards is not None:
             self.head, self.sample = self.shards.logits, self.shards.sample
+        if self.device.type == "cuda" and not enforce_eager:
+            self.sample = partial(self.sample, reduce=compiled_best_and_sum)
         slot_length = -(-max_length // PAGE) * PAGE if kernel == "flash_attn" else max_length
         has_graphs = not enforce_eager and can_capture(self.device, kernel)
         has_graphs = has_graphs and (tp is None or tp.can_capture)

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from bubblespec.engine.noise import gumbel
+from bubblespec.engine.noise import add_gumbel
 from bubblespec.engine.packing import to_device, to_host
 from bubblespec.engine.ragged import ragged
 
@@ -43,6 +43,12 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     min_length: int = 0  # response tokens before which stop tokens are barred
 
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens may be barred."""
+        has_bars = bool(self.stop_token_ids) and self.min_length > 0
+        return has_bars or self.top_k > 0 or self.top_p < 1.0
+
 
 class Verified(NamedTuple):
     """Result of a verification, on the host. With `first` a row's first position, token[first :
@@ -57,51 +63,83 @@ class Verified(NamedTuple):
     """Both log-probabilities of `sample`, float [2, T]."""
 
 
+def best_and_sum(
+    logits: torch.Tensor, keys: torch.Tensor, ids: torch.Tensor, is_greedy: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """All that sampling reads of whole rows of logits [T, V]: the largest with noise, float [T],
+    its index, int64 [T], and the logarithm of the sum of exponentials without noise, float [T].
+
+    keys: int32 [T, 4]; ids: int32 [V], see `gumbel`; is_greedy: without noise. 28 passes over the
+    logits, or two or three of a compiled kernel (compiled.py).
+    """
+    logits = widened(logits)
+    best, index = (logits if is_greedy else add_gumbel(logits, keys, ids)).max(-1)
+    return best, index, logits.logsumexp(-1)
+
+
 def sample(
-    logits: torch.Tensor, keys: torch.Tensor, num_generated: torch.Tensor, params: SamplingParams
+    logits: torch.Tensor,
+    keys: torch.Tensor,
+    num_generated: torch.Tensor,
+    params: SamplingParams,
+    reduce: Callable = best_and_sum,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One token for each of T positions.
 
     logits: [T, V]; keys: int32 [T, 4], noise streams; num_generated: int64 [T], response tokens
-    before this one. Returns token int64 [T], and float [T] twice: its log-probability under the
-    distribution it was drawn from, and under the untruncated one (softmax of logits / temperature;
-    of the logits themselves when greedy).
+    before this one; reduce: `best_and_sum`, or the same compiled. Returns token int64 [T], and
+    float [T] twice: its log-probability under the distribution it was drawn from, and under the
+    untruncated one (softmax of logits / temperature; of the logits themselves when greedy).
     """
-    parts = [_sample_chunk(*chunk, params) for chunk in chunks(logits, keys, num_generated)]
+    ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
+    columns = reduce_chunks(logits, keys, num_generated, params, ids, reduce)
+    _, token, chosen, full_sum, allowed_sum = columns
+    full_logprob = chosen - full_sum
+    if params.temperature == 0.0:
+        return token, torch.zeros_like(full_logprob), full_logprob
+    return token, chosen - allowed_sum, full_logprob
+
+
+def reduce_chunks(
+    logits: torch.Tensor, keys, num_generated, params: SamplingParams, ids, reduce: Callable
+) -> tuple[torch.Tensor, ...]:
+    """Of T positions, [T] each: the largest logit with noise, its index int64, its logit without,
+    and the logarithms of the sums of exponentials, of all logits and of those allowed. In chunks of
+    MAX_LOGITS_AT_ONCE."""
+    rows = max(1, MAX_LOGITS_AT_ONCE[logits.device.type] // logits.shape[1])
+    chunks = zip(*(t.split(rows) for t in (logits, keys, num_generated)), strict=True)
+    parts = [_reduce_chunk(*chunk, params, ids, reduce) for chunk in chunks]
     if len(parts) == 1:
         return parts[0]
     return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
 
-def chunks(logits: torch.Tensor, *others: torch.Tensor):
-    """Tensors of T positions in chunks of MAX_LOGITS_AT_ONCE, the logits at least in float32."""
-    rows = max(1, MAX_LOGITS_AT_ONCE[logits.device.type] // logits.shape[1])
-    for chunk, *rest in zip(*(t.split(rows) for t in (logits, *others)), strict=True):
-        yield (chunk if chunk.dtype == torch.float64 else chunk.float(), *rest)
-
-
-def _sample_chunk(logits, keys, num_generated, params):
-    logits, allowed, perturbed = perturb(logits, keys, num_generated, params, logits.shape[1])
-    token = perturbed.argmax(-1)
-    chosen = logits.gather(-1, token[:, None])[:, 0]
-    full_logprob = chosen - logits.logsumexp(-1)
+def _reduce_chunk(logits, keys, num_generated, params: SamplingParams, ids, reduce: Callable):
+    logits, allowed = scale_and_restrict(logits, num_generated, params)
     if params.temperature == 0.0:
-        return token, torch.zeros_like(full_logprob), full_logprob
-    logprob = full_logprob if allowed is logits else chosen - allowed.logsumexp(-1)
-    return token, logprob, full_logprob
+        best, index, allowed_sum = best_and_sum(allowed, keys, ids, is_greedy=True)
+    else:
+        best, index, allowed_sum = reduce(allowed, keys, ids)
+    chosen = widened(logits.gather(-1, index[:, None])[:, 0])
+    full_sum = allowed_sum if allowed is logits else logits.logsumexp(-1)
+    return best, index, chosen, full_sum, allowed_sum
 
 
-def perturb(
-    logits: torch.Tensor, keys, num_generated, params: SamplingParams, ids: int | torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of logits [T, V]: divided by the temperature; with barred tokens at -inf (`restrict`); and
-    with noise, whose argmax is the sampled token. ids: see `gumbel`."""
+def widened(logits: torch.Tensor) -> torch.Tensor:
+    """At least in float32."""
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def scale_and_restrict(
+    logits: torch.Tensor, num_generated, params: SamplingParams
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits [T, V] divided by the temperature, and these with barred tokens at -inf (`restrict`).
+    Both are the logits as given, where nothing is to be done."""
     if params.temperature not in (0.0, 1.0):
-        logits = logits / params.temperature
-    allowed = restrict(logits, num_generated, params)
-    if params.temperature == 0.0:
-        return logits, allowed, allowed
-    return logits, allowed, gumbel(keys, ids, logits.dtype).add_(allowed)
+        logits = widened(logits) / params.temperature
+    if params.truncates:
+        logits = widened(logits)
+    return logits, restrict(logits, num_generated, params)
 
 
 def restrict(logits: torch.Tensor, num_generated, params: SamplingParams) -> torch.Tensor:
@@ -111,8 +149,8 @@ def restrict(logits: torch.Tensor, num_generated, params: SamplingParams) -> tor
     if params.stop_token_ids and params.min_length > 0:
         too_early = num_generated < params.min_length
         stop = to_device(np.array(params.stop_token_ids), logits.device)
-        is_stop_token = torch.zeros_like(logits, dtype=torch.bool).index_fill_(1, stop, True)
-        logits = logits.masked_fill(is_stop_token & too_early[:, None], float("-inf"))
+        bars = logits[:, stop].masked_fill(too_early[:, None], float("-inf"))
+        logits = logits.index_copy(1, stop, bars)
     if 0 < params.top_k < logits.shape[1]:
         threshold = logits.topk(params.top_k).values[:, -1:]
         logits = logits.masked_fill(logits < threshold, float("-inf"))

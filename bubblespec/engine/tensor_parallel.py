@@ -129,10 +129,10 @@ class Shards:
         part = shard_of(head.out_features, self.tp.rank, self.tp.size)
         return sharded_linear(head, part, False, hidden)
 
-    def sample(self, *arguments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def sample(self, *arguments, **options) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`sampling.sample` from this rank's logits [T, v]."""
         vocab_size = output_head(self.model).out_features
-        return sample_shards(*arguments, vocab_size=vocab_size, tp=self.tp)
+        return sample_shards(*arguments, vocab_size=vocab_size, tp=self.tp, **options)
 
     @torch.inference_mode()
     def check(self) -> None:
@@ -235,7 +235,14 @@ def _summed(forward: Callable, bias: torch.Tensor | None, sum_: Callable, x: tor
 
 
 def sample_shards(
-    logits: torch.Tensor, keys, num_generated, params: SamplingParams, *, vocab_size, tp: TPGroup
+    logits: torch.Tensor,
+    keys,
+    num_generated,
+    params: SamplingParams,
+    reduce: Callable = sampling.best_and_sum,
+    *,
+    vocab_size,
+    tp: TPGroup,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`sampling.sample` from shards of the vocabulary: logits are this rank's, [T, v]. Returns the
     same, equal to the bit on all ranks, however they round: it is worked out from what they have
@@ -249,9 +256,10 @@ def sample_shards(
     first = shard_of(vocab_size, tp.rank, tp.size).start
     stops = [t - first for t in params.stop_token_ids if first <= t < first + logits.shape[1]]
     own = replace(params, top_p=1.0, top_k=0, stop_token_ids=tuple(stops))
-    chunks = sampling.chunks(logits, keys, num_generated)
-    of_ranks = tp.gather(torch.cat([_best_of_shard(*chunk, own, first) for chunk in chunks]))
-    best, token, chosen, full_sums, sums = of_ranks.unbind(-1)
+    ids = torch.arange(first, first + logits.shape[1], dtype=torch.int32, device=logits.device)
+    best, index, *rest = sampling.reduce_chunks(logits, keys, num_generated, own, ids, reduce)
+    columns = [column.double() for column in (best, index + first, *rest)]
+    best, token, chosen, full_sums, sums = tp.gather(torch.stack(columns, dim=-1)).unbind(-1)
     winner = best.argmax(0)[None]
     token, chosen = token.gather(0, winner)[0].long(), chosen.gather(0, winner)[0]
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
@@ -261,21 +269,8 @@ def sample_shards(
     return token, (chosen - sums.logsumexp(0)).to(dtype), full_logprob
 
 
-def _best_of_shard(logits, keys, num_generated, params: SamplingParams, first: int) -> torch.Tensor:
-    """Of each position: the largest perturbed logit of the shard, its token, its logit, and the
-    logarithms of the sums of exponentials over the shard, of all logits and of those allowed;
-    float64 [T, 5]."""
-    ids = torch.arange(first, first + logits.shape[1], dtype=torch.int32, device=logits.device)
-    logits, allowed, perturbed = sampling.perturb(logits, keys, num_generated, params, ids)
-    best, index = perturbed.max(-1)
-    chosen = logits.gather(-1, index[:, None])[:, 0]
-    sums = [values.logsumexp(-1) for values in (logits, allowed)]
-    return torch.stack([column.double() for column in (best, index + first, chosen, *sums)], dim=-1)
-
-
 def _whole(logits: torch.Tensor, vocab_size: int, tp: TPGroup) -> torch.Tensor:
     """The logits of all ranks, [T, V]."""
     widths = [len(range(vocab_size)[shard_of(vocab_size, r, tp.size)]) for r in range(tp.size)]
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    shards = tp.gather(pad(logits, (0, max(widths) - logits.shape[1])))
+    shards = tp.gather(pad(sampling.widened(logits), (0, max(widths) - logits.shape[1])))
     return torch.cat([s[:, :width] for s, width in zip(shards, widths, strict=True)], dim=1)

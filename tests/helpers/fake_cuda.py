@@ -24,6 +24,9 @@ from tests.helpers.models import small_config
 DEVICE = torch.device("cuda", 0)
 SOURCES = str(Path(bubblespec.__file__).parent)
 aten = torch.ops.aten
+# They make no tensor, or touch a few columns of it; `prims` are what others are made of.
+NO_PASS = {aten.gather.default, aten.empty_strided.default, aten.new_empty.default}
+NO_PASS |= {aten.index.Tensor, aten.index_put.default}
 ON_THE_WAY_TO_NUMPY = {aten.detach.default, aten.to.dtype_layout}
 ON_THE_WAY_TO_NUMPY |= {aten.resolve_conj.default, aten.resolve_neg.default}
 
@@ -34,9 +37,10 @@ class FakeCuda(FakeTensorMode):
 
     waits: "file.function" of this project for every time that the host would wait for the GPU:
     values that it reads, and copies in either direction that do not say non_blocking; uploads: how
-    many copies to the device there were, of either kind. products: types of what matrix products
-    and attention kernels were given; largest_double: elements of the largest float64 tensor on the
-    device. answer: what the host gets to see of a tensor, by default zeros.
+    many copies to the device there were, of either kind. passes: operations that read or write
+    tensors of `large` elements or more, but for single elements. products: types of what matrix
+    products and attention kernels were given; largest_double: elements of the largest float64
+    tensor on the device. answer: what the host gets to see of a tensor, by default zeros.
     """
 
     def __init__(self):
@@ -49,6 +53,7 @@ class FakeCuda(FakeTensorMode):
         self.uploads = self.largest_double = 0
         self.products: set[torch.dtype] = set()
         self.calls: Counter[str] = Counter()
+        self.large, self.passes = sys.maxsize, 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         # A torch without CUDA cannot guard such a device, nor has it a thread for its gradients. So
@@ -73,6 +78,11 @@ class FakeCuda(FakeTensorMode):
         result = super().__torch_dispatch__(function, types, args, kwargs)
         if function is aten.lift_fresh.default:
             result.constant = None  # else what is done to single numbers is done to real ones
+        is_part = function.namespace == "prims"
+        if not (is_part or function.is_view or function in NO_PASS):
+            touched = (*tensors, *tree_leaves(result))
+            sizes = [t.numel() for t in touched if isinstance(t, torch.Tensor)]
+            self.passes += max(sizes, default=0) >= self.large
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and is_on_gpu(tensor, torch.float64):
                 self.largest_double = max(self.largest_double, tensor.numel())

@@ -1,0 +1,111 @@
+"""What sampling reads of whole rows of logits, compiled: two or three passes over them instead of
+28.
+
+A compiler may order the steps of a formula differently, and then a near tie would have another
+winner. So before its first use the compiled function is compared with the eager one: only if all
+winners and their values are equal to the bit is it used. Logarithms of sums are no part of the
+choice, and are compared up to rounding, as a kernel adds up in an order of its own.
+
+Shape legend: T positions, V vocabulary.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from bubblespec.engine.noise import gumbel, random_bits, stream_keys
+from bubblespec.engine.sampling import best_and_sum
+from bubblespec.errors import log, one_line
+
+# The compiler's own functions and its flushing of small numbers differ from those of single
+# operations in the last bit. Older versions of torch do not have all of these.
+OPTIONS = {"eager_numerics.use_pytorch_libdevice": True, "eager_numerics.disable_ftz": True}
+MAX_COMPARED = 1 << 24  # logits at once
+MAX_POSITIONS = 1 << 11
+SUM_TOLERANCE = 1e-5  # of float32 sums of positive numbers, in any order
+
+
+def compiled_best_and_sum(
+    logits: torch.Tensor, keys: torch.Tensor, ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`best_and_sum`, compiled where that works and gives the same. The first call with logits of a
+    kind takes seconds."""
+    compiled, problem = compile_reduction(logits.shape[1], logits.dtype, logits.device)
+    if compiled is None:
+        _warn(problem)
+        return best_and_sum(logits, keys, ids)
+    return compiled(logits, keys, ids)
+
+
+@functools.cache
+def _warn(problem: str) -> None:
+    advice = "rollout.enforce_eager=true does not try"
+    log(f"warning: sampling is not compiled and takes longer ({advice}): {problem}")
+
+
+@functools.cache
+def compile_reduction(
+    vocab_size: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Callable | None, str]:
+    """`best_and_sum` compiled for logits [T, vocab_size] of any T, or None and why not. Takes
+    seconds, at the first call with these arguments."""
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        return None, "the package triton is not there"
+    try:
+        compiled = compile_for_any_length(best_and_sum)
+        problem = first_difference(compiled, vocab_size, dtype, device)
+    except Exception as error:  # a compiler, a driver, or what one of them needs of the system
+        return None, one_line(error)[:200]
+    return (None, problem) if problem else (compiled, "")
+
+
+def compile_for_any_length(function: Callable) -> Callable:
+    """`function` of (logits, keys, ids), compiled whole for one and for any other number T of
+    positions."""
+    known = torch._inductor.list_options()
+    options = {name: value for name, value in OPTIONS.items() if name in known}
+    compiled = torch.compile(function, fullgraph=True, options=options)
+
+    def call(logits: torch.Tensor, keys: torch.Tensor, ids: torch.Tensor):
+        for tensor in (logits, keys):
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return compiled(logits, keys, ids)
+
+    return call
+
+
+@torch.inference_mode()
+def first_difference(
+    reduce: Callable, vocab_size: int, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """In what `reduce` differs from `best_and_sum`, at one and at many positions; None if in
+    nothing."""
+    for count in (min(MAX_COMPARED // vocab_size + 2, MAX_POSITIONS), 1):
+        given = compared(count, vocab_size, dtype, device)
+        (best, index, total), wanted = reduce(*given), best_and_sum(*given)
+        num_different = int(((best != wanted[0]) | (index != wanted[1])).sum())
+        if num_different:
+            return f"{num_different} of {count} compiled winners differ from eager ones"
+        if not torch.allclose(total, wanted[2], rtol=SUM_TOLERANCE, atol=SUM_TOLERANCE):
+            return "compiled sums differ from eager ones by more than rounding"
+    return None
+
+
+def compared(
+    count: int, vocab_size: int, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Arguments of `best_and_sum` for T = count positions. Position t allows about 2**-(t % 20) of
+    the tokens, so that not only the largest noise is compared."""
+    position = np.arange(count)
+    nothing = np.zeros_like(position)
+    seeds = (stream_keys(seed, position, nothing, nothing, nothing) for seed in range(3))
+    keys, of_logits, of_bars = (torch.from_numpy(keys).to(device) for keys in seeds)
+    ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
+    limit = torch.from_numpy(2 ** (31 - position % 20) - 1).to(device)[:, None]
+    is_barred = random_bits(of_bars, ids) >= limit
+    is_barred.scatter_(1, torch.from_numpy(position % vocab_size).to(device)[:, None], False)
+    logits = gumbel(of_logits, ids).masked_fill_(is_barred, float("-inf"))
+    return logits.to(dtype), keys, ids

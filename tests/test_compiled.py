@@ -1,0 +1,117 @@
+"""The compiled reduction of logits: compared with the eager one before it is used."""
+
+import numpy as np
+import pytest
+import torch
+
+from bubblespec.engine import compiled
+from bubblespec.engine.compiled import compared, compile_reduction, first_difference
+from bubblespec.engine.noise import gumbel
+from bubblespec.engine.sampling import best_and_sum
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_kept():
+    compile_reduction.cache_clear()
+    compiled._warn.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_what_is_compared_covers_all_of_the_noise(dtype):
+    """From one token that is allowed to all of them; the reduction against whole tensors."""
+    logits, keys, ids = compared(300, 500, dtype, CPU)
+    num_allowed = logits.isfinite().sum(-1)
+    assert num_allowed.min() == 1 and num_allowed.max() == 500
+    wide = logits.double() if dtype == torch.float64 else logits.float()
+    noisy = wide + gumbel(keys, ids, wide.dtype)
+    best, index, total = best_and_sum(logits, keys, ids)
+    assert torch.equal(index, noisy.argmax(-1)) and torch.equal(best, noisy.amax(-1))
+    assert total.dtype == wide.dtype
+    np.testing.assert_allclose(
+        total, np.logaddexp.reduce(wide.double().numpy(), axis=-1), rtol=1e-5
+    )
+    quantiles = (best - wide.gather(-1, index[:, None])[:, 0]).quantile(torch.tensor(0.1).to(best))
+    assert quantiles < 1.0, "not only the largest noise"
+
+
+def wrong(what: str):
+    def reduce(logits, keys, ids):
+        best, index, total = best_and_sum(logits, keys, ids)
+        if what == "value":
+            best[-1] = best[-1].nextafter(torch.tensor(9.0))
+        if what == "winner":
+            index[-1] += 1
+        if what == "sum":
+            total += 1e-3
+        return best, index, total * (1 + 1e-7)
+
+    return reduce
+
+
+@pytest.mark.parametrize("what", ["nothing", "value", "winner", "sum"])
+def test_the_last_bit_of_a_winner_decides(what):
+    found = first_difference(wrong(what), 200, torch.float32, CPU)
+    expected = {
+        "nothing": None,
+        "sum": "compiled sums differ from eager ones by more than rounding",
+    }
+    winners = "1 of 2048 compiled winners differ from eager ones"
+    assert found == expected.get(what, winners)
+
+
+@pytest.mark.parametrize("failure", ["compiler", "difference"])
+def test_eager_with_one_line_where_it_cannot_be_compiled(monkeypatch, capsys, failure):
+    def compile_(function, **options):
+        if failure == "compiler":
+            raise RuntimeError("no such\ncompiler")
+        return wrong("winner")
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    given = compared(30, 200, torch.float32, CPU)
+    for _ in range(2):
+        got = compiled.compiled_best_and_sum(*given)
+        assert all(map(torch.equal, got, best_and_sum(*given)))
+    (line,) = capsys.readouterr().err.splitlines()
+    why = {"compiler": "RuntimeError: no such compiler", "difference": "1 of 2048 compiled"}
+    assert line.startswith("warning: sampling is not compiled") and why[failure] in line
+
+
+def test_one_graph_for_any_number_of_positions(monkeypatch):
+    """As the compiler sees it: whole, and compiled again for a single position alone. What is
+    compiled here are torch's own operations, in the compiler's order."""
+    graphs = []
+
+    def compile_(function, fullgraph, options):
+        def backend(graph, inputs):
+            graphs.append(sum(node.op == "call_function" for node in graph.graph.nodes))
+            return graph
+
+        assert options.keys() == compiled.OPTIONS.keys()
+        torch._dynamo.reset()
+        return torch_compile(function, fullgraph=fullgraph, backend=backend)
+
+    torch_compile = torch.compile
+    monkeypatch.setattr(torch, "compile", compile_)
+    reduce, problem = compile_reduction(200, torch.bfloat16, CPU)
+    assert not problem
+    with torch.inference_mode():
+        for count in (2, 5, 64, 1, 700):
+            given = compared(count, 200, torch.bfloat16, CPU)
+            assert all(map(torch.equal, reduce(*given), best_and_sum(*given)))
+    assert len(graphs) == 2
+
+
+def test_without_triton_nothing_is_tried_on_cuda(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    found = compile_reduction(100, torch.bfloat16, torch.device("cuda"))
+    assert found == (None, "the package triton is not there")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_winners_on_the_gpu(dtype):
+    reduce, problem = compile_reduction(151_936, dtype, torch.device("cuda", 0))
+    assert reduce is not None, problem
