@@ -53,6 +53,9 @@ class ModelConfig:
     cpu_linear: Literal["auto", "torch"] = key("auto", resume=ROUNDING)
     """Kernels of float32 linear layers on a CPU: auto measures for a second at the start, and may
     keep a second copy of the weights; with torch, float32 tokens repeat bit for bit."""
+    batch_invariant: bool = False
+    """Generate tokens that depend on no other row in float32 and bfloat16, too, in forwards that
+    take longer; refused where a comparison at the start finds that they do (docs/exactness.md)."""
     gradient_checkpointing: bool = key(False, resume=ROUNDING)
     """Recompute activations in the backward pass: less memory, more time."""
     trust_remote_code: bool = key(False, resume=SAFE)

@@ -49,6 +49,9 @@ def _check_sizes(config) -> None:
     num_prompts, size = rollout.num_prompts_per_step, config.data.size
     what = f"at least rollout.num_prompts_per_step = {num_prompts}"
     require(size >= num_prompts or not config.data.tasks, "data.size", size, what)
+    rows, is_invariant = rollout.tp_tail_max_rows, config.model.batch_invariant
+    what = "0, as model.batch_invariant asks for forwards of one rank"
+    require(rows in ("auto", 0) or not is_invariant, "rollout.tp_tail_max_rows", rows, what)
     parts = config.loss.num_minibatches
     what = f"a divisor of rollout.num_prompts_per_step = {num_prompts}"
     require(num_prompts % parts == 0, "loss.num_minibatches", parts, what)

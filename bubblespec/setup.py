@@ -28,6 +28,13 @@ from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.drafter import read_drafter
 from bubblespec.engine import linear
 from bubblespec.engine.attention import choose_kernel
+from bubblespec.engine.batch_invariant import (
+    NUM_SLOTS,
+    SLOT_LENGTH,
+    first_difference,
+    fix_libraries,
+    make_invariant,
+)
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
 from bubblespec.engine.runner import ModelRunner
@@ -125,14 +132,45 @@ def build(config: Config, ranks: Ranks) -> Trainer:
 def prepare(config: Config, model: PreTrainedModel, ranks: Ranks) -> str:
     """Make the model ready for packed forwards; returns the attention kernel. Raises InputError for
     a model that the engine cannot serve."""
+    attention = config.model.attention
+    if config.model.batch_invariant:
+        fix_libraries()
+        if attention == "auto" and ranks.device.type == "cuda":
+            attention = "varlen"  # flash-attn splits by what it is given
     try:
         head_sizes = prepare_model(model, max_length(config))
         if config.model.gradient_checkpointing:
             enable_gradient_checkpointing(model)
-        return choose_kernel(config.model.attention, ranks.device, model.dtype, head_sizes)
+        kernel = choose_kernel(attention, ranks.device, model.dtype, head_sizes)
+        if config.model.batch_invariant:
+            check_invariance(config, model, kernel)
+        return kernel
     except ValueError as error:  # the engine's word for input errors: it does not know the keys
         names_key = str(error).startswith(("rollout.", "model."))
         raise InputError(str(error) if names_key else f"model.path: {error}") from error
+
+
+def check_invariance(config: Config, model: PreTrainedModel, kernel: str) -> None:
+    """Make the model's products batch-invariant, and compare. Raises ValueError with what
+    differs."""
+    make_invariant(model)
+    options = runner_options(config, kernel) | {"max_batch_tokens": SLOT_LENGTH}
+    runner = ModelRunner(model, NUM_SLOTS, SLOT_LENGTH, config.run.seed, **options)
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    difference = first_difference(runner, vocab_size)
+    runner.release()
+    if difference is not None:
+        raise ValueError(f"model.batch_invariant: {difference}")
+
+
+def runner_options(config: Config, kernel: str) -> dict:
+    """Of `ModelRunner`."""
+    return {
+        "max_batch_tokens": config.rollout.max_batch_tokens,
+        "kernel": kernel,
+        "enforce_eager": config.rollout.enforce_eager,
+        "batch_invariant": config.model.batch_invariant,
+    }
 
 
 def make_reference(
@@ -152,15 +190,9 @@ def make_reference(
 def build_engine(config: Config, learner: Learner, ranks: Ranks) -> tuple[Engine, int]:
     """The engine on the memory that is free now, and rows of the tensor-parallel tail."""
     num_slots, max_tp_rows = choose_slots(config, learner, ranks)
-    runner = ModelRunner(
-        learner.model,
-        num_slots,
-        max_length(config),
-        config.run.seed,
-        max_batch_tokens=config.rollout.max_batch_tokens,
-        kernel=learner.kernel,
-        enforce_eager=config.rollout.enforce_eager,
-    )
+    options = runner_options(config, learner.kernel)
+    parts = (learner.model, num_slots, max_length(config), config.run.seed)
+    runner = ModelRunner(*parts, **options)
     return Engine(runner), max_tp_rows
 
 
@@ -206,7 +238,8 @@ def choose_linear(
     """Which kernels linear layers use, the same on all ranks, as checkpoints keep it: {"hardware":
     ..., "plans": by shape}; None where there is no choice. saved: that of the checkpoint; a
     continuation on the same processor keeps it, as other kernels would round differently."""
-    if config.model.cpu_linear == "torch" or not linear.can_choose(model):
+    is_fixed = config.model.cpu_linear == "torch" or config.model.batch_invariant
+    if is_fixed or not linear.can_choose(model):
         return None
     hardware = describe_hardware(ranks.device)
     is_kept = saved is not None and saved["hardware"] == hardware

@@ -198,7 +198,7 @@ def forwards_in_processes(ranks: Ranks, kernel: str) -> dict:
             for tokens in (shape.tokens for shape in replayed.graphs.shapes):
                 count = np.bincount(rng.integers(0, num_rows, tokens), minlength=num_rows)
                 wanted, *got = (
-                    feed(model, runner.cache, sequences, start, count, runner._hidden)[:tokens]
+                    feed(model, runner.cache, sequences, start, count, runner.hidden)[:tokens]
                     for runner in (whole, launched, replayed)
                 )
                 scale = wanted.abs().max().clamp(min=1.0)

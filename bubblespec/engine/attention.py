@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
+from bubblespec.engine.batch_invariant import attend_alone
 from bubblespec.engine.packing import PAGE, CachePacking, SequencePacking, Varlen
 
 HALF = (torch.bfloat16, torch.float16)  # what the CUDA kernels compute in
@@ -96,8 +97,8 @@ def bubblespec_attention(
         cache, layer = packing.cache, module.layer_idx
         cache.write(layer, packing.slot, packing.position, key, value)
         key, value = cache.keys[layer], cache.values[layer]
-        if kernel == "sdpa":
-            out = _cached_sdpa(packing, query, key, value, **how)
+        if kernel in CACHED_KERNELS:
+            out = CACHED_KERNELS[kernel](packing, query, key, value, **how)
         else:
             flat = key.flatten(0, 1), value.flatten(0, 1)
             out = VARLEN_KERNELS[kernel](packing.varlen, query, *flat, **how)
@@ -206,4 +207,5 @@ def _flash(v: Varlen, query, key, value, *, scaling, window) -> torch.Tensor:
     return flash_attn_varlen_func(query.contiguous(), key, value, *lengths, **options)
 
 
+CACHED_KERNELS = {"sdpa": _cached_sdpa, "alone": attend_alone}
 VARLEN_KERNELS = {"flash_attn": _flash, "varlen": _varlen}  # the better one first

@@ -88,17 +88,19 @@ class ForwardGraphs:
         state_size: int = 0,
         shards: Shards | None = None,
         beside: "ForwardGraphs | None" = None,
+        min_tokens: int = 1,
     ):
         """state_size: of the hidden states that the forward reads, where the model is a drafter;
         shards: this rank's part, where all ranks compute together; beside: graphs that share memory
-        with these, where they have been captured before (with shards, whichever come first)."""
+        with these, where they have been captured before (with shards, whichever come first);
+        min_tokens: of a graph."""
         self.model, self.cache, self.kernel = model, cache, kernel
         self.state_size, self.shards, self.beside = state_size, shards, beside
         if shards is not None and beside is not None:
             beside.beside = self
         # At a fixed address, [B of the largest, state_size].
         self.states: torch.Tensor | None = None
-        self.shapes = graph_shapes(max_batch_tokens, cache.slot_length)
+        self.shapes = graph_shapes(max_batch_tokens, cache.slot_length, min_tokens)
         self.num_replays = 0
         self.is_off = False  # this model's forward cannot be captured
         self.pool: tuple | None = None  # with the graphs' memory
@@ -224,10 +226,11 @@ def can_capture(device: torch.device, kernel: str) -> bool:
     return device.type == "cuda" and kernel != "sdpa"
 
 
-def graph_shapes(max_batch_tokens: int, slot_length: int) -> list[Shape]:
+def graph_shapes(max_batch_tokens: int, slot_length: int, min_tokens: int = 1) -> list[Shape]:
     """Largest first. Padding, up to a whole graph of it, must fit the spare slot."""
-    too_large = next((b for b in BUCKETS if b >= max_batch_tokens), BUCKETS[-1])
-    buckets = [b for b in BUCKETS if b <= min(too_large, slot_length)]
+    at_least = max(max_batch_tokens, min_tokens)
+    too_large = next((b for b in BUCKETS if b >= at_least), BUCKETS[-1])
+    buckets = [b for b in BUCKETS if min_tokens <= b <= min(too_large, slot_length)]
     return sorted({Shape(b, max_q) for b in buckets for max_q in (min(b, NARROW), b)}, reverse=True)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from bubblespec.engine.batch_invariant import MIN_ROWS, FixedMeans, fixed_best_and_sum
 from bubblespec.engine.compiled import compiled_best_and_sum
 from bubblespec.engine.engine import Batch
 from bubblespec.engine.graphs import ForwardGraphs, can_capture
@@ -42,12 +43,14 @@ class ModelRunner:
         enforce_eager: bool = False,
         tp: TPGroup | None = None,
         beside: ForwardGraphs | None = None,
+        batch_invariant: bool = False,
     ):
         """max_length: prompt plus response in tokens; max_batch_tokens: of a forward, at least
         num_slots; kernel: see attention.py; enforce_eager: nothing compiled and no CUDA graphs,
         which need a kernel for variable lengths on CUDA anyway; tp: ranks that compute each forward
         together, over the same rows in the same slots; beside: graphs whose memory this one's
-        share. Raises TPUnsupported for a model that so many ranks cannot share."""
+        share; batch_invariant: see batch_invariant.py, of a model that `make_invariant` was given.
+        Raises TPUnsupported for a model that so many ranks cannot share."""
         self.num_slots, self.max_length = num_slots, max_length
         self.max_batch_tokens, self.kernel = max_batch_tokens, kernel
         self.model, self.device = model, model.device
@@ -58,6 +61,10 @@ class ModelRunner:
             self.head, self.sample = self.shards.logits, self.shards.sample
         if self.device.type == "cuda" and not enforce_eager:
             self.sample = partial(self.sample, reduce=compiled_best_and_sum)
+        self.batch_invariant = batch_invariant
+        if batch_invariant:
+            self.kernel = "alone" if kernel == "sdpa" else kernel
+            self.sample = partial(self.sample, reduce=fixed_best_and_sum)
         slot_length = -(-max_length // PAGE) * PAGE if kernel == "flash_attn" else max_length
         has_graphs = not enforce_eager and can_capture(self.device, kernel)
         has_graphs = has_graphs and (tp is None or tp.can_capture)
@@ -66,7 +73,9 @@ class ModelRunner:
         self.graphs: ForwardGraphs | None = None
         if has_graphs:
             parts = (model, self.cache, kernel, max_batch_tokens)
-            self.graphs = ForwardGraphs(*parts, shards=self.shards, beside=beside)
+            options = {"shards": self.shards, "beside": beside}
+            options["min_tokens"] = MIN_ROWS if batch_invariant else 1
+            self.graphs = ForwardGraphs(*parts, **options)
         self._noise_key = np.zeros((num_slots, 3), np.int64)  # uid, visit, sample
         # Keys of the noise streams of each response position, worked out ahead of its first
         # `_keyed` positions.
@@ -109,7 +118,7 @@ class ModelRunner:
         """See `Runner`. The host waits for the GPU once, and not at all where nothing is
         sampled."""
         packing = CachePacking(self.cache, batch.start, batch.count, batch.index, self.device)
-        hidden = self._hidden(batch.tokens, packing)
+        hidden = self.hidden(batch.tokens, packing)
         if self.follower is not None:
             self.follower.note(batch, hidden)
         if len(batch.slots) == 0:
@@ -124,14 +133,17 @@ class ModelRunner:
         options["num_generated"] = to_device(position, self.device)
         return verify(self.head(hidden), batch.draft, batch.num_draft, keys, **options)
 
-    def _hidden(self, tokens: np.ndarray, packing: CachePacking) -> torch.Tensor:
+    def hidden(self, tokens: np.ndarray, packing: CachePacking) -> torch.Tensor:
         """Hidden states of the packed tokens, [N or more, hidden]; with a graph valid until the
         next forward."""
-        hidden = None if self.graphs is None else self.graphs.forward(tokens, packing)
-        if hidden is not None:
-            return hidden
-        with contextlib.nullcontext() if self.shards is None else self.shards.applied():
-            return forward_hidden(self.model, to_device(tokens, self.device), packing, self.kernel)
+        is_fixed = self.batch_invariant and self.device.type == "cuda"
+        with FixedMeans() if is_fixed else contextlib.nullcontext():
+            hidden = None if self.graphs is None else self.graphs.forward(tokens, packing)
+            if hidden is not None:
+                return hidden
+            tokens = to_device(tokens, self.device)
+            with contextlib.nullcontext() if self.shards is None else self.shards.applied():
+                return forward_hidden(self.model, tokens, packing, self.kernel)
 
     def noise_keys(self, slots: np.ndarray, position: np.ndarray) -> torch.Tensor:
         """Keys of the noise of response positions, int32 [T, 4]. slots, position: int64 [T], rows

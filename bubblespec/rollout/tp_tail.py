@@ -157,7 +157,8 @@ def make_tp_tail(
     it is measured not to pay. Computes forwards: all ranks must call it together. max_rows: of
     `choose_slots`."""
     wanted = config.rollout.tp_tail_max_rows
-    if ranks.world_size == 1 or not max_rows or board is None:
+    is_wanted = max_rows > 0 and not config.model.batch_invariant  # sums over ranks round
+    if ranks.world_size == 1 or not is_wanted or board is None:
         return None
     alone: ModelRunner = engine.runner
     ranks.place = "set-up of the tensor-parallel tail"

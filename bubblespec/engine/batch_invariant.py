@@ -1,0 +1,168 @@
+"""Forwards in which a row's logits do not depend on the other rows, to the bit, in types that round
+(`model.batch_invariant`).
+
+A product's kernel, and with it the order of its sums, is chosen by the number of rows. So products
+have a fixed number of rows on a CPU, and at least 64 on a GPU, where cuBLAS has no workspace to
+split sums in; means over features are added up in an order that their number alone decides; and
+each query is attended by itself on a CPU, and in one piece on a GPU (`num_splits`). What that does
+not cover is found by `first_difference`, which compares one row in different company.
+
+Shape legend: N packed tokens, R rows, P positions compared, V vocabulary, L attended positions, H
+query heads, K key/value heads, G = H / K, D head dimension.
+"""
+
+import os
+
+import numpy as np
+import torch
+from torch import is_inference_mode_enabled
+from torch.nn.functional import linear, pad, scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+from bubblespec.engine.noise import add_gumbel
+from bubblespec.engine.packing import CachePacking, pack_rows, to_device
+from bubblespec.engine.sampling import widened
+
+CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
+MIN_ROWS = 64  # of a product on a GPU
+ROWS = 16  # of every product on a CPU
+WIDTH = 64  # positions attended are a multiple of it
+AT_ONCE = 64  # queries whose keys are gathered together
+NUM_OTHERS = (0, 2, 63, 256)  # rows that are fed with the one that is compared
+LENGTH, COMPARED = 44, 8  # tokens of that row, and of these the last
+NUM_SLOTS, SLOT_LENGTH = 257, 384  # for graphs of as many tokens
+
+
+class InvariantLinear(torch.nn.Linear):
+    """Generates by products of a fixed number of rows; `make_invariant` turns layers into such."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not is_inference_mode_enabled():
+            return linear(x, self.weight, self.bias)
+        rows = x.reshape(-1, x.shape[-1])
+        is_cpu, count = x.device.type == "cpu", len(rows)
+        rows = pad(rows, (0, 0, 0, -count % ROWS if is_cpu else max(MIN_ROWS - count, 0)))
+        parts = rows.split(ROWS) if is_cpu else (rows,)
+        outs = [linear(part, self.weight, self.bias) for part in parts]
+        out = outs[0] if len(outs) == 1 else torch.cat(outs)
+        return out[:count].view(*x.shape[:-1], -1)
+
+
+class FixedMeans(TorchFunctionMode):
+    """While it is on, means over features are sums of halves: on a GPU torch's own order depends on
+    the number of rows."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is torch.Tensor.mean and args[1:] in ((-1,), ([-1],)):
+            mean = fixed_mean(args[0])
+            return mean if kwargs.get("keepdim") else mean[..., 0]
+        return function(*args, **kwargs)
+
+
+def fixed_mean(x: torch.Tensor) -> torch.Tensor:
+    """Over the last dimension, which stays with size 1."""
+    size = x.shape[-1]
+    width = 1 << (size - 1).bit_length()
+    total = pad(x, (0, width - size))
+    while width > 1:
+        width //= 2
+        total = total[..., :width] + total[..., width:]
+    return total / size
+
+
+def fix_libraries() -> None:
+    """What cuBLAS reads once, before its first product; and bfloat16 sums are float32's."""
+    for name, value in CUBLAS.items():
+        os.environ[name] = value
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+
+def make_invariant(model: torch.nn.Module) -> None:
+    """The model's linear layers, its output head among them; parameters stay as they are."""
+    for module in model.modules():
+        if type(module) is torch.nn.Linear:
+            module.__class__ = InvariantLinear
+
+
+def fixed_best_and_sum(
+    logits: torch.Tensor, keys: torch.Tensor, ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`sampling.best_and_sum`, with the sum of a softmax, which adds up each row by itself."""
+    logits = widened(logits)
+    best, index = add_gumbel(logits, keys, ids).max(-1)
+    logprob = logits.log_softmax(-1).gather(-1, index[:, None])
+    return best, index, (logits.gather(-1, index[:, None]) - logprob)[:, 0]
+
+
+def attend_alone(
+    packing: CachePacking, query, cached_key, cached_value, *, scaling, window
+) -> torch.Tensor:
+    """Attention of query [N, H, D] over the cache, for `bubblespec_attention`: each query has keys
+    up to the next multiple of WIDTH, whatever is computed with it."""
+    slots, positions = packing.index
+    heads, out = cached_key.shape[2], torch.empty_like(query)
+    for block in np.unique(positions // WIDTH):
+        members = np.flatnonzero(positions // WIDTH == block)
+        length = min((block + 1) * WIDTH, cached_key.shape[1])
+        for begin in range(0, len(members), AT_ONCE):
+            index = members[begin : begin + AT_ONCE]
+            own, slot = (to_device(array, query.device) for array in (index, slots[index]))
+            position = to_device(positions[index], query.device)[:, None]
+            distance = position - torch.arange(length, device=query.device)
+            is_seen = (distance >= 0) & (distance < (window or length))
+            mask = torch.zeros_like(distance, dtype=query.dtype)
+            mask = mask.masked_fill_(~is_seen, float("-inf"))[:, None, None]
+            q = query[own].unflatten(1, (heads, -1))
+            k, v = (t[:, :length][slot].transpose(1, 2) for t in (cached_key, cached_value))
+            mask = mask.expand(-1, 1, q.shape[2], -1)
+            found = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
+            out[own] = found.flatten(1, 2)
+    return out
+
+
+@torch.inference_mode()
+def first_difference(runner, vocab_size: int) -> str | None:
+    """Where logits of one row depend on what is fed with it; None if nowhere. runner: a
+    `ModelRunner` of NUM_SLOTS slots of SLOT_LENGTH positions; vocab_size: tokens to feed."""
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, vocab_size, (1 + max(NUM_OTHERS), LENGTH))
+    wanted = None
+    for others in NUM_OTHERS:
+        for how, widths in (
+            ("prefill", []),
+            ("decoding", [1] * COMPARED),
+            ("verification", [3, 5]),
+        ):
+            got = _logits(runner, tokens[: 1 + others], widths)
+            wanted = got if wanted is None else wanted
+            if not torch.equal(got, wanted):
+                share = (got != wanted).double().mean().item()
+                size = ((got - wanted).abs().max() / wanted.abs().max()).item()
+                return (
+                    f"{share:.0%} of a row's logits in {how} among {others} others differ from "
+                    f"those in prefill alone, by up to {size:.0e} of their size"
+                )
+    return None
+
+
+def _logits(runner, tokens: np.ndarray, widths: list[int]) -> torch.Tensor:
+    """Of the last COMPARED tokens of the first row, which is fed in the middle of the others,
+    [COMPARED, V]. tokens: [R, LENGTH]; widths: of the forwards after the first one, none to feed
+    all in one."""
+    own = len(tokens) // 2
+    tokens = np.roll(tokens, own, axis=0)
+    start = np.zeros(len(tokens), np.int64)
+    logits = []
+    for width in (LENGTH - sum(widths), *widths):
+        count = np.minimum(1 + np.arange(len(tokens)) % 4, width)  # of others
+        count[own] = width
+        packing = pack_rows(runner.cache, start.copy(), count, runner.device)
+        fed = np.concatenate([t[a : a + n] for t, a, n in zip(tokens, start, count, strict=True)])
+        hidden = runner.hidden(fed, packing)
+        end, last = int(count[: own + 1].sum()), np.cumsum(count) - 1
+        sampled = np.union1d(last, np.arange(end - width, end))
+        of_own = np.searchsorted(sampled, np.arange(end - width, end))
+        logits.append(runner.head(hidden[to_device(sampled, runner.device)])[of_own])
+        start += count
+    return torch.cat(logits)[-COMPARED:]

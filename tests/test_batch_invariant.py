@@ -1,0 +1,161 @@
+"""Batch-invariant generation: one row's logits in any company, and whole rows in any engine."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from bubblespec.config import load_config
+from bubblespec.dist.ranks import Ranks
+from bubblespec.engine import batch_invariant
+from bubblespec.engine.batch_invariant import (
+    FixedMeans,
+    InvariantLinear,
+    first_difference,
+    fixed_best_and_sum,
+    fixed_mean,
+    make_invariant,
+)
+from bubblespec.engine.compiled import compared
+from bubblespec.engine.engine import Engine
+from bubblespec.engine.graphs import graph_shapes
+from bubblespec.engine.model import prepare_model
+from bubblespec.engine.runner import ModelRunner
+from bubblespec.engine.sampling import SamplingParams, best_and_sum
+from bubblespec.errors import InputError
+from bubblespec.setup import prepare
+from tests.helpers.generation import make_prompts, make_rows
+from tests.helpers.models import VOCAB
+from tests.helpers.warm import ROOT
+
+CONFIG = f"{ROOT}/configs/tiny_cpu.yaml"
+TYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Rows to be compared with."""
+    monkeypatch.setattr(batch_invariant, "NUM_OTHERS", (0, 2, 20))
+
+
+def invariant(make_model, dtype: torch.dtype, name: str = "llama"):
+    """A model, or a skip where this processor's kernels look at more than the shape."""
+    model = make_model(name, dtype)
+    prepare_model(model, 128)
+    make_invariant(model)
+    runner = ModelRunner(model, 21, 64, 0, batch_invariant=True)
+    if difference := first_difference(runner, VOCAB):
+        pytest.skip(f"this processor's products: {difference}")
+    return model
+
+
+class Guesses:
+    """Drafts of two tokens, now and then right."""
+
+    def propose(self, rows, lengths, room, budget):
+        return [np.array([12, 13]) if (i + n) % 3 else None for i, n in enumerate(lengths)]
+
+    def observe(self, rows, tokens, num_draft, num_accepted):
+        pass
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+def test_rows_are_the_same_to_the_bit(make_model, few, name, dtype):
+    """Tokens and log-probabilities, with slots for all rows and for two, small chunks, drafts."""
+    model, found = invariant(make_model, dtype, name), []
+    for slots, options, proposer in (
+        (12, {}, None),
+        (2, {"max_batch_tokens": 5}, None),
+        (7, {}, Guesses()),
+    ):
+        runner = ModelRunner(model, slots, 100, 3, batch_invariant=True, **options)
+        rows = Engine(runner).run(make_rows(make_prompts(4), 3, 20), SamplingParams(), proposer)
+        arrays = [(row.tokens, row.logprob, row.full_logprob) for row in rows]
+        found.append(b"".join(array.tobytes() for of_row in arrays for array in of_row))
+    assert found[0] == found[1] == found[2]
+
+
+def test_the_forward_is_the_models_own(make_model):
+    """Within rounding, with a window too; training goes through the plain product."""
+    for name in ("llama", "mistral-window"):
+        model = make_model(name, torch.float64)
+        prepare_model(model, 128)
+        plain = ModelRunner(copy.deepcopy(model), 3, 64, 0)
+        make_invariant(model)
+        fixed = ModelRunner(model, 3, 64, 0, batch_invariant=True)
+        tokens = np.random.default_rng(0).integers(0, VOCAB, (3, batch_invariant.LENGTH))
+        with torch.inference_mode():
+            got, wanted = (
+                batch_invariant._logits(runner, tokens, [3, 5]) for runner in (fixed, plain)
+            )
+        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
+        layer = next(m for m in model.modules() if isinstance(m, InvariantLinear))
+        x = torch.randn(3, layer.in_features, dtype=torch.float64, requires_grad=True)
+        layer(x).sum().backward()
+        assert torch.equal(x.grad, layer.weight.sum(0).expand(3, -1))
+
+
+def test_what_depends_on_others_is_named(make_model, few):
+    model = make_model("llama", torch.float64)
+    prepare_model(model, 128)
+    head = model.get_output_embeddings()
+    plain = head.forward
+    head.forward = lambda x: plain(x) * (1 + 1e-9 * len(x))
+    found = first_difference(ModelRunner(model, 21, 64, 0, batch_invariant=True), VOCAB)
+    assert found.startswith("100% of a row's logits in ") and " others differ from those" in found
+
+
+def test_a_run_is_refused_with_what_differs(make_model, monkeypatch):
+    overrides = ["model.batch_invariant=true", "rollout.max_completion_length=64"]
+    config = load_config(CONFIG, overrides)
+    monkeypatch.setattr("bubblespec.setup.first_difference", lambda *parts: "1% of logits")
+    monkeypatch.setattr("os.environ", {})
+    with pytest.raises(InputError, match=r"^model\.batch_invariant: 1% of logits$"):
+        prepare(config, make_model("llama", torch.float64), Ranks(torch.device("cpu")))
+    assert batch_invariant.os.environ == batch_invariant.CUBLAS
+
+
+def test_no_sums_over_ranks():
+    overrides = ["model.batch_invariant=true", "rollout.tp_tail_max_rows=4"]
+    with pytest.raises(InputError, match=r"tp_tail_max_rows: 4 must be 0, as model\.batch_invar"):
+        load_config(CONFIG, overrides)
+
+
+@pytest.mark.parametrize("size", [1, 64, 100, 576])
+def test_means_in_a_fixed_order(size):
+    x = torch.randn(5, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    torch.testing.assert_close(fixed_mean(x), x.mean(-1, keepdim=True))
+    halves = torch.nn.functional.pad(x, (0, 1024 - size))
+    for _ in range(10):
+        halves = halves[:, : halves.shape[1] // 2] + halves[:, halves.shape[1] // 2 :]
+    assert torch.equal(fixed_mean(x), halves / size)
+
+
+def test_norms_take_their_means_from_it(monkeypatch):
+    calls = []
+
+    def counted(x):
+        calls.append(x.shape)
+        return fixed_mean(x)
+
+    monkeypatch.setattr(batch_invariant, "fixed_mean", counted)
+    norm, x = LlamaRMSNorm(32), torch.randn(3, 32)
+    with FixedMeans():
+        got = norm(x)
+    torch.testing.assert_close(got, norm(x))
+    assert calls == [(3, 32)]
+
+
+def test_sums_of_a_softmax():
+    given = compared(100, 300, torch.float32, torch.device("cpu"))
+    got, wanted = fixed_best_and_sum(*given), best_and_sum(*given)
+    assert torch.equal(got[0], wanted[0]) and torch.equal(got[1], wanted[1])
+    torch.testing.assert_close(got[2], wanted[2], rtol=1e-5, atol=1e-5)
+
+
+def test_no_graph_of_fewer_tokens():
+    sizes = {shape.tokens for shape in graph_shapes(20, 4096, batch_invariant.MIN_ROWS)}
+    assert sizes == {64} and graph_shapes(2048, 4096, 64)[-1].tokens == 64
