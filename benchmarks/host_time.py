@@ -21,7 +21,8 @@ import torch
 from benchmarks.shared import write_json
 from bubblespec.draft.proposer import Proposer, make_proposer
 from bubblespec.draft.store import History
-from bubblespec.engine.engine import Batch, Engine
+from bubblespec.engine.batch import Batch
+from bubblespec.engine.engine import Engine
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.noise import stream_keys
 from bubblespec.engine.packing import pack_rows
@@ -44,7 +45,7 @@ class KnownText:
     def __init__(self, texts: np.ndarray, max_batch_tokens: int):
         self.texts, self.max_batch_tokens = texts, max_batch_tokens
         self.num_slots, self.max_length = len(texts), MAX_LENGTH
-        self.own_s = 0.0
+        self.own_s, self.pages = 0.0, None
 
     def forward(self, batch: Batch, params: SamplingParams) -> Verified:
         begin_s = time.perf_counter()

@@ -147,8 +147,10 @@ class Arm:
         total = {name: sum(step[name] for step in counted) for name in SUMS}
         trainer = self.trainer
         needs = memory.estimate(trainer.config, trainer.learner.model, 1)
-        slots = trainer.sampler.engine.num_slots * needs.slot
-        num_bytes = needs.lasting + slots + max(needs.rollout, needs.training)
+        engine, slots = trainer.sampler.engine, trainer.sampler.engine.num_slots
+        if engine.pages is not None:
+            slots = engine.pages.num_pages / memory.pages_per_row(trainer.config)
+        num_bytes = needs.lasting + slots * needs.slot + max(needs.rollout, needs.training)
         return {
             "seconds_per_token": total["step_s"] / total["tokens"],
             "rollout_seconds_per_token": total["seconds"] / total["tokens"],

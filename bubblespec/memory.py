@@ -1,5 +1,6 @@
-"""Memory of one rank: how many slots and shared rows fit, how many tokens of drafts and history,
-and, before a run, a table: python -m bubblespec.memory --config FILE [section.key=value ...]
+"""Memory of one rank: how many slots, pages and shared rows fit, how many tokens of drafts and
+history, and, before a run, a table:
+python -m bubblespec.memory --config FILE [section.key=value ...]
 
 Weights, gradients, optimizer state, keys and values follow from shapes. What a gradient step needs
 besides is a rule of thumb in the table; a run on a GPU makes such a step and reads the peak.
@@ -17,6 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from bubblespec.config import Config, load_config
 from bubblespec.dist.ranks import Ranks
+from bubblespec.draft.drafter import MAX_ROWS
+from bubblespec.engine.attention import reads_pages
+from bubblespec.engine.packing import PAGE
 from bubblespec.errors import InputError
 from bubblespec.learn.learner import MAX_LOGITS, Learner
 from bubblespec.learn.microbatch import pack_responses
@@ -83,7 +87,10 @@ def estimate(config: Config, model: PreTrainedModel, world_size: int) -> Needs:
         # a layer and the projection into it: weights, gradients, moments, and float32 masters
         parameters = (sum(trained) - embeddings) / layers + 2 * hidden**2
         drafter = parameters * (2 * size + 16 if in_bfloat16 else 4 * size)
-        slot += slot / layers
+        if has_pages(config):  # the drafter's own keys and values are in slots
+            drafter += min(max_slots(config, world_size), MAX_ROWS) * slot / layers
+        else:
+            slot += slot / layers
     return Needs(
         weights=weights * (2 if config.loss.kl_coef > 0 and not config.model.lora_r else 1),
         gradients=sum(trained) * grad_size,
@@ -116,24 +123,35 @@ def max_length(config: Config) -> int:
     return config.rollout.max_prompt_length + config.rollout.max_completion_length
 
 
+def num_rows(config: Config, world_size: int) -> int:
+    """Rows of a step on each rank."""
+    prompts = -(-config.rollout.num_prompts_per_step // world_size)
+    return prompts * config.rollout.num_generations
+
+
 def max_slots(config: Config, world_size: int) -> int:
     """Slots beyond which more are of no use: one for each row of a rank, and as many again where
     there are drafts, deferred prompts, or many short rows placed against few long ones."""
-    rows = -(-config.rollout.num_prompts_per_step // world_size) * config.rollout.num_generations
     is_placed = world_size > 1 and config.rollout.placement != "in_turn"
     has_more = "bubble" in config.speculative.method or config.tail_batching.enabled or is_placed
-    return min(rows * (2 if has_more else 1), config.rollout.max_batch_tokens)
+    rows = num_rows(config, world_size) * (2 if has_more else 1)
+    return min(rows, config.rollout.max_batch_tokens)
 
 
-def spare_slots(config: Config, device: torch.device) -> int:
-    """Slots of no row, for the padding of forwards that are CUDA graphs."""
-    has_graphs = config.model.dtype == "bfloat16" and not config.rollout.enforce_eager
-    return int(device.type == "cuda" and has_graphs and config.model.attention != "sdpa")
+def has_pages(config: Config) -> bool:
+    """Whether keys and values on a GPU are in pages; see `reads_pages`."""
+    return config.model.dtype == "bfloat16" and config.model.attention != "sdpa"
 
 
-def choose_slots(config: Config, learner: Learner, ranks: Ranks) -> tuple[int, int]:
-    """rollout.num_slots and rollout.tp_tail_max_rows, auto replaced by what fits into the memory
-    that is free once model and optimizer are loaded; the same on all ranks, which call it together.
+def pages_per_row(config: Config) -> int:
+    """Pages of the longest prompt and response."""
+    return -(-max_length(config) // PAGE)
+
+
+def choose_slots(config: Config, learner: Learner, ranks: Ranks) -> tuple[int, int | None, int]:
+    """rollout.num_slots, pages of keys and values, if the kernel reads such, and
+    rollout.tp_tail_max_rows. auto is replaced by what fits into the memory that is free once model
+    and optimizer are loaded, and pages fill it; the same on all ranks, which call it together.
     Raises InputError where they do not fit.
 
     Ranks on CPUs fill half of the machine's free memory, as nothing there says what a gradient step
@@ -142,9 +160,16 @@ def choose_slots(config: Config, learner: Learner, ranks: Ranks) -> tuple[int, i
     rollout, device, optimizer = config.rollout, ranks.device, learner.optimizer
     needs = estimate(config, learner.model, ranks.world_size)
     wanted, free = rollout.num_slots, free_bytes(device)
-    useful, spare = max_slots(config, ranks.world_size), spare_slots(config, device)
+    useful, is_paged = max_slots(config, ranks.world_size), reads_pages(learner.kernel)
+    if wanted != "auto":
+        is_bounded = "bubble" not in config.speculative.method
+        useful = min(wanted, useful) if is_bounded else wanted
+    # What is given out: pages, of which a row has many, or slots.
+    per_row, unit, spare = 1, needs.slot, 0
+    if is_paged:
+        per_row, unit, spare = pages_per_row(config), page_bytes(config, needs), 1
     room = free / 2
-    if device.type == "cuda" and wanted == "auto":
+    if device.type == "cuda" and (wanted == "auto" or is_paged):
         updated = [p for group in optimizer.local.param_groups for p in group["params"]]
         to_come = 0 if optimizer.local.state else 2 * sum(p.nbytes for p in updated)
         needs = replace(needs, training=gradient_peak(config, learner))
@@ -152,18 +177,15 @@ def choose_slots(config: Config, learner: Learner, ranks: Ranks) -> tuple[int, i
         room = needs.room_for_cache(room, config)
     shared = rollout.tp_tail_max_rows if ranks.world_size > 1 else 0
     for num_tp_rows in (AUTO_TP_ROWS, 0) if shared == "auto" else (shared,):
-        left = room - (num_tp_rows + spare if num_tp_rows else 0) * needs.tp_row
-        fitting = int(ranks.gather(np.array([left // needs.slot])).min()) - spare
-        if fitting >= 1:
+        left = room - num_tp_rows * needs.tp_row
+        fitting = int(ranks.gather(np.array([left // unit])).min()) - spare
+        if fitting >= per_row:
             break
-    if wanted != "auto":
-        is_bounded = "bubble" not in config.speculative.method
-        num_slots = min(wanted, useful) if is_bounded else wanted
-        needed = (num_slots + spare) * needs.slot + num_tp_rows * needs.tp_row
-        fits = ranks.gather(np.array([needed <= free], np.uint8)).all()
+    if wanted == "auto" or is_paged:
+        needed, fits = needs.slot, fitting >= per_row
     else:
-        num_slots = min(fitting, useful)
-        needed, fits = needs.slot, fitting >= 1
+        needed = useful * needs.slot + num_tp_rows * needs.tp_row
+        fits = ranks.gather(np.array([needed <= free], np.uint8)).all()
     if not fits:
         have = f"need {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free besides the model"
         keys = "rollout.num_slots, rollout.max_completion_length, optim.max_tokens_per_microbatch"
@@ -171,7 +193,16 @@ def choose_slots(config: Config, learner: Learner, ranks: Ranks) -> tuple[int, i
             f"rollout.num_slots: {wanted}, but slots of {max_length(config)} tokens {have}; lower "
             f"{keys}, or set optim.shard_state"
         )
-    return num_slots, num_tp_rows
+    if not is_paged:
+        return (min(fitting, useful) if wanted == "auto" else useful), None, num_tp_rows
+    num_pages = min(fitting, useful * per_row)
+    num_slots = min(useful, num_pages // (-(-rollout.max_prompt_length // PAGE) + 1))
+    return max(num_slots, 1), num_pages, num_tp_rows
+
+
+def page_bytes(config: Config, needs: Needs) -> float:
+    """Keys and values of a page."""
+    return needs.slot * PAGE / max_length(config)
 
 
 def gradient_peak(config: Config, learner: Learner) -> int:
@@ -223,12 +254,18 @@ def table(config: Config, model: PreTrainedModel, world_size: int) -> str:
     lines += [f"{size / 1e9:8.2f}  {name}" for size, name in rows if size]
     for name, total in CARDS.items():
         room = total * (1 - HEADROOM) - needs.lasting
-        spare = spare_slots(config, torch.device("cuda"))
-        fitting = max(int(needs.room_for_cache(room, config) // needs.slot) - spare, 0)
-        wanted = config.rollout.num_slots
-        fits = room >= needs.training and fitting >= (1 if wanted == "auto" else wanted)
-        slots = f"{fitting} slots fit, {max_slots(config, world_size)} are of use"
-        lines.append(f"{world_size} x {name}: {'fits' if fits else 'DOES NOT FIT'}; {slots}")
+        cache, count = max(needs.room_for_cache(room, config), 0), num_rows(config, world_size)
+        slots, wanted = int(cache // needs.slot), config.rollout.num_slots
+        what = f"{slots} slots fit, {max_slots(config, world_size)} are of use"
+        needed = 1 if wanted == "auto" else wanted
+        if has_pages(config):
+            pages = max(int(cache // page_bytes(config, needs)) - 1, 0)
+            # On average a row leaves half of its last page empty.
+            mean = min(max(int((pages / count - 0.5) * PAGE), 0), max_length(config))
+            what = f"{pages} pages of {PAGE} tokens hold {count} rows of {mean} on average"
+            slots, needed = pages, pages_per_row(config)
+        fits = room >= needs.training and slots >= needed
+        lines.append(f"{world_size} x {name}: {'fits' if fits else 'DOES NOT FIT'}; {what}")
     return "\n".join(lines)
 
 

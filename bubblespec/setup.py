@@ -189,10 +189,10 @@ def make_reference(
 
 def build_engine(config: Config, learner: Learner, ranks: Ranks) -> tuple[Engine, int]:
     """The engine on the memory that is free now, and rows of the tensor-parallel tail."""
-    num_slots, max_tp_rows = choose_slots(config, learner, ranks)
+    num_slots, num_pages, max_tp_rows = choose_slots(config, learner, ranks)
     options = runner_options(config, learner.kernel)
     parts = (learner.model, num_slots, max_length(config), config.run.seed)
-    runner = ModelRunner(*parts, **options)
+    runner = ModelRunner(*parts, **options, num_pages=num_pages)
     return Engine(runner), max_tp_rows
 
 

@@ -4,7 +4,9 @@ then has."""
 import numpy as np
 import pytest
 
-from bubblespec.engine.engine import Batch, Engine
+from bubblespec.engine.batch import Batch
+from bubblespec.engine.engine import Engine
+from bubblespec.engine.pages import Pages
 from bubblespec.engine.ragged import packed, unpacked
 from bubblespec.engine.sampling import SamplingParams, Verified
 from bubblespec.records import Load
@@ -16,7 +18,7 @@ PARAMS = SamplingParams(stop_token_ids=(STOP,))
 
 class TextRunner:
     """Each row says its text. In place of keys and values a slot has the tokens that they were
-    computed from, -1 for none."""
+    computed from, -1 for none; with pages, they lie in these."""
 
     def __init__(
         self,
@@ -24,10 +26,12 @@ class TextRunner:
         max_length: int,
         max_batch_tokens: int,
         texts: dict[SampleId, list[int]],
+        pages: Pages | None = None,
     ):
         self.num_slots, self.max_length = num_slots, max_length
-        self.max_batch_tokens, self.texts = max_batch_tokens, texts
-        self.cache = np.full((num_slots, max_length), -1)
+        self.max_batch_tokens, self.texts, self.pages = max_batch_tokens, texts, pages
+        shape = (num_slots, max_length) if pages is None else (pages.num_pages, pages.page_size)
+        self.cache = np.full(shape, -1)
         self.rows: list[Row | None] = [None] * num_slots
         self.calls: list[tuple] = []
 
@@ -37,25 +41,40 @@ class TextRunner:
 
     def move(self, source: int, target: int, length: int) -> None:
         self.calls.append(("move", source, target, length))
-        self.cache[target], self.cache[target, :length] = -1, self.cache[source, :length]
+        if self.pages is not None:
+            self.pages.move(source, target)
+        else:
+            self.cache[target], self.cache[target, :length] = -1, self.cache[source, :length]
         self.rows[target], self.rows[source] = self.rows[source], None
 
     def share(self, source: int, target: int, length: int) -> None:
         self.calls.append(("share", source, target, length))
+        if self.pages is not None:
+            source, target, length = self.pages.share(source, target, length)
+            if not length:
+                return
+            self.cache[target] = -1
         self.cache[target, :length] = self.cache[source, :length]
 
     def release(self) -> None:
         self.cache.fill(-1)
 
+    def place_of(self, slot, position) -> tuple:
+        if self.pages is None:
+            return slot, position
+        page, offset = np.divmod(position, self.pages.page_size)
+        return self.pages.table[slot, page], offset
+
     def forward(self, batch: Batch, params) -> Verified:
         self.batch = batch
         assert batch.load.tokens == len(batch.tokens) <= self.max_batch_tokens
-        self.cache[batch.index[0], batch.index[1]] = batch.tokens
+        self.cache[self.place_of(*batch.index)] = batch.tokens
         fed = zip(batch.start.tolist(), batch.count.tolist(), strict=True)
         for slot, (start, count) in enumerate(fed):
             assert (batch.index[1, batch.index[0] == slot] == np.arange(start, start + count)).all()
             known = [*self.rows[slot].prompt, *self.texts[self.rows[slot].id]]
-            assert self.cache[slot, :start].tolist() == known[:start], "attends to its own tokens"
+            seen = self.cache[self.place_of(slot, np.arange(start))]
+            assert seen.tolist() == known[:start], "attends to its own tokens"
         accepted, said = [], []
         drafts = np.split(batch.draft, np.cumsum(batch.num_draft))[:-1]
         sampled = zip(batch.slots.tolist(), batch.generated.tolist(), drafts, strict=True)
@@ -132,16 +151,38 @@ def test_batches_and_their_results_by_hand():
     assert engine.rows == [] and runner.calls[4:] == []
 
 
-@pytest.mark.parametrize("seed", range(8))
+def check_pages(engine: Engine) -> None:
+    """Each row has the pages of its positions; each page is free, or counted for its rows, which
+    begin alike up to its end."""
+    pages, active, holders = engine.pages, len(engine.rows), {}
+    for slot in range(engine.num_slots):
+        held = pages.held[slot]
+        assert held == 0 if slot >= active else held >= pages.needed(engine.cached[slot])
+        assert (pages.table[slot, held:] == pages.num_pages).all()
+        for number, page in enumerate(pages.table[slot, :held].tolist()):
+            holders.setdefault(page, set()).add((number, slot))
+    assert sorted([*holders, *pages._free]) == list(range(pages.num_pages))
+    for page, of in holders.items():
+        assert pages._num_rows[page] == len(of)
+        (end,) = {(number + 1) * pages.page_size for number, _ in of}
+        alike = {tuple(engine.tokens[slot, :end].tolist()) for _, slot in of}
+        assert len(of) == 1 or len(alike) == 1
+        assert len(of) == 1 or all(end < engine.prompt_length[slot] for _, slot in of)
+
+
+@pytest.mark.parametrize("seed", range(16))
 def test_rows_get_their_texts_however_they_are_scheduled(seed):
-    """Slots, budgets, drafts, drops and resets at random. What is attended to is checked in every
-    forward."""
+    """Slots, budgets, drafts, drops and resets at random, with slots of full length or with few or
+    many pages. What is attended to is checked in every forward."""
     rng = np.random.default_rng(seed)
     prompts = [tuple(rng.integers(20, 90, rng.integers(1, 12)).tolist()) for _ in range(5)]
     ids = [SampleId(u, 0, sample) for u in range(len(prompts)) for sample in range(4)]
     texts = {i: [*rng.integers(10, 20, rng.integers(0, 25)).tolist(), STOP] for i in ids}
     num_slots = int(rng.integers(1, 9))
-    runner = TextRunner(num_slots, 40, int(rng.integers(num_slots, 40)), texts)
+    pages, size = None, int(rng.choice([2, 4, 8]))
+    if seed >= 8:
+        pages = Pages(num_slots, 40, 40 // size * int(rng.integers(1, num_slots + 1)), size)
+    runner = TextRunner(num_slots, 40, int(rng.integers(num_slots, 40)), texts, pages)
     engine, rows = Engine(runner), [Row(i, prompts[i.uid], 26) for i in ids]
 
     class Guesses:
@@ -169,6 +210,8 @@ def test_rows_get_their_texts_however_they_are_scheduled(seed):
         proposer = Guesses() if rng.random() < 0.7 else None
         limit = int(rng.integers(0, 20)) if rng.random() < 0.5 else None
         num_finished += len(engine.step(PARAMS, proposer, limit)[0])
+        if pages is not None:
+            check_pages(engine)
         if rng.random() < 0.1 and (waiting := engine.collect()):
             row = waiting[rng.integers(len(waiting))]
             engine.drop(row)
@@ -185,3 +228,48 @@ def test_rows_get_their_texts_however_they_are_scheduled(seed):
 def test_a_forward_must_hold_a_token_of_each_slot():
     with pytest.raises(ValueError, match="max_batch_tokens = 3 is below num_slots = 4"):
         Engine(TextRunner(4, 10, 3, {}))
+
+
+def test_the_youngest_row_gives_way_when_pages_run_out():
+    """Two rows of a prompt of six tokens, of which one page is shared; six pages of four positions.
+    The older one goes on to its end, and the other is fed again with its tokens."""
+    ids = [SampleId(1, 0, sample) for sample in range(2)]
+    texts = {i: [*range(10, 25), STOP] for i in ids}
+    pages = Pages(2, 24, 6, 4)
+    engine = Engine(TextRunner(2, 24, 30, texts, pages))
+    rows = [Row(i, (1, 2, 3, 4, 5, 6), 18) for i in ids]
+    engine.add(rows)
+    engine.step(PARAMS)
+    engine.step(PARAMS)
+    assert pages.held[:2].tolist() == [2, 2] and pages.num_free == 3
+    assert pages.table[0, 0] == pages.table[1, 0] and pages.table[0, 1] != pages.table[1, 1]
+    while not engine.queue:
+        engine.step(PARAMS)
+        check_pages(engine)
+    assert engine.rows == rows[:1] and list(engine.queue) == rows[1:]
+    assert 0 < len(rows[1].tokens) < 16
+    known = len(rows[1].tokens)
+    finished = engine.run([], PARAMS)
+    assert finished == [] and all(row.tokens.tolist() == texts[row.id] for row in rows)
+    again = ("place", 0, ids[1], texts[ids[1]][:known])
+    assert engine.runner.calls[-1] == again and pages.num_free == 6
+
+
+def test_drafts_get_no_page_that_a_row_needs():
+    """Five pages: two rows of one page each draft to the end of one more. Then both need a third,
+    and there is one."""
+    ids = [SampleId(uid, 0, 0) for uid in range(2)]
+    texts = {i: [*range(10, 25), STOP] for i in ids}
+    pages = Pages(2, 20, 5, 4)
+    engine = Engine(TextRunner(2, 20, 30, texts, pages))
+    engine.add([Row(i, (1 + i.uid, 2), 16) for i in ids])
+    engine.step(PARAMS)
+    engine.step(PARAMS, FixedDrafts({i: texts[i][1:] for i in ids}))
+    assert engine.runner.batch.num_draft.tolist() == [5, 5] and pages.num_free == 1
+    engine.step(PARAMS, FixedDrafts({i: texts[i][7:] for i in ids}))
+    assert len(engine.rows) == 1 and engine.runner.batch.num_draft.tolist() == [8]
+
+
+def test_pages_must_hold_one_row():
+    with pytest.raises(ValueError, match="4 pages of 4 positions are too few for a row of 20"):
+        Pages(3, 20, 4, 4)

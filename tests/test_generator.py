@@ -98,6 +98,25 @@ def test_drafts_leave_tokens_unchanged(baseline, corrupted, num_slots, max_batch
             np.testing.assert_allclose(a.full_logprob, b.full_logprob, atol=1e-6)
 
 
+@pytest.mark.parametrize("num_pages", [None, 40, 11])
+def test_pages_leave_tokens_unchanged(baseline, num_pages):
+    """With as many as rows may need, with fewer than they come to need, and with those of one
+    row."""
+    model, prompts, params, wanted = baseline
+    engine = make_engine(model, 8, seed=5, max_length=55, page_size=5, num_pages=num_pages)
+    placed = 0
+    for drafter in (None, Drafter(wanted, 0.3)):
+        rows = make_rows(prompts, 3)
+        engine.reset()
+        assert as_dict(engine.run(rows, params, drafter)) == wanted
+        placed += len(rows)
+        (again,) = engine.run(make_rows(prompts[:1], 1), params)
+        np.testing.assert_allclose(again.logprob, rows[0].logprob, atol=1e-6)
+        placed += 1
+    assert engine.pages.num_free == engine.pages.num_pages
+    assert (engine._num_admitted > placed) == (num_pages is not None), "rows gave way"
+
+
 @pytest.mark.parametrize("is_drafted", [False, True])
 def test_a_stop_token_at_the_limit_is_a_stop(model, is_drafted):
     """Where the last token that fits is a stop token, the response has ended by itself: nothing was

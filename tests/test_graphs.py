@@ -14,11 +14,20 @@ from bubblespec.engine.graphs import NARROW, ForwardGraphs, Shape, graph_shapes
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.packing import PAGE
+from bubblespec.engine.pages import Pages
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.learn.optimizer import Optimizer
 from tests.helpers.generation import STOP, Drafter, as_dict, make_engine, make_prompts, make_rows
-from tests.helpers.graphs import Captures, assert_equal, eager, feed, stand_in, varlen_attn
+from tests.helpers.graphs import (
+    Captures,
+    assert_equal,
+    eager,
+    feed,
+    stand_in,
+    take_pages,
+    varlen_attn,
+)
 from tests.helpers.models import ARCHITECTURES, VOCAB
 
 LENGTH = 130
@@ -78,6 +87,40 @@ def test_padded_forwards_equal_plain_ones(make_model, device, name):
     assert captured.num_replays == len(MIXES) and not captured.is_off
 
 
+def in_pages(num_slots: int, slot_length: int, page_size: int) -> KVCache:
+    """A cache whose rows have taken all pages in turn, so that none lies in one piece."""
+    width = slot_length // page_size
+    pages = Pages(num_slots, slot_length, num_slots * width, page_size)
+    for number in range(1, width + 1):
+        pages.grow(np.full(num_slots, number * page_size))
+    return KVCache(num_slots, slot_length, num_spare=1, pages=pages)
+
+
+@pytest.mark.parametrize("kernel", ["varlen", "flash_attn", "sdpa"])
+def test_a_cache_in_pages(make_model, on_cpu, kernel):
+    """Rows whose pages lie in no order, against rows in slots; graphs, and the plain forward."""
+    model = prepared(make_model, "mistral-window")
+    sequences = np.random.default_rng(0).integers(1, VOCAB, (5, LENGTH))
+    plain, own, padded = KVCache(5, LENGTH), in_pages(5, LENGTH, 26), in_pages(5, LENGTH, 26)
+    captured = ForwardGraphs(model, padded, kernel, 80)
+    start = np.zeros(5, np.int64)
+    with torch.inference_mode():
+        for count in MIXES:
+            args = (sequences, start, count)
+            wanted = feed(model, plain, *args, eager(model))
+            assert_equal(feed(model, own, *args, eager(model, kernel)), wanted)
+            if kernel != "sdpa":
+                assert_equal(feed(model, padded, *args, captured.forward)[: len(wanted)], wanted)
+            start += count
+            for cache in (own, padded):  # the row in slot 4 has other pages from now on
+                held = cache.pages.table[4].astype(int)
+                cache.pages.table[4] = swapped = held[::-1].copy()
+                cache.pages.version += 1
+                for tensor in (*cache.keys.values(), *cache.values.values()):
+                    tensor[swapped] = tensor[held]
+    assert captured.num_replays == (0 if kernel == "sdpa" else len(MIXES))
+
+
 def test_keys_in_pages(make_model, on_cpu):
     """The flash_attn package reads the cache by page tables."""
     model = prepared(make_model, "mistral-window")
@@ -132,7 +175,7 @@ def test_shapes():
 
 def test_generated_tokens_are_the_same_and_captured_once_until_a_release(make_model, on_cpu):
     """Prompts in chunks, decoding, verification of drafts of which a third is wrong, and rows that
-    end and are refilled."""
+    end, are refilled and give way for want of pages."""
     model, prompts = prepared(make_model, "mistral-window"), make_prompts(5, 20)
 
     def run(engine: Engine, proposer=None) -> dict:
@@ -140,7 +183,8 @@ def test_generated_tokens_are_the_same_and_captured_once_until_a_release(make_mo
 
     wanted = run(make_engine(model, 6, seed=5))
     assert len({tuple(tokens) for tokens, _ in wanted.values()}) > 3
-    engine = make_engine(model, 6, seed=5, kernel="varlen", max_batch_tokens=16)
+    pages = {"max_length": 40, "page_size": 4, "num_pages": 11}
+    engine = make_engine(model, 6, seed=5, kernel="varlen", max_batch_tokens=16, **pages)
     assert on_cpu.sizes == [], "nothing before the first forward"
     assert run(engine) == wanted
     assert on_cpu.sizes == [16, 8, 4, 2, 1] and on_cpu.pools == [None] + [("the pool",)] * 4
@@ -152,13 +196,14 @@ def test_generated_tokens_are_the_same_and_captured_once_until_a_release(make_mo
     assert run(engine, Drafter(wanted, 0.3)) == wanted
     assert on_cpu.sizes == [16, 8, 4, 2, 1] * 2 and on_cpu.pools[5] is None
     assert engine.runner.graphs.num_replays == engine.num_forwards
+    assert engine._num_admitted > 3 * 10, "some rows gave way"
 
 
 def test_forwards_too_large_for_a_graph_are_plain(make_model, on_cpu):
     """A slot of 20 positions has room for the padding of graphs of up to 16 tokens."""
     model, found = prepared(make_model), []
     for kernel in ("sdpa", "varlen"):
-        engine = make_engine(model, 8, max_length=20, kernel=kernel)
+        engine = make_engine(model, 8, max_length=20, page_size=20, kernel=kernel)
         found.append(as_dict(engine.run(make_rows(make_prompts(8, 11), 1, 9), SamplingParams())))
     assert found[0] == found[1] and max(on_cpu.sizes) == 16
     assert 0 < engine.runner.graphs.num_replays < engine.num_forwards, (
@@ -170,7 +215,7 @@ def test_forwards_too_large_for_a_graph_are_plain(make_model, on_cpu):
 def test_no_graphs(make_model, on_cpu, options):
     engine = make_engine(prepared(make_model), 6, **options)
     assert engine.run(make_rows(make_prompts(2), 1, 3), PARAMS) and engine.runner.graphs is None
-    assert on_cpu.sizes == [] and len(engine.runner.cache.keys[0]) == 6, "no slot is spared either"
+    assert on_cpu.sizes == [] and engine.runner.cache.num_spare == 0, "no slot is spared either"
 
 
 def test_a_model_that_reads_from_the_gpu_goes_on_without_graphs(make_model, on_cpu, capsys):
@@ -231,6 +276,7 @@ def test_graphs_on_the_gpu(make_model, kernel):
     with torch.inference_mode():
         for _ in range(2):
             rng, start = np.random.default_rng(4), np.zeros(40, np.int64)
+            take_pages(runner)
             for tokens in (shape.tokens for shape in runner.graphs.shapes):
                 count = np.bincount(rng.integers(0, 40, tokens), minlength=40)
                 args = (sequences, start, count)

@@ -130,19 +130,42 @@ def test_slots_fill_what_a_run_leaves_on_every_gpu(monkeypatch):
     peak = needs.rollout + 40 * needs.slot
     free = peak + moments + memory.HEADROOM * 10**9 + 4.5 * needs.slot
 
-    def slots(free: float, others: tuple[int, ...] = ()) -> tuple[int, int]:
+    def slots(free: float, others: tuple[int, ...] = ()) -> tuple[int, int | None, int]:
         return memory.choose_slots(config, learner, Cuda(monkeypatch, free, peak, others))
 
-    assert slots(free) == (4, 0)
-    assert slots(free + needs.slot) == (5, 0)
-    assert slots(free + 13 * needs.slot, others=(7, 5)) == (5, 16), "the minimum of all ranks"
-    assert slots(10 * free) == (64, 0), "more are of no use"
+    assert slots(free) == (4, None, 0)
+    assert slots(free + needs.slot) == (5, None, 0)
+    assert slots(free + 13 * needs.slot, others=(7, 5)) == (5, None, 16), "the minimum of all ranks"
+    assert slots(10 * free) == (64, None, 0), "more are of no use"
     message = refusal(slots, free - 4 * needs.slot)
     assert message.startswith("rollout.num_slots: auto, but slots of 512 tokens need ")
     config.rollout.free_cache_engine = True
-    assert slots(free) == (44, 0)
+    assert slots(free) == (44, None, 0)
     config.optim.stream_gradients, config.rollout.free_cache_engine = True, False
-    assert slots(free + needs.rollout) == (4, 0)
+    assert slots(free + needs.rollout) == (4, None, 0)
+
+
+def test_pages_fill_what_a_run_leaves(monkeypatch):
+    """Slots of 512 tokens are two pages; a slot is one for a prompt of 100 tokens and one more."""
+    config = make_config("bfloat16")
+    learner = make_learner(config)
+    learner.kernel = "varlen"
+    needs = memory.estimate(config, learner.model, 1)
+    peak, page = needs.rollout + 40 * needs.slot, needs.slot // 2
+    masters = [p for group in learner.optimizer.local.param_groups for p in group["params"]]
+    moments = 2 * sum(p.nbytes for p in masters)
+    free = peak + moments + memory.HEADROOM * 10**9 + 1.5 * page  # one of them is spare
+
+    def chosen(num_pages: int, wanted: int | str = "auto", others=()) -> tuple[int, int, int]:
+        config.rollout.num_slots = wanted
+        cuda = Cuda(monkeypatch, free + num_pages * page, peak, others)
+        return memory.choose_slots(config, learner, cuda)
+
+    assert [chosen(n) for n in (2, 3, 9)] == [(1, 2, 0), (1, 3, 0), (4, 9, 0)]
+    assert [chosen(9, n) for n in (3, 5)] == [(3, 6, 0), (4, 9, 0)]
+    assert chosen(50, others=(8,)) == (3, 7, 16), "the minimum of all ranks"
+    assert chosen(500) == (64, 128, 0), "more are of no use"
+    assert refusal(chosen, 1).startswith("rollout.num_slots: auto, but slots of 512 tokens need ")
 
 
 def test_slots_are_never_more_than_are_of_use(monkeypatch):

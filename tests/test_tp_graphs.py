@@ -23,7 +23,7 @@ from bubblespec.engine.sampling import SamplingParams
 from bubblespec.engine.tensor_parallel import TPGroup
 from bubblespec.types import Row, SampleId
 from tests.helpers.generation import Drafter, as_dict
-from tests.helpers.graphs import Captures, Tape, feed, rehearse, stand_in
+from tests.helpers.graphs import Captures, Tape, feed, rehearse, stand_in, take_pages
 from tests.helpers.models import VOCAB, small_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tp import ThreadTPGroup, run_together
@@ -194,6 +194,8 @@ def forwards_in_processes(ranks: Ranks, kernel: str) -> dict:
             np.zeros(num_rows, np.int64),
             np.zeros(2),
         )
+        for runner in (whole, launched, replayed):
+            take_pages(runner)
         with torch.inference_mode():
             for tokens in (shape.tokens for shape in replayed.graphs.shapes):
                 count = np.bincount(rng.integers(0, num_rows, tokens), minlength=num_rows)
@@ -208,6 +210,7 @@ def forwards_in_processes(ranks: Ranks, kernel: str) -> dict:
         num_forwards = len(replayed.graphs.shapes)
         assert replayed.graphs.num_replays == num_forwards and launched.graphs is None
         engine = Engine(replayed)
+        engine.reset()
         engine.run([Row(SampleId(n, 0, 0), (1, 2, 3 + n), 20) for n in range(5)], PARAMS)
         assert replayed.graphs.num_replays == num_forwards + engine.num_forwards
         return {"launched": float(differences[0]), "replayed": float(differences[1])}

@@ -241,9 +241,11 @@ def set_up(case: Case) -> Iterator[Line]:
     case.trainer = build(config, ranks)
     if case.trainer.lock is not None:
         case.trainer.lock.close()
-    num_slots, useful = case.trainer.sampler.engine.num_slots, max_slots(config, ranks.world_size)
-    slots = f"{num_slots} slots of {max_length(config)} tokens on each rank"
-    yield ok(f"{slots}; took {time.perf_counter() - began_s:.1f} s")
+    engine, useful = case.trainer.sampler.engine, max_slots(config, ranks.world_size)
+    num_slots, slots = engine.num_slots, f"slots of {max_length(config)} tokens"
+    if engine.pages is not None:
+        slots = f"slots and {engine.pages.num_pages} pages of {PAGE} tokens"
+    yield ok(f"{num_slots} {slots} on each rank; took {time.perf_counter() - began_s:.1f} s")
     if num_slots < useful:
         yield slower(f"{useful} slots would be of use; rollout.num_slots (see docs/memory.md)")
 

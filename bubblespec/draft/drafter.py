@@ -32,7 +32,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bubblespec.config import Config
 from bubblespec.engine import attention
-from bubblespec.engine.engine import Batch, Engine
+from bubblespec.engine.batch import Batch
+from bubblespec.engine.engine import Engine
 from bubblespec.engine.graphs import ForwardGraphs
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import output_head

@@ -28,6 +28,7 @@ NAME = "bubblespec"  # a name with "flash" in it would make transformers look fo
 RECORDER = "bubblespec_recorder"
 # Whether torch's function can read a cache of which a part is used; that of torch 2.11 cannot.
 HAS_SEQUSED = "seqused_k" in inspect.signature(varlen_attn).parameters
+HAS_BLOCK_TABLE = "block_table" in inspect.signature(varlen_attn).parameters
 _IGNORED = {"position_ids", "cache_position", "use_cache", "is_causal", "dropout"}
 _IGNORED |= {"output_attentions", "output_hidden_states"}
 
@@ -68,6 +69,11 @@ def problem_of(
     return None
 
 
+def reads_pages(kernel: str) -> bool:
+    """Whether the kernel reads keys and values by a block table. SDPA has to gather them."""
+    return kernel == "flash_attn" or (kernel == "varlen" and HAS_BLOCK_TABLE)
+
+
 def bubblespec_attention(
     module, query, key, value, attention_mask, scaling=None, sliding_window=None, packing=None,
     kernel: str = "sdpa", **kwargs,
@@ -95,13 +101,14 @@ def bubblespec_attention(
         out = attend(packing, query, key, value, **how)
     else:
         cache, layer = packing.cache, module.layer_idx
-        cache.write(layer, packing.slot, packing.position, key, value)
+        cache.write(layer, packing.place, key, value)
         key, value = cache.keys[layer], cache.values[layer]
         if kernel in CACHED_KERNELS:
             out = CACHED_KERNELS[kernel](packing, query, key, value, **how)
         else:
-            flat = key.flatten(0, 1), value.flatten(0, 1)
-            out = VARLEN_KERNELS[kernel](packing.varlen, query, *flat, **how)
+            if cache.pages is None:
+                key, value = key.flatten(0, 1), value.flatten(0, 1)
+            out = VARLEN_KERNELS[kernel](packing.varlen, query, key, value, **how)
     return out[None].contiguous(), None
 
 
@@ -147,7 +154,10 @@ def _cached_sdpa(
         q = query[group.places].reshape(rows, queries, kv_heads, fold, -1).permute(0, 2, 3, 1, 4)
         q = q.reshape(rows, kv_heads, fold * queries, -1)
         slots = slice(group.first_slot, group.first_slot + rows)
-        k, v = (t[slots, : group.length].transpose(1, 2) for t in (cached_key, cached_value))
+        k, v = (
+            packing.cache.read(t, slots, group.length).transpose(1, 2)
+            for t in (cached_key, cached_value)
+        )
         mask = packing.mask(group, fold, window, query.dtype)
         out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
         out = out.reshape(rows, kv_heads, fold, queries, -1).permute(0, 3, 1, 2, 4)
@@ -187,9 +197,12 @@ def _varlen(v: Varlen, query, key, value, *, scaling, window) -> torch.Tensor:
         options = {"window_size_left": back, "window_size_right": 0, "seqused_k": v.used}
         rest = (v.max_q, v.max_k, 0.0, back < 0, False)
         return torch.ops.aten._flash_attention_forward(*tensors, *rest, scale=scaling, **options)[0]
-    options = {"enable_gqa": query.shape[1] != key.shape[1], "seqused_k": v.used}
+    options = {"enable_gqa": query.shape[1] != key.shape[-2], "seqused_k": v.used}
     if v.used is not None:
         options["num_splits"] = 1
+    if v.block_table is not None:
+        cu_k, options["block_table"] = v.paged
+        tensors = (*tensors[:4], cu_k)
     lengths = (v.max_q, v.max_k)
     return varlen_attn(*tensors, *lengths, scale=scaling, window_size=(back, 0), **options)
 
@@ -202,7 +215,8 @@ def _flash(v: Varlen, query, key, value, *, scaling, window) -> torch.Tensor:
     options["window_size"] = (-1 if window is None else window - 1, 0)
     if v.used is not None:
         cu_k, options["block_table"] = v.paged
-        key, value = (t.view(-1, PAGE, *t.shape[1:]) for t in (key, value))
+        if v.block_table is None:
+            key, value = (t.view(-1, PAGE, *t.shape[1:]) for t in (key, value))
     lengths = (v.cu_q, cu_k, v.max_q, v.max_k)
     return flash_attn_varlen_func(query.contiguous(), key, value, *lengths, **options)
 

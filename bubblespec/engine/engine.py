@@ -9,6 +9,10 @@ gathers it: the slot of a finished row is refilled from the queue at once, or el
 row moves into it. Rows with the same prompt share one prefill: the first of them computes the
 prompt's keys and values, the others copy them and feed only its last token.
 
+Where keys and values are in pages, rows are admitted while pages last. When they run out, the
+youngest row goes back to the head of the queue: it is fed with its tokens again later, which are
+its own and need no verification.
+
 A forward feeds "n new tokens of row r", whether they are a prompt, one sampled token, or that token
 and a draft after it. Draft tokens come from a `Proposer`; a `Runner` verifies which of them the row
 would have sampled anyway, and rolling back the others is lowering the row's length.
@@ -18,32 +22,15 @@ Shape legend: R active rows, N tokens in a forward, M rows that sample in it, S 
 """
 
 from collections import deque
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
+from bubblespec.engine.batch import Batch, Runner
 from bubblespec.engine.ragged import ragged
 from bubblespec.engine.sampling import SamplingParams, Verified, is_stop, num_gained
 from bubblespec.records import Load
 from bubblespec.types import Row
-
-
-@dataclass
-class Batch:
-    """What a forward feeds, all on the host."""
-
-    start: np.ndarray  # int64 [R], positions of each active row that have keys and values
-    count: np.ndarray  # int64 [R], new tokens of each
-    index: np.ndarray  # int64 [2, N], slot and position of each new token, row after row
-    tokens: np.ndarray  # int64 [N], the new tokens
-    slots: np.ndarray
-    """int64 [M], the slots of the rows that sample, ascending: they feed all their known tokens,
-    and their drafts."""
-    generated: np.ndarray  # int64 [M], response tokens that these rows have
-    num_draft: np.ndarray  # int64 [M], draft tokens of these rows
-    draft: np.ndarray  # int64 [S], the drafts one after the other
-    load: Load
 
 
 class Proposer(Protocol):
@@ -66,31 +53,6 @@ class Proposer(Protocol):
     ) -> None:
         """Rows have gained tokens, int64, row after row: each `num_gained`, of which a draft of
         `num_draft` tokens gave the first `num_accepted`, int64 [rows]."""
-
-
-class Runner(Protocol):
-    """What computes a forward: a model (`ModelRunner`), or in virtual time a recorded text."""
-
-    num_slots: int
-    max_length: int  # prompt plus response in tokens
-    max_batch_tokens: int  # in a forward, at least num_slots
-
-    def forward(self, batch: Batch, params: SamplingParams) -> Verified:
-        """Feed the batch, and verify its drafts."""
-
-    def place(self, slot: int, row: Row) -> None:
-        """A row, with its tokens so far in it, comes into a slot."""
-
-    def move(self, source: int, target: int, length: int) -> None:
-        """The row in slot `source` goes on in slot `target`; its first `length` positions have keys
-        and values."""
-
-    def share(self, source: int, target: int, length: int) -> None:
-        """The first `length` positions of both slots' rows are the same; only `source` has keys and
-        values of them."""
-
-    def release(self) -> None:
-        """Give the memory of keys and values back until the next forward. No slot has a row."""
 
 
 class Engine:
@@ -120,6 +82,10 @@ class Engine:
         # none.
         self.prompt_id = np.full(num_slots, -1, np.int64)
         self._prompt_ids: dict[tuple[int, ...], int] = {}
+        self.pages = runner.pages
+        # How many rows had been admitted before each slot's, and before those that gave way.
+        self._age, self._num_admitted = np.zeros(num_slots, np.int64), 0
+        self._gave_way: dict[Row, int] = {}
 
     @property
     def is_idle(self) -> bool:
@@ -174,6 +140,9 @@ class Engine:
         self.rows.clear()
         self.prompt_id.fill(-1)
         self._prompt_ids.clear()
+        self._gave_way.clear()
+        if self.pages is not None:
+            self.pages.clear()
 
     def release(self) -> None:
         """Forget all rows, and give the memory of keys and values back until the next forward."""
@@ -220,7 +189,9 @@ class Engine:
     ) -> Batch | None:
         """Admit rows, and plan a forward of every row's next tokens; None without rows. See
         `step`."""
-        while self.queue and len(self.rows) < self.num_slots:
+        if self.pages is not None:
+            self._reclaim_pages()
+        while len(self.rows) < self.num_slots and self._can_admit():
             self.rows.append(self.queue.popleft())
             self._place(len(self.rows) - 1)
         active = len(self.rows)
@@ -229,6 +200,8 @@ class Engine:
         count = self._plan(proposer, max_prefill_tokens)
         start = self.cached[:active].copy()
         ends = start + count
+        if self.pages is not None:
+            self.pages.grow(ends)
         num_prompt = np.minimum(np.maximum(self.prompt_length[:active] - 1 - start, 0), count)
         slots = (ends >= self.length[:active]).nonzero()[0]
         length = self.length[slots]
@@ -287,6 +260,8 @@ class Engine:
         [slots]."""
         generated = self.length[slots] - self.prompt_length[slots]
         room = self.limit[slots] - generated - 1  # the token after the draft needs a position too
+        if self.pages is not None:
+            room = np.minimum(room, self.pages.room(self.length[: len(self.rows)], slots))
         tokens, given = proposer.propose(self._rows_in(slots), generated, room, budget)
         lengths = np.minimum(given, room)
         before = lengths.cumsum() - lengths
@@ -297,6 +272,28 @@ class Engine:
             where = (slots[row], self.length[slots][row] + offset)
             self.tokens[where] = tokens[first[row] + offset]
         return lengths
+
+    def _can_admit(self) -> bool:
+        """Whether a row waits and there are pages for it. One more for each row stays free: a row
+        that gave way and is fed again will not have to give way again soon."""
+        if not self.queue or self.pages is None or not self.rows:
+            return bool(self.queue)
+        row, active = self.queue[0], len(self.rows)
+        needed = self.pages.needed(len(row.prompt) + len(row.tokens)) + active
+        return needed + self.pages.lacking(self.length[:active]) <= self.pages.num_free
+
+    def _reclaim_pages(self) -> None:
+        """Before a forward: pages for all known tokens of all rows are to be free. Those of
+        rejected drafts are given back first; then the youngest rows give way."""
+        if self.pages.lacking(self.length[: len(self.rows)]) > self.pages.num_free:
+            self.pages.trim(self.length[: len(self.rows)])
+        while self.pages.lacking(self.length[: len(self.rows)]) > self.pages.num_free:
+            slot = int(self._age[: len(self.rows)].argmax())
+            row = self._take_results(slot)
+            self._gave_way[row] = int(self._age[slot])
+            self._forget(slot)
+            self._close(slot)
+            self.queue.appendleft(row)
 
     def _share_prefills(self) -> None:
         """Rows that still need a prompt which another slot holds whole get its keys and values."""
@@ -362,6 +359,8 @@ class Engine:
         self.prompt_length[slot], self.length[slot] = length, length + known
         self.limit[slot] = row.max_new_tokens
         self.prompt_id[slot] = prompt_id
+        self._age[slot] = self._gave_way.pop(row, self._num_admitted)
+        self._num_admitted += 1
         self.runner.place(slot, row)
 
     def _take_results(self, slot: int) -> Row:
@@ -373,16 +372,27 @@ class Engine:
 
     def _free(self, slot: int) -> None:
         """Refill a slot from the queue, or move the last active row into it."""
-        if self.queue:
+        if self.pages is not None:
+            self._forget(slot)
+        if self._can_admit():
             self.rows[slot] = self.queue.popleft()
             self._place(slot)
-            return
+        else:
+            self._close(slot)
+
+    def _forget(self, slot: int) -> None:
+        """Give a slot's pages back."""
+        self.length[slot], self.cached[slot], self.prompt_id[slot] = 0, 0, -1
+        self.pages.truncate(slot)
+
+    def _close(self, slot: int) -> None:
+        """Move the last active row into the slot."""
         moved, last = self.rows.pop(), len(self.rows)
         if slot == last:
             return
         self.rows[slot] = moved
         self.runner.move(last, int(slot), int(self.cached[last]))
         per_slot = (self.length, self.cached, self.prompt_length, self.limit, self.prompt_id)
-        for array in (self.tokens, self.logprobs, *per_slot):
+        for array in (self.tokens, self.logprobs, self._age, *per_slot):
             array[slot] = array[last]
         self.prompt_id[last] = -1

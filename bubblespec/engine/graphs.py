@@ -3,11 +3,12 @@ whose launching from Python takes longer than the GPU needs to run them.
 
 A graph replays the same kernels on the same addresses. So a forward is padded to a fixed number of
 tokens, and all that changes from one to the next (token ids, where they are written, where the
-rows' keys begin and how many there are) is copied into one tensor at a fixed address. Padding
-follows the real tokens, in sequences of one token that write and read positions of a spare slot:
-their results are finite, and not used. Each token of a forward is computed independently, except
-for attention, which sees its own sequence only; so the real tokens' results are those of the
-unpadded forward, up to the rounding of matrix products of another height.
+rows' keys begin and how many there are) is copied into one tensor at a fixed address, and the block
+table has a fixed address too. Padding follows the real tokens, in sequences of one token that write
+and read positions of a spare slot or page: their results are finite, and not used. Each token of a
+forward is computed independently, except for attention, which sees its own sequence only; so the
+real tokens' results are those of the unpadded forward, up to the rounding of matrix products of
+another height.
 
 Graphs exist for some token counts. All are captured at the first forward, before anything is timed:
 captured during a rollout, they would count as slow forwards in the planner's cost model. The
@@ -62,7 +63,7 @@ class PaddedPacking(NamedTuple):
     forwards on the device."""
 
     cache: KVCache
-    slot: torch.Tensor
+    place: torch.Tensor
     position: torch.Tensor
     varlen: Varlen
 
@@ -119,6 +120,7 @@ class ForwardGraphs:
         shape = self.shape_of(packing)
         if shape is None or self.is_off:
             return None
+        self.cache.block_table(packing.device)  # is up to date
         if not self._graphs:
             self._capture()
             if self.is_off:
@@ -211,11 +213,13 @@ class ForwardGraphs:
         return contextlib.nullcontext() if self.shards is None else self.shards.applied(**options)
 
     def _run(self, inputs: torch.Tensor, shape: Shape) -> torch.Tensor:
-        ids, slot, position = inputs[:3, : shape.tokens]
+        ids, place, position = inputs[:3, : shape.tokens]
         cu_q, cu_k, used = inputs[3:].to(torch.int32)
-        length = self.cache.slot_length
-        varlen = Varlen(cu_q, cu_k, used[: shape.tokens], shape.max_q, length, length)
-        packing = PaddedPacking(self.cache, slot, position, varlen)
+        length, table = self.cache.slot_length, self.cache.block_table(inputs.device)
+        if table is not None:
+            table = table.index_select(0, inputs[4, : shape.tokens])
+        varlen = Varlen(cu_q, cu_k, used[: shape.tokens], shape.max_q, length, length, table)
+        packing = PaddedPacking(self.cache, place, position, varlen)
         if self.states is not None:
             return self.model(self.states[: shape.tokens], ids, packing, self.kernel)
         return forward_hidden(self.model, ids, packing, self.kernel)
@@ -235,25 +239,30 @@ def graph_shapes(max_batch_tokens: int, slot_length: int, min_tokens: int = 1) -
 
 
 def pad(tokens: np.ndarray, packing: CachePacking, size: int) -> np.ndarray:
-    """What a graph of `size` = B tokens reads, int64 [6, B + 1]: token ids, slots and positions (B
-    each); where the sequences' new tokens begin, and where their keys begin in the flattened cache
-    (B + 1 each); how many keys they have (B).
+    """What a graph of `size` = B tokens reads, int64 [6, B + 1]: token ids, places in the flattened
+    cache and positions (B each); where the sequences' new tokens begin, and where their keys begin
+    in the flattened cache or, with pages, their slots (B + 1 each); how many keys they have (B).
 
     Sequences are the rows that feed something, then one for each token of padding, then empty ones.
     """
     inputs = np.zeros((6, size + 1), np.int64)
-    ids, slot, position, cu_q, cu_k, used = inputs
-    length, spare_slot = packing.cache.slot_length, packing.cache.num_slots
+    ids, place, position, cu_q, cu_k, used = inputs
+    cache, spare_slot = packing.cache, packing.cache.num_slots
     fed = np.flatnonzero(packing.count)
     num_tokens, rows, padding = len(tokens), len(fed), size - len(tokens)
     ids[:num_tokens] = tokens
-    slot[:num_tokens], position[:num_tokens] = packing.index
-    slot[num_tokens:], position[num_tokens:size] = spare_slot, np.arange(padding)
+    place[:num_tokens], position[:num_tokens] = cache.places(*packing.index), packing.index[1]
+    position[num_tokens:size] = np.arange(padding)
+    # More padding than a page takes is written over other padding.
+    spare = cache.num_pages * cache.page_size
+    place[num_tokens:size] = spare + np.arange(padding) % cache.page_size
     behind = np.minimum(np.arange(size + 1 - rows), padding)
     cu_q[1:rows] = np.cumsum(packing.count[fed])[:-1]
     cu_q[rows:] = num_tokens + behind
-    cu_k[:rows] = fed * length
-    cu_k[rows:] = spare_slot * length + behind
+    if cache.pages is None:
+        cu_k[:rows], cu_k[rows:] = fed * cache.slot_length, spare + behind
+    else:
+        cu_k[:rows], cu_k[rows:] = fed, spare_slot
     used[:rows] = packing.ends[fed]
     used[rows : rows + padding] = 1
     return inputs

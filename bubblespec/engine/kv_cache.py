@@ -1,37 +1,91 @@
-"""Keys and values of all rows, one contiguous slot per row. The caller tracks lengths; lowering one
-rolls the row back."""
+"""Keys and values of all rows, in one contiguous slot per row or in pages. The caller tracks
+lengths; lowering one rolls the row back."""
 
+import numpy as np
 import torch
+
+from bubblespec.engine.pages import Pages
 
 
 class KVCache:
-    """`keys[layer]` and `values[layer]`: [num_slots + num_spare, slot_length, key/value heads, head
-    dimension].
+    """`keys[layer]` and `values[layer]`: [num_pages + spare ones, page_size, key/value heads, head
+    dimension]. Without `pages`, a page is a slot.
 
-    Spare slots belong to no row: padding of fixed-size forwards writes there.
+    Spare slots or pages belong to no row: padding of fixed-size forwards writes there.
 
     A layer's tensors are made at its first write, in the shape and type of its keys and values:
     model configurations name those in too many ways. They start as zeros, because masked positions
     are multiplied by zero and must be finite.
     """
 
-    def __init__(self, num_slots: int, slot_length: int, num_spare: int = 0):
+    def __init__(
+        self, num_slots: int, slot_length: int, num_spare: int = 0, pages: Pages | None = None
+    ):
         self.num_slots, self.slot_length, self.num_spare = num_slots, slot_length, num_spare
+        self.pages = pages
+        self.num_pages, self.page_size = num_slots, slot_length
+        if pages is not None:
+            self.num_pages, self.page_size = pages.num_pages, pages.page_size
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
+        self._table: torch.Tensor | None = None
+        self._version = -1  # of the pages, as `_table` has them
 
-    def write(self, layer: int, slot, position, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store N new entries. slot, position: int64 [N]; key, value: [N, heads, dimension]."""
+    def places(self, slot: np.ndarray, position: np.ndarray) -> np.ndarray:
+        """Where positions lie in the flattened cache. All int64 [N]."""
+        if self.pages is None:
+            return slot * self.slot_length + position
+        page, offset = np.divmod(position, self.page_size)
+        return self.pages.table[slot, page] * np.int64(self.page_size) + offset
+
+    def write(self, layer: int, place: torch.Tensor, key: torch.Tensor, value: torch.Tensor):
+        """Store N new entries. place: int64 [N], see `places`; key, value: [N, heads,
+        dimension]."""
         if layer not in self.keys:
-            slots = self.num_slots + self.num_spare
-            self.keys[layer] = key.new_zeros(slots, self.slot_length, *key.shape[1:])
-            self.values[layer] = value.new_zeros(slots, self.slot_length, *value.shape[1:])
-        self.keys[layer][slot, position] = key
-        self.values[layer][slot, position] = value
+            pages = self.num_pages + (self.num_spare if self.pages is None else 1)
+            self.keys[layer] = key.new_zeros(pages, self.page_size, *key.shape[1:])
+            self.values[layer] = value.new_zeros(pages, self.page_size, *value.shape[1:])
+        self.keys[layer].flatten(0, 1)[place] = key
+        self.values[layer].flatten(0, 1)[place] = value
+
+    def read(self, cached: torch.Tensor, slots: slice, length: int) -> torch.Tensor:
+        """The first `length` positions of adjacent slots, of a layer's keys or values: [R, length,
+        heads, dimension]. Pages are gathered, which kernels with a block table need not do."""
+        if self.pages is None:
+            return cached[slots, :length]
+        table = self.block_table(cached.device)[slots, : self.pages.needed(length)]
+        return cached[table.long()].flatten(1, 2)[:, :length]
+
+    def block_table(self, device: torch.device) -> torch.Tensor | None:
+        """The pages of each slot, int32 [num_slots + 1, pages of a slot], at an address that stays
+        until `clear`; see `Pages.table`. None without pages."""
+        if self.pages is None:
+            return None
+        table = torch.from_numpy(self.pages.table)
+        if self._table is None:
+            self._table = table.to(device, non_blocking=True)
+        elif self._version != self.pages.version:
+            self._table.copy_(table, non_blocking=True)
+        self._version = self.pages.version
+        return self._table
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """The row in slot `source`, of `length` positions, goes on in slot `target`."""
+        if self.pages is None:
+            self.copy(source, target, length)
+        else:
+            self.pages.move(source, target)
+
+    def share(self, source: int, target: int, length: int) -> None:
+        """The first `length` positions of slot `source` are those of slot `target` too."""
+        if self.pages is not None:
+            source, target, length = self.pages.share(source, target, length)
+        if length:
+            self.copy(source, target, length)
 
     @torch.inference_mode()  # the tensors are made in inference mode, and may only be written in it
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` positions of slot `source` to slot `target`."""
+        """Copy the first `length` positions of a page (without pages: slot) to another."""
         for tensor in (*self.keys.values(), *self.values.values()):
             tensor[target, :length] = tensor[source, :length]
 
@@ -39,6 +93,7 @@ class KVCache:
         """Give the memory back. The next write makes the tensors again, as zeros."""
         self.keys.clear()
         self.values.clear()
+        self._table = None
 
     def num_bytes(self) -> int:
         """Bytes of the tensors that exist; 0 before the first forward."""

@@ -68,8 +68,7 @@ class Padding(NamedTuple):
 
 @dataclass
 class CachePacking:
-    """New tokens of rows in slots 0..R-1, in slot order; `slot` and `position` are `index` on the
-    device."""
+    """New tokens of rows in slots 0..R-1, in slot order."""
 
     cache: KVCache
     start: np.ndarray  # int64 [R], cached positions of each slot
@@ -83,14 +82,17 @@ class CachePacking:
 
     @cached_property
     def _index(self) -> torch.Tensor:
-        return to_device(self.index, self.device)
+        places = self.cache.places(*self.index)
+        return to_device(np.array((places, self.index[1])), self.device)
 
     @property
-    def slot(self) -> torch.Tensor:
+    def place(self) -> torch.Tensor:
+        """int64 [N], where keys and values are written."""
         return self._index[0]
 
     @property
     def position(self) -> torch.Tensor:
+        """int64 [N]."""
         return self._index[1]
 
     @cached_property
@@ -157,7 +159,9 @@ class CachePacking:
         arrays = (array.astype(np.int32) for array in (cu_q, cu_k, self.ends))
         tensors = (to_device(array, self.device) for array in arrays)
         longest = int(self.count.max()), int(self.ends.max())
-        return Varlen(*tensors, *longest, self.cache.slot_length)
+        table = self.cache.block_table(self.device)
+        table = None if table is None else table[: len(self.count)]
+        return Varlen(*tensors, *longest, self.cache.slot_length, table)
 
 
 @dataclass
@@ -173,14 +177,18 @@ class Varlen:
     max_q: int  # bounds on the new tokens of a sequence, and on its keys
     max_k: int
     slot_length: int
+    block_table: torch.Tensor | None = None
+    """int32 [S, pages of a slot], where the cache is in pages; `cu_k` says nothing then."""
 
     @cached_property
     def paged(self) -> tuple[torch.Tensor, torch.Tensor]:
         """For a cache read in pages: cumulative numbers of keys int32 [S + 1], and pages of each
-        sequence, int32 [S, pages of a slot]. PAGE must divide the slot length; a sequence of more
-        than one key must begin at the beginning of a page."""
-        pages = torch.arange(self.slot_length // PAGE, dtype=torch.int32, device=self.used.device)
+        sequence, int32 [S, pages of a slot]. Without a block table PAGE must divide the slot
+        length, and a sequence of more than one key begin at the beginning of a page."""
         lengths = torch.nn.functional.pad(self.used.cumsum(0, dtype=torch.int32), (1, 0))
+        if self.block_table is not None:
+            return lengths, self.block_table
+        pages = torch.arange(self.slot_length // PAGE, dtype=torch.int32, device=self.used.device)
         return lengths, self.cu_k[:-1, None] // PAGE + pages
 
 

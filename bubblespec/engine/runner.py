@@ -12,14 +12,16 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from bubblespec.engine.attention import reads_pages
+from bubblespec.engine.batch import Batch
 from bubblespec.engine.batch_invariant import MIN_ROWS, FixedMeans, fixed_best_and_sum
 from bubblespec.engine.compiled import compiled_best_and_sum
-from bubblespec.engine.engine import Batch
 from bubblespec.engine.graphs import ForwardGraphs, can_capture
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import forward_hidden, output_head
 from bubblespec.engine.noise import stream_keys
 from bubblespec.engine.packing import PAGE, CachePacking, to_device
+from bubblespec.engine.pages import Pages
 from bubblespec.engine.ragged import ragged
 from bubblespec.engine.sampling import SamplingParams, Verified, sample, verify
 from bubblespec.engine.tensor_parallel import Shards, TPGroup
@@ -44,13 +46,17 @@ class ModelRunner:
         tp: TPGroup | None = None,
         beside: ForwardGraphs | None = None,
         batch_invariant: bool = False,
+        num_pages: int | None = None,
+        page_size: int | None = None,
     ):
         """max_length: prompt plus response in tokens; max_batch_tokens: of a forward, at least
         num_slots; kernel: see attention.py; enforce_eager: nothing compiled and no CUDA graphs,
         which need a kernel for variable lengths on CUDA anyway; tp: ranks that compute each forward
         together, over the same rows in the same slots; beside: graphs whose memory this one's
-        share; batch_invariant: see batch_invariant.py, of a model that `make_invariant` was given.
-        Raises TPUnsupported for a model that so many ranks cannot share."""
+        share; batch_invariant: see batch_invariant.py, of a model that `make_invariant` was given;
+        num_pages: of keys and values, by default as many as full rows in all slots take;
+        page_size: in positions, by default PAGE where the kernel reads pages, else a page is a
+        whole slot. Raises TPUnsupported for a model that so many ranks cannot share."""
         self.num_slots, self.max_length = num_slots, max_length
         self.max_batch_tokens, self.kernel = max_batch_tokens, kernel
         self.model, self.device = model, model.device
@@ -65,11 +71,18 @@ class ModelRunner:
         if batch_invariant:
             self.kernel = "alone" if kernel == "sdpa" else kernel
             self.sample = partial(self.sample, reduce=fixed_best_and_sum)
-        slot_length = -(-max_length // PAGE) * PAGE if kernel == "flash_attn" else max_length
+        if page_size is None and reads_pages(kernel):
+            page_size = PAGE
+        slot_length, self.pages = max_length, None
+        if page_size is not None:
+            per_row = -(-max_length // page_size)
+            slot_length = per_row * page_size
+            count = num_slots * per_row if num_pages is None else num_pages
+            self.pages = Pages(num_slots, slot_length, count, page_size)
         has_graphs = not enforce_eager and can_capture(self.device, kernel)
         has_graphs = has_graphs and (tp is None or tp.can_capture)
         # Its tensors are made at the first forward.
-        self.cache = KVCache(num_slots, slot_length, int(has_graphs))
+        self.cache = KVCache(num_slots, slot_length, int(has_graphs), self.pages)
         self.graphs: ForwardGraphs | None = None
         if has_graphs:
             parts = (model, self.cache, kernel, max_batch_tokens)
@@ -92,16 +105,16 @@ class ModelRunner:
             self.follower.forget(slot)
 
     def move(self, source: int, target: int, length: int) -> None:
-        """See `Runner`: keys, values and noise keys are copied."""
-        self.cache.copy(source, target, length)
+        """See `Runner`: noise keys and, without pages, keys and values are copied."""
+        self.cache.move(source, target, length)
         for array in (self._noise_key, self._stream_key, self._keyed):
             array[target] = array[source]
         if self.follower is not None:
             self.follower.move(source, target)
 
     def share(self, source: int, target: int, length: int) -> None:
-        """See `Runner`: keys and values are copied."""
-        self.cache.copy(source, target, length)
+        """See `Runner`: keys and values are copied, or their pages shared."""
+        self.cache.share(source, target, length)
         if self.follower is not None:
             self.follower.share(source, target, length)
 

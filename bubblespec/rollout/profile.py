@@ -40,7 +40,8 @@ def profile(engine: Engine, params: SamplingParams, cost: CostModel, *, clock) -
         drafts = _MeaninglessDrafts(window)
         rows = [Row(SampleId(0, 0, n), (1,) * size, length - size) for n in range(count)]
         engine.add(rows)
-        while engine.queue or (engine.lengths <= size).any():
+        engine.step(params, drafts)  # admits what there are pages for
+        while (engine.lengths <= size).any():
             engine.step(params, drafts)
         for _ in range(NUM_FORWARDS):
             began_s = clock.perf_counter()

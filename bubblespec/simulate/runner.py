@@ -12,7 +12,8 @@ import numpy as np
 from scipy.optimize import brentq
 
 from bubblespec.draft.drafter import CONTEXT, MAX_CHAIN_LENGTH
-from bubblespec.engine.engine import Batch, Engine
+from bubblespec.engine.batch import Batch
+from bubblespec.engine.engine import Engine
 from bubblespec.engine.noise import stream_keys
 from bubblespec.engine.ragged import ragged
 from bubblespec.engine.sampling import SamplingParams, Verified, num_accepted
@@ -43,7 +44,7 @@ class SimulatedRunner:
         text: Text,
     ):
         self.num_slots, self.max_length = num_slots, max_length
-        self.max_batch_tokens = max_batch_tokens
+        self.max_batch_tokens, self.pages = max_batch_tokens, None
         self.world, self.rank, self.cost, self.text = world, rank, cost, text
         self.said = np.full((num_slots, max_length + 1), NO_TOKEN, np.int32)  # text of each slot
         self.end = np.zeros(num_slots, np.int64)  # of that text

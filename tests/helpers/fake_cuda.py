@@ -118,7 +118,8 @@ class FakeCuda(FakeTensorMode):
         if name == "torch_attn::_varlen_attn":
             names = [argument.name for argument in function._schema.arguments]
             bound = dict(zip(names, args, strict=False)) | kwargs
-            check_attention(*args[:5], bound.get("seqused_k"), *args[5:7])
+            lengths = (bound.get("seqused_k"), *args[5:7])
+            check_attention(*args[:5], *lengths, bound.get("block_table"))
             assert all(t.is_contiguous() for t in args[:3]), f"{place()}: not contiguous"
         if name in PRODUCTS:
             tensors = (t for t in tree_leaves(args) if isinstance(t, torch.Tensor))
@@ -142,13 +143,21 @@ def place() -> str:
     return f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}"
 
 
-def check_attention(query, key, value, cu_q, cu_k, used, max_q, max_k) -> None:
+PAGE_DIVISOR = 256  # what the kernels ask of a page, in positions
+
+
+def check_attention(query, key, value, cu_q, cu_k, used, max_q, max_k, block_table) -> None:
     """What the kernels for variable lengths ask for."""
     assert query.dtype == key.dtype == value.dtype == torch.bfloat16
     lengths = [t for t in (cu_q, cu_k, used) if t is not None]
     assert all(is_on_gpu(t, torch.int32) and t.is_contiguous() for t in lengths)
     assert all(t.device == DEVICE for t in (query, key, value)) and len(cu_q) == len(cu_k)
     assert type(max_q) is type(max_k) is int and 0 < max_q <= max_k
+    if block_table is not None:
+        assert is_on_gpu(block_table, torch.int32) and block_table.stride(-1) == 1
+        assert key.ndim == value.ndim == 4 and key.shape[1] % PAGE_DIVISOR == 0
+        assert len(block_table) == len(cu_q) - 1
+        assert block_table.shape[1] * key.shape[1] >= max_k
 
 
 def flash_attn_varlen_func(
@@ -157,14 +166,10 @@ def flash_attn_varlen_func(
     deterministic=False, return_attn_probs=False, block_table=None,
 ):  # fmt: skip
     """The signature of flash_attn 2.8, and what that asks for."""
-    check_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, None, max_seqlen_q, max_seqlen_k)
+    lengths = (cu_seqlens_q, cu_seqlens_k, None, max_seqlen_q, max_seqlen_k)
+    check_attention(q, k, v, *lengths, block_table)
     assert causal and window_size[1] == 0 and dropout_p == 0.0
     assert all(t.stride(-1) == 1 for t in (q, k, v))
-    if block_table is not None:
-        assert is_on_gpu(block_table, torch.int32) and block_table.stride(-1) == 1
-        assert k.ndim == v.ndim == 4 and k.shape[1] % 256 == 0
-        assert len(block_table) == len(cu_seqlens_q) - 1
-        assert block_table.shape[1] * k.shape[1] >= max_seqlen_k
     return q + (k.sum() + v.sum()) * 0.0
 
 

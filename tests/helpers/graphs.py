@@ -17,17 +17,23 @@ from torch.utils._pytree import tree_leaves
 from bubblespec.engine import graphs
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import forward_hidden
-from bubblespec.engine.packing import PAGE, pack_rows
+from bubblespec.engine.packing import pack_rows
 
 aten = torch.ops.aten
 
 
 def varlen_attn(
     query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa, seqused_k,
-    num_splits,
+    num_splits, block_table=None,
 ) -> torch.Tensor:  # fmt: skip
     """torch's variable-length attention as documented, causal from the last key backwards. What
-    breaks its rules becomes NaN."""
+    breaks its rules becomes NaN. With a block table, a sequence's keys are those in its pages, one
+    after the other."""
+    if block_table is not None:
+        assert block_table.dtype == torch.int32 and len(block_table) == len(cu_q) - 1
+        length = block_table.shape[1] * key.shape[1]
+        key, value = (t[block_table.long()].flatten(0, 2) for t in (key, value))
+        cu_k = torch.arange(len(cu_q), dtype=torch.int32) * length
     left, right = window_size
     assert right == 0 and cu_q.dtype == cu_k.dtype == seqused_k.dtype == torch.int32
     assert len(cu_q) == len(cu_k)
@@ -53,14 +59,12 @@ def varlen_attn(
 def flash_attn_varlen_func(
     query, key, value, cu_q, cu_k, max_q, max_k, softmax_scale, causal, window_size, block_table
 ) -> torch.Tensor:
-    """The flash_attn package's, for a cache in pages: a sequence's keys are those in its pages, one
-    after the other."""
-    assert causal and key.shape[1] == PAGE
-    key, value = (t[block_table.clamp(max=len(t) - 1)].flatten(0, 2) for t in (key, value))
-    begin = torch.arange(len(cu_q), dtype=torch.int32) * block_table.shape[1] * PAGE
+    """The flash_attn package's, for a cache in pages."""
+    assert causal
     options = {"scale": softmax_scale, "window_size": window_size, "num_splits": 1}
-    options |= {"enable_gqa": query.shape[1] > key.shape[1], "seqused_k": cu_k[1:] - cu_k[:-1]}
-    return varlen_attn(query, key, value, cu_q, begin, max_q, max_k, **options)
+    options |= {"enable_gqa": query.shape[1] > key.shape[2], "seqused_k": cu_k[1:] - cu_k[:-1]}
+    options["block_table"] = block_table.clamp(max=len(key) - 1)
+    return varlen_attn(query, key, value, cu_q, cu_k, max_q, max_k, **options)
 
 
 class NoWaits(TorchDispatchMode):
@@ -157,6 +161,13 @@ def feed(model, cache: KVCache, sequences, start, count, run) -> torch.Tensor:
     packing = pack_rows(cache, np.array(start), np.array(count), model.device)
     fed = [s[a : a + n] for s, a, n in zip(sequences, start, count, strict=True)]
     return run(np.concatenate(fed), packing)
+
+
+def take_pages(runner) -> None:
+    """For forwards without an engine: all pages that rows may need. `Engine.reset` gives them
+    back."""
+    if runner.pages is not None:
+        runner.pages.grow(np.full(runner.num_slots, runner.cache.slot_length))
 
 
 def eager(model, kernel: str = "sdpa") -> Callable:

@@ -1,0 +1,57 @@
+"""What a forward feeds, and what computes it.
+
+Shape legend: R active rows, N tokens in a forward, M rows that sample in it, S draft tokens.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from bubblespec.engine.pages import Pages
+from bubblespec.engine.sampling import SamplingParams, Verified
+from bubblespec.records import Load
+from bubblespec.types import Row
+
+
+@dataclass
+class Batch:
+    """What a forward feeds, all on the host."""
+
+    start: np.ndarray  # int64 [R], positions of each active row that have keys and values
+    count: np.ndarray  # int64 [R], new tokens of each
+    index: np.ndarray  # int64 [2, N], slot and position of each new token, row after row
+    tokens: np.ndarray  # int64 [N], the new tokens
+    slots: np.ndarray
+    """int64 [M], the slots of the rows that sample, ascending: they feed all their known tokens,
+    and their drafts."""
+    generated: np.ndarray  # int64 [M], response tokens that these rows have
+    num_draft: np.ndarray  # int64 [M], draft tokens of these rows
+    draft: np.ndarray  # int64 [S], the drafts one after the other
+    load: Load
+
+
+class Runner(Protocol):
+    """What computes a forward: a model (`ModelRunner`), or in virtual time a recorded text."""
+
+    num_slots: int
+    max_length: int  # prompt plus response in tokens
+    max_batch_tokens: int  # in a forward, at least num_slots
+    pages: Pages | None  # of keys and values; None where each slot has room for a whole row
+
+    def forward(self, batch: Batch, params: SamplingParams) -> Verified:
+        """Feed the batch, and verify its drafts."""
+
+    def place(self, slot: int, row: Row) -> None:
+        """A row, with its tokens so far in it, comes into a slot."""
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """The row in slot `source` goes on in slot `target`; its first `length` positions have keys
+        and values."""
+
+    def share(self, source: int, target: int, length: int) -> None:
+        """The first `length` positions of both slots' rows are the same; only `source` has keys and
+        values of them."""
+
+    def release(self) -> None:
+        """Give the memory of keys and values back until the next forward. No slot has a row."""

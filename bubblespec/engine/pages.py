@@ -1,0 +1,109 @@
+"""Pages of the K/V cache: which of them hold which positions of which row (PagedAttention, Kwon et
+al. 2023, arXiv 2309.06180).
+
+A row takes pages as it grows, so that rows share memory by what they have generated, not by what
+they may. Rows with the same prompt share the pages that it fills: nothing is written to them again,
+and they are free once none of the rows has them. The page that a prompt fills in part is copied.
+"""
+
+import numpy as np
+
+
+class Pages:
+    """Block tables of slots, and the free pages. All on the host."""
+
+    def __init__(self, num_slots: int, slot_length: int, num_pages: int, page_size: int):
+        """page_size: positions of a page, a divisor of slot_length. Raises ValueError if the pages
+        are too few for one row."""
+        if num_pages * page_size < slot_length:
+            raise ValueError(
+                f"{num_pages} pages of {page_size} positions are too few for a row of {slot_length}"
+            )
+        self.num_pages, self.page_size = num_pages, page_size
+        # The pages of each slot, in order. Behind them, and in a last row for the padding of
+        # forwards, there is a spare page of no row, whose number is num_pages.
+        shape = (num_slots + 1, slot_length // page_size)
+        self.table = np.full(shape, num_pages, np.int32)
+        self.held = np.zeros(num_slots, np.int64)  # pages of each slot
+        self.version = 0  # changes with the table
+        self._num_rows = np.zeros(num_pages, np.int64)  # that have each page
+        self._free = list(range(num_pages - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Pages of no row."""
+        return len(self._free)
+
+    def needed(self, lengths: np.ndarray | int) -> np.ndarray | int:
+        """Pages of so many positions."""
+        return -(-lengths // self.page_size)
+
+    def lacking(self, lengths: np.ndarray) -> int:
+        """Pages that the first slots have to take to hold so many positions each, int64 [R]."""
+        return int(np.maximum(self.needed(lengths) - self.held[: len(lengths)], 0).sum())
+
+    def room(self, lengths: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        """Positions behind the first `lengths` of some of the slots, int64 [slots]: in the pages
+        that they need for those, and in an equal share of what all slots leave free."""
+        free = max(self.num_free - self.lacking(lengths), 0) // len(slots)
+        pages = np.maximum(self.needed(lengths), self.held[: len(lengths)])[slots] + free
+        return pages * self.page_size - lengths[slots]
+
+    def grow(self, lengths: np.ndarray) -> None:
+        """Pages for so many positions of the first slots, int64 [R]; those that they have stay."""
+        needed = self.needed(lengths)
+        for slot in np.flatnonzero(needed > self.held[: len(lengths)]).tolist():
+            self._take(slot, int(needed[slot]) - int(self.held[slot]))
+
+    def trim(self, lengths: np.ndarray) -> None:
+        """Keep no more than the pages of so many positions of the first slots, int64 [R]."""
+        for slot, length in enumerate(lengths.tolist()):
+            self.truncate(slot, length)
+
+    def truncate(self, slot: int, length: int = 0) -> None:
+        """Keep the pages of the slot's first `length` positions."""
+        keep, held = int(self.needed(length)), int(self.held[slot])
+        if keep >= held:
+            return
+        pages = self.table[slot, keep:held]
+        self._num_rows[pages] -= 1
+        self._free += pages[self._num_rows[pages] == 0].tolist()
+        self.table[slot, keep:held] = self.num_pages
+        self.held[slot] = keep
+        self.version += 1
+
+    def move(self, source: int, target: int) -> None:
+        """Slot `target` gets the pages of slot `source`, which has none then."""
+        self.truncate(target)
+        self.table[target], self.held[target] = self.table[source], self.held[source]
+        self.table[source], self.held[source] = self.num_pages, 0
+        self.version += 1
+
+    def share(self, source: int, target: int, length: int) -> tuple[int, int, int]:
+        """Slot `target` gets the pages that the first `length` positions of slot `source` fill, and
+        a page of its own for the rest. What is to be copied: page, its copy, and positions of
+        it."""
+        self.truncate(target)
+        whole, rest = divmod(length, self.page_size)
+        self.table[target, :whole] = self.table[source, :whole]
+        self._num_rows[self.table[source, :whole]] += 1
+        self.held[target] = whole
+        self.version += 1
+        if rest:
+            self._take(target, 1)
+            return int(self.table[source, whole]), int(self.table[target, whole]), rest
+        return self.num_pages, self.num_pages, 0
+
+    def clear(self) -> None:
+        """No slot has pages."""
+        for slot in np.flatnonzero(self.held).tolist():
+            self.truncate(slot)
+
+    def _take(self, slot: int, count: int) -> None:
+        assert count <= len(self._free), "the caller reserves pages"
+        taken, held = self._free[len(self._free) - count :], int(self.held[slot])
+        del self._free[len(self._free) - count :]
+        self.table[slot, held : held + count] = taken
+        self._num_rows[taken] = 1
+        self.held[slot] += count
+        self.version += 1
