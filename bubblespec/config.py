@@ -34,6 +34,7 @@ from bubblespec.errors import InputError
 COUNTER = "the noise counter's field"
 # logits divided by less leave the range of float32
 TEMPERATURE = (at_least(0), at_most(1e4), at_least(1e-3, or_else=0))
+SHARE = Bound(lambda share: 0 < share <= 1, "above 0 and at most 1")
 DECAY = Bound(lambda decay: 0 <= decay < 1, "at least 0 and below 1")
 
 
@@ -145,7 +146,7 @@ class RolloutConfig:
     """Stop tokens are barred before this many response tokens."""
     temperature: float = key(1.0, *TEMPERATURE)
     """Sampling temperature; 0 is greedy."""
-    top_p: float = key(1.0, Bound(lambda share: 0 < share <= 1, "above 0 and at most 1"))
+    top_p: float = key(1.0, SHARE)
     """Nucleus of the sampled distribution; 1 keeps all."""
     top_k: int = key(0, at_least(0))
     """Keep the k best tokens; 0 keeps all."""
@@ -165,6 +166,8 @@ class RolloutConfig:
     num_slots: int | str = key("auto", at_least(1, or_else="auto"), at_most(1 << 20), resume=SAFE)
     """Rows that one rank decodes at once, drafts included; others wait. auto: as many as fit into
     memory, up to what is useful; give a number where float32 tokens must repeat bit for bit."""
+    gpu_memory_utilization: float = key(0.9, SHARE, resume=SAFE)
+    """Share of each GPU's memory that a run may fill; the rest is for CUDA, NCCL and graphs."""
     free_cache_engine: bool = key(False, resume=SAFE)
     """Give keys and values back during the gradient step: more slots, but unfinished drafts are
     prefilled again."""

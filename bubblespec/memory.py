@@ -2,13 +2,15 @@
 history, and, before a run, a table:
 python -m bubblespec.memory --config FILE [section.key=value ...]
 
-Weights, gradients, optimizer state, keys and values follow from shapes. What a gradient step needs
-besides is a rule of thumb in the table; a run on a GPU makes such a step and reads the peak.
+Weights, gradients, optimizer state, keys and values follow from shapes. What a gradient step and a
+forward need besides is a rule of thumb in the table; a run on a GPU makes the largest of both,
+reads their peaks and gives the rest to keys and values.
 """
 
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,14 +22,15 @@ from bubblespec.config import Config, load_config
 from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.drafter import MAX_ROWS
 from bubblespec.engine.attention import reads_pages
-from bubblespec.engine.packing import PAGE
+from bubblespec.engine.model import forward_hidden, output_head
+from bubblespec.engine.packing import PAGE, pack_sequences
+from bubblespec.engine.sampling import SamplingParams, sample
 from bubblespec.errors import InputError
 from bubblespec.learn.learner import MAX_LOGITS, Learner
 from bubblespec.learn.microbatch import pack_responses
 from bubblespec.loading import from_pretrained, with_dtype
 
 CARDS = {"80 GB": 79.1 * 2**30, "141 GB": 139.7 * 2**30}  # what torch sees of an H100, an H200
-HEADROOM = 0.06  # kept free: the CUDA context, NCCL's buffers, CUDA graphs, fragmentation
 AUTO_TP_ROWS = 16
 SHARE_OF_HOST = 0.05  # of the free memory of the machine, for drafts and for history each
 DRAFT_TOKEN_BYTES, HISTORY_TOKEN_BYTES = 4, 100  # a token of history is in an index, too
@@ -173,7 +176,9 @@ def choose_slots(config: Config, learner: Learner, ranks: Ranks) -> tuple[int, i
         updated = [p for group in optimizer.local.param_groups for p in group["params"]]
         to_come = 0 if optimizer.local.state else 2 * sum(p.nbytes for p in updated)
         needs = replace(needs, training=gradient_peak(config, learner))
-        room = free - HEADROOM * torch.cuda.mem_get_info(device)[1] - to_come - needs.drafter
+        needs = replace(needs, rollout=forward_peak(config, learner))
+        kept_free = 1 - rollout.gpu_memory_utilization
+        room = free - kept_free * torch.cuda.mem_get_info(device)[1] - to_come - needs.drafter
         room = needs.room_for_cache(room, config)
     shared = rollout.tp_tail_max_rows if ranks.world_size > 1 else 0
     for num_tp_rows in (AUTO_TP_ROWS, 0) if shared == "auto" else (shared,):
@@ -212,11 +217,40 @@ def gradient_peak(config: Config, learner: Learner) -> int:
     count = config.optim.max_tokens_per_microbatch // length
     prompts, tokens = [(0,) * (length // 2)] * count, [np.zeros(length - length // 2, int)] * count
     generated = [np.zeros(len(response), np.float32) for response in tokens]
+
+    def step() -> None:
+        batch = pack_responses(prompts, tokens, generated, device)
+        learner.accumulate_gradient(batch, np.zeros(count), np.zeros(count))
+
+    peak = peak_of(step, device)
+    learner.optimizer.clear()
+    return peak
+
+
+@torch.inference_mode()
+def forward_peak(config: Config, learner: Learner) -> int:
+    """Bytes that a forward of the rollout holds at its peak, measured on the GPU: one of as many
+    tokens as there may be, each of them sampled, as those of drafts are."""
+    rollout, model, device = config.rollout, learner.model, learner.ranks.device
+    count, longest = rollout.max_batch_tokens, max_length(config)
+    lengths = [min(longest, count - begin) for begin in range(0, count, longest)]
+    params = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k)
+
+    def forward() -> None:
+        tokens = torch.zeros(count, dtype=torch.int64, device=device)
+        packing = pack_sequences(lengths, device)
+        logits = output_head(model)(forward_hidden(model, tokens, packing, learner.kernel))
+        keys = torch.zeros(count, 4, dtype=torch.int32, device=device)
+        sample(logits, keys, tokens, params)
+
+    return peak_of(forward, device)
+
+
+def peak_of(action: Callable[[], None], device: torch.device) -> int:
+    """Bytes that an action holds at its peak, beyond those that were there."""
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    batch = pack_responses(prompts, tokens, generated, device)
-    learner.accumulate_gradient(batch, np.zeros(count), np.zeros(count))
-    learner.optimizer.clear()
+    action()
     return torch.cuda.max_memory_allocated(device) - before
 
 
@@ -253,7 +287,7 @@ def table(config: Config, model: PreTrainedModel, world_size: int) -> str:
     lines = [f"{title}, {world_size} ranks; GB on each"]
     lines += [f"{size / 1e9:8.2f}  {name}" for size, name in rows if size]
     for name, total in CARDS.items():
-        room = total * (1 - HEADROOM) - needs.lasting
+        room = total * config.rollout.gpu_memory_utilization - needs.lasting
         cache, count = max(needs.room_for_cache(room, config), 0), num_rows(config, world_size)
         slots, wanted = int(cache // needs.slot), config.rollout.num_slots
         what = f"{slots} slots fit, {max_slots(config, world_size)} are of use"

@@ -16,6 +16,7 @@ from bubblespec.dist.ranks import Ranks
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import forward_hidden, prepare_model
 from bubblespec.engine.packing import pack_rows, pack_sequences
+from bubblespec.engine.sampling import sample
 from bubblespec.learn.learner import Learner
 from bubblespec.learn.optimizer import Optimizer
 from tests.helpers.checks import refusal
@@ -106,8 +107,12 @@ def test_activations_are_about_what_a_forward_keeps():
     assert layers * 1.5 / 4 < one_again < layers * 2 / 4, "one layer of four is there at a time"
 
 
+FORWARD = 5_000_000
+
+
 class Cuda:
-    """A card of 1 GB with `free` bytes, as torch reports it; a gradient step takes `peak`."""
+    """A card of 1 GB with `free` bytes, as torch reports it; a gradient step takes `peak`, a
+    forward of the rollout FORWARD."""
 
     device = torch.device("cuda")
 
@@ -117,6 +122,7 @@ class Cuda:
         for name in ("memory_reserved", "memory_allocated"):
             monkeypatch.setattr(torch.cuda, name, lambda device: 50_000)
         monkeypatch.setattr(memory, "gradient_peak", lambda config, learner: peak)
+        monkeypatch.setattr(memory, "forward_peak", lambda config, learner: FORWARD)
 
     def gather(self, array: np.ndarray) -> np.ndarray:
         return np.stack([array, *(np.full_like(array, other) for other in self.others)])
@@ -127,8 +133,8 @@ def test_slots_fill_what_a_run_leaves_on_every_gpu(monkeypatch):
     learner = make_learner(config)
     needs = memory.estimate(config, learner.model, 1)
     moments = 2 * learner.optimizer.flat_grad.nbytes
-    peak = needs.rollout + 40 * needs.slot
-    free = peak + moments + memory.HEADROOM * 10**9 + 4.5 * needs.slot
+    peak = FORWARD + 40 * needs.slot
+    free = peak + moments + 0.1 * 10**9 + 4.5 * needs.slot
 
     def slots(free: float, others: tuple[int, ...] = ()) -> tuple[int, int | None, int]:
         return memory.choose_slots(config, learner, Cuda(monkeypatch, free, peak, others))
@@ -141,8 +147,11 @@ def test_slots_fill_what_a_run_leaves_on_every_gpu(monkeypatch):
     assert message.startswith("rollout.num_slots: auto, but slots of 512 tokens need ")
     config.rollout.free_cache_engine = True
     assert slots(free) == (44, None, 0)
+    config.rollout.gpu_memory_utilization = 0.9 + 7 * needs.slot / 10**9
+    assert slots(free) == (51, None, 0)
+    config.rollout.gpu_memory_utilization = 0.9
     config.optim.stream_gradients, config.rollout.free_cache_engine = True, False
-    assert slots(free + needs.rollout) == (4, None, 0)
+    assert slots(free + FORWARD) == (4, None, 0)
 
 
 def test_pages_fill_what_a_run_leaves(monkeypatch):
@@ -151,10 +160,10 @@ def test_pages_fill_what_a_run_leaves(monkeypatch):
     learner = make_learner(config)
     learner.kernel = "varlen"
     needs = memory.estimate(config, learner.model, 1)
-    peak, page = needs.rollout + 40 * needs.slot, needs.slot // 2
+    peak, page = FORWARD + 40 * needs.slot, needs.slot // 2
     masters = [p for group in learner.optimizer.local.param_groups for p in group["params"]]
     moments = 2 * sum(p.nbytes for p in masters)
-    free = peak + moments + memory.HEADROOM * 10**9 + 1.5 * page  # one of them is spare
+    free = peak + moments + 0.1 * 10**9 + 1.5 * page  # one of them is spare
 
     def chosen(num_pages: int, wanted: int | str = "auto", others=()) -> tuple[int, int, int]:
         config.rollout.num_slots = wanted
@@ -181,13 +190,18 @@ def test_slots_are_never_more_than_are_of_use(monkeypatch):
     assert refusal(slots, "none", 7).startswith("rollout.num_slots: 7, but slots of 512 tokens")
 
 
+def count_allocations(monkeypatch) -> None:
+    """1000 bytes are there, and at most 5000."""
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1000)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5000)
+
+
 def test_a_gradient_step_is_measured_and_leaves_nothing(monkeypatch):
-    config, allocated = make_config(), iter([1000])
+    config = make_config()
     learner = make_learner(config)
     before = [p.clone() for p in learner.model.parameters()]
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: next(allocated))
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5000)
+    count_allocations(monkeypatch)
     seen, accumulate = [], learner.accumulate_gradient
 
     def counted(batch, *arguments):
@@ -199,6 +213,23 @@ def test_a_gradient_step_is_measured_and_leaves_nothing(monkeypatch):
     assert seen == [16 * 511], "as many tokens as fit into a micro-batch"
     assert not learner.optimizer.flat_grad.any() and not learner.optimizer.local.state
     assert all(torch.equal(a, b) for a, b in zip(before, learner.model.parameters(), strict=True))
+
+
+def test_a_forward_of_all_tokens_is_measured(monkeypatch):
+    config, fed, sampled = make_config(max_batch_tokens=700), [], []
+    learner = make_learner(config)
+    count_allocations(monkeypatch)
+
+    def counted(logits, keys, num_generated, params):
+        sampled.append((tuple(logits.shape), params.temperature))
+        return sample(logits, keys, num_generated, params)
+
+    monkeypatch.setattr(memory, "sample", counted)
+    learner.model.base_model.register_forward_hook(
+        lambda module, args, kwargs, out: fed.append(kwargs["packing"].lengths), with_kwargs=True
+    )
+    assert memory.forward_peak(config, learner) == 4000
+    assert fed == [[512, 188]] and sampled == [((700, 512), 1.0)]
 
 
 def test_tokens_that_may_be_kept_are_a_share_of_free_memory(monkeypatch):
