@@ -23,7 +23,7 @@ smollm2: .venv/installed
 
 .venv/installed: requirements.txt pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q -r requirements.txt
+	$(BIN)/pip install -q torch==2.13.0 -r requirements.txt  # the version that tests have run with
 	$(BIN)/pip install -q --no-build-isolation -e .  # with the setuptools that torch requires
 	touch $@
 

@@ -55,8 +55,8 @@ class ModelConfig:
     """Kernels of float32 linear layers on a CPU: auto measures for a second at the start, and may
     keep a second copy of the weights; with torch, float32 tokens repeat bit for bit."""
     batch_invariant: bool = False
-    """Generate tokens that depend on no other row in float32 and bfloat16, too, in forwards that
-    take longer; refused where a comparison at the start finds that they do (docs/exactness.md)."""
+    """Tokens that depend on no other row in float32 and bfloat16, too, in longer forwards; refused
+    where a comparison at the start finds that they do (docs/exactness.md)."""
     gradient_checkpointing: bool = key(False, resume=ROUNDING)
     """Recompute activations in the backward pass: less memory, more time."""
     trust_remote_code: bool = key(False, resume=SAFE)
@@ -169,8 +169,7 @@ class RolloutConfig:
     gpu_memory_utilization: float = key(0.9, SHARE, resume=SAFE)
     """Share of each GPU's memory that a run may fill; the rest is for CUDA, NCCL and graphs."""
     free_cache_engine: bool = key(False, resume=SAFE)
-    """Give keys and values back during the gradient step: more slots, but unfinished drafts are
-    prefilled again."""
+    """Give keys and values back during the gradient step: more slots, but drafts prefill again."""
     max_batch_tokens: int = key(2048, at_least(1), at_most(1 << 24), resume=SAFE)
     """Maximum number of tokens in one forward; prompts are prefilled in chunks under it."""
     enforce_eager: bool = key(False, resume=SAFE)

@@ -22,6 +22,7 @@ from bubblespec.engine.compiled import compared
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.graphs import graph_shapes
 from bubblespec.engine.model import prepare_model
+from bubblespec.engine.ragged import packed
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams, best_and_sum
 from bubblespec.errors import InputError
@@ -55,9 +56,10 @@ class Guesses:
     """Drafts of two tokens, now and then right."""
 
     def propose(self, rows, lengths, room, budget):
-        return [np.array([12, 13]) if (i + n) % 3 else None for i, n in enumerate(lengths)]
+        drafts = [np.array([12, 13]) if (i + n) % 3 else None for i, n in enumerate(lengths)]
+        return packed(drafts)
 
-    def observe(self, rows, tokens, num_draft, num_accepted):
+    def observe(self, rows, tokens, num_gained, num_draft, num_accepted):
         pass
 
 

@@ -6,9 +6,8 @@ from its own estimates as it does in a chain. It has an optimizer of its own; no
 the policy's gradient.
 
 Before the first step (`make_drafter`) the policy answers the prompts of the coming steps, and each
-rank learns from its own responses. Later the policy's own training gives hidden states of recent
-responses (`take`), from which ranks learn in idle time (`run_slice`). Now and then, and after each
-rollout, all ranks continue with the mean of their drafters (`merge`).
+rank learns from its own responses; later from hidden states of the policy's training (`take`), in
+idle time (`run_slice`). Now and then all ranks continue with the mean of their drafters (`merge`).
 
 Shape legend: S sequences, T their padded positions, N = S * T, H hidden size, D size of a head, V
 the drafter's tokens, L tokens of a sequence.
