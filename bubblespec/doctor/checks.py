@@ -1,7 +1,5 @@
 """What is checked: each check is a generator of lines, which all ranks make together.
-
-Shape legend: N packed tokens, V vocabulary.
-"""
+Shape legend: N packed tokens, V vocabulary."""
 
 import gc
 import importlib.util
