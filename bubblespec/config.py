@@ -3,7 +3,7 @@ anything heavy starts.
 
 A key is declared once: its type and default, a line below that says what it is, and in `key(...)`
 its bounds and whether a continued run may have another value (`resume`; by default it may not).
-Leaf names are TRL's where TRL has one, else verl's. A mistake is an `InputError` that names its key.
+Leaf names are TRL's where TRL has one, else verl's. A mistake is an `InputError` naming its key.
 """
 
 import dataclasses
