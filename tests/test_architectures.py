@@ -253,13 +253,13 @@ correct_cached = attention._cached_sdpa
 @pytest.mark.parametrize("mistake", [scaled_by(1.01), without_window], ids=["scale", "window"])
 @pytest.mark.parametrize("name", ["dots1", "exaone_moe", "afmoe"])
 def test_mistakes_are_refused_where_parts_are_in_float32(name, mistake, monkeypatch):
-    monkeypatch.setattr(attention, "_cached_sdpa", mistake)
+    monkeypatch.setitem(attention.CACHED_KERNELS, "sdpa", mistake)
     with pytest.raises(UnsupportedModel, match=r"logits through the K/V cache differ"):
         prepare_model(build(SERVED[name]()), LONGEST)
 
 
 def test_small_mistakes_are_refused_in_float64(monkeypatch):
-    monkeypatch.setattr(attention, "_cached_sdpa", scaled_by(1 + 1e-6))
+    monkeypatch.setitem(attention.CACHED_KERNELS, "sdpa", scaled_by(1 + 1e-6))
     with pytest.raises(UnsupportedModel, match="logits through the K/V cache differ"):
         prepare_model(build(transformers.LlamaConfig(**GQA)), LONGEST)
 
