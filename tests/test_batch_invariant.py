@@ -80,12 +80,13 @@ def test_rows_are_the_same_to_the_bit(make_model, few, name, dtype):
     assert found[0] == found[1] == found[2]
 
 
-def test_the_forward_is_the_models_own(make_model):
-    """Within rounding, with a window too; training goes through the plain product."""
+@pytest.mark.parametrize("page_size", [None, 5])
+def test_the_forward_is_the_models_own(make_model, page_size):
+    """Within rounding, with a window and in pages too; training goes through the plain product."""
     for name in ("llama", "mistral-window"):
         model = make_model(name, torch.float64)
         prepare_model(model, 128)
-        plain = ModelRunner(copy.deepcopy(model), 3, 64, 0)
+        plain = ModelRunner(copy.deepcopy(model), 3, 64, 0, page_size=page_size)
         make_invariant(model)
         fixed = ModelRunner(model, 3, 64, 0, batch_invariant=True)
         tokens = np.random.default_rng(0).integers(0, VOCAB, (3, batch_invariant.LENGTH))

@@ -7,7 +7,9 @@ import torch
 from bubblespec.engine import compiled
 from bubblespec.engine.compiled import compared, compile_reduction, first_difference
 from bubblespec.engine.noise import gumbel
-from bubblespec.engine.sampling import best_and_sum
+from bubblespec.engine.sampling import SamplingParams, best_and_sum, sample
+from tests.helpers.fake_cuda import DEVICE, FakeCuda
+from tests.helpers.models import VOCAB
 
 CPU = torch.device("cpu")
 
@@ -107,6 +109,41 @@ def test_without_triton_nothing_is_tried_on_cuda(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     found = compile_reduction(100, torch.bfloat16, torch.device("cuda"))
     assert found == (None, "the package triton is not there")
+
+
+@pytest.mark.parametrize(
+    "params, eager, around",
+    [
+        (SamplingParams(), 28, 0),
+        (SamplingParams(temperature=0.7), 29, 2),
+        (SamplingParams(stop_token_ids=(5, 11), min_length=3), 30, 3),
+        (SamplingParams(temperature=0.0), 3, 3),
+    ],
+)
+def test_passes_over_the_logits(params, eager, around):
+    """Of eager sampling from bfloat16, and of what is eager around a compiled reduction."""
+    with FakeCuda() as cuda:
+        counts = passes(cuda, params)
+    assert counts == [eager, around]
+
+
+def passes(cuda: FakeCuda, params: SamplingParams) -> list[int]:
+    logits = torch.zeros(6, VOCAB, dtype=torch.bfloat16, device=DEVICE)
+    keys = torch.zeros(6, 4, dtype=torch.int32, device=DEVICE)
+    generated = torch.zeros(6, dtype=torch.int64, device=DEVICE)
+
+    def compiled(logits, keys, ids):
+        best = torch.zeros(6, device=DEVICE)
+        return best, best.long(), best
+
+    counts = []
+    for reduce in (best_and_sum, compiled):
+        cuda.clear()
+        cuda.large = logits.numel()
+        with torch.inference_mode():
+            sample(logits, keys, generated, params, reduce)
+        counts.append(cuda.passes)
+    return counts
 
 
 @pytest.mark.gpu

@@ -113,33 +113,6 @@ def test_rows_with_a_past(cuda, name, kernel):
         assert is_on_gpu(tensor, torch.bfloat16) and tensor.shape[:2] == (4, 2 * PAGE)
 
 
-@pytest.mark.parametrize(
-    "params, eager, around",
-    [
-        (SamplingParams(), 28, 0),
-        (SamplingParams(temperature=0.7), 29, 2),
-        (SamplingParams(stop_token_ids=(5, 11), min_length=3), 30, 3),
-        (SamplingParams(temperature=0.0), 3, 3),
-    ],
-)
-@torch.inference_mode()
-def test_passes_over_the_logits(cuda, params, eager, around):
-    """Of eager sampling from bfloat16, and of what is eager around a compiled reduction."""
-    logits = torch.zeros(6, VOCAB, dtype=torch.bfloat16, device=DEVICE)
-    keys = torch.zeros(6, 4, dtype=torch.int32, device=DEVICE)
-    generated = torch.zeros(6, dtype=torch.int64, device=DEVICE)
-
-    def compiled(logits, keys, ids):
-        best = torch.zeros(6, device=DEVICE)
-        return best, best.long(), best
-
-    for reduce, passes in ((sampling.best_and_sum, eager), (compiled, around)):
-        cuda.clear()
-        cuda.large = logits.numel()
-        sample(logits, keys, generated, params, reduce)
-        assert cuda.passes == passes
-
-
 PARAMS = [
     SamplingParams(),
     SamplingParams(temperature=0.0),

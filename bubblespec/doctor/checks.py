@@ -23,12 +23,13 @@ from transformers import PreTrainedModel
 from bubblespec.config import Config
 from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.store import exchange
-from bubblespec.engine.attention import VARLEN_KERNELS, problem_of
+from bubblespec.engine.attention import VARLEN_KERNELS, problem_of, reads_pages
 from bubblespec.engine.compiled import compared, compile_reduction
 from bubblespec.engine.graphs import ForwardGraphs, can_capture
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import TOLERANCE, forward_hidden, output_head, random_tokens
 from bubblespec.engine.packing import PAGE, pack_rows
+from bubblespec.engine.pages import Pages
 from bubblespec.engine.sampling import best_and_sum
 from bubblespec.engine.tensor_parallel import Shards, TPGroup, TPUnsupported, shard_of
 from bubblespec.errors import one_line
@@ -142,7 +143,7 @@ def attention(case: Case) -> Iterator[Line]:
     for kernel in (name for name, problem in problems.items() if problem is None):
         avoid = f"model.attention={'sdpa' if kernel == 'varlen' else 'varlen'}"
         try:
-            logits = packed_logits(case.model, KVCache(NUM_ROWS, PAGE), kernel)
+            logits = packed_logits(case.model, cache_for(kernel), kernel)
             yield close(logits, reference, f"{kernel} and sdpa", avoid)
         except Exception as error:  # a package built for another torch, or a driver
             yield failed(f"{kernel}: {one_line(error)}; {avoid}")
@@ -166,7 +167,7 @@ def graphs(case: Case) -> Iterator[Line]:
         why = "rollout.enforce_eager=true" if is_eager else "model.attention is sdpa"
         yield slower(f"there are none; {why}")
         return
-    cache, tokens = KVCache(NUM_ROWS, PAGE, num_spare=1), random_tokens(loaded, 1)
+    cache, tokens = cache_for(kernel, num_spare=1), random_tokens(loaded, 1)
     packing = pack_rows(cache, np.zeros(1, np.int64), np.ones(1, np.int64), device)
     captured = ForwardGraphs(loaded, cache, kernel, 16)
     replay = partial(captured.forward, tokens, packing)
@@ -174,7 +175,7 @@ def graphs(case: Case) -> Iterator[Line]:
         yield slower("a forward cannot be captured; rollout.enforce_eager=true does not try")
         return
     replayed = packed_logits(loaded, cache, kernel, captured.forward)
-    eager = packed_logits(loaded, KVCache(NUM_ROWS, PAGE), kernel)
+    eager = packed_logits(loaded, cache_for(kernel), kernel)
     yield close(replayed, eager, "graphs and eager forwards", "rollout.enforce_eager=true")
     actions = (replay, partial(forward_hidden, loaded, tokens, packing, kernel))
     graph_ms, eager_ms = (1e3 * median_s(action, device) for action in actions)
@@ -320,6 +321,12 @@ def rollouts(case: Case) -> Iterator[Line]:
         yield failed(f"{differing} of {responses} differ with drafts{tie}; speculative.method=none")
     if "drafter" in case.config.speculative.method:
         yield ok("the learned drafter was not tried, as it is trained before the first step")
+
+
+def cache_for(kernel: str, num_spare: int = 0) -> KVCache:
+    """Of NUM_ROWS rows of a page, in pages where a run has them."""
+    pages = Pages(NUM_ROWS, PAGE, NUM_ROWS, PAGE) if reads_pages(kernel) else None
+    return KVCache(NUM_ROWS, PAGE, num_spare, pages)
 
 
 @torch.inference_mode()

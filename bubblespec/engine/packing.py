@@ -219,7 +219,10 @@ def _row_cost(queries, length):
 def pack_rows(
     cache: KVCache, start: np.ndarray, count: np.ndarray, device: torch.device
 ) -> CachePacking:
-    """start, count: int64 [R], cached positions and new tokens of slots 0..R-1."""
+    """For rows without an engine, which reserves pages itself. start, count: int64 [R], cached
+    positions and new tokens of slots 0..R-1."""
+    if cache.pages is not None:
+        cache.pages.grow(start + count)
     slot, offset = ragged(count)
     return CachePacking(cache, start, count, np.array((slot, start[slot] + offset)), device)
 
