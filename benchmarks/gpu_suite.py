@@ -94,7 +94,7 @@ def forwards(bench: Bench) -> Iterator[Figure]:
                 note = f"{len(captured.shapes)} graphs"
                 yield Figure("capture", time.perf_counter() - started, "s", note)
             packing = pack_rows(cache, start, count, bench.device)
-            if not captured.is_off and captured.shape_of(packing) is not None:
+            if captured.problem is None and captured.shape_of(packing) is not None:
                 actions["graph"] = replay
         for name, action in actions.items():
             forward_s = bench.seconds(action)

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 
 from tqdm import tqdm
 
@@ -68,3 +69,15 @@ def one_line(error: Exception) -> str:
     """Its kind and the first sentences of its message, enough to tell what is wrong."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:200]}{'...' if text[200:] else ''}"
+
+
+def first_problem(own: str | None, gather_text: Callable[[str], list[str]]) -> str | None:
+    """What is wrong on the first rank on which something is, the same on all ranks; None if nothing
+    is. gather_text: see `Ranks`."""
+    return next(filter(None, gather_text(own or "")), None)
+
+
+def fallback(instead: str, problem: object, key: str) -> str:
+    """The line of a run and of the doctor about something slower that takes the place of what is
+    meant: what is used, why, and the key with which nothing else is tried."""
+    return f"{instead}: {problem} ({key} tries nothing else)"

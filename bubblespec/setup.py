@@ -27,7 +27,6 @@ from bubblespec.data.tail_batching import TailBatching
 from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.drafter import read_drafter
 from bubblespec.engine import linear
-from bubblespec.engine.attention import choose_kernel
 from bubblespec.engine.batch_invariant import (
     NUM_SLOTS,
     SLOT_LENGTH,
@@ -36,6 +35,7 @@ from bubblespec.engine.batch_invariant import (
     make_invariant,
 )
 from bubblespec.engine.engine import Engine
+from bubblespec.engine.kernels import choose_kernel
 from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
@@ -74,7 +74,9 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     tokenizer = load_tokenizer(config)
     model = load_model(config, checkpoint, ranks.device)
     check_vocabulary(config, model, tokenizer)
-    kernel = prepare(config, model, ranks)
+    kernel, slower = prepare(config, model, ranks)
+    if slower and ranks.is_main:
+        log(f"warning: {slower}")
     reference = make_reference(config, model, checkpoint, ranks)
     train_prompts, eval_prompts = load_prompts(config, tokenizer)
     check_prompts(config, functions, train_prompts, eval_prompts, ranks)
@@ -129,9 +131,9 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     )
 
 
-def prepare(config: Config, model: PreTrainedModel, ranks: Ranks) -> str:
-    """Make the model ready for packed forwards; returns the attention kernel. Raises InputError for
-    a model that the engine cannot serve."""
+def prepare(config: Config, model: PreTrainedModel, ranks: Ranks) -> tuple[str, str | None]:
+    """Make the model ready for packed forwards; returns what `choose_kernel` does. Raises
+    InputError for a model that the engine cannot serve."""
     attention = config.model.attention
     if config.model.batch_invariant:
         fix_libraries()
@@ -141,10 +143,10 @@ def prepare(config: Config, model: PreTrainedModel, ranks: Ranks) -> str:
         head_sizes = prepare_model(model, max_length(config))
         if config.model.gradient_checkpointing:
             enable_gradient_checkpointing(model)
-        kernel = choose_kernel(attention, ranks.device, model.dtype, head_sizes)
+        kernel, slower = choose_kernel(attention, model, head_sizes, ranks.gather_text)
         if config.model.batch_invariant:
             check_invariance(config, model, kernel)
-        return kernel
+        return kernel, slower
     except ValueError as error:  # the engine's word for input errors: it does not know the keys
         names_key = str(error).startswith(("rollout.", "model."))
         raise InputError(str(error) if names_key else f"model.path: {error}") from error

@@ -8,7 +8,7 @@ import transformers
 from transformers import GenerationConfig
 
 from bubblespec.engine import attention
-from bubblespec.engine.attention import choose_kernel
+from bubblespec.engine.attention import problem_of
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import UnsupportedModel, prepare_model
 from bubblespec.engine.runner import ModelRunner
@@ -206,20 +206,16 @@ def test_refused_with_what_it_is(name, dtype):
 
 
 @pytest.mark.parametrize("name, sizes", [("deepseek_v2", {(24, 16)}), ("olmo3", {(16, 16)})])
-def test_kernels_for_heads_of_one_size_alone(name, sizes, monkeypatch):
+def test_kernels_for_heads_of_one_size_alone(name, sizes):
     """Latent attention has larger heads for queries and keys than for values, which the CUDA
     kernels do not take."""
-    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda package: None)
     found = prepare_model(build(SERVED[name]()), LONGEST)
     assert found == sizes
-    cuda = torch.device("cuda"), torch.bfloat16
-    assert choose_kernel("auto", *cuda, found) == ("varlen" if name == "olmo3" else "sdpa")
-    assert choose_kernel("auto", *cuda, frozenset({(512, 512)})) == "sdpa"
-    assert choose_kernel("sdpa", *cuda, found) == "sdpa"
+    problem = problem_of("varlen", torch.device("cuda"), torch.bfloat16, found)
     if name == "deepseek_v2":
-        why = "query and key heads have 24 and its value heads 16; use sdpa"
-        with pytest.raises(ValueError, match=why):
-            choose_kernel("varlen", *cuda, found)
+        assert problem.endswith("query and key heads have 24 and its value heads 16; use sdpa")
+    else:
+        assert problem is None
 
 
 def test_a_forward_of_one_row_is_checked():

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from bubblespec.engine.attention import bubblespec_attention, choose_kernel
+from bubblespec.engine import kernels
+from bubblespec.engine.attention import bubblespec_attention
+from bubblespec.engine.kernels import choose_kernel
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import forward_hidden, prepare_model
 from bubblespec.engine.packing import pack_rows, pack_sequences
-from tests.helpers.graphs import eager, feed
+from tests.helpers.graphs import eager, feed, install_flash_attn, stand_in
 from tests.helpers.models import VOCAB
 
 LONG = 32  # a row that feeds more among rows that feed little attends on its own
@@ -117,17 +119,69 @@ def test_rollback_is_lowering_the_length(make_model):
     assert torch.equal(*results)
 
 
-def test_choice_of_kernel():
-    cpu, cuda, half = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
-    assert choose_kernel("auto", cpu, half) == choose_kernel("auto", cuda, torch.float32) == "sdpa"
+def test_choice_of_kernel(monkeypatch):
+    """By device, type and installed packages."""
+    monkeypatch.setattr(kernels, "difference_of", lambda kernel, model: None)
+    has_flash = importlib.util.find_spec("flash_attn") is not None
+
+    def choose(requested: str, device: str, dtype: torch.dtype) -> tuple[str, str | None]:
+        model = types.SimpleNamespace(device=torch.device(device), dtype=dtype)
+        return choose_kernel(requested, model, frozenset())
+
+    half, single = torch.bfloat16, torch.float32
+    assert choose("auto", "cpu", half) == choose("sdpa", "cuda", half) == ("sdpa", None)
+    assert choose("auto", "cuda", half) == ("flash_attn" if has_flash else "varlen", None)
+    kernel, line = choose("auto", "cuda", single)
+    assert kernel == "sdpa" and "varlen computes in bfloat16; for float32 use sdpa" in line
     with pytest.raises(ValueError, match="attention: varlen runs on CUDA only; on cpu use sdpa"):
-        choose_kernel("varlen", cpu, half)
+        choose("varlen", "cpu", half)
     with pytest.raises(ValueError, match="varlen computes in bfloat16; for float32 use sdpa"):
-        choose_kernel("varlen", cuda, torch.float32)
-    if importlib.util.find_spec("flash_attn") is None:
-        assert choose_kernel("auto", cuda, half) == "varlen"
+        choose("varlen", "cuda", single)
+    if not has_flash:
         with pytest.raises(ValueError, match="flash_attn is not installed"):
-            choose_kernel("flash_attn", cuda, half)
+            choose("flash_attn", "cuda", half)
+
+
+@pytest.fixture
+def kernels_on_cpu(monkeypatch) -> None:
+    """Stand-ins for them, which `auto` tries."""
+    stand_in(monkeypatch)
+    monkeypatch.setattr(kernels, "problem_of", lambda *arguments: None)
+    monkeypatch.setattr(kernels, "kernels_for", lambda device: ["flash_attn", "varlen", "sdpa"])
+
+
+def raises(*arguments, **options):
+    raise ImportError("undefined symbol:\n  of another torch")
+
+
+@pytest.mark.parametrize(
+    "broken, why",
+    [
+        (raises, "flash_attn fails: ImportError: undefined symbol: of another torch"),
+        (lambda query, *rest, **options: 0 * query, "flash_attn gives other logits than sdpa, by "),
+    ],
+)
+def test_a_kernel_that_does_not_work(make_model, monkeypatch, kernels_on_cpu, broken, why):
+    """`auto` goes on with the next one and says why; a key that names it ends the run."""
+    model = make_model("mistral-window")
+    parts = model, prepare_model(model, 64)
+    assert choose_kernel("auto", *parts) == ("flash_attn", None)
+    install_flash_attn(monkeypatch, broken)
+    kernel, line = choose_kernel("auto", *parts)
+    assert kernel == "varlen" and line.startswith(f"attention is varlen: {why}")
+    assert line.endswith(" (model.attention=varlen tries nothing else)")
+    with pytest.raises(ValueError, match=f"^model.attention: {why}"):
+        choose_kernel("flash_attn", *parts)
+    monkeypatch.setattr("bubblespec.engine.attention.varlen_attn", raises)
+    kernel, line = choose_kernel("auto", *parts)
+    assert kernel == "sdpa" and "; varlen fails: ImportError" in line and "\n" not in line
+
+
+def test_a_kernel_that_does_not_work_on_another_rank(make_model, kernels_on_cpu):
+    model, of_ranks = make_model("llama"), iter([["", "fails: OSError: no"], ["", ""]])
+    found = choose_kernel("auto", model, prepare_model(model, 64), lambda own: next(of_ranks))
+    why = "flash_attn fails: OSError: no (model.attention=varlen tries nothing else)"
+    assert found == ("varlen", f"attention is varlen: {why}")
 
 
 @pytest.mark.gpu

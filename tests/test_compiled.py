@@ -17,7 +17,6 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def nothing_is_kept():
     compile_reduction.cache_clear()
-    compiled._warn.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -77,7 +76,7 @@ def test_eager_with_one_line_where_it_cannot_be_compiled(monkeypatch, capsys, fa
         assert all(map(torch.equal, got, best_and_sum(*given)))
     (line,) = capsys.readouterr().err.splitlines()
     why = {"compiler": "RuntimeError: no such compiler", "difference": "1 of 2048 compiled"}
-    assert line.startswith("warning: sampling is not compiled") and why[failure] in line
+    assert line.startswith("warning: sampling is eager: ") and why[failure] in line
 
 
 def test_one_graph_for_any_number_of_positions(monkeypatch):
@@ -97,7 +96,7 @@ def test_one_graph_for_any_number_of_positions(monkeypatch):
     torch_compile = torch.compile
     monkeypatch.setattr(torch, "compile", compile_)
     reduce, problem = compile_reduction(200, torch.bfloat16, CPU)
-    assert not problem
+    assert problem is None
     with torch.inference_mode():
         for count in (2, 5, 64, 1, 700):
             given = compared(count, 200, torch.bfloat16, CPU)
@@ -107,48 +106,33 @@ def test_one_graph_for_any_number_of_positions(monkeypatch):
 
 def test_without_triton_nothing_is_tried_on_cuda(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    found = compile_reduction(100, torch.bfloat16, torch.device("cuda"))
-    assert found == (None, "the package triton is not there")
+    reduce, line = compile_reduction(100, torch.bfloat16, torch.device("cuda"))
+    assert reduce is best_and_sum and "the package triton is not there" in line
 
 
-@pytest.mark.parametrize(
-    "params, eager, around",
-    [
-        (SamplingParams(), 28, 0),
-        (SamplingParams(temperature=0.7), 29, 2),
-        (SamplingParams(stop_token_ids=(5, 11), min_length=3), 30, 3),
-        (SamplingParams(temperature=0.0), 3, 3),
-    ],
-)
-def test_passes_over_the_logits(params, eager, around):
-    """Of eager sampling from bfloat16, and of what is eager around a compiled reduction."""
-    with FakeCuda() as cuda:
-        counts = passes(cuda, params)
-    assert counts == [eager, around]
-
-
-def passes(cuda: FakeCuda, params: SamplingParams) -> list[int]:
-    logits = torch.zeros(6, VOCAB, dtype=torch.bfloat16, device=DEVICE)
-    keys = torch.zeros(6, 4, dtype=torch.int32, device=DEVICE)
-    generated = torch.zeros(6, dtype=torch.int64, device=DEVICE)
+@torch.inference_mode()
+def test_nothing_is_eager_around_a_compiled_reduction():
+    """Of plain sampling from bfloat16, in passes over the logits."""
 
     def compiled(logits, keys, ids):
         best = torch.zeros(6, device=DEVICE)
         return best, best.long(), best
 
-    counts = []
-    for reduce in (best_and_sum, compiled):
-        cuda.clear()
-        cuda.large = logits.numel()
-        with torch.inference_mode():
-            sample(logits, keys, generated, params, reduce)
-        counts.append(cuda.passes)
-    return counts
+    with FakeCuda() as cuda:
+        logits = torch.zeros(6, VOCAB, dtype=torch.bfloat16, device=DEVICE)
+        keys = torch.zeros(6, 4, dtype=torch.int32, device=DEVICE)
+        generated, counts = torch.zeros(6, dtype=torch.int64, device=DEVICE), []
+        for reduce in (best_and_sum, compiled):
+            cuda.clear()
+            cuda.large = logits.numel()
+            sample(logits, keys, generated, SamplingParams(), reduce)
+            counts.append(cuda.passes)
+    assert counts[0] > 20 and counts[1] == 0
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_winners_on_the_gpu(dtype):
-    reduce, problem = compile_reduction(151_936, dtype, torch.device("cuda", 0))
-    assert reduce is not None, problem
+    _, problem = compile_reduction(151_936, dtype, torch.device("cuda", 0))
+    assert problem is None

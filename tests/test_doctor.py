@@ -126,42 +126,52 @@ def test_a_rank_that_fails_alone(tmp_path):
 
 @pytest.fixture
 def on_gpu(monkeypatch, make_model) -> Case:
-    """A case on a GPU that is not there: the kernels and graphs are stand-ins on the CPU."""
+    """A case on a GPU that is not there: kernels and graphs are stand-ins on the CPU."""
     stand_ins.stand_in(monkeypatch)
-    monkeypatch.setattr(checks, "problem_of", lambda *arguments: None)
     model = make_model("llama")
     prepare_model(model, 64)
     config = load_config(f"{ROOT}/{CONFIG}", [])
     return Case(config, Ranks(torch.device("cuda")), model, "varlen")
 
 
-def test_kernels_and_graphs(on_gpu, monkeypatch):
-    lines = [*checks.attention(on_gpu), *checks.graphs(on_gpu)]
-    assert [line.verdict for line in lines] == ["ok"] * 5
-    texts = [line.text.partition(" differ")[0] for line in lines]
-    assert texts[:2] == ["logits of flash_attn and sdpa", "logits of varlen and sdpa"]
-    assert texts[2:4] == ["varlen is in use", "logits of graphs and eager forwards"]
-    stand_ins.install_flash_attn(monkeypatch, lambda query, *rest, **options: 0 * query)
-    wrong, right, _ = checks.attention(on_gpu)
-    assert wrong.verdict == "failed" and wrong.text.endswith("; model.attention=varlen")
-    assert right.verdict == "ok"
-    on_gpu.config = replace(
-        on_gpu.config, rollout=replace(on_gpu.config.rollout, enforce_eager=True)
+def eager(case: Case) -> Case:
+    rollout = replace(case.config.rollout, enforce_eager=True)
+    return replace(case, config=replace(case.config, rollout=rollout))
+
+
+def test_attention(on_gpu):
+    assert list(checks.attention(on_gpu)) == [Line("ok", "attention is varlen")]
+    line = Line("slower", "attention is sdpa; model.attention=auto")
+    assert list(checks.attention(replace(on_gpu, kernel="sdpa"))) == [line]
+    line = Line(
+        "slower", "attention is sdpa: varlen fails (model.attention=sdpa tries nothing else)"
     )
+    assert list(checks.attention(replace(on_gpu, kernel="sdpa", slower=line.text))) == [line]
+
+
+def test_graphs(on_gpu, monkeypatch, capsys):
+    compared, timed = checks.graphs(on_gpu)
+    assert compared.verdict == timed.verdict == "ok"
+    assert compared.text.startswith("logits of graphs and eager forwards differ by")
     why = "there are none; rollout.enforce_eager=true"
-    assert list(checks.graphs(on_gpu)) == [Line("slower", why)]
+    assert list(checks.graphs(eager(on_gpu))) == [Line("slower", why)]
+
+    def rehearse(run):
+        raise RuntimeError("no such\ncapture")
+
+    monkeypatch.setattr("bubblespec.engine.graphs.rehearse", rehearse)
+    (line,) = checks.graphs(on_gpu)
+    why = "forwards are eager, not CUDA graphs: RuntimeError: no such capture"
+    assert line == Line("slower", f"{why} (rollout.enforce_eager=true tries nothing else)")
+    assert capsys.readouterr().err == f"warning: {line.text}\n"
 
 
-@pytest.mark.parametrize("found", ["compiled", "a reason", "enforce_eager"])
-def test_sampling(on_gpu, monkeypatch, found):
-    answer = (best_and_sum, "") if found == "compiled" else (None, "a reason")
-    monkeypatch.setattr(checks, "compile_reduction", lambda *kind: answer)
-    rollout = replace(on_gpu.config.rollout, enforce_eager=found == "enforce_eager")
-    on_gpu.config = replace(on_gpu.config, rollout=rollout)
+def test_sampling(on_gpu, monkeypatch):
+    found = iter([(best_and_sum, None), (best_and_sum, "it is eager")])
+    monkeypatch.setattr(checks, "compile_reduction", lambda *kind: next(found))
     (line,) = checks.sampling(on_gpu)
-    if found == "compiled":
-        times = r"the same 128 tokens take [\d.]+ ms compiled, eager [\d.]+ ms"
-        assert line.verdict == "ok" and re.fullmatch(times, line.text)
-    else:
-        why = "a reason" if found == "a reason" else "not compiled"
-        assert line == Line("slower", f"it is eager: {why}; rollout.enforce_eager")
+    times = r"the same 128 tokens take [\d.]+ ms compiled, eager [\d.]+ ms"
+    assert line.verdict == "ok" and re.fullmatch(times, line.text)
+    assert list(checks.sampling(on_gpu)) == [Line("slower", "it is eager")]
+    why = "sampling is eager; rollout.enforce_eager=true"
+    assert list(checks.sampling(eager(on_gpu))) == [Line("slower", why)]

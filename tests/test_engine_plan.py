@@ -187,16 +187,12 @@ def test_rows_get_their_texts_however_they_are_scheduled(seed):
 
     class Guesses:
         def propose(self, rows, lengths, room, budget):
-            guesses = [
-                np.array(texts[row.id][n : n + rng.integers(0, 8)], np.int64)
-                for row, n in zip(rows, lengths, strict=True)
-            ]
-            return packed(
-                [
-                    np.where(rng.random(len(g)) < 0.2, 15, g) if rng.random() < 0.7 else None
-                    for g in guesses
-                ]
-            )
+            drafts = []
+            for row, n in zip(rows, lengths, strict=True):
+                guess = np.array(texts[row.id][n : n + rng.integers(0, 8)], np.int64)
+                guess[rng.random(len(guess)) < 0.2] = 15
+                drafts.append(guess if rng.random() < 0.7 else None)
+            return packed(drafts)
 
         def observe(self, rows, tokens, num_gained, num_draft, num_accepted):
             gained = unpacked(tokens, num_gained)
@@ -223,11 +219,6 @@ def test_rows_get_their_texts_however_they_are_scheduled(seed):
     assert num_finished == len(rows) and all(
         row.tokens.tolist() == texts[row.id] and row.finish == "stop" for row in rows
     )
-
-
-def test_a_forward_must_hold_a_token_of_each_slot():
-    with pytest.raises(ValueError, match="max_batch_tokens = 3 is below num_slots = 4"):
-        Engine(TextRunner(4, 10, 3, {}))
 
 
 def test_the_youngest_row_gives_way_when_pages_run_out():
@@ -270,6 +261,8 @@ def test_drafts_get_no_page_that_a_row_needs():
     assert len(engine.rows) == 1 and engine.runner.batch.num_draft.tolist() == [8]
 
 
-def test_pages_must_hold_one_row():
+def test_too_small_forwards_and_too_few_pages_are_refused():
+    with pytest.raises(ValueError, match="max_batch_tokens = 3 is below num_slots = 4"):
+        Engine(TextRunner(4, 10, 3, {}))
     with pytest.raises(ValueError, match="4 pages of 4 positions are too few for a row of 20"):
         Pages(3, 20, 4, 4)

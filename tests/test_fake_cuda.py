@@ -246,6 +246,9 @@ class Together:
         self.sums.append(tensor.numel())
         return tensor.mul_(2)
 
+    def gather_text(self, text: str) -> list[str]:
+        return [text, text]
+
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         assert tensor.device == DEVICE
         return torch.stack([tensor, tensor])
@@ -269,14 +272,12 @@ def test_graphs_take_all_from_their_one_input(cuda, monkeypatch, kernel, tp):
     monkeypatch.setattr(graphs, "rehearse", lambda run: (run(), sums.append("alone")))
     monkeypatch.setattr(graphs, "capture", capture)
     engine = make_engine(cuda, monkeypatch, kernel, tp=tp)
-    found, answer = engine.runner.graphs, cuda.answer
-    cuda.answer = lambda tensor: np.zeros(tuple(tensor.shape))  # no rank has failed
+    found = engine.runner.graphs
     with torch.inference_mode():
         found._capture()
-    assert cuda.waits == ([] if tp is None else ["graphs._on_all"]), "to hear of it"
-    cuda.answer = answer
+    assert cuda.waits == []
     uploads = run_engine(cuda, engine, Drafts())
-    assert found.num_replays == engine.num_forwards and not found.is_off
+    assert found.num_replays == engine.num_forwards and found.problem is None
     if tp is None:
         assert max(uploads) <= 7, "the input, a block table, and what verification needs"
     for shape, (hidden, own_sums) in zip(found.shapes, captured, strict=True):

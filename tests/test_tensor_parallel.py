@@ -182,19 +182,24 @@ def test_a_plan_that_is_wrong_is_found(make_model):
     run_together(2, check)
 
 
-def test_a_model_whose_code_fails_in_shards_is_refused(make_model):
+@pytest.mark.parametrize("failing", [{0, 1}, {1}])
+def test_a_model_whose_code_fails_in_shards_is_refused(make_model, failing):
+    """By all ranks, also where it fails on one alone, which no other waits for."""
     model = make_model("llama")
     prepare_model(model, LONGEST)
-    for layer in model.model.layers:  # as code that knows how many heads it has
-        layer.self_attn.o_proj.register_forward_pre_hook(
-            lambda module, args: (args[0].view(1, -1, 64),)
-        )
+
+    def fail(module, args):
+        raise TypeError("it knows how many\nheads it has")
 
     def check(tp):
-        with pytest.raises(TPUnsupported, match=r"forward of Llama.* in shards fails: mat1"):
-            ModelRunner(copy.deepcopy(model), 2, LONGEST, 0, tp=tp).shards.check()
+        own = copy.deepcopy(model)
+        if tp.rank in failing:
+            own.model.layers[1].self_attn.o_proj.register_forward_pre_hook(fail)
+        with pytest.raises(TPUnsupported) as error:
+            ModelRunner(own, 2, LONGEST, 0, tp=tp).shards.check()
+        return str(error.value).partition(" in shards fails: ")[2]
 
-    run_together(2, check)
+    assert run_together(2, check) == ["TypeError: it knows how many heads it has"] * 2
 
 
 # Sampling

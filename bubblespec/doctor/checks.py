@@ -23,16 +23,26 @@ from transformers import PreTrainedModel
 from bubblespec.config import Config
 from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.store import exchange
-from bubblespec.engine.attention import VARLEN_KERNELS, problem_of, reads_pages
 from bubblespec.engine.compiled import compared, compile_reduction
 from bubblespec.engine.graphs import ForwardGraphs, can_capture
+from bubblespec.engine.kernels import cache_for, packed_logits
 from bubblespec.engine.kv_cache import KVCache
-from bubblespec.engine.model import TOLERANCE, forward_hidden, output_head, random_tokens
+from bubblespec.engine.model import (
+    TOLERANCE,
+    forward_hidden,
+    output_head,
+    random_tokens,
+    relative_difference,
+)
 from bubblespec.engine.packing import PAGE, pack_rows
-from bubblespec.engine.pages import Pages
 from bubblespec.engine.sampling import best_and_sum
-from bubblespec.engine.tensor_parallel import Shards, TPGroup, TPUnsupported, shard_of
-from bubblespec.errors import one_line
+from bubblespec.engine.tensor_parallel import (
+    Shards,
+    TPGroup,
+    TPUnsupported,
+    no_shared_tail,
+    shard_of,
+)
 from bubblespec.loading import load_model
 from bubblespec.memory import max_length, max_slots
 from bubblespec.planner.place import place_in_turn
@@ -45,7 +55,7 @@ from bubblespec.trainer import Trainer
 from bubblespec.types import Draft, Launch, Row, SampleId
 
 WARM_UP, NUM_TIMED = 3, 20
-NUM_ROWS, NUM_SAMPLED = 3, 128  # of `packed_logits`; positions of the check of sampling
+NUM_SAMPLED = 128  # positions of the check of sampling
 # Of the rollouts: long enough for drafts to be right and wrong, and no minutes for a small model.
 MIN_PROMPTS, MAX_RESPONSES, MAX_TOKENS = 2, 8, 64
 FREE_SHARE = 0.9  # of a GPU's memory; with less someone else is on it
@@ -70,6 +80,8 @@ class Case:
     model: PreTrainedModel | None = None
     """Until the run is set up, which loads one of its own."""
     kernel: str = "sdpa"
+    slower: str | None = None
+    """A line, where the kernel is a fallback."""
     trainer: Trainer | None = None
 
 
@@ -128,31 +140,20 @@ def model(case: Case) -> Iterator[Line]:
     size = f"{sum(p.numel() for p in loaded.parameters()) / 1e6:.3g} M parameters"
     read_s = time.perf_counter() - began_s
     yield ok(f"{config.model.path}: {size} in {config.model.dtype}, read in {read_s:.1f} s")
-    case.kernel = prepare(config, loaded, case.ranks)
+    case.kernel, case.slower = prepare(config, loaded, case.ranks)
     case.model = loaded
     yield ok(f"packed rows of up to {max_length(config)} tokens get the model's own logits")
 
 
 def attention(case: Case) -> Iterator[Line]:
-    """Every kernel that is there against SDPA, the reference."""
-    device, cache = case.ranks.device, KVCache(NUM_ROWS, PAGE)
-    reference = packed_logits(case.model, cache, "sdpa")
-    heads = zip(cache.keys.values(), cache.values.values(), strict=True)
-    sizes = frozenset((key.shape[-1], value.shape[-1]) for key, value in heads)
-    problems = {k: problem_of(k, device, case.model.dtype, sizes) for k in VARLEN_KERNELS}
-    for kernel in (name for name, problem in problems.items() if problem is None):
-        avoid = f"model.attention={'sdpa' if kernel == 'varlen' else 'varlen'}"
-        try:
-            logits = packed_logits(case.model, cache_for(kernel), kernel)
-            yield close(logits, reference, f"{kernel} and sdpa", avoid)
-        except Exception as error:  # a package built for another torch, or a driver
-            yield failed(f"{kernel}: {one_line(error)}; {avoid}")
-    if device.type == "cuda" and case.kernel == "sdpa":
-        why = [f"{name} {problem}" for name, problem in problems.items() if problem]
-        yield slower("; ".join(["sdpa is in use", *why, "model.attention=auto"]))
+    """The kernel in use, which gives what SDPA gives: `prepare` has compared them."""
+    if case.slower is not None:
+        yield slower(case.slower)
+    elif case.ranks.device.type == "cuda" and case.kernel == "sdpa":
+        yield slower("attention is sdpa; model.attention=auto")
     else:
-        others = "; the others run on CUDA only" if device.type == "cpu" else ""
-        yield ok(f"{case.kernel} is in use{others}")
+        others = "; the others run on CUDA only" if case.ranks.device.type == "cpu" else ""
+        yield ok(f"attention is {case.kernel}{others}")
 
 
 @torch.inference_mode()
@@ -171,8 +172,8 @@ def graphs(case: Case) -> Iterator[Line]:
     packing = pack_rows(cache, np.zeros(1, np.int64), np.ones(1, np.int64), device)
     captured = ForwardGraphs(loaded, cache, kernel, 16)
     replay = partial(captured.forward, tokens, packing)
-    if replay() is None:  # a warning has said why
-        yield slower("a forward cannot be captured; rollout.enforce_eager=true does not try")
+    if replay() is None:
+        yield slower(captured.problem)
         return
     replayed = packed_logits(loaded, cache, kernel, captured.forward)
     eager = packed_logits(loaded, cache_for(kernel), kernel)
@@ -189,11 +190,12 @@ def sampling(case: Case) -> Iterator[Line]:
         yield ok("not applicable: eager on a CPU")
         return
     head, dtype, device = output_head(case.model), case.model.dtype, case.model.device
-    compiled, problem = None, "not compiled"
-    if not case.config.rollout.enforce_eager:
-        compiled, problem = compile_reduction(head.out_features, dtype, device)
-    if compiled is None:
-        yield slower(f"it is eager: {problem}; rollout.enforce_eager")
+    if case.config.rollout.enforce_eager:
+        yield slower("sampling is eager; rollout.enforce_eager=true")
+        return
+    compiled, line = compile_reduction(head.out_features, dtype, device)
+    if line is not None:
+        yield slower(line)
         return
     given = compared(NUM_SAMPLED, head.out_features, dtype, device)
     ms, eager_ms = (1e3 * median_s(partial(f, *given), device) for f in (compiled, best_and_sum))
@@ -212,7 +214,7 @@ def shared_tail(case: Case) -> Iterator[Line]:
         shards = Shards(loaded, TPGroup(ranks))
         shards.check()
     except TPUnsupported as error:
-        yield slower(f"the ranks that have the last rows decode them, as {error}; {avoid}")
+        yield slower(no_shared_tail(error))
         return
     tokens, one, head = random_tokens(loaded, 1), np.ones(1, np.int64), output_head(loaded)
     whole, part = (pack_rows(KVCache(1, PAGE), 0 * one, one, device) for _ in range(2))
@@ -323,34 +325,9 @@ def rollouts(case: Case) -> Iterator[Line]:
         yield ok("the learned drafter was not tried, as it is trained before the first step")
 
 
-def cache_for(kernel: str, num_spare: int = 0) -> KVCache:
-    """Of NUM_ROWS rows of a page, in pages where a run has them."""
-    pages = Pages(NUM_ROWS, PAGE, NUM_ROWS, PAGE) if reads_pages(kernel) else None
-    return KVCache(NUM_ROWS, PAGE, num_spare, pages)
-
-
-@torch.inference_mode()
-def packed_logits(
-    loaded: PreTrainedModel, cache: KVCache, kernel: str, forward: Callable | None = None
-) -> torch.Tensor:
-    """Logits [N, V] of three rows: of their prompts, and of one, four and two tokens after them.
-    forward: of `ForwardGraphs` over this cache, in place of the eager one."""
-    prompts, more = np.array([8, 5, 3]), np.array([1, 4, 2])
-    logits = []
-    for start, count in ((0 * prompts, prompts), (prompts, more)):
-        packing = pack_rows(cache, start, count, loaded.device)
-        tokens = random_tokens(loaded, int(count.sum()))
-        if forward is None:
-            hidden = forward_hidden(loaded, tokens, packing, kernel)
-        else:
-            hidden = forward(tokens, packing)[: len(tokens)]
-        logits.append(output_head(loaded)(hidden))
-    return torch.cat(logits)
-
-
 def close(got: torch.Tensor, wanted: torch.Tensor, what: str, avoid: str) -> Line:
     """Whether logits differ by no more than `prepare_model` tolerates. avoid: the key if not."""
-    difference = ((got - wanted).abs().max() / wanted.abs().max().clamp(min=1.0)).item()
+    difference = relative_difference(got, wanted)
     line = f"logits of {what} differ by {difference:.1e} of their size"
     is_close = difference <= TOLERANCE.get(wanted.dtype, 0.1)
     return ok(line) if is_close else failed(f"{line}; {avoid}")

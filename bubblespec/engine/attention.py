@@ -3,7 +3,7 @@ its attention interface.
 
 `bubblespec_attention` receives the packing as an extra keyword of the model's forward. SDPA is the
 reference on every device; `varlen` (torch) and `flash_attn` (the package) are CUDA kernels for the
-same contract, each checked by a parity test.
+same contract; kernels.py chooses.
 
 Shape legend: N packed tokens, R rows, Q padded new tokens of a row, L attended positions, H query
 heads, K key/value heads, G = H / K, D head dimension.
@@ -31,23 +31,6 @@ HAS_SEQUSED = "seqused_k" in inspect.signature(varlen_attn).parameters
 HAS_BLOCK_TABLE = "block_table" in inspect.signature(varlen_attn).parameters
 _IGNORED = {"position_ids", "cache_position", "use_cache", "is_causal", "dropout"}
 _IGNORED |= {"output_attentions", "output_hidden_states"}
-
-
-def choose_kernel(
-    requested: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    head_sizes: frozenset[tuple[int, int]] = frozenset(),
-) -> str:
-    """Resolve `auto`: flash_attn if it is installed, else torch's kernel, and SDPA where these do
-    not support the device, the `dtype` or the `head_sizes` (see `prepare_model`). Raises ValueError
-    for an impossible request."""
-    problems = {name: problem_of(name, device, dtype, head_sizes) for name in VARLEN_KERNELS}
-    if requested == "auto":
-        return next((name for name, problem in problems.items() if problem is None), "sdpa")
-    if problem := problems.get(requested):
-        raise ValueError(f"model.attention: {requested} {problem}")
-    return requested
 
 
 def problem_of(

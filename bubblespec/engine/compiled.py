@@ -18,7 +18,7 @@ import torch
 
 from bubblespec.engine.noise import gumbel, random_bits, stream_keys
 from bubblespec.engine.sampling import best_and_sum
-from bubblespec.errors import log, one_line
+from bubblespec.errors import fallback, log, one_line
 
 # The compiler's own functions and its flushing of small numbers differ from those of single
 # operations in the last bit. Older versions of torch do not have all of these.
@@ -33,33 +33,27 @@ def compiled_best_and_sum(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`best_and_sum`, compiled where that works and gives the same. The first call with logits of a
     kind takes seconds."""
-    compiled, problem = compile_reduction(logits.shape[1], logits.dtype, logits.device)
-    if compiled is None:
-        _warn(problem)
-        return best_and_sum(logits, keys, ids)
-    return compiled(logits, keys, ids)
-
-
-@functools.cache
-def _warn(problem: str) -> None:
-    advice = "rollout.enforce_eager=true does not try"
-    log(f"warning: sampling is not compiled and takes longer ({advice}): {problem}")
+    return compile_reduction(logits.shape[1], logits.dtype, logits.device)[0](logits, keys, ids)
 
 
 @functools.cache
 def compile_reduction(
     vocab_size: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Callable | None, str]:
-    """`best_and_sum` compiled for logits [T, vocab_size] of any T, or None and why not. Takes
-    seconds, at the first call with these arguments."""
-    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
-        return None, "the package triton is not there"
+) -> tuple[Callable, str | None]:
+    """`best_and_sum` compiled for logits [T, vocab_size] of any T; or as it is, and the line, which
+    is printed, of why. Takes seconds, at the first call with these arguments."""
     try:
+        if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+            raise ImportError("the package triton is not there")
         compiled = compile_for_any_length(best_and_sum)
         problem = first_difference(compiled, vocab_size, dtype, device)
     except Exception as error:  # a compiler, a driver, or what one of them needs of the system
-        return None, one_line(error)[:200]
-    return (None, problem) if problem else (compiled, "")
+        problem = one_line(error)
+    if problem is None:
+        return compiled, None
+    line = fallback("sampling is eager", problem, "rollout.enforce_eager=true")
+    log(f"warning: {line}")
+    return best_and_sum, line
 
 
 def compile_for_any_length(function: Callable) -> Callable:

@@ -28,19 +28,18 @@ Shape legend: N tokens of a forward, B >= N tokens of a graph, which has room fo
 """
 
 import contextlib
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import forward_hidden
 from bubblespec.engine.packing import CachePacking, Varlen, pack_rows
 from bubblespec.engine.tensor_parallel import Shards
+from bubblespec.errors import fallback, first_problem, log, one_line
 
 # No step is larger than a third beyond 8 tokens: below some 250 tokens weights are read for longer
 # than is computed with them, so that padding costs next to nothing. Larger forwards keep a GPU busy
@@ -103,7 +102,8 @@ class ForwardGraphs:
         self.states: torch.Tensor | None = None
         self.shapes = graph_shapes(max_batch_tokens, cache.slot_length, min_tokens)
         self.num_replays = 0
-        self.is_off = False  # this model's forward cannot be captured
+        self.problem: str | None = None
+        """The line where this model's forward cannot be captured, here or on another rank."""
         self.pool: tuple | None = None  # with the graphs' memory
         self._graphs: dict[Shape, _Graph] = {}
 
@@ -118,12 +118,12 @@ class ForwardGraphs:
         tokens come first, the others are invalid. None if there is no graph for the forward.
         states: [N, state_size], where the model is a drafter."""
         shape = self.shape_of(packing)
-        if shape is None or self.is_off:
+        if shape is None or self.problem:
             return None
         self.cache.block_table(packing.device)  # is up to date
         if not self._graphs:
             self._capture()
-            if self.is_off:
+            if self.problem:
                 return None
         graph, is_on_host = self._graphs[shape], isinstance(tokens, np.ndarray)
         known = tokens if is_on_host else np.zeros(len(tokens), np.int64)
@@ -163,23 +163,18 @@ class ForwardGraphs:
         problem = None
         try:
             stage()
-        except RuntimeError as error:  # the model's own code runs here
-            problem = error
-        failed = problem is not None
+        except Exception as error:  # the model's own code runs here, and drivers
+            problem = one_line(error)
         if self.shards is not None:
-            own = torch.full((1,), float(failed), device=self.model.device)
-            failed = bool(self.shards.tp.gather(own).cpu().numpy().any())
-        if failed:
-            self.clear()
-            self.is_off = True
-        if problem is not None:  # otherwise it is another rank's, which reports it
-            reason = " ".join(str(problem).split())[:200]
-            tqdm.write(
-                "warning: no CUDA graphs, as a forward cannot be captured "
-                f"(rollout.enforce_eager): {reason}",
-                sys.stderr,
-            )
-        return not failed
+            problem = first_problem(problem, self.shards.tp.gather_text)
+        if problem is None:
+            return True
+        self.clear()
+        key = "rollout.enforce_eager=true"
+        self.problem = fallback("forwards are eager, not CUDA graphs", problem, key)
+        if self.shards is None or self.shards.tp.rank == 0:
+            log(f"warning: {self.problem}")
+        return False
 
     def _rehearse(self, inputs: dict[Shape, torch.Tensor], zeros: list[torch.Tensor]) -> None:
         """Run each forward once, without sums over ranks. Fills in what the graphs read, by shape,

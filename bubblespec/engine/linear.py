@@ -16,6 +16,7 @@ Shape legend: K features in, M features out.
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -101,12 +102,9 @@ class FastLinear(torch.nn.Linear):
         # Not through Module.__getattr__: at a few rows every microsecond counts.
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         if is_inference_mode_enabled():
-            return (
-                onednn_linear(x, self.packed(), bias)
-                if self.plan.packs
-                else linear(x, weight, bias)
-            )
-        if self.plan.trains and x.numel() >= MIN_TRAINING_ROWS * self.in_features:
+            if self.plan.packs:
+                return onednn_linear(x, self.packed(), bias)
+        elif self.plan.trains and x.numel() >= MIN_TRAINING_ROWS * self.in_features:
             return OneDNNLinear.apply(x, weight, bias)
         return linear(x, weight, bias)
 
@@ -195,59 +193,46 @@ def measure(model: torch.nn.Module, clock: Callable[[], float] = time.perf_count
     layers of all shapes, as a forward does, so that weights come from where they come from in a
     forward.
     """
-    shapes = list(layers_by_shape(model).values())
+    shapes = [[_measured_weight(m) for m in of] for of in layers_by_shape(model).values()]
+    share = min(1.0, MAX_ELEMENTS / max(sum(len(of) * of[0].numel() for of in shapes), 1))
+    generating = [of[: max(1, round(share * len(of)))] for of in shapes]
+    training = [of[: max(1, MAX_TRAINING_ELEMENTS // of[0].numel())] for of in shapes]
+    packed = [[pack(weight) for weight in of] for of in generating]
     table = np.zeros((len(shapes), 2, len(ROWS) + 1))
-    sizes = [_measured_weight(layers[0]).numel() for layers in shapes]
-    total = sum(size * len(layers) for size, layers in zip(sizes, shapes, strict=True))
-    share = min(1.0, MAX_ELEMENTS / max(total, 1))
-    generating, training = [], []  # (number of the shape, layer)
-    for number, (size, layers) in enumerate(zip(sizes, shapes, strict=True)):
-        generating += [(number, layer) for layer in layers[: max(1, round(share * len(layers)))]]
-        training += [(number, layer) for layer in layers[: max(1, MAX_TRAINING_ELEMENTS // size)]]
-    for kernel, product in enumerate((linear, onednn_linear)):
-        weights = [_measured_weight(layer) for _, layer in generating]
-        if kernel == 1:
-            weights = [pack(weight) for weight in weights]
-        for column, rows in enumerate((*ROWS, TRAINING_ROWS)):
-            if rows == TRAINING_ROWS:
-                measured, trained = training, OneDNNLinear.apply if kernel == 1 else linear
-                calls = [_training_call(layer, trained) for _, layer in training]
-            else:
-                measured = generating
-                calls = [
-                    partial(_generate, product, _random(1, rows, layer.in_features), weight)
-                    for (_, layer), weight in zip(generating, weights, strict=True)
-                ]
-            first, best = _seconds_of_calls(calls, clock, BUDGET_S / table[0].size)
-            number_of_call = np.array([number for number, _ in measured])
-            for number, layers in enumerate(shapes):
-                is_of_shape = number_of_call == number
-                table[number, kernel, column] = best[is_of_shape].mean()
-                # oneDNN compiles code for each number of rows that it has not met yet. Few rows
-                # come again and again; how many a long chunk or a micro-batch has is new nearly
-                # every time.
-                if kernel == 1 and rows >= ROWS[-1]:
-                    table[number, kernel, column] += (first - best)[is_of_shape].sum() / len(layers)
+    for kernel, column in np.ndindex(table.shape[1:]):
+        is_training = column == len(ROWS)
+        if is_training:
+            product = OneDNNLinear.apply if kernel else linear
+            calls = [[_training_call(product, weight) for weight in of] for of in training]
+        else:
+            product, weights = (onednn_linear, packed) if kernel else (linear, generating)
+            inputs = [_random(1, ROWS[column], of[0].shape[1]) for of in shapes]
+            pairs = zip(inputs, weights, strict=True)
+            calls = [[partial(product, x, weight) for weight in of] for x, of in pairs]
+        with torch.inference_mode(not is_training):
+            seconds = _seconds_of_calls(calls, clock, BUDGET_S / table[0].size)
+        for number, (first, best) in enumerate(seconds):
+            table[number, kernel, column] = best.mean()
+            # oneDNN compiles code for each number of rows that it has not met yet. Few rows come
+            # again and again; how many a long chunk or a micro-batch has is new nearly every time.
+            if kernel == 1 and column >= len(ROWS) - 1:
+                table[number, kernel, column] += (first - best).sum() / len(shapes[number])
     return table
 
 
 def _seconds_of_calls(
-    calls: list[Callable[[], object]], clock: Callable[[], float], budget_s: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Of each call, in the first round and in the best one, float64 [calls] twice."""
+    calls: list[list[Callable[[], object]]], clock: Callable[[], float], budget_s: float
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Of the calls of each shape, in the first round and in the best one, float64 [calls] twice."""
     end, rounds = clock() + budget_s, []
     while len(rounds) < 2 or (len(rounds) < MAX_ROUNDS and clock() < end):
         times = [clock()]
-        for call in calls:
+        for call in chain.from_iterable(calls):
             call()
             times.append(clock())
         rounds.append(np.diff(times))
-    return rounds[0], np.min(rounds, axis=0)
-
-
-@torch.inference_mode()
-def _generate(product: Callable, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return product(x, weight)
+    ends = np.cumsum([len(of) for of in calls])[:-1]
+    return list(zip(np.split(rounds[0], ends), np.split(np.min(rounds, axis=0), ends), strict=True))
 
 
 def _measured_weight(layer: torch.nn.Linear) -> torch.Tensor:
@@ -259,10 +244,10 @@ def _random(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
-def _training_call(layer: torch.nn.Linear, product: Callable) -> Callable[[], object]:
+def _training_call(product: Callable, weight: torch.Tensor) -> Callable[[], object]:
     """Forward and backward of a layer."""
-    weight = _measured_weight(layer).clone().requires_grad_()
-    x = _random(TRAINING_ROWS, layer.in_features).requires_grad_()
+    weight = weight.clone().requires_grad_()
+    x = _random(TRAINING_ROWS, weight.shape[1]).requires_grad_()
     grad = _random(TRAINING_ROWS, len(weight))
     return lambda: torch.autograd.grad(product(x, weight, None), (x, weight), grad)
 
@@ -270,12 +255,7 @@ def _training_call(layer: torch.nn.Linear, product: Callable) -> Callable[[], ob
 def choose(shapes: list[str], seconds: np.ndarray) -> dict[str, Plan]:
     """The plan of each shape, a pure function of what `measure` returns; for generation by the
     geometric mean over ROWS."""
-    plans = {}
-    for shape, of_shape in zip(shapes, seconds, strict=True):
-        generation = np.exp(np.log(of_shape[:, :-1]).mean(axis=1))
-        plans[shape] = Plan(_pays(*generation), _pays(*of_shape[:, -1]))
-    return plans
-
-
-def _pays(torchs_s: float, onednns_s: float) -> bool:
-    return bool(torchs_s >= max(MARGIN * onednns_s, onednns_s + MIN_SAVED_S))
+    generation, training = np.exp(np.log(seconds[:, :, :-1]).mean(axis=2)), seconds[:, :, -1]
+    torchs_s, onednns_s = np.stack((generation, training), axis=1).transpose(2, 0, 1)
+    pays = torchs_s >= np.maximum(MARGIN * onednns_s, onednns_s + MIN_SAVED_S)  # [shapes, 2]
+    return {shape: Plan(*of) for shape, of in zip(shapes, pays.tolist(), strict=True)}

@@ -57,6 +57,12 @@ def output_head(model: PreTrainedModel) -> torch.nn.Module:
     return model.get_output_embeddings()
 
 
+def relative_difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The largest, as a share of what is wanted at most; see TOLERANCE."""
+    scale = wanted.abs().max().clamp(min=1.0)
+    return ((got - wanted).abs().max() / scale).item()
+
+
 def prepare_model(model: PreTrainedModel, max_length: int) -> frozenset[tuple[int, int]]:
     """Switch the model to the packed attention and to evaluation mode, and check that it still
     gives the model's own logits.
@@ -74,7 +80,7 @@ def prepare_model(model: PreTrainedModel, max_length: int) -> frozenset[tuple[in
     for module in model.modules():
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):
             # It reads token ids back from the device in every forward.
-            module.warn_if_padding_and_no_attention_mask = _do_nothing
+            module.warn_if_padding_and_no_attention_mask = lambda *args, **kwargs: None
     try:
         with torch.no_grad():
             head_sizes = _compare(model, CHECKED)
@@ -94,10 +100,6 @@ def prepare_model(model: PreTrainedModel, max_length: int) -> frozenset[tuple[in
 def _decoder(model: PreTrainedModel) -> PreTrainedConfig:
     """The configuration of the decoder alone, where a model has other parts too."""
     return model.config.get_text_config(decoder=True)
-
-
-def _do_nothing(*args, **kwargs) -> None:
-    pass
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
@@ -273,7 +275,6 @@ def _compare(model: PreTrainedModel, length: int) -> frozenset[tuple[int, int]]:
     cached([0, 0], [length - 3, 1])
     chunks = cached([length - 3, 1], [2, length - 1])
     chunks = torch.cat((chunks[:2], chunks[1 - CHECKED :]))
-    scale = reference.abs().max().clamp(min=1.0)
     has_experts = any("experts" in name for name, _ in model.named_modules())
     tolerance = (TOLERANCE if has_experts else DENSE_TOLERANCE).get(model.dtype, 0.1)
     for what, hidden, wanted in (
@@ -281,7 +282,7 @@ def _compare(model: PreTrainedModel, length: int) -> frozenset[tuple[int, int]]:
         ("the K/V cache", chunks, torch.cat((reference[-3:-1], reference[1:]))),
         ("the K/V cache, one row alone", cached([length - 1], [1]), reference[-1:]),
     ):
-        difference = ((head(hidden) - wanted).abs().max() / scale).item()
+        difference = relative_difference(head(hidden), wanted)
         if not difference <= tolerance:
             raise ValueError(
                 f"logits through {what} differ from the model's own by {difference:.1e} of their "

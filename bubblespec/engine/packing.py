@@ -20,10 +20,9 @@ from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.ragged import ragged
 
 # Rows of adjacent slots are padded to the longest of them and attended in one call, as long as the
-# padding costs less than two calls. The cost of a call over R rows, in microseconds: CALL + R *
-# (ROW + QUERY * Q + KEY * L + PAIR * Q * L), fitted to 100 shapes on one CPU thread with 4 heads
-# of 24 (SDPA alone has CALL = 18, the rest is slicing). Only the ratios matter.
-CALL, ROW, QUERY, KEY, PAIR = 40.0, 1.1, 0.42, 0.057, 0.0053
+# padding costs less than two calls: MAX_PADDING, where a row costs (Q + 10) * (L + 80). Fitted to
+# 100 shapes on one CPU thread with 4 heads of 24, where a unit is 5.3 ns.
+MAX_PADDING = 15_000
 # A CPU takes the exponentials of what is left of a row of scores behind a multiple of LANES one by
 # one. From LANES / 2 on it is sooner done with whole LANES, of which the last are masked: 16
 # queries of 63 positions take 1.5 times what those of 64 do.
@@ -55,7 +54,6 @@ class AttentionGroup(NamedTuple):
     num_queries: int  # Q
     length: int  # L, at least the positions of each row
     places: slice  # of its R * Q queries in the padded order, see `CachePacking.padding`
-    sees_all: bool  # each row's only query is its position L - 1
 
 
 class Padding(NamedTuple):
@@ -103,10 +101,9 @@ class CachePacking:
             queries, length = int(self.count[low:high].max()), int(self.ends[low:high].max())
             if queries:
                 places = slice(num_places, num_places + (high - low) * queries)
-                sees_all = queries == 1 and bool((self.ends[low:high] == length).all())
                 if queries > 1 and length % LANES >= LANES // 2:
                     length = min(length + -length % LANES, self.cache.slot_length)
-                groups.append(AttentionGroup(low, high - low, queries, length, places, sees_all))
+                groups.append(AttentionGroup(low, high - low, queries, length, places))
                 num_places = places.stop
         return groups
 
@@ -134,22 +131,24 @@ class CachePacking:
     ) -> torch.Tensor | None:
         """Additive mask [R, 1, G * Q, L]: query q sees position k if q - window < k <= q. Shared by
         all layers. None if every query sees every position."""
-        if group.sees_all and (window is None or window >= group.length):
-            return None
         wanted = (group.first_slot, heads_per_kv, window)
         if wanted not in self._masks:
-            # Whether q sees k depends on k - q alone: each query's mask is a piece of one vector,
-            # with k = q at L - 1.
-            length = group.length
-            vector = torch.full((2 * length - 1,), float("-inf"), dtype=dtype, device=self.device)
-            vector[max(length - (window or length), 0) : length] = 0.0
-            position = self.position if self.padding is None else self.padding.position
-            begin = length - 1 - position[group.places]
-            mask = vector.unfold(0, length, 1).index_select(0, begin)
-            mask = mask.view(group.num_rows, group.num_queries, group.length)
-            mask = mask.repeat(1, heads_per_kv, 1) if heads_per_kv > 1 else mask
-            self._masks[wanted] = mask[:, None]
+            self._masks[wanted] = self._make_mask(group, heads_per_kv, window, dtype)
         return self._masks[wanted]
+
+    def _make_mask(self, group, heads_per_kv, window, dtype) -> torch.Tensor | None:
+        first, rows, queries, length, places = group
+        reaches_back = window is None or window >= length
+        if queries == 1 and reaches_back and (self.ends[first : first + rows] == length).all():
+            return None
+        # Whether q sees k depends on k - q alone: each query's mask is a piece of one vector, with
+        # k = q at L - 1.
+        vector = torch.full((2 * length - 1,), float("-inf"), dtype=dtype, device=self.device)
+        vector[max(length - (window or length), 0) : length] = 0.0
+        position = self.position if self.padding is None else self.padding.position
+        mask = vector.unfold(0, length, 1).index_select(0, length - 1 - position[places])
+        mask = mask.view(rows, 1, queries, length)
+        return mask if heads_per_kv == 1 else mask.repeat(1, 1, heads_per_kv, 1)
 
     @cached_property
     def varlen(self) -> "Varlen":
@@ -194,26 +193,26 @@ class Varlen:
 
 def _cheapest_cuts(count: np.ndarray, length: np.ndarray) -> list[tuple[int, int]]:
     """[begin, end) of the groups that rows are attended in: each takes rows while padding them
-    costs less than two calls.
+    costs no more than MAX_PADDING.
 
     count, length: int64 [R], new tokens and attended positions of each row.
     """
     alone = _row_cost(count, length)
-    if len(count) * _row_cost(count.max(), length.max()) - alone.sum() <= 2 * CALL:
+    if len(count) * _row_cost(count.max(), length.max()) - alone.sum() <= MAX_PADDING:
         return [(0, len(count))]
-    cuts, begin, queries, longest, unpadded = [], 0, 0, 0, 0.0
+    cuts, begin, queries, longest, unpadded = [], 0, 0, 0, 0
     for row, (n, end, cost) in enumerate(
         zip(count.tolist(), length.tolist(), alone.tolist(), strict=True)
     ):
         queries, longest, unpadded = max(queries, n), max(longest, end), unpadded + cost
-        if (row + 1 - begin) * _row_cost(queries, longest) - unpadded > 2 * CALL:
+        if (row + 1 - begin) * _row_cost(queries, longest) - unpadded > MAX_PADDING:
             cuts.append((begin, row))
             begin, queries, longest, unpadded = row, n, end, cost
     return [*cuts, (begin, len(count))]
 
 
 def _row_cost(queries, length):
-    return ROW + QUERY * queries + (KEY + PAIR * queries) * length
+    return (queries + 10) * (length + 80)
 
 
 def pack_rows(

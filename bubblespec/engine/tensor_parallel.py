@@ -29,19 +29,29 @@ from bubblespec.dist.shared_memory import open_collectives
 from bubblespec.engine import sampling
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.linear import sharded_linear
-from bubblespec.engine.model import TOLERANCE, forward_hidden, output_head, random_tokens
+from bubblespec.engine.model import (
+    TOLERANCE,
+    forward_hidden,
+    output_head,
+    random_tokens,
+    relative_difference,
+)
 from bubblespec.engine.packing import pack_rows
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.errors import EndsRun
+from bubblespec.errors import fallback, first_problem, one_line
 
 KEYS_AND_VALUES = ("k_proj", "v_proj")  # sharded by key/value heads, other layers by query heads
 CHECKED = 12  # tokens
-# What code that expects all of its heads may raise.
-MODEL_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, AttributeError)
 
 
 class TPUnsupported(ValueError):
     """This model cannot be computed by so many ranks together; the message says why."""
+
+
+def no_shared_tail(error: TPUnsupported) -> str:
+    """The line where ranks compute no forwards together."""
+    instead = "the ranks that have the last rows decode them"
+    return fallback(instead, error, "rollout.tp_tail_max_rows=0")
 
 
 class TPGroup:
@@ -80,6 +90,10 @@ class TPGroup:
     def gather_array(self, array: np.ndarray) -> np.ndarray:
         """Equally shaped arrays of all ranks: [P, ...]."""
         return (self._shared or self.ranks).gather(array)
+
+    def gather_text(self, text: str) -> list[str]:
+        """A text of every rank."""
+        return self.ranks.gather_text(text)
 
 
 class ShardSpec(NamedTuple):
@@ -145,18 +159,19 @@ class Shards:
             packing = pack_rows(KVCache(1, CHECKED), 0 * count, count, model.device)
             return forward_hidden(model, tokens, packing)
 
-        try:
-            with self.applied():
-                sharded = hidden()
-        except EndsRun:  # a rank is missing
-            raise
-        except MODEL_ERRORS as error:  # alike on all ranks: before the first sum of a layer
-            raise TPUnsupported(
-                f"the forward of {name} in shards fails: {' '.join(str(error).split())}"
-            ) from error
-        whole = hidden()
-        difference = (sharded - whole).abs().max() / whole.abs().max().clamp(min=1.0)
-        largest = self.tp.gather(difference.double()[None]).max().item()
+        problem = None
+        try:  # without sums nobody waits for a rank that fails alone
+            with self.applied(sum_=lambda tensor: tensor):
+                hidden()
+        except Exception as error:  # the model's own code runs here
+            problem = one_line(error)
+        problem = first_problem(problem, self.tp.gather_text)
+        if problem is not None:
+            raise TPUnsupported(f"the forward of {name} in shards fails: {problem}")
+        with self.applied():
+            sharded = hidden()
+        difference = torch.tensor([relative_difference(sharded, hidden())]).to(model.device)
+        largest = self.tp.gather(difference).max().item()
         if not largest <= TOLERANCE.get(model.dtype, 0.1):
             raise TPUnsupported(
                 f"{name} computed in shards, as base_model_tp_plan of its configuration says, "

@@ -23,7 +23,7 @@ from bubblespec.engine.engine import Engine, Proposer
 from bubblespec.engine.ragged import ragged
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.engine.tensor_parallel import TPGroup, TPUnsupported
+from bubblespec.engine.tensor_parallel import TPGroup, TPUnsupported, no_shared_tail
 from bubblespec.errors import log
 from bubblespec.planner.costs import CostModel
 from bubblespec.planner.place import MIN_TAIL_GAIN, use_tp_tail
@@ -171,10 +171,7 @@ def make_tp_tail(
         runner.shards.check()
     except TPUnsupported as error:
         if wanted != "auto" and ranks.is_main:
-            log(
-                f"warning: rollout.tp_tail_max_rows: {error}; the last rows are decoded by the "
-                f"ranks that have them"
-            )
+            log(f"warning: {no_shared_tail(error)}")
         return None
     tail = TPTail(Engine(runner), ranks, max_rows)
     if wanted == "auto":

@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 def varlen_attn(
     query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa, seqused_k,
-    num_splits, block_table=None,
+    num_splits=1, block_table=None,
 ) -> torch.Tensor:  # fmt: skip
     """torch's variable-length attention as documented, causal from the last key backwards. What
     breaks its rules becomes NaN. With a block table, a sequence's keys are those in its pages, one
@@ -34,6 +34,8 @@ def varlen_attn(
         length = block_table.shape[1] * key.shape[1]
         key, value = (t[block_table.long()].flatten(0, 2) for t in (key, value))
         cu_k = torch.arange(len(cu_q), dtype=torch.int32) * length
+    if seqused_k is None:
+        seqused_k = cu_k.diff()
     left, right = window_size
     assert right == 0 and cu_q.dtype == cu_k.dtype == seqused_k.dtype == torch.int32
     assert len(cu_q) == len(cu_k)
@@ -57,13 +59,24 @@ def varlen_attn(
 
 
 def flash_attn_varlen_func(
-    query, key, value, cu_q, cu_k, max_q, max_k, softmax_scale, causal, window_size, block_table
+    query,
+    key,
+    value,
+    cu_q,
+    cu_k,
+    max_q,
+    max_k,
+    softmax_scale,
+    causal,
+    window_size,
+    block_table=None,
 ) -> torch.Tensor:
-    """The flash_attn package's, for a cache in pages."""
+    """The flash_attn package's, for a cache in pages and for whole sequences."""
     assert causal
     options = {"scale": softmax_scale, "window_size": window_size, "num_splits": 1}
-    options |= {"enable_gqa": query.shape[1] > key.shape[2], "seqused_k": cu_k[1:] - cu_k[:-1]}
-    options["block_table"] = block_table.clamp(max=len(key) - 1)
+    options |= {"enable_gqa": query.shape[1] > key.shape[-2], "seqused_k": cu_k.diff()}
+    if block_table is not None:
+        options["block_table"] = block_table.clamp(max=len(key) - 1)
     return varlen_attn(query, key, value, cu_q, cu_k, max_q, max_k, **options)
 
 

@@ -30,6 +30,11 @@ class ThreadTPGroup:
         self.meeting.barrier.wait()
         return brought
 
+    def gather_text(self, text: str) -> list[str]:
+        padded = text.encode().ljust(1000, b"\0")
+        rows = self.gather(torch.frombuffer(bytearray(padded), dtype=torch.uint8))
+        return [bytes(row.tolist()).rstrip(b"\0").decode() for row in rows]
+
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         self.num_sums += 1
         total = torch.zeros_like(tensor)

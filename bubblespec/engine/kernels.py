@@ -1,0 +1,99 @@
+"""Which attention kernel a run uses: one that gives what SDPA gives, the reference.
+
+Shape legend: N packed tokens, V vocabulary.
+"""
+
+import importlib.util
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from bubblespec.engine.attention import VARLEN_KERNELS, problem_of, reads_pages
+from bubblespec.engine.kv_cache import KVCache
+from bubblespec.engine.model import (
+    TOLERANCE,
+    forward_hidden,
+    output_head,
+    random_tokens,
+    relative_difference,
+)
+from bubblespec.engine.packing import PAGE, pack_rows, pack_sequences
+from bubblespec.engine.pages import Pages
+from bubblespec.errors import fallback, first_problem, one_line
+
+PROMPTS, MORE = [8, 5, 3], [1, 4, 2]  # tokens that the rows of `packed_logits` are fed
+
+
+def choose_kernel(
+    requested: str,
+    model: PreTrainedModel,
+    head_sizes: frozenset[tuple[int, int]],
+    gather_text: Callable[[str], list[str]] = lambda text: [text],
+) -> tuple[str, str | None]:
+    """The kernel, and for `auto` a line where that is not the first one that is there. Raises
+    ValueError if a requested one cannot be used. The same on all ranks, which call it together.
+
+    head_sizes: see `prepare_model`; gather_text: see `Ranks`.
+    """
+    is_auto, problems = requested == "auto", []
+    for kernel in kernels_for(model.device) if is_auto else [requested]:
+        problem = None
+        if kernel != "sdpa":
+            own = problem_of(kernel, model.device, model.dtype, head_sizes)
+            problem = first_problem(own or difference_of(kernel, model), gather_text)
+        if problem is None:
+            break
+        problems.append(f"{kernel} {problem}")
+    if not is_auto and problems:
+        raise ValueError(f"model.attention: {problems[0]}")
+    if not problems:
+        return kernel, None
+    line = fallback(f"attention is {kernel}", "; ".join(problems), f"model.attention={kernel}")
+    return kernel, line
+
+
+def kernels_for(device: torch.device) -> list[str]:
+    """What `auto` tries, the best first."""
+    if device.type != "cuda":
+        return ["sdpa"]
+    has_package = importlib.util.find_spec("flash_attn") is not None
+    return [k for k in (*VARLEN_KERNELS, "sdpa") if k != "flash_attn" or has_package]
+
+
+def difference_of(kernel: str, model: PreTrainedModel) -> str | None:
+    """How a kernel fails, or in what it differs from SDPA; None if in nothing but rounding."""
+    try:
+        logits = (packed_logits(model, cache_for(each), each) for each in (kernel, "sdpa"))
+        difference = relative_difference(*logits)
+    except Exception as error:  # a package built for another torch, a driver, the kernel itself
+        return f"fails: {one_line(error)}"
+    is_close = difference <= TOLERANCE.get(model.dtype, 0.1)
+    return None if is_close else f"gives other logits than sdpa, by {difference:.1e} of their size"
+
+
+def cache_for(kernel: str, num_spare: int = 0) -> KVCache:
+    """For `packed_logits`: a page of each row, as a page where a run has them."""
+    rows = len(PROMPTS)
+    pages = Pages(rows, PAGE, rows, PAGE) if reads_pages(kernel) else None
+    return KVCache(rows, PAGE, num_spare, pages)
+
+
+@torch.inference_mode()
+def packed_logits(
+    model: PreTrainedModel, cache: KVCache, kernel: str, forward: Callable | None = None
+) -> torch.Tensor:
+    """Logits [N, V] of rows: of their prompts, of some tokens after these, and of the prompts as
+    sequences of training. forward: of `ForwardGraphs` over this cache, for the first two."""
+    prompts, more, device = np.array(PROMPTS), np.array(MORE), model.device
+    hidden = []
+    for start, count in ((0 * prompts, prompts), (prompts, more)):
+        packing, tokens = pack_rows(cache, start, count, device), random_tokens(model, count.sum())
+        if forward is None:
+            hidden.append(forward_hidden(model, tokens, packing, kernel))
+        else:
+            hidden.append(forward(tokens, packing)[: len(tokens)].clone())
+    tokens = random_tokens(model, sum(PROMPTS))
+    hidden.append(forward_hidden(model, tokens, pack_sequences(PROMPTS, device), kernel))
+    return output_head(model)(torch.cat(hidden))
