@@ -8,14 +8,18 @@ import numpy as np
 import pytest
 import torch
 
+from bubblespec.config import load_config
+from bubblespec.dist.ranks import Ranks
 from bubblespec.engine import kernels
 from bubblespec.engine.attention import bubblespec_attention
 from bubblespec.engine.kernels import choose_kernel
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import forward_hidden, prepare_model
 from bubblespec.engine.packing import pack_rows, pack_sequences
+from bubblespec.setup import build
 from tests.helpers.graphs import eager, feed, install_flash_attn, stand_in
 from tests.helpers.models import VOCAB
+from tests.helpers.runs import SHORT
 
 LONG = 32  # a row that feeds more among rows that feed little attends on its own
 
@@ -182,6 +186,15 @@ def test_a_kernel_that_does_not_work_on_another_rank(make_model, kernels_on_cpu)
     found = choose_kernel("auto", model, prepare_model(model, 64), lambda own: next(of_ranks))
     why = "flash_attn fails: OSError: no (model.attention=varlen tries nothing else)"
     assert found == ("varlen", f"attention is varlen: {why}")
+
+
+def test_a_run_says_which_kernel_it_falls_back_to(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("bubblespec.setup.choose_kernel", lambda *parts: ("sdpa", "a line"))
+    config = load_config("configs/tiny_cpu.yaml", [*SHORT, f"run.output_dir={tmp_path}"])
+    trainer = build(config, Ranks(torch.device("cpu")))
+    trainer.lock.close()
+    assert trainer.learner.kernel == "sdpa"
+    assert capsys.readouterr().err.splitlines().count("warning: a line") == 1
 
 
 @pytest.mark.gpu

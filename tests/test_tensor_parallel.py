@@ -171,13 +171,13 @@ def test_a_plan_that_is_wrong_is_found(make_model):
 
     def check(tp):
         runner = ModelRunner(copy.deepcopy(model), 2, LONGEST, 0, tp=tp)
-        runner.shards.check()
+        runner.shards.check("sdpa")
         runner.shards.specs = [
             c._replace(part=slice(0, 48)) if c.part == slice(48, 96) and c.is_rowwise else c
             for c in runner.shards.specs
         ]
         with pytest.raises(TPUnsupported, match=r"Llama.* in shards, .* differs from the whole"):
-            runner.shards.check()
+            runner.shards.check("sdpa")
 
     run_together(2, check)
 
@@ -196,7 +196,7 @@ def test_a_model_whose_code_fails_in_shards_is_refused(make_model, failing):
         if tp.rank in failing:
             own.model.layers[1].self_attn.o_proj.register_forward_pre_hook(fail)
         with pytest.raises(TPUnsupported) as error:
-            ModelRunner(own, 2, LONGEST, 0, tp=tp).shards.check()
+            ModelRunner(own, 2, LONGEST, 0, tp=tp).shards.check("sdpa")
         return str(error.value).partition(" in shards fails: ")[2]
 
     assert run_together(2, check) == ["TypeError: it knows how many heads it has"] * 2
@@ -258,7 +258,7 @@ def test_rows_of_a_tensor_parallel_engine_are_those_of_a_plain_one(name, size):
             row.full_logprob = of.full_logprob[:known].copy()
         options = {"tp": tp, "max_batch_tokens": 24}
         runner = ModelRunner(copy.deepcopy(model), 4, LONGEST, 3, **options)
-        runner.shards.check()
+        runner.shards.check("sdpa")
         Engine(runner).run(own, params, drafts)
         keys = runner.cache.keys[0].shape
         return own, drafts.num_accepted, keys

@@ -212,7 +212,7 @@ def shared_tail(case: Case) -> Iterator[Line]:
         return
     try:
         shards = Shards(loaded, TPGroup(ranks))
-        shards.check()
+        shards.check(case.kernel)
     except TPUnsupported as error:
         yield slower(no_shared_tail(error))
         return

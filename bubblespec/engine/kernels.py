@@ -74,7 +74,7 @@ def difference_of(kernel: str, model: PreTrainedModel) -> str | None:
 
 
 def cache_for(kernel: str, num_spare: int = 0) -> KVCache:
-    """For `packed_logits`: a page of each row, as a page where a run has them."""
+    """Of a few rows of PAGE positions, in pages where a run has them."""
     rows = len(PROMPTS)
     pages = Pages(rows, PAGE, rows, PAGE) if reads_pages(kernel) else None
     return KVCache(rows, PAGE, num_spare, pages)

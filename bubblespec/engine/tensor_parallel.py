@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from bubblespec.dist.ranks import Ranks, all_gather
 from bubblespec.dist.shared_memory import open_collectives
 from bubblespec.engine import sampling
-from bubblespec.engine.kv_cache import KVCache
+from bubblespec.engine.kernels import cache_for
 from bubblespec.engine.linear import sharded_linear
 from bubblespec.engine.model import (
     TOLERANCE,
@@ -61,6 +61,7 @@ class TPGroup:
     def __init__(self, ranks: Ranks):
         """All ranks call it together."""
         self.ranks, self.rank, self.size = ranks, ranks.rank, ranks.world_size
+        self.gather_text = ranks.gather_text
         are_processes = dist.is_initialized() and ranks.device.type == "cpu"
         self._shared = open_collectives(ranks) if are_processes else None
         is_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
@@ -90,10 +91,6 @@ class TPGroup:
     def gather_array(self, array: np.ndarray) -> np.ndarray:
         """Equally shaped arrays of all ranks: [P, ...]."""
         return (self._shared or self.ranks).gather(array)
-
-    def gather_text(self, text: str) -> list[str]:
-        """A text of every rank."""
-        return self.ranks.gather_text(text)
 
 
 class ShardSpec(NamedTuple):
@@ -149,15 +146,15 @@ class Shards:
         return sample_shards(*arguments, vocab_size=vocab_size, tp=self.tp, **options)
 
     @torch.inference_mode()
-    def check(self) -> None:
-        """On all ranks together: whether shards give what the whole model gives. Raises
-        TPUnsupported on all of them if not."""
+    def check(self, kernel: str) -> None:
+        """On all ranks together: whether shards, with this attention kernel, give what the whole
+        model gives. Raises TPUnsupported on all of them if not."""
         model, name = self.model, type(self.model).__name__
         tokens, count = random_tokens(model, CHECKED), np.array([CHECKED])
 
         def hidden() -> torch.Tensor:
-            packing = pack_rows(KVCache(1, CHECKED), 0 * count, count, model.device)
-            return forward_hidden(model, tokens, packing)
+            packing = pack_rows(cache_for(kernel), 0 * count, count, model.device)
+            return forward_hidden(model, tokens, packing, kernel)
 
         problem = None
         try:  # without sums nobody waits for a rank that fails alone

@@ -168,7 +168,7 @@ def make_tp_tail(
         options["enforce_eager"] = alone.graphs is None
         parts = (alone.model, max_rows, alone.max_length, alone.seed)
         runner = ModelRunner(*parts, tp=TPGroup(ranks), **options)
-        runner.shards.check()
+        runner.shards.check(runner.kernel)
     except TPUnsupported as error:
         if wanted != "auto" and ranks.is_main:
             log(f"warning: {no_shared_tail(error)}")
