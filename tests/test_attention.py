@@ -105,24 +105,6 @@ def test_groups_of_ragged_rows_equal_rows_one_by_one(heads, kv_heads, window):
     assert seen == {(False, False), (False, True), (True, False), (True, True)}
 
 
-def test_rollback_is_lowering_the_length(make_model):
-    """Positions beyond a row's length may hold anything: feeding other tokens there first changes
-    nothing."""
-    model = make_model()
-    prepare_model(model, 100)
-    rng = np.random.default_rng(1)
-    sequence, wrong = rng.integers(1, VOCAB, (2, 40))
-    with torch.no_grad():
-        clean, dirty = KVCache(1, 100), KVCache(1, 100)
-        for cache in (clean, dirty):
-            feed(model, cache, [sequence], [0], [10], eager(model))
-        feed(model, dirty, [wrong], [10], [25], eager(model))
-        results = [
-            feed(model, cache, [sequence], [10], [8], eager(model)) for cache in (clean, dirty)
-        ]
-    assert torch.equal(*results)
-
-
 def test_choice_of_kernel(monkeypatch):
     """By device, type and installed packages."""
     monkeypatch.setattr(kernels, "difference_of", lambda kernel, model: None)
