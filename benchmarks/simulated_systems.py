@@ -34,7 +34,7 @@ from bubblespec.simulate.__main__ import rollout_of, simulated_config, totals
 from bubblespec.simulate.cost import ForwardCost, roofline
 from bubblespec.simulate.run import counted, simulate
 from bubblespec.simulate.runner import DrafterModel
-from bubblespec.simulate.workload import Synthetic, SyntheticWorkload, parse
+from bubblespec.simulate.workload import Synthetic, make_synthetic, parse
 
 SIZES = ("7b", "32b")
 RANKS, GENERATIONS = 8, 8
@@ -125,7 +125,7 @@ def simulate_run(arguments: argparse.Namespace, size: str, longest: int, system:
     rollout["num_generations"] = GENERATIONS
     keys = {PLACEMENT: "in_turn", IDLE: "none"} | system.keys
     config = simulated_config({"rollout": rollout}, [f"{key}={keys[key]}" for key in keys])
-    workload = SyntheticWorkload(spec, arguments.prompts, GENERATIONS)
+    workload = make_synthetic(spec, arguments.prompts, GENERATIONS)
     cost = scaled(roofline("h200", size), scale)
     drafter = system.drafter or parse(DrafterModel, arguments.drafter, "--drafter")
     steps = simulate(config, workload, cost.seconds, RANKS, drafter=drafter)

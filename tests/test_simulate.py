@@ -39,7 +39,7 @@ def seconds_by_hand(workload: Workload, step: int, num_ranks: int, slots: int) -
     owners = place_in_turn(workload.num_prompts, 1, num_ranks)
     for rank in range(num_ranks):
         own = [prompt for prompt, owner in zip(prompts, owners, strict=True) if owner == rank]
-        waiting = [(len(p.token_ids), len(workload.response(step, p.uid, 0))) for p in own]
+        waiting = [(len(p.token_ids), len(workload.responses[step, p.uid, 0])) for p in own]
         active, seconds, count = [], 0.0, 0
         while waiting or active:
             while waiting and len(active) < slots:
@@ -73,7 +73,7 @@ def expected_digests(workload: Workload) -> list[str]:
         sha = hashlib.sha256()
         for prompt in sorted(workload.batch(0, step, 0), key=lambda p: p.uid):
             for sample in range(workload.num_generations):
-                tokens = workload.response(step, prompt.uid, sample)
+                tokens = workload.responses[step, prompt.uid, sample]
                 name = np.array([prompt.uid, 0, sample, len(tokens)], "<i8")
                 sha.update(name.tobytes() + tokens.astype("<i4").tobytes())
         digests.append(sha.hexdigest())
@@ -150,7 +150,7 @@ def test_a_deferred_sample_is_finished_by_later_weights():
     workload = make_workload(steps=6, mean=200.0, run=40.0)
     group = Group(workload.batch(0, 1, 4)[0], 0)
     sample, texts = group.sample(0), Texts(workload)
-    true = workload.response(1, sample.uid, 0)
+    true = workload.responses[1, sample.uid, 0]
     draft = texts.text(sample, 300)  # by the weights of step 0
     np.testing.assert_array_equal(texts.text(sample, 300, draft[:20]), draft)
     texts.begin(1, [group])
@@ -200,7 +200,7 @@ def test_matching_gains_about_the_accept_length(accept_length):
 def test_synthetic_lengths_have_the_mean_and_epochs_repeat_prompts():
     workload = make_workload(8, 16, mean=100.0, max=100_000, sigma=0.8, steps=8, epochs=2)
     lengths = [
-        len(workload.response(step, prompt.uid, sample))
+        len(workload.responses[step, prompt.uid, sample])
         for step in range(4)
         for prompt in workload.batch(0, step, 8)
         for sample in range(16)
@@ -209,7 +209,7 @@ def test_synthetic_lengths_have_the_mean_and_epochs_repeat_prompts():
     prompts = [[p.uid for p in workload.batch(0, step, 8)] for step in (1, 5)]
     assert prompts[0] == prompts[1]
     sample = Group(workload.batch(0, 1, 8)[0], 1).sample(0)
-    assert workload.step_of(sample) == 5
+    assert workload.key(sample) == (5, sample.uid, 0)
 
 
 # The command line
