@@ -99,7 +99,7 @@ def make_rows(groups: list[Group], num_generations: int, max_new_tokens: int) ->
 
 
 def tiny_setting(
-    folder: str = "configs/tiny_policy", distance: float = 1e-3, num_prompts: int = 8
+    folder: str = "configs/tiny_policy", distance: float = 2e-2, num_prompts: int = 8
 ) -> Setting:
     """The tiny policy; the older weights differ from its own by normal noise, a share `distance` of
     each weight."""

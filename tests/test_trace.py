@@ -25,7 +25,8 @@ from tests.helpers.runs import ALWAYS_DRAFT, SHORT, read
 
 BUBBLE = ["speculative.method=bubble+suffix", ALWAYS_DRAFT]
 NO_FILES = ["run.save_steps=0", "run.trace=true"]
-DYNAMIC = ["rollout.dynamic_sampling_max_batches=3", "run.max_steps=3"]
+DYNAMIC = ["rollout.dynamic_sampling_max_batches=2", "run.max_steps=2"]
+DYNAMIC += ["rollout.max_completion_length=24"]
 
 
 def rows_of(folder, kind: str, **wanted: int) -> list[dict]:
@@ -107,15 +108,7 @@ def test_drafts_and_costs_of_a_recorded_run(drafting):
         assert cost.seconds(load) == pytest.approx(forward_seconds(load), rel=0.05)
 
 
-def test_recording_changes_no_token(drafting, tmp_path):
-    keys = ["run.save_steps=0", "run.max_steps=2", f"run.output_dir={tmp_path}"]
-    train_in_virtual_time(*SHORT, *BUBBLE, *keys)
-    digests = [line["rollout/digest"] for line in read(tmp_path)]
-    assert digests == [line["rollout/digest"] for line in read(drafting)][:2]
-    assert not (tmp_path / "trace").exists()
-
-
-@pytest.mark.parametrize("num_ranks, keys", [(1, []), (2, ["tail_batching.enabled=true"]), (2, [])])
+@pytest.mark.parametrize("num_ranks, keys", [(2, ["tail_batching.enabled=true"]), (2, [])])
 def test_a_recorded_run_is_simulated_on_any_number_of_ranks(drafting, num_ranks, keys):
     workload = read_workload(str(drafting))
     config = simulated_config(sections_of(read_meta(f"{drafting}/trace")["config"], SECTIONS), keys)
