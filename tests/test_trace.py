@@ -25,8 +25,7 @@ from tests.helpers.runs import ALWAYS_DRAFT, SHORT, read
 
 BUBBLE = ["speculative.method=bubble+suffix", ALWAYS_DRAFT]
 NO_FILES = ["run.save_steps=0", "run.trace=true"]
-DYNAMIC = ["rollout.dynamic_sampling_max_batches=2", "run.max_steps=2"]
-DYNAMIC += ["rollout.max_completion_length=24"]
+DYNAMIC = ["rollout.dynamic_sampling_max_batches=3", "run.max_steps=2"]
 
 
 def rows_of(folder, kind: str, **wanted: int) -> list[dict]:
@@ -100,11 +99,7 @@ def test_drafts_and_costs_of_a_recorded_run(drafting):
         num_drafts += len(drafts)
     assert num_drafts > 40
     cost = load_cost(str(drafting))
-    for load in (
-        Load(4, 4, 0, 200, 0, 0),
-        Load(16, 16, 0, 1000, 0, 0),
-        Load(8, 60, 3, 500, 30, 10),
-    ):
+    for load in (Load(4, 4, 0, 200, 0, 0), Load(8, 60, 3, 500, 30, 10)):
         assert cost.seconds(load) == pytest.approx(forward_seconds(load), rel=0.05)
 
 
@@ -165,12 +160,8 @@ def test_round_trip_of_one_step(tmp_path):
     drafts[SampleId(7, 6, 0)] = Draft(np.array([6], np.int32), True, version=2)  # of another step
     make_recorder(tmp_path).write(one_step(3, drafts))
     found = rows_of(tmp_path, "responses")
-    assert [(row["uid"], row["visit"], row["sample"]) for row in found] == [
-        (11, 0, 0),
-        (11, 0, 1),
-        (7, 5, 0),
-        (7, 5, 1),
-    ]
+    names = [(row["uid"], row["visit"], row["sample"]) for row in found]
+    assert names == [(11, 0, 0), (11, 0, 1), (7, 5, 0), (7, 5, 1)]
     assert [row["batch"] for row in found] == [0, 0, 1, 1]
     assert [row["owner"] for row in found] == [0, 1, 0, 0]
     assert [row["tokens"] for row in found] == [list(range(5 + i)) for i in range(4)]
