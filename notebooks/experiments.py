@@ -173,18 +173,19 @@ def trap_lengths(
     p = np.array([STOP_CHANCE] + [(1 - STOP_CHANCE) / (NUM_TOKENS - 1)] * (NUM_TOKENS - 1))
     q = p * np.exp(distance * random.standard_normal(NUM_TOKENS))
     q /= q.sum()
-    noise, other, fresh = random.gumbel(size=(3, num_rows, LONGEST_RESPONSE, NUM_TOKENS))
+    noise = random.gumbel(size=(num_rows, LONGEST_RESPONSE, NUM_TOKENS))
+    other, fresh = random.gumbel(size=(2, num_rows, LONGEST_DRAFT, NUM_TOKENS))
     # Tokens do not depend on those before them, so what plain sampling puts at every place is known
     # at once.
     tokens = (np.log(p) + noise).argmax(-1)
-    draft_noise = noise if rule == "coupled" else other
-    draft = (np.log(q) + draft_noise[:, :LONGEST_DRAFT]).argmax(-1)
+    draft_noise = noise[:, :LONGEST_DRAFT] if rule == "coupled" else other
+    draft = (np.log(q) + draft_noise).argmax(-1)
     verified = tokens[:, :LONGEST_DRAFT]
     if rule == "rejection":
         residual = np.maximum(p - q, 0)
         residual = residual if residual.any() else p
         with np.errstate(divide="ignore"):
-            resampled = (np.log(residual) + fresh[:, :LONGEST_DRAFT]).argmax(-1)
+            resampled = (np.log(residual) + fresh).argmax(-1)
         verified = np.where(random.random(draft.shape) < (p / q)[draft], draft, resampled)
 
     is_stop = draft == STOP
