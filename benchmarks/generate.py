@@ -34,11 +34,12 @@ from transformers import (
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from benchmarks.shared import ROOT, chain_sums, commit, load_policy, write_json
+from benchmarks.shared import ROOT, chain_sums, commit, load_policy, main, markdown, write_json
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
+from bubblespec.errors import InputError
 from bubblespec.types import Row, SampleId
 
 MODELS = {
@@ -206,19 +207,21 @@ def run_workload(
 
 
 def print_table(workloads: dict[str, dict]) -> None:
-    print("| lengths | arm | tokens | seconds | tokens/s | engine against it |")
-    print("|---|---|---|---|---|---|")
+    rows = []
     for workload, result in workloads.items():
         for name, r in result.items():
+            row = {"lengths": workload, "arm": name}
             if "error" in r:
-                print(f"| {workload} | {name} | does not run: {r['error']} | | | |")
+                rows.append(row | {"tokens": f"does not run: {r['error']}"})
                 continue
-            tokens, seconds = statistics.median(r["tokens"]), statistics.median(r["seconds"])
-            rates = f"{r['tokens_per_second']:.0f} | {r['engine_speedup']:.2f}x"
-            print(f"| {workload} | {name} | {tokens:.0f} | {seconds:.2f} | {rates} |")
+            row["tokens"] = f"{statistics.median(r['tokens']):.0f}"
+            row["seconds"] = f"{statistics.median(r['seconds']):.2f}"
+            row["tokens/s"] = f"{r['tokens_per_second']:.0f}"
+            rows.append(row | {"engine against it": f"{r['engine_speedup']:.2f}x"})
+    print(markdown(rows))
 
 
-def main() -> int:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -228,14 +231,15 @@ def main() -> int:
     parser.add_argument("--longest", type=int, help="tokens (tiny: 400, smollm2: 96)")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", help="write the figures there")
-    arguments = parser.parse_args()
+    return parser
+
+
+def run(arguments: argparse.Namespace, _: str) -> None:
     folder = MODELS.get(arguments.model, arguments.model)
     if not os.path.isdir(folder):
         text = f"--model: no folder {folder}; `make smollm2` makes that of smollm2"
-        print(f"error: {text}", file=sys.stderr)
-        return 2
+        raise InputError(text)
     torch.set_num_threads(1)
-    transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     torch.manual_seed(0)
     tokenizer, model, ends = load_policy(folder)
@@ -260,8 +264,7 @@ def main() -> int:
     print_table(workloads)
     given = {"model": arguments.model, "commit": commit(), "longest": longest}
     write_json(arguments.json, given | {"workloads": workloads})
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(run, make_parser()))

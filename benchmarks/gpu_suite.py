@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+from benchmarks import shared
 from benchmarks.gpu_bench import Bench, Figure, make_bench, make_rows, start_decoding
 from benchmarks.shared import commit, write_json
 from bubblespec.dist.ranks import Ranks
@@ -375,12 +376,7 @@ def main() -> int:
     parser.add_argument("--cpu", action="store_true", help="tiny sizes on the CPU")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     torch.set_num_threads(1)
-    try:
-        run(parser.parse_args())
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return shared.main(lambda arguments, _: run(arguments), parser)
 
 
 if __name__ == "__main__":

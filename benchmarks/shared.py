@@ -70,6 +70,15 @@ def write_json(path: str | None, result: dict) -> None:
             json.dump(result, file, indent=1)
 
 
+def markdown(rows: list[dict[str, str]]) -> str:
+    """A table whose columns are the keys of the first row; cells that another row lacks are
+    empty."""
+    names = list(rows[0])
+    lines = [names, ["---"] * len(names), *([row.get(name, "") for name in names] for row in rows)]
+    lines = [[cell.replace("|", "\\|") for cell in line] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def load_policy(folder: str) -> tuple[transformers.PreTrainedTokenizerBase, PreTrainedModel, tuple]:
     """Tokenizer, float32 model and end tokens."""
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -28,13 +28,13 @@ from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from benchmarks.shared import check_names, main, write_json
+from benchmarks.shared import check_names, main, markdown, write_json
 from bubblespec.errors import InputError
 from bubblespec.simulate.__main__ import rollout_of, simulated_config, totals
 from bubblespec.simulate.cost import ForwardCost, roofline
 from bubblespec.simulate.run import counted, simulate
 from bubblespec.simulate.runner import DrafterModel
-from bubblespec.simulate.workload import Synthetic, SyntheticWorkload, parse
+from bubblespec.simulate.workload import Synthetic, make_synthetic, parse
 
 SIZES = ("7b", "32b")
 RANKS, GENERATIONS = 8, 8
@@ -125,7 +125,7 @@ def simulate_run(arguments: argparse.Namespace, size: str, longest: int, system:
     rollout["num_generations"] = GENERATIONS
     keys = {PLACEMENT: "in_turn", IDLE: "none"} | system.keys
     config = simulated_config({"rollout": rollout}, [f"{key}={keys[key]}" for key in keys])
-    workload = SyntheticWorkload(spec, arguments.prompts, GENERATIONS)
+    workload = make_synthetic(spec, arguments.prompts, GENERATIONS)
     cost = scaled(roofline("h200", size), scale)
     drafter = system.drafter or parse(DrafterModel, arguments.drafter, "--drafter")
     steps = simulate(config, workload, cost.seconds, RANKS, drafter=drafter)
@@ -162,21 +162,18 @@ def compare(runs: list[dict]) -> None:
         run["speedup"] = baseline["seconds_per_token"] / run["seconds_per_token"]
 
 
-def as_markdown(lines: list[list[str]]) -> str:
-    lines = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def table(runs: list[dict], size: str) -> str:
     """Speed-ups of a size as Markdown: a line per system, a column per length."""
     of_size = {(run["system"], run["longest"]): run for run in runs if run["size"] == size}
     lengths = sorted({longest for _, longest in of_size})
-    lines = [["", *(f"{longest // K}k" for longest in lengths), "reported"]]
+    rows = []
     for name, system in SYSTEMS.items():
-        found = [of_size.get((name, longest)) for longest in lengths]
-        cells = [f"{run['speedup']:.2f}x" if run else "" for run in found]
-        lines.append([name, *cells, system.paper])
-    return as_markdown(lines)
+        row = {"": name}
+        for longest in lengths:
+            run = of_size.get((name, longest))
+            row[f"{longest // K}k"] = f"{run['speedup']:.2f}x" if run else ""
+        rows.append(row | {"reported": system.paper})
+    return markdown(rows)
 
 
 def changes_of(runs: list[dict]) -> dict[str, dict]:
@@ -194,12 +191,14 @@ def changes_of(runs: list[dict]) -> dict[str, dict]:
 
 def table_of_changes(runs: list[dict]) -> str:
     """As Markdown."""
-    lines = [["", "rollouts", "short round", "long round", "idle time"]]
+    rows = []
     for name, run in changes_of(runs).items():
-        rounds = [run["short_round_s"], run["long_round_s"]]
-        cells = [f"{seconds:.1f} s" if seconds else "" for seconds in rounds]
-        lines.append([name, f"{run['speedup']:.2f}x", *cells, f"{run['idle_share']:.2f}"])
-    return as_markdown(lines)
+        row = {"": name, "rollouts": f"{run['speedup']:.2f}x"}
+        for kind in ("short", "long"):
+            seconds = run[f"{kind}_round_s"]
+            row[f"{kind} round"] = f"{seconds:.1f} s" if seconds else ""
+        rows.append(row | {"idle time": f"{run['idle_share']:.2f}"})
+    return markdown(rows) if rows else ""
 
 
 def draw_systems(runs: list[dict], heading: str) -> Figure:

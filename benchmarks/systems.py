@@ -24,12 +24,11 @@ import sys
 import time
 from typing import NamedTuple
 
-import matplotlib
 import numpy as np
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from benchmarks.shared import check_names, main, make_parser, write_json
+from benchmarks.shared import check_names, main, make_parser, markdown, write_json
 from bubblespec import memory
 from bubblespec.config import load_config
 from bubblespec.dist.ranks import Ranks, ranks_from_environment
@@ -38,9 +37,7 @@ from bubblespec.learn.advantages import estimate_advantages
 from bubblespec.records import StepRecord, total_s
 from bubblespec.setup import build
 from bubblespec.trainer import Trainer
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from notebooks.pictures import draw_training
 
 
 class System(NamedTuple):
@@ -235,52 +232,19 @@ def summarise(seeds: dict[int, dict[str, dict]]) -> dict[str, dict]:
     return summary
 
 
-def draw(seeds: dict[int, dict[str, dict]], summary: dict[str, dict], path: str) -> None:
-    """Speed-ups of whole steps and of rollouts; and held-out reward over seconds of training, the
-    mean of all seeds."""
-    has_curves = all(system["rewards"] for system in summary.values())
-    size = (6 + 5 * has_curves, 4)
-    figure, axes = plt.subplots(
-        1, 1 + has_curves, figsize=size, layout="constrained", squeeze=False
-    )
-    bars = axes[0, 0]
-    for number, (name, system) in enumerate(summary.items()):
-        colour, speedups = f"C{number % 10}", system["speedups"]
-        bars.barh(number, system["speedup"], 0.6, color=colour)
-        bars.plot(speedups, [number] * len(speedups), ".", color="black", markersize=4)
-        bars.plot(system["rollout_speedup"], number, "|", color="black", markersize=14)
-        if has_curves:  # [seeds, evaluations, 2]
-            curves = np.array([arms[name]["curve"] for arms in seeds.values()])
-            style = {"color": colour, "label": name, "markersize": 3}
-            axes[0, 1].plot(*curves.mean(axis=0).T, "o-", **style)
-    bars.axvline(1, color="grey", linewidth=0.8)
-    bars.set_yticks(range(len(summary)), list(summary))
-    bars.invert_yaxis()
-    bars.set_xlabel("speed-up of whole steps (dots: seeds; line: rollouts alone)")
-    if has_curves:
-        axes[0, 1].set_xlabel("seconds of training, without evaluations")
-        axes[0, 1].set_ylabel("held-out reward")
-        axes[0, 1].legend(frameon=False, loc="lower right", fontsize="small")
-    for ax in axes.flat:
-        ax.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
 def print_table(summary: dict[str, dict]) -> None:
-    print(
-        "| system | whole steps | rollouts | us/token | idle time | tokens a forward and row ",
-        end="",
-    )
-    print("| length ratio | memory | held-out reward | its paper |")
-    print("|---" * 10 + "|")
+    rows = []
     for name, s in summary.items():
-        reward = f"{s['reward']:.3f}" if s["rewards"] else "-"
-        cells = [name, f"{s['speedup']:.2f}x", f"{s['rollout_speedup']:.2f}x"]
-        cells += [f"{1e6 * s['seconds_per_token']:.0f}", f"{s['idle_ratio']:.1%}"]
-        cells += [f"{s['tokens_a_pass']:.2f}", f"{s['length_ratio']:.3f}"]
-        cells += [f"{s['memory_gb']:.1f} GB", reward, s["paper"]]
-        print(f"| {' | '.join(cells)} |")
+        row = {"system": name, "whole steps": f"{s['speedup']:.2f}x"}
+        row["rollouts"] = f"{s['rollout_speedup']:.2f}x"
+        row["us/token"] = f"{1e6 * s['seconds_per_token']:.0f}"
+        row["idle time"] = f"{s['idle_ratio']:.1%}"
+        row["tokens a forward and row"] = f"{s['tokens_a_pass']:.2f}"
+        row["length ratio"] = f"{s['length_ratio']:.3f}"
+        row["memory"] = f"{s['memory_gb']:.1f} GB"
+        row["held-out reward"] = f"{s['reward']:.3f}" if s["rewards"] else "-"
+        rows.append(row | {"its paper": s["paper"]})
+    print(markdown(rows))
 
 
 def run(arguments: argparse.Namespace, folder: str) -> None:
@@ -299,7 +263,7 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
         summary = summarise(seeds)
         print_table(summary)
         if arguments.picture:
-            draw(seeds, summary, arguments.picture)
+            draw_training(summary, seeds).savefig(arguments.picture)
         given = {name: getattr(arguments, name) for name in ("config", "overrides", "skip")}
         write_json(arguments.json, {"systems": summary, **given, "seeds": seeds})
 

@@ -27,7 +27,6 @@ import os
 import resource
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -39,13 +38,15 @@ from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from benchmarks.shared import write_json
+from benchmarks import shared
+from benchmarks.shared import markdown, write_json
 from bubblespec.config import Config, flatten, load_config
 from bubblespec.dist.ranks import ranks_from_environment
 from bubblespec.errors import InputError
 from bubblespec.records import StepRecord
 from bubblespec.setup import build
 from bubblespec.trainer import Trainer
+from notebooks.pictures import draw_curves
 
 # Of this trainer: what is switched on.
 OWN = {
@@ -70,7 +71,6 @@ COMPARED = {
     "reward.overlong_buffer_length": 0,
     "optim.lr_scheduler": "constant",
 }
-CURVE = ("seconds", "rewards")
 STEPS_BEYOND = 16  # of the measured ones: so that drafts are made as in a long run
 
 
@@ -131,21 +131,20 @@ def run_own(config: Config, num_steps: int, make_clock: Callable) -> dict:
     }
 
 
-def run_arm(arguments: argparse.Namespace) -> None:
-    """In a job of its own: rank 0 writes what it measured to --json."""
+def run_arm(arguments: argparse.Namespace, folder: str) -> None:
+    """In a job of its own: rank 0 writes what it measured to --json. folder: for the run."""
     arm, num_steps = arguments.arm, arguments.steps
-    with tempfile.TemporaryDirectory() as folder:
-        given = {"eval_steps": 0, "save_steps": 0, "output_dir": folder}
-        given["max_steps"] = num_steps + STEPS_BEYOND
-        overrides = [*arguments.overrides, *(f"run.{key}={given[key]}" for key in given)]
-        config = load_config(arguments.config, [*overrides, *OWN.get(arm, ())])
-        clock = partial(Clock, folder=arguments.weights, every=arguments.every)
-        if arm in OWN:
-            measured = run_own(config, num_steps, clock)
-        else:
-            from benchmarks.trl_arm import run_trl  # not in the memory of the other arms
+    given = {"eval_steps": 0, "save_steps": 0, "output_dir": folder}
+    given["max_steps"] = num_steps + STEPS_BEYOND
+    overrides = [*arguments.overrides, *(f"run.{key}={given[key]}" for key in given)]
+    config = load_config(arguments.config, [*overrides, *OWN.get(arm, ())])
+    clock = partial(Clock, folder=arguments.weights, every=arguments.every)
+    if arm in OWN:
+        measured = run_own(config, num_steps, clock)
+    else:
+        from benchmarks.trl_arm import run_trl  # not in the memory of the other arms
 
-            measured = run_trl(config, num_steps, arguments.trl_microbatches, clock)
+        measured = run_trl(config, num_steps, arguments.trl_microbatches, clock)
     if os.environ.get("RANK", "0") == "0":
         measured["peak_memory_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
         write_json(arguments.json, measured)
@@ -222,33 +221,34 @@ def summarise(jobs: dict[str, list[dict]], num_warmup: int) -> dict[str, dict]:
 
 
 def print_table(summary: dict[str, dict]) -> None:
-    print("| arm | seconds per step | tokens per step | median length | tokens/s ", end="")
-    print("| against trl: all steps, median step, by tokens | peak GB | reward |")
-    print("|---" * 8 + "|")
-    for arm, s in summary.items():
+    rows, ratios = [], ("speedup", "speedup_median_step", "speedup_by_tokens")
+    # The columns are those of the arms that run.
+    for arm, s in sorted(summary.items(), key=lambda found: "error" in found[1]):
         if "error" in s:
-            print(f"| {arm} | does not run: {s['error']} | | | | | | |")
+            rows.append({"arm": arm, "seconds per step": f"does not run: {s['error']}"})
             continue
-        names = ("speedup", "speedup_median_step", "speedup_by_tokens")
-        ratios = ", ".join(f"{s[name]:.2f}x" for name in names if name in s) or "-"
-        cells = [f"{s['seconds']:.2f}", f"{s['tokens']:.0f}", f"{s['median_length']:.0f}"]
-        cells += [f"{s['tokens_per_second']:.0f}", ratios]
-        cells += [f"{s['peak_memory_gb']:.2f}", f"{s['rewards']:.2f}"]
-        print(f"| {arm} | {' | '.join(cells)} |")
+        row = {"arm": arm, "seconds per step": f"{s['seconds']:.2f}"}
+        row["tokens per step"] = f"{s['tokens']:.0f}"
+        row["median length"] = f"{s['median_length']:.0f}"
+        row["tokens/s"] = f"{s['tokens_per_second']:.0f}"
+        against = [f"{s[name]:.2f}x" for name in ratios if name in s]
+        row["against trl: all steps, median step, by tokens"] = ", ".join(against) or "-"
+        row["peak GB"] = f"{s['peak_memory_gb']:.2f}"
+        rows.append(row | {"reward": f"{s['rewards']:.2f}"})
+    print(markdown(rows))
 
 
-def time_to(curve: dict, reward: float) -> float | None:
+def time_to(curve: list[tuple[float, float]], reward: float) -> float | None:
     """Seconds until a reward is reached, on straight lines between evaluations; None where it is
     not."""
-    seconds, rewards = curve["seconds"], curve["rewards"]
-    for n, (before, after) in enumerate(itertools.pairwise(rewards)):
+    for (begin_s, before), (end_s, after) in itertools.pairwise(curve):
         if before < reward <= after:
-            return seconds[n] + (seconds[n + 1] - seconds[n]) * (reward - before) / (after - before)
+            return begin_s + (end_s - begin_s) * (reward - before) / (after - before)
     return None
 
 
-def curve_of(job: dict, trainer: Trainer, folder: str, every: int) -> dict:
-    """{"seconds", "rewards"} by evaluation, the first of them before the first step."""
+def curve_of(job: dict, trainer: Trainer, folder: str, every: int) -> list[tuple[float, float]]:
+    """(seconds, held-out reward) by evaluation, the first of them before the first step."""
     ends = [0.0, *np.cumsum(job["seconds"]).tolist()]
     numbers = range(every, len(ends), every)
     before = {name: tensor.clone() for name, tensor in trainer.learner.model.state_dict().items()}
@@ -257,68 +257,58 @@ def curve_of(job: dict, trainer: Trainer, folder: str, every: int) -> dict:
         trainer.learner.model.load_state_dict(torch.load(weights_file(folder, number)))
         rewards.append(trainer.evaluate()["eval/reward"])
     trainer.learner.model.load_state_dict(before)
-    return {"seconds": [0.0, *(ends[number] for number in numbers)], "rewards": rewards}
+    return list(zip([0.0, *(ends[number] for number in numbers)], rewards, strict=True))
 
 
-def report_curves(curves: dict[str, list[dict]], reward: float) -> None:
+def report_curves(curves: dict[str, list[list]], reward: float) -> None:
     """Print the seconds until a reward, against the first arm."""
     times = {arm: [time_to(curve, reward) for curve in found] for arm, found in curves.items()}
     first = next(iter(times.values()))
-    print(f"\n| arm | held-out reward at the end | seconds until {reward} | ratio |\n{'|---' * 4}|")
+    rows = []
     for arm, found in curves.items():
         ratios = [a / b for a, b in zip(first, times[arm], strict=True) if a and b]
-        last = " ".join(f"{curve['rewards'][-1]:.3f}" for curve in found)
-        until = " ".join("-" if t is None else f"{t:.1f}" for t in times[arm])
-        print(f"| {arm} | {last} | {until} | {f'{np.median(ratios):.2f}x' if ratios else '-'} |")
+        row = {"arm": arm}
+        row["held-out reward at the end"] = " ".join(f"{curve[-1][1]:.3f}" for curve in found)
+        until = ["-" if t is None else f"{t:.1f}" for t in times[arm]]
+        row[f"seconds until {reward}"] = " ".join(until)
+        rows.append(row | {"ratio": f"{np.median(ratios):.2f}x" if ratios else "-"})
+    print(f"\n{markdown(rows)}")
 
 
-def draw(curves: dict[str, list[dict]], path: str) -> None:
-    """Held-out reward over seconds of training: a thin line per seed, a thick one for the mean."""
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for number, (arm, of_seeds) in enumerate(curves.items()):
-        style = {"color": f"C{number}"}
-        for curve in of_seeds:
-            axes.plot(curve["seconds"], curve["rewards"], linewidth=0.7, alpha=0.5, **style)
-        mean = [np.mean([curve[key] for curve in of_seeds], axis=0) for key in CURVE]
-        axes.plot(*mean, "o-", markersize=3, label=arm, **style)
-    axes.set_xlabel("seconds of training")
-    axes.set_ylabel("held-out reward")
-    axes.legend(frameon=False, loc="lower right")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120)
-
-
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: argparse.Namespace, base: str) -> None:
+    if arguments.arm:
+        run_arm(arguments, base)
+        return
     if not 0 <= arguments.warmup < arguments.steps:
         raise InputError(f"--warmup: {arguments.warmup} of {arguments.steps} steps leaves none")
     if not 0 <= arguments.every <= arguments.steps or (arguments.picture and not arguments.every):
         raise InputError("--every: give 1 to --steps to evaluate, and to draw a --picture")
     check(load_config(arguments.config, arguments.overrides))
     jobs: dict[str, list[dict]] = {arm: [] for arm in arguments.arms}
-    curves: dict[str, list[dict]] = {arm: [] for arm in arguments.arms}
+    curves: dict[str, list[list]] = {arm: [] for arm in arguments.arms}
     # Weights come and go: no copies of them for other kernels.
     options = ["model.cpu_linear=torch", "speculative.method=none"]
-    with tempfile.TemporaryDirectory() as base:
-        options = [*arguments.overrides, *options, f"run.output_dir={base}/held_out"]
-        config = load_config(arguments.config, options)
-        with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
-            trainer = build(config, ranks) if arguments.every else None
-            for turn, seed in enumerate(tqdm(arguments.seeds, unit="seed")):
-                for arm in arguments.arms[:: -1 if turn % 2 else 1]:
-                    folder = os.path.join(base, f"{arm}_{seed}")
-                    os.mkdir(folder)
-                    job = run_job(arguments, arm, seed, folder)
-                    jobs[arm].append(job)
-                    if trainer is not None and "error" not in job:
-                        curves[arm].append(curve_of(job, trainer, folder, arguments.every))
+    options = [*arguments.overrides, *options, f"run.output_dir={base}/held_out"]
+    config = load_config(arguments.config, options)
+    with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
+        trainer = build(config, ranks) if arguments.every else None
+        for turn, seed in enumerate(tqdm(arguments.seeds, unit="seed")):
+            for arm in arguments.arms[:: -1 if turn % 2 else 1]:
+                folder = os.path.join(base, f"{arm}_{seed}")
+                os.mkdir(folder)
+                job = run_job(arguments, arm, seed, folder)
+                jobs[arm].append(job)
+                if trainer is not None and "error" not in job:
+                    curves[arm].append(curve_of(job, trainer, folder, arguments.every))
     summary = summarise(jobs, arguments.warmup)
     print_table(summary)
     if any(curves.values()):
         curves = {arm: found for arm, found in curves.items() if len(found) == len(jobs[arm])}
         report_curves(curves, arguments.reward)
     if arguments.picture and any(curves.values()):
-        draw(curves, arguments.picture)
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        draw_curves(figure.subplots(), curves)
+        figure.savefig(arguments.picture, dpi=120)
     settings = {"config": arguments.config, "overrides": arguments.overrides}
     write_json(arguments.json, settings | {"summary": summary, "jobs": jobs, "curves": curves})
 
@@ -341,13 +331,7 @@ def main() -> int:
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)  # a rank of a job
     parser.add_argument("--weights", help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*")
-    arguments = parser.parse_intermixed_args()
-    try:
-        (run_arm if arguments.arm else run)(arguments)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return shared.main(run, parser)
 
 
 if __name__ == "__main__":

@@ -16,20 +16,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from benchmarks.accept_rules import (
-    FRESH,
-    further,
-    one_step,
-    policy_gradient,
-    verify_by_rejection,
-)
 from benchmarks.shared import chain_sums
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import prepare_model
-from bubblespec.engine.noise import stream_keys
 from bubblespec.engine.ragged import packed
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.engine.sampling import SamplingParams, num_gained, sample, verify
+from bubblespec.engine.sampling import SamplingParams
 from bubblespec.types import Group, Prompt, Row, SampleId
 
 MAX_NEW_TOKENS = 96
@@ -86,18 +78,13 @@ class Setting:
         drafts: GivenDrafts | None = None,
         *,
         slots: int = 64,
-        rule="coupled",
-        older=False,
+        is_older: bool = False,
     ) -> int:
         """Generate rows to their end, in place, with the real engine. Returns the forwards that it
         took."""
         longest = max(len(row.prompt) + row.max_new_tokens for row in rows)
-        model, batch_tokens = self.older if older else self.policy, max(2048, 2 * slots)
-        runner = ModelRunner(model, slots, longest, SEED, max_batch_tokens=batch_tokens)
-        if rule == "point_mass":
-            noise_keys = runner.noise_keys
-            runner.noise_keys = lambda *where: further(noise_keys(*where), FRESH)
-        engine = Engine(runner)
+        model, batch_tokens = self.older if is_older else self.policy, max(2048, 2 * slots)
+        engine = Engine(ModelRunner(model, slots, longest, SEED, max_batch_tokens=batch_tokens))
         engine.run(rows, self.params, drafts)
         return engine.num_forwards
 
@@ -112,45 +99,33 @@ def make_rows(groups: list[Group], num_generations: int, max_new_tokens: int) ->
 
 
 def tiny_setting(
-    folder: str = "configs/tiny_policy", learning_rate: float = 2e-4, num_prompts: int = 8
+    folder: str = "configs/tiny_policy", distance: float = 2e-2, num_prompts: int = 8
 ) -> Setting:
-    """The tiny policy before and after one AdamW step on 24 of its own responses, with random
-    advantages of +1 and -1."""
+    """The tiny policy; the older weights differ from its own by normal noise, a share `distance` of
+    each weight."""
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
-    prompts = chain_sums(tokenizer, 2 * num_prompts, SEED, max_terms=8)
+    prompts = chain_sums(tokenizer, num_prompts, SEED, max_terms=8)
     prepare_model(policy, max(len(p.token_ids) for p in prompts) + MAX_NEW_TOKENS)
+    older, random = copy.deepcopy(policy), torch.Generator().manual_seed(SEED)
+    with torch.no_grad():
+        for weight in older.parameters():
+            noise = torch.randn(weight.shape, generator=random, dtype=weight.dtype)
+            weight.mul_(1 + distance * noise)
     params = SamplingParams(stop_token_ids=(tokenizer.eos_token_id,))
-    setting = Setting(policy, copy.deepcopy(policy), tokenizer, prompts[::2], params)
-    trained_on = make_rows([Group(prompt, 0) for prompt in prompts[1::2]], 3, MAX_NEW_TOKENS)
-    setting.respond(trained_on)
-    one_step(
-        policy,
-        setting.older,
-        policy_gradient(policy, trained_on, params.temperature, SEED),
-        learning_rate,
-    )
-    return setting
+    return Setting(policy, older, tokenizer, prompts, params)
 
 
 def own_softmax(setting: Setting, prompt: tuple[int, ...]) -> np.ndarray:
     """The policy's next-token probabilities, float64 [V], by a forward of transformers itself, not
     by the engine."""
-    plain = (
-        AutoModelForCausalLM.from_config(
-            copy.deepcopy(setting.policy.config), attn_implementation="eager"
-        )
-        .double()
-        .eval()
-    )
+    config = copy.deepcopy(setting.policy.config)
+    plain = AutoModelForCausalLM.from_config(config, attn_implementation="eager").double().eval()
     plain.load_state_dict(setting.policy.state_dict())
     with torch.inference_mode():
-        return (
-            (plain(torch.tensor([prompt])).logits[0, -1] / setting.params.temperature)
-            .softmax(-1)
-            .numpy()
-        )
+        logits = plain(torch.tensor([prompt])).logits[0, -1]
+    return (logits / setting.params.temperature).softmax(-1).numpy()
 
 
 def chi_square_p(counts: np.ndarray, law: np.ndarray) -> float:
@@ -186,61 +161,42 @@ def trap_lengths(
     """Lengths int64 [R] of responses that come of one draft each, by `rule`, and plain sampling
     after it.
 
-    Drafts are made by an older policy, whose logits are `distance` away, with the noise of the
-    responses under the coupled rule and with other noise under the others. keeps: "by clock" cuts
-    them at lengths that have nothing to do with their content; "finished" keeps those that reach
-    the stop token within n tokens, up to it, and no other.
+    rule: "coupled" accepts a draft token if plain sampling gives it; "rejection" with chance
+    min(1, p / q), else it samples norm(max(p - q, 0)) (Leviathan et al. 2023, "Fast inference from
+    transformers via speculative decoding", Algorithm 1). Drafts are made by an older policy, whose
+    logits are `distance` away, with the noise of the responses under the coupled rule and with
+    other noise under the other. keeps: "by clock" cuts them at lengths that have nothing to do with
+    their content; "finished" keeps those that reach the stop token within n tokens, up to it, and
+    no other.
     """
-    rest = (1 - STOP_CHANCE) / (NUM_TOKENS - 1)
-    log_p = torch.tensor([STOP_CHANCE] + [rest] * (NUM_TOKENS - 1), dtype=torch.float64).log()
-    shift = torch.randn(
-        NUM_TOKENS, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    )
-    log_q = (log_p + distance * shift).log_softmax(-1)
-    params = SamplingParams(stop_token_ids=(STOP,))
-    keys, other_keys = (_keys(num_rows, LONGEST_RESPONSE, s) for s in (seed, seed + 1))
-    if rule == "point_mass":
-        keys = further(keys, FRESH)
-    positions = torch.arange(LONGEST_RESPONSE).expand(num_rows, -1)
+    random = np.random.default_rng(seed)
+    p = np.array([STOP_CHANCE] + [(1 - STOP_CHANCE) / (NUM_TOKENS - 1)] * (NUM_TOKENS - 1))
+    q = p * np.exp(distance * random.standard_normal(NUM_TOKENS))
+    q /= q.sum()
+    noise = random.gumbel(size=(num_rows, LONGEST_RESPONSE, NUM_TOKENS))
+    other, fresh = random.gumbel(size=(2, num_rows, LONGEST_DRAFT, NUM_TOKENS))
+    # Tokens do not depend on those before them, so what plain sampling puts at every place is known
+    # at once.
+    tokens = (np.log(p) + noise).argmax(-1)
+    draft_noise = noise[:, :LONGEST_DRAFT] if rule == "coupled" else other
+    draft = (np.log(q) + draft_noise).argmax(-1)
+    verified = tokens[:, :LONGEST_DRAFT]
+    if rule == "rejection":
+        residual = np.maximum(p - q, 0)
+        residual = residual if residual.any() else p
+        with np.errstate(divide="ignore"):
+            resampled = (np.log(residual) + fresh).argmax(-1)
+        verified = np.where(random.random(draft.shape) < (p / q)[draft], draft, resampled)
 
-    draft_keys = (keys if rule == "coupled" else other_keys)[:, :LONGEST_DRAFT].reshape(-1, 4)
-    flat = positions[:, :LONGEST_DRAFT].flatten()
-    draft = sample(log_q.expand(len(flat), -1), draft_keys, flat, params)[0].view(
-        num_rows, LONGEST_DRAFT
-    )
-    is_stop = (draft == STOP).numpy()
+    is_stop = draft == STOP
     if keeps == "finished":
         counts = np.where(is_stop.any(1), is_stop.argmax(1) + 1, 0)
     else:
-        counts = np.random.default_rng(seed).integers(0, LONGEST_DRAFT + 1, num_rows)
-
-    is_fed = torch.arange(LONGEST_DRAFT + 1) <= torch.from_numpy(counts)[:, None]
-    fed_drafts = draft[is_fed[:, 1:]]
-    fed = positions[:, : LONGEST_DRAFT + 1][is_fed]
-    fed_keys, log_ps = keys[:, : LONGEST_DRAFT + 1][is_fed], log_p.expand(len(fed), -1)
-    if rule == "rejection":
-        result = verify_by_rejection(
-            log_ps, log_q.expand(len(fed_drafts), -1), fed_drafts, counts, keys=fed_keys
-        )
-        accepted, token = (t.numpy() for t in result)
-    else:
-        options = {"num_generated": fed, "params": params}
-        accepted, token, _ = verify(log_ps, fed_drafts.numpy(), counts, fed_keys, **options)
-    room = np.full(num_rows, LONGEST_RESPONSE)
-    gained = num_gained(token, accepted, counts, params.stop_token_ids, limit=room)
-    last = token[np.cumsum(counts + 1) - (counts + 1) + gained - 1]
-
-    # Tokens do not depend on those before them, so what plain sampling puts at every place is known
-    # at once.
-    every = positions.flatten()
-    plain = sample(log_p.expand(len(every), -1), keys.reshape(-1, 4), every, params)[0].numpy()
-    stops_later = (plain.reshape(num_rows, -1) == STOP) & (positions.numpy() >= gained[:, None])
-    later = np.where(stops_later.any(1), stops_later.argmax(1) + 1, LONGEST_RESPONSE)
-    return np.where(last == STOP, gained, later)
-
-
-def _keys(num_rows: int, length: int, seed: int) -> torch.Tensor:
-    """Noise keys int32 [rows, length, 4]."""
-    uid, position = (a.ravel() for a in np.indices((num_rows, length)))
-    zero = np.zeros_like(uid)
-    return torch.from_numpy(stream_keys(seed, uid, zero, zero, position)).view(num_rows, length, 4)
+        counts = random.integers(0, LONGEST_DRAFT + 1, num_rows)
+    place = np.arange(LONGEST_DRAFT)
+    is_drafted = place < counts[:, None]
+    num_accepted = ((draft == verified) & is_drafted).cumprod(axis=1).sum(axis=1)
+    is_from_draft = is_drafted & (place <= num_accepted[:, None])  # with the first mismatch
+    tokens[:, :LONGEST_DRAFT][is_from_draft] = verified[is_from_draft]
+    stops = tokens == STOP
+    return np.where(stops.any(1), stops.argmax(1) + 1, LONGEST_RESPONSE)

@@ -50,6 +50,11 @@ def _figure(width: float, height: float, rows: int = 1, columns: int = 1, **opti
     return figure, axes
 
 
+def _legend_below(figure, columns: int, *what) -> None:
+    options = {"loc": "outside lower center", "ncols": columns, "frameon": False}
+    figure.legend(*what, fontsize=SIZE, **options)
+
+
 def _label(axes, title: str, x: str = "", y: str = "") -> None:
     axes.set_title(title, fontsize=SIZE + 1)
     axes.set_xlabel(x, fontsize=SIZE)
@@ -72,31 +77,18 @@ def draw_origins(panels: dict[str, list[list[bool]]]) -> Figure:
         Patch(facecolor=PLAIN, label="sampled after its forward"),
         Patch(facecolor=DRAFTED, label="accepted draft token"),
     ]
-    figure.legend(
-        handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=SIZE
-    )
+    _legend_below(figure, 2, handles, [patch.get_label() for patch in handles])
     return figure
 
 
-def draw_law(law: np.ndarray, counts: dict[str, np.ndarray], names: list[str]) -> Figure:
+def draw_law(law: np.ndarray, counts: np.ndarray, names: list[str]) -> Figure:
     """Bars of a law over tokens, and what was counted, with whiskers of two standard errors. law,
     counts: [tokens]."""
     figure, (axes,) = _figure(8, 3.2)
-    place = np.arange(len(law))
-    axes.bar(place, law, width=0.8, color="#dddddd", label="softmax of the logits")
-    for number, (label, count) in enumerate(counts.items()):
-        share = count / count.sum()
-        error = 2 * np.sqrt(law * (1 - law) / count.sum())
-        axes.errorbar(
-            place + 0.3 * (number - (len(counts) - 1) / 2),
-            share,
-            error,
-            fmt="o",
-            markersize=3,
-            linewidth=1,
-            label=label,
-        )
-    axes.set_xticks(place, names)
+    axes.bar(names, law, width=0.8, color="#dddddd", label="softmax of the logits")
+    error = 2 * np.sqrt(law * (1 - law) / counts.sum())
+    style = {"fmt": "o", "markersize": 3, "linewidth": 1, "label": "with drafts"}
+    axes.errorbar(names, counts / counts.sum(), error, **style)
     _label(axes, "", "next token", "share of samples")
     axes.legend(frameon=False, fontsize=SIZE)
     return figure
@@ -107,34 +99,17 @@ def draw_trap(law: np.ndarray, lengths: dict[str, np.ndarray], longest: int = 25
     by title."""
     figure, axes = _figure(10, 5, 2, 2, sharex=True, sharey=True)
     mean = law @ np.arange(1, len(law) + 1)
+    place = np.arange(1, longest + 1)
     for one, (title, found) in zip(axes, lengths.items(), strict=True):
         share = np.bincount(found, minlength=len(law) + 1)[1:] / len(found)
-        one.bar(
-            np.arange(1, longest + 1),
-            share[:longest],
-            width=0.9,
-            color="#9ecae1",
-            label="responses",
-        )
-        one.plot(
-            np.arange(1, longest + 1),
-            law[:longest],
-            color="#222222",
-            linewidth=1.2,
-            label="law of the policy",
-        )
-        one.axvline(
-            mean, color="#222222", linewidth=1, linestyle=":", label=f"true mean {mean:.2f}"
-        )
-        one.axvline(
-            found.mean(), color="#d62728", linewidth=1.5, label=f"their mean {found.mean():.2f}"
-        )
-        _label(one, title)
+        one.bar(place, share[:longest], width=0.9, color="#9ecae1", label="responses")
+        one.plot(place, law[:longest], color="#222222", linewidth=1.2, label="law of the policy")
+        for x, of, style in ((mean, "true", ":"), (found.mean(), "their", "-")):
+            colour = "#222222" if of == "true" else "#d62728"
+            one.axvline(x, color=colour, linestyle=style, label=f"{of} mean {x:.2f}")
+        _label(one, title, "response length (tokens)", "share of responses")
+        one.label_outer()
         one.legend(frameon=False, fontsize=SIZE - 1)
-    for one in axes[2:]:
-        one.set_xlabel("response length (tokens)", fontsize=SIZE)
-    for one in axes[::2]:
-        one.set_ylabel("share of responses", fontsize=SIZE)
     return figure
 
 
@@ -156,23 +131,15 @@ def draw_quantiles(lengths: dict[str, np.ndarray], true: np.ndarray) -> Figure:
     the true lengths. lengths: int64 [responses] by rule; true: int64 [responses]."""
     figure, (axes,) = _figure(10, 3.6)
     edges = np.unique(np.quantile(true, [*np.linspace(0, 0.9, 10), 0.95, 0.99]).astype(int))
-    expected = np.bincount(
-        np.searchsorted(edges, true, side="right") - 1, minlength=len(edges)
-    ) / len(true)
+
+    def shares(found: np.ndarray) -> np.ndarray:
+        place = np.maximum(np.searchsorted(edges, found, side="right") - 1, 0)
+        return np.bincount(place, minlength=len(edges)) / len(found)
+
     axes.axhline(1.0, color="#222222", linewidth=1)
     for (name, found), colour in zip(lengths.items(), RULES, strict=True):
-        shares = np.bincount(
-            np.maximum(np.searchsorted(edges, found, side="right") - 1, 0), minlength=len(edges)
-        ) / len(found)
-        axes.plot(
-            range(len(edges)),
-            shares / expected,
-            marker="o",
-            markersize=4,
-            label=name,
-            color=colour,
-            linewidth=1.6,
-        )
+        style = {"markersize": 4, "color": colour, "linewidth": 1.6}
+        axes.plot(range(len(edges)), shares(found) / shares(true), "o-", label=name, **style)
     axes.set_xticks(range(len(edges)), [f"{edge}+" for edge in edges])
     _label(
         axes,
@@ -198,9 +165,7 @@ def draw_timelines(timelines: dict[str, list[np.ndarray]]) -> Figure:
     axes[-1].set_xlim(0, max(lane[:, 2].max() for lanes in timelines.values() for lane in lanes))
     axes[-1].set_xlabel("seconds since the step began", fontsize=SIZE)
     ordered = [handles[kind] for kind in COLOURS if kind in handles]
-    figure.legend(
-        handles=ordered, loc="outside lower center", ncols=5, frameon=False, fontsize=SIZE
-    )
+    _legend_below(figure, 5, ordered, [patch.get_label() for patch in ordered])
     return figure
 
 
@@ -225,14 +190,7 @@ def draw_kinds(timelines: dict[str, list[np.ndarray]]) -> Figure:
     _bars_down(axes, list(timelines), "seconds (mean of the ranks)")
     ordered = [kind for kind in colours if kind in handles]
     labels = ["between forwards" if kind == "between" else kind for kind in ordered]
-    figure.legend(
-        [handles[kind] for kind in ordered],
-        labels,
-        loc="outside lower center",
-        ncols=6,
-        frameon=False,
-        fontsize=SIZE,
-    )
+    _legend_below(figure, 6, [handles[kind] for kind in ordered], labels)
     return figure
 
 
@@ -252,7 +210,7 @@ def draw_stages(runs: list[Run]) -> Figure:
         )
     _bars_down(axes, [run.name for run in runs], "seconds of training steps (mean of the ranks)")
     axes.set_xlim(0, 1.15 * left.max())
-    figure.legend(loc="outside lower center", ncols=len(STAGES), frameon=False, fontsize=SIZE)
+    _legend_below(figure, len(STAGES))
     return figure
 
 
@@ -260,23 +218,12 @@ def draw_tail(runs: list[Run]) -> Figure:
     """What a rollout's seconds and forwards follow: the longest response. A point a step and
     run."""
     figure, axes = _figure(10, 3.4, 1, 2)
-    for number, run in enumerate(runs):
-        longest = run.column("completions/max_length")
-        axes[0].plot(longest, run.rollout_s, "o", markersize=4, color=f"C{number}", label=run.name)
-        axes[1].plot(
-            longest,
-            run.column("rollout/forwards"),
-            "o",
-            markersize=4,
-            color=f"C{number}",
-            label=run.name,
-        )
-    for one, title, unit in zip(
-        axes,
-        ("time of a rollout", "forwards on the slowest rank"),
-        ("seconds", "forwards"),
-        strict=True,
-    ):
+    titles = {"seconds": "time of a rollout", "forwards": "forwards on the slowest rank"}
+    for one, (unit, title) in zip(axes, titles.items(), strict=True):
+        for run in runs:
+            values = run.rollout_s if unit == "seconds" else run.column("rollout/forwards")
+            longest = run.column("completions/max_length")
+            one.plot(longest, values, "o", markersize=4, label=run.name)
         _label(one, title, "longest response of the step (tokens)", unit)
         one.set_ylim(0)
         one.legend(frameon=False, fontsize=SIZE)
@@ -305,7 +252,7 @@ def draw_drafts(run: Run) -> Figure:
     )
     _label(axes, "", "step", "response tokens")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    figure.legend(loc="outside lower center", ncols=6, frameon=False, fontsize=SIZE)
+    _legend_below(figure, 6)
     return figure
 
 
@@ -330,20 +277,13 @@ def draw_scaling(
     share)}."""
     figure, axes = _figure(10, 3.0, 1, 2)
     values = list(found)
-    for one, number, unit in (
-        (axes[0], 0, "rollout speed-up over none"),
-        (axes[1], 1, f"share spent waiting, {waiting_of}"),
-    ):
-        one.plot(
-            values,
-            [found[value][number] for value in values],
-            "o-",
-            color=f"C{number}",
-            markersize=5,
-        )
+    units = ("rollout speed-up over none", f"share spent waiting, {waiting_of}")
+    for number, (one, unit) in enumerate(zip(axes, units, strict=True)):
+        figures = [pair[number] for pair in found.values()]
+        one.plot(values, figures, "o-", color=f"C{number}", markersize=5)
         one.set_xscale("log", base=2)
         one.set_xticks(values, [f"{value:g}" for value in values])
-        one.set_ylim(0, 1.1 * max(found[value][number] for value in values))
+        one.set_ylim(0, 1.1 * max(figures))
         _label(one, "simulated", label, unit)
     axes[0].axhline(1.0, color="#999999", linewidth=1, linestyle=":")
     return figure
@@ -355,67 +295,50 @@ def draw_learning(runs: list[Run]) -> Figure:
     figure, axes = _figure(10, 3.4, 1, 2, sharey=True)
     for number, run in enumerate(runs):
         width = 1 + 3 * (len(runs) - 1 - number) / max(len(runs) - 1, 1)
-        steps, updates = (
-            run.column("step") + 1,
-            np.array([line["step"] for line in run.evaluations], float),
-        )
+        steps = run.column("step") + 1
+        updates = np.array([line["step"] for line in run.evaluations], float)
         held_out = [line["eval/reward"] for line in run.evaluations]
-        for one, x, x_held_out in (
-            (axes[0], steps, updates),
-            (axes[1], seconds_so_far(run, steps), seconds_so_far(run, updates)),
-        ):
-            one.plot(x, run.column("reward"), color=f"C{number}", alpha=0.35, linewidth=width)
-            one.plot(
-                x_held_out,
-                held_out,
-                "o-",
-                color=f"C{number}",
-                linewidth=width,
-                markersize=3 + width,
-                label=run.name,
-            )
+        style = {"color": f"C{number}", "linewidth": width}
+        seconds = [seconds_so_far(run, steps), seconds_so_far(run, updates)]
+        for one, (x, x_held_out) in zip(axes, ([steps, updates], seconds), strict=True):
+            one.plot(x, run.column("reward"), alpha=0.35, **style)
+            one.plot(x_held_out, held_out, "o-", markersize=3 + width, label=run.name, **style)
     _label(axes[0], "over steps", "updates", "reward: training (pale), held-out (dots)")
     _label(axes[1], "over time", "seconds of training steps")
     axes[1].legend(frameon=False, fontsize=SIZE, loc="lower right")
     return figure
 
 
-def draw_training(arms: dict[str, dict], seeds: dict[str, dict[str, dict]]) -> Figure:
+def draw_training(arms: dict[str, dict], seeds: dict) -> Figure:
     """Training runs by what is switched on: their whole steps' speed-up over the first (a dot a
-    seed), and held-out reward over seconds of training (pale: seeds; dots: their mean). See
-    benchmarks/systems.py."""
+    seed), and held-out reward over seconds of training. See benchmarks/systems.py."""
     figure, axes = _figure(10, 3.4, 1, 2)
-    for number, (name, arm) in enumerate(arms.items()):
+    for number, arm in enumerate(arms.values()):
         axes[0].bar(number, arm["speedup"], width=0.7, color=f"C{number}", alpha=0.6)
-        axes[0].plot(
-            [number] * len(arm["speedups"]), arm["speedups"], "o", color=f"C{number}", markersize=4
-        )
-        curves = [
-            np.array(of_seed[name]["curve"]) for of_seed in seeds.values() if of_seed[name]["curve"]
-        ]
-        for curve in curves:
-            axes[1].plot(*curve.T, color=f"C{number}", alpha=0.3, linewidth=1)
-        if curves:
-            axes[1].plot(
-                *np.mean(curves, axis=0).T,
-                "o-",
-                color=f"C{number}",
-                linewidth=1.5,
-                markersize=4,
-                label=name,
-            )
+        place = [number] * len(arm["speedups"])
+        axes[0].plot(place, arm["speedups"], "o", color=f"C{number}", markersize=4)
     axes[0].axhline(1.0, color="#999999", linewidth=1, linestyle=":")
     axes[0].set_xticks(range(len(arms)), list(arms), fontsize=SIZE, rotation=30)
     _label(axes[0], "whole steps, seconds a token", "", f"speed-up over {next(iter(arms))}")
-    _label(
-        axes[1],
-        "reward against time",
-        "seconds of training, without evaluations",
-        "held-out reward",
-    )
-    if axes[1].lines:
-        axes[1].legend(frameon=False, fontsize=SIZE, loc="lower right")
+    curves = {name: [of_seed[name]["curve"] for of_seed in seeds.values()] for name in arms}
+    draw_curves(axes[1], curves)
     return figure
+
+
+def draw_curves(axes, curves: dict[str, list[list[tuple[float, float]]]]) -> None:
+    """Held-out reward over seconds of training by arm: pale lines for seeds, dots for their mean.
+    curves: (seconds, reward) of each evaluation, for each seed of an arm."""
+    for number, (name, of_seeds) in enumerate(curves.items()):
+        found = [np.array(curve) for curve in of_seeds if curve]
+        for curve in found:
+            axes.plot(*curve.T, color=f"C{number}", alpha=0.3, linewidth=1)
+        if found:
+            style = {"color": f"C{number}", "linewidth": 1.5, "markersize": 4, "label": name}
+            axes.plot(*np.mean(found, axis=0).T, "o-", **style)
+    unit = "seconds of training, without evaluations"
+    _label(axes, "reward against time", unit, "held-out reward")
+    if axes.lines:
+        axes.legend(frameon=False, fontsize=SIZE, loc="lower right")
 
 
 def draw_acceptance(accepted: dict[str, list[float]]) -> Figure:

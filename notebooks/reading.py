@@ -9,10 +9,11 @@ import json
 import math
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from benchmarks.shared import markdown
 from bubblespec.config import Config, flatten, load_config
 from bubblespec.errors import InputError, log
 from bubblespec.telemetry.timeline import KINDS
@@ -176,7 +177,9 @@ def compare(run: Run, other: Run) -> Comparison:
     common = sorted({line["step"] for line in run.steps} & {line["step"] for line in other.steps})
     if not common:
         raise InputError(f"RUNS: {run.name} and {other.name} have no step in common")
-    mine, others = (_only(r, common) for r in (run, other))
+    mine, others = (
+        replace(r, steps=[line for line in r.steps if line["step"] in common]) for r in (run, other)
+    )
     ratio = others.rollout_s / mine.rollout_s
     digests = [[line["rollout/digest"] for line in r.steps] for r in (mine, others)]
     differing = [step for step, a, b in zip(common, *digests, strict=True) if a != b]
@@ -217,86 +220,46 @@ def num_response_tokens(run: Run) -> np.ndarray:
 
 def ablation_table(runs: list[Run], baseline: Run) -> str:
     """Every run against the baseline, as a Markdown table."""
-    header = [
-        "run",
-        "method",
-        "rollouts",
-        "rollout speed-up",
-        "median step",
-        "whole steps",
-        "forwards",
-        "drafted tokens accepted",
-    ]
     rows = []
     for run in runs:
         c = compare(run, baseline)
-        figures = [
-            f"{run.rollout_s.sum():.1f} s",
-            *(_times(x) for x in (c.rollout_speedup, c.median_speedup, c.step_speedup)),
-        ]
-        figures += [
-            _or_dash(c.forwards, "{:+.0%}"),
-            _or_dash(accepted_share(run), "{:.2f}"),
-            c.tokens,
-        ]
-        rows.append([run.name, run.method, *figures])
-    return markdown([*header, f"tokens against {baseline.name}"], rows)
+        row = {"run": run.name, "method": run.method, "rollouts": f"{run.rollout_s.sum():.1f} s"}
+        row["rollout speed-up"] = _or_dash(c.rollout_speedup, "{:.2f}x")
+        row["median step"] = _or_dash(c.median_speedup, "{:.2f}x")
+        row["whole steps"] = _or_dash(c.step_speedup, "{:.2f}x")
+        row["forwards"] = _or_dash(c.forwards, "{:+.0%}")
+        row["drafted tokens accepted"] = _or_dash(accepted_share(run), "{:.2f}")
+        rows.append(row | {f"tokens against {baseline.name}": c.tokens})
+    return markdown(rows)
 
 
 def settings_table(runs: list[Run]) -> str:
     """The keys of the configuration that differ between runs, as a Markdown table; run.output_dir
     is left out."""
     flat = [flatten(run.config) for run in runs]
-    keys = [
-        key
-        for key in flat[0]
-        if key != "run.output_dir" and any(f[key] != flat[0][key] for f in flat)
-    ]
-    return markdown(
-        ["run", *(keys or ["no key differs"])],
-        [[run.name, *(str(f[k]) for k in keys or [])] for run, f in zip(runs, flat, strict=True)],
-    )
+    keys = [key for key in flat[0] if len({str(f[key]) for f in flat}) > 1]
+    keys = [key for key in keys if key != "run.output_dir"]
+    pairs = zip(runs, flat, strict=True)
+    return markdown([{"run": run.name} | {key: str(f[key]) for key in keys} for run, f in pairs])
 
 
 def learning_table(runs: list[Run]) -> str:
     """Rewards of every run: training at its beginning and end, and held out, as a Markdown
     table."""
-    header = [
-        "run",
-        "steps",
-        "reward, first tenth",
-        "reward, last tenth",
-        "held out, first",
-        "held out, last",
-        "seconds of steps",
-    ]
     rows = []
     for run in runs:
         reward, share = run.column("reward"), max(1, len(run.steps) // 10)
         held_out = [line["eval/reward"] for line in run.evaluations] or [math.nan]
-        figures = [
-            np.nanmean(reward[:share]),
-            np.nanmean(reward[-share:]),
-            held_out[0],
-            held_out[-1],
-        ]
-        seconds = f"{run.column('timing_s/step').sum():.1f}"
-        rows.append(
-            [
-                run.name,
-                str(len(run.steps)),
-                *(_or_dash(float(x), "{:.3f}") for x in figures),
-                seconds,
-            ]
-        )
-    return markdown(header, rows)
-
-
-def markdown(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(
-        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
-    )
+        figures = {
+            "reward, first tenth": np.nanmean(reward[:share]),
+            "reward, last tenth": np.nanmean(reward[-share:]),
+            "held out, first": held_out[0],
+            "held out, last": held_out[-1],
+        }
+        row = {"run": run.name, "steps": str(len(run.steps))}
+        row |= {name: _or_dash(float(x), "{:.3f}") for name, x in figures.items()}
+        rows.append(row | {"seconds of steps": f"{run.column('timing_s/step').sum():.1f}"})
+    return markdown(rows)
 
 
 def seconds_so_far(run: Run, updates: np.ndarray) -> np.ndarray:
@@ -361,21 +324,6 @@ def seconds_by_kind(lanes: list[np.ndarray]) -> dict[str, float]:
     }
     seconds = {kind: total / len(lanes) for kind, total in seconds.items() if total}
     return seconds | {"between": end - sum(seconds.values())}
-
-
-def _only(run: Run, steps: list[int]) -> Run:
-    wanted = set(steps)
-    return Run(
-        run.name,
-        run.folder,
-        run.config,
-        [line for line in run.steps if line["step"] in wanted],
-        run.evaluations,
-    )
-
-
-def _times(ratio: float) -> str:
-    return _or_dash(ratio, "{:.2f}x")
 
 
 def _or_dash(value: float, form: str) -> str:

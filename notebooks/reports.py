@@ -2,8 +2,8 @@
 
 import json
 
+from benchmarks.shared import markdown
 from bubblespec.errors import InputError
-from notebooks.reading import markdown
 
 SIMULATED_KEYS = ("settings", "runs")  # of benchmarks/simulated_systems.py
 REAL_KEYS = ("systems", "seeds", "config")  # of benchmarks/systems.py
@@ -30,54 +30,24 @@ def systems_table(report: dict) -> str:
     """Training runs of the systems, from `benchmarks/systems.py`, as a Markdown table."""
     rows = []
     for name, system in report["systems"].items():
-        reward = "-" if system["reward"] is None else f"{system['reward']:.3f}"
-        speeds = [
-            f"{system['speedup']:.2f}x",
-            f"{system['rollout_speedup']:.2f}x",
-            f"{system['idle_ratio']:.0%}",
-        ]
-        rows.append(
-            [
-                name,
-                *speeds,
-                f"{system['tokens_a_pass']:.2f}",
-                f"{system['length_ratio']:.3f}",
-                reward,
-                system["paper"],
-            ]
-        )
-    names = [
-        "system",
-        "whole steps",
-        "rollouts",
-        "waiting",
-        "tokens a pass",
-        "length ratio",
-        "held-out reward",
-        "its paper",
-    ]
-    return markdown(names, rows)
+        row = {"system": name, "whole steps": f"{system['speedup']:.2f}x"}
+        row["rollouts"] = f"{system['rollout_speedup']:.2f}x"
+        row["waiting"] = f"{system['idle_ratio']:.0%}"
+        row["tokens a pass"] = f"{system['tokens_a_pass']:.2f}"
+        row["length ratio"] = f"{system['length_ratio']:.3f}"
+        reward = system["reward"]
+        row["held-out reward"] = "-" if reward is None else f"{reward:.3f}"
+        rows.append(row | {"its paper": system["paper"]})
+    return markdown(rows)
 
 
 def chains_table(report: dict) -> str:
     """What chains give where so many rows are generated together, as a Markdown table."""
-    rows = [
-        [
-            str(count["rows"]),
-            f"{count['tokens_a_forward']:.2f}",
-            f"{count['chain_length']:.1f}",
-            f"{count['speedup']:.2f}x",
-            f"{count['differing_rows']}",
-        ]
-        for count in report["by_rows"]
-    ]
-    return markdown(
-        [
-            "rows together",
-            "tokens a forward and row",
-            "mean length of chains",
-            "speed-up",
-            "rows that differ",
-        ],
-        rows,
-    )
+    rows = []
+    for count in report["by_rows"]:
+        row = {"rows together": str(count["rows"])}
+        row["tokens a forward and row"] = f"{count['tokens_a_forward']:.2f}"
+        row["mean length of chains"] = f"{count['chain_length']:.1f}"
+        row["speed-up"] = f"{count['speedup']:.2f}x"
+        rows.append(row | {"rows that differ": str(count["differing_rows"])})
+    return markdown(rows)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from bubblespec.simulate.__main__ import rollout_of, simulated_config
 from bubblespec.simulate.cost import ForwardCost
 from bubblespec.simulate.run import SimulatedStep, simulate
-from bubblespec.simulate.workload import Synthetic, SyntheticWorkload
+from bubblespec.simulate.workload import Synthetic, make_synthetic
 
 GENERATIONS = 4
 
@@ -33,7 +33,7 @@ def run_case(case: Case, cost: ForwardCost, method: str) -> list[SimulatedStep]:
     rollout = rollout_of(spec) | {"placement": "in_turn"}
     rollout |= {"num_prompts_per_step": prompts, "num_generations": GENERATIONS}
     config = simulated_config({"rollout": rollout, "speculative": {"method": method}})
-    workload = SyntheticWorkload(spec, prompts, GENERATIONS)
+    workload = make_synthetic(spec, prompts, GENERATIONS)
     return simulate(config, workload, cost.seconds, case.ranks)
 
 

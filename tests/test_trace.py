@@ -14,7 +14,7 @@ from bubblespec.errors import InputError
 from bubblespec.records import ForwardRecord, Load, RolloutRecord, Span, StepRecord
 from bubblespec.simulate.__main__ import SECTIONS, simulated_config
 from bubblespec.simulate.cost import load_cost
-from bubblespec.simulate.recorded import RecordedWorkload, sections_of
+from bubblespec.simulate.recorded import read_workload, sections_of
 from bubblespec.simulate.run import simulate
 from bubblespec.simulate.workload import Texts
 from bubblespec.telemetry.trace import Recorder, list_steps, read_meta, read_table
@@ -25,7 +25,7 @@ from tests.helpers.runs import ALWAYS_DRAFT, SHORT, read
 
 BUBBLE = ["speculative.method=bubble+suffix", ALWAYS_DRAFT]
 NO_FILES = ["run.save_steps=0", "run.trace=true"]
-DYNAMIC = ["rollout.dynamic_sampling_max_batches=3", "run.max_steps=3"]
+DYNAMIC = ["rollout.dynamic_sampling_max_batches=3", "run.max_steps=2"]
 
 
 def rows_of(folder, kind: str, **wanted: int) -> list[dict]:
@@ -99,26 +99,14 @@ def test_drafts_and_costs_of_a_recorded_run(drafting):
         num_drafts += len(drafts)
     assert num_drafts > 40
     cost = load_cost(str(drafting))
-    for load in (
-        Load(4, 4, 0, 200, 0, 0),
-        Load(16, 16, 0, 1000, 0, 0),
-        Load(8, 60, 3, 500, 30, 10),
-    ):
+    for load in (Load(4, 4, 0, 200, 0, 0), Load(8, 60, 3, 500, 30, 10)):
         assert cost.seconds(load) == pytest.approx(forward_seconds(load), rel=0.05)
 
 
-def test_recording_changes_no_token(drafting, tmp_path):
-    keys = ["run.save_steps=0", "run.max_steps=2", f"run.output_dir={tmp_path}"]
-    train_in_virtual_time(*SHORT, *BUBBLE, *keys)
-    digests = [line["rollout/digest"] for line in read(tmp_path)]
-    assert digests == [line["rollout/digest"] for line in read(drafting)][:2]
-    assert not (tmp_path / "trace").exists()
-
-
-@pytest.mark.parametrize("num_ranks, keys", [(1, []), (2, ["tail_batching.enabled=true"]), (2, [])])
+@pytest.mark.parametrize("num_ranks, keys", [(2, ["tail_batching.enabled=true"]), (2, [])])
 def test_a_recorded_run_is_simulated_on_any_number_of_ranks(drafting, num_ranks, keys):
-    workload = RecordedWorkload(str(drafting))
-    config = simulated_config(sections_of(workload.config, SECTIONS), keys)
+    workload = read_workload(str(drafting))
+    config = simulated_config(sections_of(read_meta(f"{drafting}/trace")["config"], SECTIONS), keys)
     cost = load_cost(str(drafting)).seconds
     steps = simulate(config, workload, cost, num_ranks)
     if "tail_batching.enabled=true" in keys:
@@ -129,12 +117,12 @@ def test_a_recorded_run_is_simulated_on_any_number_of_ranks(drafting, num_ranks,
 
 
 def test_a_recorded_draft_says_what_it_said(drafting):
-    workload, num_compared = RecordedWorkload(str(drafting)), 0
+    workload, num_compared = read_workload(str(drafting)), 0
     assert workload.drafts.mean_run > 1
     for row in rows_of(drafting, "responses"):
         if row["draft_tokens"] and row["draft_finished"]:
             sample = SampleId(row["uid"], row["visit"], row["sample"])
-            text = Texts(workload).text(sample, workload.limit)
+            text = Texts(workload).text(sample, 10_000)
             assert text.tolist()[: len(row["draft_tokens"])] == row["draft_tokens"]
             num_compared += 1
     assert num_compared
@@ -172,12 +160,8 @@ def test_round_trip_of_one_step(tmp_path):
     drafts[SampleId(7, 6, 0)] = Draft(np.array([6], np.int32), True, version=2)  # of another step
     make_recorder(tmp_path).write(one_step(3, drafts))
     found = rows_of(tmp_path, "responses")
-    assert [(row["uid"], row["visit"], row["sample"]) for row in found] == [
-        (11, 0, 0),
-        (11, 0, 1),
-        (7, 5, 0),
-        (7, 5, 1),
-    ]
+    names = [(row["uid"], row["visit"], row["sample"]) for row in found]
+    assert names == [(11, 0, 0), (11, 0, 1), (7, 5, 0), (7, 5, 1)]
     assert [row["batch"] for row in found] == [0, 0, 1, 1]
     assert [row["owner"] for row in found] == [0, 1, 0, 0]
     assert [row["tokens"] for row in found] == [list(range(5 + i)) for i in range(4)]

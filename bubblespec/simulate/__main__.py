@@ -17,10 +17,11 @@ from typing import Any
 from bubblespec.config import Config, config_of_sections
 from bubblespec.errors import InputError
 from bubblespec.simulate.cost import load_cost
-from bubblespec.simulate.recorded import RecordedWorkload, sections_of
+from bubblespec.simulate.recorded import read_workload, sections_of
 from bubblespec.simulate.run import SimulatedStep, counted, simulate
 from bubblespec.simulate.runner import DrafterModel
-from bubblespec.simulate.workload import Synthetic, SyntheticWorkload, Workload, parse
+from bubblespec.simulate.workload import Synthetic, Workload, make_synthetic, parse
+from bubblespec.telemetry.trace import FOLDER, read_meta
 
 SECTIONS = ("rollout", "speculative", "tail_batching")  # what overrides may change
 COUNTS = ("forwards", "drafted_tokens", "proposed_tokens", "refused_tokens", "response_tokens")
@@ -66,10 +67,11 @@ def run(arguments: argparse.Namespace) -> None:
     for override in arguments.overrides:
         if override.split(".")[0] not in SECTIONS or "=" not in override:
             raise InputError(f"{override}: give section.key=value of {', '.join(SECTIONS)}")
-    workload, config = recorded(arguments) if arguments.trace else synthetic(arguments)
-    num_ranks = arguments.ranks
-    if num_ranks is None:
-        num_ranks = workload.world_size if arguments.trace else 8
+    if arguments.trace:
+        workload, config, default_ranks = recorded(arguments)
+    else:
+        workload, config, default_ranks = synthetic(arguments)
+    num_ranks = default_ranks if arguments.ranks is None else arguments.ranks
     drafter = parse(DrafterModel, arguments.drafter, "--drafter")
     if arguments.drafter and "drafter" not in config.speculative.method:
         raise InputError(f"--drafter: speculative.method={config.speculative.method} has none")
@@ -98,24 +100,28 @@ def run(arguments: argparse.Namespace) -> None:
             json.dump(report, file, indent=1)
 
 
-def recorded(arguments: argparse.Namespace) -> tuple[RecordedWorkload, Config]:
-    """The workload and the configuration of a trace."""
-    workload = RecordedWorkload(arguments.trace)
-    config = simulated_config(sections_of(workload.config, SECTIONS), arguments.overrides)
-    if config.rollout.max_completion_length > workload.limit:
-        text = f"the recorded responses are cut at {workload.limit}"
+def recorded(arguments: argparse.Namespace) -> tuple[Workload, Config, int]:
+    """The workload of a trace, its configuration and number of ranks."""
+    meta = read_meta(os.path.join(arguments.trace, FOLDER))
+    config = simulated_config(sections_of(meta["config"], SECTIONS), arguments.overrides)
+    limit = meta["config"]["rollout.max_completion_length"]
+    if config.rollout.max_completion_length > limit:
+        text = f"the recorded responses are cut at {limit}"
         raise InputError(f"rollout.max_completion_length: {text}")
-    return workload, config
+    if config.tail_batching.enabled and meta["config"].get("tail_batching.enabled"):
+        raise InputError("tail_batching.enabled: the recorded run has it already: use another run")
+    return read_workload(arguments.trace), config, meta["world_size"]
 
 
-def synthetic(arguments: argparse.Namespace) -> tuple[Workload, Config]:
-    """The workload that --synthetic describes, and its configuration."""
+def synthetic(arguments: argparse.Namespace) -> tuple[Workload, Config, int]:
+    """The workload that --synthetic describes, its configuration, and a number of ranks."""
     spec = parse(Synthetic, arguments.synthetic, "--synthetic")
     config = simulated_config({"rollout": rollout_of(spec)}, arguments.overrides)
     if config.rollout.max_completion_length != spec.max:
         raise InputError("rollout.max_completion_length: give it as max in --synthetic")
     rollout = config.rollout
-    return SyntheticWorkload(spec, rollout.num_prompts_per_step, rollout.num_generations), config
+    workload = make_synthetic(spec, rollout.num_prompts_per_step, rollout.num_generations)
+    return workload, config, 8
 
 
 def rollout_of(spec: Synthetic) -> dict[str, int]:

@@ -3,6 +3,7 @@ will be said."""
 
 import copy
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -21,7 +22,6 @@ from bubblespec.planner.costs import CostModel
 from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.make_sampler import make_sampler
 from bubblespec.rollout.profile import profile
-from bubblespec.simulate.recorded import RecordedWorkload
 from bubblespec.simulate.runner import (
     Cost,
     DrafterModel,
@@ -83,12 +83,12 @@ def simulate(
     config.rollout.tp_tail_max_rows = 0
     config.reward.overlong_buffer_length = 0
     _check(config, workload, num_ranks)
-    job = _Job(config, workload, cost, drafter or DrafterModel())
-    world, profiled, steps = World(num_ranks), job.profiled(), []
+    world, profiled, steps = World(num_ranks), _profiled(config, workload, cost), []
     with tqdm(total=num_steps, unit="step", disable=not shows_progress) as bar:
 
         def run_rank(rank: int) -> None:
-            own = _Rank(job, profiled, SimulatedRanks(world, rank))
+            ranks = SimulatedRanks(world, rank)
+            own = _Rank(config, workload, cost, drafter or DrafterModel(), profiled, ranks)
             for number in range(num_steps):
                 step = own.run_step(number)
                 if rank == 0:
@@ -101,25 +101,22 @@ def simulate(
 
 def steps_that_fit(config: Config, workload: Workload) -> int:
     """How many steps the prompts of a workload are enough for. Raises InputError where that is
-    none, or tail batching cannot be simulated."""
+    none."""
     tail = config.tail_batching
     if not tail.enabled:
         return workload.num_steps
     if tail.response_over_sampling_ratio != 1:
         raise InputError("tail_batching.response_over_sampling_ratio: not simulated; leave it at 1")
-    if workload.is_endless:
-        return workload.num_steps
-    if isinstance(workload, RecordedWorkload) and workload.config.get("tail_batching.enabled"):
-        raise InputError("tail_batching.enabled: the recorded run has it already: use another run")
     ratio = tail.over_sampling_ratio
     ratio = MAX_OVER_SAMPLING if ratio == "auto" else float(ratio)
     # Before its last short round all but one group of a step may be waiting.
     beyond = math.ceil((scaled(workload.num_prompts, ratio) - 1) / workload.num_prompts)
-    if workload.num_steps <= beyond:
+    available = len(workload.batches) - beyond
+    if available <= 0:
         raise InputError(
             f"tail_batching.enabled: {workload.num_steps} recorded steps; {beyond + 1} are needed"
         )
-    return workload.num_steps - beyond
+    return min(workload.num_steps, available)
 
 
 def counted(steps: list[SimulatedStep]) -> list[SimulatedStep]:
@@ -144,54 +141,58 @@ def _check(config: Config, workload: Workload, num_ranks: int) -> None:
         raise InputError(f"rollout.max_batch_tokens: {rollout.max_batch_tokens} is below the slots")
 
 
-@dataclass
-class _Job:
-    """What all ranks have in common."""
+def _has_drafts(config: Config) -> bool:
+    """Whether any rows have anything to verify."""
+    return config.speculative.method != "none" or config.tail_batching.enabled
 
-    config: Config
-    workload: Workload
-    cost: Cost
-    drafter: DrafterModel
 
-    @property
-    def has_drafts(self) -> bool:
-        """Whether any rows have anything to verify."""
-        return self.config.speculative.method != "none" or self.config.tail_batching.enabled
+def _engine(
+    config: Config, workload: Workload, cost: Cost, ranks: SimulatedRanks, text: Text
+) -> Engine:
+    rollout = config.rollout
+    max_length = workload.max_prompt_length + rollout.max_completion_length
+    options = {"max_batch_tokens": rollout.max_batch_tokens, "cost": cost, "text": text}
+    runner = SimulatedRunner(ranks.world, ranks.rank, rollout.num_slots, max_length, **options)
+    return Engine(runner)
 
-    def engine(self, ranks: SimulatedRanks, text: Text) -> Engine:
-        rollout = self.config.rollout
-        max_length = self.workload.max_prompt_length + rollout.max_completion_length
-        options = {"max_batch_tokens": rollout.max_batch_tokens, "cost": self.cost, "text": text}
-        world, rank = ranks.world, ranks.rank
-        return Engine(SimulatedRunner(world, rank, rollout.num_slots, max_length, **options))
 
-    def profiled(self) -> CostModel:
-        """What is measured of forwards at the start of a run; the same on all ranks."""
-        profiled = CostModel()
-        if self.has_drafts:
-            alone = SimulatedRanks(World(1), 0)
-            # Without stop tokens nothing ends a row.
-            engine = self.engine(alone, lambda row, _: np.zeros(row.max_new_tokens, np.int64))
-            profile(engine, SamplingParams(), profiled, clock=alone.clock)
-        return profiled
+def _profiled(config: Config, workload: Workload, cost: Cost) -> CostModel:
+    """What is measured of forwards at the start of a run; the same on all ranks."""
+    profiled = CostModel()
+    if _has_drafts(config):
+        alone = SimulatedRanks(World(1), 0)
+        # Without stop tokens nothing ends a row.
+        text = lambda row, _: np.zeros(row.max_new_tokens, np.int64)  # noqa: E731
+        engine = _engine(config, workload, cost, alone, text)
+        profile(engine, SamplingParams(), profiled, clock=alone.clock)
+    return profiled
 
 
 class _Rank:
     """One rank's sampler, from step to step; the sampler's scorer as well. Rewards are those of the
     workload and take no time."""
 
-    def __init__(self, job: _Job, profiled: CostModel, ranks: SimulatedRanks):
-        config, workload = job.config, job.workload
+    def __init__(
+        self,
+        config: Config,
+        workload: Workload,
+        cost: Cost,
+        drafter: DrafterModel,
+        profiled: CostModel,
+        ranks: SimulatedRanks,
+    ):
         self.workload, self.texts, self.ranks = workload, Texts(workload), ranks
-        engine = job.engine(ranks, self._text)
+        engine = _engine(config, workload, cost, ranks, self._text)
         order = (workload, 0, workload.num_prompts, workload.num_generations)
         schedule = StepSchedule(*order)
         if config.tail_batching.enabled:
             ratio = config.tail_batching.over_sampling_ratio
             schedule = TailBatching(*order, over_sampling_ratio=ratio)
-        schedule.load_state_dict(schedule.state_dict() | save_visits(workload.first_visits()))
+        # The earliest visit of a prompt comes last, and stays.
+        visits = Counter(dict(sorted(workload.steps, reverse=True)))
+        schedule.load_state_dict(schedule.state_dict() | save_visits(visits))
         board = None
-        if job.has_drafts:
+        if _has_drafts(config):
             board = ProgressBoard(ranks, config.run.timeout_s, SimulatedTicks(ranks))
         self.sampler = make_sampler(
             config,
@@ -206,7 +207,7 @@ class _Rank:
         )
         if "drafter" in config.speculative.method:
             proposer = self.sampler.proposer
-            runner = SimulatedDrafterRunner(engine, job.drafter)
+            runner = SimulatedDrafterRunner(engine, drafter)
             source = DrafterSource(runner, proposer.cost, ranks.clock)
             source.profile()
             proposer.add(source)
@@ -228,10 +229,7 @@ class _Rank:
 
     def _collect(self, rows: list[Row]) -> np.ndarray:
         """float64 [rows, 1]."""
-        rewards = [
-            self.workload.rewards(self.workload.step_of(row.id), row.id.uid)[row.id.sample]
-            for row in rows
-        ]
+        rewards = [self.workload.rewards.get(self.workload.key(row.id), 0.0) for row in rows]
         return np.array(rewards, np.float64).reshape(-1, 1)
 
     def run_step(self, step: int) -> SimulatedStep:

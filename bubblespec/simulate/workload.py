@@ -11,12 +11,11 @@ this is a function of (seed, step, uid, sample), the distance, and the tokens so
 """
 
 import dataclasses
-import functools
+import itertools
 import math
 import sys
-from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -33,6 +32,7 @@ ACCEPT_LENGTH = (1.0, 1.10, 1.18, 1.29, 1.44, 1.68, 2.01, 2.60, 3.78, 7.24, 14.4
 EDITED = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)
 SHARED_VARIANCE = 0.5  # of log length, what the samples of a prompt have in common
 MIN_LENGTH = 4
+SPARE_STEPS = 5  # of prompts, for tail batching: it launches up to four times as many
 NOTHING = np.empty(0, np.int64)
 
 Key = tuple[int, int, int]
@@ -120,56 +120,44 @@ def keyed_random(seed: int, step: int, uid: int, sample: int, use: int) -> np.ra
     return np.random.Generator(np.random.Philox(seeds))
 
 
+@dataclass
 class Workload:
-    """Steps of prompts with their responses, numbered from 0.
+    """Steps of prompts with their responses, numbered from 0; a `StepSchedule` takes it for a
+    `PromptSet`."""
 
-    num_prompts, num_generations: of a step; num_steps: of the run; stop_token_ids: tokens that end
-    responses; max_prompt_length, max_length: upper bounds in tokens; drafts: what other weights
-    say.
-    """
-
-    num_prompts: int
-    num_generations: int
+    batches: list[list[Prompt]]
+    """By step. Tail batching draws from those beyond `num_steps`, too."""
+    responses: dict[Key, np.ndarray]
+    """int64 [L], with the stop token where they are not cut off."""
+    steps: dict[tuple[int, int], int]
+    """The step that a prompt's visit belongs to in the order of the data, by uid and visit."""
     num_steps: int
     max_prompt_length: int
-    max_length: int
-    stop_token_ids: tuple[int, ...] = (STOP,)
     drafts: DraftModel
-    is_endless = False
-    """Whether there are prompts beyond the last step."""
-
-    def batch(self, seed: int, step: int, num_prompts: int) -> list[Prompt]:
-        """The prompts of a step, as `PromptSet.batch`."""
-        raise NotImplementedError
-
-    def step_of(self, sample: SampleId) -> int:
-        """The step that a sample belongs to in the order of the data."""
-        raise NotImplementedError
-
-    def response(self, step: int, uid: int, sample: int) -> np.ndarray:
-        """The tokens of a response, int64 [L], with the stop token where it is not cut off."""
-        raise NotImplementedError
+    """What other weights say."""
+    stop_token_ids: tuple[int, ...] = (STOP,)
+    recorded_drafts: dict[Key, np.ndarray] = field(default_factory=dict)
+    """What a recorded run's drafts said, or would have said at their end."""
+    rewards: dict[Key, float] = field(default_factory=dict)
+    """0 where there is none."""
+    prompts = ()
+    """Those that a saved state may name, here none."""
 
     @property
-    def prompts(self) -> list[Prompt]:
-        """As of `PromptSet`: those that a saved state may name, here none."""
-        return []
+    def num_prompts(self) -> int:
+        """Of a step."""
+        return len(self.batches[0])
 
-    def first_visits(self) -> Counter[int]:
-        """How often each prompt was drawn before the first step, by uid."""
-        return Counter()
+    @property
+    def num_generations(self) -> int:
+        return max(sample for _, _, sample in self.responses) + 1
 
-    def rewards(self, step: int, uid: int) -> np.ndarray:
-        """Of all samples of a prompt, float64 [generations]."""
-        return np.zeros(self.num_generations)
+    def batch(self, seed: int, step: int, num_prompts: int) -> list[Prompt]:
+        """As `PromptSet.batch`. A planner that looks ahead may ask for steps beyond the end."""
+        return self.batches[step] if step < len(self.batches) else []
 
-    def recorded_draft(self, key: Key, limit: int) -> np.ndarray | None:
-        """The draft that a recorded run had of a response, or None."""
-        return None
-
-    def stop_of(self, tokens: np.ndarray) -> int:
-        """The token that ends a response, or would."""
-        return int(tokens[-1]) if tokens[-1] in self.stop_token_ids else self.stop_token_ids[0]
+    def key(self, sample: SampleId) -> Key:
+        return self.steps[sample.uid, sample.visit], sample.uid, sample.sample
 
 
 class Texts:
@@ -197,15 +185,17 @@ class Texts:
 
     def text(self, sample: SampleId, limit: int, so_far: np.ndarray = NOTHING) -> np.ndarray:
         """What the present weights say if they continue `so_far`, with it, int64 [L <= limit]."""
-        workload, home = self.workload, self.workload.step_of(sample)
-        key = (home, sample.uid, sample.sample)
-        true = workload.response(*key)[:limit]
-        stop, launched = workload.stop_of(true), self._launched.get(sample[:2])
+        workload, key = self.workload, self.workload.key(sample)
+        true, launched = workload.responses[key][:limit], self._launched.get(sample[:2])
         if launched == self.version:
             return true
-        distance = min(self.version - home, -1) if launched is None else self.version - launched
-        text = workload.recorded_draft(key, limit) if launched is None else None
-        if text is None:
+        stops = workload.stop_token_ids
+        stop = int(true[-1]) if true[-1] in stops else stops[0]
+        if launched is None and key in workload.recorded_drafts:
+            text = workload.recorded_drafts[key][:limit]
+        else:
+            before = min(self.version - key[0], -1)
+            distance = before if launched is None else self.version - launched
             text = workload.drafts.text(key, true, limit, stop, distance)
         return workload.drafts.continued(key, text, limit, stop, so_far)
 
@@ -244,48 +234,44 @@ class Synthetic:
             raise InputError(f"epochs: {self.steps} steps are not {self.epochs} equal epochs")
 
 
-class SyntheticWorkload(Workload):
+def make_synthetic(spec: Synthetic, num_prompts: int, num_generations: int) -> Workload:
     """See `Synthetic`."""
+    steps_per_epoch = spec.steps // spec.epochs if spec.epochs > 1 else sys.maxsize
+    batches, responses, steps = [], {}, {}
+    for step in range(spec.steps + SPARE_STEPS):
+        epoch, first = divmod(step, steps_per_epoch)  # `first` has the same prompts first
+        uids = range(first * num_prompts + 1, (first + 1) * num_prompts + 1)
+        batches.append([_prompt(spec, first, uid) for uid in uids])
+        steps |= {(uid, epoch): step for uid in uids}
+        for uid, sample in itertools.product(uids, range(num_generations)):
+            before = responses.get((step - steps_per_epoch, uid, sample))
+            responses[step, uid, sample] = _response(spec, (step, uid, sample), before)
+    drafts = DraftModel(spec.run, spec.accept_length, spec.seed)
+    return Workload(batches, responses, steps, spec.steps, 2 * spec.prompt, drafts)
 
-    is_endless = True
 
-    def __init__(self, spec: Synthetic, num_prompts: int, num_generations: int):
-        self.spec, self.num_prompts, self.num_generations = spec, num_prompts, num_generations
-        self.num_steps, self.max_length = spec.steps, spec.max
-        self.max_prompt_length = 2 * spec.prompt
-        self.steps_per_epoch = spec.steps // spec.epochs if spec.epochs > 1 else sys.maxsize
-        self.drafts = DraftModel(spec.run, spec.accept_length, spec.seed)
-        self.batch, self.response = functools.cache(self._batch), functools.cache(self._response)
+def _prompt(spec: Synthetic, step: int, uid: int) -> Prompt:
+    random = keyed_random(spec.seed, step, uid, 0, TEXT)
+    length = int(random.integers(max(spec.prompt // 2, 1), spec.prompt * 3 // 2 + 1))
+    return Prompt(uid, "", tuple(random.integers(0, VOCABULARY, length).tolist()), {})
 
-    def _batch(self, seed: int, step: int, num_prompts: int) -> list[Prompt]:
-        first = step % self.steps_per_epoch  # the step that has the same prompts first
-        uids = range(first * self.num_prompts + 1, (first + 1) * self.num_prompts + 1)
-        return [self._prompt(first, uid) for uid in uids]
 
-    def _prompt(self, step: int, uid: int) -> Prompt:
-        random = keyed_random(self.spec.seed, step, uid, 0, TEXT)
-        mean = self.spec.prompt
-        length = int(random.integers(max(mean // 2, 1), mean * 3 // 2 + 1))
-        return Prompt(uid, "", tuple(random.integers(0, VOCABULARY, length).tolist()), {})
-
-    def step_of(self, sample: SampleId) -> int:
-        return (sample.uid - 1) // self.num_prompts + sample.visit * self.steps_per_epoch
-
-    def _response(self, step: int, uid: int, sample: int) -> np.ndarray:
-        spec, random = self.spec, keyed_random(self.spec.seed, step, uid, sample + 1, TEXT)
-        if step >= self.steps_per_epoch:
-            before = self.response(step - self.steps_per_epoch, uid, sample)
-            return edited(before, spec.max, STOP, 0, share=spec.edited, random=random)
-        common = keyed_random(spec.seed, step, uid, 1 << 12, TEXT).standard_normal()
-        own = random.standard_normal()
-        score = math.sqrt(SHARED_VARIANCE) * common + math.sqrt(1 - SHARED_VARIANCE) * own
-        # The mean of a lognormal is exp(mu + sigma**2 / 2).
-        length = round(spec.mean * math.exp(spec.sigma * score - spec.sigma**2 / 2))
-        length = max(length, MIN_LENGTH)
-        tokens = random.integers(0, VOCABULARY, min(length, spec.max))
-        if length <= spec.max:
-            tokens[-1] = STOP
-        return tokens
+def _response(spec: Synthetic, key: Key, before: np.ndarray | None) -> np.ndarray:
+    """before: the same sample in the epoch before."""
+    step, uid, sample = key
+    random = keyed_random(spec.seed, step, uid, sample + 1, TEXT)
+    if before is not None:
+        return edited(before, spec.max, STOP, 0, share=spec.edited, random=random)
+    common = keyed_random(spec.seed, step, uid, 1 << 12, TEXT).standard_normal()
+    own = random.standard_normal()
+    score = math.sqrt(SHARED_VARIANCE) * common + math.sqrt(1 - SHARED_VARIANCE) * own
+    # The mean of a lognormal is exp(mu + sigma**2 / 2).
+    length = round(spec.mean * math.exp(spec.sigma * score - spec.sigma**2 / 2))
+    length = max(length, MIN_LENGTH)
+    tokens = random.integers(0, VOCABULARY, min(length, spec.max))
+    if length <= spec.max:
+        tokens[-1] = STOP
+    return tokens
 
 
 def parse(kind: type, text: str, option: str):

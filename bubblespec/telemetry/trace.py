@@ -2,7 +2,7 @@
 forward with its load and time.
 
 output_dir/trace holds meta.json and two Parquet files per step, responses-00012.parquet and
-forwards-00012.parquet, with the columns of COLUMNS. The responses are written last: a step counts
+forwards-00012.parquet. The responses are written last: a step counts
 if it has them. All files are written aside and renamed, and a continued run writes the steps again
 that come after its checkpoint. Where the disk is full recording stops, and the run continues.
 
@@ -42,28 +42,6 @@ FORMAT = 2
 FOLDER = "trace"
 META_FILE = "meta.json"
 FILE_NAME = re.compile(r"(responses|forwards)-(\d{5,})\.parquet(\.tmp)?")
-COLUMNS = {
-    "forwards": {"step": "int32", "rank": "int16", "batch": "int16"}
-    | {
-        name: "float64" if name.endswith("_s") else "int64" if name == "positions" else "int32"
-        for name in ForwardRecord._fields
-    },
-    "responses": {
-        "step": "int32",
-        "batch": "int16",
-        "uid": "int64",
-        "visit": "int32",
-        "sample": "int16",
-        "owner": "int16",
-        "prompt_tokens": "list",
-        "tokens": "list",
-        "stopped": "bool",
-        "reward": "float64",
-        "draft_tokens": "list",
-        "draft_finished": "bool",
-        "draft_version": "int32",
-    },
-}
 
 
 class Recorder:
@@ -124,14 +102,8 @@ class Recorder:
         import pyarrow
         import pyarrow.parquet
 
-        arrays = {}
-        for name, dtype in COLUMNS[kind].items():
-            if dtype == "list":
-                arrays[name] = pyarrow.array(columns[name], pyarrow.list_(pyarrow.int32()))
-            else:
-                arrays[name] = np.asarray(columns[name], dtype)
         with _replaced(_path(self.folder, kind, step)) as path:
-            pyarrow.parquet.write_table(pyarrow.table(arrays), path, compression="zstd")
+            pyarrow.parquet.write_table(pyarrow.table(columns), path, compression="zstd")
 
 
 def describe_hardware(device: torch.device) -> dict[str, Any]:
@@ -183,7 +155,7 @@ def read_table(folder: str, kind: str) -> "pyarrow.Table":
             tables.append(pyarrow.parquet.read_table(path, partitioning=None))
         except (OSError, pyarrow.ArrowException) as error:
             raise InputError(f"{path}: cannot be read: {one_line(error)}") from error
-    return pyarrow.concat_tables(tables)
+    return pyarrow.concat_tables(tables, promote_options="permissive")  # a step without drafts
 
 
 def _path(folder: str, kind: str, step: int) -> str:
@@ -239,5 +211,7 @@ def _forward_columns(step: int, by_rank: list[np.ndarray]) -> dict[str, Any]:
     names = ("batch", *ForwardRecord._fields)
     tables = [numbers.reshape(-1, len(names)) for numbers in by_rank]
     ranks = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
-    columns = dict(zip(names, np.concatenate(tables).T, strict=True))
-    return columns | {"step": np.full(len(ranks), step), "rank": ranks}
+    columns = {"step": np.full(len(ranks), step), "rank": ranks}
+    for name, values in zip(names, np.concatenate(tables).T, strict=True):
+        columns[name] = values if name.endswith("_s") else values.astype(np.int64)
+    return columns

@@ -7,7 +7,7 @@ from bubblespec.records import Load
 from bubblespec.simulate.__main__ import simulated_config
 from bubblespec.simulate.run import simulate
 from bubblespec.simulate.runner import DrafterModel
-from bubblespec.simulate.workload import STOP, VOCABULARY, Synthetic, SyntheticWorkload
+from bubblespec.simulate.workload import STOP, VOCABULARY, Synthetic, Workload, make_synthetic
 from bubblespec.types import Row
 
 
@@ -42,9 +42,9 @@ def make_config(
     )
 
 
-def make_workload(prompts: int = 4, generations: int = 4, **spec) -> SyntheticWorkload:
+def make_workload(prompts: int = 4, generations: int = 4, **spec) -> Workload:
     spec = {"mean": 60.0, "max": 300, "prompt": 16, "steps": 4} | spec
-    return SyntheticWorkload(Synthetic(**spec), prompts, generations)
+    return make_synthetic(Synthetic(**spec), prompts, generations)
 
 
 def run(
