@@ -117,7 +117,6 @@ def test_samples_of_groups_and_joined_are_the_same_samples():
     groups = [Group(Prompt(uid, "p", (uid,), {}), 3 * uid) for uid in range(4)]
     arrays = [[rng.normal(size=n).astype(np.float32) for n in range(1, 13)] for _ in range(3)]
     fields = {
-        "numbers": rng.integers(0, 5, 12),
         "is_truncated": rng.random(12) < 0.5,
         "rewards": rng.normal(size=(12, 2)),
     }
@@ -126,7 +125,7 @@ def test_samples_of_groups_and_joined_are_the_same_samples():
     )
     again = whole.of_groups([0]) + whole.of_groups([1, 2, 3])
     assert again.groups == groups and len(again) == 12 and again.ids == whole.ids
-    for name in ("numbers", "tokens", "logprob", "full_logprob", "is_truncated", "rewards"):
+    for name in ("tokens", "logprob", "full_logprob", "is_truncated", "rewards"):
         assert all(
             np.array_equal(a, b)
             for a, b in zip(getattr(whole, name), getattr(again, name), strict=True)

@@ -238,7 +238,7 @@ class FakeLearner:
 
 def streaming(rewards=(1.0, 0.0, 2.0, 2.0), own=None, **options):
     """Two groups of two responses of 10, 20, 30 and 40 tokens, all of this rank and scored."""
-    launch = Launch(groups_of(0)[:2], 2, 2, 2)
+    launch = Launch(groups_of(0)[:2], 2, 2)
     rows = [Row(name, (1,), 50, np.arange(10 * n)) for n, name in enumerate(launch.ids, 1)]
     scored = [list(zip(rows, rewards, strict=True))]
     learner = FakeLearner(Clock())

@@ -43,7 +43,7 @@ def num_replaced(step: int) -> list[int]:
 def run(schedule: StepSchedule, step: int) -> list[list[Group]]:
     """The batches of a step from its beginning to its end."""
     launch = schedule.launch(step)
-    assert launch.num_generations == launch.num_kept == GENERATIONS
+    assert launch.num_generations == GENERATIONS
     assert launch.num_trained == len(launch.groups) == OF_STEP and not launch.selects
     batches, used = [launch.groups], list(launch.groups)
     for count in num_replaced(step):

@@ -42,11 +42,6 @@ def close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 # What decides what is trained on.
 RULES = {
     "failing rewards": ["reward.functions=[tests.helpers.misbehaving_rewards.fails_for_some]"],
-    "race": [
-        "tail_batching.enabled=true",
-        "tail_batching.over_sampling_ratio=1.5",
-        "tail_batching.response_over_sampling_ratio=1.5",
-    ],
     "masked, overlong, with KL": [
         "loss.mask_truncated_completions=true",
         "loss.kl_coef=0.05",

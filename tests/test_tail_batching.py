@@ -16,21 +16,11 @@ from bubblespec.data.tail_batching import TailBatching, best_num_launched, scale
 from bubblespec.dist.ranks import Ranks
 from bubblespec.rewards.scorer import Scoring
 from bubblespec.setup import build
-from bubblespec.types import Launch, Prompt, Samples
+from bubblespec.types import Launch, Prompt, Samples, ids_of
+from tests.helpers.rows import samples_of
 from tests.helpers.runs import SHORT
 
 SEED = 5
-
-
-def shortest(lengths: list[list[int]], num_trained: int, num_kept: int) -> set[tuple[int, int]]:
-    """(group, number) of what is trained on, by the final lengths."""
-    kept = [
-        sorted(range(len(of_group)), key=lambda n, of_group=of_group: (of_group[n], n))[:num_kept]
-        for of_group in lengths
-    ]
-    longest = [max(lengths[g][n] for n in kept[g]) for g in range(len(lengths))]
-    trained = sorted(range(len(lengths)), key=lambda g: (longest[g], g))[:num_trained]
-    return {(g, n) for g in trained for n in kept[g]}
 
 
 def make_prompts(count: int) -> PromptSet:
@@ -51,38 +41,25 @@ def play(planner, step: int, replaced: int = 0) -> tuple[Launch, Samples, dict]:
         [length_of(group.sample(n)) for n in range(launch.num_generations)]
         for group in launch.groups
     ]
-    chosen = sorted(shortest(lengths, launch.num_trained, launch.num_kept))
-    groups = [launch.groups[g] for g in sorted({g for g, _ in chosen})]
-    cut = max(lengths[g][n] for g, n in chosen)
+    order = sorted(range(len(lengths)), key=lambda g: (max(lengths[g]), g))
+    chosen = sorted(order[: launch.num_trained])
+    cut = max(max(lengths[g]) for g in chosen)
     deferred = {
-        launch.groups[g].sample(n): min(lengths[g][n], cut + 1)
-        for g in range(len(launch.groups))
+        group.sample(n): min(lengths[g][n], cut + 1)
+        for g, group in enumerate(launch.groups)
         for n in range(launch.num_generations)
-        if (g, n) not in chosen
+        if g not in chosen
     }
+    groups = [launch.groups[g] for g in chosen]
     groups += planner.replacements(step, replaced, launch.groups)
-    numbers = [n for _, n in chosen] + list(range(launch.num_kept)) * (
-        len(groups) - launch.num_trained
-    )
-    lengths = [lengths[g][n] for g, n in chosen]
-    lengths += [
-        length_of(group.sample(n))
-        for group in groups[launch.num_trained :]
-        for n in range(launch.num_kept)
-    ]
-    tokens = [np.zeros(length, np.int32) for length in lengths]
-    none = np.empty((len(tokens), 0))
-    samples = Samples(
-        groups, launch.num_kept, np.array(numbers), tokens, tokens, tokens, none, none
-    )
+    names = ids_of(groups, launch.num_generations)
+    samples = samples_of(groups, [np.zeros(length_of(name), np.int32) for name in names])
     planner.finish(samples, deferred)
     return launch, samples, deferred
 
 
-def make_planner(
-    size: int = 23, ratio: float | str = 1.5, prompts: int = 4, **options
-) -> TailBatching:
-    return TailBatching(make_prompts(size), SEED, prompts, 3, over_sampling_ratio=ratio, **options)
+def make_planner(size: int = 23, ratio: float | str = 1.5) -> TailBatching:
+    return TailBatching(make_prompts(size), SEED, 4, 3, over_sampling_ratio=ratio)
 
 
 @pytest.mark.parametrize("size, ratio", [(23, 1.5), (5, 2.0), (40, 1.0), (12, "auto")])
@@ -122,9 +99,9 @@ def test_every_group_that_the_data_order_names_is_trained_on_once(size, ratio):
 
 
 def test_a_saved_planner_goes_on_the_same_from_anywhere_in_a_cycle():
-    planner = make_planner(23, "auto", prompts=4)
+    planner = make_planner(23, "auto")
     for step in range(50):
-        again = make_planner(23, "auto", prompts=4)
+        again = make_planner(23, "auto")
         again.load_state_dict(planner.state_dict())
         for later in range(step, step + 4):
             one, other = play(again, later), None

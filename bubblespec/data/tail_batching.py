@@ -45,16 +45,11 @@ class Deferred(NamedTuple):
 class TailBatching(StepSchedule):
     """Short rounds, and long rounds of what they have deferred."""
 
-    def __init__(
-        self,
-        *order,
-        over_sampling_ratio: float | str,
-        response_over_sampling_ratio: float = 1.0,
-    ):
-        """order: the arguments of `StepSchedule`; ratios: see `TailBatchingConfig`."""
+    def __init__(self, *order, over_sampling_ratio: float | str):
+        """order: the arguments of `StepSchedule`; over_sampling_ratio: see
+        `TailBatchingConfig`."""
         super().__init__(*order)
         self.over_sampling_ratio = over_sampling_ratio
-        self.num_launched_generations = scaled(self.num_generations, response_over_sampling_ratio)
         self._by_uid = {prompt.uid: prompt for prompt in self.prompts.prompts}
         self._num_drawn = 0  # in the data order, that is without replacements
         self._queue: list[Deferred] = []
@@ -64,7 +59,6 @@ class TailBatching(StepSchedule):
         self._cycle: list[int] = []  # the same of the cycle that is not over yet
         self._num_short_round = self._choose_num_short_round()
         self._trained = np.zeros(2, np.int64)  # samples that have had their turn, and their tokens
-        self._raced = np.zeros(2, np.int64)  # the same of those that lost a race within their group
         self._metrics: dict[str, float] = {}
 
     @property
@@ -81,11 +75,10 @@ class TailBatching(StepSchedule):
         """See `StepSchedule`."""
         if self._launched is None:
             if self.is_long_round:
-                groups, num_generations = self.deferred[: self.num_prompts], self.num_generations
+                groups = self.deferred[: self.num_prompts]
             else:
                 groups = self._draw(self._num_drawn, self._num_short_round, Counter())
-                num_generations = self.num_launched_generations
-            self._launched = Launch(groups, self.num_prompts, num_generations, self.num_generations)
+            self._launched = Launch(groups, self.num_prompts, self.num_generations)
         return self._launched
 
     def upcoming(self, step: int, depth: int, used: list[Group] | None = None) -> list[list[Group]]:
@@ -128,12 +121,6 @@ class TailBatching(StepSchedule):
                 if group.name not in trained:
                     tokens = sum(deferred[group.sample(n)] for n in range(self.num_generations))
                     self._queue.append(Deferred(group, self._round, tokens))
-            lost = [
-                tokens
-                for sample, tokens in deferred.items()
-                if sample[:2] in trained or sample.sample >= self.num_generations
-            ]
-            self._raced += (len(lost), sum(lost))
         self._visits.update(group.prompt.uid for group in drawn)
         if was_long or not self._queue:
             self._seen = (self._seen + self._cycle)[-NUM_CYCLES_KEPT * self.num_prompts :]
@@ -142,7 +129,7 @@ class TailBatching(StepSchedule):
         self._round += 1
         self._launched = None
         waiting = len(self._queue) * self.num_generations, sum(d.tokens for d in self._queue)
-        num_launched, launched_tokens = self._trained + waiting + self._raced
+        num_launched, launched_tokens = self._trained + waiting
         mean_trained = self._trained[1] / self._trained[0]
         self._metrics = {
             "tail/is_long_round": int(was_long),
@@ -168,7 +155,7 @@ class TailBatching(StepSchedule):
         """Visits; the queue, int64 [deferred, 4]: uid, visit, round and tokens;
         and counts."""
         queue = [(group.prompt.uid, group.visit, *rest) for group, *rest in self._queue]
-        counts = [self._num_drawn, self._round, *self._trained, *self._raced]
+        counts = [self._num_drawn, self._round, *self._trained]
         return super().state_dict() | {
             "queue": np.array(queue, np.int64).reshape(-1, 4),
             "counts": np.array(counts, np.int64),
@@ -184,7 +171,7 @@ class TailBatching(StepSchedule):
             for uid, visit, since, tokens in state["queue"].tolist()
         ]
         self._num_drawn, self._round = state["counts"][:2].tolist()
-        self._trained, self._raced = state["counts"][2:4].copy(), state["counts"][4:6].copy()
+        self._trained = state["counts"][2:4].copy()
         self._seen, self._cycle = state["seen"].tolist(), state["cycle"].tolist()
         self._num_short_round = self._choose_num_short_round()
         self._launched = None

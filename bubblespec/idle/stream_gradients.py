@@ -70,7 +70,7 @@ class StreamGradients(IdleTask):
         """
         self.learner, self.take_rewards = learner, take_rewards
         self.scores_in_workers, self.only_differing = scores_in_workers, only_differing
-        self.frees_cache, self.num_kept = frees_cache, launch.num_kept
+        self.frees_cache = frees_cache
         self.shape = (len(launch.groups), launch.num_generations)
         self._index_of = {sample: index for index, sample in enumerate(launch.ids)}
         self._rows: dict[int, Row] = {}  # this rank's scored ones, by index in the launch
@@ -91,14 +91,13 @@ class StreamGradients(IdleTask):
         """The samples of groups that have become complete can be computed from now on."""
         self._capacities, rewards = np.split(np.stack(published), [3], axis=1)
         known = np.fmax.reduce(rewards).reshape(self.shape)  # one rank knows that of each sample
-        is_complete = np.isfinite(known).sum(axis=1) == self.num_kept
+        is_complete = np.isfinite(known).all(axis=1)
         for group in np.flatnonzero(is_complete & ~self._is_complete).tolist():
-            numbers = np.flatnonzero(np.isfinite(known[group]))
-            rewards = known[group, numbers]
-            if self.only_differing and has_zero_std(rewards[None])[0]:
+            if self.only_differing and has_zero_std(known[[group]])[0]:
                 continue
-            rows = [self._rows.get(group * self.shape[1] + n) for n in numbers.tolist()]
-            self._pieces += pieces_of(self.learner, rows, rewards)
+            begin, size = group * self.shape[1], self.shape[1]
+            rows = [self._rows.get(index) for index in range(begin, begin + size)]
+            self._pieces += pieces_of(self.learner, rows, known[group])
         self._pieces.sort(key=lambda piece: piece.num_tokens)
         self._is_complete = is_complete
 

@@ -86,7 +86,7 @@ class Sampler:
                 if not groups:
                     break
                 used = used + groups
-                launch = Launch(groups, len(groups), *[rollout.num_generations] * 2)
+                launch = Launch(groups, len(groups), rollout.num_generations)
                 record = joined(record, self._sample_groups(launch, step, used))
             record = selected(record)
         self.observe_samples(record.generated, record.all_rewards.ravel())
@@ -350,7 +350,7 @@ class Sampler:
     ) -> tuple[Samples, RolloutRecord]:
         """Samples of held-out prompts, of which those of the last evaluation may be drafts.
         version: updates of the weights. Raises StopRequested."""
-        launch = Launch(groups, len(groups), num_generations, num_generations)
+        launch = Launch(groups, len(groups), num_generations)
         table, rows, scoring = self.begin(launch, None)
         loop = RolloutLoop(self.engine, self.ranks, params, on_finished=scoring.on_finished)
         if self.drafter is not None:
