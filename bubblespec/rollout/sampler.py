@@ -273,14 +273,7 @@ class Sampler:
             lengths = np.array([len(row.tokens) for row in rows])
             return list(zip(rows, self.combined(np.stack(scores), lengths).tolist(), strict=True))
 
-        return StreamGradients(
-            launch,
-            self.learner,
-            take_rewards,
-            scores_in_workers=self.config.reward.num_workers > 0,
-            only_differing=self.config.rollout.dynamic_sampling_max_batches > 1,
-            frees_cache=self.config.rollout.free_cache_engine,
-        )
+        return StreamGradients(launch, self.learner, take_rewards)
 
     def gather(self, table: RowTable, rows: dict[int, Row], scoring: Scoring) -> Samples:
         """The samples that are trained on, of all ranks. rows: this rank's."""
