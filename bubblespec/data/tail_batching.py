@@ -54,7 +54,6 @@ class TailBatching(StepSchedule):
         self._num_drawn = 0  # in the data order, that is without replacements
         self._queue: list[Deferred] = []
         self._round = 0
-        self._launched: Launch | None = None  # of the step that is not over
         self._seen: list[int] = []  # longest response of each group of whole cycles, for auto
         self._cycle: list[int] = []  # the same of the cycle that is not over yet
         self._num_short_round = self._choose_num_short_round()
@@ -73,13 +72,10 @@ class TailBatching(StepSchedule):
 
     def launch(self, step: int) -> Launch:
         """See `StepSchedule`."""
-        if self._launched is None:
-            if self.is_long_round:
-                groups = self.deferred[: self.num_prompts]
-            else:
-                groups = self._draw(self._num_drawn, self._num_short_round, Counter())
-            self._launched = Launch(groups, self.num_prompts, self.num_generations)
-        return self._launched
+        groups = self.deferred[: self.num_prompts]
+        if not self.is_long_round:
+            groups = self._draw(self._num_drawn, self._num_short_round, Counter())
+        return Launch(groups, self.num_prompts, self.num_generations)
 
     def upcoming(self, step: int, depth: int, used: list[Group] | None = None) -> list[list[Group]]:
         """See `StepSchedule`. Deferred groups come first, whenever their turn is; which groups
@@ -103,8 +99,7 @@ class TailBatching(StepSchedule):
 
     def finish(self, samples: Samples, deferred: dict[SampleId, int]) -> None:
         """See `StepSchedule`."""
-        assert self._launched is not None, "no step has been launched"
-        launched, was_long = self._launched.groups, self.is_long_round
+        launched, was_long = self.launch(self._round).groups, self.is_long_round
         names = {group.name for group in launched}
         trained = {group.name for group in samples.groups}
         lengths = samples.lengths.reshape(-1, samples.num_generations)
@@ -127,7 +122,6 @@ class TailBatching(StepSchedule):
             self._cycle = []
             self._num_short_round = self._choose_num_short_round()
         self._round += 1
-        self._launched = None
         waiting = len(self._queue) * self.num_generations, sum(d.tokens for d in self._queue)
         num_launched, launched_tokens = self._trained + waiting
         mean_trained = self._trained[1] / self._trained[0]
@@ -152,8 +146,7 @@ class TailBatching(StepSchedule):
         return best_num_launched(np.array(self._seen), self.num_prompts, self.num_generations)
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Visits; the queue, int64 [deferred, 4]: uid, visit, round and tokens;
-        and counts."""
+        """Visits; the queue, int64 [deferred, 4]: uid, visit, round and tokens; and counts."""
         queue = [(group.prompt.uid, group.visit, *rest) for group, *rest in self._queue]
         counts = [self._num_drawn, self._round, *self._trained]
         return super().state_dict() | {
@@ -174,7 +167,6 @@ class TailBatching(StepSchedule):
         self._trained = state["counts"][2:4].copy()
         self._seen, self._cycle = state["seen"].tolist(), state["cycle"].tolist()
         self._num_short_round = self._choose_num_short_round()
-        self._launched = None
 
 
 def scaled(count: int, ratio: float) -> int:

@@ -156,30 +156,32 @@ def assign(
     twice and nobody has to agree.
     """
     left = [list(of_task) for of_task in jobs]
-    given: list[list[tuple[int, Job]]] = [[] for _ in capacities]
-
-    def next_of(task: int, rank: int) -> Job | None:
-        job = next((job for job in left[task] if job.rank is None or job.rank == rank), None)
-        return job if job and (job.co_scheduled or not has_rows[rank]) else None
-
     rooms = [list(room) for room in capacities]
+
+    def heads(rank: int) -> dict[int, Job]:
+        """The next job of each task that the rank may take, by task."""
+        found = {}
+        for task in (task for task, room in enumerate(rooms[rank]) if room > 0):
+            job = next((job for job in left[task] if job.rank in (None, rank)), None)
+            if job and (job.co_scheduled or not has_rows[rank]):
+                found[task] = job
+        return found
+
     for rank, room in enumerate(rooms):
         if not has_rows[rank]:
-            first = {t: next_of(t, rank) for t in range(len(left)) if room[t] > 0}
-            worth = {t: j.saves_s / max(j.costs_s, 1e-9) for t, j in first.items() if j}
+            worth = {t: job.saves_s / max(job.costs_s, 1e-9) for t, job in heads(rank).items()}
             best = max(worth, key=worth.get, default=None)
             rooms[rank] = [count if task == best else 0 for task, count in enumerate(room)]
+    given: list[list[tuple[int, Job]]] = [[] for _ in rooms]
     # One job each in turn: a rank that got all of them would be the one that the others wait for.
     in_turn = sorted(range(len(rooms)), key=lambda rank: has_rows[rank])
     while in_turn:
         for rank in list(in_turn):
-            room = rooms[rank]
-            heads = {t: j for t in range(len(left)) if room[t] > 0 and (j := next_of(t, rank))}
-            if not heads:
+            if not (of_tasks := heads(rank)):
                 in_turn.remove(rank)
                 continue
-            task = max(heads, key=lambda t: heads[t].saves_s)
-            given[rank].append((task, heads[task]))
-            left[task].remove(heads[task])
-            room[task] -= 1
+            task = max(of_tasks, key=lambda task, of_tasks=of_tasks: of_tasks[task].saves_s)
+            given[rank].append((task, of_tasks[task]))
+            left[task].remove(of_tasks[task])
+            rooms[rank][task] -= 1
     return given
