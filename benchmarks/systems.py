@@ -56,10 +56,9 @@ OFF = (
 DRAFTS, DRAFTER = "speculative.method=bubble+suffix", "speculative.method=drafter"
 TAIL, BALANCED = "tail_batching.enabled=true", "rollout.placement=balanced"
 STREAMED = "optim.stream_gradients=true"
-RACE = "tail_batching.response_over_sampling_ratio=1.25"
 ALL = "speculative.method=bubble+suffix+drafter"
 # The papers' own hardware, models and baselines: what each is about, not what to expect of a
-# machine. RollPacker's race: rollout seconds 82/277/673 without and 47/88/170 with both.
+# machine.
 BUBBLESPEC = "rollouts up to 1.8x, -50% decoding steps (arXiv 2605.08862)"
 RHYMERL = "2.6x end to end; placement alone 1.43x (arXiv 2508.18588)"
 TLT = "1.7x end to end (arXiv 2511.16665)"
@@ -77,7 +76,6 @@ SYSTEMS = {
     "tail": System((TAIL,), ROLLPACKER + DEFERRED),
     "tail+placement": System((TAIL, BALANCED)),
     "tail+drafts": System((TAIL, DRAFTS)),
-    "race": System((TAIL, RACE), ROLLPACKER + "biased race as well, rollouts 1.7x / 3.1x / 4.0x"),
     "streamed": System((STREAMED,), ROLLPACKER + "streamed gradients alone 1.08x"),
     "all": System((ALL, TAIL, BALANCED)),
     "all+streamed": System((ALL, TAIL, BALANCED, STREAMED)),
@@ -281,7 +279,7 @@ if __name__ == "__main__":
     systems = f"the others are compared with the first; of {', '.join(SYSTEMS)}"
     parser.add_argument(
         "--systems",
-        default="plain,bubble,history,placement,drafter,tail,race,streamed,all",
+        default="plain,bubble,history,placement,drafter,tail,streamed,all",
         help=systems,
     )
     sys.exit(main(run, parser))

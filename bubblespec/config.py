@@ -283,8 +283,6 @@ class TailBatchingConfig:
     """Short and long rounds, instead of the data's order; the same responses are trained on."""
     over_sampling_ratio: int | float | str = key("auto", at_least(1, or_else="auto"), at_most(4))
     """Prompts that a short round launches for each that it trains on; auto: by recent lengths."""
-    response_over_sampling_ratio: float = key(1.0, at_least(1), at_most(4))
-    """The same of a prompt's responses: a race, which favours short ones."""
 
 
 @dataclass
@@ -341,6 +339,7 @@ REMOVED = {
     "speculative.fixed_window": "give speculative.planning=always for drafts whatever they cost",
     "speculative.rule": "a draft token is accepted where it is the one that the row samples",
     "speculative.max_history_tokens": "history takes a share of the machine's free memory",
+    "tail_batching.response_over_sampling_ratio": "all responses of a prompt are trained on",
     "trace.enabled": "give run.trace",
 }
 

@@ -216,10 +216,6 @@ def check_prompts(
     if train_prompts.num_dropped and ranks.is_main:
         num_dropped = train_prompts.num_dropped
         log(f"data: {num_dropped} prompts over rollout.max_prompt_length = {longest} dropped")
-    tail = config.tail_batching
-    if tail.enabled and tail.response_over_sampling_ratio > 1 and ranks.is_main:
-        race = "a race within prompts trains on the shortest of their responses"
-        log(f"warning: tail_batching.response_over_sampling_ratio: {race}; 1 is free of that bias")
     train_prompts.batch(config.run.seed, 0, num_prompts)  # raises where there are too few
     if num_prompts < ranks.world_size:
         shortage = f"{num_prompts} prompts for {ranks.world_size} ranks"

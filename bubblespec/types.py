@@ -54,6 +54,11 @@ class Group(NamedTuple):
         return SampleId(self.prompt.uid, self.visit, number)
 
 
+def ids_of(groups: list[Group], num_generations: int) -> list[SampleId]:
+    """The name of each sample in canonical order: by group, then by number."""
+    return [group.sample(number) for group in groups for number in range(num_generations)]
+
+
 @dataclass(eq=False)
 class Row:
     """One response to generate, and afterwards the response. A row with tokens goes on after
@@ -93,20 +98,16 @@ class Launch(NamedTuple):
     step."""
     num_generations: int
     """Responses of each group."""
-    num_kept: int
-    """Of these, the shortest that its group is trained on; all, but for the race within a group."""
 
     @property
     def selects(self) -> bool:
         """Whether some of it is not trained on in this step."""
-        return self.num_trained < len(self.groups) or self.num_kept < self.num_generations
+        return self.num_trained < len(self.groups)
 
     @property
     def ids(self) -> list[SampleId]:
         """The name of each sample, by group, then by number."""
-        return [
-            group.sample(number) for group in self.groups for number in range(self.num_generations)
-        ]
+        return ids_of(self.groups, self.num_generations)
 
 
 @dataclass
@@ -115,8 +116,6 @@ class Samples:
 
     groups: list[Group]
     num_generations: int
-    numbers: np.ndarray
-    """int64 [S], of each sample within its group."""
     tokens: list[np.ndarray]
     """int, one array a sample, with the stop token."""
     logprob: list[np.ndarray]
@@ -133,8 +132,7 @@ class Samples:
     @property
     def ids(self) -> list[SampleId]:
         """The name of each sample."""
-        size = self.num_generations
-        return [self.groups[i // size].sample(n) for i, n in enumerate(self.numbers.tolist())]
+        return ids_of(self.groups, self.num_generations)
 
     def prompt_of(self, index: int) -> Prompt:
         """The prompt of sample `index`."""
@@ -152,7 +150,6 @@ class Samples:
         return Samples(
             [self.groups[n] for n in numbers],
             size,
-            self.numbers[rows],
             [self.tokens[row] for row in rows],
             [self.logprob[row] for row in rows],
             [self.full_logprob[row] for row in rows],
@@ -165,7 +162,6 @@ class Samples:
         return Samples(
             self.groups + other.groups,
             self.num_generations,
-            np.concatenate((self.numbers, other.numbers)),
             self.tokens + other.tokens,
             self.logprob + other.logprob,
             self.full_logprob + other.full_logprob,

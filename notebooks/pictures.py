@@ -30,13 +30,7 @@ SOURCES |= {
     "self": ("itself", "#e3701a"),
     "history": ("earlier epochs", "#8c510a"),
 }
-RULES = (
-    "#8c8c8c",
-    "#1b9e77",
-    "#5aa5e0",
-    "#f2c230",
-    "#d62728",
-)  # plain order, ours, and what RollPacker does
+RULES = ("#8c8c8c", "#1b9e77", "#d62728")  # plain order, ours, and deferred prompts drawn anew
 SIZE = 9
 
 

@@ -22,7 +22,6 @@ from bubblespec.types import Group, Launch, Prompt, Samples
 FILE = os.path.join(os.path.dirname(__file__), "data", "lengths.npz")
 CONFIG = "configs/smollm2_135m_cpu.yaml"
 NUM_STEPS, NUM_SPARE = 20, 3  # steps, and further ones from which short rounds draw before them
-NUM_SAMPLES = 5  # of each prompt and visit: a race of 1.25 launches as many for 4
 ANEW = 1  # the visit under which a deferred prompt is drawn anew
 
 Lengths = Callable[[Group, int], int]
@@ -37,7 +36,6 @@ class DrawnAnew(TailBatching):
         launch = super().launch(step)
         if self.is_long_round:
             launch = launch._replace(groups=[Group(group.prompt, ANEW) for group in launch.groups])
-            self._launched = launch
         return launch
 
 
@@ -57,16 +55,10 @@ class Played:
 def rules(num_prompts: int, num_generations: int, prompts: PromptSet, seed: int) -> dict:
     """Planners by what they do."""
     order = (prompts, seed, num_prompts, num_generations)
-    defers, races = (
-        {"over_sampling_ratio": 1.25},
-        {"response_over_sampling_ratio": NUM_SAMPLES / num_generations},
-    )
     return {
         "plain order": StepSchedule(*order),
-        "deferred, same samples (ours)": TailBatching(*order, **defers),
-        "deferred, drawn anew": DrawnAnew(*order, **defers),
-        "race within prompts": TailBatching(*order, over_sampling_ratio=1, **races),
-        "race, and drawn anew (RollPacker)": DrawnAnew(*order, **defers, **races),
+        "deferred, same samples (ours)": TailBatching(*order, over_sampling_ratio=1.25),
+        "deferred, drawn anew": DrawnAnew(*order, over_sampling_ratio=1.25),
     }
 
 
@@ -89,7 +81,7 @@ def play(planner, length_of: Lengths, num_steps: int) -> Played:
         chosen = np.flatnonzero(is_in)
         groups = [
             launch.groups[place // launch.num_generations]
-            for place in chosen[:: launch.num_kept].tolist()
+            for place in chosen[:: launch.num_generations].tolist()
         ]
         cut = int(lengths[chosen].max())
         so_far = [before.pop(name, 0) for name in launch.ids]
@@ -101,19 +93,8 @@ def play(planner, length_of: Lengths, num_steps: int) -> Played:
             before |= deferred
         tokens = [np.empty(length, np.int32) for length in lengths[chosen].tolist()]
         none = np.empty((len(tokens), 0))
-        planner.finish(
-            Samples(
-                groups,
-                launch.num_kept,
-                chosen % launch.num_generations,
-                tokens,
-                tokens,
-                tokens,
-                none,
-                none,
-            ),
-            deferred,
-        )
+        columns = (tokens, tokens, tokens, none, none)
+        planner.finish(Samples(groups, launch.num_generations, *columns), deferred)
     return played
 
 
@@ -174,14 +155,14 @@ def record() -> None:
         for step in range(NUM_STEPS + NUM_SPARE)
     ]
     drawn = [prompt for batch in batches for prompt in batch]
-    lengths = np.zeros((len(drawn), 2, NUM_SAMPLES), np.int16)
+    lengths = np.zeros((len(drawn), 2, rollout.num_generations), np.int16)
     for begin in tqdm(range(0, len(drawn), 16), desc="answers", unit="batch"):
         for visit in (0, ANEW):
             groups = [Group(prompt, visit) for prompt in drawn[begin : begin + 16]]
             samples, _ = trainer.sampler.evaluate(
-                groups, NUM_SAMPLES, trainer.sampler.params, version=0
+                groups, rollout.num_generations, trainer.sampler.params, version=0
             )
-            lengths[begin : begin + 16, visit] = samples.lengths.reshape(-1, NUM_SAMPLES)
+            lengths[begin : begin + 16, visit] = samples.lengths.reshape(len(groups), -1)
     order = np.array([seed, rollout.num_prompts_per_step, rollout.num_generations])
     np.savez_compressed(
         FILE, uids=np.array([prompt.uid for prompt in drawn]), lengths=lengths, order=order

@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from bubblespec.dist import ranks as distributed
 from bubblespec.dist.ranks import BROKEN_S, GRACE_S, Ranks, Watchdog
-from bubblespec.dist.shared_memory import PLACE_BYTES
 from bubblespec.errors import RankTimeout
 from bubblespec.rollout import board as boards
 from bubblespec.rollout.board import LINGER_S, ProgressBoard, RankState, Transport, make_transport
@@ -293,17 +292,6 @@ def test_who_is_named_and_after_how_much_patience(watchdog, at, timeline, left_s
     with pytest.raises(RankTimeout, match=said):
         call.fail("here", "no answer", clock.monotonic() + left_s)
     assert waited_s <= clock.now < waited_s + 0.05
-
-
-def too_large(ranks: Ranks) -> bool:
-    transport = make_transport(ranks, HANG_S)
-    with pytest.raises(ValueError, match="there is room for"):
-        transport.post(np.empty(PLACE_BYTES // 8 + 1), "")
-    return True
-
-
-def test_ticks_through_shared_memory_have_a_limit(tmp_path):
-    assert run_ranks(tmp_path, too_large, 2) == [True, True]
 
 
 def test_ticks_on_gpus_are_nccl_collectives(monkeypatch):

@@ -1,6 +1,7 @@
 """Files into rows, rows into prompts with stable uids, prompts into the batch of any step."""
 
 import collections
+import csv
 import json
 import random
 
@@ -54,14 +55,10 @@ def write(path, rows: list) -> str:
     elif path.suffix == ".json":
         path.write_text(json.dumps(rows, indent=1))
     elif path.suffix == ".csv":
-        lines = [
-            ",".join(rows[0]),
-            *(
-                ",".join(f'"{value}"' if "," in str(value) else str(value) for value in r.values())
-                for r in rows
-            ),
-        ]
-        path.write_text("\n".join(lines) + "\n")
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
     else:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     return str(path)
@@ -163,14 +160,9 @@ def test_prompt_of_another_kind_names_the_row(prompt, part):
 
 
 def test_uids_are_63_bit_and_distinct_even_for_equal_prompts():
-    prompts = build(
-        ["a"] * 50 + [f"word {i}" for i in range(500)] + [[USER], [SYSTEM], [USER]]
-    ).prompts
-    uids = {p.uid for p in prompts}
-    assert len(uids) == len(prompts) and all(0 <= uid < 1 << 63 for uid in uids)
-    assert max(uids) > 1 << 60, (
-        "553 uniform 63-bit numbers that all stay below 2**60 have probability (1/8)**553"
-    )
+    texts = ["a"] * 50 + [f"word {i}" for i in range(500)] + [[USER], [SYSTEM], [USER]]
+    uids = {prompt.uid for prompt in build(texts).prompts}
+    assert len(uids) == len(texts) and 1 << 60 < max(uids) < 1 << 63 and min(uids) >= 0
 
 
 def test_uids_are_the_same_in_every_process_and_version():
@@ -223,26 +215,17 @@ def uids(prompts: PromptSet, seed: int, step: int, size: int) -> list[int]:
 def test_every_epoch_covers_distinct_prompts(count, size):
     prompts, per_epoch = numbered(count), count // size
     for epoch in range(4):
-        seen = [
-            uid
-            for index in range(per_epoch)
-            for uid in uids(prompts, 3, epoch * per_epoch + index, size)
-        ]
-        assert len(seen) == per_epoch * size == len(set(seen)), (
-            "no prompt twice, only the remainder is left out"
-        )
+        steps = range(epoch * per_epoch, (epoch + 1) * per_epoch)
+        seen = [uid for step in steps for uid in uids(prompts, 3, step, size)]
+        assert len(seen) == per_epoch * size == len(set(seen)), "only the remainder is left out"
 
 
 def test_all_64_bits_of_the_seed_count():
     prompts = numbered(40)
-    batches = [
-        tuple(uids(prompts, seed, 5, 40)) for seed in (2**63 - 1, 2**63, 2**63 + 1, 2**64 - 1, 0)
-    ]
-    extra = [
-        tuple(p.uid for p in prompts.extra(seed, 5, 40, set()))
-        for seed in (2**63, 2**63 + 1, 2**64 - 1, 0)
-    ]
-    assert len({*batches, *extra}) == 9
+    seeds = (2**63 - 1, 2**63, 2**63 + 1, 2**64 - 1, 0)
+    batches = [tuple(uids(prompts, seed, 5, 40)) for seed in seeds]
+    extra = [tuple(p.uid for p in prompts.extra(seed, 5, 40, set())) for seed in seeds]
+    assert len({*batches, *extra}) == 10
 
 
 # Procedural problems
@@ -255,10 +238,7 @@ GCD = {"name": "gcd", "weight": 1.0, "config": {}}
 def test_rows_of_tasks_have_prompt_answer_task_and_entry():
     for row in reasoning_gym_rows([SUMS, GCD], 20, 1):
         assert row["prompt"] == row["entry"]["question"] and row["answer"] == row["entry"]["answer"]
-        assert (
-            row["task"] in ("chain_sum", "gcd")
-            and row["entry"]["metadata"]["source_dataset"] == row["task"]
-        )
+        assert row["entry"]["metadata"]["source_dataset"] == row["task"] in ("chain_sum", "gcd")
 
 
 def test_row_depends_on_tasks_seed_and_number_only():
@@ -291,36 +271,26 @@ def test_mixture_follows_the_weights():
 @pytest.mark.parametrize(
     "task, part",
     [
-        (
-            {"name": "chain_sums", "weight": 1, "config": {}},
-            "Dataset 'chain_sums' not registered",
-        ),
-        ({"name": "chain_sum", "weight": 1, "config": {"terms": 1}}, "'terms'"),
-        (
-            {"name": "chain_sum", "weight": 1, "config": {"min_terms": 0}},
-            "min_terms must be positive",
-        ),
-        (
-            {"name": "chain_sum", "weight": 1, "config": {"min_terms": 2.5}},
-            "",
-        ),
+        ({"name": "chain_sums", "config": {}}, "Dataset 'chain_sums' not registered"),
+        ({"name": "chain_sum", "config": {"terms": 1}}, "'terms'"),
+        ({"name": "chain_sum", "config": {"min_terms": 0}}, "min_terms must be positive"),
+        ({"name": "chain_sum", "config": {"min_terms": 2.5}}, ""),
     ],
 )
 def test_wrong_task_or_parameter_names_the_task(task, part):
-    message = refusal(reasoning_gym_rows, [SUMS, task], 5, 1)
+    message = refusal(reasoning_gym_rows, [SUMS, {"weight": 1} | task], 5, 1)
     assert message.startswith(f"data.tasks[1] ({task['name']}): ") and part in message
 
 
 def test_extra_prompts_are_others_and_a_function_of_the_step():
-    prompts = PromptSet([Prompt(uid, str(uid), (1,), {}) for uid in range(30)], 0)
+    prompts = numbered(30)
     used = {p.uid for p in prompts.batch(0, 5, 8)}
     first = [p.uid for p in prompts.extra(0, 5, 6, used)]
     assert len(set(first)) == 6 and not used & set(first)
     assert first == [p.uid for p in prompts.extra(0, 5, 6, used)]
     assert [p.uid for p in prompts.extra(0, 5, 3, used)] == first[:3]
-    assert first != [p.uid for p in prompts.extra(0, 6, 6, used)] and first != [
-        p.uid for p in prompts.extra(1, 5, 6, used)
-    ]
+    assert first != [p.uid for p in prompts.extra(0, 6, 6, used)]
+    assert first != [p.uid for p in prompts.extra(1, 5, 6, used)]
     following = [p.uid for p in prompts.extra(0, 5, 30, used | set(first))]
     assert sorted([*used, *first, *following]) == list(range(30)), "what is left, and no more"
 
@@ -329,27 +299,17 @@ def test_extra_prompts_are_others_and_a_function_of_the_step():
 
 
 def test_columns_come_from_others_at_the_top_or_inside(tmp_path):
-    rows = [
-        {"question": f"q{n}", "prompt": "old", "model": {"truth": n, "style": "rule"}}
-        for n in range(3)
-    ]
+    rows = [{"question": f"q{n}", "prompt": "old", "model": {"truth": n}} for n in range(3)]
     path = write(tmp_path / "rows.jsonl", rows)
-    loaded = list(
-        load_rows(path, None, "train", columns={"prompt": "question", "answer": "model.truth"})
-    )
+    columns = {"prompt": "question", "answer": "model.truth"}
+    loaded = load_rows(path, None, "train", columns=columns)
     assert [(row["prompt"], row["answer"], row["question"]) for row in loaded] == [
         (f"q{n}", n, f"q{n}") for n in range(3)
     ]
-    swapped = list(
-        load_rows(path, None, "train", columns={"prompt": "question", "question": "prompt"})
-    )
+    swapped = load_rows(path, None, "train", columns={"prompt": "question", "question": "prompt"})
     assert [(row["prompt"], row["question"]) for row in swapped] == [
         (f"q{n}", "old") for n in range(3)
     ]
-    chats = write(tmp_path / "chats.jsonl", [{"source": row["prompt"]} for row in CHATS])
-    assert [
-        row["prompt"] for row in load_rows(chats, None, "train", columns={"prompt": "source"})
-    ] == [row["prompt"] for row in CHATS]
 
 
 @pytest.mark.parametrize(

@@ -29,11 +29,8 @@ def sample_with(
     monkeypatch, useful_every: int, *, num_prompts: int = 40, step: int = 3, max_batches: int = 4
 ) -> tuple[StepRecord, list[list[int]]]:
     """A step over prompts with uids 0, 1, ...: its record, and the uids of each batch generated."""
-    rollout = RolloutConfig(
-        num_prompts_per_step=WANTED,
-        num_generations=2,
-        dynamic_sampling_max_batches=max_batches,
-    )
+    shape = {"num_prompts_per_step": WANTED, "num_generations": 2}
+    rollout = RolloutConfig(**shape, dynamic_sampling_max_batches=max_batches)
     prompts = [Prompt(uid, str(uid), (1, 2), {}) for uid in range(num_prompts)]
     schedule, batches = StepSchedule(PromptSet(prompts, 0), 0, WANTED, 2), []
 
@@ -52,9 +49,8 @@ def sample_with(
     parts = {"stats": RunStats(), "store": DraftStore(0), "history": History(0)}
     parts |= {"schedule": schedule, "config": Config(model=ModelConfig(path=""), rollout=rollout)}
     record = Sampler(**dict.fromkeys(Sampler.__dataclass_fields__) | parts).sample(step)
-    assert schedule.state_dict()["uids"].tolist() == list(itertools.chain(*batches)), (
-        "they have had their turn"
-    )
+    had_their_turn = schedule.state_dict()["uids"].tolist()
+    assert had_their_turn == list(itertools.chain(*batches))
     return record, batches
 
 
@@ -84,10 +80,8 @@ def test_useless_groups_are_replaced_by_the_first_useful_ones(monkeypatch, usefu
         assert len(following) == min(WANTED, needed)
     assert len(useful) >= WANTED or len(batches) == 4
     # Everything of a group goes with it.
-    for samples, rewards in (
-        (record.samples, record.rewards),
-        (record.generated, record.all_rewards),
-    ):
+    generated = (record.generated, record.all_rewards)
+    for samples, rewards in ((record.samples, record.rewards), generated):
         for index, uid in enumerate(np.repeat(uids_of(samples), 2).tolist()):
             group, number = divmod(index, 2)
             assert samples.tokens[index].tolist() == [uid, number]
@@ -116,23 +110,15 @@ def test_samples_of_groups_and_joined_are_the_same_samples():
     rng = np.random.default_rng(0)
     groups = [Group(Prompt(uid, "p", (uid,), {}), 3 * uid) for uid in range(4)]
     arrays = [[rng.normal(size=n).astype(np.float32) for n in range(1, 13)] for _ in range(3)]
-    fields = {
-        "numbers": rng.integers(0, 5, 12),
-        "is_truncated": rng.random(12) < 0.5,
-        "rewards": rng.normal(size=(12, 2)),
-    }
-    whole = Samples(
-        groups, 3, tokens=arrays[0], logprob=arrays[1], full_logprob=arrays[2], **fields
-    )
+    names = ("tokens", "logprob", "full_logprob", "is_truncated", "rewards")
+    columns = (*arrays, rng.random(12) < 0.5, rng.normal(size=(12, 2)))
+    whole = Samples(groups, 3, *columns)
     again = whole.of_groups([0]) + whole.of_groups([1, 2, 3])
     assert again.groups == groups and len(again) == 12 and again.ids == whole.ids
-    for name in ("numbers", "tokens", "logprob", "full_logprob", "is_truncated", "rewards"):
-        assert all(
-            np.array_equal(a, b)
-            for a, b in zip(getattr(whole, name), getattr(again, name), strict=True)
-        ), name
+    for name, column in zip(names, columns, strict=True):
+        pairs = zip(column, getattr(again, name), strict=True)
+        assert all(np.array_equal(a, b) for a, b in pairs), name
     swapped = whole.of_groups([2, 0])
     assert swapped.ids == whole.ids[6:9] + whole.ids[:3]
-    assert uids_of(swapped) == [2, 0] and np.array_equal(
-        swapped.rewards, whole.rewards[[6, 7, 8, 0, 1, 2]]
-    )
+    assert uids_of(swapped) == [2, 0]
+    np.testing.assert_array_equal(swapped.rewards, whole.rewards[[6, 7, 8, 0, 1, 2]])

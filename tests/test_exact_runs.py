@@ -139,7 +139,7 @@ def test_run_is_that_without_drafts(
 @pytest.mark.parametrize(
     "selects",
     [
-        ["tail_batching.enabled=true", "tail_batching.response_over_sampling_ratio=1.5"],
+        ["tail_batching.enabled=true", "tail_batching.over_sampling_ratio=1.5"],
         ["rollout.dynamic_sampling_max_batches=2"],
     ],
 )

@@ -12,7 +12,7 @@ from bubblespec.draft.store import DraftStore
 from bubblespec.idle.draft_ahead import MAX_IDLE_FORWARDS, DraftAhead
 from bubblespec.idle.stream_gradients import StreamGradients
 from bubblespec.idle.task import NUM_WANTED, IdleTask, Job, RankView, assign
-from bubblespec.idle.train_drafter import MAX_SHARE, TrainDrafter
+from bubblespec.idle.train_drafter import LITTLE_S, MAX_SHARE, TrainDrafter
 from bubblespec.records import ForwardRecord, IdleUse, RolloutRecord, Span
 from bubblespec.types import Draft, Launch, Row, SampleId
 from tests.helpers.clocks import Clock
@@ -121,7 +121,7 @@ def drafting(view: RankView, num_plans: int = 20, store=None, cost=None, **optio
     proposer = SimpleNamespace(track=lambda *_, **__: None)
     options = {"version": 3, "max_new_tokens": 30, **options}
     task = DraftAhead(plans, store or DraftStore(1000), proposer, cost or fixed_cost(), **options)
-    task.begin(view)
+    task.view = view
     return task
 
 
@@ -196,7 +196,8 @@ def test_only_what_has_grown_is_noted():
     assert first.tokens.tolist() == second.tokens.tolist() == [0, 1, 2, 3], "it goes on"
     first.tokens = np.arange(9)
     third.tokens, third.finish = np.arange(5), "stop"
-    assert task.on_finished(third) and not task.on_finished(rows_of(0)[0])
+    task.on_finished(third)
+    task.on_finished(rows_of(0)[0])  # of another task
     task.view.engine.rows.remove(third)
     task.end()
     assert {key.sample: len(draft.tokens) for key, draft in task.drafts.items()} == {0: 9, 2: 5}
@@ -236,15 +237,17 @@ class FakeLearner:
         return Span("gradients", begin_s, self.clock.perf_counter())
 
 
-def streaming(rewards=(1.0, 0.0, 2.0, 2.0), own=None, **options):
+def streaming(rewards=(1.0, 0.0, 2.0, 2.0), own=None, **rollout):
     """Two groups of two responses of 10, 20, 30 and 40 tokens, all of this rank and scored."""
-    launch = Launch(groups_of(0)[:2], 2, 2, 2)
+    launch = Launch(groups_of(0)[:2], 2, 2)
     rows = [Row(name, (1,), 50, np.arange(10 * n)) for n, name in enumerate(launch.ids, 1)]
     scored = [list(zip(rows, rewards, strict=True))]
     learner = FakeLearner(Clock())
+    for key, value in rollout.items():
+        setattr(learner.config.rollout, key, value)
     take = lambda: scored.pop() if scored else []  # noqa: E731
-    task = StreamGradients(launch, learner, take, **options)
-    task.begin(view_of(own))
+    task = StreamGradients(launch, learner, take)
+    task.view = view_of(own)
     return task, learner
 
 
@@ -288,15 +291,16 @@ def test_groups_wait_for_all_their_rewards():
 
 
 def test_equal_rewards_may_be_left_out_and_own_rows_come_first():
-    task, learner = streaming(only_differing=True)
+    task, learner = streaming(dynamic_sampling_max_batches=4)
     tick(task)
     assert [piece.num_tokens for piece in task._pieces] == [10, 20]
     task, learner = streaming(own=rows_of(0))
     tick(task)
     assert task.capacity() == 0 and not list(task.jobs())
-    task, learner = streaming(own=rows_of(0), scores_in_workers=False)
+    task, learner = streaming(own=rows_of(0))
+    task.config.reward.num_workers = 0
     assert np.isnan(task.publish()[3:]).all(), "scoring would keep the rows waiting"
-    task, learner = streaming(frees_cache=True)
+    task, learner = streaming(free_cache_engine=True)
     tick(task)
     task.accept(Job((0, 0), 1.0, 1.0, False, 0), 0)
     task.run_slice()
@@ -313,14 +317,14 @@ def training(elapsed_s: float, tokens: int = 10, own=None):
     fake.run_slice = lambda limit_s: fake.slices.append(limit_s) or 0.01
     fake.merge = fake.merged.append
     task = TrainDrafter(fake)
-    task.begin(view_of(own))
+    task.view = view_of(own)
     clock.sleep(elapsed_s)
     return task, fake
 
 
 def test_the_drafter_is_trained_where_nothing_else_is_to_do():
     task, fake = training(10.0)
-    task.receive([task.publish(), np.array([0.0])])
+    task.receive([task.publish(), np.zeros(3)])
     jobs = list(task.jobs())
     assert [job.rank for job in jobs] == [0, 0] and task.capacity() == 2
     drafts = [Job("draft", 1e-3, 1.0, False)]
@@ -335,8 +339,8 @@ def test_the_drafter_is_trained_where_nothing_else_is_to_do():
 
 def test_slices_of_the_drafter_are_short_and_wait_for_own_rows():
     late, _ = training(0.21)
-    assert late.capacity() == 2 and late.publish() == [0.01]
+    assert late.capacity() == 2 and late.publish().tolist() == [2, 0.01, LITTLE_S]
     early, _ = training(0.19)
     assert pytest.approx(0.01) == MAX_SHARE * 0.2
     for task in (early, training(10.0, own=rows_of(0))[0], training(10.0, tokens=0)[0]):
-        assert task.capacity() == 0 and task.publish() == [0.0]
+        assert task.capacity() == 0 and not task.publish().any()

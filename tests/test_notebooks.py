@@ -94,9 +94,9 @@ def test_exactness():
 def test_tail_batching_trains_on_all_lengths():
     found, _ = executed("tail_batching")
     ratio = {name: mean for name, (mean, _) in found["summary"].items()}
-    plain, ours, resampled, race, both = ratio
+    plain, ours, resampled = ratio
     assert ratio[plain] == 1.0 and math.isclose(ratio[ours], 1.0, abs_tol=0.02)
-    assert ratio[resampled] < 0.95 and max(ratio[race], ratio[both]) < 0.8
+    assert ratio[resampled] < 0.95
 
 
 def test_scaling():

@@ -168,11 +168,11 @@ class Selecting:
 
 
 @pytest.mark.parametrize("num_slots", [3, 24])
-@pytest.mark.parametrize("trained, kept", [(4, 3), (2, 3), (4, 2), (2, 2)])
-def test_rows_are_handed_on_once_and_only_when_certain(num_slots, trained, kept):
-    played = Selecting(Launch(groups_of(0, FOUR_PROMPTS), trained, 3, kept), num_slots)
+@pytest.mark.parametrize("trained", [4, 2])
+def test_rows_are_handed_on_once_and_only_when_certain(num_slots, trained):
+    played = Selecting(Launch(groups_of(0, FOUR_PROMPTS), trained, 3), num_slots)
     chosen = played.table.trained().tolist()
-    assert len(chosen) == trained * kept
+    assert len(chosen) == trained * 3
     ids = [played.table.launch.ids[index] for index in chosen]
     assert sorted(row.id for row in played.handed_on) == sorted(ids)
     for row in played.rows.values():
@@ -187,7 +187,7 @@ def test_rows_are_handed_on_once_and_only_when_certain(num_slots, trained, kept)
 
 @pytest.mark.parametrize("trained", [4, 2], ids=["without ticks", "with ticks"])
 def test_a_rank_that_is_told_to_stop_leaves_rows_unfinished(trained):
-    played = Selecting(Launch(groups_of(0, FOUR_PROMPTS), trained, 2, 2), stop_after=5)
+    played = Selecting(Launch(groups_of(0, FOUR_PROMPTS), trained, 2), stop_after=5)
     assert any(row.finish is None for row in played.rows.values())
     assert played.engine.num_forwards <= 7
     for row in played.rows.values():

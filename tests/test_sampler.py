@@ -22,7 +22,7 @@ from bubblespec.rollout.make_sampler import make_sampler
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.simulate.world import SimulatedRanks, SimulatedTicks
 from bubblespec.simulate.world import World as VirtualTime
-from bubblespec.types import Draft, Group, Row, Samples
+from bubblespec.types import Draft, Group, Row, Samples, ids_of
 from tests.helpers.rollouts import (
     ALONE,
     FOUR_PROMPTS,
@@ -94,15 +94,10 @@ def generated(model, groups: list[Group], num_generations: int = 2, params=PARAM
 # Steps from end to end
 
 
-@pytest.mark.parametrize(
-    "method, planning",
-    [
-        ("none", "by_cost"),
-        ("suffix", "by_cost"),
-        ("bubble", "by_cost"),
-        ("bubble+suffix", "always"),
-    ],
-)
+METHODS = {"none": "by_cost", "suffix": "by_cost", "bubble": "by_cost", "bubble+suffix": "always"}
+
+
+@pytest.mark.parametrize("method, planning", METHODS.items())
 def test_steps_are_those_generated_without_drafts(method, planning):
     model = new_model()
     board = BoardWithSlowRank(60)
@@ -193,14 +188,8 @@ def test_nothing_is_drafted_for_a_rollout_to_compare_with():
     sampler = start("bubble", new_model(), BoardWithSlowRank(120))
     assert sampler.stats.is_next_without("drafts")
     sampler.sample(0)
-    drafted = [
-        any(
-            sampler.store.get(name)
-            for group in batch
-            for name in (group.sample(0), group.sample(1))
-        )
-        for batch in sampler.schedule.upcoming(0, 2)
-    ]
+    coming = [ids_of(batch, 2) for batch in sampler.schedule.upcoming(0, 2)]
+    drafted = [any(map(sampler.store.get, names)) for names in coming]
     assert drafted == [False, True]
     assert not sampler.stats.uses("drafts") and not sampler.stats.is_next_without("drafts")
 

@@ -24,7 +24,7 @@ from tests.helpers.rows import make_rows
 OBEY = "tests.helpers.misbehaving_rewards.obey"
 PROMPTS = [Prompt(uid, f"prompt {uid}", (uid % 7, 1), {"answer": str(uid)}) for uid in (900, 17)]
 GROUPS = [Group(prompt, 4) for prompt in PROMPTS]
-OF_ONE = Launch(GROUPS[:1], 1, 4, 4)
+OF_ONE = Launch(GROUPS[:1], 1, 4)
 PATIENCE_S = 120.0
 CPU = torch.device("cpu")
 
@@ -86,9 +86,7 @@ def test_rows_are_scored_with_their_own_prompts_text_and_columns(make_scorer):
         calls.append((prompts, completions, completion_ids, answer))
         return [1.0, 2.0, 3.0, 4.0]
 
-    scoring = make_scorer(functions={"a.record": record}, num_workers=0).begin(
-        Launch(GROUPS, 2, 2, 2)
-    )
+    scoring = make_scorer(functions={"a.record": record}, num_workers=0).begin(Launch(GROUPS, 2, 2))
     assert scoring.collect(rows).tolist() == [[1.0], [2.0], [3.0], [4.0]]
     texts = ["prompt 900", "prompt 900", "prompt 17", "prompt 17"]
     ids = [[900, 0], [900, 1], [17, 0], [17, 1]]
@@ -136,9 +134,7 @@ def test_functions_that_compare_see_whole_groups(make_scorer, num_workers):
     rows = make_rows(GROUPS, 3, 10)
     for row, token in zip(rows, [3, 1, 2, 5, 6, 5], strict=True):
         row.tokens = np.array([token])
-    scoring = make_scorer(functions=functions, num_workers=num_workers).begin(
-        Launch(GROUPS, 2, 3, 3)
-    )
+    scoring = make_scorer(functions=functions, num_workers=num_workers).begin(Launch(GROUPS, 2, 3))
     assert scoring.scorer.sees_groups
     for number in (3, 0, 5, 2):
         scoring.on_finished(rows[number])
@@ -163,7 +159,7 @@ def test_a_group_fails_as_a_whole_and_alone(make_scorer, num_workers):
     rows = make_rows(alike, 2, 10)
     for row, token in zip(rows, [3, 1, 2, 5], strict=True):
         row.tokens = np.array([token])
-    scoring = scorer.begin(Launch(alike, 2, 2, 2))
+    scoring = scorer.begin(Launch(alike, 2, 2))
     broken = scoring._finished.setdefault(rows[0].id[:2], {})
     scoring.on_finished(rows[0])
     broken[rows[0].id] = broken[rows[0].id]._replace(prompt="of another group")

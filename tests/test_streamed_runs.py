@@ -42,11 +42,6 @@ def close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 # What decides what is trained on.
 RULES = {
     "failing rewards": ["reward.functions=[tests.helpers.misbehaving_rewards.fails_for_some]"],
-    "race": [
-        "tail_batching.enabled=true",
-        "tail_batching.over_sampling_ratio=1.5",
-        "tail_batching.response_over_sampling_ratio=1.5",
-    ],
     "masked, overlong, with KL": [
         "loss.mask_truncated_completions=true",
         "loss.kl_coef=0.05",
@@ -62,7 +57,7 @@ def test_a_streamed_run_is_the_run_without(monkeypatch, tmp_path, rule):
     streamed, reference = tmp_path / "streamed", tmp_path / "reference"
     common = [*OPTIONS, *RULES[rule]]
     with monkeypatch.context() as nothing:
-        nothing.setattr(StreamGradients, "_can_begin", lambda task: False)
+        nothing.setattr(StreamGradients, "can_begin", lambda task: False)
         train_in_virtual_time(*common, "optim.stream_gradients=true", f"run.output_dir={reference}")
     stream_always(partial(monkeypatch.setattr, raising=False))
     groups, update = [], Learner.update  # streamed before each update; those with a failed reward

@@ -1,7 +1,6 @@
 """Tail batching: the planner's books against a list of all that was drawn, and whole steps of an
 engine, whose weights stay as they are, against plain order."""
 
-import itertools
 import random
 from collections import Counter
 
@@ -16,21 +15,11 @@ from bubblespec.data.tail_batching import TailBatching, best_num_launched, scale
 from bubblespec.dist.ranks import Ranks
 from bubblespec.rewards.scorer import Scoring
 from bubblespec.setup import build
-from bubblespec.types import Launch, Prompt, Samples
+from bubblespec.types import Launch, Prompt, Samples, ids_of
+from tests.helpers.rows import samples_of
 from tests.helpers.runs import SHORT
 
 SEED = 5
-
-
-def shortest(lengths: list[list[int]], num_trained: int, num_kept: int) -> set[tuple[int, int]]:
-    """(group, number) of what is trained on, by the final lengths."""
-    kept = [
-        sorted(range(len(of_group)), key=lambda n, of_group=of_group: (of_group[n], n))[:num_kept]
-        for of_group in lengths
-    ]
-    longest = [max(lengths[g][n] for n in kept[g]) for g in range(len(lengths))]
-    trained = sorted(range(len(lengths)), key=lambda g: (longest[g], g))[:num_trained]
-    return {(g, n) for g in trained for n in kept[g]}
 
 
 def make_prompts(count: int) -> PromptSet:
@@ -51,38 +40,25 @@ def play(planner, step: int, replaced: int = 0) -> tuple[Launch, Samples, dict]:
         [length_of(group.sample(n)) for n in range(launch.num_generations)]
         for group in launch.groups
     ]
-    chosen = sorted(shortest(lengths, launch.num_trained, launch.num_kept))
-    groups = [launch.groups[g] for g in sorted({g for g, _ in chosen})]
-    cut = max(lengths[g][n] for g, n in chosen)
+    order = sorted(range(len(lengths)), key=lambda g: (max(lengths[g]), g))
+    chosen = sorted(order[: launch.num_trained])
+    cut = max(max(lengths[g]) for g in chosen)
     deferred = {
-        launch.groups[g].sample(n): min(lengths[g][n], cut + 1)
-        for g in range(len(launch.groups))
+        group.sample(n): min(lengths[g][n], cut + 1)
+        for g, group in enumerate(launch.groups)
         for n in range(launch.num_generations)
-        if (g, n) not in chosen
+        if g not in chosen
     }
+    groups = [launch.groups[g] for g in chosen]
     groups += planner.replacements(step, replaced, launch.groups)
-    numbers = [n for _, n in chosen] + list(range(launch.num_kept)) * (
-        len(groups) - launch.num_trained
-    )
-    lengths = [lengths[g][n] for g, n in chosen]
-    lengths += [
-        length_of(group.sample(n))
-        for group in groups[launch.num_trained :]
-        for n in range(launch.num_kept)
-    ]
-    tokens = [np.zeros(length, np.int32) for length in lengths]
-    none = np.empty((len(tokens), 0))
-    samples = Samples(
-        groups, launch.num_kept, np.array(numbers), tokens, tokens, tokens, none, none
-    )
+    names = ids_of(groups, launch.num_generations)
+    samples = samples_of(groups, [np.zeros(length_of(name), np.int32) for name in names])
     planner.finish(samples, deferred)
     return launch, samples, deferred
 
 
-def make_planner(
-    size: int = 23, ratio: float | str = 1.5, prompts: int = 4, **options
-) -> TailBatching:
-    return TailBatching(make_prompts(size), SEED, prompts, 3, over_sampling_ratio=ratio, **options)
+def make_planner(size: int = 23, ratio: float | str = 1.5) -> TailBatching:
+    return TailBatching(make_prompts(size), SEED, 4, 3, over_sampling_ratio=ratio)
 
 
 @pytest.mark.parametrize("size, ratio", [(23, 1.5), (5, 2.0), (40, 1.0), (12, "auto")])
@@ -94,43 +70,29 @@ def test_every_group_that_the_data_order_names_is_trained_on_once(size, ratio):
     for step in range(80):
         queue = [group.name for group in planner.deferred]
         launch, samples, _ = play(planner, step)
-        assert len(samples.groups) == 4
-        trained += [group.name for group in samples.groups]
+        names = [group.name for group in samples.groups]
+        assert len(names) == 4
         if len(queue) >= 4:
             longs += 1
-            assert [group.name for group in samples.groups] == queue[:4], (
-                "the oldest first, all of them"
-            )
-        else:
-            assert len(launch.groups) == (
-                scaled(4, ratio) if ratio != "auto" else len(launch.groups)
-            )
-        was_deferred += [
-            group.name
-            for group in launch.groups
-            if group.name not in {g.name for g in samples.groups}
-        ]
+            assert names == queue[:4], "the oldest first, all of them"
+        elif ratio != "auto":
+            assert len(launch.groups) == scaled(4, ratio)
+        trained += names
+        was_deferred += [group.name for group in launch.groups if group.name not in names]
     assert len(set(was_deferred)) == len(was_deferred), "no group is deferred twice"
     seen = trained + [group.name for group in planner.deferred]
-    in_order = []
-    for step in itertools.count():
-        if len(in_order) >= len(seen):
-            break
-        in_order += [group.name for group in play(plain, step)[1].groups]
+    in_order = [g.name for step in range(len(seen) // 4 + 1) for g in play(plain, step)[1].groups]
     assert Counter(seen) == Counter(in_order[: len(seen)])
-    assert (longs > 5) == (ratio not in (1.0, "auto")) or ratio == "auto"
+    assert ratio == "auto" or (longs > 5) == (ratio > 1)
 
 
 def test_a_saved_planner_goes_on_the_same_from_anywhere_in_a_cycle():
-    planner = make_planner(23, "auto", prompts=4)
+    planner = make_planner(23, "auto")
     for step in range(50):
-        again = make_planner(23, "auto", prompts=4)
+        again = make_planner(23, "auto")
         again.load_state_dict(planner.state_dict())
-        for later in range(step, step + 4):
-            one, other = play(again, later), None
-            if later == step:
-                other = play(planner, later)
-                assert one[0] == other[0] and again.metrics() == planner.metrics()
+        assert play(again, step)[0] == play(planner, step)[0]
+        assert again.metrics() == planner.metrics()
     assert planner.metrics()["tail/length_ratio"] > 0.9
 
 
@@ -169,17 +131,13 @@ def test_what_comes_next_is_foreseen_as_far_as_it_can_be():
         head = [group.name for group in planner.deferred[4 if planner.is_long_round else 0 :]]
         assert foreseen[step, step + 1][: len(head)] == head
         launch, *_ = play(planner, step)
+        names = [group.name for group in launch.groups]
         for before in range(max(step - 5, 0), step):
-            coming = (
-                foreseen[before, step][len(head) :]
-                if before == step - 1
-                else foreseen[before, step]
-            )
-            names = [group.name for group in launch.groups]
-            if planner.metrics()["tail/is_long_round"]:
-                assert set(coming) <= set(names) or before == step - 1
-            else:
-                assert names == [name for name in foreseen[before, step] if name in names]
+            coming = foreseen[before, step]
+            if not planner.metrics()["tail/is_long_round"]:
+                assert names == [name for name in coming if name in names]
+            elif before < step - 1:
+                assert set(coming) <= set(names)
     assert planner.upcoming(30, 0) == []
 
 
@@ -255,11 +213,12 @@ def test_with_fixed_weights_the_same_samples_are_trained_on(tmp_path, monkeypatc
     for step in range(15):
         truth |= tokens_by_name(plain.sample(step).generated)
     scored, collect = [], Scoring.collect
-    monkeypatch.setattr(
-        Scoring,
-        "collect",
-        lambda self, rows: scored.extend(row.id for row in rows) or collect(self, rows),
-    )
+
+    def noting(scoring, rows):
+        scored.extend(row.id for row in rows)
+        return collect(scoring, rows)
+
+    monkeypatch.setattr(Scoring, "collect", noting)
     sampler, trained = sampler_of(tmp_path / "tail", *TAIL).sampler, {}
     for step in range(10):
         new = tokens_by_name(sampler.sample(step).generated)
@@ -267,14 +226,8 @@ def test_with_fixed_weights_the_same_samples_are_trained_on(tmp_path, monkeypatc
         trained |= new
     assert {name: truth[name] for name in trained} == trained and scored == list(trained)
     queue = {group.sample(n) for group in sampler.schedule.deferred for n in range(4)}
-    assert (
-        queue | trained.keys() == set(list(truth)[: len(queue) + len(trained)])
-        and not queue & trained.keys()
-    )
-    drafts = {
-        name: draft.tokens.tolist()
-        for name in queue
-        if (draft := sampler.store.get(name)) is not None
-    }
+    assert queue | trained.keys() == set(list(truth)[: len(queue) + len(trained)])
+    assert not queue & trained.keys()
+    drafts = {name: draft.tokens.tolist() for name in queue if (draft := sampler.store.get(name))}
     assert drafts and all(truth[name][: len(tokens)] == tokens for name, tokens in drafts.items())
     assert len(drafts) == len(sampler.store), "nothing else is kept"

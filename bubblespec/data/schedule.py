@@ -35,7 +35,7 @@ class StepSchedule:
     def launch(self, step: int) -> Launch:
         """What the rollout of a step starts."""
         groups = self._draw(step * self.num_prompts, self.num_prompts, Counter())
-        return Launch(groups, self.num_prompts, self.num_generations, self.num_generations)
+        return Launch(groups, self.num_prompts, self.num_generations)
 
     def upcoming(self, step: int, depth: int, used: list[Group] | None = None) -> list[list[Group]]:
         """What the up to `depth` steps after `step` will start, as far as is known while `step` is

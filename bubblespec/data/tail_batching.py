@@ -45,26 +45,19 @@ class Deferred(NamedTuple):
 class TailBatching(StepSchedule):
     """Short rounds, and long rounds of what they have deferred."""
 
-    def __init__(
-        self,
-        *order,
-        over_sampling_ratio: float | str,
-        response_over_sampling_ratio: float = 1.0,
-    ):
-        """order: the arguments of `StepSchedule`; ratios: see `TailBatchingConfig`."""
+    def __init__(self, *order, over_sampling_ratio: float | str):
+        """order: the arguments of `StepSchedule`; over_sampling_ratio: see
+        `TailBatchingConfig`."""
         super().__init__(*order)
         self.over_sampling_ratio = over_sampling_ratio
-        self.num_launched_generations = scaled(self.num_generations, response_over_sampling_ratio)
         self._by_uid = {prompt.uid: prompt for prompt in self.prompts.prompts}
         self._num_drawn = 0  # in the data order, that is without replacements
         self._queue: list[Deferred] = []
         self._round = 0
-        self._launched: Launch | None = None  # of the step that is not over
         self._seen: list[int] = []  # longest response of each group of whole cycles, for auto
         self._cycle: list[int] = []  # the same of the cycle that is not over yet
         self._num_short_round = self._choose_num_short_round()
         self._trained = np.zeros(2, np.int64)  # samples that have had their turn, and their tokens
-        self._raced = np.zeros(2, np.int64)  # the same of those that lost a race within their group
         self._metrics: dict[str, float] = {}
 
     @property
@@ -79,14 +72,10 @@ class TailBatching(StepSchedule):
 
     def launch(self, step: int) -> Launch:
         """See `StepSchedule`."""
-        if self._launched is None:
-            if self.is_long_round:
-                groups, num_generations = self.deferred[: self.num_prompts], self.num_generations
-            else:
-                groups = self._draw(self._num_drawn, self._num_short_round, Counter())
-                num_generations = self.num_launched_generations
-            self._launched = Launch(groups, self.num_prompts, num_generations, self.num_generations)
-        return self._launched
+        groups = self.deferred[: self.num_prompts]
+        if not self.is_long_round:
+            groups = self._draw(self._num_drawn, self._num_short_round, Counter())
+        return Launch(groups, self.num_prompts, self.num_generations)
 
     def upcoming(self, step: int, depth: int, used: list[Group] | None = None) -> list[list[Group]]:
         """See `StepSchedule`. Deferred groups come first, whenever their turn is; which groups
@@ -110,8 +99,7 @@ class TailBatching(StepSchedule):
 
     def finish(self, samples: Samples, deferred: dict[SampleId, int]) -> None:
         """See `StepSchedule`."""
-        assert self._launched is not None, "no step has been launched"
-        launched, was_long = self._launched.groups, self.is_long_round
+        launched, was_long = self.launch(self._round).groups, self.is_long_round
         names = {group.name for group in launched}
         trained = {group.name for group in samples.groups}
         lengths = samples.lengths.reshape(-1, samples.num_generations)
@@ -128,21 +116,14 @@ class TailBatching(StepSchedule):
                 if group.name not in trained:
                     tokens = sum(deferred[group.sample(n)] for n in range(self.num_generations))
                     self._queue.append(Deferred(group, self._round, tokens))
-            lost = [
-                tokens
-                for sample, tokens in deferred.items()
-                if sample[:2] in trained or sample.sample >= self.num_generations
-            ]
-            self._raced += (len(lost), sum(lost))
         self._visits.update(group.prompt.uid for group in drawn)
         if was_long or not self._queue:
             self._seen = (self._seen + self._cycle)[-NUM_CYCLES_KEPT * self.num_prompts :]
             self._cycle = []
             self._num_short_round = self._choose_num_short_round()
         self._round += 1
-        self._launched = None
         waiting = len(self._queue) * self.num_generations, sum(d.tokens for d in self._queue)
-        num_launched, launched_tokens = self._trained + waiting + self._raced
+        num_launched, launched_tokens = self._trained + waiting
         mean_trained = self._trained[1] / self._trained[0]
         self._metrics = {
             "tail/is_long_round": int(was_long),
@@ -165,10 +146,9 @@ class TailBatching(StepSchedule):
         return best_num_launched(np.array(self._seen), self.num_prompts, self.num_generations)
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Visits; the queue, int64 [deferred, 4]: uid, visit, round and tokens;
-        and counts."""
+        """Visits; the queue, int64 [deferred, 4]: uid, visit, round and tokens; and counts."""
         queue = [(group.prompt.uid, group.visit, *rest) for group, *rest in self._queue]
-        counts = [self._num_drawn, self._round, *self._trained, *self._raced]
+        counts = [self._num_drawn, self._round, *self._trained]
         return super().state_dict() | {
             "queue": np.array(queue, np.int64).reshape(-1, 4),
             "counts": np.array(counts, np.int64),
@@ -184,10 +164,9 @@ class TailBatching(StepSchedule):
             for uid, visit, since, tokens in state["queue"].tolist()
         ]
         self._num_drawn, self._round = state["counts"][:2].tolist()
-        self._trained, self._raced = state["counts"][2:4].copy(), state["counts"][4:6].copy()
+        self._trained = state["counts"][2:4].copy()
         self._seen, self._cycle = state["seen"].tolist(), state["cycle"].tolist()
         self._num_short_round = self._choose_num_short_round()
-        self._launched = None
 
 
 def scaled(count: int, ratio: float) -> int:

@@ -288,7 +288,7 @@ def rollouts(case: Case) -> Iterator[Line]:
     groups = sampler.schedule.launch(0).groups[: max(MIN_PROMPTS, ranks.world_size)]
     size = min(rollout.num_generations, MAX_RESPONSES)
     rank_of = place_in_turn(len(groups), size, ranks.world_size)
-    launch = Launch(groups, len(groups), size, size)
+    launch = Launch(groups, len(groups), size)
     tables = [RowTable(launch, rank_of, ranks.rank) for _ in range(2)]
     plain, drafted = (table.make_rows(longest) for table in tables)
     loop = RolloutLoop(sampler.engine, ranks, sampler.params)

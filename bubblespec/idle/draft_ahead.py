@@ -90,13 +90,11 @@ class DraftAhead(IdleTask):
         self.proposer.track(row, None, self.version, is_counted=False)
         self.view.engine.add([row])
 
-    def on_finished(self, row: Row) -> bool:
+    def on_finished(self, row: Row) -> None:
         """Note the finished draft."""
-        if row not in self._rows:
-            return False
-        self._rows.remove(row)
-        self._note(row)
-        return True
+        if row in self._rows:
+            self._rows.remove(row)
+            self._note(row)
 
     def end(self) -> None:
         """Note the unfinished drafts, and what all of them took."""

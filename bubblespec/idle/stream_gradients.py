@@ -7,15 +7,16 @@ those of its samples that it generated itself. A reward that comes late or not a
 group out, and the update computes those gradients as if nothing had been streamed.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from bubblespec.dist.ranks import Ranks
-from bubblespec.idle.task import NUM_WANTED, SLICE_S, IdleTask, Job
+from bubblespec.idle.task import SLICE_S, SliceTask
 from bubblespec.learn.advantages import estimate_advantages
 from bubblespec.learn.learner import Learner
+from bubblespec.records import Span
 from bubblespec.types import Launch, Row, has_zero_std
 
 
@@ -45,7 +46,7 @@ def pieces_of(learner: Learner, rows: Sequence[Row | None], rewards: np.ndarray)
     ]
 
 
-class StreamGradients(IdleTask):
+class StreamGradients(SliceTask):
     """Streamed gradients in one rollout on one rank."""
 
     name = "gradients"
@@ -55,29 +56,27 @@ class StreamGradients(IdleTask):
         launch: Launch,
         learner: Learner,
         take_rewards: Callable[[], list[tuple[Row, float]]],
-        *,
-        scores_in_workers: bool = True,
-        only_differing: bool = False,
-        frees_cache: bool = False,
     ):
         """take_rewards: this rank's rows that are trained on, finished and scored since the last
-        call, with their rewards.
-
-        scores_in_workers: rewards come from other processes, so that `take_rewards` can be called
-        while rows of this rank are unfinished; only_differing: leave out groups of equal rewards,
-        which dynamic sampling replaces; frees_cache: there is no memory for a slice while keys and
-        values are held.
-        """
-        self.learner, self.take_rewards = learner, take_rewards
-        self.scores_in_workers, self.only_differing = scores_in_workers, only_differing
-        self.frees_cache, self.num_kept = frees_cache, launch.num_kept
+        call, with their rewards."""
+        self.learner, self.take_rewards, self.config = learner, take_rewards, learner.config
         self.shape = (len(launch.groups), launch.num_generations)
         self._index_of = {sample: index for index, sample in enumerate(launch.ids)}
         self._rows: dict[int, Row] = {}  # this rank's scored ones, by index in the launch
         self._own_rewards = np.full(self.shape, np.nan)
         self._is_complete = np.zeros(len(launch.groups), bool)
         self._pieces: list[Piece] = []  # of complete groups, not computed yet, shortest first
-        self._capacities = np.empty((0, 3))  # of all ranks, in the last tick
+
+    @property
+    def scores_in_workers(self) -> bool:
+        """Rewards come from other processes, so that they can be taken while rows of this rank are
+        unfinished."""
+        return self.config.reward.num_workers > 0
+
+    @property
+    def frees_cache(self) -> bool:
+        """There is no memory for a slice while keys and values are held."""
+        return self.config.rollout.free_cache_engine
 
     def publish(self) -> np.ndarray:
         """What this rank could do, and rewards of its samples, NaN elsewhere."""
@@ -85,78 +84,59 @@ class StreamGradients(IdleTask):
             for row, reward in self.take_rewards():
                 index = self._index_of[row.id]
                 self._rows[index], self._own_rewards.flat[index] = row, reward
-        return np.concatenate((self._capacity(), self._own_rewards.ravel()))
+        return np.concatenate((super().publish(), self._own_rewards.ravel()))
 
     def receive(self, published: list[np.ndarray]) -> None:
         """The samples of groups that have become complete can be computed from now on."""
-        self._capacities, rewards = np.split(np.stack(published), [3], axis=1)
+        slices, rewards = np.split(np.stack(published), [3], axis=1)
+        super().receive(slices)
         known = np.fmax.reduce(rewards).reshape(self.shape)  # one rank knows that of each sample
-        is_complete = np.isfinite(known).sum(axis=1) == self.num_kept
+        is_complete = np.isfinite(known).all(axis=1)
+        # Dynamic sampling replaces groups of equal rewards.
+        only_differing = self.config.rollout.dynamic_sampling_max_batches > 1
         for group in np.flatnonzero(is_complete & ~self._is_complete).tolist():
-            numbers = np.flatnonzero(np.isfinite(known[group]))
-            rewards = known[group, numbers]
-            if self.only_differing and has_zero_std(rewards[None])[0]:
+            if only_differing and has_zero_std(known[[group]])[0]:
                 continue
-            rows = [self._rows.get(group * self.shape[1] + n) for n in numbers.tolist()]
-            self._pieces += pieces_of(self.learner, rows, rewards)
+            begin, size = group * self.shape[1], self.shape[1]
+            rows = [self._rows.get(index) for index in range(begin, begin + size)]
+            self._pieces += pieces_of(self.learner, rows, known[group])
         self._pieces.sort(key=lambda piece: piece.num_tokens)
         self._is_complete = is_complete
 
-    def jobs(self) -> Iterable[Job]:
-        """Each rank's own slices. What is left for the update is shared by all ranks, so a slice
-        saves each of them its part."""
-        return [
-            Job((rank, number), saved_s / len(self._capacities), slice_s, False, rank)
-            for rank, (count, slice_s, saved_s) in enumerate(self._capacities.tolist())
-            for number in range(int(count))
-        ]
+    def next_slices(self) -> tuple[int, float, float]:
+        """See `SliceTask`."""
+        size = sum(piece.num_tokens for piece in self._next_slice())
+        total, cost = sum(piece.num_tokens for piece in self._pieces), self.learner.cost
+        return -(-total // size), cost.seconds(size), cost.tokens_s(size)
 
-    def capacity(self) -> int:
-        """A few slices at a time, once this rank's rows are done."""
-        return max(min(int(self._capacity()[0]), NUM_WANTED - self.num_granted), 0)
+    def can_begin(self) -> bool:
+        """Once this rank's rows are done."""
+        is_idle = not self.view.unfinished and (self.view.engine.is_idle or not self.frees_cache)
+        return is_idle and self.learner.cost.is_known and bool(self._pieces)
 
-    def run_slice(self) -> bool:
-        """One slice."""
-        if not (self.num_granted and self._can_begin()):
-            return False
-        self.num_granted -= 1
+    def do_slice(self) -> Span:
+        """See `SliceTask`."""
         if self.frees_cache:
             self.view.engine.release()
         pieces = self._next_slice()
         taken = set(map(id, pieces))
         self._pieces = [piece for piece in self._pieces if id(piece) not in taken]
+        cost, use = self.learner.cost, self.view.record.idle[self.name]
+        use.saved_s += cost.tokens_s(sum(piece.num_tokens for piece in pieces))
         advantages = np.array([piece.advantage for piece in pieces])
-        span = self.learner.stream([piece.row for piece in pieces], advantages)
-        use = self.view.record.idle[self.name]
-        use.seconds += span.end_s - span.begin_s
-        use.saved_s += self.learner.cost.tokens_s(sum(piece.num_tokens for piece in pieces))
-        self.view.record.slices.append(span)
-        return bool(self.num_granted and self._can_begin())
+        return self.learner.stream([piece.row for piece in pieces], advantages)
 
     def finish(self, ranks: Ranks) -> None:
         """The update brings the gradients together, and takes so much less time on each rank."""
         use = self.view.record.idle[self.name]
         use.saved_s = float(ranks.gather(np.array([use.saved_s])).mean())
 
-    def _capacity(self) -> tuple[int, float, float]:
-        """Slices that this rank could do now, the expected seconds of one, and those of all ranks
-        together that one saves the update."""
-        if not self._can_begin():
-            return 0, 0.0, 0.0
-        size = sum(piece.num_tokens for piece in self._next_slice())
-        total, cost = sum(piece.num_tokens for piece in self._pieces), self.learner.cost
-        return -(-total // size), cost.seconds(size), cost.tokens_s(size)
-
     def _next_slice(self) -> list[Piece]:
         """The longest sample, and the longest others that fit into a slice with it."""
-        limit = self.learner.config.optim.max_tokens_per_microbatch
+        limit = self.config.optim.max_tokens_per_microbatch
         room, chosen = min(self.learner.cost.max_tokens(SLICE_S), limit), []
         for piece in reversed(self._pieces):
             if not chosen or piece.num_tokens <= room:
                 chosen.append(piece)
                 room -= piece.num_tokens
         return chosen
-
-    def _can_begin(self) -> bool:
-        is_idle = not self.view.unfinished and (self.view.engine.is_idle or not self.frees_cache)
-        return is_idle and self.learner.cost.is_known and bool(self._next_slice())

@@ -13,7 +13,7 @@ import numpy as np
 from bubblespec.dist.ranks import Ranks
 from bubblespec.engine.engine import Engine
 from bubblespec.planner.drafts import Job
-from bubblespec.records import RolloutRecord
+from bubblespec.records import RolloutRecord, Span
 from bubblespec.types import Row
 
 NOTHING = np.empty(0)
@@ -47,12 +47,7 @@ class IdleTask:
     name = "task"
     """In metrics (`idle/NAME/...`)."""
     view: RankView
-    num_granted = 0
-    """Jobs that this rank has been given and has not begun."""
-
-    def begin(self, view: RankView) -> None:
-        """The rollout begins."""
-        self.view = view
+    """Set when the rollout begins."""
 
     def publish(self) -> np.ndarray:
         """What this rank tells the others in the next tick, float64, of one length on all ranks."""
@@ -73,7 +68,6 @@ class IdleTask:
 
     def accept(self, job: Job, rank: int) -> None:
         """A rank has been given the job, and no other rank has. Called on all ranks."""
-        self.num_granted += rank == self.view.rank
 
     def run_slice(self) -> bool:
         """Between two forwards: put rows into the engine, or do a slice of work that is short
@@ -81,9 +75,8 @@ class IdleTask:
         collectives here."""
         return False
 
-    def on_finished(self, row: Row) -> bool:
-        """A row that is not of this step is done. Returns whether it was this task's."""
-        return False
+    def on_finished(self, row: Row) -> None:
+        """A row that is not of this step is done."""
 
     def end(self) -> None:
         """The last tick: all ranks leave the rollout. No forward comes after it."""
@@ -91,6 +84,64 @@ class IdleTask:
     def finish(self, ranks: Ranks) -> None:
         """After the rollout, on all ranks together: bring what each has done to where it is needed.
         Collectives may be used."""
+
+
+class SliceTask(IdleTask):
+    """Work that each rank does for itself, in slices, once it has nothing else to do. A subclass
+    says what the next slice takes, and does it."""
+
+    num_granted = 0
+    """Slices that this rank has been given and has not begun."""
+    _of_ranks: Sequence[np.ndarray] = ()
+    """What they have published in the last tick."""
+
+    def next_slices(self) -> tuple[int, float, float]:
+        """Slices that this rank could do, the expected seconds of one, and the seconds that one
+        saves all ranks together. Asked where `can_begin`."""
+        raise NotImplementedError
+
+    def can_begin(self) -> bool:
+        """Whether there is a slice to do, and it would keep nobody waiting."""
+        raise NotImplementedError
+
+    def do_slice(self) -> Span:
+        """One slice; returns when."""
+        raise NotImplementedError
+
+    def publish(self) -> np.ndarray:
+        """`next_slices`, 0 where none can begin."""
+        return np.array(self.next_slices() if self.can_begin() else (0, 0.0, 0.0))
+
+    def receive(self, published: list[np.ndarray]) -> None:
+        """What each rank could do."""
+        self._of_ranks = published
+
+    def jobs(self) -> Iterable[Job]:
+        """Each rank's own slices. What one saves is shared by all ranks."""
+        return [
+            Job((rank, number), saved_s / len(self._of_ranks), slice_s, False, rank)
+            for rank, (count, slice_s, saved_s) in enumerate(self._of_ranks)
+            for number in range(int(count))
+        ]
+
+    def capacity(self) -> int:
+        """A few slices at a time."""
+        count = self.next_slices()[0] if self.can_begin() else 0
+        return max(min(count, NUM_WANTED - self.num_granted), 0)
+
+    def accept(self, job: Job, rank: int) -> None:
+        """See `IdleTask`."""
+        self.num_granted += rank == self.view.rank
+
+    def run_slice(self) -> bool:
+        """One slice, unless something else has come."""
+        if not (self.num_granted and self.can_begin()):
+            return False
+        self.num_granted -= 1
+        span = self.do_slice()
+        self.view.record.slices.append(span)
+        self.view.record.idle[self.name].seconds += span.end_s - span.begin_s
+        return bool(self.num_granted and self.can_begin())
 
 
 def assign(
@@ -105,30 +156,32 @@ def assign(
     twice and nobody has to agree.
     """
     left = [list(of_task) for of_task in jobs]
-    given: list[list[tuple[int, Job]]] = [[] for _ in capacities]
-
-    def next_of(task: int, rank: int) -> Job | None:
-        job = next((job for job in left[task] if job.rank is None or job.rank == rank), None)
-        return job if job and (job.co_scheduled or not has_rows[rank]) else None
-
     rooms = [list(room) for room in capacities]
+
+    def heads(rank: int) -> dict[int, Job]:
+        """The next job of each task that the rank may take, by task."""
+        found = {}
+        for task in (task for task, room in enumerate(rooms[rank]) if room > 0):
+            job = next((job for job in left[task] if job.rank in (None, rank)), None)
+            if job and (job.co_scheduled or not has_rows[rank]):
+                found[task] = job
+        return found
+
     for rank, room in enumerate(rooms):
         if not has_rows[rank]:
-            first = {t: next_of(t, rank) for t in range(len(left)) if room[t] > 0}
-            worth = {t: j.saves_s / max(j.costs_s, 1e-9) for t, j in first.items() if j}
+            worth = {t: job.saves_s / max(job.costs_s, 1e-9) for t, job in heads(rank).items()}
             best = max(worth, key=worth.get, default=None)
             rooms[rank] = [count if task == best else 0 for task, count in enumerate(room)]
+    given: list[list[tuple[int, Job]]] = [[] for _ in rooms]
     # One job each in turn: a rank that got all of them would be the one that the others wait for.
     in_turn = sorted(range(len(rooms)), key=lambda rank: has_rows[rank])
     while in_turn:
         for rank in list(in_turn):
-            room = rooms[rank]
-            heads = {t: j for t in range(len(left)) if room[t] > 0 and (j := next_of(t, rank))}
-            if not heads:
+            if not (of_tasks := heads(rank)):
                 in_turn.remove(rank)
                 continue
-            task = max(heads, key=lambda t: heads[t].saves_s)
-            given[rank].append((task, heads[task]))
-            left[task].remove(heads[task])
-            room[task] -= 1
+            task = max(of_tasks, key=lambda task, of_tasks=of_tasks: of_tasks[task].saves_s)
+            given[rank].append((task, of_tasks[task]))
+            left[task].remove(of_tasks[task])
+            rooms[rank][task] -= 1
     return given

@@ -1,13 +1,9 @@
 """Training the drafter (TLT, arXiv 2511.16665): a rank that has nothing better to do learns from
 recent responses, slice by slice."""
 
-from collections.abc import Iterable
-
-import numpy as np
-
 from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.drafter_training import DrafterTraining
-from bubblespec.idle.task import NUM_WANTED, SLICE_S, IdleTask, Job
+from bubblespec.idle.task import NUM_WANTED, SLICE_S, SliceTask
 from bubblespec.records import Span
 
 # What a slice saves in later rollouts is not known, so it comes after whatever saves something.
@@ -15,45 +11,26 @@ LITTLE_S = 1e-9
 MAX_SHARE = 0.05  # of the rollout so far that a slice may take: the others wait for its end
 
 
-class TrainDrafter(IdleTask):
+class TrainDrafter(SliceTask):
     """Training of the drafter in one rollout on one rank."""
 
     name = "train_drafter"
 
     def __init__(self, training: DrafterTraining):
         self.training, self.clock = training, training.clock
-        self._slices_s = np.empty(0)  # of each rank, 0 where it cannot do any
 
-    def publish(self) -> np.ndarray:
-        """How long a slice of this rank takes; 0 if it cannot do one now."""
-        return np.array([self._slice_s() if self._can_begin() else 0.0])
+    def next_slices(self) -> tuple[int, float, float]:
+        """See `SliceTask`."""
+        return NUM_WANTED, self._slice_s(), LITTLE_S
 
-    def receive(self, published: list[np.ndarray]) -> None:
-        """What all could do."""
-        self._slices_s = np.concatenate(published)
+    def can_begin(self) -> bool:
+        """Where this rank has nothing else, and the others would not wait for long."""
+        return self.view.is_idle and 0 < self._slice_s() <= self._limit_s()
 
-    def jobs(self) -> Iterable[Job]:
-        """A few slices of each rank that could do some."""
-        return [
-            Job((rank, number), LITTLE_S, slice_s, False, rank)
-            for rank, slice_s in enumerate(self._slices_s.tolist())
-            for number in range(NUM_WANTED if slice_s else 0)
-        ]
-
-    def capacity(self) -> int:
-        """A few slices, where this rank has nothing else."""
-        return max(NUM_WANTED - self.num_granted, 0) if self._can_begin() else 0
-
-    def run_slice(self) -> bool:
-        """One slice, unless something else has come."""
-        if not (self.num_granted and self._can_begin()):
-            return False
-        self.num_granted -= 1
+    def do_slice(self) -> Span:
+        """See `SliceTask`."""
         begin_s = self.clock.perf_counter()
-        if seconds := self.training.run_slice(self._limit_s()):
-            self.view.record.slices.append(Span("train drafter", begin_s, begin_s + seconds))
-            self.view.record.idle[self.name].seconds += seconds
-        return bool(self.num_granted)
+        return Span("train drafter", begin_s, begin_s + self.training.run_slice(self._limit_s()))
 
     def finish(self, ranks: Ranks) -> None:
         """All ranks go on with the mean of what each has learned."""
@@ -67,6 +44,3 @@ class TrainDrafter(IdleTask):
     def _limit_s(self) -> float:
         elapsed_s = self.clock.perf_counter() - self.view.record.began_s
         return min(max(SLICE_S, self._slice_s()), MAX_SHARE * elapsed_s)
-
-    def _can_begin(self) -> bool:
-        return self.view.is_idle and 0 < self._slice_s() <= self._limit_s()

@@ -14,9 +14,8 @@ import numpy as np
 FIRST_CONTROL, FIRST_INTERVAL, GROWTH = 1, 8, 2.0
 # Rollouts of each setting before anything is decided: the first drafts are an investment.
 MIN_WITH, MIN_WITHOUT = 12, 2
-MARGIN = (
-    0.07  # slower by so much is slower: to pause by mistake costs less than to go on by mistake
-)
+# Slower by so much is slower: to pause by mistake costs less than to go on by mistake.
+MARGIN = 0.07
 CLEAR = 0.25  # faster by so much: further rollouts without it would cost more than they tell
 FIRST_PAUSE, MAX_PAUSE = 12, 192  # rollouts without a mechanism that was slower; doubled each time
 MEMORY = 16  # rollouts of a setting that are remembered

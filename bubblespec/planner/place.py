@@ -98,19 +98,15 @@ def admission_order(rows: Rows, own: np.ndarray, launch: Launch) -> list[int]:
     shortest; of each other group one, which has to outlast them to be out; and then the rest, of
     which most need not be begun. own: int64, indices of the rank's rows.
     """
-    ordered = own[longest_first(rows.take(own))].tolist() if len(own) else []
-    if not launch.selects:
-        return ordered
-    longest = rows.expected.reshape(len(launch.groups), -1).max(axis=1)
-    is_trained = np.zeros(len(launch.groups), bool)
-    is_trained[np.argsort(longest, kind="stable")[: launch.num_trained]] = True
-    seen: set[int] = set()
-    first, probes, rest = [], [], []
-    for index in ordered:
-        group = index // launch.num_generations
-        (first if is_trained[group] else rest if group in seen else probes).append(index)
-        seen.add(group)
-    return first + probes + rest
+    ordered = own[longest_first(rows.take(own))]
+    if launch.selects:
+        longest = rows.expected.reshape(len(launch.groups), -1).max(axis=1)
+        trained = np.argsort(longest, kind="stable")[: launch.num_trained]
+        group = ordered // launch.num_generations
+        comes_last = ~np.isin(group, trained) * 2
+        comes_last[np.unique(group, return_index=True)[1]] //= 2  # one of each group
+        ordered = ordered[np.argsort(comes_last, kind="stable")]
+    return ordered.tolist()
 
 
 def longest_first(rows: Rows) -> np.ndarray:

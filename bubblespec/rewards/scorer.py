@@ -104,7 +104,7 @@ class Scoring:
     the end those of all rows (`collect`), which are the same whatever was handed out before."""
 
     def __init__(self, scorer: Scorer, launch: Launch, step: int | None):
-        self.scorer, self.step, self._num_kept = scorer, step, launch.num_kept
+        self.scorer, self.step, self._num_generations = scorer, step, launch.num_generations
         self._prompts = {group.prompt.uid: group.prompt for group in launch.groups}
         # By function the call, and which sample of it this is; of one that sees groups None until
         # all of a group are finished.
@@ -125,7 +125,7 @@ class Scoring:
         for number, is_of_groups in enumerate(self.scorer.are_of_groups):
             if not is_of_groups:
                 self._submit(number, {row.id: sample})
-            elif len(group) == self._num_kept:
+            elif len(group) == self._num_generations:
                 self._submit(number, {name: group[name] for name in sorted(group)})
 
     def _submit(self, function: int, samples: dict[SampleId, Sample]) -> None:
@@ -167,8 +167,8 @@ class Scoring:
             if row.id not in self._calls:
                 self.on_finished(row)
         for name, group in self._finished.items():
-            if scorer.sees_groups and len(group) != self._num_kept:
-                raise ValueError(f"{len(group)} of {self._num_kept} samples of group {name}")
+            if scorer.sees_groups and len(group) != self._num_generations:
+                raise ValueError(f"{len(group)} of {self._num_generations} samples of group {name}")
         scorer.pool.run()
         self._wait({future for row in rows for future, _ in self._calls[row.id]})
         # Before any exchange: a rank that was told to stop lacks some scores.

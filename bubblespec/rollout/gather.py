@@ -38,11 +38,10 @@ def gather_samples(
     all_rewards = np.empty((len(rows), rewards.shape[1]))
     for rank, of_rank in enumerate(ranks.gather_ragged(rewards.ravel())):
         all_rewards[table.rank_of[trained] == rank] = of_rank.reshape(-1, rewards.shape[1])
-    groups = trained[:: launch.num_kept] // launch.num_generations
+    groups = trained[:: launch.num_generations] // launch.num_generations
     return Samples(
         groups=[launch.groups[group] for group in groups.tolist()],
-        num_generations=launch.num_kept,
-        numbers=trained % launch.num_generations,
+        num_generations=launch.num_generations,
         tokens=[row.tokens.astype(np.int32) for row in rows],
         logprob=[row.logprob for row in rows],
         full_logprob=[row.full_logprob for row in rows],

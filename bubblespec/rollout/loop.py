@@ -75,7 +75,7 @@ class RolloutLoop:
         board = self.board
         self.record.idle = {task.name: IdleUse() for task in self.tasks}
         for task in self.tasks:
-            task.begin(self.view)
+            task.view = self.view
         if self.selects:
             self._cutoff = self.table.cutoff()
         board.begin()
@@ -210,7 +210,8 @@ class RolloutLoop:
         self._last_s = end
         for row in finished:
             if row not in unfinished:
-                any(task.on_finished(row) for task in self.tasks)
+                for task in self.tasks:
+                    task.on_finished(row)
                 continue
             index = self._note_end(row)
             if not self.selects:

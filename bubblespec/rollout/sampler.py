@@ -51,6 +51,9 @@ class Sampler:
     stats: RunStats
     store: DraftStore
     """Drafts of coming steps."""
+    evaluation_store: DraftStore
+    """The responses of the last evaluation. The next one generates the same prompts with the same
+    noise (`EVALUATION` in engine/noise.py) under newer weights: they are its drafts."""
     history: History
     """Responses of earlier epochs."""
     proposer: Proposer | None = None
@@ -60,9 +63,6 @@ class Sampler:
     evaluation: Proposer | None = None
     """Of evaluations: held-out prompts may be of another kind, and sampled at another temperature,
     so what is learned there is kept apart. None where evaluations have no drafts."""
-    evaluation_store: DraftStore | None = None
-    """The responses of the last evaluation. The next one generates the same prompts with the same
-    noise (`EVALUATION` in engine/noise.py) under newer weights: they are its drafts."""
     learner: Learner | None = None
     """Where gradients are streamed."""
     drafter: DrafterTraining | None = None
@@ -86,7 +86,7 @@ class Sampler:
                 if not groups:
                     break
                 used = used + groups
-                launch = Launch(groups, len(groups), *[rollout.num_generations] * 2)
+                launch = Launch(groups, len(groups), rollout.num_generations)
                 record = joined(record, self._sample_groups(launch, step, used))
             record = selected(record)
         self.observe_samples(record.generated, record.all_rewards.ravel())
@@ -136,7 +136,7 @@ class Sampler:
         """A rollout's table, this rank's rows of it in the order in which to generate them, and
         what scores them as they are done. step: None in an evaluation."""
         ranks, stats = self.ranks, self.stats
-        store = self.store if step is not None or self.evaluation is None else self.evaluation_store
+        store = self.evaluation_store if step is None else self.store
         rank_of = place_in_turn(len(launch.groups), launch.num_generations, ranks.world_size)
         expected = None
         if stats.lengths.knows_lengths:
@@ -178,9 +178,7 @@ class Sampler:
         if self.drafter is not None:
             self.drafter.source.enable(self.has_drafter)
         if self.proposer is not None:
-            self.proposer.begin()
-            for row in rows.values():
-                self.proposer.track(row, self.store.get(row.id), version=step)
+            track(self.proposer, rows, self.store, step)
             if self.proposer.enabled_sources and self.stats.uses("drafts"):
                 loop.proposer = self.proposer
         loop.tasks = self._idle_tasks(table.launch, step, used, scoring)
@@ -273,14 +271,7 @@ class Sampler:
             lengths = np.array([len(row.tokens) for row in rows])
             return list(zip(rows, self.combined(np.stack(scores), lengths).tolist(), strict=True))
 
-        return StreamGradients(
-            launch,
-            self.learner,
-            take_rewards,
-            scores_in_workers=self.config.reward.num_workers > 0,
-            only_differing=self.config.rollout.dynamic_sampling_max_batches > 1,
-            frees_cache=self.config.rollout.free_cache_engine,
-        )
+        return StreamGradients(launch, self.learner, take_rewards)
 
     def gather(self, table: RowTable, rows: dict[int, Row], scoring: Scoring) -> Samples:
         """The samples that are trained on, of all ranks. rows: this rank's."""
@@ -350,16 +341,14 @@ class Sampler:
     ) -> tuple[Samples, RolloutRecord]:
         """Samples of held-out prompts, of which those of the last evaluation may be drafts.
         version: updates of the weights. Raises StopRequested."""
-        launch = Launch(groups, len(groups), num_generations, num_generations)
+        launch = Launch(groups, len(groups), num_generations)
         table, rows, scoring = self.begin(launch, None)
         loop = RolloutLoop(self.engine, self.ranks, params, on_finished=scoring.on_finished)
         if self.drafter is not None:
             self.drafter.source.enable(False)  # it is not asked in an evaluation
         if self.evaluation is not None and len(self.evaluation_store):
             loop.proposer = self.evaluation
-            loop.proposer.begin()
-            for row in rows.values():
-                loop.proposer.track(row, self.evaluation_store.get(row.id), version)
+            track(loop.proposer, rows, self.evaluation_store, version)
         record = loop.run(rows, table)
         self.ranks.barrier_or_stop()
         samples = self.gather(table, rows, scoring)
@@ -398,3 +387,10 @@ class Sampler:
             parts["evaluation.drafts"] = self.evaluation_store
             parts["evaluation.survival"] = self.evaluation.survival
         return parts
+
+
+def track(proposer: Proposer, rows: dict[int, Row], store: DraftStore, version: int) -> None:
+    """A rollout of these rows begins, with their drafts. version: updates of the weights."""
+    proposer.begin()
+    for row in rows.values():
+        proposer.track(row, store.get(row.id), version)

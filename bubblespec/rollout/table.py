@@ -6,9 +6,8 @@ the others' rows is as old as the last tick; as rows only grow, whatever follows
 of their lengths holds for good, and every rank may act on it as soon as it knows.
 
 Of G groups the P are trained on whose longest response is shortest (RollPacker's short round, arXiv
-2509.21009, section 4); of equally long ones the first in the data order. With a race within groups,
-of a group's R responses only the K shortest count, by the same rule. So what is trained on is a
-function of the responses alone, of no clock and no rank.
+2509.21009, section 4); of equally long ones the first in the data order. So what is
+trained on is a function of the responses alone, of no clock and no rank.
 """
 
 from dataclasses import replace
@@ -89,16 +88,19 @@ class RowTable:
         finished = self.is_finished.reshape(len(launch.groups), launch.num_generations)
         # An unfinished row gets at least one more token.
         bound = self.generated.reshape(finished.shape) + ~finished
-        kept, behind = _first(bound, finished, launch.num_kept)  # within each group
-        longest = np.where(kept, bound, 0).max(axis=1)
-        is_done = (finished | ~kept).all(axis=1)
-        is_first, is_behind = _first(longest[None], is_done[None], launch.num_trained)
-        is_in, is_out, limit = (is_first & is_done)[0], is_behind[0], NO_LIMIT
-        if is_done.sum() >= launch.num_trained:
-            done = longest[is_done]
-            limit = int(np.partition(done, launch.num_trained - 1)[launch.num_trained - 1])
-        rows_out = (behind | is_out[:, None]).ravel()
-        return Cutoff((is_in[:, None] & kept).ravel(), rows_out, limit)
+        longest, is_done = bound.max(axis=1), finished.all(axis=1)
+        # Bounds only grow, and those of groups that are done not at all. So a group that is done
+        # and among the shortest stays there, and one behind enough that are done never gets there.
+        order = np.argsort(longest, kind="stable")
+        num_done = np.cumsum(is_done[order])
+        is_in, is_out = np.zeros((2, len(order)), bool)
+        is_in[order[: launch.num_trained]] = is_done[order[: launch.num_trained]]
+        is_out[order] = num_done - is_done[order] >= launch.num_trained
+        limit = NO_LIMIT
+        if num_done[-1] >= launch.num_trained:
+            limit = int(longest[order[np.searchsorted(num_done, launch.num_trained)]])
+        of_rows = (np.repeat(of, launch.num_generations) for of in (is_in, is_out))
+        return Cutoff(*of_rows, limit)
 
     def trained(self) -> np.ndarray:
         """Indices of the samples that are trained on, int64, once the rollout is over."""
@@ -108,27 +110,5 @@ class RowTable:
 
     def deferred(self) -> np.ndarray:
         """Indices of the samples whose turn comes in a later step, int64, once the rollout is over:
-        those of whole groups. What has lost a race within its group, or would only have run for it,
-        is not among them."""
-        launch = self.launch
-        is_deferred = np.ones(len(launch.groups), bool)
-        is_deferred[self.trained() // launch.num_generations] = False
-        group, number = np.divmod(np.arange(len(self.rank_of)), launch.num_generations)
-        return np.flatnonzero(is_deferred[group] & (number < launch.num_kept))
-
-
-def _first(bound: np.ndarray, is_final: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of entries that are known by a lower bound, along the last axis: the `count` smallest (ties:
-    the first in order), and those behind `count` entries that are final. bool like `bound`.
-
-    Bounds only grow, and those of final entries not at all. So a final entry of the first kind will
-    stay among the smallest, and an entry of the second kind will never be among them.
-    """
-    order = np.argsort(bound, axis=-1, kind="stable")
-    position = np.empty_like(order)
-    indices = np.broadcast_to(np.arange(bound.shape[-1]), bound.shape)
-    np.put_along_axis(position, order, indices, axis=-1)
-    final = np.take_along_axis(is_final, order, axis=-1)
-    behind = np.empty_like(is_final)
-    np.put_along_axis(behind, order, np.cumsum(final, axis=-1) - final >= count, axis=-1)
-    return position < count, behind
+        those of all other groups."""
+        return np.setdiff1d(np.arange(len(self.rank_of)), self.trained())

@@ -105,8 +105,6 @@ def steps_that_fit(config: Config, workload: Workload) -> int:
     tail = config.tail_batching
     if not tail.enabled:
         return workload.num_steps
-    if tail.response_over_sampling_ratio != 1:
-        raise InputError("tail_batching.response_over_sampling_ratio: not simulated; leave it at 1")
     ratio = tail.over_sampling_ratio
     ratio = MAX_OVER_SAMPLING if ratio == "auto" else float(ratio)
     # Before its last short round all but one group of a step may be waiting.

@@ -16,7 +16,7 @@ def train_always(patch=setattr) -> None:
         return [job._replace(co_scheduled=True) for job in jobs(task)]
 
     patch(TrainDrafter, "jobs", co_scheduled)
-    patch(TrainDrafter, "_can_begin", lambda work: work.training.slice_tokens() > 0)
+    patch(TrainDrafter, "can_begin", lambda work: work.training.slice_tokens() > 0)
     patch(TrainDrafter, "_limit_s", lambda work: 1e9)
     patch(ProgressBoard, "_is_too_soon", lambda board: False)
 

@@ -10,7 +10,7 @@ from bubblespec.types import Group, Launch, Row, Samples
 
 def launch_of(groups: list[Group], num_generations: int) -> Launch:
     """A rollout of these groups that trains on all it generates."""
-    return Launch(groups, len(groups), num_generations, num_generations)
+    return Launch(groups, len(groups), num_generations)
 
 
 def make_rows(groups: list[Group], num_generations: int, max_new_tokens: int) -> list[Row]:
@@ -48,7 +48,6 @@ def samples_of(groups: list[Group], tokens: list[np.ndarray], **fields) -> Sampl
         [np.zeros(len(of_sample), np.float32) for of_sample in tokens],
     )
     fields = {
-        "numbers": np.tile(np.arange(num_generations), len(groups)),
         "is_truncated": np.zeros(len(tokens), bool),
     } | fields
     fields = {

@@ -23,7 +23,7 @@ STREAMED = ("optim.stream_gradients=true", "reward.num_workers=0")
 
 def stream_always(patch=setattr) -> None:
     """patch: as of pytest's monkeypatch, to take it back afterwards."""
-    jobs, can_begin = StreamGradients.jobs, StreamGradients._can_begin
+    jobs, can_begin = StreamGradients.jobs, StreamGradients.can_begin
 
     def co_scheduled(task):
         return [job._replace(co_scheduled=True) for job in jobs(task)]
@@ -36,10 +36,9 @@ def stream_always(patch=setattr) -> None:
             task.view.unfinished = unfinished
 
     patch(StreamGradients, "jobs", co_scheduled)
-    patch(StreamGradients, "_can_begin", can_begin_beside_rows)
+    patch(StreamGradients, "can_begin", can_begin_beside_rows)
     # In this process, and of every row at the next tick.
-    always = property(lambda task: True, lambda task, value: None)
-    patch(StreamGradients, "scores_in_workers", always)
+    patch(StreamGradients, "scores_in_workers", True)
     patch(MicrobatchCost, "is_known", True)
     patch(MicrobatchCost, "_coefficients", property(lambda cost: SECONDS, lambda cost, value: None))
     patch(ProgressBoard, "_is_too_soon", lambda board: False)
