@@ -231,15 +231,16 @@ def _find_checkpoint(config: Config, world_size: int) -> str | None:
 
 
 def _newest_whole(folders: list[str]) -> str | None:
-    """The last of the folders that is not damaged, with a warning for each that is."""
+    """The last of the folders that is not damaged, with a warning for each that is. None without
+    any; raises InputError if all are damaged."""
     for folder in reversed(folders):
         damage = find_damage(folder)
         if damage is None:
             return folder
-        if folder == folders[0]:
-            advice = "and no other checkpoint is whole; remove the damaged ones to start a new run"
-            raise InputError(f"run.output_dir: {folder} is damaged: {damage}, {advice}")
         log(f"warning: {folder} is damaged: {damage}; looking at the one before")
+    if folders:
+        advice = "remove the damaged ones to start a new run"
+        raise InputError(f"run.output_dir: no checkpoint in it is whole; {advice}")
     return None
 
 

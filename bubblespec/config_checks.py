@@ -52,10 +52,6 @@ def at_most(limit: float, why: str = "") -> Bound:
 UINT64 = Bound(
     lambda value: value < 1 << 64, f"below {1 << 64} = 2**64: random numbers are keyed by 64 bits"
 )
-_INT64 = Bound(
-    lambda value: not isinstance(value, int) or value < 1 << 63,
-    f"below {1 << 63} = 2**63: integers have 64 bits",
-)
 _FINITE = Bound(lambda value: not isinstance(value, float) or math.isfinite(value), "finite")
 
 
@@ -151,7 +147,6 @@ def _check_bounds(section: Any, prefix: str = "") -> None:
         if field.type is str and not value.strip():
             raise InputError(f"{name}: is empty")
         bounds = (_FINITE, *field.metadata.get("bounds", ()))
-        bounds += () if UINT64 in bounds else (_INT64,)
         items = {name: value}
         if isinstance(value, list):
             items = {f"{name}[{index}]": item for index, item in enumerate(value)}

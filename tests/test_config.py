@@ -13,9 +13,6 @@ from bubblespec.config import (
     FOREIGN,
     REMOVED,
     Config,
-    LossConfig,
-    OptimConfig,
-    RolloutConfig,
     config_to_yaml,
     flatten,
     load_config,
@@ -43,14 +40,6 @@ def load(tmp_path):
 
 def rows_of(table: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("|")] for line in table.strip().splitlines()]
-
-
-def test_defaults_are_those_of_the_dataclasses(load):
-    config = load()
-    given = (config.model.path, config.data.path, config.run.output_dir)
-    assert given == ("some/model", "train.jsonl", "out")
-    assert config.loss == LossConfig() and config.optim == OptimConfig()
-    assert config.rollout == RolloutConfig()
 
 
 def test_overrides_win_over_the_file_and_the_last_one_wins(load):
@@ -140,7 +129,6 @@ rollout.num_generations=1 | | 1, but grpo compares
 rollout.num_generations=1 loss.advantage_estimator=rloo | | 1, but rloo compares
 run.seed=-1 | | at least 0
 run.seed=18446744073709551616 | | below 18446744073709551616 = 2**64: random numbers are keyed
-run.save_steps=9223372036854775808 | | below 9223372036854775808 = 2**63: integers have 64 bits
 rollout.top_p=0 | | above 0
 rollout.temperature=0 | | above 0
 optim.learning_rate=nan | | finite
