@@ -146,9 +146,13 @@ def has_pages(config: Config) -> bool:
     return config.model.dtype == "bfloat16" and config.model.attention != "sdpa"
 
 
-def pages_per_row(config: Config) -> int:
-    """Pages of the longest prompt and response."""
-    return -(-max_length(config) // PAGE)
+def cache_unit(config: Config, needs: Needs, is_paged: bool) -> tuple[float, int, int]:
+    """In what keys and values are given out, pages or slots: the bytes of one, how many of them are
+    spare, and how many the longest row takes."""
+    if not is_paged:
+        return needs.slot, 0, 1
+    length = max_length(config)
+    return needs.slot * PAGE / length, 1, -(-length // PAGE)
 
 
 def choose_slots(config: Config, learner: Learner, ranks: Ranks) -> tuple[int, int | None, int]:
@@ -167,10 +171,7 @@ def choose_slots(config: Config, learner: Learner, ranks: Ranks) -> tuple[int, i
     if wanted != "auto":
         is_bounded = "bubble" not in config.speculative.method
         useful = min(wanted, useful) if is_bounded else wanted
-    # What is given out: pages, of which a row has many, or slots.
-    per_row, unit, spare = 1, needs.slot, 0
-    if is_paged:
-        per_row, unit, spare = pages_per_row(config), page_bytes(config, needs), 1
+    unit, spare, per_row = cache_unit(config, needs, is_paged)
     is_flexible = wanted == "auto" or is_paged
     room, needed = (free / 2, per_row) if is_flexible else (free, useful)
     if device.type == "cuda" and is_flexible:
@@ -200,11 +201,6 @@ def choose_slots(config: Config, learner: Learner, ranks: Ranks) -> tuple[int, i
     num_pages = min(fitting, useful * per_row)
     num_slots = min(useful, num_pages // (-(-rollout.max_prompt_length // PAGE) + 1))
     return max(num_slots, 1), num_pages, num_tp_rows
-
-
-def page_bytes(config: Config, needs: Needs) -> float:
-    """Keys and values of a page."""
-    return needs.slot * PAGE / max_length(config)
 
 
 def gradient_peak(config: Config, learner: Learner) -> int:
@@ -284,9 +280,8 @@ def table(config: Config, model: PreTrainedModel, world_size: int) -> str:
     lines = [f"{title}, {world_size} ranks; GB on each"]
     lines += [f"{size / 1e9:8.2f}  {name}" for size, name in rows if size]
     count, wanted = num_rows(config, world_size), config.rollout.num_slots
-    unit, spare, needed = needs.slot, 0, 1 if wanted == "auto" else wanted
-    if has_pages(config):
-        unit, spare, needed = page_bytes(config, needs), 1, pages_per_row(config)
+    unit, spare, per_row = cache_unit(config, needs, has_pages(config))
+    needed = per_row if wanted == "auto" or has_pages(config) else wanted
     for name, total in CARDS.items():
         room = total * config.rollout.gpu_memory_utilization - needs.lasting
         fitting = max(int(needs.room_for_cache(room, config) // unit) - spare, 0)
