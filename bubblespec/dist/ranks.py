@@ -239,8 +239,8 @@ def one_line(error: Exception) -> str:
 def ranks_from_environment(device: str, timeout_s: float) -> Iterator[Ranks]:
     """Join the process group that torchrun describes in the environment; NCCL on GPUs, gloo on CPU.
 
-    Raises InputError if `device` asks for a GPU that is not there. An EndsRun of the block is
-    printed here.
+    Raises InputError if `device` asks for a GPU that is not there, and RankTimeout if a rank does
+    not come. An EndsRun of the block is printed here.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -263,7 +263,10 @@ def ranks_from_environment(device: str, timeout_s: float) -> Iterator[Ranks]:
         store, rank, world_size = _store_of_launcher()
         store.set_timeout(limit)
         group = {"store": store, "rank": rank, "world_size": world_size, "timeout": limit}
-        dist.init_process_group("nccl" if use_cuda else "gloo", **group)
+        try:
+            dist.init_process_group("nccl" if use_cuda else "gloo", **group)
+        except RuntimeError as error:
+            raise RankTimeout(f"a rank is missing at the start ({one_line(error)})") from error
     ranks = Ranks(target, timeout_s)
     try:
         yield ranks
