@@ -144,7 +144,7 @@ class Arm:
         needs = memory.estimate(trainer.config, trainer.learner.model, 1)
         engine, slots = trainer.sampler.engine, trainer.sampler.engine.num_slots
         if engine.pages is not None:
-            slots = engine.pages.num_pages / memory.pages_per_row(trainer.config)
+            slots = engine.pages.num_pages / memory.cache_unit(trainer.config, needs, True)[2]
         num_bytes = needs.lasting + slots * needs.slot + max(needs.rollout, needs.training)
         return {
             "seconds_per_token": total["step_s"] / total["tokens"],

@@ -57,7 +57,7 @@ def save_checkpoint(
     tokenizer,
     optimizer: Optimizer,
     schedule: dict[str, np.ndarray],
-    speculation: dict[str, np.ndarray] | None,
+    speculation: dict[str, np.ndarray],
     linear: dict | None,
     drafter: DrafterTraining | None,
     ranks: Ranks,
@@ -83,8 +83,7 @@ def save_checkpoint(
             with open(os.path.join(temporary, OPTIMIZER_FILE), "wb") as file:
                 torch.save(optimizer_state, file)
             np.savez(os.path.join(temporary, PLANNER_FILE), **schedule)
-            if speculation is not None:
-                np.savez(os.path.join(temporary, SPECULATION_FILE), **speculation)
+            np.savez(os.path.join(temporary, SPECULATION_FILE), **speculation)
             if drafter is not None:
                 save_drafter(temporary, drafter.drafter, drafter.num_updates)
             with open(os.path.join(temporary, STATE_FILE), "w", encoding="utf-8") as file:
@@ -232,15 +231,16 @@ def _find_checkpoint(config: Config, world_size: int) -> str | None:
 
 
 def _newest_whole(folders: list[str]) -> str | None:
-    """The last of the folders that is not damaged, with a warning for each that is."""
+    """The last of the folders that is not damaged, with a warning for each that is. None without
+    any; raises InputError if all are damaged."""
     for folder in reversed(folders):
         damage = find_damage(folder)
         if damage is None:
             return folder
-        if folder == folders[0]:
-            advice = "and no other checkpoint is whole; remove the damaged ones to start a new run"
-            raise InputError(f"run.output_dir: {folder} is damaged: {damage}, {advice}")
         log(f"warning: {folder} is damaged: {damage}; looking at the one before")
+    if folders:
+        advice = "remove the damaged ones to start a new run"
+        raise InputError(f"run.output_dir: no checkpoint in it is whole; {advice}")
     return None
 
 
@@ -267,10 +267,9 @@ def _is_the_same_data(here: str | None, there: str | None) -> bool:
         return False
     if os.path.samefile(here, there):
         return True
-    if os.path.isfile(here) and os.path.isfile(there):
-        return filecmp.cmp(here, there, shallow=False)
-    if os.path.isfile(here) or os.path.isfile(there):
-        return False
+    if not (os.path.isdir(here) and os.path.isdir(there)):
+        is_file = os.path.isfile(here) and os.path.isfile(there)
+        return is_file and filecmp.cmp(here, there, shallow=False)
     names = os.listdir(here)
     return sorted(names) == sorted(os.listdir(there)) and all(
         _is_the_same_data(os.path.join(here, name), os.path.join(there, name)) for name in names
@@ -304,12 +303,9 @@ def load_optimizer(folder: str, optimizer: Optimizer) -> None:
             raise InputError(f"run.resume_from_checkpoint: {reason}")
 
 
-def load_arrays(folder: str, name: str) -> dict[str, np.ndarray] | None:
-    """The arrays in a file of a checkpoint, or None if it has no such file. Raises InputError."""
-    path = os.path.join(folder, name)
-    if not os.path.isfile(path):
-        return None
-    with refuse_what_does_not_fit(folder), np.load(path) as arrays:  # refuses pickled objects
+def load_arrays(folder: str, name: str) -> dict[str, np.ndarray]:
+    """The arrays in a file of a checkpoint. Raises what reading it does."""
+    with np.load(os.path.join(folder, name)) as arrays:  # refuses pickled objects
         return dict(arrays)
 
 

@@ -8,7 +8,7 @@ Leaf names are TRL's where TRL has one, else verl's. A mistake is an `InputError
 
 import dataclasses
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from omegaconf import MISSING, OmegaConf
@@ -25,6 +25,7 @@ from bubblespec.config_checks import (
     escape,
     fill,
     key,
+    keys_of,
 )
 from bubblespec.config_combinations import check_combinations
 from bubblespec.errors import InputError
@@ -344,6 +345,52 @@ REMOVED = {
 }
 
 
+# what is ours of keys that have other names in TRL, verl or vLLM, by the last part of the name
+FOREIGN = {
+    "adv_estimator": "loss.advantage_estimator",
+    "beta": "loss.kl_coef",
+    "clip_ratio": "loss.epsilon_low and loss.epsilon_high",
+    "clip_ratio_c": "loss.delta",
+    "clip_ratio_high": "loss.epsilon_high",
+    "clip_ratio_low": "loss.epsilon_low",
+    "dataset_name": "data.path",
+    "epsilon": "loss.epsilon_low and loss.epsilon_high",
+    "grad_clip": "optim.max_grad_norm",
+    "gradient_accumulation_steps": "optim.max_tokens_per_microbatch, a number of tokens",
+    "kl_loss_coef": "loss.kl_coef",
+    "kl_loss_type": "loss.kl_estimator",
+    "lora_rank": "model.lora_r",
+    "loss_agg_mode": "loss.loss_type",
+    "lr": "optim.learning_rate",
+    "lr_scheduler_type": "optim.lr_scheduler",
+    "lr_warmup_steps": "optim.warmup_steps",
+    "max_num_batched_tokens": "rollout.max_batch_tokens",
+    "max_num_seqs": "rollout.num_slots",
+    "max_response_length": "rollout.max_completion_length",
+    "model_name_or_path": "model.path",
+    "n": "rollout.num_generations",
+    "num_train_epochs": "run.max_steps, a number of steps",
+    "per_device_train_batch_size": "optim.max_tokens_per_microbatch, a number of tokens",
+    "ppo_epochs": "loss.num_iterations",
+    "ppo_max_token_len_per_gpu": "optim.max_tokens_per_microbatch",
+    "ppo_micro_batch_size_per_gpu": "optim.max_tokens_per_microbatch, a number of tokens",
+    "ppo_mini_batch_size": "loss.num_minibatches, a number of updates",
+    "report_to": "left out: TensorBoard and a JSON file in run.output_dir are always written",
+    "reward_funcs": "reward.functions",
+    "reward_weights": "reward.weights",
+    "save_freq": "run.save_steps",
+    "save_total_limit": "run.keep_last",
+    "tensor_model_parallel_size": "left out: a rank holds the model; see rollout.tp_tail_max_rows",
+    "test_freq": "run.eval_steps",
+    "total_epochs": "run.max_steps, a number of steps",
+    "total_training_steps": "run.max_steps",
+    "train_batch_size": "rollout.num_prompts_per_step",
+    "train_files": "data.path",
+    "val_files": "data.eval_path",
+    "vllm_gpu_memory_utilization": "rollout.gpu_memory_utilization",
+}
+
+
 @dataclass
 class Config:
     """A whole run, section by section."""
@@ -369,13 +416,13 @@ def load_config(path: str, overrides: list[str] = ()) -> Config:
         base = OmegaConf.load(path)
     except Exception as error:  # of many kinds; all mean a file that is not valid YAML
         raise InputError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
-    return check_combinations(fill(Config, base, overrides, path, REMOVED))
+    return check_combinations(fill(Config, base, overrides, path, REMOVED, FOREIGN))
 
 
 def config_of_sections(sections: dict[str, dict], overrides: list[str], source: str) -> Config:
     """The same from a dictionary of sections in place of a file; source: what an error calls it."""
     base = OmegaConf.create(escape(sections))
-    return check_combinations(fill(Config, base, overrides, source, REMOVED))
+    return check_combinations(fill(Config, base, overrides, source, REMOVED, FOREIGN))
 
 
 def config_to_yaml(config: Config) -> str:
@@ -392,8 +439,7 @@ def flatten(config: Config) -> dict[str, Any]:
 def resume_classes(config: Config) -> dict[str, str]:
     """`{"section.key": EXACT, ROUNDING or SAFE}`. run.max_steps is exact if the learning rate's
     course depends on it."""
-    keys = {f"{s.name}.{f.name}": f for s in fields(Config) for f in fields(s.type)}
-    classes = {name: f.metadata.get("resume", EXACT) for name, f in keys.items()}
+    classes = {name: f.metadata.get("resume", EXACT) for name, f in keys_of(Config).items()}
     if config.optim.lr_scheduler != "constant":
         classes["run.max_steps"] = EXACT
     return classes

@@ -9,11 +9,10 @@ import dataclasses
 import difflib
 import math
 import re
-import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from bubblespec.errors import InputError
@@ -53,10 +52,6 @@ def at_most(limit: float, why: str = "") -> Bound:
 UINT64 = Bound(
     lambda value: value < 1 << 64, f"below {1 << 64} = 2**64: random numbers are keyed by 64 bits"
 )
-_INT64 = Bound(
-    lambda value: not isinstance(value, int) or value < 1 << 63,
-    f"below {1 << 63} = 2**63: integers have 64 bits",
-)
 _FINITE = Bound(lambda value: not isinstance(value, float) or math.isfinite(value), "finite")
 
 
@@ -76,10 +71,16 @@ def require(holds: bool, name: str, value: Any, what: str) -> None:
 
 
 def fill(
-    schema: type, base: Any, overrides: list[str], source: str, removed: dict[str, str]
+    schema: type,
+    base: Any,
+    overrides: list[str],
+    source: str,
+    removed: dict[str, str],
+    foreign: dict[str, str],
 ) -> Any:
     """`schema` filled from `base` and then the overrides, each value within its bounds. source:
-    what an error calls `base`; removed: former keys, and what took their place."""
+    what an error calls `base`; removed: former keys, and what took their place; foreign: leaf names
+    of other trainers, and ours."""
     layers = [base]
     for override in overrides:
         if not override.partition("=")[0].strip(". ") or "=" not in override:
@@ -89,26 +90,53 @@ def fill(
         except Exception as error:
             reason = " ".join(str(error).split())
             raise InputError(f"override '{override}': not valid YAML: {reason}") from error
-    merged = OmegaConf.structured(schema)
+    keys = keys_of(schema)
+    sections = {key.partition(".")[0] for key in keys}
+    config = OmegaConf.structured(schema)
     for layer in layers:
         given = OmegaConf.to_container(layer)
         if not isinstance(given, dict):
             found = type(given).__name__
             raise InputError(f"{source}: expected sections (model, data, ...), found {found}")
-        for name in removed:
-            section, _, leaf = name.partition(".")
-            if isinstance(values := given.get(section), dict) and leaf in values:
-                raise InputError(f"{name}: there is no such key any more: {removed[name]}")
-        _check_keys(given, schema, schema)
-        merged = _merge(merged, layer)
+        for section, values in given.items():
+            if section in sections and not isinstance(values, dict):
+                raise InputError(f"{section}: is a section, not a value")
+            if section not in sections and not (values and isinstance(values, dict)):
+                raise InputError(f"{section}: {_unknown(section, keys, foreign)}")
+            for leaf, value in values.items():
+                name = f"{section}.{leaf}"
+                if name in removed:
+                    raise InputError(f"{name}: there is no such key any more: {removed[name]}")
+                if name not in keys:
+                    name = _innermost(name, value)
+                    raise InputError(f"{name}: {_unknown(name, keys, foreign)}")
+                _put(config, name, value)
     try:
-        for name in sorted(OmegaConf.missing_keys(merged)):
+        for name in sorted(OmegaConf.missing_keys(config)):
             raise InputError(f"{name}: has no default, so it must be given")
-        config = OmegaConf.to_object(merged)
+        filled = OmegaConf.to_object(config)
     except OmegaConfBaseException as error:  # a reference ${...} to what does not exist
         raise InputError(f"{error.full_key}: {_first_line(error)}") from error
-    _check_bounds(config)
-    return config
+    _check_bounds(filled)
+    return filled
+
+
+def _put(config: DictConfig, name: str, value: Any) -> None:
+    """Set a key. OmegaConf checks the type, and does not always know the whole name."""
+    try:
+        OmegaConf.update(config, name, value)
+    except OmegaConfBaseException as error:
+        name = error.full_key if str(error.full_key).startswith(name) else name
+        problem = _first_line(error)
+        if "ListConfig" in problem or "container types" in problem:
+            problem = "is a list or a mapping; give it whole, as in [...] or {...}"
+        raise InputError(f"{name}: {problem}") from error
+
+
+def keys_of(schema: type) -> dict[str, dataclasses.Field]:
+    """The field of each "section.key"."""
+    sections = dataclasses.fields(schema)
+    return {f"{s.name}.{f.name}": f for s in sections for f in dataclasses.fields(s.type)}
 
 
 def _check_bounds(section: Any, prefix: str = "") -> None:
@@ -119,7 +147,6 @@ def _check_bounds(section: Any, prefix: str = "") -> None:
         if field.type is str and not value.strip():
             raise InputError(f"{name}: is empty")
         bounds = (_FINITE, *field.metadata.get("bounds", ()))
-        bounds += () if UINT64 in bounds else (_INT64,)
         items = {name: value}
         if isinstance(value, list):
             items = {f"{name}[{index}]": item for index, item in enumerate(value)}
@@ -131,61 +158,27 @@ def _check_bounds(section: Any, prefix: str = "") -> None:
                     require(bound.holds(item), key, item, bound.text)
 
 
-def _check_keys(given: dict, schema: type, root: type, prefix: str = "") -> None:
-    """Raise InputError for unknown keys, naming the nearest valid one, and for lists and sections
-    of the wrong type, which OmegaConf reports without the section or in terms of its own classes.
-
-    root: the whole configuration, which has `schema` at `prefix`; a misplaced key is looked up in
-    its sections.
-    """
-    types = typing.get_type_hints(schema)
-    for leaf, value in given.items():
-        name = f"{prefix}{leaf}"
-        if leaf not in types:
-            raise InputError(f"{name}: unknown key{_nearest(str(leaf), list(types), root, prefix)}")
-        if dataclasses.is_dataclass(types[leaf]):
-            if not isinstance(value, dict):
-                raise InputError(f"{name}: is a section, not a value")
-            _check_keys(value, types[leaf], root, f"{name}.")
-        if typing.get_origin(types[leaf]) is dict and isinstance(value, list):
-            raise InputError(f"{name}: is a mapping; give it whole, as in {name}={{name: value}}")
-        element = _list_element(types[leaf])
-        if element is None or value is None or str(value).startswith("${"):  # OmegaConf checks them
-            continue
-        if not isinstance(value, list):
-            raise InputError(f"{name}: is a list; give it as a whole, as in {name}=[...]")
-        for index, item in enumerate(value if dataclasses.is_dataclass(element) else []):
-            if not isinstance(item, dict):
-                raise InputError(f"{name}[{index}]: is a section, not a value")
-            _check_keys(item, element, root, f"{name}[{index}].")
-            _merge(OmegaConf.structured(element), item, f"{name}[{index}].")
+def _innermost(name: str, value: Any) -> str:
+    """Other trainers nest their keys deeper: the name of the first value."""
+    while isinstance(value, dict) and value:
+        leaf, value = next(iter(value.items()))
+        name += f".{leaf}"
+    return name
 
 
-def _merge(base: Any, layer: Any, prefix: str = "") -> Any:
-    """OmegaConf's merge, which checks the types; `prefix` is the key of `base` itself."""
-    try:
-        return OmegaConf.merge(base, layer)
-    except OmegaConfBaseException as error:
-        raise InputError(f"{prefix}{error.full_key}: {_first_line(error)}") from error
-
-
-def _list_element(hint: Any) -> type | None:
-    """The X of `list[X]` and `list[X] | None`."""
-    lists = (part for part in (hint, *typing.get_args(hint)) if typing.get_origin(part) is list)
-    return next((typing.get_args(part)[0] for part in lists), None)
-
-
-def _nearest(leaf: str, siblings: list[str], root: type, prefix: str) -> str:
-    """The right name in the wrong section, else the key of the same section that is spelled most
-    alike."""
-    names = {
-        f"{s.name}.{f.name}" for s in dataclasses.fields(root) for f in dataclasses.fields(s.type)
-    }
-    matches = sorted(name for name in names if name.endswith(f".{leaf}"))
-    matches = matches or [f"{prefix}{m}" for m in difflib.get_close_matches(leaf, siblings, n=1)]
+def _unknown(name: str, keys: Iterable[str], foreign: dict[str, str]) -> str:
+    """What a key of another trainer is called here, the right name in the wrong section, or the key
+    that is spelled most alike."""
+    section, leaf = name.partition(".")[0], name.rpartition(".")[2]
+    if leaf in foreign:
+        return f"unknown key; here it is {foreign[leaf]}"
+    matches = sorted(key for key in keys if key.partition(".")[2] == leaf)
+    if len(matches) != 1:
+        matches = difflib.get_close_matches(name, sorted(keys), n=1) or matches
     if matches:
-        return f"; did you mean {' or '.join(matches)}?"
-    return f"; valid are {', '.join(sorted(siblings))}"
+        return f"unknown key; did you mean {' or '.join(matches)}?"
+    valid = [key for key in keys if key.startswith(f"{section}.")]
+    return f"unknown key; valid are {', '.join(sorted(valid or {k.split('.')[0] for k in keys}))}"
 
 
 def escape(value: Any) -> Any:

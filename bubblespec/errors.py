@@ -33,11 +33,9 @@ class RunFailed(EndsRun, RuntimeError):
 
 
 class RankTimeout(EndsRun, RuntimeError):
-    """A rank hangs or has died; the message names it. All other ranks raise the same, once the
-    first of them has printed it."""
+    """A rank hangs or has died; the message names it, the same on all other ranks."""
 
     exit_code = 3
-    is_logged = True
 
 
 class SaveFailed(EndsRun, RuntimeError):

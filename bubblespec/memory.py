@@ -146,9 +146,13 @@ def has_pages(config: Config) -> bool:
     return config.model.dtype == "bfloat16" and config.model.attention != "sdpa"
 
 
-def pages_per_row(config: Config) -> int:
-    """Pages of the longest prompt and response."""
-    return -(-max_length(config) // PAGE)
+def cache_unit(config: Config, needs: Needs, is_paged: bool) -> tuple[float, int, int]:
+    """In what keys and values are given out, pages or slots: the bytes of one, how many of them are
+    spare, and how many the longest row takes."""
+    if not is_paged:
+        return needs.slot, 0, 1
+    length = max_length(config)
+    return needs.slot * PAGE / length, 1, -(-length // PAGE)
 
 
 def choose_slots(config: Config, learner: Learner, ranks: Ranks) -> tuple[int, int | None, int]:
@@ -167,12 +171,10 @@ def choose_slots(config: Config, learner: Learner, ranks: Ranks) -> tuple[int, i
     if wanted != "auto":
         is_bounded = "bubble" not in config.speculative.method
         useful = min(wanted, useful) if is_bounded else wanted
-    # What is given out: pages, of which a row has many, or slots.
-    per_row, unit, spare = 1, needs.slot, 0
-    if is_paged:
-        per_row, unit, spare = pages_per_row(config), page_bytes(config, needs), 1
-    room = free / 2
-    if device.type == "cuda" and (wanted == "auto" or is_paged):
+    unit, spare, per_row = cache_unit(config, needs, is_paged)
+    is_flexible = wanted == "auto" or is_paged
+    room, needed = (free / 2, per_row) if is_flexible else (free, useful)
+    if device.type == "cuda" and is_flexible:
         updated = [p for group in optimizer.local.param_groups for p in group["params"]]
         to_come = 0 if optimizer.local.state else 2 * sum(p.nbytes for p in updated)
         needs = replace(needs, training=gradient_peak(config, learner))
@@ -184,30 +186,21 @@ def choose_slots(config: Config, learner: Learner, ranks: Ranks) -> tuple[int, i
     for num_tp_rows in (AUTO_TP_ROWS, 0) if shared == "auto" else (shared,):
         left = room - num_tp_rows * needs.tp_row
         fitting = int(ranks.gather(np.array([left // unit])).min()) - spare
-        if fitting >= per_row:
+        if fitting >= needed:
             break
-    if wanted == "auto" or is_paged:
-        needed, fits = needs.slot, fitting >= per_row
     else:
-        needed = useful * needs.slot + num_tp_rows * needs.tp_row
-        fits = ranks.gather(np.array([needed <= free], np.uint8)).all()
-    if not fits:
-        have = f"need {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free besides the model"
+        size = needed * unit + num_tp_rows * needs.tp_row
+        have = f"need {size / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free besides the model"
         keys = "rollout.num_slots, rollout.max_completion_length, optim.max_tokens_per_microbatch"
         raise InputError(
             f"rollout.num_slots: {wanted}, but slots of {max_length(config)} tokens {have}; lower "
             f"{keys}, or set optim.shard_state"
         )
     if not is_paged:
-        return (min(fitting, useful) if wanted == "auto" else useful), None, num_tp_rows
+        return min(fitting, useful), None, num_tp_rows
     num_pages = min(fitting, useful * per_row)
     num_slots = min(useful, num_pages // (-(-rollout.max_prompt_length // PAGE) + 1))
     return max(num_slots, 1), num_pages, num_tp_rows
-
-
-def page_bytes(config: Config, needs: Needs) -> float:
-    """Keys and values of a page."""
-    return needs.slot * PAGE / max_length(config)
 
 
 def gradient_peak(config: Config, learner: Learner) -> int:
@@ -286,20 +279,19 @@ def table(config: Config, model: PreTrainedModel, world_size: int) -> str:
     title = f"{config.model.path}: {count / 1e9:.2f} B parameters in {config.model.dtype}"
     lines = [f"{title}, {world_size} ranks; GB on each"]
     lines += [f"{size / 1e9:8.2f}  {name}" for size, name in rows if size]
+    count, wanted = num_rows(config, world_size), config.rollout.num_slots
+    unit, spare, per_row = cache_unit(config, needs, has_pages(config))
+    needed = per_row if wanted == "auto" or has_pages(config) else wanted
     for name, total in CARDS.items():
         room = total * config.rollout.gpu_memory_utilization - needs.lasting
-        cache, count = max(needs.room_for_cache(room, config), 0), num_rows(config, world_size)
-        slots, wanted = int(cache // needs.slot), config.rollout.num_slots
-        what = f"{slots} slots fit, {max_slots(config, world_size)} are of use"
-        needed = 1 if wanted == "auto" else wanted
+        fitting = max(int(needs.room_for_cache(room, config) // unit) - spare, 0)
+        what = f"{fitting} slots fit, {max_slots(config, world_size)} are of use"
         if has_pages(config):
-            pages = max(int(cache // page_bytes(config, needs)) - 1, 0)
             # On average a row leaves half of its last page empty.
-            mean = min(max(int((pages / count - 0.5) * PAGE), 0), max_length(config))
-            what = f"{pages} pages of {PAGE} tokens hold {count} rows of {mean} on average"
-            slots, needed = pages, pages_per_row(config)
-        fits = room >= needs.training and slots >= needed
-        lines.append(f"{world_size} x {name}: {'fits' if fits else 'DOES NOT FIT'}; {what}")
+            mean = min(max(int((fitting / count - 0.5) * PAGE), 0), max_length(config))
+            what = f"{fitting} pages of {PAGE} tokens hold {count} rows of {mean} on average"
+        fits = "fits" if room >= needs.training and fitting >= needed else "DOES NOT FIT"
+        lines.append(f"{world_size} x {name}: {fits}; {what}")
     return "\n".join(lines)
 
 

@@ -2,7 +2,6 @@
 checkpoint if there is one."""
 
 import copy
-import os
 from typing import IO
 
 import numpy as np
@@ -12,7 +11,6 @@ from transformers import PreTrainedModel
 from bubblespec.checkpoint import (
     PLANNER_FILE,
     SPECULATION_FILE,
-    STATE_FILE,
     find_checkpoint,
     load_arrays,
     load_optimizer,
@@ -55,7 +53,6 @@ from bubblespec.planner.guard import Guard
 from bubblespec.rewards.functions import RewardFunction, check_arguments, load_reward
 from bubblespec.rewards.scorer import Scorer
 from bubblespec.rollout.make_sampler import make_sampler
-from bubblespec.rollout.sampler import Sampler
 from bubblespec.rollout.tp_tail import make_tp_tail
 from bubblespec.telemetry.trace import describe_hardware
 from bubblespec.trainer import Trainer
@@ -68,7 +65,6 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     config = with_dtype(config, ranks.device.type)
     torch.manual_seed(config.run.seed)
     checkpoint = find_checkpoint(config, ranks)
-    check_all_see(checkpoint, ranks)
     state = read_state(checkpoint) if checkpoint else {"step": 0, "evaluated": -1}
     functions = {path: load_reward(path) for path in config.reward.functions}
     tokenizer = load_tokenizer(config)
@@ -101,8 +97,9 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     params = SamplingParams(*limits, stops, config.rollout.min_completion_length)
     sampler = make_sampler(config, ranks, engine, params, schedule, scorer, reward_weights=weights)
     if checkpoint:
-        load_arrays_into(schedule, checkpoint, PLANNER_FILE)
-        load_arrays_into(sampler, checkpoint, SPECULATION_FILE)
+        with refuse_what_does_not_fit(checkpoint):
+            schedule.load_state_dict(load_arrays(checkpoint, PLANNER_FILE))
+            sampler.load_state_dict(load_arrays(checkpoint, SPECULATION_FILE))
     if config.optim.stream_gradients:
         sampler.learner = learner
     sampler.tail = make_tp_tail(
@@ -222,14 +219,6 @@ def check_prompts(
         raise InputError(f"rollout.num_prompts_per_step: {shortage}; give at least one for each")
 
 
-def load_arrays_into(part: StepSchedule | Sampler, checkpoint: str, name: str) -> None:
-    """What a part of the run had learned, if it was saved. Raises InputError."""
-    with refuse_what_does_not_fit(checkpoint):
-        saved = load_arrays(checkpoint, name)
-        if saved is not None:
-            part.load_state_dict(saved)
-
-
 def choose_linear(
     config: Config, ranks: Ranks, model: PreTrainedModel, saved: dict | None
 ) -> dict | None:
@@ -256,14 +245,3 @@ def make_schedule(config: Config, prompts: PromptSet) -> StepSchedule:
         return StepSchedule(*order)
     ratios = {key: value for key, value in vars(tail).items() if key != "enabled"}
     return TailBatching(*order, **ratios)
-
-
-def check_all_see(checkpoint: str | None, ranks: Ranks) -> None:
-    """All ranks load the checkpoint that rank 0 has found. Raises InputError on all of them where
-    some cannot see it."""
-    sees = checkpoint is None or os.path.isfile(os.path.join(checkpoint, STATE_FILE))
-    by_rank = ranks.gather(np.array([sees], np.uint8))
-    if not by_rank.all():
-        blind = " and ".join(f"rank {rank}" for rank in np.flatnonzero(by_rank[:, 0] == 0))
-        advice = "give a folder that all machines share"
-        raise InputError(f"run.output_dir: {blind} cannot see {checkpoint}; {advice}")

@@ -173,7 +173,7 @@ def test_without_a_whole_checkpoint_a_run_does_not_start_over(saver):
     for step in (1, 2):
         saver(step)
         cut(os.path.join(checkpoint(saver.folder, step), "optimizer.pt"), 0.5)
-    says = r"run.output_dir: .*checkpoint-1 is damaged: optimizer.pt.*no other checkpoint is whole"
+    says = "run.output_dir: no checkpoint in it is whole"
     with pytest.raises(InputError, match=says):
         find_checkpoint(saver.config, ALONE)
 

@@ -81,15 +81,14 @@ def test_input_is_empty_and_output_goes_nowhere(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_busy_programs_end_at_the_cpu_limit(monkeypatch):
-    monkeypatch.setattr(module, "CPU_LIMIT_S", 1)
-    monkeypatch.setattr(module, "WALL_LIMIT_S", 3600.0)
-    assert not run_program("x = 9 ** 9 ** 9", "pass")
-
-
-def test_idle_programs_end_at_the_wall_limit(monkeypatch):
-    monkeypatch.setattr(module, "WALL_LIMIT_S", 1.0)
-    assert not run_program("import time; time.sleep(3600)", "pass")
+@pytest.mark.parametrize(
+    "cpu_s, wall_s, program",
+    [(1, 3600.0, "x = 9 ** 9 ** 9"), (60, 1.0, "import time; time.sleep(3600)")],
+)
+def test_busy_and_idle_programs_end_at_their_limit(monkeypatch, cpu_s, wall_s, program):
+    monkeypatch.setattr(module, "CPU_LIMIT_S", cpu_s)
+    monkeypatch.setattr(module, "WALL_LIMIT_S", wall_s)
+    assert not run_program(program, "pass")
 
 
 FORKS = """

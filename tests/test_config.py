@@ -4,16 +4,15 @@ in it."""
 import ast
 import inspect
 import itertools
+import re
 
 import pytest
 
 from bubblespec import config as module
 from bubblespec.config import (
+    FOREIGN,
     REMOVED,
     Config,
-    LossConfig,
-    OptimConfig,
-    RolloutConfig,
     config_to_yaml,
     flatten,
     load_config,
@@ -41,14 +40,6 @@ def load(tmp_path):
 
 def rows_of(table: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("|")] for line in table.strip().splitlines()]
-
-
-def test_defaults_are_those_of_the_dataclasses(load):
-    config = load()
-    given = (config.model.path, config.data.path, config.run.output_dir)
-    assert given == ("some/model", "train.jsonl", "out")
-    assert config.loss == LossConfig() and config.optim == OptimConfig()
-    assert config.rollout == RolloutConfig()
 
 
 def test_overrides_win_over_the_file_and_the_last_one_wins(load):
@@ -83,11 +74,13 @@ def test_override_replaces_a_list_of_tasks(load):
 
 # override | key | hint
 UNKNOWN = """
-modl.path=x | modl | did you mean model?
+modl.path=x | modl.path | did you mean model.path?
+learning_rate=1 | learning_rate | did you mean optim.learning_rate?
 optim.learnin_rate=1 | optim.learnin_rate | did you mean optim.learning_rate?
 rollout.learning_rate=1 | rollout.learning_rate | did you mean optim.learning_rate?
 zzzz=1 | zzzz | valid are data, drafter, eval, loss, model
-data.tasks=[{name: a, wieght: 2}] | data.tasks[0].wieght | did you mean data.tasks[0].weight?
+loss.beta=0.1 | loss.beta | here it is loss.kl_coef
+actor_rollout_ref.rollout.n=8 | actor_rollout_ref.rollout.n | here it is rollout.num_generations
 """
 
 
@@ -110,10 +103,18 @@ reward.weights=[a] | reward.weights[0]
 run.timeline_steps=[3,1.5] | run.timeline_steps[1]
 data.tasks[0].weight=1 | data.tasks
 data.tasks=[3] | data.tasks[0]
-data.tasks=[{name: a, weight: x}] | data.tasks[0].weight
+data.tasks=[{name: a, weight: x}] | data.tasks
+data.tasks=[{name: a, wieght: 2}] | data.tasks
 run.output_dir=${nothing.here} |
 data.tasks=[{name: a, config: {x: '${nothing}'}}] | data.tasks[0].config.x
 """
+
+
+@pytest.mark.parametrize(
+    "override", ["reward.functions=a.b", "data.tasks[0].weight=1", "data.columns=[a]"]
+)
+def test_lists_and_mappings_are_given_whole(load, override):
+    assert "is a list or a mapping; give it whole" in refusal(load, MINIMAL, override)
 
 
 @pytest.mark.parametrize("override, key", rows_of(WRONG_TYPES))
@@ -128,7 +129,6 @@ rollout.num_generations=1 | | 1, but grpo compares
 rollout.num_generations=1 loss.advantage_estimator=rloo | | 1, but rloo compares
 run.seed=-1 | | at least 0
 run.seed=18446744073709551616 | | below 18446744073709551616 = 2**64: random numbers are keyed
-run.save_steps=9223372036854775808 | | below 9223372036854775808 = 2**63: integers have 64 bits
 rollout.top_p=0 | | above 0
 rollout.temperature=0 | | above 0
 optim.learning_rate=nan | | finite
@@ -174,6 +174,13 @@ def test_a_removed_key_is_answered_by_what_replaced_it(load, key):
     message = refusal(load, MINIMAL, f"{key}=1")
     assert message == f"{key}: there is no such key any more: {REMOVED[key]}"
     assert key not in flatten(Config())
+
+
+def test_keys_of_other_trainers_are_answered_by_keys_of_ours():
+    ours = flatten(Config())
+    for name, answer in FOREIGN.items():
+        assert set(re.findall(r"\w+\.\w+", answer)) <= ours.keys() and "." in answer, name
+        assert not any(key.endswith(f".{name}") for key in ours), name
 
 
 @pytest.mark.parametrize("key, default", flatten(Config()).items())

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from bubblespec.dist import ranks as distributed
-from bubblespec.dist.ranks import Ranks, StopRequested, signals_stop
+from bubblespec.dist.ranks import Ranks, StopRequested, ranks_from_environment, signals_stop
 from bubblespec.errors import RankTimeout
 from bubblespec.rollout.board import ProgressBoard, RankState
 from tests.helpers.clocks import Clock, ClockThatSkips
@@ -172,6 +172,20 @@ def test_a_collective_is_awaited_for_as_long_as_the_time_out_says(monkeypatch, c
     ):
         ranks.complete(lambda: never)
     assert 7.0 < clock.now < 7.1 and capsys.readouterr().err.count("error: ") == 1
+
+
+def test_a_rank_that_never_starts_is_one_line(monkeypatch):
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(distributed, "die_with_parent", lambda: None)
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "RANK": "0"}
+    address |= {"WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in address.items():
+        monkeypatch.setenv(name, value)
+    with (
+        pytest.raises(RankTimeout, match=r"^a rank is missing at the start \(.+\)$"),
+        ranks_from_environment("cpu", 0.5),
+    ):
+        pass
 
 
 def stops_at(ranks: Ranks, stopped: int) -> list:

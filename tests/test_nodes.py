@@ -4,11 +4,6 @@ against one with two ranks."""
 import socket
 import tempfile
 
-import numpy as np
-
-from bubblespec.checkpoint import STATE_FILE
-from bubblespec.setup import check_all_see
-from tests.helpers.checks import refusal
 from tests.helpers.runs import (
     SHORT,
     digests,
@@ -52,16 +47,3 @@ def test_two_nodes_give_the_bits_of_one(tmp_path):
     assert all(line["grad_norm"] > 0 for line in read(tmp_path / "one")), "it must have learned"
     assert same_weights(weights(tmp_path / "two", 2), weights(tmp_path / "one", 2))
     assert all("timing_s/gen/rank_1" in line for line in steps_of(tmp_path / "two"))
-
-
-class TwoRanks:
-    """This rank and another one, which does not see the checkpoint."""
-
-    def gather(self, array: np.ndarray) -> np.ndarray:
-        return np.stack([array, np.zeros_like(array)])
-
-
-def test_all_ranks_must_see_the_checkpoint(tmp_path):
-    (tmp_path / STATE_FILE).write_text("{}")
-    message = refusal(check_all_see, str(tmp_path), TwoRanks())
-    assert message.startswith(f"run.output_dir: rank 1 cannot see {tmp_path}; ")

@@ -74,23 +74,33 @@ def pids_in(path) -> list[int]:
     return [int(line) for line in path.read_text().split()] if path.exists() else []
 
 
+# what a function is told | kind of the failure, and a part of its message
 FAILURES = {
-    "raise boom": "exception",
-    "exit 0": "exception",
-    "interrupt": "crash",
-    "allocate": "exception",
-    "wrong nan": "value",
-    "wrong two": "value",
-    "die exit code": "crash",
-    "die closed": "crash",
+    "raise first\nsecond": ("exception", "first second"),
+    "exit 0": ("exception", "raised SystemExit at "),
+    "interrupt": ("crash", "its process "),
+    "allocate": ("exception", "raised MemoryError at "),
+    "wrong nan": ("value", "value nan is neither"),
+    "wrong two": ("value", "not a list of 1 values"),
+    "die exit code": ("crash", "ended with exit code 3"),
+    "die closed": ("crash", "its process "),
+    "die segfault": ("crash", "was ended by SIGSEGV"),
+    "die killed": ("crash", "was ended by SIGKILL"),
 }
 
 
-def test_a_failure_costs_its_sample_alone(make_workers):
-    """With one worker, so that what comes after a crash needs its replacement."""
-    texts = [text for bad in FAILURES for text in (bad, "value 0.1", "none")]
-    wanted = [reward for kind in FAILURES.values() for reward in (kind, 0.1, None)]
-    assert outcomes(make_workers(), texts) == wanted
+def test_a_failure_costs_its_sample_alone_and_says_what_happened(make_workers, tmp_path):
+    """With one worker, so that what comes after a crash needs its replacement. An orphan that holds
+    the connection does not hide a crash, and ends with its worker."""
+    path = tmp_path / "orphan"
+    failures = FAILURES | {f"die orphan {path}": ("crash", "ended with exit code 4")}
+    texts = [text for bad in failures for text in (bad, "value 0.1", "none")]
+    rewards = [answer.reward for answer in ask(make_workers(), texts)]
+    assert rewards[1::3] == [0.1] * len(failures) and rewards[2::3] == [None] * len(failures)
+    for failure, (kind, part) in zip(rewards[::3], failures.values(), strict=True):
+        assert failure.kind == kind and part in failure.message
+        assert ("in act" in failure.trace) == (kind == "exception")
+    assert len(pids_in(path)) == 1 and not is_alive(*pids_in(path))
 
 
 @pytest.fixture
@@ -113,18 +123,6 @@ def test_what_hangs_is_killed_with_its_children(make_workers, clock, tmp_path):
     assert [answer_of(future).reward for future in hanging] == [timeout] * 3
     assert [answer_of(future).reward for future in others] == [0.0, 1.0, 2.0]
     assert not any(is_alive(pid) for path in notes.values() for pid in pids_in(path))
-
-
-def test_failures_say_what_happened(make_workers, tmp_path):
-    """An orphan that holds the connection does not hide a crash, and ends with its worker."""
-    path = tmp_path / "orphan"
-    texts = ["raise first\nsecond", "die segfault", "die killed", f"die orphan {path}"]
-    raised, segfault, killed, orphaned = [answer.reward for answer in ask(make_workers(), texts)]
-    assert "raised ZeroDivisionError at " in raised.message
-    assert raised.message.endswith("first second") and "in act" in raised.trace
-    assert "SIGSEGV" in segfault.message and "SIGKILL" in killed.message
-    assert orphaned.kind == "crash" and "exit code 4" in orphaned.message
-    assert len(pids_in(path)) == 1 and not is_alive(*pids_in(path))
 
 
 def test_values_are_those_of_a_call_in_this_process(make_workers, tmp_path):

@@ -143,12 +143,8 @@ def test_functions_that_compare_see_whole_groups(make_scorer, num_workers):
     assert {row.id.uid for row, _ in take(scoring, 3)} == {17}
     wanted = [[2, 3], [0, 1], [1, 2], [0, 5], [2, 6], [0, 5]]
     assert scoring.collect(rows).tolist() == wanted
-
-
-def test_groups_must_be_whole(make_scorer):
-    scorer = make_scorer(functions=["tests.helpers.rewards.better_than"], num_workers=0)
     with pytest.raises(ValueError, match="3 of 4 samples of group"):
-        scores(scorer, finished_rows(3))
+        scores(scoring.scorer, finished_rows(3))
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -4,7 +4,6 @@ import copy
 import functools
 import itertools
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -163,18 +162,6 @@ def test_plan_is_balanced_complete_and_within_its_budget():
     assert max(loads) < 1.01 * min(loads)
     fullest = sum(lengths) / sum(len(rank) for rank in plan)
     assert fullest > 850, "micro-batches should be nearly full"
-
-
-def test_reductions_are_timed_by_the_ranks_clock(make_model):
-    """Each is a span of its own: two updates train between theirs. Each look at this clock takes
-    twice as long as the one before."""
-    model, ranks, looks = make_model(), Ranks(torch.device("cpu")), itertools.count()
-    ranks.clock = SimpleNamespace(perf_counter=lambda: 2.0 ** next(looks))
-    prepare_model(model, 100)
-    learner = make_learner(model, make_config(num_iterations=2), ranks=ranks)
-    metrics, spans = learner.update(make_samples(), ADVANTAGES, 0)
-    assert spans == [("sync", 2.0, 4.0), ("sync", 16.0, 32.0)]
-    assert metrics["timing_s/sync"] == (4 - 2) + (32 - 16)
 
 
 def infinite_loss(*arguments, **options):

@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import NoReturn
@@ -50,7 +49,6 @@ class Watchdog:
 
     def __init__(self, rank: int, world_size: int):
         self.rank, self.world_size, self.count = rank, world_size, 0
-        self._has_requested = False
         self._store = dist.PrefixStore("watchdog", dist.distributed_c10d._get_default_store())
 
     def enter(self, place: str) -> None:
@@ -61,9 +59,7 @@ class Watchdog:
 
     def request_stop(self) -> None:
         """Note that the run is to stop, for ranks that wait outside a collective."""
-        if not self._has_requested:
-            self._has_requested = True
-            self._store.set("stop", "1")
+        self._store.set("stop", "1")
 
     def is_stop_requested(self) -> bool:
         """Whether any rank has noted it. Asks the store: a fraction of a millisecond."""
@@ -72,8 +68,7 @@ class Watchdog:
     def fail(
         self, place: str, reason: str, deadline: float, describe: Callable[[int], str] | None = None
     ) -> NoReturn:
-        """End the job: the first rank to write a failure report prints it, and all ranks raise it
-        as RankTimeout.
+        """End the job: all ranks raise the first failure report as RankTimeout, and one prints it.
 
         deadline: the end of the time-out (time.monotonic), which a broken connection does not wait
         for. describe(rank): what is known of a missing rank, by default its last place.
@@ -84,19 +79,11 @@ class Watchdog:
             last = "; ".join((describe or self._last_place)(rank) for rank in missing) or "of none"
             line = f"{names} missing in {place} ({reason}); last heard: {last}"
             line = self._store.compare_set("report", "", line).decode()
-            is_first = self._store.add("num_ended", 1) == 1
         except RuntimeError:
             line = f"the job's key-value store has ended, with its launcher or rank 0 ({reason})"
-            is_first = True
-        if is_first:
-            log(f"\nerror: {line}")  # another rank's progress bar may stand where this would go
-        # the launcher kills all as soon as one ends: not before the line is out
-        with contextlib.suppress(RuntimeError):
-            if is_first:
-                self._store.set("is_logged", "1")
-            else:
-                self._store.wait(["is_logged"], timedelta(seconds=CONNECT_S))
-        raise RankTimeout(line)
+        error = RankTimeout(line)
+        log_once(error)
+        raise error
 
     def _missing_ranks(self, deadline: float) -> list[int]:
         """At a time-out: the ranks that have not entered this collective.
@@ -252,8 +239,8 @@ def one_line(error: Exception) -> str:
 def ranks_from_environment(device: str, timeout_s: float) -> Iterator[Ranks]:
     """Join the process group that torchrun describes in the environment; NCCL on GPUs, gloo on CPU.
 
-    Raises InputError if `device` asks for a GPU that is not there. An EndsRun of the block is
-    printed here.
+    Raises InputError if `device` asks for a GPU that is not there, and RankTimeout if a rank does
+    not come. An EndsRun of the block is printed here.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -273,13 +260,13 @@ def ranks_from_environment(device: str, timeout_s: float) -> Iterator[Ranks]:
         # Gloo's time-out frees the thread that waits in the collective, for a clean exit. NCCL's
         # watchdog would end the process before `complete` has said why, so it comes last.
         limit = timedelta(seconds=2 * timeout_s if use_cuda else timeout_s)
-        # The launcher makes the store before it starts ranks, so a missing store means that the
-        # launcher has died.
-        store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=CONNECT_S)))
+        store, rank, world_size = _store_of_launcher()
         store.set_timeout(limit)
-        store = store_of_this_start(store, rank, world_size, timeout_s)
         group = {"store": store, "rank": rank, "world_size": world_size, "timeout": limit}
-        dist.init_process_group("nccl" if use_cuda else "gloo", **group)
+        try:
+            dist.init_process_group("nccl" if use_cuda else "gloo", **group)
+        except RuntimeError as error:
+            raise RankTimeout(f"a rank is missing at the start ({one_line(error)})") from error
     ranks = Ranks(target, timeout_s)
     try:
         yield ranks
@@ -326,43 +313,20 @@ def _store_of_all() -> dist.Store | None:
     if dist.is_initialized():
         return dist.distributed_c10d._get_default_store()
     if "RANK" in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return next(rendezvous("env://", timeout=timedelta(seconds=CONNECT_S)))[0]
+        return _store_of_launcher()[0]
     return None
 
 
-def store_of_this_start(
-    store: dist.Store, rank: int, world_size: int, timeout_s: float
-) -> dist.Store:
-    """A namespace of the launcher's key-value store for the ranks that are alive now.
+def _store_of_launcher() -> tuple[dist.Store, int, int]:
+    """The key-value store, this rank and the number of ranks. The launcher makes the store before
+    it starts ranks, so a missing one means that the launcher has died.
 
-    torchrun may reuse one store over its restarts, with the addresses of dead ranks in it, for
-    which new ranks would wait. So rank 0 chooses a name and the others sign it; once all have, it
-    writes the list of signatures, which makes the name valid. Raises RankTimeout.
+    torchrun may use one store for all restarts of the ranks: each gets a namespace of its own, as
+    the addresses of dead ranks are in it.
     """
-    token, deadline, signed = uuid.uuid4().hex, time.monotonic() + timeout_s, ""
-    if rank == 0:
-        store.set("start", token)
-    while time.monotonic() < deadline:
-        name = store.get("start").decode()
-        if rank == 0:
-            keys = [f"sign/{r}" for r in range(1, world_size)]
-            entries = [store.get(key).decode() if store.check([key]) else "" for key in keys]
-            missing = [r for r, entry in enumerate(entries, 1) if not entry.startswith(name)]
-            if not missing:
-                store.set(f"members/{name}", " ".join(entries))
-                return dist.PrefixStore(name, store)
-        else:
-            missing, members, signature = [0], f"members/{name}", f"{name}:{token}"
-            if name != signed:
-                store.set(f"sign/{rank}", signature)
-                signed = name
-            if store.check([members]) and signature in store.get(members).decode():
-                return dist.PrefixStore(name, store)
-        time.sleep(0.01)
-    names = " and ".join(f"rank {r}" for r in missing)
-    line = f"{names} missing at the start (no answer for {timeout_s:g} s)"
-    log(f"error: {line}")
-    raise RankTimeout(line)
+    store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=CONNECT_S)))
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"restart {restart}", store), rank, world_size
 
 
 @contextlib.contextmanager

@@ -70,13 +70,6 @@ def _first_fit(indices: list[int], lengths: np.ndarray, max_tokens: int) -> list
     return [microbatch for microbatch in microbatches if microbatch]
 
 
-def make_microbatch(samples: Samples, order: list[int], device: torch.device) -> Microbatch:
-    """The samples at these indices."""
-    prompts = [samples.prompt_of(i).token_ids for i in order]
-    tokens, generated = [samples.tokens[i] for i in order], [samples.full_logprob[i] for i in order]
-    return pack_responses(prompts, tokens, generated, device, order)
-
-
 def pack_responses(
     prompts: list[tuple[int, ...]],
     tokens: list[np.ndarray],
@@ -128,9 +121,13 @@ def make_minibatches(
         own = plan_microbatches(
             to_train[members], ranks.world_size, config.optim.max_tokens_per_microbatch
         )[ranks.rank]
-        minibatches.append(
-            [make_microbatch(samples, members[order].tolist(), ranks.device) for order in own]
-        )
+        microbatches = []
+        for order in (members[indices].tolist() for indices in own):
+            prompts = [samples.prompt_of(i).token_ids for i in order]
+            tokens = [samples.tokens[i] for i in order]
+            generated = [samples.full_logprob[i] for i in order]
+            microbatches.append(pack_responses(prompts, tokens, generated, ranks.device, order))
+        minibatches.append(microbatches)
     return minibatches, weights, factors
 
 

@@ -136,6 +136,14 @@ def score(function: RewardFunction, samples: list[Sample]) -> list[Reward]:
     return [_checked(value) for value in returned]
 
 
+def answers_of(function: RewardFunction, samples: list[Sample], clock) -> list[Answer]:
+    """What one call gives, and how long it takes by the clock."""
+    begin_s = clock.monotonic()
+    rewards = score(function, samples)
+    end_s = clock.monotonic()
+    return [Answer(reward, (end_s - begin_s) / len(samples), end_s) for reward in rewards]
+
+
 def _as_given(sample: Sample) -> str | list[dict]:
     """The completion: a string, or chat messages if the prompt is a chat."""
     if isinstance(sample.prompt, str):

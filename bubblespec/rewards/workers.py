@@ -30,8 +30,8 @@ from bubblespec.rewards.functions import (
     RewardFailure,
     RewardFunction,
     Sample,
+    answers_of,
     load_reward,
-    score,
     sees_groups,
 )
 
@@ -69,12 +69,9 @@ class InProcess:
             queued.clear()
             for unit in filter(None, units):
                 samples = [sample for _, of_unit in unit for sample in of_unit]
-                begin_s = self._clock.monotonic()
-                rewards = iter(score(function, samples))
-                end_s = self._clock.monotonic()
-                seconds = (end_s - begin_s) / len(samples)
+                answers = iter(answers_of(function, samples, self._clock))
                 for future, of_unit in unit:
-                    future.set_result([Answer(next(rewards), seconds, end_s) for _ in of_unit])
+                    future.set_result([next(answers) for _ in of_unit])
 
     def close(self) -> None:
         """See `RewardWorkers`."""
@@ -206,9 +203,10 @@ class _Worker:
         begin_s, limit_s = time.monotonic(), num_samples * limit_s
         try:
             self._connection.send_bytes(work)
-            replies, seconds, ended_s = self._receive(limit_s)
-            rewards = [RewardFailure(*failure) if failure else value for value, failure in replies]
-            return [Answer(reward, seconds / num_samples, ended_s) for reward in rewards]
+            return [
+                Answer(RewardFailure(*r) if isinstance(r, list) else r, seconds, ended_s)
+                for r, seconds, ended_s in self._receive(limit_s)
+            ]
         except TimeoutError:
             failure = RewardFailure("timeout", f"no answer within {limit_s:.6g} s")
         except (OSError, EOFError, ValueError, TypeError):
@@ -270,12 +268,7 @@ def main() -> None:
             number, samples = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
-        begin_s = time.monotonic()
-        rewards = score(functions[number], samples)
-        end_s = time.monotonic()
-        failed = [isinstance(reward, RewardFailure) for reward in rewards]
-        replies = [(None, r) if f else (r, None) for r, f in zip(rewards, failed, strict=True)]
-        _send(connection, (replies, end_s - begin_s, end_s))
+        _send(connection, answers_of(functions[number], samples, time))
 
 
 def _send(connection: Connection, reply) -> None:
