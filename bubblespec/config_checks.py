@@ -164,7 +164,7 @@ def _check_keys(given: dict, schema: type, root: type, prefix: str = "") -> None
 def _merge(base: Any, layer: Any, prefix: str = "") -> Any:
     """OmegaConf's merge, which checks the types; `prefix` is the key of `base` itself."""
     try:
-        return OmegaConf.merge(base, layer)
+        return OmegaConf.unsafe_merge(base, layer)
     except OmegaConfBaseException as error:
         raise InputError(f"{prefix}{error.full_key}: {_first_line(error)}") from error
 
