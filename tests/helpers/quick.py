@@ -8,7 +8,6 @@ import gc
 import itertools
 
 from bubblespec import trainer
-from bubblespec.draft import drafter_training
 from bubblespec.planner.costs import CostModel
 from bubblespec.records import Load
 from bubblespec.rollout import make_sampler, tp_tail
@@ -39,4 +38,3 @@ def start_quickly() -> None:
     """All runs of this process and its forks."""
     make_sampler.profile = tp_tail.profile = given_costs
     trainer.gc = Collector()
-    drafter_training.EPOCHS = 2  # tokens do not depend on how good a drafter is
