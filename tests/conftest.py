@@ -14,10 +14,31 @@ SHOWN_LINES = 10
 # Which take longest, the longest first: no worker begins with one when the others are done.
 LONG_FILES = [
     "exact_runs",
-    "streamed_runs",
-    "faults",
     "drafter_runs",
     "resume",
+    "streamed_runs",
+    "faults",
+    "drafter",
+    "fake_cuda",
+    "lora",
+    "nodes",
+    "train",
+    "reference_step",
+    "benchmarks_of_speed",
+    "simulate",
+    "notebooks",
+    "doctor",
+    "tiny_workload",
+    "extending",
+    "bad_input",
+    "gpu_configs",
+    "exactness",
+    "trainer",
+    "tp_graphs",
+    "trace",
+    "readme",
+    "recipes",
+    "streaming",
 ]
 
 

@@ -10,7 +10,7 @@ import itertools
 from bubblespec import trainer
 from bubblespec.planner.costs import CostModel
 from bubblespec.records import Load
-from bubblespec.rollout import make_sampler, tp_tail
+from bubblespec.rollout import make_sampler
 from tests.helpers.clocks import forward_seconds
 
 
@@ -36,5 +36,5 @@ class Collector:
 
 def start_quickly() -> None:
     """All runs of this process and its forks."""
-    make_sampler.profile = tp_tail.profile = given_costs
+    make_sampler.profile = given_costs
     trainer.gc = Collector()
