@@ -11,7 +11,7 @@ train: .venv/installed
 	$(BIN)/torchrun --nproc_per_node=2 train.py --config configs/tiny_cpu.yaml
 
 test: .venv/tests lint
-	$(BIN)/python -m pytest -q --durations=10 -n logical --maxprocesses=4 --dist=loadfile
+	$(BIN)/python -m pytest -q --durations=10 -n logical --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
 
 lint: .venv/installed
 	$(BIN)/ruff format --check .

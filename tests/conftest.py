@@ -4,25 +4,47 @@ import os
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
-import torch
-import transformers
-from transformers.models.llama import modeling_llama as llama
-from transformers.models.mixtral import modeling_mixtral as mixtral
-from transformers.models.qwen2 import modeling_qwen2 as qwen2
-from transformers.models.qwen2_moe import modeling_qwen2_moe as qwen2_moe
-from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
-from tests.helpers.models import small_config
+SHOWN_FAILURES = 3  # at the very end: whoever reads the last lines of a log sees what has failed
+SHOWN_LINES = 10
+# Which take longest, the longest first: no worker begins with one when the others are done.
+LONG_FILES = [
+    "exact_runs",
+    "drafter_runs",
+    "resume",
+    "streamed_runs",
+    "faults",
+    "drafter",
+    "fake_cuda",
+    "lora",
+    "nodes",
+    "train",
+    "reference_step",
+    "benchmarks_of_speed",
+    "simulate",
+    "notebooks",
+    "doctor",
+    "tiny_workload",
+    "extending",
+    "bad_input",
+    "gpu_configs",
+    "exactness",
+    "trainer",
+    "tp_graphs",
+    "trace",
+    "readme",
+    "recipes",
+    "streaming",
+]
 
-torch.set_num_threads(1)
-transformers.utils.logging.set_verbosity_error()
 
-SHOWN_FAILURES, SHOWN_LINES = (
-    3,
-    10,
-)  # at the very end: whoever reads the last lines of a log sees what has failed
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {f"test_{name}": number for number, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -42,6 +64,13 @@ def pytest_sessionfinish(session):
     return result
 
 
+@pytest.fixture(scope="session", autouse=True)
+def quick_start():
+    from tests.helpers.quick import start_quickly
+
+    start_quickly()
+
+
 @pytest.fixture
 def exact_norms(monkeypatch):
     """RMSNorms in the precision of the model. transformers' compute in float32 whatever that is,
@@ -53,6 +82,13 @@ def exact_norms(monkeypatch):
             hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + norm.variance_epsilon)
         )
 
+    import torch
+    from transformers.models.llama import modeling_llama as llama
+    from transformers.models.mixtral import modeling_mixtral as mixtral
+    from transformers.models.qwen2 import modeling_qwen2 as qwen2
+    from transformers.models.qwen2_moe import modeling_qwen2_moe as qwen2_moe
+    from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
+
     mixtures = (qwen2_moe.Qwen2MoeRMSNorm, qwen3_moe.Qwen3MoeRMSNorm, mixtral.MixtralRMSNorm)
     for norm in (llama.LlamaRMSNorm, qwen2.Qwen2RMSNorm, *mixtures):
         monkeypatch.setattr(norm, "forward", forward)
@@ -62,9 +98,12 @@ def exact_norms(monkeypatch):
 def make_model():
     """make_model(name, dtype) -> a small random causal LM, the same at every call."""
 
-    def make(
-        name: str = "llama", dtype: torch.dtype = torch.float64
-    ) -> transformers.PreTrainedModel:
+    import torch
+    import transformers
+
+    from tests.helpers.models import small_config
+
+    def make(name="llama", dtype=torch.float64) -> transformers.PreTrainedModel:
         torch.manual_seed(0)
         return transformers.AutoModelForCausalLM.from_config(small_config(name)).to(dtype).eval()
 

@@ -18,6 +18,7 @@ from bubblespec.trainer import Trainer
 
 CONFIG = "configs/tiny_cpu.yaml"
 SMALL = [
+    "data.size=100",
     "rollout.num_prompts_per_step=2",
     "rollout.num_generations=2",
     "rollout.max_completion_length=4",

@@ -33,7 +33,7 @@ RANK, ALPHA = 4, 12
 STEPS = 4
 LORA = ("model.lora_r=4", "model.lora_alpha=8", "optim.learning_rate=5e-3")
 CONFIG = "configs/tiny_cpu_bulk.yaml"
-OPTIONS = [*EPOCHS, *LORA, "rollout.max_completion_length=48", "loss.kl_coef=0.02"]
+OPTIONS = [*EPOCHS, *LORA, "rollout.max_completion_length=24", "loss.kl_coef=0.02"]
 SAVED = (f"run.max_steps={STEPS}", "run.save_steps=2")
 TOKENS = torch.arange(1, 13)[None]
 

@@ -1,7 +1,7 @@
 """Training of the drafter that depends on no clock: slices at every tick, beside rows of the rank's
 own."""
 
-from bubblespec.draft import proposer
+from bubblespec.draft import drafter_training, proposer
 from bubblespec.draft.drafter_source import DrafterSource
 from bubblespec.idle.train_drafter import TrainDrafter
 from bubblespec.planner import guard
@@ -23,7 +23,8 @@ def train_always(patch=setattr) -> None:
 
 def chain_always(patch=setattr) -> None:
     """Chains of three tokens in every forward, whatever they cost or save and whatever other
-    sources know."""
+    sources know, after a short warm start."""
+    patch(drafter_training, "EPOCHS", 2)
     patch(guard, "FIRST_CONTROL", 1e9)  # no rollouts without drafts
     patch(proposer, "choose_windows", lambda survival, available, *_, **__: (available, True))
     patch(DrafterSource, "chance", 1.0)

@@ -9,5 +9,7 @@ import torch.utils.tensorboard
 from transformers.models.llama import modeling_llama  # noqa: F401
 
 import train  # noqa: F401
+from tests.helpers.quick import start_quickly
 
 torch.set_num_threads(1)
+start_quickly()

@@ -126,20 +126,17 @@ def launch(
 
         try:
             for rank in range(max(ranks, 1)):
-                place = {}
+                variables = dict(environment)
                 if ranks:
-                    place = {
-                        "RANK": rank,
-                        "LOCAL_RANK": rank,
-                        "WORLD_SIZE": ranks,
-                        "LOCAL_WORLD_SIZE": ranks,
-                    }
-                    place |= {
+                    variables |= {
+                        "RANK": str(rank),
+                        "LOCAL_RANK": str(rank),
+                        "WORLD_SIZE": str(ranks),
+                        "LOCAL_WORLD_SIZE": str(ranks),
                         "MASTER_ADDR": "127.0.0.1",
-                        "MASTER_PORT": store.port,
-                        "TORCHELASTIC_USE_AGENT_STORE": True,
+                        "MASTER_PORT": str(store.port),
+                        "TORCHELASTIC_USE_AGENT_STORE": "True",
                     }
-                variables = {**{name: str(value) for name, value in place.items()}, **environment}
                 files = {"stdout": out.fileno(), "stderr": error.fileno()}
                 processes.append(start(_python, arguments, str(folder), **files, **variables))
             while running := [process for process in processes if process.exitcode is None]:
