@@ -261,20 +261,17 @@ class Engine:
     def _ask_for_drafts(
         self, proposer: Proposer, slots: np.ndarray, budget: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Drafts for the rows in `slots`, int64, row after row, and their lengths, int64
-        [slots]."""
+        """Drafts for the rows in `slots`, row after row, and their lengths, int64 both."""
         generated = self.length[slots] - self.prompt_length[slots]
         room = self.limit[slots] - generated - 1  # the token after the draft needs a position too
         if self.pages is not None:
             room = np.minimum(room, self.pages.room(self.length[: len(self.rows)], slots))
         tokens, given = proposer.propose(self._rows_in(slots), generated, room, budget)
         lengths = np.minimum(given, room)
-        if len(tokens) > budget:
-            before = lengths.cumsum() - lengths
-            lengths = np.minimum(lengths, np.maximum(budget - before, 0))
+        before = lengths.cumsum() - lengths
+        lengths = np.minimum(lengths, np.maximum(budget - before, 0))
         if int(lengths.sum()) < len(tokens):
-            row, offset = ragged(given)
-            tokens = tokens[offset < lengths[row]]
+            tokens = tokens[ragged(given)[1] < lengths.repeat(given)]
         return tokens, lengths
 
     def _can_admit(self) -> bool:
@@ -358,11 +355,9 @@ class Engine:
         has_prompt = self.prompt_id[slot] == prompt_id
         self.cached[slot] = min(self.cached[slot], length - 1) if has_prompt else 0
         self.tokens[slot, :length] = row.prompt
-        self.tokens[slot, length : length + known] = row.tokens
-        self.logprobs[:, slot, length : length + known] = 0.0
-        if len(row.logprob):
-            logprobs = (row.logprob, row.full_logprob)
-            self.logprobs[:, slot, length : length + known] = logprobs
+        given = slice(length, length + known)
+        self.tokens[slot, given] = row.tokens
+        self.logprobs[:, slot, given] = (row.logprob, row.full_logprob) if len(row.logprob) else 0.0
         self.prompt_length[slot], self.length[slot] = length, length + known
         self.limit[slot] = row.max_new_tokens
         self.prompt_id[slot] = prompt_id
