@@ -219,8 +219,8 @@ def test_a_cheaper_forward_never_speaks_against_the_tp_tail(seed):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_windows_are_those_of_a_greedy_search(seed):
-    """Segments by their gain per token, best first, rows in order where they are equal; as many as
-    give most tokens per second."""
+    """Segments by their gain per token, best first; of equal ones those of rows with fewer tokens,
+    rows in order. As many as give most tokens per second."""
     rng = np.random.default_rng(seed)
     survival = rng.choice(rng.uniform(0.05, 0.98, 4), 30)
     available = rng.integers(1, 140, 30) * (rng.random(30) < 0.8)
@@ -232,10 +232,10 @@ def test_windows_are_those_of_a_greedy_search(seed):
             if end > begin:
                 gain = sum(s**i for i in range(begin + 1, end + 1))
                 density = min(density, gain / (end - begin))
-                segments.append((-round(density, 12), row, begin, end - begin, gain))
+                segments.append((-round(density, 12), longest, row, begin, end - begin, gain))
     segments.sort()
-    counts = list(itertools.accumulate((segment[3] for segment in segments), initial=0))
-    gained = list(itertools.accumulate((segment[4] for segment in segments), initial=30.0))
+    counts = list(itertools.accumulate((segment[4] for segment in segments), initial=0))
+    gained = list(itertools.accumulate((segment[5] for segment in segments), initial=30.0))
     plain = 30 / (forward_s + 30 * token_s)
     rates = [
         gain / (forward_s + (30 + count) * token_s)
@@ -244,7 +244,7 @@ def test_windows_are_those_of_a_greedy_search(seed):
     ]
     wanted = [0] * 30
     if max(rates) >= MIN_GAIN * plain:
-        for _, row, _, count, _ in segments[: rates.index(max(rates))]:
+        for *_, row, _, count, _ in segments[: rates.index(max(rates))]:
             wanted[row] += count
     cost = cost_of((forward_s, 0.0, token_s, 0.0, 0.0))
     windows, pays = choose_windows(survival, available, cost, 1000, budget=budget)

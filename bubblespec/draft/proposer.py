@@ -151,10 +151,13 @@ class Proposer:
             self._pause = self._backoff = 0 if pays else min(2 * self._backoff + 1, MAX_BACKOFF)
         row, place = ragged(count)
         place += begin[row]
-        tokens = np.empty(len(row), np.int64)
-        for number, known in enumerate(texts):
-            is_here = text[row] == number
-            tokens[is_here] = known[place[is_here]]
+        if len(texts) == 1:
+            tokens = texts[0][place].astype(np.int64)
+        else:
+            tokens, text = np.empty(len(row), np.int64), text[row]
+            for number, known in enumerate(texts):
+                here = (text == number).nonzero()[0]
+                tokens[here] = known[place[here]]
         seconds = self.clock.perf_counter() - started
         self._spent_s += seconds
         self._overhead_s += 0.1 * (seconds - self._overhead_s)

@@ -22,7 +22,6 @@ An "end" is the position in the array where a match ends and its continuation be
 Shape legend: R rows, P ends.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -50,14 +49,21 @@ ORDERS = (6, MIN_MATCH)
 # free text, where the wrong one costs 4 to 21%.
 OWN_BONUS = 6
 # (n, distance): how far from its expected place the last n tokens are searched in the own draft,
-# largest n first. One token is enough to detect that one was inserted or deleted. A wider search
-# finds repetitions of the same words and measured worse; matches further away are found like those
-# in siblings, without the bonus.
-OWN_RADIUS = ((2, 4), (1, 1))
+# largest n first; 0 tokens stand for the expected place itself. One token is enough to detect that
+# one was inserted or deleted. A wider search finds repetitions of the same words and measured
+# worse; matches further away are found like those in siblings, without the bonus.
+OWN_RADIUS = ((2, 4), (1, 1), (0, 0))
 # Live tokens are indexed this far behind their end: the most recent end of an n-gram hides older
 # ones, which is a loss as long as hardly any tokens follow it.
 LIVE_LAG = 8
-MIN_INDEXED = 16  # live tokens that are indexed together: one at a time costs as much
+MIN_INDEXED = 16  # live tokens that are indexed together, of each row where drafts are trusted
+# The candidates of that search, best first: distance (0, 1, -1, 2, ...) and tokens.
+CANDIDATES = [
+    (distance, n)
+    for n, radius in OWN_RADIUS
+    for distance in sorted(range(radius, -radius - 1, -1), key=abs)
+]
+DISTANCE, NEEDED = np.array(CANDIDATES).T
 BACK = np.arange(-MAX_MATCH, 0)
 LAST = -np.arange(1, max(ORDERS) + 1)  # the tokens of an n-gram, from its last on
 MIX = np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio, as in Knuth's hashing
@@ -154,7 +160,7 @@ class SuffixIndex:
         self.rows = np.zeros((16, 8), np.int64)
         self.indexed = np.zeros(16, np.int64)  # the next end to index
         self.table = NgramTable()
-        self._num_waiting = 0  # live tokens since they were last indexed
+        self._num_waiting = 0.0  # live tokens since they were last indexed
         self._add_text(NOTHING, -1, HISTORY_OWNER, HISTORY, 0)
         self.end[0] = 0  # no end is before it
 
@@ -215,12 +221,15 @@ class SuffixIndex:
         which, offset = ragged(counts)
         self.text[self.end[live][which] + offset] = tokens
         self.end[live] += counts
-        self._num_waiting += int(counts @ (self.indexed[rows] != NOT_YET))
+        is_indexed = self.indexed[rows] != NOT_YET
+        # What a row says whose draft is trusted is in the draft already, but for little.
+        weight = np.where(self.rows[rows, BONUS] > 0, 1 / max(len(rows), 1), 1.0)
+        self._num_waiting += counts @ (weight * is_indexed)
 
     def index_live(self) -> None:
         """Index what rows have gained, but for n-grams that their drafts have at the same place:
         these are indexed already, and more follows them there."""
-        self._num_waiting = 0
+        self._num_waiting = 0.0
         begin = self.indexed[: self.num_rows]
         live, draft = self.rows[: self.num_rows, [LIVE, DRAFT]].T
         stop = np.maximum(self.end[live] - LIVE_LAG + 1, begin)
@@ -294,11 +303,13 @@ class SuffixIndex:
         """End in the own draft, near the expected one, that continues `context`; else the expected
         one; -1 past the draft. int64 [R]."""
         first, last = self.begin[draft] + MAX_MATCH, self.end[draft] - 1
-        place = np.where(expected <= last, expected, -1)
-        for n, radius in OWN_RADIUS[::-1]:
-            near = find_nearest(self.text, context[:, -n:], expected, radius, first, last)
-            place = np.where(near >= 0, near, place)
-        return place
+        place = expected[:, None] + DISTANCE
+        is_there = (place >= first[:, None]) & (place <= last[:, None])
+        place = np.where(is_there, place, first[:, None])
+        for back in range(1, OWN_RADIUS[0][0] + 1):
+            is_there &= (self.text[place - back] == context[:, -back, None]) | (back > NEEDED)
+        row, which = np.arange(len(place)), is_there.argmax(axis=1)
+        return np.where(is_there[row, which], place[row, which], -1)
 
     def _search_group(
         self, group: np.ndarray, context: np.ndarray
@@ -346,36 +357,6 @@ class SuffixIndex:
         self.begin[number], self.end[number] = begin, end
         self.owner[number], self.kind[number], self.group[number] = owner, kind, group
         return number
-
-
-def find_nearest(
-    text: np.ndarray,
-    ngrams: np.ndarray,
-    centre: np.ndarray,
-    radius: int,
-    first: np.ndarray,
-    last: np.ndarray,
-) -> np.ndarray:
-    """End of the occurrence of each n-gram that is nearest to `centre`: at most `radius` away, and
-    from `first` to `last`. Of two equally near ones the later; -1 if there is none; int64 [R].
-
-    text: int32 [positions]; ngrams: int32 [R, n]; centre, first, last: int64 [R].
-    """
-    ends = centre[:, None] + _nearest_first(radius)
-    is_inside = (ends >= first[:, None]) & (ends <= last[:, None])
-    ends = np.where(is_inside, ends, first[:, None])
-    is_there = is_inside
-    for back in range(1, ngrams.shape[1] + 1):
-        is_there = is_there & (text[ends - back] == ngrams[:, -back, None])
-    row, which = np.arange(len(ends)), is_there.argmax(axis=1)
-    return np.where(is_there[row, which], ends[row, which], -1)
-
-
-@functools.cache
-def _nearest_first(radius: int) -> np.ndarray:
-    """Distances: 0, 1, -1, 2, ..."""
-    distance = np.arange(1, radius + 1)
-    return np.concatenate(([0], np.stack((distance, -distance), axis=1).ravel()))
 
 
 def _hash(group: np.ndarray, tokens: np.ndarray) -> np.ndarray:

@@ -77,7 +77,7 @@ class Engine:
         self.length, self.cached, self.prompt_length, self.limit = np.zeros(
             (4, num_slots), np.int64
         )
-        self.logprobs = np.zeros((num_slots, max_length, 2), np.float32)
+        self.logprobs = np.zeros((2, num_slots, max_length), np.float32)
         # The prompt whose keys and values a slot holds, also after its row has finished; -1 for
         # none.
         self.prompt_id = np.full(num_slots, -1, np.int64)
@@ -182,7 +182,8 @@ class Engine:
         if proposer is not None:
             accepted = np.minimum(verified.accepted, gained)
             proposer.observe(self._rows_in(batch.slots), tokens, gained, batch.num_draft, accepted)
-        return self._finish(batch.slots, params.stop_token_ids), batch.load
+        last = tokens[gained.cumsum() - 1]
+        return self._finish(batch.slots, is_stop(last, params.stop_token_ids)), batch.load
 
     def schedule(
         self, proposer: Proposer | None = None, max_prefill_tokens: int | None = None
@@ -197,7 +198,7 @@ class Engine:
         active = len(self.rows)
         if not active:
             return None
-        count = self._plan(proposer, max_prefill_tokens)
+        count, draft = self._plan(proposer, max_prefill_tokens)
         start = self.cached[:active].copy()
         ends = start + count
         if self.pages is not None:
@@ -210,12 +211,10 @@ class Engine:
         load = Load(active, int(count.sum()), wide, *(int(of.sum()) for of in sums))
         slot, offset = ragged(count)
         index = np.array((slot, start[slot] + offset))  # a quarter of what np.stack takes
-        draft = np.empty(0, np.int64)
-        if load.draft_tokens:
-            row, offset = ragged(num_draft)
-            draft = self.tokens[slots[row], length[row] + offset]
         generated = length - self.prompt_length[slots]
-        tokens = self.tokens[index[0], index[1]]
+        tokens = self.tokens.ravel()[slot * self.max_length + index[1]]
+        if len(draft):
+            tokens[index[1] >= self.length[slot]] = draft
         return Batch(start, count, index, tokens, slots, generated, num_draft, draft, load)
 
     def _rows_in(self, slots: np.ndarray) -> list[Row]:
@@ -228,10 +227,12 @@ class Engine:
         active = len(self.rows)
         return np.flatnonzero(self.cached[:active] < self.prompt_length[:active] - 1)
 
-    def _plan(self, proposer: Proposer | None, max_prefill_tokens: int | None) -> np.ndarray:
-        """New tokens of each active row in this forward, int64 [R]: decoding rows first, then
-        prompts under the token budget, then drafts, which are written behind the known tokens of
-        their rows."""
+    def _plan(
+        self, proposer: Proposer | None, max_prefill_tokens: int | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """New tokens of each active row in this forward, int64 [R], and the drafts among them,
+        int64 [S], row after row: decoding rows first, then prompts under the token budget, then
+        drafts."""
         active = len(self.rows)
         wanted = self.length[:active] - self.cached[:active]
         if wanted.max() > 1:
@@ -251,13 +252,16 @@ class Engine:
             count[slot] = min(wanted[slot], budget, prefill_budget)
             budget -= int(count[slot])
             prefill_budget -= int(count[slot])
+        draft = np.empty(0, np.int64)
         if proposer is not None and budget > 0 and len(decoding := (~prefilling).nonzero()[0]):
-            count[decoding] += self._write_drafts(proposer, decoding, budget)
-        return count
+            draft, lengths = self._ask_for_drafts(proposer, decoding, budget)
+            count[decoding] += lengths
+        return count, draft
 
-    def _write_drafts(self, proposer: Proposer, slots: np.ndarray, budget: int) -> np.ndarray:
-        """Ask for drafts and put them behind the rows' known tokens; returns their lengths, int64
-        [slots]."""
+    def _ask_for_drafts(
+        self, proposer: Proposer, slots: np.ndarray, budget: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Drafts for the rows in `slots`, row after row, and their lengths, int64 both."""
         generated = self.length[slots] - self.prompt_length[slots]
         room = self.limit[slots] - generated - 1  # the token after the draft needs a position too
         if self.pages is not None:
@@ -266,12 +270,9 @@ class Engine:
         lengths = np.minimum(given, room)
         before = lengths.cumsum() - lengths
         lengths = np.minimum(lengths, np.maximum(budget - before, 0))
-        if lengths.any():
-            row, offset = ragged(lengths)
-            first = given.cumsum() - given
-            where = (slots[row], self.length[slots][row] + offset)
-            self.tokens[where] = tokens[first[row] + offset]
-        return lengths
+        if int(lengths.sum()) < len(tokens):
+            tokens = tokens[ragged(given)[1] < lengths.repeat(given)]
+        return tokens, lengths
 
     def _can_admit(self) -> bool:
         """Whether a row waits and there are pages for it. One more for each row stays free: a row
@@ -311,34 +312,36 @@ class Engine:
         accepted, token, logprobs = verified
         slots, num_draft, generated = batch.slots, batch.num_draft, batch.generated
         begin = self.length[slots]
-        if len(token) == len(slots):  # no drafts; what follows gives the same
-            gained = np.ones(len(slots), np.int64)
-            self.tokens[slots, begin] = token
-            self.logprobs[slots, generated] = logprobs.T
-        else:
+        gained = np.ones(len(slots), np.int64)
+        place = slots * self.max_length + begin  # in flat arrays, which are several times as fast
+        if batch.load.draft_tokens:
             limit = self.limit[slots] - generated
             gained = num_gained(token, accepted, num_draft, stop_token_ids, limit=limit)
-            row, offset = ragged(gained)
-            source = ((num_draft + 1).cumsum() - (num_draft + 1))[row] + offset
-            token = token[source]
-            self.tokens[slots[row], begin[row] + offset] = token
-            self.logprobs[slots[row], generated[row] + offset] = logprobs[:, source].T
+            # Sampled is what comes after each row's last known token and its drafts.
+            slot, position = batch.index[0], batch.index[1] + 1
+            sampled = (position >= self.length[slot]).nonzero()[0]
+            self.length[slots] = begin + gained
+            kept = (position < self.length[slot])[sampled].nonzero()[0]
+            token, logprobs = token[kept], logprobs.take(kept, axis=1)
+            place = (slot * self.max_length + position)[sampled[kept]]
         self.length[slots] = begin + gained
+        self.tokens.ravel()[place] = token
+        for flat, values in zip(self.logprobs.reshape(2, -1), logprobs, strict=True):
+            flat[place] = values
         # Keys and values are those of the accepted tokens; whatever lies behind them is overwritten
         # before it is read.
-        self.cached[slots] = begin + gained - 1
+        self.cached[slots] = self.length[slots] - 1
         return gained, token
 
-    def _finish(self, slots: np.ndarray, stop_token_ids: tuple[int, ...]) -> list[Row]:
-        """Take out the rows in `slots` whose last token ends them."""
-        stopped = is_stop(self.tokens[slots, self.length[slots] - 1], stop_token_ids)
-        ended = stopped | (self.length[slots] - self.prompt_length[slots] >= self.limit[slots])
+    def _finish(self, slots: np.ndarray, is_stopped: np.ndarray) -> list[Row]:
+        """Take out the rows in `slots` that have stopped, bool [slots], or reached their limit."""
+        ended = self.length[slots] - self.prompt_length[slots] >= self.limit[slots]
         finished: list[Row] = []
         # From the last slot down, so that the row moving into a freed slot is never one that has
         # finished too.
-        for i in ended.nonzero()[0][::-1].tolist():
+        for i in (is_stopped | ended).nonzero()[0][::-1].tolist():
             row = self._take_results(slots[i])
-            row.finish = "stop" if stopped[i] else "length"
+            row.finish = "stop" if is_stopped[i] else "length"
             finished.append(row)
             self._free(slots[i])
         return finished
@@ -352,10 +355,9 @@ class Engine:
         has_prompt = self.prompt_id[slot] == prompt_id
         self.cached[slot] = min(self.cached[slot], length - 1) if has_prompt else 0
         self.tokens[slot, :length] = row.prompt
-        self.tokens[slot, length : length + known] = row.tokens
-        self.logprobs[slot, :known] = 0.0
-        if len(row.logprob):
-            self.logprobs[slot, :known] = np.stack((row.logprob, row.full_logprob), axis=1)
+        given = slice(length, length + known)
+        self.tokens[slot, given] = row.tokens
+        self.logprobs[:, slot, given] = (row.logprob, row.full_logprob) if len(row.logprob) else 0.0
         self.prompt_length[slot], self.length[slot] = length, length + known
         self.limit[slot] = row.max_new_tokens
         self.prompt_id[slot] = prompt_id
@@ -367,7 +369,7 @@ class Engine:
         row = self.rows[slot]
         begin, end = self.prompt_length[slot], self.length[slot]
         row.tokens = self.tokens[slot, begin:end].copy()
-        row.logprob, row.full_logprob = self.logprobs[slot, : end - begin].T.copy()
+        row.logprob, row.full_logprob = self.logprobs[:, slot, begin:end].copy()
         return row
 
     def _free(self, slot: int) -> None:
@@ -393,6 +395,6 @@ class Engine:
         self.rows[slot] = moved
         self.runner.move(last, int(slot), int(self.cached[last]))
         per_slot = (self.length, self.cached, self.prompt_length, self.limit, self.prompt_id)
-        for array in (self.tokens, self.logprobs, self._age, *per_slot):
+        for array in (self.tokens, *self.logprobs, self._age, *per_slot):
             array[slot] = array[last]
         self.prompt_id[last] = -1

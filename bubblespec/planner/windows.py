@@ -35,42 +35,41 @@ def choose_windows(
     finding the proposals took.
     """
     rows, windows = len(survival), np.zeros(len(survival), np.int64)
-    drafted = np.flatnonzero(available)
-    if len(drafted) == 0:
+    drafted = available.nonzero()[0]
+    if not len(drafted):
         return windows, False
-    s = np.minimum(np.maximum(survival[drafted], 1e-3), 1 - 1e-6)[:, None]
-    reach = np.minimum(WINDOWS, available[drafted, None])
-    tokens = reach[:, 1:] - reach[:, :-1]  # [rows with drafts, segments]
+    # Most rows have one of few survivals and as many tokens as they may have. Rows that are alike
+    # are planned together: a kind is survival and available tokens, as the parts of one number.
+    survival = np.minimum(np.maximum(survival[drafted], 1e-3), 1 - 1e-6)
+    both, kind, size = np.unique(
+        available[drafted] + survival, return_inverse=True, return_counts=True
+    )
+    most, s = both.astype(np.int64)[:, None], (both % 1.0).round(9)[:, None]
+    reach = np.minimum(WINDOWS, most)
+    tokens = reach[:, 1:] - reach[:, :-1]  # [kinds, segments]
     expected = s * (1 - s**reach) / (1 - s)  # sum of s**i up to each window
     gain = expected[:, 1:] - expected[:, :-1]
     # A row's segments stay in order.
-    density = np.minimum.accumulate(
-        np.where(tokens > 0, gain / np.maximum(tokens, 1), -1.0), axis=1
-    ).ravel()
-    order = _descending(density)
-    fed = np.cumsum(tokens.ravel()[order])
-    order = order[: int(np.searchsorted(fed, budget, side="right"))]
-    fed = np.concatenate(([0], fed[: len(order)]))
-    gained = np.concatenate(([0.0], np.cumsum(gain.ravel()[order])))
+    density = np.where(tokens > 0, gain / np.maximum(tokens, 1), -1.0)
+    density = np.minimum.accumulate(density, axis=1).ravel()
+    order = (-density).argsort(kind="stable")
+    order = order[density[order] > 0]
+    order = order.repeat(size[order // tokens.shape[1]])  # segments of rows
+    fed = tokens.ravel()[order].cumsum()
+    order = order[: fed.searchsorted(budget, side="right")]
+    fed = np.append(0, fed[: len(order)])
+    gained = rows + np.append(0.0, gain.ravel()[order].cumsum())
     seconds = cost.seconds(rows, rows + fed, fed > 0, kv_tokens)
-    best = int(((rows + gained) / seconds).argmax())
-    rate, plain_rate = (rows + gained[best]) / (seconds[best] + overhead_s), rows / seconds[0]
-    if rate < MIN_GAIN * plain_rate:
+    best = int((gained / seconds).argmax())
+    if gained[best] / (seconds[best] + overhead_s) < MIN_GAIN * rows / seconds[0]:
         return windows, False
-    chosen = order[:best]
-    windows[drafted] = np.bincount(
-        chosen // tokens.shape[1], weights=tokens.ravel()[chosen], minlength=len(drafted)
-    )
+    # All rows of a kind get a segment, but for the last one, which the first of them get.
+    num_rows = np.bincount(order[:best], minlength=tokens.size).reshape(tokens.shape)
+    windows[drafted] = (tokens * (num_rows > 0)).sum(axis=1)[kind]
+    last = divmod(int(order[best - 1]), tokens.shape[1])
+    without = (kind == last[0]).nonzero()[0][num_rows[last] :]
+    windows[drafted[without]] -= tokens[last]
     return windows, True
-
-
-def _descending(values: np.ndarray) -> np.ndarray:
-    """Indices of the positive ones of float64 [N], the largest first, equal ones in their order. A
-    stable argsort takes ten times as long as this sort of integers: positive floats are ordered as
-    their bits are, of which the last ones give way to the index."""
-    bits, size = values.view(np.int64), 1 << len(values).bit_length()
-    positive = (values > 0).nonzero()[0]
-    return np.sort(positive - bits[positive] // size * size) & (size - 1)
 
 
 def choose_chain_length(
