@@ -88,7 +88,7 @@ def generate(engine: Engine, rows: list[Row], trainer: Trainer, proposer: Propos
         load = engine.step(trainer.sampler.params, proposer)[1]
         if proposer is not None:
             seconds = time.perf_counter() - step_s - proposer.take_spent()[0]
-            proposer.cost.observe(*load[:4], seconds)
+            proposer.cost.observe(load, seconds)
     return time.perf_counter() - begin_s
 
 

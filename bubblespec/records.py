@@ -22,13 +22,13 @@ class Load(NamedTuple):
     """Active rows."""
     tokens: int
     """Tokens fed."""
-    wide_rows: int
+    wide_rows: int = 0
     """Rows that feed more than one token."""
-    positions: int
+    positions: int = 0
     """Positions attended to, summed over rows."""
-    prompt_tokens: int
+    prompt_tokens: int = 0
     """Of the tokens, those of prompts."""
-    draft_tokens: int
+    draft_tokens: int = 0
     """Of the tokens, those of drafts."""
 
 

@@ -31,10 +31,10 @@ is_slow = False
 def with_loops(self, samples, store):
     global is_slow
     is_slow = os.environ.get("RANK") == "1"
-    init(self, samples, store)
     self.looping = [sample for sample in samples if store.get(sample) is None]
     for sample in self.looping:
         store.put(sample, Draft(np.full(40, 7, np.int32), False, 0))
+    init(self, samples, store)
 
 def noted_slice(self):
     before = len(self.given)

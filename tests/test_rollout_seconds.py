@@ -16,6 +16,7 @@ from bubblespec.planner.rows import (
     forwards_survival,
     mean_length_beyond,
 )
+from bubblespec.records import Load
 from tests.helpers.planning import (
     CPU,
     GPU,
@@ -190,7 +191,9 @@ def test_linear_costs_are_recovered_and_interruptions_left_out():
     wanted = cost_of(CPU)
     for number, load in enumerate(random_loads(0, 600).tolist()):
         interruption = 20.0 if number % 40 == 39 else 1.0
-        model.observe(*load, float(wanted.seconds(*load)) * rng.normal(1, 0.05) * interruption)
+        model.observe(
+            Load(*load), float(wanted.seconds(*load)) * rng.normal(1, 0.05) * interruption
+        )
     model.fit()
     loads = random_loads(1, 100).T
     np.testing.assert_allclose(model.seconds(*loads), wanted.seconds(*loads), rtol=0.06)
@@ -206,7 +209,7 @@ def test_steps_in_the_tokens_are_followed():
     rng, model = np.random.default_rng(0), CostModel()
     tokens = rng.integers(1, 65, 1000)
     for count in tokens.tolist():
-        model.observe(count, count, 0, 0, float(seconds(count, count, 0, 0)) * rng.normal(1, 0.03))
+        model.observe(Load(count, count), float(seconds(count, count, 0, 0)) * rng.normal(1, 0.03))
     model.fit()
     for counts, limit in ((np.arange(1, 9), 0.2), (np.arange(16, 65), 0.1)):
         wanted = seconds(counts, counts, 0, 0)
@@ -218,7 +221,7 @@ def test_steps_in_the_tokens_are_followed():
 def test_costs_are_never_negative_and_round_trip():
     rng, model = np.random.default_rng(0), CostModel()
     for load in random_loads(2, 200).tolist():
-        model.observe(*load, rng.uniform(1e-3, 2e-3))  # nothing to do with the load
+        model.observe(Load(*load), rng.uniform(1e-3, 2e-3))  # nothing to do with the load
     parameters = model.parameters
     assert (model.coefficients >= 0).all() and model.coefficients[0] > 0
     loads = random_loads(3, 500).T
@@ -231,9 +234,9 @@ def test_the_profile_holds_what_the_run_does_not_vary():
     """All forwards of the run feed one token to each of eight rows."""
     model, wanted = CostModel(), cost_of(CPU)
     for load in [(1, 1, 0, 8), (8, 8, 0, 64), (8, 128, 8, 64), (1, 16, 1, 8), (8, 8, 0, 4000)]:
-        model.anchor(*load, float(wanted.seconds(*load)))
+        model.anchor(Load(*load), float(wanted.seconds(*load)))
     for _ in range(500):
-        model.observe(8, 8, 0, 800, float(wanted.seconds(8, 8, 0, 800)))
+        model.observe(Load(8, 8, 0, 800), float(wanted.seconds(8, 8, 0, 800)))
     model.fit()
     load = (2, 40, 2, 100)
     assert float(model.seconds(*load)) == pytest.approx(float(wanted.seconds(*load)), rel=0.1)

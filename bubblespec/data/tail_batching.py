@@ -54,6 +54,7 @@ class TailBatching(StepSchedule):
         self._num_drawn = 0  # in the data order, that is without replacements
         self._queue: list[Deferred] = []
         self._round = 0
+        self._launched: Launch | None = None  # of the latest round
         self._seen: list[int] = []  # longest response of each group of whole cycles, for auto
         self._cycle: list[int] = []  # the same of the cycle that is not over yet
         self._num_short_round = self._choose_num_short_round()
@@ -75,7 +76,8 @@ class TailBatching(StepSchedule):
         groups = self.deferred[: self.num_prompts]
         if not self.is_long_round:
             groups = self._draw(self._num_drawn, self._num_short_round, Counter())
-        return Launch(groups, self.num_prompts, self.num_generations)
+        self._launched = Launch(groups, self.num_prompts, self.num_generations)
+        return self._launched
 
     def upcoming(self, step: int, depth: int, used: list[Group] | None = None) -> list[list[Group]]:
         """See `StepSchedule`. Deferred groups come first, whenever their turn is; which groups
@@ -99,7 +101,7 @@ class TailBatching(StepSchedule):
 
     def finish(self, samples: Samples, deferred: dict[SampleId, int]) -> None:
         """See `StepSchedule`."""
-        launched, was_long = self.launch(self._round).groups, self.is_long_round
+        launched, was_long = self._launched.groups, self.is_long_round
         names = {group.name for group in launched}
         trained = {group.name for group in samples.groups}
         lengths = samples.lengths.reshape(-1, samples.num_generations)

@@ -18,6 +18,7 @@ from bubblespec.draft.drafter import MAX_CHAIN_LENGTH, MAX_ROWS, DrafterRunner
 from bubblespec.draft.sources import DraftSource, Proposals, Survival, TrackedRows
 from bubblespec.planner.costs import CostModel
 from bubblespec.planner.windows import choose_chain_length
+from bubblespec.records import Load
 
 NAME = "drafter"
 PRIOR = 0.6  # acceptance rate of each token before anything is known: enough to be tried
@@ -71,7 +72,7 @@ class DrafterSource(DraftSource):
             for _ in range(3):
                 begin_s = self.clock.perf_counter()
                 self.runner.run_once(count)
-                self.drafter_cost.anchor(1, count, 0, 0, self.clock.perf_counter() - begin_s)
+                self.drafter_cost.anchor(Load(1, count), self.clock.perf_counter() - begin_s)
         self.runner.engine.reset()
 
     @property
@@ -112,7 +113,7 @@ class DrafterSource(DraftSource):
         if len(slots):
             seconds = self.clock.perf_counter() - begin_s
             fed = caught_up + (length - 1) * len(slots)
-            self.drafter_cost.observe(length, fed, 0, 0, seconds)
+            self.drafter_cost.observe(Load(length, fed), seconds)
         drafted = np.array([index_of[slot] for slot in slots.tolist()], np.int64)
         self._proposed.update(zip(numbers[drafted].tolist(), chains, strict=True))
         _, begin, count, kind = nothing

@@ -12,6 +12,7 @@ from bubblespec.planner.rows import (
     forwards_horizon,
     forwards_survival,
 )
+from bubblespec.records import Load
 
 SLOWEST = 5.0  # times the expected seconds: an interruption, not a cost
 # Tokens of a forward at which the cost may bend. Matrix products have steps in the number of their
@@ -69,19 +70,15 @@ class CostModel:
             self.fit()
         return self._coefficients
 
-    def anchor(
-        self, rows: int, tokens: int, multi_rows: int, kv_tokens: int, seconds: float
-    ) -> None:
+    def anchor(self, load: Load, seconds: float) -> None:
         """One forward of the profile; it is never forgotten."""
-        self._anchored.append((1.0, rows, tokens, min(multi_rows, 1), kv_tokens, seconds))
+        self._anchored.append(_equation(load, seconds))
         self._anchors += ANCHOR_WEIGHT * _moments(np.array(self._anchored[-1:]), 1.0)
         self.fit()
 
-    def observe(
-        self, rows: int, tokens: int, multi_rows: int, kv_tokens: int, seconds: float
-    ) -> None:
+    def observe(self, load: Load, seconds: float) -> None:
         """One forward of the run. Nothing is fitted here: decoding waits for this."""
-        self._observed.append((1.0, rows, tokens, min(multi_rows, 1), kv_tokens, seconds))
+        self._observed.append(_equation(load, seconds))
 
     def fit(self) -> None:
         """Fit again to all that was observed, interruptions left out."""
@@ -109,6 +106,11 @@ class CostModel:
 
 
 _LOG_KNOTS = np.log(KNOTS)
+
+
+def _equation(load: Load, seconds: float) -> tuple[float, ...]:
+    """What one forward says of the coefficients: what each is multiplied by, and their sum."""
+    return 1.0, load.rows, load.tokens, min(load.wide_rows, 1), load.positions, seconds
 
 
 def _errors_by_knot(forwards: np.ndarray, coefficients: np.ndarray) -> np.ndarray:

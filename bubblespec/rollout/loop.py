@@ -206,7 +206,7 @@ class RolloutLoop:
         record = ForwardRecord(*seconds, *load, own_rows, ahead_rows, looked_up)
         self.record.forwards.append(record)
         if self.cost is not None:
-            self.cost.observe(*load[:4], end - self._last_s - propose_s)
+            self.cost.observe(load, end - self._last_s - propose_s)
         self._last_s = end
         for row in finished:
             if row not in unfinished:

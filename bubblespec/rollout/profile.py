@@ -47,5 +47,5 @@ def profile(engine: Engine, params: SamplingParams, cost: CostModel, *, clock) -
             began_s = clock.perf_counter()
             _, load = engine.step(params, drafts)
             if load is not None:
-                cost.anchor(*load[:4], clock.perf_counter() - began_s)
+                cost.anchor(load, clock.perf_counter() - began_s)
     engine.reset()

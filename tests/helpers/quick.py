@@ -20,7 +20,7 @@ def given_costs(engine, params, cost: CostModel, *, clock) -> None:
     for rows, length, window in itertools.product((1, 16, 64), lengths, (0, 3, 15)):
         wide_rows = rows if window else 0
         load = Load(rows, rows * (window + 1), wide_rows, rows * (length + window + 1), 0, 0)
-        cost.anchor(*load[:4], forward_seconds(load))
+        cost.anchor(load, forward_seconds(load))
 
 
 class Collector:
