@@ -36,6 +36,7 @@ class DrawnAnew(TailBatching):
         launch = super().launch(step)
         if self.is_long_round:
             launch = launch._replace(groups=[Group(group.prompt, ANEW) for group in launch.groups])
+            self._launched = launch
         return launch
 
 
