@@ -86,7 +86,7 @@ UNKNOWN = """
 modl.path=x | modl | did you mean model?
 optim.learnin_rate=1 | optim.learnin_rate | did you mean optim.learning_rate?
 rollout.learning_rate=1 | rollout.learning_rate | did you mean optim.learning_rate?
-zzzz=1 | zzzz | valid are data, drafter, eval, loss, model
+zzzz=1 | zzzz | valid are data, drafter, environment, eval, loss, model
 data.tasks=[{name: a, wieght: 2}] | data.tasks[0].wieght | did you mean data.tasks[0].weight?
 """
 
