@@ -158,7 +158,8 @@ class Environments:
                 return
             problem = running.problem or reply.get("error") or reply.get("failure")
             packed = base64.b64decode(reply.get("environment") or "") or None
-            future.set_result(Outcome(reply.get("reward"), packed, problem))
+            reward = None if problem else reply.get("reward")
+            future.set_result(Outcome(reward, packed, problem))
 
         arguments, limit_s = (with_reward, with_environment), self._config.timeout_s
         running.place.submit(running.episode, "end", arguments, limit_s, deliver)

@@ -20,13 +20,13 @@ TEXT = (
 )
 CHATML = """{%- if tools %}{{ '<|im_start|>system\n' }}{% for tool in tools %}{{ tool | tojson }}
 {% endfor %}{{ '<|im_end|>\n' }}{% endif %}{%- for message in messages %}
-{{- '<|im_start|>' + message.role + '\n' + message.content }}
+{{- '<|im_start|>' ~ message.role ~ '\n' ~ message.content }}
 {%- for call in message.tool_calls or [] %}{{ '<tool_call>' + call.function | tojson }}
 {{- '</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 # Changes the last turn when messages follow it, as the templates of reasoning models do.
 FORGETFUL = CHATML.replace(
-    "message.content }}", "('' if loop.last else '<done>') + message.content }}"
+    "message.content }}", "('' if loop.last else '<done>') ~ message.content }}"
 )
 # Reads contents alone.
 NO_TOOLS = """{% for message in messages %}<|im_start|>{{ message.role }}
@@ -162,9 +162,17 @@ class Unruly(Calculator):
         self.results.append(self.random.randrange(1 << 30))
         return self.results[-1]
 
-    def hang(self) -> str:
-        """Wait for ever."""
+    def hang(self, path: str) -> str:
+        """Wait for ever, in two processes whose numbers are noted.
+
+        Args:
+            path: Where.
+        """
         self.results.append(1000)  # is undone, as the process is replaced
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.fork()
+        with open(path, "a") as file:
+            file.write(f"{os.getpid()}\n")
         time.sleep(3600)
 
     def die(self, marker: str) -> str:
