@@ -92,11 +92,20 @@ def pids_in(path) -> list[int]:
     return [int(line) for line in path.read_text().split()] if path.exists() else []
 
 
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def await_pids(path, count: int) -> None:
+    wait_until(lambda: len(pids_in(path)) == count)
+
+
 def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + PATIENCE_S
-    while is_alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: not is_alive(pid))
 
 
 @pytest.mark.parametrize(
@@ -132,9 +141,7 @@ def test_what_hangs_is_killed_and_others_are_replayed(make_player, clock, tmp_pa
     drawn = {name: [player.call(name, "draw")] for name in "ab"}
     player.say("a", call_text("chatml", "hang", path=str(path)))
     player.say("b", call_text("chatml", "draw"))  # waits behind it
-    deadline = time.monotonic() + PATIENCE_S
-    while len(pids_in(path)) < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    await_pids(path, 2)
     clock.skipped += 900.0
     (hung,) = player.await_all("a")
     assert player.text(hung) == "{'error': 'no answer within 900 s'}"
@@ -216,9 +223,7 @@ def test_abandoned_episodes_are_not_run(make_player, clock, tmp_path):
     for name, path in zip("ab", paths, strict=True):
         player.say(name, call_text("chatml", "hang", path=str(path)))
     player.say("c", call_text("chatml", "add", a=1, b=2))
-    deadline = time.monotonic() + PATIENCE_S
-    while not pids_in(paths[0]) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    await_pids(paths[0], 2)
     futures = [player.environments.end(name, with_reward=False) for name in "ab"]
     clock.skipped += 900.0
     assert player.text(*player.await_all("c")) == "3"
@@ -230,9 +235,7 @@ def test_close_ends_busy_workers(make_player, tmp_path):
     player, path = make_player(), tmp_path / "pids"
     player.begin("a")
     player.say("a", call_text("chatml", "hang", path=str(path)))
-    deadline = time.monotonic() + PATIENCE_S
-    while len(pids_in(path)) < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    await_pids(path, 2)
     player.environments.close()
     player.environments.close()
     assert len(pids_in(path)) == 2 and not any(is_alive(pid) for pid in pids_in(path))

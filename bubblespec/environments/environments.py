@@ -149,6 +149,7 @@ class Environments:
     ) -> Future:
         """End an episode at any time. Gives its `Outcome`, once the worker is free."""
         running, future = self._running.pop(name), Future()
+        future.set_running_or_notify_cancel()  # from now on it cannot be cancelled
         self._load[running.place] -= 1
         running.episode.is_abandoned = not (with_reward or with_environment)
 

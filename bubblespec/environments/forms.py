@@ -24,7 +24,7 @@ from typing import Any
 
 from bubblespec.errors import InputError, one_line
 
-TOOL_NAMES_TAKEN = ("reset", "get_reward")
+NO_TOOLS = ("reset", "get_reward")
 Chat = str | list[dict]
 """A prompt: text, or chat messages."""
 
@@ -61,11 +61,8 @@ class Form:
         if self.factory is None or self.is_text:
             return self.functions
         names = [name for name, _ in inspect.getmembers(self.factory, inspect.isfunction)]
-        is_tool = [not (name.startswith("_") or name in TOOL_NAMES_TAKEN) for name in names]
-        methods = [
-            getattr(instance, name) for name, tool in zip(names, is_tool, strict=True) if tool
-        ]
-        return self.functions + methods
+        public = [name for name in names if not name.startswith("_") and name not in NO_TOOLS]
+        return self.functions + [getattr(instance, name) for name in public]
 
     def schemas(self) -> list[dict]:
         """Of all tools, from type hints and docstrings. Raises InputError where one lacks them."""
@@ -169,8 +166,7 @@ class Host:
                 raise ValueError(f"the reward is {reward}")
             packed = pickle.dumps(episode.environment) if with_environment else b""
         finally:
-            if hasattr(episode.environment, "close"):
-                episode.environment.close()
+            episode.close()
         return {"reward": reward, "environment": base64.b64encode(packed).decode()}
 
 
@@ -220,6 +216,9 @@ class ToolEpisode:
         value = self.environment.get_reward()
         return _run(value) if inspect.isawaitable(value) else value
 
+    def close(self) -> None:
+        """TRL's class has no end; a method of this name is a tool."""
+
 
 class TextEpisode:
     """The reward is the sum of those of its steps."""
@@ -255,6 +254,10 @@ class TextEpisode:
 
     def reward(self) -> float:
         return self._reward
+
+    def close(self) -> None:
+        if hasattr(self.environment, "close"):
+            self.environment.close()
 
 
 def add_text(prompt: Chat, added: Any) -> Chat:

@@ -6,6 +6,7 @@ Between the two is a supervisor process (`fork_with_supervisor`).
 """
 
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -13,7 +14,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -118,8 +118,6 @@ class WorkerProcess:
 def serve(descriptor: int, parent: int, module: str, argument: str) -> None:
     """What a worker runs: replies to requests, by the function that the module's `make_answer`
     returns for the argument, until the connection closes."""
-    import importlib
-
     fork_with_supervisor(parent, descriptor)
     connection = Connection(descriptor)
     os.set_inheritable(descriptor, False)
@@ -130,18 +128,17 @@ def serve(descriptor: int, parent: int, module: str, argument: str) -> None:
     for path, value in (("oom_score_adj", "1000"), ("autogroup", str(NICENESS))):
         with contextlib.suppress(OSError), open(f"/proc/self/{path}", "w") as file:
             file.write(value)
-    answer: Callable[[bytes], Any] | None = None
     try:
-        answer, problem = importlib.import_module(module).make_answer(json.loads(argument)), None
+        answer = importlib.import_module(module).make_answer(json.loads(argument))
     except InputError as error:
-        problem = str(error)
-    reply = problem
-    while True:
-        # JSON: the trainer must not unpickle what user code could have made
-        connection.send_bytes(json.dumps(reply).encode())
-        if answer is None:
-            return
-        try:
-            reply = answer(connection.recv_bytes())
-        except EOFError:
-            return
+        _send(connection, str(error))
+        return
+    _send(connection, None)
+    with contextlib.suppress(EOFError):
+        while True:
+            _send(connection, answer(connection.recv_bytes()))
+
+
+def _send(connection: Connection, reply: Any) -> None:
+    """As JSON: the trainer must not unpickle what user code could have made."""
+    connection.send_bytes(json.dumps(reply).encode())
