@@ -15,7 +15,7 @@ FLOORS = [
     {"trainer", "simulate"},
     {"rollout", "checkpoint"},
     {"memory"},
-    {"idle", "telemetry", "rewards", "loading"},
+    {"idle", "telemetry", "rewards", "environments", "loading"},
     {"draft"},
     {"learn", "planner", "data"},
     {"engine"},
