@@ -154,6 +154,11 @@ class EnvironmentConfig:
     draft: bool = key(True, resume=SAFE)
     """Whether drafts run copies of the environment; false where tools have side effects."""
 
+    @property
+    def is_used(self) -> bool:
+        """Whether responses are episodes."""
+        return self.factory is not None or bool(self.tools)
+
 
 @dataclass
 class RolloutConfig:

@@ -198,7 +198,7 @@ class Trainer:
         metrics = {
             # Without the overlong penalty, which shapes training alone.
             "eval/reward": float(combine(samples.rewards, self.sampler.reward_weights).mean()),
-            "eval/completions/mean_length": float(samples.lengths.mean()),
+            "eval/completions/mean_length": float(samples.num_sampled.mean()),
             "eval/completions/clipped_ratio": float(samples.is_truncated.mean()),
             "eval/reward/errors": self.sampler.scorer.take_metrics()["reward/errors"],
         }

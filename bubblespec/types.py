@@ -70,9 +70,11 @@ class Row:
     tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     """int64, the response with its stop token."""
     logprob: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
-    """float32, of each token under the distribution that it was drawn from."""
+    """float32, of each token under the distribution that it was drawn from; NaN if it was not
+    sampled, but is an environment's."""
     full_logprob: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
-    """float32, of each token under the policy at the sampling temperature, without truncation."""
+    """float32, of each token under the policy at the sampling temperature, without truncation; NaN
+    as `logprob`."""
     finish: str | None = None
     """"stop", "length", or None while it is not finished."""
 
@@ -143,6 +145,11 @@ class Samples:
         """Response tokens of each sample, int64 [S]."""
         return np.array([len(t) for t in self.tokens])
 
+    @property
+    def num_sampled(self) -> np.ndarray:
+        """Of these, the tokens that were sampled, int64 [S]."""
+        return count_sampled(self.full_logprob)
+
     def of_groups(self, numbers: list[int]) -> "Samples":
         """The samples of some of the groups, in the order given."""
         size = self.num_generations
@@ -168,6 +175,17 @@ class Samples:
             np.concatenate((self.is_truncated, other.is_truncated)),
             np.concatenate((self.rewards, other.rewards)),
         )
+
+
+def is_sampled(logprob: np.ndarray) -> np.ndarray:
+    """Which tokens of a response were sampled, bool [L]; the others are an environment's.
+    logprob: [L], see `Row`."""
+    return ~np.isnan(logprob)
+
+
+def count_sampled(logprobs: list[np.ndarray]) -> np.ndarray:
+    """Sampled tokens of each response, int64 [S]. logprobs: of each, see `Row`."""
+    return np.array([np.count_nonzero(is_sampled(logprob)) for logprob in logprobs])
 
 
 def digest(samples: Samples) -> str:

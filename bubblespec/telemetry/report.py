@@ -16,13 +16,13 @@ def rollout_metrics(record: StepRecord, functions: list[str]) -> dict:
     """What was generated and how it scored, groups that dynamic sampling has replaced included.
     functions: dotted paths."""
     samples, rewards = record.generated, record.all_rewards
-    lengths = samples.lengths
+    lengths = samples.num_sampled
     metrics = {
         "reward": float(rewards.mean()),
         "reward_std": float(rewards.std(axis=1, ddof=1).mean()) if rewards.shape[1] > 1 else 0.0,
         "frac_reward_zero_std": float(has_zero_std(rewards).mean()),
         # Of a token that is sampled from p, -log p is the entropy of p on average.
-        "entropy": -float(np.concatenate(samples.full_logprob).mean(dtype=np.float64)),
+        "entropy": -float(np.nanmean(np.concatenate(samples.full_logprob), dtype=np.float64)),
         "completions/mean_length": float(lengths.mean()),
         "completions/median_length": float(np.median(lengths)),
         "completions/p99_length": float(np.percentile(lengths, 99)),
