@@ -77,6 +77,9 @@ class Row:
     as `logprob`."""
     finish: str | None = None
     """"stop", "length", or None while it is not finished."""
+    has_turns: bool = False
+    """A stop token ends a turn, after which an environment may have something to say: tokens whose
+    log-probabilities are NaN."""
 
 
 @dataclass
@@ -89,6 +92,14 @@ class Draft:
     """It ends as a response does."""
     version: int
     """Updates of the weights that last extended it."""
+    observations: tuple[tuple[int, int], ...] = ()
+    """[begin, end) of the tokens that an environment gave."""
+
+
+def observed_spans(logprob: np.ndarray) -> tuple[tuple[int, int], ...]:
+    """[begin, end) of the tokens that were not sampled. logprob: [L], NaN for these."""
+    edges = np.flatnonzero(np.diff(is_sampled(logprob), prepend=True, append=True)).tolist()
+    return tuple(zip(edges[::2], edges[1::2], strict=True))
 
 
 class Launch(NamedTuple):

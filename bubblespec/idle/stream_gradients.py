@@ -111,8 +111,9 @@ class StreamGradients(SliceTask):
         return -(-total // size), cost.seconds(size), cost.tokens_s(size)
 
     def can_begin(self) -> bool:
-        """Once this rank's rows are done."""
-        is_idle = not self.view.unfinished and (self.view.engine.is_idle or not self.frees_cache)
+        """Once this rank's rows are done, or while all of them wait for their environments."""
+        is_idle = not self.view.unfinished or self.view.is_idle
+        is_idle &= self.view.engine.is_idle or not self.frees_cache
         return is_idle and self.learner.cost.is_known and bool(self._pieces)
 
     def do_slice(self) -> Span:
