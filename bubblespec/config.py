@@ -131,6 +131,36 @@ class RewardConfig:
 
 
 @dataclass
+class EnvironmentConfig:
+    """Episodes: tools or an environment that answer the model's turns."""
+
+    factory: str | None = None
+    """Dotted path of an environment's class: TRL's (`reset`, and public methods as tools) or
+    SkyRL-gym's (`init`, `step`)."""
+    tools: list[str] = key([])
+    """Dotted paths of functions with type hints and docstrings that the model may call."""
+    max_turns: int = key(8, at_least(1))
+    """Turns of the model in an episode; tool calls in the last are not run."""
+    max_observation_length: int = key(512, at_least(1))
+    """Tokens between two turns, or added to the prompt; longer text is cut."""
+    num_workers: int = key(4, at_least(0), resume=SAFE)
+    """Processes per rank that run environments, each one call at a time; 0 runs them in the main
+    process, unprotected from what hangs or crashes."""
+    timeout_s: float = key(60.0, above(0), resume=SAFE)
+    """Seconds that a call may take in a worker; taking longer is the tool's error."""
+    deterministic: bool = key(True, resume=SAFE)
+    """Whether equal columns, seeds and actions have equal results. A replay that differs ends the
+    run then; otherwise it is counted."""
+    draft: bool = key(True, resume=SAFE)
+    """Whether drafts run copies of the environment; false where tools have side effects."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether responses are episodes."""
+        return self.factory is not None or bool(self.tools)
+
+
+@dataclass
 class RolloutConfig:
     """Sampling of a step, and the size of the engine."""
 
@@ -398,6 +428,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     loss: LossConfig = field(default_factory=LossConfig)

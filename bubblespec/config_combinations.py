@@ -13,7 +13,8 @@ def check_combinations(config):
     """The same configuration, a `config.Config`. Raises InputError, naming the key and the nearest
     valid value."""
     _check_sizes(config)
-    for problems in (_loss_problems, _reward_problems, _data_problems, _streaming_problems):
+    of_sections = (_loss_problems, _reward_problems, _data_problems, _environment_problems)
+    for problems in (*of_sections, _streaming_problems):
         for problem in problems(config):
             raise InputError(problem)
     method = config.speculative.method
@@ -84,12 +85,13 @@ def _loss_problems(config) -> Iterator[str]:
 
 def _reward_problems(config) -> Iterator[str]:
     functions, weights = config.reward.functions, config.reward.weights
-    if not functions:
+    if not functions and config.environment.factory is None:
         yield "reward.functions: give at least one reward function"
     for path in functions:
         if functions.count(path) > 1:
             yield f"reward.functions: '{path}' is given more than once; give it a larger weight"
-    if weights is not None and len(weights) != len(functions):
+    num_possible = {len(functions), len(functions) + (config.environment.factory is not None)}
+    if weights is not None and len(weights) not in num_possible:
         yield f"reward.weights: {len(weights)} weights for {len(functions)} reward.functions"
 
 
@@ -100,6 +102,27 @@ def _data_problems(config) -> Iterator[str]:
     for name in ("name", "eval_path", "eval_split") if data.tasks else ():
         if getattr(data, name) is not None:
             yield f"data.{name}: held-out problems of data.tasks have a seed; leave it out"
+
+
+def _environment_problems(config) -> Iterator[str]:
+    rollout, environment = config.rollout, config.environment
+    if not environment.is_used:
+        return
+    limit, longest = rollout.max_completion_length, environment.max_observation_length
+    if longest >= limit:
+        yield (
+            f"environment.max_observation_length: {longest} must be below "
+            f"rollout.max_completion_length = {limit}, so that a turn fits behind an observation"
+        )
+    if rollout.tp_tail_max_rows not in ("auto", 0):
+        yield (
+            f"rollout.tp_tail_max_rows: {rollout.tp_tail_max_rows}, but an episode goes on where "
+            "its environment is; give 0"
+        )
+    if "drafter" in config.speculative.method:
+        yield "speculative.method: the drafter does not know turns; leave it out with environments"
+    if config.run.trace:
+        yield "run.trace: traces for the simulator do not know turns; give false with environments"
 
 
 def _streaming_problems(config) -> Iterator[str]:

@@ -27,6 +27,8 @@ from bubblespec.data.prompts import (
     make_tokenize,
     reasoning_gym_rows,
 )
+from bubblespec.environments.forms import Form
+from bubblespec.environments.tokens import base_ids
 from bubblespec.errors import InputError, one_line
 from bubblespec.learn.lora import add_adapter
 from bubblespec.types import Prompt
@@ -148,7 +150,7 @@ def stop_tokens(
 
 
 def load_prompts(
-    config: Config, tokenizer: PreTrainedTokenizerBase
+    config: Config, tokenizer: PreTrainedTokenizerBase, environment: Form | None = None
 ) -> tuple[PromptSet, list[Prompt]]:
     """Training prompts and held-out prompts. A training prompt that is also held out is left out of
     training, whether or not this run evaluates: the batches do not depend on that. Raises
@@ -156,6 +158,9 @@ def load_prompts(
     data, count, longest = config.data, config.eval.num_prompts, config.rollout.max_prompt_length
     options = {"system_prompt": data.system_prompt, "as_chat": data.as_chat}
     tokenize = make_tokenize(tokenizer)
+    if environment is not None:  # what it adds to the prompt comes later
+        options_of_base = {"schemas": environment.schemas(), "adds_text": environment.adds_text}
+        tokenize = functools.partial(base_ids, tokenizer, **options_of_base)
 
     def prompts_of(rows, key: str) -> PromptSet:
         return build_prompt_set(rows, tokenize, longest, key=key, **options)

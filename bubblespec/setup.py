@@ -1,6 +1,7 @@
 """A run is built: model, data, rewards and engine are loaded, checked, and continued from a
 checkpoint if there is one."""
 
+import atexit
 import copy
 from typing import IO
 
@@ -37,6 +38,8 @@ from bubblespec.engine.kernels import choose_kernel
 from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
+from bubblespec.environments.environments import Environments, check_environment
+from bubblespec.environments.forms import load_form
 from bubblespec.errors import InputError, log
 from bubblespec.learn.learner import Learner
 from bubblespec.learn.optimizer import Optimizer
@@ -74,8 +77,16 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     if slower and ranks.is_main:
         log(f"warning: {slower}")
     reference = make_reference(config, model, checkpoint, ranks)
-    train_prompts, eval_prompts = load_prompts(config, tokenizer)
+    form = None
+    if config.environment.is_used:
+        form = load_form(config.environment.factory, config.environment.tools)
+    has_reward = form is not None and form.has_reward
+    weights = check_weights(config, has_reward)
+    train_prompts, eval_prompts = load_prompts(config, tokenizer, form)
     check_prompts(config, functions, train_prompts, eval_prompts, ranks)
+    if form is not None:
+        prompt = train_prompts.prompts[0]
+        check_environment(config.environment, tokenizer, prompt.text, prompt.columns)
     stops = stop_tokens(config, model, tokenizer)
     optimizer = Optimizer(model, config.optim, config.run.max_steps, ranks)
     if checkpoint:
@@ -91,8 +102,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     learner = Learner(**parts, optimizer=optimizer, kernel=kernel)
     engine, max_tp_rows = build_engine(config, learner, ranks)
     schedule = make_schedule(config, train_prompts)
-    scorer = Scorer(config.reward, functions, tokenizer, ranks)
-    weights = config.reward.weights or [1.0] * len(functions)
+    scorer = Scorer(config.reward, functions, tokenizer, ranks, has_reward)
     limits = (config.rollout.temperature, config.rollout.top_p, config.rollout.top_k)
     params = SamplingParams(*limits, stops, config.rollout.min_completion_length)
     sampler = make_sampler(config, ranks, engine, params, schedule, scorer, reward_weights=weights)
@@ -100,6 +110,9 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         with refuse_what_does_not_fit(checkpoint):
             schedule.load_state_dict(load_arrays(checkpoint, PLANNER_FILE))
             sampler.load_state_dict(load_arrays(checkpoint, SPECULATION_FILE))
+    if form is not None:
+        sampler.environments = Environments(config.environment, tokenizer)
+        atexit.register(sampler.environments.close)
     if config.optim.stream_gradients:
         sampler.learner = learner
     sampler.tail = make_tp_tail(
@@ -195,6 +208,19 @@ def build_engine(config: Config, learner: Learner, ranks: Ranks) -> tuple[Engine
     return Engine(runner), max_tp_rows
 
 
+def check_weights(config: Config, has_environment: bool) -> list[float]:
+    """One for each reward function, and for the environment's own reward if it has one. Raises
+    InputError."""
+    count, weights = len(config.reward.functions) + has_environment, config.reward.weights
+    if not count:
+        problem = "is not given, and environment.factory has no get_reward"
+        raise InputError(f"reward.functions: {problem}; one of them must score the responses")
+    if weights is not None and len(weights) != count:
+        needed = f"{count} are needed, the environment's last" if has_environment else f"{count}"
+        raise InputError(f"reward.weights: {len(weights)} weights, but {needed}")
+    return weights or [1.0] * count
+
+
 def check_prompts(
     config: Config,
     functions: dict[str, RewardFunction],
@@ -208,7 +234,8 @@ def check_prompts(
     for path, function in functions.items():
         for source, prompts in sources.items():
             if prompts:
-                check_arguments(path, function, prompts[0].columns, source)
+                is_used = config.environment.is_used
+                check_arguments(path, function, prompts[0].columns, source, is_used)
     longest, num_prompts = config.rollout.max_prompt_length, config.rollout.num_prompts_per_step
     if train_prompts.num_dropped and ranks.is_main:
         num_dropped = train_prompts.num_dropped

@@ -130,7 +130,7 @@ class Trainer:
         """Write the step's numbers, and whatever else is wanted of it: samples, timeline, trace.
         metrics: of the update."""
         ranks, run, step, sampler = self.ranks, self.config.run, record.step, self.sampler
-        metrics |= reports.rollout_metrics(record, list(self.rewards))
+        metrics |= reports.rollout_metrics(record, sampler.scorer.names)
         metrics |= sampler.scorer.take_metrics() | sampler.schedule.metrics()
         if sampler.proposer is None:
             metrics |= reports.forward_metrics(ranks, record)
@@ -140,6 +140,8 @@ class Trainer:
             metrics |= reports.speculation_metrics(ranks, record, **drafts)
         metrics |= reports.timing_metrics(ranks, record, metrics.pop("timing_s/sync"))
         metrics |= reports.placement_metrics(ranks, record) | sampler.stats.metrics()
+        if sampler.environments is not None:
+            metrics |= reports.episode_metrics(ranks, record)
         metrics |= reports.idle_metrics(ranks, record) | reports.shared_tail_metrics(ranks, record)
         if sampler.drafter is not None:
             metrics |= sampler.drafter.metrics(ranks)
@@ -198,7 +200,7 @@ class Trainer:
         metrics = {
             # Without the overlong penalty, which shapes training alone.
             "eval/reward": float(combine(samples.rewards, self.sampler.reward_weights).mean()),
-            "eval/completions/mean_length": float(samples.lengths.mean()),
+            "eval/completions/mean_length": float(samples.num_sampled.mean()),
             "eval/completions/clipped_ratio": float(samples.is_truncated.mean()),
             "eval/reward/errors": self.sampler.scorer.take_metrics()["reward/errors"],
         }

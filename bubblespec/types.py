@@ -70,11 +70,16 @@ class Row:
     tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     """int64, the response with its stop token."""
     logprob: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
-    """float32, of each token under the distribution that it was drawn from."""
+    """float32, of each token under the distribution that it was drawn from; NaN if it was not
+    sampled, but is an environment's."""
     full_logprob: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
-    """float32, of each token under the policy at the sampling temperature, without truncation."""
+    """float32, of each token under the policy at the sampling temperature, without truncation; NaN
+    as `logprob`."""
     finish: str | None = None
     """"stop", "length", or None while it is not finished."""
+    has_turns: bool = False
+    """A stop token ends a turn, after which an environment may have something to say: tokens whose
+    log-probabilities are NaN."""
 
 
 @dataclass
@@ -87,6 +92,14 @@ class Draft:
     """It ends as a response does."""
     version: int
     """Updates of the weights that last extended it."""
+    observations: tuple[tuple[int, int], ...] = ()
+    """[begin, end) of the tokens that an environment gave."""
+
+
+def observed_spans(logprob: np.ndarray) -> tuple[tuple[int, int], ...]:
+    """[begin, end) of the tokens that were not sampled. logprob: [L], NaN for these."""
+    edges = np.flatnonzero(np.diff(is_sampled(logprob), prepend=True, append=True)).tolist()
+    return tuple(zip(edges[::2], edges[1::2], strict=True))
 
 
 class Launch(NamedTuple):
@@ -143,6 +156,11 @@ class Samples:
         """Response tokens of each sample, int64 [S]."""
         return np.array([len(t) for t in self.tokens])
 
+    @property
+    def num_sampled(self) -> np.ndarray:
+        """Of these, the tokens that were sampled, int64 [S]."""
+        return count_sampled(self.full_logprob)
+
     def of_groups(self, numbers: list[int]) -> "Samples":
         """The samples of some of the groups, in the order given."""
         size = self.num_generations
@@ -168,6 +186,17 @@ class Samples:
             np.concatenate((self.is_truncated, other.is_truncated)),
             np.concatenate((self.rewards, other.rewards)),
         )
+
+
+def is_sampled(logprob: np.ndarray) -> np.ndarray:
+    """Which tokens of a response were sampled, bool [L]; the others are an environment's.
+    logprob: [L], see `Row`."""
+    return ~np.isnan(logprob)
+
+
+def count_sampled(logprobs: list[np.ndarray]) -> np.ndarray:
+    """Sampled tokens of each response, int64 [S]. logprobs: of each, see `Row`."""
+    return np.array([np.count_nonzero(is_sampled(logprob)) for logprob in logprobs])
 
 
 def digest(samples: Samples) -> str:

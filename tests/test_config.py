@@ -78,7 +78,7 @@ modl.path=x | modl.path | did you mean model.path?
 learning_rate=1 | learning_rate | did you mean optim.learning_rate?
 optim.learnin_rate=1 | optim.learnin_rate | did you mean optim.learning_rate?
 rollout.learning_rate=1 | rollout.learning_rate | did you mean optim.learning_rate?
-zzzz=1 | zzzz | valid are data, drafter, eval, loss, model
+zzzz=1 | zzzz | valid are data, drafter, environment, eval, loss, model
 loss.beta=0.1 | loss.beta | here it is loss.kl_coef
 actor_rollout_ref.rollout.n=8 | actor_rollout_ref.rollout.n | here it is rollout.num_generations
 """

@@ -47,8 +47,8 @@ def test_examples_are_pieces_of_responses_behind_the_end_of_what_comes_before(
             example = next(examples)
             begin = end - example.context_length
             assert example.context_length == min(end, drafter_training.CONTEXT)
-            assert example.tokens.tolist() == whole[begin : end + piece].tolist()
-            wanted = states[begin:][: len(example.tokens) - 1]
+            assert example.tokens.tolist() == whole[begin : end + piece][:-1].tolist()
+            wanted = states[begin:][: len(example.tokens)]
             assert torch.allclose(example.hidden, wanted, rtol=0, atol=1e-10)
     assert next(examples, None) is None
 
@@ -85,7 +85,7 @@ def chain_states(drafter, example: Example, start: int, length: int) -> list[tor
 def starts_of(example: Example) -> range:
     """Positions where a chain may begin whose first token is of the response: the token two
     positions on."""
-    return range(max(example.context_length - 2, 0), len(example.tokens) - 2)
+    return range(max(example.context_length - 2, 0), len(example.tokens) - 1)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -102,7 +102,7 @@ def test_an_unrolled_pass_is_a_token_of_the_chains_from_all_positions(name):
                 (row, start + number): chain_states(drafter, example, start, number + 1)[-1]
                 for row, example in enumerate(examples)
                 for start in starts_of(example)
-                if start + number + 2 < len(example.tokens)
+                if start + number + 1 < len(example.tokens)
             }
             assert positions == sorted(wanted)
             for position, found in zip(positions, logits, strict=True):
@@ -119,7 +119,7 @@ def test_the_gradient_is_that_of_the_loss_as_written_down(name):
         for example in examples:
             for start in starts_of(example):
                 position = start + number
-                if position + 2 < len(example.tokens):
+                if position + 1 < len(example.tokens):
                     teacher = head(drafter, example.hidden[position + 1]) / 0.8
                     teacher = teacher.softmax(-1).detach()
                     state = chain_states(drafter, example, start, number + 1)[-1]

@@ -93,6 +93,8 @@ class SlotEngine:
     def is_idle(self) -> bool:
         return not self.rows and not self.queue
 
+    is_waiting = is_idle
+
     def prefilling(self) -> list[Row]:
         return self.is_prefilling
 
@@ -240,7 +242,11 @@ class FakeLearner:
 def streaming(rewards=(1.0, 0.0, 2.0, 2.0), own=None, **rollout):
     """Two groups of two responses of 10, 20, 30 and 40 tokens, all of this rank and scored."""
     launch = Launch(groups_of(0)[:2], 2, 2)
-    rows = [Row(name, (1,), 50, np.arange(10 * n)) for n, name in enumerate(launch.ids, 1)]
+    texts = [np.arange(10 * n) for n in range(1, 5)]
+    rows = [
+        Row(*of, full_logprob=-0.1 * of[-1])
+        for of in zip(launch.ids, [(1,)] * 4, [50] * 4, texts, strict=True)
+    ]
     scored = [list(zip(rows, rewards, strict=True))]
     learner = FakeLearner(Clock())
     for key, value in rollout.items():
@@ -262,7 +268,7 @@ def test_gradients_of_complete_groups_are_computed_slice_by_slice():
     assert task.capacity() == NUM_WANTED
     tick(task)
     jobs = list(task.jobs())
-    assert [job.rank for job in jobs] == [0, 0] and not any(job.co_scheduled for job in jobs)
+    assert [job.rank for job in jobs] == [0, 0]
     assert not task.run_slice() and not learner.done, "not before it is given"
     for job in jobs:
         task.accept(job, 1)

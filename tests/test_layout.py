@@ -16,7 +16,7 @@ FLOORS = [
     {"rollout", "checkpoint"},
     {"memory"},
     {"idle", "telemetry", "rewards", "loading"},
-    {"draft"},
+    {"draft", "environments"},
     {"learn", "planner", "data"},
     {"engine"},
     {"dist", "config"},

@@ -132,16 +132,20 @@ def test_samples_and_accepted_lengths_go_to_tensorboard(tmp_path):
     tokens = [np.array(ids, np.int32) for ids in ([0], [1, 2], [3, 4, 5], [6])]
     logger = MetricsLogger(str(tmp_path), 0, 10)
     rewards = np.array([0.0, 0.25, 0.5, 1.0])
-    logger.log_samples(3, samples_of(groups, tokens), rewards, Letters(), count=2)
+    samples = samples_of(groups, tokens)
+    samples.full_logprob[2] = np.array([0, np.nan, 0])
+    logger.log_samples(3, samples, rewards, Letters(), count=4)
     counts = [3, 2, 0, 0, 1] + [0] * (len(WINDOWS) - 6) + [1]
     logger.log(0, BASE | {"rollout/spec_accepted_lengths": counts})
     logger.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert events.Histograms("completions/length")[0].histogram_value.num == 4
-    for i, reply in enumerate("ag"):
+    found = events.Histograms("completions/length")[0].histogram_value
+    assert (found.num, found.sum) == (4, 1 + 2 + 2 + 1), "an observation is not counted"
+    for i, reply in enumerate(["a", "bc", "d⟦e⟧f", "g"]):
         (event,) = events.Tensors(f"sample_{i}/text_summary")
         text = event.tensor_proto.string_val[0].decode()
-        assert f"reward {i}.000" in text and f"question {i}" in text and text.endswith(reply)
+        assert f"reward {rewards[i]:.3f}" in text and f"question {i // 2}" in text
+        assert text.endswith(f" {reply}")
     # Counts by bin become so many values of each bin's lowest length.
     found = events.Histograms("rollout/spec_accepted_lengths")[0].histogram_value
     values = [0, 0, 0, 1, 1, 4, 128]

@@ -77,6 +77,15 @@ def test_rollout_metrics_of_a_hand_worked_step():
     }
 
 
+def test_metrics_are_of_sampled_tokens():
+    samples = make_samples([[1.0]] * 4)
+    samples.full_logprob[3] = np.array([-2.0, *[np.nan] * 6, -1.0, -1.0])
+    found = rollout_metrics(record(samples), ["my.match"])
+    assert found["entropy"] == 4 / 10
+    assert found["completions/mean_length"] == 2.5 and found["completions/max_length"] == 4
+    assert found["completions/median_length"] == 2.5
+
+
 def test_an_evaluations_metrics_are_of_both_ranks():
     samples = make_samples([[1.0]] * 4)
     rollout = RolloutRecord(acceptance=Acceptance(draft_tokens=10, accepted_tokens=9))

@@ -19,6 +19,8 @@ from bubblespec.dist.ranks import Ranks
 from bubblespec.engine.model import prepare_model
 from bubblespec.learn.learner import response_logprobs, sum_over_ranks
 from bubblespec.learn.microbatch import make_minibatches
+from bubblespec.types import is_sampled
+from tests.helpers.rows import with_observations
 
 trl = pytest.importorskip("trl")
 
@@ -93,13 +95,15 @@ def trl_loss_and_gradient(model, samples, old: list, reference: list, loss: dict
         [samples.prompt_of(i).token_ids for i in range(len(samples))], 12, True
     )
     tokens, mask = padded(samples.tokens, 20, False)
+    tool_mask = padded([is_sampled(logprob) for logprob in samples.full_logprob], 20, False)[0]
     inputs = {
         "prompt_ids": prompts,
         "prompt_mask": prompt_mask,
         "completion_ids": tokens,
         "completion_mask": mask,
+        "tool_mask": tool_mask,
         "advantages": torch.from_numpy(ADVANTAGES),
-        "num_items_in_batch": mask.sum(),
+        "num_items_in_batch": tool_mask.sum(),
         "old_per_token_logps": padded(old, 20, False, torch.float64)[0],
         "ref_per_token_logps": padded(reference, 20, False, torch.float64)[0],
     }
@@ -115,9 +119,10 @@ def trl_loss_and_gradient(model, samples, old: list, reference: list, loss: dict
     return value.item(), gradient, metrics
 
 
+@pytest.mark.parametrize("has_turns", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_loss_and_gradient_equal_trl(make_model, tmp_path, name):
-    samples = make_samples()
+def test_loss_and_gradient_equal_trl(make_model, tmp_path, name, has_turns):
+    samples = with_observations(make_samples()) if has_turns else make_samples()
     config = make_config(1000, **CASES[name])
     model = make_model()
     theirs = copy.deepcopy(model)
@@ -132,10 +137,10 @@ def test_loss_and_gradient_equal_trl(make_model, tmp_path, name):
     rng = torch.Generator().manual_seed(2)
     batch.old = now + 0.3 * torch.randn(now.shape, generator=rng, dtype=torch.float64)
     batch.reference = now + 0.3 * torch.randn(now.shape, generator=rng, dtype=torch.float64)
-    by_sample = [None] * len(samples), [None] * len(samples)
+    by_sample = [[np.zeros(len(tokens)) for tokens in samples.tokens] for _ in range(2)]
     for parts, values in zip(by_sample, (batch.old, batch.reference), strict=True):
         for i, part in zip(batch.order, values.split(batch.lengths.tolist()), strict=True):
-            parts[i] = part
+            parts[i][is_sampled(samples.full_logprob[i])] = part
     wanted, wanted_gradient, wanted_metrics = trl_loss_and_gradient(
         theirs, samples, *by_sample, CASES[name], tmp_path
     )

@@ -64,18 +64,20 @@ class Example(NamedTuple):
     context_length: int
     """Tokens in `tokens` before the piece: of the prompt, or of the response."""
     tokens: np.ndarray
-    """int64 [L + 1], with the context."""
+    """int64 [L], with the context, without the response's last one."""
     hidden: torch.Tensor
-    """[L, H], the policy's hidden states at all of them but the last; on the host."""
+    """[L, H], the policy's hidden states at them; on the host."""
 
 
 def examples_of(tokens: np.ndarray, prompt_length: int, hidden: torch.Tensor) -> Iterator[Example]:
-    """The pieces of one response. tokens: int64 [L + 1], prompt and response; hidden: [L, H]."""
-    for begin in range(prompt_length, len(tokens), PIECE):
-        start, stop = max(begin - CONTEXT, 0), min(begin + PIECE, len(tokens))
-        if stop - start > 2:  # a state, and the next one to predict
+    """The pieces of one response, in which observations are learned from like all else: what the
+    policy would say there is as good a teacher. tokens: int64 [L], prompt and response without its
+    last token; hidden: [L, H]."""
+    for begin in range(prompt_length, len(tokens) + 1, PIECE):
+        start, stop = max(begin - CONTEXT, 0), min(begin + PIECE - 1, len(tokens))
+        if stop - start > 1:  # a state, and the next one to predict
             # A copy of its own: a view would keep the states of the whole batch.
-            states = hidden[start : stop - 1].detach().cpu().clone()
+            states = hidden[start:stop].detach().cpu().clone()
             yield Example(begin - start, tokens[start:stop], states)
 
 
@@ -151,14 +153,13 @@ class DrafterTraining:
         """Examples from a micro-batch of the policy's training; see `Learner.on_hidden`."""
         if not self.source.is_enabled:
             return
-        last = batch.target[batch.lengths.cumsum(0) - 1].cpu().numpy()
         fed = batch.input_ids.split(batch.sequence_lengths)
         states = hidden.split(batch.sequence_lengths)
-        for number, length in enumerate(batch.lengths.tolist()):
+        for number, prompt_length in enumerate(batch.prompt_lengths):
             if self._room <= 0:
                 return
-            tokens = np.append(fed[number].cpu().numpy(), last[number])
-            for example in examples_of(tokens, len(tokens) - length, states[number]):
+            tokens = fed[number].cpu().numpy()
+            for example in examples_of(tokens, prompt_length, states[number]):
                 self._room -= len(example.hidden)
                 self.add(example)
 
@@ -207,7 +208,7 @@ class DrafterTraining:
         [S, T]."""
         parts = (
             [x.hidden for x in examples],
-            [torch.from_numpy(x.tokens[1:-1]) for x in examples],
+            [torch.from_numpy(x.tokens[1:]) for x in examples],
             [torch.arange(len(x.hidden) - 1) >= x.context_length - 2 for x in examples],
         )
         device = self.params[0].device
@@ -375,9 +376,9 @@ def learn_from(model: PreTrainedModel, rows: Sequence[Row], kernel: str) -> list
     """Examples of these responses, with the policy's hidden states."""
     examples = []
     for row in rows:
-        tokens = np.concatenate((row.prompt, row.tokens))
-        packing = pack_sequences([len(tokens) - 1], model.device)
-        hidden = forward_hidden(model, to_device(tokens[:-1], model.device), packing, kernel)
+        tokens = np.concatenate((row.prompt, row.tokens[:-1]))
+        packing = pack_sequences([len(tokens)], model.device)
+        hidden = forward_hidden(model, to_device(tokens, model.device), packing, kernel)
         examples += examples_of(tokens, len(row.prompt), hidden)
     return examples
 

@@ -192,7 +192,8 @@ class DraftSource:
 
     def track(self, number: int) -> None:
         """Proposals for a row will be asked for from now on; it may have tokens already, and may
-        have been tracked before, with fewer and by another number."""
+        have been tracked before, with fewer, or after an observation that was not real with more,
+        and by another number."""
 
     def propose(self, numbers: np.ndarray, limits: np.ndarray) -> Proposals:
         """What may come next in rows, of which there is at least one. limits: maximum number of
@@ -242,7 +243,8 @@ class SuffixMatches(DraftSource):
         if (group := self._groups.get(row.id[:2])) is None:
             group = self._groups[row.id[:2]] = len(self._groups)
             self._waiting[group] = []
-        if (text := self._texts.get(row.id)) is None:
+        text = self._texts.get(row.id)
+        if text is None or index.num_tokens(text) > len(row.tokens):
             text = self._texts[row.id] = index.add_row(group, row.id.sample, row.max_new_tokens)
         self.tracked.text[number] = text
         if group in self._waiting:

@@ -13,6 +13,9 @@ Where keys and values are in pages, rows are admitted while pages last. When the
 youngest row goes back to the head of the queue: it is fed with its tokens again later, which are
 its own and need no verification.
 
+A stop token may end a turn of a row instead of the row (`Row.has_turns`). The row is paused then:
+it keeps its slot, but samples nothing until it is resumed with what somebody else has to say.
+
 A forward feeds "n new tokens of row r", whether they are a prompt, one sampled token, or that token
 and a draft after it. Draft tokens come from a `Proposer`; a `Runner` verifies which of them the row
 would have sampled anyway, and rolling back the others is lowering the row's length.
@@ -78,6 +81,7 @@ class Engine:
             (4, num_slots), np.int64
         )
         self.logprobs = np.zeros((2, num_slots, max_length), np.float32)
+        self.is_paused = np.zeros(num_slots, bool)
         # The prompt whose keys and values a slot holds, also after its row has finished; -1 for
         # none.
         self.prompt_id = np.full(num_slots, -1, np.int64)
@@ -91,6 +95,14 @@ class Engine:
     def is_idle(self) -> bool:
         """Whether there is nothing left to generate."""
         return not self.rows and not self.queue
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there is nothing to feed: all rows in slots are paused, and no other row can
+        come into one. True where it is idle, too."""
+        if len(self.rows) < self.num_slots and self._can_admit():
+            return False
+        return not self._wanted().any()
 
     @property
     def lengths(self) -> np.ndarray:
@@ -122,6 +134,34 @@ class Engine:
         slot = self.rows.index(row)
         self._take_results(slot)
         self._free(slot)
+
+    def resume(self, row: Row, ids: np.ndarray) -> None:
+        """Append tokens that are not sampled to a paused row, which samples again behind them.
+        Where they leave no room for another token, they are cut to the row's limit, and the row is
+        taken out: it has finished with "length"."""
+        room = row.max_new_tokens - len(row.tokens)
+        ids, row.finish = ids[:room], "length" if len(ids) >= room else None
+        unknown = np.full(len(ids), np.nan, np.float32)
+        row.tokens = np.concatenate((row.tokens, ids))
+        row.logprob = np.concatenate((row.logprob, unknown))
+        row.full_logprob = np.concatenate((row.full_logprob, unknown))
+        if row in self.rows:
+            self._write(self.rows.index(row))
+        if row.finish is not None:
+            self.drop(row)
+
+    def rewind(self, row: Row, length: int) -> None:
+        """Forget a row's response tokens after the first `length`; it is paused then, also if it
+        has reached its limit since."""
+        is_active = row in self.rows
+        if is_active:
+            self._take_results(self.rows.index(row))
+        row.tokens, row.finish = row.tokens[:length], "stop"
+        row.logprob, row.full_logprob = row.logprob[:length], row.full_logprob[:length]
+        if is_active:
+            self._write(self.rows.index(row))
+        elif row not in self.queue:
+            self.queue.append(row)
 
     def collect(self) -> list[Row]:
         """The rows in slots, with their tokens so far in them, and those in the queue as they are.
@@ -165,7 +205,8 @@ class Engine:
         max_prefill_tokens: int | None = None,
     ) -> tuple[list[Row], Load | None]:
         """One forward: admit, feed every row's next tokens, sample where a row's known tokens end.
-        Returns the finished rows, and what the forward had to do, or None without rows.
+        Returns the finished rows, those that are paused now among them, and what the forward had
+        to do, or None where there is nothing to feed.
 
         proposer: where drafts come from; max_prefill_tokens: of rows that do not decode yet, by
         default max_batch_tokens.
@@ -188,7 +229,7 @@ class Engine:
     def schedule(
         self, proposer: Proposer | None = None, max_prefill_tokens: int | None = None
     ) -> Batch | None:
-        """Admit rows, and plan a forward of every row's next tokens; None without rows. See
+        """Admit rows, and plan a forward of every row's next tokens; None if there are none. See
         `step`."""
         if self.pages is not None:
             self._reclaim_pages()
@@ -199,6 +240,8 @@ class Engine:
         if not active:
             return None
         count, draft = self._plan(proposer, max_prefill_tokens)
+        if not (num_tokens := int(count.sum())):
+            return None
         start = self.cached[:active].copy()
         ends = start + count
         if self.pages is not None:
@@ -208,7 +251,7 @@ class Engine:
         length = self.length[slots]
         num_draft = ends[slots] - length
         wide, sums = np.count_nonzero(count > 1), (ends, num_prompt, num_draft)
-        load = Load(active, int(count.sum()), wide, *(int(of.sum()) for of in sums))
+        load = Load(active, num_tokens, wide, *(int(of.sum()) for of in sums))
         slot, offset = ragged(count)
         index = np.array((slot, start[slot] + offset))  # a quarter of what np.stack takes
         generated = length - self.prompt_length[slots]
@@ -216,6 +259,12 @@ class Engine:
         if len(draft):
             tokens[index[1] >= self.length[slot]] = draft
         return Batch(start, count, index, tokens, slots, generated, num_draft, draft, load)
+
+    def _wanted(self) -> np.ndarray:
+        """Known tokens of each active row that can be fed, int64 [R]. The last one of a paused row
+        is fed when it is resumed."""
+        active = len(self.rows)
+        return self.length[:active] - self.is_paused[:active] - self.cached[:active]
 
     def _rows_in(self, slots: np.ndarray) -> list[Row]:
         if len(slots) == len(self.rows):
@@ -234,10 +283,10 @@ class Engine:
         int64 [S], row after row: decoding rows first, then prompts under the token budget, then
         drafts."""
         active = len(self.rows)
-        wanted = self.length[:active] - self.cached[:active]
+        wanted = self._wanted()
         if wanted.max() > 1:
             self._share_prefills()
-            wanted = self.length[:active] - self.cached[:active]
+            wanted = self._wanted()
         prefilling = wanted > 1
         count = np.where(prefilling, 0, wanted)
         budget = int(self.max_batch_tokens - count.sum())
@@ -253,7 +302,8 @@ class Engine:
             budget -= int(count[slot])
             prefill_budget -= int(count[slot])
         draft = np.empty(0, np.int64)
-        if proposer is not None and budget > 0 and len(decoding := (~prefilling).nonzero()[0]):
+        decoding = (~(prefilling | self.is_paused[:active])).nonzero()[0]
+        if proposer is not None and budget > 0 and len(decoding):
             draft, lengths = self._ask_for_drafts(proposer, decoding, budget)
             count[decoding] += lengths
         return count, draft
@@ -334,7 +384,8 @@ class Engine:
         return gained, token
 
     def _finish(self, slots: np.ndarray, is_stopped: np.ndarray) -> list[Row]:
-        """Take out the rows in `slots` that have stopped, bool [slots], or reached their limit."""
+        """Take out the rows in `slots` that have stopped, bool [slots], or reached their limit;
+        those that have ended a turn stay."""
         ended = self.length[slots] - self.prompt_length[slots] >= self.limit[slots]
         finished: list[Row] = []
         # From the last slot down, so that the row moving into a freed slot is never one that has
@@ -343,7 +394,10 @@ class Engine:
             row = self._take_results(slots[i])
             row.finish = "stop" if is_stopped[i] else "length"
             finished.append(row)
-            self._free(slots[i])
+            if row.has_turns and is_stopped[i]:
+                self.is_paused[slots[i]] = True
+            else:
+                self._free(slots[i])
         return finished
 
     def _place(self, slot: int) -> None:
@@ -351,19 +405,26 @@ class Engine:
         of its prompt."""
         row = self.rows[slot]
         prompt_id = self._prompt_ids.setdefault(row.prompt, len(self._prompt_ids))
-        length, known = len(row.prompt), len(row.tokens)
+        length = len(row.prompt)
         has_prompt = self.prompt_id[slot] == prompt_id
         self.cached[slot] = min(self.cached[slot], length - 1) if has_prompt else 0
         self.tokens[slot, :length] = row.prompt
-        given = slice(length, length + known)
-        self.tokens[slot, given] = row.tokens
-        self.logprobs[:, slot, given] = (row.logprob, row.full_logprob) if len(row.logprob) else 0.0
-        self.prompt_length[slot], self.length[slot] = length, length + known
-        self.limit[slot] = row.max_new_tokens
+        self.prompt_length[slot], self.limit[slot] = length, row.max_new_tokens
         self.prompt_id[slot] = prompt_id
+        self._write(slot)
         self._age[slot] = self._gave_way.pop(row, self._num_admitted)
         self._num_admitted += 1
         self.runner.place(slot, row)
+
+    def _write(self, slot: int) -> None:
+        """A row's tokens so far, and whether it is paused, into its slot."""
+        row, begin = self.rows[slot], self.prompt_length[slot]
+        given = slice(begin, begin + len(row.tokens))
+        self.tokens[slot, given] = row.tokens
+        self.logprobs[:, slot, given] = (row.logprob, row.full_logprob) if len(row.logprob) else 0.0
+        self.length[slot] = given.stop
+        self.cached[slot] = min(self.cached[slot], given.stop - 1)
+        self.is_paused[slot] = row.finish is not None
 
     def _take_results(self, slot: int) -> Row:
         row = self.rows[slot]
@@ -395,6 +456,6 @@ class Engine:
         self.rows[slot] = moved
         self.runner.move(last, int(slot), int(self.cached[last]))
         per_slot = (self.length, self.cached, self.prompt_length, self.limit, self.prompt_id)
-        for array in (self.tokens, *self.logprobs, self._age, *per_slot):
+        for array in (self.tokens, *self.logprobs, self._age, self.is_paused, *per_slot):
             array[slot] = array[last]
         self.prompt_id[last] = -1

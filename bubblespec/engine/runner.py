@@ -100,7 +100,8 @@ class ModelRunner:
     def place(self, slot: int, row: Row) -> None:
         """See `Runner`: the slot's noise is that of the row."""
         self._noise_key[slot] = row.id
-        self._keyed[slot] = len(row.tokens)  # those before are not sampled again
+        # those before are not sampled again, unless the row is rewound
+        self._keyed[slot] = 0 if row.has_turns else len(row.tokens)
         if self.follower is not None:
             self.follower.forget(slot)
 

@@ -17,7 +17,7 @@ from bubblespec.draft.proposer import Proposer
 from bubblespec.draft.store import DraftStore, exchange
 from bubblespec.idle.task import IdleTask, Job
 from bubblespec.planner.costs import CostModel
-from bubblespec.types import Draft, Row, SampleId
+from bubblespec.types import Draft, Row, SampleId, observed_spans
 
 MAX_SLOWDOWN = 1.0  # of a forward with own rows, by co-scheduled drafts, unless told otherwise
 # On a rank that waits a forward takes no longer than so many of a single row, or than this share of
@@ -83,24 +83,25 @@ class DraftAhead(IdleTask):
         return False
 
     def _start(self, job: Job) -> None:
-        row = Row(job.key, job.prompt, self.max_new_tokens)
-        if (draft := self.store.get(job.key)) is not None:
-            row.tokens = draft.tokens.astype(np.int64)
+        row, draft = Row(job.key, job.prompt, self.max_new_tokens), self.store.get(job.key)
+        if draft is not None and self.view.begin is None:
+            row.tokens, draft = draft.tokens.astype(np.int64), None
         self._rows.add(row)
-        self.proposer.track(row, None, self.version, is_counted=False)
-        self.view.engine.add([row])
+        # An environment of its own has to be led to where the draft ends, so it is verified.
+        self.proposer.track(row, draft, self.version, is_counted=False)
+        self.view.add(row)
 
     def on_finished(self, row: Row) -> None:
         """Note the finished draft."""
         if row in self._rows:
             self._rows.remove(row)
-            self._note(row)
+            self._note(row, is_finished=True)
 
     def end(self) -> None:
         """Note the unfinished drafts, and what all of them took."""
-        for row in self.view.engine.collect():
-            if row in self._rows:
-                self._note(row)
+        self.view.engine.collect()
+        for row in self._rows:
+            self._note(row, is_finished=False)
         use, cost = self.view.record.idle[self.name], self.cost.coefficients
         for forward in self.view.record.forwards:
             if forward.ahead_rows and forward.own_rows:
@@ -114,14 +115,14 @@ class DraftAhead(IdleTask):
         most_urgent_first = (sample for sample in self._order if sample in self.drafts)
         exchange(self.store, {sample: self.drafts[sample] for sample in most_urgent_first}, ranks)
 
-    def _note(self, row: Row) -> None:
+    def _note(self, row: Row, is_finished: bool) -> None:
         """A row's tokens as a draft, unless the store has it as it is."""
         old = self.store.get(row.id)
         grown = len(row.tokens) - (0 if old is None else len(old.tokens))
         if grown > 0:
             self.view.record.drafted_tokens += grown
-            is_finished = row.finish is not None
-            self.drafts[row.id] = Draft(row.tokens.astype(np.int32), is_finished, self.version)
+            tokens, spans = row.tokens.astype(np.int32), observed_spans(row.logprob)
+            self.drafts[row.id] = Draft(tokens, is_finished, self.version, spans)
 
     def _spare_s(self) -> float:
         """Seconds that drafts may add to a forward."""
@@ -139,11 +140,10 @@ class DraftAhead(IdleTask):
     def _num_free(self) -> int:
         """How many more draft rows may join the next forwards."""
         engine = self.view.engine
-        active = len(engine.rows)
-        free = engine.num_slots - active - len(engine.queue)
+        drafting = len(self._rows)
+        free = engine.num_slots - len(self.view.unfinished) - drafting
         if free <= 0:
             return 0
         _, row_s, token_s, _, kv_s = self.cost.coefficients.tolist()
-        one_s = row_s + token_s + kv_s * (float(engine.lengths.mean()) if active else 0.0)
-        drafting = active - len(self.view.unfinished)
+        one_s = row_s + token_s + kv_s * (float(engine.lengths.mean()) if engine.rows else 0.0)
         return max(0, int(min(free + drafting, self._spare_s() / one_s)) - drafting)

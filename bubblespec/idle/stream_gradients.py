@@ -17,7 +17,7 @@ from bubblespec.idle.task import SLICE_S, SliceTask
 from bubblespec.learn.advantages import estimate_advantages
 from bubblespec.learn.learner import Learner
 from bubblespec.records import Span
-from bubblespec.types import Launch, Row, has_zero_std
+from bubblespec.types import Launch, Row, has_zero_std, is_sampled
 
 
 class Piece(NamedTuple):
@@ -43,6 +43,7 @@ def pieces_of(learner: Learner, rows: Sequence[Row | None], rewards: np.ndarray)
         if row is not None
         and (advantage != 0 or learner.reference is not None)
         and not (loss.mask_truncated_completions and row.finish == "length")
+        and is_sampled(row.full_logprob).any()
     ]
 
 
@@ -110,8 +111,9 @@ class StreamGradients(SliceTask):
         return -(-total // size), cost.seconds(size), cost.tokens_s(size)
 
     def can_begin(self) -> bool:
-        """Once this rank's rows are done."""
-        is_idle = not self.view.unfinished and (self.view.engine.is_idle or not self.frees_cache)
+        """Once this rank's rows are done, or while all of them wait for their environments."""
+        is_idle = not self.view.unfinished or self.view.is_idle
+        is_idle &= self.view.engine.is_idle or not self.frees_cache
         return is_idle and self.learner.cost.is_known and bool(self._pieces)
 
     def do_slice(self) -> Span:

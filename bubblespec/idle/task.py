@@ -5,7 +5,7 @@ decodes, but so few rows that others could join its forwards at little cost, tas
 co-scheduled.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,11 +34,21 @@ class RankView:
     max_prefill_tokens: int | None = None
     """Prompt tokens in one forward at most, None for no limit: a task may set it, to feed prompts
     of its own a little at a time."""
+    begin: Callable[[Row], None] | None = None
+    """Starts a row of a coming step, where rows are not put into the engine by themselves."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether this rank has neither rows of its own nor others to generate."""
-        return not self.unfinished and self.engine.is_idle
+        """Whether this rank has nothing to generate: neither rows of its own nor others, or all of
+        them wait for their environments."""
+        return self.engine.is_waiting
+
+    def add(self, row: Row) -> None:
+        """A row of a coming step."""
+        if self.begin is None:
+            self.engine.add([row])
+        else:
+            self.begin(row)
 
 
 class IdleTask:
@@ -117,9 +127,10 @@ class SliceTask(IdleTask):
         self._of_ranks = published
 
     def jobs(self) -> Iterable[Job]:
-        """Each rank's own slices. What one saves is shared by all ranks."""
+        """Each rank's own slices. What one saves is shared by all ranks. A rank that has rows and
+        publishes slices waits for environments."""
         return [
-            Job((rank, number), saved_s / len(self._of_ranks), slice_s, False, rank)
+            Job((rank, number), saved_s / len(self._of_ranks), slice_s, True, rank)
             for rank, (count, slice_s, saved_s) in enumerate(self._of_ranks)
             for number in range(int(count))
         ]

@@ -47,7 +47,7 @@ from bubblespec.learn.microbatch import (
 )
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.records import Span
-from bubblespec.types import Row, SampleId, Samples
+from bubblespec.types import Row, SampleId, Samples, count_sampled
 
 # Upper bound of sampling/logp_difference/mean at temperature 1; above it something other than
 # rounding is at work. Rounding alone gives 1e-7 in float64 (the generator's are kept in float32),
@@ -70,7 +70,7 @@ def response_logprobs(
     kernel: str,
     on_hidden: Callable[[Microbatch, torch.Tensor], None] | None = None,
 ) -> torch.Tensor:
-    """Log-probability of every response token, float [M], in one packed forward.
+    """Log-probability of every sampled token, float [M], in one packed forward.
     kernel: of attention; on_hidden: called with the batch and its hidden states, [N, hidden]."""
     packing = pack_sequences(batch.sequence_lengths, batch.input_ids.device)
     hidden = forward_hidden(model, batch.input_ids, packing, kernel)
@@ -121,7 +121,8 @@ class Learner:
         equal on all ranks except `timing_s/sync`, this rank's seconds in gradient reductions, and a
         "sync" span for each of these reductions.
 
-        An update whose loss or gradient is not finite is skipped, on all ranks alike;
+        An update whose loss, gradient or samples' log-probabilities are not finite is skipped, on
+        all ranks alike;
         `skipped_updates` counts them. Raises RunFailed after more than MAX_SKIPPED_STEPS
         consecutive steps with such an update.
         """
@@ -130,6 +131,9 @@ class Learner:
         has_gradient = is_in_loss(samples, self.config)
         if self.reference is None:
             has_gradient &= advantages != 0
+        # NaN says that an environment gave a token; where there is none, generation has failed.
+        has_nan = bool((samples.num_sampled < samples.lengths).any())
+        is_broken = has_nan and not self.config.environment.is_used
         is_streamed = self._streamed_on_any_rank(samples)
         minibatches, weights, factors = make_minibatches(
             samples, has_gradient & ~is_streamed, config=self.config, ranks=self.ranks
@@ -148,7 +152,7 @@ class Learner:
             if factor != 1.0:
                 self.optimizer.flat_grad.mul_(factor)
             totals.append(sum_over_ranks(self.streamed.measured + measured, self.ranks, factor))
-            is_finite = math.isfinite(totals[-1]["loss"])
+            is_finite = math.isfinite(totals[-1]["loss"]) and not is_broken
             grad_norm, learning_rate = self.optimizer.step(step, is_finite)
             grad_norms.append(grad_norm)
             num_skipped += not (is_finite and math.isfinite(grad_norm))
@@ -176,10 +180,9 @@ class Learner:
         if not self.streamed.ids.isdisjoint(ids):
             raise ValueError(f"some gradients of {ids} have been computed before")
         begin_s = self.ranks.clock.perf_counter()
-        tokens = [row.tokens for row in rows]
-        lengths, are_used = np.array([len(t) for t in tokens]), np.ones(len(rows), bool)
-        weights = local_weights(self.config.loss.loss_type, lengths, are_used)
-        generated = [row.full_logprob for row in rows]
+        tokens, generated = [row.tokens for row in rows], [row.full_logprob for row in rows]
+        are_used, loss_type = np.ones(len(rows), bool), self.config.loss.loss_type
+        weights = local_weights(loss_type, count_sampled(generated), are_used)
         batch = pack_responses([row.prompt for row in rows], tokens, generated, self.ranks.device)
         self.streamed.measured += self._accumulate_gradients([batch], advantages, weights)
         self.streamed.ids.update(ids)

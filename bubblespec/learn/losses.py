@@ -4,7 +4,10 @@ Every normalisation is a weight per token worked out from the *global* minibatch
 its own tokens in any order and any split into micro-batches, and 1, 2 or 4 ranks get the same loss.
 docs/recipes.md maps recipes to these functions.
 
-Shape legend: M response tokens of a micro-batch, S sequences of the global minibatch (of the batch,
+Tokens are sampled ones throughout: what an environment has added to a response is in no loss, no
+mean and no length here.
+
+Shape legend: M sampled tokens of a micro-batch, S sequences of the global minibatch (of the batch,
 if it has one), V vocabulary.
 """
 
@@ -104,7 +107,7 @@ def common_factor(
     - dapo, cispo: the mean over all used tokens (DAPO, arXiv 2503.14476, equation 12; CISPO, arXiv
       2506.13585, equation 4).
 
-    lengths: response tokens; is_used: False for sequences that are masked out of the loss (they
+    lengths: sampled tokens; is_used: False for sequences that are masked out of the loss (they
     still count as sequences). S is what one update is made on.
     """
     if loss_type == "grpo":

@@ -10,26 +10,28 @@ from bubblespec.config import Config
 from bubblespec.dist.ranks import Ranks
 from bubblespec.engine.packing import to_device
 from bubblespec.learn.losses import common_factor, local_weights
-from bubblespec.types import Samples
+from bubblespec.types import Samples, count_sampled, is_sampled
 
 
 @dataclass
 class Microbatch:
     """B packed sequences, prompt and response each, on the device: N tokens fed, of which M predict
-    a response token."""
+    a sampled token. What an environment has added is fed, and is no target."""
 
     order: list[int]
     """Each sequence's index among the samples, [B]."""
     lengths: torch.Tensor
-    """Response tokens of each, int64 [B]."""
+    """Sampled tokens of each, int64 [B]."""
     input_ids: torch.Tensor
     """Int64 [N]."""
     sequence_lengths: list[int]
     """Tokens fed of each, [B]."""
+    prompt_lengths: list[int]
+    """Of these, the prompt's, [B]."""
     predicts: torch.Tensor
-    """Where in `input_ids` the response tokens are predicted, int64 [M]."""
+    """Where in `input_ids` the sampled tokens are predicted, int64 [M]."""
     target: torch.Tensor
-    """The response tokens, int64 [M]."""
+    """The sampled tokens, int64 [M]."""
     generated: torch.Tensor
     """Their log-probabilities as the generator has them, float [M]."""
     old: torch.Tensor | None = None
@@ -78,20 +80,24 @@ def pack_responses(
     order: list[int] | None = None,
 ) -> Microbatch:
     """Each sequence is its prompt and its response without the last token, which predicts nothing.
-    generated: the tokens' log-probabilities as the generator has them; order: see `Microbatch`, by
-    default that of these lists."""
+    generated: the tokens' log-probabilities as the generator has them, NaN where a token is an
+    environment's; at least one of them all is not. order: see `Microbatch`, by default that of
+    these lists."""
     fed = [np.concatenate((p, t[:-1])) for p, t in zip(prompts, tokens, strict=True)]
     sequence_lengths = [len(sequence) for sequence in fed]
     ends = np.cumsum(sequence_lengths)
     predicts = [np.arange(end - len(t), end) for end, t in zip(ends, tokens, strict=True)]
+    logprob = np.concatenate(generated)
+    is_target = is_sampled(logprob)
     return Microbatch(
         order=list(range(len(tokens))) if order is None else order,
-        lengths=to_device(np.array([len(t) for t in tokens]), device),
+        lengths=to_device(count_sampled(generated), device),
         input_ids=to_device(np.concatenate(fed).astype(np.int64), device),
         sequence_lengths=sequence_lengths,
-        predicts=to_device(np.concatenate(predicts), device),
-        target=to_device(np.concatenate(tokens).astype(np.int64), device),
-        generated=to_device(np.concatenate(generated), device),
+        prompt_lengths=[len(prompt) for prompt in prompts],
+        predicts=to_device(np.concatenate(predicts)[is_target], device),
+        target=to_device(np.concatenate(tokens)[is_target].astype(np.int64), device),
+        generated=to_device(logprob[is_target], device),
     )
 
 
@@ -105,15 +111,14 @@ def make_minibatches(
     Minibatches are whole groups, in the order of the batch, whatever the number of ranks. Each is
     normalised by its own counts, as if it were the whole batch of its update.
     """
-    loss, lengths, is_used = config.loss, samples.lengths, is_in_loss(samples, config)
+    loss, num_sampled, is_used = config.loss, samples.num_sampled, is_in_loss(samples, config)
     prompt_lengths = [len(samples.prompt_of(i).token_ids) for i in range(len(samples))]
-    to_train = np.where(has_gradient, lengths + np.array(prompt_lengths), 0)
-    minibatches, factors, weights = [], [], local_weights(loss.loss_type, lengths, is_used)
+    to_train = np.where(has_gradient, samples.lengths + np.array(prompt_lengths), 0)
+    minibatches, factors, weights = [], [], local_weights(loss.loss_type, num_sampled, is_used)
     by_group = np.arange(len(samples)).reshape(-1, samples.num_generations)
     for members in map(np.ravel, np.array_split(by_group, loss.num_minibatches)):
-        factor = common_factor(
-            loss.loss_type, lengths[members], is_used[members], config.rollout.max_completion_length
-        )
+        limit = config.rollout.max_completion_length
+        factor = common_factor(loss.loss_type, num_sampled[members], is_used[members], limit)
         if not config.optim.stream_gradients:
             weights[members] *= factor
             factor = 1.0
@@ -133,9 +138,8 @@ def make_minibatches(
 
 def is_in_loss(samples: Samples, config: Config) -> np.ndarray:
     """Which samples are in the loss, bool [S]."""
-    if config.loss.mask_truncated_completions:
-        return ~samples.is_truncated
-    return np.ones(len(samples), bool)
+    is_used = samples.num_sampled > 0  # an environment may have filled a response alone
+    return is_used & ~samples.is_truncated if config.loss.mask_truncated_completions else is_used
 
 
 class MicrobatchCost:

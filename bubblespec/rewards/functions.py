@@ -13,6 +13,7 @@ one that fails costs no other its reward.
 import importlib
 import inspect
 import math
+import pickle
 import re
 import traceback
 from collections.abc import Callable, Collection
@@ -39,6 +40,8 @@ class Sample(NamedTuple):
     completion_ids: list[int]
     columns: dict
     """Other columns of the prompt's row, by name."""
+    environment: bytes = pickle.dumps(None)
+    """That of its episode, pickled, where a function takes it and it has not failed."""
 
 
 class RewardFailure(NamedTuple):
@@ -77,6 +80,14 @@ def sees_groups(function: RewardFunction) -> bool:
     return not getattr(function, "per_sample", False)
 
 
+def takes_environments(function: RewardFunction) -> bool:
+    """Whether it has an argument `environments`."""
+    try:
+        return "environments" in inspect.signature(function).parameters
+    except (ValueError, TypeError):  # some that are written in C have none
+        return False
+
+
 def load_reward(path: str) -> RewardFunction:
     """Import `package.module.function`. Raises InputError naming the path."""
     module_name, _, name = path.rpartition(".")
@@ -94,16 +105,24 @@ def load_reward(path: str) -> RewardFunction:
 
 
 def check_arguments(
-    path: str, function: RewardFunction, columns: Collection[str], source: str
+    path: str,
+    function: RewardFunction,
+    columns: Collection[str],
+    source: str,
+    has_environments: bool = False,
 ) -> None:
     """Raises InputError if the function cannot be called with the samples and these columns of the
-    data (`source`, for the error): before the run starts, rather than after its first rollout."""
+    data (`source`, for the error), and the episodes' environments where there are any: before the
+    run starts, rather than after its first rollout."""
     try:
         signature = inspect.signature(function)
     except (ValueError, TypeError):  # some that are written in C have none
         return
+    given = dict.fromkeys(["prompts", "completions", "completion_ids", *columns])
+    if has_environments and takes_environments(function):
+        given["environments"] = None
     try:
-        signature.bind(prompts=[], completions=[], completion_ids=[], **dict.fromkeys(columns))
+        signature.bind(**given)
     except TypeError as error:
         has = f"the columns {sorted(columns)}" if columns else "no further columns"
         raise InputError(
@@ -116,12 +135,15 @@ def score(function: RewardFunction, samples: list[Sample]) -> list[Reward]:
     """One reward per sample, all in one call. If that raises, all of a group fail; with a function
     per sample it is repeated sample by sample, to find those for which it does."""
     names = sorted({name for sample in samples for name in sample.columns})
+    columns = {name: [s.columns.get(name) for s in samples] for name in names}
     try:
+        if takes_environments(function):
+            columns["environments"] = [pickle.loads(s.environment) for s in samples]
         returned = function(
             prompts=[s.prompt for s in samples],
             completions=[_as_given(s) for s in samples],
             completion_ids=[s.completion_ids for s in samples],
-            **{name: [s.columns.get(name) for s in samples] for name in names},
+            **columns,
         )
     except (Exception, SystemExit) as error:
         if len(samples) == 1 or sees_groups(function):

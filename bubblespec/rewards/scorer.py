@@ -22,6 +22,7 @@ from bubblespec.rewards.functions import (
     RewardFunction,
     Sample,
     sees_groups,
+    takes_environments,
 )
 from bubblespec.rewards.workers import InProcess, RewardWorkers
 from bubblespec.types import Launch, Row, SampleId
@@ -38,13 +39,16 @@ class Scorer:
         functions: dict[str, RewardFunction],
         tokenizer: PreTrainedTokenizerBase,
         ranks: Ranks,
+        has_environment: bool = False,
     ):
+        """has_environment: episodes have rewards of their own, which come after the functions'."""
         self.config, self.paths, self.tokenizer = config, list(functions), tokenizer
-        self.ranks = ranks
+        self.ranks, self.has_environment = ranks, has_environment
         self.are_of_groups = [sees_groups(function) for function in functions.values()]
+        self.takes_environments = any(map(takes_environments, functions.values()))
         # Over all ranks and the batches of a step: seconds inside the functions, seconds of these
         # before the end of the rollouts, rows, and failures by function.
-        self._totals = np.zeros(3 + len(functions))
+        self._totals = np.zeros(3 + len(self.names))
         if config.num_workers:
             self.pool = RewardWorkers(self.paths, config.num_workers, config.timeout_s)
         else:
@@ -54,6 +58,11 @@ class Scorer:
     def begin(self, launch: Launch, step: int | None = None) -> "Scoring":
         """Score responses of groups that are about to be generated. step: None in an evaluation."""
         return Scoring(self, launch, step)
+
+    @property
+    def names(self) -> list[str]:
+        """Of all rewards."""
+        return self.paths + ["environment"] * self.has_environment
 
     @property
     def sees_groups(self) -> bool:
@@ -76,7 +85,7 @@ class Scorer:
         InputError, on all ranks, if a function has failed for every row."""
         local = np.zeros_like(self._totals)
         local[2] = len(answers)
-        examples = [""] * len(self.paths)
+        examples = [""] * len(self.names)
         for of_row in answers:
             for number, answer in enumerate(of_row):
                 begin_s = answer.ended_s - answer.seconds
@@ -87,7 +96,7 @@ class Scorer:
                     examples[number] = f"; {answer.reward.message}"
         self._totals += self.ranks.gather(local).sum(axis=0)
         num_rows = int(self._totals[2])
-        for path, num_failed, example in zip(self.paths, self._totals[3:], examples, strict=True):
+        for path, num_failed, example in zip(self.names, self._totals[3:], examples, strict=True):
             if num_rows and num_failed == num_rows:
                 raise InputError(
                     f"reward {path}: failed for all {num_rows} responses of a step{example}"
@@ -111,15 +120,39 @@ class Scoring:
         self._calls: dict[SampleId, list[tuple[Future, int] | None]] = {}
         self._finished: dict[tuple, dict[SampleId, Sample]] = {}  # by group
         self._new: list[Row] = []  # whose last score has not come yet
+        self.outcomes: dict[Row, Future] = {}
+        """What is left of the environments of rows that have finished, where they have any: an
+        `Outcome` each."""
+        self._ending: list[Row] = []  # whose outcome has not come yet
 
     def on_finished(self, row: Row) -> None:
         """To be called when a row has finished that is going to be trained on: the workers may
         begin with it, or with its group if it is the last of it."""
-        ids, prompt = row.tokens.tolist(), self._prompts[row.id.uid]
-        (text,) = self.scorer.tokenizer.batch_decode([ids], skip_special_tokens=True)
-        sample = Sample(prompt.text, text, ids, prompt.columns)
         self._new.append(row)
         self._calls[row.id] = [None] * len(self.scorer.paths)
+        self._ending.append(row)
+        self._take_outcomes()
+
+    def _take_outcomes(self) -> None:
+        """Begin with rows whose outcomes have come, and with those that have none."""
+        waiting, self._ending = self._ending, []
+        for row in waiting:
+            outcome = self.outcomes.get(row)
+            if outcome is None:
+                self._begin(row, row.tokens, {})
+            elif outcome.done():
+                begin = int(np.isnan(row.logprob).argmin())  # what was added to the prompt
+                packed = outcome.result().environment
+                self._begin(row, row.tokens[begin:], {"environment": packed} if packed else {})
+                if self.scorer.has_environment:
+                    self._calls[row.id].append((_answered(outcome), 0))
+            else:
+                self._ending.append(row)
+
+    def _begin(self, row: Row, tokens: np.ndarray, environment: dict) -> None:
+        ids, prompt = tokens.tolist(), self._prompts[row.id.uid]
+        (text,) = self.scorer.tokenizer.batch_decode([ids], skip_special_tokens=True)
+        sample = Sample(prompt.text, text, ids, prompt.columns, **environment)
         group = self._finished.setdefault(row.id[:2], {})
         group[row.id] = sample
         for number, is_of_groups in enumerate(self.scorer.are_of_groups):
@@ -142,11 +175,14 @@ class Scoring:
         With workers this never waits. Without, it calls the functions here, once with all rows that
         have finished since the last call, however long that takes.
         """
+        self._take_outcomes()
         self.scorer.pool.run()
         waiting, self._new, taken = self._new, [], []
         for row in waiting:
             calls = self._calls[row.id]
-            if not all(call is not None and call[0].done() for call in calls):
+            if row in self._ending or not all(
+                call is not None and call[0].done() for call in calls
+            ):
                 self._new.append(row)
             elif not any(future.exception() for future, _ in calls):
                 rewards = [future.result()[number].reward for future, number in calls]
@@ -166,13 +202,15 @@ class Scoring:
         for row in rows:
             if row.id not in self._calls:
                 self.on_finished(row)
+        self._wait({self.outcomes[row] for row in self._ending})
+        self._take_outcomes()
+        scorer.pool.run()
+        self._wait({call[0] for row in rows for call in self._calls[row.id] if call})
+        # Before any exchange: a rank that was told to stop lacks some scores.
+        scorer.ranks.barrier_or_stop()
         for name, group in self._finished.items():
             if scorer.sees_groups and len(group) != self._num_generations:
                 raise ValueError(f"{len(group)} of {self._num_generations} samples of group {name}")
-        scorer.pool.run()
-        self._wait({future for row in rows for future, _ in self._calls[row.id]})
-        # Before any exchange: a rank that was told to stop lacks some scores.
-        scorer.ranks.barrier_or_stop()
         answers = [
             [future.result()[number] for future, number in self._calls[row.id]] for row in rows
         ]
@@ -183,7 +221,7 @@ class Scoring:
             [on_error if isinstance(a.reward, RewardFailure) else a.reward for a in of_row]
             for of_row in answers
         ]
-        return np.array(rewards, np.float64).reshape(len(rows), len(scorer.paths))
+        return np.array(rewards, np.float64).reshape(len(rows), len(scorer.names))
 
     def _wait(self, pending: set[Future]) -> None:
         """Until all are there or the run is to stop. Raises the InputError of a worker that cannot
@@ -203,7 +241,7 @@ class Scoring:
         failed = [
             (row, path, answer.reward)
             for row, of_row in zip(rows, answers, strict=True)
-            for path, answer in zip(self.scorer.paths, of_row, strict=True)
+            for path, answer in zip(self.scorer.names, of_row, strict=True)
             if isinstance(answer.reward, RewardFailure)
         ]
         when = "evaluation" if self.step is None else f"step {self.step}"
@@ -219,3 +257,12 @@ class Scoring:
                 print(failure.trace, end="", file=sys.stderr)
                 raise InputError(warning)
             log(f"warning: {warning}; {count} of {len(rows)} like it")
+
+
+def _answered(outcome: Future) -> Future:
+    """An environment's reward, as the functions' come."""
+    reward, _, problem = outcome.result()
+    future = Future()
+    value = reward if problem is None else RewardFailure("environment", problem)
+    future.set_result([Answer(value, 0.0, 0.0)])
+    return future

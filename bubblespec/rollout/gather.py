@@ -12,7 +12,8 @@ FINISHES = (None, "stop", "length")
 
 def gather_rows(own: dict[int, Row], table: RowTable, ranks: Ranks) -> dict[int, Row]:
     """The rows of all ranks, by index: the own ones as they are, copies of the others. Of each the
-    ranks exchange a header, its tokens and both log-probabilities, all exact as float64."""
+    ranks exchange a header, its tokens and both log-probabilities, all exact as float64, NaN as
+    well."""
     rows, numbers = dict(own), [np.empty(0)]
     for index, row in own.items():
         header = (index, row.max_new_tokens, FINISHES.index(row.finish), len(row.tokens))

@@ -9,6 +9,7 @@ needs to know how far anyone is.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from bubblespec.idle.task import IdleTask, RankView, assign
 from bubblespec.planner.costs import CostModel
 from bubblespec.records import ForwardRecord, IdleUse, RolloutRecord, Span
 from bubblespec.rollout.board import ProgressBoard, RankState
+from bubblespec.rollout.episodes import Episodes
 from bubblespec.rollout.table import Cutoff, RowTable
 from bubblespec.rollout.tp_tail import TPTail
 from bubblespec.types import Row
@@ -43,6 +45,8 @@ class RolloutLoop:
     """Called with each row of this rank that is trained on, once it is done and that is certain."""
     tail: TPTail | None = None
     """Decodes the last rows of all ranks; on all ranks or on none."""
+    episodes: Episodes | None = None
+    """Where an environment answers the rows' turns."""
 
     def run(self, rows: dict[int, Row], table: RowTable) -> RolloutRecord:
         """Generate the rows to their end, or until they are out, on the weights as they are. A rank
@@ -59,17 +63,40 @@ class RolloutLoop:
         if self.proposer is not None:
             self.record.acceptance = self.proposer.acceptance
         self.engine.reset()
-        self.engine.add(list(rows.values()))
+        if self.episodes is None:
+            self.engine.add(list(rows.values()))
+        else:
+            self._begin_episodes()
         self.record.began_s = self._last_s = self.clock.perf_counter()
         if self.tasks or self.selects or self.tail is not None:
             self._run_with_ticks()
         else:
             while self.unfinished and not self.ranks.must_stop:
-                self._forward()
+                self._advance_episodes()
+                if self._can_feed:
+                    self._forward()
+                elif self.unfinished:
+                    self._wait_for_environments()
+        if self.episodes is not None:
+            self.episodes.close()
         if self.proposer is not None:
             self.proposer.take_in()
         self.record.ended_s = self.clock.perf_counter()
         return self.record
+
+    def _begin_episodes(self) -> None:
+        episodes, self.record.episodes = self.episodes, self.episodes.counts
+        if self.proposer is not None:
+            episodes.proposer = self.proposer
+        if episodes.runs_drafts:
+            self.view.begin = partial(episodes.begin, is_own=False)
+        for row in self.rows.values():
+            episodes.begin(row)
+
+    @property
+    def _can_feed(self) -> bool:
+        engine = self.engine
+        return not (engine.is_idle if self.episodes is None else engine.is_waiting)
 
     def _run_with_ticks(self) -> None:
         board = self.board
@@ -87,8 +114,13 @@ class RolloutLoop:
             # Where the last tick is about to complete nothing is started: all would wait for it.
             is_ending = not self.unfinished and board.are_others_done
             goes_on = False if is_ending else self._run_slices()
-            if not is_ending and not self.engine.is_idle:
+            if not is_ending:
+                self._advance_episodes()
+            if not is_ending and self._can_feed:
                 self._forward()
+            elif not is_ending and self.episodes is not None and self.episodes.is_running:
+                if not goes_on:
+                    self._wait_for_environments()
             elif not goes_on:
                 self._wait()
         for task in self.tasks:
@@ -129,7 +161,10 @@ class RolloutLoop:
         none of them takes the slot of another, and then from the last slot down."""
         slots = {row: slot for slot, row in enumerate(self.engine.rows)}
         for row in sorted(rows, key=lambda row: slots.get(row, len(slots)), reverse=True):
-            self.engine.drop(row)
+            if self.episodes is None:
+                self.engine.drop(row)
+            else:
+                self.episodes.abandon(row)
             self._note_end(row)
 
     def _share_tail(self) -> None:
@@ -167,6 +202,8 @@ class RolloutLoop:
         for row, length in zip(self.engine.rows, self.engine.lengths.tolist(), strict=True):
             if (index := self.unfinished.get(row)) is not None:
                 length -= len(row.prompt)
+                if self.episodes is not None:
+                    length = self.episodes.min_length(row, length)
                 self.table.note(index, length, False)
                 longest = max(longest, length)
         return longest
@@ -193,11 +230,27 @@ class RolloutLoop:
         self._last_s = self.clock.perf_counter()
         self.record.waits.append(Span("wait", begin, self._last_s))
 
+    def _advance_episodes(self) -> None:
+        """Take in what environments have answered."""
+        if self.episodes is not None:
+            self._take_finished(self.episodes.advance())
+            self._last_s = self.clock.perf_counter()
+
+    def _wait_for_environments(self) -> None:
+        begin = self.clock.perf_counter()
+        self.episodes.wait()
+        self._last_s = self.clock.perf_counter()
+        self.record.waits.append(Span("wait", begin, self._last_s))
+
     def _forward(self) -> None:
         engine, unfinished, begin = self.engine, self.unfinished, self.clock.perf_counter()
-        own_rows = len(unfinished)
-        ahead_rows = len(engine.rows) + len(engine.queue) - own_rows
+        own_rows, in_engine = len(unfinished), len(engine.rows) + len(engine.queue)
+        if self.episodes is not None:  # some are not in it yet
+            own_rows = sum(row in unfinished for row in (*engine.rows, *engine.queue))
+        ahead_rows = in_engine - own_rows
         finished, load = engine.step(self.params, self.proposer, self.view.max_prefill_tokens)
+        if load is None:
+            return
         end = self.clock.perf_counter()
         propose_s, looked_up = 0.0, 0
         if self.proposer is not None:
@@ -208,6 +261,13 @@ class RolloutLoop:
         if self.cost is not None:
             self.cost.observe(load, end - self._last_s - propose_s)
         self._last_s = end
+        if self.episodes is not None:
+            finished = self.episodes.advance(finished)
+            self._last_s = self.clock.perf_counter()
+        self._take_finished(finished)
+
+    def _take_finished(self, finished: list[Row]) -> None:
+        unfinished = self.unfinished
         for row in finished:
             if row not in unfinished:
                 for task in self.tasks:

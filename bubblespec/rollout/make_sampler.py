@@ -36,7 +36,8 @@ def make_sampler(
     max_draft_tokens, max_history_tokens = VIRTUAL_TOKENS if cost else host_token_budget(ranks)
     method = config.speculative.method
     has_drafts = method != "none" or config.tail_batching.enabled
-    uses_tail = config.rollout.tp_tail_max_rows != 0 and ranks.world_size > 1
+    uses_tail = config.rollout.tp_tail_max_rows != 0 and not config.environment.is_used
+    uses_tail &= ranks.world_size > 1
     if cost is None:
         cost = CostModel()
         if has_drafts:

@@ -15,13 +15,14 @@ from bubblespec.draft.proposer import Proposer
 from bubblespec.draft.store import DraftStore, History, exchange
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
+from bubblespec.environments.environments import Environments
 from bubblespec.idle.draft_ahead import MAX_SLOWDOWN, DraftAhead
 from bubblespec.idle.stream_gradients import StreamGradients
 from bubblespec.idle.task import IdleTask
 from bubblespec.idle.train_drafter import TrainDrafter
 from bubblespec.learn.learner import Learner
 from bubblespec.planner.costs import rollout_seconds
-from bubblespec.planner.drafts import choose_lookahead, plan_drafts
+from bubblespec.planner.drafts import MAX_LOOKAHEAD, choose_lookahead, plan_drafts
 from bubblespec.planner.place import admission_order, place, place_in_turn, up_to_cutoff
 from bubblespec.planner.stats import RunStats, load_parts, state_of
 from bubblespec.records import RolloutRecord, Span, StepRecord
@@ -29,11 +30,12 @@ from bubblespec.rewards.functions import combine, overlong_penalty
 from bubblespec.rewards.scorer import Scorer, Scoring
 from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.dynamic_sampling import joined, num_lacking, selected
+from bubblespec.rollout.episodes import Episodes
 from bubblespec.rollout.gather import gather_samples
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.table import RowTable
 from bubblespec.rollout.tp_tail import TPTail
-from bubblespec.types import Draft, Group, Launch, Row, Samples
+from bubblespec.types import Draft, Group, Launch, Row, Samples, observed_spans
 
 
 @dataclass
@@ -69,6 +71,8 @@ class Sampler:
     """Where there is a learned drafter."""
     tail: TPTail | None = None
     """Where the last rows of a rollout may be decoded by all ranks together."""
+    environments: Environments | None = None
+    """Where responses are episodes."""
     planning_s: float = 0.0
     """Spent on drafts outside of rollouts since the last one was accounted for."""
 
@@ -182,7 +186,28 @@ class Sampler:
             if self.proposer.enabled_sources and self.stats.uses("drafts"):
                 loop.proposer = self.proposer
         loop.tasks = self._idle_tasks(table.launch, step, used, scoring)
+        if self.environments is not None:
+            upcoming = self.schedule.upcoming(step, MAX_LOOKAHEAD, used)
+            groups = [group for batch in (table.launch.groups, *upcoming) for group in batch]
+            loop.episodes = self._episodes(groups, scoring)
+            if loop.proposer is not None:
+                loop.episodes.drafts = self.store
         return loop.run(rows, table), loop.tasks
+
+    def _episodes(self, groups: list[Group], scoring: Scoring | None) -> Episodes:
+        """Of a rollout that may begin samples of these groups."""
+        episodes = Episodes(
+            self.environments,
+            self.engine,
+            [group.prompt for group in groups],
+            seed=self.config.run.seed,
+            clock=self.ranks.clock,
+            with_environment=self.scorer.takes_environments,
+            runs_drafts=self.config.environment.draft,
+        )
+        if scoring is not None:
+            scoring.outcomes = episodes.outcomes
+        return episodes
 
     @property
     def has_drafter(self) -> bool:
@@ -220,6 +245,9 @@ class Sampler:
     def _draft_ahead(self, step: int, used: list[Group]) -> DraftAhead | None:
         """None where nothing is left to draft."""
         config, stats = self.config, self.stats
+        has_environment = self.environments is not None
+        if has_environment and self.environments.form.adds_text and not config.environment.draft:
+            return None  # how a response begins is the environment's
         depth = choose_lookahead(
             step,
             steps_left=config.run.max_steps - step - 1,
@@ -315,7 +343,8 @@ class Sampler:
             if is_right and len(old.tokens) > length:
                 drafts[row.id] = old
             elif length:
-                drafts[row.id] = Draft(row.tokens.astype(np.int32), row.finish is not None, step)
+                tokens, spans = row.tokens.astype(np.int32), observed_spans(row.logprob)
+                drafts[row.id] = Draft(tokens, row.finish is not None, step, spans)
         exchange(self.store, drafts, self.ranks, are_deferred=are_deferred)
 
     def observe_samples(self, samples: Samples, rewards: np.ndarray) -> None:
@@ -349,6 +378,9 @@ class Sampler:
         if self.evaluation is not None and len(self.evaluation_store):
             loop.proposer = self.evaluation
             track(loop.proposer, rows, self.evaluation_store, version)
+        if self.environments is not None:
+            loop.episodes = self._episodes(groups, scoring)
+            loop.episodes.drafts = self.evaluation_store
         record = loop.run(rows, table)
         self.ranks.barrier_or_stop()
         samples = self.gather(table, rows, scoring)
@@ -356,7 +388,8 @@ class Sampler:
             # All of them, or the longest, as many as there is room for.
             self.evaluation_store, ids = DraftStore(self.evaluation_store.max_tokens), samples.ids
             for index in np.argsort(-samples.lengths, kind="stable").tolist():
-                draft = Draft(samples.tokens[index].astype(np.int32), True, version)
+                spans = observed_spans(samples.logprob[index])
+                draft = Draft(samples.tokens[index].astype(np.int32), True, version, spans)
                 self.evaluation_store.put(ids[index], draft)
         return samples, record
 

@@ -158,6 +158,7 @@ def make_tp_tail(
     `choose_slots`."""
     wanted = config.rollout.tp_tail_max_rows
     is_wanted = max_rows > 0 and not config.model.batch_invariant  # sums over ranks round
+    is_wanted &= not config.environment.is_used  # an episode stays where its environment is
     if ranks.world_size == 1 or not is_wanted or board is None:
         return None
     alone: ModelRunner = engine.runner

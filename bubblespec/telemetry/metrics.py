@@ -19,7 +19,7 @@ from tqdm import tqdm
 from bubblespec.errors import InputError, log
 from bubblespec.records import ACCEPT_BINS
 from bubblespec.telemetry.timeline import save_timeline
-from bubblespec.types import Samples
+from bubblespec.types import Samples, is_sampled
 
 TABLE_KEYS = (
     "reward",
@@ -88,12 +88,12 @@ class MetricsLogger:
     def log_samples(
         self, step: int, samples: Samples, rewards: np.ndarray, tokenizer, *, count: int = 4
     ) -> None:
-        """Length histogram and a few completions with their rewards. rewards: float64 [S],
-        combined."""
-        self._draw("add_histogram", "completions/length", samples.lengths, step)
+        """Length histogram and a few completions with their rewards; of an episode all of it.
+        rewards: float64 [S], combined."""
+        self._draw("add_histogram", "completions/length", samples.num_sampled, step)
         chosen = np.linspace(0, len(samples) - 1, min(count, len(samples))).astype(int)
         for number, i in enumerate(chosen):
-            prompt, reply = samples.prompt_of(i).text, tokenizer.decode(samples.tokens[i].tolist())
+            prompt, reply = samples.prompt_of(i).text, reply_of(samples, i, tokenizer)
             text = f"reward {rewards[i]:.3f}\n\nprompt: {prompt}\n\ncompletion:\n{reply}"
             text = "    " + text.replace("\n", "\n    ")  # shown with its lines and spaces
             self._draw("add_text", f"sample_{number}", text, step)
@@ -169,6 +169,15 @@ class MetricsLogger:
         for key, value in metrics.items():
             if isinstance(value, int | float | np.generic):
                 self._draw("add_scalar", key, value, step)
+
+
+def reply_of(samples: Samples, index: int, tokenizer) -> str:
+    """A sample's text; what an environment has said in it is between ⟦ and ⟧."""
+    tokens, sampled = samples.tokens[index], is_sampled(samples.full_logprob[index])
+    turns = np.split(np.arange(len(tokens)), np.flatnonzero(np.diff(sampled)) + 1)
+    texts = [tokenizer.decode(tokens[turn].tolist()) for turn in turns]
+    marked = zip(texts, turns, strict=True)
+    return "".join(text if sampled[turn[0]] else f"⟦{text}⟧" for text, turn in marked)
 
 
 def _keep_aside(path: str) -> None:

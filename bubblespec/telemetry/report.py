@@ -8,21 +8,21 @@ import numpy as np
 import torch
 
 from bubblespec.dist.ranks import Ranks
-from bubblespec.records import RolloutRecord, StepRecord, total_s
+from bubblespec.records import STOPS, RolloutRecord, StepRecord, total_s
 from bubblespec.types import Samples, digest, has_zero_std
 
 
 def rollout_metrics(record: StepRecord, functions: list[str]) -> dict:
     """What was generated and how it scored, groups that dynamic sampling has replaced included.
-    functions: dotted paths."""
+    functions: dotted paths, and `environment`."""
     samples, rewards = record.generated, record.all_rewards
-    lengths = samples.lengths
+    lengths = samples.num_sampled
     metrics = {
         "reward": float(rewards.mean()),
         "reward_std": float(rewards.std(axis=1, ddof=1).mean()) if rewards.shape[1] > 1 else 0.0,
         "frac_reward_zero_std": float(has_zero_std(rewards).mean()),
         # Of a token that is sampled from p, -log p is the entropy of p on average.
-        "entropy": -float(np.concatenate(samples.full_logprob).mean(dtype=np.float64)),
+        "entropy": -float(np.nanmean(np.concatenate(samples.full_logprob), dtype=np.float64)),
         "completions/mean_length": float(lengths.mean()),
         "completions/median_length": float(np.median(lengths)),
         "completions/p99_length": float(np.percentile(lengths, 99)),
@@ -41,6 +41,30 @@ def rollout_metrics(record: StepRecord, functions: list[str]) -> dict:
         if not np.isnan(values).all():
             metrics[f"rewards/{name}/mean"] = float(np.nanmean(values))
     return metrics
+
+
+def episode_metrics(ranks: Ranks, record: StepRecord) -> dict:
+    """What happened in the step's episodes, over all ranks. Frequencies as in TRL: calls per
+    episode, and the share of the calls that failed."""
+    names = ("turns", "calls", "failed_calls", "environment_s", "waiting_s", "idle_s")
+    names += ("guesses", "guesses_kept")
+    counts = [rollout.episodes for rollout in record.rollouts]
+    own = [sum(getattr(of, name) for of in counts) for name in names]
+    own += [sum(of.stops[reason] for of in counts) for reason in STOPS]
+    sums = ranks.gather(np.array(own, np.float64)).sum(axis=0).tolist()
+    turns, calls, failed, environment_s, waiting_s, idle_s, guesses, kept, *stops = sums
+    total = max(sum(stops), 1)
+    metrics = {
+        "tools/call_frequency": calls / total,
+        "tools/failure_frequency": failed / calls if calls else 0.0,
+        "episodes/turns": turns / total,
+        "episodes/covered_share": 1 - idle_s / waiting_s if waiting_s else 1.0,
+        "episodes/speculated": guesses / max(turns, 1),
+        "episodes/speculation_kept": kept / max(guesses, 1),
+        "timing_s/environment": environment_s / total,
+    }
+    shares = zip(STOPS, stops, strict=True)
+    return metrics | {f"episodes/stop/{reason}": count / total for reason, count in shares}
 
 
 def forward_metrics(ranks: Ranks, record: StepRecord) -> dict:

@@ -123,11 +123,11 @@ def make_texts(sizes: list[tuple[int, int]]) -> list[tuple[np.ndarray, np.ndarra
 
 
 def make_batch(policy, sizes: list[tuple[int, int]]) -> tuple[Microbatch, torch.Tensor]:
-    """A micro-batch of these texts, and the policy's hidden states."""
+    """A micro-batch of these texts, with observations in them, and the policy's hidden states."""
     prompts, tokens = zip(*make_texts(sizes), strict=True)
-    zeros = [np.zeros(len(t), np.float32) for t in tokens]
+    logprob = [np.where(np.arange(len(t)) % 5 < 3, 0, np.nan).astype(np.float32) for t in tokens]
     device = torch.device("cpu")
-    batch = pack_responses(prompts, tokens, zeros, device)
+    batch = pack_responses(prompts, tokens, logprob, device)
     packing = pack_sequences(batch.sequence_lengths, device)
     with torch.no_grad():
         return batch, forward_hidden(policy, batch.input_ids, packing)

@@ -1,5 +1,7 @@
 """Rows to generate, samples and records by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from bubblespec.records import RolloutRecord, StepRecord
@@ -56,3 +58,16 @@ def samples_of(groups: list[Group], tokens: list[np.ndarray], **fields) -> Sampl
         "rewards": np.zeros((len(tokens), 1)),
     } | fields
     return Samples(groups, num_generations, tokens=tokens, **fields)
+
+
+def with_observations(samples: Samples) -> Samples:
+    """The same responses as episodes, five of six: an environment has given the beginning, the
+    middle, the end, both ends, or all of them."""
+    logprobs = [logprob.copy() for logprob in samples.full_logprob]
+    for i, logprob in enumerate(logprobs):
+        third = len(logprob) // 3
+        middle, end = slice(third, 2 * third), slice(2 * third, None)
+        spans = [[], [slice(third)], [middle], [end], [slice(third), end], [slice(None)]]
+        for span in spans[i % 6]:
+            logprob[span] = np.nan
+    return replace(samples, logprob=logprobs, full_logprob=logprobs)

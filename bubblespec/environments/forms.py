@@ -1,0 +1,330 @@
+"""The forms of environments, and one episode of each.
+
+- TRL's class: `__init__()`, `reset(**columns) -> str | None`, whose text is appended to the last
+  message of the prompt, and public methods as tools; optionally `get_reward()`.
+- Plain functions as tools, alone or besides those of such a class.
+- SkyRL-gym's text environment: `init(prompt)`, `step(action)`, whose result has observations (chat
+  messages), reward and done, and `close()`. The whole text of a turn is the action.
+
+This module runs in workers, and imports nothing heavy. Replies are plain data, for JSON.
+"""
+
+import asyncio
+import base64
+import importlib
+import inspect
+import json
+import math
+import pickle
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from bubblespec.errors import InputError, one_line
+
+NO_TOOLS = ("reset", "get_reward")
+Chat = str | list[dict]
+"""A prompt: text, or chat messages."""
+
+
+@dataclass
+class Form:
+    """An environment as the configuration names it."""
+
+    name: str
+    """Of the class, for metrics; empty with functions alone."""
+    factory: type | None
+    functions: list[Callable] = field(default_factory=list)
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the text of a turn is the action, instead of the tool calls in it."""
+        return hasattr(self.factory, "step") and hasattr(self.factory, "init")
+
+    @property
+    def has_reward(self) -> bool:
+        """Whether episodes have a reward of their own."""
+        return self.is_text or hasattr(self.factory, "get_reward")
+
+    @property
+    def adds_text(self) -> bool:
+        """Whether the start of an episode may add text to its prompt: anything but a reset that is
+        declared to return None."""
+        if self.factory is None or self.is_text:
+            return self.is_text
+        return inspect.signature(self.factory.reset).return_annotation not in (None, "None")
+
+    def tools(self, instance: Any) -> list[Callable]:
+        """In TRL's order: functions, then the methods of the class by name."""
+        if self.factory is None or self.is_text:
+            return self.functions
+        names = [name for name, _ in inspect.getmembers(self.factory, inspect.isfunction)]
+        public = [name for name in names if not name.startswith("_") and name not in NO_TOOLS]
+        return self.functions + [getattr(instance, name) for name in public]
+
+    def schemas(self) -> list[dict]:
+        """Of all tools, from type hints and docstrings. Raises InputError where one lacks them."""
+        from transformers.utils import get_json_schema
+
+        schemas = []
+        # without __init__, which may start what belongs into a worker
+        for tool in self.tools(self.factory and object.__new__(self.factory)):
+            try:
+                schemas.append(get_json_schema(tool))
+            except Exception as error:  # of several kinds, by what is missing
+                raise InputError(
+                    f"environment: {tool.__qualname__} cannot be a tool, which needs type hints "
+                    f"and a docstring with an Args section: {one_line(error)}"
+                ) from error
+        return schemas
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Raises InputError if reset cannot be called with the prompt and these columns."""
+        if self.factory is None or self.is_text:
+            return
+        given = dict.fromkeys(["prompt", *columns])
+        try:
+            inspect.signature(self.factory.reset).bind(None, **given)
+        except TypeError as error:
+            raise InputError(
+                f"environment.factory: {self.name}.reset cannot be called with the columns "
+                f"{sorted(given)}: {error}"
+            ) from error
+
+
+def load_form(factory: str | None, tools: list[str]) -> Form:
+    """Import what the configuration names. Raises InputError if it has none of the forms."""
+    functions = [_import(path, "environment.tools") for path in tools]
+    for path, function in zip(tools, functions, strict=True):
+        if not callable(function) or isinstance(function, type):
+            raise InputError(f"environment.tools: '{path}' is not a function")
+    if factory is None:
+        return Form("", None, functions)
+    made = _import(factory, "environment.factory")
+    if not isinstance(made, type):
+        raise InputError(f"environment.factory: '{factory}' is not a class")
+    form = Form(made.__name__, made, functions)
+    if not form.is_text and not hasattr(made, "reset"):
+        raise InputError(
+            f"environment.factory: '{factory}' has neither `reset`, as TRL's environments have, "
+            "nor `init` and `step`, as SkyRL-gym's have"
+        )
+    if form.is_text and tools:
+        raise InputError(
+            f"environment.tools: '{factory}' takes the whole turn as its action, so it has no tools"
+        )
+    return form
+
+
+def _import(path: str, key: str) -> Any:
+    module_name, _, name = path.rpartition(".")
+    if not module_name:
+        raise InputError(f"{key}: '{path}' is not a dotted path such as my_module.MyEnvironment")
+    try:
+        return getattr(importlib.import_module(module_name), name)
+    except Exception as error:  # the module's own code runs here
+        raise InputError(f"{key}: cannot import '{path}': {one_line(error)}") from error
+
+
+class Host:
+    """The running episodes of one process, by number."""
+
+    def __init__(self, form: Form):
+        self._form = form
+        self._episodes: dict[int, ToolEpisode | TextEpisode] = {}
+
+    def answer(self, request: bytes) -> dict:
+        """Reply to a pickled (method, number, arguments): what the method returns, or why it failed
+        as `error`, and the `seconds` that it took."""
+        begin_s = time.monotonic()
+        try:
+            method, number, arguments = pickle.loads(request)
+            reply = getattr(self, method)(number, *arguments)
+        except (Exception, SystemExit) as error:
+            reply = {"error": one_line(error)}
+        return reply | {"seconds": time.monotonic() - begin_s}
+
+    def begin(self, number: int, prompt: Chat, columns: dict, seed: int) -> dict:
+        """Start an episode. The reply's `prompt` has the text that the environment adds to it."""
+        kind = TextEpisode if self._form.is_text else ToolEpisode
+        self._episodes[number] = episode = kind(self._form)
+        return {"prompt": episode.begin(prompt, columns, seed)}
+
+    def act(self, number: int, action: Any) -> dict:
+        """One turn: its tool calls, or its text."""
+        return self._episodes[number].act(action)
+
+    def end(self, number: int, with_reward: bool, with_environment: bool) -> dict:
+        """Forget an episode. The reply has its `reward`, a finite number or None, and on request
+        the pickled `environment`."""
+        episode = self._episodes.pop(number)
+        try:
+            reward = episode.reward() if with_reward else None
+            if reward is not None and not math.isfinite(reward := float(reward)):
+                raise ValueError(f"the reward is {reward}")
+            packed = pickle.dumps(episode.environment) if with_environment else b""
+        finally:
+            episode.close()
+        return {"reward": reward, "environment": base64.b64encode(packed).decode()}
+
+
+class ToolEpisode:
+    """Tools are called as TRL's loop calls them, and their messages are the same."""
+
+    def __init__(self, form: Form):
+        self.environment = form.factory and form.factory()
+        self._tools = {tool.__name__: tool for tool in form.tools(self.environment)}
+
+    def begin(self, prompt: Chat, columns: dict, seed: int) -> Chat:
+        if self.environment is None:
+            return prompt
+        reset = self.environment.reset
+        added = reset(**{"prompt": prompt, **_seed_for(reset, seed), **columns})
+        return prompt if added is None else add_text(prompt, added)
+
+    def act(self, calls: list[dict]) -> dict:
+        """calls: {name, arguments}, or {name, error} for one that could not be parsed."""
+        results, waiting = [], []  # coroutines run together, and come after the others
+        for call in calls:
+            name = call["name"]
+            try:
+                if "error" in call:
+                    raise ValueError(call["error"])
+                if name not in self._tools:
+                    raise ValueError(f"Tool {name} not found.")
+                tool = self._tools[name]
+                result = tool(**call["arguments"])
+                if inspect.iscoroutinefunction(tool):
+                    waiting.append((name, result))
+                else:
+                    results.append((name, result))
+            except (Exception, SystemExit) as error:
+                results.append((name, error))
+        if waiting:
+            names, coroutines = zip(*waiting, strict=True)
+            results += zip(names, _run(_gather(coroutines)), strict=True)
+        num_failed = sum(isinstance(result, BaseException) for _, result in results)
+        messages = [tool_message(name, result) for name, result in results]
+        return {"messages": messages, "num_failed": num_failed, "done": False}
+
+    def reward(self) -> float | None:
+        """What `get_reward` returns, if there is one."""
+        if not hasattr(self.environment, "get_reward"):
+            return None
+        value = self.environment.get_reward()
+        return _run(value) if inspect.isawaitable(value) else value
+
+    def close(self) -> None:
+        """TRL's class has no end; a method of this name is a tool."""
+
+
+class TextEpisode:
+    """The reward is the sum of those of its steps."""
+
+    def __init__(self, form: Form):
+        self.environment = None
+        self._factory = form.factory
+        self._reward = 0.0
+
+    def begin(self, prompt: Chat, columns: dict, seed: int) -> Chat:
+        takes = inspect.signature(self._factory).parameters
+        given = {"env_config": {}, "extras": columns}  # as SkyRL-gym makes its environments
+        self.environment = self._factory(**{key: given[key] for key in given if key in takes})
+        init = self.environment.init
+        returned = init(prompt, **_seed_for(init, seed))
+        if isinstance(returned, tuple):  # with metadata
+            returned = returned[0]
+        if returned is None:
+            return prompt
+        if isinstance(prompt, str) and isinstance(returned, str):
+            return _plain(returned)
+        return _messages(returned, "init")
+
+    def act(self, text: str) -> dict:
+        step = self.environment.step(text)
+        if isinstance(step, dict):
+            step = SimpleNamespace(**step)
+        if getattr(step, "postprocessed_action", None) not in (None, text):
+            raise ValueError("step has changed the action, whose tokens are generated already")
+        self._reward += float(step.reward)
+        messages = _messages(step.observations, "step")
+        return {"messages": messages, "num_failed": 0, "done": bool(step.done)}
+
+    def reward(self) -> float:
+        return self._reward
+
+    def close(self) -> None:
+        if hasattr(self.environment, "close"):
+            self.environment.close()
+
+
+def add_text(prompt: Chat, added: Any) -> Chat:
+    """The prompt with text at its end, that of the last message in a chat. Content may be a list of
+    parts there, as in TRL."""
+    if not isinstance(added, str) and (isinstance(prompt, str) or not isinstance(added, list)):
+        raise TypeError(f"reset returned {added!r:.200}, neither text nor None")
+    if isinstance(prompt, str):
+        return prompt + _plain(added)
+    content = prompt[-1]["content"]
+    if isinstance(added, list) and isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    if isinstance(added, str) and isinstance(content, list):
+        added = [{"type": "text", "text": added}]
+    return [*prompt[:-1], {**prompt[-1], "content": _plain(content + added)}]
+
+
+def tool_message(name: str, result: Any) -> dict:
+    """The message with a tool's result, or with the exception that it has raised. Lists stay as
+    they are, as in TRL, if they are plain data."""
+    if isinstance(result, BaseException):
+        result = {"error": str(result)}
+    if isinstance(result, list):
+        try:
+            is_plain = json.loads(json.dumps(result)) == result
+        except (TypeError, ValueError, RecursionError):
+            is_plain = False
+        result = result if is_plain else str(result)
+    content = result if isinstance(result, list) else str(result)
+    return {"role": "tool", "name": name, "content": _plain(content)}
+
+
+def _messages(value: Any, method: str) -> list[dict]:
+    """The chat messages that a text environment has returned."""
+    for message in value if isinstance(value, list) else [value]:
+        text = message.get("content") if isinstance(message, dict) else None
+        if not (isinstance(text, str) and isinstance(message.get("role"), str)):
+            raise TypeError(f"{method} returned {value!r:.200}, not chat messages")
+    return _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    """Text, or lists and mappings of it, without halves of characters, which cannot be
+    tokenised."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _seed_for(function: Callable, seed: int) -> dict:
+    """The keyword argument `seed`, if the function takes it."""
+    parameters = inspect.signature(function).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return {"seed": seed} if takes_any or "seed" in parameters else {}
+
+
+_loop: asyncio.AbstractEventLoop | None = None
+
+
+def _run(coroutine) -> Any:
+    """One loop for all coroutines of a process: what a tool keeps open belongs to it."""
+    global _loop
+    _loop = _loop or asyncio.new_event_loop()
+    return _loop.run_until_complete(coroutine)
+
+
+async def _gather(coroutines) -> list:
+    return await asyncio.gather(*coroutines, return_exceptions=True)

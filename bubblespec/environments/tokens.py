@@ -1,0 +1,264 @@
+"""Token ids of what an environment says, and tool calls in what the model says.
+
+Ids are only appended: no token of a turn is ever made again from its text. What stands between two
+turns is the difference of two renderings of a dummy conversation, as in TRL 1.16.
+"""
+
+import itertools
+import json
+import re
+from collections.abc import Callable
+
+from bubblespec.environments.forms import Chat
+from bubblespec.errors import InputError, one_line
+
+# How added text may begin and end: kinds of characters that tokenizers join to what is before them.
+_BEGINNINGS = ("", "a", " a", "7", "\na", ".")
+_SENTINELS = ("tool_name_q1", "key_q2", "value_q3", "content_q4")
+_TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+
+
+def prompt_ids(tokenizer, prompt: Chat, schemas: list[dict]) -> list[int]:
+    """The ids of a prompt, a chat's with the header of the model's turn."""
+    if isinstance(prompt, str):
+        return tokenizer(prompt)["input_ids"]
+    return _render(tokenizer, prompt, True, schemas)
+
+
+def base_ids(tokenizer, prompt: Chat, schemas: list[dict], adds_text: bool) -> tuple[int, ...]:
+    """The ids with which a prompt begins whatever text an environment adds to it: what a group
+    shares. All of its ids if none is added.
+
+    The last word may become part of another token, so it is left out: it is replaced by several
+    beginnings of text, and what all renderings have in common counts.
+    """
+    ids = prompt_ids(tokenizer, prompt, schemas)
+    if not adds_text:
+        return tuple(ids)
+    text = _last_text(prompt)
+    stem = text[: len(text) - len(re.search(r"\S*\Z", text)[0])]
+    variants = [_with_last_text(prompt, stem + beginning) for beginning in _BEGINNINGS]
+    renderings = [ids, *(prompt_ids(tokenizer, variant, schemas) for variant in variants)]
+    columns = itertools.takewhile(
+        lambda column: len(set(column)) == 1, zip(*renderings, strict=False)
+    )
+    return tuple(column[0] for column in columns)
+
+
+def begin_ids(
+    tokenizer,
+    prompt: Chat,
+    begun: Chat,
+    base: tuple[int, ...],
+    schemas: list[dict],
+    max_length: int,
+) -> list[int]:
+    """The ids after `base` of a prompt that an environment has begun, cut to max_length tokens.
+    Raises InputError if they do not begin with `base`."""
+    before, after = _last_text(prompt), _last_text(begun)
+    added = after[len(before) :] if after.startswith(before) else ""  # else it stays whole
+
+    def ids_at(num_chars: int) -> list[int]:
+        cut = _with_last_text(begun, before + added[:num_chars]) if added else begun
+        ids = prompt_ids(tokenizer, cut, schemas)
+        if tuple(ids[: len(base)]) != base:
+            raise InputError(
+                "environment.factory: what it adds to the prompt changes the tokens before it: "
+                f"{after!r:.200}"
+            )
+        return ids[len(base) :]
+
+    ids = _fit(ids_at, len(added), max_length)
+    if ids is None:
+        raise InputError(
+            f"environment.max_observation_length: {max_length} tokens are too few for what "
+            f"follows the shared part of a prompt"
+        )
+    return ids
+
+
+def observation_ids(
+    tokenizer, messages: list[dict], is_chat: bool, max_length: int
+) -> list[int] | None:
+    """The ids between two turns of the model. Of more than max_length tokens the text of the
+    messages is cut, so that what the template puts around it stays; None if that does not
+    suffice."""
+
+    def ids_at(num_chars: int) -> list[int]:
+        cut = [
+            _with_last_text([message], _last_text([message])[:num_chars])[0] for message in messages
+        ]
+        if is_chat:
+            return _suffix_ids(tokenizer, cut)
+        text = "".join(message["content"] for message in cut)
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    longest = max((len(_last_text([message])) for message in messages), default=0)
+    return _fit(ids_at, longest, max_length)
+
+
+def _suffix_ids(tokenizer, messages: list[dict]) -> list[int]:
+    """What a chat template renders after the stop token of a turn that these messages follow.
+    Equals TRL's `_get_tool_suffix_ids`."""
+    turn = {"role": "assistant", "content": ""}
+    if messages and messages[0]["role"] == "tool":  # some templates repeat the name of the call
+        function = {"name": messages[0]["name"], "arguments": {}}
+        turn["tool_calls"] = [{"type": "function", "function": function}]
+    dummy = [{"role": "user", "content": "dummy"}, turn]
+    before = _render(tokenizer, dummy, False)
+    if tokenizer.eos_token_id in before:  # a template may put a line break after it
+        before = before[: len(before) - before[::-1].index(tokenizer.eos_token_id)]
+    ids = _render(tokenizer, dummy + messages, True)
+    if ids[: len(before)] != before:
+        raise InputError("model.path: its chat template changes a turn when messages follow it")
+    return ids[len(before) :]
+
+
+def _fit(ids_at: Callable[[int], list[int]], num_chars: int, max_length: int) -> list[int] | None:
+    """`ids_at(n)` for the largest n up to num_chars with at most max_length ids; None if there is
+    none. Takes time in proportion to max_length, however long the text is."""
+    fits, fails, best = -1, num_chars + 1, None
+    middle = min(num_chars, 8 * max_length)
+    while fits + 1 < fails:
+        ids = ids_at(middle)
+        if len(ids) <= max_length:
+            fits, best = middle, ids
+        else:
+            fails = middle
+        is_open = fails > num_chars
+        middle = min(2 * middle + 1, num_chars) if is_open else (fits + fails) // 2
+    return best
+
+
+def parse_calls(tokenizer, ids: list[int], prefix: list[int], schemas: list[dict]) -> list[dict]:
+    """The tool calls in a turn, as {name, arguments} or {name, error}. By the tokenizer's response
+    template where it has one; otherwise, or where that fails, between <tool_call> tags.
+
+    prefix: all ids before the turn, as a template may begin it.
+    """
+    if getattr(tokenizer, "response_template", None) is not None:
+        try:
+            message = tokenizer.parse_response(ids, prefix=prefix, tools=schemas) or {}
+            return [_checked(call) for call in message.get("tool_calls") or []]
+        except (ValueError, TypeError, RecursionError):
+            pass
+    calls = []
+    for text in _TOOL_CALL.findall(tokenizer.decode(ids)):
+        try:
+            calls.append(_checked(json.loads(text)))
+        except (ValueError, RecursionError) as error:
+            calls.append({"name": "unknown", "error": f"Invalid JSON in a tool call: {error}"})
+    return calls
+
+
+def _checked(call) -> dict:
+    """A call of either shape: {type, function: {name, arguments}}, or {name, arguments}."""
+    kind = call.get("type", "function") if isinstance(call, dict) else None
+    function = call.get("function", call) if isinstance(call, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        return {"name": "unknown", "error": "A tool call needs a name and arguments."}
+    if kind != "function":
+        return {"name": name, "error": f"Unsupported tool call type: {kind}"}
+    arguments = function.get("arguments")
+    return {"name": name, "arguments": {} if arguments is None else arguments}
+
+
+def check_tokens(
+    tokenizer, prompt: Chat, schemas: list[dict], is_text: bool, max_length: int
+) -> None:
+    """Raises InputError if the tokenizer cannot serve such episodes."""
+    is_chat = not isinstance(prompt, str)
+    if not is_chat and schemas:
+        raise InputError(
+            "environment: tools need chat prompts; give data.as_chat=true, for instance"
+        )
+    if is_chat and tokenizer.chat_template is None:
+        raise InputError("model.path: its tokenizer has no chat template, but prompts are chats")
+    if schemas:
+        _check_tool_format(tokenizer, prompt, schemas)
+    if is_chat and (schemas or is_text):
+        role = {"role": "user"} if is_text else {"role": "tool", "name": "dummy"}
+        _check_prefix(tokenizer, {**role, "content": "dummy"})
+        if observation_ids(tokenizer, [{**role, "content": ""}], True, max_length) is None:
+            raise InputError(
+                f"environment.max_observation_length: {max_length} tokens are fewer than the chat "
+                "template puts around an empty observation"
+            )
+
+
+def _check_tool_format(tokenizer, prompt: list[dict], schemas: list[dict]) -> None:
+    if prompt_ids(tokenizer, prompt, schemas) == prompt_ids(tokenizer, prompt, []):
+        raise InputError(
+            "model.path: its chat template ignores tools, so the model has no tool format"
+        )
+    name, key, value, content = _SENTINELS
+    call = {"type": "function", "function": {"name": name, "arguments": {key: value}}}
+    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result = {"role": "tool", "name": name, "content": content}
+    messages = [{"role": "user", "content": "dummy"}, turn, result]
+    text = tokenizer.decode(_render(tokenizer, messages, False))
+    if not all(sentinel in text for sentinel in _SENTINELS):
+        raise InputError(
+            "model.path: its chat template leaves out tool calls or their results, so the model "
+            "has no tool format"
+        )
+    if getattr(tokenizer, "response_template", None) is None and "<tool_call>" not in text:
+        raise InputError(
+            "model.path: its tokenizer has no response_template, by which tool calls are parsed, "
+            "and its chat template no <tool_call> tags"
+        )
+
+
+def _check_prefix(tokenizer, observation: dict) -> None:
+    """More than what `_suffix_ids` needs: also what follows the stop token must stay."""
+    turn = {"role": "assistant", "content": ""}
+    if observation["role"] == "tool":
+        call = {"type": "function", "function": {"name": "dummy", "arguments": {}}}
+        turn["tool_calls"] = [call]
+    dummy = [{"role": "user", "content": "dummy"}, turn]
+    before = _render(tokenizer, dummy, False)
+    if _render(tokenizer, [*dummy, observation], True)[: len(before)] != before:
+        raise InputError(
+            "model.path: its chat template does not preserve prefixes: it renders a turn "
+            "differently when messages follow it (TRL's get_training_chat_template corrects some)"
+        )
+
+
+def _render(
+    tokenizer, messages: list[dict], with_header: bool, schemas: list[dict] = ()
+) -> list[int]:
+    try:
+        text = tokenizer.apply_chat_template(
+            messages,
+            tools=list(schemas) or None,
+            add_generation_prompt=with_header,
+            tokenize=False,
+        )
+    except Exception as error:  # a template is a program, and fails in any way
+        raise InputError(
+            f"model.path: its chat template refuses {messages!r:.300}: {one_line(error)}"
+        ) from error
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _last_text(prompt: Chat) -> str:
+    """Where text is added: a string itself, the last content of a chat, or its last part."""
+    if isinstance(prompt, str):
+        return prompt
+    content = prompt[-1]["content"]
+    if isinstance(content, list):
+        last = content[-1] if content else None
+        content = last.get("text", "") if isinstance(last, dict) else ""
+    return content or ""
+
+
+def _with_last_text(prompt: Chat, text: str) -> Chat:
+    if isinstance(prompt, str):
+        return text
+    content = prompt[-1]["content"]
+    if isinstance(content, list):
+        if not content or not isinstance(content[-1], dict) or "text" not in content[-1]:
+            return prompt
+        text = [*content[:-1], {**content[-1], "text": text}]
+    return [*prompt[:-1], {**prompt[-1], "content": text}]

@@ -1,0 +1,258 @@
+"""Environments in worker processes: the same as in process, many at once; what hangs or crashes
+costs its own turn alone, and the others are replayed."""
+
+import os
+import pickle
+import signal
+import time
+
+import pytest
+
+from bubblespec.environments import process as environment_process
+from bubblespec.environments.environments import Environments, Observation
+from bubblespec.environments.process import MAX_REPLY_BYTES
+from bubblespec.environments.tokens import base_ids
+from bubblespec.environments.workers import Worker
+from bubblespec.errors import InputError, RunFailed
+from tests.helpers.checks import is_alive
+from tests.helpers.clocks import ClockThatSkips
+from tests.helpers.environments import call_text, make_config, make_prompt, make_tokenizer
+
+PATIENCE_S = 120.0  # for what must happen at some time
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+class Player:
+    """Environments of one class, and how a test acts in them."""
+
+    def __init__(self, factory: str, tokenizer, **options):
+        config = make_config(factory, **{"num_workers": 1, "timeout_s": 900.0, **options})
+        self.environments = Environments(config, tokenizer)
+        self.tokenizer = tokenizer
+        self.seen: dict = {}
+
+    def begin(self, *names, seed: int = 0, **columns) -> list[Observation]:
+        for name in names:
+            text = make_prompt().text
+            form, schemas = self.environments.form, self.environments.schemas
+            base = base_ids(self.tokenizer, text, schemas, form.adds_text)
+            self.environments.begin(name, make_prompt(text, base, **columns), seed)
+        return self.await_all(*names)
+
+    def say(self, name, text: str) -> None:
+        self.environments.act(name, self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def call(self, name, tool: str, **arguments) -> str:
+        """What the tool says."""
+        self.say(name, call_text("chatml", tool, **arguments))
+        return self.text(*self.await_all(name))
+
+    def text(self, observation: Observation) -> str:
+        said = self.tokenizer.decode(observation.ids)
+        return said.removeprefix("\n<|im_start|>tool\n").partition("<|im_end|>")[0]
+
+    def await_all(self, *names) -> list[Observation]:
+        deadline = time.monotonic() + PATIENCE_S
+        while not self.seen.keys() >= set(names):
+            assert time.monotonic() < deadline
+            self.environments.wait(1.0)
+            self.seen |= dict(self.environments.poll())
+        return [self.seen.pop(name) for name in names]
+
+    def reward(self, name) -> float | None:
+        return self.environments.end(name).result(PATIENCE_S).reward
+
+
+@pytest.fixture
+def make_player(tokenizer):
+    """make_player(factory, **options) -> Player, closed at the end."""
+    made = []
+
+    def make(factory: str = "Unruly", **options) -> Player:
+        made.append(Player(factory, tokenizer, **options))
+        return made[-1]
+
+    yield make
+    for player in made:
+        player.environments.close()
+
+
+@pytest.fixture
+def clock(monkeypatch) -> ClockThatSkips:
+    clock = ClockThatSkips()
+    monkeypatch.setattr(environment_process, "time", clock)
+    return clock
+
+
+def pids_in(path) -> list[int]:
+    return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def await_pids(path, count: int) -> None:
+    wait_until(lambda: len(pids_in(path)) == count)
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not is_alive(pid))
+
+
+@pytest.mark.parametrize(
+    "factory, texts",
+    [
+        (
+            "Calculator",
+            [call_text("chatml", "add", a=1, b=2), call_text("chatml", "numbers", upto=2)],
+        ),
+        ("Guess", ["7", "2"]),
+    ],
+)
+def test_workers_say_what_a_call_in_this_process_says(make_player, factory, texts):
+    """Many episodes on two workers, interleaved."""
+    said, rewards = [], []
+    for num_workers in (0, 2):
+        player = make_player(factory, num_workers=num_workers)
+        names = [("train", n) for n in range(6)]
+        player.begin(*names, number=5, added=" an island")
+        for text in texts:
+            for name in names:
+                player.say(name, text)
+            said.append([o.ids.tolist() for o in player.await_all(*names)])
+        rewards.append([player.reward(name) for name in names])
+    assert said[:2] == said[2:] and said[0][0]
+    assert rewards[0] == rewards[1] and rewards[0][0] > 0
+
+
+def test_what_hangs_is_killed_and_others_are_replayed(make_player, clock, tmp_path):
+    """The hung call is its tool's error, and is undone; nothing is left of its process."""
+    player, path = make_player(), tmp_path / "pids"
+    player.begin("a", "b", kind="seeded")
+    drawn = {name: [player.call(name, "draw")] for name in "ab"}
+    player.say("a", call_text("chatml", "hang", path=str(path)))
+    player.say("b", call_text("chatml", "draw"))  # waits behind it
+    await_pids(path, 2)
+    clock.skipped += 900.0
+    (hung,) = player.await_all("a")
+    assert player.text(hung) == "{'error': 'no answer within 900 s'}"
+    assert (hung.is_done, hung.num_calls, hung.num_failed) == (False, 1, 1)
+    assert not any(is_alive(pid) for pid in pids_in(path))
+    drawn["b"].append(player.text(*player.await_all("b")))
+    drawn["a"].append(player.call("a", "draw"))
+    assert drawn["a"] == drawn["b"] and drawn["a"][0] != drawn["a"][1]
+    assert player.reward("a") == player.reward("b") == sum(map(int, drawn["a"]))
+    assert player.environments.num_differing == 0
+
+
+def test_killed_worker_is_replaced_unnoticed(make_player):
+    player = make_player("Unruly")
+    player.begin("a", kind="seeded")
+    drawn = [player.call("a", "draw")]
+    kill(int(player.call("a", "process")))
+    with pytest.raises(RunFailed, match="deterministic"):  # the number of its process
+        player.call("a", "draw")
+
+    player = make_player("Unruly")
+    player.begin("a", "b", kind="seeded")
+    pid = int(player.call("b", "process"))
+    for _ in range(2):
+        drawn.append(player.call("a", "draw"))
+    kill(pid)
+    drawn.append(player.call("a", "draw"))
+    assert drawn[0] == drawn[1] and len(set(drawn)) == 3
+    assert player.reward("a") == sum(map(int, drawn[1:]))
+
+
+def test_call_that_crashes_once_or_always(make_player, tmp_path):
+    player = make_player()
+    player.begin("a", kind="seeded")
+    assert player.call("a", "die", marker=str(tmp_path / "marker")) == "survived"
+    said = player.call("a", "die", marker="")
+    assert said == "{'error': 'its process was ended by SIGKILL'}"
+    assert int(player.call("a", "draw")) == player.reward("a")
+
+
+def test_random_environments_are_counted_if_they_differ(make_player):
+    """Its observations are real ones all the same."""
+    player = make_player(deterministic=False)
+    player.begin("a", kind="random")
+    player.call("a", "draw")
+    kill(int(player.call("a", "process")))
+    last = player.call("a", "draw")
+    assert player.environments.num_differing == 2
+    assert player.reward("a") >= int(last)
+
+    player = make_player()
+    player.begin("a", kind="random")
+    player.call("a", "draw")
+    player.begin("b")
+    kill(int(player.call("b", "process")))
+    with pytest.raises(RunFailed, match="false if it is random"):
+        player.call("a", "draw")
+
+
+def test_flood_is_bounded(make_player):
+    player = make_player()
+    player.begin("a")
+    assert len(player.call("a", "flood", size=MAX_REPLY_BYTES // 4)) > 100
+    assert "too large" in player.call("a", "flood", size=MAX_REPLY_BYTES)
+
+
+def test_reset_that_raises(make_player):
+    player = make_player()
+    (begin,) = player.begin("a", kind="raises")
+    assert (begin.is_done, begin.reason) == (True, "error") and len(begin.ids)
+    outcome = player.environments.end("a").result(PATIENCE_S)
+    assert outcome.reward is None and "no such game" in outcome.problem
+
+
+def test_abandoned_episodes_are_not_run(make_player, clock, tmp_path):
+    """What waits behind a call that hangs, and is not wanted any more, is left out."""
+    player, paths = make_player(), [tmp_path / "one", tmp_path / "two"]
+    player.begin("a", "b", "c")
+    for name, path in zip("ab", paths, strict=True):
+        player.say(name, call_text("chatml", "hang", path=str(path)))
+    player.say("c", call_text("chatml", "add", a=1, b=2))
+    await_pids(paths[0], 2)
+    futures = [player.environments.end(name, with_reward=False) for name in "ab"]
+    clock.skipped += 900.0
+    assert player.text(*player.await_all("c")) == "3"
+    assert all(future.result(PATIENCE_S).reward is None for future in futures)
+    assert not pids_in(paths[1]) and not player.seen
+
+
+def test_close_ends_busy_workers(make_player, tmp_path):
+    player, path = make_player(), tmp_path / "pids"
+    player.begin("a")
+    player.say("a", call_text("chatml", "hang", path=str(path)))
+    await_pids(path, 2)
+    player.environments.close()
+    player.environments.close()
+    assert len(pids_in(path)) == 2 and not any(is_alive(pid) for pid in pids_in(path))
+
+
+def test_worker_that_cannot_import_ends_the_run(make_player):
+    player = make_player("Calculator", num_workers=0)
+    player.environments.close()
+    player.environments._places = [Worker("nowhere.Game", [], True)]
+    player.environments._load = dict.fromkeys(player.environments._places, 0)
+    with pytest.raises(InputError, match=r"started: .* cannot import"):
+        player.begin("a")
+
+
+def test_pickled_environment_comes_back(make_player):
+    player = make_player("Calculator")
+    player.begin("a", start=10)
+    player.call("a", "add", a=1, b=2)
+    outcome = player.environments.end("a", with_environment=True).result(PATIENCE_S)
+    assert pickle.loads(outcome.environment).results == [13] and outcome.reward == 13

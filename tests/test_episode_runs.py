@@ -1,0 +1,192 @@
+"""Whole runs of episodes: tokens are those of a run without drafts on any number of ranks, whatever
+is used to be faster, killed and resumed. In the style of test_exact_runs.py."""
+
+from collections import defaultdict
+from itertools import chain
+
+import numpy as np
+import pytest
+
+from bubblespec.environments import environments as module
+from bubblespec.environments.environments import Environments
+from bubblespec.trainer import Trainer
+from bubblespec.types import observed_spans
+from tests.helpers import games
+from tests.helpers.runs import ALWAYS_DRAFT, digests, read, same_weights, weights
+from tests.helpers.threads import Killed, train_on_threads
+
+STEPS = 4
+TINY = [
+    "data.tasks=[{name: chain_sum, weight: 1.0, config: {max_terms: 3, max_digits: 1}}]",
+    "rollout.num_prompts_per_step=6",
+    "rollout.num_generations=3",
+    "rollout.max_prompt_length=400",
+    "rollout.max_completion_length=72",
+    "environment.max_observation_length=40",
+    "environment.num_workers=0",
+    "environment.max_turns=5",
+    "data.size=64",
+    f"run.max_steps={STEPS}",
+    "run.eval_steps=0",
+    "run.save_steps=2",
+    "model.dtype=float64",
+    "optim.learning_rate=1e-3",
+]
+DRAFTS = ["speculative.method=bubble+suffix", ALWAYS_DRAFT]
+OPTIONS = {
+    "plain": [],
+    "few slots": ["rollout.num_slots=5", "rollout.max_batch_tokens=9"],
+    "drafts": DRAFTS,
+    "late": DRAFTS,  # observations, so that rows go on with those of their drafts
+    "one turn": [*DRAFTS, "environment.draft=false"],
+    "streamed": ["optim.stream_gradients=true"],
+    "workers": ["environment.num_workers=2", "reward.num_workers=1"],
+}
+METRICS = {"drafts": "bubble/drafted_tokens", "late": "episodes/speculation_kept"}
+# shape, options, ranks, how the run is interrupted
+CASES = [
+    ("game", "few slots", 2, None),
+    ("game", "plain", 4, "kill"),
+    ("game", "drafts", 4, "kill"),
+    ("game", "late+few slots", 1, None),
+    ("game", "workers", 2, None),
+    ("calculator", "drafts", 2, "stop"),
+    ("calculator", "late", 2, None),
+    ("calculator", "one turn", 1, None),
+    ("calculator", "streamed", 2, None),
+    ("tail batching", "few slots", 2, None),
+    ("tail batching", "late", 4, "kill"),
+    ("tail batching", "late+streamed", 1, None),
+]
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory):
+    policy = games.copy_policy(tmp_path_factory.mktemp("policy"))
+    tail = ["tail_batching.enabled=true", "tail_batching.over_sampling_ratio=1.5"]
+    game = [f"environment.factory={games.GAME}", "reward.functions=[]"]
+    return {
+        "game": game,
+        "tail batching": [*game, *tail],
+        "calculator": [
+            f"environment.factory={games.CALCULATOR}",
+            "reward.functions=[tests.helpers.games.remaining]",
+            "reward.weights=[1.0,0.5]",
+            f"model.path={policy}",
+            "data.as_chat=true",
+            "rollout.stop_token_ids=[0,21,24]",  # two digits, so that turns are short
+            "optim.learning_rate=1e-4",  # or drafts are wrong from the beginning
+        ],
+    }
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch):
+    monkeypatch.setattr(module, "parse_calls", games.parse_calls)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory, shapes):
+    """reference(shape): the folder of an undisturbed run without drafts on two ranks."""
+    folders = {}
+
+    def of_shape(shape: str):
+        if shape not in folders:
+            folders[shape] = folder = tmp_path_factory.mktemp("reference")
+            options = [*TINY, *shapes[shape], "speculative.method=none"]
+            train_on_threads(2, *options, f"run.output_dir={folder}")
+            assert len(set(digests(folder))) == STEPS, "the policy must learn something"
+            for line in read(folder):
+                assert line["episodes/turns"] > 1.5
+        return folders[shape]
+
+    return of_shape
+
+
+@pytest.mark.parametrize("shape, used, ranks, interruption", CASES)
+def test_run_is_that_without_drafts(
+    shapes, reference, monkeypatch, tmp_path, shape, used, ranks, interruption
+):
+    plain, used = reference(shape), used.split("+")
+    if "late" in used:
+        monkeypatch.setattr(Environments, "poll", games.delay(Environments.poll))
+    extra = [option for name in used for option in OPTIONS[name]]
+    options = [*TINY, *shapes[shape], "speculative.method=none", *extra]
+    options.append(f"run.output_dir={tmp_path}")
+    if interruption == "kill":
+        with pytest.raises(Killed):
+            train_on_threads(ranks, *options, ends_in=3, is_killed=True)
+    elif interruption == "stop":
+        train_on_threads(ranks, *options, ends_in=1)
+    resumed = 2 if interruption == "stop" else ranks  # with others than it began with
+    train_on_threads(resumed, *options)
+    lines = read(tmp_path)
+    assert digests(tmp_path) == digests(plain)
+    if ranks == resumed == 2 and "streamed" not in used:
+        assert same_weights(weights(tmp_path), weights(plain))
+    same = ["loss", "entropy", "reward", "rewards/environment/mean", "completions/mean_length"]
+    if shape != "tail batching":  # which defers episodes that are over
+        same += [key for key in lines[0] if key.startswith("episodes/stop/")]
+    for ours, theirs in zip(lines, read(plain), strict=True):
+        for key in same:
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-5, abs=1e-8), key
+    for key in (METRICS[name] for name in used if name in METRICS):
+        assert sum(line[key] for line in lines) > 0, key
+
+
+def test_what_is_kept_follows_real_observations(shapes, monkeypatch, tmp_path):
+    """In a random environment, whose observations come late."""
+    real, poll, begin = defaultdict(list), games.delay(Environments.poll), Environments.begin
+
+    def noted_begin(environments, row, *arguments):
+        real[row.id] = []  # the row of the step comes after drafts of the same name
+        begin(environments, row, *arguments)
+
+    def noted_poll(environments):
+        observations = poll(environments)
+        for row, observation in observations:
+            real[row.id].append(observation.ids.tolist())
+        return observations
+
+    checked = []
+    report = Trainer.report
+
+    def checked_report(trainer, record, metrics):
+        samples = record.samples
+        for name, tokens, logprob in zip(samples.ids, samples.tokens, samples.logprob, strict=True):
+            spans = [tokens[begin:end].tolist() for begin, end in observed_spans(logprob)]
+            wanted = [ids for ids in real[name] if ids]
+            if len(tokens) == 72:  # the last one may have been cut
+                spans, wanted = list(chain(*spans)), list(chain(*wanted))
+                wanted = wanted[: len(spans)]
+            assert spans == wanted
+            checked.append(len(spans))
+        report(trainer, record, metrics)
+
+    monkeypatch.setattr(Environments, "begin", noted_begin)
+    monkeypatch.setattr(Environments, "poll", noted_poll)
+    monkeypatch.setattr(Trainer, "report", checked_report)
+    options = [*TINY, *shapes["game"], *DRAFTS, f"environment.factory={games.DICE}"]
+    options += ["environment.deterministic=false", f"run.output_dir={tmp_path}"]
+    train_on_threads(1, *options)
+    lines = read(tmp_path)
+    kept = [line["episodes/speculation_kept"] for line in lines if line["episodes/speculated"]]
+    assert kept and min(kept) < 1, "some were wrong"
+    assert np.mean(checked) > 1
+
+
+@pytest.mark.parametrize(
+    "options, problem",
+    [
+        (["rollout.tp_tail_max_rows=4"], "rollout.tp_tail_max_rows: 4, but an episode"),
+        (["speculative.method=bubble+drafter"], "speculative.method: the drafter"),
+        (["environment.max_observation_length=72"], "must be below rollout.max_completion_length"),
+        (["reward.weights=[1,1]"], "2 weights"),
+        ([f"environment.factory={games.CALCULATOR}"], "tools need chat prompts"),
+        (["environment.factory=tests.helpers.environments.Silent"], "must score the responses"),
+    ],
+)
+def test_what_cannot_work_is_refused(shapes, tmp_path, options, problem):
+    with pytest.raises(Exception, match=problem):
+        base = [*TINY, *shapes["game"], *options, f"run.output_dir={tmp_path}"]
+        train_on_threads(1, *base)

@@ -1,0 +1,134 @@
+"""Rows with turns in the engine: stop tokens pause them, observations come in between. Oracle: a
+row computed alone, token by token, by whole forwards of the model."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from bubblespec.engine.model import prepare_model
+from bubblespec.engine.sampling import SamplingParams
+from bubblespec.types import Row
+from tests.helpers.generation import STOP, Drafter, as_dict, make_engine, make_prompts, make_rows
+from tests.helpers.models import VOCAB, small_config
+from tests.helpers.reference_step import gumbel, noise_key
+
+STOPS = (*STOP, *range(20, 36))  # so that turns are short
+PARAMS = SamplingParams(stop_token_ids=STOPS)
+SEED, LIMIT = 5, 30
+
+
+def observation(row: Row, turn: int) -> np.ndarray | None:
+    """What comes after a turn of a row, counted from 1; None where the row is over. One is empty,
+    and one too long for the row."""
+    random = np.random.default_rng((*row.id, turn))
+    if turn > 2 and row.id.sample:
+        return None
+    lengths = (0, 1, 3, 12, LIMIT)
+    return random.integers(1, VOCAB, lengths[random.integers(len(lengths) - (turn < 2))])
+
+
+def alone(model, row: Row) -> tuple[list[int], str]:
+    """The row as the plain computation gives it, with its log-probabilities."""
+    tokens, logprobs, turn = [], [], 0
+    while len(tokens) < LIMIT:
+        with torch.no_grad():
+            logits = model(torch.tensor([[*row.prompt, *tokens]])).logits[0, -1]
+        token = int((logits + gumbel(noise_key(SEED, *row.id, len(tokens)), VOCAB)).argmax())
+        tokens.append(token)
+        logprobs.append(float(logits.log_softmax(-1)[token]))
+        if token not in STOPS:
+            continue
+        turn += 1
+        if (ids := observation(row, turn)) is None:
+            return tokens, "stop", logprobs
+        ids = ids.tolist()[: LIMIT - len(tokens)]
+        tokens, logprobs = tokens + ids, logprobs + [math.nan] * len(ids)
+        if len(tokens) == LIMIT:
+            break
+    return tokens, "length", logprobs
+
+
+@pytest.fixture(scope="module")
+def baseline():
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(small_config("llama"))
+    model = model.to(torch.float64).eval()
+    prompts = make_prompts(4, 25)
+    rows = make_rows(prompts, 3, LIMIT)
+    wanted = {(row.id.uid, row.id.sample): alone(model, row) for row in rows}
+    assert {finish for _, finish, _ in wanted.values()} == {"stop", "length"}
+    assert any(np.isnan(logprobs).sum() > 10 for *_, logprobs in wanted.values())
+    prepare_model(model, 100)
+    return model, prompts, wanted
+
+
+def play(engine, rows: list[Row], proposer=None, *, guesses=False, max_prefill_tokens=None) -> None:
+    """Rows to their end; observations come after a while and in any order. guesses: until then
+    rows go on with wrong ones."""
+    random = np.random.default_rng(0)
+    turns, waiting, guessed = dict.fromkeys(rows, 0), [], {}
+    engine.add(rows)
+    while waiting or not engine.is_idle:
+        is_waiting = engine.is_waiting
+        finished, load = engine.step(PARAMS, proposer, max_prefill_tokens)
+        # Where pages are few, what could be fed may give way instead.
+        assert (load is None) == is_waiting or engine.pages is not None
+        waiting += [row for row in finished if row.finish == "stop" and row not in guessed]
+        for row in [row for row in waiting if load is None or random.random() < 0.3]:
+            if guesses and row not in guessed:
+                guessed[row] = len(row.tokens)
+                engine.resume(row, random.integers(1, VOCAB, random.integers(4)))
+                continue
+            if row in guessed:
+                engine.rewind(row, guessed.pop(row))
+            waiting.remove(row)
+            turns[row] += 1
+            if (ids := observation(row, turns[row])) is None:
+                engine.drop(row)
+            else:
+                engine.resume(row, ids)
+
+
+def check(rows: list[Row], wanted: dict) -> None:
+    assert as_dict(rows) == {name: tuple(of_row[:2]) for name, of_row in wanted.items()}
+    for row in rows:
+        logprobs = wanted[row.id.uid, row.id.sample][2]
+        np.testing.assert_allclose(row.logprob, logprobs, atol=1e-5)
+        np.testing.assert_allclose(row.full_logprob, logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("guesses", [False, True])
+@pytest.mark.parametrize("corrupted", [None, 0.0, 0.3])
+@pytest.mark.parametrize("num_slots, max_batch_tokens", [(1, 1), (3, 7), (64, 2048)])
+def test_rows_with_turns_are_those_computed_alone(
+    baseline, num_slots, max_batch_tokens, corrupted, guesses
+):
+    model, prompts, wanted = baseline
+    engine = make_engine(model, num_slots, seed=SEED, max_batch_tokens=max_batch_tokens)
+    drafter = None
+    if corrupted is not None:
+        drafter = Drafter({name: of_row[:1] for name, of_row in wanted.items()}, corrupted)
+    rows = make_rows(prompts, 3, LIMIT)
+    for row in rows:
+        row.has_turns = True
+    play(engine, rows, drafter, guesses=guesses)
+    check(rows, wanted)
+    if corrupted == 0.0 and max_batch_tokens > 1:
+        assert drafter.num_accepted > 30
+
+
+@pytest.mark.parametrize("guesses", [False, True])
+@pytest.mark.parametrize("num_pages", [None, 40, 11])
+def test_paused_rows_give_way_where_pages_are_few(baseline, num_pages, guesses):
+    model, prompts, wanted = baseline
+    options = {"max_length": 55, "page_size": 5, "num_pages": num_pages}
+    engine = make_engine(model, 8, seed=SEED, **options)
+    rows = make_rows(prompts, 3, LIMIT)
+    for row in rows:
+        row.has_turns = True
+    play(engine, rows, guesses=guesses, max_prefill_tokens=4)
+    check(rows, wanted)
+    assert engine.pages.num_free == engine.pages.num_pages
