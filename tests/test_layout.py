@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "bubblespec"
 # A room is a file or a folder of the package. It may import rooms on the floors below it, and
 # within itself.
 FLOORS = [
-    {"doctor"},
+    {"doctor", "play"},
     {"setup"},
     {"trainer", "simulate"},
     {"rollout", "checkpoint"},

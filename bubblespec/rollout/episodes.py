@@ -27,6 +27,11 @@ from bubblespec.types import Prompt, Row
 WAIT_S = 1e-3  # until a rank without anything to feed looks after other things
 
 
+def episode_seed(run_seed: int, uid: int, visit: int) -> int:
+    """What environments of a group are given as their seed."""
+    return random.Random(f"{run_seed}/{uid}/{visit}").getrandbits(32)
+
+
 @dataclass(eq=False)
 class _Episode:
     """A row's, that is not over."""
@@ -83,8 +88,7 @@ class Episodes:
         row.has_turns = True
         self._running[row] = _Episode(row, is_own, self.clock.perf_counter())
         prompt, (uid, visit, _) = self.prompts[row.id.uid], row.id
-        seed = random.Random(f"{self.seed}/{uid}/{visit}").getrandbits(32)  # of the whole group
-        self.environments.begin(row, prompt, seed)
+        self.environments.begin(row, prompt, episode_seed(self.seed, uid, visit))
 
     def advance(self, finished: Iterable[Row] = ()) -> list[Row]:
         """Ask environments about rows that the engine has returned, take in what others have

@@ -1,0 +1,138 @@
+"""One episode through a pipe: turns from standard input, the mask and the rewards on the screen."""
+
+import io
+import re
+import sys
+
+import pytest
+
+from bubblespec import play
+from tests.helpers import games
+
+SUM = ["--config", "configs/tiny_episodes.yaml", "data.size=64", "eval.num_prompts=4"]
+GIVEN = "reward.functions=[bubblespec.rewards.exact_match]"
+SUM_OF = re.compile(r"(\d+) ([+-]) (\d+)[⟦ ]*=")
+
+
+@pytest.fixture(scope="module")
+def calculator(tmp_path_factory):
+    """Arguments that play the calculator, whose total begins at the answer of the prompt's sum."""
+    return [
+        *SUM,
+        f"model.path={games.copy_policy(tmp_path_factory.mktemp('policy'))}",
+        f"environment.factory={games.CALCULATOR}",
+        "environment.max_turns=8",
+        "environment.max_observation_length=120",
+        "reward.functions=[tests.helpers.games.remaining]",
+        "data.as_chat=true",
+        "rollout.max_prompt_length=400",
+        "rollout.max_completion_length=400",
+    ]
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """run(arguments, input) -> exit code, standard output and standard error."""
+
+    def run(arguments: list[str], text: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["play", *arguments])
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        code = play.main()
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def terms(text: str) -> list[tuple[int, int]]:
+    """Of all sums, in the order in which they are asked."""
+    return [(int(a), int(b) * (1 if sign == "+" else -1)) for a, sign, b in SUM_OF.findall(text)]
+
+
+def test_sum_game_follows_answers(run):
+    answers = []
+    for _ in range(3):  # each run learns one more sum: the game is the same every time
+        turns = "\n\n".join(f"<answer>{answer}</answer>" for answer in answers)
+        _, said, _ = run(SUM, turns)
+        answers.append(sum(terms(said)[-1]))
+    right = [f"<answer>{answer}</answer>" for answer in answers]
+    code, said, _ = run(SUM, "\n\n".join(right))
+    assert code == 0
+    assert "[over: done;" in said and "reward of the environment: 1.0" in said
+    assert said.count("⟦") == 3  # the end of the prompt, and two sums
+    assert all(f"{turn}<|endoftext|>\n[turn: " in said for turn in right)
+    assert "\033" not in said
+
+
+def test_wrong_answers_and_end_of_input(run):
+    code, said, _ = run(SUM, "I do not\nknow\n\n\n")
+    assert code == 0
+    assert "I do not\nknow<|endoftext|>\n[turn: " in said
+    assert "\n<|endoftext|>\n[turn: 1 tokens]" in said  # an empty line alone is a turn
+    assert len(terms(said)) == 3
+    assert "[over: end of input;" in said and "reward of the environment: 0.0" in said
+
+
+def test_counts_add_up(run):
+    _, said, _ = run(SUM, "1\n\n2\n\n3\n\n")
+    begun = int(re.search(r"and (\d+) of the environment", said)[1])
+    turns = [int(count) for count in re.findall(r"\[turn: (\d+)", said)]
+    observed = [int(count) for count in re.findall(r"\[observation: (\d+)", said)]
+    assert len(turns) == len(observed) == 3 and observed[2] == 0
+    total = begun + sum(turns) + sum(observed)
+    assert f"response: {total} of 128 tokens, {sum(turns)} trained on]" in said
+
+
+@pytest.mark.parametrize("text", ["1 " * 200, "1 " * 20 + "\n\n" + "1 " * 20])
+def test_response_ends_at_its_limit(run, text):
+    code, said, _ = run([*SUM, "rollout.max_completion_length=60"], text)
+    assert code == 0 and "[over: length; response: 60 of 60 tokens" in said
+
+
+def test_tools_are_called(run, calculator):
+    call = '<tool_call>{{"name": "add", "arguments": {{"a": {}, "b": {}}}}}</tool_call>'
+    turns = [
+        call.format(1, 2),
+        '<tool_call>{"name": "add", </tool_call>',
+        call.format(2, 2),  # refused by the tool
+        "I have done it.",
+    ]
+    code, said, _ = run(calculator, "\n\n".join(turns))
+    assert code == 0
+    total = sum(terms(said)[0]) + 3
+    assert f"⟦<tool>{total}<" in said
+    assert "Invalid JSON in a tool call" in said and "that is too easy" in said
+    assert said.count("tool calls: 1, 1 of them failed") == 2
+    assert "tool calls: 0, 0 of them failed" in said and "[over: no_call;" in said
+    assert f"reward of the environment: {float(total % 4)}" in said
+    assert f"reward of tests.helpers.games.remaining: {float(total % 3)}" in said
+
+
+def test_prompts_are_chosen(run):
+    _, first, _ = run(SUM)
+    _, third, _ = run([*SUM, "--prompt", "2"])
+    assert terms(first) != terms(third)
+
+
+def test_colours_on_a_terminal(run, monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    _, said, _ = run(SUM, "7")
+    assert f"{play.GREEN}7<|endoftext|>{play.NO_COLOUR}" in said
+    assert said.count(play.CYAN) == 2 and "⟦" not in said
+    assert said.index("\033") > said.index("State the final answer")
+
+
+@pytest.mark.parametrize(
+    "arguments, problem",
+    [
+        (["--config", "configs/nothing.yaml"], "--config: no file"),
+        ([*SUM, "environment.factory=null", GIVEN], "neither factory nor tools"),
+        ([*SUM, "--prompt", "64"], "--prompt: 64, but the data has"),
+        ([*SUM, "--prompt", "-1"], "--prompt: -1"),
+        ([*SUM, "environment.factory=nowhere.Game"], "cannot import"),
+        ([*SUM, "environment.turns=3"], "turns"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(run, arguments, problem):
+    code, _, error = run(arguments)
+    assert code == 2 and problem in error and error.count("\n") == 1
