@@ -1,6 +1,7 @@
 """One episode through a pipe: turns from standard input, the mask and the rewards on the screen."""
 
 import io
+import os
 import re
 import sys
 
@@ -8,22 +9,28 @@ import pytest
 
 from bubblespec import play
 from tests.helpers import games
+from tests.helpers.warm import ROOT
 
 SUM = ["--config", "configs/tiny_episodes.yaml", "data.size=64", "eval.num_prompts=4"]
 GIVEN = "reward.functions=[bubblespec.rewards.exact_match]"
+BLOCK = re.compile(r"^```python my_calculator.py\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SUM_OF = re.compile(r"(\d+) ([+-]) (\d+)[⟦ ]*=")
 
 
-@pytest.fixture(scope="module")
-def calculator(tmp_path_factory):
-    """Arguments that play the calculator, whose total begins at the answer of the prompt's sum."""
+@pytest.fixture
+def calculator(tmp_path, monkeypatch):
+    """Arguments that play the calculator of docs/environments.md."""
+    with open(os.path.join(ROOT, "docs/environments.md"), encoding="utf-8") as file:
+        (tmp_path / "my_calculator.py").write_text("\n".join(BLOCK.findall(file.read())))
+    (tmp_path / "policy").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
     return [
         *SUM,
-        f"model.path={games.copy_policy(tmp_path_factory.mktemp('policy'))}",
-        f"environment.factory={games.CALCULATOR}",
+        f"model.path={games.copy_policy(tmp_path / 'policy')}",
+        "environment.factory=my_calculator.Calculator",
         "environment.max_turns=8",
         "environment.max_observation_length=120",
-        "reward.functions=[tests.helpers.games.remaining]",
+        "reward.functions=[my_calculator.brevity]",
         "data.as_chat=true",
         "rollout.max_prompt_length=400",
         "rollout.max_completion_length=400",
@@ -89,23 +96,24 @@ def test_response_ends_at_its_limit(run, text):
     assert code == 0 and "[over: length; response: 60 of 60 tokens" in said
 
 
-def test_tools_are_called(run, calculator):
-    call = '<tool_call>{{"name": "add", "arguments": {{"a": {}, "b": {}}}}}</tool_call>'
+@pytest.mark.parametrize("is_right", [True, False])
+def test_tools_are_called(run, calculator, is_right):
+    (asked,) = terms(run(calculator)[1])
+    a, b = asked if is_right else (1, sum(asked))
     turns = [
-        call.format(1, 2),
+        f'<tool_call>{{"name": "add", "arguments": {{"a": {a}, "b": {b}}}}}</tool_call>',
         '<tool_call>{"name": "add", </tool_call>',
-        call.format(2, 2),  # refused by the tool
+        '<tool_call>{"name": "guess"}</tool_call>',
         "I have done it.",
     ]
     code, said, _ = run(calculator, "\n\n".join(turns))
     assert code == 0
-    total = sum(terms(said)[0]) + 3
-    assert f"⟦<tool>{total}<" in said
-    assert "Invalid JSON in a tool call" in said and "that is too easy" in said
+    assert f"⟦<tool>{a + b}<" in said
+    assert "Invalid JSON in a tool call" in said and "Tool guess not found" in said
     assert said.count("tool calls: 1, 1 of them failed") == 2
     assert "tool calls: 0, 0 of them failed" in said and "[over: no_call;" in said
-    assert f"reward of the environment: {float(total % 4)}" in said
-    assert f"reward of tests.helpers.games.remaining: {float(total % 3)}" in said
+    assert f"reward of the environment: {float(is_right)}" in said
+    assert "reward of my_calculator.brevity: -0.1" in said
 
 
 def test_prompts_are_chosen(run):
