@@ -1,34 +1,31 @@
-"""A game of three sums, as a text environment: each asks for the last digit of the answer before,
-plus a number. `configs/tiny_episodes.yaml` trains on it."""
+"""A game of one sum in three tries, as a text environment: a wrong answer is followed by the same
+question again. `configs/tiny_episodes.yaml` trains on it."""
 
-import random
 import re
 
-QUESTION = "State the final answer to the following arithmetic problem: {} ="
-NUM_SUMS = 3
+NUM_TRIES = 3
 
 
 class SumGame:
-    """The reward of an episode is the share of its turns that were answered right."""
+    """The reward of an episode is 1 for a right answer at the first try, 2/3 at the second, 1/3 at
+    the third, and 0 without one."""
 
     def __init__(self, env_config: dict, extras: dict):
-        """extras: the columns of the data, of which `answer` is that of the first sum."""
+        """extras: the columns of the data, of which `answer` is that of the sum."""
         self.wanted = int(extras["answer"])
-        self.num_turns = 0
+        self.num_tries = 0
 
-    def init(self, prompt: str, seed: int) -> None:
-        """The first sum is that of the prompt."""
-        self.random = random.Random(seed)
+    def init(self, prompt: str) -> None:
+        """The prompt is the question."""
+        self.question = prompt
 
     def step(self, action: str) -> dict:
-        """Score an answer, and ask for the next sum."""
+        """Score an answer; ask again where it is wrong and a try is left."""
         found = re.search(r"<answer>(-?\d+)</answer>", action)
-        given = int(found[1]) if found else 0
-        reward = float(found is not None and given == self.wanted) / NUM_SUMS
-        self.num_turns += 1
-        if self.num_turns == NUM_SUMS:
+        is_right = found is not None and int(found[1]) == self.wanted
+        reward = (NUM_TRIES - self.num_tries) / NUM_TRIES if is_right else 0.0
+        self.num_tries += 1
+        if is_right or self.num_tries == NUM_TRIES:
             return {"observations": [], "reward": reward, "done": True}
-        digit, term = abs(given) % 10, self.random.randint(1, 9)
-        self.wanted = digit + term
-        said = {"role": "user", "content": QUESTION.format(f"{digit} + {term}")}
-        return {"observations": [said], "reward": reward, "done": False}
+        again = {"role": "user", "content": self.question}
+        return {"observations": [again], "reward": 0.0, "done": False}
