@@ -11,7 +11,9 @@ from bubblespec import play
 from tests.helpers import games
 from tests.helpers.warm import ROOT
 
+TWO_TERMS = "{min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}"
 SUM = ["--config", "configs/tiny_episodes.yaml", "data.size=64", "eval.num_prompts=4"]
+SUM += [f"data.tasks=[{{name: chain_sum, config: {TWO_TERMS}}}]"]
 GIVEN = "reward.functions=[bubblespec.rewards.exact_match]"
 BLOCK = re.compile(r"^```python my_calculator.py\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SUM_OF = re.compile(r"(\d+) ([+-]) (\d+)[⟦ ]*=")
@@ -56,18 +58,15 @@ def terms(text: str) -> list[tuple[int, int]]:
     return [(int(a), int(b) * (1 if sign == "+" else -1)) for a, sign, b in SUM_OF.findall(text)]
 
 
-def test_sum_game_follows_answers(run):
-    answers = []
-    for _ in range(3):  # each run learns one more sum: the game is the same every time
-        turns = "\n\n".join(f"<answer>{answer}</answer>" for answer in answers)
-        _, said, _ = run(SUM, turns)
-        answers.append(sum(terms(said)[-1]))
-    right = [f"<answer>{answer}</answer>" for answer in answers]
-    code, said, _ = run(SUM, "\n\n".join(right))
+@pytest.mark.parametrize("num_wrong, reward", [(0, "1.0"), (1, "0.66"), (3, "0.0")])
+def test_sum_game_asks_again_after_a_wrong_answer(run, num_wrong, reward):
+    (asked,) = terms(run(SUM)[1])
+    turns = [*["<answer>999</answer>"] * num_wrong, f"<answer>{sum(asked)}</answer>"][:3]
+    code, said, _ = run(SUM, "\n\n".join(turns))
     assert code == 0
-    assert "[over: done;" in said and "reward of the environment: 1.0" in said
-    assert said.count("⟦") == 3  # the end of the prompt, and two sums
-    assert all(f"{turn}<|endoftext|>\n[turn: " in said for turn in right)
+    assert "[over: done;" in said and f"reward of the environment: {reward}" in said
+    assert said.count("\u27e6") == len(turns)  # the end of the prompt, and the questions after it
+    assert all(f"{turn}<|endoftext|>\n[turn: " in said for turn in turns)
     assert "\033" not in said
 
 
@@ -87,13 +86,13 @@ def test_counts_add_up(run):
     observed = [int(count) for count in re.findall(r"\[observation: (\d+)", said)]
     assert len(turns) == len(observed) == 3 and observed[2] == 0
     total = begun + sum(turns) + sum(observed)
-    assert f"response: {total} of 128 tokens, {sum(turns)} trained on]" in said
+    assert f"response: {total} of 256 tokens, {sum(turns)} trained on]" in said
 
 
 @pytest.mark.parametrize("text", ["1 " * 200, "1 " * 20 + "\n\n" + "1 " * 20])
 def test_response_ends_at_its_limit(run, text):
-    code, said, _ = run([*SUM, "rollout.max_completion_length=60"], text)
-    assert code == 0 and "[over: length; response: 60 of 60 tokens" in said
+    code, said, _ = run([*SUM, "rollout.max_completion_length=70"], text)
+    assert code == 0 and "[over: length; response: 70 of 70 tokens" in said
 
 
 @pytest.mark.parametrize("is_right", [True, False])
@@ -106,8 +105,8 @@ def test_tools_are_called(run, calculator, is_right):
         '<tool_call>{"name": "guess"}</tool_call>',
         "I have done it.",
     ]
-    code, said, _ = run(calculator, "\n\n".join(turns))
-    assert code == 0
+    code, said, error = run(calculator, "\n\n".join(turns))
+    assert code == 0, error
     assert f"⟦<tool>{a + b}<" in said
     assert "Invalid JSON in a tool call" in said and "Tool guess not found" in said
     assert said.count("tool calls: 1, 1 of them failed") == 2
