@@ -151,6 +151,8 @@ class EpisodeCounts:
     """Turns after which a row went on with its draft's observation, before there was another."""
     guesses_kept: int = 0
     """Those in which the other was equal."""
+    differing_replays: int = 0
+    """Of environments whose worker had died, those of drafts included."""
     stops: dict[str, int] = field(default_factory=lambda: dict.fromkeys(STOPS, 0))
     """Episodes by why they are over."""
 

@@ -77,6 +77,7 @@ class Episodes:
         self.counts = EpisodeCounts()
         self.outcomes: dict[Row, Future] = {}
         self._running: dict[Row, _Episode] = {}
+        self._num_differing = environments.num_differing  # so far
 
     @property
     def is_running(self) -> bool:
@@ -139,6 +140,7 @@ class Episodes:
         for row in self._running:
             self.environments.end(row, with_reward=False)
         self._running.clear()
+        self.counts.differing_replays = self.environments.num_differing - self._num_differing
 
     def _ask(self, episode: _Episode) -> list[Row]:
         """About a row that has ended a turn, or all."""
