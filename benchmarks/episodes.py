@@ -82,7 +82,6 @@ def step_in_all_ways(trainer: Trainer, plain: Engine, lock_step: LockStep, step:
     length, prompts = config.rollout.max_completion_length, [of.prompt for of in launch.groups]
     rows = {arm: {index: table.make_row(index, length) for index in placed} for arm in ARMS}
     records: dict[str, RolloutRecord] = {}
-    states = {}
 
     def without_drafts(arm: str) -> int:
         environments = lock_step if arm == "lock_step" else sampler.environments
@@ -109,21 +108,17 @@ def step_in_all_ways(trainer: Trainer, plain: Engine, lock_step: LockStep, step:
             timing = timed(trainer, partial(with_drafts if has_drafts else without_drafts, arm))
         result[f"{arm}_s"], result[f"{arm}_forwards"] = timing
         if has_drafts:
-            states[arm] = sampler.state_dict()
             time.sleep(slow_game.LONGEST_S)  # calls of drafts that were left unfinished
-    sampler.load_state_dict(states["speculation"])
+        if arm == "speculation":
+            next_state = sampler.state_dict()
+    sampler.load_state_dict(next_state)
     wanted = {index: row.tokens for index, row in rows["lock_step"].items()}
-    local = {
-        f"{arm}_differing_rows": sum(
-            not np.array_equal(row.tokens, wanted[index]) for index, row in own.items()
-        )
-        for arm, own in rows.items()
-    }
-    local |= {f"{arm}_drafted_tokens": records[arm].drafted_tokens for arm in states}
-    counts = records["speculation"].episodes
-    local |= {name: getattr(counts, name) for name in COUNTS}
+    pairs = [(row.tokens, wanted[index]) for own in rows.values() for index, row in own.items()]
+    local = {name: getattr(records["speculation"].episodes, name) for name in COUNTS}
+    local["differing_rows"] = sum(not np.array_equal(*pair) for pair in pairs)
+    local["drafted_tokens"] = records["speculation"].drafted_tokens
     totals = ranks.gather(np.array(list(local.values()), np.float64)).sum(axis=0)
-    learn(trainer, launch, table, rows["overlapped"], scoring, step)
+    learn(trainer, table, rows["overlapped"], scoring, step)
     return result | dict(zip(local, totals.tolist(), strict=True))
 
 
@@ -137,9 +132,8 @@ def summarise(steps: list[dict]) -> dict:
         "overlap": median_s["lock_step"] / median_s["overlapped"],
         "drafts": median_s["overlapped"] / median_s["drafts"],
         "speculation": median_s["overlapped"] / median_s["speculation"],
-        "speculation_over_lock_step": median_s["lock_step"] / median_s["speculation"],
         "guesses_kept_share": kept / max(guesses, 1),
-        "differing_rows": int(sum(s[f"{arm}_differing_rows"] for s in steps for arm in ARMS)),
+        "differing_rows": int(sum(s["differing_rows"] for s in steps)),
         "rows": sum(s["rows"] for s in steps),
     }
 
@@ -148,14 +142,11 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
     overrides = [*DEFAULTS, *arguments.overrides]
     config = load_config(arguments.config, [*overrides, f"run.output_dir={folder}"])
     with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
-        trainer = build(config, ranks)
-        sampler = trainer.sampler
-        if sampler.environments is None or "bubble" not in config.speculative.method:
-            raise InputError("needs an environment, and bubble in speculative.method")
-        if config.tail_batching.enabled:
-            raise InputError("tail_batching.enabled: true, but all rows must be generated whole")
-        plain, steps = plain_engine(trainer), []
-        lock_step = LockStep(config.environment, sampler.scorer.tokenizer)
+        if "bubble" not in config.speculative.method:
+            raise InputError(f"speculative.method: {config.speculative.method} makes no drafts")
+        trainer, steps = build(config, ranks), []
+        plain = plain_engine(trainer)
+        lock_step = LockStep(config.environment, trainer.sampler.scorer.tokenizer)
         gc.collect()
         gc.freeze()  # as in a run, see Trainer.open
         for step in range(config.run.max_steps):
@@ -163,30 +154,17 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
             if ranks.is_main:
                 seconds = ", ".join(f"{arm} {s[f'{arm}_s']:.2f} s" for arm in ARMS)
                 print(f"step {step}: {seconds}", flush=True)
-        for environments in (lock_step, sampler.environments):
-            environments.close()
+        lock_step.close()
         if ranks.is_main:
             summary = summarise(steps)
-            print(table_of(summary))
+            print(markdown([{arm: f"{s:.2f} s" for arm, s in summary["median_s"].items()}]))
+            print(
+                f"overlap {summary['overlap']:.2f}x over lock-step; over that, drafts "
+                f"{summary['drafts']:.2f}x and with speculation {summary['speculation']:.2f}x; "
+                f"{summary['differing_rows']} of {summary['rows']} rows differ"
+            )
             settings = {"config": arguments.config, "overrides": overrides, "commit": commit()}
             write_json(arguments.json, summary | settings | {"steps": steps})
-
-
-def table_of(summary: dict) -> str:
-    """As Markdown, and what the drafts were good for."""
-    median_s = summary["median_s"]
-    rows = [
-        {
-            "rollout": arm,
-            "median s": f"{seconds:.2f}",
-            "against lock-step": f"{median_s['lock_step'] / seconds:.2f}x",
-            "against overlapped": f"{median_s['overlapped'] / seconds:.2f}x",
-        }
-        for arm, seconds in median_s.items()
-    ]
-    kept, differing = summary["guesses_kept_share"], summary["differing_rows"]
-    counts = f"{differing} of {summary['rows']} rows differ; {kept:.0%} of observations kept"
-    return f"{markdown(rows)}\n{counts}"
 
 
 if __name__ == "__main__":

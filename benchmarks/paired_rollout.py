@@ -35,7 +35,7 @@ from bubblespec.rollout.table import RowTable
 from bubblespec.setup import build
 from bubblespec.telemetry.report import speculation_metrics
 from bubblespec.trainer import Trainer
-from bubblespec.types import Launch, Row, Samples
+from bubblespec.types import Row, Samples
 
 PAPER = (
     "paper (arXiv 2605.08862, its own hardware): decoding steps -50%, rollout throughput up to 1.8x"
@@ -107,7 +107,7 @@ def paired_step(
     result["differing_rows"] = int(ranks.sum_(torch.tensor(differing)).item())
     if inspect is not None:
         inspect(*map(list, zip(*pairs, strict=True)))
-    samples, rewards = learn(trainer, launch, table, rows["none"], scoring, step)
+    samples, rewards = learn(trainer, table, rows["none"], scoring, step)
     record = StepRecord(
         step=step,
         samples=samples,
@@ -132,18 +132,13 @@ def paired_step(
 
 
 def learn(
-    trainer: Trainer,
-    launch: Launch,
-    table: RowTable,
-    rows: dict[int, Row],
-    scoring: Scoring,
-    step: int,
+    trainer: Trainer, table: RowTable, rows: dict[int, Row], scoring: Scoring, step: int
 ) -> tuple[Samples, np.ndarray]:
     """Train the policy on a step's rows. Returns the samples and their rewards by group."""
     config, sampler = trainer.config, trainer.sampler
     samples = sampler.gather(table, rows, scoring)
     rewards = sampler.combined(samples.rewards, samples.lengths)
-    rewards = rewards.reshape(len(launch.groups), -1)
+    rewards = rewards.reshape(len(table.launch.groups), -1)
     advantages = estimate_advantages(
         rewards, config.loss.advantage_estimator, config.loss.scale_rewards
     ).ravel()

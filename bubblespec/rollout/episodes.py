@@ -84,7 +84,7 @@ class Episodes:
         self._running[row] = _Episode(row, is_own, self.clock.perf_counter())
         prompt, (uid, visit, _) = self.prompts[row.id.uid], row.id
         seed = random.Random(f"{self.seed}/{uid}/{visit}").getrandbits(32)  # of the whole group
-        self.environments.begin(row, prompt, seed)
+        self.environments.begin(row, prompt, seed, is_draft=not is_own)
 
     def advance(self, finished: Iterable[Row] = ()) -> list[Row]:
         """Ask environments about rows that the engine has returned, take in what others have
